@@ -27,7 +27,7 @@ quick: $(READY_TO_TEST)                  ## the tests without whole programs, co
 	$(BIN)/python -m pytest $(PARALLEL) -m "not programs and not compiles and not thorough and not soak"
 
 soak: $(READY_TO_TEST)                   ## what takes minutes: twenty kills of a run, a thousand damaged files
-	$(BIN)/python -m pytest -m soak $(ARGS)
+	$(BIN)/python -m pytest -m soak --timeout 1800 $(ARGS)
 
 lint: $(READY_TO_TEST)                   ## ruff, and mypy as on this system and as on Windows
 	$(BIN)/ruff check .

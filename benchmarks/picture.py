@@ -59,7 +59,7 @@ def picture(runs: list[Run], bars: list[tuple[str, list[tuple[str, float]]]]) ->
     shape = " x ".join(str(size) for size in (SHAPE["B"], SHAPE["T"], SHAPE["C"]))
     return (f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" '
             f'aria-label="{words}; times of each"><style>{STYLE}</style>'
-            f"{_part(words, svg.lines('training loss', 'step', '', drawn), 0)}"
+            f"{_part(words, svg.lines('training loss', 'step', drawn), 0)}"
             f"{_part(f'WKV forward and backward at {shape}', svg.bars('times', units.time, bars), WIDTH - svg.WIDTH)}</svg>\n")
 
 

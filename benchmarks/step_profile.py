@@ -42,7 +42,7 @@ from kernels.machine import hardware, threads
 from kernels.machine.cpu import why_slow
 from rwkv.config import GENERATIONS, ModelConfig, OptimConfig
 from rwkv.training.device import dtype_for
-from rwkv.training.optim import OPTIMISERS
+from rwkv.training.optim.optimisers import OPTIMISERS
 
 SHAPE = (4, 192, 8, 128, 2048)           # model=tiny's and the defaults of data
 PRECISIONS = ("32-true", "bf16-mixed")

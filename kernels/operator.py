@@ -237,6 +237,8 @@ def _operator_must_be_seen(inputs: tuple[Any, ...]) -> bool:
 
 
 class _ReverseOnly(torch.autograd.Function):
+    """No forward mode. vmap is for per-sample gradients, torch.func.vmap(torch.func.grad(loss))."""
+
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> NoReturn:
         raise ValueError("the operators of kernels/ have no forward-mode derivative (jvp, jacfwd, hessian): use reverse mode "
@@ -254,7 +256,7 @@ class _ReverseOnly(torch.autograd.Function):
 
 
 class _Direct(_ReverseOnly):
-    """(function, *inputs) -> outputs"""
+    """(function, *inputs) -> outputs: training and generation."""
 
     @staticmethod
     def forward(ctx: Any, function: Function, *inputs: Any) -> Tensors:
@@ -276,7 +278,7 @@ class _Direct(_ReverseOnly):
 
 
 class _Transformed(_Direct):
-    """_Direct in the form that function transforms require, which costs 50 us more per call."""
+    """_Direct in the form that torch.func requires, which costs 50 us more per call: for per-sample gradients and Jacobians."""
 
     @staticmethod
     def forward(function: Function, *inputs: Any) -> Tensors:      # type: ignore[override]
@@ -295,7 +297,10 @@ class _Transformed(_Direct):
 
 
 class _Backward(_ReverseOnly):
-    """The gradients as a separate function, whose derivative raises whatever the incoming gradient depends on."""
+    """The gradients as a separate function, whose derivative raises: a gradient penalty would silently lack terms.
+
+    torch's once_differentiable raises only where the incoming gradient requires a gradient.
+    """
 
     @staticmethod
     def forward(function: Function, *saved_and_gradients: Tensor) -> Tensors:

@@ -75,6 +75,7 @@ RULES = {
     ("draw", "cpu", "float32"): Rule(("c_v0",), measured=True),
     ("draw", "cuda", "float32"): Rule(("triton_v0",), measured=False),
 }
+UNORDERED = Rule(("reference",), measured=False)         # of an operator that is not in RULES yet
 # The order at each measured size, forward and backward together. The nearest size decides; without a size, RULES.
 # triton_v1's times are its prototype's, which took five times as many instructions in the slowest part of its backward.
 BY_SIZE = {("wkv7", "cuda", "bfloat16"): {
@@ -145,7 +146,7 @@ def rule(operator: str, device: str, dtype: Dtype, size: Size | None = None) -> 
     if name == "float16":
         name = "float32" if operator == "wkv7" else "bfloat16"
     key = operator, "cuda" if device == "cuda" else "cpu", name
-    base = RULES[key]
+    base = RULES.get(key, UNORDERED)
     if size is None or key not in BY_SIZE:
         return base
     nearest = min(BY_SIZE[key], key=size.distance)
@@ -171,7 +172,7 @@ def _check_name(operator: str, name: str, device: str) -> None:
 
 
 def _has_rule(operator: str) -> bool:
-    return any(key[0] == operator for key in RULES)
+    return any(key[0] == operator for key in RULES) or {*UNORDERED.order} <= {*names(operator)}
 
 
 def _usable_inside(operator: str, name: str) -> bool:

@@ -1,5 +1,6 @@
 """The public model, RWKV: Model with from_pretrained and save_pretrained. The tokenizer and chat template of a checkpoint."""
 
+import shlex
 import sys
 import warnings
 from pathlib import Path
@@ -9,12 +10,14 @@ import torch
 
 from kernels import matvec
 from kernels.machine.cpu import why_slow
+from kernels.machine.memory import available_memory
 from kernels.matvec import Blocks, pack
 from kernels.registry import why_not
 from rwkv.chat.names import Choice, Length, choose_template, trained_length
-from rwkv.checkpoint import time_states
+from rwkv.checkpoint import packed_cache, time_states
 from rwkv.checkpoint.files import (
     DEFAULT_CTX_LEN,
+    PACKED,
     Checkpoint,
     assumed_tokenizer,
     checkpoint_of,
@@ -24,6 +27,8 @@ from rwkv.checkpoint.files import (
     with_adapter,
     write_checkpoint,
 )
+from rwkv.checkpoint.location import locate
+from rwkv.checkpoint.memory import GIB, require_memory, weights_nbytes
 from rwkv.checkpoint.stored import Stored
 from rwkv.checkpoint.tuned import surviving
 from rwkv.config import BITS, BLOCKS, DTYPES, SavedModelConfig
@@ -39,7 +44,6 @@ from rwkv.tokenizer.tokenizers import Tokenizer
 
 AUTO = "auto"
 FORMS_OF_BLOCKS = tuple(name.upper() for name in matvec.BLOCKS)
-QUANTISED = ("int8", "int4")             # dtypes of a model with quantised matrices, on a CPU
 ALL_SURVIVES = 0.995                     # no line for a larger share
 REQUANTISED = "blocks.0.att.key.weight"        # the matrix whose error of a second rounding is measured
 
@@ -83,8 +87,10 @@ class RWKV(Model):
     @classmethod
     def from_checkpoint(cls, checkpoint: Checkpoint, wkv: Any, device: str = "cpu", dtype: str = "float32",
                         mmap: bool = True) -> Self:
-        """The model of a checkpoint, in evaluation mode and without gradients."""
-        if dtype in QUANTISED:
+        """The model of a checkpoint, in evaluation mode and without gradients. Raises UserError if memory is short."""
+        if torch.device(device).type == "cpu":
+            require_memory(checkpoint, dtype, available_memory())
+        if dtype in PACKED:
             model = cls._quantised(checkpoint, wkv, device, dtype, mmap)
         elif dtype == BLOCKS:
             model = cls._in_blocks(checkpoint, wkv, mmap)
@@ -106,7 +112,7 @@ class RWKV(Model):
         if kind not in ("cpu", "cuda"):
             raise UserError(f"dtype={dtype} requires a CPU or a CUDA device; got {device}: use dtype=bfloat16")
         group = generation(checkpoint.config).group
-        packed = {name: matrix.read() for name, matrix in checkpoint.packed.items()
+        packed = {name: matrix.read() if mmap else matrix.read().map(torch.clone) for name, matrix in checkpoint.packed.items()
                   if matrix.form == dtype and checkpoint.fingerprint is not None}        # packed weights have no fingerprint
         stored = checkpoint.weights.stored
         later = {name: tensor.get for name, tensor in stored.items()
@@ -162,8 +168,8 @@ class RWKV(Model):
 class OpenCheckpoint(NamedTuple):
     """A checkpoint, read and checked; its model is not loaded yet.
 
-    assumed: the name of a guessed tokenizer, if neither the file nor the user names one. dtype_line: a line about dtype, if it
-    was chosen by a rule.
+    assumed: the name of a guessed tokenizer, if neither the file nor the user names one. caches: model() keeps the packed
+    weights (rwkv/checkpoint/packed_cache.py). dtype_line: a line about dtype, if it was chosen by a rule.
     """
 
     checkpoint: Checkpoint
@@ -172,6 +178,7 @@ class OpenCheckpoint(NamedTuple):
     device: str
     dtype: str
     assumed: str | None = None
+    caches: bool = False
     dtype_line: str | None = None
 
     def lines(self) -> list[tuple[str, str]]:
@@ -189,24 +196,40 @@ class OpenCheckpoint(NamedTuple):
         if self.assumed:
             notes.append(("tokenizer", f"{self.assumed} (guessed from the vocabulary size, {self.checkpoint.vocab_size:,})"))
         if end := self.tokenizer.end_line():
-            notes.append(("texts", f"end with {end}"))
+            notes.append(("sequences", f"end with {end}"))
         rounding = [*second_rounding(self.checkpoint, self.dtype), *rounded_adapters(self.checkpoint, self.dtype),
-                    *repacked(self.checkpoint, self.dtype)]
+                    *repacked(self.checkpoint, self.dtype), *self._packing_lines()]
         return notes + [("weights", line) for line in rounding]
 
     def print_notes(self) -> None:
         """Prints the lines on standard error."""
-        for label, note in self.lines():
+        notes = self.lines()
+        needed, free = weights_nbytes(self.checkpoint, self.dtype), available_memory()
+        if self.device == "cpu" and needed >= GIB and free is not None:
+            notes.append(("memory", f"the weights need {needed / GIB:.1f} of {free / GIB:.1f} GiB that are free"))
+        for label, note in notes:
             print(wrapped(f"{label}: {note}", sys.stderr), file=sys.stderr)
 
     def nbytes(self) -> int:
         """The memory of the weights, about, in bytes; of blocks, the size in the file."""
-        if self.dtype != BLOCKS:
-            return n_parameters(self.checkpoint.config, self.checkpoint.vocab_size) * BITS[self.dtype] // 8
-        return sum(tensor.packed_nbytes() for tensor in self.checkpoint.weights.stored.values())
+        if self.dtype == BLOCKS:
+            return weights_nbytes(self.checkpoint, BLOCKS)
+        return n_parameters(self.checkpoint.config, self.checkpoint.vocab_size) * BITS[self.dtype] // 8
+
+    def _packing_lines(self) -> list[str]:
+        """A line if the weights are packed at each start: how to do it once."""
+        checkpoint, dtype = self.checkpoint, self.dtype
+        if self.caches:
+            return [f"packed in {dtype} once, into {packed_cache.entry_of(checkpoint.path, dtype)}"]
+        if not _is_packed_on_loading(checkpoint, self.device, dtype) or not packed_cache.can_hold(checkpoint):
+            return []
+        target = f"{checkpoint.path.stem}-{dtype}.safetensors"
+        return [f"packed in {dtype} at each start; cache_packed=true keeps them, and a file of their own loads at once: "
+                f"timemix convert {shlex.quote(str(checkpoint.path))} {shlex.quote(target)} --dtype {dtype}"]
 
     def model(self) -> RWKV:
-        return RWKV.from_checkpoint(self.checkpoint, self.wkv, self.device, self.dtype)
+        checkpoint = packed_cache.write(self.checkpoint, self.dtype) if self.caches else self.checkpoint
+        return RWKV.from_checkpoint(checkpoint, self.wkv, self.device, self.dtype)
 
     def model_and_context(self, state: str | None, layout: str | None) -> tuple[RWKV, PrefillResult | None]:
         """The model, and the context in the file `state`, if any: of save_state=, or a tuned state. layout: of the latter.
@@ -231,13 +254,23 @@ class OpenCheckpoint(NamedTuple):
 def open_checkpoint(config: SavedModelConfig) -> OpenCheckpoint:
     """Reads a checkpoint. Raises UserError for an unreadable file, an unavailable kernel or a tokenizer that does not fit."""
     device = ("cuda" if torch.cuda.is_available() else "cpu") if config.device == "auto" else config.device
-    require_dtype(config.dtype or AUTO, device)
-    checkpoint = _read(config.checkpoint, config.lora, config.lora_alpha)
-    dtype, line = resolved_dtype(config.dtype or AUTO, device, checkpoint)
+    dtype = config.dtype or AUTO
+    require_dtype(dtype, device)
+    adapters = config.lora or getattr(config, "adapters", None)          # are merged into the exact weights
+    may_cache = config.cache_packed and not adapters and device == "cpu" and dtype in PACKED
+    cached = packed_cache.read(locate(config.checkpoint), dtype) if may_cache else None
+    checkpoint = cached or _read(config.checkpoint, config.lora, config.lora_alpha)
+    dtype, line = resolved_dtype(dtype, device, checkpoint)
+    caches = may_cache and _is_packed_on_loading(checkpoint, device, dtype) and packed_cache.can_hold(checkpoint)
     wkv = operator_for(checkpoint.config, config.kernel.name, device, computed_in(dtype))
     tokenizer = tokenizer_of(checkpoint, config.tokenizer, config.end_of_text)
     assumed = assumed_tokenizer(checkpoint) if config.tokenizer is None else None
-    return OpenCheckpoint(checkpoint, wkv, tokenizer, device, dtype, assumed, line)
+    return OpenCheckpoint(checkpoint, wkv, tokenizer, device, dtype, assumed, caches, line)
+
+
+def _is_packed_on_loading(checkpoint: Checkpoint, device: str, dtype: str) -> bool:
+    """Whether loading the checkpoint on a CPU quantises it."""
+    return device == "cpu" and dtype in PACKED and not any(matrix.form == dtype for matrix in checkpoint.packed.values())
 
 
 def _read(path: str | Path, lora: str | Path | None, alpha: float | None) -> Checkpoint:
@@ -297,7 +330,7 @@ def blocks_of(checkpoint: Checkpoint) -> dict[str, Blocks]:
 def second_rounding(checkpoint: Checkpoint, dtype: str) -> list[str]:
     """A line with the error of requantising a matrix of a quantised file to `dtype`; none for other files."""
     stored = checkpoint.weights.stored[REQUANTISED]
-    if dtype not in QUANTISED or stored.blocks is None:
+    if dtype not in PACKED or stored.blocks is None:
         return []
     exact = stored.get().float()
     error = (pack(exact, dtype).dense() - exact).norm() / exact.norm()
@@ -322,7 +355,7 @@ def repacked(checkpoint: Checkpoint, dtype: str) -> list[str]:
 
 def computed_in(dtype: str) -> torch.dtype:
     """The dtype of the operator's inputs in a model of this dtype."""
-    return torch.float32 if dtype in (*QUANTISED, BLOCKS) else getattr(torch, dtype)
+    return torch.float32 if dtype in (*PACKED, BLOCKS) else getattr(torch, dtype)
 
 
 def template_choice(checkpoint: Checkpoint, name: str | None = None) -> Choice:

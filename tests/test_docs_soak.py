@@ -59,14 +59,16 @@ RULES = [
     not_run(r"python -m pytest", "is a part of this suite"),
     not_run(r"timemix (chat|list|pull)\b", "needs the Hub"),
     not_run(r"timemix (serve|convert)\b", "is in other words on another page"),
+    not_run(r"python generate\.py checkpoint=MODEL", "is of the large file of the command before it"),
     not_run(r"python -m rwkv\.tools\.convert .*--lora", "is of a file that another program has written"),
     not_run(r"python \S+ .*((state|NAME)=(time_state|STATE)|=ADAPTER)", "is of a file that another program has written"),
     Rule(r"timemix (doctor|smoke)\b"),
     not_run(r"python -m benchmarks\.gpu_check", "needs a GPU"),
     not_run(r"python -m (kernels\.bench|benchmarks)\.tables", "writes into the documentation"),
-    not_run(r"python -m benchmarks\.(first_token|generations|training|tuning_memory)", "has no short form: minutes"),
+    not_run(r"python -m benchmarks\.(first_token|in_place|generations|training|tuning_memory)", "has no short form: minutes"),
     not_run(r"python train\.py kernel=NAME", "is of a kernel that the reader writes"),
     not_run(r"python -m kernels\.bench timex --only NAME", "is of a kernel that the reader writes"),
+    not_run(r"python train\.py .*sweep\.launcher=submitit", "needs SLURM"),
     Rule(r"curl "),
     Rule(r"python serve\.py", "max_tokens=200"),
     Rule(r"python chat\.py", "max_new_tokens=4"),
@@ -104,6 +106,7 @@ RULES = [
     Rule(r"python -m benchmarks\.serving ", "--texts 2 --seconds 1 --turns 1 --shape 1,64,512"),
     Rule(r"python -m benchmarks\.serving_states", "--tokens 50 --turns 1 --shape 1,64,512"),
     Rule(r"python -m benchmarks\.tuning", "--base-steps 2 --steps 2 --pairs 200 --ways lora"),
+    Rule(r"python -m benchmarks\.speculation", "--shapes 6,64,300 --dtypes int8"),
     Rule(r"python -m benchmarks\.quality"),
     Rule(r"python -m benchmarks\.tokenization", "--strings 20 --text FILE"),
 ]
@@ -177,7 +180,8 @@ def train(folder: Path, options: str) -> None:
 
 
 G1 = "rwkv7-g1k-1.5b-20260930-ctx25600.pth"
-RELEASED = {"BlinkDL/rwkv7-g1/rwkv7-g1d-0.1b-20260129-ctx8192.pth": world_model}
+DRAFT = "rwkv7-g1d-0.1b-20260129-ctx8192.pth"
+RELEASED = {f"BlinkDL/rwkv7-g1/{DRAFT}": world_model}
 # By page, what is there before its first command.
 FILES: dict[str, dict[str, Callable[[Path], None]]] = {
     "README.md": {"FILE": text, **RELEASED},
@@ -187,7 +191,7 @@ FILES: dict[str, dict[str, Callable[[Path], None]]] = {
     "data.md": {"FILE": text, "NAME": tokens, "web/a.jsonl.gz": compressed, "web/b.jsonl.zst": compressed,
                 "web.jsonl": texts, "books/one.txt": text},
     "chat.md": {G1: world_model, "TALKS.jsonl": talks},
-    "serve.md": {G1: world_model, "RWKV-4.pth": other_model, "20B_tokenizer.json": tokenizer, "FILE": text,
+    "serve.md": {G1: world_model, DRAFT: world_model, "RWKV-4.pth": other_model, "20B_tokenizer.json": tokenizer, "FILE": text,
                  "BASE.pth": world_model, "runs/calm": tuned_by("state"), "runs/legal": tuned_by("lora"),
                  "runs/latest": latest_run},
     "train.md": {"FILE": text, "FILE.pth": world_model, "enwik8": text, "minipile": tokens,

@@ -1,4 +1,4 @@
-"""Rung 1: rows in shared memory. A block copies there the inputs that its outputs share; one output per thread."""
+"""Rung 1: rows in shared memory. A block copies the inputs that its outputs share; one output per thread."""
 
 import torch
 from torch import Tensor

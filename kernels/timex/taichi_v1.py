@@ -1,5 +1,5 @@
-"""Rung 1: rows in fast memory. A tile of outputs reads w and k from a copy: on a CPU local arrays, which LLVM knows not to
-overlap, so that it vectorises the sums; on a GPU shared memory, with one output per thread.
+"""Rung 1: rows in fast memory. A tile of outputs reads copies of w and k: on a CPU from local arrays, which cannot alias, so
+LLVM vectorises the sums; on a GPU from shared memory, with one output per thread.
 """
 
 # mypy: disable-error-code="index, no-untyped-def, valid-type"

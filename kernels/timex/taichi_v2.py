@@ -1,5 +1,5 @@
-"""Rung 2: register tiles. A value read from fast memory enters several products: on a CPU, eight steps of x stay in registers
-during a loop over all outputs of the tile; on a GPU, a thread computes four time steps, 32 apart.
+"""Rung 2: register tiles. Each load from fast memory feeds several products: on a CPU, eight steps of x stay in registers
+while a loop visits all outputs of the tile; on a GPU, a thread computes four time steps, 32 apart.
 """
 
 # mypy: disable-error-code="index, no-untyped-def, valid-type"

@@ -1,4 +1,4 @@
-"""Rung 3: more products per value loaded. On a CPU, vectors of eight lanes; on a GPU, several batches per thread.
+"""Rung 3: more products per load. On a CPU, vectors of eight lanes; on a GPU, several batches per thread.
 
 The three products have the form that _tiles.py describes. With i = lane + L d and j = phase + L e, one vector of the window, at
 phase + L (d + e), serves every pair with the same d + e: on a CPU, 15 vector loads and 8 broadcasts serve 64 multiply-adds of 8

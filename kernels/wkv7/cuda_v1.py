@@ -1,4 +1,4 @@
-"""Rung 1: registers. A thread holds its row of the state; 5 vectors of a step are in shared memory: a load for each product."""
+"""Rung 1: registers hold the state, a row per thread; shared memory holds a step's 5 vectors: one load per product."""
 
 import torch
 from torch import Tensor

@@ -1,4 +1,4 @@
-"""Rung 2: one pass a step, 4 columns at a time. It updates the state and sums y and the next sa: 1 barrier instead of 2."""
+"""Rung 2: one loop per step, 4 columns at a time, updates the state and sums y and the next sa: 1 barrier instead of 2."""
 
 import torch
 from torch import Tensor

@@ -1,4 +1,4 @@
-"""Rung 0: the recurrence as written. A thread takes a row or a column of the state; 9 accesses to memory for 5 multiply-adds.
+"""Rung 0: the recurrence as written. One row or column of the state per thread; 9 memory accesses for 5 multiply-adds.
 
 No sum is shared by threads. Each takes a row i of S in forward, a row of G = dL/dS for grad_v and gsa_i = sum_j G_ij b_j, and a
 column j of both for the other gradients:
@@ -7,8 +7,8 @@ column j of both for the other gradients:
     columns   gr_j = sum_i S_ij gy_i (S after)      G_ij += gy_i r_j      gk_j = sum_i G_ij v_i      gb_j = sum_i G_ij sa_i
               gl_j = w_j sum_i G_ij S'_ij (S' before)      ga_j = sum_i S'_ij gsa_i      G_ij <- G_ij w_j + gsa_i a_j
 
-both from the last step to the first. Kept by forward: sa, and the state before each chunk of steps, from which a thread
-recomputes its column of the chunk. The same kernels run on both devices.
+both from the last step to the first. forward saves sa, and the state before each chunk of steps, from which a thread recomputes
+its column of the chunk. The same kernels run on both devices.
 """
 
 # mypy: disable-error-code="index, no-untyped-def, valid-type"

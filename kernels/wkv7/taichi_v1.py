@@ -1,7 +1,7 @@
 """Rung 1: vectors of 16 lanes, along i where a sum is over j and along j where it is over i, so that no sum is across lanes.
 
 Each of the four passes of _passes.py multiplies a matrix by the decay, adds two outer products, and multiplies it by two
-vectors: here these are three passes over it. Its lanes share what is read of a step, and e^log_w.
+vectors: here in three loops over the matrix. The lanes share the loads of a step's inputs, and e^log_w.
 """
 
 # mypy: disable-error-code="index, no-untyped-def, valid-type"

@@ -1,7 +1,7 @@
-"""Rung 2: one pass a step. A matrix's element is loaded and stored once, updated, and multiplied by two vectors in between.
+"""Rung 2: one loop over the matrix per step. Each element is loaded once, updated, multiplied by two vectors, and stored once.
 
-Since sa is computed a step ahead, each of the four passes of _passes.py is one over its matrix: it is multiplied by the decay,
-two outer products are added, and it is multiplied by two vectors.
+Possible because sa is computed a step ahead: each of the four passes of _passes.py then multiplies its matrix by the decay,
+adds two outer products, and multiplies it by two vectors in the same loop.
 """
 
 # mypy: disable-error-code="index, no-untyped-def, valid-type"

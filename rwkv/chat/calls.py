@@ -28,7 +28,9 @@ from typing import Any, NamedTuple, NoReturn
 from uuid import uuid4
 
 from rwkv.chat.marks import begun_at_end
+from rwkv.chat.messages import Message, Tool, Tools
 from rwkv.errors import UserError
+from rwkv.io.json_types import JsonObject
 from rwkv.io.utf8 import WrongCharacter, require_unicode
 
 START, END = "<tool_call>", "</tool_call>"
@@ -38,7 +40,7 @@ RESULT = "Function output:"
 CALL_START = (f'{FENCE}json\n{{"name":"', '","arguments":')     # ChatTemplate.call_start for the form of shown()
 
 
-def shown(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None) -> list[dict[str, Any]]:
+def shown(messages: Sequence[Message], tools: Tools = None) -> list[JsonObject]:
     """The messages with tools, calls and results in their contents. messages: from check_messages.
 
     The tools end the system message, which comes first and is added if it is missing. Raises UserError, with the place, for a
@@ -54,7 +56,7 @@ def shown(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, An
     return result
 
 
-def _shown(message: Mapping[str, Any]) -> dict[str, Any]:
+def _shown(message: Message) -> JsonObject:
     if message["role"] == "tool":
         return {**message, "role": "user", "content": f"{RESULT}\n{message['content']}"}
     if not message.get("tool_calls"):
@@ -65,7 +67,7 @@ def _shown(message: Mapping[str, Any]) -> dict[str, Any]:
     return {**message, "content": f"{message['content']}\n{text}".lstrip()}
 
 
-def _description(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
+def _description(tool: Tool, where: str) -> JsonObject:
     function = _without_nulls(tool.get("function", tool))
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise UserError(f"{where} must have a name, as in "
@@ -93,7 +95,7 @@ def _without_nulls(value: Any) -> Any:
     return [_without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
-def _json(value: Any) -> str:
+def _json(value: object) -> str:
     """JSON without spaces, as in the author's examples: every token of a system prompt counts."""
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
 
@@ -127,7 +129,7 @@ class _Step(NamedTuple):
 
     text: int
     total: int
-    calls: Sequence[dict[str, Any]] = ()
+    calls: Sequence[JsonObject] = ()
 
 
 class CallParser:
@@ -155,16 +157,16 @@ class CallParser:
         self._after_call = False         # only white space since a call
         self.decided = -len(start)
         self.spans: list[tuple[int, int]] = []
-        self.parts: list[tuple[str, int] | dict[str, Any]] = []
+        self.parts: list[tuple[str, int] | JsonObject] = []
         self.n_calls = 0                 # calls so far
 
-    def push(self, piece: str, last: bool = False) -> tuple[str, list[dict[str, Any]]]:
+    def push(self, piece: str, last: bool = False) -> tuple[str, list[JsonObject]]:
         """The newly shown text and the newly complete calls, in OpenAI's form. last: the answer ends."""
         self._buffer += piece
         self.spans = []
         self.parts = []
         text = ""
-        calls: list[dict[str, Any]] = []
+        calls: list[JsonObject] = []
         while self._buffer and (step := self._next(last)) is not None:
             shown = self._shown(self._buffer[:step.text])
             if shown:
@@ -328,7 +330,7 @@ class CallParser:
         allowed = [f'"{name}"' for name in values]
         return key in FIRST_KEYS and (not values or any(name.startswith(value) or value.startswith(name) for name in allowed))
 
-    def _calls(self, text: str) -> list[dict[str, Any]] | None:
+    def _calls(self, text: str) -> list[JsonObject] | None:
         """The calls in a JSON object or list; None if it holds anything but calls of these functions."""
         try:
             items = [item for _, item in _members(text)] if text.startswith("[") else [text]

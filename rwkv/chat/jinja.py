@@ -2,14 +2,14 @@
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from copy import copy
 from functools import cached_property
 from itertools import product
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from rwkv.chat.messages import ROLES, Message, check_messages, is_learnt
+from rwkv.chat.messages import ROLES, Message, Tools, check_messages, is_learnt
 from rwkv.chat.template import END, ChatTemplate, Part
 from rwkv.chat.thoughts import Think, begun_by, with_hint
 from rwkv.errors import UserError
@@ -174,7 +174,7 @@ class JinjaTemplate(ChatTemplate):
             raise refused
         return lost
 
-    def _select(self, messages: Sequence[Message], tools: Any) -> "JinjaTemplate":
+    def _select(self, messages: Sequence[Message], tools: Tools) -> "JinjaTemplate":
         """The template for this conversation: the one named tool_use if it has tools, calls or results."""
         has_calls = any(message["role"] == "tool" or message.get("tool_calls") for message in messages)
         if self._tool_use is None or not (tools or has_calls):
@@ -186,7 +186,7 @@ class JinjaTemplate(ChatTemplate):
         return template
 
     def render(self, messages: Sequence[Message], add_generation_prompt: bool = True,
-               tools: Sequence[Mapping[str, Any]] | None = None, think: Think = False, effort: str | None = None) -> str:
+               tools: Tools = None, think: Think = False, effort: str | None = None) -> str:
         if tools and not self.supports_tools:
             raise UserError(f"tools: {self.no_tools}")
         messages = check_messages(messages)
@@ -211,7 +211,7 @@ class JinjaTemplate(ChatTemplate):
         if isinstance(self._tool_use, JinjaTemplate):
             self._tool_use.begin_with_end_of_text()
 
-    def _require_read(self, messages: Sequence[Message], tools: Any) -> None:
+    def _require_read(self, messages: Sequence[Message], tools: Tools) -> None:
         """Raises UserError for a message of an unread role that the template drops."""
         for i, message in enumerate(messages):
             if message["role"] not in self._unread or not message["content"]:
@@ -233,7 +233,7 @@ class JinjaTemplate(ChatTemplate):
     def _short_prompt(self, think: bool) -> str:
         return self._render([*self._opening, {"role": "user", "content": "A question."}], True, None, think)
 
-    def parts(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None) -> list[Part]:
+    def parts(self, messages: Sequence[Message], tools: Tools = None) -> list[Part]:
         """An answer is the text that the template adds to the prompt for it, up to eos_token if the template writes that.
 
         The text after eos_token is not learnt, because eos_token ends an answer.
@@ -257,7 +257,7 @@ class JinjaTemplate(ChatTemplate):
             done = end
         return [part for part in [*parts, (whole[done:], False)] if part[0]]
 
-    def _place(self, whole: str, messages: Sequence[Message], i: int, tools: Any) -> tuple[int, int]:
+    def _place(self, whole: str, messages: Sequence[Message], i: int, tools: Tools) -> tuple[int, int]:
         """The start and end of answer i in the whole text. The prompt before it may ask for thoughts."""
         after = whole
         if i + 1 < len(messages):
@@ -275,7 +275,7 @@ class JinjaTemplate(ChatTemplate):
                          "unchanged by later messages, so that a model can learn it. An answer with \"weight\": 0 is not "
                          "learnt, and need not be found")
 
-    def _render(self, messages: Sequence[Message], prompt: bool, tools: Any, think: bool = False,
+    def _render(self, messages: Sequence[Message], prompt: bool, tools: Tools, think: bool = False,
                 effort: str | None = None) -> str:
         from jinja2 import TemplateError
 
@@ -306,7 +306,7 @@ class JinjaTemplate(ChatTemplate):
             # the template's own errors, raise_exception among them
             raise UserError(f"the chat template {self.name} refuses the conversation: {error}") from None
 
-    def _ending_after(self, talk: Sequence[Message], tools: Any = None) -> Ending:
+    def _ending_after(self, talk: Sequence[Message], tools: Tools = None) -> Ending:
         """The Ending, found by rendering a small conversation whose answer ends it, or precedes a prompt or a question."""
         answer = "An answer that no template contains."
         question = "Another question."

@@ -9,18 +9,21 @@ from contextlib import suppress
 from typing import Any
 
 from rwkv.errors import UserError
+from rwkv.io.json_types import JsonObject
 from rwkv.io.utf8 import without_surrogates
 
 ROLES = {"system": "System", "user": "User", "assistant": "Assistant", "tool": "Tool"}
 OTHER_ROLES = {"developer": "system", "function": "tool"}        # OpenAI's newer and older names
 NO_TEXT = {"image_url": "an image", "input_audio": "audio", "file": "a file"}          # OpenAI's parts of a content
-EMPTY: tuple[Any, ...] = (None, "", [], {})               # a field with one of these values counts as missing
+EMPTY: tuple[object, ...] = (None, "", [], {})               # a field with one of these values counts as missing
 LEARNT = ("weight", "loss", "train", "training", "trainable", "masked")  # fields for whether an answer is learnt
 
 Message = Mapping[str, Any]
+Tool = Mapping[str, Any]                                  # {"type": "function", "function": {"name": ..., "parameters": ...}}
+Tools = Sequence[Tool] | None
 
 
-def check_messages(messages: Any) -> list[dict[str, Any]]:
+def check_messages(messages: object) -> list[JsonObject]:
     """The messages, each with a string as its content. Raises UserError with the field's name, such as messages[1].content.
 
     The content may be a list of {"type": "text", "text": "..."}, as in OpenAI's interface; line ends join the texts, as in
@@ -57,7 +60,7 @@ def is_learnt(message: Message, where: str) -> bool:
     return learnt
 
 
-def _check_message(message: Any, where: str) -> dict[str, Any]:
+def _check_message(message: object, where: str) -> JsonObject:
     if not isinstance(message, Mapping):
         raise UserError(f"{where} must be an object with role and content; got {_shown(message)}")
     role = message.get("role")
@@ -81,7 +84,7 @@ def _check_message(message: Any, where: str) -> dict[str, Any]:
     return {**fields, "role": role, "content": _content(message.get("content"), fields.get("refusal"), role, where)}
 
 
-def _tool_call(call: Any, where: str) -> dict[str, Any]:
+def _tool_call(call: Any, where: str) -> JsonObject:
     """A call whose arguments are an object, as templates expect. In OpenAI's interface they are JSON in a string."""
     function = call.get("function", call) if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
@@ -96,7 +99,7 @@ def _tool_call(call: Any, where: str) -> dict[str, Any]:
     return {**call, "function": checked} if "function" in call else checked
 
 
-def _read_arguments(text: str) -> Mapping[str, Any] | None:
+def _read_arguments(text: str) -> Message | None:
     """The arguments that a model wrote. A text that is no JSON object becomes the only argument: the chat can continue."""
     with suppress(ValueError, RecursionError):
         arguments = json.loads(text or "{}")
@@ -105,7 +108,7 @@ def _read_arguments(text: str) -> Mapping[str, Any] | None:
     return {"arguments": text}
 
 
-def _content(content: Any, refusal: Any, role: str, where: str) -> str:
+def _content(content: object, refusal: object, role: str, where: str) -> str:
     if content is None and role == "assistant":
         return refusal if isinstance(refusal, str) else ""
     if isinstance(content, str):
@@ -126,5 +129,5 @@ def _text(item: Any, role: str, where: str) -> str:
     return text
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     return json.dumps(value, ensure_ascii=False, default=repr)[:60]

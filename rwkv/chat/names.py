@@ -8,11 +8,12 @@ A file's metadata takes precedence over its name.
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from rwkv.chat.stated import names_in, template_file
+from rwkv.io.json_types import JsonObject
 
 GENERIC = re.compile(r"(model|pytorch_model|consolidated|tf_model|ggml-model)([-._].*)?\Z")      # names without information
 
@@ -49,7 +50,7 @@ class Length(NamedTuple):
     why: str
 
 
-def choose_template(requested: str | None, path: str, run: Mapping[str, Any] | None = None) -> Choice:
+def choose_template(requested: str | None, path: str, run: JsonObject | None = None) -> Choice:
     """The requested template, else that of the run's conversations, else the checkpoint's default.
 
     path: of the checkpoint. run: the configuration of the run that made it.

@@ -16,7 +16,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from rwkv.chat.jinja import JinjaTemplate
-from rwkv.chat.messages import ROLES, Message, check_messages
+from rwkv.chat.messages import ROLES, Message, Tools, check_messages
 from rwkv.chat.template import END, ChatTemplate, Part
 from rwkv.chat.thoughts import Think
 from rwkv.errors import UserError
@@ -138,13 +138,13 @@ class MarkingTemplate(ChatTemplate):
         self._tokenizer = tokenizer
 
     def render(self, messages: Sequence[Message], add_generation_prompt: bool = True,
-               tools: Sequence[Mapping[str, Any]] | None = None, think: Think = False, effort: str | None = None) -> str:
+               tools: Tools = None, think: Think = False, effort: str | None = None) -> str:
         messages = check_messages(messages)              # before marking, so that its errors show the typed text
         with _errors_without_marks():
             return self._template.render(marked(self._tokenizer, messages), add_generation_prompt,
                                          marked(self._tokenizer, tools), think, effort)
 
-    def parts(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None) -> list[Part]:
+    def parts(self, messages: Sequence[Message], tools: Tools = None) -> list[Part]:
         messages = check_messages(messages)
         with _errors_without_marks():
             return self._template.parts(marked(self._tokenizer, messages), marked(self._tokenizer, tools))

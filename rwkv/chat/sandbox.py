@@ -89,18 +89,18 @@ class Sandbox(ImmutableSandboxedEnvironment):
         parsed: nodes.Template = _Counting().visit(super()._parse(source, name, filename))
         return parsed
 
-    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+    def call_binop(self, context: Context, operator: str, left: object, right: object) -> object:
         _check_operator(operator, left, right)
         return _count_result(super().call_binop(context, operator, left, right))
 
-    def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
+    def call(__self, __context: Context, __obj: object, *args: Any, **kwargs: object) -> object:
         _limit.get().step()
         if isinstance(__obj, LoopContext) and args:              # loop(...) of a recursive loop
             args = (_count_items(args[0]), *args[1:])
         method = getattr(__obj, "__wrapped__", __obj)            # jinja2 wraps format
         owner = getattr(method, "__self__", None)
         if isinstance(owner, str):
-            args = _check_method(owner, method.__name__, args, kwargs)
+            args = _check_method(owner, getattr(method, "__name__", ""), args, kwargs)
         return _count_result(super().call(__context, __obj, *args, **kwargs))
 
 
@@ -137,38 +137,38 @@ class _Counting(NodeTransformer):
         return _filter(node, "counted text") if isinstance(node.arg, nodes.Slice) else node
 
 
-def _filter(node: Any, name: str) -> nodes.Expr:
+def _filter(node: nodes.Node, name: str) -> nodes.Expr:
     return nodes.Filter(node, name, [], [], None, None, lineno=node.lineno)
 
 
 @pass_context                            # so that compilation does not compute the filter
-def _passes(context: Context, value: Any) -> Any:
+def _passes(context: Context, value: Iterable[object]) -> Iterator[object]:
     return _count_items(value)
 
 
 @pass_context
-def _text(context: Context, value: Any) -> Any:
+def _text(context: Context, value: object) -> object:
     _limit.get().step()
     _count_text(value)
     return _count_result(value)
 
 
 @pass_context
-def _joined(context: Context, values: Iterable[Any]) -> str:
+def _joined(context: Context, values: Iterable[object]) -> str:
     _count_text(values)
     texts = [str(value) for value in values]
     _limit.get().make(sum(map(len, texts)))
     return "".join(texts)
 
 
-def _count_items(values: Iterable[Any]) -> Iterator[Any]:
+def _count_items(values: Iterable[object]) -> Iterator[object]:
     limit = _limit.get()
     for value in values:
         limit.step()
         yield value
 
 
-def _count_text(value: Any) -> None:
+def _count_text(value: object) -> None:
     """Counts the text of a list or a dict, which may hold one list many times."""
     limit = _limit.get()
     if isinstance(value, dict):
@@ -182,7 +182,7 @@ def _count_text(value: Any) -> None:
         limit.make(len(value))
 
 
-def _count_result(value: Any) -> Any:
+def _count_result(value: object) -> object:
     """The value, after counting its characters or items. A filter's iterator is counted as it is read."""
     if isinstance(value, (str, list, tuple, dict)):
         _limit.get().make(len(value) * (1 if isinstance(value, str) else ITEM))
@@ -191,10 +191,10 @@ def _count_result(value: Any) -> Any:
     return value
 
 
-def _counting_filter(name: str, filter: Callable[..., Any]) -> Callable[..., Any]:
+def _counting_filter(name: str, filter: Callable[..., object]) -> Callable[..., object]:
     passed = getattr(filter, "jinja_pass_arg", None)             # the filter's first argument is a context
 
-    def counting(*args: Any, **kwargs: Any) -> Any:
+    def counting(*args: Any, **kwargs: object) -> object:
         limit = _limit.get()
         limit.step()
         values = args[1:] if passed else args
@@ -223,7 +223,7 @@ def _counting_filter(name: str, filter: Callable[..., Any]) -> Callable[..., Any
     return counting
 
 
-def _check_operator(operator: str, left: Any, right: Any) -> None:
+def _check_operator(operator: str, left: object, right: object) -> None:
     limit = _limit.get()
     limit.step()
     if operator == "*":
@@ -239,7 +239,7 @@ def _check_operator(operator: str, left: Any, right: Any) -> None:
         _count_text(right)
 
 
-def _check_method(text: str, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+def _check_method(text: str, name: str, args: tuple[Any, ...], kwargs: dict[str, object]) -> tuple[Any, ...]:
     """Counts the result of a string method before it is made. Returns the arguments, with iterators read."""
     limit = _limit.get()
     limit.make(len(text))
@@ -260,12 +260,12 @@ def _check_method(text: str, name: str, args: tuple[Any, ...], kwargs: dict[str,
     return args
 
 
-def _check_width(arguments: Iterable[Any]) -> None:
+def _check_width(arguments: Iterable[object]) -> None:
     if any(isinstance(width, (int, float)) and width > WIDTH for width in arguments):
         raise LimitReached(f"it pads a text to more than {WIDTH} characters")
 
 
-def _check_format(text: Any) -> None:
+def _check_format(text: object) -> None:
     if WIDE.search(str(text)):
         raise LimitReached("it formats a text with a wide field")
 
@@ -280,7 +280,7 @@ def _strftime_now(format: str) -> str:
     return datetime.now().astimezone().strftime(format)
 
 
-def _tojson(x: Any, ensure_ascii: bool = False, indent: int | str | None = None, separators: tuple[str, str] | None = None,
+def _tojson(x: object, ensure_ascii: bool = False, indent: int | str | None = None, separators: tuple[str, str] | None = None,
             sort_keys: bool = False) -> str:
     """transformers' tojson, which escapes neither letters nor quotes."""
     return json.dumps(x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

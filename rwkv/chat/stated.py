@@ -11,10 +11,11 @@ Sources: transformers, tokenization_utils_base.py; llama.cpp, conversion/base.py
 
 import json
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from rwkv.errors import UserError
 from rwkv.gguf import MAGIC, header_of, parts_of
+from rwkv.io.json_types import JsonObject
 from rwkv.io.utf8 import read_text
 
 JINJA = "chat_template.jinja"
@@ -79,7 +80,7 @@ class Generation(NamedTuple):
     max_new_tokens: None if it has none."""
 
     file: Path
-    sampling: dict[str, Any]
+    sampling: JsonObject
     draws: bool = False
     stop: tuple[str, ...] = ()
     max_new_tokens: int | None = None
@@ -119,14 +120,14 @@ def _generation(file: Path) -> Generation:
     return Generation(file, sampling, draws, tuple(stops), None if tokens is None else int(tokens))
 
 
-def _by_name(templates: Any) -> Any:
+def _by_name(templates: object) -> object:
     """Several templates by their names; one template unchanged."""
     if isinstance(templates, list):
         return {entry.get("name"): entry.get("template") for entry in templates if isinstance(entry, dict)}
     return templates
 
 
-def _default(templates: Any) -> str | None:
+def _default(templates: object) -> str | None:
     template = _by_name(templates)
     if isinstance(template, dict):
         template = template.get("default")
@@ -142,12 +143,12 @@ def _is_gguf(path: Path) -> bool:
         return file.read(len(MAGIC)) == MAGIC
 
 
-def _gguf_metadata(path: Path) -> dict[str, Any]:
+def _gguf_metadata(path: Path) -> JsonObject:
     """The model's metadata, from the first of its files."""
     return header_of(parts_of(path, header_of(path).metadata)[0]).metadata
 
 
-def _json(file: Path) -> dict[str, Any]:
+def _json(file: Path) -> JsonObject:
     try:
         content = json.loads(read_text(file, str(file)))
     except (json.JSONDecodeError, RecursionError) as error:
@@ -155,11 +156,11 @@ def _json(file: Path) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-def _strings(metadata: dict[str, Any], keys: tuple[str, ...]) -> list[str]:
+def _strings(metadata: JsonObject, keys: tuple[str, ...]) -> list[str]:
     return [metadata[key] for key in keys if isinstance(metadata.get(key), str) and metadata[key]]
 
 
-def _numbers(metadata: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
+def _numbers(metadata: JsonObject, names: dict[str, str]) -> JsonObject:
     """The numbers under these keys, by our names."""
     numbers = {name: metadata[key] for key, name in names.items()
                if isinstance(metadata.get(key), int | float) and not isinstance(metadata[key], bool)}

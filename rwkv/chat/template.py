@@ -1,12 +1,12 @@
 """The interface of chat templates."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from copy import copy
-from typing import Any, Self
+from typing import Self
 from uuid import uuid4
 
-from rwkv.chat.messages import Message
+from rwkv.chat.messages import Message, Tools
 from rwkv.chat.thoughts import Think
 
 END = f"\ufdd0{uuid4().hex}\ufdd0"      # end_of_text in a rendered text; random, so that no message can contain it
@@ -56,7 +56,7 @@ class ChatTemplate(ABC):
 
     @abstractmethod
     def render(self, messages: Sequence[Message], add_generation_prompt: bool = True,
-               tools: Sequence[Mapping[str, Any]] | None = None, think: Think = False, effort: str | None = None) -> str:
+               tools: Tools = None, think: Think = False, effort: str | None = None) -> str:
         """The conversation as text; add_generation_prompt adds the beginning of an answer.
 
         think: how that beginning asks for thoughts. effort: how long they should be, one of thoughts.HINTS; it requires
@@ -65,7 +65,7 @@ class ChatTemplate(ABC):
         """
 
     @abstractmethod
-    def parts(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None) -> list[Part]:
+    def parts(self, messages: Sequence[Message], tools: Tools = None) -> list[Part]:
         """render(messages, add_generation_prompt=False, tools) in pieces, each with whether a model learns it.
 
         A model learns the assistant's answers and the text that ends them, unless the message says otherwise (is_learnt in

@@ -19,12 +19,12 @@ FILE: a jinja2 template (jinja.py), in its own file or in one of a checkpoint's 
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from rwkv.chat import calls
 from rwkv.chat.jinja import JinjaTemplate
-from rwkv.chat.messages import ROLES, Message, check_messages, is_learnt
+from rwkv.chat.messages import ROLES, Message, Tools, check_messages, is_learnt
 from rwkv.chat.stated import template_in, tool_template_in
 from rwkv.chat.template import END, ChatTemplate, Part
 from rwkv.chat.thoughts import BEGUN, Think, thoughts_end, with_hint
@@ -86,7 +86,7 @@ class TurnTemplate(ChatTemplate):
             self.call_start = f"{self._form.space}{calls.CALL_START[0]}", calls.CALL_START[1]
 
     def render(self, messages: Sequence[Message], add_generation_prompt: bool = True,
-               tools: Sequence[Mapping[str, Any]] | None = None, think: Think = False, effort: str | None = None) -> str:
+               tools: Tools = None, think: Think = False, effort: str | None = None) -> str:
         messages = check_messages(messages)
         if effort and think is True:
             messages = with_hint(messages, effort)
@@ -97,7 +97,7 @@ class TurnTemplate(ChatTemplate):
         begun = self.answer_start(think)
         return f"{text}{form.between}{form.assistant}{form.after_role}{form.space if begun else ''}{begun}"
 
-    def parts(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None) -> list[Part]:
+    def parts(self, messages: Sequence[Message], tools: Tools = None) -> list[Part]:
         turns = [*self._turns(check_messages(messages), tools)]
         first = len(turns) - len(messages)       # 1 if the tools are a turn
         parts: list[Part] = []
@@ -116,7 +116,7 @@ class TurnTemplate(ChatTemplate):
             return start, f"{thoughts_end(start)}{body.removeprefix(self._form.space)}"
         return "", body
 
-    def _turns(self, messages: Sequence[Message], tools: Any) -> Iterator[tuple[str, str, Message]]:
+    def _turns(self, messages: Sequence[Message], tools: Tools) -> Iterator[tuple[str, str, Message]]:
         """For each turn: (the text up to after_role, the rest of the turn, its message)."""
         form = self._form
         shown = messages

@@ -9,10 +9,11 @@ A prompt ends in one of three ways, by the models' author (RWKV7-G1x-templates.t
 
 import re
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Literal
 
 from rwkv.chat.marks import begun_at_end
 from rwkv.chat.messages import Message
+from rwkv.io.json_types import JsonObject
 
 Think = bool | Literal["fake"]
 
@@ -51,7 +52,7 @@ def with_hint(messages: Sequence[Message], effort: str | None) -> list[Message]:
     return result
 
 
-def answer_message(start: str, text: str) -> dict[str, Any]:
+def answer_message(start: str, text: str) -> JsonObject:
     """The assistant's message with its thoughts in reasoning_content. start: the answer's beginning in the prompt."""
     thoughts, content = ThoughtParser(start).push(text, last=True)
     return {"role": "assistant", **({"reasoning_content": thoughts} if thoughts else {}), "content": content.rstrip()}

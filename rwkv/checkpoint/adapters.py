@@ -26,7 +26,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,6 +37,7 @@ from rwkv.checkpoint.location import ADAPTER as CONFIG
 from rwkv.checkpoint.stored import Stored
 from rwkv.config import ModelConfig
 from rwkv.errors import CheckpointError, UserError
+from rwkv.io.json_types import JsonMapping, JsonObject
 
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 INIT_PISSA = "init_pissa.pth"
@@ -183,7 +183,7 @@ def _pissa_initial(path: Path) -> dict[str, tuple[Stored, Stored]]:
     return {name: (tensors[name + ends[0]], tensors[name + ends[1]]) for name in names if name + ends[1] in tensors}
 
 
-def _peft_lora(config_json: Mapping[str, Any], path: Path, module: str, parts: Mapping[str, Stored]) -> Change:
+def _peft_lora(config_json: JsonMapping, path: Path, module: str, parts: Mapping[str, Stored]) -> Change:
     A, B = _factors(path, module, parts)
     patterns = config_json.get("alpha_pattern") or {}
     layer = module.removeprefix("base_model.model.")
@@ -207,7 +207,7 @@ def _peft_lora(config_json: Mapping[str, Any], path: Path, module: str, parts: M
     return partial(_compose, partial(subtract_largest, rank=rank), change) if initialisation == "pissa" else change
 
 
-def _peft_miss(config_json: Mapping[str, Any], path: Path, module: str, parts: Mapping[str, Stored]) -> Change:
+def _peft_miss(config_json: JsonMapping, path: Path, module: str, parts: Mapping[str, Stored]) -> Change:
     M = parts.get("miss_block") or parts.get("bone_block")
     if M is None or len(parts) > 1:
         raise CheckpointError(f"{path} has {module}.{next(iter(parts))} in a MiSS adapter: expected miss_block alone")
@@ -235,7 +235,8 @@ def _official_change(path: Path, module: str, config: ModelConfig, weights: Mapp
         official_name = generation.official_name(adapter_name)
         name = official_name.removesuffix("_transposed")
         if name in weights and len(weights[name].shape) == 2:
-            in_directory = official_name != adapter_name or "rwkv7" in parts[:start]
+            prefix = getattr(generation, "OFFICIAL_PREFIX", None)
+            in_directory = official_name != adapter_name or prefix in [f"{part}." for part in parts[:start]]
             factor = generation.directory_factor(name, config) if in_directory else 1.0
             shape = weights[name].shape
             _require_shape(path, module, change, shape[::-1] if name != official_name else shape)
@@ -324,7 +325,7 @@ def bat(W: Tensor, M: Stored, by_row: bool) -> Tensor:
     return W + (blocks @ M_blocks + M_blocks).permute(0, 2, 1, 3).reshape(out, inputs)
 
 
-def _config(path: Path) -> dict[str, Any]:
+def _config(path: Path) -> JsonObject:
     try:
         content = json.loads((path / CONFIG).read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:

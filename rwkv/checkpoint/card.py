@@ -8,11 +8,11 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import yaml
 
 from rwkv.io import hub
+from rwkv.io.json_types import JsonObject
 
 FILE = hub.CARD
 MARK = "<!-- written by timemix -->"     # a card with this mark may be replaced
@@ -37,7 +37,7 @@ class Card:
 
     def __str__(self) -> str:
         on_hub = hub.parse(self.base) if self.base else None
-        front: dict[str, Any] = {"license": self.licence} if self.licence else {}
+        front: JsonObject = {"license": self.licence} if self.licence else {}
         if on_hub:
             front["base_model"] = on_hub.repository
         front |= {"library_name": "timemix", "tags": [*self.tags]}
@@ -103,7 +103,7 @@ def of_directory(name: str, path: Path, source: str | None = None, command: str 
     return str(Card(name, pinned, licence_of(path), commands=[command] if command else [], loads=loads))
 
 
-def _front(file: Path) -> dict[str, Any]:
+def _front(file: Path) -> JsonObject:
     if not file.is_file():
         return {}
     match = FRONT.match(file.read_text(encoding="utf-8", errors="replace"))

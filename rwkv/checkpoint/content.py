@@ -4,12 +4,12 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from kernels.matvec import Packed
 from rwkv.checkpoint.stored import Stored
 from rwkv.config import ModelConfig
 from rwkv.errors import CheckpointError
+from rwkv.io.json_types import JsonMapping, JsonObject
 
 ENTRY = "timemix"                        # the key of our entry (files.describe), in formats that can hold it
 
@@ -39,9 +39,9 @@ class Content:
 
     path: Path
     tensors: dict[str, Stored]
-    entry: dict[str, Any] | None = None
-    declared: dict[str, Any] = field(default_factory=dict)
-    tokenizer: dict[str, Any] | None = None
+    entry: JsonObject | None = None
+    declared: JsonObject = field(default_factory=dict)
+    tokenizer: JsonObject | None = None
     tied: bool = False
     step: int = 0
     packed: Mapping[str, PackedMatrix] = field(default_factory=dict)
@@ -53,20 +53,22 @@ class Outgoing:
     """Tensors by official name in the dtypes to write, and our entry, for formats that can hold it.
 
     quantised: the block format of the large matrices, as in formats.QUANTISED; None keeps the dtypes of `tensors`.
-    packed: as in Content. form: of a Hugging Face directory, one of formats.FORMS. card: the text of its README.md.
+    packed: as in Content. form: of a Hugging Face directory, one of formats.FORMS. card: the text of its README.md. by_input:
+    store matrices with sparse inputs by input, as decoding on a CPU reads them.
     """
 
     tensors: dict[str, Stored]
     config: ModelConfig
     vocab_size: int
-    entry: dict[str, Any]
+    entry: JsonObject
     quantised: str | None = None
     form: str | None = None
     packed: Mapping[str, PackedMatrix] = field(default_factory=dict)
     card: str = ""
+    by_input: bool = False
 
 
-def plain_entry(path: Path, entry: Any) -> dict[str, Any]:
+def plain_entry(path: Path, entry: object) -> JsonObject:
     """Returns our entry. Raises CheckpointError if it is not a dictionary."""
     if not isinstance(entry, dict):
         raise CheckpointError(f"{path}: the entry {ENTRY} must be a dictionary; got a {type(entry).__name__}: was it written "
@@ -74,7 +76,7 @@ def plain_entry(path: Path, entry: Any) -> dict[str, Any]:
     return entry
 
 
-def entry_in(path: Path, metadata: Mapping[str, Any]) -> dict[str, Any] | None:
+def entry_in(path: Path, metadata: JsonMapping) -> JsonObject | None:
     """Our entry, stored as JSON in the metadata, or None. Raises CheckpointError if it is damaged."""
     if ENTRY not in metadata:
         return None

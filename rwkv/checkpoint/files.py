@@ -8,7 +8,6 @@
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,6 +21,7 @@ from rwkv.checkpoint.stored import DTYPES, Stored, same_numbers
 from rwkv.config import ModelConfig
 from rwkv.errors import CheckpointError, UnreadableError, UserError
 from rwkv.io import hub
+from rwkv.io.json_types import JsonObject
 from rwkv.model.base import fingerprint, generation
 from rwkv.tokenizer.tokenizers import Tokenizer, end_option
 
@@ -55,6 +55,11 @@ class Weights(Mapping[str, Tensor]):
     def nbytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.stored.values())
 
+    @property
+    def count(self) -> int:
+        """The number of weights."""
+        return sum(tensor.count for tensor in self.stored.values())
+
 
 @dataclass
 class Checkpoint:
@@ -69,8 +74,8 @@ class Checkpoint:
     config: ModelConfig
     vocab_size: int
     weights: Weights
-    tokenizer: dict[str, Any] | None = None
-    run: dict[str, Any] | None = None
+    tokenizer: JsonObject | None = None
+    run: JsonObject | None = None
     step: int = 0
     tokenizer_hash: str | None = None
     time_states: list[Stored] | None = None      # if learnt: each layer's state before the first token, (H,N,N)
@@ -82,7 +87,7 @@ class Checkpoint:
     about: str = ""
     begins: str = ""                     # a message about time_states stored beside the weights
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[object, ...]:
         return read_checkpoint, (self.path,)
 
     def stored_in(self, dtype: str | None) -> dict[str, Stored]:
@@ -95,10 +100,13 @@ class Checkpoint:
 
     def tensors(self, dtype: str, device: str = "cpu", mmap: bool = False) -> dict[str, Tensor]:
         """The tensors of stored_in(dtype) on the device. mmap: on a CPU, map the tensors that the file stores in `dtype`."""
-        return {name: tensor.get(copy=not mmap).to(device) for name, tensor in self.stored_in(dtype).items()}
+        tensors = {name: tensor.get(copy=not mmap).to(device) for name, tensor in self.stored_in(dtype).items()}
+        if torch.device(device).type == "cpu":           # whose step reads matrices by input
+            return tensors
+        return {name: tensor.contiguous() for name, tensor in tensors.items()}
 
 
-def checkpoint_of(weights: Mapping[str, Tensor], tokenizer: Any = None, config: ModelConfig | None = None,
+def checkpoint_of(weights: Mapping[str, Tensor], tokenizer: Tokenizer | None = None, config: ModelConfig | None = None,
                   source: str = "the weights") -> Checkpoint:
     """A checkpoint of tensors in memory. Raises CheckpointError if they are not the weights of a model."""
     stored = {name: Stored.of(name, source, tensor) for name, tensor in weights.items()}
@@ -110,7 +118,7 @@ def checkpoint_of(weights: Mapping[str, Tensor], tokenizer: Any = None, config: 
     return replace(checkpoint, tokenizer=tokenizer.to_dict(), tokenizer_hash=tokenizer.hash)
 
 
-def describe(run: dict[str, Any], vocab_size: int, tokenizer: Any) -> dict[str, Any]:
+def describe(run: JsonObject, vocab_size: int, tokenizer: Tokenizer | None) -> JsonObject:
     """Our entry for a file: plain containers only, so that loading it executes nothing."""
     return {"format": 1, "run": run, "vocab_size": vocab_size, "tokenizer": tokenizer and tokenizer.to_dict(),
             "tokenizer_hash": tokenizer and tokenizer.hash}
@@ -213,12 +221,13 @@ def _tuned(content: Content, user_base: Checkpoint | None = None) -> Checkpoint:
 
 
 def write_checkpoint(checkpoint: Checkpoint, path: str | Path, dtype: str | None = None, format: str | None = None,
-                     progress: Callable[[int, int], Any] = lambda count, total: None, form: str | None = None,
-                     source: str | None = None, command: str | None = None) -> None:
+                     progress: Callable[[int, int], object] = lambda count, total: None, form: str | None = None,
+                     source: str | None = None, command: str | None = None, by_input: bool = False) -> None:
     """Writes a checkpoint with one tensor in memory at a time. Calls progress(its bytes, bytes of all tensors) after each.
 
     form: of a Hugging Face directory, one of formats.FORMS. source, command: for its model card, the name of the source and
-    the command. Raises UserError as save_pretrained does, before anything is written.
+    the command. by_input: as in Outgoing; requires bfloat16 in .safetensors. Raises UserError as save_pretrained does, before
+    anything is written.
     """
     path = Path(path)
     format = format or formats.by_suffix(path)
@@ -236,6 +245,8 @@ def write_checkpoint(checkpoint: Checkpoint, path: str | Path, dtype: str | None
     if dtype is not None and dtype not in DTYPES and not quantised:
         blocks = "".join(f"; in {name} also {', '.join(dtypes)}" for name, dtypes in formats.QUANTISED.items())
         raise UserError(f"dtype must be one of {', '.join(DTYPES)}{blocks}; got {dtype!r}")
+    if by_input and (format, dtype) != ("safetensors", "bfloat16"):
+        raise UserError(f"by-input requires bfloat16 in .safetensors; got {dtype or 'the dtypes of the original'} in {format}")
     if hasattr(module, "dtype_for"):
         group = generation(checkpoint.config).group
         tensors = {name: tensor.cast(module.dtype_for(tensor, group(name), dtype))
@@ -253,10 +264,10 @@ def write_checkpoint(checkpoint: Checkpoint, path: str | Path, dtype: str | None
         entry["fingerprint"] = checkpoint.fingerprint or fingerprint_of(checkpoint)
     text = card.of_directory(path.name, checkpoint.path, source, command) if format == "huggingface" else ""
     module.write(path, Outgoing(tensors, checkpoint.config, checkpoint.vocab_size, entry, quantised, form, checkpoint.packed,
-                                text))
+                                text, by_input))
 
 
-def require_tokenizer(checkpoint: Checkpoint, tokenizer: Any, name: str) -> None:
+def require_tokenizer(checkpoint: Checkpoint, tokenizer: Tokenizer, name: str) -> None:
     """Raises CheckpointError if the weights were not trained with `tokenizer`. name: of the tokenizer, for the message.
 
     Compares hashes if the file has one, otherwise vocabulary sizes; a few rows of the embedding may be unused.
@@ -296,7 +307,7 @@ def tokenizer_of(checkpoint: Checkpoint, name: str | None = None, end_of_text: s
     return tokenizer
 
 
-def _require_vocabulary(checkpoint: Checkpoint, tokenizer: Any, name: str = "the tokenizer") -> None:
+def _require_vocabulary(checkpoint: Checkpoint, tokenizer: Tokenizer, name: str = "the tokenizer") -> None:
     if tokenizer.vocab_size > checkpoint.vocab_size:
         raise CheckpointError(f"{name} has {tokenizer.vocab_size} tokens and {checkpoint.path} {checkpoint.vocab_size}: they "
                               "do not belong together")
@@ -327,7 +338,7 @@ def _interpret(content: Content) -> Checkpoint:
     return checkpoint if content.entry is None else _with_entry(checkpoint, content.entry)
 
 
-def _with_entry(checkpoint: Checkpoint, entry: dict[str, Any]) -> Checkpoint:
+def _with_entry(checkpoint: Checkpoint, entry: JsonObject) -> Checkpoint:
     """The checkpoint with our entry's configuration, tokenizer and run. Raises CheckpointError if they do not match."""
     path = checkpoint.path
     try:
@@ -374,7 +385,7 @@ def fingerprint_of(checkpoint: Checkpoint) -> str:
     return fingerprint(generation(checkpoint.config), _Peeked(checkpoint.weights.stored))
 
 
-def _with_progress(tensor: Stored, progress: Callable[[int], Any]) -> Stored:
+def _with_progress(tensor: Stored, progress: Callable[[int], object]) -> Stored:
     def data() -> Tensor:
         read = tensor.data()
         progress(tensor.nbytes)

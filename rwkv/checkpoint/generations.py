@@ -29,21 +29,15 @@ import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from rwkv.checkpoint.stored import DTYPES, Stored
 from rwkv.config import ModelConfig
 from rwkv.errors import CheckpointError, UserError
+from rwkv.io.json_types import JsonMapping
 from rwkv.model.base import TIME_STATE
-
-if TYPE_CHECKING:                        # mypy reports an incomplete generation
-    from rwkv.model import rwkv4, rwkv7
-    from rwkv.model.base import DeepEmbedGeneration, Generation
-
-    _RWKV4: Generation = rwkv4
-    _RWKV7: DeepEmbedGeneration = rwkv7
 
 Shape = tuple[int, ...]
 
@@ -72,7 +66,7 @@ def supported() -> str:
 
 
 def recognise(path: Path, tensors: Mapping[str, Stored],
-              declared: Mapping[str, Any]) -> tuple[ModuleType, dict[str, Stored]]:
+              declared: JsonMapping) -> tuple[ModuleType, dict[str, Stored]]:
     """The generation of a file's tensors, and the tensors by official name and in the official arrangement.
 
     declared: as in Content. Raises CheckpointError if no generation recognises the tensors.
@@ -152,7 +146,7 @@ def config_of(path: Path, generation: ModuleType, tensors: Mapping[str, Stored],
     return config, matrix("emb.weight")[0]
 
 
-def require_supported(where: str | Path, stated: Mapping[str, Any], constants: Mapping[str, tuple[Any, ...]],
+def require_supported(where: str | Path, stated: JsonMapping, constants: Mapping[str, tuple[object, ...]],
                       features: Mapping[str, str]) -> None:
     """Raises CheckpointError if a configuration describes another computation than this program's.
 
@@ -170,20 +164,20 @@ def require_supported(where: str | Path, stated: Mapping[str, Any], constants: M
                                   "this program does not support")
 
 
-def _equal(value: Any, right: Any) -> bool:
+def _equal(value: object, right: Any) -> bool:
     """Whether the values are equal; numbers up to float32 rounding."""
     if isinstance(right, bool | str) or isinstance(value, bool) or not isinstance(value, int | float):
         return type(value) is type(right) and bool(value == right)
     return math.isclose(value, right, rel_tol=1e-6)
 
 
-def unread(where: str | Path, others: Mapping[str, Any]) -> list[str]:
+def unread(where: str | Path, others: JsonMapping) -> list[str]:
     """A message about unknown keys that have a value, or no message."""
     names = [name for name, value in others.items() if value not in (None, False, 0, "", [], {})]
     return [f"{where} has {', '.join(names)}, which this program ignores"] if names else []
 
 
-def require_sizes(path: Path, stated: Mapping[str, Any], config: ModelConfig, vocab_size: int) -> None:
+def require_sizes(path: Path, stated: JsonMapping, config: ModelConfig, vocab_size: int) -> None:
     """Raises CheckpointError if a size in `stated`, by its name in ModelConfig, differs from that of the tensors."""
     sizes = {**vars(config), "vocab_size": vocab_size, "n_heads": config.n_embd // config.head_size}
     for name, size in sizes.items():

@@ -10,7 +10,7 @@ from rwkv.errors import CheckpointError
 from rwkv.io import hub
 
 ADAPTER = "adapter_config.json"          # of PEFT
-SUFFIXES = (".pth", ".pt", ".ckpt", ".safetensors", ".bin", ".ggmf", ".gguf", ".st")         # of files of weights
+WEIGHT_SUFFIXES = (*hub.WEIGHTS, ".pt")         # of files of weights
 FOLDER = "checkpoints"                   # in a run's directory
 LAST = Path(FOLDER) / "last.ckpt"
 COMPLETE = "complete.json"               # in the folder that is a checkpoint of trainer=fsdp: formats/_shards.py
@@ -47,7 +47,7 @@ def is_checkpoint(path: Path) -> bool:
 
 def _single_file(folder: Path) -> Path:
     """The only file of weights in a folder; for a split GGUF, its first part."""
-    files = [file for file in sorted(folder.iterdir()) if file.suffix in SUFFIXES and file.is_file()
+    files = [file for file in sorted(folder.iterdir()) if file.suffix in WEIGHT_SUFFIXES and file.is_file()
              and not re.search(r"-(?!00001-)\d{5}-of-\d{5}\.gguf$", file.name)]
     if len(files) == 1:
         return files[0]

@@ -5,13 +5,18 @@ Official names and shapes are those of rwkv/model/rwkv4. GGUF does not support R
 
 import re
 from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from rwkv.checkpoint.stored import Stored
 from rwkv.config import ModelConfig
+from rwkv.io.json_types import JsonMapping, JsonObject
 from rwkv.model import rwkv4 as model
+from rwkv.model.base import Generation
+
+if TYPE_CHECKING:                        # mypy reports what the generation lacks
+    _GENERATION: Generation = model
 
 FOREIGN = r".*\.(time_mix_g|(gate|ln_x)\.weight)"         # names in RWKV-5, which also has time_first and time_mix_k
 
@@ -45,7 +50,7 @@ def official_name(name: str) -> str:
     return ".".join(OFFICIAL.get(part, part) for part in name.split("."))
 
 
-def arranged(tensors: dict[str, Stored], declared: Mapping[str, Any]) -> dict[str, Stored]:
+def arranged(tensors: dict[str, Stored], declared: JsonMapping) -> dict[str, Stored]:
     return tensors
 
 
@@ -58,7 +63,7 @@ def laid_out(tensors: Mapping[str, Stored], format: str) -> dict[str, Stored]:
     return {names[name]: tensor.renamed(names[name]) for name, tensor in tensors.items()}
 
 
-def hugging_face_config(config: ModelConfig, vocab_size: int, dtype: torch.dtype) -> dict[str, Any]:
+def hugging_face_config(config: ModelConfig, vocab_size: int, dtype: torch.dtype) -> JsonObject:
     """The part of config.json that describes the architecture.
 
     rescale_every (6 by default in RwkvConfig) halves weights of later layers in memory, to keep float16 activations small, and

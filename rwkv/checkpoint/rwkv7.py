@@ -33,26 +33,30 @@ import math
 import re
 from collections.abc import Callable, Collection, Mapping
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from rwkv.checkpoint.stored import Stored
 from rwkv.config import ModelConfig
 from rwkv.errors import UserError
+from rwkv.io.json_types import JsonMapping, JsonObject
 from rwkv.model import rwkv7 as model
-from rwkv.model.base import TIME_STATE
+from rwkv.model.base import TIME_STATE, DeepEmbedGeneration
 from rwkv.model.rwkv7.architecture import EPS
+
+if TYPE_CHECKING:                        # mypy reports what the generation lacks
+    _GENERATION: DeepEmbedGeneration = model
 
 # Later versions, which also have r_k, with names of tensors unique to them and to the versions before them in this list
 EXTENSIONS = {"RWKV-8": r".*\.(rosa|rosa_qkv)\..*|.*\.(enn|ennk)(\.weight)?", "RWKV-7b (DEA)": r".*\.qkv\..*"}
 EMBED = ".ffn.s_emb.weight"
 EMBED_X = ".ffn.s_emb_x.weight"
 HEAD_SIZE = 64                           # of every released model
-JOINED = "x_rwkvag"
+JOINED = f"x_{model.MIXES}"
 TRANSPOSED = "_transposed"               # added to the name of a low-rank matrix that is stored transposed
 LOW_RANK = tuple(f".{name}{part}" for name in model.LOW_RANK for part in "12")
-VECTOR = r".*\.(x_[rwkvag]|w0|a0|v0|k_k|k_a|s0)"
+VECTOR = rf".*\.(x_[{model.MIXES}]|w0|a0|v0|k_k|k_a|s0)"
 
 HUGGING_FACE_TYPE = "rwkv7"              # model_type in config.json
 HUGGING_FACE_OTHER_TYPES = ("rwkv7_native", "rwkv7_hf_adapter")      # of rwkv7-hf, whose tensors are fla's
@@ -170,7 +174,7 @@ def _gguf_name(name: str) -> str:
     return f"{layer}.{suffix}"
 
 
-def arranged(tensors: dict[str, Stored], declared: Mapping[str, Any]) -> dict[str, Stored]:
+def arranged(tensors: dict[str, Stored], declared: JsonMapping) -> dict[str, Stored]:
     """The tensors in the official arrangement, from that of any format.
 
     declared: as in Content. head_size splits GGUF's r_k [C] into heads; v_low_rank_dim, by default the rank of a1, is the rank
@@ -217,7 +221,7 @@ def _split_heads(tensor: Stored, head_size: Any) -> Stored:
     return tensor.viewed((tensor.shape[0] // head_size, head_size))
 
 
-def _missing_v0_v1_v2(tensors: Mapping[str, Stored], declared: Mapping[str, Any]) -> dict[str, Stored]:
+def _missing_v0_v1_v2(tensors: Mapping[str, Stored], declared: JsonMapping) -> dict[str, Stored]:
     """Zeros for layer 0's missing v0, v1 and v2; {} if a0 and a1 do not give their sizes."""
     bias, matrix = (tensors.get(name.replace(".v", ".a")) for name in model.UNUSED[:2])
     if bias is None or matrix is None or len(matrix.shape) != 2 or not bias.shape:
@@ -339,7 +343,7 @@ def _laid_out_for_gguf(tensors: Mapping[str, Stored]) -> dict[str, Stored]:
     return laid
 
 
-def hugging_face_config(config: ModelConfig, vocab_size: int, dtype: torch.dtype, form: str = "fla") -> dict[str, Any]:
+def hugging_face_config(config: ModelConfig, vocab_size: int, dtype: torch.dtype, form: str = "fla") -> JsonObject:
     """The part of config.json that describes the architecture."""
     config = model.resolved(config)
     epsilon = {GROUP_NORM: group_norm_epsilon(config.head_size)} if config.head_size != HEAD_SIZE else {}

@@ -49,6 +49,7 @@ class Stored:
     """The tensor `name` in the file `source`: data() reads it as stored, get() returns it in `shape` and `dtype`.
 
     mapped: data() is a view of the file, not a copy. blocks: the type of the file's quantised blocks; None if not quantised.
+    by_input: data() is the transpose of a matrix in the file, and get() returns it so if the dtype does not change.
     """
 
     name: str
@@ -59,6 +60,7 @@ class Stored:
     mapped: bool = False
     lending: Lending = field(default_factory=Lending)
     blocks: str | None = None
+    by_input: bool = False
 
     @classmethod
     def of(cls, name: str, source: str, tensor: Tensor, mapped: bool = False) -> "Stored":
@@ -87,7 +89,7 @@ class Stored:
         if len(self.shape) < 2:
             return self
         *several, rows, columns = self.shape
-        return replace(self, shape=(*several, columns, rows), data=lambda: self.data().reshape(self.shape).mT)
+        return replace(self, shape=(*several, columns, rows), data=lambda: self.data().reshape(self.shape).mT, by_input=False)
 
     def scaled(self, factor: float) -> "Stored":
         """The tensor times `factor`, computed in float32 and then rounded to `dtype`."""
@@ -104,7 +106,7 @@ class Stored:
         return cls(name, parts[0].source, shape, dtype, lambda: torch.cat([part.get().flatten() for part in parts]))
 
     def get(self, copy: bool = False) -> Tensor:
-        """The tensor, contiguous; the caller may keep it. copy=True: never a view of the file.
+        """The tensor, contiguous unless it is by_input; the caller may keep it. copy=True: never a view of the file.
 
         Raises CheckpointError if a value is not finite or is too large for `dtype`.
         """
@@ -139,10 +141,10 @@ class Stored:
         self.lending.lent = True
         return packed
 
-    def pass_on(self, use: Callable[[Tensor], Any]) -> None:
+    def pass_on(self, use: Callable[[Tensor], object]) -> None:
         """Calls use(tensor), which must not keep the tensor. Raises CheckpointError as get does."""
         data = self.data()
-        use(self._converted(data))
+        use(self._converted(data).contiguous())
         self._release(data)
 
     def peek(self) -> Tensor:
@@ -155,7 +157,9 @@ class Stored:
             release(self.data())
 
     def _converted(self, data: Tensor) -> Tensor:
-        result = data.cpu().to(self.dtype).contiguous().view(self.shape)
+        result = data.cpu().to(self.dtype)
+        if not (self.by_input and result.shape == self.shape and result.dtype == data.dtype):
+            result = result.contiguous().view(self.shape)
         self._require_finite(data, result)
         return result
 

@@ -28,7 +28,7 @@ from rwkv.checkpoint.stored import Stored
 from rwkv.config import STATE_LAYOUTS, ModelConfig
 from rwkv.errors import CheckpointError, UserError
 from rwkv.io.atomic import write_file
-from rwkv.model.base import TIME_STATE, generation
+from rwkv.model.base import TIME_STATE, generation, with_learnt_states
 from rwkv.model.state import State
 
 OFFICIAL, TRANSPOSED = STATE_LAYOUTS
@@ -182,7 +182,8 @@ def _expected(path: Path, config: ModelConfig) -> tuple[int, tuple[int, ...]]:
     """The number of layers and (H,N,N)."""
     module = generation(config)
     if not module.LEARNS_STATE:
-        raise CheckpointError(f"{path} contains a tuned state, which requires RWKV-7; the model is {module.NAME}")
+        raise CheckpointError(f"{path} contains a tuned state, which requires {with_learnt_states()}; the model is "
+                              f"{module.NAME}")
     config = module.resolved(config)
     return config.n_layer, tuple(module.empty_state(config, 1, "meta").wkv.shape[2:])
 

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -21,31 +21,35 @@ from rwkv.checkpoint.formats._gguf_types import round_to_blocks
 from rwkv.checkpoint.stored import DTYPES, Stored
 from rwkv.config import ModelConfig
 from rwkv.errors import CheckpointError, UnreadableError
+from rwkv.io.json_types import JsonObject
 from rwkv.model.base import MATRICES, TIME_STATE, fingerprint, generation
 from rwkv.model.lora import merged
+
+if TYPE_CHECKING:
+    from rwkv.checkpoint.files import Checkpoint
 
 MEASURED = 8                             # adapted matrices that `surviving` reads
 ADAPTER = re.compile(r".*?(blocks\.\d+\..+)\.lora_([AB])\.weight")
 
 
-def is_tuned(entry: dict[str, Any] | None) -> bool:
+def is_tuned(entry: JsonObject | None) -> bool:
     """Whether our entry describes a run with tune=lora or tune=state."""
     run = (entry or {}).get("run")
     tune = run.get("tune") if isinstance(run, dict) else None
     return isinstance(tune, dict) and tune.get("method", "full") != "full"
 
 
-def without_base(run: dict[str, Any]) -> dict[str, Any]:
+def without_base(run: JsonObject) -> JsonObject:
     """A run's configuration for a file of merged weights: without tune and init_from."""
     return {name: value for name, value in run.items() if name not in ("tune", "init_from")} if is_tuned({"run": run}) else run
 
 
-def without_tune(run: dict[str, Any]) -> dict[str, Any]:
+def without_tune(run: JsonObject) -> JsonObject:
     """A run's configuration for weights into which another adapter is merged; init_from stays, because its name is used."""
     return {name: value for name, value in run.items() if name != "tune"}
 
 
-def identity(checkpoint: Any) -> str:
+def identity(checkpoint: "Checkpoint") -> str:
     """A string that identifies the frozen weights and is cheap to compute."""
     weights_fingerprint = fingerprint(generation(checkpoint.config), checkpoint.weights)
     for tensor in checkpoint.weights.stored.values():
@@ -53,22 +57,12 @@ def identity(checkpoint: Any) -> str:
     return weights_fingerprint
 
 
-def _vectors_hash(stored: Mapping[str, Stored]) -> str:
-    """The identity in runs from before 2026-11-24: a hash of the vectors, which adapters do not change."""
-    digest = hashlib.sha256()
-    for name, tensor in sorted(stored.items()):
-        if len(tensor.shape) == 1:
-            digest.update(name.encode())
-            digest.update(tensor.get().float().contiguous().numpy().tobytes())
-    return digest.hexdigest()
-
-
-def require_same(path: Path, base: Any, entry: dict[str, Any], by_user: bool = False) -> None:
+def require_same(path: Path, base: "Checkpoint", entry: JsonObject, by_user: bool = False) -> None:
     """Raises UnreadableError if the frozen weights `base` are not those that the run began with.
 
     by_user: the user named the file of the weights, not the run.
     """
-    if entry.get("base") == identity(base) or entry.get("base") == _vectors_hash(base.weights.stored):
+    if entry.get("base") == identity(base):
         return
     source = entry["run"]["init_from"]
     if by_user:
@@ -116,14 +110,14 @@ def applied(content: Content, base: Mapping[str, Stored], config: ModelConfig) -
     return dict(base) | {name: _merged(base[name], pair["A"], pair["B"], scale) for name, pair in pairs.items()}, None
 
 
-def is_exact(checkpoint: Any, dtype: str) -> bool:
+def is_exact(checkpoint: "Checkpoint", dtype: str) -> bool:
     """Whether all matrices are in `dtype` already, so that nothing is rounded."""
     group = generation(checkpoint.config).group
     matrices = (tensor for name, tensor in checkpoint.weights.stored.items() if group(name) in MATRICES)
     return all(tensor.dtype == DTYPES.get(dtype) for tensor in matrices)
 
 
-def surviving(checkpoint: Any, dtype: str) -> float:
+def surviving(checkpoint: "Checkpoint", dtype: str) -> float:
     """The fraction of the adapters' change that survives rounding the merged matrices to `dtype`, from 0 to 1.
 
     1 - |(round(W + D) - round(W)) - D| / |D|, over at most MEASURED matrices W and their changes D; 1 without adapters. dtype:

@@ -15,11 +15,10 @@ from collections.abc import Callable
 from contextlib import redirect_stderr
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from rwkv.cli.arguments import HELP_FLAGS, SHOW_JOB, SWEEP_FLAGS, CommandLine, print_hints, split
 from rwkv.cli.checks import check
-from rwkv.cli.composition import Job, Jobs, as_yaml, build, compose, jobs
+from rwkv.cli.composition import Config, Job, Jobs, as_yaml, build, compose, jobs
 from rwkv.cli.configs import CONFIGS, KERNELS, choices, groups, preset
 from rwkv.cli.errors import INTERRUPTED, USER_ERROR, exit_on_user_error
 from rwkv.cli.garbage import uncollected
@@ -29,7 +28,7 @@ from rwkv.errors import UserError
 from rwkv.io.unread import unread
 
 
-def run(task: Callable[[Any, CommandLine], None], schema: type, config_name: str, about: str | None,
+def run(task: Callable[[Config, CommandLine], None], schema: type[Config], config_name: str, about: str | None,
         sweep: Callable[[CommandLine, Jobs], None] | None = None) -> None:
     """Composes configs/CONFIG_NAME.yaml with sys.argv into a `schema` and calls task(config, command line).
 

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import UnionType
-from typing import Any, get_args, get_origin
+from typing import TYPE_CHECKING, Any, TypeVar, get_args, get_origin
 
 import yaml
 
@@ -24,12 +24,17 @@ from rwkv.cli.configs import EXPERIMENT, KERNELS, NULL_CHOICES, OPTIONAL, groups
 from rwkv.config import PATH, TEXT, TrainConfig, free_text, options
 from rwkv.errors import UserError
 
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+from rwkv.io.json_types import JsonObject
+
+Config = TypeVar("Config", bound="DataclassInstance")
 RECIPE = "recipe"                        # name of a recipe in Hydra's store
 CANNOT_BE_NULL = "{0} cannot be null: give a value, or leave {0}= out"
 NUMBERS = "a list of numbers, such as [0.9,0.99]"
 EXPECTED = {bool: "true or false", int: "a whole number, such as 1000", float: "a number", list: "a list, such as [A,B]",
             list[float]: NUMBERS, tuple: NUMBERS,
-            list[dict[str, Any]]: 'a list, such as [{path: A.jsonl, weight: 0.7}, {path: "other text", weight: 0.3}], with '
+            list[JsonObject]: 'a list, such as [{path: A.jsonl, weight: 0.7}, {path: "other text", weight: 0.3}], with '
                                   "quotes around a path with characters other than A-Z a-z 0-9 / . _ -"}
 
 
@@ -45,7 +50,7 @@ class Job:
 Jobs = Callable[[CommandLine], list[Job]]
 
 
-def compose(line: CommandLine, schema: type, config_name: str) -> Any:
+def compose(line: CommandLine, schema: type[Config], config_name: str) -> Config:
     """The `schema` object for a command line. Raises UserError for a value of the wrong type, and for a sweep."""
     with _hydra(schema, config_name):
         for _, swept in _combinations(line.overrides, schema):
@@ -85,7 +90,7 @@ def _hydra(schema: type, config_name: str) -> Iterator[None]:
         yield
 
 
-def as_yaml(config: Any) -> str:
+def as_yaml(config: "DataclassInstance") -> str:
     plain = json.loads(json.dumps(asdict(config)))               # tuples as lists
     text: str = yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)
     return text
@@ -133,9 +138,10 @@ def _parse(override: str, schema: type) -> Any:
         raise UserError(f"cannot read {override}: {reason}") from None
 
 
-def _compose(config_name: str, schema: type, overrides: list[str], verbatim: dict[str, str | list[str]]) -> Any:
+def _compose(config_name: str, schema: type[Config], overrides: list[str], verbatim: dict[str, str | list[str]]) -> Config:
     with _composed(config_name, schema, overrides) as composed:
-        return build(composed, verbatim)
+        config: Config = build(composed, verbatim)
+        return config
 
 
 @contextmanager
@@ -177,7 +183,7 @@ def _split(override: str) -> tuple[str, str]:
 def _type_error(error: Any, schema: type, overrides: list[str], recipes: dict[str, recipe.Recipe]) -> str:
     """The message about a value that OmegaConf has rejected."""
     key = str(error.full_key or "").partition("[")[0]    # without the index of a list
-    values: dict[str, Any] = dict(map(_split, overrides))
+    values: JsonObject = dict(map(_split, overrides))
     where = ""
     for settings in recipes.values() if key not in values else ():
         if key in settings.options or not key:

@@ -7,7 +7,6 @@ The group `kernel` has a choice for each implementation of any generation's oper
 from dataclasses import fields
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -15,6 +14,7 @@ from kernels.registry import all_names, operators
 from rwkv.cli import recipe
 from rwkv.config import TrainConfig
 from rwkv.errors import UserError
+from rwkv.io.json_types import JsonObject
 
 PACKAGE = Path(__file__).resolve().parent.parent
 CONFIGS = PACKAGE / "configs" if (PACKAGE / "configs").is_dir() else PACKAGE.parent / "configs"      # installed, or in a clone
@@ -54,10 +54,10 @@ def check_choice(group: str, choice: str) -> None:
         raise UserError(f"unknown {group} {choice!r}; {hint}there are: {', '.join(choices(group))}{paths}")
 
 
-def preset(group: str, choice: str) -> dict[str, Any]:
+def preset(group: str, choice: str) -> JsonObject:
     """The options that a choice sets, by name. Raises UserError for an unknown choice."""
     check_choice(group, choice)
-    values: dict[str, Any] = yaml.safe_load((CONFIGS / group / f"{choice}.yaml").read_text(encoding="utf-8"))
+    values: JsonObject = yaml.safe_load((CONFIGS / group / f"{choice}.yaml").read_text(encoding="utf-8"))
     return values
 
 

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import Field
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
 
 from rwkv.cli import configs
 from rwkv.cli.arguments import CommandLine
@@ -30,7 +29,7 @@ def help_page(line: CommandLine, schema: type, config_name: str, about: str) -> 
     return _page(about, descriptions, options(schema), compose(line, schema, config_name))
 
 
-def _page(about: str, descriptions: Mapping[str, Mapping[str, str]], items: Mapping[str, Field], config: Any) -> str:
+def _page(about: str, descriptions: Mapping[str, Mapping[str, str]], items: Mapping[str, Field], config: object) -> str:
     """descriptions: by group and choice. items: the options by dotted key. config: the current values."""
     lines = [as_typed(about.strip()), "", "Options, OPTION=VALUE, with [current value]:"]
     heading = None
@@ -61,7 +60,7 @@ def _entry(name: str, text: str) -> list[str]:
     return wrapped or [head.rstrip()]
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     """` [VALUE]`, as on a command line; empty for None, "" and []."""
     if value in (None, "", []):
         return ""

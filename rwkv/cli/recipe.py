@@ -11,7 +11,7 @@ The config.yaml of a run is a recipe too: the new run has the same options, in i
 
 import os
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Hashable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ import yaml
 
 from kernels.arguments import from_home
 from rwkv.errors import UserError
+from rwkv.io.json_types import JsonObject
 from rwkv.io.utf8 import read_text
 
 ENDINGS = (".yaml", ".yml")
@@ -36,14 +37,14 @@ class Recipe:
     """The content of a recipe: options by dotted key, choices by group, and the entries `defaults` and `hydra`."""
 
     path: Path
-    options: dict[str, Any]
+    options: JsonObject
     choices: dict[str, str]
-    hydra: dict[str, Any]
+    hydra: JsonObject
 
     @property
-    def content(self) -> dict[str, Any]:
+    def content(self) -> JsonObject:
         """Options and choices as Hydra reads them."""
-        nested: dict[str, Any] = {}
+        nested: JsonObject = {}
         for key, value in self.options.items():
             *groups, name = key.split(".")
             group = nested
@@ -81,7 +82,7 @@ def read(path: Path, groups: Collection[str]) -> Recipe:
     hydra = {key: content.pop(key) for key in HYDRA_KEYS if key in content}
     if not isinstance(hydra.get("defaults", []), list):
         raise UserError(f"{path}: defaults must be a list, such as [override /model: small]; got {hydra['defaults']!r}")
-    options: dict[str, Any] = {}
+    options: JsonObject = {}
     for key, value in _leaves(content):
         if key in options:
             raise UserError(f"{path} sets {key} twice: leave one of them out")
@@ -95,7 +96,7 @@ def read(path: Path, groups: Collection[str]) -> Recipe:
     return Recipe(path, options, choices, hydra)
 
 
-def _leaves(content: dict[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _leaves(content: JsonObject, prefix: str = "") -> Iterator[tuple[str, object]]:
     """The values by dotted key, down to MAX_DEPTH levels, because a YAML mapping may contain itself."""
     for key, value in content.items():
         if isinstance(value, dict) and value and prefix.count(".") < MAX_DEPTH:
@@ -104,12 +105,12 @@ def _leaves(content: dict[Any, Any], prefix: str = "") -> Iterator[tuple[str, An
             yield f"{prefix}{key}", value or None if isinstance(value, dict) else value
 
 
-def _literal(value: Any) -> Any:
+def _literal(value: object) -> object:
     """The value with interpolations escaped: a run's texts are verbatim."""
     return REFERENCE.sub(r"\1\1\\${", value) if isinstance(value, str) else value
 
 
-def _mapping(path: Path) -> dict[Any, Any]:
+def _mapping(path: Path) -> JsonObject:
     text = read_text(path, str(path))
     try:
         content = yaml.load(text, _UniqueKeys)
@@ -136,7 +137,7 @@ def _located_problem(error: yaml.MarkedYAMLError, text: str) -> str:
 class _UniqueKeys(yaml.SafeLoader):
     """Raises a MarkedYAMLError for a duplicate key, which YAML forbids and SafeLoader accepts."""
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen: set[str] = set()
         for key, _ in node.value:
             if str(key.value) in seen:

@@ -43,6 +43,8 @@ class SavedModelConfig:
     dtype: str | None = option(None, "float32, bfloat16, float16 (GPU), int8 or int4 (matrices only), or blocks (the quantised "
                                "matrices of a GGUF file as they are, CPU); auto or null: bfloat16 on a GPU that supports it, "
                                "else blocks if the file has them, else float32", one_of=DTYPES)
+    cache_packed: bool = option(False, "keep weights packed in int8 or int4 in ~/.cache/timemix/packed, for the next start on "
+                                "a CPU; at most 32 GiB in all")
 
 
 @dataclass

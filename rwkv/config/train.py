@@ -37,7 +37,7 @@ def given_length(config: "TrainConfig", user_keys: Collection[str]) -> str | Non
 
 @dataclass
 class ModelConfig:
-    """The sizes of a model. rwkv/model/GENERATION.py lists the options of one generation and resolves null."""
+    """The sizes of a model. rwkv/model/GENERATION/ lists the options of one generation and resolves null."""
 
     generation: str = option("rwkv4", "architecture; set by model=", one_of=GENERATIONS, heading="Model")
     n_layer: int = option(4, "number of blocks", least=1, most=10_000)
@@ -102,7 +102,8 @@ class DataConfig:
 @dataclass
 class OptimConfig:
     """The learning-rate factors of time_mix_*, time_decay and time_first are 1, 2 and 3 in RWKV-LM (RWKV-v4neo/src/model.py).
-    Muon: rwkv/training/optim.py. l2_wrap and confidence_penalty (rwkv/model/loss.py) change gradients, not reported losses.
+    Muon: rwkv/training/optim/muon.py. l2_wrap and confidence_penalty (rwkv/model/loss.py) change gradients, not reported
+    losses.
     """
 
     name: str = option("adamw", "set by optim=", one_of=("adamw", "adam", *ORTHOGONAL, EIGHT_BITS),

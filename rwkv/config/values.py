@@ -68,7 +68,7 @@ def texts_or_whole_numbers(name: str, values: Any) -> tuple[int | str, ...]:
     return tuple(value if isinstance(value, str) else whole_number(name, value) for value in values)
 
 
-def require_one_of(name: str, value: Any, allowed: Collection[str]) -> None:
+def require_one_of(name: str, value: object, allowed: Collection[str]) -> None:
     if value not in allowed:
         raise UserError(f"{name} must be one of {', '.join(allowed)}; got {value!r}")
 

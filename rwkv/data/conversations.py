@@ -21,7 +21,7 @@ from functools import partial
 from itertools import chain, groupby, islice, pairwise
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -37,6 +37,7 @@ from rwkv.data.token_array import DocumentOffsets, Part, TokenArray
 from rwkv.data.windows import ShuffleIterator, ShuffleSampler
 from rwkv.errors import UserError
 from rwkv.io.cache import read_json, sha256, write, write_bytes, write_json
+from rwkv.io.json_types import JsonObject
 from rwkv.io.lines import counted
 from rwkv.model.loss import IGNORED
 from rwkv.tokenizer.lost import NOTHING, LossCounter, Lost
@@ -111,7 +112,7 @@ def tokenise(config: DataConfig, identity: Sequence[str], tokenizer: Tokenizer, 
     return train, val, manifest["gzip_bpb"]
 
 
-def _write_tokens(config: DataConfig, tokenizer: Tokenizer, folder: Path, pairs: bool) -> dict[str, Any]:
+def _write_tokens(config: DataConfig, tokenizer: Tokenizer, folder: Path, pairs: bool) -> JsonObject:
     folder.mkdir(parents=True, exist_ok=True)
     counter = LossCounter(tokenizer)
     dtype = dtype_of(tokenizer)
@@ -178,7 +179,7 @@ def _raise_with_place(batch: list[Conversation], tokenizer: Tokenizer) -> None:
             raise UserError(f"{conversation.where}: {error}") from None
 
 
-def _tokenised(folder: Path, manifest: dict[str, Any], split: str) -> Tokenised:
+def _tokenised(folder: Path, manifest: JsonObject, split: str) -> Tokenised:
     sizes = manifest["splits"][split]
     offsets = DocumentOffsets(folder / f"{split}-starts.npy", 0, sizes["conversations"], 0)
     tokens, learnt = (TokenArray([Part(folder / f"{split}{ending}", dtype, 0, sizes["tokens"])], offsets)

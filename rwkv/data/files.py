@@ -9,11 +9,12 @@ import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from rwkv.data.documents.copies import Fingerprint
 from rwkv.errors import UserError
 from rwkv.io.cache import read_json, sha256, write_json
+from rwkv.io.json_types import JsonObject
 from rwkv.io.utf8 import chunks, open_file
 
 SETTLED = 2_000_000_000                  # ns: two changes of a file within this time may have equal timestamps
@@ -83,7 +84,7 @@ def stamp(path: Path) -> list[int]:
     return [status.st_size, status.st_mtime_ns]
 
 
-def unchanged(path: Path, entry: dict[str, Any]) -> bool:
+def unchanged(path: Path, entry: JsonObject) -> bool:
     """True if the file has certainly not changed since `entry` was created, by its stamp and time."""
     return stamp(path) == entry["stamp"] and entry["stamp"][1] + SETTLED < entry["time"]
 
@@ -96,7 +97,7 @@ def crc32(path: Path) -> int:
     return checksum
 
 
-def _entry(path: Path, previous: dict[str, Any] | None, text: bool) -> dict[str, Any]:
+def _entry(path: Path, previous: JsonObject | None, text: bool) -> JsonObject:
     if previous and unchanged(path, previous):
         return previous
     now = time.time_ns()

@@ -18,7 +18,7 @@ import sys
 import threading
 import warnings
 from multiprocessing.reduction import ForkingPickler
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from lightning import LightningDataModule
@@ -34,9 +34,11 @@ from rwkv.data.segments import SegmentDataset, SegmentSampler, chunks_of
 from rwkv.data.streaming.lanes import StreamLoader
 from rwkv.data.windows import ShuffleSampler, StepLayout, Windows
 from rwkv.errors import UserError
+from rwkv.io.json_types import StateDict
 from rwkv.io.signals import STOPPING
 
 # torch's messages are "DataLoader worker (pid 9) is killed by signal: Killed. " and "... (pid(s) 9) exited unexpectedly"
+Batch = TypeVar("Batch")
 IN_WORKER = "in DataLoader worker process"
 WORKER_ENDED = re.compile(r"DataLoader worker \(pid.*?\) (?:is killed by signal: ([^.]*)|exited unexpectedly)")
 
@@ -123,11 +125,11 @@ class DataModule(LightningDataModule):
             windows = WholeConversations(val.tokens, val.learnt, self.ctx_len) if whole else rows_of(val, self.ctx_len)
         return DataLoader(windows, self.config.batch_size, collate_fn=_unchanged, generator=_own_generator(self.seed))
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         mixed = {"shares": {part.name: part.share for part in self.corpus.parts}} if self.corpus.parts else {}
         return {"sha256": self.corpus.sha256} | mixed
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: StateDict) -> None:
         """Raises UserError if the run began with other data."""
         shares = {part.name: part.share for part in self.corpus.parts}
         if state_dict.get("shares", {}) != shares:
@@ -141,7 +143,7 @@ class DataModule(LightningDataModule):
                             "data.sources=, or begin a new run with init_from=")
 
 
-def _unchanged(batch: Any) -> Any:
+def _unchanged(batch: Batch) -> Batch:
     return batch
 
 
@@ -150,7 +152,7 @@ def _init_worker(worker: int) -> None:
     _ignore_interrupts()
 
 
-def _by_value(tensor: torch.Tensor) -> Any:
+def _by_value(tensor: torch.Tensor) -> tuple[Any, ...]:
     """Pickles a tensor with its values. torch would put them into /dev/shm, which is small in containers, and a batch that does
     not fit there never arrives.
     """

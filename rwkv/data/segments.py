@@ -17,7 +17,7 @@ needs the messages before it.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -29,6 +29,7 @@ from rwkv.data.prepare import Corpus
 from rwkv.data.token_array import TokenArray
 from rwkv.data.windows import Permutations, StepLayout
 from rwkv.errors import UserError
+from rwkv.io.json_types import StateDict
 from rwkv.io.lines import counted
 from rwkv.model.loss import IGNORED
 
@@ -190,10 +191,10 @@ class StreamPositions:
         self.left[stream] -= 1
         return self.chunks.segment(chunk, number)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         return {"dealt": self.assigned, "piece": [*self.chunk], "left": [*self.left]}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: StateDict) -> None:
         self.assigned = state["dealt"]
         self.chunk = [*state["piece"]]
         self.left = [*state["left"]]
@@ -206,7 +207,7 @@ class SegmentIterator(Iterator[BatchPlan]):
         self.sampler = sampler
         self._batches = 0
         self._positions = StreamPositions(sampler.chunks, sampler.layout.streams, sampler.seed)
-        self._before: dict[str, Any] = {}        # the positions at the beginning of the current step
+        self._before: StateDict = {}        # the positions at the beginning of the current step
         self._step: list[list[Segment]] = []     # K segments of every stream
 
     def __next__(self) -> BatchPlan:
@@ -229,12 +230,12 @@ class SegmentIterator(Iterator[BatchPlan]):
         weight = _targets(rows) * layout.parts * layout.world / max(1, _targets(self._step))
         return BatchPlan(rows, part, weight, tokens)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Inside a step, the positions are those at its beginning."""
         between_steps = self._batches % self.sampler.layout.parts == 0
         return {"batches": self._batches, "lanes": self._positions.state_dict() if between_steps else self._before}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: StateDict) -> None:
         """Raises UserError if the run had another number of streams, or none."""
         before = len(state["lanes"]["left"]) if "lanes" in state else 0
         now = self.sampler.layout.streams

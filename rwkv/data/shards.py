@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from filelock import AcquireReturnProxy, FileLock, Timeout
@@ -35,6 +35,7 @@ from rwkv.data.files import crc32, stamp, unchanged
 from rwkv.data.token_array import DocumentOffsets, Part, TokenArray
 from rwkv.errors import UserError
 from rwkv.io.cache import cannot_write, read_json, sha256, write, write_bytes, write_json
+from rwkv.io.json_types import JsonObject
 from rwkv.tokenizer.lost import NOTHING, LossCounter, Lost
 from rwkv.tokenizer.split import SafeSplit, pieces, safe_split
 from rwkv.tokenizer.tokenizers import Tokenizer
@@ -46,6 +47,7 @@ GZIP_BYTES = 16_000_000                  # of validation text to compress with g
 SPLITS = ("train", "val")
 VERSION = 3                              # of the layout and of the rules for splitting texts
 SHOWN_AFTER = 2.0                        # seconds before the progress bar appears
+Result = TypeVar("Result")
 
 
 class Piece(NamedTuple):
@@ -72,7 +74,7 @@ def cache_key(identity: Sequence[str], tokenizer: Tokenizer) -> str:
     return sha256([*identity, tokenizer.data_key, str(VERSION), str(SHARD)])[:16]
 
 
-def tokenise(source: Source, tokenizer: Tokenizer, folder: Path, workers: int = 0) -> dict[str, Any]:
+def tokenise(source: Source, tokenizer: Tokenizer, folder: Path, workers: int = 0) -> JsonObject:
     """Creates the missing and damaged files of `folder` and returns its manifest.
 
     workers: concurrent shards; 0 for one per core, at most MAX_WORKERS.
@@ -85,24 +87,26 @@ def tokenise(source: Source, tokenizer: Tokenizer, folder: Path, workers: int = 
     return manifest
 
 
-def token_array(folder: Path, manifest: dict[str, Any], split: str) -> TokenArray:
+def token_array(folder: Path, manifest: JsonObject, split: str) -> TokenArray:
     parts = [Part(folder / _ids_file(number, split), manifest["dtype"], 0, shard[split]["tokens"])
              for number, shard in enumerate(manifest["shards"])]
     return TokenArray(parts, DocumentOffsets(folder / f"{split}-starts.npy", 0, manifest["documents"][split], 0))
 
 
-def text_bytes(manifest: dict[str, Any]) -> tuple[int, int]:
+def text_bytes(manifest: JsonObject) -> tuple[int, int]:
     """Bytes of UTF-8 in (training, validation)."""
-    train, val = (sum(shard[split]["bytes"] for shard in manifest["shards"]) for split in SPLITS)
-    return train, val
+    def total(split: str) -> int:
+        return sum(shard[split]["bytes"] for shard in manifest["shards"])
+
+    return total("train"), total("val")
 
 
-def copies(manifest: dict[str, Any]) -> int:
+def copies(manifest: JsonObject) -> int:
     """The number of documents of both splits that are copies (rwkv/data/documents/copies.py)."""
     return sum(shard[split]["copies"] for shard in manifest["shards"] for split in SPLITS)
 
 
-def all_marks(manifest: dict[str, Any]) -> dict[str, int]:
+def all_marks(manifest: JsonObject) -> dict[str, int]:
     """The counts of marks that end documents in the texts (rwkv/data/documents/separators.py)."""
     total: Counter[str] = Counter()
     for shard in manifest["shards"]:
@@ -111,14 +115,16 @@ def all_marks(manifest: dict[str, Any]) -> dict[str, int]:
     return total
 
 
-def lost(manifest: dict[str, Any]) -> tuple[Lost, Lost]:
+def lost(manifest: JsonObject) -> tuple[Lost, Lost]:
     """The text of (training, validation) that the tokenizer cannot represent."""
-    train, val = (sum((Lost(entry["lost"], entry["bytes"], entry["unknown"])
-                       for entry in (shard[split] for shard in manifest["shards"])), NOTHING) for split in SPLITS)
-    return train, val
+    def total(split: str) -> Lost:
+        entries = [shard[split] for shard in manifest["shards"]]
+        return sum((Lost(entry["lost"], entry["bytes"], entry["unknown"]) for entry in entries), NOTHING)
+
+    return total("train"), total("val")
 
 
-def read_manifest(folder: Path) -> dict[str, Any] | None:
+def read_manifest(folder: Path) -> JsonObject | None:
     """The manifest; None if it or a file that it lists is missing or damaged."""
     manifest = read_json(folder / "manifest.json")
     if not manifest or manifest["version"] != VERSION:
@@ -185,7 +191,7 @@ def _locked(folder: Path) -> AcquireReturnProxy:
         raise UserError(cannot_write(folder, error)) from None
 
 
-def _write_all(source: Source, tokenizer: Tokenizer, counter: LossCounter, folder: Path, workers: int) -> dict[str, Any]:
+def _write_all(source: Source, tokenizer: Tokenizer, counter: LossCounter, folder: Path, workers: int) -> JsonObject:
     for leftover in folder.glob(".*"):   # temporary files of a killed process
         leftover.unlink()
     dtype = dtype_of(tokenizer)
@@ -202,7 +208,7 @@ def _write_all(source: Source, tokenizer: Tokenizer, counter: LossCounter, folde
 
 
 def _write_shards(source: Source, tokenizer: Tokenizer, counter: LossCounter, folder: Path, dtype: np.dtype,
-                 workers: int) -> list[dict[str, Any]]:
+                 workers: int) -> list[JsonObject]:
     """The entry of each shard; reuses finished shards and creates the others."""
     bar = tqdm(total=source.size, desc="tokenising", unit="B", unit_scale=True, delay=SHOWN_AFTER, file=sys.stderr, leave=False)
     with ThreadPoolExecutor(workers) as pool, bar:
@@ -215,9 +221,9 @@ def _write_shards(source: Source, tokenizer: Tokenizer, counter: LossCounter, fo
     return entries
 
 
-def _in_order(pool: ThreadPoolExecutor, tasks: Iterator[Callable[[], Any]], ahead: int) -> Iterator[Any]:
+def _in_order(pool: ThreadPoolExecutor, tasks: Iterator[Callable[[], Result]], ahead: int) -> Iterator[Result]:
     """The result of each task, in order. Takes a task from `tasks` when at most `ahead` earlier ones are unfinished."""
-    running: deque[Future[Any]] = deque()
+    running: deque[Future[Result]] = deque()
     try:
         for task in tasks:
             running.append(pool.submit(task))
@@ -261,7 +267,7 @@ def _pieces(source: Source, split: SafeSplit) -> Iterator[Piece]:
 
 
 def _shard(shard: Shard, tokenizer: Tokenizer, counter: LossCounter, folder: Path,
-           dtype: np.dtype) -> tuple[dict[str, Any], int]:
+           dtype: np.dtype) -> tuple[JsonObject, int]:
     """The shard's entry and its weight in the progress bar. Creates its files if they are missing or damaged."""
     path = folder / f"{shard.number:05}.json"
     entry = read_json(path)
@@ -274,7 +280,7 @@ def _shard(shard: Shard, tokenizer: Tokenizer, counter: LossCounter, folder: Pat
     return entry, sum(piece.weight for piece in shard.pieces)
 
 
-def _write_split(parts: list[Piece], tokenizer: Tokenizer, counter: LossCounter, dtype: np.dtype, path: Path) -> dict[str, Any]:
+def _write_split(parts: list[Piece], tokenizer: Tokenizer, counter: LossCounter, dtype: np.dtype, path: Path) -> JsonObject:
     batches = list(encode(parts, tokenizer, counter, dtype))
     ids = np.concatenate([np.empty(0, dtype), *(batch_ids for batch_ids, _ in batches)])
     if len(ids):
@@ -285,7 +291,7 @@ def _write_split(parts: list[Piece], tokenizer: Tokenizer, counter: LossCounter,
             "marks": marks(part.text for part in parts)}
 
 
-def _write_starts(folder: Path, shards: list[dict[str, Any]], split: str, dtype: np.dtype, end_of_text: int) -> int:
+def _write_starts(folder: Path, shards: list[JsonObject], split: str, dtype: np.dtype, end_of_text: int) -> int:
     """Writes the offsets of documents: of end_of_text, which no text contains. Returns the number of documents."""
     offsets = [np.empty(0, np.int64)]
     before = 0
@@ -313,7 +319,7 @@ def _gzip_bpb(source: Source) -> float:
     return 8 * (size + len(packer.flush())) / max(text_bytes, 1)
 
 
-def _entry(path: Path) -> dict[str, Any]:
+def _entry(path: Path) -> JsonObject:
     now = time.time_ns()                 # before the file is read: `unchanged` compares it with the file's time of change
     checksum = crc32(path)
     return {"stamp": stamp(path), "time": now, "crc32": checksum}

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from functools import cached_property, lru_cache
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -47,7 +47,7 @@ class TokenArray:
         self._ends = list(accumulate(part.length for part in self.parts))
         self._mapped = lru_cache(MAPPED)(_map)           # by file: thousands of parts may be in the same one
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return TokenArray, (self.parts, *self._offsets)
 
     def __len__(self) -> int:
@@ -117,7 +117,7 @@ class TokensInMemory(TokenArray):
         self._ids = ids
         self._begins = begins
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return TokensInMemory, (self._ids, self._begins)
 
     def __len__(self) -> int:

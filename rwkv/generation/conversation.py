@@ -8,7 +8,6 @@ after /undo an earlier one. An answer that the template renders differently from
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 from rwkv.chat.messages import Message, check_messages
 from rwkv.chat.rendered import encode, for_tokenizer, marked
@@ -99,7 +98,7 @@ class Chat:
         before = [message for message in self.messages if message["role"] == "system"][:1]
         self.messages = before if system is None else [{"role": "system", "content": system}] if system else []
 
-    def load(self, messages: Any) -> None:
+    def load(self, messages: object) -> None:
         """Replaces the conversation. Raises UserError for wrong messages."""
         self.messages = list(check_messages(messages))
 

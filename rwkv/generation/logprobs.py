@@ -2,11 +2,11 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from rwkv.generation.request import Entry
 from rwkv.tokenizer.tokenizers import Tokenizer
 
 
@@ -22,7 +22,7 @@ def logprobs(logits: Tensor, tokens: Tensor, n: int) -> tuple[Tensor, Tensor, Te
 
 
 def entry(tokenizer: Tokenizer, token: int, logprob: Tensor, top_ids: Tensor, top_logprobs: Tensor, n: int | None,
-          before: Sequence[int]) -> dict[str, Any]:
+          before: Sequence[int]) -> Entry:
     """A token with its text and log-probability, and the n likeliest tokens at its position. before: the last ids before it."""
     tokens = [token, *top_ids.tolist()[:n]]
     names = tokenizer.names(tokens, before)

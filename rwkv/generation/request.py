@@ -7,10 +7,13 @@ from typing import TYPE_CHECKING
 from rwkv.config import LARGEST_SEED, Pooling, Sampling, whole_number
 from rwkv.generation.grammar import Grammar
 from rwkv.generation.stopping import StoppingCriteria
+from rwkv.io.json_types import JsonObject
 
 if TYPE_CHECKING:
     from rwkv.generation.prefill import PrefillResult
     from rwkv.generation.prefix_cache import Key
+
+Entry = JsonObject                       # {"token": id, "text": ..., "logprob": ..., "top": [the same of the likeliest, ...]}
 
 
 @dataclass(frozen=True, eq=False)

@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass, field
 from itertools import takewhile
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,7 +9,7 @@ from torch import Tensor
 from rwkv.generation.grammar.matcher import Matcher, matcher_of
 from rwkv.generation.prefill import PrefillResult
 from rwkv.generation.prefix_cache import PrefixCache
-from rwkv.generation.request import Request
+from rwkv.generation.request import Entry, Request
 from rwkv.generation.sampling import Penalties, TablePenalties
 from rwkv.generation.stopping import StopStrings
 from rwkv.tokenizer.decoders import LAST_IDS
@@ -39,7 +38,7 @@ class Sample:
     text: str = ""
     finish_reason: str | None = None
     tokens: list[int] = field(default_factory=list)
-    logprobs: list[dict[str, Any]] = field(default_factory=list)
+    logprobs: list[Entry] = field(default_factory=list)
 
 
 class Row:
@@ -64,7 +63,7 @@ class Row:
         self.proposed_tokens = 0
         self.accepted_tokens = 0
         self.prompt_read = False
-        self.prompt_logprobs: list[dict[str, Any]] = []
+        self.prompt_logprobs: list[Entry] = []
         self.embedding = torch.empty(0)
         self.last_token_in_text = True   # False after an end-of-text or stop token
         self.final_context: PrefillResult | None = None

@@ -28,7 +28,7 @@ def write_bytes(path: Path, content: bytes) -> None:
     write(path, lambda file: file.write(content))
 
 
-def write_json(path: Path, content: Any) -> None:
+def write_json(path: Path, content: object) -> None:
     """Writes `content` as JSON, with a checksum for read_json."""
     write_bytes(path, json.dumps({"crc32": _checksum(content), "content": content}).encode())
 
@@ -52,5 +52,5 @@ def sha256(parts: Iterable[str]) -> str:
     return hashed.hexdigest()
 
 
-def _checksum(content: Any) -> int:
+def _checksum(content: object) -> int:
     return zlib.crc32(json.dumps(content).encode())

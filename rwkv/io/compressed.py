@@ -4,7 +4,7 @@ import gzip
 import io
 import zlib
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, cast
 
 from rwkv.errors import UserError
 
@@ -13,22 +13,22 @@ BROKEN = (OSError, EOFError, zlib.error)         # errors of a damaged or trunca
 BLOCK = 1 << 17                          # compressed bytes read at a time
 
 
-def decompressed(raw: Any, path: Path) -> Any:
+def decompressed(raw: BinaryIO, path: Path) -> BinaryIO:
     """The content of a file that is open for reading bytes; `raw` itself for other suffixes.
 
     Reading raises one of BROKEN for a damaged file. Raises UserError if .zst lacks its package.
     """
     if path.suffix == ".gz":
-        return gzip.GzipFile(fileobj=raw)
+        return cast(BinaryIO, gzip.GzipFile(fileobj=raw))
     if path.suffix == ".zst":
-        return io.BufferedReader(_Zstandard(raw, path), BLOCK)
+        return cast(BinaryIO, io.BufferedReader(_Zstandard(raw, path), BLOCK))
     return raw
 
 
 class _Zstandard(io.RawIOBase):
     """Reads consecutive zstandard frames. The package's own reader does not detect a truncated frame."""
 
-    def __init__(self, raw: Any, path: Path) -> None:
+    def __init__(self, raw: BinaryIO, path: Path) -> None:
         try:
             import zstandard
         except ImportError:

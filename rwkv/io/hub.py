@@ -18,7 +18,8 @@ import sys
 from collections.abc import Collection, Iterable, Mapping
 from difflib import get_close_matches
 from pathlib import Path, PurePosixPath
-from typing import Any, NamedTuple, NoReturn
+from types import ModuleType
+from typing import NamedTuple, NoReturn
 
 from rwkv.errors import CheckpointError
 
@@ -171,14 +172,14 @@ def contents_of(name: Name, noun: str = "checkpoint") -> Contents:
     return Contents(info.sha, {file.rfilename: file.size for file in info.siblings})
 
 
-def _reason(hub: Any, error: Exception) -> str:
+def _reason(hub: ModuleType, error: Exception) -> str:
     if hub.constants.HF_HUB_OFFLINE:
         return "HF_HUB_OFFLINE is set"
     message = (str(error).strip() or type(error).__name__).splitlines()[0]
     return f"{hub.constants.ENDPOINT} cannot be reached ({message})"
 
 
-def _cached_contents(hub: Any, name: Name, noun: str, reason: str) -> Contents:
+def _cached_contents(hub: ModuleType, name: Name, noun: str, reason: str) -> Contents:
     snapshots = _snapshots(hub, name.repository)
     revision = name.revision or MAIN
     ref = snapshots.parent / "refs" / revision
@@ -287,7 +288,7 @@ def _shards(index: Path, folder: PurePosixPath) -> list[str]:
         raise CheckpointError(f"{index} must have a weight_map from tensors to files") from None
 
 
-def _download(hub: Any, name: Name, folder: Path, files: list[str]) -> None:
+def _download(hub: ModuleType, name: Name, folder: Path, files: list[str]) -> None:
     errors = importlib.import_module("huggingface_hub.errors")
     try:
         for file in files:
@@ -302,12 +303,12 @@ def _download(hub: Any, name: Name, folder: Path, files: list[str]) -> None:
                               "it")
 
 
-def _snapshots(hub: Any, repository: str) -> Path:
+def _snapshots(hub: ModuleType, repository: str) -> Path:
     """The folder of huggingface_hub's cache with one folder per commit."""
     return Path(hub.constants.HF_HUB_CACHE) / f"models--{repository.replace('/', '--')}" / "snapshots"
 
 
-def _client(name: Name, noun: str) -> Any:
+def _client(name: Name, noun: str) -> ModuleType:
     try:
         importlib.import_module("huggingface_hub.constants")
         return importlib.import_module("huggingface_hub")

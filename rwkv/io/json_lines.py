@@ -8,10 +8,11 @@ import json
 from typing import Any
 
 from rwkv.errors import UserError
+from rwkv.io.json_types import JsonObject
 from rwkv.io.utf8 import WrongCharacter, decode, require_unicode
 
 
-def parse(line: bytes, where: str) -> dict[str, Any]:
+def parse(line: bytes, where: str) -> JsonObject:
     """The object on a line, without a byte order mark. Raises UserError for anything but an object.
 
     where: the file and the line's number, for the message.
@@ -31,7 +32,7 @@ def loads(text: str) -> Any:
     return json.loads(text, object_pairs_hook=_object)
 
 
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _object(pairs: list[tuple[str, Any]]) -> JsonObject:
     entry = dict(pairs)
     if len(entry) < len(pairs):
         keys = [key for key, _ in pairs]
@@ -40,7 +41,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return entry
 
 
-def text_of(entry: dict[str, Any], key: str, where: str) -> str:
+def text_of(entry: JsonObject, key: str, where: str) -> str:
     """The string under `key`. Raises UserError if it is missing or not valid Unicode."""
     text = entry.get(key)
     if not isinstance(text, str):

@@ -3,6 +3,7 @@
 import codecs
 import re
 from collections.abc import Callable, Iterator, Mapping
+from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +64,7 @@ def chunks(path: Path, on_bytes: Callable[[bytes], object] = len, option: str = 
             before += used
 
 
-def open_file(path: Path, option: str = "data.path") -> Any:
+def open_file(path: Path, option: str = "data.path") -> BufferedReader:
     """The file, open for reading bytes. Raises UserError if it cannot be opened."""
     try:
         return path.open("rb")

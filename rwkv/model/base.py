@@ -126,6 +126,12 @@ def form(config: ModelConfig, name: str) -> ModuleType:
     return importlib.import_module(f"rwkv.model.{config.generation}.{name}")
 
 
+def with_learnt_states() -> str:
+    """The names of the generations whose initial state can be trained, in words."""
+    modules = [generation(ModelConfig(generation=name)) for name in GENERATIONS]
+    return " or ".join(module.NAME for module in modules if module.LEARNS_STATE)
+
+
 def n_parameters(config: ModelConfig, vocab_size: int) -> int:
     return sum(math.prod(shape) for shape in generation(config).shapes(config, vocab_size).values())
 

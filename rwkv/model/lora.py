@@ -5,7 +5,6 @@ Source: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models" (arXiv 2
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +13,7 @@ from torch.nn.functional import linear
 from rwkv.config import ModelConfig
 from rwkv.errors import UserError
 from rwkv.model.base import Model, generation, is_linear_weight
-from rwkv.model.first_derivative import first_derivative
+from rwkv.model.first_derivative import Context, first_derivative
 from rwkv.model.fused import product_backward, product_dtype, squared_relu, squared_relu_backward
 from rwkv.model.hooks import untouched
 from rwkv.model.quantized import Int4Linear, Int8Linear
@@ -58,7 +57,7 @@ class _SquareAndDown(torch.autograd.Function):
     """relu(x)^2, with x (B,T,in), and its product with A (rank,in): (B,T,in) and (B,T,rank)."""
 
     @staticmethod
-    def forward(ctx: Any, dtype: torch.dtype, x: Tensor, A: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Context, dtype: torch.dtype, x: Tensor, A: Tensor) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(x, A)
         ctx.dtype = dtype
         square = squared_relu(x)
@@ -66,7 +65,7 @@ class _SquareAndDown(torch.autograd.Function):
 
     @staticmethod
     @first_derivative
-    def backward(ctx: Any, grad_square: Tensor, grad: Tensor) -> tuple[None, Tensor, Tensor]:
+    def backward(ctx: Context, grad_square: Tensor, grad: Tensor) -> tuple[None, Tensor, Tensor]:
         x, A = ctx.saved_tensors
         grad_square_from_A, grad_A = product_backward(grad, squared_relu(x).to(ctx.dtype), A.to(ctx.dtype))
         return None, squared_relu_backward(grad_square + grad_square_from_A, x), grad_A

@@ -8,14 +8,13 @@ L2Wrap source: RWKV-LM, RWKV-v4neo/src/model.py (there it ignores the incoming g
 """
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
-from rwkv.model.first_derivative import first_derivative
+from rwkv.model.first_derivative import Context, first_derivative
 from rwkv.model.fused import WIDE_PRODUCTS, product_dtype, product_in
 from rwkv.model.fused.form import loss_form_for
 from rwkv.model.weight_cache import rounded
@@ -88,7 +87,8 @@ def rows_on_gpu(vocab_size: int, itemsize: int, memory: int) -> int:
 
 class _HeadLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, l2_wrap: float, confidence_penalty: float) -> Tensor:
+    def forward(ctx: Context, hidden: Tensor, weight: Tensor, targets: Tensor, l2_wrap: float,
+                confidence_penalty: float) -> Tensor:
         trained = ctx.needs_input_grad[1]
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros_like(weight) if trained and weight.device.type not in WIDE_PRODUCTS else None
@@ -110,7 +110,7 @@ class _HeadLoss(torch.autograd.Function):
 
     @staticmethod
     @first_derivative
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor | None, ...]:
         grad_hidden, n_counted = ctx.saved_tensors
         grad_weight, ctx.grad_weight = ctx.grad_weight, None     # moved: it becomes the weight's .grad
         if grad_weight is None and ctx.needs_input_grad[1]:

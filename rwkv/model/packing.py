@@ -1,12 +1,11 @@
 """Several sequences in one row, each from an empty state: the token shift and the operator must not cross their bounds."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from rwkv.model.first_derivative import first_derivative
+from rwkv.model.first_derivative import Context, first_derivative
 
 
 class _Group:
@@ -72,13 +71,13 @@ class _Divide(torch.autograd.Function):
     """Gathers each group's steps from those (B T,...) of the rows. Padding has no gradient, since its results are dropped."""
 
     @staticmethod
-    def forward(ctx: Any, packing: Packing, steps: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Context, packing: Packing, steps: Tensor) -> tuple[Tensor, ...]:
         ctx.packing = packing
         return tuple(steps.index_select(0, group.places) for group in packing.groups)
 
     @staticmethod
     @first_derivative
-    def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor]:
+    def backward(ctx: Context, *grads: Tensor) -> tuple[None, Tensor]:
         return None, _join(ctx.packing, grads)
 
 
@@ -86,13 +85,13 @@ class _Join(torch.autograd.Function):
     """The inverse of _Divide."""
 
     @staticmethod
-    def forward(ctx: Any, packing: Packing, *steps: Tensor) -> Tensor:
+    def forward(ctx: Context, packing: Packing, *steps: Tensor) -> Tensor:
         ctx.packing = packing
         return _join(packing, steps)
 
     @staticmethod
     @first_derivative
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor | None, ...]:
         groups = ctx.packing.groups
         sizes = [len(group.places if group.inside is None else group.inside) for group in groups]
         return None, *(group.padded(grad.index_select(0, places))

@@ -11,12 +11,12 @@ the same rounding; that needs no second copy of the weights in FBGEMM's order. E
 """
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, cached_property
 from operator import itemgetter
 from types import MappingProxyType
-from typing import Any, TypeVar, cast
+from typing import Protocol, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -29,7 +29,7 @@ from kernels.registry import load, why_not
 from kernels.select import AUTO, select
 from rwkv.errors import UserError
 from rwkv.model.base import Model
-from rwkv.model.first_derivative import first_derivative
+from rwkv.model.first_derivative import Context, first_derivative
 from rwkv.model.fused import product_dtype
 
 IN_C = "c_v0"                            # the kernel of matvec for few rows in int8
@@ -68,8 +68,10 @@ class Int8Linear(nn.Module):
         self.out_features, self.in_features = packed.weight.shape
         self.rounding = packed.rounding
         self._rounded = [packed]         # empty once only FBGEMM's order is in memory
+        if isinstance(weight, Int8):
+            self.packed = packed
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         """Without _c_product, which reads this layer's weight by its address."""
         return {name: value for name, value in vars(self).items() if name != "_c_product"}
 
@@ -126,6 +128,18 @@ class Int8Linear(nn.Module):
         return fbgemm.product(rows, 1 / self.rounding.steps, self.rounding.offset, self._ordered)
 
 
+class _RoundedLayer(Protocol):
+    """A linear layer whose weight W (N,K) is not a tensor of floats in the dtype of its inputs."""
+
+    out_features: int
+
+    def forward_rows(self, rows: Tensor) -> Tensor:
+        """The products of rows (n,K)."""
+
+    def parts(self, dtype: torch.dtype) -> Iterable[Tensor]:
+        """W in blocks of rows."""
+
+
 class _ForwardRows(torch.autograd.Function):
     """layer.forward_rows with the gradient of a product with the rounded weight, as if the input were not rounded.
 
@@ -133,13 +147,13 @@ class _ForwardRows(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, layer: Any) -> Tensor:
+    def forward(ctx: Context, rows: Tensor, layer: _RoundedLayer) -> Tensor:
         ctx.layer, ctx.dtype = layer, rows.dtype
         return layer.forward_rows(rows)
 
     @staticmethod
     @first_derivative
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor, None]:
         total, first = None, 0
         for block in ctx.layer.parts(grad.dtype):
             columns = grad[:, first:first + len(block)]
@@ -149,7 +163,7 @@ class _ForwardRows(torch.autograd.Function):
         return total.to(ctx.dtype), None
 
 
-def _product(layer: Any, x: Tensor) -> Tensor:
+def _product(layer: _RoundedLayer, x: Tensor) -> Tensor:
     """layer.forward_rows for x (...,K), differentiable in x."""
     rows = x.reshape(-1, x.shape[-1])
     trained = torch.is_grad_enabled() and rows.requires_grad
@@ -227,7 +241,7 @@ def products(layers: Sequence[Int8Linear], inputs: Tensor) -> list[Tensor]:
 
 
 @torch.no_grad()
-def to_int8(model: M, head: bool = True, replaced: Callable[[str], Any] = lambda name: None,
+def to_int8(model: M, head: bool = True, replaced: Callable[[str], object] = lambda name: None,
             later: Mapping[str, Callable[[], Tensor]] = MappingProxyType({}), in_c: bool = True,
             packed: Mapping[str, Packed] = MappingProxyType({})) -> M:
     """Converts every matrix of a model on a CPU to int8, one at a time, and its embeddings to bfloat16.
@@ -285,7 +299,7 @@ class Int4Linear(nn.Module):
 @torch.no_grad()
 def to_int4(model: M, packed: Mapping[str, Packed] = MappingProxyType({}),
             later: Mapping[str, Callable[[], Tensor]] = MappingProxyType({}), head: bool = True,
-            replaced: Callable[[str], Any] = lambda name: None) -> M:
+            replaced: Callable[[str], object] = lambda name: None) -> M:
     """As to_int8, in int4; everything but the matrices is computed in float32."""
     def make_layer(name: str, read: Callable[[], Tensor]) -> nn.Module:
         return Int4Linear(cast(Int4 | None, packed.get(f"{name}.weight")) or Int4.of(read()))
@@ -366,7 +380,7 @@ def to_packed(model: M, form: str, device: torch.device | str, packed: Mapping[s
 
 
 def _quantised(model: M, make_layer: Callable[[str, Callable[[], Tensor]], nn.Module],
-               later: Mapping[str, Callable[[], Tensor]], head: bool, replaced: Callable[[str], Any]) -> M:
+               later: Mapping[str, Callable[[], Tensor]], head: bool, replaced: Callable[[str], object]) -> M:
     """make_layer(name, read): the layer that replaces `name`; read() returns its weight. The others: as in to_int8."""
     model.fingerprint_before = model.fingerprint()
     for name in _linears(model):

@@ -5,7 +5,7 @@ with the methods of the class here. The state of one layer is the same named tup
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Self, TypeVar
+from typing import Self, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -61,6 +61,4 @@ class State(tuple[Tensor, ...]):
 
     @classmethod
     def _of(cls, tensors: Iterable[Tensor]) -> Self:
-        named_tuple: Any = cls
-        state: Self = named_tuple(*tensors)
-        return state
+        return cast(Callable[..., Self], cls)(*tensors)

@@ -7,7 +7,6 @@ and again in its backward pass, and keeps no copy between the two.
 """
 
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,7 +25,7 @@ class _Copy:
         self.tensor: Tensor | None = None
         self.state: tuple[int, int, int] | None = None
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return _Copy, ()
 
 
@@ -92,6 +91,6 @@ def _count_steps() -> None:
         _counting = True
 
 
-def _count(*_: Any) -> None:
+def _count(*_: object) -> None:
     global _steps
     _steps += 1

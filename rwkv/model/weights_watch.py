@@ -46,8 +46,7 @@ class WeightsWatch:
         self._settings = [(vars(module).get, *_settings(module)) for module in modules]
         self._hooks = [getattr(module, name) for module in modules for name in HOOKS]
         self._hooked = list(map(tuple, self._hooks))
-        flat = [place.tensor.detach().flatten() for place in self._places
-                if place.tensor is not None and place.tensor.is_contiguous()]    # else they would be a copy
+        flat = [view for place in self._places if place.tensor is not None and (view := _flat(place.tensor)) is not None]
         self._elements = _by_dtype(tensor[len(tensor) // 2:][:WATCHED] for tensor in flat)
         self._before = _bytes_of(self._elements)
 
@@ -177,6 +176,14 @@ def exact_copies(weights: Sequence[Tensor]) -> list[Tensor] | None:
             return None
         copies.append(copy)
     return copies
+
+
+def _flat(tensor: Tensor) -> Tensor | None:
+    """A view of all elements of a dense tensor, or of a matrix stored by column; None for others."""
+    tensor = tensor.detach()
+    if tensor.dim() == 2 and tensor.T.is_contiguous():
+        tensor = tensor.T
+    return tensor.flatten() if tensor.is_contiguous() else None
 
 
 def is_finite(tensor: Tensor) -> bool:

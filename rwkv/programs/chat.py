@@ -30,7 +30,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
@@ -41,9 +41,14 @@ from rwkv.chat.thoughts import Think, ThoughtParser, parse_think
 from rwkv.cli.garbage import uncollected
 from rwkv.config import ChatConfig, Sampling
 from rwkv.errors import UserError
+from rwkv.io.json_types import JsonObject
 from rwkv.io.lines import counted, harmless, wrapped
 from rwkv.io.utf8 import decode
 from rwkv.programs.sampling import SAMPLING_OPTIONS, SamplingChoice, preset
+
+if TYPE_CHECKING:
+    from rwkv.chat.template import ChatTemplate
+    from rwkv.generation.conversation import Chat
 
 DIM = "\033[2m"                          # terminal codes
 NORMAL = "\033[0m"
@@ -72,7 +77,7 @@ def chat(config: ChatConfig, line: cli.CommandLine) -> None:
 
 
 @uncollected()
-def _open(config: ChatConfig, line: cli.CommandLine) -> tuple[Any, SamplingChoice]:
+def _open(config: ChatConfig, line: cli.CommandLine) -> tuple["Chat", SamplingChoice]:
     """The conversation, and the chooser of its sampling options."""
     from rwkv.chat.templates import chat_template
     from rwkv.generation.conversation import Chat
@@ -106,10 +111,10 @@ class Terminal:
     sampling: chooses the options of sampling again after /think; None: they do not change.
     """
 
-    def __init__(self, talk: Any, sampling: SamplingChoice | None = None) -> None:
+    def __init__(self, talk: "Chat", sampling: SamplingChoice | None = None) -> None:
         self.talk = talk
         self._sampling = sampling
-        self._overrides: dict[str, Any] = {}             # options of sampling changed by /set
+        self._overrides: JsonObject = {}             # options of sampling changed by /set
         self._max_new_tokens_is_set = False              # by /set
         self._commands: dict[str, Callable[[str], None]] = {
             "reset": lambda _: self.talk.reset(), "undo": lambda _: self.talk.undo(), "system": self.talk.reset,
@@ -233,7 +238,7 @@ class Terminal:
 class _Answer:
     """Prints an answer as it is generated. in_thoughts: only thoughts so far."""
 
-    def __init__(self, template: Any, think: Think) -> None:
+    def __init__(self, template: "ChatTemplate", think: Think) -> None:
         self._parser = ThoughtParser(template.answer_start(think), template.thinks)
         terminal = sys.stdout.isatty()
         self._marks = (DIM, f"{NORMAL}\n") if terminal else ("<think>\n", "\n</think>\n")

@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from rwkv.checkpoint.files import read_checkpoint, require_tokenizer
 from rwkv.checkpoint.named import errors_of
-from rwkv.config import MIB, NGRAM, DraftedConfig
+from rwkv.config import BITS, MIB, NGRAM, DraftedConfig
 from rwkv.errors import UserError
 from rwkv.generation.draft import Draft, ModelDraft, NGram
 from rwkv.generation.speculation import LARGEST_COST, LEAST_GAIN, MOST_ROWS
 from rwkv.io.lines import wrapped
-from rwkv.model.base import Model, state_nbytes
+from rwkv.model.base import Model, n_parameters, state_nbytes
 from rwkv.model.decoding.c_step import why_not
 from rwkv.model.operators import operator_for
 from rwkv.pretrained import RWKV, OpenCheckpoint, computed_in
@@ -36,17 +36,19 @@ class OpenDraft(NamedTuple):
         if reason := why_not(model):
             return None, f"{self.name}, ignored: decoding is not in C ({reason})"
         draft: Draft = NGram(self.most_tokens)
+        weights = 0
         if self.checkpoint is not None:
             wkv = operator_for(self.checkpoint.config, "auto", "cpu", computed_in(self.dtype))
             draft_model = RWKV.from_checkpoint(self.checkpoint, wkv, "cpu", self.dtype)
             if reason := why_not(draft_model):
                 return None, f"{self.name}, ignored: its step is not in C ({reason})"
             draft = ModelDraft(draft_model, model, self.tokenizer, self.most_tokens)
+            weights = n_parameters(draft_model.config, draft_model.vocab_size) * BITS[self.dtype] // 8
         if draft.cost > LARGEST_COST:
             return None, f"{self.name}, ignored: its step takes about {draft.cost:.0%} of the model's; use a smaller model"
-        size = MOST_ROWS * (1 + self.most_tokens) * state_nbytes(model.config) / MIB
-        return draft, (f"{draft}: up to {self.most_tokens} tokens per pass, with up to {size:,.0f} MiB of states; pauses where "
-                       f"it gains less than {LEAST_GAIN - 1:.0%}, and with more than {MOST_ROWS} sequences")
+        memory = weights + MOST_ROWS * (1 + self.most_tokens) * state_nbytes(model.config)
+        return draft, (f"{draft}: up to {self.most_tokens} tokens per pass, in up to {memory / MIB:,.0f} MiB; pauses where it "
+                       f"gains less than {LEAST_GAIN - 1:.0%}, and with more than {MOST_ROWS} sequences")
 
 
 def open_draft(config: DraftedConfig, opened: OpenCheckpoint) -> OpenDraft | None:

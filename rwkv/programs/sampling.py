@@ -11,7 +11,7 @@ A single option from the user overrides that option of the source. Stop strings 
 checkpoint, unless the user sets them.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,6 +23,7 @@ from rwkv.chat.template import ChatTemplate
 from rwkv.chat.thoughts import Think
 from rwkv.config import Sampling
 from rwkv.errors import UserError
+from rwkv.io.json_types import JsonMapping
 
 SAMPLING_OPTIONS = tuple(item.name for item in fields(Sampling))
 UNCHANGED = Sampling(temperature=1.0, top_p=1.0)         # the model's own distribution
@@ -61,7 +62,7 @@ class SamplingChoice:
     configuration of the run that wrote it. template: its chat template; None for a program without chat templates.
     """
 
-    def __init__(self, config: Any, user_keys: Collection[str], path: Path, run: Mapping[str, Any] | None = None,
+    def __init__(self, config: Any, user_keys: Collection[str], path: Path, run: JsonMapping | None = None,
                  template: ChatTemplate | None = None) -> None:
         self._configured = Sampling.of(config)
         self._preset: str = config.sampling

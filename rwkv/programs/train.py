@@ -91,7 +91,7 @@ def train(config: TrainConfig, line: cli.CommandLine) -> None:
 
 
 def sweep(line: cli.CommandLine, jobs: cli.Jobs) -> None:
-    from rwkv.training import sweep
+    from rwkv.training.sweep import sweep
 
     sweep.run(line, jobs)
 

@@ -14,9 +14,9 @@ import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from rwkv.errors import UserError
+from rwkv.io.json_types import JsonObject
 from rwkv.report.reading import Curve, Run
 
 REFERENCES = ("reference", "formula")    # the kernels that define their operator
@@ -81,7 +81,7 @@ class Comparison:
         return len(self.runs) == 1
 
     @property
-    def config(self) -> dict[str, Any]:
+    def config(self) -> JsonObject:
         """The options of the first run that has them, by dotted key."""
         return next((flat(run.config) for run in self.runs if run.config), {})
 
@@ -188,7 +188,7 @@ def _difference(run: Run, runs: list[Run], labels: dict[str, str], reference: st
             for step, loss in run.curve("train/loss").items() if step in reference_losses}
 
 
-def differing(settings: Mapping[str, Mapping[str, Any]], ignored: Iterable[str]) -> dict[str, dict[str, list[str]]]:
+def differing(settings: Mapping[str, JsonObject], ignored: Iterable[str]) -> dict[str, dict[str, list[str]]]:
     """The settings that differ between runs, each with the names of the runs that have each value. settings: by run."""
     keys = dict.fromkeys(key for options in settings.values() for key in options if key not in ignored)
     result: dict[str, dict[str, list[str]]] = {}
@@ -201,9 +201,9 @@ def differing(settings: Mapping[str, Mapping[str, Any]], ignored: Iterable[str])
     return result
 
 
-def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flat(config: Mapping[str, object], prefix: str = "") -> JsonObject:
     """The options by dotted key: {"model": {"n_layer": 4}} becomes {"model.n_layer": 4}."""
-    options: dict[str, Any] = {}
+    options: JsonObject = {}
     for key, value in config.items():
         options |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
     return options

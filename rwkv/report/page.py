@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from html import escape
 from pathlib import Path
-from typing import Any
 
+from rwkv.io.json_types import JsonObject
 from rwkv.io.lines import counted
 from rwkv.report import svg, tuned, units
 from rwkv.report.findings import BAD, NOTE, Finding
@@ -199,7 +199,7 @@ def _runs(comparison: Comparison) -> list[str]:
     if comparison.is_single:
         return []
     rows = [row for kernel in comparison.kernels for row in zip(kernel.runs, kernel.numbers, strict=True)]
-    columns = [Column("run", lambda row: _name(row[0])), Column("order", lambda row: cell(row[0].order or "")),
+    columns = [Column("run", lambda row: _name(row[0])), Column("order", lambda row: cell(row[0].order)),
                Column("status", lambda row: cell(row[0].status, bad=row[0].status == "failed")),
                *(Column(header, lambda row, key=key, form=form: cell(row[1].get(key), form))      # type: ignore[misc]
                  for header, key, form in RUN_COLUMNS),
@@ -238,11 +238,12 @@ def _curves(comparison: Comparison, caption: str, title: str, curve: Callable[[R
     """A figure with a line for each run in its kernel's colour, and a sentence on kernels whose lines overlap."""
     series = [svg.Line(run.name, colour, list(curve(run).items()), merge, marked)
               for colour, kernel in enumerate(comparison.kernels) for run in kernel.runs]
-    overlaps = {tuple(dict.fromkeys(comparison.kernels[line.colour].label for line in group))
+    names = [kernel.label for kernel in comparison.kernels]
+    overlaps = {tuple(dict.fromkeys(names[line.colour] for line in group))
                 for group in svg.overlapping(series, logarithmic)}
     notes = [f"{', '.join(labels[:-1])} and {labels[-1]} overlap: their dashes alternate."
              for labels in sorted(overlaps) if len(labels) > 1]
-    return _figure(escape(caption), svg.lines(title, "step", "", series, logarithmic), " ".join(notes))
+    return _figure(escape(caption), svg.lines(title, "step", series, logarithmic, names), " ".join(notes))
 
 
 def _published(comparison: Comparison) -> list[str]:
@@ -304,7 +305,7 @@ def _setting(comparison: Comparison) -> list[str]:
             f"{_pairs(comparison.config)}</details>"]
 
 
-def _pairs(values: dict[str, Any]) -> str:
+def _pairs(values: JsonObject) -> str:
     return "<dl>" + "".join(f"<dt>{escape(key)}</dt><dd>{escape(str(value))}</dd>" for key, value in values.items()) + "</dl>"
 
 
@@ -388,6 +389,9 @@ svg text { font-size: 12px; fill: var(--quiet); } svg .end { text-anchor: end; }
 .grid { stroke: var(--rule); fill: none; } .axis { stroke: var(--quiet); fill: none; }
 .line { fill: none; stroke-width: 1.6; stroke-linejoin: round; } .line circle { stroke: none; }
 .line circle.ring { fill: none; stroke: inherit; stroke-dasharray: none; }
+.names, .at > * { visibility: hidden; } .readings:hover > .names, .at:hover > * { visibility: visible; }
+.names rect { fill: var(--card); stroke: var(--rule); fill-opacity: 0.85; } .names, .at text { pointer-events: none; }
+.at rect { fill: none; pointer-events: all; } svg .names text, svg .at text { fill: var(--text); }
 pre { overflow-x: auto; white-space: pre-wrap; overflow-wrap: anywhere; padding: 10px 12px; border: 1px solid var(--rule);
       border-radius: 6px; background: var(--card); font-size: 0.86rem; }
 summary { cursor: pointer; color: var(--quiet); margin: 8px 0; }

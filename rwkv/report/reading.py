@@ -18,6 +18,7 @@ import yaml
 from rwkv.config import LATEST
 from rwkv.errors import UserError
 from rwkv.io.json_lines import parse
+from rwkv.io.json_types import JsonObject
 from rwkv.io.lines import counted
 
 CONFIG = "config.yaml"
@@ -47,7 +48,7 @@ SWEEP_STRUCTURE = [{"name": str, "status": str, "reason": (str, type(None)), "or
 class Run:
     """One run. order: its place in the shuffled order of a sweep, from 1. metrics: curves by column of metrics.csv. samples:
     the lines of samples.jsonl. measured: the content of kernel.json (rwkv/training/callbacks/kernel_probe.py). tuned: the
-    content of tuned.json (rwkv/training/tuning/before_after.py).
+    content of tuned.json (rwkv/training/callbacks/before_after.py).
     """
 
     name: str
@@ -56,11 +57,11 @@ class Run:
     status: str = "finished"
     reason: str | None = None
     order: int | None = None
-    config: dict[str, Any] = field(default_factory=dict)
+    config: JsonObject = field(default_factory=dict)
     metrics: dict[str, Curve] = field(default_factory=dict)
-    measured: dict[str, Any] = field(default_factory=dict)
-    samples: list[dict[str, Any]] = field(default_factory=list)
-    tuned: dict[str, Any] = field(default_factory=dict)
+    measured: JsonObject = field(default_factory=dict)
+    samples: list[JsonObject] = field(default_factory=list)
+    tuned: JsonObject = field(default_factory=dict)
     damaged: Damaged = field(default_factory=list)
 
     def curve(self, name: str) -> Curve:
@@ -75,11 +76,11 @@ class Run:
         return (losses, steps) if losses and _fits(losses, [NUMBER]) and _fits(steps, int) else ([], 0)
 
     @property
-    def machine(self) -> dict[str, Any]:
+    def machine(self) -> JsonObject:
         """Processor, versions and commit, in the form of kernels/machine/hardware.py."""
         return dict(self.measured.get("machine", {}))
 
-    def layers(self, when: str) -> list[dict[str, Any]]:
+    def layers(self, when: str) -> list[JsonObject]:
         """The operator's errors and input ranges in each layer. when: "start" or "end"."""
         return list(self.measured.get("errors", {}).get(when, {}).get("layers", []))
 
@@ -127,7 +128,7 @@ def read_metrics(path: Path, damaged: Damaged | None = None) -> list[dict[str, s
     return with_step
 
 
-def read_samples(path: Path, damaged: Damaged | None = None) -> list[dict[str, Any]]:
+def read_samples(path: Path, damaged: Damaged | None = None) -> list[JsonObject]:
     """The lines of a samples.jsonl: step, prompt and text. A last line without its line end, truncated by a kill, is skipped.
 
     Damage raises UserError; with `damaged`, damaged parts are skipped and reported there.
@@ -151,7 +152,7 @@ def _report_damage(path: Path, problem: str, damaged: Damaged | None) -> None:
     damaged.append(f"{path.name}: {problem}; ignoring this part")
 
 
-def _sweep_run(folder: Path, entry: dict[str, Any]) -> Run:
+def _sweep_run(folder: Path, entry: JsonObject) -> Run:
     run = _run(folder / entry["name"], entry["name"])
     run.status = entry["status"]
     run.reason = entry["reason"]
@@ -192,7 +193,7 @@ def _number(text: Any) -> float | None:
     return None if math.isinf(value) else value
 
 
-def read_mapping(path: Path, parse_text: Callable[[str], Any], damaged: Damaged) -> dict[str, Any]:
+def read_mapping(path: Path, parse_text: Callable[[str], object], damaged: Damaged) -> JsonObject:
     """The mapping in a file; {} for a missing file, and for a damaged one, which is reported in `damaged`."""
     if not path.is_file():
         return {}
@@ -207,19 +208,19 @@ def read_mapping(path: Path, parse_text: Callable[[str], Any], damaged: Damaged)
     return content
 
 
-def _valid_values(content: dict[str, Any], structure: dict[str, Any], name: str, damaged: Damaged) -> dict[str, Any]:
+def _valid_values(content: JsonObject, structure: JsonObject, name: str, damaged: Damaged) -> JsonObject:
     """The mapping without values whose structure the report cannot use."""
     invalid = [key for key, expected in structure.items() if key in content and not _fits(content[key], expected)]
     damaged += [f"{name}: the value of {key} is not one that training writes; ignoring it" for key in invalid]
     return {key: value for key, value in content.items() if key not in invalid}
 
 
-def _fits(value: Any, structure: Any) -> bool:
+def _fits(value: object, structure: Any) -> bool:
     if isinstance(structure, tuple):
         return any(_fits(value, inner) for inner in structure)
     if isinstance(structure, list):
-        right_length = isinstance(value, list) and len(structure) in (1, len(value))
-        return right_length and all(_fits(item, structure[0]) for item in value)
+        return (isinstance(value, list) and len(structure) in (1, len(value))
+                and all(_fits(item, structure[0]) for item in value))
     if not isinstance(structure, dict):
         return isinstance(value, structure)
     if not isinstance(value, dict):

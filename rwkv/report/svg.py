@@ -1,18 +1,22 @@
 """Figures as SVG for a page: lines over steps, and bars. Their colours are classes of the page's style sheet (page.py).
 
-A figure is WIDTH by HEIGHT in its own units, and the page scales it. Values that are not finite are not drawn.
+A figure is WIDTH by HEIGHT in its own units, and the page scales it. Values that are not finite are not drawn. Under the
+pointer, a figure of lines shows the step and each kernel's value: the plot is divided into strips, whose texts the style sheet
+shows while the pointer is over them, so the page needs no script.
 """
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
+from itertools import pairwise
 
 import numpy as np
 
 WIDTH = 480
 HEIGHT = 300
-LEFT = 54                                # margins around the axes
+LEFT = 54                                # margins around the axes, the left one at least
 RIGHT = 12
 TOP = 10
 BOTTOM = 40
@@ -24,7 +28,11 @@ SAME = 1.5                               # lines within this distance, a line's 
 DASH = 9                                 # length of the dashes of overlapping lines
 BAR = 18                                 # height of a bar
 GAP = 10                                 # space between two bars
-NAMES = 110                              # width for the names of bars
+NAMES = 142                              # width for the names of bars
+DIGIT = 7.7                              # width of a digit in DejaVu Sans, the widest of the page's fonts
+MOST_STRIPS = 100                        # readings under the pointer, each with a strip of the plot
+MOST_ROWS = 16                           # of a reading; further kernels are left out
+ROW = 14                                 # height of such a row
 HOLLOW = ' class="ring"'                 # for a dot drawn around another dot
 
 Point = tuple[float, float]
@@ -58,18 +66,28 @@ class Axis:
         low, high, value = (math.log10(x) if self.logarithmic else x for x in (self.low, self.high, value))
         return self.start + (self.stop - self.start) * (value - low) / (high - low)
 
-    def ticks(self) -> list[float]:
-        return _decades(self.low, self.high) if self.logarithmic else _round_steps(self.low, self.high)
+    def ticks(self) -> list[tuple[float, str]]:
+        """(position, number), with as many digits as tell the numbers apart."""
+        values = _decades(self.low, self.high) if self.logarithmic else _round_steps(self.low, self.high)
+        numbers = [_number(value) for value in values]
+        for digits in range(5, 16):
+            if len({*numbers}) < len(numbers):
+                numbers = [_number(value, digits) for value in values]
+        return [(self(value), number) for value, number in zip(values, numbers, strict=True)]
 
 
-def lines(title: str, x_name: str, y_name: str, series: Sequence[Line], logarithmic: bool = False) -> str:
-    """A figure of lines; "" with nothing to draw. logarithmic: of the y axis, for values above SMALLEST."""
+def lines(title: str, x_name: str, series: Sequence[Line], logarithmic: bool = False, names: Sequence[str] = ()) -> str:
+    """A figure of lines; "" with nothing to draw. logarithmic: of the y axis, for values above SMALLEST. names: by colour, for
+    the values under the pointer; without names there are none.
+    """
     positioned = _positioned(series, logarithmic)
     if not positioned:
         return ""
     dashes = {id(line): (index, len(group)) for group in _groups(positioned) for index, line in enumerate(group)}
     elements = [_line(line, positions, *dashes[id(line)]) for line, positions in positioned]
-    return _figure(title, HEIGHT, [*_grid(*_axes(series, logarithmic), x_name, y_name), *elements])
+    x, y = _axes(series, logarithmic)
+    readings = _readings([(line.colour, _drawable(line, logarithmic)) for line, _ in positioned], names, x)
+    return _figure(title, HEIGHT, [*_grid(x, y, x_name), *elements, *readings])
 
 
 def overlapping(series: Sequence[Line], logarithmic: bool = False) -> list[list[Line]]:
@@ -101,7 +119,7 @@ def _bar(name: str, parts: Sequence[tuple[str, float]], x: Axis, top: float,
          form: Callable[[float], str]) -> list[str]:
     middle = top + BAR / 2 + 4
     begin = 0.0
-    short = name if len(name) <= 16 else f"{name[:15]}…"
+    short = _shortened(name, 17)
     elements = [f'<text x="{NAMES - 8}" y="{middle:.1f}" class="end">{escape(short)}<title>{escape(name)}</title></text>']
     for n, (part, value) in enumerate(parts):
         width = x(begin + value) - x(begin)
@@ -116,24 +134,62 @@ def _figure(title: str, height: float, elements: Iterable[str]) -> str:
             f'{"".join(elements)}</svg>')
 
 
-def _grid(x: Axis, y: Axis, x_name: str, y_name: str) -> list[str]:
+def _grid(x: Axis, y: Axis, x_name: str) -> list[str]:
     bottom = HEIGHT - BOTTOM
-    middle = (TOP + bottom) / 2
-    across = [f'<path class="grid" d="M{LEFT} {y(value):.1f}H{WIDTH - RIGHT}"/>'
-              f'<text x="{LEFT - 6}" y="{y(value) + 4:.1f}" class="end">{_number(value)}</text>' for value in y.ticks()]
-    along = [f'<path class="grid" d="M{x(value):.1f} {bottom}v4"/>'
-             f'<text x="{x(value):.1f}" y="{bottom + 17}" class="middle">{_number(value)}</text>' for value in x.ticks()]
-    return [*across, *along, f'<path class="axis" d="M{LEFT} {TOP}V{HEIGHT - BOTTOM}H{WIDTH - RIGHT}"/>',
-            f'<text x="{(LEFT + WIDTH - RIGHT) / 2:.0f}" y="{HEIGHT - 6}" class="middle">{escape(x_name)}</text>',
-            f'<text transform="translate(12 {middle:.0f}) rotate(-90)" class="middle">{escape(y_name)}</text>']
+    left = f"{x.start:.0f}"
+    across = [f'<path class="grid" d="M{left} {place:.1f}H{WIDTH - RIGHT}"/>'
+              f'<text x="{x.start - 6:.0f}" y="{place + 4:.1f}" class="end">{number}</text>' for place, number in y.ticks()]
+    along = [f'<path class="grid" d="M{place:.1f} {bottom}v4"/>'
+             f'<text x="{min(place, WIDTH - DIGIT * len(number) / 2):.1f}" y="{bottom + 17}" class="middle">{number}</text>'
+             for place, number in x.ticks()]
+    return [*across, *along, f'<path class="axis" d="M{left} {TOP}V{bottom}H{WIDTH - RIGHT}"/>',
+            f'<text x="{(x.start + WIDTH - RIGHT) / 2:.0f}" y="{HEIGHT - 6}" class="middle">{escape(x_name)}</text>']
+
+
+def _readings(lines: Sequence[tuple[int, Sequence[Point]]], names: Sequence[str], x: Axis) -> list[str]:
+    """The values under the pointer: a strip of the plot for each step, or for as many as there is room for. Several lines of a
+    colour share a row. lines: their colours and points."""
+    colours = sorted({colour for colour, _ in lines})[:MOST_ROWS]
+    if not names:
+        return []
+    all_steps = sorted({step for _, points in lines for step, _ in points})
+    width = (x.high - x.low) / MOST_STRIPS
+    steps = [*{math.ceil((step - x.low) / width): step for step in all_steps}.values()]          # the last one of each width
+    bounds = [x.low, *((first + second) / 2 for first, second in pairwise(steps)), x.high]
+    strips = []
+    widest = 0
+    for step, (low, high) in zip(steps, pairwise(bounds), strict=True):
+        rows = [_number(step)]
+        for colour in colours:
+            nearest = [_nearest(points, step) for other, points in lines if other == colour]
+            values = [value for at, value in nearest if low <= at <= high]
+            rows.append(" to ".join(dict.fromkeys(map(_number, (min(values), max(values))))) if values else "")
+        widest = max(widest, *map(len, rows))
+        texts = "".join(f'<tspan x="{WIDTH - RIGHT - 6}" dy="{ROW}">{row}</tspan>' if row else f'<tspan dy="{ROW}"/>'
+                        for row in rows)
+        strips.append(f'<g class="at"><rect x="{x(low):.1f}" y="{TOP}" width="{x(high) - x(low):.1f}" '
+                      f'height="{HEIGHT - BOTTOM - TOP}"/><path class="axis" d="M{x(step):.1f} {TOP}V{HEIGHT - BOTTOM}"/>'
+                      f'<text y="{TOP}" class="end">{texts}</text></g>')
+    labels = ["step", *(_shortened(names[colour], 24) for colour in colours)]
+    left = WIDTH - RIGHT - 18 - DIGIT * (widest + max(map(len, labels)))
+    box = (f'<rect x="{left:.0f}" y="{TOP}" width="{WIDTH - RIGHT - left:.0f}" height="{ROW * len(labels) + 6}"/>'
+           f'<text y="{TOP}">' + "".join(f'<tspan x="{left + 6:.0f}" dy="{ROW}">{escape(label)}</tspan>' for label in labels))
+    return [f'<g class="readings"><g class="names">{box}</text></g>{"".join(strips)}</g>']
+
+
+def _nearest(points: Sequence[Point], step: float) -> Point:
+    """The point at a step, or the nearest one. points: by step."""
+    index = bisect_left(points, step, key=lambda point: point[0])
+    return min(points[max(0, index - 1):index + 1], key=lambda point: abs(point[0] - step))
 
 
 def _axes(series: Sequence[Line], logarithmic: bool) -> tuple[Axis, Axis]:
     points = [point for line in series for point in _drawable(line, logarithmic)]
     xs = [x for x, _ in points]
     ys = [y for _, y in points]
-    return (Axis(*_widened(min(xs), max(xs)), LEFT, WIDTH - RIGHT),
-            Axis(*_bounds(min(ys), max(ys), logarithmic), HEIGHT - BOTTOM, TOP, logarithmic))
+    y = Axis(*_bounds(min(ys), max(ys), logarithmic), HEIGHT - BOTTOM, TOP, logarithmic)
+    left = max(LEFT, math.ceil(8 + DIGIT * max(len(number) for _, number in y.ticks())))
+    return Axis(*_widened(min(xs), max(xs)), left, WIDTH - RIGHT), y
 
 
 def _positioned(series: Sequence[Line], logarithmic: bool) -> list[tuple[Line, list[Point]]]:
@@ -175,7 +231,7 @@ def _line(line: Line, positions: Sequence[Point], index: int, n_overlapping: int
     if n_overlapping > 1:
         stroke = (f'class="line c{line.colour % COLOURS}" stroke-dasharray="{DASH} {DASH * (n_overlapping - 1)}" '
                   f'stroke-dashoffset="{-DASH * index}"')
-    return f'<g {stroke}><polyline points="{points}"/>{dots}<title>{escape(line.name)}</title></g>'
+    return f'<g {stroke}><polyline points="{points}"/>{dots}</g>'
 
 
 def _stroke(colour: int) -> str:
@@ -224,9 +280,13 @@ def _round_steps(low: float, high: float) -> list[float]:
     return [step * count for count in range(math.ceil(low / step), math.floor(high / step) + 1)]
 
 
-def _number(value: float) -> str:
+def _number(value: float, digits: int = 4) -> str:
     if value == 0:
         return "0"
     if abs(value) >= 1e6 or abs(value) < 1e-3:
-        return f"{value:.3g}".replace("e-0", "e-").replace("e+0", "e")
-    return f"{value:,.4g}" if abs(value) < 1e4 else f"{value:,.0f}"
+        return f"{value:.{digits - 1}g}".replace("e-0", "e-").replace("e+0", "e")
+    return f"{value:,.{digits}g}" if abs(value) < 1e4 else f"{value:,.{digits - 4}f}"
+
+
+def _shortened(name: str, length: int) -> str:
+    return name if len(name) <= length else f"{name[:length - 1]}…"

@@ -4,7 +4,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from uuid import uuid4
 
 import msgspec
@@ -13,6 +13,8 @@ from starlette.types import Receive, Scope, Send
 
 from rwkv.chat.calls import CallParser
 from rwkv.chat.thoughts import ThoughtParser
+from rwkv.generation.request import Entry
+from rwkv.io.json_types import JsonObject
 from rwkv.serving.engine.queue import Ticket
 from rwkv.serving.engine.remote import RemoteEngine
 from rwkv.serving.http.errors import ApiError, json_response
@@ -23,6 +25,8 @@ from rwkv.tokenizer.tokenizers import Tokenizer
 
 REASONS = {"length": "length", "stop": "stop", "end_of_text": "stop", "cancelled": "length", "no_token": "length"}
 LINE_END = "\n"
+# Characters at which some clients split lines, as Python's str.splitlines does; JSON has raw line ends only between values
+LINE_ENDS = {"\n": " ", "\r": " ", "\u0085": "\\u0085", "\u2028": "\\u2028", "\u2029": "\\u2029"}
 SEND_TIMEOUT = 30                        # seconds after which a client that reads nothing is cut off
 
 
@@ -57,7 +61,7 @@ class ResponseSpec:
     def chat(self) -> bool:
         return self.kind == "chatcmpl"
 
-    def envelope(self, choices: list[dict[str, Any]], stream: bool) -> dict[str, Any]:
+    def envelope(self, choices: list[JsonObject], stream: bool) -> JsonObject:
         kind = ("chat.completion" + ".chunk" * stream) if self.chat else "text_completion"
         return {"id": f"{self.kind}-{self.id}", "object": kind, "created": self.created, "model": self.model,
                 "choices": choices}
@@ -150,23 +154,23 @@ class Answer:
 
     async def _chunks(self) -> AsyncIterator[bytes]:
         usage = {"usage": None} if self._spec.include_usage else {}
-        first = b"".join(_sse({**self._spec.envelope([piece], stream=True), **usage})
+        first = b"".join(sse({**self._spec.envelope([piece], stream=True), **usage})
                          for choice in self._choices for piece in choice.first())
         if first:
             yield first
         try:
             async for number, event in self._ticket:
                 for piece in self._choices[number].pieces(event):
-                    yield _sse({**self._spec.envelope([piece], stream=True), **usage})
+                    yield sse({**self._spec.envelope([piece], stream=True), **usage})
         except ApiError as error:
-            yield _sse(error.body)
+            yield sse(error.body)
         else:
             self._complete = True
             if self._spec.include_usage:
-                yield _sse({**self._spec.envelope([], stream=True), "usage": self._usage()})
+                yield sse({**self._spec.envelope([], stream=True), "usage": self._usage()})
         yield b"data: [DONE]\n\n"
 
-    def _usage(self) -> dict[str, Any]:
+    def _usage(self) -> JsonObject:
         """Token counts in OpenAI's form. The prompt of n sequences counts once."""
         prompt_events = [choice.last for choice in self._choices[::self._spec.n]]
         prompt_tokens = sum(event.prompt_tokens for event in prompt_events)
@@ -180,8 +184,8 @@ class Part(NamedTuple):
     """A piece of an answer after its thoughts: text with its tokens' log-probabilities, or a call."""
 
     text: str
-    logprobs: list[dict[str, Any]]
-    call: dict[str, Any] | None = None
+    logprobs: list[Entry]
+    call: JsonObject | None = None
 
 
 class _Choice:
@@ -195,14 +199,14 @@ class _Choice:
         self._number = number
         self._prompt = prompt
         self._content = "" if spec.chat else spec.before[number]
-        self._logprobs: list[dict[str, Any]] = []
+        self._logprobs: list[Entry] = []
         self._thoughts = ""
         self._answer = ThoughtParser(spec.before[number], spec.thinks) if spec.chat else None
         self._written = 0                # characters
         before = [*spec.after, *prompt]
         self._tokens = ShownTokens(spec.tokenizer.decoder(before)) if spec.logprobs else None
         self._parser = CallParser(spec.functions, spec.call_start, spec.most_calls) if spec.functions else None
-        self._calls: list[dict[str, Any]] = []
+        self._calls: list[JsonObject] = []
         self._has_text = False
         self._after_call = False         # no text since the last call
         self._unnamed = ""               # a line end in the text that no token's string has yet
@@ -225,8 +229,8 @@ class _Choice:
         if event.finish_reason is not None:
             self.last = event
 
-    def whole(self) -> dict[str, Any]:
-        message: dict[str, Any] = {"role": "assistant", "content": self._content, "refusal": None}
+    def whole(self) -> JsonObject:
+        message: JsonObject = {"role": "assistant", "content": self._content, "refusal": None}
         if self._thoughts:
             message["reasoning_content"] = self._thoughts
         if self._calls:
@@ -235,7 +239,7 @@ class _Choice:
         return {"index": self._number, **content, "logprobs": self._format_logprobs(self._logprobs),
                 "finish_reason": self.reason(self.last), **self._state()}
 
-    def first(self) -> list[dict[str, Any]]:
+    def first(self) -> list[JsonObject]:
         """Chunks before the first event."""
         if self._spec.chat:
             return [self._piece({"role": "assistant", "content": self._content}, None, None)]
@@ -243,7 +247,7 @@ class _Choice:
             return [self._piece(self._content, None, None)]
         return []
 
-    def pieces(self, event: Event) -> list[dict[str, Any]]:
+    def pieces(self, event: Event) -> list[JsonObject]:
         finished = event.finish_reason is not None
         if self._spec.echo_logprobs:     # the prompt's come with the last event: one chunk has all
             self.add(event)
@@ -300,7 +304,7 @@ class _Choice:
             thoughts, text = self._answer.push(event.text, last)
             offset = self._answer.text_place
             decided = self._answer.decided
-        pieces: list[tuple[str, int] | dict[str, Any]] = [(text, self._written - len(text))]
+        pieces: list[tuple[str, int] | JsonObject] = [(text, self._written - len(text))]
         spans = [(self._written - len(text), self._written)]
         if self._parser:
             self._parser.push(text, last)
@@ -312,11 +316,11 @@ class _Choice:
             self._tokens.show(spans)
         return thoughts, [part for part in self._parts(pieces, decided, last) if part.text or part.logprobs or part.call]
 
-    def _parts(self, pieces: list[tuple[str, int] | dict[str, Any]], decided: int, last: bool) -> Iterator[Part]:
+    def _parts(self, pieces: list[tuple[str, int] | JsonObject], decided: int, last: bool) -> Iterator[Part]:
         """The pieces with their log-probabilities, up to the offset `decided`, or all that are left."""
         starts = [piece[1] for piece in pieces if isinstance(piece, tuple)]
 
-        def logprobs() -> list[dict[str, Any]]:
+        def logprobs() -> list[Entry]:
             """Of the tokens before the next text."""
             if self._tokens is None:
                 return []
@@ -337,24 +341,24 @@ class _Choice:
             return "tool_calls"
         return reason
 
-    def _piece(self, content: Any, logprobs: Any, reason: str | None) -> dict[str, Any]:
+    def _piece(self, content: object, logprobs: object, reason: str | None) -> JsonObject:
         return {"index": self._number, "delta" if self._spec.chat else "text": content, "logprobs": logprobs,
                 "finish_reason": reason}
 
-    def _state(self) -> dict[str, Any]:
+    def _state(self) -> JsonObject:
         """The id of the saved final state, if the request asks for one; null if the sequence was cancelled."""
         return {"state": self.last.state and self.last.state.id} if self._spec.saves else {}
 
-    def _format_logprobs(self, entries: list[dict[str, Any]]) -> dict[str, Any] | None:
+    def _format_logprobs(self, entries: list[Entry]) -> JsonObject | None:
         if not self._spec.logprobs:
             return None
         if self._spec.chat:
             return {"content": [chat_entry(entry, self._decoder) for entry in entries], "refusal": None}
         return self._legacy(entries)
 
-    def _legacy(self, entries: list[dict[str, Any]]) -> dict[str, Any]:
+    def _legacy(self, entries: list[Entry]) -> JsonObject:
         """The parallel lists of completions. With echo the prompt's tokens come first; the first one has no log-probability."""
-        lists: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        lists: JsonObject = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         if self._spec.echo_logprobs:
             first = self._prompt[0]
             name = self._spec.tokenizer.names([first])[0]
@@ -374,21 +378,31 @@ class _Choice:
         return lists
 
 
-def chat_entry(entry: dict[str, Any], decoder: Decoder) -> dict[str, Any]:
+def chat_entry(entry: Entry, decoder: Decoder) -> JsonObject:
     return {**_chat_token(entry, decoder), "top_logprobs": [_chat_token(token, decoder) for token in entry["top"]]}
 
 
-def _chat_token(entry: dict[str, Any], decoder: Decoder) -> dict[str, Any]:
+def _chat_token(entry: Entry, decoder: Decoder) -> JsonObject:
     whole = bool(entry["text"]) and UNKNOWN not in entry["text"]
     content = entry["text"].encode() if whole else decoder.bytes_of(entry["token"])
     return {"token": token_string(entry), "logprob": entry["logprob"], "bytes": list(content) if content else None}
 
 
-def token_string(entry: dict[str, Any]) -> str:
+def token_string(entry: Entry) -> str:
     """The token's text, or token_id:ID if it is not whole characters, so that different tokens have different strings."""
     text = entry["text"]
     return text if text and UNKNOWN not in text else f"token_id:{entry['token']}"
 
 
-def _sse(content: dict[str, Any]) -> bytes:
-    return b"data: " + msgspec.json.encode(content) + b"\n\n"
+def one_line(content: JsonObject) -> bytes:
+    """The content as JSON in one line, without its end. A msgspec.Raw in it may have line ends."""
+    line = msgspec.json.encode(content)
+    for character, escape in LINE_ENDS.items():
+        line = line.replace(character.encode(), escape.encode())
+    return line
+
+
+def sse(content: JsonObject) -> bytes:
+    """A server-sent event, named by the content's type if it has one."""
+    name = b"event: %s\n" % content["type"].encode() if "type" in content else b""
+    return b"%sdata: %s\n\n" % (name, one_line(content))

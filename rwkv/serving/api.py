@@ -3,7 +3,6 @@
 import hmac
 import re
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -15,6 +14,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rwkv.errors import UserError
+from rwkv.io.json_types import JsonObject
 from rwkv.serving import openapi
 from rwkv.serving.endpoints import (
     anthropic,
@@ -64,9 +64,9 @@ def _logged(app: ASGIApp) -> ASGIApp:
     return logged
 
 
-def _endpoint(service: Service, handlers: Mapping[str, Handler]) -> Callable[[Request], Awaitable[Any]]:
+def _endpoint(service: Service, handlers: Mapping[str, Handler]) -> Callable[[Request], Awaitable[ASGIApp]]:
     """handlers: by method. GET's also answers HEAD."""
-    async def endpoint(request: Request) -> Any:
+    async def endpoint(request: Request) -> ASGIApp:
         try:
             check_origin(service.config, request.headers)
             _authorize(service, request)
@@ -92,7 +92,7 @@ def _refusal(request: Request, error: ApiError) -> Response:
     return error.response(_error_form(request))
 
 
-def _error_form(request: Request) -> Callable[[ApiError], dict[str, Any]] | None:
+def _error_form(request: Request) -> Callable[[ApiError], JsonObject] | None:
     """The form of the interface that the client uses; None for OpenAI's."""
     if request.url.path.startswith("/v1/messages") or "anthropic-version" in request.headers:
         return anthropic.error_body

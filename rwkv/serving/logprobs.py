@@ -2,11 +2,10 @@
 
 from collections import deque
 from collections.abc import Sequence
-from typing import Any
 
+from rwkv.generation.request import Entry
 from rwkv.tokenizer.decoders import Decoder
 
-Entry = dict[str, Any]                   # of Sample.logprobs
 UNKNOWN = "\ufffd"                       # in the text of a token that is not whole characters
 Span = tuple[int, int]                   # start and end in the generated text, in characters
 

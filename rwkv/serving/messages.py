@@ -2,11 +2,12 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from rwkv.chat.thoughts import Think
 from rwkv.config import Sampling
-from rwkv.generation.request import Request
+from rwkv.generation.request import Entry, Request
+from rwkv.io.json_types import JsonObject
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ class Ready:
     """
 
     model_info: ModelInfo
-    tokenizer: dict[str, Any]
+    tokenizer: JsonObject
     template: str
     plan: list[tuple[str, str]]
     states: list[SavedState]
@@ -159,13 +160,15 @@ class FolderChanges:
 # Messages to the engine; the sequences of one HTTP request come together.
 ToEngine = list[Generate] | Cancel | Upload | Download | Drop | SyncFolder
 
+ReplyValue = SavedState | bytes | FolderChanges | None
+
 
 @dataclass(frozen=True)
 class Reply:
     """Answers an Upload, a Download or a SyncFolder. error: why it failed. state_gone: as in Event."""
 
     id: int
-    value: SavedState | bytes | FolderChanges | None = None
+    value: ReplyValue = None
     error: str | None = None
     state_gone: bool = False
 
@@ -181,7 +184,7 @@ class Event:
 
     id: int
     text: str = ""
-    logprobs: list[dict[str, Any]] = field(default_factory=list)
+    logprobs: list[Entry] = field(default_factory=list)
     finish_reason: str | None = None
     stop: str | None = None
     prompt_tokens: int = 0
@@ -189,7 +192,7 @@ class Event:
     completion_tokens: int = 0
     proposed_tokens: int = 0
     accepted_tokens: int = 0
-    prompt_logprobs: list[dict[str, Any]] = field(default_factory=list)
+    prompt_logprobs: list[Entry] = field(default_factory=list)
     state: SavedState | None = None
     embedding: list[float] | None = None
     error: str | None = None

@@ -3,9 +3,14 @@
 import re
 from collections.abc import Awaitable, Callable
 from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from starlette.requests import Request
+from starlette.types import ASGIApp
+
+from rwkv.io.json_types import JsonObject
 from rwkv.serving.schema import schema_of
+from rwkv.serving.service import Service
 from rwkv.serving.states.client_states import FORMS
 
 JSON = "application/json"
@@ -13,11 +18,11 @@ EVENTS = "text/event-stream"
 LINES = "application/x-ndjson"
 TEXT = "text/plain"
 FILE = FORMS[0]
-BYTES: dict[str, Any] = {"schema": {"type": "string", "format": "binary"}}
-GENERATION: dict[str, Any] = {"answers": (JSON, EVENTS), "errors": (400, 401, 404, 413, 415, 429, 503)}       # of an Endpoint
+BYTES: JsonObject = {"schema": {"type": "string", "format": "binary"}}
+GENERATION: JsonObject = {"answers": (JSON, EVENTS), "errors": (400, 401, 404, 413, 415, 429, 503)}       # of an Endpoint
 
 
-def _object(**properties: Any) -> dict[str, Any]:
+def _object(**properties: object) -> JsonObject:
     """The schema of an object with all of these properties."""
     return {"type": "object", "required": [*properties], "properties": properties}
 
@@ -27,7 +32,7 @@ ERRORS = {                               # their forms, by interface
     "Error": _object(error=_object(message=STRING, type=STRING, param=STRING_OR_NULL, code=STRING_OR_NULL)),
     "OllamaError": _object(error=STRING),
     "AnthropicError": _object(type={"const": "error"}, error=_object(type=STRING, message=STRING))}
-Handler = Callable[[Any, Any], Awaitable[Any]]
+Handler = Callable[[Service, Request], Awaitable[ASGIApp]]
 
 
 class Endpoint(NamedTuple):
@@ -37,7 +42,7 @@ class Endpoint(NamedTuple):
 
     path: str
     method: str
-    handler: Handler                     # of (service, request)
+    handler: Handler
     body: type | None = None
     upload: str | None = None
     answers: tuple[str, ...] = (JSON,)   # media types
@@ -47,14 +52,14 @@ class Endpoint(NamedTuple):
 
 
 @cache
-def document(endpoints: tuple[Endpoint, ...]) -> dict[str, Any]:
-    paths: dict[str, Any] = {}
-    components: dict[str, Any] = {**ERRORS}
+def document(endpoints: tuple[Endpoint, ...]) -> JsonObject:
+    paths: JsonObject = {}
+    components: JsonObject = {**ERRORS}
     for endpoint in endpoints:
         refused = {"description": "an error",
                    "content": {JSON: {"schema": {"$ref": f"#/components/schemas/{endpoint.error}"}}}}
         success = {"description": "the answer", "content": {form: BYTES if form == FILE else {} for form in endpoint.answers}}
-        method: dict[str, Any] = {"responses": {"200": success, **{str(status): refused for status in endpoint.errors}}}
+        method: JsonObject = {"responses": {"200": success, **{str(status): refused for status in endpoint.errors}}}
         if endpoint.body is not None:
             schema, more = schema_of(endpoint.body)
             components |= more

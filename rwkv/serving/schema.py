@@ -1,7 +1,8 @@
 """Request bodies: fields, types and ranges, OpenAI's where OpenAI has the field.
 
 OpenAI's fields that do not change the text are ignored. Unsupported and unknown fields are refused. null in an optional field
-means that it is absent; so does -1 in seed, max_tokens and top_k, which clients of llama.cpp, LM Studio and vLLM send.
+means that it is absent; so does -1 in seed, max_tokens and top_k, which clients of llama.cpp, LM Studio and vLLM send. Clients
+such as Open WebUI and SillyTavern also send options of Ollama, llama.cpp and vLLM: those that this server lacks must be off.
 """
 
 import math
@@ -18,6 +19,7 @@ import msgspec
 from rwkv.chat.thoughts import Think, parse_think
 from rwkv.config import Sampling
 from rwkv.generation.grammar import Grammar
+from rwkv.io.json_types import JsonObject
 from rwkv.serving.http.errors import ApiError
 from rwkv.tokenizer.tokenizers import Tokenizer
 
@@ -34,6 +36,24 @@ Name = Annotated[str, msgspec.Meta(pattern=r"^[a-zA-Z0-9_-]{1,64}$(?!\n)")]     
 StateId = Annotated[str, msgspec.Meta(max_length=64)]
 Body = TypeVar("Body")
 
+# Samplers that this server lacks, and the values that turn them off
+OFF: dict[str, tuple[Any, ...]] = {
+    "mirostat": (0,), "tfs_z": (1,), "typical_p": (1,), "top_a": (0,), "top_n_sigma": (0, -1), "xtc_probability": (0,),
+    "dry_multiplier": (0,), "dynatemp_range": (0,), "smoothing_factor": (0,)}
+# Other options that it lacks, and the values that change nothing
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "min_tokens": (0,), "ignore_eos": (False,), "stop_token_ids": ([],), "include_stop_str_in_output": (False,),
+    "skip_special_tokens": (True,), "spaces_between_special_tokens": (True,), "use_beam_search": (False,),
+    "length_penalty": (1,), "early_stopping": (False,), "add_generation_prompt": (True,), "continue_final_message": (False,)}
+# Ignored: parameters of those samplers, and options of loading and memory. A state has one size, and the model stays loaded
+WITHOUT_EFFECT = (
+    "mirostat_eta", "mirostat_tau", "xtc_threshold", "dry_base", "dry_allowed_length", "dry_penalty_last_n",
+    "dry_sequence_breakers", "dynatemp_exponent", "smoothing_curve", "repeat_last_n", "num_ctx", "num_batch", "num_keep",
+    "num_gpu", "main_gpu", "num_thread", "use_mmap", "use_mlock", "low_vram", "keep_alive", "cache_prompt")
+
+
+Ignored = Any                            # a field that is accepted and has no effect
+Unchecked = Any                          # checked where it is used, with the place of a mistake
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
@@ -53,7 +73,7 @@ class ObjectFormat(msgspec.Struct, tag="json_object", tag_field="type", forbid_u
 class JsonSchema(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     name: Name
     description: str | None = None
-    schema: dict[str, Any]
+    schema: JsonObject
     strict: bool | None = None           # ignored: schemas are always enforced
 
 
@@ -68,11 +88,11 @@ class GrammarText(msgspec.Struct, forbid_unknown_fields=True):
     definition: Annotated[str, msgspec.Meta(min_length=1)]
 
 
-def _field(item: Field) -> tuple[str, Any, None]:
+def _field(item: Field) -> tuple[str, object, None]:
     """The request's field for an option of Sampling: its name, type (with range and help) and default."""
     low, high = item.metadata["served"] or (item.metadata["least"], item.metadata["most"])
     limits = msgspec.Meta(ge=low, le=None if high == math.inf else high)
-    kinds: dict[Any, Any] = {
+    kinds: dict[object, Any] = {
         float: Annotated[float, limits], int: Annotated[int, limits], str: Literal[tuple(item.metadata["one_of"] or ("",))],
         tuple[int, ...]: list[TokenId], tuple[int | str, ...]: str | list[str | TokenId],
         Mapping[int, float]: dict[TokenId, Annotated[float, limits]]}
@@ -94,12 +114,12 @@ class Shared(SamplingFields, forbid_unknown_fields=True, kw_only=True):
     seed: Seed | None = None
     state: StateId | None = None         # the state that the prompt continues
     save_state: bool | None = None       # save each sequence's final state
-    user: Any = None                     # ignored, like those below
-    service_tier: Any = None
-    safety_identifier: Any = None
-    prompt_cache_key: Any = None
-    prompt_cache_options: Any = None
-    prompt_cache_retention: Any = None
+    user: Ignored = None
+    service_tier: Ignored = None
+    safety_identifier: Ignored = None
+    prompt_cache_key: Ignored = None
+    prompt_cache_options: Ignored = None
+    prompt_cache_retention: Ignored = None
 
     def first_seed(self) -> int:
         """The seed of the first sequence, from 0 to 2**63 - 1 - MOST_ROWS. The others' seeds follow it."""
@@ -108,7 +128,20 @@ class Shared(SamplingFields, forbid_unknown_fields=True, kw_only=True):
         return self.seed % (2**63 - MOST_ROWS)
 
 
-class Options(Shared, forbid_unknown_fields=True, kw_only=True):
+if TYPE_CHECKING:
+    class ForeignFields(Shared):
+        """The fields of other servers that every request for text may have."""
+
+        repetition_penalty: float | None = None
+        repeat_penalty: float | None = None
+        repeat_last_n: Any = None
+else:
+    _, *_penalty = next(_field(item) for item in fields(Sampling) if item.name == "repetition_penalty")
+    _others = [("repeat_penalty", *_penalty), *((name, Any, None) for name in (*OFF, *NEUTRAL, *WITHOUT_EFFECT))]
+    ForeignFields = msgspec.defstruct("ForeignFields", _others, bases=(Shared,), kw_only=True, forbid_unknown_fields=True)
+
+
+class Options(ForeignFields, forbid_unknown_fields=True, kw_only=True):
     """The fields that completions and chat completions share."""
 
     most_stops: ClassVar[int]
@@ -117,9 +150,10 @@ class Options(Shared, forbid_unknown_fields=True, kw_only=True):
     n: Count | None = None
     max_tokens: MaxTokens | None = None
     response_format: TextFormat | ObjectFormat | SchemaFormat | None = None
+    format: Literal["", "json"] | dict[str, Any] | None = None   # Ollama's response_format
     grammar: GrammarText | None = None
-    store: Any = None                    # ignored, like the next
-    metadata: Any = None
+    store: Ignored = None
+    metadata: Ignored = None
 
     def stops(self) -> tuple[str, ...]:
         stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
@@ -134,6 +168,10 @@ class Options(Shared, forbid_unknown_fields=True, kw_only=True):
                 raise ApiError(400, "grammar conflicts with response_format: use one of them", "grammar")
             constructor = Grammar.lark if self.grammar.syntax == "lark" else Grammar.regex
             return constructor(self.grammar.definition, "grammar.definition")
+        if self.format:
+            if self.response_format is not None and not isinstance(self.response_format, TextFormat):
+                raise ApiError(400, "format conflicts with response_format: use one of them", "format")
+            return Grammar.json_schema({"type": "object"} if self.format == "json" else self.format, "format")
         if isinstance(self.response_format, ObjectFormat):
             return Grammar.json_schema({"type": "object"}, "response_format")
         if isinstance(self.response_format, SchemaFormat):
@@ -141,10 +179,19 @@ class Options(Shared, forbid_unknown_fields=True, kw_only=True):
         return None
 
     def sampling(self, default: Sampling, tokenizer: Tokenizer) -> Sampling:
-        """The request's options over the defaults. Raises UserError for ids outside the vocabulary."""
-        overrides: dict[str, Any] = {}
+        """The request's options over the defaults.
+
+        Raises UserError for ids outside the vocabulary, and ApiError for an option of other servers that is not off.
+        """
+        for options, lacks in ((OFF, "sampler"), (NEUTRAL, "option")):
+            require_off({name: getattr(self, name) for name in options}, options, lacks)
+        if self.repeat_penalty is not None and self.repetition_penalty not in (None, self.repeat_penalty):
+            raise ApiError(400, "repeat_penalty conflicts with repetition_penalty: send one of them", "repeat_penalty")
+        own = {"repetition_penalty": 1.0 if self.repeat_last_n == 0 else self.repeat_penalty}
+        overrides: JsonObject = {}
         for item in fields(Sampling):
             value = getattr(self, item.name)
+            value = own.get(item.name) if value is None else value
             if value is None:
                 continue
             if item.type in (int, float) and value < item.metadata["least"]:     # OpenAI's ranges begin at 0, and top_k at -1
@@ -154,6 +201,14 @@ class Options(Shared, forbid_unknown_fields=True, kw_only=True):
         sampling.check_ids(tokenizer.vocab_size)
         # Encoded here, so that other sequences need not wait while the engine does it
         return replace(sampling, no_penalty=sampling.ids_without_penalty(tokenizer))
+
+
+def require_off(options: Mapping[str, Any], off: Mapping[str, tuple[Any, ...]], lacks: str, prefix: str = "") -> None:
+    """Raises ApiError for an option whose value is not one of those with which it changes nothing. None: absent."""
+    for name, value in options.items():
+        if value is not None and value not in off[name]:
+            neutral = msgspec.json.encode(off[name][0]).decode()
+            raise ApiError(400, f"{prefix}{name} must be {neutral}: this server has no such {lacks}", f"{prefix}{name}")
 
 
 class CompletionRequest(Options, forbid_unknown_fields=True, kw_only=True):
@@ -184,7 +239,7 @@ class TemplateOptions(msgspec.Struct, forbid_unknown_fields=True):
 class Function(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     name: Name
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: JsonObject | None = None
     strict: bool | None = None           # also enforce the schema in calls that tool_choice does not require
 
 
@@ -197,9 +252,19 @@ class FunctionName(msgspec.Struct, forbid_unknown_fields=True):
     name: str
 
 
-class ToolChoice(msgspec.Struct, forbid_unknown_fields=True):
-    type: Literal["function"]
+class ToolChoice(msgspec.Struct, tag="function", tag_field="type", forbid_unknown_fields=True):
     function: FunctionName
+
+
+class AllowedTools(msgspec.Struct, forbid_unknown_fields=True):
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[ToolChoice], msgspec.Meta(min_length=1, max_length=MOST_TOOLS)]
+
+
+class AllowedToolsChoice(msgspec.Struct, tag="allowed_tools", tag_field="type", forbid_unknown_fields=True):
+    """The prompt shows all tools, so that cached prefixes and states fit; the answer may call only these."""
+
+    allowed_tools: AllowedTools
 
 
 class Thinking(NamedTuple):
@@ -216,24 +281,44 @@ class Thinking(NamedTuple):
 class ChatRequest(Options, forbid_unknown_fields=True, kw_only=True):
     most_stops: ClassVar[int] = 4
 
-    messages: Any
+    messages: Unchecked
     logprobs: bool | None = None
     top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=20)] | None = None
     max_completion_tokens: NewTokens | None = None
     chat_template_kwargs: TemplateOptions | None = None
     tools: Annotated[list[Tool], msgspec.Meta(min_length=1, max_length=MOST_TOOLS)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
+    tool_choice: Literal["none", "auto", "required"] | ToolChoice | AllowedToolsChoice | None = None
     parallel_tool_calls: bool | None = None
     enable_thinking: bool | None = None  # some clients send it here, others in chat_template_kwargs
     reasoning_effort: Effort | None = None
+    think: bool | Literal["", "low", "medium", "high", "max"] | None = None      # Ollama's: a switch or an effort
     modalities: list[Literal["text"]] | None = None
-    verbosity: Any = None                # ignored, like the next: wishes about style and speed
-    prediction: Any = None
+    verbosity: Ignored = None            # wishes about style and speed
+    prediction: Ignored = None
     functions: None = None               # not supported, like those below
     function_call: None = None
     audio: None = None
     web_search_options: None = None
     moderation: None = None
+
+    def callable_tools(self) -> list[tuple[int, Function]]:
+        """The functions that the answer may call, with their places in `tools`.
+
+        Raises ApiError if tool_choice names a function that is not in `tools`.
+        """
+        functions = [tool.function for tool in self.tools or ()]
+        choice = self.tool_choice
+        names = [function.name for function in functions]
+        if isinstance(choice, ToolChoice):
+            allowed = [choice.function.name]
+        elif isinstance(choice, AllowedToolsChoice):
+            allowed = [tool.function.name for tool in choice.allowed_tools.tools]
+        else:
+            allowed = names
+        if unknown := [name for name in allowed if name not in names]:
+            raise ApiError(400, f"tool_choice must name only functions of tools, {', '.join(names)[:200]}; "
+                                f"got {unknown[0][:100]!r}", "tool_choice")
+        return [(place, function) for place, function in enumerate(functions) if function.name in allowed]
 
     def thinking(self, thinks: bool) -> Thinking:
         """How the answer begins. thinks: whether the template has thoughts; if not, an effort has no effect.
@@ -243,9 +328,11 @@ class ChatRequest(Options, forbid_unknown_fields=True, kw_only=True):
         kwargs = self.chat_template_kwargs or TemplateOptions()
         switches = {"chat_template_kwargs.think": None if kwargs.think is None else parse_think(str(kwargs.think).lower()),
                     "chat_template_kwargs.rwkv_generation_prompt": THINK_OF_PROMPT.get(kwargs.rwkv_generation_prompt or ""),
-                    "enable_thinking": self.enable_thinking, "chat_template_kwargs.enable_thinking": kwargs.enable_thinking,
+                    "enable_thinking": self.enable_thinking, "think": self.think if isinstance(self.think, bool) else None,
+                    "chat_template_kwargs.enable_thinking": kwargs.enable_thinking,
                     "chat_template_kwargs.thinking": kwargs.thinking}
-        efforts = {"reasoning_effort": self.reasoning_effort, "chat_template_kwargs.reasoning_effort": kwargs.reasoning_effort}
+        efforts = {"reasoning_effort": self.reasoning_effort, "think": self.think if isinstance(self.think, str) else None,
+                   "chat_template_kwargs.reasoning_effort": kwargs.reasoning_effort}
         requested: dict[str, Think] = {field: think for field, think in switches.items() if think is not None}
         by_effort, effort = next(((field, effort) for field, effort in efforts.items() if effort and thinks), ("", None))
         if effort:
@@ -270,48 +357,59 @@ class ResponseTool(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=Tru
     type: Literal["function"]
     name: Name
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: JsonObject | None = None
     strict: bool | None = None
 
 
-class ResponseToolChoice(msgspec.Struct, forbid_unknown_fields=True):
-    type: Literal["function"]
+class ResponseToolChoice(msgspec.Struct, tag="function", tag_field="type", forbid_unknown_fields=True):
     name: str
+
+
+class ResponseAllowedTools(msgspec.Struct, tag="allowed_tools", tag_field="type", forbid_unknown_fields=True):
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[ResponseToolChoice], msgspec.Meta(min_length=1, max_length=MOST_TOOLS)]
+
+
+# Only the log-probabilities add something: thoughts come whole, and no answer has items of the other kinds
+Included = Literal["message.output_text.logprobs", "reasoning.encrypted_content", "message.input_image.image_url",
+                   "file_search_call.results", "web_search_call.results", "web_search_call.action.sources",
+                   "computer_call_output.output.image_url", "code_interpreter_call.outputs"]
 
 
 class Reasoning(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     effort: Effort | None = None
-    summary: Any = None                  # ignored, like the next: thoughts come whole
-    generate_summary: Any = None
+    summary: Ignored = None              # thoughts come whole
+    generate_summary: Ignored = None
 
 
 class TextOptions(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
-    format: dict[str, Any] | None = None         # checked as response_format
-    verbosity: Any = None                # ignored
+    format: JsonObject | None = None    # checked as response_format
+    verbosity: Ignored = None
 
 
 class ResponseStreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     include_obfuscation: bool | None = None      # ignored
 
 
-class ResponseRequest(Shared, forbid_unknown_fields=True, kw_only=True):
-    input: str | list[dict[str, Any]] | None = None
+class ResponseRequest(ForeignFields, forbid_unknown_fields=True, kw_only=True):
+    input: str | list[JsonObject] | None = None
     instructions: str | None = None
     previous_response_id: Annotated[str, msgspec.Meta(max_length=64)] | None = None
     stream_options: ResponseStreamOptions | None = None
     store: bool | None = None
     max_output_tokens: NewTokens | None = None
     tools: Annotated[list[ResponseTool], msgspec.Meta(max_length=MOST_TOOLS)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | ResponseToolChoice | None = None
+    tool_choice: Literal["none", "auto", "required"] | ResponseToolChoice | ResponseAllowedTools | None = None
     parallel_tool_calls: bool | None = None
     reasoning: Reasoning | None = None
     text: TextOptions | None = None
-    include: list[str] | None = None
+    include: list[Included] | None = None
     top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=20)] | None = None
     metadata: Annotated[dict[str, str], msgspec.Meta(max_length=16)] | None = None
     background: bool | None = None
     truncation: Literal["auto", "disabled"] | None = None        # no effect: the state's size is constant
-    max_tool_calls: Any = None           # ignored
+    max_tool_calls: Ignored = None
+    client_metadata: Ignored = None      # of Codex
     conversation: None = None            # not supported, like those below
     prompt: None = None
     context_management: None = None
@@ -321,7 +419,7 @@ class StateRequest(msgspec.Struct, forbid_unknown_fields=True):
     """A prompt or messages to read into a state, after `state`."""
 
     prompt: str | list[TokenId] | None = None
-    messages: Any = None
+    messages: Unchecked = None
     tools: Annotated[list[Tool], msgspec.Meta(min_length=1, max_length=MOST_TOOLS)] | None = None
     state: StateId | None = None
     model: str | None = None
@@ -364,7 +462,7 @@ def read(body: bytes, kind: type[Body]) -> Body:
         raise ApiError(400, f"the body must be JSON: {error}") from None
 
 
-def converted(fields: dict[str, Any], kind: type[Body]) -> Body:
+def converted(fields: JsonObject, kind: type[Body]) -> Body:
     """The fields as a `kind`. Raises ApiError as read does."""
     try:
         return msgspec.convert(fields, kind)
@@ -393,6 +491,6 @@ def _json_types(match: re.Match[str]) -> str:
     return " or ".join(JSON_TYPES.get(name, name) for name in match[0].strip("`").split(" | "))
 
 
-def schema_of(kind: type) -> tuple[dict[str, Any], dict[str, Any]]:
+def schema_of(kind: type) -> tuple[JsonObject, JsonObject]:
     (schema,), components = msgspec.json.schema_components([kind], ref_template="#/components/schemas/{name}")
     return schema, components

@@ -22,6 +22,7 @@ from rwkv.serving.states.client_states import ClientStates
 from rwkv.tokenizer.tokenizers import Tokenizer
 
 COMPLETION_TOKENS = 16                   # max_tokens of a completion, OpenAI's
+LATEST = ":latest"                       # ends each name in Ollama's list of models
 LONG = 2**16                             # a body of more bytes is handled in a thread, not in the event loop
 
 Result = TypeVar("Result")
@@ -61,14 +62,17 @@ def owner(request: Request) -> str:
 def resolve_adapter(service: Service, name: str | None) -> str:
     """The adapter that a request names; "" for the checkpoint's own model. Raises ApiError for an unknown name.
 
-    A name may have a prefix that a gateway added: openai/NAME.
+    A name may have a prefix that a gateway added, openai/NAME, and end with ":latest".
     """
     if name is None:
         return ""
     by_id = {service.model: "", **{adapter: adapter for adapter in service.engine.adapters}}
-    for model_id, adapter in by_id.items():
-        if name == model_id or (name not in by_id and name.endswith(f"/{model_id}")):
-            return adapter
+    for spelling in (name, name.removesuffix(LATEST)):
+        if spelling in by_id:
+            return by_id[spelling]
+        for model_id, adapter in by_id.items():
+            if spelling.endswith(f"/{model_id}"):
+                return adapter
     raise ApiError(404, f"unknown model {name[:100]!r}; this server has {', '.join(map(repr, by_id))}", "model",
                    "model_not_found")
 

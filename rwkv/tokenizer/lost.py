@@ -19,6 +19,7 @@ from typing import Any
 
 import tokenizers
 
+from rwkv.io.json_types import JsonObject
 from rwkv.io.lines import counted
 from rwkv.tokenizer.decoders import BYTE_OF
 from rwkv.tokenizer.special import unknown_token
@@ -110,7 +111,7 @@ class LossCounter:
         return tokenizers.Tokenizer.from_str(json.dumps(self._definition | {"decoder": _decoder(self._definition)}))
 
 
-def _conditions(definition: dict[str, Any]) -> list[Condition] | None:
+def _conditions(definition: JsonObject) -> list[Condition] | None:
     """Conditions that together imply that a text can be restored from its ids; None if unknown.
 
     If the vocabulary has all bytes, the model's input can be restored from the ids. For each step before the model, its input
@@ -133,15 +134,15 @@ def _conditions(definition: dict[str, Any]) -> list[Condition] | None:
     return conditions
 
 
-def _steps(step: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
+def _steps(step: JsonObject | None) -> Iterator[JsonObject]:
     if step and step["type"] == "Sequence":
-        for inner in step.get("normalizers", step.get("pretokenizers", [])):
+        for inner in step.get("normalizers") or step.get("pretokenizers") or []:
             yield from _steps(inner)
     elif step:
         yield step
 
 
-def _has_all_bytes(model: dict[str, Any], byte_level: bool) -> bool:
+def _has_all_bytes(model: JsonObject, byte_level: bool) -> bool:
     """Whether every byte of UTF-8 is a token, in the alphabet of byte-level BPE or as a token for byte fallback."""
     if model.get("continuing_subword_prefix") or model.get("end_of_word_suffix"):
         return False
@@ -153,7 +154,7 @@ def _has_all_bytes(model: dict[str, Any], byte_level: bool) -> bool:
     return bool(model.get("byte_fallback")) and all(f"<0x{value:02X}>" in tokens for value in UTF8_BYTES)
 
 
-def _step_conditions(step: dict[str, Any]) -> list[Condition] | None:
+def _step_conditions(step: JsonObject) -> list[Condition] | None:
     """Conditions that imply that a text can be restored from the step's result; None if unknown."""
     match step:
         case {"type": "ByteLevel" | "Prepend"}:
@@ -168,7 +169,7 @@ def _step_conditions(step: dict[str, Any]) -> list[Condition] | None:
     return None
 
 
-def _decoder(definition: dict[str, Any]) -> Any:
+def _decoder(definition: JsonObject) -> Any:
     """The file's decoder without clean-up. If it has no decoder: the one that reverses its pre-tokenizer, or None."""
     decoder = definition.get("decoder")
     if decoder is None:
@@ -177,7 +178,7 @@ def _decoder(definition: dict[str, Any]) -> Any:
     return _without_cleanup(decoder)
 
 
-def _without_cleanup(decoder: dict[str, Any]) -> dict[str, Any]:
+def _without_cleanup(decoder: JsonObject) -> JsonObject:
     inner = {"decoders": [_without_cleanup(each) for each in decoder["decoders"]]} if "decoders" in decoder else {}
     return decoder | inner | ({"cleanup": False} if "cleanup" in decoder else {})
 

@@ -7,9 +7,10 @@ documents.
 import json
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from rwkv.errors import UserError
+from rwkv.io.json_types import JsonMapping, JsonObject
 
 END_OF_TEXT = "<|endoftext|>"            # GPT-2, GPT-NeoX, Phi, Qwen; and tokenizers trained here
 ENDS = (END_OF_TEXT,
@@ -22,17 +23,17 @@ ENDS_OF_TURNS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_t
 KEY = "end_of_text"                      # in a tokenizer's definition (Tokenizer.to_dict)
 
 
-def special_tokens(parsed: Mapping[str, Any]) -> dict[str, int]:
+def special_tokens(parsed: JsonMapping) -> dict[str, int]:
     return {token["content"]: token["id"] for token in parsed.get("added_tokens") or [] if token["special"]}
 
 
-def vocabulary(parsed: Mapping[str, Any]) -> dict[str, int]:
+def vocabulary(parsed: JsonMapping) -> dict[str, int]:
     vocab = parsed["model"]["vocab"]
     ids = dict(vocab) if isinstance(vocab, dict) else {piece: index for index, (piece, _) in enumerate(vocab)}
     return ids | {token["content"]: token["id"] for token in parsed.get("added_tokens") or []}
 
 
-def unknown_token(parsed: Mapping[str, Any]) -> str | None:
+def unknown_token(parsed: JsonMapping) -> str | None:
     """The name of the token that replaces characters outside the vocabulary; None if there is no such token."""
     model = parsed["model"]
     if isinstance(model["vocab"], dict):
@@ -42,7 +43,7 @@ def unknown_token(parsed: Mapping[str, Any]) -> str | None:
     return None if index is None else str(model["vocab"][index][0])
 
 
-def ends_by_rule(parsed: Mapping[str, Any]) -> list[int]:
+def ends_by_rule(parsed: JsonMapping) -> list[int]:
     """The ends of text by the tokenizer's file alone; [] if it does not determine them.
 
     The end is <|endoftext|>; else the special token whose name is in ENDS, if there is only one; else a special token 0, unless
@@ -61,7 +62,7 @@ def ends_by_rule(parsed: Mapping[str, Any]) -> list[int]:
     return [0]
 
 
-def ends_by_first_rule(parsed: Mapping[str, Any]) -> list[int]:
+def ends_by_first_rule(parsed: JsonMapping) -> list[int]:
     """The ends of text for a definition that does not name them, as in older checkpoints: <|endoftext|>, or special token 0."""
     end = vocabulary(parsed).get(END_OF_TEXT)
     if end is not None:
@@ -69,7 +70,7 @@ def ends_by_first_rule(parsed: Mapping[str, Any]) -> list[int]:
     return [0] if 0 in special_tokens(parsed).values() else []
 
 
-def stated_ends(parsed: Mapping[str, Any], stated: Iterable[int | str]) -> list[int]:
+def stated_ends(parsed: JsonMapping, stated: Iterable[int | str]) -> list[int]:
     """Of the ids and names that another file states as ends of text, those that can be ends, without duplicates.
 
     A token that is neither special nor known as an end is an ordinary part of texts; some programs state such an id by mistake.
@@ -81,7 +82,7 @@ def stated_ends(parsed: Mapping[str, Any], stated: Iterable[int | str]) -> list[
     return list(dict.fromkeys(index for index in indices if index in ending and index is not None))
 
 
-def named_end(parsed: Mapping[str, Any], name: str, source: str, option: str) -> list[int]:
+def named_end(parsed: JsonMapping, name: str, source: str, option: str) -> list[int]:
     """The token that the user names as the end of a text. Raises UserError if it is not in the file, or is one character."""
     special = special_tokens(parsed)
     index = vocabulary(parsed).get(name)
@@ -90,7 +91,7 @@ def named_end(parsed: Mapping[str, Any], name: str, source: str, option: str) ->
     return [index]
 
 
-def no_end(parsed: Mapping[str, Any], source: str, option: str) -> UserError:
+def no_end(parsed: JsonMapping, source: str, option: str) -> UserError:
     """The error for a file that does not determine which token ends a text."""
     special = special_tokens(parsed)
     candidates = [name for name in ENDS if name in special]
@@ -99,13 +100,13 @@ def no_end(parsed: Mapping[str, Any], source: str, option: str) -> UserError:
                      f"tokens are {_list(special)}")
 
 
-def definition(text: str, ends: Sequence[int], by_first_rule: Sequence[int]) -> dict[str, Any]:
+def definition(text: str, ends: Sequence[int], by_first_rule: Sequence[int]) -> JsonObject:
     """The definition of a JsonTokenizer. It names the ends of text if they differ from those of ends_by_first_rule."""
-    result: dict[str, Any] = {"kind": "json", "definition": text}
+    result: JsonObject = {"kind": "json", "definition": text}
     return result if list(ends) == list(by_first_rule) else {**result, KEY: list(ends)}
 
 
-def definition_with_ends(text: str, stated: Iterable[Iterable[int | str]]) -> dict[str, Any]:
+def definition_with_ends(text: str, stated: Iterable[Iterable[int | str]]) -> JsonObject:
     """The definition of a file. text: its content. stated: the ends of text by other files; the first ones that can be ends are
     used, or else those of ends_by_rule."""
     try:
@@ -116,7 +117,7 @@ def definition_with_ends(text: str, stated: Iterable[Iterable[int | str]]) -> di
         return {"kind": "json", "definition": text}
 
 
-def ends_of(described: Mapping[str, Any]) -> list[int]:
+def ends_of(described: JsonMapping) -> list[int]:
     """The ends of text in a JsonTokenizer's definition; [] where they are unknown."""
     return list(described[KEY] if KEY in described else ends_by_first_rule(json.loads(described["definition"])))
 
@@ -129,11 +130,11 @@ def _list(special: Mapping[str, int]) -> str:
 class Private(NamedTuple):
     """The content of a file in which the special token `name` is called private[name]."""
 
-    content: dict[str, Any]
+    content: JsonObject
     private: dict[str, str]
 
 
-def with_private_names(parsed: dict[str, Any], names: Iterable[str]) -> Private:
+def with_private_names(parsed: JsonObject, names: Iterable[str]) -> Private:
     """The file with random names for the tokens `names`, so that only a text with a random name gets the token's id.
 
     The old name in a text is encoded as other tokens.

@@ -16,12 +16,12 @@ from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
 import tokenizers
 
 from rwkv.errors import UserError
 from rwkv.io import hub
+from rwkv.io.json_types import JsonMapping, JsonObject
 from rwkv.io.signals import consume_interruptibly
 from rwkv.io.utf8 import WrongCharacter, read_bytes, read_text, require_unicode
 from rwkv.tokenizer import special, world, world_json
@@ -29,7 +29,7 @@ from rwkv.tokenizer.decoders import BytesDecoder, Decoder, TextDecoder, token_by
 from rwkv.tokenizer.special import END_OF_TEXT
 from rwkv.tokenizer.split import pieces, safe_split, without_long_runs
 
-Rule = Callable[[Mapping[str, Any]], list[int]]
+Rule = Callable[[JsonMapping], list[int]]
 JOINING = ("ByteFallback", "Fuse", "Metaspace", "Replace", "Strip")         # decoders that only join the texts of tokens
 BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")              # a token for byte fallback
 NAMES = "byte, world, or the path of a `tokenizers` .json file or of a World vocabulary's .txt file"
@@ -59,7 +59,7 @@ class Tokenizer(ABC):
         return self.ends[0]
 
     @abstractmethod
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> JsonObject:
         """The whole definition, for `from_dict`: the entry `kind`, and others that are strings or lists."""
 
     @abstractmethod
@@ -162,7 +162,7 @@ class Tokenizer(ABC):
         return None
 
     @staticmethod
-    def from_dict(definition: dict[str, Any], end_of_text: str | None = None, option: str = "end_of_text") -> "Tokenizer":
+    def from_dict(definition: JsonObject, end_of_text: str | None = None, option: str = "end_of_text") -> "Tokenizer":
         """The tokenizer of a definition from to_dict. end_of_text: as in `named`. Raises UserError for any other dictionary."""
         match definition:
             case {"kind": "json", "definition": str(text)}:
@@ -179,7 +179,7 @@ class Tokenizer(ABC):
         return _reject_option(tokenizer, end_of_text, option)
 
     @staticmethod
-    def from_file(path: str | Path, end_of_text: str | None = None, like: Mapping[str, Any] | None = None,
+    def from_file(path: str | Path, end_of_text: str | None = None, like: JsonMapping | None = None,
                   option: str = "end_of_text") -> "Tokenizer":
         """The tokenizer in a `tokenizers` .json or a World vocabulary's .txt file. Raises UserError if it is missing or wrong.
 
@@ -194,7 +194,7 @@ class Tokenizer(ABC):
 
     @staticmethod
     def named(name: str, option: str = "tokenizer", end_of_text: str | None = None,
-              like: Mapping[str, Any] | None = None) -> "Tokenizer":
+              like: JsonMapping | None = None) -> "Tokenizer":
         """The tokenizer byte, world (from an installed package), FILE.json or FILE.txt. Raises UserError for other names.
 
         option: for the message. end_of_text: the name of the token of FILE.json that ends a text; None: from the file. like:
@@ -254,7 +254,7 @@ class ByteTokenizer(Tokenizer):
     def _bytes(self) -> list[bytes]:
         return [b"", *(bytes([value]) for value in range(1, 256))]
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> JsonObject:
         return {"kind": self.kind}
 
 
@@ -279,7 +279,7 @@ class CharTokenizer(Tokenizer):
     def _bytes(self) -> list[bytes]:
         return [b"", *(character.encode() for character in self.characters)]
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> JsonObject:
         return {"kind": self.kind, "characters": self.characters}
 
 
@@ -380,7 +380,7 @@ class JsonTokenizer(Tokenizer):
         shown = [f"{names.get(index, '')} (token {index})" for index in self.ends]
         return shown[0] + (f", and also {', '.join(shown[1:])}" if shown[1:] else "")
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> JsonObject:
         return special.definition(self.definition, self.ends, self._by_first_rule)
 
     @classmethod
@@ -431,7 +431,7 @@ class WorldTokenizer(Tokenizer):
         tokens = self._vocabulary.tokens
         return tokens + [b""] * (self.vocab_size - len(tokens))
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> JsonObject:
         return {"kind": self.kind, "vocabulary": self._vocabulary.to_text()}
 
 
@@ -441,7 +441,7 @@ def _reject_option(tokenizer: Tokenizer, end_of_text: str | None, option: str) -
     return tokenizer
 
 
-def _ends_of_same(text: str, like: Mapping[str, Any] | None) -> Sequence[int] | Rule | None:
+def _ends_of_same(text: str, like: JsonMapping | None) -> Sequence[int] | Rule | None:
     """The ends of text in the definition `like`, if it is of the file with this content; else None."""
     if not like or like.get("kind") != "json":
         return None
@@ -452,7 +452,7 @@ def _ends_of_same(text: str, like: Mapping[str, Any] | None) -> Sequence[int] | 
     return like.get(special.KEY, special.ends_by_first_rule) if same else None
 
 
-def _parsed(text: str, source: str) -> tuple[dict[str, Any], dict[str, int]]:
+def _parsed(text: str, source: str) -> tuple[JsonObject, dict[str, int]]:
     """The parsed content of a file, and its vocabulary. Raises UserError with the library's message where parts are missing."""
     with _as_user_error(f"{source} is not a `tokenizers` JSON file"):
         try:
@@ -464,7 +464,7 @@ def _parsed(text: str, source: str) -> tuple[dict[str, Any], dict[str, int]]:
             raise
 
 
-def _within(parsed: dict[str, Any]) -> dict[str, Any]:
+def _within(parsed: JsonObject) -> JsonObject:
     """The file's normalizer and pre_tokenizer for a text that continues another one: without steps that add a space before it.
 
     A step that adds a space after the text has been cut into words acts on each word, so it stays.
@@ -475,7 +475,7 @@ def _within(parsed: dict[str, Any]) -> dict[str, Any]:
     return {"normalizer": _without_space(parsed.get("normalizer")), "pre_tokenizer": _without_space(cut)}
 
 
-def _without_space(step: dict[str, Any] | None) -> dict[str, Any] | None:
+def _without_space(step: JsonObject | None) -> JsonObject | None:
     kind = None if step is None else step["type"]
     if step is None or kind == "Prepend":
         return None

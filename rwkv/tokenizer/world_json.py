@@ -12,8 +12,8 @@ Source: rwkv-rs/transformers-rwkv, models/rwkv7/convert_rwkv7_world_tokenizer_to
 
 import json
 import re
-from typing import Any
 
+from rwkv.io.json_types import JsonObject
 from rwkv.tokenizer.decoders import BYTE_OF, token_bytes
 from rwkv.tokenizer.world import LAST_ID, Vocabulary
 
@@ -81,7 +81,7 @@ def to_json(text: str) -> str:
     }, ensure_ascii=False)
 
 
-def _has_parts(parsed: Any) -> bool:
+def _has_parts(parsed: JsonObject) -> bool:
     """Whether everything except the expression is as in the official files."""
     byte_level, split = parsed["pre_tokenizer"]["pretokenizers"]
     added = parsed.get("added_tokens") or []
@@ -92,7 +92,7 @@ def _has_parts(parsed: Any) -> bool:
             and all(token["id"] == 0 for token in added))
 
 
-def _alternatives(parsed: Any) -> list[str]:
+def _alternatives(parsed: JsonObject) -> list[str]:
     """The tokens in the expression, unescaped; [] unless they are ordered from the longest to the shortest."""
     expression: str = parsed["pre_tokenizer"]["pretokenizers"][1]["pattern"]["Regex"]
     inner = expression.removeprefix("(?:").removesuffix(")") if expression.startswith("(?:") else expression

@@ -6,11 +6,11 @@ Source: EleutherAI/lm-evaluation-harness, lm_eval/api/model.py (the methods of a
 token before a text).
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any
 
 import torch
+from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
 from tqdm import tqdm
@@ -24,7 +24,7 @@ from rwkv.pretrained import RWKV
 from rwkv.tokenizer.lost import LossCounter
 from rwkv.tools._task_options import engine_options, seeds_of
 
-Pair = tuple[Any, list[int], list[int]]  # texts, context ids, continuation ids
+Pair = tuple[object, list[int], list[int]]  # texts, context ids, continuation ids
 
 
 class Timemix(TemplateLM):
@@ -49,10 +49,11 @@ class Timemix(TemplateLM):
     def tokenizer_name(self) -> str:
         return self._tokenizer.hash
 
-    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: object) -> list[int]:
         return self._tokenizer.encode(string)
 
-    def _loglikelihood_tokens(self, requests: Sequence[Pair], disable_tqdm: bool = False, **_: Any) -> list[tuple[float, bool]]:
+    def _loglikelihood_tokens(self, requests: Sequence[Pair], disable_tqdm: bool = False,
+                              **_: object) -> list[tuple[float, bool]]:
         by_context: dict[tuple[int, ...], list[int]] = {}
         for index, (_texts, context, _ids) in enumerate(requests):
             by_context.setdefault(tuple(context), []).append(index)
@@ -73,7 +74,7 @@ class Timemix(TemplateLM):
             self.cache_hook.add_partial("loglikelihood", texts, results[index])
         return [results[index] for index in range(len(requests))]
 
-    def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
+    def loglikelihood_rolling(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[float]:
         texts = [request.args[0] for request in requests]
         pairs = [((text,), [self.eot_token_id], self._tokenizer.encode(text)) for text in texts]
         lost = LossCounter(self._tokenizer).count(texts, [ids for _, _, ids in pairs])
@@ -90,7 +91,7 @@ class Timemix(TemplateLM):
             self.cache_hook.add_partial("loglikelihood_rolling", args, value)
         return totals
 
-    def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
+    def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[str]:
         """The answers. Repeated requests have consecutive seeds, from --seed."""
         answers: list[str] = [""] * len(requests)
         by_options: dict[str, list[int]] = {}
@@ -130,7 +131,7 @@ def _results(nats: torch.Tensor, right: torch.Tensor) -> Iterator[tuple[float, b
     return zip((-nats).tolist(), right.tolist(), strict=True)
 
 
-def _batches(indices: Iterable[int], length: Any, rows: int) -> Iterator[list[int]]:
+def _batches(indices: Iterable[int], length: Callable[[int], int], rows: int) -> Iterator[list[int]]:
     """The indices in batches of similar lengths."""
     ordered = sorted(indices, key=length)
     return (ordered[first:first + rows] for first in range(0, len(ordered), rows))

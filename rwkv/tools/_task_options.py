@@ -6,13 +6,13 @@ and its default) and lm_eval/models/huggingface.py (max_length counts the prompt
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from functools import cache
-from typing import Any
 
 from rwkv.config import LARGEST_SEED, Sampling
 from rwkv.errors import UserError
+from rwkv.io.json_types import JsonObject
 
 MAX_NEW_TOKENS = 256                     # the harness's default
 LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")      # by precedence
@@ -23,7 +23,7 @@ SAMPLING = {item.name for item in fields(Sampling)}
 KNOWN = {*LENGTHS, WHOLE_LENGTH, "until", "do_sample", *SAMPLING}
 
 
-def engine_options(task: Mapping[str, Any], prompt_tokens: Callable[[], int]) -> dict[str, Any]:
+def engine_options(task: JsonObject, prompt_tokens: Callable[[], int]) -> JsonObject:
     """The options of generate_batch. prompt_tokens: counts the tokens of the prompt. Raises UserError for an invalid value.
 
     Decoding is greedy unless the task samples. Unknown options are ignored, with a warning on standard error.
@@ -53,7 +53,7 @@ def seeds_of(requests: Sequence[str], first: int) -> list[int]:
     return seeds
 
 
-def _max_new_tokens(options: Mapping[str, Any], prompt_tokens: Callable[[], int]) -> int:
+def _max_new_tokens(options: JsonObject, prompt_tokens: Callable[[], int]) -> int:
     name = next((name for name in (WHOLE_LENGTH, *LENGTHS) if name in options), None)
     if name is None:
         return MAX_NEW_TOKENS

@@ -33,7 +33,7 @@ EPILOG = """IN's format is detected from its content: .pth, .ckpt, .safetensors,
 OUT's format is that of its suffix: .pth, .ckpt, .safetensors; .st for web-rwkv and ai00, in float16; .bin or .ggmf for
 rwkv.cpp; .gguf for llama.cpp (RWKV-7); none for a Hugging Face directory. IN may also be a tuned state, for a .pth or
 .st. Decays (time_decay, time_first, w0) are float32 in every dtype; ggmf supports float32 and float16; ggmf and GGUF
-keep vectors in float32; q4_0 to q8_0 require GGUF, and int4 requires .safetensors, which all programs here read.
+keep vectors in float32; q4_0 to q8_0 require GGUF, and int8 and int4 require .safetensors, which all programs here read.
 llama.cpp requires the tokenizer in the file.
 """
 DTYPES = ("float32", "float16", "bfloat16", *chain(*formats.QUANTISED.values()))     # as in stored.py, which imports PyTorch
@@ -55,7 +55,7 @@ def main(arguments: list[str] | None = None) -> None:
             return
         command = shlex.join(["timemix", "convert", *(arguments or sys.argv[1:])])
         convert(options.source, options.target, options.dtype, format, options.tokenizer, options.end_of_text,
-                options.form, options.lora, options.lora_alpha, command)
+                options.form, options.lora, options.lora_alpha, command, options.by_input)
 
 
 def _is_state(options: argparse.Namespace) -> bool:
@@ -84,13 +84,14 @@ def convert_state(source: Path, target: Path, layout: str | None = None) -> None
 
 def convert(source: Path, target: Path, dtype: str | None = None, format: str | None = None,
             tokenizer: str | None = None, end_of_text: str | None = None, form: str | None = None,
-            lora: str | Path | None = None, lora_alpha: float | None = None, command: str | None = None) -> None:
+            lora: str | Path | None = None, lora_alpha: float | None = None, command: str | None = None,
+            by_input: bool = False) -> None:
     """Writes the checkpoint at `source` to `target`. dtype: None keeps that of each tensor. format: None: from the suffix.
 
     tokenizer: the name, as in Tokenizer.named, of the tokenizer to write with the weights; None: that of `source`, if any.
     end_of_text: the end-of-text token of a .json tokenizer; None: that of `source`, or else of the file. form: of a Hugging
     Face directory of RWKV-7, one of FORMS. lora, lora_alpha: an adapter to merge, as in with_adapter. command: for the model
-    card of a directory.
+    card of a directory. by_input: as in write_checkpoint.
     """
     from rwkv.checkpoint.files import read_checkpoint, tokenizer_of, with_adapter, write_checkpoint
     from rwkv.model.base import generation, n_parameters
@@ -113,13 +114,13 @@ def convert(source: Path, target: Path, dtype: str | None = None, format: str | 
         _log(_adapter_line(checkpoint, dtype))
     with suppress(UserError):            # the end-of-text token may be unknown
         if checkpoint.tokenizer and (end := tokenizer_of(checkpoint).end_line()):
-            _log(f"texts end with {end}")
+            _log(f"sequences end with {end}")
     with tqdm(unit="B", unit_scale=True, unit_divisor=1024, dynamic_ncols=True, delay=0.5, file=sys.stderr) as bar:
         def progress(count: int, total: int) -> None:
             bar.total = total
             bar.update(count)
 
-        write_checkpoint(checkpoint, target, dtype, name, progress, form, str(source), command)
+        write_checkpoint(checkpoint, target, dtype, name, progress, form, str(source), command, by_input)
     _log(f"written: {target} ({name})")
     if checkpoint.tokenizer and name in WITHOUT_TOKENIZER:
         _log(f"the tokenizer is not in {target}: the format {name} has none")
@@ -140,6 +141,8 @@ def _parser() -> Parser:
     parser.add_argument("source", metavar="IN", type=path_of, help="the checkpoint to read: a file or a directory")
     parser.add_argument("target", metavar="OUT", type=path_of, help="the file or the directory to write")
     parser.add_argument("--dtype", choices=DTYPES, metavar="DTYPE", help="default: that of each tensor")
+    parser.add_argument("--by-input", action="store_true", help="with --dtype bfloat16 and .safetensors: store ffn.value by "
+                        "input, for faster decoding on a CPU, by this program alone")
     parser.add_argument("--format", choices=formats.names(), help="default: from OUT's suffix")
     parser.add_argument("--form", choices=formats.FORMS, metavar="FORM", help="layout of a Hugging Face directory "
                         f"of RWKV-7: {', '.join(formats.FORMS)}; default: fla")

@@ -11,11 +11,12 @@ import platform
 import sys
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from types import ModuleType
 
 from kernels.arguments import Parser, path_of
 from rwkv.cli import exit_on_user_error
 from rwkv.errors import UserError
+from rwkv.io.json_types import JsonObject
 from rwkv.io.lines import counted, hung
 
 # Distributions by the extra that installs them; "": required by all programs; ALWAYS: installed by default, but unavailable for
@@ -50,17 +51,17 @@ def main(arguments: list[str] | None = None) -> int:
         return 1 if report["missing"][""] else 0
 
 
-def write_json(file: Path, content: dict[str, Any]) -> None:
+def write_json(file: Path, content: JsonObject) -> None:
     try:
         file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     except OSError as error:
         raise UserError(f"cannot write {file}: {error.strerror}") from None
 
 
-def findings() -> dict[str, Any]:
+def findings() -> JsonObject:
     """The report, as plain data. If PyTorch cannot be imported, "torch_error" says why and its parts are missing."""
     versions = {name: _version(name) for names in PACKAGES.values() for name in names}
-    report: dict[str, Any] = {
+    report: JsonObject = {
         "timemix": _version("timemix") or "a clone", "python": platform.python_version(),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "packages": {name: version for name, version in versions.items() if version},
@@ -89,20 +90,20 @@ def _version(name: str) -> str | None:
         return None
 
 
-def _why_no_gpu(torch: Any) -> str:
+def _why_no_gpu(torch: ModuleType) -> str:
     if torch.version.cuda is None:
         return f"PyTorch {torch.__version__} is a CPU build: install a CUDA build"
     return f"PyTorch for CUDA {torch.version.cuda} finds no NVIDIA GPU or driver"
 
 
-def _kernels(devices: list[str]) -> dict[str, Any]:
+def _kernels(devices: list[str]) -> JsonObject:
     """By operator and device: the choice of kernel=auto, the kernels that run, and why others do not."""
     import torch
 
     from kernels.registry import names, operators, why_not
     from kernels.select import resolve
 
-    report: dict[str, Any] = {}
+    report: JsonObject = {}
     for op in operators():
         for device in devices:
             reasons = {name: why_not(op, name, device) for name in names(op)}
@@ -124,7 +125,7 @@ def _is_for(op: str, name: str, device: str) -> bool:
         return True
 
 
-def lines(report: dict[str, Any]) -> list[str]:
+def lines(report: JsonObject) -> list[str]:
     def line(subject: str, text: str, problem: bool = False) -> str:
         return f"{PROBLEM if problem else ' '} {subject:12}{text}"
 

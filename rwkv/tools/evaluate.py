@@ -21,7 +21,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from tqdm import tqdm
 
@@ -30,6 +30,7 @@ from rwkv.chat.templates import chat_template
 from rwkv.checkpoint.named import require_files
 from rwkv.config import EvaluateConfig
 from rwkv.errors import UserError
+from rwkv.io.json_types import JsonObject
 from rwkv.io.output_file import require_writable
 from rwkv.io.utf8 import require_file
 from rwkv.tokenizer.lost import NOTHING, WITHHELD, Lost, percent
@@ -79,7 +80,7 @@ def main(config: EvaluateConfig, line: cli.CommandLine) -> None:
 
 
 def evaluate_text(path: Path, tokenizer: Tokenizer, start: Sequence[int], chunk_len: int, tokens: int, lost: Lost,
-                  model: "Model") -> dict[str, Any]:
+                  model: "Model") -> JsonObject:
     from rwkv import evaluation
 
     started = time.perf_counter()
@@ -93,7 +94,7 @@ def evaluate_text(path: Path, tokenizer: Tokenizer, start: Sequence[int], chunk_
     return {"task": "text", **score.as_dict(), "seconds": time.perf_counter() - started}
 
 
-def evaluate(task: str, texts: Sequence["evaluation.Scored"], config: EvaluateConfig, model: "Model") -> dict[str, Any]:
+def evaluate(task: str, texts: Sequence["evaluation.Scored"], config: EvaluateConfig, model: "Model") -> JsonObject:
     """task: last_word or answers."""
     from rwkv import evaluation
 

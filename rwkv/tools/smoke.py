@@ -12,18 +12,23 @@ import sys
 import tempfile
 import time
 import traceback
+from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from kernels.arguments import Parser, from_home, path_of
 from kernels.registry import KernelUnavailable, UnknownKernel
 from rwkv.cli import exit_on_user_error
 from rwkv.config import DTYPES, GENERATIONS, KernelConfig, SavedModelConfig
 from rwkv.errors import UserError
+from rwkv.io.json_types import JsonObject
 from rwkv.io.lines import hung
 from rwkv.io.output_file import require_writable
 from rwkv.tools.doctor import findings, write_json
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 PROMPT = "The quick brown fox"
 TOKENS = 16                              # to generate
@@ -88,13 +93,13 @@ def _tiny(generation: str, folder: Path) -> Path:
 class _Checks:
     """The checks of one checkpoint. If it cannot be loaded, the others are skipped. Raises UserError for a user's error."""
 
-    def __init__(self, path: Path, options: Any, folder: Path) -> None:
+    def __init__(self, path: Path, options: Namespace, folder: Path) -> None:
         self._path = path
         self._options = options
         self._folder = folder
-        self._results: list[dict[str, Any]] = []
+        self._results: list[JsonObject] = []
 
-    def run(self) -> list[dict[str, Any]]:
+    def run(self) -> list[JsonObject]:
         if self._check("load", self._load):
             for name in ("read", "compare", "generate", "train"):
                 self._check(name, getattr(self, f"_{name}"))
@@ -129,6 +134,7 @@ class _Checks:
             checkpoint=str(self._path), tokenizer=options.tokenizer, device=options.device, dtype=options.dtype,
             kernel=KernelConfig(name=options.kernel)))
         self._device = opened.device
+        self._dtype = opened.dtype
         self._tokenizer = opened.tokenizer
         self._model = opened.model()
         self._n = n_parameters(opened.checkpoint.config, opened.checkpoint.vocab_size)
@@ -157,11 +163,11 @@ class _Checks:
         logits, _ = self._model(torch.tensor([self._ids], device=self._device))
         return self._require_close(logits[:, -1].float().cpu(), expected[:, -1], self._options.kernel, "reference")
 
-    def _require_close(self, logits: Any, expected: Any, name: str, reference: str) -> str:
+    def _require_close(self, logits: "Tensor", expected: "Tensor", name: str, reference: str) -> str:
         if not logits.isfinite().all():
             raise ArithmeticError(f"the logits of {name} are not finite")
         difference = float((logits - expected).abs().max() / expected.std())
-        allowed = TOLERANCE[self._options.dtype]
+        allowed = TOLERANCE[self._dtype]
         if not difference <= allowed:
             raise ArithmeticError(f"{name} and {reference} differ by {difference:.2g} of the logits' spread, above {allowed:g}")
         return f"{name} and {reference} differ by {difference:.1g} of the logits' spread"

@@ -1,1 +1,1 @@
-"""Training: setup, task, optimisers, callbacks, resuming, planning and sweeps."""
+"""Training: fit.py runs five stages on the parts in the other files; a folder per subject."""

@@ -1,8 +1,7 @@
-"""One training run, from its configuration to its report. rwkv/programs/train.py calls `main` in each of its processes."""
+"""One training run in five stages: prepare, plan, build, fit, finish. rwkv/programs/train.py calls `main` in each process."""
 
 import sys
-from dataclasses import replace
-from itertools import islice
+from dataclasses import dataclass, replace
 from shlex import quote
 from typing import Any
 
@@ -11,48 +10,72 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from kernels.machine.allocator import give_back_free_blocks, keep_large_blocks, return_large_blocks
+from kernels.operator import Operator
 from kernels.select import AUTO
 from rwkv import cli, distributed
 from rwkv.checkpoint.files import describe
 from rwkv.checkpoint.tuned import identity
 from rwkv.config import TrainConfig
-from rwkv.data.conversations import marked
 from rwkv.data.loaders import DataModule, require_workers, worker_error
 from rwkv.data.prepare import Corpus
 from rwkv.data.validation import with_part
 from rwkv.distributed import log
 from rwkv.errors import UserError
-from rwkv.io.lines import harmless
 from rwkv.io.signals import caught_signals
 from rwkv.model.base import generation
-from rwkv.training import graphs, kernel_check, on_paper
-from rwkv.training.callbacks.divergence import Diverged
-from rwkv.training.callbacks.interruption import Interrupted
+from rwkv.training import graphs, kernel_check
+from rwkv.training.callbacks.before_after import compared
 from rwkv.training.device import device_for, dtype_for, is_planned_elsewhere, process_count, set_product_precision, share
+from rwkv.training.errors import Diverged, Interrupted
+from rwkv.training.finish import Result, write_report, write_results
 from rwkv.training.loggers import loggers, require
 from rwkv.training.memory.capacity import Needs, needs_here, require_capacity
 from rwkv.training.memory.estimate import gives_back
-from rwkv.training.plan import announce_needs, announce_training, is_timed, validated_part
-from rwkv.training.run.card import write_card
+from rwkv.training.plan import on_paper
+from rwkv.training.plan.duration import is_timed
+from rwkv.training.plan.here import announce_needs, announce_training
 from rwkv.training.run.directory import Run, as_plain, create
 from rwkv.training.run.opening import open_run
 from rwkv.training.run.resolve import Context, Stage, resolve
 from rwkv.training.run.resume import require_unfinished
-from rwkv.training.setup import data_for, kernel_for, new_model
-from rwkv.training.sharding import whole
+from rwkv.training.setup import data_for, kernel_for, new_model, show_conversations
 from rwkv.training.task import LanguageModel
-from rwkv.training.trainer import build_trainer, compared, log_losses, prepare_blocks, show_sample, trained_model, write_report
-from rwkv.training.tuning.preferences import REFERENCE, Preferences, read_reference, write_reference
-from rwkv.training.tuning.tuned import write_tuned
+from rwkv.training.trainer import build_trainer, prepare_blocks
+from rwkv.training.tuning.preferences import REFERENCE, Preferences, write_reference
 
 
-def show_conversations(data: Corpus) -> None:
-    """Prints two training conversations as the model sees them, with trained text in [[ ]], and exits."""
-    if data.conversations is None:
-        raise UserError("data.preview requires data=chat: it shows conversations")
-    if distributed.rank() == 0:
-        print(harmless("\n\n".join(islice(marked(data.conversations[0], data.tokenizer), 2)), sys.stdout))
-    sys.exit(0)
+@dataclass(frozen=True)
+class Prepared:
+    """A run with its length in steps, and the parts that its model is built from.
+
+    rows: this process's share of data.batch_size. operator: the kernel's. kernel: its name, with the reason if auto chose it.
+    kernel_error: the message of kernel_check.check. validated: the data with the part of the validation split that is used.
+    """
+
+    run: Run
+    device: torch.device
+    rows: int
+    operator: Operator
+    kernel: str
+    kernel_error: str | None
+    use_graphs: bool
+    data: Corpus
+    validated: Corpus
+    needs: Needs
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The resolved options, with the kernel's name, for config.yaml, checkpoints and loggers."""
+        return as_plain(self.run.config) | {"kernel": {"name": self.operator.name}}
+
+
+@dataclass(frozen=True)
+class Built:
+    """All that trains: the model in its LightningModule, Lightning's Trainer, and the loaders."""
+
+    task: LanguageModel
+    trainer: lightning.Trainer
+    loaders: DataModule
 
 
 def main(config: TrainConfig, line: cli.CommandLine) -> None:
@@ -71,48 +94,23 @@ def main(config: TrainConfig, line: cli.CommandLine) -> None:
         train(run)
 
 
-def fit(trainer: lightning.Trainer, task: LanguageModel, loaders: DataModule, run: Run) -> None:
-    """Lightning's fit. Ctrl-C raises KeyboardInterrupt; Lightning would exit with status 1.
-
-    Raises UserError if a data worker was killed or met a user's mistake.
-    """
-    try:
-        trainer.fit(task, loaders, ckpt_path=run.resume_from, weights_only=True)
-    except SystemExit as error:
-        if isinstance(error.__context__, KeyboardInterrupt):
-            raise error.__context__ from None
-        raise
-    except (RuntimeError, UserError) as error:
-        raise (worker_error(error) or error) from None
-
-
-def build_preferences(run: Run, task: LanguageModel, data: Corpus, device: torch.device) -> Preferences:
-    """The preference objective. With tune=full, rank 0 writes the reference before the first step and all processes load it."""
-    config = run.config
-    path = run.out_dir / REFERENCE
-    if config.tune.method != "full":
-        return Preferences(config.tune)
-    if run.resume_from is None:
-        log(f"computing reference log-probabilities of the answers for {path}")
-        distributed.broadcast_from_rank0(lambda: write_reference(
-            path, task.model, data, config.data.batch_size, config.model.ctx_len, device, dtype_for(config.trainer.precision)))
-    return Preferences(config.tune, read_reference(path, data))
-
-
-def _set_allocator(config: TrainConfig) -> None:
-    """Called before the model is built and timed. With fsdp, retaining gathered weights would take the memory that it saves."""
-    trainer = config.trainer
-    if trainer.malloc == "small" or (trainer.malloc == "tuned" and trainer.strategy == "fsdp"):
-        return_large_blocks()
-    elif trainer.malloc == "tuned":
-        keep_large_blocks()
-
-
 def train(run: Run) -> None:
-    config = run.config
-    if is_planned_elsewhere(config):
+    if is_planned_elsewhere(run.config):
         on_paper.announce(run)
         sys.exit(0)
+    prepared = prepare(run)
+    task = plan(prepared)
+    built = build(prepared, task)
+    result = fit(built, prepared.run)
+    finish(prepared, task, result)
+
+
+# Prepare
+
+
+def prepare(run: Run) -> Prepared:
+    """The device, the operator, the data and the length of the run. Raises UserError for a mistake that these show."""
+    config = run.config
     device = device_for(config.trainer.accelerator)
     # Lightning would take the rank from a batch system's variables, which this process may have inherited
     rank_zero_only.rank = distributed.rank()     # type: ignore[attr-defined]
@@ -122,7 +120,7 @@ def train(run: Run) -> None:
     set_product_precision(str(config.trainer.precision), device)
     # Before the data are read: raises UserError if the rows cannot be divided among the processes
     rows = share(config.data.batch_size, config.trainer.strategy, config.trainer.num_nodes)
-    wkv, kernel = kernel_for(config.model, config.kernel.name, device, config.trainer.precision, rows)
+    operator, kernel = kernel_for(config.model, config.kernel.name, device, config.trainer.precision, rows)
     distributed.broadcast_from_rank0(lambda: require(config.logger))
     require_workers(config.data.num_workers)
     data = data_for(run, device)
@@ -136,59 +134,100 @@ def train(run: Run) -> None:
     kernel_error = None
     if config.kernel.name != AUTO and run.resume_from is None:       # a resumed run has the name that auto chose
         kernel_error = distributed.broadcast_from_rank0(lambda: kernel_check.check(
-            wkv, generation(config.model).OPERATOR, device, dtype_for(config.trainer.precision)))
-    use_graphs = graphs.chosen(config, device, wkv.name)
-    V = run.init_checkpoint.vocab_size if run.init_checkpoint else data.tokenizer.vocab_size
-    timed = is_timed(config, V, device)
-    needs = needs_here(config, V, device)
-    announce_needs(run, needs, kernel, kernel_error, data, timed)
-    if config.only_plans and not timed:
-        announce_training(run, device, data)
-    distributed.broadcast_from_rank0(lambda: require_capacity(needs, run.out_dir))
-    if config.only_plans and not timed:
-        sys.exit(0)
+            operator, generation(config.model).OPERATOR, device, dtype_for(config.trainer.precision)))
     window = len(data.val) if config.trainer.tbptt else config.model.ctx_len
-    validated = with_part(data, config.trainer.val_tokens, window)
-    resolved = as_plain(config) | {"kernel": {"name": wkv.name}}
-    task = _build_task(run, needs, wkv, use_graphs, data, validated, resolved)
-    announce_training(run, device, data, task if timed else None)
-    if config.only_plans:
+    return Prepared(run, device, rows, operator, kernel, kernel_error, graphs.chosen(config, device, operator.name), data,
+                    with_part(data, config.trainer.val_tokens, window),
+                    needs_here(config, run.vocab_size(data.tokenizer), device))
+
+
+def _set_allocator(config: TrainConfig) -> None:
+    """Called before the model is built and timed. With fsdp, retaining gathered weights would take the memory that it saves."""
+    trainer = config.trainer
+    if trainer.malloc == "small" or (trainer.malloc == "tuned" and trainer.strategy == "fsdp"):
+        return_large_blocks()
+    elif trainer.malloc == "tuned":
+        keep_large_blocks()
+
+
+# Plan
+
+
+def plan(prepared: Prepared) -> LanguageModel:
+    """Prints the plan, and returns the model whose first steps it has timed. With plan= the program ends here.
+
+    Raises UserError, after the plan, if the run does not fit into memory or onto the disk.
+    """
+    run, device, data = prepared.run, prepared.device, prepared.data
+    timed = is_timed(run.config, prepared.needs.vocab_size, device)
+    ends_untimed = run.config.only_plans and not timed
+    announce_needs(run, prepared.needs, prepared.kernel, prepared.kernel_error, data, timed)
+    if ends_untimed:
+        announce_training(run, device, data)
+    distributed.broadcast_from_rank0(lambda: require_capacity(prepared.needs, run.out_dir))
+    if ends_untimed:
         sys.exit(0)
-
-    distributed.broadcast_from_rank0(lambda: create(run, resolved))
-    if config.tune.prefers:
-        task.preferences = build_preferences(run, task, validated, device)
-    logs = loggers(config.logger, run.out_dir, resolved, run.resume_step)
-    trainer = build_trainer(run, device, logs, validated, kernel_error)
-    batches = replace(config.data, batch_size=rows)
-    loaders = DataModule(validated, batches, config.model.ctx_len, config.seed, config.trainer.tbptt)
-    _fit_or_exit(trainer, task, loaders, run)
-    give_back_free_blocks()
-    _write_results(trainer, task, run, data, validated)
-
-
-def _build_task(run: Run, needs: Needs, wkv: Any, use_graphs: bool, data: Corpus, validated: Corpus,
-                resolved: dict[str, Any]) -> LanguageModel:
-    config = run.config
-    lightning.seed_everything(config.seed, verbose=False)
-    model = prepare_blocks(new_model(config.model, run.init_checkpoint, data.tokenizer, wkv, config.tune), config.trainer)
-    model.gives_back = gives_back(config, needs.memory)
-    if use_graphs:
-        model.replay = graphs.Replay(model)
-    task = LanguageModel(model, config.optim, config.trainer.max_steps, validated.val_bytes_per_token, validated.val_lost)
-    task.sources = [part.name for part in validated.parts]
-    task.optim_in_backward = config.trainer.optim_in_backward
-    task.entry = describe(resolved, model.vocab_size, data.tokenizer) | {"data_sha256": data.sha256}
-    if config.tune.method != "full" and run.init_checkpoint is not None:
-        task.entry["base"] = identity(run.init_checkpoint)
+    task = new_task(prepared)
+    announce_training(run, device, data, task if timed else None)
+    if run.config.only_plans:
+        sys.exit(0)
     return task
 
 
-def _fit_or_exit(trainer: lightning.Trainer, task: LanguageModel, loaders: DataModule, run: Run) -> None:
-    """Calls fit; if it stops early, prints or raises why, with the command that continues the run."""
+def new_task(prepared: Prepared) -> LanguageModel:
+    """The model with its initial weights, and how it is trained."""
+    run, config, data, validated = prepared.run, prepared.run.config, prepared.data, prepared.validated
+    lightning.seed_everything(config.seed, verbose=False)
+    model = new_model(config.model, run.init_checkpoint, data.tokenizer, prepared.operator, config.tune)
+    model = prepare_blocks(model, config.trainer)
+    model.gives_back = gives_back(config, prepared.needs.memory)
+    if prepared.use_graphs:
+        model.replay = graphs.Replay(model)
+    entry = describe(prepared.options, model.vocab_size, data.tokenizer) | {"data_sha256": data.sha256}
+    if config.tune.method != "full" and run.init_checkpoint is not None:
+        entry["base"] = identity(run.init_checkpoint)
+    return LanguageModel(model, config.optim, config.trainer.max_steps, validated.val_bytes_per_token, validated.val_lost,
+                         entry=entry, sources=[part.name for part in validated.parts],
+                         optim_in_backward=config.trainer.optim_in_backward,
+                         preferences=Preferences(config.tune) if config.tune.prefers else None)
+
+
+# Build
+
+
+def build(prepared: Prepared, task: LanguageModel) -> Built:
+    """Creates the run's directory, and returns what trains in it."""
+    run, config, validated = prepared.run, prepared.run.config, prepared.validated
+    distributed.broadcast_from_rank0(lambda: create(run, prepared.options))
+    if task.preferences is not None and config.tune.method == "full":
+        _store_reference(task.preferences, prepared, task)
+    logs = loggers(config.logger, run.out_dir, prepared.options, run.resume_step)
+    trainer = build_trainer(run, prepared.device, logs, validated, prepared.kernel_error)
+    batches = replace(config.data, batch_size=prepared.rows)
+    return Built(task, trainer, DataModule(validated, batches, config.model.ctx_len, config.seed, config.trainer.tbptt))
+
+
+def _store_reference(preferences: Preferences, prepared: Prepared, task: LanguageModel) -> None:
+    """Rank 0 writes the reference of tune=full before the first step, and all processes read it."""
+    run, config = prepared.run, prepared.run.config
+    path = run.out_dir / REFERENCE
+    if run.resume_from is None:
+        log(f"computing reference log-probabilities of the answers for {path}")
+        distributed.broadcast_from_rank0(lambda: write_reference(
+            path, task.model, prepared.validated, config.data.batch_size, config.model.ctx_len, prepared.device,
+            dtype_for(config.trainer.precision)))
+    preferences.read_reference(path, prepared.validated)
+
+
+# Fit
+
+
+def fit(built: Built, run: Run) -> Result:
+    """Trains. A run that stops early ends the program here, with the command that continues it."""
+    trainer = built.trainer
     continue_with = f"continue with: {cli.command('train')} resume=auto {quote(f'out_dir={run.out_dir}')}"
     try:
-        fit(trainer, task, loaders, run)
+        _fit(built, run)
     except Interrupted:
         log(f"\nstopped at step {trainer.global_step}; {continue_with}")
         sys.exit(cli.INTERRUPTED)
@@ -202,19 +241,28 @@ def _fit_or_exit(trainer: lightning.Trainer, task: LanguageModel, loaders: DataM
     except Diverged as error:
         write_report(run.out_dir)
         distributed.fail_together(error)
+    return Result(trainer.callback_metrics, compared(trainer))
 
 
-def _write_results(trainer: lightning.Trainer, task: LanguageModel, run: Run, data: Corpus, validated: Corpus) -> None:
-    """Writes the tuned files, the card and the report, and prints the losses and a sample."""
-    config = run.config
-    trained = {name: whole(weight.detach()) for name, weight in task.model.named_parameters() if weight.requires_grad and
-               config.tune.method != "full"}
-    if distributed.rank() == 0:
-        model = task.model if config.tune.method != "state" else trained_model(task, config.trainer.strategy, run.out_dir)
-        for path in write_tuned(model, trained, data.tokenizer, config, run.out_dir):
-            log(f"tuned: {path}")
-    log_losses(trainer, validated, validated_part(config.trainer.val_tokens, data.sizes.val_tokens))
-    if distributed.rank() == 0:
-        write_card(run, data, trainer.callback_metrics, compared(trainer))
-    write_report(run.out_dir)
-    show_sample(task, data.tokenizer, config, run.out_dir)
+def _fit(built: Built, run: Run) -> None:
+    """Lightning's fit. Ctrl-C raises KeyboardInterrupt; Lightning would exit with status 1.
+
+    Raises UserError if a data worker was killed or met a user's mistake.
+    """
+    try:
+        built.trainer.fit(built.task, built.loaders, ckpt_path=run.resume_from, weights_only=True)
+    except SystemExit as error:
+        if isinstance(error.__context__, KeyboardInterrupt):
+            raise error.__context__ from None
+        raise
+    except (RuntimeError, UserError) as error:
+        raise (worker_error(error) or error) from None
+
+
+# Finish
+
+
+def finish(prepared: Prepared, task: LanguageModel, result: Result) -> None:
+    """Writes and prints the results."""
+    give_back_free_blocks()
+    write_results(prepared.run, task, prepared.data, prepared.validated, result)

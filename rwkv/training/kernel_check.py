@@ -6,18 +6,18 @@ torch.compile are skipped: recompiling for the case's shape takes a minute. pyte
 """
 
 import importlib
-from typing import Any
 
 import torch
 
 from kernels.compare import errors, misses, tolerance
+from kernels.operator import Operator
 from kernels.registry import KernelUnavailable, load
 from kernels.select import folder, select
 
 RUNS = 2
 
 
-def check(wkv: Any, operator: str, device: torch.device, dtype: torch.dtype) -> str | None:
+def check(wkv: Operator, operator: str, device: torch.device, dtype: torch.dtype) -> str | None:
     """A message if the kernel's output, state or gradients exceed the tests' tolerance; None otherwise.
 
     wkv: the operator. dtype: of its inputs.

@@ -22,9 +22,9 @@ from rwkv.data.mixture import names_of, source_metric
 from rwkv.distributed import rank
 from rwkv.errors import UserError
 from rwkv.io.atomic import append, write_file
-from rwkv.report.numbers import reward_names
 from rwkv.report.reading import METRICS, SWEEP, read_metrics
 from rwkv.training.trackers import Filed
+from rwkv.training.tuning.preferences import reward_metrics
 
 COLUMNS = ("train/loss", "val/loss", "val/bpb", "val/lost", "lr", "grad_norm", "tok_per_sec", "peak_mem")
 PROJECT = "timemix"                      # in W&B
@@ -65,7 +65,7 @@ def loggers(config: LoggerConfig, out_dir: Path, run: dict[str, Any], resumed_at
         return []
     norms = norm_names(run["model"]["n_layer"]) if run["trainer"]["grad_norms"] else ()
     guard = GUARD_COLUMNS if run["init_from"] and run["tune"]["guard"] else ()
-    rewards = reward_names() if run["tune"]["objective"] in PREFERENCES else ()
+    rewards = reward_metrics() if run["tune"]["objective"] in PREFERENCES else ()
     sources = [source_metric(name) for name in names_of(DataConfig(**run["data"]))]
     file = MetricsFile(out_dir / METRICS, run["kernel"]["name"], (*sources, *guard, *rewards, *norms), resumed_at)
     if config._target_ is not None:

@@ -5,16 +5,21 @@
     new_model     the model, with initial weights or those of the file that init_from= names
 """
 
-from typing import Any
+import sys
+from itertools import islice
 
 import torch
 
 from kernels.machine.allocator import give_back_free_blocks
+from kernels.operator import Operator
 from kernels.select import AUTO, why_auto
 from rwkv import distributed
 from rwkv.checkpoint.files import Checkpoint
 from rwkv.config import ModelConfig, TuneConfig
+from rwkv.data.conversations import marked
 from rwkv.data.prepare import Corpus, prepare
+from rwkv.errors import UserError
+from rwkv.io.lines import harmless
 from rwkv.model.base import MATRICES, Model, generation
 from rwkv.model.lora import add_adapters
 from rwkv.model.operators import operator_for, size_for
@@ -26,7 +31,7 @@ from rwkv.training.run.directory import Run
 
 
 def kernel_for(model: ModelConfig, kernel: str, device: torch.device, precision: str | None,
-               rows: int = 1) -> tuple[Any, str]:
+               rows: int = 1) -> tuple[Operator, str]:
     """The operator for batches of `rows`, and its name; with kernel=auto also the reason for the choice."""
     dtype = dtype_for(precision)
     size = size_for(model, rows, model.ctx_len)
@@ -47,7 +52,16 @@ def data_for(run: Run, device: torch.device) -> Corpus:
     return distributed.rank0_first(lambda: prepare(config.data, config.model.ctx_len, run.tokenizer, config.tune.prefers))
 
 
-def new_model(config: ModelConfig, init_checkpoint: Checkpoint | None, tokenizer: Tokenizer, wkv: Any,
+def show_conversations(data: Corpus) -> None:
+    """data.preview: prints two training conversations as the model sees them, with trained text in [[ ]], and exits."""
+    if data.conversations is None:
+        raise UserError("data.preview requires data=chat: it shows conversations")
+    if distributed.rank() == 0:
+        print(harmless("\n\n".join(islice(marked(data.conversations[0], data.tokenizer), 2)), sys.stdout))
+    sys.exit(0)
+
+
+def new_model(config: ModelConfig, init_checkpoint: Checkpoint | None, tokenizer: Tokenizer, wkv: Operator,
               tune: TuneConfig | None = None) -> Model:
     """A model to train. config: sizes, as in init_checkpoint except for ctx_len. tune: None trains all weights."""
     if init_checkpoint is None:
@@ -63,7 +77,7 @@ def new_model(config: ModelConfig, init_checkpoint: Checkpoint | None, tokenizer
     return model
 
 
-def _frozen_model(config: ModelConfig, wkv: Any, checkpoint: Checkpoint, base: str) -> Model:
+def _frozen_model(config: ModelConfig, wkv: Operator, checkpoint: Checkpoint, base: str) -> Model:
     """The frozen model with its blocks' matrices in `base`. Each conversion frees memory before the next.
 
     The embedding and the head stay in the file's dtype: bfloat16 is exact, and products convert such a head in chunks. But

@@ -8,7 +8,7 @@ conversations, whole or packed into rows. With tune.objective=dpo and ipo the lo
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import lightning
@@ -27,12 +27,12 @@ from rwkv.distributed import all_sum, rank, world_size
 from rwkv.errors import UserError
 from rwkv.model.base import Model
 from rwkv.model.loss import IGNORED, head_loss
-from rwkv.report.numbers import REWARDS
 from rwkv.tokenizer.tokenizers import Tokenizer
-from rwkv.training.loss_scale import LossScale
-from rwkv.training.optim import OPTIMISERS, lr_factor, parameter_groups, update_in_backward
-from rwkv.training.sharding import Sharded, total_norm
+from rwkv.training.optim.loss_scale import LossScale
+from rwkv.training.optim.optimisers import OPTIMISERS, lr_factor, parameter_groups, update_in_backward
+from rwkv.training.sharding.strategy import Sharded, total_norm
 from rwkv.training.tbptt import Carried, forward_segments
+from rwkv.training.tuning.preferences import REWARDS, Preferences
 
 ValidationBatch = tuple[Tensor, Tensor] | Packed | Whole | Pairs | SourceBatch
 CARRIED = "carried"                      # checkpoint key: states of trainer.tbptt's document streams
@@ -43,26 +43,30 @@ class LanguageModel(lightning.LightningModule):
 
     With trainer.tbptt, training batches are Segments, and each row's state carries over from the previous step. Batches of
     conversations are Packed.
+
+    entry: what every checkpoint holds under ENTRY, the run and the tokenizer. sources: the names of data=mix's sources.
+    preferences: the preference objective; None for likelihood.
     """
 
     def __init__(self, model: Model, optim: OptimConfig, max_steps: int, val_bytes_per_token: float | None,
-                 val_lost: float = 0.0) -> None:
+                 val_lost: float = 0.0, *, entry: Mapping[str, Any] | None = None, sources: Sequence[str] = (),
+                 optim_in_backward: bool = False, preferences: Preferences | None = None) -> None:
         super().__init__()
         self.model = model
         self.optim = optim
         self.max_steps = max_steps
         self.val_bytes_per_token = val_bytes_per_token
         self.val_lost = val_lost
-        self.entry: dict[str, Any] = {}  # under ENTRY in every checkpoint: run and tokenizer
+        self.entry = dict(entry or {})
         self.carried = Carried()
         self.loss_scale: LossScale | None = None         # with fp16-mixed
         self.tuned = not all(parameter.requires_grad for parameter in model.parameters())
         self.strict_loading = not self.tuned     # checkpoints lack frozen weights
         self.sharded = False             # with trainer=fsdp
         self.grad_norm: Tensor | None = None     # of the last step, before clipping; None without clipping
-        self.sources: Sequence[str] = ()         # names of data=mix's sources
-        self.optim_in_backward = False
-        self.preferences: Any = None     # Preferences, with a preference objective
+        self.sources = sources
+        self.optim_in_backward = optim_in_backward
+        self.preferences = preferences
         self.rewards = torch.zeros(len(REWARDS))         # weighted means over this process's batches of the step
         self.on_validation_epoch_start()
 
@@ -73,6 +77,7 @@ class LanguageModel(lightning.LightningModule):
 
     def training_step(self, batch: tuple[Tensor, Tensor] | Packed | Segments | Pairs, batch_idx: int) -> Tensor:
         if isinstance(batch, Pairs):
+            assert self.preferences is not None
             loss, rewards = self.preferences.loss(self.model, batch, "train")
             batches = self.trainer.accumulate_grad_batches
             previous = self.rewards if batch_idx % batches else torch.zeros_like(rewards)
@@ -131,6 +136,7 @@ class LanguageModel(lightning.LightningModule):
         current = self._next_batch or batch
         rewards = torch.zeros(len(REWARDS))
         if isinstance(current, Pairs):
+            assert self.preferences is not None
             loss, rewards = self.preferences.loss(self.model, current, "val")
             count = len(current.numbers)
         else:

@@ -22,6 +22,8 @@ from kernels.matvec import FORMS
 from rwkv.checkpoint.files import read_checkpoint, write_checkpoint
 from rwkv.checkpoint.formats import _packed
 from rwkv.errors import UserError
+from rwkv.generation.decoder import CDecoder
+from rwkv.model.decoding import c_step
 from rwkv.model.decoding.c_step import step_of, why_not
 from rwkv.model.quantized import Int4Linear, Int8Linear, to_int4, to_int8
 from rwkv.model.weights_watch import WeightsWatch
@@ -63,8 +65,9 @@ def test_it_is_the_model_that_is_rounded_when_loaded(tmp_path: Path, generation:
             assert layer.packed.numbers == other.packed.numbers
             for part, right in zip(layer.packed, other.packed, strict=True):
                 assert torch.equal(part, right)
-        for T in (1, 24, 70):
-            assert torch.equal(loaded(tokens(model, T=T))[0], expected(tokens(model, T=T))[0])
+        for B, T in ((2, 1), (8, 9)):    # few rows of a product, and many
+            ids = tokens(model, B=B, T=T)
+            assert torch.equal(loaded(ids)[0], expected(ids)[0])
 
 
 @each_dtype
@@ -158,6 +161,39 @@ def test_matrices_are_the_mapped_file_at_whole_cache_lines(tmp_path: Path, gener
         assert sum(part.nbytes for part in step_of(model).own) < 2**16
 
 
+@linux
+@each_generation
+@torch.no_grad()
+def test_bfloat16_by_input_is_the_same_model_without_a_copy(tmp_path: Path, generation: str,
+                                                            monkeypatch: pytest.MonkeyPatch) -> None:
+    source, path, again = (tmp_path / name for name in ("model.pth", "by_input.safetensors", "again.pth"))
+    small_model("reference", generation=generation, **WIDE).save_pretrained(source, dtype="bfloat16")
+    convert.main([str(source), str(path), "--dtype", "bfloat16", "--by-input"])
+    model, expected = (RWKV.from_pretrained(file, "reference", dtype="bfloat16") for file in (path, source))
+    value = model.blocks[1].ffn.value.weight
+    assert any(value.data_ptr() in each for each in mapped_ranges(path))
+    assert model.fingerprint() == expected.fingerprint()
+    ids = tokens(model)
+    assert torch.equal(model(ids)[0], expected(ids)[0])
+    if why_not(model) is None:
+        monkeypatch.setattr(c_step, "COPIED", 0)
+        state = model.empty_state(2)
+        assert torch.equal(CDecoder(model, state).step(ids[:, 0]), CDecoder(expected, state).step(ids[:, 0]))
+        assert sum(part.nbytes for part in step_of(model).own) < 2**16
+    watch = WeightsWatch(model)
+    value.view(torch.int16).numpy()[:] = 0
+    assert not watch.unchanged()
+    convert.main([str(path), str(again)])
+    assert again.read_bytes() == source.read_bytes()
+
+
+def test_by_input_requires_bfloat16(tmp_path: Path) -> None:
+    _, path = saved(tmp_path, "rwkv7")
+    for target, dtype in (("a.safetensors", "int8"), ("a.pth", "bfloat16"), ("a.safetensors", None)):
+        with pytest.raises(UserError, match="requires bfloat16"):
+            convert.convert(path, tmp_path / target, dtype, by_input=True)
+
+
 def test_files_of_earlier_versions_are_repacked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _, path = saved(tmp_path, "rwkv7", **WIDE)
     new = RWKV.from_pretrained(path, "reference", dtype="int4")
@@ -214,12 +250,12 @@ def test_conversion_needs_the_memory_of_the_largest_tensor(tmp_path: Path) -> No
     model = small_model("reference", generation="rwkv7", n_embd=512, n_layer=12, vocab_size=2000)
     model.save_pretrained(source, dtype="bfloat16")
     largest = 4 * 512 * 512 * 2
-    assert source.stat().st_size > 20 * largest
+    assert source.stat().st_size > 30 * largest
     for dtype in ROUNDED:
         program = PEAK.format(arguments=[str(source), str(tmp_path / "packed.safetensors"), "--dtype", dtype])
         done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True,
                               env={**os.environ, "OMP_NUM_THREADS": "1"})
-        assert int(done.stdout) < 6 * largest
+        assert int(done.stdout) < 8 * largest
 
 
 PEAK = """

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from forms import check_step
 from models import each_generation, exact, small_model, tokens
 
 from kernels.draw import NO_BIAS, Bias, Filters, c_v0, triton_v0
@@ -58,6 +59,11 @@ def model_of(generation: str, **sizes: int) -> RWKV:
 
 def error(found: torch.Tensor, expected: torch.Tensor) -> float:
     return ((found.double() - expected.double()).norm() / expected.double().norm()).item()
+
+
+@each_generation
+def test_a_step_computes_the_formulas(generation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert check_step(model_of(generation), GpuDecoder, monkeypatch).max() <= 2e-5
 
 
 @each_generation

@@ -26,6 +26,8 @@ QUESTION: list[Any] = [{"role": "user", "content": "once"}]
 THOUGHTS = ["4", "<think>", "\nOne, ", "two.", "</think>\n", "A €", " and", " an end"]
 ODD = '{"n": 1180591620717411303424, "s": "\\ud800"}'       # no 64-bit number, and no character
 CALL_WITH_ODD = ["6", '<tool_call>{"name": "weather", ', f'"arguments": {ODD}}}</tool_call>']
+LINES = ["7", "a\u2028b", "\u2029c\u0085d ", '<tool_call>{"name": "weather",\n ',
+         '"arguments": {\n\t"city": "x\u2028y"\r\n}}</tool_call> ']
 TOOL: list[Any] = [{"name": tool["function"]["name"], "description": "It tells.",
                     "input_schema": tool["function"]["parameters"]} for tool in TOOLS]
 IMAGE: Any = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "aGk="}}
@@ -35,7 +37,7 @@ IMAGE: Any = {"type": "image", "source": {"type": "base64", "media_type": "image
 def writer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     """A server whose model writes calls of tools and thoughts, after a question's last token."""
     folder = tmp_path_factory.mktemp("clients")
-    model, tokenizer = writing(*([piece.encode() for piece in row] for row in (*ROWS, THOUGHTS, CALL_WITH_ODD)))
+    model, tokenizer = writing(*([piece.encode() for piece in row] for row in (*ROWS, THOUGHTS, CALL_WITH_ODD, LINES)))
     model.save_pretrained(folder / "tiny.safetensors", tokenizer)
     (folder / "template.jinja").write_text(TEMPLATE + "{# reasoning_content #}")
     with serving(folder, "checkpoint=tiny.safetensors", "template=template.jinja") as running:
@@ -141,6 +143,23 @@ def test_ollama_has_thoughts_and_calls(writer: Running, stream: bool) -> None:
     assert message("4") == ("One, two.", "A € and an end", [])
     assert message("1", tools=TOOLS) == ("", "Let me see.", [("weather", {"city": "Oslo"})])
     assert message("2", tools=TOOLS)[2] == [("weather", {"city": "Rome"}), ("time_of_day", {})]
+
+
+@pytest.mark.parametrize("path", ["/api/chat", "/v1/chat/completions", "/v1/messages", "/v1/responses"])
+def test_each_line_of_a_stream_is_whole_also_for_clients_that_split_at_every_line_end(writer: Running, path: str) -> None:
+    """Such as Python's str.splitlines, which httpx uses."""
+    tools = {"/v1/messages": TOOL, "/v1/responses": [{"type": "function", **tool["function"]} for tool in TOOLS]}
+    question = [{"role": "user", "content": "7"}]
+    answer = httpx.post(writer.url + path, json={
+        "model": "tiny", "stream": True, "tools": tools.get(path, TOOLS), "input" if "resp" in path else "messages": question,
+        **({"options": {"temperature": 0}} if "api" in path else {"temperature": 0}),
+        **({"max_tokens": 50} if path == "/v1/messages" else {})})
+    lines = [line for line in answer.text.splitlines() if line and not line.startswith("event: ")]
+    events = [json.loads(line.removeprefix("data: ")) for line in lines if line != "data: [DONE]"]
+    assert len(events) > 3
+    assert "a\u2028b" in json.dumps(events, ensure_ascii=False)
+    assert "\u2029c\u0085d" in json.dumps(events, ensure_ascii=False)
+    assert "x\u2028y" in json.dumps(events, ensure_ascii=False)
 
 
 def test_the_arguments_of_a_call_are_sent_as_they_were_written(writer: Running) -> None:

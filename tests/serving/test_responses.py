@@ -169,6 +169,11 @@ def test_calls_are_items_and_their_results_go_on(tool_client: "openai.OpenAI", s
     assert after.output_text == sent_back.output_text
     demanded = ask(input="x", tool_choice={"type": "function", "name": "weather"})
     assert demanded.tool_choice.name == "weather"
+    for mode, question, names in (("auto", "2", ["time_of_day"]), ("required", "1", ["time_of_day"])):
+        subset = {"type": "allowed_tools", "mode": mode, "tools": [{"type": "function", "name": "time_of_day"}]}
+        some = ask(input=question, tool_choice=subset)
+        assert [item.name for item in some.output if item.type == "function_call"] == names
+        assert some.tool_choice.mode == mode
 
 
 def test_log_probabilities_are_those_of_the_text(client: "openai.OpenAI") -> None:
@@ -177,6 +182,12 @@ def test_log_probabilities_are_those_of_the_text(client: "openai.OpenAI") -> Non
     part = response.output[0].content[0]
     assert "".join(entry.token for entry in part.logprobs) == part.text
     assert all(len(entry.top_logprobs) == 2 for entry in part.logprobs)
+
+
+def test_what_no_answer_of_this_server_has_may_be_included(client: "openai.OpenAI") -> None:
+    asked: dict[str, Any] = {"model": "tiny", "input": "hi", "max_output_tokens": 5, "extra_body": {"seed": 1}}
+    include: Any = ["reasoning.encrypted_content", "web_search_call.action.sources", "file_search_call.results"]
+    assert client.responses.create(**asked, include=include).output_text == client.responses.create(**asked).output_text
 
 
 def test_a_schema_holds_and_is_parsed(client: "openai.OpenAI") -> None:
@@ -249,7 +260,10 @@ WRONG: list[tuple[str, Any]] = [
     *[("previous_response_id", value) for value in ("x", 3, "", "../x", "resp_" + "0" * 32)],
     *[("background", value) for value in (True, 3)], *[("conversation", value) for value in ("x", {})],
     *[("tools", value) for value in ([{"type": "web_search"}], [{}], 3, [{"type": "function", "name": "f"}])],
-    *[("tool_choice", value) for value in ("required", "x", {"type": "function", "name": "f"})],
+    *[("tool_choice", value) for value in ("required", "x", {"type": "function", "name": "f"}, {"type": "web_search"},
+                                           {"type": "allowed_tools", "mode": "auto", "tools": []},
+                                           {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "mcp"}]})],
+    *[("include", value) for value in (["unknown"], "message.output_text.logprobs", [3])],
     *[("max_output_tokens", value) for value in (-1, 1.5, "x", 100_001)],
     *[("reasoning", value) for value in (3, {"effort": "x"})],
     *[("text", value) for value in ({"format": {"type": "x"}}, {"format": 3}, {"x": 1})], ("top_logprobs", 21),

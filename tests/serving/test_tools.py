@@ -50,6 +50,11 @@ STRICT: Any = {"type": "function", "function": {"name": "weather", "strict": Tru
     "type": "object", "properties": {"city": {"enum": ["Bergen"]}}, "required": ["city"], "additionalProperties": False}}}
 
 
+def allowed(mode: str, *names: str) -> dict[str, Any]:
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}}
+
+
 def ask(client: "openai.OpenAI", question: str, **options: Any) -> Any:
     return client.chat.completions.create(**{
         "model": "tiny", "messages": [{"role": "user", "content": question}], "temperature": 0, "max_tokens": 50,
@@ -80,7 +85,12 @@ def streamed(client: "openai.OpenAI", question: str, **options: Any) -> tuple[st
     # after a name the form of a call is written in the tokenizer's own tokens, after the last of which the model says Bergen
     ("1", {"tool_choice": "required"}, None, [("time_of_day", {"city": "Bergen"})]),
     ("1", {"tool_choice": "required", "tools": TOOLS[:1]}, None, [("weather", {"city": "Bergen"})]),
-    ("1", {"tools": None}, WRITTEN[0], [])], ids=str)
+    ("1", {"tools": None}, WRITTEN[0], []),
+    ("2", allowed("auto", "weather", "time_of_day"), None, [("weather", {"city": "Rome"}), ("time_of_day", {})]),
+    ("2", allowed("auto", "time_of_day"), WRITTEN[1].partition("\n")[0], [("time_of_day", {})]),
+    ("1", allowed("auto", "time_of_day"), WRITTEN[0], []),
+    ("1", allowed("required", "weather"), None, [("weather", {"city": "Bergen"})]),
+    ("1", allowed("required", "weather", "time_of_day"), None, [("time_of_day", {"city": "Bergen"})])], ids=str)
 def test_calls_come_back_as_tool_calls(tool_client: "openai.OpenAI", question: str, options: dict[str, Any],
                                        content: str | None, calls: list[Any]) -> None:
     choice = ask(tool_client, question, **options).choices[0]
@@ -90,6 +100,12 @@ def test_calls_come_back_as_tool_calls(tool_client: "openai.OpenAI", question: s
     assert len({call.id for call in found}) == len(found)
     assert choice.finish_reason == ("tool_calls" if calls else "stop")
     assert streamed(tool_client, question, **options) == (content or "", calls, choice.finish_reason)
+
+
+def test_the_prompt_shows_all_tools_whichever_are_allowed(tool_client: "openai.OpenAI") -> None:
+    """Clients send allowed_tools instead of fewer tools so that what is cached of the prompt fits."""
+    whole, subset = (ask(tool_client, "1", **options).usage for options in ({}, allowed("auto", "weather")))
+    assert whole.prompt_tokens == subset.prompt_tokens
 
 
 def test_the_template_gets_tools_calls_and_what_they_gave(tool_client: "openai.OpenAI", tmp_path: Path) -> None:
@@ -134,7 +150,9 @@ def test_a_tool_without_parameters_has_an_empty_list_of_them(tool_client: "opena
     ({"tools": []}, "tools"), ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools"),
     ({"tools": TOOLS * 65}, "tools"), ({"tool_choice": "some"}, "tool_choice"),
     ({"tool_choice": {"type": "function", "function": {"name": "rm"}}}, "tool_choice"),
-    ({"tools": None, "tool_choice": "required"}, "tool_choice"),
+    ({"tools": None, "tool_choice": "required"}, "tool_choice"), (allowed("auto"), "tool_choice"),
+    (allowed("required", "weather", "rm"), "tool_choice"), (allowed("none", "weather"), "tool_choice"),
+    ({"tools": None, **allowed("auto", "weather")}, "tool_choice"),
     ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": [1]}}]}]},
      "messages[0].tool_calls[0].function.arguments")], ids=str)
 def test_wrong_tools_are_named(tool_client: "openai.OpenAI", options: dict[str, Any], param: str) -> None:

@@ -26,8 +26,8 @@ static __device__ void run(const Number* r, const float* log_w, const Number* k,
     for (int t = 0; t < T; ++t) {
         const long long x = place(head, t, T, H, N);
         if (KEEP && t % CHUNK == 0) {
-            float* kept = states + matrix((long long)head * chunks + t / CHUNK, N) + (long long)i * N;
-            for (int j = 0; j < N; ++j) kept[j] = S[j];
+            float* saved = states + matrix((long long)head * chunks + t / CHUNK, N) + (long long)i * N;
+            for (int j = 0; j < N; ++j) saved[j] = S[j];
         }
         advance(S, S, log_w + x, k + x, load(v + x + i), a + x, b + x, N);
         float sum = 0;
@@ -62,8 +62,8 @@ extern "C" __global__ void backward(const Number* r, const float* log_w, const N
     for (int chunk = chunks - 1; chunk >= 0; --chunk) {
         const int first = chunk * CHUNK, end = min(T, first + CHUNK);
         for (int i = threadIdx.x; i < N; i += blockDim.x) {
-            const float* kept = states + matrix((long long)head * chunks + chunk, N) + (long long)i * N;
-            for (int j = 0; j < N; ++j) S[(long long)i * N + j] = kept[j];
+            const float* saved = states + matrix((long long)head * chunks + chunk, N) + (long long)i * N;
+            for (int j = 0; j < N; ++j) S[(long long)i * N + j] = saved[j];
             for (int t = first; t < end; ++t) {
                 const long long x = place(head, t, T, H, N);
                 float* row = S + matrix(t - first, N) + (long long)i * N;

@@ -30,9 +30,9 @@ static __device__ void run(
         step.b[i] = load(b + x);
         __syncthreads();
         if (KEEP && t % CHUNK == 0) {
-            float* kept = states + matrix((long long)head * chunks + t / CHUNK, N) + i;
+            float* saved = states + matrix((long long)head * chunks + t / CHUNK, N) + i;
 #pragma unroll
-            for (int j = 0; j < N; ++j) kept[j * N] = S[j];
+            for (int j = 0; j < N; ++j) saved[j * N] = S[j];
         }
         const float v_i = load(v + x);
         float sa = 0, sum = 0;
@@ -85,10 +85,10 @@ extern "C" __global__ void __launch_bounds__(N) backward(
     for (int j = 0; j < N; ++j) G_row[j] = grad_state[all + n * N + j], G[j] = grad_state[all + j * N + n];
     for (int chunk = chunks - 1; chunk >= 0; --chunk) {
         const int first = chunk * CHUNK, end = min(T, first + CHUNK);
-        const float* kept = states + matrix((long long)head * chunks + chunk, N) + n * N;
+        const float* saved = states + matrix((long long)head * chunks + chunk, N) + n * N;
         float S[N];
 #pragma unroll
-        for (int i = 0; i < N; ++i) S[i] = kept[i];
+        for (int i = 0; i < N; ++i) S[i] = saved[i];
         for (int t = first; t < end; ++t) {
             const long long x = place(head, t, T, H, N) + n;
             __syncthreads();

@@ -57,9 +57,9 @@ static __device__ void run(
     __syncthreads();
     for (int t = 0; t < T; ++t) {
         if (KEEP && t % CHUNK == 0) {
-            float* kept = states + matrix((long long)head * chunks + t / CHUNK, N) + i;
+            float* saved = states + matrix((long long)head * chunks + t / CHUNK, N) + i;
 #pragma unroll
-            for (int j = 0; j < N; ++j) kept[j * N] = S[j];
+            for (int j = 0; j < N; ++j) saved[j * N] = S[j];
         }
         const Numbers next = fetch(t + 1);
         const Columns& step = buffers[t & 1];
@@ -122,14 +122,14 @@ extern "C" __global__ void __launch_bounds__(N) backward(
     // Column n of the chunk's states into `history`, and gr
     const auto recompute = [&](int chunk) {
         const int first = chunk * CHUNK, end = min(T, first + CHUNK);
-        const float* kept = states + matrix((long long)head * chunks + chunk, N) + n * N;
+        const float* saved = states + matrix((long long)head * chunks + chunk, N) + n * N;
         const auto fetch = [&](int t) -> Numbers {
             const long long x = place(head, t, T, H, N) + n;
             return {expf(log_w[x]), 0, 0, load(k + x), load(b + x), load(v + x), sa[x], load(grad_y + x)};
         };
         float S[N];
 #pragma unroll
-        for (int i = 0; i < N; ++i) S[i] = kept[i];
+        for (int i = 0; i < N; ++i) S[i] = saved[i];
         Numbers now = fetch(first);
         now.put(past[first & 1], n);
         __syncthreads();

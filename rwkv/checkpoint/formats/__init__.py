@@ -8,21 +8,21 @@
     ggmf          rwkv.cpp, FP32 and FP16; time_decay is stored as -exp(raw)
     gguf          llama.cpp, also quantised, with the tokenizer; RWKV-7 only
 
-A format module has recognises(path), read(path) -> Content and write(path, Outgoing). If the format restricts dtypes, it has
-dtype_for(tensor, group, dtype), where group is the generation's group() of the tensor's name. Names and arrangement of tensors
-per format are in the generation's file (rwkv/checkpoint/rwkvN.py). Reading detects the format by content, writing chooses it by
-suffix. Modules that begin with _ are shared by formats. This file does not import PyTorch.
+A format module has SUFFIXES ("": a directory), recognises(path), read(path) -> Content and write(path, Outgoing). If the
+format restricts dtypes, it has dtype_for(tensor, group, dtype), where group is the generation's group() of the tensor's name.
+Names and arrangement of tensors per format are in the generation's file (rwkv/checkpoint/rwkvN.py). Reading detects the format
+by content, writing chooses it by suffix. Modules that begin with _ are shared by formats. This file does not import PyTorch.
 """
 
+import ast
 import importlib
 import pkgutil
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 
 from rwkv.errors import CheckpointError, UserError
 
-SUFFIXES = {".pth": "pth", ".ckpt": "ckpt", ".safetensors": "safetensors", ".st": "st", "": "huggingface", ".bin": "ggmf",
-            ".ggmf": "ggmf", ".gguf": "gguf"}            # to the format
 QUANTISED = {"gguf": ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0"), "safetensors": ("int8", "int4")}     # block formats
 FORMS = ("fla", "official", "transformers-rwkv")         # of Hugging Face directories of RWKV-7
 TEXT = frozenset(b"\t\n\r") | frozenset(range(32, 127))
@@ -72,14 +72,26 @@ def require_no_pointer(path: Path) -> None:
                 raise CheckpointError(f"{path} is {kind}")
 
 
+@cache
+def suffixes() -> dict[str, str]:
+    """The format of each suffix. Each module's SUFFIXES are read from its source, since importing it would import PyTorch."""
+    result: dict[str, str] = {}
+    for name in names():
+        source = (Path(__file__).parent / f"{name}.py").read_text(encoding="utf-8")
+        stated = next(node.value for node in ast.parse(source).body
+                      if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "SUFFIXES")
+        result |= dict.fromkeys(ast.literal_eval(stated), name)
+    return result
+
+
 def by_suffix(path: Path) -> str:
     """The name of the format of a path's suffix. Raises UserError for an unknown suffix."""
     suffix = "" if path.is_dir() else path.suffix
-    if suffix not in SUFFIXES:
-        suffixes = ", ".join(suffix or "no suffix" for suffix in SUFFIXES)
-        raise UserError(f"{path.name} must have a suffix that names its format ({suffixes}); otherwise name a format "
+    if suffix not in suffixes():
+        known = ", ".join(suffix or "no suffix" for suffix in suffixes())
+        raise UserError(f"{path.name} must have a suffix that names its format ({known}); otherwise name a format "
                         f"({', '.join(names())})")
-    return SUFFIXES[suffix]
+    return suffixes()[suffix]
 
 
 def first_bytes(path: Path, count: int) -> bytes:

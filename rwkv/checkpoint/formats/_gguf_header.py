@@ -8,11 +8,12 @@ Source: ggml, docs/gguf.md. _gguf_types.py describes the types.
 
 import math
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from rwkv.checkpoint.formats._gguf_types import block_type
 from rwkv.errors import CheckpointError
 from rwkv.gguf import Cursor, header_of
+from rwkv.io.json_types import JsonObject
 
 ALIGNMENT_KEY = "general.alignment"
 ALIGNMENT = 32
@@ -29,7 +30,7 @@ class TensorInfo(NamedTuple):
     end: int
 
 
-def read_header(path: Path, data: memoryview) -> tuple[dict[str, Any], list[TensorInfo]]:
+def read_header(path: Path, data: memoryview) -> tuple[JsonObject, list[TensorInfo]]:
     """The metadata and the tensors of a file. data: its bytes. Raises CheckpointError."""
     metadata, n_tensors, end = header_of(path)
     alignment = metadata.get(ALIGNMENT_KEY, ALIGNMENT)

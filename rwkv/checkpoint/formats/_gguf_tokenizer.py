@@ -17,6 +17,7 @@ from typing import Any
 
 from rwkv.checkpoint.content import Outgoing
 from rwkv.errors import CheckpointError, UserError
+from rwkv.io.json_types import JsonObject
 from rwkv.tokenizer import special
 from rwkv.tokenizer.world import Vocabulary
 
@@ -37,7 +38,7 @@ NO_MODEL = ("none", "no_vocab")
 ESCAPES = {b"t": b"\t", b"n": b"\n", b"r": b"\r"}
 
 
-def metadata_of(outgoing: Outgoing) -> dict[str, Any]:
+def metadata_of(outgoing: Outgoing) -> JsonObject:
     """The metadata of the tokenizer. Raises UserError for a tokenizer that GGUF cannot represent."""
     definition = outgoing.entry.get("tokenizer")
     if definition is None:
@@ -47,7 +48,7 @@ def metadata_of(outgoing: Outgoing) -> dict[str, Any]:
         tokens = [repr(token)[2:-1] or f"[PAD{index}]" for index, token in enumerate(vocabulary)]
         tokens[0] = WORLD_START
         types = [CONTROL, *(NORMAL if token else UNUSED for token in vocabulary[1:])]
-        metadata: dict[str, Any] = {f"{GGML}model": "rwkv"}
+        metadata: JsonObject = {f"{GGML}model": "rwkv"}
         ends = [0]
     elif definition["kind"] == "json":
         parsed = json.loads(definition["definition"])
@@ -65,7 +66,7 @@ def metadata_of(outgoing: Outgoing) -> dict[str, Any]:
             **dict(zip(ENDS, ends, strict=False)), f"{GGML}add_bos_token": False}
 
 
-def _bpe_tokens(parsed: dict[str, Any]) -> tuple[list[str], list[int]]:
+def _bpe_tokens(parsed: JsonObject) -> tuple[list[str], list[int]]:
     """The texts and types of all ids. Raises UserError for a tokenizer that GGUF cannot represent."""
     model = parsed["model"]
     added = parsed.get("added_tokens") or []
@@ -88,7 +89,7 @@ def _bpe_tokens(parsed: dict[str, Any]) -> tuple[list[str], list[int]]:
             [types.get(index, NORMAL) if index in names else UNUSED for index in ids])
 
 
-def tokenizer_in(path: Path, metadata: dict[str, Any]) -> dict[str, Any] | None:
+def tokenizer_in(path: Path, metadata: JsonObject) -> JsonObject | None:
     """The tokenizer's definition or None. Raises CheckpointError for an unsupported kind."""
     kind = metadata.get(f"{GGML}model", NO_MODEL[0])
     if kind in NO_MODEL:
@@ -108,7 +109,7 @@ def tokenizer_in(path: Path, metadata: dict[str, Any]) -> dict[str, Any] | None:
     return special.definition_with_ends(json.dumps(content), [ends])
 
 
-def _tokens(path: Path, metadata: dict[str, Any]) -> tuple[list[str], list[int]]:
+def _tokens(path: Path, metadata: JsonObject) -> tuple[list[str], list[int]]:
     tokens = metadata.get(f"{GGML}tokens")
     types = metadata.get(f"{GGML}token_type")
     if not _is_list_of(str, tokens) or not _is_list_of(int, types) or len(tokens) != len(types):      # type: ignore[arg-type]
@@ -116,7 +117,7 @@ def _tokens(path: Path, metadata: dict[str, Any]) -> tuple[list[str], list[int]]
     return tokens, types         # type: ignore[return-value]
 
 
-def _is_list_of(kind: type, values: Any) -> bool:
+def _is_list_of(kind: type, values: object) -> bool:
     return isinstance(values, list) and all(isinstance(value, kind) for value in values)
 
 
@@ -139,7 +140,7 @@ def _parse_repr(text: str) -> bytes:
     return re.sub(rb"\\(x..|.)", unescape, text.encode("ascii"), flags=re.DOTALL)
 
 
-def _bpe_definition(path: Path, texts: list[str], types: list[int], merges: Any) -> dict[str, Any]:
+def _bpe_definition(path: Path, texts: list[str], types: list[int], merges: Any) -> JsonObject:
     """The tokenizer as the content of a file of the `tokenizers` library."""
     if not _is_list_of(str, merges):
         raise CheckpointError(f"{path} has no {GGML}merges for its byte-level BPE: was it converted wrongly?")

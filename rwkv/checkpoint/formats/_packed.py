@@ -9,10 +9,13 @@
 An int4 matrix whose G is not a multiple of 8 is stored as kernels.matvec.Int4.groups: NAME is (N,G,16) U8, one group after the
 other, two integers per byte. So are all matrices in files of earlier versions. These are repacked when they are read.
 
+A bfloat16 matrix with sparse inputs may be stored by input: NAME.by_input is its transpose, and NAME is missing.
+
 The embedding is BF16, because it is looked up, not multiplied. Low-rank matrices keep BF16. Everything else is F32.
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -29,6 +32,7 @@ from rwkv.model.base import generation, is_linear_weight
 VERSION = 2                              # in our entry; 1: int4 as groups, without a version
 EMBEDDING = "emb.weight"                 # the suffix of embeddings' names
 SCALE, SHIFT = ".scale", ".shift"        # added to a matrix's name
+BY_INPUT = ".by_input"
 
 
 def outgoing(content: Outgoing) -> list[Stored]:
@@ -86,6 +90,23 @@ def _parts(name: str, shape: tuple[int, ...], form: str, packed: Callable[[str],
             Stored(name + SHIFT, name, (N, G), torch.bfloat16, lambda: packed(name)[2])]
 
 
+def stored_by_input(content: Outgoing) -> list[Stored]:
+    """The tensors to write, with matrices whose inputs are sparse stored by input."""
+    sparse = tuple(f"{layer}.weight" for layer in generation(content.config).non_negative(content.config))
+    return [tensor.transposed().renamed(name + BY_INPUT) if name.endswith(sparse) else tensor
+            for name, tensor in content.tensors.items()]
+
+
+def by_output(tensors: Mapping[str, Stored]) -> dict[str, Stored]:
+    """The file's tensors, with those that are stored by input as their transposes, without a copy."""
+    return {name.removesuffix(BY_INPUT): _transposed(tensor) if name.endswith(BY_INPUT) else tensor
+            for name, tensor in tensors.items()}
+
+
+def _transposed(tensor: Stored) -> Stored:
+    return replace(tensor.transposed(), name=tensor.name.removesuffix(BY_INPUT), by_input=True)
+
+
 def require_known_version(path: Path, entry: dict[str, Any] | None) -> None:
     version = ((entry or {}).get("packed") or {}).get("version", 1)
     if version not in range(1, VERSION + 1):
@@ -120,7 +141,7 @@ def _matrix(name: str, tensors: Mapping[str, Stored]) -> PackedMatrix:
         return PackedMatrix("int8", (N, size), lambda: Int8(*_read(parts)))
     if kinds == [((N, size, TOGETHER, GROUP // 4), torch.int16), *[((N, size * TOGETHER), torch.bfloat16)] * 2]:
         K = size * TOGETHER * GROUP
-        return PackedMatrix("int4", (N, K), lambda: Int4(*_read(parts), K))
+        return PackedMatrix("int4", (N, K), lambda: _int4(parts, K))
     if kinds == [((N, size, GROUP // 2), torch.uint8), *[((N, size), torch.bfloat16)] * 2]:
         K = size * GROUP
         return PackedMatrix("int4", (N, K), lambda: Int4.from_groups(_read(parts), K), _is_interleaved(K))
@@ -128,6 +149,11 @@ def _matrix(name: str, tensors: Mapping[str, Stored]) -> PackedMatrix:
                           f"torch.int8 with {name}.scale (N) in float32, or int4, (N,G/8,8,8) in torch.int16 or (N,G,16) in "
                           f"torch.uint8 with {name}.scale and {name}.shift (N,G) in bfloat16: other quantised weights "
                           "are not supported")
+
+
+def _int4(parts: list[Stored], K: int) -> Int4:
+    weight, scale, shift = _read(parts)
+    return Int4(weight, scale, shift, K)
 
 
 def _read(parts: list[Stored]) -> Any:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from rwkv.checkpoint.formats import _torch_file
+from rwkv.checkpoint.formats._torch_file import Dictionary
 from rwkv.checkpoint.location import COMPLETE, is_sharded
 from rwkv.checkpoint.stored import Stored
 from rwkv.errors import CheckpointError
@@ -55,7 +56,7 @@ def write_complete(folder: Path, sums: Mapping[str, tuple[int, int]]) -> None:
     write_file(folder / COMPLETE, lambda file: file.write(json.dumps(sums).encode()))
 
 
-def read_rest(folder: Path) -> dict[Any, Any]:
+def read_rest(folder: Path) -> Dictionary:
     """The dictionary without the sharded tensors. Raises CheckpointError if any of the folder's files is missing or damaged."""
     try:
         sums = json.loads((folder / COMPLETE).read_bytes())
@@ -115,7 +116,7 @@ def weights(folder: Path, places: Iterable[Place]) -> dict[str, Stored]:
     return {str(place[1]): stored(place) for place in places if place[0] == WEIGHTS}
 
 
-def read(folder: Path, empty: Callable[[Place, tuple[int, ...], torch.dtype], Tensor]) -> dict[Any, Any]:
+def read(folder: Path, empty: Callable[[Place, tuple[int, ...], torch.dtype], Tensor]) -> Dictionary:
     """The dictionary of the .ckpt that a single process would have written.
 
     empty(place, shape, dtype): a tensor to read into, whole or a DTensor. Raises CheckpointError as read_rest does.
@@ -130,7 +131,7 @@ def read(folder: Path, empty: Callable[[Place, tuple[int, ...], torch.dtype], Te
     return content
 
 
-def read_whole(folder: Path) -> dict[Any, Any]:
+def read_whole(folder: Path) -> Dictionary:
     """read() into whole tensors."""
     return read(folder, lambda place, shape, dtype: torch.empty(shape, dtype=dtype))
 

@@ -7,13 +7,17 @@ torch/serialization.py and caffe2/serialize/inline_container.cc.
 
 import io
 import math
+import os
 import pickle
 import struct
 import sys
 import warnings
 import zipfile
+import zlib
 from collections import OrderedDict
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, BinaryIO
 
@@ -29,10 +33,12 @@ PICKLES = tuple(bytes([0x80, protocol]) for protocol in (2, 3, 4, 5))
 ALIGNMENT = 64
 PADDING_ID = 0x4246                      # "FB", an extra field that pads to the next multiple of ALIGNMENT
 LOCAL_HEADER = 30                        # bytes of zip's local file header before its name
+LENGTHS = struct.Struct("<HH")           # of the name and the extra fields that follow it, at the end of the header
 FIELD_HEADER = 4                         # bytes of an extra field's header
 EPOCH = (1980, 1, 1, 0, 0, 0)            # zip's earliest date: equal weights give equal files
 OTHER_OBJECTS = "Unsupported"            # in torch's message about a class or an operation that it does not execute
 READ_BYTES = 1 << 20                     # per read, for a checksum
+Dictionary = dict[Any, Any]              # of a file of torch.save
 STORAGES = {torch.float32: torch.FloatStorage, torch.float16: torch.HalfStorage, torch.bfloat16: torch.BFloat16Storage}
 
 
@@ -41,7 +47,7 @@ def recognises(path: Path) -> bool:
     return path.is_file() and first_bytes(path, 2) in (ZIP, *PICKLES)
 
 
-def load(path: Path) -> dict[Any, Any]:
+def load(path: Path) -> Dictionary:
     """The file's dictionary, with tensors mapped if it is a zip. Executes nothing. Raises CheckpointError."""
     mapped = first_bytes(path, 2) == ZIP
     if mapped:
@@ -74,7 +80,7 @@ def _require_plain(path: Path) -> None:
                               "the tensors alone, torch.save(model.state_dict(), FILE)")
 
 
-def weights_in(path: Path, content: Mapping[Any, Any]) -> Mapping[Any, Any]:
+def weights_in(path: Path, content: Mapping[object, object]) -> Mapping[object, object]:
     """The tensors by name in a loaded dictionary: itself, or the one nested in it, as in {"model": weights, "step": 7}.
 
     Raises CheckpointError if there are several.
@@ -87,29 +93,31 @@ def weights_in(path: Path, content: Mapping[Any, Any]) -> Mapping[Any, Any]:
     return weights_in(path, *nested.values()) if nested else content
 
 
-def _holds_weights(content: Mapping[Any, Any]) -> bool:
+def _holds_weights(content: Mapping[object, object]) -> bool:
     """Whether a dictionary or one nested in it has tensors by names with a dot."""
     return any(_is_weight(item) or (isinstance(item[1], Mapping) and _holds_weights(item[1])) for item in content.items())
 
 
-def _is_weight(item: tuple[Any, Any]) -> bool:
+def _is_weight(item: tuple[object, object]) -> bool:
     name, value = item
     return isinstance(name, str) and "." in name and isinstance(value, Tensor)
 
 
-def stored(path: Path, content: Mapping[Any, Any]) -> dict[str, Stored]:
+def stored(path: Path, content: Mapping[object, object]) -> dict[str, Stored]:
     """The tensors of a loaded dictionary. Raises CheckpointError if a value is not a plain tensor."""
     mapped = first_bytes(path, 2) == ZIP
+    result = {}
     for name, tensor in content.items():
         if not isinstance(name, str) or not isinstance(tensor, Tensor):
             raise CheckpointError(f"{path} is not a checkpoint: its {name} is a {type(tensor).__name__}, not a tensor")
         if not _plain(tensor):
             raise CheckpointError(f"{path}: {name} must be a plain tensor with all data of its shape {tuple(tensor.shape)}: "
                                   "sparse, quantised and expanded tensors are not supported")
-    return {name: Stored.of(name, str(path), tensor, mapped) for name, tensor in content.items()}
+        result[name] = Stored.of(name, str(path), tensor, mapped)
+    return result
 
 
-def save(file: BinaryIO, content: Any) -> None:
+def save(file: BinaryIO, content: object) -> None:
     """Writes plain containers of Stored tensors, with one tensor in memory at a time."""
     structure, tensors = pickled(content)
     with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
@@ -121,7 +129,7 @@ def save(file: BinaryIO, content: Any) -> None:
         _add_bytes(archive, "version", b"3\n")
 
 
-def pickled(content: Any) -> tuple[bytes, list[Stored]]:
+def pickled(content: object) -> tuple[bytes, list[Stored]]:
     """The bytes of data.pkl, and the tensors that it refers to by number."""
     buffer = io.BytesIO()
     pickler = _Pickler(buffer, protocol=2)
@@ -139,11 +147,11 @@ class _Storage:
 class _Pickler(pickle.Pickler):
     """Pickles Stored tensors as torch does: as a call of _rebuild_tensor_v2 on a storage with a persistent id."""
 
-    def __init__(self, file: Any, protocol: int) -> None:
+    def __init__(self, file: io.BytesIO, protocol: int) -> None:
         super().__init__(file, protocol)
         self.tensors: list[Stored] = []
 
-    def persistent_id(self, item: Any) -> Any:
+    def persistent_id(self, item: object) -> object:
         if not isinstance(item, _Storage):
             return None
         self.tensors.append(item.tensor)
@@ -151,7 +159,7 @@ class _Pickler(pickle.Pickler):
         elements = math.prod(item.tensor.shape)
         return ("storage", kind, str(len(self.tensors) - 1), "cpu", elements)
 
-    def reducer_override(self, item: Any) -> Any:
+    def reducer_override(self, item: object) -> Any:
         if not isinstance(item, Stored):
             return NotImplemented
         strides = torch.empty(item.shape, device="meta").stride()
@@ -192,15 +200,31 @@ def _check_zip(path: Path) -> None:
                 if entry.compress_type != zipfile.ZIP_STORED or entry.file_size != entry.compress_size:
                     raise CheckpointError(f"{path} is a compressed zip, which torch.save does not write: unpack it, and name "
                                           "its content")
-                with archive.open(entry) as file:
-                    # 0: torch wrote no checksum. zipfile compares the checksum after the last byte.
-                    while entry.CRC and file.read(READ_BYTES):
-                        pass
+                archive.open(entry).close()              # compares the entry's own header
+            entries = [entry for entry in archive.infolist() if entry.CRC]       # 0: torch wrote no checksum
+        with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+            are_right = list(pool.map(partial(_has_checksum, path), entries))
+        if False in are_right:
+            raise zipfile.BadZipFile(f"Bad CRC-32 for file {entries[are_right.index(False)].filename!r}")
     except CheckpointError:
         raise
     except Exception as error:           # zipfile raises many error classes for damaged files
         raise CheckpointError(f"{path} cannot be read as a checkpoint: it is truncated or damaged ({error}); copy or download "
                               "it again") from error
+
+
+def _has_checksum(path: Path, entry: zipfile.ZipInfo) -> bool:
+    """Whether the data of an uncompressed entry has its checksum. Reads into a small buffer, which is faster than zipfile."""
+    buffer = memoryview(bytearray(READ_BYTES))
+    checksum = 0
+    with path.open("rb", buffering=0) as file:
+        file.seek(entry.header_offset + LOCAL_HEADER - LENGTHS.size)
+        file.seek(sum(LENGTHS.unpack(file.read(LENGTHS.size))), os.SEEK_CUR)
+        left = entry.file_size
+        while left and (count := file.readinto(buffer[:min(left, READ_BYTES)])):
+            checksum = zlib.crc32(buffer[:count], checksum)
+            left -= count
+    return not left and checksum == entry.CRC
 
 
 def _plain(tensor: Tensor) -> bool:

@@ -5,14 +5,14 @@ With trainer=fsdp it is a folder (_shards.py).
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from rwkv.checkpoint.content import ENTRY, Content, Outgoing, plain_entry
 from rwkv.checkpoint.formats import _shards, _torch_file
-from rwkv.checkpoint.formats._torch_file import load, stored, weights_in
+from rwkv.checkpoint.formats._torch_file import Dictionary, load, stored, weights_in
 from rwkv.errors import CheckpointError
 from rwkv.io.atomic import write_file
 
+SUFFIXES = (".ckpt",)
 PREFIX = "model."                        # Lightning's, from the name of the model's attribute in rwkv/training/task.py
 
 
@@ -28,7 +28,7 @@ def read(path: Path) -> Content:
     return replace(content, path=path, tensors=content.tensors | _shards.weights(path, rest[_shards.SHARDED]))
 
 
-def parse(path: Path, content: dict[Any, Any]) -> Content:
+def parse(path: Path, content: Dictionary) -> Content:
     """The Content of our checkpoint, of another Lightning checkpoint without our entry, or of a dictionary of tensors."""
     entry = plain_entry(path, content[ENTRY]) if ENTRY in content else None
     tensors = content.get("state_dict", {} if entry else weights_in(path, content))

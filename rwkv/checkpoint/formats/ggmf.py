@@ -26,6 +26,7 @@ from rwkv.checkpoint.stored import Stored, raw, release
 from rwkv.errors import CheckpointError, UserError
 from rwkv.io.atomic import write_file
 
+SUFFIXES = (".ggmf", ".bin")
 MAGIC = 0x67676D66
 VERSIONS = (100, 101)
 HEADER = struct.Struct("<6I")

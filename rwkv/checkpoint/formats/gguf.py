@@ -15,7 +15,7 @@ import re
 from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import numpy as np
 import torch
@@ -31,7 +31,9 @@ from rwkv.checkpoint.stored import Stored, raw
 from rwkv.errors import CheckpointError, UserError
 from rwkv.gguf import MAGIC, SPLIT_COUNT, parts_of
 from rwkv.io.atomic import write_file
+from rwkv.io.json_types import JsonObject
 
+SUFFIXES = (".gguf",)
 TYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 FILE_TYPES = {"F32": 0, "F16": 1, "BF16": 32,                       # general.file_type, by the type of most tensors
               "Q4_0": 2, "Q4_1": 3, "Q5_0": 8, "Q5_1": 9, "Q8_0": 7}
@@ -75,7 +77,7 @@ def read(path: Path) -> Content:
     return Content(path, tensors, entry_in(parts[0], metadata), declared, tokenizer, notes=notes)
 
 
-def _read_part(path: Path) -> tuple[dict[str, Any], dict[str, Stored]]:
+def _read_part(path: Path) -> tuple[JsonObject, dict[str, Stored]]:
     bytes_ = torch.from_file(str(path), shared=False, size=path.stat().st_size, dtype=torch.uint8)
     metadata, infos = read_header(path, bytes_.numpy().data)
     tensors: dict[str, Stored] = {}
@@ -92,7 +94,7 @@ def _read_part(path: Path) -> tuple[dict[str, Any], dict[str, Stored]]:
     return metadata, tensors
 
 
-def _declared(path: Path, metadata: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+def _declared(path: Path, metadata: JsonObject) -> tuple[JsonObject, list[str]]:
     """The sizes in the metadata, and messages. Raises CheckpointError for another architecture."""
     architecture = metadata.get("general.architecture")
     architectures = {module.GGUF_ARCHITECTURE: module for module in generations() if module.GGUF_ARCHITECTURE}
@@ -146,7 +148,7 @@ def _typed(generation: ModuleType, tensor: Stored, quantised: str | None) -> tup
     return tensor.cast(torch.float32), HEAD_TYPE if tensor.name == HEAD else quantised.upper()
 
 
-def _metadata(generation: ModuleType, outgoing: Outgoing, tensors: dict[str, tuple[Stored, str]]) -> dict[str, Any]:
+def _metadata(generation: ModuleType, outgoing: Outgoing, tensors: dict[str, tuple[Stored, str]]) -> JsonObject:
     architecture = generation.GGUF_ARCHITECTURE
     most = outgoing.quantised.upper() if outgoing.quantised else tensors[HEAD][1]
     config = generation.model.resolved(outgoing.config)
@@ -159,7 +161,7 @@ def _metadata(generation: ModuleType, outgoing: Outgoing, tensors: dict[str, tup
             ENTRY: json.dumps(outgoing.entry | {"tokenizer": None})}
 
 
-def _write(package: Any, file: BinaryIO, architecture: str, metadata: dict[str, Any],
+def _write(package: ModuleType, file: BinaryIO, architecture: str, metadata: JsonObject,
            tensors: dict[str, tuple[Stored, str]]) -> None:
     """Writes the file with the package's writer, with one tensor in memory at a time."""
     writer = package.GGUFWriter(None, architecture)
@@ -181,7 +183,7 @@ def _write(package: Any, file: BinaryIO, architecture: str, metadata: dict[str, 
             _blocks(package, tensor, data, type_) if type_ in STEPS else np.frombuffer(raw(data), np.uint8)))
 
 
-def _blocks(package: Any, tensor: Stored, data: Tensor, type_: str) -> Any:
+def _blocks(package: ModuleType, tensor: Stored, data: Tensor, type_: str) -> np.ndarray:
     if (largest := data.abs().max().item()) > STEPS[type_] * torch.finfo(torch.float16).max:
         raise CheckpointError(f"{tensor.source}: {tensor.name} reaches {largest:g}, more than {type_.lower()} can hold: choose "
                               "another dtype")

@@ -20,7 +20,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import torch
 
@@ -29,13 +28,15 @@ from rwkv.checkpoint import card
 from rwkv.checkpoint.content import ENTRY, Content, Outgoing
 from rwkv.checkpoint.formats import FORMS, _torch_file, pth, require_no_pointer, safetensors
 from rwkv.checkpoint.generations import generation_of, generations, require_supported, supported, unread
-from rwkv.checkpoint.location import ADAPTER, SUFFIXES
+from rwkv.checkpoint.location import ADAPTER, WEIGHT_SUFFIXES
 from rwkv.checkpoint.stored import same_numbers
 from rwkv.errors import CheckpointError, UserError
 from rwkv.io.atomic import write_file, write_folder
+from rwkv.io.json_types import JsonObject
 from rwkv.model.base import MATRICES
 from rwkv.tokenizer import special, world_json
 
+SUFFIXES = ("",)                         # a directory
 TOKENIZER = "tokenizer.json"
 WEIGHTS = "model.safetensors"
 SPECIAL_TOKENS = "special_tokens_map.json"
@@ -85,9 +86,9 @@ def read(path: Path) -> Content:
                    tied=config.get("tie_word_embeddings") is True, notes=[*content.notes, *unread(path / CONFIG, others)])
 
 
-def _declared(path: Path, config: dict[str, Any], sizes: dict[str, str]) -> dict[str, Any]:
+def _declared(path: Path, config: JsonObject, sizes: dict[str, str]) -> JsonObject:
     """The sizes by our names. Raises CheckpointError if the file states two values of one size."""
-    declared: dict[str, Any] = {}
+    declared: JsonObject = {}
     for key, name in sizes.items():
         value = config.get(key)
         if value is None:
@@ -100,7 +101,7 @@ def _declared(path: Path, config: dict[str, Any], sizes: dict[str, str]) -> dict
     return declared
 
 
-def _epsilon(path: Path, config: dict[str, Any], generation: ModuleType, ours: bool) -> dict[str, float]:
+def _epsilon(path: Path, config: JsonObject, generation: ModuleType, ours: bool) -> dict[str, float]:
     """The epsilon of the group norm, under its key in config.json; {} if it is the generation's default.
 
     ours: this program wrote the file, so a missing key means the default.
@@ -188,7 +189,7 @@ def _require_ours(path: Path) -> None:
         raise UserError(f"{path} contains {others[0]}, which is not part of this checkpoint: choose an empty directory")
 
 
-def _config(path: Path) -> tuple[dict[str, Any], ModuleType]:
+def _config(path: Path) -> tuple[JsonObject, ModuleType]:
     config = _json(path)
     kind = config.get("architecture_version") or config.get("model_type")
     generation = next((module for module in generations()
@@ -212,7 +213,7 @@ def _weights(path: Path) -> Content:
                                   "complete the download")
         indices = [name for name in indices if name not in bare]
     if not whole and not indices:
-        others = sorted(file.name for file in path.iterdir() if file.suffix in SUFFIXES and file.name not in ADAPTERS)
+        others = sorted(file.name for file in path.iterdir() if file.suffix in WEIGHT_SUFFIXES and file.name not in ADAPTERS)
         hint = f"; it contains {', '.join(others[:3])}: name one of these files" if others else "; is the download incomplete?"
         raise CheckpointError(f"{path} has no weights beside its config.json: expected {' or '.join((*WHOLE, *INDICES))}{hint}")
     if (path / ADAPTER).is_file():
@@ -264,7 +265,7 @@ def _places(index: Path) -> dict[str, str]:
     return places
 
 
-def _tokenizer_definition(folder: Path) -> dict[str, Any] | None:
+def _tokenizer_definition(folder: Path) -> JsonObject | None:
     if (folder / TOKENIZER).is_file():
         text = _text(folder / TOKENIZER)
         stated = [*_stated_ends(folder)]
@@ -288,7 +289,7 @@ def _stated_ends(folder: Path) -> Iterator[list[int | str]]:
         yield [token] if isinstance(token, str) else []
 
 
-def _json(path: Path) -> dict[str, Any]:
+def _json(path: Path) -> JsonObject:
     require_no_pointer(path)
     try:
         content = json.loads(_text(path))

@@ -8,6 +8,8 @@ from rwkv.checkpoint.formats import _torch_file, ckpt
 from rwkv.checkpoint.formats._torch_file import load, stored, weights_in
 from rwkv.io.atomic import write_file
 
+SUFFIXES = (".pth",)
+
 
 def recognises(path: Path) -> bool:
     return _torch_file.recognises(path) and path.suffix != ".ckpt"

@@ -21,7 +21,9 @@ from rwkv.checkpoint.formats import _packed, first_bytes
 from rwkv.checkpoint.stored import Stored, raw
 from rwkv.errors import CheckpointError
 from rwkv.io.atomic import write_file
+from rwkv.io.json_types import JsonObject
 
+SUFFIXES = (".safetensors",)
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "U8": torch.uint8,
           "I8": torch.int8, "I16": torch.int16}
 LENGTH = struct.Struct("<Q")             # of the header
@@ -45,7 +47,7 @@ def read(path: Path) -> Content:
                               f"({error}); copy or download it again") from error
     entry = entry_in(path, metadata)
     _packed.require_known_version(path, entry)
-    tensors, packed = _packed.joined(tensors)
+    tensors, packed = _packed.joined(_packed.by_output(tensors))
     return Content(path, tensors, entry, packed=packed)
 
 
@@ -54,6 +56,9 @@ def write(path: Path, outgoing: Outgoing) -> None:
     if outgoing.quantised:
         tensors = _packed.outgoing(outgoing)
         entry = entry | {"packed": {"form": outgoing.quantised, "version": _packed.VERSION}}
+    elif outgoing.by_input:
+        tensors = _packed.stored_by_input(outgoing)
+        entry = entry | {"packed": {"form": "bfloat16", "version": _packed.VERSION}}
     write_file(path, lambda file: write_tensors(file, tensors, {ENTRY: json.dumps(entry)}))
 
 
@@ -63,7 +68,7 @@ def write_tensors(file: BinaryIO, tensors: Iterable[Stored], metadata: dict[str,
     These are last, the widest dtypes first, so that each is aligned to its element size. The format allows no gaps.
     """
     ordered = sorted(tensors, key=lambda tensor: tensor.nbytes % ALIGNMENT and ALIGNMENT - tensor.dtype.itemsize)
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"} | metadata}
+    header: JsonObject = {"__metadata__": {"format": "pt"} | metadata}
     end = 0
     for tensor in ordered:
         start = end

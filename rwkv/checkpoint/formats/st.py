@@ -16,6 +16,8 @@ from rwkv.checkpoint.stored import Stored
 from rwkv.errors import UserError
 from rwkv.io.atomic import write_file
 
+SUFFIXES = (".st",)
+
 __all__ = ["dtype_for", "read", "recognises", "write"]
 
 

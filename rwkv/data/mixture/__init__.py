@@ -16,11 +16,12 @@ from contextlib import contextmanager
 from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from kernels.arguments import from_home
 from rwkv.config import SOURCES, TOKENS, DataConfig
 from rwkv.errors import UserError
+from rwkv.io.json_types import JsonObject
 
 SOURCE_OPTIONS = ("path", "field", "separator", "split", "val_fraction")
 ENTRIES = ("name", "data", "weight", *SOURCE_OPTIONS)
@@ -74,7 +75,7 @@ def naming(source: str) -> Iterator[None]:
         raise UserError(f"data.sources, {source}: {error}") from None
 
 
-def _check_entry(entry: Any, where: str) -> None:
+def _check_entry(entry: object, where: str) -> None:
     if not isinstance(entry, dict):
         raise UserError(f"{where} must be {{path: PATH, weight: NUMBER}}; got {entry}")
     for key in entry:
@@ -93,7 +94,7 @@ def _check_entry(entry: Any, where: str) -> None:
         raise UserError(f"{where}.name must be without spaces, commas and slashes, because metrics contain it; got {name}")
 
 
-def _config_of(entry: dict[str, Any], config: DataConfig, where: str) -> DataConfig:
+def _config_of(entry: JsonObject, config: DataConfig, where: str) -> DataConfig:
     path = None if entry.get("path") is None else from_home(str(entry["path"]))
     kind = entry.get("data") or _kind_of(path, where)
     if kind not in KINDS:
@@ -130,7 +131,7 @@ def _kind_by_suffix(name: str) -> str | None:
     return next((kind for ending, kind in SUFFIXES.items() if name.endswith(ending)), None)
 
 
-def _default_name(entry: dict[str, Any]) -> str:
+def _default_name(entry: JsonObject) -> str:
     """The last part of the path without wildcards and suffixes, or else the kind."""
     parts = [part for part in re.split(r"[/\\]", str(entry.get("path") or "")) if part and "*" not in part]
     name = re.sub(r"[\s,\"]+", "_", parts[-1]) if parts else str(entry.get("data"))

@@ -8,7 +8,7 @@ number of workers and processes, and continues from any step.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, Sampler
 
 from rwkv.data.windows import Permutations, Windows
+from rwkv.io.json_types import StateDict
 
 BLOCK = 64
 
@@ -91,10 +92,10 @@ class MixIterator(Iterator[list[Place]]):
         return [Place(source, nth - nth % sampler.sizes[source] + self._orders[source][nth])
                 for source, nth in turns[sampler.rank::sampler.world]]
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         return self._turns.state_dict()
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: StateDict) -> None:
         self._turns.load_state_dict(state)
 
 
@@ -123,10 +124,10 @@ class SourceTurns(Iterator[tuple[int, int]]):
         for source, _ in self._turns:
             self._after[source] += 1
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         return {"drawn": self.drawn, "taken": [*self._before], "block": self._block}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: StateDict) -> None:
         self.drawn = state["drawn"]
         self._begin(state["block"], state["taken"])
 

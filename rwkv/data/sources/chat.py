@@ -37,6 +37,7 @@ from rwkv.data.files import matching, names_and_hashes
 from rwkv.data.sources.jsonl import ENDINGS, entries, files
 from rwkv.errors import UserError
 from rwkv.io.cache import sha256
+from rwkv.io.json_types import JsonObject
 
 PATH = "a .jsonl or .jsonl.gz file of conversations, a folder of them, or a pattern"
 LOCAL = True
@@ -151,7 +152,7 @@ def holds_conversations(path: Path) -> bool:
     return "text" not in fields and (not fields.isdisjoint(LISTS) or any(fields.issuperset(pair) for pair in PAIRS))
 
 
-def parts_of(entry: dict[str, Any], where: str, template: ChatTemplate) -> list[Part]:
+def parts_of(entry: JsonObject, where: str, template: ChatTemplate) -> list[Part]:
     """The rendered conversation of an entry. Raises UserError with `where` if it is not a conversation with an answer."""
     try:
         messages = _messages(entry)
@@ -163,7 +164,7 @@ def parts_of(entry: dict[str, Any], where: str, template: ChatTemplate) -> list[
     return parts
 
 
-def parts_of_pair(entry: dict[str, Any], where: str, template: ChatTemplate) -> tuple[list[Part], list[Part]]:
+def parts_of_pair(entry: JsonObject, where: str, template: ChatTemplate) -> tuple[list[Part], list[Part]]:
     """The rendered conversations with the chosen and with the rejected answer; only the answers are learnt."""
     try:
         chosen, rejected = _pair(entry)
@@ -173,7 +174,7 @@ def parts_of_pair(entry: dict[str, Any], where: str, template: ChatTemplate) -> 
         raise UserError(f"{where}: {error}") from None
 
 
-def _pair(entry: dict[str, Any]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+def _pair(entry: JsonObject) -> tuple[list[JsonObject], list[JsonObject]]:
     """The messages of both conversations. Raises UserError if the entry is not a pair."""
     fields = {field: _from_json(value) if field in LISTS else value for field, value in entry.items()
              if value not in EMPTY or field in ANSWERS}
@@ -200,11 +201,11 @@ def _pair(entry: dict[str, Any]) -> tuple[list[dict[str, Any]], list[dict[str, A
     return chosen, rejected
 
 
-def _are_equal(first: dict[str, Any], second: dict[str, Any]) -> bool:
+def _are_equal(first: JsonObject, second: JsonObject) -> bool:
     return all(first.get(field) == second.get(field) for field in ("role", "content", "tool_calls"))
 
 
-def _pair_prompt(fields: dict[str, Any]) -> list[dict[str, Any]]:
+def _pair_prompt(fields: JsonObject) -> list[JsonObject]:
     """The messages before the answers of a pair; none if the answers are whole conversations."""
     name = next((name for name in LISTS if name in fields), None)
     question_field = next((field for field, _ in PAIRS if field in fields), None)
@@ -217,7 +218,7 @@ def _pair_prompt(fields: dict[str, Any]) -> list[dict[str, Any]]:
     return _with_system(messages, fields)
 
 
-def _answer(fields: dict[str, Any], field: str, question: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _answer(fields: JsonObject, field: str, question: list[JsonObject]) -> list[JsonObject]:
     """The conversation that ends with the answer `field` of a pair; an answer may be a whole conversation itself."""
     answer = fields[field]
     messages = _as_messages("assistant", [answer] if isinstance(answer, dict) else answer, field)
@@ -231,7 +232,7 @@ def _answer(fields: dict[str, Any], field: str, question: list[dict[str, Any]]) 
     return messages
 
 
-def _messages(entry: dict[str, Any]) -> list[dict[str, Any]]:
+def _messages(entry: JsonObject) -> list[JsonObject]:
     """The messages in OpenAI's form, with the entry's weight. Raises UserError if it is not a conversation."""
     fields = {field: _from_json(value) if field in LISTS else value for field, value in entry.items() if value not in EMPTY}
     name = next((name for name in LISTS if name in fields), None)
@@ -257,7 +258,7 @@ def _messages(entry: dict[str, Any]) -> list[dict[str, Any]]:
     return messages if weight and not bad else _unlearnt(messages)
 
 
-def _with_system(messages: list[dict[str, Any]], fields: dict[str, Any], first: bool = False) -> list[dict[str, Any]]:
+def _with_system(messages: list[JsonObject], fields: JsonObject, first: bool = False) -> list[JsonObject]:
     """Adds the entry's system message. first: even if the messages begin with one."""
     system = fields.get("system", fields.get("system_prompt"))
     if system is None or (messages and messages[0]["role"] == "system" and not first):
@@ -265,7 +266,7 @@ def _with_system(messages: list[dict[str, Any]], fields: dict[str, Any], first: 
     return [*_as_messages("system", system, "system"), *messages]
 
 
-def _prompt_messages(fields: dict[str, Any], question_field: str, answer_field: str) -> list[dict[str, Any]]:
+def _prompt_messages(fields: JsonObject, question_field: str, answer_field: str) -> list[JsonObject]:
     """The messages before the answer. Answers in `history` are learnt, too."""
     question = fields[question_field]
     more = next((field for field in ("input", "context") if field in fields), None)
@@ -282,7 +283,7 @@ def _prompt_messages(fields: dict[str, Any], question_field: str, answer_field: 
     return [*messages, *_unlearnt(_as_messages("user", question, question_field))]
 
 
-def _as_messages(role: str, content: Any, name: str) -> list[dict[str, Any]]:
+def _as_messages(role: str, content: object, name: str) -> list[JsonObject]:
     """A message, or `content` if it is a list of messages."""
     if isinstance(content, str):
         return [{"role": role, "content": content}]
@@ -291,18 +292,18 @@ def _as_messages(role: str, content: Any, name: str) -> list[dict[str, Any]]:
     return _turns(content, name)
 
 
-def _unlearnt(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _unlearnt(messages: list[JsonObject]) -> list[JsonObject]:
     return [message | {"weight": 0} if message["role"] == "assistant" else message for message in messages]
 
 
-def _turns(turns: Any, name: str) -> list[dict[str, Any]]:
+def _turns(turns: object, name: str) -> list[JsonObject]:
     if not isinstance(turns, list) or not turns:
         raise UserError(f"{name} must be a list of at least one object with role and content, or from and value; got "
                         f"{_shown(turns)}")
     return [_turn(turn, f"{name}[{i}]") for i, turn in enumerate(turns)]
 
 
-def _turn(turn: Any, where: str) -> dict[str, Any]:
+def _turn(turn: object, where: str) -> JsonObject:
     """A message in OpenAI's form, of {"role": ..., "content": ...} or {"from": ..., "value": ...}."""
     if not isinstance(turn, dict):
         raise UserError(f"{where} must be an object with role and content, or from and value; got {_shown(turn)}")
@@ -329,7 +330,7 @@ def _turn(turn: Any, where: str) -> dict[str, Any]:
     return message
 
 
-def _parse_calls(content: Any, where: str) -> list[Any]:
+def _parse_calls(content: object, where: str) -> list[JsonObject]:
     calls = _from_json(content)
     if not isinstance(calls, (list, dict)) or not calls:
         raise UserError(f'{where} must be a call of a tool, {{"name": "...", "arguments": {{}}}}, or a list of them, in JSON; '
@@ -338,7 +339,7 @@ def _parse_calls(content: Any, where: str) -> list[Any]:
             for call in (calls if isinstance(calls, list) else [calls])]
 
 
-def _tools(entry: dict[str, Any]) -> list[dict[str, Any]] | None:
+def _tools(entry: JsonObject) -> list[JsonObject] | None:
     """The entry's tools, each an object; None for none. OpenAI's older name for them is functions."""
     tools = _from_json(entry.get("tools"))
     if tools in EMPTY:
@@ -362,5 +363,5 @@ def _from_json(value: Any) -> Any:
         return value
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     return json.dumps(value, ensure_ascii=False)[:60]

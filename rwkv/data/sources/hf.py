@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from rwkv.config import DataConfig
@@ -16,6 +17,7 @@ from rwkv.data.files import contents, matching, natural
 from rwkv.data.sources.jsonl import between_separators
 from rwkv.errors import UserError
 from rwkv.io.cache import sha256
+from rwkv.io.json_types import JsonObject
 from rwkv.io.lines import counted
 
 PATH = ("a .parquet, .arrow, .json, .csv or .tsv file, a folder or a pattern of them, a folder that save_to_disk made, or a "
@@ -70,7 +72,7 @@ def streamed(config: DataConfig) -> Any:
 
 
 @contextmanager
-def _library(path: str) -> Iterator[Any]:
+def _library(path: str) -> Iterator[ModuleType]:
     """The library; converts its errors to UserErrors."""
     try:
         import datasets
@@ -109,7 +111,7 @@ def _is_saved(path: str) -> bool:
     return any((Path(path) / name).exists() for name in ("state.json", "dataset_dict.json"))
 
 
-def _arguments(config: DataConfig) -> tuple[str, dict[str, Any]]:
+def _arguments(config: DataConfig) -> tuple[str, JsonObject]:
     """The arguments of load_dataset: a format with its files, or a folder or name that it supports.
 
     Reads only the column of texts of local Parquet files, which may differ in other columns.
@@ -127,7 +129,7 @@ def _arguments(config: DataConfig) -> tuple[str, dict[str, Any]]:
     return FORMATS[suffix], {"data_files": {name: [*map(glob.escape, files)]}, **options, **only}
 
 
-def _only_column(config: DataConfig, files: list[Path]) -> dict[str, Any]:
+def _only_column(config: DataConfig, files: list[Path]) -> JsonObject:
     """The option that reads one column. Raises UserError for a file without it."""
     import pyarrow.parquet
 
@@ -142,7 +144,7 @@ def _only_column(config: DataConfig, files: list[Path]) -> dict[str, Any]:
     return {"columns": [config.field]}
 
 
-def _as_text(path: str, separator: str) -> dict[str, Any]:
+def _as_text(path: str, separator: str) -> JsonObject:
     """Options to read every value of a table as text, also NA, null, true and 12, which the library would convert."""
     import datasets
     import pandas

@@ -18,6 +18,7 @@ from rwkv.errors import UserError
 from rwkv.io.cache import sha256
 from rwkv.io.compressed import BROKEN, COMPRESSED, decompressed
 from rwkv.io.json_lines import loads, parse, text_of
+from rwkv.io.json_types import JsonObject
 from rwkv.io.utf8 import decode, open_file
 
 PATH = "a .jsonl, .jsonl.gz or .jsonl.zst file, a folder of them, or a pattern"
@@ -60,7 +61,7 @@ def files(path: str, endings: Sequence[str] = ENDINGS) -> list[tuple[str, Path]]
     return named
 
 
-def entries(path: Path) -> Iterator[tuple[dict[str, Any], str, int]]:
+def entries(path: Path) -> Iterator[tuple[JsonObject, str, int]]:
     """(object, where, bytes of the file read for it) of each non-blank line, or of each entry of a JSON list."""
     if is_list(path):
         yield from _list_entries(path)
@@ -91,7 +92,7 @@ def lines(path: Path) -> Iterator[tuple[bytes, str, int]]:
                 before = at
 
 
-def _list_entries(path: Path) -> Iterator[tuple[dict[str, Any], str, int]]:
+def _list_entries(path: Path) -> Iterator[tuple[JsonObject, str, int]]:
     """The entries of a JSON list, which is read into memory."""
     with open_file(path) as raw:
         text = decode(b"".join(unbroken(decompressed(raw, path), path)), str(path))
@@ -124,7 +125,7 @@ def unbroken(file: Any, path: Path) -> Iterator[bytes]:
         raise UserError(f"cannot read data.path={path}: {error}") from None
 
 
-def text_in(entry: dict[str, Any], field: str, where: str) -> str:
+def text_in(entry: JsonObject, field: str, where: str) -> str:
     if field not in entry:
         texts = [name for name, value in entry.items() if isinstance(value, str)]
         raise UserError(f"{where} has no {field!r}: name the field of the text, data.field={'|'.join(texts[:5]) or 'NAME'}")

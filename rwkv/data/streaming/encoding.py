@@ -4,7 +4,7 @@ import itertools
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -12,7 +12,7 @@ from rwkv.config import DataConfig
 from rwkv.data.documents.copies import fingerprint
 from rwkv.data.documents.separators import LINE_ENDS, marks
 from rwkv.data.shards import BATCH, Piece, dtype_of, encode_batch
-from rwkv.data.streaming.streams import Row, Stream, open_stream
+from rwkv.data.streaming.streams import Position, Row, Stream, open_stream
 from rwkv.data.token_array import TokensInMemory
 from rwkv.errors import UserError
 from rwkv.io.lines import counted
@@ -32,7 +32,7 @@ class Streamed:
 
     config: DataConfig
     sha256: str
-    begins: Any
+    begins: Position
     held_out: frozenset[int]
     tokens: float | None
 

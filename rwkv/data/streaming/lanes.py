@@ -20,8 +20,8 @@ import hashlib
 import heapq
 import itertools
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -30,13 +30,15 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from rwkv.data.mixture.windows import SourceTurns, seed_of
 from rwkv.data.streaming.encoding import Streamed, TextEncoder
-from rwkv.data.streaming.streams import Reader, Row, open_stream
+from rwkv.data.streaming.streams import Position, Reader, Row, open_stream
 from rwkv.data.windows import StepLayout
 from rwkv.distributed import all_gather
 from rwkv.errors import UserError
+from rwkv.io.json_types import JsonMapping, JsonObject, StateDict
 from rwkv.tokenizer.tokenizers import Tokenizer
 
 AHEAD = 1 << 18                          # bytes of rows tokenised per call: libraries are faster on many texts
+Item = TypeVar("Item")
 
 
 class Block(NamedTuple):
@@ -47,7 +49,7 @@ class Block(NamedTuple):
 
     epoch: int
     number: int
-    position: Any
+    position: Position
     bytes: list[int]
     documents: list[int]
 
@@ -147,7 +149,7 @@ class Lanes:
             self._reader = None
             self._blocks.append(Block(block.epoch + 1, 0, self._streamed.begins, size, documents))
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> StateDict:
         """The position, in plain containers."""
         while len(self._blocks) > 1 and all(self._blocks[1].documents[lane] <= done
                                             for lane, (done, _) in self._position.items()):
@@ -156,7 +158,7 @@ class Lanes:
         return {"block": list(self._blocks[0]), "hashes": [*self._hashes],
                 "lanes": {lane: [*position] for lane, position in self._position.items()}}
 
-    def load(self, state: Mapping[str, Any]) -> None:
+    def load(self, state: JsonMapping) -> None:
         """Continues from a state that contains all own lanes."""
         block = Block(*state["block"])
         self._blocks = deque([block])
@@ -179,7 +181,7 @@ class Batches(IterableDataset[Any]):
     """
 
     def __init__(self, sources: Sequence[tuple[Streamed, float]], tokenizer: Tokenizer, T: int, layout: StepLayout, seed: int,
-                 state: Mapping[str, Any] | None) -> None:
+                 state: JsonMapping | None) -> None:
         self.sources = sources
         self.tokenizer = tokenizer.to_dict()     # each worker creates its own
         self.T = T
@@ -187,7 +189,7 @@ class Batches(IterableDataset[Any]):
         self.seed = seed
         self.state = state
 
-    def __iter__(self) -> Iterator[tuple[tuple[Tensor, Tensor], dict[str, Any]]]:
+    def __iter__(self) -> Iterator[tuple[tuple[Tensor, Tensor], JsonObject]]:
         tokenizer = Tokenizer.from_dict(self.tokenizer)
         common = self.layout.rows * self.layout.world
         own = range(self.layout.rank, common, self.layout.world)
@@ -210,13 +212,13 @@ class StreamLoader:
     num_workers: with one or more, one worker process reads and tokenises ahead of training.
     """
 
-    def __init__(self, batches: int, num_workers: int, init_worker: Any, **arguments: Any) -> None:
+    def __init__(self, batches: int, num_workers: int, init_worker: Callable[[int], None], **arguments: Any) -> None:
         self.batches = batches
         self.num_workers = min(num_workers, 1)
         self.init_worker = init_worker
         self.arguments = arguments
         self.layout: StepLayout = arguments["layout"]
-        self._state: dict[str, Any] | None = None        # after the last batch
+        self._state: StateDict | None = None        # after the last batch
         self._continues = False          # the next iteration begins at the state
 
     def __len__(self) -> int:
@@ -234,7 +236,7 @@ class StreamLoader:
             self._state = after
             yield batch
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         gathered = all_gather(self._state)
         states = [state for state in gathered if state is not None]
         if len(states) < len(gathered):  # nothing has been read yet
@@ -242,7 +244,7 @@ class StreamLoader:
         sources = [joined([state["sources"][number] for state in states]) for number in range(len(states[0]["sources"]))]
         return {"rows": self.layout.rows * self.layout.world, "turns": states[0]["turns"], "sources": sources}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: StateDict) -> None:
         """Raises UserError if the run had batches of another number of rows."""
         rows = self.layout.rows * self.layout.world
         if state.get("rows") != rows:
@@ -252,11 +254,11 @@ class StreamLoader:
         self._continues = self._state is not None
 
 
-def _unchanged(item: Any) -> Any:
+def _unchanged(item: Item) -> Item:
     return item
 
 
-def joined(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def joined(states: Sequence[JsonMapping]) -> StateDict:
     """The state of all lanes: the oldest block of all processes, and the hashes of the blocks from there on."""
     oldest = min(states, key=lambda state: state["block"][:2])
     hashes = [state["hashes"] for state in states if state["block"][:2] == oldest["block"][:2]]

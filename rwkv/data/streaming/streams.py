@@ -13,7 +13,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 from rwkv.config import DataConfig
 from rwkv.data.files import natural
@@ -26,6 +26,7 @@ from rwkv.io.lines import counted
 from rwkv.io.utf8 import open_file
 
 ENDS = 1 << 16                           # bytes at both ends of a file that identify it
+Position = list[Any]                     # of a reader, in plain containers
 
 
 class Row(NamedTuple):
@@ -44,8 +45,8 @@ class Reader(Iterator[Row]):
     size = 0
 
     @abstractmethod
-    def position(self) -> Any:
-        """The place of the next row, in plain containers."""
+    def position(self) -> Position:
+        """The place of the next row."""
 
 
 class Stream(ABC):
@@ -56,7 +57,7 @@ class Stream(ABC):
     size: int | None = None
 
     @abstractmethod
-    def read(self, position: Any = None) -> Reader:
+    def read(self, position: Position | None = None) -> Reader:
         """A reader from a position on."""
 
     @abstractmethod
@@ -80,7 +81,7 @@ class JsonLines(Stream):
         self.size = sum(file.stat().st_size for file in self.files)
         self.sha256 = sha256([config.field, *(part for name, file in named for part in (name, ends_of(file)))])
 
-    def read(self, position: Any = None) -> Reader:
+    def read(self, position: Position | None = None) -> Reader:
         return LineReader(self.files, *(position or (0, 0, 0)))
 
     def text(self, row: Row) -> str:
@@ -119,7 +120,7 @@ class LineReader(Reader):
             self._place = [self._place[0] + 1, 0, 0]
 
 
-def _skip(file: Any, raw: Any, offset: int, path: Path) -> None:
+def _skip(file: BinaryIO, raw: BinaryIO, offset: int, path: Path) -> None:
     """Skips the first `offset` bytes of a file's content."""
     if file is raw:
         raw.seek(offset)
@@ -152,7 +153,7 @@ class Dataset(Stream):
         named = [part for name, file in files for part in (name, ends_of(file))] or [str(config.path)]
         self.sha256 = sha256([config.split, config.field, *named])
 
-    def read(self, position: Any = None) -> Reader:
+    def read(self, position: Position | None = None) -> Reader:
         return DatasetReader(self.config, position)
 
     def text(self, row: Row) -> str:
@@ -162,7 +163,7 @@ class Dataset(Stream):
 
 
 class DatasetReader(Reader):
-    def __init__(self, config: DataConfig, position: Any) -> None:
+    def __init__(self, config: DataConfig, position: Position | None) -> None:
         self._config = config
         self._data = hf.streamed(config)
         self._number = 0
@@ -182,5 +183,5 @@ class DatasetReader(Reader):
         self._number += 1
         return Row(row[self._config.field], f"{self._config.path}, row {self._number - 1}")
 
-    def position(self) -> list[Any]:
+    def position(self) -> Position:
         return [self._number, self._data.state_dict()]

@@ -16,7 +16,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from tqdm import tqdm
@@ -26,6 +26,7 @@ from rwkv.data.files import crc32, stamp, unchanged
 from rwkv.data.token_array import DocumentOffsets, Part, TokenArray
 from rwkv.errors import UserError
 from rwkv.io.cache import read_json, sha256, write, write_json
+from rwkv.io.json_types import JsonObject
 from rwkv.io.lines import counted
 from rwkv.io.utf8 import open_file
 from rwkv.tokenizer.lost import LossCounter
@@ -113,7 +114,7 @@ def read(files: Sequence[TokenFile], tokenizer: Tokenizer, val_fraction: float, 
     return Tokens(train, val, len(starts), digest, *_measure(val, tokenizer), copies)
 
 
-def _require_known(path: Path, entry: dict[str, Any], tokenizer: Tokenizer) -> None:
+def _require_known(path: Path, entry: JsonObject, tokenizer: Tokenizer) -> None:
     if entry["largest"] >= tokenizer.vocab_size or entry["smallest"] < 0:
         invalid = entry["smallest"] if entry["smallest"] < 0 else entry["largest"]
         raise UserError(f"{path} has the id {invalid}, and data.tokenizer has the ids 0 to {tokenizer.vocab_size - 1}: "
@@ -151,7 +152,7 @@ def _selected(whole: TokenArray, selected: np.ndarray, starts: Path) -> TokenArr
     return TokenArray(parts, DocumentOffsets(starts, 0, len(begins), 0))
 
 
-def _scan_result(file: TokenFile, tokenizer: Tokenizer, cache: Path) -> tuple[dict[str, Any], Places]:
+def _scan_result(file: TokenFile, tokenizer: Tokenizer, cache: Path) -> tuple[JsonObject, Places]:
     """The result of the scan and the files of documents, from the cache if nothing has changed."""
     key = sha256([VERSION, str(file.ids.absolute()), str(tokenizer.end_of_text)])[:16]
     cached = cache / f"{file.kind}-{key}.json"
@@ -167,7 +168,7 @@ def _checksums(places: Places) -> list[int]:
     return [crc32(path) for path in places]
 
 
-def _check(file: TokenFile, tokenizer: Tokenizer, cached: Path, places: Places) -> dict[str, Any]:
+def _check(file: TokenFile, tokenizer: Tokenizer, cached: Path, places: Places) -> JsonObject:
     entry = {"time": time.time_ns(), "bin": stamp(file.ids), "idx": stamp(file.index_file)}
     index = file.read_index()
     ids = _require_ids(file, index)

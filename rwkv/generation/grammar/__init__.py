@@ -14,12 +14,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from time import monotonic
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from rwkv.errors import UserError
 from rwkv.generation.grammar.json_schema import enforceable, unbounded_numbers
-from rwkv.generation.grammar.keywords import DEFINITIONS, inside, named, require_schema
+from rwkv.generation.grammar.keywords import DEFINITIONS, Schema, inside, named, require_schema
 from rwkv.generation.grammar.library import grammar_error, llguidance_module
+from rwkv.io.json_types import JsonObject
 from rwkv.io.utf8 import require_unicode
 
 # No "\/": a string without control characters has only one spelling, so that no key repeats another with escapes.
@@ -41,8 +42,6 @@ PLAIN: /-?(0|[1-9][0-9]{0,307}|1[0-6][0-9]{307})(\.[0-9]+)?/
 SCIENTIFIC: /-?(0|[1-9][0-9]{0,17})(\.[0-9]+)?[eE](-[0-9]{1,3}|[+]?0*([1-9]?[0-9]|1[0-9]{2}|2[0-8][0-9]))/
 %ignore /[ \n]+/
 """
-
-Schema = Mapping[str, Any]
 
 
 class Part(NamedTuple):
@@ -177,7 +176,7 @@ def _schema_part(schema: Schema, where: str) -> Part:
     return Part.of("json_schema", json.dumps(schema), where)
 
 
-def _enforceable(part: Part) -> dict[str, Any]:
+def _enforceable(part: Part) -> JsonObject:
     try:
         return {**enforceable(json.loads(part.content), part.where, _is_empty), "x-guidance": JSON_FORM}
     except RecursionError:

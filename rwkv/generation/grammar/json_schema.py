@@ -10,12 +10,12 @@ Dialect: draft 2020-12 and the older forms that llguidance knows. `format` is an
 import math
 from collections.abc import Callable, Mapping, Sequence
 from decimal import Decimal
-from typing import Any
 from urllib.parse import unquote
 
 from rwkv.errors import UserError
-from rwkv.generation.grammar.keywords import ALONE, BY_NAME, IN_LIST, TYPES, all_schemas, is_schema, require_keywords
+from rwkv.generation.grammar.keywords import ALONE, BY_NAME, IN_LIST, TYPES, Schema, all_schemas, is_schema, require_keywords
 from rwkv.generation.grammar.patterns import escaped, excluding, rust_pattern
+from rwkv.io.json_types import JsonObject
 
 MERGING = ("allOf", "anyOf", "oneOf", "$ref")            # keys whose schemas llguidance may merge with their siblings
 SCALARS = ("null", "boolean", "integer", "number", "string")
@@ -42,7 +42,7 @@ ENFORCED = ("date-time", "time", "date", "duration", "email", "hostname", "ipv4"
 IsEmpty = Callable[[Sequence[str]], bool]        # whether no text matches all of these patterns, as llguidance reads them
 
 
-def enforceable(schema: Mapping[str, Any], where: str, is_empty: IsEmpty) -> dict[str, Any]:
+def enforceable(schema: Schema, where: str, is_empty: IsEmpty) -> JsonObject:
     """The schema for llguidance, without x-guidance. Raises UserError, with the place, where it cannot be enforced."""
     require_keywords(schema, where)
     finite = _Finite(schema)
@@ -52,12 +52,12 @@ def enforceable(schema: Mapping[str, Any], where: str, is_empty: IsEmpty) -> dic
     return _Rewriter(schema, finite, is_empty).rewrite(schema, where)
 
 
-def unbounded_numbers(schema: Any) -> bool:
+def unbounded_numbers(schema: object) -> bool:
     """Whether a text may have unbounded numbers, and so 1e999."""
     return any(map(_may_be_any_number, all_schemas(schema)))
 
 
-def _may_be_any_number(schema: Any) -> bool:
+def _may_be_any_number(schema: object) -> bool:
     if not isinstance(schema, Mapping):
         return bool(schema)
     if "const" in schema or "enum" in schema or ("type" not in schema and any(key in schema for key in MERGING)):
@@ -69,7 +69,7 @@ def _may_be_any_number(schema: Any) -> bool:
         "object" in types and "additionalProperties" not in schema) or ("array" in types and "items" not in schema)
 
 
-def _types(schema: Mapping[str, Any]) -> list[str]:
+def _types(schema: Schema) -> list[str]:
     types = schema.get("type", TYPES)
     return [types] if isinstance(types, str) else [*types]
 
@@ -77,7 +77,7 @@ def _types(schema: Mapping[str, Any]) -> list[str]:
 class _Finite:
     """Which schemas have a valid text of finite length: not a reference to itself, nor a schema that requires itself."""
 
-    def __init__(self, root: Any) -> None:
+    def __init__(self, root: object) -> None:
         self._root = root
         targets = {sub["$ref"]: self._target(sub["$ref"]) for sub in all_schemas(root)
                    if isinstance(sub, Mapping) and isinstance(sub.get("$ref"), str)}
@@ -91,7 +91,7 @@ class _Finite:
                 if not self._finite[reference] and self.has_instance(target):
                     self._finite[reference] = changed = True
 
-    def has_instance(self, schema: Any) -> bool:
+    def has_instance(self, schema: object) -> bool:
         if not isinstance(schema, Mapping):
             return schema is not False
         if not self._finite.get(schema.get("$ref", ""), True):
@@ -104,19 +104,19 @@ class _Finite:
         return (any(kind in SCALARS for kind in types) or "const" in schema or "enum" in schema
                 or ("object" in types and self._has_object(schema)) or ("array" in types and self._has_array(schema)))
 
-    def _has_object(self, schema: Mapping[str, Any]) -> bool:
+    def _has_object(self, schema: Schema) -> bool:
         names = schema.get("properties", {})
         other = schema.get("additionalProperties", True) if not schema.get("patternProperties") else True
         return all(self.has_instance(names.get(name, other)) for name in schema.get("required", ()))
 
-    def _has_array(self, schema: Mapping[str, Any]) -> bool:
+    def _has_array(self, schema: Schema) -> bool:
         items = schema.get("items", True)
         first = items if isinstance(items, list) else schema.get("prefixItems", [])
         rest = schema.get("additionalItems", True) if isinstance(items, list) else items
         least = schema.get("minItems", 0)
         return all(map(self.has_instance, first[:int(least)])) and (least <= len(first) or self.has_instance(rest))
 
-    def _target(self, reference: str) -> Any:
+    def _target(self, reference: str) -> object:
         """The schema at a JSON pointer; None if the reference is not one, or leads out of the schema."""
         if reference != "#" and not reference.startswith("#/"):
             return None
@@ -132,7 +132,7 @@ class _Finite:
         return target if is_schema(target) else None
 
 
-def _require_multiples(schema: Mapping[str, Any], where: str) -> None:
+def _require_multiples(schema: Schema, where: str) -> None:
     """llguidance multiplies the multipleOf of merged schemas in 32 bits, and has a state for each remainder of the product."""
     schemas = [sub for sub in all_schemas(schema) if isinstance(sub, Mapping)]
     multiples = {Decimal(str(sub["multipleOf"])) for sub in schemas if "multipleOf" in sub}
@@ -147,13 +147,13 @@ def _require_multiples(schema: Mapping[str, Any], where: str) -> None:
                         f"got {', '.join(map(str, sorted(multiples)))}")
 
 
-def _is_merged(schemas: Sequence[Mapping[str, Any]]) -> bool:
+def _is_merged(schemas: Sequence[Schema]) -> bool:
     """Whether llguidance may merge two schemas."""
     return any(key in sub and (len(sub) > 1 or key == "allOf") for sub in schemas for key in MERGING)
 
 
 class _Rewriter:
-    def __init__(self, root: Mapping[str, Any], finite: _Finite, is_empty: IsEmpty) -> None:
+    def __init__(self, root: Schema, finite: _Finite, is_empty: IsEmpty) -> None:
         schemas = [sub for sub in all_schemas(root) if isinstance(sub, Mapping)]
         self._finite = finite
         self._is_empty = is_empty
@@ -164,9 +164,7 @@ class _Rewriter:
         self._late_names = {name for sub in schemas for name in _late_names(sub)} if merged and not patterns else None
         self._keeps_open = merged and patterns
 
-    def rewrite(self, schema: Any, where: str) -> Any:
-        if not isinstance(schema, Mapping):
-            return schema
+    def rewrite(self, schema: Schema, where: str) -> JsonObject:
         rules = _without_empty_rules(schema)
         for key in BY_NAME:
             if key in rules:
@@ -188,12 +186,12 @@ class _Rewriter:
         self._order_names(rules)
         return rules
 
-    def _rewrite_inside(self, schema: Any, where: str, key: str) -> Any:
+    def _rewrite_inside(self, schema: object, where: str, key: str) -> object:
         if key not in ("$defs", "definitions") and not self._finite.has_instance(schema):
             return False
-        return self.rewrite(schema, where)
+        return self.rewrite(schema, where) if isinstance(schema, Mapping) else schema
 
-    def _order_names(self, rules: dict[str, Any]) -> None:
+    def _order_names(self, rules: JsonObject) -> None:
         """Removes patterns that only declared names match, since no other key could follow a comma. llguidance writes declared
         names in order, so no other key may begin with a name that is no longer allowed, such as forecasts with forecast."""
         patterns = {rust_pattern(pattern): sub for pattern, sub in rules.get("patternProperties", {}).items()}
@@ -219,7 +217,7 @@ class _Rewriter:
         rules["patternProperties"] = {f"^({possible})$": other}
         rules["additionalProperties"] = False
 
-    def _move_to_names(self, rules: dict[str, Any], pattern: str, schema: Any, names: set[str]) -> None:
+    def _move_to_names(self, rules: JsonObject, pattern: str, schema: object, names: set[str]) -> None:
         properties = {name: rules.get("properties", {}).get(name, True)
                       for name in (*rules.get("properties", ()), *rules.get("required", ()))}
         for name in names:
@@ -229,7 +227,7 @@ class _Rewriter:
                                if name in rules.get("properties", ()) or sub is not True}
 
 
-def _late_names(schema: Mapping[str, Any]) -> set[str]:
+def _late_names(schema: Schema) -> set[str]:
     """Optional names that cannot follow a later name."""
     required = {*schema.get("required", ())}
     names = [*schema.get("properties", ())]
@@ -238,7 +236,7 @@ def _late_names(schema: Mapping[str, Any]) -> set[str]:
     return {name for name in names if name and name not in required}
 
 
-def _without_empty_rules(schema: Mapping[str, Any]) -> dict[str, Any]:
+def _without_empty_rules(schema: Schema) -> JsonObject:
     """The schema without keywords that every value satisfies, some of which llguidance rejects."""
     always = {"uniqueItems": schema.get("uniqueItems") is False or schema.get("maxItems", 2) <= 1,
               "not": schema.get("not") is False, "propertyNames": _is_any_name(schema.get("propertyNames")),
@@ -256,11 +254,11 @@ def _without_empty_rules(schema: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in schema.items() if not always.get(key, False)}
 
 
-def _is_any(schema: Any) -> bool:
+def _is_any(schema: object) -> bool:
     return schema is True or schema == {}
 
 
-def _is_any_name(schema: Any) -> bool:
+def _is_any_name(schema: object) -> bool:
     """Whether every property name is valid."""
     if not isinstance(schema, Mapping):
         return schema is True
@@ -270,8 +268,8 @@ def _is_any_name(schema: Any) -> bool:
     return ("string" in kind if isinstance(kind, list) else kind == "string") and (not rules or rules == {"minLength": 0})
 
 
-def _enforce_format(rules: dict[str, Any]) -> None:
-    kind = rules.pop("format", None)
+def _enforce_format(rules: JsonObject) -> None:
+    kind: str | None = rules.pop("format", None)
     if kind is None:
         return
     enforced = NARROWER.get(kind, kind)
@@ -282,7 +280,7 @@ def _enforce_format(rules: dict[str, Any]) -> None:
         rules["allOf"] = [*rules.get("allOf", ()), *({"pattern": pattern} for pattern in patterns)]
 
 
-def _enforce_bounds(rules: dict[str, Any], where: str) -> None:
+def _enforce_bounds(rules: JsonObject, where: str) -> None:
     """Numbers as llguidance compares them, in float64 and int64: never a wider range than the schema's."""
     types = _types(rules)
     whole = "integer" in types and "number" not in types
@@ -314,13 +312,13 @@ def _enforce_bounds(rules: dict[str, Any], where: str) -> None:
             high = _whole(min(_float_below(high), LARGEST_FLOAT))
         rules["exclusiveMaximum" if high_open and not whole else "maximum"] = high
     # llguidance has no range without an end that begins at 19 digits
-    if high is None and low >= 10**18:
+    if high is None and low is not None and low >= 10**18:
         rules["maximum"] = LARGEST_INT if whole else int(LARGEST_FLOAT)
-    if low is None and high <= -(10**18):
+    if low is None and high is not None and high <= -(10**18):
         rules["minimum"] = LOWEST_INT
 
 
-def _bound(rules: Mapping[str, Any], key: str, exclusive: str, tighter: Callable[..., Any]) -> tuple[Any, bool]:
+def _bound(rules: Schema, key: str, exclusive: str, tighter: Callable[[float, float], float]) -> tuple[float | None, bool]:
     """A bound, and whether it is excluded. In draft 4 the second key is true or false."""
     bound = rules.get(key)
     other = rules.get(exclusive)
@@ -331,24 +329,24 @@ def _bound(rules: Mapping[str, Any], key: str, exclusive: str, tighter: Callable
     return bound, False
 
 
-def _float_below(value: Any) -> Any:
+def _float_below(value: float) -> float:
     try:
-        rules = float(value)
+        result = float(value)
     except OverflowError:
         return math.copysign(LARGEST_FLOAT * 2, value)
-    return math.nextafter(rules, -math.inf) if rules > value else rules
+    return math.nextafter(result, -math.inf) if result > value else result
 
 
-def _whole(value: Any) -> Any:
+def _whole(value: float) -> float:
     """The same number, as an int if it is one: llguidance reads long floats inexactly."""
     return int(value) if value == int(value) else value
 
 
-def _float_above(value: Any) -> Any:
+def _float_above(value: float) -> float:
     return -_float_below(-value)
 
 
-def _require_exact(rules: Mapping[str, Any], where: str) -> None:
+def _require_exact(rules: Schema, where: str) -> None:
     for key, values in (("const", [rules.get("const")]), ("enum", rules.get("enum", ()))):
         pending = [*values]
         while pending:

@@ -7,7 +7,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 from rwkv.errors import UserError
 
@@ -21,10 +21,11 @@ TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
 MAX_VALUES = 100_000                     # values in a schema
 CONTROL = re.compile("[\x00-\x1f\x7f]")
 
-Place = tuple[Any, ...]
+Schema = Mapping[str, Any]
+Place = tuple[str | int, ...]
 
 
-def require_schema(schema: Any, where: str) -> None:
+def require_schema(schema: object, where: str) -> None:
     """Raises UserError, with the place, for a schema that is too large, and for rules that a text could evade by repeating a
     key, or spelling it with other escapes. Takes time in proportion to the schema."""
     if not isinstance(schema, Mapping):
@@ -36,7 +37,7 @@ def require_schema(schema: Any, where: str) -> None:
         raise UserError(f"{where} is nested too deeply") from None
 
 
-def _require_size(schema: Any, where: str) -> None:
+def _require_size(schema: object, where: str) -> None:
     pending = [schema]
     count = 0
     while pending:
@@ -50,7 +51,7 @@ def _require_size(schema: Any, where: str) -> None:
             pending += value
 
 
-def _require_safe_keys(schema: Any, where: str) -> None:
+def _require_safe_keys(schema: object, where: str) -> None:
     if not isinstance(schema, Mapping):
         return
     least = schema.get("minProperties", 0)
@@ -65,7 +66,7 @@ def _require_safe_keys(schema: Any, where: str) -> None:
         _require_safe_keys(sub, named(where, place))
 
 
-def inside(schema: Any) -> Iterator[tuple[Place, Any]]:
+def inside(schema: object) -> Iterator[tuple[Place, object]]:
     """(place, schema) for each schema directly inside `schema`."""
     if not isinstance(schema, Mapping):
         return
@@ -80,37 +81,37 @@ def inside(schema: Any) -> Iterator[tuple[Place, Any]]:
             yield (key,), schema[key]
 
 
-def named(where: str, place: Sequence[Any]) -> str:
+def named(where: str, place: Sequence[str | int]) -> str:
     return where + "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in place)
 
 
-def all_schemas(schema: Any) -> Iterator[Any]:
+def all_schemas(schema: object) -> Iterator[object]:
     yield schema
     for _, sub in inside(schema):
         yield from all_schemas(sub)
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def _is_count(value: Any) -> bool:
+def _is_count(value: object) -> bool:
     return _is_number(value) and value >= 0 and value % 1 == 0
 
 
-def is_schema(value: Any) -> bool:
+def is_schema(value: object) -> bool:
     return isinstance(value, (Mapping, bool))
 
 
-def _are_names(value: Any) -> bool:
+def _are_names(value: object) -> bool:
     return isinstance(value, list) and all(isinstance(name, str) for name in value)
 
 
-def _are_schemas(value: Any) -> bool:
+def _are_schemas(value: object) -> bool:
     return isinstance(value, list) and all(map(is_schema, value))
 
 
-def _are_types(value: Any) -> bool:
+def _are_types(value: object) -> bool:
     types = value if isinstance(value, list) else [value]
     return bool(types) and all(kind in TYPES for kind in types if isinstance(kind, str)) and _are_names(types)
 
@@ -132,7 +133,7 @@ FORMS: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
     (("uniqueItems",), lambda value: isinstance(value, bool), "true or false"))
 
 
-def require_keywords(schema: Any, where: str) -> None:
+def require_keywords(schema: object, where: str) -> None:
     """Raises UserError, with the place, for a keyword whose value JSON Schema does not allow."""
     if not isinstance(schema, Mapping):
         return
@@ -149,5 +150,5 @@ def require_keywords(schema: Any, where: str) -> None:
         require_keywords(sub, named(where, place))
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     return json.dumps(value, default=repr)[:60]

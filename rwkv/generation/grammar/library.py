@@ -1,13 +1,25 @@
 """llguidance, imported when it is needed, and its errors as sentences."""
 
-from typing import Any
+from types import ModuleType
+from typing import Protocol
 
 from rwkv.errors import UserError
 
 MISSING = 'grammars and schemas need llguidance, which is not installed: pip install "timemix[serve]" or pip install llguidance'
 
 
-def llguidance_module() -> Any:
+class LibraryMatcher(Protocol):
+    """llguidance's LLMatcher."""
+
+    def deep_copy(self) -> "LibraryMatcher": ...
+    def compute_bitmask(self) -> bytes: ...
+    def consume_token(self, token: int) -> bool: ...
+    def is_error(self) -> bool: ...
+    def get_error(self) -> str: ...
+    def stop_reason(self) -> str: ...
+
+
+def llguidance_module() -> ModuleType:
     try:
         import llguidance
     except ImportError:

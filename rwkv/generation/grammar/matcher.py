@@ -4,11 +4,10 @@ from collections.abc import Sequence
 from contextlib import suppress
 from functools import lru_cache, partial
 from random import Random
-from typing import Any
 
 from rwkv.errors import UserError
 from rwkv.generation.grammar import Grammar
-from rwkv.generation.grammar.library import llguidance_module, sentence
+from rwkv.generation.grammar.library import LibraryMatcher, llguidance_module, sentence
 from rwkv.tokenizer.tokenizers import ByteTokenizer, Tokenizer
 
 COMPILED = 32                            # compiled grammars in the cache
@@ -64,7 +63,7 @@ class Vocabulary:
 class Matcher:
     """Follows one sequence in its grammars, all of which must allow it."""
 
-    def __init__(self, libraries: Sequence[Any], vocabulary: Vocabulary, stop_tokens: Sequence[int] = ()) -> None:
+    def __init__(self, libraries: Sequence[LibraryMatcher], vocabulary: Vocabulary, stop_tokens: Sequence[int] = ()) -> None:
         self._libraries = libraries
         self._end = vocabulary.ends[0]
         self._ends = {*vocabulary.ends, *{*stop_tokens}.intersection(vocabulary.special_token_ids)}
@@ -113,12 +112,12 @@ def vocabulary(tokenizer: Tokenizer) -> Vocabulary:
 
 
 @lru_cache(maxsize=COMPILED)
-def compiled(grammar: Grammar, tokenizer: Tokenizer) -> list[Any]:
+def compiled(grammar: Grammar, tokenizer: Tokenizer) -> list[LibraryMatcher]:
     """llguidance's matchers, to be copied for each sequence. Raises UserError as Grammar.check and require_ends do."""
     return compile_grammar(grammar, tokenizer)
 
 
-def compile_grammar(grammar: Grammar, tokenizer: Tokenizer) -> list[Any]:
+def compile_grammar(grammar: Grammar, tokenizer: Tokenizer) -> list[LibraryMatcher]:
     grammars = (grammar, grammar.with_finite_numbers())
     libraries = [_library(each, tokenizer) for each in grammars if each is not None]
     if not vocabulary(tokenizer).has_all_characters:
@@ -126,17 +125,18 @@ def compile_grammar(grammar: Grammar, tokenizer: Tokenizer) -> list[Any]:
     return libraries
 
 
-def _library(grammar: Grammar, tokenizer: Tokenizer) -> Any:
+def _library(grammar: Grammar, tokenizer: Tokenizer) -> LibraryMatcher:
     llguidance = llguidance_module()
     limits = llguidance.LLParserLimits(**LIMITS)
-    library = llguidance.LLMatcher(vocabulary(tokenizer).library, grammar.definition, log_level=0, limits=limits)
+    library: LibraryMatcher = llguidance.LLMatcher(vocabulary(tokenizer).library, grammar.definition, log_level=0,
+                                                   limits=limits)
     if library.is_error():
         grammar.check()
         raise UserError(f"{grammar.parts[0].where}: {sentence(library.get_error())}")
     return library
 
 
-def require_ends(grammar: Grammar, libraries: Sequence[Any], tokenizer: Tokenizer, walks: int = WALKS) -> None:
+def require_ends(grammar: Grammar, libraries: Sequence[LibraryMatcher], tokenizer: Tokenizer, walks: int = WALKS) -> None:
     """Raises UserError if a random walk reaches a dead end, where no token is allowed: the grammar has a prefix without an end,
     or the tokenizer lacks a character. If it lacks some, one of a few walks must also end."""
     vocab = vocabulary(tokenizer)
@@ -146,7 +146,7 @@ def require_ends(grammar: Grammar, libraries: Sequence[Any], tokenizer: Tokenize
         raise UserError(f"{grammar.parts[0].where}: no text can be completed with the tokenizer's {len(vocab.tokens)} tokens")
 
 
-def _walk(libraries: Sequence[Any], vocab: Vocabulary, grammar: Grammar, seed: int, steps: int,
+def _walk(libraries: Sequence[LibraryMatcher], vocab: Vocabulary, grammar: Grammar, seed: int, steps: int,
           closing: int | None = None) -> bool:
     """Whether a text of at most `steps` random tokens has ended. closing: from this step on it prefers tokens that close."""
     draw = Random(seed)

@@ -5,11 +5,11 @@ CStep compares their sizes. A generation's c_model(model, builder) makes its own
 until its weights change.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import cache
 from itertools import chain
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -78,12 +78,24 @@ class Common(NamedTuple):                # the common part of all generations
     widest: int
 
 
+class Structs(Protocol):
+    """A generation's outermost struct, a named tuple."""
+
+    @property
+    def common(self) -> Common: ...
+
+    @property
+    def layers(self) -> tuple[tuple[object, ...], ...]: ...
+
+    def __iter__(self) -> Iterator[object]: ...
+
+
 class CStep:
     """The step of a model with its present weights. own: the tensors made for it; all others are the model's."""
 
     def __init__(self, model: Model) -> None:
         builder = Builder(model)
-        structs = form(model.config, "step_c").c_model(model, builder)
+        structs: Structs = form(model.config, "step_c").c_model(model, builder)
         _require_sizes(model.config.generation, structs)
         numbers = list(_numbers(structs))
         model_storages = {tensor.untyped_storage().data_ptr() for tensor in tensors_of(model)}
@@ -319,25 +331,25 @@ def _matrix(kind: str, weight: Tensor) -> Matrix:
     return Matrix(KINDS[kind], N, K, weight.contiguous())
 
 
-def _require_sizes(generation: str, model: Any) -> None:
+def _require_sizes(generation: str, model: Structs) -> None:
     """Raises AssertionError unless each struct has as many fields here as in C."""
     for struct in (model.common.ln_out, model.common.head, model.common, model.layers[0], model):
         native.require_size(f"{generation}_{type(struct).__name__.lower()}", _count(struct))
 
 
-def _count(struct: Any) -> int:
+def _count(struct: Iterable[object]) -> int:
     """The number of fields in a struct and its nested structs, without the array of layers at its end."""
-    return sum(_count(part) if hasattr(part, "_fields") else not isinstance(part, tuple) for part in struct)
+    return sum((_count(part) if hasattr(part, "_fields") else 0) if isinstance(part, tuple) else 1 for part in struct)
 
 
-def _parts(struct: Any) -> Iterator[Any]:
+def _parts(struct: Iterable[object]) -> Iterator[int | float | Tensor | None]:
     """The numbers and tensors of a struct and its nested structs, in order."""
     for part in struct:
         if isinstance(part, tuple):
             yield from _parts(part)
         else:
-            yield part
+            yield cast(int | float | Tensor | None, part)
 
 
-def _numbers(struct: Any) -> Iterator[int]:
+def _numbers(struct: Iterable[object]) -> Iterator[int]:
     return map(native.number, _parts(struct))

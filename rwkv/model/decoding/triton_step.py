@@ -13,7 +13,7 @@ float32.
 
 import math
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, cast
@@ -44,10 +44,10 @@ class Launch:
     """One kernel of a step. grid: from the number of rows. constants: the kernel's constexpr arguments, or a function of the
     number of rows. takes_rows: this number is also the last argument. takes_prefill: the kernel has PREFILL."""
 
-    kernel: Any
+    kernel: Any                          # a function of triton.jit
     grid: Callable[[int], tuple[int, ...]]
-    args: tuple[Any, ...]
-    constants: dict[str, Any] | Callable[[int], dict[str, Any]]
+    args: tuple[object, ...]
+    constants: Mapping[str, object] | Callable[[int], Mapping[str, object]]
     takes_rows: bool = False
     takes_prefill: bool = False
 
@@ -347,7 +347,7 @@ class Builder:
 
     def products(self, *jobs: "Job") -> list[Launch]:
         """One launch for all jobs of the same form and dtype."""
-        groups: dict[Any, list[Job]] = {}
+        groups: dict[tuple[str, torch.dtype], list[Job]] = {}
         for job in jobs:
             groups.setdefault((job.form, job.weight.dtype), []).append(job)
         return [self._launch(group, self.wide_buffer) for group in groups.values()]

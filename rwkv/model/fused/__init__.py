@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, pad
 
 from kernels.backends.torch_private import transforms_active
-from rwkv.model.first_derivative import first_derivative
+from rwkv.model.first_derivative import Context, first_derivative
 from rwkv.model.fused.form import form_for
 from rwkv.model.hooks import untouched
 from rwkv.model.weight_cache import rounded, to_save
@@ -73,7 +73,8 @@ def _is_plain(layer: nn.Module) -> bool:
 
 class _Mixes(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, dtype: torch.dtype, x: Tensor, last_x: Tensor | None, first: Tensor | None, *mus: Tensor) -> Tensors:
+    def forward(ctx: Context, dtype: torch.dtype, x: Tensor, last_x: Tensor | None, first: Tensor | None,
+                *mus: Tensor) -> Tensors:
         trained = any(ctx.needs_input_grad[4:])
         ctx.dtype = dtype
         ctx.save_for_backward(x if trained else None, last_x if trained else None, first, *mus)
@@ -81,7 +82,7 @@ class _Mixes(torch.autograd.Function):
 
     @staticmethod
     @first_derivative
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, last_x, first, *mus = ctx.saved_tensors
         grad_mus: Tensors | list[None] = [None] * len(mus)
         if x is not None:
@@ -92,7 +93,7 @@ class _Mixes(torch.autograd.Function):
 
 
 def recompute_mixes(recompute_x: Callable[[], Tensor], last_x: Tensor | None, mus: Tensors, first: Tensor | None,
-                    mixes: Tensors) -> AbstractContextManager[Any]:
+                    mixes: Tensors) -> AbstractContextManager[None]:
     """A context for calls that read the mixes of token_shift: their backward passes recompute each mix instead of saving it.
 
     recompute_x() returns the x of token_shift; the other arguments are token_shift's. mixes must stay in memory until the
@@ -104,12 +105,12 @@ def recompute_mixes(recompute_x: Callable[[], Tensor], last_x: Tensor | None, mu
     size = mixes[0].numel()              # not the mixes: the functions below live until the backward pass
     indices = {mix.data_ptr(): index for index, mix in enumerate(mixes)}
 
-    def pack(tensor: Tensor) -> Any:
+    def pack(tensor: Tensor) -> object:
         index = indices.get(tensor.data_ptr()) if tensor.numel() == size and tensor.is_contiguous() else None
         return tensor if index is None else (mus[index], tensor.shape)
 
     @torch.no_grad()
-    def unpack(saved: Any) -> Tensor:
+    def unpack(saved: Tensor | tuple[Tensor, torch.Size]) -> Tensor:
         if isinstance(saved, Tensor):
             return saved
         mu, shape = saved
@@ -144,7 +145,7 @@ def squared_relu_linear(layer: nn.Module, x: Tensor) -> Tensor:
 
 class _SquaredReluLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, dtype: torch.dtype, x: Tensor, weight: Tensor) -> Tensor:
+    def forward(ctx: Context, dtype: torch.dtype, x: Tensor, weight: Tensor) -> Tensor:
         (multiplied,) = rounded(dtype, (weight,))
         ctx.save_for_backward(x, *to_save((weight,), (multiplied,)))
         ctx.dtype, ctx.weight_dtype = dtype, weight.dtype
@@ -152,7 +153,7 @@ class _SquaredReluLinear(torch.autograd.Function):
 
     @staticmethod
     @first_derivative
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, Tensor]:
+    def backward(ctx: Context, grad: Tensor) -> tuple[None, Tensor, Tensor]:
         x, weight = ctx.saved_tensors
         (weight,) = rounded(ctx.dtype, (weight,))
         grad_square, grad_weight = product_backward(grad, squared_relu(x).to(ctx.dtype), weight, ctx.weight_dtype)
@@ -161,13 +162,13 @@ class _SquaredReluLinear(torch.autograd.Function):
 
 class _SquaredRelu(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
+    def forward(ctx: Context, x: Tensor) -> Tensor:
         ctx.save_for_backward(x)
         return squared_relu(x)
 
     @staticmethod
     @first_derivative
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
+    def backward(ctx: Context, grad: Tensor) -> Tensor:
         (x,) = ctx.saved_tensors
         return squared_relu_backward(grad, x)
 
@@ -183,7 +184,7 @@ def mixed_products(x: Tensor, last_x: Tensor | None, mus: Tensors, weights: Tens
 
 class _MixedProducts(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, dtype: torch.dtype, x: Tensor, last_x: Tensor | None, *others: Tensor) -> Tensors:
+    def forward(ctx: Context, dtype: torch.dtype, x: Tensor, last_x: Tensor | None, *others: Tensor) -> Tensors:
         mus, weights = others[:len(others) // 2], others[len(others) // 2:]
         multiplied = rounded(dtype, weights)
         saved, mixes = mix(dtype, x, last_x, mus)
@@ -193,7 +194,7 @@ class _MixedProducts(torch.autograd.Function):
 
     @staticmethod
     @first_derivative
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
         n, saved = len(grads), ctx.saved_tensors
         weights = rounded(ctx.dtype, saved[n:2 * n])
         products = [product_backward(grad, x, weight, ctx.weight_dtype)

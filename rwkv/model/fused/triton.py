@@ -72,7 +72,7 @@ def squared_relu(x: Tensor, grad: Tensor | None = None) -> Tensor:
     return out
 
 
-def launch(kernel: Any, grid: tuple[int, ...], x: Tensor, *others: Any, num_warps: int) -> None:
+def launch(kernel: Any, grid: tuple[int, ...], x: Tensor, *others: object, num_warps: int) -> None:
     """Runs on the device of x, since Triton would use the current one. Does nothing for an empty x."""
     if x.numel():
         with torch.cuda.device_of(x):

@@ -1,12 +1,11 @@
 """The fused form of RWKV-4's time and channel mixing: autograd functions with their own gradients (see ../fused)."""
 
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from rwkv.model.first_derivative import first_derivative
+from rwkv.model.first_derivative import Context, first_derivative
 from rwkv.model.fused import (
     Tensors,
     gate_backward,
@@ -34,7 +33,7 @@ def channel_mixing(x: Tensor, last_x: Tensor | None, mus: Tensors, key: Tensor, 
 
 class _GatedProduct(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+    def forward(ctx: Context, gate: Tensor, x: Tensor, weight: Tensor) -> Tensor:
         gate = torch.sigmoid(gate)
         (multiplied,) = rounded(gate.dtype, (weight,))
         gated = gate * x
@@ -44,7 +43,7 @@ class _GatedProduct(torch.autograd.Function):
 
     @staticmethod
     @first_derivative
-    def backward(ctx: Any, grad: Tensor) -> Tensors:
+    def backward(ctx: Context, grad: Tensor) -> Tensors:
         gate, x, gated, weight = ctx.saved_tensors
         (weight,) = rounded(gate.dtype, (weight,))
         grad_gated, grad_weight = product_backward(grad, gated, weight, ctx.weight_dtype)
@@ -53,7 +52,7 @@ class _GatedProduct(torch.autograd.Function):
 
 class _ChannelMixing(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, dtype: torch.dtype, x: Tensor, last_x: Tensor | None, mu_k: Tensor, mu_r: Tensor,
+    def forward(ctx: Context, dtype: torch.dtype, x: Tensor, last_x: Tensor | None, mu_k: Tensor, mu_r: Tensor,
                 *weights: Tensor) -> Tensor:
         saved, (mix_k, mix_r) = mix(dtype, x, last_x, (mu_k, mu_r))
         key, receptance, value = multiplied = rounded(dtype, weights)
@@ -67,7 +66,7 @@ class _ChannelMixing(torch.autograd.Function):
 
     @staticmethod
     @first_derivative
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor | None, ...]:
         mix_k, mix_r, k, hidden, gate, kv, *weights, x, last_x, mu_k, mu_r = ctx.saved_tensors
         key, receptance, value = rounded(k.dtype, weights)
         grad_r, grad_kv = gate_backward(grad, gate, kv)

@@ -11,13 +11,13 @@ B rows, T steps, C channels in H heads of N, d the ranks of the low-rank gates. 
 from collections.abc import Iterable, Mapping
 from functools import partial
 from itertools import chain
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from rwkv.model.first_derivative import first_derivative
+from rwkv.model.first_derivative import Context, first_derivative
 from rwkv.model.fused import (
     Tensors,
     cast,
@@ -152,7 +152,7 @@ def channel_mixing(x: Tensor, last_x: Tensor | None, x_k: Tensor, key: Tensor, v
 
 class _Inputs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, dtype: torch.dtype, N: int, x: Tensor, last_x: Tensor | None, v_first: Tensor | None,
+    def forward(ctx: Context, dtype: torch.dtype, N: int, x: Tensor, last_x: Tensor | None, v_first: Tensor | None,
                 *parameters: Tensor | None) -> tuple[Tensor | None, ...]:
         p = dict(zip(Parameters._fields, parameters, strict=True))
         names = GATES[:-1] if v_first is None else GATES
@@ -172,7 +172,7 @@ class _Inputs(torch.autograd.Function):
 
     @staticmethod
     @first_derivative
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
         mixes, saved_x, weights, *saved_gates = _saved(ctx)
         weights = rounded(ctx.dtype, weights)
         squares, downs = weights[:len(SQUARES)], weights[len(SQUARES):]
@@ -204,7 +204,7 @@ class _Inputs(torch.autograd.Function):
 
 class _Gates(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, N: int, k: Tensor, v: Tensor, v_first: Tensor | None, n: int, *others: Tensor) -> Tensors:
+    def forward(ctx: Context, N: int, k: Tensor, v: Tensor, v_first: Tensor | None, n: int, *others: Tensor) -> Tensors:
         hidden, vectors, matrices = others[:n], others[n:2 * n + 1], others[2 * n + 1:]
         gates, saved = _low_rank_gates(k, v, v_first, hidden, N, vectors, matrices)
         ctx.N, ctx.sizes, ctx.weight_dtype = N, _save(ctx, *saved), matrices[0].dtype
@@ -212,7 +212,7 @@ class _Gates(torch.autograd.Function):
 
     @staticmethod
     @first_derivative
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
         grad = _low_rank_gates_backward(SavedGates(*_saved(ctx)), ctx.N, Gates(*grads), (None, None), ctx.weight_dtype)
         return None, grad.k, grad.v, grad.v_first, None, *grad.hidden, *grad.vectors, *grad.matrices
 
@@ -330,7 +330,7 @@ def _gate(z: Tensors, vectors: Tensors) -> Tensor:
 
 class _Output(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, y: Tensor, r: Tensor, k: Tensor, v: Tensor, g: Tensor, r_k: Tensor, weight: Tensor, bias: Tensor,
+    def forward(ctx: Context, y: Tensor, r: Tensor, k: Tensor, v: Tensor, g: Tensor, r_k: Tensor, weight: Tensor, bias: Tensor,
                 matrix: Tensor) -> Tensor:
         vectors = r_k, weight, bias
         (multiplied,) = rounded(g.dtype, (matrix,))
@@ -341,7 +341,7 @@ class _Output(torch.autograd.Function):
 
     @staticmethod
     @first_derivative
-    def backward(ctx: Any, grad: Tensor) -> Tensors:
+    def backward(ctx: Context, grad: Tensor) -> Tensors:
         y, r, k, v, g, gated, *vectors, matrix = ctx.saved_tensors
         (matrix,) = rounded(g.dtype, (matrix,))
         grad_gated, grad_matrix = product_backward(grad, gated, matrix, ctx.weight_dtype)
@@ -351,13 +351,13 @@ class _Output(torch.autograd.Function):
 
 class _Gated(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, y: Tensor, r: Tensor, k: Tensor, v: Tensor, g: Tensor, *vectors: Tensor) -> Tensor:
+    def forward(ctx: Context, y: Tensor, r: Tensor, k: Tensor, v: Tensor, g: Tensor, *vectors: Tensor) -> Tensor:
         ctx.save_for_backward(y, r, k, v, g, *vectors)
         return _gated(y, r, k, v, g, vectors)
 
     @staticmethod
     @first_derivative
-    def backward(ctx: Any, grad: Tensor) -> Tensors:
+    def backward(ctx: Context, grad: Tensor) -> Tensors:
         y, r, k, v, g, *vectors = ctx.saved_tensors
         grads, (grad_r_k, grad_weight, grad_bias) = _gated_backward(y, r, k, v, g, tuple(vectors), grad)
         return *grads, grad_r_k.view_as(vectors[0]), grad_weight, grad_bias
@@ -407,7 +407,7 @@ def _ungated(y: Tensor, r: Tensor, k: Tensor, v: Tensor, vectors: Tensors) -> Te
 
 class _ChannelMixing(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, dtype: torch.dtype, x: Tensor, last_x: Tensor | None, x_k: Tensor, *weights: Tensor) -> Tensor:
+    def forward(ctx: Context, dtype: torch.dtype, x: Tensor, last_x: Tensor | None, x_k: Tensor, *weights: Tensor) -> Tensor:
         saved, (mixed,) = mix(dtype, x, last_x, (x_k,), to_previous=True)
         key, value = multiplied = rounded(dtype, weights)
         k = linear(mixed, key)
@@ -418,7 +418,7 @@ class _ChannelMixing(torch.autograd.Function):
 
     @staticmethod
     @first_derivative
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor | None, ...]:
         mixed, k, hidden, *weights, x, last_x, x_k = ctx.saved_tensors
         key, value = rounded(k.dtype, weights)
         grad_hidden, grad_value = product_backward(grad, hidden, value, ctx.weight_dtype)
@@ -427,14 +427,14 @@ class _ChannelMixing(torch.autograd.Function):
         return None, grad_x, grad_last_x, grad_x_k, grad_key, grad_value
 
 
-def _save(ctx: Any, *groups: Iterable[Tensor | None]) -> list[int]:
+def _save(ctx: Context, *groups: Iterable[Tensor | None]) -> list[int]:
     """Saves groups of tensors for the backward pass. Returns the size of each group, for _saved."""
     lists = [tuple(group) for group in groups]
     ctx.save_for_backward(*chain(*lists))
     return [len(group) for group in lists]
 
 
-def _saved(ctx: Any) -> list[tuple[Any, ...]]:
+def _saved(ctx: Context) -> list[tuple[Tensor, ...]]:
     tensors = iter(ctx.saved_tensors)
     return [tuple(next(tensors) for _ in range(size)) for size in ctx.sizes]
 

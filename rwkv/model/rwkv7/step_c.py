@@ -86,15 +86,15 @@ def c_model(model: base.Model, builder: Builder) -> Model:
 
 def _layer(block: Block, builder: Builder) -> Layer:
     att, ffn, norm, matrix = block.att, block.ffn, builder.norm, builder.matrix
-    gates: dict[str, Any] = {}
+    gates: dict[str, Matrix] = {}
     for gate in GATES:
         exists = gate != "v" or not block.first
         for part, order in ("1", DENSE_BY_INPUT), ("2", SPARSE_BY_INPUT):
             gates[gate + part] = builder.low_rank(getattr(att, gate + part), order) if exists else NO_MATRIX
-    vectors: dict[str, Any] = {name: builder.vector(getattr(att, name)) for name in ("w0", "a0", "v0", "k_k", "k_a", "r_k")}
+    vectors: dict[str, Tensor] = {name: builder.vector(getattr(att, name)) for name in ("w0", "a0", "v0", "k_k", "k_a", "r_k")}
     return Layer(
         ln0=norm(block.ln0) if block.first else NO_NORM, ln1=norm(block.ln1), ln2=norm(block.ln2), ln_x=norm(att.ln_x),
         mixes=1 - builder.vectors(*(getattr(att, f"x_{name}") for name in STEP_MIXES)),
         receptance=matrix(att.receptance), key=matrix(att.key), value=matrix(att.value), output=matrix(att.output),
-        **gates, **vectors,
+        **cast(dict[str, Any], gates | vectors),
         ffn_mixes=1 - builder.vector(ffn.x_k), ffn_key=matrix(ffn.key), ffn_value=builder.sparse_matrix(ffn.value))

@@ -8,18 +8,20 @@ and answer together.
 import re
 from collections.abc import AsyncIterator, Callable, Iterator
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from rwkv.serving.answers import Answer, ResponseSpec
+from rwkv.io.json_types import JsonObject
+from rwkv.serving.answers import Answer, ResponseSpec, sse
 from rwkv.serving.endpoints.chat import chat_sequences
+from rwkv.serving.engine.queue import Ticket
 from rwkv.serving.http.errors import ApiError, json_response, renaming
 from rwkv.serving.messages import Event, Generate
 from rwkv.serving.openapi import GENERATION, Endpoint
-from rwkv.serving.schema import Effort, NewTokens, SamplingFields, Seed, TranslatedChat, converted, read
+from rwkv.serving.schema import Effort, Ignored, NewTokens, SamplingFields, Seed, TranslatedChat, converted, read
 from rwkv.serving.service import Service, from_body, owner
 from rwkv.serving.submission import submit
 
@@ -39,7 +41,7 @@ class ThinkingConfig(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class OutputFormat(msgspec.Struct, tag="json_schema", tag_field="type", forbid_unknown_fields=True):
-    schema: dict[str, Any]
+    schema: JsonObject
 
 
 class OutputConfig(msgspec.Struct, forbid_unknown_fields=True):
@@ -55,7 +57,7 @@ class Choice(msgspec.Struct, forbid_unknown_fields=True):
 
 class Message(msgspec.Struct, forbid_unknown_fields=True):
     role: Literal["user", "assistant", "system"]
-    content: str | list[dict[str, Any]]
+    content: str | list[JsonObject]
 
 
 class MessagesRequest(SamplingFields, forbid_unknown_fields=True, kw_only=True):
@@ -64,26 +66,26 @@ class MessagesRequest(SamplingFields, forbid_unknown_fields=True, kw_only=True):
     model: str
     messages: list[Message]
     max_tokens: NewTokens | None = None
-    system: str | list[dict[str, Any]] | None = None
+    system: str | list[JsonObject] | None = None
     stop_sequences: list[str] | None = None
     stream: bool | None = None
     seed: Seed | None = None
     thinking: ThinkingConfig | None = None
     output_config: OutputConfig | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: list[JsonObject] | None = None
     tool_choice: Choice | None = None
     container: None = None               # not supported
-    metadata: Any = None                 # ignored, like those below
-    cache_control: Any = None
-    service_tier: Any = None
-    speed: Any = None
-    inference_geo: Any = None
-    diagnostics: Any = None
-    user_profile_id: Any = None
-    context_management: Any = None
+    metadata: Ignored = None
+    cache_control: Ignored = None
+    service_tier: Ignored = None
+    speed: Ignored = None
+    inference_geo: Ignored = None
+    diagnostics: Ignored = None
+    user_profile_id: Ignored = None
+    context_management: Ignored = None
 
 
-def error_body(error: ApiError) -> dict[str, Any]:
+def error_body(error: ApiError) -> JsonObject:
     kind = ERRORS.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
     return {"type": "error", "error": {"type": kind, "message": str(error)}}
 
@@ -139,7 +141,7 @@ def _renamed(field: str, places: list[str]) -> str:
     return NAMES.get(field.split(".")[0], field)
 
 
-def _choice(choice: Choice | None) -> dict[str, Any]:
+def _choice(choice: Choice | None) -> JsonObject:
     if choice is None:
         return {}
     if (choice.type == "tool") != (choice.name is not None):
@@ -149,7 +151,7 @@ def _choice(choice: Choice | None) -> dict[str, Any]:
             "parallel_tool_calls": False if choice.disable_parallel_tool_use else None}
 
 
-def _tool(tool: dict[str, Any], where: str) -> dict[str, Any]:
+def _tool(tool: JsonObject, where: str) -> JsonObject:
     kind = str(tool.get("type") or "custom")
     if kind != "custom":
         raise ApiError(400, f"{where}.type must be custom: this server runs no tools; got {kind[:60]!r}", f"{where}.type")
@@ -159,12 +161,12 @@ def _tool(tool: dict[str, Any], where: str) -> dict[str, Any]:
     return {"type": "function", "function": {**function, "parameters": tool["input_schema"]}}
 
 
-def _messages(body: MessagesRequest) -> tuple[list[dict[str, Any]], list[str]]:
+def _messages(body: MessagesRequest) -> tuple[list[JsonObject], list[str]]:
     """The messages of a chat, and the place of each in the request. Consecutive turns of one role are merged."""
-    chat: list[dict[str, Any]] = []
+    chat: list[JsonObject] = []
     places: list[str] = []
 
-    def add(message: dict[str, Any], where: str) -> None:
+    def add(message: JsonObject, where: str) -> None:
         last = chat[-1] if chat else None
         if last and last["role"] == message["role"] != "tool" and not last.get("tool_calls"):
             last["content"] = [*last["content"], *message["content"]]
@@ -185,9 +187,9 @@ def _messages(body: MessagesRequest) -> tuple[list[dict[str, Any]], list[str]]:
     return chat, places
 
 
-def _turns(role: str, content: str | list[dict[str, Any]], where: str) -> Iterator[dict[str, Any]]:
+def _turns(role: str, content: str | list[JsonObject], where: str) -> Iterator[JsonObject]:
     """The chat messages for one message's blocks: each tool result becomes a message."""
-    turn: dict[str, Any] = {"role": role, "content": []}
+    turn: JsonObject = {"role": role, "content": []}
     calls = []
     blocks = _text_blocks(content, where) if isinstance(content, str) else content
     for i, block in enumerate(blocks):
@@ -215,7 +217,7 @@ def _turns(role: str, content: str | list[dict[str, Any]], where: str) -> Iterat
         yield turn
 
 
-def _result(block: dict[str, Any], where: str) -> dict[str, Any]:
+def _result(block: JsonObject, where: str) -> JsonObject:
     if not isinstance(block.get("tool_use_id"), str):
         raise ApiError(400, f"{where}.tool_use_id must be a string", where)
     error = [{"type": "text", "text": "Error:"}] if block.get("is_error") else []
@@ -223,7 +225,7 @@ def _result(block: dict[str, Any], where: str) -> dict[str, Any]:
     return {"role": "tool", "tool_call_id": block["tool_use_id"], "content": [*error, *blocks]}
 
 
-def _text_blocks(blocks: Any, where: str) -> list[dict[str, Any]]:
+def _text_blocks(blocks: object, where: str) -> list[JsonObject]:
     """Text blocks without their other fields, such as cache_control. Raises ApiError for any other block."""
     blocks = [{"type": "text", "text": blocks}] if isinstance(blocks, str) else blocks
     if not isinstance(blocks, list):
@@ -241,11 +243,11 @@ def _text_blocks(blocks: Any, where: str) -> list[dict[str, Any]]:
 
 
 class MessagesAnswer(Answer):
-    def __init__(self, service: Service, ticket: Any, spec: ResponseSpec, body: MessagesRequest) -> None:
+    def __init__(self, service: Service, ticket: Ticket, spec: ResponseSpec, body: MessagesRequest) -> None:
         super().__init__(service.engine, ticket, spec, bool(body.stream), service.config.timeout_s)
         self._stops = body.stop_sequences or []
         self._shows_thoughts = body.thinking is None or body.thinking.display != "omitted"
-        self._blocks: list[dict[str, Any]] = []
+        self._blocks: list[JsonObject] = []
         self._open = False               # the last block may get more text
         self._choice = self._choices[0]
 
@@ -261,34 +263,34 @@ class MessagesAnswer(Answer):
     async def _chunks(self) -> AsyncIterator[bytes]:
         usage = {"input_tokens": _prompt_tokens(self._ticket.sequences[0]), "output_tokens": 0}
         start = {**self._message(), "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
-        yield _sse({"type": "message_start", "message": start}) + _sse({"type": "ping"})
+        yield sse({"type": "message_start", "message": start}) + sse({"type": "ping"})
         try:
             async for _, event in self._ticket:
-                if chunk := b"".join(map(_sse, self._events(event))):
+                if chunk := b"".join(map(sse, self._events(event))):
                     yield chunk
         except ApiError as error:
-            yield _sse(error_body(error))
+            yield sse(error_body(error))
             return
         self._complete = True
-        yield _sse({"type": "message_delta", "delta": self._ending(), "usage": self._counts()}) + _sse({"type": "message_stop"})
+        yield sse({"type": "message_delta", "delta": self._ending(), "usage": self._counts()}) + sse({"type": "message_stop"})
 
-    def _message(self) -> dict[str, Any]:
+    def _message(self) -> JsonObject:
         return {"id": f"msg_{self._spec.id}", "type": "message", "role": "assistant", "model": self._spec.model}
 
-    def _ending(self) -> dict[str, Any]:
+    def _ending(self) -> JsonObject:
         last = self._choice.last
         reason = self._choice.reason(last)
         if reason == "stop" and last.stop in self._stops:
             return {"stop_reason": "stop_sequence", "stop_sequence": last.stop}
         return {"stop_reason": REASONS[reason], "stop_sequence": None}
 
-    def _counts(self) -> dict[str, Any]:
+    def _counts(self) -> JsonObject:
         usage = self._usage()
         cached = usage["prompt_tokens_details"]["cached_tokens"]
         return {"input_tokens": usage["prompt_tokens"] - cached, "cache_creation_input_tokens": 0,
                 "cache_read_input_tokens": cached, "output_tokens": usage["completion_tokens"]}
 
-    def _events(self, event: Event) -> Iterator[dict[str, Any]]:
+    def _events(self, event: Event) -> Iterator[JsonObject]:
         thoughts, parts = self._choice.parsed(event)
         if thoughts:
             yield from self._add("thinking", thoughts if self._shows_thoughts else "")
@@ -303,7 +305,7 @@ class MessagesAnswer(Answer):
                 yield from self._add("text", "")
             yield from self._close()
 
-    def _add(self, kind: str, text: str) -> Iterator[dict[str, Any]]:
+    def _add(self, kind: str, text: str) -> Iterator[JsonObject]:
         if not self._open or self._blocks[-1]["type"] != kind:
             yield from self._close()
             self._open = True
@@ -312,7 +314,7 @@ class MessagesAnswer(Answer):
         if text:
             yield self._delta(f"{kind}_delta", kind, text)
 
-    def _add_call(self, function: dict[str, Any], call_id: str) -> Iterator[dict[str, Any]]:
+    def _add_call(self, function: JsonObject, call_id: str) -> Iterator[JsonObject]:
         yield from self._close()
         block = {"type": "tool_use", "id": call_id.replace("call_", "toolu_"), "name": function["name"], "input": {}}
         yield from self._begin(block)
@@ -320,11 +322,11 @@ class MessagesAnswer(Answer):
         yield self._delta("input_json_delta", "partial_json", function["arguments"])
         yield {"type": "content_block_stop", "index": len(self._blocks) - 1}
 
-    def _begin(self, block: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    def _begin(self, block: JsonObject) -> Iterator[JsonObject]:
         self._blocks.append(block)
         yield {"type": "content_block_start", "index": len(self._blocks) - 1, "content_block": {**block}}
 
-    def _close(self) -> Iterator[dict[str, Any]]:
+    def _close(self) -> Iterator[JsonObject]:
         if not self._open:
             return
         self._open = False
@@ -333,12 +335,8 @@ class MessagesAnswer(Answer):
             yield self._delta("signature_delta", "signature", SIGNATURE)
         yield {"type": "content_block_stop", "index": len(self._blocks) - 1}
 
-    def _delta(self, kind: str, name: str, text: str) -> dict[str, Any]:
+    def _delta(self, kind: str, name: str, text: str) -> JsonObject:
         return {"type": "content_block_delta", "index": len(self._blocks) - 1, "delta": {"type": kind, name: text}}
-
-
-def _sse(event: dict[str, Any]) -> bytes:
-    return b"event: %s\ndata: %s\n\n" % (event["type"].encode(), msgspec.json.encode(event))
 
 
 ENDPOINTS = (

@@ -6,7 +6,6 @@ chat_sequences() translates a ChatRequest for the engine. Other chat interfaces 
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import msgspec
 from starlette.requests import Request
@@ -19,11 +18,12 @@ from rwkv.chat.thoughts import begun_by, thoughts_end
 from rwkv.errors import UserError
 from rwkv.generation.grammar import Grammar
 from rwkv.generation.request import Request as EngineRequest
+from rwkv.io.json_types import JsonObject
 from rwkv.serving.answers import Answer, ResponseSpec
 from rwkv.serving.http.errors import ApiError
 from rwkv.serving.messages import Generate
 from rwkv.serving.openapi import GENERATION, Endpoint
-from rwkv.serving.schema import ChatRequest, TemplateOptions, Thinking, Tool, read
+from rwkv.serving.schema import AllowedToolsChoice, ChatRequest, TemplateOptions, Thinking, Tool, read
 from rwkv.serving.service import Service, default_max_tokens, from_body, owner, resolve_adapter
 from rwkv.serving.submission import NO_LIMIT, answer, include_usage, make_sequences, message_ids, prompt_ids, stopping
 
@@ -79,7 +79,7 @@ def chat_sequences(service: Service, body: ChatRequest, owner: str,
     first = EngineRequest(ids, body.first_seed(), stopping(service, maximum, stops, limit),
                           body.sampling(usual.sampling, service.tokenizer), n_logprobs, grammar=grammar)
     sequences = make_sequences(service, body, first, n, start, owner, model, service.states.turn_of_answer(tools, start))
-    functions = [tool.function.name for tool in body.tools or ()] if tools else []
+    functions = [function.name for _, function in body.callable_tools()] if tools else []
     spec = ResponseSpec("chatcmpl", model or service.model, include_usage(body), bool(body.logprobs),
                         [answer_start] * n, n, service.tokenizer, functions=functions, call_start=call_start.lstrip(),
                         most_calls=1 if one_call else None, thinks=service.template.thinks,
@@ -119,7 +119,7 @@ def _thinking(service: Service, body: ChatRequest, calls: bool) -> Thinking:
     return thinking
 
 
-def tools_and_call(service: Service, body: ChatRequest) -> tuple[list[dict[str, Any]] | None, str]:
+def tools_and_call(service: Service, body: ChatRequest) -> tuple[list[JsonObject] | None, str]:
     """The tools for the template (None for no tools), and the answer's first text if tool_choice requires a call, else "".
 
     Raises ApiError for a choice that the tools or the template do not allow.
@@ -133,27 +133,24 @@ def tools_and_call(service: Service, body: ChatRequest) -> tuple[list[dict[str, 
     tools = shown_tools(service, body.tools)
     if choice == "none":
         return None, ""
-    if choice in (None, "auto"):
+    names = [function.name for _, function in body.callable_tools()]
+    mode = choice.allowed_tools.mode if isinstance(choice, AllowedToolsChoice) else choice
+    if mode in (None, "auto"):
         return tools, ""
     if template.call_start is None:
         raise ApiError(400, f"tool_choice must be auto or none with the chat template {template.name}: the form of a call is "
                             f"known only for g1 and for templates with {START}", "tool_choice")
-    names = [tool.function.name for tool in body.tools]
     before, after = template.call_start
-    if isinstance(choice, str):          # required
-        return tools, f"{before}{names[0]}{after}" if len(names) == 1 else before
-    if choice.function.name not in names:
-        raise ApiError(400, f"tool_choice must name one of tools: {', '.join(names)[:200]}", "tool_choice")
-    return tools, f"{before}{choice.function.name}{after}"
+    return tools, f"{before}{names[0]}{after}" if len(names) == 1 else before
 
 
-def shown_tools(service: Service, tools: list[Tool] | None) -> list[dict[str, Any]] | None:
+def shown_tools(service: Service, tools: list[Tool] | None) -> list[JsonObject] | None:
     """The tools for the template. A tool without parameters, which templates expect, gets empty ones. Raises ApiError."""
     if not tools:
         return None
     if not service.template.supports_tools:
         raise ApiError(400, f"tools: {service.template.no_tools}", "tools")
-    result: list[dict[str, Any]] = msgspec.to_builtins(tools)
+    result: list[JsonObject] = msgspec.to_builtins(tools)
     for tool in result:
         parameters = tool["function"].setdefault("parameters", {})
         parameters.setdefault("type", "object")
@@ -168,8 +165,9 @@ def _grammar(service: Service, body: ChatRequest, tools: bool, call_start: str, 
     Raises ApiError if the form of a call is unknown.
     """
     answer = body.answer_grammar()
-    functions = [(function.name, function.parameters or {}, f"tools[{i}].function.parameters")
-                 for i, function in enumerate(tool.function for tool in body.tools or ())]
+    callable_tools = body.callable_tools() if tools else []
+    functions = [(function.name, function.parameters or {}, f"tools[{place}].function.parameters")
+                 for place, function in callable_tools]
     if tools and (call_start or answer):
         if service.template.call_start is None:
             raise ApiError(400, "response_format and grammar conflict with tools under the chat template "
@@ -181,7 +179,7 @@ def _grammar(service: Service, body: ChatRequest, tools: bool, call_start: str, 
             return calls
         answer = answer.or_else(calls) if answer else None
     if answer is None:
-        strict = [function for function, tool in zip(functions, body.tools or (), strict=True) if tool.function.strict]
+        strict = [named for named, (_, function) in zip(functions, callable_tools, strict=True) if function.strict]
         # A grammar allows no special token, and so it cannot allow a call that begins with one
         can_hold = START not in service.tokenizer.special and service.tokenizer.has_bytes
         return Grammar.text_with_calls(strict) if tools and strict and can_hold else None

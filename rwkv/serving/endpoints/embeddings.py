@@ -14,11 +14,13 @@ from starlette.types import Receive, Scope, Send
 from rwkv.config import Pooling
 from rwkv.generation.request import Request as EngineRequest
 from rwkv.generation.stopping import StoppingCriteria
+from rwkv.io.json_types import JsonObject
 from rwkv.serving.answers import Answer, ResponseSpec
+from rwkv.serving.engine.queue import Ticket
 from rwkv.serving.http.errors import ApiError, json_response
 from rwkv.serving.messages import Event, Generate
 from rwkv.serving.openapi import GENERATION, Endpoint
-from rwkv.serving.schema import TokenId, read
+from rwkv.serving.schema import Ignored, TokenId, read
 from rwkv.serving.service import Service, from_body, owner, resolve_adapter
 from rwkv.serving.submission import prompt_ids, submit
 
@@ -32,7 +34,7 @@ class EmbeddingRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True)
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Annotated[int, msgspec.Meta(ge=1)] | None = None
     pooling: Pooling | None = None       # by default mean
-    user: Any = None                     # ignored
+    user: Ignored = None
 
 
 async def embeddings(service: Service, request: Request) -> "EmbeddingAnswer":
@@ -40,7 +42,7 @@ async def embeddings(service: Service, request: Request) -> "EmbeddingAnswer":
     return EmbeddingAnswer(service, await submit(service, sequences[:at_once(service)]), sequences, render)
 
 
-Render = Callable[[list[Event]], dict[str, Any]]
+Render = Callable[[list[Event]], JsonObject]
 
 
 def _translated(service: Service, sent: bytes, owner: str) -> tuple[list[Generate], Render]:
@@ -48,7 +50,7 @@ def _translated(service: Service, sent: bytes, owner: str) -> tuple[list[Generat
     model = resolve_adapter(service, body.model)
     sequences = embedding_sequences(service, _inputs(body.input), model, owner, body.dimensions, body.pooling or "mean")
 
-    def render(events: list[Event]) -> dict[str, Any]:
+    def render(events: list[Event]) -> JsonObject:
         tokens = sum(event.prompt_tokens for event in events)
         encode = _as_base64 if body.encoding_format == "base64" else list
         return {"object": "list", "model": model or service.model,
@@ -59,7 +61,7 @@ def _translated(service: Service, sent: bytes, owner: str) -> tuple[list[Generat
     return sequences, render
 
 
-def _inputs(value: str | list[Any]) -> list[str | list[int]]:
+def _inputs(value: Any) -> list[str | list[int]]:
     inputs = [value] if isinstance(value, str) or (value and all(isinstance(item, int) for item in value)) else value
     if not (all(isinstance(item, str) for item in inputs) or all(isinstance(item, list) for item in inputs)):
         raise ApiError(400, "input must be a text, a list of texts, a list of token ids, or a list of such lists", "input")
@@ -93,8 +95,8 @@ class EmbeddingAnswer(Answer):
     error_form: as in ApiError.response.
     """
 
-    def __init__(self, service: Service, ticket: Any, sequences: list[Generate], render: Render,
-                 error_form: Any = None) -> None:
+    def __init__(self, service: Service, ticket: Ticket, sequences: list[Generate], render: Render,
+                 error_form: Callable[[ApiError], JsonObject] | None = None) -> None:
         spec = ResponseSpec("embedding", "", False, False, [""] * len(sequences), 1, service.tokenizer)
         super().__init__(service.engine, ticket, spec, False, service.config.timeout_s)
         self._service = service

@@ -1,11 +1,11 @@
 """/v1/models, in the forms of OpenAI and Anthropic at once: no field differs between them."""
 
 from datetime import UTC, datetime
-from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
+from rwkv.io.json_types import JsonObject
 from rwkv.serving.http.errors import json_response
 from rwkv.serving.openapi import Endpoint
 from rwkv.serving.service import Service, default_max_tokens, resolve_adapter
@@ -21,7 +21,7 @@ async def one_model(service: Service, request: Request) -> Response:
     return json_response(_model_object(service, resolve_adapter(service, request.path_params["id"]) or service.model))
 
 
-def _model_object(service: Service, name: str) -> dict[str, Any]:
+def _model_object(service: Service, name: str) -> JsonObject:
     """The object for a model, with vLLM's max_model_len; meta has facts and defaults; its state_bytes is None if
     there is no room for a state."""
     states = service.states

@@ -8,28 +8,29 @@ import time
 from collections.abc import AsyncIterator, Callable
 from datetime import UTC, datetime
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import ASGIApp
 
-from rwkv.serving.answers import Answer, ResponseSpec
+from rwkv.io.json_types import JsonObject
+from rwkv.serving.answers import Answer, ResponseSpec, one_line
 from rwkv.serving.endpoints.chat import chat_sequences
 from rwkv.serving.endpoints.completions import completion_sequences
+from rwkv.serving.engine.queue import Ticket
 from rwkv.serving.http.errors import ApiError, json_response, renaming
 from rwkv.serving.messages import Event, Generate
 from rwkv.serving.openapi import GENERATION, JSON, LINES, Endpoint
-from rwkv.serving.schema import CompletionRequest, TokenId, TranslatedChat, converted, read
+from rwkv.serving.schema import OFF, CompletionRequest, TokenId, TranslatedChat, Unchecked, converted, read, require_off
 from rwkv.serving.service import Service, from_body, owner, resolve_adapter
 from rwkv.serving.submission import prompt_ids, submit
 
-LATEST = ":latest"
-GENERATED: dict[str, Any] = {**GENERATION, "answers": (JSON, LINES), "error": "OllamaError"}         # of an Endpoint
+GENERATED: JsonObject = {**GENERATION, "answers": (JSON, LINES), "error": "OllamaError"}         # of an Endpoint
 OPTIONS = {"num_predict": "max_tokens", "repeat_penalty": "repetition_penalty", "temperature": "temperature", "top_k": "top_k",
            "top_p": "top_p", "min_p": "min_p", "presence_penalty": "presence_penalty", "frequency_penalty": "frequency_penalty",
            "seed": "seed", "stop": "stop"}
-OFF = {"mirostat": 0, "tfs_z": 1, "typical_p": 1}        # samplers that this server lacks, and the values that turn them off
 NAMES = {**{here: f"options.{option}" for option, here in OPTIONS.items()}, "reasoning_content": "thinking",
          "enable_thinking": "think", "reasoning_effort": "think", "response_format": "format"}
 
@@ -43,8 +44,8 @@ class OllamaRequest(Model, kw_only=True):
     """The fields that /api/chat and /api/generate share."""
 
     stream: bool | None = None
-    options: dict[str, Any] | None = None
-    format: Literal["", "json"] | dict[str, Any] | None = None
+    options: JsonObject | None = None
+    format: Literal["", "json"] | JsonObject | None = None
     think: bool | Literal["", "low", "medium", "high", "max"] | None = None
     keep_alive: str | float | None = None
     logprobs: bool | None = None
@@ -52,8 +53,8 @@ class OllamaRequest(Model, kw_only=True):
 
 
 class OllamaChat(OllamaRequest, kw_only=True):
-    messages: list[dict[str, Any]] | None = None
-    tools: list[dict[str, Any]] | None = None
+    messages: list[JsonObject] | None = None
+    tools: list[JsonObject] | None = None
 
 
 class OllamaGenerate(OllamaRequest, kw_only=True):
@@ -63,10 +64,10 @@ class OllamaGenerate(OllamaRequest, kw_only=True):
     context: list[TokenId] | None = None
     suffix: str | None = None
     template: str | None = None
-    images: list[Any] | None = None
+    images: list[Unchecked] | None = None
 
 
-def error_body(error: ApiError) -> dict[str, Any]:
+def error_body(error: ApiError) -> JsonObject:
     return {"error": str(error)}
 
 
@@ -82,24 +83,21 @@ def _renamed(field: str) -> str:
 
 def model_id(service: Service, body: Model) -> str:
     """The id of the model that a request names, perhaps with ":latest". Raises ApiError for an unknown name."""
-    name = body.model or body.name or service.model
-    models = (service.model, *service.engine.adapters)
-    plain = name if name in models else name.removesuffix(LATEST)
-    return resolve_adapter(service, plain) or service.model
+    return resolve_adapter(service, body.model or body.name or None) or service.model
 
 
-async def chat(service: Service, request: Request) -> Any:
+async def chat(service: Service, request: Request) -> ASGIApp:
     return await _respond(service, request, partial(_chat, owner=owner(request)))
 
 
-async def generate(service: Service, request: Request) -> Any:
+async def generate(service: Service, request: Request) -> ASGIApp:
     return await _respond(service, request, partial(_generate, owner=owner(request)))
 
 
 Translated = tuple[list[Generate], ResponseSpec, OllamaRequest]
 
 
-async def _respond(service: Service, request: Request, translate: Callable[[Service, bytes], Translated]) -> Any:
+async def _respond(service: Service, request: Request, translate: Callable[[Service, bytes], Translated]) -> ASGIApp:
     sequences, spec, body = await from_body(service, request, translate)
     stream = body.stream is not False
     is_chat = isinstance(body, OllamaChat)
@@ -148,7 +146,7 @@ def _generate(service: Service, sent: bytes, owner: str) -> Translated:
         return *chat_sequences(service, converted(fields, TranslatedChat), owner, body.context or ()), body
 
 
-def _raw(service: Service, body: OllamaGenerate, prompt: str, fields: dict[str, Any]) -> CompletionRequest:
+def _raw(service: Service, body: OllamaGenerate, prompt: str, fields: JsonObject) -> CompletionRequest:
     """A completion of the prompt as it is."""
     if body.think or body.system:
         raise ApiError(400, f"{'think' if body.think else 'system'} conflicts with raw, which skips the chat template", "raw")
@@ -163,12 +161,10 @@ def _raw(service: Service, body: OllamaGenerate, prompt: str, fields: dict[str, 
     return converted(fields, CompletionRequest)
 
 
-def _fields(body: OllamaRequest, model: str) -> dict[str, Any]:
+def _fields(body: OllamaRequest, model: str) -> JsonObject:
     """The fields of a ChatRequest that chat and generate share."""
     options = {name: value for name, value in (body.options or {}).items() if value is not None}
-    for name, off in OFF.items():
-        if options.get(name, off) != off:
-            raise ApiError(400, f"options.{name} must be {off}: this server has no such sampler", f"options.{name}")
+    require_off({name: options[name] for name in OFF if name in options}, OFF, "sampler", "options.")
     fields = {here: options[option] for option, here in OPTIONS.items() if option in options}
     limit = fields.get("max_tokens")
     if limit is None or (isinstance(limit, int) and limit <= 0):         # Ollama: no limit
@@ -178,7 +174,7 @@ def _fields(body: OllamaRequest, model: str) -> dict[str, Any]:
     for name, value in fields.items():   # for clients in languages without integers
         if isinstance(value, float) and value.is_integer() and name in ("max_tokens", "top_k", "seed"):
             fields[name] = int(value)
-    form: dict[str, Any] | None = None
+    form: JsonObject | None = None
     if body.format:
         schema = {"name": "format", "schema": body.format}
         form = {"type": "json_object"} if body.format == "json" else {"type": "json_schema", "json_schema": schema}
@@ -188,7 +184,7 @@ def _fields(body: OllamaRequest, model: str) -> dict[str, Any]:
             "logprobs": body.logprobs, "top_logprobs": body.top_logprobs if body.logprobs else None}
 
 
-def _message(message: dict[str, Any], where: str) -> dict[str, Any]:
+def _message(message: JsonObject, where: str) -> JsonObject:
     _refuse_images(message.get("images"), f"{where}.images")
     fields = {name: value for name, value in message.items() if name not in ("images", "thinking", "tool_name")}
     fields.setdefault("content", "")
@@ -202,7 +198,7 @@ def _message(message: dict[str, Any], where: str) -> dict[str, Any]:
     return fields
 
 
-def _refuse_images(images: Any, where: str) -> None:
+def _refuse_images(images: object, where: str) -> None:
     if images:
         raise ApiError(400, f"{where} must be empty: this model reads only text", where)
 
@@ -211,14 +207,14 @@ def _empty_spec(service: Service, model: str) -> ResponseSpec:
     return ResponseSpec("chatcmpl", model, False, False, [], 1, service.tokenizer)
 
 
-def _line(model: str, delta: dict[str, Any], is_chat: bool) -> dict[str, Any]:
+def _line(model: str, delta: JsonObject, is_chat: bool) -> JsonObject:
     """A JSON line for a delta or a message in OpenAI's form."""
     text = delta.get("content") or ""
     thinking = delta.get("reasoning_content")
     calls = [{"id": call["id"], "function": {"name": call["function"]["name"],
                                              "arguments": msgspec.Raw(call["function"]["arguments"].encode())}}
              for call in delta.get("tool_calls") or ()]
-    line: dict[str, Any] = {"model": model, "created_at": datetime.now(UTC).isoformat().replace("+00:00", "Z")}
+    line: JsonObject = {"model": model, "created_at": datetime.now(UTC).isoformat().replace("+00:00", "Z")}
     if not is_chat:
         return line | {"response": text} | ({"thinking": thinking} if thinking else {}) | {"done": False}
     message = {"role": "assistant", "content": text} | ({"thinking": thinking} if thinking else {})
@@ -228,7 +224,7 @@ def _line(model: str, delta: dict[str, Any], is_chat: bool) -> dict[str, Any]:
 class OllamaAnswer(Answer):
     content_type = LINES
 
-    def __init__(self, service: Service, ticket: Any, spec: ResponseSpec, stream: bool, is_chat: bool) -> None:
+    def __init__(self, service: Service, ticket: Ticket, spec: ResponseSpec, stream: bool, is_chat: bool) -> None:
         super().__init__(service.engine, ticket, spec, stream, service.config.timeout_s)
         self._is_chat = is_chat
         self._start = time.monotonic_ns()
@@ -258,20 +254,20 @@ class OllamaAnswer(Answer):
                 for piece in self._choices[0].pieces(event):
                     reason = piece["finish_reason"]
                     if reason is None:
-                        yield msgspec.json.encode(self._choice_line(piece)) + b"\n"
+                        yield one_line(self._choice_line(piece)) + b"\n"
         except ApiError as error:
-            yield msgspec.json.encode(error_body(error)) + b"\n"
+            yield one_line(error_body(error)) + b"\n"
         else:
             self._complete = True
-            yield msgspec.json.encode(_line(self._spec.model, {}, self._is_chat) | self._end(reason)) + b"\n"
+            yield one_line(_line(self._spec.model, {}, self._is_chat) | self._end(reason)) + b"\n"
 
-    def _choice_line(self, choice: dict[str, Any]) -> dict[str, Any]:
+    def _choice_line(self, choice: JsonObject) -> JsonObject:
         """The line for a choice of a chat or of a completion."""
         delta = choice.get("delta") or choice.get("message") or {"content": choice.get("text")}
         line = _line(self._spec.model, delta, self._is_chat)
         return line | {"logprobs": _entries(choice["logprobs"])} if choice["logprobs"] else line
 
-    def _end(self, reason: str | None) -> dict[str, Any]:
+    def _end(self, reason: str | None) -> JsonObject:
         """The fields of the last line. Durations are in nanoseconds, from the request's start."""
         usage = self._usage()
         now = time.monotonic_ns()
@@ -285,10 +281,10 @@ class OllamaAnswer(Answer):
         return end
 
 
-def _entries(logprobs: dict[str, Any]) -> list[dict[str, Any]]:
+def _entries(logprobs: JsonObject) -> list[JsonObject]:
     """Log-probabilities of a chat, or the parallel lists of a completion, as a list with an entry for each token."""
     if "content" in logprobs:
-        entries: list[dict[str, Any]] = logprobs["content"]
+        entries: list[JsonObject] = logprobs["content"]
         return entries
     lists = zip(logprobs["tokens"], logprobs["token_logprobs"], logprobs["top_logprobs"], strict=True)
     return [{"token": token, "logprob": logprob,

@@ -5,26 +5,27 @@ import time
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from functools import partial
-from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import ASGIApp
 
 from rwkv.config import BITS
+from rwkv.io.json_types import JsonObject
 from rwkv.serving.endpoints.embeddings import EmbeddingAnswer, Render, at_once, embedding_sequences
-from rwkv.serving.endpoints.ollama import GENERATED, LATEST, OPTIONS, Model, error_body, model_id
+from rwkv.serving.endpoints.ollama import GENERATED, OPTIONS, Model, error_body, model_id
 from rwkv.serving.http.errors import ApiError, json_response
 from rwkv.serving.messages import Event, Generate
 from rwkv.serving.openapi import LINES, Endpoint
 from rwkv.serving.schema import read
-from rwkv.serving.service import Service, from_body, owner, resolve_adapter
+from rwkv.serving.service import LATEST, Service, from_body, owner, resolve_adapter
 from rwkv.serving.submission import encoded, submit
 
 VERSION = "0.12.6"                       # of the interface: clients refuse older ones
 FAR = "2318-01-01T00:00:00Z"             # when the model leaves memory: Ollama's value for keep_alive=-1
 
 
-def _model_entry(service: Service, name: str) -> dict[str, Any]:
+def _model_entry(service: Service, name: str) -> JsonObject:
     info = service.model_info
     facts = f"{name} {info.generation} {info.parameters} {info.dtype}"
     size = info.parameters * BITS[info.dtype] // 8
@@ -33,7 +34,7 @@ def _model_entry(service: Service, name: str) -> dict[str, Any]:
             "digest": hashlib.sha256(facts.encode()).hexdigest(), "details": _details(service)}       # not of the weights
 
 
-def _details(service: Service) -> dict[str, Any]:
+def _details(service: Service) -> JsonObject:
     info = service.model_info
     n = info.parameters
     size = f"{n / 1e9:.1f}B" if n >= 10**9 else f"{n / 1e6:.1f}M" if n >= 10**6 else f"{n / 1e3:.1f}K"
@@ -108,18 +109,18 @@ class EmbeddingsRequest(Model, kw_only=True):
     prompt: str | None = None
 
 
-async def embed(service: Service, request: Request) -> Any:
+async def embed(service: Service, request: Request) -> ASGIApp:
     return await _respond(service, request, partial(_embed, owner=owner(request)))
 
 
-async def embeddings(service: Service, request: Request) -> Any:
+async def embeddings(service: Service, request: Request) -> ASGIApp:
     return await _respond(service, request, partial(_embed_prompt, owner=owner(request)))
 
 
 Translated = tuple[list[Generate], Render]
 
 
-async def _respond(service: Service, request: Request, translate: Callable[[Service, bytes], Translated]) -> Any:
+async def _respond(service: Service, request: Request, translate: Callable[[Service, bytes], Translated]) -> ASGIApp:
     sequences, render = await from_body(service, request, translate)
     if not sequences:                    # as an empty prompt of /api/generate
         return json_response(render([]))
@@ -131,7 +132,7 @@ def _embed(service: Service, sent: bytes, owner: str) -> Translated:
     name = model_id(service, body)
     start = time.monotonic_ns()
 
-    def render(events: list[Event]) -> dict[str, Any]:
+    def render(events: list[Event]) -> JsonObject:
         return {"model": name, "embeddings": [event.embedding for event in events], "load_duration": 0,
                 "total_duration": time.monotonic_ns() - start,
                 "prompt_eval_count": sum(event.prompt_tokens for event in events)}

@@ -1,10 +1,10 @@
 """/v1/states: states that clients keep, made of a prompt, of messages or of a state file."""
 
 from functools import partial
-from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import ASGIApp
 
 from rwkv.config import MIB, STATE_LAYOUTS
 from rwkv.generation.request import Request as EngineRequest
@@ -31,7 +31,7 @@ class StateAnswer(Answer):
         return json_response({**shown(state, self._spec.model), "usage": self._usage()})
 
 
-async def make_state(service: Service, request: Request) -> Any:
+async def make_state(service: Service, request: Request) -> ASGIApp:
     """Makes a state from the content of a state file, or by reading a prompt or messages."""
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() in FORMS:
         limit = max(service.config.max_body_mib * MIB, 2 * service.states.state_bytes + MIB)

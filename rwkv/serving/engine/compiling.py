@@ -10,11 +10,11 @@ import multiprocessing
 import signal
 import sys
 from collections import OrderedDict, deque
-from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from hashlib import sha256
 from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from time import process_time
 from typing import Any
@@ -23,6 +23,7 @@ from rwkv.config import MIB
 from rwkv.errors import UserError
 from rwkv.generation.grammar import Grammar
 from rwkv.generation.grammar.matcher import compile_grammar, require_ends, vocabulary
+from rwkv.io.json_types import JsonObject
 from rwkv.io.signals import STOPPING
 from rwkv.serving.http.errors import ApiError
 from rwkv.tokenizer.tokenizers import Tokenizer
@@ -42,7 +43,7 @@ RETRY_AFTER = 1                          # seconds
 class Compilers:
     """All methods but `close` are for the event loop. tokenizer: from Tokenizer.to_dict."""
 
-    def __init__(self, tokenizer: Mapping[str, Any], seconds: float = SECONDS) -> None:
+    def __init__(self, tokenizer: JsonObject, seconds: float = SECONDS) -> None:
         self._processes = [_Process(tokenizer, seconds) for _ in range(PROCESSES)]
         self._idle = [*self._processes]
         self._threads = ThreadPoolExecutor(PROCESSES)
@@ -110,11 +111,11 @@ class _Job:
 class _Process:
     """A process that compiles grammars. It starts with the first one, and again after it has been killed."""
 
-    def __init__(self, tokenizer: Mapping[str, Any], seconds: float) -> None:
+    def __init__(self, tokenizer: JsonObject, seconds: float) -> None:
         self._tokenizer = tokenizer
         self._seconds = seconds
-        self._process: Any = None
-        self._connection: Any = None
+        self._process: SpawnProcess | None = None
+        self._connection: Any = None     # of another type on Windows
         self._stopped = False
 
     def reason(self, grammar: Grammar) -> str:
@@ -159,7 +160,7 @@ class _Process:
             self._connection.close()
 
 
-def _main(connection: Connection, tokenizer: Mapping[str, Any]) -> None:
+def _main(connection: Connection, tokenizer: JsonObject) -> None:
     for number in STOPPING:              # the HTTP process decides when this one ends
         signal.signal(number, signal.SIG_IGN)
     loaded = Tokenizer.from_dict(dict(tokenizer))

@@ -12,7 +12,6 @@ from itertools import count
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
 from threading import Thread
-from typing import Any
 
 from rwkv.config import ServeConfig
 from rwkv.errors import UserError
@@ -28,6 +27,7 @@ from rwkv.serving.messages import (
     Generate,
     Ready,
     Reply,
+    ReplyValue,
     SavedState,
     Step,
     SyncFolder,
@@ -57,12 +57,12 @@ class RemoteEngine:
         self._outbox: SimpleQueue[ToEngine | None] = SimpleQueue()
         self._queue = Queue(config.max_rows, config.max_queue, self._outbox.put)
         self._ids = count()
-        self._replies: dict[int, asyncio.Future[Any]] = {}       # by the message's id
+        self._replies: dict[int, asyncio.Future[ReplyValue]] = {}       # by the message's id
         self.states: dict[str, SavedState] = {}
         self.adapters: dict[str, SavedState | None] = {}
         self.failed: str | None = None
-        self.observe: Callable[[Step], Any] = lambda step: None
-        self.report: Callable[[str], Any] = lambda reason: None
+        self.observe: Callable[[Step], object] = lambda step: None
+        self.report: Callable[[str], object] = lambda reason: None
         self._memory = (0, 0, 0)         # of the last Step: cache_bytes, cache_entries, state_bytes
         self._attached = False
 
@@ -101,12 +101,14 @@ class RemoteEngine:
 
     async def upload(self, state: SavedState, content: bytes, layout: str | None = None) -> SavedState:
         """Saves a state file's content under the id of `state`. Raises ApiError if no model of this server can use it."""
-        saved: SavedState = await self._request(Upload(next(self._ids), state, content, layout))
+        saved = await self._request(Upload(next(self._ids), state, content, layout))
+        assert isinstance(saved, SavedState)
         return saved
 
     async def download(self, state: SavedState) -> bytes:
         """The content of a state's file. Raises ApiError if the state is gone."""
-        content: bytes = await self._request(Download(next(self._ids), state))
+        content = await self._request(Download(next(self._ids), state))
+        assert isinstance(content, bytes)
         return content
 
     def drop(self, state: SavedState) -> None:
@@ -118,7 +120,7 @@ class RemoteEngine:
         """Adds states that another server has written, and drops those whose files it has deleted; as in SyncFolder."""
         await self._request(SyncFolder(next(self._ids), new, lost))
 
-    async def _request(self, message: Upload | Download | SyncFolder) -> Any:
+    async def _request(self, message: Upload | Download | SyncFolder) -> ReplyValue:
         self.require_engine()
         self._replies[message.id] = future = asyncio.get_running_loop().create_future()
         self._outbox.put(message)

@@ -10,7 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from kernels.machine.allocator import keep_large_blocks
 from rwkv.chat.thoughts import Think
@@ -25,7 +25,7 @@ from rwkv.generation.prefix_cache import Key, PrefixCache
 from rwkv.generation.row import Row
 from rwkv.generation.states import StateForm, beginning
 from rwkv.io.signals import STOPPING
-from rwkv.model.base import n_parameters
+from rwkv.model.base import Model, n_parameters
 from rwkv.serving.log import say
 from rwkv.serving.messages import (
     Cancel,
@@ -54,7 +54,7 @@ class LoadedAdapter(NamedTuple):
     """model: the checkpoint's, or one with other weights. start: the state that its sequences begin with. tokens: the
     number that it has read. digest: of the trained values."""
 
-    model: Any
+    model: Model
     start: PrefillResult | None
     tokens: int | None
     digest: str
@@ -63,7 +63,7 @@ class LoadedAdapter(NamedTuple):
 class Loaded(NamedTuple):
     """The result of loading. adapters: by name. draft: of all models. The other fields are those of Ready and ModelInfo."""
 
-    model: Any
+    model: Model
     tokenizer: Tokenizer
     template: str
     plan: list[tuple[str, str]]
@@ -115,7 +115,7 @@ def main(connection: Connection, config: ServeConfig, load: Load) -> None:
 class _Model(NamedTuple):
     """A model that requests can name. start: the state that its sequences begin with; None for the empty one."""
 
-    model: Any
+    model: Model
     engine: Engine
     start: PrefillResult | None
 
@@ -185,7 +185,7 @@ class _Worker:
         self._jobs: dict[Engine, dict[int, _Job]] = {model.engine: {} for model in models.values()}      # by the row's index
         self._refused: list[Event] = []
         self._compiler = ThreadPoolExecutor(1)           # in a thread, so that no sequence waits for a grammar
-        self._compiling: list[tuple[Future[Any], list[Generate]]] = []
+        self._compiling: list[tuple[Future[object], list[Generate]]] = []
         self._cancelled: set[int] = set()                # sequences whose grammar is being compiled
 
     def run(self) -> None:

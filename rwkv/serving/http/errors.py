@@ -4,13 +4,13 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
-from typing import Any
 
 import msgspec
 from starlette.responses import Response
 
 from rwkv.config import Sampling
 from rwkv.errors import UserError
+from rwkv.io.json_types import JsonObject
 
 TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error", 500: "server_error", 503: "server_error"}
 STATE_GONE = "state_not_found"           # a code
@@ -29,7 +29,7 @@ class ApiError(Exception):
         self.body = {"error": {"message": message, "type": TYPES.get(status, "invalid_request_error"), "param": param,
                                "code": code}}
 
-    def response(self, form: Callable[["ApiError"], dict[str, Any]] | None = None) -> Response:
+    def response(self, form: Callable[["ApiError"], JsonObject] | None = None) -> Response:
         """form: makes the body; OpenAI's by default."""
         headers = {"retry-after": str(self.retry_after)} if self.retry_after else {}
         if self.status == 415:
@@ -41,7 +41,7 @@ def user_error(error: UserError) -> ApiError:
     """A user's mistake as an ApiError. param: the field that begins the message, if any."""
     message = str(error)
     word = message.split(maxsplit=1)[0].rstrip(":,")
-    is_field = word.startswith(("messages", "tools", "response_format", "grammar")) or word in SAMPLING_FIELDS
+    is_field = word.startswith(("messages", "tools", "response_format", "format", "grammar")) or word in SAMPLING_FIELDS
     return ApiError(400, message, word if is_field else None)
 
 
@@ -62,5 +62,5 @@ def renamed(error: ApiError, rename: Callable[[str], str]) -> ApiError:
     return ApiError(error.status, message, content["param"] and rename(content["param"]), content["code"], error.retry_after)
 
 
-def json_response(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+def json_response(content: object, status: int = 200, headers: dict[str, str] | None = None) -> Response:
     return Response(msgspec.json.encode(content), status, headers, "application/json")

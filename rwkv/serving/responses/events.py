@@ -3,12 +3,12 @@
 import secrets
 import time
 from collections.abc import AsyncIterator, Iterator
-from typing import Any
 
 import msgspec
 from starlette.responses import Response
 
-from rwkv.serving.answers import Answer, ResponseSpec, chat_entry
+from rwkv.io.json_types import JsonObject
+from rwkv.serving.answers import Answer, ResponseSpec, chat_entry, sse
 from rwkv.serving.engine.queue import Ticket
 from rwkv.serving.engine.remote import RemoteEngine
 from rwkv.serving.http.errors import STATE_GONE, ApiError, json_response
@@ -21,10 +21,10 @@ class Output:
     """Builds the items of an answer while it comes, and yields their events, still without sequence_number."""
 
     def __init__(self) -> None:
-        self.items: list[dict[str, Any]] = []
+        self.items: list[JsonObject] = []
         self._open = False               # the last item may get more text
 
-    def close(self, status: str) -> Iterator[dict[str, Any]]:
+    def close(self, status: str) -> Iterator[JsonObject]:
         """Ends the last item if it is open."""
         if not self._open:
             return
@@ -40,7 +40,7 @@ class Output:
         yield {"type": "response.content_part.done", **place, "part": part}
         yield {"type": "response.output_item.done", "output_index": len(self.items) - 1, "item": item}
 
-    def add_text(self, kind: str, text: str, logprobs: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    def add_text(self, kind: str, text: str, logprobs: list[JsonObject]) -> Iterator[JsonObject]:
         if not self._open or self.items[-1]["type"] != kind:
             yield from self.close("completed")
             yield from self.begin(kind)
@@ -52,11 +52,11 @@ class Output:
         else:
             yield {"type": "response.reasoning_text.delta", **self._place(), "delta": text}
 
-    def begin(self, kind: str) -> Iterator[dict[str, Any]]:
+    def begin(self, kind: str) -> Iterator[JsonObject]:
         """Adds a message or thoughts, still without text."""
         if kind == "message":
-            item: dict[str, Any] = {"id": f"msg_{secrets.token_hex(16)}", "type": kind, "role": "assistant"}
-            part: dict[str, Any] = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+            item: JsonObject = {"id": f"msg_{secrets.token_hex(16)}", "type": kind, "role": "assistant"}
+            part: JsonObject = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
         else:
             item = {"id": f"rs_{secrets.token_hex(16)}", "type": kind, "summary": []}
             part = {"type": "reasoning_text", "text": ""}
@@ -66,7 +66,7 @@ class Output:
                "item": {**self.items[-1], "content": []}}
         yield {"type": "response.content_part.added", **self._place(), "part": {**part}}
 
-    def add_call(self, call: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    def add_call(self, call: JsonObject) -> Iterator[JsonObject]:
         yield from self.close("completed")
         name = call["function"]["name"]
         arguments = call["function"]["arguments"]
@@ -80,7 +80,7 @@ class Output:
         yield {"type": "response.function_call_arguments.done", **place, "name": name, "arguments": arguments}
         yield {"type": "response.output_item.done", "output_index": place["output_index"], "item": item}
 
-    def _place(self) -> dict[str, Any]:
+    def _place(self) -> JsonObject:
         return {"item_id": self.items[-1]["id"], "output_index": len(self.items) - 1, "content_index": 0}
 
 
@@ -112,28 +112,28 @@ class ResponseAnswer(Answer):
     async def _chunks(self) -> AsyncIterator[bytes]:
         number = 0
 
-        def sse(event: dict[str, Any]) -> bytes:
+        def numbered(event: JsonObject) -> bytes:
             nonlocal number
-            numbered = {**event, "sequence_number": number}
             number += 1
-            return b"event: %s\ndata: %s\n\n" % (event["type"].encode(), msgspec.json.encode(numbered))
+            return sse({**event, "sequence_number": number - 1})
 
         start = self._response("in_progress")
-        yield sse({"type": "response.created", "response": start}) + sse({"type": "response.in_progress", "response": start})
+        yield numbered({"type": "response.created", "response": start})
+        yield numbered({"type": "response.in_progress", "response": start})
         try:
             async for _, event in self._ticket:
-                if chunk := b"".join(map(sse, self._events(event))):
+                if chunk := b"".join(map(numbered, self._events(event))):
                     yield chunk
         except ApiError as error:
             content = self._client_error(error).body["error"]
-            yield sse({"type": "error", **{name: content[name] for name in ("code", "message", "param")}})
+            yield numbered({"type": "error", **{name: content[name] for name in ("code", "message", "param")}})
             return
         self._complete = True
         await self._finish()
         response = self._response()
-        yield sse({"type": f"response.{response['status']}", "response": response})
+        yield numbered({"type": f"response.{response['status']}", "response": response})
 
-    def _events(self, event: Event) -> Iterator[dict[str, Any]]:
+    def _events(self, event: Event) -> Iterator[JsonObject]:
         thoughts, parts = self._choice.parsed(event)
         if thoughts:
             yield from self._output.add_text("reasoning", thoughts, [])
@@ -150,7 +150,7 @@ class ResponseAnswer(Answer):
             yield from self._output.begin("message")
         yield from self._output.close(status)
 
-    def _entry(self, logprob: dict[str, Any]) -> dict[str, Any]:
+    def _entry(self, logprob: JsonObject) -> JsonObject:
         entry = chat_entry(logprob, self._decoder)
         for token in (entry, *entry["top_logprobs"]):
             token["bytes"] = token["bytes"] or []
@@ -166,7 +166,7 @@ class ResponseAnswer(Answer):
             await self._responses.put(Stored(self._prepared.owner, self._response(), self._prepared.input,
                                         state.id if state else None, bool(body.save_state)))
 
-    def _response(self, status: str | None = None) -> dict[str, Any]:
+    def _response(self, status: str | None = None) -> JsonObject:
         body = self._prepared.body
         sampling = self._ticket.sequences[0].request.sampling
         status = status or self._status()
@@ -188,7 +188,7 @@ class ResponseAnswer(Answer):
             response["state"] = self._choice.last.state.id if self._choice.last.state else None
         return response
 
-    def _counts(self) -> dict[str, Any]:
+    def _counts(self) -> JsonObject:
         usage = self._usage()
         # The engine does not count the tokens of thoughts. Encoded here, they may differ from those that were drawn
         thoughts = "".join(item["content"][0]["text"] for item in self._output.items if item["type"] == "reasoning")

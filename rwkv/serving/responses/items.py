@@ -4,13 +4,14 @@ import secrets
 from collections.abc import Mapping
 from typing import Any
 
+from rwkv.io.json_types import JsonObject
 from rwkv.serving.http.errors import ApiError
 
 TEXTS = ("input_text", "output_text", "text", "refusal")         # types of content that are text
 NO_TEXT = {"input_image": "an image", "input_file": "a file", "input_audio": "audio"}
 
 
-def input_items(items: str | list[dict[str, Any]] | None) -> list[dict[str, Any]]:
+def input_items(items: str | list[JsonObject] | None) -> list[JsonObject]:
     """The items of a request, each with an id; a message's content is a list. Raises ApiError with a wrong item's place."""
     if items is None:
         return []
@@ -19,7 +20,7 @@ def input_items(items: str | list[dict[str, Any]] | None) -> list[dict[str, Any]
     return [_input_item(item, f"input[{i}]") for i, item in enumerate(items)]
 
 
-def _input_item(item: dict[str, Any], where: str) -> dict[str, Any]:
+def _input_item(item: JsonObject, where: str) -> JsonObject:
     kind = item.get("type") or ("message" if "role" in item else None)
     if kind == "message":
         role = item.get("role")
@@ -56,7 +57,7 @@ def _id(item: Mapping[str, Any], kind: str) -> str:
     return item_id if isinstance(item_id, str) and 0 < len(item_id) <= 64 else f"{kind}_{secrets.token_hex(16)}"
 
 
-def _contents(content: Any, role: str, where: str) -> list[dict[str, Any]]:
+def _contents(content: Any, role: str, where: str) -> list[JsonObject]:
     kind = "output_text" if role == "assistant" else "input_text"
     if isinstance(content, str):
         content = [{"type": kind, "text": content}]
@@ -74,14 +75,14 @@ def _contents(content: Any, role: str, where: str) -> list[dict[str, Any]]:
     return contents
 
 
-def messages_of(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def messages_of(items: list[JsonObject]) -> list[JsonObject]:
     """The items as messages of a chat. Consecutive thoughts, texts and calls become one answer.
 
     Two assistant messages without a call between them stay two. Thoughts without text, such as other servers' encrypted ones,
     are skipped.
     """
-    messages: list[dict[str, Any]] = []
-    answer: dict[str, Any] | None = None         # the last message, if it is an answer that may go on
+    messages: list[JsonObject] = []
+    answer: JsonObject | None = None         # the last message, if it is an answer that may go on
     for item in items:
         kind = item["type"]
         if kind == "function_call_output":
@@ -110,18 +111,18 @@ def messages_of(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return messages
 
 
-def _begins_answer(answer: dict[str, Any], kind: str) -> bool:
+def _begins_answer(answer: JsonObject, kind: str) -> bool:
     """Whether an item begins another answer: thoughts after words or calls, or words right after other words."""
     if kind == "reasoning":
         return bool(answer["content"] or answer.get("tool_calls"))
     return kind == "message" and bool(answer["content"]) and not answer.get("tool_calls")
 
 
-def _item_text(item: dict[str, Any], separator: str = "\n") -> str:
+def _item_text(item: JsonObject, separator: str = "\n") -> str:
     return separator.join(part["text"] for part in item.get("content") or ())
 
 
-def listed(items: list[dict[str, Any]], query: Mapping[str, str]) -> dict[str, Any]:
+def listed(items: list[JsonObject], query: Mapping[str, str]) -> JsonObject:
     """A page of items, the last one first unless the query says order=asc. Raises ApiError for a wrong query."""
     order = query.get("order", "desc")
     limit = query.get("limit", "20")

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from rwkv.errors import UserError
+from rwkv.io.json_types import JsonObject
 from rwkv.serving.answers import ResponseSpec
 from rwkv.serving.http.errors import ApiError
 from rwkv.serving.messages import Generate, SavedState
@@ -33,8 +34,8 @@ class Prepared:
 
     body: ResponseRequest
     owner: str
-    input: list[dict[str, Any]]
-    tools: list[dict[str, Any]]
+    input: list[JsonObject]
+    tools: list[JsonObject]
 
 
 def prepare(body: ResponseRequest, owner: str, model: str, responses: Responses, states: ClientStates,
@@ -81,7 +82,7 @@ def _start(previous: Stored, prepared: Prepared, model: str, states: ClientState
     return state
 
 
-def _items_up_to(last: Stored, owner: str, responses: Responses) -> list[dict[str, Any]]:
+def _items_up_to(last: Stored, owner: str, responses: Responses) -> list[JsonObject]:
     """The items of a response and of all responses before it.
 
     Raises ApiError if one of those is gone, or if edited files name each other in a circle.
@@ -96,7 +97,7 @@ def _items_up_to(last: Stored, owner: str, responses: Responses) -> list[dict[st
     return [item for each in reversed(chain.values()) for item in (*each.input, *input_items(each.response["output"]))]
 
 
-def _chat_request(prepared: Prepared, items: list[dict[str, Any]], instructions: bool = True) -> ChatRequest:
+def _chat_request(prepared: Prepared, items: list[JsonObject], instructions: bool = True) -> ChatRequest:
     body = prepared.body
     system = [{"role": "system", "content": body.instructions}] if body.instructions and instructions else []
     messages = [*system, *messages_of(items)]
@@ -105,22 +106,30 @@ def _chat_request(prepared: Prepared, items: list[dict[str, Any]], instructions:
     names = [name for name in body.__struct_fields__ if name in ChatRequest.__struct_fields__ and name not in TRANSLATED]
     fields = {name: msgspec.to_builtins(value) for name in names if (value := getattr(body, name)) is not None}
     logprobs = bool(body.top_logprobs) or LOGPROBS in (body.include or ())
-    choice: Any = msgspec.to_builtins(body.tool_choice)
-    if isinstance(choice, dict):
-        choice = {"type": "function", "function": {"name": choice["name"]}}
     form = body.text.format if body.text else None
     if form == {"type": "text"}:
         form = None
     elif form and form.get("type") == "json_schema":     # chat completions have these fields inside another object
         form = {"type": "json_schema", "json_schema": {name: value for name, value in form.items() if name != "type"}}
     tools = [{"type": tool.pop("type"), "function": tool} for tool in map(msgspec.to_builtins, body.tools or ())]
-    translated = {"tools": tools or None, "tool_choice": choice,
+    translated = {"tools": tools or None, "tool_choice": _tool_choice(body),
             "max_completion_tokens": body.max_output_tokens, "logprobs": logprobs or None,
             "top_logprobs": body.top_logprobs if logprobs else None,
             "reasoning_effort": body.reasoning.effort if body.reasoning else None,
             "response_format": form}
     translated = {name: value for name, value in translated.items() if value is not None}
     return converted({"messages": messages, **fields, **translated}, ChatRequest)
+
+
+def _tool_choice(body: ResponseRequest) -> Any:
+    """The tool_choice of a chat request."""
+    choice: Any = msgspec.to_builtins(body.tool_choice)
+    if not isinstance(choice, dict):
+        return choice
+    if choice["type"] == "function":
+        return {"type": "function", "function": {"name": choice["name"]}}
+    tools = [{"type": "function", "function": {"name": tool["name"]}} for tool in choice["tools"]]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": choice["mode"], "tools": tools}}
 
 
 def renamed(error: ApiError) -> ApiError:

@@ -3,13 +3,13 @@
 import asyncio
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
 from rwkv.config import MIB, ServeConfig
 from rwkv.fair_lru import FairLRU
 from rwkv.io.atomic import write_file
+from rwkv.io.json_types import JsonObject
 from rwkv.serving.engine.remote import RemoteEngine
 from rwkv.serving.http.errors import ApiError
 from rwkv.serving.log import say
@@ -21,8 +21,8 @@ class Stored(msgspec.Struct):
     """input: the request's items. state: the id of the final state. kept: the state outlives the response."""
 
     owner: str
-    response: dict[str, Any]
-    input: list[dict[str, Any]]
+    response: JsonObject
+    input: list[JsonObject]
     state: str | None = None
     kept: bool = False
 

@@ -12,14 +12,14 @@ import secrets
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
-from rwkv.chat.messages import check_messages
+from rwkv.chat.messages import Message, Tools, check_messages
 from rwkv.chat.rendered import encode
 from rwkv.chat.template import ChatTemplate
 from rwkv.chat.thoughts import Think
 from rwkv.config import MIB, ServeConfig
 from rwkv.errors import UserError
+from rwkv.io.json_types import JsonObject
 from rwkv.serving.http.errors import STATE_GONE, ApiError
 from rwkv.serving.messages import SavedState, Turn
 from rwkv.tokenizer.decoders import LAST_IDS
@@ -27,7 +27,7 @@ from rwkv.tokenizer.tokenizers import Tokenizer
 
 FORMS = ("application/octet-stream", "application/x-safetensors", "application/vnd.safetensors")         # media types of a file
 PLACEHOLDER = secrets.token_hex(16)
-BEFORE: dict[str, list[dict[str, Any]]] = {      # turns that a template may require before the placeholder, by its role
+BEFORE: dict[str, list[JsonObject]] = {      # turns that a template may require before the placeholder, by its role
     "assistant": [{"role": "user", "content": "."}],
     "tool": [{"role": "user", "content": "."}, {"role": "assistant", "content": "", "tool_calls": [
         {"id": "call_0", "type": "function", "function": {"name": "f", "arguments": {}}}]}]}
@@ -85,7 +85,7 @@ class ClientStates:
     def has_room(self) -> bool:
         return self.state_bytes <= self.config.states_mib * MIB or self.config.states_dir is not None
 
-    def can_continue(self, start: SavedState, tools: Any) -> bool:
+    def can_continue(self, start: SavedState, tools: Tools) -> bool:
         """Whether the state has read a conversation in this server's template and with these tools."""
         return start.turn is not None and start.turn == replace(start.turn, template=_digest(self.template.definition),
                                                                 tools=_digest(tools) if tools else "")
@@ -97,7 +97,7 @@ class ClientStates:
                                 f"states_mib={self.config.states_mib}", code="states_disabled")
         return SavedState(f"state_{secrets.token_hex(16)}", owner, int(time.time()), None, 0, turn=turn, model=model)
 
-    def prompt(self, start: SavedState | None, messages: Sequence[Any], tools: Any, think: Think = False,
+    def prompt(self, start: SavedState | None, messages: Sequence[Message], tools: Tools, think: Think = False,
                effort: str | None = None, add_generation_prompt: bool = True) -> str:
         """The messages, rendered as the continuation of `start`. Raises ApiError and UserError."""
         render = self.template.render
@@ -117,7 +117,7 @@ class ClientStates:
             raise self._shift_place(error, before, tools) from None
         return self._after_placeholder(rendered).removeprefix(turn.tail)
 
-    def _shift_place(self, error: UserError, before: list[dict[str, Any]], tools: Any) -> ApiError | UserError:
+    def _shift_place(self, error: UserError, before: list[JsonObject], tools: Tools) -> ApiError | UserError:
         """An error of rendering the request's messages after `before`, with places as in the request; an error of the state,
         if `before` alone fails."""
         try:
@@ -128,22 +128,22 @@ class ClientStates:
                             f"{self.template.name} cannot continue: send all messages without state", "state")
         return UserError(re.sub(r"^messages\[(\d+)\]", lambda place: f"messages[{int(place[1]) - len(before)}]", str(error)))
 
-    def after(self, ids: Sequence[int], tools: Any, start: SavedState | None) -> SavedState:
+    def after(self, ids: Sequence[int], tools: Tools, start: SavedState | None) -> SavedState:
         """Describes a conversation that ends with an answer, from its token ids alone."""
         last_ids = tuple(ids[-LAST_IDS:])
         return SavedState("", "", 0, len(ids), 0, last_ids, self.turn_of_answer(tools, start))
 
-    def turn_of_answer(self, tools: Any, start: SavedState | None) -> Turn:
+    def turn_of_answer(self, tools: Tools, start: SavedState | None) -> Turn:
         """The end of a conversation that follows `start`, after the model's answer. The engine's process adds the tail."""
         return self._turn("assistant", "", tools, start)
 
-    def turn_of_messages(self, messages: Sequence[Any], tools: Any, start: SavedState | None) -> Turn:
+    def turn_of_messages(self, messages: Sequence[Message], tools: Tools, start: SavedState | None) -> Turn:
         """The end of a conversation that follows `start`, after these messages."""
         role = check_messages(messages)[-1]["role"]
         rendered = self.template.render(_placeholder_messages(role, self.template.supports_tools), False, tools)
         return self._turn(role, self._after_placeholder(rendered), tools, start)
 
-    def _turn(self, role: str, tail: str, tools: Any, start: SavedState | None) -> Turn:
+    def _turn(self, role: str, tail: str, tools: Tools, start: SavedState | None) -> Turn:
         earlier = start.turn.tools if start and start.turn else ""
         return Turn(role, tail, _digest(tools) if tools else earlier, _digest(self.template.definition))
 
@@ -160,7 +160,7 @@ class ClientStates:
         return after
 
 
-def _placeholder_messages(role: str, calls: bool) -> list[dict[str, Any]]:
+def _placeholder_messages(role: str, calls: bool) -> list[JsonObject]:
     """Messages that end with the placeholder, in this role. calls: the template renders tool calls."""
     before = BEFORE.get(role, ())
     return [*(message for message in before if calls or "tool_calls" not in message), {"role": role, "content": PLACEHOLDER}]
@@ -171,12 +171,12 @@ def owner_digest(key: str) -> str:
     return hashlib.sha256(b"timemix state " + key.encode()).hexdigest()[:32]
 
 
-def shown(state: SavedState, model: str) -> dict[str, Any]:
+def shown(state: SavedState, model: str) -> JsonObject:
     """A state for the client. model: the id of the checkpoint's model."""
     return {"id": state.id, "object": "state", "created": state.created,
             "model": None if state.refusal else state.model or model, "tokens": state.tokens, "bytes": state.bytes}
 
 
-def _digest(value: Any) -> str:
+def _digest(value: object) -> str:
     text = value if isinstance(value, str) else json.dumps(value, sort_keys=True)
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32]

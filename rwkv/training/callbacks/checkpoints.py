@@ -4,7 +4,7 @@
     checkpoints/last-1.ckpt    the previous one, and so on: trainer.keep_last in all
     checkpoints/best.ckpt      the one with the lowest val/loss
 
-With trainer=fsdp each is a folder, written while training continues (rwkv/training/shards.py).
+With trainer=fsdp each is a folder, written while training continues (rwkv/training/sharding/saving.py).
 
 In addition to what Lightning saves (weights, optimiser, schedule, gradient scaler, data position), each holds the states of
 all random number generators. Checkpoints are saved only in hooks of fit: after fit, the loaders have lost their position.
@@ -34,8 +34,8 @@ from rwkv.distributed import all_gather, rank
 from rwkv.errors import CheckpointError, UnreadableError, UserError
 from rwkv.io.atomic import remove, replace_folder, replaced_by, write_file
 from rwkv.training.callbacks.divergence import Divergence
-from rwkv.training.sharding import Sharded
-from rwkv.training.shards import unwritable
+from rwkv.training.sharding.saving import unwritable
+from rwkv.training.sharding.strategy import Sharded
 
 BEST = Path(FOLDER) / "best.ckpt"
 NEXT = "next.ckpt"
@@ -89,11 +89,11 @@ class Checkpoints(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.best = state_dict["best"]
 
-    def setup(self, trainer: lightning.Trainer, *_: Any, **__: Any) -> None:
+    def setup(self, trainer: lightning.Trainer, *_: object, **__: object) -> None:
         if isinstance(trainer.strategy, Sharded):
             trainer.strategy.after_save = partial(settle, self.out_dir, self.keep)
 
-    def on_train_start(self, trainer: lightning.Trainer, *_: Any) -> None:
+    def on_train_start(self, trainer: lightning.Trainer, *_: object) -> None:
         self._saved = (trainer.global_step, False)       # saved again only after a repeated validation
 
     def on_train_batch_end(self, trainer: lightning.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -105,13 +105,13 @@ class Checkpoints(Callback):
         elif step % self.every == 0 and not self.validation_follows(trainer):
             self.save_last(trainer)
 
-    def on_train_end(self, trainer: lightning.Trainer, *_: Any) -> None:
+    def on_train_end(self, trainer: lightning.Trainer, *_: object) -> None:
         self.finish(trainer)
 
-    def on_validation_start(self, *_: Any) -> None:
+    def on_validation_start(self, *_: object) -> None:
         self._validating = True
 
-    def on_validation_end(self, trainer: lightning.Trainer, *_: Any) -> None:
+    def on_validation_end(self, trainer: lightning.Trainer, *_: object) -> None:
         self._validating = False
         step = trainer.global_step
         loss = float(trainer.callback_metrics["val/loss"])
@@ -180,7 +180,7 @@ class RandomState(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._loaded = state_dict["ranks"]
 
-    def on_train_start(self, trainer: lightning.Trainer, *_: Any) -> None:
+    def on_train_start(self, trainer: lightning.Trainer, *_: object) -> None:
         if rank() < len(self._loaded):   # only now: the setup draws random numbers
             _set_random_state(self._loaded[rank()])
         elif rank():

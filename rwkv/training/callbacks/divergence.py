@@ -11,12 +11,8 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
 from rwkv.distributed import all_sum
-from rwkv.errors import UserError
-from rwkv.training.sharding import Sharded, total_norm
-
-
-class Diverged(UserError):
-    """The loss or a weight is not finite. The checkpoints saved before are intact."""
+from rwkv.training.errors import Diverged
+from rwkv.training.sharding.strategy import Sharded, total_norm
 
 
 @dataclass(eq=False)
@@ -29,22 +25,23 @@ class Divergence(Callback):
     out_dir: Path
     log_every: int
     _lr: float = 0.0
-    _loss: Any = 0.0                     # of the current step, summed over accumulated batches
+    _loss: Tensor | float = 0.0          # of the current step, summed over accumulated batches
     _unchecked: list[tuple[int, float, Tensor]] = field(default_factory=list)    # step, learning rate and loss
 
-    def on_train_batch_start(self, trainer: lightning.Trainer, *_: Any) -> None:
+    def on_train_batch_start(self, trainer: lightning.Trainer, *_: object) -> None:
         self._lr = trainer.optimizers[0].param_groups[0]["lr"]
 
     def on_train_batch_end(self, trainer: lightning.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self._loss = self._loss + outputs["loss"].detach()
+        loss: Tensor = self._loss + outputs["loss"].detach()
+        self._loss = loss
         if (batch_idx + 1) % trainer.accumulate_grad_batches:
             return
-        self._unchecked.append((trainer.global_step, self._lr, self._loss))
+        self._unchecked.append((trainer.global_step, self._lr, loss))
         self._loss = 0.0
         if trainer.global_step % self.log_every == 0:
             self._check_losses(trainer)
 
-    def on_validation_start(self, trainer: lightning.Trainer, *_: Any) -> None:
+    def on_validation_start(self, trainer: lightning.Trainer, *_: object) -> None:
         self._check_losses(trainer)
 
     def require_finite(self, trainer: lightning.Trainer, val_loss: float = 0.0) -> None:

@@ -10,10 +10,7 @@ from lightning.pytorch.callbacks import Callback
 from rwkv.distributed import log
 from rwkv.io.signals import StopRequest
 from rwkv.training.callbacks.checkpoints import Checkpoints
-
-
-class Interrupted(Exception):
-    """Training was stopped by a signal, between two steps, and has saved a checkpoint."""
+from rwkv.training.errors import Interrupted
 
 
 class StopCleanly(Callback):
@@ -26,7 +23,7 @@ class StopCleanly(Callback):
         self.checkpoints = checkpoints
         self._stop = StopRequest(on_signal=_announce_stop)
 
-    def on_train_start(self, *_: Any) -> None:
+    def on_train_start(self, *_: object) -> None:
         self._stop.install()
 
     def on_train_batch_end(self, trainer: lightning.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -34,10 +31,10 @@ class StopCleanly(Callback):
         if between_steps and not self.checkpoints.validation_follows(trainer):
             self._stop_if_requested(trainer)
 
-    def on_validation_start(self, trainer: lightning.Trainer, *_: Any) -> None:
+    def on_validation_start(self, trainer: lightning.Trainer, *_: object) -> None:
         self._stop_if_requested(trainer)
 
-    def on_validation_batch_end(self, trainer: lightning.Trainer, *_: Any) -> None:
+    def on_validation_batch_end(self, trainer: lightning.Trainer, *_: object) -> None:
         self._stop_if_requested(trainer)
 
     def teardown(self, trainer: lightning.Trainer, pl_module: Any, stage: str) -> None:

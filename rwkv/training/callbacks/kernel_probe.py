@@ -36,6 +36,7 @@ from rwkv.io.atomic import write_file
 from rwkv.io.lines import labelled
 from rwkv.report.reading import KERNEL, read_mapping
 from rwkv.training.kernel_check import sentence
+from rwkv.training.task import LanguageModel
 
 START = 2                                # the step, from 0, at which errors are measured first
 WARM_UP = 20                             # steps before the first timed one, at most a fifth of the run
@@ -258,7 +259,7 @@ class Probe(Callback):
 
 def measure_errors(trainer: lightning.Trainer, pl_module: lightning.LightningModule, batch: Any) -> dict[str, Any]:
     """The operator's errors and the ranges of its inputs in each layer, measured in a pass over half of the batch."""
-    task = cast(Any, pl_module)
+    task = cast(LanguageModel, pl_module)
     records = [Record(mixer.wkv) for mixer in _time_mixers(task)]
     wrapped = Wrapped(task, lambda operator, layer: records[layer])
     gpus = [task.device] if task.device.type == "cuda" else []
@@ -284,7 +285,7 @@ def _half(batch: Any) -> tuple[Tensor, Tensor]:
 
 def _time_mixers(pl_module: lightning.LightningModule) -> list[Any]:
     """The modules that call the operator, one per layer."""
-    return [block.att for block in cast(Any, pl_module).model.blocks]
+    return [block.att for block in cast(LanguageModel, pl_module).model.blocks]
 
 
 def _why_disabled(options: TrainerConfig) -> str | None:

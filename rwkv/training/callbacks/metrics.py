@@ -11,13 +11,15 @@ from typing import Any, cast
 import lightning
 import torch
 from lightning.pytorch.callbacks import Callback
+from torch import Tensor
 
 from rwkv.distributed import all_gather, all_sum, log, rank, world_size
 from rwkv.io.lines import counted
 from rwkv.model.base import Model
-from rwkv.report.numbers import REWARDS
 from rwkv.training.loggers import norm_names
-from rwkv.training.sharding import total_norm
+from rwkv.training.sharding.strategy import total_norm
+from rwkv.training.task import LanguageModel
+from rwkv.training.tuning.preferences import REWARDS
 
 
 @dataclass(eq=False)
@@ -33,7 +35,7 @@ class Metrics(Callback):
 
     log_every: int
     grad_norms: bool = False
-    latest: Mapping[str, Any] = field(default_factory=dict)
+    latest: Mapping[str, float] = field(default_factory=dict)
     _interval_start: float = 0.0         # an interval starts after a logged step or a validation
     _interval_tokens: int = 0            # tokens of this interval, with padding
     _interval_unpadded: int = 0          # without padding
@@ -42,12 +44,13 @@ class Metrics(Callback):
     _lr: float = 0.0
     _part_norms: dict[str, float] = field(default_factory=dict)
     _steps: int = 0                      # steps since the last row
-    _loss: Any = 0.0                     # sum of their losses, on the device, over accumulated batches
-    _rewards: Any = 0.0                  # sum of their REWARDS (4,), for pairs of answers
+    _loss: Tensor | float = 0.0          # sum of their losses, on the device, over accumulated batches
+    # Sum of their REWARDS (4,), for pairs of answers
+    _rewards: Tensor = field(default_factory=lambda: torch.zeros(len(REWARDS)))
 
     def state_dict(self) -> dict[str, Any]:
         """A collective operation: gathers the sums of all processes."""
-        sums = [float(self._loss), *torch.as_tensor(self._rewards).expand(len(REWARDS)).tolist()]
+        sums = [float(self._loss), *self._rewards.tolist()]
         return {"steps": self._steps, "ranks": all_gather(sums)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -56,13 +59,13 @@ class Metrics(Callback):
         self._loss, self._rewards = float(sums[0]), sums[1:]
 
     def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
-        self._rewards = torch.as_tensor(self._rewards, device=pl_module.device)
+        self._rewards = self._rewards.to(pl_module.device)
         self._start_interval()
 
-    def on_train_batch_start(self, trainer: lightning.Trainer, *_: Any) -> None:
+    def on_train_batch_start(self, trainer: lightning.Trainer, *_: object) -> None:
         self._lr = trainer.optimizers[0].param_groups[0]["lr"]
 
-    def on_before_optimizer_step(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, *_: Any) -> None:
+    def on_before_optimizer_step(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, *_: object) -> None:
         if self.grad_norms and (trainer.global_step + 1) % self.log_every == 0:
             self._part_norms = gradient_norms(cast(Model, pl_module.model))
 
@@ -83,7 +86,7 @@ class Metrics(Callback):
             self._tokens_per_step = tokens * trainer.accumulate_grad_batches
             self._log(trainer, pl_module)
             self._start_interval()
-            self._steps, self._loss, self._rewards = 0, 0.0, 0.0
+            self._steps, self._loss, self._rewards = 0, 0.0, torch.zeros_like(self._rewards)
 
     def exclude(self, seconds: float) -> None:
         """Excludes `seconds` of other work from the current interval."""
@@ -94,9 +97,9 @@ class Metrics(Callback):
             ms_per_step = statistics.median(self._ms_per_token) * self._tokens_per_step
             log(f"median {ms_per_step:.1f} ms a step of {counted(self._tokens_per_step, 'token')}")
 
-    def _log(self, trainer: lightning.Trainer, task: Any) -> None:
+    def _log(self, trainer: lightning.Trainer, task: LanguageModel) -> None:
         count = self._steps * world_size()
-        loss = all_sum(self._loss.item())[0] / count
+        loss = all_sum(float(self._loss))[0] / count
         seconds = time.perf_counter() - self._interval_start
         self._ms_per_token.append(1000 * (seconds / self._interval_tokens))
         metrics = {"train/loss": loss, "lr": self._lr, "tok_per_sec": self._interval_unpadded / seconds}

@@ -9,6 +9,7 @@ from typing import Any
 
 import lightning
 from lightning.pytorch.callbacks import Callback
+from torch import Tensor
 from tqdm import tqdm
 
 from rwkv.distributed import rank
@@ -32,12 +33,12 @@ class ProgressBar(Callback):
     _bar: tqdm | None = None
     _validation: tqdm | None = None
 
-    def on_train_batch_start(self, trainer: lightning.Trainer, *_: Any) -> None:
+    def on_train_batch_start(self, trainer: lightning.Trainer, *_: object) -> None:
         """Created here so that its clock starts with the first step."""
         if rank() == 0 and self._bar is None:
             self._bar = bar(total=trainer.max_steps, initial=trainer.global_step, bar_format=FORMAT)
 
-    def on_train_batch_end(self, trainer: lightning.Trainer, *_: Any) -> None:
+    def on_train_batch_end(self, trainer: lightning.Trainer, *_: object) -> None:
         if self._bar is not None and trainer.global_step > self._bar.n:
             if time.time() - self._bar.last_print_t >= self._bar.mininterval:      # it is about to be drawn
                 self._show(trainer)
@@ -49,19 +50,19 @@ class ProgressBar(Callback):
             self._validation = bar(total=batches if math.isfinite(batches) else None, desc="validating", unit="batch",
                                    leave=False)
 
-    def on_validation_batch_end(self, *_: Any) -> None:
+    def on_validation_batch_end(self, *_: object) -> None:
         if self._validation is not None:
             _advance(self._validation, 1)
 
-    def on_validation_end(self, *_: Any) -> None:
+    def on_validation_end(self, *_: object) -> None:
         if self._validation is not None:
             self._validation.close()
             self._validation = None
 
-    def on_exception(self, *_: Any) -> None:
+    def on_exception(self, *_: object) -> None:
         self._close()
 
-    def on_train_end(self, trainer: lightning.Trainer, *_: Any) -> None:
+    def on_train_end(self, trainer: lightning.Trainer, *_: object) -> None:
         if self._bar is not None:
             self._show(trainer)
         self._close()                    # the next output starts on its own line
@@ -71,7 +72,7 @@ class ProgressBar(Callback):
 
     def _show(self, trainer: lightning.Trainer) -> None:
         assert self._bar is not None
-        metrics = {**trainer.callback_metrics, **self.metrics.latest}
+        metrics: dict[str, Tensor | float] = {**trainer.callback_metrics, **self.metrics.latest}
         parts = [text.format(_number(float(metrics[name]))) for name, text in POSTFIX.items() if name in metrics]
         self._bar.set_postfix_str(", ".join(parts), refresh=False)
 

@@ -19,6 +19,7 @@ from rwkv.config import TrainConfig, TrainerConfig
 from rwkv.distributed import rank
 from rwkv.generation.engine import generate
 from rwkv.io.atomic import append, write_file
+from rwkv.model.base import Model
 from rwkv.report.reading import SAMPLES, read_samples
 from rwkv.tokenizer.tokenizers import Tokenizer
 from rwkv.training.loggers import log_samples
@@ -66,7 +67,7 @@ class Samples(Callback):
                 log_samples(trainer.loggers, self._rows, step)
             self._exclude(time.perf_counter() - start)
 
-    def _text(self, model: Any, step: int) -> str | None:
+    def _text(self, model: Model, step: int) -> str | None:
         """A sample; None, with the error on standard error, if generation fails. Training continues."""
         model.eval()
         try:

@@ -37,8 +37,8 @@ from rwkv.config import BITS, EIGHT_BITS, TrainConfig
 from rwkv.model.base import generation, is_linear_weight, n_parameters, state_nbytes
 from rwkv.model.lora import adaptable, chosen
 from rwkv.model.loss import rows_at_once, rows_on_gpu
-from rwkv.training import adamw8bit
 from rwkv.training.device import device_for, dtype_for
+from rwkv.training.optim import adamw8bit
 
 FLOAT = 4                                # bytes
 NARROW = 2                               # bytes per value of a frozen embedding and head, as in released files

@@ -1,5 +1,6 @@
 """The length of a run in steps: trainer.max_steps, or computed from trainer.max_tokens or trainer.epochs.
 
+Optimisers and schedules count steps; published recipes give tokens (experiment=); tuning on conversations counts epochs.
 Epochs become steps once the data are known. An epoch is a pass over all windows, all rows of conversations, or all segments of
 trainer.tbptt's streams. A step may span two epochs; the last step completes the last epoch.
 """

@@ -15,7 +15,7 @@ from rwkv.distributed import log
 from rwkv.errors import CheckpointError, UserError
 from rwkv.io import hub
 from rwkv.io.state_file import state_file
-from rwkv.model.base import generation
+from rwkv.model.base import generation, with_learnt_states
 from rwkv.model.lora import chosen
 from rwkv.tokenizer.tokenizers import MADE_FROM_DATA, Tokenizer
 
@@ -56,8 +56,8 @@ def require_tunable(config: TrainConfig, checkpoint: Checkpoint) -> None:
     if config.tune.method == "lora":
         chosen(config.model, config.tune.modules)
     if config.tune.method == "state" and not generation(config.model).LEARNS_STATE:
-        raise UserError(f"tune=state requires RWKV-7, and {checkpoint.path} is {generation(config.model).NAME}: use "
-                        "tune=lora")
+        raise UserError(f"tune=state requires {with_learnt_states()}, and {checkpoint.path} is "
+                        f"{generation(config.model).NAME}: use tune=lora")
 
 
 def _require_sizes(config: ModelConfig, saved: ModelConfig, user_keys: Collection[str], checkpoint: Checkpoint) -> None:

@@ -35,7 +35,12 @@ from rwkv.io.atomic import write_file
 from rwkv.model.base import TIME_STATE, Model
 from rwkv.model.loss import IGNORED, log_probabilities
 
+REWARDS = ("rewards_margin", "rewards_accuracy", "rewards_chosen", "rewards_rejected")    # train/NAME and val/NAME
 REFERENCE = "reference.safetensors"      # train and val, (pairs,2) each: log p_reference of chosen and rejected
+
+
+def reward_metrics() -> list[str]:
+    return [f"{split}/{name}" for split in ("train", "val") for name in REWARDS]
 
 
 class Answers(NamedTuple):
@@ -72,7 +77,7 @@ def losses(log_p: Tensor, reference: Tensor, lengths: Tensor, tune: TuneConfig) 
 
 
 def rewards(log_p: Tensor, reference: Tensor, tune: TuneConfig) -> Tensor:
-    """The means over the pairs of report.numbers.REWARDS: (4,)."""
+    """The means over the pairs of REWARDS: (4,)."""
     chosen, rejected = (tune.beta * (log_p.detach() - reference)).unbind(1)
     return torch.stack([chosen - rejected, (chosen > rejected).float(), chosen, rejected]).mean(1)
 
@@ -85,6 +90,10 @@ class Preferences:
 
     def __init__(self, tune: TuneConfig, stored: Mapping[str, Tensor] | None = None) -> None:
         self.tune, self.stored = tune, stored
+
+    def read_reference(self, path: Path, data: Corpus) -> None:
+        """Stores the reference that write_reference wrote. Raises UserError as read_reference."""
+        self.stored = read_reference(path, data)
 
     def loss(self, model: Model, batch: Pairs, split: str) -> tuple[Tensor, Tensor]:
         """The mean loss of a batch of the split (train or val), and the means of REWARDS (4,)."""

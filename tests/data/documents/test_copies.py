@@ -95,7 +95,7 @@ def test_documents_that_differ_are_divided_as_before(tmp_path: Path, written: Wr
 
 @pytest.mark.parametrize("written", KINDS)
 def test_equal_documents_alone_can_be_trained_on(tmp_path: Path, written: Writer) -> None:
-    """The plan warns of them (tests/training/test_plan.py), except where a document is divided."""
+    """The plan warns of them (tests/training/plan/test_plan.py), except where a document is divided."""
     corpus = prepare(written(tmp_path, [TEXTS[4]] * 20), 2)
     assert min(len(corpus.train), len(corpus.val)) > 2
 

@@ -94,7 +94,7 @@ def test_a_sample_that_cannot_be_drawn_costs_neither_the_run_nor_its_report(run:
     def fail(*_: object, **__: object) -> None:
         raise RuntimeError("out of memory")
 
-    for user in ("callbacks.samples", "trainer"):
+    for user in ("callbacks.samples", "finish"):
         monkeypatch.setattr(f"rwkv.training.{user}.generate", fail)
     status, _, error = run("train", *BRIEF, "trainer.sample_every=2")
     assert status == 0, error

@@ -39,7 +39,7 @@ from rwkv.errors import UserError
 from rwkv.pretrained import RWKV
 from rwkv.report.reading import is_finished
 from rwkv.training.callbacks.checkpoints import RandomState, VerifiedFiles, newest_sound, settle
-from rwkv.training.optim import lr_factor, parameter_groups
+from rwkv.training.optim.optimisers import lr_factor, parameter_groups
 from rwkv.training.run.directory import as_plain
 from rwkv.training.run.opening import open_run
 from rwkv.training.task import LanguageModel

@@ -24,6 +24,7 @@ from rwkv.generation.engine import generate_batch
 from rwkv.model.lora import add_adapters
 from rwkv.model.loss import IGNORED
 from rwkv.pretrained import RWKV
+from rwkv.report import numbers
 from rwkv.tokenizer.tokenizers import ByteTokenizer
 from rwkv.training.tuning import preferences
 from rwkv.training.tuning.preferences import Preferences, answers, without_tuning
@@ -130,6 +131,11 @@ def test_the_reference_is_the_frozen_model(folder: Path) -> None:
         torch.testing.assert_close(answers(model, read).log_p, before, rtol=0, atol=1e-4)
     torch.testing.assert_close(answers(model, read).log_p, tuned, rtol=0, atol=0)
     assert not torch.allclose(tuned, before, atol=0.1)
+
+
+def test_the_report_reads_the_metrics_that_training_writes() -> None:
+    assert preferences.REWARDS == numbers.REWARDS
+    assert preferences.reward_metrics() == numbers.reward_names()
 
 
 # Whole runs

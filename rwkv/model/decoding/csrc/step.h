@@ -1,7 +1,7 @@
 // Building blocks of a decoding step, shared by all generations. A step reads one token in each of R rows; a row that starts from
-// the state of the row before reads the next token of the same sequence. A step is a series of phases: loops over tiles with a barrier after each
-// (threads.h). Each row has a workspace of `size` numbers and a state of `state_size`. All widths are multiples of 8, and buffers
-// in the workspace are padded to a multiple of 32. c_step.py fills the structs.
+// the state of the row before reads the next token of the same sequence. A step is a series of phases: loops over tiles with a
+// barrier after each (threads.h). Each row has a workspace of `size` numbers and a state of `state_size`. All widths are multiples
+// of 8, and buffers in the workspace are padded to a multiple of 32. c_step.py fills the structs.
 
 #pragma once
 #include "../../../../kernels/matvec/csrc/products.h"

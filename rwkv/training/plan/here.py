@@ -7,27 +7,22 @@ is estimated from the speed of a matrix product, unless plan=timed.
 
 import math
 import os
-import sys
-import time
-from collections.abc import Iterable, Iterator
-from statistics import mean
+from collections.abc import Iterator
 
 import torch
 
 from kernels.machine import threads
 from kernels.machine.cpu import matrix_dtype, why_slow
 from kernels.machine.memory import resident_memory
-from rwkv import distributed
 from rwkv.chat.names import Choice, choose_template
 from rwkv.checkpoint.tuned import is_exact, surviving
 from rwkv.config import ORTHOGONAL, TrainConfig, TrainerConfig, TuneConfig
 from rwkv.data import segments
-from rwkv.data.conversations import Tokenised
 from rwkv.data.documents import separators
 from rwkv.data.pairs import rows_of
 from rwkv.data.prepare import Corpus
 from rwkv.distributed import log, rank, world_size
-from rwkv.io.lines import counted, labelled
+from rwkv.io.lines import counted
 from rwkv.model.base import generation, n_parameters
 from rwkv.model.fused import form as fused_form
 from rwkv.training import graphs
@@ -35,20 +30,15 @@ from rwkv.training.device import dtype_for, why_precision
 from rwkv.training.memory.capacity import Needs, free_disk
 from rwkv.training.memory.estimate import checkpoint_bytes, n_checkpoints, n_trained, readable
 from rwkv.training.memory.lines import memory_lines
+from rwkv.training.plan.duration import equivalent_steps, estimated_seconds, in_words, seconds_per_step, show
 from rwkv.training.run.directory import Run, backup_folder
 from rwkv.training.run.length import MAX_EPOCHS, steps_per_epoch
 from rwkv.training.task import LanguageModel
 from rwkv.training.tuning import guard
 from rwkv.training.tuning.same_data import warn_of_split
 
-TIMED_STEPS = 2                          # after one warm-up step
-LONG_STEP = 5                            # seconds; a longer first pass prints a line, as a sign of life
 EXCESS = 0.1                             # warn if the validation fraction exceeds data.val_fraction by this
 LONG_VALIDATION = 1 / 3                  # validation above this fraction of the time is printed
-PATIENCE = 20                            # seconds allowed for timed steps
-OVERHEAD = 2                             # time of a step over that of its matrix products
-FORWARD = 1 / 3                          # forward pass as a fraction of a training step
-UNITS = (("days", 86400), ("hours", 3600), ("minutes", 60))       # durations use the first unit of which they have two
 
 
 def announce_needs(run: Run, needs: Needs, kernel: str, kernel_error: str | None, data: Corpus, timed: bool) -> None:
@@ -60,27 +50,15 @@ def announce_needs(run: Run, needs: Needs, kernel: str, kernel_error: str | None
         return
     if run.config.resume is not None and run.resume_from is None:
         log(_why_from_the_start(run))
-    _show(_needs(run, needs, kernel, kernel_error, data))
+    show(_needs(run, needs, kernel, kernel_error, data))
     if timed or not run.config.only_plans:
-        _show([("building", f"the model{', and timing its first steps' if timed else ''}")])
+        show([("building", f"the model{', and timing its first steps' if timed else ''}")])
 
 
 def announce_training(run: Run, device: torch.device, data: Corpus, task: LanguageModel | None = None) -> None:
     """Prints how long the run will take. task: its steps are timed; None estimates the duration."""
     if rank() == 0:
-        _show(_training(run, device, task, data))
-
-
-def is_timed(config: TrainConfig, vocab_size: int, device: torch.device) -> bool:
-    """Whether training steps are timed: with plan=timed, or if they take few seconds. The same in all processes."""
-    if config.trainer.strategy == "fsdp":                # a whole model may not fit into one process
-        return False
-    if config.plan == "timed":
-        return True
-    if config.only_plans and config.trainer.compile:     # its first step compiles for minutes
-        return False
-    seconds = distributed.broadcast_from_rank0(lambda: (1 + TIMED_STEPS) * _estimated_seconds(config, vocab_size, device))
-    return seconds / config.trainer.accumulate / max(1, config.trainer.tbptt) <= PATIENCE
+        show(_training(run, device, task, data))
 
 
 def _why_from_the_start(run: Run) -> str:
@@ -89,11 +67,6 @@ def _why_from_the_start(run: Run) -> str:
     backup = backup_folder(run)
     return (f"WARNING    the run in {run.out_dir} ended before its first checkpoint: it restarts at step 0"
             + (f"; its earlier output moves to {backup}" if backup else ""))
-
-
-def _show(lines: Iterable[tuple[str, str]]) -> None:
-    for subject, text in lines:
-        log(labelled(subject, text, sys.stderr))
 
 
 def _needs(run: Run, needs: Needs, kernel: str, kernel_error: str | None, data: Corpus) -> Iterator[tuple[str, str]]:
@@ -123,7 +96,7 @@ def _data(run: Run, data: Corpus) -> Iterator[tuple[str, str]]:
                           f"{100 * config.data.val_fraction:g} %: the split is by {unit}; split the longest ones, or "
                           "change their order or names")
     if end := data.tokenizer.end_line():
-        yield "texts", f"end with {end}"
+        yield "sequences", f"end with {end}"
     if config.trainer.tbptt:
         streams = config.data.batch_size * config.trainer.accumulate
         yield "streams", segments.describe(data, config.model.ctx_len, streams, config.trainer.tbptt)
@@ -272,11 +245,11 @@ def _training(run: Run, device: torch.device, task: LanguageModel | None, data: 
     validations = -(-steps // trainer.val_every) + (guard.is_compared(config) and not first_step)    # one before training
     training, validation = equivalent_steps(config, steps, val_tokens * validations)
     if task is not None:
-        duration = in_words((training + validation) * _seconds_per_step(task, config, device, data.conversations))
+        duration = in_words((training + validation) * seconds_per_step(task, config, device, data.conversations))
     elif trainer.strategy == "fsdp":
         duration = "duration unknown (not timed under fsdp)"
     else:
-        seconds = _estimated_seconds(config, run.vocab_size(data.tokenizer), device)
+        seconds = estimated_seconds(config, run.vocab_size(data.tokenizer), device)
         estimated = in_words((training + validation) * seconds).removeprefix("about ")
         duration = f"very roughly {estimated} (from the speed of a matrix product; plan=timed measures steps)"
 
@@ -314,22 +287,6 @@ def _length_warnings(config: TrainConfig, epochs: float, conversations: bool) ->
                           "data, a smaller data.batch_size or a lower optim.warmup_steps")
 
 
-def in_words(seconds: float) -> str:
-    """A duration: about 40 s, about 1.5 minutes."""
-    if seconds < 60:
-        return f"about {max(1, round(seconds))} s"
-    name, unit = next(((name, unit) for name, unit in UNITS if seconds >= 2 * unit), UNITS[-1])
-    return f"about {seconds / unit:.1f} {name}"
-
-
-def equivalent_steps(config: TrainConfig, steps: int, validated_tokens: int) -> tuple[float, float]:
-    """The times of training and of all validations, in units of a plain training step."""
-    recomputed = 1 - 1 / max(1, config.trainer.tbptt)        # fraction of segments whose forward pass runs twice
-    reference = config.tune.prefers and config.tune.method != "full"             # one more forward pass
-    validation = FORWARD * (1 + reference) * validated_tokens / config.tokens_per_step
-    return steps * (1 + FORWARD * recomputed + FORWARD * reference), validation
-
-
 def validated_part(val_tokens: int | None, whole: int) -> str | None:
     """The part of the validation split that trainer.val_tokens selects, in words; None for all of it."""
     if val_tokens is None or val_tokens >= whole:
@@ -346,54 +303,3 @@ def _validation(val_tokens: int | None, whole: int, times: int, time_share: floa
     if time_share > LONG_VALIDATION:
         line += f", {100 * time_share:.0f} % of the time; less with a lower trainer.val_tokens or a higher trainer.val_every"
     yield "validation", line
-
-
-def _estimated_seconds(config: TrainConfig, vocab_size: int, device: torch.device) -> float:
-    """An optimiser step's time, within a factor of two or three, from the measured speed of one matrix product.
-
-    A token takes 2 operations per parameter forward and 4 backward. The embedding is not a product.
-    """
-    products = n_parameters(config.model, vocab_size) - vocab_size * config.model.n_embd
-    operations = 6.0 * products * config.tokens_per_step
-    if config.trainer.activation_checkpointing:
-        operations *= 1 + FORWARD
-    dtype = dtype_for(config.trainer.precision)
-    x = torch.ones(512, 1024, dtype=dtype, device=device)
-    w = torch.ones(1024, 1024, dtype=dtype, device=device)
-    seconds = []
-    for _ in range(3):
-        start = time.perf_counter()
-        (x @ w)[0, 0].item()             # waits for the device
-        seconds.append(time.perf_counter() - start)
-    return OVERHEAD * operations * min(seconds) / (2 * len(x) * w.numel()) / world_size()
-
-
-def _seconds_per_step(task: LanguageModel, config: TrainConfig, device: torch.device,
-                      conversations: tuple[Tokenised, Tokenised] | None) -> float:
-    """The measured time of an optimiser step's forward and backward passes. Compiles the kernels and changes nothing.
-
-    With conversations it uses their first rows, where only answers are targets.
-    """
-    rows = config.data.batch_size // world_size()
-    x = torch.zeros(rows, config.model.ctx_len, dtype=torch.long, device=device)
-    batch: tuple[torch.Tensor, ...] = (x, x)
-    if conversations and not config.trainer.tbptt:
-        packed = rows_of(conversations[0], config.model.ctx_len).__getitems__(list(range(rows)))
-        batch = tuple(part.to(device) for part in packed[:3])
-    dtype = dtype_for(config.trainer.precision)
-    task.to(device)
-    seconds = []
-    for step in range(1 + TIMED_STEPS):
-        start = time.perf_counter()
-        with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
-            loss = task.loss(*batch)
-        loss.backward()
-        loss.item()                      # waits for the device
-        seconds.append(time.perf_counter() - start)
-        if step == 0 and seconds[0] > LONG_STEP:
-            _show([("timing", f"the first of {1 + TIMED_STEPS} passes took {in_words(seconds[0])}")])
-        if step == 0 and seconds[0] > PATIENCE and config.plan != "timed":
-            break
-    task.zero_grad(set_to_none=True)
-    batches = config.tokens_per_step / (x.numel() * world_size())
-    return mean(seconds[1:] or seconds) * batches

@@ -23,7 +23,8 @@ from rwkv.model.lora import add_adapters
 from rwkv.model.quantized import to_bfloat16, to_int4, to_int8
 from rwkv.pretrained import RWKV
 from rwkv.tokenizer.tokenizers import ByteTokenizer
-from rwkv.training.optim import OPTIMISERS, orthogonal
+from rwkv.training.optim.muon import orthogonal
+from rwkv.training.optim.optimisers import OPTIMISERS
 from rwkv.training.task import LanguageModel
 
 PRODUCTS = ("mm", "bmm", "mv", "dot", "addmm", "baddbmm", "addmv", "addbmm", "linear", "matmul", "convolution",

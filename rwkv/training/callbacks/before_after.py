@@ -182,3 +182,9 @@ def _validation(trainer: lightning.Trainer, task: LanguageModel) -> Measured:
         on_device = trainer.strategy.batch_to_device(trainer.precision_plugin.convert_input(batch))
         trainer.strategy.validation_step(on_device, number)
     return task.validation_metrics()
+
+
+def compared(trainer: lightning.Trainer) -> list[str]:
+    """Lines on the losses before and after tuning; none in other runs."""
+    return [callback.describe() for callback in trainer.callbacks          # type: ignore[attr-defined]
+            if isinstance(callback, BeforeAfter) and callback.after is not None]

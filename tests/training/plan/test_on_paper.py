@@ -17,10 +17,10 @@ from rwkv.errors import UserError
 from rwkv.model.base import n_parameters
 from rwkv.training.device import is_planned_elsewhere
 from rwkv.training.memory.estimate import estimate, one_checkpoint_bytes
-from rwkv.training.on_paper import GIB, GPUS, MEASURED, Measured, exchanged_bytes, nearest, on_paper, with_whole_rows
+from rwkv.training.plan.on_paper import GIB, GPUS, MEASURED, Measured, exchanged_bytes, nearest, on_paper, with_whole_rows
 from rwkv.training.run.options import check_new_run
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 ROWS = json.loads((ROOT / "benchmarks/results/training-h200.json").read_text())["rows"]
 H200 = GPUS["h200"]
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim._muon import _zeropower_via_newtonschulz
 
 from rwkv.errors import UserError
-from rwkv.training.optim import Muon, orthogonal
+from rwkv.training.optim.muon import Muon, orthogonal
 
 SHAPES = ((8, 8), (8, 8), (16, 8), (8, 16), (16, 8))
 TORCHS = (3.4445, -4.7750, 2.0315), 5, 1e-7       # coefficients, iterations, smallest norm

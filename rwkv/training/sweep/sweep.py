@@ -3,7 +3,7 @@
     DIR/sweep.json            all runs, with the status of each; rewritten after each run
     DIR/NAME/                 the directory of a run, named by the options in which the runs differ: kernel=conv1d,seed=0
     DIR/logs/NAME.txt         the standard error of the run
-    DIR/logs/NAME.reason.txt  the error that ended it, if one did (sweep_child.py)
+    DIR/logs/NAME.reason.txt  the error that ended it, if one did (child.py)
     DIR/logs/JOB/             files of submitit's, with sweep.launcher=submitit
     DIR/report.html           the report on all runs, and report.csv (rwkv/report/)
 
@@ -34,13 +34,13 @@ from rwkv.io.atomic import write_file
 from rwkv.io.lines import counted, labelled
 from rwkv.io.signals import STOPPING, StopRequest, end_of
 from rwkv.report import reading
-from rwkv.training import sweep_child
-from rwkv.training.launchers import End, Launcher, Processes, Task, launcher_for
 from rwkv.training.run.directory import new_folder, require_unused
 from rwkv.training.run.lock import RunLock
 from rwkv.training.run.options import check_new_run
+from rwkv.training.sweep import child
+from rwkv.training.sweep.launchers import End, JobRejected, Launcher, Processes, Task, launcher_for
 
-CHILD = Path(sweep_child.__file__)       # the program that trains one run
+CHILD = Path(child.__file__)       # the program that trains one run
 LOGS = "logs"
 ORDER_SEED = 0
 FINISHED = "finished"
@@ -130,7 +130,16 @@ def train_all(sweep: Sweep, launcher: Launcher) -> bool:
                     log(f"\n[{number}/{len(to_do)}] {entry.name}")
                     if _is_available(sweep, entry):
                         running[entry.name] = (entry, time.monotonic())
-                        entry.job = launcher.start(_task(sweep, entry, number), entry.job)
+                        try:
+                            entry.job = launcher.start(_task(sweep, entry, number), entry.job)
+                        except JobRejected as error:     # perhaps a limit of the user's jobs
+                            del running[entry.name]
+                            if not running:
+                                raise
+                            log(f"{error}\nat most {counted(len(running), 'job')} at a time from now on")
+                            launcher.places = len(running)
+                            waiting.appendleft((number, entry))
+                            break
                         if entry.job is not None:
                             log(f"job {entry.job}")
                     sweep.save()

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -16,8 +17,8 @@ from rwkv import cli
 from rwkv.config import SweepConfig, TrainConfig
 from rwkv.errors import UserError
 from rwkv.report import table
-from rwkv.training import sweep
-from rwkv.training.launchers import End, Launcher, Processes, Task, launcher_for
+from rwkv.training.sweep import sweep
+from rwkv.training.sweep.launchers import End, JobRejected, Launcher, Processes, Task, launcher_for
 
 SHORT = (*SMALL, "logger=csv", "kernel=conv1d", "model.n_layer=1", "model.ctx_len=16", "trainer.max_steps=120",
          "trainer.val_every=20", "trainer.checkpoint_every=20")
@@ -184,10 +185,10 @@ def test_runs_share_the_threads_and_each_has_a_gpu(tmp_path: Path) -> None:
     ("3,", {}, "3 None"), ("3,", {"OMP_NUM_THREADS": "7"}, "7 None"), (",1", {}, "None 1"),
     ("2,1", {"CUDA_VISIBLE_DEVICES": "5, 6,7"}, "2 6")])
 def test_a_process_takes_its_share(share: str, before: dict[str, str], after: str, tmp_path: Path) -> None:
-    child = tmp_path / "rwkv" / "training" / "sweep_child.py"
+    child = tmp_path / "rwkv" / "training" / "sweep" / "child.py"
     child.parent.mkdir(parents=True)
     child.write_text(sweep.CHILD.read_text())
-    root = Path(__file__).parent.parent.parent
+    root = Path(__file__).parents[3]
     (tmp_path / "kernels" / "machine").mkdir(parents=True)
     (tmp_path / "kernels" / "machine" / "shares.py").write_text((root / "kernels" / "machine" / "shares.py").read_text())
     (tmp_path / "train.py").write_text("import os, sys\nprint(os.environ.get('OMP_NUM_THREADS'), "
@@ -202,11 +203,11 @@ def test_lines_of_runs_have_their_number_and_samples_stay_whole(tmp_path: Path) 
     half = ("import sys, time\nfor n in range(20):\n"
             "  for s in (sys.stdout, sys.stderr): print(NAME, file=s, end='', flush=True)\n"
             "  time.sleep(0.001)\n  print(file=sys.stderr, flush=True)")
-    program = ("import pathlib, sys\nfrom rwkv.training.launchers import Processes, Task\nlauncher = Processes(2, 2, 0)\n"
+    program = ("import pathlib, sys\nfrom rwkv.training.sweep.launchers import Processes, Task\nlauncher = Processes(2, 2, 0)\n"
                f"for name in '12':\n  launcher.start(Task(name, [sys.executable, '-c', {half!r}.replace('NAME', name)],\n"
                f"    pathlib.Path('x'), [], pathlib.Path({str(tmp_path)!r}, name), int(name)), None)\n"
                "ends = 0\nwhile ends < 2: ends += len(launcher.ends())")
-    root = sweep.CHILD.parents[2]
+    root = sweep.CHILD.parents[3]
     done = subprocess.run([sys.executable, "-c", program], cwd=root, capture_output=True, text=True, check=True)
     assert sorted(done.stdout.split()) == ["1" * 20, "2" * 20]
     assert sorted(done.stderr.splitlines()) == ["[1] 1"] * 20 + ["[2] 2"] * 20
@@ -216,12 +217,13 @@ def test_lines_of_runs_have_their_number_and_samples_stay_whole(tmp_path: Path) 
 @pytest.mark.parametrize("end", ["the sweep is killed", "the sweep has an error"])
 def test_runs_end_with_their_sweep(tmp_path: Path, end: str) -> None:
     """A killed process passes no signal on; its pipe to the run ends."""
-    root = sweep.CHILD.parents[2]
-    saves = (f"import os, pathlib, signal, sys, time\nsys.path[0] = {str(root)!r}\nfrom rwkv.training import sweep_child\n"
+    root = sweep.CHILD.parents[3]
+    saves = (f"import os, pathlib, signal, sys, time\nsys.path[0] = {str(root)!r}\nfrom rwkv.training.sweep import child\n"
              f"def stop(*_): pathlib.Path({str(tmp_path / 'saved')!r}).touch(); sys.exit(130)\n"
-             "signal.signal(signal.SIGTERM, stop)\nsweep_child.stop_with_parent()\n"
+             "signal.signal(signal.SIGTERM, stop)\nchild.stop_with_parent()\n"
              f"pathlib.Path({str(tmp_path / 'begun')!r}).touch()\ntime.sleep(60)")
-    program = ("import pathlib, sys, time\nfrom rwkv.training.launchers import Processes, Task\nlauncher = Processes(1, 1, 0)\n"
+    program = ("import pathlib, sys, time\nfrom rwkv.training.sweep.launchers import Processes, Task\n"
+               "launcher = Processes(1, 1, 0)\n"
                f"folder = pathlib.Path({str(tmp_path)!r})\n"
                f"launcher.start(Task('run', [sys.executable, '-c', {saves!r}], folder, [], folder / 'log'), None)\n"
                "while not (folder / 'begun').exists(): time.sleep(0.01)\n"
@@ -237,9 +239,9 @@ def test_runs_end_with_their_sweep(tmp_path: Path, end: str) -> None:
 # Mistakes
 
 
-def opened(*arguments: str) -> Launcher:
+def opened(*arguments: str) -> sweep.Sweep:
     line = cli.split(["-m", *arguments], TrainConfig)
-    return sweep.open_launcher(sweep.opened(line, lambda line: cli.jobs(line, TrainConfig, "train")))
+    return sweep.opened(line, lambda line: cli.jobs(line, TrainConfig, "train"))
 
 
 @pytest.mark.parametrize(("arguments", "words"), [
@@ -252,7 +254,7 @@ def test_mistakes_are_sentences(arguments: tuple[str, ...], words: tuple[str, ..
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text.txt").write_text("text")
     with pytest.raises(UserError) as error:
-        opened("seed=0,1", *SMALL, "kernel=conv1d", "logger=csv", *arguments)
+        sweep.open_launcher(opened("seed=0,1", *SMALL, "kernel=conv1d", "logger=csv", *arguments))
     assert all(word in str(error.value) for word in words)
     assert [path.name for path in tmp_path.iterdir()] == ["text.txt"]
 
@@ -273,6 +275,46 @@ def test_submitit_s_mistakes_are_sentences(argument: str, words: tuple[str, ...]
     assert all(word in str(error.value) for word in words)
     assert "\n" not in str(error.value)
     assert not list(tmp_path.iterdir())
+
+
+@NEEDS_SUBMITIT
+def test_a_job_that_slurm_rejects_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, script in (("srun", "exit 0"), ("sbatch", "echo 'sbatch: error: invalid partition specified: gpu' >&2; exit 1")):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{script}\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    jobs = launcher_for(SweepConfig(launcher="submitit", arguments=["slurm_partition=gpu"]), 2, tmp_path / "logs", 0)
+    with pytest.raises(JobRejected, match="invalid partition specified: gpu") as error:
+        jobs.start(Task("seed=0", [], tmp_path, [], tmp_path / "log.txt"), None)
+    assert "\n" not in str(error.value)
+
+
+def test_a_limit_of_jobs_is_the_number_of_runs_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch system that takes one job at a time; each run ends at once."""
+    class Limited(Launcher):
+        places = 3
+        running: str | None = None
+
+        def start(self, task: Task, earlier_job: str | None) -> str | None:
+            if self.running:
+                raise JobRejected("no more jobs")
+            self.running = task.name
+            return None
+
+        def ends(self) -> list[End]:
+            name, self.running = self.running, None
+            return [End(str(name), 0)]
+
+        def stop(self, number: int) -> None: ...
+
+        def close(self) -> None: ...
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_text("text")
+    swept = opened("seed=0,1,2", *SMALL, "kernel=conv1d", "logger=csv")
+    swept.folder.mkdir(parents=True)
+    assert not sweep.train_all(swept, Limited())
+    assert {entry.status for entry in swept.entries} == {"finished"}
 
 
 def test_a_program_without_m_has_no_options_of_sweeps(run: Callable[..., tuple[int, str, str]]) -> None:

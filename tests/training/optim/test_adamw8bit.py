@@ -16,9 +16,9 @@ from rwkv.checkpoint.files import read_checkpoint
 from rwkv.config import DataConfig, ModelConfig, OptimConfig, TrainConfig, TrainerConfig
 from rwkv.errors import UserError
 from rwkv.pretrained import RWKV
-from rwkv.training import adamw8bit
-from rwkv.training.adamw8bit import BLOCK, LEAST, AdamW8bit, dequantized, quantized
 from rwkv.training.memory.estimate import checkpoint_bytes, estimate
+from rwkv.training.optim import adamw8bit
+from rwkv.training.optim.adamw8bit import BLOCK, LEAST, AdamW8bit, dequantized, quantized
 from rwkv.training.task import LanguageModel
 
 ADAM = {"lr": 1e-2, "betas": (0.9, 0.99), "eps": 1e-8}

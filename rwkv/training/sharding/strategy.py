@@ -33,7 +33,7 @@ from rwkv.config import TrainerConfig
 from rwkv.distributed import RANK0_TIMEOUT, world_size
 from rwkv.model.base import Model
 from rwkv.training.device import dtype_for
-from rwkv.training.shards import Saving
+from rwkv.training.sharding.saving import Saving
 
 WEIGHTS, STATES = "state_dict", "optimizer_states"       # keys of Lightning's checkpoints
 

@@ -42,7 +42,7 @@ from rwkv.training.memory.estimate import (
 )
 from rwkv.training.memory.lines import would_fit
 from rwkv.training.memory.remedies import remedies, with_keys
-from rwkv.training.plan import in_words
+from rwkv.training.plan.duration import in_words
 from rwkv.training.run.directory import Run
 from rwkv.training.run.resolve import Context, Stage, resolve
 from rwkv.training.setup import data_for
@@ -154,6 +154,9 @@ def nearest(config: TrainConfig) -> Measured:
     """The measured run of the same generation and precision with the nearest width. float16 counts as bfloat16."""
     model, precision = config.model, str(config.trainer.precision).replace("fp16", "bf16")
     candidates = [row for row in MEASURED if (row.generation, row.precision) == (model.generation, precision)]
+    if not candidates:
+        raise UserError(f"plan= requires a measured training step, and there is none of {generation(model).NAME} in "
+                        f"{precision}: leave plan= out")
     return min(candidates, key=lambda row: abs(math.log(row.n_embd / model.n_embd)))
 
 

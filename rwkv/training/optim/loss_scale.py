@@ -12,7 +12,7 @@ import lightning
 import torch
 from lightning.pytorch.strategies import ParallelStrategy
 
-from rwkv.training.callbacks.divergence import Diverged
+from rwkv.training.errors import Diverged
 from rwkv.training.tbptt import Carried
 
 MAX_ATTEMPTS = 30                        # per step: the initial scale, 2^16, is then far below 1

@@ -1,6 +1,4 @@
-"""The optimisers, their parameter groups and the learning-rate schedule.
-
-Muon and NorMuon are one optimiser: orthogonalised updates for matrices, AdamW for all other parameters.
+"""Muon and NorMuon, one optimiser: orthogonalised updates for matrices, AdamW for all other parameters.
 
     momentum <- mu momentum + (1 - mu) grad;  G = (1 - mu) grad + mu momentum;  W <- W - lr sqrt(max(1, rows / columns)) U V^T
 
@@ -19,19 +17,15 @@ preserves the norm of the whole step. Source: Li et al., "NorMuon" (arXiv 2510.0
 
 import math
 import operator
-from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
 from kernels.machine.cpu import matrix_dtype
-from rwkv.config import ORTHOGONAL, OptimConfig
 from rwkv.errors import UserError
-from rwkv.model.base import MATRICES, Model
-from rwkv.training.adamw8bit import AdamW8bit
 
 # Coefficients a, b, c of each iteration: singular values above 1/100 of the bound end within 0.28 of 1; smaller ones grow 77
 # times.
@@ -39,71 +33,6 @@ POLAR_EXPRESS = ((8.0132, -22.9258, 16.5994), (3.607, -2.6486, 0.5119), (2.6802,
 MARGIN = 1.02                            # factor on the bound, for bfloat16's rounding: the polynomials are steep above 1
 SMALLEST_NORM = 1e-14                    # lower bound on the norm of A, against division by 0
 SMALLEST_SQUARE = 1e-16                  # the same for mean squares of rows
-
-
-def parameter_groups(model: Model, optim: OptimConfig) -> list[dict[str, Any]]:
-    """The optimiser's groups, each with one learning rate and weight decay. Vectors and low-rank matrices do not decay.
-
-    muon and normuon update the blocks' matrices except the gates, which learn as well with AdamW at a lower cost.
-    """
-    groups: dict[tuple[float, float, bool], list[nn.Parameter]] = {}
-    for name, parameter in model.named_parameters():
-        if not parameter.requires_grad:
-            continue
-        group = model.generation.group(name)
-        orthogonal = optim.name in ORTHOGONAL and group == "matrix"
-        lr = optim.matrix_lr if orthogonal else optim.lr * lr_scale(name, model.generation.LR_SCALES, optim)
-        decay = optim.weight_decay if group in MATRICES else 0.0
-        groups.setdefault((lr, decay, orthogonal), []).append(parameter)
-    muon = {"orthogonal": True, "momentum": optim.matrix_momentum}
-    adam = {"betas": optim.betas, "eps": optim.eps}
-    return [{"params": parameters, "lr": lr, "weight_decay": decay} | (muon if orthogonal else adam)
-            for (lr, decay, orthogonal), parameters in groups.items()]
-
-
-def lr_scale(name: str, scales: Mapping[str, str], optim: OptimConfig) -> float:
-    """The learning rate of a parameter as a multiple of optim.lr. scales: LR_SCALES of the model's generation."""
-    last = name.rpartition(".")[2]
-    return next((float(getattr(optim, option)) for begin, option in scales.items() if last.startswith(begin)), 1.0)
-
-
-def lr_factor(optim: OptimConfig, max_steps: int) -> Callable[[int], float]:
-    """The learning rate at a step as a multiple of optim.lr: a linear warm-up, then optim.schedule to min_lr at max_steps."""
-    lowest = optim.last_lr / optim.lr
-
-    def factor(step: int) -> float:
-        if step < optim.warmup_steps:
-            return (step + 1) / optim.warmup_steps
-        progress = min(1.0, (step - optim.warmup_steps) / max(1, max_steps - optim.warmup_steps))
-        if optim.schedule == "cosine":
-            return lowest + (1 - lowest) * (1 + math.cos(math.pi * progress)) / 2
-        if optim.schedule == "linear":
-            return lowest + (1 - lowest) * (1 - progress)
-        return lowest ** progress if optim.schedule == "exponential" else 1.0
-
-    return factor
-
-
-def update_in_backward(optimizer: torch.optim.Optimizer) -> None:
-    """Makes each backward pass update a parameter as soon as its gradient is complete, and then free the gradient.
-
-    The optimiser's own step then has no gradients and changes nothing. Its options, state and checkpoints are the same as
-    without this. Its update of a parameter must not depend on other gradients.
-    """
-    for number, group in enumerate(optimizer.param_groups):
-        for parameter in group["params"]:
-            parameter.register_post_accumulate_grad_hook(partial(_update_alone, optimizer, number))
-
-
-def _update_alone(optimizer: torch.optim.Optimizer, number: int, parameter: Tensor) -> None:
-    """Updates a parameter of the group with this number. Looks the groups up, since load_state_dict replaces them."""
-    groups = optimizer.param_groups
-    optimizer.param_groups = [groups[number] | {"params": [parameter]}]
-    try:
-        optimizer.step()
-    finally:
-        optimizer.param_groups = groups
-    parameter.grad = None
 
 
 class Muon(torch.optim.Optimizer):
@@ -251,8 +180,3 @@ def _by_shape(matrices: list[Tensor]) -> Iterator[list[Tensor]]:
         if matrix.grad is not None:
             shapes.setdefault(matrix.shape, []).append(matrix)
     return iter(shapes.values())
-
-
-OPTIMISERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
-    "adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "muon": Muon, "normuon": partial(Muon, row_beta=0.95),
-    "adamw8bit": AdamW8bit}

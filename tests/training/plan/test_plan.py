@@ -21,7 +21,7 @@ from kernels.machine.memory import resident_memory
 from kernels.select import select
 from rwkv.config import OptimConfig
 from rwkv.pretrained import RWKV
-from rwkv.training import plan
+from rwkv.training.plan import duration, here
 from rwkv.training.task import LanguageModel
 
 CPU = torch.device("cpu")
@@ -67,7 +67,7 @@ def test_validation_that_holds_most_of_the_text_is_said(run: Run) -> None:
     (16, {"compiled": True}, False), (16, {"compiled": True, "plan": "timed"}, True), (16, {"strategy": "fsdp"}, False)])
 def test_steps_are_timed_where_they_are_quick_or_asked_for(width: int, options: dict[str, Any], timed: bool) -> None:
     config = configured(24, width, 8, 1024, compile=options.get("compiled", False), strategy=options.get("strategy", "single"))
-    assert plan.is_timed(replace(config, plan=options.get("plan", "true")), 256, CPU) == timed
+    assert duration.is_timed(replace(config, plan=options.get("plan", "true")), 256, CPU) == timed
 
 
 @pytest.mark.programs
@@ -105,7 +105,7 @@ def fresh(*arguments: str, **environment: str) -> subprocess.CompletedProcess[st
     """A Python process without environment variables for how long threads wait, those of `environment` aside."""
     inherited = {name: value for name, value in os.environ.items() if name not in threads.SETTINGS}
     return subprocess.run([sys.executable, *arguments], env=inherited | environment, capture_output=True, text=True,
-                          check=False, cwd=Path(__file__).parent.parent.parent)
+                          check=False, cwd=Path(__file__).parents[3])
 
 
 @pytest.mark.programs
@@ -133,18 +133,19 @@ def test_tuning_that_ends_in_its_warm_up_is_said(init_from: str | None, steps: i
     config = configured(1, 8, 4, 10)
     config = replace(config, init_from=init_from, optim=replace(config.optim, warmup_steps=10),
                      trainer=replace(config.trainer, max_steps=steps))
-    assert bool(list(plan._length_warnings(config, 1.0, False))) == said
+    assert bool(list(here._length_warnings(config, 1.0, False))) == said
 
 
 @pytest.mark.parametrize(("seconds", "said"), [(0.001, "1 s"), (0.9, "54 s"), (1.5, "1.5 minutes"), (60, "60.0 minutes"),
                                                (150, "2.5 hours"), (2900, "2.0 days")])
 def test_a_duration_has_a_unit_of_its_size(seconds: float, said: str) -> None:
-    assert plan.in_words(60 * seconds) == f"about {said}"
+    assert duration.in_words(60 * seconds) == f"about {said}"
 
 
 def test_segments_that_are_computed_twice_take_their_time() -> None:
     """All but the last of four go forward again, which is a third of their time."""
-    assert [plan.equivalent_steps(configured(1, 8, 4, 10, tbptt=K), 60, 0) for K in (0, 1, 4)] == [(60, 0), (60, 0), (75, 0)]
+    configs = [configured(1, 8, 4, 10, tbptt=K) for K in (0, 1, 4)]
+    assert [duration.equivalent_steps(config, 60, 0) for config in configs] == [(60, 0), (60, 0), (75, 0)]
 
 
 def test_the_estimate_leaves_nothing_behind() -> None:
@@ -153,7 +154,7 @@ def test_the_estimate_leaves_nothing_behind() -> None:
     task = LanguageModel(RWKV(config.model, 50, select("wkv4", "torch_scan")).init_weights(), OptimConfig(), 10, 1.0)
     before = {name: weight.clone() for name, weight in task.state_dict().items()}
     drawn = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
-    assert plan._seconds_per_step(task, config, CPU, conversations=None) > 0
+    assert duration.seconds_per_step(task, config, CPU, conversations=None) > 0
     assert (torch.get_rng_state().equal(drawn[0]), random.getstate(), np.random.get_state()[1].tolist()) == (True, *drawn[1:])
     assert all(weight.equal(before[name]) for name, weight in task.state_dict().items())
     assert all(parameter.grad is None for parameter in task.parameters())
@@ -170,7 +171,7 @@ def test_the_estimate_leaves_nothing_behind() -> None:
 ])
 def test_validation_of_a_part_or_of_more_than_a_third_of_the_time_is_a_line(val_tokens: int | None, time_share: float,
                                                                             said: list[str]) -> None:
-    lines = list(plan._validation(val_tokens, 120, 30, time_share))
+    lines = list(here._validation(val_tokens, 120, 30, time_share))
     assert len(lines) == bool(said)
     assert not [part for part in said if part not in lines[0][1]]
 

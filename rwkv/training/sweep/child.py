@@ -1,4 +1,4 @@
-"""One run of a sweep in its own process: `python rwkv/training/sweep_child.py REASON_FILE OPTION ...`.
+"""One run of a sweep in its own process: `python rwkv/training/sweep/child.py REASON_FILE OPTION ...`.
 
 Runs train.py with the options. --share=THREADS,GPU before them is the process's share of the machine; either may be empty.
 If an error ends the run, writes it in one line to REASON_FILE, for the sweep's report; of several processes, the first that
@@ -20,7 +20,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent.parent
+ROOT = Path(__file__).resolve().parents[3]
 PROGRAM = ROOT / "train.py"              # in a clone; an installed package has rwkv.programs.train
 USER_ERROR = 2                           # exit status of a program that has shown the error as a sentence
 SHARE = "--share="

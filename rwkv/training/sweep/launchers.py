@@ -1,6 +1,6 @@
 """Launchers of a sweep's runs: local processes, or jobs of a batch system through submitit.
 
-Both start rwkv/training/sweep_child.py in a new session: a terminal's Ctrl-C reaches only the sweep, which passes it on. The
+Both start rwkv/training/sweep/child.py in a new session: a terminal's Ctrl-C reaches only the sweep, which passes it on. The
 standard error of a run goes to its log file; that of local processes is also shown.
 """
 
@@ -28,7 +28,7 @@ from rwkv.errors import UserError
 from rwkv.io.lines import broken
 from rwkv.io.signals import POLL_SECONDS
 from rwkv.io.unread import abandon
-from rwkv.training import sweep_child
+from rwkv.training.sweep import child
 
 DAY = 24 * 60                            # minutes: the time limit of a job, unless set by sweep.arguments
 CANCEL_SECONDS = 60                      # until a cancelled job counts as ended, e.g. without SLURM accounting
@@ -37,7 +37,7 @@ CLUSTERS = {"slurm": "SlurmJob", "local": "LocalJob"}    # the classes of submit
 
 @dataclass(frozen=True)
 class Task:
-    """A run to start. program: the command line of sweep_child.py. arguments: those of train.py after it. folder: the run's
+    """A run to start. program: the command line of child.py. arguments: those of train.py after it. folder: the run's
     directory. number: its position in the order of starts, printed before its output.
     """
 
@@ -58,6 +58,10 @@ class End:
     reason: str | None = None
 
 
+class JobRejected(UserError):
+    """The batch system accepts no such job, or no more of them."""
+
+
 class Launcher(ABC):
     """Starts runs and waits for them. places: the number of concurrent runs."""
 
@@ -65,7 +69,10 @@ class Launcher(ABC):
 
     @abstractmethod
     def start(self, task: Task, earlier_job: str | None) -> str | None:
-        """Starts a run, or attaches to the job of an earlier process if it still runs. Returns the job's id."""
+        """Starts a run, or attaches to the job of an earlier process if it still runs. Returns the job's id.
+
+        Raises JobRejected.
+        """
 
     @abstractmethod
     def ends(self) -> list[End]:
@@ -98,11 +105,11 @@ class Processes(Launcher):
 
     def start(self, task: Task, earlier_job: str | None) -> str | None:
         gpu = self._free_gpus.pop(0) if self._free_gpus else None
-        share = [f"{sweep_child.SHARE}{self.threads},{'' if gpu is None else gpu}"] if self.places > 1 else []
+        share = [f"{child.SHARE}{self.threads},{'' if gpu is None else gpu}"] if self.places > 1 else []
         merged = _same_output()
         output = None if merged or self.places == 1 else tempfile.TemporaryFile("w+", encoding="utf-8")       # noqa: SIM115
         process = subprocess.Popen(
-            [*task.program, *share, *sweep_child.run_options(task.folder, task.arguments)],
+            [*task.program, *share, *child.run_options(task.folder, task.arguments)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE if merged else output,
             stderr=subprocess.STDOUT if merged else subprocess.PIPE, encoding="utf-8", errors="replace", start_new_session=True)
         thread = threading.Thread(target=self._follow, args=(task, process, output, gpu), daemon=True)
@@ -158,7 +165,7 @@ class SubmititJobs(Launcher):
     def __init__(self, jobs: int, arguments: Iterable[str], folder: Path) -> None:
         try:
             self._submitit = importlib.import_module("submitit")
-            importlib.import_module("cloudpickle").register_pickle_by_value(sweep_child)
+            importlib.import_module("cloudpickle").register_pickle_by_value(child)
         except ImportError as error:
             raise UserError(f"sweep.launcher=submitit requires the package submitit ({error}): pip install "
                             "'timemix[slurm]'") from None
@@ -187,8 +194,11 @@ class SubmititJobs(Launcher):
     def start(self, task: Task, earlier_job: str | None) -> str | None:
         job = self._earlier(earlier_job) if earlier_job is not None else None
         if job is None:
-            run = sweep_child.Submitted(task.program, task.folder, task.arguments, task.log_file)
-            job = self._executor_in(self._folder).submit(run)
+            run = child.Submitted(task.program, task.folder, task.arguments, task.log_file)
+            try:
+                job = self._executor_in(self._folder).submit(run)
+            except self._submitit.core.utils.FailedJobError as error:
+                raise JobRejected(f"SLURM rejected the job: {' '.join(str(error).split())}") from None
         self._jobs[task.name] = job
         return str(job.job_id)
 

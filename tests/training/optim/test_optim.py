@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from models import small_model
 
 from rwkv.config import OptimConfig
-from rwkv.training.optim import lr_factor, parameter_groups
+from rwkv.training.optim.optimisers import lr_factor, parameter_groups
 from rwkv.training.task import LanguageModel
 
 CONFIG = OptimConfig(lr=1e-3, min_lr=1e-5, warmup_steps=10, weight_decay=0.1, betas=(0.8, 0.95), eps=1e-7)

@@ -1,0 +1,136 @@
+"""python -m benchmarks.in_place [--shape SHAPE] [--forms FORM,...] [--repeats N] [--json FILE]: starts from large files.
+
+For each form of a random model in a released shape: the size of the file, seconds from the start of generate.py to its first
+byte, its memory beside the mapped file (the peak of RssAnon, of which importing torch takes 0.15 GiB), and tokens per second
+after the first byte. A form is DTYPE, a .safetensors in it, or DTYPE/pth, a bfloat16 .pth converted to it at each start. They
+take turns with a process that imports torch and reads the largest file, the lower bound; medians are shown. Linux only. The
+last line of standard output is the result as JSON.
+"""
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from pathlib import Path
+from statistics import median
+from typing import NamedTuple
+
+from benchmarks._main import run_program
+from benchmarks._random_model import SHAPES, random_checkpoint
+from benchmarks.first_token import READ, ROOT
+from kernels.arguments import Parser, at_least
+from kernels.bench.results import output_file, publish
+from kernels.bench.text import aligned
+from kernels.machine import hardware
+from rwkv.checkpoint.files import write_checkpoint
+
+FORMS = ("bfloat16", "bfloat16/pth", "int8", "int8/pth", "int4", "int4/pth")
+LOWER_BOUND = "import torch, read"
+PROMPT = "The first thing that"
+NEW_TOKENS = 64
+INTERVAL = 0.01                          # seconds between two looks at a process's memory
+GIB = 2**30
+
+
+class Start(NamedTuple):
+    """first_byte: seconds. memory: the peak of RssAnon, bytes. tokens_per_second: after the first byte."""
+
+    first_byte: float
+    memory: int
+    tokens_per_second: float = 0.0
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = Parser("benchmarks.in_place", __doc__)
+    parser.add_argument("--shape", choices=SHAPES, default="1.5b", metavar="SHAPE", help=f"one of {', '.join(SHAPES)}")
+    parser.add_argument("--forms", type=_forms, default=FORMS, metavar="FORM,...", help=f"some of {', '.join(FORMS)}")
+    parser.add_argument("--repeats", type=at_least(1), default=3, metavar="N")
+    parser.add_argument("--tokens", type=at_least(2), default=NEW_TOKENS, metavar="N", help="tokens of each text")
+    parser.add_argument("--folder", type=Path, metavar="FOLDER", help="for the files, which are deleted; default: the system's")
+    parser.add_argument("--json", type=output_file, metavar="FILE")
+    args = parser.parse_args(argv)
+    with tempfile.TemporaryDirectory(dir=args.folder) as folder:
+        files = {form: _write(Path(folder), args.shape, form) for form in args.forms}
+        starts = _measure(files, Path(folder), args.repeats, args.tokens)
+        report = {"machine": hardware.describe("cpu"), "shape": args.shape,
+                  "forms": {form: _summary(files.get(form), each) for form, each in starts.items()}}
+    rows = [[form, *(f"{value:.2f}" for value in each.values())] for form, each in report["forms"].items()]     # type: ignore
+    print(aligned([["form", "file, GiB", "first byte, s", "beside the file, GiB", "tokens/s"], *rows]), flush=True)
+    publish(report, args.json)
+
+
+def _forms(text: str) -> tuple[str, ...]:
+    forms = tuple(text.split(","))
+    if not forms or set(forms) - set(FORMS):
+        raise ValueError(f"must be some of {', '.join(FORMS)}; got {text!r}")
+    return forms
+
+
+def _write(folder: Path, shape: str, form: str) -> Path:
+    """The file of a form. All forms with /pth share one."""
+    dtype, _, suffix = form.partition("/")
+    path = folder / (f"model.{suffix}" if suffix else f"{dtype}.safetensors")
+    if not path.exists():
+        write_checkpoint(random_checkpoint(shape), path, None if suffix else dtype)
+        print(f"{path.name}: {path.stat().st_size / GIB:.2f} GiB", file=sys.stderr, flush=True)
+    return path
+
+
+def _measure(files: dict[str, Path], folder: Path, repeats: int, tokens: int) -> dict[str, list[Start]]:
+    largest = max(files.values(), key=lambda file: file.stat().st_size)
+    read = [sys.executable, "-c", READ, str(largest), str(largest.stat().st_size)]
+    starts = defaultdict(list)
+    for turn in range(repeats + 1):      # the first fills the caches
+        measured = {LOWER_BOUND: _start(read, folder, 0, 0)}
+        for form, file in files.items():
+            generate = [sys.executable, "generate.py", f"checkpoint={file}", "tokenizer=world", f"prompt={PROMPT}",
+                        f"max_new_tokens={tokens}", f"dtype={form.partition('/')[0]}", "device=cpu"]
+            measured[form] = _start(generate, folder, len(PROMPT), tokens)
+        if turn:
+            for form, start in measured.items():
+                starts[form].append(start)
+    return starts
+
+
+def _summary(file: Path | None, starts: list[Start]) -> dict[str, float]:
+    first_bytes, memory, speeds = zip(*starts, strict=True)
+    return {"file_gib": file.stat().st_size / GIB if file else 0.0, "first_byte_s": median(first_bytes),
+            "beside_file_gib": median(memory) / GIB, "tokens_per_second": median(speeds)}
+
+
+def _start(command: list[str], home: Path, echoed: int, tokens: int) -> Start:
+    """Runs a command to its end. echoed: bytes of the prompt that precede its output."""
+    environment = os.environ | {"HOME": str(home)}
+    began = time.perf_counter()
+    first = last = read = peak = 0.0
+    with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        os.set_blocking(process.stdout.fileno(), False)
+        while process.poll() is None:
+            part = process.stdout.read()
+            if part:
+                read += len(part)
+                last = time.perf_counter()
+                first = first or (last if read > echoed else 0.0)
+            peak = max(peak, _anonymous(process.pid))
+            time.sleep(INTERVAL)
+        errors = process.stderr.read() if process.stderr else b""
+    if process.returncode or not first:
+        sys.exit(f"no output: {' '.join(command)}\n{errors.decode(errors='replace')}")
+    return Start(first - began, int(peak), (tokens - 1) / (last - first) if last > first else 0.0)
+
+
+def _anonymous(pid: int) -> int:
+    """The bytes of a process's memory that are no file's; 0 once it has ended."""
+    try:
+        match = re.search(r"RssAnon:\s+(\d+)", Path(f"/proc/{pid}/status").read_text(encoding="utf-8"))
+    except OSError:
+        return 0
+    return 1024 * int(match[1]) if match else 0
+
+
+if __name__ == "__main__":
+    run_program(main)

@@ -1,0 +1,128 @@
+"""Packed forms of checkpoints that are quantised when they are loaded, in the user's cache folder: cache_packed=true.
+
+    KEY.safetensors     the checkpoint in int8 or int4, as `timemix convert --dtype` writes it
+    KEY.json            a sample of that file, and what the format does not hold of the checkpoint
+
+KEY is the SHA-256 of the dtype and of each of the checkpoint's files: its size, its time of modification, and a sample: its
+first and last MiB and evenly spaced blocks between. A change elsewhere that keeps size and time is not noticed. An entry with
+another sample is damaged, and is written again. All entries have at most MAX_BYTES; the least recently used are deleted.
+"""
+
+import hashlib
+import os
+import re
+import shutil
+import time
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+from rwkv.checkpoint.files import Checkpoint, read_checkpoint, write_checkpoint
+from rwkv.checkpoint.formats._packed import VERSION
+from rwkv.config import BITS
+from rwkv.errors import CheckpointError, UserError
+from rwkv.io.cache import read_json, write_json
+
+MAX_BYTES = 32 * 2**30
+ENDS = 2**20                             # bytes at the start and at the end of a file that are in its sample
+BLOCKS, BLOCK = 64, 2**16                # and blocks between them, in bytes
+PART = re.compile(r"-\d{5}-of-\d{5}(?=\.)")              # of a file in parts
+ABANDONED = 24 * 3600                    # seconds after which a file that was not completed is deleted
+
+
+def folder() -> Path:
+    return Path.home() / ".cache" / "timemix" / "packed"
+
+
+def entry_of(path: Path, dtype: str) -> Path:
+    """The file with the packed form of the checkpoint at `path`, if there is one."""
+    digest = hashlib.sha256(f"{VERSION} {dtype}".encode())
+    for file in _files_of(path):
+        status = file.stat()
+        digest.update(f"\n{PART.sub('', file.name) if path.is_dir() else ''} {status.st_size} {status.st_mtime_ns} ".encode())
+        digest.update(sample(file).encode())
+    return folder() / f"{digest.hexdigest()[:32]}.safetensors"
+
+
+def _files_of(path: Path) -> list[Path]:
+    """The files of a checkpoint: those of its directory, or of all its parts."""
+    if path.is_dir():
+        return sorted(file for file in path.iterdir() if file.is_file())
+    if match := PART.search(path.name):
+        return sorted(path.parent.glob(f"{path.name[:match.start()]}-*-of-*{path.suffix}"))
+    return [path]
+
+
+def sample(path: Path) -> str:
+    """A digest of parts of a file: all of a small one."""
+    size = path.stat().st_size
+    digest = hashlib.sha256(str(size).encode())
+    with path.open("rb") as file:
+        digest.update(file.read(ENDS))
+        for index in range(1, BLOCKS + 1):
+            file.seek(max(file.tell(), size * index // (BLOCKS + 1)))
+            digest.update(file.read(BLOCK))
+        file.seek(max(file.tell(), size - ENDS))
+        digest.update(file.read())
+    return digest.hexdigest()
+
+
+def read(path: Path, dtype: str) -> Checkpoint | None:
+    """The packed form of the checkpoint at `path`; None if there is none, or a damaged one."""
+    entry = entry_of(path, dtype)
+    about = read_json(entry.with_suffix(".json"))
+    try:
+        if about is None or about["sample"] != sample(entry):
+            return None
+        packed = read_checkpoint(entry)
+        os.utime(entry)                  # the time of the last use
+        return replace(packed, path=path, run=about["run"], step=about["step"], notes=about["notes"])
+    except (OSError, CheckpointError, KeyError, TypeError):
+        return None
+
+
+def can_hold(checkpoint: Checkpoint) -> bool:
+    """Whether the checkpoint depends on the files at its path alone, and a packed file can hold it."""
+    return not (checkpoint.unadapted or checkpoint.about or checkpoint.time_states is not None)
+
+
+def write(checkpoint: Checkpoint, dtype: str) -> Checkpoint:
+    """Writes the packed form of a checkpoint for which can_hold is true, and returns it.
+
+    Raises UserError if it cannot be written.
+    """
+    entry = entry_of(checkpoint.path, dtype)
+    needed = checkpoint.weights.count * BITS[dtype] // 8
+    try:
+        entry.parent.mkdir(parents=True, exist_ok=True)
+        _make_room(needed, entry)
+        if (free := shutil.disk_usage(entry.parent).free) < needed:
+            raise UserError(f"cache_packed=true requires {needed / 2**30:.1f} GiB in {entry.parent}, and "
+                            f"{free / 2**30:.1f} GiB are free: leave it out")
+        write_checkpoint(checkpoint, entry, dtype)
+        about = {"sample": sample(entry), "run": checkpoint.run, "step": checkpoint.step, "notes": checkpoint.notes}
+        write_json(entry.with_suffix(".json"), about)
+    except OSError as error:
+        raise UserError(f"cache_packed=true cannot write {entry}: {error.strerror or error}; leave it out") from None
+    packed = read_checkpoint(entry)
+    return replace(checkpoint, weights=packed.weights, packed=packed.packed, fingerprint=packed.fingerprint)
+
+
+def _make_room(needed: int, entry: Path) -> None:
+    """Deletes the least recently used entries until `needed` bytes fit into MAX_BYTES, and what killed processes left."""
+    used = []
+    for file in entry.parent.iterdir():
+        with suppress(OSError):          # another process deletes as well
+            status = file.stat()
+            if file.name.startswith(".") and time.time() - status.st_mtime > ABANDONED:
+                file.unlink()
+            elif file.suffix == ".safetensors" and not file.name.startswith(".") and file != entry:
+                used.append((status.st_mtime, status.st_size, file))
+    total = needed + sum(size for _, size, _ in used)
+    for _, size, file in sorted(used):
+        if total <= MAX_BYTES:
+            return
+        with suppress(OSError):          # on Windows, a file that another process has mapped
+            file.unlink()
+            file.with_suffix(".json").unlink(missing_ok=True)
+            total -= size

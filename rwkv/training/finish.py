@@ -1,0 +1,119 @@
+"""The end of a run: files of tuned weights, losses, model card, report, and a sample."""
+
+import sys
+from collections.abc import Mapping
+from contextlib import redirect_stdout
+from pathlib import Path
+from shlex import quote
+from typing import NamedTuple
+
+from torch import Tensor
+
+from rwkv import cli, report
+from rwkv.checkpoint.files import read_checkpoint
+from rwkv.checkpoint.location import LAST
+from rwkv.config import TrainConfig
+from rwkv.data.mixture import source_metric
+from rwkv.data.prepare import Corpus
+from rwkv.distributed import log, rank
+from rwkv.generation.engine import generate
+from rwkv.io.lines import harmless, labelled, wrapped
+from rwkv.io.unread import unread
+from rwkv.model.base import Model
+from rwkv.tokenizer.tokenizers import Tokenizer
+from rwkv.training.plan.here import validated_part
+from rwkv.training.run.card import write_card
+from rwkv.training.run.directory import Run
+from rwkv.training.sharding.strategy import whole
+from rwkv.training.task import LanguageModel
+from rwkv.training.tuning.preferences import REWARDS
+from rwkv.training.tuning.tuned import write_tuned
+
+
+class Result(NamedTuple):
+    """metrics: of the last validation, by name. compared: lines on the losses before and after tuning; none in other runs."""
+
+    metrics: Mapping[str, Tensor]
+    compared: list[str]
+
+
+def write_results(run: Run, task: LanguageModel, data: Corpus, validated: Corpus, result: Result) -> None:
+    """Writes the tuned files, the card and the report, and prints the losses and a sample. validated: as in Prepared."""
+    config = run.config
+    trained = {name: whole(weight.detach()) for name, weight in task.model.named_parameters() if weight.requires_grad and
+               config.tune.method != "full"}
+    if rank() == 0:
+        model = task.model if config.tune.method != "state" else trained_model(task, config.trainer.strategy, run.out_dir)
+        for path in write_tuned(model, trained, data.tokenizer, config, run.out_dir):
+            log(f"tuned: {path}")
+    log_losses(result, validated, validated_part(config.trainer.val_tokens, data.sizes.val_tokens))
+    if rank() == 0:
+        write_card(run, data, result.metrics, result.compared)
+    write_report(run.out_dir)
+    show_sample(task, data.tokenizer, config, run.out_dir)
+
+
+def log_losses(result: Result, data: Corpus, part: str | None = None) -> None:
+    """Prints the losses. part: the part of the validation split that was used, in words; None for all."""
+    metrics = result.metrics
+    if part is not None:
+        log(f"validation used {part}")
+    paired = data.conversations is not None and data.conversations[1].paired
+    loss = f"val/loss {metrics['val/loss']:.4f} {'per pair' if paired else 'nats per token'}"
+    if paired:
+        loss += "".join(f", val/{name} {metrics[f'val/{name}']:.4f}" for name in REWARDS)
+    if "val/bpb" in metrics:
+        loss += f", val/bpb {metrics['val/bpb']:.4f} bits per byte (gzip -9 of the same text: {data.sizes.gzip_bpb:.4f})"
+    lost = data.describe_lost()
+    log(wrapped(f"{loss}; {lost}" if lost else loss, sys.stderr))
+    if data.parts:
+        losses = (f"{part.name} {metrics[source_metric(part.name)]:.4f}" for part in data.parts)
+        log(wrapped(f"val/loss by source: {', '.join(losses)}", sys.stderr))
+    for line in result.compared:
+        log(wrapped(line, sys.stderr))
+
+
+def write_report(out_dir: Path) -> None:
+    """Writes the run's report and prints its warnings. A failure is printed and does not end the run."""
+    if rank() > 0:
+        return
+    try:
+        result = report.write(out_dir)
+        log(f"report: {result.page}")
+        for sentence in result.sentences:
+            log(labelled("WARNING", sentence, sys.stderr))
+    except Exception as error:
+        log(f"no report: {error!r}")
+
+
+def show_sample(task: LanguageModel, tokenizer: Tokenizer, config: TrainConfig, out_dir: Path) -> None:
+    """Prints a sample on standard output, and the command for more, or an error, on standard error."""
+    if rank() > 0:
+        return
+    model = trained_model(task, config.trainer.strategy, out_dir).eval()
+    log("\nsample:")
+    prompt = config.data.sample_prompt
+    with redirect_stdout(unread(sys.stdout)):
+        print(harmless(prompt, sys.stdout), end="")
+        try:
+            for piece in generate(model, tokenizer, prompt, max_new_tokens=config.trainer.sample_tokens, seed=config.seed):
+                print(harmless(piece, sys.stdout), end="", flush=True)
+        except Exception as error:
+            log(f"no sample: {error}")
+        print(flush=True)
+    checkpoint_option = quote(f"checkpoint={out_dir}")
+    chat = config.data.name == "chat"
+    more = f"{cli.command('chat')} {checkpoint_option}" if chat else f"{cli.command('generate')} {checkpoint_option} prompt=..."
+    log(f"\nmore: {more}")
+
+
+def trained_model(task: LanguageModel, strategy: str, out_dir: Path) -> Model:
+    """The model in memory; with trainer=fsdp, which shards the weights, the model of the last checkpoint."""
+    if strategy != "fsdp":
+        return task.model
+    checkpoint = read_checkpoint(out_dir / LAST)
+    weights = checkpoint.tensors("float32", str(task.device), mmap=True)
+    model = Model.with_weights(task.model.config, task.model.operator, weights)
+    if checkpoint.time_states:
+        model.set_time_states([state.get().to(task.device) for state in checkpoint.time_states])
+    return model

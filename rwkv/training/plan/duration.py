@@ -1,0 +1,109 @@
+"""How long a run takes: from two timed training steps, or roughly from the speed of one matrix product."""
+
+import sys
+import time
+from collections.abc import Iterable
+from statistics import mean
+
+import torch
+
+from rwkv import distributed
+from rwkv.config import TrainConfig
+from rwkv.data.conversations import Tokenised
+from rwkv.data.pairs import rows_of
+from rwkv.distributed import log, world_size
+from rwkv.io.lines import labelled
+from rwkv.model.base import n_parameters
+from rwkv.training.device import dtype_for
+from rwkv.training.task import LanguageModel
+
+TIMED_STEPS = 2                          # after one warm-up step
+LONG_STEP = 5                            # seconds; a longer first pass prints a line, as a sign of life
+PATIENCE = 20                            # seconds allowed for timed steps
+OVERHEAD = 2                             # time of a step over that of its matrix products
+FORWARD = 1 / 3                          # forward pass as a fraction of a training step
+UNITS = (("days", 86400), ("hours", 3600), ("minutes", 60))       # durations use the first unit of which they have two
+
+
+def show(lines: Iterable[tuple[str, str]]) -> None:
+    for subject, text in lines:
+        log(labelled(subject, text, sys.stderr))
+
+
+def is_timed(config: TrainConfig, vocab_size: int, device: torch.device) -> bool:
+    """Whether training steps are timed: with plan=timed, or if they take few seconds. The same in all processes."""
+    if config.trainer.strategy == "fsdp":                # a whole model may not fit into one process
+        return False
+    if config.plan == "timed":
+        return True
+    if config.only_plans and config.trainer.compile:     # its first step compiles for minutes
+        return False
+    seconds = distributed.broadcast_from_rank0(lambda: (1 + TIMED_STEPS) * estimated_seconds(config, vocab_size, device))
+    return seconds / config.trainer.accumulate / max(1, config.trainer.tbptt) <= PATIENCE
+
+
+def in_words(seconds: float) -> str:
+    """A duration: about 40 s, about 1.5 minutes."""
+    if seconds < 60:
+        return f"about {max(1, round(seconds))} s"
+    name, unit = next(((name, unit) for name, unit in UNITS if seconds >= 2 * unit), UNITS[-1])
+    return f"about {seconds / unit:.1f} {name}"
+
+
+def equivalent_steps(config: TrainConfig, steps: int, validated_tokens: int) -> tuple[float, float]:
+    """The times of training and of all validations, in units of a plain training step."""
+    recomputed = 1 - 1 / max(1, config.trainer.tbptt)        # fraction of segments whose forward pass runs twice
+    reference = config.tune.prefers and config.tune.method != "full"             # one more forward pass
+    validation = FORWARD * (1 + reference) * validated_tokens / config.tokens_per_step
+    return steps * (1 + FORWARD * recomputed + FORWARD * reference), validation
+
+
+def estimated_seconds(config: TrainConfig, vocab_size: int, device: torch.device) -> float:
+    """An optimiser step's time, within a factor of two or three, from the measured speed of one matrix product.
+
+    A token takes 2 operations per parameter forward and 4 backward. The embedding is not a product.
+    """
+    products = n_parameters(config.model, vocab_size) - vocab_size * config.model.n_embd
+    operations = 6.0 * products * config.tokens_per_step
+    if config.trainer.activation_checkpointing:
+        operations *= 1 + FORWARD
+    dtype = dtype_for(config.trainer.precision)
+    x = torch.ones(512, 1024, dtype=dtype, device=device)
+    w = torch.ones(1024, 1024, dtype=dtype, device=device)
+    seconds = []
+    for _ in range(3):
+        start = time.perf_counter()
+        (x @ w)[0, 0].item()             # waits for the device
+        seconds.append(time.perf_counter() - start)
+    return OVERHEAD * operations * min(seconds) / (2 * len(x) * w.numel()) / world_size()
+
+
+def seconds_per_step(task: LanguageModel, config: TrainConfig, device: torch.device,
+                      conversations: tuple[Tokenised, Tokenised] | None) -> float:
+    """The measured time of an optimiser step's forward and backward passes. Compiles the kernels and changes nothing.
+
+    With conversations it uses their first rows, where only answers are targets.
+    """
+    rows = config.data.batch_size // world_size()
+    x = torch.zeros(rows, config.model.ctx_len, dtype=torch.long, device=device)
+    batch: tuple[torch.Tensor, ...] = (x, x)
+    if conversations and not config.trainer.tbptt:
+        packed = rows_of(conversations[0], config.model.ctx_len).__getitems__(list(range(rows)))
+        batch = tuple(part.to(device) for part in packed[:3])
+    dtype = dtype_for(config.trainer.precision)
+    task.to(device)
+    seconds = []
+    for step in range(1 + TIMED_STEPS):
+        start = time.perf_counter()
+        with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
+            loss = task.loss(*batch)
+        loss.backward()
+        loss.item()                      # waits for the device
+        seconds.append(time.perf_counter() - start)
+        if step == 0 and seconds[0] > LONG_STEP:
+            show([("timing", f"the first of {1 + TIMED_STEPS} passes took {in_words(seconds[0])}")])
+        if step == 0 and seconds[0] > PATIENCE and config.plan != "timed":
+            break
+    task.zero_grad(set_to_none=True)
+    batches = config.tokens_per_step / (x.numel() * world_size())
+    return mean(seconds[1:] or seconds) * batches

@@ -1,0 +1,1 @@
+"""trainer=fsdp: the strategy that shards the weights, and its checkpoints."""

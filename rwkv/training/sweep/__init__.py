@@ -1,0 +1,1 @@
+"""Sweeps: many runs, each in a process or a job of its own."""

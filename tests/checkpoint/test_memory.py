@@ -1,0 +1,44 @@
+"""Weights that do not fit into memory are refused before they are loaded, and the error names the dtype that fits."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from rwkv import pretrained
+from rwkv.checkpoint.files import Checkpoint, Weights
+from rwkv.checkpoint.memory import GIB, require_memory, weights_nbytes
+from rwkv.checkpoint.stored import Stored
+from rwkv.config import ModelConfig
+from rwkv.errors import UserError
+from rwkv.model.base import generation
+from rwkv.pretrained import RWKV
+
+
+def on_paper(n_layer: int, n_embd: int) -> Checkpoint:
+    """A mapped bfloat16 checkpoint that nobody may read."""
+    config = ModelConfig(generation="rwkv7", n_layer=n_layer, n_embd=n_embd)
+
+    def data() -> torch.Tensor:
+        raise AssertionError
+
+    tensors = {name: Stored(name, "", shape, torch.bfloat16, data, mapped=True)
+               for name, shape in generation(config).shapes(config, 65536).items()}
+    return Checkpoint(Path("large.pth"), generation(config).resolved(config), 65536, Weights(tensors))
+
+
+@pytest.mark.parametrize(("dtype", "free", "said"), [
+    ("bfloat16", 22, "bfloat16 requires 24.1 GiB of memory, and 22.0 GiB are free: dtype=int8 requires 12.4 GiB"),
+    ("bfloat16", 10, "dtype=int4"), ("float32", 30, "dtype=bfloat16"), ("int4", 6, "no dtype fits")])
+def test_the_error_names_the_largest_dtype_that_fits(dtype: str, free: int, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pretrained, "available_memory", lambda: free * GIB)
+    with pytest.raises(UserError, match=said):
+        RWKV.from_checkpoint(on_paper(61, 4096), None, dtype=dtype)
+
+
+def test_what_fits_is_not_refused() -> None:
+    large, small = on_paper(61, 4096), on_paper(2, 64)
+    for dtype in ("float32", "bfloat16", "int8", "int4"):
+        require_memory(large, dtype, weights_nbytes(large, dtype))
+        require_memory(large, dtype, None)
+        require_memory(small, dtype, 0)

@@ -1,0 +1,141 @@
+"""cache_packed=true: the second start maps what the first one packed, with the same model; every change makes another entry."""
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from models import small_model, tokens
+from torch import Tensor
+
+from rwkv.checkpoint import packed_cache
+from rwkv.config import GenerateConfig, KernelConfig
+from rwkv.errors import UserError
+from rwkv.pretrained import OpenCheckpoint, open_checkpoint
+
+WIDE = {"n_embd": 256, "n_ffn": 512, "n_layer": 2}
+
+
+@pytest.fixture
+def model_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A bfloat16 file, with the cache in a folder of the test."""
+    monkeypatch.setattr(packed_cache, "folder", lambda: tmp_path / "cache")
+    return saved(tmp_path / "model.pth")
+
+
+def saved(path: Path, seed: int = 0) -> Path:
+    small_model("reference", seed=seed, generation="rwkv7", vocab_size=256, **WIDE).save_pretrained(path, dtype="bfloat16")
+    return path
+
+
+def opened(path: Path, dtype: str = "int4", cached: bool = True) -> OpenCheckpoint:
+    return open_checkpoint(GenerateConfig(checkpoint=str(path), dtype=dtype, device="cpu", tokenizer="byte",
+                                          cache_packed=cached, kernel=KernelConfig("reference")))
+
+
+def logits(start: OpenCheckpoint) -> Tensor:
+    model = start.model()
+    return model(tokens(model))[0]
+
+
+def entries() -> list[Path]:
+    return sorted(packed_cache.folder().glob("*.safetensors"))
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int4"])
+@torch.no_grad()
+def test_the_second_start_is_the_first_without_packing(model_file: Path, dtype: str) -> None:
+    expected = logits(opened(model_file, dtype, cached=False))
+    assert not packed_cache.folder().exists()
+    first = opened(model_file, dtype)
+    assert first.caches
+    assert torch.equal(logits(first), expected)
+    entry, = entries()
+    assert any(str(entry) in line for _, line in first.lines())
+    second = opened(model_file, dtype)
+    assert not second.caches
+    assert {matrix.form for matrix in second.checkpoint.packed.values()} == {dtype}
+    assert torch.equal(logits(second), expected)
+    before, after = first.checkpoint, second.checkpoint
+    assert [(each.path, each.run, each.step, each.config, each.tokenizer, each.notes) for each in (before, after)] == [
+        (model_file, None, 0, before.config, None, [])] * 2
+    assert first.model().fingerprint() == second.model().fingerprint()
+
+
+CHANGES: dict[str, Callable[[Path], object]] = {
+    "other weights": lambda path: saved(path, seed=1),
+    "another time": lambda path: os.utime(path, ns=(0, 0)),
+    "a flipped byte": lambda path: path.write_bytes(flipped(path.read_bytes(), path.stat().st_size // 2))}
+
+
+def flipped(content: bytes, at: int) -> bytes:
+    return content[:at] + bytes([content[at] ^ 1]) + content[at + 1:]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_changed_file_has_another_entry(model_file: Path, change: str) -> None:
+    before = packed_cache.entry_of(model_file, "int4")
+    moved = model_file.with_name("moved.pth")
+    shutil.copy2(model_file, moved)
+    assert packed_cache.entry_of(moved, "int4") == before != packed_cache.entry_of(model_file, "int8")
+    CHANGES[change](model_file)
+    assert packed_cache.entry_of(model_file, "int4") != before
+
+
+DAMAGE: dict[str, Callable[[Path], object]] = {
+    "truncated": lambda entry: os.truncate(entry, entry.stat().st_size - 1000),
+    "flipped": lambda entry: entry.write_bytes(flipped(entry.read_bytes(), 3000)),
+    "empty": lambda entry: entry.write_bytes(b""),
+    "no description": lambda entry: entry.with_suffix(".json").unlink(),
+    "another description": lambda entry: entry.with_suffix(".json").write_text("[]")}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+@torch.no_grad()
+def test_a_damaged_entry_is_written_again(model_file: Path, damage: str) -> None:
+    expected = logits(opened(model_file))
+    entry, = entries()
+    right = entry.read_bytes()
+    DAMAGE[damage](entry)
+    assert torch.equal(logits(opened(model_file)), expected)
+    assert entry.read_bytes() == right
+
+
+def test_the_least_recently_used_are_deleted(model_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = [saved(model_file.with_name(f"{seed}.pth"), seed) for seed in range(3)]
+    first, second, third = (packed_cache.entry_of(file, "int4") for file in files)
+    opened(files[0]).model()
+    size = first.stat().st_size
+    opened(files[1]).model()
+    os.utime(first, (1, 1))
+    os.utime(second, (2, 2))
+    assert not opened(files[0]).caches               # a use
+    abandoned = packed_cache.folder() / ".old.safetensors.123"
+    abandoned.touch()
+    os.utime(abandoned, (1, 1))
+    monkeypatch.setattr(packed_cache, "MAX_BYTES", int(2.5 * size))
+    opened(files[2]).model()
+    assert entries() == sorted([first, third])
+    assert not second.with_suffix(".json").exists()
+    assert not abandoned.exists()
+
+
+def test_weights_with_adapters_are_not_cached(model_file: Path) -> None:
+    start = opened(model_file, cached=False)
+    assert not packed_cache.can_hold(start.checkpoint.__class__(**{**vars(start.checkpoint), "about": "LoRA"}))
+    assert not opened(model_file, "bfloat16").caches
+
+
+def test_a_start_without_the_cache_says_how_to_pack_once(model_file: Path) -> None:
+    line, = (line for _, line in opened(model_file, cached=False).lines() if "cache_packed=true" in line)
+    assert f"timemix convert {model_file} model-int4.safetensors --dtype int4" in line
+    assert not any("cache_packed" in line for _, line in opened(model_file, "bfloat16", cached=False).lines())
+
+
+def test_a_folder_that_cannot_be_written_is_one_sentence(model_file: Path) -> None:
+    packed_cache.folder().write_text("a file")
+    with pytest.raises(UserError, match="cache_packed=true cannot write"):
+        opened(model_file).model()
+

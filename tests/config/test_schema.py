@@ -1,0 +1,40 @@
+"""Options of a dataclass: true and false beside other choices, limits, and what an option requires."""
+
+import pytest
+
+from rwkv.config import ChatConfig, DataConfig, TrainConfig, options, require_effect
+from rwkv.errors import UserError
+
+
+@pytest.mark.parametrize(("config", "name", "expected"), [
+    (DataConfig(think=True), "think", "true"), (DataConfig(think="False"), "think", "false"),      # type: ignore[arg-type]
+    (ChatConfig(think="FAKE"), "think", "fake"), (TrainConfig(plan=True), "plan", "true"),          # type: ignore[arg-type]
+    (TrainConfig(plan="H100"), "plan", "h100")])
+def test_true_and_false_beside_other_choices_are_lower_case(config: object, name: str, expected: str) -> None:
+    assert getattr(config, name) == expected
+
+
+def test_only_options_that_allow_true_are_changed() -> None:
+    with pytest.raises(UserError, match=r"data\.name must be one of"):
+        TrainConfig(data=DataConfig(name="STDLIB"))
+
+
+def test_every_requirement_names_an_option_and_values_that_it_allows() -> None:
+    schema = options(TrainConfig)
+    for key, item in schema.items():
+        if item.metadata["needs"]:
+            required, *values = item.metadata["needs"]
+            allowed = schema[required].metadata["one_of"]
+            assert allowed is None or {*values} <= {*allowed}, key
+
+
+def test_an_option_without_its_requirement_is_refused_only_if_the_user_set_it() -> None:
+    config = TrainConfig()
+    require_effect(config, ["seed"])
+    with pytest.raises(UserError, match=r"optim\.matrix_lr requires optim=muon or normuon; got optim=adamw"):
+        require_effect(config, ["optim.matrix_lr"])
+
+
+def test_an_error_names_the_option_with_its_group() -> None:
+    with pytest.raises(UserError, match=r"^data\.batch_size must be at least 1; got 0$"):
+        DataConfig(batch_size=0)

@@ -1,0 +1,1 @@
+"""None: the toy's kernel is its reference."""
