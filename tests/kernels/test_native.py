@@ -449,15 +449,17 @@ def test_arm_computes_products(on_arm: Emulated) -> None:
 @pytest.mark.parametrize("form", matvec.FORMS)
 def test_arm_computes_steps(on_arm: Emulated, generation: str, form: str) -> None:
     """Those of the reference in float64; a row alone as beside others, and three tokens in one call as in three."""
-    model = in_form(small_model("reference", generation=generation, n_embd=64, n_ffn=96), form)
+    widths = {"n_embd": matvec_cases.width(form, 64), "n_ffn": matvec_cases.width(form, 96)}
+    model = in_form(small_model("reference", generation=generation, **widths), form)
     step = step_of(model)
     on_arm.reachable = [*step.own, *tensors_of(model)]
     together, alone = (CDecoder(model, model.empty_state(rows)) for rows in (5, 1))
     reference, several = Decoder(exact(model), model.empty_state(5)), tokens(model, B=5, T=3)
+    close = 5e-3 if issubclass(matvec.FORMS[form], matvec.KQuant) else 2e-5
     for t in range(3):
         logits = together.step(several[:, t])
         off = (logits - reference.step(several[:, t])).abs().amax(-1)
-        assert (off.min() if form == "bfloat16" else off.median()) <= 2e-5
+        assert (off.min() if form == "bfloat16" else off.median()) <= close
         assert torch.equal(alone.step(several[:1, t])[0], logits[0])
     assert torch.equal(CDecoder(model, model.empty_state(5)).read(several), logits)
 
