@@ -1,4 +1,7 @@
-"""One training run in five stages: prepare, plan (which builds the model), build, fit, finish. rwkv/programs/train.py calls `main` in each process."""
+"""One training run in five stages: prepare, plan (which builds the model), build, fit, finish.
+
+rwkv/programs/train.py calls `main` in each process.
+"""
 
 import sys
 from dataclasses import dataclass, replace
