@@ -315,8 +315,8 @@ def test_a_field_in_c_alone_is_refused(tmp_path: Path, monkeypatch: pytest.Monke
             text = text.replace(f"struct {struct} {{\n", f"struct {struct} {{\n    int64_t extra;\n")
         copy.write_text(text)
     here = native._here()
-    sources = ("kernels/native/csrc/threads.c", "kernels/matvec/csrc/products.c", "rwkv/model/fused/csrc/fused.c",
-               "rwkv/model/rwkv7/csrc/step.c")
+    sources = ("kernels/native/csrc/threads.c", *(f"kernels/matvec/csrc/{name}.c" for name in ("products", "blocks", "pack")),
+               "rwkv/model/fused/csrc/fused.c", "rwkv/model/rwkv7/csrc/step.c")
     subprocess.run([str(zig()), "-m", "ziglang", "cc", "-target", f"{here.machine}-{build.SYSTEMS[here.system]}", "-shared",
                     *build.FLAGS, *build.LEVEL_FLAGS[level], f"-DLEVEL={level}", *sources, "-o", "extended"], check=True,
                    cwd=tmp_path)
