@@ -148,6 +148,16 @@ def test_a_grammar_is_of_the_rest(server: Running) -> None:
     assert digits["choices"][0]["message"]["content"].isdigit()
 
 
+def test_json_follows_thoughts_that_the_message_has(g1: Running) -> None:
+    schema = {"type": "object", "properties": {"a": {"enum": [3]}}, "required": ["a"], "additionalProperties": False}
+    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+    for text in ("<think>Hm</think>", "<think>Hm</think>\n", "<think></think"):
+        message = ask(g1, messages=chat(text), response_format=form, max_tokens=400)["choices"][0]["message"]
+        assert json.loads(message["content"]) == {"a": 3}
+    refused(post(g1, "/v1/chat/completions", **OPENAI, messages=chat("<think>Hm</think>{"), response_format=form),
+            "response_format")
+
+
 def test_an_empty_beginning_is_none_where_anthropic_and_ollama_allow_it(g1: Running) -> None:
     def text(path: str, *more: Any) -> Any:
         options = {"stream": False, "options": {**SAMPLING, "num_predict": 5}} if path == "/api/chat" else {

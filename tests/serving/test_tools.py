@@ -178,3 +178,12 @@ def test_the_beginning_of_a_call_is_that_of_the_template(tmp_path: Path) -> None
                         (TEMPLATE.replace('"name"', "name"), None), ("{{ tools }}{{ messages[0].content }}", None)):
         path.write_text(text)
         assert chat_template(str(path)).call_start == start
+
+
+def test_an_answer_that_is_continued_may_call(tool_client: "openai.OpenAI") -> None:
+    messages: list[Any] = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "1Let me"}]
+    choice = tool_client.chat.completions.create(model="tiny", messages=messages, temperature=0, max_tokens=50, tools=TOOLS,
+                                                 extra_body={"continue_final_message": True}).choices[0]
+    call, = choice.message.tool_calls
+    assert (choice.message.content, choice.finish_reason) == (" see.", "tool_calls")
+    assert (call.function.name, json.loads(call.function.arguments)) == ("weather", {"city": "Oslo"})
