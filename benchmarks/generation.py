@@ -9,6 +9,8 @@ The peers, on the same weights, two threads each:
     --llama PYTHON       llama.cpp, for RWKV-7, in an environment with llama-cpp-python (make peers)
     --rwkv-cpp FOLDER    rwkv.cpp: a checkout that is built (librwkv.so)
 
+For RWKV-7, int8 and int4 also measure GGUF's Q8_0 and Q4_K_M, whose blocks are multiplied as they are.
+
 Each program and dtype is its own process. Those of one width, such as float32, take turns: only one runs at any moment.
 The last line of standard output is the result as JSON.
 """
@@ -32,6 +34,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from benchmarks._gguf import write_q4_k_m
 from benchmarks._main import run_program
 from kernels.arguments import Parser, any_sizes, at_least, existing_folder, path_of, program, sizes_of, some_of
 from kernels.bench.results import UnusableFile, output_file, publish
@@ -39,12 +42,12 @@ from kernels.bench.text import aligned
 from kernels.machine import hardware, threads
 from kernels.machine.allocator import keep_large_blocks
 from kernels.select import select
-from rwkv.config import BITS, ModelConfig
+from rwkv.config import BITS, BLOCKS, ModelConfig
 from rwkv.generation.decoder import decoder_of
 from rwkv.generation.prefill import prefill
 from rwkv.model.base import MATRICES, generation
-from rwkv.model.decoding.c_step import step_of
-from rwkv.model.quantized import Int4Linear, Int8Linear
+from rwkv.model.decoding.c_step import LINEAR, step_of
+from rwkv.model.quantized import BlockLinear, Int4Linear, Int8Linear
 from rwkv.pretrained import RWKV
 
 WIDTHS = {"float32": "32 bits", "bfloat16": "16 bits", "int8": "8 bits", "int4": "4 to 6 bits"}
@@ -55,6 +58,7 @@ PEER_FORMATS = {"32 bits": {"rwkv": ["float32"], "transformers": ["float32"], "l
                 "4 to 6 bits": {"llama.cpp": ["Q4_K_M"], "rwkv.cpp": ["Q4_0", "Q5_1"]}}
 LACKING: dict[str, list[tuple[str, str | None]]] = {             # peers without such models, or without this format
     "rwkv4": [("llama.cpp", None)], "rwkv7": [("transformers", None), ("rwkv", "int8")]}
+IN_BLOCKS = {"8 bits": "Q8_0", "4 to 6 bits": "Q4_K_M"}         # our GGUF file of a width, for RWKV-7
 GGUF = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "Q8_0": "q8_0"}
 GGMF = {"FP32": "float32", "FP16": "float16"}
 SHAPES = {"rwkv4": [12, 768, 50277], "rwkv7": [12, 768, 65536]}
@@ -164,8 +168,12 @@ def worker(command: list[str]) -> Iterator[Worker]:
 def _programs(args: argparse.Namespace, folder: Path, width: str, dtype: str) -> dict[tuple[str, str], list[str]]:
     """The commands of all programs of a width, ours first."""
     sizes = [",".join(map(str, args.batch)), str(args.prompt)]
-    ours = [sys.executable, "-m", "benchmarks.generation", "--measure", dtype, "--checkpoint", str(folder / "model.pth"),
-            "--batch", sizes[0], "--prompt", sizes[1]]
+    files = {("timemix", dtype): (dtype, "model.pth")}
+    if args.generation == "rwkv7" and width in IN_BLOCKS:
+        name = IN_BLOCKS[width]
+        files["timemix", name] = (BLOCKS, f"{name}.gguf")
+    ours = {key: [sys.executable, "-m", "benchmarks.generation", "--measure", form, "--checkpoint", str(folder / file),
+                  "--batch", sizes[0], "--prompt", sizes[1]] for key, (form, file) in files.items()}
     pythons = {"rwkv": args.peers, "transformers": args.peers, "llama.cpp": args.llama,
                "rwkv.cpp": args.rwkv_cpp and sys.executable}
     script = str(hardware.ROOT / "benchmarks" / "_peer_generation.py")
@@ -173,7 +181,7 @@ def _programs(args: argparse.Namespace, folder: Path, width: str, dtype: str) ->
     peers = {(peer, form): [str(pythons[peer]), "-I", script, peer, form, str(folder), *sizes]
              for peer, forms in PEER_FORMATS[width].items() for form in forms
              if pythons[peer] and (peer, None) not in lacking and (peer, form) not in lacking}
-    return {("timemix", dtype): ours, **peers}
+    return {**ours, **peers}
 
 
 def answer(checkpoint: Path, dtype: str, batches: list[int], prompt: int) -> None:
@@ -209,6 +217,9 @@ def decode_name(B: int) -> str:
 
 def step_bytes(model: RWKV, dtype: str, B: int) -> float:
     """The bytes that a step of B rows must read: all weights except the embedding, of which it reads B rows, and the state."""
+    if dtype == BLOCKS:
+        matrices = sum(layer.packed.nbytes() for layer in model.modules() if isinstance(layer, BlockLinear))
+        return matrices + sum(4 * weight.numel() for weight in model.parameters()) + model.empty_state(B).nbytes()
     kind = generation(model.config)
     matrix_bits = BITS["bfloat16" if step_of(model).reads_copies else dtype]
     bits = {name: matrix_bits if kind.group(name) in MATRICES else 32 for name in kind.shapes(model.config, model.vocab_size)}
@@ -227,8 +238,11 @@ def write_files(folder: Path, args: argparse.Namespace, shape: Sequence[int]) ->
     model = RWKV.from_pretrained(checkpoint)
     if args.peers and args.generation == "rwkv4":
         model.save_pretrained(folder / "huggingface", dtype="float32")
-    for name, dtype in GGUF.items() if args.llama and args.generation == "rwkv7" else ():
-        model.save_pretrained(folder / f"{name}.gguf", dtype=dtype)
+    formats = set(GGUF) if args.llama else {"Q8_0"} if {"int8", "int4"} & set(args.dtype) else set()
+    for name in formats if args.generation == "rwkv7" else ():
+        model.save_pretrained(folder / f"{name}.gguf", dtype=GGUF[name])
+    if args.generation == "rwkv7" and "int4" in args.dtype:
+        write_q4_k_m(folder / "Q8_0.gguf", folder / "Q4_K_M.gguf")
     for name, dtype in GGMF.items() if args.rwkv_cpp else ():
         model.save_pretrained(folder / f"{name}.ggmf", dtype=dtype)
 
@@ -283,7 +297,7 @@ def _decode(model: RWKV, B: int) -> Callable[[], Tensor]:
 
 def _products(model: nn.Module, rows: int) -> Callable[[], None]:
     """A function that multiplies `rows` rows by every matrix of the model."""
-    products = [_product(module, rows) for module in model.modules() if isinstance(module, nn.Linear | Int8Linear | Int4Linear)]
+    products = [_product(module, rows) for module in model.modules() if isinstance(module, LINEAR)]
 
     @torch.inference_mode()
     def multiply() -> None:
@@ -305,11 +319,11 @@ def _prefill_products(model: RWKV, rows: int) -> Callable[[], None]:
     return multiply
 
 
-def _product(module: nn.Linear | Int8Linear | Int4Linear, rows: int) -> Callable[[], Tensor]:
+def _product(module: nn.Linear | Int8Linear | Int4Linear | BlockLinear, rows: int) -> Callable[[], Tensor]:
     x = torch.rand(rows, module.in_features)
     if isinstance(module, Int8Linear):
         return lambda: module.product(x)
-    if isinstance(module, Int4Linear):
+    if isinstance(module, Int4Linear | BlockLinear):
         return lambda: module.forward_rows(x)
     weight = module.weight.detach()
     x = x.to(weight.dtype)
@@ -329,7 +343,7 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--rwkv-cpp", type=existing_folder, metavar="FOLDER",
                         help="a checkout of rwkv.cpp with librwkv.so built")
     parser.add_argument("--json", type=output_file, metavar="FILE", help="write the result here as well")
-    parser.add_argument("--measure", choices=WIDTHS, help=argparse.SUPPRESS)
+    parser.add_argument("--measure", choices=(*WIDTHS, BLOCKS), help=argparse.SUPPRESS)
     parser.add_argument("--checkpoint", type=path_of, help=argparse.SUPPRESS)
     return parser.parse_args(argv)
 

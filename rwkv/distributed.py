@@ -125,7 +125,7 @@ def _connect() -> None:
         _require_address(os.environ.get(ADDRESS, ""))
         store, number, count = next(distributed.rendezvous("env://", timeout=CONNECT_TIMEOUT))
         store.set_timeout(STORE_TIMEOUT)
-        # torchrun reuses the store of ended processes, with their addresses, after a restart
+        # after a restart, torchrun's store still holds the addresses of the ended processes
         store = distributed.PrefixStore(f"attempt {os.environ.get(RESTARTS, '0')}", store)
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         distributed.init_process_group(backend, store=store, rank=number, world_size=count)

@@ -8,9 +8,11 @@ from typing import Any, NamedTuple, Self
 
 import torch
 
+from kernels import matvec
 from kernels.machine.cpu import why_slow
 from kernels.machine.memory import available_memory
-from kernels.matvec import pack
+from kernels.matvec import Blocks, pack
+from kernels.registry import why_not
 from rwkv.chat.names import Choice, Length, choose_template, trained_length
 from rwkv.checkpoint import packed_cache, time_states
 from rwkv.checkpoint.files import (
@@ -29,17 +31,19 @@ from rwkv.checkpoint.location import locate
 from rwkv.checkpoint.memory import GIB, require_memory, weights_nbytes
 from rwkv.checkpoint.stored import Stored
 from rwkv.checkpoint.tuned import surviving
-from rwkv.config import DTYPES, SavedModelConfig
+from rwkv.config import BITS, BLOCKS, DTYPES, SavedModelConfig
 from rwkv.errors import UserError
 from rwkv.generation.prefill import PrefillResult
 from rwkv.generation.states import beginning, is_state_file, load_context
 from rwkv.io.lines import counted, wrapped
 from rwkv.io.state_file import state_file
-from rwkv.model.base import MATRICES, Model, generation, is_linear_weight
+from rwkv.model.base import MATRICES, Model, generation, is_linear_weight, n_parameters
 from rwkv.model.operators import operator_for
-from rwkv.model.quantized import Int4Linear, Int8Linear, to_int4, to_int8, to_packed
+from rwkv.model.quantized import IN_C, BlockLinear, Int4Linear, Int8Linear, to_blocks, to_int4, to_int8, to_packed
 from rwkv.tokenizer.tokenizers import Tokenizer
 
+AUTO = "auto"
+FORMS_OF_BLOCKS = tuple(name.upper() for name in matvec.BLOCKS)
 ALL_SURVIVES = 0.995                     # no line for a larger share
 REQUANTISED = "blocks.0.att.key.weight"        # the matrix whose error of a second rounding is measured
 
@@ -56,6 +60,7 @@ class RWKV(Model):
 
         The model is for inference: in evaluation mode and without gradients. On a CPU, weights stored in `dtype` are memory-
         mapped: a program that writes into the file, instead of replacing it, changes the model. mmap=False copies them.
+        dtype="blocks" uses the quantised blocks of a GGUF file as they are; "auto" as for generate.py.
         trainable=True returns a model for training, with gradients and its own memory; its weights are in `dtype`, which should
         be float32 unless the optimiser is made for another. Raises CheckpointError (a ValueError) if the file is missing,
         damaged or of another kind, KernelUnavailable if the kernel cannot run on `device`. Adapters of a run with tune=lora are
@@ -66,7 +71,8 @@ class RWKV(Model):
         if trainable and dtype not in ("float32", "bfloat16"):
             raise UserError(f"trainable requires dtype=float32 or bfloat16; got dtype={dtype}")
         checkpoint = _read(path, lora, lora_alpha)
-        for note in checkpoint.notes:
+        dtype, line = resolved_dtype(dtype, device, checkpoint)
+        for note in [*checkpoint.notes, *([line] if dtype == "float32" and line else [])]:
             warnings.warn(note, stacklevel=2)
         wkv = operator_for(checkpoint.config, kernel, device, computed_in(dtype))
         for line in [*rounded_adapters(checkpoint, dtype), *repacked(checkpoint, dtype)]:
@@ -86,6 +92,8 @@ class RWKV(Model):
             require_memory(checkpoint, dtype, available_memory())
         if dtype in PACKED:
             model = cls._quantised(checkpoint, wkv, device, dtype, mmap)
+        elif dtype == BLOCKS:
+            model = cls._in_blocks(checkpoint, wkv, mmap)
         else:
             model = cls.with_weights(checkpoint.config, wkv, checkpoint.tensors(dtype, device, mmap))
             model.fingerprint_before = checkpoint.fingerprint
@@ -126,6 +134,16 @@ class RWKV(Model):
             return to_packed(model, dtype, device, packed, later)
         return to_int8(model, later=later, packed=packed) if dtype == "int8" else to_int4(model, packed, later)
 
+    @classmethod
+    def _in_blocks(cls, checkpoint: Checkpoint, wkv: Any, mmap: bool) -> Self:
+        """The model with the matrices and the embedding in the file's blocks; everything else is computed in float32."""
+        blocks = blocks_of(checkpoint)
+        weights = {name: torch.empty(tensor.shape, device="meta") if name in blocks else
+                   tensor.cast(torch.float32).get(copy=not mmap) for name, tensor in checkpoint.weights.stored.items()}
+        model = cls.with_weights(checkpoint.config, wkv, weights).requires_grad_(False).eval()
+        to_blocks(model, blocks if mmap else {name: packed.map(torch.clone) for name, packed in blocks.items()})
+        return model.merge()
+
     def save_pretrained(self, path: str | Path, tokenizer: Any = None, dtype: str | None = None,
                         format: str | None = None) -> None:
         """Writes the weights, and the configuration and the tokenizer if the format supports them.
@@ -136,8 +154,9 @@ class RWKV(Model):
         suffix, a dtype, generation or tokenizer that the format lacks, a tokenizer with more tokens than the model, and a model
         in int8 or int4.
         """
-        if isinstance(self.head, Int8Linear | Int4Linear):
-            raise UserError(f"a model in {self.head.form} cannot be saved, because its matrices are quantised: load it with "
+        quantised = next((layer for layer in self.modules() if isinstance(layer, Int8Linear | Int4Linear | BlockLinear)), None)
+        if quantised is not None:
+            raise UserError(f"a model in {quantised.form} cannot be saved, because its matrices are quantised: load it with "
                             "dtype=float32 or bfloat16 and save that (dtype=int8 and int4 pack it in .safetensors)")
         if self.time_states():
             raise UserError("save_pretrained cannot write the model's tuned state: timemix convert writes both as .pth, "
@@ -150,7 +169,7 @@ class OpenCheckpoint(NamedTuple):
     """A checkpoint, read and checked; its model is not loaded yet.
 
     assumed: the name of a guessed tokenizer, if neither the file nor the user names one. caches: model() keeps the packed
-    weights (rwkv/checkpoint/packed_cache.py).
+    weights (rwkv/checkpoint/packed_cache.py). dtype_line: a line about dtype, if it was chosen by a rule.
     """
 
     checkpoint: Checkpoint
@@ -160,14 +179,15 @@ class OpenCheckpoint(NamedTuple):
     dtype: str
     assumed: str | None = None
     caches: bool = False
+    dtype_line: str | None = None
 
     def lines(self) -> list[tuple[str, str]]:
         """Labels and notes: slow matmuls, a GPU's dtype, a guessed tokenizer, end-of-text tokens, losses by rounding."""
         notes = [("WARNING", note) for note in self.checkpoint.notes]
         if slow := why_slow(computed_in(self.dtype), torch.device(self.device)):
             notes.append(("WARNING", f"dtype={self.dtype}: {slow}; use dtype=float32, int8 or int4"))
-        if (self.device, self.dtype) == ("cuda", "bfloat16"):
-            notes.append(("dtype", "bfloat16, the default on this GPU; dtype=float32 computes in float32"))
+        if self.dtype_line:
+            notes.append(("dtype", self.dtype_line))
         if self.checkpoint.begins:
             notes.append(("state", self.checkpoint.begins))
         if self.checkpoint.about:
@@ -189,6 +209,12 @@ class OpenCheckpoint(NamedTuple):
             notes.append(("memory", f"the weights need {needed / GIB:.1f} of {free / GIB:.1f} GiB that are free"))
         for label, note in notes:
             print(wrapped(f"{label}: {note}", sys.stderr), file=sys.stderr)
+
+    def nbytes(self) -> int:
+        """The memory of the weights, about, in bytes; of blocks, the size in the file."""
+        if self.dtype == BLOCKS:
+            return weights_nbytes(self.checkpoint, BLOCKS)
+        return n_parameters(self.checkpoint.config, self.checkpoint.vocab_size) * BITS[self.dtype] // 8
 
     def _packing_lines(self) -> list[str]:
         """A line if the weights are packed at each start: how to do it once."""
@@ -228,17 +254,18 @@ class OpenCheckpoint(NamedTuple):
 def open_checkpoint(config: SavedModelConfig) -> OpenCheckpoint:
     """Reads a checkpoint. Raises UserError for an unreadable file, an unavailable kernel or a tokenizer that does not fit."""
     device = ("cuda" if torch.cuda.is_available() else "cpu") if config.device == "auto" else config.device
-    dtype = config.dtype or default_dtype(device)
+    dtype = config.dtype or AUTO
     require_dtype(dtype, device)
     adapters = config.lora or getattr(config, "adapters", None)          # are merged into the exact weights
     may_cache = config.cache_packed and not adapters and device == "cpu" and dtype in PACKED
     cached = packed_cache.read(locate(config.checkpoint), dtype) if may_cache else None
     checkpoint = cached or _read(config.checkpoint, config.lora, config.lora_alpha)
+    dtype, line = resolved_dtype(dtype, device, checkpoint)
     caches = may_cache and _is_packed_on_loading(checkpoint, device, dtype) and packed_cache.can_hold(checkpoint)
     wkv = operator_for(checkpoint.config, config.kernel.name, device, computed_in(dtype))
     tokenizer = tokenizer_of(checkpoint, config.tokenizer, config.end_of_text)
     assumed = assumed_tokenizer(checkpoint) if config.tokenizer is None else None
-    return OpenCheckpoint(checkpoint, wkv, tokenizer, device, dtype, assumed, caches)
+    return OpenCheckpoint(checkpoint, wkv, tokenizer, device, dtype, assumed, caches, line)
 
 
 def _is_packed_on_loading(checkpoint: Checkpoint, device: str, dtype: str) -> bool:
@@ -260,8 +287,44 @@ def require_dtype(dtype: str, device: str) -> None:
 
 
 def default_dtype(device: str) -> str:
-    """The dtype for inference on this device: bfloat16 on a GPU that supports it, else float32."""
+    """The dtype for inference on this device, of a file without blocks: bfloat16 on a GPU that supports it, else float32."""
     return "bfloat16" if device == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False) else "float32"
+
+
+def resolved_dtype(dtype: str, device: str, checkpoint: Checkpoint) -> tuple[str, str | None]:
+    """The dtype for inference, and a line to print about it, or None if the user chose it.
+
+    auto on a CPU is blocks if the file has blocks that kernels/matvec multiplies; otherwise as default_dtype. blocks is float32
+    where the C library cannot run. Raises UserError for blocks on a GPU, or of a file without any.
+    """
+    if dtype not in (AUTO, BLOCKS):
+        return dtype, None
+    if torch.device(device).type != "cpu":
+        if dtype == BLOCKS:
+            raise UserError(f"dtype=blocks requires a CPU; got {device}: use dtype=int4, int8 or bfloat16")
+        chosen = default_dtype(device)
+        return chosen, f"{chosen}, the default on this GPU; dtype=float32 computes in float32" if chosen == "bfloat16" else None
+    types = {str(tensor.blocks) for tensor in checkpoint.weights.stored.values() if tensor.has_blocks()}
+    if not types:
+        if dtype == BLOCKS:
+            raise UserError(f"dtype=blocks requires a GGUF file with matrices in {', '.join(FORMS_OF_BLOCKS)}, and "
+                            f"{checkpoint.path} has none: use dtype=int8, int4 or float32")
+        return default_dtype(device), None
+    names = ", ".join(sorted(types))
+    if reason := why_not("matvec", IN_C):
+        return "float32", f"float32: the file's {names} are dequantised, because there is no product with them here ({reason})"
+    if dtype == BLOCKS:
+        return BLOCKS, None
+    return BLOCKS, f"blocks, the file's {names} as they are; dtype=float32 dequantises them"
+
+
+def blocks_of(checkpoint: Checkpoint) -> dict[str, Blocks]:
+    """The embedding and the matrices of linear layers that the file has in blocks of kernels/matvec, by name."""
+    group = generation(checkpoint.config).group
+    candidates = {name: tensor for name, tensor in checkpoint.weights.stored.items()
+                  if is_linear_weight(name, group(name)) or name == "emb.weight"}
+    found = {name: tensor.in_blocks() for name, tensor in candidates.items()}
+    return {name: packed for name, packed in found.items() if packed is not None}
 
 
 def second_rounding(checkpoint: Checkpoint, dtype: str) -> list[str]:
@@ -276,7 +339,7 @@ def second_rounding(checkpoint: Checkpoint, dtype: str) -> list[str]:
 
 def rounded_adapters(checkpoint: Checkpoint, dtype: str) -> list[str]:
     """A line with the share of the training that survives rounding merged adapters to `dtype`; none if nothing is lost."""
-    share = surviving(checkpoint, dtype)
+    share = surviving(checkpoint, "float32" if dtype == BLOCKS else dtype)       # merged matrices are not in blocks
     if share > ALL_SURVIVES:
         return []
     return [f"{dtype} rounds the merged adapters: {share:.0%} of their training survives; dtype=float32 keeps all of it"]
@@ -292,7 +355,7 @@ def repacked(checkpoint: Checkpoint, dtype: str) -> list[str]:
 
 def computed_in(dtype: str) -> torch.dtype:
     """The dtype of the operator's inputs in a model of this dtype."""
-    return torch.float32 if dtype in PACKED else getattr(torch, dtype)
+    return torch.float32 if dtype in (*PACKED, BLOCKS) else getattr(torch, dtype)
 
 
 def template_choice(checkpoint: Checkpoint, name: str | None = None) -> Choice:

@@ -1,7 +1,8 @@
 """GGUF files by the package's own writer, with matrices in any of its types, and read by its own reader."""
 
 import re
-from collections.abc import Container
+from collections.abc import Container, Sequence
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +36,13 @@ def random_blocks(kind: str, rows: int, width: int, seed: int) -> ndarray:
     return data.reshape(rows, -1)
 
 
-def rewritten(source: Path, target: Path, kind: str | None = None, metadata: dict[str, Any] | None = None) -> Path:
-    """A copy of the file whose large matrices are random blocks of this type, with these texts or numbers in its metadata."""
+def rewritten(source: Path, target: Path, kind: str | Sequence[str] | None = None,
+              metadata: dict[str, Any] | None = None) -> Path:
+    """A copy of the file whose large matrices are random blocks of this type, with these texts or numbers in its metadata.
+
+    kind: several types are used in turn.
+    """
+    kinds = cycle([kind] if isinstance(kind, str) else kind or [])
     reader, writer = gguf.GGUFReader(source), gguf.GGUFWriter(target, "rwkv7")
     add_fields(writer, reader, but=metadata or ())
     for name, value in (metadata or {}).items():
@@ -44,7 +50,8 @@ def rewritten(source: Path, target: Path, kind: str | None = None, metadata: dic
     for seed, tensor in enumerate(reader.tensors):
         if kind and len(tensor.shape) == 2 and not tensor.name.endswith(LOW_RANK):
             width, rows = map(int, tensor.shape)
-            writer.add_tensor(tensor.name, random_blocks(kind, rows, width, seed), raw_dtype=KINDS[kind])
+            chosen = next(kinds)
+            writer.add_tensor(tensor.name, random_blocks(chosen, rows, width, seed), raw_dtype=KINDS[chosen])
         else:
             writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
     write(writer)

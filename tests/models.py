@@ -10,13 +10,14 @@ import torch
 from implementations import implementation
 from torch import Tensor, nn
 
-from kernels.matvec import Packed, pack
+from kernels.matvec import BLOCKS, Packed, pack
+from kernels.matvec.cases import random_blocks
 from kernels.registry import why_not
 from kernels.select import folder, select, selectable
 from rwkv.config import GENERATIONS, ModelConfig
 from rwkv.model.base import generation as module_of
 from rwkv.model.decoding.c_step import LINEAR
-from rwkv.model.quantized import to_int4, to_int8
+from rwkv.model.quantized import to_blocks, to_int4, to_int8
 from rwkv.model.state import State
 from rwkv.pretrained import RWKV
 from rwkv.tokenizer.tokenizers import WorldTokenizer
@@ -73,8 +74,12 @@ class Rounding(nn.Module):
 
 
 def in_form(model: RWKV, form: str) -> RWKV:
-    """The model, which is not trained any more, with matrices in a form of kernels/matvec."""
+    """The model, which is not trained any more, with matrices in a form of kernels/matvec; GGUF's blocks are random ones."""
     model = model.requires_grad_(False).eval()
+    if form in BLOCKS:
+        generator = torch.Generator().manual_seed(0)
+        return to_blocks(model, {f"{name}.weight": random_blocks(form, *layer.weight.shape, generator)
+                                 for name, layer in model.named_modules() if isinstance(layer, (nn.Linear, nn.Embedding))})
     if form in ("int8", "int4"):
         return {"int8": to_int8, "int4": to_int4}[form](model)
     return model.to(getattr(torch, form))

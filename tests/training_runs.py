@@ -18,7 +18,7 @@ import torch
 from forked import ROOT, Forked
 from programs import status_of
 
-from rwkv.checkpoint.formats._shards import read_whole
+from rwkv.checkpoint.formats._fsdp_folder import read_whole
 from rwkv.config import DataConfig, ModelConfig, TrainConfig, TrainerConfig
 
 TEXT = "".join(f"line {number}: the quick brown fox — {number * number % 97}\n" for number in range(200))

@@ -74,7 +74,10 @@ by_lane.__module__ = ti.lang.__name__    # Taichi warns about functions that are
 
 @ti.func
 def exp(x):
-    """e^x for -80 <= x <= 0, to 2 units in the last place; Taichi's own is a call per element."""
+    """e^x for -80 <= x <= 0, to 2 units in the last place.
+
+    Taichi's own exp is not vectorised: it calls a function for each element.
+    """
     z = x * LOG2_E
     power = ti.floor(z + 0.5)
     f = z - power

@@ -108,7 +108,7 @@ def _load_warning() -> str | None:
 
 def measure(op: str, shape: Shape, device: str, dtype: str, only: list[str], budget_s: float) -> dict[str, Any]:
     """One shape's limits and results, and the reason for each implementation that was skipped or found wrong, as plain data."""
-    case: BenchCase = case_of(op)(*shape, device, getattr(torch, dtype))
+    case: BenchCase = case_of(op)(*shape, device, getattr(torch, dtype, dtype))     # a GGUF block is no dtype
     names = [name for name in case.names() if not only or name in only or name == case.baseline]
     sizes = dict(zip(case.AXES, shape, strict=True))
     at = f"{op} {_sizes(sizes)}"
@@ -308,7 +308,7 @@ def _check_memory(args: argparse.Namespace, case: type[BenchCase]) -> None:
     """Raises ValueError for a shape whose tensors alone are larger than the free memory."""
     free = hardware.free_bytes(args.device)
     for shape in [*args.shape, *args.sweep]:
-        needed = case.numbers(*shape) * getattr(torch, args.dtype).itemsize
+        needed = case.numbers(*shape) * getattr(torch, args.dtype, torch.float32).itemsize
         if free is not None and needed > free:
             raise ValueError(f"inputs and results of {args.op} at {','.join(map(str, shape))} need {needed / 1e9:,.1f} GB, and "
                              f"{free / 1e9:.1f} GB are free on {args.device}: choose a smaller --shape or --sweep")

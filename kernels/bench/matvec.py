@@ -19,7 +19,7 @@ class Case(BenchCase):
     SHAPES = cases.BENCH_SHAPES
     baseline = "torch_linear"
 
-    def __init__(self, N: int, K: int, R: int, device: str, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, N: int, K: int, R: int, device: str, dtype: torch.dtype | str = torch.float32) -> None:
         self.device = device
         self.form = str(dtype).removeprefix("torch.")
         if self.form == Int8.form:

@@ -23,10 +23,10 @@ def wait_briefly() -> None:
 
 @cache
 def one_thread_in_forks() -> None:
-    """From now on torch uses one thread in a forked child of this process, and in a child's child.
+    """From now on torch uses one thread in every forked descendant of this process.
 
-    A fork copies no threads, and GNU OpenMP in the child deadlocks waiting for its parent's; with one thread it waits for none.
-    The results are the same. A child that calls torch.set_num_threads(2) still deadlocks.
+    A fork copies no threads, and GNU OpenMP in the child deadlocks waiting for its parent's threads; with one thread it waits
+    for none. The results are the same. A child that calls torch.set_num_threads(2) still deadlocks.
     """
     if sys.platform == "linux":
         os.register_at_fork(after_in_child=_use_one_thread)

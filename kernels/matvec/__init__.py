@@ -2,13 +2,15 @@
 
     y[r,n] = sum_k x[r,k] W[n,k]          x (R,K), W (N,K), y (R,N)
 
-In one line of PyTorch: x @ W.T. W is packed in one of four forms, each a class; the last two hold integers q:
+In one line of PyTorch: x @ W.T. W is packed in one of these forms, each a class; all but the first two hold integers q:
 
     float32               as they are
     bfloat16              rounded. A row of x is rounded, too
     int8                  W[n,k] = scale[n] q[n,k], |q| <= 127. A row of x is rounded, too, to steps of its largest magnitude
     int4                  W[n,k] = scale[n,g] q[n,k] + shift[n,g], 0 <= q <= 15, g = k // 32. A row of x is rounded, too: each
                           group of 32 to steps of 1/127 of its largest magnitude
+    q8_0 ... q6_k         blocks as in GGUF files (BLOCKS), which are not packed here. For k-quants x is rounded: each group of
+                          256 to steps of 1/16383 of its largest magnitude
 
 Every form adds in one order, whatever R is: a row's result does not depend, to the bit, on the other rows. In int8
 the sums are of integers, so that all implementations agree to the bit.
@@ -28,13 +30,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kernels.matvec import _packing
+from kernels.matvec import _blocks, _packing
 from kernels.matvec._packing import GROUP, SMALLEST, Groups
 from kernels.matvec._packing import exact_copy as exact_copy
 from kernels.operator import Operator
 
 TOGETHER = 8                             # groups of int4 that are stored side by side, so that a vector holds one word of each
 LARGEST = 127                            # of the whole numbers that a group of x is rounded to, in int4: 16 * 15 * 127 < 2^15
+WORD_LEVELS = 16383                      # the same for k-quants: 32 * 4096 * 16383 < 2^31
 MOST_ROWS = 16                           # more are faster as one matrix product
 Bound = Callable[[Tensor], list[Tensor]]
 
@@ -208,8 +211,90 @@ class Int4(Packed):
         return self.width
 
 
-FORMS: dict[str, type[Packed]] = {kind.form: kind for kind in (Float32, BFloat16, Int8, Int4)}
-KINDS = {"float32": 0, "bfloat16 as float32": 1, "bfloat16": 2, "int8": 3, "int4": 4}    # as in products.h; 1: x is not rounded
+@dataclass(frozen=True, eq=False)
+class Blocks(Packed):
+    """weight (N, bytes of a row) uint8: each row is a series of blocks as in a GGUF file.
+
+    elements, bytes_per_block: of a block. halves: where a block has float16 numbers, in bytes. values: a function of blocks
+    (n,bytes_per_block) and a dtype, which returns their values (n,elements).
+    """
+
+    elements: ClassVar[int] = 32
+    halves: ClassVar[tuple[int, ...]] = (0,)
+    bytes_per_block: ClassVar[int]
+    values: ClassVar[_blocks.Values]
+
+    @classmethod
+    def of(cls, weight: Tensor) -> Self:
+        raise ValueError(f"{cls.form} is read from GGUF files, and W (N,K) is not packed in it: use int8 or int4")
+
+    def dense(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        wide = torch.promote_types(dtype, torch.float32)
+        blocks = self.weight.reshape(-1, self.bytes_per_block)
+        return type(self).values(blocks, wide).view(len(self.weight), self.K).to(dtype)
+
+    def elements_at(self, indices: Tensor) -> Tensor:
+        """The elements (n,) of W.flatten() at these indices (n,), in float32."""
+        blocks = self.weight.reshape(-1, self.bytes_per_block)[indices // self.elements]
+        values = type(self).values(blocks, torch.float32)
+        return values.gather(1, (indices % self.elements).unsqueeze(1)).squeeze(1)
+
+    def is_finite(self) -> bool:
+        """Whether all values are finite, judged by the blocks' scales."""
+        return _packing.finite_scales(self.weight, self.bytes_per_block, self.halves)
+
+    @property
+    def K(self) -> int:
+        return self.weight.shape[1] // self.bytes_per_block * self.elements
+
+
+class KQuant(Blocks):
+    """Blocks of 256 elements, whose groups of 32 or 16 have scales of their own."""
+
+    elements = 256
+
+    def rounded(self, x: Tensor) -> tuple[Tensor, None]:
+        groups = x.float().unflatten(-1, (-1, self.elements))
+        step = groups.abs().amax(-1, keepdim=True).clamp_(min=SMALLEST).div_(WORD_LEVELS)
+        return (groups / step).round_().mul_(step).flatten(-2), None
+
+
+class Q8_0(Blocks):
+    form, bytes_per_block, values = "q8_0", 34, _blocks.q8_0
+
+
+class Q4_0(Blocks):
+    form, bytes_per_block, values = "q4_0", 18, _blocks.q4_0
+
+
+class Q4_1(Blocks):
+    form, bytes_per_block, halves, values = "q4_1", 20, (0, 2), _blocks.q4_1
+
+
+class Q5_0(Blocks):
+    form, bytes_per_block, values = "q5_0", 22, _blocks.q5_0
+
+
+class Q5_1(Blocks):
+    form, bytes_per_block, halves, values = "q5_1", 24, (0, 2), _blocks.q5_1
+
+
+class Q4_K(KQuant):
+    form, bytes_per_block, halves, values = "q4_k", 144, (0, 2), _blocks.q4_k
+
+
+class Q5_K(KQuant):
+    form, bytes_per_block, halves, values = "q5_k", 176, (0, 2), _blocks.q5_k
+
+
+class Q6_K(KQuant):
+    form, bytes_per_block, halves, values = "q6_k", 210, (208,), _blocks.q6_k
+
+
+BLOCKS: dict[str, type[Blocks]] = {kind.form: kind for kind in (Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, Q4_K, Q5_K, Q6_K)}
+FORMS: dict[str, type[Packed]] = {**{kind.form: kind for kind in (Float32, BFloat16, Int8, Int4)}, **BLOCKS}
+KINDS = {name: kind for kind, name in enumerate(        # as in products.h; "bfloat16 as float32": x is not rounded
+    ("float32", "bfloat16 as float32", "bfloat16", "int8", "int4", *BLOCKS))}
 
 
 class MatVec(Operator):

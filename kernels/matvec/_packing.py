@@ -1,4 +1,4 @@
-"""Packing of a matrix W (N,K): int8, int4, and exact copies in bfloat16.
+"""Packing of a matrix W (N,K): int8, int4, and exact copies in bfloat16. The check of GGUF's blocks.
 
 In C (csrc/pack.c) if the library runs here, otherwise in PyTorch. Both give the same numbers, except that int4 may choose
 another fraction of a group's range if two errors differ by rounding alone.
@@ -105,6 +105,18 @@ def exact_copy(weight: Tensor) -> Tensor | None:
     inexact = torch.zeros(1, dtype=torch.int64, device="cpu")
     native.run("matvec_exact_copy", native.threads_for(-(-weight.numel() // PIECE)), weight.numel(), weight, copy, inexact)
     return None if inexact.item() else copy
+
+
+def finite_scales(weight: Tensor, nbytes: int, halves: tuple[int, ...]) -> bool:
+    """Whether the float16 numbers at these bytes, one or two, of each block of weight (N, bytes of a row) are finite."""
+    if native.why_not() is None and weight.is_contiguous():
+        infinite = torch.zeros(1, dtype=torch.int64, device="cpu")
+        first, second = (*halves, -1)[:2]
+        native.run("matvec_check_scales", native.threads_for(len(weight)), len(weight), weight.shape[1] // nbytes, nbytes,
+                   first, second, weight, infinite)
+        return not infinite.item()
+    blocks = weight.reshape(-1, nbytes)
+    return not any(bool((blocks[:, at + 1] & 0x7C == 0x7C).any()) for at in halves)      # the second byte has the exponent
 
 
 def _for_c(weight: Tensor) -> Tensor | None:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from kernels import native
-from kernels.matvec import FORMS, GROUP, KINDS, TOGETHER, BFloat16, Int4, Int8, Packed
+from kernels.matvec import FORMS, GROUP, KINDS, TOGETHER, BFloat16, Blocks, Int4, Int8, KQuant, Packed
 from kernels.registry import Requires
 
 REQUIRES = Requires(devices=("cpu",), why_not=native.why_not, forms=tuple(FORMS))
@@ -20,7 +20,12 @@ def bind(weights: Sequence[Packed]) -> Callable[[Tensor], list[Tensor]]:
 
 
 def dense(packed: Packed, dtype: torch.dtype) -> Tensor:
-    """W (N,K); int4 is unpacked in C."""
+    """W (N,K); int4 and blocks are unpacked in C."""
+    if isinstance(packed, Blocks):
+        matrix = torch.empty(len(packed.weight), packed.K, dtype=torch.float32, device="cpu")
+        native.run("matvec_unpack_blocks", native.threads_for(len(matrix)), KINDS[packed.form], *matrix.shape,
+                   packed.weight.contiguous(), matrix)
+        return matrix.to(dtype)
     if not isinstance(packed, Int4):
         return packed.dense(dtype)
     N = len(packed.weight)
@@ -50,11 +55,17 @@ def _product(packed: Packed) -> Callable[[Tensor], Tensor]:
 
 
 def _inputs(x: Tensor, packed: Packed) -> tuple[Tensor, Tensor]:
-    """The operands x and q of C's struct product, from x (R,K): float32 (int4: scales and sums of groups), and rounded."""
+    """The operands x and q of C's struct product, from x (R,K): float32 (int4, k-quants: scales and sums), and rounded."""
     if isinstance(packed, BFloat16):
         return x, x.bfloat16()
     if isinstance(packed, Int8):
         return x, (x + packed.rounding.offset).to(torch.uint8)
+    if isinstance(packed, KQuant):
+        R, K = x.shape
+        floats = x.new_empty(R, K // BLOCK * 2 * TOGETHER)
+        words = x.new_empty(R, K, dtype=torch.int16)
+        native.run("matvec_round_to_words", native.threads_for(R), R, K, x, words, floats)
+        return floats, words
     if isinstance(packed, Int4):
         R = len(x)
         K = _width(packed)

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from kernels.matvec import MatVec, Packed, pack
+from kernels.matvec import BLOCKS, Blocks, MatVec, Packed, pack
 
 # (R,N,K): parts of a vector and of a tile, several groups of int4, and sums of int8 beyond a float's whole numbers
 SHAPES = ((1, 1, 1), (1, 7, 13), (2, 5, 64), (3, 33, 100), (8, 64, 96), (5, 9, 4100), (17, 12, 40))
@@ -17,11 +17,33 @@ ROUNDS_INPUTS = 6e-3                     # of PyTorch's products in bfloat16, wh
 
 def inputs(R: int, N: int, K: int, form: str = "float32", dtype: torch.dtype = torch.float32, device: str = "cpu",
            seed: int = 0) -> tuple[Tensor, Packed]:
-    """x (R,K), normally distributed, and a packed W (N,K) that keeps its size."""
+    """x (R,K), normally distributed, and a packed W (N,K) that keeps its size. K is rounded up to whole blocks."""
     generator = torch.Generator().manual_seed(seed)
+    K = width(form, K)
     x = torch.randn(R, K, generator=generator, dtype=torch.float64).to(dtype)
-    packed = pack(torch.randn(N, K, generator=generator) / max(K, 1) ** 0.5, form)
+    packed = (random_blocks(form, N, K, generator) if form in BLOCKS else
+              pack(torch.randn(N, K, generator=generator) / max(K, 1) ** 0.5, form))
     return x.to(device), packed.map(lambda tensor: tensor.to(device))
+
+
+def width(form: str, K: int) -> int:
+    """K, for GGUF's blocks rounded up to whole blocks."""
+    return -(-K // BLOCKS[form].elements) * BLOCKS[form].elements if form in BLOCKS else K
+
+
+def random_blocks(form: str, N: int, K: int, generator: torch.Generator) -> Blocks:
+    """W (N,K) in blocks of random bytes, with scales such that its root mean square is about K^-0.5."""
+    kind = BLOCKS[form]
+    blocks = torch.randint(0, 256, (N * K // kind.elements, kind.bytes_per_block), generator=generator, dtype=torch.uint8)
+    scale = 1.0
+    for _ in range(2):                   # values are linear in the scales together
+        for place in kind.halves:
+            spread = torch.rand(len(blocks), 1, generator=generator) + 0.5
+            blocks[:, place:place + 2] = (scale * spread).half().view(torch.uint8)
+        packed = kind(blocks.view(N, K // kind.elements * kind.bytes_per_block))
+        if blocks.numel():
+            scale /= (packed.dense(torch.float64).square().mean().item() * K) ** 0.5
+    return packed
 
 
 def expected(x: Tensor, packed: Packed) -> Tensor:

@@ -13,7 +13,7 @@ ADAPTER = "adapter_config.json"          # of PEFT
 WEIGHT_SUFFIXES = (*hub.WEIGHTS, ".pt")         # of files of weights
 FOLDER = "checkpoints"                   # in a run's directory
 LAST = Path(FOLDER) / "last.ckpt"
-COMPLETE = "complete.json"               # in the folder that is a checkpoint of trainer=fsdp: formats/_shards.py
+COMPLETE = "complete.json"               # in the folder that is a checkpoint of trainer=fsdp: formats/_fsdp_folder.py
 
 
 def locate(path: str | Path) -> Path:

@@ -1,7 +1,7 @@
 """The memory that a model's weights need on a CPU, and whether they fit."""
 
 from rwkv.checkpoint.files import Checkpoint
-from rwkv.config import BITS
+from rwkv.config import BITS, BLOCKS
 from rwkv.errors import UserError
 from rwkv.model.base import generation, is_linear_weight
 
@@ -12,6 +12,8 @@ SMALLER = ("bfloat16", "int8", "int4")   # dtypes, in descending size
 
 def weights_nbytes(checkpoint: Checkpoint, dtype: str) -> int:
     """The bytes of the weights in `dtype`, mapped or not; without a mapped embedding, since only a few of its rows are read."""
+    if dtype == BLOCKS:
+        return sum(tensor.packed_nbytes() for tensor in checkpoint.weights.stored.values())
     group = generation(checkpoint.config).group
     total = 0
     for name, tensor in checkpoint.weights.stored.items():

@@ -3,9 +3,10 @@
     KEY.safetensors     the checkpoint in int8 or int4, as `timemix convert --dtype` writes it
     KEY.json            a sample of that file, and what the format does not hold of the checkpoint
 
-KEY is the SHA-256 of the dtype and of each of the checkpoint's files: its size, its time of modification, and a sample: its
-first and last MiB and evenly spaced blocks between. A change elsewhere that keeps size and time is not noticed. An entry with
-another sample is damaged, and is written again. All entries have at most MAX_BYTES; the least recently used are deleted.
+KEY is the start of the SHA-256 of VERSION, the dtype, and of each of the checkpoint's files: in a directory its name, its size,
+its time of modification, and a sample: its first and last MiB and evenly spaced blocks between. A change elsewhere that keeps
+size and time is not noticed. An entry with another sample is damaged, and is written again. All entries have at most MAX_BYTES;
+the least recently used are deleted.
 """
 
 import hashlib
@@ -21,7 +22,8 @@ from rwkv.checkpoint.files import Checkpoint, read_checkpoint, write_checkpoint
 from rwkv.checkpoint.formats._packed import VERSION
 from rwkv.config import BITS
 from rwkv.errors import CheckpointError, UserError
-from rwkv.io.cache import read_json, write_json
+from rwkv.io.atomic import write_file
+from rwkv.io.cache import json_bytes, read_json
 
 MAX_BYTES = 32 * 2**30
 ENDS = 2**20                             # bytes at the start and at the end of a file that are in its sample
@@ -35,7 +37,7 @@ def folder() -> Path:
 
 
 def entry_of(path: Path, dtype: str) -> Path:
-    """The file with the packed form of the checkpoint at `path`, if there is one."""
+    """The path of the packed form of the checkpoint at `path`; the file may not exist."""
     digest = hashlib.sha256(f"{VERSION} {dtype}".encode())
     for file in _files_of(path):
         status = file.stat()
@@ -101,7 +103,7 @@ def write(checkpoint: Checkpoint, dtype: str) -> Checkpoint:
                             f"{free / 2**30:.1f} GiB are free: leave it out")
         write_checkpoint(checkpoint, entry, dtype)
         about = {"sample": sample(entry), "run": checkpoint.run, "step": checkpoint.step, "notes": checkpoint.notes}
-        write_json(entry.with_suffix(".json"), about)
+        write_file(entry.with_suffix(".json"), lambda file: file.write(json_bytes(about)))
     except OSError as error:
         raise UserError(f"cache_packed=true cannot write {entry}: {error.strerror or error}; leave it out") from None
     packed = read_checkpoint(entry)

@@ -11,11 +11,13 @@ import mmap
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
+from kernels.matvec import Blocks, MatVec
+from kernels.select import AUTO, resolve
 from rwkv.errors import CheckpointError
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -28,6 +30,18 @@ class Lending:
     """lent: a caller has a view of the mapped tensor, so its pages must not be released. Shared by copies of a Stored."""
 
     lent: bool = False
+
+
+@dataclass(frozen=True)
+class BlockData:
+    """The data of a tensor in GGUF's blocks: a call returns their values in float32, and releases the pages of the mapping."""
+
+    packed: Blocks
+
+    def __call__(self) -> Tensor:
+        values = MatVec(resolve("matvec", AUTO, "cpu", self.packed.form)).dense(self.packed, torch.float32)
+        release(self.packed.weight)
+        return values
 
 
 @dataclass
@@ -105,6 +119,27 @@ class Stored:
         else:
             self._release(data)
         return result
+
+    def has_blocks(self) -> bool:
+        """Whether in_blocks() is a matrix."""
+        return isinstance(self.data, BlockData) and self.shape == (len(self.data.packed.weight), self.data.packed.K)
+
+    def packed_nbytes(self) -> int:
+        """The bytes of in_blocks(), or else of get()."""
+        return cast(BlockData, self.data).packed.nbytes() if self.has_blocks() else self.nbytes
+
+    def in_blocks(self) -> Blocks | None:
+        """The matrix as it is in the file, mapped, if kernels/matvec multiplies such blocks; None if adapters change it.
+
+        Raises CheckpointError if a value is not finite.
+        """
+        if not self.has_blocks():
+            return None
+        packed = cast(BlockData, self.data).packed
+        if not packed.is_finite():
+            self.get()                   # raises the error
+        self.lending.lent = True
+        return packed
 
     def pass_on(self, use: Callable[[Tensor], object]) -> None:
         """Calls use(tensor), which must not keep the tensor. Raises CheckpointError as get does."""

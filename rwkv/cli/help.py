@@ -47,7 +47,7 @@ def _page(about: str, descriptions: Mapping[str, Mapping[str, str]], items: Mapp
 
 
 def _description(path: Path) -> str:
-    """The first comment of a YAML file other than `# @package`; empty if there is none."""
+    """A YAML file's first comment, not counting `# @package`; "" if there is none."""
     comments = [line for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("# ")]
     return next((line[2:] for line in comments if not line.startswith("# @")), "")
 

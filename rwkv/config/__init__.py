@@ -9,6 +9,7 @@ No Hydra here.
 from rwkv.config.chat import ChatConfig
 from rwkv.config.common import (
     BITS,
+    BLOCKS,
     DRAFT_TOKENS,
     DTYPES,
     LARGEST_SEED,

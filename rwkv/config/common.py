@@ -8,8 +8,9 @@ from rwkv.config.schema import GRAMMAR, NAME, PATH, option
 
 LARGEST_SEED = 2**63 - 1                 # for torch's generators
 MIB = 2**20                              # bytes; the unit of options named *_mib
-BITS = {"float32": 32, "bfloat16": 16, "float16": 16, "int8": 8, "int4": 5}      # per matrix weight, with the scales of int4
-DTYPES = tuple(BITS)
+BLOCKS = "blocks"                        # the dtype of a GGUF file's quantised blocks as they are
+BITS = {"float32": 32, "bfloat16": 16, "float16": 16, "int8": 8, "int4": 5, BLOCKS: 8}     # per matrix weight, about
+DTYPES = ("auto", *BITS)
 LATEST = Path("runs") / "latest"         # a link to the latest run; for a sweep, to its latest
 TEMPLATES = "world, g1, flower or a jinja2 file"        # chat templates, for help
 MODEL_TEMPLATE = f"{TEMPLATES}; null: that of the run's data, else the checkpoint's, else guessed from its name"
@@ -39,8 +40,9 @@ class SavedModelConfig:
     end_of_text: str | None = option(None, "end-of-text token; null: as the checkpoint or FILE.json says", verbatim=NAME)
     kernel: KernelConfig = field(default_factory=KernelConfig)
     device: str = option("auto", "auto, cpu or cuda", one_of=("auto", "cpu", "cuda"))
-    dtype: str | None = option(None, "float32, bfloat16, float16 (GPU), or int8 or int4 (matrices only); null: bfloat16 on a "
-                               "GPU that supports it, else float32", one_of=DTYPES)
+    dtype: str | None = option(None, "float32, bfloat16, float16 (GPU), int8 or int4 (matrices only), or blocks (the quantised "
+                               "matrices of a GGUF file as they are, CPU); auto or null: bfloat16 on a GPU that supports it, "
+                               "else blocks if the file has them, else float32", one_of=DTYPES)
     cache_packed: bool = option(False, "keep weights packed in int8 or int4 in ~/.cache/timemix/packed, for the next start on "
                                 "a CPU; at most 32 GiB in all")
 

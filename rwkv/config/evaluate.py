@@ -15,7 +15,8 @@ class EvaluateDataConfig:
 
 @dataclass
 class EvaluateConfig(SavedModelConfig):
-    dtype: str | None = option("float32", "as for generate.py: float32, bfloat16, float16, int8 or int4", one_of=DTYPES)
+    dtype: str | None = option("float32", "as for generate.py: auto, float32, bfloat16, float16, int8, int4 or blocks",
+                               one_of=DTYPES)
     data: EvaluateDataConfig = field(default_factory=EvaluateDataConfig)
     chunk_len: int = option(1024, "tokens per forward pass", least=1)
     batch_size: int = option(16, "batch size, of FILE.jsonl", least=1)

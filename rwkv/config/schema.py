@@ -29,6 +29,8 @@ def option(default: Any, help: str, *, one_of: Collection[str] | None = None, le
     be finite. verbatim: PATH (~/ is the home folder), NAME, TEXT (null is a text) or GRAMMAR; None for the rule of `free_text`.
     filled: the text must not be empty. needs: (option, values) that this option requires. more: further metadata.
     """
+    assert least is not None or most == math.inf, "most requires least"
+    assert above is not None or below == math.inf, "below requires above"
     metadata = {"help": help, "heading": heading, "one_of": one_of, "least": least, "most": most, "above": above,
                 "below": below, "verbatim": verbatim, "filled": filled, "needs": needs, **(more or {})}
     if callable(default):

@@ -12,13 +12,12 @@ from collections.abc import Callable, Sequence
 from itertools import chain
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from rwkv.model.base import Model, State, form
 from rwkv.model.decoding import c_step, triton_step
 from rwkv.model.decoding.c_step import CStep, are_in_order, is_plain, step_of, why_not
-from rwkv.model.decoding.layers import norm_function, product_function
+from rwkv.model.decoding.layers import embedding_function, norm_function, product_function
 from rwkv.model.weights_watch import tensors_of
 
 
@@ -69,7 +68,7 @@ class Decoder:
 @torch.inference_mode()
 def _block_steps(model: Model) -> Callable[[Tensor, State], tuple[Tensor, State]]:
     """A function that computes the model for one token of each row, from its present weights, without calling modules."""
-    embedding = model.emb.weight
+    embedding = embedding_function(model.emb)
     dtype = model.ln_out.weight.dtype
     step = form(model.config, "step").Step
     blocks = [step(block) for block in model.blocks]
@@ -78,7 +77,7 @@ def _block_steps(model: Model) -> Callable[[Tensor, State], tuple[Tensor, State]
 
     @torch.inference_mode()
     def forward(tokens: Tensor, state: State) -> tuple[Tensor, State]:
-        x = F.embedding(tokens, embedding).to(dtype)
+        x = embedding(tokens).to(dtype)
         carry = None
         layers = []
         for block, before in zip(blocks, state.layers(), strict=True):

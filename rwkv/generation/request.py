@@ -1,4 +1,7 @@
-"""One sequence to generate, with all its options. No torch is imported: serve.py's HTTP process makes requests, too."""
+"""One sequence to generate, with all its options.
+
+Does not import torch, because serve.py's HTTP process creates requests, too.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field

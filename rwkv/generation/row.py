@@ -30,7 +30,7 @@ class Sample:
     prompt: "" for a prompt of ids. text: the continuation. finish_reason: "length", "stop", "end_of_text", "cancelled", or
     "no_token" if the grammar and the banned tokens allow no token or the grammar has become too complex; None while it runs.
     tokens: the ids drawn, without end-of-text and stop tokens. logprobs: if requested, an entry for each token drawn, computed
-    among the tokens that the grammar allows, before all other options.
+    among the tokens that the grammar allows, before temperature, penalties and the other sampling options.
     """
 
     prompt: str

@@ -30,7 +30,12 @@ def write_bytes(path: Path, content: bytes) -> None:
 
 def write_json(path: Path, content: object) -> None:
     """Writes `content` as JSON, with a checksum for read_json."""
-    write_bytes(path, json.dumps({"crc32": _checksum(content), "content": content}).encode())
+    write_bytes(path, json_bytes(content))
+
+
+def json_bytes(content: object) -> bytes:
+    """The file that write_json writes."""
+    return json.dumps({"crc32": _checksum(content), "content": content}).encode()
 
 
 def read_json(path: Path) -> Any:

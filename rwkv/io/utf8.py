@@ -80,7 +80,7 @@ def require_file(path: Path, option: str = "data.path") -> None:
 
 
 class WrongCharacter(UserError):
-    """Character number `place` of a text cannot be encoded. problem: the character and the remedy."""
+    """The character at index `place` of a text cannot be encoded. problem: what it is, and what to do."""
 
     def __init__(self, place: int, problem: str) -> None:
         super().__init__(f"character {place} of the text is {problem}")

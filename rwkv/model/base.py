@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 import rwkv.model.state
 from kernels.machine.allocator import give_back_free_blocks
 from kernels.machine.threads import one_thread_in_forks
+from kernels.matvec import Blocks
 from kernels.operator import Operator
 from rwkv.config import GENERATIONS, ModelConfig, OptimConfig
 from rwkv.errors import UserError
@@ -146,7 +147,7 @@ def is_linear_weight(name: str, group: str) -> bool:
     return group in MATRICES and not name.endswith("emb.weight")
 
 
-def fingerprint(generation: Generation, weights: Mapping[str, Tensor]) -> str:
+def fingerprint(generation: Generation, weights: Mapping[str, Tensor | Blocks]) -> str:
     """SHA-256 of the tensors' names, shapes and evenly spaced elements rounded to bfloat16: identifies the model.
 
     It is the same in every dtype of the weights, and with any learnt state before the first token.
@@ -155,9 +156,12 @@ def fingerprint(generation: Generation, weights: Mapping[str, Tensor]) -> str:
     for name in sorted(weights):
         if name in generation.UNUSED or name.endswith(TIME_STATE):
             continue
-        tensor = weights[name].detach()
-        spaced = tensor.flatten()[::max(1, tensor.numel() // SAMPLED)]
-        digest.update(f"{name} {tuple(tensor.shape)}".encode())
+        tensor = weights[name]
+        shape = (len(tensor.weight), tensor.K) if isinstance(tensor, Blocks) else tuple(tensor.shape)
+        step = max(1, math.prod(shape) // SAMPLED)
+        spaced = (tensor.elements_at(torch.arange(0, math.prod(shape), step, device="cpu")) if isinstance(tensor, Blocks)
+                  else tensor.detach().flatten()[::step])
+        digest.update(f"{name} {shape}".encode())
         digest.update(spaced.to("cpu", torch.bfloat16).view(torch.int16).numpy().tobytes())
     return digest.hexdigest()
 
@@ -349,4 +353,6 @@ class Model(nn.Module):
         """Identifies the model: see the function fingerprint. A quantised or merged model has the one from before."""
         if self.fingerprint_before is not None:
             return self.fingerprint_before
-        return fingerprint(self.generation, self.state_dict())
+        blocks = {f"{name}.weight": module.packed for name, module in self.named_modules()
+                  if isinstance(getattr(module, "packed", None), Blocks)}
+        return fingerprint(self.generation, {**self.state_dict(), **blocks})

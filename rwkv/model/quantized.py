@@ -1,4 +1,5 @@
-"""Matrix products in int8 and int4: on a CPU, where inputs are rounded too, and on a GPU (PackedLinear).
+"""Matrix products in int8 and int4: on a CPU, where inputs are rounded too, and on a GPU (PackedLinear). Products with GGUF's
+blocks as they are in the file (BlockLinear).
 
 In int8 weights are rounded once, with a scale for each output channel, and inputs at each call. In int4 weights are rounded in
 groups of 32, and so are the inputs of few rows (kernels/matvec).
@@ -23,7 +24,7 @@ from torch import Tensor, nn
 
 from kernels.backends import fbgemm
 from kernels.machine.cpu import multiplies
-from kernels.matvec import FORMS, MOST_ROWS, Int4, Int8, MatVec, Packed
+from kernels.matvec import FORMS, MOST_ROWS, Blocks, Int4, Int8, MatVec, Packed
 from kernels.registry import load, why_not
 from kernels.select import AUTO, select
 from rwkv.errors import UserError
@@ -304,6 +305,64 @@ def to_int4(model: M, packed: Mapping[str, Packed] = MappingProxyType({}),
         return Int4Linear(cast(Int4 | None, packed.get(f"{name}.weight")) or Int4.of(read()))
 
     return _quantised(model, make_layer, later, head, replaced)
+
+
+class BlockLinear(nn.Module):
+    """nn.Linear without a bias, from its weight W (N,K) in GGUF's blocks: x (...,K), floating-point -> (...,N) in its dtype.
+
+    C multiplies any number of rows by the blocks themselves, so a row's bits are the same in prefill and in a step.
+    """
+
+    def __init__(self, packed: Blocks) -> None:
+        super().__init__()
+        self.out_features, self.in_features = len(packed.weight), packed.K
+        self.packed = packed
+
+    @property
+    def form(self) -> str:
+        return self.packed.form
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _product(self, x)
+
+    def forward_rows(self, rows: Tensor) -> Tensor:
+        """forward for rows (B,K)."""
+        y: Tensor = load("matvec", IN_C).bind([self.packed])(rows.float().contiguous().unsqueeze(0))[0]
+        return y.to(rows.dtype)
+
+    def parts(self, dtype: torch.dtype) -> Iterator[Tensor]:
+        """The weight (N,K) in blocks of rows."""
+        step = max(1, UNPACKED // self.in_features)
+        for start in range(0, self.out_features, step):
+            part = self.packed.map(itemgetter(slice(start, start + step)))
+            yield matvec_for(self.form).dense(part, torch.float32).to(dtype)
+
+
+class BlockEmbedding(nn.Module):
+    """nn.Embedding whose weight (V,C) is in GGUF's blocks: tokens (...) int64 -> (...,C) float32. It reads only their rows."""
+
+    def __init__(self, packed: Blocks) -> None:
+        super().__init__()
+        self.num_embeddings, self.embedding_dim = len(packed.weight), packed.K
+        self.packed = packed
+
+    @property
+    def weight(self) -> Tensor:
+        """The blocks (V, bytes of a row)."""
+        return self.packed.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        rows = self.packed.map(lambda weight: F.embedding(tokens.flatten(), weight))
+        return matvec_for(self.packed.form).dense(rows, torch.float32).view(*tokens.shape, self.embedding_dim)
+
+
+def to_blocks(model: M, blocks: Mapping[str, Blocks]) -> M:
+    """Replaces linear layers and the embedding by `blocks`, by the name of the weight; the model has placeholders for these."""
+    for name, packed in blocks.items():
+        module = name.removesuffix(".weight")
+        layer = model.get_submodule(module)
+        model.set_submodule(module, BlockEmbedding(packed) if isinstance(layer, nn.Embedding) else BlockLinear(packed))
+    return model
 
 
 @torch.no_grad()

@@ -15,13 +15,13 @@ from kernels.machine.memory import available_memory
 from rwkv.checkpoint import time_states
 from rwkv.checkpoint.files import Checkpoint, read_tuned, require_tokenizer
 from rwkv.checkpoint.named import errors_of
-from rwkv.config import BITS, MIB, ServeConfig
+from rwkv.config import MIB, ServeConfig
 from rwkv.errors import UserError
 from rwkv.generation.prefill import PrefillResult
 from rwkv.generation.states import StateForm, beginning, is_state_file
 from rwkv.io import hub
 from rwkv.io.lines import counted
-from rwkv.model.base import Model, fingerprint, generation, n_parameters
+from rwkv.model.base import Model, fingerprint, generation
 from rwkv.model.state import State
 from rwkv.pretrained import RWKV, OpenCheckpoint, rounded_adapters
 
@@ -74,7 +74,7 @@ def read_adapters(config: ServeConfig, opened: OpenCheckpoint) -> list[Adapter]:
     adapters = [_read(name, from_home(path), opened, form, config) for name, path in config.adapter_paths.items()]
     n_merged = sum(adapter.merged is not None for adapter in adapters)
     if n_merged:
-        require_room(n_parameters(base.config, base.vocab_size) * BITS[opened.dtype] // 8, n_merged, available_memory())
+        require_room(opened.nbytes(), n_merged, available_memory())
     return adapters
 
 

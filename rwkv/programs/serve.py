@@ -43,7 +43,7 @@ from typing import TYPE_CHECKING
 from kernels.machine import allocator, threads
 from rwkv import cli
 from rwkv.chat.thoughts import BEGUN, Think
-from rwkv.config import BITS, MIB, ServeConfig
+from rwkv.config import MIB, ServeConfig
 from rwkv.errors import UserError
 from rwkv.io.lines import counted
 from rwkv.programs.sampling import Chosen, SamplingChoice
@@ -60,7 +60,8 @@ def serve(config: ServeConfig, line: cli.CommandLine) -> None:
     try:
         from rwkv.serving import server
     except ModuleNotFoundError as error:
-        raise UserError(f"serving requires the package {error.name}: in the clone, pip install -e '.[serve]'") from None
+        raise UserError(f"serving requires the package {error.name}: in a clone of the repository, run "
+                        "pip install -e '.[serve]'") from None
     require_files(config, config.template)
     require_adapters(config)
     say("loading", config.checkpoint)
@@ -97,7 +98,7 @@ def load(config: ServeConfig, user_keys: Collection[str] = ()) -> "Loaded":
     opened_draft = open_draft(config, opened)
     model = opened.model()
     n = n_parameters(model.config, model.vocab_size)
-    weights = n * BITS[opened.dtype] // 8
+    weights = opened.nbytes()
     row = state_nbytes(model.config) + 4 * model.vocab_size
     if why_not(model) is None:
         weights += sum(tensor.nbytes for tensor in step_of(model).own)

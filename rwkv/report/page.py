@@ -13,9 +13,9 @@ from rwkv.io.json_types import JsonObject
 from rwkv.io.lines import counted
 from rwkv.report import svg, tuned, units
 from rwkv.report.findings import BAD, NOTE, Finding
+from rwkv.report.html_table import Column, cell, table, text
 from rwkv.report.numbers import EARLY, REWARDS, WHEN, Comparison, Kernel, column, columns, learns_pairs, unit_of_loss
 from rwkv.report.reading import Curve, Run
-from rwkv.report.table import Column, cell, table, text
 from rwkv.report.verdict import speed_ratio, verdict
 
 LABELS = {BAD: "<b>Problem:</b>", NOTE: "<b>Note:</b>"}

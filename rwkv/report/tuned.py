@@ -5,9 +5,9 @@ from functools import partial
 from html import escape
 
 from rwkv.io.lines import counted
+from rwkv.report.html_table import Column, cell, table, text
 from rwkv.report.numbers import REWARDS
 from rwkv.report.reading import Run
-from rwkv.report.table import Column, cell, table, text
 
 SUBJECTS = {"val": "the task, its held-out part", "guard": "general text"}
 MEASURES = {"loss": "nats per token", "bpb": "bits per byte"}

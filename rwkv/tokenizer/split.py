@@ -82,7 +82,7 @@ def _splits_safely(tokenizer: Encoder, probe: str) -> bool:
     """Whether the ids of `probe` are those of its first character and then of its rest; True if it cannot be encoded."""
     try:
         whole = tokenizer.encode(probe)
-    except ValueError:                   # a char tokenizer whose text lacks these characters
+    except ValueError:                   # a char tokenizer whose training text lacks a character of the probe
         return True
     return bool(whole == [*tokenizer.encode(probe[:1]), *tokenizer.encode(probe[1:])])
 

@@ -135,7 +135,7 @@ def lines(report: JsonObject) -> list[str]:
              *(line("package", f"all programs require {name}: pip install {name}", True) for name in missing[""])]
     for extra, names in missing.items():
         if extra and names:
-            remedy = f"pip install {' '.join(names)}" if extra in ALWAYS else f"in the clone, pip install -e '.[{extra}]'"
+            remedy = f"pip install {' '.join(names)}" if extra in ALWAYS else f"in a clone, pip install -e '.[{extra}]'"
             shown.append(line(extra, f"{FEATURES[extra]} requires {', '.join(names)}: {remedy}"))
     shown.append(line("versions", ", ".join(f"{name} {version}" for name, version in report["packages"].items())))
     if "torch_error" in report:

@@ -31,7 +31,8 @@ def main() -> None:
         try:
             import lm_eval.__main__ as harness
         except ImportError as error:
-            raise UserError(f"the harness cannot be imported ({error}): in the clone, pip install -e '.[lm-eval]'") from None
+            raise UserError(f"the harness cannot be imported ({error}): in a clone of the repository, run "
+                            "pip install -e '.[lm-eval]'") from None
         from rwkv.tools import _harness
 
         _harness.register()

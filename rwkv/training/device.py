@@ -67,7 +67,8 @@ def share(batch_size: int, strategy: str, num_nodes: int) -> int:
     """This process's share of the batch_size rows of all processes. Raises UserError if it is not a whole number."""
     count = world_size()
     if count > 1 and strategy == "single":
-        raise UserError("trainer=single conflicts with several processes of torchrun: use trainer=ddp or trainer=fsdp")
+        raise UserError("trainer.strategy=single conflicts with the several processes that torchrun started: use trainer=ddp "
+                        "or trainer=fsdp")
     if count % num_nodes:
         raise UserError(f"the number of processes must be a multiple of trainer.num_nodes={num_nodes}; got {count}")
     _require_multiple(batch_size, count)

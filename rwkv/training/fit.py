@@ -1,4 +1,7 @@
-"""One training run in five stages: prepare, plan, build, fit, finish. rwkv/programs/train.py calls `main` in each process."""
+"""One training run in five stages: prepare, plan (which builds the model), build, fit, finish.
+
+rwkv/programs/train.py calls `main` in each process.
+"""
 
 import sys
 from dataclasses import dataclass, replace
@@ -48,15 +51,15 @@ from rwkv.training.tuning.preferences import REFERENCE, Preferences, write_refer
 class Prepared:
     """A run with its length in steps, and the parts that its model is built from.
 
-    rows: this process's share of data.batch_size. operator: the kernel's. kernel: its name, with the reason if auto chose it.
-    kernel_error: the message of kernel_check.check. validated: the data with the part of the validation split that is used.
+    rows: this process's share of data.batch_size. operator: the kernel's. kernel_line: its name, with the reason if auto chose
+    it. kernel_error: the message of kernel_check.check. validated: the data with the part of the validation split that is used.
     """
 
     run: Run
     device: torch.device
     rows: int
     operator: Operator
-    kernel: str
+    kernel_line: str
     kernel_error: str | None
     use_graphs: bool
     data: Corpus
@@ -120,13 +123,13 @@ def prepare(run: Run) -> Prepared:
     set_product_precision(str(config.trainer.precision), device)
     # Before the data are read: raises UserError if the rows cannot be divided among the processes
     rows = share(config.data.batch_size, config.trainer.strategy, config.trainer.num_nodes)
-    operator, kernel = kernel_for(config.model, config.kernel.name, device, config.trainer.precision, rows)
+    operator, kernel_line = kernel_for(config.model, config.kernel.name, device, config.trainer.precision, rows)
     distributed.broadcast_from_rank0(lambda: require(config.logger))
     require_workers(config.data.num_workers)
     data = data_for(run, device)
     if config.data.preview:
         show_conversations(data)
-    config, notes = resolve(config, Stage.DATA, Context(data=data))
+    config, notes = resolve(config, Stage.DATA, Context(data=data, resumed=run.resume_from is not None))
     run = replace(run, config=config, notes=run.notes + notes)
     distributed.broadcast_from_rank0(lambda: require_unfinished(run))
     data.tokenizer.drop_library()
@@ -136,7 +139,7 @@ def prepare(run: Run) -> Prepared:
         kernel_error = distributed.broadcast_from_rank0(lambda: kernel_check.check(
             operator, generation(config.model).OPERATOR, device, dtype_for(config.trainer.precision)))
     window = len(data.val) if config.trainer.tbptt else config.model.ctx_len
-    return Prepared(run, device, rows, operator, kernel, kernel_error, graphs.chosen(config, device, operator.name), data,
+    return Prepared(run, device, rows, operator, kernel_line, kernel_error, graphs.chosen(config, device, operator.name), data,
                     with_part(data, config.trainer.val_tokens, window),
                     needs_here(config, run.vocab_size(data.tokenizer), device))
 
@@ -161,7 +164,7 @@ def plan(prepared: Prepared) -> LanguageModel:
     run, device, data = prepared.run, prepared.device, prepared.data
     timed = is_timed(run.config, prepared.needs.vocab_size, device)
     ends_untimed = run.config.only_plans and not timed
-    announce_needs(run, prepared.needs, prepared.kernel, prepared.kernel_error, data, timed)
+    announce_needs(run, prepared.needs, prepared.kernel_line, prepared.kernel_error, data, timed)
     if ends_untimed:
         announce_training(run, device, data)
     distributed.broadcast_from_rank0(lambda: require_capacity(prepared.needs, run.out_dir))

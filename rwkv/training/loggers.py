@@ -108,7 +108,7 @@ def norm_names(n_layer: int) -> tuple[str, ...]:
 
 
 def log_samples(loggers: Iterable[Logger], rows: Sequence[JsonMapping], step: int) -> None:
-    """Logs samples as a table in loggers with tables. rows: step, prompt and text of each."""
+    """Logs samples as a table, in loggers that support tables. rows: step, prompt and text of each."""
     table = [[row[name] for name in SAMPLE_COLUMNS] for row in rows[-SAMPLES_SHOWN:]]
     for logger in loggers:
         if hasattr(logger, "log_table"):

@@ -2,16 +2,20 @@
 
 from itertools import product
 
+import gguf
 import pytest
 import torch
 from implementations import implementations
 
 from kernels import native
 from kernels.compare import errors, misses
-from kernels.matvec import FORMS, GROUP, Int4, Int8, MatVec, _packing, cases, exact_copy, pack
+from kernels.matvec import BLOCKS, FORMS, GROUP, Int4, Int8, MatVec, _packing, cases, exact_copy, pack
 from kernels.registry import runnable
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
+PACKED = [form for form in FORMS if form not in BLOCKS]
+in_c = pytest.mark.skipif(native.why_not() is not None, reason=str(native.why_not()))
+each_level = pytest.mark.parametrize("level", native.levels())
 
 
 @pytest.fixture(params=implementations("matvec"))
@@ -43,7 +47,7 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(matvec: MatVec) -> None:
 def test_several_products_at_once_are_the_same_to_the_bit(matvec: MatVec) -> None:
     for form in forms_of(matvec):
         weights = [cases.inputs(1, N, 96, form, seed=N)[1] for N in (5, 64, 7, 33, 1)]
-        x = torch.randn(5, 3, 96)
+        x = torch.randn(5, 3, weights[0].K)
         for y, rows, packed in zip(matvec.bind(*weights)(x), x, weights, strict=True):
             assert torch.equal(y, matvec(rows, packed))
 
@@ -98,7 +102,7 @@ def rounding(weight: torch.Tensor, form: str) -> torch.Tensor:
     return (steps.square().sum(1) / 12 * (1 + 5 * (0.8 / K) ** 0.5)).sqrt()
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", PACKED)
 def test_a_packed_matrix_stands_for_one_nearby(form: str) -> None:
     weight = torch.randn(40, 70, generator=torch.Generator().manual_seed(0)) * torch.logspace(-3, 3, 40).unsqueeze(1)
     stands_for = pack(weight, form).dense()
@@ -131,7 +135,7 @@ def test_a_float_that_has_the_form_already_is_not_copied() -> None:
     assert pack(weight, "float32").weight.data_ptr() == weight.data_ptr()
 
 
-@pytest.mark.parametrize(("weight", "form"), [(torch.ones(3), "int8"), (torch.ones(3, 4), "int5"),
+@pytest.mark.parametrize(("weight", "form"), [(torch.ones(3), "int8"), (torch.ones(3, 4), "int5"), (torch.ones(3, 256), "q4_k"),
                                               (torch.ones(1, 133_145), "int8")])
 def test_what_cannot_be_packed_is_one_sentence(weight: torch.Tensor, form: str) -> None:
     with pytest.raises(ValueError, match=r"W \(N,K\)"):
@@ -144,8 +148,8 @@ def test_a_sum_of_nothing_is_0(matvec: MatVec) -> None:
         assert torch.equal(matvec(x, packed), torch.zeros(2, 3))
 
 
-@pytest.mark.skipif(native.why_not() is not None, reason=str(native.why_not()))
-@pytest.mark.parametrize("level", native.levels())
+@in_c
+@each_level
 def test_c_packs_as_pytorch_does(level: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "level", lambda: level)
     for dtype, shape in product((torch.float32, torch.bfloat16, torch.float16),
@@ -158,7 +162,7 @@ def test_c_packs_as_pytorch_does(level: str, monkeypatch: pytest.MonkeyPatch) ->
         assert all(map(torch.equal, _packing.int8(weight), _packing.int8_in_torch(weight.float()))), (dtype, shape)
 
 
-@pytest.mark.skipif(native.why_not() is not None, reason=str(native.why_not()))
+@in_c
 def test_what_is_not_finite_stays_so_in_c() -> None:
     for bad, place, form in product((float("nan"), float("inf"), -float("inf")), (0, 36), (Int8, Int4)):
         weight = torch.randn(3, 37)
@@ -168,7 +172,7 @@ def test_what_is_not_finite_stays_so_in_c() -> None:
         assert finite[[0, 2]].all()
 
 
-@pytest.mark.skipif(native.why_not() is not None, reason=str(native.why_not()))
+@in_c
 def test_a_copy_in_bfloat16_is_exact_or_none() -> None:
     weight = torch.randn(9, 33).bfloat16().float()
     copy = exact_copy(weight)
@@ -191,3 +195,88 @@ def test_packing_does_not_depend_on_torch_s_default_dtype(default: torch.dtype) 
         for one, other in zip(ours, theirs, strict=True):
             assert one.dtype == other.dtype
             assert torch.equal(one, other)
+
+
+# GGUF's blocks
+
+
+def gguf_values(packed: torch.Tensor, form: str) -> torch.Tensor:
+    """W (N,K) as the package of llama.cpp's authors dequantises it."""
+    return torch.from_numpy(gguf.dequantize(packed.numpy(), gguf.GGMLQuantizationType[form.upper()]))
+
+
+@in_c
+@each_level
+@pytest.mark.parametrize("form", BLOCKS)
+def test_blocks_are_unpacked_to_the_bits_of_the_package_gguf(form: str, level: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "level", lambda: level)
+    for N, K in ((1, 32), (33, 768), (7, 2048)):
+        _, packed = cases.inputs(1, N, K, form)
+        expected = gguf_values(packed.weight, form)
+        assert torch.equal(packed.dense(), expected)
+        in_c = MatVec("c_v0").dense(packed, torch.float32)
+        assert torch.equal(in_c, expected)
+        assert torch.equal(in_c.view(torch.int32), packed.dense().view(torch.int32))      # -0 is not 0
+        assert torch.equal(MatVec("c_v0").dense(packed, torch.bfloat16), expected.bfloat16())
+
+
+@in_c
+@each_level
+@pytest.mark.parametrize("form", BLOCKS)
+def test_products_with_blocks_at_every_level(form: str, level: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also beside the products in float64 of x as it is: k-quants round it to 15 bits, and nothing rounds the blocks again."""
+    monkeypatch.setattr(native, "level", lambda: level)
+    matvec = MatVec("c_v0")
+    for R, N, K in ((1, 7, 32), (15, 33, 768), (70, 5, 2048)):
+        x, packed = cases.inputs(R, N, K, form)
+        y = matvec(x, packed)
+        assert not misses(errors({"y": y}, {"y": cases.expected(x, packed)}), cases.tolerance("c_v0", form)), (R, N, K)
+        exact = x.double() @ packed.dense(torch.float64).T
+        assert (y - exact).norm() < 1e-4 * exact.norm()
+        for row in (0, R // 2, R - 1):
+            assert torch.equal(matvec(x[row:row + 1], packed)[0], y[row])
+
+
+@in_c
+@each_level
+@pytest.mark.parametrize("rows", [1, 9])
+def test_the_largest_integers_of_a_k_quant_overflow_nowhere(level: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "level", lambda: level)
+    x = torch.ones(rows, 512)
+    for form in ("q4_k", "q5_k", "q6_k"):
+        blocks = torch.full((6, BLOCKS[form].bytes_per_block), 255, dtype=torch.uint8)
+        scale = torch.tensor([1.0], dtype=torch.float16).view(torch.uint8)
+        if form == "q6_k":               # -32 times -128 everywhere
+            blocks[:] = torch.tensor([*[0] * 192, *[128] * 16, *scale.tolist()], dtype=torch.uint8)
+        else:
+            blocks[:, :2], blocks[:, 2:4] = scale, 0
+        packed = BLOCKS[form](blocks.view(3, -1))
+        largest = packed.dense().max().item()
+        assert largest == {"q4_k": 15 * 63, "q5_k": 31 * 63, "q6_k": 4096}[form]
+        for signed in (x, -x):
+            torch.testing.assert_close(MatVec("c_v0")(signed, packed), signed.sum(1, keepdim=True).expand(-1, 3) * largest)
+
+
+@pytest.mark.parametrize("in_c", [pytest.param(True, marks=in_c), False])
+def test_a_scale_that_is_not_finite_is_noticed(in_c: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not in_c:
+        monkeypatch.setattr(native, "why_not", lambda: "no C kernels")
+    for form, kind in BLOCKS.items():
+        _, packed = cases.inputs(1, 5, 512, form)
+        assert packed.is_finite()                                        # type: ignore[attr-defined]
+        for half, bad in product(kind.halves, (float("inf"), -float("inf"), float("nan"))):
+            weight = packed.weight.clone()
+            at = weight.shape[1] - kind.bytes_per_block + half
+            weight[4, at:at + 2] = torch.tensor([bad], dtype=torch.float16).view(torch.uint8)
+            assert not kind(weight).is_finite()
+
+
+@in_c
+def test_blocks_are_read_in_place_at_any_address() -> None:
+    """A mapped file's tensors begin at multiples of 32 bytes, and blocks anywhere."""
+    for form in BLOCKS:
+        x, packed = cases.inputs(3, 5, 512, form)
+        for offset in (1, 2, 6):
+            memory = torch.empty(packed.weight.numel() + offset, dtype=torch.uint8)
+            moved = memory[offset:].view_as(packed.weight).copy_(packed.weight)
+            assert torch.equal(MatVec("c_v0")(x, BLOCKS[form](moved)), MatVec("c_v0")(x, packed)), form

@@ -1,63 +1,6 @@
-// A tile is a few rows of W times a few rows of x, with its sums in registers. Its rows of W are far apart, so that each advances
-// through its own stretch of W; with adjacent rows, the hardware prefetcher would fetch rows that have already been read.
+// Products of the forms in float, int8 and int4, and preparation of their inputs.
 
-#include "products.h"
-
-enum { PREFETCH_BYTES = 512 };           // prefetch distance along a row of W
-
-#ifdef __AVX512F__
-enum { WIDE = 16, MAX_ROWS = 8, COLUMNS = 3 };
-#else
-enum { WIDE = 8, MAX_ROWS = 4, COLUMNS = 3 };
-#endif
-
-typedef float wide VECTOR(WIDE);
-typedef int32_t wide_ints VECTOR(WIDE);
-typedef uint16_t wide_bfloats VECTOR(WIDE);
-typedef int16_t pairs VECTOR(2 * WIDE);
-typedef int8_t bytes VECTOR(4 * WIDE);
-
-INLINE wide wide_fma(wide a, wide b, wide c) { return __builtin_elementwise_fma(a, b, c); }
-INLINE wide wide_splat(float x) { return (wide)x; }
-INLINE void wide_store(float *p, wide x) { memcpy(p, &x, sizeof x); }
-
-INLINE int32_t hsum_ints(wide_ints x) { return __builtin_reduce_add(x); }
-
-#ifdef __AVX512F__
-INLINE float wide_hsum(wide x) { return hsum(x.lo + x.hi); }
-#else
-INLINE float wide_hsum(wide x) { return hsum(x); }
-#endif
-
-// Loads the first n of `lanes` elements of `size` bytes; zeros the rest.
-INLINE void load_first(void *vector, const void *p, int64_t n, int64_t lanes, int64_t size) {
-    if (n >= lanes) {
-        memcpy(vector, p, (size_t)(lanes * size));
-        return;
-    }
-    memset(vector, 0, (size_t)(lanes * size));
-    memcpy(vector, p, (size_t)(n * size));
-}
-
-INLINE wide load_wide(const void *p, int64_t n) {
-    wide x;
-    load_first(&x, p, n, WIDE, 4);
-    return x;
-}
-
-INLINE wide load_wide_bfloat16(const void *p, int64_t n) {
-    wide_bfloats x;
-    load_first(&x, p, n, WIDE, 2);
-    return __builtin_bit_cast(wide, __builtin_convertvector(x, wide_ints) << 16);
-}
-
-INLINE bytes load_bytes(const void *p, int64_t n) {
-    bytes x;
-    load_first(&x, p, n, 4 * WIDE, 1);
-    return x;
-}
-
-INLINE void prefetch_ahead(const void *p) { __builtin_prefetch((const char *)p + PREFETCH_BYTES, 0, 3); }
+#include "tile.h"
 
 // Dot products of unsigned x (0 to 127; to 255 with AVX-512) and signed w: multiply_pairs sums two neighbouring products, which
 // fits into 16 bits; dot_add adds four to a 32-bit sum.
@@ -123,16 +66,6 @@ INLINE void accumulate_floats(const struct product *p, int rows, int columns, co
         wide values = load_wide(x + i * p->x_row + k, n);
         UNROLL for (int j = 0; j < columns; j++) acc[i][j] = wide_fma(weights[j], values, acc[i][j]);
     }
-}
-
-INLINE void store_sums(const struct product *p, int rows, int columns, const int64_t *ns, int64_t first, wide (*acc)[COLUMNS]) {
-    UNROLL for (int i = 0; i < rows; i++)
-        UNROLL for (int j = 0; j < columns; j++) p->y[(first + i) * p->y_row + ns[j]] = wide_hsum(acc[i][j]);
-}
-
-INLINE void clear(int rows, int columns, wide (*acc)[COLUMNS]) {
-    UNROLL for (int i = 0; i < rows; i++)
-        UNROLL for (int j = 0; j < columns; j++) acc[i][j] = wide_splat(0.0f);
 }
 
 INLINE void tile_floats(const struct product *p, int rows, int columns, const int64_t *ns, int64_t first) {
@@ -314,22 +247,11 @@ INLINE void tile(const struct product *p, int rows, int columns, const int64_t *
     else tile_floats(p, rows, columns, ns, first);
 }
 
-INLINE void matmul_range(const struct product *p, int64_t begin, int64_t end) {
-    int64_t stretch = (end - begin + COLUMNS - 1) / COLUMNS | 1;     // odd: a power of two would collide in the cache sets
-    for (int64_t n = begin; n < begin + stretch && n < end; n++) {
-        int64_t ns[COLUMNS], r = 0;
-        UNROLL for (int j = 0; j < COLUMNS; j++) ns[j] = n + j * stretch < end ? n + j * stretch : end - 1;
-        if (MAX_ROWS == 8) for (; r + 8 <= p->R; r += 8) tile(p, MAX_ROWS, COLUMNS, ns, r);
-        for (; r + 4 <= p->R; r += 4) tile(p, 4, COLUMNS, ns, r);
-        for (; r < p->R; r++) tile(p, 1, COLUMNS, ns, r);
-    }
-}
-
 #define MATMUL(name, w_kind) \
     static __attribute__((noinline)) void matmul_##name(const struct product *p, int64_t begin, int64_t end) { \
         struct product specialized = *p; \
         specialized.kind = w_kind; \
-        matmul_range(&specialized, begin, end); \
+        matmul_range(&specialized, begin, end, tile); \
     }
 
 MATMUL(float32, W_FLOAT32)
@@ -349,6 +271,7 @@ void matmul(const struct product *p, int64_t begin, int64_t end) {
     case WX_BFLOAT16: matmul_wx_bfloat16(p, begin, end); break;
     case W_INT8: matmul_int8(p, begin, end); break;
     case W_INT4: matmul_int4(p, begin, end); break;
+    default: matmul_blocks(p, begin, end);
     }
 }
 
@@ -625,10 +548,38 @@ INLINE void quantize_block(const float *x, uint8_t *q, float *y, int64_t K, int6
     }
 }
 
+// Quantizes a block of a row x for a product with k-quants to WORD_LEVELS steps of its largest magnitude. q: integers of 16 bits;
+// y: the sums of eight neighbouring groups of 32, then the scale; NaN if the block has a NaN.
+INLINE void quantize_to_words(const float *x, uint8_t *q, float *y, int64_t block) {
+    x += block * BLOCK, q += 2 * block * BLOCK, y += block * 16;
+    floats largest = splat(0.0f);
+    ints is_nan = (ints)0;
+    for (int k = 0; k < BLOCK; k += 8) {
+        floats values = load(x + k);
+        is_nan |= values != values;
+        largest = max(__builtin_elementwise_abs(values), largest);
+    }
+    float top = max_magnitude(largest, is_nan), step = top / WORD_LEVELS;
+    for (int g = 0; g < 8; g++) {
+        ints sums = (ints)0;
+        UNROLL for (int v = 0; v < 4; v++) {
+            int k = g * GROUP + v * 8;
+            ints levels = __builtin_convertvector(round_even(load(x + k) * (WORD_LEVELS / top)), ints);
+            int16_t VECTOR(8) words = __builtin_convertvector(levels, int16_t VECTOR(8));
+            memcpy(q + 2 * k, &words, sizeof words);
+            sums += __builtin_convertvector(words, ints);
+        }
+        y[g] = (float)__builtin_reduce_add(sums) * step;
+    }
+    y[8] = step;
+}
+
 void prepare_input(enum kind kind, const float *x, int64_t K, int64_t first, int64_t n, int64_t levels, int64_t offset,
                    float *floats, uint8_t *q) {
     if (kind == WX_BFLOAT16) for (int64_t k = first; k < first + n; k += 8) round_to_bfloat16(x + k, floats + k, q + 2 * k);
     if (kind == W_INT8) *floats = quantize_row(x, q, K, levels, offset);
     if (kind == W_INT4)
         for (int64_t block = first / BLOCK; block * BLOCK < first + n; block++) quantize_block(x, q, floats, K, block);
+    if (kind >= W_Q4_K)
+        for (int64_t block = first / BLOCK; block * BLOCK < first + n; block++) quantize_to_words(x, q, floats, block);
 }

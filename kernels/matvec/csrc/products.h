@@ -1,6 +1,6 @@
 // y[r,n] = sum_k x[r,k] W[n,k] for a few rows of x (products.c).
 //
-// W is float32, bfloat16, int8 or int4, packed as in kernels/matvec/__init__.py. An output is the horizontal sum of one
+// W is float32, bfloat16, int8 or int4, packed as in kernels/matvec/__init__.py, or blocks as in GGUF (blocks.c). An output is the horizontal sum of one
 // accumulator vector, whose lanes add their products in the same order for any R. A row's result is therefore bitwise independent
 // of the rows beside it.
 
@@ -8,18 +8,24 @@
 #define LANES 8                          // everywhere except in the products, which use wider vectors where the CPU has them
 #include "../../native/csrc/vectors.h"
 
-// Form of W, numbered as KINDS in Python. WX_BFLOAT16: x is rounded to bfloat16 as well.
-enum kind { W_FLOAT32, W_BFLOAT16, WX_BFLOAT16, W_INT8, W_INT4 };
+// Form of W, numbered as KINDS in Python. WX_BFLOAT16: x is rounded to bfloat16 as well. From W_Q8_0: GGUF's blocks.
+enum kind {
+    W_FLOAT32, W_BFLOAT16, WX_BFLOAT16, W_INT8, W_INT4,
+    W_Q8_0, W_Q4_0, W_Q4_1, W_Q5_0, W_Q5_1,      // blocks of 32; x stays float32
+    W_Q4_K, W_Q5_K, W_Q6_K,                      // blocks of 256; x is rounded to integers of 15 bits
+};
 enum {
     GROUP = 32,              // int4: neighbours that share a scale
-    BLOCK = 8 * GROUP,       // int4: eight groups, interleaved
+    BLOCK = 8 * GROUP,       // int4: eight groups, interleaved; k-quants: a block
     COLUMN_TILE = 32,        // W stored by input: outputs in a tile, a cache line in bfloat16
     SPARSE_TILE = 128,       // sparse product: outputs in a tile, four cache lines in bfloat16
     PREFETCH_COLUMNS = 8,    // inputs that matmul_by_columns prefetches ahead
 };
+#define WORD_LEVELS 16383.0f             // of x beside k-quants; a lane's sum of 32 products by up to 4096 fits into 32 bits
 
 // A product's operands. x (R,K) has rows x_row numbers apart. Kinds that round x read the output of prepare_input instead: q, the
-// rounded x, with rows q_row bytes apart, and x, which then holds a row's scale (int8), or its groups' scales and sums (int4).
+// rounded x, with rows q_row bytes apart, and x, which then holds a row's scale (int8), its groups' scales and sums (int4), or its
+// groups' sums and blocks' scales (k-quants).
 struct product {
     enum kind kind;
     const void *w, *scale, *shift;       // W (N,K); scale and shift as in Packed
@@ -34,13 +40,23 @@ struct product {
 #define matmul WITH_LEVEL(matmul, LEVEL)
 #define matmul_by_columns WITH_LEVEL(matmul_by_columns, LEVEL)
 #define matmul_sparse WITH_LEVEL(matmul_sparse, LEVEL)
+#define matmul_blocks WITH_LEVEL(matmul_blocks, LEVEL)
+#define unpack_blocks WITH_LEVEL(unpack_blocks, LEVEL)
 #define matmul_in_order WITH_LEVEL(matmul_in_order, LEVEL)
 #define prepare_input WITH_LEVEL(prepare_input, LEVEL)
+
+INLINE int rounds_input(enum kind kind) { return kind >= WX_BFLOAT16 && !(kind >= W_Q8_0 && kind <= W_Q5_1); }
 
 // Outputs begin <= n < end of all rows.
 void matmul(const struct product *p, int64_t begin, int64_t end);
 
-// The same, to the bit, for a float32 or bfloat16 W stored by input, (K,N), whose x is not rounded.
+// The same for GGUF's blocks; called by matmul. A block's bytes are read in place, at any address.
+void matmul_blocks(const struct product *p, int64_t begin, int64_t end);
+
+// Row n of a W (N,K) of GGUF's blocks, in float32: the values that GGUF defines, to the bit.
+void unpack_blocks(enum kind kind, const void *w, int64_t K, int64_t n, float *row);
+
+// matmul, to the bit, for a float32 or bfloat16 W stored by input, (K,N), whose x is not rounded.
 void matmul_by_columns(const struct product *p, int64_t N, int64_t begin, int64_t end);
 
 // Each output is the sum of a single lane, input after input. W is finite and stored by input, (K,N): skips weights whose inputs
@@ -52,7 +68,7 @@ void matmul_in_order(const struct product *p, int64_t begin, int64_t end);
 
 // Rounds numbers first to first + n - 1 of a row x (K) for a product of that kind: writes q and, as the product's x, `floats`.
 //     int8          n = K. levels: integer steps up to the row's largest magnitude; offset: zero point of q, 0 where x >= 0
-//     int4          first: a multiple of BLOCK
+//     int4, k-quants        first: a multiple of BLOCK
 //     WX_BFLOAT16   into q where the CPU has bfloat16 dot products, otherwise into floats
 // K, first and n are multiples of 8.
 void prepare_input(enum kind kind, const float *x, int64_t K, int64_t first, int64_t n, int64_t levels, int64_t offset,

@@ -1,13 +1,14 @@
 """Tensor types of GGUF. A type stores neighbouring elements of a row in blocks of a fixed number of bytes.
 
-F32, F16, BF16 and Q8_0 are read here. If the package gguf of llama.cpp's authors is installed, it describes and dequantises all
-others: the k-quants (Q2_K to Q6_K), Q4_0 to Q5_1, the i-quants (IQ4_XS, IQ4_NL, ...). The result is float32; running the model
-in int8 or int4 rounds it again (docs/log.md has the error).
+F32, F16, BF16 and the blocks of kernels/matvec (Q4_0 to Q8_0, Q4_K, Q5_K and Q6_K) are read here. If the package gguf of
+llama.cpp's authors is installed, it describes and dequantises all others: Q2_K, Q3_K, the i-quants (IQ4_XS, IQ4_NL, ...). The
+result is float32; running the model in int8 or int4 rounds it again (docs/log.md has the error), and dtype=blocks does not.
 
 Source: ggml, src/ggml-common.h.
 """
 
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
 from types import ModuleType
 from typing import NamedTuple
 
@@ -15,11 +16,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rwkv.checkpoint.stored import release
+from kernels.matvec import BLOCKS
+from rwkv.checkpoint.stored import BlockData, release
 from rwkv.errors import CheckpointError, UserError
 
 PACKAGE = "requires the package gguf: pip install gguf"
-Q8_0_VALUES = 32
 
 
 class Block(NamedTuple):
@@ -30,8 +31,10 @@ class Block(NamedTuple):
     nbytes: int
 
 
+IN_BLOCKS = {2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8_0", 12: "Q4_K", 13: "Q5_K", 14: "Q6_K"}
 PLAIN = {0: Block("F32", 1, 4), 1: Block("F16", 1, 2), 30: Block("BF16", 1, 2), 28: Block("F64", 1, 8),
-         8: Block("Q8_0", Q8_0_VALUES, 34)}
+         **{number: Block(name, BLOCKS[name.lower()].elements, BLOCKS[name.lower()].bytes_per_block)
+            for number, name in IN_BLOCKS.items()}}
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}    # as in the file
 BLOCKS_PER_ROW = 32                      # passed to the package, which processes 16 rows at a time: they fit the CPU's cache
 
@@ -83,16 +86,11 @@ def _name(number: int) -> str:
         return f"of the type {number}"
 
 
-def dequantise(type_: str, bytes_: Tensor) -> Tensor:
-    """The values of mapped blocks in float32. Releases the pages of the mapping."""
-    if type_ == "Q8_0":
-        blocks = bytes_.view(-1, 2 + Q8_0_VALUES)
-        scale = blocks[:, :2].contiguous().view(torch.float16)
-        values = (blocks[:, 2:].contiguous().view(torch.int8) * scale.float()).flatten()
-    else:
-        values = _dequantise_by_package(type_, bytes_)
-    release(bytes_)
-    return values
+def reader(type_: str, shape: tuple[int, ...], bytes_: Tensor) -> Callable[[], Tensor]:
+    """A function that returns the values of a tensor's mapped blocks in float32, and releases the pages of the mapping."""
+    if kind := BLOCKS.get(type_.lower()):
+        return BlockData(kind(bytes_.view(-1, shape[-1] // kind.elements * kind.bytes_per_block)))
+    return partial(_dequantise_by_package, type_, bytes_)
 
 
 def round_to_blocks(matrix: Tensor, type_: str) -> Tensor:
@@ -112,4 +110,6 @@ def _dequantise_by_package(type_: str, bytes_: Tensor) -> Tensor:
     blocks = bytes_.numpy().reshape(-1, nbytes)
     whole = len(blocks) // BLOCKS_PER_ROW * BLOCKS_PER_ROW
     rows = (blocks[:whole].reshape(-1, BLOCKS_PER_ROW * nbytes), blocks[whole:])
-    return torch.cat([torch.from_numpy(gguf.dequantize(part, kind)).flatten() for part in rows if len(part)])
+    values = torch.cat([torch.from_numpy(gguf.dequantize(part, kind)).flatten() for part in rows if len(part)])
+    release(bytes_)
+    return values

@@ -80,8 +80,8 @@ def _parts(name: str, shape: tuple[int, ...], form: str, packed: Callable[[str],
         return [Stored(name, name, (N, K), torch.int8, lambda: packed(name)[0]),
                 Stored(name + SCALE, name, (N,), torch.float32, lambda: packed(name)[1])]
     if K % GROUP:
-        raise UserError(f"int4 in .safetensors requires rows of a multiple of {GROUP} numbers; {name} has {K}: choose another "
-                        "dtype")
+        raise UserError(f"int4 in .safetensors requires row lengths that are multiples of {GROUP}; {name} has rows of {K}: "
+                        "choose another dtype")
     G = K // GROUP
     interleaved = (N, G // TOGETHER, TOGETHER, GROUP // 4), torch.int16
     weight_shape, dtype = interleaved if _is_interleaved(K) else ((N, G, GROUP // 2), torch.uint8)

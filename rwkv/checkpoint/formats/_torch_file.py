@@ -7,7 +7,6 @@ torch/serialization.py and caffe2/serialize/inline_container.cc.
 
 import io
 import math
-import os
 import pickle
 import struct
 import sys
@@ -18,6 +17,7 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from typing import IO, Any, BinaryIO
 
@@ -37,7 +37,6 @@ LENGTHS = struct.Struct("<HH")           # of the name and the extra fields that
 FIELD_HEADER = 4                         # bytes of an extra field's header
 EPOCH = (1980, 1, 1, 0, 0, 0)            # zip's earliest date: equal weights give equal files
 OTHER_OBJECTS = "Unsupported"            # in torch's message about a class or an operation that it does not execute
-READ_BYTES = 1 << 20                     # per read, for a checksum
 Dictionary = dict[Any, Any]              # of a file of torch.save
 STORAGES = {torch.float32: torch.FloatStorage, torch.float16: torch.HalfStorage, torch.bfloat16: torch.BFloat16Storage}
 
@@ -190,7 +189,7 @@ def _check_zip(path: Path) -> None:
     never compressed; a small file that claims to decompress to a large one is an attack.
     """
     try:
-        with zipfile.ZipFile(path) as archive:
+        with path.open("rb") as file, zipfile.ZipFile(file) as archive:
             if not any(name.endswith("data.pkl") for name in archive.namelist()):
                 raise CheckpointError(f"{path} is a zip that torch.save did not write: unpack it, and name its content")
             if any(name.endswith("/constants.pkl") for name in archive.namelist()):
@@ -202,8 +201,9 @@ def _check_zip(path: Path) -> None:
                                           "its content")
                 archive.open(entry).close()              # compares the entry's own header
             entries = [entry for entry in archive.infolist() if entry.CRC]       # 0: torch wrote no checksum
-        with ThreadPoolExecutor(torch.get_num_threads()) as pool:
-            are_right = list(pool.map(partial(_has_checksum, path), entries))
+            # one open file: the one at `path` may be replaced meanwhile
+            with mmap(file.fileno(), 0, access=ACCESS_READ) as content, ThreadPoolExecutor(torch.get_num_threads()) as pool:
+                are_right = list(pool.map(partial(_has_checksum, content), entries))
         if False in are_right:
             raise zipfile.BadZipFile(f"Bad CRC-32 for file {entries[are_right.index(False)].filename!r}")
     except CheckpointError:
@@ -213,18 +213,12 @@ def _check_zip(path: Path) -> None:
                               "it again") from error
 
 
-def _has_checksum(path: Path, entry: zipfile.ZipInfo) -> bool:
-    """Whether the data of an uncompressed entry has its checksum. Reads into a small buffer, which is faster than zipfile."""
-    buffer = memoryview(bytearray(READ_BYTES))
-    checksum = 0
-    with path.open("rb", buffering=0) as file:
-        file.seek(entry.header_offset + LOCAL_HEADER - LENGTHS.size)
-        file.seek(sum(LENGTHS.unpack(file.read(LENGTHS.size))), os.SEEK_CUR)
-        left = entry.file_size
-        while left and (count := file.readinto(buffer[:min(left, READ_BYTES)])):
-            checksum = zlib.crc32(buffer[:count], checksum)
-            left -= count
-    return not left and checksum == entry.CRC
+def _has_checksum(content: mmap, entry: zipfile.ZipInfo) -> bool:
+    """Whether the data of an uncompressed entry has its checksum. content: of the whole file."""
+    header_end = entry.header_offset + LOCAL_HEADER
+    start = header_end + sum(LENGTHS.unpack_from(content, header_end - LENGTHS.size))
+    with memoryview(content) as view, view[start:start + entry.file_size] as data:
+        return len(data) == entry.file_size and zlib.crc32(data) == entry.CRC
 
 
 def _plain(tensor: Tensor) -> bool:

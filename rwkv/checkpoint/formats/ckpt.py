@@ -1,31 +1,31 @@
 """Our .ckpt, a Lightning checkpoint: weights in state_dict, and the entry `timemix` of plain containers.
 
-With trainer=fsdp it is a folder (_shards.py).
+With trainer=fsdp it is a folder (_fsdp_folder.py).
 """
 
 from dataclasses import replace
 from pathlib import Path
 
 from rwkv.checkpoint.content import ENTRY, Content, Outgoing, plain_entry
-from rwkv.checkpoint.formats import _shards, _torch_file
+from rwkv.checkpoint.formats import _fsdp_folder, _torch_file
 from rwkv.checkpoint.formats._torch_file import Dictionary, load, stored, weights_in
 from rwkv.errors import CheckpointError
 from rwkv.io.atomic import write_file
 
 SUFFIXES = (".ckpt",)
-PREFIX = "model."                        # Lightning's, from the name of the model's attribute in rwkv/training/task.py
+PREFIX = "model."                        # Lightning names weights by attribute: LanguageModel.model in rwkv/training/task.py
 
 
 def recognises(path: Path) -> bool:
-    return _shards.recognises(path) or (_torch_file.recognises(path) and path.suffix == ".ckpt")
+    return _fsdp_folder.recognises(path) or (_torch_file.recognises(path) and path.suffix == ".ckpt")
 
 
 def read(path: Path) -> Content:
     if not path.is_dir():
         return parse(path, load(path))
-    rest = _shards.read_rest(path)
-    content = parse(path / _shards.REST, {"state_dict": {}} | rest)
-    return replace(content, path=path, tensors=content.tensors | _shards.weights(path, rest[_shards.SHARDED]))
+    rest = _fsdp_folder.read_rest(path)
+    content = parse(path / _fsdp_folder.REST, {"state_dict": {}} | rest)
+    return replace(content, path=path, tensors=content.tensors | _fsdp_folder.weights(path, rest[_fsdp_folder.SHARDED]))
 
 
 def parse(path: Path, content: Dictionary) -> Content:

@@ -1,11 +1,11 @@
-"""GGUF, llama.cpp's format. Reads every tensor type that the package gguf can dequantise. Writes F32, F16 and BF16, and with
-the package Q4_0, Q4_1, Q5_0, Q5_1 and Q8_0. The tokenizer and our entry are in the metadata.
+"""GGUF, llama.cpp's format. Reads the usual tensor types, and all that the package gguf can dequantise. Writes F32, F16 and
+BF16, and with the package Q4_0, Q4_1, Q5_0, Q5_1 and Q8_0. The tokenizer and our entry are in the metadata.
 
 rwkv/checkpoint/rwkv7.py has the names and the arrangement. As in llama.cpp's converter, vectors and a few small matrices are
 always F32. As in its quantizer, vectors and low-rank matrices are not quantised, a matrix whose rows are not a multiple of 32
 is F16, and the head is finer than 4 and 5 bits: Q8_0 here, because the package cannot write the quantizer's Q6_K.
-context_length is the converter's, because RWKV has no limit; our entry states ctx_len. Blocks are read as float32. A model
-split by llama-gguf-split is read from any of its files.
+context_length is the converter's, because RWKV has no limit; our entry states ctx_len. Blocks are read as float32, or mapped as
+they are (Stored.in_blocks). A model split by llama-gguf-split is read from any of its files.
 
 Sources: llama.cpp, conversion/rwkv.py, src/llama-quant.cpp, src/models/rwkv7.cpp and tools/gguf-split; ggml, docs/gguf.md.
 """
@@ -24,7 +24,7 @@ from torch import Tensor
 from rwkv.checkpoint.content import ENTRY, Content, Outgoing, entry_in
 from rwkv.checkpoint.formats import QUANTISED, _gguf_tokenizer, first_bytes
 from rwkv.checkpoint.formats._gguf_header import read_header
-from rwkv.checkpoint.formats._gguf_types import DTYPES, dequantise, package
+from rwkv.checkpoint.formats._gguf_types import DTYPES, package, reader
 from rwkv.checkpoint.generations import generation_of, generations, require_supported, unread
 from rwkv.checkpoint.stored import DTYPES as DTYPES_BY_NAME
 from rwkv.checkpoint.stored import Stored, raw
@@ -88,7 +88,7 @@ def _read_part(path: Path) -> tuple[JsonObject, dict[str, Stored]]:
         if dtype := DTYPES.get(info.type):
             stored = Stored(info.name, str(path), info.shape, dtype, partial(data.view, dtype), mapped=True)
         else:
-            stored = Stored(info.name, str(path), info.shape, torch.float32, partial(dequantise, info.type, data),
+            stored = Stored(info.name, str(path), info.shape, torch.float32, reader(info.type, info.shape, data),
                             blocks=info.type)
         tensors[info.name] = stored
     return metadata, tensors

@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from kernels import native, registry
 from kernels.draw import Draw
 from kernels.machine.memory import available_memory
-from kernels.matvec import FORMS, KINDS, Int8, exact_copy
+from kernels.matvec import BLOCKS, FORMS, KINDS, Int8, exact_copy
 from kernels.select import AUTO, resolve
 from rwkv.model.base import Model, form, has_form
 from rwkv.model.decoding.layers import PLAIN
 from rwkv.model.hooks import untouched
-from rwkv.model.quantized import Int4Linear, Int8Linear, PackedLinear
+from rwkv.model.quantized import BlockEmbedding, BlockLinear, Int4Linear, Int8Linear, PackedLinear
 from rwkv.model.weights_watch import exact_copies, is_finite, tensors_of
 
 LANES = 8                                # all widths are multiples
@@ -31,8 +31,10 @@ BLOCK = 256                              # of an int4 matrix: prepared inputs ar
 PREPARED = 3                             # inputs prepared at a time
 COPIED = 2**26                           # bytes: larger matrices with sparse inputs, in bfloat16, all together, are not copied
 DENSE_BY_OUTPUT, SPARSE_BY_INPUT, DENSE_BY_INPUT, SPARSE_BY_OUTPUT = range(4)            # as in step.h
-LINEAR = (nn.Linear, Int8Linear, Int4Linear)
+PACKED = (Int8Linear, Int4Linear, BlockLinear)
+LINEAR = (nn.Linear, *PACKED)
 NORMS = (nn.LayerNorm, nn.GroupNorm)
+EMBEDDINGS = ("float32", "bfloat16", *BLOCKS)            # forms of the embedding
 TENSORS = (Tensor, nn.Parameter)         # a subclass may own no memory
 
 
@@ -63,7 +65,7 @@ class Common(NamedTuple):                # the common part of all generations
     L: int
     V: int
     C: int
-    embedding_is_bfloat16: bool
+    embedding_kind: int
     embedding: Tensor
     ln_out: Norm
     head: Matrix
@@ -141,9 +143,9 @@ def why_not(model: Model) -> str | None:
     if changed := why_changed(model):
         return changed
     linears = [layer for layer in model.modules() if isinstance(layer, LINEAR)]
-    unsupported = {_form_of(layer) for layer in linears} - set(FORMS)
-    if unsupported or model.emb.weight.dtype not in (torch.float32, torch.bfloat16):
-        return f"weights in {(unsupported or {str(model.emb.weight.dtype).removeprefix('torch.')}).pop()}"
+    unsupported = ({_form_of(layer) for layer in linears} - set(FORMS)) | ({_form_of(model.emb)} - {*EMBEDDINGS})
+    if unsupported:
+        return f"weights in {unsupported.pop()}"
     widths = {width for width in (model.config.head_size, *(layer.in_features for layer in linears)) if width % LANES}
     if widths:
         return f"the width {widths.pop()} is not a multiple of {LANES}"
@@ -174,7 +176,9 @@ def _shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
     named = chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
     modules = model.named_modules(remove_duplicate=False)
     packed = {f"{name}.weight": (layer.out_features, layer.in_features) for name, layer in modules
-              if isinstance(layer, Int8Linear | Int4Linear | PackedLinear)}
+              if isinstance(layer, (*PACKED, PackedLinear))}
+    if isinstance(model.emb, BlockEmbedding):
+        packed["emb.weight"] = (model.emb.num_embeddings, model.emb.embedding_dim)
     return packed | {name: tuple(tensor.shape) for name, tensor in named}
 
 
@@ -214,8 +218,10 @@ def decoding_line(model: Model) -> str:
 
 def _form_of(layer: nn.Module) -> str:
     """The kernels.matvec form of the layer's weights, or the name of their dtype."""
-    if isinstance(layer, (Int8Linear, Int4Linear)):
+    if isinstance(layer, PACKED):
         return layer.form
+    if isinstance(layer, BlockEmbedding):
+        return layer.packed.form
     return str(layer.weight.dtype).removeprefix("torch.")
 
 
@@ -248,13 +254,14 @@ class Builder:
     def common(self) -> Common:
         """To be called after the generation has allocated its own buffers."""
         model = self._model
-        (V, C), L = model.emb.weight.shape, len(model.blocks)
+        embedding = model.emb
+        V, C, L = model.vocab_size, model.config.n_embd, len(model.blocks)
         widest = -(-self._widest // BLOCK) * BLOCK
         x, normal, floats = self.allocate(C), self.allocate(C), self.allocate(PREPARED * widest)
         q = self.allocate(PREPARED * widest // 2)
         state = model.zero_state(1, "meta")
         size = self._size + (PART // 2 if self._size // (PART // 2) % 2 == 0 else 0)   # an odd number of cache lines
-        return Common(L, V, C, model.emb.weight.dtype == torch.bfloat16, model.emb.weight.detach().contiguous(),
+        return Common(L, V, C, KINDS[_form_of(embedding)], embedding.weight.detach().contiguous(),
                       self.norm(model.ln_out), self.matrix(model.head), sum(part[:, 0].numel() for part in state), size,
                       x, normal, floats, q, widest)
 
@@ -272,9 +279,9 @@ class Builder:
 
     def matrix(self, layer: nn.Module) -> Matrix:
         """The matrix of a linear layer of any form."""
-        if isinstance(layer, (Int8Linear, Int4Linear)):
+        if isinstance(layer, PACKED):
             packed = layer.packed.map(Tensor.contiguous)
-            weight, scale, shift = (*packed, None)[:3]
+            weight, scale, shift = (*packed, None, None)[:3]
             levels, offset = (packed.rounding.steps, packed.rounding.offset) if isinstance(packed, Int8) else (0, 0)
             return Matrix(KINDS[packed.form], layer.out_features, packed.K, weight, scale, shift, levels, offset)
         linear = cast(nn.Linear, layer)
@@ -290,7 +297,7 @@ class Builder:
         and otherwise read where it lies, all of it, with the same bits. A float32 weight is copied if memory allows. The copy
         requires finite weights, since an infinity times 0 is NaN.
         """
-        if isinstance(layer, (Int8Linear, Int4Linear)):
+        if isinstance(layer, PACKED):
             return self.matrix(layer)
         weight = cast(Tensor, layer.weight).detach()
         copy = self._copies.pop(id(layer.weight), None)

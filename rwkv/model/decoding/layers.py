@@ -9,11 +9,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kernels.matvec import MOST_ROWS
-from rwkv.model.quantized import Int4Linear, Int8Linear, PackedLinear, matvec_for, products
+from rwkv.model.quantized import BlockEmbedding, BlockLinear, Int4Linear, Int8Linear, PackedLinear, matvec_for, products
 
 Products = Callable[[Tensor], list[Tensor]]
 VECTOR = 32                              # a multiple of the lanes of PyTorch's vectors
-PLAIN = (nn.ModuleList, nn.Embedding, nn.LayerNorm, nn.Linear, Int8Linear, Int4Linear, PackedLinear)     # computed by decoding
+PLAIN = (nn.ModuleList, nn.Embedding, nn.LayerNorm, nn.Linear, Int8Linear, Int4Linear, PackedLinear, BlockLinear,
+         BlockEmbedding)                 # computed by decoding
 
 
 def norm_function(norm: nn.Module) -> Callable[[Tensor], Tensor]:
@@ -40,7 +41,17 @@ def products_function(*layers: nn.Module) -> Products:
     if all(isinstance(layer, PackedLinear) for layer in layers):
         packed = cast(tuple[PackedLinear, ...], layers)
         return lambda inputs: [layer.forward_rows(rows) for layer, rows in zip(packed, inputs.unbind(), strict=True)]
+    if any(isinstance(layer, BlockLinear) for layer in layers):          # one layer's file may have several types of blocks
+        functions = [layer.forward_rows if isinstance(layer, BlockLinear) else layer for layer in layers]
+        return lambda inputs: [function(rows) for function, rows in zip(functions, inputs.unbind(), strict=True)]
     return _float_products([cast(nn.Linear, layer).weight.detach() for layer in layers])
+
+
+def embedding_function(embedding: nn.Module) -> Callable[[Tensor], Tensor]:
+    """The embedding as a function of tokens (B,)."""
+    if isinstance(embedding, BlockEmbedding):
+        return embedding.forward
+    return partial(F.embedding, weight=cast(nn.Embedding, embedding).weight)
 
 
 class LowRank:

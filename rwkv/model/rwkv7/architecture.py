@@ -18,7 +18,7 @@ from rwkv.model import state
 
 NAME = "RWKV-7"                          # up to LEARNS_STATE documented in rwkv.model.base.Generation
 OPERATOR = "wkv7"
-KEPT_FLOAT32: tuple[str, ...] = ("w0",)                   # a decay rounded to bfloat16 is another decay
+KEPT_FLOAT32: tuple[str, ...] = ("w0",)                   # rounding to bfloat16 would change the decay
 OPTIONS: tuple[str, ...] = (
     "head_size", "decay_low_rank_dim", "a_low_rank_dim", "v_low_rank_dim", "gate_low_rank_dim", "deep_embed_dim")
 LR_SCALES = {"w0": "time_decay_lr_scale"}

@@ -55,7 +55,7 @@ class _Form(Protocol):
 
 
 def _form_for(*tensors: Tensor, N: int) -> _Form | None:
-    """The fused form that supports these tensors and heads of N channels, or None."""
+    """The device's fused implementation, or None if it does not support these tensors and heads of N channels."""
     form: _Form | None = module_for("rwkv.model.rwkv7.fused_", tensors[0].device.type)
     return form if form is not None and form.supports(*tensors, N=N) else None
 

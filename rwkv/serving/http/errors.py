@@ -1,4 +1,4 @@
-"""Errors: a status and a sentence. Their bodies have OpenAI's form; other interfaces have forms of their own."""
+"""HTTP errors: a status code and a message. The body has OpenAI's format, unless the client's API has its own."""
 
 import re
 from collections.abc import Callable, Iterator

@@ -28,7 +28,7 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 
 from rwkv.checkpoint.files import Checkpoint, read_checkpoint
-from rwkv.checkpoint.formats import _shards, _torch_file
+from rwkv.checkpoint.formats import _fsdp_folder, _torch_file
 from rwkv.checkpoint.location import FOLDER, LAST, is_checkpoint, is_sharded
 from rwkv.data.loaders import worker_error
 from rwkv.distributed import all_gather, rank
@@ -64,7 +64,7 @@ class VerifiedFiles(TorchCheckpointIO):
 
     def load_checkpoint(self, path: str | Path, *arguments: Any, **options: Any) -> StateDict:
         if Path(path).is_dir():
-            return _shards.read_whole(Path(path))
+            return _fsdp_folder.read_whole(Path(path))
         loaded: StateDict = super().load_checkpoint(path, *arguments, **options)
         return loaded
 

@@ -50,7 +50,7 @@ from rwkv.training.setup import data_for
 GIB = 2 ** 30
 CONTEXT = 6 * 10 ** 8                    # bytes of the CUDA context and library buffers per process
 DISK = 10 ** 9                           # write speed of a machine, bytes/s
-RECOMPUTED = 4 / 3                       # time of a step with activation checkpointing over one without
+RECOMPUTED = 4 / 3                       # step time with activation checkpointing, relative to a step without
 BITS_OF_A_BYTE = 8
 NVLINK = "NVLink"
 

@@ -1,8 +1,8 @@
 """The options that a run chooses by itself, in one ordered list of steps: (config, context) -> (config, note).
 
-A later step sees what earlier ones chose: the passes of a step need its length in tokens, and the memory the precision and the
-passes. Each stage of a run's start applies its own steps: the command line is checked before the base model is opened, and
-epochs become steps once the data are read.
+A later step sees what earlier ones chose: the passes of a training step need its length in tokens, and the memory needs the
+precision and the passes. Each stage of a run's start applies its own steps: the command line is checked before the base model
+is opened, and epochs become steps once the data are read.
 """
 
 from collections.abc import Callable, Collection

@@ -1,4 +1,4 @@
-"""Writes a checkpoint of trainer=fsdp (rwkv/checkpoint/formats/_shards.py) while training continues.
+"""Writes a checkpoint of trainer=fsdp (rwkv/checkpoint/formats/_fsdp_folder.py) while training continues.
 
 Each process writes its own file, in a folder with a temporary name. Then rank 0 marks the folder as complete and renames it: a
 kill at any moment leaves the previous checkpoint, and this one if it was complete.
@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 
-from rwkv.checkpoint.formats._shards import REST, SHARDED, Place, name_of, sum_of, write_complete
+from rwkv.checkpoint.formats._fsdp_folder import REST, SHARDED, Place, name_of, sum_of, write_complete
 from rwkv.checkpoint.location import LAST
 from rwkv.distributed import fail_together, rank
 from rwkv.errors import UserError

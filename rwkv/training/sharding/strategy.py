@@ -28,7 +28,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from rwkv.checkpoint.formats import _shards, _torch_file
+from rwkv.checkpoint.formats import _fsdp_folder, _torch_file
 from rwkv.config import TrainerConfig
 from rwkv.distributed import RANK0_TIMEOUT, world_size
 from rwkv.io.json_types import StateDict
@@ -122,15 +122,15 @@ class Sharded(ModelParallelStrategy):
         """A checkpoint's dictionary with this process's shards, whatever number of processes wrote it."""
         path = Path(checkpoint_path)
         if path.is_dir():
-            return _shards.read(path, lambda place, shape, dtype: _empty_shard(self._parameter(place), shape, dtype))
+            return _fsdp_folder.read(path, lambda place, shape, dtype: _empty_shard(self._parameter(place), shape, dtype))
         content = _torch_file.load(path)
         assert self.lightning_module is not None
         weights = [(WEIGHTS, name) for name, _ in self.lightning_module.named_parameters() if name in content[WEIGHTS]]
         states = [(STATES, number, "state", index, name) for number, state in enumerate(content[STATES])
                   for index, values in state["state"].items() for name, value in values.items() if value.dim()]
         for place in (*weights, *states):
-            value = _shards.value_at(content, place)
-            _shards.insert(content, place, _shard_of(self._parameter(place), value))
+            value = _fsdp_folder.value_at(content, place)
+            _fsdp_folder.insert(content, place, _shard_of(self._parameter(place), value))
         return content
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -141,7 +141,7 @@ class Sharded(ModelParallelStrategy):
         for optimizer, state in zip(self.optimizers, checkpoint[STATES], strict=True):
             optimizer.load_state_dict(state)
 
-    def _parameter(self, place: _shards.Place) -> DTensor:
+    def _parameter(self, place: _fsdp_folder.Place) -> DTensor:
         """The parameter that a place in a checkpoint belongs to, as weight or optimiser state."""
         if place[0] == WEIGHTS:
             assert self.lightning_module is not None

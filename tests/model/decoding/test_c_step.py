@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from models import each_generation, in_form, small_model, tokens
+from models import assert_same_state, each_generation, exact, in_form, small_model, tokens
 
 from kernels import native
-from kernels.matvec import FORMS
+from kernels.matvec import BLOCKS, FORMS, KQuant
+from kernels.matvec.cases import width
 from rwkv.generation.decoder import CDecoder, Decoder
 from rwkv.model.base import form
 from rwkv.model.decoding import c_step
@@ -21,8 +22,35 @@ in_c = pytest.mark.skipif(native.why_not() is not None, reason=str(native.why_no
 SIZES = {"whole blocks": {"n_embd": 64, "n_ffn": 96}, "pieces of blocks": {"n_embd": 40, "n_ffn": 1032, "n_layer": 2}}
 
 
+USUAL_BLOCKS = ("q8_0", "q4_k")
+
+
+def usual(form: str) -> Any:
+    """The mark of the tests of a form."""
+    return pytest.mark.thorough if form in BLOCKS and form not in USUAL_BLOCKS else ()
+
+
+FORMS_HERE = [pytest.param(form, marks=usual(form)) for form in FORMS]
+
+
 def model_in(form: str, generation: str, sizes: str = "whole blocks", **others: int) -> RWKV:
-    return in_form(small_model("reference", generation=generation, **{**SIZES[sizes], **others}), form)
+    chosen = {name: size if name == "n_layer" else width(form, size) for name, size in {**SIZES[sizes], **others}.items()}
+    return in_form(small_model("reference", generation=generation, **chosen), form)
+
+
+@in_c
+@each_generation
+@pytest.mark.parametrize("form", [pytest.param(form, marks=usual(form)) for form in BLOCKS])
+@torch.no_grad()
+def test_steps_with_blocks_are_the_models_in_float64(level: str, form: str, generation: str) -> None:
+    """With k-quants, a last bit may round an input to its other neighbour, a step of 15 bits away."""
+    model = model_in(form, generation)
+    several = tokens(model, B=3, T=6)
+    decoder, reference = CDecoder(model, model.empty_state(3)), Decoder(exact(model), model.empty_state(3))
+    off = torch.stack([(decoder.step(several[:, t]) - reference.step(several[:, t])).abs().amax(-1) for t in range(6)]).amax(0)
+    close = 5e-3 if issubclass(FORMS[form], KQuant) else 2e-5
+    assert off.max() <= close
+    assert_same_state(decoder.state(), reference.state(), 5 * close)
 
 
 def longer(struct: Any) -> Any:
@@ -85,13 +113,17 @@ def test_a_matrix_that_is_read_where_it_lies_gives_the_bits_of_its_copy_by_input
 
 @in_c
 @each_generation
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", FORMS_HERE)
 @torch.no_grad()
 def test_no_number_becomes_finite_that_was_not(level: str, form: str, generation: str) -> None:
     """Or a model that overflows would write random text instead of an error. The rows beside it stay as they are."""
     model = model_in(form, generation)
     decoder = CDecoder(model, model.empty_state(3))
-    model.emb.weight[2, 5] = float("nan")
+    if form in BLOCKS:
+        at = BLOCKS[form].halves[0]
+        model.emb.weight[2, at:at + 2] = torch.tensor([float("nan")], dtype=torch.float16).view(torch.uint8)
+    else:
+        model.emb.weight[2, 5] = float("nan")
     logits = decoder.step(torch.tensor([1, 2, 3]))
     assert logits.isfinite().all(1).tolist() == [True, False, True]
     assert not logits[1].isfinite().any()
@@ -107,7 +139,7 @@ def test_a_number_that_is_no_token_gives_nan(generation: str) -> None:
 
 @in_c
 @each_generation
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", FORMS_HERE)
 @torch.no_grad()
 def test_a_row_is_the_same_to_the_bit_alone_and_beside_others(level: str, form: str, generation: str) -> None:
     """Every size of a tile is among the rows."""
@@ -123,7 +155,7 @@ def test_a_row_is_the_same_to_the_bit_alone_and_beside_others(level: str, form: 
 
 @in_c
 @each_generation
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", FORMS_HERE)
 @torch.no_grad()
 def test_a_text_read_in_one_call_has_the_bits_of_its_steps(level: str, form: str, generation: str) -> None:
     """Each of several texts, from a state that is not empty, and with other places in memory between theirs."""

@@ -38,7 +38,7 @@ from training_runs import (
 from rwkv import cli
 from rwkv import distributed as processes
 from rwkv.checkpoint.files import read_checkpoint
-from rwkv.checkpoint.formats import _shards
+from rwkv.checkpoint.formats import _fsdp_folder
 from rwkv.checkpoint.location import COMPLETE
 from rwkv.config import TrainConfig, TrainerConfig, TuneConfig
 from rwkv.errors import CheckpointError, UserError
@@ -418,7 +418,7 @@ def trained_until_killed(folder: Path, name: str, step: int, ranks: list[int], w
 def read_step(checkpoint: Path) -> int:
     """0 for a checkpoint that is renamed or deleted meanwhile."""
     with suppress(CheckpointError, OSError):
-        return int(_shards.read_rest(checkpoint)["global_step"])
+        return int(_fsdp_folder.read_rest(checkpoint)["global_step"])
     return 0
 
 

@@ -36,7 +36,7 @@ struct matrix {                          // a layer's weight, in a form of kerne
 // inputs of up to three products, `widest` numbers each.
 struct common {
     int64_t L, V, C;
-    int64_t embedding_is_bfloat16;
+    int64_t embedding_kind;              // W_FLOAT32, WX_BFLOAT16 or GGUF's blocks
     const void *embedding;
     struct norm ln_out;
     struct matrix head;
@@ -139,9 +139,14 @@ INLINE void add(float *x, vector y, int64_t C) {
 INLINE void embed(const struct step *s, int64_t row, float *x) {
     const struct common *m = s->common;
     int64_t token = s->call->tokens[row], C = m->C;
+    int is_token = token >= 0 && token < m->V;
+    if (is_token && m->embedding_kind >= W_Q8_0) {
+        unpack_blocks((enum kind)m->embedding_kind, m->embedding, C, token, x);
+        return;
+    }
     for (int64_t j = 0; j < C; j += 8) {
-        if (token < 0 || token >= m->V) store(x + j, splat(__builtin_nanf("")));
-        else store(x + j, load_as(m->embedding_is_bfloat16 ? BFLOAT16 : FLOAT32, m->embedding, token * C + j));
+        if (!is_token) store(x + j, splat(__builtin_nanf("")));
+        else store(x + j, load_as(m->embedding_kind == W_FLOAT32 ? FLOAT32 : BFLOAT16, m->embedding, token * C + j));
     }
 }
 
@@ -163,7 +168,7 @@ INLINE floats activate(enum activation f, floats y) {
 }
 
 INLINE int rounds_x(const struct job *job) {
-    return job->matrix->kind >= WX_BFLOAT16 && job->matrix->order == DENSE_BY_OUTPUT;
+    return rounds_input((enum kind)job->matrix->kind) && job->matrix->order == DENSE_BY_OUTPUT;
 }
 
 // A row's prepared input of job i.

@@ -1,0 +1,38 @@
+"""A random model in the blocks of llama.cpp's Q4_K_M, since the package gguf cannot quantise them."""
+
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from kernels.matvec import BLOCKS
+from kernels.matvec.cases import random_blocks
+
+LOW_RANK = tuple(f"time_mix_{letter}{part}.weight" for letter in "wavg" for part in "12")
+FINER = ("time_mix_value.weight", "channel_mix_value.weight")            # Q6_K in every second layer
+HEAD = "output.weight"
+
+
+def write_q4_k_m(source: Path, target: Path) -> None:
+    """Writes a copy of a GGUF file whose matrices are random blocks: Q6_K for the head and half of the values, else Q4_K."""
+    import gguf
+
+    reader = gguf.GGUFReader(source)
+    writer = gguf.GGUFWriter(target, reader.fields["general.architecture"].contents())
+    for name, field in reader.fields.items():
+        if not name.startswith("GGUF.") and name != "general.architecture":
+            writer.add_key_value(name, field.contents(), field.types[0], field.types[-1] if len(field.types) > 1 else None)
+    generator = torch.Generator().manual_seed(0)
+    for tensor in reader.tensors:
+        if len(tensor.shape) != 2 or tensor.name.endswith(LOW_RANK) or int(tensor.shape[0]) % BLOCKS["q4_k"].elements:
+            writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+            continue
+        width, rows = map(int, tensor.shape)
+        is_finer = tensor.name == HEAD or (tensor.name.endswith(FINER) and int(tensor.name.split(".")[1]) % 2 == 0)
+        form = "q6_k" if is_finer else "q4_k"
+        blocks = random_blocks(form, rows, width, generator).weight.numpy()
+        writer.add_tensor(tensor.name, np.ascontiguousarray(blocks), raw_dtype=gguf.GGMLQuantizationType[form.upper()])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
