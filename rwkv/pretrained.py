@@ -4,7 +4,7 @@ import shlex
 import sys
 import warnings
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple, Self
 
 import torch
 
@@ -12,6 +12,7 @@ from kernels import matvec
 from kernels.machine.cpu import why_slow
 from kernels.machine.memory import available_memory
 from kernels.matvec import Blocks, pack
+from kernels.operator import Operator
 from kernels.registry import why_not
 from rwkv.chat.names import Choice, Length, choose_template, trained_length
 from rwkv.checkpoint import packed_cache, time_states
@@ -85,7 +86,7 @@ class RWKV(Model):
         return cls.from_checkpoint(checkpoint, wkv, device, dtype, mmap)
 
     @classmethod
-    def from_checkpoint(cls, checkpoint: Checkpoint, wkv: Any, device: str = "cpu", dtype: str = "float32",
+    def from_checkpoint(cls, checkpoint: Checkpoint, wkv: Operator, device: str = "cpu", dtype: str = "float32",
                         mmap: bool = True) -> Self:
         """The model of a checkpoint, in evaluation mode and without gradients. Raises UserError if memory is short."""
         if torch.device(device).type == "cpu":
@@ -103,7 +104,7 @@ class RWKV(Model):
         return model.requires_grad_(False).eval()
 
     @classmethod
-    def _quantised(cls, checkpoint: Checkpoint, wkv: Any, device: str, dtype: str, mmap: bool) -> Self:
+    def _quantised(cls, checkpoint: Checkpoint, wkv: Operator, device: str, dtype: str, mmap: bool) -> Self:
         """The model with matrices converted to int8 or int4 one at a time; everything else is computed in float32.
 
         A matrix that is not memory-mapped, such as one of a quantised GGUF, is read only when it is converted.
@@ -135,7 +136,7 @@ class RWKV(Model):
         return to_int8(model, later=later, packed=packed) if dtype == "int8" else to_int4(model, packed, later)
 
     @classmethod
-    def _in_blocks(cls, checkpoint: Checkpoint, wkv: Any, mmap: bool) -> Self:
+    def _in_blocks(cls, checkpoint: Checkpoint, wkv: Operator, mmap: bool) -> Self:
         """The model with the matrices and the embedding in the file's blocks; everything else is computed in float32."""
         blocks = blocks_of(checkpoint)
         weights = {name: torch.empty(tensor.shape, device="meta") if name in blocks else
@@ -144,7 +145,7 @@ class RWKV(Model):
         to_blocks(model, blocks if mmap else {name: packed.map(torch.clone) for name, packed in blocks.items()})
         return model.merge()
 
-    def save_pretrained(self, path: str | Path, tokenizer: Any = None, dtype: str | None = None,
+    def save_pretrained(self, path: str | Path, tokenizer: Tokenizer | None = None, dtype: str | None = None,
                         format: str | None = None) -> None:
         """Writes the weights, and the configuration and the tokenizer if the format supports them.
 
@@ -173,7 +174,7 @@ class OpenCheckpoint(NamedTuple):
     """
 
     checkpoint: Checkpoint
-    wkv: Any
+    wkv: Operator
     tokenizer: Tokenizer
     device: str
     dtype: str

@@ -9,7 +9,7 @@ from contextlib import suppress
 from typing import Any
 
 from rwkv.errors import UserError
-from rwkv.io.json_types import JsonObject
+from rwkv.io.json_types import JsonMapping, JsonObject
 from rwkv.io.utf8 import without_surrogates
 
 ROLES = {"system": "System", "user": "User", "assistant": "Assistant", "tool": "Tool"}
@@ -18,8 +18,8 @@ NO_TEXT = {"image_url": "an image", "input_audio": "audio", "file": "a file"}   
 EMPTY: tuple[object, ...] = (None, "", [], {})               # a field with one of these values counts as missing
 LEARNT = ("weight", "loss", "train", "training", "trainable", "masked")  # fields for whether an answer is learnt
 
-Message = Mapping[str, Any]
-Tool = Mapping[str, Any]                                  # {"type": "function", "function": {"name": ..., "parameters": ...}}
+Message = JsonMapping
+Tool = JsonMapping                       # {"type": "function", "function": {"name": ..., "parameters": ...}}
 Tools = Sequence[Tool] | None
 
 

@@ -53,7 +53,7 @@ class TimeStates:
     def state(self, config: ModelConfig) -> State:
         """The state before the first token, one row. Raises CheckpointError if a value is not finite."""
         wkv = torch.stack([layer.get(copy=True) for layer in self.layers])
-        return generation(config).empty_state(config, 1)._replace(wkv=wkv.unsqueeze(1))
+        return generation(config).empty_state(config, 1).with_wkv(wkv.unsqueeze(1))
 
     def digest(self) -> str:
         """A hash of the values, independent of the file's layout and dtype."""
@@ -185,7 +185,7 @@ def _expected(path: Path, config: ModelConfig) -> tuple[int, tuple[int, ...]]:
         raise CheckpointError(f"{path} contains a tuned state, which requires {with_learnt_states()}; the model is "
                               f"{module.NAME}")
     config = module.resolved(config)
-    return config.n_layer, tuple(module.empty_state(config, 1, "meta").wkv.shape[2:])
+    return config.n_layer, tuple(module.empty_state(config, 1, "meta").named()["wkv"].shape[2:])
 
 
 def _inferred_layout(path: Path) -> tuple[str, str]:

@@ -91,7 +91,7 @@ def applied(content: Content, base: Mapping[str, Stored], config: ModelConfig) -
         missing = [layer for layer in range(config.n_layer) if f"{layer}.{TIME_STATE}" not in states]
         if missing:
             raise CheckpointError(f"{content.path} lacks blocks.{missing[0]}.{TIME_STATE}: the file is damaged")
-        shape = tuple(generation(config).empty_state(config, 1, "meta").wkv.shape[2:])
+        shape = tuple(generation(config).empty_state(config, 1, "meta").named()["wkv"].shape[2:])
         for name, tensor in states.items():
             _require_shape(content.path, f"blocks.{name}", tensor, shape)
         return dict(base), [states[f"{layer}.{TIME_STATE}"] for layer in range(config.n_layer)]

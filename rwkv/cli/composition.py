@@ -23,10 +23,13 @@ from rwkv.cli.checks import check, check_override, choices_in
 from rwkv.cli.configs import EXPERIMENT, KERNELS, NULL_CHOICES, OPTIONAL, groups
 from rwkv.config import PATH, TEXT, TrainConfig, free_text, options
 from rwkv.errors import UserError
+from rwkv.io.json_types import JsonObject
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
-from rwkv.io.json_types import JsonObject
+    from hydra.core.override_parser.types import Override
+    from omegaconf import DictConfig
+    from omegaconf.errors import OmegaConfBaseException
 
 Config = TypeVar("Config", bound="DataclassInstance")
 RECIPE = "recipe"                        # name of a recipe in Hydra's store
@@ -125,7 +128,7 @@ def _alternatives(override: str, schema: type) -> list[tuple[str, dict[str, str]
     return [(f"{item.key_or_group}={value}", {str(item.key_or_group): value}) for value in item.sweep_string_iterator()]
 
 
-def _parse(override: str, schema: type) -> Any:
+def _parse(override: str, schema: type) -> "Override":
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 
@@ -133,7 +136,7 @@ def _parse(override: str, schema: type) -> Any:
         return OverridesParser.create().parse_overrides([override])[0]
     except HydraException as error:
         key = override.partition("=")[0].lstrip("+")
-        expected = _expectedchoices_in(key, schema)
+        expected = _expected_value(key, schema)
         reason = f"{key} must be {expected}" if expected else _first_line(error)
         raise UserError(f"cannot read {override}: {reason}") from None
 
@@ -145,7 +148,7 @@ def _compose(config_name: str, schema: type[Config], overrides: list[str], verba
 
 
 @contextmanager
-def _composed(config_name: str, schema: type, overrides: list[str], **more: bool) -> Iterator[Any]:
+def _composed(config_name: str, schema: type, overrides: list[str], **more: bool) -> Iterator["DictConfig"]:
     """Hydra's composition. Raises UserError for a value of the wrong type, also inside the block, and for all other errors of
     Hydra.
     """
@@ -162,8 +165,9 @@ def _composed(config_name: str, schema: type, overrides: list[str], **more: bool
         yield hydra.compose(config_name, [*others, *(f"{group}={RECIPE}" for group in recipes)], **more)
     except (HydraException, OmegaConfBaseException) as error:
         cause = error if isinstance(error, OmegaConfBaseException) else error.__cause__ or error.__context__
-        is_type = isinstance(cause, OmegaConfBaseException)
-        raise UserError(_type_error(cause, schema, overrides, recipes) if is_type else _first_line(error)) from None
+        if isinstance(cause, OmegaConfBaseException):
+            raise UserError(_type_error(cause, schema, overrides, recipes)) from None
+        raise UserError(_first_line(error)) from None
 
 
 def _recipes(overrides: list[str], schema: type) -> dict[str, recipe.Recipe]:
@@ -180,7 +184,7 @@ def _split(override: str) -> tuple[str, str]:
     return key, value
 
 
-def _type_error(error: Any, schema: type, overrides: list[str], recipes: dict[str, recipe.Recipe]) -> str:
+def _type_error(error: "OmegaConfBaseException", schema: type, overrides: list[str], recipes: dict[str, recipe.Recipe]) -> str:
     """The message about a value that OmegaConf has rejected."""
     key = str(error.full_key or "").partition("[")[0]    # without the index of a list
     values: JsonObject = dict(map(_split, overrides))
@@ -188,7 +192,7 @@ def _type_error(error: Any, schema: type, overrides: list[str], recipes: dict[st
     for settings in recipes.values() if key not in values else ():
         if key in settings.options or not key:
             values, where = settings.options, f"{settings.path}: "
-    expected = _expectedchoices_in(key, schema)
+    expected = _expected_value(key, schema)
     if key in values and values[key] in (None, "null"):
         return f"{where}{CANNOT_BE_NULL.format(key)}"
     if expected and key in values:
@@ -196,7 +200,7 @@ def _type_error(error: Any, schema: type, overrides: list[str], recipes: dict[st
     return f"{where}{key}: {_first_line(error)}" if key else f"{where}{_first_line(error)}"
 
 
-def _expectedchoices_in(key: str, schema: type) -> str | None:
+def _expected_value(key: str, schema: type) -> str | None:
     """The values that the option takes, in words; None if only its help describes them."""
     item = options(schema).get(key)
     if item is None:
@@ -218,7 +222,7 @@ def _restore_parser_asserts() -> None:
     vars(overrides_parser)["HydraOverrideVisitor"] = overrides_visitor.HydraOverrideVisitor
 
 
-def build(composed: Any, verbatim: dict[str, str | list[str]]) -> Any:
+def build(composed: "DictConfig", verbatim: dict[str, str | list[str]]) -> Any:
     """The schema's object with the verbatim values. null means None, except for TEXT options."""
     from omegaconf import OmegaConf
 

@@ -107,7 +107,7 @@ class Sampling:
         return cls(**values)
 
     @cached_property
-    def key(self) -> tuple[Any, ...]:
+    def key(self) -> tuple[object, ...]:
         """A hashable form of the options."""
         values = [getattr(self, item.name) for item in fields(self)]
         return tuple(tuple(sorted(value.items())) if isinstance(value, Mapping) else value for value in values)
@@ -152,7 +152,7 @@ class Sampling:
         return ", ".join(shown)
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     if isinstance(value, Mapping):
         return "[" + ",".join(f"{token}:{bias:g}" for token, bias in value.items()) + "]"
     if isinstance(value, tuple):

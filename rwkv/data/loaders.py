@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 
 import torch
 from lightning import LightningDataModule
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset, Sampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from rwkv.config import DataConfig
@@ -70,8 +70,8 @@ class DataModule(LightningDataModule):
 
     def train_dataloader(self) -> StatefulDataLoader | StreamLoader:
         """Batches (x, y), each (B,T), or Packed, Pairs or Segments. The loader's state_dict is its position."""
-        data: Any
-        sampler: Any
+        data: Dataset
+        sampler: Sampler
         trainer = self.trainer
         layout = StepLayout(self.config.batch_size)
         batches = 0                      # of the whole run; without a trainer or a number of steps, of one epoch

@@ -29,6 +29,7 @@ from rwkv.generation.row import CANCELLED, Row, Sample
 from rwkv.generation.sampling import Penalties, PenaltyTable, TablePenalties, drawing_on, not_finite, queued_tokens, to_host
 from rwkv.generation.speculation import Speculation
 from rwkv.generation.stopping import StoppingCriteria
+from rwkv.io.json_types import JsonObject
 from rwkv.model.base import Model, State
 from rwkv.model.decoding.triton_step import SPARE_SLOTS
 from rwkv.model.weights_watch import WeightsWatch
@@ -467,7 +468,7 @@ class _SharedPrefill:
     prefill: Prefill
     request: Request
     rows: list[Row]
-    logprobs: list[dict[str, Any]] = field(default_factory=list)         # of all prompt tokens except the first
+    logprobs: list[JsonObject] = field(default_factory=list)         # of all prompt tokens except the first
 
     def serves(self, request: Request, ids: list[int]) -> bool:
         return self.request.shares_prefill(request) and self.prefill.tokens == ids

@@ -2,7 +2,7 @@
 
 A safetensors file: the tensors of state and logits, with the hashes of the model and the tokenizer, the last ids, which
 decoding the following text needs, and a checksum of all of these. The server's files have further metadata, which other
-programs ignore. Files of earlier versions without a checksum are accepted.
+programs ignore.
 """
 
 import hashlib
@@ -72,7 +72,7 @@ class StateForm:
         """The content of a file. more: further metadata."""
         tensors = {name: tensor.cpu().contiguous() for name, tensor in _named_tensors(context).items()}
         metadata = {**(more or {}), **self.identity, LAST_IDS: json.dumps(context.last_ids)}
-        return save(tensors, metadata={**metadata, CHECKSUM: _checksum(tensors, metadata)})
+        return save(tensors, metadata=metadata | {CHECKSUM: checksum(tensors, metadata)})
 
     def load(self, path: str | Path) -> PrefillResult:
         """The result in a file. Raises UserError as load_context does."""
@@ -97,7 +97,10 @@ class StateForm:
         expected = _named_tensors(PrefillResult(torch.empty(1, self._vocab_size), module.empty_state(self._config, 1, "meta")))
         if {name: part.shape for name, part in tensors.items()} != {name: part.shape for name, part in expected.items()}:
             raise UserError(f"{name} must hold one row's state for this model; its tensors have other names or shapes")
-        if metadata.get(CHECKSUM, checksum := _checksum(tensors, metadata)) != checksum:
+        if CHECKSUM not in metadata:
+            raise UserError(f"{name} lacks its checksum: use a file that save_state= or the server wrote, or save the state "
+                            "again")
+        if metadata[CHECKSUM] != checksum(tensors, metadata):
             raise UserError(f"{name} has changed since it was written (checksum mismatch): use an intact copy, or save the "
                             "state again")
         if not all(tensor.is_floating_point() and tensor.isfinite().all() for tensor in tensors.values()):
@@ -149,7 +152,7 @@ def metadata_of(content: bytes) -> dict[str, str]:
     return metadata
 
 
-def _checksum(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str:
+def checksum(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str:
     """SHA-256 in hexadecimal digits of the tensors, which are contiguous, and of the metadata other than a checksum."""
     headers = [[name, str(tensor.dtype), [*tensor.shape]] for name, tensor in sorted(tensors.items())]
     pairs = sorted(pair for pair in metadata.items() if pair[0] != CHECKSUM)

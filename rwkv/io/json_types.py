@@ -5,4 +5,4 @@ from typing import Any
 
 JsonObject = dict[str, Any]              # of a JSON or YAML file, a manifest, or metadata
 JsonMapping = Mapping[str, Any]          # the same, read only
-StateDict = dict[str, Any]               # of a sampler, loader or stream, as torch's state_dict: plain containers
+StateDict = dict[str, Any]               # as torch's state_dict: of a loader, optimiser or callback, or all of a checkpoint

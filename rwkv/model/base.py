@@ -13,17 +13,18 @@ import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import ModuleType
-from typing import Any, Protocol, Self, cast
+from typing import Protocol, Self, cast
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+import rwkv.model.state
 from kernels.machine.allocator import give_back_free_blocks
 from kernels.machine.threads import one_thread_in_forks
 from kernels.matvec import Blocks
 from kernels.operator import Operator
-from rwkv.config import GENERATIONS, ModelConfig
+from rwkv.config import GENERATIONS, ModelConfig, OptimConfig
 from rwkv.errors import UserError
 from rwkv.model.hooks import untouched
 from rwkv.model.packing import Packing
@@ -79,8 +80,8 @@ class Generation(Protocol):
     def resolved(self, config: ModelConfig) -> ModelConfig:
         """The configuration with its default widths filled in."""
 
-    def empty_state(self, config: ModelConfig, B: int, device: torch.device | str = "cpu") -> Any:
-        """The State before the first token, of the generation's own class; its part wkv is learnt where LEARNS_STATE."""
+    def empty_state(self, config: ModelConfig, B: int, device: torch.device | str = "cpu") -> rwkv.model.state.State:
+        """The state before the first token, of the generation's own class; its part wkv is learnt where LEARNS_STATE."""
 
     def init_weights(self, model: "Model") -> None: ...
 
@@ -138,8 +139,7 @@ def n_parameters(config: ModelConfig, vocab_size: int) -> int:
 
 def state_nbytes(config: ModelConfig) -> int:
     """The memory of one row's state, in bytes."""
-    state: State = generation(config).empty_state(config, 1, "meta")
-    return state.nbytes()
+    return generation(config).empty_state(config, 1, "meta").nbytes()
 
 
 def is_linear_weight(name: str, group: str) -> bool:
@@ -184,21 +184,25 @@ def through_blocks(blocks: nn.ModuleList, x: Tensor) -> Tensor:
     return _run_blocks(blocks, x, None, [None] * len(blocks))[0]
 
 
-def require_own_options(config: ModelConfig) -> None:
-    """Raises UserError for the first option that only other generations have and that is not at its default."""
-    require_own(config, config, "model.", lambda module: module.OPTIONS)
-
-
-def require_own(model: ModelConfig, group: object, prefix: str, options: Callable[[Generation], Collection[str]]) -> None:
-    """require_own_options for a group of a configuration, with its prefix in messages. options: its options that a generation
-    has."""
-    own = options(generation(model))
-    default = type(group)()
+def require_own_options(model: ModelConfig, optim: OptimConfig | None = None) -> None:
+    """Raises UserError for the first option of `model` and `optim` that only other generations have and that is not at its
+    default.
+    """
+    groups = {"model": model, "optim": optim or OptimConfig()}
+    own = _own_options(generation(model))
     for name in GENERATIONS:
-        for option in options(generation(replace(model, generation=name))):
-            if option not in own and getattr(group, option) != getattr(default, option):
-                raise UserError(f"{prefix}{option} is an option of {name}, and the model is {model.generation}: leave it out, "
-                                "or use another model=")
+        for key in _own_options(generation(replace(model, generation=name))):
+            group, _, option = key.partition(".")
+            default = type(groups[group])()
+            if key not in own and getattr(groups[group], option) != getattr(default, option):
+                raise UserError(f"{key} is an option of {name}, and the model is {model.generation}: leave it out, or use "
+                                "another model=")
+
+
+def _own_options(generation: Generation) -> tuple[str, ...]:
+    """The options that the generation has and not every generation has, as dotted keys."""
+    return (*(f"model.{option}" for option in generation.OPTIONS),
+            *(f"optim.{option}" for option in generation.LR_SCALES.values()))
 
 
 class _NoInitialisation(TorchFunctionMode):
@@ -296,12 +300,11 @@ class Model(nn.Module):
         """The initial state of B rows. A learnt one has gradients."""
         state = self.zero_state(B, self.emb.weight.device)
         learnt = self.time_states()
-        return state._replace(wkv=torch.stack(learnt).unsqueeze(1).repeat(1, B, 1, 1, 1)) if learnt else state  # type: ignore
+        return state.with_wkv(torch.stack(tuple(learnt)).unsqueeze(1).repeat(1, B, 1, 1, 1)) if learnt else state
 
     def zero_state(self, B: int, device: torch.device | str) -> State:
         """A state of zeros for the present blocks, since blocks may have been removed or added."""
-        state: State = self.generation.empty_state(replace(self.config, n_layer=len(self.blocks)), B, device)
-        return state
+        return self.generation.empty_state(replace(self.config, n_layer=len(self.blocks)), B, device)
 
     def time_states(self) -> list[nn.Parameter]:
         """The operator's learnt initial state, (H,N,N) for each layer; an empty list if there is none."""

@@ -22,6 +22,10 @@ class State(tuple[Tensor, ...]):
         fields: tuple[str, ...] = getattr(self, "_fields")       # noqa: B009  of the named tuple
         return dict(zip(fields, self, strict=True))
 
+    def with_wkv(self, wkv: Tensor) -> Self:
+        """This state with another state of the operator, (L,B,...). Only for generations in which that is one tensor, `wkv`."""
+        return cast(Callable[..., Self], type(self))(**self.named() | {"wkv": wkv})
+
     def each(self, function: Callable[[Tensor], Tensor]) -> Self:
         """The state of function(tensor) for each tensor."""
         return self._of(map(function, self))

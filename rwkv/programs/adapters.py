@@ -102,7 +102,7 @@ def _read(name: str, path: str, opened: OpenCheckpoint, form: StateForm, config:
             return Adapter(name, path, digest, merged=checkpoint, notes=tuple(rounded_adapters(checkpoint, opened.dtype)))
         state = generation(checkpoint.config).empty_state(checkpoint.config, 1)
         states = torch.stack([layer.get().float() for layer in checkpoint.time_states])
-        return Adapter(name, path, digest, state=state._replace(wkv=states.unsqueeze(1)))
+        return Adapter(name, path, digest, state=state.with_wkv(states.unsqueeze(1)))
 
 
 def _digest(context: PrefillResult) -> str:

@@ -15,7 +15,7 @@ escaping. On Linux, GOMP_SPINCOUNT is set as train.py --help explains.
 
 import sys
 from contextlib import redirect_stdout
-from typing import Any
+from typing import TYPE_CHECKING
 
 from kernels.machine import allocator, threads
 from rwkv import cli
@@ -24,6 +24,12 @@ from rwkv.config import GenerateConfig
 from rwkv.io.lines import wrapped
 from rwkv.io.unread import abandon, raise_unwritten, unread
 from rwkv.programs.sampling import Chosen, SamplingChoice
+
+if TYPE_CHECKING:
+    from rwkv.generation.draft import Draft
+    from rwkv.generation.prefill import PrefillResult
+    from rwkv.pretrained import RWKV
+    from rwkv.tokenizer.tokenizers import Tokenizer
 
 
 def generate(config: GenerateConfig, line: cli.CommandLine) -> None:
@@ -49,7 +55,8 @@ def generate(config: GenerateConfig, line: cli.CommandLine) -> None:
 
 
 @uncollected()
-def _open(config: GenerateConfig, line: cli.CommandLine) -> tuple[Any, Any, list[str], Any, Chosen, Any]:
+def _open(config: GenerateConfig, line: cli.CommandLine
+          ) -> "tuple[RWKV, Tokenizer, list[str], PrefillResult | None, Chosen, Draft | None]":
     """The model, the tokenizer, the prompts, the context before them, the options of sampling, and the draft."""
     from rwkv.checkpoint.named import require_files
     from rwkv.generation.options import check_config, prompts_from

@@ -19,7 +19,7 @@ import msgspec
 from rwkv.chat.thoughts import Think, parse_think
 from rwkv.config import Sampling
 from rwkv.generation.grammar import Grammar
-from rwkv.io.json_types import JsonObject
+from rwkv.io.json_types import JsonMapping, JsonObject
 from rwkv.serving.http.errors import ApiError
 from rwkv.tokenizer.tokenizers import Tokenizer
 
@@ -37,11 +37,11 @@ StateId = Annotated[str, msgspec.Meta(max_length=64)]
 Body = TypeVar("Body")
 
 # Samplers that this server lacks, and the values that turn them off
-OFF: dict[str, tuple[Any, ...]] = {
+OFF: dict[str, tuple[object, ...]] = {
     "mirostat": (0,), "tfs_z": (1,), "typical_p": (1,), "top_a": (0,), "top_n_sigma": (0, -1), "xtc_probability": (0,),
     "dry_multiplier": (0,), "dynatemp_range": (0,), "smoothing_factor": (0,)}
 # Other options that it lacks, and the values that change nothing
-NEUTRAL: dict[str, tuple[Any, ...]] = {
+NEUTRAL: dict[str, tuple[object, ...]] = {
     "min_tokens": (0,), "ignore_eos": (False,), "stop_token_ids": ([],), "include_stop_str_in_output": (False,),
     "skip_special_tokens": (True,), "spaces_between_special_tokens": (True,), "use_beam_search": (False,),
     "length_penalty": (1,), "early_stopping": (False,), "add_generation_prompt": (True,), "continue_final_message": (False,)}
@@ -205,7 +205,7 @@ class Options(ForeignFields, forbid_unknown_fields=True, kw_only=True):
         return replace(sampling, no_penalty=sampling.ids_without_penalty(tokenizer))
 
 
-def require_off(options: Mapping[str, Any], off: Mapping[str, tuple[Any, ...]], lacks: str, prefix: str = "") -> None:
+def require_off(options: JsonMapping, off: Mapping[str, tuple[object, ...]], lacks: str, prefix: str = "") -> None:
     """Raises ApiError for an option whose value is not one of those with which it changes nothing. None: absent."""
     for name, value in options.items():
         if value is not None and value not in off[name]:

@@ -6,7 +6,6 @@ rwkv/programs/train.py calls `main` in each process.
 import sys
 from dataclasses import dataclass, replace
 from shlex import quote
-from typing import Any
 
 import lightning
 import torch
@@ -24,6 +23,7 @@ from rwkv.data.prepare import Corpus
 from rwkv.data.validation import with_part
 from rwkv.distributed import log
 from rwkv.errors import UserError
+from rwkv.io.json_types import JsonObject
 from rwkv.io.signals import caught_signals
 from rwkv.model.base import generation
 from rwkv.training import graphs, kernel_check
@@ -67,7 +67,7 @@ class Prepared:
     needs: Needs
 
     @property
-    def options(self) -> dict[str, Any]:
+    def options(self) -> JsonObject:
         """The resolved options, with the kernel's name, for config.yaml, checkpoints and loggers."""
         return as_plain(self.run.config) | {"kernel": {"name": self.operator.name}}
 

@@ -90,8 +90,8 @@ class Replay:
     def __init__(self, model: Model, capture: Callable[..., Any] = torch.cuda.make_graphed_callables) -> None:
         self._model = model
         self._capture = capture
-        self._graph: Any = None
-        self._expected: tuple[Any, ...] | None = None    # shape, dtype and autocast's dtype of the captured call
+        self._graph: Callable[[Tensor], Tensor] | None = None
+        self._expected: tuple[object, ...] | None = None    # shape, dtype and autocast's dtype of the captured call
         self._waiting = False
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -112,7 +112,7 @@ class Replay:
     def _read(self, grad: Tensor) -> None:
         self._waiting = False
 
-    def _capture_graph(self, x: Tensor) -> Any:
+    def _capture_graph(self, x: Tensor) -> Callable[[Tensor], Tensor] | None:
         """The graph; None, with a printed reason, if the capture fails."""
         kind = x.device.type
         sample = x.detach().clone().requires_grad_()     # not random: a resumed run captures again
@@ -127,6 +127,6 @@ class Replay:
             return None
 
 
-def _call_key(x: Tensor) -> tuple[Any, ...]:
+def _call_key(x: Tensor) -> tuple[object, ...]:
     kind = x.device.type
     return x.shape, x.dtype, torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)

@@ -13,18 +13,24 @@ from kernels.compare import errors, misses, tolerance
 from kernels.operator import Operator
 from kernels.registry import KernelUnavailable, load
 from kernels.select import folder, select
+from rwkv.errors import UserError
 
 RUNS = 2
+PARTS = ("CHECKED", "inputs", "double", "results", "tolerance")         # of an operator's cases.py
 
 
 def check(wkv: Operator, operator: str, device: torch.device, dtype: torch.dtype) -> str | None:
     """A message if the kernel's output, state or gradients exceed the tests' tolerance; None otherwise.
 
-    wkv: the operator. dtype: of its inputs.
+    wkv: the operator. dtype: of its inputs. Raises UserError if the operator's cases.py lacks one of PARTS.
     """
     if load(folder(operator, wkv.name), wkv.name).REQUIRES.compiled:
         return None
     cases = importlib.import_module(f"kernels.{operator}.cases")
+    missing = [part for part in PARTS if not hasattr(cases, part)]
+    if missing:
+        raise UserError(f"kernel={wkv.name} cannot be compared with the reference before the run: kernels/{operator}/cases.py "
+                        f"must define {', '.join(missing)} (kernels/README.md); define them, or leave out kernel=")
     inputs = cases.inputs(*cases.CHECKED, dtype=dtype, device=str(device))
     try:
         runs = [cases.results(wkv, inputs) for _ in range(RUNS)]

@@ -22,6 +22,7 @@ from rwkv.data.mixture import names_of, source_metric
 from rwkv.distributed import rank
 from rwkv.errors import UserError
 from rwkv.io.atomic import append, write_file
+from rwkv.io.json_types import JsonMapping, JsonObject
 from rwkv.report.reading import METRICS, SWEEP, read_metrics
 from rwkv.training.trackers import Filed
 from rwkv.training.tuning.preferences import reward_metrics
@@ -55,7 +56,7 @@ def require(config: LoggerConfig) -> None:
                         f"WANDB_ variable: {' '.join(str(error).split())}") from None
 
 
-def loggers(config: LoggerConfig, out_dir: Path, run: dict[str, Any], resumed_at: int | None = None) -> list[Logger]:
+def loggers(config: LoggerConfig, out_dir: Path, run: JsonObject, resumed_at: int | None = None) -> list[Logger]:
     """The loggers that the options choose; none in processes other than rank 0.
 
     run: the resolved configuration, which W&B shows and filters by. resumed_at: the step of the checkpoint that the run
@@ -106,7 +107,7 @@ def norm_names(n_layer: int) -> tuple[str, ...]:
     return tuple(f"grad_norm/{part}" for part in ("emb", *(f"blocks.{layer}" for layer in range(n_layer)), "ln_out", "head"))
 
 
-def log_samples(loggers: Iterable[Logger], rows: Sequence[Mapping[str, Any]], step: int) -> None:
+def log_samples(loggers: Iterable[Logger], rows: Sequence[JsonMapping], step: int) -> None:
     """Logs samples as a table, in loggers that support tables. rows: step, prompt and text of each."""
     table = [[row[name] for name in SAMPLE_COLUMNS] for row in rows[-SAMPLES_SHOWN:]]
     for logger in loggers:
@@ -114,7 +115,7 @@ def log_samples(loggers: Iterable[Logger], rows: Sequence[Mapping[str, Any]], st
             logger.log_table("samples", list(SAMPLE_COLUMNS), table, step=step)
 
 
-def log_report(config: LoggerConfig, sweep: Path, rows: Sequence[Mapping[str, Any]], files: Iterable[Path]) -> None:
+def log_report(config: LoggerConfig, sweep: Path, rows: Sequence[JsonMapping], files: Iterable[Path]) -> None:
     """Logs a sweep's report as a W&B run in the group of its runs: the rows as a table, and the files as an artifact."""
     if config.name != "wandb":
         return
@@ -164,7 +165,7 @@ class MetricsFile(Logger):
     def version(self) -> str:
         return ""
 
-    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
+    def log_hyperparams(self, *args: object, **kwargs: object) -> None:
         """The configuration is in config.yaml."""
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
@@ -172,7 +173,7 @@ class MetricsFile(Logger):
         if values:
             append(self.path, self._text([{"step": step or 0, **values, "kernel": self.kernel}]))
 
-    def _text(self, rows: Iterable[Mapping[str, Any]], header: bool = False) -> bytes:
+    def _text(self, rows: Iterable[JsonMapping], header: bool = False) -> bytes:
         text = io.StringIO(newline="")
         writer = csv.DictWriter(text, self.columns)
         if header:
@@ -195,7 +196,7 @@ class _Names(NamedTuple):
                    config.run_name or _user_setting("run_name") or name)
 
 
-def _wandb(config: LoggerConfig, out_dir: Path, run: dict[str, Any], mode: Mode) -> WandbLogger:
+def _wandb(config: LoggerConfig, out_dir: Path, run: JsonObject, mode: Mode) -> WandbLogger:
     import wandb
 
     if wandb.run is not None:            # of an earlier run in this process
@@ -224,7 +225,7 @@ def _in_sweep(out_dir: Path) -> bool:
     return (out_dir.parent / SWEEP).is_file()
 
 
-def _default_name(out_dir: Path, run: dict[str, Any]) -> str:
+def _default_name(out_dir: Path, run: JsonObject) -> str:
     """KERNEL-FOLDER; in a sweep, whose folders are named by the swept options, KERNEL-seedSEED and the other options."""
     if not _in_sweep(out_dir):
         return f"{run['kernel']['name']}-{out_dir.name}"

@@ -8,12 +8,14 @@ conversations, whole or packed into rows. With tune.objective=dpo and ipo the lo
 """
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import lightning
 import torch
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor
+from torch.optim import Optimizer
 
 from kernels.machine.allocator import give_back_free_blocks
 from rwkv.checkpoint.content import ENTRY
@@ -25,6 +27,7 @@ from rwkv.data.pairs import Pairs
 from rwkv.data.segments import Segments
 from rwkv.distributed import all_sum, rank, world_size
 from rwkv.errors import UserError
+from rwkv.io.json_types import JsonMapping, StateDict
 from rwkv.model.base import Model
 from rwkv.model.loss import IGNORED, head_loss
 from rwkv.tokenizer.tokenizers import Tokenizer
@@ -34,6 +37,7 @@ from rwkv.training.sharding.strategy import Sharded, total_norm
 from rwkv.training.tbptt import Carried, forward_segments
 from rwkv.training.tuning.preferences import REWARDS, Preferences
 
+TrainingBatch = tuple[Tensor, Tensor] | Packed | Segments | Pairs
 ValidationBatch = tuple[Tensor, Tensor] | Packed | Whole | Pairs | SourceBatch
 CARRIED = "carried"                      # checkpoint key: states of trainer.tbptt's document streams
 
@@ -49,7 +53,7 @@ class LanguageModel(lightning.LightningModule):
     """
 
     def __init__(self, model: Model, optim: OptimConfig, max_steps: int, val_bytes_per_token: float | None,
-                 val_lost: float = 0.0, *, entry: Mapping[str, Any] | None = None, sources: Sequence[str] = (),
+                 val_lost: float = 0.0, *, entry: JsonMapping | None = None, sources: Sequence[str] = (),
                  optim_in_backward: bool = False, preferences: Preferences | None = None) -> None:
         super().__init__()
         self.model = model
@@ -75,7 +79,7 @@ class LanguageModel(lightning.LightningModule):
             self.sharded = True
             self.trainer.strategy.shard(self, self.model)
 
-    def training_step(self, batch: tuple[Tensor, Tensor] | Packed | Segments | Pairs, batch_idx: int) -> Tensor:
+    def training_step(self, batch: TrainingBatch, batch_idx: int) -> Tensor:
         if isinstance(batch, Pairs):
             assert self.preferences is not None
             loss, rewards = self.preferences.loss(self.model, batch, "train")
@@ -175,7 +179,7 @@ class LanguageModel(lightning.LightningModule):
             metrics["val/lost"] = self.val_lost
         return metrics
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self) -> OptimizerLRScheduler:
         optim = self.optim
         groups = parameter_groups(self.model, optim)
         scaler = getattr(self._trainer.precision_plugin, "scaler", None) if self._trainer is not None else None
@@ -198,11 +202,12 @@ class LanguageModel(lightning.LightningModule):
             parameters = group["params"]
             group.update(options, params=parameters, initial_lr=options["lr"], lr=options["lr"] * factor)
 
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, batch: TrainingBatch, batch_idx: int) -> None:
         if self.loss_scale is not None:
             self.loss_scale.begin(batch, batch_idx)
 
-    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Optimizer | LightningOptimizer,
+                       optimizer_closure: Callable[[], object] | None = None) -> None:
         def take() -> None:
             super(LanguageModel, self).optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
 
@@ -212,7 +217,7 @@ class LanguageModel(lightning.LightningModule):
         if self.model.gives_back:        # freed by the first block's backward pass
             give_back_free_blocks()
 
-    def configure_gradient_clipping(self, optimizer: Any, gradient_clip_val: float | None = None,
+    def configure_gradient_clipping(self, optimizer: Optimizer, gradient_clip_val: float | None = None,
                                     gradient_clip_algorithm: str | None = None) -> None:
         """Clips by the total norm. Lightning's clipping refuses fused optimisers in mixed precision because of loss scaling,
         which bf16 does not have. With fp16 the optimiser is not fused, and gradients are already unscaled here.
@@ -223,7 +228,7 @@ class LanguageModel(lightning.LightningModule):
             if self.device.type != "cpu" or not norm <= gradient_clip_val:       # a GPU comparison would synchronise
                 torch.nn.utils.clip_grads_with_norm_(self.parameters(), gradient_clip_val, norm)
 
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+    def on_save_checkpoint(self, checkpoint: StateDict) -> None:
         checkpoint[ENTRY] = self.entry
         if self.tuned:                   # frozen weights are in init_from=
             checkpoint["state_dict"] = {name: parameter.detach() for name, parameter in self.named_parameters()
@@ -232,7 +237,7 @@ class LanguageModel(lightning.LightningModule):
         if carried:
             checkpoint[CARRIED] = carried
 
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+    def on_load_checkpoint(self, checkpoint: StateDict) -> None:
         """Raises UserError if the checkpoint's tokenizer differs, so that its ids mean other text."""
         saved_tokenizer = checkpoint.get(ENTRY, {}).get("tokenizer")
         if self.entry and saved_tokenizer and saved_tokenizer != self.entry["tokenizer"]:

@@ -10,13 +10,13 @@ In half precision each segment converts the weights again. With autocast's cache
 accumulate in half precision, and errors in the matrices would be 1.2 times as large for 16 segments and 1.5 times for 64.
 """
 
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from rwkv.distributed import all_gather, rank, world_size
+from rwkv.io.json_types import StateDict
 from rwkv.model.base import Model, State
 
 
@@ -81,6 +81,6 @@ class Carried:
                  for part_states in zip(*ranks, strict=True)]       # row i of process r is stream i * world_size + r
         return kind.cat(parts).named()
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: StateDict) -> None:
         self._parts = {}
         self._loaded = state_dict

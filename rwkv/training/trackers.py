@@ -6,6 +6,7 @@ tracker run, unless its directory is a copy.
 
 import json
 import sys
+from argparse import Namespace
 from collections.abc import Mapping
 from contextlib import redirect_stdout
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any, NamedTuple
 from lightning.pytorch.loggers import Logger, MLFlowLogger, TensorBoardLogger
 
 from rwkv.io.atomic import write_file
+from rwkv.io.json_types import JsonObject
 
 RECORD = "mlflow.json"                   # in a run's directory: its MLflow run id and the directory's path
 
@@ -51,7 +53,7 @@ class MLflow(MLFlowLogger):
                     "tags": {"group": filed.group} if filed.group else None}
         super().__init__(**settings | arguments)
 
-    def log_hyperparams(self, params: Any, *more: Any, **named: Any) -> None:
+    def log_hyperparams(self, params: JsonObject | Namespace, *more: object, **named: object) -> None:
         """Logs them once: MLflow rejects changes."""
         if self._continues is not None:
             self.experiment.set_terminated(self.run_id, "RUNNING")
@@ -69,7 +71,7 @@ class Trackio(Logger):
 
         super().__init__()
         self._trackio = trackio
-        self._arguments: dict[str, Any] = {
+        self._arguments: JsonObject = {
             "project": filed.project or filed.default_project, "name": filed.name, "group": filed.group, "embed": False,
             "resume": "allow" if filed.continued else "never"} | arguments
         self._run: Any = None
@@ -82,7 +84,7 @@ class Trackio(Logger):
     def version(self) -> str:
         return str(self._arguments["name"])
 
-    def log_hyperparams(self, params: Any, *more: Any, **named: Any) -> None:
+    def log_hyperparams(self, params: JsonObject | Namespace, *more: object, **named: object) -> None:
         with redirect_stdout(sys.stderr):                # it prints status messages
             self._run = self._trackio.init(config=params, **self._arguments)
 

@@ -146,7 +146,7 @@ def caches_weights(config: TrainerConfig) -> bool:
     return config.strategy != "fsdp" and not config.compile and not config.optim_in_backward
 
 
-def _compiled(forward: Callable[..., Any]) -> Callable[..., Any]:
+def _compiled(forward: Callable[..., object]) -> Callable[..., object]:
     """Calls the compiled `forward` only with gradients: without, torch 2.13 cannot trace autograd.Function."""
     compiled = torch.compile(forward)
     return lambda *inputs: (compiled if torch.is_grad_enabled() else forward)(*inputs)

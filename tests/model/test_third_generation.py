@@ -1,7 +1,7 @@
 """A third generation is a folder in rwkv/model, its operator's folder in kernels/ and its file in rwkv/checkpoint.
 
 The toy in third_generation/ has formulas alone: no fused forms, no decoding step, no C. Beside the program's own files, none of
-which is changed, it trains, resumes, samples, is saved, converted and loaded.
+which is changed, it trains, resumes, samples, is compared with its reference, saved, converted and loaded.
 """
 
 import subprocess
@@ -16,7 +16,7 @@ TOY = Path(__file__).parent / "third_generation"
 RUN = (*SMALL, "logger=csv", "model.generation=rwkv9", "model.n_embd=16", "model.ctx_len=16", "optim.lr=1e-2",
        "optim.schedule=constant", "trainer.val_every=6", "trainer.checkpoint_every=2")
 DRIVER = f"""
-import sys
+import json, sys
 from pathlib import Path
 sys.path[:0] = [".", {str(TESTS)!r}]
 import pytest, torch
@@ -29,8 +29,12 @@ run = lambda program, *arguments: status_of(patch, program, *arguments) == 0 or 
 run("train", *{RUN!r}, "trainer.max_steps=6", "out_dir=whole")
 run("train", *{RUN!r}, "trainer.max_steps=4", "out_dir=stopped")
 run("train", "resume=auto", "out_dir=stopped", "trainer.max_steps=6")
+run("train", *{RUN!r}, "kernel=reference", "trainer.probe=true", "trainer.max_steps=3", "out_dir=checked")
 print("SAMPLE")
 run("generate", "checkpoint=whole", "prompt=line", "max_new_tokens=12", "seed=1", "stop=[]")
+
+probed = json.loads(Path("checked", "kernel.json").read_text())
+assert probed["wrong"] is None and probed["errors"]["end"]["layers"][1]["errors"]["grad decay"]["err_ratio"] < 1e-5
 
 models = {{}}
 for name in ("stopped", "a.safetensors", "a.pth", "directory"):

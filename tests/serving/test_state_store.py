@@ -24,7 +24,7 @@ from rwkv.errors import UserError
 from rwkv.generation.engine import Engine, generate, generate_batch
 from rwkv.generation.prefill import prefill
 from rwkv.generation.request import Request
-from rwkv.generation.states import CHECKSUM, StateForm, load_context, metadata_of, save_context
+from rwkv.generation.states import CHECKSUM, StateForm, checksum, load_context, metadata_of, save_context
 from rwkv.generation.stopping import StoppingCriteria
 from rwkv.pretrained import RWKV
 from rwkv.serving.http.errors import ApiError
@@ -145,24 +145,26 @@ def test_a_file_comes_back_and_one_of_generate_is_taken(api: httpx.Client, model
         assert completed(api, state=each["id"], prompt=" a")["choices"][0]["text"] == text_after(model, "once upon a")
 
 
-def unchecked(content: bytes) -> dict[str, str]:
-    """The metadata of a state file without the checksum, so that the content can be changed."""
-    return {name: value for name, value in metadata_of(content).items() if name != CHECKSUM}
+def state_file(tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> bytes:
+    """A state file with this content and its checksum."""
+    return save(tensors, metadata | {CHECKSUM: checksum(tensors, metadata)})
 
 
 def test_other_files_are_refused_in_a_sentence(api: httpx.Client, model: RWKV, tmp_path: Path) -> None:
     content = api.get(f"/states/{made(api, prompt='a')['id']}/content").content
     other = small_model("reference", vocab_size=256, n_embd=32, seed=1)
     save_context(tmp_path / "other.safetensors", prefill(other, torch.tensor([[1]])), other, BYTES)
-    tensors, metadata = load(content), unchecked(content)
-    changed = save({**tensors, "logits": torch.zeros_like(tensors["logits"])}, metadata_of(content))
+    tensors, metadata = load(content), metadata_of(content)
+    changed = save({**tensors, "logits": torch.zeros_like(tensors["logits"])}, metadata)
     broken = [*BODIES, b"x" * 100, content[:-1], content[:50], (tmp_path / "other.safetensors").read_bytes(), changed,
-              save(tensors, {**metadata, "timemix-serve": json.dumps({"turn": dict.fromkeys(TURN, "nobody")})}),
-              save({**tensors, "logits": tensors["logits"] * torch.nan}, metadata), save({"a": torch.ones(1)}, metadata),
-              save(tensors, {**metadata, "last_ids": "[300]"}), save(tensors, {**metadata, "timemix-serve": '{"turn": 3}'}),
-              save(tensors, {**metadata, "timemix-serve": '{"tokens": -1}'}),
-              save(tensors, {**metadata, "timemix-serve": "[]"}),
-              save({name: tensor.long() for name, tensor in tensors.items()}, metadata)]
+              state_file(tensors, {**metadata, "timemix-serve": json.dumps({"turn": dict.fromkeys(TURN, "nobody")})}),
+              state_file({**tensors, "logits": tensors["logits"] * torch.nan}, metadata),
+              state_file({"a": torch.ones(1)}, metadata),
+              state_file(tensors, {**metadata, "last_ids": "[300]"}),
+              state_file(tensors, {**metadata, "timemix-serve": '{"turn": 3}'}),
+              state_file(tensors, {**metadata, "timemix-serve": '{"tokens": -1}'}),
+              state_file(tensors, {**metadata, "timemix-serve": "[]"}),
+              state_file({name: tensor.long() for name, tensor in tensors.items()}, metadata)]
     for each in broken:
         refused(api.post("/states", content=each, headers=FILE))
     assert "another model" in api.post("/states", content=broken[len(BODIES) + 3], headers=FILE).json()["error"]["message"]
@@ -174,7 +176,7 @@ def test_other_files_are_refused_in_a_sentence(api: httpx.Client, model: RWKV, t
 def test_numbers_at_the_limit_of_float32_end_nothing(api: httpx.Client, size: float) -> None:
     content = api.get(f"/states/{made(api, prompt='a')['id']}/content").content
     tensors = {name: torch.full_like(tensor, size) for name, tensor in load(content).items()}
-    state = ok(api.post("/states", content=save(tensors, unchecked(content)), headers=FILE))["id"]
+    state = ok(api.post("/states", content=state_file(tensors, metadata_of(content)), headers=FILE))["id"]
     for options in ({}, {"temperature": 0}, {"top_k": 5, "temperature": 2}, {"logprobs": 2, "presence_penalty": 1},
                     {"save_state": True}, {"prompt": "", "save_state": True, "max_tokens": 0}, {"stream": True}):
         assert api.post("/completions", json={"prompt": "a", "state": state, "max_tokens": 5, **options}).status_code < 500

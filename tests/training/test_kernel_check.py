@@ -9,7 +9,8 @@ from stubs import selectable_stub
 from kernels.select import select
 from kernels.timex import conv1d
 from kernels.wkv4 import cases
-from rwkv.training.kernel_check import check
+from rwkv.errors import UserError
+from rwkv.training.kernel_check import PARTS, check
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -39,6 +40,13 @@ def test_a_kernel_whose_threads_race_is_named(spoilt: str) -> None:
         assert len(shapes) == 2 * calls
         assert (said is None) == (spoilt == "nothing")
         assert said is None or f"kernel={name} is wrong: in {1 + (spoilt == 'the last block')} of 2 runs" in said
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_an_operator_whose_cases_lack_a_part_is_named(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(cases, part)
+    with pytest.raises(UserError, match=rf"wkv4/cases\.py must define {part} "):
+        check(select("wkv4", "reference"), "wkv4", torch.device("cpu"), torch.float32)
 
 
 def shapes_of_a_run() -> list[torch.Size]:

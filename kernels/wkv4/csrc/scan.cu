@@ -21,7 +21,7 @@ constexpr float LN_2 = 0.6931471805599453f, LN_2_HIGH = 0.693359375f, LN_2_LOW =
 
 struct Power { float m; int n; };
 struct State { float a, b; int P; };
-struct Shares { float kept, added; int P; };
+struct Scales { float state, input; int P; };   // of the decayed state and of the new term; P after the step
 struct Gradient { float a, b; };
 struct Sum { Gradient own; float through; };    // a segment's gradient, and the factor of the gradient after it
 
@@ -56,15 +56,15 @@ static __device__ double decay_exponent(float time_decay) {
     return -exp(time_decay > FASTEST_DECAY ? FASTEST_DECAY : double(time_decay));
 }
 
-// The decayed state and the new term, relative to the scale after the step
-static __device__ __forceinline__ Shares shares(Power decay, int P, float m, int n) {
+// The factors of the previous state and of a new term m 2^n, relative to 2^P after the step
+static __device__ __forceinline__ Scales scales(Power decay, int P, float m, int n) {
     const int lead = n - (P + decay.n), up = max(lead, 0);
     return {decay.m * pow2(-min(up, 127)), m * pow2(max(lead - up, -127)), P + decay.n + up};
 }
 
 static __device__ __forceinline__ State after(State before, Power decay, State sum) {
-    const Shares s = shares(decay, before.P, 1.0f, sum.P);
-    return {s.kept * before.a + s.added * sum.a, s.kept * before.b + s.added * sum.b, s.P};
+    const Scales scale = scales(decay, before.P, 1.0f, sum.P);
+    return {scale.state * before.a + scale.input * sum.a, scale.state * before.b + scale.input * sum.b, scale.P};
 }
 
 static __device__ __forceinline__ Gradient before(Sum sum, Gradient after) {
@@ -170,8 +170,8 @@ struct Segment {
         State s = {0.0f, 0.0f, -2147483647 - 1};
         forwards(length, [&](int i) { s.P = max(s.P, n[i] + (length - 1 - i) * decay.n); });
         forwards(length, [&](int i) {
-            const float share = m[i] * pow2(max(n[i] + (length - 1 - i) * decay.n - s.P, -127));
-            s.a = s.a * decay.m + share * v[i], s.b = s.b * decay.m + share;
+            const float scale = m[i] * pow2(max(n[i] + (length - 1 - i) * decay.n - s.P, -127));
+            s.a = s.a * decay.m + scale * v[i], s.b = s.b * decay.m + scale;
         });
         return s;
     }
@@ -187,7 +187,7 @@ static __device__ __forceinline__ State before(int segment, State s, const State
     return s;
 }
 
-static __device__ __forceinline__ float share_now(Power bonus, int P, float m, int n) {
+static __device__ __forceinline__ float current_scale(Power bonus, int P, float m, int n) {
     return bonus.m * m * pow2(min(max(bonus.n + n - P, -64), 64));
 }
 
@@ -233,10 +233,10 @@ static __device__ __forceinline__ State scan(const Place& place, const float* ti
         if (OUTPUT) {
             Number* const y_own = y + at;
             forwards(length, [&](int i) {
-                const float now = share_now(bonus, state.P, own.m[i], own.n[i]);
+                const float now = current_scale(bonus, state.P, own.m[i], own.n[i]);
                 write(y_own + i * C, (state.a + now * own.v[i]) * reciprocal(state.b + now));
-                const Shares s = shares(decay, state.P, own.m[i], own.n[i]);
-                state = {s.kept * state.a + s.added * own.v[i], s.kept * state.b + s.added, s.P};
+                const Scales scale = scales(decay, state.P, own.m[i], own.n[i]);
+                state = {scale.state * state.a + scale.input * own.v[i], scale.state * state.b + scale.input, scale.P};
             });
         }
     }
@@ -271,7 +271,7 @@ scan_states(const float* __restrict__ time_decay, const float* __restrict__ time
 // Forward pass of a segment: saves values for the backward pass and sums the terms that do not depend on the gradient after it.
 // da and db are the derivatives of a and b with respect to w within the segment.
 struct Replay {
-    float added[STEPS], kept[STEPS], grad_num[STEPS], grad_den[STEPS];
+    float input_scale[STEPS], state_scale[STEPS], grad_num[STEPS], grad_den[STEPS];
     float da, db, grad_w, grad_u;
     Gradient own;
     int P;
@@ -280,7 +280,7 @@ struct Replay {
                                             int length, float* by_k, float* by_v) {
         float through = 1.0f;
         forwards(length, [&](int i) {
-            const float m = segment.m[i], v = segment.v[i], now = share_now(bonus, s.P, m, segment.n[i]);
+            const float m = segment.m[i], v = segment.v[i], now = current_scale(bonus, s.P, m, segment.n[i]);
             const float over = reciprocal(s.b + now), y = (s.a + now * v) * over, g = grad_y[i] * over, here = now * g;
             const float gain = over * (v * s.b - s.a);                  // v - y, exact where this step dominates y
             by_v[i * THREADS] = here, by_k[i * THREADS] = here * gain;
@@ -288,12 +288,12 @@ struct Replay {
             own.a += through * g, own.b -= through * (g * y);
             grad_u += here * gain;
             grad_w += g * (da - y * db);
-            const Shares share = shares(decay, s.P, m, segment.n[i]);
-            const float a = share.kept * s.a, b = share.kept * s.b;
-            kept[i] = share.kept, added[i] = share.added;
-            through *= share.kept;
-            da = share.kept * da + a, db = share.kept * db + b;
-            s = {a + share.added * v, b + share.added, share.P};
+            const Scales scale = scales(decay, s.P, m, segment.n[i]);
+            const float a = scale.state * s.a, b = scale.state * s.b;
+            state_scale[i] = scale.state, input_scale[i] = scale.input;
+            through *= scale.state;
+            da = scale.state * da + a, db = scale.state * db + b;
+            s = {a + scale.input * v, b + scale.input, scale.P};
         });
         P = s.P;
     }
@@ -350,9 +350,9 @@ scan_backward(const float* __restrict__ time_decay, const float* __restrict__ ti
         grad_u += replay.grad_u;
         grad_w += replay.grad_w + A * replay.da + B * replay.db;
         backwards(length, [&](int i) {
-            write(grad_k_own + i * C, by_k[i][thread] + replay.added[i] * (A * number(v_own + i * C) + B));
-            write(grad_v_own + i * C, by_v[i][thread] + replay.added[i] * A);
-            A = replay.kept[i] * A + replay.grad_num[i], B = replay.kept[i] * B - replay.grad_den[i];
+            write(grad_k_own + i * C, by_k[i][thread] + replay.input_scale[i] * (A * number(v_own + i * C) + B));
+            write(grad_v_own + i * C, by_v[i][thread] + replay.input_scale[i] * A);
+            A = replay.state_scale[i] * A + replay.grad_num[i], B = replay.state_scale[i] * B - replay.grad_den[i];
         });
     }
     sums[warp][lane] = {grad_w, grad_u, 0};

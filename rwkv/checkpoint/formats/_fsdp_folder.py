@@ -13,7 +13,7 @@ import warnings
 import zlib
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -24,6 +24,9 @@ from rwkv.checkpoint.location import COMPLETE, is_sharded
 from rwkv.checkpoint.stored import Stored
 from rwkv.errors import CheckpointError
 from rwkv.io.atomic import write_file
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint import HuggingFaceStorageReader
 
 REST = "rest.pt"
 SHARDED = "sharded"                      # key in the rest
@@ -72,7 +75,7 @@ def read_rest(folder: Path) -> Dictionary:
     return _torch_file.load(folder / REST)
 
 
-def open_shards(folder: Path) -> Any:
+def open_shards(folder: Path) -> "HuggingFaceStorageReader":
     """torch's reader, with the headers of the files already read."""
     from torch.distributed.checkpoint import HuggingFaceStorageReader
 
@@ -88,7 +91,7 @@ def sizes(reader: Any) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
             for name, each in reader.read_metadata().state_dict_metadata.items()}
 
 
-def fill(reader: Any, tensors: Mapping[str, Tensor]) -> None:
+def fill(reader: "HuggingFaceStorageReader", tensors: Mapping[str, Tensor]) -> None:
     """Reads into these tensors, by name_of their places: whole tensors, or DTensors, which read this process's part only."""
     from torch.distributed import checkpoint
 
@@ -136,7 +139,7 @@ def read_whole(folder: Path) -> Dictionary:
     return read(folder, lambda place, shape, dtype: torch.empty(shape, dtype=dtype))
 
 
-def value_at(content: Any, place: Place) -> Any:
+def value_at(content: Dictionary, place: Place) -> Any:
     for key in place:
         content = content[key]
     return content

@@ -27,6 +27,7 @@ from kernels.matvec import FORMS, GROUP, TOGETHER, Int4, Int8, Packed
 from rwkv.checkpoint.content import Outgoing, PackedMatrix
 from rwkv.checkpoint.stored import Stored
 from rwkv.errors import CheckpointError, UserError
+from rwkv.io.json_types import JsonObject
 from rwkv.model.base import generation, is_linear_weight
 
 VERSION = 2                              # in our entry; 1: int4 as groups, without a version
@@ -107,7 +108,7 @@ def _transposed(tensor: Stored) -> Stored:
     return replace(tensor.transposed(), name=tensor.name.removesuffix(BY_INPUT), by_input=True)
 
 
-def require_known_version(path: Path, entry: dict[str, Any] | None) -> None:
+def require_known_version(path: Path, entry: JsonObject | None) -> None:
     version = ((entry or {}).get("packed") or {}).get("version", 1)
     if version not in range(1, VERSION + 1):
         raise CheckpointError(f"{path} has packed matrices of version {version}, and this program reads 1 to {VERSION}: was it "

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeGuard
 
 from rwkv.errors import UserError
+from rwkv.io.json_types import JsonMapping
 
 # The keys under which a schema holds other schemas: in a mapping, in a list, or a single schema.
 BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
@@ -21,7 +22,7 @@ TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
 MAX_VALUES = 100_000                     # values in a schema
 CONTROL = re.compile("[\x00-\x1f\x7f]")
 
-Schema = Mapping[str, Any]
+Schema = JsonMapping
 Place = tuple[str | int, ...]
 
 

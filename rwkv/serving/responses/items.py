@@ -4,7 +4,7 @@ import secrets
 from collections.abc import Mapping
 from typing import Any
 
-from rwkv.io.json_types import JsonObject
+from rwkv.io.json_types import JsonMapping, JsonObject
 from rwkv.serving.http.errors import ApiError
 
 TEXTS = ("input_text", "output_text", "text", "refusal")         # types of content that are text
@@ -52,7 +52,7 @@ def _input_item(item: JsonObject, where: str) -> JsonObject:
                    "unsupported_parameter")
 
 
-def _id(item: Mapping[str, Any], kind: str) -> str:
+def _id(item: JsonMapping, kind: str) -> str:
     item_id = item.get("id")
     return item_id if isinstance(item_id, str) and 0 < len(item_id) <= 64 else f"{kind}_{secrets.token_hex(16)}"
 

@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import lightning
 import torch
@@ -27,6 +27,7 @@ from rwkv.distributed import log, rank
 from rwkv.errors import UserError
 from rwkv.evaluation import TextScore, count_tokens, score_text
 from rwkv.io.atomic import write_file
+from rwkv.io.json_types import JsonObject, StateDict
 from rwkv.io.lines import counted, labelled
 from rwkv.model.base import Model
 from rwkv.model.lora import chosen
@@ -59,10 +60,10 @@ class BeforeAfter(Callback):
         self.answers: dict[str, list[str]] = {}          # "before" and "after", one per prompt
         self._exclude = exclude
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         return {"guard": self.guard_sha256, "before": self.before, "after": self.after, "answers": self.answers}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: StateDict) -> None:
         """Raises UserError if the text of tune.guard has changed since the run started."""
         if state_dict["guard"] != self.guard_sha256:
             raise UserError(f"the text of tune.guard={self.config.tune.guard} has changed since the run started, so its losses "
@@ -152,7 +153,7 @@ class BeforeAfter(Callback):
                    **{when: losses for when, losses in measured.items() if losses}, "samples": samples}
         write_file(self.path, lambda file: file.write(json.dumps(content, ensure_ascii=False).encode()))
 
-    def _tuned(self, model: Model) -> dict[str, Any]:
+    def _tuned(self, model: Model) -> JsonObject:
         """The tuning method, the base model, and the number of trained values."""
         tune = self.config.tune
         trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)

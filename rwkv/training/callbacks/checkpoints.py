@@ -18,13 +18,14 @@ import sys
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import lightning
 import numpy as np
 import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins.io import TorchCheckpointIO
+from lightning.pytorch.utilities.types import STEP_OUTPUT
 
 from rwkv.checkpoint.files import Checkpoint, read_checkpoint
 from rwkv.checkpoint.formats import _fsdp_folder, _torch_file
@@ -33,6 +34,7 @@ from rwkv.data.loaders import worker_error
 from rwkv.distributed import all_gather, rank
 from rwkv.errors import CheckpointError, UnreadableError, UserError
 from rwkv.io.atomic import remove, replace_folder, replaced_by, write_file
+from rwkv.io.json_types import StateDict
 from rwkv.training.callbacks.divergence import Divergence
 from rwkv.training.sharding.saving import unwritable
 from rwkv.training.sharding.strategy import Sharded
@@ -47,23 +49,23 @@ VALIDATION = "epoch_loop.val_loop.batch_progress"
 class VerifiedFiles(TorchCheckpointIO):
     """Lightning's checkpoint I/O with atomic, verified writes."""
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+    def save_checkpoint(self, checkpoint: StateDict, path: str | Path, storage_options: object = None) -> None:
         """Raises UserError if the disk is full or the written file cannot be read back."""
-        path = Path(path)
-        is_folder = path.is_dir()        # from earlier processes with trainer=fsdp
+        target = Path(path)
+        is_folder = target.is_dir()      # from earlier processes with trainer=fsdp
         try:
             if is_folder:
-                path.rename(replaced_by(path))
-            write_file(path, lambda file: _write_and_verify(checkpoint, file))
+                target.rename(replaced_by(target))
+            write_file(target, lambda file: _write_and_verify(checkpoint, file))
             if is_folder:
-                remove(replaced_by(path))
+                remove(replaced_by(target))
         except (OSError, RuntimeError, CheckpointError) as error:        # torch turns a full disk into a RuntimeError
-            raise worker_error(error) or unwritable(path, error) from None
+            raise worker_error(error) or unwritable(target, error) from None
 
-    def load_checkpoint(self, path: Any, *arguments: Any, **options: Any) -> dict[str, Any]:
+    def load_checkpoint(self, path: str | Path, *arguments: Any, **options: Any) -> StateDict:
         if Path(path).is_dir():
             return _fsdp_folder.read_whole(Path(path))
-        loaded: dict[str, Any] = super().load_checkpoint(path, *arguments, **options)
+        loaded: StateDict = super().load_checkpoint(path, *arguments, **options)
         return loaded
 
 
@@ -83,10 +85,10 @@ class Checkpoints(Callback):
     _validating: bool = False
     _saved: tuple[int, bool] = (0, True)         # the step of last.ckpt, and whether its validation had ended
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         return {"best": self.best}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: StateDict) -> None:
         self.best = state_dict["best"]
 
     def setup(self, trainer: lightning.Trainer, *_: object, **__: object) -> None:
@@ -96,7 +98,8 @@ class Checkpoints(Callback):
     def on_train_start(self, trainer: lightning.Trainer, *_: object) -> None:
         self._saved = (trainer.global_step, False)       # saved again only after a repeated validation
 
-    def on_train_batch_end(self, trainer: lightning.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, outputs: STEP_OUTPUT,
+                           batch: object, batch_idx: int) -> None:
         step = trainer.global_step
         if (batch_idx + 1) % trainer.accumulate_grad_batches:
             return
@@ -122,13 +125,15 @@ class Checkpoints(Callback):
         if step % self.every == 0 or step >= trainer.max_steps:
             self.save_last(trainer)
 
-    def on_save_checkpoint(self, trainer: lightning.Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+    def on_save_checkpoint(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule,
+                           checkpoint: StateDict) -> None:
         """Makes an unfinished validation restart from its first batch; Lightning would continue in the middle."""
         started = int(self._validating)
         progress = {"ready": started, "started": started, "processed": 0, "completed": 0}
         checkpoint["loops"]["fit_loop"][VALIDATION] = {"total": progress, "current": dict(progress), "is_last_batch": False}
 
-    def on_load_checkpoint(self, trainer: lightning.Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+    def on_load_checkpoint(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule,
+                           checkpoint: StateDict) -> None:
         """Recomputes from the run's current length whether the last batch ends Lightning's epoch, which is the whole run.
 
         A finished run may have been extended. Lightning would then start another epoch from the beginning of the data.
@@ -172,12 +177,12 @@ class RandomState(Callback):
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
-        self._loaded: list[dict[str, Any]] = []
+        self._loaded: list[StateDict] = []
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         return {"ranks": all_gather(_random_state())}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: StateDict) -> None:
         self._loaded = state_dict["ranks"]
 
     def on_train_start(self, trainer: lightning.Trainer, *_: object) -> None:
@@ -262,14 +267,14 @@ def _name(age: int) -> str:
     return f"last-{age}.ckpt" if age else LAST.name
 
 
-def _write_and_verify(checkpoint: dict[str, Any], file: Any) -> None:
+def _write_and_verify(checkpoint: StateDict, file: BinaryIO) -> None:
     """Writes the checkpoint and reads it back: all checksums must match, and loading must execute no code."""
     torch.save(checkpoint, file)
     file.flush()
     _torch_file.load(Path(file.name))
 
 
-def _random_state() -> dict[str, Any]:
+def _random_state() -> StateDict:
     """The generators' states in plain containers, loadable with weights_only=True."""
     kind, keys, *rest = np.random.get_state(legacy=True)
     state = {"torch": torch.get_rng_state(), "python": random.getstate(), "numpy": (kind, np.asarray(keys).tolist(), *rest)}
@@ -282,7 +287,7 @@ def _seed(seed: int) -> None:
     np.random.seed(seed)
 
 
-def _set_random_state(state: dict[str, Any]) -> None:
+def _set_random_state(state: StateDict) -> None:
     torch.set_rng_state(state["torch"])
     random.setstate(state["python"])
     kind, keys, *rest = state["numpy"]

@@ -1,13 +1,14 @@
 """Stops a run in all processes before a non-finite loss or weight reaches a checkpoint."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import lightning
 import torch
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
 
 from rwkv.distributed import all_sum
@@ -31,7 +32,9 @@ class Divergence(Callback):
     def on_train_batch_start(self, trainer: lightning.Trainer, *_: object) -> None:
         self._lr = trainer.optimizers[0].param_groups[0]["lr"]
 
-    def on_train_batch_end(self, trainer: lightning.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, outputs: STEP_OUTPUT,
+                           batch: object, batch_idx: int) -> None:
+        assert isinstance(outputs, Mapping)
         loss: Tensor = self._loss + outputs["loss"].detach()
         self._loss = loss
         if (batch_idx + 1) % trainer.accumulate_grad_batches:

@@ -2,10 +2,10 @@
 
 import signal
 from contextlib import suppress
-from typing import Any
 
 import lightning
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.utilities.types import STEP_OUTPUT
 
 from rwkv.distributed import log
 from rwkv.io.signals import StopRequest
@@ -26,7 +26,8 @@ class StopCleanly(Callback):
     def on_train_start(self, *_: object) -> None:
         self._stop.install()
 
-    def on_train_batch_end(self, trainer: lightning.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, outputs: STEP_OUTPUT,
+                           batch: object, batch_idx: int) -> None:
         between_steps = (batch_idx + 1) % trainer.accumulate_grad_batches == 0
         if between_steps and not self.checkpoints.validation_follows(trainer):
             self._stop_if_requested(trainer)
@@ -37,7 +38,7 @@ class StopCleanly(Callback):
     def on_validation_batch_end(self, trainer: lightning.Trainer, *_: object) -> None:
         self._stop_if_requested(trainer)
 
-    def teardown(self, trainer: lightning.Trainer, pl_module: Any, stage: str) -> None:
+    def teardown(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, stage: str) -> None:
         self._stop.restore()
 
     def _stop_if_requested(self, trainer: lightning.Trainer) -> None:

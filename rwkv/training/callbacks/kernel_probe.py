@@ -24,6 +24,7 @@ from typing import Any, cast
 import lightning
 import torch
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
 from tqdm import tqdm
 
@@ -33,18 +34,21 @@ from rwkv.config import TrainerConfig
 from rwkv.data.segments import Segments
 from rwkv.distributed import rank
 from rwkv.io.atomic import write_file
+from rwkv.io.json_types import JsonObject
 from rwkv.io.lines import labelled
 from rwkv.report.reading import KERNEL, read_mapping
 from rwkv.training.kernel_check import sentence
-from rwkv.training.task import LanguageModel
+from rwkv.training.task import LanguageModel, TrainingBatch
 
 START = 2                                # the step, from 0, at which errors are measured first
 WARM_UP = 20                             # steps before the first timed one, at most a fifth of the run
 SAMPLES = 100                            # timed steps, roughly
-Operator = Callable[..., tuple[Tensor, Any]]     # operator(inputs ..., state) -> (y, state)
+Mark = float | torch.cuda.Event          # a timestamp
+LayerState = tuple[Tensor, ...] | Tensor          # of the operator
+Call = Callable[..., tuple[Tensor, LayerState]]          # operator(inputs ..., state) -> (y, state)
 
 
-def mark(device: str) -> Any:
+def mark(device: str) -> Mark:
     """A timestamp: on a CPU a time; on a GPU an event of the current stream, recorded without synchronising."""
     if device != "cuda":
         return time.perf_counter()
@@ -53,10 +57,12 @@ def mark(device: str) -> Any:
     return event
 
 
-def milliseconds(begin: Any, end: Any) -> float:
+def milliseconds(begin: Mark, end: Mark) -> float:
     """The time between two timestamps. On a GPU it synchronises, so it is called after training."""
     if isinstance(begin, float):
+        assert isinstance(end, float)
         return 1000 * (end - begin)
+    assert isinstance(end, torch.cuda.Event)
     end.synchronize()
     return float(begin.elapsed_time(end))
 
@@ -67,7 +73,7 @@ class Sample:
     def __init__(self, step: int, device: str) -> None:
         self.step = step
         self.device = device
-        self.spans: dict[str, list[tuple[Any, Any]]] = {"ms": [], "forward_ms": [], "backward_ms": []}
+        self.spans: dict[str, list[tuple[Mark, Mark]]] = {"ms": [], "forward_ms": [], "backward_ms": []}
         self.begin = mark(device)
 
     def end(self) -> None:
@@ -76,12 +82,12 @@ class Sample:
     def as_row(self) -> dict[str, float]:
         return {"step": self.step} | {name: sum(milliseconds(*span) for span in spans) for name, spans in self.spans.items()}
 
-    def timed(self, operator: Operator, *inputs: Any) -> tuple[Tensor, Any]:
+    def timed(self, operator: Call, *inputs: object) -> tuple[Tensor, LayerState]:
         begin = mark(self.device)
         y, state = operator(*inputs)
         self.spans["forward_ms"].append((begin, mark(self.device)))
         if y.grad_fn is not None:
-            begins: list[Any] = []
+            begins: list[Mark] = []
             y.grad_fn.register_prehook(lambda *_: begins.append(mark(self.device)))
             y.grad_fn.register_hook(lambda *_: self.spans["backward_ms"].append((begins.pop(), mark(self.device))))
         return y, state
@@ -93,14 +99,14 @@ class Record:
     grads: the inputs' gradients; empty without any.
     """
 
-    def __init__(self, operator: Operator) -> None:
+    def __init__(self, operator: Call) -> None:
         self.operator = operator
         self.inputs: dict[str, Tensor] = {}
-        self.state: Any = None
+        self.state: LayerState | None = None
         self.y = self.grad_y = torch.empty(0)
         self.grads: tuple[Tensor, ...] = ()
 
-    def __call__(self, *inputs: Any) -> tuple[Tensor, Any]:
+    def __call__(self, *inputs: object) -> tuple[Tensor, LayerState]:
         y, state = self.operator(*inputs)
         arguments = dict(inspect.signature(self.operator).bind(*inputs).arguments)
         self.state = arguments.pop("state", None)
@@ -133,17 +139,18 @@ class Record:
         return {name: [float(tensor.min()), float(tensor.max())] for name, tensor in self.inputs.items()}
 
 
-def _double(state: Any) -> Any:
+def _double(state: LayerState | None) -> LayerState | None:
     """A state in float64: a tensor, a named tuple of tensors, or None."""
     if state is None or isinstance(state, Tensor):
         return state if state is None else state.detach().double()
-    return type(state)(*map(_double, state))
+    named_tuple: Callable[..., LayerState] = type(state)
+    return named_tuple(*(part.detach().double() for part in state))
 
 
 class Wrapped:
     """Replaces each layer's operator by wrap(operator, layer) until restore()."""
 
-    def __init__(self, pl_module: lightning.LightningModule, wrap: Callable[[Operator, int], Operator]) -> None:
+    def __init__(self, pl_module: lightning.LightningModule, wrap: Callable[[Call, int], Call]) -> None:
         self._mixers = _time_mixers(pl_module)
         self._operators = [mixer.wkv for mixer in self._mixers]
         for layer, mixer in enumerate(self._mixers):
@@ -164,7 +171,7 @@ class Probe(Callback):
                  kernel_error: str | None) -> None:
         self.path = out_dir / KERNEL
         self.options = options
-        self.measured: dict[str, Any] = {}       # the content of kernel.json
+        self.measured: JsonObject = {}           # the content of kernel.json
         self._exclude = exclude
         self._kernel_error = kernel_error
         self._disabled = _why_disabled(options)  # why; None if the probe is on
@@ -173,7 +180,7 @@ class Probe(Callback):
         self._samples: list[Sample] = []
         self._sample: Sample | None = None       # of the current step
         self._wrapped: Wrapped | None = None
-        self._batch: Any = None
+        self._batch: TrainingBatch | None = None
 
     def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
         self._first_step = trainer.global_step
@@ -188,7 +195,8 @@ class Probe(Callback):
             "finished": False}
         self._write()
 
-    def on_train_batch_start(self, trainer: lightning.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, batch: TrainingBatch,
+                             batch_idx: int) -> None:
         if rank() > 0 or self._disabled:
             return
         self._batch = batch
@@ -206,7 +214,8 @@ class Probe(Callback):
             sample = self._sample
             self._wrapped = Wrapped(pl_module, lambda operator, layer: partial(sample.timed, operator))
 
-    def on_train_batch_end(self, trainer: lightning.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, outputs: STEP_OUTPUT,
+                           batch: object, batch_idx: int) -> None:
         if self._sample is not None and (batch_idx + 1) % self.options.accumulate == 0:
             self._sample.end()
             self._samples.append(self._sample)
@@ -224,7 +233,7 @@ class Probe(Callback):
     def teardown(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, stage: str) -> None:
         self._finish()
 
-    def _warn(self, measured: dict[str, Any]) -> None:
+    def _warn(self, measured: JsonObject) -> None:
         """A line above the progress bar if the kernel is wrong on the run's own data."""
         largest: dict[str, float] = {}
         for layer in measured["layers"]:
@@ -257,7 +266,7 @@ class Probe(Callback):
             write_file(self.path, lambda file: file.write(json.dumps(self.measured).encode()))
 
 
-def measure_errors(trainer: lightning.Trainer, pl_module: lightning.LightningModule, batch: Any) -> dict[str, Any]:
+def measure_errors(trainer: lightning.Trainer, pl_module: lightning.LightningModule, batch: TrainingBatch) -> JsonObject:
     """The operator's errors and the ranges of its inputs in each layer, measured in a pass over half of the batch."""
     task = cast(LanguageModel, pl_module)
     records = [Record(mixer.wkv) for mixer in _time_mixers(task)]
@@ -272,11 +281,11 @@ def measure_errors(trainer: lightning.Trainer, pl_module: lightning.LightningMod
         wrapped.restore()
     dtype = records[0].y.dtype
     return {"step": trainer.global_step, "dtype": str(dtype).removeprefix("torch."),
-            "allowed": tolerance(records[0].operator, dtype),
+            "allowed": tolerance(task.model.operator, dtype),
             "layers": [{"errors": record.errors(), "ranges": record.ranges()} for record in records]}
 
 
-def _half(batch: Any) -> tuple[Tensor, Tensor]:
+def _half(batch: TrainingBatch) -> tuple[Tensor, Tensor]:
     """The first half of a batch's rows; with segments (B,K,T), their first segments."""
     x, y = (batch.x[:, 0], batch.y[:, 0]) if isinstance(batch, Segments) else batch[:2]
     rows = max(1, len(x) // 2)

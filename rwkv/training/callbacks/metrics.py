@@ -6,19 +6,21 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import lightning
 import torch
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
 
 from rwkv.distributed import all_gather, all_sum, log, rank, world_size
+from rwkv.io.json_types import StateDict
 from rwkv.io.lines import counted
 from rwkv.model.base import Model
 from rwkv.training.loggers import norm_names
 from rwkv.training.sharding.strategy import total_norm
-from rwkv.training.task import LanguageModel
+from rwkv.training.task import LanguageModel, TrainingBatch
 from rwkv.training.tuning.preferences import REWARDS
 
 
@@ -48,12 +50,12 @@ class Metrics(Callback):
     # Sum of their REWARDS (4,), for pairs of answers
     _rewards: Tensor = field(default_factory=lambda: torch.zeros(len(REWARDS)))
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """A collective operation: gathers the sums of all processes."""
         sums = [float(self._loss), *self._rewards.tolist()]
         return {"steps": self._steps, "ranks": all_gather(sums)}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: StateDict) -> None:
         self._steps, ranks = state_dict["steps"], torch.tensor(state_dict["ranks"])
         sums = ranks[rank()] if len(ranks) == world_size() else ranks.mean(0)
         self._loss, self._rewards = float(sums[0]), sums[1:]
@@ -72,7 +74,10 @@ class Metrics(Callback):
     def on_validation_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
         self._start_interval()
 
-    def on_train_batch_end(self, trainer: lightning.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, outputs: STEP_OUTPUT,
+                           batch: TrainingBatch, batch_idx: int) -> None:
+        assert isinstance(outputs, Mapping)
+        task = cast(LanguageModel, pl_module)
         tokens = batch[0].numel() * world_size()
         self._interval_tokens += tokens
         self._interval_unpadded += getattr(batch, "tokens", tokens)
@@ -80,11 +85,11 @@ class Metrics(Callback):
         if (batch_idx + 1) % trainer.accumulate_grad_batches:
             return
         self._steps += 1
-        if pl_module.preferences is not None:
-            self._rewards = self._rewards + pl_module.rewards
+        if task.preferences is not None:
+            self._rewards = self._rewards + task.rewards
         if trainer.global_step % self.log_every == 0:
             self._tokens_per_step = tokens * trainer.accumulate_grad_batches
-            self._log(trainer, pl_module)
+            self._log(trainer, task)
             self._start_interval()
             self._steps, self._loss, self._rewards = 0, 0.0, torch.zeros_like(self._rewards)
 

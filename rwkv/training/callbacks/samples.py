@@ -9,22 +9,24 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import cast
 
 import lightning
 import torch
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.utilities.types import STEP_OUTPUT
 
 from rwkv.config import TrainConfig, TrainerConfig
 from rwkv.distributed import rank
 from rwkv.generation.engine import generate
 from rwkv.io.atomic import append, write_file
+from rwkv.io.json_types import JsonObject
 from rwkv.model.base import Model
 from rwkv.report.reading import SAMPLES, read_samples
 from rwkv.tokenizer.tokenizers import Tokenizer
 from rwkv.training.loggers import log_samples
 
-Row = dict[str, Any]                     # step, prompt, and text, its continuation
+Row = JsonObject                         # step, prompt, and text, its continuation
 
 
 class Samples(Callback):
@@ -52,7 +54,8 @@ class Samples(Callback):
         if rank() == 0:
             write_file(self.path, lambda file: file.writelines(map(_line, self._rows)))
 
-    def on_train_batch_end(self, trainer: lightning.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, outputs: STEP_OUTPUT,
+                           batch: object, batch_idx: int) -> None:
         step = trainer.global_step
         if (batch_idx + 1) % trainer.accumulate_grad_batches:
             return
@@ -60,7 +63,7 @@ class Samples(Callback):
             if pl_module.device.type == "cuda":
                 torch.cuda.synchronize(pl_module.device)         # steps in flight count as training time
             start = time.perf_counter()
-            text = self._text(pl_module.model, step)
+            text = self._text(cast(Model, pl_module.model), step)
             if text is not None:
                 self._rows.append({"step": step, "prompt": self.prompt, "text": text})
                 append(self.path, _line(self._rows[-1]))

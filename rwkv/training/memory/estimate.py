@@ -217,7 +217,7 @@ def _trained_sizes(config: TrainConfig, vocab_size: int) -> list[int]:
         return [math.prod(shape) for shape in generation(config.model).shapes(config.model, vocab_size).values()]
     if tune.method == "state":
         state = generation(config.model).empty_state(config.model, 1, "meta")
-        return [int(state.wkv.numel()) // config.model.n_layer] * config.model.n_layer
+        return [state.named()["wkv"].numel() // config.model.n_layer] * config.model.n_layer
     return [tune.rank * size for shape in _adapted_shapes(config, vocab_size) for size in shape]
 
 

@@ -3,13 +3,14 @@
 In order of cost: first those with identical steps, then other optimisers, fewer rows per step, LoRA, and last more devices.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from rwkv.config import EIGHT_BITS, ORTHOGONAL, TrainConfig
 from rwkv.errors import UserError
+from rwkv.io.json_types import JsonMapping, JsonObject
 from rwkv.training.memory.estimate import Memory, estimate
 
 MAX_DEVICES = 1024                       # largest number tried
@@ -17,7 +18,7 @@ RECOMPUTED = {"trainer.activation_checkpointing": True}
 IN_BACKWARD = {"trainer.optim_in_backward": True, "optim.grad_clip": 0.0}
 ROUNDED = {"optim.name": EIGHT_BITS}
 GROUPS = {"optim.name": "optim", "tune.method": "tune", "trainer.strategy": "trainer"}       # options set by a group file
-Options = Mapping[str, Any]              # dotted key -> value
+Options = JsonMapping                    # dotted key -> value
 
 
 class Remedy(NamedTuple):
@@ -61,7 +62,7 @@ def remedies(config: TrainConfig, vocab_size: int, processes: int, device: str,
 
 def with_keys(config: TrainConfig, options: Options) -> TrainConfig:
     """The configuration with these options replaced. Raises UserError for invalid values."""
-    groups: dict[str, dict[str, Any]] = {}
+    groups: dict[str, JsonObject] = {}
     for key, value in options.items():
         group, _, name = key.partition(".")
         groups.setdefault(group, {})[name] = value

@@ -17,6 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
+from torch.optim.optimizer import ParamsT
+
+from rwkv.io.json_types import StateDict
 
 BLOCK = 256                              # numbers that share a scale
 LEAST = 4096                             # minimum size of a parameter with 8-bit moments
@@ -31,7 +34,7 @@ SCALE = "_scale"                         # after a moment's name: the scales of 
 class AdamW8bit(torch.optim.Optimizer):
     """groups, lr, betas and eps as for torch.optim.AdamW. The parameters must be contiguous."""
 
-    def __init__(self, groups: list[dict[str, Any]], lr: float, betas: tuple[float, float], eps: float,
+    def __init__(self, groups: ParamsT, lr: float, betas: tuple[float, float], eps: float,
                  fused: bool = True) -> None:
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0, "fused": fused})
 
@@ -47,7 +50,7 @@ class AdamW8bit(torch.optim.Optimizer):
                     self._update(parameter, group)
         return loss
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: StateDict) -> None:
         """torch's would convert the codes to the parameters' dtype."""
         super().load_state_dict(state_dict | {"state": {}})
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]

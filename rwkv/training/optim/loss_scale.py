@@ -6,10 +6,10 @@ schedule, but change no weight. So its batches are recomputed, from the same sta
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 import lightning
 import torch
+from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import ParallelStrategy
 
 from rwkv.training.errors import Diverged
@@ -21,18 +21,18 @@ MAX_ATTEMPTS = 30                        # per step: the initial scale, 2^16, is
 class LossScale:
     """The batches of the current step, for repeating it. scaler: a GradScaler."""
 
-    def __init__(self, trainer: lightning.Trainer, scaler: Any, carried: Carried) -> None:
+    def __init__(self, trainer: lightning.Trainer, scaler: torch.amp.GradScaler, carried: Carried) -> None:
         self._trainer, self._scaler, self._carried = trainer, scaler, carried
-        self._batches: list[tuple[Any, int]] = []
+        self._batches: list[tuple[object, int]] = []
         self._states = carried.states()
 
-    def begin(self, batch: Any, batch_idx: int) -> None:
+    def begin(self, batch: object, batch_idx: int) -> None:
         """Called before each batch of a step."""
         if batch_idx % self._trainer.accumulate_grad_batches == 0:
             self._batches, self._states = [], self._carried.states()
         self._batches.append((batch, batch_idx))
 
-    def step(self, take: Callable[[], None], optimizer: Any) -> None:
+    def step(self, take: Callable[[], None], optimizer: torch.optim.Optimizer | LightningOptimizer) -> None:
         """Calls take(), which computes the step's last batch and steps the optimiser, until the scaler has not skipped it.
 
         Raises Diverged after MAX_ATTEMPTS.
@@ -49,7 +49,7 @@ class LossScale:
                        f"{scale:.3g}; try a lower optim.lr or trainer.precision=bf16-mixed in a new run; the checkpoints of "
                        "earlier steps are intact")
 
-    def _compute_earlier_batches(self, optimizer: torch.optim.Optimizer) -> None:
+    def _compute_earlier_batches(self, optimizer: torch.optim.Optimizer | LightningOptimizer) -> None:
         """Recomputes the gradients of all batches of the step but the last, as Lightning's loop does."""
         optimizer.zero_grad()
         self._carried.restore(self._states)
@@ -60,4 +60,4 @@ class LossScale:
             with no_sync:
                 loss = strategy.training_step(batch, batch_idx)
                 assert isinstance(loss, torch.Tensor)
-                strategy.backward(loss / self._trainer.accumulate_grad_batches, optimizer)
+                strategy.backward(loss / self._trainer.accumulate_grad_batches, None)

@@ -17,15 +17,17 @@ preserves the norm of the whole step. Source: Li et al., "NorMuon" (arXiv 2510.0
 
 import math
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
+from torch.optim.optimizer import ParamsT
 
 from kernels.machine.cpu import matrix_dtype
 from rwkv.errors import UserError
+from rwkv.io.json_types import StateDict
 
 # Coefficients a, b, c of each iteration: singular values above 1/100 of the bound end within 0.28 of 1; smaller ones grow 77
 # times.
@@ -42,7 +44,7 @@ class Muon(torch.optim.Optimizer):
     matrices (N,O,I).
     """
 
-    def __init__(self, groups: list[dict[str, Any]], lr: float, betas: tuple[float, float], eps: float, fused: bool,
+    def __init__(self, groups: ParamsT, lr: float, betas: tuple[float, float], eps: float, fused: bool,
                  momentum: float = 0.95, row_beta: float = 0.0,
                  orthogonalize: Callable[[Tensor], Tensor] | None = None) -> None:
         super().__init__(groups, {"lr": lr, "weight_decay": 0.0, "orthogonal": False, "momentum": momentum})
@@ -60,7 +62,7 @@ class Muon(torch.optim.Optimizer):
                     self._step_matrices(matrices, group)
         return loss
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: StateDict) -> None:
         """Raises UserError if the state has groups of other sizes, as from another recipe or version."""
         saved_sizes = [len(group["params"]) for group in state_dict["param_groups"]]
         sizes = [len(group["params"]) for group in self.param_groups]
@@ -79,7 +81,7 @@ class Muon(torch.optim.Optimizer):
     def _adamw_groups(self) -> list[dict[str, Any]]:
         return [group for group in self.param_groups if not group["orthogonal"]]
 
-    def _step_matrices(self, matrices: list[Tensor], group: dict[str, Any]) -> None:
+    def _step_matrices(self, matrices: list[Tensor], group: Mapping[str, float]) -> None:
         """Updates matrices of the same shape (O,I) with gradients."""
         mu = group["momentum"]
         gradients = torch.stack([matrix.grad for matrix in matrices if matrix.grad is not None])

@@ -5,7 +5,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+
+from torch import Tensor
 
 from rwkv.checkpoint import card
 from rwkv.data.prepare import Corpus
@@ -19,7 +20,7 @@ def command() -> str:
     return shlex.join(["timemix", "train", *sys.argv[1:]])
 
 
-def write_card(run: Run, data: Corpus, metrics: Mapping[str, Any], compared: Sequence[str]) -> None:
+def write_card(run: Run, data: Corpus, metrics: Mapping[str, Tensor], compared: Sequence[str]) -> None:
     """Writes the cards at the end of a run; an earlier card of the run has the commands so far.
 
     metrics: of the last validation. compared: lines on losses before and after.

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from pathlib import Path
 from shlex import quote
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import yaml
 
@@ -17,6 +17,7 @@ from rwkv import report
 from rwkv.config import LATEST, TrainConfig
 from rwkv.errors import UserError
 from rwkv.io.atomic import write_file
+from rwkv.io.json_types import JsonObject
 from rwkv.report.reading import KERNEL, METRICS, SAMPLES, SWEEP, TUNED, read_metrics, read_samples
 from rwkv.tokenizer.tokenizers import Tokenizer
 from rwkv.training.run.lock import RunLock
@@ -97,7 +98,7 @@ def _is_own_output(path: Path) -> bool:
         return False
 
 
-def create(run: Run, resolved: dict[str, Any]) -> None:
+def create(run: Run, resolved: JsonObject) -> None:
     """Creates the directory, writes the resolved configuration and points runs/latest to it."""
     try:
         run.out_dir.mkdir(parents=True, exist_ok=True)
@@ -162,7 +163,7 @@ def _replace_link(link: Path, target: Path) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def as_plain(config: TrainConfig) -> dict[str, Any]:
+def as_plain(config: TrainConfig) -> JsonObject:
     """The configuration as dictionaries and lists, for YAML, checkpoints and W&B."""
-    plain: dict[str, Any] = json.loads(json.dumps(asdict(config)))         # tuples as lists
+    plain: JsonObject = json.loads(json.dumps(asdict(config)))         # tuples as lists
     return plain

@@ -2,7 +2,7 @@
 
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Self
 
 from filelock import FileLock
 
@@ -33,8 +33,8 @@ class RunLock:
             self._lock.release()
             self._lock = None
 
-    def __reduce__(self) -> Any:
-        return RunLock, ()
+    def __reduce__(self) -> tuple[type[Self], tuple[()]]:
+        return type(self), ()
 
 
 def _warn_unprotected(out_dir: Path, reason: str) -> None:

@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from rwkv.config import TrainConfig
-from rwkv.model import base
+from rwkv.model.base import require_own_options
 from rwkv.training.run.directory import Run, new_folder, require_unused
 from rwkv.training.run.options import check_new_run, require_one_beginning
 from rwkv.training.run.resolve import Context, Stage, resolve
@@ -31,12 +31,6 @@ def open_run(config: TrainConfig, user_keys: Collection[str] = (), chosen: Colle
     if config.init_from is not None:
         config, checkpoint, tokenizer = open_init_checkpoint(config, user_keys)
         context = replace(context, base=checkpoint, tokenizer=tokenizer)
-    require_own_options(config)
+    require_own_options(config.model, config.optim)
     config, more_notes = resolve(config, Stage.BASE, context)
     return Run(out_dir, config, init_checkpoint=context.base, tokenizer=context.tokenizer, notes=notes + more_notes)
-
-
-def require_own_options(config: TrainConfig) -> None:
-    """Raises UserError for the first option of another generation that is not at its default."""
-    base.require_own_options(config.model)
-    base.require_own(config.model, config.optim, "optim.", lambda module: module.LR_SCALES.values())

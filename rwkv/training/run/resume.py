@@ -14,6 +14,7 @@ from rwkv.checkpoint.files import Checkpoint, read_checkpoint
 from rwkv.checkpoint.location import FOLDER, is_checkpoint
 from rwkv.config import LENGTHS, SCALED, TrainConfig
 from rwkv.errors import UserError
+from rwkv.io.json_types import JsonObject
 from rwkv.report.reading import is_finished
 from rwkv.tokenizer.tokenizers import Tokenizer
 from rwkv.training.callbacks.checkpoints import newest_sound, settle
@@ -115,7 +116,7 @@ def _restart(request: Request, out_dir: Path) -> Run:
     return Run(out_dir, sized, init_checkpoint=checkpoint, tokenizer=tokenizer)
 
 
-def _merge(request: Request, out_dir: Path, saved: dict[str, Any]) -> TrainConfig:
+def _merge(request: Request, out_dir: Path, saved: JsonObject) -> TrainConfig:
     """The run's saved configuration, overridden by the command line. Raises UserError if a FIXED option differs, and if options
     conflict.
     """
@@ -152,10 +153,10 @@ def _group_options(chosen: Collection[str], user_keys: Collection[str], init_fro
     return [option for option in options if not option.startswith("model.") or option == f"model.{NOT_A_SIZE}"]
 
 
-def _from_plain(plain: dict[str, Any]) -> TrainConfig:
+def _from_plain(plain: JsonObject) -> TrainConfig:
     """The inverse of as_plain. Raises UserError for unknown options and invalid values."""
     defaults = TrainConfig()
-    values: dict[str, Any] = {}
+    values: JsonObject = {}
     for name, value in plain.items():
         default = getattr(defaults, name, None)
         unknown = [name] if name not in defaults.__dict__ else (

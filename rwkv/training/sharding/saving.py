@@ -10,14 +10,14 @@ from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from shlex import quote
-from typing import Any
 
 import torch
 from torch import distributed, futures
 from torch.distributed import checkpoint as dcp
-from torch.distributed.checkpoint import HuggingFaceStorageWriter
+from torch.distributed.checkpoint import HuggingFaceStorageWriter, Metadata, SavePlan, SavePlanner
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import AsyncStager
+from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 
 from rwkv.checkpoint.formats._fsdp_folder import REST, SHARDED, Place, name_of, sum_of, write_complete
@@ -25,12 +25,13 @@ from rwkv.checkpoint.location import LAST
 from rwkv.distributed import fail_together, rank
 from rwkv.errors import UserError
 from rwkv.io.atomic import replace_folder, write_file
+from rwkv.io.json_types import StateDict
 
 
 class Saving:
     """A checkpoint that is being written to `path`."""
 
-    def __init__(self, content: dict[str, Any], path: Path, group: distributed.ProcessGroup,
+    def __init__(self, content: StateDict, path: Path, group: distributed.ProcessGroup,
                  completed: Callable[[], None]) -> None:
         """Copies the content, a dictionary with DTensors and values that are equal in all processes, and starts writing.
 
@@ -39,6 +40,7 @@ class Saving:
         self.path = path
         tensors: dict[Place, DTensor] = {}
         rest = _without_shards(content, tensors)
+        assert isinstance(rest, dict)
         folder = path.with_name(f".{path.name}.{content['global_step']}")
         buffer = io.BytesIO()            # filled now, since training changes the content
         if rank() == 0:
@@ -51,7 +53,7 @@ class Saving:
             completed()
 
         copies = {name_of(place): _copy(tensor) for place, tensor in tensors.items()}
-        self._future: Future[Any] = dcp.async_save(          # type: ignore[assignment]
+        self._future: Future[object] = dcp.async_save(       # type: ignore[assignment]
             copies, storage_writer=_Writer(folder, complete), async_stager=_Copied(), process_group=group)
 
     def wait_alone(self) -> None:
@@ -82,7 +84,7 @@ class _Copied(AsyncStager):
 
     _synchronize_after_execute = False
 
-    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+    def stage(self, state_dict: StateDict) -> StateDict:
         return state_dict
 
     def synchronize_staging(self) -> None: ...
@@ -98,19 +100,19 @@ class _Writer(HuggingFaceStorageWriter):
         self._folder = folder
         self._complete = complete
 
-    def write_data(self, plan: Any, planner: Any) -> Any:
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> futures.Future[list[WriteResult]]:
         results = super().write_data(plan, planner).wait()
         names = {result.storage_data.relative_path for result in results}
         sums = {name: sum_of(self._folder / name) for name in names}
-        done: futures.Future[Any] = futures.Future()
+        done: futures.Future[list[WriteResult]] = futures.Future()
         done.set_result([replace(result, storage_data=sums) for result in results])
         return done
 
-    def finish(self, metadata: Any, results: Any) -> None:
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         self._complete({name: size for written in results for result in written for name, size in result.storage_data.items()})
 
 
-def _without_shards(content: Any, tensors: dict[Place, DTensor], place: Place = ()) -> Any:
+def _without_shards(content: object, tensors: dict[Place, DTensor], place: Place = ()) -> object:
     """Nested dictionaries and lists without their DTensors, which are moved to `tensors`."""
     if isinstance(content, dict):
         return {key: _without_shards(value, tensors, (*place, key)) for key, value in _split(content, tensors, place)}
@@ -119,7 +121,8 @@ def _without_shards(content: Any, tensors: dict[Place, DTensor], place: Place = 
     return content
 
 
-def _split(content: dict[Any, Any], tensors: dict[Place, DTensor], place: Place) -> Iterator[tuple[Any, Any]]:
+def _split(content: dict[str | int, object], tensors: dict[Place, DTensor],
+           place: Place) -> Iterator[tuple[str | int, object]]:
     for key, value in content.items():
         if isinstance(value, DTensor):
             tensors[*place, key] = value

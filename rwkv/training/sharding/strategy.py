@@ -8,7 +8,7 @@ Lightning's ModelParallelStrategy creates the device mesh and sets up the model.
 Lightning writes checkpoints in place, blocking training, and reduces gradients after every batch.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from rwkv.checkpoint.formats import _fsdp_folder, _torch_file
 from rwkv.config import TrainerConfig
 from rwkv.distributed import RANK0_TIMEOUT, world_size
+from rwkv.io.json_types import StateDict
 from rwkv.model.base import Model
 from rwkv.training.device import dtype_for
 from rwkv.training.sharding.saving import Saving
@@ -91,14 +92,14 @@ class Sharded(ModelParallelStrategy):
 
     # Checkpoints
 
-    def lightning_module_state_dict(self) -> dict[str, Any]:
+    def lightning_module_state_dict(self) -> StateDict:
         assert self.lightning_module is not None
         return self.lightning_module.state_dict()
 
-    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> StateDict:
         return (optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer).state_dict()
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+    def save_checkpoint(self, checkpoint: StateDict, filepath: str | Path, storage_options: object = None) -> None:
         """Starts writing, after the previous checkpoint is complete, and returns. Raises UserError as finish()."""
         self.finish()
         self._saving = Saving(checkpoint, Path(filepath), self._group, self.after_save)
@@ -117,7 +118,7 @@ class Sharded(ModelParallelStrategy):
     def lightning_restore_optimizer(self) -> bool:
         return True
 
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> StateDict:
         """A checkpoint's dictionary with this process's shards, whatever number of processes wrote it."""
         path = Path(checkpoint_path)
         if path.is_dir():
@@ -132,11 +133,11 @@ class Sharded(ModelParallelStrategy):
             _fsdp_folder.insert(content, place, _shard_of(self._parameter(place), value))
         return content
 
-    def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         assert self.lightning_module is not None
         self.lightning_module.load_state_dict(checkpoint[WEIGHTS], strict=strict)
 
-    def load_optimizer_state_dict(self, checkpoint: Any) -> None:
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         for optimizer, state in zip(self.optimizers, checkpoint[STATES], strict=True):
             optimizer.load_state_dict(state)
 
@@ -144,7 +145,7 @@ class Sharded(ModelParallelStrategy):
         """The parameter that a place in a checkpoint belongs to, as weight or optimiser state."""
         if place[0] == WEIGHTS:
             assert self.lightning_module is not None
-            parameter: Any = self.lightning_module.get_parameter(str(place[1]))
+            parameter: Tensor = self.lightning_module.get_parameter(str(place[1]))
         else:
             _, optimizer, _, number, _ = place
             groups = self.optimizers[int(optimizer)].param_groups

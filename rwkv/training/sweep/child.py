@@ -91,7 +91,7 @@ class Submitted:
         self.arguments = arguments
         self.log_file = log_file
         self._log_mode = "w"
-        self._process: Any = None
+        self._process: subprocess.Popen[bytes] | None = None
         self._status: int | None = None
 
     def __call__(self) -> int:
@@ -99,7 +99,7 @@ class Submitted:
         with self.log_file.open(self._log_mode, encoding="utf-8") as log, subprocess.Popen(
                 [*self.program, *run_options(self.folder, self.arguments)], stdin=subprocess.PIPE, stderr=log,
                 start_new_session=True) as self._process:
-            threading.Thread(target=self._wait, daemon=True).start()
+            threading.Thread(target=self._wait, args=(self._process,), daemon=True).start()
             try:
                 while self._status is None:
                     time.sleep(POLL_SECONDS)
@@ -115,12 +115,13 @@ class Submitted:
         again._log_mode = "a"
         return submitit.helpers.DelayedSubmission(again)
 
-    def _wait(self) -> None:
-        self._status = self._process.wait()
+    def _wait(self, process: subprocess.Popen[bytes]) -> None:
+        self._status = process.wait()
 
     def _stop(self) -> None:
         """Makes the run save and stop. May interrupt __call__ anywhere, so it takes no lock of __call__."""
         if self._status is None:
+            assert self._process is not None
             with suppress(ProcessLookupError):           # already ended
                 os.kill(self._process.pid, signal.SIGTERM)
         while self._status is None:

@@ -25,6 +25,7 @@ import yaml
 from rwkv import cli
 from rwkv.config import SweepConfig
 from rwkv.errors import UserError
+from rwkv.io.json_types import JsonObject
 from rwkv.io.lines import broken
 from rwkv.io.signals import POLL_SECONDS
 from rwkv.io.unread import abandon
@@ -252,7 +253,7 @@ def launcher_for(config: SweepConfig, runs: int, folder: Path, gpus: int) -> Lau
     return Processes(config.jobs or 1, torch.get_num_threads(), gpus)
 
 
-def _values(arguments: Iterable[str]) -> dict[str, Any]:
+def _values(arguments: Iterable[str]) -> JsonObject:
     """Parses NAME=VALUE arguments with YAML values. Raises UserError for another form."""
     values = {}
     for text in arguments:

@@ -274,11 +274,11 @@ def _require_possible(configs: list[TrainConfig]) -> None:
     if not configs:
         return
     log("loading    PyTorch, then the kernels of all runs")
-    from rwkv.training.run.opening import require_own_options
+    from rwkv.model.base import require_own_options
 
     for config in configs:
         if config.init_from is None:
-            require_own_options(config)
+            require_own_options(config.model, config.optim)
         with suppress(KernelUnavailable):
             _require_kernel(config)
 

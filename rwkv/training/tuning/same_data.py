@@ -1,10 +1,10 @@
 """With init_from= a run of our own, the validation split may have text that its weights were trained on."""
 
 from pathlib import Path
-from typing import Any
 
 from rwkv.checkpoint.files import Checkpoint
 from rwkv.config import DataConfig
+from rwkv.io.json_types import JsonObject
 
 LAST_PART = ("binidx", "datatrove", "stdlib", "text")     # a smaller data.val_fraction selects a subset of a larger one
 
@@ -28,7 +28,7 @@ def warn_of_split(data: DataConfig, sha256: str, base: Checkpoint | None) -> str
             "validate on unseen text")
 
 
-def _source_key(data: dict[str, Any]) -> tuple[Any, ...]:
+def _source_key(data: JsonObject) -> tuple[object, ...]:
     path = data.get("path")
     names = ("name", "field", "split", "separator") if data.get("name") != "chat" else ("name",)
     sources = [sorted(source.items()) for source in data.get("sources") or ()]
