@@ -1,4 +1,4 @@
-"""The checks of test_conformance.py, also for the forms on a GPU: a form beside its generation's formulas in float64."""
+"""The checks of test_model_conformance.py, also for the forms on a GPU: a form beside its generation's formulas in float64."""
 
 import copy
 from collections.abc import Callable

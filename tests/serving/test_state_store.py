@@ -382,7 +382,7 @@ def test_servers_on_one_folder_see_each_other_s_states_and_responses(start: Call
             body = {"prompt": "a", "state": state, "seed": 1}
             assert ok(other.post("/completions", json=body))["choices"] == ok(one.post("/completions", json=body))["choices"]
             assert other.get(f"/states/{state}", headers=key("two")).status_code == 404
-            assert ok(other.get("/states"))["data"] == ok(one.get("/states"))["data"]
+            wait_until(lambda one=one, other=other: ok(other.get("/states"))["data"] == ok(one.get("/states"))["data"])
             assert ok(other.get(f"/responses/{response['id']}")) == response
             again = ok(other.post("/responses", json={"input": "a", "previous_response_id": response["id"]}))
             assert again["usage"]["input_tokens_details"]["cached_tokens"] >= response["usage"]["total_tokens"]

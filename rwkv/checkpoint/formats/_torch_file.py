@@ -17,8 +17,8 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from mmap import ACCESS_READ, mmap
 from pathlib import Path
+from threading import Lock
 from typing import IO, Any, BinaryIO
 
 import torch
@@ -34,6 +34,7 @@ ALIGNMENT = 64
 PADDING_ID = 0x4246                      # "FB", an extra field that pads to the next multiple of ALIGNMENT
 LOCAL_HEADER = 30                        # bytes of zip's local file header before its name
 LENGTHS = struct.Struct("<HH")           # of the name and the extra fields that follow it, at the end of the header
+READ_BYTES = 1 << 20                     # per read, for a checksum
 FIELD_HEADER = 4                         # bytes of an extra field's header
 EPOCH = (1980, 1, 1, 0, 0, 0)            # zip's earliest date: equal weights give equal files
 OTHER_OBJECTS = "Unsupported"            # in torch's message about a class or an operation that it does not execute
@@ -201,9 +202,8 @@ def _check_zip(path: Path) -> None:
                                           "its content")
                 archive.open(entry).close()              # compares the entry's own header
             entries = [entry for entry in archive.infolist() if entry.CRC]       # 0: torch wrote no checksum
-            # one open file: the one at `path` may be replaced meanwhile
-            with mmap(file.fileno(), 0, access=ACCESS_READ) as content, ThreadPoolExecutor(torch.get_num_threads()) as pool:
-                are_right = list(pool.map(partial(_has_checksum, content), entries))
+            with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+                are_right = list(pool.map(partial(_has_checksum, file, Lock()), entries))
         if False in are_right:
             raise zipfile.BadZipFile(f"Bad CRC-32 for file {entries[are_right.index(False)].filename!r}")
     except CheckpointError:
@@ -213,12 +213,26 @@ def _check_zip(path: Path) -> None:
                               "it again") from error
 
 
-def _has_checksum(content: mmap, entry: zipfile.ZipInfo) -> bool:
-    """Whether the data of an uncompressed entry has its checksum. content: of the whole file."""
+def _has_checksum(file: io.BufferedReader, lock: Lock, entry: zipfile.ZipInfo) -> bool:
+    """Whether the data of an uncompressed entry has its checksum.
+
+    Threads share one open file and take turns to read it, since the file at its path may be replaced meanwhile.
+    """
+    buffer = memoryview(bytearray(READ_BYTES))
     header_end = entry.header_offset + LOCAL_HEADER
-    start = header_end + sum(LENGTHS.unpack_from(content, header_end - LENGTHS.size))
-    with memoryview(content) as view, view[start:start + entry.file_size] as data:
-        return len(data) == entry.file_size and zlib.crc32(data) == entry.CRC
+    with lock:
+        file.seek(header_end - LENGTHS.size)
+        start = header_end + sum(LENGTHS.unpack(file.read(LENGTHS.size)))
+    checksum = done = 0
+    while done < entry.file_size:
+        with lock:
+            file.seek(start + done)
+            count = file.readinto(buffer[:entry.file_size - done])
+        if not count:
+            return False
+        checksum = zlib.crc32(buffer[:count], checksum)
+        done += count
+    return checksum == entry.CRC
 
 
 def _plain(tensor: Tensor) -> bool:

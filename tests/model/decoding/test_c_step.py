@@ -1,4 +1,4 @@
-"""A model's step in one call of C, for any rows and prompts, form and level; values: test_conformance.py."""
+"""A model's step in one call of C, for any rows and prompts, form and level; values: test_model_conformance.py."""
 
 import copy
 from collections import namedtuple
