@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from models import small_model
 from safetensors.torch import save_file
-from serving_runs import LETTERS, Running, serving
+from serving_runs import LETTERS, Running, serving, wait_until
 from test_limits import refused
 from torch import Tensor
 from tuned_runs import write_run
@@ -160,6 +160,7 @@ def test_a_state_belongs_to_the_model_that_has_read_it_also_after_a_restart(serv
         content = api.get(f"/states/{made['lora']['id']}/content").content
         again = api.post("/states", content=content, headers={"content-type": "application/octet-stream"}).json()
         assert (again["model"], go_on(api, "lora", again["id"])) == ("lora", texts["lora"])
+    wait_until(lambda: all((folder / "kept" / f"{state['id']}.safetensors").exists() for state in made.values()))
     shutil.copytree(folder / "kept", folder / "copied")          # the first server still uses its folder
     later = start("checkpoint=" + str(folder / "base.safetensors"), f"adapters=quiet={folder}/calm,twin={folder}/wild",
                   f"adapters=wild={folder}/wild,lora={folder}/strong,weak={folder}/lora", f"states_dir={folder}/copied",
