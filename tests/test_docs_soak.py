@@ -78,7 +78,7 @@ RULES = [
     Rule(r"python train\.py .*data\.streaming=true",
          f"{ANEW.replace(LENGTH, '')} trainer.max_tokens=1024 data.val_documents=20"),
     Rule(r"python train\.py data=mix", f"{ANEW} {LITTLE_TEXT} data.tokenizer=byte"),
-    not_run(r"python train\.py trainer=fsdp$", "takes all GPUs"),
+    not_run(r"python train\.py trainer=fsdp( trainer\.devices=8 .*)?$", "takes all GPUs"),
     Rule(r"python train\.py resume=auto", "trainer.max_steps=6"),        # all else is the run's
     Rule(r"python train\.py init_from=\S+ data=chat", f"{TRAIN} model.ctx_len=256 {LITTLE_TEXT}"),
     Rule(r"python train\.py init_from=", f"{TRAIN} model.ctx_len=32 {LITTLE_TEXT}"),
