@@ -171,13 +171,10 @@ def _product(layer: _RoundedLayer, x: Tensor) -> Tensor:
     return product.view(*x.shape[:-1], layer.out_features)
 
 
-class PackedLinear(nn.Module):
-    """nn.Linear without a bias on a GPU, from its weight W (N,K) packed in int8 or int4: x (...,K) -> (...,N) in its dtype.
+class _PackedWeight(nn.Module):
+    """nn.Linear without a bias, from its packed weight W (N,K); a subclass has forward_rows and parts."""
 
-    Only weights are rounded to integers. Rows are multiplied in bfloat16, by a block of rows of W at a time.
-    """
-
-    def __init__(self, packed: Int8 | Int4) -> None:
+    def __init__(self, packed: Packed) -> None:
         super().__init__()
         self.out_features, self.in_features = len(packed.weight), packed.K
         self.packed = packed
@@ -187,7 +184,20 @@ class PackedLinear(nn.Module):
         return self.packed.form
 
     def forward(self, x: Tensor) -> Tensor:
-        return _product(self, x)
+        return _product(cast(_RoundedLayer, self), x)
+
+    def _row_blocks(self) -> Iterator[Packed]:
+        """W in blocks of rows that have UNPACKED elements."""
+        step = max(1, UNPACKED // self.in_features)
+        for start in range(0, self.out_features, step):
+            yield self.packed.map(itemgetter(slice(start, start + step)))
+
+
+class PackedLinear(_PackedWeight):
+    """nn.Linear without a bias on a GPU, from its weight W (N,K) packed in int8 or int4: x (...,K) -> (...,N) in its dtype.
+
+    Only weights are rounded to integers. Rows are multiplied in bfloat16, by a block of rows of W at a time.
+    """
 
     def forward_rows(self, rows: Tensor) -> Tensor:
         """forward for rows (B,K)."""
@@ -195,9 +205,7 @@ class PackedLinear(nn.Module):
 
     def parts(self, dtype: torch.dtype) -> Iterator[Tensor]:
         """The rounded weight (N,K) in blocks of rows."""
-        step = max(1, UNPACKED // self.in_features)
-        for start in range(0, self.out_features, step):
-            yield self.packed.map(itemgetter(slice(start, start + step))).dense(dtype)
+        return (part.dense(dtype) for part in self._row_blocks())
 
 
 class BFloat16Linear(nn.Linear):
@@ -263,22 +271,15 @@ def to_int8(model: M, head: bool = True, replaced: Callable[[str], object] = lam
     return _quantised(model, make_layer, later, head, replaced)
 
 
-class Int4Linear(nn.Module):
+class Int4Linear(_PackedWeight):
     """nn.Linear without a bias, from its weight W (N,K) packed in int4: x (...,K), floating-point -> (...,N) in its dtype.
 
     Many rows need W unpacked, in blocks of its rows: to bfloat16 if the CPU has instructions for its products, else to float32.
     """
 
-    form = "int4"
-
     def __init__(self, packed: Int4) -> None:
-        super().__init__()
-        self.out_features, self.in_features = len(packed.weight), packed.K
+        super().__init__(packed)
         self._matvec = matvec_for("int4")
-        self.packed = packed
-
-    def forward(self, x: Tensor) -> Tensor:
-        return _product(self, x)
 
     def forward_rows(self, rows: Tensor) -> Tensor:
         """forward for rows (B,K)."""
@@ -290,10 +291,7 @@ class Int4Linear(nn.Module):
     def parts(self, dtype: torch.dtype) -> Iterator[Tensor]:
         """The rounded weight (N,K) in blocks of rows."""
         unpacked = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
-        step = max(1, UNPACKED // self.in_features)
-        for start in range(0, self.out_features, step):
-            part = self.packed.map(itemgetter(slice(start, start + step)))
-            yield self._matvec.dense(part, unpacked).to(dtype)
+        return (self._matvec.dense(part, unpacked).to(dtype) for part in self._row_blocks())
 
 
 @torch.no_grad()
@@ -307,23 +305,11 @@ def to_int4(model: M, packed: Mapping[str, Packed] = MappingProxyType({}),
     return _quantised(model, make_layer, later, head, replaced)
 
 
-class BlockLinear(nn.Module):
+class BlockLinear(_PackedWeight):
     """nn.Linear without a bias, from its weight W (N,K) in GGUF's blocks: x (...,K), floating-point -> (...,N) in its dtype.
 
     C multiplies any number of rows by the blocks themselves, so a row's bits are the same in prefill and in a step.
     """
-
-    def __init__(self, packed: Blocks) -> None:
-        super().__init__()
-        self.out_features, self.in_features = len(packed.weight), packed.K
-        self.packed = packed
-
-    @property
-    def form(self) -> str:
-        return self.packed.form
-
-    def forward(self, x: Tensor) -> Tensor:
-        return _product(self, x)
 
     def forward_rows(self, rows: Tensor) -> Tensor:
         """forward for rows (B,K)."""
@@ -332,10 +318,8 @@ class BlockLinear(nn.Module):
 
     def parts(self, dtype: torch.dtype) -> Iterator[Tensor]:
         """The weight (N,K) in blocks of rows."""
-        step = max(1, UNPACKED // self.in_features)
-        for start in range(0, self.out_features, step):
-            part = self.packed.map(itemgetter(slice(start, start + step)))
-            yield matvec_for(self.form).dense(part, torch.float32).to(dtype)
+        matvec = matvec_for(self.form)
+        return (matvec.dense(part, torch.float32).to(dtype) for part in self._row_blocks())
 
 
 class BlockEmbedding(nn.Module):
