@@ -26,6 +26,22 @@ def model_in(dtype: str, generation: str = "rwkv4", **sizes: int) -> RWKV:
     return in_form(small_model("reference", generation=generation, **sizes or SIZES[generation]), dtype)
 
 
+@each_generation
+@pytest.mark.parametrize(("dtype", "allowed"), [("float32", 1e-5), ("int8", 1e-4), ("int4", 1e-5), ("bfloat16", 0.1),
+                                                pytest.param("float64", 1e-5, marks=pytest.mark.thorough)])
+@torch.no_grad()
+def test_steps_are_the_models_own(dtype: str, allowed: float, generation: str) -> None:
+    """In bfloat16 rounding differs from operation to operation: 2^-8 of logits of order 1, a few times."""
+    model = model_in(dtype, generation)
+    several = tokens(model, B=3, T=20)
+    logits, state = model.prefill(several[:, :5])
+    decoder = Decoder(model, state)
+    for t in range(5, 20):
+        logits, state = model.prefill(several[:, t:t + 1], state)
+        torch.testing.assert_close(decoder.step(several[:, t]), logits, rtol=0, atol=allowed)
+    assert_same_state(decoder.state(), state, 10 * allowed)
+
+
 IN_C = pytest.mark.skipif(bool(why_native := native.why_not()), reason=str(why_native))
 
 

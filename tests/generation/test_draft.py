@@ -22,7 +22,7 @@ from rwkv.generation.prefill import PrefillResult
 from rwkv.generation.prefix_cache import PrefixCache
 from rwkv.generation.request import Request
 from rwkv.generation.row import NO_TOKEN, Row
-from rwkv.generation.speculation import FIRST_PAUSE, MOST_ROWS, Pace
+from rwkv.generation.speculation import MOST_ROWS, Pace
 from rwkv.generation.stopping import StoppingCriteria
 from rwkv.pretrained import RWKV
 from rwkv.tokenizer.tokenizers import ByteTokenizer
@@ -391,7 +391,6 @@ def test_many_rows_have_no_draft() -> None:
     rows = results(model, requests, Random(texts_of(expected), 1.0), steps=lambda engine: [engine.step() for _ in range(4)])
     assert not any(row.proposed_tokens for row in rows)
     assert_same(results(model, requests, Random(texts_of(expected), 1.0)), expected)
-    assert FIRST_PAUSE > 8
 
 
 # What is no draft

@@ -145,7 +145,9 @@ def test_a_state_is_followed_by_the_beginning_of_an_answer(server: Running) -> N
 
 def test_a_grammar_is_of_the_rest(server: Running) -> None:
     digits = ask(server, messages=chat("The year "), grammar={"syntax": "regex", "definition": "[0-9]{4}"})
-    assert digits["choices"][0]["message"]["content"].isdigit()
+    content = digits["choices"][0]["message"]["content"]
+    assert content.isdigit()
+    assert len(content) == 4
 
 
 def test_json_follows_thoughts_that_the_message_has(g1: Running) -> None:

@@ -12,7 +12,8 @@ import pytest
 import torch
 from models import kernels, small_config, small_model, tokens
 from numpy_rwkv7 import LayerState, NumpyRWKV7
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 
 from kernels.select import select
 from rwkv.checkpoint.files import checkpoint_of
@@ -62,6 +63,28 @@ def test_logits_and_state_are_those_of_the_formulas(kernel: str) -> None:
     rest, state = model(read[:, 23:], state)
     close(torch.cat([first, rest], 1), expected)
     same_state(state, after)
+
+
+def test_layers_that_must_be_called_compute_the_same() -> None:
+    """The plain form, which adapters, hooks and torch.compile see; and its gradients are those of the fused one."""
+    model = small()
+    names, weights = zip(*model.named_parameters(), strict=True)
+
+    def gradients(logits: Tensor) -> dict[str, Tensor]:
+        loss = cross_entropy(logits.flatten(0, 1), tokens(model, seed=2).flatten())
+        return dict(zip(names, torch.autograd.grad(loss, weights), strict=True))
+
+    expected, after = oracle(model)(tokens(model).numpy())
+    fused_gradients = gradients(model(tokens(model))[0])
+    for layer in model.modules():
+        if isinstance(layer, nn.Linear):
+            layer.register_forward_hook(lambda *_: None)
+    logits, state = model(tokens(model))
+    close(logits, expected)
+    same_state(state, after)
+    for name, gradient in gradients(logits).items():
+        assert (fused_gradients[name] - gradient).norm() <= 1e-5 * gradient.norm(), name
+        assert gradient.norm() > 0, name
 
 
 @torch.no_grad()

@@ -97,8 +97,10 @@ def test_the_plan_tells_of_copies_marks_and_another_split(run: Run) -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="it needs /proc/loadavg")
 def test_another_program_that_computes_is_seen() -> None:
     with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as other:
-        assert any(threads.competing() for _ in range(100))
-        other.kill()
+        try:
+            assert any(threads.competing() for _ in range(100))
+        finally:
+            other.kill()
 
 
 def fresh(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
