@@ -14,7 +14,10 @@ HEAD = "output.weight"
 
 
 def write_q4_k_m(source: Path, target: Path) -> None:
-    """Writes a copy of a GGUF file whose matrices are random blocks: Q6_K for the head and half of the values, else Q4_K."""
+    """Writes a copy of a GGUF file with random blocks for matrices: Q6_K for the head and half of the values, else Q4_K.
+
+    Low-rank matrices, and those whose width is not a multiple of a block, are copied unchanged.
+    """
     import gguf
 
     reader = gguf.GGUFReader(source)

@@ -15,21 +15,21 @@ from rwkv.model.base import generation
 VOCAB_SIZE = 65536
 SHAPES: Mapping[str, tuple[int, int]] = {            # layers, width
     "0.1b": (12, 768), "0.4b": (24, 1024), "1.5b": (24, 2048), "2.9b": (32, 2560), "7.2b": (32, 4096), "13.3b": (61, 4096)}
-BLOCK = 2**20                            # a large matrix repeats so many numbers, each time from another one on
+BLOCK = 2**20                            # numbers drawn for a matrix; a larger one repeats them, rotated each time
 
 
 @dataclass(frozen=True)
 class _Random:
-    """A tensor by its seed."""
+    """Makes a tensor of random numbers from a seed."""
 
     name: str
     shape: tuple[int, ...]
     seed: int
 
     def __call__(self) -> Tensor:
-        generator = torch.Generator().manual_seed(self.seed)
         if self.name.endswith("weight") and len(self.shape) == 1:
             return torch.ones(self.shape, dtype=torch.bfloat16)
+        generator = torch.Generator().manual_seed(self.seed)
         tensor = torch.empty(self.shape, dtype=torch.bfloat16)
         scale = self.shape[-1] ** -0.5 if len(self.shape) == 2 else 0.1
         block = torch.randn(min(BLOCK, tensor.numel()), generator=generator).mul_(scale).bfloat16()

@@ -21,7 +21,7 @@ from typing import NamedTuple
 from benchmarks._main import run_program
 from benchmarks._random_model import SHAPES, random_checkpoint
 from benchmarks.first_token import READ, ROOT
-from kernels.arguments import Parser, at_least
+from kernels.arguments import Parser, at_least, some_of
 from kernels.bench.results import output_file, publish
 from kernels.bench.text import aligned
 from kernels.machine import hardware
@@ -46,7 +46,7 @@ class Start(NamedTuple):
 def main(argv: list[str] | None = None) -> None:
     parser = Parser("benchmarks.in_place", __doc__)
     parser.add_argument("--shape", choices=SHAPES, default="1.5b", metavar="SHAPE", help=f"one of {', '.join(SHAPES)}")
-    parser.add_argument("--forms", type=_forms, default=FORMS, metavar="FORM,...", help=f"some of {', '.join(FORMS)}")
+    parser.add_argument("--forms", type=some_of(FORMS), default=FORMS, metavar="FORM,...", help=f"some of {', '.join(FORMS)}")
     parser.add_argument("--repeats", type=at_least(1), default=3, metavar="N")
     parser.add_argument("--tokens", type=at_least(2), default=NEW_TOKENS, metavar="N", help="tokens of each text")
     parser.add_argument("--folder", type=Path, metavar="FOLDER", help="for the files, which are deleted; default: the system's")
@@ -60,13 +60,6 @@ def main(argv: list[str] | None = None) -> None:
     rows = [[form, *(f"{value:.2f}" for value in each.values())] for form, each in report["forms"].items()]     # type: ignore
     print(aligned([["form", "file, GiB", "first byte, s", "beside the file, GiB", "tokens/s"], *rows]), flush=True)
     publish(report, args.json)
-
-
-def _forms(text: str) -> tuple[str, ...]:
-    forms = tuple(text.split(","))
-    if not forms or set(forms) - set(FORMS):
-        raise ValueError(f"must be some of {', '.join(FORMS)}; got {text!r}")
-    return forms
 
 
 def _write(folder: Path, shape: str, form: str) -> Path:

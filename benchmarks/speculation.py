@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 
+from benchmarks import _random_model
 from benchmarks._main import read_text, run_program
 from kernels.arguments import Parser, at_least, from_home, sizes_of, some_of
 from kernels.bench.results import output_file, publish
@@ -49,7 +50,7 @@ from rwkv.model.quantized import to_int4, to_int8
 from rwkv.pretrained import RWKV
 from rwkv.tokenizer.tokenizers import Tokenizer
 
-SHAPES = ((24, 2048, 65536), (32, 4096, 65536))        # of the 1.5b and 7.2b models
+SHAPES = tuple((*_random_model.SHAPES[name], _random_model.VOCAB_SIZE) for name in ("1.5b", "7.2b"))
 DTYPES = ("bfloat16", "int8", "int4")
 TOKENS = (1, 4, 5, 8)                    # of a pass
 LAYERS = (2, 4)                          # timed
@@ -70,7 +71,7 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--draft", nargs=3, type=from_home, metavar=("TEXT", "CHECKPOINT", "DRAFT"))
     parser.add_argument("--shapes", nargs="+", type=sizes_of("L,C,V"), default=SHAPES, metavar="L,C,V")
     parser.add_argument("--dtypes", type=some_of(DTYPES), default=DTYPES, metavar="DTYPE,...")
-    parser.add_argument("--tokenizer", type=from_home, metavar="NAME", help="of checkpoints that carry none")
+    parser.add_argument("--tokenizer", type=from_home, metavar="NAME", help="of checkpoints without one")
     parser.add_argument("--prompts", type=at_least(1), default=10, metavar="N", help="pieces of the text; default 10")
     parser.add_argument("--json", type=output_file, metavar="FILE")
     return parser.parse_args(argv)

@@ -76,8 +76,8 @@ class RWKV(Model):
         for note in [*checkpoint.notes, *([line] if dtype == "float32" and line else [])]:
             warnings.warn(note, stacklevel=2)
         wkv = operator_for(checkpoint.config, kernel, device, computed_in(dtype))
-        for line in [*rounded_adapters(checkpoint, dtype), *repacked(checkpoint, dtype)]:
-            warnings.warn(line, stacklevel=2)
+        for note in [*rounded_adapters(checkpoint, dtype), *repacked(checkpoint, dtype)]:
+            warnings.warn(note, stacklevel=2)
         if trainable:
             model = cls.with_weights(checkpoint.config, wkv, checkpoint.tensors(dtype, device))
             if checkpoint.time_states:
@@ -153,7 +153,7 @@ class RWKV(Model):
         for a Hugging Face directory), unless `format` names it. dtype: float32, float16, bfloat16, in GGUF also q4_0, q4_1,
         q5_0, q5_1 and q8_0, in .safetensors also int8 and int4, or None for the model's own. Raises UserError for another
         suffix, a dtype, generation or tokenizer that the format lacks, a tokenizer with more tokens than the model, and a model
-        in int8 or int4.
+        in int8, int4 or GGUF's blocks.
         """
         quantised = next((layer for layer in self.modules() if isinstance(layer, Int8Linear | Int4Linear | BlockLinear)), None)
         if quantised is not None:
@@ -324,8 +324,7 @@ def blocks_of(checkpoint: Checkpoint) -> dict[str, Blocks]:
     group = generation(checkpoint.config).group
     candidates = {name: tensor for name, tensor in checkpoint.weights.stored.items()
                   if is_linear_weight(name, group(name)) or name == "emb.weight"}
-    found = {name: tensor.in_blocks() for name, tensor in candidates.items()}
-    return {name: packed for name, packed in found.items() if packed is not None}
+    return {name: packed for name, tensor in candidates.items() if (packed := tensor.in_blocks()) is not None}
 
 
 def second_rounding(checkpoint: Checkpoint, dtype: str) -> list[str]:

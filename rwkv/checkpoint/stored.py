@@ -16,9 +16,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from kernels.matvec import Blocks, MatVec
-from kernels.select import AUTO, resolve
+from kernels.matvec import Blocks
+from kernels.select import AUTO, select
 from rwkv.errors import CheckpointError
+from rwkv.model.weights_watch import is_finite
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 SAMPLED = 4096                           # elements compared to tell whether two tensors are equal
@@ -39,7 +40,7 @@ class BlockData:
     packed: Blocks
 
     def __call__(self) -> Tensor:
-        values = MatVec(resolve("matvec", AUTO, "cpu", self.packed.form)).dense(self.packed, torch.float32)
+        values: Tensor = select("matvec", AUTO, "cpu", self.packed.form).dense(self.packed, torch.float32)
         release(self.packed.weight)
         return values
 
@@ -170,9 +171,9 @@ class Stored:
     def _require_finite(self, data: Tensor, result: Tensor) -> None:
         if not data.dtype.is_floating_point:
             return
-        if _finite(min(result, data, key=Tensor.element_size)):          # the wider dtype, which loses nothing
+        if is_finite(min(result, data, key=Tensor.element_size)):          # the wider dtype, which loses nothing
             return
-        if _finite(data):
+        if is_finite(data):
             raise CheckpointError(f"{self.source}: {self.name} reaches {data.abs().max().item():g}, more than {result.dtype} "
                                   "can hold: choose float32 or bfloat16")
         n_bad = int((~data.isfinite()).sum())
@@ -196,11 +197,6 @@ def same_numbers(first: Stored, second: Stored) -> bool:
 def raw(tensor: Tensor) -> Any:
     """The bytes of a contiguous tensor, as a view."""
     return tensor.view(-1).view(torch.uint8).numpy().data
-
-
-def _finite(tensor: Tensor) -> bool:
-    low, high = torch.aminmax(tensor)    # propagates NaN and infinity; one pass, without a temporary as large as the tensor
-    return math.isfinite(low.item()) and math.isfinite(high.item())
 
 
 def release(tensor: Tensor) -> None:

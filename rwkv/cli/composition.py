@@ -38,7 +38,7 @@ NUMBERS = "a list of numbers, such as [0.9,0.99]"
 EXPECTED = {bool: "true or false", int: "a whole number, such as 1000", float: "a number", list: "a list, such as [A,B]",
             list[float]: NUMBERS, tuple: NUMBERS,
             list[JsonObject]: 'a list, such as [{path: A.jsonl, weight: 0.7}, {path: "other text", weight: 0.3}], with '
-                                  "quotes around a path with characters other than A-Z a-z 0-9 / . _ -"}
+                              "quotes around a path with characters other than A-Z a-z 0-9 / . _ -"}
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,8 @@ def option(default: Any, help: str, *, one_of: Collection[str] | None = None, le
     default: the value, or a factory such as list. help: its text in --help. heading: the title in --help above this option and
     those after it. one_of, least, most, above and below: the allowed values; None is always allowed. With least, a number must
     be finite. verbatim: PATH (~/ is the home folder), NAME, TEXT (null is a text) or GRAMMAR; None for the rule of `free_text`.
-    filled: the text must not be empty. needs: (option, values) that this option requires. more: further metadata.
+    filled: the text must not be empty. needs: (option, value, ...): this option requires one of these values of the other.
+    more: further metadata.
     """
     assert least is not None or most == math.inf, "most requires least"
     assert above is not None or below == math.inf, "below requires above"

@@ -242,6 +242,7 @@ class SweepConfig:
     def __post_init__(self) -> None:
         check_options(self, "sweep.")
 
+
 LORA = ("tune.method", "lora")
 ENGLISH = "english"                      # the value of tune.guard for the text in the package
 

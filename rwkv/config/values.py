@@ -1,4 +1,4 @@
-"""Parsers and checks of single values. Each raises UserError with the option's name."""
+"""Parsers and checks of single values. Their errors are UserErrors with the option's name."""
 
 import math
 import operator

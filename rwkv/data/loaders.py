@@ -37,8 +37,8 @@ from rwkv.errors import UserError
 from rwkv.io.json_types import StateDict
 from rwkv.io.signals import STOPPING
 
-# torch's messages are "DataLoader worker (pid 9) is killed by signal: Killed. " and "... (pid(s) 9) exited unexpectedly"
 Batch = TypeVar("Batch")
+# torch's messages are "DataLoader worker (pid 9) is killed by signal: Killed. " and "... (pid(s) 9) exited unexpectedly"
 IN_WORKER = "in DataLoader worker process"
 WORKER_ENDED = re.compile(r"DataLoader worker \(pid.*?\) (?:is killed by signal: ([^.]*)|exited unexpectedly)")
 

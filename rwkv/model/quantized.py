@@ -32,7 +32,7 @@ from rwkv.model.base import Model
 from rwkv.model.first_derivative import Context, first_derivative
 from rwkv.model.fused import product_dtype
 
-IN_C = "c_v0"                            # the kernel of matvec for few rows in int8
+IN_C = "c_v0"                            # the kernel of matvec for few rows in int8, and for any number in GGUF's blocks
 ROWS_IN_C = 64                           # rows that C multiplies at a time: more do not stay in the cache
 UNPACKED = 2**22                         # elements of a matrix that are converted to floats at a time
 M = TypeVar("M", bound=Model)

@@ -187,7 +187,7 @@ def _flat(tensor: Tensor) -> Tensor | None:
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Whether all elements are; one pass, without the temporary of torch.isfinite."""
+    """Whether all elements are finite: one pass, without the temporary of torch.isfinite. aminmax propagates NaN."""
     return bool(torch.stack(torch.aminmax(tensor)).isfinite().all())
 
 

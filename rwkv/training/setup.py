@@ -72,7 +72,7 @@ def new_model(config: ModelConfig, init_checkpoint: Checkpoint | None, tokenizer
     if tune.method == "lora":
         add_adapters(model, tune.modules, tune.rank, tune.alpha, tune.dropout)
     else:
-        empty = [wkv[0].clone() for wkv in model.generation.empty_state(config, 1).named()["wkv"]]
+        empty = [state[0].clone() for state in model.generation.empty_state(config, 1).named()["wkv"]]
         model.set_time_states([layer.get(copy=True).float() for layer in init_checkpoint.time_states or ()] or empty)
     return model
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from rwkv.checkpoint.formats import _torch_file
-from rwkv.checkpoint.formats._torch_file import Dictionary
+from rwkv.checkpoint.formats._torch_file import READ_BYTES, Dictionary
 from rwkv.checkpoint.location import COMPLETE, is_sharded
 from rwkv.checkpoint.stored import Stored
 from rwkv.errors import CheckpointError
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 REST = "rest.pt"
 SHARDED = "sharded"                      # key in the rest
 WEIGHTS = "state_dict"                   # the first key of the places of weights
-READ_BYTES = 1 << 20
 
 Place = tuple[str | int, ...]
 

@@ -53,12 +53,10 @@ def read(path: Path) -> Content:
 
 def write(path: Path, outgoing: Outgoing) -> None:
     tensors, entry = list(outgoing.tensors.values()), outgoing.entry
-    if outgoing.quantised:
-        tensors = _packed.outgoing(outgoing)
-        entry = entry | {"packed": {"form": outgoing.quantised, "version": _packed.VERSION}}
-    elif outgoing.by_input:
-        tensors = _packed.stored_by_input(outgoing)
-        entry = entry | {"packed": {"form": "bfloat16", "version": _packed.VERSION}}
+    form = outgoing.quantised or ("bfloat16" if outgoing.by_input else None)
+    if form is not None:
+        tensors = _packed.outgoing(outgoing) if outgoing.quantised else _packed.stored_by_input(outgoing)
+        entry = entry | {"packed": {"form": form, "version": _packed.VERSION}}
     write_file(path, lambda file: write_tensors(file, tensors, {ENTRY: json.dumps(entry)}))
 
 

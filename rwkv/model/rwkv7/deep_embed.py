@@ -1,6 +1,5 @@
 """DeepEmbed, RWKV-7a's addition to channel mixing: a matrix for each token in every layer. mix.py has the formula."""
 
-
 from typing import cast
 
 import torch

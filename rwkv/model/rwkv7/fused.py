@@ -266,7 +266,7 @@ def _low_rank_gates_backward(saved: SavedGates, N: int, grads: Gates, extra: tup
     grad_hidden = grad_hidden_w, grad_hidden_a, grad_hidden_g, *(grad for grad, _ in v_gate)
     grad_matrices = grad_w2, grad_a2, grad_g2, *(grad for _, grad in v_gate)
     return GateGrads(grad_k, grad_v, grad_first, grad_hidden, tuple(grad.view(1, 1, -1) for grad in grad_vectors),
-                        grad_matrices)
+                     grad_matrices)
 
 
 def _gates(k: Tensor, v: Tensor, v_first: Tensor | None, z: Tensors, N: int, vectors: Tensors) -> Tensors:

@@ -14,14 +14,14 @@ from rwkv.model.fused.c import supports as supports
 
 
 def gates(k: Tensor, v: Tensor, v_first: Tensor | None, z: Tensors, N: int, vectors: Tensors) -> Tensors:
-    """(log_w, k, v, a, b, 1 / |k k_k|) of fused.gates, from z = (zw, za[, zv]) and vectors k_k, k_a, w0, a0[, v0]."""
+    """As fused._gates: (log_w, k, v, a, b, 1 / |k k_k|) from z = (zw, za[, zv]) and vectors k_k, k_a, w0, a0[, v0]."""
     H = k.shape[-1] // N
     inverse = k.new_empty(*k.shape[:-1], H, dtype=torch.float32)
     log_w = torch.empty_like(k, dtype=torch.float32)
     new_k, a, b = torch.empty_like(k), torch.empty_like(k), torch.empty_like(k)
     new_v = v if v_first is None else torch.empty_like(v)
     _run("gates_forward", k, N, k, v, v_first, *padded(z, 3), *padded(float32_rows(vectors, k.shape[-1]), 5), inverse,
-               log_w, new_k, new_v, a, b, *[None] * 10)
+         log_w, new_k, new_v, a, b, *[None] * 10)
     return log_w, new_k, new_v, a, b, inverse
 
 
@@ -34,8 +34,8 @@ def gates_backward(k: Tensor, v: Tensor, v_first: Tensor | None, z: Tensors, N: 
     grad_vectors = _empty_vectors(k, 5)
     extra_grads = (None if grad is None else grad.contiguous() for grad in extra)
     _run("gates_backward", k, N, k, v, v_first, *padded(z, 3), *padded(float32_rows(vectors, k.shape[-1]), 5), inverse,
-               *(grad.contiguous() for grad in grads), *extra_grads, grad_k, grad_v, grad_first, *padded(grad_z, 3),
-               task_sums(k, 5), grad_vectors)
+         *(grad.contiguous() for grad in grads), *extra_grads, grad_k, grad_v, grad_first, *padded(grad_z, 3),
+         task_sums(k, 5), grad_vectors)
     return (grad_k, grad_v, grad_first), grad_z, grad_vectors.unbind()[:len(vectors)]
 
 
@@ -52,7 +52,7 @@ def gated_backward(y: Tensor, r: Tensor, k: Tensor, v: Tensor, g: Tensor, N: int
     grads = tuple(torch.empty_like(tensor) for tensor in (y, r, k, v, g))
     grad_vectors = _empty_vectors(r, 3)
     _run("output_backward", r, N, y, r, k, v, g, *float32_rows(vectors, r.shape[-1]), grad.contiguous(), *grads,
-               task_sums(r, 3), grad_vectors)
+         task_sums(r, 3), grad_vectors)
     return grads, grad_vectors.unbind()
 
 

@@ -21,7 +21,7 @@ FASTEST_LOG_W, LEAST_NORM, EPS = map(tl.constexpr, (architecture.FASTEST_LOG_W, 
 
 
 def gates(k: Tensor, v: Tensor, v_first: Tensor | None, z: Tensors, N: int, vectors: Tensors) -> Tensors:
-    """(log_w, k, v, a, b, 1 / |k k_k|) of fused.gates, from z = (zw, za[, zv]) and vectors k_k, k_a, w0, a0[, v0]."""
+    """As fused._gates: (log_w, k, v, a, b, 1 / |k k_k|) from z = (zw, za[, zv]) and vectors k_k, k_a, w0, a0[, v0]."""
     k, v, *z = contiguous(k, v, *z)     # type: ignore[assignment]
     C = k.shape[-1]
     rows, H = k.numel() // C, C // N

@@ -47,8 +47,7 @@ class Metrics(Callback):
     _part_norms: dict[str, float] = field(default_factory=dict)
     _steps: int = 0                      # steps since the last row
     _loss: Tensor | float = 0.0          # sum of their losses, on the device, over accumulated batches
-    # Sum of their REWARDS (4,), for pairs of answers
-    _rewards: Tensor = field(default_factory=lambda: torch.zeros(len(REWARDS)))
+    _rewards: Tensor = field(default_factory=lambda: torch.zeros(len(REWARDS)))    # sum of their REWARDS, for pairs of answers
 
     def state_dict(self) -> StateDict:
         """A collective operation: gathers the sums of all processes."""

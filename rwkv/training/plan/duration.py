@@ -8,7 +8,7 @@ from statistics import mean
 import torch
 
 from rwkv import distributed
-from rwkv.config import TrainConfig
+from rwkv.config import ModelConfig, TrainConfig
 from rwkv.data.conversations import Tokenised
 from rwkv.data.pairs import rows_of
 from rwkv.distributed import log, world_size
@@ -58,13 +58,17 @@ def equivalent_steps(config: TrainConfig, steps: int, validated_tokens: int) -> 
     return steps * (1 + FORWARD * recomputed + FORWARD * reference), validation
 
 
+def product_parameters(model: ModelConfig, vocab_size: int) -> int:
+    """The number of parameters in matrix products: all but the embedding."""
+    return n_parameters(model, vocab_size) - vocab_size * model.n_embd
+
+
 def estimated_seconds(config: TrainConfig, vocab_size: int, device: torch.device) -> float:
     """An optimiser step's time, within a factor of two or three, from the measured speed of one matrix product.
 
-    A token takes 2 operations per parameter forward and 4 backward. The embedding is not a product.
+    A token takes 2 operations per parameter forward and 4 backward.
     """
-    products = n_parameters(config.model, vocab_size) - vocab_size * config.model.n_embd
-    operations = 6.0 * products * config.tokens_per_step
+    operations = 6.0 * product_parameters(config.model, vocab_size) * config.tokens_per_step
     if config.trainer.activation_checkpointing:
         operations *= 1 + FORWARD
     dtype = dtype_for(config.trainer.precision)
@@ -79,7 +83,7 @@ def estimated_seconds(config: TrainConfig, vocab_size: int, device: torch.device
 
 
 def seconds_per_step(task: LanguageModel, config: TrainConfig, device: torch.device,
-                      conversations: tuple[Tokenised, Tokenised] | None) -> float:
+                     conversations: tuple[Tokenised, Tokenised] | None) -> float:
     """The measured time of an optimiser step's forward and backward passes. Compiles the kernels and changes nothing.
 
     With conversations it uses their first rows, where only answers are targets.

@@ -42,7 +42,7 @@ from rwkv.training.memory.estimate import (
 )
 from rwkv.training.memory.lines import would_fit
 from rwkv.training.memory.remedies import remedies, with_keys
-from rwkv.training.plan.duration import in_words
+from rwkv.training.plan.duration import in_words, product_parameters
 from rwkv.training.run.directory import Run
 from rwkv.training.run.resolve import Context, Stage, resolve
 from rwkv.training.setup import data_for
@@ -163,8 +163,8 @@ def nearest(config: TrainConfig) -> Measured:
 def _compute_seconds(config: TrainConfig, vocab_size: int, n: int, gpu: Gpu, row: Measured) -> float:
     """The longer of the GPU's and the host's time for the passes of a step."""
     measured = replace(config.model, n_layer=row.n_layer, n_embd=row.n_embd, **_unset_widths(config))
-    rate = row.tokens_per_second * _product_parameters(measured, row.vocab_size) * gpu.teraflops / GPUS[MEASURED_ON].teraflops
-    on_gpu = config.tokens_per_step / n * _product_parameters(config.model, vocab_size) / rate
+    rate = row.tokens_per_second * product_parameters(measured, row.vocab_size) * gpu.teraflops / GPUS[MEASURED_ON].teraflops
+    on_gpu = config.tokens_per_step / n * product_parameters(config.model, vocab_size) / rate
     passes = config.trainer.accumulate * max(1, config.trainer.tbptt)
     on_host = passes * row.host_ms / 1000 * config.model.n_layer / row.n_layer
     return max(on_gpu, on_host) * (RECOMPUTED if config.trainer.activation_checkpointing else 1)
@@ -174,11 +174,6 @@ def _unset_widths(config: TrainConfig) -> dict[str, Any]:
     """None for each width that follows n_embd by default, so that it follows the n_embd of a measured run."""
     return dict.fromkeys((*(name for name in vars(config.model) if name.endswith("_low_rank_dim")), "n_att", "n_ffn",
                           "deep_embed_dim"))
-
-
-def _product_parameters(model: object, vocab_size: int) -> int:
-    """The number of parameters in matrix products: all but the embedding."""
-    return n_parameters(model, vocab_size) - vocab_size * model.n_embd       # type: ignore[arg-type, attr-defined]
 
 
 def announce(run: Run) -> None:
@@ -271,7 +266,7 @@ def _speed(config: TrainConfig, vocab_size: int, gpu: Gpu, result: Estimate) -> 
     low, high = result.tokens_per_second
     row, measured_on = result.measured, GPUS[MEASURED_ON]
     span = f"{low:,.0f}" if round(low) == round(high) else f"{low:,.0f} to {high:,.0f}"
-    used = high / result.devices * 6 * _product_parameters(config.model, vocab_size) / gpu.teraflops / 1e12
+    used = high / result.devices * 6 * product_parameters(config.model, vocab_size) / gpu.teraflops / 1e12
     scaled = ""
     if config.trainer.activation_checkpointing:
         scaled += ", a third longer with activation checkpointing"
