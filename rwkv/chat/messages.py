@@ -15,7 +15,7 @@ from rwkv.io.utf8 import without_surrogates
 ROLES = {"system": "System", "user": "User", "assistant": "Assistant", "tool": "Tool"}
 OTHER_ROLES = {"developer": "system", "function": "tool"}        # OpenAI's newer and older names
 NO_TEXT = {"image_url": "an image", "input_audio": "audio", "file": "a file"}          # OpenAI's parts of a content
-EMPTY: tuple[object, ...] = (None, "", [], {})               # a field with one of these values counts as missing
+EMPTY: tuple[object, ...] = (None, "", [], {})            # a field with one of these values counts as missing
 LEARNT = ("weight", "loss", "train", "training", "trainable", "masked")  # fields for whether an answer is learnt
 
 Message = JsonMapping
@@ -99,7 +99,7 @@ def _tool_call(call: Any, where: str) -> JsonObject:
     return {**call, "function": checked} if "function" in call else checked
 
 
-def _read_arguments(text: str) -> Message | None:
+def _read_arguments(text: str) -> JsonMapping | None:
     """The arguments that a model wrote. A text that is no JSON object becomes the only argument: the chat can continue."""
     with suppress(ValueError, RecursionError):
         arguments = json.loads(text or "{}")

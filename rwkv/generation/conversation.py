@@ -122,9 +122,9 @@ class Chat:
         prefix, context = max(((text, result) for text, result in self._saved_results if prompt.startswith(text)),
                               key=lambda saved: len(saved[0]), default=("", self.context))
         before = prefix or self.tokenizer.decode(context.last_ids if context else ())
-        # Penalties count the whole conversation, so that an answer does not depend on the length of the saved prefix
-        counted = self.sampling.repetition_penalty != 1 or self.draft is not None
-        earlier = encode(self.tokenizer, [prompt])[0] if counted else ()
+        # Penalties count the whole conversation, so that an answer does not depend on the saved prefix; a draft reads it, too
+        needs_earlier = self.sampling.repetition_penalty != 1 or self.draft is not None
+        earlier = encode(self.tokenizer, [prompt])[0] if needs_earlier else ()
         engine = Engine(self.model, self.tokenizer, draft=self.draft)
         ids, = encode(self.tokenizer, [prompt[len(prefix):]], before)
         stopping = StoppingCriteria(self.max_new_tokens, (*self.template.stop, *self.stop))

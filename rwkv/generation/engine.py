@@ -214,8 +214,8 @@ class Engine:
         tokens = self._draw([position for position, _ in unfinished])
         if self._drawn is None:
             self._drawn = torch.zeros(len(self._rows), dtype=torch.int64, device="cpu")
+        self._drawn[[position for position, _ in unfinished]] = torch.tensor(tokens, device="cpu")
         for (position, row), token in zip(unfinished, tokens, strict=True):
-            self._drawn[position] = token
             if row.damaged:
                 continue
             pieces.append((row.index, row.push(token)))
@@ -401,8 +401,9 @@ class Engine:
         for options, indices in groups.items():
             group = [rows[index] for index in indices]
             penalties: Any = [row.penalties for row in group if row.penalties is not None] or None
-            on_device = to_device(torch.tensor(indices, device="cpu"), logits.device)
-            group_logits = logits if len(group) == len(rows) else logits[on_device]
+            group_logits = logits
+            if len(group) < len(rows):
+                group_logits = logits[to_device(torch.tensor(indices, device="cpu"), logits.device)]
             uniform = torch.tensor([row.uniform() for row in group], dtype=torch.float64, device="cpu")
             queued.append(queued_tokens(group_logits, uniform, options, penalties, self._draw_function))
         for index, token in zip(chain.from_iterable(groups.values()), to_host(queued).tolist(), strict=True):

@@ -149,9 +149,9 @@ def _grid(x: Axis, y: Axis, x_name: str) -> list[str]:
 def _readings(lines: Sequence[tuple[int, Sequence[Point]]], names: Sequence[str], x: Axis) -> list[str]:
     """The values under the pointer: a strip of the plot for each step, or for as many as there is room for. Several lines of a
     colour share a row. lines: their colours and points."""
-    colours = sorted({colour for colour, _ in lines})[:MOST_ROWS]
     if not names:
         return []
+    colours = sorted({colour for colour, _ in lines})[:MOST_ROWS]
     all_steps = sorted({step for _, points in lines for step, _ in points})
     width = (x.high - x.low) / MOST_STRIPS
     steps = [*{math.ceil((step - x.low) / width): step for step in all_steps}.values()]          # the last one of each width

@@ -164,15 +164,16 @@ class Options(ForeignFields, forbid_unknown_fields=True, kw_only=True):
         return stops
 
     def answer_grammar(self) -> Grammar | None:
-        """The grammar of response_format or of grammar; None for any text. Raises ApiError if both are present."""
+        """The grammar of grammar, format or response_format; None for any text. Raises ApiError if more than one is present."""
+        formatted = self.response_format is not None and not isinstance(self.response_format, TextFormat)
+        used = [name for name, present in (("grammar", self.grammar is not None), ("format", bool(self.format)),
+                                           ("response_format", formatted)) if present]
+        if len(used) > 1:
+            raise ApiError(400, f"{used[0]} conflicts with {used[1]}: use one of them", used[0])
         if self.grammar is not None:
-            if self.response_format is not None and not isinstance(self.response_format, TextFormat):
-                raise ApiError(400, "grammar conflicts with response_format: use one of them", "grammar")
             constructor = Grammar.lark if self.grammar.syntax == "lark" else Grammar.regex
             return constructor(self.grammar.definition, "grammar.definition")
         if self.format:
-            if self.response_format is not None and not isinstance(self.response_format, TextFormat):
-                raise ApiError(400, "format conflicts with response_format: use one of them", "format")
             return Grammar.json_schema({"type": "object"} if self.format == "json" else self.format, "format")
         if isinstance(self.response_format, ObjectFormat):
             return Grammar.json_schema({"type": "object"}, "response_format")

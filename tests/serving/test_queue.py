@@ -28,5 +28,5 @@ def test_requests_start_in_order_and_a_full_queue_refuses() -> None:
     assert not queue.cancel(first)
     assert sent[2:] == [Cancel(sequence.id) for sequence in first.sequences]
     for sequence in first.sequences:
-        assert queue.ticket_of(Event(sequence.id, finish_reason="cancelled")) is first
+        assert queue.take_ticket(Event(sequence.id, finish_reason="cancelled")) is first
     assert (queue.n_running, queue.tickets()) == (1, {third})

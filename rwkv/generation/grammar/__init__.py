@@ -167,6 +167,7 @@ class Grammar:
                 raise UserError(f"{part.where}: {error}")
         raise UserError(f"{self.parts[0].where}: {reason}")
 
+
 def _literal(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 

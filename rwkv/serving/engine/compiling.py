@@ -25,7 +25,7 @@ from rwkv.generation.grammar import Grammar
 from rwkv.generation.grammar.matcher import compile_grammar, require_ends, vocabulary
 from rwkv.io.json_types import JsonObject
 from rwkv.io.signals import STOPPING
-from rwkv.serving.http.errors import ApiError
+from rwkv.serving.http.errors import RETRY_AFTER, ApiError
 from rwkv.tokenizer.tokenizers import Tokenizer
 
 PROCESSES = 2
@@ -37,7 +37,6 @@ RETAINED = 64 * MIB                          # that a compiled grammar may need 
 MOST_WAITING = 256                       # grammars
 REMEMBERED = 256                         # grammars whose result is known
 WALKS = 12                               # random texts that look for beginnings without an end
-RETRY_AFTER = 1                          # seconds
 
 
 class Compilers:

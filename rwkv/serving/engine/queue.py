@@ -6,10 +6,8 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from itertools import count
 
-from rwkv.serving.http.errors import STATE_GONE, ApiError
+from rwkv.serving.http.errors import RETRY_AFTER, STATE_GONE, ApiError
 from rwkv.serving.messages import Cancel, Event, Generate, Reply, ToEngine
-
-RETRY_AFTER = 1                          # seconds
 
 
 class Ticket:
@@ -92,8 +90,8 @@ class Queue:
                 self._send(Cancel(sequence.id))
         return False
 
-    def ticket_of(self, event: Event) -> Ticket:
-        """The ticket of an event of the engine, whose sequence leaves with its last one."""
+    def take_ticket(self, event: Event) -> Ticket:
+        """The ticket of an engine's event. A sequence's last event removes the sequence."""
         ticket = self._running[event.id]
         if event.finish_reason is not None or event.error is not None:
             del self._running[event.id]

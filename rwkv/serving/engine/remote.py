@@ -152,7 +152,7 @@ class RemoteEngine:
 
     def _deliver(self, step: Step) -> None:
         for event in step.events:
-            ticket = self._queue.ticket_of(event)
+            ticket = self._queue.take_ticket(event)
             if event.state is not None:
                 self.states[event.state.id] = event.state
                 if ticket.cancelled:     # no client learns its id

@@ -21,7 +21,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from rwkv.io.lines import counted
 from rwkv.io.signals import caught_signals
-from rwkv.serving.http.errors import ApiError
+from rwkv.serving.http.errors import RETRY_AFTER, ApiError
 from rwkv.serving.log import say_refused
 
 UNREAD_S = 30                            # seconds after which a client that does not read its answer is cut off
@@ -85,7 +85,7 @@ class Protocol(HttpToolsProtocol):
         super().connection_made(transport)
         self._expect_request()
         if len(self.connections) > self.most:
-            self._refuse(ApiError(503, "the server has too many connections", retry_after=1))
+            self._refuse(ApiError(503, "the server has too many connections", retry_after=RETRY_AFTER))
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_deadline()

@@ -11,7 +11,7 @@ from rwkv.io.json_types import JsonObject
 from rwkv.serving.answers import Answer, ResponseSpec, chat_entry, sse
 from rwkv.serving.engine.queue import Ticket
 from rwkv.serving.engine.remote import RemoteEngine
-from rwkv.serving.http.errors import STATE_GONE, ApiError, json_response
+from rwkv.serving.http.errors import RETRY_AFTER, STATE_GONE, ApiError, json_response
 from rwkv.serving.messages import Event
 from rwkv.serving.responses.request import Prepared
 from rwkv.serving.responses.store import Responses, Stored
@@ -93,6 +93,7 @@ class ResponseAnswer(Answer):
         self._id = f"resp_{secrets.token_hex(16)}"
         self._output = Output()
         self._choice = self._choices[0]
+        self._final: JsonObject = {}     # the response, once it is complete
         self._decoder = spec.tokenizer.decoder(spec.after)
 
     def _take(self, number: int, event: Event) -> None:
@@ -104,10 +105,10 @@ class ResponseAnswer(Answer):
         if self._prepared.body.previous_response_id is None or error.body["error"]["code"] != STATE_GONE:
             return error
         return ApiError(503, "the state of previous_response_id has just been lost: send this request again, and the "
-                        "conversation is read from its beginning", "previous_response_id", "state_lost", 1)
+                        "conversation is read from its beginning", "previous_response_id", "state_lost", RETRY_AFTER)
 
     def _whole(self) -> Response:
-        return json_response(self._response())
+        return json_response(self._final)
 
     async def _chunks(self) -> AsyncIterator[bytes]:
         number = 0
@@ -130,8 +131,7 @@ class ResponseAnswer(Answer):
             return
         self._complete = True
         await self._finish()
-        response = self._response()
-        yield numbered({"type": f"response.{response['status']}", "response": response})
+        yield numbered({"type": f"response.{self._final['status']}", "response": self._final})
 
     def _events(self, event: Event) -> Iterator[JsonObject]:
         thoughts, parts = self._choice.parsed(event)
@@ -162,9 +162,10 @@ class ResponseAnswer(Answer):
     async def _finish(self) -> None:
         body = self._prepared.body
         state = self._choice.last.state
+        self._final = self._response()
         if body.store is not False:
-            await self._responses.put(Stored(self._prepared.owner, self._response(), self._prepared.input,
-                                        state.id if state else None, bool(body.save_state)))
+            await self._responses.put(Stored(self._prepared.owner, self._final, self._prepared.input,
+                                             state.id if state else None, bool(body.save_state)))
 
     def _response(self, status: str | None = None) -> JsonObject:
         body = self._prepared.body

@@ -115,10 +115,10 @@ def _chat_request(prepared: Prepared, items: list[JsonObject], instructions: boo
         form = {"type": "json_schema", "json_schema": {name: value for name, value in form.items() if name != "type"}}
     tools = [{"type": tool.pop("type"), "function": tool} for tool in map(msgspec.to_builtins, body.tools or ())]
     translated = {"tools": tools or None, "tool_choice": _tool_choice(body),
-            "max_completion_tokens": body.max_output_tokens, "logprobs": logprobs or None,
-            "top_logprobs": body.top_logprobs if logprobs else None,
-            "reasoning_effort": body.reasoning.effort if body.reasoning else None,
-            "response_format": form}
+                  "max_completion_tokens": body.max_output_tokens, "logprobs": logprobs or None,
+                  "top_logprobs": body.top_logprobs if logprobs else None,
+                  "reasoning_effort": body.reasoning.effort if body.reasoning else None,
+                  "response_format": form}
     translated = {name: value for name, value in translated.items() if value is not None}
     return converted({"messages": messages, **fields, **translated}, ChatRequest)
 
