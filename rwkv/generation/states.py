@@ -98,7 +98,7 @@ class StateForm:
         module = generation(self._config)
         expected = _named_tensors(PrefillResult(torch.empty(1, self._vocab_size), module.empty_state(self._config, 1, "meta")))
         if {name: part.shape for name, part in tensors.items()} != {name: part.shape for name, part in expected.items()}:
-            raise UserError(f"{name} must hold one row's state for this model; its tensors have other names or shapes")
+            raise UserError(f"{name} must hold one row's state for this model; its tensors have different names or shapes")
         if CHECKSUM not in metadata:
             raise UserError(f"{name} lacks its checksum: use a file that save_state= or the server wrote, or save the state "
                             "again")
@@ -106,7 +106,7 @@ class StateForm:
             raise UserError(f"{name} has changed since it was written (checksum mismatch): use an intact copy, or save the "
                             "state again")
         if not all(tensor.is_floating_point() and tensor.isfinite().all() for tensor in tensors.values()):
-            raise UserError(f"{name} must hold finite numbers; its model had diverged, or the file has changed")
+            raise UserError(f"{name} must contain only finite numbers; the model had diverged, or the file has changed")
         logits = tensors.pop("logits").to(self._device)
         state = module.State(**{part: tensor.to(self._device, torch.float32) for part, tensor in tensors.items()})
         return PrefillResult(logits, state, self.last_ids(name, metadata))

@@ -146,7 +146,8 @@ def _choice(choice: Choice | None) -> JsonObject:
     if choice is None:
         return {}
     if (choice.type == "tool") != (choice.name is not None):
-        raise ApiError(400, "tool_choice.name requires tool_choice.type=tool, and the other way round", "tool_choice.name")
+        raise ApiError(400, "tool_choice.name is required with tool_choice.type=tool, and conflicts with any other type",
+                       "tool_choice.name")
     named = {"type": "function", "function": {"name": choice.name}}
     return {"tool_choice": {"any": "required", "tool": named}.get(choice.type, choice.type),
             "parallel_tool_calls": False if choice.disable_parallel_tool_use else None}

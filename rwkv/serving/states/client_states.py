@@ -107,7 +107,7 @@ class ClientStates:
         if turn is None:
             return render(messages, add_generation_prompt, tools, think, effort)
         if turn.template != _digest(self.template.definition):
-            raise ApiError(400, "state requires the chat template of its conversation; this server has another", "state")
+            raise ApiError(400, "state requires its conversation's chat template; this server uses a different one", "state")
         if tools and turn.tools != _digest(tools):
             raise ApiError(400, "tools must be those of the state's conversation: send the same ones, or begin a new "
                                 "conversation", "tools")
