@@ -242,7 +242,7 @@ class CallParser:
         if end is not None or outer or last:
             self._other = None
         else:
-            nesting.place -= limit       # the shown text leaves the buffer
+            nesting.place -= limit       # the text shown is removed from the buffer
         return _text(limit if end is None else end) or (self._open(last) if outer else None)
 
     def _close(self, last: bool) -> _Step | None:
@@ -351,7 +351,7 @@ class _Nesting:
     """Finds the end of the JSON object or list that begins at `place`. The text may grow between two calls of end()."""
 
     def __init__(self, place: int) -> None:
-        self.place = place               # the end of the text read so far
+        self.place = place               # offset up to which the text has been read
         self._depth = 0
         self._in_string = False
 

@@ -1,8 +1,8 @@
 """Infers a released model's series, and thus its chat template and training sequence length, from the model's name.
 
     rwkv7-g1k-1.5b-20260930-ctx25600.pth     RWKV-x070-World-0.4B-v2.9-20250107-ctx4096.pth     BlinkDL's files
-    rwkv-g1k-3b-temp-5441.pth                                                                   his weekly checkpoints
-    RWKV7-G1k-1.5B-20260930, RWKV7-13.3B-20260805                                               RWKV's on Hugging Face
+    rwkv-g1k-3b-temp-5441.pth                                                                   BlinkDL's weekly checkpoints
+    RWKV7-G1k-1.5B-20260930, RWKV7-13.3B-20260805                                               RWKV's models on Hugging Face
 
 A file's metadata takes precedence over its name.
 """

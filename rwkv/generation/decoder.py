@@ -209,7 +209,7 @@ class CDecoder:
         return self._work
 
     def _shared_step(self) -> CStep:
-        """The step, which all decoders of the model share."""
+        """The C step, which all decoders of the model share."""
         if self._c_step is None:
             self._c_step = step_of(self._model)
             self._weights = [tensor.detach() for tensor in tensors_of(self._model)]      # keeps the memory alive for C
@@ -230,7 +230,7 @@ class GpuDecoder:
         self._model = model
         self._step = step or triton_step.step_of(model)
         self._state_type = type(state)
-        self._slots: list[int] = []                      # one per row
+        self._slots: list[int] = []                      # each row's state slot
         weakref.finalize(self, self._step.release, self._slots)
         self.join(state)
 

@@ -164,7 +164,7 @@ class Engine:
         for options in WARM_SAMPLINGS if self._draw_device.type == "cuda" else ():
             engine.add(Request([0], stopping=StoppingCriteria(1), sampling=options))
             engine.run()
-        if isinstance(self._decoder, GpuDecoder):        # last: new slots would invalidate the graphs
+        if isinstance(self._decoder, GpuDecoder):        # at the end, because new slots would invalidate the graphs
             self._decoder.warm_up(rows)
 
     @property

@@ -1,4 +1,4 @@
-"""generate.py's output.
+"""The output of generate.py.
 
 Standard output gets only the prompts, each followed by its continuation. A single continuation is printed while it is
 generated; several are printed in the order of the prompts. out=FILE gets one JSON object per continuation. Standard error

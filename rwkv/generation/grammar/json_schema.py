@@ -264,7 +264,7 @@ def _is_any(schema: object) -> bool:
 
 
 def _is_any_name(schema: object) -> bool:
-    """Whether every property name is valid."""
+    """Whether a propertyNames schema allows every name."""
     if not isinstance(schema, Mapping):
         return schema is True
     rules = {key: value for key, value in schema.items()
