@@ -20,7 +20,8 @@ from rwkv.training.sharding.strategy import Sharded, total_norm
 class Divergence(Callback):
     """Raises Diverged for a non-finite loss or weight.
 
-    Losses are checked every log_every steps, before a validation and before a checkpoint: checking each would synchronise.
+    Losses are checked every log_every steps, before a validation and before a checkpoint: checking the loss in each step would
+    synchronise with the GPU each time.
     """
 
     out_dir: Path

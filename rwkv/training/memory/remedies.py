@@ -1,6 +1,7 @@
 """Options that would make a run fit into memory.
 
-In order of cost: first those with identical steps, then other optimisers, fewer rows per step, LoRA, and last more devices.
+They are in order of cost: first options that keep the training steps identical, then other optimisers, fewer rows per step,
+LoRA, and last more devices.
 """
 
 from collections.abc import Iterator
@@ -22,7 +23,7 @@ Options = JsonMapping                    # dotted key -> value
 
 
 class Remedy(NamedTuple):
-    """options: as they are typed. need: the bytes of each process, as in Memory.total."""
+    """options: as typed on the command line. need: the bytes of each process, as in Memory.total."""
 
     options: str
     need: int
@@ -76,7 +77,7 @@ def as_typed(options: Options) -> str:
 
 
 def _same_steps(config: TrainConfig, processes: int) -> Iterator[Options]:
-    """Identical steps, up to rounding."""
+    """Remedies with identical steps, up to rounding."""
     yield RECOMPUTED
     if config.trainer.precision == "32-true":
         yield RECOMPUTED | {"trainer.precision": "bf16-mixed"}
@@ -87,7 +88,7 @@ def _same_steps(config: TrainConfig, processes: int) -> Iterator[Options]:
 
 
 def _other_steps(config: TrainConfig, processes: int) -> Iterator[Options]:
-    """Steps without clipping, with 8-bit moments, with fewer rows, or with LoRA."""
+    """Remedies that change the steps: no clipping, 8-bit moments, fewer rows, or LoRA."""
     rounded = {} if config.optim.name in ORTHOGONAL else ROUNDED
     yield RECOMPUTED | IN_BACKWARD
     yield RECOMPUTED | rounded
@@ -101,7 +102,7 @@ def _other_steps(config: TrainConfig, processes: int) -> Iterator[Options]:
 
 
 def _sharded(config: TrainConfig, processes: int) -> Iterator[Options]:
-    """Weights, gradients and moments sharded over more and more GPUs, with at least one row each."""
+    """Remedies that shard weights, gradients and moments over more and more GPUs, with at least one row each."""
     count = 2 * processes if config.trainer.strategy == "fsdp" else 2
     while count <= MAX_DEVICES:
         rows = max(config.data.batch_size, count)

@@ -1,8 +1,8 @@
-"""Reduces the memory of a new run with init_from=.
+"""Chooses options that reduce the memory of a new run with init_from=.
 
-Gradient accumulation: a step is split into passes of a few rows. Data order and target weights stay the same, so the step does
-too, with a fraction of the activations. If a run would still exceed the free memory, freed blocks are returned to the system;
-if that is not enough, activations are recomputed.
+First comes gradient accumulation: a step is split into passes of a few rows. The data order and the weights of targets do not
+change, so the step is the same with a fraction of the activations. If the run would still exceed the free memory, freed memory
+blocks are returned to the system; if that is not enough, activations are recomputed.
 """
 
 from collections.abc import Collection
@@ -12,7 +12,7 @@ from rwkv.training.device import device_for
 from rwkv.training.memory.estimate import SMALL_RUN, readable
 from rwkv.training.memory.remedies import Options, Variant, as_typed, with_keys
 
-PASS_TOKENS = 512                        # minimum per pass on a CPU, for full-speed matrix products
+PASS_TOKENS = 512                        # least tokens of a pass on a CPU, for full-speed matrix products
 SMALLER: tuple[Options, ...] = ({"trainer.malloc": "small"},
                                 {"trainer.malloc": "small", "trainer.activation_checkpointing": True})
 
@@ -46,9 +46,10 @@ def same_step(config: TrainConfig, run: TrainConfig) -> bool:
 
 def fit_memory(config: TrainConfig, vocab_size: int, user_keys: Collection[str],
                free: int | None) -> tuple[TrainConfig, str | None]:
-    """The configuration with the first of SMALLER that fits into `free` bytes, or else the last, and a note for the plan.
+    """The configuration with the first options in SMALLER that fit into `free` bytes, or else the last; and a note for the
+    plan.
 
-    Unchanged, without a note, if the run fits, if the user has set one of these options, or if free is None (unknown).
+    It is unchanged, without a note, if the run fits, if the user has set one of these options, or if free is None (unknown).
     """
     need = Variant.of(config, {}, vocab_size).memory.total
     if free is None or need <= free or not {*user_keys}.isdisjoint(SMALLER[-1]):
