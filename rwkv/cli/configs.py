@@ -34,7 +34,7 @@ def groups(schema: type) -> list[str]:
 
 
 def choices(group: str) -> list[str]:
-    """The names of a group's choices, without null."""
+    """The names of a group's choices, except null."""
     return list(KERNELS) if group == "kernel" else sorted(path.stem for path in (CONFIGS / group).glob("*.yaml"))
 
 

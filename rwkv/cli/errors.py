@@ -1,4 +1,6 @@
-"""A program's ends: a user's error in a sentence, an interruption, a reader that has gone; and their exit statuses."""
+"""How a program ends: with a user's error, which is one sentence; when interrupted; or when the reader of its output has
+gone.
+"""
 
 import atexit
 import io
@@ -42,7 +44,7 @@ def exit_on_user_error() -> Iterator[None]:
     except (UserError, UnknownKernel, KernelUnavailable) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(USER_ERROR)
-    except OSError as error:             # a full disk, a forbidden folder
+    except OSError as error:             # such as a full disk, or a folder without permission
         message = f"{error.filename}: {error.strerror}" if error.filename else str(error)
         print(f"error: {message}", file=sys.stderr)
         sys.exit(USER_ERROR)
@@ -51,7 +53,9 @@ def exit_on_user_error() -> Iterator[None]:
 
 
 def _require_utf8(arguments: list[str]) -> None:
-    """Raises UserError for other bytes, which Python decodes to lone surrogates: no file of a run can hold them."""
+    """Raises UserError for an argument that is not UTF-8: Python decodes it to lone surrogates, which a run cannot write to
+    files.
+    """
     for argument in arguments:
         try:
             argument.encode()
