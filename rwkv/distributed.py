@@ -26,10 +26,10 @@ from rwkv.errors import UserError
 
 T = TypeVar("T")
 RANK0_TIMEOUT = timedelta(days=30)       # rank 0 may tokenise a large corpus while the others wait
-POLL_SECONDS = 0.5                       # between checks that the launcher is alive
+POLL_SECONDS = 0.5                       # interval of checks that the launcher is alive
 SAVE_SECONDS = 30.0                      # time to save after the launcher has died
 LOOPBACK = "127.0.0.1"                   # some machines cannot resolve their own name, or localhost
-CONNECT_TIMEOUT = timedelta(minutes=1)   # enough: torchrun starts the processes when all machines are up
+CONNECT_TIMEOUT = timedelta(minutes=1)   # enough, since torchrun starts processes when all machines are up
 STORE_TIMEOUT = timedelta(minutes=30)    # as torch's default
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"    # environment variables of gloo and of the launcher
 ADDRESS = "MASTER_ADDR"
@@ -38,7 +38,7 @@ TASKS = "SLURM_STEP_NUM_TASKS"           # environment variable of srun
 FAILED = 1                               # exit status of a process that ends because another process failed
 STOPPED = 130                            # exit status after a signal
 
-_waiting_group: "distributed.ProcessGroup | None" = None       # all processes, with RANK0_TIMEOUT
+_waiting_group: "distributed.ProcessGroup | None" = None       # group of all processes, with RANK0_TIMEOUT
 
 
 def launched() -> bool:
@@ -63,7 +63,7 @@ def launch(count: int, signals: Iterable[int]) -> int:
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     _use_loopback()
-    for name in logging.root.manager.loggerDict:         # quiet: each process prints its own error
+    for name in logging.root.manager.loggerDict:         # silenced: each process prints its own error
         if name.startswith("torch.distributed.elastic"):
             logging.getLogger(name).setLevel(logging.CRITICAL)
     config = LaunchConfig(min_nodes=1, max_nodes=1, nproc_per_node=count, max_restarts=0, run_id=uuid.uuid4().hex,
@@ -88,7 +88,7 @@ def _use_loopback() -> None:
     interface does not exist.
     """
     names = {name for _, name in socket.if_nameindex()} if hasattr(socket, "if_nameindex") else set()
-    for name in names & {"lo", "lo0"}:               # Linux, macOS
+    for name in names & {"lo", "lo0"}:               # the loopback interface of Linux, of macOS
         os.environ.setdefault(GLOO_INTERFACE, name)
     try:
         for name in filter(None, os.environ.get(GLOO_INTERFACE, "").split(",")):

@@ -45,7 +45,7 @@ from rwkv.tokenizer.tokenizers import Tokenizer
 
 AUTO = "auto"
 FORMS_OF_BLOCKS = tuple(name.upper() for name in matvec.BLOCKS)
-ALL_SURVIVES = 0.995                     # if more survives rounding, nothing is printed
+ALL_SURVIVES = 0.995                     # no line is printed if a larger fraction survives rounding
 REQUANTISED = "blocks.0.att.key.weight"        # the matrix on which a second rounding is measured
 
 

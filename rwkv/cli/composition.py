@@ -186,7 +186,7 @@ def _split(override: str) -> tuple[str, str]:
 
 def _type_error(error: "OmegaConfBaseException", schema: type, overrides: list[str], recipes: dict[str, recipe.Recipe]) -> str:
     """The error message for a value that OmegaConf rejected."""
-    key = str(error.full_key or "").partition("[")[0]    # without the index of a list
+    key = str(error.full_key or "").partition("[")[0]    # drops the index of a list
     values: JsonObject = dict(map(_split, overrides))
     where = ""
     for settings in recipes.values() if key not in values else ():
@@ -207,7 +207,7 @@ def _expected_value(key: str, schema: type) -> str | None:
         return None
     if item.metadata["one_of"]:
         return f"one of {', '.join(item.metadata['one_of'])}"
-    kind: Any = get_args(item.type)[0] if isinstance(item.type, UnionType) else item.type        # int | None
+    kind: Any = get_args(item.type)[0] if isinstance(item.type, UnionType) else item.type        # the type before "| None"
     return EXPECTED.get(kind) or EXPECTED.get(get_origin(kind))
 
 

@@ -14,7 +14,7 @@ from rwkv.errors import UserError
 from rwkv.io import signals
 from rwkv.io.unread import abandon
 
-READER_GONE = 1                          # exit statuses
+READER_GONE = 1                          # exit statuses of programs
 USER_ERROR = 2
 INTERRUPTED = 130
 

@@ -27,7 +27,7 @@ ENDINGS = (".yaml", ".yml")
 RUN_FILE = "config.yaml"                 # in the directory of a run
 RUN_GROUPS = {"kernel", "model", "data", "optim", "trainer", "logger"}        # groups that every run's file has
 SINGLE_RUN_OPTIONS = ("out_dir", "resume", "plan")       # options in a run's file that a new run ignores
-REFERENCE = re.compile(r"(\\*)\$\{")      # OmegaConf's interpolation; a backslash escapes it
+REFERENCE = re.compile(r"(\\*)\$\{")      # OmegaConf's interpolation; backslashes escape it
 MAX_DEPTH = 3                            # levels of nesting; options have fewer
 HYDRA_KEYS = ("defaults", "hydra")       # keys that are not options
 

@@ -12,7 +12,7 @@ from rwkv.config.schema import PATH, check_options, option
 class ChatConfig(DraftedConfig):
     template: str | None = option(None, f"chat template: {MODEL_TEMPLATE}", verbatim=PATH, heading="Conversation")
     system: str | None = option(None, "system message")
-    state: str | None = option(None, "state file to start from, written by save_state=; or a tuned state (ours or another "
+    state: str | None = option(None, "state file to start from, written by save_state=; or a tuned state (timemix's or another "
                                "trainer's)",
                                verbatim=PATH)
     state_layout: str | None = layout_option("state=")

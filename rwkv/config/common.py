@@ -6,13 +6,13 @@ from typing import Any, Literal
 
 from rwkv.config.schema import GRAMMAR, NAME, PATH, option
 
-LARGEST_SEED = 2**63 - 1                 # that torch's generators accept
+LARGEST_SEED = 2**63 - 1                 # the largest seed that torch's generators accept
 MIB = 2**20                              # bytes; the unit of options named *_mib
 BLOCKS = "blocks"                        # dtype=blocks: a GGUF file's quantised blocks, unchanged
 BITS = {"float32": 32, "bfloat16": 16, "float16": 16, "int8": 8, "int4": 5, BLOCKS: 8}     # bits per matrix weight, roughly
 DTYPES = ("auto", *BITS)
 LATEST = Path("runs") / "latest"         # a link to the latest run, also to that of a sweep
-TEMPLATES = "world, g1, flower or a jinja2 file"        # for help texts
+TEMPLATES = "world, g1, flower or a jinja2 file"        # chat templates, in help texts
 MODEL_TEMPLATE = f"{TEMPLATES}; null: that of the training data, else the checkpoint's, else guessed from its name"
 THINK = ("false", "true", "fake")        # how answers begin (rwkv/chat/thoughts.py)
 NGRAM = "ngram"                          # draft=ngram: drafts without a model
@@ -36,7 +36,8 @@ class SavedModelConfig:
     lora: str | None = option(None, "another program's LoRA adapter, merged into the checkpoint: a PEFT directory or an "
                               "RWKV-PEFT file", verbatim=PATH)
     lora_alpha: float | None = option(None, "LoRA alpha, for adapter files without it, such as RWKV-PEFT's", above=0.0)
-    tokenizer: str | None = option(None, "for checkpoints without one: byte, world, FILE.json or FILE.txt", verbatim=PATH)
+    tokenizer: str | None = option(None, "tokenizer, for checkpoints without one: byte, world, FILE.json or FILE.txt",
+                                   verbatim=PATH)
     end_of_text: str | None = option(None, "end-of-text token; null: the one in the checkpoint or FILE.json", verbatim=NAME)
     kernel: KernelConfig = field(default_factory=KernelConfig)
     device: str = option("auto", "auto, cpu or cuda", one_of=("auto", "cpu", "cuda"))

@@ -19,7 +19,7 @@ class EvaluateConfig(SavedModelConfig):
                                one_of=DTYPES)
     data: EvaluateDataConfig = field(default_factory=EvaluateDataConfig)
     chunk_len: int = option(1024, "tokens per forward pass", least=1)
-    batch_size: int = option(16, "batch size, of FILE.jsonl", least=1)
+    batch_size: int = option(16, "batch size, for FILE.jsonl", least=1)
     start: str | None = option(None, "text before the first predicted token; null: the end-of-text token", verbatim=TEXT)
     out: str | None = option(None, "file for the result, which is also printed on standard output", verbatim=PATH)
 

@@ -15,7 +15,7 @@ class GenerateConfig(DraftedConfig):
     prompt: str | None = option(None, "prompt; -: read from standard input", heading="Samples", verbatim=TEXT)
     prompts: str | None = option(None, 'file with a prompt per line, or .jsonl with {"prompt": "..."} per line', verbatim=PATH)
     state: str | None = option(None, "state file to continue, written by save_state= with the same model and tokenizer; or a "
-                               "tuned state (ours or another trainer's)", verbatim=PATH)
+                               "tuned state (timemix's or another trainer's)", verbatim=PATH)
     state_layout: str | None = layout_option("state=")
     num_samples: int = option(1, "samples per prompt", least=1)
     seed: int = option(0, "random seed of a prompt's first sample; the next sample has seed + 1", least=0)
@@ -30,7 +30,7 @@ class GenerateConfig(DraftedConfig):
     stream: bool = option(True, "print a single sample token by token", heading="Output")
     out: str | None = option(None, "JSON Lines file for the samples, with tokens and finish reason", verbatim=PATH)
     logprobs: int = option(0, "number of top log-probabilities per token, written to out=, else to standard error", least=0)
-    save_state: str | None = option(None, "file for the state after the sample and its stop string; for state=",
+    save_state: str | None = option(None, "file for the state after the sample and its stop string, which state= continues",
                                     verbatim=PATH)
 
     def __post_init__(self) -> None:

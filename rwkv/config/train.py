@@ -16,11 +16,11 @@ PACKAGE = Path(__file__).parent.parent
 SCALED = ("time_mix", "time_decay", "time_first")        # parameters with a learning-rate factor, optim.NAME_lr_scale
 GENERATIONS = tuple(sorted(path.parent.name for path in (PACKAGE / "model").glob("rwkv[0-9]*/__init__.py")))
 SOURCES = tuple(sorted(path.stem for path in (PACKAGE / "data" / "sources").glob("[!_]*.py")))    # kinds of data= with text
-TOKENS = tuple(sorted(path.stem for path in (PACKAGE / "data" / "token_files").glob("[!_]*.py")))    # with token ids
+TOKENS = tuple(sorted(path.stem for path in (PACKAGE / "data" / "token_files").glob("[!_]*.py")))    # kinds of data= with ids
 STREAMED = ("jsonl", "hf")               # kinds of data= that data.streaming supports
 ORTHOGONAL = ("muon", "normuon")                         # optimisers that orthogonalise the updates of the blocks' matrices
 EIGHT_BITS = "adamw8bit"                 # the optimiser with 8-bit moments
-GPUS = ("a100", "h100", "h200", "rtx3060", "rtx4090", "rtx5090")         # that plan= knows
+GPUS = ("a100", "h100", "h200", "rtx3060", "rtx4090", "rtx5090")         # GPUs that plan= knows
 LENGTHS = ("trainer.max_steps", "trainer.max_tokens", "trainer.epochs")      # options that set the training length
 BASES = ("float32", "bfloat16", "int8", "int4")          # dtypes of frozen weights (tune.base)
 PREFERENCES = ("dpo", "ipo")             # objectives that train on pairs of answers
@@ -74,10 +74,10 @@ class DataConfig:
                                    needs=("data.name", "text", "jsonl", "hf"))
     template: str | None = option(None, f"chat template: {TEMPLATES}; null: that of init_from", verbatim=PATH,
                                   needs=("data.name", "chat"))
-    think: str = option("false", "how answers begin in training: true: answers with thoughts follow the template's opening "
-                        "of a thought; fake: the last answer follows an empty thought; false: as in the conversation",
+    think: str = option("false", "how answers begin in training: true: answers with thoughts follow the template's <think; "
+                        "fake: the last answer follows an empty thought; false: as in the conversation",
                         one_of=THINK, needs=("data.name", "chat"))
-    preview: bool = option(False, "true: show two conversations, with trained text marked, and exit",
+    preview: bool = option(False, "true: show two conversations, with the trained text marked, and exit",
                            needs=("data.name", "chat"))
     split: str = option("train", "split of the Hugging Face data set", filled=True, needs=("data.name", "hf"))
     streaming: bool = option(False, "tokenise jsonl and hf while training, instead of before",
@@ -260,7 +260,7 @@ class TuneConfig:
     dropout: float = option(0.0, "LoRA dropout", least=0, needs=LORA)
     modules: list[str] = option(list, "LoRA target modules, such as [att.key,att.value]; []: all linear layers of the blocks",
                                 verbatim=GRAMMAR, needs=LORA)
-    state: str | None = option(None, "tuned state to start from (ours or another trainer's); null: init_from's, else zeros",
+    state: str | None = option(None, "tuned state to start from (timemix's or another's); null: init_from's, else zeros",
                                verbatim=PATH, needs=("tune.method", "state"))
     base: str = option("float32", "dtype of the frozen matrices: float32, bfloat16, or on a CPU int8 or int4", one_of=BASES)
     guard: str | None = option(ENGLISH, f"text whose loss is measured before and after tuning: {ENGLISH} (a short "
@@ -311,7 +311,7 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         check_options(self)
-        whole_number("seed", self.seed, most=2**32 - 1)          # the largest that NumPy's generator accepts
+        whole_number("seed", self.seed, most=2**32 - 1)          # the largest seed that NumPy's generator accepts
         if self.plan in GPUS and self.trainer.accelerator == "cpu":
             raise UserError(f"plan={self.plan} conflicts with trainer.accelerator=cpu: leave one out")
         if self.trainer.strategy == "fsdp" and self.tune.base in ("int8", "int4"):

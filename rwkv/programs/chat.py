@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from rwkv.chat.template import ChatTemplate
     from rwkv.generation.conversation import Chat
 
-DIM = "\033[2m"                          # terminal codes
+DIM = "\033[2m"                          # escape codes of a terminal
 NORMAL = "\033[0m"
 SETTINGS = (*SAMPLING_OPTIONS, "sampling", "max_new_tokens", "think", "seed")     # names that /set accepts
 
@@ -72,7 +72,7 @@ def chat(config: ChatConfig, line: cli.CommandLine) -> None:
             break
         if text and not session.turn(text):
             failed = True
-    if failed and not interactive:       # shows scripts the failure
+    if failed and not interactive:       # a script sees the failure in the exit status
         sys.exit(cli.USER_ERROR)
 
 
@@ -137,7 +137,7 @@ class Terminal:
             return True
         except UserError as error:
             _say(f"error: {error}")
-        except KeyboardInterrupt:        # during prefill
+        except KeyboardInterrupt:        # Ctrl-C during prefill
             _say("stopped; the turn is discarded")
         return False
 
@@ -203,7 +203,7 @@ class Terminal:
             self.talk.sampling = replace(self.talk.sampling, **option)
             self._overrides |= option
         elif name == "think":
-            think = parse_think(ChatConfig(think=_from_yaml(name, value)).think)         # ChatConfig checks it, as below
+            think = parse_think(ChatConfig(think=_from_yaml(name, value)).think)         # ChatConfig checks the value, as below
             self.talk.template.answer_start(think)
             self.talk.think = think
             self._choose_sampling()
@@ -282,7 +282,7 @@ def _typed_turns() -> Iterator[str]:
     while True:
         try:
             yield session.prompt("> ").strip()
-        except KeyboardInterrupt:        # clears the line
+        except KeyboardInterrupt:        # Ctrl-C clears the line
             continue
         except EOFError:
             return

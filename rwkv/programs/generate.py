@@ -79,7 +79,7 @@ def _open(config: GenerateConfig, line: cli.CommandLine
 
 
 def main() -> None:
-    threads.wait_briefly()               # before torch is imported
+    threads.wait_briefly()               # must precede the import of torch
     cli.run(generate, GenerateConfig, "generate", __doc__)
 
 

@@ -99,7 +99,7 @@ def sweep(line: cli.CommandLine, jobs: cli.Jobs) -> None:
 
 
 def main() -> None:
-    threads.wait_briefly()               # before torch is imported
+    threads.wait_briefly()               # must precede the import of torch
     cli.run(train, TrainConfig, "train", __doc__, sweep)
 
 

@@ -42,7 +42,7 @@ class Result(NamedTuple):
 
 
 def write_results(run: Run, task: LanguageModel, data: Corpus, validated: Corpus, result: Result) -> None:
-    """Writes the tuned files, the card and the report, and prints the losses and a sample. validated: as in Prepared."""
+    """Writes the tuned files, the card and the report, and prints the losses and a sample. validated: as in fit.Prepared."""
     config = run.config
     trained = {name: whole(weight.detach()) for name, weight in task.model.named_parameters() if weight.requires_grad and
                config.tune.method != "full"}

@@ -93,7 +93,7 @@ def main(config: TrainConfig, line: cli.CommandLine) -> None:
         if not elsewhere:
             count = process_count(run.config.trainer, run.config.data.batch_size)
         if count > 1 or (run.config.trainer.strategy == "fsdp" and not elsewhere):
-            run.lock.release()           # for rank 0, which locks it again
+            run.lock.release()           # rank 0 locks the directory again
             sys.exit(distributed.launch(count, caught_signals()))
         train(run)
 
@@ -134,7 +134,7 @@ def prepare(run: Run) -> Prepared:
     run = replace(run, config=config, notes=run.notes + notes)
     distributed.broadcast_from_rank0(lambda: require_unfinished(run))
     data.tokenizer.drop_library()
-    give_back_free_blocks()              # left by data preparation
+    give_back_free_blocks()              # memory that data preparation has freed
     kernel_error = None
     if config.kernel.name != AUTO and run.resume_from is None:       # a resumed run has the name that auto chose
         kernel_error = distributed.broadcast_from_rank0(lambda: kernel_check.check(
@@ -243,7 +243,7 @@ def fit(built: Built, run: Run) -> Result:
     except KeyboardInterrupt:
         log(f"\nstopped at step {trainer.global_step} without a checkpoint of it; {continue_with}")
         raise
-    except OSError as error:             # a full disk, a deleted folder
+    except OSError as error:             # such as a full disk or a deleted folder
         where = error.filename or run.out_dir
         raise UserError(f"training stopped at step {trainer.global_step}: {where}: {error.strerror or error}; once that is "
                         f"fixed, {continue_with}") from None

@@ -83,8 +83,8 @@ class _Blocks(nn.Module):
 class Replay:
     """A model's blocks, captured at the first call with gradients and replayed for calls of the same shape.
 
-    Calls run eagerly without gradients, in another shape, and while a replay waits for its backward pass, since another replay
-    would overwrite its saved activations.
+    Calls run eagerly if they have no gradients or a different shape, or while a replay waits for its backward pass, because a
+    second replay would overwrite its saved activations.
     """
 
     def __init__(self, model: Model, capture: Callable[..., Any] = torch.cuda.make_graphed_callables) -> None:
@@ -115,7 +115,7 @@ class Replay:
     def _capture_graph(self, x: Tensor) -> Callable[[Tensor], Tensor] | None:
         """The graph; None, with a printed reason, if the capture fails."""
         kind = x.device.type
-        sample = x.detach().clone().requires_grad_()     # draws no random numbers: a resumed run captures again
+        sample = x.detach().clone().requires_grad_()     # not random: a resumed run captures again, and must draw no numbers
         stream = torch.cuda.current_stream() if kind == "cuda" else None
         try:
             with torch.autocast(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind), cache_enabled=False):

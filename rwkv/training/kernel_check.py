@@ -16,7 +16,7 @@ from kernels.select import folder, select
 from rwkv.errors import UserError
 
 RUNS = 2
-PARTS = ("CHECKED", "inputs", "double", "results", "tolerance")         # of an operator's cases.py
+PARTS = ("CHECKED", "inputs", "double", "results", "tolerance")         # names that an operator's cases.py must define
 
 
 def check(wkv: Operator, operator: str, device: torch.device, dtype: torch.dtype) -> str | None:

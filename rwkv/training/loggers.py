@@ -28,7 +28,7 @@ from rwkv.training.trackers import Filed
 from rwkv.training.tuning.preferences import reward_metrics
 
 COLUMNS = ("train/loss", "val/loss", "val/bpb", "val/lost", "lr", "grad_norm", "tok_per_sec", "peak_mem")
-PROJECT = "timemix"                      # in W&B
+PROJECT = "timemix"                      # W&B's project by default
 RECORD = Path("wandb", "timemix.json")   # in a run's directory: its W&B run id and the directory's path
 Mode = Literal["online", "offline", "disabled"]
 GUARD_COLUMNS = ("guard/loss", "guard/bpb")           # metrics of runs with tune.guard
@@ -287,7 +287,7 @@ def _id_of(out_dir: Path) -> str | None:
 
 def _upload_hint(sweep: Path) -> str:
     """The commands that upload an offline sweep: one for the report and all runs, and one for each resumed run."""
-    if root := _user_setting("root_dir"):   # where other runs may be too
+    if root := _user_setting("root_dir"):   # this folder may hold other runs too
         return f"the sweep's runs and report are in {Path(root, 'wandb')}; `wandb sync FOLDER` uploads one of them"
     parts = {folder: sorted(folder.glob("*run-*")) for folder in sorted(sweep.glob("*/wandb"))}
     continued = [folder for folder, several in parts.items() if len(several) > 1]

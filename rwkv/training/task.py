@@ -63,11 +63,11 @@ class LanguageModel(lightning.LightningModule):
         self.val_lost = val_lost
         self.entry = dict(entry or {})
         self.carried = Carried()
-        self.loss_scale: LossScale | None = None         # with fp16-mixed
+        self.loss_scale: LossScale | None = None         # set with trainer.precision=fp16-mixed
         self.tuned = not all(parameter.requires_grad for parameter in model.parameters())
         self.strict_loading = not self.tuned     # checkpoints lack frozen weights
-        self.sharded = False             # with trainer=fsdp
-        self.grad_norm: Tensor | None = None     # of the last step, before clipping; None without clipping
+        self.sharded = False             # whether trainer=fsdp shards the weights
+        self.grad_norm: Tensor | None = None     # norm in the last step, before clipping; None without clipping
         self.sources = sources
         self.optim_in_backward = optim_in_backward
         self.preferences = preferences
@@ -120,10 +120,10 @@ class LanguageModel(lightning.LightningModule):
         return head_loss(hidden.flatten(0, 1), self.model.head.weight, y.flatten(), optim.l2_wrap, optim.confidence_penalty)
 
     def on_validation_epoch_start(self) -> None:
-        self._nats = 0.0                 # sums over the validation
+        self._nats = 0.0                 # sums over one validation
         self._tokens = 0
         self._rewards = torch.zeros(len(REWARDS))
-        self._source_sums = [[0.0, 0.0] for _ in self.sources]       # nats and tokens
+        self._source_sums = [[0.0, 0.0] for _ in self.sources]       # each source's nats and tokens
         self._next_batch: ValidationBatch | None = None  # this process's batch of the next round
 
     def validation_step(self, batch: ValidationBatch, batch_idx: int) -> None:

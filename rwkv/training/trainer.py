@@ -92,7 +92,7 @@ def _validate_alone(trainer: lightning.Trainer) -> None:
 
 def silence_libraries() -> None:
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
-    # Muon's redistribution on a CPU warns
+    # Muon's redistribution on a CPU prints warnings
     logging.getLogger("torch.distributed.tensor._collective_utils").setLevel(logging.ERROR)
     for message in UNHELPFUL:
         warnings.filterwarnings("ignore", message=message)

@@ -57,7 +57,7 @@ class BeforeAfter(Callback):
         self.after: Measured | None = None
         can_sample = config.trainer.sample_tokens > 0 and config.trainer.strategy != "fsdp"
         self.prompts = prompts(data, config.model.ctx_len, config.trainer.sample_tokens) if can_sample else []
-        self.answers: dict[str, list[str]] = {}          # "before" and "after", one per prompt
+        self.answers: dict[str, list[str]] = {}          # lists "before" and "after", one answer per prompt
         self._exclude = exclude
 
     def state_dict(self) -> StateDict:
@@ -106,7 +106,7 @@ class BeforeAfter(Callback):
         self._write(task)
 
     def describe(self) -> str:
-        """A line for the end of the run."""
+        """A line with the losses before and after, for the end of the run."""
         assert self.before is not None
         assert self.after is not None
         names = {"val/loss": "the validation split", "guard/loss": f"tune.guard={self.config.tune.guard}"}
@@ -116,7 +116,7 @@ class BeforeAfter(Callback):
         return f"nats per token: {'; '.join(changes)}{objective_note}"
 
     def _announce(self, when: str) -> None:
-        """A line above the progress bar."""
+        """Prints a line above the progress bar."""
         if rank() == 0:
             answers = f" and {counted(len(self.prompts), 'answer')}" if self.prompts else ""
             tqdm.write(labelled("measuring", f"the losses{answers} {when} training", sys.stderr), file=sys.stderr)
@@ -134,7 +134,7 @@ class BeforeAfter(Callback):
         return {"step": step} | validation | guard
 
     def _answer(self, model: Model, when: str) -> None:
-        """If generation fails, training continues, and the reason is printed on standard error."""
+        """Stores the answers. If generation fails, prints the reason on standard error, and training continues."""
         if not self.prompts:
             return
         try:
@@ -163,7 +163,7 @@ class BeforeAfter(Callback):
 
 
 def score_guard(model: Model, tokenizer: Tokenizer, path: Path, chunk_len: int) -> Measured:
-    """guard/loss in nats per token and, unless the tokenizer loses too much of the text, guard/bpb."""
+    """The metrics guard/loss, in nats per token, and guard/bpb, unless the tokenizer loses too much of the text."""
     tokens, lost = count_tokens(tokenizer, path, "tune.guard")
     nats = 0.0
     with bar(total=tokens, desc="guard", unit="token", leave=False) as progress:

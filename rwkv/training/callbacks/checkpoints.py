@@ -7,7 +7,8 @@
 With trainer=fsdp each checkpoint is a folder, written while training continues (rwkv/training/sharding/saving.py).
 
 In addition to what Lightning saves (weights, optimiser, schedule, gradient scaler, data position), each holds the states of
-all random number generators. Checkpoints are saved only in hooks of fit: after fit, the loaders have lost their position.
+all random number generators. Checkpoints are saved only in callback hooks during fit: after fit, the loaders have lost their
+position.
 """
 
 import itertools
@@ -52,7 +53,7 @@ class VerifiedFiles(TorchCheckpointIO):
     def save_checkpoint(self, checkpoint: StateDict, path: str | Path, storage_options: object = None) -> None:
         """Raises UserError if the disk is full or the written file cannot be read back."""
         target = Path(path)
-        is_folder = target.is_dir()      # from earlier processes with trainer=fsdp
+        is_folder = target.is_dir()      # a folder remains from a start with trainer=fsdp
         try:
             if is_folder:
                 target.rename(replaced_by(target))

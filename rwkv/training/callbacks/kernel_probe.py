@@ -4,10 +4,9 @@ The file always describes the machine, and `wrong` is the message of kernel_chec
 - times of about SAMPLES steps after the warm-up: of the step, and of the operator's forward and backward passes in it. A CPU is
   measured with a clock, a GPU with CUDA events, which are read after training;
 - errors of the operator's output and gradients in each layer, relative to the float64 reference. They are measured on the
-inputs
-  and the upstream gradients of two batches: that of the third step, and the last one, after the last step. Before the third
-  step, all gradients that reach the operator are zero, because some matrices are initialised with zeros. If no weight before
-  the operator is trained, as in the first layers of some tuned models, only the output is measured.
+  inputs and the upstream gradients of two batches: that of the third step, and the last one, after the last step. Before the
+  third step, all gradients that reach the operator are zero, because some matrices are initialised with zeros. If no weight
+  before the operator is trained, as in the first layers of some tuned models, only the output is measured.
 
 The probe does not change training by a single bit. Errors are measured in an extra pass over half of a batch, which takes less
 memory than a step; its gradients are dropped, and the random generators, which tune.dropout uses, are restored after it.
@@ -45,7 +44,7 @@ START = 2                                # the step, counted from 0, at which er
 WARM_UP = 20                             # steps before the first timed step; at most a fifth of the run
 SAMPLES = 100                            # timed steps, roughly
 Mark = float | torch.cuda.Event          # a timestamp
-LayerState = tuple[Tensor, ...] | Tensor          # of the operator
+LayerState = tuple[Tensor, ...] | Tensor          # the operator's state in one layer
 Call = Callable[..., tuple[Tensor, LayerState]]          # operator(inputs ..., state) -> (y, state)
 
 
@@ -176,10 +175,10 @@ class Probe(Callback):
         self._exclude = exclude
         self._kernel_error = kernel_error
         self._disabled = _why_disabled(options)  # why the probe is off; None if it is on
-        self._first_step = 0             # since this start or resume
+        self._first_step = 0             # where this process started or resumed the run
         self._max_steps = 0
         self._samples: list[Sample] = []
-        self._sample: Sample | None = None       # of the current step
+        self._sample: Sample | None = None       # the current step's sample, if it is timed
         self._wrapped: Wrapped | None = None
         self._batch: TrainingBatch | None = None
 
@@ -235,7 +234,7 @@ class Probe(Callback):
         self._finish()
 
     def _warn(self, measured: JsonObject) -> None:
-        """A line above the progress bar if the kernel is wrong on the run's own data."""
+        """Prints a line above the progress bar if the kernel is wrong on the run's own data."""
         largest: dict[str, float] = {}
         for layer in measured["layers"]:
             for name, error in layer["errors"].items():

@@ -40,14 +40,14 @@ class Metrics(Callback):
     latest: Mapping[str, float] = field(default_factory=dict)
     _interval_start: float = 0.0         # time; an interval starts after a logged step or a validation
     _interval_tokens: int = 0            # tokens of this interval, with padding
-    _interval_unpadded: int = 0          # the same, without padding
+    _interval_unpadded: int = 0          # tokens of this interval, without padding
     _tokens_per_step: int = 0
     _ms_per_token: list[float] = field(default_factory=list)
     _lr: float = 0.0
     _part_norms: dict[str, float] = field(default_factory=dict)
     _steps: int = 0                      # steps since the last row of metrics
-    _loss: Tensor | float = 0.0          # sum of their losses, on the device, over accumulated batches
-    _rewards: Tensor = field(default_factory=lambda: torch.zeros(len(REWARDS)))    # sum of their REWARDS, for pairs of answers
+    _loss: Tensor | float = 0.0          # sum of these steps' losses, over accumulated batches, on the device
+    _rewards: Tensor = field(default_factory=lambda: torch.zeros(len(REWARDS)))    # sum of these steps' REWARDS
 
     def state_dict(self) -> StateDict:
         """The sums of all processes (a collective operation)."""

@@ -16,9 +16,9 @@ from rwkv.distributed import rank
 from rwkv.training.callbacks.metrics import Metrics
 
 FIRST_LINE = 3.0                         # seconds between lines outside a terminal: at first,
-LAST_LINE = 30.0                         # and at the end
-UNKNOWN_SIZE = {"ncols": 80, "nrows": 24}           # of a terminal that does not report it
-# The bar and the metrics beside it fit into 80 columns
+LAST_LINE = 30.0                         # and later
+UNKNOWN_SIZE = {"ncols": 80, "nrows": 24}           # assumed for a terminal that does not report its size
+# The bar and the metrics next to it fit into 80 columns
 FORMAT = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
 POSTFIX = {"train/loss": "train {}", "val/loss": "val {}", "tok_per_sec": "{} tokens/s"}
 

@@ -14,16 +14,16 @@ from rwkv.errors import UserError
 from rwkv.io.json_types import JsonMapping, JsonObject
 from rwkv.training.memory.estimate import Memory, estimate
 
-MAX_DEVICES = 1024                       # largest number tried
+MAX_DEVICES = 1024                       # the largest number of devices to try
 RECOMPUTED = {"trainer.activation_checkpointing": True}
 IN_BACKWARD = {"trainer.optim_in_backward": True, "optim.grad_clip": 0.0}
 ROUNDED = {"optim.name": EIGHT_BITS}
-GROUPS = {"optim.name": "optim", "tune.method": "tune", "trainer.strategy": "trainer"}       # options set by a group file
+GROUPS = {"optim.name": "optim", "tune.method": "tune", "trainer.strategy": "trainer"}       # options that a group's file sets
 Options = JsonMapping                    # dotted key -> value
 
 
 class Remedy(NamedTuple):
-    """options: as typed on the command line. need: the bytes of each process, as in Memory.total."""
+    """A way to save memory. options: as typed on the command line. need: the bytes of each process, as in Memory.total."""
 
     options: str
     need: int
@@ -38,7 +38,7 @@ class Variant(NamedTuple):
     @classmethod
     def of(cls, config: TrainConfig, options: Options, vocab_size: int, processes: int = 1,
            gpu_memory: int | None = None) -> "Variant":
-        """Arguments as for estimate. Raises UserError for options that are invalid together."""
+        """A variant; the arguments are those of estimate. Raises UserError for options that are invalid together."""
         changed = with_keys(config, options)
         return cls(changed, estimate(changed, vocab_size, processes, gpu_memory))
 
@@ -47,7 +47,8 @@ def remedies(config: TrainConfig, vocab_size: int, processes: int, device: str,
              gpu_memory: int | None = None) -> Iterator[Remedy]:
     """The remedies that are compatible with the other options, whether or not the run then fits.
 
-    processes: those that share data.batch_size. device: cpu or cuda; only GPUs add memory. gpu_memory: as for estimate.
+    processes: those that share data.batch_size. device: cpu or cuda; more processes add memory only on GPUs. gpu_memory: as for
+    estimate.
     """
     sharded = _sharded(config, processes) if device == "cuda" else ()
     for options in (*_same_steps(config, processes), *_other_steps(config, processes), *sharded):

@@ -20,8 +20,8 @@ SMALLER: tuple[Options, ...] = ({"trainer.malloc": "small"},
 def with_passes(config: TrainConfig, vocab_size: int, user_keys: Collection[str]) -> tuple[TrainConfig, str | None]:
     """The configuration with steps split into the smallest passes of at least PASS_TOKENS, and a note for the plan.
 
-    Steps are split only in a single process on a CPU, without other options that count batches, and only if weights are
-    frozen or the run needs more memory than SMALL_RUN.
+    Steps are split only in a single process on a CPU, if no other option counts batches, and if weights are frozen or the run
+    needs more memory than SMALL_RUN.
     """
     rows, trainer = config.data.batch_size, config.trainer
     counts_batches = (trainer.tbptt or trainer.overfit_batches or trainer.strategy != "single" or trainer.optim_in_backward
@@ -39,7 +39,7 @@ def with_passes(config: TrainConfig, vocab_size: int, user_keys: Collection[str]
 
 
 def same_step(config: TrainConfig, run: TrainConfig) -> bool:
-    """Whether with_passes has split the steps of `run`, and `config` has as many rows per step."""
+    """Whether with_passes has split the steps of `run`, and a step of `config` has as many rows as one of `run`."""
     rows, run_rows = (each.data.batch_size * each.trainer.accumulate for each in (config, run))
     return run.init_from is not None and run.data.batch_size < config.data.batch_size and rows == run_rows
 

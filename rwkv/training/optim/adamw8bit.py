@@ -21,12 +21,12 @@ from torch.optim.optimizer import ParamsT
 
 from rwkv.io.json_types import StateDict
 
-BLOCK = 256                              # numbers that share a scale
+BLOCK = 256                              # numbers in a block, which share a scale
 LEAST = 4096                             # minimum size of a parameter with 8-bit moments
 CHUNK = 2 ** 23                          # numbers updated at a time, a multiple of BLOCK; bounds float32 copies
 WORK = 5                                 # float32 copies of a chunk: two moments, and temporaries for rounding
 SMALLEST_SCALE = torch.finfo(torch.float32).tiny         # least scale of a block, against division by 0
-DECADES = 7                              # of levels, from 1 down to 1e-7
+DECADES = 7                              # decades of levels, from 1 down to 1e-7
 MOMENTS = {"exp_avg": True, "exp_avg_sq": False}         # torch's names, and whether the moment has a sign
 SCALE = "_scale"                         # suffix of a moment's name: the scales of its blocks
 

@@ -15,7 +15,7 @@ from lightning.pytorch.strategies import ParallelStrategy
 from rwkv.training.errors import Diverged
 from rwkv.training.tbptt import Carried
 
-MAX_ATTEMPTS = 30                        # per step: the initial scale, 2^16, is then far below 1
+MAX_ATTEMPTS = 30                        # attempts per step; by then the initial scale, 2^16, is far below 1
 
 
 class LossScale:
@@ -27,7 +27,7 @@ class LossScale:
         self._states = carried.states()
 
     def begin(self, batch: object, batch_idx: int) -> None:
-        """Called before each batch of a step."""
+        """Records a batch; called before each batch of a step."""
         if batch_idx % self._trainer.accumulate_grad_batches == 0:
             self._batches, self._states = [], self._carried.states()
         self._batches.append((batch, batch_idx))

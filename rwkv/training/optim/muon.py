@@ -6,10 +6,10 @@ with G = U S V^T. U V^T comes from a few Newton-Schulz iterations, X <- a X + (b
 singular values near 1. bfloat16 is precise enough for them. A CPU without bfloat16 instructions computes them in float32, which
 is 30 times as fast on it. Source: Keller Jordan et al., "Muon: An optimizer for hidden layers in
 neural networks" (kellerjordan.github.io/posts/muon, 2024). The coefficients of each iteration are optimal for the singular
-values that the previous iteration leaves: Amsel et al., "The Polar Express" (arXiv 2505.16932), algorithm 1. They require
-that the largest singular value is at most 1, and close to 1. The root of the norm of A bounds it about twice as tightly as the
-norm of X, and the first iteration computes A anyway. torch.optim.Muon has five iterations with equal coefficients, scales by
-the norm of X, and loops over matrices; here products are batched over all matrices of one shape.
+values that the previous iteration leaves: Amsel et al., "The Polar Express" (arXiv 2505.16932), algorithm 1. The
+coefficients require that the largest singular value is at most 1, and close to 1. The root of the norm of A bounds it about
+twice as tightly as the norm of X, and the first iteration computes A anyway. torch.optim.Muon has five iterations with equal
+coefficients, scales by the norm of X, and loops over matrices; here products are batched over all matrices of one shape.
 
 NorMuon then divides each row by the root of a running mean of its squares, so that all neurons move by similar amounts, and
 preserves the norm of the whole step. Source: Li et al., "NorMuon" (arXiv 2510.05491).
@@ -64,7 +64,7 @@ class Muon(torch.optim.Optimizer):
         return loss
 
     def load_state_dict(self, state_dict: StateDict) -> None:
-        """Raises UserError if the state has groups of other sizes, because it is from a different recipe or version."""
+        """Raises UserError if the state's groups differ in size, because it is from a different recipe or version."""
         saved_sizes = [len(group["params"]) for group in state_dict["param_groups"]]
         sizes = [len(group["params"]) for group in self.param_groups]
         if saved_sizes != sizes:
@@ -159,7 +159,7 @@ def _scaled(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _gram(x: Tensor) -> Tensor:
-    """The Gram matrices A of x (N,O,I): x x^T or x^T x, the smaller."""
+    """The Gram matrices A of x (N,O,I): x x^T or x^T x, whichever is smaller."""
     return x @ x.mT if _wide(x) else x.mT @ x
 
 

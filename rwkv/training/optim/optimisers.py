@@ -60,8 +60,8 @@ def lr_factor(optim: OptimConfig, max_steps: int) -> Callable[[int], float]:
 def update_in_backward(optimizer: torch.optim.Optimizer) -> None:
     """Makes each backward pass update a parameter as soon as its gradient is complete, and then free the gradient.
 
-    The optimiser's own step then has no gradients and changes nothing. Its options, state and checkpoints do not change. Its
-    update of a parameter must not depend on the gradients of others.
+    The optimiser's own step then has no gradients and changes nothing. The optimiser's options, state and checkpoints are the
+    same as without this function. Its update of a parameter must not depend on the gradients of other parameters.
     """
     for number, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:

@@ -17,7 +17,7 @@ from rwkv.model.base import n_parameters
 from rwkv.training.device import dtype_for
 from rwkv.training.task import LanguageModel
 
-TIMED_STEPS = 2                          # after one warm-up step
+TIMED_STEPS = 2                          # steps that are timed, after one warm-up step
 LONG_STEP = 5                            # seconds; if the first pass takes longer, a line shows progress
 PATIENCE = 20                            # seconds that the timed steps may take
 OVERHEAD = 2                             # step time, relative to that of its matrix products

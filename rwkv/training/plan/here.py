@@ -218,7 +218,7 @@ def _tuning(run: Run, trained: int) -> Iterator[tuple[str, str]]:
 def _objective(tune: TuneConfig) -> str:
     smoothed = f", tune.label_smoothing={tune.label_smoothing:g}" if tune.objective == "dpo" else ""
     reference = ("computed once before the first step" if tune.method == "full" else
-                 f"from an extra forward pass in each step, without what tune={tune.method} trains")
+                 f"from an extra forward pass in each step, with the frozen weights alone")
     return (f"{tune.objective}, tune.beta={tune.beta:g}{smoothed}, tune.sft_weight={tune.sft_weight:g}; reference "
             f"log-probabilities {reference}")
 
@@ -243,7 +243,8 @@ def _training(run: Run, device: torch.device, task: LanguageModel | None, data: 
     steps = trainer.max_steps - first_step
     per_epoch = steps_per_epoch(config, data)
     val_tokens = min(data.sizes.val_tokens, trainer.val_tokens or data.sizes.val_tokens)
-    validations = -(-steps // trainer.val_every) + (guard.is_compared(config) and not first_step)    # one before training
+    # A tuning run also validates before its first step
+    validations = -(-steps // trainer.val_every) + (guard.is_compared(config) and not first_step)
     training, validation = equivalent_steps(config, steps, val_tokens * validations)
     if task is not None:
         duration = in_words((training + validation) * seconds_per_step(task, config, device, data.conversations))

@@ -4,9 +4,9 @@ trainer.num_nodes give the number of GPUs. Nothing is trained and no model is bu
     memory      the formulas of memory/estimate.py, and CONTEXT per process
     exchange    the bytes that each of n devices sends in a step, with P parameters:
                   ddp     2 (n - 1) / n 4 P             ring all-reduce of the gradients in float32
-                  fsdp    (n - 1) / n (2 b (P - E) + 4 E) a      all-gather for each of a step's a batches: block weights, b
-                                                        bytes each in the dtype of the products, for forward and backward;
-                                                        the E parameters of embedding and head once
+                  fsdp    (n - 1) / n (2 b (P - E) + 4 E) a      all-gather for each of the a batches of a step: blocks'
+                                                        weights of b bytes, the dtype of the products, for forward and
+                                                        backward; the E parameters of embedding and head once
                           (n - 1) / n 4 P               reduce-scatter of the gradients in float32, once in a step
     speed       the GPU computes 6 operations per parameter and token, and 2 more with activation checkpointing, at the rate of
                 a MEASURED run; the host takes as long per layer as in that run

@@ -69,7 +69,7 @@ def new_folder(kind: str = "") -> Path:
 def require_unused(out_dir: Path, resume: str = "resume=auto") -> None:
     """Raises UserError if the directory is not writable, or has files other than a lock, logs and system files.
 
-    resume: the option that continues it.
+    resume: the option that continues a run, for the error message.
     """
     if out_dir.exists() and not out_dir.is_dir():
         raise UserError(f"out_dir {out_dir} is a file: choose another")

@@ -28,7 +28,7 @@ from rwkv.training.tuning.init_from import NOT_A_SIZE, open_init_checkpoint
 from rwkv.training.tuning.tuned import tuned_files
 
 FIXED = ("model", "data", "tune", "seed",    # options and groups that must not change on resume
-         "optim.name", "optim.weight_decay", *(f"optim.{name}_lr_scale" for name in SCALED),      # define parameter groups
+         "optim.name", "optim.weight_decay", *(f"optim.{name}_lr_scale" for name in SCALED),      # options of parameter groups
          "trainer.accumulate",           # the data position is counted in batches
          "trainer.val_tokens")           # losses decide on best.ckpt
 NOT_FIXED = ("data.cache_dir", "data.sample_prompt", "data.tokenize_workers", "data.preview",      # exceptions
@@ -56,7 +56,7 @@ def resumed_run(request: Request) -> Run | None:
     try:
         run = _open_run(request, path)
     except ValueError:
-        lock.release()                   # otherwise the traceback would keep the lock
+        lock.release()                   # otherwise the traceback would keep the lock alive
         raise
     return run and replace(run, exists=True, lock=lock)
 
@@ -107,7 +107,7 @@ def require_unfinished(run: Run) -> None:
 
 
 def _restart(request: Request, out_dir: Path) -> Run:
-    """A run without a checkpoint restarts at step 0, with its saved configuration."""
+    """The run restarted at step 0 with its saved configuration, because it has no checkpoint."""
     saved = yaml.safe_load((out_dir / CONFIG_FILE).read_text(encoding="utf-8"))
     merged = _merge(request, out_dir, saved)
     if merged.init_from is None:

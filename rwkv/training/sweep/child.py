@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[3]
-PROGRAM = ROOT / "train.py"              # in a clone; an installed package has rwkv.programs.train
+PROGRAM = ROOT / "train.py"              # only in a clone; an installed package runs rwkv.programs.train
 USER_ERROR = 2                           # exit status of a program that has printed a UserError
 SHARE = "--share="
 CONFIG_FILE = "config.yaml"              # in the directory of a started run
@@ -123,7 +123,7 @@ class Submitted:
         """Makes the run save and stop. May interrupt __call__ anywhere, so it acquires no lock that __call__ uses."""
         if self._status is None:
             assert self._process is not None
-            with suppress(ProcessLookupError):           # already ended
+            with suppress(ProcessLookupError):           # the process has ended already
                 os.kill(self._process.pid, signal.SIGTERM)
         while self._status is None:
             time.sleep(POLL_SECONDS)

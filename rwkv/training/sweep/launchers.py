@@ -185,7 +185,7 @@ class SubmititJobs(Launcher):
             raise UserError(f"submitit rejected sweep.arguments: {str(error).partition(chr(10))[0]}") from None
         self._folder = folder / "%j"
         self._jobs: dict[str, Any] = {}
-        self._stopped: float | None = None               # time of the cancellation
+        self._stopped: float | None = None               # when the jobs were cancelled
 
     def _executor_in(self, folder: Path) -> Any:
         executor = self._submitit.AutoExecutor(folder, cluster=self.cluster)

@@ -52,7 +52,7 @@ RESUME = "-m resume=auto"
 SWEEP_OPTIONS = ("out_dir", "resume")    # options of the sweep; each run has its own values
 SETTINGS = "sweep."                      # prefix of options that are not passed to runs
 UNSUPPORTED = ("hydra/launcher", "hydra.launcher", "hydra/sweeper")
-SOME_FAILED = 1                          # exit statuses
+SOME_FAILED = 1                          # exit statuses of a sweep
 NONE_RAN = 2
 
 
@@ -78,7 +78,8 @@ class Entry:
 class Sweep:
     """The entries of sweep.json, in the order of the command line, and each run's configuration by name.
 
-    settings: how this process starts runs. setting_overrides: the same options as typed on the command line.
+    settings: the options sweep.*, by which this process starts runs. setting_overrides: these options as typed on the command
+    line.
     """
 
     folder: Path
@@ -307,7 +308,7 @@ def name_of(job: cli.Job) -> str:
 def _is_available(sweep: Sweep, entry: Entry) -> bool:
     """Whether this machine can run the kernel. If not, stores the reason in the entry."""
     if sweep.settings.launcher == "submitit":
-        return True                      # checked on the job's machine
+        return True                      # the job's machine checks it
     try:
         with suppress(CheckpointError):  # a resumed run does not need the file; a new run reports the error itself
             _require_kernel(sweep.configs[entry.name])

@@ -21,7 +21,7 @@ def is_compared(config: TrainConfig) -> bool:
 
 
 def wants_guard(config: TrainConfig, user_keys: Collection[str]) -> bool:
-    """Whether a new run measures the text: with data=chat, tune= or tune.guard=, not in continued pretraining."""
+    """Whether a new run measures the general text: if it has data=chat, tune= or tune.guard=; not in continued pretraining."""
     return config.data.name == "chat" or config.tune.method != "full" or not {"tune", "tune.guard"}.isdisjoint(user_keys)
 
 
@@ -61,8 +61,8 @@ def describe(config: TrainConfig) -> str:
     """A line of the plan on what is measured before and after training."""
     if guard_path(config) is not None:
         return f"before and after, the losses of the validation split and of the text of tune.guard={config.tune.guard}"
-    why = " (trainer=fsdp divides the weights)" if config.tune.guard else ""
-    return f"before and after, the loss of the validation split; of no general text{why}"
+    why = " (trainer=fsdp shards the weights)" if config.tune.guard else ""
+    return f"before and after, the loss of the validation split, but not of a general text{why}"
 
 
 def sha256_of(path: Path | None) -> str | None:

@@ -35,7 +35,7 @@ from rwkv.io.atomic import write_file
 from rwkv.model.base import TIME_STATE, Model
 from rwkv.model.loss import IGNORED, log_probabilities
 
-REWARDS = ("rewards_margin", "rewards_accuracy", "rewards_chosen", "rewards_rejected")    # train/NAME and val/NAME
+REWARDS = ("rewards_margin", "rewards_accuracy", "rewards_chosen", "rewards_rejected")    # logged as train/NAME and val/NAME
 REFERENCE = "reference.safetensors"      # tensors train and val (pairs,2): log p_reference of chosen and rejected
 
 
