@@ -1,9 +1,9 @@
 """Evaluation: a model's loss on a text, read as one sequence, or on the answers of conversations, and its accuracy on last
 words.
 
-A text is one sequence after the end-of-text token: each token is predicted once, from all tokens before it, so bits per byte
-count every byte of the file. The file and its tokens are streamed (Tokenizer.encode_stream). If the tokenizer loses too much of
-the text (rwkv/tokenizer/lost.py), metrics per byte or per word are omitted.
+A text is evaluated as one sequence that follows the end-of-text token: each token is predicted once, from all tokens before it,
+so bits per byte count every byte of the file. The file and its tokens are streamed (Tokenizer.encode_stream). If the tokenizer
+loses too much of the text (rwkv/tokenizer/lost.py), metrics per byte or per word are omitted.
 
 A last word is the part of a text after its last space. It is right if each of its tokens is the most likely one after the
 context and the word's previous tokens, and if the tokens encode the whole word; word perplexity is exp of the mean negative

@@ -1,11 +1,10 @@
 """The metadata at the beginning of a GGUF file, llama.cpp's format.
 
-    magic "GGUF", version 3, number of tensors, number of metadata                uint32, uint32, uint64, uint64
+    magic "GGUF", version 3, number of tensors, number of metadata entries        uint32, uint32, uint64, uint64
     metadata    key, type, value        an array is stored as the type of its elements, their number, and the elements
 
-    A string is stored as its length and its UTF-8 bytes. All numbers are little endian. Source: ggml, docs/gguf.md. The package
-    gguf's reader is not
-used: it reads past the end of a damaged file, and takes 15 times as long for the World vocabulary.
+A string is stored as its length and its UTF-8 bytes. All numbers are little endian. Source: ggml, docs/gguf.md. The reader in
+the package gguf is not used: it reads past the end of a damaged file, and takes 15 times as long for the World vocabulary.
 """
 
 import mmap

@@ -63,7 +63,7 @@ class RWKV(Model):
         mapped: a program that writes into the file, instead of replacing it, changes the model. mmap=False copies them.
         dtype="blocks" keeps the quantised blocks of a GGUF file; "auto" is as for generate.py.
         trainable=True returns a model for training, with gradients and its own memory; its weights are in `dtype`, which should
-        be float32 unless the optimiser is made for another. Raises CheckpointError (a ValueError) if the file is missing,
+        be float32 unless the optimiser is made for another dtype. Raises CheckpointError (a ValueError) if the file is missing,
         damaged or not a checkpoint, KernelUnavailable if the kernel cannot run on `device`. Adapters of a run with tune=lora
         are merged in float32; if `dtype` rounds the sums, a warning reports the share of the training that survives. lora:
         another program's adapter (rwkv/checkpoint/adapters.py), merged likewise; lora_alpha: for an adapter whose file lacks
@@ -228,7 +228,7 @@ class OpenCheckpoint(NamedTuple):
         if not _is_packed_on_loading(checkpoint, self.device, dtype) or not packed_cache.can_hold(checkpoint):
             return []
         target = f"{checkpoint.path.stem}-{dtype}.safetensors"
-        return [f"packed in {dtype} at each start; cache_packed=true keeps them, and a file of their own loads at once: "
+        return [f"packed in {dtype} at each start; cache_packed=true caches them, and a file of packed weights loads at once: "
                 f"timemix convert {shlex.quote(str(checkpoint.path))} {shlex.quote(target)} --dtype {dtype}"]
 
     def model(self) -> RWKV:

@@ -1,4 +1,4 @@
-"""Serves a checkpoint over HTTP, to many clients of OpenAI, Ollama and Anthropic.
+"""Serves a checkpoint over HTTP, with the APIs of OpenAI, Ollama and Anthropic.
 
   python serve.py                                       the latest run
   python serve.py checkpoint=rwkv7-g1k-1.5b-20260930-ctx25600.pth dtype=int8

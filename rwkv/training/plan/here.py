@@ -218,7 +218,7 @@ def _tuning(run: Run, trained: int) -> Iterator[tuple[str, str]]:
 def _objective(tune: TuneConfig) -> str:
     smoothed = f", tune.label_smoothing={tune.label_smoothing:g}" if tune.objective == "dpo" else ""
     reference = ("computed once before the first step" if tune.method == "full" else
-                 f"from an extra forward pass in each step, with the frozen weights alone")
+                 "from an extra forward pass in each step, with the frozen weights alone")
     return (f"{tune.objective}, tune.beta={tune.beta:g}{smoothed}, tune.sft_weight={tune.sft_weight:g}; reference "
             f"log-probabilities {reference}")
 
