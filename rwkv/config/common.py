@@ -23,7 +23,7 @@ Pooling = Literal["mean", "last"]        # how embeddings pool hidden states
 
 @dataclass
 class KernelConfig:
-    name: str = option("auto", "set by kernel=", verbatim=GRAMMAR)
+    name: str = option("auto", "implementation; set by kernel=", verbatim=GRAMMAR)
 
 
 @dataclass

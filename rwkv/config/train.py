@@ -61,13 +61,13 @@ class ModelConfig:
 class DataConfig:
     """The training data. rwkv/data/prepare.py: how val_fraction splits each kind of data."""
 
-    name: str = option("stdlib", "set by data=", one_of=(*SOURCES, *TOKENS, "mix"), heading="Data")
+    name: str = option("stdlib", "kind of data; set by data=", one_of=(*SOURCES, *TOKENS, "mix"), heading="Data")
     path: str | None = option(None, "file, folder, pattern such as books/**/*.txt, or data set name", verbatim=PATH)
     sources: list[dict[str, Any]] = option(list, "for data=mix: {path: A.jsonl, weight: 0.7} per source, where weight is its "
                                            "share of the tokens, relative to the other weights; other keys: name, data, field, "
                                            "separator, split, val_fraction",
                                            needs=("data.name", "mix"))
-    field: str = option("text", "field with the text, in jsonl and hf", verbatim=TEXT, filled=True,
+    field: str = option("text", "name of the field with the text, in jsonl and hf", verbatim=TEXT, filled=True,
                         needs=("data.name", "jsonl", "hf"))
     separator: str | None = option(None, "string between the documents of a file, such as <|endoftext|>; null: each file, or "
                                    "each row of jsonl and hf, is one document", verbatim=NAME, filled=True,
@@ -108,7 +108,7 @@ class OptimConfig:
     and confidence_penalty (rwkv/model/loss.py) change gradients, not reported losses. Muon: rwkv/training/optim/muon.py.
     """
 
-    name: str = option("adamw", "set by optim=", one_of=("adamw", "adam", *ORTHOGONAL, EIGHT_BITS),
+    name: str = option("adamw", "optimiser; set by optim=", one_of=("adamw", "adam", *ORTHOGONAL, EIGHT_BITS),
                        heading="Optimiser")
     lr: float = option(3e-3, "peak learning rate; lower for models wider than 384 channels; default with init_from=: 1e-5 for "
                        "tune=full, 2e-4 for lora, 0.1 for state")
@@ -185,14 +185,14 @@ class TrainerConfig:
                          "runs with frozen weights or conversations return them after each layer; fsdp works as small "
                          "does); small: return them immediately; default: the C library's settings",
                          one_of=("tuned", "small", "default"))
-    accelerator: str = option("auto", "auto, cpu or gpu", one_of=("auto", "cpu", "gpu"))
-    strategy: str = option("single", "single, ddp or fsdp", one_of=("single", "ddp", "fsdp"))
+    accelerator: str = option("auto", "device: auto, cpu or gpu", one_of=("auto", "cpu", "gpu"))
+    strategy: str = option("single", "how processes share the work: single, ddp or fsdp", one_of=("single", "ddp", "fsdp"))
     reshard: bool = option(True, "reshard weights after each block's forward pass and gather them again in backward; false: "
                            "keep them gathered, which takes more memory and less time (fsdp)", needs=FSDP)
     offload: bool = option(False, "keep weights, gradients and optimiser state in host memory, and update them there (fsdp)",
                            needs=FSDP)
     devices: int = option(1, "processes per machine; 0: one per GPU", least=0)
-    num_nodes: int = option(1, "machines", least=1)
+    num_nodes: int = option(1, "number of machines", least=1)
     link_gbps: float | None = option(None, "network bandwidth per device for the plan, Gbit/s; null: typical of machines with "
                                      "such GPUs", above=0.0, needs=("plan", "true", "timed", *GPUS))
 
@@ -210,7 +210,7 @@ class TrainerConfig:
 
 @dataclass
 class LoggerConfig:
-    name: str = option("wandb", "set by logger=", verbatim=GRAMMAR, filled=True, heading="Logger")
+    name: str = option("wandb", "logger; set by logger=", verbatim=GRAMMAR, filled=True, heading="Logger")
     _target_: str | None = option(None, "class of a Lightning logger, used besides metrics.csv; example: "
                                   "configs/logger/mlflow.yaml")
     arguments: list[str] = option(list, "NAME=VALUE for the constructor of _target_; repeatable")
@@ -254,7 +254,7 @@ ENGLISH = "english"                      # tune.guard=english: the text in the p
 class TuneConfig:
     """Fine-tuning, with init_from=. LoRA: W + alpha / rank B A (Hu et al. 2021, arXiv 2106.09685)."""
 
-    method: str = option("full", "set by tune=", one_of=("full", "lora", "state"), heading="Tuning")
+    method: str = option("full", "what is trained; set by tune=", one_of=("full", "lora", "state"), heading="Tuning")
     rank: int = option(16, "LoRA rank", least=1, needs=LORA)
     alpha: float = option(32.0, "LoRA alpha; adapters are scaled by alpha / rank", above=0.0, needs=LORA)
     dropout: float = option(0.0, "LoRA dropout", least=0, needs=LORA)
