@@ -75,7 +75,7 @@ class Penalties:
         in_prompt = {*prompt} - self._exempt_ids if options.repetition_penalty != 1 else ()
         self._ids = torch.tensor([*in_prompt], dtype=torch.int64, device="cpu")    # (n) distinct ids, new ones last
         self._counts = torch.zeros(len(self._ids), dtype=torch.float64, device="cpu")
-        self._generated = torch.zeros_like(self._counts)                           # 0 or 1
+        self._generated = torch.zeros_like(self._counts)                           # 1 if generated
         self._index_of = {token: index for index, token in enumerate(self._ids.tolist())}
 
     def add(self, token: int) -> None:
@@ -91,7 +91,7 @@ class Penalties:
         self._generated[index] = 1
 
     def apply(self, logits: Tensor) -> None:
-        """Changes the row's logits (V) float32 in place."""
+        """Applies the penalties to the row's logits (V) float32, in place."""
         if not len(self._ids):
             return
         options = self._options
@@ -223,7 +223,7 @@ def queued_tokens(logits: Tensor, uniform: Tensor, options: Sampling,
         ids, probabilities = distribution(torch.where(finite.unsqueeze(-1), logits, 0.0), options)
         drawn = pick(probabilities, uniform)
         return torch.where(finite, drawn if ids is None else ids.gather(-1, drawn.unsqueeze(-1)).squeeze(-1), -1)
-    if penalties is not None:            # applied to biased logits
+    if penalties is not None:            # penalties come after the bias
         return draw(adjust_logits(logits, options, penalties), uniform, draw_filters(options), NO_BIAS)
     return draw(logits, uniform, draw_filters(options), draw_bias(options))
 
@@ -310,7 +310,7 @@ def _top_logits(logits: Tensor, n: int) -> tuple[Tensor, Tensor]:
     values, ids = logits.topk(n)
     least = values[:, -1:].clamp(min=torch.finfo(logits.dtype).min)          # tokens with -inf are never drawn
     most = int((logits >= least).sum(-1).max())
-    if most > n:                         # topk has picked some of several equal logits
+    if most > n:                         # topk has picked any of several equal logits
         _, ids = logits.topk(most)
     ids = ids.sort(-1).values
     values, order = logits.gather(-1, ids).sort(dim=-1, descending=True, stable=True)

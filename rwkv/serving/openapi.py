@@ -19,7 +19,7 @@ LINES = "application/x-ndjson"
 TEXT = "text/plain"
 FILE = FORMS[0]
 BYTES: JsonObject = {"schema": {"type": "string", "format": "binary"}}
-GENERATION: JsonObject = {"answers": (JSON, EVENTS), "errors": (400, 401, 404, 413, 415, 429, 503)}       # of an Endpoint
+GENERATION: JsonObject = {"answers": (JSON, EVENTS), "errors": (400, 401, 404, 413, 415, 429, 503)}       # Endpoint fields
 
 
 def _object(**properties: object) -> JsonObject:

@@ -31,7 +31,7 @@ def _model_entry(service: Service, name: str) -> JsonObject:
     size = info.parameters * BITS[info.dtype] // 8
     return {"name": name if ":" in name else name + LATEST, "model": name if ":" in name else name + LATEST,
             "modified_at": datetime.fromtimestamp(service.created, UTC).isoformat(), "size": size,
-            "digest": hashlib.sha256(facts.encode()).hexdigest(), "details": _details(service)}       # not of the weights
+            "digest": hashlib.sha256(facts.encode()).hexdigest(), "details": _details(service)}       # hash of the facts
 
 
 def _details(service: Service) -> JsonObject:
@@ -47,7 +47,7 @@ async def tags(service: Service, request: Request) -> Response:
 
 
 async def running(service: Service, request: Request) -> Response:
-    """All models, because they stay in memory while the server runs."""
+    """Lists all models as running, because they stay in memory while the server runs."""
     models = [_model_entry(service, name) for name in (service.model, *service.engine.adapters)]
     for model in models:
         model |= {"expires_at": FAR, "size_vram": model["size"] if service.model_info.device == "cuda" else 0,

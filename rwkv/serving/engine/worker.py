@@ -186,7 +186,7 @@ class _Worker:
         self._refused: list[Event] = []
         self._compiler = ThreadPoolExecutor(1)           # one thread, so that no running sequence waits for a grammar
         self._compiling: list[tuple[Future[object], list[Generate]]] = []
-        self._cancelled: set[int] = set()                # sequences whose grammar is being compiled
+        self._cancelled: set[int] = set()                # ids of sequences cancelled while their grammar compiles
 
     def run(self) -> None:
         while True:
