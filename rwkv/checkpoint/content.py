@@ -54,8 +54,7 @@ class Outgoing:
 
     quantised: the block format of the large matrices, one of formats.QUANTISED; None keeps the dtypes of `tensors`. packed: the
     matrices that the source file stores packed. form: the layout of a Hugging Face directory, one of formats.FORMS. card: the
-    text of its README.md. by_input: whether to store matrices with sparse inputs transposed, in the order that decoding on a
-    CPU reads.
+    text of its README.md. by_input: whether to store matrices with sparse inputs transposed, as decoding on a CPU reads them.
     """
 
     tensors: dict[str, Stored]

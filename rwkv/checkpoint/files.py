@@ -92,8 +92,7 @@ class Checkpoint:
         return read_checkpoint, (self.path,)
 
     def stored_in(self, dtype: str | None) -> dict[str, Stored]:
-        """The tensors in `dtype`, except those that the generation requires in float32; if `dtype` is None, in the file's
-        dtypes."""
+        """The tensors in `dtype`, except those that the generation requires in float32; None: in the file's dtypes."""
         if dtype is None:
             return dict(self.weights.stored)
         float32 = generation(self.config).KEPT_FLOAT32
@@ -180,8 +179,7 @@ def read_tuned(path: str | Path, base: Checkpoint, alpha: float | None = None) -
     """Reads a tuned checkpoint onto the weights of `base`, and returns it with a digest of the trained values.
 
     path: the directory of a run with tune=lora or tune=state, a .ckpt in it, or another program's adapter. Raises
-    CheckpointError as read_checkpoint does, and also for any other kind of run or if the base weights differ from those of the
-    run.
+    CheckpointError as read_checkpoint does, and for any other kind of run or other base weights than the run's.
     """
     path = locate(path)
     try:
@@ -317,8 +315,7 @@ def _require_vocabulary(checkpoint: Checkpoint, tokenizer: Tokenizer, name: str 
 
 
 def _interpret(content: Content) -> Checkpoint:
-    """Converts a file's content to official names and shapes. Raises CheckpointError if parts of the file contradict each
-    other."""
+    """Converts a file's content to official names and shapes. Raises CheckpointError if the file contradicts itself."""
     path = content.path
     module, tensors = recognise(path, content.tensors, content.declared)
     if content.tied and "emb.weight" in tensors:
@@ -343,8 +340,7 @@ def _interpret(content: Content) -> Checkpoint:
 
 
 def _with_entry(checkpoint: Checkpoint, entry: JsonObject) -> Checkpoint:
-    """The checkpoint with the configuration, tokenizer and run that the entry `timemix` states. Raises CheckpointError if they
-    contradict the weights."""
+    """Adds what the entry `timemix` states to the checkpoint. Raises CheckpointError if it contradicts the weights."""
     path = checkpoint.path
     try:
         config = ModelConfig(**entry["run"]["model"])

@@ -1,5 +1,4 @@
-"""The generations of RWKV whose checkpoints are supported, each in a module rwkvN.py in this folder, and the checks common to
-all.
+"""The generations of RWKV whose checkpoints are supported, each in a module rwkvN.py in this folder, and common checks.
 
 A generation's module has
 

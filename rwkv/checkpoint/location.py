@@ -17,8 +17,7 @@ COMPLETE = "complete.json"               # a file in checkpoints of trainer=fsdp
 
 
 def locate(path: str | Path) -> Path:
-    """The path of a checkpoint: `path` itself if it is a file or Hugging Face directory, or the last checkpoint in a run's
-    directory.
+    """The path of a checkpoint: a file or Hugging Face directory itself, or the last checkpoint in a run's directory.
 
     A name on the Hub is downloaded (rwkv/io/hub.py).
     """

@@ -11,8 +11,7 @@ SMALLER = ("bfloat16", "int8", "int4")   # dtypes to suggest, largest first
 
 
 def weights_nbytes(checkpoint: Checkpoint, dtype: str) -> int:
-    """The memory, in bytes, for the weights in `dtype`. A mapped embedding does not count, since only a few of its rows are
-    read."""
+    """The bytes of memory for weights in `dtype`. A mapped embedding does not count, since only few of its rows are read."""
     if dtype == BLOCKS:
         return sum(tensor.packed_nbytes() for tensor in checkpoint.weights.stored.values())
     group = generation(checkpoint.config).group
@@ -26,8 +25,8 @@ def weights_nbytes(checkpoint: Checkpoint, dtype: str) -> int:
 
 
 def require_memory(checkpoint: Checkpoint, dtype: str, available: int | None) -> None:
-    """Raises UserError if the weights do not fit into `available` bytes (None: unknown). The message names the largest dtype
-    that fits."""
+    """Raises UserError if the weights do not fit into `available` bytes (None: unknown). Suggests the largest dtype that
+    fits."""
     needed = weights_nbytes(checkpoint, dtype)
     if available is None or needed <= max(available, SMALL):
         return

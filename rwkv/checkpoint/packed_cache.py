@@ -111,8 +111,8 @@ def write(checkpoint: Checkpoint, dtype: str) -> Checkpoint:
 
 
 def _make_room(needed: int, entry: Path) -> None:
-    """Deletes the least recently used entries until `needed` bytes fit into MAX_BYTES, and files that killed processes left
-    incomplete."""
+    """Deletes the least recently used entries until `needed` bytes fit into MAX_BYTES, and incomplete files of killed
+    processes."""
     used = []
     for file in entry.parent.iterdir():
         with suppress(OSError):          # another process may delete it first

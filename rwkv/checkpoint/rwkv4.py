@@ -77,8 +77,7 @@ def hugging_face_config(config: ModelConfig, vocab_size: int, dtype: torch.dtype
 
 
 def widths(matrix: Callable[[str], tuple[int, ...]], names: Collection[str]) -> dict[str, int]:
-    """The model's widths, by their names in ModelConfig. matrix(name): the shape (rows, columns) of the matrix with that
-    name."""
+    """The model's widths, by their names in ModelConfig. matrix(name): the shape (rows, columns) of a matrix."""
     return {"n_embd": matrix("emb.weight")[1], "n_att": matrix("blocks.0.att.key.weight")[0],
             "n_ffn": matrix("blocks.0.ffn.key.weight")[0]}
 

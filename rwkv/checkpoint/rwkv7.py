@@ -17,8 +17,8 @@ zeros. use_deep_embed in a Hugging Face directory is a different feature: RWKV-8
 Layer 0's v0, v1 and v2 are unused, but programs differ in whether files must contain them. The official trainer requires them,
 so they are written to .pth, .ckpt, .safetensors and directories of transformers' branch. fla and transformers-rwkv have no such
 parameters and rwkv.cpp aborts on them, so they are omitted from those directories and from ggmf. llama.cpp requires them in
-GGUF, with the rank of a1; its converter and this module write copies of a0, a1 and a2. Missing ones, and those in GGUF or ggmf,
-are read as zeros.
+GGUF, with the rank of a1; its converter and this module write copies of a0, a1 and a2. Missing ones, and those in GGUF, are
+read as zeros.
 
 The group norm's epsilon is 64e-5 in the official code, rwkv.cpp, llama.cpp and transformers-rwkv. In other Hugging Face
 directories it is 1e-5 times head_dim, the same only for heads of size 64. For a group norm of y with epsilon e, norm(y; e) =
@@ -367,8 +367,8 @@ def hugging_face_config(config: ModelConfig, vocab_size: int, dtype: torch.dtype
 
 
 def widths(matrix: Callable[[str], tuple[int, ...]], names: Collection[str]) -> dict[str, int]:
-    """The model's widths, by their names in ModelConfig. matrix(name): a matrix's shape (rows, columns). names: all tensors'
-    names."""
+    """The model's widths, by their names in ModelConfig. matrix(name): a matrix's shape (rows, columns). names: of all
+    tensors."""
     deep = {"deep_embed_dim": matrix("blocks.0.ffn.s1")[1]} if any(name.endswith(EMBED) for name in names) else {}
     return {**deep, "n_embd": matrix("emb.weight")[1], "n_ffn": matrix("blocks.0.ffn.key.weight")[0],
             "head_size": matrix("blocks.0.att.r_k")[1],

@@ -28,8 +28,7 @@ MADV_DONTNEED = 4                        # Linux: discards pages; unmodified pag
 
 @dataclass
 class Lending:
-    """Whether a caller has a view of the mapped tensor (lent), so that its pages must not be released. Shared by copies of a
-    Stored."""
+    """lent: a caller has a view of the mapped tensor, so its pages must not be released. All copies of a Stored share it."""
 
     lent: bool = False
 
@@ -109,8 +108,7 @@ class Stored:
         return cls(name, parts[0].source, shape, dtype, lambda: torch.cat([part.get().flatten() for part in parts]))
 
     def get(self, copy: bool = False) -> Tensor:
-        """Reads the tensor, which the caller may keep; it is contiguous unless by_input. copy=True: it is never a view of the
-        file.
+        """Reads the tensor, which the caller may keep; it is contiguous unless by_input. copy=True: never a view of the file.
 
         Raises CheckpointError if a value is not finite or is too large for `dtype`.
         """
@@ -133,8 +131,7 @@ class Stored:
         return cast(BlockData, self.data).packed.nbytes() if self.has_blocks() else self.nbytes
 
     def in_blocks(self) -> Blocks | None:
-        """The file's quantised blocks, mapped, if kernels/matvec can multiply them and no adapter changes the matrix; otherwise
-        None.
+        """The file's quantised blocks, mapped, if kernels/matvec can multiply them and no adapter changes them; otherwise None.
 
         Raises CheckpointError if a value is not finite.
         """
@@ -153,8 +150,7 @@ class Stored:
         self._release(data)
 
     def peek(self) -> Tensor:
-        """Reads the tensor without checking that it is finite. The caller must not keep it, and must call drop_pages()
-        afterwards."""
+        """Reads the tensor, which may not be finite. The caller must not keep it, and must call drop_pages() afterwards."""
         return self.data().cpu().to(self.dtype).reshape(self.shape)
 
     def drop_pages(self) -> None:

@@ -39,7 +39,7 @@ WEB_RWKV = (".st", ".state")             # suffixes of web-rwkv's files
 
 @dataclass(frozen=True)
 class TimeStates:
-    """The tuned state in a file. layers: each layer's state (H,N,N), value by key. layout: the file's own. why: how it was
+    """A tuned state from a file. layers: each layer's state (H,N,N), value by key. layout: the file's; why: how it was
     inferred."""
 
     path: Path
@@ -153,8 +153,7 @@ def read_content(content: bytes, config: ModelConfig, layout: str | None = None)
 
 
 def write(states: TimeStates, path: Path) -> str:
-    """Writes a file with only states, and returns the layout that its suffix implies. Raises UserError for an unknown
-    suffix."""
+    """Writes a file with only states. Returns the layout that its suffix implies. Raises UserError for an unknown suffix."""
     if path.suffix == ".st":
         tensors = {name: tensor.transposed() for name, tensor in named(states.layers, torch.float16).items()}
         write_file(path, lambda file: write_tensors(file, tensors.values(), {}))

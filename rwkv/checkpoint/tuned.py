@@ -82,8 +82,7 @@ def digest(content: Content) -> str:
 
 
 def applied(content: Content, base: Mapping[str, Stored], config: ModelConfig) -> tuple[dict[str, Stored], list[Stored] | None]:
-    """Applies trained values to the base's weights. Returns weights, with adapters merged on reading, and each layer's state or
-    None.
+    """Applies trained values to the base. Returns the weights, with adapters merged on reading, and each layer's state or None.
 
     Merged matrices are float32, whatever the base's dtype. Raises CheckpointError if a tensor is missing or has a wrong shape.
     """

@@ -48,8 +48,8 @@ AT_ONCE = 1000                           # conversations per call of the tokeniz
 
 
 class Tokenised(NamedTuple):
-    """A tokenised split: ids and, for each id, 1 if it is learnt. bytes, learnt_bytes: the size of the whole text and of its
-    learnt part.
+    """A tokenised split: ids and, for each id, 1 if it is learnt. bytes, learnt_bytes: of the whole text and of its learnt
+    part.
 
     left_out: the number of conversations omitted from both splits because none of their answers is learnt. copies: the number
     of conversations (or pairs) in both splits that equal an earlier one (documents/copies.py). lost, learnt_lost: what the
@@ -121,7 +121,7 @@ def _write_tokens(config: DataConfig, tokenizer: Tokenizer, folder: Path, pairs:
     ids: dict[str, list[np.ndarray]] = {split: [] for split in SPLITS}
     learnt: dict[str, list[np.ndarray]] = {split: [] for split in SPLITS}
     sizes: dict[str, dict[str, int]] = {split: {"bytes": 0, "learnt_bytes": 0} for split in SPLITS}
-    lost = {split: [NOTHING, NOTHING] for split in SPLITS}         # from text that is not learnt, and that is
+    lost = {split: [NOTHING, NOTHING] for split in SPLITS}         # in text that is not learnt, and in learnt text
     packer = zlib.compressobj(9, wbits=31)
     packed = 0
     left_out = copies = 0
@@ -325,8 +325,7 @@ def longer_than(tokens: TokenArray, ctx_len: int) -> int:
 
 
 class RowSampler(ShuffleSampler):
-    """A ShuffleSampler that also computes each batch's weight. parts: batches per optimiser step. counts: targets in each
-    row."""
+    """A ShuffleSampler that also computes each batch's weight. parts: batches per optimiser step. counts: targets per row."""
 
     def __init__(self, counts: np.ndarray, batch_size: int, batches: int, seed: int, rank: int, world: int, parts: int) -> None:
         super().__init__(len(counts), batch_size, batches, seed, rank, world)

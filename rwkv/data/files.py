@@ -25,8 +25,7 @@ ANY_DEPTH = re.compile(rf"(?:^|(?<={SLASH}))\*\*(?:{SLASH}+|$)")       # ** betw
 
 
 class Content(NamedTuple):
-    """The hash of a file. characters, fingerprint: the length and fingerprint (documents/copies.py) of its text; 0 if not read
-    as text."""
+    """The hash of a file. characters, fingerprint: of its text (documents/copies.py); 0 if not read as text."""
 
     sha256: str
     characters: int
@@ -34,7 +33,7 @@ class Content(NamedTuple):
 
 
 def matching(path: str, endings: Sequence[str]) -> list[tuple[str, Path]]:
-    """The (name, file) of each file that `path` names: a file, the files in a folder with one of the suffixes, or a pattern's
+    """The (name, file) of each file that `path` names: a file, those in a folder with one of the suffixes, or a pattern's
     matches.
 
     Names are relative to the folder, and sorted. A file that several links name is listed once.

@@ -36,8 +36,7 @@ class Pairs(NamedTuple):
 
 
 class PairRows(ConversationRows):
-    """The rows of a split of pairs. counts (rows,): the number of pairs in each row. left_out: the number of pairs longer than
-    a row.
+    """The rows of a split of pairs. counts (rows,): pairs in each row. left_out: the number of pairs longer than a row.
 
     equal: the number of pairs with two equal sequences. Raises UserError if no pair is left.
     """

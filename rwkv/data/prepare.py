@@ -45,7 +45,7 @@ from rwkv.tokenizer.lost import NOTHING, WITHHELD, Lost, percent
 from rwkv.tokenizer.split import last_line_end, pieces
 from rwkv.tokenizer.tokenizers import MADE_FROM_DATA, CharTokenizer, JsonTokenizer, Tokenizer
 
-BPE_BYTES = 100_000_000                  # of the training split, spread evenly over it, that a bpe tokenizer is trained on
+BPE_BYTES = 100_000_000                  # to train a bpe tokenizer on, spread evenly over the training split
 
 
 @dataclass(frozen=True)
@@ -315,8 +315,7 @@ def _require_context(ctx_len: int, train: int, val: int, about: str = "", lost: 
 
 
 def _tokenizer(config: DataConfig, sources: Sequence[tuple[Source, float]], key: str, cache: Path) -> Tokenizer:
-    """The tokenizer that `config` names; char and bpe are made from the sources, or read from the cache. sources: (source,
-    share).
+    """The tokenizer that `config` names; char and bpe are made from `sources` (source, share), or read from the cache.
 
     char contains the characters of both splits; bpe is trained on the training splits.
     """

@@ -72,8 +72,7 @@ class BatchPlan(NamedTuple):
 
 
 class DocumentChunks:
-    """Divides documents that are longer than one stream's share of all segments into chunks. segments (P,): each chunk's length
-    in segments.
+    """Divides documents that are longer than one stream's share of all segments into chunks. segments (P,): in each chunk.
 
     learnt: for conversations, whether each token is a target; None for documents, in which all tokens are targets.
     """
@@ -91,7 +90,7 @@ class DocumentChunks:
             counts = np.ones_like(segments)
             length = segments
         document = np.repeat(np.arange(self.documents), counts)                                # (P,): each chunk's document
-        nth = np.arange(len(document)) - np.repeat(np.cumsum(counts) - counts, counts)         # (P,): and its number in it
+        nth = np.arange(len(document)) - np.repeat(np.cumsum(counts) - counts, counts)         # (P,): its number there
         self._starts = bounds[document] + nth * length[document] * ctx_len
         self._ends = np.append(self._starts[1:], len(tokens))
         self._ends_document = np.append(np.diff(document) > 0, True)
@@ -169,8 +168,8 @@ class SegmentSampler(Sampler[BatchPlan]):
 
 
 class StreamPositions:
-    """The position of each stream: its current chunk, and the number of segments left in it. assigned: the number of chunks
-    assigned so far."""
+    """The position of each stream: its current chunk, and the number of segments left in it. assigned: chunks assigned so
+    far."""
 
     def __init__(self, chunks: DocumentChunks, streams: int, seed: int) -> None:
         self.chunks = chunks
@@ -180,8 +179,8 @@ class StreamPositions:
         self.left = [0] * streams
 
     def step(self, K: int) -> list[list[Segment]]:
-        """The next K segments of each stream. Streams advance one segment at a time in step, so the assignment of chunks does
-        not depend on K."""
+        """The next K segments of each stream. All streams advance by one segment before any of them advances again, so the
+        assignment of chunks does not depend on K."""
         columns = [[self._next(stream) for stream in range(len(self.left))] for _ in range(K)]
         return [list(segments) for segments in zip(*columns, strict=True)]
 
@@ -205,8 +204,7 @@ class StreamPositions:
 
 
 class SegmentIterator(Iterator[BatchPlan]):
-    """One pass over a SegmentSampler. It plans all batches of a step together, since their weights depend on the step's number
-    of targets."""
+    """One pass over a SegmentSampler. It plans a step's batches together, since their weights depend on the step's targets."""
 
     def __init__(self, sampler: SegmentSampler) -> None:
         self.sampler = sampler
@@ -236,7 +234,8 @@ class SegmentIterator(Iterator[BatchPlan]):
         return BatchPlan(rows, part, weight, tokens)
 
     def state_dict(self) -> StateDict:
-        """The number of batches, and the positions at the beginning of the current step, or of the next one between steps."""
+        """The number of batches so far, and the streams' positions at the beginning of the current step (between steps, of the
+        next)."""
         between_steps = self._batches % self.sampler.layout.parts == 0
         return {"batches": self._batches, "lanes": self._positions.state_dict() if between_steps else self._before}
 

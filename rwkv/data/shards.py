@@ -43,7 +43,7 @@ from rwkv.tokenizer.tokenizers import Tokenizer
 BATCH = 1 << 20                          # characters per call of the tokenizer, to bound its memory
 SHARD = 1 << 23                          # characters in a shard
 MAX_WORKERS = 4                          # default maximum of concurrent shards: more would need memory without using more cores
-GZIP_BYTES = 16_000_000                  # of validation text, up to the end of a document, to compress with gzip -9
+GZIP_BYTES = 16_000_000                  # of validation text to compress with gzip -9, rounded up to whole documents
 SPLITS = ("train", "val")
 VERSION = 3                              # of the files' layout and of the rules for splitting texts
 SHOWN_AFTER = 2.0                        # seconds before the progress bar appears
@@ -292,8 +292,7 @@ def _write_split(parts: list[Piece], tokenizer: Tokenizer, counter: LossCounter,
 
 
 def _write_starts(folder: Path, shards: list[JsonObject], split: str, dtype: np.dtype, end_of_text: int) -> int:
-    """Writes the offsets of documents, found by end_of_text, which never occurs within a text. Returns the number of
-    documents."""
+    """Writes the offsets of documents, found by end_of_text, which never occurs within a text. Returns their number."""
     offsets = [np.empty(0, np.int64)]
     before = 0
     for number, shard in enumerate(shards):

@@ -105,8 +105,8 @@ class TokenArray:
 
     @cached_property
     def starts(self) -> np.ndarray:
-        """The offset at which each document begins: that of the end_of_text before it, if any, or of its first token. (D,)
-        int64, ascending."""
+        """The offset at which each document begins: at the end_of_text before it, or at its first token. (D,) int64,
+        ascending."""
         return np.concatenate([np.empty(0, np.int64), *map(_load_offsets, self._offsets)])
 
 

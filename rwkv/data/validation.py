@@ -11,12 +11,11 @@ from rwkv.data.prepare import Corpus, mixed
 
 
 def with_part(corpus: Corpus, val_tokens: int | None, reach: int) -> Corpus:
-    """Restricts the validation split to its first `val_tokens` predicted tokens. Returns the corpus unchanged for None or a
-    shorter split.
+    """Restricts the validation split to its first `val_tokens` predicted tokens; no change for None or a shorter split.
 
-    Each source of data=mix keeps its share of the tokens. Conversations stay whole: it keeps as few as have `val_tokens` tokens
-    and an answer to predict. reach: the number of tokens that validation reads of each conversation, within which that answer
-    must begin. val_lost still describes the whole split.
+    Each source of data=mix keeps its share of the tokens. Conversations stay whole: the fewest are kept that contain
+    `val_tokens` tokens and an answer to predict. reach: the number of tokens that validation reads of each conversation, within
+    which that answer must begin. val_lost still describes the whole split.
     """
     if val_tokens is None or val_tokens + 1 >= len(corpus.val):
         return corpus

@@ -63,8 +63,7 @@ class Windows(Dataset[tuple[Tensor, Tensor]]):
         return x[0], y[0]
 
     def __getitems__(self, numbers: list[int]) -> tuple[Tensor, Tensor]:
-        """The windows with these numbers as one batch: x (B,T), y (B,T), int64. Missing inputs are 0, missing targets
-        IGNORED."""
+        """The windows with these numbers as one batch: x, y (B,T) int64. Missing inputs are 0, missing targets IGNORED."""
         x = np.zeros((len(numbers), self.ctx_len), np.int64)
         y = np.full_like(x, IGNORED)
         for row, number in enumerate(numbers):
@@ -136,8 +135,7 @@ class ShuffleIterator(Iterator[list[int]]):
 
 
 class StepLayout(NamedTuple):
-    """The batches of an optimiser step: each process accumulates `parts` batches of `rows` rows. rank: this process, of
-    `world`."""
+    """The batches of an optimiser step: in each of `world` processes, `parts` accumulated batches of `rows` rows."""
 
     rows: int
     parts: int = 1

@@ -1,6 +1,6 @@
 """Atomic writes: writes a temporary file in the target's folder, flushes it to the disk, and renames it to the target.
 
-After a crash the target is either the complete old file or the complete new one. Symbolic links are followed. Devices and pipes
+After a crash the target is either the complete old file or the complete new one. Symbolic links are followed; devices and pipes
 are written directly.
 """
 
@@ -13,8 +13,8 @@ from typing import BinaryIO
 
 
 def write_file(path: Path, write: Callable[[BinaryIO], object]) -> None:
-    """Calls write(file) and puts the result at `path` atomically: after a failure the old file is intact. Creates missing
-    parent folders."""
+    """Calls write(file) and puts the result at `path` atomically: a failure leaves the old file intact. Creates missing
+    folders."""
     if path.exists() and not path.is_file():             # a device or pipe: a rename would replace it
         with path.open("wb") as file:
             write(file)
@@ -90,8 +90,8 @@ def replaced_by(path: Path) -> Path:
 
 
 def remove(path: Path) -> None:
-    """Deletes a file or folder, if it exists. Renames a folder first, so that a killed process leaves no partial folder under
-    this name."""
+    """Deletes a file or folder, if it exists. Renames a folder first, so that a kill leaves no partial folder under this
+    name."""
     if not path.is_dir():
         path.unlink(missing_ok=True)
         return

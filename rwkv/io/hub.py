@@ -61,8 +61,8 @@ class Name(NamedTuple):
 
 
 class Fetched(NamedTuple):
-    """A downloaded file or directory. path: where it is on disk. pinned: its name with the commit, which never changes its
-    meaning."""
+    """A downloaded file or directory. path: on disk. pinned: its name with the commit, which always denotes the same
+    content."""
 
     path: Path
     pinned: str
@@ -104,8 +104,7 @@ def parse(text: str | Path) -> Name | None:
 
 
 def local(name: str | Path, noun: str = "checkpoint") -> Path:
-    """Downloads a name on the Hub and returns its path on disk. A path on disk is returned unchanged, even if it does not
-    exist.
+    """Downloads a name on the Hub and returns its path on disk. Other paths are returned unchanged, even missing ones.
 
     noun: what error messages call the file. Raises CheckpointError if the Hub has no such file, if it is unreachable and the
     file is not cached, or if huggingface_hub is not installed.

@@ -52,8 +52,7 @@ def _raise(number: int, frame: FrameType | None) -> None:
 
 
 def ignore() -> None:
-    """Ignores the signals STOPPING except Ctrl-C. Otherwise one of them could change the exit status of a program that is
-    ending."""
+    """Ignores the signals STOPPING except Ctrl-C. They could change the exit status of a program that is ending."""
     for number in STOPPING:
         if number != signal.SIGINT:
             signal.signal(number, signal.SIG_IGN)
@@ -65,10 +64,9 @@ def caught_signals() -> list[int]:
 
 
 def consume_interruptibly(items: Iterable[T], work: Callable[[Iterator[T]], object]) -> None:
-    """Runs work(items) in a thread, so that a signal can interrupt a library that does not handle signals. Re-raises errors of
-    `work`.
+    """Runs work(items) in a thread, so that a signal can interrupt a library that handles none. Re-raises errors of `work`.
 
-    On interruption the thread gets no further items. If it still runs after a second, it is abandoned, and ends with the
+    On interruption the thread gets no further items. If it still runs a second later, it is abandoned, and ends with the
     process.
     """
     interrupted = threading.Event()

@@ -43,8 +43,7 @@ class _Unread:
 
 
 def raise_unwritten(stream: TextIO) -> None:
-    """Raises OSError if a stream from unread() discarded output, such as on a full disk, but not because its reader
-    disappeared."""
+    """Raises OSError if a stream from unread() discarded output, but not because its reader disappeared: on a full disk."""
     if isinstance(stream, _Unread) and stream.problem is not None:
         raise OSError(stream.problem.errno, stream.problem.strerror, "standard output")
 

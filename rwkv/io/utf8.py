@@ -17,14 +17,13 @@ BLOCK = 1 << 16                          # number of bytes that `chunks` reads a
 
 
 def read_text(path: Path, name: str) -> str:
-    """The text of a file, without a byte order mark. name: what error messages call the file. Raises UserError if it cannot be
-    read or is not UTF-8."""
+    """The text of a file, without a byte order mark. name: the file, for errors. Raises UserError if it is unreadable or not
+    UTF-8."""
     return decode(read_bytes(path, name), name)
 
 
 def read_bytes(path: Path, name: str, most: int = -1) -> bytes:
-    """The first `most` bytes of a file, by default all. name: what error messages call the file. Raises UserError if it cannot
-    be read."""
+    """The first `most` bytes of a file, by default all. name: the file, for errors. Raises UserError if it cannot be read."""
     try:
         with path.open("rb") as file:
             return file.read(most)
@@ -33,8 +32,7 @@ def read_bytes(path: Path, name: str, most: int = -1) -> bytes:
 
 
 def decode(content: bytes, name: str) -> str:
-    """Decodes a file's content, without a byte order mark. name: what error messages call the file. Raises UserError if it is
-    not UTF-8."""
+    """Decodes a file's content, without a byte order mark. name: the file, for errors. Raises UserError if it is not UTF-8."""
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -43,8 +41,7 @@ def decode(content: bytes, name: str) -> str:
 
 
 def chunks(path: Path, on_bytes: Callable[[bytes], object] = len, option: str = "data.path") -> Iterator[str]:
-    """Yields the text of a file in chunks. on_bytes: called with each block of bytes. option: the option that names the path,
-    for errors.
+    """Yields the text of a file in chunks. on_bytes: called with each block of bytes. option: names the path in errors.
 
     Raises UserError if it cannot be read or is not UTF-8.
     """
@@ -69,8 +66,7 @@ def chunks(path: Path, on_bytes: Callable[[bytes], object] = len, option: str = 
 
 
 def open_file(path: Path, option: str = "data.path") -> BufferedReader:
-    """Opens a file for reading bytes. option: the option that names the path, for errors. Raises UserError if it cannot be
-    opened."""
+    """Opens a file for reading bytes. option: names the path in errors. Raises UserError if it cannot be opened."""
     try:
         return path.open("rb")
     except OSError as error:
@@ -115,8 +111,7 @@ def without_surrogates(value: Any) -> Any:
 
 
 def not_utf8(name: str, place: int, value: int, content: bytes) -> str:
-    """The message for a file that is not UTF-8. place, value: position and value of the first invalid byte. content: the file's
-    first bytes."""
+    """The message for a file that is not UTF-8. place, value: of the first invalid byte. content: the file's first bytes."""
     return f"{name} is not UTF-8: its byte {place} is {value:#04x}; {_advice(content[:BEGINNING])}"
 
 

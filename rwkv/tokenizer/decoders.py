@@ -20,8 +20,7 @@ class Decoder(Protocol):
     """Decodes one text, one id at a time."""
 
     def continue_after(self, ids: Sequence[int]) -> None:
-        """Makes the ids pushed later continue `ids`, whose own text is not returned, except for an incomplete last
-        character."""
+        """Makes ids pushed later continue `ids`, whose own text is not returned except for an incomplete last character."""
 
     def push(self, token: int) -> str:
         """Adds an id and returns the text that it completes, possibly "". Raises UserError for an id outside the vocabulary."""
@@ -145,8 +144,7 @@ def require_id(token: int, vocab_size: int) -> int:
 
 
 def token_bytes(token: str) -> bytes:
-    """The bytes of a token written in byte-level BPE's alphabet. A token with any other character is plain text, encoded as
-    UTF-8."""
+    """The bytes of a token written in byte-level BPE's alphabet. A token with any other character is encoded as UTF-8."""
     if all(character in BYTE_OF for character in token):
         return bytes(BYTE_OF[character] for character in token)
     return token.encode()

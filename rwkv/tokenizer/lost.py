@@ -7,8 +7,8 @@ text. Unknown tokens decode to nothing here. Not counted are text that decoding 
 at a text's beginning, which SentencePiece adds and its decoders remove; and changes by a decoder's clean-up, which is disabled
 here.
 
-The tokenizers byte, char and world lose nothing. Byte-level BPE and byte fallback lose nothing by definition, possibly on
-condition that the text is, for example, in NFC. Only other texts are decoded and compared.
+The tokenizers byte, char and world lose nothing. Byte-level BPE and byte fallback lose nothing either; with some files only if
+a text meets a condition, such as being in NFC. Only other texts are decoded and compared.
 """
 
 import json
@@ -72,7 +72,7 @@ def percent(share: float) -> str:
 class LossCounter:
     """Counts the bytes that a tokenizer loses. Threads may share it.
 
-    never: the tokenizer loses nothing of any text. uncertain: no condition on a text is known that would exclude loss.
+    never: the tokenizer loses nothing of any text. uncertain: loss cannot be ruled out for any text without decoding it.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -115,14 +115,14 @@ class LossCounter:
 def _conditions(definition: JsonObject) -> list[Condition] | None:
     """Conditions on a text that together imply that it can be restored from its ids; None if no such conditions are known.
 
-    If the vocabulary contains all bytes, the tokenizer model's input can be restored from the ids. What remains is that the
-    input of each earlier step can be restored from the step's result.
+    If the vocabulary contains all bytes, the tokenizer model's input can be restored from the ids. In addition, the input of
+    each earlier step must be restorable from the step's result.
     """
     model = definition["model"]
     added = definition.get("added_tokens", [])
     steps = [*_steps(definition.get("normalizer")), *_steps(definition.get("pre_tokenizer"))]
     types = {step["type"] for step in steps}
-    ordinary = [token for token in added if not token["special"]]        # a text's special tokens are not matched
+    ordinary = [token for token in added if not token["special"]]        # special tokens are never matched in a text
     strips_spaces = any(token["lstrip"] or token["rstrip"] for token in ordinary)
     if strips_spaces or (ordinary and "Metaspace" in types) or not _has_all_bytes(model, "ByteLevel" in types):
         return None
@@ -185,8 +185,7 @@ def _without_cleanup(decoder: JsonObject) -> JsonObject:
 
 
 def missing_bytes(before: bytes, after: bytes) -> int:
-    """len(before) minus the length of the longest common subsequence of `before` and `after`, which is searched window by
-    window.
+    """len(before) minus the length of the longest common subsequence of `before` and `after`, searched window by window.
 
     After a long lost passage the number may be too large, because the next window may be compared with a wrong part of `after`.
     """
@@ -230,8 +229,7 @@ def _next_in_common(before: bytes, at: int, after: bytes, place: int) -> tuple[i
 
 
 def _missing_between(before: bytes, after: bytes) -> int:
-    """Like missing_bytes, for texts with little in common: each window is compared with the part of `after` at the same
-    relative position."""
+    """Like missing_bytes, for texts with little in common: compares each window with `after` at the same relative position."""
     missing = 0
     for start in range(0, len(before), WINDOW):
         window = before[start:start + WINDOW]

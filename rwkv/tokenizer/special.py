@@ -63,8 +63,7 @@ def ends_by_rule(parsed: JsonMapping) -> list[int]:
 
 
 def ends_by_first_rule(parsed: JsonMapping) -> list[int]:
-    """The ends of text for a definition that does not state them: <|endoftext|>, or a special token 0. Older checkpoints rely
-    on this."""
+    """The ends of text for a definition that states none, as in older checkpoints: <|endoftext|>, or a special token 0."""
     end = vocabulary(parsed).get(END_OF_TEXT)
     if end is not None:
         return [end]
@@ -72,11 +71,9 @@ def ends_by_first_rule(parsed: JsonMapping) -> list[int]:
 
 
 def stated_ends(parsed: JsonMapping, stated: Iterable[int | str]) -> list[int]:
-    """The ids of those tokens that another file states as ends of text (by id or name) and that can be ends, without
-    duplicates.
+    """The ids of the tokens that another file states as ends of text (by id or name) and that can be ends; no duplicates.
 
-    A token that is neither special nor known as an end is an ordinary part of texts; some programs state such a token by
-    mistake.
+    A token that is neither special nor known as an end is an ordinary part of texts; some programs state one by mistake.
     """
     ids = vocabulary(parsed)
     special = special_tokens(parsed)
@@ -86,8 +83,7 @@ def stated_ends(parsed: JsonMapping, stated: Iterable[int | str]) -> list[int]:
 
 
 def named_end(parsed: JsonMapping, name: str, source: str, option: str) -> list[int]:
-    """The id of the token that the user names as the end of a text. Raises UserError if it is missing, or is an ordinary
-    character."""
+    """The id of the token that the user names as the end of a text. Raises UserError if it is missing or a character."""
     special = special_tokens(parsed)
     index = vocabulary(parsed).get(name)
     if index is None or (len(name) == 1 and name not in special):

@@ -79,8 +79,7 @@ def without_long_runs(text: str) -> Iterator[str]:
 
 
 def _splits_safely(tokenizer: Encoder, probe: str) -> bool:
-    """Whether encoding the first character of `probe` and the rest separately gives the same ids; True if it cannot be
-    encoded."""
+    """Whether encoding `probe` split after its first character gives the same ids; True if it cannot be encoded."""
     try:
         whole = tokenizer.encode(probe)
     except ValueError:                   # a char tokenizer without a character of the probe

@@ -119,8 +119,7 @@ class Tokenizer(ABC):
         """Frees the library that encodes long texts. The next long text loads it again."""
 
     def decode(self, ids: Iterable[int], after: Sequence[int] = ()) -> str:
-        """The text of `ids` after the ids `after`, as decoder(after) returns it. Raises UserError for an id outside the
-        vocabulary."""
+        """The text of `ids` after `after`, as decoder(after) returns it. Raises UserError for an id outside the vocabulary."""
         return self.decoder(after).decode(ids)
 
     def decode_start(self, ids: Sequence[int]) -> str:
@@ -165,7 +164,7 @@ class Tokenizer(ABC):
 
     @staticmethod
     def from_dict(definition: JsonObject, end_of_text: str | None = None, option: str = "end_of_text") -> "Tokenizer":
-        """Makes a tokenizer from a definition that to_dict returned. end_of_text: as in `named`. Raises UserError for any other
+        """Makes a tokenizer from what to_dict returned. end_of_text: as in `named`. Raises UserError for any other
         dictionary."""
         match definition:
             case {"kind": "json", "definition": str(text)}:
@@ -233,8 +232,7 @@ def end_option(option: str) -> str:
 
 
 def _file_named(name: str) -> str | Path:
-    """The path of a vocabulary's file, downloaded if it is on the Hub. Raises UserError if no package with the World vocabulary
-    is installed."""
+    """The path of a vocabulary's file, downloaded if on the Hub. Raises UserError if the World vocabulary is not installed."""
     return world.installed() if name == "world" else hub.local(name, "tokenizer")
 
 
@@ -289,8 +287,7 @@ class CharTokenizer(Tokenizer):
 
 
 class JsonTokenizer(Tokenizer):
-    """A tokenizer of the `tokenizers` library. text: the content of its tokenizer.json. source: the file's name in error
-    messages.
+    """A tokenizer of the `tokenizers` library. text: the content of its tokenizer.json. source: the file's name in errors.
 
     The name of a special token in a text is encoded as ordinary characters. The file's truncation, padding and templates are
     not applied; unknown characters are handled as the file specifies. ends: the ids that end a text, or a rule that finds them
@@ -392,8 +389,7 @@ class JsonTokenizer(Tokenizer):
 
     @classmethod
     def train(cls, texts: Iterable[str], vocab_size: int) -> "JsonTokenizer":
-        """Trains a byte-level BPE. Its ids are end_of_text, the 256 bytes, then as many merges as `vocab_size` and `texts`
-        allow.
+        """Trains a byte-level BPE. Its ids: end_of_text, the 256 bytes, then as many merges as `vocab_size` and `texts` allow.
 
         Only in the main thread can a signal interrupt the library's computation.
         """
@@ -461,8 +457,7 @@ def _ends_of_same(text: str, like: JsonMapping | None) -> Sequence[int] | Rule |
 
 
 def _parsed(text: str, source: str) -> tuple[JsonObject, dict[str, int]]:
-    """The parsed content of a tokenizer.json, and its vocabulary. Raises UserError with the library's message if parts are
-    missing."""
+    """The parsed tokenizer.json, and its vocabulary. Raises UserError with the library's message if parts are missing."""
     with _as_user_error(f"{source} is not a `tokenizers` JSON file"):
         try:
             parsed = json.loads(text)

@@ -116,8 +116,7 @@ class Vocabulary:
 
 
 def installed() -> Path:
-    """The path of the vocabulary's file in an installed package. Does not import the package. Raises UserError if there is
-    none."""
+    """The path of the vocabulary's file in an installed package, which is not imported. Raises UserError if there is none."""
     for package in PACKAGES:
         with suppress(metadata.PackageNotFoundError):
             for file in metadata.files(package) or []:

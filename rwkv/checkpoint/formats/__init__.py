@@ -11,8 +11,8 @@
 A format module has SUFFIXES ("": a directory), recognises(path), read(path) -> Content and write(path, Outgoing). If the format
 restricts dtypes, it has dtype_for(tensor, group, dtype), where group is the generation's group() of the tensor's name. The
 names and layouts of a format's tensors are defined by the generation (rwkv/checkpoint/rwkvN.py). Reading detects the format
-from the content; writing chooses it by suffix. Modules whose names begin with _ are shared by several formats. This file does
-not import PyTorch.
+from the content; writing chooses it by suffix. Modules named _NAME are shared by several formats. This file does not import
+PyTorch.
 """
 
 import ast
@@ -27,7 +27,7 @@ from rwkv.errors import CheckpointError, UserError
 QUANTISED = {"gguf": ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0"), "safetensors": ("int8", "int4")}     # block formats
 FORMS = ("fla", "official", "transformers-rwkv")         # layouts of RWKV-7's Hugging Face directories
 TEXT = frozenset(b"\t\n\r") | frozenset(range(32, 127))
-BYTES_SHOWN = 16                         # of an unknown file; in every supported format some of them are not TEXT
+BYTES_SHOWN = 16                         # first bytes to show of an unknown file; in every format some are not TEXT
 # What a file that begins with these bytes is, and the remedy
 NOT_WEIGHTS = {
     b"version https://git-lfs": "a Git LFS pointer, not the file: fetch it with git lfs pull, or download it",

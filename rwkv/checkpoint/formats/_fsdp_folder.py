@@ -59,8 +59,7 @@ def write_complete(folder: Path, sums: Mapping[str, tuple[int, int]]) -> None:
 
 
 def read_rest(folder: Path) -> Dictionary:
-    """The checkpoint's dictionary without the sharded tensors. Raises CheckpointError if a file in the folder is missing or
-    damaged."""
+    """The dictionary without the sharded tensors. Raises CheckpointError if a file in the folder is missing or damaged."""
     try:
         sums = json.loads((folder / COMPLETE).read_bytes())
         damaged = [name for name, expected in sums.items() if list(sum_of(folder / name)) != list(expected)]

@@ -7,13 +7,11 @@
             NAME.shift    (N,G) BF16
 
 An int4 matrix whose G is not a multiple of 8 is stored in the layout of kernels.matvec.Int4.groups: NAME is (N,G,16) U8, one
-group after another, two integers per byte. Files of version 1 store every matrix like that. Such matrices are repacked on
-reading.
+group after another, two integers per byte. Files of version 1 store every matrix so. Such matrices are repacked on reading.
 
 A bfloat16 matrix with sparse inputs may be stored by input: the file then has its transpose, NAME.by_input, and no NAME.
 
-The embedding is BF16, because it is looked up, not multiplied. Low-rank matrices that are BF16 stay so. All other tensors are
-F32.
+The embedding is BF16, because it is looked up, not multiplied. BF16 low-rank matrices stay BF16. All other tensors are F32.
 """
 
 from collections.abc import Callable, Mapping

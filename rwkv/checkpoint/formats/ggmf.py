@@ -4,10 +4,10 @@
     tensor    dim_count, key_length, data_type, the shape with its dimensions reversed, key, data        until the end
 
 FP16 files store vectors, and RWKV-7's r_k, in FP32. RWKV-4's vectors are [C], RWKV-7's as in the official files;
-rwkv/checkpoint/rwkv7.py describes other differences of RWKV-7's files. time_decay is stored as -exp(raw), rounded to float32 by
-torch.exp. Reading a file and writing it again preserves these values bit for bit. Writing time_decay and reading it again may
-change it by less than 1e-7 (relative to values above 1), to a number with the same float32 exponential. Integers and floats are
-little endian. Source: RWKV/rwkv.cpp, docs/FILE_FORMAT.md and python/convert_pytorch_to_ggml.py.
+rwkv/checkpoint/rwkv7.py describes other differences of RWKV-7's files. time_decay is stored as -exp(time_decay), rounded to
+float32 by torch.exp. Reading a file and writing it again preserves these values bit for bit. Writing time_decay and reading it
+again may change it by less than 1e-7 (relative to values above 1), to a number with the same float32 exponential. Integers and
+floats are little endian. Source: RWKV/rwkv.cpp, docs/FILE_FORMAT.md and python/convert_pytorch_to_ggml.py.
 """
 
 import math

@@ -42,7 +42,7 @@ QUANTIZATION_VERSION = 2
 BLOCK = 32
 HEAD = "output.weight"
 HEAD_TYPE = "Q8_0"
-STEPS = {"Q4_0": 8, "Q4_1": 1, "Q5_0": 16, "Q5_1": 1, "Q8_0": 127}          # largest value, relative to float16's
+STEPS = {"Q4_0": 8, "Q4_1": 1, "Q5_0": 16, "Q5_1": 1, "Q8_0": 127}          # a block's largest value / float16's
 CONTEXT_LENGTH = 1 << 20
 SPLIT_NUMBER = "split.no"
 SPLIT_TENSORS = "split.tensors.count"
@@ -55,8 +55,7 @@ def recognises(path: Path) -> bool:
 
 
 def read(path: Path) -> Content:
-    """Reads a model from one file or from the files into which it was split. path: any of them; the first one has the
-    metadata."""
+    """Reads a model from a single file, or from the parts of a split one. path: any part; the first one has the metadata."""
     metadata, tensors = _read_part(path)
     parts = parts_of(path, metadata)
     if parts[0] != path:
@@ -99,8 +98,8 @@ def _read_part(path: Path) -> tuple[JsonObject, dict[str, Stored]]:
 
 
 def _declared(path: Path, metadata: JsonObject) -> tuple[JsonObject, list[str]]:
-    """The sizes in the metadata, and messages about assumed and ignored keys. Raises CheckpointError for an unsupported
-    architecture."""
+    """The sizes in the metadata, and messages about assumed and ignored keys. Raises CheckpointError for other
+    architectures."""
     architecture = metadata.get("general.architecture")
     architectures = {module.GGUF_ARCHITECTURE: module for module in generations() if module.GGUF_ARCHITECTURE}
     if not isinstance(architecture, str) or architecture not in architectures:
@@ -122,7 +121,7 @@ def _declared(path: Path, metadata: JsonObject) -> tuple[JsonObject, list[str]]:
 
 
 def dtype_for(tensor: Stored, group: str, dtype: str | None) -> torch.dtype:
-    """The dtype to convert a tensor of this group to: float32 for vectors. Matrices that will be quantised keep theirs."""
+    """The dtype to convert a tensor of this group to: float32 for vectors. Matrices that will be quantised keep their dtype."""
     if group == "vector":
         return torch.float32
     return tensor.dtype if dtype is None or dtype in QUANTISED["gguf"] else DTYPES_BY_NAME[dtype]

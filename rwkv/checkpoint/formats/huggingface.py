@@ -87,8 +87,7 @@ def read(path: Path) -> Content:
 
 
 def _declared(path: Path, config: JsonObject, sizes: dict[str, str]) -> JsonObject:
-    """The sizes in config.json, by their names in ModelConfig. Raises CheckpointError if the file states two values for one
-    size."""
+    """The sizes in config.json, by their names in ModelConfig. Raises CheckpointError if two values contradict."""
     declared: JsonObject = {}
     for key, name in sizes.items():
         value = config.get(key)
@@ -120,8 +119,7 @@ def _epsilon(path: Path, config: JsonObject, generation: ModuleType, ours: bool)
 
 
 def write(path: Path, outgoing: Outgoing) -> None:
-    """Writes the directory. Raises UserError if it contains other files, or if the generation does not have the layout
-    `form`."""
+    """Writes the directory. Raises UserError if it contains other files, or if the generation has no layout `form`."""
     if outgoing.form not in (None, *FORMS):
         raise UserError(f"the form of a Hugging Face directory must be one of {', '.join(FORMS)}; got {outgoing.form!r}")
     generation = generation_of(outgoing.config)
@@ -141,8 +139,7 @@ def _write(folder: Path, outgoing: Outgoing) -> None:
 
 
 def _stated_dtype(outgoing: Outgoing) -> torch.dtype:
-    """The matrices' widest dtype, to state in config.json. Loading in a narrower one would round merged adapters, which are
-    float32."""
+    """The widest dtype of the matrices, for config.json: loading in a narrower one would round merged adapters (float32)."""
     group = generation_of(outgoing.config).model.group
     dtypes = (tensor.dtype for name, tensor in outgoing.tensors.items() if group(name) in MATRICES)
     return functools.reduce(torch.promote_types, dtypes)

@@ -2,8 +2,8 @@
 
     8 bytes: N, little endian      N bytes: JSON {name: {dtype, shape, data_offsets}}      the data, in that order
 
-Source: huggingface/safetensors, README. The library safetensors reads files and checks the header; this module writes them, one
-tensor at a time.
+Source: huggingface/safetensors, README. That library reads files and checks the header; this module writes them, one tensor at
+a time.
 """
 
 import json

@@ -18,7 +18,7 @@ SAMPLE = 4096                            # lines of the validation text to searc
 
 
 class Fingerprint:
-    """A 64-bit hash, without white space, of a text that comes in chunks."""
+    """A 64-bit hash of a text, ignoring white space, computed one chunk at a time."""
 
     def __init__(self) -> None:
         self._hash = blake2b(digest_size=8)
@@ -47,8 +47,7 @@ class Placed(NamedTuple):
 
 
 class Splitter:
-    """Assigns the documents of a stream to splits: distinct documents by in_validation, and copies to the same split as the
-    first.
+    """Assigns documents of a stream to splits: distinct documents by in_validation, and copies to the same split as the first.
 
     distinct: the number of distinct documents so far.
     """
@@ -60,8 +59,8 @@ class Splitter:
         self._val: dict[int, bool] = {}
 
     def place(self, *fingerprints: int) -> Placed:
-        """Assigns the next document. fingerprints: one per text in it, two for a pair of answers. It is a copy if any has
-        occurred before."""
+        """Assigns the next document. fingerprints: of its texts, two for a pair of answers. It is a copy if any has occurred
+        before."""
         plain = next(self._by_number)
         earlier = next((self._val[value] for value in fingerprints if value in self._val), None)
         if earlier is None:
@@ -123,11 +122,9 @@ def _divided(text: str, where: str, fraction: float, times: int) -> Iterator[Doc
 
 
 def repeated_share(documents: Iterable[Document]) -> float:
-    """The fraction of the validation text that also occurs in the training text, by characters in lines of at least LONG
-    characters.
+    """The fraction of the validation text that the training text also contains, by characters in lines of at least LONG.
 
-    Searches for the hashes of at least SAMPLE lines, spread evenly over the validation text, or of all lines if there are
-    fewer.
+    Searches for the hashes of at least SAMPLE lines, spread evenly over the validation text (all lines if there are fewer).
     """
     documents = list(documents)
     train, val = ([document for document in documents if document.val == is_val] for is_val in (False, True))

@@ -23,8 +23,7 @@ def marks(texts: Iterable[str]) -> Counter[str]:
 
 
 def describe(counts: Mapping[str, int], takes_separator: bool) -> str:
-    """A message about marks that will be learnt as ordinary text. takes_separator: whether this kind of data supports
-    data.separator."""
+    """A message about marks that will be learnt as ordinary text. takes_separator: the data support data.separator."""
     mark, times = max(counts.items(), key=lambda item: item[1])
     others = len(counts) - 1
     more = f", as do {counted(others, 'other mark')} of this kind" if others else ""

@@ -13,8 +13,7 @@ CHUNK = 1 << 16                          # characters per chunk
 
 
 class Document(NamedTuple):
-    """A text in consecutive `chunks`. val: whether it is in the validation split. where: the name of its file, for error
-    messages.
+    """A text in consecutive `chunks`. val: whether it is in the validation split. where: the name of its file, for errors.
 
     weight: its bytes in the source, for the progress bar; if None, the bytes of its text. before: the number of characters
     before it in the file. copy: whether it equals an earlier document.
@@ -77,8 +76,7 @@ def in_validation(fraction: float) -> Iterator[bool]:
 
 
 def validation_begins(characters: int, fraction: float, where: str) -> int:
-    """The index of the character at which validation begins in a single document. Raises UserError if the document is too
-    short."""
+    """The index of the character at which validation begins in a single document. Raises UserError if it is too short."""
     cut = int(characters * (1 - fraction))
     if not 0 < cut < characters:
         raise UserError(f"{where} has {characters} characters: too few to split into training and validation")

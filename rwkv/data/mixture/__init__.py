@@ -34,8 +34,7 @@ SUFFIXES = {".txt": "text", ".md": "text", ".jsonl": "jsonl", ".jsonl.gz": "json
 
 
 class MixedSource(NamedTuple):
-    """A source's name, its share of the training tokens (all shares sum to 1), and its configuration as if it were the only
-    source."""
+    """A source's name, its share of the training tokens (shares sum to 1), and the configuration of a run on it alone."""
 
     name: str
     share: float
@@ -111,8 +110,7 @@ def _config_of(entry: JsonObject, config: DataConfig, where: str) -> DataConfig:
 
 
 def _kind_of(path: str | None, where: str) -> str:
-    """The kind of data at a path, inferred from the suffix of the file or of the files in the folder. Raises UserError if
-    unknown."""
+    """The kind of data at a path, inferred from the suffix of the file or of a folder's files. Raises UserError if unknown."""
     if path is None:
         raise UserError(f"{where} has no path: {EXAMPLE}")
     folder = Path(path)

@@ -12,7 +12,7 @@ Pairs of answers, for tune.objective=dpo: one question with a chosen and a rejec
     {"messages": [...], "chosen": {...}, "rejected": {...}}     also with the other field names above
 
 The list may also be called conversation, items or interactions, and its messages may have either format. A list, `tools` or the
-value of the role function_call may be a string of JSON. Null fields count as missing, because `datasets` writes missing ones
+value of the role function_call may be a string of JSON. Null fields count as missing, since `datasets` writes missing fields
 so.
 
 Each conversation is a document, rendered by the chat template data.template. The first one and one of every 1/val_fraction that
@@ -93,8 +93,7 @@ def source(config: DataConfig, cache: Path) -> Source:
 
 
 def _files(path: str) -> tuple[list[tuple[str, Path]], int]:
-    """The (name, file) of each file to read, and the number of .json files that are ignored because the folder has JSON
-    lines."""
+    """The (name, file) of each file to read, and the number of .json files ignored because the folder has JSON lines."""
     if not Path(path).is_dir():
         return files(path), 0
     names = [file.name for _, file in matching(path, (*ENDINGS, *JSON_ENDINGS))]
@@ -103,7 +102,7 @@ def _files(path: str) -> tuple[list[tuple[str, Path]], int]:
 
 
 def template_of(config: DataConfig) -> ChatTemplate:
-    """The chat template that data.template names, for answers as data.think describes. Raises UserError if it does not support
+    """The chat template that data.template names, for answers as in data.think. Raises UserError if it does not support
     them."""
     template = chat_template(config.template or "world")
     try:
@@ -113,8 +112,7 @@ def template_of(config: DataConfig) -> ChatTemplate:
 
 
 def conversations(config: DataConfig, template: ChatTemplate | None = None, pairs: bool = False) -> Iterator[Conversation]:
-    """All conversations, in the order of the files. Raises UserError for an invalid entry, and if fewer than two have learnt
-    answers.
+    """All conversations, in the order of the files. Raises UserError for an invalid entry or fewer than two learnt ones.
 
     Copies are put into the same split, unless all conversations are equal.
 
@@ -151,16 +149,14 @@ def conversations(config: DataConfig, template: ChatTemplate | None = None, pair
 
 
 def holds_conversations(path: Path) -> bool:
-    """Whether the first entry of a file has a conversation's fields and no field `text`. Raises UserError as jsonl.entries
-    does."""
+    """Whether a file's first entry has a conversation's fields and no field `text`. Raises UserError as jsonl.entries does."""
     first = next((entry for entry, _, _ in entries(path)), {})
     fields = {field for field, value in first.items() if value is not None}
     return "text" not in fields and (not fields.isdisjoint(LISTS) or any(fields.issuperset(pair) for pair in PAIRS))
 
 
 def parts_of(entry: JsonObject, where: str, template: ChatTemplate) -> list[Part]:
-    """Renders an entry's conversation. Raises UserError, which names `where`, if the entry is not a conversation with an
-    answer."""
+    """Renders an entry's conversation. Raises UserError, naming `where`, if it is not a conversation with an answer."""
     try:
         messages = _messages(entry)
         parts = template.parts(messages, _tools(entry))

@@ -101,7 +101,7 @@ def _no_column(config: DataConfig, columns: list[str]) -> UserError:
 
 
 def local_files(path: str) -> list[tuple[str, Path]]:
-    """The (name, file) of the files at a path, in a folder or of a pattern whose suffix is in FORMATS; [] for a name on the
+    """The (name, file) of files at a path, in a folder or of a pattern, if their suffix is in FORMATS; [] for a name on the
     Hub."""
     if Path(path).exists() or glob.has_magic(path):
         with suppress(UserError):        # no such file; the library may support others
@@ -147,8 +147,7 @@ def _only_column(config: DataConfig, files: list[Path]) -> JsonObject:
 
 
 def _as_text(path: str, separator: str) -> JsonObject:
-    """The options for reading every value of a .csv or .tsv as text, even NA, null, true and 12, which the library would
-    convert."""
+    """The options for reading every value of a .csv or .tsv as text, even NA, null, true and 12, which would be converted."""
     import datasets
     import pandas
 
@@ -158,8 +157,7 @@ def _as_text(path: str, separator: str) -> JsonObject:
 
 
 def _part(saved: Any, path: str, split: str) -> Any:
-    """The rows of `split` in a folder that save_to_disk wrote. If the folder has a single dataset without splits, any name
-    denotes it."""
+    """The rows of `split` in a folder that save_to_disk wrote. A single dataset without splits can have any name."""
     import datasets
 
     name = re.split(r"[\[+]", split)[0].strip()

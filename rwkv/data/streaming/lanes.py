@@ -68,10 +68,10 @@ class Lanes:
         self._texts = TextEncoder(stream, tokenizer, streamed.config.separator, streamed.held_out)
         self._seed = seed
         self._rows: dict[int, deque[Row]] = {lane: deque() for lane in own}
-        self._ids: dict[int, deque[np.ndarray]] = {lane: deque() for lane in own}       # of tokenised rows
+        self._ids: dict[int, deque[np.ndarray]] = {lane: deque() for lane in own}       # tokenised rows
         self._position = {lane: [0, 0] for lane in own}
         self._blocks = deque([Block(0, 0, streamed.begins, [0] * count, [0] * count)])   # the last one will be read next
-        self._hashes: deque[str] = deque()       # of all but the last block
+        self._hashes: deque[str] = deque()       # of each block but the last
         self._expected: deque[str] = deque()     # of the blocks that a resumed run has yet to read again
         self._reader: Reader | None = None
         self._last_filled_epoch = 0                 # the last epoch in which a row had tokens

@@ -50,8 +50,8 @@ class Reader(Iterator[Row]):
 
 
 class Stream(ABC):
-    """A stream of rows. about: one line for messages. sha256: identifies the data without reading all of them. size: total
-    bytes, if known."""
+    """A stream of rows. about: one line for messages. sha256: identifies the data without reading all. size: total bytes, if
+    known."""
 
     about: str
     sha256: str
@@ -71,8 +71,7 @@ def open_stream(config: DataConfig) -> Stream:
 
 
 class JsonLines(Stream):
-    """The lines of one or several files. A position is a file's number, and the bytes and lines before it in the file's
-    content."""
+    """The lines of one or several files. A position is a file's number, and the bytes and lines before it in the file."""
 
     def __init__(self, config: DataConfig) -> None:
         path = str(config.path)

@@ -46,8 +46,7 @@ class Index(NamedTuple):
 
 
 class TokenFile(NamedTuple):
-    """A file of ids and its index. kind: the value of data=. tokenizer: the name of the one that made the ids; "" if not
-    stated."""
+    """A file of ids and its index. kind: the value of data=. tokenizer: the one that made the ids; "" if not stated."""
 
     kind: str
     ids: Path
@@ -89,8 +88,7 @@ def open_files(config: DataConfig) -> list[TokenFile]:
 
 
 def read(files: Sequence[TokenFile], tokenizer: Tokenizer, val_fraction: float, cache: Path) -> Tokens:
-    """The tokens of both splits. Validation gets the last documents, with val_fraction of the ids, or the end of a single
-    document.
+    """The tokens of both splits. Validation gets the last documents, with val_fraction of the ids, or a single document's end.
 
     If a document would have copies in both splits, validation gets as few as possible of the last documents, such that they and
     all their copies have val_fraction of the ids.
@@ -126,7 +124,7 @@ def _require_known(path: Path, entry: JsonObject, tokenizer: Tokenizer) -> None:
 
 
 def _join_copies(group: np.ndarray, lengths: np.ndarray, plain: np.ndarray, val_fraction: float) -> np.ndarray:
-    """For each document (D,), whether it is for validation. group (D,): a number that equal documents share. lengths (D,): in
+    """For each document (D,), whether it is for validation. group (D,): a number shared by equal documents. lengths (D,): in
     ids.
 
     plain (D,): the split when copies are ignored, which is returned if it separates no group.
@@ -147,8 +145,7 @@ def _join_copies(group: np.ndarray, lengths: np.ndarray, plain: np.ndarray, val_
 
 
 def _selected(whole: TokenArray, selected: np.ndarray, starts: Path) -> TokenArray:
-    """The tokens of the documents for which `selected` (D,) is true. starts: the path of the file to write their new offsets
-    to."""
+    """The tokens of the documents for which `selected` (D,) is true. starts: the file to write their new offsets to."""
     lengths = np.diff(whole.bounds)
     begins = np.cumsum(np.append(0, lengths[selected]))[:-1]
     _save(starts, begins)
@@ -265,8 +262,8 @@ def _split(places: np.ndarray, tokens: int, val_fraction: float, path: Path) -> 
 
 
 def _measure(val: TokenArray, tokenizer: Tokenizer) -> tuple[float, float, float | None]:
-    """Bytes per predicted token, bits per byte of gzip -9, and the fraction of unknown tokens, measured on the split's first
-    SAMPLE ids."""
+    """Bytes per predicted token, bits per byte of gzip -9, and the fraction of unknown tokens, of the split's first SAMPLE
+    ids."""
     ids = val[:SAMPLE]
     counter = LossCounter(tokenizer)
     unknown = None
