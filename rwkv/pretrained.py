@@ -32,13 +32,13 @@ from rwkv.checkpoint.location import locate
 from rwkv.checkpoint.memory import GIB, require_memory, weights_nbytes
 from rwkv.checkpoint.stored import Stored
 from rwkv.checkpoint.tuned import surviving
-from rwkv.config import BITS, BLOCKS, DTYPES, SavedModelConfig
+from rwkv.config import BLOCKS, DTYPES, SavedModelConfig
 from rwkv.errors import UserError
 from rwkv.generation.prefill import PrefillResult
 from rwkv.generation.states import beginning, is_state_file, load_context
 from rwkv.io.lines import counted, wrapped
 from rwkv.io.state_file import state_file
-from rwkv.model.base import MATRICES, Model, generation, is_linear_weight, n_parameters
+from rwkv.model.base import MATRICES, Model, generation, is_linear_weight
 from rwkv.model.operators import operator_for
 from rwkv.model.quantized import IN_C, BlockLinear, Int4Linear, Int8Linear, to_blocks, to_int4, to_int8, to_packed
 from rwkv.tokenizer.tokenizers import Tokenizer
@@ -205,17 +205,15 @@ class OpenCheckpoint(NamedTuple):
     def print_notes(self) -> None:
         """Prints the lines on standard error."""
         notes = self.lines()
-        needed, free = weights_nbytes(self.checkpoint, self.dtype), available_memory()
+        needed, free = self.nbytes(), available_memory()
         if self.device == "cpu" and needed >= GIB and free is not None:
             notes.append(("memory", f"the weights need {needed / GIB:.1f} of {free / GIB:.1f} GiB that are free"))
         for label, note in notes:
             print(wrapped(f"{label}: {note}", sys.stderr), file=sys.stderr)
 
     def nbytes(self) -> int:
-        """The memory of the weights, about, in bytes; of blocks, the size in the file."""
-        if self.dtype == BLOCKS:
-            return weights_nbytes(self.checkpoint, BLOCKS)
-        return n_parameters(self.checkpoint.config, self.checkpoint.vocab_size) * BITS[self.dtype] // 8
+        """The bytes of the weights, mapped or not; see weights_nbytes."""
+        return weights_nbytes(self.checkpoint, self.dtype, self.device == "cpu")
 
     def _packing_lines(self) -> list[str]:
         """A line if the weights are packed at each start: how to do it once."""

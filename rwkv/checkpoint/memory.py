@@ -10,8 +10,8 @@ SMALL = GIB                              # bytes: weights up to this size are al
 SMALLER = ("bfloat16", "int8", "int4")   # dtypes to suggest, largest first
 
 
-def weights_nbytes(checkpoint: Checkpoint, dtype: str) -> int:
-    """The bytes of memory for weights in `dtype`. A mapped embedding does not count, since only few of its rows are read."""
+def weights_nbytes(checkpoint: Checkpoint, dtype: str, on_cpu: bool = True) -> int:
+    """The bytes of memory for weights in `dtype`. On a CPU a mapped embedding does not count: only few of its rows are read."""
     if dtype == BLOCKS:
         return sum(tensor.packed_nbytes() for tensor in checkpoint.weights.stored.values())
     group = generation(checkpoint.config).group
@@ -19,14 +19,13 @@ def weights_nbytes(checkpoint: Checkpoint, dtype: str) -> int:
     for name, tensor in checkpoint.weights.stored.items():
         if is_linear_weight(name, group(name)):
             total += tensor.count * BITS[dtype] // 8
-        elif not (name.endswith("emb.weight") and tensor.mapped and dtype != "float32"):
+        elif not (on_cpu and name.endswith("emb.weight") and tensor.mapped and dtype != "float32"):
             total += tensor.count * (4 if dtype == "float32" else 2)
     return total
 
 
 def require_memory(checkpoint: Checkpoint, dtype: str, available: int | None) -> None:
-    """Raises UserError if the weights do not fit into `available` bytes (None: unknown). Suggests the largest dtype that
-    fits."""
+    """Raises UserError if the weights do not fit into `available` bytes (None: unknown). Suggests one that fits."""
     needed = weights_nbytes(checkpoint, dtype)
     if available is None or needed <= max(available, SMALL):
         return

@@ -5,13 +5,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from rwkv.checkpoint.files import read_checkpoint, require_tokenizer
+from rwkv.checkpoint.memory import weights_nbytes
 from rwkv.checkpoint.named import errors_of
-from rwkv.config import BITS, MIB, NGRAM, DraftedConfig
+from rwkv.config import MIB, NGRAM, DraftedConfig
 from rwkv.errors import UserError
 from rwkv.generation.draft import Draft, ModelDraft, NGram
 from rwkv.generation.speculation import LARGEST_COST, LEAST_GAIN, MOST_ROWS
 from rwkv.io.lines import wrapped
-from rwkv.model.base import Model, n_parameters, state_nbytes
+from rwkv.model.base import Model, state_nbytes
 from rwkv.model.decoding.c_step import why_not
 from rwkv.model.operators import operator_for
 from rwkv.pretrained import RWKV, OpenCheckpoint, computed_in
@@ -43,7 +44,7 @@ class OpenDraft(NamedTuple):
             if reason := why_not(draft_model):
                 return None, f"{self.name}, ignored: its step is not in C ({reason})"
             draft = ModelDraft(draft_model, model, self.tokenizer, self.most_tokens)
-            weights = n_parameters(draft_model.config, draft_model.vocab_size) * BITS[self.dtype] // 8
+            weights = weights_nbytes(self.checkpoint, self.dtype)
         if draft.cost > LARGEST_COST:
             return None, f"{self.name}, ignored: its step takes about {draft.cost:.0%} of the model's; use a smaller model"
         memory = weights + MOST_ROWS * (1 + self.most_tokens) * state_nbytes(model.config)
