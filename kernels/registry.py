@@ -99,8 +99,8 @@ def all_names(op: str) -> set[str]:
 @cache
 def load(op: str, name: str) -> ModuleType:
     """The module kernels/OP/NAME.py. Raises UnknownKernel if there is no such file, KernelUnavailable if a package is missing,
-        if the file cannot be imported, or if it lacks a function that the operator requires.
-        """
+    if the file cannot be imported, or if it lacks a function that the operator requires.
+    """
     if name not in names(op):
         raise UnknownKernel(f"unknown {op} implementation {name!r}; there are: {', '.join(names(op))}")
     try:

@@ -120,7 +120,7 @@ def folder(operator: str, name: str) -> str:
 def resolve(operator: str, name: str, device: str | torch.device = "cpu", dtype: Dtype = torch.float32,
             size: Size | None = None) -> str:
     """The name of the kernel that `auto` selects, or the last of the rule if none can run; any other name is returned
-        unchanged."""
+    unchanged."""
     if name != AUTO or not _has_rule(operator):
         return name
     device = torch.device(device).type

@@ -59,7 +59,7 @@ class Source:
         """Runs `kernel` on `grid` blocks of `block` threads, each with `shared` bytes of dynamic shared memory.
 
         Raises KernelUnavailable if NVRTC is missing or cannot compile the file for the device, RuntimeError if the launch
-                fails, OverflowError for an int that does not fit into 32 bits.
+        fails, OverflowError for an int that does not fit into 32 bits.
         """
         device = next(arg.device for arg in args if isinstance(arg, Tensor))
         index = device.index or 0

@@ -75,7 +75,7 @@ def _launch_cpu(kernel: Any, args: tuple[Any, ...]) -> None:
 @contextlib.contextmanager
 def _brief_positions() -> Iterator[None]:
     """Reduces the source position that Taichi records for each expression, for error messages, to the file and the line number.
-        Formatting the source text too takes half of Taichi's time for parsing a kernel.
+    Formatting the source text too takes half of Taichi's time for parsing a kernel.
     """
     context = ti.lang.ast.ast_transformer_utils.ASTTransformerContext
     get_pos_info = context.get_pos_info

@@ -2,9 +2,10 @@
 
 Forward computes the gradients together with the loss, chunk by chunk; backward only scales them by the incoming gradient.
 L2Wrap is scaled too, so its strength is right under loss scaling and gradient accumulation. Half-precision products use the
-gradient of the sum over rows, whose elements are within [-1, 1]; those of the mean would underflow. Source of L2Wrap: RWKV-LM,
-RWKV-v4neo/src/model.py, where it ignores the incoming gradient. Confidence penalty: Pereyra et al., "Regularizing Neural
-Networks by Penalizing Confident Output Distributions" (arXiv 1701.06548), section 3.
+gradient of the sum over rows, whose elements are within [-1, 1]; those of the mean would underflow.
+
+Source of L2Wrap: RWKV-LM, RWKV-v4neo/src/model.py, where it ignores the incoming gradient. Confidence penalty: Pereyra et al.,
+"Regularizing Neural Networks by Penalizing Confident Output Distributions" (arXiv 1701.06548), section 3.
 """
 
 from collections.abc import Iterator
@@ -33,10 +34,10 @@ CPU = torch.device("cpu")
 def head_loss(hidden: Tensor, weight: Tensor, targets: Tensor, l2_wrap: float = 0.0, confidence_penalty: float = 0.0) -> Tensor:
     """Mean negative log-likelihood in nats of targets (N,) under softmax(hidden (N,C) @ weight (V,C).T).
 
-        Targets of -100 are ignored. l2_wrap adds l2_wrap * (largest logit) to the gradient at each row's largest logit, divided
-        like the loss by the number of targets not ignored; this keeps logits from drifting. confidence_penalty adds the
-        gradient of -confidence_penalty * (mean entropy of the predictions). Neither changes the value of the loss. On a CPU,
-        rows with an ignored target are left out of the products.
+    Targets of -100 are ignored. l2_wrap adds l2_wrap * (largest logit) to the gradient at each row's largest logit, divided
+    like the loss by the number of targets not ignored; this keeps logits from drifting. confidence_penalty adds the
+    gradient of -confidence_penalty * (mean entropy of the predictions). Neither changes the value of the loss. On a CPU,
+    rows with an ignored target are left out of the products.
     """
     if targets.device.type == "cpu":     # on a GPU, nonzero() would synchronise
         counted = (targets != IGNORED).nonzero()[:, 0]

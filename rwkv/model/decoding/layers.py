@@ -57,8 +57,8 @@ def embedding_function(embedding: nn.Module) -> Callable[[Tensor], Tensor]:
 class LowRank:
     """n gates f(x A) B, with A (C,D) and B (D,C) for each: inputs (n,B,C) -> n outputs (B,C).
 
-        f changes the hidden layers (n,B,D) in place. All ranks are zero-padded to the largest one, rounded up to whole vectors:
-        PyTorch computes f of elements after the last whole vector by different code, which rounds differently.
+    f changes the hidden layers (n,B,D) in place. All ranks are zero-padded to the largest one, rounded up to whole vectors:
+    PyTorch computes f of elements after the last whole vector by different code, which rounds differently.
     """
 
     def __init__(self, down: Sequence[Tensor], up: Sequence[Tensor]) -> None:

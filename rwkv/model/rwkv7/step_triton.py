@@ -1,9 +1,13 @@
 """RWKV-7's decoding step on a GPU: eight kernel launches per layer. The formulas are at the top of mix.py.
 
-    norm and mixes    n = LayerNorm(x); the inputs of r, k, v, w, a and g products          r, k, v; the gates' hidden layers
-    with their tanh and sigmoid products          the gates wkv               everything between the products: updates the state
-    S in place, normalises y, adds the bonus, multiplies by g products          x = x + O y norm and mixes    n = LayerNorm(x);
-    the input of channel mixing products          relu(K m)^2 products          x = x + V relu(K m)^2
+norm and mixes    n = LayerNorm(x); the inputs of r, k, v, w, a and g
+products          r, k, v; the gates' hidden layers with their tanh and sigmoid
+products          the gates
+wkv               everything between the products: updates the state S in place, normalises y, adds the bonus, multiplies by g
+products          x = x + O y
+norm and mixes    n = LayerNorm(x); the input of channel mixing
+products          relu(K m)^2
+products          x = x + V relu(K m)^2
 """
 
 # mypy: disable-error-code="no-untyped-def"
