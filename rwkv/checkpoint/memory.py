@@ -10,8 +10,8 @@ SMALL = GIB                              # weights that are never refused
 SMALLER = ("bfloat16", "int8", "int4")   # dtypes, in descending size
 
 
-def weights_nbytes(checkpoint: Checkpoint, dtype: str) -> int:
-    """The bytes of the weights in `dtype`, mapped or not; without a mapped embedding, since only a few of its rows are read."""
+def weights_nbytes(checkpoint: Checkpoint, dtype: str, on_cpu: bool = True) -> int:
+    """The bytes of the weights in `dtype`, mapped or not. On a CPU a mapped embedding does not count: few rows are read."""
     if dtype == BLOCKS:
         return sum(tensor.packed_nbytes() for tensor in checkpoint.weights.stored.values())
     group = generation(checkpoint.config).group
@@ -19,7 +19,7 @@ def weights_nbytes(checkpoint: Checkpoint, dtype: str) -> int:
     for name, tensor in checkpoint.weights.stored.items():
         if is_linear_weight(name, group(name)):
             total += tensor.count * BITS[dtype] // 8
-        elif not (name.endswith("emb.weight") and tensor.mapped and dtype != "float32"):
+        elif not (on_cpu and name.endswith("emb.weight") and tensor.mapped and dtype != "float32"):
             total += tensor.count * (4 if dtype == "float32" else 2)
     return total
 
