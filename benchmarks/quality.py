@@ -1,7 +1,7 @@
 """python -m benchmarks.quality TEXT CHECKPOINT [CHECKPOINT ...] [--tokenizer NAME] [--json FILE]: the cost of quantisation.
 
-Bits per byte of the text under each checkpoint, with its weights in each dtype (of a quantised GGUF also in its blocks), and
-the increase over float32. A chunk has so few tokens that it uses the products of generation, which in int4 round their inputs.
+Prints bits per byte of the text for each checkpoint in each dtype (a quantised GGUF also in its blocks), and the increase over
+float32. Chunks are so short that they are computed by the same matrix products as decoding, which in int4 round their inputs.
 The last line of standard output is the result as JSON.
 """
 
@@ -31,7 +31,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = Parser("benchmarks.quality", __doc__)
     parser.add_argument("text", type=existing_file, metavar="TEXT")
     parser.add_argument("checkpoints", nargs="+", type=existing, metavar="CHECKPOINT")
-    parser.add_argument("--tokenizer", type=from_home, metavar="NAME", help="of checkpoints that carry none")
+    parser.add_argument("--tokenizer", type=from_home, metavar="NAME", help="tokenizer of checkpoints that have none")
     parser.add_argument("--json", type=output_file, metavar="FILE")
     args = parser.parse_args(argv)
     read_text(args.text)                 # refused before anything is measured

@@ -1,4 +1,4 @@
-"""Templates in jinja2 that read contents in another form: no word of a conversation is lost; and templates without end."""
+"""jinja2 templates that read `content` as parts or under other names, without losing text; and templates that never end."""
 
 import json
 from pathlib import Path

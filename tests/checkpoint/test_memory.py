@@ -16,7 +16,7 @@ from rwkv.pretrained import RWKV
 
 
 def on_paper(n_layer: int, n_embd: int) -> Checkpoint:
-    """A mapped bfloat16 checkpoint that nobody may read."""
+    """A mapped bfloat16 checkpoint whose weights must not be read."""
     config = ModelConfig(generation="rwkv7", n_layer=n_layer, n_embd=n_embd)
 
     def data() -> torch.Tensor:

@@ -41,7 +41,7 @@ def text_of(draw: random.Random, most: int) -> str:
 
 
 def request_of(draw: random.Random, model: RWKV) -> Request:
-    """A request with options drawn at random."""
+    """A request with random options."""
     sampling = Sampling(**{name: draw.choice(values) for name, values in CHOICES.items()})
     stopping = StoppingCriteria(draw.choice([0, 1, 2, 5, 30, 60]), draw.choice([(), ("ab",), ("a b", "cc"), ("c",)]),
                                 draw.choice([(), (), (99,)]))

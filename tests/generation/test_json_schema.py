@@ -95,7 +95,7 @@ ENFORCED: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
 
 
 def allows(grammar: Grammar, text: str) -> bool:
-    """Whether a text may begin so; a whole JSON text may also end so."""
+    """Whether the grammar allows the text as a prefix; a complete JSON text must also be allowed to end."""
     matcher = matcher_of(grammar, BYTES)
     for byte in text.encode():
         mask = matcher.allowed()

@@ -1,4 +1,4 @@
-"""A generation is its folder, its file in checkpoint/ and its operator: no other code imports it or has its name."""
+"""An architecture consists of its folder, its file in checkpoint/ and its operator: no other code imports or names it."""
 
 import ast
 import re
