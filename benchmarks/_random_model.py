@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from rwkv.checkpoint.files import Checkpoint, Weights
-from rwkv.checkpoint.stored import Stored
+from rwkv.checkpoint.lazy_tensors import Stored
 from rwkv.config import ModelConfig
 from rwkv.model.base import generation
 

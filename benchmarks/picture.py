@@ -17,7 +17,7 @@ from kernels.bench.results import FOLDER, UnusableFile, read_json
 from kernels.machine.hardware import ROOT
 from rwkv.report import svg, units
 from rwkv.report.page import COLOURS_OF_LINES
-from rwkv.report.reading import Run, read
+from rwkv.report.run_files import Run, read
 
 WIDTH, HEIGHT, HEAD = 980, 330, 30       # of the picture; HEAD: of a caption above a figure
 SHAPE = {"B": 8, "C": 768, "T": 1024}

@@ -3,7 +3,7 @@ words.
 
 A text is evaluated as one sequence that follows the end-of-text token: each token is predicted once, from all tokens before it,
 so bits per byte count every byte of the file. The file and its tokens are streamed (Tokenizer.encode_stream). If the tokenizer
-loses too much of the text (rwkv/tokenizer/lost.py), metrics per byte or per word are omitted.
+loses too much of the text (rwkv/tokenizer/lost_bytes.py), metrics per byte or per word are omitted.
 
 A last word is the part of a text after its last space. It is right if each of its tokens is the most likely one after the
 context and the word's previous tokens, and if the tokens encode the whole word; word perplexity is exp of the mean negative
@@ -27,7 +27,7 @@ from rwkv.errors import UserError
 from rwkv.io.utf8 import chunks, require_file
 from rwkv.model.base import Model
 from rwkv.model.state import State
-from rwkv.tokenizer.lost import NOTHING, LossCounter, Lost
+from rwkv.tokenizer.lost_bytes import NOTHING, LossCounter, Lost
 from rwkv.tokenizer.tokenizers import Tokenizer
 
 MAX_LOGITS = 1 << 22                     # number of logits computed at a time: 16 MiB in float32

@@ -28,9 +28,9 @@ from rwkv.checkpoint.files import (
     with_adapter,
     write_checkpoint,
 )
+from rwkv.checkpoint.lazy_tensors import Stored
 from rwkv.checkpoint.location import locate
 from rwkv.checkpoint.memory import GIB, require_memory, weights_nbytes
-from rwkv.checkpoint.stored import Stored
 from rwkv.checkpoint.tuned import surviving
 from rwkv.config import BLOCKS, DTYPES, SavedModelConfig
 from rwkv.errors import UserError

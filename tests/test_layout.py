@@ -287,7 +287,7 @@ def test_importing_has_no_effects(package: str, tmp_path: Path) -> None:
      ("hydra", "omegaconf", "lightning", "wandb", "taichi", "triton")),
     (["rwkv.pretrained", "rwkv.generation.output"], ("hydra", "lightning", "wandb")),
     (["rwkv.tools.evaluate", "rwkv.tools.convert", "rwkv.tools.doctor", "rwkv.tools.smoke", "rwkv.tools.completion",
-      "rwkv.training.sweep.sweep", "rwkv.training.run.options", "rwkv.checkpoint.named",
+      "rwkv.training.sweep.sweep", "rwkv.training.run.options", "rwkv.checkpoint.option_files",
       "rwkv.generation.options"], ("torch", "hydra", "lightning", "wandb", "taichi")),
     (["rwkv", "rwkv.cli", *(f"rwkv.programs.{name}" for name in ("train", "generate", "chat", "serve")), "kernels.registry"],
      ("torch", "numpy", "hydra", "omegaconf", "lightning", "wandb", "taichi")),

@@ -27,7 +27,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 from uuid import uuid4
 
-from rwkv.chat.marks import begun_at_end
+from rwkv.chat.markers import begun_at_end
 from rwkv.chat.messages import Message, Tool, Tools
 from rwkv.errors import UserError
 from rwkv.io.json_types import JsonObject

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from rwkv.chat.stated import names_in, template_file
+from rwkv.chat.metadata import names_in, template_file
 from rwkv.io.json_types import JsonObject
 
 GENERIC = re.compile(r"(model|pytorch_model|consolidated|tf_model|ggml-model)([-._].*)?\Z")      # describe no model
@@ -65,7 +65,7 @@ def choose_template(requested: str | None, path: str, run: JsonObject | None = N
 
 
 def default_template(*names: str | None) -> Choice:
-    """The template in the checkpoint's file or directory (rwkv/chat/stated.py); otherwise the one of the model's series.
+    """The template in the checkpoint's file or directory (rwkv/chat/metadata.py); otherwise the one of the model's series.
 
     names: the checkpoint's path, and its other names.
     """

@@ -17,7 +17,7 @@ Part = tuple[str, bool]
 class ChatTemplate(ABC):
     """Renders conversations as text.
 
-    In rendered text, END stands for the end-of-text token; encode() in rwkv/chat/rendered.py replaces it by the token's id.
+    In rendered text, END stands for the end-of-text token; encode() in rwkv/chat/encoding.py replaces it by the token's id.
 
     stop: each of these strings ends an answer; so does the end-of-text token. thinks: whether answers may begin with thoughts,
     as in rwkv/chat/thoughts.py. supports_tools: whether render() writes `tools` and tool_calls. call_start: the text of a call

@@ -15,7 +15,7 @@ token of World, ends a turn, and end_of_text precedes the conversation. Contents
 
     System✿{system}✿\nUser✿{user}✿\nBot✿{answer}✿\nUser✿{user}✿\nBot✿<think
 
-Any other name is that of a file with a jinja2 template (jinja.py): a file of its own, or one of a checkpoint's (stated.py).
+Any other name is that of a file with a jinja2 template (jinja.py): a file of its own, or one of a checkpoint's (metadata.py).
 """
 
 import re
@@ -25,7 +25,7 @@ from typing import NamedTuple
 from rwkv.chat import calls
 from rwkv.chat.jinja import JinjaTemplate
 from rwkv.chat.messages import ROLES, Message, Tools, check_messages, is_learnt
-from rwkv.chat.stated import template_in, tool_template_in
+from rwkv.chat.metadata import template_in, tool_template_in
 from rwkv.chat.template import END, ChatTemplate, Part
 from rwkv.chat.thoughts import BEGUN, Think, thoughts_end, with_hint
 from rwkv.errors import UserError
@@ -59,7 +59,7 @@ FORMS = {"world": Form(thinks=False, stop=("\n\n",)),
 
 def chat_template(name: str) -> ChatTemplate:
     """The template with this name: world, g1, flower or the path of a file, either a jinja2 file or a checkpoint's file that
-    contains a template (rwkv/chat/stated.py).
+    contains a template (rwkv/chat/metadata.py).
 
     Raises UserError for an unknown name and for a file without a template.
     """

@@ -11,7 +11,7 @@ import re
 from collections.abc import Sequence
 from typing import Literal
 
-from rwkv.chat.marks import begun_at_end
+from rwkv.chat.markers import begun_at_end
 from rwkv.chat.messages import Message
 from rwkv.io.json_types import JsonObject
 

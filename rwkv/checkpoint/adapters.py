@@ -33,8 +33,8 @@ from torch import Tensor
 from rwkv.checkpoint import formats
 from rwkv.checkpoint.formats import _torch_file, pth, safetensors
 from rwkv.checkpoint.generations import generation_of
+from rwkv.checkpoint.lazy_tensors import Stored
 from rwkv.checkpoint.location import ADAPTER as CONFIG
-from rwkv.checkpoint.stored import Stored
 from rwkv.config import ModelConfig
 from rwkv.errors import CheckpointError, UserError
 from rwkv.io.json_types import JsonMapping, JsonObject

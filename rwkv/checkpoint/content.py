@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from kernels.matvec import Packed
-from rwkv.checkpoint.stored import Stored
+from rwkv.checkpoint.lazy_tensors import Stored
 from rwkv.config import ModelConfig
 from rwkv.errors import CheckpointError
 from rwkv.io.json_types import JsonMapping, JsonObject

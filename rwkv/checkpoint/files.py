@@ -16,8 +16,8 @@ from rwkv.chat.names import trained_length
 from rwkv.checkpoint import adapters, card, formats, time_states, tuned
 from rwkv.checkpoint.content import ENTRY, Content, Outgoing, PackedMatrix
 from rwkv.checkpoint.generations import config_of, fit, recognise, require_sizes, tuned_kind
+from rwkv.checkpoint.lazy_tensors import DTYPES, Stored, same_numbers
 from rwkv.checkpoint.location import locate
-from rwkv.checkpoint.stored import DTYPES, Stored, same_numbers
 from rwkv.config import ModelConfig
 from rwkv.errors import CheckpointError, UnreadableError, UserError
 from rwkv.io import hub

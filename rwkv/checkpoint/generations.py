@@ -33,7 +33,7 @@ from typing import Any
 
 import torch
 
-from rwkv.checkpoint.stored import DTYPES, Stored
+from rwkv.checkpoint.lazy_tensors import DTYPES, Stored
 from rwkv.config import ModelConfig
 from rwkv.errors import CheckpointError, UserError
 from rwkv.io.json_types import JsonMapping

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from rwkv.checkpoint.stored import Stored
+from rwkv.checkpoint.lazy_tensors import Stored
 from rwkv.config import ModelConfig
 from rwkv.io.json_types import JsonMapping, JsonObject
 from rwkv.model import rwkv4 as model

@@ -25,7 +25,7 @@ from rwkv.checkpoint import formats
 from rwkv.checkpoint.formats import _torch_file
 from rwkv.checkpoint.formats.safetensors import write_tensors
 from rwkv.checkpoint.generations import WRAPPERS, tuned_kind
-from rwkv.checkpoint.stored import Stored
+from rwkv.checkpoint.lazy_tensors import Stored
 from rwkv.config import STATE_LAYOUTS, ModelConfig
 from rwkv.errors import CheckpointError, UserError
 from rwkv.io.atomic import write_file

@@ -18,7 +18,7 @@ from torch import Tensor
 from kernels.matvec import pack
 from rwkv.checkpoint.content import Content
 from rwkv.checkpoint.formats._gguf_types import round_to_blocks
-from rwkv.checkpoint.stored import DTYPES, Stored
+from rwkv.checkpoint.lazy_tensors import DTYPES, Stored
 from rwkv.config import ModelConfig
 from rwkv.errors import CheckpointError, UnreadableError
 from rwkv.io.json_types import JsonObject

@@ -25,7 +25,7 @@ from rwkv.cli.garbage import uncollected
 from rwkv.cli.help import help_page
 from rwkv.commands import command
 from rwkv.errors import UserError
-from rwkv.io.unread import unread
+from rwkv.io.broken_pipe import unread
 
 
 def run(task: Callable[[Config, CommandLine], None], schema: type[Config], config_name: str, about: str | None,

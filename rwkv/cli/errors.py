@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from kernels.registry import KernelUnavailable, UnknownKernel
 from rwkv.errors import UserError
 from rwkv.io import signals
-from rwkv.io.unread import abandon
+from rwkv.io.broken_pipe import abandon
 
 READER_GONE = 1                          # exit statuses of programs
 USER_ERROR = 2

@@ -3,7 +3,7 @@
     row 0   [ conversation 3 ....... ][ conversation 0 .. ][ conversation 8 ]   T = ctx_len positions; [ resets the state
     row 1   [ conversation 5 ................................. ] padding
 
-The parts of a conversation are encoded separately, as a prompt and its answer are in generation (rwkv/chat/rendered.py). Each
+The parts of a conversation are encoded separately, as a prompt and its answer are in generation (rwkv/chat/encoding.py). Each
 conversation ends in end_of_text, which is added if the chat template has not written it. After an answer it is learnt, so that
 a tuned model stops. No end_of_text precedes a conversation, since none precedes a prompt in generation.
 
@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from rwkv.chat.rendered import encode, encode_each, for_tokenizer, shown, written
+from rwkv.chat.encoding import encode, encode_each, for_tokenizer, shown, written
 from rwkv.config import DataConfig
 from rwkv.data.files import crc32
 from rwkv.data.shards import SPLITS, dtype_of
@@ -40,7 +40,7 @@ from rwkv.io.cache import read_json, sha256, write, write_bytes, write_json
 from rwkv.io.json_types import JsonObject
 from rwkv.io.lines import counted
 from rwkv.model.loss import IGNORED
-from rwkv.tokenizer.lost import NOTHING, LossCounter, Lost
+from rwkv.tokenizer.lost_bytes import NOTHING, LossCounter, Lost
 from rwkv.tokenizer.tokenizers import Tokenizer
 
 VERSION = 5                              # of the format of files in the cache

@@ -41,7 +41,7 @@ from rwkv.distributed import log
 from rwkv.errors import UserError
 from rwkv.io.cache import read_json, sha256, write_json
 from rwkv.io.lines import counted, labelled
-from rwkv.tokenizer.lost import NOTHING, WITHHELD, Lost, percent
+from rwkv.tokenizer.lost_bytes import NOTHING, WITHHELD, Lost, percent
 from rwkv.tokenizer.split import last_line_end, pieces
 from rwkv.tokenizer.tokenizers import MADE_FROM_DATA, CharTokenizer, JsonTokenizer, Tokenizer
 

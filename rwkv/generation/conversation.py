@@ -10,8 +10,8 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from rwkv.chat.encoding import encode, for_tokenizer, marked
 from rwkv.chat.messages import Message, check_messages
-from rwkv.chat.rendered import encode, for_tokenizer, marked
 from rwkv.chat.template import ChatTemplate
 from rwkv.chat.thoughts import Think, answer_message
 from rwkv.config import Sampling
@@ -115,7 +115,7 @@ class Chat:
 
     def _prepare(self) -> tuple[Engine, Row, str, float]:
         """Prefills the conversation. Returns the engine, the row that will hold the answer, the rendered conversation with its
-        marks (rwkv/chat/rendered.py), and the time at which prefill began."""
+        marks (rwkv/chat/encoding.py), and the time at which prefill began."""
         started = time.perf_counter()
         if self._weights is None or not self._weights.unchanged():
             self._saved_results = []

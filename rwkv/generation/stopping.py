@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rwkv.chat.marks import begun_at_end
+from rwkv.chat.markers import begun_at_end
 from rwkv.config import strings, whole_number, whole_numbers
 from rwkv.errors import UserError
 

@@ -14,7 +14,7 @@ from kernels.arguments import from_home
 from kernels.machine.memory import available_memory
 from rwkv.checkpoint import time_states
 from rwkv.checkpoint.files import Checkpoint, read_tuned, require_tokenizer
-from rwkv.checkpoint.named import errors_of
+from rwkv.checkpoint.option_files import errors_of
 from rwkv.config import MIB, ServeConfig
 from rwkv.errors import UserError
 from rwkv.generation.prefill import PrefillResult

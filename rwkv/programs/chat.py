@@ -57,7 +57,7 @@ SETTINGS = (*SAMPLING_OPTIONS, "sampling", "max_new_tokens", "think", "seed")   
 
 def chat(config: ChatConfig, line: cli.CommandLine) -> None:
     allocator.keep_large_blocks()
-    from rwkv.checkpoint.named import require_files
+    from rwkv.checkpoint.option_files import require_files
 
     require_files(config, config.template, config.state)
     _say(f"loading {config.checkpoint}")

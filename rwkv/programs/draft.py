@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from rwkv.checkpoint.files import read_checkpoint, require_tokenizer
 from rwkv.checkpoint.memory import weights_nbytes
-from rwkv.checkpoint.named import errors_of
+from rwkv.checkpoint.option_files import errors_of
 from rwkv.config import MIB, NGRAM, DraftedConfig
 from rwkv.errors import UserError
 from rwkv.generation.draft import Draft, ModelDraft, NGram

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rwkv import cli
+from rwkv.chat.metadata import Generation, generation_in
 from rwkv.chat.names import Choice, kind_of
-from rwkv.chat.stated import Generation, generation_in
 from rwkv.chat.template import ChatTemplate
 from rwkv.chat.thoughts import Think
 from rwkv.config import Sampling

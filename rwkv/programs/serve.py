@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 
 
 def serve(config: ServeConfig, line: cli.CommandLine) -> None:
-    from rwkv.checkpoint.named import on_disk, require_adapters, require_files
+    from rwkv.checkpoint.option_files import on_disk, require_adapters, require_files
 
     try:
         from rwkv.serving import server

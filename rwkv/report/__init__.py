@@ -1,6 +1,6 @@
 """The report of a run or of a sweep: DIR/report.html, one self-contained file, and DIR/report.csv.
 
-It is computed only from the files in the run directories (reading.py), so it can be written again at any time: `python -m
+It is computed only from the files in the run directories (run_files.py), so it can be written again at any time: `python -m
 rwkv.tools.report DIR`.
 """
 
@@ -13,7 +13,7 @@ from rwkv.io.atomic import write_file
 from rwkv.report.findings import BAD, findings
 from rwkv.report.numbers import as_csv, compare, rows
 from rwkv.report.page import render
-from rwkv.report.reading import read
+from rwkv.report.run_files import read
 from rwkv.report.verdict import verdict
 
 PAGE = "report.html"

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from rwkv.errors import UserError
 from rwkv.io.json_types import JsonObject
-from rwkv.report.reading import Curve, Run
+from rwkv.report.run_files import Curve, Run
 
 REFERENCES = ("reference", "formula")    # kernels that define their operator, in order of preference
 EARLY = 20                               # this many first steps, in which rounding hardly separates equivalent kernels

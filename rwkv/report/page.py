@@ -11,11 +11,11 @@ from pathlib import Path
 
 from rwkv.io.json_types import JsonObject
 from rwkv.io.lines import counted
-from rwkv.report import svg, tuned, units
+from rwkv.report import svg, tuning, units
 from rwkv.report.findings import BAD, NOTE, Finding
 from rwkv.report.html_table import Column, cell, table, text
 from rwkv.report.numbers import EARLY, REWARDS, WHEN, Comparison, Kernel, column, columns, learns_pairs, unit_of_loss
-from rwkv.report.reading import Curve, Run
+from rwkv.report.run_files import Curve, Run
 from rwkv.report.verdict import speed_ratio, verdict
 
 LABELS = {BAD: "<b>Problem:</b>", NOTE: "<b>Note:</b>"}
@@ -35,12 +35,12 @@ def render(folder: Path, comparison: Comparison, findings: Sequence[Finding]) ->
     title = f"{'Run' if comparison.is_single else 'Ablation'} {folder.resolve().name}"
     sentences = [f'<p class="verdict">{escape(sentence)}</p>' for sentence in verdict(comparison)]
     body = [f"<h1>{escape(title)}</h1>", _lead(comparison), *sentences, *map(_finding, findings),
-            *tuned.changes(comparison.runs), *tuned.answers(comparison.runs), *_summary(comparison),
+            *tuning.changes(comparison.runs), *tuning.answers(comparison.runs), *_summary(comparison),
             *_preferences(comparison), *_plots(comparison), *_published(comparison), *_errors(comparison), *_runs(comparison),
             *_samples(comparison), *_setting(comparison), _method(comparison)]
     return ('<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
             '<meta name="viewport" content="width=device-width, initial-scale=1">'
-            f"<title>{escape(title)}</title><style>{STYLE}{tuned.STYLE}</style></head>\n<body>\n"
+            f"<title>{escape(title)}</title><style>{STYLE}{tuning.STYLE}</style></head>\n<body>\n"
             + "\n".join(body) + "\n</body></html>\n")
 
 

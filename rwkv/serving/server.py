@@ -10,7 +10,7 @@ from pathlib import Path
 
 import uvicorn
 
-from rwkv.chat.rendered import for_tokenizer
+from rwkv.chat.encoding import for_tokenizer
 from rwkv.chat.templates import chat_template
 from rwkv.config import ServeConfig
 from rwkv.errors import UserError

@@ -42,7 +42,7 @@ class Tokenizer(ABC):
     strips_spaces: whether some token strips adjacent spaces, so that a text cannot be split safely (rwkv/tokenizer/split.py).
     adds_space: whether a space is added before a text, as in SentencePiece, so that its first word is marked as a word.
     special: the ids of the tokens that a chat template may write, by name. private: for the same names, the texts that `encode`
-    maps to these tokens (rwkv/chat/rendered.py).
+    maps to these tokens (rwkv/chat/encoding.py).
     """
 
     kind: str

@@ -22,7 +22,7 @@ from rwkv.errors import UserError
 from rwkv.evaluation import Scored, score_batch, score_together
 from rwkv.generation.engine import generate_batch
 from rwkv.pretrained import RWKV
-from rwkv.tokenizer.lost import LossCounter
+from rwkv.tokenizer.lost_bytes import LossCounter
 from rwkv.tools._task_options import engine_options, seeds_of
 
 Pair = tuple[object, list[int], list[int]]  # (texts, context ids, continuation ids)

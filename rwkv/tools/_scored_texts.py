@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from rwkv.chat.rendered import encode, for_tokenizer, written
+from rwkv.chat.encoding import encode, for_tokenizer, written
 from rwkv.chat.template import ChatTemplate
 from rwkv.data.sources.chat import holds_conversations, parts_of
 from rwkv.data.sources.jsonl import entries
@@ -12,7 +12,7 @@ from rwkv.errors import UserError
 from rwkv.evaluation import Scored
 from rwkv.io.json_lines import parse, text_of
 from rwkv.io.utf8 import open_file, require_file
-from rwkv.tokenizer.lost import LossCounter
+from rwkv.tokenizer.lost_bytes import LossCounter
 from rwkv.tokenizer.tokenizers import Tokenizer
 
 

@@ -36,7 +36,7 @@ rwkv.cpp; .gguf for llama.cpp (RWKV-7); none for a Hugging Face directory. IN ma
 keep vectors in float32; q4_0 to q8_0 require GGUF, and int8 and int4 require .safetensors, which all programs here read.
 llama.cpp requires the tokenizer in the file.
 """
-DTYPES = ("float32", "float16", "bfloat16", *chain(*formats.QUANTISED.values()))     # as in stored.py, which imports PyTorch
+DTYPES = ("float32", "float16", "bfloat16", *chain(*formats.QUANTISED.values()))  # lazy_tensors.py imports PyTorch
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -27,13 +27,13 @@ from tqdm import tqdm
 
 from rwkv import cli
 from rwkv.chat.templates import chat_template
-from rwkv.checkpoint.named import require_files
+from rwkv.checkpoint.option_files import require_files
 from rwkv.config import EvaluateConfig
 from rwkv.errors import UserError
 from rwkv.io.json_types import JsonObject
 from rwkv.io.output_file import require_writable
 from rwkv.io.utf8 import require_file
-from rwkv.tokenizer.lost import NOTHING, WITHHELD, Lost, percent
+from rwkv.tokenizer.lost_bytes import NOTHING, WITHHELD, Lost, percent
 from rwkv.tokenizer.tokenizers import Tokenizer
 
 if TYPE_CHECKING:                        # these modules import PyTorch

@@ -17,17 +17,17 @@ from rwkv.data.mixture import source_metric
 from rwkv.data.prepare import Corpus
 from rwkv.distributed import log, rank
 from rwkv.generation.engine import generate
+from rwkv.io.broken_pipe import unread
 from rwkv.io.lines import harmless, labelled, wrapped
-from rwkv.io.unread import unread
 from rwkv.model.base import Model
 from rwkv.tokenizer.tokenizers import Tokenizer
-from rwkv.training.plan.here import validated_part
+from rwkv.training.plan.this_machine import validated_part
 from rwkv.training.run.card import write_card
 from rwkv.training.run.directory import Run
 from rwkv.training.sharding.strategy import whole
 from rwkv.training.task import LanguageModel
+from rwkv.training.tuning.exports import write_tuned
 from rwkv.training.tuning.preferences import REWARDS
-from rwkv.training.tuning.tuned import write_tuned
 
 
 class Result(NamedTuple):

@@ -34,9 +34,9 @@ from rwkv.training.finish import Result, write_report, write_results
 from rwkv.training.loggers import loggers, require
 from rwkv.training.memory.capacity import Needs, needs_here, require_capacity
 from rwkv.training.memory.estimate import gives_back
-from rwkv.training.plan import on_paper
+from rwkv.training.plan import other_gpus
 from rwkv.training.plan.duration import is_timed
-from rwkv.training.plan.here import announce_needs, announce_training
+from rwkv.training.plan.this_machine import announce_needs, announce_training
 from rwkv.training.run.directory import Run, as_plain, create
 from rwkv.training.run.opening import open_run
 from rwkv.training.run.resolve import Context, Stage, resolve
@@ -100,7 +100,7 @@ def main(config: TrainConfig, line: cli.CommandLine) -> None:
 
 def train(run: Run) -> None:
     if is_planned_elsewhere(run.config):
-        on_paper.announce(run)
+        other_gpus.announce(run)
         sys.exit(0)
     prepared = prepare(run)
     task = plan(prepared)

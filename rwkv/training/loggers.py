@@ -23,7 +23,7 @@ from rwkv.distributed import rank
 from rwkv.errors import UserError
 from rwkv.io.atomic import append, write_file
 from rwkv.io.json_types import JsonMapping, JsonObject
-from rwkv.report.reading import METRICS, SWEEP, read_metrics
+from rwkv.report.run_files import METRICS, SWEEP, read_metrics
 from rwkv.training.trackers import Filed
 from rwkv.training.tuning.preferences import reward_metrics
 

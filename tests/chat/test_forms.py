@@ -12,9 +12,9 @@ from typing import Any
 import jinja2
 import pytest
 
+from rwkv.chat.encoding import encode, for_tokenizer
 from rwkv.chat.jinja import JinjaTemplate
 from rwkv.chat.messages import Message
-from rwkv.chat.rendered import encode, for_tokenizer
 from rwkv.chat.template import ChatTemplate
 from rwkv.chat.templates import chat_template
 from rwkv.chat.thoughts import Think

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rwkv.chat.encoding import encode
 from rwkv.chat.jinja import JinjaTemplate
 from rwkv.chat.messages import check_messages, is_learnt
-from rwkv.chat.rendered import encode
 from rwkv.chat.template import END, ChatTemplate
 from rwkv.chat.templates import chat_template
 from rwkv.chat.thoughts import Think, answer_message

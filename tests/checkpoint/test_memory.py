@@ -7,8 +7,8 @@ import torch
 
 from rwkv import pretrained
 from rwkv.checkpoint.files import Checkpoint, Weights
+from rwkv.checkpoint.lazy_tensors import Stored
 from rwkv.checkpoint.memory import GIB, require_memory, weights_nbytes
-from rwkv.checkpoint.stored import Stored
 from rwkv.config import ModelConfig
 from rwkv.errors import UserError
 from rwkv.model.base import generation

@@ -30,7 +30,7 @@ from rwkv.report import page as report_page
 from rwkv.report.findings import findings
 from rwkv.report.numbers import columns, compare
 from rwkv.report.numbers import rows as numbers_rows
-from rwkv.report.reading import Run, read
+from rwkv.report.run_files import Run, read
 from rwkv.tokenizer.tokenizers import ByteTokenizer
 from rwkv.tools import report as report_tool
 from rwkv.training import finish, fit

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from rwkv.checkpoint.formats import _torch_file
 from rwkv.checkpoint.formats._torch_file import READ_BYTES, Dictionary
+from rwkv.checkpoint.lazy_tensors import Stored
 from rwkv.checkpoint.location import COMPLETE, is_sharded
-from rwkv.checkpoint.stored import Stored
 from rwkv.errors import CheckpointError
 from rwkv.io.atomic import write_file
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from kernels.matvec import BLOCKS
-from rwkv.checkpoint.stored import BlockData, release
+from rwkv.checkpoint.lazy_tensors import BlockData, release
 from rwkv.errors import CheckpointError, UserError
 
 PACKAGE = "requires the package gguf: pip install gguf"

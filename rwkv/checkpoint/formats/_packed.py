@@ -25,7 +25,7 @@ from torch import Tensor
 
 from kernels.matvec import FORMS, GROUP, TOGETHER, Int4, Int8, Packed
 from rwkv.checkpoint.content import Outgoing, PackedMatrix
-from rwkv.checkpoint.stored import Stored
+from rwkv.checkpoint.lazy_tensors import Stored
 from rwkv.errors import CheckpointError, UserError
 from rwkv.io.json_types import JsonObject
 from rwkv.model.base import generation, is_linear_weight

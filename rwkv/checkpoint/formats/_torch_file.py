@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, _utils
 
 from rwkv.checkpoint.formats import first_bytes
-from rwkv.checkpoint.stored import Stored, raw
+from rwkv.checkpoint.lazy_tensors import Stored, raw
 from rwkv.errors import CheckpointError
 
 ZIP = b"PK"

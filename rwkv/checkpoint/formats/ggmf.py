@@ -21,8 +21,8 @@ from torch import Tensor
 from rwkv.checkpoint.content import Content, Outgoing
 from rwkv.checkpoint.formats import first_bytes
 from rwkv.checkpoint.generations import generation_of
-from rwkv.checkpoint.stored import DTYPES as DTYPES_BY_NAME
-from rwkv.checkpoint.stored import Stored, raw, release
+from rwkv.checkpoint.lazy_tensors import DTYPES as DTYPES_BY_NAME
+from rwkv.checkpoint.lazy_tensors import Stored, raw, release
 from rwkv.errors import CheckpointError, UserError
 from rwkv.io.atomic import write_file
 

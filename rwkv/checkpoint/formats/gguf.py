@@ -27,8 +27,8 @@ from rwkv.checkpoint.formats import QUANTISED, _gguf_tokenizer, first_bytes
 from rwkv.checkpoint.formats._gguf_header import read_header
 from rwkv.checkpoint.formats._gguf_types import DTYPES, package, reader
 from rwkv.checkpoint.generations import generation_of, generations, require_supported, unread
-from rwkv.checkpoint.stored import DTYPES as DTYPES_BY_NAME
-from rwkv.checkpoint.stored import Stored, raw
+from rwkv.checkpoint.lazy_tensors import DTYPES as DTYPES_BY_NAME
+from rwkv.checkpoint.lazy_tensors import Stored, raw
 from rwkv.errors import CheckpointError, UserError
 from rwkv.gguf import MAGIC, SPLIT_COUNT, parts_of
 from rwkv.io.atomic import write_file

@@ -23,13 +23,13 @@ from types import ModuleType
 
 import torch
 
-from rwkv.chat.stated import CONFIG, GENERATION_CONFIG, TOKENIZER_CONFIG
+from rwkv.chat.metadata import CONFIG, GENERATION_CONFIG, TOKENIZER_CONFIG
 from rwkv.checkpoint import card
 from rwkv.checkpoint.content import ENTRY, Content, Outgoing
 from rwkv.checkpoint.formats import FORMS, _torch_file, pth, require_no_pointer, safetensors
 from rwkv.checkpoint.generations import generation_of, generations, require_supported, supported, unread
+from rwkv.checkpoint.lazy_tensors import same_numbers
 from rwkv.checkpoint.location import ADAPTER, WEIGHT_SUFFIXES
-from rwkv.checkpoint.stored import same_numbers
 from rwkv.errors import CheckpointError, UserError
 from rwkv.io.atomic import write_file, write_folder
 from rwkv.io.json_types import JsonObject

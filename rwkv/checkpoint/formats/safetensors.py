@@ -18,7 +18,7 @@ from torch import Tensor
 
 from rwkv.checkpoint.content import ENTRY, Content, Outgoing, entry_in
 from rwkv.checkpoint.formats import _packed, first_bytes
-from rwkv.checkpoint.stored import Stored, raw
+from rwkv.checkpoint.lazy_tensors import Stored, raw
 from rwkv.errors import CheckpointError
 from rwkv.io.atomic import write_file
 from rwkv.io.json_types import JsonObject

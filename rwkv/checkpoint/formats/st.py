@@ -12,7 +12,7 @@ import torch
 from rwkv.checkpoint.content import Outgoing
 from rwkv.checkpoint.formats.safetensors import read, recognises, write_tensors
 from rwkv.checkpoint.generations import generation_of
-from rwkv.checkpoint.stored import Stored
+from rwkv.checkpoint.lazy_tensors import Stored
 from rwkv.errors import UserError
 from rwkv.io.atomic import write_file
 

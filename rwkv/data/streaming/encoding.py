@@ -16,7 +16,7 @@ from rwkv.data.streaming.streams import Position, Row, Stream, open_stream
 from rwkv.data.token_array import TokensInMemory
 from rwkv.errors import UserError
 from rwkv.io.lines import counted
-from rwkv.tokenizer.lost import NOTHING, LossCounter, Lost
+from rwkv.tokenizer.lost_bytes import NOTHING, LossCounter, Lost
 from rwkv.tokenizer.split import pieces, safe_split
 from rwkv.tokenizer.tokenizers import Tokenizer
 

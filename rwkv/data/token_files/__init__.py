@@ -29,7 +29,7 @@ from rwkv.io.cache import read_json, sha256, write, write_json
 from rwkv.io.json_types import JsonObject
 from rwkv.io.lines import counted
 from rwkv.io.utf8 import open_file
-from rwkv.tokenizer.lost import LossCounter
+from rwkv.tokenizer.lost_bytes import LossCounter
 from rwkv.tokenizer.tokenizers import Tokenizer
 
 VERSION = "2"                            # of the format of files in the cache

@@ -11,8 +11,8 @@ import msgspec
 from starlette.requests import Request
 
 from rwkv.chat.calls import START, call_stop
+from rwkv.chat.encoding import for_tokenizer
 from rwkv.chat.messages import check_messages
-from rwkv.chat.rendered import for_tokenizer
 from rwkv.chat.templates import chat_template
 from rwkv.chat.thoughts import START as START_OF_THOUGHTS
 from rwkv.chat.thoughts import begun_by, begun_in, thoughts_end

@@ -13,8 +13,8 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from rwkv.chat.encoding import encode, marked
 from rwkv.chat.messages import Message, Tools, check_messages
-from rwkv.chat.rendered import encode, marked
 from rwkv.chat.template import ChatTemplate
 from rwkv.chat.thoughts import BEGUN, Think, begun_by
 from rwkv.config import MIB, ServeConfig

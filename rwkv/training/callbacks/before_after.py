@@ -31,7 +31,7 @@ from rwkv.io.json_types import JsonObject, StateDict
 from rwkv.io.lines import counted, labelled
 from rwkv.model.base import Model
 from rwkv.model.lora import chosen
-from rwkv.report.reading import TUNED
+from rwkv.report.run_files import TUNED
 from rwkv.tokenizer.tokenizers import Tokenizer
 from rwkv.training.callbacks.progress_bar import bar
 from rwkv.training.task import LanguageModel

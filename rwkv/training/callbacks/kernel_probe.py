@@ -36,7 +36,7 @@ from rwkv.distributed import rank
 from rwkv.io.atomic import write_file
 from rwkv.io.json_types import JsonObject
 from rwkv.io.lines import labelled
-from rwkv.report.reading import KERNEL, read_mapping
+from rwkv.report.run_files import KERNEL, read_mapping
 from rwkv.training.kernel_check import sentence
 from rwkv.training.task import LanguageModel, TrainingBatch
 

@@ -22,7 +22,7 @@ from rwkv.generation.engine import generate
 from rwkv.io.atomic import append, write_file
 from rwkv.io.json_types import JsonObject
 from rwkv.model.base import Model
-from rwkv.report.reading import SAMPLES, read_samples
+from rwkv.report.run_files import SAMPLES, read_samples
 from rwkv.tokenizer.tokenizers import Tokenizer
 from rwkv.training.loggers import log_samples
 

@@ -15,7 +15,7 @@ from rwkv.checkpoint.location import FOLDER, is_checkpoint
 from rwkv.config import LENGTHS, SCALED, TrainConfig
 from rwkv.errors import UserError
 from rwkv.io.json_types import JsonObject
-from rwkv.report.reading import is_finished
+from rwkv.report.run_files import is_finished
 from rwkv.tokenizer.tokenizers import Tokenizer
 from rwkv.training.callbacks.checkpoints import newest_sound, settle
 from rwkv.training.device import AUTO
@@ -24,8 +24,8 @@ from rwkv.training.run.directory import CONFIG_FILE, Run, as_plain
 from rwkv.training.run.lock import RunLock
 from rwkv.training.run.options import nothing_at, resumed_path
 from rwkv.training.run.resolve import Context, Stage, resolve
+from rwkv.training.tuning.exports import tuned_files
 from rwkv.training.tuning.init_from import NOT_A_SIZE, open_init_checkpoint
-from rwkv.training.tuning.tuned import tuned_files
 
 FIXED = ("model", "data", "tune", "seed",    # options and groups that must not change on resume
          "optim.name", "optim.weight_decay", *(f"optim.{name}_lr_scale" for name in SCALED),      # options of parameter groups

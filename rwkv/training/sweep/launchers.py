@@ -25,10 +25,10 @@ import yaml
 from rwkv import cli
 from rwkv.config import SweepConfig
 from rwkv.errors import UserError
+from rwkv.io.broken_pipe import abandon
 from rwkv.io.json_types import JsonObject
 from rwkv.io.lines import broken
 from rwkv.io.signals import POLL_SECONDS
-from rwkv.io.unread import abandon
 from rwkv.training.sweep import child
 
 DAY = 24 * 60                            # minutes; a job's time limit, unless sweep.arguments sets another

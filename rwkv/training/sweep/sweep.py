@@ -33,7 +33,7 @@ from rwkv.errors import CheckpointError, UserError
 from rwkv.io.atomic import write_file
 from rwkv.io.lines import counted, labelled
 from rwkv.io.signals import STOPPING, StopRequest, end_of
-from rwkv.report import reading
+from rwkv.report import run_files
 from rwkv.training.run.directory import new_folder, require_unused
 from rwkv.training.run.lock import RunLock
 from rwkv.training.run.options import check_new_run
@@ -90,7 +90,7 @@ class Sweep:
 
     def save(self) -> None:
         content = {"order_seed": ORDER_SEED, "runs": [asdict(entry) for entry in self.entries]}
-        write_file(self.folder / reading.SWEEP, lambda file: file.write(json.dumps(content, indent=1).encode()))
+        write_file(self.folder / run_files.SWEEP, lambda file: file.write(json.dumps(content, indent=1).encode()))
 
     def count(self, status: str) -> int:
         return sum(entry.status == status for entry in self.entries)
@@ -208,7 +208,7 @@ def opened(line: cli.CommandLine, jobs_of: cli.Jobs) -> Sweep:
     else:
         entries = read(folder)
         if not entries and not adds_runs:
-            raise UserError(f"no sweep to continue in {folder}: it has no {reading.SWEEP}")
+            raise UserError(f"no sweep to continue in {folder}: it has no {run_files.SWEEP}")
         if not entries:
             require_unused(folder, RESUME)
     jobs = [job for entry in entries for job in jobs_of(cli.split(entry.arguments, TrainConfig))]
@@ -230,11 +230,11 @@ def _settings(jobs: list[cli.Job], line: cli.CommandLine) -> tuple[SweepConfig, 
 
 def read(folder: Path) -> list[Entry]:
     """The entries of DIR/sweep.json, updated for runs that finished after it was written; none without the file."""
-    if not (folder / reading.SWEEP).is_file():
+    if not (folder / run_files.SWEEP).is_file():
         return []
-    entries = [Entry(**entry) for entry in json.loads((folder / reading.SWEEP).read_text(encoding="utf-8"))["runs"]]
+    entries = [Entry(**entry) for entry in json.loads((folder / run_files.SWEEP).read_text(encoding="utf-8"))["runs"]]
     for entry in entries:
-        if entry.status == FINISHED or reading.is_finished(folder / entry.name):
+        if entry.status == FINISHED or run_files.is_finished(folder / entry.name):
             entry.status = FINISHED
             entry.reason = None
     return entries

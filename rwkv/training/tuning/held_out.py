@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rwkv.chat.rendered import shown
+from rwkv.chat.encoding import shown
 from rwkv.config import Sampling, TrainConfig
 from rwkv.data.conversations import Tokenised
 from rwkv.data.prepare import Corpus

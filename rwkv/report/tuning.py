@@ -7,7 +7,7 @@ from html import escape
 from rwkv.io.lines import counted
 from rwkv.report.html_table import Column, cell, table, text
 from rwkv.report.numbers import REWARDS
-from rwkv.report.reading import Run
+from rwkv.report.run_files import Run
 
 SUBJECTS = {"val": "the task (held-out part)", "guard": "general text"}
 MEASURES = {"loss": "nats per token", "bpb": "bits per byte"}

@@ -35,7 +35,7 @@ from rwkv.training.run.directory import Run, backup_folder
 from rwkv.training.run.length import MAX_EPOCHS, steps_per_epoch
 from rwkv.training.task import LanguageModel
 from rwkv.training.tuning import guard
-from rwkv.training.tuning.same_data import warn_of_split
+from rwkv.training.tuning.overlap import warn_of_split
 
 EXCESS = 0.1                             # warn if the validation split exceeds data.val_fraction by this
 LONG_VALIDATION = 1 / 3                  # the plan mentions validation above this fraction of the time

@@ -15,7 +15,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from rwkv.checkpoint.formats import _torch_file
-from rwkv.checkpoint.stored import Stored
+from rwkv.checkpoint.lazy_tensors import Stored
 from rwkv.config import TrainConfig
 from rwkv.generation.prefill import PrefillResult
 from rwkv.generation.states import save_context

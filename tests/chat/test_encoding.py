@@ -7,12 +7,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizer_files import KINDS, LETTERS, chatml
 
+from rwkv.chat.encoding import encode, for_tokenizer, marked, shown, without_marks
 from rwkv.chat.jinja import JinjaTemplate
-from rwkv.chat.rendered import encode, for_tokenizer, marked, shown, without_marks
 from rwkv.chat.template import ChatTemplate
 from rwkv.chat.templates import chat_template
 from rwkv.errors import UserError
-from rwkv.tokenizer.lost import LossCounter
+from rwkv.tokenizer.lost_bytes import LossCounter
 from rwkv.tokenizer.tokenizers import ByteTokenizer, JsonTokenizer, Tokenizer
 
 TEMPLATE = ("{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + (m.name or '') + m.content + '<|im_end|>\\n' }}"

@@ -7,9 +7,9 @@ from typing import Any
 import gguf
 import pytest
 
+from rwkv.chat.encoding import encode
+from rwkv.chat.metadata import Generation, generation_in
 from rwkv.chat.names import default_template
-from rwkv.chat.rendered import encode
-from rwkv.chat.stated import Generation, generation_in
 from rwkv.chat.templates import chat_template
 from rwkv.errors import UserError
 from rwkv.tokenizer.tokenizers import ByteTokenizer

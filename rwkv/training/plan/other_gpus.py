@@ -128,7 +128,7 @@ class Estimate:
         return (self.tokens / (self.compute_s + self.exchange_s), self.tokens / max(self.compute_s, self.exchange_s))
 
 
-def on_paper(config: TrainConfig, vocab_size: int, gpu: Gpu) -> Estimate:
+def plan_on(config: TrainConfig, vocab_size: int, gpu: Gpu) -> Estimate:
     """The estimate of a run on `gpu`. data.batch_size must be a multiple of the number of devices."""
     trainer = config.trainer
     n = trainer.devices * trainer.num_nodes
@@ -183,7 +183,7 @@ def announce(run: Run) -> None:
     vocab_size = run.vocab_size(data.tokenizer)
     gpu, why = chosen_gpu(config.plan)
     config, warning = with_whole_rows(config)
-    result = on_paper(config, vocab_size, gpu)
+    result = plan_on(config, vocab_size, gpu)
     lines = [("data", data.describe()), *([("WARNING", warning)] if warning else []),
              *_lines(config, vocab_size, gpu, why, result), *_length(config, result, data)]
     for subject, text in lines:
