@@ -1,4 +1,4 @@
-"""WKV-7, the operator of RWKV-7's time mixing: a matrix-valued state that decays, forgets along one direction, and adds v k^T.
+"""WKV-7, the operator of RWKV-7's time mixing: a matrix state that decays, forgets along one direction, and adds v k^T.
 
 For each batch row and head, the state S is an N x N matrix, with rows i for the value and columns j for the key. With
 w = exp(log_w), and all inputs of a step being vectors of N numbers, a step is

@@ -1,7 +1,7 @@
 """The LightningModule: training and validation steps, metrics, optimiser, gradient clipping and checkpoint entries.
 
 Metrics: train/loss and val/loss in nats per token; val/loss/NAME per source of data=mix; val/bpb, bits per byte of the
-validation text, unless the tokenizer loses too much of it (rwkv/tokenizer/lost_bytes.py); val/lost, the lost fraction, if not 0.
+validation text, unless the tokenizer loses too much of it (rwkv/tokenizer/lost_bytes.py); val/lost, the lost fraction, if any.
 Validation covers the whole split or its first trainer.val_tokens tokens, as windows that each start from the empty state, or as
 conversations, whole or packed into rows. With tune.objective=dpo or ipo the losses are means over pairs, and there are also
 rewards (tuning/preferences.py).

@@ -119,12 +119,12 @@ def test_the_table_of_the_documentation_is_that_of_the_plan() -> None:
         low, high = result.tokens_per_second
         assert rows[""][column] == model
         for row, expected in {
-                "GPUs, `trainer=`": f"{result.devices}, {strategy}", "memory of each, GB": f"{result.memory / 1e9:.1f}",
-                "of it weights, gradients and moments": f"{fixed / 1e9:.1f}",
-                "sent by each in a step, GB": f"{result.exchanged / 1e9:.1f}",
-                "seconds of exchange / computation": f"{result.exchange_s:.2g} / {result.compute_s:.2g}",
-                "thousand tokens/s": f"{low / 1000:.0f} to {high / 1000:.0f}",
-                "a checkpoint, GB; seconds to write it": f"{size:.0f}; {size / nodes:.0f}"}.items():
+                "GPUs, `trainer=`": f"{result.devices}, {strategy}", "memory per GPU, GB": f"{result.memory / 1e9:.1f}",
+                "of these for weights, gradients and moments, GB": f"{fixed / 1e9:.1f}",
+                "sent per GPU and step, GB": f"{result.exchanged / 1e9:.1f}",
+                "seconds per step, exchange / computation": f"{result.exchange_s:.2g} / {result.compute_s:.2g}",
+                "thousand tokens/s, all GPUs": f"{low / 1000:.0f} to {high / 1000:.0f}",
+                "size of a checkpoint, GB; seconds to write it": f"{size:.0f}; {size / nodes:.0f}"}.items():
             assert rows[row][column] == expected, row
 
 
