@@ -14,7 +14,7 @@ class GenerateConfig(DraftedConfig):
 
     prompt: str | None = option(None, "prompt; -: read from standard input", heading="Samples", verbatim=TEXT)
     prompts: str | None = option(None, 'file with a prompt per line, or .jsonl with {"prompt": "..."} per line', verbatim=PATH)
-    state: str | None = option(None, "state file to continue, written by save_state= with the same model and tokenizer; or a "
+    state: str | None = option(None, "state file to start from, written by save_state= with the same model and tokenizer; or a "
                                "tuned state (timemix's or another trainer's)", verbatim=PATH)
     state_layout: str | None = layout_option("state=")
     num_samples: int = option(1, "samples per prompt", least=1)
@@ -29,8 +29,8 @@ class GenerateConfig(DraftedConfig):
     sampling: str = preset_option("default")
     stream: bool = option(True, "print a single sample token by token", heading="Output")
     out: str | None = option(None, "JSON Lines file for the samples, with tokens and finish reason", verbatim=PATH)
-    logprobs: int = option(0, "number of top log-probabilities per token, written to out=, else to standard error", least=0)
-    save_state: str | None = option(None, "file for the state after the sample and its stop string, which state= continues",
+    logprobs: int = option(0, "number of top log-probabilities to write per token, to out= or else standard error", least=0)
+    save_state: str | None = option(None, "file for the state after the sample and its stop string, for state= to continue",
                                     verbatim=PATH)
 
     def __post_init__(self) -> None:
