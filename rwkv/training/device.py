@@ -1,8 +1,8 @@
 """A run's device, number of processes and precision.
 
 trainer.precision defaults to bf16-mixed on a GPU with bfloat16, where matrix products are up to 19 times as fast as in float32,
-and to 32-true elsewhere. trainer.precision=auto also chooses bf16-mixed on a CPU where it is clearly faster, which a few
-milliseconds of matrix products show.
+and to 32-true elsewhere. trainer.precision=auto chooses bf16-mixed also on a CPU if it is clearly faster there, as measured in
+a few milliseconds of matrix products.
 """
 
 import os
@@ -51,9 +51,9 @@ def process_count(options: TrainerConfig, batch_size: int) -> int:
 
 
 def is_planned_elsewhere(config: TrainConfig) -> bool:
-    """Whether plan= is for GPUs that this machine lacks: it names a GPU, or the run needs more devices than there are here.
+    """Whether plan= names a GPU, or the run needs more devices than this machine has: then the plan is for other machines.
 
-    A plan for CPU processes starts these processes instead, up to the number of cores.
+    For CPU processes, up to the number of cores, the plan is made here: the program starts them.
     """
     trainer = config.trainer
     if config.plan in GPUS:
@@ -82,7 +82,8 @@ def _require_multiple(batch_size: int, count: int) -> None:
 
 def resolved_precision(precision: str | None, accelerator: str) -> str:
     """The precision, with None and auto resolved for the accelerator. Raises UserError as device_for does, and for tf32 on a
-    device without it."""
+    device without TF32.
+    """
     device = device_for(accelerator) if precision in (None, AUTO, TF32) else None
     if device is None:
         return str(precision)

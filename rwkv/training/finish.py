@@ -33,8 +33,7 @@ from rwkv.training.tuning.preferences import REWARDS
 class Result(NamedTuple):
     """The results of training.
 
-    metrics: those of the last validation, by name. compared: lines on the losses before and after tuning; empty without
-    tuning.
+    metrics: the last validation's metrics by name. compared: lines on the losses before and after tuning; empty without tuning.
     """
 
     metrics: Mapping[str, Tensor]
@@ -91,7 +90,7 @@ def write_report(out_dir: Path) -> None:
 
 
 def show_sample(task: LanguageModel, tokenizer: Tokenizer, config: TrainConfig, out_dir: Path) -> None:
-    """Prints a sample on standard output, and on standard error the command for more samples, or the error."""
+    """Prints a sample on standard output. On standard error it prints the command for more samples, and any error."""
     if rank() > 0:
         return
     model = trained_model(task, config.trainer.strategy, out_dir).eval()
@@ -112,7 +111,7 @@ def show_sample(task: LanguageModel, tokenizer: Tokenizer, config: TrainConfig, 
 
 
 def trained_model(task: LanguageModel, strategy: str, out_dir: Path) -> Model:
-    """The trained model: the one in memory, or with trainer=fsdp, which shards the weights, the one in the last checkpoint."""
+    """The trained model in memory, or with trainer=fsdp, which shards the weights, the model in the last checkpoint."""
     if strategy != "fsdp":
         return task.model
     checkpoint = read_checkpoint(out_dir / LAST)

@@ -32,8 +32,8 @@ Row = JsonObject                         # step, prompt, and text (the continuat
 class Samples(Callback):
     """Draws a sample in rank 0 every sample_every(...) steps and after the last, before that step's checkpoint is written.
 
-    resumed_at: the step of the checkpoint that the run resumes from; later samples are dropped, since the run repeats these
-    steps. exclude(seconds) is called with each sample's duration. Raises UserError if the prompt cannot be encoded.
+    resumed_at: the step of the checkpoint that the run resumes from; samples of later steps are dropped, since the run repeats
+    these steps. exclude(seconds) is called with each sample's duration. Raises UserError if the prompt cannot be encoded.
     """
 
     def __init__(self, config: TrainConfig, tokenizer: Tokenizer, out_dir: Path, resumed_at: int | None,
