@@ -51,9 +51,8 @@ def process_count(options: TrainerConfig, batch_size: int) -> int:
 
 
 def is_planned_elsewhere(config: TrainConfig) -> bool:
-    """Whether plan= names a GPU, or the run needs more devices than this machine has: then the plan is for other machines.
-
-    For CPU processes, up to the number of cores, the plan is made here: the program starts them.
+    """Whether the plan is for other machines: plan= names a GPU, or the run needs more devices than this machine has. Without
+    GPUs, a plan for at most as many processes as there are cores is for this machine, which then starts them.
     """
     trainer = config.trainer
     if config.plan in GPUS:
@@ -64,7 +63,7 @@ def is_planned_elsewhere(config: TrainConfig) -> bool:
 
 
 def share(batch_size: int, strategy: str, num_nodes: int) -> int:
-    """The rows of a batch that this process computes. Raises UserError unless the processes divide batch_size evenly."""
+    """The number of rows of a batch that this process computes. Raises UserError unless batch_size divides evenly."""
     count = world_size()
     if count > 1 and strategy == "single":
         raise UserError("trainer.strategy=single conflicts with the several processes that torchrun started: use trainer=ddp "
