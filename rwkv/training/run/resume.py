@@ -1,5 +1,5 @@
-"""Resumes a run with its saved configuration. Options on the command line override it, except the FIXED ones, which would
-make it a different run and are refused.
+"""Resumes a run with its saved configuration. Options on the command line override the saved ones, except FIXED options: a
+change of these would make it a different run, and is refused.
 """
 
 from collections.abc import Collection
@@ -29,7 +29,7 @@ from rwkv.training.tuning.init_from import NOT_A_SIZE, open_init_checkpoint
 
 FIXED = ("model", "data", "tune", "seed",    # options and groups that must not change on resume
          "optim.name", "optim.weight_decay", *(f"optim.{name}_lr_scale" for name in SCALED),      # options of parameter groups
-         "trainer.accumulate",           # the data position is counted in batches
+         "trainer.accumulate",           # the saved data position counts batches
          "trainer.val_tokens")           # losses decide on best.ckpt
 NOT_FIXED = ("data.cache_dir", "data.sample_prompt", "data.tokenize_workers", "data.preview",      # exceptions
              "data.path", "data.sources")        # data may have moved; the loader rejects different data
@@ -44,7 +44,7 @@ class Request(NamedTuple):
 
 
 def resumed_run(request: Request) -> Run | None:
-    """The run that `resume` names, at its newest sound checkpoint or at a named one; None if resume=auto finds no run."""
+    """The run that `resume` names, at its newest sound checkpoint or at the named one; None if resume=auto finds no run."""
     config = request.config
     path = resumed_path(config)
     if path is None:
@@ -145,7 +145,7 @@ def _merge(request: Request, out_dir: Path, saved: JsonObject) -> TrainConfig:
 
 
 def _group_options(chosen: Collection[str], user_keys: Collection[str], init_from: str | None) -> list[str]:
-    """The options set by groups, except the length if the user gives one, and the sizes if init_from's file gives them."""
+    """The options set by groups, without a length if the user gives one, and without sizes if init_from's file gives them."""
     user_length = not set(LENGTHS).isdisjoint(user_keys)
     options = [option for option in chosen if not (option in LENGTHS and user_length)]
     if init_from is None or "model" in user_keys:
@@ -162,7 +162,7 @@ def _from_plain(plain: JsonObject) -> TrainConfig:
         unknown = [name] if name not in defaults.__dict__ else (
             [f"{name}.{option}" for option in value if option not in default.__dict__] if is_dataclass(default) else [])
         if unknown:
-            raise UserError(f"the run has the option {unknown[0]}, which this version of timemix lacks: continue it with the "
+            raise UserError(f"the run has the option {unknown[0]}, which this version of timemix lacks: resume it in the "
                             "version that started it, or start a new run with its weights, init_from=")
         if is_dataclass(default):
             group: Any = type(default)
