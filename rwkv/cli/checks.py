@@ -39,7 +39,7 @@ def check_override(override: str, schema: type) -> None:
 
 
 def choices_in(group: str, value: str) -> list[str]:
-    """The choices in a comma-separated value; a file's path may contain commas."""
+    """The choices in a comma-separated value, which is a single choice if it is an existing path."""
     if group == EXPERIMENT and Path(from_home(value)).exists():
         return [value]
     return [choice.strip() for choice in value.split(",")]
@@ -71,13 +71,13 @@ def _names(schema: type) -> list[str]:
 
 
 def _best_match(name: str, schema: type) -> str:
-    """The only option close to a wrong name, such as trainer.max_steps for max-steps; else `name` itself."""
+    """The only option or group close to a wrong name, such as trainer.max_steps for max-steps; else `name` itself."""
     close = [] if name in _names(schema) else close_to(name, _names(schema))
     return close[0] if len(close) == 1 else name
 
 
 def _example(word: str, schema: type) -> str:
-    """An example for a word without "=": the option of that name, or one that takes the word as a path."""
+    """The right form for a word without "=": the option of that name, or an option that takes the word as a path."""
     name = _best_match(word, schema)
     if name in _names(schema):
         return f"{name}=VALUE"
@@ -87,7 +87,7 @@ def _example(word: str, schema: type) -> str:
 
 
 def close_to(key: str, names: list[str]) -> list[str]:
-    """At most three names close to a wrong key: those with the same last part, or else those spelt alike."""
+    """At most three names close to a wrong key: names with the same last part, or else names with a similar spelling."""
     last = key.rpartition(".")[2]
     same = [name for name in names if name.rpartition(".")[2] == last]
     if same:

@@ -1,5 +1,5 @@
-"""How a program ends: with a user's error, which is one sentence; when interrupted; or when the reader of its output has
-gone.
+"""How a program ends after a user's error, which is printed as one sentence; after an interruption; or when the reader of its
+output has gone.
 """
 
 import atexit
@@ -49,7 +49,7 @@ def exit_on_user_error() -> Iterator[None]:
         print(f"error: {message}", file=sys.stderr)
         sys.exit(USER_ERROR)
     finally:
-        atexit.register(signals.ignore)  # runs before all other exit functions: atexit is last in, first out
+        atexit.register(signals.ignore)  # runs before the exit functions registered so far: atexit is last in, first out
 
 
 def _require_utf8(arguments: list[str]) -> None:

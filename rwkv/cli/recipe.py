@@ -25,16 +25,16 @@ from rwkv.io.utf8 import read_text
 
 ENDINGS = (".yaml", ".yml")
 RUN_FILE = "config.yaml"                 # in the directory of a run
-RUN_GROUPS = {"kernel", "model", "data", "optim", "trainer", "logger"}        # groups that every run's file has
+RUN_GROUPS = {"kernel", "model", "data", "optim", "trainer", "logger"}        # groups that the file of every run has
 SINGLE_RUN_OPTIONS = ("out_dir", "resume", "plan")       # options in a run's file that a new run ignores
 REFERENCE = re.compile(r"(\\*)\$\{")      # OmegaConf's interpolation; backslashes escape it
-MAX_DEPTH = 3                            # levels of nesting; options have fewer
+MAX_DEPTH = 3                            # maximum levels of nesting; options have fewer
 HYDRA_KEYS = ("defaults", "hydra")       # keys that are not options
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """The content of a recipe: options by dotted key, choices by group, and the entries `defaults` and `hydra`."""
+    """The content of a recipe: options by dotted key, choices by group, and in `hydra` the entries `defaults` and `hydra`."""
 
     path: Path
     options: JsonObject
@@ -55,7 +55,7 @@ class Recipe:
         return {**self.hydra, **nested, "defaults": [*self.hydra.get("defaults", []), *chosen]}
 
     def from_home(self, paths: Collection[str]) -> "Recipe":
-        """The recipe with a leading ~ expanded in these options."""
+        """The recipe with a leading ~ expanded in the options that `paths` names."""
         expanded = {key: from_home(value) for key, value in self.options.items() if key in paths and isinstance(value, str)}
         return replace(self, options=self.options | expanded)
 
@@ -76,7 +76,7 @@ def located(choice: str, folder: Path) -> Path:
 def read(path: Path, groups: Collection[str]) -> Recipe:
     """Reads a recipe. Raises UserError for a file that cannot be read, is not YAML, sets nothing, or has a duplicate key.
 
-    groups: names of groups for which the file may give a choice instead of options. Names of options are not checked.
+    groups: the names of groups for which the file may give a choice instead of options. Names of options are not checked.
     """
     content = _mapping(path)
     hydra = {key: content.pop(key) for key in HYDRA_KEYS if key in content}
@@ -85,19 +85,19 @@ def read(path: Path, groups: Collection[str]) -> Recipe:
     options: JsonObject = {}
     for key, value in _leaves(content):
         if key in options:
-            raise UserError(f"{path} sets {key} twice: leave one of them out")
+            raise UserError(f"{path} sets {key} twice: delete one of the two")
         options[key] = value
     choices = {key: str(value) for key, value in options.items() if key in groups and value is not None}
     options = {key: value for key, value in options.items() if key not in groups}
     if not (options or choices or hydra):
-        raise UserError(f"{path} sets no option: write some, such as optim: {{lr: 1e-4}}")
+        raise UserError(f"{path} sets no option: write options, such as optim: {{lr: 1e-4}}")
     if RUN_GROUPS <= content.keys() and not choices:
         options = {key: _literal(value) for key, value in options.items() if key not in SINGLE_RUN_OPTIONS}
     return Recipe(path, options, choices, hydra)
 
 
 def _leaves(content: JsonObject, prefix: str = "") -> Iterator[tuple[str, object]]:
-    """The values by dotted key, down to MAX_DEPTH levels, because a YAML mapping may contain itself."""
+    """Yields the values by dotted key, down to MAX_DEPTH levels, because a YAML mapping may contain itself."""
     for key, value in content.items():
         if isinstance(value, dict) and value and prefix.count(".") < MAX_DEPTH:
             yield from _leaves(value, f"{prefix}{key}.")

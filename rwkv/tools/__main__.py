@@ -1,7 +1,7 @@
 """`timemix COMMAND [ARGUMENT...]`, also `python -m rwkv.tools COMMAND ...`: runs any program of this project.
 
-The commands are the programs in rwkv/programs and rwkv/tools (folders that also contain other modules), and kernels and bench,
-which are `python -m kernels` and `python -m kernels.bench`.
+The commands are the names of the programs in rwkv/programs and rwkv/tools (whose other modules are not programs), and kernels
+and bench, which stand for `python -m kernels` and `python -m kernels.bench`.
 """
 
 import ast
@@ -46,7 +46,7 @@ def main() -> None:
 
 
 def _first_sentence(module: str) -> str:
-    """The first sentence of a module's docstring, without a leading command. Does not import the module."""
+    """The first sentence of a module's docstring, without the command before it. Does not import the module."""
     spec = find_spec(module)
     assert spec is not None
     assert spec.origin is not None

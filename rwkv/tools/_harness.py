@@ -3,8 +3,8 @@
 A context that several continuations share, as in multiple choice, is prefilled only once. Contexts may have any length, so
 texts are not split into windows, as the harness does for other models.
 
-Source: EleutherAI/lm-evaluation-harness, lm_eval/api/model.py (the methods of a model) and lm_eval/models/huggingface.py (which
-token precedes a text).
+Source: EleutherAI/lm-evaluation-harness, lm_eval/api/model.py (the methods of a model) and lm_eval/models/huggingface.py (the
+token that precedes a text).
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -29,8 +29,9 @@ Pair = tuple[object, list[int], list[int]]  # (texts, context ids, continuation 
 
 
 class Timemix(TemplateLM):
-    """The model `timemix`. Log-likelihoods are in nats. batch_size: rows per forward pass; chunk_len: tokens per row and
-    pass."""
+    """The model `timemix`. Log-likelihoods are in nats. batch_size: rows per forward pass. chunk_len: tokens of a row per
+    pass.
+    """
 
     def __init__(self, checkpoint: str = "runs/latest", tokenizer: str | None = None, kernel: str = "auto",
                  dtype: str = "float32", chunk_len: int = 512, batch_size: int | str | None = None, device: str | None = None,
@@ -134,6 +135,6 @@ def _results(nats: torch.Tensor, right: torch.Tensor) -> Iterator[tuple[float, b
 
 
 def _batches(indices: Iterable[int], length: Callable[[int], int], rows: int) -> Iterator[list[int]]:
-    """Groups indices into batches of at most `rows`, so that the lengths in a batch are similar."""
+    """Yields batches of at most `rows` indices, so that the texts in a batch have similar lengths."""
     ordered = sorted(indices, key=length)
     return (ordered[first:first + rows] for first in range(0, len(ordered), rows))

@@ -29,7 +29,7 @@ def read_last_words(tokenizer: Tokenizer, path: Path, start: Sequence[int]) -> l
 
 
 def holds_answers(path: Path) -> bool:
-    """Whether the file contains conversations. False if its first line is invalid, which read_last_words will report."""
+    """Whether the file contains conversations. False if the first line is invalid: read_last_words will report the error."""
     require_file(path)
     with suppress(UserError):
         return path.suffix == ".jsonl" and holds_conversations(path)
@@ -37,7 +37,7 @@ def holds_answers(path: Path) -> bool:
 
 
 def read_answers(tokenizer: Tokenizer, path: Path, template: ChatTemplate) -> list[Scored]:
-    """Reads conversations, as data=chat does, of which the answers are scored."""
+    """Reads conversations, as data=chat does, and marks their answers as scored."""
     require_file(path)
     template = for_tokenizer(template, tokenizer)
     counter = LossCounter(tokenizer)
@@ -70,7 +70,7 @@ def _last_word(tokenizer: Tokenizer, counter: LossCounter, line: bytes, where: s
     try:
         before = tokenizer.encode(context)
         whole = tokenizer.encode(f"{context} {word}")
-        can_continue = whole[:len(before)] == before          # if not, a token spans the context's end
+        can_continue = whole[:len(before)] == before          # False if a token spans the context's end
         ids = whole[len(before):] if can_continue else tokenizer.encode(f" {word}")
         return Scored.ending([*start, *before], ids, counter.count([f" {word}"], [ids]))
     except ValueError as error:

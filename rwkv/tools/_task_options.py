@@ -16,7 +16,7 @@ from rwkv.io.json_types import JsonObject
 
 MAX_NEW_TOKENS = 256                     # the harness's default
 LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")      # in order of precedence
-WHOLE_LENGTH = "max_length"              # of prompt plus answer; takes precedence over the others
+WHOLE_LENGTH = "max_length"              # length of prompt plus answer; precedes all LENGTHS
 SAMPLED = {"temperature": 1.0, "top_p": 1.0}     # defaults if a task samples: the model's own distribution
 GREEDY = {"temperature": 0.0}
 SAMPLING = {item.name for item in fields(Sampling)}
@@ -24,8 +24,7 @@ KNOWN = {*LENGTHS, WHOLE_LENGTH, "until", "do_sample", *SAMPLING}
 
 
 def engine_options(task: JsonObject, prompt_tokens: Callable[[], int]) -> JsonObject:
-    """The options for generate_batch. prompt_tokens: returns the prompt's number of tokens. Raises UserError for an invalid
-    value.
+    """The options for generate_batch. prompt_tokens(): the prompt's number of tokens. Raises UserError for an invalid value.
 
     Decoding is greedy unless the task's options ask for sampling. Unknown options are ignored with a warning on standard error.
     """
@@ -45,7 +44,7 @@ def engine_options(task: JsonObject, prompt_tokens: Callable[[], int]) -> JsonOb
 
 
 def seeds_of(requests: Sequence[str], first: int) -> list[int]:
-    """A seed for each request: `first`, and for repetitions of a request the next numbers, so that their answers differ."""
+    """A seed for each request: `first`, but the next numbers for repetitions of the request, so that their answers differ."""
     repetitions: Counter[str] = Counter()
     seeds = []
     for request in requests:

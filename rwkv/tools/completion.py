@@ -94,7 +94,7 @@ def script(shell: str) -> str:
 
 
 def _without_files(entries: list[str]) -> str:
-    """A pattern that matches words that fish must not complete as files: OPTION=VALUE with listed values, and option names."""
+    """A pattern for words that fish must not complete as files: option names, and OPTION=VALUE if the values are listed."""
     listed = sorted({entry.partition("=")[0] for entry in entries if entry.partition("=")[2]})
     patterns = [f"^({'|'.join(listed)})="] if listed else []
     names_options = any("=" in entry and not entry.startswith("-") for entry in entries)

@@ -30,7 +30,7 @@ WEIGHT_OPTIONS = ("dtype", "format", "form", "lora", "lora_alpha", "tokenizer", 
 WITHOUT_TOKENIZER = ("pth", "ggmf")      # formats that cannot contain a tokenizer
 
 EPILOG = """IN's format is detected from its content: .pth, .ckpt, .safetensors, ggmf, GGUF, a Hugging Face or a run directory.
-OUT's format is chosen by its suffix: .pth, .ckpt, .safetensors; .st for web-rwkv and ai00, in float16; .bin or .ggmf for
+OUT's suffix chooses the format: .pth, .ckpt, .safetensors; .st for web-rwkv and ai00, in float16; .bin or .ggmf for
 rwkv.cpp; .gguf for llama.cpp (RWKV-7); none for a Hugging Face directory. IN may also be a tuned state; then OUT must be
 .pth or .st. Decays (time_decay, time_first, w0) are float32 in every dtype; ggmf supports float32 and float16; ggmf and GGUF
 keep vectors in float32; q4_0 to q8_0 require GGUF, and int8 and int4 require .safetensors, which all programs here read.
@@ -42,7 +42,7 @@ DTYPES = ("float32", "float16", "bfloat16", *chain(*formats.QUANTISED.values()))
 def main(arguments: list[str] | None = None) -> None:
     options = _parser().parse_args(arguments)
     with exit_on_user_error():
-        locate(options.source)           # checked before importing PyTorch, which takes seconds
+        locate(options.source)           # before the import of PyTorch, which takes seconds
         format = options.format or formats.by_suffix(options.target)
         if options.tokenizer is not None:
             Tokenizer.check_named(options.tokenizer, "--tokenizer")
@@ -59,7 +59,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _is_state(options: argparse.Namespace) -> bool:
-    """Whether IN is a tuned state. Raises UserError if an option requires weights but IN is a state, or vice versa."""
+    """Whether IN is a tuned state. Raises UserError if an option requires weights and IN is a state, or the reverse."""
     from rwkv.checkpoint import time_states
 
     source = locate(options.source)
@@ -74,7 +74,7 @@ def _is_state(options: argparse.Namespace) -> bool:
 
 
 def convert_state(source: Path, target: Path, layout: str | None = None) -> None:
-    """Converts the tuned state `source` to `target`, a .pth or, for web-rwkv, an .st. layout: the source's; None infers it."""
+    """Converts the tuned state `source`, in this layout (None infers it), to `target`: a .pth or, for web-rwkv, an .st."""
     from rwkv.checkpoint import time_states
 
     states = time_states.read(locate(source), None, layout)
@@ -87,12 +87,12 @@ def convert(source: Path, target: Path, dtype: str | None = None, format: str | 
             tokenizer: str | None = None, end_of_text: str | None = None, form: str | None = None,
             lora: str | Path | None = None, lora_alpha: float | None = None, command: str | None = None,
             by_input: bool = False) -> None:
-    """Converts the checkpoint `source` to `target`. dtype: None keeps each tensor's. format: None chooses it by the suffix.
+    """Converts the checkpoint `source` to `target`. dtype: None keeps each tensor's dtype. format: None: by target's suffix.
 
-    tokenizer: the name, as in Tokenizer.named, of the tokenizer to write with the weights; by default the source's, if any.
-    end_of_text: the end-of-text token of a .json tokenizer; by default the one that the source, or else the tokenizer's file,
-    states. form: the layout of an RWKV-7 Hugging Face directory, one of FORMS. lora, lora_alpha: an adapter to merge, and its
-    alpha if its file lacks it. command: the conversion command, for the model card. by_input: as in write_checkpoint.
+    tokenizer: the name, as in Tokenizer.named, of the tokenizer to write with the weights; by default the source's tokenizer,
+    if any. end_of_text: the end-of-text token of a .json tokenizer; by default the token that the source states, or else the
+    tokenizer's file. form: the layout of an RWKV-7 Hugging Face directory, one of FORMS. lora, lora_alpha: an adapter to merge,
+    and its alpha if its file lacks it. command: the conversion command, for the model card. by_input: as in write_checkpoint.
     """
     from rwkv.checkpoint.files import read_checkpoint, tokenizer_of, with_adapter, write_checkpoint
     from rwkv.model.base import generation, n_parameters

@@ -19,8 +19,8 @@ from rwkv.errors import UserError
 from rwkv.io.json_types import JsonObject
 from rwkv.io.lines import counted, hung
 
-# Packages by the extra that installs them. "": all programs require them. ALWAYS: installed by default, but optional or
-# unavailable for some versions of Python.
+# Packages by the extra that installs them. "": packages that all programs require. ALWAYS: extras that are installed by
+# default, though optional, or unavailable for some versions of Python.
 PACKAGES: dict[str, tuple[str, ...]] = {
     "": ("torch", "numpy", "tokenizers", "safetensors", "lightning", "torchdata", "pyyaml", "filelock", "tqdm", "hydra-core",
          "jinja2", "wandb"),
@@ -59,7 +59,7 @@ def write_json(file: Path, content: JsonObject) -> None:
 
 
 def findings() -> JsonObject:
-    """The report, as plain data. If PyTorch cannot be imported, "torch_error" states why, and its entries are missing."""
+    """The report, as plain data. If PyTorch cannot be imported, "torch_error" states why, and PyTorch's entries are missing."""
     versions = {name: _version(name) for names in PACKAGES.values() for name in names}
     report: JsonObject = {
         "timemix": _version("timemix") or "a clone", "python": platform.python_version(),
@@ -116,7 +116,7 @@ def _kernels(devices: list[str]) -> JsonObject:
 
 
 def _is_for(op: str, name: str, device: str) -> bool:
-    """Whether the kernel states that it supports the device; True if the kernel's package is not installed."""
+    """Whether the kernel declares support for the device; True if a package that the kernel requires is not installed."""
     from kernels.registry import KernelUnavailable, load
 
     try:

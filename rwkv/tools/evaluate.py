@@ -5,8 +5,8 @@
   python -m rwkv.tools.evaluate data.path=lambada_test.jsonl out=result.json
   python -m rwkv.tools.evaluate data.path=TALKS.jsonl
 
-FILE.jsonl, lines of {"text": ...}: accuracy and perplexity of the last word
-of each, as in LAMBADA. FILE.jsonl, conversations as for data=chat of train.py:
+FILE.jsonl, lines of {"text": ...}: accuracy and perplexity of each text's last
+word, as in LAMBADA. FILE.jsonl, conversations as for data=chat of train.py:
 loss and perplexity of the answers, with the checkpoint's chat template or
 data.template=. Any other file: loss in nats per token, perplexity per token and
 bits per byte, with the state carried over. If the tokenizer loses more than 1 %

@@ -29,7 +29,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _local_models() -> list[tuple[str, int, str]]:
-    """The name, the size in bytes, and a note, for each run and each downloaded model."""
+    """For each run and each downloaded model: the name, the size in bytes, and a note."""
     runs = sorted(path for path in LATEST.parent.glob(f"*/{LAST}") if path.parents[1].name != LATEST.name)
     return [*((str(path.parents[1]), size_on_disk(path), "a run") for path in runs),
             *((str(each.name), each.size, "downloaded") for each in hub.cached())]

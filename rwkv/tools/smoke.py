@@ -92,7 +92,7 @@ def _tiny(generation: str, folder: Path) -> Path:
 
 
 class _Checks:
-    """Runs all checks of one checkpoint. If loading fails, the others are skipped. Raises UserError for a user's mistake."""
+    """Runs the checks of one checkpoint. If loading fails, the others are skipped. Raises UserError for a user's mistake."""
 
     def __init__(self, path: Path, options: Namespace, folder: Path) -> None:
         self._path = path
@@ -107,7 +107,7 @@ class _Checks:
         return self._results
 
     def _check(self, name: str, check: Callable[[], str]) -> bool:
-        """Runs one check and prints its result. A check returns a sentence, or raises an exception if it fails."""
+        """Runs one check and prints the result. `check` returns a sentence, or raises an exception if the model fails it."""
         start = time.monotonic()
         try:
             finding = check()
