@@ -23,7 +23,7 @@ Pooling = Literal["mean", "last"]        # how embeddings pool hidden states
 
 @dataclass
 class KernelConfig:
-    name: str = option("auto", "implementation; set by kernel=", verbatim=GRAMMAR)
+    name: str = option("auto", "implementation of the model's operator; set it with kernel=NAME", verbatim=GRAMMAR)
 
 
 @dataclass
@@ -62,5 +62,5 @@ class DraftedConfig(SavedModelConfig):
 
 def layout_option(source: str) -> Any:
     """The option `state_layout`: the layout of the tuned states that the option `source` names."""
-    return option(None, f"layout of a tuned state given with {source}, if its file does not state it: official (value by key, "
+    return option(None, f"layout of a tuned state given with {source}, if its file states none: official (value by key, "
                   "as trainers write it) or transposed (web-rwkv's .st)", one_of=STATE_LAYOUTS)

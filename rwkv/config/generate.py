@@ -19,7 +19,7 @@ class GenerateConfig(DraftedConfig):
     state_layout: str | None = layout_option("state=")
     num_samples: int = option(1, "samples per prompt", least=1)
     seed: int = option(0, "random seed of a prompt's first sample; the next sample has seed + 1", least=0)
-    batch_size: int = option(16, "batch size; it does not change the samples", least=1)
+    batch_size: int = option(16, "batch size, which does not change the samples", least=1)
     max_new_tokens: int = option(200, "maximum tokens per sample", least=0)
     stop: list[str] = option(list, "stop string, not shown; repeatable")
     stop_tokens: list[int] = option(list, "[ID,...]: stop tokens, not shown")

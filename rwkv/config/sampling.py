@@ -21,8 +21,9 @@ def sampling_option(default: Any, help: str, *, least: float | None = None, most
                     read: Callable[[Any], Any] | None = None, verbatim: str | None = None) -> Any:
     """A field of Sampling: an `option` with more metadata.
 
-    or_zero: whether 0 is allowed too. served: the range in HTTP requests, if OpenAI's API has a different one. typed: the type
-    on the command line, if it differs from the field's. read: converts a value of that type to the field's type.
+    or_zero: whether 0 is allowed too. served: the range in HTTP requests, if OpenAI's API has a different range. typed: the
+    type on the command line, if it differs from the field's type. read: the function that converts a value of `typed` to the
+    field's type.
     """
     return option(default, help, least=least, most=most, one_of=one_of, verbatim=verbatim,
                   more={"or_zero": or_zero, "served": served, "typed": typed, "read": read})
@@ -62,7 +63,7 @@ class Sampling:
     banned: tuple[int, ...] = sampling_option(tuple, "[ID,...]: tokens never sampled, such as [0], the end-of-text token of "
                                               "many models", typed=list[int])
     order: str = sampling_option("hf", "order of the filters: hf: temperature before top_p, top_k and min_p, as in Hugging "
-                                 "Face; rwkv: after them, as in ChatRWKV", one_of=ORDERS)
+                                 "Face; rwkv: after top_p, top_k and min_p, as in ChatRWKV", one_of=ORDERS)
 
     def __post_init__(self) -> None:
         for item in fields(self):

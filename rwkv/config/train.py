@@ -28,7 +28,7 @@ LIKELIHOOD = ("tune.objective", "likelihood")
 
 
 def given_length(config: "TrainConfig", user_keys: Collection[str]) -> str | None:
-    """The option in LENGTHS that the user has set; None if none is set. Raises UserError if two are."""
+    """The option in LENGTHS that the user has set; None if none is set. Raises UserError if several are set."""
     lengths = [key for key in LENGTHS if key in user_keys and operator.attrgetter(key)(config) is not None]
     if len(lengths) > 1:
         raise UserError(f"{lengths[0]} conflicts with {lengths[1]}: both set the training length; give one of them")
@@ -39,7 +39,7 @@ def given_length(config: "TrainConfig", user_keys: Collection[str]) -> str | Non
 class ModelConfig:
     """The sizes of a model. rwkv/model/GENERATION/ lists a generation's options and computes the values of those left null."""
 
-    generation: str = option("rwkv4", "architecture; set by model=", one_of=GENERATIONS, heading="Model")
+    generation: str = option("rwkv4", "architecture; set it with model=NAME", one_of=GENERATIONS, heading="Model")
     n_layer: int = option(4, "number of blocks", least=1, most=10_000)
     n_embd: int = option(192, "embedding width (channels)", least=1)
     n_att: int | None = option(None, "width of time mixing; null: n_embd (rwkv4)", least=1)
@@ -61,18 +61,18 @@ class ModelConfig:
 class DataConfig:
     """The training data. rwkv/data/prepare.py: how val_fraction splits each kind of data."""
 
-    name: str = option("stdlib", "kind of data; set by data=", one_of=(*SOURCES, *TOKENS, "mix"), heading="Data")
+    name: str = option("stdlib", "kind of data; set it with data=NAME", one_of=(*SOURCES, *TOKENS, "mix"), heading="Data")
     path: str | None = option(None, "file, folder, pattern such as books/**/*.txt, or data set name", verbatim=PATH)
-    sources: list[dict[str, Any]] = option(list, "for data=mix: {path: A.jsonl, weight: 0.7} per source, where weight is its "
-                                           "share of the tokens, relative to the other weights; other keys: name, data, field, "
-                                           "separator, split, val_fraction",
+    sources: list[dict[str, Any]] = option(list, "for data=mix: {path: A.jsonl, weight: 0.7} per source, where weight is the "
+                                           "source's share of the tokens, relative to the other weights; other keys: name, data, "
+                                           "field, separator, split, val_fraction",
                                            needs=("data.name", "mix"))
     field: str = option("text", "name of the field with the text, in jsonl and hf", verbatim=TEXT, filled=True,
                         needs=("data.name", "jsonl", "hf"))
     separator: str | None = option(None, "string between the documents of a file, such as <|endoftext|>; null: each file, or "
                                    "each row of jsonl and hf, is one document", verbatim=NAME, filled=True,
                                    needs=("data.name", "text", "jsonl", "hf"))
-    template: str | None = option(None, f"chat template: {TEMPLATES}; null: that of init_from", verbatim=PATH,
+    template: str | None = option(None, f"chat template: {TEMPLATES}; null: the template of init_from", verbatim=PATH,
                                   needs=("data.name", "chat"))
     think: str = option("false", "how answers begin in training: true: answers with thoughts follow the template's <think; "
                         "fake: the last answer follows an empty thought; false: as in the conversation",
@@ -108,7 +108,7 @@ class OptimConfig:
     and confidence_penalty (rwkv/model/loss.py) change gradients, not reported losses. Muon: rwkv/training/optim/muon.py.
     """
 
-    name: str = option("adamw", "optimiser; set by optim=", one_of=("adamw", "adam", *ORTHOGONAL, EIGHT_BITS),
+    name: str = option("adamw", "optimiser; set it with optim=NAME", one_of=("adamw", "adam", *ORTHOGONAL, EIGHT_BITS),
                        heading="Optimiser")
     lr: float = option(3e-3, "peak learning rate; the default is lower for models wider than 384 channels; with init_from= "
                        "it is 1e-5 for tune=full, 2e-4 for lora, 0.1 for state")
@@ -210,7 +210,7 @@ class TrainerConfig:
 
 @dataclass
 class LoggerConfig:
-    name: str = option("wandb", "logger; set by logger=", verbatim=GRAMMAR, filled=True, heading="Logger")
+    name: str = option("wandb", "logger; set it with logger=NAME", verbatim=GRAMMAR, filled=True, heading="Logger")
     _target_: str | None = option(None, "class of a Lightning logger to use in addition to metrics.csv; example: "
                                   "configs/logger/mlflow.yaml")
     arguments: list[str] = option(list, "NAME=VALUE for the constructor of _target_; repeatable")
@@ -220,7 +220,7 @@ class LoggerConfig:
     run_name: str | None = option(None, "run name; null: WANDB_NAME, else the kernel and out_dir")
     published_losses: list[float] = option(list, "mean training losses of a published run, one for each published_steps "
                                            "steps; the report compares them with this run's losses")
-    published_steps: int = option(0, "number of steps whose mean loss each entry of published_losses is", least=0)
+    published_steps: int = option(0, "number of steps over which each of published_losses is a mean", least=0)
 
     def __post_init__(self) -> None:
         check_options(self, "logger.")
@@ -234,8 +234,8 @@ class LoggerConfig:
 class SweepConfig:
     """How the runs of a sweep (train.py -m) are launched."""
 
-    jobs: int | None = option(None, "runs in parallel, each with its share of the CPU threads, or its own GPU; null: 1, "
-                              "or with submitit all of them", least=1, heading="Sweep, with -m")
+    jobs: int | None = option(None, "runs at a time, each with its share of the CPU threads or its own GPU; null: 1, or "
+                              "with submitit all runs", least=1, heading="Sweep, with -m")
     launcher: str = option("local", "local: processes on this machine; submitit: SLURM jobs (pip install 'timemix[slurm]')",
                            one_of=("local", "submitit"))
     arguments: list[str] = option(list, "NAME=VALUE for submitit, such as slurm_partition=gpu, gpus_per_node=1, or "
@@ -254,7 +254,7 @@ ENGLISH = "english"                      # tune.guard=english: the text in the p
 class TuneConfig:
     """How a model given with init_from= is tuned. LoRA: W + alpha / rank B A (Hu et al. 2021, arXiv 2106.09685)."""
 
-    method: str = option("full", "what is trained; set by tune=", one_of=("full", "lora", "state"), heading="Tuning")
+    method: str = option("full", "what is trained; set it with tune=NAME", one_of=("full", "lora", "state"), heading="Tuning")
     rank: int = option(16, "LoRA rank", least=1, needs=LORA)
     alpha: float = option(32.0, "LoRA alpha; adapters are scaled by alpha / rank", above=0.0, needs=LORA)
     dropout: float = option(0.0, "LoRA dropout", least=0, needs=LORA)
@@ -267,7 +267,7 @@ class TuneConfig:
                                "text in the package), FILE, or null: no text", verbatim=PATH)
     objective: str = option("likelihood", "likelihood: cross-entropy; dpo or ipo: preference learning from pairs (data=chat)",
                             one_of=("likelihood", *PREFERENCES))
-    beta: float = option(0.1, "beta; the larger, the closer the model stays to the one of init_from= (dpo, ipo)", above=0.0,
+    beta: float = option(0.1, "beta; a larger beta keeps the model closer to that of init_from= (dpo, ipo)", above=0.0,
                          needs=("tune.objective", *PREFERENCES))
     label_smoothing: float = option(0.0, "label smoothing: assumed fraction of swapped pairs (dpo)", least=0,
                                     needs=("tune.objective", "dpo"))

@@ -1,7 +1,7 @@
 """adapters=NAME=PATH: tuned states and LoRA adapters that the server serves in addition to the base checkpoint.
 
 Sequences that use a tuned state start from it, in the same batch as the base checkpoint's sequences. A LoRA adapter is merged
-into a copy of the weights when the server starts, and sequences that use it form a separate batch.
+into a copy of the weights when the server starts, and sequences that use the adapter form a separate batch.
 """
 
 import hashlib

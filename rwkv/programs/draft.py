@@ -89,5 +89,5 @@ def _require_same_vocabulary(draft: "Checkpoint", opened: OpenCheckpoint) -> Non
         return
     tokenizer = Tokenizer.from_dict(draft.tokenizer)
     if tokenizer.hash != opened.tokenizer.hash and tokenizer.tokens_as_bytes() != opened.tokenizer.tokens_as_bytes():
-        raise UserError("a draft must have the model's tokenizer; its file has a different one, whose ids stand for different "
-                        "text")
+        raise UserError("a draft must have the model's tokenizer; the draft's file has another tokenizer, whose ids stand for "
+                        "different text")

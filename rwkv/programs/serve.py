@@ -24,7 +24,7 @@ prefill, and "save_state": true saves the state after an answer. /v1/responses
 continues previous_response_id from such a state (docs/chat.md).
 
 Clients of Ollama (/api/chat, ...) and Anthropic (/v1/messages) use the same
-server; /v1/embeddings returns embeddings. Their settings: docs/clients.md.
+server; /v1/embeddings returns embeddings. Clients' settings: docs/clients.md.
 
 adapters=NAME=RUN,... serves runs of tune=state and tune=lora as further models
 (docs/serve.md).

@@ -63,7 +63,7 @@ def is_planned_elsewhere(config: TrainConfig) -> bool:
 
 
 def share(batch_size: int, strategy: str, num_nodes: int) -> int:
-    """The number of rows of a batch that this process computes. Raises UserError unless batch_size divides evenly."""
+    """The number of a batch's rows for this process. Raises UserError unless the processes divide batch_size evenly."""
     count = world_size()
     if count > 1 and strategy == "single":
         raise UserError("trainer.strategy=single conflicts with the several processes that torchrun started: use trainer=ddp "

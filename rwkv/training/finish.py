@@ -57,7 +57,7 @@ def write_results(run: Run, task: LanguageModel, data: Corpus, validated: Corpus
 
 
 def log_losses(result: Result, data: Corpus, part: str | None = None) -> None:
-    """Prints the losses. part: a description of the validated part of the split; None if all of it was validated."""
+    """Prints the losses. part: a description of the validated part of the split; None if the whole split was validated."""
     metrics = result.metrics
     if part is not None:
         log(f"validation used {part}")

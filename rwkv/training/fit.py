@@ -75,7 +75,7 @@ class Prepared:
 
 @dataclass(frozen=True)
 class Built:
-    """All that trains: the model in its LightningModule, Lightning's Trainer, and the loaders."""
+    """The objects that train: the model in its LightningModule, Lightning's Trainer, and the loaders."""
 
     task: LanguageModel
     trainer: lightning.Trainer
@@ -113,7 +113,7 @@ def train(run: Run) -> None:
 
 
 def prepare(run: Run) -> Prepared:
-    """Determines the device, operator, data and length of the run. Raises UserError for mistakes in the options of these."""
+    """Determines the device, operator, data and length of the run. Raises UserError for a mistake in their options."""
     config = run.config
     device = device_for(config.trainer.accelerator)
     # Lightning would take the rank from a batch system's variables, which this process may have inherited
@@ -162,7 +162,7 @@ def _set_allocator(config: TrainConfig) -> None:
 
 
 def plan(prepared: Prepared) -> LanguageModel:
-    """Prints the plan, and returns the model whose first steps it has timed. With plan= the program ends here.
+    """Prints the plan, for which it may time the model's first steps, and returns the model. With plan= the program ends here.
 
     Raises UserError, after the plan, if the run does not fit into memory or onto the disk.
     """

@@ -22,8 +22,8 @@ PARTS = ("CHECKED", "inputs", "double", "results", "tolerance")         # names 
 def check(wkv: Operator, operator: str, device: torch.device, dtype: torch.dtype) -> str | None:
     """A message if the errors of the kernel's output, state or gradients exceed the tests' tolerance; None otherwise.
 
-    wkv: the operator with this kernel. dtype: the dtype of the operator's inputs. Raises UserError if the operator's cases.py
-    lacks one of PARTS.
+    wkv: the operator with the chosen kernel. dtype: the dtype of the operator's inputs. Raises UserError if the operator's
+    cases.py lacks one of PARTS.
     """
     if load(folder(operator, wkv.name), wkv.name).REQUIRES.compiled:
         return None

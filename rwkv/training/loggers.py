@@ -33,7 +33,7 @@ RECORD = Path("wandb", "timemix.json")   # in a run's directory: its W&B run id 
 Mode = Literal["online", "offline", "disabled"]
 GUARD_COLUMNS = ("guard/loss", "guard/bpb")           # metrics of runs with tune.guard
 SAMPLE_COLUMNS = ("step", "prompt", "text")
-SAMPLES_SHOWN = 100                      # rows of W&B's table of samples, which is uploaded whole each time
+SAMPLES_SHOWN = 100                      # maximum rows of W&B's table of samples, which is uploaded whole each time
 
 
 def require(config: LoggerConfig) -> None:
@@ -261,7 +261,7 @@ def _mode() -> Mode:
 
 
 def _earlier_id(out_dir: Path) -> str | None:
-    """The W&B id that a resumed run continues; None for a new run, and for a copy of a run that still exists."""
+    """The W&B id that a resumed run continues; None for a new run, and for a copy whose original still exists."""
     record = _record_in(out_dir)
     if record is None:                   # a run by an earlier version of timemix
         return _id_of(out_dir)

@@ -58,7 +58,7 @@ class BeforeAfter(Callback):
         self.after: Measured | None = None
         can_sample = config.trainer.sample_tokens > 0 and config.trainer.strategy != "fsdp"
         self.prompts = prompts(data, config.model.ctx_len, config.trainer.sample_tokens) if can_sample else []
-        self.answers: dict[str, list[str]] = {}          # lists "before" and "after", one answer per prompt
+        self.answers: dict[str, list[str]] = {}          # "before" or "after" -> one answer per prompt
         self._exclude = exclude
 
     def state_dict(self) -> StateDict:

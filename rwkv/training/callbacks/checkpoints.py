@@ -53,7 +53,7 @@ class VerifiedFiles(TorchCheckpointIO):
     def save_checkpoint(self, checkpoint: StateDict, path: str | Path, storage_options: object = None) -> None:
         """Raises UserError if the disk is full or the written file cannot be read back."""
         target = Path(path)
-        is_folder = target.is_dir()      # a folder remains from a start with trainer=fsdp
+        is_folder = target.is_dir()      # a folder of this name remains from a start with trainer=fsdp
         try:
             if is_folder:
                 target.rename(replaced_by(target))
@@ -211,7 +211,7 @@ def settle(out_dir: Path, keep: int | None = None) -> None:
 
 
 def _recover(temporary: Path, path: Path) -> None:
-    """Finishes a replacement of `path` that was killed after the new checkpoint was complete."""
+    """Finishes replacing `path`, if the program was killed after completing the new checkpoint; else removes the remains."""
     if temporary.suffix == ".old" and is_checkpoint(temporary) and not is_checkpoint(path):
         temporary.rename(path)
     elif is_sharded(temporary) and temporary.suffix[1:].isdigit():
@@ -239,11 +239,11 @@ def newest_sound(out_dir: Path) -> Checkpoint | None:
             for bad_path, problem in damaged:
                 remove(bad_path.with_name(DAMAGED))
                 bad_path.replace(bad_path.with_name(DAMAGED))
-                print(f"{bad_path} is damaged and now called {DAMAGED}; continuing from the one before it ({problem})",
+                print(f"{bad_path} is damaged and now called {DAMAGED}; continuing from the checkpoint before ({problem})",
                       file=sys.stderr)
             return checkpoint
     if damaged or (out_dir / FOLDER / DAMAGED).exists():
-        raise UserError(f"every checkpoint in {out_dir / FOLDER} is damaged, so the run cannot be resumed: start a new one, "
+        raise UserError(f"every checkpoint in {out_dir / FOLDER} is damaged, so the run cannot be resumed: start a new run, "
                         f"with init_from={out_dir / BEST} if that file is sound")
     return read_checkpoint(out_dir / BEST) if is_checkpoint(out_dir / BEST) else None
 

@@ -96,7 +96,7 @@ class Sample:
 class Record:
     """Records one layer's operator in one pass: inputs by name, state, output y, and all gradients.
 
-    grads: the inputs' gradients; empty without any.
+    grads: the inputs' gradients; empty if there are none.
     """
 
     def __init__(self, operator: Call) -> None:

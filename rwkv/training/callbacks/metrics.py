@@ -152,9 +152,7 @@ def _peak_kib(status: Path) -> int | None:
 
 
 def gradient_norms(model: Model) -> dict[str, float]:
-    """The 2-norm of the gradients of each part of the model, by its name in loggers.norm_names. Synchronises with the device
-    once.
-    """
+    """The 2-norms of the gradients of the model's parts, by loggers.norm_names. Synchronises with the device once."""
     parts = [model.emb, *model.blocks, model.ln_out, model.head]
     norms = torch.stack([total_norm([parameter.grad for parameter in part.parameters() if parameter.grad is not None])
                          .to(model.emb.weight.device) for part in parts])        # without gradients a norm is on the CPU

@@ -30,7 +30,8 @@ Row = JsonObject                         # step, prompt, and text (the continuat
 
 
 class Samples(Callback):
-    """Draws a sample in rank 0 every sample_every(...) steps and after the last, before that step's checkpoint is written.
+    """Draws a sample, in rank 0, every sample_every(...) steps and after the last step, before the step's checkpoint is
+    written.
 
     resumed_at: the step of the checkpoint that the run resumes from; samples of later steps are dropped, since the run repeats
     these steps. exclude(seconds) is called with each sample's duration. Raises UserError if the prompt cannot be encoded.
@@ -83,7 +84,7 @@ class Samples(Callback):
 
 
 def sample_every(config: TrainerConfig) -> int:
-    """The interval in steps; 0 for no samples, also with fsdp, where no process has all weights."""
+    """The interval of samples in steps; 0 without samples, as with fsdp, where no process has all weights."""
     if config.strategy == "fsdp":
         return 0
     return config.val_every if config.sample_every is None else config.sample_every

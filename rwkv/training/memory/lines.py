@@ -1,4 +1,4 @@
-"""The lines of a plan on the run's memory, with the options that would make it fit."""
+"""The lines of a plan on the run's memory, with the options that would make the run fit."""
 
 import re
 from collections.abc import Iterable, Iterator

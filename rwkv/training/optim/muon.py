@@ -7,8 +7,8 @@ singular values near 1. The iterations are computed in bfloat16, which is precis
 instructions in float32, which is 30 times as fast there. Source: Keller Jordan et al., "Muon: An optimizer for hidden layers in
 neural networks" (kellerjordan.github.io/posts/muon, 2024). The coefficients of each iteration are optimal for the singular
 values that the previous iteration leaves: Amsel et al., "The Polar Express" (arXiv 2505.16932), algorithm 1. The coefficients
-require that the largest singular value is at most 1, and close to 1. The root of the norm of A bounds it about twice as tightly
-as the norm of X, and the first iteration computes A anyway. torch.optim.Muon has five iterations with equal coefficients,
+require that the largest singular value is at most 1, and close to 1. The root of the norm of A is about twice as tight a bound
+on it as the norm of X, and the first iteration computes A anyway. torch.optim.Muon has five iterations with equal coefficients,
 scales by the norm of X, and loops over matrices; here products are batched over all matrices of one shape.
 
 NorMuon then divides each row by the root of a running mean of its squares, so that all neurons move by similar amounts, and

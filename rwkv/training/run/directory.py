@@ -41,7 +41,7 @@ class Note(NamedTuple):
 class Run:
     """A run's directory and its configuration, and the checkpoint and step that it resumes from (None for a new run).
 
-    init_checkpoint, tokenizer: with init_from=, the source of the weights and the tokenizer for the data.
+    init_checkpoint: with init_from=, the source of the weights. tokenizer: with init_from=, the tokenizer for the data.
     notes: lines of the plan on the values that the program chose (rwkv/training/run/resolve.py).
     exists: whether the directory belongs to this run already. lock: the lock on the directory, which a resumed run holds, and a
     new run after `create`.

@@ -1,4 +1,4 @@
-"""A lock on a run's directory: one process trains it at a time. The system releases it when the process ends."""
+"""A lock on a run's directory: one process at a time trains the run. The system releases the lock when its process ends."""
 
 import sys
 from pathlib import Path

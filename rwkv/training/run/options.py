@@ -15,7 +15,7 @@ from rwkv.training.tuning import guard
 def check_run(config: TrainConfig, user_keys: Collection[str]) -> None:
     """Raises UserError for the first mistake. user_keys: the keys that the user set on the command line.
 
-    The options of a resumed run are checked when it is opened, together with its saved options.
+    The options of a resumed run are checked when the run is opened, together with its saved options.
     """
     require_one_beginning(config)
     if config.resume is None or resumed_path(config) is None:

@@ -1,8 +1,8 @@
 """trainer=fsdp: torch's FSDP2. Each process holds a shard of every weight, its gradient and the optimiser's state.
 
-A block's matrices are gathered, in the dtype of the products, while it is computed; after its backward pass the gradients are
-reduce-scattered. Everything else (the embedding, the head, vectors, adapters, trained states) stays gathered in float32
-during a step, because it is used outside of blocks or must not be rounded.
+A block's matrices are gathered, in the dtype of the products, while the block is computed; after the block's backward pass the
+gradients are reduce-scattered. Everything else (the embedding, the head, vectors, adapters, trained states) stays gathered in
+float32 during a step, because it is used outside of blocks or must not be rounded.
 
 Lightning's ModelParallelStrategy creates the device mesh and sets up the model. Checkpoints and gradient accumulation are ours:
 Lightning writes checkpoints in place, blocking training, and reduces gradients after every batch.

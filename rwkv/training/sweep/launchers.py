@@ -270,8 +270,7 @@ def _values(arguments: Iterable[str]) -> JsonObject:
 
 
 def _logged(lines: Iterable[str], path: Path) -> Iterable[str]:
-    """Yields the lines and also writes them to a file. If the disk is full, the file lacks some lines, but the run continues.
-    """
+    """Yields the lines and also writes them to a file. If the disk is full, the file lacks lines, but the run continues."""
     file: IO[str] | None = None
     with suppress(OSError):
         file = path.open("w", encoding="utf-8", buffering=1)

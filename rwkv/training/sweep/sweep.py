@@ -285,8 +285,8 @@ def _require_possible(configs: list[TrainConfig]) -> None:
 
 
 def _require_kernel(config: TrainConfig) -> None:
-    """Checks a run's kernel. Raises the errors of kernel_for, and of read_checkpoint if the generation is that of init_from='s
-    file.
+    """Checks a run's kernel. Raises the errors of kernel_for, and with init_from=, whose file
+    determines the generation, those of read_checkpoint.
     """
     from rwkv.checkpoint.files import read_checkpoint
     from rwkv.training.device import device_for
@@ -310,7 +310,7 @@ def _is_available(sweep: Sweep, entry: Entry) -> bool:
     if sweep.settings.launcher == "submitit":
         return True                      # the job's machine checks the kernel
     try:
-        with suppress(CheckpointError):  # a resumed run does not need the file; a new run reports the error itself
+        with suppress(CheckpointError):  # a resumed run does not read init_from=; a new run reports the error
             _require_kernel(sweep.configs[entry.name])
     except (KernelUnavailable, UnknownKernel) as error:
         entry.status = UNAVAILABLE

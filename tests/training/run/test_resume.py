@@ -232,7 +232,7 @@ def test_a_damaged_last_checkpoint_is_said_and_the_one_before_it_used(whole: Pat
     damage(last)
     assert newest_sound(tmp_path).step == expected < STEPS
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"{last} is damaged and now called damaged.ckpt; continuing from the one before it")
+    assert line.startswith(f"{last} is damaged and now called damaged.ckpt; continuing from the checkpoint before")
 
 
 @pytest.mark.programs
