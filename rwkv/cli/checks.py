@@ -56,7 +56,7 @@ def _check_file(group: str, choice: str, schema: type) -> None:
               for key, value in entry.items() if key.startswith("override /")]
     try:
         for group in {*settings.choices, *dict(chosen)} & {*OPTIONAL}:
-            raise UserError(f"a recipe cannot set {group}=: copy its file's options here, or set it on the command line")
+            raise UserError(f"a recipe cannot set {group}=: copy the options of its file, or set it on the command line")
         for key in {f"{prefix}{key}" for key in settings.options} - options(schema).keys():
             check_override(f"{key}=", schema)
         for key, value in [*settings.choices.items(), *chosen]:

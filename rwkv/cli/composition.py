@@ -201,7 +201,7 @@ def _type_error(error: "OmegaConfBaseException", schema: type, overrides: list[s
 
 
 def _expected_value(key: str, schema: type) -> str | None:
-    """A description of the values that the option accepts; None if only its help describes them."""
+    """A description of the values that the option accepts; None if only the option's help describes the values."""
     item = options(schema).get(key)
     if item is None:
         return None

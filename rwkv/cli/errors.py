@@ -24,7 +24,7 @@ def exit_on_user_error() -> Iterator[None]:
     """Prints a user's error as one sentence, with exit status 2. Any other error is a bug and keeps its traceback.
 
     Arguments that are not UTF-8 are a user's error. The signals of rwkv/io/signals.py end the `with` block like Ctrl-C, with
-    exit status 130, and are ignored after it. Characters outside the encoding of standard output are printed as ?.
+    exit status 130, and are ignored after the block. Characters outside the encoding of standard output are printed as ?.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")

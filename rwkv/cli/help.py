@@ -30,7 +30,7 @@ def help_page(line: CommandLine, schema: type, config_name: str, about: str) -> 
 
 
 def _page(about: str, descriptions: Mapping[str, Mapping[str, str]], items: Mapping[str, Field], config: object) -> str:
-    """Formats the page. descriptions: by group and choice. items: the options by dotted key. config: the current values."""
+    """Formats the page. descriptions: texts by group and choice. items: options by dotted key. config: the current values."""
     lines = [as_typed(about.strip()), "", "Options, OPTION=VALUE, with [current value]:"]
     heading = None
     for key, item in items.items():

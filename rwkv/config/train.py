@@ -64,7 +64,7 @@ class DataConfig:
     name: str = option("stdlib", "kind of data; set it with data=NAME", one_of=(*SOURCES, *TOKENS, "mix"), heading="Data")
     path: str | None = option(None, "file, folder, pattern such as books/**/*.txt, or data set name", verbatim=PATH)
     sources: list[dict[str, Any]] = option(list, "for data=mix: {path: A.jsonl, weight: 0.7} per source, where weight is the "
-                                           "source's share of the tokens, relative to the other weights; other keys: name, data, "
+                                           "source's share of the tokens, relative to other weights; other keys: name, data, "
                                            "field, separator, split, val_fraction",
                                            needs=("data.name", "mix"))
     field: str = option("text", "name of the field with the text, in jsonl and hf", verbatim=TEXT, filled=True,

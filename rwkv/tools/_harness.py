@@ -1,7 +1,7 @@
 """The adapter that makes a checkpoint a model of EleutherAI's lm-evaluation-harness.
 
 A context that several continuations share, as in multiple choice, is prefilled only once. Contexts may have any length, so
-texts are not split into windows, as the harness does for other models.
+texts are not split into windows; for other models, the harness splits them.
 
 Source: EleutherAI/lm-evaluation-harness, lm_eval/api/model.py (the methods of a model) and lm_eval/models/huggingface.py (the
 token that precedes a text).

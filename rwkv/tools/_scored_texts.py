@@ -17,7 +17,7 @@ from rwkv.tokenizer.tokenizers import Tokenizer
 
 
 def read_last_words(tokenizer: Tokenizer, path: Path, start: Sequence[int]) -> list[Scored]:
-    """Reads lines {"text": ...}, whose last word is scored. Raises UserError with the number of the first invalid line."""
+    """Reads lines {"text": ...}; each text's last word is scored. Raises UserError with the number of the first bad line."""
     require_file(path)
     counter = LossCounter(tokenizer)
     with open_file(path) as file:

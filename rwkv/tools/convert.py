@@ -92,7 +92,8 @@ def convert(source: Path, target: Path, dtype: str | None = None, format: str | 
     tokenizer: the name, as in Tokenizer.named, of the tokenizer to write with the weights; by default the source's tokenizer,
     if any. end_of_text: the end-of-text token of a .json tokenizer; by default the token that the source states, or else the
     tokenizer's file. form: the layout of an RWKV-7 Hugging Face directory, one of FORMS. lora, lora_alpha: an adapter to merge,
-    and its alpha if its file lacks it. command: the conversion command, for the model card. by_input: as in write_checkpoint.
+    and the adapter's alpha if its file lacks one. command: the conversion command, for the model card. by_input: as in
+    write_checkpoint.
     """
     from rwkv.checkpoint.files import read_checkpoint, tokenizer_of, with_adapter, write_checkpoint
     from rwkv.model.base import generation, n_parameters

@@ -97,7 +97,7 @@ def _why_no_gpu(torch: ModuleType) -> str:
 
 
 def _kernels(devices: list[str]) -> JsonObject:
-    """For each operator and device: what kernel=auto chooses, the kernels that run, and why others do not."""
+    """For each operator and device: what kernel=auto chooses, the kernels that run, and why the other kernels do not."""
     import torch
 
     from kernels.registry import names, operators, why_not

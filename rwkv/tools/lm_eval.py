@@ -4,7 +4,7 @@
   python -m rwkv.tools.lm_eval --model_args checkpoint=DIRECTORY,dtype=int8 --tasks arc_easy piqa --batch_size 16
   python -m rwkv.tools.lm_eval --help
 
-The arguments are those of the harness's own command line, `lm_eval run`, with the model timemix. Its model_args are
+The arguments are those of the harness's own command line, `lm_eval run`, with the model timemix, whose model_args are
 checkpoint=, tokenizer=, end_of_text=, kernel=, dtype= and chunk_len=, as in evaluate. Tasks that sample use top_p=1 by default.
 pip install -e '.[lm-eval]' installs the harness.
 """

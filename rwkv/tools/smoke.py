@@ -43,7 +43,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = Parser("rwkv.tools.smoke", __doc__)
     parser.add_argument("checkpoint", nargs="?", type=path_of, help="a checkpoint of any format; default: tiny models")
     parser.add_argument("--tokenizer", metavar="NAME", type=from_home,
-                        help="byte, world, FILE.json or FILE.txt, if the checkpoint has none")
+                        help="tokenizer, for a checkpoint without one: byte, world, FILE.json or FILE.txt")
     parser.add_argument("--kernel", default="auto", help="the time-mixing kernel")
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"), help="device of the model")
     parser.add_argument("--dtype", default="float32", choices=DTYPES, help="dtype of the weights")
