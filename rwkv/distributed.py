@@ -101,7 +101,7 @@ def _use_loopback() -> None:
 
 @contextmanager
 def connected() -> Iterator[None]:
-    """Connects the launched processes for the `with` block, and divides a machine's cores among them.
+    """Connects the launched processes for the `with` block, and divides each machine's cores among its processes.
 
     Raises UserError if the processes cannot connect, or if another process of the run has ended.
     """

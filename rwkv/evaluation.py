@@ -179,6 +179,7 @@ def score_together(model: Model, context: Sequence[int], endings: Sequence[Seque
 @torch.no_grad()
 def score_batch(model: Model, texts: Sequence[Scored], chunk_len: int, state: State | None = None) -> tuple[Tensor, Tensor]:
     """For each of B sequences: the nats of its predicted tokens, (B,), and whether all these tokens are right, (B,).
+
     chunk_len: the maximum tokens of a row in one pass. state: the initial states of the rows; None for empty states. Rows are
     padded on the right, which does not affect earlier positions, because the model is causal.
     """

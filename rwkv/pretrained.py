@@ -56,11 +56,11 @@ class RWKV(Model):
     def from_pretrained(cls, path: str | Path, kernel: str = "auto", device: str = "cpu", dtype: str = "float32",
                         mmap: bool = True, trainable: bool = False, lora: str | Path | None = None,
                         lora_alpha: float | None = None) -> Self:
-        """Loads a file of any format, a Hugging Face directory or a run's directory; or a name on the Hub, such as
-        "ORG/REPO/FILE.pth" or "ORG/REPO:Q4_K_M" (rwkv/io/hub.py), which is downloaded once.
+        """Loads a file of any format, a Hugging Face directory or a run's directory. `path` may also be a name on the Hub, such
+        as "ORG/REPO/FILE.pth" or "ORG/REPO:Q4_K_M" (rwkv/io/hub.py); its files are downloaded once.
 
         The model is for inference: in evaluation mode and without gradients. On a CPU, weights stored in `dtype` are memory-
-        mapped: a program that writes into the file, instead of replacing it, changes the model. mmap=False copies them.
+        mapped: a program that writes into the file, instead of replacing it, changes the model. mmap=False copies the weights.
         dtype="blocks" keeps the quantised blocks of a GGUF file; "auto" chooses as for generate.py. trainable=True returns a
         model for training, with gradients and its own memory; the weights are in `dtype`, which should be float32 unless the
         optimiser is made for another dtype. Adapters of a run with tune=lora are merged in float32; if `dtype` rounds the sums,
@@ -299,7 +299,7 @@ def resolved_dtype(dtype: str, device: str, checkpoint: Checkpoint) -> tuple[str
 
     On a CPU, auto resolves to blocks if the file has blocks that kernels/matvec multiplies; otherwise auto is default_dtype's
     result. Where the C library cannot run, blocks resolves to float32. Raises UserError for blocks on a GPU, or with a file
-    that has none.
+    without blocks.
     """
     if dtype not in (AUTO, BLOCKS):
         return dtype, None

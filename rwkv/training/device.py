@@ -51,8 +51,9 @@ def process_count(options: TrainerConfig, batch_size: int) -> int:
 
 
 def is_planned_elsewhere(config: TrainConfig) -> bool:
-    """Whether the plan is for other machines: plan= names a GPU, or the run needs more devices than this machine has. Without
-    GPUs, a plan for at most as many processes as there are cores is for this machine, which then starts them.
+    """Whether the plan is for other machines: plan= names a GPU, or the run needs more devices than this machine has.
+
+    Without GPUs, a plan for at most as many processes as there are cores is for this machine, which then starts them.
     """
     trainer = config.trainer
     if config.plan in GPUS:
