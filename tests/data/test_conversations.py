@@ -236,10 +236,10 @@ def test_a_wrong_file_is_named(tmp_path: Path, content: bytes, said: str) -> Non
     ({"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": None}], "system": "s"},
      r"line 2: conversations\[1\]\.value"),
     ({"conversations": [{"from": "human", "value": "a"}, {"from": "function_call", "value": "f()"}]},
-     r"line 2: conversations\[1\]\.value must be a call"),
-    ({"conversation": [{"human": "a", "assistant": "b"}]}, r"line 2: conversation\[0\] has no role.*human, assistant"),
+     r"line 2: conversations\[1\]\.value must be a tool call"),
+    ({"conversation": [{"human": "a", "assistant": "b"}]}, r"line 2: conversation\[0\] must have role or from; got human"),
     ({"messages": None}, "line 2: messages must be a list.*got null"),
-    ({"prompt": "a", "chosen": "b"}, "line 2: .*there is prompt, chosen"),
+    ({"prompt": "a", "chosen": "b"}, "line 2: .*got prompt, chosen"),
     ({"question": "a", "context": "c", "answer": "b"}, "line 2: question and answer conflict with context"),
     ({"prompt": "a", "completion": 4}, "line 2: completion must be a string"),
 ])

@@ -1,4 +1,4 @@
-"""Packed matrices in .safetensors, in the order in which kernels/matvec reads them, so that a mapped file needs no copy.
+"""Packed matrices in .safetensors, laid out as kernels/matvec reads them, so that a mapped file needs no copy.
 
     int8    NAME          (N,K) I8
             NAME.scale    (N) F32
@@ -6,15 +6,15 @@
             NAME.scale    (N,G) BF16
             NAME.shift    (N,G) BF16
 
-An int4 matrix whose G is not a multiple of 8 is stored as kernels.matvec.Int4.groups: NAME is (N,G,16) U8, one group after the
-other, two integers per byte. So are all matrices in files of earlier versions. These are repacked when they are read.
+An int4 matrix whose G is not a multiple of 8 is stored in the layout of kernels.matvec.Int4.groups: NAME is (N,G,16) U8, one
+group after another, two integers per byte. Files of version 1 store every matrix so. Such matrices are repacked on reading.
 
 int4 that is calibrated (rwkv/checkpoint/calibration.py) has GGUF's blocks: NAME is (N,blocks of a row,bytes of a block) U8. The
 bytes of a block tell its kind.
 
-A bfloat16 matrix with sparse inputs may be stored by input: NAME.by_input is its transpose, and NAME is missing.
+A bfloat16 matrix with sparse inputs may be stored by input: the file then has its transpose, NAME.by_input, and no NAME.
 
-The embedding is BF16, because it is looked up, not multiplied. Low-rank matrices keep BF16. Everything else is F32.
+The embedding is BF16, because it is looked up, not multiplied. BF16 low-rank matrices stay BF16. All other tensors are F32.
 """
 
 from collections.abc import Callable, Mapping
@@ -33,20 +33,20 @@ from rwkv.errors import CheckpointError, UserError
 from rwkv.io.json_types import JsonObject
 from rwkv.model.base import generation, is_linear_weight
 
-VERSION = 2                              # in our entry; 1: int4 as groups, without a version
+VERSION = 2                              # stated in the entry `timemix`; version 1 stored int4 as groups and stated no version
 WITH_BLOCKS = 3                          # the version of files with GGUF's blocks
-EMBEDDING = "emb.weight"                 # the suffix of embeddings' names
+EMBEDDING = "emb.weight"                 # the end of an embedding's name
 SCALE, SHIFT = ".scale", ".shift"        # added to a matrix's name
 BY_INPUT = ".by_input"
 KIND_BY_BYTES = {kind.bytes_per_block: kind for kind in BLOCKS.values()}
 
 
 def outgoing(content: Outgoing) -> list[Stored]:
-    """The tensors to write, in the model's order: the parts of each matrix in content.quantised, and all others."""
+    """The tensors to write, in the model's order, with each linear layer's matrix replaced by the parts of its packed form."""
     assert content.quantised is not None
     group = generation(content.config).group
 
-    @lru_cache(maxsize=1)                # the parts of a matrix are read one after another
+    @lru_cache(maxsize=1)                # a matrix's parts are read in succession, so it is packed once
     def packed(name: str) -> tuple[Tensor, ...]:
         return _arranged(_packed(content, name))
 
@@ -109,14 +109,14 @@ def _parts(name: str, shape: tuple[int, ...], form: str, packed: Callable[[str],
 
 
 def stored_by_input(content: Outgoing) -> list[Stored]:
-    """The tensors to write, with matrices whose inputs are sparse stored by input."""
+    """The tensors to write, where matrices with sparse inputs are transposed and renamed NAME.by_input."""
     sparse = tuple(f"{layer}.weight" for layer in generation(content.config).non_negative(content.config))
     return [tensor.transposed().renamed(name + BY_INPUT) if name.endswith(sparse) else tensor
             for name, tensor in content.tensors.items()]
 
 
 def by_output(tensors: Mapping[str, Stored]) -> dict[str, Stored]:
-    """The file's tensors, with those that are stored by input as their transposes, without a copy."""
+    """The file's tensors, where those named NAME.by_input are transposed back, without a copy, and named NAME."""
     return {name.removesuffix(BY_INPUT): _transposed(tensor) if name.endswith(BY_INPUT) else tensor
             for name, tensor in tensors.items()}
 
@@ -133,7 +133,7 @@ def require_known_version(path: Path, entry: JsonObject | None) -> None:
 
 
 def joined(tensors: Mapping[str, Stored]) -> tuple[dict[str, Stored], dict[str, PackedMatrix]]:
-    """The file's tensors, with each packed matrix as one float32 tensor, and the packed matrices.
+    """The file's tensors, with each packed matrix as one float32 tensor, and the packed matrices themselves.
 
     Raises CheckpointError if a part of a matrix is missing or does not fit.
     """
