@@ -11,7 +11,6 @@ import importlib.util
 import os
 import signal
 import sys
-import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -27,9 +26,9 @@ if TYPE_CHECKING:
 if hasattr(signal, "SIGHUP"):            # under nohup it is ignored, by the processes that tests start, too
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
-# Each of the many processes would compile every module again; a user who wants no byte code in the checkout has it elsewhere.
+# Each of the many processes would compile every module again. PYTHONPYCACHEPREFIX keeps the byte code out of the checkout, but
+# has each module of each library compiled once more, for a minute in a new environment.
 if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):
-    sys.pycache_prefix = os.environ["PYTHONPYCACHEPREFIX"] = str(Path(tempfile.gettempdir()) / "timemix-pycache")
     sys.dont_write_bytecode = False
 
 # Deterministic mode, which poisoned_memory needs, refuses cuBLAS without this; read when cuBLAS starts.
@@ -49,6 +48,11 @@ if importlib.util.find_spec("hypothesis"):               # machines with GPUs ar
 
 
 CLONE_RUNS = Path(__file__).parent.parent / "runs"
+# Half a minute and more each, whatever their number of tests
+LONGEST = ("generation/test_gpu.py", "kernels/test_triton.py", "training/sharding/test_fsdp.py", "training/test_ddp.py",
+           "serving/test_state_store.py", "training/callbacks/test_divergence.py", "report/test_report.py",
+           "serving/test_limits.py", "model/fused/test_fused_triton.py", "checkpoint/test_on_hub.py",
+           "training/run/test_resume.py", "training/callbacks/test_before_after.py", "benchmarks/test_gpu_check.py")
 RUNS_BEFORE = pytest.StashKey[set[tuple[str, int]]]()
 
 
@@ -97,7 +101,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Of the tests of an implementation that cannot run here, only the first is kept: it is skipped with the reason.
 
     Tests of an implementation that torch or another package compiles as it is called, for seconds, get the mark `compiles`.
-    Files with many tests that take seconds come first, so that no process is left with one of them at the end.
+    The longest files come first, then files with many tests that take seconds: no process is left with one of them at the end.
     """
     from kernels.registry import load, why_not
 
@@ -115,7 +119,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason=reason))
         chosen.append(item)
     slow = Counter(item.path for item in chosen if {"programs", "compiles"} & {mark.name for mark in item.iter_markers()})
-    items[:] = sorted(chosen, key=lambda item: -slow[item.path])
+    longest = {Path(__file__).parent / name: place for place, name in enumerate(LONGEST)}
+    assert all(path.is_file() for path in longest), "a file of LONGEST has moved"
+    items[:] = sorted(chosen, key=lambda item: (longest.get(item.path, len(longest)), -slow[item.path]))
     config.hook.pytest_deselected(items=left_out)
 
 
