@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 if hasattr(signal, "SIGHUP"):            # nohup ignores it, also in the processes that tests start
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
-# Without byte code, each of the many processes would compile every module again. PYTHONPYCACHEPREFIX would keep the byte code out
-# of the checkout, but would compile each module of each library once more, which takes a minute in a new environment.
+# Without byte code, each of the many processes would compile every module again. PYTHONPYCACHEPREFIX would keep the byte code
+# out of the checkout, but each module of each library would be compiled once more: a minute in a new environment.
 if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):
     sys.dont_write_bytecode = False
 
@@ -101,8 +101,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Keeps only the first test of an implementation that cannot run here, and skips it with the reason.
 
     Tests of an implementation that torch or another package compiles when it is called, which takes seconds, get the mark
-    `compiles`. The longest files come first, then those with many slow tests, so that no process still runs one of them when the
-    others have finished.
+    `compiles`. The longest files come first, then those with many slow tests, so that no process still runs one of them when
+    the others have finished.
     """
     from kernels.registry import load, why_not
 
