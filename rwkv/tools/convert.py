@@ -1,6 +1,6 @@
 """python -m rwkv.tools.convert IN OUT [--dtype DTYPE] [--format FORMAT] [--tokenizer NAME]: Converts weights between formats.
 
-It converts one tensor at a time, so it needs memory only for the largest tensor; with --calibrate, for a layer.
+It converts one tensor at a time, so it needs memory only for the largest tensor; --calibrate needs memory for one layer.
 OUT is written atomically.
 """
 
@@ -142,7 +142,7 @@ def convert(source: Path, target: Path, dtype: str | None = None, format: str | 
 
 
 def _calibrated(checkpoint: "Checkpoint", text: Path, tokenizer: str | None) -> "Checkpoint":
-    """The checkpoint with matrices rounded for a text, of which a line says what is read and how they are rounded."""
+    """The checkpoint with its matrices rounded for a text. Prints a line on the tokens that were read, and on the rounding."""
     from rwkv.checkpoint.calibration import calibrated, describe, read_ids
     from rwkv.checkpoint.files import tokenizer_of
 
@@ -171,9 +171,10 @@ def _parser() -> Parser:
     parser.add_argument("source", metavar="IN", type=path_of, help="the checkpoint to read: a file or a directory")
     parser.add_argument("target", metavar="OUT", type=path_of, help="the file or the directory to write")
     parser.add_argument("--dtype", choices=DTYPES, metavar="DTYPE", help="default: the dtype of each tensor in IN")
-    parser.add_argument("--calibrate", metavar="TEXT", type=path_of, help="a UTF-8 text; round the weights for what the model "
-                        "computes on its first 8,192 tokens, for less than half the loss in about 4.6 bits instead of 5; takes "
-                        "minutes for a large model; requires --dtype int4 and .safetensors")
+    parser.add_argument("--calibrate", metavar="TEXT", type=path_of, help="a UTF-8 text: rounds the weights so that the model's "
+                        "results on the text's first 8,192 tokens change least; loses less than half as much as int4 without "
+                        "a text, in about 4.6 bits per weight instead of 5; takes minutes for a large model; requires --dtype "
+                        "int4 and .safetensors")
     parser.add_argument("--by-input", action="store_true", help="store ffn.value transposed, for faster decoding on a CPU; "
                         "requires --dtype bfloat16 and .safetensors; only this project reads such files")
     parser.add_argument("--format", choices=formats.names(), help="default: from OUT's suffix")

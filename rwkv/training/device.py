@@ -77,7 +77,7 @@ def share(batch_size: int, strategy: str, num_nodes: int) -> int:
 
 def _require_multiple(batch_size: int, count: int) -> None:
     if batch_size % count:
-        raise UserError(f"data.batch_size must be a multiple of the {count} processes, which share its rows; got {batch_size}")
+        raise UserError(f"data.batch_size must be a multiple of the {count} processes, which share the rows; got {batch_size}")
 
 
 def resolved_precision(precision: str | None, accelerator: str) -> str:

@@ -120,7 +120,7 @@ def prepare(run: Run) -> Prepared:
     rank_zero_only.rank = distributed.rank()     # type: ignore[attr-defined]
     _set_allocator(config)
     if config.trainer.offload and device.type == "cpu":
-        distributed.fail_together(UserError("trainer.offload=true requires a GPU, and this run is on a CPU: omit offload"))
+        distributed.fail_together(UserError("trainer.offload=true requires a GPU, and this run is on a CPU: omit that option"))
     set_product_precision(str(config.trainer.precision), device)
     # Called before the data are read: raises UserError if the rows cannot be divided among the processes
     rows = share(config.data.batch_size, config.trainer.strategy, config.trainer.num_nodes)

@@ -68,8 +68,8 @@ class Muon(torch.optim.Optimizer):
         saved_sizes = [len(group["params"]) for group in state_dict["param_groups"]]
         sizes = [len(group["params"]) for group in self.param_groups]
         if saved_sizes != sizes:
-            raise UserError(f"the checkpoint's optimiser has groups of {saved_sizes} parameters, and this run's {sizes}: it "
-                            "is from a different recipe or version; start a new run with its weights, init_from=")
+            raise UserError(f"the checkpoint's optimiser has groups of {saved_sizes} parameters, and this run's {sizes}: the "
+                            "checkpoint is from a different recipe or version; start a new run with its weights, init_from=")
         super().load_state_dict(state_dict)
         self._share_state()
 

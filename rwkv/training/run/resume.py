@@ -79,7 +79,7 @@ def _open_run(request: Request, path: Path) -> Run | None:
 def _continue(request: Request, out_dir: Path, checkpoint: Checkpoint) -> Run:
     saved = checkpoint.run or {}
     if "trainer" not in saved or checkpoint.path.parent.name != FOLDER:
-        raise UserError(f"nothing to resume from at {checkpoint.path}: it is not a checkpoint in the directory of a run")
+        raise UserError(f"nothing to resume from at {checkpoint.path}: this is not a checkpoint in a run's directory")
     merged = _merge(request, out_dir, saved)
     resumed = Run(out_dir, merged, checkpoint.path, checkpoint.step)
     if merged.trainer.epochs is None:
@@ -132,8 +132,8 @@ def _merge(request: Request, out_dir: Path, saved: JsonObject) -> TrainConfig:
             continue                     # the run splits these rows into several passes
         if old != new and key not in NOT_FIXED and not {key, key.split(".")[0]}.isdisjoint(FIXED):
             saved_value = "null" if old is None else old
-            raise UserError(f"the run in {out_dir} has {key}={saved_value}, which is fixed: to resume, leave out {key}= or the "
-                            "group that sets it; or start a new run")
+            raise UserError(f"the run in {out_dir} has {key}={saved_value}, which is fixed: to resume, omit {key}= or the "
+                            "group that sets this option; or start a new run")
         if key == "trainer.precision" and new in (None, AUTO):
             continue                     # the run keeps its saved precision
         group, _, name = key.rpartition(".")

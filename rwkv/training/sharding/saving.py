@@ -137,7 +137,7 @@ def _split(content: dict[str | int, object], tensors: dict[Place, DTensor],
 def unwritable(path: Path, error: BaseException) -> UserError:
     """The error for a checkpoint that cannot be written."""
     reason = getattr(_cause(error), "strerror", None) or str(error).splitlines()[0]
-    return UserError(f"cannot write the checkpoint {path.parent / LAST.name}: {reason}; earlier ones are intact: "
+    return UserError(f"cannot write the checkpoint {path.parent / LAST.name}: {reason}; earlier checkpoints are intact: "
                      f"make room, and continue with resume=auto {quote(f'out_dir={path.parent.parent}')}")
 
 

@@ -147,8 +147,8 @@ def read_reference(path: Path, data: Corpus) -> dict[str, Tensor]:
     try:
         log_p = load_file(path)
     except (OSError, SafetensorError) as error:
-        raise UserError(f"the run requires {path}, the reference log-probabilities, which cannot be read ({error}): restore it "
-                        "or start a new run with init_from=") from None
+        raise UserError(f"the run requires {path}, the reference log-probabilities, which cannot be read ({error}): restore "
+                        "this file or start a new run with init_from=") from None
     sizes = {name: (len(split.tokens.starts) // 2, 2) for name, split in zip(SPLITS, data.conversations, strict=True)}
     if {name: tuple(tensor.shape) for name, tensor in log_p.items()} != sizes:
         raise UserError(f"{path} does not match the pairs of data.path: restore it, or start a new run with init_from=")
