@@ -61,7 +61,8 @@ class LoadedAdapter(NamedTuple):
 
 
 class Loaded(NamedTuple):
-    """What `load` returns. adapters: by name. draft: serves all models. The other fields are as in Ready and ModelInfo."""
+    """What `load` returns. adapters: the adapters by name. draft: one draft for all models. The other fields are as in Ready
+    and ModelInfo."""
 
     model: Model
     tokenizer: Tokenizer
@@ -225,9 +226,9 @@ class _Worker:
         return event
 
     def _take(self, message: ToEngine) -> None:
-        """Handles one message. The sequences of a request arrive in one message and begin at the same step. So their prompt is
-        read only once, and the last bits of log-probabilities do not depend on when each sequence arrived, only on the number
-        of rows.
+        """Handles one message. The sequences of a request arrive in one message and begin at the same step. So a prompt that
+        they share is read only once, and the last bits of log-probabilities depend on the number of rows but not on the time at
+        which each sequence arrived.
         """
         if isinstance(message, Cancel):
             for job in (job for jobs in self._jobs.values() for job in jobs.values()):
@@ -260,7 +261,7 @@ class _Worker:
         name a model."""
         if not time_states.is_content(message.content):
             if message.layout is not None:
-                raise UserError("state_layout requires a file with a tuned state: omit it")
+                raise UserError("state_layout applies only to files with a tuned state: omit state_layout")
             return self._states.upload(message.state, message.content)
         model = self._models[""].model
         tuned = time_states.read_content(message.content, model.config, message.layout)
