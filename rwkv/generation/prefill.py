@@ -74,12 +74,12 @@ class PrefillResult(NamedTuple):
 class Prefill:
     """The prefill of one prompt: each advance() runs one stage, until `result` is no longer None.
 
-    start: the result, with one row, that the prompt continues. after: the cache key of `start`; different starts need
-    different keys. n_logprobs: collect the log-probabilities, among the first vocab_size tokens, of each prompt token and of
-    this many likeliest tokens, without using cached prefixes; None for no log-probabilities. decoder: a decoder of the model,
-    for short chunks; None if neither C nor a GPU graph fits the model. pool_hidden: sum the final hidden states for
-    embeddings (rwkv/generation/embedding.py); the cache is then not used. Raises ValueError if `start` has several rows or
-    belongs to a different model.
+    start: the result, with one row, that the prompt continues. after: the cache key of `start`; different starts need different
+    keys. n_logprobs: the number of likeliest tokens whose log-probabilities are collected at each prompt token, in addition to
+    that token's own (only the first vocab_size tokens count, and no cached prefix is used); None for no log-probabilities.
+    decoder: a decoder of the model, for short chunks; None if neither C nor a GPU graph fits the model. pool_hidden: whether to
+    sum the final hidden states for embeddings (rwkv/generation/embedding.py); the cache is then not used. Raises ValueError if
+    `start` has several rows or belongs to a different model.
     """
 
     def __init__(self, model: Model, tokens: Sequence[int], start: PrefillResult | None = None,

@@ -75,7 +75,7 @@ class Penalties:
         in_prompt = {*prompt} - self._exempt_ids if options.repetition_penalty != 1 else ()
         self._ids = torch.tensor([*in_prompt], dtype=torch.int64, device="cpu")    # (n) distinct ids, new ones last
         self._counts = torch.zeros(len(self._ids), dtype=torch.float64, device="cpu")
-        self._generated = torch.zeros_like(self._counts)                           # 1 if generated
+        self._generated = torch.zeros_like(self._counts)                           # 1 if generated, else 0
         self._index_of = {token: index for index, token in enumerate(self._ids.tolist())}
 
     def add(self, token: int) -> None:
@@ -200,8 +200,8 @@ def next_tokens(logits: Tensor, uniform: Tensor, options: Sampling,
                 penalties: AllPenalties | None = None, draw: Draw | None = None) -> Tensor:
     """The next token of each row, (B,) int64 on the CPU, from logits (B,V) and `uniform` (B,), random numbers in [0, 1).
 
-    penalties: one per row; None if the options have none. draw: the kernels/draw function for the device of the logits; None
-    for PyTorch, which draws on the CPU. Raises UserError if the logits are not finite.
+    penalties: the penalties of each row; None if the options set none. draw: the kernels/draw function for the device of the
+    logits; None for PyTorch, which draws on the CPU. Raises UserError if the logits are not finite.
     """
     tokens = to_host([queued_tokens(logits, uniform, options, penalties, draw)])
     if bool((tokens < 0).any()):
@@ -310,7 +310,7 @@ def _top_logits(logits: Tensor, n: int) -> tuple[Tensor, Tensor]:
     values, ids = logits.topk(n)
     least = values[:, -1:].clamp(min=torch.finfo(logits.dtype).min)          # tokens with -inf are never drawn
     most = int((logits >= least).sum(-1).max())
-    if most > n:                         # topk has picked any of several equal logits
+    if most > n:                         # topk may have picked any of the equal logits
         _, ids = logits.topk(most)
     ids = ids.sort(-1).values
     values, order = logits.gather(-1, ids).sort(dim=-1, descending=True, stable=True)
@@ -323,7 +323,7 @@ def _sum_exp(logits: Tensor) -> Tensor:
 
 
 def _filter_top_p(ordered: Tensor, total: Tensor, top_p: float) -> Tensor:
-    """The logits (B,N), the likeliest first, with -inf for each token before which the sum has reached top_p * total."""
+    """The logits (B,N), the likeliest first, with -inf for each token whose predecessors sum to top_p * total or more."""
     if top_p >= 1:
         return ordered
     weights = ordered.exp().double()
