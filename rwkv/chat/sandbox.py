@@ -184,7 +184,7 @@ def _count_text(value: object) -> None:
 
 
 def _count_result(value: object) -> object:
-    """Counts the characters or items of a value and returns it. An iterator is returned as one that counts while it is read."""
+    """Counts the characters or items of a value and returns it. For an iterator, returns one that counts while it is read."""
     if isinstance(value, (str, list, tuple, dict)):
         _limit.get().make(len(value) * (1 if isinstance(value, str) else ITEM))
     elif isinstance(value, Iterator) and not isinstance(value, LoopContext):

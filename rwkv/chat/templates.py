@@ -75,7 +75,7 @@ def chat_template(name: str) -> ChatTemplate:
 
 
 class TurnTemplate(ChatTemplate):
-    """The templates world, g1 and flower, in which each turn is a role and a text, and all turns have the same format."""
+    """One of the templates world, g1 and flower: each turn is a role and a text, and all turns have the same format."""
 
     def __init__(self, name: str) -> None:
         self.name = self.definition = name

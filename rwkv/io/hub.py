@@ -322,7 +322,8 @@ def _client(name: Name, noun: str) -> ModuleType:
 
 
 class Cached(NamedTuple):
-    """A model or adapter in the cache. name: with the commit as its revision if no branch or tag refers to that commit."""
+    """A model or adapter in the cache. name: its name on the Hub; the revision is the commit if no branch or tag refers to
+    this."""
 
     name: Name
     size: int                            # bytes

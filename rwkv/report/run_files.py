@@ -26,7 +26,7 @@ METRICS = "metrics.csv"
 KERNEL = "kernel.json"
 SAMPLES = "samples.jsonl"
 SWEEP = "sweep.json"
-TUNED = "tuned.json"                     # written by a run with init_from=
+TUNED = "tuned.json"                     # in the directory of a run with init_from=
 Curve = dict[int, float]                 # values by step
 Damaged = list[str]                      # one message for each unreadable part of a file
 
@@ -90,7 +90,7 @@ class Run:
 
 
 def read(folder: Path) -> list[Run]:
-    """Reads a run's directory, or all runs of a sweep or in a folder of runs. Raises UserError if there is none."""
+    """Reads the run in `folder`, or all runs if `folder` holds a sweep or several runs. Raises UserError if there is no run."""
     if (folder / CONFIG).is_file():
         return [_run(folder, folder.name)]
     entries = read_mapping(folder / SWEEP, json.loads, []).get("runs", [])

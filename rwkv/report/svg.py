@@ -40,9 +40,9 @@ Point = tuple[float, float]
 
 @dataclass(frozen=True)
 class Line:
-    """A line in a figure. colour: its number; from COLOURS on, colours repeat with dashes. merge: computes one value from those
-    of neighbouring points that are merged. marked: whether every point has a dot. Overlapping lines get alternating dashes, and
-    rings around each other's dots.
+    """A line in a figure. colour: its colour's number; from COLOURS on, colours repeat with dashes. merge: computes one value
+    from the values of neighbouring points that become one. marked: whether every point has a dot. Overlapping lines get
+    alternating dashes, and rings around each other's dots.
     """
 
     name: str
@@ -78,7 +78,7 @@ class Axis:
 
 def lines(title: str, x_name: str, series: Sequence[Line], logarithmic: bool = False, names: Sequence[str] = ()) -> str:
     """A figure of lines; "" if there is nothing to draw. logarithmic: whether the y axis is logarithmic; then only values above
-    SMALLEST are drawn. names: the name of each colour, for the readings under the pointer; no readings if empty.
+    SMALLEST are drawn. names: the name of each colour, for the readings under the pointer; if empty, there are no readings.
     """
     positioned = _positioned(series, logarithmic)
     if not positioned:
