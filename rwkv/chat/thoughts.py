@@ -43,8 +43,8 @@ def thoughts_end(start: str) -> str:
 def begun_in(answer: str, thinks: bool) -> tuple[str, bool]:
     """The arguments `start` and `continues` of a ThoughtParser for the rest of an answer that begins with `answer`.
 
-    They are ("", True) if `answer` ends in the answer's text, ("<think>", True) if it ends inside thoughts, and (a mark, False)
-    if it ends directly after the mark that begins or ends thoughts. thinks: as in ChatTemplate.
+    They are ("<think>", True) if `answer` ends inside thoughts, (a mark, False) directly after a mark that begins or ends
+    thoughts, and otherwise ("", True). thinks: as in ChatTemplate.
     """
     text = answer.lstrip()
     if not thinks or not text.startswith(BEGUN[True]):

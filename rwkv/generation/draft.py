@@ -30,7 +30,7 @@ STEP_OVERHEAD = 1.25                     # measured: a 0.1b step takes 0.16 of a
 
 
 class Draft(Protocol):
-    """An object that proposes tokens. cost: its time per token, as a fraction of the model's step. most_tokens: the limit per
+    """An object that proposes tokens. cost: its time per token, as a fraction of a model step. most_tokens: the limit per
     pass."""
 
     cost: float

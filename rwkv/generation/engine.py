@@ -309,7 +309,8 @@ class Engine:
         self._rows = [self._rows[position] for position in positions]
 
     def _step_decoder(self, speculate: bool = False) -> None:
-        """Reads the last token of each row. speculate: also reads the tokens that the draft proposes, and sets self._ahead."""
+        """Reads the last token of each row. speculate: whether to also read the tokens that the draft proposes, and to set
+        self._ahead."""
         if self._drawn is not None:
             drafts = self._speculation.propose(self._rows) if speculate and self._speculation and self.speculates else []
             if any(drafts):

@@ -247,7 +247,8 @@ def adjust_logits(logits: Tensor, options: Sampling, penalties: AllPenalties | N
 
 
 def distribution(logits: Tensor, options: Sampling) -> tuple[Tensor | None, Tensor]:
-    """The candidates' ids (B,N), or None if they are the whole vocabulary in order, and their probabilities (B,N)."""
+    """Returns the candidates' ids and probabilities, (B,N) each; ids is None if the candidates are the whole vocabulary in
+    order."""
     ids, candidates = _filter_candidates(logits, options)
     if options.min_p > 0:
         threshold = candidates.amax(-1, keepdim=True) + math.log(options.min_p)

@@ -265,7 +265,7 @@ def _widened(low: float, high: float) -> tuple[float, float]:
 
 
 def _decades(low: float, high: float) -> list[float]:
-    """Ticks of a logarithmic axis: powers of ten, at most about eight; if there are few, also 2 and 5 times each."""
+    """Ticks of a logarithmic axis: powers of ten, at most about eight; if these are few, also 2 and 5 times each power."""
     first = round(math.log10(low))
     last = round(math.log10(high))
     if last - first <= 2:

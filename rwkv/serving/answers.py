@@ -74,7 +74,7 @@ class ResponseSpec:
 class Answer:
     """The ASGI response for the sequences of a ticket. Cancels them when the client disconnects."""
 
-    content_type = "text/event-stream; charset=utf-8"            # a streamed answer's
+    content_type = "text/event-stream; charset=utf-8"            # of streamed answers
 
     def __init__(self, engine: RemoteEngine, ticket: Ticket, spec: ResponseSpec, stream: bool, timeout_s: float) -> None:
         self._engine = engine
@@ -321,8 +321,8 @@ class _Choice:
         return thoughts, [part for part in self._parts(pieces, decided, last) if part.text or part.logprobs or part.call]
 
     def _parts(self, pieces: list[tuple[str, int] | JsonObject], decided: int, last: bool) -> Iterator[Part]:
-        """Yields the pieces, each with the log-probabilities of its tokens: of all that begin before the offset `decided`, or,
-        if `last` is set, of all."""
+        """Yields each piece with the log-probabilities of its tokens. Tokens after the offset `decided` wait for a later call,
+        unless `last` is set."""
         starts = [piece[1] for piece in pieces if isinstance(piece, tuple)]
 
         def logprobs() -> list[Entry]:

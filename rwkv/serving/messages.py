@@ -102,8 +102,8 @@ class Generate:
     """A sequence to generate. id: its number, set by the queue. stream: whether to send the text while it is generated, or all
     at the end.
 
-    start: the saved state that the sequence continues. save: the record under which its final state is saved; the engine fills
-    in tokens, bytes and last_ids. model, owner: as in SavedState.
+    start: the saved state that the sequence continues. save: the record under which the sequence's final state is saved; the
+    engine fills in tokens, bytes and last_ids. model, owner: as in SavedState.
     """
 
     request: Request                     # without a context, which only the engine's process has

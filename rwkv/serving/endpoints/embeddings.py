@@ -92,8 +92,8 @@ def at_once(service: Service) -> int:
 class EmbeddingAnswer(Answer):
     """The answer with the embeddings of `sequences`, which are submitted to the engine a few at a time.
 
-    ticket: the ticket of the first few sequences. render: makes the response body from all last events. error_form: as `form`
-    of ApiError.response.
+    ticket: the ticket of the first few sequences. render: makes the response body from the last event of each sequence.
+    error_form: as `form` of ApiError.response.
     """
 
     def __init__(self, service: Service, ticket: Ticket, sequences: list[Generate], render: Render,

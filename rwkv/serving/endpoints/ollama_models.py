@@ -1,4 +1,4 @@
-"""Ollama's endpoints for models, /api/tags, /api/show, /api/ps, /api/pull and /api/version, and those for embeddings."""
+"""Ollama's endpoints for models, /api/tags, /api/show, /api/ps, /api/pull and /api/version, and for embeddings."""
 
 import hashlib
 import time

@@ -122,7 +122,7 @@ class _Model(NamedTuple):
 
 
 class _Job:
-    """A running sequence: its row, and how much of it has been sent."""
+    """A running sequence: the engine's row, and how much of the row's text has been sent."""
 
     def __init__(self, message: Generate, row: Row) -> None:
         self.message = message
