@@ -46,9 +46,9 @@ def _refusals_ignored() -> Iterator[None]:
 class Ending(NamedTuple):
     """What a template writes after an answer.
 
-    closed: the text after an answer that is the last turn. end: the text between an answer and the next turn, whatever its
-    role. prompt: the prompt for another answer, if the template writes one at the end of `closed` even when none is requested;
-    otherwise "". stop: as in ChatTemplate.
+    closed: the text after an answer that is the last turn. end: the text between an answer and the next turn, whatever the next
+    turn's role. prompt: the prompt for another answer, if the template writes one at the end of `closed` even when none is
+    requested; otherwise "". stop: as in ChatTemplate.
     """
 
     closed: str

@@ -121,7 +121,7 @@ def _generation(file: Path) -> Generation:
 
 
 def _by_name(templates: object) -> object:
-    """A list of templates as a dict by name; anything else, such as a single template, unchanged."""
+    """Turns a list of templates into a dict by name; returns anything else, such as a single template, unchanged."""
     if isinstance(templates, list):
         return {entry.get("name"): entry.get("template") for entry in templates if isinstance(entry, dict)}
     return templates

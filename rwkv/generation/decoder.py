@@ -113,7 +113,7 @@ class CDecoder:
         return self._logits
 
     def with_state(self, state: State) -> "CDecoder":
-        """A decoder for other rows, which begin with `state`; shares this one's weights."""
+        """A decoder with the weights of this one, for other rows, which begin with `state`."""
         other = CDecoder(self._model, state)
         other._c_step = self._shared_step()
         other._weights = self._weights
@@ -239,7 +239,7 @@ class GpuDecoder:
         return self._step(tokens, self._slot_index)
 
     def with_state(self, state: State) -> "GpuDecoder":
-        """A decoder for other rows, which begin with `state`; shares this one's weights."""
+        """A decoder with the weights of this one, for other rows, which begin with `state`."""
         return GpuDecoder(self._model, state, self._step)
 
     @torch.inference_mode()
@@ -268,7 +268,7 @@ class GpuDecoder:
         return self._state_type(*self._step.read(slots))
 
     def warm_up(self, rows: int) -> None:
-        """Allocates slots for that many rows, and captures a CUDA graph for each bucket of row counts up to it."""
+        """Allocates slots for that many rows, and captures a CUDA graph for each bucket of row counts up to that number."""
         self._step.reserve(rows)
 
     def _set_rows(self, slots: list[int]) -> None:

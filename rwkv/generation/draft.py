@@ -67,7 +67,7 @@ class NGram:
 
 
 def continuation(ids: np.ndarray, n: int) -> list[int]:
-    """The n tokens after the longest (then latest) earlier match of the end of `ids`; [] for matches below SHORTEST tokens."""
+    """The n tokens after the longest (then latest) earlier match of the end of `ids`; [] if it is shorter than SHORTEST."""
     ends = np.flatnonzero(ids[:-1] == ids[-1:])          # where the matches end
     for length in range(2, LONGEST + 1):
         longer = ends[ends >= length - 1]

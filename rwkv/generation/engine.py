@@ -72,8 +72,8 @@ def generate_batch(model: Model, tokenizer: Tokenizer, prompts: Sequence[str], m
     (kernels/native). Otherwise PyTorch's matrix products of several rows may differ in the last bits from those of one row, so
     a text may diverge where two tokens are almost equally likely.
 
-    seeds: one per prompt; default 0 for all. logprobs: the number of likeliest tokens in each entry of Sample.logprobs; 0 for
-    no log-probabilities. Raises ValueError as `generate` does.
+    seeds: one per prompt; by default, 0 for all. logprobs: the number of likeliest tokens in each entry of Sample.logprobs; 0
+    for no log-probabilities. Raises ValueError as `generate` does.
     """
     prompts = strings("prompts", prompts)
     seeds = [0] * len(prompts) if seeds is None else whole_numbers("seed", seeds, most=LARGEST_SEED)
@@ -228,7 +228,7 @@ class Engine:
         return pieces
 
     def _accept(self, position: int, ahead: "_Ahead") -> bool:
-        """If the row's last token is the next one of its draft, moves the row to the state and logits after that token.
+        """If the row's last token equals the next proposed token, moves the row to the state and logits after that token.
 
         Returns whether it did."""
         if not self._rows[position].unfinished or ahead.accepted == len(ahead.draft):

@@ -217,7 +217,7 @@ def advance_all(prompts: Sequence[Prefill]) -> None:
 
 
 def pooled(prefill: Prefill, pooling: Pooling) -> Tensor:
-    """The embedding (C) float32, of norm 1, after a prefill with pool_hidden=True."""
+    """The float32 embedding (C), of norm 1, after a prefill with pool_hidden=True."""
     assert prefill.hidden_sum is not None
     assert prefill.last_hidden is not None
     vector = prefill.hidden_sum if pooling == "mean" else prefill.last_hidden.double()

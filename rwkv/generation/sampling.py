@@ -91,7 +91,7 @@ class Penalties:
         self._generated[index] = 1
 
     def apply(self, logits: Tensor) -> None:
-        """Applies the penalties to the row's logits (V) float32, in place."""
+        """Applies the penalties to the row's float32 logits (V), in place."""
         if not len(self._ids):
             return
         options = self._options
@@ -103,7 +103,7 @@ class Penalties:
 
     @staticmethod
     def apply_all(logits: Tensor, rows: Sequence["Penalties"]) -> Tensor:
-        """Applies each row's penalties. Returns the logits (B,V) float32; may change the argument in place."""
+        """Applies each row's penalties. Returns the float32 logits (B,V); may change the argument in place."""
         for row, penalties in enumerate(rows):
             penalties.apply(logits[row])
         return logits
@@ -152,7 +152,7 @@ class PenaltyTable:
         self._rows = []
 
     def apply(self, logits: Tensor, rows: Sequence["TablePenalties"]) -> Tensor:
-        """The logits (B,V) float32 after each row's penalties have been applied."""
+        """The float32 logits (B,V) after each row's penalties have been applied."""
         slots, last = to_device(torch.tensor([[row.slot for row in rows], [row.pop_last() for row in rows]]), logits.device)
         if [*rows] != self._rows:
             self._rows = [*rows]
@@ -278,7 +278,8 @@ def pick(probabilities: Tensor, uniform: Tensor) -> Tensor:
 
 
 def _filter_candidates(logits: Tensor, options: Sampling) -> tuple[Tensor | None, Tensor]:
-    """The ids and logits (B,N) that pass top_k, the likeliest first; the logit is -inf if top_p removes the token.
+    """The ids and logits, (B,N) each, of the tokens that top_k keeps, the likeliest first; a logit is -inf if top_p removes the
+    token.
 
     The row's maximum has been subtracted from the logits. If both filters are off, the ids are None and the logits unsorted.
     """

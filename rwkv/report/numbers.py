@@ -192,7 +192,8 @@ def _difference(run: Run, runs: list[Run], labels: dict[str, str], reference: st
 
 
 def differing(settings: Mapping[str, JsonObject], ignored: Iterable[str]) -> dict[str, dict[str, list[str]]]:
-    """The settings that differ between runs, each with the names of the runs that have each value. settings: by run."""
+    """The settings that differ between runs, each with the names of the runs that have each value. settings: the settings of
+    each run."""
     keys = dict.fromkeys(key for options in settings.values() for key in options if key not in ignored)
     result: dict[str, dict[str, list[str]]] = {}
     for key in keys:

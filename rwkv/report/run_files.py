@@ -112,7 +112,7 @@ def is_finished(folder: Path) -> bool:
 def read_metrics(path: Path, damaged: Damaged | None = None) -> list[dict[str, str]]:
     """The rows of a metrics.csv that have an integer step. If a killed process left a truncated row, its last values are None.
 
-    Raises UserError for a damaged file; if `damaged` is passed, damaged parts are skipped and reported there instead.
+    Raises UserError for a damaged file; with `damaged`, damaged parts are skipped and listed in `damaged` instead.
     """
     rows: list[dict[str, str]] = []
     if not path.is_file():
@@ -132,7 +132,7 @@ def read_samples(path: Path, damaged: Damaged | None = None) -> list[JsonObject]
     """The lines of a samples.jsonl: step, prompt and text. A last line without a line end, which a killed process left, is
     skipped.
 
-    Raises UserError for a damaged file; if `damaged` is passed, damaged parts are skipped and reported there instead.
+    Raises UserError for a damaged file; with `damaged`, damaged parts are skipped and listed in `damaged` instead.
     """
     if not path.is_file():
         return []
@@ -176,7 +176,7 @@ def _run(folder: Path, name: str) -> Run:
 
 
 def _curves(rows: list[dict[str, str]]) -> dict[str, Curve]:
-    """The columns that contain numbers, as curves. The complete values of a truncated row count."""
+    """The columns that contain numbers, as curves. Of a truncated row, the complete values are kept."""
     curves: dict[str, Curve] = {}
     for row in rows:
         for name, text in row.items():

@@ -223,7 +223,8 @@ def _overlap(first: list[Point], second: list[Point]) -> bool:
 
 
 def _line(line: Line, positions: Sequence[Point], index: int, n_overlapping: int) -> str:
-    """The SVG of a line. n_overlapping: how many lines overlap with it, itself included. index: its number among them."""
+    """The SVG of a line. n_overlapping: how many lines overlap with it, itself included. index: the line's number among
+    these."""
     dots = ""
     if line.marked or len(positions) == 1:
         dots = "".join(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{3 + index}"{HOLLOW if index else ""}/>' for x, y in positions)

@@ -132,7 +132,7 @@ class Answer:
         """A hook for subclasses: called after the last event, before the end of the answer is sent."""
 
     def _client_error(self, error: ApiError) -> ApiError:
-        """The error to send to the client in place of `error`; subclasses may replace it."""
+        """Returns the error to send to the client for `error`. A hook for subclasses."""
         return error
 
     def _error_response(self, error: ApiError) -> Response:

@@ -15,7 +15,7 @@ class Turn:
     """How the conversation of a saved state ended.
 
     role: the role of the last message. tail: the text that the state has read after that message, such as a stop string; the
-    rendered next turn begins with it. tools, template: digests of the tools and the chat template of the conversation.
+    rendered next turn begins with this text. tools, template: digests of the tools and the chat template of the conversation.
     """
 
     role: str
@@ -48,7 +48,7 @@ class SavedState:
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """Facts about the model, for clients. width: the size of its hidden state. trained_tokens: the sequence length in training;
+    """Facts about the model, for clients. width: the size of the hidden state. trained_tokens: the sequence length in training;
     None if unknown. device: cpu or cuda."""
 
     generation: str

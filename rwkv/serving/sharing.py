@@ -12,7 +12,7 @@ from rwkv.serving.engine.remote import RemoteEngine
 from rwkv.serving.responses.store import Responses
 from rwkv.serving.states.folder import STATE
 
-SETTLED_NS = 50_000_000                  # a folder changed this recently may change again without a new time stamp
+SETTLED_NS = 50_000_000                  # a folder that changed so few seconds ago may change again without a new time stamp
 
 
 class SharedFolder:

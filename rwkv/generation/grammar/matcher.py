@@ -110,7 +110,7 @@ def matcher_of(grammar: Grammar, tokenizer: Tokenizer, stop_tokens: Sequence[int
 
 @lru_cache(maxsize=4)
 def vocabulary(tokenizer: Tokenizer) -> Vocabulary:
-    """The tokenizer's Vocabulary. It is cached, because the World tokenizer's takes half a second to create."""
+    """The tokenizer's Vocabulary. It is cached, because creating the World tokenizer's takes half a second."""
     return Vocabulary(tokenizer)
 
 

@@ -121,7 +121,7 @@ class _Process:
         self._stopped = False
 
     def reason(self, grammar: Grammar) -> str:
-        """The reason for which the grammar is refused; "" if it is accepted. Blocks until it is compiled."""
+        """The reason for which the grammar is refused; "" if it is accepted. Blocks until the grammar is compiled."""
         where = grammar.parts[0].where
         try:
             if self._process is None and not self._stopped:

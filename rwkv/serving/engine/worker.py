@@ -135,7 +135,7 @@ class _Job:
         finished = self.row.complete
         if not finished and not self.message.stream:
             return None
-        # lm-evaluation-harness, which requests the prompt's log-probabilities, also expects an entry for the token that ends it
+        # lm-evaluation-harness requests the prompt's log-probabilities, and expects an entry for the token that ends the answer
         shown = len(sample.logprobs) if self.row.request.prompt_logprobs else len(sample.tokens)
         logprobs = sample.logprobs[self._logprobs_sent:shown]
         if not (self.text or logprobs or finished):
@@ -216,7 +216,7 @@ class _Worker:
                 self._connection.send(Step(events, *cached, self._states.nbytes, tuple(gone)))
 
     def _event(self, job: _Job) -> Event | None:
-        """The event to send for a sequence, if any. Before its last event, saves the final state if that was requested."""
+        """The event to send for a sequence, if any. Before a sequence's last event, saves the final state if requested."""
         event = job.event()
         saved = job.saved()
         if event is not None and saved is not None:

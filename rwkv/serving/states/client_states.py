@@ -110,7 +110,7 @@ class ClientStates:
         if turn.template != _digest(self.template.definition):
             raise ApiError(400, "state requires its conversation's chat template; this server uses a different one", "state")
         if tools and turn.tools != _digest(tools):
-            raise ApiError(400, "tools must be those of the state's conversation: send the same ones, or begin a new "
+            raise ApiError(400, "tools must be those of the state's conversation: send the same tools, or begin a new "
                                 "conversation", "tools")
         before = _placeholder_messages(turn.role, self.template.supports_tools)
         conversation = [*before, *check_messages(messages)]
@@ -141,7 +141,7 @@ class ClientStates:
 
     def _shift_place(self, error: UserError, before: list[JsonObject], tools: Tools) -> ApiError | UserError:
         """The error to raise when the template cannot render `before` followed by the request's messages. If `before` alone
-        fails, it blames the state; otherwise it numbers the messages as in the request."""
+        fails, the error blames the state; otherwise the error numbers the messages as in the request."""
         try:
             self.template.render(before, False, tools)
         except UserError:
