@@ -136,7 +136,8 @@ def _thinking(service: Service, body: ChatRequest, calls: bool) -> Thinking:
     try:
         service.template.answer_start(thinking.think)
         if calls and thinking.think is True:
-            raise UserError("think: conflicts with a tool_choice that requires a call; send tool_choice=auto or turn thinking off")
+            raise UserError("think: conflicts with a tool_choice that requires a call; send tool_choice=auto, or turn "
+                            "thinking off")
     except UserError as error:
         if thinking.wish:
             return thinking._replace(think=False)
