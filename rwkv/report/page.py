@@ -1,6 +1,6 @@
 """The report as an HTML page: one file without scripts or external resources; every text is escaped.
 
-It has one style sheet, which is light or dark as the system prefers, for screens of any width, even a telephone's.
+Its style sheet is light or dark as the system prefers, and suits screens of any width, even a telephone's.
 """
 
 import statistics

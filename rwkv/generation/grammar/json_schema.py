@@ -20,7 +20,7 @@ from rwkv.io.json_types import JsonObject
 MERGING = ("allOf", "anyOf", "oneOf", "$ref")            # keys whose schemas llguidance may merge with their siblings
 SCALARS = ("null", "boolean", "integer", "number", "string")
 MAX_MULTIPLE = 5_000                     # limit of multipleOf in units of its last digit; llguidance gives up at 10,000
-LARGEST_INT, LOWEST_INT = 2**63 - 1, -(2**63 - 1024)     # llguidance's integer bounds: int64's, the lower rounded
+LARGEST_INT, LOWEST_INT = 2**63 - 1, -(2**63 - 1024)     # llguidance's integer bounds: int64's, the lower rounded up
 LARGEST_FLOAT = float(2**63 - 1024)      # llguidance's largest bound of a `number`
 
 NO_LEAP_SECOND = "^[^:]+:[0-9]+:[0-5]"   # allows no second 60, which very few minutes have
