@@ -247,7 +247,8 @@ QUANTITIES = {
     "steps": "the last step",
     "val_loss": "last validation loss, in nats per token; for pairs of answers, the objective per pair",
     "val_bpb": "last validation loss, in bits per byte; empty if the tokenizer loses too much of the text",
-    "val_lost": "fraction of the validation text that the tokenizer loses, if any; of precomputed ids, the unknown fraction",
+    "val_lost": "fraction of the validation text that the tokenizer loses, if any; for precomputed ids, the fraction "
+                "of unknown tokens",
     "train_loss": "mean training loss of the last logged interval, in nats per token; for pairs of answers, the objective per "
                   "pair",
     **{f"{split}_{name}": f"{words}, mean over {pairs}" for split, pairs in (

@@ -167,8 +167,8 @@ def _errors(comparison: Comparison) -> list[str]:
                *(Column(result, partial(_error, result)) for result in comparison.results)]
     return ["<h2>Error of the operator on this run's own data</h2>",
             '<p class="quiet">Compared with the float64 reference, on the inputs and upstream gradients that the model had at '
-            "the start and at the end of training. RMS error / RMS and, below it, the largest absolute error, in the worst "
-            f"layer and run. {escape(_ranges(kernels[0].runs[0]))}</p>",
+            "the start and at the end of training. A cell has RMS error / RMS and, below it, the largest absolute error, in "
+            f"the worst layer and run. {escape(_ranges(kernels[0].runs[0]))}</p>",
             table(columns, rows)]
 
 

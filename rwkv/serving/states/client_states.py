@@ -95,7 +95,7 @@ class ClientStates:
     def new(self, owner: str, turn: Turn | None = None, model: str = "") -> SavedState:
         """The record of a new state, whose content is saved later. Raises ApiError if the server has no memory for states."""
         if not self.has_room:
-            raise ApiError(400, f"this server saves no states: one takes {self.state_bytes / MIB:.3g} MiB, and "
+            raise ApiError(400, f"this server saves no states: a state takes {self.state_bytes / MIB:.3g} MiB, and "
                                 f"states_mib={self.config.states_mib}", code="states_disabled")
         return SavedState(f"state_{secrets.token_hex(16)}", owner, int(time.time()), None, 0, turn=turn, model=model)
 
