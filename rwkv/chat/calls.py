@@ -43,8 +43,8 @@ CALL_START = (f'{FENCE}json\n{{"name":"', '","arguments":')     # ChatTemplate.c
 def shown(messages: Sequence[Message], tools: Tools = None) -> list[JsonObject]:
     """The messages, with tools, calls and results written into their contents. messages: as check_messages returns them.
 
-    The tools are written at the end of the first message, the system message, which is added if it is missing. Raises
-    UserError, which says where, for a tool that is not a function.
+    The tools are written at the end of the system message, which comes first and is added if it is missing. Raises UserError,
+    which says where, for a tool that is not a function.
     """
     result = [_shown(message) for message in messages]
     if not tools:
@@ -103,7 +103,7 @@ def _json(value: object) -> str:
 def call_stop(call_start: str) -> str:
     """The stop string that ends a call, directly after its JSON. call_start: the beginning of the call in the prompt.
 
-    If call_start is "", it is not the end of a fence, because the answer may have a fence of another language before its call.
+    If call_start is "", the stop string is not the end of a fence, because another fence may precede the call.
     """
     return f"\n{FENCE}" if FENCE in call_start else END
 
@@ -114,7 +114,7 @@ OPENING = re.compile("|".join([*map(re.escape, OPENINGS), r"[{\[]"]))
 OUTER = re.compile(rf"<tool_calls?>|{FENCE}")            # may begin a call even inside other JSON
 INFO = re.compile(r"[ \t]*([\w.+#-]*)(?=[^\w.+#-])\s*")          # a fence's complete language name, and following space
 CALL_INFO = ("", "json", "tool_call", "tool_calls")      # languages of fences that may hold calls
-# The first characters of a call or a list of calls, however many. Groups: the first key; the rest if the key is complete; its
+# Matches any beginning of a call or a list of calls. Groups: the first key; what follows this key if it is complete; the key's
 # value so far.
 BEGINNING = re.compile(r'\[?\s*(?:\{\s*(?:"(\w*)("\s*(?::\s*(.*))?)?)?)?\Z', re.DOTALL)
 FIRST_KEYS = ("name", "arguments", "type", "function", "id")
@@ -126,7 +126,8 @@ NO_ARGUMENTS = {"name", "id", "type"}    # JSON with only these keys is a call w
 
 
 class _Step(NamedTuple):
-    """A decision about the buffer's first `total` characters. text: how many of them are shown. calls: the calls in them."""
+    """A decision about the buffer's first `total` characters. text: how many of these are shown. calls: the calls found in
+    these."""
 
     text: int
     total: int
@@ -141,10 +142,10 @@ class CallParser:
     inside a fence of another language, inside other JSON, or inside thoughts (<think>...</think> at the beginning of the
     answer). White space next to a call is dropped.
 
-    start: the beginning of the answer if the prompt ends with it. most: after this number of calls nothing is shown. parts:
-    what the last push() returned, in order: calls, and texts with their offsets. spans: (start, end) of each text shown by the
-    last push(). decided: the offset up to which the answer has been separated into text and calls. Offsets count from the
-    first character pushed, so they are negative within `start`.
+    start: the beginning of the answer if the prompt ends with it. most: the number of calls after which nothing is shown.
+    parts: what the last push() returned, in order: calls, and texts with their offsets. spans: (start, end) of each text shown
+    by the last push(). decided: the offset up to which the answer has been separated into text and calls. Offsets count from
+    the first character pushed, so they are negative within `start`.
     """
 
     def __init__(self, functions: Collection[str], start: str = "", most: int | None = None) -> None:
@@ -196,7 +197,8 @@ class CallParser:
         return None if self._most is None else self._most - self.n_calls
 
     def _shown(self, text: str) -> str:
-        """`text` without white space after a call; also appends its span. text: the beginning of the buffer."""
+        """Returns `text`, the beginning of the buffer, without white space after a call, and appends the result's span to
+        `spans`."""
         end = self.decided + len(text)
         if self._after_call:
             text = text.lstrip()
@@ -297,7 +299,7 @@ class CallParser:
         return _text(place)
 
     def _value(self, place: int, closing: str, last: bool, quoted: bool = False) -> _Step | None:
-        """Handles the JSON at a place in the buffer: it is either calls or text. quoted: it is text in any case."""
+        """Handles the JSON at a place in the buffer: it is either calls or text. quoted: whether it is text in any case."""
         end = None
         if quoted and not last and _after_space(self._buffer, place + 1) == len(self._buffer):
             return None
@@ -335,7 +337,7 @@ class CallParser:
         return key in FIRST_KEYS and (not values or any(name.startswith(value) or value.startswith(name) for name in allowed))
 
     def _calls(self, text: str) -> list[JsonObject] | None:
-        """The calls in a JSON object or list; None if it contains anything else than calls of these functions."""
+        """The calls in a JSON object or list; None if it contains anything but calls of these functions."""
         try:
             items = [item for _, item in _members(text)] if text.startswith("[") else [text]
             calls = [_call(item) for item in items]
@@ -377,7 +379,7 @@ def _text(length: int) -> _Step | None:
 
 
 def _certain(text: str) -> int:
-    """The length of `text` without a partial opening mark at its end, and without white space before that."""
+    """The length of `text` without a partial opening mark at its end, and without white space before this mark."""
     return len(text[:len(text) - begun_at_end(text, OPENINGS)].rstrip())
 
 

@@ -5,9 +5,9 @@ in a message.
     ids, = encode(tokenizer, [template.render(messages)])
 
 In rendered text, the names that the template wrote look the same as those in messages. So the template from for_tokenizer marks
-the names in messages before it renders them: it replaces them by random characters that nobody can have typed. `encode` and
-`without_marks` restore them. It marks names of special tokens, and also parts of names at the beginning or end of a message,
-which could be joined into a whole name.
+the names in messages before it renders them: it replaces the names by random characters that nobody can have typed, and
+`encode` and `without_marks` restore them. Besides whole names, the template marks parts of names at the beginning or end of a
+message, which could be joined into a whole name.
 """
 
 import re
@@ -30,7 +30,7 @@ ENDS_MARKED = re.compile(rf"{MARK.pattern}\s*\Z")
 
 
 def for_tokenizer(template: ChatTemplate, tokenizer: Tokenizer) -> ChatTemplate:
-    """The template; if the tokenizer has special tokens, one whose rendered text has marks for `encode`.
+    """The template or, if the tokenizer has special tokens, a version of it whose rendered text has marks for `encode`.
 
     With the World tokenizer, bos_token of a jinja2 template is end_of_text, because World uses one token for both.
     """
@@ -59,8 +59,8 @@ def encode_each(tokenizer: Tokenizer, texts: Sequence[Sequence[str]], before: st
 
 
 class _Piece(NamedTuple):
-    """A piece of text to encode. within: whether it continues a text. skip: how many of its first ids are dropped. ends: ids
-    to put before its own."""
+    """A piece of text to encode. within: whether it continues a text. skip: how many of its first ids are dropped. ends: ids to
+    put before the piece's ids."""
 
     text: str
     within: bool = False
@@ -81,7 +81,7 @@ def _pieces(tokenizer: Tokenizer, parts: Sequence[str], before: str) -> Iterator
 
 
 def _after(tokenizer: Tokenizer, before: str, text: str) -> list[_Piece]:
-    """`text` in pieces that encode as its continuation of `before`. A tokenizer may add a space after a special token."""
+    """Cuts `text` into pieces whose ids continue the ids of `before`. A tokenizer may add a space after a special token."""
     if not (tokenizer.adds_space and before and text):
         return [_Piece(text)]
     names = [*tokenizer.private.values()]

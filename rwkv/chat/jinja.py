@@ -46,9 +46,9 @@ def _refusals_ignored() -> Iterator[None]:
 class Ending(NamedTuple):
     """What a template writes after an answer.
 
-    closed: the text after an answer that is the last turn. end: the text between an answer and the next turn, whatever its
-    role. prompt: the prompt for another answer, if the template writes one at the end of `closed` even when none is requested;
-    otherwise "". stop: as in ChatTemplate.
+    closed: the text after an answer that is the last turn. end: the text between an answer and the next turn, whatever the next
+    turn's role. prompt: the prompt for another answer, if the template writes one at the end of `closed` even when none is
+    requested; otherwise "". stop: as in ChatTemplate.
     """
 
     closed: str
@@ -68,8 +68,8 @@ class JinjaTemplate(ChatTemplate):
     """
 
     def __init__(self, text: str, name: str, tool_use: str | None = None) -> None:
-        """text: the template's source. tool_use: the source of the template for conversations with tools; None if that is also
-        `text`."""
+        """text: the template's source. tool_use: the source of the template for conversations with tools; None if `text` serves
+        these, too."""
         from jinja2 import TemplateError
 
         from rwkv.chat.sandbox import LimitReached, Sandbox, limited
@@ -100,7 +100,7 @@ class JinjaTemplate(ChatTemplate):
             self.call_start = self._find_call_start()
         if self._in_parts:               # so that cached tokens of the other format are not used
             self.definition += f", parts: {sorted(self._in_parts)}"
-        self._tool_use: JinjaTemplate | UserError | None = None  # an error is raised when it is used
+        self._tool_use: JinjaTemplate | UserError | None = None  # an error is raised on the first use
         if tool_use is not None:
             try:
                 self._tool_use = JinjaTemplate(tool_use, f"{name} (tool_use)")
@@ -114,7 +114,7 @@ class JinjaTemplate(ChatTemplate):
 
     def _find_form(self) -> None:
         """Finds, for each role, whether the template expects content as a string or as a list of parts. Raises UserError if it
-        writes the user's text in neither case."""
+        writes the user's text in neither form."""
         refused = None
         lost = False
         for opening, in_parts in product(([], [SYSTEM]), (frozenset[str](), frozenset(ROLES), frozenset({"user"}))):
@@ -139,7 +139,8 @@ class JinjaTemplate(ChatTemplate):
         self._find_role_form("tool", [*talk, CALL, RESULT], [*talk, CALL, RESULT, ANSWER])
 
     def _find_role_form(self, role: str, *talks: Sequence[Message]) -> None:
-        """As _find_form, for another role. If the template writes its text in neither case, the role is added to _unread."""
+        """As _find_form, but for another role. If the template writes the role's text in neither form, the role is added to
+        _unread."""
         unread = False
         previous = self._in_parts
         for in_parts in (previous, previous ^ {role}):
@@ -236,8 +237,8 @@ class JinjaTemplate(ChatTemplate):
         return self._render([*self._opening, {"role": "user", "content": "A question."}], True, None, think)
 
     def parts(self, messages: Sequence[Message], tools: Tools = None) -> list[Part]:
-        """As ChatTemplate.parts. An answer is the text that the template writes after the prompt for it, up to and including
-        eos_token if the template writes one. Text after eos_token is not learnt."""
+        """As ChatTemplate.parts. An answer is the text that the template writes after the prompt for an answer, up to and
+        including eos_token if the template writes one. Text after eos_token is not learnt."""
         messages = check_messages(messages)
         template = self._select(messages, tools)
         if template is not self:

@@ -90,8 +90,8 @@ class Generation(NamedTuple):
 
 
 def generation_in(checkpoint: Path, fake: bool = False, tools: bool = False) -> Generation:
-    """The checkpoint's generation options. fake: those for answers that begin with empty thoughts. tools: those for
-    conversations with tools.
+    """The checkpoint's generation options. fake: whether answers begin with empty thoughts. tools: whether the conversation has
+    tools.
 
     A Hugging Face directory may have a separate file for each of these cases (rwkv-rs/transformers-rwkv,
     docs/source/en/model_doc/rwkv.md); if that file is missing or empty, generation_config.json is used. temperature, top_p,
@@ -121,7 +121,7 @@ def _generation(file: Path) -> Generation:
 
 
 def _by_name(templates: object) -> object:
-    """A list of templates as a dict by name; anything else, such as a single template, unchanged."""
+    """Turns a list of templates into a dict by name; returns anything else, such as a single template, unchanged."""
     if isinstance(templates, list):
         return {entry.get("name"): entry.get("template") for entry in templates if isinstance(entry, dict)}
     return templates
@@ -161,7 +161,7 @@ def _strings(metadata: JsonObject, keys: tuple[str, ...]) -> list[str]:
 
 
 def _numbers(metadata: JsonObject, names: dict[str, str]) -> JsonObject:
-    """The values of these keys that are numbers, under our names. names: our name for each key."""
+    """The numbers in the metadata that have a key in `names`, by our names. names: our name for each key."""
     numbers = {name: metadata[key] for key, name in names.items()
                if isinstance(metadata.get(key), int | float) and not isinstance(metadata[key], bool)}
     if (top_k := numbers.get("top_k", 0.5)) % 1 == 0:    # some files have 20.0; 20.5 is refused where top_k is used

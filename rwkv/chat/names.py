@@ -54,7 +54,7 @@ def choose_template(requested: str | None, path: str, run: JsonObject | None = N
     """The requested template; otherwise the one with which the run's conversations were rendered; otherwise the checkpoint's
     default.
 
-    path: the checkpoint's. run: the configuration of the training run that wrote it.
+    path: the checkpoint's path. run: the configuration of the training run that wrote it.
     """
     if requested:
         return Choice(requested, "your template=")

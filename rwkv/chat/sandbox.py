@@ -170,7 +170,7 @@ def _count_items(values: Iterable[object]) -> Iterator[object]:
 
 
 def _count_text(value: object) -> None:
-    """Counts the characters of all strings in a value. A list or dict may contain the same list many times."""
+    """Counts the characters of all strings in a value. A list that occurs in it several times is counted each time."""
     limit = _limit.get()
     if isinstance(value, dict):
         value = [*value, *value.values()]
@@ -184,7 +184,7 @@ def _count_text(value: object) -> None:
 
 
 def _count_result(value: object) -> object:
-    """Counts the characters or items of a value and returns it. An iterator is returned as one that counts while it is read."""
+    """Counts the characters or items of a value and returns it. For an iterator, returns one that counts while it is read."""
     if isinstance(value, (str, list, tuple, dict)):
         _limit.get().make(len(value) * (1 if isinstance(value, str) else ITEM))
     elif isinstance(value, Iterator) and not isinstance(value, LoopContext):

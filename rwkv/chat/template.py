@@ -35,8 +35,8 @@ class ChatTemplate(ABC):
     learns: Think = False
 
     def for_learning(self, think: Think) -> Self:
-        """A template for training: in its parts(), answers follow a prompt that asks for thoughts in this way, so that this
-        beginning of the answer is not learnt.
+        """A template for training: in its parts(), the beginning of thoughts that a prompt for `think` contains belongs to the
+        prompt, and so is not learnt.
 
         think=True affects all answers with thoughts. think="fake" affects only the last answer, if it has no thoughts; as in a
         chat, earlier answers have no empty thoughts. Raises UserError as answer_start does.
@@ -52,13 +52,13 @@ class ChatTemplate(ABC):
     @property
     def no_tools(self) -> str:
         """The message for a template without tools, which says which templates support them."""
-        return (f"the chat template {self.name} does not support tools; g1 and flower do, the templates of the G1 models, and "
-                "a jinja2 file may")
+        return (f"the chat template {self.name} does not support tools: use g1 or flower, the templates of the G1 models, or "
+                "a jinja2 file that supports tools")
 
     @abstractmethod
     def render(self, messages: Sequence[Message], add_generation_prompt: bool = True,
                tools: Tools = None, think: Think = False, effort: str | None = None) -> str:
-        """The conversation as text. add_generation_prompt: append the prompt for an answer.
+        """The conversation as text. add_generation_prompt: whether to append the prompt for an answer.
 
         think: how that prompt asks for thoughts. effort: how long the thoughts should be, a key of thoughts.HINTS; it has an
         effect only with think=True, and if the template supports it. Raises UserError, naming the field, for a malformed

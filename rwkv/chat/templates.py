@@ -15,7 +15,7 @@ token of World, ends a turn, and end_of_text precedes the conversation. Contents
 
     System✿{system}✿\nUser✿{user}✿\nBot✿{answer}✿\nUser✿{user}✿\nBot✿<think
 
-Any other name is that of a file with a jinja2 template (jinja.py): a file of its own, or one of a checkpoint's (metadata.py).
+Any other name is the path of a file with a jinja2 template (jinja.py): a jinja2 file, or a checkpoint's file (metadata.py).
 """
 
 import re
@@ -75,7 +75,7 @@ def chat_template(name: str) -> ChatTemplate:
 
 
 class TurnTemplate(ChatTemplate):
-    """The templates world, g1 and flower, in which each turn is a role and a text, and all turns have the same format."""
+    """One of the templates world, g1 and flower: each turn is a role and a text, and all turns have the same format."""
 
     def __init__(self, name: str) -> None:
         self.name = self.definition = name

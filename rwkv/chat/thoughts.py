@@ -43,8 +43,8 @@ def thoughts_end(start: str) -> str:
 def begun_in(answer: str, thinks: bool) -> tuple[str, bool]:
     """The arguments `start` and `continues` of a ThoughtParser for the rest of an answer that begins with `answer`.
 
-    They are ("", True) if `answer` ends in the answer's text, ("<think>", True) if it ends inside thoughts, and (a mark, False)
-    if it ends directly after the mark that begins or ends thoughts. thinks: as in ChatTemplate.
+    They are ("<think>", True) if `answer` ends inside thoughts, (a mark, False) directly after a mark that begins or ends
+    thoughts, and otherwise ("", True). thinks: as in ChatTemplate.
     """
     text = answer.lstrip()
     if not thinks or not text.startswith(BEGUN[True]):
@@ -78,12 +78,12 @@ def answer_message(start: str, text: str) -> JsonObject:
 
 
 class ThoughtParser:
-    """Separates the thoughts from the text in a streamed answer. The result does not depend on how it is split into pieces.
+    """Separates the thoughts from the text in a streamed answer. The result does not depend on how the answer is split.
 
     Thoughts begin with <think> at the beginning of the answer, and end with </think> or with the answer. White space around
     them is dropped. start: the beginning of thoughts in the prompt, as begun_by() returns it. thinks: as in ChatTemplate; if
-    False, the whole answer is text, without leading white space. continues: the pieces continue thoughts or text that have
-    already begun, as begun_in() says, so leading white space is kept.
+    False, the whole answer is text, without leading white space. continues: whether the pieces continue thoughts or text that
+    have already begun, as begun_in() says; leading white space is then kept.
 
     thinking: whether the last piece ended inside thoughts. text_place: the offset at which the text after the thoughts begins;
     if it has not begun, the number of characters pushed. decided: the offset up to which the answer has been separated into
@@ -97,7 +97,7 @@ class ThoughtParser:
         self._looking = thinks and not begins and not continues  # whether <think> may still begin the answer
         self._skips = ">" if begins and not start.rstrip().endswith(">") else ""        # the rest of the prompt's last mark
         self._buffer = ""                # characters that may be thoughts or text
-        self._shows = continues          # thoughts or text, whichever is current, is no longer only white space
+        self._shows = continues          # the current part (thoughts or text) has more than white space
         self._pushed = 0
         self._text_place: int | None = 0 if continues and not self.thinking else None
 
@@ -110,7 +110,7 @@ class ThoughtParser:
         return self._pushed - len(self._buffer) * (not self.thinking)
 
     def push(self, piece: str, last: bool = False) -> tuple[str, str]:
-        """Appends a piece. Returns the thoughts and the text that can now be shown. last: the answer ends with this piece."""
+        """Appends a piece. Returns the thoughts and the text that can now be shown. last: whether the answer ends here."""
         self._buffer += piece
         self._pushed += len(piece)
         if self._skips and self._buffer:

@@ -44,10 +44,10 @@ class Stats:
 class Chat:
     """A conversation: its messages, and the saved prefill results from which the next turn continues.
 
-    context: the prefill result that precedes the conversation, for example from a state file; None for none. stop: strings
-    that end an answer, in addition to the template's. think: how answers begin; see rwkv/chat/thoughts.py. A message stores
-    its thoughts as reasoning_content; the template decides whether later turns show them. kept_bytes: memory limit of the
-    saved results, in bytes; the oldest are evicted first. draft: as for Engine.
+    context: the prefill result that precedes the conversation, for example from a state file; None if nothing precedes it.
+    stop: strings that end an answer, in addition to the template's. think: how answers begin; see rwkv/chat/thoughts.py. A
+    message stores its thoughts as reasoning_content; the template decides whether later turns show them. kept_bytes: memory
+    limit of the saved results, in bytes; the oldest are evicted first. draft: as for Engine.
     """
 
     model: Model
@@ -89,7 +89,7 @@ class Chat:
         return self._answer_after(before)
 
     def undo(self) -> None:
-        """Removes the last user turn and its answer. Raises UserError if there is none."""
+        """Removes the last user turn and its answer. Raises UserError if there is no user turn."""
         turns = [i for i, message in enumerate(self.messages) if message["role"] == "user"]
         if not turns:
             raise UserError("no turn to undo")

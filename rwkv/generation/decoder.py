@@ -1,7 +1,7 @@
 """Decoders: each step reads one token per row of a batch.
 
 A CDecoder makes one C call per step, on a CPU (model/decoding/c_step.py). A GpuDecoder replays one CUDA graph per step
-(model/decoding/triton_step.py). A Decoder uses PyTorch: for each block the step function of the RWKV generation
+(model/decoding/triton_step.py). A Decoder uses PyTorch: for each block it calls the step function of the RWKV generation
 (model/rwkvN/step.py), which uses the weights without calling modules. If the model has adapters, hooks, replaced layers or
 reordered blocks, Decoder calls the model itself.
 """
@@ -61,7 +61,7 @@ class Decoder:
         self._state = State.cat([self._state, state])
 
     def state(self, rows: list[int] | None = None) -> State:
-        """The state of these rows; None for all rows."""
+        """The state of these rows, or of all rows if `rows` is None."""
         return self._state if rows is None else self._state.rows(rows)
 
 
@@ -113,7 +113,7 @@ class CDecoder:
         return self._logits
 
     def with_state(self, state: State) -> "CDecoder":
-        """A decoder for other rows, which begin with `state`; shares this one's weights."""
+        """A decoder with the weights of this one, for other rows, which begin with `state`."""
         other = CDecoder(self._model, state)
         other._c_step = self._shared_step()
         other._weights = self._weights
@@ -121,7 +121,7 @@ class CDecoder:
 
     @torch.inference_mode()
     def read(self, prompts: Sequence[Tensor]) -> Tensor:
-        """Reads B prompts (t,) in one C call. Returns the logits (B,V) after their last tokens, bit for bit those of t single
+        """Reads B prompts in one C call. Returns the logits (B,V) after the last token of each, bit for bit those of single
         steps, in memory that the next call overwrites."""
         c = self._shared_step()
         lengths = torch.tensor([*map(len, prompts)], device="cpu")
@@ -134,8 +134,8 @@ class CDecoder:
         """Reads one sequence per row in one C call. Returns the logits (n,V) after each of the n tokens of all sequences, bit
         for bit those of single steps.
 
-        The rows keep their present states. The state after each token is saved until advance() or drop_ahead(); a further
-        call continues from the last one.
+        The rows keep their present states. The state after each token is saved until advance() or drop_ahead(); a further call
+        continues from the last saved state.
         """
         tokens = [*chain.from_iterable(sequences)]
         free = iter(self._free_places(len(tokens)))
@@ -177,7 +177,7 @@ class CDecoder:
 
     @torch.inference_mode()
     def state(self, rows: list[int] | None = None) -> State:
-        """A copy of the state of these rows; None for all rows."""
+        """A copy of the state of these rows, or of all rows if `rows` is None."""
         state_rows = self._state_rows if rows is None else [self._state_rows[row] for row in rows]
         parts = self._states.transpose(0, 1).split(self._sizes, 2)
         return self._state_type(*(part[:, state_rows].contiguous().unflatten(2, shape)
@@ -239,12 +239,13 @@ class GpuDecoder:
         return self._step(tokens, self._slot_index)
 
     def with_state(self, state: State) -> "GpuDecoder":
-        """A decoder for other rows, which begin with `state`; shares this one's weights."""
+        """A decoder with the weights of this one, for other rows, which begin with `state`."""
         return GpuDecoder(self._model, state, self._step)
 
     @torch.inference_mode()
     def read(self, prompts: Sequence[Tensor]) -> Tensor:
-        """Reads B prompts (t,) in one replay. Returns the logits (B,V) after the last tokens, bit for bit those of t steps."""
+        """Reads B prompts in one replay. Returns the logits (B,V) after the last token of each, bit for bit those of single
+        steps."""
         return self._step.read_prompts(prompts, self._slot_index)
 
     @torch.inference_mode()
@@ -262,12 +263,12 @@ class GpuDecoder:
 
     @torch.inference_mode()
     def state(self, rows: list[int] | None = None) -> State:
-        """A copy of the state of these rows; None for all rows."""
+        """A copy of the state of these rows, or of all rows if `rows` is None."""
         slots = self._slots if rows is None else [self._slots[row] for row in rows]
         return self._state_type(*self._step.read(slots))
 
     def warm_up(self, rows: int) -> None:
-        """Allocates slots for that many rows, and captures a CUDA graph for each bucket of row counts up to it."""
+        """Allocates slots for that many rows, and captures a CUDA graph for each bucket of row counts up to that number."""
         self._step.reserve(rows)
 
     def _set_rows(self, slots: list[int]) -> None:

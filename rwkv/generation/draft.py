@@ -23,14 +23,15 @@ from rwkv.model.decoding.c_step import why_not
 from rwkv.tokenizer.tokenizers import Tokenizer
 
 WINDOW = 2**15                           # the last tokens of a sequence that an NGram searches
-SHORTEST, LONGEST = 3, 8                 # tokens that must match, and at most that many compared to choose between matches
+SHORTEST, LONGEST = 3, 8                 # tokens that must match; most tokens compared to choose among matches
 PROMPT_TOKENS = 128                      # if more tokens are unread, a draft model reads only the last ones
 CHUNK = 64                               # tokens that a draft model reads per call
 STEP_OVERHEAD = 1.25                     # measured: a 0.1b step takes 0.16 of a 1.5b step's time, with 0.127 of the parameters
 
 
 class Draft(Protocol):
-    """What proposes tokens. cost: time per proposed token, as a fraction of the model's step. most_tokens: limit per pass."""
+    """An object that proposes tokens. cost: its time per token, as a fraction of a model step. most_tokens: the limit per
+    pass."""
 
     cost: float
     most_tokens: int
@@ -43,7 +44,7 @@ class NGram:
     """Finds the longest earlier occurrence, in the prompt or the generated text, of the sequence's last tokens, and proposes
     the tokens that followed it.
 
-    Of equally long matches, the latest is used. If it is followed by fewer tokens than requested, they are repeated.
+    Of equally long matches, the latest is used. If fewer tokens than requested follow the match, these tokens are repeated.
     """
 
     cost = 0.0
@@ -66,7 +67,7 @@ class NGram:
 
 
 def continuation(ids: np.ndarray, n: int) -> list[int]:
-    """The n tokens after the longest (then latest) earlier match of the end of `ids`; [] for matches below SHORTEST tokens."""
+    """The n tokens after the longest (then latest) earlier match of the end of `ids`; [] if it is shorter than SHORTEST."""
     ends = np.flatnonzero(ids[:-1] == ids[-1:])          # where the matches end
     for length in range(2, LONGEST + 1):
         longer = ends[ends >= length - 1]
@@ -85,8 +86,8 @@ class ModelDraft:
     """A smaller model with the same vocabulary. It reads the last PROMPT_TOKENS tokens of the prompt, and then the tokens that
     the row draws. After a long pause it starts again, with the row's last PROMPT_TOKENS tokens.
 
-    target: the model that verifies the proposals. tokenizer: the one of both models. Raises UserError unless both models have
-    the same vocabulary size and the draft's decoding step is in C.
+    target: the model that verifies the proposals. tokenizer: the tokenizer of both models. Raises UserError unless both models
+    have the same vocabulary size and the draft's decoding step is in C.
     """
 
     def __init__(self, model: Model, target: Model, tokenizer: Tokenizer, most_tokens: int = DRAFT_TOKENS) -> None:
@@ -108,7 +109,7 @@ class ModelDraft:
 
     @torch.inference_mode()
     def propose(self, row: Row, n: int) -> list[int]:
-        """As Draft.propose; [] while more than CHUNK tokens are still unread."""
+        """As Draft.propose, but returns [] while more than CHUNK tokens are still unread."""
         reader = self._readers.get(row)
         if reader is None or reader.is_behind(row.sample.tokens):
             ids = [*row.known_ids[-PROMPT_TOKENS:], *row.sample.tokens][-PROMPT_TOKENS:]
@@ -147,7 +148,7 @@ class _Reader:
         return len(self._unread) + len(tokens) - self._drawn > PROMPT_TOKENS
 
     def read(self, tokens: list[int]) -> torch.Tensor | None:
-        """The logits (1,V) after all tokens drawn by the row; None if tokens remain, which the next call reads."""
+        """The logits (1,V) after all tokens drawn by the row; None if tokens remain unread, for the next call."""
         self._unread += tokens[self._drawn:]
         self._drawn = len(tokens)
         pairs = zip(self._ahead, self._unread[:-1], strict=False)        # the last token is always read, for its logits

@@ -16,7 +16,8 @@ from rwkv.tokenizer.tokenizers import Tokenizer
 
 
 def embed(model: Model, tokenizer: Tokenizer, texts: Sequence[str], pooling: Pooling = "mean") -> Tensor:
-    """The embeddings (n, C) of n texts, float32, each of norm 1: the dot product of two is their cosine similarity.
+    """The float32 embeddings (n,C) of n texts. Each has norm 1, so the dot product of two embeddings is their cosine
+    similarity.
 
     pooling: "mean" averages over the text's tokens, "last" takes the last token. An empty text is read as the end-of-text
     token. A vector does not depend on the other texts. Raises ValueError for any other pooling, and for texts that cannot be

@@ -72,8 +72,8 @@ def generate_batch(model: Model, tokenizer: Tokenizer, prompts: Sequence[str], m
     (kernels/native). Otherwise PyTorch's matrix products of several rows may differ in the last bits from those of one row, so
     a text may diverge where two tokens are almost equally likely.
 
-    seeds: one per prompt; default 0 for all. logprobs: the number of likeliest tokens in each entry of Sample.logprobs; 0 for
-    no log-probabilities. Raises ValueError as `generate` does.
+    seeds: one per prompt; by default, 0 for all. logprobs: the number of likeliest tokens in each entry of Sample.logprobs; 0
+    for no log-probabilities. Raises ValueError as `generate` does.
     """
     prompts = strings("prompts", prompts)
     seeds = [0] * len(prompts) if seeds is None else whole_numbers("seed", seeds, most=LARGEST_SEED)
@@ -94,11 +94,11 @@ class Engine:
     (row's index, piece of text); a piece may be empty.
 
     add() adds a row. Its prefill runs between the steps of the other rows, with the work of about Chunks.budget tokens per
-    step. cache: prompts continue from its longest matching entry; it receives the results of prefill and of finished
-    sequences. draft: proposes tokens, which changes no sequence; it is ignored unless the decoding step is in C (see
-    `speculates`). If rwkv/model/weights_watch.py detects that the model's weights have changed, the next step (on a GPU, one of
-    the next 64) uses the new weights with the old states. Not thread-safe. Raises UserError if the tokenizer has more tokens
-    than the model.
+    step. cache: a prefix cache, whose longest matching entry a prompt continues; the results of prefill and of finished
+    sequences are added. draft: the Draft that proposes tokens; it changes no sequence, and is ignored unless the decoding step
+    is in C (see `speculates`). If rwkv/model/weights_watch.py detects that the model's weights have changed, the next step (on
+    a GPU, one of the next 64) uses the new weights with the old states. Not thread-safe. Raises UserError if the tokenizer has
+    more tokens than the model.
     """
 
     def __init__(self, model: Model, tokenizer: Tokenizer, cache: PrefixCache | None = None,
@@ -207,7 +207,7 @@ class Engine:
         rows = [(position, self._rows[position]) for position in positions]
         pieces = [(row.index, row.end_without_token()) for _, row in rows if row.unfinished and not row.update_forbidden()]
         for position, row in rows:
-            if row.needs_final_context:  # its last token has now been read
+            if row.needs_final_context:  # the step has read the row's last token
                 self._set_final_context(position)
         unfinished = [(position, row) for position, row in rows if row.unfinished]
         if not unfinished:
@@ -228,7 +228,7 @@ class Engine:
         return pieces
 
     def _accept(self, position: int, ahead: "_Ahead") -> bool:
-        """If the row's last token is the next one of its draft, moves the row to the state and logits after that token.
+        """If the row's last token equals the next proposed token, moves the row to the state and logits after that token.
 
         Returns whether it did."""
         if not self._rows[position].unfinished or ahead.accepted == len(ahead.draft):
@@ -309,7 +309,8 @@ class Engine:
         self._rows = [self._rows[position] for position in positions]
 
     def _step_decoder(self, speculate: bool = False) -> None:
-        """Reads the last token of each row. speculate: also reads the tokens that the draft proposes, and sets self._ahead."""
+        """Reads the last token of each row. speculate: whether to also read the tokens that the draft proposes, and to set
+        self._ahead."""
         if self._drawn is not None:
             drafts = self._speculation.propose(self._rows) if speculate and self._speculation and self.speculates else []
             if any(drafts):
@@ -331,7 +332,7 @@ class Engine:
 
     @property
     def speculates(self) -> bool:
-        """Whether the engine uses its draft: it has one, and its decoding step is in C."""
+        """Whether the engine uses a draft: it has one, and the decoding step is in C."""
         return self._draft is not None and isinstance(self._decoder, CDecoder)
 
     def _advance_prefills(self) -> None:
@@ -391,7 +392,8 @@ class Engine:
     def _draw(self, positions: Sequence[int]) -> list[int]:
         """The next token of the row at each position; rows with equal options are drawn together.
 
-        A row that has a context and whose logits are not finite is cancelled (its file may be damaged); its token here is 0.
+        If the logits of a row with a context are not finite, the row is cancelled, because the context's file may be damaged;
+        the returned token is then 0.
         """
         rows = [self._rows[position] for position in positions]
         logits = self._logits[:, :self._tokenizer.vocab_size]
@@ -460,7 +462,8 @@ def _mask_forbidden(logits: Tensor, rows: Sequence[Row]) -> Tensor:
 
 @dataclass
 class _Ahead:
-    """n tokens proposed for a row, while it draws. logits: (n+1,V), after the row's last token and after each proposal."""
+    """The n tokens proposed for a row in the present step. logits: those after the row's last token and each proposal,
+    (n+1,V)."""
 
     draft: list[int]
     logits: Tensor
@@ -469,12 +472,12 @@ class _Ahead:
 
 @dataclass
 class _SharedPrefill:
-    """A prefill and all rows that have its prompt. request: the one of the first row."""
+    """A prefill and all rows that have its prompt. request: the first row's request."""
 
     prefill: Prefill
     request: Request
     rows: list[Row]
-    logprobs: list[JsonObject] = field(default_factory=list)         # of the prompt tokens read so far, except the first
+    logprobs: list[JsonObject] = field(default_factory=list)         # entries of all prompt tokens read, except the first
 
     def serves(self, request: Request, ids: list[int]) -> bool:
         return self.request.shares_prefill(request) and self.prefill.tokens == ids

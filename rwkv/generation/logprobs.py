@@ -13,7 +13,7 @@ from rwkv.tokenizer.tokenizers import Tokenizer
 def logprobs(logits: Tensor, tokens: Tensor, n: int) -> tuple[Tensor, Tensor, Tensor]:
     """The log-probabilities (B,) of tokens (B,), the ids (B,n) of the n likeliest tokens, and their log-probabilities (B,n).
 
-    Computed on the device of the logits (B,V), returned on the CPU.
+    Computes on the device of the logits (B,V); the results are on the CPU.
     """
     vocabulary = torch.log_softmax(logits.float(), -1)
     top = vocabulary.topk(min(n, vocabulary.shape[-1]))

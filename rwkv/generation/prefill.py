@@ -74,12 +74,12 @@ class PrefillResult(NamedTuple):
 class Prefill:
     """The prefill of one prompt: each advance() runs one stage, until `result` is no longer None.
 
-    start: the result, with one row, that the prompt continues. after: the cache key of `start`; different starts need
-    different keys. n_logprobs: collect the log-probabilities, among the first vocab_size tokens, of each prompt token and of
-    this many likeliest tokens, without using cached prefixes; None for no log-probabilities. decoder: a decoder of the model,
-    for short chunks; None if neither C nor a GPU graph fits the model. pool_hidden: sum the final hidden states for
-    embeddings (rwkv/generation/embedding.py); the cache is then not used. Raises ValueError if `start` has several rows or
-    belongs to a different model.
+    start: the result, with one row, that the prompt continues. after: the cache key of `start`; different starts need different
+    keys. n_logprobs: the number of likeliest tokens whose log-probabilities are collected at each prompt token, in addition to
+    that token's own (only the first vocab_size tokens count, and no cached prefix is used); None for no log-probabilities.
+    decoder: a decoder of the model, for short chunks; None if neither C nor a GPU graph fits the model. pool_hidden: whether to
+    sum the final hidden states for embeddings (rwkv/generation/embedding.py); the cache is then not used. Raises ValueError if
+    `start` has several rows or belongs to a different model.
     """
 
     def __init__(self, model: Model, tokens: Sequence[int], start: PrefillResult | None = None,
@@ -217,7 +217,7 @@ def advance_all(prompts: Sequence[Prefill]) -> None:
 
 
 def pooled(prefill: Prefill, pooling: Pooling) -> Tensor:
-    """The embedding (C) float32, of norm 1, after a prefill with pool_hidden=True."""
+    """The float32 embedding (C), of norm 1, after a prefill with pool_hidden=True."""
     assert prefill.hidden_sum is not None
     assert prefill.last_hidden is not None
     vector = prefill.hidden_sum if pooling == "mean" else prefill.last_hidden.double()

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Key(NamedTuple):
-    """A key of PrefixCache: the number and the hash of the tokens, the model and the owner.
+    """A key of PrefixCache: the model, the owner, the number of tokens, and the hash of the tokens.
 
     Different models, and different owners, share no entries.
     """

@@ -23,12 +23,13 @@ Entry = JsonObject                       # {"token": id, "text": ..., "logprob":
 class Request:
     """One sequence to generate. Raises UserError for a value that is out of range or of the wrong type.
 
-    prompt: a string or its token ids. n_logprobs: also return the log-probability of each token and of this many likeliest
-    tokens; None for no log-probabilities. prompt_logprobs: also return them for all prompt tokens except the first. grammar:
-    constrains the continuation. context: the prefill result of what precedes the prompt. context_key: the cache key of that
-    context, with length 0; a request with a context but without this key does not use the cache. earlier: ids that the context
-    has read; repetition_penalty counts them like the prompt's. keep_context: set Row.final_context when the sequence has
-    ended. pooling: set Row.embedding after prefill.
+    prompt: a string or its token ids. n_logprobs: the number of likeliest tokens whose log-probabilities are returned at each
+    token, in addition to the token's own; None for no log-probabilities. prompt_logprobs: whether the prompt tokens except the
+    first get log-probabilities, too. grammar: what constrains the continuation. context: the prefill result of what precedes
+    the prompt. context_key: the cache key of that context, with length 0; a request with a context but without this key does
+    not use the cache. earlier: ids that the context has read; repetition_penalty counts them like the prompt's. keep_context:
+    whether to set Row.final_context when the sequence has ended. pooling: how to compute Row.embedding after prefill; None for
+    no embedding.
     """
 
     prompt: str | Sequence[int]

@@ -45,11 +45,12 @@ class Sample:
 class Row:
     """A running request, with its random numbers, its text decoder and its stop strings.
 
-    cached_tokens: prompt tokens that came from the cache. prompt_logprobs: if requested, an entry as in Sample.logprobs for
-    each prompt token except the first. embedding: (C), if requested, after prefill. forbidden: (V) bool, True for tokens that
-    the grammar does not allow next; None without a grammar. final_context: if requested, the prefill result of the whole
-    sequence, including its last token and a stop string; None for a cancelled row. damaged: the row was cancelled because its
-    logits were not finite and its context may be damaged. proposed_tokens, accepted_tokens: counts of draft tokens.
+    cached_tokens: the number of prompt tokens that came from the cache. prompt_logprobs: if requested, an entry as in
+    Sample.logprobs for each prompt token except the first. embedding: if requested, a vector (C), set after prefill. forbidden:
+    a bool tensor (V), True for tokens that the grammar does not allow next; None without a grammar. final_context: if
+    requested, the prefill result of the whole sequence, including its last token and a stop string; None for a cancelled row.
+    damaged: whether the row was cancelled because its logits were not finite, so that its context may be damaged.
+    proposed_tokens, accepted_tokens: counts of draft tokens.
     """
 
     def __init__(self, index: int, request: Request, prompt_ids: list[int], tokenizer: Tokenizer,
@@ -112,7 +113,8 @@ class Row:
 
     @property
     def read_after_text(self) -> str:
-        """The text that final_context has read beyond the text shown: the stop string, and what its last token has after it."""
+        """The text that final_context has read beyond the text shown: the stop string, and the rest of the token in which it
+        ends."""
         return self._stop_strings.rest
 
     @property

@@ -75,7 +75,7 @@ class Penalties:
         in_prompt = {*prompt} - self._exempt_ids if options.repetition_penalty != 1 else ()
         self._ids = torch.tensor([*in_prompt], dtype=torch.int64, device="cpu")    # (n) distinct ids, new ones last
         self._counts = torch.zeros(len(self._ids), dtype=torch.float64, device="cpu")
-        self._generated = torch.zeros_like(self._counts)                           # 1 if generated
+        self._generated = torch.zeros_like(self._counts)                           # 1 if generated, else 0
         self._index_of = {token: index for index, token in enumerate(self._ids.tolist())}
 
     def add(self, token: int) -> None:
@@ -91,7 +91,7 @@ class Penalties:
         self._generated[index] = 1
 
     def apply(self, logits: Tensor) -> None:
-        """Applies the penalties to the row's logits (V) float32, in place."""
+        """Applies the penalties to the row's float32 logits (V), in place."""
         if not len(self._ids):
             return
         options = self._options
@@ -103,7 +103,7 @@ class Penalties:
 
     @staticmethod
     def apply_all(logits: Tensor, rows: Sequence["Penalties"]) -> Tensor:
-        """Applies each row's penalties. Returns the logits (B,V) float32; may change the argument in place."""
+        """Applies each row's penalties. Returns the float32 logits (B,V); may change the argument in place."""
         for row, penalties in enumerate(rows):
             penalties.apply(logits[row])
         return logits
@@ -152,7 +152,7 @@ class PenaltyTable:
         self._rows = []
 
     def apply(self, logits: Tensor, rows: Sequence["TablePenalties"]) -> Tensor:
-        """The logits (B,V) float32 after each row's penalties have been applied."""
+        """The float32 logits (B,V) after each row's penalties have been applied."""
         slots, last = to_device(torch.tensor([[row.slot for row in rows], [row.pop_last() for row in rows]]), logits.device)
         if [*rows] != self._rows:
             self._rows = [*rows]
@@ -200,8 +200,8 @@ def next_tokens(logits: Tensor, uniform: Tensor, options: Sampling,
                 penalties: AllPenalties | None = None, draw: Draw | None = None) -> Tensor:
     """The next token of each row, (B,) int64 on the CPU, from logits (B,V) and `uniform` (B,), random numbers in [0, 1).
 
-    penalties: one per row; None if the options have none. draw: the kernels/draw function for the device of the logits; None
-    for PyTorch, which draws on the CPU. Raises UserError if the logits are not finite.
+    penalties: the penalties of each row; None if the options set none. draw: the kernels/draw function for the device of the
+    logits; None for PyTorch, which draws on the CPU. Raises UserError if the logits are not finite.
     """
     tokens = to_host([queued_tokens(logits, uniform, options, penalties, draw)])
     if bool((tokens < 0).any()):
@@ -247,7 +247,8 @@ def adjust_logits(logits: Tensor, options: Sampling, penalties: AllPenalties | N
 
 
 def distribution(logits: Tensor, options: Sampling) -> tuple[Tensor | None, Tensor]:
-    """The candidates' ids (B,N), or None if they are the whole vocabulary in order, and their probabilities (B,N)."""
+    """Returns the candidates' ids and probabilities, (B,N) each; ids is None if the candidates are the whole vocabulary in
+    order."""
     ids, candidates = _filter_candidates(logits, options)
     if options.min_p > 0:
         threshold = candidates.amax(-1, keepdim=True) + math.log(options.min_p)
@@ -277,7 +278,8 @@ def pick(probabilities: Tensor, uniform: Tensor) -> Tensor:
 
 
 def _filter_candidates(logits: Tensor, options: Sampling) -> tuple[Tensor | None, Tensor]:
-    """The ids and logits (B,N) that pass top_k, the likeliest first; the logit is -inf if top_p removes the token.
+    """The ids and logits, (B,N) each, of the tokens that top_k keeps, the likeliest first; a logit is -inf if top_p removes the
+    token.
 
     The row's maximum has been subtracted from the logits. If both filters are off, the ids are None and the logits unsorted.
     """
@@ -310,7 +312,7 @@ def _top_logits(logits: Tensor, n: int) -> tuple[Tensor, Tensor]:
     values, ids = logits.topk(n)
     least = values[:, -1:].clamp(min=torch.finfo(logits.dtype).min)          # tokens with -inf are never drawn
     most = int((logits >= least).sum(-1).max())
-    if most > n:                         # topk has picked any of several equal logits
+    if most > n:                         # topk may have picked any of the equal logits
         _, ids = logits.topk(most)
     ids = ids.sort(-1).values
     values, order = logits.gather(-1, ids).sort(dim=-1, descending=True, stable=True)
@@ -323,7 +325,7 @@ def _sum_exp(logits: Tensor) -> Tensor:
 
 
 def _filter_top_p(ordered: Tensor, total: Tensor, top_p: float) -> Tensor:
-    """The logits (B,N), the likeliest first, with -inf for each token before which the sum has reached top_p * total."""
+    """The logits (B,N), the likeliest first, with -inf for each token whose predecessors sum to top_p * total or more."""
     if top_p >= 1:
         return ordered
     weights = ordered.exp().double()

@@ -51,8 +51,8 @@ class Pace:
         return min(self._most, TRIED) if self._trying else self._best(rows)
 
     def record(self, proposed: int, accepted: int, rejected: bool) -> None:
-        """Records the outcome of a pass. rejected: the row drew a token other than the next one proposed; if False, it accepted
-        all proposals or ended."""
+        """Records the outcome of a pass. rejected: whether the row drew a token other than the one proposed; if not, it
+        accepted all proposals or ended."""
         failed = self._trying and rejected
         if self._trying and not rejected:
             self._accepted, self._proposed = FIRST_P * PRIOR_TOKENS, PRIOR_TOKENS
@@ -67,7 +67,7 @@ class Pace:
 
     def _best(self, rows: int) -> int:
         p = self._accepted / self._proposed
-        price = rows * (PASS_COST + self._cost) / (1 + PASS_COST * (rows - 1))       # of a proposal for each row, in passes
+        price = rows * (PASS_COST + self._cost) / (1 + PASS_COST * (rows - 1))       # of one proposal per row, in passes
         gains = {0: LEAST_GAIN}
         tokens = 1.0
         for k in range(1, self._most + 1):

@@ -56,7 +56,8 @@ def beginning(model: Model, tokenizer: Tokenizer, state: State) -> PrefillResult
 
 
 class StateForm:
-    """Reads and writes the state files of one model and tokenizer. fingerprint: the model's; the model need not be loaded."""
+    """Reads and writes the state files of one model and tokenizer. fingerprint: the hash of the model, which need not be
+    loaded."""
 
     def __init__(self, config: ModelConfig, vocab_size: int, fingerprint: str, tokenizer: Tokenizer,
                  device: torch.device | str = "cpu") -> None:

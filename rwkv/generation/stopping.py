@@ -12,8 +12,8 @@ from rwkv.errors import UserError
 class StoppingCriteria:
     """When a sequence ends: after max_new_tokens tokens, before a stop string or stop token, or at an end-of-text token.
 
-    If a stop string begins with the name of a special token, that token is a stop token too, because its generated text is
-    empty and could not match. Raises UserError for a value that is out of range or of the wrong type.
+    If a stop string begins with the name of a special token, that token is a stop token too: as a generated token it has no
+    text, so the string could not match. Raises UserError for a value that is out of range or of the wrong type.
     """
 
     max_new_tokens: int = 200
@@ -38,7 +38,7 @@ class StopStrings:
         self._stops = stops
         self._pending = ""               # the end of the text so far, held back because a stop string may begin there
         self.matched: str | None = None  # the stop string that has ended the text
-        self.rest = ""                   # that stop string, and the text after it
+        self.rest = ""                   # the stop string in `matched`, and the text after it
 
     def push(self, piece: str) -> str:
         """Appends `piece`; returns the text that can be shown now, without a stop string or the beginning of one."""

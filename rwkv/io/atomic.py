@@ -30,7 +30,7 @@ def write_file(path: Path, write: Callable[[BinaryIO], object]) -> None:
         temporary.replace(path)
         sync_folder(path.parent)
     except OSError as error:
-        if error.filename in (None, str(temporary)):     # a write to a full disk names no file
+        if error.filename in (None, str(temporary)):     # the error of a full disk names no file
             error.filename = str(path)
         raise
     finally:
@@ -43,7 +43,7 @@ def append(path: Path, content: bytes) -> None:
         with path.open("ab") as file:
             file.write(content)
     except OSError as error:
-        error.filename = str(path)       # a write to a full disk names no file
+        error.filename = str(path)       # the error of a full disk names no file
         raise
 
 

@@ -43,7 +43,7 @@ class _Unread:
 
 
 def raise_unwritten(stream: TextIO) -> None:
-    """Raises OSError if a stream from unread() discarded output, but not because its reader disappeared: on a full disk."""
+    """Raises OSError if a stream from unread() discarded output although its reader had not disappeared, as on a full disk."""
     if isinstance(stream, _Unread) and stream.problem is not None:
         raise OSError(stream.problem.errno, stream.problem.strerror, "standard output")
 

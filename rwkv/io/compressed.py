@@ -14,7 +14,8 @@ BLOCK = 1 << 17                          # number of compressed bytes to read at
 
 
 def decompressed(raw: BinaryIO, path: Path) -> BinaryIO:
-    """A stream of the decompressed content of `raw`, a file open for reading bytes; `raw` itself if the suffix is neither.
+    """A stream of the decompressed content of `raw`, a file open for reading bytes. Without the suffix .gz or .zst, returns
+    `raw` itself.
 
     Reading a damaged file raises one of BROKEN. Raises UserError for .zst if the package is not installed.
     """

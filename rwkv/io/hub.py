@@ -300,11 +300,11 @@ def _download(hub: ModuleType, name: Name, folder: Path, files: list[str]) -> No
     except (*errors.HfHubHTTPError.__bases__, OSError, errors.EntryNotFoundError) as error:
         message = (getattr(error, "strerror", None) or str(error).strip() or type(error).__name__).splitlines()[0]
         raise CheckpointError(f"the download of {name} was interrupted ({message}): repeat the command to continue "
-                              "it") from None
+                              "the download") from None
     missing = [file for file in files if not (folder / file).is_file()]
     if missing:
         raise CheckpointError(f"the download of {name} is incomplete: {missing[0]} is missing; repeat the command to "
-                              "continue it")
+                              "continue the download")
 
 
 def _snapshots(hub: ModuleType, repository: str) -> Path:
@@ -322,7 +322,8 @@ def _client(name: Name, noun: str) -> ModuleType:
 
 
 class Cached(NamedTuple):
-    """A model or adapter in the cache. name: with the commit as its revision if no branch or tag refers to that commit."""
+    """A model or adapter in the cache. name: its name on the Hub; the revision is the commit if no branch or tag refers to
+    this."""
 
     name: Name
     size: int                            # bytes

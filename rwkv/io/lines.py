@@ -8,7 +8,7 @@ from typing import TextIO
 COLUMN = 11                              # the column at which the text begins
 NARROWEST = 40                           # lines are not wrapped in terminals narrower than this
 CONTROLS = {code: chr(0x2400 + code) for code in range(32) if chr(code) not in "\t\n\r"} | {0x7F: "\u2421"} \
-    | dict.fromkeys(range(0x80, 0xA0), "\N{REPLACEMENT CHARACTER}")              # shown in a terminal instead
+    | dict.fromkeys(range(0x80, 0xA0), "\N{REPLACEMENT CHARACTER}")              # what a terminal shows instead
 
 
 def counted(n: float, noun: str) -> str:

@@ -82,7 +82,7 @@ def consume_interruptibly(items: Iterable[T], work: Callable[[Iterator[T]], obje
         try:
             work(stoppable())
             outcome.set_result(None)
-        except BaseException as error:   # a Rust library's panic is one
+        except BaseException as error:   # such as a panic in a Rust library
             outcome.set_exception(error)
 
     thread = threading.Thread(target=run, daemon=True)

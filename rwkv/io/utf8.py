@@ -43,7 +43,7 @@ def decode(content: bytes, name: str) -> str:
 def chunks(path: Path, on_bytes: Callable[[bytes], object] = len, option: str = "data.path") -> Iterator[str]:
     """Yields the text of a file in chunks. on_bytes: called with each block of bytes. option: names the path in errors.
 
-    Raises UserError if it cannot be read or is not UTF-8.
+    Raises UserError if the file cannot be read or is not UTF-8.
     """
     beginning = rest = b""
     before = 0                           # number of bytes before `rest`
@@ -111,7 +111,8 @@ def without_surrogates(value: Any) -> Any:
 
 
 def not_utf8(name: str, place: int, value: int, content: bytes) -> str:
-    """The message for a file that is not UTF-8. place, value: of the first invalid byte. content: the file's first bytes."""
+    """The message for a file that is not UTF-8. place, value: the offset and value of the first invalid byte. content: the
+    file's first bytes."""
     return f"{name} is not UTF-8: its byte {place} is {value:#04x}; {_advice(content[:BEGINNING])}"
 
 

@@ -31,8 +31,8 @@ class Report(NamedTuple):
 
 
 def write(folder: Path, reference: str | None = None) -> Report:
-    """Writes the report on the runs in `folder`. The sentences that it returns do not list differing options as problems,
-    because the user has just set these.
+    """Writes the report on the runs in `folder`. The returned sentences do not list differing options as problems, because the
+    user has just set these options.
 
     reference: the kernel to compare the others with; None applies the rule in numbers.py. Raises UserError if there is no run
     in `folder`, and if no run has the kernel `reference`.

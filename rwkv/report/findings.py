@@ -7,7 +7,7 @@ from rwkv.report import units
 from rwkv.report.numbers import EARLY, WHEN, Comparison, Kernel, Numbers, column
 from rwkv.report.run_files import Run
 
-MAX_DISTANCE = {"32-true": 1e-3}         # nats, in the first EARLY steps, by precision: a hundred times the effect of rounding
+MAX_DISTANCE = {"32-true": 1e-3}         # by precision, in nats, within EARLY steps: 100 times the effect of rounding
 MAX_DISTANCE_HALF = 0.1                  # in nats, for other precisions
 BAD = "bad"
 NOTE = "note"

@@ -6,7 +6,8 @@ from typing import Any, NamedTuple
 
 
 class Column(NamedTuple):
-    """A column. cell: returns the HTML of a row's cell, or "" for an empty one. words: the cells contain words, not numbers."""
+    """A column. cell: returns the HTML of a row's cell, or "" for an empty one. words: whether the cells contain words, not
+    numbers."""
 
     header: str
     cell: Callable[[Any], str]
@@ -15,7 +16,7 @@ class Column(NamedTuple):
 
 def table(columns: Sequence[Column], rows: Sequence[Any], style: str = "",
           message_for: Callable[[Any], str | None] = lambda row: None) -> str:
-    """An HTML table; empty columns are omitted. message_for(row): a message instead of the cells after the first, or None."""
+    """An HTML table; empty columns are omitted. message_for(row): a message that replaces all cells but the first, or None."""
     messages = [message_for(row) for row in rows]
     cells = [[column.cell(row) for column in columns] if message is None else [columns[0].cell(row)]
              for row, message in zip(rows, messages, strict=True)]

@@ -20,7 +20,7 @@ from rwkv.io.json_types import JsonObject
 from rwkv.report.run_files import Curve, Run
 
 REFERENCES = ("reference", "formula")    # kernels that define their operator, in order of preference
-EARLY = 20                               # this many first steps, in which rounding hardly separates equivalent kernels
+EARLY = 20                               # the number of first steps in which rounding hardly separates equivalent kernels
 MAY_DIFFER = ("kernel.name", "seed", "out_dir", "resume", "logger.run_name")
 WHEN = ("start", "end")
 REWARDS = ("rewards_margin", "rewards_accuracy", "rewards_chosen", "rewards_rejected")    # metrics of pairs: train/..., val/...
@@ -63,8 +63,8 @@ class Comparison:
 
     reference: the kernel that the others are compared with; None for a single kernel. results: the operator's outputs and
     gradients whose errors were measured. differences: for each run's name, |train/loss - the reference's| by step. options: the
-    options other than kernel and seed that differ, with the names of the runs that have each value. machines: the same for
-    machine, versions and commit.
+    options other than kernel and seed that differ, with the names of the runs that have each value. machines: the differing
+    machines, versions and commits, likewise.
     """
 
     kernels: list[Kernel]
@@ -117,7 +117,7 @@ def numbers_of(run: Run, difference: Curve) -> Numbers:
                "peak_mib": max(run.curve("peak_mem").values(), default=None),
                **{name.replace("/", "_"): _last(run.curve(name)) for name in reward_names()}, **_times(run), **_errors(run)}
     if difference:
-        worst = max(difference, key=lambda step: (_or_infinite(difference[step]), -step))        # the first, if several
+        worst = max(difference, key=lambda step: (_or_infinite(difference[step]), -step))        # the first of equal ones
         early = [_or_infinite(value) for step, value in difference.items() if step <= EARLY]
         numbers |= {"difference": difference[worst], "difference_step": worst, "difference_early": max(early, default=None)}
     return {name: float(value) for name, value in numbers.items() if value is not None}
@@ -192,7 +192,8 @@ def _difference(run: Run, runs: list[Run], labels: dict[str, str], reference: st
 
 
 def differing(settings: Mapping[str, JsonObject], ignored: Iterable[str]) -> dict[str, dict[str, list[str]]]:
-    """The settings that differ between runs, each with the names of the runs that have each value. settings: by run."""
+    """The settings that differ between runs, each with the names of the runs that have each value. settings: the settings of
+    each run."""
     keys = dict.fromkeys(key for options in settings.values() for key in options if key not in ignored)
     result: dict[str, dict[str, list[str]]] = {}
     for key in keys:
@@ -246,7 +247,8 @@ QUANTITIES = {
     "steps": "the last step",
     "val_loss": "last validation loss, in nats per token; for pairs of answers, the objective per pair",
     "val_bpb": "last validation loss, in bits per byte; empty if the tokenizer loses too much of the text",
-    "val_lost": "fraction of the validation text that the tokenizer loses, if any; for precomputed ids, of unknown tokens",
+    "val_lost": "fraction of the validation text that the tokenizer loses, if any; for precomputed ids, the fraction "
+                "of unknown tokens",
     "train_loss": "mean training loss of the last logged interval, in nats per token; for pairs of answers, the objective per "
                   "pair",
     **{f"{split}_{name}": f"{words}, mean over {pairs}" for split, pairs in (
@@ -261,8 +263,8 @@ QUANTITIES = {
     "backward_ms": "the part of step_ms for the operator's backward passes",
     "rest_ms": "the part of step_ms for everything else",
     "peak_mib": "peak memory in MiB, of the GPU or, on a CPU, of the process",
-    "difference": "largest distance between train/loss and that of the reference's run with the same seed, over all logged "
-                  "steps",
+    "difference": "largest distance, over all logged steps, between train/loss and the train/loss of the reference's run with "
+                  "the same seed",
     "difference_step": "the step of the largest difference",
     "difference_early": f"largest difference within the first {EARLY} steps",
 }

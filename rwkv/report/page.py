@@ -1,6 +1,6 @@
 """The report as an HTML page: one file without scripts or external resources; every text is escaped.
 
-It has one style sheet, which is light or dark as the system prefers, for screens of any width, even a telephone's.
+Its style sheet is light or dark as the system prefers, and suits screens of any width, even a telephone's.
 """
 
 import statistics
@@ -48,7 +48,7 @@ def _lead(comparison: Comparison) -> str:
     config = comparison.config
     keys = [key for key in SETTINGS if key in config]
     if config.get("init_from") and "data.tokenizer" in keys:
-        keys.remove("data.tokenizer")   # the run used the file's tokenizer
+        keys.remove("data.tokenizer")   # the run used the tokenizer of init_from=
     settings = ", ".join(f"{key}\u00a0{config[key]}" for key in keys)
     n = config.get("trainer.val_tokens")
     if n is not None:
@@ -132,9 +132,9 @@ def _preferences(comparison: Comparison) -> list[str]:
                *(Column(header, lambda row, name=name: cell(row[1].get(f"{row[2]}_{name}"), "{:.4f}".format))     # type: ignore[misc]
                  for header, name in zip(headers, REWARDS, strict=True))]
     return ["<h2>Preferences</h2>",
-            '<p class="quiet">The reward of an answer is tune.beta times the logarithm of its probability under the tuned '
-            "model relative to that under the model of init_from=. The losses of this report are the objective's, per "
-            "pair.</p>",
+            '<p class="quiet">The reward of an answer is tune.beta times the logarithm of p / p0, where p is the probability '
+            "of the answer under the tuned model, and p0 under the model of init_from=. In this report, a loss is the "
+            "objective per pair.</p>",
             table(columns, rows)]
 
 
@@ -167,8 +167,8 @@ def _errors(comparison: Comparison) -> list[str]:
                *(Column(result, partial(_error, result)) for result in comparison.results)]
     return ["<h2>Error of the operator on this run's own data</h2>",
             '<p class="quiet">Compared with the float64 reference, on the inputs and upstream gradients that the model had at '
-            "the start and at the end of training. RMS error / RMS and, below it, the largest absolute error, in the worst "
-            f"layer and run. {escape(_ranges(kernels[0].runs[0]))}</p>",
+            "the start and at the end of training. A cell has RMS error / RMS and, below it, the largest absolute error, in "
+            f"the worst layer and run. {escape(_ranges(kernels[0].runs[0]))}</p>",
             table(columns, rows)]
 
 
@@ -212,14 +212,14 @@ def _plots(comparison: Comparison) -> list[str]:
     """The figures for which there are measurements."""
     unit = " per ".join(unit_of_loss(comparison.runs))
     figures = [_curves(comparison, f"Training loss, {unit}", "training loss", _column("train/loss"), statistics.fmean),
-               _curves(comparison, f"Distance between each loss and that of {comparison.reference} with the same seed, in nats",
+               _curves(comparison, f"Distance of each loss from the loss of {comparison.reference} with the same seed, in nats",
                        "difference of the losses", lambda run: comparison.differences.get(run.name, {}), logarithmic=True),
                _curves(comparison, f"Validation loss, {unit}", "validation loss", _column("val/loss"), statistics.fmean,
                        marked=True),
                _curves(comparison, "Norm of the gradients, before clipping", "gradient norm", _column("grad_norm"),
                        logarithmic=True),
                _curves(comparison, "Tokens per second", "tokens per second", _column("tok_per_sec"), statistics.fmean),
-               _times(comparison)]         # last, because it is lower than the others and would leave a gap
+               _times(comparison)]         # last, because this figure is lower and would leave a gap
     if not any(figures):
         return []
     names = [f"<span>{svg.swatch(colour)}{escape(kernel.label)}</span>" for colour, kernel in enumerate(comparison.kernels)

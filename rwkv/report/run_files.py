@@ -26,7 +26,7 @@ METRICS = "metrics.csv"
 KERNEL = "kernel.json"
 SAMPLES = "samples.jsonl"
 SWEEP = "sweep.json"
-TUNED = "tuned.json"                     # written by a run with init_from=
+TUNED = "tuned.json"                     # in the directory of a run with init_from=
 Curve = dict[int, float]                 # values by step
 Damaged = list[str]                      # one message for each unreadable part of a file
 
@@ -90,7 +90,7 @@ class Run:
 
 
 def read(folder: Path) -> list[Run]:
-    """Reads a run's directory, or all runs of a sweep or in a folder of runs. Raises UserError if there is none."""
+    """Reads the run in `folder`, or all runs if `folder` holds a sweep or several runs. Raises UserError if there is no run."""
     if (folder / CONFIG).is_file():
         return [_run(folder, folder.name)]
     entries = read_mapping(folder / SWEEP, json.loads, []).get("runs", [])
@@ -112,7 +112,7 @@ def is_finished(folder: Path) -> bool:
 def read_metrics(path: Path, damaged: Damaged | None = None) -> list[dict[str, str]]:
     """The rows of a metrics.csv that have an integer step. If a killed process left a truncated row, its last values are None.
 
-    Raises UserError for a damaged file; if `damaged` is passed, damaged parts are skipped and reported there instead.
+    Raises UserError for a damaged file; with `damaged`, damaged parts are skipped and listed in `damaged` instead.
     """
     rows: list[dict[str, str]] = []
     if not path.is_file():
@@ -132,7 +132,7 @@ def read_samples(path: Path, damaged: Damaged | None = None) -> list[JsonObject]
     """The lines of a samples.jsonl: step, prompt and text. A last line without a line end, which a killed process left, is
     skipped.
 
-    Raises UserError for a damaged file; if `damaged` is passed, damaged parts are skipped and reported there instead.
+    Raises UserError for a damaged file; with `damaged`, damaged parts are skipped and listed in `damaged` instead.
     """
     if not path.is_file():
         return []
@@ -176,7 +176,7 @@ def _run(folder: Path, name: str) -> Run:
 
 
 def _curves(rows: list[dict[str, str]]) -> dict[str, Curve]:
-    """The columns that contain numbers, as curves. The complete values of a truncated row count."""
+    """The columns that contain numbers, as curves. Of a truncated row, the complete values are kept."""
     curves: dict[str, Curve] = {}
     for row in rows:
         for name, text in row.items():

@@ -51,9 +51,9 @@ Point = tuple[float, float]
 
 @dataclass(frozen=True)
 class Line:
-    """A line in a figure. colour: its number; from COLOURS on, colours repeat with dashes. merge: computes one value from those
-    of neighbouring points that are merged. marked: whether every point has a dot. Overlapping lines get alternating dashes, and
-    rings around each other's dots.
+    """A line in a figure. colour: its colour's number; from COLOURS on, colours repeat with dashes. merge: computes one value
+    from the values of neighbouring points that become one. marked: whether every point has a dot. Overlapping lines get
+    alternating dashes, and rings around each other's dots.
     """
 
     name: str
@@ -89,7 +89,7 @@ class Axis:
 
 def lines(title: str, x_name: str, series: Sequence[Line], logarithmic: bool = False, names: Sequence[str] = ()) -> str:
     """A figure of lines; "" if there is nothing to draw. logarithmic: whether the y axis is logarithmic; then only values above
-    SMALLEST are drawn. names: the name of each colour, for the readings under the pointer; no readings if empty.
+    SMALLEST are drawn. names: the name of each colour, for the readings under the pointer; if empty, there are no readings.
     """
     positioned = _positioned(series, logarithmic)
     if not positioned:
@@ -234,7 +234,8 @@ def _overlap(first: list[Point], second: list[Point]) -> bool:
 
 
 def _line(line: Line, positions: Sequence[Point], index: int, n_overlapping: int) -> str:
-    """The SVG of a line. n_overlapping: how many lines overlap with it, itself included. index: its number among them."""
+    """The SVG of a line. n_overlapping: how many lines overlap with it, itself included. index: the line's number among
+    these."""
     dots = ""
     if line.marked or len(positions) == 1:
         dots = "".join(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{3 + index}"{HOLLOW if index else ""}/>' for x, y in positions)
@@ -276,7 +277,7 @@ def _widened(low: float, high: float) -> tuple[float, float]:
 
 
 def _decades(low: float, high: float) -> list[float]:
-    """Ticks of a logarithmic axis: powers of ten, at most about eight; if there are few, also 2 and 5 times each."""
+    """Ticks of a logarithmic axis: powers of ten, at most about eight; if these are few, also 2 and 5 times each power."""
     first = round(math.log10(low))
     last = round(math.log10(high))
     if last - first <= 2:

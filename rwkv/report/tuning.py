@@ -39,7 +39,8 @@ def changes(runs: Sequence[Run]) -> list[str]:
 
 
 def answers(runs: Sequence[Run]) -> list[str]:
-    """The table of held-out prompts of a single run, with the answers in the data and the model's before and after tuning."""
+    """The table of held-out prompts of a single run, with the data's answers and the model's answers before and after
+    tuning."""
     samples = runs[0].tuned.get("samples", []) if len(runs) == 1 else []
     headers = {"prompt": "prompt", "reference": "in the data", **{when: f"model, {when}" for when in WHEN}}
     columns = [Column(header, lambda sample, name=name: _text_cell(sample.get(name)), words=True)      # type: ignore[misc]

@@ -56,8 +56,8 @@ def _lowest_loss(comparison: Comparison) -> str:
 
 
 def _ranked(comparison: Comparison, name: str) -> list[Kernel]:
-    """The kernels, with only finished runs, sorted by their median of `name`, the smallest first; kernels without it are
-    omitted."""
+    """The kernels, each with only its finished runs, sorted by the median of `name`, the smallest first. Kernels without this
+    number are omitted."""
     medians = [(kernel.finished().median(name), kernel.finished()) for kernel in comparison.kernels]
     measured = [(median, kernel) for median, kernel in medians if median is not None and math.isfinite(median)]
     return [kernel for _, kernel in sorted(measured, key=lambda pair: pair[0])]

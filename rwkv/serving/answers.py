@@ -35,11 +35,12 @@ SEND_TIMEOUT = 30                        # seconds after which a client that rea
 class ResponseSpec:
     """How the sequences of a request are presented to the client.
 
-    before: the text that precedes each sequence: the prompt if it is echoed; in a chat, how the answer begins. n: the number of
-    sequences per prompt; those of one prompt are adjacent. functions: the names of the functions that the answer may call.
-    call_start: the beginning of a call with which the prompt ends. most_calls: calls beyond this number are not shown. thinks:
-    answers may begin with thoughts, whose first characters may be in `before`. continues: as in ThoughtParser. after: the last
-    ids before each prompt. saves: each sequence's final state is saved.
+    before: for each sequence, the text that precedes it in the answer: the echoed prompt or, in a chat, the beginning of the
+    answer that the prompt already contains. n: the number of sequences per prompt; the sequences of a prompt are adjacent.
+    functions: the names of the functions that the answer may call. call_start: the beginning of a tool call, if the prompt ends
+    with one. most_calls: the number of calls that are shown; further calls are dropped. thinks: whether answers may begin with
+    thoughts, whose first characters may be in `before`. continues: as in ThoughtParser. after: for each prompt, the last token
+    ids before it. saves: whether each sequence's final state is saved.
     """
 
     kind: str                            # "cmpl" or "chatcmpl"
@@ -73,7 +74,7 @@ class ResponseSpec:
 class Answer:
     """The ASGI response for the sequences of a ticket. Cancels them when the client disconnects."""
 
-    content_type = "text/event-stream; charset=utf-8"            # of a streamed answer
+    content_type = "text/event-stream; charset=utf-8"            # of streamed answers
 
     def __init__(self, engine: RemoteEngine, ticket: Ticket, spec: ResponseSpec, stream: bool, timeout_s: float) -> None:
         self._engine = engine
@@ -119,7 +120,7 @@ class Answer:
             return
         self._complete = True
         await self._finish()
-        # An answer with the prompt's log-probabilities has megabytes. A thread encodes it, so that other requests do not wait.
+        # An answer with the prompt's log-probabilities takes megabytes. A thread encodes it, so that no other request waits.
         response = await asyncio.to_thread(self._whole) if self._spec.echo_logprobs else self._whole()
         await self._send(response, scope, receive, send)
 
@@ -131,7 +132,7 @@ class Answer:
         """A hook for subclasses: called after the last event, before the end of the answer is sent."""
 
     def _client_error(self, error: ApiError) -> ApiError:
-        """The error to send to the client in place of `error`; subclasses may replace it."""
+        """Returns the error to send to the client for `error`. A hook for subclasses."""
         return error
 
     def _error_response(self, error: ApiError) -> Response:
@@ -252,7 +253,7 @@ class _Choice:
 
     def pieces(self, event: Event) -> list[JsonObject]:
         finished = event.finish_reason is not None
-        if self._spec.echo_logprobs:     # the prompt's arrive with the last event, so one chunk has everything
+        if self._spec.echo_logprobs:     # the prompt's log-probabilities come in the last event, so all is sent then
             self.add(event)
             if not finished:
                 return []
@@ -293,15 +294,15 @@ class _Choice:
         return Part(text, logprobs)
 
     def parsed(self, event: Event) -> tuple[str, list[Part]]:
-        """The thoughts that an event adds, and its text and calls in the order in which the model wrote them.
+        """The thoughts that an event adds, and the event's texts and calls, in the order in which the model wrote them.
 
-        A token's log-probability is in the part in whose text the token begins.
+        A token's log-probability belongs to the part whose text contains the token's first character.
         """
         last = event.finish_reason is not None
         self._written += len(event.text)
         thoughts = ""
         text = event.text
-        offset = 0                       # where the text after the thoughts begins
+        offset = 0                       # in event.text: where the text after the thoughts begins
         decided = self._written
         if self._answer:
             thoughts, text = self._answer.push(event.text, last)
@@ -320,7 +321,8 @@ class _Choice:
         return thoughts, [part for part in self._parts(pieces, decided, last) if part.text or part.logprobs or part.call]
 
     def _parts(self, pieces: list[tuple[str, int] | JsonObject], decided: int, last: bool) -> Iterator[Part]:
-        """The pieces with their log-probabilities, as far as the offset `decided`; with `last`, to the end."""
+        """Yields each piece with the log-probabilities of its tokens. Tokens after the offset `decided` wait for a later call,
+        unless `last` is set."""
         starts = [piece[1] for piece in pieces if isinstance(piece, tuple)]
 
         def logprobs() -> list[Entry]:
@@ -332,7 +334,7 @@ class _Choice:
             return self._tokens.take_rest() if last else self._tokens.take(decided)
 
         if not pieces or isinstance(pieces[0], dict):
-            yield Part("", logprobs())   # of the tokens before the call, which are now known
+            yield Part("", logprobs())   # the tokens before the call, whose log-probabilities are now known
         else:
             starts.pop(0)
         for piece in pieces:
@@ -349,7 +351,8 @@ class _Choice:
                 "finish_reason": reason}
 
     def _state(self) -> JsonObject:
-        """The field with the id of the saved final state, if the request asked for it; null if the sequence was cancelled."""
+        """The field `state`, if the request asked for a saved state: the id of the final state, or null for a cancelled
+        sequence."""
         return {"state": self.last.state and self.last.state.id} if self._spec.saves else {}
 
     def _format_logprobs(self, entries: list[Entry]) -> JsonObject | None:
@@ -360,8 +363,8 @@ class _Choice:
         return self._legacy(entries)
 
     def _legacy(self, entries: list[Entry]) -> JsonObject:
-        """The log-probabilities in the format of completions, parallel lists. With echo the prompt's tokens come first, and the
-        first of them has no log-probability."""
+        """The log-probabilities in the format of completions: parallel lists. With echo the prompt's tokens come first; the
+        very first token has no log-probability."""
         lists: JsonObject = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         if self._spec.echo_logprobs:
             first = self._prompt[0]
@@ -393,7 +396,7 @@ def _chat_token(entry: Entry, decoder: Decoder) -> JsonObject:
 
 
 def token_string(entry: Entry) -> str:
-    """The token's text; token_id:ID if that is not whole characters, so that different tokens have different strings."""
+    """The token's text, or token_id:ID if the text is not whole characters, so that different tokens have different strings."""
     text = entry["text"]
     return text if text and UNKNOWN not in text else f"token_id:{entry['token']}"
 
@@ -407,6 +410,6 @@ def one_line(content: JsonObject) -> bytes:
 
 
 def sse(content: JsonObject) -> bytes:
-    """A server-sent event; content["type"], if present, is its event name."""
+    """The content as a server-sent event, which is named by content["type"] if present."""
     name = b"event: %s\n" % content["type"].encode() if "type" in content else b""
     return b"%sdata: %s\n\n" % (name, one_line(content))

@@ -52,10 +52,10 @@ def application(service: Service) -> ASGIApp:
 
 def _logged(app: ASGIApp) -> ASGIApp:
     async def logged(scope: Scope, receive: Receive, send: Send) -> None:
-        """Logs refused requests. Ignores double and trailing slashes in paths, as from a base URL that ends with a slash."""
+        """Logs refused requests. Ignores double and trailing slashes in paths, which a client's base URL may cause."""
         async def log_refusal(message: Message) -> None:
             if message["type"] == "http.response.start" and message["status"] >= 400:
-                request = f"{scope['method']} {scope['raw_path'].decode('ascii')}"       # raw: a line end stays %0A
+                request = f"{scope['method']} {scope['raw_path'].decode('ascii')}"       # raw_path keeps a line end as %0A
                 say_refused(message["status"], request, scope["state"]["request_id"], scope["state"].get("refusal", ""))
             await send(message)
 
@@ -65,7 +65,7 @@ def _logged(app: ASGIApp) -> ASGIApp:
 
 
 def _endpoint(service: Service, handlers: Mapping[str, Handler]) -> Callable[[Request], Awaitable[ASGIApp]]:
-    """The endpoint of one path. handlers: by HTTP method; the one of GET also answers HEAD."""
+    """The endpoint of one path. handlers: the handler of each HTTP method; the handler of GET also answers HEAD."""
     async def endpoint(request: Request) -> ASGIApp:
         try:
             check_origin(service.config, request.headers)

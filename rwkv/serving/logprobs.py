@@ -1,4 +1,4 @@
-"""Log-probabilities of the text shown to the client, which lacks tool calls, stop strings and white space before an answer."""
+"""Log-probabilities of the shown text: the generated text without tool calls, stop strings and white space before an answer."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from rwkv.generation.request import Entry
 from rwkv.tokenizer.decoders import Decoder
 
-UNKNOWN = "\ufffd"                       # appears in a token's text if that is not whole characters
+UNKNOWN = "\ufffd"                       # stands for a broken character in a token's text
 Span = tuple[int, int]                   # start and end in the generated text, in characters
 
 
@@ -35,7 +35,7 @@ class ShownTokens:
         self._shown += spans
 
     def take(self, decided: int) -> list[Entry]:
-        """The entries of the shown tokens before the offset `decided`, up to which it is known what is shown."""
+        """The entries of the shown tokens before the offset `decided`: up to this offset it is known which text is shown."""
         result: list[Entry] = []
         while self._groups and self._offset + len(self._groups[0][1]) <= decided:
             entries, text = self._groups.popleft()
@@ -53,8 +53,8 @@ class ShownTokens:
 
 
 def _cut(entries: list[Entry], text: str, shown: str) -> list[Entry]:
-    """The entries of a group of tokens when only the part `shown` of their text is shown. The last token gets that part, except
-    for broken characters: those that earlier tokens began and the last token did not complete."""
+    """The entries of a group of tokens of whose text only the part `shown` is shown. The last token's entry gets that part,
+    without the broken characters (begun by earlier tokens and never completed), which keep their own entries."""
     if shown == text:
         return entries
     *earlier, last = entries
@@ -69,6 +69,6 @@ def _cut(entries: list[Entry], text: str, shown: str) -> list[Entry]:
 
 
 def with_text(entry: Entry, text: str) -> Entry:
-    """The entry with the text of its token replaced, also where the token is listed among the likeliest ones."""
+    """A copy of the entry with a new text for its token, also in the list of the likeliest tokens."""
     top = [{**token, "text": text} if token["token"] == entry["token"] else token for token in entry.get("top", ())]
     return {**entry, "text": text, "top": top}

@@ -12,10 +12,10 @@ from rwkv.io.json_types import JsonObject
 
 @dataclass(frozen=True)
 class Turn:
-    """How a conversation ended whose state is saved.
+    """How the conversation of a saved state ended.
 
-    role: the last message's. tail: the text that the state has read after that message, such as a stop string; the rendered
-    next turn begins with it. tools, template: digests of the tools and the chat template of the conversation.
+    role: the role of the last message. tail: the text that the state has read after that message, such as a stop string; the
+    rendered next turn begins with this text. tools, template: digests of the tools and the chat template of the conversation.
     """
 
     role: str
@@ -29,9 +29,10 @@ class SavedState:
     """A client's saved state, without its content, which is in the engine's process.
 
     id: "" for the state from which all sequences of an adapter begin. owner: a digest of the API key that saved it. tokens: the
-    number of tokens that it has read; None if its file does not have the number. bytes: its size. last_ids: as in
-    PrefillResult. turn: None unless the state is known to belong to a conversation. refusal: the reason why no model of this
-    server can use the state; None if one can. model: the name of the adapter that has read it; "" for the checkpoint's model.
+    number of tokens that the state has read; None if the state's file does not say. bytes: the size of the state. last_ids: as
+    in PrefillResult. turn: how the state's conversation ended; None if no conversation is known. refusal: the reason why no
+    model of this server can use the state; None if a model can. model: the name of the adapter that has read it; "" for the
+    checkpoint's model.
     """
 
     id: str
@@ -47,7 +48,7 @@ class SavedState:
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """Facts about the model, for clients. width: the size of its hidden state. trained_tokens: the sequence length in training;
+    """Facts about the model, for clients. width: the size of the hidden state. trained_tokens: the sequence length in training;
     None if unknown. device: cpu or cuda."""
 
     generation: str
@@ -70,11 +71,11 @@ class Defaults(NamedTuple):
 class Ready:
     """Tells the HTTP process that the model is loaded.
 
-    tokenizer: its definition, for Tokenizer.from_dict. template: the chat template's name. plan: the lines to print, as
-    (subject, text). states: the saved states found in states_dir=. state_bytes: the size of one state. defaults: the default
-    options of requests, by how the answer begins and whether there are tools; the entry (False, False) also applies to prompts
-    without a chat template. adapters: for each name, the state from which the adapter's sequences begin; None for the empty
-    state.
+    tokenizer: the tokenizer's definition, for Tokenizer.from_dict. template: the chat template's name. plan: the lines to
+    print, as (subject, text). states: the saved states found in states_dir=. state_bytes: the size of one state. defaults: the
+    default options of requests, by (how the answer begins, whether there are tools); the entry (False, False) also applies to
+    prompts without a chat template. adapters: for each name, the state from which the adapter's sequences begin; None for the
+    empty state.
     """
 
     model_info: ModelInfo
@@ -89,8 +90,8 @@ class Ready:
 
 @dataclass(frozen=True)
 class Failed:
-    """Tells the HTTP process that the engine's process ends. mistake: whether a user's mistake caused this; the reason is then
-    one sentence, otherwise a traceback."""
+    """Tells the HTTP process that the engine's process ends. reason: one sentence if a user's mistake caused this, otherwise a
+    traceback. mistake: whether it was a user's mistake."""
 
     reason: str
     mistake: bool
@@ -98,13 +99,14 @@ class Failed:
 
 @dataclass(frozen=True)
 class Generate:
-    """A sequence to generate. id: set when it is queued. stream: send its text while it is generated, not all at the end.
+    """A sequence to generate. id: its number, set by the queue. stream: whether to send the text while it is generated, or all
+    at the end.
 
-    start: the saved state that it continues. save: the record under which its final state is saved; the engine fills in
-    tokens, bytes and last_ids. model, owner: as in SavedState.
+    start: the saved state that the sequence continues. save: the record under which the sequence's final state is saved; the
+    engine fills in tokens, bytes and last_ids. model, owner: as in SavedState.
     """
 
-    request: Request                     # without the context, which is in the engine's process
+    request: Request                     # without a context, which only the engine's process has
     model: str
     owner: str
     start: SavedState | None = None
@@ -181,8 +183,8 @@ class Event:
     the token counts, prompt_logprobs, state and embedding.
 
     stop: the stop string that ended the sequence. proposed_tokens, accepted_tokens: counts of draft tokens. state: the saved
-    final state. error: the reason if the sequence failed. state_gone: whether it failed because the state that it continues is
-    gone.
+    final state. error: the reason if the sequence failed. state_gone: whether the sequence failed because the state that it
+    continues is gone.
     """
 
     id: int

@@ -32,7 +32,7 @@ class Metrics:
         Gauge("timemix_rows", "Running sequences", registry=registry).set_function(rows)
         Gauge("timemix_queue", "Queued sequences", registry=registry).set_function(queue)
         Gauge("timemix_http_resident_bytes", "Memory of the HTTP process", registry=registry).set_function(resident_memory)
-        # By sequence id: the time of the sequence's last event; before its first event, minus the time of its request
+        # By sequence id: the time of the sequence's last event or, before any event, the negated time of its request
         self._last: dict[int, float] = {}
 
     def begin(self, ids: list[int]) -> None:

@@ -36,8 +36,8 @@ Handler = Callable[[Service, Request], Awaitable[ASGIApp]]
 
 
 class Endpoint(NamedTuple):
-    """One method of one path. body: the type of its JSON body. upload: the media type of an alternative body that it accepts.
-    error: the name of the schema of its error bodies.
+    """One method of one path. body: the type of the JSON body that requests have. upload: the media type of an alternative
+    body. error: the name of the schema of error bodies.
     """
 
     path: str

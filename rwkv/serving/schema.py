@@ -1,9 +1,9 @@
 """Request bodies: the fields with their types and ranges. If OpenAI has a field, its type and range are OpenAI's.
 
 OpenAI's fields that do not affect the text are ignored. Unsupported and unknown fields are refused. null in an optional field
-means that it is absent; so does -1 in seed, max_tokens and top_k, which clients of llama.cpp, LM Studio and vLLM send. Clients
-such as Open WebUI and SillyTavern also send options of Ollama, llama.cpp and vLLM. An option that this server does not have
-must be sent with a value that turns it off.
+means that the field is absent; so does -1 in seed, max_tokens and top_k, which clients of llama.cpp, LM Studio and vLLM send.
+Clients such as Open WebUI and SillyTavern also send options of Ollama, llama.cpp and vLLM. An option that this server does not
+have must be sent with a value that turns it off.
 """
 
 import math
@@ -211,8 +211,8 @@ class Options(ForeignFields, forbid_unknown_fields=True, kw_only=True):
 
 
 def require_off(options: JsonMapping, off: Mapping[str, tuple[object, ...]], lacks: str, prefix: str = "") -> None:
-    """Raises ApiError for an option whose value would have an effect. off: for each option, the values without effect. None
-    means that the option is absent."""
+    """Raises ApiError for an option whose value would have an effect. off: for each option, the values without effect. An
+    option whose value is None is absent."""
     for name, value in options.items():
         if value is not None and value not in off[name]:
             neutral = msgspec.json.encode(off[name][0]).decode()
@@ -476,8 +476,8 @@ JSON_TYPES = {"int": "integer", "float": "number", "str": "string", "bool": "boo
 
 
 def read(body: bytes, kind: type[Body]) -> Body:
-    """Decodes a JSON body, which may begin with a byte order mark, as the type `kind`. Raises ApiError that names the field at
-    fault."""
+    """Decodes a JSON body, which may begin with a byte order mark, as the type `kind`. Raises an ApiError that names the wrong
+    field."""
     try:
         return msgspec.json.decode(body.removeprefix(BOM_UTF8), type=kind)
     except msgspec.ValidationError as error:

@@ -12,7 +12,7 @@ from rwkv.serving.engine.remote import RemoteEngine
 from rwkv.serving.responses.store import Responses
 from rwkv.serving.states.folder import STATE
 
-SETTLED_NS = 50_000_000                  # a folder changed this recently may change again without a new time stamp
+SETTLED_NS = 50_000_000                  # a folder that changed so few seconds ago may change again without a new time stamp
 
 
 class SharedFolder:
@@ -28,8 +28,8 @@ class SharedFolder:
     async def sync(self, lost_too: bool) -> None:
         """Adds new files. Does nothing if the folder has not changed.
 
-        lost_too: also drop states whose files are gone. A request that continues a state does not need this: it notices a
-        missing file itself, and may still find the state in memory.
+        lost_too: whether to also drop states whose files are gone. A request that continues a state does not need this: it
+        notices a missing file itself, and may still find the state in memory.
         """
         async with self._syncing:
             try:

@@ -32,7 +32,8 @@ async def submit(service: Service, sequences: list[Generate]) -> Ticket:
 
 
 def stopping(service: Service, max_tokens: int, stops: tuple[str, ...], field: str = "max_tokens") -> StoppingCriteria:
-    """The stopping criteria. field: the request's name for max_tokens. Raises ApiError if the server allows fewer tokens."""
+    """The stopping criteria. field: the request's name for max_tokens. Raises ApiError if the request asks for more tokens than
+    the server allows."""
     if max_tokens > service.config.max_tokens:
         raise ApiError(400, f"{field} must be at most {service.config.max_tokens} on this server; got {max_tokens}", field)
     return StoppingCriteria(max_tokens, stops)

@@ -95,7 +95,8 @@ class Grammar:
     @classmethod
     def calls(cls, start: tuple[str, str], functions: Sequence[tuple[str, Schema, str]], closing: str,
               written: str = "") -> "Grammar":
-        """A grammar of one call of one function. functions: (name, schema of the arguments, the schema's name in errors) each.
+        """A grammar of one call of one function. functions: for each, (name, schema of the arguments, the schema's name in
+        errors).
 
         start: as ChatTemplate.call_start. closing: a text that may follow the call. written: the part of the call that the
         prompt already ends with; if it is not empty, closing must be a stop string. Since the text is cut at a stop string,
@@ -149,7 +150,7 @@ class Grammar:
 
     def with_finite_numbers(self) -> "Grammar | None":
         """A second grammar that a text must also follow, so that its numbers are finite in float64: this grammar, with each
-        schema replaced by any JSON with finite numbers. None if the schemas already exclude larger numbers."""
+        schema replaced by any JSON with finite numbers. None if the schemas already exclude infinite numbers."""
         parts = tuple(part._replace(kind="lark_grammar", content=FINITE_JSON) if part.kind == "json_schema" else part
                       for part in self.parts)
         schemas = [json.loads(part.content) for part in self.parts if part.kind == "json_schema"]
@@ -192,7 +193,7 @@ def _is_empty(patterns: Sequence[str]) -> bool:
 
 
 def _error_place(schema: Schema, reason: str, where: str) -> str:
-    """The path of the innermost schema that has this error on its own; of an outer schema if TRIES or PLACE_S runs out."""
+    """The path of the innermost schema that has this error on its own, or of an outer schema if TRIES or PLACE_S runs out."""
     root = schema
     tries = TRIES
     deadline = monotonic() + PLACE_S

@@ -20,7 +20,7 @@ from rwkv.io.json_types import JsonObject
 MERGING = ("allOf", "anyOf", "oneOf", "$ref")            # keys whose schemas llguidance may merge with their siblings
 SCALARS = ("null", "boolean", "integer", "number", "string")
 MAX_MULTIPLE = 5_000                     # limit of multipleOf in units of its last digit; llguidance gives up at 10,000
-LARGEST_INT, LOWEST_INT = 2**63 - 1, -(2**63 - 1024)     # llguidance's integer bounds: int64's, the lower as a float64
+LARGEST_INT, LOWEST_INT = 2**63 - 1, -(2**63 - 1024)     # llguidance's integer bounds: int64's, the lower rounded up
 LARGEST_FLOAT = float(2**63 - 1024)      # llguidance's largest bound of a `number`
 
 NO_LEAP_SECOND = "^[^:]+:[0-9]+:[0-5]"   # allows no second 60, which very few minutes have
@@ -39,7 +39,7 @@ NARROWER = {"idn-email": "email", "idn-hostname": "hostname", "iri": "uri", "uri
             "uri-template": "uri"}
 ENFORCED = ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
 
-IsEmpty = Callable[[Sequence[str]], bool]        # whether no text matches all these patterns, in llguidance's syntax
+IsEmpty = Callable[[Sequence[str]], bool]        # tells whether no text matches all patterns (llguidance's syntax)
 
 
 def enforceable(schema: Schema, where: str, is_empty: IsEmpty) -> JsonObject:
@@ -81,7 +81,7 @@ class _Finite:
         self._root = root
         targets = {sub["$ref"]: self._target(sub["$ref"]) for sub in all_schemas(root)
                    if isinstance(sub, Mapping) and isinstance(sub.get("$ref"), str)}
-        self._finite = {reference: target is None for reference, target in targets.items()}      # llguidance checks those
+        self._finite = {reference: target is None for reference, target in targets.items()}      # None: llguidance checks it
         changed = True
         order = [*targets.items()]
         while changed:
@@ -292,7 +292,7 @@ def _enforce_bounds(rules: JsonObject, where: str) -> None:
     whole = "integer" in types and "number" not in types
     low, low_open = _bound(rules, "minimum", "exclusiveMinimum", max)
     high, high_open = _bound(rules, "maximum", "exclusiveMaximum", min)
-    if "multipleOf" in rules:            # unbounded, with_finite_numbers() could end a number before it is a multiple
+    if "multipleOf" in rules:            # without bounds, with_finite_numbers() could end a number before it is a multiple
         low = -LARGEST_FLOAT if low is None else low
         high = LARGEST_FLOAT if high is None else high
     if low is None and high is None:

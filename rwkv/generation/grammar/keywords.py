@@ -28,8 +28,8 @@ Place = tuple[str | int, ...]
 
 
 def require_schema(schema: object, where: str) -> None:
-    """Raises UserError for a schema that is too large, or has rules that a text could evade by repeating a key or spelling it
-    with other escapes; says where. Takes linear time."""
+    """Raises UserError, naming the place, for a schema that is too large, and for rules that a text could evade by repeating a
+    key or spelling it with other escapes. Takes linear time."""
     if not isinstance(schema, Mapping):
         raise UserError(f"{where} must be a JSON schema, an object; got {_shown(schema)}")
     try:
@@ -59,7 +59,7 @@ def _require_safe_keys(schema: object, where: str) -> None:
     least = schema.get("minProperties", 0)
     required = schema.get("required", [])
     if isinstance(least, int) and isinstance(required, list) and least > max(1, len({*map(str, required)})):
-        raise UserError(f"{where}: minProperties must not exceed both 1 and the number of required properties; got {least}")
+        raise UserError(f"{where}: minProperties must be at most 1, or at most the number of required names; got {least}")
     names = schema.get("properties")
     more = schema.get("additionalProperties", True)
     if isinstance(names, Mapping) and more is not False and any(CONTROL.search(name) for name in names):

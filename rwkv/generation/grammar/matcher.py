@@ -43,7 +43,7 @@ class Vocabulary:
         """Encodes a text that the grammar prescribes: with the tokenizer if its tokens join to exactly this text, otherwise by
         longest match.
 
-        llguidance's mask then allows only these tokens, or at the end of the text a longer token that begins with its last one.
+        llguidance's mask then allows only these tokens or, in place of the last one, a longer token that begins with it.
         """
         with suppress(ValueError):
             ids = self._tokenizer.encode_within([text.decode()])[0]
@@ -71,7 +71,8 @@ class Matcher:
         self._ends = {*vocabulary.ends, *{*stop_tokens}.intersection(vocabulary.special_token_ids)}
 
     def allowed(self) -> bytearray | None:
-        """A mask with one bit per token, the lowest bit of each byte first: 1 if the token is allowed. None if no token is."""
+        """A mask with one bit per token, the lowest bit of each byte first: 1 if the token is allowed. None if no token is
+        allowed."""
         bits = -1
         for library in self._libraries:
             if library.is_error():
@@ -102,14 +103,14 @@ class Matcher:
 
 
 def matcher_of(grammar: Grammar, tokenizer: Tokenizer, stop_tokens: Sequence[int] = ()) -> Matcher:
-    """A matcher for a new sequence. stop_tokens: further tokens that end it. Raises UserError as compiled() does."""
+    """A matcher for a new sequence. stop_tokens: further tokens that end the sequence. Raises UserError as compiled() does."""
     libraries = [library.deep_copy() for library in compiled(grammar, tokenizer)]
     return Matcher(libraries, vocabulary(tokenizer), stop_tokens)
 
 
 @lru_cache(maxsize=4)
 def vocabulary(tokenizer: Tokenizer) -> Vocabulary:
-    """The tokenizer's Vocabulary. It is cached, because the World tokenizer's takes half a second to create."""
+    """The tokenizer's Vocabulary. It is cached, because creating the World tokenizer's takes half a second."""
     return Vocabulary(tokenizer)
 
 

@@ -30,7 +30,7 @@ ERRORS = {401: "authentication_error", 403: "permission_error", 404: "not_found_
 NO_TEXT = {"image": "an image", "document": "a document", "container_upload": "a file"}
 NAMES = {"stop": "stop_sequences", "enable_thinking": "thinking", "reasoning_effort": "output_config.effort",
          "response_format": "output_config.format"}
-SIGNATURE = "unsigned"                   # of a thinking block: clients send back only blocks that have one
+SIGNATURE = "unsigned"                   # of each thinking block: clients send back only signed blocks
 REASONS = {"tool_calls": "tool_use", "length": "max_tokens", "stop": "end_turn"}
 
 
@@ -61,7 +61,7 @@ class Message(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class MessagesRequest(SamplingFields, forbid_unknown_fields=True, kw_only=True):
-    """Anthropic's fields, and in addition a seed and all sampling options."""
+    """A request with Anthropic's fields and, in addition, a seed and all sampling options."""
 
     model: str
     messages: list[Message]
@@ -112,7 +112,8 @@ Translated = tuple[list[Generate], ResponseSpec, MessagesRequest, Callable[[str]
 
 
 def _translated(service: Service, sent: bytes, owner: str, counts: bool = False) -> Translated:
-    """The sequences for a request, and how to present them. counts: for count_tokens, whose requests have no max_tokens."""
+    """The sequences for a request, and how to present them. counts: whether the request is for count_tokens, and thus has no
+    max_tokens."""
     body = read(sent, MessagesRequest)
     if body.max_tokens is None and not counts:
         raise ApiError(400, "max_tokens is required", "max_tokens")
@@ -134,7 +135,8 @@ def _translated(service: Service, sent: bytes, owner: str, counts: bool = False)
 
 
 def _renamed(field: str, places: list[str]) -> str:
-    """The client's name for a field of the ChatRequest. places: where each of its messages is in the client's request."""
+    """The client's name for a field of the ChatRequest. places: for each message of the ChatRequest, where it is in the
+    client's request."""
     if place := re.match(r"messages\[(\d+)\]", field):
         return places[int(place[1])] if int(place[1]) < len(places) else field
     if tool := re.match(r"(tools\[\d+\])\.function(\.parameters)?", field):
@@ -164,7 +166,8 @@ def _tool(tool: JsonObject, where: str) -> JsonObject:
 
 
 def _messages(body: MessagesRequest) -> tuple[list[JsonObject], list[str]]:
-    """The messages for a ChatRequest, and where each is in the client's request. Consecutive turns of one role are merged."""
+    """The messages for a ChatRequest, and for each its place in the client's request. Consecutive turns of one role are
+    merged."""
     chat: list[JsonObject] = []
     places: list[str] = []
 

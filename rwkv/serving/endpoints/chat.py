@@ -28,7 +28,7 @@ from rwkv.serving.schema import AllowedToolsChoice, ChatRequest, TemplateOptions
 from rwkv.serving.service import Service, default_max_tokens, from_body, owner, resolve_adapter
 from rwkv.serving.submission import NO_LIMIT, answer, include_usage, make_sequences, message_ids, prompt_ids, stopping
 
-TEMPLATE_NAMES = {"bot": "flower", "assistant": "g1", "function_calling": "g1"}          # by rwkv_prompt_template
+TEMPLATE_NAMES = {"bot": "flower", "assistant": "g1", "function_calling": "g1"}          # by value of rwkv_prompt_template
 
 
 async def chat_completions(service: Service, request: Request) -> Answer:
@@ -98,7 +98,7 @@ def chat_sequences(service: Service, body: ChatRequest, owner: str,
 def _answer_to_continue(body: ChatRequest, call_start: str) -> str:
     """The content of the last message, which the answer continues. call_start: as tools_and_call returns it.
 
-    Raises ApiError and UserError if it cannot be continued."""
+    Raises ApiError and UserError if the message cannot be continued."""
     messages = check_messages(body.messages)
     last = messages[-1]
     if last["role"] != "assistant" or last.get("tool_calls") or not last["content"]:
@@ -112,7 +112,8 @@ def _answer_to_continue(body: ChatRequest, call_start: str) -> str:
 
 
 def _with_template(service: Service, body: ChatRequest) -> Service:
-    """The service, with the chat template that rwkv_prompt_template names unless the server's own template matches it."""
+    """The service with a chat template of the kind that rwkv_prompt_template names: the server's own template if it is of that
+    kind, otherwise the one in TEMPLATE_NAMES."""
     kwargs = body.chat_template_kwargs or TemplateOptions()
     name = kwargs.rwkv_prompt_template
     default = service.template
@@ -127,15 +128,16 @@ def _with_template(service: Service, body: ChatRequest) -> Service:
 
 
 def _thinking(service: Service, body: ChatRequest, calls: bool) -> Thinking:
-    """How the answer begins. calls: the answer must begin with a tool call, and thus without thoughts.
+    """How the answer begins. calls: whether the answer must begin with a tool call, and thus without thoughts.
 
-    Raises ApiError if the template does not support the requested thinking; an effort that it does not support is ignored.
+    Raises ApiError if the template does not support the requested thinking; an unsupported effort is ignored.
     """
     thinking = body.thinking(service.template.thinks)
     try:
         service.template.answer_start(thinking.think)
         if calls and thinking.think is True:
-            raise UserError("think: conflicts with a tool_choice that requires a call; send auto, or turn thinking off")
+            raise UserError("think: conflicts with a tool_choice that requires a call; send tool_choice=auto, or turn "
+                            "thinking off")
     except UserError as error:
         if thinking.wish:
             return thinking._replace(think=False)
@@ -187,10 +189,10 @@ def _grammar(service: Service, body: ChatRequest, tools: bool, call_start: str, 
              in_text: bool) -> Grammar | None:
     """The grammar of the answer; None for any text.
 
-    tools: whether the answer may call tools. call_start: as tools_and_call returns it. begun: the beginning of thoughts with
-    which the prompt ends. think: whether the answer may begin with thoughts. in_text: the prompt already ends with the
-    beginning of the answer's text; the grammar then constrains only the rest. Raises ApiError if the template's format of tool
-    calls is unknown, and for a JSON format if the text has already begun.
+    tools: whether the answer may call tools. call_start: as tools_and_call returns it. begun: the beginning of the answer's
+    thoughts, if the prompt ends with it. think: whether the answer may begin with thoughts. in_text: whether the prompt already
+    contains the beginning of the answer's text; the grammar then constrains only the rest of the text. Raises ApiError if the
+    template's format of tool calls is unknown, and for a JSON format if the text has already begun.
     """
     answer = body.answer_grammar()
     if answer and in_text and body.grammar is None:

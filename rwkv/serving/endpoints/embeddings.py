@@ -64,7 +64,7 @@ def _translated(service: Service, sent: bytes, owner: str) -> tuple[list[Generat
 def _inputs(value: Any) -> list[str | list[int]]:
     inputs = [value] if isinstance(value, str) or (value and all(isinstance(item, int) for item in value)) else value
     if not (all(isinstance(item, str) for item in inputs) or all(isinstance(item, list) for item in inputs)):
-        raise ApiError(400, "input must be a string, a list of strings, a list of token ids, or a list of such lists", "input")
+        raise ApiError(400, "input must be a string, a list of strings, a list of token ids, or a list of id lists", "input")
     for place, item in enumerate(inputs):
         if not item:
             where = "input" if isinstance(value, str) else f"input[{place}]"
@@ -74,7 +74,7 @@ def _inputs(value: Any) -> list[str | list[int]]:
 
 def embedding_sequences(service: Service, inputs: list[str | list[int]], model: str, owner: str, dimensions: int | None,
                     pooling: Pooling = "mean") -> list[Generate]:
-    """A sequence without new tokens for each input. Raises ApiError if there are too many or if dimensions is wrong."""
+    """For each input, a sequence that generates no tokens. Raises ApiError for too many inputs and for wrong dimensions."""
     width = service.model_info.width
     if not 1 <= len(inputs) <= MOST_INPUTS:
         raise ApiError(400, f"input must have 1 to {MOST_INPUTS} items; got {len(inputs)}", "input")
@@ -92,8 +92,8 @@ def at_once(service: Service) -> int:
 class EmbeddingAnswer(Answer):
     """The answer with the embeddings of `sequences`, which are submitted to the engine a few at a time.
 
-    ticket: the one of the first few. render: makes the response body from all last events. error_form: as `form` of
-    ApiError.response.
+    ticket: the ticket of the first few sequences. render: makes the response body from the last event of each sequence.
+    error_form: as `form` of ApiError.response.
     """
 
     def __init__(self, service: Service, ticket: Ticket, sequences: list[Generate], render: Render,

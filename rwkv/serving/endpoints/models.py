@@ -22,8 +22,8 @@ async def one_model(service: Service, request: Request) -> Response:
 
 
 def _model_object(service: Service, name: str) -> JsonObject:
-    """The object that describes a model. max_model_len is vLLM's. meta has facts about the model and the default options;
-    meta.state_bytes is None if the server has no memory for saved states."""
+    """The object that describes a model. max_model_len is a field of vLLM's. meta has facts about the model and the default
+    options; meta.state_bytes is None if the server has no memory for saved states."""
     states = service.states
     usual = service.defaults[False, False]
     meta = {**vars(service.model_info), "template": service.template.name,

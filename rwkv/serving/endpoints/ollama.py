@@ -119,7 +119,7 @@ def _chat(service: Service, sent: bytes, owner: str) -> Translated:
     fields["messages"] = [_message(message, f"messages[{i}]") for i, message in enumerate(body.messages)]
     fields["tools"] = [{"type": "function", **tool} for tool in body.tools or ()] or None
     last = fields["messages"][-1]
-    if last.get("role") == "assistant" and not last.get("tool_calls"):   # Ollama continues such a message
+    if last.get("role") == "assistant" and not last.get("tool_calls"):   # Ollama continues an assistant message
         if last["content"] or last.get("reasoning_content"):
             fields["continue_final_message"] = True
         else:
@@ -140,7 +140,7 @@ def _generate(service: Service, sent: bytes, owner: str) -> Translated:
     if not body.prompt and not (body.raw and body.context):
         return [], _empty_spec(service, name), body
     if body.context:
-        prompt_ids(service, body.context, "context")             # checks the ids
+        prompt_ids(service, body.context, "context")             # only checks the ids
     fields = _fields(body, name)
     prompt = body.prompt or ""
     with renaming(_renamed):
@@ -173,7 +173,7 @@ def _fields(body: OllamaRequest, model: str) -> JsonObject:
     require_off({name: options[name] for name in OFF if name in options}, OFF, "sampler", "options.")
     fields = {here: options[option] for option, here in OPTIONS.items() if option in options}
     limit = fields.get("max_tokens")
-    if limit is None or (isinstance(limit, int) and limit <= 0):         # such values mean no limit in Ollama
+    if limit is None or (isinstance(limit, int) and limit <= 0):         # in Ollama, 0 and negative numbers mean no limit
         fields["max_tokens"] = None
     if options.get("repeat_last_n") == 0:
         fields["repetition_penalty"] = 1.0

@@ -1,4 +1,4 @@
-"""Ollama's endpoints for models, /api/tags, /api/show, /api/ps, /api/pull and /api/version, and those for embeddings."""
+"""Ollama's endpoints for models, /api/tags, /api/show, /api/ps, /api/pull and /api/version, and for embeddings."""
 
 import hashlib
 import time
@@ -22,7 +22,7 @@ from rwkv.serving.service import LATEST, Service, from_body, owner, resolve_adap
 from rwkv.serving.submission import encoded, submit
 
 VERSION = "0.12.6"                       # of Ollama's API; clients refuse older versions
-FAR = "2318-01-01T00:00:00Z"             # when the model is unloaded: Ollama's value for keep_alive=-1, never
+FAR = "2318-01-01T00:00:00Z"             # when the model will be unloaded: Ollama's date for "never" (keep_alive=-1)
 
 
 def _model_entry(service: Service, name: str) -> JsonObject:
@@ -31,7 +31,7 @@ def _model_entry(service: Service, name: str) -> JsonObject:
     size = info.parameters * BITS[info.dtype] // 8
     return {"name": name if ":" in name else name + LATEST, "model": name if ":" in name else name + LATEST,
             "modified_at": datetime.fromtimestamp(service.created, UTC).isoformat(), "size": size,
-            "digest": hashlib.sha256(facts.encode()).hexdigest(), "details": _details(service)}       # hash of the facts
+            "digest": hashlib.sha256(facts.encode()).hexdigest(), "details": _details(service)}
 
 
 def _details(service: Service) -> JsonObject:
@@ -150,7 +150,7 @@ def _embed_prompt(service: Service, sent: bytes, owner: str) -> Translated:
 
 def _input_sequences(service: Service, inputs: Sequence[str], name: str, owner: str, truncate: bool,
                      dimensions: int | None) -> list[Generate]:
-    """A sequence for each input. truncate: read only the beginning of an input that is too long."""
+    """A sequence for each input. truncate: whether to read only the beginning of an input that is too long."""
     if not inputs:
         return []
     ids = [encoded(service.tokenizer.encode, text, f"input[{place}]") for place, text in enumerate(inputs)]

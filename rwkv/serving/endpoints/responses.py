@@ -35,7 +35,7 @@ def _prepare(service: Service, sent: bytes, owner: str) -> tuple[list[Generate],
 
 
 async def count_tokens(service: Service, request: Request) -> Response:
-    """Counts the tokens of a request's input, including those of the response or state that it continues."""
+    """Counts a request's input tokens, including the tokens of the response or state that the request continues."""
     try:
         (sequence, *_), *_ = await from_body(service, request, partial(_prepare, owner=owner(request)))
     except ApiError as error:
@@ -58,8 +58,8 @@ async def delete_response(service: Service, request: Request) -> Response:
 
 async def cancel_response(service: Service, request: Request) -> Response:
     _stored(service, request)
-    raise ApiError(400, "this response is already finished; this server runs no responses in the background, so a running "
-                        "one is cancelled by closing its connection")
+    raise ApiError(400, "this response is already finished. This server runs no responses in the background: to cancel a "
+                        "running response, close its connection")
 
 
 async def response_input(service: Service, request: Request) -> Response:

@@ -46,7 +46,7 @@ async def make_state(service: Service, request: Request) -> ASGIApp:
 
 
 def _state_sequence(service: Service, sent: bytes, owner: str) -> Generate:
-    """A sequence without new tokens, whose final state is saved."""
+    """A sequence that generates no tokens, and whose final state is saved."""
     body = read(sent, StateRequest)
     model = resolve_adapter(service, body.model)
     if (body.prompt is None) == (body.messages is None):

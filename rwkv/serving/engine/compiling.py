@@ -1,8 +1,9 @@
 """Processes that compile each grammar before the engine's process does, so that one client's schema cannot block other clients.
 
 A grammar of a few bytes can take minutes and gigabytes to compile, and only killing the process stops the library. So each
-grammar is first compiled in one of PROCESSES processes. If that takes longer than SECONDS or more than MEMORY, the process is
-killed and the request refused. Each API key has a queue of grammars; the key with the fewest running compilations is next.
+grammar is first compiled in one of PROCESSES processes. If this takes longer than SECONDS or needs more memory than MEMORY, the
+process is killed and the request refused. Each API key has a queue of grammars; the key with the fewest running compilations is
+next.
 """
 
 import asyncio
@@ -36,7 +37,7 @@ MEMORY = 512 * MIB                       # most memory for compiling, in additio
 RETAINED = 64 * MIB                      # most memory for a compiled grammar in the engine's process
 MOST_WAITING = 256                       # most grammars in all queues
 REMEMBERED = 256                         # grammars whose result is cached
-WALKS = 12                               # random texts that search for prefixes that cannot be completed
+WALKS = 12                               # random texts per grammar, to find prefixes that cannot be completed
 
 
 class Compilers:
@@ -110,7 +111,7 @@ class _Job:
 
 
 class _Process:
-    """A process that compiles grammars. It is started for the first grammar, and again for the next one after it was killed."""
+    """A process that compiles grammars. The first grammar starts it; after a kill, the next grammar starts it again."""
 
     def __init__(self, tokenizer: JsonObject, seconds: float) -> None:
         self._tokenizer = tokenizer
@@ -120,7 +121,7 @@ class _Process:
         self._stopped = False
 
     def reason(self, grammar: Grammar) -> str:
-        """The reason for which the grammar is refused; "" if it is accepted. Blocks until it is compiled."""
+        """The reason for which the grammar is refused; "" if it is accepted. Blocks until the grammar is compiled."""
         where = grammar.parts[0].where
         try:
             if self._process is None and not self._stopped:

@@ -1,4 +1,5 @@
-"""The queue of requests in front of the engine. It limits how many sequences run and are queued; others get status 429."""
+"""The queue of requests in front of the engine. It limits how many sequences run and how many wait; further requests get status
+429."""
 
 import asyncio
 from collections import deque
@@ -35,7 +36,7 @@ class Ticket:
 
 
 class Queue:
-    """At most max_rows sequences run, and at most max_queue more are queued. Requests start in order of arrival.
+    """The queue: at most max_rows sequences run, and at most max_queue more wait. Requests start in order of arrival.
 
     send: a function that sends a message to the engine.
     """
@@ -92,7 +93,7 @@ class Queue:
         return False
 
     def take_ticket(self, event: Event) -> Ticket:
-        """The ticket to which an event of the engine belongs. The last event of a sequence removes it from the queue."""
+        """The ticket to which an event of the engine belongs. After its last event, a sequence leaves the queue."""
         ticket = self._running[event.id]
         if event.finish_reason is not None or event.error is not None:
             del self._running[event.id]

@@ -136,7 +136,7 @@ class RemoteEngine:
         """Cancels the ticket's sequences: running ones at the engine's next step; if they are queued, the client gets 503."""
         if self._queue.cancel(ticket):
             self.observe(Step([Event(sequence.id, finish_reason="cancelled") for sequence in ticket.sequences], *self._memory))
-            self._queue.start()                          # the next tickets may have fewer sequences
+            self._queue.start()                          # the next tickets, which may have fewer sequences, may now fit
 
     def cancel_all(self) -> None:
         for ticket in self._queue.tickets():

@@ -61,7 +61,8 @@ class LoadedAdapter(NamedTuple):
 
 
 class Loaded(NamedTuple):
-    """What `load` returns. adapters: by name. draft: serves all models. The other fields are as in Ready and ModelInfo."""
+    """What `load` returns. adapters: the adapters by name. draft: one draft for all models. The other fields are as in Ready
+    and ModelInfo."""
 
     model: Model
     tokenizer: Tokenizer
@@ -121,7 +122,7 @@ class _Model(NamedTuple):
 
 
 class _Job:
-    """A running sequence: its row, and how much of it has been sent."""
+    """A running sequence: the engine's row, and how much of the row's text has been sent."""
 
     def __init__(self, message: Generate, row: Row) -> None:
         self.message = message
@@ -134,7 +135,7 @@ class _Job:
         finished = self.row.complete
         if not finished and not self.message.stream:
             return None
-        # lm-evaluation-harness, which requests the prompt's log-probabilities, also expects an entry for the token that ends it
+        # lm-evaluation-harness requests the prompt's log-probabilities, and expects an entry for the token that ends the answer
         shown = len(sample.logprobs) if self.row.request.prompt_logprobs else len(sample.tokens)
         logprobs = sample.logprobs[self._logprobs_sent:shown]
         if not (self.text or logprobs or finished):
@@ -215,7 +216,7 @@ class _Worker:
                 self._connection.send(Step(events, *cached, self._states.nbytes, tuple(gone)))
 
     def _event(self, job: _Job) -> Event | None:
-        """The event to send for a sequence, if any. Before its last event, saves the final state if that was requested."""
+        """The event to send for a sequence, if any. Before a sequence's last event, saves the final state if requested."""
         event = job.event()
         saved = job.saved()
         if event is not None and saved is not None:
@@ -225,9 +226,9 @@ class _Worker:
         return event
 
     def _take(self, message: ToEngine) -> None:
-        """Handles one message. The sequences of a request arrive in one message and begin at the same step. So their prompt is
-        read only once, and the last bits of log-probabilities do not depend on when each sequence arrived, only on the number
-        of rows.
+        """Handles one message. The sequences of a request arrive in one message and begin at the same step. So a prompt that
+        they share is read only once, and the last bits of log-probabilities depend on the number of rows but not on the time at
+        which each sequence arrived.
         """
         if isinstance(message, Cancel):
             for job in (job for jobs in self._jobs.values() for job in jobs.values()):
@@ -260,7 +261,7 @@ class _Worker:
         name a model."""
         if not time_states.is_content(message.content):
             if message.layout is not None:
-                raise UserError("state_layout requires a file with a tuned state: omit it")
+                raise UserError("state_layout applies only to files with a tuned state: omit state_layout")
             return self._states.upload(message.state, message.content)
         model = self._models[""].model
         tuned = time_states.read_content(message.content, model.config, message.layout)

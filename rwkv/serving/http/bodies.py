@@ -61,8 +61,8 @@ def _decompressed(sent: bytes, limit: int) -> bytes:
 
 
 def _as_utf8(request: Request, sent: bytes) -> bytes:
-    """A JSON body, converted to UTF-8. Raises ApiError if content-type has an unknown charset, or one that the bytes do not
-    have."""
+    """A JSON body, converted to UTF-8. Raises ApiError if the charset in content-type is unknown, or if the bytes are not valid
+    in this charset."""
     header = email.message.Message()
     header["content-type"] = request.headers.get("content-type", "")
     charset = header.get_content_charset() or "utf-8"

@@ -30,7 +30,7 @@ REQUEST_ID = re.compile(rb"[!-~]{1,512}")            # the request ids that a cl
 
 
 class Parser:
-    """httptools' parser, made to ignore the header Upgrade. By itself it stops at that header and loses the request's body.
+    """httptools' parser, made to ignore the header Upgrade, at which httptools would stop and lose the request's body.
 
     RFC 9110, 7.8 allows a server to ignore the header. Java's HttpClient sends `Upgrade: h2c` with every request.
     """
@@ -230,7 +230,8 @@ class Protocol(HttpToolsProtocol):
 
 
 def _send_without_chunks(cycle: Any) -> None:
-    """For HTTP/1.0, which has no chunks (RFC 9112, 6.1): a body without content-length ends when the connection closes."""
+    """Prepares an answer over HTTP/1.0, which has no chunks (RFC 9112, 6.1): closing the connection ends a body without
+    content-length."""
     send = cycle.send
     ends_with_connection = False
 

@@ -39,7 +39,7 @@ class ApiError(Exception):
 
 
 def user_error(error: UserError) -> ApiError:
-    """A user's mistake as an ApiError with status 400. Its param is the field with which the message begins, if any."""
+    """A user's mistake as an ApiError with status 400. The error's param is the field with which the message begins, if any."""
     message = str(error)
     word = message.split(maxsplit=1)[0].rstrip(":,")
     is_field = word.startswith(("messages", "tools", "response_format", "format", "grammar")) or word in SAMPLING_FIELDS

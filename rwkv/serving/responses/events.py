@@ -101,8 +101,8 @@ class ResponseAnswer(Answer):
             pass
 
     def _client_error(self, error: ApiError) -> ApiError:
-        """If the state of previous_response_id is lost, asks the client to retry, since a second request reads the conversation
-        again instead."""
+        """If the state of previous_response_id is lost, the returned error asks the client to retry: the retry reads the whole
+        conversation instead."""
         if self._prepared.body.previous_response_id is None or error.body["error"]["code"] != STATE_GONE:
             return error
         return ApiError(503, "the state of previous_response_id has just been lost: send this request again, and the "

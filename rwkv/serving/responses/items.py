@@ -12,8 +12,8 @@ NO_TEXT = {"input_image": "an image", "input_file": "a file", "input_audio": "au
 
 
 def input_items(items: str | list[JsonObject] | None) -> list[JsonObject]:
-    """The items of a request in complete form: each has an id, and a message's content is a list. Raises ApiError that says
-    which item is wrong."""
+    """The items of a request in complete form: each has an id, and a message's content is a list. Raises an ApiError that names
+    the wrong item."""
     if items is None:
         return []
     if isinstance(items, str):

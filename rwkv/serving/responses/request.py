@@ -1,7 +1,7 @@
 """Translates a request for a response into one for a chat completion, which continues from the previous response's state.
 
-If that state is gone, or if the instructions or tools have changed, which are at the beginning of the conversation, the items
-of all earlier responses are read again.
+If that state is gone, or if the instructions or tools, which begin the conversation, have changed, the items of all earlier
+responses are read again.
 """
 
 import re
@@ -124,7 +124,7 @@ def _chat_request(prepared: Prepared, items: list[JsonObject], instructions: boo
 
 
 def _tool_choice(body: ResponseRequest) -> Any:
-    """The request's tool_choice, as a chat request has it."""
+    """The request's tool_choice in the form that a chat request has."""
     choice: Any = msgspec.to_builtins(body.tool_choice)
     if not isinstance(choice, dict):
         return choice

@@ -29,8 +29,8 @@ class Stored(msgspec.Struct):
 
 
 class Responses:
-    """All stored responses, in at most responses_mib MiB of memory. It evicts the least recently used response, but none of an
-    API key that uses no more than an equal share. With states_dir= each response is also a file.
+    """All stored responses, in at most responses_mib MiB of memory. When memory is full, it evicts the least recently used
+    response, sparing each API key that uses at most an equal share. With states_dir= each response is also a file.
     """
 
     def __init__(self, config: ServeConfig, engine: RemoteEngine) -> None:
@@ -67,7 +67,8 @@ class Responses:
                 self._lru.remove(response_id)
 
     def get(self, response_id: str, owner: str, field: str | None = None) -> Stored:
-        """The stored response. field: the request's field that names it. Raises ApiError if the owner has no such response."""
+        """The stored response. field: the request's field that names the response. Raises ApiError if the owner has no such
+        response."""
         content = self._stored.get(response_id)
         stored = msgspec.json.decode(content, type=Stored) if content else None
         if stored is None or stored.owner != owner:

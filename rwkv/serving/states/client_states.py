@@ -72,7 +72,7 @@ class ClientStates:
         state = self.usable(state_id, owner)
         if state.model != model:
             reader = f"the model {state.model!r}" if state.model else "the checkpoint's model"
-            raise ApiError(400, f"state requires {reader}, which has read it: request that with model", "state",
+            raise ApiError(400, f"state was made by {reader}: set the field model to this model's name", "state",
                            "state_of_another_model")
         return state
 
@@ -95,13 +95,14 @@ class ClientStates:
     def new(self, owner: str, turn: Turn | None = None, model: str = "") -> SavedState:
         """The record of a new state, whose content is saved later. Raises ApiError if the server has no memory for states."""
         if not self.has_room:
-            raise ApiError(400, f"this server saves no states: one takes {self.state_bytes / MIB:.3g} MiB, and "
+            raise ApiError(400, f"this server saves no states: a state takes {self.state_bytes / MIB:.3g} MiB, and "
                                 f"states_mib={self.config.states_mib}", code="states_disabled")
         return SavedState(f"state_{secrets.token_hex(16)}", owner, int(time.time()), None, 0, turn=turn, model=model)
 
     def prompt(self, start: SavedState | None, messages: Sequence[Message], tools: Tools, think: Think = False,
                effort: str | None = None, add_generation_prompt: bool = True) -> str:
-        """The messages, rendered as the continuation of `start`. Raises ApiError or UserError if they cannot continue it."""
+        """The messages, rendered as the continuation of `start`. Raises ApiError or UserError if the messages cannot continue
+        this state."""
         render = self.template.render
         turn = start.turn if start else None
         if turn is None:
@@ -109,7 +110,7 @@ class ClientStates:
         if turn.template != _digest(self.template.definition):
             raise ApiError(400, "state requires its conversation's chat template; this server uses a different one", "state")
         if tools and turn.tools != _digest(tools):
-            raise ApiError(400, "tools must be those of the state's conversation: send the same ones, or begin a new "
+            raise ApiError(400, "tools must be those of the state's conversation: send the same tools, or begin a new "
                                 "conversation", "tools")
         before = _placeholder_messages(turn.role, self.template.supports_tools)
         conversation = [*before, *check_messages(messages)]
@@ -139,8 +140,8 @@ class ClientStates:
         return before + marked(self.tokenizer, answer)
 
     def _shift_place(self, error: UserError, before: list[JsonObject], tools: Tools) -> ApiError | UserError:
-        """The error for a conversation, `before` and the request's messages, that the template could not render. If `before`
-        alone fails, the error blames the state; otherwise message indices are shifted to those of the request."""
+        """The error to raise when the template cannot render `before` followed by the request's messages. If `before` alone
+        fails, the error blames the state; otherwise the error numbers the messages as in the request."""
         try:
             self.template.render(before, False, tools)
         except UserError:
@@ -183,7 +184,7 @@ class ClientStates:
 
 
 def _placeholder_messages(role: str, calls: bool) -> list[JsonObject]:
-    """Messages of which the last is the placeholder, with this role. calls: whether the template renders tool calls."""
+    """Messages that end with the placeholder, a message of this role. calls: whether the template renders tool calls."""
     before = BEFORE.get(role, ())
     return [*(message for message in before if calls or "tool_calls" not in message), {"role": role, "content": PLACEHOLDER}]
 

@@ -19,8 +19,8 @@ UNFINISHED = re.compile(r"\.(state_[0-9a-f]{32}\.safetensors|resp_[0-9a-f]{32}\.
 
 
 def claim(folder: Path) -> FileLock | None:
-    """Creates the folder if necessary, and locks it for the first server that uses it, which also deletes unfinished files of a
-    killed server.
+    """Creates the folder if necessary, and locks it if no other server has done so. The server with the lock also deletes files
+    that a killed server left unfinished.
 
     Returns the lock, which holds until it is released or deleted; None for further servers, and if files cannot be locked.
     Raises UserError if the folder cannot be used.

@@ -206,7 +206,8 @@ class StateStore:
         return folder / f"{state_id}.safetensors"
 
     def _scan(self, folder: Path, names: Iterable[str] | None = None) -> list[SavedState]:
-        """The states in the files with these names; None for all files. Files that are not states are ignored from now on."""
+        """The states in the files with these names, or in all files if names is None. Files that are not states are ignored
+        from now on."""
         names = [path.name for path in folder.iterdir()] if names is None else [*names]
         self._ignored.update(name for name in names if STATE.fullmatch(name))
         states = []
@@ -238,9 +239,8 @@ class StateStore:
         """The name of the model that has read a file's state. Raises UserError if this server does not have that model.
 
         The adapter's digest decides, so that an adapter can be renamed. LoRA adapters that differ only in alpha share a digest;
-        between these the fingerprint of the weights decides. Models with the same digest and fingerprint are equal; between
-        these the name in the file decides. A file that another program wrote has only the fingerprint, which several adapters
-        may share.
+        among these, the fingerprint of the weights decides. Models with equal digests and equal fingerprints are equal, and the
+        name in the file decides. A file that another program wrote has only the fingerprint, which several adapters may share.
         """
         same = [name for name, form in self._forms.items() if form.identity["model"] == metadata.get("model")]
         if entry.adapter is None:
