@@ -11,7 +11,7 @@ from kernels.matvec import FORMS, Int8, MatVec, cases
 
 
 class Case(BenchCase):
-    """W (N,K), packed in the format that --dtype names, times R rows of x."""
+    """The product of R rows x and W (N,K), packed in the format that --dtype names."""
 
     op = "matvec"
     AXES = ("N", "K", "R")

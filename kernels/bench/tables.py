@@ -36,7 +36,7 @@ def main(argv: list[str]) -> int:
 
 
 def rewritten(text: str, reports: Iterable[dict[str, Any]]) -> str:
-    """`text` with the sections of all reported operators whose markers it contains."""
+    """`text` with a new section for each reported operator whose markers are in `text`."""
     reports = list(reports)
     for op in dict.fromkeys(report["op"] for report in reports):
         text = filled(text, op, "\n\n".join(section(report) for report in reports if report["op"] == op))
@@ -122,7 +122,7 @@ def _caption(measured: dict[str, Any]) -> str:
 
 
 def _notes(measured: dict[str, Any]) -> str:
-    """A note with the implementations that were skipped for their time or memory, not those that cannot run on the device."""
+    """A note that lists the implementations skipped for their time or memory, but not those that cannot run on the device."""
     slow = [name for name, reason in measured["skipped"].items() if "takes over" in reason]
     return f"\n\nNot measured, for the time or the memory that it takes at this shape: {', '.join(slow)}." if slow else ""
 

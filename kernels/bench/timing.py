@@ -48,7 +48,7 @@ def seconds(function: Callable[[], Any], device: str, repeats: int = 1) -> float
 
 
 def _seconds_warm(function: Callable[[], Any], device: str, budget_s: float) -> float:
-    """The seconds of the second call, since the first may include a compilation; of the first if that exceeds the budget."""
+    """The seconds of a second call, since the first may include a compilation; if the first exceeds the budget, its seconds."""
     once = seconds(function, device)
     return seconds(function, device) if once < budget_s else once
 

@@ -12,7 +12,7 @@ from kernels.select import select
 from kernels.wkv7 import WKV7, cases
 
 ESTIMATED_STEPS = 64
-PIECE = 512                  # steps of the float64 reference at a time, since it stores the state after each
+PIECE = 512                  # steps that the float64 reference computes at a time, because it stores a state per step
 FORWARD, BACKWARD = 10, 32   # operations per step and element of the state: 5 multiply-adds; backward 16
 
 

@@ -40,6 +40,6 @@ def _no_compiler() -> str | None:
 
 
 def _headers() -> str:
-    """The folder in which Triton looks for Python's headers; Debian's default scheme, posix_local, contains none."""
+    """The folder in which Triton looks for Python's headers. Debian's default scheme, posix_local, would name an empty one."""
     scheme = sysconfig.get_default_scheme()
     return sysconfig.get_path("include", "posix_prefix" if scheme == "posix_local" else scheme)
