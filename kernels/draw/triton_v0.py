@@ -106,7 +106,7 @@ def _chosen_weights(x, inside, top, scale, last_scale, min_p, FILTERS_FIRST: tl.
 
 @triton.jit
 def _summands(x, inside, top, scale, last_scale, min_p, WHAT: tl.constexpr, FILTERS_FIRST: tl.constexpr):
-    """The number that _search sums for each token: see WHAT there."""
+    """The summand of each token in _search, which documents WHAT."""
     if WHAT == "count":
         summand = inside.to(tl.float64)
     elif WHAT == "weight":
@@ -121,8 +121,8 @@ def _search(numbers, ids, n, low, bound, top, scale, last_scale, min_p, WHAT: tl
             LISTED: tl.constexpr):
     """The smallest key q >= low for which the sum over tokens with larger keys is below `bound` (for "draw": at most `bound`).
 
-    Returns q, that sum, and the number of tokens at q and the summand of each. WHAT is summed: "count": 1 for each token,
-    "weight": its weight before the filters, "draw": the weight by which it is drawn.
+    Returns q, the sum over larger keys, the number of tokens with key q, and the summand of each of them. WHAT: a token's
+    summand; "count": 1, "weight": its weight before the filters, "draw": the weight by which it is drawn.
     """
     high = tl.full([], 2147483647, tl.int64)             # low <= q <= high
     while low < high:
@@ -150,7 +150,7 @@ def _search(numbers, ids, n, low, bound, top, scale, last_scale, min_p, WHAT: tl
 
 @triton.jit
 def _keep(numbers, ids, n, key, ties, LISTED: tl.constexpr):
-    """Keeps in the list only the tokens with keys above `key` and the first `ties` tokens at `key`. Returns their number."""
+    """Keeps in the list only tokens with keys above `key` and the first `ties` tokens with that key. Returns their number."""
     n_kept = tl.zeros([], tl.int32)
     seen = tl.zeros([], tl.int32)
     for first in range(0, n, LISTED):
@@ -296,7 +296,7 @@ def _draw_by_place(numbers, ids, n, target, top, scale, last_scale, min_p, FILTE
 @triton.jit
 def _draw_listed(numbers, ids, n, uniform, top, scale, last_scale, min_p, IN_ORDER: tl.constexpr, FILTERS_FIRST: tl.constexpr,
                  LISTED: tl.constexpr):
-    """Draws a token of the list. IN_ORDER: in descending order of logits, else in vocabulary order."""
+    """Draws a token of the list. IN_ORDER: cumulate weights in descending order of logits, not in vocabulary order."""
     sums = tl.zeros([LISTED], tl.float64)
     least = tl.full([], 2147483647, tl.int64)            # the smallest key of a token that can be drawn
     for first in range(0, n, LISTED):
@@ -314,10 +314,10 @@ def _draw_listed(numbers, ids, n, uniform, top, scale, last_scale, min_p, IN_ORD
 
 @triton.jit
 def _draw_unfiltered(row, V, target, top, scale, BLOCK: tl.constexpr):
-    """The token of the whole vocabulary at which the cumulative weight exceeds `target`; first its block is found."""
+    """Finds first the block, then the token of the whole vocabulary at which the cumulative weight exceeds `target`."""
     lane = tl.arange(0, BLOCK)
     before = tl.zeros([], tl.float64)
-    start = tl.zeros([], tl.int32)       # start of the token's block; below, the sum before it
+    start = tl.zeros([], tl.int32)       # start of the token's block; before_start: the sum before it
     before_start = tl.zeros([], tl.float64)
     done = tl.zeros([], tl.int32)
     for first in range(0, V, BLOCK):
@@ -352,7 +352,7 @@ def _draw(logits, uniform, drawn, numbers, ids, stride, V, listed, inverse_tempe
         least_weight = tl.full([], 0.0, tl.float32)
         if TOP_K:
             least_logit = _logit_of_likeliest(row, numbers, V, top_k, BLOCK, PARTS, PART)
-        else:                            # all lighter tokens together weigh less than top_p drops
+        else:                            # tokens below this weight together weigh less than top_p drops
             least_weight = tl.where(top_p < 1, 0.99 * (1 - top_p) * total / V, 1e-36).to(tl.float32)
             least_weight = tl.maximum(least_weight, min_p)
         n = _list_likely(row, numbers, ids, V, least_logit, least_weight, top, scale, BLOCK)

@@ -6,7 +6,7 @@ In one line of PyTorch: x @ W.T. W is packed in one of these formats ("forms"), 
 
     float32               not rounded
     bfloat16              rounded; x is rounded too
-    int8                  W[n,k] = scale[n] q[n,k], |q| <= 127. Each row of x is rounded too, to steps of its largest magnitude
+    int8                  W[n,k] = scale[n] q[n,k], |q| <= 127. Each row of x is rounded too, to multiples of its own scale
     int4                  W[n,k] = scale[n,g] q[n,k] + shift[n,g], 0 <= q <= 15, g = k // 32. Each row of x is rounded too, each
                           group of 32 to multiples of 1/127 of its largest magnitude
     q8_0 ... q6_k         blocks as in GGUF files (BLOCKS), which cannot be packed here. For k-quants x is rounded, each group
@@ -36,9 +36,9 @@ from kernels.matvec._packing import exact_copy as exact_copy
 from kernels.operator import Operator
 
 TOGETHER = 8                             # int4 groups whose words are interleaved, so that a vector contains one word of each
-LARGEST = 127                            # largest integer of a rounded group of x, for int4: 16 * 15 * 127 < 2^15
-WORD_LEVELS = 16383                      # the same for k-quants: 32 * 4096 * 16383 < 2^31
-MOST_ROWS = 16                           # rows; more are faster by an ordinary matrix product
+LARGEST = 127                            # int4: largest integer of a rounded group of x; 16 * 15 * 127 < 2^15
+WORD_LEVELS = 16383                      # k-quants: largest integer of a rounded group of x; 32 * 4096 * 16383 < 2^31
+MOST_ROWS = 16                           # for more rows, an ordinary matrix product is faster
 Bound = Callable[[Tensor], list[Tensor]]
 
 
@@ -226,7 +226,7 @@ class Blocks(Packed):
 
     @classmethod
     def of(cls, weight: Tensor) -> Self:
-        raise ValueError(f"{cls.form} is read from GGUF files, and W (N,K) is not packed in it: use int8 or int4")
+        raise ValueError(f"{cls.form} can be read from GGUF files, but W (N,K) cannot be packed in it: use int8 or int4")
 
     def dense(self, dtype: torch.dtype = torch.float32) -> Tensor:
         wide = torch.promote_types(dtype, torch.float32)
@@ -326,8 +326,8 @@ class MatVec(Operator):
     def bind(self, *weights: Packed) -> Bound:
         """A function that multiplies by n weights with the same form and K, without checks.
 
-        It takes the inputs (n,R,K), one for each weight, R >= 1, rounds all of them as the first weight's form requires, and
-        returns n outputs (R,N) in the dtype of the inputs.
+        The function takes x (n,R,K), one input for each weight, with R >= 1. It rounds all inputs as the first weight's form
+        requires, and returns n outputs (R,N) in the dtype of x.
         """
         product = self._implementation.bind(weights)
         rounded = weights[0].rounded
@@ -353,7 +353,7 @@ class MatVec(Operator):
 
     def _check(self, x: Tensor, packed: Packed) -> None:
         if packed.form not in self.requires.forms:
-            raise ValueError(f"{self.name} has no product in {packed.form}: use another implementation")
+            raise ValueError(f"{self.name} does not support the form {packed.form}: use another implementation")
         if x.dim() == 0 or x.shape[-1] != packed.K or not x.is_floating_point():
             raise ValueError(f"MatVec: x must be floating-point, (...,{packed.K}); got {x.dtype} of shape {tuple(x.shape)}")
         self.check_dtype(x.dtype)

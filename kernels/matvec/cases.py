@@ -5,7 +5,7 @@ from torch import Tensor
 
 from kernels.matvec import BLOCKS, Blocks, MatVec, Packed, pack
 
-# (R,N,K): incomplete vectors and tiles, several groups of int4, and int8 sums above 2^24, a float's exact integers
+# (R,N,K): incomplete vectors and tiles, several groups of int4, and int8 sums above 2^24, the last exact integer of float32
 SHAPES = ((1, 1, 1), (1, 7, 13), (2, 5, 64), (3, 33, 100), (8, 64, 96), (5, 9, 4100), (17, 12, 40))
 EMPTY_SHAPES = ((0, 3, 4), (2, 0, 4))
 # (N,K,R): matrices of the released small models

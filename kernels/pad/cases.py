@@ -39,7 +39,7 @@ def tile(shape: tuple[int, ...], dtype: torch.dtype = torch.float32, device: str
 
 
 def one_line(tile: Tensor, offset: int, top: int, left: int, height: int, width: int) -> Tensor:
-    """The formula as one gather, for shapes for which formula.py would take minutes. Tests compare the two."""
+    """The formula as one gather, for shapes for which formula.py would take minutes. Tests compare it with formula.py."""
     h, w = tile.shape[-2:]
     y = torch.arange(height, device=tile.device)[:, None] - top
     x = torch.arange(width, device=tile.device) - left

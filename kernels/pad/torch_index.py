@@ -1,6 +1,6 @@
 """The formula as whole-tensor operations: the coordinates of all pixels, step by step, then one gather.
 
-This is the obvious PyTorch code, with which the Taichi documentation compares. Each step is a kernel that writes eight bytes
+This is the obvious PyTorch code, and the baseline of the Taichi documentation. Each step is a kernel that writes eight bytes
 per pixel, which the next step reads.
 """
 

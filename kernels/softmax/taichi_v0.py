@@ -95,7 +95,7 @@ def _largest(x: ti.template(), at, V):
 
 @ti.func
 def _exponentials(x: ti.template(), y: ti.template(), at, V, largest):
-    """Writes e^(x - largest) into y and returns its sum."""
+    """Writes the exponentials e^(x - largest) into y and returns their sum."""
     total = [Lanes(0.0) for _ in ti.static(range(2))]
     for j in range(V // UNROLLED):
         o = (at + UNROLLED * j) & INDEX

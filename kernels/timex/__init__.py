@@ -9,7 +9,7 @@ PyTorch with Taichi".
 
 An implementation is a file in this folder with REQUIRES, forward(w, k, eps) -> out and backward(w, k, grad_out) -> (grad_w,
 grad_k), or, instead of backward, the two functions grad_w(k, grad_out) and grad_k(w, grad_out), which the benchmark then times
-separately. Its inputs are contiguous, in one of its dtypes, and padded to its multiples.
+separately. The inputs are contiguous, in a supported dtype, and padded to supported sizes.
 """
 
 import torch

@@ -86,7 +86,7 @@ def _grad_w_kernel(correlate: Any) -> Any:
                 i_0 = task % tiles * TILE
                 total = Tile(0.0)
                 for b in range(B):
-                    part = Tile(0.0)  # of one batch; summing sums reduces rounding errors
+                    part = Tile(0.0)  # the sum over one batch; a sum of partial sums has smaller rounding errors
                     for t_tile in range(ti.max(0, T - TILE - i_0) // TILE, tiles):
                         t_0 = t_tile * TILE
                         row = (b * C + c) * T

@@ -26,7 +26,7 @@ from kernels.registry import Requires
 REQUIRES = Requires(packages=("triton",), devices=("cuda",), T_multiple=64)
 
 TILE, DEPTH, DEPTH_OF_ROWS = 64, 32, 16      # steps per tile; steps or rows over which one product sums
-WARPS = {16: 4, 64: 4, 128: 8}               # rows per block, from the least of a tensor core to what registers hold -> warps
+WARPS = {16: 4, 64: 4, 128: 8}               # rows per block -> warps: from a tensor core's smallest tile to the registers' limit
 OPTIONS = {"num_stages": 2, "enable_fp_fusion": True}
 
 
@@ -39,7 +39,7 @@ def grad_k(w: Tensor, grad_out: Tensor) -> Tensor:
 
 
 def grad_w(k: Tensor, grad_out: Tensor) -> Tensor:
-    """Each lag is the sum of two diagonals: i >= j at its own distance between tiles, and i < j at the next distance."""
+    """A lag's gradient is the sum of two diagonals: one with i >= j, and, for tiles one tile further apart, one with i < j."""
     B, C, T = k.shape
     sums = k.new_empty(2, *k.shape[1:])
     with torch.cuda.device_of(k):

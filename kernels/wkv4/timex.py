@@ -3,12 +3,12 @@
 With the recurrence unrolled, the weight of step t-n in step t is e^u at lag 0 and e^((n-1)w) at lag n >= 1. If W is the table
 of these weights, y = TimeX(W, e^k v) / TimeX(W, e^k), computed by a single call with both inputs stacked. T is divided into
 blocks of N steps, which are additional rows of that call. The exact state is carried from block to block, which makes the work
-O(T N) instead of O(T^2), and limits the range of exponents to that of one block.
+O(T N) instead of O(T^2), and limits the range of the exponents to one block's.
 
 Range: the smallest normal float32 is e^-87, and gradients need a margin. If all k, and the exponent p of the initial state, lie
 within 60 of each other (for example |k| <= 30), and time_first >= -9, the result is as exact as that of a scan. Otherwise steps
 far below the maximum of their block underflow; y_t is v_t if all terms underflow, and a state that underflows is replaced by
-the empty state. The result is then finite but not exact, and not causal, since the maximum may be that of a later step. The
+the empty state. The result is then finite but not exact, and not causal, since the maximum may come from a later step. The
 scans have no such limit.
 
 N  steps in a block      n  blocks      m  maximum of k in a block      s  scale shared by a block and its incoming state
@@ -31,7 +31,7 @@ LOST = 1e-30             # denominators below this have no correct digits
 
 
 def requires(timex: str, block: int = BLOCK) -> Requires:
-    """WKV's requirements with the TimeX `timex`. Raises UnknownKernel if it is too inaccurate, ValueError if block < 1."""
+    """WKV's requirements with the TimeX `timex`. Raises UnknownKernel if `timex` is too inaccurate, ValueError if block < 1."""
     inner = TimeX(timex).requires
     if not inner.wkv:
         raise UnknownKernel(f"{timex} cannot be used inside WKV: its error is relative to the largest e^k of a row, and "
@@ -66,10 +66,10 @@ class Block(NamedTuple):
 
 def forward(time_decay: Tensor, time_first: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, p: Tensor,
             timex: str, block: int = BLOCK) -> tuple[Tensor, ...]:
-    """The operator's forward: see __init__.py. A nonfinite k or v would also change earlier steps of its block.
+    """Computes the operator's outputs; see __init__.py.
 
-    So if the state after the last step is not finite, the nonfinite steps are left out, and the results from then on set to
-    NaN.
+    A nonfinite k or v would also change earlier steps of its block. So if the state after the last step is not finite, the
+    outputs are computed again without the nonfinite steps, and set to NaN from the first of these steps on.
     """
     outputs = _forward(time_decay, time_first, k, v, a, b, p, timex, block)
     if outputs[1].isfinite().all():
@@ -117,7 +117,7 @@ def backward(time_decay: Tensor, time_first: Tensor, k: Tensor, v: Tensor, a: Te
 
 
 def _segments(T: int, block: int) -> list[tuple[int, int, int]]:
-    """(start, stop, N) of the whole blocks together, then of the last, shorter block, if they exist."""
+    """Returns (start, stop, N) for all whole blocks together, then for the last, shorter block, where these exist."""
     whole = T - T % block
     return [(start, stop, N) for start, stop, N in ((0, whole, block), (whole, T, T - whole)) if start < stop]
 
@@ -188,13 +188,13 @@ def _backward_blocks(weights: Weights, blocks: Block, y: Tensor, grad_y: Tensor,
     grad_k = x * (grad_xv * v + grad_x)
     grad_v = x * grad_xv + torch.where(lost, grad_y, 0.0)
     grad_w = _backward_decay(weights, grad_lag, grad_in, grad_out, grad_old)
-    # Not computed from grad_lag, in which the terms of v and of y are separate sums that may nearly cancel.
+    # Not computed from grad_lag, in which the terms of v and the terms of y are separate sums that may nearly cancel.
     grad_u = weights.lag[:, -1] * _sum_rows(own_num * x * (v - y)).sum(-1)
     return grad_w, grad_u, _by_time(grad_k), _by_time(grad_v), grad_a, grad_b
 
 
 def _backward_states(blocks: Block, local_a: Tensor, local_b: Tensor, grad_a: Tensor, grad_b: Tensor) -> tuple[Tensor, ...]:
-    """The gradient of the initial state from that of the final state; also those of each block's own sums and of e^(Nw)."""
+    """The gradients of e^(Nw), of each block's own sums a and b, and of the initial a and b, given those of the final state."""
     to_a = torch.empty_like(local_a)
     to_b = torch.empty_like(local_b)
     grad_old = torch.zeros_like(grad_a[0])

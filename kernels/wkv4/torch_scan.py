@@ -64,7 +64,7 @@ class Step(NamedTuple):
     new: Tensor
     grad_num: Tensor     # gradient of y's numerator, and the negative gradient of its denominator
     grad_den: Tensor
-    grad_now: Tensor     # gradient of v through y; times gain = v - y: that of k
+    grad_now: Tensor     # gradient of v through y; times gain (v - y): of k through y
     gain: Tensor
 
 
@@ -188,7 +188,7 @@ def _chunk_sums(weights: Weights, chunks: Chunks) -> State:
 
 
 def _normal(state: State) -> State:
-    """The same state, rescaled so that b is within [0.5, 1)."""
+    """The state, rescaled so that b is within [0.5, 1)."""
     b, n = torch.frexp(state.b)
     return State(state.a * torch.exp2(-n.to(b.dtype)), b, state.P + n)
 
@@ -235,7 +235,7 @@ def _backward_chunks(weights: Weights, chunks: Chunks, before: State, after: Sta
 
 
 def _gradients_of_states(steps: list[Step], rescaled: Tensor, grad_a: Tensor, grad_b: Tensor) -> tuple[Any, ...]:
-    """The gradients of the states after each chunk and before the first, from that of the state after the last chunk."""
+    """The gradients of the states after each chunk and before the first, given that of the state after the last chunk."""
     own_a = torch.zeros_like(rescaled)
     own_b = torch.zeros_like(rescaled)
     old = torch.ones_like(rescaled)

@@ -125,7 +125,7 @@ class WKV7(Operator):
 
     @staticmethod
     def step(r: Tensor, log_w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        """One time step, with inputs (B,H,N), by the same PyTorch operations for every implementation."""
+        """Computes one time step, with inputs (B,H,N), by the same PyTorch operations for every implementation."""
         dtype = v.dtype
         r, log_w, k, v, a, b = (tensor.to(state.dtype) for tensor in (r, log_w, k, v, a, b))
         sa = (state * a.unsqueeze(-2)).sum(-1, keepdim=True)               # faster than state @ a
