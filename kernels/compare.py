@@ -45,7 +45,7 @@ def errors(actual: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> dic
 
 
 def misses(errors: Mapping[str, float], tolerance: Mapping[str, float]) -> dict[str, str]:
-    """The names of the results whose error exceeds the tolerance, each with a text that contains both numbers."""
+    """The names of the results whose error exceeds the tolerance, each with a text that states the error and the tolerance."""
     return {name: f"{error:.1e}, allowed are {tolerance[name]:.1e}"
             for name, error in errors.items() if not error <= tolerance[name]}
 

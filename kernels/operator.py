@@ -116,7 +116,7 @@ class Operator:
         raise NotImplementedError
 
     def _by_input(self, saved: Tensors) -> dict[str, Tensor]:
-        """The saved tensors, by the name of the input that has the same shape and dtype."""
+        """A dictionary of the saved tensors; a key is the name of the input that has the same shape and dtype."""
         like = dict(self.outputs)
         return {like.get(name, name): tensor for name, tensor in zip(self.saved, saved, strict=False)}
 

@@ -89,9 +89,9 @@ def names(op: str) -> tuple[str, ...]:
 
 
 def all_names(op: str) -> set[str]:
-    """The names of the implementations of `op` and of the operator from which it can be composed.
+    """The names of the implementations of `op`, and of the other operator of which `op` can be composed, if any.
 
-    kernels.select may reject some of the latter. The file that composes them, wkv4/timex.py, is not included.
+    kernels.select may reject some names of the other operator. The file that composes the two, wkv4/timex.py, is not included.
     """
     inner = COMPOSED.get(op)
     return {*names(op), *(names(inner) if inner else ())} - {inner}
@@ -111,7 +111,7 @@ def load(op: str, name: str) -> ModuleType:
     except Exception as error:           # an error in the file itself
         raise KernelUnavailable(f"kernels/{op}/{name}.py cannot be imported: {_error_line(error, f'{name}.py')}") from error
     operator = getattr(sys.modules[f"kernels.{op}"], "OPERATOR", None)
-    ways: tuple[tuple[str, ...], ...] = operator.parts if operator else ((op,),)         # draw is not a torch operator
+    ways: tuple[tuple[str, ...], ...] = operator.parts if operator else ((op,),)         # draw has no class Operator
     missing = min(([part for part in ("REQUIRES", *way) if not hasattr(module, part)] for way in ways), key=len)
     if missing:
         raise KernelUnavailable(f"kernels/{op}/{name}.py has no {' and no '.join(missing)} (kernels/README.md has an example)")

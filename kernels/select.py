@@ -33,7 +33,8 @@ class Rule(NamedTuple):
 
 
 class Size(NamedTuple):
-    """The sizes that determine which kernel is fastest. heads: B H, the heads of all rows. steps: T. width: N, of a head."""
+    """The sizes that determine which kernel is fastest. heads: B H, the heads of all rows. steps: T. width: N, the head
+    width."""
 
     heads: int
     steps: int

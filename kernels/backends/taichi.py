@@ -122,7 +122,7 @@ def _array(tensor: Tensor, annotation: Any) -> Any:
 
 
 def _lanes(annotation: Any) -> int:
-    """The vector length of a one-dimensional array of vectors, which accepts a tensor of any shape; 0 for other types."""
+    """The vector length if the type is a one-dimensional array of vectors, which accepts tensors of any shape; otherwise 0."""
     return getattr(annotation.dtype, "n", 0) if annotation.ndim == 1 else 0
 
 
@@ -164,7 +164,7 @@ def share(i, tasks, n):  # type: ignore[no-untyped-def]
 
 
 def _ensure(device: torch.device) -> None:
-    """Starts Taichi on `device` unless it already runs there. Raises KernelUnavailable if it cannot."""
+    """Starts Taichi on `device` unless it already runs there. Raises KernelUnavailable if Taichi cannot run there."""
     global _started_in, _ensured
     if _ensured == (ti.lang.impl.get_runtime().prog, device):
         return

@@ -176,7 +176,7 @@ def _why_not(case: BenchCase, name: str, named: bool, at: str) -> str | None:
 
 
 def _verify(case: BenchCase, names: list[str], at: str) -> tuple[dict[str, float], dict[str, str]]:
-    """The largest error of each correct implementation, and the reason for each wrong one."""
+    """Returns the largest error of each correct implementation, and an explanation for each wrong one."""
     errors: dict[str, float] = {}
     wrong: dict[str, str] = {}
     for name in names:

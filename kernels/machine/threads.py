@@ -47,7 +47,7 @@ def competing() -> int:
         except (OSError, ValueError, IndexError):
             return 0
         time.sleep(0.01)
-    return max(0, min(samples) - 1)        # without this thread
+    return max(0, min(samples) - 1)        # minus this thread
 
 
 def settings() -> list[str]:

@@ -44,7 +44,8 @@ Bound = Callable[[Tensor], list[Tensor]]
 
 @dataclass(frozen=True, eq=False)
 class Packed:
-    """A matrix W (N,K) in one form. Its fields are tensors whose first axis is N, then numbers; iteration gives the tensors."""
+    """A matrix W (N,K) in one form. The first fields are tensors with N as their first axis, the others numbers; iteration
+    yields the tensors."""
 
     weight: Tensor
     form: ClassVar[str]

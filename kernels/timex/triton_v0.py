@@ -26,7 +26,7 @@ from kernels.registry import Requires
 REQUIRES = Requires(packages=("triton",), devices=("cuda",), T_multiple=64)
 
 TILE, DEPTH, DEPTH_OF_ROWS = 64, 32, 16      # steps per tile; steps or rows over which one product sums
-WARPS = {16: 4, 64: 4, 128: 8}               # rows per block -> warps: from a tensor core's smallest tile to the registers' limit
+WARPS = {16: 4, 64: 4, 128: 8}               # rows per block, at most what registers hold -> warps
 OPTIONS = {"num_stages": 2, "enable_fp_fusion": True}
 
 

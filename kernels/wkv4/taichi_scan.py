@@ -258,7 +258,7 @@ def _enter(small: ti.template(), at, R):
 
 @ti.func
 def _leave(P):
-    """2^P / e^p, which rescales a and b to e^p and corrects the rounding of p; and p = P log 2."""
+    """Returns 2^P / e^p, which rescales a and b to e^p and corrects the rounding of p, and p = P log 2."""
     p = LN_2 * by_lane(ti.cast, P, ti.f32)
     m, n = _exp(p)
     return _pow2(ti.min(ti.max(P - n, -127), 127)) / m, p

@@ -157,7 +157,7 @@ def _enter(a: Tensor, b: Tensor, p: Tensor) -> tuple[State, Tensor]:
 
 
 def _leave(P: Tensor) -> tuple[Tensor, Tensor]:
-    """The factor 2^P / e^p, which rescales a and b to e^p and corrects the rounding of p; and p."""
+    """Returns the factor 2^P / e^p, which rescales a and b to e^p and corrects the rounding of p, and p itself."""
     p = P * LN_2
     m, n = _exp(p)
     return torch.exp2(P - n) / m, p

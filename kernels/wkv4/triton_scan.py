@@ -237,7 +237,8 @@ def _enter(a, b, p, live):
 
 @triton.jit
 def _leave(P, w, T, TILE: tl.constexpr):
-    """The factor that converts the state after the last tile to the state after step T at the scale e^p; and p."""
+    """Returns p, and before it the factor that converts the state after the last tile to the state after step T, scaled by
+    e^p."""
     late, n, _drift = _span(w, T - tl.cdiv(T, TILE) * TILE)
     p = LN_2 * (P + n).to(tl.float32)
     m, power = _exp(p)

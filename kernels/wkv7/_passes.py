@@ -250,7 +250,7 @@ def _decay(scratch: ti.template(), flat: ti.template(), strip, columns, steps, M
 @ti.func
 def _stage_columns(read: ti.template(), scratch: ti.template(), columns, r: ti.template(), log_w: ti.template(),
                    k: ti.template(), a: ti.template(), b: ti.template(), at, t_0, steps, T, H, M):
-    """Copies for each step b, k, r, the next step's a (0 after the last), w, and the next step's w (1 after the last)."""
+    """Copies b, k, r, the next step's a (0 after the last), w, and the next step's w (1 after the last), for each step."""
     for x in range(M):
         for s in range(steps):
             i = at + (t_0 + s) * H * M + x
@@ -274,7 +274,7 @@ def _stage_columns(read: ti.template(), scratch: ti.template(), columns, r: ti.t
 @ti.func
 def _stage_rows(read: ti.template(), scratch: ti.template(), rows, sa: ti.template(), v: ti.template(),
                 grad_y: ti.template(), gsa, at, t_0, steps, H, M):
-    """Copies for each step sa, v, gy and the next step's gsa."""
+    """Copies sa, v, gy and the next step's gsa, for each step."""
     for s in range(steps):
         for x in range(M):
             i = at + (t_0 + s) * H * M + x
