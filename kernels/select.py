@@ -33,8 +33,7 @@ class Rule(NamedTuple):
 
 
 class Size(NamedTuple):
-    """The sizes that determine which kernel is fastest. heads: B H, the heads of all rows. steps: T. width: N, the head
-    width."""
+    """The sizes that determine which kernel is fastest. heads: B H, those of all rows. steps: T. width: N, of a head."""
 
     heads: int
     steps: int

@@ -15,8 +15,7 @@ from torch import Tensor
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function` under torch.compile, compiled once for each combination of dtypes, devices and the sizes that any_size
-    fixes."""
+    """`function` under torch.compile, compiled once for each dtype, device and combination of sizes that any_size fixes."""
     @wraps(function)
     def quiet(*inputs: Tensor) -> Any:
         with _quiet():

@@ -1,7 +1,7 @@
 """Functions that use private names of torch, each of which is looked up at its first use.
 
-If a later torch lacks a name, the function here returns a result that is safe but slow: callers then always use the registered
-operators and the plain formulas. Only function transforms fail, with torch's own error about setup_context.
+If a later torch lacks a name, the function in this file returns a result that is safe but slow: callers then always use the
+registered operators and the plain formulas. Only function transforms fail, with torch's own error about setup_context.
 """
 
 import importlib

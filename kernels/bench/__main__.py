@@ -12,12 +12,11 @@ times it. A wrong implementation is not timed, and the exit status is 1.
 
 Verified: all elements of the output (and state) and of every gradient, at the timed shape, against the float64 reference
 (case.py explains how that is affordable). Timed: the operator as a user calls it, including autograd; backward alone, on a
-retained graph. The calls of all implementations, of the machine's limits, and of the copy of one input tensor alternate;
-medians are reported. An implementation whose estimated time or memory is too large is skipped with a note, unless --only
-names it.
-GFLOP/s count B*C*T*(T+1) operations in a pass of timex, and per step and element of the state 10 in wkv7's forward pass and 32
-in its backward; `x limit` is the time relative to a matrix product of as many operations. GB/s count the least possible
-traffic; `of copy` and `of read` relate this rate to that of a copy, and of a read by all threads (the limit of matvec). `extra
+retained graph. The timed calls alternate between all implementations, the machine's limits, and a copy of one input tensor;
+medians are reported. An implementation whose estimated time or memory is too large is skipped with a note, unless --only names
+it. GFLOP/s count B*C*T*(T+1) operations in a pass of timex. In wkv7 they count, for each step and element of the state, 10
+forward and 32 backward. `x limit` is the time relative to a matrix product of as many operations. GB/s count the least possible
+traffic; `of copy` and `of read` divide them by the GB/s of a copy, and of a read by all threads (the limit of matvec). `extra
 MB` is the peak memory beyond inputs and outputs, `launches` the number of kernels or torch operators in a pass (profiler.py).
 `spread` is the distance between the quartiles of the runs, as a fraction of the median. If the spread of either time in a ratio
 exceeds a quarter, the machine was busy, and the table omits the ratio.
@@ -50,7 +49,7 @@ MAX_SPREAD = 0.25                        # a ratio is shown only if both times h
 # Columns that are ratios to one of the machine's limits, and the limit's name
 RATIOS = {"x_limit": "matmul", "of_copy": "copy", "of_read": "read", "copies": "copy_one"}
 LIMIT = "limit"                          # a key of the samples is (implementation, pass), or (LIMIT, name) for a limit
-COLUMNS = {                              # of a result: heading and format
+COLUMNS = {                              # a result's columns: heading and format
     "ms": ("ms", ".3f"), "runs": ("runs", "d"), "spread": ("spread", ".0%"),
     "gflops": ("GFLOP/s", ".1f"),
     "x_limit": ("x limit", ".2f"), "gbs": ("GB/s", ".1f"), "of_copy": ("of copy", ".0%"), "of_read": ("of read", ".0%"),
@@ -109,7 +108,7 @@ def _load_warning() -> str | None:
 
 def measure(op: str, shape: Shape, device: str, dtype: str, only: list[str], budget_s: float) -> dict[str, Any]:
     """Measures one shape, and returns JSON data: limits, results, and why implementations were skipped or are wrong."""
-    case: BenchCase = case_of(op)(*shape, device, getattr(torch, dtype, dtype))     # GGUF's blocks are not dtypes
+    case: BenchCase = case_of(op)(*shape, device, getattr(torch, dtype, dtype))     # a GGUF form is not a torch dtype
     names = [name for name in case.names() if not only or name in only or name == case.baseline]
     sizes = dict(zip(case.AXES, shape, strict=True))
     at = f"{op} {_sizes(sizes)}"

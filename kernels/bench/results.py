@@ -66,7 +66,7 @@ def _write(report: Report, file: Path) -> None:
 def output_file(text: str) -> Path:
     """The type of an option that names an output file: creates its folder, and checks that the file can be written.
 
-    Raises argparse.ArgumentTypeError if not.
+    Raises argparse.ArgumentTypeError if it cannot.
     """
     file = path_of(text)
     try:

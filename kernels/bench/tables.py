@@ -15,7 +15,7 @@ from kernels.machine.hardware import ROOT
 from kernels.registry import operators
 
 SCANS = ("wkv4", "wkv7")
-COLUMNS = {"x_limit": "x limit", "copies": "x one copy", "extra_mb": "extra MB"}     # if every result of a scan has it
+COLUMNS = {"x_limit": "x limit", "copies": "x one copy", "extra_mb": "extra MB"}     # shown if all results of a scan have it
 
 
 def main(argv: list[str]) -> int:
@@ -115,7 +115,7 @@ def growth_table(shapes: list[dict[str, Any]]) -> str | None:
 def _caption(measured: dict[str, Any]) -> str:
     limits = measured["limits"]
     sizes = ", ".join(f"{axis} = {size}" for axis, size in measured["shape"].items())
-    if not limits:                       # only times were measured
+    if not limits:                       # the report has only times
         return f"{sizes}."
     return (f"{sizes}. In the same run: matrix product {limits['matmul_gflops']:.0f} GFLOP/s, "
             f"copy {limits['copy_gbs']:.0f} GB/s.")

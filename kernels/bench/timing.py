@@ -43,7 +43,7 @@ def spread(samples: Sequence[float]) -> float:
 
 
 def seconds(function: Callable[[], Any], device: str, repeats: int = 1) -> float:
-    """The mean seconds per call over `repeats` calls, until all launched work is complete."""
+    """The mean seconds per call over `repeats` calls, including all work that they launch on the device."""
     return (_seconds_cuda if device == "cuda" else _seconds_cpu)(function, repeats) / repeats
 
 

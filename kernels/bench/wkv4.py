@@ -68,7 +68,7 @@ class Case(BenchCase):
         return result, compare.misses(result, cases.tolerance(self.dtype))
 
     def passes(self, name: str) -> list[Pass]:
-        """The passes forward, and backward alone, on a retained graph."""
+        """The forward pass, and the backward pass alone on a retained graph."""
         wkv = self._operator(name, block=self.T)
         nbytes = self.sequence.nbytes
         y = wkv(*self.inputs)[0]

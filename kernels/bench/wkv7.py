@@ -19,7 +19,7 @@ FORWARD, BACKWARD = 10, 32   # operations per step and element of the state: 5 m
 class Case(BenchCase):
     """Inputs (B,T,H,N); the sizes are given as B,H,N,T, because a sweep varies the last. log_w and state are always float32.
 
-    Heads are independent, so DISTINCT different heads are repeated over the batch and its heads.
+    Heads are independent, so DISTINCT different heads are repeated to fill all B H.
     """
 
     op = "wkv7"
@@ -64,7 +64,7 @@ class Case(BenchCase):
         return result, compare.misses(result, compare.tolerance(wkv, self.dtype))
 
     def passes(self, name: str) -> list[Pass]:
-        """The passes forward, and backward alone, on a retained graph."""
+        """The forward pass, and the backward pass alone on a retained graph."""
         wkv = select("wkv7", name, self.device)
         sequences = self.inputs[:6]
         y, state = wkv(*sequences)

@@ -3,7 +3,7 @@
 The tokens that may pass the filters are first copied to a list, in the order of the vocabulary. In descending order of logits,
 the cumulative weight before a token is S(logit) + rank * weight, where S(logit) is the sum of the weights of all larger logits,
 and rank is the number of equal logits earlier in the vocabulary. S falls as the logit rises, so a binary search over the 32
-bits of a float finds the logit at which S passes a bound: 32 float64 sums over the list, which is usually of a few hundred
+bits of a float finds the logit at which S passes a bound: 32 float64 sums over the list, which usually contains a few hundred
 tokens.
 """
 
@@ -57,7 +57,8 @@ def _float32(value: float) -> float:
 
 
 def _biased(logits: Tensor, bias: Bias) -> Tensor:
-    """A copy of the logits with the bias added. The host finds the banned tokens (a bias of -inf), so the GPU need not wait."""
+    """A copy of the logits with the bias added. The host finds the banned tokens (a bias of -inf): no need to wait for the
+    GPU."""
     banned = bias.values == -torch.inf
     values = to_device(torch.where(banned, 0.0, bias.values), logits.device)
     logits = logits.float().clone()
@@ -96,7 +97,7 @@ def _listed(numbers, ids, n, first, LISTED: tl.constexpr):
 
 @triton.jit
 def _chosen_weights(x, inside, top, scale, last_scale, min_p, FILTERS_FIRST: tl.constexpr):
-    """The weights by which the tokens are drawn: 0 for those that min_p drops."""
+    """The weights by which the tokens are drawn: 0 for tokens that min_p drops."""
     weight = _weights(x, top, scale)
     likely = inside & tl.where(min_p < 1, weight >= min_p, x == top)
     if FILTERS_FIRST:
@@ -333,7 +334,7 @@ def _draw_unfiltered(row, V, target, top, scale, BLOCK: tl.constexpr):
     return tl.where(token < 2147483647, token, last)
 
 
-@triton.jit(do_not_specialize=["top_k"])  # else 1 and multiples of 16 would be compiled separately
+@triton.jit(do_not_specialize=["top_k"])  # otherwise 1 and multiples of 16 would be compiled separately
 def _draw(logits, uniform, drawn, numbers, ids, stride, V, listed, inverse_temperature, top_k, top_p, min_p,
           FILTERED: tl.constexpr, TOP_K: tl.constexpr, IN_ORDER: tl.constexpr, FILTERS_FIRST: tl.constexpr, BLOCK: tl.constexpr,
           PARTS: tl.constexpr, LISTED: tl.constexpr, PART: tl.constexpr):

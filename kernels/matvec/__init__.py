@@ -60,7 +60,8 @@ class Packed:
         return self.weight.to(dtype)
 
     def rounded(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """x (...,K), rounded as this form's products require, and the factor (...,1) by which to multiply y, or None."""
+        """Returns x (...,K) rounded as this form's products require, and the factor (...,1) by which to multiply y (None:
+        1)."""
         return x, None
 
     @property
@@ -371,7 +372,7 @@ def groups_of(K: int) -> int:
 
 
 def pack(weight: Tensor, form: str) -> Packed:
-    """Packs W (N,K), floating-point, in the named form. Raises ValueError for other forms and shapes, and as Int8.of does."""
+    """Packs W (N,K), floating-point, in the named form. Raises ValueError for other forms or shapes, or if Int8.of does."""
     if form not in FORMS or weight.dim() != 2:
         raise ValueError(f"pack requires a W (N,K) and one of {', '.join(FORMS)}; got {tuple(weight.shape)} and {form!r}")
     return FORMS[form].of(weight)

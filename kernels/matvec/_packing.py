@@ -66,14 +66,14 @@ def int4(weight: Tensor, symmetric: bool) -> Groups:
 def int4_in_torch(exact: Tensor, symmetric: bool) -> Groups:
     """`int4` in PyTorch, for a few rows of W in float32."""
     groups = pad(exact, (0, -exact.shape[1] % GROUP)).unflatten(1, (-1, GROUP))
-    if symmetric:                        # from -8 to 7 steps
+    if symmetric:                        # the range is -8 to 7 steps
         high = groups.abs().amax(2)
         low = -high
     else:
         low = groups.amin(2)
         high = groups.amax(2)
     least = torch.full_like(low, torch.inf)
-    best_scale = best_shift = torch.full_like(low, torch.nan)        # kept where W is not finite
+    best_scale = best_shift = torch.full_like(low, torch.nan)        # stay NaN where W is not finite
     for fraction in FRACTIONS:
         scale = _round_to_bfloat16(((high - low) * fraction / 15).clamp_(min=SMALLEST))
         shift = -8 * scale if symmetric else _round_to_bfloat16((low + high) / 2 - 7.5 * scale)
@@ -88,7 +88,7 @@ def int4_in_torch(exact: Tensor, symmetric: bool) -> Groups:
 
 
 def _steps(groups: Tensor, scale: Tensor, shift: Tensor) -> tuple[Tensor, Tensor]:
-    """The integers of the groups, as float32, and groups - shift."""
+    """Returns the groups' integers, as float32, and groups - shift."""
     shifted = groups - shift.unsqueeze(2)
     return (shifted / scale.unsqueeze(2)).round_().clamp_(0, 15), shifted
 
@@ -108,7 +108,7 @@ def exact_copy(weight: Tensor) -> Tensor | None:
 
 
 def finite_scales(weight: Tensor, nbytes: int, halves: tuple[int, ...]) -> bool:
-    """Whether the one or two float16 numbers at these byte offsets of each block are finite. weight (N, bytes per row)."""
+    """Whether each block's float16 numbers, at one or two byte offsets `halves`, are finite. weight (N, bytes per row)."""
     if native.why_not() is None and weight.is_contiguous():
         infinite = torch.zeros(1, dtype=torch.int64, device="cpu")
         first, second = (*halves, -1)[:2]

@@ -48,7 +48,7 @@ class BrickPadding(Operator):
         return out
 
     def forward(self, tile: Tensor, offset: int, top: int, left: int, height: int, width: int) -> Tensor:
-        """`wall` without checks."""
+        """Computes `wall` without checks."""
         shape = (*tile.shape[:-2], height, width)
         if tile.shape[:-2].numel() * height * width == 0:
             return tile.new_empty(shape)

@@ -16,7 +16,7 @@ def forward(tile: Tensor, offset: int, top: int, left: int, height: int, width: 
     N, h, w = tile.shape
     rows = torch.arange(height, device=tile.device) - top
     columns = torch.arange(width, device=tile.device) - left
-    y, x = torch.meshgrid(rows, columns, indexing="ij")                  # (height, width), as all tensors below
+    y, x = torch.meshgrid(rows, columns, indexing="ij")                  # shape (height, width), like all tensors below
     course = torch.floor_divide(y, h)
     row = torch.remainder(y, h)
     column = torch.remainder(x + course * offset, w)

@@ -46,7 +46,7 @@ class TimeX(Operator):
         return _crop(out, like=k)
 
     def _backward(self, *saved_and_gradients: Tensor) -> tuple[Tensor, Tensor]:
-        """The gradients (grad_w (C,T) summed over B, grad_k (B,C,T)) for w, k and grad_out (B,C,T)."""
+        """Returns grad_w (C,T), summed over the batch, and grad_k (B,C,T), given w, k and grad_out (B,C,T)."""
         w, k, _ = saved_and_gradients
         dtype = self._compute_dtype(w, k)
         padded = [self._pad(tensor, dtype) for tensor in saved_and_gradients]

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kernels.backends.taichi import BLOCK, launch, share, shares, ti
 
-TILE = 64  # on a CPU
+TILE = 64  # steps per tile, on a CPU
 Flat = ti.types.ndarray(dtype=ti.f32, ndim=1)
 Tile = ti.types.vector(TILE, ti.f32)
 Window = ti.types.vector(2 * TILE, ti.f32)

@@ -44,7 +44,7 @@ def padded_length(T: int) -> int:
 
 
 def _blocks(k: Tensor) -> Iterator[slice]:
-    """Ranges of channels to transform at once, over the whole batch."""
+    """Ranges of channels to transform together, for the whole batch."""
     B, C, T = k.shape
     step = max(1, BLOCK[k.device.type] // (B * T))
     return (slice(start, start + step) for start in range(0, C, step))

@@ -69,7 +69,7 @@ def _convolve(w, x, out, B, C, T, eps, BACKWARDS: tl.constexpr, ROWS: tl.constex
     j = tl.arange(0, DEPTH)
     blocks = tl.cdiv(rows, ROWS)
     c, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
-    block = block if BACKWARDS else blocks - 1 - block           # the longest sums first
+    block = block if BACKWARDS else blocks - 1 - block           # blocks with the longest sums first
     first = block * ROWS // B * TILE
     last = tl.minimum(block * ROWS + ROWS - 1, rows - 1) // B * TILE
     row = block * ROWS + tl.arange(0, ROWS)

@@ -34,7 +34,7 @@ CHUNK = 32  # steps between saved states
 SERIAL = 2**17  # elements up to which one thread is faster than several
 SAVED = 5  # numbers per step in the backward's scratch buffer
 LIMIT = 1.1e7
-INFINITY, NAN = 0x7F800000, 0x7FC00000  # as bits
+INFINITY, NAN = 0x7F800000, 0x7FC00000  # the bits of these floats
 LOST, LOST_SHIFT = 16.0, -(2**28)  # largest time_decay, which erases the state in one step, and the exponent of its e^w
 LOG2_E, ROOT_2 = 1.4426950408889634, 1.4142135
 LN_2, LN_2_HIGH, LN_2_LOW = 0.6931471805599453, 0.693359375, -2.1219444005469058e-4
@@ -87,7 +87,7 @@ def _rows(tensor: Tensor, lanes: int) -> Tensor:
 def _launch(kernels: tuple[Any, ...], lanes: int, shape: torch.Size, small: tuple[Tensor, ...], *tensors: Tensor) -> None:
     """Launches a kernel. kernels: on a CPU, one for a single thread and one for several threads; on a GPU, a single kernel."""
     B, T, C = shape
-    packed = torch.cat([_rows(tensor, lanes).view(-1) for tensor in small])  # faster as one argument
+    packed = torch.cat([_rows(tensor, lanes).view(-1) for tensor in small])  # passing one argument is faster
     if packed.is_cuda:
         launch(*kernels, packed, *(tensor.view(-1) for tensor in tensors), B, T, C)
     elif shape.numel() <= SERIAL:

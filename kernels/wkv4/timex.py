@@ -3,7 +3,7 @@
 With the recurrence unrolled, the weight of step t-n in step t is e^u at lag 0 and e^((n-1)w) at lag n >= 1. If W is the table
 of these weights, y = TimeX(W, e^k v) / TimeX(W, e^k), computed by a single call with both inputs stacked. T is divided into
 blocks of N steps, which are additional rows of that call. The exact state is carried from block to block, which makes the work
-O(T N) instead of O(T^2), and limits the range of the exponents to one block's.
+O(T N) instead of O(T^2), and limits the range of the exponents to that within a block.
 
 Range: the smallest normal float32 is e^-87, and gradients need a margin. If all k, and the exponent p of the initial state, lie
 within 60 of each other (for example |k| <= 30), and time_first >= -9, the result is as exact as that of a scan. Otherwise steps
@@ -89,7 +89,7 @@ def _forward(time_decay: Tensor, time_first: Tensor, k: Tensor, v: Tensor, a: Te
         weights = _weights(time_decay, time_first, N)
         blocks, (a, b, p) = _blocks(weights, k[:, start:stop], v[:, start:stop], a, b, p)
         num, den = _sums(weights, blocks, timex, (blocks.x * blocks.v, blocks.a), (blocks.x, blocks.b))
-        ys.append(_by_time(torch.where(den <= LOST, blocks.v, num / den)))         # NaN is kept
+        ys.append(_by_time(torch.where(den <= LOST, blocks.v, num / den)))         # den <= LOST is false for NaN, which stays
     return torch.cat(ys, dim=1), a, b, p
 
 
@@ -147,7 +147,7 @@ def _blocks(weights: Weights, k: Tensor, v: Tensor, a: Tensor, b: Tensor,
         p_out = torch.maximum(m[:, j], p + N * weights.w)
         old = torch.exp(p + N * weights.w - p_out)
         added = torch.exp(m[:, j] - p_out)
-        seen = ~(old * b + added * own_b[:, j] <= LOST)       # or NaN
+        seen = ~(old * b + added * own_b[:, j] <= LOST)       # true for NaN
         old = old * seen
         added = added * seen
         columns.append((torch.exp(m[:, j] - s), torch.exp(p - s), a, b, old, added))
@@ -231,7 +231,7 @@ def _by_time(tensor: Tensor) -> Tensor:
 
 
 def _stacked(*tensors: Tensor) -> Tensor:
-    """Several (B,n,C,N) as one batch of rows (number * B * n, C, N)."""
+    """Stacks tensors (B,n,C,N) into one batch of rows (number * B * n, C, N)."""
     return torch.stack(tensors).flatten(0, 2)
 
 

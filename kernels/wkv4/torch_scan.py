@@ -25,7 +25,7 @@ REQUIRES = Requires(dtypes=(torch.float32, torch.float64))
 
 LONGEST = 32                 # largest S: the mantissa of e^w, within [0.7, 1.4], has a power of at most 2^16 over a chunk
 IN_CACHE = 2**17           # largest number of elements of one operation on a CPU
-LIMIT = 1.1e7                # above it float32 has no fraction
+LIMIT = 1.1e7                # above LIMIT, float32 has no fraction
 LN_2, LN_2_HIGH, LN_2_LOW = math.log(2), 0.693359375, -2.1219444005469058e-4
 
 
@@ -117,7 +117,7 @@ def _segments(k: Tensor) -> list[tuple[slice, int]]:
 
 
 def _steps(tensor: Tensor, S: int) -> tuple[Tensor, ...]:
-    """(B,nS,C) as S views (B,n,C)."""
+    """Splits (B,nS,C) into S views (B,n,C), one for each step of a chunk."""
     return tensor.unflatten(1, (-1, S)).unbind(2)
 
 

@@ -8,7 +8,7 @@ a step are vectors of N numbers. With w = exp(log_w), a step is
 r, log_w, k, v, a, b, y (B,T,H,N); state (B,H,N,N), initially zero. T and N may have any size. In RWKV-7, -0.6066 <= log_w <= 0,
 a = -kk and b = kk * rate, where kk is normalised. Implementations may assume -1 <= log_w <= 0. If an input of a step is NaN, y
 and the state of that head are NaN from that step on; but a NaN in v affects only its row i, and a NaN in r affects only y of
-that step. y of earlier steps does not change by a bit.
+that step. The bits of y at earlier steps do not change.
 Source: the RWKV-7 paper (arXiv 2503.14456), section 4; RWKV-LM, RWKV-v7/rwkv_v7_demo.py.
 
 An implementation, a file in this folder, defines REQUIRES, forward(r, log_w, k, v, a, b, state, *activations) -> (y, state) and

@@ -35,7 +35,7 @@ from kernels.backends.lanes import exp, stored
 from kernels.backends.taichi import BLOCK, launch, share, shares, ti
 from kernels.registry import Requires
 
-LANES = 16  # per vector; the running sums and the factors of the two outer products then fit into AVX2's registers
+LANES = 16  # per vector; AVX2's registers then hold the running sums and the factors of the two outer products
 CHUNK = 16  # steps whose vectors are staged at a time
 ALIGNMENT = 64  # bytes; a vector load from an unaligned address is a segmentation fault
 FORWARDS, BACKWARDS = (0, 1, 2, 3, 4), (3, 2, 1, 0, 5)  # order of a step's vectors: x, y, u, v, w
@@ -154,7 +154,7 @@ def _backward_kernel(dtype: torch.dtype, rung: Rung) -> Any:
             history = G + M * LANES
             columns = history + CHUNK * M * LANES
             rows = columns + 6 * CHUNK * M
-            gsa = rows + 6 * CHUNK * M  # for T + 1 steps
+            gsa = rows + 6 * CHUNK * M  # gsa has T + 1 steps
             for head in range(first, end):
                 at = (head // H * T * H + head % H) * M
                 # the pass `rows`: grad_v, gsa, and the gradient of the state

@@ -19,7 +19,7 @@ from kernels.registry import Requires
 REQUIRES = Requires(packages=("triton",), devices=("cuda",), dtypes=(torch.float32, torch.bfloat16, torch.float16))
 
 CHUNK = 64                           # steps between two states that forward saves
-GROUP = 4                            # steps between two states that _keys stores; as in _keys
+GROUP = 4                            # steps between two states that _keys stores; equals GROUP in _keys
 PROGRAMS = 2048                      # largest number of programs of _keys, each of which stores (CHUNK / GROUP) N SHARE numbers
 SHARE = 16                           # rows or columns per program, a power of 2
 WARPS, KEYS_WARPS = 2, 4              # with 2 warps, _keys would need more than 255 registers
@@ -65,7 +65,7 @@ def _launch(kernel, v: Tensor, blocks: int, *args) -> None:
 
 @triton.jit
 def _place(N, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """The rows i of a program and all columns j of a matrix (N,N), the masks of existing ones, and the elements' offsets."""
+    """The rows i of a program and all columns j of a matrix (N,N), the masks of existing rows and columns, and the offsets."""
     i = tl.program_id(1) * ROWS + tl.arange(0, ROWS)[:, None]
     j = tl.arange(0, COLUMNS)[None, :]
     return i, j, i < N, j < N, i * N + j
