@@ -29,8 +29,7 @@ class UnknownKernel(ValueError):
 
 
 class KernelUnavailable(RuntimeError):
-    """An implementation cannot run here. reason: the cause and the remedy. instead: the implementations that can run. The
-    message contains both."""
+    """An implementation cannot run here. reason: the cause and the remedy. instead: what can run here. The message has both."""
 
     def __init__(self, reason: str, instead: str = "") -> None:
         super().__init__(f"{reason}; {instead}" if instead else reason)

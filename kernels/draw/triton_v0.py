@@ -57,8 +57,7 @@ def _float32(value: float) -> float:
 
 
 def _biased(logits: Tensor, bias: Bias) -> Tensor:
-    """A copy of the logits with the bias added. The host finds the banned tokens (a bias of -inf): no need to wait for the
-    GPU."""
+    """A copy of the logits with the bias added. The host finds banned tokens (a bias of -inf): no wait for the GPU."""
     banned = bias.values == -torch.inf
     values = to_device(torch.where(banned, 0.0, bias.values), logits.device)
     logits = logits.float().clone()

@@ -44,8 +44,8 @@ Bound = Callable[[Tensor], list[Tensor]]
 
 @dataclass(frozen=True, eq=False)
 class Packed:
-    """A matrix W (N,K) in one form. The first fields are tensors with N as their first axis, the others numbers; iteration
-    yields the tensors."""
+    """A matrix W (N,K) in one form. Its fields: first tensors, each with N as first axis, then numbers. Iterates over
+    tensors."""
 
     weight: Tensor
     form: ClassVar[str]
@@ -60,8 +60,7 @@ class Packed:
         return self.weight.to(dtype)
 
     def rounded(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Returns x (...,K) rounded as this form's products require, and the factor (...,1) by which to multiply y (None:
-        1)."""
+        """Returns x (...,K) rounded as this form's products require, and the factor (...,1) that y still needs, or None."""
         return x, None
 
     @property

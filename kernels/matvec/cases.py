@@ -17,8 +17,7 @@ ROUNDS_INPUTS = 6e-3                     # for PyTorch's bfloat16 products, whic
 
 def inputs(R: int, N: int, K: int, form: str = "float32", dtype: torch.dtype = torch.float32, device: str = "cpu",
            seed: int = 0) -> tuple[Tensor, Packed]:
-    """x (R,K), normally distributed, and a packed W (N,K) such that y is about as large as x. K is rounded up to whole
-    blocks."""
+    """x (R,K), normally distributed, and a packed W (N,K) such that y is about as large as x. K is rounded up to blocks."""
     generator = torch.Generator().manual_seed(seed)
     K = width(form, K)
     x = torch.randn(R, K, generator=generator, dtype=torch.float64).to(dtype)

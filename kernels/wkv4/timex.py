@@ -156,8 +156,7 @@ def _blocks(weights: Weights, k: Tensor, v: Tensor, a: Tensor, b: Tensor,
 
 
 def _sums(weights: Weights, blocks: Block, timex: str, *terms: tuple[Tensor, Tensor]) -> Tensor:
-    """The convolution of each block's own steps plus the decayed initial state, for each pair of own (B,n,C,N) and past
-    (B,n,C)."""
+    """The convolution of each block's own steps plus the decayed initial state. A term: own (B,n,C,N) and past (B,n,C)."""
     convolved = TimeX(timex).forward(weights.lag, _stacked(*(own for own, _ in terms)))
     sums = convolved.view(len(terms), *blocks.x.shape).mul_(blocks.own[..., None])
     for total, (_, past) in zip(sums, terms, strict=True):

@@ -237,8 +237,7 @@ def _enter(a, b, p, live):
 
 @triton.jit
 def _leave(P, w, T, TILE: tl.constexpr):
-    """Returns p, and before it the factor that converts the state after the last tile to the state after step T, scaled by
-    e^p."""
+    """Returns the factor that converts the last tile's final state to the state after step T, scaled by e^p, and p."""
     late, n, _drift = _span(w, T - tl.cdiv(T, TILE) * TILE)
     p = LN_2 * (P + n).to(tl.float32)
     m, power = _exp(p)
