@@ -9,7 +9,7 @@ In one line of PyTorch: x @ W.T. W is packed in one of these formats ("forms"), 
     int8                  W[n,k] = scale[n] q[n,k], |q| <= 127. Each row of x is rounded too, to multiples of its own scale
     int4                  W[n,k] = scale[n,g] q[n,k] + shift[n,g], 0 <= q <= 15, g = k // 32. Each row of x is rounded too, each
                           group of 32 to multiples of 1/127 of its largest magnitude
-    q8_0 ... q6_k         blocks as in GGUF files (BLOCKS), which cannot be packed here. For k-quants x is rounded, each group
+    q8_0 ... q6_k         blocks as in GGUF files (BLOCKS), which `pack` does not make. For k-quants x is rounded, each group
                           of 256 to multiples of 1/16383 of its largest magnitude
 
 In every format the order of summation is the same for all R, so the bits of a row's result do not depend on the other rows. In
@@ -378,10 +378,10 @@ def pack(weight: Tensor, form: str) -> Packed:
 
 
 def quantise(weight: Tensor, moments: Sequence[Tensor], form: str) -> Blocks:
-    """W (N,K), finite, floating-point, in blocks that change its products least for inputs with these second moments.
+    """Packs W (N,K), finite and floating-point, in blocks that change its products least for inputs with given second moments.
 
-    moments: of consecutive windows of k inputs, (k,k) each, symmetric. form: one of calibrated_form's. Raises ValueError if the
-    widths do not fit.
+    moments: a symmetric matrix (k,k) for each window of k consecutive inputs. form: a result of calibrated_form. Raises
+    ValueError if the widths do not fit.
     """
     elements = BLOCKS[form].elements
     widths = [len(moment) for moment in moments]
@@ -391,7 +391,7 @@ def quantise(weight: Tensor, moments: Sequence[Tensor], form: str) -> Blocks:
 
 
 def calibrated_form(K: int, bits: int) -> str:
-    """The form of blocks for rows of K, a multiple of 32, with integers of 4 or 5 bits: k-quants if K is a multiple of 256."""
+    """The form of blocks with 4-bit or 5-bit integers for rows of K elements (a multiple of 32): k-quants if 256 divides K."""
     return f"q{bits}_{'0' if K % KQuant.elements else 'k'}"
 
 

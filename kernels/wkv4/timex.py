@@ -218,13 +218,13 @@ def _backward_decay(weights: Weights, grad_lag: Tensor, grad_in: Tensor, grad_ou
 
 
 def _by_block(tensor: Tensor, N: int) -> Tensor:
-    """(B,T,C) -> (B,n,C,N)"""
+    """Reshapes (B,T,C) to (B,n,C,N)."""
     B, T, C = tensor.shape
     return tensor.view(B, T // N, N, C).transpose(2, 3).contiguous()
 
 
 def _by_time(tensor: Tensor) -> Tensor:
-    """(B,n,C,N) -> (B,T,C)"""
+    """Reshapes (B,n,C,N) to (B,T,C)."""
     B, n, C, N = tensor.shape
     return tensor.transpose(2, 3).reshape(B, n * N, C)
 
