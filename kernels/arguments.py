@@ -77,7 +77,7 @@ def any_sizes(text: str) -> tuple[int, ...]:
 
 
 def sizes_of(axes: str) -> Callable[[str], tuple[int, ...]]:
-    """The type of an option with one size per axis. axes: their names, such as "L,C,V"."""
+    """The type of an option with one size per axis. axes: the axes' names, such as "L,C,V"."""
     def named(text: str) -> tuple[int, ...]:
         sizes = any_sizes(text)
         if len(sizes) != len(axes.split(",")):

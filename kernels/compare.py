@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-LOG_SIZE = "p + log b"                # log of WKV's denominator: the same for every (a, b, p) that represents a state
+LOG_SIZE = "p + log b"                # log of WKV's denominator: equal for all (a, b, p) that represent the same state
 ROUNDING = {torch.bfloat16: 4e-3, torch.float16: 5e-4}       # err_ratio caused by rounding a result once
 
 

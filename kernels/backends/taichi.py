@@ -193,7 +193,7 @@ def _ensure(device: torch.device) -> None:
 
 @cache
 def _let_forks_end() -> None:
-    """Ensures that a forked child never destroys its copy of Taichi's program: doing so would wait for ever for the threads."""
+    """Ensures that a forked child never destroys its copy of Taichi's program: that would wait for ever for missing threads."""
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(after_in_child=_keep_program)
 

@@ -144,7 +144,7 @@ class Int8(Packed):
 
     @classmethod
     def of(cls, weight: Tensor, bits: int = 7, non_negative: bool = False) -> Self:
-        """Packs W. Raises ValueError for a K so large that sums may not fit into 32 bits: above 133,144 for 7 bits."""
+        """Packs W. Raises ValueError if K is so large that sums may not fit into 32 bits (above 133,144 for 7 bits)."""
         most = (2**31 - 1) // (127 * (2**bits - 1))
         if weight.shape[1] > most:
             raise ValueError(f"int8: K of W (N,K) must be at most {most:,}; got {tuple(weight.shape)}: use another form")

@@ -56,7 +56,7 @@ class Rung(NamedTuple):
 
 
 def activation_shapes(B: int, T: int, H: int, N: int) -> tuple[tuple[int, ...], ...]:
-    """The shape of sa."""
+    """The shape of sa, the only activation."""
     return ((B, T, H, N),)
 
 

@@ -12,7 +12,7 @@ REQUIRES = Requires(devices=("cpu",), why_not=native.why_not, dtypes=tuple(DTYPE
 
 
 def activation_shapes(B: int, T: int, H: int, N: int) -> tuple[tuple[int, ...], ...]:
-    """The shape of sa."""
+    """The shape of sa, the only activation."""
     return ((B, T, H, N),)
 
 
