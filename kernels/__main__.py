@@ -1,4 +1,4 @@
-"""python -m kernels lists the implementations of every operator: the idea, the devices, and why one cannot run here."""
+"""python -m kernels lists every operator's implementations, each with its idea, its devices, and why it cannot run here."""
 
 import ast
 import os
@@ -59,7 +59,7 @@ def describe(op: str, name: str, devices: Sequence[str]) -> str:
 
 
 def not_built(op: str, name: str) -> str | None:
-    """Why a C kernel cannot run if the built library does not contain it; otherwise None."""
+    """The reason why a C kernel cannot run, if the built library does not contain it; otherwise None."""
     missing = native.not_built(Path(__file__).parent / op / f"{name}.py") if name.startswith("c_") else None
     return f"not built: the library has no {missing} (make native)" if missing else None
 

@@ -18,8 +18,8 @@ from typing import Any, ClassVar, NoReturn
 class Parser(argparse.ArgumentParser):
     """A parser for python -m MODULE. For a usage error it prints one line on standard error, and exits with status 2.
 
-    shown: converts a text before it is printed. A program that offers other modules as its own subcommands sets it, to replace
-    "python -m MODULE" by the names of these subcommands.
+    shown: converts the usage and the description before they are printed. A program that offers other modules as its own
+    subcommands sets `shown`, to replace "python -m MODULE" by the names of these subcommands.
     """
 
     shown: ClassVar[Callable[[str], str]] = str
@@ -77,7 +77,7 @@ def any_sizes(text: str) -> tuple[int, ...]:
 
 
 def sizes_of(axes: str) -> Callable[[str], tuple[int, ...]]:
-    """The type of an option with one size per axis. axes: their names, such as "L,C,V"."""
+    """The type of an option with one size per axis. axes: the axes' names, such as "L,C,V"."""
     def named(text: str) -> tuple[int, ...]:
         sizes = any_sizes(text)
         if len(sizes) != len(axes.split(",")):

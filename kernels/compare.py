@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-LOG_SIZE = "p + log b"                # log of WKV's denominator, equal for all (a, b, p) of the same state
-ROUNDING = {torch.bfloat16: 4e-3, torch.float16: 5e-4}       # err_ratio of a result rounded once
+LOG_SIZE = "p + log b"                # log of WKV's denominator: equal for all (a, b, p) that represent the same state
+ROUNDING = {torch.bfloat16: 4e-3, torch.float16: 5e-4}       # err_ratio caused by rounding a result once
 
 
 def loss(out: Tensor) -> Tensor:
@@ -39,18 +39,19 @@ def rms(actual: Tensor, reference: Tensor) -> float:
 
 
 def errors(actual: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> dict[str, float]:
-    """The err_ratio of each result, by name. For a logarithm the RMS error: its argument's relative error."""
+    """The error of each result, by name: its err_ratio or, for LOG_SIZE, its RMS error, because a logarithm's error is the
+    relative error of its argument."""
     return {name: (rms if name == LOG_SIZE else err_ratio)(actual[name], reference[name]) for name in reference}
 
 
 def misses(errors: Mapping[str, float], tolerance: Mapping[str, float]) -> dict[str, str]:
-    """The names of the results whose error exceeds the tolerance, each with a text that contains both numbers."""
+    """The names of the results whose error exceeds the tolerance, each with a text that states the error and the tolerance."""
     return {name: f"{error:.1e}, allowed are {tolerance[name]:.1e}"
             for name, error in errors.items() if not error <= tolerance[name]}
 
 
 def tolerance(operator: Any, dtype: torch.dtype) -> dict[str, float]:
-    """The largest allowed error of each result of an Operator for inputs of `dtype`; larger if Requires.rounded contains it."""
+    """The largest allowed error of an Operator's results for inputs of `dtype`; larger if Requires.rounded contains `dtype`."""
     cases = importlib.import_module(f"kernels.{operator.folder}.cases")
     rounded = {"rounded": True} if dtype in operator.requires.rounded else {}
     allowed: dict[str, float] = cases.tolerance(dtype, **rounded)

@@ -31,10 +31,10 @@ class Operator:
     folder: the folder of kernels/ with the implementations.
     inputs: the parameters in torch's schema language; those with a gradient come first.
     outputs: pairs of an output's name and the input that has the same shape and dtype. An output with the name of an input is a
-        state: with a size of 0 it is returned unchanged.
+        state: if a size is 0, the input is returned unchanged.
     gradients: the inputs with a gradient, in the order of `inputs`. Empty: the operator has no derivative.
     differentiable: the outputs whose gradients are arguments of backward; `outputs` begins with them.
-    saved: the inputs and outputs that are arguments of backward, before those gradients.
+    saved: the inputs and outputs that are arguments of backward, before the outputs' gradients.
     parts: the functions that an implementation must define, besides REQUIRES; one tuple for each alternative set.
 
     A subclass's __call__ checks the inputs and returns self._function(*inputs), a tuple of outputs. For sizes other than 0, the
@@ -74,7 +74,7 @@ class Operator:
         return partial(type(self), name, **self._options), ()
 
     def forward(self, *inputs: Any) -> Any:
-        """The outputs, without checks and autograd, for operators that call this one. inputs: activations may follow them."""
+        """Returns the outputs, without checks and autograd, for other operators. `inputs` may end with activations."""
         sized = inputs[self._names.index(self.outputs[0][1])]
         if sized.numel() == 0:
             return _one_or_all(self._empty_outputs(*inputs))
@@ -116,7 +116,7 @@ class Operator:
         raise NotImplementedError
 
     def _by_input(self, saved: Tensors) -> dict[str, Tensor]:
-        """The saved tensors, by the name of the input that has the same shape and dtype."""
+        """A dictionary of the saved tensors; a key is the name of the input that has the same shape and dtype."""
         like = dict(self.outputs)
         return {like.get(name, name): tensor for name, tensor in zip(self.saved, saved, strict=False)}
 
@@ -127,7 +127,7 @@ class Operator:
                 for name, like in self.outputs]
 
     def _empty_gradients(self, *saved_and_gradients: Tensor) -> list[Tensor]:
-        """Gradients for a size of 0, and torch's fake gradients: zeros, or for a state its incoming gradient."""
+        """Gradients for a size of 0, and torch's fake gradients: zeros or, for a state, its incoming gradient."""
         saved = self._by_input(saved_and_gradients)
         incoming = dict(zip(self.differentiable, saved_and_gradients[-len(self.differentiable):], strict=True))
         return [_copy(incoming[name]) if name in incoming else saved[name].new_zeros(saved[name].shape)
@@ -135,7 +135,7 @@ class Operator:
 
 
 def contiguous(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """`tensor`, or a copy unless it is contiguous and has `dtype`. The test is cheaper than conversions that do nothing."""
+    """`tensor`, or a copy unless it is contiguous and has `dtype`. Testing is cheaper than a conversion that does nothing."""
     return tensor if tensor.dtype == dtype and tensor.is_contiguous() else tensor.to(dtype).contiguous()
 
 
@@ -163,13 +163,13 @@ def _tuple(outputs: Tensor | Tensors) -> Tensors:
 
 
 class Function:
-    """An operator as a function of tensors and numbers that returns a tuple, by one of the two paths described above."""
+    """Calls an operator with tensors and numbers by one of the two paths that the module describes; returns a tuple."""
 
     def __init__(self, operator: Operator, name: str) -> None:
         self.operator = operator
         self.n_gradients = len(operator.differentiable)
         self.n_outputs = len(operator.outputs)
-        self.without_gradient = (None,) * (len(operator._names) - len(operator.gradients))       # for the remaining inputs
+        self.without_gradient = (None,) * (len(operator._names) - len(operator.gradients))       # inputs without a gradient
         self._registered = self._register(f"timemix::{name}")
 
     def __call__(self, *inputs: Any) -> Tensors:
@@ -191,7 +191,7 @@ class Function:
 
     def save(self, ctx: Any, inputs: tuple[Any, ...], outputs_and_activations: Tensors) -> None:
         outputs = zip(dict(self.operator.outputs), outputs_and_activations, strict=False)
-        named = dict(outputs) | dict(zip(self.operator._names, inputs, strict=True))       # a state's name means the input
+        named = dict(outputs) | dict(zip(self.operator._names, inputs, strict=True))       # a state's name: the input
         ctx.save_for_backward(*(named[name] for name in self.operator.saved), *outputs_and_activations[self.n_outputs:])
 
     def _register(self, name: str) -> Any:
@@ -237,7 +237,8 @@ def _operator_must_be_seen(inputs: tuple[Any, ...]) -> bool:
 
 
 class _ReverseOnly(torch.autograd.Function):
-    """A function without forward mode. vmap supports per-sample gradients: torch.func.vmap(torch.func.grad(loss))."""
+    """An autograd.Function without forward-mode derivatives. It works under vmap, so per-sample gradients do:
+    torch.func.vmap(torch.func.grad(loss))."""
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> NoReturn:
@@ -256,7 +257,7 @@ class _ReverseOnly(torch.autograd.Function):
 
 
 class _Direct(_ReverseOnly):
-    """(function, *inputs) -> outputs, for training and generation without torch.func."""
+    """The autograd.Function for calls outside torch.func's transforms: (function, *inputs) -> outputs."""
 
     @staticmethod
     def forward(ctx: Any, function: Function, *inputs: Any) -> Tensors:
@@ -278,7 +279,7 @@ class _Direct(_ReverseOnly):
 
 
 class _Transformed(_Direct):
-    """_Direct with the separate setup_context that torch.func requires for its transforms; 50 us slower per call."""
+    """Like _Direct, with the separate setup_context that torch.func's transforms require; 50 us slower per call."""
 
     @staticmethod
     def forward(function: Function, *inputs: Any) -> Tensors:      # type: ignore[override]
@@ -297,7 +298,7 @@ class _Transformed(_Direct):
 
 
 class _Backward(_ReverseOnly):
-    """The gradients as a function whose derivative raises ValueError, since a gradient penalty would silently lack terms.
+    """Computes the gradients. Differentiating them raises ValueError, since a gradient penalty would silently lack terms.
 
     torch's once_differentiable raises an error only if the incoming gradient requires a gradient.
     """

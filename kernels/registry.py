@@ -29,7 +29,7 @@ class UnknownKernel(ValueError):
 
 
 class KernelUnavailable(RuntimeError):
-    """An implementation cannot run here. reason: why, and the remedy. instead: what can run; the message contains both."""
+    """An implementation cannot run here. reason: the cause and the remedy. instead: what can run here. The message has both."""
 
     def __init__(self, reason: str, instead: str = "") -> None:
         super().__init__(f"{reason}; {instead}" if instead else reason)
@@ -47,12 +47,12 @@ class Requires:
     """An implementation's requirements. Operators pad, cast or reject their inputs accordingly.
 
     packages: required packages besides torch.  devices: supported torch device types.  dtypes: supported dtypes; inputs of
-    other floating-point dtypes are cast to float32, and results back.  forms: supported formats of packed weights (matvec).
+    other floating-point dtypes are cast to float32, and the results are cast back.  forms: supported packed formats (matvec).
     rounded: input dtypes to which the implementation also rounds intermediate results, including states; the operator's
     cases.py has larger tolerances for them.
     T_multiple, N_multiple: callers pad T and N to multiples of these.  N_sizes: all supported N, ascending; callers pad N to
-    the next one.
-    wkv: whether a quotient of two of these convolutions is numerically sound, so that WKV can be composed of them.
+    the next supported size.
+    wkv: whether the quotient of two results of a convolution is numerically sound, so that WKV can be composed of it (timex).
     compiled: uses torch.compile, which requires a C++ compiler, and on CUDA also Triton.  scripted: uses torch.jit.script,
     which torch has deprecated.  why_not: a function that returns why this machine cannot run the implementation, and the
     remedy, or None if it can.
@@ -88,9 +88,9 @@ def names(op: str) -> tuple[str, ...]:
 
 
 def all_names(op: str) -> set[str]:
-    """The names of the implementations of `op` and of the operator from which it can be composed.
+    """The names of the implementations of `op`, and of the other operator of which `op` can be composed, if any.
 
-    kernels.select may reject some of the latter. The file that composes them, wkv4/timex.py, is not included.
+    kernels.select may reject some names of the other operator. The file that composes the two, wkv4/timex.py, is not included.
     """
     inner = COMPOSED.get(op)
     return {*names(op), *(names(inner) if inner else ())} - {inner}
@@ -110,7 +110,7 @@ def load(op: str, name: str) -> ModuleType:
     except Exception as error:           # an error in the file itself
         raise KernelUnavailable(f"kernels/{op}/{name}.py cannot be imported: {_error_line(error, f'{name}.py')}") from error
     operator = getattr(sys.modules[f"kernels.{op}"], "OPERATOR", None)
-    ways: tuple[tuple[str, ...], ...] = operator.parts if operator else ((op,),)         # draw is not a torch operator
+    ways: tuple[tuple[str, ...], ...] = operator.parts if operator else ((op,),)         # draw has no class Operator
     missing = min(([part for part in ("REQUIRES", *way) if not hasattr(module, part)] for way in ways), key=len)
     if missing:
         raise KernelUnavailable(f"kernels/{op}/{name}.py has no {' and no '.join(missing)} (kernels/README.md has an example)")
@@ -178,7 +178,7 @@ def missing_compiler() -> str | None:
 
 
 def _installed(package: str) -> bool:
-    """Whether a module can be imported. For a dotted name whose parent is missing, find_spec raises."""
+    """Whether a module can be imported. find_spec raises an error for a dotted name whose parent is missing."""
     try:
         return importlib.util.find_spec(package) is not None
     except ModuleNotFoundError:
@@ -188,7 +188,7 @@ def _installed(package: str) -> bool:
 def _package_missing(name: str, package: str) -> str:
     last = LAST_PYTHON.get(package, sys.version_info[:2])
     if sys.version_info[:2] > last:
-        return f"{name} requires the package {package}, which has no release for Python after {last[0]}.{last[1]} (use that)"
+        return f"{name} requires the package {package}, which supports Python up to {last[0]}.{last[1]} (use that version)"
     return f"{name} requires the package {package}, which is not installed (pip install {package})"
 
 
@@ -196,9 +196,9 @@ def _compiler_missing(name: str, requires: Requires) -> str | None:
     import torch
 
     if requires.scripted and not hasattr(torch.jit, "script"):
-        return f"{name} requires torch.jit.script, which torch {torch.__version__} no longer has (pip install an earlier one)"
+        return f"{name} requires torch.jit.script, which torch {torch.__version__} no longer has (pip install an earlier torch)"
     if requires.scripted and sys.version_info >= (3, 14):
-        return f"{name} requires torch.jit.script, which does not support Python 3.14 (use an earlier one)"
+        return f"{name} requires torch.jit.script, which does not support Python 3.14 (use an earlier Python)"
     compiler = missing_compiler()
     if not requires.compiled or compiler is None:
         return None

@@ -2,10 +2,10 @@
 
     wkv = select("wkv4", "taichi_v3", device, dtype)
 
-A kernel's name is that of its file in the operator's folder. An operator in the registry's COMPOSED can also be composed of
-the operator named there, so that the names in that operator's folder are accepted too: select("wkv4", "conv1d") is the
-convolution formula of WKV with TimeX("conv1d") inside. The name `auto` selects a kernel by RULES, from the operator, the device
-and the dtype of the inputs, and by BY_SIZE, also from the numbers of heads and steps.
+A kernel's name is that of its file in the operator's folder. WKV can also be composed of TimeX (COMPOSED in registry.py), so
+the names of TimeX's kernels are accepted too: select("wkv4", "conv1d") is the convolution formula of WKV with TimeX("conv1d")
+inside. The name `auto` selects a kernel by the operator, the device and the dtype of the inputs (RULES) and, for some
+operators, also by the numbers of heads and steps (BY_SIZE).
 """
 
 import importlib
@@ -23,7 +23,7 @@ Dtype = torch.dtype | str                # dtype of the inputs; for matvec the f
 class Rule(NamedTuple):
     """The kernels that auto tries, in this order.
 
-    measured: whether benchmarks/results/ show that the first is the fastest, within noise, or it is the only one.
+    measured: true if benchmarks/results/ show that the first kernel is the fastest, within noise, or if there is only one.
     source: the measurement, for the printed line about auto's choice.
     """
 
@@ -33,7 +33,7 @@ class Rule(NamedTuple):
 
 
 class Size(NamedTuple):
-    """The sizes that determine which kernel is fastest: heads B H, over all rows; steps T; head width N."""
+    """The sizes that determine which kernel is fastest. heads: B H, those of all rows. steps: T. width: N, of a head."""
 
     heads: int
     steps: int
@@ -119,7 +119,7 @@ def folder(operator: str, name: str) -> str:
 
 def resolve(operator: str, name: str, device: str | torch.device = "cpu", dtype: Dtype = torch.float32,
             size: Size | None = None) -> str:
-    """The name of the kernel that `auto` selects, or the last of the rule if none can run; any other name is returned
+    """Resolves `auto` to the first kernel of its rule that can run, or to the last if none can. Returns any other name
     unchanged."""
     if name != AUTO or not _has_rule(operator):
         return name
@@ -129,7 +129,7 @@ def resolve(operator: str, name: str, device: str | torch.device = "cpu", dtype:
 
 
 def why_auto(operator: str, device: str | torch.device = "cpu", dtype: Dtype = torch.float32, size: Size | None = None) -> str:
-    """A line for the plan: the kernel that auto selects, and the measurement, or why it is not the first choice."""
+    """A line for the plan: the kernel that auto selects, and the measurement behind it, or why the first choice was skipped."""
     device = torch.device(device).type
     (first, *_), measured, source = rule(operator, device, dtype, size)
     chosen = resolve(operator, AUTO, device, dtype, size)
@@ -141,8 +141,8 @@ def why_auto(operator: str, device: str | torch.device = "cpu", dtype: Dtype = t
 def rule(operator: str, device: str, dtype: Dtype, size: Size | None = None) -> Rule:
     """The operator's rule for the device and dtype. Devices other than CUDA use the rules of a CPU.
 
-    float16 uses the rules of bfloat16, or, for wkv7, of float32, in which every kernel computes it. With a size, the order is
-    that of the nearest measured size.
+    float16 uses the rules of bfloat16, except in wkv7, whose kernels all compute float16 in float32 and therefore use the rules
+    of float32. With a size, the order is that of the nearest measured size.
     """
     name = str(dtype).removeprefix("torch.")
     if name == "float16":
@@ -156,7 +156,7 @@ def rule(operator: str, device: str, dtype: Dtype, size: Size | None = None) -> 
 
 
 def _why_not(operator: str, name: str, device: str, size: Size | None) -> str | None:
-    """Why auto skips a kernel that cannot run on the device or does not support heads of that width; None if it can be used."""
+    """Why auto skips a kernel: it cannot run on the device, or does not support the head width. None if it can be used."""
     reason = why_not(folder(operator, name), name, device)
     if reason or size is None:
         return reason

@@ -1,8 +1,8 @@
 """Imports and starts Taichi. taichi.py launches its kernels.
 
 Of Taichi's environment variables, only those of its cache are used: TI_OFFLINE_CACHE and TI_OFFLINE_CACHE_FILE_PATH. With a
-different TI_DEFAULT_FP, TI_ARCH or TI_FAST_MATH these kernels would compute wrong results or crash, so Taichi is imported and
-started without the others. They still apply to a program that calls ti.init itself.
+different TI_DEFAULT_FP, TI_ARCH or TI_FAST_MATH these kernels would compute wrong results or crash, so all other variables are
+hidden while Taichi is imported and started. They still apply to a program that calls ti.init itself.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ def _silent() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _importlib_has_no_source() -> Iterator[None]:
-    """Makes inspect.getframeinfo return immediately for frames of importlib, whose source it would search for in all modules.
+    """Makes inspect.getframeinfo return immediately for frames of importlib, instead of searching all modules for their source.
 
     Taichi's decorators look up the source line of such a frame for functions at a module's top level. With torch imported, that
     takes 1 to 2 ms per function, most of the time of importing Taichi.
@@ -56,7 +56,7 @@ def _importlib_has_no_source() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _no_variables() -> Iterator[None]:
-    """Hides Taichi's environment variables (TI_*), and sets HOME if it is missing, since Taichi would end the process."""
+    """Hides Taichi's environment variables (TI_*), and sets a missing HOME, without which Taichi would end the process."""
     hidden = {name: os.environ.pop(name) for name in list(os.environ) if name.startswith("TI_")}
     has_home = "HOME" in os.environ
     os.environ.setdefault("HOME", os.path.expanduser("~"))       # noqa: PTH111 (Path raises for a user without a home)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function` under torch.compile, which compiles it once for each dtype, device, and size fixed by any_size."""
+    """`function` under torch.compile, compiled once for each dtype, device and combination of sizes that any_size fixes."""
     @wraps(function)
     def quiet(*inputs: Tensor) -> Any:
         with _quiet():
@@ -44,7 +44,7 @@ def scripted(function: Callable[..., Any]) -> Any:
 
 @cache
 def _compiled(function: Callable[..., Any]) -> Any:
-    """Compiles in this process, since a pool of compiler processes for a single kernel would stay alive afterwards."""
+    """Compiles in this process: torch's pool of compiler processes would not be needed for one kernel, but stay alive."""
     return torch.compile(function, dynamic=True, fullgraph=True, options={"compile_threads": 1})
 
 

@@ -1,4 +1,4 @@
-"""Compiles and launches CUDA C++, by NVRTC and the driver, which torch also uses. No package, nvcc or host compiler required.
+"""Compiles and launches CUDA C++ with NVRTC and the CUDA driver. torch uses both too, so nothing else has to be installed.
 
     SOURCE = Source(__file__, "csrc/v1.cu", TILE=128)        # a file, and the macros to compile it with
     SOURCE.launch("forward", grid, block, w, k, out, T, eps)
@@ -129,7 +129,7 @@ def aligned(tensor: Tensor) -> Tensor:
 
 
 def _content(program: ctypes.c_void_p, size_of: Any, read: Any) -> bytes:
-    """The log or the cubin of an NVRTC program, by the functions that return its size and its bytes."""
+    """The log or the cubin of an NVRTC program. size_of, read: the NVRTC functions that return its size and its bytes."""
     size = ctypes.c_size_t()
     size_of(program, ctypes.byref(size))
     buffer = ctypes.create_string_buffer(size.value)
@@ -139,7 +139,7 @@ def _content(program: ctypes.c_void_p, size_of: Any, read: Any) -> bytes:
 
 @cache
 def _nvrtc() -> ctypes.CDLL:
-    """The first NVRTC library that can be loaded: torch's, that of an NVIDIA package, or the system's.
+    """The first NVRTC library that can be loaded: torch's, an NVIDIA package's, or the system's.
 
     Raises KernelUnavailable if there is none.
     """
@@ -152,7 +152,7 @@ def _nvrtc() -> ctypes.CDLL:
 
 
 def _nvrtc_files() -> list[Path]:
-    """The files of NVRTC in torch's folder and in NVIDIA's packages, those of torch's CUDA version first."""
+    """The files of NVRTC in torch's folder and in NVIDIA's packages; files of torch's CUDA version come first."""
     spec = importlib.util.find_spec("nvidia")
     packages = [Path(folder) for folder in (spec.submodule_search_locations or [] if spec else [])]
     folders = [Path(torch.__file__).parent / "lib"]
@@ -264,7 +264,8 @@ def _cubin(source: Source, arch: str) -> bytes:
 
 
 def cache_folder() -> Path:
-    """~/.cache/timemix/cuda. Without a home directory, a path that cannot exist: no cache, since others can write into /tmp."""
+    """~/.cache/timemix/cuda. Without a home directory it is a path that cannot exist, which disables the cache: in /tmp, other
+    users could replace the files."""
     try:
         return Path.home() / ".cache" / "timemix" / "cuda"
     except RuntimeError:

@@ -18,7 +18,7 @@ def why_not() -> str | None:
 
 
 def ordered(weight: Tensor, scale: Tensor) -> torch.ScriptObject:
-    """Packs W, integers (N,K) with a scale (N,) for each row, into FBGEMM's layout."""
+    """Packs W, given as integers (N,K) and one scale per row (N,), into FBGEMM's layout."""
     zeros = torch.zeros(len(weight), dtype=torch.int64, device="cpu")
     with warnings.catch_warnings():      # torch 2.13 deprecates quantized tensors, but linear_prepack accepts nothing else
         warnings.simplefilter("ignore", UserWarning)
@@ -34,6 +34,6 @@ def unordered(weight: torch.ScriptObject) -> tuple[Tensor, Tensor]:
 
 
 def product(rows: Tensor, step: float, offset: int, weight: torch.ScriptObject) -> Tensor:
-    """rows W^T, (R,N), for rows (R,K), which are rounded to multiples of `step`."""
+    """Returns the product rows W^T (R,N). The rows (R,K) are first rounded to multiples of `step`."""
     y: Tensor = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32(rows, step, offset, weight)
     return y

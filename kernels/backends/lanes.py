@@ -35,7 +35,7 @@ def stored(dtype: torch.dtype, lanes: int) -> Stored:
 
 
 def cut(tensor: Tensor, C: int) -> Tensor:
-    """The first C channels: removes the padding of each row to whole vectors."""
+    """Returns the first C channels of each row, without the padding to whole vectors."""
     return tensor if tensor.shape[-1] == C else tensor[..., :C]
 
 
@@ -51,16 +51,17 @@ def from_bfloat16(x):
 
 @ti.func
 def to_bfloat16(x):
-    """Rounds to nearest, ties to even. Every NaN becomes 0x7FC0, since rounding its bits could give those of infinity."""
+    """Rounds to nearest, ties to even. Every NaN becomes 0x7FC0, since rounding could turn a NaN into infinity."""
     bits = by_lane(ti.bit_cast, x, ti.u32)
     rounded = (bits + (0x7FFF + ((bits >> 16) & 1))) >> 16
     return by_lane(ti.cast, ti.select((bits & 0x7FFFFFFF) > 0x7F800000, 0x7FC0, rounded), ti.i16)
 
 
 def by_lane(convert: Callable[..., Any], x: Any, dtype: Any) -> Any:
-    """For use in a kernel: convert(x, dtype) for each element of a vector, or for a scalar. convert: ti.cast or ti.bit_cast.
+    """Applies convert(x, dtype) to each element of a vector, or to a scalar, inside a kernel. convert: ti.cast or ti.bit_cast.
 
-    A @ti.func with a loop over the elements would give the same, but Taichi needs 10 ms to parse the loop at each call site.
+    A @ti.func with a loop over the elements would give the same result, but Taichi needs 10 ms to parse the loop at each call
+    site.
     """
     x = ti.lang.impl.expr_init(x)
     if not x.is_tensor():

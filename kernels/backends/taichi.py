@@ -39,7 +39,7 @@ def launch(kernel: Callable[..., None], *args: Any) -> None:
     if numel >= NUMEL_MAX:
         raise KernelUnavailable(f"Taichi kernels index with 32 bits: a tensor must have fewer than {NUMEL_MAX} elements; got "
                                 f"{numel}: use a smaller batch, or another kernel")
-    if _started_in not in (None, os.getpid()):  # before taking the lock, which in a forked child may be held by nobody
+    if _started_in not in (None, os.getpid()):  # before locking, because a forked child may inherit a lock that stays locked
         raise KernelUnavailable("Taichi was started before this process was forked, and a launch would hang: "
                                 "use the spawn start method, or another kernel")
     with _lock:
@@ -74,8 +74,8 @@ def _launch_cpu(kernel: Any, args: tuple[Any, ...]) -> None:
 
 @contextlib.contextmanager
 def _brief_positions() -> Iterator[None]:
-    """Reduces the source position that Taichi records for each expression, for error messages, to the file and the line number.
-    Formatting the source text too takes half of Taichi's time for parsing a kernel.
+    """Makes Taichi record only the file and the line number of each expression for its error messages. Without this, half of
+    the time for parsing a kernel is spent on formatting source text.
     """
     context = ti.lang.ast.ast_transformer_utils.ASTTransformerContext
     get_pos_info = context.get_pos_info
@@ -92,7 +92,7 @@ def _brief_positions() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Compiled:
-    """A compiled kernel with a single instance. setters: one function per argument, which sets it in a launch's context."""
+    """A kernel compiled once for all arguments. setters: for each argument, a function that sets it in a launch's context."""
 
     program: Any
     kernel: Any
@@ -114,7 +114,7 @@ def _fixed(annotation: Any) -> bool:
 
 
 def _array(tensor: Tensor, annotation: Any) -> Any:
-    """The tensor as a numpy array, of vectors if the annotation has vectors. Taichi passes it a third faster than a tensor."""
+    """The tensor as a numpy array, of vectors if the annotation has vectors. Passing an array takes a third less time."""
     lanes = _lanes(annotation)
     if tensor.dtype == torch.bfloat16:
         tensor = tensor.view(torch.int16)
@@ -122,7 +122,7 @@ def _array(tensor: Tensor, annotation: Any) -> Any:
 
 
 def _lanes(annotation: Any) -> int:
-    """The vector length of a one-dimensional array of vectors, which accepts a tensor of any shape; 0 for other types."""
+    """The vector length if the type is a one-dimensional array of vectors, which accepts tensors of any shape; otherwise 0."""
     return getattr(annotation.dtype, "n", 0) if annotation.ndim == 1 else 0
 
 
@@ -137,7 +137,7 @@ def _setter(number: int, annotation: Any) -> Callable[[Any, Any], None]:
 
 
 def _set_array(place: tuple[int], ndim: int, lanes: int, dtypes: tuple[torch.dtype, ...], context: Any, tensor: Tensor) -> None:
-    """Sets an array argument in the context of a launch. ndim: the array's dims, without that of a vector's elements."""
+    """Sets an array argument in the context of a launch. ndim: the number of dims, not counting a vector's elements."""
     assert tensor.is_contiguous(), "Taichi kernels require contiguous tensors"
     assert tensor.dtype in dtypes, f"the kernel requires tensors of dtype {dtypes[0]}"
     assert not lanes or tensor.numel() % lanes == 0, f"the kernel requires a multiple of {lanes} numbers"
@@ -146,7 +146,7 @@ def _set_array(place: tuple[int], ndim: int, lanes: int, dtypes: tuple[torch.dty
 
 
 def shares(tasks: int) -> int:
-    """The number of shares into which `tasks` are divided: two per thread, so that an early thread gets a second one."""
+    """The number of shares into which `tasks` are divided: two per thread, to balance the load."""
     return min(tasks, 2 * torch.get_num_threads())
 
 
@@ -164,7 +164,7 @@ def share(i, tasks, n):  # type: ignore[no-untyped-def]
 
 
 def _ensure(device: torch.device) -> None:
-    """Starts Taichi on `device` unless it already runs there. Raises KernelUnavailable if it cannot."""
+    """Starts Taichi on `device` unless it already runs there. Raises KernelUnavailable if Taichi cannot run there."""
     global _started_in, _ensured
     if _ensured == (ti.lang.impl.get_runtime().prog, device):
         return
@@ -193,7 +193,7 @@ def _ensure(device: torch.device) -> None:
 
 @cache
 def _let_forks_end() -> None:
-    """Ensures that forked children never destroy their copy of Taichi's program, which would wait for ever for its threads."""
+    """Ensures that a forked child never destroys its copy of Taichi's program: that would wait for ever for missing threads."""
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(after_in_child=_keep_program)
 

@@ -1,7 +1,7 @@
 """Functions that use private names of torch, each of which is looked up at its first use.
 
-If a later torch lacks a name, the function here returns the result that is safe but slow: the registered operators and the
-plain formulas are then always used. Only function transforms fail, with torch's own error about setup_context.
+If a later torch lacks a name, the function in this file returns a result that is safe but slow: callers then always use the
+registered operators and the plain formulas. Only function transforms fail, with torch's own error about setup_context.
 """
 
 import importlib
@@ -25,7 +25,7 @@ def profiler_active() -> bool:
 
 
 def module_hooks_active() -> bool:
-    """Whether a global hook is registered, which every nn.Module calls."""
+    """Whether a global hook is registered, that is, one that every nn.Module calls."""
     return bool(_lookup("torch.nn.modules.module", "_has_any_global_hook", True)())
 
 

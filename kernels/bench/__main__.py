@@ -4,7 +4,7 @@ times it. A wrong implementation is not timed, and the exit status is 1.
     --dtype NAME          dtype of the inputs; default: float32
     --shape SIZES ...     B,C,T for timex and wkv4; B,H,N,T for wkv7; N,K,R for matvec; rows,columns for softmax;
                           N,h,w,offset,pad_x,pad_y for pad
-    --sweep [SIZE,...]    also measure the first shape with these last sizes, for a curve (over T)
+    --sweep [SIZE,...]    also measure the first shape with each SIZE as its last size (T), for a curve
     --only NAME,...       measure only these implementations and the baseline; python -m kernels lists them
     --seconds S           time for each pass of each implementation
     --json FILE           write the result, which python -m kernels.bench.tables and python -m kernels.bench.plot read
@@ -12,15 +12,14 @@ times it. A wrong implementation is not timed, and the exit status is 1.
 
 Verified: all elements of the output (and state) and of every gradient, at the timed shape, against the float64 reference
 (case.py explains how that is affordable). Timed: the operator as a user calls it, including autograd; backward alone, on a
-retained graph. The calls of all implementations, of the machine's limits, and of the copy of one input tensor alternate;
-medians are reported. An implementation whose estimated time or memory is too large is skipped with a note, unless --only
-names it.
-GFLOP/s count B*C*T*(T+1) operations in a pass of timex, and per step and element of the state 10 in wkv7's forward pass and 32
-in its backward; `x limit` is the time relative to a matrix product of as many operations. GB/s count the least possible
-traffic; `of copy` and `of read` are their fractions of the speed of a copy, and of a read by all threads (the limit of matvec).
-`extra MB` is the peak memory beyond inputs and outputs, `launches` the number of kernels or torch operators in a pass
-(profiler.py). `spread` is the distance between the quartiles of the runs, as a fraction of the median. If the spread of one of
-two times exceeds a quarter, the machine was busy, and their ratio is left out of the table.
+retained graph. The timed calls alternate between all implementations, the machine's limits, and a copy of one input tensor;
+medians are reported. An implementation whose estimated time or memory is too large is skipped with a note, unless --only names
+it. GFLOP/s count B*C*T*(T+1) operations in a pass of timex. In wkv7 they count, for each step and element of the state, 10
+forward and 32 backward. `x limit` is the time relative to a matrix product of as many operations. GB/s count the least possible
+traffic; `of copy` and `of read` divide them by the GB/s of a copy, and of a read by all threads (the limit of matvec). `extra
+MB` is the peak memory beyond inputs and outputs, `launches` the number of kernels or torch operators in a pass (profiler.py).
+`spread` is the distance between the quartiles of the runs, as a fraction of the median. If the spread of either time in a ratio
+exceeds a quarter, the machine was busy, and the table omits the ratio.
 """
 
 import argparse
@@ -46,11 +45,11 @@ from kernels.select import folder
 MAX_SECONDS = 6                          # slower or larger implementations are measured only if --only names them
 MAX_EXTRA_GB = {"cpu": 3, "cuda": 16}
 UNSTEADY = "?"
-MAX_SPREAD = 0.25                        # largest spread of times whose ratios are shown
+MAX_SPREAD = 0.25                        # a ratio is shown only if both times have at most this spread
 # Columns that are ratios to one of the machine's limits, and the limit's name
 RATIOS = {"x_limit": "matmul", "of_copy": "copy", "of_read": "read", "copies": "copy_one"}
 LIMIT = "limit"                          # a key of the samples is (implementation, pass), or (LIMIT, name) for a limit
-COLUMNS = {                              # of a result: heading and format
+COLUMNS = {                              # a result's columns: heading and format
     "ms": ("ms", ".3f"), "runs": ("runs", "d"), "spread": ("spread", ".0%"),
     "gflops": ("GFLOP/s", ".1f"),
     "x_limit": ("x limit", ".2f"), "gbs": ("GB/s", ".1f"), "of_copy": ("of copy", ".0%"), "of_read": ("of read", ".0%"),
@@ -92,7 +91,7 @@ def _plan(args: argparse.Namespace) -> str:
     duration = f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} minutes"
     sizes = " ".join(",".join(map(str, shape)) for shape in shapes)
     return (f"{args.op} on {args.device} in {args.dtype}, {','.join(case.AXES)} = {sizes}: {', '.join(runnable)}\n"
-            f"each is compared with float64; then timing takes up to {duration}, --seconds {args.seconds:g} for each pass")
+            f"each is compared with float64; timing them all takes up to {duration}, --seconds {args.seconds:g} for each pass")
 
 
 def _load_warning() -> str | None:
@@ -103,13 +102,13 @@ def _load_warning() -> str | None:
     cores = os.cpu_count() or 1
     if load < cores / 2:
         return None
-    return (f"the machine was busy, with a load of {load:.1f} on {cores} cores in the last minute: if it still is,\n"
+    return (f"the machine had a load of {load:.1f} on {cores} cores in the last minute: if it is still busy,\n"
             "times are too long, and ratios are left out where times vary too much")
 
 
 def measure(op: str, shape: Shape, device: str, dtype: str, only: list[str], budget_s: float) -> dict[str, Any]:
-    """One shape's limits and results, and why implementations were skipped or are wrong, as JSON data."""
-    case: BenchCase = case_of(op)(*shape, device, getattr(torch, dtype, dtype))     # GGUF's blocks are not dtypes
+    """Measures one shape, and returns JSON data: limits, results, and why implementations were skipped or are wrong."""
+    case: BenchCase = case_of(op)(*shape, device, getattr(torch, dtype, dtype))     # a GGUF form is not a torch dtype
     names = [name for name in case.names() if not only or name in only or name == case.baseline]
     sizes = dict(zip(case.AXES, shape, strict=True))
     at = f"{op} {_sizes(sizes)}"
@@ -149,7 +148,7 @@ def _sizes(shape: dict[str, int]) -> str:
 
 
 def _group_reasons(skipped: dict[str, str]) -> list[str]:
-    """The reasons, of which those that differ only in the implementation's name are merged: "a, b: is slow"."""
+    """Merges the reasons that differ only in the implementation's name: "a, b: is slow"."""
     names: dict[str, list[str]] = {}
     for name, reason in skipped.items():
         names.setdefault(reason.removeprefix(name), []).append(name)
@@ -157,7 +156,7 @@ def _group_reasons(skipped: dict[str, str]) -> list[str]:
 
 
 def _why_not(case: BenchCase, name: str, named: bool, at: str) -> str | None:
-    """Why `name` is skipped: it cannot run, or it would exceed MAX_SECONDS or MAX_EXTRA_GB and --only does not name it."""
+    """Why `name` is skipped: it cannot run, or it would exceed MAX_SECONDS or MAX_EXTRA_GB without being named by --only."""
     reason = case.why_not(name)
     if reason or named:
         return reason
@@ -171,12 +170,12 @@ def _why_not(case: BenchCase, name: str, named: bool, at: str) -> str | None:
     if costs.seconds > MAX_SECONDS:
         limit = f"{MAX_SECONDS} s forward and backward"
     elif costs.peak_extra > 1e9 * largest_gb:
-        limit = f"{largest_gb} GB beside inputs and outputs"
+        limit = f"{largest_gb} GB beyond inputs and outputs"
     return f"{name} takes over {limit} at this shape; --only '{name}' measures it" if limit else None
 
 
 def _verify(case: BenchCase, names: list[str], at: str) -> tuple[dict[str, float], dict[str, str]]:
-    """The largest error of each correct implementation, and the reason for each wrong one."""
+    """Returns the largest error of each correct implementation, and an explanation for each wrong one."""
     errors: dict[str, float] = {}
     wrong: dict[str, str] = {}
     for name in names:
@@ -253,12 +252,12 @@ def _unsteady(measured: dict[str, Any]) -> list[str]:
               if result[column] is not None]
     if all(_is_steady(result, column, measured) for result, column in ratios):
         return []
-    return [f"{UNSTEADY}: a ratio of times whose middle half spreads over more than {MAX_SPREAD:.0%} of the median;\nmeasure "
-            "again when the machine is idle, or with a larger --seconds"]
+    return [f"{UNSTEADY}: no ratio, because the middle half of its times spreads over more than {MAX_SPREAD:.0%} of the\n"
+            "median; measure again when the machine is idle, or with a larger --seconds"]
 
 
 def _sweep(args: argparse.Namespace, case: type[BenchCase]) -> list[Shape]:
-    """The shapes of the sweep, without those of --shape: the first shape with the last sizes of --sweep or of SWEEP."""
+    """The shapes of the sweep that --shape lacks: the first shape, with each size of --sweep or SWEEP as its last size."""
     if args.sweep is None and args.plot is None:
         return []
     shapes = [(*args.shape[0][:-1], length) for length in args.sweep or case.SWEEP[args.device]]

@@ -26,7 +26,7 @@ Shape = tuple[int, ...]              # one size per axis of a case's AXES
 class Pass:
     """A function to time, the number of its floating-point operations (0: not counted), and the least bytes that it must move.
 
-    reads: whether these bytes are almost all read, not written.
+    reads: whether almost all of these bytes are read, not written.
     """
 
     name: str
@@ -54,7 +54,7 @@ class BenchCase(ABC):
     op: the operator.  AXES: the names of the sizes.  DTYPES: the values of --dtype, the default first.  SHAPES: the default
     shapes by device; --sweep varies the first.  SWEEP: the default sizes of the last axis for --sweep, by device, if any.
     LAUNCHES: whether launches are counted (profiler.py).  baseline: the implementation with which all others are compared.
-    numbers(*sizes): how many numbers the inputs, the results and their gradients have, which are in memory together.
+    numbers(*sizes): the number of elements of all inputs, results and gradients, which are in memory at the same time.
     """
 
     op: ClassVar[str]
@@ -87,7 +87,7 @@ class BenchCase(ABC):
 
     @abstractmethod
     def errors(self, name: str) -> tuple[dict[str, float], dict[str, str]]:
-        """The err_ratio of each result, and a text for each result that exceeds its tolerance."""
+        """The err_ratio of each result, and a text with the error for each result that exceeds its tolerance."""
 
     @abstractmethod
     def passes(self, name: str) -> list[Pass]:
@@ -100,13 +100,13 @@ def case_of(op: str) -> Any:
 
 
 def costs(passes: Callable[[], Any], device: str) -> Costs:
-    """The costs of a function that runs every pass once: its memory in one call, and the shorter time of two more calls."""
+    """The costs of a function that runs every pass once: the memory of one call, and the shorter time of two more."""
     peak_extra = extra_bytes(passes, device)
     return Costs(min(seconds(passes, device) for _ in range(2)), peak_extra)
 
 
 def repeated(tensor: Tensor, C: int, dim: int) -> Tensor:
-    """A tensor with C channels along `dim`, which repeat those of `tensor`."""
+    """A tensor with C channels along `dim`: the channels of `tensor`, repeated."""
     return tensor.index_select(dim, torch.arange(C, device=tensor.device) % tensor.shape[dim])
 
 

@@ -2,7 +2,7 @@
 
 OP-DEVICE-time.png shows the time of every implementation against T (or the operator's last axis), and the machine's limits. For
 a file with fewer than two sizes, a message is printed instead. The colour shows the back end (Okabe and Ito's palette, safe for
-colour-blind readers); the shade shows the rung: the number in names such as cuda_v2.
+colour-blind readers); the shade shows the rung, that is, the number in a name such as cuda_v2.
 """
 
 import importlib.util
@@ -24,7 +24,7 @@ OTHERS = "#222222"
 FLOOR = "#8C8C8C"
 STYLES = {"formula": ":", "reference": ":", "conv1d in one block": "--"}
 AXES = {"T": "T, time steps"}
-CONVOLUTIONS = {"forward": 2, "backward": 4}         # number of wkv4's passes of B*C*T*(T+1) operations each
+CONVOLUTIONS = {"forward": 2, "backward": 4}         # wkv4: convolutions, of B*C*T*(T+1) operations each
 LABEL_GAP = 0.042                        # as a fraction of the axis' height
 
 
@@ -162,7 +162,7 @@ def _bottom(group: list[float], gap: float) -> float:
 
 
 def _same_width(report: dict[str, Any]) -> list[dict[str, Any]]:
-    """The results whose sizes, except the last (T), are those of the first shape, sorted by the last."""
+    """The results whose sizes, except the last (T), equal those of the first shape, sorted by the last size."""
     def width_of(shape: dict[str, Any]) -> list[int]:
         return list(shape["shape"].values())[:-1]
 
@@ -176,7 +176,7 @@ def _size(shape: dict[str, Any]) -> int:
 
 
 def _colour(name: str) -> str:
-    """The back end's colour, paler for lower rungs of a ladder."""
+    """The back end's colour; lower rungs (v0 is the lowest) are paler."""
     from matplotlib.colors import to_hex, to_rgb
 
     rung = re.search(r"_v(\d+)$", name)

@@ -74,10 +74,10 @@ def _size(result: Any) -> int:
 def launches(run: Callable[[], Any], device: str) -> int:
     """The number of kernels, copies and fills that the GPU executes during run(); on a CPU, of operators that compute.
 
-    If an operator calls other operators, only these count; otherwise it counts as 1, whatever its back end does. Views and
-    allocations do not count.
+    If an operator calls other operators, only these count. An operator that calls none counts as 1, whatever its back end does.
+    Views and allocations do not count.
     """
-    run()                                # so that compilation and other work of a first call do not count
+    run()                                # so that a first call's compilation and other work do not count
     if device == "cuda":
         torch.cuda.synchronize()
     with quiet(), profile(activities=[ProfilerActivity.CUDA if device == "cuda" else ProfilerActivity.CPU]) as recorded:

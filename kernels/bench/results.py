@@ -24,8 +24,8 @@ class UnusableFile(ValueError):
 def exit_status(main: Callable[[], int | None], *mistakes: type[Exception]) -> int:
     """Runs a program's main and returns its exit status.
 
-    For an error about a file or a kernel, or one of `mistakes`, it prints the message and returns 2. If standard output has
-    been closed, it returns 1 without a message.
+    For an error about a file or a kernel, or an exception in `mistakes`, it prints the message and returns 2. If standard
+    output has been closed, it returns 1 without a message.
     """
     caught: tuple[type[Exception], ...] = (OSError, UnusableFile, UnknownKernel, KernelUnavailable, *mistakes)
     try:
@@ -66,7 +66,7 @@ def _write(report: Report, file: Path) -> None:
 def output_file(text: str) -> Path:
     """The type of an option that names an output file: creates its folder, and checks that the file can be written.
 
-    Raises argparse.ArgumentTypeError if not.
+    Raises argparse.ArgumentTypeError if it cannot.
     """
     file = path_of(text)
     try:

@@ -46,7 +46,7 @@ class Case(BenchCase):
         return result, compare.misses(result, cases.tolerance(self.dtype, self.x.shape[1]))
 
     def passes(self, name: str) -> list[Pass]:
-        """The passes forward, and backward alone, on a retained graph."""
+        """The forward pass, and the backward pass alone on a retained graph."""
         softmax = Softmax(name)
         x = self.x
         y = softmax(x)

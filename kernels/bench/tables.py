@@ -15,7 +15,7 @@ from kernels.machine.hardware import ROOT
 from kernels.registry import operators
 
 SCANS = ("wkv4", "wkv7")
-COLUMNS = {"x_limit": "x limit", "copies": "x one copy", "extra_mb": "extra MB"}     # if every result of a scan has it
+COLUMNS = {"x_limit": "x limit", "copies": "x one copy", "extra_mb": "extra MB"}     # shown if all results of a scan have it
 
 
 def main(argv: list[str]) -> int:
@@ -36,7 +36,7 @@ def main(argv: list[str]) -> int:
 
 
 def rewritten(text: str, reports: Iterable[dict[str, Any]]) -> str:
-    """`text` with the sections of all reported operators whose markers it contains."""
+    """`text` with a new section for each reported operator whose markers are in `text`."""
     reports = list(reports)
     for op in dict.fromkeys(report["op"] for report in reports):
         text = filled(text, op, "\n\n".join(section(report) for report in reports if report["op"] == op))
@@ -115,14 +115,14 @@ def growth_table(shapes: list[dict[str, Any]]) -> str | None:
 def _caption(measured: dict[str, Any]) -> str:
     limits = measured["limits"]
     sizes = ", ".join(f"{axis} = {size}" for axis, size in measured["shape"].items())
-    if not limits:                       # only times were measured
+    if not limits:                       # the report has only times
         return f"{sizes}."
     return (f"{sizes}. In the same run: matrix product {limits['matmul_gflops']:.0f} GFLOP/s, "
             f"copy {limits['copy_gbs']:.0f} GB/s.")
 
 
 def _notes(measured: dict[str, Any]) -> str:
-    """A note with the implementations that were skipped for their time or memory, not those that cannot run on the device."""
+    """A note that lists the implementations skipped for their time or memory, but not those that cannot run on the device."""
     slow = [name for name, reason in measured["skipped"].items() if "takes over" in reason]
     return f"\n\nNot measured, for the time or the memory that it takes at this shape: {', '.join(slow)}." if slow else ""
 

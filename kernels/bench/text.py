@@ -1,4 +1,4 @@
-"""Tables for the terminal and in Markdown, and replacing the section of a page that contains a generated table."""
+"""Makes tables for the terminal and in Markdown, and replaces a page's section that contains a generated table."""
 
 from collections.abc import Sequence
 

@@ -52,7 +52,7 @@ class Case(BenchCase):
         return result, compare.misses(result, cases.tolerance(self.dtype))
 
     def passes(self, name: str) -> list[Pass]:
-        """The passes forward and backward as a user calls them; also grad_w and grad_k if the implementation has them."""
+        """The forward and backward passes as a user calls them; also grad_w and grad_k if the implementation has them."""
         timex = TimeX(name)
         w = self.w
         k = self.k

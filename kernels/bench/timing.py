@@ -43,12 +43,12 @@ def spread(samples: Sequence[float]) -> float:
 
 
 def seconds(function: Callable[[], Any], device: str, repeats: int = 1) -> float:
-    """The mean seconds per call over `repeats` calls, until all launched work is complete."""
+    """The mean seconds per call over `repeats` calls, including all work that they launch on the device."""
     return (_seconds_cuda if device == "cuda" else _seconds_cpu)(function, repeats) / repeats
 
 
 def _seconds_warm(function: Callable[[], Any], device: str, budget_s: float) -> float:
-    """The seconds of the second call, since the first may include a compilation; of the first if that exceeds the budget."""
+    """The seconds of a second call, since the first may include a compilation; if the first exceeds the budget, its seconds."""
     once = seconds(function, device)
     return seconds(function, device) if once < budget_s else once
 

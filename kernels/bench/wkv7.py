@@ -12,14 +12,14 @@ from kernels.select import select
 from kernels.wkv7 import WKV7, cases
 
 ESTIMATED_STEPS = 64
-PIECE = 512                  # steps of the float64 reference at a time, since it stores the state after each
+PIECE = 512                  # steps that the float64 reference computes at a time, because it stores a state per step
 FORWARD, BACKWARD = 10, 32   # operations per step and element of the state: 5 multiply-adds; backward 16
 
 
 class Case(BenchCase):
     """Inputs (B,T,H,N); the sizes are given as B,H,N,T, because a sweep varies the last. log_w and state are always float32.
 
-    Heads are independent, so DISTINCT different heads are repeated over the batch and its heads.
+    Heads are independent, so DISTINCT different heads are repeated to fill all B H.
     """
 
     op = "wkv7"
@@ -64,7 +64,7 @@ class Case(BenchCase):
         return result, compare.misses(result, compare.tolerance(wkv, self.dtype))
 
     def passes(self, name: str) -> list[Pass]:
-        """The passes forward, and backward alone, on a retained graph."""
+        """The forward pass, and the backward pass alone on a retained graph."""
         wkv = select("wkv7", name, self.device)
         sequences = self.inputs[:6]
         y, state = wkv(*sequences)

@@ -4,12 +4,12 @@
 
 top_k keeps the k likeliest tokens (0, V or more: all). top_p keeps the smallest set of likeliest tokens whose fraction of the
 total weight is at least top_p. min_p keeps the tokens with at least this fraction of the largest weight. filters_first: the
-filters use the weights at temperature 1, and top_p's total is that of all tokens, not only of those that top_k keeps. Weights
-are cumulated in the order of the vocabulary if neither top_k nor top_p is set; otherwise from the largest logit to the
-smallest, ties in the order of the vocabulary. A weight below e^-80 of the largest counts as 0.
+filters use the weights at temperature 1, and top_p's total includes all tokens, not only those that top_k keeps. Weights are
+cumulated in the order of the vocabulary if neither top_k nor top_p is set; otherwise from the largest logit to the smallest,
+ties in the order of the vocabulary. A weight below e^-80 times the largest counts as 0.
 
 An implementation, a file in this folder, defines REQUIRES and draw(logits (B,V) float32, uniform (B,) float64, filters, bias)
--> (B,) int64: -1 for a row that contains a NaN or whose largest logit is not finite. The logits are not changed.
+-> (B,) int64: -1 for a row that contains a NaN or whose largest logit is not finite. draw does not change the logits.
 """
 
 from collections.abc import Callable

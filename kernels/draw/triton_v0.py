@@ -3,7 +3,7 @@
 The tokens that may pass the filters are first copied to a list, in the order of the vocabulary. In descending order of logits,
 the cumulative weight before a token is S(logit) + rank * weight, where S(logit) is the sum of the weights of all larger logits,
 and rank is the number of equal logits earlier in the vocabulary. S falls as the logit rises, so a binary search over the 32
-bits of a float finds the logit at which S passes a bound: 32 float64 sums over the list, which is usually of a few hundred
+bits of a float finds the logit at which S passes a bound: 32 float64 sums over the list, which usually contains a few hundred
 tokens.
 """
 
@@ -57,7 +57,7 @@ def _float32(value: float) -> float:
 
 
 def _biased(logits: Tensor, bias: Bias) -> Tensor:
-    """A copy of the logits with the bias added. The host finds the banned tokens (a bias of -inf), so the GPU need not wait."""
+    """A copy of the logits with the bias added. The host finds banned tokens (a bias of -inf): no wait for the GPU."""
     banned = bias.values == -torch.inf
     values = to_device(torch.where(banned, 0.0, bias.values), logits.device)
     logits = logits.float().clone()
@@ -96,7 +96,7 @@ def _listed(numbers, ids, n, first, LISTED: tl.constexpr):
 
 @triton.jit
 def _chosen_weights(x, inside, top, scale, last_scale, min_p, FILTERS_FIRST: tl.constexpr):
-    """The weights by which the tokens are drawn: 0 for those that min_p drops."""
+    """The weights by which the tokens are drawn: 0 for tokens that min_p drops."""
     weight = _weights(x, top, scale)
     likely = inside & tl.where(min_p < 1, weight >= min_p, x == top)
     if FILTERS_FIRST:
@@ -106,7 +106,7 @@ def _chosen_weights(x, inside, top, scale, last_scale, min_p, FILTERS_FIRST: tl.
 
 @triton.jit
 def _summands(x, inside, top, scale, last_scale, min_p, WHAT: tl.constexpr, FILTERS_FIRST: tl.constexpr):
-    """The number that _search sums for each token: see WHAT there."""
+    """The summand of each token in _search, which documents WHAT."""
     if WHAT == "count":
         summand = inside.to(tl.float64)
     elif WHAT == "weight":
@@ -121,8 +121,8 @@ def _search(numbers, ids, n, low, bound, top, scale, last_scale, min_p, WHAT: tl
             LISTED: tl.constexpr):
     """The smallest key q >= low for which the sum over tokens with larger keys is below `bound` (for "draw": at most `bound`).
 
-    Returns q, that sum, and the number of tokens at q and the summand of each. WHAT is summed: "count": 1 for each token,
-    "weight": its weight before the filters, "draw": the weight by which it is drawn.
+    Returns q, the sum over larger keys, the number of tokens with key q, and the summand of each of them. WHAT: a token's
+    summand; "count": 1, "weight": its weight before the filters, "draw": the weight by which it is drawn.
     """
     high = tl.full([], 2147483647, tl.int64)             # low <= q <= high
     while low < high:
@@ -150,7 +150,7 @@ def _search(numbers, ids, n, low, bound, top, scale, last_scale, min_p, WHAT: tl
 
 @triton.jit
 def _keep(numbers, ids, n, key, ties, LISTED: tl.constexpr):
-    """Keeps in the list only the tokens with keys above `key` and the first `ties` tokens at `key`. Returns their number."""
+    """Keeps in the list only tokens with keys above `key` and the first `ties` tokens with that key. Returns their number."""
     n_kept = tl.zeros([], tl.int32)
     seen = tl.zeros([], tl.int32)
     for first in range(0, n, LISTED):
@@ -249,7 +249,7 @@ def _keep_top_k(numbers, ids, n, top_k, top, scale, lowest, FILTERS_FIRST: tl.co
 
 @triton.jit
 def _keep_top_p(numbers, ids, n, bound, top, scale, lowest, FILTERS_FIRST: tl.constexpr, LISTED: tl.constexpr):
-    """Keeps only the likeliest tokens in the list: as few as have a total weight of at least `bound`. Returns their number."""
+    """Keeps in the list only the fewest likeliest tokens whose total weight is at least `bound`. Returns their number."""
     key, above, _ties, weight = _search(numbers, ids, n, lowest, bound, top, scale, 0.0, 0.0, "weight", FILTERS_FIRST, LISTED)
     ties = tl.where(weight > 0, tl.ceil((bound - above) / tl.where(weight > 0, weight, 1.0)), 1.0)
     return _keep(numbers, ids, n, key, tl.minimum(tl.maximum(ties, 1.0), 2147483647.0).to(tl.int32), LISTED)
@@ -296,7 +296,7 @@ def _draw_by_place(numbers, ids, n, target, top, scale, last_scale, min_p, FILTE
 @triton.jit
 def _draw_listed(numbers, ids, n, uniform, top, scale, last_scale, min_p, IN_ORDER: tl.constexpr, FILTERS_FIRST: tl.constexpr,
                  LISTED: tl.constexpr):
-    """Draws a token of the list. IN_ORDER: in descending order of logits, else in vocabulary order."""
+    """Draws a token of the list. IN_ORDER: cumulate weights in descending order of logits, not in vocabulary order."""
     sums = tl.zeros([LISTED], tl.float64)
     least = tl.full([], 2147483647, tl.int64)            # the smallest key of a token that can be drawn
     for first in range(0, n, LISTED):
@@ -314,10 +314,10 @@ def _draw_listed(numbers, ids, n, uniform, top, scale, last_scale, min_p, IN_ORD
 
 @triton.jit
 def _draw_unfiltered(row, V, target, top, scale, BLOCK: tl.constexpr):
-    """The token of the whole vocabulary at which the cumulative weight exceeds `target`; first its block is found."""
+    """Finds first the block, then the token of the whole vocabulary at which the cumulative weight exceeds `target`."""
     lane = tl.arange(0, BLOCK)
     before = tl.zeros([], tl.float64)
-    start = tl.zeros([], tl.int32)       # start of the token's block; below, the sum before it
+    start = tl.zeros([], tl.int32)       # start of the token's block; before_start: the sum before it
     before_start = tl.zeros([], tl.float64)
     done = tl.zeros([], tl.int32)
     for first in range(0, V, BLOCK):
@@ -333,7 +333,7 @@ def _draw_unfiltered(row, V, target, top, scale, BLOCK: tl.constexpr):
     return tl.where(token < 2147483647, token, last)
 
 
-@triton.jit(do_not_specialize=["top_k"])  # else 1 and multiples of 16 would be compiled separately
+@triton.jit(do_not_specialize=["top_k"])  # otherwise 1 and multiples of 16 would be compiled separately
 def _draw(logits, uniform, drawn, numbers, ids, stride, V, listed, inverse_temperature, top_k, top_p, min_p,
           FILTERED: tl.constexpr, TOP_K: tl.constexpr, IN_ORDER: tl.constexpr, FILTERS_FIRST: tl.constexpr, BLOCK: tl.constexpr,
           PARTS: tl.constexpr, LISTED: tl.constexpr, PART: tl.constexpr):
@@ -352,7 +352,7 @@ def _draw(logits, uniform, drawn, numbers, ids, stride, V, listed, inverse_tempe
         least_weight = tl.full([], 0.0, tl.float32)
         if TOP_K:
             least_logit = _logit_of_likeliest(row, numbers, V, top_k, BLOCK, PARTS, PART)
-        else:                            # all lighter tokens together weigh less than top_p drops
+        else:                            # tokens below this weight together weigh less than top_p drops
             least_weight = tl.where(top_p < 1, 0.99 * (1 - top_p) * total / V, 1e-36).to(tl.float32)
             least_weight = tl.maximum(least_weight, min_p)
         n = _list_likely(row, numbers, ids, V, least_logit, least_weight, top, scale, BLOCK)

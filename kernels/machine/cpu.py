@@ -19,7 +19,7 @@ def multiplies(dtype: torch.dtype) -> bool:
 
 
 def matrix_dtype(device: torch.device) -> torch.dtype:
-    """The dtype in which the device multiplies matrices fastest, where the precision of bfloat16 suffices."""
+    """The faster of float32 and bfloat16 for matrix products on the device, for work for which bfloat16 is precise enough."""
     return torch.float32 if device.type == "cpu" and not multiplies(torch.bfloat16) else torch.bfloat16
 
 

@@ -2,7 +2,7 @@
 
 import os
 
-THREADS = "OMP_NUM_THREADS"              # limits the threads of torch's CPU operators and of this package's
+THREADS = "OMP_NUM_THREADS"              # limits the threads of torch's and this package's CPU operators
 GPUS = "CUDA_VISIBLE_DEVICES"
 
 

@@ -12,7 +12,7 @@ from functools import cache
 from pathlib import Path
 
 SETTINGS = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
-SPINS = "20000"                          # about half a millisecond; the default, 300,000, is several
+SPINS = "20000"                          # about half a millisecond; the default, 300,000, takes several
 
 
 def wait_briefly() -> None:
@@ -23,10 +23,10 @@ def wait_briefly() -> None:
 
 @cache
 def one_thread_in_forks() -> None:
-    """From now on torch uses one thread in every forked descendant of this process.
+    """Makes torch use one thread in every process that is forked from this one from now on, directly or indirectly.
 
-    A fork copies no threads, and GNU OpenMP in the child deadlocks waiting for its parent's threads; with one thread it waits
-    for none. The results are the same. A child that calls torch.set_num_threads(2) still deadlocks.
+    A fork copies no threads, and GNU OpenMP in the child deadlocks waiting for its parent's threads; with one thread there are
+    none to wait for. The results are the same. A child that calls torch.set_num_threads(2) still deadlocks.
     """
     if sys.platform == "linux":
         os.register_at_fork(after_in_child=_use_one_thread)
@@ -47,7 +47,7 @@ def competing() -> int:
         except (OSError, ValueError, IndexError):
             return 0
         time.sleep(0.01)
-    return max(0, min(samples) - 1)        # without this thread
+    return max(0, min(samples) - 1)        # minus this thread
 
 
 def settings() -> list[str]:

@@ -32,7 +32,7 @@ def _too_old(device: torch.device | None) -> str | None:
 def _no_compiler() -> str | None:
     if sys.platform == "win32":          # Triton for Windows contains a compiler
         return None
-    build = importlib.import_module("triton.knobs").build        # build.cc: the variable CC
+    build = importlib.import_module("triton.knobs").build        # build.cc: from the variable CC
     if not (build.cc or build.impl or any(map(shutil.which, COMPILERS))):
         return f"Triton requires a C compiler, and there is no {' and no '.join(COMPILERS)} on the PATH (apt install gcc)"
     header = Path(_headers()) / "Python.h"
@@ -40,6 +40,6 @@ def _no_compiler() -> str | None:
 
 
 def _headers() -> str:
-    """The folder in which Triton looks for Python's headers; Debian's default scheme, posix_local, contains none."""
+    """The folder in which Triton looks for Python's headers. Debian's default, posix_local, names a folder without headers."""
     scheme = sysconfig.get_default_scheme()
     return sysconfig.get_path("include", "posix_prefix" if scheme == "posix_local" else scheme)

@@ -6,10 +6,10 @@ In one line of PyTorch: x @ W.T. W is packed in one of these formats ("forms"), 
 
     float32               not rounded
     bfloat16              rounded; x is rounded too
-    int8                  W[n,k] = scale[n] q[n,k], |q| <= 127. Each row of x is rounded too, to steps of its largest magnitude
+    int8                  W[n,k] = scale[n] q[n,k], |q| <= 127. Each row of x is rounded too, to multiples of its own scale
     int4                  W[n,k] = scale[n,g] q[n,k] + shift[n,g], 0 <= q <= 15, g = k // 32. Each row of x is rounded too, each
                           group of 32 to multiples of 1/127 of its largest magnitude
-    q8_0 ... q6_k         blocks as in GGUF files (BLOCKS), which cannot be packed here. For k-quants x is rounded, each group
+    q8_0 ... q6_k         blocks as in GGUF files (BLOCKS), which `pack` does not make. For k-quants x is rounded, each group
                           of 256 to multiples of 1/16383 of its largest magnitude
 
 In every format the order of summation is the same for all R, so the bits of a row's result do not depend on the other rows. In
@@ -36,15 +36,16 @@ from kernels.matvec._packing import exact_copy as exact_copy
 from kernels.operator import Operator
 
 TOGETHER = 8                             # int4 groups whose words are interleaved, so that a vector contains one word of each
-LARGEST = 127                            # largest integer of a rounded group of x, for int4: 16 * 15 * 127 < 2^15
-WORD_LEVELS = 16383                      # the same for k-quants: 32 * 4096 * 16383 < 2^31
-MOST_ROWS = 16                           # rows; more are faster by an ordinary matrix product
+LARGEST = 127                            # int4: largest integer of a rounded group of x; 16 * 15 * 127 < 2^15
+WORD_LEVELS = 16383                      # k-quants: largest integer of a rounded group of x; 32 * 4096 * 16383 < 2^31
+MOST_ROWS = 16                           # for more rows, an ordinary matrix product is faster
 Bound = Callable[[Tensor], list[Tensor]]
 
 
 @dataclass(frozen=True, eq=False)
 class Packed:
-    """A matrix W (N,K) in one form. Its fields are tensors whose first axis is N, then numbers; iteration gives the tensors."""
+    """A matrix W (N,K) in one form. Its fields: first tensors, each with N as first axis, then numbers. Iterates over
+    tensors."""
 
     weight: Tensor
     form: ClassVar[str]
@@ -59,7 +60,7 @@ class Packed:
         return self.weight.to(dtype)
 
     def rounded(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """x (...,K), rounded as this form's products require, and the factor (...,1) by which to multiply y, or None."""
+        """Returns x (...,K) rounded as this form's products require, and the factor (...,1) that y still needs, or None."""
         return x, None
 
     @property
@@ -143,7 +144,7 @@ class Int8(Packed):
 
     @classmethod
     def of(cls, weight: Tensor, bits: int = 7, non_negative: bool = False) -> Self:
-        """Packs W. Raises ValueError for a K so large that sums may not fit into 32 bits: above 133,144 for 7 bits."""
+        """Packs W. Raises ValueError if K is so large that sums may not fit into 32 bits (above 133,144 for 7 bits)."""
         most = (2**31 - 1) // (127 * (2**bits - 1))
         if weight.shape[1] > most:
             raise ValueError(f"int8: K of W (N,K) must be at most {most:,}; got {tuple(weight.shape)}: use another form")
@@ -226,7 +227,7 @@ class Blocks(Packed):
 
     @classmethod
     def of(cls, weight: Tensor) -> Self:
-        raise ValueError(f"{cls.form} is read from GGUF files, and W (N,K) is not packed in it: use int8 or int4")
+        raise ValueError(f"{cls.form} can be read from GGUF files, but W (N,K) cannot be packed in it: use int8 or int4")
 
     def dense(self, dtype: torch.dtype = torch.float32) -> Tensor:
         wide = torch.promote_types(dtype, torch.float32)
@@ -326,8 +327,8 @@ class MatVec(Operator):
     def bind(self, *weights: Packed) -> Bound:
         """A function that multiplies by n weights with the same form and K, without checks.
 
-        It takes the inputs (n,R,K), one for each weight, R >= 1, rounds all of them as the first weight's form requires, and
-        returns n outputs (R,N) in the dtype of the inputs.
+        The function takes x (n,R,K), one input for each weight, with R >= 1. It rounds all inputs as the first weight's form
+        requires, and returns n outputs (R,N) in the dtype of x.
         """
         product = self._implementation.bind(weights)
         rounded = weights[0].rounded
@@ -353,7 +354,7 @@ class MatVec(Operator):
 
     def _check(self, x: Tensor, packed: Packed) -> None:
         if packed.form not in self.requires.forms:
-            raise ValueError(f"{self.name} has no product in {packed.form}: use another implementation")
+            raise ValueError(f"{self.name} does not support the form {packed.form}: use another implementation")
         if x.dim() == 0 or x.shape[-1] != packed.K or not x.is_floating_point():
             raise ValueError(f"MatVec: x must be floating-point, (...,{packed.K}); got {x.dtype} of shape {tuple(x.shape)}")
         self.check_dtype(x.dtype)
@@ -370,17 +371,17 @@ def groups_of(K: int) -> int:
 
 
 def pack(weight: Tensor, form: str) -> Packed:
-    """Packs W (N,K), floating-point, in the named form. Raises ValueError for other forms and shapes, and as Int8.of does."""
+    """Packs W (N,K), floating-point, in the named form. Raises ValueError for other forms or shapes, or if Int8.of does."""
     if form not in FORMS or weight.dim() != 2:
         raise ValueError(f"pack requires a W (N,K) and one of {', '.join(FORMS)}; got {tuple(weight.shape)} and {form!r}")
     return FORMS[form].of(weight)
 
 
 def quantise(weight: Tensor, moments: Sequence[Tensor], form: str) -> Blocks:
-    """W (N,K), finite, floating-point, in blocks that change its products least for inputs with these second moments.
+    """Packs W (N,K), finite and floating-point, in blocks that change its products least for inputs with given second moments.
 
-    moments: of consecutive windows of k inputs, (k,k) each, symmetric. form: one of calibrated_form's. Raises ValueError if the
-    widths do not fit.
+    moments: a symmetric matrix (k,k) for each window of k consecutive inputs. form: a result of calibrated_form. Raises
+    ValueError if the widths do not fit.
     """
     elements = BLOCKS[form].elements
     widths = [len(moment) for moment in moments]
@@ -390,7 +391,7 @@ def quantise(weight: Tensor, moments: Sequence[Tensor], form: str) -> Blocks:
 
 
 def calibrated_form(K: int, bits: int) -> str:
-    """The form of blocks for rows of K, a multiple of 32, with integers of 4 or 5 bits: k-quants if K is a multiple of 256."""
+    """The form of blocks with 4-bit or 5-bit integers for rows of K elements (a multiple of 32): k-quants if 256 divides K."""
     return f"q{bits}_{'0' if K % KQuant.elements else 'k'}"
 
 

@@ -1,12 +1,12 @@
-"""Quantises a matrix W (N,K) to GGUF's blocks so that its products change least for the inputs x that a text produces:
+"""Quantises a matrix W (N,K) to GGUF's blocks such that E, the expected squared change of its products with inputs x, is small:
 
     E = sum_n (w_n - q_n) M (w_n - q_n)^T          M = E[x x^T], (K,K)
 
-Each block's scales are chosen when its columns are reached, by least squares weighted by the diagonal of M. Its columns are
-then rounded one by one, and the columns after each are changed to make up for its error, as far as M allows: column k by
--(w_j - q_j) U_jk / U_jj for column j, with U the upper Cholesky factor of the inverse of M.
+The blocks are processed from left to right. A block's scales are chosen by least squares weighted by the diagonal of M. Then
+its columns are rounded one by one. After column j, each later column k is changed by -(w_j - q_j) U_jk / U_jj, which
+compensates for the error of column j as far as M allows. U is the upper Cholesky factor of the inverse of M.
 
-M may be given for consecutive windows of columns alone; columns of different windows then count as uncorrelated.
+M may be given as one matrix for each window of consecutive columns; inputs of different windows then count as uncorrelated.
 
 Sources: Frantar et al. 2022, GPTQ (arXiv:2210.17323), for the order and the Cholesky factor; ggml, src/ggml-common.h, for the
 layouts, which csrc/blocks.c describes. Legend: n rows of W at a time, g groups of a block, 32 elements in a group.
@@ -19,18 +19,18 @@ import torch
 from torch import Tensor
 
 GROUP = 32
-BLOCK = 256                              # elements of a block of a k-quant, which has groups with scales of their own
-CODES = 63                               # the largest scale and minimum of a group in a k-quant, of 6 bits
-DAMPING = 0.01                           # of the mean of M's diagonal, added to it: M may be singular
-ROWS = 2048                              # of W, quantised at a time
-RANGES = (0.9, 0.93, 0.96, 0.98, 1.0, 1.02, 1.05, 1.08, 1.12)         # of a group that are tried, relative to its own
-REFINEMENTS = 3                          # of a block's two scales by least squares
+BLOCK = 256                              # elements of a k-quant's block, each of whose groups has a scale
+CODES = 63                               # the largest 6-bit number for a group's scale or minimum in a k-quant
+DAMPING = 0.01                           # this fraction of the diagonal's mean is added to M's diagonal: M may be singular
+ROWS = 2048                              # rows of W that are quantised at a time
+RANGES = (0.9, 0.93, 0.96, 0.98, 1.0, 1.02, 1.05, 1.08, 1.12)         # ranges tried, relative to that of a group
+REFINEMENTS = 3                          # times that least squares refine a block's two float16 numbers
 LEAST = 2.0**-24                         # the smallest positive float16
-SOLVABLE = 1e-6                          # relative determinant of least squares with two unknowns, below which rounding decides
+SOLVABLE = 1e-6                          # smallest relative determinant for which least squares are numerically sound
 
 
 class Scales(NamedTuple):
-    """The scales of a block's columns: W[n,k] is scale q + shift. header: the bytes that state them."""
+    """The scales and shifts of a block's columns: W[n,k] is about scale q + shift. header: the bytes that encode them."""
 
     scale: Tensor                        # (n,elements)
     shift: Tensor
@@ -38,20 +38,20 @@ class Scales(NamedTuple):
 
 
 class Layout(Protocol):
-    """A kind of block. elements: in a block; levels: the largest q."""
+    """A format of blocks. elements: the number of elements in a block. levels: the largest q."""
 
     elements: int
     levels: int
 
     def fit(self, weight: Tensor, importance: Tensor) -> Scales:
-        """The scales for weight (n,elements), whose columns have the importance (elements,)."""
+        """The scales for weight (n,elements). importance (elements,): the weights of the columns in the least squares."""
 
     def pack(self, header: Tensor, q: Tensor) -> Tensor:
-        """The bytes of blocks with the integers q (n,elements) uint8."""
+        """The bytes of blocks with the integers q, (n,elements) uint8, after the bytes of `header`."""
 
 
 class WithMinimum:
-    """Q4_K and Q5_K: eight groups, whose scale and minimum are 6-bit multiples of two float16 numbers."""
+    """Q4_K and Q5_K: eight groups; a group's scale and minimum are 6-bit multiples of the block's two float16 numbers."""
 
     elements = BLOCK
 
@@ -67,7 +67,7 @@ class WithMinimum:
         for _ in range(REFINEMENTS):
             s, t = _codes(scale, d), _codes(minimum, m)
             q = _integers(groups, (d * s).unsqueeze(2), -(m * t).unsqueeze(2), self.levels)
-            a, b = s.unsqueeze(2) * q, -t.unsqueeze(2).expand_as(q)      # W is d a + m b
+            a, b = s.unsqueeze(2) * q, -t.unsqueeze(2).expand_as(q)      # W is about d a + m b
             error = (importance * (d.unsqueeze(2) * a + m.unsqueeze(2) * b - groups).square_()).sum((1, 2)).unsqueeze(1)
             best = [torch.where(error < least, new, old) for new, old in zip((d, m, s, t), best, strict=True)]
             least = torch.minimum(error, least)
@@ -85,7 +85,7 @@ class WithMinimum:
 
 
 class Symmetric:
-    """Q4_0 and Q5_0: blocks of 32, whose middle integer stands for 0. The scale may be negative."""
+    """Q4_0 and Q5_0: blocks of 32 elements, in which the middle integer stands for 0. The scale may be negative."""
 
     elements = GROUP
 
@@ -93,7 +93,7 @@ class Symmetric:
         self.levels, self.middle = 2**bits - 1, 2**(bits - 1)
 
     def fit(self, weight: Tensor, importance: Tensor) -> Scales:
-        largest = weight.gather(1, weight.abs().argmax(1, keepdim=True))         # is -middle, which has no positive counterpart
+        largest = weight.gather(1, weight.abs().argmax(1, keepdim=True))         # maps to -middle: +middle does not exist
         least, best = torch.full_like(largest, torch.inf), torch.zeros_like(largest)
         for factor in (sign * factor for factor in RANGES for sign in (1, -1)):
             q = self._integers(weight, -largest * (factor / self.middle))
@@ -120,9 +120,9 @@ LAYOUTS: dict[str, Layout] = {"q4_k": WithMinimum(4), "q5_k": WithMinimum(5), "q
 
 
 def quantise(weight: Tensor, moments: Sequence[Tensor], form: str) -> Tensor:
-    """The blocks (N, bytes of a row) uint8 of W (N,K), finite, floating-point. form: a key of LAYOUTS.
+    """Quantises W (N,K), finite and floating-point, and returns its blocks (N, bytes of a row) uint8. form: a key of LAYOUTS.
 
-    moments: M (k,k) of consecutive windows of W's columns; each k is a multiple of the block's elements.
+    moments: a matrix M (k,k) for each window of k consecutive columns of W; each k is a multiple of the elements of a block.
     """
     layout = LAYOUTS[form]
     damped = [_damped(moment) for moment in moments]
@@ -136,21 +136,21 @@ def quantise(weight: Tensor, moments: Sequence[Tensor], form: str) -> Tensor:
 
 
 def _damped(moments: Tensor) -> Tensor:
-    """M that is positive definite; the identity if M is 0."""
+    """M with DAMPING, which makes it positive definite; the identity if M is 0."""
     mean = moments.diagonal().mean().item()
     identity = torch.eye(len(moments), device=moments.device)
     return moments.float() + DAMPING * mean * identity if mean > 0 else identity
 
 
 def _factor(moments: Tensor) -> Tensor:
-    """U, upper triangular, with M^-1 = U^T U: the inverse of R, upper triangular, with M = R R^T."""
+    """The upper triangular U with M^-1 = U^T U. It is the inverse of the upper triangular R with M = R R^T."""
     root = torch.linalg.cholesky(moments.double().flip(0, 1)).flip(0, 1)
     identity = torch.eye(len(moments), dtype=torch.float64, device=moments.device)
     return torch.linalg.solve_triangular(root, identity, upper=True).float()
 
 
 def _window(weight: Tensor, importance: Tensor, factor: Tensor, layout: Layout) -> Tensor:
-    """The blocks (n, bytes) of weight (n,k). factor: U (k,k)."""
+    """Quantises the window weight (n,k), and returns its blocks (n, bytes). factor: U (k,k)."""
     columns = weight.T.contiguous()
     blocks = []
     for start in range(0, len(columns), layout.elements):
@@ -163,7 +163,7 @@ def _window(weight: Tensor, importance: Tensor, factor: Tensor, layout: Layout) 
 
 
 def _round(columns: Tensor, scales: Scales, factor: Tensor, levels: int) -> tuple[Tensor, Tensor]:
-    """The integers of a block's columns (k,n), and the error of each, divided by U_jj. Changes `columns`."""
+    """The integers of a block's columns (k,n), and the errors of each column j, divided by U_jj. Overwrites `columns`."""
     q, errors = torch.empty_like(columns), torch.empty_like(columns)
     scale, shift = scales.scale.T.contiguous(), scales.shift.T.contiguous()
     inverse = torch.where(scale == 0, 0, 1 / scale)
@@ -175,7 +175,7 @@ def _round(columns: Tensor, scales: Scales, factor: Tensor, levels: int) -> tupl
 
 
 def _affine(groups: Tensor, importance: Tensor, levels: int) -> tuple[Tensor, Tensor]:
-    """scale, minimum (n,g), both at least 0, with W about scale q - minimum: the best of RANGES after least squares."""
+    """Returns the best scale and minimum over RANGES, (n,g) each and at least 0, such that W is about scale q - minimum."""
     low = groups.amin(2).clamp_(max=0)
     step = (groups.amax(2) - low).clamp_(min=0) / levels
     least, best_scale, best_minimum = torch.full_like(low, torch.inf), step, -low
@@ -185,7 +185,7 @@ def _affine(groups: Tensor, importance: Tensor, levels: int) -> tuple[Tensor, Te
         pq = importance * q
         one, two, product = pq.sum(2), (pq * q).sum(2), (pq * groups).sum(2)
         determinant = total * two - one * one
-        solvable = determinant > SOLVABLE * total * two                  # not if all q are equal
+        solvable = determinant > SOLVABLE * total * two                  # false if all q are equal
         scale = torch.where(solvable, (total * product - one * weighted) / determinant, step)
         minimum = torch.where(solvable, (scale * one - weighted) / total, -low)
         scale = torch.where(minimum < 0, product / two.clamp(min=1e-30), scale).clamp_(min=0)
@@ -199,7 +199,8 @@ def _affine(groups: Tensor, importance: Tensor, levels: int) -> tuple[Tensor, Te
 
 
 def _two_factors(groups: Tensor, importance: Tensor, a: Tensor, b: Tensor, d: Tensor, m: Tensor) -> tuple[Tensor, Tensor]:
-    """d and m (n,1), in float16's precision, of the least squares of d a + m b - groups; as they were where there is none."""
+    """The d and m (n,1), rounded to float16, that minimise (d a + m b - groups)^2; unchanged where no positive solution
+    exists."""
     pa, pb = importance * a, importance * b
     aa, ab, bb = (pa * a).sum((1, 2)), (pa * b).sum((1, 2)), (pb * b).sum((1, 2))
     aw, bw = (pa * groups).sum((1, 2)), (pb * groups).sum((1, 2))
@@ -212,7 +213,7 @@ def _two_factors(groups: Tensor, importance: Tensor, a: Tensor, b: Tensor, d: Te
 
 
 def _integers(values: Tensor, scale: Tensor, shift: Tensor, levels: int) -> Tensor:
-    """The integers q of values that are about scale q + shift, as floats."""
+    """The integers q, as floats, with which scale q + shift is nearest to `values`."""
     return ((values - shift) / torch.where(scale == 0, torch.inf, scale)).round_().clamp_(0, levels)
 
 
@@ -221,23 +222,23 @@ def _codes(values: Tensor, unit: Tensor) -> Tensor:
 
 
 def _half(values: Tensor) -> Tensor:
-    """The values in float16's precision, a small one not 0."""
+    """The values rounded to float16, but in float32; a value that is not 0 stays nonzero."""
     return torch.where(values == 0, values, values.sign() * values.abs().clamp(min=LEAST)).half().float()
 
 
 def _bytes_of_half(values: Tensor) -> Tensor:
-    """(n,2) of values (n,1)."""
+    """The bytes (n,2) of values (n,1) in float16."""
     return values.half().view(torch.uint8)
 
 
 def _header(d: Tensor, m: Tensor, s: Tensor, t: Tensor) -> Tensor:
-    """The first 16 bytes of a k-quant: d and m in float16, and the scales s and minima t (n,8) of 6 bits."""
+    """The first 16 bytes of a k-quant's block: d and m in float16, then the scales s and minima t, (n,8) each, in 6 bits."""
     s, t = s.to(torch.uint8), t.to(torch.uint8)
     low, high = (codes[:, :4] | (codes[:, 4:] & 48) << 2 for codes in (s, t))
     return torch.cat((_bytes_of_half(d), _bytes_of_half(m), low, high, s[:, 4:] & 15 | (t[:, 4:] & 15) << 4), 1)
 
 
 def _nibbles(q: Tensor, length: int) -> Tensor:
-    """The low four bits of q, of each two neighbouring series of `length` in as many bytes."""
+    """Packs the low four bits of q: two neighbouring runs of `length` integers share `length` bytes."""
     parts = (q & 15).unflatten(1, (-1, 2, length))
     return (parts[:, :, 0] | parts[:, :, 1] << 4).flatten(1)

@@ -55,7 +55,7 @@ def _product(packed: Packed) -> Callable[[Tensor], Tensor]:
 
 
 def _inputs(x: Tensor, packed: Packed) -> tuple[Tensor, Tensor]:
-    """The fields x and q of C's struct product, from x (R,K): x float32 (int4 and k-quants: scales and sums), q rounded."""
+    """The fields x and q of the C struct `product`: x in float32, or scales and sums for int4 and k-quants; q, x rounded."""
     if isinstance(packed, BFloat16):
         return x, x.bfloat16()
     if isinstance(packed, Int8):

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from kernels.matvec import BLOCKS, Blocks, MatVec, Packed, pack
 
-# (R,N,K): incomplete vectors and tiles, several groups of int4, and int8 sums above 2^24, a float's exact integers
+# (R,N,K): incomplete vectors and tiles, several groups of int4, and int8 sums above 2^24, the last exact integer of float32
 SHAPES = ((1, 1, 1), (1, 7, 13), (2, 5, 64), (3, 33, 100), (8, 64, 96), (5, 9, 4100), (17, 12, 40))
 EMPTY_SHAPES = ((0, 3, 4), (2, 0, 4))
 # (N,K,R): matrices of the released small models
@@ -17,7 +17,7 @@ ROUNDS_INPUTS = 6e-3                     # for PyTorch's bfloat16 products, whic
 
 def inputs(R: int, N: int, K: int, form: str = "float32", dtype: torch.dtype = torch.float32, device: str = "cpu",
            seed: int = 0) -> tuple[Tensor, Packed]:
-    """x (R,K), normally distributed, and a packed W (N,K) such that y is about as large. K is rounded up to whole blocks."""
+    """x (R,K), normally distributed, and a packed W (N,K) such that y is about as large as x. K is rounded up to blocks."""
     generator = torch.Generator().manual_seed(seed)
     K = width(form, K)
     x = torch.randn(R, K, generator=generator, dtype=torch.float64).to(dtype)

@@ -17,7 +17,7 @@ def bind(weights: Sequence[Packed]) -> Callable[[Tensor], list[Tensor]]:
 
 def _product(rows: Tensor, packed: Packed) -> Tensor:
     """The product, row by row, because a matrix product of several rows may sum in a different order than that of one row."""
-    if isinstance(packed, Int8):         # float64: exact sums of integers
+    if isinstance(packed, Int8):         # in float64 the sums of integers are exact
         return (rows.double() @ packed.weight.double().T).to(rows.dtype) * packed.scale
     weight = packed.dense(rows.dtype)
     return torch.stack([(weight * row).sum(1) for row in rows])

@@ -3,8 +3,8 @@
     run("wkv4_forward_float32", threads, B, T, C, ...)
 
 calls a C function with a struct of 64-bit numbers and addresses. The library contains every function once for each level (a
-set of vector instructions), and run calls that for the highest level that this CPU supports. `python -m kernels.native.build`
-builds the libraries.
+set of vector instructions), and `run` calls the one for the highest level that this CPU supports. `python -m
+kernels.native.build` builds the libraries.
 """
 
 import ctypes
@@ -26,7 +26,7 @@ FOLDER = Path(__file__).parent / "lib"
 LEVELS = {"x86_64": ("avx2", "avx512", "avx512bf16"), "aarch64": ("neon", "neondot")}     # ascending, as in levels.c
 SYSTEMS = {"linux": "linux", "darwin": "macos", "win32": "windows"}
 MACHINES = {"x86_64": "x86_64", "amd64": "x86_64", "aarch64": "aarch64", "arm64": "aarch64"}
-CALL = re.compile(r'\brun\(\s*f?"(\w+)')           # a function's name, or in an f-string the part before {
+CALL = re.compile(r'\brun\(\s*f?"(\w+)')           # matches a function's name, or, in an f-string, its part before {
 SUFFIXES = {"linux": "so", "macos": "dylib", "windows": "dll"}
 
 
@@ -156,7 +156,7 @@ def _here() -> Target:
 
 @cache
 def _library() -> Any:
-    """The loaded library, or a text: the reason why there is none."""
+    """The loaded library, or, as text, the reason why there is none."""
     here = _here()
     if here not in TARGETS:
         there_are = ", ".join(f"{target.system} on {target.machine}" for target in TARGETS)

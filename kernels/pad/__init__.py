@@ -2,7 +2,8 @@
 
     out[..., y, x] = tile[..., Y mod h, (X + offset * floor(Y / h)) mod w]          Y = y - top, X = x - left
 
-tile (..., h, w), out (..., height, width). Each course (row of bricks) is shifted `offset` pixels to the left of the one above.
+tile (..., h, w), out (..., height, width). Each course (row of bricks) is shifted to the left by `offset` pixels relative to
+the course above.
 Source: Taichi documentation, "Accelerate PyTorch with Taichi", first example.
 
 An implementation is a file in this folder with REQUIRES and forward(tile (N,h,w), offset, top, left, height, width) ->
@@ -39,15 +40,15 @@ class BrickPadding(Operator):
         return self.wall(tile, offset, top, left, top + tile.shape[-2] + bottom, left + tile.shape[-1] + right)
 
     def wall(self, tile: Tensor, offset: int, top: int, left: int, height: int, width: int) -> Tensor:
-        """Part (..., height, width) of the endless wall; a tile starts at its row `top` and column `left`, any integers."""
+        """Returns a part (..., height, width) of the endless wall, with a tile at row `top`, column `left` (any integers)."""
         self._check(tile)
         if height and width and tile.shape[-2:].numel() == 0:
-            raise ValueError(f"a tile of shape {tuple(tile.shape)} has no pixels to pad with: give one of a height and a width")
+            raise ValueError(f"a tile of shape {tuple(tile.shape)} has no pixels: height and width must be at least 1")
         out, = self._function(tile, offset, top, left, height, width)
         return out
 
     def forward(self, tile: Tensor, offset: int, top: int, left: int, height: int, width: int) -> Tensor:
-        """`wall` without checks."""
+        """Computes `wall` without checks."""
         shape = (*tile.shape[:-2], height, width)
         if tile.shape[:-2].numel() * height * width == 0:
             return tile.new_empty(shape)
@@ -71,7 +72,7 @@ class BrickPadding(Operator):
 class BrickPad:
     """A transform for data pipelines that surrounds each image with bricks: `BrickPad(tile, offset)(image)`.
 
-    tile (..., h, w): the brick; its sizes before h and w must equal the image's last ones before H and W, or be 1: a tile
+    tile (..., h, w): the brick. Each size before h must be 1, or equal to the image's size at the same distance from H: a tile
     (C,h,w) fits images (C,H,W) and (B,C,H,W). None: each image is its own brick. The wall's grid starts at the image's first
     pixel. padding: as in BrickPadding; None: one brick on each side. image (..., H, W): with the tile's dtype and device.
 
@@ -111,7 +112,7 @@ class BrickPad:
         pairs = zip(reversed(tile.shape[:-2]), reversed(image.shape[:-2]), strict=False)
         if tile.dim() > image.dim() or any(of_tile not in (1, of_image) for of_tile, of_image in pairs):
             raise ValueError(f"a tile of shape {tuple(tile.shape)} does not fit an image of shape {tuple(image.shape)}: "
-                             "the sizes before height and width must be the image's last, or 1")
+                             "the tile's other sizes must be 1, or equal to the image's")
         return tile
 
 

@@ -28,7 +28,7 @@ CASES = (
 )
 EMPTY = (Case((0, 3, 4), 1, (2, 2, 2, 2)), Case((0, 4), 1, (3, 0, 3, 0)), Case((2, 0), 1, (0, 5, 0, 5)))
 PUBLISHED = (1, 48, 32, 10, 4096, 2048)          # Taichi documentation: images, height, width, offset, padding of columns, rows
-PHOTOGRAPHS = (192, 224, 224, 75, 32, 32)        # 64 of three channels
+PHOTOGRAPHS = (192, 224, 224, 75, 32, 32)        # 64 images of three channels
 BENCH_SHAPES = {"cpu": (PUBLISHED, PHOTOGRAPHS), "cuda": (PUBLISHED, PHOTOGRAPHS)}
 
 
@@ -39,7 +39,7 @@ def tile(shape: tuple[int, ...], dtype: torch.dtype = torch.float32, device: str
 
 
 def one_line(tile: Tensor, offset: int, top: int, left: int, height: int, width: int) -> Tensor:
-    """The formula as one gather, for shapes for which formula.py would take minutes. Tests compare the two."""
+    """The formula as one gather, for shapes for which formula.py would take minutes. Tests compare it with formula.py."""
     h, w = tile.shape[-2:]
     y = torch.arange(height, device=tile.device)[:, None] - top
     x = torch.arange(width, device=tile.device) - left

@@ -53,7 +53,7 @@ class Softmax(Operator):
 
 
 def _like(x: Tensor, rows: Tensor) -> Tensor:
-    """`rows` in the dtype and shape of x. It is resized in place, because autograd forbids in-place writes to a view."""
+    """`rows` in the dtype and shape of x, resized in place, because autograd forbids in-place writes to a view."""
     rows = rows.to(x.dtype)
     return rows if x.dim() == 2 else rows.resize_(x.shape)
 

@@ -6,13 +6,13 @@ from torch import Tensor
 from kernels.softmax import Softmax
 
 LONGEST = 262_144
-# (..., M): one and several dimensions; rows of part of a vector, of whole vectors, of several blocks of threads
+# (..., M): one or several dimensions; rows shorter than a vector, of whole vectors, or of several blocks of threads
 SHAPES = ((1,), (7,), (1, 1), (3, 16), (5, 63), (2, 3, 129), (33, 1000), (2, 4100))
 EMPTY_SHAPES = ((0,), (0, 4), (3, 0), (2, 0, 5))
 # (rows, columns); the last two occur in sampling: a vocabulary, and a shortlist
 BENCH_SHAPES = {"cpu": ((4096, 4096), (65536, 64), (4096, 1000), (16, 65536), (1, 50277), (1, 256)),
                 "cuda": ((4096, 4096), (65536, 64), (8192, 1000), (1024, 65536), (64, 262144), (1, 50277), (1, 256))}
-SWEEP = {"cpu": (256, 1024, 16384), "cuda": (256, 1024, 16384, 65536)}        # columns; rows: as in a shape above
+SWEEP = {"cpu": (256, 1024, 16384), "cuda": (256, 1024, 16384, 65536)}        # columns, for the rows of a shape above
 TOLERANCE = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4}   # largest err_ratio
 
 
@@ -60,7 +60,7 @@ def results(softmax: Softmax, x: Tensor) -> dict[str, Tensor]:
 def tolerance(dtype: torch.dtype, M: int = 1) -> dict[str, float]:
     """The tolerances for x of `dtype`. Half-precision gradients have three rounding errors: of y, of grad_y, their own.
 
-    On a CPU, PyTorch itself sums M columns as M / 16 terms in sequence: an error of 1e-5 for the longest rows.
+    On a CPU, PyTorch itself sums M columns as M / 16 terms in sequence: its error is 1e-5 for the longest rows.
     """
     allowed = TOLERANCE[dtype] + 1e-10 * M * (dtype == torch.float32)
     return {"y": allowed, "grad_x": 4 * allowed if dtype.itemsize == 2 else 2 * allowed}

@@ -34,5 +34,5 @@ def _launch(kernel: str, *inputs: Tensor) -> Tensor:
 
 
 def _threads(M: int) -> int:
-    """The number of threads for one row: whole warps, for 16 columns per thread until the block is full."""
+    """The number of threads for one row: as many whole warps as give 16 columns to each thread, up to a full block."""
     return min(WARPS, -(-M // (16 * WARP))) * WARP

@@ -20,8 +20,8 @@ ALIGNMENT = 64  # bytes; a vector load from an unaligned address is a segmentati
 THREADS = 128  # threads per block of a GPU, a power of 2
 ROWS = 2**23  # threads per launch on a GPU: Taichi counts them in 32 bits
 LOG2_E, LOG2_E_SHORT = 1.4426950408889634, 1.4426949  # two constants, so that the product is not rounded before n is subtracted
-LOWEST = -88.4  # below it e^d is 0: n = -127 gives the float 0
-EXP2 = (9.99999925e-01, 6.93142253e-01, 2.40172189e-01, 5.52797221e-02, 9.1886112e-03, 9.38788132e-04)  # on [-1, 0], to 8e-8
+LOWEST = -88.4  # below this, e^d is 0: n = -127 gives the float 0
+EXP2 = (9.99999925e-01, 6.93142253e-01, 2.40172189e-01, 5.52797221e-02, 9.1886112e-03, 9.38788132e-04)  # error 8e-8 on [-1, 0]
 Lanes = ti.types.vector(LANES, ti.f32)
 Vectors = ti.types.ndarray(dtype=Lanes, ndim=1)
 Flat = ti.types.ndarray(dtype=ti.f32, ndim=1)
@@ -95,7 +95,7 @@ def _largest(x: ti.template(), at, V):
 
 @ti.func
 def _exponentials(x: ti.template(), y: ti.template(), at, V, largest):
-    """Writes e^(x - largest) into y and returns its sum."""
+    """Writes the exponentials e^(x - largest) into y and returns their sum."""
     total = [Lanes(0.0) for _ in ti.static(range(2))]
     for j in range(V // UNROLLED):
         o = (at + UNROLLED * j) & INDEX

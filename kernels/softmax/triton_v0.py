@@ -15,7 +15,7 @@ from kernels.registry import Requires
 
 REQUIRES = Requires(packages=("triton",), devices=("cuda",), dtypes=(torch.float32, torch.bfloat16, torch.float16))
 
-LONGEST = 16384                              # most columns of a row that fits into registers, a power of 2
+LONGEST = 16384                              # longest row that fits into registers, a power of 2
 BLOCK = 4096                                 # columns per block of a longer row
 PER_WARP = 512                               # columns per warp: 16 per thread
 LOWEST = tl.constexpr(-3.4028234663852886e38)

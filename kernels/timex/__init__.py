@@ -9,7 +9,7 @@ PyTorch with Taichi".
 
 An implementation is a file in this folder with REQUIRES, forward(w, k, eps) -> out and backward(w, k, grad_out) -> (grad_w,
 grad_k), or, instead of backward, the two functions grad_w(k, grad_out) and grad_k(w, grad_out), which the benchmark then times
-separately. Its inputs are contiguous, in one of its dtypes, and padded to its multiples.
+separately. The inputs are contiguous, in a supported dtype, and padded to supported sizes.
 """
 
 import torch
@@ -46,7 +46,7 @@ class TimeX(Operator):
         return _crop(out, like=k)
 
     def _backward(self, *saved_and_gradients: Tensor) -> tuple[Tensor, Tensor]:
-        """The gradients (grad_w (C,T) summed over B, grad_k (B,C,T)) for w, k and grad_out (B,C,T)."""
+        """Returns grad_w (C,T), summed over the batch, and grad_k (B,C,T), given w, k and grad_out (B,C,T)."""
         w, k, _ = saved_and_gradients
         dtype = self._compute_dtype(w, k)
         padded = [self._pad(tensor, dtype) for tensor in saved_and_gradients]

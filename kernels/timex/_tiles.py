@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kernels.backends.taichi import BLOCK, launch, share, shares, ti
 
-TILE = 64  # on a CPU
+TILE = 64  # steps per tile, on a CPU
 Flat = ti.types.ndarray(dtype=ti.f32, ndim=1)
 Tile = ti.types.vector(TILE, ti.f32)
 Window = ti.types.vector(2 * TILE, ti.f32)
@@ -86,7 +86,7 @@ def _grad_w_kernel(correlate: Any) -> Any:
                 i_0 = task % tiles * TILE
                 total = Tile(0.0)
                 for b in range(B):
-                    part = Tile(0.0)  # of one batch; summing sums reduces rounding errors
+                    part = Tile(0.0)  # the sum over one batch; a sum of partial sums has smaller rounding errors
                     for t_tile in range(ti.max(0, T - TILE - i_0) // TILE, tiles):
                         t_0 = t_tile * TILE
                         row = (b * C + c) * T

@@ -24,7 +24,7 @@ def inputs(B: int, C: int, T: int, dtype: torch.dtype = torch.float32, device: s
 
 
 def flop(B: int, C: int, T: int) -> int:
-    """The number of floating-point operations of the forward pass, which is also that of each gradient."""
+    """The number of floating-point operations of the forward pass, and equally of each gradient."""
     return B * C * T * (T + 1)
 
 

@@ -46,7 +46,7 @@ def _causal(k: Tensor, w: Tensor) -> Tensor:
 
 @contextmanager
 def _full_precision() -> Iterator[None]:
-    """Turns off TF32, cuDNN's default for convolutions, whose errors are about 1e-3."""
+    """Turns off TF32, which cuDNN uses for convolutions by default, with errors of about 1e-3."""
     convolutions = torch.backends.cudnn.conv     # type: ignore[attr-defined]
     before = convolutions.fp32_precision
     convolutions.fp32_precision = "ieee"

@@ -18,7 +18,7 @@ from kernels.registry import Requires
 REQUIRES = Requires(devices=("cuda",), why_not=why_not, T_multiple=4)
 
 THREADS, BLOCK, TILE = 128, 256, 64       # as in v4.cu: threads and time steps per block; time steps per tile of grad_w
-SOURCE, SOURCE_16, SOURCE_8 = (Source(__file__, "csrc/v4.cu", N_TILES=n) for n in (4, 2, 1))     # for 32, 16, 8 batches
+SOURCE, SOURCE_16, SOURCE_8 = (Source(__file__, "csrc/v4.cu", N_TILES=n) for n in (4, 2, 1))     # 32, 16, 8 batches each
 
 
 def forward(w: Tensor, k: Tensor, eps: float) -> Tensor:

@@ -1,11 +1,11 @@
 """The convolution theorem: a product of spectra by torch.fft, O(T log T) for any w. Rows are padded, so nothing wraps around.
 
 Both gradients are correlations, and so products with a conjugated spectrum; grad_w is summed over the batch before the inverse
-transform. The error is proportional to the largest value of a row, even where the result is small or 0: by that much a later k
-changes an earlier output, and steps on which the loss does not depend have a gradient. This is acceptable for TimeX, but not
-for WKV's quotient, whose rows span many orders of magnitude: WKV rejects this kernel, and auto never selects it.
+transform. The error is proportional to the largest value of a row, even where the result is small or 0. So a later k can change
+an earlier output by that much, and steps on which the loss does not depend get a gradient of that size. This is acceptable for
+TimeX, but not for WKV's quotient, whose rows span many orders of magnitude: WKV rejects this kernel, and auto never selects it.
 
-F  frequencies of a padded row      N  its length, at least 2T - 1
+F  frequencies of a padded row      N  length of a padded row, at least 2T - 1
 """
 
 from collections.abc import Iterator
@@ -44,7 +44,7 @@ def padded_length(T: int) -> int:
 
 
 def _blocks(k: Tensor) -> Iterator[slice]:
-    """Ranges of channels to transform at once, over the whole batch."""
+    """Ranges of channels to transform together, for the whole batch."""
     B, C, T = k.shape
     step = max(1, BLOCK[k.device.type] // (B * T))
     return (slice(start, start + step) for start in range(0, C, step))

@@ -26,7 +26,7 @@ from kernels.registry import Requires
 REQUIRES = Requires(packages=("triton",), devices=("cuda",), T_multiple=64)
 
 TILE, DEPTH, DEPTH_OF_ROWS = 64, 32, 16      # steps per tile; steps or rows over which one product sums
-WARPS = {16: 4, 64: 4, 128: 8}               # rows per block, from the least of a tensor core to what registers hold -> warps
+WARPS = {16: 4, 64: 4, 128: 8}               # rows per block, at most what registers hold -> warps
 OPTIONS = {"num_stages": 2, "enable_fp_fusion": True}
 
 
@@ -39,7 +39,7 @@ def grad_k(w: Tensor, grad_out: Tensor) -> Tensor:
 
 
 def grad_w(k: Tensor, grad_out: Tensor) -> Tensor:
-    """Each lag is the sum of two diagonals: i >= j at its own distance between tiles, and i < j at the next distance."""
+    """A lag's gradient is the sum of two diagonals: one with i >= j, and, for tiles one tile further apart, one with i < j."""
     B, C, T = k.shape
     sums = k.new_empty(2, *k.shape[1:])
     with torch.cuda.device_of(k):
@@ -69,7 +69,7 @@ def _convolve(w, x, out, B, C, T, eps, BACKWARDS: tl.constexpr, ROWS: tl.constex
     j = tl.arange(0, DEPTH)
     blocks = tl.cdiv(rows, ROWS)
     c, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
-    block = block if BACKWARDS else blocks - 1 - block           # the longest sums first
+    block = block if BACKWARDS else blocks - 1 - block           # blocks with the longest sums first
     first = block * ROWS // B * TILE
     last = tl.minimum(block * ROWS + ROWS - 1, rows - 1) // B * TILE
     row = block * ROWS + tl.arange(0, ROWS)

@@ -6,7 +6,7 @@ With w = -exp(time_decay) < 0 and u = time_first, in each channel:
     a_t = e^w a_{t-1} + e^(k_t) v_t                  b_t = e^w b_{t-1} + e^(k_t)
 
 time_decay, time_first (C,); k, v, y (B,T,C). The state (a, b, p), each (B,C), represents the sums a e^p and b e^p. Different
-triples can represent the same state, so compare a/b and p + log b. It starts at a = b = 0, p = -1e38; p has no gradient.
+triples can represent the same state, so compare a/b and p + log b. Initially a = b = 0 and p = -1e38. p has no gradient.
 
 If k is NaN or +infinity, or v is not finite, y and the state of that row (b,c) are not finite from that step on; other rows are
 not affected. A NaN in the parameters or the state always appears in y. A k of -infinity has weight 0. The convolution formula
@@ -14,9 +14,9 @@ is exact only if all k of a row lie within 60 of each other (timex.py); otherwis
 Source: the RWKV-4 paper (arXiv 2305.13048), equations 16 to 18 and appendix D for the scaled state.
 
 An implementation is a file in this folder with REQUIRES, forward(time_decay, time_first, k, v, a, b, p) -> (y, a, b, p) and
-backward(time_decay, time_first, k, v, a, b, p, y, grad_y, grad_a, grad_b) -> gradients of the first four, a and b. If its
-dtypes include bfloat16, it receives k, v, y and grad_y as bfloat16 and returns the gradients of k and v in bfloat16; all
-other tensors are float32. All implementations share the single step in this file.
+backward(time_decay, time_first, k, v, a, b, p, y, grad_y, grad_a, grad_b) -> gradients of the first four, a and b. If
+REQUIRES.dtypes includes bfloat16, k, v, y, grad_y and the gradients of k and v may be bfloat16; all other tensors are float32.
+Single steps are computed by `step` below, whatever the implementation.
 """
 
 from functools import partial
@@ -62,7 +62,7 @@ class WKV4(Operator):
 
     def __init__(self, name: str, **options: str | int) -> None:
         super().__init__(name, **options)
-        if "timex" in options:                   # the TimeX's REQUIRES are checked
+        if "timex" in options:                   # check_device then checks the TimeX's REQUIRES
             self.name = str(options["timex"])
             self._file = ("timex", self.name)
 
@@ -83,7 +83,7 @@ class WKV4(Operator):
         return contiguous_like(gradients, inputs[:6])
 
     def _inside(self, inputs: tuple[Tensor, ...]) -> list[Tensor]:
-        """The inputs, contiguous; k, v, y, grad_y in their dtype if that is supported, the others in float32 or float64."""
+        """The inputs, contiguous; k, v, y, grad_y in their own dtype if supported, the others in float32 or float64."""
         k, v = inputs[2:4]
         dtype = _compute_dtype(k)
         sequence_dtype = k.dtype if k.dtype == v.dtype and k.dtype in self.requires.dtypes else dtype
@@ -98,19 +98,19 @@ class WKV4(Operator):
             raise ValueError(f"WKV4: k and v must be floating-point; got {k.dtype} and {v.dtype}")
         if any(tensor.device != k.device for tensor in (time_decay, time_first, v, *(state or ()))):
             raise ValueError("WKV4: all tensors and the state must be on one device, that of k, which is "
-                             f"{k.device}: move the others there")
+                             f"{k.device}: move the others to it")
         if state is not None and any(part.shape != (k.shape[0], k.shape[2]) for part in state):
-            raise ValueError(f"WKV4: the state must be three (B,C) = {(k.shape[0], k.shape[2])}; "
+            raise ValueError(f"WKV4: the state must be three tensors (B,C) = {(k.shape[0], k.shape[2])}; "
                              f"got {', '.join(str(tuple(part.shape)) for part in state)}")
         self.check_dtype(time_decay.dtype, time_first.dtype, k.dtype, v.dtype)
         if k.dtype != torch.float64 and torch.float64 in (v.dtype, time_decay.dtype, time_first.dtype):
-            raise ValueError(f"WKV4 computes in float64 if k is float64, and k is {k.dtype}: cast all inputs to one of the two")
+            raise ValueError(f"WKV4 computes in float64 if k is float64, and k is {k.dtype}: cast all inputs to the same dtype")
         self.check_device(k.device)
 
     @staticmethod
     def step(time_decay: Tensor, time_first: Tensor, k: Tensor, v: Tensor,
              state: WKVState) -> tuple[Tensor, WKVState]:
-        """One time step, k and v (B,C), by the same PyTorch operations for every implementation."""
+        """Computes one time step, with k and v (B,C), by the same PyTorch operations for every implementation."""
         a, b, p = state
         dtype = k.dtype
         w = decay_exponent(time_decay.to(a.dtype))

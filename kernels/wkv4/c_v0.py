@@ -35,7 +35,7 @@ def backward(time_decay: Tensor, time_first: Tensor, k: Tensor, v: Tensor, a: Te
 
 
 def _run(direction: str, k: Tensor, scratch_size: int, scratch: Tensor | None, *tensors: Tensor | None) -> None:
-    """Calls the C function. tensors: the fields of its struct call that follow `scratch`."""
+    """Calls the C function. tensors: the fields that follow `scratch` in the C struct `call`."""
     native.run(f"wkv4_{direction}_{DTYPES[k.dtype]}", _threads(k), *k.shape, scratch_size, scratch, *tensors)
 
 

@@ -12,7 +12,7 @@ EMPTY_SHAPES = ((0, 4, 3), (2, 0, 3), (2, 4, 0))
 BENCH_SHAPES = {"cpu": ((8, 1024, 768), (8, 8192, 768), (12, 64, 128)),
                 "cuda": ((32, 768, 768), (8, 1024, 768), (8, 8192, 768))}
 SWEEP = {"cpu": (128, 512, 2048), "cuda": (128, 256, 512, 2048, 4096)}     # T, with B and C of a benchmark shape
-SPREADS = {"+-5": 1.0, "+-23": 5.0}                  # k ~ N(0, spread) for which every implementation is exact
+SPREADS = {"+-5": 1.0, "+-23": 5.0}                  # spreads, k ~ N(0, spread), for which every implementation is exact
 WIDE_SPREADS = {"+-43": 10.0, "+-230": 50.0, "+-1e7": 2e6}
 TOLERANCE = {"y": 1e-5, "state": 1e-4, "gradient": 3e-5}                              # largest err_ratio in float32
 
@@ -41,7 +41,7 @@ WKVInputs = tuple[Tensor, Tensor, Tensor, Tensor, WKVState | None]
 def results(wkv: WKV4, inputs: WKVInputs, of: str = "y and state") -> dict[str, Tensor]:
     """y, the new state as a/b and p + log b, and the gradients of a loss that depends on y, on the state, or on both.
 
-    The gradients are those of time_decay, time_first, k, v and, if a state is given, of its a and b.
+    The gradients are those of time_decay, time_first, k and v and, if a state is given, those of the state's a and b.
     """
     *tensors, state = inputs
     leaves = {name: tensor.detach().requires_grad_()

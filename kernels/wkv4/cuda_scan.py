@@ -1,9 +1,9 @@
 """A scan that is parallel over time too: a warp computes a segment of 16 steps of 32 channels, a block 8 segments in parallel.
 
-Each warp reads its segment into registers once, and computes its sums. The warps exchange the sums in shared memory, from which
-each computes the state before its segment: one barrier per 128 steps. As in taichi_scan, e^k = m * 2^n with an integer n, and
-every rescaling is by a power of two; a segment's decay e^(16 w) is computed in float64. (|k|, |p| and |time_first| are clamped
-to 1.1e7, and e^(u+k) relative to the state to 2^64.)
+Each warp reads its segment into registers once, and computes its sums. The warps exchange the sums in shared memory, and each
+warp computes the state before its segment from them: one barrier per 128 steps. As in taichi_scan, e^k = m * 2^n with an
+integer n, and every rescaling is by a power of two; a segment's decay e^(16 w) is computed in float64. (|k|, |p| and
+|time_first| are clamped to 1.1e7, and e^(u+k) relative to the state to 2^64.)
 
 The backward first computes the state before each chunk of 128 steps (extra memory: 3/128 of k), then processes the chunks from
 last to first. A warp passes through its segment twice: forwards to sum its contribution to the state's gradient; then, given

@@ -35,7 +35,7 @@ def backward(time_decay: Tensor, time_first: Tensor, k: Tensor, v: Tensor, a: Te
     grad_v = torch.empty_like(v)
     grad_w = torch.zeros_like(a)
     grad_u = torch.zeros_like(a)
-    for t in range(k.shape[1] - 1, -1, -1):              # grad_a, grad_b: gradients of the state after step t, at its scale
+    for t in range(k.shape[1] - 1, -1, -1):              # grad_a, grad_b: for the state after step t, at the state's scale
         a, b, p = states[t]
         past, now, _ = _factors(p, time_first + k[:, t])
         grad_num = grad_y[:, t] / (past * b + now)

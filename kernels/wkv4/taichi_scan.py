@@ -2,16 +2,16 @@
 
 The state (a, b) is scaled by 2^-P, where P is the larger of the exponents of the decayed state and of the newest step, so no
 spread of k loses precision. (e^(u+k) relative to the state is clamped to 2^64.) The mantissa of e^w, within [0.7, 1.4], makes b
-drift away from 2^P. After each chunk the accumulated power moves into P; it is computed from w alone, since the backward must
-compute a P with the same bits.
+drift away from 2^P. After each chunk the accumulated power moves into P; it is computed from w alone, so that the backward
+recomputes P to the bit.
 
 The backward stores the state before each chunk, then processes the chunks from last to first: it recomputes a chunk into a
 scratch buffer of five numbers per step, which stays in a CPU's L1, and runs the reverse recurrence over it. Extra memory: 3/32
 of k, and the scratch buffer.
 
-A row is one (b, c): a thread on a GPU, a lane of a vector of neighbouring channels on a CPU, where bfloat16 is read and written
-directly. |k|, |p| and |time_first| are clamped to 1.1e7, above which float32 has no fraction. NaN stays NaN, in its row, and
-infinity becomes NaN.
+A row (b, c) is computed by one thread on a GPU, and on a CPU by one lane of a vector of neighbouring channels; the CPU kernels
+read and write bfloat16 directly. |k|, |p| and |time_first| are clamped to 1.1e7, above which float32 has no fraction. NaN stays
+NaN, in its row, and infinity becomes NaN.
 """
 
 # mypy: disable-error-code="index, no-untyped-def, valid-type"
@@ -34,7 +34,7 @@ CHUNK = 32  # steps between saved states
 SERIAL = 2**17  # elements up to which one thread is faster than several
 SAVED = 5  # numbers per step in the backward's scratch buffer
 LIMIT = 1.1e7
-INFINITY, NAN = 0x7F800000, 0x7FC00000  # as bits
+INFINITY, NAN = 0x7F800000, 0x7FC00000  # the bits of these floats
 LOST, LOST_SHIFT = 16.0, -(2**28)  # largest time_decay, which erases the state in one step, and the exponent of its e^w
 LOG2_E, ROOT_2 = 1.4426950408889634, 1.4142135
 LN_2, LN_2_HIGH, LN_2_LOW = 0.6931471805599453, 0.693359375, -2.1219444005469058e-4
@@ -85,9 +85,9 @@ def _rows(tensor: Tensor, lanes: int) -> Tensor:
 
 
 def _launch(kernels: tuple[Any, ...], lanes: int, shape: torch.Size, small: tuple[Tensor, ...], *tensors: Tensor) -> None:
-    """Launches a kernel. kernels: on a CPU one for a single thread and one for several threads; on a GPU one."""
+    """Launches a kernel. kernels: on a CPU, one for a single thread and one for several threads; on a GPU, a single kernel."""
     B, T, C = shape
-    packed = torch.cat([_rows(tensor, lanes).view(-1) for tensor in small])  # faster as one argument
+    packed = torch.cat([_rows(tensor, lanes).view(-1) for tensor in small])  # passing one argument is faster
     if packed.is_cuda:
         launch(*kernels, packed, *(tensor.view(-1) for tensor in tensors), B, T, C)
     elif shape.numel() <= SERIAL:
@@ -207,7 +207,7 @@ def _backward_row(row, read: ti.template(), write: ti.template(), small: ti.temp
             _save(scratch, at + t * SAVED * stride, stride, [a, b, now, old, new])
             a, b, P = old * a + new * read(v[first + t * C]), old * b + new, P_next
         grad_a, grad_b, P = _settled(drift, j, grad_a, grad_b, P)
-        scale, _ = _leave((1 - ti.min(from_last, 1)) * P)  # scale: 1 except in the last chunk, without an `if`
+        scale, _ = _leave((1 - ti.min(from_last, 1)) * P)  # 1 except in the last chunk, computed without an `if`
         grad_a = scale * grad_a
         grad_b = scale * grad_b
         for back in range(1, length + 1):
@@ -258,7 +258,7 @@ def _enter(small: ti.template(), at, R):
 
 @ti.func
 def _leave(P):
-    """2^P / e^p, which rescales a and b to e^p and corrects the rounding of p; and p = P log 2."""
+    """Returns 2^P / e^p, which rescales a and b to e^p and corrects the rounding of p, and p = P log 2."""
     p = LN_2 * by_lane(ti.cast, P, ti.f32)
     m, n = _exp(p)
     return _pow2(ti.min(ti.max(P - n, -127), 127)) / m, p

@@ -25,7 +25,7 @@ REQUIRES = Requires(dtypes=(torch.float32, torch.float64))
 
 LONGEST = 32                 # largest S: the mantissa of e^w, within [0.7, 1.4], has a power of at most 2^16 over a chunk
 IN_CACHE = 2**17           # largest number of elements of one operation on a CPU
-LIMIT = 1.1e7                # above it float32 has no fraction
+LIMIT = 1.1e7                # above LIMIT, float32 has no fraction
 LN_2, LN_2_HIGH, LN_2_LOW = math.log(2), 0.693359375, -2.1219444005469058e-4
 
 
@@ -64,7 +64,7 @@ class Step(NamedTuple):
     new: Tensor
     grad_num: Tensor     # gradient of y's numerator, and the negative gradient of its denominator
     grad_den: Tensor
-    grad_now: Tensor     # gradient of v through y; times gain = v - y: that of k
+    grad_now: Tensor     # gradient of v through y; times gain (v - y): of k through y
     gain: Tensor
 
 
@@ -117,7 +117,7 @@ def _segments(k: Tensor) -> list[tuple[slice, int]]:
 
 
 def _steps(tensor: Tensor, S: int) -> tuple[Tensor, ...]:
-    """(B,nS,C) as S views (B,n,C)."""
+    """Splits (B,nS,C) into S views (B,n,C), one for each step of a chunk."""
     return tensor.unflatten(1, (-1, S)).unbind(2)
 
 
@@ -157,7 +157,7 @@ def _enter(a: Tensor, b: Tensor, p: Tensor) -> tuple[State, Tensor]:
 
 
 def _leave(P: Tensor) -> tuple[Tensor, Tensor]:
-    """The factor 2^P / e^p, which rescales a and b to e^p and corrects the rounding of p; and p."""
+    """Returns the factor 2^P / e^p, which rescales a and b to e^p and corrects the rounding of p, and p itself."""
     p = P * LN_2
     m, n = _exp(p)
     return torch.exp2(P - n) / m, p
@@ -188,7 +188,7 @@ def _chunk_sums(weights: Weights, chunks: Chunks) -> State:
 
 
 def _normal(state: State) -> State:
-    """The same state, rescaled so that b is within [0.5, 1)."""
+    """The state, rescaled so that b is within [0.5, 1)."""
     b, n = torch.frexp(state.b)
     return State(state.a * torch.exp2(-n.to(b.dtype)), b, state.P + n)
 
@@ -235,7 +235,7 @@ def _backward_chunks(weights: Weights, chunks: Chunks, before: State, after: Sta
 
 
 def _gradients_of_states(steps: list[Step], rescaled: Tensor, grad_a: Tensor, grad_b: Tensor) -> tuple[Any, ...]:
-    """The gradients of the states after each chunk and before the first, from that of the state after the last chunk."""
+    """The gradients of the states after each chunk and before the first, given that of the state after the last chunk."""
     own_a = torch.zeros_like(rescaled)
     own_b = torch.zeros_like(rescaled)
     old = torch.ones_like(rescaled)

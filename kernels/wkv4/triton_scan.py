@@ -66,7 +66,7 @@ def backward(time_decay: Tensor, time_first: Tensor, k: Tensor, v: Tensor, a: Te
 
 
 def _width(C: int) -> int:
-    """C if the kernel is compiled for this C, else 0. Computing addresses at run time would be a sixth of the work."""
+    """C if the kernel is compiled for this C, which saves a sixth of the work, the computing of addresses; otherwise 0."""
     return C if C % CHANNELS == 0 else 0
 
 
@@ -131,7 +131,7 @@ def _backward(time_decay, time_first, k, v, a, b, p, grad_y, grad_a, grad_b, sta
         a_s, b_s, P_s, P_after, _a, _b, _P = _states(ms, ns, vs, a, b, P, w, spans, j, step < T, S, CHUNKS)
         m_chunk, n_chunk, _drift = _span(w, S)
         over_chunk = m_chunk * _pow2(_clip(P_s + n_chunk - P_after, -127, 126))
-        settled = _pow2(_clip(P - P_s, -126, 126))            # in row 0: rescales from the scale before the tile to its own
+        settled = _pow2(_clip(P - P_s, -126, 126))            # row 0 converts the scale before the tile to that of the tile
         steps = ()
         for s in tl.static_range(S):
             now, old, new, P_s = _factors(ms[s], ns[s], P_s, w, bonus)
@@ -205,7 +205,8 @@ def _exps(ks, step, T, S: tl.constexpr):
 
 @triton.jit
 def _weights(time_decay, time_first, live, S: tl.constexpr, CHUNKS: tl.constexpr):
-    """(w, m, n, log2 m) with e^w = m 2^n, m within [0.7, 1.4]; e^u; the decays over a tile, and to its end from each chunk."""
+    """(w, m, n, log2 m) with e^w = m 2^n, m within [0.7, 1.4]; e^u; the decays over a tile, and from each chunk's start and end
+    to the tile's end."""
     m, n = _exp(tl.minimum(tl.load(time_decay, mask=live, other=0.0), LOST, propagate_nan=tl.PropagateNan.ALL))
     w = -m * _pow2(tl.maximum(n, -127))
     power = tl.floor(tl.fma(w, LOG2_E, 0.5))
@@ -217,7 +218,7 @@ def _weights(time_decay, time_first, live, S: tl.constexpr, CHUNKS: tl.constexpr
 
 @triton.jit
 def _span(w, lag):
-    """m and n of e^(w lag) = m 2^n, m within [1, 2), and log2 m. A sum inside floor might become an fma, and n differ."""
+    """m and n of e^(w lag) = m 2^n, m within [1, 2), and log2 m. A sum inside floor could become an fma and change n."""
     drift = w[3] * lag
     power = tl.floor(drift)
     return tl.exp2(drift - power), lag * w[2] + power.to(tl.int32), drift - power
@@ -236,7 +237,7 @@ def _enter(a, b, p, live):
 
 @triton.jit
 def _leave(P, w, T, TILE: tl.constexpr):
-    """The factor that converts the state after the last tile to the state after step T at the scale e^p; and p."""
+    """Returns the factor that converts the last tile's final state to the state after step T, scaled by e^p, and p."""
     late, n, _drift = _span(w, T - tl.cdiv(T, TILE) * TILE)
     p = LN_2 * (P + n).to(tl.float32)
     m, power = _exp(p)
@@ -245,7 +246,7 @@ def _leave(P, w, T, TILE: tl.constexpr):
 
 @triton.jit
 def _states(ms, ns, vs, a, b, P, w, spans, j, seen, S: tl.constexpr, CHUNKS: tl.constexpr):
-    """The states before each chunk, P after each chunk, and the state after the tile, from that before the tile, (a, b, P)."""
+    """The states before each chunk, P after each chunk, and the state after the tile. a, b, P: the state before the tile."""
     a_own, b_own, P_own = _chunk_sums(ms, ns, vs, w, S)
     m_tile, n_tile, drift = spans[0]
     m_before, n_before, _drift = spans[1]
@@ -271,7 +272,7 @@ def _states(ms, ns, vs, a, b, P, w, spans, j, seen, S: tl.constexpr, CHUNKS: tl.
 
 @triton.jit
 def _accumulate(a_0, b_0, P_0, a_0x, b_0x, P_0x, a_1, b_1, P_1, a_1x, b_1x, P_1x):
-    """Combines the sums of two adjacent runs of chunks, for a scan; names with _x: without the last chunk."""
+    """Combines the sums of two adjacent runs of chunks, for a scan. Names with _x: sums that exclude the last chunk."""
     a, b, P = _join(a_0, b_0, P_0, a_1, b_1, P_1)
     a_x, b_x, P_x = _join(a_0, b_0, P_0, a_1x, b_1x, P_1x)
     return a, b, P, a_x, b_x, P_x
@@ -311,7 +312,7 @@ def _factors(m, n, P, w, bonus):
 
 @triton.jit
 def _gradients_of_states(steps, rescaled, old, settled, grad_a, grad_b, S: tl.constexpr, CHUNKS: tl.constexpr):
-    """The gradients of the states after each chunk and before the tile, from that of the state after the tile."""
+    """The gradients of the states after each chunk and before the tile, given that of the state after the tile."""
     a = tl.zeros_like(rescaled)
     b = tl.zeros_like(rescaled)
     for s in tl.static_range(S - 1, -1, -1):
@@ -328,7 +329,7 @@ def _gradients_of_states(steps, rescaled, old, settled, grad_a, grad_b, S: tl.co
 
 @triton.jit
 def _reach(a_1, b_1, old_1, a_1x, b_1x, old_1x, a_0, b_0, old_0, a_0x, b_0x, old_0x):
-    """Combines the state gradients of two adjacent runs of chunks, the later first; names with _x: without the first chunk."""
+    """Combines the state gradients of two adjacent runs of chunks, the later first. Names with _x exclude the first chunk."""
     a = a_0 + old_0 * a_1
     b = b_0 + old_0 * b_1
     old = old_0 * old_1

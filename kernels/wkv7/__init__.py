@@ -1,14 +1,14 @@
 """WKV-7, the operator of RWKV-7's time mixing: a matrix state that decays, forgets along one direction, and adds v k^T.
 
-For each batch row and head, the state S is an N x N matrix, with rows i for the value and columns j for the key. With
-w = exp(log_w), and all inputs of a step being vectors of N numbers, a step is
+For each batch row and head, the state S is an N x N matrix, with rows i for the value and columns j for the key. The inputs of
+a step are vectors of N numbers. With w = exp(log_w), a step is
 
     sa_i = sum_j S_ij a_j        S_ij <- S_ij w_j + sa_i b_j + v_i k_j        y_i = sum_j S_ij r_j         (y reads the new S)
 
-r, log_w, k, v, a, b, y (B,T,H,N); state (B,H,N,N), initially zero. T and N may have any size. In RWKV-7 -0.6066 <= log_w <= 0,
-a = -kk and b = kk * rate, where kk is normalised. Implementations may assume -1 <= log_w <= 0.
-If an input of a step is NaN, y and the state of that head are NaN from that step on; but a NaN in v affects only its row i, and
-a NaN in r affects only y of that step. y of earlier steps keeps its bits.
+r, log_w, k, v, a, b, y (B,T,H,N); state (B,H,N,N), initially zero. T and N may have any size. In RWKV-7, -0.6066 <= log_w <= 0,
+a = -kk and b = kk * rate, where kk is normalised. Implementations may assume -1 <= log_w <= 0. If an input of a step is NaN, y
+and the state of that head are NaN from that step on; but a NaN in v affects only its row i, and a NaN in r affects only y of
+that step. The bits of y at earlier steps do not change.
 Source: the RWKV-7 paper (arXiv 2503.14456), section 4; RWKV-LM, RWKV-v7/rwkv_v7_demo.py.
 
 An implementation, a file in this folder, defines REQUIRES, forward(r, log_w, k, v, a, b, state, *activations) -> (y, state) and
@@ -16,7 +16,8 @@ backward(r, log_w, k, v, a, b, state, *activations, grad_y, grad_state) -> the g
 activations are uninitialised tensors that forward fills for backward; there are none if no gradient is required. Their shapes
 are returned by the file's optional function activation_shapes(B, T, H, N); their dtype is float32, or float64 for float64
 inputs. All tensors are contiguous. If REQUIRES contains bfloat16, r, k, v, a, b, y and grad_y may be bfloat16, and then the
-gradients of r, k, v, a, b are too; everything else is float32. All implementations share the single step in this file.
+gradients of r, k, v, a, b are too; everything else is float32. Single steps are computed by `step` below, whatever the
+implementation.
 """
 
 from typing import Any
@@ -114,7 +115,7 @@ class WKV7(Operator):
             raise ValueError(f"WKV7: the state must be (B,H,N,N) = {(B, H, N, N)}; got {tuple(state.shape)}")
         if any(tensor.device != v.device for tensor in (*sequences, *([] if state is None else [state]))):
             raise ValueError(f"WKV7: all tensors and the state must be on the device of v, {v.device}: move the others "
-                             "there")
+                             "to it")
         dtypes = [tensor.dtype for tensor in sequences]
         self.check_dtype(*dtypes)
         if torch.float64 in dtypes and dtypes[0] != torch.float64:
@@ -124,7 +125,7 @@ class WKV7(Operator):
 
     @staticmethod
     def step(r: Tensor, log_w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        """One time step, with inputs (B,H,N), by the same PyTorch operations for every implementation."""
+        """Computes one time step, with inputs (B,H,N), by the same PyTorch operations for every implementation."""
         dtype = v.dtype
         r, log_w, k, v, a, b = (tensor.to(state.dtype) for tensor in (r, log_w, k, v, a, b))
         sa = (state * a.unsqueeze(-2)).sum(-1, keepdim=True)               # faster than state @ a

@@ -1,4 +1,4 @@
-"""The four passes over a matrix that taichi_v1, v2 and v3 (rungs 1 to 3) share; each of them defines the step of a pass.
+"""The four passes over a matrix that taichi_v1, v2 and v3 (rungs 1 to 3) share; each of these files defines the step of a pass.
 
     forward   lanes i   S = S w_t + sa_t b_t + v_t k_t                  y_t = S r_t      sa_{t+1} = S a_{t+1}
     rows      lanes i   G = G w_{t+1} + gsa_{t+1} a_{t+1} + gy_t r_t    gv_t = G k_t     gsa_t = G b_t
@@ -16,10 +16,10 @@ The recurrence gl_t = gl_{t+1} + (r gr)_t + (a ga)_{t+1} - (b gb)_t - (k gk)_t w
 next to a large one would be the difference of two large sums, and a gl of 0 would not be exactly 0.
 
 A task is one batch row and head. Forward saves sa, which is as large as k. Backward needs memory only for the tasks that run at
-the same time: for each, N/16 + 1 times a head's k, and 17 vectors per column of the state.
+the same time: each task needs N/16 + 1 times the memory of a head's k, and 17 vectors per column of the state.
 
 step(scratch, flat, before, after, other, vectors, M, p, q, w, order, along_j, beside), a ti.func, reads the matrix at `before`,
-each vector of which is a column. It multiplies the matrix by w, adds p x^T + q y^T and stores the sum at `after`. It returns
+in which each vector is a column. It multiplies the matrix by w, adds p x^T + q y^T and stores the sum at `after`. It returns
 the products of the sum with u and v and, if `beside`, for each lane the sum of its products with the matrix at `other`. x, y,
 u, v (and w, unless the lanes are along j) are at `vectors` of scratch in the order `order`, M vectors each, interleaved.
 """
@@ -35,7 +35,7 @@ from kernels.backends.lanes import exp, stored
 from kernels.backends.taichi import BLOCK, launch, share, shares, ti
 from kernels.registry import Requires
 
-LANES = 16  # per vector; the running sums and the factors of the two outer products then fit into AVX2's registers
+LANES = 16  # per vector; AVX2's registers then hold the running sums and the factors of the two outer products
 CHUNK = 16  # steps whose vectors are staged at a time
 ALIGNMENT = 64  # bytes; a vector load from an unaligned address is a segmentation fault
 FORWARDS, BACKWARDS = (0, 1, 2, 3, 4), (3, 2, 1, 0, 5)  # order of a step's vectors: x, y, u, v, w
@@ -45,9 +45,9 @@ Flat = ti.types.ndarray(dtype=ti.f32, ndim=1)
 
 
 class Rung(NamedTuple):
-    """What differs between the rungs. step, stage: ti.funcs; stage(read, scratch, columns, ...) prepares six vectors per step.
+    """The parts that differ between rungs. step, stage: ti.funcs; stage(read, scratch, columns, ...) prepares a step's vectors.
 
-    outside: the decay is factored out of the matrix, which is multiplied by it once per chunk (taichi_v3).
+    outside: whether the decay is factored out, so that the matrix is multiplied by it only once per chunk (taichi_v3).
     """
 
     step: Any
@@ -56,7 +56,7 @@ class Rung(NamedTuple):
 
 
 def activation_shapes(B: int, T: int, H: int, N: int) -> tuple[tuple[int, ...], ...]:
-    """The shape of sa."""
+    """The shape of sa, the only activation."""
     return ((B, T, H, N),)
 
 
@@ -154,7 +154,7 @@ def _backward_kernel(dtype: torch.dtype, rung: Rung) -> Any:
             history = G + M * LANES
             columns = history + CHUNK * M * LANES
             rows = columns + 6 * CHUNK * M
-            gsa = rows + 6 * CHUNK * M  # for T + 1 steps
+            gsa = rows + 6 * CHUNK * M  # gsa has T + 1 steps
             for head in range(first, end):
                 at = (head // H * T * H + head % H) * M
                 # the pass `rows`: grad_v, gsa, and the gradient of the state
@@ -233,7 +233,7 @@ def _backward_kernel(dtype: torch.dtype, rung: Rung) -> Any:
 
 @ti.func
 def product(scratch: ti.template(), flat: ti.template(), matrix, vector, M):
-    """The product of a matrix, each vector of which is a column, and the vector that consists of M vectors at `vector`."""
+    """The product of a matrix whose columns are vectors and one long vector, stored as M vectors at `vector`."""
     total = 0.0 * scratch[matrix]
     for j in range(M * LANES):
         total += scratch[matrix + j] * flat[vector * LANES + j]
@@ -250,7 +250,7 @@ def _decay(scratch: ti.template(), flat: ti.template(), strip, columns, steps, M
 @ti.func
 def _stage_columns(read: ti.template(), scratch: ti.template(), columns, r: ti.template(), log_w: ti.template(),
                    k: ti.template(), a: ti.template(), b: ti.template(), at, t_0, steps, T, H, M):
-    """Copies for each step b, k, r, the next step's a (0 after the last), w, and the next step's w (1 after the last)."""
+    """Copies b, k, r, the next step's a (0 after the last), w, and the next step's w (1 after the last), for each step."""
     for x in range(M):
         for s in range(steps):
             i = at + (t_0 + s) * H * M + x
@@ -274,7 +274,7 @@ def _stage_columns(read: ti.template(), scratch: ti.template(), columns, r: ti.t
 @ti.func
 def _stage_rows(read: ti.template(), scratch: ti.template(), rows, sa: ti.template(), v: ti.template(),
                 grad_y: ti.template(), gsa, at, t_0, steps, H, M):
-    """Copies for each step sa, v, gy and the next step's gsa."""
+    """Copies sa, v, gy and the next step's gsa, for each step."""
     for s in range(steps):
         for x in range(M):
             i = at + (t_0 + s) * H * M + x

@@ -12,7 +12,7 @@ REQUIRES = Requires(devices=("cpu",), why_not=native.why_not, dtypes=tuple(DTYPE
 
 
 def activation_shapes(B: int, T: int, H: int, N: int) -> tuple[tuple[int, ...], ...]:
-    """The shape of sa."""
+    """The shape of sa, the only activation."""
     return ((B, T, H, N),)
 
 
@@ -37,7 +37,7 @@ def backward(r: Tensor, log_w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tenso
 
 
 def _run(direction: str, scratch_size: int, r: Tensor, log_w: Tensor, *others: Tensor | None) -> None:
-    """Calls the C function. others: the fields of its struct call after log_w. scratch_size: numbers per thread."""
+    """Calls the C function. others: the fields that follow log_w in the C struct `call`. scratch_size: numbers per thread."""
     B, T, H, N = r.shape
     threads = native.threads_for(B * H)
     scratch = log_w.new_empty(threads * scratch_size)

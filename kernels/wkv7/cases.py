@@ -22,7 +22,7 @@ WKV7Inputs = tuple[Tensor, ...]
 
 def inputs(B: int, T: int, H: int, N: int, log_w: float | None = None, dtype: torch.dtype = torch.float32,
            device: str = "cpu", seed: int = 0) -> WKV7Inputs:
-    """Random inputs as in RWKV-7: log_w = -e^-0.5 sigmoid(z), or as given; a = -kk, b = kk * rate with |kk| = 1; a state.
+    """Random inputs as in RWKV-7: log_w = -e^-0.5 sigmoid(z), or as given; a = -kk; b = kk * rate with |kk| = 1; the state.
 
     r and k have a length of about 1, so that y and the gradients do not overflow in float16.
     """
@@ -56,8 +56,8 @@ def results(operator: Callable[..., tuple[Tensor, Tensor]], inputs: WKV7Inputs) 
 def tolerance(dtype: torch.dtype = torch.float32, rounded: bool = False) -> dict[str, float]:
     """The tolerances for r, k, v, a and b of `dtype`. Half precision rounds y, grad_y and the gradients, but not the state.
 
-    rounded: of an implementation that also rounds the factors of its products and the states between chunks
-    (registry.Requires).
+    rounded: whether the implementation also rounds the factors of its products and the states between chunks
+    (Requires.rounded).
     """
     if dtype == torch.float64:
         return dict.fromkeys(("y", "state", *(f"grad {name}" for name in NAMES)), 1e-12)

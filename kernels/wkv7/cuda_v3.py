@@ -16,7 +16,7 @@ REQUIRES = Requires(devices=("cuda",), why_not=why_not, dtypes=(torch.float32, t
 
 CHUNK = 64                           # steps between two states that forward saves
 GROUP = 4                            # steps whose states backward_keys holds in registers: 32 registers each for N = 64
-BLOCKS = 512                         # most blocks of backward_keys; their stored states take 128 MiB for N = 64
+BLOCKS = 512                         # largest number of blocks of backward_keys, which store 128 MiB of states for N = 64
 ROWS, LANES = 4, 8                   # rows of a thread's tile; threads that share these rows
 N_MAX = 512                          # a block has 2 N threads
 SOURCE = Source(__file__, "csrc/v3.cu", N=64, CHUNK=CHUNK, GROUP=GROUP, LANES=LANES, BFLOAT16=0)

@@ -59,7 +59,7 @@ def _pass(scratch: ti.template(), flat: ti.template(), before, after, other, vec
 @ti.func
 def _stage(read: ti.template(), scratch: ti.template(), columns, r: ti.template(), log_w: ti.template(),
            k: ti.template(), a: ti.template(), b: ti.template(), at, t_0, steps, T, H, M):
-    """Computes for each step of a chunk b', k', r', the next step's a' (0 after the last step), W and 1/W."""
+    """Computes b', k', r', the next step's a' (0 after the last step), W and 1/W for each step of a chunk."""
     for x in range(M):
         w = ti.Vector([1.0] * LANES)
         for s in range(steps):

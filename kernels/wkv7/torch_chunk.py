@@ -3,26 +3,26 @@
 Let W_t be the product of w from the first step of a chunk to step t, S the state before the chunk, and c its number of steps.
 Let queries be the 2c rows a_t W_{t-1} and r_t W_t, keys the 2c rows b_t / W_t and k_t / W_t, values the 2c rows sa_t and v_t:
 
-    products = queries keys^T if the key's step is before that of a, or not after that of r; else 0    (blocks aa ak; ra rk)
+    products = queries keys^T, or 0 for a key at or after the step of a, or after the step of r    (blocks aa ak; ra rk)
     sa = (I - aa)^-1 (a W S^T + ak v)        y = r W S^T + (ra rk) values        S <- (S + values^T keys) diag(W_c)
 
 Forward saves the state before each segment of several chunks. Backward processes the segments from last to first. It recomputes
 the segment, then computes the gradient of the state before each chunk, and `grads`, the 2c rows (I - aa)^-T grad_sa and grad_y.
-All gradients except log_w's are products of these with queries, keys and values.
+All gradients except log_w's are products of these gradients with queries, keys and values.
 
 With S' = S / W and G' = W dL/dS, the gradient of log_w is gl_t = sum_i (S'_{t-1})_ij (G'_t)_ij. Within a chunk, S'_{t-1} is S
 plus the outer products values_s keys_s^T of all steps s < t. G'_t is the gradient of S + values^T keys plus the outer products
 grads_u queries_u^T of all reads of the states after steps u >= t. Hence gl_t contains a sum over the pairs s < t <= u. A
 running sum over r, a, b, k and their gradients would also give gl, but as a difference of two large sums: inexact if gl is
-small compared with that of a different step, and not exactly 0 if gl is 0. So the pairs with s in the first half of the chunk
-and u in the second are summed first over u for each s, then over s < t for each t of the first half, and the other way round
-for each t of the second half. The pairs within a half are treated in the same way, and pairs within blocks of 4 steps one by
-one. Nothing is ever subtracted.
+small compared with a different step's gl, and not exactly 0 if gl is 0. So the pairs with s in the first half of the chunk and
+u in the second are summed first over u for each s, then over s < t for each t of the first half, and the other way round for
+each t of the second half. The pairs within a half are treated in the same way, and pairs within blocks of 4 steps one by one.
+Nothing is ever subtracted.
 
 W is computed as a running product of w, which is more accurate than exp of a running sum. 1 / W is at most e^16 for log_w >=
--1; products that must not be used, and may be huge, are replaced by 0. (I - aa)^-1 is computed by substitution, because the
-powers of aa, whose sum it is, can be 1e3 times larger. If an input is NaN or infinite, forward runs a second time with 0 in its
-place, since 0 * NaN would reach earlier steps of the chunk.
+-1; products that must not be used, and may be huge, are replaced by 0. (I - aa)^-1 is computed by substitution, not as the sum
+of the powers of aa, because these can be 1e3 times larger than their sum. If an input is NaN or infinite, forward runs a second
+time with 0 in its place, since 0 * NaN would reach earlier steps of the chunk.
 Source: the WY representation of DeltaNet (arXiv 2406.06484, section 3), here with the decays of RWKV-7 (arXiv 2503.14456).
 """
 
@@ -37,9 +37,9 @@ from kernels.registry import Requires
 REQUIRES = Requires(dtypes=(torch.float32, torch.float64))
 
 CHUNK, BLOCK = 16, 4
-IN_CACHE = 2**19             # most numbers of an input in a segment of several chunks
+IN_CACHE = 2**19             # largest number of elements of an input in a segment of several chunks
 Sequences = tuple[Tensor, ...]
-Segment = tuple[slice, int]  # its steps, and the number of steps per chunk
+Segment = tuple[slice, int]  # a segment's steps, and the number of steps per chunk
 
 
 class Chunks(NamedTuple):
@@ -101,7 +101,7 @@ def _poison(sequences: Sequences, y: Tensor, state: Tensor) -> None:
 
 
 def _segments(B: int, T: int, H: int, N: int) -> list[Segment]:
-    """The segments: as many whole chunks each as fit into the cache; then the last, shorter chunk."""
+    """The segments, each of as many whole chunks as fit into the cache; a last, shorter chunk is a segment of its own."""
     whole = T - T % CHUNK
     length = CHUNK * max(1, IN_CACHE // max(1, B * H * N * CHUNK))
     segments = [(slice(start, min(start + length, whole)), CHUNK) for start in range(0, whole, length)]
@@ -109,12 +109,12 @@ def _segments(B: int, T: int, H: int, N: int) -> list[Segment]:
 
 
 def _by_chunk(sequences: Sequences, steps: slice, c: int) -> Sequences:
-    """Views (n,B,H,c,N) of a segment's steps in each (B,T,H,N)."""
+    """Views (n,B,H,c,N) of a segment's steps in each of the tensors (B,T,H,N)."""
     return tuple(sequence[:, steps].unflatten(1, (-1, c)).permute(1, 0, 3, 2, 4) for sequence in sequences)
 
 
 def _chunks(sequences: Sequences) -> Chunks:
-    """The chunks of a segment, in which `values` does not contain sa yet."""
+    """The chunks of a segment; their `values` do not contain sa yet."""
     r, log_w, k, v, a, b = sequences
     *batch, c, N = v.shape
     W = torch.exp(log_w, out=v.new_empty(v.shape)).cumprod(-2)
@@ -131,7 +131,7 @@ def _chunks(sequences: Sequences) -> Chunks:
 
 
 def _mask(c: int, device: torch.device) -> Tensor:
-    """A mask (2c,2c), true where `products` must be 0: the key's step is not before that of a, or after that of r."""
+    """A mask (2c,2c), true where `products` must be 0: for a key at or after the step of a, or after the step of r."""
     step = torch.arange(c, device=device)
     late_for_a = step[:, None] <= step
     late_for_r = step[:, None] < step
@@ -160,7 +160,7 @@ def _states(chunks: Chunks, state: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _backward_segment(sequences: Sequences, grad_y: Tensor, before: Tensor, grad_state: Tensor, gradients: Sequences) -> Tensor:
-    """Stores the inputs' gradients in `gradients`, (n,B,H,c,N); returns that of the state before the segment, (B*H,N,N)."""
+    """Stores the inputs' gradients in `gradients`, (n,B,H,c,N). Returns that of the segment's first state, (B*H,N,N)."""
     chunks = _chunks(sequences)
     states, _ = _states(chunks, before)
     grads = chunks.values.new_empty(chunks.values.shape)
@@ -256,14 +256,14 @@ def _interleave(first: Tensor, second: Tensor) -> Tensor:
 
 
 def _windows(c: int, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Two matrices (c,c): 1 where the column's step is at or after the row's, and 1 where it is before the row's."""
+    """Two matrices (c,c): the first is 1 where the column's step is at or after the row's, the second where it is before."""
     ones = torch.ones(c, c, dtype=like.dtype, device=like.device)
     return ones.triu(), ones.tril(-1)
 
 
 def _leave_chunks(W: Tensor, grad_queries: Tensor, grad_keys: Tensor, grad_v: Tensor, grad_log_w: Tensor,
                   gradients: Sequences) -> None:
-    """Stores the gradients of the inputs, from those of queries and keys."""
+    """Computes the gradients of the inputs from the gradients of queries and keys, and stores them."""
     grad_r, grad_log_w_rows, grad_k, grad_v_rows, grad_a, grad_b = gradients
     *batch, c, _ = grad_r.shape
     W, grad_queries, grad_keys = (stack.unflatten(0, batch) for stack in (W, grad_queries, grad_keys))

@@ -19,8 +19,8 @@ from kernels.registry import Requires
 REQUIRES = Requires(packages=("triton",), devices=("cuda",), dtypes=(torch.float32, torch.bfloat16, torch.float16))
 
 CHUNK = 64                           # steps between two states that forward saves
-GROUP = 4                            # steps between two states that _keys stores; as in _keys
-PROGRAMS = 2048                      # most programs of _keys, each of which stores (CHUNK / GROUP) N SHARE numbers
+GROUP = 4                            # steps between two states that _keys stores; equals GROUP in _keys
+PROGRAMS = 2048                      # largest number of programs of _keys, each of which stores (CHUNK / GROUP) N SHARE numbers
 SHARE = 16                           # rows or columns per program, a power of 2
 WARPS, KEYS_WARPS = 2, 4              # with 2 warps, _keys would need more than 255 registers
 
@@ -65,7 +65,7 @@ def _launch(kernel, v: Tensor, blocks: int, *args) -> None:
 
 @triton.jit
 def _place(N, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """A program's rows i and all columns j of a matrix (N,N), the masks of those that exist, and the elements' offsets."""
+    """The rows i of a program and all columns j of a matrix (N,N), the masks of existing rows and columns, and the offsets."""
     i = tl.program_id(1) * ROWS + tl.arange(0, ROWS)[:, None]
     j = tl.arange(0, COLUMNS)[None, :]
     return i, j, i < N, j < N, i * N + j
@@ -182,7 +182,7 @@ def _keys(r, log_w, k, v, a, b, sa, states, grad_y, gsa, Gs, starts, grad_r, gra
 
 @triton.jit
 def _state_after(S, log_w, k, v, b, sa, x, i, j, N):
-    """S after the step whose vectors start at offset x. With N = 0 it is S unchanged."""
+    """S after the step whose vectors start at offset x. N = 0 leaves S unchanged."""
     in_i = i < N
     in_j = j < N
     k_j = tl.load(k + x + j, mask=in_j, other=0.0).to(tl.float32)
@@ -197,7 +197,8 @@ def _state_after(S, log_w, k, v, b, sa, x, i, j, N):
 def _gradients(G, S, s, steps, x, stride, i, j, N, r, log_w, v, a, sa, grad_y, gsa, grad_log_w, grad_k, grad_b):
     """Updates G from step s + 1 to step s, whose vectors start at offset x, and stores gk, gb and gl of step s.
 
-    S: the state before step s. Steps beyond the end of the chunk change nothing; at the last step G is already that step's.
+    S: the state before step s. Steps beyond the end of the chunk change nothing. At the chunk's last step, the G passed in is
+    already that of the step.
     """
     N_next = tl.where(s + 1 < steps, N, 0)
     N_here = tl.where(s < steps, N, 0)

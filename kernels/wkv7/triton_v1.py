@@ -4,7 +4,7 @@ Within a chunk, W_t = w_1 ... w_t and D = W_16. With one row per step, Qr = r W,
 
     AB, AK = tril(Qa Kb^T, -1), tril(Qa Kk^T, -1)      RB, RK = tril(Qr Kb^T), tril(Qr Kk^T)      X = (I - AB)^-1
 
-Then the results of a chunk are linear in the state S before it, and those of its backward pass in G = dL/dS after it:
+Then a chunk's results are linear in S, the state before it, and the results of its backward pass in G = dL/dS after it:
 
     sa = S (X Qa)^T + X AK v             y  = S (Qr + RB X Qa)^T + (RB X AK + RK) v             S <- S D + sa^T D Kb + v^T D Kk
     gz = G (X^T D Kb)^T + (RB X)^T gy    gv = G (D Kk + (X AK)^T D Kb)^T + (RB X AK + RK)^T gy  G <- G D + gz^T Qa + gy^T Qr
@@ -116,7 +116,7 @@ def _prepared(r: Tensor, log_w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tens
               grad_y: Tensor | None = None) -> tuple[Factors, Factors]:
     """The factors of the chunks' forward pass, and of their backward pass.
 
-    Without grad_y only the former are valid; with grad_y the former do not give y.
+    Without grad_y, only the forward factors are valid. With grad_y, the forward factors cannot be used to compute y.
     """
     T, H, N = v.shape[1:]
     count, form, backward = _chunks(v), _form(v), grad_y is not None
@@ -134,7 +134,7 @@ def _prepared(r: Tensor, log_w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tens
 
 def _run_scan(factors: Factors, v: Tensor, before: Tensor, after: Tensor, states: Tensor | None = None,
               sa: Tensor | None = None, y: Tensor | None = None, reverse: bool = False) -> None:
-    """Stores the state after the last step in `after` and, unless they are None, the states before each chunk, sa and y."""
+    """Stores the state after the last step in `after` and, where a tensor is passed, the states before each chunk, sa and y."""
     B, T, H, N = v.shape
     form = _form(v)
     _scan[B * H, N // ROWS](*factors, v, before, after, after if states is None else states, after if sa is None else sa,
@@ -290,7 +290,7 @@ def _prepare(r, log_w, k, v, a, b, grad_y, reads, offset, q, y0, writes_sa, writ
 def _scan(reads, offset, out_reads, out_offset, writes_sa, writes_v, decay, v, before, after, states, sas, y, T, H,
           N: tl.constexpr, C: tl.constexpr, ROWS: tl.constexpr, KEEP: tl.constexpr, OUTPUT: tl.constexpr, REVERSE: tl.constexpr,
           P: tl.constexpr):
-    """Computes ROWS rows of a head's state through all chunks. KEEP: stores sa, and S before each chunk. OUTPUT: stores y."""
+    """Computes ROWS rows of a head's state through all chunks. KEEP: store sa, and S before each chunk. OUTPUT: store y."""
     head = tl.program_id(0).to(tl.int64)
     chunks = T // C
     i = tl.program_id(1) * ROWS + tl.arange(0, ROWS)[:, None]
@@ -306,7 +306,7 @@ def _scan(reads, offset, out_reads, out_offset, writes_sa, writes_v, decay, v, b
         rows = ((head // H * T + chunk * C) * H + head % H) * N + t[None, :] * (H * N) + i
         if KEEP:
             _store(states + index * N * N + i * N + j[None, :], S, P)
-        v_t = tl.load(v + rows).to(tl.float32)                   # NaN is not removed: it makes its row of S NaN
+        v_t = tl.load(v + rows).to(tl.float32)                   # a NaN is kept, and makes its row of S NaN
         sa = _dot(S, tl.trans(tl.load(reads + at + whole).to(tl.float32)), P) + tl.load(offset + at + part).to(tl.float32)
         if KEEP:
             _store(sas + at + part, sa, P)
