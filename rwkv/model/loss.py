@@ -23,7 +23,7 @@ from rwkv.model.weight_cache import rounded
 CHUNK_LOGITS = 2 ** 21                   # logits in one chunk on a CPU: 8 MiB
 CHUNK_SHARE = 1 / 64                     # fraction of a GPU's memory for the logits of one chunk
 LEAST_ROWS = 256                         # minimum rows in one chunk, for matrix products at full speed
-LEAST_FROZEN = 128                       # the same for a frozen head: in such runs a chunk would dominate memory
+LEAST_FROZEN = 128                       # minimum rows if the head is frozen; a larger chunk would dominate memory
 NARROW_ROWS = 2 ** 11                    # rows of W converted at a time, for a frozen head in a different dtype
 BLOCK_LOGITS = 2 ** 20                   # logits in one softmax call on a CPU; they stay in its cache
 ARGMAX_BLOCK = 128                       # block size of the two-stage argmax
@@ -152,8 +152,8 @@ def _n_counted(targets: Tensor) -> Tensor:
 
 
 def _add_loss(total: Tensor, logits: Tensor, targets: Tensor, l2_wrap: float, confidence_penalty: float) -> Tensor:
-    """Adds the negative log-likelihood of the rows not ignored to `total`. Returns its gradient with respect to the logits
-    (rows,V), in their dtype; the logits are overwritten."""
+    """Adds the negative log-likelihood of the rows not ignored to `total`. Returns the gradient of that sum with respect to the
+    logits (rows,V), in the logits' dtype; the logits are overwritten."""
     if form := loss_form_for(logits):
         total += form.replace_by_gradient(logits, targets, l2_wrap, confidence_penalty, IGNORED)
         return logits
@@ -164,7 +164,7 @@ def _add_loss(total: Tensor, logits: Tensor, targets: Tensor, l2_wrap: float, co
 
 
 def _blocks(logits: Tensor, targets: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Pairs of blocks of rows of both tensors, on a CPU so small that a block's temporaries need little memory."""
+    """Pairs of row blocks of both tensors. On a CPU the blocks are small, so that temporaries need little memory."""
     rows = max(1, BLOCK_LOGITS // logits.shape[1]) if logits.device.type == "cpu" else len(logits)
     return zip(logits.split(rows), targets.split(rows), strict=True)
 
@@ -214,7 +214,7 @@ def _argmax(x: Tensor) -> Tensor:
 
 
 def _add_product(total: Tensor | None, left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
-    """total + left @ right, computed in `total` in place, or a new tensor if that is None. dtype: of the result."""
+    """Returns total + left @ right, computed in place, or left @ right if `total` is None. dtype: the result's dtype."""
     if total is None:
         return product_in(dtype, left, right)
     if left.dtype == dtype:

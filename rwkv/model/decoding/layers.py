@@ -12,9 +12,9 @@ from kernels.matvec import MOST_ROWS
 from rwkv.model.quantized import BlockEmbedding, BlockLinear, Int4Linear, Int8Linear, PackedLinear, matvec_for, products
 
 Products = Callable[[Tensor], list[Tensor]]
-VECTOR = 32                              # numbers: a multiple of PyTorch's vector length on all CPUs
+VECTOR = 32                              # a multiple of PyTorch's vector length, in numbers, on every CPU
 PLAIN = (nn.ModuleList, nn.Embedding, nn.LayerNorm, nn.Linear, Int8Linear, Int4Linear, PackedLinear, BlockLinear,
-         BlockEmbedding)                 # layers with a function here, and their containers
+         BlockEmbedding)                 # layers for which this file has a function, and their containers
 
 
 def norm_function(norm: nn.Module) -> Callable[[Tensor], Tensor]:

@@ -21,7 +21,7 @@ class Step:
 
     @staticmethod
     def fits(block: Block, first: bool) -> bool:
-        """Whether Step computes what the block does. first: whether the block is the model's first, which gets no v_first."""
+        """Whether Step can replace this block. first: whether this is the model's first block, which gets no v_first."""
         att = block.att
         H, N = att.r_k.shape
         return (block.first == att.first == first and (N, H) == (att.N, att.ln_x.num_groups)
