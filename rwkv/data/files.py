@@ -18,7 +18,7 @@ from rwkv.io.json_types import JsonObject
 from rwkv.io.utf8 import chunks, open_file
 
 SETTLED = 2_000_000_000                  # ns: two changes of a file within this time may have the same timestamp
-VERSION = "2"                            # of the cache's format
+VERSION = "2"                            # version of the cache's format
 BLOCK = 1 << 20                          # bytes read at a time for hashing
 SLASH = rf"[/{re.escape(os.sep)}]"
 ANY_DEPTH = re.compile(rf"(?:^|(?<={SLASH}))\*\*(?:{SLASH}+|$)")       # ** between slashes
@@ -147,7 +147,7 @@ def _folders(top: Path) -> Iterator[Path]:
 
 
 def _unique_files(files: Iterable[Path]) -> list[Path]:
-    """The files sorted by path. A file with several paths is listed by the first that is not a link."""
+    """The files sorted by path. A file with several paths is listed under the first path that is not a link."""
     unique: dict[Path, Path] = {}
     for file in sorted(set(files), key=lambda file: (file.is_symlink(), file)):
         unique.setdefault(file.resolve(), file)

@@ -18,7 +18,7 @@ MAPPED = 1024                            # maximum of files mapped at the same t
 
 
 class Part(NamedTuple):
-    """`length` consecutive ids of type `dtype` in a file; `first`: the index of the first of them."""
+    """`length` consecutive ids of type `dtype` in a file; `first`: the index of the first id."""
 
     path: Path
     dtype: str

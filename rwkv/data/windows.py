@@ -43,9 +43,10 @@ def window_offset(ctx_len: int, seed: int, epoch: int) -> int:
 
 @dataclass(eq=False)
 class Windows(Dataset[tuple[Tensor, Tensor]]):
-    """The windows of a TokenArray. Numbers from len(self) on are windows of later epochs, which are shifted.
+    """The windows of a TokenArray. Window numbers from len(self) on belong to later epochs, whose windows are shifted.
 
-    partial: the tokens after the last complete window form a shorter window, and there is only one epoch. seed: for the shifts.
+    partial: whether the tokens after the last complete window form a shorter one; then there is only one epoch.
+    seed: for the shifts.
     """
 
     tokens: TokenArray

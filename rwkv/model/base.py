@@ -168,8 +168,7 @@ def fingerprint(generation: Generation, weights: Mapping[str, Tensor | Blocks]) 
 
 def _run_blocks(blocks: Iterable[nn.Module], x: Tensor, carry: object, before: Iterable[State | None],
                 packing: Packing | None = None, give_back: bool = False) -> tuple[Tensor, object, list[State]]:
-    """Returns x and the carry after these blocks, and each block's state. give_back: whether to free unused memory after
-    each."""
+    """Returns x, the carry and each block's state after these blocks. give_back: return free memory to the system each time."""
     after: list[State] = []
     for block, layer_state in zip(cast(Iterable[Layer], blocks), before, strict=True):
         x, layer_state, carry = block(x, layer_state, carry, packing)

@@ -32,7 +32,7 @@ class Source:
     """A source of documents. documents(): all of them, none empty, in an order that depends only on the data.
 
     about: one line for messages. sha256: a hash of the contents and their order. size: an estimate of the bytes to read.
-    at_most: upper bounds on the sum of bytes and documents in (training, validation); None if unknown before reading.
+    at_most: upper bounds on the number of bytes plus documents in (training, validation); None if unknown before reading.
     """
 
     documents: Callable[[], Iterator[Document]]

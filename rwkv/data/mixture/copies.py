@@ -18,7 +18,7 @@ from rwkv.io.cache import sha256, write
 
 def trained_elsewhere(splits: Sequence[tuple[TokenArray, TokenArray]], identities: Sequence[str], end_of_text: int,
                       cache: Path) -> list[np.ndarray]:
-    """For each source, whether each of its validation documents (D,) is in another source's training split.
+    """For each source, a mask (D,): true for its validation documents that are in another source's training split.
 
     splits: (training, validation) of each source. identities: a string per source that identifies its splits, for the cache.
     """

@@ -1,8 +1,8 @@
-"""Token files of other programs, read in place: one module per kind of data, with the name that data= has.
+"""Token files of other programs, read in place: one module per kind of data, named as in data=NAME.
 
 Each kind consists of one or several files of ids, each with an index of the documents. RWKV-LM and datatrove put end_of_text
 after each document, this program's own shards put it before. Here a document is taken to begin at the end_of_text before it, if
-there is one, so that documents have the same ids as in such shards, except for the first one of a file.
+there is one. So documents have the same ids as in this program's shards, except for the first document of a file.
 
 The first run scans all ids, to reject ids outside the vocabulary. The result is cached until the files' size or modification
 time changes. The ids are never copied. Each module has files(path) -> list[TokenFile].
@@ -32,7 +32,7 @@ from rwkv.io.utf8 import open_file
 from rwkv.tokenizer.lost_bytes import LossCounter
 from rwkv.tokenizer.tokenizers import Tokenizer
 
-VERSION = "2"                            # of the format of files in the cache
+VERSION = "2"                            # version of the cache files' format
 BLOCK = 1 << 22                          # number of ids to scan at a time
 SAMPLE = 1 << 22                         # number of validation ids to decode, to estimate the split's bytes
 
