@@ -91,7 +91,7 @@ class DocumentChunks:
             counts = np.ones_like(segments)
             length = segments
         document = np.repeat(np.arange(self.documents), counts)                                # (P,): each chunk's document
-        nth = np.arange(len(document)) - np.repeat(np.cumsum(counts) - counts, counts)         # (P,): chunk's number in document
+        nth = np.arange(len(document)) - np.repeat(np.cumsum(counts) - counts, counts)         # (P,): chunk's index in document
         self._starts = bounds[document] + nth * length[document] * ctx_len
         self._ends = np.append(self._starts[1:], len(tokens))
         self._ends_document = np.append(np.diff(document) > 0, True)
