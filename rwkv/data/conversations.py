@@ -286,7 +286,8 @@ class ConversationRows(Dataset[Packed]):
         return 1 - self._n_tokens / (len(self) * self.ctx_len)
 
     def describe(self) -> str:
-        cut = (f"; {self.cut:,} longer than model.ctx_len={self.ctx_len} are truncated (trainer.tbptt reads them whole)"
+        cut = (f"; of these conversations, {self.cut:,} longer than model.ctx_len={self.ctx_len} are truncated "
+               "(trainer.tbptt reads them whole)"
                if self.cut else "")
         conversations = counted(len(self._lengths), "conversation")
         return (f"{conversations} in {counted(len(self), 'row')}, {100 * self.padding():.1f} % of positions padding"

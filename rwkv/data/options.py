@@ -46,4 +46,4 @@ def _check_tokenizer(config: DataConfig) -> None:
         Tokenizer.check_named(name, "data.tokenizer", names)
     elif config.end_of_text is not None:
         raise UserError(f"data.end_of_text requires a tokenizer's .json file; data.tokenizer={name} is made from the data: "
-                        "omit it")
+                        "omit data.end_of_text")

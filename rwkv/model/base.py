@@ -194,8 +194,8 @@ def require_own_options(model: ModelConfig, optim: OptimConfig | None = None) ->
             group, _, option = key.partition(".")
             default = type(groups[group])()
             if key not in own and getattr(groups[group], option) != getattr(default, option):
-                raise UserError(f"{key} is an option of {name}, and the model is {model.generation}: leave it out, or use "
-                                "another model=")
+                raise UserError(f"{key} is an option of {name}, and the model is {model.generation}: omit this option, "
+                                "or choose a different model=")
 
 
 def _own_options(generation: Generation) -> tuple[str, ...]:
@@ -205,7 +205,7 @@ def _own_options(generation: Generation) -> tuple[str, ...]:
 
 
 class _NoInitialisation(TorchFunctionMode):
-    """Skips torch.nn.init, which has no effect on the meta device and spends seconds on imports."""
+    """Skips torch.nn.init: on the meta device it has no effect, and its imports take seconds."""
 
     def __torch_function__(self, function: Callable[..., object], types: Sequence[type], args: Sequence[object] = (),
                            kwargs: Mapping[str, object] | None = None) -> object:

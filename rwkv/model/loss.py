@@ -2,7 +2,7 @@
 
 Forward computes the gradients together with the loss, chunk by chunk; backward only scales them by the incoming gradient.
 L2Wrap is scaled too, so its strength is right under loss scaling and gradient accumulation. Half-precision products use the
-gradient of the sum over rows, whose elements are within [-1, 1]; those of the mean would underflow.
+gradient of the sum over rows, whose elements are within [-1, 1]; the gradient of the mean would underflow.
 
 Source of L2Wrap: RWKV-LM, RWKV-v4neo/src/model.py, where it ignores the incoming gradient. Confidence penalty: Pereyra et al.,
 "Regularizing Neural Networks by Penalizing Confident Output Distributions" (arXiv 1701.06548), section 3.
@@ -104,7 +104,7 @@ class _HeadLoss(torch.autograd.Function):
                 grad_hidden[chunk] = _times(grad_logits, weight)
                 if trained:
                     grad_weight = _add_product(grad_weight, grad_logits.T, hidden[chunk], weight_dtype)
-                del grad_logits          # before the next chunk's are computed
+                del grad_logits          # frees memory before the next chunk's gradient is computed
         ctx.save_for_backward(grad_hidden, n_counted)
         ctx.grad_weight = grad_weight
         return total / n_counted
@@ -113,7 +113,7 @@ class _HeadLoss(torch.autograd.Function):
     @first_derivative
     def backward(ctx: Context, grad: Tensor) -> tuple[Tensor | None, ...]:
         grad_hidden, n_counted = ctx.saved_tensors
-        grad_weight, ctx.grad_weight = ctx.grad_weight, None     # handed over without a copy: it becomes the weight's .grad
+        grad_weight, ctx.grad_weight = ctx.grad_weight, None     # no copy: becomes the weight's .grad
         if grad_weight is None and ctx.needs_input_grad[1]:
             raise RuntimeError("the head's loss supports one backward pass, which scales its gradient in place")
         scale = grad / n_counted

@@ -13,12 +13,12 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 ATTRIBUTE = "_rounded"                   # attribute of a weight that has a cache: its _Copy
-_steps = 0                               # optimiser steps in this process: fused optimisers do not increase Tensor._version
+_steps = 0                               # counts optimiser steps, since fused optimisers do not increase Tensor._version
 _counting = False
 
 
 class _Copy:
-    """The rounded copy of a weight, and the weight's state at the time. Pickling or copying a weight makes an empty _Copy."""
+    """A weight's rounded copy, and the weight's state when it was copied. Pickling or copying a weight makes an empty _Copy."""
 
     def __init__(self, cache: "WeightCache | None" = None) -> None:
         self.cache = cache

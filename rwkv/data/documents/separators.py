@@ -43,8 +43,8 @@ def separate(texts: Iterable[tuple[Iterable[str], str, int | None]], separator: 
             occurs = occurs or number > 0
             yield document.strip(LINE_ENDS), where, 0 if number and weight is not None else weight
     if not occurs:
-        raise UserError(f"data.separator={separator!r} does not occur in data.path={path}: omit it, or pass the text "
-                        "between documents")
+        raise UserError(f"data.separator={separator!r} does not occur in data.path={path}: omit data.separator, or "
+                        "set it to the text between documents")
 
 
 def _between(chunks: Iterable[str], separator: str) -> Iterator[str]:

@@ -228,8 +228,7 @@ def _answer(fields: JsonObject, field: str, question: list[JsonObject]) -> list[
     if messages[0]["role"] == "assistant":
         if not any(message["role"] != "system" for message in question):
             raise UserError(f"{field} has only the answer, and there is no prompt: add a prompt, or make chosen and rejected "
-                            "lists "
-                            "of all messages")
+                            "lists of all messages")
         return [*question, *messages]
     if question and question[0]["role"] == "system" and messages[0]["role"] != "system":
         return [question[0], *messages]
@@ -250,8 +249,8 @@ def _messages(entry: JsonObject) -> list[JsonObject]:
     elif empty := next((field for field in LISTS if field in entry), None):
         raise UserError(f"{empty} must be a list of at least one message; got {json.dumps(entry[empty])}")
     elif all(field in fields for field in ANSWERS):
-        raise UserError("chosen and rejected are a pair of answers, which requires tune.objective=dpo: set it, or rename "
-                        "chosen to completion to learn only it")
+        raise UserError("chosen and rejected are a pair of answers, which requires tune.objective=dpo: set that option, or "
+                        "rename chosen to completion to learn only the chosen answer")
     else:
         raise UserError(f"a conversation must have {FORMS}; got {', '.join(entry)[:120] or 'nothing'}: rename its fields")
     messages = _with_system(messages, fields, first=name != "messages")

@@ -117,7 +117,7 @@ class Lanes:
         elif epoch > self._last_filled_epoch + 2 * len(self._blocks[-1].bytes):
             config = self._streamed.config
             raise UserError(f"data.path={config.path} has no text after its first data.val_documents={config.val_documents} "
-                            "documents: all others are empty, or equal to one of these")
+                            "documents: all other documents are empty, or copies of these")
 
     def _read_block(self) -> None:
         """Reads the next block and assigns its rows to the lanes."""

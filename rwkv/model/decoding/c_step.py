@@ -1,4 +1,4 @@
-"""A model's decoding step in one C call: it builds the structs of numbers and addresses that the C function reads.
+"""A model's decoding step in one C call. This module builds the structs of numbers and addresses that the C function reads.
 
 The named tuples here and in a generation's step_c.py mirror, field by field, the C structs of csrc/step.h and of the
 generation's csrc/step.c; CStep checks that the sizes agree. The generation's c_model(model, builder) fills them. A model caches

@@ -1,10 +1,10 @@
 """A model's decoding step on a GPU: Triton kernels (triton_kernels.py, rwkvN/step_triton.py) in one CUDA graph.
 
-A step reads one token of each sequence. Each sequence has a slot, which holds its recurrent state while it runs; slot 0 is for
-padding rows. A step of n rows runs in the smallest bucket of at least n rows (1, 2, 4, 8, ...). The graph of a bucket is
-captured once, at its first use or at warm-up. Other graphs prefill several short prompts in one run; there each row is a prompt
-token. Captured kernels contain the addresses of their buffers, so when more slots are needed, new buffers are allocated and the
-graphs are captured again.
+A step reads one token of each sequence. Each sequence has a slot, which holds the recurrent state while the sequence runs. Slot
+0 is for padding rows. A step of n rows runs in the smallest bucket of at least n rows (1, 2, 4, 8, ...). The graph of a bucket
+is captured once, at its first use or at warm-up. Other graphs prefill several short prompts in one run; there each row is a
+prompt token. Captured kernels contain the addresses of their buffers, so when more slots are needed, new buffers are allocated
+and the graphs are captured again.
 
 Weights keep the model's format: float32, bfloat16, float16, or packed int8 and int4 (kernels/matvec), which are unpacked in
 registers. Inputs of products are rounded to the dtype of the weights, or to bfloat16 if the weights are packed. All else is

@@ -36,7 +36,7 @@ from rwkv.model.packing import Packing
 from rwkv.model.rwkv7 import fused as rwkv7_fused
 from rwkv.model.rwkv7.architecture import EPS, FASTEST_LOG_W, LEAST_NORM, LOW_RANK, MIXES, State, sizes
 
-Recompute = Callable[[], Tensor]         # backward calls it to recompute the input of time or channel mixing
+Recompute = Callable[[], Tensor]         # recomputes the input of time or channel mixing, in backward
 
 
 class TimeMix(nn.Module):
