@@ -25,7 +25,7 @@ ANY_DEPTH = re.compile(rf"(?:^|(?<={SLASH}))\*\*(?:{SLASH}+|$)")       # ** betw
 
 
 class Content(NamedTuple):
-    """The hash of a file. characters, fingerprint: of its text (documents/copies.py); 0 if not read as text."""
+    """The hash of a file. characters, fingerprint: the text's length and hash (documents/copies.py); 0 if not read as text."""
 
     sha256: str
     characters: int
@@ -59,7 +59,7 @@ def contents(paths: Sequence[Path], cache: Path, text: bool = False) -> list[Con
     """The Content of each file, cached. A file is read again if its size or timestamp has changed, or if it had changed less
     than two seconds before it was read, since a second change may have the same timestamp.
 
-    text: read the files as UTF-8; raises UserError if one is not.
+    text: whether to read the files as UTF-8; then raises UserError for a file that is not UTF-8.
     """
     cached = cache / f"contents-{sha256([VERSION, str(text), *(str(path.absolute()) for path in paths)])[:16]}.json"
     previous = read_json(cached) or {}

@@ -72,10 +72,10 @@ class BatchPlan(NamedTuple):
 
 
 class DocumentChunks:
-    """Divides documents that are longer than one stream's share of all segments into chunks. segments (P,): their number in a
-    chunk.
+    """Divides documents that are longer than one stream's share of all segments into chunks.
 
-    learnt: for conversations, whether each token is a target; None for documents, in which all tokens are targets.
+    segments (P,): the number of segments in each chunk. learnt: for conversations, whether each token is a target; None for
+    documents, in which all tokens are targets.
     """
 
     def __init__(self, tokens: TokenArray, end_of_text: int, ctx_len: int, streams: int,
@@ -118,8 +118,8 @@ class DocumentChunks:
 
 
 def _divided(segments: np.ndarray, streams: int) -> tuple[np.ndarray, np.ndarray]:
-    """Plans how to divide documents into chunks. segments (D,): the number of segments in each document. Returns the number of
-    chunks of each document (D,), and their length in segments (D,).
+    """Plans how to divide documents into chunks. segments (D,): the number of segments in each document. Returns for each
+    document the number of chunks (D,), and the number of segments in a chunk (D,).
 
     The last chunk of a document may be shorter.
     """

@@ -138,7 +138,7 @@ def read_manifest(folder: Path) -> JsonObject | None:
 
 def encode(parts: list[Piece], tokenizer: Tokenizer, counter: LossCounter,
            dtype: np.dtype) -> Iterator[tuple[np.ndarray, Lost]]:
-    """The ids of each batch of pieces, with end_of_text before each document, and what the tokenizer lost of the batch."""
+    """Yields for each batch of pieces the ids, with end_of_text before each document, and what the tokenizer lost."""
     for batch in _batches(parts):
         ids = []
         encoded = encode_batch(batch, tokenizer)

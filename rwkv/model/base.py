@@ -342,7 +342,7 @@ class Model(nn.Module):
 
     @torch.no_grad()
     def prefill(self, tokens: Tensor, state: State | None = None) -> tuple[Tensor, State]:
-        """The logits (B,V) after the last of tokens (B,T), T >= 1, and the state, in one parallel pass."""
+        """Returns the logits (B,V) after the last of tokens (B,T), T >= 1, and the new state, computed in one parallel pass."""
         if not self.is_untouched():          # a hook on the model may read or change the logits of all positions
             logits, state = self(tokens, state)
             return logits[:, -1], state

@@ -59,7 +59,7 @@ def head_loss(hidden: Tensor, weight: Tensor, targets: Tensor, l2_wrap: float = 
 
 
 def log_probabilities(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """The logarithm of each target's probability under softmax(hidden (N,C) @ weight (V,C).T): (N,) float32.
+    """Returns (N,) float32: the logarithm of each target's probability under softmax(hidden (N,C) @ weight (V,C).T).
 
     targets (N,): none may be -100. Backward recomputes the logits chunk by chunk.
     """
@@ -121,7 +121,7 @@ class _HeadLoss(torch.autograd.Function):
 
 
 def _logits(hidden: Tensor, weight: Tensor) -> Tensor:
-    """hidden (rows,C) W^T. If W (V,C) has a different dtype, it is frozen, and is converted NARROW_ROWS rows at a time."""
+    """Computes hidden (rows,C) W^T. A frozen W (V,C) of a different dtype is converted NARROW_ROWS rows at a time."""
     if weight.dtype == hidden.dtype:
         return hidden @ weight.T
     if torch.is_grad_enabled():
@@ -133,7 +133,7 @@ def _logits(hidden: Tensor, weight: Tensor) -> Tensor:
 
 
 def _times(grad_logits: Tensor, weight: Tensor) -> Tensor:
-    """grad_logits (rows,V) W. W is converted as in _logits."""
+    """Computes grad_logits (rows,V) W, where W is converted as in _logits."""
     if weight.dtype == grad_logits.dtype:
         return grad_logits @ weight
     total = grad_logits.new_zeros(len(grad_logits), weight.shape[1])

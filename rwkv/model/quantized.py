@@ -342,7 +342,7 @@ class BlockEmbedding(nn.Module):
 
 
 def to_blocks(model: M, blocks: Mapping[str, Blocks]) -> M:
-    """Replaces the placeholders of linear layers and of the embedding by layers with `blocks`: weight name -> the weight."""
+    """Replaces the placeholders of linear layers and of the embedding. blocks: weight name -> the weight in GGUF's blocks."""
     for name, packed in blocks.items():
         module = name.removesuffix(".weight")
         layer = model.get_submodule(module)

@@ -168,7 +168,7 @@ def exact_copies(weights: Sequence[Tensor]) -> list[Tensor] | None:
     available = available_memory()
     if any(weight.is_inference() for weight in weights):
         return None
-    if available is not None and sum(weight.nbytes for weight in weights) > available:       # the copies take half as much
+    if available is not None and sum(weight.nbytes for weight in weights) > available:       # twice the copies' size
         return None
     copies = []
     for weight in weights:

@@ -146,7 +146,7 @@ class Tokenizer(ABC):
         return True
 
     def starting(self, texts: Iterable[str]) -> set[int]:
-        """The ids of the special tokens whose name is at the beginning of one of the texts, ignoring leading white space."""
+        """The ids of the special tokens with whose name one of the texts begins, ignoring leading white space."""
         return {index for text in texts for name, index in self.special.items() if text.lstrip().startswith(name)}
 
     @cached_property

@@ -34,7 +34,7 @@ SUFFIXES = {".txt": "text", ".md": "text", ".jsonl": "jsonl", ".jsonl.gz": "json
 
 
 class MixedSource(NamedTuple):
-    """A source's name, its share of the training tokens (shares sum to 1), and the configuration of a run on it alone."""
+    """A source's name, share of the training tokens (shares sum to 1), and configuration for a run on this source alone."""
 
     name: str
     share: float

@@ -53,7 +53,7 @@ def _cached(tokens: TokenArray, identity: str, end_of_text: int, cache: Path) ->
 
 
 def document_hashes(tokens: TokenArray, end_of_text: int) -> np.ndarray:
-    """A 64-bit hash of each document's ids: (D,) uint64."""
+    """The 64-bit hashes (D,) uint64 of the documents' ids."""
     hashes = np.empty(len(tokens.starts), np.uint64)
     for number, (begin, end) in enumerate(pairwise(tokens.bounds.tolist())):
         ids = tokens[begin:end].astype("<i4")

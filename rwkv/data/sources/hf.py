@@ -88,7 +88,7 @@ def _library(path: str) -> Iterator[ModuleType]:
 
 
 def reason(error: Exception) -> str:
-    """The first line of an error's cause, if it has one, or of the error: when reading a file fails, only the cause is
+    """The first line of an error's message, or of its cause's if it has a cause: when a file cannot be read, only the cause is
     informative."""
     cause = error.__cause__ or error
     first = (str(cause).strip().splitlines() or [type(cause).__name__])[0]

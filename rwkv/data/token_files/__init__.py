@@ -124,10 +124,10 @@ def _require_known(path: Path, entry: JsonObject, tokenizer: Tokenizer) -> None:
 
 
 def _join_copies(group: np.ndarray, lengths: np.ndarray, plain: np.ndarray, val_fraction: float) -> np.ndarray:
-    """For each document (D,), whether it is for validation. group (D,): a number shared by equal documents. lengths (D,): in
-    ids.
+    """For each document (D,), whether it is for validation. group (D,): a number shared by equal documents.
 
-    plain (D,): the split when copies are ignored, which is returned if it separates no group.
+    lengths (D,): the documents' lengths in ids. plain (D,): the split when copies are ignored; it is returned if it separates
+    no group.
     """
     groups = int(group.max()) + 1
     in_val = np.bincount(group, plain, groups)
@@ -200,7 +200,7 @@ def _save(path: Path, array: np.ndarray) -> None:
 
 
 def _hashes(ids: np.ndarray, starts: np.ndarray, end_of_text: int) -> np.ndarray:
-    """A 64-bit hash of each document's ids, without end_of_text at both ends: (D,) uint64."""
+    """The 64-bit hashes (D,) uint64 of the documents' ids, without end_of_text at both ends."""
     hashes = np.empty(len(starts), np.uint64)
     plain = np.asarray(ids)              # faster to slice than a memmap
     ends = [*starts[1:].tolist(), len(ids)]

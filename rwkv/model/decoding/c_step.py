@@ -109,7 +109,7 @@ class CStep:
         """Processes R tokens (int64). Token i reads row sources[i] of `states` and writes its new state to row places[i].
 
         sources: default `places`. A source row keeps its value unless it is also written. A token whose source is the previous
-        token's place continues that token's sequence. work: the workspace (R,size), or more rows. Writes one row (V) to
+        token's place continues that token's sequence. work: the workspace, (R,size) or larger. Writes one row (V) to
         `logits` for the last token of each sequence; with all_logits, for every token.
         """
         native.run(self._name, torch.get_num_threads(), self._structs, tokens.numel(), all_logits, tokens,
@@ -123,7 +123,7 @@ def step_of(model: Model) -> CStep:
 
 @cache
 def drawing() -> Draw | None:
-    """The fastest token sampler of kernels/draw on this CPU; None if none can run, and PyTorch must sample."""
+    """The fastest token sampler of kernels/draw on this CPU; None if none can run here, and then PyTorch samples."""
     name = resolve("draw", AUTO)
     function: Draw | None = None if registry.why_not("draw", name) else registry.load("draw", name).draw
     return function
@@ -260,7 +260,7 @@ class Builder:
         x, normal, floats = self.allocate(C), self.allocate(C), self.allocate(PREPARED * widest)
         q = self.allocate(PREPARED * widest // 2)
         state = model.zero_state(1, "meta")
-        size = self._size + (PART // 2 if self._size // (PART // 2) % 2 == 0 else 0)   # odd number of cache lines
+        size = self._size + (PART // 2 if self._size // (PART // 2) % 2 == 0 else 0)   # an odd number of cache lines
         return Common(L, V, C, KINDS[_form_of(embedding)], embedding.weight.detach().contiguous(),
                       self.norm(model.ln_out), self.matrix(model.head), sum(part[:, 0].numel() for part in state), size,
                       x, normal, floats, q, widest)

@@ -207,7 +207,7 @@ class GpuStep:
         return graphs[bucket]
 
     def run(self, rows: int, prefill: bool = False) -> None:
-        """Launches the kernels one by one. prefill: a sequence may have several rows."""
+        """Launches the kernels one by one. prefill: whether a sequence may have several rows."""
         for launch in self.launches:
             launch.run(rows, prefill)
 

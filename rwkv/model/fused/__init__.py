@@ -272,7 +272,7 @@ def squared_relu_backward(grad: Tensor, x: Tensor) -> Tensor:
 
 
 def wide_sum(tensor: Tensor) -> torch.dtype | None:
-    """The dtype of a sum over B and T: float32 for float16, where a sum of scaled gradients could overflow; otherwise None."""
+    """The dtype for sums over B and T: float32 for float16, where sums of scaled gradients could overflow; otherwise None."""
     return torch.float32 if tensor.dtype == torch.float16 else None
 
 

@@ -19,7 +19,7 @@ PLAIN = (Block, TimeMix, ChannelMix)       # classes of modules that Step replac
 class Step:
     """Block.forward for one token per row: (x (B,C), state) -> (x, state). state: a State of one layer, tensors (B,C) or (B,A).
 
-    It reads the block's weights and calls no modules. Use it under torch.inference_mode.
+    Step reads the block's weights and calls no modules. Use it under torch.inference_mode.
     """
 
     @staticmethod

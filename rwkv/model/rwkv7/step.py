@@ -15,7 +15,7 @@ PLAIN = (Block, TimeMix, ChannelMix, nn.GroupNorm)       # classes of modules th
 class Step:
     """Block.forward for one token per row: (x (B,C), state, v_first (B,C)) -> (x, state, v_first).
 
-    state: a State of one layer, with att_x (B,C), wkv (B,H,N,N) and ffn_x (B,C). It reads the block's weights and calls no
+    state: a State of one layer, with att_x (B,C), wkv (B,H,N,N) and ffn_x (B,C). Step reads the block's weights and calls no
     modules. Use it under torch.inference_mode.
     """
 
