@@ -48,12 +48,13 @@ AT_ONCE = 1000                           # conversations per call of the tokeniz
 
 
 class Tokenised(NamedTuple):
-    """A tokenised split: ids and, for each id, 1 if it is learnt. bytes, learnt_bytes: of all text and of learnt text.
+    """A tokenised split: ids and, for each id, 1 if it is learnt.
 
-    left_out: the number of conversations omitted from both splits because none of their answers is learnt. copies: the number
-    of conversations (or pairs) in both splits that equal an earlier one (documents/copies.py). lost, learnt_lost: what the
-    tokenizer cannot represent of all text, and of learnt text. paired: whether sequences 2i and 2i+1 are a pair, that is, the
-    conversations with the chosen and with the rejected answer (pairs.py).
+    bytes, learnt_bytes: the sizes of all text and of learnt text. left_out: the number of conversations omitted from both
+    splits because none of their answers is learnt. copies: the number of conversations (or pairs) in both splits that equal an
+    earlier one (documents/copies.py). lost, learnt_lost: what the tokenizer cannot represent of all text, and of learnt text.
+    paired: whether sequences 2i and 2i+1 are a pair, that is, the conversations with the chosen and with the rejected answer
+    (pairs.py).
     """
 
     tokens: TokenArray

@@ -69,7 +69,7 @@ class DataModule(LightningDataModule):
         self.tbptt = tbptt
 
     def train_dataloader(self) -> StatefulDataLoader | StreamLoader:
-        """A loader of batches (x, y), each (B,T), or of Packed, Pairs or Segments. Its state_dict is its position."""
+        """A loader of batches (x, y), each (B,T), or of Packed, Pairs or Segments. The loader's state_dict is its position."""
         data: Dataset
         sampler: Sampler
         trainer = self.trainer

@@ -11,7 +11,7 @@ The validation split depends only on the data (f = val_fraction):
 - a single text file: the last fraction f of its characters;
 - jsonl, chat and hf, and texts with data.separator: the first document and one of every 1/f that follow, or the end of a single
   document;
-- binidx and datatrove: the last documents, from the first that begins after 1-f of all ids;
+- binidx and datatrove: the last documents, from the first one that begins after a fraction 1-f of all ids;
 - mix: the validation split of each source, one after the other.
 Copies of a document are in the same split (documents/copies.py).
 """
@@ -72,7 +72,7 @@ class Corpus:
     conversations: the training and the validation split of data=chat. unknown: the fraction of unknown tokens, if another
     program made the ids; None if the tokenizer loses nothing. copies: the number of documents that equal an earlier one.
     repeated: the fraction of a single file's validation text that also occurs in its training text. marks: the counts of marks
-    such as <|endoftext|>. parts: the sources of data=mix; train and val are then concatenations of the parts'. stream: the
+    such as <|endoftext|>. parts: the sources of data=mix; train and val are then the parts' tokens, concatenated. stream: the
     stream of data.streaming; train is then empty.
     """
 

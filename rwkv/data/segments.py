@@ -37,8 +37,8 @@ from rwkv.model.loss import IGNORED
 class Segments(NamedTuple):
     """A batch: x, y (B,K,T) int64; starts_document (B,K) bool: true for segments before which the state is reset.
 
-    part: the number of this batch within its optimiser step. weight: as in Packed. tokens: the number of tokens, without
-    padding, in this batch of all processes.
+    part: the number of this batch within its optimiser step. weight: as in Packed. tokens: the number of tokens in this batch,
+    without padding, summed over all processes.
     """
 
     x: Tensor

@@ -168,7 +168,7 @@ def fingerprint(generation: Generation, weights: Mapping[str, Tensor | Blocks]) 
 
 def _run_blocks(blocks: Iterable[nn.Module], x: Tensor, carry: object, before: Iterable[State | None],
                 packing: Packing | None = None, give_back: bool = False) -> tuple[Tensor, object, list[State]]:
-    """Returns x, the carry and each block's state after these blocks. give_back: return free memory to the system each time."""
+    """Returns x, the carry and each block's state after these blocks. give_back: return free memory after each block."""
     after: list[State] = []
     for block, layer_state in zip(cast(Iterable[Layer], blocks), before, strict=True):
         x, layer_state, carry = block(x, layer_state, carry, packing)
@@ -185,8 +185,7 @@ def through_blocks(blocks: nn.ModuleList, x: Tensor) -> Tensor:
 
 
 def require_own_options(model: ModelConfig, optim: OptimConfig | None = None) -> None:
-    """Raises UserError for an option of `model` or `optim` that only other generations have, unless it has its default
-    value."""
+    """Raises UserError if an option of `model` or `optim` is set that only other generations have."""
     groups = {"model": model, "optim": optim or OptimConfig()}
     own = _own_options(generation(model))
     for name in GENERATIONS:

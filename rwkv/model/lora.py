@@ -80,8 +80,7 @@ def adaptable(config: ModelConfig) -> list[str]:
 
 
 def chosen(config: ModelConfig, modules: Sequence[str]) -> list[str]:
-    """The linear layers of a block that get an adapter: `names`, or all if none are named. Raises UserError for unknown
-    names."""
+    """A block's linear layers that get an adapter: `names`, or all if `names` is empty. Raises UserError for unknown names."""
     layers = adaptable(config)
     for name in modules:
         if name not in layers:

@@ -366,8 +366,7 @@ def to_packed(model: M, form: str, device: torch.device | str, packed: Mapping[s
 
 def _quantised(model: M, make_layer: Callable[[str, Callable[[], Tensor]], nn.Module],
                later: Mapping[str, Callable[[], Tensor]], head: bool, replaced: Callable[[str], object]) -> M:
-    """Replaces linear layers. make_layer(name, read) makes a layer from the weight that read() returns. The rest: as in
-    to_int8."""
+    """Replaces linear layers. make_layer(name, read) makes a layer from the weight that read() returns. Others: see to_int8."""
     model.fingerprint_before = model.fingerprint()
     for name in _linears(model):
         layer = cast(nn.Linear, model.get_submodule(name))

@@ -73,8 +73,7 @@ def ends_by_first_rule(parsed: JsonMapping) -> list[int]:
 def stated_ends(parsed: JsonMapping, stated: Iterable[int | str]) -> list[int]:
     """The ids of the tokens that another file states as ends of text (by id or name) and that can be ends; no duplicates.
 
-    A token that is neither special nor known as an end is an ordinary part of texts; some programs state such a token by
-    mistake.
+    A token that is neither special nor known as an end is ordinary text; some programs state such a token by mistake.
     """
     ids = vocabulary(parsed)
     special = special_tokens(parsed)

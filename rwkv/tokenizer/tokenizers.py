@@ -101,8 +101,7 @@ class Tokenizer(ABC):
         return self.encode_batch(texts)
 
     def encode_after(self, text: str, before: Sequence[int]) -> list[int]:
-        """The ids of a text after the ids `before`. The text counts as a continuation unless `before` ends in a special
-        token."""
+        """The ids of a text after the ids `before`. The text is a continuation unless `before` ends in a special token."""
         is_within = before and before[-1] not in self.special.values()
         return self.encode_within([text])[0] if is_within else self.encode(text)
 
@@ -121,7 +120,8 @@ class Tokenizer(ABC):
         """Frees the library that encodes long texts. The next long text loads it again."""
 
     def decode(self, ids: Iterable[int], after: Sequence[int] = ()) -> str:
-        """The text of `ids` after `after`, as decoder(after) returns it. Raises UserError for an id outside the vocabulary."""
+        """The text of `ids`, which follow the ids `after`, as decoder(after) returns it. Raises UserError for an id outside the
+        vocabulary."""
         return self.decoder(after).decode(ids)
 
     def decode_start(self, ids: Sequence[int]) -> str:

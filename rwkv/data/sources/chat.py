@@ -116,7 +116,7 @@ def conversations(config: DataConfig, template: ChatTemplate | None = None, pair
 
     Copies are put into the same split, unless all conversations are equal.
 
-    template: used instead of the one that `config` names. pairs: whether each entry is a pair of answers. It yields two
+    template: used instead of the one that `config` names. pairs: whether each entry is a pair of answers. A pair yields two
     conversations, the first with the chosen and the second with the rejected answer. Both are in the same split, and either
     both are learnt or neither.
     """

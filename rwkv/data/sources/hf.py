@@ -101,7 +101,7 @@ def _no_column(config: DataConfig, columns: list[str]) -> UserError:
 
 
 def local_files(path: str) -> list[tuple[str, Path]]:
-    """The (name, file) of files at a path, in a folder or of a pattern, if their suffix is in FORMATS; [] for a name on the
+    """The (name, file) of each file that a path, folder or pattern names, if its suffix is in FORMATS; [] for a name on the
     Hub."""
     if Path(path).exists() or glob.has_magic(path):
         with suppress(UserError):        # no such file; the library may support others

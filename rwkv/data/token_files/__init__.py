@@ -262,8 +262,8 @@ def _split(places: np.ndarray, tokens: int, val_fraction: float, path: Path) -> 
 
 
 def _measure(val: TokenArray, tokenizer: Tokenizer) -> tuple[float, float, float | None]:
-    """Bytes per predicted token, bits per byte of gzip -9, and the fraction of unknown tokens, of the split's first SAMPLE
-    ids."""
+    """Measures the split's first SAMPLE ids: bytes per predicted token, bits per byte of gzip -9, fraction of unknown
+    tokens."""
     ids = val[:SAMPLE]
     counter = LossCounter(tokenizer)
     unknown = None

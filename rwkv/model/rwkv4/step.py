@@ -54,8 +54,7 @@ class Step:
         return x, state._replace(att_x=normal, a=a, b=b, p=p, ffn_x=ffn_normal), None
 
     def _wkv(self, k: Tensor, v: Tensor, state: State) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """WKV4.step: the same operations compute y (index 0, from p and u + k) and the next state (index 1, from p + w and
-        k)."""
+        """WKV4.step, with y (index 0, from p and u + k) and the next state (index 1, from p + w and k) computed together."""
         past, now = state.p + self._p_offset, k + self._k_offset               # (2,B,A) each
         top = torch.maximum(past, now)
         past, now = past.sub_(top).exp_(), now.sub_(top).exp_()

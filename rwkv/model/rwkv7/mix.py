@@ -189,8 +189,7 @@ class TimeMix(nn.Module):
         return mixed, after
 
     def _low_rank(self, dtype: torch.dtype, name: str) -> Tensor:
-        """A gate's matrix, for products in `dtype`. In a quantised model, the matrix may be bfloat16 and the products
-        float32."""
+        """A gate's matrix, for products in `dtype`. In a quantised model it may be bfloat16 for float32 products."""
         weight: Tensor = getattr(self, name)
         return weight.float() if (weight.dtype, dtype) == (torch.bfloat16, torch.float32) else weight
 
