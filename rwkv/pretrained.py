@@ -61,7 +61,8 @@ class RWKV(Model):
 
         The model is for inference: in evaluation mode and without gradients. On a CPU, weights stored in `dtype` are memory-
         mapped: a program that writes into the file, instead of replacing it, changes the model. mmap=False copies them.
-        dtype="blocks" keeps the quantised blocks of a GGUF file; "auto" is as for generate.py.
+        dtype="blocks" keeps the quantised blocks of a GGUF file, and "int4" those of a calibrated file; "auto" is as for
+        generate.py.
         trainable=True returns a model for training, with gradients and its own memory; its weights are in `dtype`, which should
         be float32 unless the optimiser is made for another dtype. Raises CheckpointError (a ValueError) if the file is missing,
         damaged or not a checkpoint, KernelUnavailable if the kernel cannot run on `device`. Adapters of a run with tune=lora
@@ -121,7 +122,7 @@ class RWKV(Model):
                  if name not in packed and is_linear_weight(name, group(name)) and not tensor.mapped}
 
         def keeps_dtype(name: str, tensor: Stored) -> bool:
-            low_rank = kind == "cpu" and group(name) == "low rank" and not checkpoint.config.deep_embed_dim
+            low_rank = kind == "cpu" and _has_half_low_rank(checkpoint, name)
             return group(name) in MATRICES or (low_rank and tensor.dtype == torch.bfloat16)
 
         weights = {name: torch.empty(tensor.shape, device="meta") if name in packed or name in later else
@@ -140,9 +141,14 @@ class RWKV(Model):
     def _in_blocks(cls, checkpoint: Checkpoint, wkv: Operator, mmap: bool) -> Self:
         """The model with its matrices and embedding in the file's quantised blocks; everything else is computed in float32."""
         blocks = blocks_of(checkpoint)
+        stored = checkpoint.weights.stored
+        keeps_dtype = {name for name, tensor in stored.items() if tensor.dtype == torch.bfloat16
+                       and (name == "emb.weight" or _has_half_low_rank(checkpoint, name))}
         weights = {name: torch.empty(tensor.shape, device="meta") if name in blocks else
-                   tensor.cast(torch.float32).get(copy=not mmap) for name, tensor in checkpoint.weights.stored.items()}
+                   (tensor if name in keeps_dtype else tensor.cast(torch.float32)).get(copy=not mmap)
+                   for name, tensor in stored.items()}
         model = cls.with_weights(checkpoint.config, wkv, weights).requires_grad_(False).eval()
+        model.fingerprint_before = checkpoint.fingerprint
         to_blocks(model, blocks if mmap else {name: packed.map(torch.clone) for name, packed in blocks.items()})
         return model.merge()
 
@@ -272,7 +278,7 @@ def open_checkpoint(config: SavedModelConfig) -> OpenCheckpoint:
 
 def _is_packed_on_loading(checkpoint: Checkpoint, device: str, dtype: str) -> bool:
     """Whether loading the checkpoint on a CPU quantises it."""
-    return device == "cpu" and dtype in PACKED and not any(matrix.form == dtype for matrix in checkpoint.packed.values())
+    return device == "cpu" and dtype in PACKED and not any(matrix.dtype == dtype for matrix in checkpoint.packed.values())
 
 
 def _read(path: str | Path, lora: str | Path | None, alpha: float | None) -> Checkpoint:
@@ -293,13 +299,21 @@ def default_dtype(device: str) -> str:
     return "bfloat16" if device == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False) else "float32"
 
 
+def _has_half_low_rank(checkpoint: Checkpoint, name: str) -> bool:
+    """Whether the tensor is a low-rank matrix that a quantised model on a CPU may have in bfloat16."""
+    return generation(checkpoint.config).group(name) == "low rank" and not checkpoint.config.deep_embed_dim
+
+
 def resolved_dtype(dtype: str, device: str, checkpoint: Checkpoint) -> tuple[str, str | None]:
     """The dtype for inference, and a line to print about it, or None if the user chose it.
 
     On a CPU, auto resolves to blocks if the file has blocks that kernels/matvec multiplies; otherwise auto is default_dtype's
-    result. Where the C library cannot run, blocks resolves to float32. Raises UserError for blocks on a GPU, or with a file
-    that has none.
+    result. Where the C library cannot run, blocks resolves to float32; where it can, int4 of a calibrated file resolves to
+    blocks. Raises UserError for blocks on a GPU, or with a file that has none.
     """
+    forms = sorted({matrix.form.upper() for matrix in checkpoint.packed.values() if matrix.dtype == dtype != matrix.form})
+    if forms and torch.device(device).type == "cpu" and why_not("matvec", IN_C) is None:
+        return BLOCKS, f"{dtype}, calibrated: the file's {', '.join(forms)} as they are"
     if dtype not in (AUTO, BLOCKS):
         return dtype, None
     if torch.device(device).type != "cpu":
@@ -310,8 +324,8 @@ def resolved_dtype(dtype: str, device: str, checkpoint: Checkpoint) -> tuple[str
     types = {str(tensor.blocks) for tensor in checkpoint.weights.stored.values() if tensor.has_blocks()}
     if not types:
         if dtype == BLOCKS:
-            raise UserError(f"dtype=blocks requires a GGUF file with matrices in {', '.join(FORMS_OF_BLOCKS)}, and "
-                            f"{checkpoint.path} has none: use dtype=int8, int4 or float32")
+            raise UserError(f"dtype=blocks requires a GGUF or calibrated file with matrices in {', '.join(FORMS_OF_BLOCKS)}, "
+                            f"and {checkpoint.path} has none: use dtype=int8, int4 or float32")
         return default_dtype(device), None
     names = ", ".join(sorted(types))
     if reason := why_not("matvec", IN_C):

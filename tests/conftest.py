@@ -11,7 +11,6 @@ import importlib.util
 import os
 import signal
 import sys
-import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -27,9 +26,9 @@ if TYPE_CHECKING:
 if hasattr(signal, "SIGHUP"):            # nohup ignores it, also in the processes that tests start
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
-# Without byte code, each of the many processes would compile every module again: write it outside the checkout instead.
+# Without byte code, each of the many processes would compile every module again. PYTHONPYCACHEPREFIX would keep the byte code
+# out of the checkout, but each module of each library would be compiled once more: a minute in a new environment.
 if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):
-    sys.pycache_prefix = os.environ["PYTHONPYCACHEPREFIX"] = str(Path(tempfile.gettempdir()) / "timemix-pycache")
     sys.dont_write_bytecode = False
 
 # In deterministic mode, which poisoned_memory uses, cuBLAS fails without this variable, which it reads when it starts.
@@ -49,6 +48,11 @@ if importlib.util.find_spec("hypothesis"):               # often missing on mach
 
 
 CLONE_RUNS = Path(__file__).parent.parent / "runs"
+# Half a minute and more each, whatever their number of tests
+LONGEST = ("generation/test_gpu.py", "kernels/test_triton.py", "training/sharding/test_fsdp.py", "training/test_ddp.py",
+           "serving/test_state_store.py", "training/callbacks/test_divergence.py", "report/test_report.py",
+           "serving/test_limits.py", "model/fused/test_fused_triton.py", "checkpoint/test_on_hub.py",
+           "training/run/test_resume.py", "training/callbacks/test_before_after.py", "benchmarks/test_gpu_check.py")
 RUNS_BEFORE = pytest.StashKey[set[tuple[str, int]]]()
 
 
@@ -97,7 +101,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Keeps only the first test of an implementation that cannot run here, and skips it with the reason.
 
     Tests of an implementation that torch or another package compiles when it is called, which takes seconds, get the mark
-    `compiles`. Files with many slow tests come first, so that no process still runs one of them when the others have finished.
+    `compiles`. The longest files come first, then those with many slow tests, so that no process still runs one of them when
+    the others have finished.
     """
     from kernels.registry import load, why_not
 
@@ -115,7 +120,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason=reason))
         chosen.append(item)
     slow = Counter(item.path for item in chosen if {"programs", "compiles"} & {mark.name for mark in item.iter_markers()})
-    items[:] = sorted(chosen, key=lambda item: -slow[item.path])
+    longest = {Path(__file__).parent / name: place for place, name in enumerate(LONGEST)}
+    assert all(path.is_file() for path in longest), "a file of LONGEST has moved"
+    items[:] = sorted(chosen, key=lambda item: (longest.get(item.path, len(longest)), -slow[item.path]))
     config.hook.pytest_deselected(items=left_out)
 
 

@@ -22,7 +22,7 @@ by the form's `rounded`; y is contiguous and in the dtype of x. An implementatio
 packed.dense(dtype) with the same bits.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, NamedTuple, Self
 
@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kernels.matvec import _blocks, _packing
+from kernels.matvec import _blocks, _calibrated, _packing
 from kernels.matvec._packing import GROUP, SMALLEST, Groups
 from kernels.matvec._packing import exact_copy as exact_copy
 from kernels.operator import Operator
@@ -374,6 +374,24 @@ def pack(weight: Tensor, form: str) -> Packed:
     if form not in FORMS or weight.dim() != 2:
         raise ValueError(f"pack requires a W (N,K) and one of {', '.join(FORMS)}; got {tuple(weight.shape)} and {form!r}")
     return FORMS[form].of(weight)
+
+
+def quantise(weight: Tensor, moments: Sequence[Tensor], form: str) -> Blocks:
+    """W (N,K), finite, floating-point, in blocks that change its products least for inputs with these second moments.
+
+    moments: of consecutive windows of k inputs, (k,k) each, symmetric. form: one of calibrated_form's. Raises ValueError if the
+    widths do not fit.
+    """
+    elements = BLOCKS[form].elements
+    widths = [len(moment) for moment in moments]
+    if sum(widths) != weight.shape[1] or any(width % elements for width in widths):
+        raise ValueError(f"quantise requires moments of multiples of {elements} inputs, {weight.shape[1]} in all; got {widths}")
+    return BLOCKS[form](_calibrated.quantise(weight, moments, form))
+
+
+def calibrated_form(K: int, bits: int) -> str:
+    """The form of blocks for rows of K, a multiple of 32, with integers of 4 or 5 bits: k-quants if K is a multiple of 256."""
+    return f"q{bits}_{'0' if K % KQuant.elements else 'k'}"
 
 
 OPERATOR = MatVec

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from kernels.matvec import Packed
+from kernels.matvec import BLOCKS, Packed
 from rwkv.checkpoint.lazy_tensors import Stored
 from rwkv.config import ModelConfig
 from rwkv.errors import CheckpointError
@@ -26,6 +26,11 @@ class PackedMatrix:
     shape: tuple[int, ...]
     read: Callable[[], Packed]
     repacked: bool = False
+
+    @property
+    def dtype(self) -> str:
+        """The dtype of files that have such matrices: int8 or int4."""
+        return "int4" if self.form in BLOCKS else self.form
 
 
 @dataclass

@@ -7,11 +7,13 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from kernels.matvec import Packed
 from rwkv.chat.names import trained_length
 from rwkv.checkpoint import adapters, card, formats, time_states, tuned
 from rwkv.checkpoint.content import ENTRY, Content, Outgoing, PackedMatrix
@@ -239,9 +241,9 @@ def write_checkpoint(checkpoint: Checkpoint, path: str | Path, dtype: str | None
         raise UserError(f"the form {form} requires a Hugging Face directory: choose a name without a suffix instead of "
                         f"{path.name}, or omit the form")
     block_formats = formats.QUANTISED.get(format, ())
-    forms = {matrix.form for matrix in checkpoint.packed.values()}
-    if dtype is None and len(forms) == 1 and forms <= {*block_formats}:
-        dtype = forms.pop()
+    packed_dtypes = {matrix.dtype for matrix in checkpoint.packed.values()}
+    if dtype is None and len(packed_dtypes) == 1 and packed_dtypes <= {*block_formats}:
+        dtype = packed_dtypes.pop()
     quantised = dtype if dtype in block_formats else None
     if dtype is not None and dtype not in DTYPES and not quantised:
         blocks = "".join(f"; in {name} also {', '.join(dtypes)}" for name, dtypes in formats.QUANTISED.items())
@@ -256,6 +258,8 @@ def write_checkpoint(checkpoint: Checkpoint, path: str | Path, dtype: str | None
         tensors = checkpoint.stored_in(None if quantised else dtype)
     tensors |= time_states.named(checkpoint.time_states or [], torch.float16 if format == "st" else torch.float32)
     total = sum(tensor.nbytes for tensor in tensors.values())
+    packed = {name: _read_with_progress(matrix, partial(progress, tensors[name].nbytes, total))
+              for name, matrix in checkpoint.packed.items()}
     tensors = {name: _with_progress(tensor, lambda count: progress(count, total)) for name, tensor in tensors.items()}
     run = tuned.without_base(checkpoint.run or {"model": asdict(checkpoint.config)})
     entry = describe(run, checkpoint.vocab_size, None)
@@ -264,8 +268,8 @@ def write_checkpoint(checkpoint: Checkpoint, path: str | Path, dtype: str | None
     if quantised in PACKED:
         entry["fingerprint"] = checkpoint.fingerprint or fingerprint_of(checkpoint)
     text = card.of_directory(path.name, checkpoint.path, source, command) if format == "huggingface" else ""
-    module.write(path, Outgoing(tensors, checkpoint.config, checkpoint.vocab_size, entry, quantised, form, checkpoint.packed,
-                                text, by_input))
+    module.write(path, Outgoing(tensors, checkpoint.config, checkpoint.vocab_size, entry, quantised, form, packed, text,
+                                by_input))
 
 
 def require_tokenizer(checkpoint: Checkpoint, tokenizer: Tokenizer, name: str) -> None:
@@ -393,3 +397,12 @@ def _with_progress(tensor: Stored, progress: Callable[[int], object]) -> Stored:
         return read
 
     return replace(tensor, data=data)
+
+
+def _read_with_progress(matrix: PackedMatrix, progress: Callable[[], object]) -> PackedMatrix:
+    def read() -> Packed:
+        packed = matrix.read()
+        progress()
+        return packed
+
+    return replace(matrix, read=read)

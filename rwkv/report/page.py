@@ -40,7 +40,7 @@ def render(folder: Path, comparison: Comparison, findings: Sequence[Finding]) ->
             *_samples(comparison), *_setting(comparison), _method(comparison)]
     return ('<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
             '<meta name="viewport" content="width=device-width, initial-scale=1">'
-            f"<title>{escape(title)}</title><style>{STYLE}{tuning.STYLE}</style></head>\n<body>\n"
+            f"<title>{escape(title)}</title><style>{STYLE}{svg.STYLE}{tuning.STYLE}</style></head>\n<body>\n"
             + "\n".join(body) + "\n</body></html>\n")
 
 
@@ -385,18 +385,10 @@ figcaption { font-size: 0.9rem; margin-bottom: 6px; }
 .legend { display: flex; flex-wrap: wrap; gap: 2px 16px; margin: 8px 0; font-size: 0.9rem; }
 .swatch { width: 26px; height: 10px; margin-right: 6px; vertical-align: middle; }
 .box { display: inline-block; width: 12px; height: 12px; border-radius: 2px; margin-right: 5px; vertical-align: -1px; }
-svg.figure { display: block; width: 100%; height: auto; }
-svg text { font-size: 12px; fill: var(--quiet); } svg .end { text-anchor: end; } svg .middle { text-anchor: middle; }
-.grid { stroke: var(--rule); fill: none; } .axis { stroke: var(--quiet); fill: none; }
-.line { fill: none; stroke-width: 1.6; stroke-linejoin: round; } .line circle { stroke: none; }
-.line circle.ring { fill: none; stroke: inherit; stroke-dasharray: none; }
-.names, .at > * { visibility: hidden; } .readings:hover > .names, .at:hover > * { visibility: visible; }
-.names rect { fill: var(--card); stroke: var(--rule); fill-opacity: 0.85; } .names, .at text { pointer-events: none; }
-.at rect { fill: none; pointer-events: all; } svg .names text, svg .at text { fill: var(--text); }
 pre { overflow-x: auto; white-space: pre-wrap; overflow-wrap: anywhere; padding: 10px 12px; border: 1px solid var(--rule);
       border-radius: 6px; background: var(--card); font-size: 0.86rem; }
 summary { cursor: pointer; color: var(--quiet); margin: 8px 0; }
 dl { display: grid; grid-template-columns: max-content 1fr; gap: 2px 16px; margin: 0; font-size: 0.9rem; }
 dt { color: var(--quiet); } dd { margin: 0; overflow-wrap: anywhere; }
 """
-STYLE += "\n".join([*(f"rect.b{n} {{ fill: var(--b{n}); }} .box.b{n} {{ background: var(--b{n}); }}" for n in range(3)), ""])
+STYLE += "".join(f".box.b{n} {{ background: var(--b{n}); }}\n" for n in range(3))

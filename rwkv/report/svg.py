@@ -1,4 +1,4 @@
-"""SVG figures for a report: lines over steps, and bars. Their colours are classes in the page's style sheet (page.py).
+"""SVG figures for a report: lines over steps, and bars. STYLE is their style sheet; page.py defines the colours.
 
 A figure is WIDTH by HEIGHT in its own units, and the page scales it. Values that are not finite are not drawn. A figure of
 lines shows the step under the mouse pointer and each kernel's value there. This needs no script: the plot is divided into
@@ -14,6 +14,17 @@ from itertools import pairwise
 
 import numpy as np
 
+STYLE = """
+svg.figure { display: block; width: 100%; height: auto; }
+svg text { font-size: 12px; fill: var(--quiet); } svg .end { text-anchor: end; } svg .middle { text-anchor: middle; }
+.grid { stroke: var(--rule); fill: none; } .axis { stroke: var(--quiet); fill: none; }
+.line { fill: none; stroke-width: 1.6; stroke-linejoin: round; } .line circle { stroke: none; }
+.line circle.ring { fill: none; stroke: inherit; stroke-dasharray: none; }
+.names, .at > * { visibility: hidden; } .readings:hover > .names, .at:hover > * { visibility: visible; }
+.names rect { fill: var(--card); stroke: var(--rule); fill-opacity: 0.85; } .names, .at text { pointer-events: none; }
+.at rect { fill: none; pointer-events: all; } svg .names text, svg .at text { fill: var(--text); }
+"""
+STYLE += "".join(f"rect.b{n} {{ fill: var(--b{n}); }}\n" for n in range(3))
 WIDTH = 480
 HEIGHT = 300
 LEFT = 54                                # margins around the plot; the left one may be wider

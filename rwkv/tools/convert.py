@@ -1,6 +1,7 @@
 """python -m rwkv.tools.convert IN OUT [--dtype DTYPE] [--format FORMAT] [--tokenizer NAME]: Converts weights between formats.
 
-It converts one tensor at a time, so it needs memory only for the largest tensor. OUT is written atomically.
+It converts one tensor at a time, so it needs memory only for the largest tensor; with --calibrate, for a layer.
+OUT is written atomically.
 """
 
 import argparse
@@ -21,12 +22,13 @@ from rwkv.cli import exit_on_user_error
 from rwkv.config import STATE_LAYOUTS
 from rwkv.errors import UserError
 from rwkv.io.lines import counted
+from rwkv.io.utf8 import require_file
 from rwkv.tokenizer.tokenizers import Tokenizer
 
 if TYPE_CHECKING:                        # this module imports PyTorch
     from rwkv.checkpoint.files import Checkpoint
 
-WEIGHT_OPTIONS = ("dtype", "format", "form", "lora", "lora_alpha", "tokenizer", "end_of_text")     # only for weights
+WEIGHT_OPTIONS = ("dtype", "calibrate", "format", "form", "lora", "lora_alpha", "tokenizer", "end_of_text")  # only for weights
 WITHOUT_TOKENIZER = ("pth", "ggmf")      # formats that cannot contain a tokenizer
 
 EPILOG = """IN's format is detected from its content: .pth, .ckpt, .safetensors, ggmf, GGUF, a Hugging Face or a run directory.
@@ -50,12 +52,21 @@ def main(arguments: list[str] | None = None) -> None:
             locate(options.lora)
         elif options.lora_alpha is not None:
             raise UserError("--lora-alpha requires --lora")
+        if options.calibrate is not None:
+            _require_calibration(options.calibrate, options.dtype, format)
         if _is_state(options):
             convert_state(options.source, options.target, options.state_layout)
             return
         command = shlex.join(["timemix", "convert", *(arguments or sys.argv[1:])])
         convert(options.source, options.target, options.dtype, format, options.tokenizer, options.end_of_text,
-                options.form, options.lora, options.lora_alpha, command, options.by_input)
+                options.form, options.lora, options.lora_alpha, command, options.by_input, options.calibrate)
+
+
+def _require_calibration(text: Path, dtype: str | None, format: str) -> None:
+    """Raises UserError unless --calibrate has a readable text, --dtype int4 and .safetensors."""
+    if (format, dtype) != ("safetensors", "int4"):
+        raise UserError(f"--calibrate requires --dtype int4 and .safetensors; got {dtype or 'no --dtype'} and {format}")
+    require_file(text, "--calibrate")
 
 
 def _is_state(options: argparse.Namespace) -> bool:
@@ -86,13 +97,14 @@ def convert_state(source: Path, target: Path, layout: str | None = None) -> None
 def convert(source: Path, target: Path, dtype: str | None = None, format: str | None = None,
             tokenizer: str | None = None, end_of_text: str | None = None, form: str | None = None,
             lora: str | Path | None = None, lora_alpha: float | None = None, command: str | None = None,
-            by_input: bool = False) -> None:
+            by_input: bool = False, calibrate: Path | None = None) -> None:
     """Converts the checkpoint `source` to `target`. dtype: None keeps each tensor's. format: None chooses it by the suffix.
 
     tokenizer: the name, as in Tokenizer.named, of the tokenizer to write with the weights; by default the source's, if any.
     end_of_text: the end-of-text token of a .json tokenizer; by default the one that the source, or else the tokenizer's file,
     states. form: the layout of an RWKV-7 Hugging Face directory, one of FORMS. lora, lora_alpha: an adapter to merge, and its
     alpha if its file lacks it. command: the conversion command, for the model card. by_input: as in write_checkpoint.
+    calibrate: a text for which int4 in .safetensors is rounded.
     """
     from rwkv.checkpoint.files import read_checkpoint, tokenizer_of, with_adapter, write_checkpoint
     from rwkv.model.base import generation, n_parameters
@@ -116,6 +128,8 @@ def convert(source: Path, target: Path, dtype: str | None = None, format: str | 
     with suppress(UserError):            # ignores an unknown end-of-text token
         if checkpoint.tokenizer and (end := tokenizer_of(checkpoint).end_line()):
             _log(f"sequences end with {end}")
+    if calibrate is not None:
+        checkpoint = _calibrated(checkpoint, calibrate, tokenizer)
     with tqdm(unit="B", unit_scale=True, unit_divisor=1024, dynamic_ncols=True, delay=0.5, file=sys.stderr) as bar:
         def progress(count: int, total: int) -> None:
             bar.total = total
@@ -125,6 +139,21 @@ def convert(source: Path, target: Path, dtype: str | None = None, format: str | 
     _log(f"written: {target} ({name})")
     if checkpoint.tokenizer and name in WITHOUT_TOKENIZER:
         _log(f"{target} does not contain the tokenizer: the format {name} cannot store it")
+
+
+def _calibrated(checkpoint: "Checkpoint", text: Path, tokenizer: str | None) -> "Checkpoint":
+    """The checkpoint with matrices rounded for a text, of which a line says what is read and how they are rounded."""
+    from rwkv.checkpoint.calibration import calibrated, describe, read_ids
+    from rwkv.checkpoint.files import tokenizer_of
+
+    if checkpoint.packed:
+        dtype = next(iter(checkpoint.packed.values())).dtype
+        raise UserError(f"--calibrate requires weights that are not packed; {checkpoint.path} has them in {dtype}: convert the "
+                        "original")
+    ids = read_ids(text, tokenizer_of(checkpoint, tokenizer, option="--tokenizer"))
+    result = calibrated(checkpoint, ids)
+    _log(f"int4, calibrated on {ids.numel():,} tokens of {text}: {describe(result)}")
+    return result
 
 
 def _adapter_line(checkpoint: "Checkpoint", dtype: str | None) -> str:
@@ -142,6 +171,9 @@ def _parser() -> Parser:
     parser.add_argument("source", metavar="IN", type=path_of, help="the checkpoint to read: a file or a directory")
     parser.add_argument("target", metavar="OUT", type=path_of, help="the file or the directory to write")
     parser.add_argument("--dtype", choices=DTYPES, metavar="DTYPE", help="default: the dtype of each tensor in IN")
+    parser.add_argument("--calibrate", metavar="TEXT", type=path_of, help="a UTF-8 text; round the weights for what the model "
+                        "computes on its first 8,192 tokens, for less than half the loss in about 4.6 bits instead of 5; takes "
+                        "minutes for a large model; requires --dtype int4 and .safetensors")
     parser.add_argument("--by-input", action="store_true", help="store ffn.value transposed, for faster decoding on a CPU; "
                         "requires --dtype bfloat16 and .safetensors; only this project reads such files")
     parser.add_argument("--format", choices=formats.names(), help="default: from OUT's suffix")

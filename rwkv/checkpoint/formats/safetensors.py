@@ -56,7 +56,7 @@ def write(path: Path, outgoing: Outgoing) -> None:
     form = outgoing.quantised or ("bfloat16" if outgoing.by_input else None)
     if form is not None:
         tensors = _packed.outgoing(outgoing) if outgoing.quantised else _packed.stored_by_input(outgoing)
-        entry = entry | {"packed": {"form": form, "version": _packed.VERSION}}
+        entry = entry | {"packed": {"form": form, "version": _packed.version(outgoing)}}
     write_file(path, lambda file: write_tensors(file, tensors, {ENTRY: json.dumps(entry)}))
 
 

@@ -72,7 +72,8 @@ def estimated_seconds(config: TrainConfig, vocab_size: int, device: torch.device
     if config.trainer.activation_checkpointing:
         operations *= 1 + FORWARD
     dtype = dtype_for(config.trainer.precision)
-    x = torch.ones(512, 1024, dtype=dtype, device=device)
+    rows = 512 if device.type == "cuda" else 64          # enough for each; on a CPU, 512 rows in float16 take a second
+    x = torch.ones(rows, 1024, dtype=dtype, device=device)
     w = torch.ones(1024, 1024, dtype=dtype, device=device)
     seconds = []
     for _ in range(3):
