@@ -4,11 +4,11 @@
     row 1   [ conversation 5 ................................. ] padding
 
 The parts of a conversation are encoded separately, as a prompt and its answer are in generation (rwkv/chat/encoding.py). Each
-conversation ends in end_of_text, which is added if the chat template has not written it. After an answer it is learnt, so that
-a tuned model stops. No end_of_text precedes a conversation, since none precedes a prompt in generation.
+conversation ends in end_of_text, which is added if the chat template has not written it. An end_of_text after an answer is
+learnt, so that a tuned model stops. No end_of_text precedes a conversation, since none precedes a prompt in generation.
 
 Rows are filled by best fit, the longest conversations first. A conversation longer than a row is truncated. With trainer.tbptt,
-training reads whole conversations (rwkv/data/segments.py), and so does validation if one is longer than a row.
+training reads whole conversations (rwkv/data/segments.py); so does validation, if any conversation is longer than a row.
 
 The folder cache/chat-KEY contains the ids, a byte per id that is 1 if the id is learnt, and the offsets of conversations.
 """
@@ -43,18 +43,18 @@ from rwkv.model.loss import IGNORED
 from rwkv.tokenizer.lost_bytes import NOTHING, LossCounter, Lost
 from rwkv.tokenizer.tokenizers import Tokenizer
 
-VERSION = 5                              # of the format of files in the cache
+VERSION = 5                              # version of the cache files' format
 AT_ONCE = 1000                           # conversations per call of the tokenizer
 
 
 class Tokenised(NamedTuple):
-    """A tokenised split: ids and, for each id, 1 if it is learnt. bytes, learnt_bytes: of the whole text and of its learnt
-    part.
+    """A tokenised split: ids and, for each id, 1 if it is learnt.
 
-    left_out: the number of conversations omitted from both splits because none of their answers is learnt. copies: the number
-    of conversations (or pairs) in both splits that equal an earlier one (documents/copies.py). lost, learnt_lost: what the
-    tokenizer cannot represent of the whole text and of its learnt part. paired: sequences 2i and 2i+1 are a pair: the
-    conversations with the chosen and with the rejected answer (pairs.py).
+    bytes, learnt_bytes: the sizes of all text and of learnt text. left_out: the number of conversations omitted from both
+    splits because none of their answers is learnt. copies: the number of conversations (or pairs) in both splits that equal an
+    earlier one (documents/copies.py). lost, learnt_lost: what the tokenizer cannot represent of all text, and of learnt text.
+    paired: whether sequences 2i and 2i+1 are a pair, that is, the conversations with the chosen and with the rejected answer
+    (pairs.py).
     """
 
     tokens: TokenArray
@@ -69,7 +69,7 @@ class Tokenised(NamedTuple):
 
 
 class Packed(NamedTuple):
-    """A batch: x, y (B,T) int64; starts (B,T) bool: the state is reset before this position.
+    """A batch: x, y (B,T) int64; starts (B,T) bool: true at positions before which the state is reset.
 
     weight: the factor for the batch's mean loss. With it, averaging over all batches and processes of an optimiser step gives
     the mean over all of the step's targets.
@@ -98,8 +98,8 @@ class Rows(NamedTuple):
 
 def tokenise(config: DataConfig, identity: Sequence[str], tokenizer: Tokenizer, cache: Path,
              pairs: bool = False) -> tuple[Tokenised, Tokenised, float]:
-    """Tokenises conversations, or reads them from the cache. Returns training split, validation split, and the bits per byte of
-    `gzip -9` on the validation answers.
+    """Tokenises conversations, or reads them from the cache. Returns both splits, and the bits per byte of `gzip -9` on the
+    validation answers.
 
     identity: strings that identify the conversations and their split. Raises UserError if a line is not a conversation or
     cannot be encoded.
@@ -236,7 +236,7 @@ def packed_rows(lengths: Sequence[int], T: int) -> list[list[int]]:
 
 
 class ConversationRows(Dataset[Packed]):
-    """The rows of a split. Numbers from len(self) on denote the same rows in later epochs.
+    """The rows of a split. Row numbers from len(self) on denote the same rows in later epochs.
 
     counts (rows,): the number of targets in each row. cut: the number of conversations longer than a row, which are truncated.
     """
@@ -287,7 +287,8 @@ class ConversationRows(Dataset[Packed]):
         return 1 - self._n_tokens / (len(self) * self.ctx_len)
 
     def describe(self) -> str:
-        cut = (f"; {self.cut:,} longer than model.ctx_len={self.ctx_len} are truncated (trainer.tbptt reads them whole)"
+        cut = (f"; of these conversations, {self.cut:,} longer than model.ctx_len={self.ctx_len} are truncated "
+               "(trainer.tbptt reads them whole)"
                if self.cut else "")
         conversations = counted(len(self._lengths), "conversation")
         return (f"{conversations} in {counted(len(self), 'row')}, {100 * self.padding():.1f} % of positions padding"

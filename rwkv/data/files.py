@@ -18,14 +18,14 @@ from rwkv.io.json_types import JsonObject
 from rwkv.io.utf8 import chunks, open_file
 
 SETTLED = 2_000_000_000                  # ns: two changes of a file within this time may have the same timestamp
-VERSION = "2"                            # of the cache's format
+VERSION = "2"                            # version of the cache's format
 BLOCK = 1 << 20                          # bytes read at a time for hashing
 SLASH = rf"[/{re.escape(os.sep)}]"
 ANY_DEPTH = re.compile(rf"(?:^|(?<={SLASH}))\*\*(?:{SLASH}+|$)")       # ** between slashes
 
 
 class Content(NamedTuple):
-    """The hash of a file. characters, fingerprint: of its text (documents/copies.py); 0 if not read as text."""
+    """The hash of a file. characters, fingerprint: the text's length and hash (documents/copies.py); 0 if not read as text."""
 
     sha256: str
     characters: int
@@ -59,7 +59,7 @@ def contents(paths: Sequence[Path], cache: Path, text: bool = False) -> list[Con
     """The Content of each file, cached. A file is read again if its size or timestamp has changed, or if it had changed less
     than two seconds before it was read, since a second change may have the same timestamp.
 
-    text: read the files as UTF-8; raises UserError if one is not.
+    text: whether to read the files as UTF-8; then raises UserError for a file that is not UTF-8.
     """
     cached = cache / f"contents-{sha256([VERSION, str(text), *(str(path.absolute()) for path in paths)])[:16]}.json"
     previous = read_json(cached) or {}
@@ -147,7 +147,7 @@ def _folders(top: Path) -> Iterator[Path]:
 
 
 def _unique_files(files: Iterable[Path]) -> list[Path]:
-    """The files sorted by path. A file with several paths is listed by the first that is not a link."""
+    """The files sorted by path. A file with several paths is listed under the first path that is not a link."""
     unique: dict[Path, Path] = {}
     for file in sorted(set(files), key=lambda file: (file.is_symlink(), file)):
         unique.setdefault(file.resolve(), file)

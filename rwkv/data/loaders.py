@@ -1,8 +1,8 @@
 """Loads batches for training and validation from the tokenised data of rwkv/data/prepare.py.
 
 B = batch_size, T = ctx_len. Window i of N tokens is tokens[i*T : i*T + T+1]: x (B,T) is its first T tokens, y (B,T) its last T,
-so no two windows predict the same token. Training reads all complete windows in a seeded random order, then in a new one,
-without end. In an epoch every token is predicted once, except the first one and the fewer than T last ones. From the second
+so no two windows predict the same token. Training reads all complete windows in a seeded random order, then in a new order,
+without end. In an epoch every token is predicted once, except the first token and up to T-1 tokens at the end. From the second
 epoch on, the windows are shifted by a seeded offset, with wrap-around, so that a token has a different context in each epoch.
 The order is the same for any number of workers and processes, and a run can resume from any step; process `rank` of `world`
 reads every world-th window. Validation reads all windows in order; the tokens that remain form a last window, padded with
@@ -57,7 +57,7 @@ class DataModule(LightningDataModule):
     """Provides a corpus's loaders to Lightning, for which the whole run (trainer.max_steps steps) is one epoch.
 
     config.batch_size: rows per batch in this process. tbptt: segments of each document stream per training step; 0 for windows.
-    Checkpoints saved during fit contain the loader's position; later ones do not, since Lightning then discards it.
+    Checkpoints saved during fit contain the loader's position; later checkpoints do not, since Lightning discards it after fit.
     """
 
     def __init__(self, corpus: Corpus, config: DataConfig, ctx_len: int, seed: int, tbptt: int = 0) -> None:
@@ -69,7 +69,7 @@ class DataModule(LightningDataModule):
         self.tbptt = tbptt
 
     def train_dataloader(self) -> StatefulDataLoader | StreamLoader:
-        """A loader of batches (x, y), each (B,T), or of Packed, Pairs or Segments. Its state_dict is its position."""
+        """A loader of batches (x, y), each (B,T), or of Packed, Pairs or Segments. The loader's state_dict is its position."""
         data: Dataset
         sampler: Sampler
         trainer = self.trainer
@@ -160,8 +160,8 @@ def _by_value(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def worker_error(error: BaseException) -> UserError | None:
-    """A UserError that replaces torch's error about a worker: one that was killed, which a signal handler reports anywhere in
-    this process, or one that raised a UserError, which torch shows with a traceback. None for other errors.
+    """The UserError that replaces torch's error about a worker; None for other errors. Either the worker was killed, which a
+    signal handler reports anywhere in this process, or the worker raised UserError, which torch shows with a traceback.
     """
     if isinstance(error, UserError) and IN_WORKER in str(error):
         return UserError(str(error).strip().splitlines()[-1].partition(": ")[2])
@@ -197,5 +197,5 @@ def _ignore_interrupts() -> None:
 
 
 def _own_generator(seed: int) -> torch.Generator:
-    """A generator from which a loader draws its workers' seeds, so that it does not change the global random state."""
+    """A generator from which a loader draws its workers' seeds, so that the loader does not change the global random state."""
     return torch.Generator().manual_seed(seed)

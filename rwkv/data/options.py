@@ -12,7 +12,7 @@ from rwkv.tokenizer.tokenizers import MADE_FROM_DATA, NAMES, Tokenizer
 def check_data(config: DataConfig, tokenizer: bool = True, template: bool = True) -> None:
     """Raises UserError for a missing path or file, and for conflicting options.
 
-    tokenizer, template: False if the checkpoint's tokenizer or chat template will be used instead of the configured one.
+    tokenizer, template: whether to check the configured one; False if the checkpoint's will be used instead.
     """
     if config.name == "mix":
         if config.path:
@@ -46,4 +46,4 @@ def _check_tokenizer(config: DataConfig) -> None:
         Tokenizer.check_named(name, "data.tokenizer", names)
     elif config.end_of_text is not None:
         raise UserError(f"data.end_of_text requires a tokenizer's .json file; data.tokenizer={name} is made from the data: "
-                        "omit it")
+                        "omit data.end_of_text")

@@ -2,7 +2,7 @@
 
     row 0   [ chosen 3 .... ][ rejected 3 .. ][ chosen 0 ][ rejected 0 ]   T = ctx_len positions; [ resets the state
 
-So both sequences of a pair are always in the same batch, and a run can resume from any step as with other rows. Two kinds of
+Thus both sequences of a pair are always in the same batch, and a run can resume from any step as with other rows. Two kinds of
 pairs are omitted: those longer than a row, since truncation changes an answer's probability, and those with two equal
 sequences, which express no preference, so that their gradient is only rounding error.
 """

@@ -11,7 +11,7 @@ The validation split depends only on the data (f = val_fraction):
 - a single text file: the last fraction f of its characters;
 - jsonl, chat and hf, and texts with data.separator: the first document and one of every 1/f that follow, or the end of a single
   document;
-- binidx and datatrove: the last documents, from the first that begins after 1-f of all ids;
+- binidx and datatrove: the last documents, from the first one that begins after a fraction 1-f of all ids;
 - mix: the validation split of each source, one after the other.
 Copies of a document are in the same split (documents/copies.py).
 """
@@ -45,7 +45,7 @@ from rwkv.tokenizer.lost_bytes import NOTHING, WITHHELD, Lost, percent
 from rwkv.tokenizer.split import last_line_end, pieces
 from rwkv.tokenizer.tokenizers import MADE_FROM_DATA, CharTokenizer, JsonTokenizer, Tokenizer
 
-BPE_BYTES = 100_000_000                  # to train a bpe tokenizer on, spread evenly over the training split
+BPE_BYTES = 100_000_000                  # bytes of text for training a bpe tokenizer, spread evenly over the training split
 
 
 @dataclass(frozen=True)
@@ -72,8 +72,8 @@ class Corpus:
     conversations: the training and the validation split of data=chat. unknown: the fraction of unknown tokens, if another
     program made the ids; None if the tokenizer loses nothing. copies: the number of documents that equal an earlier one.
     repeated: the fraction of a single file's validation text that also occurs in its training text. marks: the counts of marks
-    such as <|endoftext|>. parts: the sources of data=mix; train and val are then concatenations of theirs. stream: the stream
-    of data.streaming; train is then empty.
+    such as <|endoftext|>. parts: the sources of data=mix; train and val are then the parts' tokens, concatenated. stream: the
+    stream of data.streaming; train is then empty.
     """
 
     tokenizer: Tokenizer
@@ -99,8 +99,8 @@ class Corpus:
 
     @property
     def val_lost(self) -> float:
-        """The fraction of the validation text that the tokenizer loses; in conversations, of the answers; of external ids, the
-        unknown ones.
+        """The fraction of the validation text that the tokenizer loses. For conversations: the fraction of the answers. For
+        external ids: the fraction of unknown ids.
         """
         lost = self.conversations[1].learnt_lost if self.conversations else self.sizes.val_lost
         return lost.share if self.unknown is None else self.unknown
@@ -162,7 +162,8 @@ class CorpusPart(NamedTuple):
 def prepare(config: DataConfig, ctx_len: int, tokenizer: Tokenizer | None = None, pairs: bool = False) -> Corpus:
     """Tokenises the data of `config`, or reads them from config.cache_dir.
 
-    tokenizer: replaces the one that `config` names. pairs: data=chat reads pairs of answers, for which `tokenizer` is required.
+    tokenizer: used instead of the one that `config` names. pairs: whether data=chat reads pairs of answers, which requires
+    `tokenizer`.
     """
     check_data(config, tokenizer is None)
     cache = Path(config.cache_dir)
@@ -271,7 +272,7 @@ def _from_conversations(config: DataConfig, tokenizer: Tokenizer | None, cache: 
     tokenizer = tokenizer or _tokenizer(config, [(source, 1.0)], sha256(identity)[:16], cache)
     train, val, gzip_bpb = tokenise(config, identity, tokenizer, cache, pairs)
     sizes = Sizes(len(train.tokens), len(val.tokens), train.bytes, val.bytes, gzip_bpb, train.lost, val.lost)
-    about = source.about + (f", {train.left_out:,} others omitted, which have no answer to learn" if train.left_out else "")
+    about = source.about + (f", {train.left_out:,} others omitted, without an answer to learn" if train.left_out else "")
     return Corpus(tokenizer, train.tokens, val.tokens, sizes, about, source.sha256, (train, val), copies=train.copies)
 
 

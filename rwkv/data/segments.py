@@ -4,15 +4,15 @@
     stream 1   [ document 0 ... padding  ][ document 7 ..... | 7 ............ ]   [ resets the state
 
 B = batch_size, T = ctx_len. An optimiser step has one stream per row of its batches: with trainer.accumulate=A it has A batches
-of B streams each. Documents come in a seeded random order, then in a new one, without end; a stream that has finished a
-document gets the next one. The order depends only on the seed, the number of streams and ctx_len.
+of B streams each. Documents come in a seeded random order, then in a new order, without end; a stream that has finished a
+document gets the next document. The order depends only on the seed, the number of streams and ctx_len.
 
-A document longer than one stream's share of all segments is divided into chunks of whole segments, each of which begins with an
+A document longer than one stream's share of all segments is divided into chunks of whole segments; each chunk begins with an
 empty state. Otherwise all streams would read the same part of a single long file. A document's ids are end_of_text and its
-text. Each predicts the next id, and the last one predicts the following document's end_of_text, so every token except the very
-first is predicted once per epoch. In a corpus without end_of_text between documents (binidx), the first token of each document
-is not predicted. In conversations (rwkv/data/conversations.py) only learnt tokens are predicted, and conversations are not
-divided, since an answer needs the messages before it.
+text. Each id predicts the next id, and the last id predicts the following document's end_of_text, so every token except the
+very first is predicted once per epoch. In a corpus without end_of_text between documents (binidx), the first token of each
+document is not predicted. In conversations (rwkv/data/conversations.py) only learnt tokens are predicted, and conversations are
+not divided, since an answer needs the messages before it.
 """
 
 from collections.abc import Iterator
@@ -35,10 +35,10 @@ from rwkv.model.loss import IGNORED
 
 
 class Segments(NamedTuple):
-    """A batch: x, y (B,K,T) int64; starts_document (B,K) bool: the state is reset before this segment.
+    """A batch: x, y (B,K,T) int64; starts_document (B,K) bool: true for segments before which the state is reset.
 
-    part: the number of this batch within its optimiser step. weight: as in Packed. tokens: the number of tokens, without
-    padding, in this batch of all processes.
+    part: the number of this batch within its optimiser step. weight: as in Packed. tokens: the number of tokens in this batch,
+    without padding, summed over all processes.
     """
 
     x: Tensor
@@ -72,9 +72,10 @@ class BatchPlan(NamedTuple):
 
 
 class DocumentChunks:
-    """Divides documents that are longer than one stream's share of all segments into chunks. segments (P,): in each chunk.
+    """Divides documents that are longer than one stream's share of all segments into chunks.
 
-    learnt: for conversations, whether each token is a target; None for documents, in which all tokens are targets.
+    segments (P,): the number of segments in each chunk. learnt: for conversations, whether each token is a target; None for
+    documents, in which all tokens are targets.
     """
 
     def __init__(self, tokens: TokenArray, end_of_text: int, ctx_len: int, streams: int,
@@ -90,7 +91,7 @@ class DocumentChunks:
             counts = np.ones_like(segments)
             length = segments
         document = np.repeat(np.arange(self.documents), counts)                                # (P,): each chunk's document
-        nth = np.arange(len(document)) - np.repeat(np.cumsum(counts) - counts, counts)         # (P,): its number there
+        nth = np.arange(len(document)) - np.repeat(np.cumsum(counts) - counts, counts)         # (P,): chunk's index in document
         self._starts = bounds[document] + nth * length[document] * ctx_len
         self._ends = np.append(self._starts[1:], len(tokens))
         self._ends_document = np.append(np.diff(document) > 0, True)
@@ -117,8 +118,8 @@ class DocumentChunks:
 
 
 def _divided(segments: np.ndarray, streams: int) -> tuple[np.ndarray, np.ndarray]:
-    """How to divide documents into chunks. segments (D,): the number of segments in each document. Returns the number of chunks
-    of each document (D,), and their length in segments (D,).
+    """Plans how to divide documents into chunks. segments (D,): the number of segments in each document. Returns for each
+    document the number of chunks (D,), and the number of segments in a chunk (D,).
 
     The last chunk of a document may be shorter.
     """
@@ -234,13 +235,13 @@ class SegmentIterator(Iterator[BatchPlan]):
         return BatchPlan(rows, part, weight, tokens)
 
     def state_dict(self) -> StateDict:
-        """The number of batches so far, and the streams' positions at the beginning of the current step (between steps, of the
-        next)."""
+        """The number of batches so far, and the streams' positions at the beginning of the current step, or of the next step if
+        none is in progress."""
         between_steps = self._batches % self.sampler.layout.parts == 0
         return {"batches": self._batches, "lanes": self._positions.state_dict() if between_steps else self._before}
 
     def load_state_dict(self, state: StateDict) -> None:
-        """Raises UserError if the run had a different number of streams, or none."""
+        """Raises UserError if the run had a different number of streams, or no streams."""
         before = len(state["lanes"]["left"]) if "lanes" in state else 0
         now = self.sampler.layout.streams
         if before != now:

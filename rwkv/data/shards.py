@@ -43,9 +43,9 @@ from rwkv.tokenizer.tokenizers import Tokenizer
 BATCH = 1 << 20                          # characters per call of the tokenizer, to bound its memory
 SHARD = 1 << 23                          # characters in a shard
 MAX_WORKERS = 4                          # default maximum of concurrent shards: more would need memory without using more cores
-GZIP_BYTES = 16_000_000                  # of validation text to compress with gzip -9, rounded up to whole documents
+GZIP_BYTES = 16_000_000                  # bytes of validation text to compress with gzip -9, rounded up to whole documents
 SPLITS = ("train", "val")
-VERSION = 3                              # of the files' layout and of the rules for splitting texts
+VERSION = 3                              # version of the files' layout and of the rules for splitting texts
 SHOWN_AFTER = 2.0                        # seconds before the progress bar appears
 Result = TypeVar("Result")
 
@@ -70,7 +70,7 @@ class Shard(NamedTuple):
 
 
 def cache_key(identity: Sequence[str], tokenizer: Tokenizer) -> str:
-    """A hash for the folder's name, of the text and its split (`identity`), the tokenizer and the files' layout."""
+    """The KEY in the folder's name: a hash of the text and its split (`identity`), the tokenizer and the files' layout."""
     return sha256([*identity, tokenizer.data_key, str(VERSION), str(SHARD)])[:16]
 
 
@@ -138,7 +138,7 @@ def read_manifest(folder: Path) -> JsonObject | None:
 
 def encode(parts: list[Piece], tokenizer: Tokenizer, counter: LossCounter,
            dtype: np.dtype) -> Iterator[tuple[np.ndarray, Lost]]:
-    """The ids of each batch of pieces, with end_of_text before each document, and what the tokenizer lost of the batch."""
+    """Yields for each batch of pieces the ids, with end_of_text before each document, and what the tokenizer lost."""
     for batch in _batches(parts):
         ids = []
         encoded = encode_batch(batch, tokenizer)
@@ -320,7 +320,7 @@ def _gzip_bpb(source: Source) -> float:
 
 
 def _entry(path: Path) -> JsonObject:
-    now = time.time_ns()                 # before reading the file: `unchanged` compares it with the file's modification time
+    now = time.time_ns()                 # before the file is read; `unchanged` compares this time with the file's
     checksum = crc32(path)
     return {"stamp": stamp(path), "time": now, "crc32": checksum}
 

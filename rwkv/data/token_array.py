@@ -18,7 +18,7 @@ MAPPED = 1024                            # maximum of files mapped at the same t
 
 
 class Part(NamedTuple):
-    """`length` consecutive ids of type `dtype` in a file; `first`: the index of the first of them."""
+    """`length` consecutive ids of type `dtype` in a file; `first`: the index of the first id."""
 
     path: Path
     dtype: str
@@ -100,13 +100,12 @@ class TokenArray:
 
     @property
     def bounds(self) -> np.ndarray:
-        """The offset at which each document begins, and the end of the array: (D+1,) int64."""
+        """Returns (D+1,) int64: the offset at which each document begins, and the end of the array."""
         return np.append(self.starts, len(self))
 
     @cached_property
     def starts(self) -> np.ndarray:
-        """The offset at which each document begins: at the end_of_text before it, or at its first token. (D,) int64,
-        ascending."""
+        """Returns (D,) int64, ascending: the offset of each document's first token, or of the end_of_text before that token."""
         return np.concatenate([np.empty(0, np.int64), *map(_load_offsets, self._offsets)])
 
 

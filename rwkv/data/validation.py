@@ -1,4 +1,4 @@
-"""Restricts validation to the first trainer.val_tokens tokens of the split, for which it measures bytes and gzip -9 again."""
+"""Restricts validation to the split's first trainer.val_tokens tokens, and measures the bytes and gzip -9 of this part."""
 
 import zlib
 from dataclasses import replace

@@ -43,9 +43,10 @@ def window_offset(ctx_len: int, seed: int, epoch: int) -> int:
 
 @dataclass(eq=False)
 class Windows(Dataset[tuple[Tensor, Tensor]]):
-    """The windows of a TokenArray. Numbers from len(self) on are windows of later epochs, which are shifted.
+    """The windows of a TokenArray. Window numbers from len(self) on belong to later epochs, whose windows are shifted.
 
-    partial: the tokens after the last complete window form a shorter window, and there is only one epoch. seed: for the shifts.
+    partial: whether the tokens after the last complete window form a shorter one; then there is only one epoch.
+    seed: determines the shifts.
     """
 
     tokens: TokenArray
@@ -147,7 +148,7 @@ class StepLayout(NamedTuple):
         return self.rows * self.parts * self.world
 
     def own(self, part: int) -> range:
-        """The numbers of the streams that are this process's rows in batch `part`: every world-th one."""
+        """The numbers of the streams that are this process's rows in batch `part`: every world-th stream."""
         return self.common(part)[self.rank::self.world]
 
     def common(self, part: int) -> range:

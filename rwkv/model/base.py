@@ -1,9 +1,9 @@
 """The model of every generation: an embedding, the generation's blocks, a LayerNorm and a head.
 
-A model reads whole sequences (T > 1), chunks with the state carried between them, or one token at a time (T = 1), with the
-same logits. Its operator, block.att.wkv, is the kernel that mixes time; the weights are the same for all kernels. A generation
-is a package beside this file, imported by its name: rwkv4/ has RWKV-4's architecture, with the interface `Generation`, and
-faster implementations of it in the optional modules that `FORMS` lists.
+A model reads a whole sequence (T > 1), chunks with the state carried between them, or one token at a time (T = 1); the logits
+are the same. A block's operator, block.att.wkv, is the kernel that mixes time; all kernels use the same weights. A generation
+is a package beside this file, imported by name: rwkv4/ has the interface `Generation` and RWKV-4's architecture. Its optional
+modules, which `FORMS` lists, implement the same formulas faster.
 """
 
 import hashlib
@@ -43,22 +43,22 @@ FORMS = {                                # optional modules of a generation, for
 
 
 class Layer(Protocol):
-    """A block's interface, an nn.Module: norms ln1 and ln2 (ln0 in the first block only), time mixing att, channel mixing ffn.
+    """A block: an nn.Module with norms ln1 and ln2 (also ln0 in the first block), time mixing att and channel mixing ffn.
 
-    att.wkv is the operator. att.time_state, in generations that can learn it, is the operator's state before the first token.
+    att.wkv is the operator. att.time_state is the operator's state before the first token, in generations that can learn it.
     """
 
     def __call__(self, x: Tensor, before: State | None, carry: object,
                  packing: Packing | None = None) -> tuple[Tensor, State | None, object]:
-        """x (B,T,C), this layer's state before x (None: empty), the previous block's carry (None for the first block)
-        -> x, this layer's state after x, the carry for the next block. With a packing (several sequences per row) each
-        sequence starts from the empty state, and the returned state is None."""
+        """Returns the new x (B,T,C), this layer's state after x, and the carry for the next block. before: this layer's state
+        before x, or None if empty. carry: the previous block's carry; None for the first block. With a packing (several
+        sequences per row) each sequence starts from the empty state, and the returned state is None."""
 
 
 class Generation(Protocol):
     """The interface of a generation's package."""
 
-    NAME: str                            # as messages print it
+    NAME: str                            # the generation's name in messages
     OPERATOR: str                        # the folder of kernels/ with the operator of time mixing
     KEPT_FLOAT32: tuple[str, ...]        # suffixes of the parameters that stay float32 in half precision
     OPTIONS: tuple[str, ...]             # ModelConfig's options that not every generation has
@@ -92,7 +92,7 @@ class Generation(Protocol):
         """The names of linear layers whose inputs are never negative; int8 quantises these inputs without a sign bit."""
 
     def operator_work(self, config: ModelConfig) -> int:
-        """The peak number of values per token in the operator's backward pass. The memory estimate uses it and the next two."""
+        """The peak number of values per token in the operator's backward pass. For the memory estimate."""
 
     def saved_activations(self, config: ModelConfig, half: bool) -> float: ...
 
@@ -106,7 +106,7 @@ class DeepEmbedGeneration(Generation, Protocol):
         """Adds DeepEmbed's tables to a new model."""
 
     def merge(self, model: "Model") -> None:
-        """Merges the weights that are separate only for training."""
+        """Merges weights that are separate only for training."""
 
     def first_carry(self, tokens: Tensor) -> object:
         """The carry that the first block receives."""
@@ -168,7 +168,7 @@ def fingerprint(generation: Generation, weights: Mapping[str, Tensor | Blocks]) 
 
 def _run_blocks(blocks: Iterable[nn.Module], x: Tensor, carry: object, before: Iterable[State | None],
                 packing: Packing | None = None, give_back: bool = False) -> tuple[Tensor, object, list[State]]:
-    """x and carry after these blocks, and each block's state. give_back: return free memory to the system after each block."""
+    """Returns x, the carry and each block's state after these blocks. give_back: return free memory after each block."""
     after: list[State] = []
     for block, layer_state in zip(cast(Iterable[Layer], blocks), before, strict=True):
         x, layer_state, carry = block(x, layer_state, carry, packing)
@@ -180,12 +180,12 @@ def _run_blocks(blocks: Iterable[nn.Module], x: Tensor, carry: object, before: I
 
 
 def through_blocks(blocks: nn.ModuleList, x: Tensor) -> Tensor:
-    """The output (B,T,C) of all blocks for the first block's input x, from the empty state, for a model without a carry."""
+    """The output (B,T,C) of all blocks, from the empty state and the first block's input x. The model must not need a carry."""
     return _run_blocks(blocks, x, None, [None] * len(blocks))[0]
 
 
 def require_own_options(model: ModelConfig, optim: OptimConfig | None = None) -> None:
-    """Raises UserError if an option of `model` or `optim` that only other generations have differs from its default."""
+    """Raises UserError if an option of `model` or `optim` is set that only other generations have."""
     groups = {"model": model, "optim": optim or OptimConfig()}
     own = _own_options(generation(model))
     for name in GENERATIONS:
@@ -193,8 +193,8 @@ def require_own_options(model: ModelConfig, optim: OptimConfig | None = None) ->
             group, _, option = key.partition(".")
             default = type(groups[group])()
             if key not in own and getattr(groups[group], option) != getattr(default, option):
-                raise UserError(f"{key} is an option of {name}, and the model is {model.generation}: leave it out, or use "
-                                "another model=")
+                raise UserError(f"{key} is an option of {name}, and the model is {model.generation}: omit this option, "
+                                "or choose a different model=")
 
 
 def _own_options(generation: Generation) -> tuple[str, ...]:
@@ -204,7 +204,7 @@ def _own_options(generation: Generation) -> tuple[str, ...]:
 
 
 class _NoInitialisation(TorchFunctionMode):
-    """Skips torch.nn.init, which has no effect on the meta device and spends seconds on imports."""
+    """Skips torch.nn.init: on the meta device it has no effect, and its imports take seconds."""
 
     def __torch_function__(self, function: Callable[..., object], types: Sequence[type], args: Sequence[object] = (),
                            kwargs: Mapping[str, object] | None = None) -> object:
@@ -221,7 +221,7 @@ class Model(nn.Module):
         one_thread_in_forks()
         self.config, self.vocab_size, self.operator = config, vocab_size, operator
         self.fingerprint_before: str | None = None       # the fingerprint before quantising or merging
-        self.decoding_step = CachedFromWeights()         # its CStep or GpuStep
+        self.decoding_step = CachedFromWeights()         # the cached CStep or GpuStep
         self.gives_back = False                          # training: whether to return free memory after each block
         self.weight_cache: WeightCache | None = None     # training in half precision: the rounded weights
         self.replay: Callable[[Tensor], Tensor] | None = None    # training: computes through_blocks as a CUDA graph
@@ -256,7 +256,7 @@ class Model(nn.Module):
     def forward_features(self, tokens: Tensor, starts: Tensor | None = None) -> Tensor:
         """The head's input (B,T,C) without the state, for training; every row starts from the empty state.
 
-        starts (B,T) bool: the first token of each sequence, in rows that hold several; each sequence starts from the empty
+        starts (B,T) bool: true at the first token of each sequence, if rows hold several sequences; each starts from the empty
         state.
         """
         if self.replay is not None and starts is None:
@@ -341,8 +341,8 @@ class Model(nn.Module):
 
     @torch.no_grad()
     def prefill(self, tokens: Tensor, state: State | None = None) -> tuple[Tensor, State]:
-        """The logits (B,V) after the last of tokens (B,T), T >= 1, and the state, in one parallel pass."""
-        if not self.is_untouched():          # a hook on the model sees and changes the logits of all positions
+        """Returns the logits (B,V) after the last of tokens (B,T), T >= 1, and the new state, computed in one parallel pass."""
+        if not self.is_untouched():          # a hook on the model may read or change the logits of all positions
             logits, state = self(tokens, state)
             return logits[:, -1], state
         hidden, state = self.hidden(tokens, state)

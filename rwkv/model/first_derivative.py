@@ -1,7 +1,8 @@
 """A decorator for autograd functions without a second derivative, and the type of their ctx.
 
-torch's once_differentiable raises an error only if the incoming gradient requires a gradient. If that is constant, torch would
-silently compute an incomplete second derivative, without the terms of the tensors saved for backward. This decorator raises.
+torch's once_differentiable raises an error only if the incoming gradient requires a gradient. If the incoming gradient is
+constant, torch would silently compute an incomplete second derivative, without the terms of the tensors saved for backward.
+This decorator raises an error in that case, too.
 """
 
 from collections.abc import Callable

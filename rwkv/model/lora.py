@@ -40,7 +40,7 @@ class LoraLinear(nn.Module):
         return self._sum(self.base(x), self.lora_A(self.dropout(x)))
 
     def squared_relu_linear(self, x: Tensor) -> Tensor:
-        """forward(relu(x)^2), with x saved for backward instead of the square."""
+        """Computes forward(relu(x)^2), and saves x for backward instead of the square."""
         if (self.training and self.dropout.p) or not (untouched(self) and untouched(self.lora_A)):
             return self(torch.relu(x).square())
         square, hidden = _SquareAndDown.apply(product_dtype(x), x, self.lora_A.weight)
@@ -55,7 +55,7 @@ class LoraLinear(nn.Module):
 
 
 class _SquareAndDown(torch.autograd.Function):
-    """relu(x)^2 (B,T,in) of x (B,T,in), and its product with A (rank,in): (B,T,rank)."""
+    """Computes s = relu(x)^2 from x (B,T,in), and its product s A^T (B,T,rank) with A (rank,in)."""
 
     @staticmethod
     def forward(ctx: Context, dtype: torch.dtype, x: Tensor, A: Tensor) -> tuple[Tensor, Tensor]:
@@ -80,7 +80,7 @@ def adaptable(config: ModelConfig) -> list[str]:
 
 
 def chosen(config: ModelConfig, modules: Sequence[str]) -> list[str]:
-    """The linear layers of a block that get an adapter: `names`, or all if it is empty. Raises UserError for unknown names."""
+    """A block's linear layers that get an adapter: `names`, or all if `names` is empty. Raises UserError for unknown names."""
     layers = adaptable(config)
     for name in modules:
         if name not in layers:

@@ -2,7 +2,7 @@
 
 Forward computes the gradients together with the loss, chunk by chunk; backward only scales them by the incoming gradient.
 L2Wrap is scaled too, so its strength is right under loss scaling and gradient accumulation. Half-precision products use the
-gradient of the sum over rows, whose elements are within [-1, 1]; those of the mean would underflow.
+gradient of the sum over rows, whose elements are within [-1, 1]; the gradient of the mean would underflow.
 
 Source of L2Wrap: RWKV-LM, RWKV-v4neo/src/model.py, where it ignores the incoming gradient. Confidence penalty: Pereyra et al.,
 "Regularizing Neural Networks by Penalizing Confident Output Distributions" (arXiv 1701.06548), section 3.
@@ -23,7 +23,7 @@ from rwkv.model.weight_cache import rounded
 CHUNK_LOGITS = 2 ** 21                   # logits in one chunk on a CPU: 8 MiB
 CHUNK_SHARE = 1 / 64                     # fraction of a GPU's memory for the logits of one chunk
 LEAST_ROWS = 256                         # minimum rows in one chunk, for matrix products at full speed
-LEAST_FROZEN = 128                       # the same for a frozen head: in such runs a chunk would dominate memory
+LEAST_FROZEN = 128                       # minimum rows if the head is frozen; a larger chunk would dominate memory
 NARROW_ROWS = 2 ** 11                    # rows of W converted at a time, for a frozen head in a different dtype
 BLOCK_LOGITS = 2 ** 20                   # logits in one softmax call on a CPU; they stay in its cache
 ARGMAX_BLOCK = 128                       # block size of the two-stage argmax
@@ -59,7 +59,7 @@ def head_loss(hidden: Tensor, weight: Tensor, targets: Tensor, l2_wrap: float = 
 
 
 def log_probabilities(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """The logarithm of each target's probability under softmax(hidden (N,C) @ weight (V,C).T): (N,) float32.
+    """Returns (N,) float32: the logarithm of each target's probability under softmax(hidden (N,C) @ weight (V,C).T).
 
     targets (N,): none may be -100. Backward recomputes the logits chunk by chunk.
     """
@@ -104,7 +104,7 @@ class _HeadLoss(torch.autograd.Function):
                 grad_hidden[chunk] = _times(grad_logits, weight)
                 if trained:
                     grad_weight = _add_product(grad_weight, grad_logits.T, hidden[chunk], weight_dtype)
-                del grad_logits          # before the next chunk's are computed
+                del grad_logits          # frees memory before the next chunk's gradient is computed
         ctx.save_for_backward(grad_hidden, n_counted)
         ctx.grad_weight = grad_weight
         return total / n_counted
@@ -113,7 +113,7 @@ class _HeadLoss(torch.autograd.Function):
     @first_derivative
     def backward(ctx: Context, grad: Tensor) -> tuple[Tensor | None, ...]:
         grad_hidden, n_counted = ctx.saved_tensors
-        grad_weight, ctx.grad_weight = ctx.grad_weight, None     # handed over without a copy: it becomes the weight's .grad
+        grad_weight, ctx.grad_weight = ctx.grad_weight, None     # no copy: becomes the weight's .grad
         if grad_weight is None and ctx.needs_input_grad[1]:
             raise RuntimeError("the head's loss supports one backward pass, which scales its gradient in place")
         scale = grad / n_counted
@@ -121,7 +121,7 @@ class _HeadLoss(torch.autograd.Function):
 
 
 def _logits(hidden: Tensor, weight: Tensor) -> Tensor:
-    """hidden (rows,C) W^T. If W (V,C) has a different dtype, it is frozen, and is converted NARROW_ROWS rows at a time."""
+    """Computes hidden (rows,C) W^T. A frozen W (V,C) of a different dtype is converted NARROW_ROWS rows at a time."""
     if weight.dtype == hidden.dtype:
         return hidden @ weight.T
     if torch.is_grad_enabled():
@@ -133,7 +133,7 @@ def _logits(hidden: Tensor, weight: Tensor) -> Tensor:
 
 
 def _times(grad_logits: Tensor, weight: Tensor) -> Tensor:
-    """grad_logits (rows,V) W. W is converted as in _logits."""
+    """Computes grad_logits (rows,V) W, where W is converted as in _logits."""
     if weight.dtype == grad_logits.dtype:
         return grad_logits @ weight
     total = grad_logits.new_zeros(len(grad_logits), weight.shape[1])
@@ -152,8 +152,8 @@ def _n_counted(targets: Tensor) -> Tensor:
 
 
 def _add_loss(total: Tensor, logits: Tensor, targets: Tensor, l2_wrap: float, confidence_penalty: float) -> Tensor:
-    """Adds the negative log-likelihood of the rows not ignored to `total`. Returns its gradient with respect to the logits
-    (rows,V), in their dtype; the logits are overwritten."""
+    """Adds the negative log-likelihood of the rows not ignored to `total`. Returns the gradient of that sum with respect to the
+    logits (rows,V), in the logits' dtype; the logits are overwritten."""
     if form := loss_form_for(logits):
         total += form.replace_by_gradient(logits, targets, l2_wrap, confidence_penalty, IGNORED)
         return logits
@@ -164,7 +164,7 @@ def _add_loss(total: Tensor, logits: Tensor, targets: Tensor, l2_wrap: float, co
 
 
 def _blocks(logits: Tensor, targets: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Pairs of blocks of rows of both tensors, on a CPU so small that a block's temporaries need little memory."""
+    """Pairs of row blocks of both tensors. On a CPU the blocks are small, so that temporaries need little memory."""
     rows = max(1, BLOCK_LOGITS // logits.shape[1]) if logits.device.type == "cpu" else len(logits)
     return zip(logits.split(rows), targets.split(rows), strict=True)
 
@@ -214,7 +214,7 @@ def _argmax(x: Tensor) -> Tensor:
 
 
 def _add_product(total: Tensor | None, left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
-    """total + left @ right, computed in `total` in place, or a new tensor if that is None. dtype: of the result."""
+    """Returns total + left @ right, computed in place, or left @ right if `total` is None. dtype: the result's dtype."""
     if total is None:
         return product_in(dtype, left, right)
     if left.dtype == dtype:

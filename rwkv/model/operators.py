@@ -11,7 +11,7 @@ from rwkv.model.base import generation
 
 
 def size_for(config: ModelConfig, rows: int, steps: int) -> Size | None:
-    """The Size by which kernel=auto selects, for `rows` sequences of `steps` tokens; None for an operator without heads."""
+    """The Size on which kernel=auto bases its choice, for `rows` sequences of `steps` tokens; None without heads."""
     if "head_size" not in generation(config).OPTIONS:
         return None
     return Size(rows * max(1, config.n_embd // config.head_size), steps, config.head_size)

@@ -49,10 +49,10 @@ class Int8Linear(nn.Module):
     """nn.Linear without a bias, with an int8 weight: x (...,K) float32 -> (...,N) float32.
 
     weight (N,K): floating-point, or packed. non_negative: inputs are never negative, as after a ReLU, so no bit is needed for a
-    sign. bits: of a rounded input; default 8, or 7 on CPUs without VNNI, which add two products in 16 bits, where 8 bits could
-    saturate. in_c: whether the C kernel may multiply few rows; it reads the row-major weight, and the first call with many rows
-    makes a copy in FBGEMM's layout. A packed weight is in a memory-mapped file, and that copy would double the memory: then the
-    C kernel multiplies any number of rows.
+    sign. bits: the size of a rounded input. The default is 8, or 7 on CPUs without VNNI: they add two products in 16 bits,
+    where 8-bit inputs could saturate. in_c: whether the C kernel may multiply few rows. The C kernel reads the row-major
+    weight; the first call with many rows makes a copy in FBGEMM's layout. A packed weight is in a memory-mapped file, and a
+    copy would double the memory, so there the C kernel multiplies any number of rows.
     """
 
     form = "int8"
@@ -115,7 +115,7 @@ class Int8Linear(nn.Module):
         return multiply
 
     def unordered(self) -> Int8:
-        """The row-major weight; a new copy if only FBGEMM's is in memory."""
+        """The row-major weight; a new copy if only FBGEMM's copy is in memory."""
         return self._rounded[0] if self._rounded else Int8(*fbgemm.unordered(self._ordered), *self.rounding)
 
     def parts(self, dtype: torch.dtype) -> Iterator[Tensor]:
@@ -130,7 +130,7 @@ class Int8Linear(nn.Module):
 
 
 class _RoundedLayer(Protocol):
-    """A linear layer whose weight W (N,K) is quantised or differs in dtype from its inputs."""
+    """A linear layer whose weight W (N,K) is quantised, or has a different dtype from the inputs."""
 
     out_features: int
 
@@ -142,7 +142,7 @@ class _RoundedLayer(Protocol):
 
 
 class _ForwardRows(torch.autograd.Function):
-    """layer.forward_rows with a gradient: that of a product with the rounded weight, as if the input were not rounded.
+    """layer.forward_rows with a gradient, computed as for a product of the unrounded input and the rounded weight.
 
     Nothing is saved for backward, which reads the layer's weight W (N,K) in blocks of rows.
     """
@@ -256,9 +256,9 @@ def to_int8(model: M, head: bool = True, replaced: Callable[[str], object] = lam
     """Converts the linear layers of a model on a CPU to int8, one at a time, and its embeddings to bfloat16.
 
     The model can then generate, but be neither trained nor saved. head: whether to convert the head too. replaced(name): called
-    after each layer. later: weight name -> a function that reads the weight; packed: weight name -> the weight in int8. For
-    both the model contains placeholders; with `later` its fingerprint_before must be set. in_c: as in Int8Linear. Raises
-    UserError if neither FBGEMM nor C can compute int8 products here.
+    after each layer. later: weight name -> a function that reads the weight; packed: weight name -> the weight in int8. The
+    model contains placeholders for all weights in `later` and `packed`. With `later`, model.fingerprint_before must be set.
+    in_c: as in Int8Linear. Raises UserError if neither FBGEMM nor C can compute int8 products here.
     """
     reasons = [why_not("matvec", name) for name in ("fbgemm", IN_C)]
     if None not in reasons:
@@ -299,7 +299,7 @@ class Int4Linear(_PackedWeight):
 def to_int4(model: M, packed: Mapping[str, Packed] = MappingProxyType({}),
             later: Mapping[str, Callable[[], Tensor]] = MappingProxyType({}), head: bool = True,
             replaced: Callable[[str], object] = lambda name: None) -> M:
-    """to_int8 for int4. Everything but the matrix products is computed in float32."""
+    """Like to_int8, for int4. Everything but the matrix products is computed in float32."""
     def make_layer(name: str, read: Callable[[], Tensor]) -> nn.Module:
         return Int4Linear(cast(Int4 | None, packed.get(f"{name}.weight")) or Int4.of(read()))
 
@@ -324,7 +324,7 @@ class BlockLinear(_PackedWeight):
 
 
 class BlockEmbedding(nn.Module):
-    """nn.Embedding with a weight (V,C) in GGUF's blocks: tokens (...) int64 -> (...,C) float32. It unpacks only their rows."""
+    """nn.Embedding with a weight (V,C) in GGUF's blocks: tokens (...) int64 -> (...,C) float32. Unpacks only these rows."""
 
     def __init__(self, packed: Blocks) -> None:
         super().__init__()
@@ -342,7 +342,7 @@ class BlockEmbedding(nn.Module):
 
 
 def to_blocks(model: M, blocks: Mapping[str, Blocks]) -> M:
-    """Replaces the placeholders of linear layers and of the embedding by layers with `blocks`: weight name -> the weight."""
+    """Replaces the placeholders of linear layers and of the embedding. blocks: weight name -> the weight in GGUF's blocks."""
     for name, packed in blocks.items():
         module = name.removesuffix(".weight")
         layer = model.get_submodule(module)
@@ -366,7 +366,7 @@ def to_packed(model: M, form: str, device: torch.device | str, packed: Mapping[s
 
 def _quantised(model: M, make_layer: Callable[[str, Callable[[], Tensor]], nn.Module],
                later: Mapping[str, Callable[[], Tensor]], head: bool, replaced: Callable[[str], object]) -> M:
-    """Replaces linear layers. make_layer(name, read): the new layer `name`, from the weight read(). The rest: as in to_int8."""
+    """Replaces linear layers. make_layer(name, read) makes a layer from the weight that read() returns. Others: see to_int8."""
     model.fingerprint_before = model.fingerprint()
     for name in _linears(model):
         layer = cast(nn.Linear, model.get_submodule(name))
@@ -386,5 +386,5 @@ def _halve_embeddings(model: Model) -> None:
 
 
 def _linears(model: Model) -> list[str]:
-    """The names of the linear layers: a list of the layers themselves would keep their weights in memory."""
+    """The linear layers' names; a list of the layers themselves would keep their weights in memory."""
     return [name for name, layer in model.named_modules() if isinstance(layer, nn.Linear)]

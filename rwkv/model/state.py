@@ -50,12 +50,12 @@ class State(tuple[Tensor, ...]):
         return self.each(Tensor.detach)
 
     def nbytes(self) -> int:
-        """The memory of its tensors, in bytes."""
+        """The memory of the state's tensors, in bytes."""
         return sum(tensor.nbytes for tensor in self)
 
     @staticmethod
     def cat(states: Sequence[S]) -> S:
-        """One state with the rows of all of `states`, in order. There must be at least one."""
+        """One state with the rows of all `states`, in order; `states` must not be empty."""
         return states[0]._of(torch.cat(tensors, 1) for tensors in zip(*states, strict=True))
 
     @staticmethod

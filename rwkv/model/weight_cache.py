@@ -13,12 +13,12 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 ATTRIBUTE = "_rounded"                   # attribute of a weight that has a cache: its _Copy
-_steps = 0                               # optimiser steps in this process: fused optimisers do not increase Tensor._version
+_steps = 0                               # counts optimiser steps, since fused optimisers do not increase Tensor._version
 _counting = False
 
 
 class _Copy:
-    """The rounded copy of a weight, and the weight's state at the time. Pickling or copying a weight makes an empty _Copy."""
+    """A weight's rounded copy, and the weight's state when it was copied. Pickling or copying a weight makes an empty _Copy."""
 
     def __init__(self, cache: "WeightCache | None" = None) -> None:
         self.cache = cache
@@ -49,7 +49,7 @@ class WeightCache:
         return copy.tensor
 
     def update(self) -> None:
-        """Updates the copies if the weights have changed; for CUDA graphs, which read the copies without calling copy_of."""
+        """Updates the copies if the weights have changed. CUDA graphs require this: they read the copies without copy_of."""
         if any(copy.state != _state(weight) for weight, copy in self._copied):
             self._refresh()
 
@@ -62,14 +62,14 @@ class WeightCache:
 
 
 def rounded(dtype: torch.dtype, weights: Iterable[Tensor]) -> tuple[Tensor, ...]:
-    """The weights in `dtype`: a cached copy for those that have a cache, otherwise converted."""
+    """The weights in `dtype`: the cached copy of each weight that has one; the others are converted."""
     return tuple(weight if weight.dtype == dtype else _rounded(weight, dtype) for weight in weights)
 
 
 def to_save(weights: Iterable[Tensor], multiplied: Iterable[Tensor]) -> tuple[Tensor, ...]:
-    """The tensors that an autograd function saves: for each weight its copy if that is cached, otherwise the weight.
+    """The tensors that an autograd function saves: for each weight the cached copy, or the weight if there is none.
 
-    multiplied: the result of `rounded` for the weights. Backward must call `rounded` on what was saved.
+    multiplied: the result of `rounded` for the weights. Backward must call `rounded` on the saved tensors.
     """
     return tuple(copy if getattr(weight, ATTRIBUTE, None) is not None else weight
                  for weight, copy in zip(weights, multiplied, strict=True))

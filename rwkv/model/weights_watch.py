@@ -26,7 +26,7 @@ from kernels.matvec import Packed, exact_copy
 WATCHED = 8                              # elements, in the middle of each tensor, that a WeightsWatch compares for each token
 SAMPLED = 64                             # elements of each tensor that CachedFromWeights compares for each sequence
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))         # common to all modules: without effect on results, or tensors
+MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))         # of every module; they hold tensors or do not affect results
 Watched = TypeVar("Watched", bound=nn.Module)
 Value = TypeVar("Value")
 
@@ -90,7 +90,7 @@ def _places(module: nn.Module) -> Iterator[_Place]:
 def _settings(module: nn.Module) -> tuple[tuple[str, ...], tuple[object, ...]]:
     """The names and values of non-tensor attributes that may affect a module's result, such as a norm's epsilon.
 
-    `forward` is included: None unless it is set on the instance.
+    These include `forward`, which is None unless it is set on the instance.
     """
     settings = {name: value for name, value in vars(module).items() if name not in MODULE_ATTRIBUTES
                 and (_is_plain(value) or (callable(value) and not name.startswith("_")))}        # private ones are set lazily
@@ -161,13 +161,14 @@ def _bytes_of(groups: list[list[Tensor]]) -> list[bytes]:
 def exact_copies(weights: Sequence[Tensor]) -> list[Tensor] | None:
     """bfloat16 copies of float32 matrices (N,K), which halve the memory traffic per token.
 
-    Published checkpoints are in bfloat16, and a model loaded from one in float32 keeps these values until it is trained.
-    Returns None if a value would change, if torch does not count the changes of a matrix, or if memory is insufficient.
+    Published checkpoints are in bfloat16, so the float32 weights of a model loaded from one are bfloat16 values until it is
+    trained. Returns None if a value would change, if torch does not count the changes of a matrix, or if memory is
+    insufficient.
     """
     available = available_memory()
     if any(weight.is_inference() for weight in weights):
         return None
-    if available is not None and sum(weight.nbytes for weight in weights) > available:       # the copies take half as much
+    if available is not None and sum(weight.nbytes for weight in weights) > available:       # twice the copies' size
         return None
     copies = []
     for weight in weights:
@@ -193,7 +194,7 @@ def is_finite(tensor: Tensor) -> bool:
 
 def _spaced(tensor: Tensor, n: int) -> Tensor:
     """About n evenly spaced elements of the tensor; all elements if it has fewer."""
-    step = max(1, tensor.numel() // n) | 1               # odd, so that the elements are from several columns of a matrix
+    step = max(1, tensor.numel() // n) | 1               # an odd step selects several columns of a matrix
     return tensor.flatten()[::step]
 
 

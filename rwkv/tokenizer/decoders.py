@@ -13,7 +13,7 @@ from rwkv.errors import UserError
 
 REPLACEMENT = "\ufffd"
 LONGEST_CHARACTER = 4                    # bytes
-LAST_IDS = 128                           # this many last ids of a text suffice to decode a continuation
+LAST_IDS = 128                           # number of a text's last ids that suffice to decode its continuation
 
 
 class Decoder(Protocol):
@@ -29,7 +29,7 @@ class Decoder(Protocol):
         """Ends the text and returns what is pending: U+FFFD for an incomplete character, otherwise ""."""
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The whole text of `ids`, the same as push and flush return. Raises UserError as push does."""
+        """The whole text of `ids`, as push and flush would return it. Raises UserError as push does."""
 
     def names(self, tokens: Sequence[int], before: Sequence[int]) -> list[str]:
         """The text that each of `tokens` alone would add directly after the ids `before`; an incomplete character is U+FFFD."""
@@ -81,7 +81,7 @@ class TextDecoder:
     """
 
     LONGEST = 8                          # ids
-    BEFORE = 64                          # ids; earlier ones affect neither later text nor the pending text
+    BEFORE = 64                          # ids to decode with; earlier ids affect neither later nor pending text
 
     def __init__(self, decode: Callable[[list[int]], str], vocab_size: int, skipped: set[int]) -> None:
         self._decode = decode

@@ -7,8 +7,9 @@ text. Unknown tokens decode to nothing here. Not counted are text that decoding 
 at a text's beginning, which SentencePiece adds and its decoders remove; and changes by a decoder's clean-up, which is disabled
 here.
 
-The tokenizers byte, char and world lose nothing. Byte-level BPE and byte fallback lose nothing either; with some files only if
-a text meets a condition, such as being in NFC. Only other texts are decoded and compared.
+The tokenizers byte, char and world lose nothing. Nor do byte-level BPE and byte fallback, though some files require that the
+text meets a condition, such as being in NFC. Only texts for which loss cannot be ruled out in this way are decoded and
+compared.
 """
 
 import json
@@ -72,7 +73,7 @@ def percent(share: float) -> str:
 class LossCounter:
     """Counts the bytes that a tokenizer loses. Threads may share it.
 
-    never: the tokenizer loses nothing of any text. uncertain: loss cannot be ruled out for any text without decoding it.
+    never: whether the tokenizer loses nothing of any text. uncertain: whether every text must be decoded to rule out loss.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -213,8 +214,8 @@ def missing_bytes(before: bytes, after: bytes) -> int:
 
 
 def _next_in_common(before: bytes, at: int, after: bytes, place: int) -> tuple[int, int] | None:
-    """The nearest positions from `at` in `before` and from `place` in `after`, within AHEAD bytes, at which the same ANCHOR
-    bytes begin, or None."""
+    """The next positions, within AHEAD bytes of `at` in `before` and of `place` in `after`, at which equal passages of ANCHOR
+    bytes begin; None if there are none."""
     anchor = None
     nearest = 2 * AHEAD
     for candidate in range(at, min(at + AHEAD, len(before) - ANCHOR), ANCHOR):

@@ -73,7 +73,7 @@ def ends_by_first_rule(parsed: JsonMapping) -> list[int]:
 def stated_ends(parsed: JsonMapping, stated: Iterable[int | str]) -> list[int]:
     """The ids of the tokens that another file states as ends of text (by id or name) and that can be ends; no duplicates.
 
-    A token that is neither special nor known as an end is an ordinary part of texts; some programs state one by mistake.
+    A token that is neither special nor known as an end is ordinary text; some programs state such a token by mistake.
     """
     ids = vocabulary(parsed)
     special = special_tokens(parsed)
@@ -83,7 +83,7 @@ def stated_ends(parsed: JsonMapping, stated: Iterable[int | str]) -> list[int]:
 
 
 def named_end(parsed: JsonMapping, name: str, source: str, option: str) -> list[int]:
-    """The id of the token that the user names as the end of a text. Raises UserError if it is missing or a character."""
+    """The id of the token that the user names as the end of a text. Raises UserError if it is missing or just a character."""
     special = special_tokens(parsed)
     index = vocabulary(parsed).get(name)
     if index is None or (len(name) == 1 and name not in special):

@@ -10,8 +10,8 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
 
-LONGEST = 1 << 22                        # characters in a piece
-LONGEST_RUN = 1024                       # characters in a word when a tokenizer is trained
+LONGEST = 1 << 22                        # maximum characters in a piece
+LONGEST_RUN = 1024                       # maximum characters in a word when a tokenizer is trained
 LONG_SPACE = re.compile(rf"\s{{{LONGEST_RUN}}}")
 LONG_RUN = re.compile(rf"\S{{{LONGEST_RUN}}}|\s{{{LONGEST_RUN}}}")
 PROBES = ("a\nb", "1\n1", "Z\n\n  x", "a\n a", "y\n\ty")         # test texts, encoded whole and split after the first character

@@ -4,7 +4,8 @@ A tokenizer's ids are 0..vocab_size-1. Each id of `ends` ends a generated text; 
 precedes every document in the data. It is 0, except for a tokenizer.json (rwkv/tokenizer/special.py). `encode` never returns a
 special token, whatever the text, except the unknown token, which replaces characters outside the vocabulary. Special tokens
 decode to nothing, again except the unknown token. `decode` and `decoder` accept any sequence of ids; bytes that are not UTF-8
-become U+FFFD. A checkpoint contains its whole tokenizer and its hash, and any tokenizer used with it must have the same hash.
+become U+FFFD. A checkpoint contains its whole tokenizer and the tokenizer's hash; any tokenizer used with the checkpoint must
+have that hash.
 """
 
 import hashlib
@@ -100,7 +101,7 @@ class Tokenizer(ABC):
         return self.encode_batch(texts)
 
     def encode_after(self, text: str, before: Sequence[int]) -> list[int]:
-        """The ids of a text that follows the ids `before`. It counts as a continuation unless they end in a special token."""
+        """The ids of a text after the ids `before`. The text is a continuation unless `before` ends in a special token."""
         is_within = before and before[-1] not in self.special.values()
         return self.encode_within([text])[0] if is_within else self.encode(text)
 
@@ -119,7 +120,8 @@ class Tokenizer(ABC):
         """Frees the library that encodes long texts. The next long text loads it again."""
 
     def decode(self, ids: Iterable[int], after: Sequence[int] = ()) -> str:
-        """The text of `ids` after `after`, as decoder(after) returns it. Raises UserError for an id outside the vocabulary."""
+        """The text of `ids`, which follow the ids `after`, as decoder(after) returns it. Raises UserError for an id outside the
+        vocabulary."""
         return self.decoder(after).decode(ids)
 
     def decode_start(self, ids: Sequence[int]) -> str:
@@ -144,7 +146,7 @@ class Tokenizer(ABC):
         return True
 
     def starting(self, texts: Iterable[str]) -> set[int]:
-        """The ids of the special tokens whose name is at the beginning of one of the texts, ignoring leading white space."""
+        """The ids of the special tokens with whose name one of the texts begins, ignoring leading white space."""
         return {index for text in texts for name, index in self.special.items() if text.lstrip().startswith(name)}
 
     @cached_property
@@ -374,7 +376,7 @@ class JsonTokenizer(Tokenizer):
 
     @property
     def data_key(self) -> str:
-        """The hash and the end-of-text id. Earlier versions omitted a default id, so their token caches are not reused."""
+        """The hash and the end-of-text id. Earlier versions omitted a default id; token caches made by them are not reused."""
         return f"{self.hash} {self.end_of_text}"
 
     def end_line(self) -> str | None:

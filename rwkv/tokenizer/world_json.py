@@ -29,7 +29,7 @@ CHARACTER_OF = {value: character for character, value in BYTE_OF.items()}
 
 def vocabulary_in(text: str) -> str | None:
     """Converts a tokenizer.json to the text of a World vocabulary's file; None if it has no such vocabulary or is damaged."""
-    if '"WordLevel"' not in text and f'"{TRIE}"' not in text:            # a different vocabulary: not parsed twice
+    if '"WordLevel"' not in text and f'"{TRIE}"' not in text:            # a different vocabulary: the caller parses it
         return None
     try:
         parsed = json.loads(text)

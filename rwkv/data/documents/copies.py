@@ -38,8 +38,8 @@ def fingerprint(chunks: Iterable[str]) -> int:
 
 
 class Placed(NamedTuple):
-    """The split of a document. val: it is for validation. copy: it equals an earlier document. moved: if copies were ignored,
-    it would be in the other split."""
+    """The split of a document. val: whether it is for validation. copy: whether it equals an earlier document. moved: whether
+    it would be in the other split if copies were ignored."""
 
     val: bool
     copy: bool
@@ -47,7 +47,7 @@ class Placed(NamedTuple):
 
 
 class Splitter:
-    """Assigns documents of a stream to splits: distinct documents by in_validation, and copies to the same split as the first.
+    """Assigns documents of a stream to splits: distinct documents by in_validation, copies to the split of the original.
 
     distinct: the number of distinct documents so far.
     """
@@ -59,8 +59,8 @@ class Splitter:
         self._val: dict[int, bool] = {}
 
     def place(self, *fingerprints: int) -> Placed:
-        """Assigns the next document. fingerprints: of its texts, two for a pair of answers. It is a copy if any has occurred
-        before."""
+        """Assigns the next document. fingerprints: one for each of its texts; a pair of answers has two texts. The document is
+        a copy if any fingerprint has occurred before."""
         plain = next(self._by_number)
         earlier = next((self._val[value] for value in fingerprints if value in self._val), None)
         if earlier is None:
@@ -72,7 +72,7 @@ class Splitter:
 
 
 def place_in_order(fingerprints: Sequence[int], sizes: Sequence[int], fraction: float) -> list[Placed]:
-    """Assigns the first documents, with `fraction` of all bytes, and their copies to validation, and all others to training.
+    """Assigns to validation the first documents, up to `fraction` of all bytes, and their copies; to training, all others.
 
     sizes: bytes of each document. At least two documents must differ.
     """
@@ -122,7 +122,7 @@ def _divided(text: str, where: str, fraction: float, times: int) -> Iterator[Doc
 
 
 def repeated_share(documents: Iterable[Document]) -> float:
-    """The fraction of the validation text that the training text also contains, by characters in lines of at least LONG.
+    """The fraction of the validation text's characters, in lines of at least LONG, that the training text also contains.
 
     Searches for the hashes of at least SAMPLE lines, spread evenly over the validation text (all lines if there are fewer).
     """

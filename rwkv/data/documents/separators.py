@@ -15,7 +15,7 @@ Text = tuple[str, str, int | None]       # a text, its location for error messag
 
 
 def marks(texts: Iterable[str]) -> Counter[str]:
-    """Counts marks in texts that, in other models' vocabularies, end a document or a turn."""
+    """Counts the marks in `texts` that end a document or a turn in other models' vocabularies."""
     counts: Counter[str] = Counter()
     for text in texts:
         counts.update(MARK.findall(text))
@@ -23,17 +23,17 @@ def marks(texts: Iterable[str]) -> Counter[str]:
 
 
 def describe(counts: Mapping[str, int], takes_separator: bool) -> str:
-    """A message about marks that will be learnt as ordinary text. takes_separator: the data support data.separator."""
+    """A message about marks that will be learnt as ordinary text. takes_separator: whether the data support data.separator."""
     mark, times = max(counts.items(), key=lambda item: item[1])
     others = len(counts) - 1
     more = f", as do {counted(others, 'other mark')} of this kind" if others else ""
     remedy = (f"if it ends documents, pass data.separator={quote(mark)}" if takes_separator else
-              "if it ends documents, remove it from the texts, since each of them already is one document")
+              "if it ends documents, remove it from the texts, since each text already is one document")
     return f"{mark} occurs {counted(times, 'time')} in the texts{more}, and is learnt as ordinary text: {remedy}"
 
 
 def separate(texts: Iterable[tuple[Iterable[str], str, int | None]], separator: str, path: str) -> Iterator[Text]:
-    """The documents between separators in each (chunks, where, weight), without line ends at their beginning and end.
+    """Yields the documents between separators in each (chunks, where, weight), without the line ends around separators.
 
     Raises UserError after the last text if the separator did not occur.
     """
@@ -43,8 +43,8 @@ def separate(texts: Iterable[tuple[Iterable[str], str, int | None]], separator: 
             occurs = occurs or number > 0
             yield document.strip(LINE_ENDS), where, 0 if number and weight is not None else weight
     if not occurs:
-        raise UserError(f"data.separator={separator!r} does not occur in data.path={path}: omit it, or pass the text "
-                        "between documents")
+        raise UserError(f"data.separator={separator!r} does not occur in data.path={path}: omit data.separator, or "
+                        "set it to the text between documents")
 
 
 def _between(chunks: Iterable[str], separator: str) -> Iterator[str]:

@@ -15,8 +15,8 @@ CHUNK = 1 << 16                          # characters per chunk
 class Document(NamedTuple):
     """A text in consecutive `chunks`. val: whether it is in the validation split. where: the name of its file, for errors.
 
-    weight: its bytes in the source, for the progress bar; if None, the bytes of its text. before: the number of characters
-    before it in the file. copy: whether it equals an earlier document.
+    weight: the document's bytes in the source, for the progress bar; if None, the bytes of its text. before: the number of
+    characters before the document in the file. copy: whether the document equals an earlier one.
     """
 
     chunks: Iterable[str]
@@ -32,7 +32,7 @@ class Source:
     """A source of documents. documents(): all of them, none empty, in an order that depends only on the data.
 
     about: one line for messages. sha256: a hash of the contents and their order. size: an estimate of the bytes to read.
-    at_most: upper bounds on the sum of bytes and documents in (training, validation); None if unknown before reading.
+    at_most: upper bounds on the number of bytes plus documents in (training, validation); None if unknown before reading.
     """
 
     documents: Callable[[], Iterator[Document]]

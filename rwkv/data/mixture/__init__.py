@@ -2,12 +2,12 @@
 
     data.sources=[{path: web/*.jsonl.gz, weight: 0.7}, {name: code, data: hf, path: ORG/NAME, field: content, weight: 0.3}]
 
-weight: the source's fraction of the training tokens, relative to the sum of all weights. name: for its validation loss,
-val/loss/NAME; by default the last part of its path. data: its kind, as in data=; by default inferred from its path. The other
-entries are options as in a run on that source alone (SOURCE_OPTIONS).
+weight: the source's fraction of the training tokens, relative to the sum of all weights. name: the NAME in the metric
+val/loss/NAME, the source's validation loss; by default the last part of the path. data: the kind of data, as in data=; by
+default inferred from the path. The other entries are options as in a run on that source alone (SOURCE_OPTIONS).
 
-Each source has its own validation split, as in a run on that source alone. All use the same tokenizer. This module does not
-import PyTorch.
+Each source has its own validation split, as in a run on that source alone. All sources use the same tokenizer. This module does
+not import PyTorch.
 """
 
 import math
@@ -34,7 +34,7 @@ SUFFIXES = {".txt": "text", ".md": "text", ".jsonl": "jsonl", ".jsonl.gz": "json
 
 
 class MixedSource(NamedTuple):
-    """A source's name, its share of the training tokens (shares sum to 1), and the configuration of a run on it alone."""
+    """A source's name, share of the training tokens (shares sum to 1), and configuration for a run on this source alone."""
 
     name: str
     share: float

@@ -18,7 +18,7 @@ from rwkv.io.cache import sha256, write
 
 def trained_elsewhere(splits: Sequence[tuple[TokenArray, TokenArray]], identities: Sequence[str], end_of_text: int,
                       cache: Path) -> list[np.ndarray]:
-    """For each source, whether each of its validation documents (D,) is in another source's training split.
+    """For each source, a mask (D,): true for its validation documents that are in another source's training split.
 
     splits: (training, validation) of each source. identities: a string per source that identifies its splits, for the cache.
     """
@@ -53,7 +53,7 @@ def _cached(tokens: TokenArray, identity: str, end_of_text: int, cache: Path) ->
 
 
 def document_hashes(tokens: TokenArray, end_of_text: int) -> np.ndarray:
-    """A 64-bit hash of each document's ids: (D,) uint64."""
+    """The 64-bit hashes (D,) uint64 of the documents' ids."""
     hashes = np.empty(len(tokens.starts), np.uint64)
     for number, (begin, end) in enumerate(pairwise(tokens.bounds.tolist())):
         ids = tokens[begin:end].astype("<i4")

@@ -2,8 +2,8 @@
 
 Each window is from one source. Every block of BLOCK windows contains each source's share of windows, in a seeded order.
 Rounding is corrected in later blocks, so that over the whole run each source has its share to the nearest window. A source's
-windows come in the same order as in a run on it alone, each source with its own seed: all of them in a random order, then in a
-new one. So the order depends only on the seed, the weights and the data: it is the same for any number of workers and
+windows come in the same order as in a run on that source alone: all windows in a random order, then in a new order. Each source
+has its own seed. So the order depends only on the seed, the weights and the data: it is the same for any number of workers and
 processes, and a run can resume from any step.
 """
 

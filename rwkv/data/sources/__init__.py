@@ -1,4 +1,4 @@
-"""Sources of text documents: one module per kind of data, with the name that data= has.
+"""Sources of text documents: one module per kind of data, named as in data=NAME.
 
     source = open_source(config.data, cache)
     for document in source.documents():

@@ -11,9 +11,9 @@ Pairs of answers, for tune.objective=dpo: one question with a chosen and a rejec
     {"chosen": [...], "rejected": [...]}                        whole conversations; the messages that both share are the prompt
     {"messages": [...], "chosen": {...}, "rejected": {...}}     also with the other field names above
 
-The list may also be called conversation, items or interactions, and its messages may have either format. A list, `tools` or the
-value of the role function_call may be a string of JSON. Null fields count as missing, since `datasets` writes missing fields
-so.
+The list of messages may also be called conversation, items or interactions, and its messages may have either format. A list,
+`tools` or the value of the role function_call may be a string of JSON. Null fields count as missing, since `datasets` writes
+missing fields as null.
 
 Each conversation is a document, rendered by the chat template data.template. The first one and one of every 1/val_fraction that
 follow are for validation, together with their copies (rwkv/data/documents/copies.py). An answer is not learnt, but only
@@ -42,7 +42,7 @@ from rwkv.io.json_types import JsonObject
 
 PATH = "a .jsonl or .jsonl.gz file of conversations, a folder of them, or a pattern"
 LOCAL = True
-JSON_ENDINGS = (".json", ".json.gz")     # read in a folder that has no JSON lines
+JSON_ENDINGS = (".json", ".json.gz")     # read from a folder only if it has no JSON lines
 LISTS = ("messages", "conversations", "conversation", "items", "interactions")
 PAIRS = (("prompt", "completion"), ("prompt", "response"), ("instruction", "output"), ("instruction", "response"),
          ("question", "answer"), ("query", "response"))
@@ -59,7 +59,7 @@ INSTEAD_OF_CONTENT = ("tool_calls", "function_call", "refusal", "reasoning_conte
 
 class Conversation(NamedTuple):
     """A rendered conversation. parts: its text in parts, with whether each is learnt. where: its file and line. weight: the
-    bytes read for it. copy, moved: as in copies.Placed; a pair of answers is a copy if either of its conversations is.
+    number of bytes read for it. copy, moved: as in copies.Placed; a pair of answers is a copy if either conversation is a copy.
     """
 
     parts: list[Part]
@@ -102,8 +102,8 @@ def _files(path: str) -> tuple[list[tuple[str, Path]], int]:
 
 
 def template_of(config: DataConfig) -> ChatTemplate:
-    """The chat template that data.template names, for answers as in data.think. Raises UserError if it does not support
-    them."""
+    """The chat template that data.template names, for answers that begin as data.think specifies. Raises UserError if the
+    template does not support such answers."""
     template = chat_template(config.template or "world")
     try:
         return template.for_learning(parse_think(config.think))
@@ -116,9 +116,9 @@ def conversations(config: DataConfig, template: ChatTemplate | None = None, pair
 
     Copies are put into the same split, unless all conversations are equal.
 
-    template: replaces the one that `config` names. pairs: each entry is a pair of answers and yields two conversations, the
-    first with the chosen and the second with the rejected answer. Both are in the same split, and either both are learnt or
-    neither.
+    template: used instead of the one that `config` names. pairs: whether each entry is a pair of answers. A pair yields two
+    conversations, the first with the chosen and the second with the rejected answer. Both are in the same split, and either
+    both are learnt or neither.
     """
     template = template or template_of(config)
     learnt = 0
@@ -222,14 +222,13 @@ def _pair_prompt(fields: JsonObject) -> list[JsonObject]:
 
 
 def _answer(fields: JsonObject, field: str, question: list[JsonObject]) -> list[JsonObject]:
-    """The conversation that ends with a pair's answer, which is in `field`, alone or with the messages before it."""
+    """The conversation that ends with the answer in `field`. The field may also contain the messages before the answer."""
     answer = fields[field]
     messages = _as_messages("assistant", [answer] if isinstance(answer, dict) else answer, field)
     if messages[0]["role"] == "assistant":
         if not any(message["role"] != "system" for message in question):
             raise UserError(f"{field} has only the answer, and there is no prompt: add a prompt, or make chosen and rejected "
-                            "lists "
-                            "of all messages")
+                            "lists of all messages")
         return [*question, *messages]
     if question and question[0]["role"] == "system" and messages[0]["role"] != "system":
         return [question[0], *messages]
@@ -250,8 +249,8 @@ def _messages(entry: JsonObject) -> list[JsonObject]:
     elif empty := next((field for field in LISTS if field in entry), None):
         raise UserError(f"{empty} must be a list of at least one message; got {json.dumps(entry[empty])}")
     elif all(field in fields for field in ANSWERS):
-        raise UserError("chosen and rejected are a pair of answers, which requires tune.objective=dpo: set it, or rename "
-                        "chosen to completion to learn only it")
+        raise UserError("chosen and rejected are a pair of answers, which requires tune.objective=dpo: set that option, or "
+                        "rename chosen to completion to learn only the chosen answer")
     else:
         raise UserError(f"a conversation must have {FORMS}; got {', '.join(entry)[:120] or 'nothing'}: rename its fields")
     messages = _with_system(messages, fields, first=name != "messages")
@@ -263,7 +262,7 @@ def _messages(entry: JsonObject) -> list[JsonObject]:
 
 
 def _with_system(messages: list[JsonObject], fields: JsonObject, first: bool = False) -> list[JsonObject]:
-    """Puts the entry's system message before the others. first: even if these already begin with a system message."""
+    """Puts the entry's system message before the others. first: do so even if the others begin with a system message."""
     system = fields.get("system", fields.get("system_prompt"))
     if system is None or (messages and messages[0]["role"] == "system" and not first):
         return messages

@@ -57,7 +57,7 @@ def _load(config: DataConfig) -> Any:
 
 
 def streamed(config: DataConfig) -> Any:
-    """The text column as an IterableDataset of the library `datasets`, whose state_dict is its position."""
+    """The text column as an IterableDataset of the library `datasets`. The IterableDataset's state_dict is its position."""
     path = str(config.path)
     with _library(path) as datasets:
         if _is_saved(path):
@@ -88,7 +88,7 @@ def _library(path: str) -> Iterator[ModuleType]:
 
 
 def reason(error: Exception) -> str:
-    """The first line of an error's cause, if it has one, or of the error: when reading a file fails, only the cause is
+    """The first line of an error's message, or of its cause's if it has a cause: when a file cannot be read, only the cause is
     informative."""
     cause = error.__cause__ or error
     first = (str(cause).strip().splitlines() or [type(cause).__name__])[0]
@@ -101,7 +101,7 @@ def _no_column(config: DataConfig, columns: list[str]) -> UserError:
 
 
 def local_files(path: str) -> list[tuple[str, Path]]:
-    """The (name, file) of files at a path, in a folder or of a pattern, if their suffix is in FORMATS; [] for a name on the
+    """The (name, file) of each file that a path, folder or pattern names, if its suffix is in FORMATS; [] for a name on the
     Hub."""
     if Path(path).exists() or glob.has_magic(path):
         with suppress(UserError):        # no such file; the library may support others
@@ -116,7 +116,7 @@ def _is_saved(path: str) -> bool:
 def _arguments(config: DataConfig) -> tuple[str, JsonObject]:
     """The arguments for load_dataset: a file format and the files, or the name of a folder or dataset.
 
-    Of local Parquet files only the text column is read, since files may differ in their other columns.
+    Only the text column of local Parquet files is read, since their other columns may differ.
     """
     path, split = str(config.path), config.split
     local = [file for _, file in local_files(path)]
@@ -147,7 +147,7 @@ def _only_column(config: DataConfig, files: list[Path]) -> JsonObject:
 
 
 def _as_text(path: str, separator: str) -> JsonObject:
-    """The options for reading every value of a .csv or .tsv as text, even NA, null, true and 12, which would be converted."""
+    """The options for reading every value of a .csv or .tsv as text. Otherwise NA, null, true and 12 would be converted."""
     import datasets
     import pandas
 
@@ -157,7 +157,7 @@ def _as_text(path: str, separator: str) -> JsonObject:
 
 
 def _part(saved: Any, path: str, split: str) -> Any:
-    """The rows of `split` in a folder that save_to_disk wrote. A single dataset without splits can have any name."""
+    """The rows of `split` in a folder that save_to_disk wrote. For a dataset without splits, any name is accepted."""
     import datasets
 
     name = re.split(r"[\[+]", split)[0].strip()
@@ -180,7 +180,7 @@ def _texts(dataset: Any, config: DataConfig) -> Iterator[tuple[str, str, int | N
 
 
 def _content(dataset: Any, config: DataConfig, cache: Path) -> list[str]:
-    """Hashes of the dataset's files; of its texts if it is in memory or consists of selected rows."""
+    """Hashes of the dataset's files, or of its texts if the dataset is in memory or consists of selected rows."""
     files = [Path(file["filename"]) for file in dataset.cache_files]
     if files and getattr(dataset, "_indices", None) is None:
         return [content.sha256 for content in contents(files, cache)]

@@ -54,8 +54,8 @@ def between_separators(texts: Iterator[Text], config: DataConfig) -> Iterator[Te
 
 
 def files(path: str, endings: Sequence[str] = ENDINGS) -> list[tuple[str, Path]]:
-    """The (name, file) of each non-empty file that `path` names. endings: suffixes to read in a folder. Raises UserError if
-    none."""
+    """The (name, file) of each non-empty file that `path` names; UserError if there is none. endings: suffixes read in a
+    folder."""
     named = [(name, file) for name, file in matching(path, endings) if file.stat().st_size]
     if not named:
         raise UserError(f"data.path={path} is empty")

@@ -41,7 +41,7 @@ def source(config: DataConfig, cache: Path) -> Source:
 
 
 def read_stdlib(root: Path, val_fraction: float) -> Text:
-    """The .py files under `root`, each a document; the first in a fixed random order, with their copies, are for validation.
+    """The .py files under `root`, each a document. Validation gets the first ones in a fixed random order, and their copies.
 
     A file's position in that order depends only on its name, so the split is nearly the same for all Python versions.
     """

@@ -1,6 +1,6 @@
-"""Text files, each a document. The end of a single file is for validation; of several files, some are.
+"""Text files, each a document. Validation gets the end of a single file, or some of several files.
 
-With data.separator a file contains several documents, and some of all documents are for validation.
+With data.separator a file contains several documents, and validation gets some of the documents.
 """
 
 from collections.abc import Iterator
@@ -34,7 +34,7 @@ def source(config: DataConfig, cache: Path) -> Source:
 
 
 def _single_file(files: list[tuple[str, Path]], content: Content, val_fraction: float) -> Source:
-    """The source for a single file, or for several with the same text, of which only the first is read."""
+    """The source for a single file, or for several identical files, of which only the first is read."""
     path = files[0][1]
     copies = len(files) - 1
     cut = validation_begins(content.characters, val_fraction, f"data.path={path}")
@@ -45,7 +45,7 @@ def _single_file(files: list[tuple[str, Path]], content: Content, val_fraction: 
 
     size = path.stat().st_size
     bounds = (size - (content.characters - cut) + 1, size - cut + 1)
-    equal = f" ({counted(copies, 'file')} with the same text ignored)" if copies else ""
+    equal = f" (ignoring {counted(copies, 'file')} with identical text)" if copies else ""
     about = f"{path.name}{equal}, the last {100 * val_fraction:g} % for validation"
     return Source(documents, about, content.sha256, size, bounds)
 

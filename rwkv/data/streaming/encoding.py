@@ -1,4 +1,4 @@
-"""Tokenises the documents of a stream (streams.py). The first data.val_documents rows are its validation split."""
+"""Tokenises the documents of a stream (streams.py). The stream's first data.val_documents rows are the validation split."""
 
 import itertools
 import zlib
@@ -64,7 +64,7 @@ def hold_out(config: DataConfig, tokenizer: Tokenizer) -> tuple[Stream, Streamed
     size = sum(len(text.encode()) for text in texts)
     val = HeldOut(TokensInMemory(ids, np.cumsum([0, *map(len, documents)])[:-1]), size, lost,
                   8 * len(zlib.compress("\0".join(texts).encode(), 9, 31)) / max(size, 1), marks(texts))
-    left = None                          # also unknown if a decompressor has already read to the end of a small file
+    left = None                          # stays unknown, too, if a decompressor has read all of a small file ahead
     if stream.size is not None and 0 < read < stream.size:
         left = len(ids) * (stream.size / read - 1)
     return stream, Streamed(config, stream.sha256, begins, frozenset(fingerprint([text]) for text in texts), left), val

@@ -5,7 +5,7 @@ validation texts. At the end of the stream, training starts over with its first 
 
     rows  --> blocks of data.shuffle_buffer rows, each in a seeded order
           --> lanes: each row goes to the lane with the fewest bytes so far; one lane per row of a batch
-          --> per lane: end_of_text, text, end_of_text, text, ..., divided into windows of T tokens plus the next one
+          --> per lane: end_of_text, text, end_of_text, text, ..., divided into windows of T tokens plus the next token
 
 So a batch depends only on the data, the seed, data.shuffle_buffer, data.batch_size and T. Every process reads all rows but
 tokenises only those of its own lanes. So N processes together have the same batches as a single one, and a run can resume with
@@ -44,7 +44,7 @@ Item = TypeVar("Item")
 
 
 class Block(NamedTuple):
-    """The start of block `number` of rows in an epoch. position: the reader's.
+    """The start of block `number` of rows in an epoch. position: the reader's position there.
 
     bytes, documents: the bytes and rows assigned to each lane before this block.
     """
@@ -70,9 +70,9 @@ class Lanes:
         self._rows: dict[int, deque[Row]] = {lane: deque() for lane in own}
         self._ids: dict[int, deque[np.ndarray]] = {lane: deque() for lane in own}       # tokenised rows
         self._position = {lane: [0, 0] for lane in own}
-        self._blocks = deque([Block(0, 0, streamed.begins, [0] * count, [0] * count)])   # the last one will be read next
-        self._hashes: deque[str] = deque()       # of each block but the last
-        self._expected: deque[str] = deque()     # of the blocks that a resumed run has yet to read again
+        self._blocks = deque([Block(0, 0, streamed.begins, [0] * count, [0] * count)])   # the last block will be read next
+        self._hashes: deque[str] = deque()       # one for each block but the last
+        self._expected: deque[str] = deque()     # hashes of the blocks that a resumed run has yet to read again
         self._reader: Reader | None = None
         self._last_filled_epoch = 0                 # the last epoch in which a row had tokens
 
@@ -117,7 +117,7 @@ class Lanes:
         elif epoch > self._last_filled_epoch + 2 * len(self._blocks[-1].bytes):
             config = self._streamed.config
             raise UserError(f"data.path={config.path} has no text after its first data.val_documents={config.val_documents} "
-                            "documents: all others are empty, or equal to one of these")
+                            "documents: all other documents are empty, or copies of these")
 
     def _read_block(self) -> None:
         """Reads the next block and assigns its rows to the lanes."""
@@ -152,7 +152,7 @@ class Lanes:
             self._blocks.append(Block(block.epoch + 1, 0, self._streamed.begins, size, documents))
 
     def state(self) -> StateDict:
-        """The position of this process's lanes, in plain containers."""
+        """The position of this process's lanes, as dicts, lists, strings and numbers."""
         while len(self._blocks) > 1 and all(self._blocks[1].documents[lane] <= done
                                             for lane, (done, _) in self._position.items()):
             self._blocks.popleft()
@@ -209,8 +209,8 @@ class Batches(IterableDataset[Any]):
 
 
 class StreamLoader:
-    """A loader of `batches` batches (x, y). state_dict returns the position in all processes, which must call it at the same
-    time.
+    """A loader of `batches` batches (x, y). state_dict returns the position in all processes; they must call state_dict at the
+    same time.
 
     num_workers: if positive, one worker process reads and tokenises ahead of training.
     """

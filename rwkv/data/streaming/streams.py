@@ -2,7 +2,7 @@
 
     stream = open_stream(config)
     reader = stream.read(position)       # None: from the beginning
-    row = next(reader); reader.position()                          # of the next row; another reader can begin there
+    row = next(reader); reader.position()                          # the next row's position, where another reader can begin
 
 A stream is always read in the same order. Several files are sorted by name, with numbers in numerical order: part-2 before
 part-10. A row's text is extracted only when it is needed, since that is most of the work.
@@ -26,7 +26,7 @@ from rwkv.io.lines import counted
 from rwkv.io.utf8 import open_file
 
 ENDS = 1 << 16                           # bytes at each end of a file, whose hash identifies the file
-Position = list[Any]                     # a reader's position, in plain containers
+Position = list[Any]                     # a reader's position, as lists, dicts, strings and numbers
 
 
 class Row(NamedTuple):
@@ -50,8 +50,8 @@ class Reader(Iterator[Row]):
 
 
 class Stream(ABC):
-    """A stream of rows. about: one line for messages. sha256: identifies the data without reading all. size: total bytes, if
-    known."""
+    """A stream of rows. about: one line for messages. sha256: a hash that identifies the data, computed without reading them
+    all. size: total bytes, if known."""
 
     about: str
     sha256: str
@@ -63,7 +63,7 @@ class Stream(ABC):
 
     @abstractmethod
     def text(self, row: Row) -> str:
-        """The text of a row. Raises UserError if it has none."""
+        """The text of a row. Raises UserError if the row has no text."""
 
 
 def open_stream(config: DataConfig) -> Stream:

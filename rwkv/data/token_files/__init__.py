@@ -1,8 +1,8 @@
-"""Token files of other programs, read in place: one module per kind of data, with the name that data= has.
+"""Token files of other programs, read in place: one module per kind of data, named as in data=NAME.
 
 Each kind consists of one or several files of ids, each with an index of the documents. RWKV-LM and datatrove put end_of_text
 after each document, this program's own shards put it before. Here a document is taken to begin at the end_of_text before it, if
-there is one, so that documents have the same ids as in such shards, except for the first one of a file.
+there is one. So documents have the same ids as in this program's shards, except for the first document of a file.
 
 The first run scans all ids, to reject ids outside the vocabulary. The result is cached until the files' size or modification
 time changes. The ids are never copied. Each module has files(path) -> list[TokenFile].
@@ -32,7 +32,7 @@ from rwkv.io.utf8 import open_file
 from rwkv.tokenizer.lost_bytes import LossCounter
 from rwkv.tokenizer.tokenizers import Tokenizer
 
-VERSION = "2"                            # of the format of files in the cache
+VERSION = "2"                            # version of the cache files' format
 BLOCK = 1 << 22                          # number of ids to scan at a time
 SAMPLE = 1 << 22                         # number of validation ids to decode, to estimate the split's bytes
 
@@ -124,10 +124,10 @@ def _require_known(path: Path, entry: JsonObject, tokenizer: Tokenizer) -> None:
 
 
 def _join_copies(group: np.ndarray, lengths: np.ndarray, plain: np.ndarray, val_fraction: float) -> np.ndarray:
-    """For each document (D,), whether it is for validation. group (D,): a number shared by equal documents. lengths (D,): in
-    ids.
+    """For each document (D,), whether it is for validation. group (D,): a number shared by equal documents.
 
-    plain (D,): the split when copies are ignored, which is returned if it separates no group.
+    lengths (D,): the documents' lengths in ids. plain (D,): the split when copies are ignored; it is returned if it separates
+    no group.
     """
     groups = int(group.max()) + 1
     in_val = np.bincount(group, plain, groups)
@@ -200,7 +200,7 @@ def _save(path: Path, array: np.ndarray) -> None:
 
 
 def _hashes(ids: np.ndarray, starts: np.ndarray, end_of_text: int) -> np.ndarray:
-    """A 64-bit hash of each document's ids, without end_of_text at both ends: (D,) uint64."""
+    """The 64-bit hashes (D,) uint64 of the documents' ids, without end_of_text at both ends."""
     hashes = np.empty(len(starts), np.uint64)
     plain = np.asarray(ids)              # faster to slice than a memmap
     ends = [*starts[1:].tolist(), len(ids)]
@@ -262,8 +262,8 @@ def _split(places: np.ndarray, tokens: int, val_fraction: float, path: Path) -> 
 
 
 def _measure(val: TokenArray, tokenizer: Tokenizer) -> tuple[float, float, float | None]:
-    """Bytes per predicted token, bits per byte of gzip -9, and the fraction of unknown tokens, of the split's first SAMPLE
-    ids."""
+    """Measures the split's first SAMPLE ids: bytes per predicted token, bits per byte of gzip -9, fraction of unknown
+    tokens."""
     ids = val[:SAMPLE]
     counter = LossCounter(tokenizer)
     unknown = None

@@ -24,7 +24,7 @@ from rwkv.io.utf8 import open_file
 
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = 34                              # bytes
-DTYPES = {1: "uint8", 2: "int8", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}         # by Megatron's codes; 6, 7: floats
+DTYPES = {1: "uint8", 2: "int8", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}         # by Megatron's codes; 6 and 7 are floats
 PARTS = re.compile(r"[_.-]?(?:part|shard)?[_.-]?(?P<number>\d+)(?:[_.-]of[_.-](?P<of>\d+))?(?P<kind>_\w+)?")       # after NAME
 
 
@@ -68,8 +68,8 @@ def _parts(base: Path) -> list[str]:
     first, last = min(numbers, default=0), max(numbers, default=-1)
     absent = {*range(first, max(last + 1, first + most))} - numbers
     if absent:
-        raise UserError(f"data.path={base}: part {min(absent)} is missing, but {min(matched)} exists; to omit it, pass "
-                        "the others as a pattern")
+        raise UserError(f"data.path={base}: part {min(absent)} is missing, but {min(matched)} exists; to train "
+                        "without it, pass the existing parts as a pattern")
     return [str(base.with_name(name)) for name in (*megatron_names, *matched)]
 
 
@@ -102,7 +102,7 @@ def _read_tables(path: Path, dtype: str, sequences: int, documents: int) -> Inde
         firsts = np.fromfile(file, "<i8", documents)
     begins = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
     if not np.array_equal(places, begins[:-1] * np.dtype(dtype).itemsize) or (lengths < 0).any():
-        raise UserError(f"{path}: its sequences must be contiguous in the .bin file; it is damaged, or not from Megatron")
+        raise UserError(f"{path}: its sequences must be contiguous in the .bin file; the index is damaged or not Megatron's")
     if not documents or firsts[0] != 0 or firsts[-1] != sequences or (np.diff(firsts) < 0).any():
-        raise UserError(f"{path}: its documents must span sequences 0 to {sequences}; it is damaged")
+        raise UserError(f"{path}: its documents must span sequences 0 to {sequences}; the index is damaged")
     return Index(dtype, int(begins[-1]), np.unique(begins[firsts[:-1]]))

@@ -30,7 +30,7 @@ def files(path: str | None) -> list[TokenFile]:
         raise UserError(f"data.path={path} has no .ds files")
     if all(any(shard.name.endswith(stage) for shard in shards) for stage in STAGES):
         raise UserError(f"data.path={path} has the same shards before and after shuffling: choose the "
-                        f"latter, data.path='{path.rstrip('/')}/**/*{STAGES[1]}'")
+                        f"shuffled ones, data.path='{path.rstrip('/')}/**/*{STAGES[1]}'")
     for shard in shards:
         if not _beside(shard, ".index").is_file():
             raise UserError(f"data.path={path}: there is no {shard.name}.index, which contains the ends of documents")

@@ -1,4 +1,4 @@
-"""A model's decoding step in one C call: it builds the structs of numbers and addresses that the C function reads.
+"""A model's decoding step in one C call. This module builds the structs of numbers and addresses that the C function reads.
 
 The named tuples here and in a generation's step_c.py mirror, field by field, the C structs of csrc/step.h and of the
 generation's csrc/step.c; CStep checks that the sizes agree. The generation's c_model(model, builder) fills them. A model caches
@@ -29,13 +29,13 @@ LANES = 8                                # all widths are multiples of this
 PART = 32                                # offsets in the workspace are multiples of this
 BLOCK = 256                              # inputs in a block of an int4 matrix; prepared inputs are padded to multiples of it
 PREPARED = 3                             # largest number of input vectors prepared in one phase
-COPIED = 2**26                           # bytes of all sparse-input matrices in bfloat16 up to which they are copied
+COPIED = 2**26                           # maximum bytes of the copies of all bfloat16 matrices with sparse inputs
 DENSE_BY_OUTPUT, SPARSE_BY_INPUT, DENSE_BY_INPUT, SPARSE_BY_OUTPUT = range(4)            # as in step.h
 PACKED = (Int8Linear, Int4Linear, BlockLinear)
 LINEAR = (nn.Linear, *PACKED)
 NORMS = (nn.LayerNorm, nn.GroupNorm)
 EMBEDDINGS = ("float32", "bfloat16", *BLOCKS)            # supported formats of the embedding
-TENSORS = (Tensor, nn.Parameter)         # exact types: a subclass may have no memory of its own
+TENSORS = (Tensor, nn.Parameter)         # exact types: a subclass may not own memory
 
 
 class Norm(NamedTuple):                  # a LayerNorm or a GroupNorm
@@ -91,7 +91,7 @@ class Structs(Protocol):
 
 
 class CStep:
-    """The C step of a model with its present weights. own: the tensors made for this step; the rest belong to the model."""
+    """The C step of a model with its present weights. own: the tensors made for this step; all others belong to the model."""
 
     def __init__(self, model: Model) -> None:
         builder = Builder(model)
@@ -109,8 +109,8 @@ class CStep:
         """Processes R tokens (int64). Token i reads row sources[i] of `states` and writes its new state to row places[i].
 
         sources: default `places`. A source row keeps its value unless it is also written. A token whose source is the previous
-        token's place continues that token's sequence. work: the workspace (R or more,size). Writes to `logits` one row (V)
-        after the last token of each sequence, or with all_logits after each token.
+        token's place continues that token's sequence. work: the workspace, (R,size) or larger. Writes one row (V) to
+        `logits` for the last token of each sequence; with all_logits, for every token.
         """
         native.run(self._name, torch.get_num_threads(), self._structs, tokens.numel(), all_logits, tokens,
                    places if sources is None else sources, places, states, work, logits)
@@ -123,7 +123,7 @@ def step_of(model: Model) -> CStep:
 
 @cache
 def drawing() -> Draw | None:
-    """The fastest token sampler of kernels/draw on this CPU; None if none can run, and PyTorch must sample."""
+    """The fastest token sampler of kernels/draw on this CPU; None if none can run here, and then PyTorch samples."""
     name = resolve("draw", AUTO)
     function: Draw | None = None if registry.why_not("draw", name) else registry.load("draw", name).draw
     return function
@@ -183,7 +183,7 @@ def _shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
 
 
 def is_plain(model: Model) -> bool:
-    """Whether a step may read the weights instead of calling the modules: all are of supported classes and unmodified."""
+    """Whether a step may read weights instead of calling modules: all modules are unmodified and of supported classes."""
     if not has_form(model.config, "step"):
         return False
     kinds = (*PLAIN, *form(model.config, "step").PLAIN)
@@ -191,7 +191,7 @@ def is_plain(model: Model) -> bool:
 
 
 def are_in_order(model: Model) -> bool:
-    """Whether the blocks of a plain model are in the order that a step expects: only the first is one made for layer 0.
+    """Whether the blocks of a plain model are in the order that a step expects: only the first block was made for layer 0.
 
     The model itself accepts any order.
     """
@@ -200,7 +200,7 @@ def are_in_order(model: Model) -> bool:
 
 
 def _plain(module: nn.Module, kinds: tuple[type, ...]) -> bool:
-    """Whether a step may compute the module from its weights: no hooks; linear layers without a bias, norms with one."""
+    """Whether a step may compute the module from its weights: no hooks, no bias in a linear layer, and a bias in a norm."""
     return (type(module) in kinds and untouched(module)
             and not (isinstance(module, nn.Linear) and module.bias is not None)
             and not (isinstance(module, NORMS) and (module.weight is None or module.bias is None))
@@ -217,7 +217,7 @@ def decoding_line(model: Model) -> str:
 
 
 def _form_of(layer: nn.Module) -> str:
-    """The format of the layer's weights: that of kernels.matvec, or the name of their dtype."""
+    """The format of the layer's weights: a format of kernels.matvec, or the name of the weights' dtype."""
     if isinstance(layer, PACKED):
         return layer.form
     if isinstance(layer, BlockEmbedding):
@@ -228,8 +228,8 @@ def _form_of(layer: nn.Module) -> str:
 class Builder:
     """Converts layers to structs for C, and allocates buffers in a row of the workspace.
 
-    If the model is not being trained and bfloat16 can represent its float32 matrices exactly, it copies them to bfloat16, so
-    that a step reads half as many bytes.
+    If the model is not being trained and bfloat16 can represent its float32 matrices exactly, the builder copies them to
+    bfloat16, so that a step reads half as many bytes.
     """
 
     def __init__(self, model: Model) -> None:
@@ -260,7 +260,7 @@ class Builder:
         x, normal, floats = self.allocate(C), self.allocate(C), self.allocate(PREPARED * widest)
         q = self.allocate(PREPARED * widest // 2)
         state = model.zero_state(1, "meta")
-        size = self._size + (PART // 2 if self._size // (PART // 2) % 2 == 0 else 0)   # odd number of cache lines
+        size = self._size + (PART // 2 if self._size // (PART // 2) % 2 == 0 else 0)   # an odd number of cache lines
         return Common(L, V, C, KINDS[_form_of(embedding)], embedding.weight.detach().contiguous(),
                       self.norm(model.ln_out), self.matrix(model.head), sum(part[:, 0].numel() for part in state), size,
                       x, normal, floats, q, widest)
@@ -270,7 +270,7 @@ class Builder:
         return Norm(self.vector(layer_norm.weight), self.vector(layer_norm.bias), float(layer_norm.eps))
 
     def vector(self, values: Tensor) -> Tensor:
-        """The values as a flat float32 tensor; not copied if they are one already."""
+        """The values as a flat float32 tensor; not copied if they already are one."""
         return values.detach().float().flatten().contiguous()
 
     def vectors(self, *values: Tensor) -> Tensor:
@@ -293,9 +293,10 @@ class Builder:
     def sparse_matrix(self, layer: nn.Module) -> Matrix:
         """The struct of a linear layer with sparse inputs, as after a ReLU: in a trained model nine in ten are 0.
 
-        In a weight stored by input, (K,N), the rows of zero inputs are skipped. A weight stored by output is transposed into a
-        copy if it is finite (infinity times 0 is NaN) and memory allows; in bfloat16 only if all such weights are at most
-        COPIED bytes. Otherwise the whole weight is read in place; in bfloat16 with bit-identical results.
+        The step skips the rows of zero inputs in a weight stored by input, (K,N). A weight stored by output is transposed into
+        a copy if it is finite (infinity times 0 is NaN) and memory allows; a bfloat16 weight only if all such weights have at
+        most COPIED bytes. Otherwise the step reads the whole weight in place; for a bfloat16 weight the results are
+        bit-identical.
         """
         if isinstance(layer, PACKED):
             return self.matrix(layer)
@@ -310,7 +311,7 @@ class Builder:
         return _matrix(kind, weight)._replace(order=DENSE_BY_OUTPUT if kind == "float32" else SPARSE_BY_OUTPUT)
 
     def _may_store_by_input(self, weight: Tensor, copy: Tensor | None) -> bool:
-        """Whether the weight (N,K) is already stored by input, or may be copied. copy: a float32 weight's bfloat16 copy."""
+        """Whether the weight (N,K) is stored by input or may be copied. copy: the bfloat16 copy of a float32 weight."""
         if weight.T.is_contiguous():
             return True
         available = available_memory()
@@ -319,7 +320,7 @@ class Builder:
         return copy is not None or weight.dtype != torch.bfloat16 or weight.nbytes * len(self._model.blocks) <= COPIED
 
     def low_rank(self, weight: Tensor, order: int) -> Matrix:
-        """The struct for x @ weight, weight (K,N), in bfloat16 if that is exact. order: DENSE_BY_INPUT or SPARSE_BY_INPUT."""
+        """The struct for x @ weight (K,N), which is in bfloat16 if that is exact. order: DENSE_BY_INPUT or SPARSE_BY_INPUT."""
         weight = weight.detach()
         copy = exact_copy(weight) if weight.dtype == torch.float32 else weight
         kind, weight = ("float32", weight) if copy is None else ("bfloat16 as float32", copy)

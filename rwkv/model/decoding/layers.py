@@ -12,25 +12,25 @@ from kernels.matvec import MOST_ROWS
 from rwkv.model.quantized import BlockEmbedding, BlockLinear, Int4Linear, Int8Linear, PackedLinear, matvec_for, products
 
 Products = Callable[[Tensor], list[Tensor]]
-VECTOR = 32                              # numbers: a multiple of PyTorch's vector length on all CPUs
+VECTOR = 32                              # a multiple of PyTorch's vector length, in numbers, on every CPU
 PLAIN = (nn.ModuleList, nn.Embedding, nn.LayerNorm, nn.Linear, Int8Linear, Int4Linear, PackedLinear, BlockLinear,
-         BlockEmbedding)                 # layers with a function here, and their containers
+         BlockEmbedding)                 # layers for which this file has a function, and their containers
 
 
 def norm_function(norm: nn.Module) -> Callable[[Tensor], Tensor]:
-    """The LayerNorm as a function of rows (B,C)."""
+    """Returns the LayerNorm as a function of rows (B,C)."""
     assert isinstance(norm, nn.LayerNorm)
     return partial(torch.layer_norm, normalized_shape=norm.normalized_shape, weight=norm.weight, bias=norm.bias, eps=norm.eps)
 
 
 def product_function(layer: nn.Module) -> Callable[[Tensor], Tensor]:
-    """The linear layer as a function of rows (B,K)."""
+    """Returns the linear layer as a function of rows (B,K)."""
     product = products_function(layer)
     return lambda rows: product(rows.unsqueeze(0))[0]
 
 
 def products_function(*layers: nn.Module) -> Products:
-    """n linear layers as one function of their stacked inputs (n,B,K), which returns n outputs.
+    """Returns n linear layers as one function from their stacked inputs (n,B,K) to their n outputs.
 
     Int4 layers multiply up to MOST_ROWS rows by kernels.matvec in one call; other layers run one after another.
     """
@@ -48,7 +48,7 @@ def products_function(*layers: nn.Module) -> Products:
 
 
 def embedding_function(embedding: nn.Module) -> Callable[[Tensor], Tensor]:
-    """The embedding as a function of tokens (B,)."""
+    """Returns the embedding as a function of tokens (B,)."""
     if isinstance(embedding, BlockEmbedding):
         return embedding.forward
     return partial(F.embedding, weight=cast(nn.Embedding, embedding).weight)

@@ -1,4 +1,4 @@
-"""Triton kernels for the decoding steps of all generations: embedding, LayerNorm and mixes in one, and matrix products.
+"""Triton kernels for the decoding steps of all generations: one for embedding, LayerNorm and mixes, one for matrix products.
 
 A row is one token; in a decoding step each row belongs to a different sequence. Intermediate values are in two buffers: `wide`
 (rows,size) in float32, and `narrow` (rows,size) in the dtype of the products' inputs; a value has the same offset in all rows.
@@ -9,7 +9,7 @@ BLOCK_K inputs at a time, for every tile size.
 
 Padding rows of a launch use slot 0, which belongs to no sequence. With PREFILL, consecutive rows with the same slot are
 consecutive tokens of one sequence. The mixes and the operator depend on the previous token, so the program of the first row
-computes them for all rows of the sequence, in order. The results are bit-identical to those of as many steps. Slot 0 is
+computes them for all rows of the sequence, in order. The results are bit-identical to those of one step per token. Slot 0 is
 skipped.
 """
 
@@ -20,8 +20,8 @@ import torch
 import triton
 import triton.language as tl
 
-# Actions of a job on its product: store to the wide buffer (WIDE); store to the narrow buffer, also after an activation (NARROW
-# to SQUARED_RELU); add to the wide buffer, also after multiplying by a gate (ADD, ADD_GATED)
+# What a job does with its product. WIDE stores it in the wide buffer, NARROW in the narrow buffer; TANH, SIGMOID, SQUARED_RELU
+# store its activation in the narrow buffer. ADD adds it to the wide buffer; ADD_GATED multiplies it by a gate first.
 WIDE, NARROW, TANH, SIGMOID, SQUARED_RELU, ADD, ADD_GATED = range(7)
 FIRST_TILE, OUTPUTS, INPUTS, WEIGHT, SCALE, SHIFT, SOURCE, TARGET, ACTION, GATE, FIELDS = range(11)      # columns of `jobs`
 MAX_JOBS = 8                             # per launch
@@ -45,7 +45,7 @@ def begins(slots, row, PREFILL: tl.constexpr):
 
 @triton.jit
 def can_continue(slots, row, PREFILL: tl.constexpr):
-    """Whether the next row belongs to the same sequence. Slot 0 follows the last row."""
+    """Whether the next row belongs to the same sequence. `slots` has a further 0 after the last row's slot."""
     if PREFILL:
         return tl.load(slots + row) == tl.load(slots + row + 1)
     else:
@@ -64,8 +64,9 @@ def _layer_norm(x, inside, C, weight, bias, eps, c):
 def norm_and_mixes(tokens, slots, embedding, ln0_weight, ln0_bias, eps0, weight, bias, eps, past, wide, narrow, states,
                    V, C, wide_size, narrow_size, state_size, x_offset, mixed_offset, state_offset,
                    EMBED: tl.constexpr, MIXES: tl.constexpr, BLOCK: tl.constexpr, PREFILL: tl.constexpr):
-    """For each row: n = LayerNorm(x); the mixes n + (s - n) past_i, where s is the previous token's n, from the state; n is
-    then stored as s. With EMBED, x = ln0(embedding[token]) is computed and stored first. An invalid token gives NaN."""
+    """For each row, computes n = LayerNorm(x) and the mixes n + (s - n) past_i, where s is the previous token's n, from the
+    state; then stores n as the new s. With EMBED, x = ln0(embedding[token]) is computed and stored first. An invalid token
+    gives NaN."""
     row = tl.program_id(0).to(tl.int64)
     c = tl.arange(0, BLOCK)
     inside = c < C
@@ -108,7 +109,8 @@ def _expand_groups(groups, BLOCK_N: tl.constexpr):
 @triton.jit(do_not_specialize=["rows"])  # else rows = 1 and multiples of 16 would be compiled separately
 def products(jobs, weights, scales, shifts, wide, narrow, target, wide_size, narrow_size, target_size, rows,
              FORM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, DOT: tl.constexpr):
-    """Several jobs, each a product of rows and a matrix W (N,K), y[m,n] = sum_k x[m,k] W[n,k], with its own buffers and action.
+    """Runs several jobs: products of rows and a matrix W (N,K), y[m,n] = sum_k x[m,k] W[n,k], each with its own offsets and
+    action.
 
     Each tile of BLOCK_N outputs belongs to one job. jobs (MAX_JOBS,FIELDS): a table of jobs; WEIGHT, SCALE and SHIFT are
     offsets from `weights`, `scales` and `shifts`; in unused rows FIRST_TILE is the number of tiles. target: the buffer that

@@ -1,10 +1,10 @@
 """A model's decoding step on a GPU: Triton kernels (triton_kernels.py, rwkvN/step_triton.py) in one CUDA graph.
 
-A step reads one token of each sequence. Each sequence has a slot, which holds its recurrent state while it runs; slot 0 is for
-padding rows. A step of n rows runs in the smallest bucket of at least n rows (1, 2, 4, 8, ...). The graph of a bucket is
-captured once, at its first use or at warm-up. Other graphs prefill several short prompts in one run; there each row is a prompt
-token. Captured kernels contain the addresses of their buffers, so when more slots are needed, new buffers are allocated and the
-graphs are captured again.
+A step reads one token of each sequence. Each sequence has a slot, which holds the recurrent state while the sequence runs. Slot
+0 is for padding rows. A step of n rows runs in the smallest bucket of at least n rows (1, 2, 4, 8, ...). The graph of a bucket
+is captured once, at its first use or at warm-up. Other graphs prefill several short prompts in one run; there each row is a
+prompt token. Captured kernels contain the addresses of their buffers, so when more slots are needed, new buffers are allocated
+and the graphs are captured again.
 
 Weights keep the model's format: float32, bfloat16, float16, or packed int8 and int4 (kernels/matvec), which are unpacked in
 registers. Inputs of products are rounded to the dtype of the weights, or to bfloat16 if the weights are packed. All else is
@@ -35,15 +35,15 @@ WARP = 32                                # threads
 PROMPT_BUCKETS = 16, 64                  # rows of the prefill graphs
 MAX_PROMPT_TOKENS = PROMPT_BUCKETS[-1]
 SPARE_SLOTS = 8                          # slots for prompts in prefill, besides those of running sequences
-MANY_OUTPUTS = 8192                      # outputs of a launch from which on larger tiles still occupy every multiprocessor
+MANY_OUTPUTS = 8192                      # minimum outputs of a launch for which larger tiles still occupy every multiprocessor
 HALF = (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)
 class Launch:
     """A kernel launch of a step. grid(rows): the launch grid. constants: the kernel's constexpr arguments, or a function that
-    returns them for a number of rows. takes_rows: the number of rows is also the kernel's last argument. takes_prefill: the
-    kernel has a constexpr argument PREFILL."""
+    returns them for a number of rows. takes_rows: whether the kernel's last argument is the number of rows. takes_prefill:
+    whether the kernel has a constexpr argument PREFILL."""
 
     kernel: Any                          # a function of triton.jit
     grid: Callable[[int], tuple[int, ...]]
@@ -165,7 +165,7 @@ class GpuStep:
                 for part, shape in zip(self._parts(), self._shapes, strict=True)]
 
     def on_device(self, slots: Sequence[int]) -> Tensor:
-        """The slots (n,) int64 on the GPU."""
+        """Copies the slots to the GPU, as (n,) int64."""
         return to_device(torch.tensor([*slots], dtype=torch.int64, device="cpu"), self._device)
 
     def _parts(self) -> tuple[Tensor, ...]:
@@ -196,7 +196,7 @@ class GpuStep:
         n = len(tokens)
         self._builder.tokens[:n].copy_(to_device(tokens, self._device))
         self._builder.slots[:n].copy_(slots)
-        self._builder.slots[n:bucket + 1].zero_()        # slots[bucket] too: slot 0 there ends the last prompt
+        self._builder.slots[n:bucket + 1].zero_()        # also slots[bucket]: a 0 after the last row ends the last prompt
         replay()
 
     def capture(self, bucket: int, prefill: bool = False) -> Callable[[], None]:
@@ -207,7 +207,7 @@ class GpuStep:
         return graphs[bucket]
 
     def run(self, rows: int, prefill: bool = False) -> None:
-        """Launches the kernels one by one. prefill: a sequence may have several rows."""
+        """Launches the kernels one by one. prefill: whether a sequence may have several rows."""
         for launch in self.launches:
             launch.run(rows, prefill)
 
@@ -259,7 +259,7 @@ class Builder:
         self._narrow_width = 0
         self._weights: list[list[Job]] = []                      # kept alive: the tables contain their addresses
         self.tokens = torch.zeros(rows, dtype=torch.int64, device=self._device)
-        self.slots = torch.zeros(rows + 1, dtype=torch.int64, device=self._device)       # the last one stays 0
+        self.slots = torch.zeros(rows + 1, dtype=torch.int64, device=self._device)       # the last element stays 0
         self.logits = torch.zeros(rows, self.V, device=self._device)
         weight = model.head.weight if isinstance(model.head, nn.Linear) else None
         self._dtype = torch.bfloat16 if weight is None else weight.dtype
@@ -310,7 +310,7 @@ class Builder:
         """A launch that stores n mixes of LayerNorm(x) and the previous token's LayerNorm(x); past=None: stores LayerNorm(x).
 
         x, mixed, state: offsets in the wide buffer, the narrow buffer and a slot. past (n,C): the weights of the previous
-        token. ln0: for the first layer, whose x is ln0(embedding[token]).
+        token. ln0: given only for the first layer, whose x is ln0(embedding[token]).
         """
         layer_norm = cast(nn.LayerNorm, norm)
         first = cast(nn.LayerNorm, ln0 or norm)
@@ -326,8 +326,8 @@ class Builder:
         return Launch(self._kernels.norm_and_mixes, lambda rows: (rows,), args, constants, takes_prefill=True)
 
     def job(self, layer: nn.Module, source: int, target: int, action: int, gate: int = 0) -> "Job":
-        """The product of a linear layer with weights in any format. Offsets: `source` in the narrow buffer, `target` in the
-        buffer that the action writes, `gate` in the wide buffer."""
+        """The job of a linear layer with weights in any format. source, target, gate: offsets in the narrow buffer, in the
+        buffer that the action writes, and in the wide buffer."""
         if isinstance(layer, PackedLinear):
             packed = layer.packed
             weight, scale, *shift = packed
@@ -336,7 +336,7 @@ class Builder:
         return self._float_job(cast(nn.Linear, layer).weight.detach(), source, target, action, gate)
 
     def matrix_job(self, weight: Tensor, source: int, target: int, action: int) -> "Job":
-        """The product with a matrix (N,K), whose sides are zero-padded to multiples of ALIGNED."""
+        """The job for a matrix (N,K), which is zero-padded so that N and K are multiples of ALIGNED."""
         N, K = weight.shape
         padded = nn.functional.pad(weight.detach(), (0, -K % ALIGNED, 0, -N % ALIGNED))
         return self._float_job(padded, source, target, action)

@@ -25,7 +25,7 @@ Tensors = tuple[Tensor, ...]
 
 
 def token_shift(x: Tensor, last_x: Tensor | None, *mus: Tensor, first: Tensor | None = None) -> Tensors:
-    """mu x_t + (1 - mu) x_{t-1} for each mu (1,1,C): (B,T,C) each, in the dtype of the products that read them.
+    """Returns one (B,T,C) tensor for each mu (1,1,C): mu x_t + (1 - mu) x_{t-1}, in the dtype of the products that read it.
 
     x (B,T,C); last_x (B,C): the step before x, None for zeros; first (B,T,1) bool: steps whose previous step is taken as zeros.
     x is the only large tensor that is saved for backward, and only if a mu is trained.
@@ -46,16 +46,17 @@ def product_dtype(x: Tensor) -> torch.dtype:
 
 
 def last(x: Tensor, saved: bool = False) -> Tensor:
-    """The last step of x (B,T,C), for the next state: (B,C). saved: x is saved for backward in any case, so a view suffices;
-    otherwise a copy, since a view would keep all of x in memory."""
+    """The last step (B,C) of x (B,T,C), for the next state. saved: whether x is saved for backward anyway. If so, this is a
+    view; otherwise it is a copy, since a view would keep all of x in memory."""
     return x[:, -1] if saved and torch.is_grad_enabled() else x[:, -1].clone()
 
 
 def can_fuse(*layers: nn.Module) -> bool:
     """Whether these layers' products may be computed without calling the layers.
 
-    They may not if torch.compile (which fuses better), torch.jit.trace, a torch.func transform or a hook must see the calls, if
-    a layer is not a plain nn.Linear, or if a weight is frozen: autograd skips a frozen weight's gradient, fused code does not.
+    The layers must be called if torch.compile (which fuses better), torch.jit.trace, a torch.func transform or a hook must see
+    the calls, if a layer is not a plain nn.Linear, or if a weight is frozen: autograd skips a frozen weight's gradient, fused
+    code does not.
     """
     return can_use_functions() and all(map(_is_plain, layers))
 
@@ -96,8 +97,8 @@ def recompute_mixes(recompute_x: Callable[[], Tensor], last_x: Tensor | None, mu
                     mixes: Tensors) -> AbstractContextManager[None]:
     """A context manager for operations on `mixes`, the results of token_shift: backward recomputes them instead of saving them.
 
-    recompute_x() returns the x given to token_shift; last_x, mus and first are as there. The caller must keep `mixes` in memory
-    until the context ends.
+    recompute_x() returns the x given to token_shift; last_x, mus and first are that call's arguments. The caller must keep
+    `mixes` in memory until the context ends.
     """
     if not (torch.is_grad_enabled() and can_use_functions()):
         return nullcontext()
@@ -127,9 +128,9 @@ def _shifted(dtype: torch.dtype, x: Tensor, last_x: Tensor | None, first: Tensor
 
 
 def squared_relu_linear(layer: nn.Module, x: Tensor) -> Tensor:
-    """layer(relu(x)^2), with x saved for backward instead of the square.
+    """Computes layer(relu(x)^2), and saves x for backward instead of the square.
 
-    A layer whose own backward needs its input must have a method squared_relu_linear; this function then calls it.
+    A layer whose own backward needs the layer's input must have a method squared_relu_linear; this function then calls it.
     """
     layer_function = getattr(layer, "squared_relu_linear", None)
     if not can_use_functions():
@@ -174,7 +175,7 @@ class _SquaredRelu(torch.autograd.Function):
 
 
 def mixed_products(x: Tensor, last_x: Tensor | None, mus: Tensors, weights: Tensors) -> Tensors:
-    """W mix(x) for each mu (1,1,C) and its W (O,C), with mix(x) = mu x_t + (1 - mu) x_{t-1}: (B,T,O) each.
+    """Returns one (B,T,O) tensor for each pair of mu (1,1,C) and W (O,C): W mix(x), where mix(x) = mu x_t + (1 - mu) x_{t-1}.
 
     x (B,T,C); last_x (B,C): the step before x, None for zeros.
     """
@@ -271,13 +272,13 @@ def squared_relu_backward(grad: Tensor, x: Tensor) -> Tensor:
 
 
 def wide_sum(tensor: Tensor) -> torch.dtype | None:
-    """The dtype of a sum over B and T: float32 for float16, where a sum of scaled gradients could overflow; otherwise None."""
+    """The dtype for sums over B and T: float32 for float16, where sums of scaled gradients could overflow; otherwise None."""
     return torch.float32 if tensor.dtype == torch.float16 else None
 
 
 def product_backward(grad: Tensor, x: Tensor, weight: Tensor, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
-    """The gradients of x (B,T,I) and W (O,I) from `grad`, the gradient of W x (B,T,O). dtype: of the gradient of W; default:
-    that of `weight`, which may be a rounded copy."""
+    """The gradients of x (B,T,I) and W (O,I) from `grad`, the gradient of W x (B,T,O). dtype: the dtype of W's gradient;
+    default: the dtype of `weight`, which may be a rounded copy."""
     return grad @ weight, product_in(dtype or weight.dtype, grad.flatten(0, 1).T, x.flatten(0, 1))
 
 

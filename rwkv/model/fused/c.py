@@ -18,13 +18,13 @@ MIXES = {(torch.float32, torch.float32): "float32", (torch.bfloat16, torch.bfloa
 MAX_MIXES = 6                            # as in fused.c
 ROWS = 32                                # rows per task, as in every C file
 PIECE = 2 ** 14                          # elements per task of the squared ReLU, as in fused.c
-SERIAL = 2 ** 14                         # elements up to which one thread finishes before a second would wake
+SERIAL = 2 ** 14                         # up to this many elements, one thread finishes before a second would wake
 
 Tensors = tuple[Tensor, ...]
 
 
 def supports(*tensors: Tensor, dtype: torch.dtype | None = None, N: int = 1) -> bool:
-    """Whether the C functions support these tensors, which must have one dtype. dtype: of the results. N: any is supported."""
+    """Whether the C functions support these tensors, which must have one dtype. dtype: the results' dtype. N: ignored."""
     first = tensors[0]
     return (dtype or first.dtype) in DTYPES and all(tensor.dtype == first.dtype for tensor in tensors)
 
@@ -61,7 +61,7 @@ def _run_mixes(direction: str, x: Tensor, last_x: Tensor | None, mus: Tensors, t
 
 
 def squared_relu(x: Tensor, grad: Tensor | None = None) -> Tensor:
-    """max(x, 0)^2; or, if `grad`, the gradient of this result, is given, the gradient of x."""
+    """Returns max(x, 0)^2; or, with `grad`, the gradient of max(x, 0)^2, returns the gradient of x."""
     x = x.contiguous()
     out = torch.empty_like(x)
     n_threads = 1 if x.numel() <= SERIAL else native.threads_for(-(-x.numel() // PIECE))
@@ -88,7 +88,7 @@ def threads(x: Tensor) -> int:
 
 
 def float32_rows(tensors: Tensors, C: int) -> Tensors:
-    """The tensors, vectors (C,) or states (B,C), contiguous and in float32, as C code requires.
+    """Makes the tensors contiguous and float32, as C code requires. Each is a vector (C,) or a state (B,C).
 
     Raises ValueError if a tensor's size is not a multiple of C, because C code would read out of bounds.
     """

@@ -40,7 +40,7 @@ class FusedForm(Protocol):
 def form_for(*tensors: Tensor, dtype: torch.dtype | None = None, N: int = 1) -> FusedForm | None:
     """The fused implementation for these tensors, or None if there is none.
 
-    dtype: of the results; default: that of the tensors. N: the channels of a head, for functions with heads.
+    dtype: the results' dtype; default: the tensors' dtype. N: the number of channels per head, for functions with heads.
     """
     form: FusedForm | None = module_for("rwkv.model.fused.", tensors[0].device.type)
     return form if form is not None and form.supports(*tensors, dtype=dtype, N=N) else None

@@ -45,7 +45,7 @@ def _cross_entropy(logits, targets, nll, V, l2_wrap, penalty, ignored, GRADIENT:
     row = tl.program_id(0).to(tl.int64)
     x = logits + row * V
     lane = tl.arange(0, BLOCK)
-    largest = tl.full([BLOCK], LEAST_LOGIT, tl.float32)          # per lane, as the next three
+    largest = tl.full([BLOCK], LEAST_LOGIT, tl.float32)          # one value per lane, as in the next three
     index = tl.zeros([BLOCK], tl.int32)
     total = tl.zeros([BLOCK], tl.float32)                        # sum of e^(x - largest)
     weighted = tl.zeros([BLOCK], tl.float32)                     # sum of x e^(x - largest)

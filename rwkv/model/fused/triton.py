@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-MAX_MIXES = 6                            # _mix and _mix_backward have so many arguments for mixes
+MAX_MIXES = 6                            # number of mixes for which _mix and _mix_backward have arguments
 ROWS = 32                                # rows per program
 ROWS_BACK = 16                           # rows per program of _mix_backward, which needs twice the registers
 BLOCK = 128                              # channels per program of _mix and _mix_backward
@@ -28,7 +28,7 @@ Tensors = tuple[Tensor, ...]
 
 
 def supports(*tensors: Tensor, dtype: torch.dtype | None = None, N: int = 1) -> bool:
-    """Whether the kernels support these tensors, of one dtype, and heads of N channels. dtype: of the results."""
+    """Whether the kernels support these tensors, of one dtype, and heads of N channels. dtype: the results' dtype."""
     first = tensors[0]
     return (first.dtype in DTYPES and (dtype or first.dtype) in DTYPES and N & (N - 1) == 0
             and all(tensor.dtype == first.dtype for tensor in tensors))
@@ -64,7 +64,7 @@ def mix_backward(saved: Sequence[Any], grads: Tensors, to_previous: bool) -> tup
 
 
 def squared_relu(x: Tensor, grad: Tensor | None = None) -> Tensor:
-    """max(x, 0)^2; or, if `grad`, the gradient of this result, is given, the gradient of x."""
+    """Returns max(x, 0)^2; or, with `grad`, the gradient of max(x, 0)^2, returns the gradient of x."""
     x = x.contiguous()
     out = torch.empty_like(x)
     launch(_squared_relu, (triton.cdiv(x.numel(), ELEMENTS),), x, x if grad is None else grad.contiguous(), out, x.numel(),
@@ -89,7 +89,7 @@ def or_unused(tensor: Tensor | None, unused: Tensor) -> Tensor:
 
 
 def padded(tensors: Sequence[Tensor], n: int) -> Tensors:
-    """The tensors, followed by copies of the first up to n arguments; the kernel does not read these."""
+    """The tensors, and then the first tensor repeated, up to n arguments; the kernel does not read the repetitions."""
     return *tensors, *[tensors[0]] * (n - len(tensors))
 
 
@@ -108,7 +108,7 @@ def store(x, offsets, value, mask):
 
 @triton.jit
 def _load_steps(x, last_x, row, c, mask, T, C, LAST: tl.constexpr):
-    """x of these rows, and x of each row's previous step."""
+    """Loads x for these rows, and for each row's previous step."""
     now = load(x, row * C + c, mask)
     first = row % T == 0
     previous = load(x, (row - 1) * C + c, mask & (first == 0))

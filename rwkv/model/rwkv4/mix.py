@@ -21,7 +21,7 @@ from rwkv.model.rwkv4.architecture import State, sizes
 
 
 class TimeMix(nn.Module):
-    """Time mixing: (x (B,T,C), last_x (B,C), WKV's state; None: empty) -> (out (B,T,C), last step of x, WKV's new state)."""
+    """Time mixing: (x (B,T,C), last_x (B,C), WKV's state or None) -> (out (B,T,C), last step of x, WKV's new state)."""
 
     def __init__(self, n_embd: int, n_att: int, wkv: WKV4) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class TimeMix(nn.Module):
 
 
 class ChannelMix(nn.Module):
-    """Channel mixing: (x (B,T,C), last_x (B,C), None for zeros) -> (out (B,T,C), last step of x)."""
+    """Channel mixing: (x (B,T,C), last_x (B,C) or None for zeros) -> (out (B,T,C), last step of x)."""
 
     def __init__(self, n_embd: int, n_ffn: int) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ class ChannelMix(nn.Module):
 
 
 class Block(nn.Module):
-    """x + att(ln1(x)), then x + ffn(ln2(x)); the first block also normalises the embedding with ln0."""
+    """Computes x + att(ln1(x)), then x + ffn(ln2(x)); the first block begins by normalising the embedding with ln0."""
 
     def __init__(self, config: ModelConfig, layer: int, wkv: WKV4) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, before: State | None, carry: None = None,
                 packing: Packing | None = None) -> tuple[Tensor, State | None, None]:
-        """(x (B,T,C), this layer's state before x, None: empty) -> (x, the state after x, None).
+        """(x (B,T,C), this layer's state before x, or None if empty) -> (the new x, the state after x, None).
 
         RWKV-4 needs no carry. packing: for rows of several sequences; each sequence starts from the empty state, and the
         returned state is None.

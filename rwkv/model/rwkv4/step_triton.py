@@ -48,8 +48,8 @@ def launches(model: Model, builder: Builder) -> list[Launch]:
 @triton.jit
 def _wkv(slots, vectors, wide, narrow, states, wide_size, narrow_size, state_size, state_offset, A, k_offset, v_offset,
          r_offset, y_offset, BLOCK: tl.constexpr, PREFILL: tl.constexpr):
-    """y = sigmoid(r) wkv(k, v) for a block of channels of one row, or with PREFILL of all rows of a sequence. vectors (2,A):
-    the exponents of the decay and time_first."""
+    """Computes y = sigmoid(r) wkv(k, v) for a block of channels of one row; with PREFILL, of all rows of a sequence. vectors
+    (2,A): the exponents of the decay and time_first."""
     row = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = c < A

@@ -96,9 +96,9 @@ def operator_work(config: ModelConfig) -> int:
 
 
 def saved_activations(config: ModelConfig, half: bool) -> float:
-    """The number of float32 values per token that one block saves for backward; half: under autocast to half precision.
+    """The number of float32 values per token that one block saves for backward. half: whether autocast to half precision is on.
 
-    The operator saves its inputs, of which log_w is always float32, and up to two more float32 tensors.
+    The operator saves its inputs (log_w always in float32). In addition, it saves up to two float32 tensors.
     """
     C, _, _, F, ranks = sizes(config)
     d, R = sum(ranks.values()), config.deep_embed_dim or 0
@@ -111,7 +111,8 @@ def saved_when_recomputing(config: ModelConfig, half: bool, layers: Collection[s
     that are trained; vectors: whether vectors are trained too.
 
     The block saves the inputs of both LayerNorms in float32; r, k, v, the hidden layers of the low-rank gates, and the input of
-    the squared ReLU; if att.output is trained, its input; if mixes are trained, their x. Mixes are recomputed.
+    the squared ReLU; if att.output is trained, its input; if mixes are trained, the x from which they are computed. Mixes are
+    recomputed.
     """
     C, _, _, F, ranks = sizes(config)
     saved = 3 * C + sum(ranks.values()) + F + ("att.output" in layers) * C
@@ -131,7 +132,7 @@ def group(name: str) -> str:
 
 
 def non_negative(config: ModelConfig) -> tuple[str, ...]:
-    """The names of the layers whose inputs are never negative: squares. None with DeepEmbed, whose factors may be negative."""
+    """The names of the layers whose inputs are never negative: squares. None with DeepEmbed: its factors may be negative."""
     return () if config.deep_embed_dim else ("ffn.value",)
 
 

@@ -115,7 +115,7 @@ class Gates(NamedTuple):
 
 
 def inputs(x: Tensor, last_x: Tensor | None, v_first: Tensor | None, N: int, parameters: Parameters) -> Inputs:
-    """The operator's inputs, and those of `output`, from x (B,T,C).
+    """Computes the inputs of the operator and of `output` from x (B,T,C).
 
     last_x (B,C): the step before x, None for zeros; v_first (B,T,C), None in layer 0.
     """
@@ -123,7 +123,7 @@ def inputs(x: Tensor, last_x: Tensor | None, v_first: Tensor | None, N: int, par
 
 
 def gates(k: Tensor, v: Tensor, v_first: Tensor | None, hidden: Tensors, N: int, vectors: Tensors, matrices: Tensors) -> Gates:
-    """The operator's inputs and g, from k and v and the low-rank gates' hidden layers.
+    """Computes the operator's inputs and g from k, v and the hidden layers of the low-rank gates.
 
     k, v, v_first (B,T,C); hidden: m_w w1, m_a a1, m_g g1[, m_v v1], (B,T,d) each; vectors: k_k, k_a, w0, a0[, v0] (1,1,C);
     matrices: w2, a2, g2[, v2] (d,C). In layer 0 v_first is None, and the values in brackets are absent.
@@ -133,7 +133,7 @@ def gates(k: Tensor, v: Tensor, v_first: Tensor | None, hidden: Tensors, N: int,
 
 def output(y: Tensor, r: Tensor, k: Tensor, v: Tensor, g: Tensor, r_k: Tensor, weight: Tensor, bias: Tensor,
            matrix: Tensor) -> Tensor:
-    """The result of time mixing, O ((GroupNorm(y) + (sum over the head of r k r_k) v) g): (B,T,C).
+    """Returns the (B,T,C) result of time mixing: O ((GroupNorm(y) + (sum over the head of r k r_k) v) g).
 
     y (B,T,H,N); r, k, v, g (B,T,C); r_k (H,N); weight and bias of the normalisation (C,); matrix O (C,C).
     """
@@ -148,7 +148,7 @@ def gated(y: Tensor, r: Tensor, k: Tensor, v: Tensor, g: Tensor, r_k: Tensor, we
 
 
 def channel_mixing(x: Tensor, last_x: Tensor | None, x_k: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """V max(K mix(x), 0)^2, (B,T,C), with mix(x) = x_t + (x_{t-1} - x_t) x_k; x and last_x as in `inputs`."""
+    """Returns V max(K mix(x), 0)^2, (B,T,C), where mix(x) = x_t + (x_{t-1} - x_t) x_k. x, last_x: as in `inputs`."""
     mixed: Tensor = _ChannelMixing.apply(product_dtype(x), x, last_x, x_k, key, value)
     return mixed
 
@@ -252,8 +252,8 @@ def _low_rank_gates(k: Tensor, v: Tensor, v_first: Tensor | None, hidden: Tensor
 
 def _low_rank_gates_backward(saved: SavedGates, N: int, grads: Gates, extra: tuple[Tensor | None, Tensor | None],
                              dtype: torch.dtype) -> GateGrads:
-    """The gradients of all arguments of `gates`. extra: gradients to add to those of the results k and v, or None. dtype: of
-    the unrounded matrices."""
+    """The gradients of all arguments of `gates`. extra: gradients to add to those of the results k and v, or None. dtype: the
+    unrounded matrices' dtype."""
     k, v, v_first, inverse = saved.tokens
     assert k is not None
     assert v is not None
@@ -288,7 +288,7 @@ def _gates(k: Tensor, v: Tensor, v_first: Tensor | None, z: Tensors, N: int, vec
 def _gates_backward(k: Tensor, v: Tensor, v_first: Tensor | None, z: Tensors, N: int, vectors: Tensors, inverse: Tensor,
                     grads: Tensors, extra: tuple[Tensor | None, Tensor | None] = (None, None),
                     ) -> tuple[tuple[Tensor, Tensor, Tensor | None], Tensors, Tensors]:
-    """The gradients of (k, v, v_first), of z, and of the vectors (C,), from `grads`: those of the results log_w, k, v, a, b.
+    """The gradients of (k, v, v_first), z and the vectors (C,). grads: the gradients of the results log_w, k, v, a and b.
 
     extra: gradients to add to those of the results k and v, or None.
     """
@@ -473,5 +473,5 @@ def _vector_grad(grad: Tensor) -> Tensor:
 
 
 def _row_product_backward(grad: Tensor, x: Tensor, matrix: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The gradients of x (B,T,d) and M (d,C) from the gradient of x M (B,T,C). dtype: of the unrounded matrix."""
+    """The gradients of x (B,T,d) and M (d,C) from the gradient of x M (B,T,C). dtype: the unrounded matrix's dtype."""
     return grad @ matrix.T, product_in(dtype, x.flatten(0, 1).T, grad.flatten(0, 1))

@@ -36,7 +36,7 @@ from rwkv.model.packing import Packing
 from rwkv.model.rwkv7 import fused as rwkv7_fused
 from rwkv.model.rwkv7.architecture import EPS, FASTEST_LOG_W, LEAST_NORM, LOW_RANK, MIXES, State, sizes
 
-Recompute = Callable[[], Tensor]         # backward calls it to recompute the input of time or channel mixing
+Recompute = Callable[[], Tensor]         # recomputes the input of time or channel mixing, in backward
 
 
 class TimeMix(nn.Module):
@@ -107,7 +107,7 @@ class TimeMix(nn.Module):
 
         Fused functions would waste time on the gradients of frozen weights.
         """
-        if not fused.can_fuse(self.receptance, self.key, self.value, self.output):       # tested first, for torch.compile
+        if not fused.can_fuse(self.receptance, self.key, self.value, self.output):       # first: False in torch.compile
             return False
         trained = all(parameter.requires_grad for parameter in self._parameters.values() if parameter is not None)
         return (trained or not torch.is_grad_enabled()) and self._has_usual_norm()
@@ -149,7 +149,7 @@ class TimeMix(nn.Module):
 
     def _fused_mix(self, x: Tensor, last_x: Tensor | None, before: Tensor | None,
                    v_first: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor]:
-        """_plain_mix in two fused autograd functions and the operator."""
+        """Computes _plain_mix in two fused autograd functions and the operator."""
         inputs = rwkv7_fused.inputs(x, last_x, v_first, self.N, self._inputs(v_first is not None))
         y, after = self._operator(inputs.r, inputs.log_w, inputs.k, inputs.v, inputs.a, inputs.b, before)
         out = rwkv7_fused.output(y, inputs.output_r, inputs.output_k, inputs.output_v, inputs.output_g, self.r_k,
@@ -160,8 +160,8 @@ class TimeMix(nn.Module):
 
     def _recompute_mix(self, x: Tensor, last_x: Tensor | None, before: Tensor | None, v_first: Tensor | None,
                        packing: Packing | None, recompute_x: Recompute) -> tuple[Tensor, Tensor | None, Tensor]:
-        """_plain_mix with fewer saved activations: r, k, v, the hidden layers of the gates, the operator's state, and the input
-        of O if O is trained. Backward recomputes the operations between the large products.
+        """Computes _plain_mix, but saves only these activations: r, k, v, the hidden layers of the gates, the operator's state,
+        and, if O is trained, the input of O. Backward recomputes the operations between the large products.
         """
         past = tuple(1 - mu for mu in self._mixes())
         first = packing.shift_mask if packing else None
@@ -189,7 +189,7 @@ class TimeMix(nn.Module):
         return mixed, after
 
     def _low_rank(self, dtype: torch.dtype, name: str) -> Tensor:
-        """A gate's matrix, for products in `dtype`. In a quantised model it may be bfloat16 when the products are float32."""
+        """A gate's matrix, for products in `dtype`. In a quantised model it may be bfloat16 for float32 products."""
         weight: Tensor = getattr(self, name)
         return weight.float() if (weight.dtype, dtype) == (torch.bfloat16, torch.float32) else weight
 
@@ -233,7 +233,7 @@ class TimeMix(nn.Module):
 
 
 class ChannelMix(nn.Module):
-    """Channel mixing: (x (B,T,C), last_x (B,C), None for zeros) -> (out (B,T,C), last step of x)."""
+    """Channel mixing: (x (B,T,C), last_x (B,C) or None for zeros) -> (out (B,T,C), last step of x)."""
 
     def __init__(self, n_embd: int, n_ffn: int) -> None:
         super().__init__()
@@ -262,7 +262,7 @@ class Carry(NamedTuple):
 
 
 class Block(nn.Module):
-    """x + att(ln1(x)), then x + ffn(ln2(x)); the first block also normalises the embedding with ln0."""
+    """Computes x + att(ln1(x)), then x + ffn(ln2(x)); the first block begins by normalising the embedding with ln0."""
 
     def __init__(self, config: ModelConfig, layer: int, wkv: WKV7) -> None:
         super().__init__()
@@ -277,7 +277,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, before: State | None, carry: Carry | None = None,
                 packing: Packing | None = None) -> tuple[Tensor, State | None, Carry]:
-        """(x (B,T,C), this layer's state before x, None: empty, carry) -> (x, the state after x, carry).
+        """(x (B,T,C), this layer's state before x, or None if empty, carry) -> (the new x, the state after x, the new carry).
 
         packing: for rows of several sequences; each starts from the initial state, and the returned state is None.
         """

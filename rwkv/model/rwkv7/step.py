@@ -15,13 +15,13 @@ PLAIN = (Block, TimeMix, ChannelMix, nn.GroupNorm)       # classes of modules th
 class Step:
     """Block.forward for one token per row: (x (B,C), state, v_first (B,C)) -> (x, state, v_first).
 
-    state: a State of one layer, with att_x (B,C), wkv (B,H,N,N) and ffn_x (B,C). It reads the block's weights and calls no
+    state: a State of one layer, with att_x (B,C), wkv (B,H,N,N) and ffn_x (B,C). Step reads the block's weights and calls no
     modules. Use it under torch.inference_mode.
     """
 
     @staticmethod
     def fits(block: Block, first: bool) -> bool:
-        """Whether Step computes what the block does. first: whether the block is the model's first, which gets no v_first."""
+        """Whether Step can replace this block. first: whether this is the model's first block, which gets no v_first."""
         att = block.att
         H, N = att.r_k.shape
         return (block.first == att.first == first and (N, H) == (att.N, att.ln_x.num_groups)

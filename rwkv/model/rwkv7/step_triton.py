@@ -76,7 +76,7 @@ def launches(model: Model, builder: Builder) -> list[Launch]:
 def _wkv(slots, vectors, wide, narrow, states, wide_size, narrow_size, state_size, state_offset, readout_offset, C, eps,
          r_offset, k_offset, v_offset, v_first_offset, z_offset, rate_offset, g_offset, v_gate_offset, y_offset,
          FIRST: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, PREFILL: tl.constexpr):
-    """Computes one head of one row, or with PREFILL of all rows of a sequence. vectors (8,C): k_k, k_a, w0, a0, v0, r_k, the
+    """Computes one head of one row; with PREFILL, of all rows of a sequence. vectors (8,C): k_k, k_a, w0, a0, v0, r_k, the
     norm's weight and bias."""
     row = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * N
