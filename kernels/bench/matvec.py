@@ -11,7 +11,7 @@ from kernels.matvec import FORMS, Int8, MatVec, cases
 
 
 class Case(BenchCase):
-    """W (N,K) in the form --dtype, times R rows of x."""
+    """W (N,K), packed in the format that --dtype names, times R rows of x."""
 
     op = "matvec"
     AXES = ("N", "K", "R")
@@ -49,7 +49,7 @@ class Case(BenchCase):
         return result, compare.misses(result, cases.tolerance(name, self.form))
 
     def passes(self, name: str) -> list[Pass]:
-        """The product as a decoder calls it, prepared in advance. The least traffic is one read of the weights."""
+        """The product as a decoder calls it, prepared in advance. The least possible traffic is one read of the weights."""
         product = MatVec(name).bind(self.packed)
         x = self.x.unsqueeze(0)
         return [Pass("forward", lambda: product(x), 0, self.packed.nbytes(), reads=True)]

@@ -11,7 +11,7 @@ from rwkv.config import PATH, TrainConfig, free_text, options
 SHOW_JOB = (["--cfg", "job"], ["-c", "job"])
 HELP_FLAGS = ("--help", "-h")
 SWEEP_FLAGS = ("-m", "--multirun")
-VALUED_FLAGS = ("--cfg", "-c")           # followed by a value
+VALUED_FLAGS = ("--cfg", "-c")           # flags that are followed by a value
 FLAGS = (*HELP_FLAGS, *SWEEP_FLAGS, *VALUED_FLAGS)
 
 

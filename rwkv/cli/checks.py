@@ -49,14 +49,14 @@ def _check_file(group: str, choice: str, schema: type) -> None:
     """Raises UserError if a choice's file cannot be read, or sets an unknown option."""
     file = recipe.located(choice, configs.CONFIGS / group)
     if not file.is_file() and (group != EXPERIMENT or not recipe.is_path(choice)):
-        return                           # a kernel, or null
+        return                           # a kernel, or null, has no file
     settings = recipe.read(file, groups(schema) if group in OPTIONAL else ())
     prefix = "" if group in OPTIONAL or sets_all_groups(file) else f"{group}."
     chosen = [(key.removeprefix("override /"), value) for entry in settings.hydra.get("defaults", []) if isinstance(entry, dict)
               for key, value in entry.items() if key.startswith("override /")]
     try:
         for group in {*settings.choices, *dict(chosen)} & {*OPTIONAL}:
-            raise UserError(f"a recipe cannot set {group}=: copy its options here, or set it on the command line")
+            raise UserError(f"a recipe cannot set {group}=: copy its file's options here, or set it on the command line")
         for key in {f"{prefix}{key}" for key in settings.options} - options(schema).keys():
             check_override(f"{key}=", schema)
         for key, value in [*settings.choices.items(), *chosen]:

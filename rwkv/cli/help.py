@@ -1,4 +1,4 @@
-"""The text of --help: about the program, every option with its help and current value, and the choices of each group."""
+"""The text of --help: a description of the program, every option with its help and current value, and the groups' choices."""
 
 import re
 import textwrap
@@ -30,7 +30,7 @@ def help_page(line: CommandLine, schema: type, config_name: str, about: str) -> 
 
 
 def _page(about: str, descriptions: Mapping[str, Mapping[str, str]], items: Mapping[str, Field], config: object) -> str:
-    """descriptions: by group and choice. items: the options by dotted key. config: the current values."""
+    """Formats the page. descriptions: by group and choice. items: the options by dotted key. config: the current values."""
     lines = [as_typed(about.strip()), "", "Options, OPTION=VALUE, with [current value]:"]
     heading = None
     for key, item in items.items():

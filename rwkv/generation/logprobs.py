@@ -1,4 +1,4 @@
-"""Log-probabilities of tokens, computed from the logits before any sampling option, and their entries in an answer."""
+"""Log-probabilities of tokens, computed from the logits before sampling options are applied, and their entries in an answer."""
 
 import math
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ def logprobs(logits: Tensor, tokens: Tensor, n: int) -> tuple[Tensor, Tensor, Te
 
 def entry(tokenizer: Tokenizer, token: int, logprob: Tensor, top_ids: Tensor, top_logprobs: Tensor, n: int | None,
           before: Sequence[int]) -> Entry:
-    """A token with its text and log-probability, and the n likeliest tokens at its position. before: the last ids before it."""
+    """The entry of a token: its text, its log-probability and the n likeliest tokens at its position. before: preceding ids."""
     tokens = [token, *top_ids.tolist()[:n]]
     names = tokenizer.names(tokens, before)
     values = [logprob.item(), *top_logprobs.tolist()[:n]]

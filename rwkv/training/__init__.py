@@ -1,1 +1,1 @@
-"""Training: fit.py runs five stages on the parts in the other files; a folder per subject."""
+"""Training. fit.py runs a training run in five stages with the parts in the other files; each folder has one subject."""

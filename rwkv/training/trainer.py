@@ -76,9 +76,9 @@ def build_trainer(run: Run, device: torch.device, loggers: list[Logger], data: C
 
 
 def _validate_alone(trainer: lightning.Trainer) -> None:
-    """The last validation of a run that was stopped or killed during it.
+    """Repeats the last validation when a run that was stopped or killed during it is resumed.
 
-    Lightning's loop would skip it, since no steps are left, and the run would end without its last val/loss.
+    Lightning's loop would skip this validation, since no steps are left, and the run would end without its last val/loss.
     """
     loop = trainer.fit_loop
     loop.setup_data()
@@ -92,7 +92,8 @@ def _validate_alone(trainer: lightning.Trainer) -> None:
 
 def silence_libraries() -> None:
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
-    logging.getLogger("torch.distributed.tensor._collective_utils").setLevel(logging.ERROR)      # Muon's exchange on a CPU
+    # Muon's redistribution on a CPU prints warnings
+    logging.getLogger("torch.distributed.tensor._collective_utils").setLevel(logging.ERROR)
     for message in UNHELPFUL:
         warnings.filterwarnings("ignore", message=message)
 
@@ -121,8 +122,8 @@ def precision_for(config: TrainerConfig, device: torch.device) -> dict[str, Any]
 
 
 def prepare_blocks(model: Model, config: TrainerConfig) -> Model:
-    """Applies trainer.activation_checkpointing and trainer.compile to each block, keeping names and values of the weights. In
-    half precision adds a weight cache.
+    """Applies trainer.activation_checkpointing and trainer.compile to each block; the weights keep their names and values.
+    In half precision it also adds a weight cache.
 
     Raises UserError if trainer.compile has no compiler.
     """
@@ -140,13 +141,13 @@ def prepare_blocks(model: Model, config: TrainerConfig) -> Model:
 
 
 def caches_weights(config: TrainerConfig) -> bool:
-    """Whether a half-precision run has a weight cache. With optim_in_backward each parameter's update would invalidate all of
-    it.
+    """Whether a half-precision run has a weight cache. With optim_in_backward, each parameter's update
+    would invalidate the whole cache.
     """
     return config.strategy != "fsdp" and not config.compile and not config.optim_in_backward
 
 
 def _compiled(forward: Callable[..., object]) -> Callable[..., object]:
-    """Calls the compiled `forward` only with gradients: without, torch 2.13 cannot trace autograd.Function."""
+    """Calls the compiled `forward` only with gradients: without them, torch 2.13 cannot trace autograd.Function."""
     compiled = torch.compile(forward)
     return lambda *inputs: (compiled if torch.is_grad_enabled() else forward)(*inputs)

@@ -1,4 +1,4 @@
-"""The fused form of RWKV-4's time and channel mixing: autograd functions with their own gradients (see ../fused)."""
+"""RWKV-4's time and channel mixing as fused autograd functions, with hand-written gradients (see ../fused)."""
 
 
 import torch

@@ -22,11 +22,11 @@ from rwkv.generation.engine import generate
 from rwkv.io.atomic import append, write_file
 from rwkv.io.json_types import JsonObject
 from rwkv.model.base import Model
-from rwkv.report.reading import SAMPLES, read_samples
+from rwkv.report.run_files import SAMPLES, read_samples
 from rwkv.tokenizer.tokenizers import Tokenizer
 from rwkv.training.loggers import log_samples
 
-Row = JsonObject                         # step, prompt, and text, its continuation
+Row = JsonObject                         # step, prompt, and text (the continuation)
 
 
 class Samples(Callback):
@@ -48,7 +48,7 @@ class Samples(Callback):
         self._rows: list[Row] = []
         if resumed_at is not None:
             self._rows = [row for row in read_samples(self.path) if row["step"] <= resumed_at]
-        tokenizer.encode(self.prompt)    # fails before the first step
+        tokenizer.encode(self.prompt)    # raises before the first step
 
     def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
         if rank() == 0:
@@ -83,7 +83,7 @@ class Samples(Callback):
 
 
 def sample_every(config: TrainerConfig) -> int:
-    """The interval in steps; 0 for never, as with fsdp, where no process has all weights."""
+    """The interval in steps; 0 for no samples, also with fsdp, where no process has all weights."""
     if config.strategy == "fsdp":
         return 0
     return config.val_every if config.sample_every is None else config.sample_every

@@ -1,4 +1,4 @@
-"""The memory of a run in lines of its plan, with the options that would make it fit."""
+"""The lines of a plan on the run's memory, with the options that would make it fit."""
 
 import re
 from collections.abc import Iterable, Iterator
@@ -30,7 +30,7 @@ def memory_lines(needs: Needs, programs: int) -> Iterator[tuple[str, str]]:
 
 def would_fit(candidates: Iterable[Remedy], free: int, programs: int) -> Iterator[tuple[str, str]]:
     """A line for each remedy that fits into `free` bytes, with its memory, programs included. Of remedies that differ only in
-    numbers, the first.
+    numbers, only the first is listed.
     """
     subject, kinds = "would fit", set()
     for options, need in candidates:

@@ -9,11 +9,11 @@ from filelock import FileLock
 from rwkv.io.locked import NAME as NAME
 from rwkv.io.locked import lock_folder
 
-PATIENCE = 6.0                           # seconds to wait: data workers of a killed run end within 5
+PATIENCE = 6.0                           # seconds to wait for the lock: data workers of a killed run end within 5
 
 
 class RunLock:
-    """Held from hold() until release() or until the object is deleted. A pickled copy holds nothing."""
+    """The lock. It is held from hold() until release(), or until the object is deleted. A pickled copy does not hold it."""
 
     def __init__(self) -> None:
         self._lock: FileLock | None = None

@@ -1,4 +1,4 @@
-"""Checks a run's options, as far as they can be checked without PyTorch, which takes seconds to import."""
+"""The checks of a run's options that do not require PyTorch, which takes seconds to import."""
 
 from collections.abc import Collection
 from pathlib import Path
@@ -15,7 +15,7 @@ from rwkv.training.tuning import guard
 def check_run(config: TrainConfig, user_keys: Collection[str]) -> None:
     """Raises UserError for the first mistake. user_keys: the keys that the user set on the command line.
 
-    The options of a resumed run are checked when it is opened, with those it was started with.
+    The options of a resumed run are checked when it is opened, together with its saved options.
     """
     require_one_beginning(config)
     if config.resume is None or resumed_path(config) is None:

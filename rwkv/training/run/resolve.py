@@ -1,8 +1,8 @@
-"""The options that a run chooses by itself, in one ordered list of steps: (config, context) -> (config, note).
+"""Chooses the options that the user left open, in one ordered list of steps: (config, context) -> (config, note).
 
-A later step sees what earlier ones chose: the passes of a training step need its length in tokens, and the memory needs the
+Each step sees the choices of earlier ones: the number of passes depends on the length of sequences, and the memory on the
 precision and the passes. Each stage of a run's start applies its own steps: the command line is checked before the base model
-is opened, and epochs become steps once the data are read.
+is opened, and epochs are converted to steps once the data are read.
 """
 
 from collections.abc import Callable, Collection
@@ -26,7 +26,7 @@ Choice = tuple[TrainConfig, Note | None]
 
 
 class Stage(Enum):
-    """What is known when a step is applied."""
+    """The stage of a run's start at which a step is applied, named after what is known by then."""
 
     COMMAND_LINE = "the command line alone"
     BASE = "the base model of init_from= too, if there is one"
@@ -35,9 +35,11 @@ class Stage(Enum):
 
 @dataclass(frozen=True)
 class Context:
-    """user_keys: the keys that the user set on the command line. chosen: the options that the groups among these keys set.
+    """What the steps know besides the configuration.
 
-    base, tokenizer: of init_from=, in a new run. data: in Stage.DATA. resumed: the options are those of a run that has started.
+    user_keys: the keys that the user set on the command line. chosen: the options that the groups among these keys set.
+    base, tokenizer: those of init_from=, in a new run. data: only in Stage.DATA. resumed: whether the run is resumed, with its
+    saved options.
     """
 
     user_keys: Collection[str] = ()
@@ -49,7 +51,7 @@ class Context:
 
 
 class Step(NamedTuple):
-    """again: a resumed run takes the step too, with its saved options and those of the command line."""
+    """One step. again: whether it is applied to resumed runs too, with their saved options and those of the command line."""
 
     stage: Stage
     choose: Callable[[TrainConfig, Context], Choice]

@@ -1,7 +1,7 @@
 """Writes a checkpoint of trainer=fsdp (rwkv/checkpoint/formats/_fsdp_folder.py) while training continues.
 
-Each process writes its own file, in a folder with a temporary name. Then rank 0 marks the folder as complete and renames it: a
-kill at any moment leaves the previous checkpoint, and this one if it was complete.
+Each process writes its own file, in a folder with a temporary name. Then rank 0 marks the folder as complete and renames it: if
+the run is killed at any moment, the previous checkpoint remains, and the new one if it was complete.
 """
 
 import io
@@ -33,16 +33,17 @@ class Saving:
 
     def __init__(self, content: StateDict, path: Path, group: distributed.ProcessGroup,
                  completed: Callable[[], None]) -> None:
-        """Copies the content, a dictionary with DTensors and values that are equal in all processes, and starts writing.
+        """Copies the content and starts writing it. content: a dictionary with DTensors, and values equal in all processes.
 
-        group: all processes, for the writer threads. completed: called in rank 0, in such a thread, after the renaming.
+        group: a process group of all processes, for the writer threads. completed: called in a writer thread of rank 0, after
+        the folder is renamed.
         """
         self.path = path
         tensors: dict[Place, DTensor] = {}
         rest = _without_shards(content, tensors)
         assert isinstance(rest, dict)
         folder = path.with_name(f".{path.name}.{content['global_step']}")
-        buffer = io.BytesIO()            # filled now, since training changes the content
+        buffer = io.BytesIO()            # filled here, since training changes the content
         if rank() == 0:
             torch.save(rest | {SHARDED: list(tensors)}, buffer)
 
@@ -72,7 +73,9 @@ class Saving:
 
 
 def _copy(tensor: DTensor) -> DTensor:
-    """A copy in host memory. torch's copies would include the whole storage that Muon's momenta are views of, once for each."""
+    """A copy in host memory. torch's own copy of each of Muon's momenta would include the whole storage that they are views
+    of.
+    """
     on_cpu = tensor.to_local().device.type == "cpu"
     copied = tensor.detach().clone() if on_cpu else tensor.detach().cpu()
     assert isinstance(copied, DTensor)
@@ -80,7 +83,7 @@ def _copy(tensor: DTensor) -> DTensor:
 
 
 class _Copied(AsyncStager):
-    """A stager for tensors that are copies already."""
+    """A stager for torch's async_save that does nothing, because the tensors are copies already."""
 
     _synchronize_after_execute = False
 
@@ -93,7 +96,7 @@ class _Copied(AsyncStager):
 
 
 class _Writer(HuggingFaceStorageWriter):
-    """complete(sums): called in rank 0 after all processes have written, with sum_of their files."""
+    """Writes the shards. complete(sums): called in rank 0 after all processes have written, with sum_of of each file."""
 
     def __init__(self, folder: Path, complete: Callable[[dict[str, tuple[int, int]]], None]) -> None:
         super().__init__(str(folder), save_distributed=True)
@@ -113,7 +116,7 @@ class _Writer(HuggingFaceStorageWriter):
 
 
 def _without_shards(content: object, tensors: dict[Place, DTensor], place: Place = ()) -> object:
-    """Nested dictionaries and lists without their DTensors, which are moved to `tensors`."""
+    """`content`, nested dictionaries and lists, without its DTensors, which are moved to `tensors`."""
     if isinstance(content, dict):
         return {key: _without_shards(value, tensors, (*place, key)) for key, value in _split(content, tensors, place)}
     if isinstance(content, list):

@@ -1,15 +1,15 @@
 """tune.objective=dpo and ipo: make the chosen answer of a pair more probable than the rejected one.
 
-log p(y) is the sum of the log-probabilities of an answer's tokens under the trained model, and log p_reference(y) the same
-under the reference, the model of init_from=:
+log p(y) is the sum of the log-probabilities of an answer's tokens under the trained model, and log p_reference(y) their sum
+under the reference, the model that init_from= names:
 
     r(y) = beta (log p(y) - log p_reference(y))          the reward of an answer, chosen c or rejected d
     dpo  = -(1 - e) log sigmoid(r(c) - r(d)) - e log sigmoid(r(d) - r(c))           e = tune.label_smoothing
     ipo  = ((r(c) / |c| - r(d) / |d|) / beta - 1 / (2 beta))^2                     |y|: the number of tokens
 
-and tune.sft_weight times -log p(c) / |c|. Sources: Rafailov et al., "Direct Preference Optimization" (arXiv 2305.18290), (7);
-label smoothing: Mitchell, "A note on DPO with noisy preferences"; Azar et al. (arXiv 2310.12036), (17), per token as in TRL;
-the chosen answer's loss: Pang et al. (arXiv 2404.19733), (1).
+The loss is one of these plus tune.sft_weight times -log p(c) / |c|. Sources: Rafailov et al., "Direct Preference Optimization"
+(arXiv 2305.18290), (7); label smoothing: Mitchell, "A note on DPO with noisy preferences"; Azar et al. (arXiv 2310.12036),
+(17), per token as in TRL; the chosen answer's loss: Pang et al. (arXiv 2404.19733), (1).
 
 With tune=lora and state an extra forward pass computes the reference, with the tuned parameters disabled. With tune=full it is
 computed once, before the first step, into the run's file REFERENCE.
@@ -35,8 +35,8 @@ from rwkv.io.atomic import write_file
 from rwkv.model.base import TIME_STATE, Model
 from rwkv.model.loss import IGNORED, log_probabilities
 
-REWARDS = ("rewards_margin", "rewards_accuracy", "rewards_chosen", "rewards_rejected")    # train/NAME and val/NAME
-REFERENCE = "reference.safetensors"      # train and val, (pairs,2) each: log p_reference of chosen and rejected
+REWARDS = ("rewards_margin", "rewards_accuracy", "rewards_chosen", "rewards_rejected")    # logged as train/NAME and val/NAME
+REFERENCE = "reference.safetensors"      # tensors train and val (pairs,2): log p_reference of chosen and rejected
 
 
 def reward_metrics() -> list[str]:
@@ -77,7 +77,7 @@ def losses(log_p: Tensor, reference: Tensor, lengths: Tensor, tune: TuneConfig) 
 
 
 def rewards(log_p: Tensor, reference: Tensor, tune: TuneConfig) -> Tensor:
-    """The means over the pairs of REWARDS: (4,)."""
+    """The means of REWARDS over the pairs: (4,)."""
     chosen, rejected = (tune.beta * (log_p.detach() - reference)).unbind(1)
     return torch.stack([chosen - rejected, (chosen > rejected).float(), chosen, rejected]).mean(1)
 
@@ -92,7 +92,7 @@ class Preferences:
         self.tune, self.stored = tune, stored
 
     def read_reference(self, path: Path, data: Corpus) -> None:
-        """Stores the reference that write_reference wrote. Raises UserError as read_reference."""
+        """Loads the reference that write_reference wrote. Raises UserError as the function read_reference does."""
         self.stored = read_reference(path, data)
 
     def loss(self, model: Model, batch: Pairs, split: str) -> tuple[Tensor, Tensor]:
@@ -125,7 +125,7 @@ def without_tuning(model: Model) -> Iterator[None]:
 @torch.no_grad()
 def write_reference(path: Path, model: Model, data: Corpus, batch_size: int, ctx_len: int, device: torch.device,
                     dtype: torch.dtype) -> None:
-    """Writes the log-probabilities of all pairs; NaN for pairs that are left out. dtype: float32 or autocast's dtype."""
+    """Writes the log-probabilities of all pairs; NaN for pairs that training leaves out. dtype: float32 or autocast's dtype."""
     assert data.conversations is not None
     model.to(device)
     log_p = {}
@@ -142,7 +142,7 @@ def write_reference(path: Path, model: Model, data: Corpus, batch_size: int, ctx
 
 
 def read_reference(path: Path, data: Corpus) -> dict[str, Tensor]:
-    """The file's tensors. Raises UserError if it is missing, damaged, or of other pairs."""
+    """The file's tensors. Raises UserError if the file is missing or damaged, or belongs to different pairs."""
     assert data.conversations is not None
     try:
         log_p = load_file(path)

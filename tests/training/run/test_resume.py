@@ -37,7 +37,7 @@ from rwkv.checkpoint.files import read_checkpoint
 from rwkv.config import LoggerConfig, ModelConfig, OptimConfig, TrainConfig, TrainerConfig
 from rwkv.errors import UserError
 from rwkv.pretrained import RWKV
-from rwkv.report.reading import is_finished
+from rwkv.report.run_files import is_finished
 from rwkv.training.callbacks.checkpoints import RandomState, VerifiedFiles, newest_sound, settle
 from rwkv.training.optim.optimisers import lr_factor, parameter_groups
 from rwkv.training.run.directory import as_plain

@@ -1,16 +1,16 @@
-"""The plan of a run on GPUs that this machine lacks: plan=h100 names the GPU, trainer.devices and trainer.num_nodes the
-number. Nothing is trained and no model is built.
+"""The plan of a run on GPUs that this machine lacks: plan=h100 names the GPU, and trainer.devices and
+trainer.num_nodes give the number of GPUs. Nothing is trained and no model is built.
 
     memory      the formulas of memory/estimate.py, and CONTEXT per process
-    exchange    bytes that a device sends in a step, n devices, P parameters:
+    exchange    the bytes that each of n devices sends in a step, with P parameters:
                   ddp     2 (n - 1) / n 4 P             ring all-reduce of the gradients in float32
-                  fsdp    (n - 1) / n (2 b (P - E) + 4 E) a      all-gather for each of a step's a batches: block weights, b
-                                                        bytes each in the dtype of the products, for forward and backward;
-                                                        the E parameters of embedding and head once
+                  fsdp    (n - 1) / n (2 b (P - E) + 4 E) a      all-gather for each of the a batches of a step: blocks'
+                                                        weights of b bytes, the dtype of the products, for forward and
+                                                        backward; the E parameters of embedding and head once
                           (n - 1) / n 4 P               reduce-scatter of the gradients in float32, once in a step
-    speed       the GPU takes 6 operations per parameter and token, and 2 more with activation checkpointing, at the rate of a
-                MEASURED run; the host takes as long per layer as in that run
-    checkpoint  weights and moments; with fsdp each machine writes its share
+    speed       the GPU computes 6 operations per parameter and token, and 2 more with activation checkpointing, at the rate of
+                a MEASURED run; the host takes as long per layer as in that run
+    checkpoint  weights and moments; with fsdp each machine writes its shards
 
 The exchange overlaps with the computation fully or not at all, so the speed is a range. Assumptions are marked as assumed.
 """
@@ -57,8 +57,8 @@ NVLINK = "NVLink"
 
 @dataclass(frozen=True)
 class Gpu:
-    """gib: usable memory. teraflops: peak dense bfloat16 as stated by the vendor. inside, between: Gbit/s per direction to
-    other GPUs of its machine, and its share of the typical network between machines.
+    """A GPU. gib: usable memory. teraflops: the vendor's peak for dense bfloat16. inside: Gbit/s per direction to other GPUs of
+    the same machine. between: its share of the typical network between machines, in Gbit/s per direction.
     """
 
     name: str
@@ -106,7 +106,7 @@ MEASURED = (
 
 @dataclass(frozen=True)
 class Estimate:
-    """The estimate of a step. Bytes and seconds per device; tokens of all devices."""
+    """The estimate of a step. Bytes and seconds are those of one device; tokens are those of all devices."""
 
     devices: int
     need: Memory
@@ -124,12 +124,12 @@ class Estimate:
 
     @property
     def tokens_per_second(self) -> tuple[float, float]:
-        """Without overlap of exchange and computation, and with full overlap."""
+        """The speed without overlap of exchange and computation, and with full overlap."""
         return (self.tokens / (self.compute_s + self.exchange_s), self.tokens / max(self.compute_s, self.exchange_s))
 
 
-def on_paper(config: TrainConfig, vocab_size: int, gpu: Gpu) -> Estimate:
-    """config: data.batch_size must be a multiple of the number of devices."""
+def plan_on(config: TrainConfig, vocab_size: int, gpu: Gpu) -> Estimate:
+    """The estimate of a run on `gpu`. data.batch_size must be a multiple of the number of devices."""
     trainer = config.trainer
     n = trainer.devices * trainer.num_nodes
     sent = exchanged_bytes(config, vocab_size, n)
@@ -161,7 +161,7 @@ def nearest(config: TrainConfig) -> Measured:
 
 
 def _compute_seconds(config: TrainConfig, vocab_size: int, n: int, gpu: Gpu, row: Measured) -> float:
-    """The longer of the GPU's and the host's time for the passes of a step."""
+    """Seconds for the passes of a step: the GPU's time or the host's, whichever is longer."""
     measured = replace(config.model, n_layer=row.n_layer, n_embd=row.n_embd, **_unset_widths(config))
     rate = row.tokens_per_second * product_parameters(measured, row.vocab_size) * gpu.teraflops / GPUS[MEASURED_ON].teraflops
     on_gpu = config.tokens_per_step / n * product_parameters(config.model, vocab_size) / rate
@@ -171,7 +171,7 @@ def _compute_seconds(config: TrainConfig, vocab_size: int, n: int, gpu: Gpu, row
 
 
 def _unset_widths(config: TrainConfig) -> dict[str, Any]:
-    """None for each width that follows n_embd by default, so that it follows the n_embd of a measured run."""
+    """None for each width whose default follows n_embd, so that the measured run's widths follow from its own n_embd."""
     return dict.fromkeys((*(name for name in vars(config.model) if name.endswith("_low_rank_dim")), "n_att", "n_ffn",
                           "deep_embed_dim"))
 
@@ -183,7 +183,7 @@ def announce(run: Run) -> None:
     vocab_size = run.vocab_size(data.tokenizer)
     gpu, why = chosen_gpu(config.plan)
     config, warning = with_whole_rows(config)
-    result = on_paper(config, vocab_size, gpu)
+    result = plan_on(config, vocab_size, gpu)
     lines = [("data", data.describe()), *([("WARNING", warning)] if warning else []),
              *_lines(config, vocab_size, gpu, why, result), *_length(config, result, data)]
     for subject, text in lines:
@@ -197,7 +197,7 @@ def announce(run: Run) -> None:
 
 
 def _with_devices(config: TrainConfig) -> TrainConfig:
-    """The configuration with the number of GPUs per machine. Raises UserError if it is unknown."""
+    """The configuration with the number of GPUs per machine. Raises UserError if that number is unknown."""
     if config.trainer.devices:
         return config
     if not torch.cuda.is_available():
@@ -206,7 +206,7 @@ def _with_devices(config: TrainConfig) -> TrainConfig:
 
 
 def chosen_gpu(plan: str) -> tuple[Gpu, str]:
-    """The GPU that plan= names, or this machine's, or the measured one; and the reason."""
+    """The GPU that plan= names, else this machine's, else the measured one; and the reason for the choice."""
     if plan in GPUS:
         return GPUS[plan], f"plan={plan}"
     if torch.cuda.is_available():
