@@ -52,14 +52,12 @@ def _check_file(group: str, choice: str, schema: type) -> None:
         return                           # a kernel, or null, has no file
     settings = recipe.read(file, groups(schema) if group in OPTIONAL else ())
     prefix = "" if group in OPTIONAL or sets_all_groups(file) else f"{group}."
-    chosen = [(key.removeprefix("override /"), value) for entry in settings.hydra.get("defaults", []) if isinstance(entry, dict)
-              for key, value in entry.items() if key.startswith("override /")]
     try:
-        for group in {*settings.choices, *dict(chosen)} & {*OPTIONAL}:
+        for group in settings.choices.keys() & {*OPTIONAL}:
             raise UserError(f"a recipe cannot set {group}=: copy its file's options here, or set it on the command line")
         for key in {f"{prefix}{key}" for key in settings.options} - options(schema).keys():
             check_override(f"{key}=", schema)
-        for key, value in [*settings.choices.items(), *chosen]:
+        for key, value in settings.choices.items():
             check_override(f"{key}={value}", schema)
     except UserError as error:
         raise UserError(f"{file}: {error}") from None
