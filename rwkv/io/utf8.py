@@ -14,6 +14,7 @@ UTF16 = (b"\xff\xfe", b"\xfe\xff")
 BINARY = re.compile(rb"[\0-\x07\x0e-\x1a\x1c-\x1f]")     # control characters that text does not contain
 BEGINNING = 4096                         # bytes that show the kind of a file
 BLOCK = 1 << 16                          # bytes that `chunks` reads at a time
+HOLE = bytes(4096)                       # a page of a file that was never written
 
 
 def read_text(path: Path, name: str) -> str:
@@ -42,7 +43,7 @@ def decode(content: bytes, name: str) -> str:
 def chunks(path: Path, on_bytes: Callable[[bytes], object] = len, option: str = "data.path") -> Iterator[str]:
     """The text of a file in chunks. on_bytes: called with the bytes. option: that names the path, for errors.
 
-    Raises UserError if it cannot be read or is not UTF-8.
+    Raises UserError if it cannot be read, is not UTF-8, or has a page of zero bytes.
     """
     beginning = rest = b""
     before = 0                           # bytes before `rest`
@@ -53,6 +54,9 @@ def chunks(path: Path, on_bytes: Callable[[bytes], object] = len, option: str = 
             on_bytes(block)
             beginning = beginning or block
             data = rest + block
+            if HOLE in data:
+                raise UserError(f"{option}={path} is incomplete: from its byte {before + data.find(HOLE)} on there are at least "
+                                f"{len(HOLE)} zero bytes; copy or download it again")
             more = bool(block)
             try:
                 text, used = codecs.utf_8_decode(data, "strict", not more)

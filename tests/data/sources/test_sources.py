@@ -125,6 +125,18 @@ def test_links_read_no_file_twice(config: DataConfig, tmp_path: Path, pattern: s
     assert sorted(train + val) == ["elsewhere", "shelf"]
 
 
+@pytest.mark.parametrize("kind", ["text", "jsonl", "chat"])
+@pytest.mark.parametrize("pattern", ["", "*l*", "**/*"])
+def test_a_link_to_a_missing_file_is_named(config: DataConfig, tmp_path: Path, kind: str, pattern: str) -> None:
+    """Its text would be missing from the data."""
+    books, ending = tmp_path / "books", ".txt" if kind == "text" else ".jsonl"
+    books.mkdir()
+    (books / f"all{ending}").write_text('{"text": "a"}\n' * 99)
+    (books / f"lost{ending}").symlink_to(tmp_path / "moved" / "file")
+    (books / "lost.other").write_text("")
+    refuses(of_kind(config, kind, books / pattern), f"lost{ending}", "link", "does not exist")
+
+
 def test_a_file_with_wildcards_in_its_name_is_that_file(config: DataConfig, tmp_path: Path) -> None:
     (tmp_path / "[a]*.txt").write_text(TEXT)
     (tmp_path / "a.txt").write_text("another")
@@ -312,6 +324,8 @@ WRONG_TEXT: dict[str, tuple[bytes | None, tuple[str, ...]]] = {
     "gzip": (gzip.compress(b"a\n" * 99), ("byte 1 ", "gzip -dc")),
     "binary": (b"\x7fELF\0" + bytes(range(256)), ("byte 133 ",)),
     "half a character": (("a" * 70_000 + "é").encode()[:-1], ("byte 70000 ",)),
+    "a page of zeros at its end": (b"text " * 3000 + bytes(9000), ("incomplete", "byte 15000 ", "zero bytes")),
+    "a page of zeros inside": (b"text\n" * 1000 + bytes(70_000) + b"text\n" * 1000, ("incomplete", "byte 5000 ")),
     "short": (b"abcdefghij" * 10, ("model.ctx_len=16",)), "U+0000": (b"ab\0c" * 99, ("text.txt", "character 2 ")),
 }
 
