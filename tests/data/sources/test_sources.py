@@ -211,6 +211,27 @@ def test_a_hugging_face_dataset(config: DataConfig, tmp_path: Path, form: str, m
 
 @pytest.mark.skipif(not importlib.util.find_spec("datasets"), reason="no library `datasets`: pip install -e '.[hf]'")
 @pytest.mark.filterwarnings("ignore")                    # the library's own
+def test_a_part_may_be_empty_but_not_all_and_a_column_has_one_name(config: DataConfig, tmp_path: Path,
+                                                                   monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+    import pyarrow.parquet
+
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "hf")
+    datasets.disable_progress_bars()
+    (tmp_path / "parts").mkdir()
+    for number, words in enumerate(([], WORDS, [])):
+        table = pyarrow.table({"text": pyarrow.array(words, pyarrow.string())})
+        pyarrow.parquet.write_table(table, tmp_path / "parts" / f"{number}.parquet")
+    for path in (tmp_path / "parts", tmp_path / "parts" / "*.parquet"):
+        assert sorted(document for split in texts(of_kind(config, "hf", path)) for document in split) == sorted(WORDS)
+    refuses(of_kind(config, "hf", tmp_path / "parts" / "0.parquet"), "is empty")
+    for ending, separator in (("csv", ","), ("tsv", "\t")):
+        (tmp_path / f"t.{ending}").write_text(f"text{separator}text\n" + f"a{separator}b\n" * 60)
+        refuses(of_kind(config, "hf", tmp_path / f"t.{ending}"), "2 columns 'text'")
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("datasets"), reason="no library `datasets`: pip install -e '.[hf]'")
+@pytest.mark.filterwarnings("ignore")                    # the library's own
 def test_tables_are_texts_and_splits_have_parts(config: DataConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import datasets
     import pyarrow
