@@ -55,8 +55,8 @@ def chunks(path: Path, on_bytes: Callable[[bytes], object] = len, option: str = 
             beginning = beginning or block
             data = rest + block
             if HOLE in data:
-                raise UserError(f"{option}={path} is incomplete: from its byte {before + data.find(HOLE)} on there are at least "
-                                f"{len(HOLE)} zero bytes; copy or download it again")
+                raise UserError(f"{option}={path} is incomplete: from its byte {before + data.find(HOLE)} on there are at "
+                                f"least {len(HOLE)} zero bytes; copy or download it again")
             more = bool(block)
             try:
                 text, used = codecs.utf_8_decode(data, "strict", not more)

@@ -1,7 +1,7 @@
 """Copies of documents in several sources of data=mix: validation omits documents that another source trains on.
 
-Documents are copies if their texts are equal except for white space (rwkv/data/documents/copies.py): a file ends with a line end
-that a line of JSON lacks.
+Documents are copies if their texts are equal except for white space (rwkv/data/documents/copies.py): a file ends with a line
+end that the same text in JSON lines lacks.
 """
 
 from collections.abc import Sequence

@@ -178,7 +178,7 @@ def test_an_option_of_a_newer_version_is_named(tmp_path: Path, option: str) -> N
         open_run(TrainConfig(resume="auto", out_dir=str(tmp_path)), [], [])
 
 
-@pytest.mark.parametrize("damaged", [b"", b"\0" * 60, b"model: [\n", b"- model\n", b"seed: 3\n", b"model: 3\n", b"model:\xff\n"])
+@pytest.mark.parametrize("damaged", [b"", b"\0" * 60, b"model: [\n", b"- model\n", b"seed: 3\n", b"model: 3\n", b"\xff\n"])
 def test_a_damaged_configuration_is_named(tmp_path: Path, damaged: bytes) -> None:
     """Of a run that has no checkpoint, which holds the configuration too."""
     (tmp_path / "config.yaml").write_bytes(damaged)

@@ -260,7 +260,7 @@ def test_mistakes_are_sentences(arguments: tuple[str, ...], words: tuple[str, ..
     assert [path.name for path in tmp_path.iterdir()] == ["text.txt"]
 
 
-@pytest.mark.parametrize("damaged", ["", "{", "[]", "{}", '{"runs": 3}', '{"runs": [{"name": "a"}]}', '{"runs": [{"what": 3}]}'])
+@pytest.mark.parametrize("damaged", ["", "{", "[]", "{}", '{"runs": 3}', '{"runs": [{"name": "a"}]}', '{"runs": [{"w": 3}]}'])
 def test_a_damaged_list_of_runs_is_named(tmp_path: Path, damaged: str) -> None:
     (tmp_path / "sweep.json").write_text(damaged)
     with pytest.raises(UserError, match=r"sweep\.json is damaged"):
