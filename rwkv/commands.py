@@ -10,7 +10,7 @@ IN_A_CLONE = re.compile(r"python (?:-m rwkv\.tools\.(\w+)|-m kernels\.(bench)\b(
 
 
 def as_typed(text: str) -> str:
-    """`text` with its commands as in a clone, or as `timemix train` and so on if the user runs the installed program."""
+    """`text` with its commands unchanged in a clone; if the user runs the installed program, with `timemix train` and so on."""
     return as_installed(text) if sys.argv[0].startswith(f"{INSTALLED} ") else text
 
 

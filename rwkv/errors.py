@@ -1,4 +1,4 @@
-"""Errors that are a user's mistake: programs show them as one sentence and end with status 2. Anything else is a bug."""
+"""Errors that are a user's mistake: programs print one sentence and end with status 2. Any other error is a bug."""
 
 
 class UserError(ValueError):
@@ -12,6 +12,6 @@ class CheckpointError(UserError):
 
 
 class UnreadableError(CheckpointError):
-    """A checkpoint cannot be read, although it may be sound: the system cannot read the file, or the frozen weights that it
-    belongs to are missing or have changed.
+    """A checkpoint cannot be read, although it may be sound: the system cannot read the file, or the frozen weights that belong
+    to the checkpoint are missing or have changed.
     """

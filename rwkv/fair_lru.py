@@ -26,7 +26,7 @@ class FairLRU(Generic[K]):
         return len(self._entries)
 
     def add(self, key: K, owner: str, size: int) -> None:
-        """Adds an entry as the most recently used, replacing one with the same key."""
+        """Adds an entry as the most recently used, in place of any entry with its key."""
         self.remove(key)
         self._entries[key] = owner, size
         self._sizes[owner] += size
@@ -49,9 +49,9 @@ class FairLRU(Generic[K]):
     def victim(self, capacity: int) -> K:
         """The entry to evict if the total exceeds `capacity`.
 
-        It is the least recently used entry of an owner with more than an equal share. The most recently used entry is evicted
-        only if it is the only one. So an owner within its share loses nothing to others, and a single owner may use the whole
-        cache.
+        This is the least recently used entry of an owner with more than an equal share. The most recently used entry is evicted
+        only if there is no other entry. So an owner within its share loses nothing to others, and a single owner may use the
+        whole cache.
         """
         share = capacity / len(self._sizes)
         *others, last = self._entries

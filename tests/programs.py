@@ -1,4 +1,4 @@
-"""The programs as a user starts them, within this process: `run("generate", "prompt=a")`."""
+"""Runs the programs as a user starts them, but in the current process: `run("generate", "prompt=a")`."""
 
 import sys
 from collections.abc import Callable
@@ -10,14 +10,16 @@ from rwkv import cli
 from rwkv.config import ChatConfig, EvaluateConfig, GenerateConfig, ServeConfig, TrainConfig
 from rwkv.programs import chat, generate, serve, train
 from rwkv.tools import evaluate
+from rwkv.training.kernel_check import check
 
 PROGRAMS = {"train": (train.train, TrainConfig), "generate": (generate.generate, GenerateConfig),
             "evaluate": (evaluate.main, EvaluateConfig), "chat": (chat.chat, ChatConfig), "serve": (serve.serve, ServeConfig)}
 Run = Callable[..., tuple[int, str, str]]
+_checked: dict[tuple[Any, ...], str | None] = {}
 
 
 def composed(program: str, *arguments: str) -> Any:
-    """The configuration that a program has with these arguments."""
+    """The configuration of a program with these arguments."""
     schema = PROGRAMS[program][1]
     line = cli.split(list(arguments), schema)
     cli.check(line, schema)
@@ -30,8 +32,10 @@ def caller(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) 
 
 
 def status_of(patch: pytest.MonkeyPatch, program: str, *arguments: str) -> int:
-    """The exit status of the program, which runs here."""
+    """Runs the program in the current process and returns its exit status."""
     main, schema = PROGRAMS[program]
+    if program == "train":
+        patch.setattr("rwkv.training.kernel_check.check", check_once)
     patch.setattr(sys, "argv", [f"{program}.py", *arguments])
     try:
         cli.run(main, schema, program, None)
@@ -40,10 +44,18 @@ def status_of(patch: pytest.MonkeyPatch, program: str, *arguments: str) -> int:
     return 0
 
 
-def one_sentence(result: tuple[int, str, str], *said: str) -> None:
-    """A user's mistake: exit status 2, nothing on standard output, and one line that says all of `said`.
+def check_once(wkv: Any, *case: Any) -> str | None:
+    """kernel_check.check, which takes up to half a second: once for each kernel in this process."""
+    key = wkv.name, *case
+    if key not in _checked:
+        _checked[key] = check(wkv, *case)
+    return _checked[key]
 
-    Before it, a program may have said what it loads.
+
+def one_sentence(result: tuple[int, str, str], *said: str) -> None:
+    """Checks the report of a user's mistake: exit status 2, no standard output, and one error line that contains all of `said`.
+
+    Lines about what the program loads may precede it.
     """
     status, output, error = result
     assert (status, output) == (2, "")

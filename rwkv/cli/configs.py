@@ -19,9 +19,9 @@ from rwkv.io.json_types import JsonObject
 PACKAGE = Path(__file__).resolve().parent.parent
 CONFIGS = PACKAGE / "configs" if (PACKAGE / "configs").is_dir() else PACKAGE.parent / "configs"      # installed, or in a clone
 TIME_MIXING = [name for name in operators() if name.startswith("wkv")]      # one operator for each model generation
-KERNELS = tuple(sorted({"auto"}.union(*map(all_names, TIME_MIXING))))       # a model can use those of its own operator
+KERNELS = tuple(sorted({"auto"}.union(*map(all_names, TIME_MIXING))))       # a model can use the kernels of its own operator
 EXPERIMENT = "experiment"
-OPTIONAL = (EXPERIMENT, "debug")         # groups of train.py that default to null; their files are recipes
+OPTIONAL = (EXPERIMENT, "debug")         # groups of train.py that are null by default; their files are recipes
 NULL_CHOICES = tuple(f"{group}=null" for group in OPTIONAL)         # defaults, which Hydra rejects as overrides
 GLOBAL = "# @package _global_"           # in a choice's file: its options have full names, outside the group
 
@@ -34,7 +34,7 @@ def groups(schema: type) -> list[str]:
 
 
 def choices(group: str) -> list[str]:
-    """The names of a group's choices, except null."""
+    """The names of a group's choices, without null."""
     return list(KERNELS) if group == "kernel" else sorted(path.stem for path in (CONFIGS / group).glob("*.yaml"))
 
 

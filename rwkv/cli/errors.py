@@ -1,5 +1,5 @@
-"""How a program ends: with a user's error, which is one sentence; when interrupted; or when the reader of its output has
-gone.
+"""How a program ends after a user's error, which is printed as one sentence; after an interruption; or when the reader of its
+output has gone.
 """
 
 import atexit
@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from kernels.registry import KernelUnavailable, UnknownKernel
 from rwkv.errors import UserError
 from rwkv.io import signals
-from rwkv.io.unread import abandon
+from rwkv.io.broken_pipe import abandon
 
 READER_GONE = 1                          # exit statuses of programs
 USER_ERROR = 2
@@ -24,7 +24,7 @@ def exit_on_user_error() -> Iterator[None]:
     """Prints a user's error as one sentence, with exit status 2. Any other error is a bug and keeps its traceback.
 
     Arguments that are not UTF-8 are a user's error. The signals of rwkv/io/signals.py end the `with` block like Ctrl-C, with
-    exit status 130, and are ignored after it. Characters outside the encoding of standard output are printed as ?.
+    exit status 130, and are ignored after the block. Characters outside the encoding of standard output are printed as ?.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
@@ -49,7 +49,7 @@ def exit_on_user_error() -> Iterator[None]:
         print(f"error: {message}", file=sys.stderr)
         sys.exit(USER_ERROR)
     finally:
-        atexit.register(signals.ignore)  # runs before all other exit functions: atexit is last in, first out
+        atexit.register(signals.ignore)  # runs before the exit functions registered so far: atexit is last in, first out
 
 
 def _require_utf8(arguments: list[str]) -> None:

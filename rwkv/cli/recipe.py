@@ -26,10 +26,10 @@ from rwkv.io.utf8 import read_text
 
 ENDINGS = (".yaml", ".yml")
 RUN_FILE = "config.yaml"                 # in the directory of a run
-RUN_GROUPS = {"kernel", "model", "data", "optim", "trainer", "logger"}        # groups that every run's file has
+RUN_GROUPS = {"kernel", "model", "data", "optim", "trainer", "logger"}        # groups that the file of every run has
 SINGLE_RUN_OPTIONS = ("out_dir", "resume", "plan")       # options in a run's file that a new run ignores
 REFERENCE = re.compile(r"(\\*)\$\{")      # OmegaConf's interpolation; backslashes escape it
-MAX_DEPTH = 3                            # levels of nesting; options have fewer
+MAX_DEPTH = 3                            # maximum levels of nesting; options have fewer
 DEFAULT = re.compile(r"(?:override\s+)?/?(\w+)")         # a group in an entry of `defaults`
 MISSING = "???"                          # OmegaConf's mark of a value to be given later, which it would ignore
 
@@ -57,7 +57,7 @@ class Recipe:
         return {**sweeper, **nested, "defaults": [{f"override /{group}": choice} for group, choice in self.choices.items()]}
 
     def from_home(self, paths: Collection[str]) -> "Recipe":
-        """The recipe with a leading ~ expanded in these options."""
+        """The recipe with a leading ~ expanded in the options that `paths` names."""
         expanded = {key: from_home(value) for key, value in self.options.items() if key in paths and isinstance(value, str)}
         return replace(self, options=self.options | expanded)
 
@@ -78,7 +78,7 @@ def located(choice: str, folder: Path) -> Path:
 def read(path: Path, groups: Collection[str]) -> Recipe:
     """Reads a recipe. Raises UserError for a file that cannot be read, is not YAML, sets nothing, or has a duplicate key.
 
-    groups: names of groups for which the file may give a choice instead of options. Names of options are not checked.
+    groups: the names of groups for which the file may give a choice instead of options. Names of options are not checked.
     """
     content = _mapping(path)
     defaults = content.pop("defaults", [])
@@ -86,19 +86,19 @@ def read(path: Path, groups: Collection[str]) -> Recipe:
     options: JsonObject = {}
     for key, value in _leaves(content):
         if key in options:
-            raise UserError(f"{path} sets {key} twice: leave one of them out")
+            raise UserError(f"{path} sets {key} twice: delete one of the two")
         if value == MISSING:
-            raise UserError(f"{path}: {key} has no value, only {MISSING}: give one, or leave {key} out")
+            raise UserError(f"{path}: {key} has no value, only {MISSING}: give one, or delete the line")
         options[key] = value
     choices = _choices(path, defaults) if groups else {}         # Hydra reads the defaults of other files
     for key, value in options.items():
         if key in groups and value is not None:
             if key in choices:
-                raise UserError(f"{path} sets {key} twice: leave one of them out")
+                raise UserError(f"{path} sets {key} twice: delete one of the two")
             choices[key] = str(value)
     options = {key: value for key, value in options.items() if key not in groups}
     if not (options or choices or swept or (defaults and not groups)):
-        raise UserError(f"{path} sets no option: write some, such as optim: {{lr: 1e-4}}")
+        raise UserError(f"{path} sets no option: write options, such as optim: {{lr: 1e-4}}")
     if RUN_GROUPS <= content.keys() and not choices:
         options = {key: _literal(value) for key, value in options.items() if key not in SINGLE_RUN_OPTIONS}
     return Recipe(path, options, choices, swept)
@@ -115,7 +115,7 @@ def _choices(path: Path, defaults: object) -> dict[str, str]:
         if not isinstance(defaults, list) or not isinstance(choice, (str, int, float)) or match is None:
             raise UserError(f"{path}: defaults must be a list of choices, such as [override /model: small]; got {entry!r}")
         if match[1] in choices:
-            raise UserError(f"{path} sets {match[1]} twice: leave one of them out")
+            raise UserError(f"{path} sets {match[1]} twice: delete one of the two")
         choices[match[1]] = str(choice)
     return choices
 
@@ -130,7 +130,7 @@ def _swept(path: Path, hydra: object) -> JsonObject:
 
 
 def _leaves(content: JsonObject, prefix: str = "") -> Iterator[tuple[str, object]]:
-    """The values by dotted key, down to MAX_DEPTH levels, because a YAML mapping may contain itself."""
+    """Yields the values by dotted key, down to MAX_DEPTH levels, because a YAML mapping may contain itself."""
     for key, value in content.items():
         if isinstance(value, dict) and value and prefix.count(".") < MAX_DEPTH:
             yield from _leaves(value, f"{prefix}{key}.")

@@ -11,9 +11,9 @@ MIB = 2**20                              # bytes; the unit of options named *_mi
 BLOCKS = "blocks"                        # dtype=blocks: a GGUF file's quantised blocks, unchanged
 BITS = {"float32": 32, "bfloat16": 16, "float16": 16, "int8": 8, "int4": 5, BLOCKS: 8}     # bits per matrix weight, roughly
 DTYPES = ("auto", *BITS)
-LATEST = Path("runs") / "latest"         # a link to the latest run, also to that of a sweep
+LATEST = Path("runs") / "latest"         # a link to the latest run, which may be one of a sweep's
 TEMPLATES = "world, g1, flower or a jinja2 file"        # chat templates, in help texts
-MODEL_TEMPLATE = f"{TEMPLATES}; null: that of the training data, else the checkpoint's, else guessed from its name"
+MODEL_TEMPLATE = f"{TEMPLATES}; null: as in training, else the checkpoint's, else guessed from the file's name"
 THINK = ("false", "true", "fake")        # how answers begin (rwkv/chat/thoughts.py)
 NGRAM = "ngram"                          # draft=ngram: drafts without a model
 DRAFT_TOKENS = 8                         # the default of draft_tokens
@@ -23,7 +23,7 @@ Pooling = Literal["mean", "last"]        # how embeddings pool hidden states
 
 @dataclass
 class KernelConfig:
-    name: str = option("auto", "implementation; set by kernel=", verbatim=GRAMMAR)
+    name: str = option("auto", "implementation of the model's operator; set it with kernel=NAME", verbatim=GRAMMAR)
 
 
 @dataclass
@@ -44,22 +44,23 @@ class SavedModelConfig:
     dtype: str | None = option(None, "float32, bfloat16, float16 (GPU), int8 or int4 (matrices only), or blocks (the quantised "
                                "matrices of a GGUF file, unchanged; CPU only); auto or null: bfloat16 on a GPU that supports "
                                "it, else blocks if the file has them, else float32", one_of=DTYPES)
-    cache_packed: bool = option(False, "keep weights packed in int8 or int4 in ~/.cache/timemix/packed, for the next start on "
-                                "a CPU; at most 32 GiB in all")
+    cache_packed: bool = option(False, "store packed int8 or int4 weights in ~/.cache/timemix/packed, for faster later starts "
+                                "on a CPU; at most 32 GiB in all")
 
 
 @dataclass
 class DraftedConfig(SavedModelConfig):
     """Options shared by generate.py, chat.py and serve.py."""
 
-    draft: str | None = option(None, "speculative decoding, faster on a CPU with the same output: ngram, for output that "
-                               "repeats itself or its prompt; or a small model with the same vocabulary, as for checkpoint=",
+    draft: str | None = option(None, "draft for speculative decoding, which gives the same output faster on a CPU: ngram, for "
+                               "output that repeats itself or the prompt; or a small model with the same vocabulary, named as "
+                               "for checkpoint=",
                                verbatim=PATH, filled=True)
-    draft_tokens: int = option(DRAFT_TOKENS, "maximum tokens that the draft proposes at a time; fewer while it is often wrong",
+    draft_tokens: int = option(DRAFT_TOKENS, "maximum tokens proposed at a time; fewer while the draft is often wrong",
                                least=1, most=32)
 
 
 def layout_option(source: str) -> Any:
     """The option `state_layout`: the layout of the tuned states that the option `source` names."""
-    return option(None, f"layout of a tuned state given with {source}, if its file does not state it: official (value by key, "
+    return option(None, f"layout of a tuned state given with {source}, if its file states none: official (value by key, "
                   "as trainers write it) or transposed (web-rwkv's .st)", one_of=STATE_LAYOUTS)

@@ -21,8 +21,9 @@ def sampling_option(default: Any, help: str, *, least: float | None = None, most
                     read: Callable[[Any], Any] | None = None, verbatim: str | None = None) -> Any:
     """A field of Sampling: an `option` with more metadata.
 
-    or_zero: whether 0 is allowed too. served: the range in HTTP requests, if OpenAI's API has a different one. typed: the type
-    on the command line, if it differs from the field's. read: converts a value of that type to the field's type.
+    or_zero: whether 0 is allowed too. served: the range in HTTP requests, if OpenAI's API has a different range. typed: the
+    type on the command line, if it differs from the field's type. read: the function that converts a value of `typed` to the
+    field's type.
     """
     return option(default, help, least=least, most=most, one_of=one_of, verbatim=verbatim,
                   more={"or_zero": or_zero, "served": served, "typed": typed, "read": read})
@@ -36,10 +37,10 @@ class Sampling:
     out of range or of the wrong type; integers may be NumPy's or torch's.
 
     Penalties (formula: rwkv/generation/sampling.py): repetition_penalty (CTRL, arXiv 1909.05858) applies to tokens of the
-    prompt and the output; presence_penalty and frequency_penalty (OpenAI's API) apply to the output only, so that each answer
-    of a conversation starts without penalties, and so does a sequence that continues a saved state. penalty_decay multiplies
-    the counts of frequency_penalty before each new token is counted, as in the demos of RWKV's author. no_penalty: ids of
-    tokens exempt from penalties, and texts, which stand for their tokens. Tokens in `banned` are never drawn.
+    prompt and the output; presence_penalty and frequency_penalty (OpenAI's API) apply to the output only: each answer of a
+    conversation, and each sequence that continues a saved state, starts without these two. penalty_decay multiplies the counts
+    of frequency_penalty before each new token is counted, as in the demos of RWKV's author. no_penalty: tokens that are exempt
+    from penalties, given as ids or as texts of one or more tokens. Tokens in `banned` are never drawn.
     """
 
     temperature: float = sampling_option(0.8, "temperature; 0: greedy", least=SMALL, most=LARGE, or_zero=True, served=(0, 2))
@@ -62,7 +63,7 @@ class Sampling:
     banned: tuple[int, ...] = sampling_option(tuple, "[ID,...]: tokens never sampled, such as [0], the end-of-text token of "
                                               "many models", typed=list[int])
     order: str = sampling_option("hf", "order of the filters: hf: temperature before top_p, top_k and min_p, as in Hugging "
-                                 "Face; rwkv: after them, as in ChatRWKV", one_of=ORDERS)
+                                 "Face; rwkv: after top_p, top_k and min_p, as in ChatRWKV", one_of=ORDERS)
 
     def __post_init__(self) -> None:
         for item in fields(self):
@@ -130,7 +131,7 @@ class Sampling:
                 if isinstance(token, int) and not 0 <= token < vocab_size:
                     raise UserError(f"{name} must hold token ids from 0 to {vocab_size - 1}; got {token}")
         if len({*self.banned}) >= vocab_size:
-            raise UserError(f"banned has all {vocab_size} tokens of the vocabulary: leave at least one out")
+            raise UserError(f"banned has all {vocab_size} tokens of the vocabulary: at least one token must be allowed")
 
     def ids_without_penalty(self, tokenizer: Any) -> tuple[int, ...]:
         """The sorted token ids of no_penalty. Raises UserError for a string that the tokenizer cannot encode."""
@@ -162,7 +163,7 @@ def _shown(value: object) -> str:
 
 def preset_option(name: str, heading: str = "Sampling") -> Any:
     """The option `sampling`: the name of a preset, a file in configs/sampling that sets the other sampling options."""
-    return option(name, "preset; default from the checkpoint or model family (docs/chat.md); options that you give win",
+    return option(name, "preset for the options below; default: the checkpoint's or model family's (docs/chat.md)",
                   verbatim=GRAMMAR, heading=heading)
 
 

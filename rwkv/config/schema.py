@@ -25,10 +25,10 @@ def option(default: Any, help: str, *, one_of: Collection[str] | None = None, le
     """A dataclass field for one option.
 
     default: the value, or a factory such as list. help: its text in --help. heading: the title in --help above this option and
-    those after it. one_of, least, most, above and below: the allowed values; None is always allowed. With least, a number must
-    be finite. verbatim: PATH (~/ is expanded), NAME, TEXT (null is a string) or GRAMMAR; None: as free_text infers.
-    filled: the value must not be empty. needs: (option, value, ...): this option requires that the other has one of these
-    values. more: further metadata.
+    the next ones. one_of, least, most, above and below: the allowed values; None is always allowed. With least, a number must
+    be finite. verbatim: how a typed value is read: PATH (~/ is expanded), NAME, TEXT (null is a string) or GRAMMAR; None:
+    free_text decides. filled: the value must not be empty. needs: (option, value, ...), another option and the values one of
+    which it must have. more: further metadata.
     """
     assert least is not None or most == math.inf, "most requires least"
     assert above is not None or below == math.inf, "below requires above"

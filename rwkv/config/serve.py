@@ -36,11 +36,11 @@ class ServeConfig(DraftedConfig):
     grace_s: float = option(30.0, "seconds to let running requests finish after SIGTERM", least=0.0)
     cache_mib: int = option(256, "prefix-cache size, MiB; never shared between API keys; 0: off", least=0)
     states_mib: int = option(256, "memory for saved states (/v1/states, save_state), MiB; evicts the least recently used, "
-                             "first of API keys over their fair share; 0: off, unless states_dir= is set", least=0,
+                             "first those of API keys over their fair share; 0: off, unless states_dir= is set", least=0,
                              heading="Saved states")
     states_dir: str | None = option(None, "folder for saved states, which then survive eviction and restarts; servers may "
                                     "share it; null: memory only", verbatim=PATH, filled=True)
-    states_dir_mib: int = option(4096, "disk space for saved states, MiB; deletes the least recently used", least=1)
+    states_dir_mib: int = option(4096, "disk space for saved states, MiB; deletes the least recently used ones", least=1)
     responses_mib: int = option(64, "memory for stored responses (/v1/responses), MiB; evicts the least recently used; "
                                 "states_dir= also stores them on disk", least=0)
 
@@ -52,7 +52,7 @@ class ServeConfig(DraftedConfig):
         if self.port > 65535:
             raise UserError(f"port must be from 0 to 65535; got {self.port}")
         if "*" in self.cors and self.api_key:
-            raise UserError("cors=* conflicts with api_key=, because any page could use this server: name the origins")
+            raise UserError("cors=* conflicts with api_key=, because any web page could use this server: name the origins")
         Sampling.of(self)
 
     @property
@@ -64,6 +64,6 @@ class ServeConfig(DraftedConfig):
             if not name or not path:
                 raise UserError(f"adapters must be NAME=PATH,...; got {pair!r}")
             if name in paths:
-                raise UserError(f"adapters has a duplicate name {name!r}: give each model its own")
+                raise UserError(f"adapters gives two models the name {name!r}: use different names")
             paths[name] = path
         return paths

@@ -57,7 +57,7 @@ SETTINGS = (*SAMPLING_OPTIONS, "sampling", "max_new_tokens", "think", "seed")   
 
 def chat(config: ChatConfig, line: cli.CommandLine) -> None:
     allocator.keep_large_blocks()
-    from rwkv.checkpoint.named import require_files
+    from rwkv.checkpoint.option_files import require_files
 
     require_files(config, config.template, config.state)
     _say(f"loading {config.checkpoint}")
@@ -78,7 +78,7 @@ def chat(config: ChatConfig, line: cli.CommandLine) -> None:
 
 @uncollected()
 def _open(config: ChatConfig, line: cli.CommandLine) -> tuple["Chat", SamplingChoice]:
-    """The conversation, and the SamplingChoice that chooses its sampling options."""
+    """The conversation, and the SamplingChoice that chooses sampling options for its answers."""
     from rwkv.chat.templates import chat_template
     from rwkv.generation.conversation import Chat
     from rwkv.generation.decoder import decoding_line
@@ -108,14 +108,14 @@ def _open(config: ChatConfig, line: cli.CommandLine) -> tuple["Chat", SamplingCh
 class Terminal:
     """A conversation in the terminal: answers go to standard output, everything else to standard error.
 
-    sampling: chooses the sampling options again after /think; None if they never change.
+    sampling: the object that chooses the sampling options again after /think; None if the options never change.
     """
 
     def __init__(self, talk: "Chat", sampling: SamplingChoice | None = None) -> None:
         self.talk = talk
         self._sampling = sampling
         self._overrides: JsonObject = {}             # sampling options changed by /set
-        self._max_new_tokens_is_set = False              # whether /set has set it
+        self._max_new_tokens_is_set = False              # whether /set has set max_new_tokens
         self._commands: dict[str, Callable[[str], None]] = {
             "reset": lambda _: self.talk.reset(), "undo": lambda _: self.talk.undo(), "system": self.talk.reset,
             "retry": lambda _: self._show(self.talk.retry()), "save": self._save, "load": self._load, "think": self._think,
@@ -198,7 +198,7 @@ class Terminal:
             _say(f"sampling: {value}: {self.talk.sampling}")
         elif name in SAMPLING_OPTIONS:
             metadata = next(item.metadata for item in fields(Sampling) if item.name == name)
-            is_texts = metadata["typed"] == list[str]    # an option with a list of strings, of which /set gives one
+            is_texts = metadata["typed"] == list[str]    # the option is a list of strings; /set gives a single one
             option = {name: metadata["read"]([value] if value else []) if is_texts else _from_yaml(name, value)}
             self.talk.sampling = replace(self.talk.sampling, **option)
             self._overrides |= option
@@ -236,7 +236,7 @@ class Terminal:
 
 
 class _Answer:
-    """Prints an answer as it is generated. in_thoughts: whether it has only thoughts so far."""
+    """Prints an answer while it is generated. in_thoughts: whether the text so far is only thoughts."""
 
     def __init__(self, template: "ChatTemplate", think: Think) -> None:
         self._parser = ThoughtParser(template.answer_start(think), template.thinks)

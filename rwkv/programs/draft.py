@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from rwkv.checkpoint.files import read_checkpoint, require_tokenizer
 from rwkv.checkpoint.memory import weights_nbytes
-from rwkv.checkpoint.named import errors_of
+from rwkv.checkpoint.option_files import errors_of
 from rwkv.config import MIB, NGRAM, DraftedConfig
 from rwkv.errors import UserError
 from rwkv.generation.draft import Draft, ModelDraft, NGram
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 
 class OpenDraft(NamedTuple):
-    """A draft, read and checked; its weights are not loaded yet. checkpoint: None for n-grams. dtype: that of the
-    model it drafts for.
+    """A draft, read and checked; its weights are not loaded yet. checkpoint: None for n-grams. dtype: the dtype of the model
+    that the draft is for.
     """
 
     name: str
@@ -34,8 +34,8 @@ class OpenDraft(NamedTuple):
     most_tokens: int
 
     def load(self, model: Model) -> tuple[Draft | None, str]:
-        """The draft for this model, and a line about it. The draft is None if it is too large, or if decoding is not in C: only
-        the decoding step in C saves the state after each token.
+        """The draft for this model, and a line about the draft. Returns None as the draft if it is too large, or if decoding is
+        not in C: only the decoding step in C saves the state after each token.
         """
         if reason := why_not(model):
             return None, f"{self.name}, ignored: decoding is not in C ({reason})"
@@ -45,19 +45,20 @@ class OpenDraft(NamedTuple):
             wkv = operator_for(self.checkpoint.config, "auto", "cpu", computed_in(self.dtype))
             draft_model = RWKV.from_checkpoint(self.checkpoint, wkv, "cpu", self.dtype)
             if reason := why_not(draft_model):
-                return None, f"{self.name}, ignored: its step is not in C ({reason})"
+                return None, f"{self.name}, ignored: the draft's step is not in C ({reason})"
             draft = ModelDraft(draft_model, model, self.tokenizer, self.most_tokens)
             weights = weights_nbytes(self.checkpoint, self.dtype)
         if draft.cost > LARGEST_COST:
-            return None, f"{self.name}, ignored: its step takes about {draft.cost:.0%} of the model's; use a smaller draft"
+            return None, (f"{self.name}, ignored: the draft's step takes about {draft.cost:.0%} of the time of the model's "
+                          "step; use a smaller draft")
         memory = weights + MOST_ROWS * (1 + self.most_tokens) * state_nbytes(model.config)
-        return draft, (f"{draft}: up to {self.most_tokens} tokens per pass, in up to {memory / MIB:,.0f} MiB; pauses where it "
+        return draft, (f"{draft}: up to {self.most_tokens} tokens per pass, in up to {memory / MIB:,.0f} MiB; pauses while it "
                        f"gains less than {LEAST_GAIN - 1:.0%}, and with more than {MOST_ROWS} sequences")
 
 
 def open_draft(config: DraftedConfig, opened: OpenCheckpoint) -> OpenDraft | None:
-    """The draft that a configuration names. Raises UserError if it is missing or damaged, or if its vocabulary differs from the
-    model's.
+    """The draft that a configuration names. Raises UserError if the draft is missing or damaged, or its vocabulary differs from
+    the model's.
     """
     if config.draft is None:
         return None
@@ -79,7 +80,7 @@ def load_draft(opened: OpenDraft | None, model: Model) -> Draft | None:
 
 
 def _require_same_vocabulary(draft: "Checkpoint", opened: OpenCheckpoint) -> None:
-    """Raises UserError unless each token id stands for the same text in draft and model, as far as the draft's file says."""
+    """Raises UserError unless each token id stands for the same text in draft and model, as far as the draft's file shows."""
     target = opened.checkpoint
     if draft.vocab_size != target.vocab_size:
         raise UserError(f"a draft must have the model's vocabulary, {target.vocab_size} tokens; got {draft.vocab_size}")
@@ -88,5 +89,5 @@ def _require_same_vocabulary(draft: "Checkpoint", opened: OpenCheckpoint) -> Non
         return
     tokenizer = Tokenizer.from_dict(draft.tokenizer)
     if tokenizer.hash != opened.tokenizer.hash and tokenizer.tokens_as_bytes() != opened.tokenizer.tokens_as_bytes():
-        raise UserError("a draft must have the model's tokenizer; its file has a different one, whose ids stand for different "
-                        "text")
+        raise UserError("a draft must have the model's tokenizer; the draft's file has another tokenizer, whose ids stand for "
+                        "different text")

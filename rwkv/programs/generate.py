@@ -21,8 +21,8 @@ from kernels.machine import allocator, threads
 from rwkv import cli
 from rwkv.cli.garbage import uncollected
 from rwkv.config import GenerateConfig
+from rwkv.io.broken_pipe import abandon, raise_unwritten, unread
 from rwkv.io.lines import wrapped
-from rwkv.io.unread import abandon, raise_unwritten, unread
 from rwkv.programs.sampling import Chosen, SamplingChoice
 
 if TYPE_CHECKING:
@@ -57,8 +57,8 @@ def generate(config: GenerateConfig, line: cli.CommandLine) -> None:
 @uncollected()
 def _open(config: GenerateConfig, line: cli.CommandLine
           ) -> "tuple[RWKV, Tokenizer, list[str], PrefillResult | None, Chosen, Draft | None]":
-    """The model, the tokenizer, the prompts, the context before them, the sampling options, and the draft."""
-    from rwkv.checkpoint.named import require_files
+    """The model, the tokenizer, the prompts, the context before the prompts, the sampling options, and the draft."""
+    from rwkv.checkpoint.option_files import require_files
     from rwkv.generation.options import check_config, prompts_from
 
     require_files(config, state=config.state)

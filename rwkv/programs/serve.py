@@ -24,7 +24,7 @@ prefill, and "save_state": true saves the state after an answer. /v1/responses
 continues previous_response_id from such a state (docs/chat.md).
 
 Clients of Ollama (/api/chat, ...) and Anthropic (/v1/messages) use the same
-server; /v1/embeddings returns embeddings. Their settings: docs/clients.md.
+server; /v1/embeddings returns embeddings. Clients' settings: docs/clients.md.
 
 adapters=NAME=RUN,... serves runs of tune=state and tune=lora as further models
 (docs/serve.md).
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 
 
 def serve(config: ServeConfig, line: cli.CommandLine) -> None:
-    from rwkv.checkpoint.named import on_disk, require_adapters, require_files
+    from rwkv.checkpoint.option_files import on_disk, require_adapters, require_files
 
     try:
         from rwkv.serving import server
@@ -126,9 +126,9 @@ def load(config: ServeConfig, user_keys: Collection[str] = ()) -> "Loaded":
 
 
 def _gpu_lines(model: "Model", config: ServeConfig, copies: int, device: str) -> list[tuple[str, str]]:
-    """Lines on the GPU's memory, its concurrent sequences, and the warm-up; none on a CPU.
+    """Lines on the GPU's memory, on concurrent sequences, and on the warm-up; none on a CPU.
 
-    copies: the number of copies of the weights, for adapters. Raises UserError if max_rows sequences do not fit.
+    copies: the number of copies of the weights, one for each merged adapter. Raises UserError if max_rows sequences do not fit.
     """
     import torch
 
@@ -147,7 +147,7 @@ def _gpu_lines(model: "Model", config: ServeConfig, copies: int, device: str) ->
                         f"{free / MIB:,.0f} MiB are free: choose a smaller max_rows")
     chunks = chunks_on(torch.device(device))
     lines = [("GPU", f"{torch.cuda.get_device_name()}, {total / MIB:,.0f} MiB, {free / MIB:,.0f} MiB free besides the weights"),
-             ("concurrency", f"{counted(rows, 'sequence')} in {size / MIB:,.0f} MiB of it; prompts in chunks of up to "
+             ("concurrency", f"{counted(rows, 'sequence')} in {size / MIB:,.0f} MiB of memory; prompts in chunks of up to "
                              f"{chunks.longest:,} tokens, at most {chunks.budget:,} between two tokens of running sequences")]
     if graphs:
         buckets = ", ".join(map(str, triton_step.buckets_to(rows)))
@@ -156,9 +156,9 @@ def _gpu_lines(model: "Model", config: ServeConfig, copies: int, device: str) ->
 
 
 def _sampling_lines(chosen: Mapping[tuple[Think, bool], Chosen]) -> list[str]:
-    """Lines on the sampling options: one for most answers, and one for each kind of answer that differs.
+    """Lines on the sampling options: one line for most answers, and one for each kind of answer with different options.
 
-    chosen: the options by `think`, and by whether the conversation has tools.
+    chosen: the options by the value of `think` and by whether the conversation has tools.
     """
     usual = chosen[False, False]
     lines = [f"{usual}; requests may override them"]

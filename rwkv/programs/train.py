@@ -36,7 +36,7 @@ Conversations. data=chat reads lines with messages, conversations, or prompt
 and completion; only the assistant's answers count in the loss. tune=lora trains
 adapters, and tune=state trains the initial state (RWKV-7). Both freeze the
 weights, which tune.base=bfloat16, int8 or int4 makes smaller. Checkpoints of
-such a run refer to the file of init_from=, which must not move; at its end the
+these runs refer to the file of init_from=, which must not move; at its end, a
 run writes adapter/ for the PEFT library, or state.safetensors for generate.py
 and time_state.pth in RWKV-PEFT's layout. python -m rwkv.tools.convert RUN FILE
 merges adapters into the weights.
@@ -48,7 +48,7 @@ several machines, run the same command on each:
     --rdzv-endpoint=HOST:29500 train.py trainer=ddp trainer.num_nodes=2
 trainer=fsdp shards weights, gradients and optimiser state, and each process
 writes its shard of a checkpoint in the background; any number of processes,
-even one, can resume it. trainer.reshard=false gathers weights once per step,
+even one, can resume a run. trainer.reshard=false gathers weights once per step,
 trainer.offload=true keeps weights in host memory. With --max-restarts=N and
 resume=auto out_dir=DIRECTORY, torchrun restarts a run after a process dies. If
 a machine cannot resolve its own name, give torchrun --local-addr=ADDRESS.

@@ -1,1 +1,1 @@
-"""Training. fit.py runs a training run in five stages with the parts in the other files; each folder has one subject."""
+"""Training. fit.py carries out a training run in five stages; the other files and folders are the parts it uses."""

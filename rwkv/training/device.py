@@ -1,8 +1,8 @@
 """A run's device, number of processes and precision.
 
 trainer.precision defaults to bf16-mixed on a GPU with bfloat16, where matrix products are up to 19 times as fast as in float32,
-and to 32-true elsewhere. trainer.precision=auto also chooses bf16-mixed on a CPU where it is clearly faster, which a few
-milliseconds of matrix products show.
+and to 32-true elsewhere. trainer.precision=auto chooses bf16-mixed also on a CPU if it is clearly faster there, as measured in
+a few milliseconds of matrix products.
 """
 
 import os
@@ -51,9 +51,9 @@ def process_count(options: TrainerConfig, batch_size: int) -> int:
 
 
 def is_planned_elsewhere(config: TrainConfig) -> bool:
-    """Whether plan= is for GPUs that this machine lacks: it names a GPU, or the run needs more devices than there are here.
+    """Whether the plan is for other machines: plan= names a GPU, or the run needs more devices than this machine has.
 
-    A plan for CPU processes starts these processes instead, up to the number of cores.
+    Without GPUs, a plan for at most as many processes as there are cores is for this machine, which then starts them.
     """
     trainer = config.trainer
     if config.plan in GPUS:
@@ -64,7 +64,7 @@ def is_planned_elsewhere(config: TrainConfig) -> bool:
 
 
 def share(batch_size: int, strategy: str, num_nodes: int) -> int:
-    """The rows of a batch that this process computes. Raises UserError unless the processes divide batch_size evenly."""
+    """The number of a batch's rows for this process. Raises UserError unless the processes divide batch_size evenly."""
     count = world_size()
     if count > 1 and strategy == "single":
         raise UserError("trainer.strategy=single conflicts with the several processes that torchrun started: use trainer=ddp "
@@ -77,12 +77,13 @@ def share(batch_size: int, strategy: str, num_nodes: int) -> int:
 
 def _require_multiple(batch_size: int, count: int) -> None:
     if batch_size % count:
-        raise UserError(f"data.batch_size must be a multiple of the {count} processes, which share its rows; got {batch_size}")
+        raise UserError(f"data.batch_size must be a multiple of the {count} processes, which share the rows; got {batch_size}")
 
 
 def resolved_precision(precision: str | None, accelerator: str) -> str:
     """The precision, with None and auto resolved for the accelerator. Raises UserError as device_for does, and for tf32 on a
-    device without it."""
+    device without TF32.
+    """
     device = device_for(accelerator) if precision in (None, AUTO, TF32) else None
     if device is None:
         return str(precision)

@@ -34,9 +34,9 @@ from rwkv.training.finish import Result, write_report, write_results
 from rwkv.training.loggers import loggers, require
 from rwkv.training.memory.capacity import Needs, needs_here, require_capacity
 from rwkv.training.memory.estimate import gives_back
-from rwkv.training.plan import on_paper
+from rwkv.training.plan import other_gpus
 from rwkv.training.plan.duration import is_timed
-from rwkv.training.plan.here import announce_needs, announce_training
+from rwkv.training.plan.this_machine import announce_needs, announce_training
 from rwkv.training.run.directory import Run, as_plain, create
 from rwkv.training.run.opening import open_run
 from rwkv.training.run.resolve import Context, Stage, resolve
@@ -51,9 +51,9 @@ from rwkv.training.tuning.preferences import REFERENCE, Preferences, write_refer
 class Prepared:
     """A run with its length in steps, and the parts that its model is built from.
 
-    rows: the rows of a batch that this process computes. operator: the one that kernel= names. kernel_line: the kernel's name,
-    with the reason if kernel=auto chose it. kernel_error: the message of kernel_check.check. validated: the data with only the
-    validated part of the validation split.
+    rows: the number of a batch's rows that this process computes. operator: the implementation that kernel= names. kernel_line:
+    the kernel's name, with the reason if kernel=auto chose it. kernel_error: the message of kernel_check.check. validated:
+    `data` with the validation split cut to its validated part.
     """
 
     run: Run
@@ -75,7 +75,7 @@ class Prepared:
 
 @dataclass(frozen=True)
 class Built:
-    """All that trains: the model in its LightningModule, Lightning's Trainer, and the loaders."""
+    """The objects that train: the model in its LightningModule, Lightning's Trainer, and the loaders."""
 
     task: LanguageModel
     trainer: lightning.Trainer
@@ -100,7 +100,7 @@ def main(config: TrainConfig, line: cli.CommandLine) -> None:
 
 def train(run: Run) -> None:
     if is_planned_elsewhere(run.config):
-        on_paper.announce(run)
+        other_gpus.announce(run)
         sys.exit(0)
     prepared = prepare(run)
     task = plan(prepared)
@@ -113,14 +113,14 @@ def train(run: Run) -> None:
 
 
 def prepare(run: Run) -> Prepared:
-    """Determines the device, operator, data and length of the run. Raises UserError for mistakes in their options."""
+    """Determines the device, operator, data and length of the run. Raises UserError for a mistake in their options."""
     config = run.config
     device = device_for(config.trainer.accelerator)
     # Lightning would take the rank from a batch system's variables, which this process may have inherited
     rank_zero_only.rank = distributed.rank()     # type: ignore[attr-defined]
     _set_allocator(config)
     if config.trainer.offload and device.type == "cpu":
-        distributed.fail_together(UserError("trainer.offload=true requires a GPU, and this run is on a CPU: leave it out"))
+        distributed.fail_together(UserError("trainer.offload=true requires a GPU, and this run is on a CPU: omit that option"))
     set_product_precision(str(config.trainer.precision), device)
     # Called before the data are read: raises UserError if the rows cannot be divided among the processes
     rows = share(config.data.batch_size, config.trainer.strategy, config.trainer.num_nodes)
@@ -148,7 +148,8 @@ def prepare(run: Run) -> Prepared:
 def _set_allocator(config: TrainConfig) -> None:
     """Applies trainer.malloc, before the model is built and timed.
 
-    With fsdp, "tuned" returns freed blocks too: keeping those of gathered weights would cost the memory that sharding saves.
+    With fsdp, "tuned" returns freed blocks too: keeping the blocks of gathered weights would cost the memory that sharding
+    saves.
     """
     trainer = config.trainer
     if trainer.malloc == "small" or (trainer.malloc == "tuned" and trainer.strategy == "fsdp"):
@@ -161,7 +162,7 @@ def _set_allocator(config: TrainConfig) -> None:
 
 
 def plan(prepared: Prepared) -> LanguageModel:
-    """Prints the plan, and returns the model whose first steps it has timed. With plan= the program ends here.
+    """Prints the plan, for which it may time the model's first steps, and returns the model. With plan= the program ends here.
 
     Raises UserError, after the plan, if the run does not fit into memory or onto the disk.
     """
@@ -215,8 +216,8 @@ def build(prepared: Prepared, task: LanguageModel) -> Built:
 
 
 def _store_reference(preferences: Preferences, prepared: Prepared, task: LanguageModel) -> None:
-    """Preference learning with tune=full: rank 0 writes the reference log-probabilities in a new run; all processes read
-    them.
+    """For preference learning with tune=full: in a new run, rank 0 writes the reference log-probabilities; then all processes
+    read them.
     """
     run, config = prepared.run, prepared.run.config
     path = run.out_dir / REFERENCE
@@ -241,7 +242,7 @@ def fit(built: Built, run: Run) -> Result:
         log(f"\nstopped at step {trainer.global_step}; {continue_with}")
         sys.exit(cli.INTERRUPTED)
     except KeyboardInterrupt:
-        log(f"\nstopped at step {trainer.global_step} without a checkpoint of it; {continue_with}")
+        log(f"\nstopped at step {trainer.global_step} without a checkpoint of this step; {continue_with}")
         raise
     except OSError as error:             # such as a full disk or a deleted folder
         where = error.filename or run.out_dir
@@ -254,9 +255,9 @@ def fit(built: Built, run: Run) -> Result:
 
 
 def _fit(built: Built, run: Run) -> None:
-    """Lightning's fit. Ctrl-C raises KeyboardInterrupt; Lightning would exit with status 1.
+    """Runs Lightning's fit. Ctrl-C raises KeyboardInterrupt, whereas Lightning would exit with status 1.
 
-    Raises UserError if a data worker was killed or raised one.
+    Raises UserError if a data worker was killed or itself raised UserError.
     """
     try:
         built.trainer.fit(built.task, built.loaders, ckpt_path=run.resume_from, weights_only=True)

@@ -1,7 +1,8 @@
 """Training steps of small models as CUDA graphs: all blocks forward, and all blocks backward, in one launch each.
 
 In a small model's step a GPU waits for the host, which takes some 26 us to launch each of a layer's 80 operations. A graph
-replays them from fixed addresses: the input is copied in, and each replay overwrites the results of the previous one.
+launches all of them at once, at fixed addresses: the input is copied in, and each replay overwrites the results of the previous
+replay.
 """
 
 from collections.abc import Callable
@@ -25,12 +26,12 @@ def chosen(config: TrainConfig, device: torch.device, kernel: str) -> bool:
     """Whether to use graphs. Raises UserError if trainer.graphs=true is impossible. kernel: the operator's name."""
     reason = why_not(config, device, kernel)
     if config.trainer.graphs and reason:
-        raise UserError(f"trainer.graphs=true is impossible: {reason}; leave it out")
+        raise UserError(f"trainer.graphs=true is impossible: {reason}; omit this option")
     return reason is None and (bool(config.trainer.graphs) or (config.trainer.graphs is None and is_small(config)))
 
 
 def why_not(config: TrainConfig, device: torch.device, kernel: str) -> str | None:
-    """Why this run's blocks cannot be captured, or None."""
+    """The reason why this run's blocks cannot be captured; None if they can."""
     trainer = config.trainer
     reasons = {
         "the run is on a CPU": device.type != "cuda",
@@ -70,7 +71,7 @@ def describe(config: TrainConfig, device: torch.device, kernel: str) -> str | No
 
 
 class _Blocks(nn.Module):
-    """All blocks as a function of one tensor, from the empty state."""
+    """A module that computes all blocks, from the empty state, as a function of one tensor."""
 
     def __init__(self, model: Model) -> None:
         super().__init__()

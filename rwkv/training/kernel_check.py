@@ -22,8 +22,8 @@ PARTS = ("CHECKED", "inputs", "double", "results", "tolerance")         # names 
 def check(wkv: Operator, operator: str, device: torch.device, dtype: torch.dtype) -> str | None:
     """A message if the errors of the kernel's output, state or gradients exceed the tests' tolerance; None otherwise.
 
-    wkv: the operator with this kernel. dtype: that of its inputs. Raises UserError if the operator's cases.py lacks one of
-    PARTS.
+    wkv: the operator with the chosen kernel. dtype: the dtype of the operator's inputs. Raises UserError if the operator's
+    cases.py lacks one of PARTS.
     """
     if load(folder(operator, wkv.name), wkv.name).REQUIRES.compiled:
         return None
@@ -31,7 +31,7 @@ def check(wkv: Operator, operator: str, device: torch.device, dtype: torch.dtype
     missing = [part for part in PARTS if not hasattr(cases, part)]
     if missing:
         raise UserError(f"kernel={wkv.name} cannot be compared with the reference before the run: kernels/{operator}/cases.py "
-                        f"must define {', '.join(missing)} (kernels/README.md); define them, or leave out kernel=")
+                        f"must define {', '.join(missing)} (kernels/README.md); define them, or omit kernel=")
     inputs = cases.inputs(*cases.CHECKED, dtype=dtype, device=str(device))
     try:
         runs = [cases.results(wkv, inputs) for _ in range(RUNS)]

@@ -1,6 +1,6 @@
 """Metric loggers: metrics.csv in the run's directory, and W&B or the Lightning logger of logger._target_. W&B is online if the
-user is logged in, otherwise offline. The user's W&B settings, such as WANDB_PROJECT, override our defaults; options override
-both.
+user is logged in, otherwise offline. The user's W&B settings, such as WANDB_PROJECT, override our defaults, and options
+override these settings.
 """
 
 import csv
@@ -23,7 +23,7 @@ from rwkv.distributed import rank
 from rwkv.errors import UserError
 from rwkv.io.atomic import append, write_file
 from rwkv.io.json_types import JsonMapping, JsonObject
-from rwkv.report.reading import METRICS, SWEEP, read_metrics
+from rwkv.report.run_files import METRICS, SWEEP, read_metrics
 from rwkv.training.trackers import Filed
 from rwkv.training.tuning.preferences import reward_metrics
 
@@ -33,7 +33,7 @@ RECORD = Path("wandb", "timemix.json")   # in a run's directory: its W&B run id 
 Mode = Literal["online", "offline", "disabled"]
 GUARD_COLUMNS = ("guard/loss", "guard/bpb")           # metrics of runs with tune.guard
 SAMPLE_COLUMNS = ("step", "prompt", "text")
-SAMPLES_SHOWN = 100                      # rows of W&B's table of samples, which is uploaded whole each time
+SAMPLES_SHOWN = 100                      # maximum rows of W&B's table of samples, which is uploaded whole each time
 
 
 def require(config: LoggerConfig) -> None:
@@ -57,7 +57,7 @@ def require(config: LoggerConfig) -> None:
 
 
 def loggers(config: LoggerConfig, out_dir: Path, run: JsonObject, resumed_at: int | None = None) -> list[Logger]:
-    """The loggers that the options choose; an empty list in processes other than rank 0.
+    """The list of loggers that the options choose; empty in processes other than rank 0.
 
     run: the resolved configuration, which W&B shows and filters by. resumed_at: the step of the checkpoint that the run
     resumes from.
@@ -146,7 +146,7 @@ class MetricsFile(Logger):
     """metrics.csv: one row for each step with metrics.
 
     A resumed run drops the rows after its checkpoint; it keeps the columns and appends new ones. Every row names the kernel,
-    since a resumed run may use a different one. more: columns that only some runs have.
+    since a resumed run may use a different kernel. more: columns that only some runs have.
     """
 
     def __init__(self, path: Path, kernel: str, more: Sequence[str] = (), resumed_at: int | None = None) -> None:
@@ -168,7 +168,7 @@ class MetricsFile(Logger):
         return ""
 
     def log_hyperparams(self, *args: object, **kwargs: object) -> None:
-        """Does nothing: the configuration is in config.yaml."""
+        """Logs nothing: the configuration is in config.yaml."""
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         values = {name: metrics[name] for name in self.columns if name in metrics and name != "step"}
@@ -193,7 +193,9 @@ class _Names(NamedTuple):
 
     @classmethod
     def of(cls, config: LoggerConfig, group: str | None, name: str) -> "_Names":
-        """The names from the options, else from the user's W&B settings, else our defaults. group, name: these defaults."""
+        """The names from the options, else from the user's W&B settings, else our defaults. group, name: our defaults for
+        these.
+        """
         return cls(config.project or _user_setting("project") or PROJECT, config.group or _user_setting("run_group") or group,
                    config.run_name or _user_setting("run_name") or name)
 
@@ -259,7 +261,7 @@ def _mode() -> Mode:
 
 
 def _earlier_id(out_dir: Path) -> str | None:
-    """The W&B id that a resumed run continues; None for a new run, and for a copy of a run that still exists."""
+    """The W&B id that a resumed run continues; None for a new run, and for a copy whose original still exists."""
     record = _record_in(out_dir)
     if record is None:                   # a run by an earlier version of timemix
         return _id_of(out_dir)
@@ -286,7 +288,7 @@ def _id_of(out_dir: Path) -> str | None:
 
 
 def _upload_hint(sweep: Path) -> str:
-    """The commands that upload an offline sweep: one for the report and all runs, and one for each resumed run."""
+    """The commands that upload an offline sweep: one command for the report and all runs, and one for each resumed run."""
     if root := _user_setting("root_dir"):   # this folder may hold other runs too
         return f"the sweep's runs and report are in {Path(root, 'wandb')}; `wandb sync FOLDER` uploads one of them"
     parts = {folder: sorted(folder.glob("*run-*")) for folder in sorted(sweep.glob("*/wandb"))}

@@ -42,8 +42,9 @@ def kernel_for(model: ModelConfig, kernel: str, device: torch.device, precision:
 def data_for(run: Run, device: torch.device) -> Corpus:
     """The run's data, tokenised by rank 0.
 
-    Raises UserError if the model does not fit into memory, or its checkpoints onto the disk, with the smallest possible
-    vocabulary: the size of a vocabulary made from the data is not known yet. With plan= this check comes after the plan.
+    Raises UserError if the model does not fit into memory, or its checkpoints onto the disk. The check assumes the smallest
+    possible vocabulary, because the size of a vocabulary made from the data is not known yet. With plan= the check comes after
+    the plan.
     """
     config = run.config
     smallest = run.tokenizer.vocab_size if run.tokenizer else 1
@@ -63,7 +64,7 @@ def show_conversations(data: Corpus) -> None:
 
 def new_model(config: ModelConfig, init_checkpoint: Checkpoint | None, tokenizer: Tokenizer, wkv: Operator,
               tune: TuneConfig | None = None) -> Model:
-    """A model to train. config: the sizes; with init_checkpoint, those of its file except for ctx_len. tune: None trains all
+    """A model to train. config: the sizes, which with init_checkpoint are the file's except for ctx_len. tune: None trains all
     weights.
     """
     if init_checkpoint is None:
@@ -82,8 +83,9 @@ def new_model(config: ModelConfig, init_checkpoint: Checkpoint | None, tokenizer
 def _frozen_model(config: ModelConfig, wkv: Operator, checkpoint: Checkpoint, base: str) -> Model:
     """The frozen model with its blocks' matrices in the dtype `base`. Each conversion frees memory before the next.
 
-    With base float32, the embedding and the head keep the file's dtype: bfloat16 weights are exact as they are, and the head's
-    product converts them in chunks. The other bases round the embedding to bfloat16, and base bfloat16 also rounds the head.
+    With base float32, the embedding and the head keep the file's dtype: conversion to float32 would not make bfloat16 weights
+    more exact, and the head's product converts them in chunks. The other bases round the embedding to bfloat16, and base
+    bfloat16 also rounds the head.
     """
     group = generation(config).group
     as_in_file = {name for name in checkpoint.weights.stored if group(name) in MATRICES}

@@ -1,10 +1,10 @@
 """The LightningModule: training and validation steps, metrics, optimiser, gradient clipping and checkpoint entries.
 
 Metrics: train/loss and val/loss in nats per token; val/loss/NAME per source of data=mix; val/bpb, bits per byte of the
-validation text, unless the tokenizer loses too much of it (rwkv/tokenizer/lost.py); val/lost, the lost fraction, if above 0.
-Validation covers the whole split or its first trainer.val_tokens tokens, as windows that each start from the empty state, or as
-conversations, whole or packed into rows. With tune.objective=dpo or ipo the losses are means over pairs, and there are also
-rewards (tuning/preferences.py).
+validation text, omitted if the tokenizer loses too much of the text (rwkv/tokenizer/lost_bytes.py); val/lost, the lost
+fraction, if above 0. Validation covers the whole split or its first trainer.val_tokens tokens, as windows, each from the empty
+state, or as conversations, whole or packed into rows. With tune.objective=dpo or ipo the losses are means over pairs, and
+rewards are logged too (tuning/preferences.py).
 """
 
 import math
@@ -43,13 +43,13 @@ CARRIED = "carried"                      # checkpoint key: states of trainer.tbp
 
 
 class LanguageModel(lightning.LightningModule):
-    """The model in training. Batches are (x, y), both (B,T) int64: y[b,t] is the token after x[b,t], or -100 if it is ignored.
+    """The model in training. A batch is a pair (x, y), both (B,T) int64: y[b,t] is the token after x[b,t], or -100 if ignored.
 
-    With trainer.tbptt, training batches are Segments, and each row's state carries over from the previous step. Batches of
-    conversations are Packed.
+    With trainer.tbptt, training batches are Segments instead, and each row's state carries over from the previous step. Batches
+    of conversations are Packed.
 
-    entry: the run and the tokenizer, which every checkpoint stores under the key ENTRY. sources: the names of data=mix's
-    sources. preferences: the preference objective; None for likelihood.
+    entry: a description of the run and of its tokenizer, which every checkpoint stores under the key ENTRY. sources: the names
+    of data=mix's sources. preferences: the preference objective; None for likelihood.
     """
 
     def __init__(self, model: Model, optim: OptimConfig, max_steps: int, val_bytes_per_token: float | None,
@@ -115,7 +115,7 @@ class LanguageModel(lightning.LightningModule):
         return nats / (batch.y != IGNORED).sum().clamp(min=1)
 
     def _head_loss(self, hidden: Tensor, y: Tensor) -> Tensor:
-        """The mean loss at the head. l2_wrap and confidence_penalty change its gradient, not its value."""
+        """The mean loss at the head. l2_wrap and confidence_penalty change the loss's gradient, not its value."""
         optim = self.optim
         return head_loss(hidden.flatten(0, 1), self.model.head.weight, y.flatten(), optim.l2_wrap, optim.confidence_penalty)
 
@@ -129,8 +129,8 @@ class LanguageModel(lightning.LightningModule):
     def validation_step(self, batch: ValidationBatch, batch_idx: int) -> None:
         """Validates in rounds: each of the n processes computes one of n batches. The sums are reduced after the last round.
 
-        With trainer=fsdp each forward pass gathers the weights from all processes. So if the last round has fewer batches
-        than processes, the processes without one compute the last batch too, without counting it.
+        With trainer=fsdp each forward pass gathers the weights from all processes. So if the last round has fewer batches than
+        processes, the other processes compute the last batch too, but do not count it.
         """
         owner = batch_idx % world_size()
         if owner == rank():
@@ -191,7 +191,7 @@ class LanguageModel(lightning.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     def on_train_start(self) -> None:
-        """Replaces the optimiser options that the checkpoint restored by this run's."""
+        """Sets the optimiser's options to this run's, in place of those restored from the checkpoint."""
         optimizer = self.trainer.optimizers[0]
         schedule = self.trainer.lr_scheduler_configs[0].scheduler
         assert isinstance(schedule, torch.optim.lr_scheduler.LambdaLR)
@@ -219,8 +219,8 @@ class LanguageModel(lightning.LightningModule):
 
     def configure_gradient_clipping(self, optimizer: Optimizer, gradient_clip_val: float | None = None,
                                     gradient_clip_algorithm: str | None = None) -> None:
-        """Clips by the total norm. Lightning's clipping refuses fused optimisers in mixed precision because of loss scaling,
-        which bf16 does not have. With fp16 the optimiser is not fused, and gradients are already unscaled here.
+        """Clips by the total norm. Lightning's own clipping refuses fused optimisers in mixed precision, because of loss
+        scaling; but bf16 has no loss scaling, and with fp16 the optimiser is not fused and gradients are already unscaled here.
         """
         if gradient_clip_val:
             gradients = [parameter.grad for parameter in self.parameters() if parameter.grad is not None]
@@ -238,13 +238,13 @@ class LanguageModel(lightning.LightningModule):
             checkpoint[CARRIED] = carried
 
     def on_load_checkpoint(self, checkpoint: StateDict) -> None:
-        """Raises UserError if the checkpoint's tokenizer differs, so that its ids stand for different text."""
+        """Raises UserError if the checkpoint's tokenizer differs from this run's: token ids would stand for different text."""
         saved_tokenizer = checkpoint.get(ENTRY, {}).get("tokenizer")
         if self.entry and saved_tokenizer and saved_tokenizer != self.entry["tokenizer"]:
             saved, current = (Tokenizer.from_dict(description) for description in (saved_tokenizer, self.entry["tokenizer"]))
             if saved.hash == current.hash:
                 raise UserError(f"the run was trained with documents ending at {saved.end_line()}, and now they would end at "
-                                f"{current.end_line()}: leave out data.end_of_text to resume")
+                                f"{current.end_line()}: omit data.end_of_text to resume")
             raise UserError(f"the run was trained with a tokenizer of hash {saved.hash[:12]}, and data.tokenizer now has hash "
-                            f"{current.hash[:12]}: its text or file has changed; restore it to resume")
+                            f"{current.hash[:12]}: the tokenizer's text or file has changed; restore it to resume")
         self.carried.load_state_dict(checkpoint.get(CARRIED, {}))

@@ -21,8 +21,8 @@ RECORD = "mlflow.json"                   # in a run's directory: its MLflow run 
 
 
 class Filed(NamedTuple):
-    """The names of a tracker run. project: None for the tracker's setting or default_project. continued: whether it is
-    resumed.
+    """The names of a tracker run. project: None stands for the tracker's own setting, or else default_project. continued:
+    whether the run is resumed.
     """
 
     project: str | None
@@ -56,7 +56,7 @@ class MLflow(MLFlowLogger):
         super().__init__(**settings | arguments)
 
     def log_hyperparams(self, params: JsonObject | Namespace, *more: object, **named: object) -> None:
-        """Logs the options, once for each run: MLflow rejects changes."""
+        """Logs the options when a run is new, but not when it is resumed: MLflow rejects changes of logged options."""
         if self._continues is not None:
             self.experiment.set_terminated(self.run_id, "RUNNING")
             return
@@ -101,7 +101,7 @@ class Trackio(Logger):
 
 
 def _earlier_id(path: Path) -> str | None:
-    """The id in a record; None without a record, and in a copy of a run's directory."""
+    """The run's id, from a record; None without a record, and in a copy of a run's directory."""
     try:
         record = json.loads(path.read_bytes())
         return str(record["id"]) if Path(record["out_dir"]) == path.parent.resolve() else None

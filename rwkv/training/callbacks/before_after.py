@@ -1,11 +1,11 @@
 """Measures what tuning gains and breaks: the losses and answers of a tuned run before its first step and after its last.
 
-It measures the loss of the validation split and the loss of tune.guard's text, read as one sequence (rwkv/evaluation.py), and
-generates greedy continuations of prompts from the validation split. The losses are metrics of step 0 and of the last step:
+It measures two losses, of the validation split and of tune.guard's text, which is read as one sequence (rwkv/evaluation.py),
+and generates greedy continuations of prompts from the validation split. The losses are metrics of step 0 and of the last step:
 val/loss, val/bpb, guard/loss and guard/bpb. All results are in out_dir/tuned.json, for the report.
 
-Checkpoints hold the results from before training, so a resumed run does not repeat that measurement. Random generators are
-restored after each measurement: training is identical with and without them.
+Checkpoints hold the results from before training, so a resumed run does not measure them again. Random generators are restored
+after each measurement, so training is the same with and without this callback.
 """
 
 import json
@@ -31,7 +31,7 @@ from rwkv.io.json_types import JsonObject, StateDict
 from rwkv.io.lines import counted, labelled
 from rwkv.model.base import Model
 from rwkv.model.lora import chosen
-from rwkv.report.reading import TUNED
+from rwkv.report.run_files import TUNED
 from rwkv.tokenizer.tokenizers import Tokenizer
 from rwkv.training.callbacks.progress_bar import bar
 from rwkv.training.task import LanguageModel
@@ -42,9 +42,10 @@ Measured = dict[str, float]              # metric name -> value, and "step"
 
 
 class BeforeAfter(Callback):
-    """The callback. It must precede the one that saves checkpoints, so that the last checkpoint has all results.
+    """The callback that measures before and after training. Among the callbacks it must precede Checkpoints, so that the last
+    checkpoint has all results.
 
-    exclude(seconds) is called with the measurement's duration. Rank 0 measures the guard text and the continuations.
+    exclude(seconds) is called with each measurement's duration. Rank 0 measures the guard text and the continuations.
     """
 
     def __init__(self, config: TrainConfig, data: Corpus, out_dir: Path, exclude: Callable[[float], None]) -> None:
@@ -57,7 +58,7 @@ class BeforeAfter(Callback):
         self.after: Measured | None = None
         can_sample = config.trainer.sample_tokens > 0 and config.trainer.strategy != "fsdp"
         self.prompts = prompts(data, config.model.ctx_len, config.trainer.sample_tokens) if can_sample else []
-        self.answers: dict[str, list[str]] = {}          # lists "before" and "after", one answer per prompt
+        self.answers: dict[str, list[str]] = {}          # "before" or "after" -> one answer per prompt
         self._exclude = exclude
 
     def state_dict(self) -> StateDict:
@@ -67,7 +68,7 @@ class BeforeAfter(Callback):
         """Raises UserError if the text of tune.guard has changed since the run started."""
         if state_dict["guard"] != self.guard_sha256:
             raise UserError(f"the text of tune.guard={self.config.tune.guard} has changed since the run started, so its losses "
-                            "before and after cannot be compared: restore it to resume")
+                            "before and after cannot be compared: restore the text, then resume")
         self.before, self.after, self.answers = state_dict["before"], state_dict["after"], state_dict["answers"]
 
     def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
@@ -176,7 +177,7 @@ def score_guard(model: Model, tokenizer: Tokenizer, path: Path, chunk_len: int) 
 
 
 def _validation(trainer: lightning.Trainer, task: LanguageModel) -> Measured:
-    """The metrics of a validation, computed as in Lightning's own loop."""
+    """Validates, as Lightning's own loop does, and returns the metrics."""
     task.on_validation_epoch_start()
     batches = bar(iterable=trainer.val_dataloaders or (), desc="validating", unit="batch", leave=False, disable=rank() > 0)
     for number, batch in enumerate(batches):

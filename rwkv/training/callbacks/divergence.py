@@ -49,7 +49,7 @@ class Divergence(Callback):
         self._check_losses(trainer)
 
     def require_finite(self, trainer: lightning.Trainer, val_loss: float = 0.0) -> None:
-        """Raises Diverged unless losses and weights are finite. Called before a checkpoint is written, in all processes."""
+        """Raises Diverged unless losses and weights are finite. All processes call it before a checkpoint is written."""
         self._check_losses(trainer)
         if not math.isfinite(val_loss):
             raise self._diverged("val/loss", trainer.global_step, self._lr)

@@ -14,9 +14,9 @@ from rwkv.training.errors import Interrupted
 
 
 class StopCleanly(Callback):
-    """The first signal stops training after the current step, with a checkpoint; Ctrl-C after it stops training immediately.
+    """Stops training after the current step, with a checkpoint, at the first signal; a later Ctrl-C stops it immediately.
 
-    A signal during a validation stops training there, with a checkpoint of the state before it; the resumed run repeats the
+    A signal during a validation stops the validation, with a checkpoint of the state before it; the resumed run repeats the
     validation.
     """
 

@@ -1,12 +1,12 @@
 """The speed and the error of a run's kernel on the run's own data: out_dir/kernel.json.
 
-The file always describes the machine, and `wrong` is the message of kernel_check.py. trainer.probe=true adds:
-- times of about SAMPLES steps after the warm-up: of the step, and of the operator's forward and backward passes in it. A CPU is
-  measured with a clock, a GPU with CUDA events, which are read after training;
+The file always describes the machine and has the message of kernel_check.py, under `wrong`. trainer.probe=true adds:
+- for about SAMPLES steps after the warm-up, the times of the step and of the operator's forward and backward passes in it. A
+  CPU is measured with a clock, a GPU with CUDA events, which are read after training;
 - errors of the operator's output and gradients in each layer, relative to the float64 reference. They are measured on the
-  inputs and the upstream gradients of two batches: that of the third step, and the last one, after the last step. Before the
-  third step, all gradients that reach the operator are zero, because some matrices are initialised with zeros. If no weight
-  before the operator is trained, as in the first layers of some tuned models, only the output is measured.
+  inputs and the upstream gradients of two batches: the third step's, and after training the last step's. Before the third
+  step, all gradients that reach the operator are zero, because some matrices are initialised with zeros. If no weight before
+  the operator is trained, as in the first layers of some tuned models, only the output is measured.
 
 The probe does not change training by a single bit. Errors are measured in an extra pass over half of a batch, which takes less
 memory than a step; its gradients are dropped, and the random generators, which tune.dropout uses, are restored after it.
@@ -36,7 +36,7 @@ from rwkv.distributed import rank
 from rwkv.io.atomic import write_file
 from rwkv.io.json_types import JsonObject
 from rwkv.io.lines import labelled
-from rwkv.report.reading import KERNEL, read_mapping
+from rwkv.report.run_files import KERNEL, read_mapping
 from rwkv.training.kernel_check import sentence
 from rwkv.training.task import LanguageModel, TrainingBatch
 
@@ -58,7 +58,7 @@ def mark(device: str) -> Mark:
 
 
 def milliseconds(begin: Mark, end: Mark) -> float:
-    """The time between two timestamps. On a GPU it synchronises, so it is called after training."""
+    """The time between two timestamps. On a GPU this function synchronises, so call it only after training."""
     if isinstance(begin, float):
         assert isinstance(end, float)
         return 1000 * (end - begin)
@@ -96,7 +96,7 @@ class Sample:
 class Record:
     """Records one layer's operator in one pass: inputs by name, state, output y, and all gradients.
 
-    grads: the inputs' gradients; empty without any.
+    grads: the inputs' gradients; empty if there are none.
     """
 
     def __init__(self, operator: Call) -> None:
@@ -121,7 +121,7 @@ class Record:
         self.grad_y = upstream[0]
 
     def errors(self) -> dict[str, dict[str, float]]:
-        """The err_ratio and the largest absolute difference of y and of each input's gradient, if there are gradients."""
+        """The err_ratio and the largest absolute error of y and, if there are gradients, of each input's gradient."""
         operator_class: Any = type(self.operator)
         reference = operator_class("reference")
         leaves = {name: tensor.double().requires_grad_() for name, tensor in self.inputs.items()}
@@ -267,7 +267,7 @@ class Probe(Callback):
 
 
 def measure_errors(trainer: lightning.Trainer, pl_module: lightning.LightningModule, batch: TrainingBatch) -> JsonObject:
-    """The operator's errors, and the ranges of its inputs, in each layer, measured in a pass over half of the batch."""
+    """For each layer: the operator's errors and the ranges of its inputs, measured in a pass over half of the batch."""
     task = cast(LanguageModel, pl_module)
     records = [Record(mixer.wkv) for mixer in _time_mixers(task)]
     wrapped = Wrapped(task, lambda operator, layer: records[layer])

@@ -29,7 +29,7 @@ class Metrics(Callback):
     """Logs train/loss, lr, tok_per_sec, grad_norm (before clipping) and peak_mem (MiB, of rank 0) every `log_every` steps.
 
     train/loss and, for pairs of answers, train/rewards_* are means over the steps since the previous row; the other metrics are
-    those of the last step. Checkpoints hold the sums since the last row, so that a resumed run logs the same means.
+    the last step's. Checkpoints hold the sums since the previous row, so that a resumed run logs the same means.
 
     tok_per_sec excludes validation, sampling and the padding of trainer.tbptt's segments. With grad_norms, the gradient norm of
     each part of the model is logged too. After training, prints the median milliseconds of the logged steps.
@@ -152,7 +152,7 @@ def _peak_kib(status: Path) -> int | None:
 
 
 def gradient_norms(model: Model) -> dict[str, float]:
-    """The 2-norm of the gradients of each part, named as in loggers.norm_names. Synchronises with the device once."""
+    """The 2-norms of the gradients of the model's parts, by loggers.norm_names. Synchronises with the device once."""
     parts = [model.emb, *model.blocks, model.ln_out, model.head]
     norms = torch.stack([total_norm([parameter.grad for parameter in part.parameters() if parameter.grad is not None])
                          .to(model.emb.weight.device) for part in parts])        # without gradients a norm is on the CPU

@@ -22,7 +22,7 @@ from rwkv.generation.engine import generate
 from rwkv.io.atomic import append, write_file
 from rwkv.io.json_types import JsonObject
 from rwkv.model.base import Model
-from rwkv.report.reading import SAMPLES, read_samples
+from rwkv.report.run_files import SAMPLES, read_samples
 from rwkv.tokenizer.tokenizers import Tokenizer
 from rwkv.training.loggers import log_samples
 
@@ -30,10 +30,11 @@ Row = JsonObject                         # step, prompt, and text (the continuat
 
 
 class Samples(Callback):
-    """Draws a sample in rank 0 every sample_every(...) steps and after the last, before that step's checkpoint is written.
+    """Draws a sample, in rank 0, every sample_every(...) steps and after the last step, before the step's checkpoint is
+    written.
 
-    resumed_at: the step of the checkpoint that the run resumes from; later samples are dropped, since the run repeats these
-    steps. exclude(seconds) is called with each sample's duration. Raises UserError if the prompt cannot be encoded.
+    resumed_at: the step of the checkpoint that the run resumes from; samples of later steps are dropped, since the run repeats
+    these steps. exclude(seconds) is called with each sample's duration. Raises UserError if the prompt cannot be encoded.
     """
 
     def __init__(self, config: TrainConfig, tokenizer: Tokenizer, out_dir: Path, resumed_at: int | None,
@@ -83,7 +84,7 @@ class Samples(Callback):
 
 
 def sample_every(config: TrainerConfig) -> int:
-    """The interval in steps; 0 for no samples, also with fsdp, where no process has all weights."""
+    """The interval of samples in steps; 0 without samples, as with fsdp, where no process has all weights."""
     if config.strategy == "fsdp":
         return 0
     return config.val_every if config.sample_every is None else config.sample_every

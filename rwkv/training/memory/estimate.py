@@ -1,24 +1,25 @@
-"""Estimates the memory and disk that a run needs, from its configuration alone.
+"""Estimates, from a run's configuration alone, the memory and the disk space that the run needs.
 
-The memory of one process, in floats of 4 bytes. N tokens of one batch of one process, C = n_embd, V vocabulary, L layers. From
-the generation: P, the number of parameters (the sum of its shapes); K, a block's saved activations per token
-(saved_activations); W, the operator's working values per token (operator_work); S, the values of a state per row:
+The table shows the memory of one process, in floats of 4 bytes. N: tokens of one batch in one process; C = n_embd; V:
+vocabulary size; L: layers. From the model's generation: P, the number of parameters (the sum of its shapes); K, a block's saved
+activations per token (saved_activations); W, the operator's working values per token (operator_work); S, the values of a state
+per row:
 
     weights, gradients, Adam's two moments             4 P; with fsdp each process has its shard, but whole gradients when
                                                        accumulating; with tune=lora or state gradients and moments only
                                                        of trained parameters; frozen matrices take BITS of tune.base per
                                                        value, the embedding 2 bytes
-      with trainer.optim_in_backward                   gradients of one block; the embedding's replaces the head's, which
-                                                       counts below, as part of the loss
+      with trainer.optim_in_backward                   gradients of one block; the embedding's gradient replaces the head's,
+                                                       which counts below, as part of the loss
       with optim=adamw8bit                             moments in bytes, plus one chunk in float32 during an update
     saved activations                                  N L K; K is smaller if blocks recompute (_recomputes)
       in half precision                                a different K, and a weight cache of P / 2; with optim_in_backward
-                                                       that of one block at a time, unless blocks recompute
+                                                       the cache of one block at a time, unless blocks recompute
       with fsdp                                        also the gathered embedding and head, two blocks, and one block's
                                                        gradients
       with activation checkpointing                    N L C, and one block's activations during its recomputation
-      with tbptt=k                                     those of one segment, N/k tokens; k states of S for each row; the
-                                                       head's input and its gradient, 2 N C
+      with tbptt=k                                     activations of one segment, N/k tokens; k states of S for each row;
+                                                       the head's input and its gradient, 2 N C
     the loss                                           one chunk of logits (on a GPU mostly all of them, in the dtype of the
                                                        product), and the head's gradient
     the first layer to run backward                    N W, and the head's gradient; the loss is freed by then, and without
@@ -50,13 +51,13 @@ HOLES = 1.25                             # factor on activations and loss for he
                                          # each block
 SMALL_RUN = 5 * 10 ** 8                  # bytes without the program; smaller runs do not trade speed for memory
 DATA_WORKER = 100 * 2 ** 20              # unshared bytes of a data-loader process
-MIN_FRACTION = 0.75                      # a run is refused only if this fraction of activations and loss does not fit
+MIN_FRACTION = 0.75                      # fraction of activations and loss that must fit; else a run is refused
 BEST, BEING_WRITTEN = 1, 1               # checkpoints on disk in addition to the trainer.keep_last newest
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes that one process needs to train, beside its program and libraries."""
+    """Bytes that one process needs for training, in addition to its program and libraries."""
 
     weights: int
     gradients: int
@@ -76,14 +77,14 @@ class Memory:
 
     @property
     def least(self) -> int:
-        """The bytes without which a run is refused. Activations and loss are estimates, so only MIN_FRACTION of them counts."""
+        """The bytes that must be free. Of activations and loss, which are estimates, only the part MIN_FRACTION counts."""
         return self.fixed + round(MIN_FRACTION * (self.total - self.fixed))
 
 
 def estimate(config: TrainConfig, vocab_size: int, processes: int = 1, gpu_memory: int | None = None) -> Memory:
     """The memory of each of the `processes` that share data.batch_size.
 
-    gpu_memory: the bytes of each process's GPU in a plan for other machines; None for this machine's device.
+    gpu_memory: in a plan for other machines, the memory of each process's GPU in bytes; None for this machine's device.
     """
     trainer = config.trainer
     model = generation(config.model)
@@ -128,7 +129,7 @@ def estimate(config: TrainConfig, vocab_size: int, processes: int = 1, gpu_memor
 
 
 def _loss_bytes(config: TrainConfig, vocab_size: int, N: int, head: int, gpu_memory: int | None) -> int:
-    """The bytes for the loss of N tokens. head: bytes of the head's gradient.
+    """The bytes that the loss of N tokens takes. head: the bytes of the head's gradient.
 
     In half precision, several chunks accumulate into a second gradient of the head. A GPU has one copy of a chunk's logits, in
     the dtype of the product; a CPU has two in half precision.
@@ -230,7 +231,7 @@ def moment_bytes_8bit(config: TrainConfig, vocab_size: int) -> int:
 
 
 def frozen_bytes(config: TrainConfig, vocab_size: int) -> int:
-    """The memory of the frozen weights. In a float32 file the embedding and the head take twice as much."""
+    """The bytes of the frozen weights. If the file is in float32, embedding and head take twice the bytes counted here."""
     base = config.tune.base
     shapes = generation(config.model).shapes(config.model, vocab_size)
     sizes: dict[str, float] = dict.fromkeys(_linear_shapes(config, vocab_size), BITS[base] / 8)

@@ -1,7 +1,7 @@
 """Options that would make a run fit into memory.
 
-They are in order of cost: first options that keep the training steps identical, then other optimisers, fewer rows per step,
-LoRA, and last more devices.
+They are in order of cost: first options that keep the training steps identical, then other optimisers, fewer rows per step and
+LoRA; last comes training on more devices.
 """
 
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ Options = JsonMapping                    # dotted key -> value
 
 
 class Remedy(NamedTuple):
-    """A way to save memory. options: as typed on the command line. need: the bytes of each process, as in Memory.total."""
+    """A way to save memory. options: a text, as on the command line. need: the bytes of each process, as in Memory.total."""
 
     options: str
     need: int
@@ -38,7 +38,7 @@ class Variant(NamedTuple):
     @classmethod
     def of(cls, config: TrainConfig, options: Options, vocab_size: int, processes: int = 1,
            gpu_memory: int | None = None) -> "Variant":
-        """A variant; the arguments are those of estimate. Raises UserError for options that are invalid together."""
+        """A variant; the other arguments are as for `estimate`. Raises UserError for options that are invalid together."""
         changed = with_keys(config, options)
         return cls(changed, estimate(changed, vocab_size, processes, gpu_memory))
 
@@ -47,8 +47,8 @@ def remedies(config: TrainConfig, vocab_size: int, processes: int, device: str,
              gpu_memory: int | None = None) -> Iterator[Remedy]:
     """The remedies that are compatible with the other options, whether or not the run then fits.
 
-    processes: those that share data.batch_size. device: cpu or cuda; more processes add memory only on GPUs. gpu_memory: as for
-    estimate.
+    processes: the number of processes that share data.batch_size. device: cpu or cuda; only on GPUs do more processes add
+    memory. gpu_memory: as for `estimate`.
     """
     sharded = _sharded(config, processes) if device == "cuda" else ()
     for options in (*_same_steps(config, processes), *_other_steps(config, processes), *sharded):

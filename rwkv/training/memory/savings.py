@@ -1,8 +1,8 @@
 """Chooses options that reduce the memory of a new run with init_from=.
 
 First comes gradient accumulation: a step is split into passes of a few rows. The data order and the weights of targets do not
-change, so the step is the same with a fraction of the activations. If the run would still exceed the free memory, freed memory
-blocks are returned to the system; if that is not enough, activations are recomputed.
+change, so the step is the same, but takes a fraction of the memory for activations. If the run would still exceed the free
+memory, freed memory blocks are returned to the system; if the run exceeds it even then, activations are recomputed too.
 """
 
 from collections.abc import Collection
@@ -39,17 +39,18 @@ def with_passes(config: TrainConfig, vocab_size: int, user_keys: Collection[str]
 
 
 def same_step(config: TrainConfig, run: TrainConfig) -> bool:
-    """Whether with_passes has split the steps of `run`, and a step of `config` has as many rows as one of `run`."""
+    """Whether with_passes has split the steps of `run`, and a step of `config` has as many rows as a step of `run`."""
     rows, run_rows = (each.data.batch_size * each.trainer.accumulate for each in (config, run))
     return run.init_from is not None and run.data.batch_size < config.data.batch_size and rows == run_rows
 
 
 def fit_memory(config: TrainConfig, vocab_size: int, user_keys: Collection[str],
                free: int | None) -> tuple[TrainConfig, str | None]:
-    """The configuration with the first options in SMALLER that fit into `free` bytes, or else the last; and a note for the
-    plan.
+    """The configuration with the first options in SMALLER with which the run fits into `free` bytes, or else with the last of
+    SMALLER; and a note for the plan.
 
-    It is unchanged, without a note, if the run fits, if the user has set one of these options, or if free is None (unknown).
+    Returns the configuration unchanged, and None, if the run fits, if the user has set one of these options, or if free is None
+    (unknown).
     """
     need = Variant.of(config, {}, vocab_size).memory.total
     if free is None or need <= free or not {*user_keys}.isdisjoint(SMALLER[-1]):
@@ -58,4 +59,4 @@ def fit_memory(config: TrainConfig, vocab_size: int, user_keys: Collection[str],
         smaller = Variant.of(config, options, vocab_size)
         if smaller.memory.total <= free:
             break
-    return smaller.config, f"{as_typed(options)} (slower): without it training needs {readable(need)}; {readable(free)} is free"
+    return smaller.config, f"{as_typed(options)} (slower): otherwise training needs {readable(need)}; {readable(free)} is free"

@@ -1,11 +1,11 @@
-"""AdamW with both moments in 8 bits, a quarter of their memory. The update itself is torch's AdamW in float32.
+"""AdamW with both moments in 8 bits, which take a quarter of float32's memory. The update itself is torch's AdamW in float32.
 
 A moment is quantised in blocks of BLOCK numbers: each number is an 8-bit code for one of 256 levels, times the largest
-magnitude of its block. The levels are dense near 0: each decade from 1 down to 1e-7 is divided into equal steps, twice as many
-as the decade below it. Source: Dettmers et al., "8-bit Optimizers via Block-wise Quantization" (arXiv 2110.02861), section 2. A
-second moment above 0 is never rounded to 0, because the next small gradient would then cause a large step: Li et al., "Memory
-Efficient Optimizers with 4-bit States" (arXiv 2309.01507), section 4. Parameters of fewer than LEAST numbers, such as a block's
-vectors, have float32 moments, as do parameters whose size is not a multiple of BLOCK.
+magnitude of its block. The levels are dense near 0: each decade from 1 down to 1e-7 is divided into equal steps, and has twice
+as many steps as the next lower decade. Source: Dettmers et al., "8-bit Optimizers via Block-wise Quantization" (arXiv
+2110.02861), section 2. A second moment above 0 is never rounded to 0, because the next small gradient would then cause a large
+step: Li et al., "Memory Efficient Optimizers with 4-bit States" (arXiv 2309.01507), section 4. Parameters of fewer than LEAST
+numbers, such as a block's vectors, have float32 moments, as do parameters whose size is not a multiple of BLOCK.
 
 The state consists of plain tensors, so that checkpoints can be read without another library.
 """
@@ -32,7 +32,7 @@ SCALE = "_scale"                         # suffix of a moment's name: the scales
 
 
 class AdamW8bit(torch.optim.Optimizer):
-    """The optimiser. groups, lr, betas and eps are as for torch.optim.AdamW. The parameters must be contiguous."""
+    """AdamW with 8-bit moments. groups, lr, betas and eps are as for torch.optim.AdamW. The parameters must be contiguous."""
 
     def __init__(self, groups: ParamsT, lr: float, betas: tuple[float, float], eps: float,
                  fused: bool = True) -> None:
@@ -95,7 +95,7 @@ def _initial_state(parameter: Tensor) -> dict[str, Tensor]:
 
 
 def _moments_in_chunks(state: dict[str, Tensor], numbers: int) -> Iterator[tuple[dict[str, Tensor], slice]]:
-    """Yields each chunk's moments in float32, to be updated in place, and its slice. Stores them before the next chunk."""
+    """Yields each chunk's moments in float32, which the caller updates in place, and its slice; then stores the moments."""
     if not is_in_8_bits(numbers):
         yield {name: state[name] for name in MOMENTS}, slice(0, numbers)
         return
@@ -109,7 +109,7 @@ def _moments_in_chunks(state: dict[str, Tensor], numbers: int) -> Iterator[tuple
 
 
 def quantized(numbers: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
-    """numbers (n,) float32 -> (codes (n,) uint8 of the nearest levels, scales (n / BLOCK,))."""
+    """numbers (n,) float32 -> (the nearest levels' codes (n,) uint8, scales (n / BLOCK,))."""
     blocks = numbers.view(-1, BLOCK)
     scales = torch.linalg.vector_norm(blocks, torch.inf, 1)
     normal = blocks / scales.clamp(min=SMALLEST_SCALE).unsqueeze(1)
@@ -117,7 +117,7 @@ def quantized(numbers: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
 
 
 def dequantized(codes: Tensor, scales: Tensor, signed: bool) -> Tensor:
-    """The inverse of `quantized`: the numbers (n,) float32 that codes and scales stand for."""
+    """The inverse of `quantized`: returns the numbers, (n,) float32, that codes and scales stand for."""
     levels = _levels(signed, codes.device)
     return (levels[codes.int()].view(-1, BLOCK) * scales.unsqueeze(1)).view(-1)
 

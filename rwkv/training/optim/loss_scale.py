@@ -1,7 +1,7 @@
 """For trainer.precision=fp16-mixed: repeats a step whose gradients overflow, with smaller loss scales, until it succeeds.
 
-torch's GradScaler skips such a step and halves the loss scale. The skipped step would use up its data and its position in the
-schedule without changing a weight. So its batches are recomputed, with trainer.tbptt from the same states.
+torch's GradScaler skips such a step and halves the loss scale. A skipped step uses up its data and its position in the schedule
+without changing a weight. So here the step's batches are recomputed, with trainer.tbptt from the states before the step.
 """
 
 from collections.abc import Callable
@@ -33,7 +33,7 @@ class LossScale:
         self._batches.append((batch, batch_idx))
 
     def step(self, take: Callable[[], None], optimizer: torch.optim.Optimizer | LightningOptimizer) -> None:
-        """Calls take(), which computes the step's last batch and steps the optimiser, until the scaler does not skip the step.
+        """Calls take() until the scaler does not skip the step. take() computes the step's last batch and steps the optimiser.
 
         Raises Diverged after MAX_ATTEMPTS attempts.
         """

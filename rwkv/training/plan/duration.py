@@ -31,7 +31,7 @@ def show(lines: Iterable[tuple[str, str]]) -> None:
 
 
 def is_timed(config: TrainConfig, vocab_size: int, device: torch.device) -> bool:
-    """Whether training steps are timed: with plan=timed, or if they take few seconds. All processes get the same result."""
+    """Whether training steps are timed: with plan=timed, or if that takes few seconds. All processes get the same result."""
     if config.trainer.strategy == "fsdp":                # a whole model may not fit into one process
         return False
     if config.plan == "timed":
@@ -51,7 +51,7 @@ def in_words(seconds: float) -> str:
 
 
 def equivalent_steps(config: TrainConfig, steps: int, validated_tokens: int) -> tuple[float, float]:
-    """The times of training and of all validations, in units of a plain training step."""
+    """The time of training and the time of all validations, as multiples of a plain training step's time."""
     recomputed = 1 - 1 / max(1, config.trainer.tbptt)        # fraction of segments that run their forward pass twice
     reference = config.tune.prefers and config.tune.method != "full"             # the reference model's forward pass
     validation = FORWARD * (1 + reference) * validated_tokens / config.tokens_per_step
@@ -64,7 +64,7 @@ def product_parameters(model: ModelConfig, vocab_size: int) -> int:
 
 
 def estimated_seconds(config: TrainConfig, vocab_size: int, device: torch.device) -> float:
-    """The time of an optimiser step, within a factor of two or three, from the measured speed of one matrix product.
+    """The time of an optimiser step, estimated within a factor of two or three from the measured speed of one matrix product.
 
     A token takes 2 operations per parameter in the forward pass and 4 in the backward pass.
     """
@@ -72,7 +72,8 @@ def estimated_seconds(config: TrainConfig, vocab_size: int, device: torch.device
     if config.trainer.activation_checkpointing:
         operations *= 1 + FORWARD
     dtype = dtype_for(config.trainer.precision)
-    x = torch.ones(512, 1024, dtype=dtype, device=device)
+    rows = 512 if device.type == "cuda" else 64          # enough for each; on a CPU, 512 rows in float16 take a second
+    x = torch.ones(rows, 1024, dtype=dtype, device=device)
     w = torch.ones(1024, 1024, dtype=dtype, device=device)
     seconds = []
     for _ in range(3):
@@ -84,9 +85,9 @@ def estimated_seconds(config: TrainConfig, vocab_size: int, device: torch.device
 
 def seconds_per_step(task: LanguageModel, config: TrainConfig, device: torch.device,
                      conversations: tuple[Tokenised, Tokenised] | None) -> float:
-    """The measured time of an optimiser step's forward and backward passes. Compiles the kernels; the model does not change.
+    """The measured seconds of an optimiser step's forward and backward passes. Compiles the kernels; the model does not change.
 
-    With conversations it times their first rows, where only answers are targets.
+    With conversations, the timed batch is their first rows, where only answers are targets.
     """
     rows = config.data.batch_size // world_size()
     x = torch.zeros(rows, config.model.ctx_len, dtype=torch.long, device=device)

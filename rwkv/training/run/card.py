@@ -23,9 +23,9 @@ def command() -> str:
 
 
 def write_card(run: Run, data: Corpus, metrics: Mapping[str, Tensor], compared: Sequence[str]) -> None:
-    """Writes the cards at the end of a run. If the run was resumed, its earlier card has the commands so far.
+    """Writes the cards at the end of a run. If the run was resumed, the commands so far are read from its earlier card.
 
-    metrics: those of the last validation. compared: lines on the losses before and after tuning.
+    metrics: the last validation's metrics. compared: lines on the losses before and after tuning.
     """
     config, file = run.config, run.out_dir / card.FILE
     method = config.tune.method
@@ -53,6 +53,6 @@ def write_card(run: Run, data: Corpus, metrics: Mapping[str, Tensor], compared: 
 
 
 def _write(file: Path, text: str) -> None:
-    """Writes a card, unless there is one that was written by hand."""
+    """Writes a card, unless the folder has a card that was written by hand."""
     if not file.exists() or card.is_ours(file):
         write_file(file, lambda opened: opened.write(text.encode()))

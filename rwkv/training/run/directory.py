@@ -18,7 +18,7 @@ from rwkv.config import LATEST, TrainConfig
 from rwkv.errors import UserError
 from rwkv.io.atomic import write_file
 from rwkv.io.json_types import JsonObject
-from rwkv.report.reading import KERNEL, METRICS, SAMPLES, SWEEP, TUNED, read_metrics, read_samples
+from rwkv.report.run_files import KERNEL, METRICS, SAMPLES, SWEEP, TUNED, read_metrics, read_samples
 from rwkv.tokenizer.tokenizers import Tokenizer
 from rwkv.training.run.lock import RunLock
 
@@ -41,9 +41,10 @@ class Note(NamedTuple):
 class Run:
     """A run's directory and its configuration, and the checkpoint and step that it resumes from (None for a new run).
 
-    init_checkpoint, tokenizer: with init_from=, the source of the weights and the tokenizer for the data.
+    init_checkpoint: with init_from=, the source of the weights. tokenizer: with init_from=, the tokenizer for the data.
     notes: lines of the plan on the values that the program chose (rwkv/training/run/resolve.py).
-    exists: whether the directory belongs to this run already. lock: held by a resumed run, and by a new one after `create`.
+    exists: whether the directory belongs to this run already. lock: the lock on the directory, which a resumed run holds, and a
+    new run after `create`.
     """
 
     out_dir: Path
@@ -57,7 +58,7 @@ class Run:
     lock: RunLock = field(default_factory=RunLock, compare=False, repr=False)
 
     def vocab_size(self, tokenizer: Tokenizer) -> int:
-        """The vocabulary size of the base model, which may exceed its tokenizer's, or of a new model."""
+        """The model's vocabulary size: the base model's, which may exceed the tokenizer's; for a new model, the tokenizer's."""
         return self.init_checkpoint.vocab_size if self.init_checkpoint else tokenizer.vocab_size
 
 
@@ -72,19 +73,19 @@ def require_unused(out_dir: Path, resume: str = "resume=auto") -> None:
     resume: the option that continues a run, for the error message.
     """
     if out_dir.exists() and not out_dir.is_dir():
-        raise UserError(f"out_dir {out_dir} is a file: choose another")
+        raise UserError(f"out_dir {out_dir} is a file: choose another out_dir")
     if out_dir.exists() and not all(map(_is_ignored, out_dir.iterdir())):
         if not any((out_dir / name).is_file() for name in (CONFIG_FILE, SWEEP)):
-            raise UserError(f"out_dir {out_dir} contains files that are not a run's: choose another")
-        raise UserError(f"out_dir {out_dir} exists already: choose another, or continue it with {resume} "
+            raise UserError(f"out_dir {out_dir} contains files that are not a run's: choose another out_dir")
+        raise UserError(f"out_dir {out_dir} exists already: choose another out_dir, or continue with {resume} "
                         f"{quote(f'out_dir={out_dir}')}")
     existing = next(folder for folder in (out_dir, *out_dir.absolute().parents) if folder.exists())
     if not os.access(existing, os.W_OK):
-        raise UserError(f"cannot write into out_dir {out_dir}: {existing} is not writable for this user; choose another")
+        raise UserError(f"cannot write into out_dir {out_dir}: {existing} is not writable; choose another out_dir")
 
 
 def _is_ignored(path: Path) -> bool:
-    """Whether a new run's directory may contain this: a hidden file, lost+found, or a log, such as one made by ">
+    """Whether a new run's directory may already contain `path`: a hidden file, lost+found, or a log, such as that of ">
     out_dir/log".
     """
     if (path.name.startswith(".") and path.name != ".git") or path.name == "lost+found":
@@ -117,8 +118,8 @@ def create(run: Run, resolved: JsonObject) -> None:
 
 
 def backup_folder(run: Run) -> Path | None:
-    """out_dir/unsaved-1, or the next free number: the folder for the earlier output of a run that restarts because it has no
-    checkpoint. None if there is no output.
+    """The folder for the earlier output of a run that restarts without a checkpoint: out_dir/unsaved-1, or the next free
+    number. None if there is no output.
     """
     if not run.exists or run.resume_from is not None:
         return None

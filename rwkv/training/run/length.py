@@ -21,9 +21,9 @@ MAX_EPOCHS = 4                           # beyond these, text is memorised
 
 
 def steps_per_epoch(config: TrainConfig, data: Corpus) -> float:
-    """The optimiser steps of one epoch; fractional if its rows do not fill the last step.
+    """The number of optimiser steps in one epoch; fractional if the epoch's rows do not fill the last step.
 
-    For streams it is an estimate, or infinity if their length is unknown.
+    For streams, the number is an estimate, or infinity if their length is unknown.
     """
     if data.streams:
         return sum(inf if stream.tokens is None else stream.tokens for stream, _ in data.streams) / config.tokens_per_step
@@ -46,7 +46,7 @@ def with_steps_of_epochs(config: TrainConfig, data: Corpus) -> TrainConfig:
 
 def with_max_steps(config: TrainConfig, user_keys: Collection[str]) -> TrainConfig:
     """The configuration with only one length option, and with max_steps computed from trainer.max_tokens. A length that the
-    user gives overrides that of an experiment or of a resumed run.
+    user gives overrides the length of an experiment or of a resumed run.
     """
     user_length = given_length(config, user_keys)
     trainer = config.trainer
@@ -59,7 +59,7 @@ def with_max_steps(config: TrainConfig, user_keys: Collection[str]) -> TrainConf
 
 
 def with_default_length(config: TrainConfig, chosen: Collection[str]) -> TrainConfig:
-    """A new run's configuration: CHAT_EPOCHS on conversations, unless the user or a group sets a length."""
+    """A new run's configuration, with CHAT_EPOCHS for conversations, unless the user or a group sets a length."""
     if config.data.name != "chat" or not set(LENGTHS).isdisjoint(chosen):
         return config
     return replace(config, trainer=replace(config.trainer, epochs=CHAT_EPOCHS))

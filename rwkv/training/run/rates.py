@@ -15,7 +15,7 @@ TUNING_DEFAULTS: dict[str, dict[str, Any]] = {             # options of optim, b
     "lora": {"lr": 2e-4, "schedule": "constant", "warmup_steps": 10},
     "state": {"lr": 0.1, "min_lr": 0.01, "schedule": "cosine", "warmup_steps": 10},
 }
-SLOWER = 0.1                             # factor on these rates for preference objectives (dpo, ipo)
+SLOWER = 0.1                             # factor on the defaults of lr and min_lr for preference objectives (dpo, ipo)
 
 
 def with_default_rates(config: TrainConfig, chosen: Collection[str]) -> tuple[TrainConfig, tuple[str, ...]]:
@@ -29,7 +29,7 @@ def with_default_rates(config: TrainConfig, chosen: Collection[str]) -> tuple[Tr
 
 
 def _by_width(config: TrainConfig, chosen: Collection[str]) -> tuple[TrainConfig, tuple[str, ...]]:
-    """The default of optim.lr by width. muon and normuon need none: they use optim.lr only for vectors and embeddings."""
+    """The default of optim.lr by width. muon and normuon have no such default: optim.lr is only for vectors and embeddings."""
     if config.model.n_embd <= WIDEST or config.optim.name in ORTHOGONAL or "optim.lr" in chosen:
         return config, ()
     lr = float(f"{OptimConfig.lr * WIDEST / config.model.n_embd:.2g}")
@@ -53,6 +53,6 @@ def describe(config: TrainConfig, names: Collection[str]) -> str:
     """A line of the plan on these defaults."""
     values = ", ".join(f"optim.{name}={getattr(config.optim, name)}" for name in names)
     if config.init_from is None:
-        return f"{values}, the default for {config.model.n_embd} channels; up to {WIDEST} channels it is {OptimConfig.lr}"
+        return f"{values}, the default for {config.model.n_embd} channels; up to {WIDEST} channels lr is {OptimConfig.lr}"
     objective = f" tune.objective={config.tune.objective}" if config.tune.prefers else ""
     return f"{values} (defaults of tune={config.tune.method}{objective} with init_from=; docs/tune.md gives the sources)"

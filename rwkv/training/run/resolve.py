@@ -1,8 +1,8 @@
 """Chooses the options that the user left open, in one ordered list of steps: (config, context) -> (config, note).
 
 Each step sees the choices of earlier ones: the number of passes depends on the length of sequences, and the memory on the
-precision and the passes. Each stage of a run's start applies its own steps: the command line is checked before the base model
-is opened, and epochs are converted to steps once the data are read.
+precision and the passes. The steps are applied at different stages of a run's start: the command line is checked before the
+base model is opened, and epochs are converted to steps once the data are read.
 """
 
 from collections.abc import Callable, Collection
@@ -35,11 +35,11 @@ class Stage(Enum):
 
 @dataclass(frozen=True)
 class Context:
-    """What the steps know besides the configuration.
+    """What the steps know in addition to the configuration.
 
     user_keys: the keys that the user set on the command line. chosen: the options that the groups among these keys set.
-    base, tokenizer: those of init_from=, in a new run. data: only in Stage.DATA. resumed: whether the run is resumed, with its
-    saved options.
+    base, tokenizer: the base model of init_from= and its tokenizer, in a new run. data: the data, in Stage.DATA only. resumed:
+    whether the configuration is a resumed run's, with its saved options.
     """
 
     user_keys: Collection[str] = ()
@@ -51,7 +51,7 @@ class Context:
 
 
 class Step(NamedTuple):
-    """One step. again: whether it is applied to resumed runs too, with their saved options and those of the command line."""
+    """One step. again: whether it is applied to resumed runs too, to the saved options merged with the command line's."""
 
     stage: Stage
     choose: Callable[[TrainConfig, Context], Choice]
@@ -120,7 +120,7 @@ STEPS = (
 
 
 def resolve(config: TrainConfig, stage: Stage, context: Context) -> tuple[TrainConfig, tuple[Note, ...]]:
-    """The configuration after the steps of `stage`, and their notes for the plan. Raises UserError for impossible options."""
+    """The configuration after the steps of `stage`, and the notes for the plan. Raises UserError for impossible options."""
     notes = []
     for step in STEPS:
         if step.stage is stage and (step.again or not context.resumed):

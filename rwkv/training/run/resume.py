@@ -1,5 +1,5 @@
-"""Resumes a run with its saved configuration. Options on the command line override it, except the FIXED ones, which would
-make it a different run and are refused.
+"""Resumes a run with its saved configuration. Options on the command line override the saved ones, except FIXED options: a
+change of these would make it a different run, and is refused.
 """
 
 from collections.abc import Collection
@@ -16,7 +16,7 @@ from rwkv.config import LENGTHS, SCALED, TrainConfig
 from rwkv.errors import UserError
 from rwkv.io.json_types import JsonObject
 from rwkv.io.utf8 import read_text
-from rwkv.report.reading import is_finished
+from rwkv.report.run_files import is_finished
 from rwkv.tokenizer.tokenizers import Tokenizer
 from rwkv.training.callbacks.checkpoints import newest_sound, settle
 from rwkv.training.device import AUTO
@@ -25,12 +25,12 @@ from rwkv.training.run.directory import CONFIG_FILE, Run, as_plain
 from rwkv.training.run.lock import RunLock
 from rwkv.training.run.options import nothing_at, resumed_path
 from rwkv.training.run.resolve import Context, Stage, resolve
+from rwkv.training.tuning.exports import tuned_files
 from rwkv.training.tuning.init_from import NOT_A_SIZE, open_init_checkpoint
-from rwkv.training.tuning.tuned import tuned_files
 
 FIXED = ("model", "data", "tune", "seed",    # options and groups that must not change on resume
          "optim.name", "optim.weight_decay", *(f"optim.{name}_lr_scale" for name in SCALED),      # options of parameter groups
-         "trainer.accumulate",           # the data position is counted in batches
+         "trainer.accumulate",           # the saved data position counts batches
          "trainer.val_tokens")           # losses decide on best.ckpt
 NOT_FIXED = ("data.cache_dir", "data.sample_prompt", "data.tokenize_workers", "data.preview",      # exceptions
              "data.path", "data.sources")        # data may have moved; the loader rejects different data
@@ -45,7 +45,7 @@ class Request(NamedTuple):
 
 
 def resumed_run(request: Request) -> Run | None:
-    """The run that `resume` names, at its newest sound checkpoint or at a named one; None if resume=auto finds no run."""
+    """The run that `resume` names, at its newest sound checkpoint or at the named one; None if resume=auto finds no run."""
     config = request.config
     path = resumed_path(config)
     if path is None:
@@ -80,7 +80,7 @@ def _open_run(request: Request, path: Path) -> Run | None:
 def _continue(request: Request, out_dir: Path, checkpoint: Checkpoint) -> Run:
     saved = checkpoint.run or {}
     if "trainer" not in saved or checkpoint.path.parent.name != FOLDER:
-        raise UserError(f"nothing to resume from at {checkpoint.path}: it is not a checkpoint in the directory of a run")
+        raise UserError(f"nothing to resume from at {checkpoint.path}: this is not a checkpoint in a run's directory")
     merged = _merge(request, out_dir, saved)
     resumed = Run(out_dir, merged, checkpoint.path, checkpoint.step)
     if merged.trainer.epochs is None:
@@ -144,8 +144,8 @@ def _merge(request: Request, out_dir: Path, saved: JsonObject) -> TrainConfig:
             continue                     # the run splits these rows into several passes
         if old != new and key not in NOT_FIXED and not {key, key.split(".")[0]}.isdisjoint(FIXED):
             saved_value = "null" if old is None else old
-            raise UserError(f"the run in {out_dir} has {key}={saved_value}, which is fixed: to resume, leave out {key}= or the "
-                            "group that sets it; or start a new run")
+            raise UserError(f"the run in {out_dir} has {key}={saved_value}, which is fixed: to resume, omit {key}= or the "
+                            "group that sets this option; or start a new run")
         if key == "trainer.precision" and new in (None, AUTO):
             continue                     # the run keeps its saved precision
         group, _, name = key.rpartition(".")
@@ -157,7 +157,7 @@ def _merge(request: Request, out_dir: Path, saved: JsonObject) -> TrainConfig:
 
 
 def _group_options(chosen: Collection[str], user_keys: Collection[str], init_from: str | None) -> list[str]:
-    """The options set by groups, except the length if the user gives one, and the sizes if init_from's file gives them."""
+    """The options set by groups, without a length if the user gives one, and without sizes if init_from's file gives them."""
     user_length = not set(LENGTHS).isdisjoint(user_keys)
     options = [option for option in chosen if not (option in LENGTHS and user_length)]
     if init_from is None or "model" in user_keys:
@@ -174,7 +174,7 @@ def _from_plain(plain: JsonObject) -> TrainConfig:
         unknown = [name] if name not in defaults.__dict__ else (
             [f"{name}.{option}" for option in value if option not in default.__dict__] if is_dataclass(default) else [])
         if unknown:
-            raise UserError(f"the run has the option {unknown[0]}, which this version of timemix lacks: continue it with the "
+            raise UserError(f"the run has the option {unknown[0]}, which this version of timemix lacks: resume it in the "
                             "version that started it, or start a new run with its weights, init_from=")
         if is_dataclass(default):
             group: Any = type(default)

@@ -1,7 +1,7 @@
 """Writes a checkpoint of trainer=fsdp (rwkv/checkpoint/formats/_fsdp_folder.py) while training continues.
 
-Each process writes its own file, in a folder with a temporary name. Then rank 0 marks the folder as complete and renames it: if
-the run is killed at any moment, the previous checkpoint remains, and the new one if it was complete.
+Each process writes its own file, in a folder with a temporary name. Then rank 0 marks the folder as complete and renames it. So
+if the run is killed at any moment, the previous checkpoint remains, or the new checkpoint if it was complete.
 """
 
 import io
@@ -33,7 +33,8 @@ class Saving:
 
     def __init__(self, content: StateDict, path: Path, group: distributed.ProcessGroup,
                  completed: Callable[[], None]) -> None:
-        """Copies the content and starts writing it. content: a dictionary with DTensors, and values equal in all processes.
+        """Copies the content and starts writing it. content: a dictionary of DTensors and of other values, which are equal in
+        all processes.
 
         group: a process group of all processes, for the writer threads. completed: called in a writer thread of rank 0, after
         the folder is renamed.
@@ -62,7 +63,7 @@ class Saving:
         self._future.exception()
 
     def wait(self) -> None:
-        """Waits until the checkpoint is complete. A collective operation. Raises UserError if it cannot be written."""
+        """Waits until the checkpoint is complete: a collective operation. Raises UserError if it cannot be written."""
         try:
             self._future.result()
         except CheckpointException as error:
@@ -73,8 +74,8 @@ class Saving:
 
 
 def _copy(tensor: DTensor) -> DTensor:
-    """A copy in host memory. torch's own copy of each of Muon's momenta would include the whole storage that they are views
-    of.
+    """A copy in host memory. Muon's momenta are views of one storage, and torch's own copy of a view includes the whole
+    storage.
     """
     on_cpu = tensor.to_local().device.type == "cpu"
     copied = tensor.detach().clone() if on_cpu else tensor.detach().cpu()
@@ -96,7 +97,7 @@ class _Copied(AsyncStager):
 
 
 class _Writer(HuggingFaceStorageWriter):
-    """Writes the shards. complete(sums): called in rank 0 after all processes have written, with sum_of of each file."""
+    """Writes the shards. complete(sums) is called in rank 0 after all processes have written; sums: file name -> sum_of."""
 
     def __init__(self, folder: Path, complete: Callable[[dict[str, tuple[int, int]]], None]) -> None:
         super().__init__(str(folder), save_distributed=True)
@@ -116,7 +117,7 @@ class _Writer(HuggingFaceStorageWriter):
 
 
 def _without_shards(content: object, tensors: dict[Place, DTensor], place: Place = ()) -> object:
-    """`content`, nested dictionaries and lists, without its DTensors, which are moved to `tensors`."""
+    """A copy of `content`, nested dictionaries and lists, without its DTensors; these are put into `tensors`."""
     if isinstance(content, dict):
         return {key: _without_shards(value, tensors, (*place, key)) for key, value in _split(content, tensors, place)}
     if isinstance(content, list):
@@ -136,7 +137,7 @@ def _split(content: dict[str | int, object], tensors: dict[Place, DTensor],
 def unwritable(path: Path, error: BaseException) -> UserError:
     """The error for a checkpoint that cannot be written."""
     reason = getattr(_cause(error), "strerror", None) or str(error).splitlines()[0]
-    return UserError(f"cannot write the checkpoint {path.parent / LAST.name}: {reason}; earlier ones are intact: "
+    return UserError(f"cannot write the checkpoint {path.parent / LAST.name}: {reason}; earlier checkpoints are intact: "
                      f"make room, and continue with resume=auto {quote(f'out_dir={path.parent.parent}')}")
 
 

@@ -1,11 +1,11 @@
 """One run of a sweep in its own process: `python rwkv/training/sweep/child.py REASON_FILE OPTION ...`.
 
 Runs train.py with the options. --share=THREADS,GPU before them sets the process's number of threads and its GPU; either may be
-empty. If an error ends the run, it writes the error in one line to REASON_FILE, for the sweep's report; of several processes,
-the first that fails writes it. When standard input, a pipe from the sweep, is closed, the run saves and stops, so that it does
-not outlive a killed sweep. This file does not import torch, since train.py must first set variables that torch reads at import.
-Outside of functions it imports no other module of timemix, since submitit pickles the class `Submitted` by value for other
-machines.
+empty. If an error ends the run, it is written in one line to REASON_FILE, for the sweep's report; of several processes, the
+first that fails writes its error. When standard input, a pipe from the sweep, is closed, the run saves and stops, so that it
+does not outlive a killed sweep. This file does not import torch, since train.py must first set variables that torch reads at
+import. Outside of functions this file imports no other module of timemix, since submitit pickles the class `Submitted` by value
+for other machines.
 """
 
 import _thread
@@ -30,7 +30,7 @@ POLL_SECONDS = 0.2
 
 
 def run(reason_file: Path) -> None:
-    """Runs train.py in this process. Raises whatever it raises, SystemExit included."""
+    """Runs train.py in this process. Raises whatever train.py raises, SystemExit included."""
     try:
         if PROGRAM.is_file():
             runpy.run_path(str(PROGRAM), run_name="__main__")
@@ -44,7 +44,7 @@ def run(reason_file: Path) -> None:
 
 
 def reason_of(error: BaseException) -> str | None:
-    """The error in one line; None for an exit without one. For SystemExit, the error is the exception's context."""
+    """The error in one line; None for an exit without an error. For SystemExit, the error is the exception's context."""
     if not isinstance(error, SystemExit):
         return _one_line(f"{type(error).__name__}: {error}")
     cause = error.__context__
@@ -80,7 +80,7 @@ def stop_with_parent() -> None:
 
 
 class Submitted:
-    """A run as a submitit job: trains in a process and returns its exit status.
+    """A run as a submitit job: a call trains in a process and returns the process's exit status.
 
     Shortly before the job's time limit, submitit calls checkpoint(), which stops the run cleanly and requeues the job.
     """

@@ -1,7 +1,7 @@
 """Launchers of a sweep's runs: local processes, or jobs of a batch system through submitit.
 
 Both start rwkv/training/sweep/child.py in a new session: a terminal's Ctrl-C reaches only the sweep, which passes it on. A
-run's standard error goes to its log file; a local process's is also shown.
+run's standard error goes to its log file; if the run is a local process, it is also shown.
 """
 
 import importlib
@@ -25,21 +25,21 @@ import yaml
 from rwkv import cli
 from rwkv.config import SweepConfig
 from rwkv.errors import UserError
+from rwkv.io.broken_pipe import abandon
 from rwkv.io.json_types import JsonObject
 from rwkv.io.lines import broken
 from rwkv.io.signals import POLL_SECONDS
-from rwkv.io.unread import abandon
 from rwkv.training.sweep import child
 
-DAY = 24 * 60                            # minutes; a job's time limit, unless sweep.arguments sets another
-CANCEL_SECONDS = 60                      # after which a cancelled job counts as ended, even without SLURM accounting
+DAY = 24 * 60                            # minutes; the default time limit of a job
+CANCEL_SECONDS = 60                      # a cancelled job counts as ended after this, even without SLURM accounting
 CLUSTERS = {"slurm": "SlurmJob", "local": "LocalJob"}    # the classes of submitit's jobs
 
 
 @dataclass(frozen=True)
 class Task:
-    """A run to start. program: the command line of child.py. arguments: train.py's options, which follow it. folder: the run's
-    directory. number: the run's position in the order of starts, printed before its output.
+    """A run to start. program: the command line of child.py. arguments: train.py's options, which follow `program`. folder: the
+    run's directory. number: the run's position in the order of starts, printed before its output.
     """
 
     name: str
@@ -60,17 +60,18 @@ class End:
 
 
 class JobRejected(UserError):
-    """The batch system rejected a job: it accepts no such job, or no more jobs now."""
+    """The batch system rejected a job: it never accepts such a job, or accepts no more jobs at present."""
 
 
 class Launcher(ABC):
-    """Starts runs and waits for them. places: how many runs may run at a time."""
+    """Starts runs and waits for them to end. places: the number of runs that may run at a time."""
 
     places: int
 
     @abstractmethod
     def start(self, task: Task, earlier_job: str | None) -> str | None:
-        """Starts a run, or attaches to its job from an earlier sweep process if that still runs. Returns the job's id.
+        """Starts a run, or attaches to its job from an earlier sweep process if the job still runs. Returns the job's id, if
+        any.
 
         Raises JobRejected.
         """
@@ -89,9 +90,10 @@ class Launcher(ABC):
 
 
 class Processes(Launcher):
-    """Runs as local processes. Concurrent runs divide the threads, and each has its own GPU.
+    """Launches runs as local processes. Concurrent runs share out the threads, and each has its own GPU.
 
-    threads: the total for all concurrent runs. gpus: the number of GPUs, one for each run; 0 if runs need none.
+    threads: the number of threads of all concurrent runs together. gpus: the number of GPUs, one for each run; 0 if runs need
+    none.
     """
 
     def __init__(self, jobs: int, threads: int, gpus: int) -> None:
@@ -161,7 +163,7 @@ class Processes(Launcher):
 
 
 class SubmititJobs(Launcher):
-    """Runs as SLURM jobs, or with cluster=local as submitit's local processes. They survive this process."""
+    """Launches runs as SLURM jobs, or with cluster=local as submitit's local processes. The runs survive this process."""
 
     def __init__(self, jobs: int, arguments: Iterable[str], folder: Path) -> None:
         try:
@@ -179,7 +181,7 @@ class SubmititJobs(Launcher):
             with tempfile.TemporaryDirectory() as scratch:       # submitit would create its folder even if the check fails
                 self._executor_in(Path(scratch))
         except RuntimeError as error:    # this machine has no srun
-            raise UserError(f"sweep.launcher=submitit finds no SLURM here ({error}); without it use sweep.jobs=K, or "
+            raise UserError(f"sweep.launcher=submitit finds no SLURM here ({error}); without SLURM use sweep.jobs=K, or "
                             "sweep.arguments=cluster=local") from None
         except Exception as error:       # AssertionError, NameError and others
             raise UserError(f"submitit rejected sweep.arguments: {str(error).partition(chr(10))[0]}") from None
@@ -243,8 +245,8 @@ class SubmititJobs(Launcher):
 
 
 def launcher_for(config: SweepConfig, runs: int, folder: Path, gpus: int) -> Launcher:
-    """The launcher that the options choose. runs: the number of runs to do. folder: the one for submitit's files. gpus: the
-    number of local GPUs, if the runs use them. Raises UserError for options that this machine does not support.
+    """The launcher that the options choose. runs: the number of runs to do. folder: the folder for submitit's files. gpus: the
+    number of local GPUs, 0 if the runs use none. Raises UserError for options that this machine does not support.
     """
     if config.launcher == "submitit":
         return SubmititJobs(config.jobs or max(1, runs), config.arguments, folder)
@@ -263,14 +265,12 @@ def _values(arguments: Iterable[str]) -> JsonObject:
         except yaml.YAMLError:
             equals = ""
         if not name or not equals:
-            raise UserError(f"sweep.arguments must be NAME=VALUE, as timeout_min=60; got {text!r}")
+            raise UserError(f"sweep.arguments must be NAME=VALUE, such as timeout_min=60; got {text!r}")
     return values
 
 
 def _logged(lines: Iterable[str], path: Path) -> Iterable[str]:
-    """Yields the lines and also writes them to a file. If the disk is full, lines are missing in the file, but the run
-    continues.
-    """
+    """Yields the lines and also writes them to a file. If the disk is full, the file lacks lines, but the run continues."""
     file: IO[str] | None = None
     with suppress(OSError):
         file = path.open("w", encoding="utf-8", buffering=1)

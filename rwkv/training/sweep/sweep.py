@@ -33,7 +33,7 @@ from rwkv.errors import CheckpointError, UserError
 from rwkv.io.atomic import write_file
 from rwkv.io.lines import counted, labelled
 from rwkv.io.signals import STOPPING, StopRequest, end_of
-from rwkv.report import reading
+from rwkv.report import run_files
 from rwkv.training.run.directory import new_folder, require_unused
 from rwkv.training.run.lock import RunLock
 from rwkv.training.run.options import check_new_run
@@ -50,15 +50,15 @@ STOPPED = "stopped"
 WAITING = "waiting"
 RESUME = "-m resume=auto"
 SWEEP_OPTIONS = ("out_dir", "resume")    # options of the sweep; each run has its own values
-SETTINGS = "sweep."                      # prefix of options that are not passed to runs
+SETTINGS = "sweep."                      # prefix of the sweep's own options, which are not passed to runs
 SOME_FAILED = 1                          # exit statuses of a sweep
 NONE_RAN = 2
 
 
 @dataclass
 class Entry:
-    """A run of a sweep. swept: the options in which runs differ. order: the run's position in the shuffled order, from 1. job:
-    the id of its submitit job.
+    """A run of a sweep. swept: the run's values of the options in which runs differ. order: the run's position in the shuffled
+    order, from 1. job: the id of the run's submitit job.
     """
 
     name: str
@@ -75,10 +75,10 @@ class Entry:
 
 @dataclass
 class Sweep:
-    """The entries of sweep.json, in the order of the command line, and each run's configuration by name.
+    """A sweep: the entries of sweep.json, in the order of the command line, and each run's configuration by name.
 
-    settings: the options sweep.*, by which this process starts runs. setting_overrides: these options as typed on the command
-    line.
+    settings: the options sweep.*, by which this process starts runs. setting_overrides: the same options as typed on the
+    command line.
     """
 
     folder: Path
@@ -89,7 +89,7 @@ class Sweep:
 
     def save(self) -> None:
         content = {"order_seed": ORDER_SEED, "runs": [asdict(entry) for entry in self.entries]}
-        write_file(self.folder / reading.SWEEP, lambda file: file.write(json.dumps(content, indent=1).encode()))
+        write_file(self.folder / run_files.SWEEP, lambda file: file.write(json.dumps(content, indent=1).encode()))
 
     def count(self, status: str) -> int:
         return sum(entry.status == status for entry in self.entries)
@@ -116,7 +116,7 @@ def run(line: cli.CommandLine, jobs_of: cli.Jobs) -> None:
 
 
 def train_all(sweep: Sweep, launcher: Launcher) -> bool:
-    """Trains the unfinished runs, launcher.places at a time. Returns whether a signal stopped it."""
+    """Trains the unfinished runs, launcher.places at a time. Returns whether a signal stopped the training."""
     to_do = _to_do(sweep)
     log(labelled("sweep", f"{sweep.folder}: {counted(len(sweep.entries), 'run')}, {len(to_do)} to do, in random order "
                  f"(seed {ORDER_SEED}){_concurrency(launcher)}", sys.stderr))
@@ -132,7 +132,7 @@ def train_all(sweep: Sweep, launcher: Launcher) -> bool:
                         running[entry.name] = (entry, time.monotonic())
                         try:
                             entry.job = launcher.start(_task(sweep, entry, number), entry.job)
-                        except JobRejected as error:     # perhaps the limit on the user's jobs
+                        except JobRejected as error:     # perhaps the user has as many jobs as allowed
                             del running[entry.name]
                             if not running:
                                 raise
@@ -182,13 +182,13 @@ def open_launcher(sweep: Sweep) -> Launcher:
         on_gpu = [config for config in to_do if device_for(config.trainer.accelerator).type == "cuda"]
         gpus = torch.cuda.device_count() if on_gpu else 0
         if any(config.trainer.strategy != "single" for config in on_gpu):
-            raise UserError("sweep.jobs gives each run one GPU, and conflicts with trainer=ddp and trainer=fsdp, which use "
-                            "several: leave one of them out")
+            raise UserError("sweep.jobs, which gives each run one GPU, conflicts with trainer=ddp and trainer=fsdp, which "
+                            "use several: omit sweep.jobs or trainer=")
     return launcher_for(sweep.settings, len(to_do), sweep.folder / LOGS, gpus)
 
 
 def opened(line: cli.CommandLine, jobs_of: cli.Jobs) -> Sweep:
-    """A new sweep, or the one that `resume` continues, with the runs that the command line adds."""
+    """A new sweep, or the sweep that `resume` continues, with the runs that the command line adds."""
     options = {key: value for key, value in line.verbatim.items() if key in SWEEP_OPTIONS}
     rest = cli.CommandLine(line.overrides, {key: value for key, value in line.verbatim.items() if key not in options}, [])
     new_jobs = jobs_of(rest)
@@ -203,7 +203,7 @@ def opened(line: cli.CommandLine, jobs_of: cli.Jobs) -> Sweep:
     else:
         entries = read(folder)
         if not entries and not adds_runs:
-            raise UserError(f"no sweep to continue in {folder}: it has no {reading.SWEEP}")
+            raise UserError(f"no sweep to continue in {folder}: this folder has no {run_files.SWEEP}")
         if not entries:
             require_unused(folder, RESUME)
     jobs = [job for entry in entries for job in jobs_of(cli.split(entry.arguments, TrainConfig))]
@@ -215,7 +215,7 @@ def opened(line: cli.CommandLine, jobs_of: cli.Jobs) -> Sweep:
 
 
 def _settings(jobs: list[cli.Job], line: cli.CommandLine) -> tuple[SweepConfig, list[str]]:
-    """The options sweep.*, parsed and as typed on the command line. Raises UserError if one has several values."""
+    """The options sweep.*, both parsed and as typed on the command line. Raises UserError if one of them has several values."""
     for key in (key for job in jobs for key in job.swept if key.startswith(SETTINGS)):
         raise UserError(f"{key} must be one value: it is a setting of the sweep, not of its runs")
     require_effect(jobs[0].config, [key for key in line.keys if key.startswith(SETTINGS)])
@@ -224,32 +224,32 @@ def _settings(jobs: list[cli.Job], line: cli.CommandLine) -> tuple[SweepConfig, 
 
 
 def read(folder: Path) -> list[Entry]:
-    """The entries of DIR/sweep.json, updated for runs that finished after it was written; none without the file.
+    """The entries of DIR/sweep.json, updated for runs that finished after the file was written; [] without the file.
 
     Raises UserError if the file is damaged.
     """
-    if not (folder / reading.SWEEP).is_file():
+    if not (folder / run_files.SWEEP).is_file():
         return []
-    path = folder / reading.SWEEP
+    path = folder / run_files.SWEEP
     try:
         entries = [Entry(**entry) for entry in json.loads(path.read_text(encoding="utf-8"))["runs"]]
     except (ValueError, TypeError, KeyError) as error:
         raise UserError(f"{path} is damaged ({error}): restore it, or start the sweep in another out_dir") from None
     for entry in entries:
-        if entry.status == FINISHED or reading.is_finished(folder / entry.name):
+        if entry.status == FINISHED or run_files.is_finished(folder / entry.name):
             entry.status = FINISHED
             entry.reason = None
     return entries
 
 
 def _add(sweep: Sweep, jobs: list[cli.Job]) -> None:
-    """Adds the runs that the sweep does not have yet. Raises UserError if it has one of them with different options."""
+    """Adds the runs that the sweep does not have yet. Raises UserError if it has a run of the same name with other options."""
     entries = {entry.name: entry for entry in sweep.entries}
     added = []
     for job in jobs:
         if job.config.only_plans:
-            raise UserError("plan=true conflicts with a sweep, which trains: leave out -m for the plan of one run, or "
-                            "plan=true to train")
+            raise UserError("plan=true conflicts with a sweep, which trains: omit -m to plan one run, or omit plan=true "
+                            "to train")
         arguments = [argument for argument in job.arguments if not argument.startswith(SETTINGS)]
         entry = Entry(name_of(job), job.swept, arguments, job.config.kernel.name, job.config.seed)
         if entry.name not in entries:
@@ -287,8 +287,8 @@ def _require_possible(configs: list[TrainConfig]) -> None:
 
 
 def _require_kernel(config: TrainConfig) -> None:
-    """Checks a run's kernel. Raises the errors of kernel_for, and of read_checkpoint for init_from=, whose file determines the
-    generation.
+    """Checks a run's kernel. Raises the errors of kernel_for, and with init_from=, whose file
+    determines the generation, those of read_checkpoint.
     """
     from rwkv.checkpoint.files import read_checkpoint
     from rwkv.training.device import device_for
@@ -310,9 +310,9 @@ def name_of(job: cli.Job) -> str:
 def _is_available(sweep: Sweep, entry: Entry) -> bool:
     """Whether this machine can run the kernel. If not, stores the reason in the entry."""
     if sweep.settings.launcher == "submitit":
-        return True                      # the job's machine checks it
+        return True                      # the job's machine checks the kernel
     try:
-        with suppress(CheckpointError):  # a resumed run does not need the file; a new run reports the error itself
+        with suppress(CheckpointError):  # a resumed run does not read init_from=; a new run reports the error
             _require_kernel(sweep.configs[entry.name])
     except (KernelUnavailable, UnknownKernel) as error:
         entry.status = UNAVAILABLE
@@ -332,7 +332,7 @@ def _task(sweep: Sweep, entry: Entry, number: int) -> Task:
 
 
 def _files(sweep: Sweep, entry: Entry) -> tuple[Path, Path]:
-    """The paths of a run's log (its standard error) and of the file with the error that ended it."""
+    """The paths of a run's log, which is its standard error, and of the file with the error that ended the run."""
     logs = sweep.folder / LOGS
     return logs / f"{entry.name}.txt", logs / f"{entry.name}.reason.txt"
 
@@ -351,7 +351,7 @@ def _store(sweep: Sweep, entry: Entry, end: End, stop_requested: bool) -> None:
 
 
 def reason_of(status: int, reason_file: Path, log_file: Path) -> str:
-    """Why a run failed: the signal that ended it, the error that it wrote to reason_file, or the last line of its log."""
+    """The reason why a run failed: the signal that ended it, the error in reason_file, or the last line of the log."""
     if status < 0:
         return f"ended by {end_of(status)}"
     if reason_file.is_file():
@@ -362,7 +362,7 @@ def reason_of(status: int, reason_file: Path, log_file: Path) -> str:
 
 
 def conclude(sweep: Sweep) -> None:
-    """Writes the report to the directory and the logger, and prints how to continue an unfinished sweep."""
+    """Writes the report to the sweep's directory, logs it, and prints how to continue an unfinished sweep."""
     result = report.write(sweep.folder)
     counts = [f"{sweep.count(status)} {word}" for status, word in (
         (FINISHED, "finished"), (FAILED, "failed"), (UNAVAILABLE, "cannot run here"), (STOPPED, "stopped"), (WAITING, "to do"))

@@ -1,4 +1,4 @@
-"""The general text of tune.guard=, whose loss a run with init_from= measures before and after tuning.
+"""The general text of tune.guard=: a run with init_from= measures the loss of this text before and after tuning.
 
 The text is unrelated to the task: if its loss rises, tuning has broken something.
 """
@@ -21,7 +21,7 @@ def is_compared(config: TrainConfig) -> bool:
 
 
 def wants_guard(config: TrainConfig, user_keys: Collection[str]) -> bool:
-    """Whether a new run measures the general text: if it has data=chat, tune= or tune.guard=; not in continued pretraining."""
+    """Whether a new run measures the general text: with data=chat, tune= or tune.guard=, but not in continued pretraining."""
     return config.data.name == "chat" or config.tune.method != "full" or not {"tune", "tune.guard"}.isdisjoint(user_keys)
 
 
@@ -34,7 +34,7 @@ def guard_path(config: TrainConfig) -> Path | None:
 
 
 def with_guard(config: TrainConfig, tokenizer: Tokenizer, user_keys: Collection[str]) -> tuple[TrainConfig, str | None]:
-    """A new run's configuration, and a note for the plan. tune.guard becomes null if it is not wanted, or if the tokenizer
+    """A new run's configuration, and a note for the plan. tune.guard becomes null if wants_guard is false, or if the tokenizer
     cannot encode ENGLISH.
 
     Raises UserError if the file of tune.guard is unreadable or empty, or cannot be encoded.
@@ -66,7 +66,7 @@ def describe(config: TrainConfig) -> str:
 
 
 def sha256_of(path: Path | None) -> str | None:
-    """The hash of the text. Raises UserError if it cannot be read."""
+    """The hash of the text in the file; None without a file. Raises UserError if the file cannot be read."""
     if path is None:
         return None
     with open_file(path, "tune.guard") as file:

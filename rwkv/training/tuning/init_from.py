@@ -1,7 +1,7 @@
-"""train.py init_from=PATH: a new run with the weights of a checkpoint. Its optimiser, schedule and data are its own.
+"""train.py init_from=PATH: a new run with the weights of a checkpoint, and with a new optimiser, schedule and data.
 
 The checkpoint gives the sizes, and the tokenizer if it has one; ctx_len, on which no weight depends, is the run's own. Options
-on the command line that conflict with the checkpoint are refused; those of an experiment= or a debug= are overridden.
+on the command line that conflict with the checkpoint are refused; options set by experiment= or debug= are overridden.
 """
 
 from collections.abc import Collection
@@ -48,11 +48,11 @@ def open_init_checkpoint(config: TrainConfig, user_keys: Collection[str]) -> tup
 def require_tunable(config: TrainConfig, checkpoint: Checkpoint) -> None:
     """Raises UserError if tune= does not support these weights."""
     if checkpoint.time_states and config.tune.method != "state":
-        raise UserError(f"{checkpoint.path} has a tuned state beside its weights: use tune=state to train it further; for "
-                        f"tune={config.tune.method} use its base weights")
+        raise UserError(f"{checkpoint.path} has a tuned state beside its weights: use tune=state to train the state further; "
+                        f"for tune={config.tune.method} use the weights without it")
     if checkpoint.time_states and config.tune.prefers:
-        raise UserError(f"tune.objective={config.tune.objective} conflicts with a tuned state: its reference is the weights "
-                        "alone; leave out the objective or the state")
+        raise UserError(f"tune.objective={config.tune.objective} conflicts with a tuned state, because the reference is the "
+                        "weights alone: omit the objective or the state")
     if config.tune.method == "lora":
         chosen(config.model, config.tune.modules)
     if config.tune.method == "state" and not generation(config.model).LEARNS_STATE:
@@ -65,7 +65,7 @@ def _require_sizes(config: ModelConfig, saved: ModelConfig, user_keys: Collectio
     for name, size in sizes.items():
         if name != NOT_A_SIZE and size != saved_sizes[name] and not {"model", f"model.{name}"}.isdisjoint(user_keys):
             raise CheckpointError(f"model.{name} is {size} on the command line and {saved_sizes[name]} in "
-                                  f"{checkpoint.path}: leave out model= to use the file's sizes")
+                                  f"{checkpoint.path}: omit model= to use the file's sizes")
 
 
 def _tokenizer(data: DataConfig, user_keys: Collection[str], checkpoint: Checkpoint) -> Tokenizer:
@@ -76,7 +76,7 @@ def _tokenizer(data: DataConfig, user_keys: Collection[str], checkpoint: Checkpo
             log(f"tokenizer  {assumed} (guessed from the vocabulary size of {checkpoint.path}, {checkpoint.vocab_size:,})")
         return tokenizer_of(checkpoint, None, data.end_of_text, "data.tokenizer")
     if data.tokenizer in MADE_FROM_DATA:
-        remedy = "leave out data.tokenizer" if checkpoint.tokenizer else "use that one: data.tokenizer=FILE.json or world"
+        remedy = "omit data.tokenizer" if checkpoint.tokenizer else "use their tokenizer: data.tokenizer=FILE.json or world"
         raise CheckpointError(f"data.tokenizer={data.tokenizer} makes a tokenizer from the data, and the weights in "
                               f"{checkpoint.path} ({checkpoint.vocab_size} tokens) were trained with a different one: {remedy}")
     return tokenizer_of(checkpoint, data.tokenizer, data.end_of_text, "data.tokenizer")

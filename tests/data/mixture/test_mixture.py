@@ -44,7 +44,7 @@ def mix(*sources: dict[str, Any], **options: Any) -> DataConfig:
                       batch_size=4, **options)
 
 
-# What data.sources says
+# The option data.sources
 
 
 def test_the_command_line_and_a_recipe_give_the_same_sources(folder: Path) -> None:
@@ -76,8 +76,10 @@ def test_a_path_says_the_kind_and_the_name(folder: Path, path: str, kind: str, n
 
 @pytest.mark.parametrize(("sources", "named"), [
     ([], ("data.sources",)), ([{"path": "a.jsonl", "weight": 0}], ("weight", "positive", "0")),
-    ([{"path": "a.jsonl", "weight": "much"}], ("weight", "much")), ([{"path": "a.jsonl", "weight": "1"}], ("weight", "'1'")),
-    ([{"path": "a.jsonl", "weight": float("nan")}], ("weight", "nan")), ([{"path": "a.jsonl", "weight": [1]}], ("weight", "[1]")),
+    ([{"path": "a.jsonl", "weight": "much"}], ("weight", "much")),
+    ([{"path": "a.jsonl", "weight": "1"}], ("weight", "'1'")),
+    ([{"path": "a.jsonl", "weight": float("nan")}], ("weight", "nan")),
+    ([{"path": "a.jsonl", "weight": [1]}], ("weight", "[1]")),
     ([{"path": "a.jsonl", "weight": True}], ("weight",)),
     ([{"pth": "a.jsonl", "weight": 1}], ("pth", "path")), ([{"weight": 1}], ("data.sources[0]", "path")),
     ([{"path": "a.jsonl", "weight": 1}, {"path": "deep/a.jsonl", "weight": 1}], ("name", "a")),

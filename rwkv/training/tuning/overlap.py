@@ -1,4 +1,4 @@
-"""Warns if validation uses text that the weights of init_from= were trained on, when they come from another timemix run."""
+"""Warns if validation uses text on which another timemix run has trained the weights of init_from=."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ LAST_PART = ("binidx", "datatrove", "stdlib", "text")     # a smaller data.val_f
 def warn_of_split(data: DataConfig, sha256: str, base: Checkpoint | None) -> str | None:
     """A warning if the run that trained the base weights split the same data differently; None otherwise.
 
-    sha256: the hash of this run's data. Data are the same if their SHA-256 or their path is the same.
+    sha256: the hash of this run's data. Two runs have the same data if the SHA-256 or the path is equal.
     """
     base_data = (base.run or {}).get("data") if base is not None else None
     if base is None or not isinstance(base_data, dict):

@@ -1,8 +1,8 @@
-"""The plan of a run, printed before it starts: its settings, and the memory, disk and time it needs. plan=true stops there.
+"""The plan of a run, printed before training starts: settings, and the memory, disk and time that the run needs.
 
 Sizes come from formulas (rwkv/training/memory/) and are printed before the model is built and before a run that does not fit
-is refused. The duration comes from two timed training steps, which do not change the model. If these would take longer than
-PATIENCE, it is estimated from the speed of a matrix product, unless plan=timed.
+is refused. The duration comes from two timed training steps, which do not change the model. If the steps would take longer than
+PATIENCE, the duration is estimated from the speed of a matrix product, unless plan=timed.
 """
 
 import math
@@ -35,14 +35,14 @@ from rwkv.training.run.directory import Run, backup_folder
 from rwkv.training.run.length import MAX_EPOCHS, steps_per_epoch
 from rwkv.training.task import LanguageModel
 from rwkv.training.tuning import guard
-from rwkv.training.tuning.same_data import warn_of_split
+from rwkv.training.tuning.overlap import warn_of_split
 
-EXCESS = 0.1                             # warn if the validation split exceeds data.val_fraction by this
-LONG_VALIDATION = 1 / 3                  # the plan mentions validation above this fraction of the time
+EXCESS = 0.1                             # a larger excess of the validation split over data.val_fraction gives a warning
+LONG_VALIDATION = 1 / 3                  # fraction of the time beyond which the plan mentions validation
 
 
 def announce_needs(run: Run, needs: Needs, kernel: str, kernel_error: str | None, data: Corpus, timed: bool) -> None:
-    """Prints the run's settings, and the memory and disk it needs, on standard error, before the model is built.
+    """Prints on standard error, before the model is built, the run's settings and the memory and disk that the run needs.
 
     kernel: the kernel's name, with the reason if kernel=auto chose it. kernel_error: the message of kernel_check.check. timed:
     the result of is_timed.
@@ -94,8 +94,8 @@ def _data(run: Run, data: Corpus) -> Iterator[tuple[str, str]]:
     if data.val_share > config.data.val_fraction + EXCESS:
         unit = "whole documents, with all their copies" if data.copies else "whole documents"
         yield "WARNING", (f"validation has {100 * data.val_share:.3g} % of the text instead of data.val_fraction, "
-                          f"{100 * config.data.val_fraction:g} %: the split is by {unit}; split the longest ones, or "
-                          "change their order or names")
+                          f"{100 * config.data.val_fraction:g} %: the split is by {unit}; cut up the longest documents, "
+                          "or change the documents' order or names")
     if end := data.tokenizer.end_line():
         yield "sequences", f"end with {end}"
     if config.trainer.tbptt:
@@ -137,7 +137,7 @@ def _computation(config: TrainConfig, kernel: str, kernel_error: str | None, dev
     if device.type == "cpu" and world_size() == 1 and (hint := _thread_hint()):
         yield "hint", hint
     if slow := why_slow(dtype_for(config.trainer.precision), device):
-        yield "WARNING", f"trainer.precision={config.trainer.precision}: {slow}; leave it out, or take auto"
+        yield "WARNING", f"trainer.precision={config.trainer.precision}: {slow}; omit trainer.precision, or use auto"
     if why := why_precision(str(config.trainer.precision), device):
         yield "precision", f"{config.trainer.precision}: {why}"
     if config.optim.name in ORTHOGONAL:
@@ -160,11 +160,11 @@ def _sources(config: TrainConfig, data: Corpus) -> Iterator[tuple[str, str]]:
                          f"{100 * part.share:.3g} % of the training tokens{passes}")
         if epochs > MAX_EPOCHS:
             yield "WARNING", (f"{part.name} is used for {epochs:,.1f} epochs, and beyond {MAX_EPOCHS} little is learnt: give "
-                              "it a smaller weight or more text")
+                              "this source a smaller weight or more text")
 
 
 def _documents(config: TrainConfig, data: Corpus) -> Iterator[tuple[str, str]]:
-    """Warnings of a bad split: copies of documents, and separators inside documents."""
+    """Warnings of what makes a split bad: copies of documents, and separators inside documents."""
     if data.copies:
         kind = "document"
         if data.conversations:
@@ -202,7 +202,7 @@ def _template(run: Run) -> str:
 
 
 def _tuning(run: Run, trained: int) -> Iterator[tuple[str, str]]:
-    """Lines on what is trained, and on how the weights with which losses are measured differ from those that programs load."""
+    """Lines on what is trained, and on how rounding makes the weights that losses are measured with differ from the file's."""
     tune, base = run.config.tune, run.init_checkpoint
     line = f"{tune.method}: {trained:,} trained values with frozen weights in {tune.base}"
     if base is None or tune.base == "float32" or is_exact(base, tune.base):
@@ -224,7 +224,7 @@ def _objective(tune: TuneConfig) -> str:
 
 
 def _blocks(compiled: bool, method: str, conversations: bool, device: str) -> str:
-    """A line on how blocks are computed in training, which fused.can_fuse and fused.form choose. method: tune.method."""
+    """A line on how training computes blocks, as fused.can_fuse and fused.form choose. method: the value of tune.method."""
     if compiled:
         return "plain formulas: trainer.compile=true fuses them"
     why = ""
@@ -249,7 +249,7 @@ def _training(run: Run, device: torch.device, task: LanguageModel | None, data: 
     if task is not None:
         duration = in_words((training + validation) * seconds_per_step(task, config, device, data.conversations))
     elif trainer.strategy == "fsdp":
-        duration = "duration unknown (not timed under fsdp)"
+        duration = "duration unknown (steps are not timed with fsdp)"
     else:
         seconds = estimated_seconds(config, run.vocab_size(data.tokenizer), device)
         estimated = in_words((training + validation) * seconds).removeprefix("about ")
@@ -297,7 +297,7 @@ def validated_part(val_tokens: int | None, whole: int) -> str | None:
 
 
 def _validation(val_tokens: int | None, whole: int, times: int, time_share: float) -> Iterator[tuple[str, str]]:
-    """A line if validation uses only a part of the split, or takes more than LONG_VALIDATION of the time."""
+    """A line on validation if it uses only a part of the split, or takes more than LONG_VALIDATION of the time."""
     part = validated_part(val_tokens, whole)
     if part is None and time_share <= LONG_VALIDATION:
         return
