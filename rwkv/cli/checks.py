@@ -26,8 +26,10 @@ def check_override(override: str, schema: type) -> None:
     if not equals:
         raise UserError(f"cannot read {override!r}: options are written key=value, such as {_example(override, schema)}")
     key = key.lstrip("+")
-    if key.startswith(("~", "hydra.", "hydra/")):
+    if key.startswith("hydra.sweeper.params."):
         return
+    if key.startswith(("hydra.", "hydra/")):
+        raise UserError(f"{key} has no effect here: leave it out; -m with sweep.jobs and sweep.launcher starts several runs")
     if key == "kernel.name" or key in groups(schema):
         for choice in choices_in(key, value):
             check_choice(key.removesuffix(".name"), choice)
@@ -52,14 +54,12 @@ def _check_file(group: str, choice: str, schema: type) -> None:
         return                           # a kernel, or null, has no file
     settings = recipe.read(file, groups(schema) if group in OPTIONAL else ())
     prefix = "" if group in OPTIONAL or sets_all_groups(file) else f"{group}."
-    chosen = [(key.removeprefix("override /"), value) for entry in settings.hydra.get("defaults", []) if isinstance(entry, dict)
-              for key, value in entry.items() if key.startswith("override /")]
     try:
-        for group in {*settings.choices, *dict(chosen)} & {*OPTIONAL}:
+        for group in settings.choices.keys() & {*OPTIONAL}:
             raise UserError(f"a recipe cannot set {group}=: copy the options of its file, or set it on the command line")
         for key in {f"{prefix}{key}" for key in settings.options} - options(schema).keys():
             check_override(f"{key}=", schema)
-        for key, value in [*settings.choices.items(), *chosen]:
+        for key, value in settings.choices.items():
             check_override(f"{key}={value}", schema)
     except UserError as error:
         raise UserError(f"{file}: {error}") from None

@@ -122,9 +122,13 @@ def _alternatives(override: str, schema: type) -> list[tuple[str, dict[str, str]
     if key == EXPERIMENT:                # may be a path, which Hydra's grammar rejects
         several = choices_in(key, value)
         return [(f"{key}={choice}", {key: choice} if len(several) > 1 else {}) for choice in several]
+    from hydra.core.override_parser.types import Glob
+
     item = _parse(override, schema)
     if not item.is_sweep_override():
         return [(override, {})]
+    if isinstance(item.value(), Glob):
+        raise UserError(f"{key}={value}: glob() has no effect here; list the values, {key}=A,B")
     return [(f"{item.key_or_group}={value}", {str(item.key_or_group): value}) for value in item.sweep_string_iterator()]
 
 
@@ -188,6 +192,9 @@ def _type_error(error: "OmegaConfBaseException", schema: type, overrides: list[s
     """The error message for a value that OmegaConf rejected."""
     key = str(error.full_key or "").partition("[")[0]    # drops the index of a list
     values: JsonObject = dict(map(_split, overrides))
+    if not key:                          # OmegaConf does not name an option whose list lacks mappings
+        present = {*values, *itertools.chain.from_iterable(settings.options for settings in recipes.values())}
+        key = next((name for name, item in options(schema).items() if name in present and item.type == list[JsonObject]), "")
     where = ""
     for settings in recipes.values() if key not in values else ():
         if key in settings.options or not key:

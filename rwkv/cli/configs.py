@@ -71,6 +71,5 @@ def keys_set_by(group: str, choice: str) -> list[str]:
     settings = recipe.read(file, groups(TrainConfig) if group in OPTIONAL else ())
     if group not in OPTIONAL:
         return [name if sets_all_groups(file) else f"{group}.{name}" for name in settings.options]
-    overridden = [pair for entry in settings.content["defaults"] for pair in entry.items()]
-    chosen = [option for key, value in overridden for option in keys_set_by(key.removeprefix("override /"), value)]
+    chosen = [option for group, choice in settings.choices.items() for option in keys_set_by(group, choice)]
     return chosen + list(settings.options)

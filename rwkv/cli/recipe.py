@@ -5,6 +5,7 @@
     model.n_layer: 6
     data: jsonl                          # a choice of a group
     defaults: [override /optim: muon]    # also a choice, in Hydra's syntax
+    hydra: {sweeper: {params: {seed: "0,1"}}}    # values for a sweep, -m
 
 The config.yaml of a run is a recipe too: the new run has the same options, in its own directory.
 """
@@ -29,17 +30,18 @@ RUN_GROUPS = {"kernel", "model", "data", "optim", "trainer", "logger"}        # 
 SINGLE_RUN_OPTIONS = ("out_dir", "resume", "plan")       # options in a run's file that a new run ignores
 REFERENCE = re.compile(r"(\\*)\$\{")      # OmegaConf's interpolation; backslashes escape it
 MAX_DEPTH = 3                            # maximum levels of nesting; options have fewer
-HYDRA_KEYS = ("defaults", "hydra")       # keys that are not options
+DEFAULT = re.compile(r"(?:override\s+)?/?(\w+)")         # a group in an entry of `defaults`
+MISSING = "???"                          # OmegaConf's mark of a value to be given later, which it would ignore
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """The content of a recipe: options by dotted key, choices by group, and in `hydra` the entries `defaults` and `hydra`."""
+    """The content of a recipe: options by dotted key, choices by group, and values for a sweep by option or group."""
 
     path: Path
     options: JsonObject
     choices: dict[str, str]
-    hydra: JsonObject
+    swept: JsonObject
 
     @property
     def content(self) -> JsonObject:
@@ -51,8 +53,8 @@ class Recipe:
             for part in groups:
                 group = group.setdefault(part, {})
             group[name] = value
-        chosen = [{f"override /{group}": choice} for group, choice in self.choices.items()]
-        return {**self.hydra, **nested, "defaults": [*self.hydra.get("defaults", []), *chosen]}
+        sweeper = {"hydra": {"sweeper": {"params": self.swept}}} if self.swept else {}
+        return {**sweeper, **nested, "defaults": [{f"override /{group}": choice} for group, choice in self.choices.items()]}
 
     def from_home(self, paths: Collection[str]) -> "Recipe":
         """The recipe with a leading ~ expanded in the options that `paths` names."""
@@ -79,21 +81,52 @@ def read(path: Path, groups: Collection[str]) -> Recipe:
     groups: the names of groups for which the file may give a choice instead of options. Names of options are not checked.
     """
     content = _mapping(path)
-    hydra = {key: content.pop(key) for key in HYDRA_KEYS if key in content}
-    if not isinstance(hydra.get("defaults", []), list):
-        raise UserError(f"{path}: defaults must be a list, such as [override /model: small]; got {hydra['defaults']!r}")
+    defaults = content.pop("defaults", [])
+    swept = _swept(path, content.pop("hydra", {}))
     options: JsonObject = {}
     for key, value in _leaves(content):
         if key in options:
             raise UserError(f"{path} sets {key} twice: delete one of the two")
+        if value == MISSING:
+            raise UserError(f"{path}: {key} has no value, only {MISSING}: give one, or delete the line")
         options[key] = value
-    choices = {key: str(value) for key, value in options.items() if key in groups and value is not None}
+    choices = _choices(path, defaults) if groups else {}         # Hydra reads the defaults of other files
+    for key, value in options.items():
+        if key in groups and value is not None:
+            if key in choices:
+                raise UserError(f"{path} sets {key} twice: delete one of the two")
+            choices[key] = str(value)
     options = {key: value for key, value in options.items() if key not in groups}
-    if not (options or choices or hydra):
+    if not (options or choices or swept or (defaults and not groups)):
         raise UserError(f"{path} sets no option: write options, such as optim: {{lr: 1e-4}}")
     if RUN_GROUPS <= content.keys() and not choices:
         options = {key: _literal(value) for key, value in options.items() if key not in SINGLE_RUN_OPTIONS}
-    return Recipe(path, options, choices, hydra)
+    return Recipe(path, options, choices, swept)
+
+
+def _choices(path: Path, defaults: object) -> dict[str, str]:
+    """The choices of Hydra's list `defaults`, by group."""
+    choices: dict[str, str] = {}
+    for entry in defaults if isinstance(defaults, list) else [defaults]:
+        if entry == "_self_":            # Hydra's place for the options; a recipe's always override its choices
+            continue
+        group, choice = next(iter(entry.items())) if isinstance(entry, dict) and len(entry) == 1 else (None, None)
+        match = DEFAULT.fullmatch(str(group))
+        if not isinstance(defaults, list) or not isinstance(choice, (str, int, float)) or match is None:
+            raise UserError(f"{path}: defaults must be a list of choices, such as [override /model: small]; got {entry!r}")
+        if match[1] in choices:
+            raise UserError(f"{path} sets {match[1]} twice: delete one of the two")
+        choices[match[1]] = str(choice)
+    return choices
+
+
+def _swept(path: Path, hydra: object) -> JsonObject:
+    """The values of hydra.sweeper.params."""
+    for key, value in _leaves({"hydra": hydra} if hydra else {}):
+        if not key.startswith("hydra.sweeper.params.") and (key, value) != ("hydra.sweeper.params", None):
+            raise UserError(f"{path}: {key} has no effect here: of Hydra's own options only hydra.sweeper.params.NAME has")
+    swept: JsonObject = (hydra["sweeper"]["params"] if isinstance(hydra, dict) and hydra else None) or {}
+    return swept
 
 
 def _leaves(content: JsonObject, prefix: str = "") -> Iterator[tuple[str, object]]:

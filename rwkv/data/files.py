@@ -41,7 +41,12 @@ def matching(path: str, endings: Sequence[str]) -> list[tuple[str, Path]]:
     if Path(path).is_file():
         return [(Path(path).name, Path(path))]
     patterns = [f"{glob.escape(path)}/**/*{ending}" for ending in endings] if Path(path).is_dir() else [path]
-    files = _unique_files(file for pattern in patterns for file in _glob(pattern) if file.is_file())
+    named = [file for pattern in patterns for file in _glob(pattern)]
+    for file in named:
+        if file.is_symlink() and not file.exists():
+            raise UserError(f"{file} of data.path={path} is a link to a file that does not exist: restore the file, or remove "
+                            "the link")
+    files = _unique_files(file for file in named if file.is_file())
     if not files:
         raise UserError(_no_files(path, endings))
     root = Path(path)                    # the folder, or the part of the pattern before its first wildcard

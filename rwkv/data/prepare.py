@@ -216,7 +216,7 @@ def _without_copies(parts: Sequence[CorpusPart], sources: Sequence[MixedSource],
     identities = [f"{part.corpus.sha256} {source.config.name} {source.config.val_fraction} {tokenizer.data_key}"
                   for part, source in zip(parts, sources, strict=True)]
     changed = []
-    for part, left_out in zip(parts, trained_elsewhere(splits, identities, tokenizer.end_of_text, cache), strict=True):
+    for part, left_out in zip(parts, trained_elsewhere(splits, identities, tokenizer, cache), strict=True):
         corpus = part.corpus
         if left_out.any():
             val = without(corpus.val, left_out)

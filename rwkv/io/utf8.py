@@ -14,6 +14,7 @@ UTF16 = (b"\xff\xfe", b"\xfe\xff")
 BINARY = re.compile(rb"[\0-\x07\x0e-\x1a\x1c-\x1f]")     # control characters that do not occur in text
 BEGINNING = 4096                         # bytes from which the kind of a file is guessed
 BLOCK = 1 << 16                          # number of bytes that `chunks` reads at a time
+HOLE = bytes(4096)                       # a page of a file that was never written
 
 
 def read_text(path: Path, name: str) -> str:
@@ -43,7 +44,7 @@ def decode(content: bytes, name: str) -> str:
 def chunks(path: Path, on_bytes: Callable[[bytes], object] = len, option: str = "data.path") -> Iterator[str]:
     """Yields the text of a file in chunks. on_bytes: called with each block of bytes. option: names the path in errors.
 
-    Raises UserError if the file cannot be read or is not UTF-8.
+    Raises UserError if the file cannot be read, is not UTF-8, or has a page of zero bytes.
     """
     beginning = rest = b""
     before = 0                           # number of bytes before `rest`
@@ -54,6 +55,9 @@ def chunks(path: Path, on_bytes: Callable[[bytes], object] = len, option: str = 
             on_bytes(block)
             beginning = beginning or block
             data = rest + block
+            if HOLE in data:
+                raise UserError(f"{option}={path} is incomplete: from its byte {before + data.find(HOLE)} on there are at "
+                                f"least {len(HOLE)} zero bytes; copy or download it again")
             more = bool(block)
             try:
                 text, used = codecs.utf_8_decode(data, "strict", not more)

@@ -86,7 +86,7 @@ def _check_entry(entry: object, where: str) -> None:
                             + (f"did you mean {close[0]}?" if close else f"there are: {', '.join(ENTRIES)}"))
     weight = entry.get("weight")
     if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not 0 < weight < math.inf:
-        raise UserError(f"{where}.weight must be a positive finite number; got {weight}")
+        raise UserError(f"{where}.weight must be a positive finite number; got {weight!r}")
     fraction = entry.get("val_fraction", 0.1)
     if isinstance(fraction, bool) or not isinstance(fraction, (int, float)):
         raise UserError(f"{where}.val_fraction must be a number between 0 and 1; got {fraction}")

@@ -27,6 +27,7 @@ FORMATS = {".parquet": "parquet", ".json": "json", ".jsonl": "json", ".csv": "cs
 STRINGS = ("string", "large_string", "string_view")
 SEPARATORS = {".csv": ",", ".tsv": "\t"}
 ROWS = 256                               # number of rows to read at a time
+BATCH = 1000                             # rows of a Parquet file that the library reads at a time
 
 
 def source(config: DataConfig, cache: Path) -> Source:
@@ -132,18 +133,23 @@ def _arguments(config: DataConfig) -> tuple[str, JsonObject]:
 
 
 def _only_column(config: DataConfig, files: list[Path]) -> JsonObject:
-    """The option for reading only the text column. Raises UserError if a file lacks it."""
+    """The options for reading only the text column. Raises UserError if a file lacks it, and if no file has a row."""
     import pyarrow.parquet
 
+    rows = 0
     for file in files:
         try:
-            schema = pyarrow.parquet.read_schema(file)
+            metadata = pyarrow.parquet.read_metadata(file)
+            schema = metadata.schema.to_arrow_schema()
         except (OSError, pyarrow.ArrowException) as error:
             raise UserError(f"cannot read data.path={file}: {reason(error)}") from None
+        rows += metadata.num_rows
         if config.field not in schema.names:
             strings = [name for name in schema.names if str(schema.field(name).type) in STRINGS]
             raise _no_column(replace(config, path=str(file)), strings)
-    return {"columns": [config.field]}
+    if not rows:
+        raise UserError(f"data.path={config.path} is empty")
+    return {"columns": [config.field], "batch_size": BATCH}      # the library's default is a file's rows, perhaps 0
 
 
 def _as_text(path: str, separator: str) -> JsonObject:
@@ -151,6 +157,10 @@ def _as_text(path: str, separator: str) -> JsonObject:
     import datasets
     import pandas
 
+    header = pandas.read_csv(path, sep=separator, nrows=1, header=None, dtype=str, keep_default_na=False)
+    names = header.iloc[0].tolist()
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise UserError(f"data.path={path} has {names.count(twice)} columns {twice!r}: rename all but one")
     columns = pandas.read_csv(path, sep=separator, nrows=0).columns
     features = datasets.Features({name: datasets.Value("string") for name in columns})
     return {"features": features, "sep": separator, "keep_default_na": False, "na_filter": False}

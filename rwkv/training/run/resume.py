@@ -3,7 +3,7 @@ change of these would make it a different run, and is refused.
 """
 
 from collections.abc import Collection
-from dataclasses import is_dataclass, replace
+from dataclasses import fields, is_dataclass, replace
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,6 +15,7 @@ from rwkv.checkpoint.location import FOLDER, is_checkpoint
 from rwkv.config import LENGTHS, SCALED, TrainConfig
 from rwkv.errors import UserError
 from rwkv.io.json_types import JsonObject
+from rwkv.io.utf8 import read_text
 from rwkv.report.run_files import is_finished
 from rwkv.tokenizer.tokenizers import Tokenizer
 from rwkv.training.callbacks.checkpoints import newest_sound, settle
@@ -108,12 +109,23 @@ def require_unfinished(run: Run) -> None:
 
 def _restart(request: Request, out_dir: Path) -> Run:
     """The run restarted at step 0 with its saved configuration, because it has no checkpoint."""
-    saved = yaml.safe_load((out_dir / CONFIG_FILE).read_text(encoding="utf-8"))
-    merged = _merge(request, out_dir, saved)
+    merged = _merge(request, out_dir, _read_config(out_dir / CONFIG_FILE))
     if merged.init_from is None:
         return Run(out_dir, merged)
     sized, checkpoint, tokenizer = open_init_checkpoint(merged, request.user_keys)
     return Run(out_dir, sized, init_checkpoint=checkpoint, tokenizer=tokenizer)
+
+
+def _read_config(path: Path) -> JsonObject:
+    """A run's config.yaml. Raises UserError if it is damaged."""
+    try:
+        saved = yaml.safe_load(read_text(path, str(path)))
+    except yaml.YAMLError as error:
+        raise UserError(f"{path} is damaged ({' '.join(str(error).split())}): restore it, or choose another out_dir") from None
+    groups = [item.name for item in fields(TrainConfig) if is_dataclass(item.type)]
+    if not isinstance(saved, dict) or not all(isinstance(saved.get(group), dict) for group in groups):
+        raise UserError(f"{path} is damaged: it must have the options that a run writes; restore it, or choose another out_dir")
+    return saved
 
 
 def _merge(request: Request, out_dir: Path, saved: JsonObject) -> TrainConfig:

@@ -51,7 +51,6 @@ WAITING = "waiting"
 RESUME = "-m resume=auto"
 SWEEP_OPTIONS = ("out_dir", "resume")    # options of the sweep; each run has its own values
 SETTINGS = "sweep."                      # prefix of the sweep's own options, which are not passed to runs
-UNSUPPORTED = ("hydra/launcher", "hydra.launcher", "hydra/sweeper")
 SOME_FAILED = 1                          # exit statuses of a sweep
 NONE_RAN = 2
 
@@ -190,10 +189,6 @@ def open_launcher(sweep: Sweep) -> Launcher:
 
 def opened(line: cli.CommandLine, jobs_of: cli.Jobs) -> Sweep:
     """A new sweep, or the sweep that `resume` continues, with the runs that the command line adds."""
-    unsupported = [key for key in line.keys if key.startswith(UNSUPPORTED)]
-    if unsupported:
-        raise UserError(f"{unsupported[0]} has no effect here: omit this option; sweep.jobs and sweep.launcher choose how "
-                        "runs are started")
     options = {key: value for key, value in line.verbatim.items() if key in SWEEP_OPTIONS}
     rest = cli.CommandLine(line.overrides, {key: value for key, value in line.verbatim.items() if key not in options}, [])
     new_jobs = jobs_of(rest)
@@ -229,10 +224,17 @@ def _settings(jobs: list[cli.Job], line: cli.CommandLine) -> tuple[SweepConfig, 
 
 
 def read(folder: Path) -> list[Entry]:
-    """The entries of DIR/sweep.json, updated for runs that finished after the file was written; [] without the file."""
+    """The entries of DIR/sweep.json, updated for runs that finished after the file was written; [] without the file.
+
+    Raises UserError if the file is damaged.
+    """
     if not (folder / run_files.SWEEP).is_file():
         return []
-    entries = [Entry(**entry) for entry in json.loads((folder / run_files.SWEEP).read_text(encoding="utf-8"))["runs"]]
+    path = folder / run_files.SWEEP
+    try:
+        entries = [Entry(**entry) for entry in json.loads(path.read_text(encoding="utf-8"))["runs"]]
+    except (ValueError, TypeError, KeyError) as error:
+        raise UserError(f"{path} is damaged ({error}): restore it, or start the sweep in another out_dir") from None
     for entry in entries:
         if entry.status == FINISHED or run_files.is_finished(folder / entry.name):
             entry.status = FINISHED

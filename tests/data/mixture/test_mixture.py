@@ -20,6 +20,7 @@ from rwkv.data.mixture import mixed_sources
 from rwkv.data.mixture.windows import MixSampler
 from rwkv.data.options import check_data
 from rwkv.data.prepare import prepare
+from rwkv.data.token_array import TokenArray
 from rwkv.data.validation import with_part
 from rwkv.data.windows import ShuffleSampler
 from rwkv.errors import UserError
@@ -75,7 +76,11 @@ def test_a_path_says_the_kind_and_the_name(folder: Path, path: str, kind: str, n
 
 @pytest.mark.parametrize(("sources", "named"), [
     ([], ("data.sources",)), ([{"path": "a.jsonl", "weight": 0}], ("weight", "positive", "0")),
-    ([{"path": "a.jsonl", "weight": "much"}], ("weight", "much")), ([{"path": "a.jsonl", "weight": True}], ("weight",)),
+    ([{"path": "a.jsonl", "weight": "much"}], ("weight", "much")),
+    ([{"path": "a.jsonl", "weight": "1"}], ("weight", "'1'")),
+    ([{"path": "a.jsonl", "weight": float("nan")}], ("weight", "nan")),
+    ([{"path": "a.jsonl", "weight": [1]}], ("weight", "[1]")),
+    ([{"path": "a.jsonl", "weight": True}], ("weight",)),
     ([{"pth": "a.jsonl", "weight": 1}], ("pth", "path")), ([{"weight": 1}], ("data.sources[0]", "path")),
     ([{"path": "a.jsonl", "weight": 1}, {"path": "deep/a.jsonl", "weight": 1}], ("name", "a")),
     ([{"path": "a.what", "weight": 1}], ("a.what", "data:")), ([{"path": "a.jsonl", "data": "chat", "weight": 1}], ("chat",)),
@@ -134,6 +139,26 @@ def test_validation_leaves_out_what_another_source_trains_on(folder: Path) -> No
             assert len(part.corpus.val.starts) == len(documents)
     with pytest.raises(UserError, match="other sources"):
         prepare(mix({"path": "a.jsonl", "val_fraction": 0.05}, {"path": "a.jsonl", "name": "b", "val_fraction": 0.03}), 64)
+
+
+@pytest.mark.parametrize("tokenizer", ["byte", "bpe"])
+@pytest.mark.parametrize("end", ["\n", "\r\n\r\n", " "])
+def test_copies_in_other_sources_may_differ_in_white_space(folder: Path, tokenizer: str, end: str) -> None:
+    Path("shelf").mkdir()
+    for number, line in enumerate(LINES):
+        Path("shelf", f"{number}.txt").write_text(line + end, newline="")
+    config = mix({"path": "a.jsonl"}, {"path": "shelf"}, val_fraction=0.4)
+    corpus = prepare(dataclasses.replace(config, tokenizer=tokenizer, vocab_size=300), 16)
+    train, val = ([{corpus.tokenizer.decode([*ids]).strip() for ids in documents(getattr(part.corpus, split))}
+                   for part in corpus.parts] for split in ("train", "val"))
+    assert all(val)
+    assert not val[0] & train[1]
+    assert not val[1] & train[0]
+
+
+def documents(tokens: TokenArray) -> list[list[int]]:
+    """The ids of each document, without end_of_text before it."""
+    return [tokens[begin + 1:end].tolist() for begin, end in itertools.pairwise(tokens.bounds.tolist())]
 
 
 def test_a_tokenizer_is_made_from_the_text_of_all_sources(folder: Path) -> None:

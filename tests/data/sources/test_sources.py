@@ -125,6 +125,18 @@ def test_links_read_no_file_twice(config: DataConfig, tmp_path: Path, pattern: s
     assert sorted(train + val) == ["elsewhere", "shelf"]
 
 
+@pytest.mark.parametrize("kind", ["text", "jsonl", "chat"])
+@pytest.mark.parametrize("pattern", ["", "*l*", "**/*"])
+def test_a_link_to_a_missing_file_is_named(config: DataConfig, tmp_path: Path, kind: str, pattern: str) -> None:
+    """Its text would be missing from the data."""
+    books, ending = tmp_path / "books", ".txt" if kind == "text" else ".jsonl"
+    books.mkdir()
+    (books / f"all{ending}").write_text('{"text": "a"}\n' * 99)
+    (books / f"lost{ending}").symlink_to(tmp_path / "moved" / "file")
+    (books / "lost.other").write_text("")
+    refuses(of_kind(config, kind, books / pattern), f"lost{ending}", "link", "does not exist")
+
+
 def test_a_file_with_wildcards_in_its_name_is_that_file(config: DataConfig, tmp_path: Path) -> None:
     (tmp_path / "[a]*.txt").write_text(TEXT)
     (tmp_path / "a.txt").write_text("another")
@@ -195,6 +207,27 @@ def test_a_hugging_face_dataset(config: DataConfig, tmp_path: Path, form: str, m
     assert [words for words in WORDS if words in val] == val
     with pytest.raises(UserError):
         prepare(dataclasses.replace(wanted, field="body"), 16)
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("datasets"), reason="no library `datasets`: pip install -e '.[hf]'")
+@pytest.mark.filterwarnings("ignore")                    # the library's own
+def test_a_part_may_be_empty_but_not_all_and_a_column_has_one_name(config: DataConfig, tmp_path: Path,
+                                                                   monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+    import pyarrow.parquet
+
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "hf")
+    datasets.disable_progress_bars()
+    (tmp_path / "parts").mkdir()
+    for number, words in enumerate(([], WORDS, [])):
+        table = pyarrow.table({"text": pyarrow.array(words, pyarrow.string())})
+        pyarrow.parquet.write_table(table, tmp_path / "parts" / f"{number}.parquet")
+    for path in (tmp_path / "parts", tmp_path / "parts" / "*.parquet"):
+        assert sorted(document for split in texts(of_kind(config, "hf", path)) for document in split) == sorted(WORDS)
+    refuses(of_kind(config, "hf", tmp_path / "parts" / "0.parquet"), "is empty")
+    for ending, separator in (("csv", ","), ("tsv", "\t")):
+        (tmp_path / f"t.{ending}").write_text(f"text{separator}text\n" + f"a{separator}b\n" * 60)
+        refuses(of_kind(config, "hf", tmp_path / f"t.{ending}"), "2 columns 'text'")
 
 
 @pytest.mark.skipif(not importlib.util.find_spec("datasets"), reason="no library `datasets`: pip install -e '.[hf]'")
@@ -312,6 +345,8 @@ WRONG_TEXT: dict[str, tuple[bytes | None, tuple[str, ...]]] = {
     "gzip": (gzip.compress(b"a\n" * 99), ("byte 1 ", "gzip -dc")),
     "binary": (b"\x7fELF\0" + bytes(range(256)), ("byte 133 ",)),
     "half a character": (("a" * 70_000 + "é").encode()[:-1], ("byte 70000 ",)),
+    "a page of zeros at its end": (b"text " * 3000 + bytes(9000), ("incomplete", "byte 15000 ", "zero bytes")),
+    "a page of zeros inside": (b"text\n" * 1000 + bytes(70_000) + b"text\n" * 1000, ("incomplete", "byte 5000 ")),
     "short": (b"abcdefghij" * 10, ("model.ctx_len=16",)), "U+0000": (b"ab\0c" * 99, ("text.txt", "character 2 ")),
 }
 

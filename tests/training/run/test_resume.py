@@ -178,6 +178,15 @@ def test_an_option_of_a_newer_version_is_named(tmp_path: Path, option: str) -> N
         open_run(TrainConfig(resume="auto", out_dir=str(tmp_path)), [], [])
 
 
+@pytest.mark.parametrize("damaged", [b"", b"\0" * 60, b"model: [\n", b"- model\n", b"seed: 3\n", b"model: 3\n", b"\xff\n"])
+def test_a_damaged_configuration_is_named(tmp_path: Path, damaged: bytes) -> None:
+    """Of a run that has no checkpoint, which holds the configuration too."""
+    (tmp_path / "config.yaml").write_bytes(damaged)
+    with pytest.raises(UserError, match=r"config\.yaml"):
+        open_run(TrainConfig(resume="auto", out_dir=str(tmp_path)), [], [])
+    assert (tmp_path / "config.yaml").read_bytes() == damaged
+
+
 def test_steps_given_stand_in_the_place_of_an_experiments_tokens(tmp_path: Path) -> None:
     before = TrainConfig(trainer=TrainerConfig(max_steps=7))
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(as_plain(before)), encoding="utf-8")

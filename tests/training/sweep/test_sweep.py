@@ -260,6 +260,14 @@ def test_mistakes_are_sentences(arguments: tuple[str, ...], words: tuple[str, ..
     assert [path.name for path in tmp_path.iterdir()] == ["text.txt"]
 
 
+@pytest.mark.parametrize("damaged", ["", "{", "[]", "{}", '{"runs": 3}', '{"runs": [{"name": "a"}]}', '{"runs": [{"w": 3}]}'])
+def test_a_damaged_list_of_runs_is_named(tmp_path: Path, damaged: str) -> None:
+    (tmp_path / "sweep.json").write_text(damaged)
+    with pytest.raises(UserError, match=r"sweep\.json is damaged"):
+        opened("resume=auto", f"out_dir={tmp_path}")
+    assert (tmp_path / "sweep.json").read_text() == damaged
+
+
 def test_more_runs_at_a_time_than_gpus_are_refused() -> None:
     with pytest.raises(UserError, match=r"sweep\.jobs must be at most 2"):
         Processes(3, threads=8, gpus=2)
