@@ -1,4 +1,4 @@
-# make train, make test: each makes its own environment in .venv first, from constraints.txt; offline once that is there.
+# make train and make test first create the environment .venv from constraints.txt; once it exists, they work offline.
 PYTHON ?= python3
 SUPPORTED := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 14))
 BIN := .venv/bin
@@ -20,16 +20,16 @@ MAIN := conv1d,taichi_v3,reference,torch_scan,taichi_scan,c_v0
 train: $(INSTALLED)                      ## train the default model and print a sample; options: make train ARGS="model=small"
 	$(BIN)/python train.py $(ARGS)
 
-test: lint                               ## everything that must be true
+test: lint                               ## linters, types and all tests except soak
 	$(BIN)/python -m pytest $(PARALLEL)
 
-quick: $(READY_TO_TEST)                  ## the tests without whole programs, compilers and depth: a minute on two cores
+quick: $(READY_TO_TEST)                  ## tests that run no whole program, no compiler and no exhaustive check: a minute on two cores
 	$(BIN)/python -m pytest $(PARALLEL) -m "not programs and not compiles and not thorough and not soak"
 
-soak: $(READY_TO_TEST)                   ## what takes minutes: twenty kills of a run, a thousand damaged files
+soak: $(READY_TO_TEST)                   ## tests that take minutes: twenty kills of a run, a thousand damaged files
 	$(BIN)/python -m pytest -m soak --timeout 1800 $(ARGS)
 
-lint: $(READY_TO_TEST)                   ## ruff, and mypy as on this system and as on Windows
+lint: $(READY_TO_TEST)                   ## ruff, and mypy for this system and for Windows
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/mypy --platform win32 --cache-dir .mypy_cache/win32
@@ -45,30 +45,30 @@ bench: $(READY_TO_TEST)                  ## verify and time every kernel; rewrit
 	$(BIN)/python -m kernels.bench.tables
 	$(BIN)/python -m kernels.bench.plot benchmarks/plots
 
-peers: $(PEERS)/installed $(LLAMA)/installed     ## PyPI's rwkv, transformers and peft, and llama.cpp, apart: they have names of ours
+peers: $(PEERS)/installed $(LLAMA)/installed     ## install PyPI's rwkv, transformers, peft and llama.cpp in separate environments
 
-bench-peers: $(READY_TO_TEST) peers      ## reading and writing, beside the peers on the same weights; RWKV_CPP=FOLDER adds rwkv.cpp
+bench-peers: $(READY_TO_TEST) peers      ## prefill and decoding compared with other programs; RWKV_CPP=FOLDER adds rwkv.cpp
 	$(GENERATION) --json $(RESULTS)/generation-cpu.json
 	$(GENERATION) --generation rwkv7 --llama $(LLAMA)/bin/python --json $(RESULTS)/generation-rwkv7-cpu.json
 	$(BIN)/python -m benchmarks.tables
 
-llama-server: $(LLAMA)/llama-server      ## llama.cpp's own server, for benchmarks/serving.py peers --llama-server: minutes
+llama-server: $(LLAMA)/llama-server      ## build llama.cpp's server, for benchmarks/serving.py peers --llama-server: minutes
 
-parity: $(READY_TO_TEST) peers           ## logits and state beside the peers' and float64; RWKV_LM=FOLDER adds its training
+parity: $(READY_TO_TEST) peers           ## compare logits and state with other programs and float64; RWKV_LM=FOLDER adds training
 	PYTHONPATH=tests $(BIN)/python -m parity --json benchmarks/results/parity.json
 	$(if $(RWKV_LM),PYTHONPATH=tests $(BIN)/python -m parity.training $(RWKV_LM))
 
-files: $(READY_TO_TEST) $(PEERS)/files $(LLAMA)/installed     ## every kind of file; RWKV_LM=FOLDER adds its demo of RWKV-7a
+files: $(READY_TO_TEST) $(PEERS)/files $(LLAMA)/installed     ## test every kind of file; RWKV_LM=FOLDER adds RWKV-LM's RWKV-7a demo
 	PYTHONPATH=tests $(BIN)/python -m parity.files --page --json benchmarks/results/files.json \
 		$(if $(RWKV_LM),--rwkv-lm $(RWKV_LM))
 
-native: $(ZIG)/installed                 ## the C kernels for every system, into kernels/native/lib; ARGS=linux-x86_64: for one
+native: $(ZIG)/installed                 ## compile the C code for every system into kernels/native/lib; ARGS=linux-x86_64: for one
 	$(ZIG)/bin/python -m kernels.native.build $(ARGS)
 
-gpu-check:                               ## on a CUDA machine, with its own Python: every measurement, in ten minutes; ARGS=--device=cpu
+gpu-check:                               ## every GPU measurement, in ten minutes, with the system's Python; ARGS=--device=cpu: a trial run
 	$(PYTHON) -m benchmarks.gpu_check $(OUT) $(ARGS)
 
-ifneq ($(origin PYTHON),file)            # make PYTHON=python3.13: an environment of another Python is made anew
+ifneq ($(origin PYTHON),file)            # make PYTHON=python3.13: recreate an environment of a different Python version
 ifneq ($(shell ($(PYTHON) --version) 2>&1),$(shell ($(BIN)/python --version) 2>&1))
 ANEW := --clear
 .PHONY: $(INSTALLED)
@@ -92,7 +92,7 @@ $(LLAMA)/installed: constraints.txt      # llama.cpp is built from source: minut
 		-c constraints.txt --no-binary llama-cpp-python llama-cpp-python
 	touch $@
 
-$(LLAMA)/llama-server: $(LLAMA)/installed        # from the same source, without its page, which it would download
+$(LLAMA)/llama-server: $(LLAMA)/installed        # from the same source, without the web page, which cmake would download
 	mkdir -p $(LLAMA)/source
 	$(LLAMA)/bin/python -m pip download -q --disable-pip-version-check -c constraints.txt --no-deps \
 		--no-binary llama-cpp-python -d $(LLAMA)/source llama-cpp-python
@@ -108,7 +108,7 @@ $(PEERS)/installed: constraints.txt
 	$(PEERS)/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt torch rwkv transformers peft
 	touch $@
 
-$(PEERS)/files: $(PEERS)/installed       # fla is imported with Triton, though it runs none of its kernels here
+$(PEERS)/files: $(PEERS)/installed       # importing fla requires Triton, though none of its kernels run here
 	$(PEERS)/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt rwkv7-hf flash-linear-attention triton
 	touch $@
 

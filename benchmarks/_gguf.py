@@ -1,4 +1,4 @@
-"""A random model in the blocks of llama.cpp's Q4_K_M, since the package gguf cannot quantise them."""
+"""Writes random models in llama.cpp's Q4_K_M, a format that the package gguf cannot quantise to."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ HEAD = "output.weight"
 
 
 def write_q4_k_m(source: Path, target: Path) -> None:
-    """Writes a copy of a GGUF file with random blocks for matrices: Q6_K for the head and half of the values, else Q4_K.
+    """Copies a GGUF file, with random blocks as matrices: Q6_K for the head and half of the value matrices, else Q4_K.
 
     Low-rank matrices, and those whose width is not a multiple of a block, are copied unchanged.
     """

@@ -1,6 +1,7 @@
 """The parts of gpu_check, each in its own process: python -m benchmarks._gpu_parts PART OUT --device cuda --deadline 60.
 
-A failure is a row of its own, and the part continues. After a GPU fault no later call of the process works: the part ends.
+A failed measurement becomes a row of the results, and the part continues. After a GPU fault the part ends, because all later
+CUDA calls of the process fail.
 """
 
 import argparse
@@ -51,9 +52,9 @@ from rwkv.training.graphs import Replay
 from rwkv.training.task import LanguageModel
 from rwkv.training.trainer import prepare_blocks
 
-PAUSE = 4_000_000                        # cycles, 2 ms: the GPU waits while the host launches the timed work
-SPARE_S = 3.0                            # a program ends so long before its part's deadline
-PROBLEMS = {"wkv7": ((2, 257, 4, 64), (2, 63, 1, 64)), "wkv4": ((3, 257, 96),)}          # shapes of `right`
+PAUSE = 4_000_000                        # cycles, 2 ms: the GPU waits while the host launches the timed operations
+SPARE_S = 3.0                            # seconds between a program's limit and its part's deadline
+PROBLEMS = {"wkv7": ((2, 257, 4, 64), (2, 63, 1, 64)), "wkv4": ((3, 257, 96),)}          # shapes of the part `right`
 PER_OPERATION = 500                      # timed launches: a stream holds 1,024 before the host waits
 
 
@@ -70,7 +71,7 @@ class Shape(NamedTuple):
 
 
 class Way(NamedTuple):
-    """How a step is computed. fused: with the fused forms; otherwise with PyTorch's operations."""
+    """How a training step is computed. fused: with the fused layers; otherwise with PyTorch's operations."""
 
     name: str
     precision: str
@@ -128,7 +129,7 @@ class Check:
         torch.cuda.empty_cache()
 
     def left(self, most: float) -> float:
-        """Seconds for a program: at most `most`, and not beyond the part's deadline."""
+        """The time limit of a program, in seconds: at most `most`, and not beyond the part's deadline."""
         return max(1.0, min(PATIENCE[self.device] * most, self.deadline - time.monotonic() - SPARE_S))
 
     def peak_mb(self) -> float:
@@ -136,8 +137,9 @@ class Check:
 
 
 def milliseconds(check: Check, call: Callable[[], Any], seconds: float = 0.6, most: int = 50, alone: bool = False) -> float:
-    """The median time of a call. On a GPU by events, with the host's launches as a user has them; alone: the GPU's own time, by
-    a pause before the first event during which the host launches everything."""
+    """The median time of a call in milliseconds. On a GPU it is measured by events, and includes waiting for the host's
+    launches; alone=True measures the GPU's own time: the GPU pauses before the first event while the host launches
+    everything."""
     call()
     times: list[float] = []
     end = time.monotonic() + (seconds if check.on_gpu else 0.0)
@@ -181,7 +183,7 @@ def machine(check: Check) -> None:
 
 
 def kernels_of(op: str, check: Check) -> list[str]:
-    """The operator's kernels that run here, the one that auto takes first."""
+    """The operator's kernels that run on this device, first the one that kernel=auto selects."""
     if not check.on_gpu:
         return ["c_v0"]
     chosen = select(op, AUTO, check.device, torch.bfloat16).name
@@ -210,7 +212,7 @@ def right(check: Check) -> None:
 
 
 def _whole_model(check: Check, name: str, precision: str, allowed: float) -> None:
-    """A model's gradients by the fused forms and the fused loss, compared with PyTorch's operations in float32."""
+    """The errors of a model's gradients with fused layers and loss, relative to PyTorch's operations in float32."""
     shape = Shape(name, 2, 128, 257, 2, 33)
     expected, actual = (_gradients(check, shape, way) for way in (Way("", "32-true", fused=False), Way("", precision)))
     worst = {key: float((actual[key] - exact).norm() / exact.norm().clamp(min=1e-9)) for key, exact in expected.items()}
@@ -230,7 +232,7 @@ def _gradients(check: Check, shape: Shape, way: Way) -> dict[str, Tensor]:
 
 @contextlib.contextmanager
 def _forms(fused: bool) -> Iterator[None]:
-    """With the fused forms, or without any."""
+    """Within the block, models use all fused layers or none."""
     before = dict(fused_form.SUFFIXES)
     if not fused:
         fused_form.SUFFIXES.clear()
@@ -246,7 +248,7 @@ def _autocast(check: Check, way: Way) -> torch.autocast:
 
 
 def new_task(check: Check, shape: Shape, way: Way) -> LanguageModel:
-    """With normal weights: many start at zero, and products of zeros are faster."""
+    """A training task with normally distributed weights: many weights start at zero, and multiplying zeros is faster."""
     set_product_precision(way.precision, torch.device(check.device))
     torch.manual_seed(0)
     config = ModelConfig(generation=shape.generation, n_layer=shape.L, n_embd=shape.C, ctx_len=shape.T)
@@ -272,14 +274,14 @@ def compiled(check: Check) -> None:
 
 
 def _train(check: Check, ways: Sequence[Way]) -> None:
-    """The first way for all shapes, and then the others."""
+    """Measures the first way for all shapes, then the other ways."""
     for way in ways:
         for shape in TRAINED if check.on_gpu else TRIED:
             if (way.precision == "tf32" or way.graphs) and not check.on_gpu:
                 continue
             about = {"model": str(shape), "way": way.name}
             with check.measuring(**about), _forms(way.fused):
-                _training_steps(check, shape, way, about)        # a function of its own, which frees its tensors
+                _training_steps(check, shape, way, about)        # a separate function, so that its tensors are freed
             check._require_life()
 
 
@@ -315,7 +317,7 @@ def _training_steps(check: Check, shape: Shape, way: Way, about: dict[str, Any])
     events = sorted((event for event in events if event[2]), key=lambda event: -event[2])
     about |= {"launches": sum(count for _, count, _ in events), "gpu_ms": sum(us for *_, us in events) / 1000,
               "longest": [[key[:60], count, round(us)] for key, count, us in events[:10]]}
-    if not way.options:                  # the host's share, from a batch that fills no stream; a graph takes a single shape
+    if not way.options:                  # the host's time, at a batch that does not fill the stream; a graph has one shape
         small = x if way.graphs else x[:1, :16]
         host = []
         for _ in range(5):
@@ -329,7 +331,7 @@ def _training_steps(check: Check, shape: Shape, way: Way, about: dict[str, Any])
 
 
 def wkv7_inputs(check: Check, B: int, T: int, H: int, N: int) -> tuple[list[Tensor], Tensor]:
-    """r, log_w, k, v, a, b as RWKV-7 has them in bf16-mixed, with gradients, and a gradient of y."""
+    """r, log_w, k, v, a, b with the dtypes that RWKV-7 has in bf16-mixed and requires_grad, and a gradient of y."""
     r, w, k, v, a, b = (torch.randn(B, T, H, N, device=check.device) for _ in range(6))
     kk = torch.nn.functional.normalize(a, dim=-1)
     inputs = [r.bfloat16(), -0.6065306597 * torch.sigmoid(w), k.bfloat16(), v.bfloat16(), (-kk).bfloat16(),
@@ -373,8 +375,8 @@ def _forward_and_backward(check: Check, name: str, shape: list[int], forward: Ca
 
 
 def decode(check: Check) -> None:
-    """Most requested first; packed weights, which pay off for large models, only for the large one, and float16, which costs as
-    much as bfloat16, only for the small one."""
+    """Measures the most common cases first. Packed weights pay off for large models, so only the large one is measured with
+    them; float16 costs as much as bfloat16, so only the small one is."""
     tiny, small, large = ("tiny", 2, 64), ("0.1b", 12, 768), ("1.5b", 24, 2048)
     sizes = (small, large) if check.on_gpu else (tiny,)
     for form in ("bfloat16", "int8", "int4", "float16", "float32") if check.on_gpu else ("bfloat16", "float32"):
@@ -386,7 +388,7 @@ def decode(check: Check) -> None:
 
 
 def _decode(check: Check, model: RWKV, about: dict[str, Any]) -> None:
-    """As for a user: the model's own decoder, and tokens drawn where its engine draws them."""
+    """Measures decoding as generate.py does it: with the model's decoder, and tokens drawn on the same device."""
     options = Sampling(temperature=1.0, top_p=0.8)
     for B in (1, 8, 64, 512) if check.on_gpu else (1, 2):
         with check.measuring(**about, rows=B):
@@ -404,7 +406,7 @@ def _decode(check: Check, model: RWKV, about: dict[str, Any]) -> None:
                    "sampling_ms": milliseconds(check, lambda f=drawn, x=logits: f(x)),
                    "token_ms": milliseconds(check, lambda f=drawn, d=decoder, t=tokens: f(d.step(t)))}
             check.add(**about, rows=B, decoder=type(decoder).__name__, tok_s=1000 * B / row["token_ms"], **row)
-            del decoder, logits          # frees its slots for the next one
+            del decoder, logits          # frees the decoder's slots for the next batch size
     for T in (32, 512, 4096) if check.on_gpu else (16,):
         with check.measuring(**about, prefill=T):
             ids = torch.zeros(1, T, dtype=torch.long)
@@ -429,7 +431,7 @@ def _generating(check: Check, L: int, C: int, form: str) -> RWKV:
 
 
 def serve(check: Check) -> None:
-    """Many sequences at once, after their prompts: from the engine alone, and for clients of serve.py over HTTP."""
+    """Measures concurrent sequences after their prompts: in the engine alone, and over HTTP through serve.py."""
     shape, clients = ((12, 768, 65472), (1, 16, 64)) if check.on_gpu else ((2, 64, 1024), (1, 2))
     seconds = 5.0 if check.on_gpu else 0.5
     checkpoint = write_checkpoint(check.scratch, "rwkv7", shape)
@@ -480,7 +482,7 @@ def missing_for_server() -> str:
 
 
 def run_program(check: Check, name: str, *command: str, most: float = 60, text: str = "") -> bool:
-    """A program of the project with this standard input; a row with its status, its time and the end of its output."""
+    """Runs a program of the project with this standard input, and adds a row with its status, time and last lines of output."""
     start = time.monotonic()
     process = _start(check, *command, stdin=subprocess.PIPE)
     try:
@@ -496,7 +498,7 @@ def run_program(check: Check, name: str, *command: str, most: float = 60, text: 
 
 
 def _start(check: Check, *command: str, stdin: int | None = None) -> subprocess.Popen[str]:
-    """Starts a program in the scratch folder, so that runs/latest of the clone stays as it is."""
+    """Starts a program in the scratch folder, so that runs/latest of the clone does not change."""
     words = [str(ROOT / word) if word.endswith(".py") else word for word in command]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     return subprocess.Popen([sys.executable, *words], cwd=check.scratch, env=environment, stdin=stdin, stdout=subprocess.PIPE,
@@ -512,7 +514,7 @@ def training(check: Check, out: str, model: str, *options: str) -> list[str]:
 
 
 def resume(check: Check) -> None:
-    """A run of 6 steps, and a copy of it that is resumed from its checkpoint of step 3."""
+    """Compares a run of 6 steps with a copy that is resumed from the checkpoint of step 3."""
     for model in ("rwkv7_tiny", "tiny"):
         steps = ["trainer.max_steps=6", "trainer.checkpoint_every=3", "trainer.val_every=6", "optim.warmup_steps=2"]
         if not run_program(check, f"train {model}", *training(check, model, model, *steps)):
@@ -551,7 +553,7 @@ def programs(check: Check) -> None:
 
 
 def _serve(check: Check, saved: str, device: str) -> None:
-    """One completion from a server started and stopped for it."""
+    """Starts a server, requests one completion, and stops the server."""
     start = time.monotonic()
     with _start(check, "serve.py", saved, device, "port=0") as process:
         try:

@@ -1,4 +1,4 @@
-"""Shared by the programs of this folder: exit status, reading a text, measuring in parts, requests to another process."""
+"""Functions shared by the programs of this folder: exit status, reading a text, measuring in parts, requests to a process."""
 
 import json
 import subprocess
@@ -15,7 +15,7 @@ from rwkv.io import utf8
 
 
 def run_program(main: Callable[[], int | None]) -> NoReturn:
-    """Runs a program's main and exits with its status; a user's mistake is one sentence and status 2."""
+    """Runs a program's main and exits with its status; a user's mistake prints one sentence and exits with status 2."""
     sys.exit(exit_status(main, UserError))
 
 
@@ -28,7 +28,7 @@ def read_text(path: Path) -> str:
 
 
 def measure_parts(parts: Mapping[str, Callable[[], Report]], file: Path | None) -> None:
-    """Measures each part, and publishes them with the other parts of `file`, and the commit of each."""
+    """Measures each part, and writes the results to `file`, which keeps its other parts; each part has its commit."""
     before = read_json(file) if file and file.exists() else {}
     machine = hardware.describe("cpu")
     report: Report = before | {"machine": machine, "commits": before.get("commits", {})}
@@ -43,7 +43,8 @@ def measure_parts(parts: Mapping[str, Callable[[], Report]], file: Path | None) 
 
 @contextmanager
 def answering(command: Sequence[str | Path]) -> Iterator[Callable[[Any], Any]]:
-    """A process that answers each line of JSON with another, as a function of the request; it ends with the block."""
+    """Yields a function that sends `command` a request as a JSON line and returns the answer. The process ends with the
+    block."""
     with subprocess.Popen(command, cwd=hardware.ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdin is not None
         assert process.stdout is not None

@@ -1,6 +1,7 @@
-"""The matrix products of a training step alone: a lower bound of its time on a CPU whatever the kernel, loss or optimiser.
+"""Times the matrix products of a training step alone: a lower bound of the step's time on a CPU for any kernel, loss or
+optimiser.
 
-For N = B T tokens a linear layer from I to O features needs three: y = x W^T, and for its gradients g W and g^T x.
+For N = B T tokens a linear layer from I to O features needs three products: y = x W^T, and for the gradients g W and g^T x.
 """
 
 from collections.abc import Callable, Iterator
@@ -23,7 +24,7 @@ def seconds_per_step(config: ModelConfig, vocab_size: int, B: int, T: int, dtype
 
 
 def _layer_linears(config: ModelConfig) -> list[tuple[int, int]]:
-    """(I, O) of each matrix of a block, the low-rank ones included: of the last one, since RWKV-7's first uses fewer."""
+    """(I, O) of each matrix of the last block, including low-rank ones; RWKV-7's first block uses fewer."""
     model = generation(config)
     last = f"blocks.{config.n_layer - 1}."
     return [(shape[1], shape[0]) for name, shape in model.shapes(config, 1).items()
@@ -42,7 +43,7 @@ def _seconds(linears: list[tuple[int, int]], N: int, dtype: torch.dtype) -> floa
 
 
 def _products(inputs: int, outputs: int, N: int, dtype: torch.dtype) -> Iterator[Callable[[], Tensor]]:
-    """The three products of a layer, into preallocated memory: a fresh result would add its page faults."""
+    """The three products of a layer, written into preallocated memory to avoid page faults."""
     x, weight, grad = (torch.ones(size, dtype=dtype) for size in ((N, inputs), (outputs, inputs), (N, outputs)))
     y = torch.empty_like(grad)
     grad_x = torch.empty_like(x)

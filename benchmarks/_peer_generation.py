@@ -1,15 +1,15 @@
-"""_peer_generation.py PEER FORMAT FOLDER BATCHES PROMPT: prefill and decode of another program, timed on request.
+"""_peer_generation.py PEER FORMAT FOLDER BATCHES PROMPT: times prefill and decoding of a different program, on request.
 
     rwkv           PyPI's, on an RWKV-4 or RWKV-7 checkpoint (model.pth): float32, bfloat16, int8 (RWKV-4)
     transformers   on huggingface/: float32, bfloat16 (RWKV-4)
     llama.cpp      through PyPI's llama-cpp-python, on GGUF files: F32, F16, BF16, Q8_0, Q4_K_M (RWKV-7)
     rwkv.cpp       its librwkv.so, on ggmf files: FP32, FP16, Q8_0, Q5_1, Q4_0
 
-benchmarks.generation starts it on the files in FOLDER, in an environment with the peer and without this project. model.json
-there has the generation and the path of librwkv.so. A work is a timed function: a prefill, or a decoding step. The
-program prints one line of JSON: the seconds of loading and of the first token, the peak memory, and the number of tokens of
-each work by its name. Then it reads lines "SECONDS NAME": it calls that work for that many seconds, and prints the mean
-seconds of a call. All use two threads, or one per core if there are fewer.
+benchmarks.generation starts this script on the files in FOLDER, in an environment with the peer and without this project.
+FOLDER/model.json has the architecture and the path of librwkv.so. A work is a timed function: a prefill, or a decoding step.
+The script prints one line of JSON: the seconds of loading and of the first token, the peak memory, and the number of tokens of
+each work by its name. For each line "SECONDS NAME" that it reads, it calls that work for that many seconds, and prints the mean
+seconds of a call. All peers use two threads, or one per core if there are fewer.
 """
 
 import ctypes
@@ -23,7 +23,7 @@ os.environ |= {"RWKV_JIT_ON": "1", "RWKV_CUDA_ON": "0", "HF_HUB_OFFLINE": "1"}
 
 THREADS = min(2, os.cpu_count() or 1)
 QUANTISED = {"Q4_K_M": "LLAMA_FTYPE_MOSTLY_Q4_K_M", "Q8_0": "LLAMA_FTYPE_MOSTLY_Q8_0"}
-CHUNK = 64                               # rwkv.cpp aborts on longer ones, at its limit of graph nodes
+CHUNK = 64                               # rwkv.cpp aborts on longer chunks, because its graph has a limited number of nodes
 
 
 def model_info(folder):
@@ -37,7 +37,7 @@ def limit_threads():
 
 
 class Rwkv:
-    """PyPI's rwkv, one row at a time."""
+    """PyPI's rwkv, which processes one row at a time."""
 
     def __init__(self, folder, dtype, batches, prompt):
         generation7 = model_info(folder)["generation"] == "rwkv7"
@@ -46,7 +46,7 @@ class Rwkv:
 
         limit_threads()
         strategy = {"float32": "cpu fp32", "bfloat16": "cpu bf16", "int8": "cpu fp32i8"}[dtype]
-        if generation7:                  # that form adds the suffix itself
+        if generation7:                  # the library appends the suffix .pth
             self.model = RWKV(model=str(folder / "model"), strategy=strategy)
         else:
             self.model = RWKV(model=str(folder / "model.pth"), strategy=strategy, verbose=False)
@@ -84,8 +84,8 @@ class Transformers:
 
 
 class LlamaCpp:
-    """By its low-level interface, since the other one reads a single row. A step gives the logits of all rows, a prompt those
-    of its last token."""
+    """llama.cpp through its low-level interface, since the high-level one accepts a single row. A step computes the logits of
+    all rows, a prompt only those of its last token."""
 
     def __init__(self, folder, name, batches, prompt):
         import llama_cpp
@@ -119,7 +119,7 @@ class LlamaCpp:
         return path
 
     def _read(self, tokens, rows):
-        """Reads that many tokens of one row, or one token of each of several rows."""
+        """Decodes `tokens` tokens of one row, or one token of each of several rows."""
         self.batch.n_tokens = tokens
         for index in range(tokens):
             self.batch.token[index] = index % self.vocabulary
@@ -200,7 +200,7 @@ def main(name, form, folder, batches, prompt):
     first_token_s = time.perf_counter() - began
     works = {f"decode, batch {B}": (B, lambda B=B: peer.decode(B)) for B in peer.batches}
     works[f"prefill {prompt}"] = int(prompt), lambda: peer.prefill
-    status = Path("/proc/self/status").read_text(encoding="ascii")           # getrusage's has the parent's peak in it
+    status = Path("/proc/self/status").read_text(encoding="ascii")           # getrusage would include the parent's peak
     peak_mib = int(status.split("VmHWM:")[1].split()[0]) / 1024
     print(json.dumps({"load_s": load_s, "first_token_s": first_token_s, "peak_mib": peak_mib,
                       "works": {work: tokens for work, (tokens, _) in works.items()}}), flush=True)

@@ -1,4 +1,4 @@
-"""Files of random weights in the shapes of released RWKV-7 models, written one tensor at a time."""
+"""Writes checkpoints of random weights in the shapes of released RWKV-7 models, one tensor at a time."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,19 +8,19 @@ import torch
 from torch import Tensor
 
 from rwkv.checkpoint.files import Checkpoint, Weights
-from rwkv.checkpoint.stored import Stored
+from rwkv.checkpoint.lazy_tensors import Stored
 from rwkv.config import ModelConfig
 from rwkv.model.base import generation
 
 VOCAB_SIZE = 65536
 SHAPES: Mapping[str, tuple[int, int]] = {            # layers, width
     "0.1b": (12, 768), "0.4b": (24, 1024), "1.5b": (24, 2048), "2.9b": (32, 2560), "7.2b": (32, 4096), "13.3b": (61, 4096)}
-BLOCK = 2**20                            # numbers drawn for a matrix; a larger one repeats them, rotated each time
+BLOCK = 2**20                            # random numbers per matrix; a larger matrix repeats them, rotated each time
 
 
 @dataclass(frozen=True)
 class _Random:
-    """Makes a tensor of random numbers from a seed."""
+    """Generates a tensor of random numbers from a seed."""
 
     name: str
     shape: tuple[int, ...]
@@ -39,7 +39,7 @@ class _Random:
 
 
 def random_checkpoint(shape: str) -> Checkpoint:
-    """The checkpoint of one of SHAPES, in bfloat16; each access makes its tensor anew."""
+    """A bfloat16 checkpoint with a shape of SHAPES; each access generates the tensor again."""
     n_layer, n_embd = SHAPES[shape]
     config = ModelConfig(generation="rwkv7", n_layer=n_layer, n_embd=n_embd)
     module = generation(config)

@@ -1,5 +1,5 @@
-"""The engine without HTTP, for benchmarks/serving.py. For each line of standard input, [sequences, seconds], the engine and
-the decoder without sampling take turns for that many seconds; the answer is a line with the tokens per second of both.
+"""Measures the engine without HTTP, for benchmarks/serving.py. For each line [sequences, seconds] of standard input, the engine
+and the decoder without sampling run alternately for that many seconds; the answer is a line with the tokens per second of both.
 """
 
 import json

@@ -1,9 +1,10 @@
-"""One measurement in its own process, for benchmarks/training.py: steps GENERATION PRECISION | head chunked|whole.
+"""Runs one measurement of benchmarks/training.py in its own process. Arguments: steps GENERATION PRECISION | head
+chunked|whole.
 
-steps: ms of a bare training step (loss, gradients, clipping, AdamW) and of its matrix products alone, in turns, until killed.
-head: ms and peak resident memory (MB beyond that before the step) of a step with the loss in chunks or with all logits at
-once, at 2 layers, 256 wide, 65,536 tokens of vocabulary, 4096 tokens a step; and the largest difference between the gradients
-of the two losses, relative to the largest gradient.
+steps: milliseconds of a bare training step (loss, gradients, clipping, AdamW) and of its matrix products alone, measured
+alternately until the process is killed. head: milliseconds and peak resident memory (MB more than before the step) of a step
+with the loss in chunks, or with all logits in memory together, for 2 layers of width 256, a vocabulary of 65,536 and 4096
+tokens per step; and the largest difference between the gradients of the two losses, relative to the largest gradient.
 """
 
 import json
@@ -50,7 +51,7 @@ def head(loss: str) -> None:
     config, vocab_size = LARGE_HEAD
     task = new_task(config, vocab_size, torch.float32)
     x = torch.randint(vocab_size, (B, config.ctx_len))
-    task.optim.l2_wrap = 0.0             # the plain loss has none
+    task.optim.l2_wrap = 0.0             # the plain loss has no workspace
     losses = {"chunked": lambda: task.loss(x, x), "whole": lambda: _whole(task.model, x)}
     task.model.hidden(x[:1, :8])[0].sum().backward()     # compiles the kernels
     task.zero_grad(set_to_none=True)
@@ -68,7 +69,7 @@ def head(loss: str) -> None:
 
 
 def _whole(model: RWKV, x: Tensor) -> Tensor:
-    """The plain loss, with all logits at once."""
+    """The plain loss, with all logits in memory together."""
     logits, _ = model(x)
     return torch.nn.functional.cross_entropy(logits.flatten(0, 1), x.flatten())
 
@@ -82,7 +83,7 @@ def new_task(config: ModelConfig, vocab_size: int, dtype: torch.dtype, optim: Op
 
 def training_step(task: LanguageModel, optimizer: Any, x: Tensor, dtype: torch.dtype,
                   part: Callable[[str], AbstractContextManager[Any]] = nullcontext) -> None:
-    """A bare step. part(name) is the context of the part of that name: forward, loss, backward or optimiser."""
+    """A bare training step. Each part runs in the context part(name); name is forward, loss, backward or optimiser."""
     with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
         with part("forward"):
             hidden = task.model.forward_features(x)

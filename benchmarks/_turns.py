@@ -1,4 +1,4 @@
-"""Runs two programs in turns, so that a machine's slow minute affects both.
+"""Runs two programs alternately, so that a slow minute of the machine affects both.
 
 Not on Windows, which cannot suspend a process.
 """
@@ -22,10 +22,11 @@ with contextlib.suppress(ProcessLookupError):
 
 
 def beside(command: list[str], folder: Path, other: list[str], other_folder: Path, seconds: float) -> str:
-    """Runs `command` to its end and `other` in turns with it, each suspended while the other runs; returns the other's output.
+    """Runs `command` to its end, alternating with `other`: one is suspended while the other runs. Returns the output of
+    `other`.
 
-    seconds: length of a turn, enough for many steps, so that the suspended step does not change the median. Exits with the
-    standard error of `command` if it fails, or of `other` if it ends first.
+    seconds: length of a turn. It should cover many steps, so that the step interrupted by the suspension does not change the
+    median. Exits with the standard error of `command` if it fails, or of `other` if that ends first.
     """
     with tempfile.TemporaryFile("w+", encoding="utf-8") as printed, tempfile.TemporaryFile("w+", encoding="utf-8") as errors:
         with _started(other, other_folder, printed, errors) as peer, _started(command, folder, errors, errors) as main:
@@ -69,7 +70,8 @@ def _started(command: list[str], folder: Path, out: IO[str], errors: IO[str]) ->
 
 @contextmanager
 def _guarded(process: subprocess.Popen[str]) -> Iterator[None]:
-    """Starts a process that kills `process` and its group, suspended or not, when this one dies and closes the pipe."""
+    """Starts a guard that kills `process` and its group, even if suspended, when the current process dies and closes the
+    pipe."""
     command = [sys.executable, "-c", GUARD, str(process.pid)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True) as guard:
         try:
@@ -79,7 +81,7 @@ def _guarded(process: subprocess.Popen[str]) -> Iterator[None]:
 
 
 def _ended(process: subprocess.Popen[str], seconds: float) -> bool:
-    """Waits for one turn and returns whether the process has ended."""
+    """Waits for the length of one turn. Returns whether the process has ended."""
     try:
         process.wait(seconds)
     except subprocess.TimeoutExpired:

@@ -1,9 +1,9 @@
 """python -m benchmarks.first_token [--repeats N] [--json FILE]: seconds from the start of generate.py to its first token.
 
-Each time a new process reads a bfloat16 file in the shape of the 169M model, and a short prompt. It takes turns with a process
-that only imports torch and reads the file into memory, the lower bound. Medians are shown. cold: without Taichi's cache of
-compiled kernels. packed: the file itself is in int4. Linux only. The last line of standard
-output is the result as JSON.
+Each measurement starts a new process, which reads a bfloat16 file in the shape of the 169M model and a short prompt. It
+alternates with a process that only imports torch and reads the file into memory: the lower bound. Medians are shown. cold:
+without Taichi's cache of compiled kernels. packed: the file itself is in int4. Linux only. The last line of standard output is
+the result as JSON.
 """
 
 import os
@@ -60,7 +60,7 @@ def _measure(folder: Path, repeats: int) -> dict[str, float]:
     write_checkpoint(checkpoint, packed, "int4")
     read = [sys.executable, "-c", READ, str(file), str(file.stat().st_size)]
     seconds = defaultdict(list)
-    for turn in range(repeats + 1):      # the first fills Taichi's cache and the page cache
+    for turn in range(repeats + 1):      # the first start fills Taichi's cache and the page cache
         times = {"import torch, read": _first_output(read, folder)}
         times |= {dtype: _first_output(_generate(file, dtype), folder) for dtype in DTYPES}
         times["int4, packed"] = _first_output(_generate(packed, "int4"), folder)
@@ -77,7 +77,7 @@ def _generate(file: Path, dtype: str) -> list[str]:
 
 
 def _first_output(command: list[str], home: Path) -> float:
-    """Seconds from the start of the process to its first output after the prompt; its caches are in `home`."""
+    """Seconds from the start of the process to its first output after the prompt. `home` holds the process's caches."""
     home.mkdir(exist_ok=True)
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"} | {"HOME": str(home)}
     began = time.perf_counter()

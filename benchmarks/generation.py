@@ -9,10 +9,10 @@ The peers, on the same weights, two threads each:
     --llama PYTHON       llama.cpp, for RWKV-7, in an environment with llama-cpp-python (make peers)
     --rwkv-cpp FOLDER    rwkv.cpp: a checkout that is built (librwkv.so)
 
-For RWKV-7, int8 and int4 also measure GGUF's Q8_0 and Q4_K_M, whose blocks are multiplied as they are.
+For RWKV-7, int8 and int4 also measure GGUF files in Q8_0 and Q4_K_M, whose blocks are multiplied without conversion.
 
-Each program and dtype is its own process. Those of one width, such as float32, take turns: only one runs at any moment.
-The last line of standard output is the result as JSON.
+Each program and dtype is a process. Processes with the same weight width, such as float32, run alternately: only one at any
+moment. The last line of standard output is the result as JSON.
 """
 
 import argparse
@@ -56,15 +56,15 @@ PEER_FORMATS = {"32 bits": {"rwkv": ["float32"], "transformers": ["float32"], "l
                             "rwkv.cpp": ["FP16"]},
                 "8 bits": {"rwkv": ["int8"], "llama.cpp": ["Q8_0"], "rwkv.cpp": ["Q8_0"]},
                 "4 to 6 bits": {"llama.cpp": ["Q4_K_M"], "rwkv.cpp": ["Q4_0", "Q5_1"]}}
-LACKING: dict[str, list[tuple[str, str | None]]] = {             # peers without such models, or without this format
+LACKING: dict[str, list[tuple[str, str | None]]] = {             # peers that lack this architecture or this format
     "rwkv4": [("llama.cpp", None)], "rwkv7": [("transformers", None), ("rwkv", "int8")]}
-IN_BLOCKS = {"8 bits": "Q8_0", "4 to 6 bits": "Q4_K_M"}         # our GGUF file of a width, for RWKV-7
+IN_BLOCKS = {"8 bits": "Q8_0", "4 to 6 bits": "Q4_K_M"}         # the GGUF format that timemix measures at a width, for RWKV-7
 GGUF = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "Q8_0": "q8_0"}
 GGMF = {"FP32": "float32", "FP16": "float16"}
 SHAPES = {"rwkv4": [12, 768, 50277], "rwkv7": [12, 768, 65536]}
-ROUNDS = 5                               # in each, every program runs each of its works once
-THREADS = 2                              # of each program
-TURN_S = 0.6                             # seconds of a work
+ROUNDS = 5                               # rounds; in each, every program runs each of its works once
+THREADS = 2                              # threads of each program
+TURN_S = 0.6                             # seconds per work and round
 LIMIT = "limit of "                      # prefix of a work's name: its matrix products alone
 READ = "read"                            # the work that measures the bandwidth
 Row = dict[str, Any]
@@ -92,7 +92,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def compare(programs: dict[tuple[str, str], list[str]]) -> list[Row]:
-    """The rows of programs (name, format) -> command, measured in turns."""
+    """Measures the programs, (name, format) -> command, alternately. Returns their rows."""
     with ExitStack() as running:
         workers = {key: running.enter_context(worker(command)) for key, command in programs.items()}
         seconds: dict[tuple[str, str], dict[str, list[float]]] = {
@@ -111,7 +111,7 @@ def compare(programs: dict[tuple[str, str], list[str]]) -> list[Row]:
 
 
 def _limits(worker: "Worker", seconds: dict[str, float], work: str) -> Row:
-    """Tokens per second of a work, of its matrix products, and at the bandwidth limit, as far as known."""
+    """Tokens per second of a work, of its matrix products alone, and at the bandwidth limit; None where unknown."""
     tokens = worker.works[work]
     row = {"tokens_per_s": tokens / seconds[work]}
     if READ in seconds:
@@ -123,7 +123,7 @@ def _limits(worker: "Worker", seconds: dict[str, float], work: str) -> Row:
 
 
 class Worker:
-    """A process that measures works on request, and is suspended in between.
+    """A process that measures works on request, and is suspended between requests.
 
     works: the number of tokens of each work, by name. header: the process's first line, as JSON.
     """
@@ -145,7 +145,7 @@ class Worker:
         return seconds
 
     def _line(self, start: str = "") -> str:
-        """The next line that begins with `start`: libraries print others. Exits if the process has ended."""
+        """The next line that begins with `start`; lines that libraries print are skipped. Exits if the process has ended."""
         assert self._process.stdout is not None
         for line in self._process.stdout:
             if line.startswith(start):
@@ -155,7 +155,8 @@ class Worker:
 
 @contextmanager
 def worker(command: list[str]) -> Iterator[Worker]:
-    """The command as a Worker, which ends with the block. Ours spins as generate.py does: see kernels/machine/threads.py."""
+    """Runs the command as a Worker, which ends with the block. Our threads spin as in generate.py
+    (kernels/machine/threads.py)."""
     environment = {"GOMP_SPINCOUNT": threads.SPINS} | os.environ if command[0] == sys.executable else None
     with subprocess.Popen(command, cwd=hardware.ROOT, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                           text=True) as process:
@@ -166,7 +167,7 @@ def worker(command: list[str]) -> Iterator[Worker]:
 
 
 def _programs(args: argparse.Namespace, folder: Path, width: str, dtype: str) -> dict[tuple[str, str], list[str]]:
-    """The commands of all programs of a width, ours first."""
+    """The commands of all programs that have this width of weights, timemix first."""
     sizes = [",".join(map(str, args.batch)), str(args.prompt)]
     files = {("timemix", dtype): (dtype, "model.pth")}
     if args.generation == "rwkv7" and width in IN_BLOCKS:
@@ -185,7 +186,7 @@ def _programs(args: argparse.Namespace, folder: Path, width: str, dtype: str) ->
 
 
 def answer(checkpoint: Path, dtype: str, batches: list[int], prompt: int) -> None:
-    """Our side of a Worker: its header, then mean seconds for each line "SECONDS WORK" of standard input."""
+    """Runs in timemix's Worker process: prints the header, then mean seconds for each line "SECONDS WORK" of standard input."""
     keep_large_blocks()
     torch.set_num_threads(min(THREADS, torch.get_num_threads()))
     began = time.perf_counter()
@@ -216,7 +217,7 @@ def decode_name(B: int) -> str:
 
 
 def step_bytes(model: RWKV, dtype: str, B: int) -> float:
-    """The bytes that a step of B rows must read: all weights except the embedding, of which it reads B rows, and the state."""
+    """The bytes that a step of B rows must read: the state, B rows of the embedding, and all other weights."""
     if dtype == BLOCKS:
         matrices = sum(layer.packed.nbytes() for layer in model.modules() if isinstance(layer, BlockLinear))
         return matrices + sum(4 * weight.numel() for weight in model.parameters()) + model.empty_state(B).nbytes()
@@ -273,14 +274,14 @@ def _cells(row: Row) -> list[str]:
 
 
 def _peak_mib() -> float:
-    """The process' peak resident memory in MiB; NaN without /proc. getrusage's would include the parent's."""
+    """The process's peak resident memory in MiB; NaN without /proc. getrusage would include the parent's peak."""
     status = Path("/proc/self/status")
     lines = status.read_text(encoding="ascii").splitlines() if status.exists() else []
     return next((int(line.split()[1]) / 2**10 for line in lines if line.startswith("VmHWM:")), math.nan)
 
 
 def _seconds(function: Callable[[], Any], least: float) -> float:
-    """Mean seconds of a call, over at least that many seconds of calls."""
+    """Mean seconds of a call, over calls that take at least `seconds` together."""
     calls = 0
     began = time.perf_counter()
     while calls == 0 or time.perf_counter() - began < least:
@@ -308,7 +309,7 @@ def _products(model: nn.Module, rows: int) -> Callable[[], None]:
 
 
 def _prefill_products(model: RWKV, rows: int) -> Callable[[], None]:
-    """The same, with the head applied to the last position only."""
+    """Like _products, with the head applied to the last position only."""
     blocks = _products(model.blocks, rows)
     head = _product(model.head, 1)
 
@@ -342,7 +343,7 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--llama", type=program, metavar="PYTHON", help="of an environment with llama-cpp-python")
     parser.add_argument("--rwkv-cpp", type=existing_folder, metavar="FOLDER",
                         help="a checkout of rwkv.cpp with librwkv.so built")
-    parser.add_argument("--json", type=output_file, metavar="FILE", help="write the result here as well")
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="also write the result to this file")
     parser.add_argument("--measure", choices=(*WIDTHS, BLOCKS), help=argparse.SUPPRESS)
     parser.add_argument("--checkpoint", type=path_of, help=argparse.SUPPRESS)
     return parser.parse_args(argv)

@@ -4,12 +4,12 @@ RWKV-7 and RWKV-4, trained for the same time.
 
     stdlib              train.py's default run, with model=tiny and with model=rwkv7_tiny
     --shakespeare FILE  experiment=shakespeare_char on that text, with RWKV-4 and with RWKV-7 of the same width and depth
-    --nanogpt FOLDER    nanoGPT's CPU recipe too, whose time both get (a clone with data/shakespeare_char prepared from the
-                        same text); --precision 32-true: RWKV in float32, as nanoGPT computes on a CPU
+    --nanogpt FOLDER    also nanoGPT's CPU recipe, whose training time both RWKV get. FOLDER is a clone with
+                        data/shakespeare_char prepared from the same text. --precision 32-true: RWKV in float32, like nanoGPT
 
-First two programs train in turns, which gives the ratio of their step times; then each gets as many steps as fit the time of
-the first, and trains to its end with each seed. The last line of standard output is the result as JSON. --json FILE
-keeps its other part, and the commit of each. Not on Windows.
+Two programs first train alternately, which measures the ratio of their step times. Then the first trains for its own number of
+steps, the second for as many as fit in the same time, with each seed. The last line of standard output is the result as JSON.
+--json FILE updates the measured part of FILE and keeps the other, each with its commit. Not on Windows.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from kernels.arguments import Parser, at_least, existing_file, existing_folder
 from kernels.bench.results import output_file
 
 TURN_S, TIMED_STEPS, WARM = 4.0, 300, 6
-STEPS = {"stdlib": 1000, "shakespeare": 2000}       # RWKV-4's, or nanoGPT's if it takes part
+STEPS = {"stdlib": 1000, "shakespeare": 2000}       # steps of RWKV-4, or of nanoGPT if it takes part
 ENDLESS = 1_000_000
 NEVER = ["trainer.val_every=1000000", "trainer.checkpoint_every=1000000"]
 NANOGPT = ["config/train_shakespeare_char.py", "--device=cpu", "--compile=False", "--log_interval=1", "--block_size=64",
@@ -67,7 +67,7 @@ def _seeds(text: str) -> list[str]:
 
 def compare(rwkv4: Sequence[str], rwkv7: Sequence[str], steps: int, seeds: Sequence[str],
             nanogpt: Path | None = None) -> dict[str, Any]:
-    """The loss and bits per byte of each model at its end, the milliseconds of its steps, and their number.
+    """Each model's final loss and bits per byte, milliseconds per step, and number of steps.
 
     nanoGPT, or without it RWKV-4, trains for `steps` steps; the others for as many as fit that time.
     """
@@ -88,7 +88,7 @@ def compare(rwkv4: Sequence[str], rwkv7: Sequence[str], steps: int, seeds: Seque
 
 
 def _step_times(folder: Path, options: dict[str, Sequence[str]]) -> dict[str, float]:
-    """The median milliseconds of a step of both, trained in turns."""
+    """The median milliseconds per step of two programs, trained alternately."""
     first, second = options
     folders = {name: folder / f"timed-{name}" for name in options}
     _turns.beside(train_command(folders[first], *options[first], *_steps(TIMED_STEPS), *NEVER), folder,
@@ -97,7 +97,7 @@ def _step_times(folder: Path, options: dict[str, Sequence[str]]) -> dict[str, fl
 
 
 def _nanogpt_ratio(folder: Path, rwkv4: Sequence[str], nanogpt: Path) -> float:
-    """The time of nanoGPT's step relative to RWKV-4's, trained in turns."""
+    """nanoGPT's step time relative to RWKV-4's, trained alternately."""
     out_dir = folder / "timed-beside-nanogpt"
     printed = _turns.beside(train_command(out_dir, *rwkv4, *_steps(TIMED_STEPS), *NEVER), folder,
                             _nanogpt_command(folder, "0", ENDLESS), nanogpt, TURN_S)
@@ -105,7 +105,7 @@ def _nanogpt_ratio(folder: Path, rwkv4: Sequence[str], nanogpt: Path) -> float:
 
 
 def _nanogpt_command(folder: Path, seed: str, steps: int) -> list[str]:
-    """Its recipe with another seed, for which its train.py has no option; validated at its end, on as much text as ours."""
+    """nanoGPT's recipe with a seed, for which its train.py has no option; validated at the end, on as much text as timemix."""
     return [sys.executable, "-u", "-c", SEEDED, seed, *NANOGPT, f"--max_iters={steps}", f"--lr_decay_iters={steps}",
             f"--eval_interval={steps}", "--eval_iters=150", f"--out_dir={folder / 'nanogpt'}"]
 
@@ -121,7 +121,7 @@ def _steps(steps: int) -> list[str]:
 
 
 def _ms(out_dir: Path) -> float:
-    """The median milliseconds of a step of the run in out_dir."""
+    """The median milliseconds per step of the run in out_dir."""
     import yaml
 
     config = yaml.safe_load((out_dir / "config.yaml").read_text(encoding="utf-8"))

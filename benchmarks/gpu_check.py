@@ -1,17 +1,17 @@
-"""python -m benchmarks.gpu_check OUT [--budget SECONDS] [--only PART,...] [--device cpu]: all checks of a GPU, at once.
+"""python -m benchmarks.gpu_check OUT [--budget SECONDS] [--only PART,...] [--device cpu]: all checks of a GPU.
 
 For a GPU machine that is available for only ten minutes. The parts run in order of value, each in its own process with a time
 limit, and a part that does not fit into the remaining budget is not started. Each measurement is a line of OUT/results.jsonl,
-written at once: a stopped part keeps its measurements. OUT/log.txt has the output of all parts. Several calls with different
---only= add up in one folder.
+written immediately: a stopped part keeps its measurements. OUT/log.txt has the output of all parts. Several calls with
+different --only= add up in one folder.
 
     machine     rates of matrix products and of a copy; the host's time for one operation
-    right       every kernel, fused form and the loss compared with float64, in float32 and bfloat16
+    right       every kernel, every fused layer and the loss compared with float64, in float32 and bfloat16
     train       training steps: tokens/s, host time, launches, peak memory, the longest kernels; in bf16-mixed, float32 and
-                tf32, with CUDA graphs, and without the fused forms
+                tf32, with CUDA graphs, and without the fused layers
     wkv7        forward and backward of every kernel      wkv4    the same for RWKV-4
     decode      a step for 1 to 512 rows and its tokens drawn, in bfloat16, int8, int4 and float32; prefill
-    serve       1, 16 and 64 texts at once: by the engine alone, and for clients of serve.py
+    serve       1, 16 and 64 concurrent requests: by the engine alone, and for clients of serve.py
     resume      a run resumed from a checkpoint is bit-identical to the uninterrupted run
     programs    train.py, generate.py, chat.py, evaluate and serve.py, as a user calls them
     compiled    training steps with trainer.compile=true
@@ -58,8 +58,8 @@ PUBLISHED = (                            # by the authors, for other cards
 
 
 class Part(NamedTuple):
-    """A part of benchmarks/_gpu_parts.py. The limits add up to more than the budget: few parts reach theirs. A trial on a CPU,
-    possibly a busy one, gets PATIENCE times as long."""
+    """A part of benchmarks/_gpu_parts.py. The limits add up to more than the budget: few parts reach their limit. A trial on a
+    CPU, possibly a busy one, gets PATIENCE times as long."""
 
     name: str
     limit_s: float
@@ -71,7 +71,7 @@ PARTS = (Part("machine", 45), Part("right", 80), Part("train", 150), Part("wkv7"
 
 
 class Rows:
-    """The file of results. Each row is on the disk when `add` returns."""
+    """The file of results. Each row is on disk when `add` returns."""
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / RESULTS
@@ -138,7 +138,7 @@ def run_part(part: Part, command: list[str], out: Path, device: str, left_s: flo
 
 
 def ended(command: list[str], limit_s: float, log: BinaryIO) -> str:
-    """How a process ends: ok, its status, or stopped. At its limit its whole process group is killed: a survivor would slow
+    """Waits for a process. Returns ok, its status, or stopped. At the limit its process group is killed: a survivor would slow
     down the next part."""
     process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
                                start_new_session=True)

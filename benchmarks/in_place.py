@@ -1,10 +1,10 @@
 """python -m benchmarks.in_place [--shape SHAPE] [--forms FORM,...] [--repeats N] [--json FILE]: starts from large files.
 
 For each form of a random model in a released shape: the size of the file, seconds from the start of generate.py to its first
-byte, its memory beside the mapped file (the peak of RssAnon, of which importing torch takes 0.15 GiB), and tokens per second
-after the first byte. A form is DTYPE, a .safetensors in it, or DTYPE/pth, a bfloat16 .pth converted to it at each start. They
-take turns with a process that imports torch and reads the largest file, the lower bound; medians are shown. Linux only. The
-last line of standard output is the result as JSON.
+output byte, its memory besides the mapped file (the peak of RssAnon, of which importing torch takes 0.15 GiB), and tokens per
+second after the first byte. A form is DTYPE, a .safetensors in this dtype, or DTYPE/pth, a bfloat16 .pth converted to this
+dtype at each start. These starts alternate with a process that only imports torch and reads the largest file: the lower bound.
+Medians are shown. Linux only. The last line of standard output is the result as JSON.
 """
 
 import os
@@ -31,7 +31,7 @@ FORMS = ("bfloat16", "bfloat16/pth", "int8", "int8/pth", "int4", "int4/pth")
 LOWER_BOUND = "import torch, read"
 PROMPT = "The first thing that"
 NEW_TOKENS = 64
-INTERVAL = 0.01                          # seconds between two looks at a process's memory
+INTERVAL = 0.01                          # seconds between two samples of a process's memory
 GIB = 2**30
 
 
@@ -49,7 +49,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--forms", type=some_of(FORMS), default=FORMS, metavar="FORM,...", help=f"some of {', '.join(FORMS)}")
     parser.add_argument("--repeats", type=at_least(1), default=3, metavar="N")
     parser.add_argument("--tokens", type=at_least(2), default=NEW_TOKENS, metavar="N", help="tokens of each text")
-    parser.add_argument("--folder", type=Path, metavar="FOLDER", help="for the files, which are deleted; default: the system's")
+    parser.add_argument("--folder", type=Path, metavar="FOLDER", help="folder for temporary files; default: the system's")
     parser.add_argument("--json", type=output_file, metavar="FILE")
     args = parser.parse_args(argv)
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
@@ -76,7 +76,7 @@ def _measure(files: dict[str, Path], folder: Path, repeats: int, tokens: int) ->
     largest = max(files.values(), key=lambda file: file.stat().st_size)
     read = [sys.executable, "-c", READ, str(largest), str(largest.stat().st_size)]
     starts = defaultdict(list)
-    for turn in range(repeats + 1):      # the first fills the caches
+    for turn in range(repeats + 1):      # the first start fills the caches
         measured = {LOWER_BOUND: _start(read, folder, 0, 0)}
         for form, file in files.items():
             generate = [sys.executable, "generate.py", f"checkpoint={file}", "tokenizer=world", f"prompt={PROMPT}",
@@ -95,7 +95,7 @@ def _summary(file: Path | None, starts: list[Start]) -> dict[str, float]:
 
 
 def _start(command: list[str], home: Path, echoed: int, tokens: int) -> Start:
-    """Runs a command to its end. echoed: bytes of the prompt that precede its output."""
+    """Runs a command to its end and measures its Start. echoed: bytes of the prompt that precede the generated text."""
     environment = os.environ | {"HOME": str(home)}
     began = time.perf_counter()
     first = last = read = peak = 0.0
@@ -117,7 +117,7 @@ def _start(command: list[str], home: Path, echoed: int, tokens: int) -> Start:
 
 
 def _anonymous(pid: int) -> int:
-    """The bytes of a process's memory that are no file's; 0 once it has ended."""
+    """The bytes of a process's memory that are not mapped from files; 0 once it has ended."""
     try:
         match = re.search(r"RssAnon:\s+(\d+)", Path(f"/proc/{pid}/status").read_text(encoding="utf-8"))
     except OSError:

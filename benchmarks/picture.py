@@ -1,7 +1,8 @@
-"""python -m benchmarks.picture SWEEP [FILE.svg]: the README's picture: one training curve by several kernels, and their times.
+"""python -m benchmarks.picture SWEEP [FILE.svg]: draws the README's picture, one training curve by several kernels and their
+times.
 
 Left: the training loss of each run of a sweep; the curves coincide. Right: milliseconds of WKV, forward and backward,
-of the same kernels, from benchmarks/results/wkv4-cpu.json. The committed picture is of
+of the same kernels, from benchmarks/results/wkv4-cpu.json. The committed picture shows the sweep
 
     python train.py -m experiment=kernel_ablation data=text data.path=tinyshakespeare.txt seed=0 logger=csv out_dir=SWEEP \\
         kernel=reference,conv1d,torch_scan,taichi_v3,taichi_scan,c_v0 trainer.max_steps=200 trainer.val_every=200
@@ -16,7 +17,7 @@ from kernels.bench.results import FOLDER, UnusableFile, read_json
 from kernels.machine.hardware import ROOT
 from rwkv.report import svg, units
 from rwkv.report.page import COLOURS_OF_LINES
-from rwkv.report.reading import Run, read
+from rwkv.report.run_files import Run, read
 
 WIDTH, HEIGHT, HEAD = 980, 330, 30       # of the picture; HEAD: of a caption above a figure
 SHAPE = {"B": 8, "C": 768, "T": 1024}

@@ -1,12 +1,12 @@
 """python -m benchmarks.positions [--contexts T,...] [--widths C,...] [--tokens N,...] [--out FOLDER] [OPTION=VALUE ...]
 
-Loss by position in the context, RWKV-4 and RWKV-7: train.py with each generation, width, context length and number of
-tokens, by the same recipe, 8,192 tokens per step. OPTION=VALUE: further options of train.py for all runs, as data=text
-data.path=FILE. Each run is a folder of --out; a run whose folder has results is not trained again, so that the runs can be
-trained a few at a time.
+Measures the loss by position in the context for RWKV-4 and RWKV-7. train.py runs for each architecture, width, context length
+and number of tokens, with the same recipe and 8,192 tokens per step. OPTION=VALUE: further options of train.py for all runs,
+such as data=text data.path=FILE. Each run is a folder of --out; a run whose folder has results is not trained again, so that
+the runs can be trained a few at a time.
 
-One row per run in --out: the mean nats per token of the validation split's windows, and those at the positions 0, 1, 2 to 3,
-4 to 7, and so on. The last line of standard output is the result as JSON.
+Prints one row per run in --out: the mean nats per token of the validation split's windows, and the means at positions 0, 1, 2
+to 3, 4 to 7, and so on. The last line of standard output is the result as JSON.
 """
 
 import argparse
@@ -33,9 +33,9 @@ from rwkv.errors import UserError
 from rwkv.pretrained import RWKV
 
 STEP_TOKENS = 8192
-READ_TOKENS = 65536                      # of the validation split, at most
-LOSSES = "positions.json"                # in the folder of a run
-CHUNK = 1024                             # rows of logits at once
+READ_TOKENS = 65536                      # tokens of the validation split, at most
+LOSSES = "positions.json"                # file in the folder of a run
+CHUNK = 1024                             # rows of logits computed together
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -51,7 +51,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def measured(out: Path, generation: str, C: int, T: int, tokens: int, options: list[str]) -> dict[str, Any]:
-    """The run's options and its mean nats per token by position; trains it first if its folder has no losses."""
+    """The run's options and its mean nats per token by position. If its folder has no losses, the run is trained first."""
     folder = out / f"{generation}-{C}-{T}-{tokens}"
     losses = folder / LOSSES
     if losses.exists():
@@ -70,7 +70,7 @@ def measured(out: Path, generation: str, C: int, T: int, tokens: int, options: l
 
 @torch.no_grad()
 def losses_by_position(folder: Path, T: int) -> list[float]:
-    """The mean nats of the T positions of the validation split's windows, each from the empty state."""
+    """The mean nats at each of T positions, over the validation split's windows, each starting from the empty state."""
     checkpoint = read_checkpoint(folder)
     assert checkpoint.run is not None
     model = RWKV.from_pretrained(folder)
@@ -86,7 +86,7 @@ def losses_by_position(folder: Path, T: int) -> list[float]:
 
 
 def by_octave(losses: list[float]) -> dict[str, float]:
-    """The means of positions 0, 1, 2 to 3, 4 to 7, and so on."""
+    """The means over the positions 0, 1, 2 to 3, 4 to 7, and so on."""
     means = {}
     first = 0
     while first < len(losses):

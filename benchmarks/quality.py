@@ -1,8 +1,8 @@
 """python -m benchmarks.quality TEXT CHECKPOINT [CHECKPOINT ...] [--tokenizer NAME] [--json FILE]: the cost of quantisation.
 
-Bits per byte of the text under each checkpoint, with its weights in each dtype, and the increase over float32. A chunk has so
-few tokens that it uses the products of generation, which in int4 round their inputs. The last line of standard
-output is the result as JSON.
+Prints bits per byte of the text for each checkpoint in each dtype (a quantised GGUF also in its blocks), and the increase over
+float32. Chunks are so short that they are computed by the same matrix products as decoding, which in int4 round their inputs.
+The last line of standard output is the result as JSON.
 """
 
 from pathlib import Path
@@ -16,7 +16,7 @@ from kernels.bench.text import aligned
 from kernels.machine import hardware
 from kernels.matvec import MOST_ROWS
 from rwkv.checkpoint.files import Checkpoint, read_checkpoint, tokenizer_of
-from rwkv.config import DTYPES
+from rwkv.config import BLOCKS
 from rwkv.errors import UserError
 from rwkv.evaluation import TextScore, count_tokens, score_text
 from rwkv.model.base import n_parameters
@@ -24,12 +24,14 @@ from rwkv.model.operators import operator_for
 from rwkv.pretrained import RWKV, computed_in
 from rwkv.tokenizer.tokenizers import Tokenizer
 
+DTYPES = ("float32", "bfloat16", "int8", "int4")
+
 
 def main(argv: list[str] | None = None) -> None:
     parser = Parser("benchmarks.quality", __doc__)
     parser.add_argument("text", type=existing_file, metavar="TEXT")
     parser.add_argument("checkpoints", nargs="+", type=existing, metavar="CHECKPOINT")
-    parser.add_argument("--tokenizer", type=from_home, metavar="NAME", help="of checkpoints that carry none")
+    parser.add_argument("--tokenizer", type=from_home, metavar="NAME", help="tokenizer of checkpoints that have none")
     parser.add_argument("--json", type=output_file, metavar="FILE")
     args = parser.parse_args(argv)
     read_text(args.text)                 # refused before anything is measured
@@ -48,7 +50,9 @@ def main(argv: list[str] | None = None) -> None:
 def _rows(checkpoint: Checkpoint, tokenizer: Tokenizer, text: Path) -> list[dict[str, Any]]:
     config = checkpoint.config
     parameters = n_parameters(config, checkpoint.vocab_size)
-    by_dtype = {dtype: _bits_per_byte(checkpoint, dtype, tokenizer, text) for dtype in DTYPES}
+    has_blocks = any(tensor.has_blocks() for tensor in checkpoint.weights.stored.values())
+    dtypes = (*DTYPES, BLOCKS) if has_blocks else DTYPES
+    by_dtype = {dtype: _bits_per_byte(checkpoint, dtype, tokenizer, text) for dtype in dtypes}
     return [{"generation": config.generation, "parameters": parameters, "dtype": dtype, "bits_per_byte": bits,
              "more": bits / by_dtype["float32"] - 1} for dtype, bits in by_dtype.items()]
 

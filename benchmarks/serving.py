@@ -1,13 +1,14 @@
 """python -m benchmarks.serving PART [--dtype int8 ...] [--texts 8 32] [--seconds 12] [--shape L,C,V] [--json FILE]
 
-share   streams after their prompts, over HTTP and by the engine alone in turns; the decoder without sampling
-peers   RWKV-7: streams after their prompts, alone and beside one busy process, in turns with llama.cpp's own server on the same
+share   tokens/s of streams after their prompts, over HTTP and by the engine alone, alternately; and of the decoder without
+        sampling
+peers   the same for RWKV-7, on an idle machine and with one busy process, alternating with llama.cpp's server on the same
         weights and requests, if --llama-server names that program (make llama-server); two threads each
 
-The server is `python serve.py` with random weights in RWKV-4's 169M shape (peers: RWKV-7's 0.1b), and a vocabulary of whole
-characters, so that each token is an event (50,304 of them: a World vocabulary has a multiple of 64). The client reads with one
-selector and counts events; its share of a core is printed. Each part takes less than three minutes with these defaults. The
-last line of standard output is the result as JSON.
+The server is `python serve.py` with random weights in RWKV-4's 169M shape (peers: RWKV-7's 0.1b). Its vocabulary consists of
+whole characters, so that each token is an event; it has 50,304 tokens, a multiple of 64 as in a World vocabulary. The client
+reads with one selector and counts events; its CPU use is printed. Each part takes less than three minutes with these defaults.
+The last line of standard output is the result as JSON.
 """
 
 import argparse
@@ -33,7 +34,7 @@ from kernels.bench.results import output_file, publish
 
 ROOT = Path(__file__).parent.parent
 PROMPT = "A prompt of some words, "
-SETTLE_S = 1.0                           # seconds before counting begins
+SETTLE_S = 1.0                           # seconds until counting begins
 VOCABULARY = "vocabulary.txt"
 LLAMA_FORMATS = {"float32": ["F32"], "bfloat16": ["BF16", "F16"], "int8": ["Q8_0"]}
 LLAMA_CONTEXT = 2**15                    # tokens per slot; they cost a recurrent model no memory
@@ -46,7 +47,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def run(parts: Mapping[str, Callable[..., Iterator[dict[str, Any]]]], args: argparse.Namespace, generation: str) -> None:
-    """Measures the part args.part with a random checkpoint of the generation and publishes its rows."""
+    """Measures the part args.part with a random checkpoint of the architecture, and writes its rows."""
     from benchmarks.generation import SHAPES, write_checkpoint  # imports torch, which _serving_engine.py must import later
     from kernels.machine import hardware
 
@@ -96,7 +97,7 @@ class Server:
             os.kill(pid, number)
 
     def resident(self) -> int:
-        """Bytes of both processes, without mapped files."""
+        """The resident bytes of both processes, without mapped files."""
         return sum(1024 * int(line.split()[1]) for pid in self.pids
                    for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("RssAnon"))
 
@@ -213,7 +214,7 @@ def share(checkpoint: Path, dtype: str, args: argparse.Namespace) -> Iterator[di
 
 
 def rate_over_http(server: Server, texts: int, seconds: float, turn: int) -> tuple[float, float]:
-    """Events per second of all streams after their prompts, and the client's share of a core."""
+    """Events per second of all streams after their prompts, and the fraction of a core that the client used."""
     with selectors.DefaultSelector() as selector:
         clients = [Client(server, LONGEST, 1000 * turn + seed) for seed in range(texts)]
         for client in clients:
@@ -236,7 +237,7 @@ def rate_over_http(server: Server, texts: int, seconds: float, turn: int) -> tup
 
 
 def peers(checkpoint: Path, dtype: str, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """All servers of a width are loaded; each is suspended while another is measured. The busy process has turns, too."""
+    """Measures all servers of a width alternately, each without and with a busy process; the other servers are suspended."""
     with ExitStack() as running:
         servers = {("timemix", dtype): running.enter_context(serving(checkpoint, dtype, f"max_rows={max(args.texts)}"))}
         for name in LLAMA_FORMATS[dtype] if args.llama_server else ():
@@ -265,7 +266,7 @@ def peers(checkpoint: Path, dtype: str, args: argparse.Namespace) -> Iterator[di
 
 
 def gguf_of(checkpoint: Path, name: str) -> Path:
-    """The checkpoint with its vocabulary in llama.cpp's format."""
+    """The path of the checkpoint and its vocabulary, converted to GGUF."""
     from benchmarks.generation import GGUF
     from rwkv.pretrained import RWKV
     from rwkv.tokenizer.tokenizers import Tokenizer
@@ -283,13 +284,13 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("part", choices=PARTS)
     parser.add_argument("--texts", nargs="+", type=at_least(1), default=[8, 32], metavar="N")
     parser.add_argument("--seconds", type=above_zero, default=12, metavar="S",
-                        help="of each of HTTP and the engine alone, over all turns")
+                        help="measured seconds of HTTP, and of the engine alone, over all turns")
     parser.add_argument("--turns", type=at_least(1), default=3, metavar="N")
     return parsed(parser, argv)
 
 
 def parsed(parser: Parser, argv: list[str] | None) -> argparse.Namespace:
-    """The arguments, with the common ones of the server's benchmarks."""
+    """The parsed arguments; adds those that both server benchmarks share."""
     parser.add_argument("--dtype", nargs="+", default=["int8"], choices=("float32", "bfloat16", "int8"))
     parser.add_argument("--shape", type=sizes_of("L,C,V"), metavar="L,C,V", help="layers, width, vocabulary")
     parser.add_argument("--llama-server", type=program, metavar="PROGRAM", help="llama.cpp's own server (make llama-server)")

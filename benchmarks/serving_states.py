@@ -1,12 +1,12 @@
 """python -m benchmarks.serving_states PART [--dtype int8 ...] [--turns 5] [--seconds 60] [--shape L,C,V] [--json FILE]
 
-first     the first token after 0, 1,000 and 20,000 tokens (--tokens) and a short question: prefilled, from the prefix cache,
-          from a state's id, and from its file after a restart (states_dir=); medians of turns. With --llama-server PROGRAM also
-          llama.cpp's own server on the same weights: prefilled, cached in its slot, and from a saved slot, before and after a
-          restart
-load      64 clients (--clients) that connect, stream and leave: a third hang up in the middle, half continue states or have a
-          schema, or both; in turns with the same load without states and schemas. Errors, tokens per second, fairness (Jain's
-          index of the rates of complete streams), and memory at the start, in the middle and at the end
+first     time to the first token after a context of 0, 1,000 and 20,000 tokens (--tokens) and a short question. The context is
+          prefilled, in the prefix cache, a state by its id, or a state's file after a restart (states_dir=); medians of turns.
+          With --llama-server PROGRAM also llama.cpp's server on the same weights: prefilled, cached in a slot, and from a saved
+          slot, before and after a restart
+load      64 clients (--clients) that connect, stream and leave: a third hang up in the middle, half continue a state, have a
+          schema, or both. It alternates with the same load without states and schemas. Prints errors, tokens per second,
+          fairness (Jain's index of the rates of complete streams), and memory at the start, in the middle and at the end
 
 The server is `python serve.py` with random weights in RWKV-7's 0.1b shape, each token an event, as in benchmarks/serving.py.
 The last line of standard output is the result as JSON.
@@ -42,10 +42,10 @@ from benchmarks.serving import (
 from kernels.arguments import Parser, above_zero, at_least
 
 QUESTION = 8                             # tokens after the context
-STATES = 8                               # that the clients of `load` continue
+STATES = 8                               # states that the clients of `load` continue
 HANG_UP = 0.3                            # share of clients
 MIB = 2**20
-LONG = {"type": "json_schema", "json_schema": {"name": "numbers", "schema": {        # longer than any text here
+LONG = {"type": "json_schema", "json_schema": {"name": "numbers", "schema": {        # longer than any prompt here
     "type": "array", "items": {"type": "integer"}, "minItems": 400}}}
 WAYS = ("read anew", "prefix cache", "state", "state after a restart")
 
@@ -79,7 +79,7 @@ def first_token(server: Server, prompt: list[int], **more: Any) -> float:
 
 
 class Texts:
-    """Random ids: none is the beginning of another."""
+    """Generates prompts of random ids, none of which is a prefix of another."""
 
     def __init__(self, vocabulary: int) -> None:
         self._chance = random.Random(0)
@@ -109,7 +109,7 @@ def first(checkpoint: Path, dtype: str, args: argparse.Namespace) -> Iterator[di
                     times["state", n].append(first_token(server, texts(QUESTION), state=states[n][turn]))
     with serving(checkpoint, dtype, *options) as server:
         first_token(server, texts(QUESTION))
-        for turn in range(args.turns):           # each is read from its file once
+        for turn in range(args.turns):           # reads each state from its file once
             for n, ids in states.items():
                 times["state after a restart", n].append(first_token(server, texts(QUESTION), state=ids[turn]))
     yield from _table("timemix", dtype, lengths, times)
@@ -119,7 +119,7 @@ def first(checkpoint: Path, dtype: str, args: argparse.Namespace) -> Iterator[di
 
 def _first_of_llama(program: Path, weights: Path, name: str, lengths: list[int], turns: int,
                     texts: Texts) -> Iterator[dict[str, Any]]:
-    """llama.cpp saves a state as a slot's file: the slot is restored, and the prompt that it contains is sent again."""
+    """Measures llama.cpp, which saves states as slot files: the slot is restored, and the same prompt is sent again."""
     times: dict[tuple[str, int], list[float]] = defaultdict(list)
     folder = weights.with_name(f"slots-{name}")
     folder.mkdir()
@@ -156,7 +156,7 @@ def _first_of_llama(program: Path, weights: Path, name: str, lengths: list[int],
 
 
 def _table(of: str, dtype: str, lengths: list[int], seconds: dict[tuple[str, int], list[float]]) -> Iterator[dict[str, Any]]:
-    """Prints milliseconds, and in brackets the ratio to the first token without a context."""
+    """Prints milliseconds to the first token, and in brackets their ratio to the case without a context."""
     empty = median(seconds["read anew", 0])
     print(f"\n{of}, {dtype}: milliseconds to the first token, and as a multiple of that after 0 tokens")
     print(f"{'tokens before':24}" + "".join(f"{n:>18,}" for n in lengths))
@@ -188,7 +188,7 @@ def load(checkpoint: Path, dtype: str, args: argparse.Namespace) -> Iterator[dic
     for mixed, clients in ended_clients.items():
         wrong = [client for client in clients if client.status != b"200"
                  or (client.hang_up_after is None and not client.finished)]
-        # from the request on: a slow client may read all events of a stream at once
+        # measured from the request, since a slow client may read all events of a stream together
         finished = [client for client in clients if client.finished and client.n >= 32]
         rates = [len(client.times) / (client.times[-1] - client.began) for client in finished]
         row = {"dtype": dtype, "load": "states, schemas, streams, hang-ups" if mixed else "streams, hang-ups",
@@ -204,13 +204,14 @@ def load(checkpoint: Path, dtype: str, args: argparse.Namespace) -> Iterator[dic
 
 
 def jain(rates: list[float]) -> float:
-    """Jain's index of fairness: 1 if all are equal, 1 / n if one has everything."""
+    """Jain's index of fairness of n rates: 1 if all are equal, 1 / n if all but one are 0."""
     return sum(rates) ** 2 / (len(rates) * sum(rate * rate for rate in rates))
 
 
 def _run_load(server: Server, n_clients: int, seconds: float, chance: random.Random,
               states: list[str]) -> tuple[float, list[Client]]:
-    """The tokens per second during these seconds, and all clients. During that time n_clients are connected at any moment.
+    """Runs n_clients concurrent clients for these seconds, replacing those that leave. Returns tokens per second and all
+    clients.
 
     states: those that half of the clients continue; without any there are no schemas either.
     """
@@ -232,7 +233,7 @@ def _run_load(server: Server, n_clients: int, seconds: float, chance: random.Ran
 def _client(server: Server, seed: int, chance: random.Random, states: list[str]) -> Client:
     n = chance.randint(8, 128)
     hang_up = chance.randint(1, max(1, n // 2)) if chance.random() < HANG_UP else None
-    kind = chance.random()               # drawn for both loads, to make them alike
+    kind = chance.random()               # drawn for both loads, so that their random numbers agree
     state = chance.randrange(STATES)
     more: dict[str, Any] = {}
     if states and kind < 0.35:

@@ -1,16 +1,16 @@
 """python -m benchmarks.speculation [--shapes L,C,V ...] [--dtypes int8,...] [--json FILE]
 python -m benchmarks.speculation --draft TEXT CHECKPOINT DRAFT [--dtypes int8,...] [--tokenizer NAME] [--json FILE]
 
-Speculative decoding on a CPU, as by draft=.
+Measures speculative decoding on a CPU, as the option draft= does it.
 
-Without --draft: the time of a pass that reads 1, 4, 5 or 8 tokens of one sequence ahead, with the logits and the state after
-each, by default at the 1.5b and 7.2b shapes with random weights. Two and four layers are timed in turns, from which the pass
-of all layers is extrapolated. `cost` is the time of each further token as a share of a step: PASS_COST of
+Without --draft: the time of a pass over 1, 4, 5 or 8 proposed tokens of one sequence, with the logits and the state after each
+token, by default at the 1.5b and 7.2b shapes with random weights. Models of two and four layers are timed alternately, and the
+time of all layers is extrapolated. `cost` is the additional time per token, relative to a step: PASS_COST of
 rwkv/generation/speculation.py.
 
-With --draft: tokens per second with a draft (ngram, or a checkpoint) and without, in turns, at temperature 0 and 1, of
-continuations of pieces of TEXT; the share of proposed tokens that were accepted, and tokens per pass. If the draft changes a
-text, the program fails. A pair to measure, trained on the standard library:
+With --draft: tokens per second of continuing pieces of TEXT, with a draft (ngram, or a checkpoint) and without, alternately, at
+temperatures 0 and 1; the fraction of proposed tokens that were accepted, and tokens per pass. If the draft changes the
+generated text, the program fails. Two models to measure, trained on the standard library:
 
     python train.py model=rwkv7_tiny model.n_layer=8 model.n_embd=512 trainer.max_tokens=8000000 out_dir=runs/target
     python train.py model=rwkv7_tiny model.n_layer=4 model.n_embd=192 trainer.max_tokens=8000000 out_dir=runs/draft
@@ -55,7 +55,7 @@ DTYPES = ("bfloat16", "int8", "int4")
 TOKENS = (1, 4, 5, 8)                    # of a pass
 LAYERS = (2, 4)                          # timed
 BUDGET_S = 3.0                           # of each pass
-PROMPT, WRITTEN = 128, 128               # tokens of a prompt and of its continuation
+PROMPT, WRITTEN = 128, 128               # tokens of a prompt, and of its continuation
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -72,13 +72,13 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--shapes", nargs="+", type=sizes_of("L,C,V"), default=SHAPES, metavar="L,C,V")
     parser.add_argument("--dtypes", type=some_of(DTYPES), default=DTYPES, metavar="DTYPE,...")
     parser.add_argument("--tokenizer", type=from_home, metavar="NAME", help="of checkpoints without one")
-    parser.add_argument("--prompts", type=at_least(1), default=10, metavar="N", help="pieces of the text; default 10")
+    parser.add_argument("--prompts", type=at_least(1), default=10, metavar="N", help="number of pieces of TEXT; default 10")
     parser.add_argument("--json", type=output_file, metavar="FILE")
     return parser.parse_args(argv)
 
 
 def measure_passes(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """A row for each shape and dtype: milliseconds by the number of tokens, and the share that each further token adds."""
+    """A row for each shape and dtype: milliseconds by the number of tokens, and `cost`, the time of an additional token."""
     rows = []
     for L, C, V in args.shapes:
         for dtype in args.dtypes:

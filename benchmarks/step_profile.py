@@ -1,19 +1,19 @@
 """python -m benchmarks.step_profile [--generation NAME,...] [--optim NAME,...] [--precision NAME,...] [--shape L,C,B,T,V]
 
-The time of a training step, by part and by operation. Without options: both generations, adamw, muon and normuon, in
-32-true and, on a CPU with products of bfloat16, bf16-mixed, in the shape of `make train`: 4 layers, 192 wide, 8 windows of 128,
-2,048 tokens of vocabulary.
+Measures the time of a training step, by part and by operation. Default: both architectures; adamw, muon and normuon; 32-true
+and, on a CPU with fast bfloat16 products, bf16-mixed; the shape of `make train`: 4 layers, 192 wide, 8 windows of 128 tokens, a
+vocabulary of 2,048.
 
     parts       forward (all blocks), loss (the head with its loss and gradients), backward (through the blocks), optimiser
                 (clipping, step): milliseconds, medians of --steps bare steps (no Lightning, loader, log or checkpoint)
-    products    the matrix products; in the optimiser those of muon and normuon
+    products    matrix products; in the part optimiser, those of muon and normuon
     wkv         the operator
     norm        LayerNorm; the norm of RWKV-7's heads is fused, and counts as pointwise
     pointwise   elementwise operations, and the fused C forms (mixes, gates, ReLU^2)
     other       copies, casts, sums, the embedding, the softmax of the loss, AdamW
     between     Python, autograd and PyTorch's dispatch: time outside of operations
 
-The shares are from PyTorch's profiler, which overstates small operations and the time between them. The
+The shares are measured with PyTorch's profiler, which overstates small operations and the time between them. The
 last line of standard output is the result as JSON.
 """
 
@@ -44,7 +44,7 @@ from rwkv.config import GENERATIONS, ModelConfig, OptimConfig
 from rwkv.training.device import dtype_for
 from rwkv.training.optim.optimisers import OPTIMISERS
 
-SHAPE = (4, 192, 8, 128, 2048)           # model=tiny's and the defaults of data
+SHAPE = (4, 192, 8, 128, 2048)           # the shape of model=tiny and the defaults of data
 PRECISIONS = ("32-true", "bf16-mixed")
 OPTIMS = ("adamw", "muon", "normuon")
 PARTS = ("forward", "loss", "backward", "optimiser")
@@ -72,7 +72,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _precisions(args: argparse.Namespace) -> list[str]:
-    """The named ones, else those for which the CPU has products; prints which are skipped."""
+    """The given precisions; by default, those with fast products on this CPU. Prints the skipped ones."""
     if args.precision:
         return list(args.precision)
     slow = {precision: why_slow(dtype_for(precision), torch.device("cpu")) for precision in PRECISIONS}
@@ -83,7 +83,7 @@ def _precisions(args: argparse.Namespace) -> list[str]:
 
 
 def measure(generation: str, optim: str, precision: str, shape: tuple[int, ...], steps: int) -> Report:
-    """ms of each part, and the share of each kind of operation in the step, by part."""
+    """Milliseconds of each part, and the fraction of the step that each kind of operation takes, by part."""
     L, C, B, T, V = shape
     config = ModelConfig(generation=generation, n_layer=L, n_embd=C, ctx_len=T)
     dtype = dtype_for(precision)
@@ -123,7 +123,8 @@ def clocked(run: Step, steps: int) -> dict[str, float]:
 
 
 def profiled(run: Step) -> Times:
-    """The time of each operation in PROFILED steps, without operations that it calls. Operations inside WKV count as WKV."""
+    """The time of each operation in PROFILED steps, excluding the operations that it calls. Operations inside WKV count as
+    WKV."""
     def part(name: str) -> record_function:
         return record_function(PART + name)
 
@@ -180,7 +181,7 @@ def kind_of(name: str) -> str:
 
 
 def as_text(report: Report) -> str:
-    """The step as a table: a line per part and one for all."""
+    """The step as a table: a line per part, and a line for the sum."""
     ms = report["ms"]
     shares = report["shares"]
     total = {kind: sum(shares[part][kind] for part in PARTS) for kind in KINDS}
@@ -205,7 +206,7 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    if sys.platform == "linux" and not threads.settings():       # torch reads it when it is imported; train.py sets it
+    if sys.platform == "linux" and not threads.settings():       # as train.py does; torch reads it when it is imported
         os.execve(sys.executable, [sys.executable, "-m", "benchmarks.step_profile", *sys.argv[1:]],
                   {**os.environ, "GOMP_SPINCOUNT": threads.SPINS})
     run_program(main)

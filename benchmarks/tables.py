@@ -1,7 +1,7 @@
 """python -m benchmarks.tables: writes the tables of docs/benchmarks.md from benchmarks/results/.
 
-In the page, this program owns the lines between <!-- NAME: measured --> and <!-- end of NAME: measured -->. The functions that
-benchmarks call, too, have a parameter `table`, which lays out the rows: markdown for the page, or aligned for a terminal.
+This program replaces the page's lines between <!-- NAME: measured --> and <!-- end of NAME: measured -->. Benchmarks also call
+some of the functions here; their parameter `table` formats the rows, as markdown for the page or aligned for a terminal.
 """
 
 import sys
@@ -35,7 +35,7 @@ def caption(report: Report) -> str:
 
 
 def generation(report: Report) -> str:
-    """Tokens per second per task and width of the weights: ours, its shares of both limits, and the best of each peer."""
+    """Tokens per second by task and weight width: timemix's, its percentages of the two limits, and each peer's best."""
     peers = list(dict.fromkeys(row["of"] for row in report["rows"] if row["of"] != "timemix"))
     table = [["tokens/s", "dtype", "timemix", "of the read bandwidth", "of the matrix products", *peers, "first token s",
               "peak MiB"]]
@@ -51,13 +51,13 @@ def generation(report: Report) -> str:
 
 
 def _best(rows: list[Report]) -> str:
-    """The fastest of a peer's formats of a width, with its name; empty if there is none."""
+    """The speed and name of a peer's fastest format at a weight width; empty if it has none."""
     best = max(rows, key=lambda row: float(row["tokens_per_s"]), default=None)
     return f"{best['tokens_per_s']:.0f} ({best['dtype']})" if best else ""
 
 
 def training(report: Report) -> str:
-    """A step in train.py, the same step bare and its matrix products alone, and the benchmark's other parts."""
+    """Tables of a training step: in train.py, bare, and its matrix products alone; and the benchmark's other parts."""
     table = [["6 layers, 384 wide, V 8192, 4 x 512 tokens", "tokens/s", "of the matrix products", "ms a step", "around a step"]]
     for part, name in STEPS.items():
         if part in report:
@@ -75,7 +75,7 @@ AROUND = ("Around a step: the time that train.py takes beyond the bare step, mea
 
 
 def _earlier(report: Report) -> str:
-    """The commits of the parts that the last measurement left unchanged."""
+    """The commits of the parts that were not measured last."""
     commits = {name: commit for name, commit in report.get("commits", {}).items() if commit != report["machine"]["commit"]}
     return "From earlier commits: " + ", ".join(f"{name} {commit}" for name, commit in commits.items()) + "." if commits else ""
 
@@ -97,7 +97,7 @@ def _head(report: Report) -> str:
 
 
 def serving(report: Report, table: Callable[..., str] = markdown) -> str:
-    """Tokens per second of streams after their prompts, on a quiet machine and beside a busy process."""
+    """Tokens per second of streams after their prompts, on an idle machine and with one busy process."""
     rows = [[row["of"], row["dtype"], f"{row['texts']}", f"{row['quiet']:.0f}", f"{row['busy']:.0f}"] for row in report["rows"]]
     return table([["server", "dtype", "texts", "tokens/s", "beside a busy process"], *rows], left=2)
 

@@ -1,8 +1,8 @@
 """python -m benchmarks.tokenization [--text FILE] [--neox FILE.json] [--peers PYTHON] [--strings N] [--json FILE]
 
-Compares our tokenizers with other libraries. First the ids of N random strings are compared; then encoding and decoding of one
-text are timed in turns, and the medians shown. The exit status is 1 if any ids differ. PyPI's `rwkv` runs in the environment
-of `make peers`. The last line of standard output is the result as JSON.
+Compares timemix's tokenizers with other libraries. First the ids of N random strings are compared; then encoding and decoding
+of one text are timed alternately, and medians shown. The exit status is 1 if any ids differ. PyPI's `rwkv` runs in the
+environment of `make peers`. The last line of standard output is the result as JSON.
 """
 
 import argparse
@@ -32,7 +32,7 @@ from rwkv.tokenizer.tokenizers import ByteTokenizer, CharTokenizer, JsonTokenize
 
 PEERS = Path(__file__).parent.parent / ".venv-peers" / "bin" / "python"
 PEER = Path(__file__).with_name("_rwkv_tokenizer.py")    # run with -E: PYTHONPATH would make `import rwkv` find our package
-STDLIB_CHARACTERS = 1_000_000            # of the standard library, the default text
+STDLIB_CHARACTERS = 1_000_000            # bytes of the standard library's sources: the default text
 BPE_SIZE = 8192
 
 Peer = Callable[[Any], Any]              # peer(request) -> answer, see _rwkv_tokenizer.py
@@ -90,7 +90,7 @@ def _compared(ids: list[list[int]], peer_ids: list[list[int]]) -> dict[str, int]
 
 
 def _work(ours: dict[str, Tokenizer], libraries: dict[str, Any], peer: Peer | None, text: str) -> Work:
-    """Per program and pass, a function that processes the whole text once."""
+    """For each program and direction (encode, decode), a function that processes the whole text once."""
     work: Work = {}
     for name, tokenizer in ours.items():
         _add(work, f"ours, {name}", tokenizer.encode, tokenizer.decode, text, tokenizer.encode(text))
@@ -130,7 +130,7 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
                         help="a `tokenizers` JSON file, such as 20B_tokenizer.json")
     parser.add_argument("--peers", type=program, default=PEERS, metavar="PYTHON", help="of an environment with PyPI's rwkv")
     parser.add_argument("--strings", type=at_least(1), default=10_000, metavar="N")
-    parser.add_argument("--json", type=output_file, metavar="FILE", help="write the result here as well")
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="also write the result to this file")
     return parser.parse_args(argv)
 
 

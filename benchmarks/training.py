@@ -1,19 +1,18 @@
 """python -m benchmarks.training [--only NAME,...] [--losses STEPS] [--json FILE]
 
-The time of a training step in train.py, of the same step bare (no Lightning, loader, log or checkpoint) and of its matrix
-products alone, in turns; medians.
+Measures a training step in train.py, the same step bare (no Lightning, loader, log or checkpoint), and its matrix products
+alone, alternately; medians are shown.
 
     float32, bfloat16          6 layers, 384 wide, 8192 tokens of vocabulary, 4 windows of 512 (not on Windows)
-    rwkv7_float32, rwkv7_bfloat16      the same of RWKV-7
+    rwkv7_float32, rwkv7_bfloat16      the same for RWKV-7
     losses, rwkv7_losses       with --losses STEPS: the loss after that many of these steps, in float32 and bf16-mixed; tens of
                                minutes
     head                       the peak memory of a step with 65,536 tokens of vocabulary, with and without the chunked loss
 
-On a CPU without products of bfloat16, which would take hundreds of times as long, the bfloat16 parts are skipped unless
---only names them.
-`around_a_step` is the time of a step between two checkpoints, plus a checkpoint's time spread over 500 steps, less the bare
-step; noise can make it negative. The last line of standard output is the result as JSON. --json FILE keeps its
-other parts, and the commit of each part.
+On a CPU without fast bfloat16 products, which would take hundreds of times as long, the bfloat16 parts are skipped unless
+--only names them. `around_a_step` is the time of a step between two checkpoints, plus 1/500 of a checkpoint's time, minus the
+bare step; noise can make it negative. The last line of standard output is the result as JSON. --json FILE updates the measured
+parts of FILE and keeps the others, each with its commit.
 """
 
 import argparse
@@ -83,7 +82,7 @@ def throughput(generation: str, precision: str, scratch: Path) -> Report:
 
 def _step_times(out_dir: Path) -> Report:
     ms = {int(row["step"]): 1000 * TOKENS / float(row["tok_per_sec"]) for row in metrics(out_dir) if row["tok_per_sec"]}
-    steps = [ms[step] for step in ms if step > WARM and (step - 1) % SAVED_EVERY]    # a step includes the save before it
+    steps = [ms[step] for step in ms if step > WARM and (step - 1) % SAVED_EVERY]    # a step's time includes the save before it
     saves = [ms[step] for step in ms if step > WARM and not (step - 1) % SAVED_EVERY]
     return {"step": median(steps), "saving": (median(saves) - median(steps)) / TrainerConfig().checkpoint_every}
 
@@ -99,7 +98,7 @@ def losses(steps: int, generation: str, scratch: Path) -> Report:
 
 
 def train(out_dir: Path, *options: str) -> list[dict[str, str]]:
-    """Trains a run and returns the rows of its metrics.csv. It becomes runs/latest of its folder."""
+    """Trains a run and returns the rows of its metrics.csv. The run becomes runs/latest of its folder."""
     out_dir.parent.mkdir(parents=True, exist_ok=True)
     _turns.alone(train_command(out_dir, *options), out_dir.parent)
     return metrics(out_dir)
@@ -122,7 +121,7 @@ def metrics(out_dir: Path) -> list[dict[str, str]]:
 
 
 def _middle_of_three(*arguments: str) -> Any:
-    """The run with the median peak of three: a process may need a fifth more memory than another."""
+    """The result with the median peak of three, because the memory of a process varies by a fifth."""
     runs = [json.loads(_turns.alone(_job_command(*arguments), ROOT).splitlines()[-1]) for _ in range(3)]
     return sorted(runs, key=lambda run: float(run["peak_mb"]))[1]
 

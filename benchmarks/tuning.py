@@ -1,11 +1,11 @@
-"""Full, LoRA and state tuning of a small RWKV-7 on a verifiable rule: python -m benchmarks.tuning --out FOLDER.
+"""Tunes a small RWKV-7 on a verifiable rule with full, LoRA and state tuning: python -m benchmarks.tuning --out FOLDER.
 
-A question is six words of a list of 500, and the answer is the third of them in capitals. The base model is trained here on
+A question is six words of a list of 500, and the answer is the third of them in capitals. The base model is first trained on
 questions of one to six words: in half of them a system message gives the position of the answer ("System: third"), in the
-others it is random. So it follows the instruction, and without one it knows how to copy, but not which word. A base in
-FOLDER/base/ is reused. Printed before and after each tuning: the exact matches on 100 unseen questions with the same words and
-on 50 with other words, both without a system message; and wall time, trained values and peak memory of the training process.
-The last line of standard output is the result as JSON.
+others the position is random. So the base follows the instruction, and without one it copies a word, but does not know which. A
+base in FOLDER/base/ is reused. Printed before and after each tuning: exact matches on 100 unseen questions with the same words
+and on 50 with other words, both without a system message; and wall time, trained values and peak memory of the training
+process. The last line of standard output is the result as JSON.
 """
 
 import json
@@ -33,7 +33,7 @@ Conversation = list[dict[str, str]]
 
 
 def words(count: int, seed: int) -> list[str]:
-    """Words of two syllables, all different."""
+    """Distinct words of two syllables."""
     chance = random.Random(seed)
     result: dict[str, None] = {}
     while len(result) < count:

@@ -1,11 +1,11 @@
-"""Memory of full, LoRA and state tuning, with frozen weights in four dtypes: planned and measured.
+"""Compares planned and measured memory of full, LoRA and state tuning, with frozen weights in four dtypes.
 
     python -m benchmarks.tuning_memory --out FOLDER [--shapes 0.1b] [--ways full lora state] [--bases float32 int4]
 
 The weights are random, in bfloat16 and in the shapes of the released RWKV-7 models; the text is conversations of random words.
-Each run is a train.py process. Printed are its plan's figure, and the peak of its resident set (Linux's accounting), with the
-program, the libraries and the mapped part of the weights' file. program_gb is the plan's figure for program and libraries,
-before the model is loaded. The last line of standard output is the result as JSON.
+Each run is a train.py process. Printed are the memory that its plan states, and the peak of its resident set (Linux's
+accounting), which includes the program, the libraries and the mapped part of the weights file. program_gb is the plan's figure
+for the program and libraries before the model is loaded. The last line of standard output is the result as JSON.
 """
 
 import itertools
@@ -23,13 +23,13 @@ from kernels.bench.results import check_folder, output_file, publish
 from kernels.machine import hardware
 
 SHAPES, WAYS = ("0.1b", "0.4b", "1.5b"), ("full", "lora", "state")
-BASES = ("float32", "bfloat16", "int8", "int4")          # of frozen weights
+BASES = ("float32", "bfloat16", "int8", "int4")          # dtypes of frozen weights
 VOCABULARY = 65536
 OPTIONS = ("data=chat", "data.path=talks.jsonl", "data.tokenizer=world", "data.cache_dir=cache",
            "trainer=cpu", "trainer.precision=32-true", "trainer.max_steps=2", "trainer.log_every=1", "trainer.sample_every=0",
            "trainer.sample_tokens=0", "data.val_fraction=0.01", "trainer.keep_last=1", "logger=csv",
            "trainer.val_tokens=100")
-# In its own process: this one's peak memory would count as its children's.
+# In a separate process, because a child's peak memory includes its parent's at the fork.
 RANDOM_WEIGHTS = """
 import sys, torch, yaml
 from rwkv.config import ModelConfig
@@ -47,7 +47,7 @@ def write_weights(shape: str, path: Path) -> None:
 
 
 def run(folder: Path, *options: str) -> tuple[float, float, float, float]:
-    """The plan's figure, its share of program and libraries, and the peak, in GB; and processor seconds."""
+    """The planned memory, its part for program and libraries, and the measured peak, in GB; and processor seconds."""
     process = subprocess.Popen([sys.executable, str(ROOT / "train.py"), *OPTIONS, *options], cwd=folder, text=True,
                                stderr=subprocess.PIPE)
     assert process.stderr is not None
@@ -61,7 +61,7 @@ def run(folder: Path, *options: str) -> tuple[float, float, float, float]:
 
 
 def gigabytes(line: str, output: str) -> float:
-    """The number at {} in a line of the plan."""
+    """The number in a line of the plan at the {} of `pattern`."""
     match = re.search(line.format(r"([\d.,]+) (GB|MB)"), output)
     assert match, output
     return float(match[1].replace(",", "")) * (1 if match[2] == "GB" else 1e-3)
@@ -69,7 +69,7 @@ def gigabytes(line: str, output: str) -> float:
 
 def main() -> None:
     parser = Parser("benchmarks.tuning_memory", (__doc__ or "").split(":")[0])
-    parser.add_argument("--out", type=path_of, required=True, metavar="FOLDER", help="a folder, where the weights stay")
+    parser.add_argument("--out", type=path_of, required=True, metavar="FOLDER", help="for results; weights in it are reused")
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES[:1]))
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--bases", nargs="+", choices=BASES, default=list(BASES))

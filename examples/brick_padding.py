@@ -1,7 +1,7 @@
-"""A brick wall out of one brick: python examples/brick_padding.py [FILE.png] [--kernel NAME]
+"""Draws a brick wall from one brick: python examples/brick_padding.py [FILE.png] [--kernel NAME]
 
 Paints a brick of changing colours, 32 x 48 pixels, and pads it by 128 on each side, as the first example of the Taichi
-documentation's page "Accelerate PyTorch with Taichi" does. Needs nothing that the kernels do not.
+documentation's page "Accelerate PyTorch with Taichi" does. Has no requirements besides those of the kernels.
 """
 
 import argparse
@@ -33,7 +33,7 @@ def main() -> None:
 
 
 def brick() -> Tensor:
-    """(3, HEIGHT, WIDTH), uint8: red grows to the right, green downwards, blue falls; the last row and column are mortar."""
+    """One brick, (3, HEIGHT, WIDTH) uint8: red grows to the right, green downwards, blue falls; last row and column: mortar."""
     down, right = torch.linspace(0, 1, HEIGHT)[:, None], torch.linspace(0, 1, WIDTH)
     colours = torch.stack(torch.broadcast_tensors(0.5 + 0.5 * right, 0.2 + 0.6 * down, 0.8 - 0.6 * right * down))
     colours[:, -1], colours[:, :, -1] = 0.9, 0.9
@@ -44,7 +44,7 @@ def png(image: Tensor) -> bytes:
     """A (3,H,W) uint8 image as a PNG file (PNG specification, third edition): header, pixels, end."""
     _, height, width = image.shape
     rows = torch.cat((torch.zeros(height, 1, dtype=torch.uint8), image.permute(1, 2, 0).reshape(height, -1)), dim=1)
-    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)       # 8 bits a colour, RGB; a row's first byte: no filter
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)       # 8 bits per colour, RGB; no filter
     pixels = zlib.compress(rows.numpy().tobytes())
     return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", pixels) + chunk(b"IEND", b"")
 

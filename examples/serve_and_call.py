@@ -1,4 +1,4 @@
-"""Serves a checkpoint in a process of its own, and calls it by OpenAI's client: an answer, and a stream.
+"""Starts a server for a checkpoint in another process, and calls it with OpenAI's client: an answer, and a stream.
 
 python examples/serve_and_call.py [CHECKPOINT] [OPTION=VALUE ...]
 
@@ -26,7 +26,7 @@ def main() -> None:
 
 
 def address(server: subprocess.Popen[str]) -> str:
-    """The server's address, once it is ready; its lines are shown."""
+    """Shows the server's output until the server is ready, and returns its address."""
     found = ""
     for line in server.stderr or ():
         sys.stderr.write(line)

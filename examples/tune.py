@@ -1,4 +1,4 @@
-"""Trains a small model, tunes it on conversations by LoRA, and prints the loss on their answers before and after.
+"""Trains a small model, tunes it on conversations with LoRA, and prints the loss on their answers before and after.
 
 python examples/tune.py [FOLDER] [--steps N]
 
@@ -34,7 +34,7 @@ def main() -> None:
 
 
 def write(file: Path, count: int, seed: int) -> None:
-    """Conversations of one question and one answer, a line of JSON each."""
+    """Writes conversations of one question and one answer, one per line of JSON."""
     draw = random.Random(seed)
     with file.open("w", encoding="utf-8") as opened:
         for _ in range(count):

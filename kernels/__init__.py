@@ -1,1 +1,1 @@
-"""Operators with pluggable implementations. Knows torch and the back ends; nothing of RWKV, Hydra, Lightning or W&B."""
+"""Operators with interchangeable implementations. The package depends on torch and the back ends, not on the package rwkv."""

@@ -1,4 +1,4 @@
-"""python -m kernels: every implementation of every operator: its idea, its devices, and why it cannot run here, if so."""
+"""python -m kernels lists every operator's implementations, each with its idea, its devices, and why it cannot run here."""
 
 import ast
 import os
@@ -21,7 +21,7 @@ def main(argv: Sequence[str] = ()) -> None:
     try:
         show()
         sys.stdout.flush()
-    except BrokenPipeError:              # the reader has closed the pipe, as in: python -m kernels | head
+    except BrokenPipeError:              # the reader closed the pipe, as in: python -m kernels | head
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -40,7 +40,7 @@ def show() -> None:
 
 
 def runs_on(op: str, name: str) -> str:
-    """The devices that the file declares; unknown if the file's package is missing."""
+    """The devices that the implementation declares; "?" if it cannot be loaded."""
     try:
         return " ".join(load(op, name).REQUIRES.devices)
     except KernelUnavailable:
@@ -59,17 +59,17 @@ def describe(op: str, name: str, devices: Sequence[str]) -> str:
 
 
 def not_built(op: str, name: str) -> str | None:
-    """Why a C kernel cannot run that the library does not contain yet."""
+    """The reason why a C kernel cannot run, if the built library does not contain it; otherwise None."""
     missing = native.not_built(Path(__file__).parent / op / f"{name}.py") if name.startswith("c_") else None
     return f"not built: the library has no {missing} (make native)" if missing else None
 
 
 def idea(op: str, name: str) -> str:
-    """The first sentence of the file's docstring, read without importing the file: its back end may not be installed."""
+    """The first sentence of the file's docstring. The file is parsed, not imported, since its back end may not be installed."""
     text = (Path(__file__).parent / op / f"{name}.py").read_text(encoding="utf-8")
     try:
         file = ast.parse(text)
-    except SyntaxError:                  # here() gives the reason
+    except SyntaxError:                  # the column "here" shows the reason
         return ""
     paragraph = (ast.get_docstring(file) or "").partition("\n\n")[0]
     return " ".join(paragraph.split()).partition(". ")[0].removesuffix(".") + "."

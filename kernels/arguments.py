@@ -1,6 +1,7 @@
-"""Command-line parsing: a parser that reports a usage error as one sentence, and the types of options.
+"""Command-line parsing: a parser that reports a usage error as one sentence, and types for its options.
 
-A type raises argparse.ArgumentTypeError; its message follows the option's name.
+A type is a function from an option's text to its value. It raises argparse.ArgumentTypeError with a message that argparse
+prints after the option's name.
 """
 
 import argparse
@@ -15,9 +16,10 @@ from typing import Any, ClassVar, NoReturn
 
 
 class Parser(argparse.ArgumentParser):
-    """The arguments of python -m MODULE. A usage error is one line on standard error, without the usage, and exit status 2.
+    """A parser for python -m MODULE. For a usage error it prints one line on standard error, and exits with status 2.
 
-    shown: maps a text to what the user sees; set by a program that runs others under its own names.
+    shown: converts the usage and the description before they are printed. A program that offers other modules as its own
+    subcommands sets `shown`, to replace "python -m MODULE" by the names of these subcommands.
     """
 
     shown: ClassVar[Callable[[str], str]] = str
@@ -40,7 +42,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def from_home(text: str) -> str:
-    """A path with a leading ~ or ~/ expanded, which shells do at the beginning of a word but not in --out=~/x."""
+    """The path with a leading ~ or ~/ expanded, because shells do not expand it in --out=~/x."""
     return os.path.expanduser(text) if text == "~" or text.startswith("~/") else text        # noqa: PTH111 (Path raises)
 
 
@@ -71,22 +73,22 @@ def any_sizes(text: str) -> tuple[int, ...]:
     try:
         return tuple(at_least(1)(size) for size in text.split(","))
     except ArgumentTypeError:
-        raise ArgumentTypeError(f"sizes must be whole numbers of at least 1, as 8,768,1024; got {text!r}") from None
+        raise ArgumentTypeError(f"sizes must be whole numbers of at least 1, such as 8,768,1024; got {text!r}") from None
 
 
 def sizes_of(axes: str) -> Callable[[str], tuple[int, ...]]:
-    """One size per axis, as in "L,C,V"."""
+    """The type of an option with one size per axis. axes: the axes' names, such as "L,C,V"."""
     def named(text: str) -> tuple[int, ...]:
         sizes = any_sizes(text)
         if len(sizes) != len(axes.split(",")):
-            raise ArgumentTypeError(f"must be the sizes {axes}; got {text}")
+            raise ArgumentTypeError(f"must be one size for each of {axes}; got {text}")
         return sizes
 
     return named
 
 
 def some_of(choices: Iterable[str]) -> Callable[[str], list[str]]:
-    """Comma-separated names."""
+    """The type of an option with a comma-separated list of names, all from `choices`."""
     def names(text: str) -> list[str]:
         requested = text.split(",")
         for name in requested:
@@ -112,8 +114,8 @@ existing_folder = _existing("folder", Path.is_dir)
 
 
 def program(text: str) -> Path:
-    """A program's path, or its name where the shell finds it."""
+    """The path of a program, given as a path or as a name on the PATH."""
     path = shutil.which(from_home(text))
     if path is None:
-        raise ArgumentTypeError(f"there is no program {text}: name one that exists and can be run")
+        raise ArgumentTypeError(f"there is no program {text}: name one that exists and is executable")
     return Path(path)

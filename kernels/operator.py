@@ -1,13 +1,13 @@
-"""What all operators share: checks, casts, sizes of 0, autograd, and registration with torch.library.
+"""The base class of all operators: checks, casts, sizes of 0, autograd, and registration with torch.library.
 
-An Operator is one implementation of one operator, chosen by name. It holds no tensors, can be copied and pickled, and can be
-differentiated once, in reverse mode: a second derivative and forward mode (jvp, jacfwd) raise ValueError.
+An Operator is an operator computed by one implementation, which is chosen by name. It contains no tensors, and can be copied
+and pickled. It can be differentiated once, in reverse mode: second derivatives and forward mode (jvp, jacfwd) raise ValueError.
 
-A call takes the shorter of two ways, which run the same two functions, forward and backward, and give the same bits:
-- a torch.autograd.Function, which saves 0.1 to 0.2 ms of PyTorch's dispatcher a call on a CPU. Function transforms take it,
-  too: grad, vjp and jacrev as they are, vmap by a call for each sample;
-- the registered operator timemix::OPERATOR_NAME, where torch.compile, export, torch.jit.trace, a profiler, a dispatch mode or a
-  subclass of Tensor must see one operator, and nothing of what it does inside.
+A call takes one of two paths, which run the same functions, forward and backward, and give the same bits:
+- a torch.autograd.Function, which on a CPU avoids 0.1 to 0.2 ms in PyTorch's dispatcher per call. Function transforms also take
+  this path: grad, vjp and jacrev directly, vmap by one call per sample;
+- the registered operator timemix::OPERATOR_NAME, if torch.compile, export, torch.jit.trace, a profiler, a dispatch mode or a
+  subclass of Tensor must see a single operator without its internal operations.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -28,19 +28,19 @@ Tensors = tuple[Tensor, ...]
 class Operator:
     """Base class of TimeX, WKV, Softmax and BrickPadding. A subclass describes its operator in these attributes:
 
-    folder: the folder of its implementations.
-    inputs: its parameters in torch's schema language, those with a gradient first.
-    outputs: each output, and the input with its shape and dtype. An output named like an input is a state: a size of 0 leaves
-        it unchanged.
-    gradients: the inputs with a gradient, in the order of inputs. Empty: the operator has no derivative.
-    differentiable: the outputs whose gradients backward takes; outputs begins with them.
-    saved: the inputs and outputs that backward takes before those gradients.
-    parts: the functions that an implementation defines beside REQUIRES, one tuple per alternative.
+    folder: the folder of kernels/ with the implementations.
+    inputs: the parameters in torch's schema language; those with a gradient come first.
+    outputs: pairs of an output's name and the input that has the same shape and dtype. An output with the name of an input is a
+        state: if a size is 0, the input is returned unchanged.
+    gradients: the inputs with a gradient, in the order of `inputs`. Empty: the operator has no derivative.
+    differentiable: the outputs whose gradients are arguments of backward; `outputs` begins with them.
+    saved: the inputs and outputs that are arguments of backward, before the outputs' gradients.
+    parts: the functions that an implementation must define, besides REQUIRES; one tuple for each alternative set.
 
-    Its __call__ checks the inputs and returns self._function(*inputs), a tuple of outputs. For sizes other than 0 it implements
-    _forward(*inputs, *activations) -> outputs and _backward(*saved, *activations, *gradients) -> gradients: a tuple, or one
-    tensor. activations are the n_activations tensors of empty_activations(*inputs), which forward fills for backward; none if
-    no gradient is required.
+    A subclass's __call__ checks the inputs and returns self._function(*inputs), a tuple of outputs. For sizes other than 0, the
+    subclass implements _forward(*inputs, *activations) -> outputs and _backward(*saved, *activations, *gradients) -> gradients,
+    each a tuple or a single tensor. activations are the n_activations tensors of empty_activations(*inputs), which forward
+    fills for backward; they are left out if no gradient is required.
     """
 
     folder: ClassVar[str]
@@ -51,7 +51,7 @@ class Operator:
     saved: ClassVar[tuple[str, ...]] = ()
     parts: ClassVar[tuple[tuple[str, ...], ...]] = (("forward", "backward"),)
 
-    _names: ClassVar[tuple[str, ...]]        # of the inputs
+    _names: ClassVar[tuple[str, ...]]        # names of the inputs
 
     def __init_subclass__(cls) -> None:
         cls._names = tuple(declared.split()[-1] for declared in cls.inputs.split(", "))
@@ -62,8 +62,8 @@ class Operator:
         self._options = options
         self._implementation = load(self.folder, name)
         self.requires: Requires = self._implementation.requires(**options) if options else self._implementation.REQUIRES
-        self._file = (self.folder, name)         # the file that decides where this runs
-        self._checked: str | None = None         # the device type of the last check that passed
+        self._file = (self.folder, name)         # the file whose REQUIRES are checked
+        self._checked: str | None = None         # the device type that was checked last
         self._function = _function_of(self)      # not in __call__: torch.compile would trace the registration
 
     def __repr__(self) -> str:
@@ -74,7 +74,7 @@ class Operator:
         return partial(type(self), name, **self._options), ()
 
     def forward(self, *inputs: Any) -> Any:
-        """The outputs, without checks and autograd: for operators built on this one. inputs: with or without activations."""
+        """Returns the outputs, without checks and autograd, for other operators. `inputs` may end with activations."""
         sized = inputs[self._names.index(self.outputs[0][1])]
         if sized.numel() == 0:
             return _one_or_all(self._empty_outputs(*inputs))
@@ -83,11 +83,11 @@ class Operator:
 
     @property
     def n_activations(self) -> int:
-        """The number of tensors of empty_activations."""
+        """The number of tensors that empty_activations returns."""
         return 0
 
     def empty_activations(self, *inputs: Any) -> Tensors:
-        """Empty tensors that forward fills for backward."""
+        """Uninitialised tensors that forward fills for backward."""
         return ()
 
     def backward(self, *saved_and_gradients: Tensor) -> Any:
@@ -99,13 +99,13 @@ class Operator:
             return self._backward(*saved_and_gradients)
 
     def check_device(self, device: torch.device) -> None:
-        """Raises KernelUnavailable, with the reason and the remedy, where this cannot run on `device`."""
+        """Raises KernelUnavailable, with the reason and the remedy, if the implementation cannot run on `device`."""
         if not torch.compiler.is_compiling() and device.type != self._checked:
             check(*self._file, device)
             self._checked = device.type
 
     def check_dtype(self, *dtypes: torch.dtype) -> None:
-        """Raises ValueError where one is float64 and the implementation would silently compute in float32."""
+        """Raises ValueError if a dtype is float64 and the implementation would silently compute in float32."""
         if torch.float64 in dtypes:
             check_dtype(*self._file, self.requires, *dtypes)
 
@@ -116,18 +116,18 @@ class Operator:
         raise NotImplementedError
 
     def _by_input(self, saved: Tensors) -> dict[str, Tensor]:
-        """Each saved tensor, by the name of the input that has its shape and dtype."""
+        """A dictionary of the saved tensors; a key is the name of the input that has the same shape and dtype."""
         like = dict(self.outputs)
         return {like.get(name, name): tensor for name, tensor in zip(self.saved, saved, strict=False)}
 
     def _empty_outputs(self, *inputs: Any) -> list[Tensor]:
-        """The outputs for a size of 0; for any size also torch's fake outputs: the right shapes, dtypes and strides."""
+        """Outputs with the right shapes, dtypes and strides: the results for a size of 0, and torch's fake outputs."""
         by_name = dict(zip(self._names, inputs, strict=False))
         return [_copy(by_name[name]) if name in by_name else by_name[like].new_empty(by_name[like].shape)
                 for name, like in self.outputs]
 
     def _empty_gradients(self, *saved_and_gradients: Tensor) -> list[Tensor]:
-        """The gradients for a size of 0, and torch's fake ones: zeros, or for a state its incoming gradient."""
+        """Gradients for a size of 0, and torch's fake gradients: zeros or, for a state, its incoming gradient."""
         saved = self._by_input(saved_and_gradients)
         incoming = dict(zip(self.differentiable, saved_and_gradients[-len(self.differentiable):], strict=True))
         return [_copy(incoming[name]) if name in incoming else saved[name].new_zeros(saved[name].shape)
@@ -135,17 +135,17 @@ class Operator:
 
 
 def contiguous(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """`tensor` if it is contiguous and in dtype, else a copy that is. The test is cheaper than calls without effect."""
+    """`tensor`, or a copy unless it is contiguous and has `dtype`. Testing is cheaper than a conversion that does nothing."""
     return tensor if tensor.dtype == dtype and tensor.is_contiguous() else tensor.to(dtype).contiguous()
 
 
 def contiguous_like(outputs: Tensors, like: Tensors) -> Tensors:
-    """Each output, contiguous and in the dtype of its tensor in `like`."""
+    """The outputs, made contiguous and converted to the dtypes of the tensors in `like`."""
     return tuple(contiguous(output, tensor.dtype) for output, tensor in zip(outputs, like, strict=True))
 
 
 def _no_autocast(tensor: Tensor) -> AbstractContextManager[Any]:
-    """Autocast off: it would change an implementation's own operations."""
+    """A context without autocast, which would change the dtypes of an implementation's internal operations."""
     kind = tensor.device.type
     return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
 
@@ -163,13 +163,13 @@ def _tuple(outputs: Tensor | Tensors) -> Tensors:
 
 
 class Function:
-    """An operator as a function of tensors and numbers that returns a tuple. A call takes one of the two ways named above."""
+    """Calls an operator with tensors and numbers by one of the two paths that the module describes; returns a tuple."""
 
     def __init__(self, operator: Operator, name: str) -> None:
         self.operator = operator
         self.n_gradients = len(operator.differentiable)
         self.n_outputs = len(operator.outputs)
-        self.without_gradient = (None,) * (len(operator._names) - len(operator.gradients))       # of the last inputs
+        self.without_gradient = (None,) * (len(operator._names) - len(operator.gradients))       # inputs without a gradient
         self._registered = self._register(f"timemix::{name}")
 
     def __call__(self, *inputs: Any) -> Tensors:
@@ -191,7 +191,7 @@ class Function:
 
     def save(self, ctx: Any, inputs: tuple[Any, ...], outputs_and_activations: Tensors) -> None:
         outputs = zip(dict(self.operator.outputs), outputs_and_activations, strict=False)
-        named = dict(outputs) | dict(zip(self.operator._names, inputs, strict=True))       # a state's name is the input's
+        named = dict(outputs) | dict(zip(self.operator._names, inputs, strict=True))       # a state's name: the input
         ctx.save_for_backward(*(named[name] for name in self.operator.saved), *outputs_and_activations[self.n_outputs:])
 
     def _register(self, name: str) -> Any:
@@ -216,7 +216,7 @@ class Function:
 
 
 def _tensors(n: int) -> str:
-    """n results, in torch's schema language."""
+    """The type of n results in torch's schema language."""
     return "Tensor" if n == 1 else f"({', '.join(['Tensor'] * n)})"
 
 
@@ -224,7 +224,7 @@ _functions: dict[str, Function] = {}
 
 
 def _function_of(operator: Operator) -> Function:
-    """The operator's Function: torch registers a name once in a process, so operators of one name share it."""
+    """The operator's Function, shared by operators of the same name, since torch registers a name only once per process."""
     name = "_".join(map(str, (*operator._file, *(value for _, value in sorted(operator._options.items())))))
     if name not in _functions:
         _functions[name] = Function(operator, name)
@@ -237,7 +237,8 @@ def _operator_must_be_seen(inputs: tuple[Any, ...]) -> bool:
 
 
 class _ReverseOnly(torch.autograd.Function):
-    """No forward mode. vmap is for per-sample gradients, torch.func.vmap(torch.func.grad(loss))."""
+    """An autograd.Function without forward-mode derivatives. It works under vmap, so per-sample gradients do:
+    torch.func.vmap(torch.func.grad(loss))."""
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> NoReturn:
@@ -246,7 +247,7 @@ class _ReverseOnly(torch.autograd.Function):
 
     @classmethod
     def vmap(cls, info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[Tensors, tuple[int, ...]]:
-        """One call per sample."""
+        """Calls the function once for each sample."""
         function, *others = inputs
         rows = [other if dim is None else other.movedim(dim, 0) for other, dim in zip(others, in_dims[1:], strict=True)]
         samples = [cls.apply(function, *(row if dim is None else row[i] for row, dim in zip(rows, in_dims[1:], strict=True)))
@@ -256,7 +257,7 @@ class _ReverseOnly(torch.autograd.Function):
 
 
 class _Direct(_ReverseOnly):
-    """(function, *inputs) -> outputs: training and generation."""
+    """The autograd.Function for calls outside torch.func's transforms: (function, *inputs) -> outputs."""
 
     @staticmethod
     def forward(ctx: Any, function: Function, *inputs: Any) -> Tensors:
@@ -278,7 +279,7 @@ class _Direct(_ReverseOnly):
 
 
 class _Transformed(_Direct):
-    """_Direct in the form that torch.func requires, which costs 50 us more per call: for per-sample gradients and Jacobians."""
+    """Like _Direct, with the separate setup_context that torch.func's transforms require; 50 us slower per call."""
 
     @staticmethod
     def forward(function: Function, *inputs: Any) -> Tensors:      # type: ignore[override]
@@ -291,15 +292,15 @@ class _Transformed(_Direct):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """Always through _Backward: torch.func.vjp may call it without grad mode."""
+        """Always calls _Backward, because torch.func.vjp may call this with gradients disabled."""
         gradients = _Backward.apply(ctx.function, *ctx.saved_tensors, *grads[:ctx.function.n_gradients])
         return None, *gradients, *ctx.function.without_gradient
 
 
 class _Backward(_ReverseOnly):
-    """The gradients as a separate function, whose derivative raises: a gradient penalty would silently lack terms.
+    """Computes the gradients. Differentiating them raises ValueError, since a gradient penalty would silently lack terms.
 
-    torch's once_differentiable raises only where the incoming gradient requires a gradient.
+    torch's once_differentiable raises an error only if the incoming gradient requires a gradient.
     """
 
     @staticmethod
@@ -308,9 +309,9 @@ class _Backward(_ReverseOnly):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensors) -> None:
-        """Saves nothing: there is no second derivative."""
+        """Saves nothing, since there is no second derivative."""
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> NoReturn:
-        raise ValueError("the operators of kernels/ can be differentiated once, and this is a second derivative: compute it "
-                         "with a formula in PyTorch's own operations")
+        raise ValueError("the operators of kernels/ have no second derivative: compute it with a formula in PyTorch's own "
+                         "operations")

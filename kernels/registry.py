@@ -1,6 +1,6 @@
-"""The folder is the registry: an implementation of operator OP is a file in kernels/OP/, and its name is the file's name.
+"""Finds the implementations of operators: the implementation NAME of the operator OP is the file kernels/OP/NAME.py.
 
-No back end is imported before an implementation is loaded, and no device is queried before one is selected.
+Back ends are imported only when an implementation is loaded, and devices are queried only when one is selected.
 """
 
 import importlib
@@ -15,21 +15,21 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:                        # the names of kernels are known without torch
+if TYPE_CHECKING:                        # kernels can be listed without torch
     import torch
 
 NOT_IMPLEMENTATIONS = {"__init__", "cases"}
-COMPOSED = {"wkv4": "timex"}             # operators that can also be computed from another one
-LAST_PYTHON = {"taichi": (3, 13)}        # the newest Python that a package has wheels for
-COMPILERS = {"darwin": "clang++", "win32": "cl"}     # what torch.compile calls unless told otherwise; elsewhere g++
+COMPOSED = {"wkv4": "timex"}             # operator -> the operator from which it can also be composed
+LAST_PYTHON = {"taichi": (3, 13)}        # package -> the newest Python for which it has wheels
+COMPILERS = {"darwin": "clang++", "win32": "cl"}     # torch.compile's default C++ compilers; on other systems g++
 
 
 class UnknownKernel(ValueError):
-    """No implementation of the operator has this name."""
+    """The operator has no implementation of this name."""
 
 
 class KernelUnavailable(RuntimeError):
-    """An implementation cannot run here. reason: why, and the remedy; the message adds what can run, in one sentence."""
+    """An implementation cannot run here. reason: the cause and the remedy. instead: what can run here. The message has both."""
 
     def __init__(self, reason: str, instead: str = "") -> None:
         super().__init__(f"{reason}; {instead}" if instead else reason)
@@ -44,18 +44,18 @@ def _float32() -> "tuple[torch.dtype, ...]":
 
 @dataclass(frozen=True)
 class Requires:
-    """An implementation's requirements, declared as data; operators pad, cast or reject inputs by them.
+    """An implementation's requirements. Operators pad, cast or reject their inputs accordingly.
 
-    packages: modules beyond torch.  devices: torch device types.  dtypes: those that the file supports; other
-    floating dtypes are cast to float32 and back.  forms: of packed weights (matvec), by name.
-    rounded: the input dtypes for which the file rounds intermediate results, states included, to that dtype; the operator's
-    cases.py has a tolerance for it.
-    T_multiple, N_multiple: callers pad sizes to these multiples.  N_sizes: every N that the file supports, ascending; callers
-    pad to the next one.
-    wkv: whether the quotient of two such convolutions is numerically sound.
-    compiled: whether it uses torch.compile, which requires a C++ compiler, and on CUDA Triton too.  scripted: whether it uses
-    torch.jit.script, which torch has deprecated.  why_not: a function that returns why this machine cannot run the file, and
-    the remedy; None if it can.
+    packages: required packages besides torch.  devices: supported torch device types.  dtypes: supported dtypes; inputs of
+    other floating-point dtypes are cast to float32, and the results are cast back.  forms: supported packed formats (matvec).
+    rounded: input dtypes to which the implementation also rounds intermediate results, including states; the operator's
+    cases.py has larger tolerances for them.
+    T_multiple, N_multiple: callers pad T and N to multiples of these.  N_sizes: all supported N, ascending; callers pad N to
+    the next supported size.
+    wkv: whether the quotient of two results of a convolution is numerically sound, so that WKV can be composed of it (timex).
+    compiled: uses torch.compile, which requires a C++ compiler, and on CUDA also Triton.  scripted: uses torch.jit.script,
+    which torch has deprecated.  why_not: a function that returns why this machine cannot run the implementation, and the
+    remedy, or None if it can.
     """
 
     packages: tuple[str, ...] = ()
@@ -74,23 +74,23 @@ class Requires:
 
 @cache
 def operators() -> tuple[str, ...]:
-    """Every operator: a folder beside this file with an __init__.py (its contract) and a cases.py (shapes and tolerances)."""
+    """All operators: the folders beside this file with an __init__.py (interface) and a cases.py (shapes and tolerances)."""
     folders = (path.parent for path in sorted(Path(__file__).parent.glob("*/cases.py")))
     return tuple(folder.name for folder in folders if (folder / "__init__.py").exists())
 
 
 @cache
 def names(op: str) -> tuple[str, ...]:
-    """Every implementation of `op` ("timex", "wkv4", ...), by name, whether or not it can run here."""
+    """The names of all implementations of `op` ("timex", "wkv4", ...), whether or not they can run here."""
     folder = Path(__file__).parent / op
     stems = (path.stem for path in sorted(folder.glob("*.py")))
     return tuple(stem for stem in stems if stem not in NOT_IMPLEMENTATIONS and not stem.startswith("_"))
 
 
 def all_names(op: str) -> set[str]:
-    """The names of `op` and of the operator that it can be composed of, though kernels.select may reject some of these.
+    """The names of the implementations of `op`, and of the other operator of which `op` can be composed, if any.
 
-    The file that composes the two operators (wkv4/timex.py) is not selectable itself.
+    kernels.select may reject some names of the other operator. The file that composes the two, wkv4/timex.py, is not included.
     """
     inner = COMPOSED.get(op)
     return {*names(op), *(names(inner) if inner else ())} - {inner}
@@ -98,8 +98,8 @@ def all_names(op: str) -> set[str]:
 
 @cache
 def load(op: str, name: str) -> ModuleType:
-    """The module kernels/OP/NAME.py. Raises UnknownKernel for an unknown name, KernelUnavailable for a missing package or a
-    file that cannot be imported or lacks a function that the operator calls.
+    """The module kernels/OP/NAME.py. Raises UnknownKernel if there is no such file, KernelUnavailable if a package is missing,
+    if the file cannot be imported, or if it lacks a function that the operator requires.
     """
     if name not in names(op):
         raise UnknownKernel(f"unknown {op} implementation {name!r}; there are: {', '.join(names(op))}")
@@ -107,10 +107,10 @@ def load(op: str, name: str) -> ModuleType:
         module = importlib.import_module(f"kernels.{op}.{name}")
     except ModuleNotFoundError as error:
         raise KernelUnavailable(_package_missing(name, error.name or "?")) from error
-    except Exception as error:           # a mistake of the file's author
+    except Exception as error:           # an error in the file itself
         raise KernelUnavailable(f"kernels/{op}/{name}.py cannot be imported: {_error_line(error, f'{name}.py')}") from error
     operator = getattr(sys.modules[f"kernels.{op}"], "OPERATOR", None)
-    ways: tuple[tuple[str, ...], ...] = operator.parts if operator else ((op,),)         # draw is not a torch operator
+    ways: tuple[tuple[str, ...], ...] = operator.parts if operator else ((op,),)         # draw has no class Operator
     missing = min(([part for part in ("REQUIRES", *way) if not hasattr(module, part)] for way in ways), key=len)
     if missing:
         raise KernelUnavailable(f"kernels/{op}/{name}.py has no {' and no '.join(missing)} (kernels/README.md has an example)")
@@ -128,7 +128,7 @@ def _error_line(error: Exception, file: str) -> str:
 
 @cache
 def why_not(op: str, name: str, device: str = "cpu") -> str | None:
-    """None if `name` can run on the device type `device`, otherwise the reason and the remedy in one sentence."""
+    """Why `name` cannot run on the device type `device`, with the remedy, in one sentence; None if it can."""
     try:
         requires = load(op, name).REQUIRES
     except KernelUnavailable as error:
@@ -142,7 +142,7 @@ def why_not(op: str, name: str, device: str = "cpu") -> str | None:
 
 
 def check(op: str, name: str, device: "torch.device") -> None:
-    """Raises KernelUnavailable, with the reason, the remedy and what can run, if `name` cannot run on `device`."""
+    """Raises KernelUnavailable, with the reason, the remedy and the alternatives, if `name` cannot run on `device`."""
     reason = why_not(op, name, device.type)
     if reason:
         raise KernelUnavailable(reason, f"on {device.type} there are: {', '.join(runnable(op, device.type))}")
@@ -162,9 +162,9 @@ def runnable(op: str, device: str = "cpu") -> list[str]:
 
 
 def _missing_requirement(requires: Requires, packages: tuple[str, ...], device: str) -> str | None:
-    """What the machine lacks according to Triton or the file itself; None if nothing."""
+    """Why the machine cannot run the implementation, according to Triton or to requires.why_not; None if it can."""
     if "triton" in packages and device == "cuda":
-        from kernels.machine import triton  # it imports torch
+        from kernels.machine import triton  # imported here, because it imports torch
 
         if reason := triton.why_not():
             return reason
@@ -172,13 +172,13 @@ def _missing_requirement(requires: Requires, packages: tuple[str, ...], device: 
 
 
 def missing_compiler() -> str | None:
-    """The name of the C++ compiler that torch.compile calls if it is not on the PATH; otherwise None."""
+    """The name of torch.compile's C++ compiler if it is missing from the PATH; None if it is there."""
     compiler = COMPILERS.get(sys.platform, "g++")
     return None if shutil.which(compiler) else compiler
 
 
 def _installed(package: str) -> bool:
-    """find_spec raises for a dotted name whose parent is missing."""
+    """Whether a module can be imported. find_spec raises an error for a dotted name whose parent is missing."""
     try:
         return importlib.util.find_spec(package) is not None
     except ModuleNotFoundError:
@@ -188,7 +188,7 @@ def _installed(package: str) -> bool:
 def _package_missing(name: str, package: str) -> str:
     last = LAST_PYTHON.get(package, sys.version_info[:2])
     if sys.version_info[:2] > last:
-        return f"{name} requires the package {package}, which has no release for Python after {last[0]}.{last[1]} (use that)"
+        return f"{name} requires the package {package}, which supports Python up to {last[0]}.{last[1]} (use that version)"
     return f"{name} requires the package {package}, which is not installed (pip install {package})"
 
 
@@ -196,9 +196,9 @@ def _compiler_missing(name: str, requires: Requires) -> str | None:
     import torch
 
     if requires.scripted and not hasattr(torch.jit, "script"):
-        return f"{name} requires torch.jit.script, which torch {torch.__version__} no longer has (pip install an earlier one)"
+        return f"{name} requires torch.jit.script, which torch {torch.__version__} no longer has (pip install an earlier torch)"
     if requires.scripted and sys.version_info >= (3, 14):
-        return f"{name} requires torch.jit.script, which does not support Python 3.14 (use an earlier one)"
+        return f"{name} requires torch.jit.script, which does not support Python 3.14 (use an earlier Python)"
     compiler = missing_compiler()
     if not requires.compiled or compiler is None:
         return None

@@ -1,11 +1,11 @@
-"""The one place where a kernel's name becomes an operator, for all programs and from_pretrained alike.
+"""Makes an operator from a kernel's name, for all programs and for from_pretrained.
 
     wkv = select("wkv4", "taichi_v3", device, dtype)
 
-The names of an operator are the files of its folder. An operator in the registry's COMPOSED can also be composed of the
-operator named there, so that folder's files are names too: select("wkv4", "conv1d") is the convolution form of WKV with
-TimeX("conv1d") inside. Only `auto` follows a rule: RULES, by operator, device and dtype of the inputs, and BY_SIZE, also by
-the numbers of heads and steps.
+A kernel's name is that of its file in the operator's folder. WKV can also be composed of TimeX (COMPOSED in registry.py), so
+the names of TimeX's kernels are accepted too: select("wkv4", "conv1d") is the convolution formula of WKV with TimeX("conv1d")
+inside. The name `auto` selects a kernel by the operator, the device and the dtype of the inputs (RULES) and, for some
+operators, also by the numbers of heads and steps (BY_SIZE).
 """
 
 import importlib
@@ -17,14 +17,14 @@ import torch
 from kernels.registry import COMPOSED, KernelUnavailable, UnknownKernel, load, names, operators, why_not
 
 AUTO = "auto"
-Dtype = torch.dtype | str                # of the inputs; for matvec the form of the weights
+Dtype = torch.dtype | str                # dtype of the inputs; for matvec the format of the weights
 
 
 class Rule(NamedTuple):
-    """The kernels that auto tries in turn.
+    """The kernels that auto tries, in this order.
 
-    measured: according to benchmarks/results/ the first is the fastest or within noise of it, or it is the only one.
-    source: the measurement, for the line that prints auto's choice.
+    measured: true if benchmarks/results/ show that the first kernel is the fastest, within noise, or if there is only one.
+    source: the measurement, for the printed line about auto's choice.
     """
 
     order: tuple[str, ...]
@@ -33,23 +33,23 @@ class Rule(NamedTuple):
 
 
 class Size(NamedTuple):
-    """The sizes that decide between kernels of one operator and dtype: heads of all rows, B H; steps T; head width N."""
+    """The sizes that determine which kernel is fastest. heads: B H, those of all rows. steps: T. width: N, of a head."""
 
     heads: int
     steps: int
     width: int = 64
 
     def distance(self, other: "Size") -> float:
-        """0 for the same size, log 2 for twice the heads or twice the steps."""
+        """The distance between two sizes: 0 if they are equal, log 2 for twice the heads or twice the steps."""
         return abs(math.log(self.heads / other.heads)) + abs(math.log(self.steps / other.steps))
 
 
-# The last of each order requires only torch. An unmeasured order follows the design: linear time, one launch.
+# The last kernel of each order requires only torch. Orders that were not measured prefer linear time and a single launch.
 CPU = Rule(("c_v0", "taichi_scan", "torch_scan"), measured=True)
 H200 = "fastest on an NVIDIA H200, benchmarks/results/"
 SCANS = ("cuda_scan", "triton_scan", "taichi_scan", "torch_scan")
 CPU_7 = Rule(("c_v0", "taichi_v3", "torch_chunk"), measured=True)
-# cuda_v2 takes 0.95 of cuda_v3's time on an H100 and 2.5 times its memory.
+# On an H100, cuda_v2 takes 0.95 times as long as cuda_v3, but 2.5 times as much memory.
 CUDA_7 = Rule(("cuda_v3", "triton_v0", "torch_chunk"), True, "fastest on an NVIDIA H100, benchmarks/results/wkv7-cuda.json")
 FEW_HEADS = "triton_v1", "cuda_v3", "cuda_v2", "triton_v0", "torch_chunk"
 MANY_HEADS = "cuda_v2", "cuda_v3", "triton_v1", "triton_v0", "torch_chunk"
@@ -75,19 +75,20 @@ RULES = {
     ("draw", "cpu", "float32"): Rule(("c_v0",), measured=True),
     ("draw", "cuda", "float32"): Rule(("triton_v0",), measured=False),
 }
-UNORDERED = Rule(("reference",), measured=False)         # of an operator that is not in RULES yet
-# The order at each measured size, forward and backward together. The nearest size decides; without a size, RULES.
-# triton_v1's times are its prototype's, which took five times as many instructions in the slowest part of its backward.
+UNORDERED = Rule(("reference",), measured=False)         # for operators that are not in RULES
+# The order at each measured size, by the time of forward and backward together. The nearest size applies; without a size, RULES
+# apply. triton_v1's times are those of a prototype that had five times as many instructions in the slowest part of its
+# backward.
 BY_SIZE = {("wkv7", "cuda", "bfloat16"): {
     Size(8 * 12, 4096): FEW_HEADS, Size(8 * 12, 1024): FEW_HEADS, Size(1 * 64, 512): FEW_HEADS, Size(8 * 64, 4096): MANY_HEADS}}
 
 
 def select(operator: str, name: str, device: str | torch.device = "cpu", dtype: Dtype = torch.float32,
            size: Size | None = None) -> Any:
-    """The operator ("wkv4", "timex", ...) computed by the kernel `name`, checked to run on `device`.
+    """The operator ("wkv4", "timex", ...) computed by the kernel `name`, after checking that it can run on `device`.
 
-    `dtype` and `size` matter only to auto. Raises UnknownKernel if the operator has no such kernel or it is unsound inside
-    WKV, and KernelUnavailable if the kernel cannot run on `device`.
+    `dtype` and `size` are used only for name="auto". Raises UnknownKernel if the operator has no such kernel, or if WKV cannot
+    be composed of it, and KernelUnavailable if the kernel cannot run on `device`.
     """
     device = torch.device(device)
     name = resolve(operator, name, device, dtype, size)
@@ -105,21 +106,21 @@ def select(operator: str, name: str, device: str | torch.device = "cpu", dtype: 
 
 
 def selectable(operator: str) -> list[str]:
-    """Every name that `select` takes for the operator except `auto`, including kernels whose package is missing."""
+    """All names that `select` accepts for the operator, except `auto`, including kernels that cannot run here."""
     inner = COMPOSED.get(operator)
     inner_names = [name for name in names(inner) if _usable_inside(inner, name)] if inner else []
     return [*inner_names, *(name for name in names(operator) if name != inner)]
 
 
 def folder(operator: str, name: str) -> str:
-    """The folder of kernels/ that holds the file of the operator's kernel `name`: "timex" for ("wkv4", "conv1d")."""
+    """The folder of kernels/ that contains the file of the operator's kernel `name`: "timex" for ("wkv4", "conv1d")."""
     return operator if name in names(operator) else COMPOSED.get(operator, operator)
 
 
 def resolve(operator: str, name: str, device: str | torch.device = "cpu", dtype: Dtype = torch.float32,
             size: Size | None = None) -> str:
-    """The kernel that `auto` selects for `dtype` and `size` on `device`, the rule's last if none can run; any other name as it
-    is."""
+    """Resolves `auto` to the first kernel of its rule that can run, or to the last if none can. Returns any other name
+    unchanged."""
     if name != AUTO or not _has_rule(operator):
         return name
     device = torch.device(device).type
@@ -128,7 +129,7 @@ def resolve(operator: str, name: str, device: str | torch.device = "cpu", dtype:
 
 
 def why_auto(operator: str, device: str | torch.device = "cpu", dtype: Dtype = torch.float32, size: Size | None = None) -> str:
-    """One line to print: the kernel that auto selects, the measurement, and why it is not the first choice, if so."""
+    """A line for the plan: the kernel that auto selects, and the measurement behind it, or why the first choice was skipped."""
     device = torch.device(device).type
     (first, *_), measured, source = rule(operator, device, dtype, size)
     chosen = resolve(operator, AUTO, device, dtype, size)
@@ -138,9 +139,10 @@ def why_auto(operator: str, device: str | torch.device = "cpu", dtype: Dtype = t
 
 
 def rule(operator: str, device: str, dtype: Dtype, size: Size | None = None) -> Rule:
-    """The operator's rule for the device and dtype: float16 counts as bfloat16, and a device without rules as a CPU.
+    """The operator's rule for the device and dtype. Devices other than CUDA use the rules of a CPU.
 
-    wkv7's float16 counts as float32, in which every kernel computes it. With a size: the order at the nearest measured one.
+    float16 uses the rules of bfloat16, except in wkv7, whose kernels all compute float16 in float32 and therefore use the rules
+    of float32. With a size, the order is that of the nearest measured size.
     """
     name = str(dtype).removeprefix("torch.")
     if name == "float16":
@@ -154,12 +156,12 @@ def rule(operator: str, device: str, dtype: Dtype, size: Size | None = None) -> 
 
 
 def _why_not(operator: str, name: str, device: str, size: Size | None) -> str | None:
-    """Why auto skips a kernel: it cannot run on the device, or does not support heads of that width."""
+    """Why auto skips a kernel: it cannot run on the device, or does not support the head width. None if it can be used."""
     reason = why_not(folder(operator, name), name, device)
     if reason or size is None:
         return reason
     widths = load(folder(operator, name), name).REQUIRES.N_sizes
-    return f"{name} takes heads of up to {widths[-1]} channels" if widths and size.width > widths[-1] else None
+    return f"{name} supports heads of up to {widths[-1]} channels" if widths and size.width > widths[-1] else None
 
 
 def _check_name(operator: str, name: str, device: str) -> None:
@@ -183,6 +185,6 @@ def _usable_inside(operator: str, name: str) -> bool:
 
 
 def runnable_on(operator: str, device: str) -> list[str]:
-    """The names that select takes for the operator on the device type `device`, auto first if there is a rule."""
+    """The names that `select` accepts for the operator on the device type `device`; `auto` first if there is a rule."""
     here = [name for name in selectable(operator) if why_not(folder(operator, name), name, device) is None]
     return [AUTO, *here] if _has_rule(operator) else here

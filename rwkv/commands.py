@@ -1,16 +1,16 @@
-"""Commands in messages: `python train.py` in a clone, `timemix train` with the installed program."""
+"""Writes commands in messages as the user would type them: `python train.py` in a clone, `timemix train` if installed."""
 
 import re
 import sys
 from pathlib import Path
 
-CLONE = Path(__file__).parent.parent     # or site-packages, if installed
+CLONE = Path(__file__).parent.parent     # site-packages, if installed
 INSTALLED = "timemix"                    # the installed program, which runs all others
 IN_A_CLONE = re.compile(r"python (?:-m rwkv\.tools\.(\w+)|-m kernels\.(bench)\b(?!\.)|-m (kernels)\b(?!\.)|(\w+)\.py\b)")
 
 
 def as_typed(text: str) -> str:
-    """`text` with the commands of a clone, or those of the installed program (timemix train) if the user runs it."""
+    """`text` with its commands unchanged in a clone; if the user runs the installed program, with `timemix train` and so on."""
     return as_installed(text) if sys.argv[0].startswith(f"{INSTALLED} ") else text
 
 

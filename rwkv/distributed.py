@@ -1,9 +1,10 @@
-"""Training in several processes: launching them, collective operations, and work of rank 0 for all.
+"""Training in several processes: launching them, collective operations, and work that rank 0 does for all processes.
 
     python train.py trainer=ddp trainer.devices=2            starts two processes and waits for them
     torchrun --nproc-per-node=2 train.py trainer=ddp         torch's launcher starts them, also on several machines
 
-Either way torch's launcher assigns ranks from 0, passes the command line to each process, and ends all of them when one fails.
+Either way torch's launcher assigns ranks from 0, passes the command line to each process, and ends all processes when one
+fails.
 """
 
 import logging
@@ -26,11 +27,11 @@ from rwkv.errors import UserError
 
 T = TypeVar("T")
 RANK0_TIMEOUT = timedelta(days=30)       # rank 0 may tokenise a large corpus while the others wait
-POLL_SECONDS = 0.5                       # between checks that the launcher is alive
+POLL_SECONDS = 0.5                       # interval of checks that the launcher is alive
 SAVE_SECONDS = 30.0                      # time to save after the launcher has died
 LOOPBACK = "127.0.0.1"                   # some machines cannot resolve their own name, or localhost
-CONNECT_TIMEOUT = timedelta(minutes=1)   # torchrun starts the processes when all machines are up
-STORE_TIMEOUT = timedelta(minutes=30)    # torch's default
+CONNECT_TIMEOUT = timedelta(minutes=1)   # long enough: torchrun starts processes when all machines are up
+STORE_TIMEOUT = timedelta(minutes=30)    # as torch's default
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"    # environment variables of gloo and of the launcher
 ADDRESS = "MASTER_ADDR"
 RESTARTS = "TORCHELASTIC_RESTART_COUNT"
@@ -38,7 +39,7 @@ TASKS = "SLURM_STEP_NUM_TASKS"           # environment variable of srun
 FAILED = 1                               # exit status of a process that ends because another process failed
 STOPPED = 130                            # exit status after a signal
 
-_waiting_group: "distributed.ProcessGroup | None" = None       # all processes, with RANK0_TIMEOUT
+_waiting_group: "distributed.ProcessGroup | None" = None       # group of all processes, with RANK0_TIMEOUT
 
 
 def launched() -> bool:
@@ -54,8 +55,8 @@ def srun_tasks() -> int:
 def launch(count: int, signals: Iterable[int]) -> int:
     """Runs this program's command line in `count` local processes. Returns 0, or the first failure's exit status.
 
-    signals: passed on to the processes, which then have half a minute to save; the status is then STOPPED. Raises UserError if
-    the processes cannot connect.
+    signals: the signals to pass on to the processes, which then have half a minute to save; the status is then STOPPED. Raises
+    UserError if the processes cannot connect.
     """
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -63,7 +64,7 @@ def launch(count: int, signals: Iterable[int]) -> int:
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     _use_loopback()
-    for name in logging.root.manager.loggerDict:         # each process prints its own error
+    for name in logging.root.manager.loggerDict:         # silenced: each process prints its own error
         if name.startswith("torch.distributed.elastic"):
             logging.getLogger(name).setLevel(logging.CRITICAL)
     config = LaunchConfig(min_nodes=1, max_nodes=1, nproc_per_node=count, max_restarts=0, run_id=uuid.uuid4().hex,
@@ -82,27 +83,27 @@ def launch(count: int, signals: Iterable[int]) -> int:
 
 
 def _use_loopback() -> None:
-    """Makes gloo use the loopback interface, unless the user names another one.
+    """Makes gloo use the loopback interface, unless the user names another interface.
 
-    The address of the hostname, gloo's default, may be missing or blocked by a firewall. Raises UserError if the interface does
-    not exist.
+    By default gloo uses the address of the hostname, which may be missing or blocked by a firewall. Raises UserError if the
+    interface does not exist.
     """
     names = {name for _, name in socket.if_nameindex()} if hasattr(socket, "if_nameindex") else set()
-    for name in names & {"lo", "lo0"}:               # Linux, macOS
+    for name in names & {"lo", "lo0"}:               # the loopback interface of Linux, of macOS
         os.environ.setdefault(GLOO_INTERFACE, name)
     try:
         for name in filter(None, os.environ.get(GLOO_INTERFACE, "").split(",")):
             distributed.ProcessGroupGloo.create_device(interface=name)
     except RuntimeError as error:
-        raise UserError(f"cannot connect processes on this machine: {_reason(error)}; its loopback interface must be up, and "
-                        f"{GLOO_INTERFACE} must name an interface, if it is set") from None
+        raise UserError(f"cannot connect processes on this machine: {_reason(error)}; the loopback interface must be up, and "
+                        f"{GLOO_INTERFACE}, if set, must name an interface") from None
 
 
 @contextmanager
 def connected() -> Iterator[None]:
-    """Connects the launched processes for the `with` block, and divides a machine's cores among them.
+    """Connects the launched processes for the `with` block, and divides each machine's cores among its processes.
 
-    Raises UserError if the processes cannot connect, and when another process of the run has ended.
+    Raises UserError if the processes cannot connect, or if another process of the run has ended.
     """
     threading.Thread(target=_exit_with_parent, args=(os.getppid(),), daemon=True).start()
     with _exiting_on_signal():
@@ -114,7 +115,7 @@ def connected() -> Iterator[None]:
     except RuntimeError as error:
         if "peer" not in str(error) and not isinstance(error, distributed.DistError):
             raise
-        raise UserError("another process of this run ended, and this one with it: continue the run with resume=auto") from None
+        raise UserError("another process ended, so this process ended too: continue the run with resume=auto") from None
     distributed.destroy_process_group()
 
 
@@ -134,13 +135,15 @@ def _connect() -> None:
         if isinstance(error, UserError):
             raise
         raise UserError(f"TORCHELASTIC_RUN_ID requires torchrun's other variables ({error}): start the processes with "
-                        "torchrun, or unset it") from None
+                        "torchrun, or unset this variable") from None
     except RuntimeError as error:
         raise UserError(f"cannot connect this process with the others of the run: {_reason(error)}") from None
 
 
 def _require_address(host: str) -> None:
-    """Waits until the host of rank 0 resolves, as in a cluster that is starting. Raises UserError after CONNECT_TIMEOUT."""
+    """Waits until the host name of rank 0 resolves, since the cluster may still be starting. Raises UserError after
+    CONNECT_TIMEOUT.
+    """
     start = time.monotonic()
     announced = False
     while host:
@@ -153,13 +156,13 @@ def _require_address(host: str) -> None:
                 print(f"waiting    for an address of {ADDRESS}={host}", file=sys.stderr, flush=True)
             if time.monotonic() > start + CONNECT_TIMEOUT.total_seconds():
                 raise UserError(f"{ADDRESS}={host}, the machine with rank 0, has no address here ({error.strerror}): give "
-                                f"torchrun one with --local-addr or --master-addr, such as {LOOPBACK} on one machine") from None
+                                f"torchrun --local-addr=ADDRESS or --master-addr=ADDRESS, on one machine {LOOPBACK}") from None
         time.sleep(POLL_SECONDS)
 
 
 @contextmanager
 def _exiting_on_signal() -> Iterator[None]:
-    """Makes signals end the process even while torch waits for other processes in C++ and runs no Python handler."""
+    """Makes signals end the process even while torch waits for others in C++ code, where Python's handlers do not run."""
     reader, writer = socket.socketpair()
     writer.setblocking(False)
     handled = threading.Event()
@@ -182,7 +185,7 @@ def _exiting_on_signal() -> Iterator[None]:
 
 
 def _reason(error: Exception) -> str:
-    """The first line of an error, without the location and condition in torch's code."""
+    """The first line of an error's text, without the source location and the condition that torch adds."""
     return str(error).strip().splitlines()[0].rpartition("] ")[2].removeprefix("ifa != nullptr. ").rstrip(". ")
 
 
@@ -198,7 +201,7 @@ def world_size() -> int:
 def broadcast_from_rank0(decide: Callable[[], T]) -> T:
     """Calls decide() only in rank 0 and returns its result in all processes.
 
-    If it raises, rank 0 raises the error and the others exit silently, so that it is printed once.
+    If decide() raises an error, rank 0 raises the error and the other processes exit silently, so that it is printed once.
     """
     if not _connected():
         return decide()
@@ -220,7 +223,7 @@ def broadcast_from_rank0(decide: Callable[[], T]) -> T:
 
 
 def fail_together(error: Exception) -> NoReturn:
-    """Raises an error that occurred in all processes: rank 0 raises it, the others exit silently."""
+    """Raises, in rank 0 only, an error that occurred in all processes; the other processes exit silently."""
     def fail() -> NoReturn:
         raise error
 
@@ -255,8 +258,8 @@ def _connected() -> bool:
 
 
 def _exit_with_parent(parent: int) -> None:
-    """Sends this process SIGTERM when its launcher has died, as torchrun does of SIGUSR1. Otherwise it would keep running
-    beside the resumed run.
+    """Sends this process SIGTERM when its launcher has died, for example torchrun at SIGUSR1. Otherwise the process would keep
+    running beside the resumed run.
     """
     while os.getppid() == parent:
         time.sleep(POLL_SECONDS)

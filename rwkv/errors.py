@@ -1,4 +1,4 @@
-"""Errors that are a user's mistake: programs show them as one sentence and end with status 2. Anything else is a bug."""
+"""Errors that are a user's mistake: programs print one sentence and end with status 2. Any other error is a bug."""
 
 
 class UserError(ValueError):
@@ -6,9 +6,12 @@ class UserError(ValueError):
 
 
 class CheckpointError(UserError):
-    """A file that is not a whole checkpoint: which file or tensor, what was found, what was expected, the likely cause."""
+    """A file is not a complete checkpoint. The message names the file or tensor, what was found and expected, and the likely
+    cause.
+    """
 
 
 class UnreadableError(CheckpointError):
-    """A checkpoint that cannot be read, although nothing says that it is damaged: by the system, or because the frozen weights
-    that it belongs to are missing or changed."""
+    """A checkpoint cannot be read, although it may be sound: the system cannot read the file, or the frozen weights that belong
+    to the checkpoint are missing or have changed.
+    """

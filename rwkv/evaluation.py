@@ -1,13 +1,13 @@
-"""Evaluation: a model's loss on a text with the state carried along, or on the answers of conversations, and its accuracy on
-last words.
+"""Evaluates a model: its loss on a text, read as one sequence, or on the answers of conversations, or its accuracy on last
+words.
 
-A text is one sequence after the end-of-text token: each token is predicted once, from all tokens before it, so bits per byte
-count every byte of the file. The file and its tokens are streamed (Tokenizer.encode_stream). If the tokenizer loses too much of
-the text (rwkv/tokenizer/lost.py), metrics per byte or per word are omitted.
+A text is evaluated as one sequence that follows the end-of-text token: each token is predicted once, from all tokens before it,
+so bits per byte count every byte of the file. The file and its tokens are streamed (Tokenizer.encode_stream). If the tokenizer
+loses too much of the text (rwkv/tokenizer/lost_bytes.py), metrics per byte or per word are omitted.
 
-A last word is the text after the last space. It is right if each of its tokens is the most likely one after the context and
-the word's previous tokens, and if the tokens encode the whole word; word perplexity is exp of the mean negative log-likelihood
-of a word. Sources: LAMBADA, Paperno et al. 2016 (arXiv:1606.06031); EleutherAI/lm-evaluation-harness,
+A last word is the part of a text after its last space. The word is right if each of its tokens is the most likely token after
+the context and the word's previous tokens, and if the tokens encode the whole word; word perplexity is exp of the mean negative
+log-likelihood of a word. Sources: LAMBADA, Paperno et al. 2016 (arXiv:1606.06031); EleutherAI/lm-evaluation-harness,
 lm_eval/tasks/lambada (split, accuracy, perplexity); BlinkDL/ChatRWKV, v2/benchmark.py (the word is encoded apart from its
 context; each text begins with a newline: start="\\n").
 
@@ -27,16 +27,16 @@ from rwkv.errors import UserError
 from rwkv.io.utf8 import chunks, require_file
 from rwkv.model.base import Model
 from rwkv.model.state import State
-from rwkv.tokenizer.lost import NOTHING, LossCounter, Lost
+from rwkv.tokenizer.lost_bytes import NOTHING, LossCounter, Lost
 from rwkv.tokenizer.tokenizers import Tokenizer
 
-MAX_LOGITS = 1 << 22                     # computed at a time: 16 MiB in float32
+MAX_LOGITS = 1 << 22                     # maximum logits computed at a time: 16 MiB in float32
 
 
 @dataclass(frozen=True)
 class TextScore:
-    """The score of a text of `tokens` predicted tokens and `bytes` of UTF-8. nats: the sum of the tokens' negative
-    log-likelihoods. lost: the part of the text that the tokenizer loses.
+    """The score of a text. tokens: the number of predicted tokens. bytes: the text's bytes in UTF-8. nats: the sum of the
+    tokens' negative log-likelihoods. lost: the part of the text that the tokenizer loses.
     """
 
     tokens: int
@@ -53,10 +53,10 @@ class TextScore:
 
 @dataclass(frozen=True)
 class Score:
-    """Sums over `texts` last words or conversations, with `tokens` predicted tokens.
+    """Sums over last words or conversations.
 
-    right: how many have only right predictions. nats: the sum of the tokens' negative log-likelihoods. lost: the part of the
-    predicted text that the tokenizer loses.
+    texts: their number. tokens: the number of predicted tokens. right: the number of texts with only right predictions. nats:
+    the sum of the tokens' negative log-likelihoods. lost: the part of the predicted text that the tokenizer loses.
     """
 
     texts: int = 0
@@ -84,7 +84,9 @@ def _counts(lost: Lost) -> dict[str, int]:
 
 
 class Scored(NamedTuple):
-    """The ids of a sequence, and whether each is predicted; the first is not. lost: the lost part of the predicted text."""
+    """The ids of a sequence. counts: whether each id is predicted (the first is not). lost: the part of the predicted text that
+    the tokenizer loses.
+    """
 
     ids: list[int]
     counts: list[bool]
@@ -92,14 +94,14 @@ class Scored(NamedTuple):
 
     @classmethod
     def ending(cls, context: list[int], ending: list[int], lost: Lost = NOTHING) -> "Scored":
-        """A predicted ending after a context of at least one id."""
+        """A sequence of a context, at least one id, and an ending, which is predicted."""
         return cls([*context, *ending], [False] * len(context) + [True] * len(ending), lost)
 
 
 def count_tokens(tokenizer: Tokenizer, path: Path, option: str = "data.path") -> tuple[int, Lost]:
     """The number of tokens that score_text predicts, at least 1, and the part of the text that the tokenizer loses.
 
-    option: the option that names the path, for errors.
+    option: the option that names the path, for error messages.
     """
     require_file(path, option)
     counter = LossCounter(tokenizer)
@@ -116,9 +118,9 @@ def count_tokens(tokenizer: Tokenizer, path: Path, option: str = "data.path") ->
 
 def score_text(model: Model, tokenizer: Tokenizer, path: Path, start: Sequence[int],
                chunk_len: int) -> Iterator[tuple[int, float]]:
-    """Yields the number of predictions in each chunk, at most chunk_len, and the sum of their nats.
+    """Yields, for each chunk, the number of predictions, at most chunk_len, and the sum of their nats.
 
-    start: the ids before the first predicted token, at least one.
+    start: the ids before the first predicted token, at least one id.
     """
     state = None
     previous = list(start)
@@ -132,7 +134,7 @@ def score_text(model: Model, tokenizer: Tokenizer, path: Path, start: Sequence[i
 
 
 def score_texts(model: Model, texts: Sequence[Scored], batch_size: int, chunk_len: int) -> Iterator[Score]:
-    """Yields the score of each batch of sequences of similar length. Those that lose text count as wrong."""
+    """Yields the score of each batch of sequences of similar length. Sequences that lose text count as wrong."""
     ordered = sorted(texts, key=lambda text: len(text.ids))
     for first in range(0, len(ordered), batch_size):
         batch = ordered[first:first + batch_size]
@@ -143,7 +145,7 @@ def score_texts(model: Model, texts: Sequence[Scored], batch_size: int, chunk_le
 
 
 def score_targets(model: Model, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """For targets (N,) after hidden (N,C): their nats (N,), float64, and whether each is the most likely token (N,), bool.
+    """For targets (N,) after hidden (N,C): their nats, (N,) float64, and whether each is the most likely token, (N,) bool.
 
     The logits are computed in chunks of rows.
     """
@@ -160,7 +162,7 @@ def score_targets(model: Model, hidden: Tensor, targets: Tensor) -> tuple[Tensor
 @torch.no_grad()
 def score_together(model: Model, context: Sequence[int], endings: Sequence[Sequence[int]], chunk_len: int,
                    batch_size: int) -> tuple[Tensor, Tensor]:
-    """The nats (N,) of each ending after a context, prefilled once, and whether all its tokens are right (N,)."""
+    """The nats (N,) of N endings after one context, which is prefilled once, and whether all tokens of each are right, (N,)."""
     context_state = None
     for first in range(0, len(context) - 1, chunk_len):
         chunk = torch.tensor([context[first:min(first + chunk_len, len(context) - 1)]], device=model.emb.weight.device)
@@ -176,10 +178,10 @@ def score_together(model: Model, context: Sequence[int], endings: Sequence[Seque
 
 @torch.no_grad()
 def score_batch(model: Model, texts: Sequence[Scored], chunk_len: int, state: State | None = None) -> tuple[Tensor, Tensor]:
-    """The nats of the predicted tokens of each sequence (B,), and whether all are right (B,).
+    """For each of B sequences: the nats of its predicted tokens, (B,), and whether all these tokens are right, (B,).
 
-    chunk_len: the maximum tokens per row and pass. state: the initial state of each row; None for empty ones. Rows are padded
-    on the right, which changes no earlier position: the model is causal.
+    chunk_len: the maximum tokens of a row in one pass. state: the initial states of the rows; None for empty states. Rows are
+    padded on the right, which does not affect earlier positions, because the model is causal.
     """
     device = model.emb.weight.device
     tokens, counts = _padded(texts)
@@ -198,7 +200,7 @@ def score_batch(model: Model, texts: Sequence[Scored], chunk_len: int, state: St
 
 
 def _padded(texts: Sequence[Scored]) -> tuple[Tensor, Tensor]:
-    """Tokens (B,T+1), and whether each token but the first is predicted, (B,T) bool."""
+    """The padded tokens (B,T+1), and a mask (B,T): whether each token but the first is predicted."""
     longest = max(len(text.ids) for text in texts)
     tokens = torch.zeros(len(texts), longest, dtype=torch.long)
     counts = torch.zeros(len(texts), longest - 1, dtype=torch.bool)
@@ -209,7 +211,7 @@ def _padded(texts: Sequence[Scored]) -> tuple[Tensor, Tensor]:
 
 
 def _regrouped(lists: Iterable[list[int]], size: int) -> Iterator[list[int]]:
-    """The same ids in lists of `size`; the last list may be shorter."""
+    """The same ids, regrouped into lists of `size`; the last list may be shorter."""
     rest: list[int] = []
     for ids in lists:
         rest += ids

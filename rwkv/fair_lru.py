@@ -1,4 +1,4 @@
-"""A fair LRU policy for a cache of bounded size that several owners share."""
+"""A fair LRU policy for a cache of limited size that several owners share."""
 
 from collections import Counter, OrderedDict
 from collections.abc import Hashable, Iterator
@@ -8,7 +8,7 @@ K = TypeVar("K", bound=Hashable)
 
 
 class FairLRU(Generic[K]):
-    """The sizes and owners of entries, least recently used first. total: the sum of the sizes."""
+    """The policy: sizes and owners of entries, least recently used first. total: the sum of the sizes."""
 
     def __init__(self) -> None:
         self._entries: OrderedDict[K, tuple[str, int]] = OrderedDict()
@@ -26,7 +26,7 @@ class FairLRU(Generic[K]):
         return len(self._entries)
 
     def add(self, key: K, owner: str, size: int) -> None:
-        """Adds an entry as the most recently used, replacing one with the same key."""
+        """Adds an entry as the most recently used, in place of any entry with its key."""
         self.remove(key)
         self._entries[key] = owner, size
         self._sizes[owner] += size
@@ -49,8 +49,9 @@ class FairLRU(Generic[K]):
     def victim(self, capacity: int) -> K:
         """The entry to evict if the total exceeds `capacity`.
 
-        The least recently used entry of an owner with more than an equal share; the most recently used entry only if it is the
-        only one. So an owner within its share loses nothing to others, and a single owner may use all of it.
+        This is the least recently used entry of an owner with more than an equal share. The most recently used entry is evicted
+        only if there is no other entry. So an owner within its share loses nothing to others, and a single owner may use the
+        whole cache.
         """
         share = capacity / len(self._sizes)
         *others, last = self._entries

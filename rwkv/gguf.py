@@ -1,10 +1,11 @@
 """The metadata at the beginning of a GGUF file, llama.cpp's format.
 
-    magic "GGUF", version 3, number of tensors, number of metadata                uint32, uint32, uint64, uint64
-    metadata    key, type, value        an array is the type of its elements, their number, and the elements
+    magic "GGUF", version 3, number of tensors, number of metadata entries        uint32, uint32, uint64, uint64
+    metadata    key, type, value        an array is stored as the type of its elements, their number, and the elements
 
-A string is its length and UTF-8. All numbers are little endian. Source: ggml, docs/gguf.md. The package gguf's reader is not
-used: it reads past the end of a damaged file, and takes 15 times as long for the World vocabulary.
+A string is stored as the number of its UTF-8 bytes, and the bytes. All numbers are little endian. Source: ggml, docs/gguf.md.
+The reader in the package gguf is not used: that reader reads past the end of a damaged file, and takes 15 times as long for the
+World vocabulary.
 """
 
 import mmap
@@ -23,11 +24,11 @@ STRING = 8
 ARRAY = 9
 SPLIT_COUNT = "split.count"
 SPLIT_NAME = re.compile(r"(?P<name>.+)-\d{5}-of-(?P<count>\d{5})\.gguf")
-HEADERS = 4                              # cached headers: each part of a model has one
+HEADERS = 4                              # number of cached headers: each part of a model has a header
 
 
 class Header(NamedTuple):
-    """end: the offset after the metadata, where the tensor descriptions begin."""
+    """A file's header. end: the offset at which the metadata end and the tensor descriptions begin."""
 
     metadata: dict[str, Any]
     n_tensors: int
@@ -55,7 +56,7 @@ def _header(path: Path, *_version: int) -> Header:
 
 
 def parts_of(path: Path, metadata: dict[str, Any]) -> list[Path]:
-    """The files of a model, in order. path, metadata: of one of them. Raises CheckpointError if one is missing."""
+    """The files of a model, in order. path, metadata: any one of its files. Raises CheckpointError if a file is missing."""
     count = metadata.get(SPLIT_COUNT, 1)
     if count in (0, 1):                  # 0 is what llama-gguf-split --merge writes
         return [path]
@@ -80,10 +81,10 @@ class Cursor:
         self.at = at
 
     def metadata(self) -> tuple[dict[str, Any], int]:
-        """The metadata, from the beginning of the file, and the number of tensors."""
+        """Reads a file from its beginning: the metadata, and the number of tensors."""
         _, version, n_tensors, n_metadata = self.unpack("4sIQQ")
         if version not in VERSIONS:
-            reason = ("an early form: convert the model again" if version < VERSIONS[0] else
+            reason = ("it is an early version: convert the model again" if version < VERSIONS[0] else
                       "it is for big-endian machines" if not version % 2**16 else "it is newer than this program, or damaged")
             raise CheckpointError(f"{self.path} is a GGUF file of version {version}, expected {VERSIONS[-1]}: {reason}")
         metadata: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""Files of data=binidx, a .bin and an .idx, as the formats' own writers lay them out."""
+"""Writes the files of data=binidx, a .bin and an .idx, in the layouts of Megatron's and RWKV-LM's writers."""
 
 import itertools
 import struct
@@ -12,7 +12,7 @@ CODES = {"uint8": 1, "int8": 2, "int16": 3, "int32": 4, "int64": 5, "uint16": 8}
 
 def write(base: Path, documents: Sequence[Sequence[int]], dtype: str = "uint16", sentences: int = 1,
           modes: bool = False) -> Path:
-    """The two files; each document in up to `sentences` sequences."""
+    """Writes the two files, with each document split into up to `sentences` sequences."""
     parts = [part for document in documents for part in np.array_split(np.array(document, dtype), sentences)]
     places = itertools.accumulate((part.nbytes for part in parts[:-1]), initial=0)
     base.with_suffix(".bin").write_bytes(b"".join(part.tobytes() for part in parts))

@@ -1,9 +1,9 @@
-"""What all tests share: `pytest --device cuda`, and uninitialised memory full of NaN for the tests of kernels.
+"""Options and fixtures for all tests: `pytest --device cuda`, uninitialised memory full of NaN for the tests of kernels, ...
 
-A test fails that changes the clone's runs/, where its run would become the user's runs/latest.
+A test fails if it changes the clone's runs/, where its run would become the user's runs/latest.
 
-`make test` gives every core a process of pytest-xdist; each then has one thread, as have the processes that it starts, since
-more threads than cores wait for each other most of the time.
+`make test` starts a process of pytest-xdist for every core. Each of them, and each process that it starts, has one thread,
+since more threads than cores would mostly wait for each other.
 """
 
 import gc
@@ -23,27 +23,27 @@ if TYPE_CHECKING:
 
     from kernels.registry import Requires
 
-if hasattr(signal, "SIGHUP"):            # under nohup it is ignored, by the processes that tests start, too
+if hasattr(signal, "SIGHUP"):            # nohup ignores it, also in the processes that tests start
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
-# Each of the many processes would compile every module again. PYTHONPYCACHEPREFIX keeps the byte code out of the checkout, but
-# has each module of each library compiled once more, for a minute in a new environment.
+# Without byte code, each of the many processes would compile every module again. PYTHONPYCACHEPREFIX would keep the byte code
+# out of the checkout, but each module of each library would be compiled once more: a minute in a new environment.
 if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):
     sys.dont_write_bytecode = False
 
-# Deterministic mode, which poisoned_memory needs, refuses cuBLAS without this; read when cuBLAS starts.
+# In deterministic mode, which poisoned_memory uses, cuBLAS fails without this variable, which it reads when it starts.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 if int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")) > 1:
-    import torch  # here and below, because the process that starts the others has no use for it
+    import torch  # imported here and below, because the process that starts the others does not need torch
 
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
 
-if importlib.util.find_spec("hypothesis"):               # machines with GPUs are often without
+if importlib.util.find_spec("hypothesis"):               # often missing on machines with GPUs
     from hypothesis import settings
 
-    settings.register_profile("timemix", deadline=None)  # time decides no test
+    settings.register_profile("timemix", deadline=None)  # no test depends on timing
     settings.load_profile("timemix")
 
 
@@ -57,14 +57,14 @@ RUNS_BEFORE = pytest.StashKey[set[tuple[str, int]]]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--device", default="cpu", choices=("cpu", "cuda"), help="the device that the tests of kernels run on")
-    parser.addoption("--chroot", metavar="FOLDER", help="a root folder of Debian, made there where it is empty; else a new one")
-    parser.addoption("--neox", metavar="FILE", help="GPT-NeoX's 20B_tokenizer.json, for the test of its ids")
+    parser.addoption("--device", default="cpu", choices=("cpu", "cuda"), help="device for the tests of kernels")
+    parser.addoption("--chroot", metavar="FOLDER", help="folder for a Debian system; default: a temporary one")
+    parser.addoption("--neox", metavar="FILE", help="GPT-NeoX's 20B_tokenizer.json, whose ids a test compares")
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
-    """Collecting makes hundreds of thousands of objects that stay: the garbage collector is not to go through them again."""
+    """Excludes the objects that collecting creates, hundreds of thousands, from later garbage collections."""
     gc.disable()
     try:
         return (yield)
@@ -79,29 +79,30 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item: pytest.Item) -> None:
-    """Fails a test that has changed the clone's runs/; in several processes, perhaps one that ran beside it."""
+    """Fails a test if the clone's runs/ has changed. With several processes, a concurrent test may have changed it."""
     before, now = item.config.stash[RUNS_BEFORE], runs_in(CLONE_RUNS)
     item.config.stash[RUNS_BEFORE] = now
     changed = sorted(name for name, _ in before ^ now)
-    assert not changed, f"tests must write into temporary folders alone: {', '.join(changed)} of {CLONE_RUNS} changed"
+    assert not changed, f"tests must write into temporary folders only: {', '.join(changed)} of {CLONE_RUNS} changed"
 
 
 def runs_in(folder: Path) -> set[tuple[str, int]]:
-    """The name of each entry of a folder, and when it changed; a link is not followed. Empty where there is no folder."""
+    """The name and modification time of each entry of a folder, without following links. Empty if there is no folder."""
     if not folder.is_dir():
         return set()
     return {(entry.name, entry.stat(follow_symlinks=False).st_mtime_ns) for entry in os.scandir(folder)}
 
 
 def pytest_unconfigure() -> None:
-    gc.unfreeze()                        # else libraries report what the interpreter's end does not free
+    gc.unfreeze()                        # otherwise libraries report objects that are not freed when the interpreter ends
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of the tests of an implementation that cannot run here, only the first is kept: it is skipped with the reason.
+    """Keeps only the first test of an implementation that cannot run here, and skips it with the reason.
 
-    Tests of an implementation that torch or another package compiles as it is called, for seconds, get the mark `compiles`.
-    The longest files come first, then files with many tests that take seconds: no process is left with one of them at the end.
+    Tests of an implementation that torch or another package compiles when it is called, which takes seconds, get the mark
+    `compiles`. The longest files come first, then those with many slow tests, so that no process still runs one of them when
+    the others have finished.
     """
     from kernels.registry import load, why_not
 
@@ -131,7 +132,7 @@ def _is_compiled(requires: "Requires") -> bool:
 
 @pytest.fixture
 def handlers() -> Iterator[None]:
-    """Of signals: those from before are set again."""
+    """Restores the signal handlers after a test."""
     from rwkv.io.signals import STOPPING
 
     before = {number: signal.getsignal(number) for number in STOPPING}
@@ -142,7 +143,7 @@ def handlers() -> Iterator[None]:
 
 @pytest.fixture
 def without_fbgemm(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
-    """torch has no products in int8, as on ARM."""
+    """torch without int8 matrix products, as on ARM."""
     import torch
 
     from kernels.registry import why_not
@@ -164,7 +165,7 @@ def without_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]
 
 @pytest.fixture
 def unavailable(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
-    """For a test in which the libraries in C are away."""
+    """For tests that make the C libraries unavailable through this MonkeyPatch; caches that depend on them are cleared."""
     from kernels import native
     from kernels.registry import why_not
 
@@ -172,7 +173,7 @@ def unavailable(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]
 
 
 def _asked_anew(patch: pytest.MonkeyPatch, *caches: Any) -> Iterator[pytest.MonkeyPatch]:
-    """What the caches hold is of before `patch`; what they come to hold is of it alone."""
+    """Clears the caches before and after the test, because `patch` changes the values in them."""
     for cached in caches:
         cached.cache_clear()
     yield patch
@@ -188,7 +189,7 @@ def device(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="session")
 def host(tmp_path_factory: pytest.TempPathFactory) -> "Host":
-    """What executes CUDA kernels on the CPU: its compiled programs last as long as the tests do."""
+    """Executes CUDA kernels on the CPU. Its compiled programs are kept for the whole test session."""
     from cuda_host import Host, why_not
 
     reason = why_not()
@@ -199,7 +200,7 @@ def host(tmp_path_factory: pytest.TempPathFactory) -> "Host":
 
 @pytest.fixture(scope="module")
 def poisoned_memory() -> Iterator[None]:
-    """torch.empty gives NaN: an element that a kernel forgets to write cannot pass for a right one."""
+    """torch.empty returns NaN, so that a test fails if a kernel does not write an element."""
     import torch
 
     before = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
@@ -213,7 +214,7 @@ def poisoned_memory() -> Iterator[None]:
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
         tmp_path: Path) -> Callable[..., tuple[int, str, str]]:
-    """The programs in an empty directory: tests/programs.py, imported here since kernels need none of it."""
+    """Runs programs in an empty directory. tests/programs.py is imported here because the tests of kernels do not need it."""
     from programs import caller
 
     monkeypatch.chdir(tmp_path)

@@ -1,4 +1,4 @@
-"""What the CUDA kernels take of a GPU, by ptxas, with no GPU: registers, shared memory, spills.
+"""Measures the GPU resources of the CUDA kernels with ptxas, without a GPU: registers, shared memory, spills.
 
     PYTHONPATH=. python tests/cuda_resources.py > tests/cuda_resources.txt      # after a change that is meant to change them
 """
@@ -14,7 +14,7 @@ from kernels.backends.cuda import Source, compile_cubin, compiler_version
 ROOT = Path(__file__).parent.parent
 TABLE = Path(__file__).parent / "cuda_resources.txt"
 ARCHS = ("sm_80", "sm_90", "sm_120")
-WIDE = 128                               # channels of a head, beside the 64 of released models
+WIDE = 128                               # channels of a head, in addition to the 64 of released models
 KERNEL = re.compile(r"Compiling entry function '(\w+)'(.*?Used \d+ registers.*?)$", re.DOTALL | re.MULTILINE)
 
 
@@ -25,7 +25,7 @@ class Kernel(NamedTuple):
 
 
 class Resources(NamedTuple):
-    """Registers of a thread; bytes of shared memory of a block (what a launch asks for beyond comes on top); bytes spilled."""
+    """Registers per thread; static shared memory per block, in bytes, to which a launch may add more; bytes spilled."""
 
     registers: int
     shared: int
@@ -33,7 +33,7 @@ class Resources(NamedTuple):
 
 
 def sources() -> list[Source]:
-    """Every `Source` of every file kernels/*/cuda_*.py, for wider heads and in bfloat16, too, where it has that."""
+    """Every `Source` of every file kernels/*/cuda_*.py, and its variants for wider heads and bfloat16 if it has them."""
     modules = [importlib.import_module(f"kernels.{path.parent.name}.{path.stem}")
                for path in sorted(ROOT.glob("kernels/*/cuda_*.py"))]
     found = [value for module in modules for value in vars(module).values() if isinstance(value, Source)]
@@ -42,18 +42,18 @@ def sources() -> list[Source]:
 
 
 def is_wide(source: Source) -> bool:
-    """Whether it is for wide heads, which take the compiler a minute."""
+    """Whether the source is a variant for wide heads, which takes a minute to compile."""
     return source.macros.get("N") == WIDE
 
 
 def name_of(source: Source) -> str:
-    """The file and its macros, without a space."""
+    """The source's file and macros, as a name without spaces."""
     macros = ",".join(f"{macro}={value}" for macro, value in source.macros.items())
     return source.path.relative_to(ROOT / "kernels").as_posix() + (macros and f":{macros}")
 
 
 def measure(source: Source, arch: str) -> dict[Kernel, Resources]:
-    """The resources of every kernel in `source`; raises KernelUnavailable where it does not compile."""
+    """The resources of every kernel in `source`. Raises KernelUnavailable if it does not compile."""
     _, report = compile_cubin(source, arch)
     found = {Kernel(name_of(source), name, arch): _resources(text) for name, text in KERNEL.findall(report)}
     assert found, f"no kernel in ptxas's report:\n{report}"
@@ -61,7 +61,7 @@ def measure(source: Source, arch: str) -> dict[Kernel, Resources]:
 
 
 def read_table() -> tuple[str, dict[Kernel, Resources]]:
-    """(the compiler's version, the committed numbers)."""
+    """The committed table: the compiler's version, and the numbers."""
     lines = [line.split() for line in TABLE.read_text(encoding="utf-8").splitlines() if not line.startswith("#")]
     (_, version), *rows = lines
     return version, {Kernel(source, name, arch): Resources(*map(int, numbers)) for name, arch, *numbers, source in rows}

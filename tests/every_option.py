@@ -1,4 +1,4 @@
-"""A value of each option of sampling that is not the default, for tests that go through all of them."""
+"""A value other than the default for each sampling option, for tests that try all options."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Small models as files of each format that holds them, and what must hold of every checkpoint that loads."""
+"""Small models as files of each format that can store them, and checks that every loaded checkpoint must pass."""
 
 import json
 import warnings
@@ -17,21 +17,21 @@ from rwkv.pretrained import RWKV
 from rwkv.tokenizer.tokenizers import ByteTokenizer
 
 NAMES = {"pth": "model.pth", "ckpt": "model.ckpt", "safetensors": "model.safetensors", "huggingface": "model",
-         "ggmf": "model.bin", "gguf": "model.gguf"}                      # formats that hold float32
+         "ggmf": "model.bin", "gguf": "model.gguf"}                      # formats that store float32
 HELD = [(generation, format) for generation in GENERATIONS for format in NAMES if (generation, format) != ("rwkv4", "gguf")]
-OFFICIAL = ("pth", "ckpt", "safetensors")        # formats with every tensor of the official files
-SIZES: dict[str, dict[str, int]] = {"rwkv4": {}, "rwkv7": {"n_embd": 128, "head_size": 64}}      # that every format takes
+OFFICIAL = ("pth", "ckpt", "safetensors")        # formats that store every tensor of the official files
+SIZES: dict[str, dict[str, int]] = {"rwkv4": {}, "rwkv7": {"n_embd": 128, "head_size": 64}}      # sizes for every format
 each_held = pytest.mark.parametrize(("generation", "format"), HELD)
 
 
 def byte_model(path: Path, generation: str = "rwkv7", seed: int = 0) -> None:
-    """A file of a model of bytes, of a size that every format takes, with its tokenizer."""
+    """Writes a model with a vocabulary of bytes, of a size that every format supports, with its tokenizer."""
     model = small_model(generation=generation, vocab_size=256, seed=seed, **SIZES[generation])
     model.save_pretrained(path, ByteTokenizer())
 
 
 def same_tensors(one: Weights, other: Weights) -> bool:
-    """Equal to the bit, names, shapes and dtypes too."""
+    """Whether names, shapes, dtypes and values are equal, bit for bit."""
     return list(one) == list(other) and all(
         one[name].dtype == other[name].dtype and torch.equal(one[name], other[name]) for name in one)
 
@@ -41,7 +41,7 @@ def as_bytes(tensor: Tensor) -> bytes:
 
 
 def shard(folder: Path, save: Callable[[dict[str, Tensor], Path], None], suffix: str, stem: str) -> None:
-    """A Hugging Face directory's model.safetensors in two files and an index."""
+    """Splits a Hugging Face directory's model.safetensors into two files and an index."""
     tensors = {name: tensor.clone() for name, tensor in hugging_face_tensors(folder).items()}
     parts = list(tensors)[::2], list(tensors)[1::2]
     places = {}
@@ -60,7 +60,8 @@ def hugging_face_tensors(folder: Path) -> dict[str, Tensor]:
 
 
 def loads(path: Path) -> bool:
-    """Whether a whole model comes of it; False where it is refused with our error, one sentence that names the file."""
+    """Whether the file loads as a complete model. False if loading raises UnusableFile, with one sentence that names the
+    file."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a damaged key of config.json may be an unknown key
         try:
@@ -76,6 +77,6 @@ def loads(path: Path) -> bool:
 
 
 def whole(model: RWKV, path: Path) -> bool:
-    """Every weight is there, in memory and finite."""
+    """Checks that every weight is present, in memory and finite."""
     assert all(weight.device.type == "cpu" and bool(weight.isfinite().all()) for weight in model.parameters())
     return model.state_dict().keys() == set(read_checkpoint(path).weights)

@@ -1,7 +1,9 @@
-"""train.py in a process that is forked from one which has imported torch and Lightning and started nothing: it begins at once.
+"""Runs train.py in a process that is forked from one which has already imported torch and Lightning, so that it starts
+immediately.
 
-It is a process of its own, with its own id, signals and exit status, and does not wait seconds for imports. multiprocessing
-starts the first process when it is asked for. Each process imports this file, which imports nothing that takes time.
+The process has its own id, signals and exit status, and saves the seconds that imports take. multiprocessing starts the server
+process from which the others are forked when the first one is requested. Each process imports this file, so it has no slow
+imports.
 """
 
 import multiprocessing.context
@@ -13,11 +15,11 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-METHOD = "forkserver"                    # of multiprocessing
+METHOD = "forkserver"                    # start method of multiprocessing
 
 
 def preloaded() -> multiprocessing.context.BaseContext:
-    """Of METHOD, whose processes are forked from one that has imported what training needs."""
+    """The multiprocessing context whose processes are forked from one that has imported what training needs."""
     context = multiprocessing.get_context(METHOD)
     context.set_forkserver_preload(["rwkv.training.fit"])
     return context
@@ -30,10 +32,10 @@ def free_port() -> int:
 
 
 class Forked:
-    """What a test uses of a subprocess.Popen."""
+    """The part of subprocess.Popen's interface that tests use."""
 
     def __init__(self, folder: Path, arguments: tuple[str, ...], environment: dict[str, str], largest: int | None) -> None:
-        """largest: the most bytes that a file may have, as on a disk that is full."""
+        """largest: the maximum size of a file in bytes, to simulate a full disk."""
         self._said = [folder / f".{name}-{os.urandom(4).hex()}" for name in ("output", "error")]
         self._process = preloaded().Process(target=_work, args=(folder, arguments, environment, largest, self._said))
         self._process.start()

@@ -1,4 +1,5 @@
-"""The checks of test_model_conformance.py, also for the forms on a GPU: a form beside its generation's formulas in float64."""
+"""The checks of test_model_conformance.py, also used for GPU implementations: an implementation against the formulas in
+float64."""
 
 import copy
 from collections.abc import Callable
@@ -17,7 +18,7 @@ CASES = ("whole", "packed")
 
 
 def use(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Selects the form of training; "recompute" is C with recomputed activations, which frozen weights need."""
+    """Selects the implementation for training. "recompute" is C with recomputed activations, as used with frozen weights."""
     if form == "formulas":
         monkeypatch.setattr(fused, "can_use_functions", lambda: False)
     elif form == "pytorch":
@@ -27,7 +28,7 @@ def use(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def results(model: RWKV, case: str, half: bool = False) -> dict[str, Tensor]:
-    """The head's input, the state, and the gradients of the trained parameters and of the state before the first token."""
+    """The head's input, the final state, and the gradients of the trained parameters and of the initial state, in float64."""
     model = copy.deepcopy(model)
     dtype, read = model.emb.weight.dtype, tokens(model, 2, 9)
     generator = torch.Generator().manual_seed(0)
@@ -57,7 +58,7 @@ def errors(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, 
 
 def check_training(generation: str, form: str, case: str, half: bool, monkeypatch: pytest.MonkeyPatch,
                    factor: float = 3) -> None:
-    """Errors may be `factor` times those of the formulas in the same precision."""
+    """Checks that errors are at most `factor` times those of the formulas in the same precision."""
     model = small_model(generation=generation, n_layer=2)
     if form == "recompute":
         model.blocks[1].att.key.weight.requires_grad_(False)
@@ -75,7 +76,7 @@ def check_training(generation: str, form: str, case: str, half: bool, monkeypatc
 
 @torch.no_grad()
 def check_step(model: RWKV, decoder: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> Tensor:
-    """The largest error of each row's logits. Rows without one must have the right state."""
+    """The largest error of each row's logits. Rows without logits must have the right state."""
     several = tokens(model, B=3, T=6)
     with monkeypatch.context() as patch:
         use("formulas", patch)

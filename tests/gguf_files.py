@@ -1,4 +1,4 @@
-"""GGUF files by the package's own writer, with matrices in any of its types, and read by its own reader."""
+"""GGUF files with matrices of any type, written and read by the package gguf."""
 
 import re
 from collections.abc import Container, Sequence
@@ -11,7 +11,7 @@ import numpy as np
 from numpy import ndarray
 
 KINDS = gguf.GGMLQuantizationType
-# Where a block has float16 numbers (ggml, src/ggml-common.h)
+# Offsets of the float16 numbers in a block (ggml, src/ggml-common.h)
 HALVES = {"Q4_0": [0], "Q4_1": [0, 2], "Q5_0": [0], "Q5_1": [0, 2], "Q8_0": [0], "Q2_K": [80, 82], "Q3_K": [108],
           "Q4_K": [0, 2], "Q5_K": [0, 2], "Q6_K": [208], "IQ4_NL": [0], "IQ4_XS": [0]}
 LOW_RANK = tuple(f"time_mix_{letter}{part}.weight" for letter in "wavg" for part in "12")
@@ -23,12 +23,12 @@ NEEDS_SUFFIX = ("receptance", "key", "value", "output", "ln_x", "ln1", "ln2")
 
 
 def random_blocks(kind: str, rows: int, width: int, seed: int) -> ndarray:
-    """Blocks (rows, bytes of a row) of random integers, whose values have a root mean square of width^-0.5."""
+    """Random blocks, (rows, bytes per row), whose values have a root mean square of width^-0.5."""
     elements, nbytes = gguf.GGML_QUANT_SIZES[KINDS[kind]]
     random = np.random.default_rng(seed)
     data = random.integers(0, 256, (rows * width // elements, nbytes), dtype=np.uint8)
     scale = 1.0
-    for _ in range(2):                   # values are linear in these numbers together
+    for _ in range(2):                   # values are linear in these numbers
         for place in HALVES[kind]:
             data[:, place:place + 2] = np.array([scale], np.float16).view(np.uint8)
         values = gguf.dequantize(data.reshape(rows, -1), KINDS[kind])
@@ -38,9 +38,9 @@ def random_blocks(kind: str, rows: int, width: int, seed: int) -> ndarray:
 
 def rewritten(source: Path, target: Path, kind: str | Sequence[str] | None = None,
               metadata: dict[str, Any] | None = None) -> Path:
-    """A copy of the file whose large matrices are random blocks of this type, with these texts or numbers in its metadata.
+    """Copies the file with random blocks of this type as large matrices, and with these strings or numbers in its metadata.
 
-    kind: several types are used in turn.
+    kind: one type, or several that are used alternately.
     """
     kinds = cycle([kind] if isinstance(kind, str) else kind or [])
     reader, writer = gguf.GGUFReader(source), gguf.GGUFWriter(target, "rwkv7")
@@ -59,7 +59,7 @@ def rewritten(source: Path, target: Path, kind: str | Sequence[str] | None = Non
 
 
 def in_parts(source: Path, folder: Path, most_tensors: int, **options: Any) -> list[Path]:
-    """The file as several, by the package's writer, in a new folder."""
+    """Splits the file into several in a new folder, with the package's writer."""
     folder.mkdir(parents=True)
     reader = gguf.GGUFReader(source)
     writer = gguf.GGUFWriter(folder / source.name, "rwkv7", split_max_tensors=most_tensors, **options)
@@ -71,7 +71,7 @@ def in_parts(source: Path, folder: Path, most_tensors: int, **options: Any) -> l
 
 
 def add_fields(writer: gguf.GGUFWriter, reader: gguf.GGUFReader, but: Container[str] = ()) -> None:
-    """The reader's metadata except these names, and the architecture, which the writer adds itself."""
+    """Copies the reader's metadata, except these names and the architecture, which the writer adds itself."""
     for name, held in reader.fields.items():
         if not name.startswith("GGUF.") and name != "general.architecture" and name not in but:
             writer.add_key_value(name, held.contents(), held.types[0], held.types[-1] if len(held.types) > 1 else None)
@@ -85,7 +85,7 @@ def write(writer: gguf.GGUFWriter) -> None:
 
 
 def official_weights(path: Path) -> dict[str, ndarray]:
-    """The file's weights by official names, by the package's reader and nothing of rwkv/."""
+    """The file's weights by their official names, read with the package's reader and without code of rwkv/."""
     reader = gguf.GGUFReader(path)
     head_size = reader.fields["rwkv7.wkv.head_size"].contents()
     weights: dict[str, ndarray] = {}

@@ -1,7 +1,7 @@
-"""A server on this machine that speaks the part of the Hub's interface that huggingface_hub downloads by.
+"""A local server that implements the part of the Hub's HTTP interface that huggingface_hub uses to download.
 
     GET /api/models/ORG/REPO[/revision/REV]          the commit, the files with their sizes, the card
-    GET, HEAD /ORG/REPO/resolve/REV/PATH             a file, by Range where the client asks
+    GET, HEAD /ORG/REPO/resolve/REV/PATH             a file, or a Range of it
 """
 
 import hashlib
@@ -25,7 +25,7 @@ MAIN = "main"
 
 @dataclass
 class Repository:
-    """files: contents by path. token: what a client must send; None for a public repository. card: the model card's fields."""
+    """files: contents by path. token: required of clients; None for a public repository. card: the model card's fields."""
 
     files: dict[str, bytes]
     token: str | None = None
@@ -42,7 +42,8 @@ class Repository:
 
 
 class HubServer(ThreadingHTTPServer):
-    """repositories: by name. requests: (method, path, Range) so far. cut: bytes after which a file's answer breaks off."""
+    """repositories: by name. requests: (method, path, Range) so far. cut: bytes after which a response with a file breaks
+    off."""
 
     daemon_threads = True
 
@@ -57,7 +58,7 @@ class HubServer(ThreadingHTTPServer):
         return f"http://127.0.0.1:{self.server_address[1]}"
 
     def downloads(self) -> list[str]:
-        """The paths of the files that have been sent, without the repositories."""
+        """The paths of the files that have been sent, without the repositories' names."""
         return [path.partition("/resolve/")[2].partition("/")[2] for method, path, _ in self.requests
                 if method == "GET" and "/resolve/" in path]
 

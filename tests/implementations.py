@@ -1,5 +1,5 @@
-"""Every implementation of an operator as a parameter of tests, with the mark by which conftest.py knows it; and the results of
-a reference, computed once for all implementations that are compared with it."""
+"""Every implementation of an operator as a pytest parameter, with the mark that conftest.py reads; and cached reference results
+for all implementations that are compared with them."""
 
 import hashlib
 from collections.abc import Callable
@@ -15,24 +15,25 @@ from kernels.select import folder, selectable
 
 
 def implementation(operator: str, name: str, *values: Any) -> Any:
-    """The parameter `values`, by default the name, for tests of that implementation on the device of --device."""
+    """A pytest parameter with `values`, by default the name, for tests of that implementation on the device of --device."""
     return pytest.param(*(values or (name,)), marks=pytest.mark.implementation(folder(operator, name), name),
                         id=name if not values else f"{operator}-{name}")
 
 
 def implementations(operator: str) -> list[Any]:
-    """Every file of the operator's folder."""
+    """A parameter for every implementation in the operator's folder."""
     return [implementation(operator, name) for name in names(operator)]
 
 
 def kernels(operator: str) -> list[Any]:
-    """Every name that select takes for the operator: with files of another folder that it is made of."""
+    """A parameter for every name that select accepts for the operator, including kernels of another operator that it can
+    use."""
     return [implementation(operator, name) for name in selectable(operator)]
 
 
 def compiled_in_soak(parameters: list[Any], *more: str) -> list[Any]:
-    """The parameters; those of an implementation that torch.compile compiles, for seconds each, wait for make soak, as do those
-    with one of `more` in their name."""
+    """The parameters, with the mark soak on those that torch.compile compiles, which takes seconds, and on those with one of
+    `more` in their name."""
     kinds = ("torch_compile", *more)
     return [one for each in parameters
             for one in (in_soak(each) if any(kind in str(each.values) for kind in kinds) else [each])]
@@ -43,7 +44,7 @@ def in_soak(*parameters: Any) -> list[Any]:
 
 
 def remembered(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, which is called once for tensors of the same numbers: nobody may write into what it returns."""
+    """Caches the function's results by the values of its tensors. Callers must not write into a result."""
     known: dict[Any, Any] = {}
 
     @wraps(function)

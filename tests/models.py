@@ -1,4 +1,4 @@
-"""Small models of every generation whose every weight matters, and the kernels that they can run on here."""
+"""Small models of every architecture in which every weight affects the output, and the kernels that can run them here."""
 
 import copy
 from collections.abc import Callable, Iterable, Mapping
@@ -25,21 +25,21 @@ from rwkv.tokenizer.world import Vocabulary
 
 SMALL = {"n_layer": 3, "n_embd": 16, "ctx_len": 32}
 RANKS = {"decay_low_rank_dim": 5, "a_low_rank_dim": 4, "v_low_rank_dim": 3, "gate_low_rank_dim": 6}
-OWN: dict[str, dict[str, Any]] = {"rwkv4": {}, "rwkv7": {"head_size": 8, **RANKS}}       # options that a generation has alone
+OWN: dict[str, dict[str, Any]] = {"rwkv4": {}, "rwkv7": {"head_size": 8, **RANKS}}       # options of one architecture only
 OPERATORS = {name: module_of(ModelConfig(generation=name)).OPERATOR for name in GENERATIONS}
 each_generation = pytest.mark.parametrize("generation", GENERATIONS)
-each_form = pytest.mark.parametrize(("generation", "kernel"), [    # of the operators, by one kernel; tests/kernels has all
+each_form = pytest.mark.parametrize(("generation", "kernel"), [    # one kernel per kind; tests/kernels has all
     ("rwkv4", "conv1d"), ("rwkv4", "torch_scan"), implementation("wkv4", "taichi_scan", "rwkv4", "taichi_scan"),
     ("rwkv7", "reference"), ("rwkv7", "torch_chunk")])
 
 
 def reasons(operator: str = "wkv4") -> dict[str, str | None]:
-    """Every selectable kernel, and why it cannot run on this machine's CPU, None where it can."""
+    """Every selectable kernel, with the reason why it cannot run on this machine's CPU; None if it can."""
     return {name: why_not(folder(operator, name), name) for name in selectable(operator)}
 
 
 def kernels(operator: str = "wkv4") -> list[Any]:
-    """Every selectable kernel as a parameter, for tests on the CPU; conftest.py leaves out those that cannot run there."""
+    """Every selectable kernel as a parameter, for tests on the CPU; conftest.py leaves out those that cannot run."""
     return [pytest.param(name, marks=pytest.mark.implementation(folder(operator, name), name, device="cpu"))
             for name in selectable(operator)]
 
@@ -50,7 +50,7 @@ def small_config(generation: str = "rwkv4", **sizes: int) -> ModelConfig:
 
 def small_model(kernel: str = "reference", vocab_size: int = 50, seed: int = 0, generation: str = "rwkv4",
                 **sizes: int) -> RWKV:
-    """A model with the matrices that start at zero, the norms and the mixing weights randomised: logits of order 1."""
+    """A model with logits of order 1: matrices that start at zero, norms and token-shift weights are randomised."""
     torch.manual_seed(seed)
     model = RWKV(small_config(generation, **sizes), vocab_size, select(OPERATORS[generation], kernel)).init_weights()
     with torch.no_grad():
@@ -63,7 +63,7 @@ def small_model(kernel: str = "reference", vocab_size: int = 50, seed: int = 0, 
 
 
 class Rounding(nn.Module):
-    """A product in float64 of rounded inputs and weights."""
+    """A linear layer that multiplies rounded inputs by rounded weights in float64."""
 
     def __init__(self, packed: Packed) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ class Rounding(nn.Module):
 
 
 def in_form(model: RWKV, form: str) -> RWKV:
-    """The model, which is not trained any more, with matrices in a form of kernels/matvec; GGUF's blocks are random ones."""
+    """Converts the model's matrices to a format of kernels/matvec, without gradients; GGUF's blocks are random."""
     model = model.requires_grad_(False).eval()
     if form in BLOCKS:
         generator = torch.Generator().manual_seed(0)
@@ -86,7 +86,7 @@ def in_form(model: RWKV, form: str) -> RWKV:
 
 
 def exact(model: RWKV) -> RWKV:
-    """The model in float64, which rounds what its form rounds."""
+    """The model in float64, with the same roundings as its weight format."""
     doubled = copy.deepcopy(model).double()
     for name, layer in model.named_modules():
         if isinstance(layer, LINEAR):
@@ -119,9 +119,10 @@ def following(vocab_size: int, *rows: list[int], n_embd: int = 16) -> RWKV:
 
 
 def writing(*rows: list[bytes], ends: bool = True, n_embd: int = 64) -> tuple[RWKV, WorldTokenizer]:
-    """A model that writes, after each token of a row, the next one, and then the text's end unless ends=False; its tokenizer.
+    """A model that generates, after each token of a row, the next one, and then end-of-text unless ends=False; and its
+    tokenizer.
 
-    Each token of a row comes once.
+    Each token may occur only once in a row.
     """
     vocabulary = world_vocabulary(sorted({token for row in rows for token in row}))
     ids = {token: index for index, token in enumerate(vocabulary.tokens)}
@@ -131,7 +132,7 @@ def writing(*rows: list[bytes], ends: bool = True, n_embd: int = 64) -> tuple[RW
 
 
 def world_vocabulary(tokens: Iterable[bytes]) -> Vocabulary:
-    """The single bytes, and then those of the tokens that are longer."""
+    """A World vocabulary of all single bytes, followed by the longer ones of the tokens."""
     singles = [bytes([value]) for value in range(256)]
     return Vocabulary([b"", *singles, *(token for token in tokens if len(token) > 1)])
 
@@ -141,7 +142,7 @@ def tokens(model: RWKV, B: int = 2, T: int = 24, seed: int = 1) -> Tensor:
 
 
 def as_values(state: State) -> dict[str, Tensor]:
-    """The state in its one form: RWKV-4's (a, b, p) has many, a/b and p + log b one."""
+    """The state in a unique representation: many (a, b, p) of RWKV-4 represent the same a/b and p + log b."""
     parts = state.named()
     if "p" in parts:
         a, b, p = (parts.pop(name) for name in "abp")
@@ -160,7 +161,8 @@ def assert_same_gradients(found: Mapping[str, Tensor], expected: Mapping[str, Te
 
 
 def saved_activations(module: nn.Module, forward: Callable[[], Tensor]) -> int:
-    """The bytes of different tensors that autograd keeps for the backward pass of forward(), the module's parameters aside."""
+    """The bytes that autograd saves for the backward pass of forward(), without the module's parameters; a storage counts
+    once."""
     own = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
     sizes: dict[int, int] = {}
 

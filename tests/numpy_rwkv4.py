@@ -1,7 +1,7 @@
-"""RWKV-4 in NumPy and float64, from the formulas of arXiv 2305.13048 (equations 11 to 18): what everything else is held to.
+"""RWKV-4 in NumPy and float64, from the formulas of arXiv 2305.13048 (equations 11 to 18): the reference for all tests.
 
-It shares no code with rwkv/ and kernels/, and nothing is stabilised: e^k fits a float64 for every k below 700, which the
-state returned would show by not being finite.
+It shares no code with rwkv/ and kernels/, and is not stabilised: e^k fits into float64 for every k below 700; beyond, the
+returned state is not finite.
 
     B rows, T tokens, V vocabulary, C n_embd, A n_att, F n_ffn, L layers; weights by their official names
 """
@@ -14,7 +14,7 @@ from numpy import ndarray
 
 
 class LayerState(NamedTuple):
-    """What one layer remembers: its last inputs att_x and ffn_x (B,C), WKV's numerator a and denominator b (B,A)."""
+    """The state of one layer: its last inputs att_x and ffn_x (B,C), and WKV's numerator a and denominator b (B,A)."""
 
     att_x: ndarray
     a: ndarray
@@ -23,7 +23,7 @@ class LayerState(NamedTuple):
 
 
 class NumpyRWKV4:
-    """model(tokens (B,T), state=None) -> (logits (B,T,V), state), state being one LayerState a layer."""
+    """model(tokens (B,T), state=None) -> (logits (B,T,V), state). The state is a list of one LayerState per layer."""
 
     def __init__(self, weights: Mapping[str, ndarray]) -> None:
         self.weights = {name: np.asarray(tensor, dtype=np.float64).squeeze() for name, tensor in weights.items()}
@@ -64,7 +64,8 @@ class NumpyRWKV4:
         return (sigmoid(r) * wkv) @ self.weights[f"{name}.output.weight"].T, a, b
 
     def wkv(self, name: str, k: ndarray, v: ndarray, state: LayerState) -> tuple[ndarray, ndarray, ndarray]:
-        """k, v (B,T,A): the average of v so far, weighted by e^k, older weights decayed and the newest raised by e^u."""
+        """k, v (B,T,A) -> the average of v so far, weighted by e^k; older weights decay, and the newest is multiplied by
+        e^u."""
         u, decay = self.weights[f"{name}.time_first"], np.exp(-np.exp(self.weights[f"{name}.time_decay"]))
         a, b, out = state.a, state.b, np.empty_like(k)
         for t in range(k.shape[1]):
@@ -85,7 +86,7 @@ class NumpyRWKV4:
 
 
 def shifted(x: ndarray, before: ndarray) -> ndarray:
-    """x (B,T,C) one step later, `before` (B,C) coming first."""
+    """x (B,T,C) shifted by one step: `before` (B,C) comes first, and the last step is dropped."""
     return np.concatenate([before[:, None], x[:, :-1]], axis=1)
 
 

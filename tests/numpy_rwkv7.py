@@ -1,6 +1,6 @@
-"""RWKV-7 in NumPy and float64, from the formulas of arXiv 2503.14456 (section 4): what everything else is held to.
+"""RWKV-7 in NumPy and float64, from the formulas of arXiv 2503.14456 (section 4): the reference for all tests.
 
-It shares no code with rwkv/ and kernels/; the recurrence is taken step by step, and S is written as a matrix.
+It shares no code with rwkv/ and kernels/. It computes the recurrence step by step, with S as a matrix.
 
     B rows, T tokens, V vocabulary, C n_embd in H heads of N, L layers; weights by their official names
 """
@@ -13,7 +13,8 @@ from numpy import ndarray
 
 
 class LayerState(NamedTuple):
-    """What one layer remembers: its last inputs att_x and ffn_x (B,C), and S (B,H,N,N), rows value, columns key."""
+    """The state of one layer: its last inputs att_x and ffn_x (B,C), and S (B,H,N,N), with rows for values, columns for
+    keys."""
 
     att_x: ndarray
     wkv: ndarray
@@ -21,7 +22,7 @@ class LayerState(NamedTuple):
 
 
 class NumpyRWKV7:
-    """model(tokens (B,T), state=None) -> (logits (B,T,V), state), state being one LayerState a layer.
+    """model(tokens (B,T), state=None) -> (logits (B,T,V), state). The state is a list of one LayerState per layer.
 
     epsilon: of the norm of each head.
     """
@@ -71,7 +72,7 @@ class NumpyRWKV7:
         return centred(x, epsilon) * self.weights[f"{name}.weight"] + self.weights[f"{name}.bias"]
 
     def mix(self, name: str, x: ndarray, before: ndarray) -> ndarray:
-        """x_t + (x_{t-1} - x_t) mu: the weight mu is of the past."""
+        """x_t + (x_{t-1} - x_t) mu: mu is the weight of the previous step."""
         past = np.concatenate([before[:, None], x[:, :-1]], axis=1)
         return x + (past - x) * self.weights[name]
 

@@ -1,4 +1,4 @@
-"""The programs as a user starts them, within this process: `run("generate", "prompt=a")`."""
+"""Runs the programs as a user starts them, but in the current process: `run("generate", "prompt=a")`."""
 
 import sys
 from collections.abc import Callable
@@ -19,7 +19,7 @@ _checked: dict[tuple[Any, ...], str | None] = {}
 
 
 def composed(program: str, *arguments: str) -> Any:
-    """The configuration that a program has with these arguments."""
+    """The configuration of a program with these arguments."""
     schema = PROGRAMS[program][1]
     line = cli.split(list(arguments), schema)
     cli.check(line, schema)
@@ -32,7 +32,7 @@ def caller(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) 
 
 
 def status_of(patch: pytest.MonkeyPatch, program: str, *arguments: str) -> int:
-    """The exit status of the program, which runs here."""
+    """Runs the program in the current process and returns its exit status."""
     main, schema = PROGRAMS[program]
     if program == "train":
         patch.setattr("rwkv.training.kernel_check.check", check_once)
@@ -53,9 +53,9 @@ def check_once(wkv: Any, *case: Any) -> str | None:
 
 
 def one_sentence(result: tuple[int, str, str], *said: str) -> None:
-    """A user's mistake: exit status 2, nothing on standard output, and one line that says all of `said`.
+    """Checks the report of a user's mistake: exit status 2, no standard output, and one error line that contains all of `said`.
 
-    Before it, a program may have said what it loads.
+    Lines about what the program loads may precede it.
     """
     status, output, error = result
     assert (status, output) == (2, "")

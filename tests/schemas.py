@@ -1,4 +1,4 @@
-"""JSON schemas in the shapes of real tools and of test suites, for the tests of grammars."""
+"""JSON schemas like those of real tools and of test suites, for the tests of grammars."""
 
 import random
 from typing import Any
@@ -7,7 +7,7 @@ OBJECT: dict[str, Any] = {"type": "object"}
 
 
 def closed(required: list[str] | None = None, **properties: Any) -> dict[str, Any]:
-    """An object with these properties alone, all of them required by default."""
+    """The schema of an object with only these properties, by default all required."""
     return {"type": "object", "properties": properties, "additionalProperties": False,
             "required": [*properties] if required is None else required}
 
@@ -17,7 +17,7 @@ INTEGER = {"type": "integer", "minimum": -20, "maximum": 200}
 NODE = {"type": "object", "properties": {"value": INTEGER, "next": {"anyOf": [{"$ref": "#/$defs/node"}, {"type": "null"}]}},
         "required": ["value", "next"], "additionalProperties": False}
 
-# As function-calling data sets and OpenAI's structured outputs have them
+# Schemas as in function-calling data sets and OpenAI's structured outputs
 TOOLS: list[dict[str, Any]] = [
     closed(city=SHORT, unit={"type": "string", "enum": ["celsius", "fahrenheit"]}),
     closed(["query"], query=SHORT, limit={"type": "integer", "minimum": 1, "maximum": 50}),
@@ -41,7 +41,7 @@ TOOLS: list[dict[str, Any]] = [
     closed(when={"type": "string", "format": "date-time"}),
     closed(flag={"type": "boolean"}, value={"type": "null"}),
 ]
-# As JSON-Schema-Test-Suite has them, one keyword or two at a time
+# Schemas as in JSON-Schema-Test-Suite, each with one or two keywords
 KEYWORDS: list[dict[str, Any]] = [
     {**OBJECT, "properties": {"a": INTEGER, "b": SHORT}, "required": ["a", "b"], "maxProperties": 3,
      "additionalProperties": INTEGER},
@@ -69,7 +69,7 @@ SCHEMAS = TOOLS + KEYWORDS
 
 
 def drawn(random: random.Random, depth: int = 0) -> dict[str, Any]:
-    """A schema of up to three levels."""
+    """A random schema of up to three levels."""
     nested = ["object", "array", "anyOf"] * 2 if depth < 2 else []
     kind = random.choice(["string", "integer", "number", "enum", "pattern", "format", "boolean", *nested])
     if kind == "object" or depth == 0:

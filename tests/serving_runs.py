@@ -1,4 +1,4 @@
-"""`python serve.py` in a process of its own, and requests as bytes, for the tests of the server."""
+"""Runs `python serve.py` in a separate process, and sends it requests as bytes, for the tests of the server."""
 
 import json
 import os
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     import openai
 
 ROOT = Path(__file__).parent.parent
-# A logit_bias with which only letters are written: such a text has the same tokens when it is read
+# A logit_bias that allows only letters, so that a generated text has the same tokens when it is encoded again
 LETTERS = {str(letter): 100.0 for letter in range(97, 123)}
 
 
 class Running:
-    """`python serve.py` while it runs. process; port; url; log: what it has written."""
+    """A running `python serve.py`. log: its output so far."""
 
     def __init__(self, folder: Path, *options: str) -> None:
         self._log = folder / f"serve-{time.monotonic_ns()}.log"
@@ -42,9 +42,9 @@ class Running:
         return self._log.read_text()
 
     def exchange(self, *parts: bytes, wait: float = 20) -> bytes:
-        """What comes back for these bytes until the server closes the connection, or until nothing comes.
+        """Sends these bytes, and returns the server's response until it closes the connection, or until nothing more arrives.
 
-        The parts are sent one after the other, so that the server reads each for itself.
+        The parts are sent one after the other, so that the server receives them separately.
         """
         with socket.create_connection(("127.0.0.1", self.port), timeout=wait) as connection:
             for part in parts:
@@ -69,7 +69,7 @@ class Running:
         return len(os.listdir(f"/proc/{self.process.pid}/fd"))               # noqa: PTH208  numbers, not paths
 
     def resident(self) -> int:
-        """Bytes of the server's processes that are not mapped files."""
+        """The resident bytes of the server's processes, without mapped files."""
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
         return sum(1024 * int(line.split()[1]) for pid in (self.process.pid, *children)
                    for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("RssAnon"))
@@ -81,7 +81,7 @@ class Running:
 
 @contextmanager
 def serving(folder: Path, *options: str) -> Iterator[Running]:
-    """A server that has started, until the block ends."""
+    """Yields a server that has started, and stops it when the block ends."""
     running = Running(folder, *options)
     try:
         assert running.process.poll() is None, running.log
@@ -92,14 +92,14 @@ def serving(folder: Path, *options: str) -> Iterator[Running]:
 
 @contextmanager
 def client_of(server: Running) -> Iterator["openai.OpenAI"]:
-    import openai  # half a second, which a run without these tests need not wait for
+    import openai  # imported here, because it takes half a second
 
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60) as made:
         yield made
 
 
 def reset(connection: socket.socket) -> None:
-    """Closes the connection by a reset."""
+    """Closes the connection with a TCP reset."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
     connection.close()
 
@@ -112,7 +112,7 @@ def wait_until(true: Callable[[], bool], seconds: float = 20) -> None:
 
 
 def post(path: str, body: object, headers: str = "") -> bytes:
-    """A request's bytes, which asks for the connection to be closed."""
+    """The bytes of a POST request with `connection: close`."""
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
     return (f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(content)}\r\nconnection: close\r\n{headers}\r\n"
             .encode() + content)

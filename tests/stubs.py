@@ -1,4 +1,4 @@
-"""Implementations that exist for one test: a module in sys.modules that the registry finds, and no file in the repository."""
+"""Implementations that exist for one test: each is a module in sys.modules that the registry finds, without a file."""
 
 import itertools
 import sys
@@ -17,7 +17,7 @@ _numbers = itertools.count()         # a torch operator is registered once per p
 @contextmanager
 def stub(op: str = "timex", forward: Callable[..., Any] | None = None, backward: Callable[..., Any] | None = None,
          **requires: Any) -> Iterator[str]:
-    """The name under which the registry has, inside the `with`, an implementation of `op` with these functions."""
+    """Registers an implementation of `op` with these functions for the duration of the block, and yields its name."""
     name = f"stub_{next(_numbers)}"
     module = ModuleType(f"kernels.{op}.{name}", "A stub for a test.")
     vars(module).update(REQUIRES=registry.Requires(**requires), forward=forward, backward=backward)
@@ -36,7 +36,7 @@ def stub(op: str = "timex", forward: Callable[..., Any] | None = None, backward:
 
 @contextmanager
 def selectable_stub(op: str, forward: Callable[..., Any], backward: Callable[..., Any]) -> Iterator[str]:
-    """A stub that kernels/select.py finds too."""
+    """A stub that kernels/select.py also accepts."""
     with stub(op, forward, backward) as name, pytest.MonkeyPatch.context() as patch:
         patch.setattr("kernels.select.names", registry.names)
         yield name

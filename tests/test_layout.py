@@ -1,4 +1,4 @@
-"""The layout: who may import whom, no circles inside a folder, no environment variables, no effects at import, the museum."""
+"""The layout: allowed imports, no import cycles in a folder, no environment variables, no effects at import, the museum."""
 
 import ast
 import re
@@ -20,11 +20,11 @@ ROOT = Path(__file__).parent.parent
 PROGRAMS = [ROOT / "train.py", ROOT / "generate.py", ROOT / "chat.py", ROOT / "serve.py"]
 PRODUCT = sorted([*(ROOT / "kernels").rglob("*.py"), *(ROOT / "rwkv").rglob("*.py"), *PROGRAMS])
 ENVIRONMENT = ("environ", "environb", "getenv", "getenvb", "putenv")
-SET_ENVIRONMENT = [ROOT / "rwkv" / "distributed.py", *(              # of libraries, and torchrun's for its processes
+SET_ENVIRONMENT = [ROOT / "rwkv" / "distributed.py", *(              # variables of libraries, and torchrun's for its processes
     ROOT / "kernels" / name
     for name in ("machine/threads.py", "machine/shares.py", "machine/allocator.py", "backends/_taichi_startup.py"))]
 
-FLOORS = (                               # of rwkv/, from the top: a part imports parts of lower floors alone
+FLOORS = (                               # of rwkv/, from the top: a part imports only parts of lower floors
     ("programs",),
     ("tools", "__init__"),
     ("training", "serving", "pretrained"),
@@ -44,7 +44,8 @@ MUSEUM_PAGE = ROOT / "docs" / "museum.md"
 
 
 class Rule(NamedTuple):
-    """No module whose full name matches `importer` imports one whose name, or whose package's name, matches `imported`."""
+    """A module whose full name matches `importer` must not import one whose name, or whose package's name, matches
+    `imported`."""
 
     importer: str
     imported: str
@@ -55,16 +56,16 @@ RULES = (
     Rule(r".*", r"train|generate|chat|serve|tests|benchmarks"),
     Rule(r"kernels\b.*", r"rwkv|lightning|pytorch_lightning|hydra|omegaconf|wandb"),
     Rule(r"(?!kernels\b|rwkv\.model\.).*", BACK_ENDS),
-    Rule(r"rwkv\.model\.(?!.*triton).*", BACK_ENDS),              # a generation's forms in Triton are beside its others
+    Rule(r"rwkv\.model\.(?!.*triton).*", BACK_ENDS),              # an architecture's Triton code is in its own folder
     Rule(r"(?!kernels\.backends\._taichi_startup$).*", r"taichi"),
     Rule(rf"kernels\.({OPERATORS})(\.cases)?", BACK_ENDS),
-    Rule(r".*", IMPLEMENTATIONS),                                # an implementation is loaded by its name
+    Rule(r".*", IMPLEMENTATIONS),                                # kernels are loaded by name
     Rule(rf"(?!kernels\.(bench|{'|'.join(MUSEUM)})\b|kernels\.wkv4\.timex$).*", rf"kernels\.({'|'.join(MUSEUM)})"),
     Rule(rf"kernels\.({OPERATORS}|backends|machine)\b.*", r"kernels\.bench"),
     Rule(r"kernels\.machine\b.*", r"kernels\.backends"),
     Rule(r"kernels\.(backends|machine)\b.*", OPERATORS),
     *(Rule(rf"kernels\.{op}\b(?!\.timex$).*", rf"kernels\.({'|'.join(other for other in operators() if other != op)})")
-      for op in operators()),                                    # kernels/wkv4/timex.py stands on kernels/timex
+      for op in operators()),                                    # kernels/wkv4/timex.py uses kernels/timex
     Rule(r"(?!rwkv\.(cli|programs|tools)\b).*", r"hydra|omegaconf"),
     Rule(r"(?!rwkv\.(training\b|data\.loaders$)).*", r"lightning|pytorch_lightning"),
     Rule(r"(?!rwkv\.training\.loggers$).*", r"wandb"),
@@ -72,7 +73,7 @@ RULES = (
     Rule(r"(?!rwkv\.serving\b).*", r"starlette|uvicorn|msgspec|prometheus_client"),
     Rule(r"rwkv\.serving\.(?!(engine\.worker|states\.store)$).*",
          r"torch|rwkv\.(generation(?!\.(grammar|request|stopping))|model|pretrained|checkpoint)"),
-    Rule(r"rwkv\.model\b(?!\.(operators|quantized|decoding\.c_step)$).*", r"kernels\.select"),   # a model is given its operator
+    Rule(r"rwkv\.model\b(?!\.(operators|quantized|decoding\.c_step)$).*", r"kernels\.select"),   # it gets its operator
     Rule(r"rwkv\.(cli(\.\w+)?|config(\.\w+)?|errors|__main__|programs\.(train|generate|chat|serve)|tools\.(evaluate|convert|report|doctor|smoke|completion))",
          r"torch|lightning|hydra|numpy",
          at_import_only=True),
@@ -81,7 +82,7 @@ RULES = (
 
 class Import(NamedTuple):
     module: str
-    waits: bool                          # until a function runs, or for a type checker
+    waits: bool                          # runs only when a function runs, or for a type checker
 
 
 def module_of(path: Path) -> str:
@@ -110,7 +111,7 @@ def _imports(tree: ast.Module, module: str) -> Iterator[Import]:
 
 
 def _statements(part: ast.AST, waits: bool) -> Iterator[tuple[ast.AST, bool]]:
-    """Every statement inside, and whether it waits."""
+    """Every statement inside `part`, and whether it waits (Import.waits)."""
     waits = waits or isinstance(part, (ast.FunctionDef, ast.AsyncFunctionDef)) \
         or (isinstance(part, ast.If) and "TYPE_CHECKING" in ast.unparse(part.test))
     for node in ast.iter_child_nodes(part):
@@ -120,7 +121,7 @@ def _statements(part: ast.AST, waits: bool) -> Iterator[tuple[ast.AST, bool]]:
 
 
 def broken_rules(module: str, text: str) -> set[str]:
-    """The imports of `module` that a rule or the order of the floors forbids."""
+    """The imports of `module` that RULES or FLOORS forbid."""
     found = imports(text, module)
     rules = [(re.compile(rf"({rule.imported})(\..*)?"), rule.at_import_only) for rule in RULES
              if re.fullmatch(rule.importer, module)]
@@ -134,7 +135,7 @@ def broken_rules(module: str, text: str) -> set[str]:
 
 
 def part_of(module: str) -> str:
-    """Of rwkv.model.state: model."""
+    """The part of a module in rwkv/: model for rwkv.model.state."""
     return [*module.split("."), "__init__"][1]
 
 
@@ -168,7 +169,7 @@ def test_a_wrong_import_is_noticed() -> None:
 
 
 class Exhibits(NamedTuple):
-    """A row of the first table of docs/museum.md: the names of an operator's kernels."""
+    """A row of the first table of docs/museum.md: the names of an operator's kernels by column."""
 
     product: set[str]
     reference: set[str]
@@ -182,7 +183,7 @@ def exhibits() -> dict[str, Exhibits]:
 
 
 def test_the_museum_page_lists_every_kernel_once() -> None:
-    """And as product exactly those that kernel=auto can run."""
+    """The column product must have exactly the kernels that kernel=auto can select."""
     listed = exhibits()
     automatic = {op: {name for (of, *_), rule in select.RULES.items() if of == op for name in rule.order} for op in listed}
     for (op, *_), sizes in select.BY_SIZE.items():
@@ -195,7 +196,7 @@ def test_the_museum_page_lists_every_kernel_once() -> None:
 
 
 def museum_loads(text: str) -> set[tuple[str, str]]:
-    """The (operator, kernel) of the museum that a file names in a call, as in load("timex", "fft")."""
+    """The museum kernels, (operator, kernel), that a file names in a call such as load("timex", "fft")."""
     calls = [[node.value for node in call.args if isinstance(node, ast.Constant) and isinstance(node.value, str)]
              for call in ast.walk(parsed(text)) if isinstance(call, ast.Call)]
     rows = exhibits()
@@ -211,7 +212,7 @@ def test_no_other_code_loads_a_kernel_of_the_museum() -> None:
 
 
 def test_no_circle_inside_a_folder() -> None:
-    """Between the parts of a folder, files and folders, at import; what a function imports when it runs makes no circle."""
+    """Checks for import cycles between the files and subfolders of a folder. Imports inside functions do not count."""
     for folder in {path.parent for path in PRODUCT} - {ROOT}:
         package, parts = module_of(folder), {}
         for path in folder.rglob("*.py"):
@@ -272,7 +273,7 @@ assert not {{"hydra", "lightning", "wandb"}} & set(sys.modules) or {package!r} !
 @pytest.mark.programs
 @pytest.mark.parametrize("package", ["kernels", "rwkv"])
 def test_importing_has_no_effects(package: str, tmp_path: Path) -> None:
-    """Nothing printed, no Taichi started, no device queried, no file written; apart from missing back ends nothing raised."""
+    """Importing prints nothing, starts no Taichi, queries no device, writes no file, and raises only for missing back ends."""
     modules = [module_of(path) for path in PRODUCT if path.is_relative_to(ROOT / package)]
     folders = [str(ROOT / "kernels"), str(ROOT / "rwkv")]
     done = fresh_python(IMPORT_ALL.format(modules=modules, folders=folders, package=package), tmp_path)
@@ -286,7 +287,7 @@ def test_importing_has_no_effects(package: str, tmp_path: Path) -> None:
      ("hydra", "omegaconf", "lightning", "wandb", "taichi", "triton")),
     (["rwkv.pretrained", "rwkv.generation.output"], ("hydra", "lightning", "wandb")),
     (["rwkv.tools.evaluate", "rwkv.tools.convert", "rwkv.tools.doctor", "rwkv.tools.smoke", "rwkv.tools.completion",
-      "rwkv.training.sweep.sweep", "rwkv.training.run.options", "rwkv.checkpoint.named",
+      "rwkv.training.sweep.sweep", "rwkv.training.run.options", "rwkv.checkpoint.option_files",
       "rwkv.generation.options"], ("torch", "hydra", "lightning", "wandb", "taichi")),
     (["rwkv", "rwkv.cli", *(f"rwkv.programs.{name}" for name in ("train", "generate", "chat", "serve")), "kernels.registry"],
      ("torch", "numpy", "hydra", "omegaconf", "lightning", "wandb", "taichi")),
@@ -303,7 +304,7 @@ def fresh_python(code: str, folder: Path) -> subprocess.CompletedProcess[str]:
 
 
 def shadowed(source: str) -> list[str]:
-    """Of each function that calls one of its parameters where a function of the file has the same name: both names."""
+    """"function: parameter" for each function that calls a parameter with the same name as one of the file's functions."""
     found = []
     tree = ast.parse(source)
     known = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
@@ -317,7 +318,7 @@ def shadowed(source: str) -> list[str]:
 
 
 def test_no_parameter_of_a_kernel_hides_a_function_that_it_calls() -> None:
-    """Taichi's CUDA forms are not compiled on a CPU."""
+    """Such an error in Taichi's CUDA code would not be noticed on a CPU, which does not compile it."""
     assert shadowed("def at(i):\n    return i\ndef read(x, at):\n    return x[at(at + 1)]") == ["read: at"]
     files = sorted((ROOT / "kernels").rglob("*.py"))
     assert [(file.name, name) for file in files for name in shadowed(file.read_text(encoding="utf-8"))] == []

@@ -1,4 +1,4 @@
-"""The notebook in examples/: it runs from its first cell to its last, and is stored without outputs."""
+"""The notebook in examples/ runs from its first cell to its last, and is stored without outputs."""
 
 import json
 from pathlib import Path
@@ -14,10 +14,10 @@ def test_it_has_no_outputs() -> None:
     assert not [cell for cell in cells if cell["outputs"] or cell["execution_count"]]
 
 
-@pytest.mark.soak                        # three runs and a kernel of Jupyter's, one after the other
-@pytest.mark.filterwarnings("default")   # Jupyter's own
+@pytest.mark.soak                        # the tests start three runs and a Jupyter kernel, one after another
+@pytest.mark.filterwarnings("default")   # a warning of Jupyter's
 def test_it_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In three steps of training, in another folder than the clone."""
+    """Runs the notebook with three training steps, outside the clone."""
     nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
     pytest.importorskip("ipykernel")
     monkeypatch.setenv("PYTHONPATH", str(NOTEBOOK.parent.parent))

@@ -1,6 +1,7 @@
-"""Our model under every kernel equals a float64 NumPy RWKV-4, on checkpoints in which every parameter matters.
+"""Compares the model, with every kernel, to RWKV in NumPy and float64, on checkpoints in which every parameter affects the
+output.
 
-`make parity` compares the same with PyPI's `rwkv` and transformers, which need an environment of their own.
+`make parity` also compares it with PyPI's `rwkv` and transformers, which need a separate environment.
 """
 
 import math
@@ -27,10 +28,10 @@ from parity.report import passed
 from kernels.wkv4 import WKV4
 from kernels.wkv7 import WKV7
 
-CASES = {name: case for name, case in cases.CASES.items() if case.L < 12}          # all twelve layers take 1 s a kernel
+CASES = {name: case for name, case in cases.CASES.items() if case.L < 12}          # all twelve layers take 1 s per kernel
 CASES["one layer"] = Case(L=1, C=24, A=24, F=96, V=30, T=9, chunks=(8, 1))
 SMALL = Case(L=2, C=24, A=20, F=56, V=30, T=12, chunks=())
-KERNELS = ("reference", "conv1d", "c_v0")       # that have every case in make test; the others have it in make soak
+KERNELS = ("reference", "conv1d", "c_v0")       # kernels with all cases in make test; the others have them in make soak
 exact = cache(float64)
 
 
@@ -49,7 +50,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         *[pytest.mark.soak] * (name != "usual" and kernel.values[0] not in KERNELS)])
     for kernel in compiled_in_soak(kernels()) for name in CASES])
 def test_logits_state_and_continuation_are_those_of_float64(kernel: str, name: str, folder: Path) -> None:
-    """Read whole, in chunks and token by token."""
+    """The tokens are read in one call, in chunks, and one by one."""
     found, expected = ours(CASES[name], folder / f"{name}.pth", kernel), exact(CASES[name])
     assert logits_apart(found, expected) <= TO_FLOAT64
     assert state_apart(found, expected) <= STATE
@@ -59,7 +60,7 @@ def test_logits_state_and_continuation_are_those_of_float64(kernel: str, name: s
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_bound_means_something(name: str) -> None:
-    """Logits and states of order 1 to 10; forms of float64 that agree far better than what is compared with it."""
+    """Checks that logits and states are of order 1 to 10, and that float64 evaluations agree far better than the bounds."""
     found = exact(CASES[name])
     assert all(0.3 < found[f"whole: {part}"].std() < 5 for part in ("logits", "att_x", "a/b", "p + log b", "ffn_x"))
     assert np.abs(found["whole: logits"]).max() < 20
@@ -94,7 +95,7 @@ def test_a_kind_of_tensor_with_channels_off_by_a_hundredth_shows() -> None:
         assert np.abs(changed - expected).max() > 5 * TO_PEER, kind
 
 
-# What make parity prints
+# The output of make parity
 
 
 def test_what_is_off_in_one_form_is_found() -> None:
@@ -129,12 +130,12 @@ def test_the_worst_of_several_rows_is_one_out_of_bounds() -> None:
     assert worst(("the worst",), rows[::2]).cells["float64"].value == 1e-6
 
 
-# The table of files
+# The table of docs/files.md
 
 
 @pytest.mark.thorough
 def test_a_row_of_the_table_of_files_is_out_of_its_bounds_where_a_weight_is_another(tmp_path: Path) -> None:
-    """Without other programs: what they make or run is absent."""
+    """Needs no other programs: rows that they write or run are absent."""
     np.save(tmp_path / "small.npy", random_tokens(KINDS["small"])[0, :8])
     path, weights = official(tmp_path, "rwkv7a.pth", "small", deep_embed(KINDS["small"]))
     found = row(tmp_path, Kind("7a", path, weights))
@@ -145,11 +146,11 @@ def test_a_row_of_the_table_of_files_is_out_of_its_bounds_where_a_weight_is_anot
     assert "absent" in row(tmp_path, Kind("fla's directory", tmp_path / "none", weights, "fla"))
 
 
-# Training beside the author's code, whose compiled operators are replaced
+# Training compared with the author's code, whose compiled operators are replaced
 
 
 def test_the_operators_in_the_authors_code_are_the_references() -> None:
-    """In float64, with gradients; RWKV-7's decay comes as the number that it is the sigmoid of."""
+    """In float64, with gradients. The author's RWKV-7 operator takes the decay before the sigmoid."""
     torch.manual_seed(0)
     B, T, C = 2, 5, 2 * author.N
     w, u = torch.randn(2, C, dtype=torch.float64, requires_grad=True).unbind()

@@ -1,4 +1,4 @@
-"""Training runs as processes of their own: started, killed at random moments, continued, and compared to the bit."""
+"""Training runs in separate processes: started, killed at random moments, continued, and compared bit for bit."""
 
 import csv
 import os
@@ -24,14 +24,14 @@ from rwkv.config import DataConfig, ModelConfig, TrainConfig, TrainerConfig
 TEXT = "".join(f"line {number}: the quick brown fox — {number * number % 97}\n" for number in range(200))
 SMALL = ("debug=fast", "data=text", "data.path=text.txt", "data.val_fraction=0.1", "data.cache_dir=cache", "trainer=cpu")
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "WANDB_MODE": "offline"}
-OWN = ("/timemix/run/out_dir", "/timemix/run/resume")    # what two runs of the same training differ in
+OWN = ("/timemix/run/out_dir", "/timemix/run/resume")    # metrics in which two identical runs differ
 OF_PROBE = (*OWN, "/timemix/run/trainer/probe")
 KILLED = -signal.SIGKILL
 Process = subprocess.Popen[str] | Forked
 
 
 def configured(L: int, C: int, B: int, T: int, generation: str = "rwkv4", **trainer: Any) -> TrainConfig:
-    """L layers of C channels, and batches of B rows of T tokens. trainer: options of trainer."""
+    """A configuration with L layers of C channels, and batches of B rows of T tokens. trainer: options of trainer."""
     return TrainConfig(model=ModelConfig(generation=generation, n_layer=L, n_embd=C, ctx_len=T), data=DataConfig(batch_size=B),
                        trainer=TrainerConfig(**trainer))
 
@@ -44,8 +44,8 @@ class Done(NamedTuple):
 
 def start(folder: Path, program: str, *arguments: str, apart: bool = False, within: Sequence[str] = (),
           **environment: str) -> subprocess.Popen[str]:
-    """`apart`: as the first of a group of processes, to which a signal can be sent. within: a command that runs the program's
-    in its own process. environment: more variables.
+    """apart: in a new process group, to which a signal can be sent. within: a command that runs the program's
+    in its own process. environment: additional variables.
     """
     return subprocess.Popen([*within, sys.executable, str(ROOT / f"{program}.py"), *arguments], cwd=folder,
                             env=ENVIRONMENT | environment,
@@ -54,12 +54,12 @@ def start(folder: Path, program: str, *arguments: str, apart: bool = False, with
 
 
 def forked(folder: Path, *arguments: str, largest: int | None = None, **environment: str) -> Process:
-    """train.py in a process of its own that need not wait for imports. largest: the most bytes of a file."""
+    """Runs train.py in a separate process without the time of imports. largest: the maximum bytes of a file."""
     return Forked(folder, arguments, ENVIRONMENT | environment, largest)
 
 
 def done_here(folder: Path, program: str, *arguments: str) -> Done:
-    """The same program within this process, which has torch and Lightning already; one thread, as in `start`."""
+    """Runs train.py in the current process, where torch and Lightning are already imported; one thread, as in `start`."""
     output, error, threads = StringIO(), StringIO(), torch.get_num_threads()
     torch.set_num_threads(1)
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(output), redirect_stderr(error):
@@ -88,9 +88,9 @@ def steps_done(run: Path) -> int:
 
 
 def killed_and_continued(folder: Path, arguments: tuple[str, ...], out_dir: str, kills: int, steps: int, seed: int) -> Done:
-    """Kills the run with SIGKILL, each time after a random number of its steps and a moment more, and continues it.
+    """Kills the run with SIGKILL, each time after a random number of steps and a random delay, and continues it.
 
-    The last share of the steps is left alone, so that no kill comes after the run's end: it must take a third of a second.
+    No kill happens in the last part of the steps, which must take a third of a second, so that none comes after the run's end.
     """
     chance = random.Random(seed)
     for kill in range(kills):
@@ -115,7 +115,8 @@ def wait_for(process: Process, run: Path, step: int) -> None:
 
 
 def assert_same_training(run: Path, other: Path, own: tuple[str, ...] = OWN, except_for: tuple[str, ...] = ()) -> None:
-    """Every checkpoint equal to the bit: weights, optimiser, schedule, random state, place in the data; and the curves.
+    """Checks that all checkpoints are bit-identical (weights, optimiser, schedule, random state, data position), and the
+    curves.
 
     except_for: names of checkpoints that may differ.
     """
@@ -125,7 +126,7 @@ def assert_same_training(run: Path, other: Path, own: tuple[str, ...] = OWN, exc
         assert not {key for key in one if key not in own and not same(one[key], two[key])}
     for name in ("train/loss", "val/loss", "val/bpb", "lr", "grad_norm"):
         assert losses(run, name) == losses(other, name)
-    samples, expected = (folder / "samples.jsonl" for folder in (run, other))        # none with trainer=fsdp
+    samples, expected = (folder / "samples.jsonl" for folder in (run, other))        # absent with trainer=fsdp
     assert samples.exists() == expected.exists()
     assert not samples.exists() or samples.read_bytes() == expected.read_bytes()
 
@@ -150,7 +151,7 @@ def same(one: Any, two: Any) -> bool:
 
 
 def damage(path: Path) -> None:
-    """One bit."""
+    """Flips one bit of a file."""
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content)

@@ -1,4 +1,4 @@
-"""What WKV-7's triton_v1 takes of a GPU, with no GPU: registers, shared memory, spills, by width of a head and dtype.
+"""Measures the GPU resources of WKV-7's triton_v1 without a GPU: registers, shared memory, spills, by head width and dtype.
 
     PYTHONPATH=. python tests/triton_resources.py > tests/triton_resources.txt      # minutes; after a change that is meant to
 """
@@ -29,7 +29,7 @@ class Kernel(NamedTuple):
 
 
 class Resources(NamedTuple):
-    """Registers and spilled bytes of a thread, bytes of shared memory and warps of a program."""
+    """Registers and spilled bytes per thread, bytes of shared memory and warps per program."""
 
     registers: int
     shared: int
@@ -38,7 +38,7 @@ class Resources(NamedTuple):
 
 
 def measure(arch: int, heads: Sequence[str], cache: Path) -> dict[Kernel, Resources]:
-    """The resources of each kernel for each of the heads, as "64,bfloat16". cache: a folder for Triton's files."""
+    """The resources of each kernel for each of the heads, such as "64,bfloat16". cache: a folder for Triton's files."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("TRITON_")}
     found = {}
     for head in heads:
@@ -56,7 +56,7 @@ def version() -> str:
 
 
 def read_table() -> tuple[str, dict[Kernel, Resources]]:
-    """(Triton's version, the committed numbers)."""
+    """The committed table: Triton's version, and the numbers."""
     lines = [line.split() for line in TABLE.read_text(encoding="utf-8").splitlines() if not line.startswith("#")]
     (_, written_by), *rows = lines
     return written_by, {Kernel(*row[:3]): Resources(*map(int, row[3:])) for row in rows}
@@ -74,7 +74,7 @@ def write_table() -> Iterator[str]:
 
 
 def _short(name: str) -> str:
-    """ "scan_forward", "prepare_backward", "gradients": the kernel, and which of its sets of constants."""
+    """ A kernel's name and variant of its constants: "scan_forward", "prepare_backward" or "gradients"."""
     kernel = name.split()[0]
     scan = re.search(r"KEEP=\w+ OUTPUT=\w+", name)
     if scan:

@@ -1,4 +1,4 @@
-"""The files that runs of tune=lora and tune=state leave, made without a run."""
+"""Writes the files of runs with tune=lora and tune=state, without training."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -12,7 +12,7 @@ from rwkv.checkpoint.tuned import identity
 
 
 def write_run(folder: Path, base: Path, method: str, trained: dict[str, Tensor], alpha: float = 8.0, **entry: Any) -> None:
-    """The checkpoint that a run of tune=METHOD leaves."""
+    """Writes the checkpoint of a run with tune=METHOD."""
     checkpoint = read_checkpoint(base)
     run = {"model": asdict(checkpoint.config), "init_from": str(base), "tune": {"method": method, "rank": 2, "alpha": alpha}}
     described = {**describe(run, checkpoint.vocab_size, None), "tokenizer": checkpoint.tokenizer,

@@ -1,1 +1,1 @@
-"""The back ends: the only place that starts Taichi, compiles CUDA C++ or calls torch's compilers."""
+"""The back ends. Only the modules here start Taichi, compile CUDA C++ or call torch's compilers."""

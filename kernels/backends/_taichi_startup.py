@@ -1,8 +1,8 @@
-"""Imports and starts Taichi; the only file that does. taichi.py has the launches.
+"""Imports and starts Taichi. taichi.py launches its kernels.
 
-Of Taichi's own environment variables only those of its cache, TI_OFFLINE_CACHE and TI_OFFLINE_CACHE_FILE_PATH, count here: with
-another TI_DEFAULT_FP, TI_ARCH or TI_FAST_MATH these kernels would compute something else, or end the process. So Taichi is
-imported and started without them. They still apply to a program that calls ti.init itself.
+Of Taichi's environment variables, only those of its cache are used: TI_OFFLINE_CACHE and TI_OFFLINE_CACHE_FILE_PATH. With a
+different TI_DEFAULT_FP, TI_ARCH or TI_FAST_MATH these kernels would compute wrong results or crash, so all other variables are
+hidden while Taichi is imported and started. They still apply to a program that calls ti.init itself.
 """
 
 import contextlib
@@ -19,12 +19,12 @@ from typing import Any
 
 import torch
 
-TRIED = 2**20  # bytes for which a disk must have room: about the compiled kernels of a model
+TRIED = 2**20  # free bytes required for the cache: about the size of a model's compiled kernels
 
 
 @contextlib.contextmanager
 def _silent() -> Iterator[None]:
-    """Hides Taichi's banner, in sys.__stdout__ too: with sys.stdout alone redirected, Taichi prints more, as in a notebook."""
+    """Hides Taichi's banner. If only sys.stdout were redirected, as in a notebook, Taichi would print even more."""
     streams = sys.stdout, sys.__stdout__
     sys.stdout = sys.__stdout__ = io.StringIO()  # type: ignore[assignment,misc]
     try:
@@ -35,10 +35,10 @@ def _silent() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _importlib_has_no_source() -> Iterator[None]:
-    """Lets inspect answer at once about frames of importlib, which it would look for in all modules.
+    """Makes inspect.getframeinfo return immediately for frames of importlib, instead of searching all modules for their source.
 
-    Taichi's decorators look up the source line of such a frame at a module's top level: 1 to 2 ms per function once torch is
-    imported, most of the time of importing Taichi.
+    Taichi's decorators look up the source line of such a frame for functions at a module's top level. With torch imported, that
+    takes 1 to 2 ms per function, most of the time of importing Taichi.
     """
     look_up = inspect.getframeinfo
 
@@ -56,10 +56,10 @@ def _importlib_has_no_source() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _no_variables() -> Iterator[None]:
-    """Hides the variables that Taichi reads, in Python and in C++, and sets HOME, without which it ends the process."""
+    """Hides Taichi's environment variables (TI_*), and sets a missing HOME, without which Taichi would end the process."""
     hidden = {name: os.environ.pop(name) for name in list(os.environ) if name.startswith("TI_")}
     has_home = "HOME" in os.environ
-    os.environ.setdefault("HOME", os.path.expanduser("~"))       # noqa: PTH111 (Path raises for a user without one)
+    os.environ.setdefault("HOME", os.path.expanduser("~"))       # noqa: PTH111 (Path raises for a user without a home)
     try:
         yield
     finally:
@@ -68,13 +68,13 @@ def _no_variables() -> Iterator[None]:
             del os.environ["HOME"]
 
 
-# Taichi uses what newer Pythons deprecate
+# Taichi uses features that newer Pythons deprecate
 with _no_variables(), _silent(), _importlib_has_no_source(), warnings.catch_warnings(action="ignore"):
     import taichi as ti
 
 
 def _look_up_quickly(inside_class: Callable[[int], bool]) -> Callable[[int], bool]:
-    """Taichi's test whether a function is decorated in a class, without its slow look-ups; the results are the same."""
+    """Speeds up Taichi's test of whether a function is decorated inside a class, with the same results."""
     def wrapped(level_of_class_stackframe: int) -> bool:
         with _importlib_has_no_source():
             return inside_class(level_of_class_stackframe + 1)
@@ -87,10 +87,10 @@ if hasattr(ti.lang.kernel_impl, "_inside_class"):
 
 
 def start(arch: Any) -> None:
-    """Starts Taichi on `arch`. Raises RuntimeError where it cannot.
+    """Starts Taichi on `arch`. Raises RuntimeError if it cannot start.
 
-    real_matrix_scalarize=False keeps ti vectors as LLVM vectors: several times faster on a CPU. fast_math, Taichi's default,
-    stays on: LLVM may reorder sums, and NaN and infinity still propagate.
+    real_matrix_scalarize=False keeps Taichi's vectors as LLVM vectors, which is several times faster on a CPU. fast_math, on by
+    default, stays on: LLVM may reorder sums, but NaN and infinity still propagate.
     """
     cache = _cache()
     with _no_variables(), _silent(), _no_version_check():
@@ -99,11 +99,11 @@ def start(arch: Any) -> None:
 
 
 def _cache() -> dict[str, Any]:
-    """The arguments of ti.init for the cache of compiled kernels on the disk.
+    """The arguments of ti.init for the cache of compiled kernels on disk.
 
-    If Taichi's cache folder does not exist and cannot be created, Taichi ends the process with a segmentation fault at exit,
-    even with the cache off; where a file of the cache cannot be opened, it aborts, or waits for ever. Where the folder or such
-    a file cannot be written, the cache is off and its folder is one that always exists.
+    If the cache folder does not exist and cannot be created, Taichi crashes with a segmentation fault at exit, even with the
+    cache off. If a file of the cache cannot be opened, Taichi aborts or hangs. So if the folder or a file in it is not
+    writable, the cache is turned off, and its folder is set to the root folder, which always exists.
     """
     folder = os.environ.get("TI_OFFLINE_CACHE_FILE_PATH") or ti.lang.impl.default_cfg().offline_cache_file_path
     if os.environ.get("TI_OFFLINE_CACHE") != "0" and _can_write(Path(folder).absolute()):
@@ -119,13 +119,13 @@ def _can_write(folder: Path) -> bool:
             file.flush()
         files = [file for pattern in ("ticache.*", "*.tic") for file in folder.glob(pattern)]
         return all(file.is_file() and os.access(file, os.R_OK | os.W_OK) for file in files)
-    except (OSError, ValueError):        # ValueError: a name with a zero byte
+    except (OSError, ValueError):        # ValueError: the name contains a zero byte
         return False
 
 
 @contextlib.contextmanager
 def _no_version_check() -> Iterator[None]:
-    """Stops ti.init from asking a server for the newest version."""
+    """Prevents ti.init from asking a server for the newest version."""
     check = ti._version_check.start_version_check_thread
     ti._version_check.start_version_check_thread = lambda: None
     try:

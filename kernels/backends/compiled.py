@@ -1,7 +1,7 @@
-"""The one place that calls torch's own compilers: torch.compile, for all sizes at once, and torch.jit.script.
+"""Calls torch's own compilers: torch.compile, with one compilation for all sizes, and torch.jit.script.
 
-A function is compiled at its first call, never at import. torch's warnings that torch.jit is deprecated are hidden: torch
-raises them for its own calls too, and a user cannot act on them.
+A function is compiled at its first call, never at import. Warnings that torch.jit is deprecated are hidden: torch also emits
+them for its own calls, and a user cannot act on them.
 """
 
 import warnings
@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function` under torch.compile, which compiles it once for each dtype, device, and size that any_size leaves fixed."""
+    """`function` under torch.compile, compiled once for each dtype, device and combination of sizes that any_size fixes."""
     @wraps(function)
     def quiet(*inputs: Tensor) -> Any:
         with _quiet():
@@ -25,9 +25,10 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def any_size(tensor: Tensor, *fixed: int) -> Tensor:
-    """`tensor`, contiguous, as an argument of a compiled function that accepts any size, except of the dims in `fixed`.
+    """Prepares an argument of a compiled function, which then accepts any size of its dims, except those in `fixed`.
 
-    Its sizes are unbacked. With dynamic sizes torch.compile would compile again for sizes that are equal or 1.
+    The result is contiguous, and its sizes are unbacked symbols: with merely dynamic sizes, torch.compile would compile again
+    when two sizes are equal or a size is 1.
     """
     tensor = tensor.clone() if tensor.storage_offset() else tensor       # torch.compile specialises on an offset,
     tensor = tensor.reshape(-1).view(tensor.shape).data                  # on strides, and on the base of a view
@@ -43,7 +44,7 @@ def scripted(function: Callable[..., Any]) -> Any:
 
 @cache
 def _compiled(function: Callable[..., Any]) -> Any:
-    """Compiles in this process: a pool of compiler processes would stay alive after the only kernel is compiled."""
+    """Compiles in this process: torch's pool of compiler processes would not be needed for one kernel, but stay alive."""
     return torch.compile(function, dynamic=True, fullgraph=True, options={"compile_threads": 1})
 
 

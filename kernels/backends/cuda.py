@@ -1,15 +1,14 @@
-"""The one place that compiles CUDA C++ and launches it: by NVRTC and the driver, which torch also uses. No package, nvcc or
-host compiler required.
+"""Compiles and launches CUDA C++ with NVRTC and the CUDA driver. torch uses both too, so nothing else has to be installed.
 
     SOURCE = Source(__file__, "csrc/v1.cu", TILE=128)        # a file, and the macros to compile it with
     SOURCE.launch("forward", grid, block, w, k, out, T, eps)
 
-Importing compiles nothing. The first launch compiles the file for the device's architecture, or reads the cubin from the
-user's cache folder. Every launch is on torch's current stream of the device of its first tensor.
+Importing this module compiles nothing. The first launch compiles the file for the device's architecture, or reads the cubin
+from the user's cache folder. A launch runs on torch's current stream, on the device of its first tensor argument.
 
 A kernel is an `extern "C" __global__ void NAME(...)`. Arguments are passed in order: a tensor as a pointer, an int as `int`, a
-float as `float`. Sizes are therefore 32-bit; a kernel that needs longer indices computes them. A file may include files beside
-it.
+float as `float`. Sizes are therefore 32-bit; a kernel that needs 64-bit indices computes them. A file may include files in the
+same folder.
 """
 
 import contextlib
@@ -31,8 +30,8 @@ from torch import Tensor
 from kernels.registry import KernelUnavailable
 
 INCLUDE = re.compile(r'^\s*#\s*include\s*"([^"]+)"', re.MULTILINE)
-SHARED_DEFAULT = 48 * 1024           # bytes of shared memory that a block gets without opting in to more
-VECTOR_BYTES = 16                    # alignment of a float4 load
+SHARED_DEFAULT = 48 * 1024           # bytes of shared memory per block unless a kernel opts in to more
+VECTOR_BYTES = 16                    # alignment that a float4 load requires
 MAX_DYNAMIC_SHARED = 8               # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 DRIVER_NAMES = ("nvcuda.dll",) if sys.platform == "win32" else ("libcuda.so.1", "libcuda.so")
 NVRTC_FILES = ("nvrtc64_*.dll",) if sys.platform == "win32" else ("libnvrtc.so*", "libnvrtc-*.so*")
@@ -41,7 +40,7 @@ Size = int | tuple[int, ...]
 
 
 class Source:
-    """A .cu file beside `python_file`, with its macros. It is compiled at the first launch, once per device and process."""
+    """A .cu file beside `python_file`, and its macros. It is compiled at the first launch, once per device and process."""
 
     def __init__(self, python_file: str, name: str, **macros: int) -> None:
         self.path = Path(python_file).parent / name
@@ -49,7 +48,7 @@ class Source:
         self._variants: dict[tuple[int, ...], Source] = {}
 
     def variant(self, **macros: int) -> "Source":
-        """The same file with other values of some macros: one object, and one compilation, for each set of values."""
+        """The same file with different values of some macros. Each set of values has one Source, and is compiled once."""
         values = self.macros | macros
         key = tuple(values.values())
         if key not in self._variants:
@@ -60,7 +59,7 @@ class Source:
         """Runs `kernel` on `grid` blocks of `block` threads, each with `shared` bytes of dynamic shared memory.
 
         Raises KernelUnavailable if NVRTC is missing or cannot compile the file for the device, RuntimeError if the launch
-        fails, OverflowError for an int beyond 32 bits.
+        fails, OverflowError for an int that does not fit into 32 bits.
         """
         device = next(arg.device for arg in args if isinstance(arg, Tensor))
         index = device.index or 0
@@ -71,11 +70,11 @@ class Source:
             addresses = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
             error = _driver().cuLaunchKernel(function, *_three(grid), *_three(block), shared, stream, addresses, None)
         if error:
-            raise RuntimeError(f"{_error_name(error)}: cuda:{index} did not run {kernel} of {self.path.name}, or failed in a "
-                               "kernel before it")
+            raise RuntimeError(f"{_error_name(error)}: cuda:{index} could not run {kernel} of {self.path.name}, or an earlier "
+                               "kernel failed")
 
     def texts(self) -> Iterator[tuple[str, str]]:
-        """(name, text) of the file and of every file that it includes, directly or not, each once."""
+        """Yields (name, text) of the file and of all files that it includes, directly or indirectly, each once."""
         waiting = [self.path]
         visited = {self.path}
         while waiting:
@@ -91,9 +90,9 @@ class Source:
 
 
 def compile_cubin(source: Source, arch: str) -> tuple[bytes, str]:
-    """(cubin, ptxas's report) of `source` for `arch`, such as "sm_90". Needs no device and queries none.
+    """Compiles `source` for `arch`, such as "sm_90", and returns (cubin, ptxas's report). No device is needed.
 
-    Raises KernelUnavailable with the compiler's log if the file does not compile, and if there is no compiler.
+    Raises KernelUnavailable if there is no compiler, or, with the compiler's log, if the file does not compile.
     """
     nvrtc = _nvrtc()
     options = ["--std=c++17", f"--gpu-architecture={arch}", f"--include-path={source.path.parent}", "--ptxas-options=-v",
@@ -115,7 +114,7 @@ def compile_cubin(source: Source, arch: str) -> tuple[bytes, str]:
 
 
 def why_not() -> str | None:
-    """None if NVRTC and the driver can be loaded; otherwise what is missing, and the remedy."""
+    """What is missing, and the remedy, if NVRTC or the driver cannot be loaded; otherwise None."""
     try:
         _nvrtc()
         _driver()
@@ -130,7 +129,7 @@ def aligned(tensor: Tensor) -> Tensor:
 
 
 def _content(program: ctypes.c_void_p, size_of: Any, read: Any) -> bytes:
-    """The log or the cubin of a program."""
+    """The log or the cubin of an NVRTC program. size_of, read: the NVRTC functions that return its size and its bytes."""
     size = ctypes.c_size_t()
     size_of(program, ctypes.byref(size))
     buffer = ctypes.create_string_buffer(size.value)
@@ -140,7 +139,7 @@ def _content(program: ctypes.c_void_p, size_of: Any, read: Any) -> bytes:
 
 @cache
 def _nvrtc() -> ctypes.CDLL:
-    """NVRTC from torch, from a package of NVIDIA's, or from the system: the first that can be loaded.
+    """The first NVRTC library that can be loaded: torch's, an NVIDIA package's, or the system's.
 
     Raises KernelUnavailable if there is none.
     """
@@ -153,7 +152,7 @@ def _nvrtc() -> ctypes.CDLL:
 
 
 def _nvrtc_files() -> list[Path]:
-    """NVRTC's libraries in torch's folder and in NVIDIA's packages, those of torch's own CUDA version first."""
+    """The files of NVRTC in torch's folder and in NVIDIA's packages; files of torch's CUDA version come first."""
     spec = importlib.util.find_spec("nvidia")
     packages = [Path(folder) for folder in (spec.submodule_search_locations or [] if spec else [])]
     folders = [Path(torch.__file__).parent / "lib"]
@@ -166,7 +165,7 @@ def _nvrtc_files() -> list[Path]:
 
 @cache
 def _driver() -> ctypes.CDLL:
-    """CUDA's driver, whose functions return an error code or 0. Raises KernelUnavailable if there is none."""
+    """The library of the CUDA driver, whose functions return 0 or an error code. Raises KernelUnavailable if it is missing."""
     for name in DRIVER_NAMES:
         with contextlib.suppress(OSError):
             return ctypes.CDLL(name)
@@ -185,7 +184,7 @@ def _check(error: int, action: str) -> None:
 
 
 def _function(source: Source, name: str, device: int, shared: int) -> ctypes.c_void_p:
-    """The kernel's handle. A thread without a context, such as a new one of autograd's, first gets the device's."""
+    """The kernel's handle. A thread without a CUDA context, such as a new autograd thread, first gets the device's context."""
     context = ctypes.c_void_p()
     driver = _driver()
     driver.cuCtxGetCurrent(ctypes.byref(context))
@@ -196,7 +195,7 @@ def _function(source: Source, name: str, device: int, shared: int) -> ctypes.c_v
 
 @cache
 def _context(device: int) -> ctypes.c_void_p:
-    """The device's primary context, which torch also uses."""
+    """The primary context of the device, which torch uses too."""
     context = ctypes.c_void_p()
     _check(_driver().cuDevicePrimaryCtxRetain(ctypes.byref(context), device), f"cuda:{device} has no context")
     return context
@@ -204,11 +203,11 @@ def _context(device: int) -> ctypes.c_void_p:
 
 @cache
 def _kernel(source: Source, name: str, device: int, shared: int) -> ctypes.c_void_p:
-    """The kernel's handle on one device, with its limit of dynamic shared memory raised to `shared` bytes if needed."""
+    """The kernel's handle on a device. Its limit of dynamic shared memory is raised to `shared` bytes if necessary."""
     driver = _driver()
     kernel = ctypes.c_void_p()
     function = ctypes.c_void_p()
-    failed = f"cuda:{device} does not load {name} of {source.path.name}"
+    failed = f"cuda:{device} could not load {name} of {source.path.name}"
     _check(driver.cuLibraryGetKernel(ctypes.byref(kernel), _library(source, device), name.encode()), failed)
     if shared > SHARED_DEFAULT:
         _allow_shared(kernel, device, shared)
@@ -218,17 +217,17 @@ def _kernel(source: Source, name: str, device: int, shared: int) -> ctypes.c_voi
 
 @cache
 def _library(source: Source, device: int) -> ctypes.c_void_p:
-    """The loaded cubin; never unloaded, since handles of its kernels are cached."""
+    """The loaded cubin. It is never unloaded, because handles of its kernels are cached."""
     major, minor = torch.cuda.get_device_capability(device)
     library = ctypes.c_void_p()
     cubin = _cubin(source, f"sm_{major}{minor}")
     _check(_driver().cuLibraryLoadData(ctypes.byref(library), cubin, None, None, 0, None, None, 0),
-             f"cuda:{device} does not load {source.path.name}")
+             f"cuda:{device} could not load {source.path.name}")
     return library
 
 
 def _allow_shared(kernel: ctypes.c_void_p, device: int, shared: int) -> None:
-    """Raises the kernel's limit of shared memory to `shared` bytes; never lowers it, as another launch may need more."""
+    """Raises the kernel's limit of shared memory to `shared` bytes; never lowers it, because other launches may need more."""
     driver = _driver()
     before = ctypes.c_int()
     driver.cuKernelGetAttribute(ctypes.byref(before), MAX_DYNAMIC_SHARED, kernel, device)
@@ -237,13 +236,13 @@ def _allow_shared(kernel: ctypes.c_void_p, device: int, shared: int) -> None:
 
 
 def _three(size: Size) -> tuple[int, ...]:
-    """The size of a grid or block in all three dimensions."""
+    """A grid's or block's size as three numbers."""
     sizes = (size,) if isinstance(size, int) else size
     return (*sizes, *(1,) * (3 - len(sizes)))
 
 
 def _value(arg: Tensor | int | float) -> ctypes.c_void_p | ctypes.c_int | ctypes.c_float:
-    """The argument as the type of the kernel's parameter."""
+    """The argument, converted to the type of the kernel's parameter."""
     if isinstance(arg, Tensor):
         return ctypes.c_void_p(arg.data_ptr())
     if isinstance(arg, float):
@@ -255,7 +254,7 @@ def _value(arg: Tensor | int | float) -> ctypes.c_void_p | ctypes.c_int | ctypes
 
 @cache
 def _cubin(source: Source, arch: str) -> bytes:
-    """The compiled source, read from the cache folder, or compiled and written there."""
+    """The compiled source. It is read from the cache folder, or else compiled and written there."""
     path = cache_folder() / f"{_key(source, arch)}.cubin"
     cubin = _read(path)
     if cubin is None:
@@ -265,7 +264,8 @@ def _cubin(source: Source, arch: str) -> bytes:
 
 
 def cache_folder() -> Path:
-    """~/.cache/timemix/cuda. Without a home directory: a path that cannot be used, since others can write into /tmp."""
+    """~/.cache/timemix/cuda. Without a home directory it is a path that cannot exist, which disables the cache: in /tmp, other
+    users could replace the files."""
     try:
         return Path.home() / ".cache" / "timemix" / "cuda"
     except RuntimeError:
@@ -287,7 +287,7 @@ def compiler_version() -> str:
 
 
 def _read(path: Path) -> bytes | None:
-    """The cubin in the file, after its SHA-256; None if the file is missing, unreadable or does not match its hash."""
+    """The cubin in the file, which begins with its SHA-256; None if the file is unreadable or the hash does not match."""
     try:
         content = path.read_bytes()
     except OSError:
@@ -298,7 +298,7 @@ def _read(path: Path) -> bytes | None:
 
 
 def _write(path: Path, cubin: bytes) -> None:
-    """Writes the file atomically, since other processes may write it too. Does nothing if the folder cannot be used."""
+    """Writes the file atomically, since other processes may write it too. Does nothing if the folder is not writable."""
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:

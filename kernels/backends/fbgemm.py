@@ -1,6 +1,6 @@
-"""FBGEMM, PyTorch's matrix products in int8 on x86 CPUs, which use VNNI where the CPU has it.
+"""FBGEMM: PyTorch's int8 matrix products on x86 CPUs, with VNNI instructions if the CPU has them.
 
-FBGEMM keeps a reordered copy of W, and its integer sums are exact for any number of rows.
+FBGEMM reads a reordered copy of W. Its integer sums are exact for any number of rows.
 """
 
 import warnings
@@ -8,19 +8,19 @@ import warnings
 import torch
 from torch import Tensor
 
-ENGINES = ("x86", "fbgemm")              # torch's names of the quantised engine that is FBGEMM
+ENGINES = ("x86", "fbgemm")              # torch.backends.quantized.engine, if it is FBGEMM
 
 
 def why_not() -> str | None:
-    """None if torch has FBGEMM, otherwise the reason."""
+    """Why FBGEMM cannot be used, or None if it can."""
     return None if torch.backends.quantized.engine in ENGINES else \
-        "it requires a torch with FBGEMM, which exists for x86 CPUs (use another kernel)"
+        "it requires a torch with FBGEMM, which exists only for x86 CPUs (use a different kernel)"
 
 
 def ordered(weight: Tensor, scale: Tensor) -> torch.ScriptObject:
-    """W, integers (N,K) with a scale (N,) for each row, in FBGEMM's order."""
+    """Packs W, given as integers (N,K) and one scale per row (N,), into FBGEMM's layout."""
     zeros = torch.zeros(len(weight), dtype=torch.int64, device="cpu")
-    with warnings.catch_warnings():      # torch 2.13 deprecates its quantized tensors, and packs weights from nothing else
+    with warnings.catch_warnings():      # torch 2.13 deprecates quantized tensors, but linear_prepack accepts nothing else
         warnings.simplefilter("ignore", UserWarning)
         quantized = torch._make_per_channel_quantized_tensor(weight, scale.double(), zeros, 0)
     packed: torch.ScriptObject = torch.ops.quantized.linear_prepack(quantized, None)
@@ -28,12 +28,12 @@ def ordered(weight: Tensor, scale: Tensor) -> torch.ScriptObject:
 
 
 def unordered(weight: torch.ScriptObject) -> tuple[Tensor, Tensor]:
-    """The integers (N,K) and their scales (N,), copied."""
+    """Copies of the integers (N,K) and the scales (N,) of a packed weight."""
     quantized: Tensor = torch.ops.quantized.linear_unpack(weight)[0]
     return quantized.int_repr(), quantized.q_per_channel_scales().float()
 
 
 def product(rows: Tensor, step: float, offset: int, weight: torch.ScriptObject) -> Tensor:
-    """y (R,N) of rows (R,K), which are rounded to multiples of step."""
+    """Returns the product rows W^T (R,N). The rows (R,K) are first rounded to multiples of `step`."""
     y: Tensor = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32(rows, step, offset, weight)
     return y

@@ -1,4 +1,4 @@
-"""CUDA graphs: a sequence of launches captured once and replayed by one call."""
+"""CUDA graphs: a sequence of kernel launches, captured once and replayed by one call."""
 
 from collections.abc import Callable
 
@@ -6,15 +6,15 @@ import torch
 
 
 def capture(run: Callable[[], None], device: torch.device) -> Callable[[], None]:
-    """A function that repeats the launches of run(), with the same buffers; on a CPU, run itself.
+    """A function that repeats the kernel launches of run(), with the same buffers; on a CPU, `run` itself.
 
-    run() is called twice: once to compile and load its kernels, and once for the capture, which computes nothing. Other
-    threads may allocate memory on the device meanwhile: a capture forbids it only to its own thread.
+    On a GPU, run() is called twice: first to compile and load its kernels, then for the capture, which computes nothing.
+    Meanwhile other threads may allocate memory on the device; only the capturing thread may not.
     """
     if device.type != "cuda":
         run()
         return run
-    with torch.cuda.device(device):      # Triton launches on the current device, and a stream of its own belongs to it
+    with torch.cuda.device(device):      # Triton launches on, and Stream() belongs to, the current device
         run()
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()

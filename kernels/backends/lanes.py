@@ -1,8 +1,8 @@
-"""Vectors in Taichi kernels: conversions, exponentials, and bfloat16 in memory, for which Taichi has no type.
+"""Vectors in Taichi kernels: conversions, the exponential, and bfloat16 in memory, for which Taichi has no type.
 
 Vectors are converted element by element, because Taichi's own conversion of a whole vector aborts the process; LLVM merges the
-elements into vector instructions again. bfloat16 is read and written as 16-bit integers, so that no pass over memory is needed
-before and after a kernel.
+elements into vector instructions again. Kernels read and write bfloat16 as 16-bit integers, which saves separate conversions of
+whole tensors before and after a kernel.
 """
 
 # mypy: disable-error-code="no-untyped-def, valid-type"
@@ -16,11 +16,11 @@ from kernels.backends.taichi import ti
 
 LOG2_E = 1.4426950408889634
 EXP2 = (1.0, 0.6931471805599453, 0.2402265069591007, 0.05550410866482158, 0.009618129107628477, 0.0013333558146428443,
-        0.00015403530393381606)          # of 2^f, |f| <= 1/2, to 1e-8
+        0.00015403530393381606)          # polynomial of 2^f for |f| <= 1/2, accurate to 1e-8
 
 
 class Stored(NamedTuple):
-    """A dtype in memory: the type of an array of vectors, and the functions that convert a vector from and to float32."""
+    """How a dtype is stored: Taichi's type of an array of vectors, and functions that convert a vector from and to float32."""
 
     array: Any
     read: Any
@@ -28,14 +28,14 @@ class Stored(NamedTuple):
 
 
 def stored(dtype: torch.dtype, lanes: int) -> Stored:
-    """dtype: float32 or bfloat16."""
+    """How vectors of `lanes` elements of `dtype` (float32 or bfloat16) are stored."""
     if dtype == torch.bfloat16:
         return Stored(ti.types.ndarray(dtype=ti.types.vector(lanes, ti.i16), ndim=1), from_bfloat16, to_bfloat16)
     return Stored(ti.types.ndarray(dtype=ti.types.vector(lanes, ti.f32), ndim=1), identity, identity)
 
 
 def cut(tensor: Tensor, C: int) -> Tensor:
-    """The first C channels, without the padding of a row to whole vectors."""
+    """Returns the first C channels of each row, without the padding to whole vectors."""
     return tensor if tensor.shape[-1] == C else tensor[..., :C]
 
 
@@ -51,16 +51,17 @@ def from_bfloat16(x):
 
 @ti.func
 def to_bfloat16(x):
-    """Rounds to nearest, ties to even. Every NaN becomes 0x7FC0, since rounding could turn its bits into an infinity's."""
+    """Rounds to nearest, ties to even. Every NaN becomes 0x7FC0, since rounding could turn a NaN into infinity."""
     bits = by_lane(ti.bit_cast, x, ti.u32)
     rounded = (bits + (0x7FFF + ((bits >> 16) & 1))) >> 16
     return by_lane(ti.cast, ti.select((bits & 0x7FFFFFFF) > 0x7F800000, 0x7FC0, rounded), ti.i16)
 
 
 def by_lane(convert: Callable[..., Any], x: Any, dtype: Any) -> Any:
-    """In a kernel: convert(x, dtype) for each element of a vector, or for a scalar; convert: ti.cast or ti.bit_cast.
+    """Applies convert(x, dtype) to each element of a vector, or to a scalar, inside a kernel. convert: ti.cast or ti.bit_cast.
 
-    A @ti.func with a loop over the elements would do the same, but Taichi takes 10 ms to parse the loop at each call.
+    A @ti.func with a loop over the elements would give the same result, but Taichi needs 10 ms to parse the loop at each call
+    site.
     """
     x = ti.lang.impl.expr_init(x)
     if not x.is_tensor():
@@ -69,12 +70,12 @@ def by_lane(convert: Callable[..., Any], x: Any, dtype: Any) -> Any:
     return ti.lang.matrix.make_matrix([convert(ti.lang.expr.Expr(element), dtype) for element in elements])
 
 
-by_lane.__module__ = ti.lang.__name__    # Taichi warns about functions that are not its own
+by_lane.__module__ = ti.lang.__name__    # Taichi warns about functions from other modules
 
 
 @ti.func
 def exp(x):
-    """e^x for -80 <= x <= 0, to 2 units in the last place.
+    """e^x for -80 <= x <= 0, accurate to 2 units in the last place.
 
     Taichi's own exp is not vectorised: it calls a function for each element.
     """

@@ -1,9 +1,8 @@
-"""The way to Taichi for all kernels: `from kernels.backends.taichi import launch, ti`.
+"""Launches Taichi kernels: `from kernels.backends.taichi import launch, ti`.
 
-Importing starts nothing: the first `launch(kernel, *args)` starts Taichi. launch raises KernelUnavailable for what Taichi
-does not support: a second arch in one process, a forked child, a GPU but the first, a tensor too long for 32-bit indices.
-
-_taichi_startup.py imports and starts it.
+Importing this module imports Taichi (_taichi_startup.py); the first `launch(kernel, *args)` starts it. launch raises
+KernelUnavailable for everything that Taichi does not support: a second arch in the same process, a forked child, a GPU other
+than the first, a tensor too large for 32-bit indices.
 """
 
 import contextlib
@@ -22,15 +21,15 @@ from kernels.backends._taichi_startup import start, ti
 from kernels.registry import KernelUnavailable
 
 NUMEL_MAX = 2**30
-INDEX = NUMEL_MAX - 1  # `at & INDEX` tells LLVM that at + constant does not overflow, so that it merges neighbouring loads
-BLOCK = 512  # iterations of a CPU kernel's outermost loop that Taichi gives to one thread at a time; see share
+INDEX = NUMEL_MAX - 1  # `at & INDEX` tells LLVM that `at + constant` cannot overflow, so that it merges adjacent loads
+BLOCK = 512  # iterations of a CPU kernel's outermost loop that Taichi assigns to a thread at a time; see share
 
-KNOWN = ((1, 7, 4),)  # versions of Taichi whose internal launch calls _Compiled repeats
+KNOWN = ((1, 7, 4),)  # versions of Taichi whose internal calls in a launch _Compiled can repeat
 
 _compiled: dict[Any, "_Compiled"] = {}
 _started_in: int | None = None  # id of the process in which Taichi started its threads
 _ensured: tuple[Any, torch.device] | None = None  # the Taichi program and the device of the last successful check
-_lock = threading.RLock()  # held by the one thread that compiles or launches
+_lock = threading.RLock()  # held while compiling or launching
 
 
 def launch(kernel: Callable[..., None], *args: Any) -> None:
@@ -40,7 +39,7 @@ def launch(kernel: Callable[..., None], *args: Any) -> None:
     if numel >= NUMEL_MAX:
         raise KernelUnavailable(f"Taichi kernels index with 32 bits: a tensor must have fewer than {NUMEL_MAX} elements; got "
                                 f"{numel}: use a smaller batch, or another kernel")
-    if _started_in not in (None, os.getpid()):  # before taking the lock: a forked child may have a copy that is locked
+    if _started_in not in (None, os.getpid()):  # before locking, because a forked child may inherit a lock that stays locked
         raise KernelUnavailable("Taichi was started before this process was forked, and a launch would hang: "
                                 "use the spawn start method, or another kernel")
     with _lock:
@@ -53,9 +52,10 @@ def launch(kernel: Callable[..., None], *args: Any) -> None:
 
 
 def _launch_cpu(kernel: Any, args: tuple[Any, ...]) -> None:
-    """kernel(*args). Skips Taichi's type checks after the first launch: 10 us instead of 100, and more when cold.
+    """Calls kernel(*args), from the second launch on without Taichi's type checks: 10 us instead of 100 us or more.
 
-    The first launch is Taichi's own call, which compiles; later launches repeat what that call does after its checks.
+    The first launch is an ordinary call, which compiles the kernel. Later launches repeat only what that call does after its
+    checks.
     """
     program = ti.lang.impl.get_runtime().prog
     compiled = _compiled.get(kernel)
@@ -74,8 +74,8 @@ def _launch_cpu(kernel: Any, args: tuple[Any, ...]) -> None:
 
 @contextlib.contextmanager
 def _brief_positions() -> Iterator[None]:
-    """Shortens the position that Taichi records for each expression, for its errors, to the file and the line. Formatting the
-    text of the lines takes half of the time in which Taichi parses a kernel.
+    """Makes Taichi record only the file and the line number of each expression for its error messages. Without this, half of
+    the time for parsing a kernel is spent on formatting source text.
     """
     context = ti.lang.ast.ast_transformer_utils.ASTTransformerContext
     get_pos_info = context.get_pos_info
@@ -92,7 +92,7 @@ def _brief_positions() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Compiled:
-    """A compiled kernel with a single instance; `setters` has one function per argument, which passes it to a launch."""
+    """A kernel compiled once for all arguments. setters: for each argument, a function that sets it in a launch's context."""
 
     program: Any
     kernel: Any
@@ -107,14 +107,14 @@ class _Compiled:
 
 
 def _fixed(annotation: Any) -> bool:
-    """Whether an argument of this type leaves the compiled kernel the same: no template, no array without a fixed dtype."""
+    """Whether one compiled kernel serves all arguments of this type: no template, no array without a fixed dtype."""
     if isinstance(annotation, ti.types.ndarray_type.NdarrayType):
         return annotation.dtype is not None and annotation.ndim is not None
     return annotation in (int, float, *ti.types.primitive_types.all_types)
 
 
 def _array(tensor: Tensor, annotation: Any) -> Any:
-    """A numpy array for Taichi's own call, of vectors where the annotation has vectors; a third faster than a tensor."""
+    """The tensor as a numpy array, of vectors if the annotation has vectors. Passing an array takes a third less time."""
     lanes = _lanes(annotation)
     if tensor.dtype == torch.bfloat16:
         tensor = tensor.view(torch.int16)
@@ -122,13 +122,13 @@ def _array(tensor: Tensor, annotation: Any) -> Any:
 
 
 def _lanes(annotation: Any) -> int:
-    """The length of the vectors in a one-dimensional array of vectors, which accepts a tensor of any shape; else 0."""
+    """The vector length if the type is a one-dimensional array of vectors, which accepts tensors of any shape; otherwise 0."""
     return getattr(annotation.dtype, "n", 0) if annotation.ndim == 1 else 0
 
 
 def _setter(number: int, annotation: Any) -> Callable[[Any, Any], None]:
     if isinstance(annotation, ti.types.ndarray_type.NdarrayType):
-        dtype = ti.lang.util.to_pytorch_type(getattr(annotation.dtype, "dtype", annotation.dtype))  # of elements
+        dtype = ti.lang.util.to_pytorch_type(getattr(annotation.dtype, "dtype", annotation.dtype))  # dtype of an element
         dtypes = (dtype, torch.bfloat16) if dtype == torch.int16 else (dtype,)
         return partial(_set_array, (number,), annotation.ndim, _lanes(annotation), dtypes)
     if annotation in (float, *ti.types.primitive_types.real_types):
@@ -137,34 +137,34 @@ def _setter(number: int, annotation: Any) -> Callable[[Any, Any], None]:
 
 
 def _set_array(place: tuple[int], ndim: int, lanes: int, dtypes: tuple[torch.dtype, ...], context: Any, tensor: Tensor) -> None:
-    """ndim: of the array, not counting the elements of a vector."""
-    assert tensor.is_contiguous(), "Taichi kernels take contiguous tensors"
-    assert tensor.dtype in dtypes, f"the kernel takes tensors of {dtypes[0]}"
-    assert not lanes or tensor.numel() % lanes == 0, f"the kernel takes whole vectors of {lanes} numbers"
+    """Sets an array argument in the context of a launch. ndim: the number of dims, not counting a vector's elements."""
+    assert tensor.is_contiguous(), "Taichi kernels require contiguous tensors"
+    assert tensor.dtype in dtypes, f"the kernel requires tensors of dtype {dtypes[0]}"
+    assert not lanes or tensor.numel() % lanes == 0, f"the kernel requires a multiple of {lanes} numbers"
     shape = (tensor.numel() // lanes,) if lanes else tensor.shape[:ndim]
     context.set_arg_external_array_with_shape(place, tensor.data_ptr(), tensor.nbytes, shape, 0)
 
 
 def shares(tasks: int) -> int:
-    """The number of shares of `tasks`: two per thread, so that a thread that finishes early takes another."""
+    """The number of shares into which `tasks` are divided: two per thread, to balance the load."""
     return min(tasks, 2 * torch.get_num_threads())
 
 
 @ti.func
 def share(i, tasks, n):  # type: ignore[no-untyped-def]
-    """(first, end) of the tasks that iteration i of `for i in range(n * BLOCK)` does, where n = shares(tasks).
+    """The range (first, end) of the tasks of iteration i in `for i in range(n * BLOCK)`, where n = shares(tasks).
 
-    Taichi gives the outermost loop of a CPU kernel to threads in blocks of 512 iterations, so a shorter loop runs on one core.
-    Here the first iteration of each block does tasks / n of the tasks, and the other iterations do none.
+    Taichi divides the outermost loop of a CPU kernel among threads in blocks of 512 iterations, so a shorter loop runs on one
+    core. Here the first iteration of each block computes tasks / n tasks, and the block's other iterations compute none.
     """
-    at_work = 1 - ti.min(i % BLOCK, 1)  # 0 or 1 as a factor: an `if` around vector code aborts the process
+    at_work = 1 - ti.min(i % BLOCK, 1)  # a factor of 0 or 1, since an `if` around vector code aborts the process
     per_share = (tasks + n - 1) // n
     first = i // BLOCK * per_share
     return at_work * first, at_work * ti.min(first + per_share, tasks)
 
 
 def _ensure(device: torch.device) -> None:
-    """Starts Taichi on `device` unless it runs there already. Raises KernelUnavailable where it cannot."""
+    """Starts Taichi on `device` unless it already runs there. Raises KernelUnavailable if Taichi cannot run there."""
     global _started_in, _ensured
     if _ensured == (ti.lang.impl.get_runtime().prog, device):
         return
@@ -193,7 +193,7 @@ def _ensure(device: torch.device) -> None:
 
 @cache
 def _let_forks_end() -> None:
-    """From now on a forked child never destroys its copy of Taichi's program, which would wait for ever for its threads."""
+    """Ensures that a forked child never destroys its copy of Taichi's program: that would wait for ever for missing threads."""
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(after_in_child=_keep_program)
 
@@ -204,7 +204,7 @@ def _keep_program() -> None:
 
 @contextlib.contextmanager
 def _in_stream_order(device: torch.device) -> Iterator[None]:
-    """Orders Taichi's launches, which go on the legacy default stream, with torch's current stream if that is another one."""
+    """Synchronises Taichi's launches, which use the legacy default stream, with torch's current stream if that differs."""
     if device.type != "cuda" or torch.cuda.current_stream() == torch.cuda.default_stream():
         yield
         return

@@ -5,9 +5,9 @@ from torch import Tensor
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """The tensor on the device. A copy to a GPU is queued behind the GPU's pending work, and the host continues.
+    """The tensor on the device. A copy to a GPU is queued behind the GPU's pending work, and the host does not wait.
 
-    The copy reads page-locked memory: from other memory, torch would wait for all work queued before.
+    The copy reads page-locked memory; when copying from pageable memory, torch would wait for all earlier work.
     """
     if device.type != "cuda" or tensor.is_cuda or not tensor.numel():
         return tensor.to(device)

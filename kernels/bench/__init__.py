@@ -1,1 +1,1 @@
-"""Verify every implementation, then time it; tables, figures, and the check of a GPU."""
+"""The benchmark of the kernels: verifies every implementation, then times it; makes tables and figures."""

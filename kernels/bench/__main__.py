@@ -1,25 +1,25 @@
 """python -m kernels.bench OP: verifies each implementation of an operator (timex, wkv4, wkv7, matvec, softmax, pad), then
 times it. A wrong implementation is not timed, and the exit status is 1.
 
-    --dtype NAME          of the inputs, by default float32
+    --dtype NAME          dtype of the inputs; default: float32
     --shape SIZES ...     B,C,T for timex and wkv4; B,H,N,T for wkv7; N,K,R for matvec; rows,columns for softmax;
                           N,h,w,offset,pad_x,pad_y for pad
-    --sweep [SIZE,...]    the first shape with other last sizes as well, for a curve (over T)
-    --only NAME,...       these implementations and the baseline; python -m kernels lists them
-    --seconds S           per pass of each implementation
+    --sweep [SIZE,...]    also measure the first shape with each SIZE as its last size (T), for a curve
+    --only NAME,...       measure only these implementations and the baseline; python -m kernels lists them
+    --seconds S           time for each pass of each implementation
     --json FILE           write the result, which python -m kernels.bench.tables and python -m kernels.bench.plot read
-    --plot FOLDER         draw the result with matplotlib, and a sweep because a curve needs more than one point
+    --plot FOLDER         draw the result with matplotlib; implies --sweep, since a curve needs several points
 
-Verified: output (and state) and every gradient, all elements, at the timed shape, against the float64 reference (case.py
-explains how that is affordable). Timed: the operator as a user calls it, autograd included; backward alone, on a
-retained graph. The implementations, the machine's limits, and the copy of one such tensor take turns; medians are reported.
-An implementation whose estimated time or memory is too large is skipped with a note, unless --only names it.
-GFLOP/s count B*C*T*(T+1) operations in a pass of timex, and per step and element of the state 10 in wkv7's forward pass and
-32 in its backward; `x limit` is the time relative to a matrix product of as many operations. GB/s count the least traffic.
-`of copy` and `of read` are their shares of the rates of a copy and of reading by all threads, the limit of matvec.
-`extra MB` is the peak memory beyond inputs and outputs, `launches` the number of kernels or torch operators in a pass
-(profiler.py). `spread` is the distance between the quartiles of the runs as a share of their median. If the spread of one of
-two times exceeds a quarter, the machine was busy, and their ratio is left out of the table.
+Verified: all elements of the output (and state) and of every gradient, at the timed shape, against the float64 reference
+(case.py explains how that is affordable). Timed: the operator as a user calls it, including autograd; backward alone, on a
+retained graph. The timed calls alternate between all implementations, the machine's limits, and a copy of one input tensor;
+medians are reported. An implementation whose estimated time or memory is too large is skipped with a note, unless --only names
+it. GFLOP/s count B*C*T*(T+1) operations in a pass of timex. In wkv7 they count, for each step and element of the state, 10
+forward and 32 backward. `x limit` is the time relative to a matrix product of as many operations. GB/s count the least possible
+traffic; `of copy` and `of read` divide them by the GB/s of a copy, and of a read by all threads (the limit of matvec). `extra
+MB` is the peak memory beyond inputs and outputs, `launches` the number of kernels or torch operators in a pass (profiler.py).
+`spread` is the distance between the quartiles of the runs, as a fraction of the median. If the spread of either time in a ratio
+exceeds a quarter, the machine was busy, and the table omits the ratio.
 """
 
 import argparse
@@ -42,14 +42,14 @@ from kernels.machine.allocator import keep_large_blocks
 from kernels.registry import operators, why_not
 from kernels.select import folder
 
-MAX_SECONDS = 6                          # a slower or larger implementation is measured only if --only names it
+MAX_SECONDS = 6                          # slower or larger implementations are measured only if --only names them
 MAX_EXTRA_GB = {"cpu": 3, "cuda": 16}
 UNSTEADY = "?"
-MAX_SPREAD = 0.25                        # of times whose ratios are shown
-# Columns that are ratios to a limit of the machine, and the name of that limit
+MAX_SPREAD = 0.25                        # a ratio is shown only if both times have at most this spread
+# Columns that are ratios to one of the machine's limits, and the limit's name
 RATIOS = {"x_limit": "matmul", "of_copy": "copy", "of_read": "read", "copies": "copy_one"}
 LIMIT = "limit"                          # a key of the samples is (implementation, pass), or (LIMIT, name) for a limit
-COLUMNS = {                              # of a result: heading and format
+COLUMNS = {                              # a result's columns: heading and format
     "ms": ("ms", ".3f"), "runs": ("runs", "d"), "spread": ("spread", ".0%"),
     "gflops": ("GFLOP/s", ".1f"),
     "x_limit": ("x limit", ".2f"), "gbs": ("GB/s", ".1f"), "of_copy": ("of copy", ".0%"), "of_read": ("of read", ".0%"),
@@ -72,7 +72,7 @@ def main(argv: list[str] | None = None) -> int:
             measured = measure(args.op, shape, args.device, args.dtype, args.only, args.seconds)
             report[kind].append(measured)
             print(table(report, measured), flush=True)
-            if args.json:                # after each shape, so that an interrupted run keeps what it has measured
+            if args.json:                # after each shape, so that an interrupted run keeps its measurements
                 save(report, args.json)
     if args.plot:
         plot.draw(args.plot, [report])
@@ -80,10 +80,10 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _plan(args: argparse.Namespace) -> str:
-    """The plan: what will be timed, and for how long; each timed call follows an untimed one."""
+    """The plan: what will be timed, and for how long, including an untimed call before each timed one."""
     case = case_of(args.op)
     names = [name for name in case.names() if not args.only or name in args.only or name == case.baseline]
-    files = {name: name.split()[0] for name in names}            # "conv1d in one block" is conv1d's
+    files = {name: name.split()[0] for name in names}            # "conv1d in one block" requires what conv1d requires
     runnable = [name for name, file in files.items() if why_not(folder(args.op, file), file, args.device) is None]
     shapes = [*args.shape, *args.sweep]
     timed = 2 * len(runnable) + len(RATIOS)
@@ -91,24 +91,24 @@ def _plan(args: argparse.Namespace) -> str:
     duration = f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} minutes"
     sizes = " ".join(",".join(map(str, shape)) for shape in shapes)
     return (f"{args.op} on {args.device} in {args.dtype}, {','.join(case.AXES)} = {sizes}: {', '.join(runnable)}\n"
-            f"each is compared with float64; then timing takes up to {duration}, --seconds {args.seconds:g} for each pass")
+            f"each is compared with float64; timing them all takes up to {duration}, --seconds {args.seconds:g} for each pass")
 
 
 def _load_warning() -> str | None:
-    """A warning if programs, perhaps the user's own, kept half of the cores busy in the last minute."""
+    """A warning if programs kept more than half of the cores busy in the last minute; otherwise None."""
     if not hasattr(os, "getloadavg"):    # Windows
         return None
     load = os.getloadavg()[0]
     cores = os.cpu_count() or 1
     if load < cores / 2:
         return None
-    return (f"the machine was busy, with a load of {load:.1f} on {cores} cores in the last minute: if it still is,\n"
+    return (f"the machine had a load of {load:.1f} on {cores} cores in the last minute: if it is still busy,\n"
             "times are too long, and ratios are left out where times vary too much")
 
 
 def measure(op: str, shape: Shape, device: str, dtype: str, only: list[str], budget_s: float) -> dict[str, Any]:
-    """One shape's limits and results, and the reason for each implementation that was skipped or found wrong, as plain data."""
-    case: BenchCase = case_of(op)(*shape, device, getattr(torch, dtype, dtype))     # a GGUF block is no dtype
+    """Measures one shape, and returns JSON data: limits, results, and why implementations were skipped or are wrong."""
+    case: BenchCase = case_of(op)(*shape, device, getattr(torch, dtype, dtype))     # a GGUF form is not a torch dtype
     names = [name for name in case.names() if not only or name in only or name == case.baseline]
     sizes = dict(zip(case.AXES, shape, strict=True))
     at = f"{op} {_sizes(sizes)}"
@@ -148,7 +148,7 @@ def _sizes(shape: dict[str, int]) -> str:
 
 
 def _group_reasons(skipped: dict[str, str]) -> list[str]:
-    """The reasons; those that differ only in the implementation's name are merged: "a, b: is slow"."""
+    """Merges the reasons that differ only in the implementation's name: "a, b: is slow"."""
     names: dict[str, list[str]] = {}
     for name, reason in skipped.items():
         names.setdefault(reason.removeprefix(name), []).append(name)
@@ -156,26 +156,26 @@ def _group_reasons(skipped: dict[str, str]) -> list[str]:
 
 
 def _why_not(case: BenchCase, name: str, named: bool, at: str) -> str | None:
-    """Why `name` is skipped: it cannot run here, or is estimated to exceed MAX_SECONDS or MAX_EXTRA_GB and --only lacks it."""
+    """Why `name` is skipped: it cannot run, or it would exceed MAX_SECONDS or MAX_EXTRA_GB without being named by --only."""
     reason = case.why_not(name)
     if reason or named:
         return reason
     _progress(f"{at}: estimating the time of {name}")
     try:
         costs = case.estimate(name)
-    except Exception:                    # verification raises it again and reports it
+    except Exception:                    # verification raises the error again, and reports it
         return None
     largest_gb = MAX_EXTRA_GB[case.device]
     limit = None
     if costs.seconds > MAX_SECONDS:
         limit = f"{MAX_SECONDS} s forward and backward"
     elif costs.peak_extra > 1e9 * largest_gb:
-        limit = f"{largest_gb} GB beside inputs and outputs"
+        limit = f"{largest_gb} GB beyond inputs and outputs"
     return f"{name} takes over {limit} at this shape; --only '{name}' measures it" if limit else None
 
 
 def _verify(case: BenchCase, names: list[str], at: str) -> tuple[dict[str, float], dict[str, str]]:
-    """The largest error of each correct implementation, and the reason for each wrong one."""
+    """Returns the largest error of each correct implementation, and an explanation for each wrong one."""
     errors: dict[str, float] = {}
     wrong: dict[str, str] = {}
     for name in names:
@@ -183,7 +183,7 @@ def _verify(case: BenchCase, names: list[str], at: str) -> tuple[dict[str, float
         try:
             worst, misses = case.errors(name)
             reason = ", ".join(f"{result} is off by {miss}" for result, miss in misses.items())
-        except Exception as error:       # such as a kernel that does not compile: it counts as wrong, the others continue
+        except Exception as error:       # such as a kernel that does not compile: it is reported as wrong
             reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
         if reason:
             wrong[name] = reason
@@ -194,13 +194,13 @@ def _verify(case: BenchCase, names: list[str], at: str) -> tuple[dict[str, float
 
 
 def _progress(line: str) -> None:
-    """Progress, apart from the results on standard output: a slow implementation takes minutes."""
+    """Shows progress on standard error, since a slow implementation takes minutes."""
     print(line, file=sys.stderr, flush=True)
 
 
 def _times(case: BenchCase, passes: dict[tuple[str, str], Pass], device: str,
            budget_s: float) -> tuple[dict[tuple[str, str], list[float]], dict[str, float]]:
-    """Seconds of every pass, and the machine's limits measured in turns with them."""
+    """The seconds of every pass and of the machine's limits, measured alternately."""
     matmul, flop = hardware.matmul(device)
     copy, copied_bytes = hardware.copy(device)
     read, read_bytes = hardware.read(device)
@@ -236,7 +236,7 @@ def _cell(result: dict[str, Any], column: str, measured: dict[str, Any]) -> str:
 
 
 def _is_steady(result: dict[str, Any], column: str, measured: dict[str, Any]) -> bool:
-    """Whether both times of a ratio varied little; True for a column that is no ratio of two times."""
+    """Whether both times of a ratio varied little; True for columns that are not ratios of two times."""
     if column in RATIOS:
         return max(result["spread"], measured["spread"][RATIOS[column]]) <= MAX_SPREAD
     if column != "vs_baseline":
@@ -247,17 +247,17 @@ def _is_steady(result: dict[str, Any], column: str, measured: dict[str, Any]) ->
 
 
 def _unsteady(measured: dict[str, Any]) -> list[str]:
-    """A note where ratios are left out."""
+    """The note about ratios that were left out, or an empty list."""
     ratios = [(result, column) for result in measured["results"] for column in (*RATIOS, "vs_baseline")
               if result[column] is not None]
     if all(_is_steady(result, column, measured) for result, column in ratios):
         return []
-    return [f"{UNSTEADY}: a ratio of times whose middle half spreads over more than {MAX_SPREAD:.0%} of the median;\nmeasure "
-            "again when the machine is idle, or with a larger --seconds"]
+    return [f"{UNSTEADY}: no ratio, because the middle half of its times spreads over more than {MAX_SPREAD:.0%} of the\n"
+            "median; measure again when the machine is idle, or with a larger --seconds"]
 
 
 def _sweep(args: argparse.Namespace, case: type[BenchCase]) -> list[Shape]:
-    """The first shape with --sweep's last sizes, or the operator's own, without the shapes that are measured anyway."""
+    """The shapes of the sweep that --shape lacks: the first shape, with each size of --sweep or SWEEP as its last size."""
     if args.sweep is None and args.plot is None:
         return []
     shapes = [(*args.shape[0][:-1], length) for length in args.sweep or case.SWEEP[args.device]]

@@ -11,7 +11,7 @@ from kernels.matvec import FORMS, Int8, MatVec, cases
 
 
 class Case(BenchCase):
-    """W (N,K) in the form --dtype, times R rows of x."""
+    """The product of R rows x and W (N,K), packed in the format that --dtype names."""
 
     op = "matvec"
     AXES = ("N", "K", "R")
@@ -38,7 +38,7 @@ class Case(BenchCase):
     def why_not(self, name: str) -> str | None:
         reason = super().why_not(name)
         if reason is None and self.form not in MatVec(name).requires.forms:
-            reason = f"{name} has no product in {self.form}"
+            reason = f"{name} does not support the form {self.form}"
         return reason
 
     def estimate(self, name: str) -> Costs:
@@ -49,7 +49,7 @@ class Case(BenchCase):
         return result, compare.misses(result, cases.tolerance(name, self.form))
 
     def passes(self, name: str) -> list[Pass]:
-        """The product as a decoder calls it, prepared in advance. The least traffic is one read of the weights."""
+        """The product as a decoder calls it, prepared in advance. The least possible traffic is one read of the weights."""
         product = MatVec(name).bind(self.packed)
         x = self.x.unsqueeze(0)
         return [Pass("forward", lambda: product(x), 0, self.packed.nbytes(), reads=True)]

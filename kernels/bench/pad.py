@@ -33,11 +33,11 @@ class Case(BenchCase):
 
     @property
     def sequence(self) -> Tensor:
-        """The output."""
+        """A tensor as large as the output."""
         return self.reference
 
     def estimate(self, name: str) -> Costs:
-        """From an eighth of the rows; for `formula`, which takes microseconds per pixel, from a 512th."""
+        """Extrapolated from an eighth of the rows, or, for `formula`, which takes microseconds per pixel, from 1/512."""
         pad = BrickPadding(name)
         pad_x, pad_y = self.padding
         height, width = self.reference.shape[-2:]

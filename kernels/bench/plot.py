@@ -1,8 +1,8 @@
 """python -m kernels.bench.plot FOLDER [FILE ...]: draws the benchmark's JSON files (default: benchmarks/results/*.json).
 
-OP-DEVICE-time.png has the time of every implementation against T (or the operator's last axis), and the machine's limits. A
-file with fewer than two sizes gives only a sentence on standard error. The colour shows the back end (Okabe and Ito's
-palette, safe for colour-blind readers), the shade the rung of a ladder.
+OP-DEVICE-time.png shows the time of every implementation against T (or the operator's last axis), and the machine's limits. For
+a file with fewer than two sizes, a message is printed instead. The colour shows the back end (Okabe and Ito's palette, safe for
+colour-blind readers); the shade shows the rung, that is, the number in a name such as cuda_v2.
 """
 
 import importlib.util
@@ -16,7 +16,7 @@ from kernels.arguments import Parser, path_of
 from kernels.bench.results import UnusableFile, caption, check_folder, committed, exit_status, read
 from kernels.timex import cases as timex_cases
 
-Points = dict[int, float]                # milliseconds by the last axis' size, T for timex and wkv4
+Points = dict[int, float]                # size of the last axis (T for timex and wkv4) -> milliseconds
 PASSES = ("forward", "backward")
 COLOURS = {"taichi": "#0072B2", "cuda": "#D55E00", "triton": "#009E73", "torch": "#CC79A7", "fft": "#E69F00",
            "formula": "#777777", "reference": "#777777"}
@@ -24,7 +24,7 @@ OTHERS = "#222222"
 FLOOR = "#8C8C8C"
 STYLES = {"formula": ":", "reference": ":", "conv1d in one block": "--"}
 AXES = {"T": "T, time steps"}
-CONVOLUTIONS = {"forward": 2, "backward": 4}         # of wkv4's passes, B*C*T*(T+1) operations each
+CONVOLUTIONS = {"forward": 2, "backward": 4}         # wkv4: convolutions, of B*C*T*(T+1) operations each
 LABEL_GAP = 0.042                        # as a fraction of the axis' height
 
 
@@ -40,7 +40,7 @@ def main(argv: list[str]) -> int:
 
 
 def check(folder: Path) -> None:
-    """Raises UnusableFile if no figure can be written into `folder`; creates the folder."""
+    """Creates the folder, and raises UnusableFile if no figure can be written into it."""
     if not available():
         raise UnusableFile("figures require the package matplotlib, which is not installed (pip install matplotlib)")
     check_folder(folder)
@@ -51,7 +51,7 @@ def available() -> bool:
 
 
 def draw(folder: Path, reports: Iterable[dict[str, Any]]) -> list[Path]:
-    """Writes the figure of every report into `folder` and returns their files; prints why one is omitted."""
+    """Writes a figure of every report into `folder` and returns the files; prints why a report has no figure."""
     folder.mkdir(parents=True, exist_ok=True)
     written = []
     for report in reports:
@@ -66,7 +66,7 @@ def draw(folder: Path, reports: Iterable[dict[str, Any]]) -> list[Path]:
 
 
 def time_against_size(report: dict[str, Any]) -> Any | None:
-    """A logarithmic panel per pass; None if fewer than two sizes were measured."""
+    """A figure with a log-log panel for each pass; None if fewer than two sizes were measured."""
     measured = _same_width(report)
     if len(measured) < 2:
         return None
@@ -89,13 +89,13 @@ def time_against_size(report: dict[str, Any]) -> Any | None:
         panel.set_xticks(sizes, list(map(str, sizes)))
         panel.minorticks_off()
     panels[0].margins(y=0.1)
-    for panel, part in zip(panels, passes, strict=True):     # after all curves: they determine the shared axes
+    for panel, part in zip(panels, passes, strict=True):     # after all curves, which determine the shared axes
         _label_curves(panel, curves[part])
     return figure
 
 
 def _figure(title: str, foot: str, n: int) -> tuple[Any, Sequence[Any]]:
-    """An empty figure and its n panels. Without pyplot, which would retain the figure for the rest of the process."""
+    """An empty figure and its n panels, made without pyplot, which would keep the figure in memory."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 6.2), layout="constrained")
@@ -119,7 +119,7 @@ def _curves(measured: list[dict[str, Any]], part: str) -> dict[str, Points]:
 
 
 def _floors(op: str, measured: list[dict[str, Any]], part: str) -> dict[str, Points]:
-    """The lower bound of each size's time, at the highest rates of the machine in this run, if measured."""
+    """Lower bounds of the time for each size, at the highest speeds measured in this run."""
     if not all(shape["limits"] for shape in measured):
         return {}
     gbs = max(shape["limits"]["copy_gbs"] for shape in measured)
@@ -148,8 +148,8 @@ def _label_curves(panel: Any, curves: dict[str, Points]) -> None:
 
 
 def spread(heights: Sequence[float], gap: float) -> list[float]:
-    """Ascending heights moved apart to at least `gap`; a group that would overlap is centred on its mean."""
-    groups: list[list[float]] = []                           # original heights, each group laid out around its mean
+    """Moves ascending heights apart by at least `gap`; groups that would overlap stay centred on their mean."""
+    groups: list[list[float]] = []                           # groups of original heights
     for height in heights:
         groups.append([height])
         while len(groups) > 1 and _bottom(groups[-2], gap) + gap * len(groups[-2]) > _bottom(groups[-1], gap):
@@ -162,7 +162,7 @@ def _bottom(group: list[float], gap: float) -> float:
 
 
 def _same_width(report: dict[str, Any]) -> list[dict[str, Any]]:
-    """Everything measured at the first shape's sizes but the last (B and C), sorted by the last (T)."""
+    """The results whose sizes, except the last (T), equal those of the first shape, sorted by the last size."""
     def width_of(shape: dict[str, Any]) -> list[int]:
         return list(shape["shape"].values())[:-1]
 
@@ -171,12 +171,12 @@ def _same_width(report: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _size(shape: dict[str, Any]) -> int:
-    """The last axis' size, the x axis of the curves."""
+    """The size of the last axis, which is the x coordinate of a curve."""
     return list(shape["shape"].values())[-1]
 
 
 def _colour(name: str) -> str:
-    """The back end's colour, paler for lower rungs of a ladder."""
+    """The back end's colour; lower rungs (v0 is the lowest) are paler."""
     from matplotlib.colors import to_hex, to_rgb
 
     rung = re.search(r"_v(\d+)$", name)

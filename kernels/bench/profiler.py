@@ -1,4 +1,4 @@
-"""A function's peak memory beyond inputs and outputs, and its number of launches, by PyTorch's profiler."""
+"""Measures a function's peak memory beyond inputs and outputs, and its number of launches, with PyTorch's profiler."""
 
 import os
 import sys
@@ -17,9 +17,9 @@ NO_WORK = {f"aten::{name}" for name in ("empty", "empty_strided", "empty_like", 
 
 
 def extra_bytes(run: Callable[[], Any], device: str) -> int:
-    """Peak bytes that torch allocates during run(), less the tensors that run() returns.
+    """The peak bytes that torch allocates during run(), minus the tensors that run() returns.
 
-    Tensors that a forward pass saves for its backward pass count, unless they are inputs or outputs.
+    Tensors that forward saves for backward count, unless they are inputs or outputs.
     """
     peak, result = (_peak_cuda if device == "cuda" else _peak_cpu)(run)
     return max(0, peak - _size(result))
@@ -35,13 +35,13 @@ def _peak_cuda(run: Callable[[], Any]) -> tuple[int, Any]:
 
 
 def _peak_cpu(run: Callable[[], Any]) -> tuple[int, Any]:
-    """torch has no peak counter on a CPU: the maximum of the running sum of the profiler's allocations and releases.
+    """The peak memory on a CPU, where torch has no counter: the largest running sum of the profiler's allocations and releases.
 
-    The profiler also reports the release of tensors allocated during an earlier profile; these do not count.
+    The profiler also reports releases of tensors that were allocated during an earlier profile; these are ignored.
     """
     with quiet(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         result = run()
-    live: dict[int, int] = {}                # size by address
+    live: dict[int, int] = {}                # address -> size
     live_bytes = peak = 0
     for address, size in _allocations(recorded.profiler.kineto_results.experimental_event_tree()):
         if size > 0:
@@ -54,7 +54,7 @@ def _peak_cpu(run: Callable[[], Any]) -> tuple[int, Any]:
 
 
 def _allocations(tree: list[Any]) -> list[tuple[int, int]]:
-    """(address, bytes) of each allocation, and of each release with negative bytes, in the order of time."""
+    """The (address, bytes) of all allocations and, with negative bytes, of all releases, in order of time."""
     allocations = []
     nodes = list(tree)
     while nodes:
@@ -72,12 +72,12 @@ def _size(result: Any) -> int:
 
 
 def launches(run: Callable[[], Any], device: str) -> int:
-    """Kernels, copies and fills that the GPU executes during run(); on a CPU the operators that compute.
+    """The number of kernels, copies and fills that the GPU executes during run(); on a CPU, of operators that compute.
 
-    An operator that calls others counts as those; one that calls none counts as 1, whatever its back end does. Views and
-    allocations count as 0.
+    If an operator calls other operators, only these count. An operator that calls none counts as 1, whatever its back end does.
+    Views and allocations do not count.
     """
-    run()                                # compilation and first-use work are not counted
+    run()                                # so that a first call's compilation and other work do not count
     if device == "cuda":
         torch.cuda.synchronize()
     with quiet(), profile(activities=[ProfilerActivity.CUDA if device == "cuda" else ProfilerActivity.CPU]) as recorded:
@@ -95,7 +95,7 @@ def _computing(event: FunctionEvent) -> int:
 
 
 def _is_operator(event: FunctionEvent) -> bool:
-    """Whether the event is an operator of torch or of this project that is neither a view nor an allocation."""
+    """Whether the event is an operator of torch or of this project, and neither a view nor an allocation."""
     library, _, name = event.name.partition("::")
     if library != "aten" or event.name in NO_WORK:
         return library == "timemix"
@@ -105,7 +105,7 @@ def _is_operator(event: FunctionEvent) -> bool:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Discards what the profiler's C++ library writes to standard error when it starts and stops."""
+    """Discards the messages that the profiler's C++ library writes to standard error when it starts and stops."""
     sys.stderr.flush()
     before = os.dup(2)
     nowhere = os.open(os.devnull, os.O_WRONLY)

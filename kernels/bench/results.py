@@ -1,4 +1,4 @@
-"""The benchmark's reports: write one, read them back, and a caption with a report's machine and versions."""
+"""Writes and reads the benchmark's reports, and makes a caption with a report's machine and versions."""
 
 import argparse
 import json
@@ -18,20 +18,20 @@ FOLDER = ROOT / "benchmarks" / "results"
 
 
 class UnusableFile(ValueError):
-    """A user's file or folder cannot be read or written; the message is one sentence with the reason."""
+    """A file or folder that the user named cannot be read or written; the message is one sentence with the reason."""
 
 
 def exit_status(main: Callable[[], int | None], *mistakes: type[Exception]) -> int:
     """Runs a program's main and returns its exit status.
 
-    An error of a file or a kernel, or one of `mistakes`, becomes its sentence and status 2; a closed standard output ends the
-    program quietly with status 1.
+    For an error about a file or a kernel, or an exception in `mistakes`, it prints the message and returns 2. If standard
+    output has been closed, it returns 1 without a message.
     """
     caught: tuple[type[Exception], ...] = (OSError, UnusableFile, UnknownKernel, KernelUnavailable, *mistakes)
     try:
         status = main() or 0
         sys.stdout.flush()
-    except BrokenPipeError:              # as in: python -m kernels.bench timex | head
+    except BrokenPipeError:              # standard output is closed, as in: python -m kernels.bench timex | head
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except caught as error:
@@ -41,7 +41,7 @@ def exit_status(main: Callable[[], int | None], *mistakes: type[Exception]) -> i
 
 
 def publish(report: Report, file: Path | None) -> None:
-    """Prints the report as one line of JSON, and writes that line to `file` as well."""
+    """Prints the report as one line of JSON, and also writes the line to `file`."""
     print(json.dumps(report), flush=True)
     if file:
         _write(report, file)
@@ -64,7 +64,10 @@ def _write(report: Report, file: Path) -> None:
 
 
 def output_file(text: str) -> Path:
-    """An option's value as a path; creates its folder. Raises argparse.ArgumentTypeError if the file cannot be written."""
+    """The type of an option that names an output file: creates its folder, and checks that the file can be written.
+
+    Raises argparse.ArgumentTypeError if it cannot.
+    """
     file = path_of(text)
     try:
         check_folder(file.parent)
@@ -76,7 +79,7 @@ def output_file(text: str) -> Path:
 
 
 def check_folder(folder: Path) -> None:
-    """Raises UnusableFile if no file can be written into `folder`; creates the folder."""
+    """Creates the folder, and raises UnusableFile if no file can be written into it."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -86,7 +89,7 @@ def check_folder(folder: Path) -> None:
 
 
 def read(files: Iterable[str | Path]) -> list[Report]:
-    """The kernels' reports among `files`, without other JSON. Raises UnusableFile if a file is missing or not JSON."""
+    """The benchmark's reports in `files`, without other JSON. Raises UnusableFile if a file is missing or not JSON."""
     contents = [read_json(Path(file)) for file in files]
     return [content for content in contents if isinstance(content, dict) and content.keys() >= PARTS]
 
@@ -106,7 +109,7 @@ def committed() -> list[Path]:
 
 
 def caption(report: Report) -> str:
-    """One line: the hardware, the versions, the commit and the date of a report."""
+    """One line with the hardware, the versions, the commit and the date of a report."""
     machine = report["machine"]
     threads = machine.get("threads", 1)
     cpu = f"{machine.get('cpu')}, {threads} thread{'s' if threads > 1 else ''}, malloc {report['malloc']}"

@@ -36,7 +36,7 @@ class Case(BenchCase):
         return self.x.detach()
 
     def estimate(self, name: str) -> Costs:
-        """From a sixteenth of the rows."""
+        """Extrapolated from a sixteenth of the rows."""
         softmax = Softmax(name)
         few = self.sequence[::16]
         return costs(lambda: softmax.backward(softmax.forward(few), few), self.device).times(self.rows / len(few))
@@ -46,7 +46,7 @@ class Case(BenchCase):
         return result, compare.misses(result, cases.tolerance(self.dtype, self.x.shape[1]))
 
     def passes(self, name: str) -> list[Pass]:
-        """forward, and backward alone, on a retained graph."""
+        """The forward pass, and the backward pass alone on a retained graph."""
         softmax = Softmax(name)
         x = self.x
         y = softmax(x)

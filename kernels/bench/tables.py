@@ -1,7 +1,7 @@
 """python -m kernels.bench.tables [FILE ...]: writes the tables of kernels/OP/README.md from the benchmark's JSON files.
 
-Default: every file in benchmarks/results/, so that the tables of a CPU and of GPUs stand side by side, each under its machine
-and versions. In a README, this program owns the lines between <!-- OP: measured --> and <!-- end of OP: measured -->.
+Default: all files in benchmarks/results/, so that a README contains the tables of a CPU and of GPUs, each with its machine and
+versions. In a README this program replaces the lines between <!-- OP: measured --> and <!-- end of OP: measured -->.
 """
 
 import sys
@@ -15,7 +15,7 @@ from kernels.machine.hardware import ROOT
 from kernels.registry import operators
 
 SCANS = ("wkv4", "wkv7")
-COLUMNS = {"x_limit": "x limit", "copies": "x one copy", "extra_mb": "extra MB"}     # of a scan, where every result has it
+COLUMNS = {"x_limit": "x limit", "copies": "x one copy", "extra_mb": "extra MB"}     # shown if all results of a scan have it
 
 
 def main(argv: list[str]) -> int:
@@ -36,7 +36,7 @@ def main(argv: list[str]) -> int:
 
 
 def rewritten(text: str, reports: Iterable[dict[str, Any]]) -> str:
-    """`text` with the section of every reported operator for which it has markers."""
+    """`text` with a new section for each reported operator whose markers are in `text`."""
     reports = list(reports)
     for op in dict.fromkeys(report["op"] for report in reports):
         text = filled(text, op, "\n\n".join(section(report) for report in reports if report["op"] == op))
@@ -44,7 +44,7 @@ def rewritten(text: str, reports: Iterable[dict[str, Any]]) -> str:
 
 
 def section(report: dict[str, Any]) -> str:
-    """The machine, a table for each shape, and for a scan over T how cost grows with T."""
+    """The section of an operator: the machine, a table for each shape, and for a scan over T the growth of the cost with T."""
     shapes = report["shapes"]
     if report["op"] in SCANS:
         tables = [*map(scan_table, shapes), *filter(None, [growth_table(shapes)])]
@@ -54,8 +54,8 @@ def section(report: dict[str, Any]) -> str:
 
 
 def scan_table(measured: dict[str, Any]) -> str:
-    """Times; their ratios to the limit, where operations are counted, and to a copy of one tensor; extra memory; the largest
-    error of a result or a gradient; and the speed of both passes relative to the baseline."""
+    """The table of a scan: times; their ratios to the limit, if operations are counted, and to the copy of one tensor; extra
+    memory; the largest error of a result or a gradient; and the speed of both passes relative to the baseline."""
     results = _by_name(measured)
     baseline = _both(results[measured["baseline"]]) if measured["baseline"] in results else None
     columns = {column: title for column, title in COLUMNS.items() if all(result[column] for result in measured["results"])}
@@ -75,7 +75,7 @@ def scan_table(measured: dict[str, Any]) -> str:
 
 
 def pass_table(measured: dict[str, Any], bound_by_memory: bool) -> str:
-    """Per pass: the time, its share of the copy's or the matrix product's rate, and the speed relative to the baseline."""
+    """Per pass: the time, the fraction of a copy's or matrix product's speed, and the speed relative to the baseline."""
     passes = list(dict.fromkeys(result["pass"] for result in measured["results"]))
     counted = any(result["launches"] is not None for result in measured["results"])
     rows = [["", *passes, *(["launches"] if counted else []), *(["extra MB"] if bound_by_memory else [])]]
@@ -115,14 +115,14 @@ def growth_table(shapes: list[dict[str, Any]]) -> str | None:
 def _caption(measured: dict[str, Any]) -> str:
     limits = measured["limits"]
     sizes = ", ".join(f"{axis} = {size}" for axis, size in measured["shape"].items())
-    if not limits:                       # times alone were measured
+    if not limits:                       # the report has only times
         return f"{sizes}."
     return (f"{sizes}. In the same run: matrix product {limits['matmul_gflops']:.0f} GFLOP/s, "
             f"copy {limits['copy_gbs']:.0f} GB/s.")
 
 
 def _notes(measured: dict[str, Any]) -> str:
-    """The implementations skipped for their time or memory; those that cannot run on the device are not listed."""
+    """A note that lists the implementations skipped for their time or memory, but not those that cannot run on the device."""
     slow = [name for name, reason in measured["skipped"].items() if "takes over" in reason]
     return f"\n\nNot measured, for the time or the memory that it takes at this shape: {', '.join(slow)}." if slow else ""
 
@@ -151,7 +151,7 @@ def _ms(value: float) -> str:
 
 
 def _short(value: float) -> str:
-    """One decimal below 10, none from there."""
+    """A number with one decimal below 10, otherwise without decimals."""
     return format(value, ".0f" if value >= 10 else ".1f")
 
 

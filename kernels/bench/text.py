@@ -1,4 +1,4 @@
-"""Tables for the terminal and in Markdown, and the section of a page that a generated table replaces."""
+"""Makes tables for the terminal and in Markdown, and replaces a page's section that contains a generated table."""
 
 from collections.abc import Sequence
 
@@ -6,7 +6,7 @@ Rows = Sequence[Sequence[str]]
 
 
 def aligned(rows: Rows, left: int = 1) -> str:
-    """Columns two spaces apart; the first `left` columns flush left, numbers after them flush right."""
+    """A table with columns two spaces apart: the first `left` columns are left-aligned, the others, numbers, right-aligned."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ("  ".join(cell.ljust(width) if index < left else cell.rjust(width)
                        for index, (cell, width) in enumerate(zip(row, widths, strict=True))) for row in rows)
@@ -14,14 +14,14 @@ def aligned(rows: Rows, left: int = 1) -> str:
 
 
 def markdown(rows: Rows, left: int = 1) -> str:
-    """The first row is the heading."""
+    """A Markdown table, whose heading is the first row."""
     heading, *body = rows
     rule = ["---" if index < left else "---:" for index in range(len(heading))]
     return "\n".join(f"| {' | '.join(row)} |" for row in (heading, rule, *body))
 
 
 def filled(text: str, name: str, section: str) -> str:
-    """`text` with `section` between <!-- NAME: measured --> and <!-- end of NAME: measured -->; unchanged without these."""
+    """`text` with `section` between <!-- NAME: measured --> and <!-- end of NAME: measured -->; unchanged without them."""
     start = f"<!-- {name}: measured -->"
     end = f"<!-- end of {name}: measured -->"
     if start not in text or end not in text:

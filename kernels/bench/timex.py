@@ -41,7 +41,7 @@ class Case(BenchCase):
         return self.k.detach()
 
     def estimate(self, name: str) -> Costs:
-        """From DISTINCT channels."""
+        """Extrapolated from DISTINCT channels."""
         timex = TimeX(name)
         w, k = self.narrow
         sample = costs(lambda: (timex.forward(w, k), timex.backward(w, k, k)), self.device)
@@ -52,7 +52,7 @@ class Case(BenchCase):
         return result, compare.misses(result, cases.tolerance(self.dtype))
 
     def passes(self, name: str) -> list[Pass]:
-        """forward and backward as a user calls them; grad_w and grad_k alone if the implementation has these functions."""
+        """The forward and backward passes as a user calls them; also grad_w and grad_k if the implementation has them."""
         timex = TimeX(name)
         w = self.w
         k = self.k
@@ -65,7 +65,7 @@ class Case(BenchCase):
                 *self._gradients(timex, flop, w.nbytes + 2 * k.nbytes)]
 
     def _gradients(self, timex: TimeX, flop: int, traffic: int) -> list[Pass]:
-        """The implementation's own grad_w(k, grad_out) and grad_k(w, grad_out), if it has them."""
+        """The implementation's functions grad_w(k, grad_out) and grad_k(w, grad_out), if it has them."""
         w, k, grad_out = (timex._pad(tensor, torch.float32) for tensor in (self.w, self.k, self.grad_out))
         inputs = {"grad_w": (k, grad_out), "grad_k": (w, grad_out)}
         implementation = load("timex", timex.name)

@@ -1,4 +1,4 @@
-"""Times of several functions on one device, taken in turns so that their ratios hold on a shared machine."""
+"""Times several functions on one device alternately, so that their ratios are valid even on a shared machine."""
 
 import math
 import time
@@ -10,32 +10,32 @@ import torch
 
 Key = TypeVar("Key", bound=Hashable)
 
-SHORTEST_S = 0.004       # length of a sample: a shorter function is repeated within it
+SHORTEST_S = 0.004       # seconds per sample; a shorter function is repeated within it
 MAX_ROUNDS = 21
-SPINNING_S = 0.015       # the longest that idle OpenMP threads spin (libgomp: 300,000 iterations)
+SPINNING_S = 0.015       # longest time that idle OpenMP threads spin (libgomp: 300,000 iterations)
 
 
 def interleaved(work: Mapping[Key, Callable[[], Any]], device: str, budget_s: float = 1.0) -> dict[Key, list[float]]:
-    """Seconds per call of every function, sampled round-robin; a function leaves once its time budget is spent.
+    """The seconds per call of every function, sampled round-robin until each function's time budget is spent.
 
     Each sample follows an untimed call of the same function, unless a call takes more than a tenth of the budget.
     """
     once = {key: _seconds_warm(function, device, budget_s) for key, function in work.items()}
-    samples: dict[Key, list[float]] = {key: [] for key in work}          # the first calls also touch memory for the first time
+    samples: dict[Key, list[float]] = {key: [] for key in work}          # the first calls also map memory
     repeats = {key: max(1, math.ceil(SHORTEST_S / first)) for key, first in once.items()}
     for _ in range(MAX_ROUNDS):
         for key, function in work.items():
             if sum(samples[key]) * repeats[key] < budget_s:
                 if device == "cpu":
-                    time.sleep(SPINNING_S)       # until the previous function's threads have left the cores
+                    time.sleep(SPINNING_S)       # waits until the previous function's threads stop spinning
                 if once[key] < budget_s / 10:
-                    function()           # fills the caches with its own data
+                    function()           # untimed; fills the caches with the function's own data
                 samples[key].append(seconds(function, device, repeats[key]))
     return samples
 
 
 def spread(samples: Sequence[float]) -> float:
-    """The distance between the quartiles of several runs as a share of their median; 0 for a single run."""
+    """The distance between the quartiles of several runs, as a fraction of their median; 0 for a single run."""
     if len(samples) < 2:
         return 0.0
     lower, middle, upper = quantiles(samples, n=4, method="inclusive")
@@ -43,12 +43,12 @@ def spread(samples: Sequence[float]) -> float:
 
 
 def seconds(function: Callable[[], Any], device: str, repeats: int = 1) -> float:
-    """Mean seconds of one call, over `repeats` calls, including the completion of everything launched."""
+    """The mean seconds per call over `repeats` calls, including all work that they launch on the device."""
     return (_seconds_cuda if device == "cuda" else _seconds_cpu)(function, repeats) / repeats
 
 
 def _seconds_warm(function: Callable[[], Any], device: str, budget_s: float) -> float:
-    """Seconds of the second call, because the first may include a compilation; of the first if it exceeds the budget."""
+    """The seconds of a second call, since the first may include a compilation; if the first exceeds the budget, its seconds."""
     once = seconds(function, device)
     return seconds(function, device) if once < budget_s else once
 

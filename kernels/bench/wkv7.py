@@ -1,4 +1,4 @@
-"""The benchmark of WKV-7 at one shape: verified from a state, timed from the empty one."""
+"""The benchmark of WKV-7 at one shape: it verifies from a random state, and times from the empty state."""
 
 from collections.abc import Mapping
 from typing import ClassVar
@@ -12,14 +12,14 @@ from kernels.select import select
 from kernels.wkv7 import WKV7, cases
 
 ESTIMATED_STEPS = 64
-PIECE = 512                  # steps of the float64 reference at a time: it stores the state of each
-FORWARD, BACKWARD = 10, 32   # operations per step and element of the state: 5 multiply-adds, 16 with G taken both ways
+PIECE = 512                  # steps that the float64 reference computes at a time, because it stores a state per step
+FORWARD, BACKWARD = 10, 32   # operations per step and element of the state: 5 multiply-adds; backward 16
 
 
 class Case(BenchCase):
-    """Sequences (B,T,H,N), with sizes given as B,H,N,T because a sweep is over the last; log_w and state are always float32.
+    """Inputs (B,T,H,N); the sizes are given as B,H,N,T, because a sweep varies the last. log_w and state are always float32.
 
-    No head depends on another: DISTINCT of them are repeated over the batch and its heads.
+    Heads are independent, so DISTINCT different heads are repeated to fill all B H.
     """
 
     op = "wkv7"
@@ -49,7 +49,7 @@ class Case(BenchCase):
         return self.inputs[3].detach()
 
     def estimate(self, name: str) -> Costs:
-        """From a few steps: time and memory are proportional to T, even for the reference, which stores all states."""
+        """Extrapolated from a few steps: time and memory are proportional to T, even if all states are stored."""
         steps = min(self.T, ESTIMATED_STEPS)
         leaves = [sequence.detach()[:, :steps].clone(memory_format=torch.contiguous_format).requires_grad_()
                   for sequence in self.inputs[:6]]
@@ -64,7 +64,7 @@ class Case(BenchCase):
         return result, compare.misses(result, compare.tolerance(wkv, self.dtype))
 
     def passes(self, name: str) -> list[Pass]:
-        """forward, and backward alone, on a retained graph."""
+        """The forward pass, and the backward pass alone on a retained graph."""
         wkv = select("wkv7", name, self.device)
         sequences = self.inputs[:6]
         y, state = wkv(*sequences)
@@ -76,7 +76,7 @@ class Case(BenchCase):
 
 
 def _by_head(results: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Each (B,T,H,N) as (B*H,T,N), each (B,H,N,N) as (B*H,N,N)."""
+    """The tensors with B and H merged: (B,T,H,N) as (B*H,T,N), (B,H,N,N) as (B*H,N,N)."""
     return {name: (result if name.endswith("state") else result.transpose(1, 2)).flatten(0, 1)
             for name, result in results.items()}
 

@@ -1,7 +1,7 @@
-"""Penalties of repeated tokens on a GPU: counts that fade, for many rows at once. The formulas: rwkv/generation/sampling.py.
+"""Penalties for repeated tokens on a GPU, for many sequences at once. rwkv/generation/sampling.py has the formulas.
 
-counts (slots,V) float64 and flags (slots,V) uint8 lie on the GPU, a slot for each sequence. A flag's bits: the token is in the
-prompt; it is in the text; no penalty changes it.
+counts (slots,V) float64, which decay, and flags (slots,V) uint8 are on the GPU, with a slot for each sequence. The bits of a
+flag: the token occurs in the prompt; it occurs in the generated text; it is exempt from penalties.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -15,10 +15,10 @@ BLOCK = 1024
 
 
 def penalize(logits: Tensor, counts: Tensor, flags: Tensor, slots: Tensor, tokens: Tensor, options: Tensor) -> Tensor:
-    """Counts the token drawn last for each row, and returns the logits (B,V) float32 after the penalties.
+    """Counts each row's last token, and returns the logits (B,V) float32 after the penalties.
 
-    slots (B,) int64; tokens (B,) int64: -1 for none; options (B,4) float64: repetition, presence and frequency penalty, and the
-    factor by which counts fade at each token.
+    slots (B,) int64; tokens (B,) int64: the last token drawn, -1 for none; options (B,4) float64: repetition, presence and
+    frequency penalty, and the factor by which counts decay with each token.
     """
     rows, V = logits.shape
     out = torch.empty(rows, V, dtype=torch.float32, device=logits.device)

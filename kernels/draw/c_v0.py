@@ -1,4 +1,4 @@
-"""C (csrc/draw.c): a thread per row, and a heap that sorts only the candidates for top_p."""
+"""C (csrc/draw.c), one thread per row; a heap sorts only the candidates of top_k and top_p."""
 
 import torch
 from torch import Tensor
@@ -8,14 +8,14 @@ from kernels.draw import Bias, Filters
 from kernels.registry import Requires
 
 REQUIRES = Requires(devices=("cpu",), why_not=native.why_not)
-SMALL = 2**16                            # up to this many logits, one thread finishes before another wakes
+SMALL = 2**16                            # logits up to which one thread finishes before a second would wake
 BLOCK = 512                              # tokens whose weights are summed in float32, as in draw.c
 
 
 def draw(logits: Tensor, uniform: Tensor, filters: Filters, bias: Bias) -> Tensor:
     rows, V = logits.shape
     n = len(bias.ids)
-    usable = logits.stride(1) == 1 and (n == 0 or rows == 1 or logits.stride(0) >= V)    # C adds a bias in place
+    usable = logits.stride(1) == 1 and (n == 0 or rows == 1 or logits.stride(0) >= V)    # C adds the bias in place
     logits = logits if usable else logits.contiguous()
     uniform = uniform.double().contiguous()
     threads = 1 if rows * V <= SMALL else native.threads_for(rows)

@@ -1,9 +1,10 @@
-"""A program for each row, which sorts nothing: top_k, top_p and the draw are each a search for a logit.
+"""One program per row, without sorting: top_k, top_p and the draw are each a binary search for a logit.
 
-The tokens that the filters can keep are first copied to a list, in the order of the vocabulary. In the order of logits, the
-weight of all tokens before one is S(logit) + rank * weight, where S sums the weights of all larger logits and rank counts the
-equal logits earlier in the vocabulary. S falls as the logit rises, so a search finds the logit at which S passes a bound bit
-by bit: 32 sums over the list, mostly of a few hundred tokens, in float64.
+The tokens that may pass the filters are first copied to a list, in the order of the vocabulary. In descending order of logits,
+the cumulative weight before a token is S(logit) + rank * weight, where S(logit) is the sum of the weights of all larger logits,
+and rank is the number of equal logits earlier in the vocabulary. S falls as the logit rises, so a binary search over the 32
+bits of a float finds the logit at which S passes a bound: 32 float64 sums over the list, which usually contains a few hundred
+tokens.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -20,9 +21,9 @@ from kernels.registry import Requires
 
 REQUIRES = Requires(packages=("triton",), devices=("cuda",))
 
-BLOCK, LISTED = 4096, 1024               # tokens of the vocabulary, and of the list, that a program holds at a time
-PART = 64                                # tokens of which the likeliest stands for all, when top_k looks for a bound
-LEAST = tl.constexpr(-3.4028234663852886e38)             # the smallest finite logit: a token at -inf is never drawn
+BLOCK, LISTED = 4096, 1024               # tokens of the vocabulary, and of the list, that a program loads at a time
+PART = 64                                # tokens per maximum in the lower bound for top_k
+LEAST = tl.constexpr(-3.4028234663852886e38)             # the smallest finite logit; tokens at -inf are never drawn
 
 
 def draw(logits: Tensor, uniform: Tensor, filters: Filters, bias: Bias) -> Tensor:
@@ -51,12 +52,12 @@ def draw(logits: Tensor, uniform: Tensor, filters: Filters, bias: Bias) -> Tenso
 
 
 def _float32(value: float) -> float:
-    """The value in float32, as C reads it, and as a GPU receives a kernel's float; the interpreter would keep 64 bits."""
+    """The value rounded to float32, as C and GPU kernels receive it; Triton's interpreter would keep 64 bits."""
     return ctypes.c_float(value).value
 
 
 def _biased(logits: Tensor, bias: Bias) -> Tensor:
-    """A copy of the logits with the bias added. Whatever depends on its values is computed on the host."""
+    """A copy of the logits with the bias added. The host finds banned tokens (a bias of -inf): no wait for the GPU."""
     banned = bias.values == -torch.inf
     values = to_device(torch.where(banned, 0.0, bias.values), logits.device)
     logits = logits.float().clone()
@@ -66,28 +67,28 @@ def _biased(logits: Tensor, bias: Bias) -> Tensor:
 
 @triton.jit
 def _weights(x, top, scale):
-    """e^((x - top) scale); 0 below e^-80."""
+    """The weights e^((x - top) scale); 0 if below e^-80."""
     exponent = (x - top) * scale
     return tl.where(exponent >= -80.0, tl.exp(exponent), 0.0)
 
 
 @triton.jit
 def _key(x):
-    """An integer in the order of the floats."""
+    """An int32 key of a float: keys have the same order as the floats."""
     bits = x.to(tl.int32, bitcast=True)
     return tl.where(x == 0, 0, bits ^ ((bits >> 31) & 0x7FFFFFFF))
 
 
 @triton.jit
 def _logits(row, first, V, BLOCK: tl.constexpr):
-    """BLOCK logits of a row from `first` on; -inf after the last one."""
+    """BLOCK logits of a row, starting at `first`, with -inf beyond the vocabulary."""
     c = first + tl.arange(0, BLOCK)
     return tl.load(row + c, mask=c < V, other=-float("inf")).to(tl.float32)
 
 
 @triton.jit
 def _listed(numbers, ids, n, first, LISTED: tl.constexpr):
-    """Part of the list: the logits, ids, and which of these exist."""
+    """LISTED entries of the list, starting at `first`: the logits, the token ids, and the mask of existing entries."""
     place = first + tl.arange(0, LISTED)
     inside = place < n
     return tl.load(numbers + place, mask=inside, other=-float("inf")), tl.load(ids + place, mask=inside, other=0), inside
@@ -95,7 +96,7 @@ def _listed(numbers, ids, n, first, LISTED: tl.constexpr):
 
 @triton.jit
 def _chosen_weights(x, inside, top, scale, last_scale, min_p, FILTERS_FIRST: tl.constexpr):
-    """The weights with which tokens of the list are drawn: 0 for those that min_p drops."""
+    """The weights by which the tokens are drawn: 0 for tokens that min_p drops."""
     weight = _weights(x, top, scale)
     likely = inside & tl.where(min_p < 1, weight >= min_p, x == top)
     if FILTERS_FIRST:
@@ -105,7 +106,7 @@ def _chosen_weights(x, inside, top, scale, last_scale, min_p, FILTERS_FIRST: tl.
 
 @triton.jit
 def _summands(x, inside, top, scale, last_scale, min_p, WHAT: tl.constexpr, FILTERS_FIRST: tl.constexpr):
-    """What _search sums for each token of a part of the list."""
+    """The summand of each token in _search, which documents WHAT."""
     if WHAT == "count":
         summand = inside.to(tl.float64)
     elif WHAT == "weight":
@@ -118,12 +119,12 @@ def _summands(x, inside, top, scale, last_scale, min_p, WHAT: tl.constexpr, FILT
 @triton.jit
 def _search(numbers, ids, n, low, bound, top, scale, last_scale, min_p, WHAT: tl.constexpr, FILTERS_FIRST: tl.constexpr,
             LISTED: tl.constexpr):
-    """The smallest key q, at least `low`, at which the sum over tokens with larger keys is below the bound, or for "draw" at
-    most the bound; that sum; and the number and weight of the tokens at q.
+    """The smallest key q >= low for which the sum over tokens with larger keys is below `bound` (for "draw": at most `bound`).
 
-    WHAT: "count" sums the number of tokens, "weight" their weights before the filters, "draw" those with which they are drawn.
+    Returns q, the sum over larger keys, the number of tokens with key q, and the summand of each of them. WHAT: a token's
+    summand; "count": 1, "weight": its weight before the filters, "draw": the weight by which it is drawn.
     """
-    high = tl.full([], 2147483647, tl.int64)             # q is in low .. high
+    high = tl.full([], 2147483647, tl.int64)             # low <= q <= high
     while low < high:
         middle = (low + high) >> 1
         total = tl.zeros([], tl.float64)
@@ -149,7 +150,7 @@ def _search(numbers, ids, n, low, bound, top, scale, last_scale, min_p, WHAT: tl
 
 @triton.jit
 def _keep(numbers, ids, n, key, ties, LISTED: tl.constexpr):
-    """Leaves in the list the tokens with larger keys, and the first `ties` with this one. Returns how many these are."""
+    """Keeps in the list only tokens with keys above `key` and the first `ties` tokens with that key. Returns their number."""
     n_kept = tl.zeros([], tl.int32)
     seen = tl.zeros([], tl.int32)
     for first in range(0, n, LISTED):
@@ -158,7 +159,7 @@ def _keep(numbers, ids, n, key, ties, LISTED: tl.constexpr):
         tie = (inside & (keys == key)).to(tl.int32)
         stays = inside & ((keys > key) | ((tie > 0) & (seen + tl.cumsum(tie, 0) <= ties)))
         place = n_kept + tl.cumsum(stays.to(tl.int32), 0) - 1
-        tl.debug_barrier()               # the whole part has been loaded, and may be overwritten
+        tl.debug_barrier()               # all threads have loaded these entries, which may now be overwritten
         tl.store(numbers + place, x, mask=stays)
         tl.store(ids + place, token, mask=stays)
         n_kept += tl.sum(stays.to(tl.int32), 0)
@@ -169,7 +170,7 @@ def _keep(numbers, ids, n, key, ties, LISTED: tl.constexpr):
 
 @triton.jit
 def _logit_of_likeliest(row, numbers, V, k, BLOCK: tl.constexpr, PARTS: tl.constexpr, PART: tl.constexpr):
-    """A lower bound of the k-th largest logit: the k-th largest maximum over parts of the vocabulary."""
+    """A lower bound of the k-th largest logit: the k-th largest of the maxima over parts of the vocabulary."""
     for first in range(0, V, BLOCK):
         x = _logits(row, first, V, BLOCK)
         part = first // PART + tl.arange(0, BLOCK // PART)
@@ -179,10 +180,10 @@ def _logit_of_likeliest(row, numbers, V, k, BLOCK: tl.constexpr, PARTS: tl.const
     part = tl.arange(0, PARTS)
     in_parts = part * PART < V
     keys = _key(tl.load(numbers + part, mask=in_parts, other=-float("inf"))).to(tl.int64)
-    tl.debug_barrier()                   # the list will use the same memory
+    tl.debug_barrier()                   # before the list overwrites this memory
     low = tl.full([], -2147483648, tl.int64)
     high = tl.full([], 2147483647, tl.int64)
-    while low < high:                    # the largest key that k parts reach
+    while low < high:                    # binary search for the largest key that k parts reach
         middle = (low + high + 1) >> 1
         reached = tl.sum((in_parts & (keys >= middle)).to(tl.int32), 0) >= k
         low = tl.where(reached, middle, low)
@@ -191,12 +192,12 @@ def _logit_of_likeliest(row, numbers, V, k, BLOCK: tl.constexpr, PARTS: tl.const
     key = tl.where(low == -2147483648, -2147483648, least).to(tl.int32)
     bits = key ^ ((key >> 31) & 0x7FFFFFFF)
     logit = bits.to(tl.float32, bitcast=True)
-    return tl.where(logit >= LEAST, logit, LEAST)        # NaN for too few parts
+    return tl.where(logit >= LEAST, logit, LEAST)        # with fewer than k parts `logit` is NaN
 
 
 @triton.jit
 def _largest(row, V, BLOCK: tl.constexpr):
-    """The largest logit of the row, and whether it is finite and no logit is NaN."""
+    """The row's largest logit, and whether it is finite and the row contains no NaN."""
     largest = tl.full([BLOCK], -float("inf"), tl.float32)
     wrong = tl.zeros([BLOCK], tl.int32)
     for first in range(0, V, BLOCK):
@@ -217,7 +218,7 @@ def _total_weight(row, V, top, scale, BLOCK: tl.constexpr):
 
 @triton.jit
 def _list_likely(row, numbers, ids, V, least_logit, least_weight, top, scale, BLOCK: tl.constexpr):
-    """Lists the tokens with at least that logit and that weight, in the order of the vocabulary. Returns their number."""
+    """Lists the tokens with a logit >= least_logit and a weight >= least_weight, in vocabulary order. Returns their number."""
     n = tl.zeros([], tl.int32)
     for first in range(0, V, BLOCK):
         x = _logits(row, first, V, BLOCK)
@@ -241,14 +242,14 @@ def _listed_weight(numbers, ids, n, top, scale, LISTED: tl.constexpr):
 
 @triton.jit
 def _keep_top_k(numbers, ids, n, top_k, top, scale, lowest, FILTERS_FIRST: tl.constexpr, LISTED: tl.constexpr):
-    """Leaves the top_k likeliest tokens in the list. Returns their number."""
+    """Keeps only the top_k likeliest tokens in the list. Returns their number."""
     key, above, _ties, _one = _search(numbers, ids, n, lowest, top_k, top, scale, 0.0, 0.0, "count", FILTERS_FIRST, LISTED)
     return _keep(numbers, ids, n, key, (top_k - above).to(tl.int32), LISTED)
 
 
 @triton.jit
 def _keep_top_p(numbers, ids, n, bound, top, scale, lowest, FILTERS_FIRST: tl.constexpr, LISTED: tl.constexpr):
-    """Leaves the fewest likeliest tokens in the list whose weights add up to the bound. Returns their number."""
+    """Keeps in the list only the fewest likeliest tokens whose total weight is at least `bound`. Returns their number."""
     key, above, _ties, weight = _search(numbers, ids, n, lowest, bound, top, scale, 0.0, 0.0, "weight", FILTERS_FIRST, LISTED)
     ties = tl.where(weight > 0, tl.ceil((bound - above) / tl.where(weight > 0, weight, 1.0)), 1.0)
     return _keep(numbers, ids, n, key, tl.minimum(tl.maximum(ties, 1.0), 2147483647.0).to(tl.int32), LISTED)
@@ -257,8 +258,8 @@ def _keep_top_p(numbers, ids, n, bound, top, scale, lowest, FILTERS_FIRST: tl.co
 @triton.jit
 def _draw_by_logit(numbers, ids, n, target, least, top, scale, last_scale, min_p, FILTERS_FIRST: tl.constexpr,
                    LISTED: tl.constexpr):
-    """The token of the list at which the cumulative weight exceeds `target`, the largest logits first. least: the key of the
-    last token that can be drawn, which is taken if rounding leads beyond it."""
+    """The token at which the cumulative weight, in descending order of logits, exceeds `target`. least: the smallest key of a
+    token that can be drawn; such a token is returned if no sum exceeds `target` due to rounding."""
     key, above, ties, weight = _search(numbers, ids, n, least, target, top, scale, last_scale, min_p, "draw", FILTERS_FIRST,
                                        LISTED)
     rank = tl.minimum((target - above) / tl.where(weight > 0, weight, 1.0), tl.maximum(ties, 1) - 1.0).to(tl.int32)
@@ -275,7 +276,7 @@ def _draw_by_logit(numbers, ids, n, target, least, top, scale, last_scale, min_p
 
 @triton.jit
 def _draw_by_place(numbers, ids, n, target, top, scale, last_scale, min_p, FILTERS_FIRST: tl.constexpr, LISTED: tl.constexpr):
-    """The same in the order of the vocabulary."""
+    """The token at which the cumulative weight, in vocabulary order, exceeds `target`."""
     token = tl.zeros([], tl.int32)
     before = tl.zeros([], tl.float64)
     last = tl.zeros([], tl.int32)
@@ -295,7 +296,7 @@ def _draw_by_place(numbers, ids, n, target, top, scale, last_scale, min_p, FILTE
 @triton.jit
 def _draw_listed(numbers, ids, n, uniform, top, scale, last_scale, min_p, IN_ORDER: tl.constexpr, FILTERS_FIRST: tl.constexpr,
                  LISTED: tl.constexpr):
-    """A token of the list. IN_ORDER: of the logits, else of the vocabulary."""
+    """Draws a token of the list. IN_ORDER: cumulate weights in descending order of logits, not in vocabulary order."""
     sums = tl.zeros([LISTED], tl.float64)
     least = tl.full([], 2147483647, tl.int64)            # the smallest key of a token that can be drawn
     for first in range(0, n, LISTED):
@@ -313,10 +314,10 @@ def _draw_listed(numbers, ids, n, uniform, top, scale, last_scale, min_p, IN_ORD
 
 @triton.jit
 def _draw_unfiltered(row, V, target, top, scale, BLOCK: tl.constexpr):
-    """The token of the vocabulary at which the cumulative weight exceeds `target`: its block is found first."""
+    """Finds first the block, then the token of the whole vocabulary at which the cumulative weight exceeds `target`."""
     lane = tl.arange(0, BLOCK)
     before = tl.zeros([], tl.float64)
-    start = tl.zeros([], tl.int32)       # of the block, and the sum before that block
+    start = tl.zeros([], tl.int32)       # start of the token's block; before_start: the sum before it
     before_start = tl.zeros([], tl.float64)
     done = tl.zeros([], tl.int32)
     for first in range(0, V, BLOCK):
@@ -332,7 +333,7 @@ def _draw_unfiltered(row, V, target, top, scale, BLOCK: tl.constexpr):
     return tl.where(token < 2147483647, token, last)
 
 
-@triton.jit(do_not_specialize=["top_k"])  # 1 and multiples of 16 would be compiled on their own
+@triton.jit(do_not_specialize=["top_k"])  # otherwise 1 and multiples of 16 would be compiled separately
 def _draw(logits, uniform, drawn, numbers, ids, stride, V, listed, inverse_temperature, top_k, top_p, min_p,
           FILTERED: tl.constexpr, TOP_K: tl.constexpr, IN_ORDER: tl.constexpr, FILTERS_FIRST: tl.constexpr, BLOCK: tl.constexpr,
           PARTS: tl.constexpr, LISTED: tl.constexpr, PART: tl.constexpr):
@@ -351,14 +352,14 @@ def _draw(logits, uniform, drawn, numbers, ids, stride, V, listed, inverse_tempe
         least_weight = tl.full([], 0.0, tl.float32)
         if TOP_K:
             least_logit = _logit_of_likeliest(row, numbers, V, top_k, BLOCK, PARTS, PART)
-        else:                            # tokens with less add up to less than what top_p drops
+        else:                            # tokens below this weight together weigh less than top_p drops
             least_weight = tl.where(top_p < 1, 0.99 * (1 - top_p) * total / V, 1e-36).to(tl.float32)
             least_weight = tl.maximum(least_weight, min_p)
         n = _list_likely(row, numbers, ids, V, least_logit, least_weight, top, scale, BLOCK)
         lowest = tl.full([], -2147483648, tl.int64)
         if TOP_K:
             n = _keep_top_k(numbers, ids, n, top_k, top, scale, lowest, FILTERS_FIRST, LISTED)
-            if not FILTERS_FIRST:        # top_p is a share of what top_k leaves
+            if not FILTERS_FIRST:        # top_p is a fraction of what top_k keeps
                 total = _listed_weight(numbers, ids, n, top, scale, LISTED)
         if top_p < 1:
             n = _keep_top_p(numbers, ids, n, top_p * total, top, scale, lowest, FILTERS_FIRST, LISTED)

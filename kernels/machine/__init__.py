@@ -1,1 +1,1 @@
-"""The machine that kernels run on: threads, allocator, memory, native dtypes of its CPU, measured limits."""
+"""The machine that kernels run on: threads, memory allocator, free memory, the CPU's native dtypes, measured speed limits."""

@@ -1,34 +1,34 @@
-"""How memory is allocated on a CPU.
+"""Settings of memory allocation on a CPU.
 
-keep_large_blocks      the C library caches freed blocks: the temporaries of a step then cause no page faults
-return_large_blocks    the C library returns them at once: less memory, more page faults
-use_large_pages        torch's large tensors use pages of 2 MB: a pass over all weights then causes fewer TLB misses
+keep_large_blocks      the C library keeps freed blocks, so that the temporaries of a step cause no page faults
+return_large_blocks    the C library returns freed blocks to the system immediately: less memory, more page faults
+use_large_pages        torch's large tensors use pages of 2 MB, so that a pass over all weights causes fewer TLB misses
 """
 
 import ctypes
 import os
 import sys
 
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3              # malloc.h of the GNU C library
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3              # from malloc.h of the GNU C library
 LARGE = 2 ** 30
 MAPPED = 2 ** 19
 
 
 def keep_large_blocks() -> bool:
-    """Applies the setting to this process. Returns False where the C library has no mallopt (macOS, Windows, musl)."""
+    """Applies the setting to this process. Returns False if the C library has no mallopt (macOS, Windows, musl)."""
     return _call("mallopt", M_MMAP_THRESHOLD, LARGE) and _call("mallopt", M_TRIM_THRESHOLD, LARGE)
 
 
 def return_large_blocks() -> bool:
-    """Freed blocks of at least MAPPED bytes return to the system at once. Returns False as keep_large_blocks does.
+    """Makes the C library return freed blocks of at least MAPPED bytes immediately. Returns False if it has no mallopt.
 
-    glibc's own threshold would rise to the largest block that was freed, up to 32 MB.
+    glibc's default threshold grows to the size of the largest block freed so far, up to 32 MB.
     """
     return _call("mallopt", M_MMAP_THRESHOLD, MAPPED)
 
 
 def _call(name: str, *arguments: int) -> bool:
-    """The result of a function of the C library; False if the library lacks it."""
+    """Calls a function of the C library. Returns whether its result is nonzero; False if the library lacks it."""
     try:
         return bool(getattr(ctypes.CDLL(None), name)(*arguments))
     except (AttributeError, OSError, TypeError):
@@ -36,16 +36,15 @@ def _call(name: str, *arguments: int) -> bool:
 
 
 def use_large_pages() -> None:
-    """Asks torch for them on Linux, unless the user has set it. Call it before torch is imported.
+    """Sets torch's environment variable for 2 MB pages on Linux, unless the user has set it. Call it before torch is imported.
 
-    For long-running programs: 600 MB of them take the system half a second to a second longer. No effect unless the system
-    provides large pages on request (`madvise` in /sys/kernel/mm/transparent_hugepage/enabled). Source: PyTorch,
-    c10/core/impl/alloc_cpu.cpp.
+    Only for long-running programs, since allocating 600 MB in large pages takes half a second to a second longer. It has no
+    effect unless /sys/kernel/mm/transparent_hugepage/enabled is `madvise`. Source: PyTorch, c10/core/impl/alloc_cpu.cpp.
     """
     if sys.platform == "linux" and "torch" not in sys.modules:
         os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 
 def give_back_free_blocks() -> None:
-    """Returns the memory of freed blocks to the system where the C library can (glibc)."""
+    """Returns the memory of freed blocks to the system, if the C library supports it (glibc)."""
     _call("malloc_trim", 0)

@@ -5,28 +5,27 @@ from functools import cache
 import torch
 
 CAPABILITIES = {torch.bfloat16: ("avx512_bf16", "bf16"), torch.float16: ("avx512_fp16", "fp16_arith"),
-                torch.int8: ("avx512_vnni",)}            # in torch's list
+                torch.int8: ("avx512_vnni",)}            # names in torch.cpu.get_capabilities()
 
 
 @cache
 def multiplies(dtype: torch.dtype) -> bool:
-    """Whether the CPU has instructions for products of bfloat16 (AVX-512 BF16, ARM's bf16), float16 or int8 (VNNI), and torch a
-    library that uses them.
+    """Whether the CPU has instructions for products of bfloat16 (AVX-512 BF16, ARM's bf16), float16 or int8 (VNNI), and torch
+    has a library that uses them.
     """
-    has_library = dtype == torch.int8 or torch.backends.mkldnn.is_available()          # FBGEMM, or oneDNN
+    has_library = dtype == torch.int8 or torch.backends.mkldnn.is_available()          # FBGEMM for int8, oneDNN for others
     capabilities = torch.cpu.get_capabilities()
     return has_library and any(capabilities.get(name) for name in CAPABILITIES.get(dtype, ()))
 
 
 def matrix_dtype(device: torch.device) -> torch.dtype:
-    """The dtype in which the device multiplies matrices fastest, for results that need no more digits than bfloat16 has."""
+    """The faster of float32 and bfloat16 for matrix products on the device, for work for which bfloat16 is precise enough."""
     return torch.float32 if device.type == "cpu" and not multiplies(torch.bfloat16) else torch.bfloat16
 
 
 def why_slow(dtype: torch.dtype, device: torch.device) -> str | None:
-    """A sentence for the user if the device is a CPU without products of dtype; otherwise None."""
+    """A warning for the user if the device is a CPU without instructions for products of `dtype`; otherwise None."""
     if device.type != "cpu" or dtype == torch.float32 or multiplies(dtype):
         return None
     name = str(dtype).removeprefix("torch.")
-    return (f"this CPU has no instructions for products of {name}: they may take hundreds of times as long as those of "
-            "float32")
+    return (f"this CPU has no instructions for {name} products, which may take hundreds of times as long as float32 products")

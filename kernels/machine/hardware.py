@@ -1,4 +1,4 @@
-"""The machine of a measurement, and its limits for every kernel: the rates of a matrix product, of a copy and of reading."""
+"""Describes the machine of a measurement, and measures its limits: the speed of a matrix product, of a copy and of a read."""
 
 import importlib.metadata
 import platform
@@ -15,11 +15,11 @@ from kernels.machine.memory import available_memory
 ROOT = Path(__file__).parent.parent.parent
 PACKAGES = ("numpy", "taichi", "triton")
 MATMUL_N = {"cpu": 2048, "cuda": 8192}
-COPY_BYTES = {"cpu": 2**28, "cuda": 2**30}        # well beyond any cache
+COPY_BYTES = {"cpu": 2**28, "cuda": 2**30}        # much larger than any cache
 
 
 def describe(device: str) -> dict[str, Any]:
-    """Processor, GPU, threads, versions, commit and time, as plain data."""
+    """The processor, GPU, number of threads, versions, commit and time, as JSON data."""
     machine = {"cpu": cpu_model(), "threads": torch.get_num_threads(), "system": f"{platform.system()} {platform.machine()}",
                "python": platform.python_version(), "torch": torch.__version__}
     machine |= {name: version for name in PACKAGES if (version := _version(name))}
@@ -29,7 +29,7 @@ def describe(device: str) -> dict[str, Any]:
 
 
 def cpu_model() -> str:
-    """The processor's name on Linux, otherwise its architecture."""
+    """The processor's model name on Linux, elsewhere its architecture."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
     models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
@@ -37,7 +37,7 @@ def cpu_model() -> str:
 
 
 def commit() -> str | None:
-    """The checked-out commit, with a + if files differ from it; None outside a clone or without git."""
+    """The checked-out commit, followed by + if files have changed; None outside a git repository or without git."""
     try:
         head, changes = (subprocess.run(["git", *args], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
                          for args in (("rev-parse", "--short=12", "HEAD"), ("status", "--porcelain")))
@@ -47,12 +47,12 @@ def commit() -> str | None:
 
 
 def free_bytes(device: str) -> int | None:
-    """The memory that programs can still allocate; None if unknown."""
+    """The bytes of memory that can still be allocated on the device; None if unknown."""
     return torch.cuda.mem_get_info()[0] if device == "cuda" else available_memory()
 
 
 def matmul(device: str) -> tuple[Callable[[], Any], int]:
-    """A float32 matrix product (no TF32), and its floating-point operations."""
+    """A function that multiplies two float32 matrices (without TF32), and the number of its floating-point operations."""
     n = MATMUL_N[device]
     left = torch.randn(n, n, device=device)
     right = torch.randn(n, n, device=device)
@@ -68,14 +68,14 @@ def matmul(device: str) -> tuple[Callable[[], Any], int]:
 
 
 def copy(device: str) -> tuple[Callable[[], Any], int]:
-    """A copy too large for any cache, and the bytes that it reads and writes."""
+    """A function that copies a tensor larger than any cache, and the number of bytes that it reads and writes."""
     source = torch.ones(COPY_BYTES[device] // 4, device=device)
-    target = source.clone()              # not empty_like: its pages must exist before the first copy is timed
+    target = source.clone()              # not empty_like: its memory must be mapped before the first timed copy
     return lambda: target.copy_(source), 2 * COPY_BYTES[device]
 
 
 def read(device: str) -> tuple[Callable[[], Any], int]:
-    """A sum too large for any cache, by all threads, and the bytes that it reads."""
+    """A function that sums a tensor larger than any cache, with all threads, and the number of bytes that it reads."""
     source = torch.ones(COPY_BYTES[device] // 4, device=device)
     return source.sum, COPY_BYTES[device]
 

@@ -1,4 +1,4 @@
-"""The free memory of this machine, the limit of a container included, and the memory that this process uses.
+"""The memory available on this machine, within the limit of a container, and the memory that this process uses.
 
 Sources: the Linux kernel's documentation, proc_meminfo, proc_pid_statm, cgroup-v1/memory and cgroup-v2.
 """
@@ -9,27 +9,27 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-CGROUP_V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")      # limit, usage, reclaimable cache
+CGROUP_V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")      # limit, usage; memory.stat key
 CGROUP_V2 = ("memory.max", "memory.current", "inactive_file")
 
 
 def available_memory(root: Path = Path("/")) -> int | None:
-    """Bytes that programs can still allocate; None if unknown. `root`: the parent of proc and sys."""
+    """The bytes that programs can still allocate; None if unknown. root: the folder that contains proc and sys, for tests."""
     available = [1024 * int(line.split()[1]) for line in _lines(root / "proc/meminfo") if line.startswith("MemAvailable:")]
     return min([*available, *_left_in_cgroups(root)], default=_installed())
 
 
 def resident_memory(root: Path = Path("/")) -> int:
-    """Bytes of memory that this process uses, including the program and libraries; 0 if unknown."""
+    """The bytes of memory that this process uses, including its code and libraries; 0 if unknown."""
     for line in _lines(root / "proc/self/statm"):
         return int(line.split()[1]) * mmap.PAGESIZE
     return 0
 
 
 def _left_in_cgroups(root: Path) -> Iterator[int]:
-    """The bytes left in each control group of this process that has a limit: its own, the parent of that, up to the mount.
+    """The bytes left in each control group with a limit: this process's own group and its parents, up to the mount point.
 
-    Inside a container the path in /proc may be that of the host, so folders that do not exist are skipped.
+    Inside a container, /proc may show the path on the host, so folders that do not exist are skipped.
     """
     for line in _lines(root / "proc/self/cgroup"):
         _, controllers, path = line.split(":", 2)
@@ -49,7 +49,7 @@ def _left_in_cgroups(root: Path) -> Iterator[int]:
 
 
 def _left(folder: Path, limit: str, usage: str, cache: str) -> Iterator[int]:
-    """The limit less the usage, if there is a limit; pages of files that are not in use can be reclaimed."""
+    """Yields the limit minus the usage, if there is a limit. The reclaimable cache of inactive files counts as free."""
     limits = _lines(folder / limit)
     usages = _lines(folder / usage)
     if limits and usages and limits[0].isdigit():
@@ -58,7 +58,7 @@ def _left(folder: Path, limit: str, usage: str, cache: str) -> Iterator[int]:
 
 
 def _installed() -> int | None:
-    """All the memory of the machine, for systems without /proc."""
+    """The machine's total memory in bytes, for systems without /proc; None if unknown."""
     if sys.platform == "win32":
         return None
     try:

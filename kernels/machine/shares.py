@@ -1,15 +1,15 @@
-"""A process's share of a machine: a number of threads, and one of the GPUs."""
+"""Limits a process to a part of the machine: a number of threads and one GPU, when several processes run side by side."""
 
 import os
 
-THREADS = "OMP_NUM_THREADS"              # of torch's CPU operators, and of ours
+THREADS = "OMP_NUM_THREADS"              # limits the threads of torch's and this package's CPU operators
 GPUS = "CUDA_VISIBLE_DEVICES"
 
 
 def take(threads: int | None, gpu: int | None) -> None:
-    """Limits this process to `threads` threads, unless the user has set their number, and to one GPU; None for no limit.
+    """Limits this process to `threads` threads, unless the user has set a number, and to one GPU. None: no limit.
 
-    gpu: torch's index, among those in CUDA_VISIBLE_DEVICES. Call it before torch is imported.
+    gpu: the index among the GPUs in CUDA_VISIBLE_DEVICES, as torch counts them. Call it before torch is imported.
     """
     if threads is not None:
         os.environ.setdefault(THREADS, str(threads))

@@ -1,8 +1,8 @@
-"""The threads of torch's CPU operators: how long they spin for one another, and how many threads compete with them.
+"""The threads of torch's CPU operators: how long they spin while they wait, and how many other threads compete for the cores.
 
-Each parallel operator ends when its last thread is done. GNU OpenMP, which torch uses on Linux, lets the others spin for
-milliseconds until then, and afterwards. If another program occupies a core, they spin on the core that the last thread needs,
-and a training step takes many times as long. Source: libgomp's manual, OMP_WAIT_POLICY and GOMP_SPINCOUNT.
+A parallel operator finishes with its last thread. GNU OpenMP, which torch uses on Linux, lets the other threads spin until
+then, and for milliseconds afterwards. If another program occupies a core, they spin on the core that the last thread needs, and
+a training step takes many times as long. Source: libgomp's manual, OMP_WAIT_POLICY and GOMP_SPINCOUNT.
 """
 
 import os
@@ -12,21 +12,21 @@ from functools import cache
 from pathlib import Path
 
 SETTINGS = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
-SPINS = "20000"                          # about half a millisecond; torch's own 300,000 are several
+SPINS = "20000"                          # about half a millisecond; the default, 300,000, takes several
 
 
 def wait_briefly() -> None:
-    """Sets GOMP_SPINCOUNT unless the user has set how threads wait. Call it before torch is imported: libgomp reads it then."""
+    """Shortens spinning by GOMP_SPINCOUNT, unless the user has set one of SETTINGS. Call it before torch is imported."""
     if sys.platform == "linux" and "torch" not in sys.modules and not settings():
         os.environ["GOMP_SPINCOUNT"] = SPINS
 
 
 @cache
 def one_thread_in_forks() -> None:
-    """From now on torch uses one thread in every forked descendant of this process.
+    """Makes torch use one thread in every process that is forked from this one from now on, directly or indirectly.
 
-    A fork copies no threads, and GNU OpenMP in the child deadlocks waiting for its parent's threads; with one thread it waits
-    for none. The results are the same. A child that calls torch.set_num_threads(2) still deadlocks.
+    A fork copies no threads, and GNU OpenMP in the child deadlocks waiting for its parent's threads; with one thread there are
+    none to wait for. The results are the same. A child that calls torch.set_num_threads(2) still deadlocks.
     """
     if sys.platform == "linux":
         os.register_at_fork(after_in_child=_use_one_thread)
@@ -39,7 +39,7 @@ def _use_one_thread() -> None:
 
 
 def competing() -> int:
-    """The number of other programs' threads that run or wait for a core, the least of five samples; 0 if unknown."""
+    """The number of other programs' threads that are running or waiting for a core: the least of five samples; 0 if unknown."""
     samples = []
     for _ in range(5):
         try:
@@ -47,9 +47,9 @@ def competing() -> int:
         except (OSError, ValueError, IndexError):
             return 0
         time.sleep(0.01)
-    return max(0, min(samples) - 1)        # without this one
+    return max(0, min(samples) - 1)        # minus this thread
 
 
 def settings() -> list[str]:
-    """The settings in effect, the program's or the user's, as NAME=VALUE."""
+    """The SETTINGS in effect, as NAME=VALUE, whether set by this program or by the user."""
     return [f"{name}={os.environ[name]}" for name in SETTINGS if name in os.environ]

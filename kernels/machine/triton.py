@@ -1,4 +1,4 @@
-"""Triton's requirements for compiling and launching a kernel on a GPU. The kernels import Triton themselves."""
+"""Checks Triton's requirements for compiling and launching a kernel on a GPU. This module does not load Triton's compiler."""
 
 import importlib
 import importlib.util
@@ -9,12 +9,12 @@ from pathlib import Path
 
 import torch
 
-CAPABILITY = 8, 0                        # the lowest that Triton supports: Ampere
-COMPILERS = ("gcc", "clang")             # Triton compiles its launcher, a C file that includes Python.h, at the first launch
+CAPABILITY = 8, 0                        # the lowest compute capability that Triton supports (Ampere)
+COMPILERS = ("gcc", "clang")             # at the first launch Triton compiles its launcher, a C file that includes Python.h
 
 
 def why_not(device: torch.device | None = None) -> str | None:
-    """None if Triton can run on the GPU, by default the current one; otherwise what is missing, and the remedy."""
+    """Why Triton cannot run on the GPU (default: the current one), with the remedy; None if it can."""
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed (pip install -e '.[triton]')"
     return _too_old(device) or _no_compiler()
@@ -30,9 +30,9 @@ def _too_old(device: torch.device | None) -> str | None:
 
 
 def _no_compiler() -> str | None:
-    if sys.platform == "win32":          # Triton for Windows brings a compiler
+    if sys.platform == "win32":          # Triton for Windows contains a compiler
         return None
-    build = importlib.import_module("triton.knobs").build        # its cc is the user's CC
+    build = importlib.import_module("triton.knobs").build        # build.cc: from the variable CC
     if not (build.cc or build.impl or any(map(shutil.which, COMPILERS))):
         return f"Triton requires a C compiler, and there is no {' and no '.join(COMPILERS)} on the PATH (apt install gcc)"
     header = Path(_headers()) / "Python.h"
@@ -40,6 +40,6 @@ def _no_compiler() -> str | None:
 
 
 def _headers() -> str:
-    """The folder of Python's headers, where Triton looks for them; Debian's own scheme for local packages has none."""
+    """The folder in which Triton looks for Python's headers. Debian's default, posix_local, names a folder without headers."""
     scheme = sysconfig.get_default_scheme()
     return sysconfig.get_path("include", "posix_prefix" if scheme == "posix_local" else scheme)

@@ -1,28 +1,28 @@
-"""The product of one to a few rows and a matrix that is packed once and used often, as in decoding one token at a time.
+"""The product of a few rows and a packed matrix, which is packed once and used often, as in decoding one token at a time.
 
     y[r,n] = sum_k x[r,k] W[n,k]          x (R,K), W (N,K), y (R,N)
 
-In one line of PyTorch: x @ W.T. W is packed in one of these forms, each a class; all but the first two hold integers q:
+In one line of PyTorch: x @ W.T. W is packed in one of these formats ("forms"), each a class; q are integers:
 
-    float32               as they are
-    bfloat16              rounded. A row of x is rounded, too
-    int8                  W[n,k] = scale[n] q[n,k], |q| <= 127. A row of x is rounded, too, to steps of its largest magnitude
-    int4                  W[n,k] = scale[n,g] q[n,k] + shift[n,g], 0 <= q <= 15, g = k // 32. A row of x is rounded, too: each
-                          group of 32 to steps of 1/127 of its largest magnitude
-    q8_0 ... q6_k         blocks as in GGUF files (BLOCKS), which are not packed here. For k-quants x is rounded: each group of
-                          256 to steps of 1/16383 of its largest magnitude
+    float32               not rounded
+    bfloat16              rounded; x is rounded too
+    int8                  W[n,k] = scale[n] q[n,k], |q| <= 127. Each row of x is rounded too, to multiples of its own scale
+    int4                  W[n,k] = scale[n,g] q[n,k] + shift[n,g], 0 <= q <= 15, g = k // 32. Each row of x is rounded too, each
+                          group of 32 to multiples of 1/127 of its largest magnitude
+    q8_0 ... q6_k         blocks as in GGUF files (BLOCKS), which `pack` does not make. For k-quants x is rounded, each group
+                          of 256 to multiples of 1/16383 of its largest magnitude
 
-Every form adds in one order, whatever R is: a row's result does not depend, to the bit, on the other rows. In int8
-the sums are of integers, so that all implementations agree to the bit.
+In every format the order of summation is the same for all R, so the bits of a row's result do not depend on the other rows. In
+int8 the sums are of integers, so that all implementations give the same bits.
 
-An implementation is a file beside this one. Its REQUIRES names the forms that it supports, and float64 among the dtypes if it
-supports it. Its bind(weights) takes n packed weights of one form and one K, prepares what can be prepared once, and returns a
-function of x (n,R,K) that gives n outputs y (R,N). x is contiguous, in float32 or float64, and rounded by the form's `rounded`;
-y is contiguous and in the dtype of x. An implementation may also have a faster dense(packed, dtype), which gives what
-packed.dense(dtype) gives, to the bit.
+An implementation is a file in this folder. Its REQUIRES lists the supported forms, and float64 among the dtypes if that is
+supported. Its bind(weights) takes n packed weights with the same form and K, prepares whatever can be prepared once, and
+returns a function that computes n outputs y (R,N) from x (n,R,K). x is contiguous, in float32 or float64, and already rounded
+by the form's `rounded`; y is contiguous and in the dtype of x. An implementation may also define dense(packed, dtype), a faster
+packed.dense(dtype) with the same bits.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, NamedTuple, Self
 
@@ -30,36 +30,37 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kernels.matvec import _blocks, _packing
+from kernels.matvec import _blocks, _calibrated, _packing
 from kernels.matvec._packing import GROUP, SMALLEST, Groups
 from kernels.matvec._packing import exact_copy as exact_copy
 from kernels.operator import Operator
 
-TOGETHER = 8                             # groups of int4 that are stored side by side, so that a vector holds one word of each
-LARGEST = 127                            # of the whole numbers that a group of x is rounded to, in int4: 16 * 15 * 127 < 2^15
-WORD_LEVELS = 16383                      # the same for k-quants: 32 * 4096 * 16383 < 2^31
-MOST_ROWS = 16                           # more are faster as one matrix product
+TOGETHER = 8                             # int4 groups whose words are interleaved, so that a vector contains one word of each
+LARGEST = 127                            # int4: largest integer of a rounded group of x; 16 * 15 * 127 < 2^15
+WORD_LEVELS = 16383                      # k-quants: largest integer of a rounded group of x; 32 * 4096 * 16383 < 2^31
+MOST_ROWS = 16                           # for more rows, an ordinary matrix product is faster
 Bound = Callable[[Tensor], list[Tensor]]
 
 
 @dataclass(frozen=True, eq=False)
 class Packed:
-    """A matrix W (N,K) in one form. Its fields are tensors whose first axis is N, then numbers. Iterates over the tensors."""
+    """A matrix W (N,K) in one form. Its fields: first tensors, each with N as first axis, then numbers. Iterates over
+    tensors."""
 
     weight: Tensor
     form: ClassVar[str]
 
     @classmethod
     def of(cls, weight: Tensor) -> Self:
-        """W (N,K), floating-point, in this form."""
+        """Packs W (N,K), floating-point, in this form."""
         raise NotImplementedError
 
     def dense(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """W (N,K) that the form represents."""
+        """The floating-point matrix W (N,K) that the packed data represents."""
         return self.weight.to(dtype)
 
     def rounded(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Rows x (...,K), rounded as products in this form read them, and the factor of each row's y (...,1) or None."""
+        """Returns x (...,K) rounded as this form's products require, and the factor (...,1) that y still needs, or None."""
         return x, None
 
     @property
@@ -74,7 +75,7 @@ class Packed:
         return (part for part in self._parts().values() if isinstance(part, Tensor))
 
     def _parts(self) -> dict[str, Any]:
-        """Its fields by name. torch.compile does not know vars() of a frozen dataclass (torch 2.11)."""
+        """The fields by name. torch.compile does not support vars() of a frozen dataclass (torch 2.11)."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Self:
@@ -82,12 +83,12 @@ class Packed:
         return replace(self, **{name: function(part) for name, part in self._parts().items() if isinstance(part, Tensor)})
 
     def nbytes(self) -> int:
-        """The bytes that a product must read."""
+        """The number of bytes of the packed matrix, which a product must read."""
         return sum(tensor.nbytes for tensor in self)
 
 
 class Float32(Packed):
-    """weight: W, whose memory it shares where W has that dtype already."""
+    """weight: W in float32; it shares W's memory if W is already float32 and contiguous."""
 
     form = "float32"
 
@@ -97,7 +98,7 @@ class Float32(Packed):
 
 
 class BFloat16(Packed):
-    """weight: W, whose memory it shares where W has that dtype already."""
+    """weight: W in bfloat16; it shares W's memory if W is already bfloat16 and contiguous."""
 
     form = "bfloat16"
 
@@ -110,8 +111,8 @@ class BFloat16(Packed):
 
 
 class Rounding(NamedTuple):
-    """How int8 rounds a row of x: to integers of `bits` bits, one of them the sign unless x is never negative, as after a ReLU.
-    All CPUs multiply 7 bits without saturation.
+    """How int8 rounds a row of x: to integers of `bits` bits, including a sign unless x is never negative, as after a ReLU.
+    With 7 bits, no CPU's products saturate.
     """
 
     bits: int = 7
@@ -119,16 +120,16 @@ class Rounding(NamedTuple):
 
     @property
     def steps(self) -> int:
-        """The largest magnitude of the whole numbers."""
+        """The largest magnitude of the integers."""
         return 2**self.bits - 1 - self.offset
 
     @property
     def offset(self) -> int:
-        """Added to the integers, it makes them unsigned bytes."""
+        """The number that, added to the integers, makes them unsigned bytes."""
         return 0 if self.non_negative else 2 ** (self.bits - 1)
 
     def largest(self, x: Tensor) -> Tensor:
-        """The largest magnitude in each row (...,1), which is the one that is rounded to `steps`."""
+        """The largest magnitude in each row (...,1), which becomes the integer `steps`."""
         return (x if self.non_negative else x.abs()).amax(-1, keepdim=True).clamp_(min=SMALLEST)
 
 
@@ -143,7 +144,7 @@ class Int8(Packed):
 
     @classmethod
     def of(cls, weight: Tensor, bits: int = 7, non_negative: bool = False) -> Self:
-        """Raises ValueError for a K whose sums may not fit into 32 bits: above 133,144 for 7 bits."""
+        """Packs W. Raises ValueError if K is so large that sums may not fit into 32 bits (above 133,144 for 7 bits)."""
         most = (2**31 - 1) // (127 * (2**bits - 1))
         if weight.shape[1] > most:
             raise ValueError(f"int8: K of W (N,K) must be at most {most:,}; got {tuple(weight.shape)}: use another form")
@@ -175,12 +176,12 @@ class Int4(Packed):
 
     @classmethod
     def of(cls, weight: Tensor, symmetric: bool = False) -> Self:
-        """symmetric: shift is -8 scale, so that a 0 stays 0."""
+        """Packs W. symmetric: shift is -8 scale, so that a 0 stays 0."""
         return cls.from_groups(_packing.int4(weight, symmetric), weight.shape[1])
 
     @classmethod
     def from_groups(cls, groups: Groups, K: int) -> Self:
-        """The reverse of `groups`."""
+        """The inverse of `groups`."""
         N, G, _ = groups[0].shape
         missing = groups_of(K) - G
         words = pad(groups[0].contiguous().view(torch.int16), (0, 0, 0, missing))
@@ -189,7 +190,7 @@ class Int4(Packed):
         return cls(weight, scale, shift, K)
 
     def groups(self) -> Groups:
-        """One group after the other: q (N,K/32,16) uint8, two in a byte, scale and shift (N,K/32); K/32 is rounded up."""
+        """The groups one after another: q (N,K/32,16) uint8, two per byte, scale and shift (N,K/32), with K/32 rounded up."""
         words = self.weight.transpose(2, 3).flatten(1, 2)
         G = -(-self.K // GROUP)
         return words[:, :G].contiguous().view(torch.uint8), self.scale[:, :G], self.shift[:, :G]
@@ -198,7 +199,7 @@ class Int4(Packed):
         weight, scale, shift = self.groups()
         wide = torch.promote_types(dtype, torch.float32)
         q = torch.cat((weight & 15, weight >> 4), dim=2).to(wide)                            # (N,G,32)
-        weight = q.mul_(scale.to(wide).unsqueeze(2)).add_(shift.to(wide).unsqueeze(2))      # addcmul takes twice as long
+        weight = q.mul_(scale.to(wide).unsqueeze(2)).add_(shift.to(wide).unsqueeze(2))      # addcmul would take twice as long
         return weight.flatten(1)[:, :self.K].to(dtype)
 
     def rounded(self, x: Tensor) -> tuple[Tensor, None]:
@@ -215,8 +216,8 @@ class Int4(Packed):
 class Blocks(Packed):
     """weight (N, bytes of a row) uint8: each row is a series of blocks as in a GGUF file.
 
-    elements, bytes_per_block: of a block. halves: where a block has float16 numbers, in bytes. values: a function of blocks
-    (n,bytes_per_block) and a dtype, which returns their values (n,elements).
+    elements, bytes_per_block: the sizes of a block. halves: the byte offsets of a block's float16 numbers. values: a function
+    that returns the values (n,elements), in a given dtype, of blocks (n,bytes_per_block).
     """
 
     elements: ClassVar[int] = 32
@@ -226,7 +227,7 @@ class Blocks(Packed):
 
     @classmethod
     def of(cls, weight: Tensor) -> Self:
-        raise ValueError(f"{cls.form} is read from GGUF files, and W (N,K) is not packed in it: use int8 or int4")
+        raise ValueError(f"{cls.form} can be read from GGUF files, but W (N,K) cannot be packed in it: use int8 or int4")
 
     def dense(self, dtype: torch.dtype = torch.float32) -> Tensor:
         wide = torch.promote_types(dtype, torch.float32)
@@ -234,13 +235,13 @@ class Blocks(Packed):
         return type(self).values(blocks, wide).view(len(self.weight), self.K).to(dtype)
 
     def elements_at(self, indices: Tensor) -> Tensor:
-        """The elements (n,) of W.flatten() at these indices (n,), in float32."""
+        """The elements W.flatten()[indices], in float32, for indices (n,)."""
         blocks = self.weight.reshape(-1, self.bytes_per_block)[indices // self.elements]
         values = type(self).values(blocks, torch.float32)
         return values.gather(1, (indices % self.elements).unsqueeze(1)).squeeze(1)
 
     def is_finite(self) -> bool:
-        """Whether all values are finite, judged by the blocks' scales."""
+        """Whether all values are finite, which the blocks' scales determine."""
         return _packing.finite_scales(self.weight, self.bytes_per_block, self.halves)
 
     @property
@@ -249,7 +250,7 @@ class Blocks(Packed):
 
 
 class KQuant(Blocks):
-    """Blocks of 256 elements, whose groups of 32 or 16 have scales of their own."""
+    """Blocks of 256 elements, in groups of 32 or 16 with a scale each."""
 
     elements = 256
 
@@ -298,16 +299,16 @@ KINDS = {name: kind for kind, name in enumerate(        # as in products.h; "bfl
 
 
 class MatVec(Operator):
-    """One implementation of the operator, by name: `MatVec("c_v0")(x, packed) -> y`.
+    """The operator by the named implementation: `MatVec("c_v0")(x, packed) -> y`.
 
-    x (...,K), floating-point; y (...,N) in the dtype of x. There is no gradient. `bind` is faster for weights that are
-    used often. Raises ValueError for an unknown name, an x of the wrong shape or requiring a gradient, and a form that the
-    implementation lacks; KernelUnavailable if it cannot run on the device of x.
+    x (...,K), floating-point; y (...,N) in the dtype of x. There is no gradient. For weights that are used often, `bind` is
+    faster. Raises ValueError for an unknown name, an x that has the wrong shape or requires a gradient, or a form that the
+    implementation does not support; KernelUnavailable if it cannot run on the device of x.
     """
 
     folder = "matvec"
     inputs = "Tensor x, str form, Tensor[] tensors, int[] numbers"
-    outputs = (("y", "x"),)              # in its dtype; _empty_outputs has the shape
+    outputs = (("y", "x"),)              # y has the dtype of x; for its shape see _empty_outputs
     parts = (("bind",),)
 
     def __call__(self, x: Tensor, packed: Packed) -> Tensor:
@@ -324,10 +325,10 @@ class MatVec(Operator):
         return y.view(*x.shape[:-1], -1)
 
     def bind(self, *weights: Packed) -> Bound:
-        """The products of several weights of one form and one K as one function, without checks.
+        """A function that multiplies by n weights with the same form and K, without checks.
 
-        It takes their inputs (n,R,K), one per weight, R >= 1, rounds all of them as the first weight's form does, and returns n
-        outputs (R,N) in the dtype of the inputs.
+        The function takes x (n,R,K), one input for each weight, with R >= 1. It rounds all inputs as the first weight's form
+        requires, and returns n outputs (R,N) in the dtype of x.
         """
         product = self._implementation.bind(weights)
         rounded = weights[0].rounded
@@ -344,7 +345,7 @@ class MatVec(Operator):
         return bound
 
     def dense(self, packed: Packed, dtype: torch.dtype) -> Tensor:
-        """W (N,K) that the packed form represents, float32 or bfloat16."""
+        """The matrix W (N,K) that `packed` represents, in float32 or bfloat16."""
         matrix: Tensor = getattr(self._implementation, "dense", type(packed).dense)(packed, dtype)
         return matrix
 
@@ -353,7 +354,7 @@ class MatVec(Operator):
 
     def _check(self, x: Tensor, packed: Packed) -> None:
         if packed.form not in self.requires.forms:
-            raise ValueError(f"{self.name} has no product in {packed.form}: use another implementation")
+            raise ValueError(f"{self.name} does not support the form {packed.form}: use another implementation")
         if x.dim() == 0 or x.shape[-1] != packed.K or not x.is_floating_point():
             raise ValueError(f"MatVec: x must be floating-point, (...,{packed.K}); got {x.dtype} of shape {tuple(x.shape)}")
         self.check_dtype(x.dtype)
@@ -365,15 +366,33 @@ class MatVec(Operator):
 
 
 def groups_of(K: int) -> int:
-    """The groups of a row of K elements in int4: as many as fill whole vectors."""
+    """The number of int4 groups in a row of K elements, rounded up to fill whole vectors."""
     return -(-K // (TOGETHER * GROUP)) * TOGETHER
 
 
 def pack(weight: Tensor, form: str) -> Packed:
-    """W (N,K), floating-point, in the form of that name. Raises ValueError for another form or shape, and as Int8.of does."""
+    """Packs W (N,K), floating-point, in the named form. Raises ValueError for other forms or shapes, or if Int8.of does."""
     if form not in FORMS or weight.dim() != 2:
         raise ValueError(f"pack requires a W (N,K) and one of {', '.join(FORMS)}; got {tuple(weight.shape)} and {form!r}")
     return FORMS[form].of(weight)
+
+
+def quantise(weight: Tensor, moments: Sequence[Tensor], form: str) -> Blocks:
+    """Packs W (N,K), finite and floating-point, in blocks that change its products least for inputs with given second moments.
+
+    moments: a symmetric matrix (k,k) for each window of k consecutive inputs. form: a result of calibrated_form. Raises
+    ValueError if the widths do not fit.
+    """
+    elements = BLOCKS[form].elements
+    widths = [len(moment) for moment in moments]
+    if sum(widths) != weight.shape[1] or any(width % elements for width in widths):
+        raise ValueError(f"quantise requires moments of multiples of {elements} inputs, {weight.shape[1]} in all; got {widths}")
+    return BLOCKS[form](_calibrated.quantise(weight, moments, form))
+
+
+def calibrated_form(K: int, bits: int) -> str:
+    """The form of blocks with 4-bit or 5-bit integers for rows of K elements (a multiple of 32): k-quants if 256 divides K."""
+    return f"q{bits}_{'0' if K % KQuant.elements else 'k'}"
 
 
 OPERATOR = MatVec

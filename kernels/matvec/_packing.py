@@ -1,7 +1,7 @@
-"""Packing of a matrix W (N,K): int8, int4, and exact copies in bfloat16. The check of GGUF's blocks.
+"""Packs a matrix W (N,K) in int8 or int4, copies it to bfloat16 if that is exact, and checks GGUF's blocks.
 
-In C (csrc/pack.c) if the library runs here, otherwise in PyTorch. Both give the same numbers, except that int4 may choose
-another fraction of a group's range if two errors differ by rounding alone.
+C code (csrc/pack.c) does the work if the library runs here, otherwise PyTorch. Both give the same numbers, except that for int4
+they may choose different fractions of a group's range when two errors differ only by rounding.
 """
 
 import torch
@@ -11,16 +11,16 @@ from torch.nn.functional import pad
 from kernels import native
 from kernels.native.dtypes import DTYPES
 
-GROUP = 32                               # neighbours in a row of W that share a scale, in int4
-SMALLEST = 1e-30                         # lower bound of the largest magnitude, so that zeros get a nonzero scale
-FRACTIONS = torch.tensor([1.0, 0.95, 0.9, 0.85, 0.8], dtype=torch.float32, device="cpu")   # of a range, tried by int4
-ROWS = 1024                              # rows that PyTorch rounds at once: float32 takes up to eight times the memory
-PIECE = 2**14                            # numbers that a task copies, as in pack.c
+GROUP = 32                               # int4: neighbours in a row of W that share a scale
+SMALLEST = 1e-30                         # lower bound of the largest magnitude, so that a row of zeros gets a nonzero scale
+FRACTIONS = torch.tensor([1.0, 0.95, 0.9, 0.85, 0.8], dtype=torch.float32, device="cpu")   # parts of a range, tried by int4
+ROWS = 1024                              # rows that PyTorch rounds at a time; its temporaries are up to eight times as large
+PIECE = 2**14                            # numbers copied per task, as in pack.c
 Groups = tuple[Tensor, Tensor, Tensor]
 
 
 def int8(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """q (N,K) int8 and scale (N,) float32: W is q times scale, |q| <= 127."""
+    """W in int8: q (N,K) int8, |q| <= 127, and scale (N,) float32, with W = q scale."""
     N, K = weight.shape
     q = torch.empty(N, K, dtype=torch.int8, device="cpu")
     scale = torch.empty(N, dtype=torch.float32, device="cpu")
@@ -35,17 +35,17 @@ def int8(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def int8_in_torch(exact: Tensor) -> tuple[Tensor, Tensor]:
-    """The same for a few rows in float32."""
+    """`int8` in PyTorch, for a few rows of W in float32."""
     largest = exact.abs().amax(1) if exact.shape[1] else exact.new_zeros(len(exact))
     scale = largest.clamp_(min=SMALLEST) / 127
     return (exact / scale.unsqueeze(1)).round_().to(torch.int8), scale
 
 
 def int4(weight: Tensor, symmetric: bool) -> Groups:
-    """q (N,G,16) uint8, elements i and i + 16 of a group in a byte, and scale and shift (N,G) bfloat16.
+    """W in int4: q (N,G,16) uint8, with elements i and i + 16 of a group in a byte, and scale and shift (N,G) bfloat16.
 
-    W is q scale + shift, 0 <= q <= 15. Of FRACTIONS of a group's range, the one with the least squared error.
-    symmetric: shift is -8 scale.
+    W = q scale + shift, 0 <= q <= 15. The 16 steps cover a fraction of a group's range: the one of FRACTIONS with the least
+    squared error. symmetric: shift is -8 scale.
     """
     N = len(weight)
     G = -(-weight.shape[1] // GROUP)
@@ -64,16 +64,16 @@ def int4(weight: Tensor, symmetric: bool) -> Groups:
 
 
 def int4_in_torch(exact: Tensor, symmetric: bool) -> Groups:
-    """The same for a few rows in float32."""
+    """`int4` in PyTorch, for a few rows of W in float32."""
     groups = pad(exact, (0, -exact.shape[1] % GROUP)).unflatten(1, (-1, GROUP))
-    if symmetric:                        # from -8 to 7 steps
+    if symmetric:                        # the range is -8 to 7 steps
         high = groups.abs().amax(2)
         low = -high
     else:
         low = groups.amin(2)
         high = groups.amax(2)
     least = torch.full_like(low, torch.inf)
-    best_scale = best_shift = torch.full_like(low, torch.nan)        # remains where W is not finite
+    best_scale = best_shift = torch.full_like(low, torch.nan)        # stay NaN where W is not finite
     for fraction in FRACTIONS:
         scale = _round_to_bfloat16(((high - low) * fraction / 15).clamp_(min=SMALLEST))
         shift = -8 * scale if symmetric else _round_to_bfloat16((low + high) / 2 - 7.5 * scale)
@@ -88,18 +88,18 @@ def int4_in_torch(exact: Tensor, symmetric: bool) -> Groups:
 
 
 def _steps(groups: Tensor, scale: Tensor, shift: Tensor) -> tuple[Tensor, Tensor]:
-    """The integers of groups, as float32, and groups - shift."""
+    """Returns the groups' integers, as float32, and groups - shift."""
     shifted = groups - shift.unsqueeze(2)
     return (shifted / scale.unsqueeze(2)).round_().clamp_(0, 15), shifted
 
 
 def _round_to_bfloat16(values: Tensor) -> Tensor:
-    """The values rounded to bfloat16, in float32."""
+    """The values rounded to bfloat16, but still in float32."""
     return values.bfloat16().float()
 
 
 def exact_copy(weight: Tensor) -> Tensor | None:
-    """W, float32 on a CPU, as bfloat16 if that is exact, else None. Requires the C library."""
+    """A bfloat16 copy of W (float32, on a CPU) if the copy is exact, otherwise None. Requires the C library."""
     weight = weight.detach().contiguous()
     copy = torch.empty(weight.shape, dtype=torch.bfloat16, device="cpu")
     inexact = torch.zeros(1, dtype=torch.int64, device="cpu")
@@ -108,7 +108,7 @@ def exact_copy(weight: Tensor) -> Tensor | None:
 
 
 def finite_scales(weight: Tensor, nbytes: int, halves: tuple[int, ...]) -> bool:
-    """Whether the float16 numbers at these bytes, one or two, of each block of weight (N, bytes of a row) are finite."""
+    """Whether each block's float16 numbers, at one or two byte offsets `halves`, are finite. weight (N, bytes per row)."""
     if native.why_not() is None and weight.is_contiguous():
         infinite = torch.zeros(1, dtype=torch.int64, device="cpu")
         first, second = (*halves, -1)[:2]
@@ -116,11 +116,11 @@ def finite_scales(weight: Tensor, nbytes: int, halves: tuple[int, ...]) -> bool:
                    first, second, weight, infinite)
         return not infinite.item()
     blocks = weight.reshape(-1, nbytes)
-    return not any(bool((blocks[:, at + 1] & 0x7C == 0x7C).any()) for at in halves)      # the second byte has the exponent
+    return not any(bool((blocks[:, at + 1] & 0x7C == 0x7C).any()) for at in halves)      # the second byte contains the exponent
 
 
 def _for_c(weight: Tensor) -> Tensor | None:
-    """W in a dtype and layout that C reads; None if PyTorch must pack it."""
+    """W in a dtype and layout that C supports; None if PyTorch must pack it."""
     if native.why_not() is not None or weight.device.type != "cpu":
         return None
     weight = weight.detach()

@@ -1,4 +1,4 @@
-"""C (csrc/products.h): a thread reads several distant rows of W at once; multiply-adds, byte dot products, prefetch."""
+"""C (csrc/products.h): each thread reads several distant rows of W in parallel; multiply-adds, byte dot products, prefetch."""
 
 from collections.abc import Callable, Sequence
 
@@ -10,8 +10,8 @@ from kernels.matvec import FORMS, GROUP, KINDS, TOGETHER, BFloat16, Blocks, Int4
 from kernels.registry import Requires
 
 REQUIRES = Requires(devices=("cpu",), why_not=native.why_not, forms=tuple(FORMS))
-BLOCK = TOGETHER * GROUP                 # int4: numbers of a row that are stored together
-SMALL = 2**16                            # up to this many products, one thread finishes before another wakes
+BLOCK = TOGETHER * GROUP                 # int4: numbers of a row in a block
+SMALL = 2**16                            # products up to which one thread finishes before a second would wake
 
 
 def bind(weights: Sequence[Packed]) -> Callable[[Tensor], list[Tensor]]:
@@ -20,7 +20,7 @@ def bind(weights: Sequence[Packed]) -> Callable[[Tensor], list[Tensor]]:
 
 
 def dense(packed: Packed, dtype: torch.dtype) -> Tensor:
-    """W (N,K); int4 and blocks are unpacked in C."""
+    """The matrix W (N,K); int4 and GGUF's blocks are unpacked in C."""
     if isinstance(packed, Blocks):
         matrix = torch.empty(len(packed.weight), packed.K, dtype=torch.float32, device="cpu")
         native.run("matvec_unpack_blocks", native.threads_for(len(matrix)), KINDS[packed.form], *matrix.shape,
@@ -55,7 +55,7 @@ def _product(packed: Packed) -> Callable[[Tensor], Tensor]:
 
 
 def _inputs(x: Tensor, packed: Packed) -> tuple[Tensor, Tensor]:
-    """The operands x and q of C's struct product, from x (R,K): float32 (int4, k-quants: scales and sums), and rounded."""
+    """The fields x and q of the C struct `product`: x in float32, or scales and sums for int4 and k-quants; q, x rounded."""
     if isinstance(packed, BFloat16):
         return x, x.bfloat16()
     if isinstance(packed, Int8):
@@ -77,5 +77,5 @@ def _inputs(x: Tensor, packed: Packed) -> tuple[Tensor, Tensor]:
 
 
 def _width(packed: Packed) -> int:
-    """K; for int4 rounded up to whole blocks."""
+    """K, rounded up to whole blocks for int4."""
     return -(-packed.K // BLOCK) * BLOCK if isinstance(packed, Int4) else packed.K

@@ -1,23 +1,23 @@
-"""Shapes, inputs and tolerances of matvec, shared by the tests and the benchmark."""
+"""Shapes, inputs and tolerances of matvec, for the tests and the benchmark."""
 
 import torch
 from torch import Tensor
 
 from kernels.matvec import BLOCKS, Blocks, MatVec, Packed, pack
 
-# (R,N,K): parts of a vector and of a tile, several groups of int4, and sums of int8 beyond a float's whole numbers
+# (R,N,K): incomplete vectors and tiles, several groups of int4, and int8 sums above 2^24, the last exact integer of float32
 SHAPES = ((1, 1, 1), (1, 7, 13), (2, 5, 64), (3, 33, 100), (8, 64, 96), (5, 9, 4100), (17, 12, 40))
 EMPTY_SHAPES = ((0, 3, 4), (2, 0, 4))
-# (N,K,R): those of the released small models
+# (N,K,R): matrices of the released small models
 MATRICES = ((768, 768), (3072, 768), (768, 3072), (50304, 768), (65536, 768))
 BENCH_SHAPES = {"cpu": tuple((N, K, R) for N, K in MATRICES for R in (1, 8)), "cuda": ()}
-TOLERANCE = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4}   # on err_ratio
-ROUNDS_INPUTS = 6e-3                     # of PyTorch's products in bfloat16, which round x and y
+TOLERANCE = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4}   # largest err_ratio
+ROUNDS_INPUTS = 6e-3                     # for PyTorch's bfloat16 products, which round x and y
 
 
 def inputs(R: int, N: int, K: int, form: str = "float32", dtype: torch.dtype = torch.float32, device: str = "cpu",
            seed: int = 0) -> tuple[Tensor, Packed]:
-    """x (R,K), normally distributed, and a packed W (N,K) that keeps its size. K is rounded up to whole blocks."""
+    """x (R,K), normally distributed, and a packed W (N,K) such that y is about as large as x. K is rounded up to blocks."""
     generator = torch.Generator().manual_seed(seed)
     K = width(form, K)
     x = torch.randn(R, K, generator=generator, dtype=torch.float64).to(dtype)
@@ -27,16 +27,16 @@ def inputs(R: int, N: int, K: int, form: str = "float32", dtype: torch.dtype = t
 
 
 def width(form: str, K: int) -> int:
-    """K, for GGUF's blocks rounded up to whole blocks."""
+    """K, rounded up to whole blocks for the forms of GGUF."""
     return -(-K // BLOCKS[form].elements) * BLOCKS[form].elements if form in BLOCKS else K
 
 
 def random_blocks(form: str, N: int, K: int, generator: torch.Generator) -> Blocks:
-    """W (N,K) in blocks of random bytes, with scales such that its root mean square is about K^-0.5."""
+    """W (N,K) in blocks of random bytes, scaled so that its root mean square is about K^-0.5."""
     kind = BLOCKS[form]
     blocks = torch.randint(0, 256, (N * K // kind.elements, kind.bytes_per_block), generator=generator, dtype=torch.uint8)
     scale = 1.0
-    for _ in range(2):                   # values are linear in the scales together
+    for _ in range(2):                   # multiplying all scales multiplies all values
         for place in kind.halves:
             spread = torch.rand(len(blocks), 1, generator=generator) + 0.5
             blocks[:, place:place + 2] = (scale * spread).half().view(torch.uint8)
@@ -47,11 +47,11 @@ def random_blocks(form: str, N: int, K: int, generator: torch.Generator) -> Bloc
 
 
 def expected(x: Tensor, packed: Packed) -> Tensor:
-    """The formula in float64."""
+    """y by the formula in float64."""
     return MatVec("reference")(x.double(), packed)
 
 
 def tolerance(name: str, form: str, dtype: torch.dtype = torch.float32) -> dict[str, float]:
-    """The allowed err_ratio of an implementation, for x of dtype."""
+    """The largest allowed err_ratio of an implementation, for x of `dtype`."""
     rounded = ROUNDS_INPUTS if name.startswith("torch") and form == "bfloat16" else 0.0
     return {"y": max(TOLERANCE[dtype], rounded)}

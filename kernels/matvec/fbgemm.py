@@ -1,4 +1,4 @@
-"""PyTorch's own products in int8 (kernels/backends/fbgemm.py)."""
+"""PyTorch's own int8 products, by FBGEMM (kernels/backends/fbgemm.py)."""
 
 from collections.abc import Callable, Sequence
 from functools import partial

@@ -1,4 +1,4 @@
-"""The formula on the weights that the packed form stands for: one matrix product. The reference, in float64."""
+"""The formula with the weights that the packed matrix represents: one matrix product. It is the reference, in float64."""
 
 from collections.abc import Callable, Sequence
 
@@ -16,8 +16,8 @@ def bind(weights: Sequence[Packed]) -> Callable[[Tensor], list[Tensor]]:
 
 
 def _product(rows: Tensor, packed: Packed) -> Tensor:
-    """Row by row, because a matrix product of several rows may add in another order than that of one."""
-    if isinstance(packed, Int8):         # exact sums of integers
+    """The product, row by row, because a matrix product of several rows may sum in a different order than that of one row."""
+    if isinstance(packed, Int8):         # in float64 the sums of integers are exact
         return (rows.double() @ packed.weight.double().T).to(rows.dtype) * packed.scale
     weight = packed.dense(rows.dtype)
     return torch.stack([(weight * row).sum(1) for row in rows])

@@ -1,4 +1,4 @@
-"""PyTorch's own product: F.linear row by row, because several rows add in another order than one."""
+"""PyTorch's own product: F.linear row by row, because with several rows it sums in a different order than with one."""
 
 from collections.abc import Callable, Sequence
 

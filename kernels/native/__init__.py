@@ -2,8 +2,9 @@
 
     run("wkv4_forward_float32", threads, B, T, C, ...)
 
-calls a C function with a struct of 64-bit numbers and addresses. The library contains each function once per level, a set of
-vector instructions; `level` is the best one that this CPU supports. `python -m kernels.native.build` builds the libraries.
+calls a C function with a struct of 64-bit numbers and addresses. The library contains every function once for each level (a
+set of vector instructions), and `run` calls the one for the highest level that this CPU supports. `python -m
+kernels.native.build` builds the libraries.
 """
 
 import ctypes
@@ -18,19 +19,19 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kernels.registry import KernelUnavailable
 
-if TYPE_CHECKING:                        # build.py runs in an environment without torch
+if TYPE_CHECKING:                        # build.py runs without torch
     from torch import Tensor
 
 FOLDER = Path(__file__).parent / "lib"
 LEVELS = {"x86_64": ("avx2", "avx512", "avx512bf16"), "aarch64": ("neon", "neondot")}     # ascending, as in levels.c
 SYSTEMS = {"linux": "linux", "darwin": "macos", "win32": "windows"}
 MACHINES = {"x86_64": "x86_64", "amd64": "x86_64", "aarch64": "aarch64", "arm64": "aarch64"}
-CALL = re.compile(r'\brun\(\s*f?"(\w+)')           # a function's name, or its prefix before a {
+CALL = re.compile(r'\brun\(\s*f?"(\w+)')           # matches a function's name, or, in an f-string, its part before {
 SUFFIXES = {"linux": "so", "macos": "dylib", "windows": "dll"}
 
 
 class Target(NamedTuple):
-    """The platform of a library: a machine of LEVELS and a system of SUFFIXES."""
+    """The platform of a library: a machine, a key of LEVELS, and a system, a key of SUFFIXES."""
 
     machine: str
     system: str
@@ -45,7 +46,7 @@ TARGETS = (Target("x86_64", "linux"), Target("aarch64", "linux"), Target("aarch6
 
 
 def why_not() -> str | None:
-    """None if the C kernels run here, otherwise the reason in one sentence."""
+    """Why the C kernels cannot run here, in one sentence; None if they can."""
     library = _library()
     return library if isinstance(library, str) else None if level() else (
         f"the C kernels require a CPU with {LEVELS[_here().machine][0].upper()} (use another kernel)")
@@ -53,22 +54,22 @@ def why_not() -> str | None:
 
 @cache
 def levels() -> tuple[str, ...]:
-    """The levels that this CPU supports, in ascending order; empty without a library."""
+    """The levels that this CPU supports, in ascending order; empty if there is no library."""
     library = _library()
     return () if isinstance(library, str) else LEVELS[_here().machine][:library.timemix_level()]
 
 
 def level() -> str | None:
-    """The best supported level, or None."""
+    """The highest level that this CPU supports, or None."""
     return levels()[-1] if levels() else None
 
 
 def run(name: str, threads: int, *arguments: "int | float | Tensor | None") -> None:
-    """Calls a C function on up to `threads` threads.
+    """Calls a C function, which may use up to `threads` threads.
 
     arguments: the fields of the function's struct, in order. A float is passed as a double, a tensor as the address of its
-    first number, None as a null pointer. Raises KernelUnavailable if the library does not contain the function, ValueError for
-    a tensor that is not in CPU memory, and AssertionError if the struct has another number of fields.
+    first number, None as a null pointer. Raises KernelUnavailable if the library does not contain the function, ValueError if
+    a tensor is not in CPU memory, and AssertionError if the struct has a different number of fields.
     """
     call = (ctypes.c_int64 * len(arguments))(*map(number, arguments))
     function = _function(name, _required_level())
@@ -77,43 +78,43 @@ def run(name: str, threads: int, *arguments: "int | float | Tensor | None") -> N
 
 
 def size_of(name: str) -> int:
-    """sizeof, in bytes, of a struct that C exports with EXPORT_SIZE(name, ...), or of the struct of arguments of a function.
+    """The size in bytes of a C struct: one exported with EXPORT_SIZE(name, ...), or the argument struct of the function `name`.
 
-    Raises KernelUnavailable if the library does not export it.
+    Raises KernelUnavailable if the library does not export the size.
     """
     return _size(name, _required_level())
 
 
 def require_size(name: str, numbers: int) -> None:
-    """Raises AssertionError unless the struct of size_of(name) consists of that many 64-bit numbers."""
+    """Raises AssertionError unless the C struct `name` has the size of `numbers` 64-bit numbers."""
     size = size_of(name)
     assert size == 8 * numbers, (f"the struct of {name} must have the same fields in C and in Python; "
                                  f"got {size} bytes in C, {8 * numbers} in Python")
 
 
 def threads_for(tasks: int) -> int:
-    """The number of threads that torch uses, at most one per task."""
+    """The number of threads for a loop over `tasks`: torch's number, but at most one per task."""
     import torch
 
     return min(tasks, torch.get_num_threads())
 
 
 def number(argument: "int | float | Tensor | None") -> int:
-    """The argument as a 64-bit number: an address, the bits of a double, or the integer itself.
+    """The argument as a 64-bit integer: a tensor's address, the bits of a double, or the integer itself.
 
-    Raises ValueError for a tensor that is not dense in the CPU's memory.
+    Raises ValueError unless a tensor is dense and in CPU memory.
     """
     if isinstance(argument, float):
         return int.from_bytes(struct.pack("<d", argument), "little", signed=True)
     if argument is None or isinstance(argument, int):
         return argument or 0
     if not argument.is_cpu or str(argument.layout) != "torch.strided":
-        raise ValueError(f"C reads dense tensors on the CPU; got one on {argument.device}, {argument.layout}")
+        raise ValueError(f"C kernels require dense tensors on the CPU; got one on {argument.device}, {argument.layout}")
     return argument.data_ptr()
 
 
 def not_built(file: Path) -> str | None:
-    """The first function that a kernel's file calls with native.run and this system's library does not contain, or None."""
+    """The first function that a kernel's file calls by native.run but that this system's library does not contain, or None."""
     names = CALL.findall(file.read_text(encoding="utf-8"))
     try:
         library = _here().path.read_bytes()
@@ -155,7 +156,7 @@ def _here() -> Target:
 
 @cache
 def _library() -> Any:
-    """The loaded library, or the reason why there is none."""
+    """The loaded library, or, as text, the reason why there is none."""
     here = _here()
     if here not in TARGETS:
         there_are = ", ".join(f"{target.system} on {target.machine}" for target in TARGETS)

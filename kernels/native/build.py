@@ -1,11 +1,11 @@
-"""Builds the libraries of kernels/native from csrc/*.c of all packages, for every level, with zig's clang alone.
+"""Builds the C libraries in kernels/native/lib from the csrc folders of all packages, for every level, with zig's clang.
 
     python -m kernels.native.build [--zig PYTHON] [--sanitize] [SYSTEM-MACHINE ...]
 
---zig: the Python of an environment with the required version of `ziglang`, by default this one; `make native` creates it.
---sanitize: enable UBSan, which reports undefined behaviour and aborts; make soak runs tests with such a library. Builds are
-reproducible in any folder. A library contains a hash of its sources, flags and compiler version; a test compares it with the
-sources.
+--zig: the Python of an environment that contains the required version of `ziglang`; default: this Python. `make native` creates
+such an environment. --sanitize: enable UBSan, which reports undefined behaviour and aborts; `make soak` runs tests with such a
+library. Builds are reproducible, in any folder. A library contains a hash of its sources, flags and compiler version; a test
+compares it with the sources.
 """
 
 import hashlib
@@ -20,8 +20,8 @@ from kernels.native import LEVELS, TARGETS, Target
 
 ROOT = Path(__file__).parents[2]
 ZIG = "0.17.1"
-PER_LIBRARY = ("kernels/native/csrc/levels.c", "kernels/native/csrc/threads.c")          # compiled once, not per level
-SYSTEMS = {"linux": "linux-gnu.2.28", "macos": "macos.11.0", "windows": "windows-gnu"}   # zig's names
+PER_LIBRARY = ("kernels/native/csrc/levels.c", "kernels/native/csrc/threads.c")          # compiled once, not once per level
+SYSTEMS = {"linux": "linux-gnu.2.28", "macos": "macos.11.0", "windows": "windows-gnu"}   # zig's names of the systems
 NOT_SANITIZED = "-fno-sanitize=all"
 FLAGS = ("-O2", "-g0", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", NOT_SANITIZED, "-Wall", "-Wextra", "-Werror",
          "-Wno-unused-command-line-argument")
@@ -33,13 +33,13 @@ LEVEL_FLAGS["avx512bf16"] = (*LEVEL_FLAGS["avx512"], "-mavx512bf16")
 
 
 def sources() -> list[str]:
-    """All C sources and headers, in the csrc folders of every package: paths relative to the project root."""
+    """The paths of all C sources and headers in the packages' csrc folders, relative to the project root."""
     packages = [path.parent for path in ROOT.glob("*/__init__.py")]
     return sorted(path.relative_to(ROOT).as_posix() for package in packages for path in package.glob("**/csrc/*.[ch]"))
 
 
 def sources_id() -> str:
-    """The text in a library that identifies its sources: their hash, with flags and compiler version."""
+    """The text in a library that identifies its sources: a hash of the sources, the flags and the compiler version."""
     digest = hashlib.sha256(repr((ZIG, SYSTEMS, FLAGS, LEVEL_FLAGS, LEVELS)).encode())
     for source in sources():
         digest.update(f"\n{source}\n".encode() + (ROOT / source).read_bytes())
@@ -47,7 +47,7 @@ def sources_id() -> str:
 
 
 def build(target: Target, output: Path, zig: str = sys.executable, sanitize: bool = False) -> None:
-    """Builds a target's library. sanitize: with UBSan. Raises subprocess.CalledProcessError on a compiler error."""
+    """Builds a target's library. sanitize: enable UBSan. Raises subprocess.CalledProcessError on a compiler error."""
     compiler = (zig, "-m", "ziglang", "cc", "-target", f"{target.machine}-{SYSTEMS[target.system]}")
     with tempfile.TemporaryDirectory() as folder:
         objects = []
@@ -56,17 +56,17 @@ def build(target: Target, output: Path, zig: str = sys.executable, sanitize: boo
             objects.append(str(Path(folder) / f"{i}.o"))
             subprocess.run([*compiler, *common, *flags, "-c", source, "-o", objects[-1]], check=True, cwd=ROOT)
         options = {"macos": f"-Wl,-install_name,@rpath/{target.path.name}", "windows": "-Wl,/Brepro"}     # no timestamp
-        library = Path(folder) / target.path.name        # the linker stores this name in it
+        library = Path(folder) / target.path.name        # the linker stores this file name in the library
         runtime = ("-fsanitize=undefined",) if sanitize else ()
         subprocess.run([*compiler, *runtime, "-shared", "-s", options.get(target.system, "-Wl,--as-needed"), *objects,
                         "-o", str(library)], check=True, cwd=ROOT)
         new = output.with_suffix(".new")
         new.write_bytes(library.read_bytes())
-        new.replace(output)              # processes keep the old file; overwriting a mapped library would crash them
+        new.replace(output)              # running processes keep the old file; overwriting it would crash them
 
 
 def _objects(target: Target) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """(source, flags) of each object file: one per level of each source."""
+    """The (source, flags) of each object file: one for each source and level."""
     for source in sources():
         if source in PER_LIBRARY:
             digest = sources_id().rpartition(" ")[2]
@@ -77,7 +77,7 @@ def _objects(target: Target) -> Iterator[tuple[str, tuple[str, ...]]]:
 
 
 def _version_of(zig: str) -> str:
-    """The version of ziglang in that Python's environment, or an empty string."""
+    """The version of ziglang in the environment of the Python `zig`, or an empty string."""
     try:
         return subprocess.run([zig, "-m", "ziglang", "version"], capture_output=True, text=True, check=False).stdout.strip()
     except OSError:

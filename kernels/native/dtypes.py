@@ -1,4 +1,4 @@
-"""The dtypes of arrays in C, by the suffix of the functions that take them."""
+"""The dtypes that C kernels support, each with the suffix of the functions' names."""
 
 import torch
 

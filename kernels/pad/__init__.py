@@ -1,12 +1,13 @@
-"""Brick padding: an image continued in all directions by copies of itself, laid as bricks are.
+"""Brick padding: an image continued in all directions by copies of itself, arranged like the bricks of a wall.
 
     out[..., y, x] = tile[..., Y mod h, (X + offset * floor(Y / h)) mod w]          Y = y - top, X = x - left
 
-tile (..., h, w), out (..., height, width). Each course of bricks lies `offset` pixels to the left of the one above it.
-Source: Taichi documentation, "Accelerate PyTorch with Taichi", its first example.
+tile (..., h, w), out (..., height, width). Each course (row of bricks) is shifted to the left by `offset` pixels relative to
+the course above.
+Source: Taichi documentation, "Accelerate PyTorch with Taichi", first example.
 
-An implementation is a file beside this one with REQUIRES and forward(tile (N,h,w), offset, top, left, height, width) ->
-(N,height,width), and nothing but its algorithm.
+An implementation is a file in this folder with REQUIRES and forward(tile (N,h,w), offset, top, left, height, width) ->
+(N,height,width).
 """
 
 from collections.abc import Sequence
@@ -20,17 +21,17 @@ Padding = int | Sequence[int]
 
 
 class BrickPadding(Operator):
-    """One implementation of the operator, by name: `BrickPadding("taichi_v0")(tile, offset, padding) -> out`.
+    """Brick padding by the named implementation: `BrickPadding("taichi_v0")(tile, offset, padding) -> out`.
 
-    tile (..., h, w), float32 or uint8: (C,h,w) or (B,C,h,w), say; out (..., top + h + bottom, left + w + right), in pixels.
-    padding: one number, (horizontal, vertical), or (left, top, right, bottom). offset: any integer.
-    Raises ValueError for an unknown name, another dtype, a negative padding, a tile without pixels and one that requires a
-    gradient (there is none), KernelUnavailable where the implementation cannot run on the tile's device.
+    tile (..., h, w), float32 or uint8, such as (C,h,w) or (B,C,h,w); out (..., top + h + bottom, left + w + right).
+    padding, in pixels: one number, (horizontal, vertical), or (left, top, right, bottom). offset: any integer.
+    Raises ValueError for an unknown name, an unsupported dtype, negative padding, or a tile that has no pixels or requires a
+    gradient (there is none), and KernelUnavailable if the implementation cannot run on the tile's device.
     """
 
     folder = "pad"
     inputs = "Tensor tile, SymInt offset, SymInt top, SymInt left, SymInt height, SymInt width"
-    outputs = (("out", "tile"),)         # in its dtype; _empty_outputs has the shape
+    outputs = (("out", "tile"),)         # out has the tile's dtype; for its shape see _empty_outputs
     parts = (("forward",),)
 
     def __call__(self, tile: Tensor, offset: int, padding: Padding) -> Tensor:
@@ -39,15 +40,15 @@ class BrickPadding(Operator):
         return self.wall(tile, offset, top, left, top + tile.shape[-2] + bottom, left + tile.shape[-1] + right)
 
     def wall(self, tile: Tensor, offset: int, top: int, left: int, height: int, width: int) -> Tensor:
-        """(..., height, width) of the endless wall, the first pixel of a tile at row `top` and column `left`, any integers."""
+        """Returns a part (..., height, width) of the endless wall, with a tile at row `top`, column `left` (any integers)."""
         self._check(tile)
         if height and width and tile.shape[-2:].numel() == 0:
-            raise ValueError(f"a tile of shape {tuple(tile.shape)} has no pixels to pad with: give one of a height and a width")
+            raise ValueError(f"a tile of shape {tuple(tile.shape)} has no pixels: height and width must be at least 1")
         out, = self._function(tile, offset, top, left, height, width)
         return out
 
     def forward(self, tile: Tensor, offset: int, top: int, left: int, height: int, width: int) -> Tensor:
-        """The same as `wall`, without checks."""
+        """Computes `wall` without checks."""
         shape = (*tile.shape[:-2], height, width)
         if tile.shape[:-2].numel() * height * width == 0:
             return tile.new_empty(shape)
@@ -60,9 +61,9 @@ class BrickPadding(Operator):
 
     def _check(self, tile: Tensor) -> None:
         if tile.dim() < 2:
-            raise ValueError(f"BrickPadding expects a tile (..., height, width), got one of shape {tuple(tile.shape)}")
+            raise ValueError(f"BrickPadding: the tile must be (..., height, width); got shape {tuple(tile.shape)}")
         if tile.dtype not in self.requires.dtypes:
-            raise ValueError(f"BrickPadding takes {' and '.join(map(str, self.requires.dtypes))}, got {tile.dtype}: convert it")
+            raise ValueError(f"BrickPadding: the tile must be {' or '.join(map(str, self.requires.dtypes))}; got {tile.dtype}")
         if tile.requires_grad and torch.is_grad_enabled():
             raise ValueError("BrickPadding has no gradient: pass tile.detach(), or call it under torch.no_grad()")
         self.check_device(tile.device)
@@ -71,14 +72,13 @@ class BrickPadding(Operator):
 class BrickPad:
     """A transform for data pipelines that surrounds each image with bricks: `BrickPad(tile, offset)(image)`.
 
-    tile (..., h, w) is the brick. Each of its sizes before h and w equals the image's size at that place, or is 1: a tile
-    (C,h,w) serves images (C,H,W) and (B,C,H,W). None makes each image its own brick. The wall's grid starts at the image's
-    first pixel.
-    padding: as in BrickPadding; None: one brick on each side. image (..., H, W), of the tile's dtype and device.
+    tile (..., h, w): the brick. Each size before h must be 1, or equal to the image's size at the same distance from H: a tile
+    (C,h,w) fits images (C,H,W) and (B,C,H,W). None: each image is its own brick. The wall's grid starts at the image's first
+    pixel. padding: as in BrickPadding; None: one brick on each side. image (..., H, W): with the tile's dtype and device.
 
-    The default kernel needs only torch and runs in the workers of any DataLoader. A Taichi kernel raises KernelUnavailable in a
-    worker that was forked after the main process started Taichi: spawn the workers then. Raises ValueError and
-    KernelUnavailable as BrickPadding does, and ValueError where the shapes, dtypes or devices of tile and image do not match.
+    The default kernel requires only torch, and runs in the workers of any DataLoader. A Taichi kernel raises KernelUnavailable
+    in a worker that was forked after the main process started Taichi; spawn the workers instead. Raises ValueError and
+    KernelUnavailable as BrickPadding does, and ValueError if the shapes, dtypes or devices of tile and image do not match.
     """
 
     def __init__(self, tile: Tensor | None, offset: int, padding: Padding | None = None, kernel: str = "torch_strips") -> None:
@@ -107,20 +107,20 @@ class BrickPad:
     @staticmethod
     def _fitting(tile: Tensor, image: Tensor) -> Tensor:
         if (tile.dtype, tile.device) != (image.dtype, image.device):
-            raise ValueError(f"BrickPad expects images of its tile's dtype and device, {tile.dtype} on {tile.device}, "
+            raise ValueError(f"BrickPad requires images of its tile's dtype and device, {tile.dtype} on {tile.device}; "
                              f"got {image.dtype} on {image.device}")
         pairs = zip(reversed(tile.shape[:-2]), reversed(image.shape[:-2]), strict=False)
         if tile.dim() > image.dim() or any(of_tile not in (1, of_image) for of_tile, of_image in pairs):
-            raise ValueError(f"a tile of shape {tuple(tile.shape)} does not go with an image of shape {tuple(image.shape)}: "
-                             "the sizes before height and width must be the image's last, or 1")
+            raise ValueError(f"a tile of shape {tuple(tile.shape)} does not fit an image of shape {tuple(image.shape)}: "
+                             "the tile's other sizes must be 1, or equal to the image's")
         return tile
 
 
 def sides(padding: Padding) -> tuple[int, int, int, int]:
-    """(left, top, right, bottom) of one number, (horizontal, vertical) or all four: torchvision.transforms.Pad's order."""
+    """(left, top, right, bottom), as torchvision.transforms.Pad orders them, from one number, two or all four."""
     numbers = tuple(padding) if isinstance(padding, Sequence) else (padding,)
     if len(numbers) not in (1, 2, 4) or any(not isinstance(number, int) or number < 0 for number in numbers):
-        raise ValueError("padding is one number, (horizontal, vertical) or (left, top, right, bottom), none negative, "
+        raise ValueError("padding must be one number, (horizontal, vertical) or (left, top, right, bottom), not negative; "
                          f"got {padding}")
     left, top, right, bottom = numbers * (4 // len(numbers))
     return left, top, right, bottom

@@ -1,4 +1,4 @@
-"""Shapes and inputs of brick padding, shared by the tests and the benchmark."""
+"""Shapes and inputs of brick padding, for the tests and the benchmark."""
 
 from typing import NamedTuple
 
@@ -9,7 +9,7 @@ DTYPES = (torch.float32, torch.uint8)
 
 
 class Case(NamedTuple):
-    """A tile's shape (..., height, width), the offset of its courses, and (left, top, right, bottom)."""
+    """A tile's shape (..., height, width), the offset of the courses, and the padding (left, top, right, bottom)."""
 
     tile: tuple[int, ...]
     offset: int
@@ -20,26 +20,26 @@ CASES = (
     Case((1, 1), 0, (0, 0, 0, 0)),
     Case((3, 4), 1, (5, 7, 2, 1)),
     Case((3, 2, 5), -2, (9, 4, 11, 3)),
-    Case((2, 3, 4, 3), 100, (1, 13, 70, 0)),     # an offset of many tiles, and rows longer than a vector
-    Case((1, 7), 3, (80, 9, 130, 8)),            # a course is a row
+    Case((2, 3, 4, 3), 100, (1, 13, 70, 0)),     # an offset of many tile widths; rows longer than a vector
+    Case((1, 7), 3, (80, 9, 130, 8)),            # courses of one row
     Case((6, 1), 5, (33, 20, 31, 1)),            # a tile narrower than any vector
     Case((2, 100), -37, (150, 5, 150, 6)),       # wider than a vector
-    Case((48, 32), 10, (64, 40, 64, 40)),        # the page's tile
+    Case((48, 32), 10, (64, 40, 64, 40)),        # the tile of the Taichi documentation
 )
 EMPTY = (Case((0, 3, 4), 1, (2, 2, 2, 2)), Case((0, 4), 1, (3, 0, 3, 0)), Case((2, 0), 1, (0, 5, 0, 5)))
-PUBLISHED = (1, 48, 32, 10, 4096, 2048)          # the Taichi page's: images, height, width, offset, padding of columns and rows
-PHOTOGRAPHS = (192, 224, 224, 75, 32, 32)        # 64 of three channels
+PUBLISHED = (1, 48, 32, 10, 4096, 2048)          # Taichi documentation: images, height, width, offset, padding of columns, rows
+PHOTOGRAPHS = (192, 224, 224, 75, 32, 32)        # 64 images of three channels
 BENCH_SHAPES = {"cpu": (PUBLISHED, PHOTOGRAPHS), "cuda": (PUBLISHED, PHOTOGRAPHS)}
 
 
 def tile(shape: tuple[int, ...], dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 0) -> Tensor:
-    """Pixels of 0 to 254, each as likely: so a test sees a pixel that was taken from a wrong place. An unwritten one is 255."""
+    """Random pixels from 0 to 254, so that a test detects pixels from wrong positions. Pixels that were not written are 255."""
     generator = torch.Generator().manual_seed(seed)
     return (255 * torch.rand(shape, generator=generator)).to(torch.uint8).to(device, dtype)
 
 
 def one_line(tile: Tensor, offset: int, top: int, left: int, height: int, width: int) -> Tensor:
-    """The formula as one gather, for shapes where formula.py would take minutes: tests hold the two to each other."""
+    """The formula as one gather, for shapes for which formula.py would take minutes. Tests compare it with formula.py."""
     h, w = tile.shape[-2:]
     y = torch.arange(height, device=tile.device)[:, None] - top
     x = torch.arange(width, device=tile.device) - left

@@ -1,8 +1,8 @@
-"""One kernel, one launch. Each row of the output repeats one row of the tile, so only its start needs divisions.
+"""A single kernel launch. Each row of the output repeats one row of the tile, so only its start requires divisions.
 
 On a CPU a row of the tile is copied in vectors of 64 bytes up to its end, then again from its beginning. Pixels before the
-first and after the last whole vector of the output are copied one by one; to keep these few, the rows of a narrow tile are
-first repeated to `period` columns. On a GPU a block of threads computes a row, neighbouring threads neighbouring pixels.
+first and after the last whole vector of the output are copied one by one; to reduce their number, the rows of a narrow tile are
+first repeated to `period` columns. On a GPU a block of threads computes a row, and adjacent threads compute adjacent pixels.
 """
 
 # mypy: disable-error-code="attr-defined, index, no-untyped-def, valid-type"
@@ -18,8 +18,8 @@ from kernels.registry import Requires
 REQUIRES = Requires(packages=("taichi",), dtypes=(torch.float32, torch.uint8))
 
 VECTOR = 64  # bytes
-LONG = 32  # a tile whose rows have so many vectors is not repeated
-THREADS = 128  # per row, on a GPU
+LONG = 32  # tiles with at least so many vectors per row are not repeated
+THREADS = 128  # threads per row, on a GPU
 PIXELS = {torch.float32: ti.f32, torch.uint8: ti.u8}
 
 
@@ -35,7 +35,7 @@ def forward(tile: Tensor, offset: int, top: int, left: int, height: int, width: 
 
 
 def origin(h: int, w: int, offset: int, top: int, left: int) -> tuple[int, int, int]:
-    """Row and column of the tile at the output's first pixel, and the offset, reduced to be non-negative and small."""
+    """The row and column of the tile at the output's first pixel, and the offset, all reduced to small non-negative numbers."""
     return -top % h, (-top // h * offset - left) % w, offset % w
 
 
@@ -47,13 +47,13 @@ def _on_cpu(tile: Tensor, out: Tensor, first: tuple[int, int, int]) -> None:
     wide = tile if period == w else tile.new_empty(N, h, period)
     flat = out.view(-1)
     vectors = flat[:flat.numel() // lanes * lanes].view(-1, lanes)
-    assert flat.data_ptr() % VECTOR == 0, "a vector store to another address ends the process"
+    assert flat.data_ptr() % VECTOR == 0, "a vector store to an unaligned address ends the process"
     launch(_rows_cpu(tile.dtype), tile.view(-1), wide.view(-1), flat, vectors, h, w, period, height, width, *first, N * height,
            shares(N * height))
 
 
 def _period(h: int, w: int, height: int, width: int, lanes: int) -> int:
-    """Columns of the repeated tile, a multiple of w: at least LONG vectors, unless that costs over a 32nd of the work."""
+    """The columns of the repeated tile, a multiple of w: at least LONG vectors, unless that costs over 1/32 of the work."""
     worth = height * width // (32 * h)
     return w * max(1, min(-(-LONG * lanes // w), worth // w))
 
@@ -77,7 +77,7 @@ def _rows_cpu(dtype: torch.dtype) -> Any:
                 stop = row * width + width
                 while at < stop:
                     run_end = ti.min(at + period - column, stop)
-                    shift = tile_row * period + column - at  # from an output pixel to its source
+                    shift = tile_row * period + column - at  # offset from an output pixel to its source
                     vector_0, vector_end = (at + lanes - 1) // lanes, run_end // lanes
                     whole = ti.min(vector_0 * lanes, run_end)
                     rest = ti.max(vector_end * lanes, whole)
@@ -116,7 +116,7 @@ def rows_cuda(dtype: torch.dtype) -> Any:
 
 @ti.func
 def _start(row, h, w, height, row_0, column_0, offset):
-    """The row of the tiles that output row `row` repeats, and the column of its first pixel. Rows count over all images."""
+    """The row of the tiles that output row `row` repeats, and the column of its first pixel. `row` counts over all images."""
     y = row_0 + row % height
-    shift = ti.cast(y // h, ti.i64) * offset  # of the course; 32 bits overflow for high outputs of wide tiles
+    shift = ti.cast(y // h, ti.i64) * offset  # shift of the course; 32 bits would overflow for high outputs of wide tiles
     return row // height * h + y % h, ti.cast((column_0 + shift) % w, ti.i32)

@@ -1,7 +1,7 @@
 """The formula as whole-tensor operations: the coordinates of all pixels, step by step, then one gather.
 
-The obvious PyTorch code, with which the Taichi page compares. Each step is a kernel that writes eight bytes per pixel, which
-the next step reads.
+This is the obvious PyTorch code, and the baseline of the Taichi documentation. Each step is a kernel that writes eight bytes
+per pixel, which the next step reads.
 """
 
 import torch
@@ -16,7 +16,7 @@ def forward(tile: Tensor, offset: int, top: int, left: int, height: int, width: 
     N, h, w = tile.shape
     rows = torch.arange(height, device=tile.device) - top
     columns = torch.arange(width, device=tile.device) - left
-    y, x = torch.meshgrid(rows, columns, indexing="ij")                  # (height, width), like all below
+    y, x = torch.meshgrid(rows, columns, indexing="ij")                  # shape (height, width), like all tensors below
     course = torch.floor_divide(y, h)
     row = torch.remainder(y, h)
     column = torch.remainder(x + course * offset, w)

@@ -1,6 +1,6 @@
 """A course of bricks is a window of one long strip of tiles: one copy per course, no index tensors.
 
-Courses differ only in the window's start, so the strip, one tile high and one tile longer than the output, is built once.
+Courses differ only in where the window starts, so the strip, one tile high and one tile longer than the output, is built once.
 """
 
 import torch
@@ -17,7 +17,7 @@ def forward(tile: Tensor, offset: int, top: int, left: int, height: int, width: 
     out = tile.new_empty(N, height, width)
     for course in range(-top // h, (height - 1 - top) // h + 1):
         start = (course * offset - left) % w
-        y = course * h + top             # the course's first row, perhaps above the output
+        y = course * h + top             # the course's first row, which may be above the output
         first = max(y, 0)
         end = min(y + h, height)
         out[:, first:end] = strip[:, first - y:end - y, start:start + width]

@@ -2,11 +2,11 @@
 
     y[n,i] = e^(x[n,i] - m[n]) / sum_j e^(x[n,j] - m[n])          m[n] = max_j x[n,j];  x, y (..., M)
 
-In one line of PyTorch: torch.softmax(x, -1). Where x is -inf, y is 0; a row with a NaN or a +inf, or with -inf alone, becomes
-NaN. Source of the online form: Milakov and Gimelshein, arXiv 1805.02867.
+In one line of PyTorch: torch.softmax(x, -1). If x is -inf, y is 0; a row that contains NaN or +inf, or only -inf, becomes NaN.
+Source of the online algorithm: Milakov and Gimelshein, arXiv 1805.02867.
 
-An implementation is a file beside this one with REQUIRES, forward(x) -> y and backward(y, grad_y) -> grad_x, all (N,M) and
-contiguous, and nothing but its algorithm.
+An implementation is a file in this folder with REQUIRES, forward(x) -> y and backward(y, grad_y) -> grad_x, where all tensors
+are (N,M) and contiguous.
 """
 
 import torch
@@ -16,11 +16,11 @@ from kernels.operator import Operator
 
 
 class Softmax(Operator):
-    """One implementation of the operator, by name: `Softmax("taichi_v0")(x) -> y`, of the shape and dtype of x (..., M).
+    """Softmax by the named implementation: `Softmax("taichi_v0")(x) -> y`, with the shape and dtype of x (..., M).
 
-    Differentiable (once); any leading shape and any M, a size of 0 included. Half precision is computed in float32. Raises
-    ValueError for an unknown name or an x of the wrong dtype or without a dimension, and KernelUnavailable where the
-    implementation cannot run on its device.
+    It can be differentiated once. All dimensions of x may have any size, including 0. Half precision is computed in float32.
+    Raises ValueError for an unknown name, or an x that has a wrong dtype or no dimension, and KernelUnavailable if the
+    implementation cannot run on the device of x.
     """
 
     folder = "softmax"
@@ -46,14 +46,14 @@ class Softmax(Operator):
         return _like(y, self._implementation.backward(self._rows(y), self._rows(grad_y)))
 
     def _rows(self, x: Tensor) -> Tensor:
-        """(N,M), contiguous, in a dtype that the file computes in."""
+        """The tensor as contiguous rows (N,M), in a dtype that the implementation supports."""
         dtype = x.dtype if x.dtype in self.requires.dtypes else torch.float32
         rows = x.detach().to(dtype).contiguous()
         return rows if rows.dim() == 2 else rows.view(-1, x.shape[-1])
 
 
 def _like(x: Tensor, rows: Tensor) -> Tensor:
-    """`rows` in the dtype and shape of x. Resized in place, because autograd forbids in-place writes to a view."""
+    """`rows` in the dtype and shape of x, resized in place, because autograd forbids in-place writes to a view."""
     rows = rows.to(x.dtype)
     return rows if x.dim() == 2 else rows.resize_(x.shape)
 

@@ -1,4 +1,4 @@
-"""Shapes, inputs and tolerances of softmax, shared by the tests and the benchmark."""
+"""Shapes, inputs and tolerances of softmax, for the tests and the benchmark."""
 
 import torch
 from torch import Tensor
@@ -6,29 +6,29 @@ from torch import Tensor
 from kernels.softmax import Softmax
 
 LONGEST = 262_144
-# (..., M): one and several dimensions; rows of a part of a vector, of whole ones, of several blocks of threads
+# (..., M): one or several dimensions; rows shorter than a vector, of whole vectors, or of several blocks of threads
 SHAPES = ((1,), (7,), (1, 1), (3, 16), (5, 63), (2, 3, 129), (33, 1000), (2, 4100))
 EMPTY_SHAPES = ((0,), (0, 4), (3, 0), (2, 0, 5))
-# (rows, columns); the last two are a sampler's, of a vocabulary and of a shortlist
+# (rows, columns); the last two occur in sampling: a vocabulary, and a shortlist
 BENCH_SHAPES = {"cpu": ((4096, 4096), (65536, 64), (4096, 1000), (16, 65536), (1, 50277), (1, 256)),
                 "cuda": ((4096, 4096), (65536, 64), (8192, 1000), (1024, 65536), (64, 262144), (1, 50277), (1, 256))}
-SWEEP = {"cpu": (256, 1024, 16384), "cuda": (256, 1024, 16384, 65536)}        # columns, at the rows of a shape above
-TOLERANCE = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4}   # on err_ratio
+SWEEP = {"cpu": (256, 1024, 16384), "cuda": (256, 1024, 16384, 65536)}        # columns, for the rows of a shape above
+TOLERANCE = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4}   # largest err_ratio
 
 
 def inputs(*shape: int, dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 0, spread: float = 3.0) -> Tensor:
-    """x, normally distributed: at a spread of 3 most of a row's sum comes from few of its elements."""
+    """x, normally distributed. With a standard deviation of 3, a few elements make up most of a row's sum."""
     generator = torch.Generator().manual_seed(seed)
     return (spread * torch.randn(shape, generator=generator, dtype=torch.float64)).to(device, dtype)
 
 
 def special_rows(M: int, device: str = "cpu", dtype: torch.dtype = torch.float32) -> Tensor:
-    """(11,M): edge cases (inf, NaN, huge, tiny), one per row, each at its own column; M >= 8."""
+    """Rows (11,M) with edge cases (inf, NaN, huge, tiny), one per row, each in a different column; M >= 8."""
     inf = float("inf")
     huge = torch.finfo(dtype).max
     x = inputs(11, M, dtype=dtype)
     x[0] = -inf
-    x[1, 1:] = -inf                          # one that is left, the first and the last
+    x[1, 1:] = -inf                          # a single finite element: the first, the last
     x[2, :-1] = -inf
     x[3, ::2] = -inf
     x[4, M // 2] = inf
@@ -44,7 +44,7 @@ def special_rows(M: int, device: str = "cpu", dtype: torch.dtype = torch.float32
 
 
 def loss(y: Tensor) -> Tensor:
-    """A scalar whose gradient differs at every element and is as large as the y of a row are: sum((M y)^2 - tanh(M y)) / M."""
+    """A scalar loss, sum((M y)^2 - tanh(M y)) / M, whose gradient differs at every element, and does not shrink with M."""
     scaled = y.shape[-1] * y
     return (scaled.square() - scaled.tanh()).sum() / max(1, y.shape[-1])
 
@@ -58,9 +58,9 @@ def results(softmax: Softmax, x: Tensor) -> dict[str, Tensor]:
 
 
 def tolerance(dtype: torch.dtype, M: int = 1) -> dict[str, float]:
-    """A half-precision gradient is rounded three times: the y that it is taken at, grad_y, and itself.
+    """The tolerances for x of `dtype`. Half-precision gradients have three rounding errors: of y, of grad_y, their own.
 
-    PyTorch's own sums of M columns on a CPU are M / 16 terms, one after the other: 1e-5 off at the longest rows.
+    On a CPU, PyTorch itself sums M columns as M / 16 terms in sequence: its error is 1e-5 for the longest rows.
     """
     allowed = TOLERANCE[dtype] + 1e-10 * M * (dtype == torch.float32)
     return {"y": allowed, "grad_x": 4 * allowed if dtype.itemsize == 2 else 2 * allowed}

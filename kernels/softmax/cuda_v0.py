@@ -1,7 +1,7 @@
-"""Online: one pass over a row finds its largest element and the sum relative to it; a second pass writes the result.
+"""Online: one pass over a row computes the largest element and the sum relative to it; a second pass writes the result.
 
-A warp computes a row of up to 1024 columns, a block of several warps a longer one. Threads combine their results by warp
-shuffles and then in shared memory. Four columns are loaded at a time, at any alignment of the row.
+A warp computes a row of up to 1024 columns; a block of several warps computes a longer row. Threads combine their results by
+warp shuffles and then in shared memory. Four columns are loaded at a time, whatever the alignment of the row.
 """
 
 from torch import Tensor, empty_like
@@ -11,7 +11,7 @@ from kernels.registry import Requires
 
 REQUIRES = Requires(devices=("cuda",), why_not=why_not)
 
-WARP, WARPS = 32, 32                 # threads per warp; warps per block at most
+WARP, WARPS = 32, 32                 # threads per warp; largest number of warps per block
 SHORT = 1024                         # longest row that one warp computes
 ROWS = 4                             # short rows per block
 SOURCE = Source(__file__, "csrc/v0.cu", WARPS=WARPS)
@@ -34,5 +34,5 @@ def _launch(kernel: str, *inputs: Tensor) -> Tensor:
 
 
 def _threads(M: int) -> int:
-    """Threads per block for one row: whole warps, 16 columns per thread until the block is full."""
+    """The number of threads for one row: as many whole warps as give 16 columns to each thread, up to a full block."""
     return min(WARPS, -(-M // (16 * WARP))) * WARP

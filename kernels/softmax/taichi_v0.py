@@ -1,8 +1,8 @@
 """Three passes over a row, which stays in the nearest cache: the largest element; the exponentials and their sum; the division.
 
-On a CPU, vectors of 16 columns: e^d for d <= 0 is 2^n, written into the exponent's bits, times a polynomial in the rest of d.
-Results below 2^-126 may be 0. Rows are padded to whole vectors with -inf, whose result is 0. On a GPU a block of threads
-computes a row; its threads combine their results in shared memory.
+On a CPU it uses vectors of 16 columns. e^d for d <= 0 is computed as 2^n, by writing n into the exponent's bits, times a
+polynomial in the remainder of d. Results below 2^-126 may be 0. Rows are padded to whole vectors with -inf, whose result is 0.
+On a GPU a block of threads computes a row; the threads combine their results in shared memory.
 """
 
 # mypy: disable-error-code="attr-defined, index, no-untyped-def, valid-type"
@@ -16,12 +16,12 @@ from kernels.registry import Requires
 REQUIRES = Requires(packages=("taichi",))
 
 LANES, UNROLLED = 16, 4  # elements per vector; vectors per iteration of a CPU loop
-ALIGNMENT = 64  # bytes; a vector load from any other address is a segmentation fault
-THREADS = 128  # per block of a GPU, a power of 2
-ROWS = 2**23  # per launch on a GPU: Taichi counts threads in 32 bits
+ALIGNMENT = 64  # bytes; a vector load from an unaligned address is a segmentation fault
+THREADS = 128  # threads per block of a GPU, a power of 2
+ROWS = 2**23  # threads per launch on a GPU: Taichi counts them in 32 bits
 LOG2_E, LOG2_E_SHORT = 1.4426950408889634, 1.4426949  # two constants, so that the product is not rounded before n is subtracted
-LOWEST = -88.4  # e^d of a smaller d is 0: n = -127 gives the float 0
-EXP2 = (9.99999925e-01, 6.93142253e-01, 2.40172189e-01, 5.52797221e-02, 9.1886112e-03, 9.38788132e-04)  # on [-1, 0], to 8e-8
+LOWEST = -88.4  # below this, e^d is 0: n = -127 gives the float 0
+EXP2 = (9.99999925e-01, 6.93142253e-01, 2.40172189e-01, 5.52797221e-02, 9.1886112e-03, 9.38788132e-04)  # error 8e-8 on [-1, 0]
 Lanes = ti.types.vector(LANES, ti.f32)
 Vectors = ti.types.ndarray(dtype=Lanes, ndim=1)
 Flat = ti.types.ndarray(dtype=ti.f32, ndim=1)
@@ -95,12 +95,12 @@ def _largest(x: ti.template(), at, V):
 
 @ti.func
 def _exponentials(x: ti.template(), y: ti.template(), at, V, largest):
-    """Writes e^(x - largest) into y and returns its sum."""
+    """Writes the exponentials e^(x - largest) into y and returns their sum."""
     total = [Lanes(0.0) for _ in ti.static(range(2))]
     for j in range(V // UNROLLED):
         o = (at + UNROLLED * j) & INDEX
         e = [_exp(x[o + k] - largest) for k in ti.static(range(UNROLLED))]
-        for k in ti.static(range(UNROLLED)):  # all loads before all stores: after a store the address is reloaded
+        for k in ti.static(range(UNROLLED)):  # all loads before all stores, since after a store Taichi reloads the address
             y[o + k] = e[k]
             total[k % 2] += e[k]
     for j in range(V // UNROLLED * UNROLLED, V):
@@ -112,10 +112,10 @@ def _exponentials(x: ti.template(), y: ti.template(), at, V, largest):
 
 @ti.func
 def _exp(d):
-    """e^d for d <= 0; NaN for NaN."""
+    """e^d for d <= 0; NaN stays NaN."""
     d = ti.select(d < LOWEST, LOWEST, d)
     n = by_lane(ti.cast, d * LOG2_E_SHORT, ti.i32)
-    rest = d * LOG2_E - by_lane(ti.cast, n, ti.f32)  # one multiply-add, which does not round the product
+    rest = d * LOG2_E - by_lane(ti.cast, n, ti.f32)  # a fused multiply-add, which does not round the product
     power = rest * EXP2[-1] + EXP2[-2]
     for c in ti.static(EXP2[-3::-1]):
         power = power * rest + c
@@ -149,7 +149,7 @@ def _dot(y: ti.template(), grad_y: ti.template(), at, V):
 
 @ti.func
 def _centre(y: ti.template(), grad_y: ti.template(), grad_x: ti.template(), at, V, dot):
-    """y (grad_y - dot)"""
+    """Computes grad_x = y (grad_y - dot) for a row."""
     for j in range(V // UNROLLED):
         o = (at + UNROLLED * j) & INDEX
         grad = [y[o + k] * (grad_y[o + k] - dot) for k in ti.static(range(UNROLLED))]
@@ -203,7 +203,7 @@ def _sum(a, b):
 
 @ti.func
 def _join(parts: ti.template(), i, part, of_two: ti.template()):
-    """Combines the parts of all threads pairwise, in a block that halves at each level. Every thread gets the result."""
+    """Combines all threads' values pairwise, with half as many threads at each level. Every thread gets the result."""
     parts[i] = part
     ti.simt.block.sync()
     for level in ti.static(range(THREADS.bit_length() - 1)):
@@ -211,5 +211,5 @@ def _join(parts: ti.template(), i, part, of_two: ti.template()):
             parts[i] = of_two(parts[i], parts[i + (THREADS >> (level + 1))])
         ti.simt.block.sync()
     joined = parts[0]
-    ti.simt.block.sync()  # all threads have read the result before parts is written again
+    ti.simt.block.sync()  # waits until all threads have read the result, before `parts` is overwritten
     return joined

@@ -1,8 +1,8 @@
 """One row per program. A row that fits into registers is read once and written once.
 
-A longer row is read block by block, online: each lane of the block keeps its largest x so far and the sum relative to it, and
-the lanes are combined at the end; a second loop writes the result. Half precision is loaded and stored without conversion in
-memory.
+A longer row is read block by block, online: each lane of the block keeps its largest x so far, and its sum relative to that. At
+the end the lanes are combined, and a second loop writes the result. Half precision is converted in registers, without converted
+copies in memory.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -15,7 +15,7 @@ from kernels.registry import Requires
 
 REQUIRES = Requires(packages=("triton",), devices=("cuda",), dtypes=(torch.float32, torch.bfloat16, torch.float16))
 
-LONGEST = 16384                              # columns of a row that fits into registers, a power of 2
+LONGEST = 16384                              # longest row that fits into registers, a power of 2
 BLOCK = 4096                                 # columns per block of a longer row
 PER_WARP = 512                               # columns per warp: 16 per thread
 LOWEST = tl.constexpr(-3.4028234663852886e38)
@@ -50,7 +50,7 @@ def _softmax(x, y, M, BLOCK: tl.constexpr):
 
 @triton.jit
 def _softmax_in_blocks(x, y, M, BLOCK: tl.constexpr):
-    """Maxima start at LOWEST instead of -inf, so that e^(-inf - maximum) is 0 and a row of -inf alone ends as 0/0."""
+    """Softmax of a longer row. Maxima start at LOWEST, so that e^(-inf - maximum) is 0 and a row of only -inf is 0/0."""
     start = tl.program_id(0).to(tl.int64) * M
     i = tl.arange(0, BLOCK)
     largest = tl.full([BLOCK], LOWEST, tl.float32)

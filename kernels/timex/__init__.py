@@ -2,14 +2,14 @@
 
     out[b,c,t] = eps + sum_{u=0..t} w[c,(T-1)-(t-u)] * k[b,c,u]            w (C,T), k (B,C,T), out (B,C,T)
 
-In one line of PyTorch: eps + F.conv1d(F.pad(k, (T-1, 0)), w.unsqueeze(1), groups=C). The last column of w is lag 0. If w or k
-is not finite, every out that depends on it is not finite, and no other row (b,c) is affected; implementations that use tiles or
-the FFT may also change earlier steps of the same row. Source: RWKV-CUDA, depthwise_conv1d; Taichi documentation, "Accelerate
+In one line of PyTorch: eps + F.conv1d(F.pad(k, (T-1, 0)), w.unsqueeze(1), groups=C). The last column of w is lag 0. If a number
+in w or k is not finite, all elements of out that depend on it are not finite, and no other row (b,c) is affected; with tiles or
+the FFT, earlier steps of the same row may also change. Source: RWKV-CUDA, depthwise_conv1d; Taichi documentation, "Accelerate
 PyTorch with Taichi".
 
-An implementation is a file beside this one with REQUIRES, forward(w, k, eps) -> out and backward(w, k, grad_out) -> (grad_w,
-grad_k), or instead of backward the two functions grad_w(k, grad_out) and grad_k(w, grad_out), which the benchmark also times
-separately. Its inputs are contiguous, of one of its dtypes, and padded to its multiples.
+An implementation is a file in this folder with REQUIRES, forward(w, k, eps) -> out and backward(w, k, grad_out) -> (grad_w,
+grad_k), or, instead of backward, the two functions grad_w(k, grad_out) and grad_k(w, grad_out), which the benchmark then times
+separately. The inputs are contiguous, in a supported dtype, and padded to supported sizes.
 """
 
 import torch
@@ -20,11 +20,11 @@ from kernels.operator import Operator
 
 
 class TimeX(Operator):
-    """One implementation of the operator, by name: `TimeX("taichi_v3")(w, k, eps=0.0) -> out`.
+    """TimeX by the named implementation: `TimeX("taichi_v3")(w, k, eps=0.0) -> out`.
 
-    Differentiable in w and k (once); any B, C, T, a size of 0 included. Half-precision inputs are computed in float32 and the
-    result has their dtype. Raises ValueError for an unknown name or inputs of the wrong shape or dtype, and
-    KernelUnavailable if the implementation cannot run on the inputs' device.
+    It can be differentiated once, with respect to w and k. B, C and T may have any size, including 0. Half-precision inputs are
+    computed in float32, and the result has their dtype. Raises ValueError for an unknown name or inputs of the wrong shape or
+    dtype, and KernelUnavailable if the implementation cannot run on the inputs' device.
     """
 
     folder = "timex"
@@ -46,7 +46,7 @@ class TimeX(Operator):
         return _crop(out, like=k)
 
     def _backward(self, *saved_and_gradients: Tensor) -> tuple[Tensor, Tensor]:
-        """(grad_w (C,T) summed over B, grad_k (B,C,T)) for w, k and grad_out (B,C,T)."""
+        """Returns grad_w (C,T), summed over the batch, and grad_k (B,C,T), given w, k and grad_out (B,C,T)."""
         w, k, _ = saved_and_gradients
         dtype = self._compute_dtype(w, k)
         padded = [self._pad(tensor, dtype) for tensor in saved_and_gradients]
@@ -71,7 +71,7 @@ class TimeX(Operator):
         return dtype if dtype in self.requires.dtypes else torch.float32
 
     def _pad(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-        """Zeros on the left of T are exact, because the last column of w is lag 0."""
+        """Pads T on the left with zeros, which change no result, because the last column of w is lag 0."""
         left = -tensor.shape[-1] % self.requires.T_multiple
         tensor = tensor.detach().to(dtype)
         return (F.pad(tensor, (left, 0)) if left else tensor).contiguous()

@@ -1,11 +1,11 @@
-"""Shared by the Taichi rungs: the form of the three products, and on a CPU the tiles of rungs 1 and 2.
+"""Shared by the Taichi rungs: the common formula of the three products, and the CPU tiles of rungs 1 and 2.
 
-All three products are total[i] += window[i + j] * x[j], with i and j in a tile and the window two tiles long:
+All three products are total[i] += window[i + j] * x[j], with i and j in a tile, and a window that is two tiles long:
     forward   window of w, x = k           i counts t downwards from the end of its tile
     grad_k    the same on reversed time: step t of grad_out and grad_k is column T - 1 - t
     grad_w    window of k, x = grad_out    i counts the columns of w
-Zeros are staged for positions outside a row, so any T is legal. (Zero times infinity is NaN: a value that is not finite also
-makes other outputs of its tile NaN.)
+Positions outside a row are staged as zeros, so T may have any value. (Zero times infinity is NaN: a nonfinite value also makes
+other outputs of its tile NaN.)
 """
 
 # mypy: disable-error-code="index, no-untyped-def, valid-type"
@@ -16,14 +16,14 @@ from torch import Tensor
 
 from kernels.backends.taichi import BLOCK, launch, share, shares, ti
 
-TILE = 64  # on a CPU
+TILE = 64  # steps per tile, on a CPU
 Flat = ti.types.ndarray(dtype=ti.f32, ndim=1)
 Tile = ti.types.vector(TILE, ti.f32)
 Window = ti.types.vector(2 * TILE, ti.f32)
 
 
 class Products:
-    """The functions of a rung. correlate(total, window, x), a ti.func, adds a tile's products on a CPU."""
+    """forward, grad_k and grad_w of a rung. correlate(total, window, x), a ti.func, adds a tile's products on a CPU."""
 
     def __init__(self, correlate: Any, forward_cuda: Any, grad_w_cuda: Any) -> None:
         self._forward = _forward_kernel(correlate), forward_cuda
@@ -86,7 +86,7 @@ def _grad_w_kernel(correlate: Any) -> Any:
                 i_0 = task % tiles * TILE
                 total = Tile(0.0)
                 for b in range(B):
-                    part = Tile(0.0)  # one batch; a sum of sums has smaller rounding errors
+                    part = Tile(0.0)  # the sum over one batch; a sum of partial sums has smaller rounding errors
                     for t_tile in range(ti.max(0, T - TILE - i_0) // TILE, tiles):
                         t_0 = t_tile * TILE
                         row = (b * C + c) * T

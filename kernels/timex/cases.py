@@ -1,4 +1,4 @@
-"""Shapes, inputs and tolerances of TimeX, shared by the tests and the benchmark."""
+"""Shapes, inputs and tolerances of TimeX, for the tests and the benchmark."""
 
 import torch
 from torch import Tensor
@@ -8,15 +8,15 @@ from kernels.timex import TimeX
 
 SHAPES = ((1, 1, 1), (3, 5, 11), (2, 4, 63), (5, 3, 129), (8, 16, 256))              # (B, C, T)
 EMPTY_SHAPES = ((0, 3, 4), (2, 0, 4), (2, 3, 0))
-PUBLISHED = (32, 768, 768)           # RWKV-CUDA's table, and the Taichi page's comparison
+PUBLISHED = (32, 768, 768)           # as in RWKV-CUDA's table and in the Taichi documentation's comparison
 BENCH_SHAPES = {"cpu": ((8, 768, 1024), (256, 768, 64), PUBLISHED), "cuda": (PUBLISHED, (8, 768, 1024), (8, 768, 4096))}
 SWEEP = {"cpu": (128, 512, 2048), "cuda": (128, 256, 512, 2048, 8192)}       # T, at the B and C of a shape above
-TOLERANCE = {torch.float64: 1e-13, torch.float32: 1e-6, **ROUNDING}      # on err_ratio
+TOLERANCE = {torch.float64: 1e-13, torch.float32: 1e-6, **ROUNDING}      # largest err_ratio
 
 
 def inputs(B: int, C: int, T: int, dtype: torch.dtype = torch.float32, device: str = "cpu",
            seed: int = 0) -> tuple[Tensor, Tensor]:
-    """w (C,T) and k (B,C,T), normally distributed: neither positive nor decaying, since a TimeX takes any w."""
+    """w (C,T) and k (B,C,T), normally distributed; w is neither positive nor decaying, since TimeX accepts any w."""
     generator = torch.Generator().manual_seed(seed)
     w = torch.randn(C, T, generator=generator, dtype=torch.float64)
     k = torch.randn(B, C, T, generator=generator, dtype=torch.float64)
@@ -24,7 +24,7 @@ def inputs(B: int, C: int, T: int, dtype: torch.dtype = torch.float32, device: s
 
 
 def flop(B: int, C: int, T: int) -> int:
-    """Floating-point operations of the forward pass, and of each gradient."""
+    """The number of floating-point operations of the forward pass, and equally of each gradient."""
     return B * C * T * (T + 1)
 
 
@@ -38,7 +38,7 @@ def results(timex: TimeX, w: Tensor, k: Tensor, eps: float = 0.0) -> dict[str, T
 
 
 def tolerance(dtype: torch.dtype) -> dict[str, float]:
-    """A half-precision gradient is rounded three times: the output that it is taken at, grad_out, and itself."""
+    """The tolerances for `dtype`. In half precision a gradient has three rounding errors: of out, of grad_out, and its own."""
     allowed = TOLERANCE[dtype]
     gradient = 3 * allowed if dtype.itemsize == 2 else allowed
     return {"out": allowed, "grad_w": gradient, "grad_k": gradient}

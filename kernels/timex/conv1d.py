@@ -31,7 +31,7 @@ def grad_k(w: Tensor, grad_out: Tensor) -> Tensor:
 
 
 def grad_w(k: Tensor, grad_out: Tensor) -> Tensor:
-    """The gradient by lag is k correlated with grad_out: a convolution with one group per row and channel."""
+    """The gradient for each lag: the correlation of k and grad_out, as a convolution with one group per row and channel."""
     B, C, T = k.shape
     with _full_precision():
         rows = F.conv1d(F.pad(k, (T - 1, 0)).view(1, B * C, 2 * T - 1), grad_out.view(B * C, 1, T), groups=B * C)
@@ -46,7 +46,7 @@ def _causal(k: Tensor, w: Tensor) -> Tensor:
 
 @contextmanager
 def _full_precision() -> Iterator[None]:
-    """Switches off TF32, cuDNN's default for convolutions, which has errors of about 1e-3."""
+    """Turns off TF32, which cuDNN uses for convolutions by default, with errors of about 1e-3."""
     convolutions = torch.backends.cudnn.conv     # type: ignore[attr-defined]
     before = convolutions.fp32_precision
     convolutions.fp32_precision = "ieee"

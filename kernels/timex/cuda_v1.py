@@ -36,5 +36,5 @@ def _convolve(kernel: str, w: Tensor, k: Tensor, *eps: float) -> Tensor:
 
 
 def _threads(T: int) -> int:
-    """Threads per block: whole warps, no more than the row needs."""
+    """The number of threads per block: whole warps, no more than the row needs."""
     return min(THREADS, 32 * -(-T // 32))

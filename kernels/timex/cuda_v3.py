@@ -1,4 +1,4 @@
-"""Rung 3: batch groups. A thread computes sixteen time steps of two batches, so each w that it reads serves both."""
+"""Rung 3: batch groups. A thread computes sixteen time steps of two batches, so that each w it loads serves both."""
 
 import torch
 from torch import Tensor
@@ -8,7 +8,7 @@ from kernels.registry import Requires
 
 THREADS, STEP = 256, 128             # per block: largest number of threads; inputs in shared memory at a time
 T_GROUP, B_GROUP = 16, 2             # outputs per thread: time steps, batches
-STRIDE = STEP + 4                    # between two rows in shared memory
+STRIDE = STEP + 4                    # padding between rows in shared memory
 REQUIRES = Requires(devices=("cuda",), why_not=why_not, T_multiple=T_GROUP)
 SOURCE = Source(__file__, "csrc/v3.cu", THREADS=THREADS, STEP=STEP, T_GROUP=T_GROUP, B_GROUP=B_GROUP)
 
@@ -43,7 +43,7 @@ def _convolve(kernel: str, w: Tensor, k: Tensor, *eps: float) -> Tensor:
 
 
 def _block(B: int, T: int) -> tuple[int, int]:
-    """(threads along the batch, threads along time) of a block: whole warps, no more of either than there is work for."""
+    """A block's (threads along the batch, threads along time): whole warps, and no more of either than can be used."""
     b_lanes = min(16, 1 << (B - 1).bit_length())
     in_a_warp = 32 // b_lanes
     return b_lanes, min(THREADS // b_lanes, in_a_warp * -(-T // (T_GROUP * in_a_warp)))

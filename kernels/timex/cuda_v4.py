@@ -2,10 +2,11 @@
 
 big * big + big * small + small * big is accurate to about 2^-22. At B=32 C=768 T=768 the forward needs 47 GFLOP of tf32
 products: 0.15 ms at the rate that mma.sync reaches on an H200 (0.6 of 495 TFLOP/s); float32 multiply-adds would take 0.22 ms.
-Per 48 mma instructions, some 300 cycles, a warp issues 173 others and reads 10 words per lane from shared memory. (Estimated.)
+For 48 mma instructions, some 300 cycles, a warp issues 173 other instructions and reads 10 words per lane from shared memory.
+(Estimated, not measured.)
 
-A launch computes 32, 16 or 8 batches at once, so B = 1 costs as much as B = 8. A value that is not finite also makes up to 63
-steps before it NaN, since zero times infinity is NaN.
+A block computes 32, 16 or 8 batches, so B = 1 takes as long as B = 8. A nonfinite value also makes up to 63 earlier steps NaN,
+since zero times infinity is NaN.
 """
 
 import torch
@@ -17,7 +18,7 @@ from kernels.registry import Requires
 REQUIRES = Requires(devices=("cuda",), why_not=why_not, T_multiple=4)
 
 THREADS, BLOCK, TILE = 128, 256, 64       # as in v4.cu: threads and time steps per block; time steps per tile of grad_w
-SOURCE, SOURCE_16, SOURCE_8 = (Source(__file__, "csrc/v4.cu", N_TILES=n) for n in (4, 2, 1))     # 32, 16, 8 batches at once
+SOURCE, SOURCE_16, SOURCE_8 = (Source(__file__, "csrc/v4.cu", N_TILES=n) for n in (4, 2, 1))     # 32, 16, 8 batches each
 
 
 def forward(w: Tensor, k: Tensor, eps: float) -> Tensor:
@@ -45,7 +46,7 @@ def grad_w(k: Tensor, grad_out: Tensor) -> Tensor:
 
 
 def _fitting(x: Tensor) -> tuple[Source, int]:
-    """The source that pads the batch least, and its number of blocks."""
+    """The source that needs the least padding of the batch, and the number of blocks."""
     B, C, T = x.shape
     source = SOURCE if B > 16 else SOURCE_16 if B > 8 else SOURCE_8
     return source, -(-B // (8 * source.macros["N_TILES"])) * C * -(-T // BLOCK)

@@ -1,11 +1,11 @@
 """The convolution theorem: a product of spectra by torch.fft, O(T log T) for any w. Rows are padded, so nothing wraps around.
 
-Both gradients are correlations, hence products with a conjugated spectrum; grad_w is summed over the batch before the inverse
-transform. The error is relative to the largest value of a row, also where a result is small or 0: a later k changes an earlier
-output, and steps that no loss reads have a gradient, by that much. Acceptable for TimeX, but not for WKV's quotient, whose rows
-span many orders of magnitude: WKV refuses this kernel, and auto never chooses it.
+Both gradients are correlations, and so products with a conjugated spectrum; grad_w is summed over the batch before the inverse
+transform. The error is proportional to the largest value of a row, even where the result is small or 0. So a later k can change
+an earlier output by that much, and steps on which the loss does not depend get a gradient of that size. This is acceptable for
+TimeX, but not for WKV's quotient, whose rows span many orders of magnitude: WKV rejects this kernel, and auto never selects it.
 
-F  frequencies of a padded row      N  its length, at least 2T - 1
+F  frequencies of a padded row      N  length of a padded row, at least 2T - 1
 """
 
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ from torch import Tensor
 from kernels.registry import Requires
 
 REQUIRES = Requires(dtypes=(torch.float32, torch.float64), wkv=False)
-BLOCK = {"cpu": 2**18, "cuda": 2**26}    # elements of k per transform: on a CPU their spectra fit into the cache
+BLOCK = {"cpu": 2**18, "cuda": 2**26}    # elements of k per transform, so that on a CPU the spectra fit into the cache
 
 
 def forward(w: Tensor, k: Tensor, eps: float) -> Tensor:
@@ -44,17 +44,17 @@ def padded_length(T: int) -> int:
 
 
 def _blocks(k: Tensor) -> Iterator[slice]:
-    """Ranges of channels to transform at once, over the whole batch."""
+    """Ranges of channels to transform together, for the whole batch."""
     B, C, T = k.shape
     step = max(1, BLOCK[k.device.type] // (B * T))
     return (slice(start, start + step) for start in range(0, C, step))
 
 
 def _spectrum(rows: Tensor, N: int) -> Tensor:
-    """(...,T) -> (...,F)"""
+    """The spectrum of rows: (...,T) -> (...,F)."""
     return torch.fft.rfft(rows, N)
 
 
 def _causal(spectrum: Tensor, N: int, like: Tensor) -> Tensor:
-    """(...,F) -> (...,T)"""
+    """The first T steps of the rows with this spectrum: (...,F) -> (...,T)."""
     return torch.fft.irfft(spectrum, N)[..., :like.shape[-1]]

@@ -1,6 +1,6 @@
 """The formula in plain PyTorch: a loop over the lag, tensors over batch, channel and time.
 
-The reference that every implementation is tested against, in float64; slow.
+Tests compare every implementation with it, in float64; it is slow.
 """
 
 import torch

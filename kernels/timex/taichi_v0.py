@@ -1,6 +1,6 @@
 """Rung 0: the formula. One output per thread (GPU) or per iteration of a parallel loop (CPU); all inputs are read from memory.
 
-One kernel serves both devices. Neighbouring threads compute neighbouring t, so they read the same k and neighbouring w.
+The same kernels run on CPUs and GPUs. Adjacent threads compute adjacent t, so they read the same k and adjacent w.
 """
 
 # mypy: disable-error-code="attr-defined, index, no-untyped-def, valid-type"
@@ -34,7 +34,7 @@ def backward(w: Tensor, k: Tensor, grad_out: Tensor) -> tuple[Tensor, Tensor]:
 def _forward(w: Rows, k: Batch, eps: ti.f64, out: Batch):
     for b, c, t in out:
         last = out.shape[2] - 1
-        total = w[c, last] * k[b, c, t]  # lag 0 first: `total = 0.0` would be a float32 even for float64 tensors
+        total = w[c, last] * k[b, c, t]  # starts with lag 0, since `total = 0.0` would be float32 even for float64 tensors
         for u in range(t):
             total += w[c, last - (t - u)] * k[b, c, u]
         out[b, c, t] = total + eps

@@ -7,7 +7,7 @@ from kernels.backends.taichi import ti
 from kernels.registry import Requires
 from kernels.timex._tiles import TILE, Flat, Products, column, read
 
-REQUIRES = Requires(packages=("taichi",), T_multiple=32)  # then B C T < 2**30 bounds the number of threads, too
+REQUIRES = Requires(packages=("taichi",), T_multiple=32)  # so that B C T < 2**30 also bounds the number of threads
 
 
 @ti.func
@@ -72,7 +72,7 @@ def _share_tile(tile: ti.template(), i, x: ti.template(), row, at, T, backwards:
 
 @ti.func
 def _dot(window: ti.template(), x: ti.template(), i):
-    """Thread i's sum. The barriers separate staging a tile from reading it, and reading it from staging the next."""
+    """The sum of thread i. The barriers separate staging a tile from reading it, and reading it from staging the next tile."""
     ti.simt.block.sync()
     dot = 0.0
     for j in range(TILE):

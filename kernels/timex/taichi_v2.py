@@ -7,9 +7,9 @@ from kernels.backends.taichi import ti
 from kernels.registry import Requires
 from kernels.timex._tiles import TILE, Flat, Products, column, read
 
-REQUIRES = Requires(packages=("taichi",), T_multiple=32)  # then B C T < 2**30 bounds the number of threads, too
+REQUIRES = Requires(packages=("taichi",), T_multiple=32)  # so that B C T < 2**30 also bounds the number of threads
 
-STEPS = 8  # of x in registers, on a CPU
+STEPS = 8  # steps of x in registers, on a CPU
 THREADS, T_GROUP = 32, 4  # on a GPU: threads per block, outputs per thread
 CUDA_TILE = THREADS * T_GROUP
 
@@ -85,7 +85,7 @@ def _share_tile(tile: ti.template(), lane, x: ti.template(), row, at, T, backwar
 
 @ti.func
 def _add_dots(total: ti.template(), window: ti.template(), x: ti.template(), lane):
-    """The lane's sums. The barriers wait until all lanes have staged the tile, and until all have read it.
+    """Adds to this lane's sums. The barriers wait until all lanes have staged the tile, and until all have read it.
 
     With i = lane + 32 d and j = step + 32 e, one value of the window serves every pair with the same d + e.
     """

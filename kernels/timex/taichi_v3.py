@@ -1,13 +1,13 @@
 """Rung 3: more products per load. On a CPU, vectors of eight lanes; on a GPU, several batches per thread.
 
-The three products have the form that _tiles.py describes. With i = lane + L d and j = phase + L e, one vector of the window, at
-phase + L (d + e), serves every pair with the same d + e: on a CPU, 15 vector loads and 8 broadcasts serve 64 multiply-adds of 8
-lanes.
+The three products follow the formula in _tiles.py. With i = lane + L d and j = phase + L e, one vector of the window, at phase
++ L (d + e), serves every pair (d, e) with the same d + e: on a CPU, 15 vector loads and 8 broadcasts serve 64 multiply-adds of
+8 lanes.
 
-LLVM emits this code if the arrays are flat and indexed by one masked base plus constants (it then merges eight neighbouring
+LLVM generates this code if the arrays are flat and indexed by one masked base plus constants (it then merges eight adjacent
 loads), if accumulators are Taichi vectors, if stores go to an array of vectors, and if at most about 64 products are unrolled.
-The last eight values of a row are copied next to eight zeros, for the one vector that crosses the end of the row. (Zero times
-infinity is NaN: a value that is not finite also makes up to seven outputs before its first NaN on a CPU, its tile on a GPU.)
+The last eight values of a row are copied, followed by eight zeros, for the one vector that crosses the end of the row. (Zero
+times infinity is NaN: on a CPU a nonfinite value also makes up to seven earlier outputs NaN, on a GPU its whole tile.)
 """
 
 # mypy: disable-error-code="index, no-untyped-def, valid-type"
@@ -22,7 +22,7 @@ from kernels.timex._tiles import Flat, column, read
 
 REQUIRES = Requires(packages=("taichi",), T_multiple=32)
 
-LANES = 8  # elements of a vector, on a CPU
+LANES = 8  # elements per vector, on a CPU
 THREADS, T_GROUP, B_GROUP = 32, 4, 4  # on a GPU: threads per block; time steps and batches per thread
 CUDA_TILE = THREADS * T_GROUP
 Lanes = ti.types.vector(LANES, ti.f32)
@@ -96,7 +96,7 @@ def _grad_w_cpu(k: Flat, grad_out: Flat, grad_w: FlatLanes, B: int, C: int, T: i
         first, end = share(step, C * tiles, n)
         for task in range(first, end):
             _store(grad_w, task * LANES * N, [Lanes(0.0) for _ in ti.static(range(N))], N)
-        for b in range(B):  # outermost, so that memory is read in order
+        for b in range(B):  # the outermost loop, so that memory is read in order
             for task in range(first, end):
                 row = (b * C + task // tiles) * T
                 tile = task % tiles
@@ -222,7 +222,7 @@ def _share_tile(tile: ti.template(), at, lane, x: ti.template(), row, first, T, 
 
 @ti.func
 def _add_dots(total: ti.template(), window: ti.template(), w_at, x: ti.template(), x_at, lane, batches: ti.template()):
-    """The lane's sums. The barriers separate staging a tile from reading it, and reading it from staging the next."""
+    """Adds to this lane's sums. The barriers separate staging a tile from reading it, and reading it from staging the next."""
     ti.simt.block.sync()
     dots = [0.0 for _ in ti.static(range(batches * T_GROUP))]
     for phase in range(THREADS):

@@ -1,9 +1,9 @@
-"""The formula in one line under torch.compile: every window of k times w, summed.
+"""The formula in one line under torch.compile: each output is the sum of a window of k times w.
 
     out = eps + (windows(k) * w).sum(-1)             windows(k)[b,c,t,i] = k[b,c,t+i-(T-1)], zero before the first step
 
-The first call compiles for all sizes, which takes seconds. The result is one loop nest with the sum inside, without a (B,C,T,T)
-tensor. (A loop over the lag would be unrolled to T operations.) It computes twice the formula's products; half are by zero.
+The first call compiles it for all sizes, which takes seconds. The result is one loop nest with the sum inside, without a
+(B,C,T,T) tensor. (A loop over the lag would be unrolled to T operations.) Half of the computed products are by padding zeros.
 """
 
 import torch.nn.functional as F
@@ -26,7 +26,7 @@ def backward(w: Tensor, k: Tensor, grad_out: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _past(k: Tensor) -> Tensor:
-    """(B,C,2T-1): k after T-1 zeros."""
+    """k preceded by T-1 zeros: (B,C,2T-1)."""
     return F.pad(k, (k.shape[-1] - 1, 0))
 
 

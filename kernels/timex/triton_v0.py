@@ -1,17 +1,18 @@
 """Matrix products with Toeplitz tiles on tensor cores: one tile of weights serves every time tile and every batch.
 
-A row is a pair (time tile, batch). The weights between the output tile and x `shift` steps before it are the same for all
-rows, so the convolution of one channel is a sum over shift of matrix products:
+A row is a pair (time tile, batch). The weights between an output tile and the input x that is `shift` steps earlier are the
+same for all rows. So the convolution of a channel is a sum over `shift` of matrix products:
 
     forward   out[row, i] += k[row, j - shift] * h[shift + i - j]                 h[lag] = w[T - 1 - lag], 0 outside
-    grad_k    the same against time: grad_out[row, j + shift], h[shift + j - i]
+    grad_k    the same, backwards in time: grad_out[row, j + shift], h[shift + j - i]
     grad_w    sum over the rows of grad_out[row, i] * k[row, j - shift]: each diagonal i - j adds up to one lag
 
-A product of float32 is computed as three of TF32 (tf32x3), with a relative error of 2^-22. Tensor cores truncate their sums,
-which biases long ones; therefore each product sums DEPTH terms and is added to the float32 total with rounding. (Emulated with
-every addend truncated to 24 bits, 768 to 4096 positive terms: err_ratio 4e-7 at 32, 9e-7 at 64, 2e-5 to 8e-5 in one sum.)
+A float32 product is computed as three TF32 products (tf32x3), with a relative error of 2^-22. Tensor cores truncate their sums,
+which biases long sums. So each product sums only DEPTH terms, and is added to the float32 total with rounding. (In an emulation
+that truncates every addend to 24 bits, with 768 to 4096 positive terms, err_ratio is 4e-7 for DEPTH = 32, 9e-7 for 64, and 2e-5
+to 8e-5 for a single sum.)
 
-Sums have a fixed order, without atomics. Zero times infinity is NaN: a value that is not finite makes its whole tile NaN.
+Sums have a fixed order, without atomics. Zero times infinity is NaN: a nonfinite value makes its whole tile NaN.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -24,8 +25,8 @@ from kernels.registry import Requires
 
 REQUIRES = Requires(packages=("triton",), devices=("cuda",), T_multiple=64)
 
-TILE, DEPTH, DEPTH_OF_ROWS = 64, 32, 16      # steps per tile; steps, or rows, that one product sums over
-WARPS = {16: 4, 64: 4, 128: 8}               # by rows per block: from the least of tensor cores to the most that registers hold
+TILE, DEPTH, DEPTH_OF_ROWS = 64, 32, 16      # steps per tile; steps or rows over which one product sums
+WARPS = {16: 4, 64: 4, 128: 8}               # rows per block, at most what registers hold -> warps
 OPTIONS = {"num_stages": 2, "enable_fp_fusion": True}
 
 
@@ -38,7 +39,7 @@ def grad_k(w: Tensor, grad_out: Tensor) -> Tensor:
 
 
 def grad_w(k: Tensor, grad_out: Tensor) -> Tensor:
-    """Each lag is the sum of two diagonals: i >= j at its own distance between tiles, and i < j at the next distance."""
+    """A lag's gradient is the sum of two diagonals: one with i >= j, and, for tiles one tile further apart, one with i < j."""
     B, C, T = k.shape
     sums = k.new_empty(2, *k.shape[1:])
     with torch.cuda.device_of(k):
@@ -62,13 +63,13 @@ def _convolution(w: Tensor, x: Tensor, eps: float, backwards: bool) -> Tensor:
 @triton.jit
 def _convolve(w, x, out, B, C, T, eps, BACKWARDS: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
               DEPTH: tl.constexpr):
-    """For one channel and ROWS rows; shift: from output tile to x, in steps; i, j: steps of the output tile and of x."""
+    """Convolves one channel and ROWS rows. shift: steps from x to the output tile; i, j: steps of the output tile and of x."""
     rows = T // TILE * B
     i = tl.arange(0, TILE)
     j = tl.arange(0, DEPTH)
     blocks = tl.cdiv(rows, ROWS)
     c, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
-    block = block if BACKWARDS else blocks - 1 - block           # the longest sums first
+    block = block if BACKWARDS else blocks - 1 - block           # blocks with the longest sums first
     first = block * ROWS // B * TILE
     last = tl.minimum(block * ROWS + ROWS - 1, rows - 1) // B * TILE
     row = block * ROWS + tl.arange(0, ROWS)
@@ -93,7 +94,7 @@ def _convolve(w, x, out, B, C, T, eps, BACKWARDS: tl.constexpr, ROWS: tl.constex
 
 @triton.jit
 def _correlate(k, grad_out, sums, B, C, T, TILE: tl.constexpr, DEPTH: tl.constexpr):
-    """For one channel and one distance between the tiles of grad_out and of k; i, j: steps of the two tiles."""
+    """grad_w of one channel, for one distance between the tiles of grad_out and of k. i, j: steps of these two tiles."""
     tiles = T // TILE
     i = tl.arange(0, TILE)
     c, distance = tl.program_id(0) // tiles, tl.program_id(0) % tiles
@@ -102,7 +103,7 @@ def _correlate(k, grad_out, sums, B, C, T, TILE: tl.constexpr, DEPTH: tl.constex
     batch = tiles.to(tl.int64) * C
     row = tl.arange(0, DEPTH)
     b = row % B
-    at = row % B * batch + c.to(tl.int64) * tiles + row // B         # where a row's k begins, in tiles
+    at = row % B * batch + c.to(tl.int64) * tiles + row // B         # index of the row's k, in tiles
     onwards = DEPTH % B * batch + DEPTH // B
     around = 1 - B * batch
     for first in range(0, rows, DEPTH):
@@ -111,11 +112,11 @@ def _correlate(k, grad_out, sums, B, C, T, TILE: tl.constexpr, DEPTH: tl.constex
         ks = tl.load(k + here, mask=seen, other=0.0)
         gs = tl.load(grad_out + distance * TILE + here, mask=seen, other=0.0)
         total += tl.dot(tl.trans(gs), ks, input_precision="tf32x3")
-        b += DEPTH % B                                           # DEPTH rows further, without a division
+        b += DEPTH % B                                           # advances by DEPTH rows without a division
         at += tl.where(b >= B, onwards + around, onwards)
         b -= tl.where(b >= B, B, 0)
     j = i[:, None] - i[None, :]
-    sheared = tl.gather(total, j & (TILE - 1), 1)                # column n holds the diagonals i - j = n and n - TILE
+    sheared = tl.gather(total, j & (TILE - 1), 1)                # column n contains the diagonals i - j = n and n - TILE
     at = sums + c.to(tl.int64) * T + distance * TILE + i
     tl.store(at, tl.sum(tl.where(j >= 0, sheared, 0.0), 0))
     tl.store(at + batch * TILE, tl.sum(tl.where(j < 0, sheared, 0.0), 0))

@@ -1,22 +1,22 @@
-"""WKV, the time mixing of RWKV-4: a weighted average of v whose weights decay exponentially with the lag.
+"""WKV, the operator of RWKV-4's time mixing: a weighted average of v whose weights decay exponentially with the lag.
 
-With w = -exp(time_decay) < 0 and u = time_first, per channel:
+With w = -exp(time_decay) < 0 and u = time_first, in each channel:
 
     y_t = (a_{t-1} + e^(u+k_t) v_t) / (b_{t-1} + e^(u+k_t))
     a_t = e^w a_{t-1} + e^(k_t) v_t                  b_t = e^w b_{t-1} + e^(k_t)
 
-time_decay, time_first (C,); k, v, y (B,T,C). The state (a, b, p), each (B,C), represents (a e^p, b e^p): many triples are
-one state, so compare a/b and p + log b. It starts at a = b = 0, p = -1e38; p carries no gradient.
+time_decay, time_first (C,); k, v, y (B,T,C). The state (a, b, p), each (B,C), represents the sums a e^p and b e^p. Different
+triples can represent the same state, so compare a/b and p + log b. Initially a = b = 0 and p = -1e38. p has no gradient.
 
-Where k is NaN or +infinity, or v is not finite, y and the state are not finite from that step on, in that row (b,c) only; a NaN
-in the parameters or the state always shows in y. A k of -infinity has weight 0. The convolution form is exact only within a
-range (timex.py: 60); beyond it, a later k may change an earlier y.
+If k is NaN or +infinity, or v is not finite, y and the state of that row (b,c) are not finite from that step on; other rows are
+not affected. A NaN in the parameters or the state always appears in y. A k of -infinity has weight 0. The convolution formula
+is exact only if all k of a row lie within 60 of each other (timex.py); otherwise a later k may change an earlier y.
 Source: the RWKV-4 paper (arXiv 2305.13048), equations 16 to 18 and appendix D for the scaled state.
 
-An implementation is a file beside this one with REQUIRES, forward(time_decay, time_first, k, v, a, b, p) -> (y, a, b, p) and
-backward(time_decay, time_first, k, v, a, b, p, y, grad_y, grad_a, grad_b) -> gradients of the first four, a and b. If its
-dtypes include bfloat16, it gets k, v, y and grad_y as bfloat16 and returns the gradients of k and v in bfloat16; all
-other tensors are float32. The single step is in this file, the same for all implementations.
+An implementation is a file in this folder with REQUIRES, forward(time_decay, time_first, k, v, a, b, p) -> (y, a, b, p) and
+backward(time_decay, time_first, k, v, a, b, p, y, grad_y, grad_a, grad_b) -> gradients of the first four, a and b. If
+REQUIRES.dtypes includes bfloat16, k, v, y, grad_y and the gradients of k and v may be bfloat16; all other tensors are float32.
+Single steps are computed by `step` below, whatever the implementation.
 """
 
 from functools import partial
@@ -27,12 +27,12 @@ from torch import Tensor
 
 from kernels.operator import Operator, contiguous, contiguous_like
 
-EMPTY = -1e38            # p of the state before the first step
+EMPTY = -1e38            # p of the empty state
 FASTEST_DECAY = 50.0     # exp(-exp(50)) is 0 in every dtype, and exp(50) is still finite
 
 
 class WKVState(NamedTuple):
-    """The numerator a e^p and the denominator b e^p over all steps so far: (B,C) each, float32 (or float64)."""
+    """The numerator a e^p and the denominator b e^p, summed over all steps so far: a, b, p (B,C), float32 or float64."""
 
     a: Tensor
     b: Tensor
@@ -45,11 +45,12 @@ class WKVState(NamedTuple):
 
 
 class WKV4(Operator):
-    """One implementation, by name: `WKV4("reference")(time_decay, time_first, k, v, state=None) -> (y, state)`.
+    """WKV by the named implementation: `WKV4("reference")(time_decay, time_first, k, v, state=None) -> (y, state)`.
 
-    The convolution form takes a TimeX inside: `WKV4("timex", timex="taichi_v3")`. Differentiable (once) in everything but p;
-    any B, T, C, a size of 0 included. Half-precision k and v are computed in float32 and y comes back in their dtype. Raises
-    ValueError for an unknown name or wrong inputs, KernelUnavailable where the implementation cannot run on the inputs' device.
+    The convolution formula also needs the name of a TimeX: `WKV4("timex", timex="taichi_v3")`. WKV can be differentiated once,
+    with respect to everything except p. B, T and C may have any size, including 0. Half-precision k and v are computed in
+    float32, and y has their dtype. Raises ValueError for an unknown name or wrong inputs, KernelUnavailable if the
+    implementation cannot run on the inputs' device.
     """
 
     folder = "wkv4"
@@ -61,7 +62,7 @@ class WKV4(Operator):
 
     def __init__(self, name: str, **options: str | int) -> None:
         super().__init__(name, **options)
-        if "timex" in options:                   # the TimeX inside decides where this can run
+        if "timex" in options:                   # check_device then checks the TimeX's REQUIRES
             self.name = str(options["timex"])
             self._file = ("timex", self.name)
 
@@ -82,7 +83,7 @@ class WKV4(Operator):
         return contiguous_like(gradients, inputs[:6])
 
     def _inside(self, inputs: tuple[Tensor, ...]) -> list[Tensor]:
-        """Contiguous inputs: k, v, y and grad_y (B,T,C) in their own dtype if the file has it; all else float32 or float64."""
+        """The inputs, contiguous; k, v, y, grad_y in their own dtype if supported, the others in float32 or float64."""
         k, v = inputs[2:4]
         dtype = _compute_dtype(k)
         sequence_dtype = k.dtype if k.dtype == v.dtype and k.dtype in self.requires.dtypes else dtype
@@ -97,19 +98,19 @@ class WKV4(Operator):
             raise ValueError(f"WKV4: k and v must be floating-point; got {k.dtype} and {v.dtype}")
         if any(tensor.device != k.device for tensor in (time_decay, time_first, v, *(state or ()))):
             raise ValueError("WKV4: all tensors and the state must be on one device, that of k, which is "
-                             f"{k.device}: move the others there")
+                             f"{k.device}: move the others to it")
         if state is not None and any(part.shape != (k.shape[0], k.shape[2]) for part in state):
-            raise ValueError(f"WKV4: the state must be three (B,C) = {(k.shape[0], k.shape[2])}; "
+            raise ValueError(f"WKV4: the state must be three tensors (B,C) = {(k.shape[0], k.shape[2])}; "
                              f"got {', '.join(str(tuple(part.shape)) for part in state)}")
         self.check_dtype(time_decay.dtype, time_first.dtype, k.dtype, v.dtype)
         if k.dtype != torch.float64 and torch.float64 in (v.dtype, time_decay.dtype, time_first.dtype):
-            raise ValueError(f"WKV4 computes in float64 if k is float64, and k is {k.dtype}: cast all inputs to one of the two")
+            raise ValueError(f"WKV4 computes in float64 if k is float64, and k is {k.dtype}: cast all inputs to the same dtype")
         self.check_device(k.device)
 
     @staticmethod
     def step(time_decay: Tensor, time_first: Tensor, k: Tensor, v: Tensor,
              state: WKVState) -> tuple[Tensor, WKVState]:
-        """One time step, k and v (B,C): the same torch formula for every implementation, for decoding without a kernel."""
+        """Computes one time step, with k and v (B,C), by the same PyTorch operations for every implementation."""
         a, b, p = state
         dtype = k.dtype
         w = decay_exponent(time_decay.to(a.dtype))
@@ -127,7 +128,7 @@ class WKV4(Operator):
         return y.to(dtype), WKVState(past * a + now * v, past * b + now, p)
 
 
-def decay_exponent(time_decay: Tensor, fastest: float = FASTEST_DECAY) -> Tensor:       # TorchScript reads no global
+def decay_exponent(time_decay: Tensor, fastest: float = FASTEST_DECAY) -> Tensor:       # TorchScript cannot read globals
     """w = -exp(time_decay), finite for any finite time_decay."""
     return -torch.exp(time_decay.clamp(max=fastest))
 

@@ -1,4 +1,4 @@
-"""C (csrc/wkv4.c): the recurrence of taichi_scan with fused multiply-adds; vectors of channels, integer exponents."""
+"""C (csrc/wkv4.c): the recurrence of taichi_scan, with vectors of channels, integer exponents and fused multiply-adds."""
 
 import torch
 from torch import Tensor
@@ -9,9 +9,9 @@ from kernels.registry import Requires
 
 REQUIRES = Requires(devices=("cpu",), why_not=native.why_not, dtypes=tuple(DTYPES))
 
-CHUNK, TASK_CHANNELS = 32, 32  # as in wkv4.c: steps between saved states, channels of a task
-PER_CHUNK, PER_STEP, LANES = 3, 5, 16  # vectors saved per chunk and per step of a chunk; maximum number of lanes
-SERIAL = 2**14  # up to this many elements, one thread finishes before another wakes
+CHUNK, TASK_CHANNELS = 32, 32  # as in wkv4.c: steps between saved states, channels per task
+PER_CHUNK, PER_STEP, LANES = 3, 5, 16  # vectors saved per chunk and per step; largest number of lanes
+SERIAL = 2**14  # elements up to which one thread finishes before a second would wake
 
 
 def forward(time_decay: Tensor, time_first: Tensor, k: Tensor, v: Tensor,
@@ -35,7 +35,7 @@ def backward(time_decay: Tensor, time_first: Tensor, k: Tensor, v: Tensor, a: Te
 
 
 def _run(direction: str, k: Tensor, scratch_size: int, scratch: Tensor | None, *tensors: Tensor | None) -> None:
-    """Calls the C function. tensors: the fields after scratch of its struct call."""
+    """Calls the C function. tensors: the fields that follow `scratch` in the C struct `call`."""
     native.run(f"wkv4_{direction}_{DTYPES[k.dtype]}", _threads(k), *k.shape, scratch_size, scratch, *tensors)
 
 

@@ -1,4 +1,4 @@
-"""Shapes, inputs and tolerances of WKV, shared by the tests and the benchmark."""
+"""Shapes, inputs and tolerances of WKV, for the tests and the benchmark."""
 
 import torch
 from torch import Tensor
@@ -7,19 +7,19 @@ from kernels.compare import LOG_SIZE, ROUNDING, loss
 from kernels.wkv4 import WKV4, WKVState
 
 SHAPES = ((1, 1, 1), (3, 11, 5), (2, 63, 4), (5, 129, 3), (2, 256, 16))              # (B, T, C)
-CHECKED = (8, 260, 200)                              # many blocks of odd sizes, before a run (rwkv/training/kernel_check.py)
+CHECKED = (8, 260, 200)                              # many blocks of odd sizes, for rwkv/training/kernel_check.py
 EMPTY_SHAPES = ((0, 4, 3), (2, 0, 3), (2, 4, 0))
 BENCH_SHAPES = {"cpu": ((8, 1024, 768), (8, 8192, 768), (12, 64, 128)),
                 "cuda": ((32, 768, 768), (8, 1024, 768), (8, 8192, 768))}
-SWEEP = {"cpu": (128, 512, 2048), "cuda": (128, 256, 512, 2048, 4096)}                     # T, at the B and C of a shape above
-SPREADS = {"+-5": 1.0, "+-23": 5.0}                  # k ~ N(0, spread): what every implementation is exact on
+SWEEP = {"cpu": (128, 512, 2048), "cuda": (128, 256, 512, 2048, 4096)}     # T, with B and C of a benchmark shape
+SPREADS = {"+-5": 1.0, "+-23": 5.0}                  # spreads, k ~ N(0, spread), for which every implementation is exact
 WIDE_SPREADS = {"+-43": 10.0, "+-230": 50.0, "+-1e7": 2e6}
-TOLERANCE = {"y": 1e-5, "state": 1e-4, "gradient": 3e-5}                              # float32, on err_ratio
+TOLERANCE = {"y": 1e-5, "state": 1e-4, "gradient": 3e-5}                              # largest err_ratio in float32
 
 
 def inputs(B: int, T: int, C: int, spread: float = 1.0, with_state: bool = True, dtype: torch.dtype = torch.float32,
            device: str = "cpu", seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor, WKVState]:
-    """time_decay in [-5, 3], time_first = log 0.3 +- 0.5, k ~ N(0, spread), v ~ N(0, 1), a state like that of such k."""
+    """Random inputs: time_decay in [-5, 3], time_first = log 0.3 +- 0.5, k ~ N(0, spread), v ~ N(0, 1), and a typical state."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
@@ -39,9 +39,9 @@ WKVInputs = tuple[Tensor, Tensor, Tensor, Tensor, WKVState | None]
 
 
 def results(wkv: WKV4, inputs: WKVInputs, of: str = "y and state") -> dict[str, Tensor]:
-    """y, the outgoing state as a/b and p + log b, and the gradients of a loss on y, on the state, or on both.
+    """y, the new state as a/b and p + log b, and the gradients of a loss that depends on y, on the state, or on both.
 
-    The gradients are those of time_decay, time_first, k, v and, with a state, of its a and b.
+    The gradients are those of time_decay, time_first, k and v and, if a state is given, those of the state's a and b.
     """
     *tensors, state = inputs
     leaves = {name: tensor.detach().requires_grad_()
@@ -61,7 +61,7 @@ def results(wkv: WKV4, inputs: WKVInputs, of: str = "y and state") -> dict[str, 
 
 
 def tolerance(dtype: torch.dtype = torch.float32) -> dict[str, float]:
-    """For k and v of `dtype`; in half precision y, grad_y and the gradient are each rounded, the state is not."""
+    """The tolerances for k and v of `dtype`. Half precision rounds y, grad_y and the gradients, but not the state."""
     allowed = TOLERANCE
     rounding = 3 * ROUNDING.get(dtype, 0.0)
     gradients = [f"grad {name}" for name in WKV4.gradients]

@@ -1,15 +1,15 @@
-"""A scan that is parallel over time too: a warp computes 16 steps of 32 channels, a block eight such segments at once.
+"""A scan that is parallel over time too: a warp computes a segment of 16 steps of 32 channels, a block 8 segments in parallel.
 
-Each warp reads its segment into registers once and sums it. The sums are exchanged in shared memory, which gives each warp the
-state before its segment: one barrier per 128 steps. As in taichi_scan, e^k = m * 2^n with an integer n, and every rescaling is
-by a power of two; a segment's decay e^(16 w) is computed in float64. (|k|, |p| and |time_first| are clamped to 1.1e7, e^(u+k)
-relative to the state to 2^64.)
+Each warp reads its segment into registers once, and computes its sums. The warps exchange the sums in shared memory, and each
+warp computes the state before its segment from them: one barrier per 128 steps. As in taichi_scan, e^k = m * 2^n with an
+integer n, and every rescaling is by a power of two; a segment's decay e^(16 w) is computed in float64. (|k|, |p| and
+|time_first| are clamped to 1.1e7, and e^(u+k) relative to the state to 2^64.)
 
-The backward first scans k and v for the state before each chunk of 128 steps (extra memory: 3/128 of k), then processes the
-chunks from last to first. A warp passes through its segment forward to sum its part of the state's gradient, and, with the sums
-of the later segments, backward for the gradients of its steps. The backward moves 7 tensors of the size of k, the forward 3. At
-some 60 instructions per step forward and 130 backward, both should be limited by an H200's memory. (Estimated.) k, v, y and
-their gradients may be in bfloat16; the arithmetic is in float32 all the same.
+The backward first computes the state before each chunk of 128 steps (extra memory: 3/128 of k), then processes the chunks from
+last to first. A warp passes through its segment twice: forwards to sum its contribution to the state's gradient; then, given
+the sums of the later segments, backwards for the gradients of its steps. The backward reads and writes 7 tensors of the size of
+k, the forward 3. With some 60 instructions per step forward and 130 backward, both should be limited by the memory bandwidth of
+an H200. (Estimated.) k, v, y and their gradients may be in bfloat16; the arithmetic is in float32.
 """
 
 import torch

@@ -1,17 +1,17 @@
 """The recurrence step by step. Every exponential is stored as m * 2^n with an integer n, so that each rescaling is exact.
 
-The state (a, b) is at the scale 2^P, where P is the larger of the decayed state's exponent and the newest step's: nothing is
-lost however far apart the k are. (e^(u+k) relative to the state is clamped to 2^64.) The mantissa of e^w, within [0.7, 1.4],
-moves b away from 2^P. After each chunk its power moves into P, computed from w alone: the backward must find the same P, to the
-bit.
+The state (a, b) is scaled by 2^-P, where P is the larger of the exponents of the decayed state and of the newest step, so no
+spread of k loses precision. (e^(u+k) relative to the state is clamped to 2^64.) The mantissa of e^w, within [0.7, 1.4], makes b
+drift away from 2^P. After each chunk the accumulated power moves into P; it is computed from w alone, so that the backward
+recomputes P to the bit.
 
 The backward stores the state before each chunk, then processes the chunks from last to first: it recomputes a chunk into a
 scratch buffer of five numbers per step, which stays in a CPU's L1, and runs the reverse recurrence over it. Extra memory: 3/32
 of k, and the scratch buffer.
 
-A row is one (b, c): a thread on a GPU, a lane of a vector of neighbouring channels on a CPU, where bfloat16 is read and written
-directly. |k|, |p| and |time_first| are clamped to 1.1e7, above which float32 has no fraction. NaN stays NaN, in its row, and
-infinity becomes NaN.
+A row (b, c) is computed by one thread on a GPU, and on a CPU by one lane of a vector of neighbouring channels; the CPU kernels
+read and write bfloat16 directly. |k|, |p| and |time_first| are clamped to 1.1e7, above which float32 has no fraction. NaN stays
+NaN, in its row, and infinity becomes NaN.
 """
 
 # mypy: disable-error-code="index, no-untyped-def, valid-type"
@@ -28,18 +28,18 @@ from kernels.registry import Requires
 
 REQUIRES = Requires(packages=("taichi",), dtypes=(torch.float32, torch.bfloat16))
 
-FORWARD, BACKWARD = 32, 16  # lanes per vector: the most that fits into the 32 registers of AVX-512 without spilling
-ALIGNMENT = 64  # bytes; a vector load from any other address is a segmentation fault
+FORWARD, BACKWARD = 32, 16  # lanes per vector: the most for which AVX-512's 32 registers suffice
+ALIGNMENT = 64  # bytes; a vector load from an unaligned address is a segmentation fault
 CHUNK = 32  # steps between saved states
 SERIAL = 2**17  # elements up to which one thread is faster than several
 SAVED = 5  # numbers per step in the backward's scratch buffer
 LIMIT = 1.1e7
-INFINITY, NAN = 0x7F800000, 0x7FC00000  # as bits
-LOST, LOST_SHIFT = 16.0, -(2**28)  # largest time_decay, and the exponent of its e^w: the state decays to 0 in one step
+INFINITY, NAN = 0x7F800000, 0x7FC00000  # the bits of these floats
+LOST, LOST_SHIFT = 16.0, -(2**28)  # largest time_decay, which erases the state in one step, and the exponent of its e^w
 LOG2_E, ROOT_2 = 1.4426950408889634, 1.4142135
 LN_2, LN_2_HIGH, LN_2_LOW = 0.6931471805599453, 0.693359375, -2.1219444005469058e-4
 EXP = (1.0000000018154944, 0.9999997208349418, 0.5000068453211467, 0.16660485760579424, 0.041928080322846804,
-       0.007776794816698978, 0.001955775417299989)  # e^r on [0, log 2], to 2e-9
+       0.007776794816698978, 0.001955775417299989)  # polynomial of e^r on [0, log 2], accurate to 2e-9
 Flat = ti.types.ndarray(dtype=ti.f32, ndim=1)
 Forward = ti.types.ndarray(dtype=ti.types.vector(FORWARD, ti.f32), ndim=1)
 Backward = ti.types.ndarray(dtype=ti.types.vector(BACKWARD, ti.f32), ndim=1)
@@ -77,7 +77,7 @@ def backward(time_decay: Tensor, time_first: Tensor, k: Tensor, v: Tensor, a: Te
 
 
 def _rows(tensor: Tensor, lanes: int) -> Tensor:
-    """The tensor as the kernel loads it: whole, aligned vectors of channels on a CPU; float32 on a GPU."""
+    """The tensor in the layout that the kernel loads: whole, aligned vectors of channels on a CPU; float32 on a GPU."""
     if tensor.is_cuda:
         return tensor.float()
     ready = tensor.shape[-1] % lanes == 0 and tensor.data_ptr() % ALIGNMENT == 0
@@ -85,9 +85,9 @@ def _rows(tensor: Tensor, lanes: int) -> Tensor:
 
 
 def _launch(kernels: tuple[Any, ...], lanes: int, shape: torch.Size, small: tuple[Tensor, ...], *tensors: Tensor) -> None:
-    """kernels: on a CPU the one for a single thread and the one for several; on a GPU one."""
+    """Launches a kernel. kernels: on a CPU, one for a single thread and one for several threads; on a GPU, a single kernel."""
     B, T, C = shape
-    packed = torch.cat([_rows(tensor, lanes).view(-1) for tensor in small])  # faster as one argument
+    packed = torch.cat([_rows(tensor, lanes).view(-1) for tensor in small])  # passing one argument is faster
     if packed.is_cuda:
         launch(*kernels, packed, *(tensor.view(-1) for tensor in tensors), B, T, C)
     elif shape.numel() <= SERIAL:
@@ -98,7 +98,7 @@ def _launch(kernels: tuple[Any, ...], lanes: int, shape: torch.Size, small: tupl
 
 @cache
 def _forward_kernels(dtype: torch.dtype) -> tuple[Any, Any]:
-    """The kernels for one thread and for several, with k, v and y of `dtype`."""
+    """The kernels for one thread and for several threads, for k, v and y of `dtype`."""
     Rows, read, write = stored(dtype, FORWARD)
 
     @ti.kernel
@@ -125,7 +125,7 @@ def _forward_cuda(small: Flat, k: Flat, v: Flat, y: Flat, state: Flat, B: int, T
 
 @cache
 def _backward_kernels(dtype: torch.dtype) -> tuple[Any, Any]:
-    """The kernels for one thread and for several, with k, v, grad_y and the gradients of k and v of `dtype`."""
+    """The kernels for one thread and for several threads, for k, v, grad_y and the gradients of k and v of `dtype`."""
     Rows, read, write = stored(dtype, BACKWARD)
 
     @ti.kernel
@@ -207,7 +207,7 @@ def _backward_row(row, read: ti.template(), write: ti.template(), small: ti.temp
             _save(scratch, at + t * SAVED * stride, stride, [a, b, now, old, new])
             a, b, P = old * a + new * read(v[first + t * C]), old * b + new, P_next
         grad_a, grad_b, P = _settled(drift, j, grad_a, grad_b, P)
-        scale, _ = _leave((1 - ti.min(from_last, 1)) * P)  # 1 unless in the last chunk, without an `if`
+        scale, _ = _leave((1 - ti.min(from_last, 1)) * P)  # 1 except in the last chunk, computed without an `if`
         grad_a = scale * grad_a
         grad_b = scale * grad_b
         for back in range(1, length + 1):
@@ -248,7 +248,7 @@ def _weights(time_decay, time_first):
 
 @ti.func
 def _enter(small: ti.template(), at, R):
-    """The incoming state scaled so that b is in [1, 2), its P, and the factor applied to a and b."""
+    """The initial state scaled so that b is in [1, 2), its P, and the factor applied to a and b."""
     a, b, p = [small[at + s * R] for s in ti.static(range(3))]
     m, P = _exp(p)
     n = ti.min(ti.max((by_lane(ti.bit_cast, b, ti.i32) >> 23) - 127, -126), 126)
@@ -258,7 +258,7 @@ def _enter(small: ti.template(), at, R):
 
 @ti.func
 def _leave(P):
-    """2^P / e^p, which rescales a and b to e^p and corrects the rounding of p; and p = P log 2."""
+    """Returns 2^P / e^p, which rescales a and b to e^p and corrects the rounding of p, and p = P log 2."""
     p = LN_2 * by_lane(ti.cast, P, ti.f32)
     m, n = _exp(p)
     return _pow2(ti.min(ti.max(P - n, -127), 127)) / m, p
@@ -266,7 +266,7 @@ def _leave(P):
 
 @ti.func
 def _factors(decay, shift, m, n, P):
-    """The factors of the old state (e^w) and of v_t (e^k) in the new state, and the new P."""
+    """The factors of the previous state (e^w) and of v_t (e^k) in the new state, and the new P."""
     lead = n - (P + shift)
     up = ti.max(lead, 0)
     return decay * _pow2(0 - ti.min(up, 127)), m * _pow2(ti.max(lead - up, -127)), P + shift + up
@@ -274,7 +274,7 @@ def _factors(decay, shift, m, n, P):
 
 @ti.func
 def _settled(drift, j, a, b, P):
-    """Moves the power of e^w's mantissa accumulated in chunk j into P; also for the state's gradients."""
+    """Moves into P the power of e^w's mantissa that accumulated in chunk j; also used for the state's gradients."""
     n = by_lane(ti.cast, ti.floor((j + 1) * drift), ti.i32) - by_lane(ti.cast, ti.floor(j * drift), ti.i32)
     scale = _pow2(0 - n)
     return scale * a, scale * b, P + n
@@ -283,7 +283,7 @@ def _settled(drift, j, a, b, P):
 @ti.func
 def _exp(x):
     """e^x = m * 2^n with m in [1, 2), within 1 ulp."""
-    bits = by_lane(ti.bit_cast, x, ti.i32)  # compare bits: fast_math assumes that there is no infinity
+    bits = by_lane(ti.bit_cast, x, ti.i32)  # compares bits, since fast_math assumes that there is no infinity
     x = by_lane(ti.bit_cast, ti.select(bits == INFINITY, NAN, bits), ti.f32)
     x = ti.select(x > LIMIT, LIMIT, x)  # keeps a NaN, unlike ti.min
     x = ti.select(x < -LIMIT, -LIMIT, x)

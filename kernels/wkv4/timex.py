@@ -1,14 +1,14 @@
 """WKV as the quotient of two TimeX convolutions that share their weights, with any TimeX implementation inside.
 
-Unrolled, the weight of step t-n in step t is e^u at lag 0 and e^((n-1)w) at lag n >= 1. With W the table of these weights, y =
-TimeX(W, e^k v) / TimeX(W, e^k): one call on the stacked batch. T is divided into blocks of N steps, which are further rows of
-that call. The exact state is carried from block to block, which makes the work O(T N) instead of O(T^2) and limits the range of
-exponents to that of one block.
+With the recurrence unrolled, the weight of step t-n in step t is e^u at lag 0 and e^((n-1)w) at lag n >= 1. If W is the table
+of these weights, y = TimeX(W, e^k v) / TimeX(W, e^k), computed by a single call with both inputs stacked. T is divided into
+blocks of N steps, which are additional rows of that call. The exact state is carried from block to block, which makes the work
+O(T N) instead of O(T^2), and limits the range of the exponents to that within a block.
 
-Range: the smallest normal float32 is e^-87, and gradients need a margin. Where all k, and the exponent p of an incoming state,
-lie within 60 of each other (|k| <= 30, say) and time_first >= -9, the result is as exact as a scan's. Beyond that, steps far
-below their block's maximum underflow; y_t is v_t where all terms underflow, and a state that underflows is replaced by the
-empty state. The result is then finite but not exact, and not causal, since the maximum of a block may be a later step's. The
+Range: the smallest normal float32 is e^-87, and gradients need a margin. If all k, and the exponent p of the initial state, lie
+within 60 of each other (for example |k| <= 30), and time_first >= -9, the result is as exact as that of a scan. Otherwise steps
+far below the maximum of their block underflow; y_t is v_t if all terms underflow, and a state that underflows is replaced by
+the empty state. The result is then finite but not exact, and not causal, since the maximum may come from a later step. The
 scans have no such limit.
 
 N  steps in a block      n  blocks      m  maximum of k in a block      s  scale shared by a block and its incoming state
@@ -27,48 +27,49 @@ from kernels.wkv4 import EMPTY, decay_exponent
 
 REQUIRES = Requires(dtypes=(torch.float32, torch.float64))
 BLOCK = 64
-LOST = 1e-30             # a denominator below this has no correct digits
+LOST = 1e-30             # denominators below this have no correct digits
 
 
 def requires(timex: str, block: int = BLOCK) -> Requires:
-    """Requirements with `timex`. Raises UnknownKernel if its error is too large for a quotient, ValueError if block < 1."""
+    """WKV's requirements with the TimeX `timex`. Raises UnknownKernel if `timex` is too inaccurate, ValueError if block < 1."""
     inner = TimeX(timex).requires
     if not inner.wkv:
         raise UnknownKernel(f"{timex} cannot be used inside WKV: its error is relative to the largest e^k of a row, and "
                             "e^k spans decades; choose another kernel")
     if block < 1:
-        raise ValueError(f"block must be at least 1 step per block; got {block}")
-    return replace(inner, dtypes=tuple(dtype for dtype in inner.dtypes if dtype in REQUIRES.dtypes))   # e^k overflows a half
+        raise ValueError(f"block must be at least 1 step; got {block}")
+    return replace(inner, dtypes=tuple(dtype for dtype in inner.dtypes if dtype in REQUIRES.dtypes))   # e^k overflows float16
 
 
 class Weights(NamedTuple):
-    """Tables over the steps of one block, (C,N) each, and w and the steps for their gradients."""
+    """Tables of weights over the steps of one block, (C,N) each; w and the steps, for the tables' gradients."""
 
     w: Tensor            # (C,)
     lag: Tensor          # W, the weights by lag, lag 0 last
-    decay_in: Tensor     # weight of the incoming state in step t: e^(tw)
-    decay_out: Tensor    # weight of step t in the outgoing state: e^((N-1-t)w)
+    decay_in: Tensor     # weight of the block's initial state in step t: e^(tw)
+    decay_out: Tensor    # weight of step t in the block's final state: e^((N-1-t)w)
     steps: Tensor        # (N,) 0, 1, 2, ...
 
 
 class Block(NamedTuple):
-    """The blocks' inputs, each at its block's scale (B,n,C,N); the scales and the state before each block (B,n,C)."""
+    """The blocks' inputs (B,n,C,N), each at its block's scale; the scales and the state before each block (B,n,C)."""
 
     x: Tensor            # e^(k-m)
     v: Tensor
     own: Tensor          # e^(m-s), the scale of a block's own sums
-    past: Tensor         # e^(p-s), the scale of the incoming state
+    past: Tensor         # e^(p-s), the scale of the block's initial state
     a: Tensor
     b: Tensor
-    old: Tensor          # factor of the incoming state in the outgoing one
-    added: Tensor        # factor of a block's own sums in the outgoing state
+    old: Tensor          # factor of the initial state in the final state
+    added: Tensor        # factor of a block's own sums in the final state
 
 
 def forward(time_decay: Tensor, time_first: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, p: Tensor,
             timex: str, block: int = BLOCK) -> tuple[Tensor, ...]:
-    """As the contract requires. A nonfinite k or v would change earlier steps of its block.
+    """Computes the operator's outputs; see __init__.py.
 
-    If the state after the last step is not finite, such steps are therefore left out, and all later ones set to NaN.
+    A nonfinite k or v would also change earlier steps of its block. So if the state after the last step is not finite, the
+    outputs are computed again without the nonfinite steps, and set to NaN from the first of these steps on.
     """
     outputs = _forward(time_decay, time_first, k, v, a, b, p, timex, block)
     if outputs[1].isfinite().all():
@@ -88,7 +89,7 @@ def _forward(time_decay: Tensor, time_first: Tensor, k: Tensor, v: Tensor, a: Te
         weights = _weights(time_decay, time_first, N)
         blocks, (a, b, p) = _blocks(weights, k[:, start:stop], v[:, start:stop], a, b, p)
         num, den = _sums(weights, blocks, timex, (blocks.x * blocks.v, blocks.a), (blocks.x, blocks.b))
-        ys.append(_by_time(torch.where(den <= LOST, blocks.v, num / den)))         # not for a NaN
+        ys.append(_by_time(torch.where(den <= LOST, blocks.v, num / den)))         # den <= LOST is false for NaN, which stays
     return torch.cat(ys, dim=1), a, b, p
 
 
@@ -116,13 +117,13 @@ def backward(time_decay: Tensor, time_first: Tensor, k: Tensor, v: Tensor, a: Te
 
 
 def _segments(T: int, block: int) -> list[tuple[int, int, int]]:
-    """(start, stop, N) of the whole blocks, then of one shorter block, each if there is one."""
+    """Returns (start, stop, N) for all whole blocks together, then for the last, shorter block, where these exist."""
     whole = T - T % block
     return [(start, stop, N) for start, stop, N in ((0, whole, block), (whole, T, T - whole)) if start < stop]
 
 
 def _weights(time_decay: Tensor, time_first: Tensor, N: int) -> Weights:
-    """All weights are divided by e^max(u,0): the quotient is the same, and e^u stays finite."""
+    """The tables of a block of N steps, divided by e^max(u,0): this does not change the quotient, and keeps e^u finite."""
     w = decay_exponent(time_decay)
     steps = torch.arange(N, device=w.device, dtype=w.dtype)
     powers = torch.exp(w[:, None] * steps)
@@ -146,7 +147,7 @@ def _blocks(weights: Weights, k: Tensor, v: Tensor, a: Tensor, b: Tensor,
         p_out = torch.maximum(m[:, j], p + N * weights.w)
         old = torch.exp(p + N * weights.w - p_out)
         added = torch.exp(m[:, j] - p_out)
-        seen = ~(old * b + added * own_b[:, j] <= LOST)       # or NaN
+        seen = ~(old * b + added * own_b[:, j] <= LOST)       # true for NaN
         old = old * seen
         added = added * seen
         columns.append((torch.exp(m[:, j] - s), torch.exp(p - s), a, b, old, added))
@@ -155,7 +156,7 @@ def _blocks(weights: Weights, k: Tensor, v: Tensor, a: Tensor, b: Tensor,
 
 
 def _sums(weights: Weights, blocks: Block, timex: str, *terms: tuple[Tensor, Tensor]) -> Tensor:
-    """For each term (own (B,n,C,N), past (B,n,C)): the convolution of the block's own steps plus the decayed incoming state."""
+    """The convolution of each block's own steps plus the decayed initial state. A term: own (B,n,C,N) and past (B,n,C)."""
     convolved = TimeX(timex).forward(weights.lag, _stacked(*(own for own, _ in terms)))
     sums = convolved.view(len(terms), *blocks.x.shape).mul_(blocks.own[..., None])
     for total, (_, past) in zip(sums, terms, strict=True):
@@ -187,13 +188,13 @@ def _backward_blocks(weights: Weights, blocks: Block, y: Tensor, grad_y: Tensor,
     grad_k = x * (grad_xv * v + grad_x)
     grad_v = x * grad_xv + torch.where(lost, grad_y, 0.0)
     grad_w = _backward_decay(weights, grad_lag, grad_in, grad_out, grad_old)
-    # Not from grad_lag, which sums the terms of v and of y apart: the two sums may nearly cancel.
+    # Not computed from grad_lag, in which the terms of v and the terms of y are separate sums that may nearly cancel.
     grad_u = weights.lag[:, -1] * _sum_rows(own_num * x * (v - y)).sum(-1)
     return grad_w, grad_u, _by_time(grad_k), _by_time(grad_v), grad_a, grad_b
 
 
 def _backward_states(blocks: Block, local_a: Tensor, local_b: Tensor, grad_a: Tensor, grad_b: Tensor) -> tuple[Tensor, ...]:
-    """From the outgoing state's gradient to the incoming one's; also the gradients of each block's own sums and of e^(Nw)."""
+    """The gradients of e^(Nw), of each block's own sums a and b, and of the initial a and b, given those of the final state."""
     to_a = torch.empty_like(local_a)
     to_b = torch.empty_like(local_b)
     grad_old = torch.zeros_like(grad_a[0])
@@ -217,19 +218,19 @@ def _backward_decay(weights: Weights, grad_lag: Tensor, grad_in: Tensor, grad_ou
 
 
 def _by_block(tensor: Tensor, N: int) -> Tensor:
-    """(B,T,C) -> (B,n,C,N)"""
+    """Reshapes (B,T,C) to (B,n,C,N)."""
     B, T, C = tensor.shape
     return tensor.view(B, T // N, N, C).transpose(2, 3).contiguous()
 
 
 def _by_time(tensor: Tensor) -> Tensor:
-    """(B,n,C,N) -> (B,T,C)"""
+    """Reshapes (B,n,C,N) to (B,T,C)."""
     B, n, C, N = tensor.shape
     return tensor.transpose(2, 3).reshape(B, n * N, C)
 
 
 def _stacked(*tensors: Tensor) -> Tensor:
-    """Several (B,n,C,N) as one batch of rows (number * B * n, C, N)."""
+    """Stacks tensors (B,n,C,N) into one batch of rows (number * B * n, C, N)."""
     return torch.stack(tensors).flatten(0, 2)
 
 

@@ -1,16 +1,15 @@
-"""The recurrence in chunks, in plain torch: all chunks advance a step at once, and every rescaling is by a power of two.
+"""The recurrence in chunks, in plain PyTorch: all chunks advance by a step in the same operation; rescaling is by powers of 2.
 
-Two passes over a chunk of S steps: the first sums what the chunk adds to the state; a loop over the chunks turns these sums
-into the state before each chunk; the second computes y from that state. Each operation is elementwise over all batches,
-channels and chunks of a segment: some 30 S operations, plus 19 per chunk. S is about the square root of T, at most 32. A
-segment is the whole sequence, or on a CPU as much of it as stays in the cache.
+There are two passes over the chunks of S steps. The first sums each chunk's contribution to the state; a loop over the chunks
+turns these sums into the state before each chunk; from this the second pass computes y. Each operation is elementwise over all
+batches, channels and chunks of a segment: some 30 S operations, plus 19 per chunk. S is about the square root of T, at most 32.
+A segment is the whole sequence, or on a CPU as many chunks as stay in the cache.
 
-As in taichi_scan, e^k = m * 2^n with an integer n, and the state (a, b) is at the scale 2^P, where P follows the larger
-exponent: nothing is lost however far apart the k are. (|k|, |p| and |time_first| are clamped to 1.1e7, e^(u+k) relative to the
-state to 2^64.)
+As in taichi_scan, e^k = m * 2^n with an integer n, and the state (a, b) is scaled by 2^-P, where P follows the larger exponent,
+so no spread of k loses precision. (|k|, |p| and |time_first| are clamped to 1.1e7, e^(u+k) relative to the state to 2^64.)
 
-The backward stores m and n, two tensors of the size of k, and for the reverse recurrence recomputes eight of the size of a
-segment. That recurrence is linear and takes the same two passes.
+The backward stores m and n, two tensors of the size of k, and recomputes eight tensors of the size of a segment for the reverse
+recurrence, which is linear and takes the same two passes.
 """
 
 import math
@@ -26,12 +25,12 @@ REQUIRES = Requires(dtypes=(torch.float32, torch.float64))
 
 LONGEST = 32                 # largest S: the mantissa of e^w, within [0.7, 1.4], has a power of at most 2^16 over a chunk
 IN_CACHE = 2**17           # largest number of elements of one operation on a CPU
-LIMIT = 1.1e7                # float32 has no fraction beyond it
+LIMIT = 1.1e7                # above LIMIT, float32 has no fraction
 LN_2, LN_2_HIGH, LN_2_LOW = math.log(2), 0.693359375, -2.1219444005469058e-4
 
 
 class Weights(NamedTuple):
-    """e^w, e^(S w), e^(lag w) of each step to the chunk's last, and e^u, each as a mantissa and an exponent: (C,)."""
+    """e^w, e^(S w), e^(lag w) for each step's lag to the end of the chunk, and e^u, as mantissas and exponents: (C,) each."""
 
     decay: tuple[Tensor, Tensor]
     over_chunk: tuple[Tensor, Tensor]
@@ -40,7 +39,7 @@ class Weights(NamedTuple):
 
 
 class State(NamedTuple):
-    """a 2^P and b 2^P, at the start of each of n chunks (B,n,C) or at one moment (B,C)."""
+    """The state a 2^P and b 2^P: before each of n chunks (B,n,C), or a single one (B,C)."""
 
     a: Tensor
     b: Tensor
@@ -48,7 +47,7 @@ class State(NamedTuple):
 
 
 class Chunks(NamedTuple):
-    """The S steps, each (B,n,C): e^k = m 2^n, and v."""
+    """The chunks' steps: for each of S steps, m and n of e^k = m 2^n, and v, (B,n,C) each."""
 
     m: tuple[Tensor, ...]
     n: tuple[Tensor, ...]
@@ -61,11 +60,11 @@ class Step(NamedTuple):
     a: Tensor            # the state before the step
     b: Tensor
     v: Tensor
-    old: Tensor          # factors of the old state and of v in the new state
+    old: Tensor          # factors of the previous state and of v in the new state
     new: Tensor
     grad_num: Tensor     # gradient of y's numerator, and the negative gradient of its denominator
     grad_den: Tensor
-    grad_now: Tensor     # gradient of v through y; times gain = v - y it is that of k
+    grad_now: Tensor     # gradient of v through y; times gain (v - y): of k through y
     gain: Tensor
 
 
@@ -108,7 +107,7 @@ def backward(time_decay: Tensor, time_first: Tensor, k: Tensor, v: Tensor, a: Te
 
 
 def _segments(k: Tensor) -> list[tuple[slice, int]]:
-    """Spans of whole chunks of S steps, on a CPU as long as fits into the cache; then one shorter chunk, if steps are left."""
+    """The segments: whole chunks of S steps, on a CPU as many as fit into the cache; then a shorter chunk for the rest."""
     B, T, C = k.shape
     S = min(LONGEST, math.isqrt(T))
     whole = T - T % S
@@ -118,7 +117,7 @@ def _segments(k: Tensor) -> list[tuple[slice, int]]:
 
 
 def _steps(tensor: Tensor, S: int) -> tuple[Tensor, ...]:
-    """(B,nS,C) as S views (B,n,C)."""
+    """Splits (B,nS,C) into S views (B,n,C), one for each step of a chunk."""
     return tensor.unflatten(1, (-1, S)).unbind(2)
 
 
@@ -143,14 +142,14 @@ def _exp(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _exp_of(weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """e^weight for a float64, with m within [0.7, 1.4]. At -3 LIMIT even the largest k cannot outweigh the decay."""
+    """e^weight for a float64, with m within [0.7, 1.4]. Clamped at -3 LIMIT, where the decay erases the state for any k."""
     weight = weight.clamp(-3 * LIMIT, LIMIT)
     n = torch.round(weight / LN_2)
     return torch.exp(weight - n * LN_2).to(dtype), n.to(dtype)
 
 
 def _enter(a: Tensor, b: Tensor, p: Tensor) -> tuple[State, Tensor]:
-    """The incoming state, and the factor by which a and b were multiplied."""
+    """The initial state rescaled, and the factor by which a and b were multiplied."""
     m, P = _exp(p)
     n = torch.frexp(b).exponent
     scale = m * torch.exp2(-n.to(m.dtype))
@@ -158,14 +157,14 @@ def _enter(a: Tensor, b: Tensor, p: Tensor) -> tuple[State, Tensor]:
 
 
 def _leave(P: Tensor) -> tuple[Tensor, Tensor]:
-    """The factor 2^P / e^p that brings a and b to the scale e^p, which corrects the rounding of p; and p."""
+    """Returns the factor 2^P / e^p, which rescales a and b to e^p and corrects the rounding of p, and p itself."""
     p = P * LN_2
     m, n = _exp(p)
     return torch.exp2(P - n) / m, p
 
 
 def _states(weights: Weights, chunks: Chunks, state: State) -> tuple[State, State]:
-    """The state before each chunk, and the one after the last."""
+    """The states before each chunk, and the state after the last chunk."""
     before = []
     for a, b, P in zip(*(part.unbind(1) for part in _chunk_sums(weights, chunks)), strict=True):
         before.append(state)
@@ -175,7 +174,7 @@ def _states(weights: Weights, chunks: Chunks, state: State) -> tuple[State, Stat
 
 
 def _chunk_sums(weights: Weights, chunks: Chunks) -> State:
-    """Each chunk's contribution to the state after it. The decays are known, so its largest exponent comes first."""
+    """Each chunk's contribution to the state after it. The decays are known, so the largest exponent is computed first."""
     P = chunks.n[0] + weights.lags[0][1]
     for n, (_, shift) in zip(chunks.n[1:], weights.lags[1:], strict=True):
         P = torch.maximum(P, n + shift, out=P)
@@ -189,13 +188,13 @@ def _chunk_sums(weights: Weights, chunks: Chunks) -> State:
 
 
 def _normal(state: State) -> State:
-    """The same state with b within [0.5, 1)."""
+    """The state, rescaled so that b is within [0.5, 1)."""
     b, n = torch.frexp(state.b)
     return State(state.a * torch.exp2(-n.to(b.dtype)), b, state.P + n)
 
 
 def _factors(decay: tuple[Tensor, Tensor], P: Tensor, m: Tensor | float, n: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The factors of the old state (the decay) and of v_t (e^k) in the new state, and the new P."""
+    """The factors of the previous state (the decay) and of v_t (e^k) in the new state, and the new P."""
     decayed = P + decay[1]
     top = torch.maximum(decayed, n)
     return decayed.sub_(top).exp2_().mul_(decay[0]), (n - top).exp2_().mul_(m), top
@@ -236,7 +235,7 @@ def _backward_chunks(weights: Weights, chunks: Chunks, before: State, after: Sta
 
 
 def _gradients_of_states(steps: list[Step], rescaled: Tensor, grad_a: Tensor, grad_b: Tensor) -> tuple[Any, ...]:
-    """The gradients of the state after each chunk and before the first, from that of the state after the last chunk."""
+    """The gradients of the states after each chunk and before the first, given that of the state after the last chunk."""
     own_a = torch.zeros_like(rescaled)
     own_b = torch.zeros_like(rescaled)
     old = torch.ones_like(rescaled)

@@ -1,7 +1,7 @@
 """The reference's loop over the steps as TorchScript, which runs the same operations without Python, in float64.
 
-A float32 exponent near 230 has a rounding error of 1.5e-5 at every step; in float64 the plain formula is as exact as the scans
-with integer exponents.
+In float32 an exponent near 230 would have a rounding error of 1.5e-5 at every step; in float64 the plain formula is as exact as
+the scans with integer exponents.
 """
 
 import torch

@@ -1,17 +1,17 @@
-"""The recurrence in chunks that advance together, in registers: two passes over the chunks, with a scan over them in between.
+"""The recurrence in chunks that advance together, in registers: two passes over the chunks, with a scan over chunks in between.
 
-A program computes CHANNELS channels of one batch, in tiles of CHUNKS chunks of S steps. It loads a tile once; sums what each
-chunk adds to the state; scans these sums, at the scale of the tile's end, for the state before each chunk; and passes through
-the chunks again, from that state, for y. All loads of a tile are in flight at once, and there are CHUNKS threads for each
-channel.
+A program computes CHANNELS channels of one batch, in tiles of CHUNKS chunks of S steps. It loads a tile once, and sums each
+chunk's contribution to the state. A scan over these sums, at the scale of the tile's end, gives the state before each chunk.
+From these states, a second pass through the chunks computes y. All loads of a tile are in flight at the same time, and each
+channel has CHUNKS threads.
 
-As in taichi_scan, e^k = m * 2^n with an integer n, and the state (a, b) is at the scale 2^P, where P follows the larger
-exponent: nothing is lost however far apart the k are. P is made of integer sums and maxima alone, so the backward finds the
-same P. (|k|, |p| and |time_first| are clamped to 2.9e6, e^(u+k) relative to the state to 2^64, time_decay to 15.5.)
+As in taichi_scan, e^k = m * 2^n with an integer n, and the state (a, b) is scaled by 2^-P, where P follows the larger exponent,
+so no spread of k loses precision. P is computed by integer sums and maxima only, so the backward computes the same P. (|k|, |p|
+and |time_first| are clamped to 2.9e6, e^(u+k) relative to the state to 2^64, time_decay to 15.5.)
 
-The backward first passes forward through all tiles and stores the state before each; then it processes the tiles from last to
-first, recomputes the states inside, and solves the reverse recurrence, which is linear, in the same two passes. Extra memory:
-3/32 of k.
+The backward first runs forward through all tiles, and stores the state before each tile. Then it processes the tiles from last
+to first, recomputes the states inside, and solves the reverse recurrence, which is linear, in the same two passes. Extra
+memory: 3/32 of k.
 
 Steps after T have weight 0 but decay the state; _leave undoes that decay. k, v, y and their gradients are read and written in
 their own dtype; all arithmetic is in float32.
@@ -27,14 +27,14 @@ from kernels.registry import Requires
 
 REQUIRES = Requires(packages=("triton",), devices=("cuda",), dtypes=(torch.float32, torch.bfloat16, torch.float16))
 
-CHANNELS, CHUNKS = 32, 4                         # a warp per chunk, a thread per channel
+CHANNELS, CHUNKS = 32, 4                         # one warp per chunk, one thread per channel
 STEPS = 8                                        # S, steps per chunk: as many as fit into registers
 OPTIONS = {"num_warps": CHUNKS, "enable_fp_fusion": True}
 
 LIMIT = tl.constexpr(2.9e6)                      # 2^22 log 2: the sums of exponents below stay within 32 bits
 LOST = tl.constexpr(15.5)                        # largest time_decay: after a decay by e^-e^15.5 the state is 0 for any k
 NO_FRACTION, NO_FRACTION_BITS = tl.constexpr(1.5 * 2**23), tl.constexpr(0x4B400000)
-VOID, NEVER = tl.constexpr(-2**29), tl.constexpr(-2**31 + 2**24)       # the exponent of a step, of a chunk after T
+VOID, NEVER = tl.constexpr(-2**29), tl.constexpr(-2**31 + 2**24)       # the exponents of a step and of a chunk beyond T
 LOG2_E, LOG2_E_LOW = tl.constexpr(1.4426950216293335), tl.constexpr(1.925963033500913e-08)
 LN_2 = tl.constexpr(0.6931471805599453)
 
@@ -66,7 +66,7 @@ def backward(time_decay: Tensor, time_first: Tensor, k: Tensor, v: Tensor, a: Te
 
 
 def _width(C: int) -> int:
-    """C if the kernel is compiled for it, else 0. Addresses computed at run time are a sixth of the work."""
+    """C if the kernel is compiled for this C, which saves a sixth of the work, the computing of addresses; otherwise 0."""
     return C if C % CHANNELS == 0 else 0
 
 
@@ -131,7 +131,7 @@ def _backward(time_decay, time_first, k, v, a, b, p, grad_y, grad_a, grad_b, sta
         a_s, b_s, P_s, P_after, _a, _b, _P = _states(ms, ns, vs, a, b, P, w, spans, j, step < T, S, CHUNKS)
         m_chunk, n_chunk, _drift = _span(w, S)
         over_chunk = m_chunk * _pow2(_clip(P_s + n_chunk - P_after, -127, 126))
-        settled = _pow2(_clip(P - P_s, -126, 126))            # in row 0: rescales from the scale before the tile to its own
+        settled = _pow2(_clip(P - P_s, -126, 126))            # row 0 converts the scale before the tile to that of the tile
         steps = ()
         for s in tl.static_range(S):
             now, old, new, P_s = _factors(ms[s], ns[s], P_s, w, bonus)
@@ -158,7 +158,7 @@ def _backward(time_decay, time_first, k, v, a, b, p, grad_y, grad_a, grad_b, sta
 
 @triton.jit
 def _place(C, CHANNELS: tl.constexpr):
-    """The batch; the channels and their offsets in a (B,C) tensor, [1, CHANNELS] each."""
+    """The program's batch; its channels, and their offsets in a (B,C) tensor, [1, CHANNELS] each."""
     blocks = tl.cdiv(C, CHANNELS)
     batch = (tl.program_id(0) // blocks).to(tl.int64)
     c = tl.program_id(0) % blocks * CHANNELS + tl.arange(0, CHANNELS)[None, :]
@@ -172,7 +172,7 @@ def _row(CHUNKS: tl.constexpr):
 
 @triton.jit
 def _tile(j, batch, c, T, C, S: tl.constexpr, CHUNKS: tl.constexpr):
-    """Offset of tile j in a (B,T,C) tensor; offsets of each chunk's first step from there; the number of that step."""
+    """The offset of tile j in a (B,T,C) tensor; the offsets of each chunk's first step from there; the index of that step."""
     first = j * (S * CHUNKS)
     return (batch * T + first) * C, _row(CHUNKS) * (S * C) + c, first + _row(CHUNKS) * S
 
@@ -193,7 +193,7 @@ def _store(x, first, at, values, mask):
 
 @triton.jit
 def _exps(ks, step, T, S: tl.constexpr):
-    """e^k = m 2^n at each step, and m = 0 after T."""
+    """m and n of e^k = m 2^n for each step; m = 0 beyond T."""
     ms = ()
     ns = ()
     for s in tl.static_range(S):
@@ -205,7 +205,8 @@ def _exps(ks, step, T, S: tl.constexpr):
 
 @triton.jit
 def _weights(time_decay, time_first, live, S: tl.constexpr, CHUNKS: tl.constexpr):
-    """(w, m, n, log2 m) with e^w = m 2^n, m within [0.7, 1.4]; e^u; the decays over a tile, and to its end from each chunk."""
+    """(w, m, n, log2 m) with e^w = m 2^n, m within [0.7, 1.4]; e^u; the decays over a tile, and from each chunk's start and end
+    to the tile's end."""
     m, n = _exp(tl.minimum(tl.load(time_decay, mask=live, other=0.0), LOST, propagate_nan=tl.PropagateNan.ALL))
     w = -m * _pow2(tl.maximum(n, -127))
     power = tl.floor(tl.fma(w, LOG2_E, 0.5))
@@ -217,7 +218,7 @@ def _weights(time_decay, time_first, live, S: tl.constexpr, CHUNKS: tl.constexpr
 
 @triton.jit
 def _span(w, lag):
-    """e^(w lag) = m 2^n, m within [1, 2), and log2 m. floor takes no sum: contracted to an fma it could give another n."""
+    """m and n of e^(w lag) = m 2^n, m within [1, 2), and log2 m. A sum inside floor could become an fma and change n."""
     drift = w[3] * lag
     power = tl.floor(drift)
     return tl.exp2(drift - power), lag * w[2] + power.to(tl.int32), drift - power
@@ -225,7 +226,7 @@ def _span(w, lag):
 
 @triton.jit
 def _enter(a, b, p, live):
-    """The incoming state with b within [1, 2), its P, and the factor by which a and b were multiplied."""
+    """The initial state with b within [1, 2), its P, and the factor by which a and b were multiplied."""
     a = tl.load(a, mask=live, other=0.0)
     b = tl.load(b, mask=live, other=0.0)
     m, P = _exp(tl.load(p, mask=live, other=0.0))
@@ -236,7 +237,7 @@ def _enter(a, b, p, live):
 
 @triton.jit
 def _leave(P, w, T, TILE: tl.constexpr):
-    """The factor from the state after the last tile to the state after step T at the scale p; and p."""
+    """Returns the factor that converts the last tile's final state to the state after step T, scaled by e^p, and p."""
     late, n, _drift = _span(w, T - tl.cdiv(T, TILE) * TILE)
     p = LN_2 * (P + n).to(tl.float32)
     m, power = _exp(p)
@@ -245,7 +246,7 @@ def _leave(P, w, T, TILE: tl.constexpr):
 
 @triton.jit
 def _states(ms, ns, vs, a, b, P, w, spans, j, seen, S: tl.constexpr, CHUNKS: tl.constexpr):
-    """The state before each chunk, P after each chunk, and the state after the tile. (a, b, P): the state before the tile."""
+    """The states before each chunk, P after each chunk, and the state after the tile. a, b, P: the state before the tile."""
     a_own, b_own, P_own = _chunk_sums(ms, ns, vs, w, S)
     m_tile, n_tile, drift = spans[0]
     m_before, n_before, _drift = spans[1]
@@ -271,7 +272,7 @@ def _states(ms, ns, vs, a, b, P, w, spans, j, seen, S: tl.constexpr, CHUNKS: tl.
 
 @triton.jit
 def _accumulate(a_0, b_0, P_0, a_0x, b_0x, P_0x, a_1, b_1, P_1, a_1x, b_1x, P_1x):
-    """The sum of the states of two runs of chunks; with _x, the same without the last chunk."""
+    """Combines the sums of two adjacent runs of chunks, for a scan. Names with _x: sums that exclude the last chunk."""
     a, b, P = _join(a_0, b_0, P_0, a_1, b_1, P_1)
     a_x, b_x, P_x = _join(a_0, b_0, P_0, a_1x, b_1x, P_1x)
     return a, b, P, a_x, b_x, P_x
@@ -279,7 +280,7 @@ def _accumulate(a_0, b_0, P_0, a_0x, b_0x, P_0x, a_1, b_1, P_1, a_1x, b_1x, P_1x
 
 @triton.jit
 def _chunk_sums(ms, ns, vs, w, S: tl.constexpr):
-    """Each chunk's contribution to the state after it. The decays are known, so its largest exponent comes first."""
+    """Each chunk's contribution to the state after it. The decays are known, so the largest exponent is computed first."""
     P = ns[0] + (S - 1) * w[2]
     for s in tl.static_range(1, S):
         P = tl.maximum(P, ns[s] + (S - 1 - s) * w[2])
@@ -302,7 +303,7 @@ def _join(a_0, b_0, P_0, a_1, b_1, P_1):
 
 @triton.jit
 def _factors(m, n, P, w, bonus):
-    """e^(u+k) at the scale of the old state; the factors of the old state and of v_t in the new state; the new P."""
+    """e^(u+k) at the scale of the previous state; the factors of the previous state and of v_t in the new state; the new P."""
     now = bonus[0] * m * _pow2(_clip(bonus[1] + n - P, -64, 64))
     lead = n - (P + w[2])
     up = tl.maximum(lead, 0)
@@ -311,7 +312,7 @@ def _factors(m, n, P, w, bonus):
 
 @triton.jit
 def _gradients_of_states(steps, rescaled, old, settled, grad_a, grad_b, S: tl.constexpr, CHUNKS: tl.constexpr):
-    """The gradients of the state after each chunk and of the state before the tile, from that of the state after the tile."""
+    """The gradients of the states after each chunk and before the tile, given that of the state after the tile."""
     a = tl.zeros_like(rescaled)
     b = tl.zeros_like(rescaled)
     for s in tl.static_range(S - 1, -1, -1):
@@ -328,7 +329,7 @@ def _gradients_of_states(steps, rescaled, old, settled, grad_a, grad_b, S: tl.co
 
 @triton.jit
 def _reach(a_1, b_1, old_1, a_1x, b_1x, old_1x, a_0, b_0, old_0, a_0x, b_0x, old_0x):
-    """The state's gradient through two runs of chunks, the later one given first; with _x, without the first chunk."""
+    """Combines the state gradients of two adjacent runs of chunks, the later first. Names with _x exclude the first chunk."""
     a = a_0 + old_0 * a_1
     b = b_0 + old_0 * b_1
     old = old_0 * old_1
@@ -341,7 +342,7 @@ def _exp(x):
     x = tl.where(x == float("inf"), float("nan"), x)
     x = tl.clamp(x, -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL)
     rounded = tl.fma(x, LOG2_E, NO_FRACTION)
-    rest = tl.fma(x, LOG2_E_LOW, tl.fma(x, LOG2_E, -(rounded - NO_FRACTION)))    # Triton 3.7 interprets no constant - tensor
+    rest = tl.fma(x, LOG2_E_LOW, tl.fma(x, LOG2_E, -(rounded - NO_FRACTION)))    # Triton 3.7 cannot interpret constant - tensor
     return tl.exp2(rest), rounded.to(tl.int32, bitcast=True) - NO_FRACTION_BITS
 
 
@@ -353,4 +354,4 @@ def _pow2(n):
 
 @triton.jit
 def _clip(n, low, high):
-    return tl.minimum(tl.maximum(n, low), high)                  # before Triton 3.9 tl.clamp takes no integers
+    return tl.minimum(tl.maximum(n, low), high)                  # before Triton 3.9 tl.clamp does not support integers

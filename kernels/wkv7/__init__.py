@@ -1,21 +1,23 @@
-"""WKV-7, the time mixing of RWKV-7: a matrix-valued state that decays, forgets along one direction, and takes in v k^T.
+"""WKV-7, the operator of RWKV-7's time mixing: a matrix state that decays, forgets along one direction, and adds v k^T.
 
-Per row and head, S is N x N, its rows i are of the value and its columns j of the key; w = exp(log_w), all vectors of N:
+For each batch row and head, the state S is an N x N matrix, with rows i for the value and columns j for the key. The inputs of
+a step are vectors of N numbers. With w = exp(log_w), a step is
 
     sa_i = sum_j S_ij a_j        S_ij <- S_ij w_j + sa_i b_j + v_i k_j        y_i = sum_j S_ij r_j         (y reads the new S)
 
-r, log_w, k, v, a, b, y (B,T,H,N); state (B,H,N,N), zero at first. In RWKV-7 -0.6066 <= log_w <= 0, a = -kk and b = kk * rate,
-kk being normalised; an implementation may assume -1 <= log_w <= 0. T and N may be anything.
-Where an input is NaN at a step, y and the state of that head are NaN from that step on; a NaN in v affects only its row i, one
-in r only y of that step. y before that step is the same to the bit.
+r, log_w, k, v, a, b, y (B,T,H,N); state (B,H,N,N), initially zero. T and N may have any size. In RWKV-7, -0.6066 <= log_w <= 0,
+a = -kk and b = kk * rate, where kk is normalised. Implementations may assume -1 <= log_w <= 0. If an input of a step is NaN, y
+and the state of that head are NaN from that step on; but a NaN in v affects only its row i, and a NaN in r affects only y of
+that step. The bits of y at earlier steps do not change.
 Source: the RWKV-7 paper (arXiv 2503.14456), section 4; RWKV-LM, RWKV-v7/rwkv_v7_demo.py.
 
-A file beside this one holds REQUIRES, forward(r, log_w, k, v, a, b, state, *activations) -> (y, state) and
-backward(r, log_w, k, v, a, b, state, *activations, grad_y, grad_state) -> the gradients of the first seven. The
-activations are empty, and forward fills them for backward. There are none if no gradient is required; otherwise one per shape
-that the file's optional function activation_shapes(B, T, H, N) returns: float32, or float64 if the inputs are. All tensors are
-contiguous. If REQUIRES has bfloat16, r, k, v, a, b, y and grad_y may be bfloat16, and so are then the gradients of r, k, v, a,
-b; all else is float32. The single step is in this file, shared by all.
+An implementation, a file in this folder, defines REQUIRES, forward(r, log_w, k, v, a, b, state, *activations) -> (y, state) and
+backward(r, log_w, k, v, a, b, state, *activations, grad_y, grad_state) -> the gradients of the first seven arguments. The
+activations are uninitialised tensors that forward fills for backward; there are none if no gradient is required. Their shapes
+are returned by the file's optional function activation_shapes(B, T, H, N); their dtype is float32, or float64 for float64
+inputs. All tensors are contiguous. If REQUIRES contains bfloat16, r, k, v, a, b, y and grad_y may be bfloat16, and then the
+gradients of r, k, v, a, b are too; everything else is float32. Single steps are computed by `step` below, whatever the
+implementation.
 """
 
 from typing import Any
@@ -27,15 +29,15 @@ from torch.nn.functional import pad
 from kernels.operator import Operator, Tensors, contiguous, contiguous_like
 
 SEQUENCES = 6                    # r, log_w, k, v, a, b
-LOG_W = 1                        # the place of log_w among the inputs
+LOG_W = 1                        # the index of log_w among the inputs
 
 
 class WKV7(Operator):
-    """One implementation, by name: `WKV7("reference")(r, log_w, k, v, a, b, state=None) -> (y, state)`.
+    """WKV-7 computed by the named implementation: `WKV7("reference")(r, log_w, k, v, a, b, state=None) -> (y, state)`.
 
-    Differentiable (once) in all seven; any B, T, H, N, a size of 0 included. Half-precision r, k, v, a, b are computed in
-    float32 and y comes back in the dtype of v; log_w is read in float32. Raises ValueError for an unknown name or wrong inputs,
-    KernelUnavailable where the implementation cannot run on the inputs' device.
+    It can be differentiated once, with respect to all seven inputs. B, T, H and N may have any size, including 0.
+    Half-precision r, k, v, a, b are computed in float32, and y has the dtype of v; log_w is converted to float32. Raises
+    ValueError for an unknown name or wrong inputs, KernelUnavailable if the implementation cannot run on the inputs' device.
     """
 
     folder = "wkv7"
@@ -80,13 +82,13 @@ class WKV7(Operator):
         return contiguous_like(cut, saved[:7])
 
     def _padded(self, shape: torch.Size) -> tuple[int, int, int, int]:
-        """B, T, H, N with T and N as the file takes them. An N beyond the largest of N_sizes stays, for the file to refuse."""
+        """B, T, H, N, with T and N padded to supported sizes. The implementation rejects an N above all of N_sizes."""
         B, T, H, N = shape
         N = next((size for size in self.requires.N_sizes if size >= N), N)
         return B, T + -T % self.requires.T_multiple, H, N + -N % self.requires.N_multiple
 
     def _inside(self, tensors: tuple[Tensor, ...]) -> list[Tensor]:
-        """Contiguous and padded with zeros, which change nothing; r, k, v, a, b, grad_y in their dtype if the file takes it."""
+        """The tensors, contiguous, in a supported dtype, and padded with zeros, which change no result."""
         shape = tensors[0].shape
         _, T, _, N = self._padded(shape)
         wide = _compute_dtype(tensors[0])
@@ -95,7 +97,7 @@ class WKV7(Operator):
         narrow = narrow if narrow in self.requires.dtypes else wide
         prepared = []
         for i, tensor in enumerate(tensors):
-            is_state = i == SEQUENCES or i == SEQUENCES + 2          # state, and grad_state behind grad_y
+            is_state = i == SEQUENCES or i == SEQUENCES + 2          # state, and grad_state, which follows grad_y
             tensor = contiguous(tensor.detach(), wide if is_state or i == LOG_W else narrow)
             prepared.append(_pad(tensor, (N, N) if is_state else (T, shape[2], N)))
         return prepared
@@ -105,25 +107,25 @@ class WKV7(Operator):
         v = sequences[3]
         if v.dim() != 4 or any(tensor.shape != v.shape for tensor in sequences):
             shapes = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in zip(names, sequences, strict=True))
-            raise ValueError(f"WKV7: r, log_w, k, v, a and b must have one shape (B,T,H,N); got {shapes}")
+            raise ValueError(f"WKV7: r, log_w, k, v, a and b must have the same shape (B,T,H,N); got {shapes}")
         if not all(tensor.is_floating_point() for tensor in sequences):
             raise ValueError(f"WKV7: tensors must be floating-point; got {', '.join(str(each.dtype) for each in sequences)}")
         B, _, H, N = v.shape
         if state is not None and state.shape != (B, H, N, N):
             raise ValueError(f"WKV7: the state must be (B,H,N,N) = {(B, H, N, N)}; got {tuple(state.shape)}")
         if any(tensor.device != v.device for tensor in (*sequences, *([] if state is None else [state]))):
-            raise ValueError(f"WKV7: all tensors and the state must be on one device, that of v, {v.device}: move the "
-                             "others there")
+            raise ValueError(f"WKV7: all tensors and the state must be on the device of v, {v.device}: move the others "
+                             "to it")
         dtypes = [tensor.dtype for tensor in sequences]
         self.check_dtype(*dtypes)
         if torch.float64 in dtypes and dtypes[0] != torch.float64:
-            raise ValueError(f"WKV7 computes in float64 if r is float64, and r is {dtypes[0]}: cast all inputs to one of "
-                             "the two")
+            raise ValueError(f"WKV7 computes in float64 only if r is float64, and r is {dtypes[0]}: cast all inputs to the "
+                             "same dtype")
         self.check_device(v.device)
 
     @staticmethod
     def step(r: Tensor, log_w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        """One time step, (B,H,N) each, the same torch formula for every implementation: decoding launches no kernel."""
+        """Computes one time step, with inputs (B,H,N), by the same PyTorch operations for every implementation."""
         dtype = v.dtype
         r, log_w, k, v, a, b = (tensor.to(state.dtype) for tensor in (r, log_w, k, v, a, b))
         sa = (state * a.unsqueeze(-2)).sum(-1, keepdim=True)               # faster than state @ a
@@ -132,7 +134,7 @@ class WKV7(Operator):
 
 
 def empty_state(B: int, H: int, N: int, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> Tensor:
-    """The state (B,H,N,N) that has seen nothing: zeros."""
+    """The state (B,H,N,N) before the first token: zeros."""
     return torch.zeros(B, H, N, N, device=device, dtype=dtype)
 
 
@@ -141,7 +143,7 @@ def _compute_dtype(tensor: Tensor) -> torch.dtype:
 
 
 def _pad(tensor: Tensor, sizes: tuple[int, ...]) -> Tensor:
-    """The tensor with zeros after the ends of its last axes, which then have these sizes."""
+    """The tensor with its last axes padded at the end with zeros, to `sizes`."""
     missing = [after for size, padded in zip(tensor.shape[::-1], sizes[::-1]) for after in (0, padded - size)]  # noqa: B905
     return pad(tensor, missing) if any(missing) else tensor
 

@@ -1,26 +1,27 @@
-"""Shared by rungs 1 to 3 in Taichi: four passes over a matrix, with the step as an argument (taichi_v1, v2, v3).
+"""The four passes over a matrix that taichi_v1, v2 and v3 (rungs 1 to 3) share; each of these files defines the step of a pass.
 
     forward   lanes i   S = S w_t + sa_t b_t + v_t k_t                  y_t = S r_t      sa_{t+1} = S a_{t+1}
     rows      lanes i   G = G w_{t+1} + gsa_{t+1} a_{t+1} + gy_t r_t    gv_t = G k_t     gsa_t = G b_t
     states    lanes j   S as in forward                                 gr_t = S^T gy_t  ga_{t+1} = S^T gsa_{t+1}
     keys      lanes j   G as in rows                                    gk_t = G^T v_t   gb_t = G^T sa_t
 
-G = dL/dS; rows and keys go from the last step to the first. Lanes run along the axis without a sum. The backward scans a head
-twice: from the last chunk to the first for rows, which save G after each chunk; then forwards, for each chunk first its states,
-then, from its end, its keys. The states before each step of the chunk are saved, so that keys have S and G of the same step for
+G = dL/dS; the passes `rows` and `keys` go from the last step to the first. Lanes run along the axis that is not summed over.
+The backward visits each chunk of a head twice: `rows`, from the last chunk to the first, saves G after each chunk; then, from
+the first chunk to the last, `states` runs forwards through a chunk and `keys` backwards. `states` saves S before each step of
+the chunk, so that `keys` has S and G of the same step for log_w's gradient,
 
-    gl_t = w_t sum_i (S_{t-1})_ij (G_t)_ij                  (log_w's gradient)
+    gl_t = w_t sum_i (S_{t-1})_ij (G_t)_ij
 
-gl_t = gl_{t+1} + (r gr)_t + (a ga)_{t+1} - (b gb)_t - (k gk)_t would need no such product. But a small gl next to a large one
-would be the difference of two large sums, and a gl of 0 would not be 0.
+The recurrence gl_t = gl_{t+1} + (r gr)_t + (a ga)_{t+1} - (b gb)_t - (k gk)_t would not need this product. But then a small gl
+next to a large one would be the difference of two large sums, and a gl of 0 would not be exactly 0.
 
-A task is one (b, h). Forward saves sa, as large as k. The backward's memory is that of the running tasks: N/16 + 1 times a
-head's k, for each, and 17 vectors per column of the state.
+A task is one batch row and head. Forward saves sa, which is as large as k. Backward needs memory only for the tasks that run at
+the same time: each task needs N/16 + 1 times the memory of a head's k, and 17 vectors per column of the state.
 
 step(scratch, flat, before, after, other, vectors, M, p, q, w, order, along_j, beside), a ti.func, reads the matrix at `before`,
-each vector of which is a column. It multiplies the matrix by w, adds p x + q y and stores the sum at `after`. It returns the
-products of the sum with u and v and, if beside, for each lane the sum of its products with the matrix at `other`. x, y, u, v
-(and w, unless the lanes are along j) are at `vectors` of scratch in this `order`, M vectors each, interleaved.
+in which each vector is a column. It multiplies the matrix by w, adds p x^T + q y^T and stores the sum at `after`. It returns
+the products of the sum with u and v and, if `beside`, for each lane the sum of its products with the matrix at `other`. x, y,
+u, v (and w, unless the lanes are along j) are at `vectors` of scratch in the order `order`, M vectors each, interleaved.
 """
 
 # mypy: disable-error-code="index, no-untyped-def, valid-type"
@@ -34,19 +35,19 @@ from kernels.backends.lanes import exp, stored
 from kernels.backends.taichi import BLOCK, launch, share, shares, ti
 from kernels.registry import Requires
 
-LANES = 16  # per vector: its running sums and the rows of its two outer products then fit into AVX2's registers
+LANES = 16  # per vector; AVX2's registers then hold the running sums and the factors of the two outer products
 CHUNK = 16  # steps whose vectors are staged at a time
-ALIGNMENT = 64  # bytes; a vector load from any other address is a segmentation fault
-FORWARDS, BACKWARDS = (0, 1, 2, 3, 4), (3, 2, 1, 0, 5)  # the order of a step's vectors: two are added, two are multiplied; w
+ALIGNMENT = 64  # bytes; a vector load from an unaligned address is a segmentation fault
+FORWARDS, BACKWARDS = (0, 1, 2, 3, 4), (3, 2, 1, 0, 5)  # order of a step's vectors: x, y, u, v, w
 REQUIRES = Requires(packages=("taichi",), devices=("cpu",), N_multiple=LANES)
 Vectors = ti.types.ndarray(dtype=ti.types.vector(LANES, ti.f32), ndim=1)
 Flat = ti.types.ndarray(dtype=ti.f32, ndim=1)
 
 
 class Rung(NamedTuple):
-    """step and stage: ti.funcs; stage(read, scratch, columns, ...) prepares six vectors for each step of a chunk.
+    """The parts that differ between rungs. step, stage: ti.funcs; stage(read, scratch, columns, ...) prepares a step's vectors.
 
-    outside: the decay is taken out of the matrix, which is multiplied by it once per chunk (taichi_v3).
+    outside: whether the decay is factored out, so that the matrix is multiplied by it only once per chunk (taichi_v3).
     """
 
     step: Any
@@ -55,7 +56,7 @@ class Rung(NamedTuple):
 
 
 def activation_shapes(B: int, T: int, H: int, N: int) -> tuple[tuple[int, ...], ...]:
-    """sa."""
+    """The shape of sa, the only activation."""
     return ((B, T, H, N),)
 
 
@@ -90,7 +91,7 @@ def aligned(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 @cache
 def _forward_kernel(dtype: torch.dtype, rung: Rung) -> Any:
-    """With r, k, v, a, b and y of dtype. M: vectors in a head."""
+    """The forward kernel for r, k, v, a, b and y of `dtype`. Its argument M: the number of vectors in a head."""
     Rows, read, write = stored(dtype, LANES)
     update = rung.step
     stage = rung.stage or _stage_columns
@@ -134,7 +135,7 @@ def _forward_kernel(dtype: torch.dtype, rung: Rung) -> Any:
 
 @cache
 def _backward_kernel(dtype: torch.dtype, rung: Rung) -> Any:
-    """With r, k, v, a, b, grad_y and their gradients of dtype. M: vectors in a head."""
+    """The backward kernel for r, k, v, a, b, grad_y and gradients of `dtype`. Its argument M: as in _forward_kernel."""
     Rows, read, write = stored(dtype, LANES)
     update = rung.step
     stage = rung.stage or _stage_columns
@@ -153,10 +154,10 @@ def _backward_kernel(dtype: torch.dtype, rung: Rung) -> Any:
             history = G + M * LANES
             columns = history + CHUNK * M * LANES
             rows = columns + 6 * CHUNK * M
-            gsa = rows + 6 * CHUNK * M  # of T + 1 steps
+            gsa = rows + 6 * CHUNK * M  # gsa has T + 1 steps
             for head in range(first, end):
                 at = (head // H * T * H + head % H) * M
-                # rows: grad_v, gsa, and the gradient of the state
+                # the pass `rows`: grad_v, gsa, and the gradient of the state
                 load_turned(flat, matrix * LANES, grad_after, head, M)
                 for x in range(M):
                     scratch[gsa + T * M + x] = ti.Vector([0.0] * LANES)
@@ -188,7 +189,7 @@ def _backward_kernel(dtype: torch.dtype, rung: Rung) -> Any:
                         w_0 = flat[(columns + M) * LANES + j]
                         scratch[m] = (scratch[m] if ti.static(outside) else w_0 * scratch[m]) + a_0 * scratch[gsa + x]
                 store_turned(grad_state, flat, matrix * LANES, head, M)
-                # of each chunk states: grad_r, grad_a; and keys: grad_k, grad_b, grad_log_w
+                # for each chunk, the passes `states` (grad_r, grad_a) and `keys` (grad_k, grad_b, grad_log_w)
                 for x in range(M):
                     for i in range(M * LANES):
                         scratch[matrix + x * M * LANES + i] = state[(head * M * LANES + i) * M + x]
@@ -232,7 +233,7 @@ def _backward_kernel(dtype: torch.dtype, rung: Rung) -> Any:
 
 @ti.func
 def product(scratch: ti.template(), flat: ti.template(), matrix, vector, M):
-    """Of the matrix, of which each vector is a column, and a vector of M vectors."""
+    """The product of a matrix whose columns are vectors and one long vector, stored as M vectors at `vector`."""
     total = 0.0 * scratch[matrix]
     for j in range(M * LANES):
         total += scratch[matrix + j] * flat[vector * LANES + j]
@@ -241,7 +242,7 @@ def product(scratch: ti.template(), flat: ti.template(), matrix, vector, M):
 
 @ti.func
 def _decay(scratch: ti.template(), flat: ti.template(), strip, columns, steps, M):
-    """Multiplies a strip of the matrix by the decay over a chunk."""
+    """Multiplies a strip of the matrix by the decay of a whole chunk."""
     for j in range(M * LANES):
         scratch[strip + j] *= flat[(columns + ((steps - 1) * M + j // LANES) * 6 + 4) * LANES + j % LANES]
 
@@ -249,7 +250,7 @@ def _decay(scratch: ti.template(), flat: ti.template(), strip, columns, steps, M
 @ti.func
 def _stage_columns(read: ti.template(), scratch: ti.template(), columns, r: ti.template(), log_w: ti.template(),
                    k: ti.template(), a: ti.template(), b: ti.template(), at, t_0, steps, T, H, M):
-    """Of each step b, k, r, the next step's a (0 after the last), w, and the next step's w (1 after the last)."""
+    """Copies b, k, r, the next step's a (0 after the last), w, and the next step's w (1 after the last), for each step."""
     for x in range(M):
         for s in range(steps):
             i = at + (t_0 + s) * H * M + x
@@ -273,7 +274,7 @@ def _stage_columns(read: ti.template(), scratch: ti.template(), columns, r: ti.t
 @ti.func
 def _stage_rows(read: ti.template(), scratch: ti.template(), rows, sa: ti.template(), v: ti.template(),
                 grad_y: ti.template(), gsa, at, t_0, steps, H, M):
-    """Of each step sa, v, gy and the next step's gsa."""
+    """Copies sa, v, gy and the next step's gsa, for each step."""
     for s in range(steps):
         for x in range(M):
             i = at + (t_0 + s) * H * M + x
@@ -290,13 +291,13 @@ def _stage_rows(read: ti.template(), scratch: ti.template(), rows, sa: ti.templa
 
 @ti.func
 def strip_before(s, first, history, M):
-    """Where the columns of the state before step s of a chunk are: those before step 0 are at `first`."""
+    """The index of the columns of the state before step s of a chunk; for step 0 it is `first`."""
     return ti.select(s > 0, history + (s - 1) * M * LANES, first)
 
 
 @ti.func
 def turn(flat: ti.template(), to, matrix, M):
-    """A copy of a matrix whose vectors' lanes are along i, with the lanes along j."""
+    """Copies a matrix from vectors with lanes along i to vectors with lanes along j."""
     for x in range(M):
         for i in range(M * LANES):
             for j in range(LANES):
@@ -306,7 +307,7 @@ def turn(flat: ti.template(), to, matrix, M):
 
 @ti.func
 def load_turned(flat: ti.template(), matrix, state: ti.template(), head, M):
-    """A head's state, with the lanes of a vector along i."""
+    """Loads a head's state into vectors with lanes along i."""
     for x in range(M):
         for j in range(M * LANES):
             for i in range(LANES):

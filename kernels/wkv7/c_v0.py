@@ -1,4 +1,4 @@
-"""C (csrc/wkv7.c): the passes of taichi_v3 with fused multiply-adds; log_w's gradient needs no running sum."""
+"""C (csrc/wkv7.c): the passes of taichi_v3 with fused multiply-adds."""
 
 import torch
 from torch import Tensor
@@ -7,12 +7,12 @@ from kernels import native
 from kernels.native.dtypes import DTYPES
 from kernels.registry import Requires
 
-CHUNK, STAGED, LANES = 16, 9, 16  # as in wkv7.c: steps, staged vectors per step; maximum number of lanes
+CHUNK, STAGED, LANES = 16, 9, 16  # as in wkv7.c: steps, staged vectors per step, largest number of lanes
 REQUIRES = Requires(devices=("cpu",), why_not=native.why_not, dtypes=tuple(DTYPES), N_multiple=16)
 
 
 def activation_shapes(B: int, T: int, H: int, N: int) -> tuple[tuple[int, ...], ...]:
-    """sa."""
+    """The shape of sa, the only activation."""
     return ((B, T, H, N),)
 
 
@@ -37,7 +37,7 @@ def backward(r: Tensor, log_w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tenso
 
 
 def _run(direction: str, scratch_size: int, r: Tensor, log_w: Tensor, *others: Tensor | None) -> None:
-    """Calls the C function. others: the fields after log_w of its struct call; scratch_size: numbers per thread."""
+    """Calls the C function. others: the fields that follow log_w in the C struct `call`. scratch_size: numbers per thread."""
     B, T, H, N = r.shape
     threads = native.threads_for(B * H)
     scratch = log_w.new_empty(threads * scratch_size)

@@ -1,4 +1,4 @@
-"""Shapes, inputs and tolerances of WKV-7, shared by the tests and the benchmark."""
+"""Shapes, inputs and tolerances of WKV-7, for the tests and the benchmark."""
 
 from collections.abc import Callable
 
@@ -9,22 +9,22 @@ from torch.nn.functional import normalize
 from kernels.compare import ROUNDING, loss
 
 SHAPES = ((3, 1, 4, 64), (2, 11, 3, 64), (1, 16, 2, 8), (2, 63, 1, 64), (1, 64, 2, 20), (1, 129, 1, 64))    # (B, T, H, N)
-CHECKED = (3, 129, 6, 64)                        # many blocks and chunks, before a run (rwkv/training/kernel_check.py)
+CHECKED = (3, 129, 6, 64)                        # many blocks and chunks, for rwkv/training/kernel_check.py
 EMPTY_SHAPES = ((0, 4, 3, 8), (2, 0, 3, 8), (2, 4, 0, 8), (2, 4, 3, 0))
 BENCH_SHAPES = {"cpu": ((8, 1024, 12, 64), (8, 8192, 12, 64), (4, 512, 6, 64)),
                 "cuda": ((8, 1024, 12, 64), (8, 8192, 12, 64), (8, 4096, 32, 64))}
-SWEEP = {"cpu": (128, 512, 2048), "cuda": (128, 512, 2048, 4096)}                # T, at the B, H and N of a shape above
-FASTEST, SLOWEST = -0.6065, -1e-6                # the ends of log_w's range in RWKV-7, -e^-0.5 and 0
-TOLERANCE = {"y": 5e-6, "state": 5e-6, "gradient": 1e-5}                         # float32, on err_ratio
+SWEEP = {"cpu": (128, 512, 2048), "cuda": (128, 512, 2048, 4096)}                # T; B, H and N are those of a benchmark shape
+FASTEST, SLOWEST = -0.6065, -1e-6                # limits of log_w in RWKV-7: -e^-0.5, 0
+TOLERANCE = {"y": 5e-6, "state": 5e-6, "gradient": 1e-5}                         # largest err_ratio in float32
 NAMES = ("r", "log_w", "k", "v", "a", "b", "state")
 WKV7Inputs = tuple[Tensor, ...]
 
 
 def inputs(B: int, T: int, H: int, N: int, log_w: float | None = None, dtype: torch.dtype = torch.float32,
            device: str = "cpu", seed: int = 0) -> WKV7Inputs:
-    """As in RWKV-7: log_w = -e^-0.5 sigmoid(z), or one value everywhere; a = -kk and b = kk * rate with |kk| = 1; a state.
+    """Random inputs as in RWKV-7: log_w = -e^-0.5 sigmoid(z), or as given; a = -kk; b = kk * rate with |kk| = 1; the state.
 
-    r and k are of length 1 or so, lest y and its gradients overflow in float16.
+    r and k have a length of about 1, so that y and the gradients do not overflow in float16.
     """
     generator = torch.Generator().manual_seed(seed)
 
@@ -44,7 +44,7 @@ def inputs(B: int, T: int, H: int, N: int, log_w: float | None = None, dtype: to
 
 
 def results(operator: Callable[..., tuple[Tensor, Tensor]], inputs: WKV7Inputs) -> dict[str, Tensor]:
-    """y, the state after it, and the gradients of a loss on both."""
+    """y, the new state, and the gradients of a loss that depends on both."""
     leaves = [tensor.detach().requires_grad_() for tensor in inputs]
     y, state = operator(*leaves)
     total = loss(y) + state.sin().sum()
@@ -54,9 +54,10 @@ def results(operator: Callable[..., tuple[Tensor, Tensor]], inputs: WKV7Inputs) 
 
 
 def tolerance(dtype: torch.dtype = torch.float32, rounded: bool = False) -> dict[str, float]:
-    """For r, k, v, a and b of `dtype`; in half precision y, grad_y and the gradient are each rounded, the state is not.
+    """The tolerances for r, k, v, a and b of `dtype`. Half precision rounds y, grad_y and the gradients, but not the state.
 
-    rounded: the fast form, which also rounds what goes into its products and from chunk to chunk (registry.Requires).
+    rounded: whether the implementation also rounds the factors of its products and the states between chunks
+    (Requires.rounded).
     """
     if dtype == torch.float64:
         return dict.fromkeys(("y", "state", *(f"grad {name}" for name in NAMES)), 1e-12)

@@ -1,4 +1,4 @@
-"""Rung 1: registers hold the state, a row per thread; shared memory holds a step's 5 vectors: one load per product."""
+"""Rung 1: registers hold the state, one row per thread; shared memory holds a step's 5 vectors: one load per product."""
 
 import torch
 from torch import Tensor
@@ -9,7 +9,7 @@ from kernels.registry import KernelUnavailable, Requires
 REQUIRES = Requires(devices=("cuda",), why_not=why_not, dtypes=(torch.float32, torch.bfloat16), N_multiple=32)
 
 CHUNK = 16                           # steps between two states that forward saves
-N_MAX = 1024                         # a block has a thread for each row
+N_MAX = 1024                         # a block has one thread for each row
 SOURCE = Source(__file__, "csrc/v1.cu", N=64, CHUNK=CHUNK, BFLOAT16=0)
 
 
@@ -39,5 +39,5 @@ def backward(r: Tensor, log_w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tenso
 def _source(v: Tensor) -> Source:
     N = v.shape[-1]
     if N > N_MAX:
-        raise KernelUnavailable(f"cuda_v1 takes heads of up to {N_MAX} channels, and these have {N}: use cuda_v0")
+        raise KernelUnavailable(f"cuda_v1 supports heads of up to {N_MAX} channels; got {N}: use cuda_v0")
     return SOURCE.variant(N=N, BFLOAT16=int(v.dtype == torch.bfloat16))

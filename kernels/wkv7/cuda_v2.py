@@ -1,4 +1,4 @@
-"""Rung 2: one loop per step, 4 columns at a time, updates the state and sums y and the next sa: 1 barrier instead of 2."""
+"""Rung 2: a single loop per step, 4 columns at a time, updates the state and computes y and the next sa: 1 barrier, not 2."""
 
 import torch
 from torch import Tensor
@@ -9,7 +9,7 @@ from kernels.registry import KernelUnavailable, Requires
 REQUIRES = Requires(devices=("cuda",), why_not=why_not, dtypes=(torch.float32, torch.bfloat16), N_multiple=32)
 
 CHUNK = 16                           # steps between two states that forward saves
-N_MAX = 448                          # 104 N bytes of a block's 48 KiB of static shared memory
+N_MAX = 448                          # a block needs 104 N bytes of its 48 KiB of static shared memory
 SOURCE = Source(__file__, "csrc/v2.cu", N=64, CHUNK=CHUNK, BFLOAT16=0)
 
 
@@ -39,5 +39,5 @@ def backward(r: Tensor, log_w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tenso
 def _source(v: Tensor) -> Source:
     N = v.shape[-1]
     if N > N_MAX:
-        raise KernelUnavailable(f"cuda_v2 takes heads of up to {N_MAX} channels, and these have {N}: use cuda_v0")
+        raise KernelUnavailable(f"cuda_v2 supports heads of up to {N_MAX} channels; got {N}: use cuda_v0")
     return SOURCE.variant(N=N, BFLOAT16=int(v.dtype == torch.bfloat16))

@@ -1,8 +1,9 @@
-"""Rung 3: tiles of 4 x 8 numbers, so that 4 products share a load; the backward's keys in all chunks of 64 steps at once.
+"""Rung 3: tiles of 4 x 8 numbers, so that 4 products share a load; the backward's key pass runs in all chunks in parallel.
 
-An H100 executes 128 multiply-adds per cycle and multiprocessor, for which its shared memory delivers 32 numbers. That limits
-rungs 1 and 2, which load one number each. They also have only B H blocks of N threads: at B = 8, H = 12, N = 64 that is 192
-warps for 528 schedulers. This rung has 384 warps there, and 96 T / 64 blocks in backward_keys. (Estimated.)
+Per cycle a multiprocessor of an H100 can execute 128 multiply-adds, but load only 32 numbers from shared memory. That limits
+rungs 1 and 2, which load one number per multiply-add. They also have only B H blocks of N threads: at B = 8, H = 12, N = 64
+these are 192 warps for 528 schedulers. This rung has 384 warps, and in backward_keys 96 T / 64 blocks. (Estimated, not
+measured.)
 """
 
 import torch
@@ -14,9 +15,9 @@ from kernels.registry import KernelUnavailable, Requires
 REQUIRES = Requires(devices=("cuda",), why_not=why_not, dtypes=(torch.float32, torch.bfloat16), N_multiple=32)
 
 CHUNK = 64                           # steps between two states that forward saves
-GROUP = 4                            # steps whose states backward_keys has in registers at once: 32 each, for N = 64
-BLOCKS = 512                         # maximum for backward_keys: their stored states take 128 MiB, for N = 64
-ROWS, LANES = 4, 8                   # of a thread's tile, and threads that share these rows
+GROUP = 4                            # steps whose states backward_keys holds in registers: 32 registers each for N = 64
+BLOCKS = 512                         # largest number of blocks of backward_keys, which store 128 MiB of states for N = 64
+ROWS, LANES = 4, 8                   # rows of a thread's tile; threads that share these rows
 N_MAX = 512                          # a block has 2 N threads
 SOURCE = Source(__file__, "csrc/v3.cu", N=64, CHUNK=CHUNK, GROUP=GROUP, LANES=LANES, BFLOAT16=0)
 
@@ -56,5 +57,5 @@ def backward(r: Tensor, log_w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tenso
 def _source(v: Tensor) -> Source:
     N = v.shape[-1]
     if N > N_MAX:
-        raise KernelUnavailable(f"cuda_v3 takes heads of up to {N_MAX} channels, and these have {N}: use cuda_v0")
+        raise KernelUnavailable(f"cuda_v3 supports heads of up to {N_MAX} channels; got {N}: use cuda_v0")
     return SOURCE.variant(N=N, BFLOAT16=int(v.dtype == torch.bfloat16))

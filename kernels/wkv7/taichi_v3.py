@@ -8,11 +8,11 @@ G = dL/dS. With b' = b / W, k' = k / W, r' = r W and a'_t = a_t W_{t-1} the recu
     states    lanes j   S' as in forward                        gr_t = W_t (S'^T gy_t)     ga_{t+1} = W_t (S'^T gsa_{t+1})
     keys      lanes j   G' as in rows                           gk_t = (G'^T v_t) / W_t    gb_t = (G'^T sa_t) / W_t
 
-Rows and keys go from the last step to the first. After a chunk the matrix is multiplied by W once. 1/W is at most e^16 for
-log_w >= -1. Each of the four is one pass over a matrix: it adds two outer products and multiplies by two vectors. Lanes run
-along the axis without a sum.
+The passes `rows` and `keys` go from the last step to the first. The matrix is multiplied by W once, after a chunk. 1/W is at
+most e^16 for log_w >= -1. Each step of the four passes is one loop over a matrix: it adds two outer products and multiplies the
+matrix by two vectors. Lanes run along the axis that is not summed over.
 
-log_w's gradient is gl_t = sum_i (S_{t-1} w_t)_ij (G_t)_ij = sum_i (S'_{t-1})_ij (G'_t)_ij. All else is as in _passes.py.
+log_w's gradient is gl_t = sum_i (S_{t-1} w_t)_ij (G_t)_ij = sum_i (S'_{t-1})_ij (G'_t)_ij. Everything else is as in _passes.py.
 """
 
 # mypy: disable-error-code="index, no-untyped-def, valid-type"
@@ -26,14 +26,14 @@ from kernels.registry import Requires
 from kernels.wkv7 import _passes
 from kernels.wkv7._passes import LANES
 
-GROUP = 2  # columns that a pass loads before it stores any: Taichi reloads the data's address after a store
+GROUP = 2  # columns that a pass loads before it stores: Taichi reloads an array's address after each store
 REQUIRES = Requires(packages=("taichi",), devices=("cpu",), dtypes=(torch.float32, torch.bfloat16), N_multiple=LANES)
 
 
 @ti.func
 def _pass(scratch: ti.template(), flat: ti.template(), before, after, other, vectors, M, p, q, w,
           order: ti.template(), along_j: ti.template(), beside: ti.template()):
-    """The step that _passes.py describes, without w."""
+    """The function `step` that _passes.py describes, without the decay w."""
     dot_u = 0.0 * p
     dot_v = 0.0 * p
     dot_other = 0.0 * p
@@ -59,7 +59,7 @@ def _pass(scratch: ti.template(), flat: ti.template(), before, after, other, vec
 @ti.func
 def _stage(read: ti.template(), scratch: ti.template(), columns, r: ti.template(), log_w: ti.template(),
            k: ti.template(), a: ti.template(), b: ti.template(), at, t_0, steps, T, H, M):
-    """Stages, for each step, b', k', r', the next step's a' (0 after the last step), W and 1/W."""
+    """Computes b', k', r', the next step's a' (0 after the last step), W and 1/W for each step of a chunk."""
     for x in range(M):
         w = ti.Vector([1.0] * LANES)
         for s in range(steps):

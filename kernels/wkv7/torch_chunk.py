@@ -1,28 +1,29 @@
-"""The recurrence in chunks of 16 steps, in plain torch: matrix products within a chunk, the state from chunk to chunk.
+"""The recurrence in chunks of 16 steps, in plain PyTorch: matrix products within a chunk, the state from chunk to chunk.
 
-W_t is the product of w over the steps of a chunk up to t, S the state before the chunk. With one row per step, c steps, let
-queries be the 2c rows a_t W_{t-1} and r_t W_t, keys the rows b_t / W_t and k_t / W_t, values the rows sa_t and v_t. Then
+Let W_t be the product of w from the first step of a chunk to step t, S the state before the chunk, and c its number of steps.
+Let queries be the 2c rows a_t W_{t-1} and r_t W_t, keys the 2c rows b_t / W_t and k_t / W_t, values the 2c rows sa_t and v_t:
 
-    products = queries keys^T where key's step is before a's, or not after r's, else 0       (2c,2c), its blocks aa ak; ra rk
+    products = queries keys^T, or 0 for a key at or after the step of a, or after the step of r    (blocks aa ak; ra rk)
     sa = (I - aa)^-1 (a W S^T + ak v)        y = r W S^T + (ra rk) values        S <- (S + values^T keys) diag(W_c)
 
-The forward saves the state before each segment of chunks. The backward takes the segments from last to first: it recomputes
-each, then the gradient of the state before each of its chunks and the rows grads, (I - aa)^-T grad_sa and grad_y; all other
-gradients but log_w's are products of these with queries, keys and values.
+Forward saves the state before each segment of several chunks. Backward processes the segments from last to first. It recomputes
+the segment, then computes the gradient of the state before each chunk, and `grads`, the 2c rows (I - aa)^-T grad_sa and grad_y.
+All gradients except log_w's are products of these gradients with queries, keys and values.
 
-With S' = S / W and G' = W dL/dS the gradient of log_w is gl_t = sum_i (S'_{t-1})_ij (G'_t)_ij. Within a chunk S'_{t-1} is S and
-the products values_s keys_s^T of the steps s before t; G'_t is the gradient of S + values^T keys, and the products grads_u
-queries_u^T of what reads the state after a step u, not before t. Hence gl_t is a sum over s < t <= u. A running sum over r, a,
-b, k and their gradients would give it too, but as a difference of two large sums: inexact if gl is small compared with that
-of another step, and not 0 if gl is 0. So the pairs of a step s in the chunk's first half and u in the second are summed over
-all u for each s, then over s < t for each t of the first half; and the other way round for the second. Then come the pairs
-within each half, and within blocks of 4 steps one pair after the other: nothing is ever subtracted.
+With S' = S / W and G' = W dL/dS, the gradient of log_w is gl_t = sum_i (S'_{t-1})_ij (G'_t)_ij. Within a chunk, S'_{t-1} is S
+plus the outer products values_s keys_s^T of all steps s < t. G'_t is the gradient of S + values^T keys plus the outer products
+grads_u queries_u^T of all reads of the states after steps u >= t. Hence gl_t contains a sum over the pairs s < t <= u. A
+running sum over r, a, b, k and their gradients would also give gl, but as a difference of two large sums: inexact if gl is
+small compared with a different step's gl, and not exactly 0 if gl is 0. So the pairs with s in the first half of the chunk and
+u in the second are summed first over u for each s, then over s < t for each t of the first half, and the other way round for
+each t of the second half. The pairs within a half are treated in the same way, and pairs within blocks of 4 steps one by one.
+Nothing is ever subtracted.
 
-W is the running product of w, which is more exact than exp of a running sum. 1 / W is at most e^16 for log_w >= -1, and what
-is larger than any result is replaced by 0 before use. (I - aa)^-1 is found by substitution, because the powers of aa, of
-which it is the sum, can be 1e3 times larger. If an input is NaN or infinite, the forward pass runs a second time with 0
-in its place, since 0 * NaN would reach earlier steps of its chunk.
-Source: the WY form of DeltaNet (arXiv 2406.06484, section 3), here with the decays of RWKV-7 (arXiv 2503.14456).
+W is computed as a running product of w, which is more accurate than exp of a running sum. 1 / W is at most e^16 for log_w >=
+-1; products that must not be used, and may be huge, are replaced by 0. (I - aa)^-1 is computed by substitution, not as the sum
+of the powers of aa, because these can be 1e3 times larger than their sum. If an input is NaN or infinite, forward runs a second
+time with 0 in its place, since 0 * NaN would reach earlier steps of the chunk.
+Source: the WY representation of DeltaNet (arXiv 2406.06484, section 3), here with the decays of RWKV-7 (arXiv 2503.14456).
 """
 
 from typing import NamedTuple
@@ -36,13 +37,13 @@ from kernels.registry import Requires
 REQUIRES = Requires(dtypes=(torch.float32, torch.float64))
 
 CHUNK, BLOCK = 16, 4
-IN_CACHE = 2**19             # numbers of a sequence in a segment of several chunks, at most
+IN_CACHE = 2**19             # largest number of elements of an input in a segment of several chunks
 Sequences = tuple[Tensor, ...]
-Segment = tuple[slice, int]  # its steps, and those of one of its chunks
+Segment = tuple[slice, int]  # a segment's steps, and the number of steps per chunk
 
 
 class Chunks(NamedTuple):
-    """The n chunks of a segment, chunk after chunk, B*H matrices each."""
+    """The n chunks of a segment, one after another; each consists of B*H matrices."""
 
     W: Tensor            # (n*B*H, c, N)
     queries: Tensor      # (n*B*H, 2c, N)
@@ -53,7 +54,7 @@ class Chunks(NamedTuple):
 
 
 def activation_shapes(B: int, T: int, H: int, N: int) -> tuple[tuple[int, ...], ...]:
-    """The state before each segment."""
+    """The shape of the states before each segment."""
     return ((len(_segments(B, T, H, N)), B * H, N, N),)
 
 
@@ -92,7 +93,7 @@ def _forward(sequences: Sequences, state: Tensor, activations: Tensor | None = N
 
 
 def _poison(sequences: Sequences, y: Tensor, state: Tensor) -> None:
-    """Sets to NaN what depends on a nonfinite input: r affects y of its step, v its row, the others their head."""
+    """Sets to NaN all results that depend on a nonfinite input: r affects y of its step, v its row, other inputs their head."""
     r, log_w, k, v, a, b = (0 * sequence for sequence in sequences)
     since = (v + (log_w + k + a + b).sum(-1, keepdim=True)).cumsum(1)
     y += since + r.sum(-1, keepdim=True)
@@ -100,7 +101,7 @@ def _poison(sequences: Sequences, y: Tensor, state: Tensor) -> None:
 
 
 def _segments(B: int, T: int, H: int, N: int) -> list[Segment]:
-    """Whole chunks, as many at a time as fit into the cache; then one shorter chunk."""
+    """The segments, each of as many whole chunks as fit into the cache; a last, shorter chunk is a segment of its own."""
     whole = T - T % CHUNK
     length = CHUNK * max(1, IN_CACHE // max(1, B * H * N * CHUNK))
     segments = [(slice(start, min(start + length, whole)), CHUNK) for start in range(0, whole, length)]
@@ -108,12 +109,12 @@ def _segments(B: int, T: int, H: int, N: int) -> list[Segment]:
 
 
 def _by_chunk(sequences: Sequences, steps: slice, c: int) -> Sequences:
-    """The steps of each (B,T,H,N) as a view (n,B,H,c,N)."""
+    """Views (n,B,H,c,N) of a segment's steps in each of the tensors (B,T,H,N)."""
     return tuple(sequence[:, steps].unflatten(1, (-1, c)).permute(1, 0, 3, 2, 4) for sequence in sequences)
 
 
 def _chunks(sequences: Sequences) -> Chunks:
-    """The chunks, except for sa."""
+    """The chunks of a segment; their `values` do not contain sa yet."""
     r, log_w, k, v, a, b = sequences
     *batch, c, N = v.shape
     W = torch.exp(log_w, out=v.new_empty(v.shape)).cumprod(-2)
@@ -130,7 +131,7 @@ def _chunks(sequences: Sequences) -> Chunks:
 
 
 def _mask(c: int, device: torch.device) -> Tensor:
-    """True where products must be 0: the key's step is not before that of a, or after that of r. (2c,2c)."""
+    """A mask (2c,2c), true where `products` must be 0: for a key at or after the step of a, or after the step of r."""
     step = torch.arange(c, device=device)
     late_for_a = step[:, None] <= step
     late_for_r = step[:, None] < step
@@ -138,13 +139,13 @@ def _mask(c: int, device: torch.device) -> Tensor:
 
 
 def _inverse(aa: Tensor) -> Tensor:
-    """(I - aa)^-1, aa being lower triangular with a diagonal of 0."""
+    """(I - aa)^-1 for a lower triangular aa with zeros on the diagonal."""
     identity = torch.eye(aa.shape[-1], dtype=aa.dtype, device=aa.device)
     return torch.linalg.solve_triangular(identity - aa, identity.expand_as(aa), upper=False, unitriangular=True)
 
 
 def _states(chunks: Chunks, state: Tensor) -> tuple[Tensor, Tensor]:
-    """The state before each chunk, (n*B*H,N,N), and the one after the last; fills in sa."""
+    """The states before each chunk, (n*B*H,N,N), and the state after the last chunk. Stores sa in chunks.values."""
     W, queries, keys, values, products, inverse = chunks
     c = W.shape[1]
     n = len(W) // len(state)
@@ -159,7 +160,7 @@ def _states(chunks: Chunks, state: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _backward_segment(sequences: Sequences, grad_y: Tensor, before: Tensor, grad_state: Tensor, gradients: Sequences) -> Tensor:
-    """Fills in the gradients, views (n,B,H,c,N) like the sequences, and returns the gradient of the state before, (B*H,N,N)."""
+    """Stores the inputs' gradients in `gradients`, (n,B,H,c,N). Returns that of the segment's first state, (B*H,N,N)."""
     chunks = _chunks(sequences)
     states, _ = _states(chunks, before)
     grads = chunks.values.new_empty(chunks.values.shape)
@@ -181,7 +182,7 @@ def _backward_segment(sequences: Sequences, grad_y: Tensor, before: Tensor, grad
 
 
 def _grad_states(chunks: Chunks, grads: Tensor, grad_state: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradients of S + values^T keys (n*B*H,N,N), and of the first state. Fills in grads' first rows."""
+    """The gradients of S + values^T keys (n*B*H,N,N), and of the segment's first state. Stores the first c rows of `grads`."""
     W, queries, keys, _, products, inverse = chunks
     c = W.shape[1]
     n = len(W) // len(grad_state)
@@ -197,18 +198,18 @@ def _grad_states(chunks: Chunks, grads: Tensor, grad_state: Tensor) -> tuple[Ten
 
 
 def _boundary_terms(query_terms: Tensor, key_terms: Tensor) -> Tensor:
-    """(n*B*H,c,N): of each step t the sum of the keys' rows before it, and of the queries' rows that read a state after it.
+    """For each step t, the sum of key_terms of earlier steps and of query_terms that read a later state: (n*B*H,c,N).
 
-    That is the part of gl with the state before the chunk, or with the gradient after it.
+    This is the part of gl that contains the state before the chunk or the gradient of the state after it.
     """
     c = key_terms.shape[1] // 2
     after, before = _windows(c, key_terms)
-    after_a = F.pad(after[:, :-1], (1, 0))            # a reads the state after the step before
+    after_a = F.pad(after[:, :-1], (1, 0))            # a reads the state after the previous step
     return (torch.cat((after_a, after), 1) @ query_terms).add_(torch.cat((before, before), 1) @ key_terms)
 
 
 def _inner_terms(grad_products: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
-    """The contribution of steps s and u of the same chunk, s < t <= u, to the gradient of log_w at t: (n*B*H,c,N)."""
+    """The contribution of the pairs s < t <= u of steps in the same chunk to the gradient of log_w at t: (n*B*H,c,N)."""
     c = keys.shape[1] // 2
     products_k = grad_products[:, :, c:]
     products_b = grad_products[:, :, :c]
@@ -231,7 +232,7 @@ def _inner_terms(grad_products: Tensor, queries: Tensor, keys: Tensor) -> Tensor
 
 
 def _add_block_terms(products: Tensor, queries: Tensor, keys: Tensor, grad_log_w: Tensor) -> None:
-    """The same for s and u within a block of BLOCK steps, one pair after the other, in all blocks at once."""
+    """Adds the contribution of the pairs within a block of BLOCK steps, one pair at a time, for all blocks together."""
     blocks = CHUNK // BLOCK
     diagonal = products.unflatten(1, (blocks, -1)).unflatten(3, (blocks, -1)).diagonal(dim1=1, dim2=3).unsqueeze(-1)
     queries, keys = (rows.unflatten(1, (blocks, -1)) for rows in (queries, keys))
@@ -246,7 +247,7 @@ def _add_block_terms(products: Tensor, queries: Tensor, keys: Tensor, grad_log_w
 
 
 def _interleave(first: Tensor, second: Tensor) -> Tensor:
-    """Two rows per step of CHUNK steps, one of `first` and one of `second`, 0 past their ends: (n*B*H,2*CHUNK,N)."""
+    """Interleaves the rows of `first` and `second`, each zero-padded to CHUNK steps: (n*B*H,2*CHUNK,N)."""
     rows = second.new_empty(len(second), CHUNK, 2, second.shape[2])
     for i, tensor in enumerate((first, second)):
         rows[:, :tensor.shape[1], i] = tensor
@@ -255,14 +256,14 @@ def _interleave(first: Tensor, second: Tensor) -> Tensor:
 
 
 def _windows(c: int, like: Tensor) -> tuple[Tensor, Tensor]:
-    """(c,c) each: 1 where the column's step is that of the row or after it, and where it is before it."""
+    """Two matrices (c,c): the first is 1 where the column's step is at or after the row's, the second where it is before."""
     ones = torch.ones(c, c, dtype=like.dtype, device=like.device)
     return ones.triu(), ones.tril(-1)
 
 
 def _leave_chunks(W: Tensor, grad_queries: Tensor, grad_keys: Tensor, grad_v: Tensor, grad_log_w: Tensor,
                   gradients: Sequences) -> None:
-    """The gradients of the sequences, from those of queries and keys."""
+    """Computes the gradients of the inputs from the gradients of queries and keys, and stores them."""
     grad_r, grad_log_w_rows, grad_k, grad_v_rows, grad_a, grad_b = gradients
     *batch, c, _ = grad_r.shape
     W, grad_queries, grad_keys = (stack.unflatten(0, batch) for stack in (W, grad_queries, grad_keys))

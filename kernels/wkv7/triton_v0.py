@@ -1,11 +1,11 @@
-"""The recurrence, 16 rows of a head's state per program; the backward as in cuda_v3: rows, and the keys of all chunks at once.
+"""The recurrence, 16 rows of a head's state per program; as in cuda_v3, the backward's key pass runs in all chunks in parallel.
 
     rows    G from the last step to the first: gv, gsa, and G after each chunk of 64 steps
-    keys    16 columns of S through a chunk: gr and ga; then of G, back: gk, gb, and gw_j = sum_i G_ij S'_ij. S', the state
-            before the step, is stored at every fourth step on the way through the chunk; on the way back those in between are
-            recomputed
+    keys    16 columns of S, forwards through a chunk: gr and ga; then 16 columns of G, backwards: gk, gb, and
+            gw_j = sum_i G_ij S'_ij. S', the state before the step, is stored at every fourth step on the way forwards; on the
+            way back, the steps in between are recomputed
 
-forward saves sa, and the state before each chunk. All products and sums are in float32, none on tensor cores.
+forward saves sa, and the state before each chunk. All products and sums are in float32, without tensor cores.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -19,10 +19,10 @@ from kernels.registry import Requires
 REQUIRES = Requires(packages=("triton",), devices=("cuda",), dtypes=(torch.float32, torch.bfloat16, torch.float16))
 
 CHUNK = 64                           # steps between two states that forward saves
-GROUP = 4                            # steps between two states that keys store, as written in _keys
-PROGRAMS = 2048                      # the most of _keys, each of which stores (CHUNK / GROUP) N SHARE numbers of states
-SHARE = 16                           # rows or columns of a program, a power of 2
-WARPS, KEYS_WARPS = 2, 4              # with 2, keys would need more than 255 registers
+GROUP = 4                            # steps between two states that _keys stores; equals GROUP in _keys
+PROGRAMS = 2048                      # largest number of programs of _keys, each of which stores (CHUNK / GROUP) N SHARE numbers
+SHARE = 16                           # rows or columns per program, a power of 2
+WARPS, KEYS_WARPS = 2, 4              # with 2 warps, _keys would need more than 255 registers
 
 
 def activation_shapes(B: int, T: int, H: int, N: int) -> tuple[tuple[int, ...], ...]:
@@ -65,7 +65,7 @@ def _launch(kernel, v: Tensor, blocks: int, *args) -> None:
 
 @triton.jit
 def _place(N, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Rows i of a program and all columns j of a matrix (N,N), which of them exist, and their offsets in it."""
+    """The rows i of a program and all columns j of a matrix (N,N), the masks of existing rows and columns, and the offsets."""
     i = tl.program_id(1) * ROWS + tl.arange(0, ROWS)[:, None]
     j = tl.arange(0, COLUMNS)[None, :]
     return i, j, i < N, j < N, i * N + j
@@ -131,7 +131,7 @@ def _rows(r, log_w, k, a, b, grad_y, grad_state, grad_v, gsa_of_all, Gs, grad_st
 @triton.jit
 def _keys(r, log_w, k, v, a, b, sa, states, grad_y, gsa, Gs, starts, grad_r, grad_log_w, grad_k, grad_a, grad_b, count, T, H, N,
           CHUNK: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr):
-    """A program takes its columns of chunks, one after the other. count: of all chunks."""
+    """Computes a program's columns in one chunk after another. count: the number of chunks of all heads."""
     GROUP: tl.constexpr = 4
     chunks = tl.cdiv(T, CHUNK)
     i = tl.arange(0, ROWS)[:, None]
@@ -159,7 +159,7 @@ def _keys(r, log_w, k, v, a, b, sa, states, grad_y, gsa, Gs, starts, grad_r, gra
             tl.store(grad_a + x + j, ga.to(grad_a.dtype.element_ty), mask=in_j)
             tl.store(grad_r + x + j, gr.to(grad_r.dtype.element_ty), mask=in_j)
             x += H * N
-        tl.debug_barrier()                                       # all that was stored can be loaded
+        tl.debug_barrier()                                       # wait until all stores are visible
         G = tl.load(Gs + at, mask=inside, other=0.0)
         for group in range(tl.cdiv(steps, GROUP)):
             s = (tl.cdiv(steps, GROUP) - 1 - group) * GROUP
@@ -176,13 +176,13 @@ def _keys(r, log_w, k, v, a, b, sa, states, grad_y, gsa, Gs, starts, grad_r, gra
                            r, log_w, v, a, sa, grad_y, gsa, grad_log_w, grad_k, grad_b)
             G = _gradients(G, S, s, steps, x, H * N, i, j, N,
                            r, log_w, v, a, sa, grad_y, gsa, grad_log_w, grad_k, grad_b)
-        tl.debug_barrier()                                       # before `starts` is written again
+        tl.debug_barrier()                                       # before `starts` is overwritten
         index += tl.num_programs(0)
 
 
 @triton.jit
 def _state_after(S, log_w, k, v, b, sa, x, i, j, N):
-    """S after the step whose vectors begin at x; unchanged if N is 0."""
+    """S after the step whose vectors start at offset x. N = 0 leaves S unchanged."""
     in_i = i < N
     in_j = j < N
     k_j = tl.load(k + x + j, mask=in_j, other=0.0).to(tl.float32)
@@ -195,7 +195,11 @@ def _state_after(S, log_w, k, v, b, sa, x, i, j, N):
 
 @triton.jit
 def _gradients(G, S, s, steps, x, stride, i, j, N, r, log_w, v, a, sa, grad_y, gsa, grad_log_w, grad_k, grad_b):
-    """G of step s, at x, from that of the next step; unchanged at the chunk's last step. S: the state before."""
+    """Updates G from step s + 1 to step s, whose vectors start at offset x, and stores gk, gb and gl of step s.
+
+    S: the state before step s. Steps beyond the end of the chunk change nothing. At the chunk's last step, the G passed in is
+    already that of the step.
+    """
     N_next = tl.where(s + 1 < steps, N, 0)
     N_here = tl.where(s < steps, N, 0)
     in_i = i < N_next

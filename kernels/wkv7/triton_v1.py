@@ -1,29 +1,29 @@
-"""Chunks of 16 steps as matrix products on tensor cores; only the state passes from chunk to chunk.
+"""Chunks of 16 steps as matrix products on tensor cores; only the state is passed from chunk to chunk.
 
-With W_t = w_1 ... w_t inside a chunk, D = W_16 and a row for each step: Qr = r W, Qa = a W_{t-1}, Kb = b / W, Kk = k / W, and
+Within a chunk, W_t = w_1 ... w_t and D = W_16. With one row per step, Qr = r W, Qa = a W_{t-1}, Kb = b / W, Kk = k / W, and
 
     AB, AK = tril(Qa Kb^T, -1), tril(Qa Kk^T, -1)      RB, RK = tril(Qr Kb^T), tril(Qr Kk^T)      X = (I - AB)^-1
 
-the chunk is linear in the state S before it, and its reverse is linear in G = dL/dS after it:
+Then a chunk's results are linear in S, the state before it, and the results of its backward pass in G = dL/dS after it:
 
     sa = S (X Qa)^T + X AK v             y  = S (Qr + RB X Qa)^T + (RB X AK + RK) v             S <- S D + sa^T D Kb + v^T D Kk
     gz = G (X^T D Kb)^T + (RB X)^T gy    gv = G (D Kk + (X AK)^T D Kb)^T + (RB X AK + RK)^T gy  G <- G D + gz^T Qa + gy^T Qr
 
-    _prepare    all chunks at once: these factors
-    _scan       a program for each head and 16 rows of S: sa, y and S from chunk to chunk; or gz, gv and G, backwards
-    _gradients  all chunks and 32 columns at once: the gradients of r, log_w, k, a and b from S, G, sa and gz
+    _prepare    one program per chunk: these factors
+    _scan       one program per head and 16 rows of S: sa, y and S from chunk to chunk; or, backwards, gz, gv and G
+    _gradients  one program per chunk and 32 columns: the gradients of r, log_w, k, a and b from S, G, sa and gz
 
-log_w's gradient at t sums over everything written before t and read from t on. The pairs of steps s < t <= u of one
-chunk are summed by halves of 2, 4, 8 and 16 steps, with s in the first half and u in the second: for each t of the second half,
-P K times Q, summed over u >= t; for each t of the first half, P^T Q times K, summed over s < t. These are matrix products, and
-nothing is ever subtracted.
+log_w's gradient at t is a sum over all pairs of a write before t and a read at or after t. The pairs of steps s < t <= u within
+a chunk are summed in blocks of 2, 4, 8 and 16 steps, with s in the first half of a block and u in the second: for each t of the
+second half, P K times Q, summed over u >= t; for each t of the first half, P^T Q times K, summed over s < t. These are matrix
+products, and nothing is ever subtracted.
 
-The exact form, for float32 and float16 inputs: three TF32 products for each product, float32 between the kernels. The fast
-form, for bfloat16 inputs: bfloat16 products with float32 sums, bfloat16 between the kernels, including the states that the
-backward reads; the state itself stays in float32 registers. cases.py has a tolerance for each.
+EXACT, for float32 and float16 inputs: each product is three TF32 products, and tensors between the kernels are float32. FAST,
+for bfloat16 inputs: products are bfloat16 with float32 sums, and tensors between the kernels are bfloat16, including the states
+that backward reads; _scan itself holds the state in float32 registers. cases.py has tolerances for both.
 
-forward saves only its inputs. backward recomputes the states, with 12 + N / 8 tensors of the size of v.
-Source: the WY form of DeltaNet (arXiv 2406.06484, section 3), here with the decays of RWKV-7 (arXiv 2503.14456).
+forward saves only its inputs. backward recomputes the states, and needs 12 + N / 8 tensors of the size of v.
+Source: the WY representation of DeltaNet (arXiv 2406.06484, section 3), here with the decays of RWKV-7 (arXiv 2503.14456).
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -43,15 +43,15 @@ N_SIZES = (16, 32, 64, 128, 256)
 REQUIRES = Requires(packages=("triton",), devices=("cuda",), dtypes=(torch.float32, torch.bfloat16, torch.float16),
                     rounded=(torch.bfloat16,), T_multiple=CHUNK, N_sizes=N_SIZES)
 
-SIZES = ("T", "H")                   # not specialised: one compilation for all shapes of one N and dtype
+SIZES = ("T", "H")                   # not specialised, so that one compilation serves all B, T and H
 
 
 class Form(NamedTuple):
-    """How the products are computed, and the launches of this form (tests/triton_resources.txt: their registers).
+    """The precision of the products, and the launch parameters that fit it (tests/triton_resources.txt has the registers).
 
-    kind: the dtype of tensors between the kernels.  products: an argument of _dot.  prepare: columns of a block, warps.
-    warps_per_64: of _scan, for 64 channels of a head.  stages: of _scan's loads.  gradients: columns of a program, rows of a
-    block, warps.
+    kind: the dtype of tensors between the kernels.  products: the argument P of _dot.  prepare: _prepare's columns per block,
+    and warps.  warps_per_64: _scan's warps per 64 channels of a head.  stages: pipeline stages of _scan's loads.  gradients:
+    _gradients' columns per program, rows per block, and warps.
     """
 
     kind: torch.dtype
@@ -64,11 +64,14 @@ class Form(NamedTuple):
 
 EXACT = Form(torch.float32, "tf32x3", (32, 4), 2, 2, (32, 16, 4))
 FAST = Form(torch.bfloat16, "bf16", (64, 2), 1, 3, (32, 32, 2))
-ROWS = 16                            # of S in a program of _scan, which is the least that a tensor core takes
+ROWS = 16                            # rows of S per program of _scan: the smallest tile of a tensor core
 
 
 class Factors(NamedTuple):
-    """What _scan reads: (chunks,16,N) each, decay (chunks,N). reads and offset give sa; out_reads and out_offset give y."""
+    """The inputs of _scan, (chunks,16,N) each, and decay (chunks,N).
+
+    sa = S reads^T + offset; y = S out_reads^T + out_offset; S <- S decay + sa^T writes_sa + v^T writes_v.
+    """
 
     reads: Tensor
     offset: Tensor
@@ -102,7 +105,7 @@ def backward(r: Tensor, log_w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tenso
         _run_scan(factors, v, state, torch.empty_like(state), states, sa)
         _run_scan(reverse, grad_y, grad_state, grad_before, Gs, gz, grad_v, reverse=True)
         columns = min(columns, N)
-        rows = min(rows, N) if N <= 64 else ROWS                 # a larger block of a wide head spills
+        rows = min(rows, N) if N <= 64 else ROWS                 # larger blocks would spill registers for wide heads
         _gradients[count, N // columns](
             r, log_w, k, v, a, b, grad_y, sa, gz, states, Gs, grad_r, grad_log_w, grad_k, grad_a, grad_b,
             v.shape[1], H, N, CHUNK, columns, rows, _products(form), num_warps=warps, enable_fp_fusion=True)
@@ -111,7 +114,10 @@ def backward(r: Tensor, log_w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tenso
 
 def _prepared(r: Tensor, log_w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor,
               grad_y: Tensor | None = None) -> tuple[Factors, Factors]:
-    """The factors of the chunks, and of their reverse. Without grad_y, use the first alone; with it, the first give no y."""
+    """The factors of the chunks' forward pass, and of their backward pass.
+
+    Without grad_y, only the forward factors are valid. With grad_y, the forward factors cannot be used to compute y.
+    """
     T, H, N = v.shape[1:]
     count, form, backward = _chunks(v), _form(v), grad_y is not None
     new = [v.new_empty(count, CHUNK, N, dtype=form.kind) for _ in range(10 if backward else 6)]
@@ -128,7 +134,7 @@ def _prepared(r: Tensor, log_w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tens
 
 def _run_scan(factors: Factors, v: Tensor, before: Tensor, after: Tensor, states: Tensor | None = None,
               sa: Tensor | None = None, y: Tensor | None = None, reverse: bool = False) -> None:
-    """Writes the state after the last step to `after`, and, where not None, the states before each chunk, sa and y."""
+    """Stores the state after the last step in `after` and, where a tensor is passed, the states before each chunk, sa and y."""
     B, T, H, N = v.shape
     form = _form(v)
     _scan[B * H, N // ROWS](*factors, v, before, after, after if states is None else states, after if sa is None else sa,
@@ -140,7 +146,7 @@ def _run_scan(factors: Factors, v: Tensor, before: Tensor, after: Tensor, states
 def _chunks(v: Tensor) -> int:
     B, T, H, N = v.shape
     if N not in N_SIZES:
-        raise KernelUnavailable(f"triton_v1 takes heads of up to {N_SIZES[-1]} channels, and these have {N}: use triton_v0")
+        raise KernelUnavailable(f"triton_v1 supports heads of up to {N_SIZES[-1]} channels; got {N}: use triton_v0")
     return B * H * (T // CHUNK)
 
 
@@ -149,13 +155,13 @@ def _form(v: Tensor) -> Form:
 
 
 def _products(form: Form) -> str:
-    """Triton's interpreter multiplies no bfloat16 numbers: it rounds float32 numbers to them instead."""
+    """The argument P of _dot. Triton's interpreter lacks bfloat16 products, so _dot rounds float32 numbers there."""
     return form.products if form is EXACT or isinstance(_scan, JITFunction) else "rounded"
 
 
 @triton.jit
 def _rounded(x):
-    """float32 rounded to bfloat16, ties to even; NaN stays NaN."""
+    """x rounded to bfloat16, ties to even, but still float32; NaN stays NaN."""
     bits = x.to(tl.int32, bitcast=True)
     nearest = ((bits + 0x7FFF + ((bits >> 16) & 1)) & -65536).to(tl.float32, bitcast=True)
     return tl.where(x == x, nearest, x)
@@ -180,7 +186,7 @@ def _store(to, x, P: tl.constexpr):
 
 @triton.jit
 def _place(T, H, N: tl.constexpr, C: tl.constexpr):
-    """A program's chunk, and where its first step lies in a tensor (B,T,H,N)."""
+    """The index of the program's chunk, and the offset of the chunk's first step in a tensor (B,T,H,N)."""
     index = tl.program_id(0).to(tl.int64)
     chunks = T // C
     head = index // chunks
@@ -189,13 +195,13 @@ def _place(T, H, N: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def _finite(x):
-    """0 for nonfinite values, which a product would carry to earlier steps of the chunk: NaN is added where it belongs."""
+    """x with 0 for nonfinite values, which products would spread to earlier steps; NaN is added later where it belongs."""
     return tl.where(tl.abs(x) < float("inf"), x, 0.0)
 
 
 @triton.jit
 def _inverse(ab, C: tl.constexpr, P: tl.constexpr):
-    """(I - ab)^-1, ab being strictly lower triangular: from the inverses of two halves of 1, 2, 4, 8 steps to that of both."""
+    """(I - ab)^-1 for a strictly lower triangular ab: the inverses of blocks of 1, 2, 4 and 8 steps are combined in pairs."""
     t = tl.arange(0, C)[:, None]
     s = tl.arange(0, C)[None, :]
     apart = t ^ s
@@ -210,7 +216,7 @@ def _inverse(ab, C: tl.constexpr, P: tl.constexpr):
 def _prepare(r, log_w, k, v, a, b, grad_y, reads, offset, q, y0, writes_sa, writes_v, decay, reverse_reads, reverse_offset,
              gv_reads, qa, T, H, N: tl.constexpr, C: tl.constexpr, COLUMNS: tl.constexpr, BACKWARD: tl.constexpr,
              P: tl.constexpr):
-    """The factors of a chunk, COLUMNS columns at a time; BACKWARD: those of its reverse, too, and none of y."""
+    """Computes a chunk's factors, COLUMNS columns at a time. BACKWARD: also those of its backward pass, but not those of y."""
     index, at = _place(T, H, N, C)
     t = tl.arange(0, C)[:, None]
     s = tl.arange(0, C)[None, :]
@@ -284,7 +290,7 @@ def _prepare(r, log_w, k, v, a, b, grad_y, reads, offset, q, y0, writes_sa, writ
 def _scan(reads, offset, out_reads, out_offset, writes_sa, writes_v, decay, v, before, after, states, sas, y, T, H,
           N: tl.constexpr, C: tl.constexpr, ROWS: tl.constexpr, KEEP: tl.constexpr, OUTPUT: tl.constexpr, REVERSE: tl.constexpr,
           P: tl.constexpr):
-    """ROWS rows of one head's state through all chunks. KEEP: stores S before each chunk and its sa."""
+    """Computes ROWS rows of a head's state through all chunks. KEEP: store sa, and S before each chunk. OUTPUT: store y."""
     head = tl.program_id(0).to(tl.int64)
     chunks = T // C
     i = tl.program_id(1) * ROWS + tl.arange(0, ROWS)[:, None]
@@ -300,7 +306,7 @@ def _scan(reads, offset, out_reads, out_offset, writes_sa, writes_v, decay, v, b
         rows = ((head // H * T + chunk * C) * H + head % H) * N + t[None, :] * (H * N) + i
         if KEEP:
             _store(states + index * N * N + i * N + j[None, :], S, P)
-        v_t = tl.load(v + rows).to(tl.float32)                   # as it is: a NaN makes NaN of its row of S
+        v_t = tl.load(v + rows).to(tl.float32)                   # a NaN is kept, and makes its row of S NaN
         sa = _dot(S, tl.trans(tl.load(reads + at + whole).to(tl.float32)), P) + tl.load(offset + at + part).to(tl.float32)
         if KEEP:
             _store(sas + at + part, sa, P)
@@ -309,7 +315,7 @@ def _scan(reads, offset, out_reads, out_offset, writes_sa, writes_v, decay, v, b
             _store(y + rows, y_state + tl.load(out_offset + at + part).to(tl.float32), P)
         by_sa = tl.load(writes_sa + at + whole).to(tl.float32)
         by_v = tl.load(writes_v + at + whole).to(tl.float32)
-        # S is added to outside of the tensor cores, which truncate
+        # the sum is computed outside of the tensor cores, which truncate
         S = S * tl.load(decay + index * N + j)[None, :] + (_dot(sa, by_sa, P) + _dot(v_t, by_v, P))
     tl.store(after + head * N * N + i * N + j[None, :], S)
 
@@ -317,20 +323,20 @@ def _scan(reads, offset, out_reads, out_offset, writes_sa, writes_v, decay, v, b
 @triton.jit(do_not_specialize=SIZES)
 def _gradients(r, log_w, k, v, a, b, grad_y, sas, gzs, states, Gs, grad_r, grad_log_w, grad_k, grad_a, grad_b, T, H,
                N: tl.constexpr, C: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, P: tl.constexpr):
-    """COLUMNS columns j of a chunk, as [j, t].
+    """The gradients of r, log_w, k, a and b in COLUMNS columns j of a chunk, as [j, t].
 
-    a reads the state before its step, r the one after it. So a and gz are moved one step earlier, and then pair with writes as
-    r and gy do; their first step, which reads only the state before the chunk, is moved to the last place.
+    a reads the state before its step, r the state after it. So a and gz are shifted to the previous step; then they combine
+    with writes as r and gy do. Their first step, which reads only the state before the chunk, is moved to the end.
     """
     index, at = _place(T, H, N, C)
     t = tl.arange(0, C)[:, None]
     s = tl.arange(0, C)[None, :]
     j = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[:, None]
-    za = tl.zeros([C, C], tl.float32)                            # P: gz sa^T, gz v^T, gy sa^T, gy v^T, a row for each u
+    za = tl.zeros([C, C], tl.float32)                            # P: gz sa^T, gz v^T, gy sa^T, gy v^T, with one row for each u
     zv = tl.zeros([C, C], tl.float32)
     ya = tl.zeros([C, C], tl.float32)
     yv = tl.zeros([C, C], tl.float32)
-    by_a = tl.zeros([COLUMNS, C], tl.float32)                    # of the gradients of Qa, Qr, Kb, Kk, what S and G give
+    by_a = tl.zeros([COLUMNS, C], tl.float32)                    # contributions of S and G to the gradients of Qa, Qr, Kb, Kk
     by_r = tl.zeros([COLUMNS, C], tl.float32)
     by_b = tl.zeros([COLUMNS, C], tl.float32)
     by_k = tl.zeros([COLUMNS, C], tl.float32)
@@ -375,7 +381,7 @@ def _gradients(r, log_w, k, v, a, b, grad_y, sas, gzs, states, Gs, grad_r, grad_
     _store(grad_a + earlier, (by_a + _dot(Kb, tl.trans(za), P) + _dot(Kk, tl.trans(zv), P)) * W_a, P)
     _store(grad_b + here, (by_b + _dot(Qa, za, P) + _dot(Qr, ya, P)) * over, P)
     _store(grad_k + here, (by_k + _dot(Qa, zv, P) + _dot(Qr, yv, P)) * over, P)
-    # log_w: the state before the chunk and G after it; writes before t and G; that state and reads from t on; pairs
+    # log_w's gradient: S before the chunk with G after it, writes before t with G, S with reads from t on, then the pairs
     before = tl.where(t < s, 1.0, 0.0)
     from_on = tl.where(t >= s, 1.0, 0.0)
     glw = tl.sum(ends, 1)[:, None] * D + _dot(Kb * by_b + Kk * by_k, before, P)

@@ -1,1 +1,1 @@
-"""Conversations as text: chat templates and calls of tools. Training data, the server and the terminal chat share them."""
+"""Conversations as text: chat templates and tool calls, for training data, the server and the terminal chat."""

@@ -1,7 +1,7 @@
-"""Tool calls as text: shown() writes them for a model, in the built-in templates; CallParser finds those in an answer.
+"""Tool calls as text: shown() writes tools, calls and results into messages; CallParser finds the calls in an answer.
 
-shown() writes the form of the G1 models, "Function call" in RWKV-v7/RWKV7-G1x-templates.txt of BlinkDL/RWKV-LM (July 2026): a
-system prompt that ends with the tools, an answer that is a call, and its result as the user's turn:
+shown() writes the format of the G1 models, "Function call" in RWKV-v7/RWKV7-G1x-templates.txt of BlinkDL/RWKV-LM (July 2026).
+The system prompt ends with the tools, a call is an answer, and its result is a turn of the user:
 
     System: Tools:\\n[\\n{"name":"weather","description":"...","arguments":{"city":{"type":"string"}}}\\n]\\n
     Return only a JSON function call.
@@ -10,13 +10,13 @@ system prompt that ends with the tools, an answer that is a call, and its result
 
     User: Function output:\\n{"sky":"rain"}
 
-That file has one call in an answer. Several calls are a list, [{"name": ...}, ...], as in these models' training data,
-Salesforce/xlam-function-calling-60k (BlinkDL in issue 308 of RWKV-LM). In that file a tool's description does not say which
-arguments are required; shown() adds "required" if some arguments are optional.
+The templates file has at most one call per answer. Several calls are written as a list, [{"name": ...}, ...], as in these
+models' training data, Salesforce/xlam-function-calling-60k (BlinkDL in issue 308 of RWKV-LM). The tool descriptions in the
+templates file do not say which arguments are required; shown() adds "required" if some arguments are optional.
 
-CallParser finds these forms:
-- the form above, with or without the fence or its end, and with **Tool Call:** before the fence (that file in April 2026);
-- <tool_call> with JSON, as Hermes and Qwen models write it, with or without its end;
+CallParser finds calls in these formats:
+- the format above, with or without the fence or its end, and with **Tool Call:** before the fence (as in April 2026);
+- <tool_call> with JSON, as Hermes and Qwen models write it, with or without </tool_call>;
 - <tool_calls> with a list of OpenAI's calls, {"type": "function", "function": {...}} (No-22-Github/RWKV-Agent,
   docs/evaluations/g1k-official-format-20261003/REPORT.md, section 4).
 """
@@ -27,7 +27,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 from uuid import uuid4
 
-from rwkv.chat.marks import begun_at_end
+from rwkv.chat.markers import begun_at_end
 from rwkv.chat.messages import Message, Tool, Tools
 from rwkv.errors import UserError
 from rwkv.io.json_types import JsonObject
@@ -37,14 +37,14 @@ START, END = "<tool_call>", "</tool_call>"
 FENCE = "```"
 REQUEST = "Return only a JSON function call."
 RESULT = "Function output:"
-CALL_START = (f'{FENCE}json\n{{"name":"', '","arguments":')     # ChatTemplate.call_start for the form of shown()
+CALL_START = (f'{FENCE}json\n{{"name":"', '","arguments":')     # ChatTemplate.call_start for the format of shown()
 
 
 def shown(messages: Sequence[Message], tools: Tools = None) -> list[JsonObject]:
-    """The messages with tools, calls and results in their contents. messages: from check_messages.
+    """The messages, with tools, calls and results written into their contents. messages: as check_messages returns them.
 
-    The tools end the system message, which comes first and is added if it is missing. Raises UserError, with the place, for a
-    tool that is not a function.
+    The tools are written at the end of the system message, which comes first and is added if it is missing. Raises UserError,
+    which says where, for a tool that is not a function.
     """
     result = [_shown(message) for message in messages]
     if not tools:
@@ -77,7 +77,7 @@ def _description(tool: Tool, where: str) -> JsonObject:
         raise UserError(f"{where}.function.parameters must be a JSON schema object")
     result = {key: function[key] for key in ("name", "description") if key in function}
     if "properties" not in parameters and not isinstance(parameters.get("type"), str):
-        return {**result, "arguments": parameters}       # descriptions by argument name, and no JSON schema
+        return {**result, "arguments": parameters}       # not a JSON schema: descriptions by argument name
     arguments = parameters.get("properties", {})
     if not isinstance(arguments, Mapping):
         raise UserError(f"{where}.function.parameters.properties must be an object of schemas")
@@ -89,43 +89,45 @@ def _description(tool: Tool, where: str) -> JsonObject:
 
 
 def _without_nulls(value: Any) -> Any:
-    """The value without null fields, which the library `datasets` writes for fields that only other rows have."""
+    """The value without null fields. The library `datasets` writes null for fields that only other rows have."""
     if isinstance(value, Mapping):
         return {key: _without_nulls(item) for key, item in value.items() if item is not None}
     return [_without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 def _json(value: object) -> str:
-    """JSON without spaces, as in the author's examples: every token of a system prompt counts."""
+    """JSON without spaces, as in BlinkDL's examples, to save tokens in the prompt."""
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
 
 
 def call_stop(call_start: str) -> str:
-    """The text after a call's JSON, which ends the call. call_start: the beginning of the call in the prompt.
+    """The stop string that ends a call, directly after its JSON. call_start: the beginning of the call in the prompt.
 
-    With "" it is not the end of a fence, because an answer may have a fence of another language before its call.
+    If call_start is "", the stop string is not the end of a fence, because another fence may precede the call.
     """
     return f"\n{FENCE}" if FENCE in call_start else END
 
 
-HEADING = "**Tool Call:**"               # before a fence
+HEADING = "**Tool Call:**"               # may precede a fence
 OPENINGS = (START, "<tool_calls>", HEADING, FENCE)
 OPENING = re.compile("|".join([*map(re.escape, OPENINGS), r"[{\[]"]))
-OUTER = re.compile(rf"<tool_calls?>|{FENCE}")            # begins a call even where brackets are open
-INFO = re.compile(r"[ \t]*([\w.+#-]*)(?=[^\w.+#-])\s*")          # a fence's whole language name, and the space after it
+OUTER = re.compile(rf"<tool_calls?>|{FENCE}")            # may begin a call even inside other JSON
+INFO = re.compile(r"[ \t]*([\w.+#-]*)(?=[^\w.+#-])\s*")          # a fence's complete language name, and following space
 CALL_INFO = ("", "json", "tool_call", "tool_calls")      # languages of fences that may hold calls
-# The beginning of a call or of a list of calls, cut anywhere. Groups: the first key; whether it is complete; the value so far.
+# Matches any beginning of a call or a list of calls. Groups: the first key; what follows this key if it is complete; the key's
+# value so far.
 BEGINNING = re.compile(r'\[?\s*(?:\{\s*(?:"(\w*)("\s*(?::\s*(.*))?)?)?)?\Z', re.DOTALL)
 FIRST_KEYS = ("name", "arguments", "type", "function", "id")
-LONGEST_BEGINNING = 200                  # characters that BEGINNING is matched with; a function's name has at most 64
-JSON_LIKE = re.compile(r'\{\s*"|\[\s*["{\[]')          # not a bracket in prose
-BRACKETS = re.compile(r'[{}\[\]"\\]')                   # the characters that decide where JSON ends
+LONGEST_BEGINNING = 200                  # characters matched with BEGINNING; a function's name has at most 64
+JSON_LIKE = re.compile(r'\{\s*"|\[\s*["{\[]')          # matches JSON, but not a bracket in prose
+BRACKETS = re.compile(r'[{}\[\]"\\]')                   # the characters that determine where JSON ends
 SPACE = re.compile(r"\s*")
-NO_ARGUMENTS = {"name", "id", "type"}    # keys of a call that may have no arguments
+NO_ARGUMENTS = {"name", "id", "type"}    # JSON with only these keys is a call without arguments
 
 
 class _Step(NamedTuple):
-    """A decision about the first `total` characters of the buffer: the first `text` are shown; `calls` are those in them."""
+    """A decision about the buffer's first `total` characters. text: how many of these are shown. calls: the calls found in
+    these."""
 
     text: int
     total: int
@@ -133,35 +135,38 @@ class _Step(NamedTuple):
 
 
 class CallParser:
-    """Finds the calls of these functions in an answer that comes in pieces, however it is cut.
+    """Separates the calls of these functions from the text in a streamed answer. The result does not depend on how the answer
+    is split into pieces.
 
-    A call is complete when its JSON is. JSON stays text if it is no object, calls another function, or is inside a fence of
-    another language, other JSON or thoughts (<think>...</think> at the beginning). White space beside a call is dropped.
+    A call is complete when its JSON is complete. JSON remains text if it is not an object, calls an unknown function, or is
+    inside a fence of another language, inside other JSON, or inside thoughts (<think>...</think> at the beginning of the
+    answer). White space next to a call is dropped.
 
-    start: the beginning of the answer that is in the prompt. most: the number of calls after which nothing is shown.
-    spans: (start, end) of each part of the last text from push; offsets count from the first character pushed. parts: the last
-    result of push in order: texts, each with its offset, and calls. decided: the offset before which text and calls are told
-    apart. Offsets in `start` are negative.
+    start: the beginning of the answer if the prompt ends with it. most: the number of calls after which nothing is shown.
+    parts: what the last push() returned, in order: calls, and texts with their offsets. spans: (start, end) of each text shown
+    by the last push(). decided: the offset up to which the answer has been separated into text and calls. Offsets count from
+    the first character pushed, so they are negative within `start`.
     """
 
     def __init__(self, functions: Collection[str], start: str = "", most: int | None = None) -> None:
         self._functions = tuple(functions)
         self._most = most
-        self._buffer = start             # the end of the answer so far, which may belong to a call
-        self._before = ""                # the character before the buffer
-        self._begun = bool(start)        # thoughts can no longer begin
-        self._until = ""                 # the mark that ends a fence or thoughts; no calls before it
+        self._buffer = start             # the end of the answer so far, which may be part of a call
+        self._before = ""                # the character that precedes the buffer
+        self._begun = bool(start)        # the answer has begun: thoughts can no longer begin
+        self._until = ""                 # inside a fence or thoughts, the mark that ends them
         self._closing = ""               # the text that may end the last call
-        self._nesting: _Nesting | None = None            # inside JSON that may be a call
-        self._other: _Nesting | None = None              # inside JSON that is no call
-        self._after_call = False         # only white space since a call
+        self._nesting: _Nesting | None = None            # not None inside JSON that may be a call
+        self._other: _Nesting | None = None              # not None inside JSON that is not a call
+        self._after_call = False         # only white space has followed the last call
         self.decided = -len(start)
         self.spans: list[tuple[int, int]] = []
         self.parts: list[tuple[str, int] | JsonObject] = []
-        self.n_calls = 0                 # calls so far
+        self.n_calls = 0                 # calls found so far
 
     def push(self, piece: str, last: bool = False) -> tuple[str, list[JsonObject]]:
-        """The newly shown text and the newly complete calls, in OpenAI's form. last: the answer ends."""
+        """Appends a piece. Returns the text that can now be shown, and the calls completed by it, in OpenAI's format. last:
+        whether the answer ends with this piece."""
         self._buffer += piece
         self.spans = []
         self.parts = []
@@ -192,7 +197,8 @@ class CallParser:
         return None if self._most is None else self._most - self.n_calls
 
     def _shown(self, text: str) -> str:
-        """The part of `text` that is shown. text: the beginning of the buffer."""
+        """Returns `text`, the beginning of the buffer, without white space after a call, and appends the result's span to
+        `spans`."""
         end = self.decided + len(text)
         if self._after_call:
             text = text.lstrip()
@@ -201,7 +207,7 @@ class CallParser:
         return text
 
     def _next(self, last: bool) -> _Step | None:
-        """The next decision; None if it needs more text."""
+        """The next decision; None if more text is needed for it."""
         if self.full:
             return _Step(0, len(self._buffer))
         if not self._begun:
@@ -219,7 +225,7 @@ class CallParser:
         return self._open(last)
 
     def _pass(self, last: bool) -> _Step | None:
-        """The text up to the end of a fence or of thoughts."""
+        """Shows text up to the end of a fence or of thoughts."""
         place = self._buffer.find(self._until)
         if place >= 0:
             place += len(self._until)
@@ -231,18 +237,18 @@ class CallParser:
         return _text(place)
 
     def _pass_json(self, nesting: "_Nesting", last: bool) -> _Step | None:
-        """The text up to the end of JSON that is no call, or up to an opening in it that begins a call (OUTER)."""
+        """Shows text up to the end of JSON that is not a call, or up to an opening inside it that may begin a call (OUTER)."""
         outer = OUTER.search(self._buffer)
         limit = outer.start() if outer else len(self._buffer) if last else _certain(self._buffer)
         end = nesting.end(self._buffer, limit)
         if end is not None or outer or last:
             self._other = None
         else:
-            nesting.place -= limit       # the shown text leaves the buffer
+            nesting.place -= limit       # the text shown is removed from the buffer
         return _text(limit if end is None else end) or (self._open(last) if outer else None)
 
     def _close(self, last: bool) -> _Step | None:
-        """After a call's JSON: the end of the call, or another call before that end."""
+        """After a call's JSON: handles the mark that ends the call, or another call before that mark."""
         closing = self._closing
         rest = self._buffer.lstrip()
         if rest.startswith(closing):
@@ -255,14 +261,14 @@ class CallParser:
             step = self._open(last)
             if step is None or step.calls:
                 return step
-        self._closing = ""               # the call is followed by text
+        self._closing = ""               # text follows instead of the end mark
         if closing == FENCE:
             self._until = FENCE
             self._other = None
         return step or self._next(last)
 
     def _open(self, last: bool) -> _Step | None:
-        """The text before the next place where a call may begin, or that call."""
+        """Shows the text before the next position where a call may begin; at that position, handles the call."""
         opening = OPENING.search(self._buffer)
         if opening is None:
             return _text(len(self._buffer) if last else _certain(self._buffer))
@@ -283,7 +289,7 @@ class CallParser:
         return _text(opening.end())
 
     def _fence(self, place: int, last: bool) -> _Step | None:
-        """The content of the fence that ends before this place."""
+        """Handles the content of a fence whose opening ``` ends at this place."""
         info = INFO.match(self._buffer, place)
         if info is None or info.end() == len(self._buffer):
             return _text(len(self._buffer)) if last else None
@@ -293,7 +299,7 @@ class CallParser:
         return _text(place)
 
     def _value(self, place: int, closing: str, last: bool, quoted: bool = False) -> _Step | None:
-        """The JSON at a place in the buffer: calls, or text. quoted: it is text in any case."""
+        """Handles the JSON at a place in the buffer: it is either calls or text. quoted: whether it is text in any case."""
         end = None
         if quoted and not last and _after_space(self._buffer, place + 1) == len(self._buffer):
             return None
@@ -314,7 +320,7 @@ class CallParser:
             return _text(end)
         if JSON_LIKE.match(self._buffer, place):
             self._other = _Nesting(place)
-            self._other.end(self._buffer, place + 1)     # reads the bracket
+            self._other.end(self._buffer, place + 1)     # counts the opening bracket
             self._other.place = 0
         return _text(place + 1)
 
@@ -331,7 +337,7 @@ class CallParser:
         return key in FIRST_KEYS and (not values or any(name.startswith(value) or value.startswith(name) for name in allowed))
 
     def _calls(self, text: str) -> list[JsonObject] | None:
-        """The calls in a JSON object or list; None if it holds anything but calls of these functions."""
+        """The calls in a JSON object or list; None if it contains anything but calls of these functions."""
         try:
             items = [item for _, item in _members(text)] if text.startswith("[") else [text]
             calls = [_call(item) for item in items]
@@ -344,20 +350,20 @@ class CallParser:
 
 
 class _Nesting:
-    """Finds the end of the JSON object or list that begins at `place` of a text, which may grow between two calls."""
+    """Finds the end of the JSON object or list that begins at `place`. The text may grow between two calls of end()."""
 
     def __init__(self, place: int) -> None:
-        self.place = place               # the end of the text read so far
+        self.place = place               # offset up to which the text has been read
         self._depth = 0
         self._in_string = False
 
     def end(self, text: str, limit: int) -> int | None:
-        """The place after the JSON; None if it continues after `limit`."""
+        """The offset after the JSON; None if the JSON continues beyond `limit`."""
         while (match := BRACKETS.search(text, self.place, limit)) is not None:
             self.place = match.end()
             character = match[0]
             if character == "\\" and self._in_string:
-                self.place += 1          # skips the escaped character, even if it has not come yet
+                self.place += 1          # skips the escaped character, even if it has not arrived yet
             elif character == '"':
                 self._in_string = not self._in_string
             elif character != "\\" and not self._in_string:
@@ -373,7 +379,7 @@ def _text(length: int) -> _Step | None:
 
 
 def _certain(text: str) -> int:
-    """The length of `text` without a partial opening at its end, and without white space before that."""
+    """The length of `text` without a partial opening mark at its end, and without white space before this mark."""
     return len(text[:len(text) - begun_at_end(text, OPENINGS)].rstrip())
 
 
@@ -387,18 +393,18 @@ def _reject_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not JSON")
 
 
-DECODER = json.JSONDecoder(parse_constant=_reject_constant)      # NaN and Infinity
+DECODER = json.JSONDecoder(parse_constant=_reject_constant)      # rejects NaN and Infinity
 
 
 def _call(text: str) -> tuple[str, str]:
-    """The name of a call and its arguments, an object as JSON. Raises ValueError or LookupError for anything else."""
+    """The name of a call, and its arguments as the JSON of an object. Raises ValueError or LookupError if it is not a call."""
     fields = dict(_members(text))
     if "function" in fields:
         fields = dict(_members(fields["function"]))
     if "arguments" not in fields and not fields.keys() <= NO_ARGUMENTS:
-        raise LookupError("arguments")   # other JSON that has a name
+        raise LookupError("arguments")   # not a call, but other JSON with a name
     arguments = fields.get("arguments", "{}")
-    if arguments.startswith('"'):        # JSON in a string, as in OpenAI's interface
+    if arguments.startswith('"'):        # JSON inside a string, as in OpenAI's API
         arguments = json.loads(arguments).strip()
     if arguments in ("null", ""):
         arguments = "{}"
@@ -413,13 +419,13 @@ def _call(text: str) -> tuple[str, str]:
 
 
 def _members(text: str) -> list[tuple[str, str]]:
-    """(key, value) for each member of a JSON object, ("", value) for each of a list. Values are JSON, as in the text.
+    """(key, value) for each member of a JSON object, or ("", value) for each item of a list. Values are the unchanged JSON.
 
-    Raises ValueError or LookupError for anything else.
+    Raises ValueError or LookupError if the text is neither.
     """
     decoded = DECODER.decode(text)
     if not isinstance(decoded, (dict, list)):
-        raise ValueError("no object and no list")
+        raise ValueError("neither an object nor a list")
     members = []
     key = ""
     place = _after_space(text, _after_space(text, 0) + 1)

@@ -1,4 +1,4 @@
-"""Chat templates in jinja2 by the conventions of the transformers library (apply_chat_template), rendered in a sandbox."""
+"""Chat templates in jinja2, with the conventions of the transformers library (apply_chat_template), rendered in a sandbox."""
 
 import json
 import re
@@ -14,7 +14,7 @@ from rwkv.chat.template import END, ChatTemplate, Part
 from rwkv.chat.thoughts import Think, begun_by, with_hint
 from rwkv.errors import UserError
 
-WORLD_END = "<|rwkv_tokenizer_end_of_text|>"             # in the templates of fla's Hugging Face directories
+WORLD_END = "<|rwkv_tokenizer_end_of_text|>"             # in templates of flash-linear-attention's checkpoints
 
 A_TOOL = {"type": "function", "function": {"name": "a_name", "description": "A tool.", "parameters": {}}}
 SYSTEM: Message = {"role": "system", "content": "Answer."}
@@ -25,30 +25,30 @@ CALL: Message = {"role": "assistant", "content": "", "tool_calls": [
     {"id": "call00001", "type": "function", "function": {"name": "a_name", "arguments": {"a_key": "a value"}}}]}
 RESULT: Message = {"role": "tool", "tool_call_id": "call00001", "name": "a_name",
                    "content": "A result that no template contains."}
-PART = re.compile("""['"]type['"]: ?['"]text['"]""")     # parts that a template wrote unread
-THOUGHTS_PROMPT = re.compile(r"(\n\nAssistant: ?|\nBot✿)<think>?\s*\Z")  # the end of g1's or flower's prompt for thoughts
+PART = re.compile("""['"]type['"]: ?['"]text['"]""")     # appears if a template wrote parts as data
+THOUGHTS_PROMPT = re.compile(r"(\n\nAssistant: ?|\nBot✿)<think>?\s*\Z")  # how a g1 or flower prompt for thoughts ends
 
 
 class TemplateLimit(UserError):
-    """A template took too much time or memory (sandbox.py)."""
+    """A template took too much time or memory (rwkv/chat/sandbox.py)."""
 
 
 @contextmanager
 def _refusals_ignored() -> Iterator[None]:
     try:
         yield
-    except TemplateLimit:                # each attempt would take as long
+    except TemplateLimit:                # further attempts would take as long
         raise
     except UserError:
         pass
 
 
 class Ending(NamedTuple):
-    """How a template ends an answer.
+    """What a template writes after an answer.
 
-    closed: the text after an answer that ends a conversation. end: the text between an answer and the next turn of any role.
-    prompt: the prompt for a further answer, if the template writes one at the end of `closed`, else "". stop: as in
-    ChatTemplate.
+    closed: the text after an answer that is the last turn. end: the text between an answer and the next turn, whatever the next
+    turn's role. prompt: the prompt for another answer, if the template writes one at the end of `closed` even when none is
+    requested; otherwise "". stop: as in ChatTemplate.
     """
 
     closed: str
@@ -58,17 +58,18 @@ class Ending(NamedTuple):
 
 
 class JinjaTemplate(ChatTemplate):
-    """A template in jinja2 with the variables messages, add_generation_prompt, tools, bos_token, eos_token, enable_thinking
-    (from `think`) and, with `effort`, reasoning_effort.
+    """A jinja2 template. Its variables are messages, add_generation_prompt, tools, bos_token, eos_token, enable_thinking (from
+    `think`) and, if there is an `effort`, reasoning_effort.
 
-    bos_token is empty, because no end_of_text precedes a prompt; after begin_with_end_of_text it is END. eos_token is END.
-    Some published templates write out the name of World's token 0 instead, which is replaced by END. For the template in
-    rwkv-rs/transformers-rwkv, temp/rwkv_chat_template.jinja, there are two more variables: rwkv_generation_prompt is open_think
-    if enable_thinking is true and fake_think if not, and a tool's message has rwkv_json_content, its content read as JSON.
+    bos_token is empty, because no end_of_text precedes a prompt; after begin_with_end_of_text() it is END. eos_token is END.
+    Some published templates contain the name of World's token 0 instead, which is replaced by END. The template in
+    rwkv-rs/transformers-rwkv, temp/rwkv_chat_template.jinja, needs two more variables: rwkv_generation_prompt is open_think if
+    enable_thinking is true, otherwise fake_think; and a tool message has rwkv_json_content, its content parsed as JSON.
     """
 
     def __init__(self, text: str, name: str, tool_use: str | None = None) -> None:
-        """tool_use: the template for conversations with tools; None if `text` is for these, too."""
+        """text: the template's source. tool_use: the source of the template for conversations with tools; None if `text` serves
+        these, too."""
         from jinja2 import TemplateError
 
         from rwkv.chat.sandbox import LimitReached, Sandbox, limited
@@ -86,20 +87,20 @@ class JinjaTemplate(ChatTemplate):
         if not re.search(r"\bmessages\b", text):
             raise UserError(f"the chat template {name} does not use `messages`, so the model would not see the conversation: "
                             "is it a jinja2 template?")
-        self._opening: list[Message] = []                # turns that the template requires before the user's first turn
-        self._in_parts: frozenset[str] = frozenset()     # the roles whose contents the template reads as parts
-        self._unread: frozenset[str] = frozenset()       # the roles whose contents it may drop
+        self._opening: list[Message] = []                # turns that the template requires before the first user turn
+        self._in_parts: frozenset[str] = frozenset()     # roles whose content must be a list of parts
+        self._unread: frozenset[str] = frozenset()       # roles whose content the template may drop
         self._find_form()
         self._ending = self._ending_after(self._opening)
         self.stop = self._ending.stop
         if self.supports_tools:
-            with _refusals_ignored():    # conversations with tools may have turns in another form
+            with _refusals_ignored():    # turns may have a different format in conversations with tools
                 tool_stops = self._ending_after(self._opening, [A_TOOL]).stop
                 self.stop += tuple(stop for stop in tool_stops if stop not in self.stop)
             self.call_start = self._find_call_start()
-        if self._in_parts:               # so that tokens cached without the texts are not used
+        if self._in_parts:               # so that cached tokens of the other format are not used
             self.definition += f", parts: {sorted(self._in_parts)}"
-        self._tool_use: JinjaTemplate | UserError | None = None  # an error is raised at use
+        self._tool_use: JinjaTemplate | UserError | None = None  # an error is raised on the first use
         if tool_use is not None:
             try:
                 self._tool_use = JinjaTemplate(tool_use, f"{name} (tool_use)")
@@ -112,8 +113,8 @@ class JinjaTemplate(ChatTemplate):
             self.stop += tuple(stop for stop in self._tool_use.stop if stop not in self.stop)
 
     def _find_form(self) -> None:
-        """Finds which contents the template reads as texts and which as parts. Raises UserError if it writes the user's text in
-        neither form."""
+        """Finds, for each role, whether the template expects content as a string or as a list of parts. Raises UserError if it
+        writes the user's text in neither form."""
         refused = None
         lost = False
         for opening, in_parts in product(([], [SYSTEM]), (frozenset[str](), frozenset(ROLES), frozenset({"user"}))):
@@ -131,18 +132,19 @@ class JinjaTemplate(ChatTemplate):
             if not lost and refused is not None:
                 raise refused
             raise UserError(f"the chat template {self.name} must write each message's "
-                            'content, which is a text or a list of parts, {"type": "text", "text": "..."}')
+                            'content, which is a string or a list of parts, {"type": "text", "text": "..."}')
         talk = [*self._opening, QUESTION]
         self._find_role_form("assistant", [*talk, ANSWER], [*talk, ANSWER, QUESTION])
         self._find_role_form("system", [INSTRUCTIONS], [INSTRUCTIONS, QUESTION], [INSTRUCTIONS, QUESTION, ANSWER])
         self._find_role_form("tool", [*talk, CALL, RESULT], [*talk, CALL, RESULT, ANSWER])
 
     def _find_role_form(self, role: str, *talks: Sequence[Message]) -> None:
-        """The same for another role. If the template writes its text in neither form, the role becomes unread."""
+        """As _find_form, but for another role. If the template writes the role's text in neither form, the role is added to
+        _unread."""
         unread = False
         previous = self._in_parts
         for in_parts in (previous, previous ^ {role}):
-            with _refusals_ignored():    # a conversation with the role raises the template's refusal
+            with _refusals_ignored():    # if the template refuses the role, rendering it will say so
                 unread = self._loses(role, in_parts, *talks)
                 if not unread:
                     return
@@ -151,7 +153,8 @@ class JinjaTemplate(ChatTemplate):
             self._unread |= {role}
 
     def _loses(self, role: str, in_parts: frozenset[str], *talks: Sequence[Message]) -> bool:
-        """Whether none of the talks shows the role's text unchanged if contents of `in_parts` are parts.
+        """Whether the role's text is missing or changed in all rendered talks. in_parts: the roles whose content is a list of
+        parts.
 
         Raises UserError if the template refuses all talks.
         """
@@ -175,7 +178,7 @@ class JinjaTemplate(ChatTemplate):
         return lost
 
     def _select(self, messages: Sequence[Message], tools: Tools) -> "JinjaTemplate":
-        """The template for this conversation: the one named tool_use if it has tools, calls or results."""
+        """The template for this conversation: tool_use, if there is one and the conversation has tools, calls or results."""
         has_calls = any(message["role"] == "tool" or message.get("tool_calls") for message in messages)
         if self._tool_use is None or not (tools or has_calls):
             return self
@@ -206,38 +209,36 @@ class JinjaTemplate(ChatTemplate):
         return bool(THOUGHTS_PROMPT.search(self._short_prompt(True)))
 
     def begin_with_end_of_text(self) -> None:
-        """Makes bos_token END, for a tokenizer with one token for the beginning and the end of a text."""
+        """Sets bos_token to END, for a tokenizer that uses one token for both the beginning and the end of a text."""
         self._bos_token = END
         if isinstance(self._tool_use, JinjaTemplate):
             self._tool_use.begin_with_end_of_text()
 
     def _require_read(self, messages: Sequence[Message], tools: Tools) -> None:
-        """Raises UserError for a message of an unread role that the template drops."""
+        """Raises UserError for a message that the template drops. Only roles in _unread are checked."""
         for i, message in enumerate(messages):
             if message["role"] not in self._unread or not message["content"]:
                 continue
             empty = [*messages[:i], {**message, "content": ""}, *messages[i + 1:]]
             if self._render(messages, False, tools) == self._render(empty, False, tools):
-                raise UserError(f"messages[{i}]: the chat template {self.name} drops texts of the role "
-                                f"{message['role']}: the model would not see this one")
+                raise UserError(f"messages[{i}]: the chat template {self.name} drops the content of messages with the role "
+                                f"{message['role']}, so the model would not see it")
 
     def answer_start(self, think: Think = False) -> str:
         start = begun_by(self._short_prompt(think is True))
         closed = "</think" in start
         if think == "fake" and not closed:
-            raise UserError(f"think=fake: the chat template {self.name} writes no empty thought; it has think=true and false")
+            raise UserError(f"think=fake: the chat template {self.name} cannot write empty thoughts; use think=true or false")
         if think is True and (closed or not self.thinks):
-            raise UserError(f"think: the chat template {self.name} has no thoughts")
+            raise UserError(f"think: the chat template {self.name} does not support thoughts")
         return start
 
     def _short_prompt(self, think: bool) -> str:
         return self._render([*self._opening, {"role": "user", "content": "A question."}], True, None, think)
 
     def parts(self, messages: Sequence[Message], tools: Tools = None) -> list[Part]:
-        """An answer is the text that the template adds to the prompt for it, up to eos_token if the template writes that.
-
-        The text after eos_token is not learnt, because eos_token ends an answer.
-        """
+        """As ChatTemplate.parts. An answer is the text that the template writes after the prompt for an answer, up to and
+        including eos_token if the template writes one. Text after eos_token is not learnt."""
         messages = check_messages(messages)
         template = self._select(messages, tools)
         if template is not self:
@@ -258,7 +259,7 @@ class JinjaTemplate(ChatTemplate):
         return [part for part in [*parts, (whole[done:], False)] if part[0]]
 
     def _place(self, whole: str, messages: Sequence[Message], i: int, tools: Tools) -> tuple[int, int]:
-        """The start and end of answer i in the whole text. The prompt before it may ask for thoughts."""
+        """The start and end offsets of answer i in the whole text. The prompt before it may or may not ask for thoughts."""
         after = whole
         if i + 1 < len(messages):
             alone = self._render(messages[:i + 1], False, tools)
@@ -271,9 +272,9 @@ class JinjaTemplate(ChatTemplate):
         raise self._not_found(i)
 
     def _not_found(self, i: int) -> UserError:
-        return UserError(f"messages[{i}]: the chat template {self.name} must write this answer after the prompt for it, "
-                         "unchanged by later messages, so that a model can learn it. An answer with \"weight\": 0 is not "
-                         "learnt, and need not be found")
+        return UserError(f"messages[{i}]: the chat template {self.name} must write this answer directly after its prompt, and "
+                         "later messages must not change it; otherwise a model cannot learn it. To exclude this answer from "
+                         "learning, give it \"weight\": 0")
 
     def _render(self, messages: Sequence[Message], prompt: bool, tools: Tools, think: bool = False,
                 effort: str | None = None) -> str:
@@ -303,18 +304,19 @@ class JinjaTemplate(ChatTemplate):
         except (LimitReached, MemoryError) as error:
             raise TemplateLimit(f"the chat template {self.name} cannot be rendered: {error}") from None
         except (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
-            # the template's own errors, raise_exception among them
+            # errors of the template itself, including raise_exception
             raise UserError(f"the chat template {self.name} refuses the conversation: {error}") from None
 
     def _ending_after(self, talk: Sequence[Message], tools: Tools = None) -> Ending:
-        """The Ending, found by rendering a small conversation whose answer ends it, or precedes a prompt or a question."""
+        """The template's Ending, found by rendering small conversations: their answer is followed by nothing, by a prompt or by
+        a question."""
         answer = "An answer that no template contains."
         question = "Another question."
         talk = [*talk, {"role": "user", "content": "A question."}, {"role": "assistant", "content": answer}]
         text = self._render(talk, False, tools)
         closed = text.partition(answer)[2]
         prompted = between = ""
-        with _refusals_ignored():        # some templates allow no prompt after an answer
+        with _refusals_ignored():        # some templates do not allow a prompt after an answer
             prompted = self._render(talk, True, tools).partition(answer)[2]
         with _refusals_ignored():
             longer = self._render([*talk, {"role": "user", "content": question}], False, tools)
@@ -322,7 +324,7 @@ class JinjaTemplate(ChatTemplate):
         end = _end(text, closed, prompted, between)
         stop = _stop(end, between)
         if end.startswith(closed) and not end.strip():
-            end = closed                 # only as much white space as at the end of a conversation
+            end = closed                 # only the white space that ends a conversation
         elif closed != prompted and not (end and closed.startswith(end)) and not end.startswith(closed):
             stop = (*stop, *_stop(closed, ""))
         last = closed.removeprefix(end) if closed.startswith(end) else ""
@@ -342,12 +344,12 @@ class JinjaTemplate(ChatTemplate):
 
 
 def _end(text: str, closed: str, prompted: str, between: str) -> str:
-    """The text after an answer, whatever comes next.
+    """The text that follows an answer, whatever comes next.
 
-    text: a conversation that ends in an answer. The others are the texts after that answer: `closed` at the end of the
-    conversation, `prompted` with the prompt for another answer, `between` before a question of the user.
+    text: a rendered conversation that ends with an answer. The other arguments are the texts after that answer: `closed` at the
+    end of the conversation, `prompted` including the prompt for another answer, `between` before a question of the user.
     """
-    for end in (closed, closed.removesuffix(END)):       # some write eos_token at the end of a conversation
+    for end in (closed, closed.removesuffix(END)):       # some templates end a conversation with eos_token
         if end and between.startswith(end):
             return end
     if not between:
@@ -358,10 +360,11 @@ def _end(text: str, closed: str, prompted: str, between: str) -> str:
 
 
 def _opening(common: str, text: str) -> int:
-    """How many of the last characters of `common` belong to the next turn. common: an end and the beginning that turns share.
+    """How many of the last characters of `common` belong to the next turn. common: what follows an answer in all cases, that is
+    the end of the answer and perhaps the first characters with which all turns begin.
 
-    The beginning of a turn also occurs in `text` before the first end. An end has no open bracket: in "<|end|><|" it is
-    "<|end|>". White space alone is an end.
+    The beginning of a turn is recognised because it also occurs in `text` before the first end. An end has no unclosed bracket:
+    in "<|end|><|" it is "<|end|>". White space alone can be an end.
     """
     for n in range(len(common) - 1, 0, -1):
         opening = text.find(common[-n:])
@@ -380,9 +383,9 @@ def _unclosed(text: str) -> int | None:
 
 
 def _stop(end: str, between: str) -> tuple[str, ...]:
-    """The stop string of an answer; () if only eos_token ends it, which the engine knows.
+    """The stop string that ends an answer; () if only eos_token does, at which the engine stops anyway.
 
-    White space may be inside an answer, so the stop string then includes the beginning of the user's next turn.
+    If the end is white space, which an answer may also contain, the stop string includes the beginning of the next user turn.
     """
     stop = end.partition(END)[0].strip()
     if not stop and END not in end:

@@ -1,4 +1,4 @@
-"""Messages in OpenAI's form: checks, and whether a model learns one.
+"""Messages in OpenAI's format: checks them, and determines which messages a model learns.
 
 A conversation is a list of messages, {"role": "user", "content": "..."}; the roles are system, user, assistant and tool.
 """
@@ -14,9 +14,9 @@ from rwkv.io.utf8 import without_surrogates
 
 ROLES = {"system": "System", "user": "User", "assistant": "Assistant", "tool": "Tool"}
 OTHER_ROLES = {"developer": "system", "function": "tool"}        # OpenAI's newer and older names
-NO_TEXT = {"image_url": "an image", "input_audio": "audio", "file": "a file"}          # OpenAI's parts of a content
-EMPTY: tuple[object, ...] = (None, "", [], {})            # a field with one of these values counts as missing
-LEARNT = ("weight", "loss", "train", "training", "trainable", "masked")  # fields for whether an answer is learnt
+NO_TEXT = {"image_url": "an image", "input_audio": "audio", "file": "a file"}          # types of content parts in OpenAI's API
+EMPTY: tuple[object, ...] = (None, "", [], {})            # a field with one of these values is treated as missing
+LEARNT = ("weight", "loss", "train", "training", "trainable", "masked")  # fields that say whether an answer is learnt
 
 Message = JsonMapping
 Tool = JsonMapping                       # {"type": "function", "function": {"name": ..., "parameters": ...}}
@@ -24,11 +24,12 @@ Tools = Sequence[Tool] | None
 
 
 def check_messages(messages: object) -> list[JsonObject]:
-    """The messages, each with a string as its content. Raises UserError with the field's name, such as messages[1].content.
+    """The messages in a uniform format: the content of each is a string. Raises UserError that names the field at fault, such
+    as messages[1].content.
 
-    The content may be a list of {"type": "text", "text": "..."}, as in OpenAI's interface; line ends join the texts, as in
+    The content may be a list of {"type": "text", "text": "..."}, as in OpenAI's API; the texts are joined with line ends, as in
     llama.cpp and vLLM. An answer without content gets its refusal, or "". Null and empty fields are dropped, because templates
-    ask whether a field is defined. OpenAI's other names are accepted: the role developer for system, function for tool, and
+    test whether a field is defined. OpenAI's other names are accepted: the role developer for system, function for tool, and
     function_call for tool_calls.
     """
     if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence) or not messages:
@@ -37,11 +38,11 @@ def check_messages(messages: object) -> list[JsonObject]:
 
 
 def is_learnt(message: Message, where: str) -> bool:
-    """Whether a model learns a message: only an answer, unless one of its fields excludes it.
+    """Whether a model learns a message: only answers are learnt, and a field of an answer may exclude it.
 
-    "weight": 0 is OpenAI's and Mistral's form, "loss": false that of ms-swift and XTuner, "train" or "training": false
-    axolotl's, "masked": true torchtune's. Raises UserError, with the field's name, for a weight between 0 and 1, and for a
-    field that marks parts of an answer.
+    Such fields are "weight": 0 in OpenAI's and Mistral's format, "loss": false in that of ms-swift and XTuner, "train" or
+    "training": false in axolotl's, and "masked": true in torchtune's. Raises UserError, naming the field, for a weight between
+    0 and 1, and for a field that marks parts of an answer.
     """
     answer = message["role"] == "assistant"
     learnt = answer
@@ -85,7 +86,7 @@ def _check_message(message: object, where: str) -> JsonObject:
 
 
 def _tool_call(call: Any, where: str) -> JsonObject:
-    """A call whose arguments are an object, as templates expect. In OpenAI's interface they are JSON in a string."""
+    """The tool call with its arguments as an object, as templates expect. In OpenAI's API they are JSON in a string."""
     function = call.get("function", call) if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise UserError(f'{where} must be a call, {{"type": "function", "function": {{"name": "...", "arguments": "{{}}"}}}}; '
@@ -100,7 +101,7 @@ def _tool_call(call: Any, where: str) -> JsonObject:
 
 
 def _read_arguments(text: str) -> JsonMapping | None:
-    """The arguments that a model wrote. A text that is no JSON object becomes the only argument: the chat can continue."""
+    """The arguments that a model wrote. So that the chat can continue, text that is not a JSON object becomes an argument."""
     with suppress(ValueError, RecursionError):
         arguments = json.loads(text or "{}")
         if arguments is None or isinstance(arguments, Mapping):
@@ -114,7 +115,7 @@ def _content(content: object, refusal: object, role: str, where: str) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise UserError(f"{where}.content must be a string, or a list of texts; got {_shown(content)}")
+        raise UserError(f"{where}.content must be a string or a list of texts; got {_shown(content)}")
     return "\n".join(_text(item, role, f"{where}.content[{i}]") for i, item in enumerate(content))
 
 

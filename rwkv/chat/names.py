@@ -1,8 +1,8 @@
-"""Inferred from a released model's name: its series, and so its chat template, and its training sequence length.
+"""Infers a released model's series, and thus its chat template and training sequence length, from the model's name.
 
     rwkv7-g1k-1.5b-20260930-ctx25600.pth     RWKV-x070-World-0.4B-v2.9-20250107-ctx4096.pth     BlinkDL's files
-    rwkv-g1k-3b-temp-5441.pth                                                                   his weekly checkpoints
-    RWKV7-G1k-1.5B-20260930, RWKV7-13.3B-20260805                                               RWKV's on Hugging Face
+    rwkv-g1k-3b-temp-5441.pth                                                                   BlinkDL's weekly checkpoints
+    RWKV7-G1k-1.5B-20260930, RWKV7-13.3B-20260805                                               RWKV's models on Hugging Face
 
 A file's metadata takes precedence over its name.
 """
@@ -12,19 +12,19 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from rwkv.chat.stated import names_in, template_file
+from rwkv.chat.metadata import names_in, template_file
 from rwkv.io.json_types import JsonObject
 
-GENERIC = re.compile(r"(model|pytorch_model|consolidated|tf_model|ggml-model)([-._].*)?\Z")      # names without information
+GENERIC = re.compile(r"(model|pytorch_model|consolidated|tf_model|ggml-model)([-._].*)?\Z")      # describe no model
 
 _SERIES = re.compile(r"(?<![a-z0-9])g([01])([a-z]?)\d*(?![a-z0-9])")
 _DATED = re.compile(r"(?<![a-z0-9])rwkv-?(?:7|x070|v7)[a-z]?(?![0-9]).*?(?<!\d)(20\d\d)-?([01]\d)-?([0-3]\d)(?!\d)")
 _CONTEXT = re.compile(r"(?<![a-z0-9])ctx(\d{3,7})(?!\d)")
-FIRST_G1 = "20250307"                    # the day of rwkv7-g1-0.1b; older models are of the World series or the Pile
+FIRST_G1 = "20250307"                    # release day of rwkv7-g1-0.1b; older models belong to the World or Pile series
 
 
 class Released(NamedTuple):
-    """G1 models from this letter and this day on were trained with sequences of at most `context` tokens."""
+    """A group of releases: G1 models from this letter and day on were trained with sequences of at most `context` tokens."""
 
     letter: str
     day: str
@@ -37,34 +37,35 @@ WORLD_CONTEXT = 4096
 
 
 class Choice(NamedTuple):
-    """template: a name for chat_template(). why: the reason for the choice, to print."""
+    """The chosen chat template. template: a name for chat_template(). why: the reason for the choice, to be printed."""
 
     template: str
     why: str
 
 
 class Length(NamedTuple):
-    """tokens: the training sequence length; None if unknown. why: the source, to print."""
+    """A training sequence length. tokens: the length; None if unknown. why: how it was found, to be printed."""
 
     tokens: int | None
     why: str
 
 
 def choose_template(requested: str | None, path: str, run: JsonObject | None = None) -> Choice:
-    """The requested template, else that of the run's conversations, else the checkpoint's default.
+    """The requested template; otherwise the one with which the run's conversations were rendered; otherwise the checkpoint's
+    default.
 
-    path: of the checkpoint. run: the configuration of the run that made it.
+    path: the checkpoint's path. run: the configuration of the training run that wrote it.
     """
     if requested:
         return Choice(requested, "your template=")
     run = run or {}
     if trained := run.get("data", {}).get("template"):
-        return Choice(trained, "the run was trained on conversations in it")
+        return Choice(trained, "the model was trained on conversations with it")
     return default_template(path, run.get("init_from"))
 
 
 def default_template(*names: str | None) -> Choice:
-    """The template in the file or directory (stated.py), else the one for this kind of model.
+    """The template in the checkpoint's file or directory (rwkv/chat/metadata.py); otherwise the one of the model's series.
 
     names: the checkpoint's path, and its other names.
     """
@@ -75,9 +76,10 @@ def default_template(*names: str | None) -> Choice:
 
 
 def kind_of(*names: str | None) -> Choice:
-    """The author's template: g1 for the series G0 and G1 and any RWKV-7 from the first G1's day on, else world.
+    """The template that BlinkDL uses for the model's series: g1 for the series G0 and G1 and for any RWKV-7 model released
+    since the first G1 model, otherwise world.
 
-    Inferred from the model's name, or else from a name inside the file.
+    The series is inferred from the model's name, otherwise from a name inside the file.
     """
     for name in _descriptive_names(names):
         if match := _SERIES.search(name.lower()):
@@ -96,13 +98,13 @@ def trained_length(*names: str | None) -> Length:
             return Length(int(match[1]), f"by the name {name}")
         if match := _SERIES.search(name.lower()):
             released = [series for series in SERIES if series.letter <= match[2]][-1]
-            return Length(released.context, f"as others of the series G{match[1]}{match[2]}")
+            return Length(released.context, f"as other models of the series G{match[1]}{match[2]}")
         if "world" in name.lower():
-            return Length(WORLD_CONTEXT, "as others of the World series")
+            return Length(WORLD_CONTEXT, "as other models of the World series")
         day = _release_day(name)
         if "pile" not in name.lower() and day >= FIRST_G1:
-            return Length([series for series in SERIES if series.day <= day][-1].context, "as others of that time")
-    return Length(None, "no name says it")
+            return Length([series for series in SERIES if series.day <= day][-1].context, "as other models of that time")
+    return Length(None, "not in any name")
 
 
 def _descriptive_names(names: tuple[str | None, ...]) -> Iterator[str]:
@@ -110,7 +112,7 @@ def _descriptive_names(names: tuple[str | None, ...]) -> Iterator[str]:
     for name in filter(None, names):
         path = Path(name)
         yield path.name
-        if GENERIC.match(path.name.lower()):             # a file in a model's directory
+        if GENERIC.match(path.name.lower()):             # then the directory's name describes the model
             yield path.parent.name
         yield from (part.rpartition("--")[2] for part in path.parts if part.startswith("models--"))      # Hugging Face's cache
         if path.is_symlink():
@@ -120,6 +122,6 @@ def _descriptive_names(names: tuple[str | None, ...]) -> Iterator[str]:
 
 
 def _release_day(name: str) -> str:
-    """The day in the name of an RWKV-7, as 20260805; "" if there is none."""
+    """The release day in the name of an RWKV-7 model, such as "20260805"; "" if there is none."""
     date = _DATED.search(name.lower())
     return "".join(date.groups()) if date else ""

@@ -1,8 +1,9 @@
-"""The jinja2 environment of chat templates: like transformers', without access to Python, in bounded time and memory.
+"""The jinja2 environment of chat templates. It works like transformers', without access to Python, in bounded time and memory.
 
-A template comes with a downloaded checkpoint. Its loops, calls and operators count against a Limit, so that it can neither run
-for ever nor fill memory: `{% for i in range(99999) %}{% for j in range(99999) %}`, `{{ "a" * 10 ** 10 }}`, or a text that
-doubles itself. jinja2's own sandbox (https://jinja.palletsprojects.com/en/stable/sandbox/) leaves this to its users.
+A template comes with a downloaded checkpoint, so it is not trusted. Its loops, calls and operators count against a Limit, so
+that it can neither run for ever nor fill memory, as with `{% for i in range(99999) %}{% for j in range(99999) %}`,
+`{{ "a" * 10 ** 10 }}`, or a string that is doubled repeatedly. jinja2's own sandbox does not limit time and memory
+(https://jinja.palletsprojects.com/en/stable/sandbox/).
 """
 
 import json
@@ -21,26 +22,26 @@ from jinja2.runtime import Context, LoopContext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
-SECONDS = 3.0                            # CPU time of one rendering
-CHARACTERS = 2**25                       # characters that one rendering may make, besides COPIES of the conversation
+SECONDS = 3.0                            # CPU time limit of one rendering
+CHARACTERS = 2**25                       # characters that one rendering may create, in addition to COPIES of the conversation
 COPIES = 50
-ITEM = 8                                 # characters per list item
-BITS = 10_000                            # of an integer
-WIDTH = 10_000                           # of a padded or indented text
-EVERY = 128                              # steps between two checks of the clock
+ITEM = 8                                 # a list item counts as this many characters
+BITS = 10_000                            # most bits of an integer
+WIDTH = 10_000                           # most characters to which a string may be padded or indented
+EVERY = 128                              # steps between two checks of the time
 
-PADDING = ("center", "ljust", "rjust", "zfill", "expandtabs")            # methods of texts
+PADDING = ("center", "ljust", "rjust", "zfill", "expandtabs")            # methods of strings
 PADDED = ("center", "indent", "wordwrap", "batch", "slice", "tojson", "round", "truncate")       # filters
 SHOWN = ("tojson", "string", "join", "format", "pprint", "escape", "e", "urlencode", "replace", "upper", "lower", "trim")
-WIDE = re.compile(r"\d{5,}|\*")          # a width in a format
+WIDE = re.compile(r"\d{5,}|\*")          # matches a large width in a format string
 
 
 class LimitReached(Exception):
-    """A template took too much time or memory. Not a TemplateError, because nothing may continue after it."""
+    """A template took too much time or memory. It is not a TemplateError, so that rendering cannot continue after it."""
 
 
 class Limit:
-    """The time and text that one rendering may still use. characters: of the conversation."""
+    """The time and the characters that one rendering may still use. characters: the length of the conversation."""
 
     def __init__(self, characters: int = 0) -> None:
         self._end = thread_time() + SECONDS
@@ -53,10 +54,10 @@ class Limit:
             raise LimitReached(f"it takes more than {SECONDS:g} seconds")
 
     def make(self, size: int) -> None:
-        """Counts characters or items, before or after they are made."""
+        """Counts characters, which the template is about to create or has just created."""
         self._characters -= size
         if self._characters < 0:
-            raise LimitReached("it makes too much text")
+            raise LimitReached("it creates too much text")
 
 
 _limit: ContextVar[Limit] = ContextVar("limit")
@@ -73,7 +74,7 @@ def limited(characters: int = 0) -> Iterator[Limit]:
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
-    """Compile and render templates only inside limited()."""
+    """The jinja2 environment. Templates must be compiled and rendered inside limited()."""
 
     intercepted_binops = frozenset(["+", "*", "**", "%"])
 
@@ -95,9 +96,9 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
     def call(__self, __context: Context, __obj: object, *args: Any, **kwargs: object) -> object:
         _limit.get().step()
-        if isinstance(__obj, LoopContext) and args:              # loop(...) of a recursive loop
+        if isinstance(__obj, LoopContext) and args:              # a call of a recursive loop: loop(...)
             args = (_count_items(args[0]), *args[1:])
-        method = getattr(__obj, "__wrapped__", __obj)            # jinja2 wraps format
+        method = getattr(__obj, "__wrapped__", __obj)            # jinja2 wraps str.format
         owner = getattr(method, "__self__", None)
         if isinstance(owner, str):
             args = _check_method(owner, getattr(method, "__name__", ""), args, kwargs)
@@ -105,7 +106,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
 
 class GenerationBlock(Extension):
-    """The block {% generation %}, which marks answers in some templates. Its content is rendered unchanged."""
+    """The block {% generation %}, with which some templates mark answers. Its content is rendered as without the block."""
 
     tags = {"generation"}                                        # noqa: RUF012
 
@@ -115,7 +116,7 @@ class GenerationBlock(Extension):
 
 
 class _Counting(NodeTransformer):
-    """Puts counting filters around a template's loops, output, joins by ~ and slices."""
+    """Rewrites a parsed template: wraps its loops, output, concatenations with ~ and slices in filters that count."""
 
     def visit_For(self, node: nodes.For) -> nodes.For:
         self.generic_visit(node)
@@ -141,7 +142,7 @@ def _filter(node: nodes.Node, name: str) -> nodes.Expr:
     return nodes.Filter(node, name, [], [], None, None, lineno=node.lineno)
 
 
-@pass_context                            # so that compilation does not compute the filter
+@pass_context                            # prevents evaluation at compile time
 def _passes(context: Context, value: Iterable[object]) -> Iterator[object]:
     return _count_items(value)
 
@@ -169,7 +170,7 @@ def _count_items(values: Iterable[object]) -> Iterator[object]:
 
 
 def _count_text(value: object) -> None:
-    """Counts the text of a list or a dict, which may hold one list many times."""
+    """Counts the characters of all strings in a value. A list that occurs in it several times is counted each time."""
     limit = _limit.get()
     if isinstance(value, dict):
         value = [*value, *value.values()]
@@ -183,7 +184,7 @@ def _count_text(value: object) -> None:
 
 
 def _count_result(value: object) -> object:
-    """The value, after counting its characters or items. A filter's iterator is counted as it is read."""
+    """Counts the characters or items of a value and returns it. For an iterator, returns one that counts while it is read."""
     if isinstance(value, (str, list, tuple, dict)):
         _limit.get().make(len(value) * (1 if isinstance(value, str) else ITEM))
     elif isinstance(value, Iterator) and not isinstance(value, LoopContext):
@@ -192,7 +193,7 @@ def _count_result(value: object) -> object:
 
 
 def _counting_filter(name: str, filter: Callable[..., object]) -> Callable[..., object]:
-    passed = getattr(filter, "jinja_pass_arg", None)             # the filter's first argument is a context
+    passed = getattr(filter, "jinja_pass_arg", None)             # set if the filter's first argument is a context
 
     def counting(*args: Any, **kwargs: object) -> object:
         limit = _limit.get()
@@ -233,14 +234,14 @@ def _check_operator(operator: str, left: object, right: object) -> None:
     if operator in ("*", "**") and isinstance(left, int) and isinstance(right, int):
         bits = left.bit_length() * max(right, 1) if operator == "**" else left.bit_length() + right.bit_length()
         if bits > BITS:
-            raise LimitReached("it makes too large a number")
+            raise LimitReached("it computes a number that is too large")
     if operator == "%" and isinstance(left, str):
         _check_format(left)
         _count_text(right)
 
 
 def _check_method(text: str, name: str, args: tuple[Any, ...], kwargs: dict[str, object]) -> tuple[Any, ...]:
-    """Counts the result of a string method before it is made. Returns the arguments, with iterators read."""
+    """Counts the result of a string method before the call. Returns the arguments, with iterators replaced by lists."""
     limit = _limit.get()
     limit.make(len(text))
     arguments = [*args, *kwargs.values()]
@@ -262,12 +263,12 @@ def _check_method(text: str, name: str, args: tuple[Any, ...], kwargs: dict[str,
 
 def _check_width(arguments: Iterable[object]) -> None:
     if any(isinstance(width, (int, float)) and width > WIDTH for width in arguments):
-        raise LimitReached(f"it pads a text to more than {WIDTH} characters")
+        raise LimitReached(f"it pads a string to more than {WIDTH} characters")
 
 
 def _check_format(text: object) -> None:
     if WIDE.search(str(text)):
-        raise LimitReached("it formats a text with a wide field")
+        raise LimitReached("it formats a string with a field that is too wide")
 
 
 def _raise_exception(message: str) -> None:
@@ -276,11 +277,11 @@ def _raise_exception(message: str) -> None:
 
 def _strftime_now(format: str) -> str:
     if WIDE.search(format):
-        raise LimitReached("it formats a date with a wide field")
+        raise LimitReached("it formats a date with a field that is too wide")
     return datetime.now().astimezone().strftime(format)
 
 
 def _tojson(x: object, ensure_ascii: bool = False, indent: int | str | None = None, separators: tuple[str, str] | None = None,
             sort_keys: bool = False) -> str:
-    """transformers' tojson, which escapes neither letters nor quotes."""
+    """The filter tojson as in transformers: unlike jinja2's, it escapes neither non-ASCII letters nor HTML."""
     return json.dumps(x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

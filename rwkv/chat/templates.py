@@ -1,21 +1,21 @@
-r"""The chat templates by name: world, g1, flower, and those of jinja2 files.
+r"""The chat templates: world, g1, flower, and jinja2 files.
 
-world: the form of the RWKV World models (the model card of BlinkDL/rwkv-7-world on Hugging Face, and API_DEMO_CHAT.py of
+world: the format of the RWKV World models (the model card of BlinkDL/rwkv-7-world on Hugging Face, and API_DEMO_CHAT.py of
 ChatRWKV). A blank line ends a turn, so blank lines inside a message become single line ends:
 
     System: {system}\n\nUser: {user}\n\nAssistant: {answer}\n\nUser: {user}\n\nAssistant:
 
-g1: the same with thoughts (RWKV7-G1x-templates.txt in BlinkDL/RWKV-LM, RWKV-v7). An answer is
-"<think>\n{thoughts}\n</think>\n{answer}" if its message has "reasoning_content", in earlier turns too; thoughts.py says how a
-prompt asks for thoughts. Thoughts may hold blank lines, so an answer ends where the user's next turn begins, and not at a blank
-line. Tools have the form of calls.py.
+g1: as world, with thoughts (RWKV7-G1x-templates.txt in BlinkDL/RWKV-LM, RWKV-v7). If an answer's message has
+"reasoning_content", the answer is "<think>\n{thoughts}\n</think>\n{answer}", also in earlier turns; thoughts.py describes how a
+prompt asks for thoughts. Generated thoughts may contain blank lines, so an answer ends where the next user turn begins, not at
+a blank line. Tools and calls have the format described in calls.py.
 
-flower: another form, for G1h and later models (vllm/tokenizers/rwkv_chat.py in rwkv-rs/vllm-rwkv). A flower, a
-World token, ends a turn, and end_of_text precedes the text. Texts, thoughts and tools are as in g1:
+flower: a different format, for G1h and later models (vllm/tokenizers/rwkv_chat.py in rwkv-rs/vllm-rwkv). The character ✿, a
+token of World, ends a turn, and end_of_text precedes the conversation. Contents, thoughts and tools are as in g1:
 
     System✿{system}✿\nUser✿{user}✿\nBot✿{answer}✿\nUser✿{user}✿\nBot✿<think
 
-FILE: a jinja2 template (jinja.py), in its own file or in one of a checkpoint's files (stated.py).
+Any other name is the path of a file with a jinja2 template (jinja.py): a jinja2 file, or a checkpoint's file (metadata.py).
 """
 
 import re
@@ -25,7 +25,7 @@ from typing import NamedTuple
 from rwkv.chat import calls
 from rwkv.chat.jinja import JinjaTemplate
 from rwkv.chat.messages import ROLES, Message, Tools, check_messages, is_learnt
-from rwkv.chat.stated import template_in, tool_template_in
+from rwkv.chat.metadata import template_in, tool_template_in
 from rwkv.chat.template import END, ChatTemplate, Part
 from rwkv.chat.thoughts import BEGUN, Think, thoughts_end, with_hint
 from rwkv.errors import UserError
@@ -35,9 +35,10 @@ FLOWER = "✿"
 
 
 class Form(NamedTuple):
-    """A turn is the role's name, after_role, space, the text and end; without text there is no `space`.
+    """The format of a template. A turn is the role's name, after_role, space, the text and end; without text, space is omitted.
 
-    start: before the first turn. between: before every other turn. assistant: the assistant's name. stop: as in ChatTemplate.
+    start: precedes the first turn. between: precedes every other turn. assistant: the assistant's name. thinks, stop: as in
+    ChatTemplate.
     """
 
     thinks: bool
@@ -57,32 +58,33 @@ FORMS = {"world": Form(thinks=False, stop=("\n\n",)),
 
 
 def chat_template(name: str) -> ChatTemplate:
-    """The template world, g1 or flower, or the one in a file: a jinja2 file, or a file in which stated.py finds a template.
+    """The template with this name: world, g1, flower or the path of a file, either a jinja2 file or a checkpoint's file that
+    contains a template (rwkv/chat/metadata.py).
 
-    Raises UserError for other names and for a file without a template.
+    Raises UserError for an unknown name and for a file without a template.
     """
     if name in FORMS:
         return TurnTemplate(name)
     file = hub.local(name, "chat template")
     if not file.is_file():
-        raise UserError(f"a chat template must be {', '.join(FORMS)} or a jinja2 file; there is no file {name}")
+        raise UserError(f"a chat template must be {', '.join(FORMS)} or a jinja2 file; no file at {name}")
     text = template_in(file)
     if text is None:
-        raise UserError(f"{name} must hold a chat template: name a jinja2 file, or one of {', '.join(FORMS)}")
+        raise UserError(f"{name} must contain a chat template: use a jinja2 file, or one of {', '.join(FORMS)}")
     return JinjaTemplate(text, name, tool_template_in(file))
 
 
 class TurnTemplate(ChatTemplate):
-    """world, g1 and flower: a turn is a role and a text, and all turns have the same form."""
+    """One of the templates world, g1 and flower: each turn is a role and a text, and all turns have the same format."""
 
     def __init__(self, name: str) -> None:
         self.name = self.definition = name
         self._form = FORMS[name]
         self.thinks = self._form.thinks
         self.stop = self._form.stop
-        self.supports_tools = name != "world"            # the author documents calls only for the series G1
+        self.supports_tools = name != "world"            # BlinkDL documents calls only for the G1 models
         if self.supports_tools:
-            self.definition = f"{name}, {calls.REQUEST}"         # so that cached tokens of an older form of calls are not used
+            self.definition = f"{name}, {calls.REQUEST}"         # cached tokens of an older call format are not used
             self.call_start = f"{self._form.space}{calls.CALL_START[0]}", calls.CALL_START[1]
 
     def render(self, messages: Sequence[Message], add_generation_prompt: bool = True,
@@ -99,7 +101,7 @@ class TurnTemplate(ChatTemplate):
 
     def parts(self, messages: Sequence[Message], tools: Tools = None) -> list[Part]:
         turns = [*self._turns(check_messages(messages), tools)]
-        first = len(turns) - len(messages)       # 1 if the tools are a turn
+        first = len(turns) - len(messages)       # 1 if the tools added a system turn
         parts: list[Part] = []
         for i, (head, body, message) in enumerate(turns):
             learnt = is_learnt(message, f"messages[{i - first}]")
@@ -108,7 +110,7 @@ class TurnTemplate(ChatTemplate):
         return parts
 
     def _begun(self, message: Message, body: str, last: bool) -> tuple[str, str]:
-        """A learnt answer in two parts: the beginning that would be in the prompt, and the rest. body: all after the role."""
+        """Splits a learnt answer into the beginning that would be in a prompt, and the rest. body: all text after the role."""
         start = f"{self._form.space}{BEGUN[self.learns]}"
         if self.learns is True and message.get("reasoning_content"):
             return start, body.removeprefix(start)
@@ -117,7 +119,7 @@ class TurnTemplate(ChatTemplate):
         return "", body
 
     def _turns(self, messages: Sequence[Message], tools: Tools) -> Iterator[tuple[str, str, Message]]:
-        """For each turn: (the text up to after_role, the rest of the turn, its message)."""
+        """Yields for each turn: (the text up to and including after_role, the rest of the turn, its message)."""
         form = self._form
         shown = messages
         if self.supports_tools:
@@ -131,7 +133,7 @@ class TurnTemplate(ChatTemplate):
             field = next((field for field in ("content", "reasoning_content") if FLOWER in message.get(field, "")), None)
             if form.end == FLOWER and field:
                 raise UserError(f"messages[{i}].{field} must not have a {FLOWER}, which ends a turn in the chat template "
-                                f"{self.name}: remove it, or take the template g1")
+                                f"{self.name}: remove it, or use the template g1")
             role = form.assistant if message["role"] == "assistant" else ROLES[message["role"]]
             body = _one_paragraph(message["content"])
             if self.thinks and (thoughts := message.get("reasoning_content")):
@@ -141,10 +143,10 @@ class TurnTemplate(ChatTemplate):
 
     def answer_start(self, think: Think = False) -> str:
         if think and not self.thinks:
-            raise UserError(f"think: the chat template {self.name} has no thoughts; g1 has")
+            raise UserError(f"think: the chat template {self.name} does not support thoughts; g1 does")
         return BEGUN[think]
 
 
 def _one_paragraph(text: str) -> str:
-    """`text` without blank lines, and without white space around it."""
+    """`text` without blank lines, and without white space at its ends."""
     return re.sub(r"\n(?:[ \t]*\n)+", "\n", text.replace("\r\n", "\n").replace("\r", "\n")).strip()

@@ -1,17 +1,17 @@
 r"""Thoughts before an answer: <think> ... </think>, then the answer.
 
-A prompt ends in one of three ways, by the models' author (RWKV7-G1x-templates.txt in BlinkDL/RWKV-LM, RWKV-v7):
+think= determines how a prompt ends. The three ways are BlinkDL's (RWKV7-G1x-templates.txt in BlinkDL/RWKV-LM, RWKV-v7):
 
-    false   nothing             the model answers at once
-    true    <think              without ">", because the model writes the token ">" or ">\n" itself
-    fake    <think></think      an empty thought: as fast as none, with results that the author recommends
+    false   nothing             the model answers directly
+    true    <think              without ">", because the model generates the token ">" or ">\n" itself
+    fake    <think></think      empty thoughts: as fast as false, with better answers according to BlinkDL
 """
 
 import re
 from collections.abc import Sequence
 from typing import Literal
 
-from rwkv.chat.marks import begun_at_end
+from rwkv.chat.markers import begun_at_end
 from rwkv.chat.messages import Message
 from rwkv.io.json_types import JsonObject
 
@@ -19,39 +19,39 @@ Think = bool | Literal["fake"]
 
 START, END = "<think>", "</think>"
 BEGUN: dict[Think, str] = {False: "", True: "<think", "fake": "<think></think"}
-HINTS = {"low": " (think a bit)", "medium": " (think)", "high": " (think a lot)"}         # the author's, after a user's text
+HINTS = {"low": " (think a bit)", "medium": " (think)", "high": " (think a lot)"}         # BlinkDL's; appended to a message
 _AT_END = re.compile(r"<think>?(\s*</think>?)?\s*\Z")
 
 
 def parse_think(option: str) -> Think:
-    """The value of the option think=, one of config.THINK."""
+    """Converts the option think=, which must be one of config.THINK."""
     return "fake" if option == "fake" else option == "true"
 
 
 def begun_by(prompt: str) -> str:
-    """The beginning of thoughts, or a whole empty thought, at the end of a prompt; "" if there is none."""
+    """The beginning of thoughts, or complete empty thoughts, at the end of a prompt; "" if there are none."""
     match = _AT_END.search(prompt)
     return match[0] if match else ""
 
 
 def thoughts_end(start: str) -> str:
-    """The text that ends the thoughts begun by `start`, which begun_by returned."""
+    """The text that ends the thoughts that `start` begins. start: as begun_by returns it."""
     bracket = "" if start.rstrip().endswith(">") else ">"
     return f"{bracket}\n" if "</think" in start else f"{bracket}\n{END}\n"
 
 
 def begun_in(answer: str, thinks: bool) -> tuple[str, bool]:
-    """Where an answer's beginning ends, as `start` and `continues` of a ThoughtParser for the rest.
+    """The arguments `start` and `continues` of a ThoughtParser for the rest of an answer that begins with `answer`.
 
-    ("", True): in its text. (a mark, False): directly after the beginning or the end of its thoughts. ("<think>", True): in
-    its thoughts. thinks: as in ChatTemplate.
+    They are ("<think>", True) if `answer` ends inside thoughts, (a mark, False) directly after a mark that begins or ends
+    thoughts, and otherwise ("", True). thinks: as in ChatTemplate.
     """
     text = answer.lstrip()
     if not thinks or not text.startswith(BEGUN[True]):
         return "", True
     if begun_by(text) == text:
         return text, False
-    if not text.startswith(START):       # a longer word
+    if not text.startswith(START):       # a longer word, such as <thinking>
         return "", True
     _, mark, rest = text.partition(END)
     if not mark:
@@ -60,7 +60,7 @@ def begun_in(answer: str, thinks: bool) -> tuple[str, bool]:
 
 
 def with_hint(messages: Sequence[Message], effort: str | None) -> list[Message]:
-    """The messages with the hint for `effort`, if any, after the user's last text, unless that ends with a hint."""
+    """The messages, with the hint for `effort` appended to the last user message, unless that already ends with a hint."""
     result = list(messages)
     last = next((i for i in reversed(range(len(result))) if result[i]["role"] == "user"), None)
     if effort is None or last is None:
@@ -72,32 +72,32 @@ def with_hint(messages: Sequence[Message], effort: str | None) -> list[Message]:
 
 
 def answer_message(start: str, text: str) -> JsonObject:
-    """The assistant's message with its thoughts in reasoning_content. start: the answer's beginning in the prompt."""
+    """The assistant's message, with its thoughts in reasoning_content. start: the beginning of thoughts in the prompt."""
     thoughts, content = ThoughtParser(start).push(text, last=True)
     return {"role": "assistant", **({"reasoning_content": thoughts} if thoughts else {}), "content": content.rstrip()}
 
 
 class ThoughtParser:
-    """Separates the thoughts from the text in an answer that comes in pieces, however it is cut.
+    """Separates the thoughts from the text in a streamed answer. The result does not depend on how the answer is split.
 
-    Thoughts begin with <think> at the answer's beginning, and end with </think> or with the answer. White space around them is
-    dropped. start: the beginning of the answer that is in the prompt, from begun_by. thinks: as in ChatTemplate; if it is
-    False, the whole answer is text, without white space before it. continues: what is pushed continues thoughts or a text that
-    has begun, as begun_in() says; the white space before it then belongs to it.
+    Thoughts begin with <think> at the beginning of the answer, and end with </think> or with the answer. White space around
+    them is dropped. start: the beginning of thoughts in the prompt, as begun_by() returns it. thinks: as in ChatTemplate; if
+    False, the whole answer is text, without leading white space. continues: whether the pieces continue thoughts or text that
+    have already begun, as begun_in() says; leading white space is then kept.
 
-    Offsets count from the first character pushed. thinking: inside thoughts. text_place: the offset of the text after the
-    thoughts; before that text, the number of characters pushed. decided: the offset before which thoughts and text are told
-    apart.
+    thinking: whether the last piece ended inside thoughts. text_place: the offset at which the text after the thoughts begins;
+    if it has not begun, the number of characters pushed. decided: the offset up to which the answer has been separated into
+    thoughts and text. Offsets count from the first character pushed.
     """
 
     def __init__(self, start: str = "", thinks: bool = True, continues: bool = False) -> None:
         begins = start.startswith(BEGUN[True])
         ends = "</think" in start
         self.thinking = begins and not ends
-        self._looking = thinks and not begins and not continues  # for <think>, before anything else
+        self._looking = thinks and not begins and not continues  # whether <think> may still begin the answer
         self._skips = ">" if begins and not start.rstrip().endswith(">") else ""        # the rest of the prompt's last mark
-        self._buffer = ""                # undecided: thoughts or text
-        self._shows = continues          # more than white space of the current part (thoughts or text) has come
+        self._buffer = ""                # characters that may be thoughts or text
+        self._shows = continues          # the current part (thoughts or text) has more than white space
         self._pushed = 0
         self._text_place: int | None = 0 if continues and not self.thinking else None
 
@@ -110,7 +110,7 @@ class ThoughtParser:
         return self._pushed - len(self._buffer) * (not self.thinking)
 
     def push(self, piece: str, last: bool = False) -> tuple[str, str]:
-        """The newly shown thoughts and text. last: the answer ends."""
+        """Appends a piece. Returns the thoughts and the text that can now be shown. last: whether the answer ends here."""
         self._buffer += piece
         self._pushed += len(piece)
         if self._skips and self._buffer:
@@ -122,7 +122,7 @@ class ThoughtParser:
         return thoughts, "" if self.thinking else self._take_text()
 
     def _decide_beginning(self, last: bool) -> bool:
-        """Decides whether the answer begins with thoughts. Returns False if that needs more text."""
+        """Decides whether the answer begins with thoughts. Returns False if more text is needed for that."""
         beginning = self._buffer.lstrip()
         if beginning.startswith(START):
             self._buffer = beginning.removeprefix(START)
@@ -142,7 +142,7 @@ class ThoughtParser:
             self._buffer = thoughts[certain:]
             thoughts = thoughts[:certain]
         shown = thoughts.rstrip()
-        if not (mark or last):           # this white space may be inside the thoughts
+        if not (mark or last):           # the final white space may be inside the thoughts
             self._buffer = thoughts[len(shown):] + self._buffer
         if not self._shows:
             shown = shown.lstrip()

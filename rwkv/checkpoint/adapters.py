@@ -1,19 +1,19 @@
-"""Adapters of other programs, merged into their base weights on reading; the sums are float32.
+"""Adapters trained by other programs. They are merged into the base weights, in float32, whenever a weight is read.
 
-    FILE.pth, .safetensors       RWKV-PEFT: X.lora_A (r,in), X.lora_B (out,r), without alpha; PiSSA if init_pissa.pth is
-                                 beside it; X.disha or X.bone: MiSS, under its former names
-    adapter_config.json, adapter_model.safetensors or .bin       a PEFT directory: LoRA with rank and alpha patterns, rsLoRA,
-                                 DoRA, PiSSA; MiSS
+    FILE.pth, .safetensors       RWKV-PEFT: LoRA as X.lora_A (r,in) and X.lora_B (out,r), without alpha; PiSSA if init_pissa.pth
+                                 is in the same folder; MiSS, under its former names, as X.disha or X.bone
+    adapter_config.json, adapter_model.safetensors or .bin       a PEFT directory: LoRA (rank_pattern, alpha_pattern), rsLoRA,
+                                 DoRA; PiSSA; MiSS
 
 X is the path of a linear layer in any supported layout. Other tensors in RWKV-PEFT's files are fully trained weights, which
-replace the model's; in PEFT's directories (modules_to_save) they are rejected.
+replace the model's; in PEFT directories (modules_to_save) they are rejected.
 
     LoRA    W + s B A                                    s = alpha / r; rsLoRA: alpha / sqrt(r); arXiv 2106.09685, 2312.03732
-    DoRA    m (W + s B A) / |W + s B A|                  the norm of each row; arXiv 2402.09353
-    PiSSA   W - W_r + s B A                              W_r: the r largest singular values of W, or B A at the beginning, with
-                                                         s = 1, from init_pissa.pth; arXiv 2404.02948
+    DoRA    m (W + s B A) / |W + s B A|                  |.|: the norm of each row; arXiv 2402.09353
+    PiSSA   W - W_r + s B A                              W_r: the part of W with the r largest singular values; in RWKV-PEFT the
+                                                         initial B A, from init_pissa.pth, with s = 1; arXiv 2404.02948
     MiSS    W[o,c] + M[c mod r, o]                       arXiv 2409.15371; mini: M repeated along o; bat: W + W_k M_k + M_k for
-                                                         blocks W_k (r,r), of a row of them in PEFT, of a column in RWKV-PEFT
+                                                         blocks W_k (r,r); an M_k per row (PEFT) or column (RWKV-PEFT) of blocks
 
 Sources: huggingface/peft 0.21, tuners/lora/layer.py, dora.py, tuners/miss/layer.py and utils/other.py (get_pattern_key);
 JL-er/RWKV-PEFT, merge/merge.py, merge/merge_bone.py and rwkvt/peft/rwkvLinear.py.
@@ -33,8 +33,8 @@ from torch import Tensor
 from rwkv.checkpoint import formats
 from rwkv.checkpoint.formats import _torch_file, pth, safetensors
 from rwkv.checkpoint.generations import generation_of
+from rwkv.checkpoint.lazy_tensors import Stored
 from rwkv.checkpoint.location import ADAPTER as CONFIG
-from rwkv.checkpoint.stored import Stored
 from rwkv.config import ModelConfig
 from rwkv.errors import CheckpointError, UserError
 from rwkv.io.json_types import JsonMapping, JsonObject
@@ -45,20 +45,20 @@ PARTS = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "lora_magni
          "disha", "bone")
 PART = re.compile(rf"(.+)\.({'|'.join(PARTS)})(?:\.default)?(?:\.weight)?")
 PEFT_TYPES = ("LORA", "MISS", "BONE")
-PLAIN = (True, False, "gaussian", "eva", "orthogonal", "mica")   # init_lora_weights that leave the base unchanged
+PLAIN = (True, False, "gaussian", "eva", "orthogonal", "mica")   # init_lora_weights values that leave the base unchanged
 REFUSED = {"modules_to_save": "whole modules beside the adapters", "trainable_token_indices": "trained rows of the embedding",
            "layer_replication": "repeated layers", "target_parameters": "adapters of tensors other than linear layers",
            "fan_in_fan_out": "transposed layers", "lora_bias": "biases", "use_qalora": "QALoRA", "use_bdlora": "BD-LoRA",
            "alora_invocation_tokens": "adapters activated by a token", "arrow_config": "Arrow", "kasa_config": "KaSA",
            "monteclora_config": "MonteCLoRA", "loftq_config": "LoftQ"}
 
-Change = Callable[[Tensor], Tensor]      # (out,in) in float32 or wider -> the changed matrix
+Change = Callable[[Tensor], Tensor]      # maps a matrix (out,in), in float32 or wider, to the adapted matrix
 
 
 @dataclass(frozen=True)
 class Adapter:
-    """about: the adapter's kind, for messages. changes: of matrices, by official name. tensors: the file's, by its own names.
-    whole: weights that replace the model's."""
+    """An adapter file. about: its kind, for messages. changes: the change of each adapted matrix, by official name. tensors:
+    the file's tensors, by the names in the file. whole: complete weights that replace the model's."""
 
     path: Path
     about: str
@@ -68,7 +68,7 @@ class Adapter:
 
 
 def is_directory(path: Path) -> bool:
-    """Whether the path is a PEFT directory without a whole model."""
+    """Whether the path is a PEFT directory that contains only an adapter, not a whole model."""
     return (path / CONFIG).is_file() and not (path / "config.json").is_file()
 
 
@@ -80,13 +80,13 @@ def base_of(path: Path) -> str:
     """The base model that a PEFT directory names. Raises CheckpointError if it names none."""
     name = _config(path).get("base_model_name_or_path")
     if not isinstance(name, str) or not name:
-        raise CheckpointError(f"{path} is a LoRA adapter that does not name its base: give the base as checkpoint= and the "
-                              "adapter as lora=")
+        raise CheckpointError(f"{path} is a LoRA adapter that does not name its base model: pass the model as checkpoint= and "
+                              "the adapter as lora=")
     return name
 
 
 def read(path: Path, config: ModelConfig, weights: Mapping[str, Stored], alpha: float | None = None) -> Adapter:
-    """The adapter at `path`. config, weights: of its base model. alpha: for a file that does not state it.
+    """Reads the adapter at `path`. config, weights: the base model's. alpha: LoRA's alpha if the file lacks it.
 
     Raises CheckpointError for an adapter of another model or of an unsupported kind, UserError if alpha is missing or
     given twice.
@@ -102,19 +102,20 @@ def _peft(path: Path, config: ModelConfig, weights: Mapping[str, Stored]) -> Ada
     config_json = _config(path)
     kind = config_json.get("peft_type")
     if kind not in PEFT_TYPES:
-        raise CheckpointError(f"{path} is a {kind} adapter of PEFT: this program reads {', '.join(PEFT_TYPES)}")
+        raise CheckpointError(f"{path} is a {kind} adapter of PEFT, which is not supported: expected one of "
+                              f"{', '.join(PEFT_TYPES)}")
     for key, feature in REFUSED.items():
         if config_json.get(key):
-            raise CheckpointError(f"{path / CONFIG} has {key} {json.dumps(config_json[key])[:60]}: {feature} are not merged")
+            raise CheckpointError(f"{path / CONFIG} has {key} {json.dumps(config_json[key])[:60]}: {feature} cannot be merged")
     if config_json.get("bias", "none") != "none":
-        raise CheckpointError(f"{path / CONFIG} has bias {config_json['bias']!r}: the layers of these models have no biases")
+        raise CheckpointError(f"{path / CONFIG} has bias {config_json['bias']!r}, but layers of these models have no biases")
     file = next((path / name for name in WEIGHTS if (path / name).is_file()), None)
     if file is None:
-        raise CheckpointError(f"{path} has no weights beside its {CONFIG}: expected {' or '.join(WEIGHTS)}")
+        raise CheckpointError(f"{path} contains {CONFIG} but no weights: expected {' or '.join(WEIGHTS)}")
     tensors = (pth if _torch_file.recognises(file) else safetensors).read(file).tensors
     modules, whole = _modules(tensors)
     if whole:
-        raise CheckpointError(f"{file} has {whole[0]}, which is not part of an adapter: whole modules are not merged")
+        raise CheckpointError(f"{file} has {whole[0]}, which is not part of an adapter: whole modules cannot be merged")
     changes = {}
     for module, parts in modules.items():
         make = partial(_peft_lora, config_json) if kind == "LORA" else partial(_peft_miss, config_json)
@@ -132,10 +133,10 @@ def _rwkv_peft(path: Path, config: ModelConfig, weights: Mapping[str, Stored], a
     initial = _pissa_initial(path.with_name(INIT_PISSA))
     is_lora = any("lora_A" in parts for parts in modules.values())
     if is_lora and not initial and alpha is None:
-        raise UserError(f"{path} does not state alpha (RWKV-PEFT never does): give the training's value, such as "
-                        f"lora_alpha=32; for PiSSA put {INIT_PISSA} beside it")
+        raise UserError(f"{path} does not state alpha (RWKV-PEFT never does): pass the value that it was trained with, such as "
+                        f"lora_alpha=32; for PiSSA, put {INIT_PISSA} in the same folder")
     if alpha is not None and (initial or not is_lora):
-        reason = f"PiSSA has none ({INIT_PISSA} is beside it)" if initial else "MiSS has none"
+        reason = f"PiSSA has no alpha (the folder contains {INIT_PISSA})" if initial else "MiSS has no alpha"
         raise UserError(f"lora_alpha conflicts with {path}: {reason}; omit it")
     changes = {}
     for module, parts in modules.items():
@@ -144,7 +145,8 @@ def _rwkv_peft(path: Path, config: ModelConfig, weights: Mapping[str, Stored], a
             change: Change = partial(lora, A=A, B=B, scale=1.0 if initial else (alpha or 0) / A.shape[0])
             if initial:
                 if module not in initial:
-                    raise CheckpointError(f"{path.with_name(INIT_PISSA)} lacks {module}: do the files belong together?")
+                    raise CheckpointError(f"{path.with_name(INIT_PISSA)} lacks {module}: do the two files come from the same "
+                                          "training run?")
                 change = partial(_compose, partial(lora, A=initial[module][0], B=initial[module][1], scale=-1.0), change)
         else:
             block = next(iter(parts.values()))
@@ -157,14 +159,15 @@ def _rwkv_peft(path: Path, config: ModelConfig, weights: Mapping[str, Stored], a
     whole = {official(name): tensors[name] for name in others}
     for name, tensor in whole.items():
         if name not in weights or tensor.count != weights[name].count:
-            raise CheckpointError(f"{path} has {name} {tensor.shape}, which the model lacks: it belongs to another model")
+            raise CheckpointError(f"{path} has {name} {tensor.shape}, which the model lacks: the adapter belongs to a "
+                                  "different model")
     kind = "PiSSA" if initial else "LoRA" if is_lora else "MiSS"
     replacements = {name: tensor.renamed(name).viewed(weights[name].shape) for name, tensor in whole.items()}
     return Adapter(path, f"{kind} of RWKV-PEFT", changes, tensors, replacements)
 
 
 def _modules(tensors: Mapping[str, Stored]) -> tuple[dict[str, dict[str, Stored]], list[str]]:
-    """Each adapter's parts by the path of its module, and the names of all other tensors."""
+    """The parts of each module's adapter, by the module's path, and the names of all other tensors."""
     modules: dict[str, dict[str, Stored]] = {}
     others = []
     for name, tensor in tensors.items():
@@ -176,7 +179,7 @@ def _modules(tensors: Mapping[str, Stored]) -> tuple[dict[str, dict[str, Stored]
 
 
 def _pissa_initial(path: Path) -> dict[str, tuple[Stored, Stored]]:
-    """A and B of each module in init_pissa.pth; {} if the file is missing."""
+    """PiSSA's initial A and B of each module, from init_pissa.pth; {} if the file is missing."""
     tensors = pth.read(path).tensors if path.is_file() else {}
     ends = ".init_lora_A", ".init_lora_B"
     names = [name.removesuffix(ends[0]) for name in tensors if name.endswith(ends[0])]
@@ -196,7 +199,7 @@ def _peft_lora(config_json: JsonMapping, path: Path, module: str, parts: Mapping
     initialisation = config_json.get("init_lora_weights", True)
     if initialisation not in (*PLAIN, "pissa"):
         raise CheckpointError(f"{path / CONFIG} has init_lora_weights {initialisation!r}, which changes the base weights: "
-                              "convert it with PEFT's path_initial_model_for_weight_conversion")
+                              "convert the adapter with PEFT's path_initial_model_for_weight_conversion")
     if "lora_magnitude_vector" in parts:
         return partial(dora, A=A, B=B, scale=scale, m=parts["lora_magnitude_vector"])
     if config_json.get("use_dora"):
@@ -210,24 +213,24 @@ def _peft_lora(config_json: JsonMapping, path: Path, module: str, parts: Mapping
 def _peft_miss(config_json: JsonMapping, path: Path, module: str, parts: Mapping[str, Stored]) -> Change:
     M = parts.get("miss_block") or parts.get("bone_block")
     if M is None or len(parts) > 1:
-        raise CheckpointError(f"{path} has {module}.{next(iter(parts))} in a MiSS adapter: expected miss_block alone")
+        raise CheckpointError(f"{path} has {module}.{next(iter(parts))} in a MiSS adapter: expected only miss_block")
     return partial(bat, M=M, by_row=True) if len(M.shape) == 3 else partial(miss, M=M)
 
 
 def _factors(path: Path, module: str, parts: Mapping[str, Stored]) -> tuple[Stored, Stored]:
-    """A (r,in) and B (out,r), or for an embedding (r,V) and (C,r)."""
+    """LoRA's factors A (r,in) and B (out,r); for an embedding A (r,V) and B (C,r)."""
     A = parts.get("lora_A") or parts.get("lora_embedding_A")
     B = parts.get("lora_B") or parts.get("lora_embedding_B")
     if A is None or B is None:
-        raise CheckpointError(f"{path} has only {', '.join(parts)} of {module}: the adapter is incomplete")
+        raise CheckpointError(f"{path} has only {', '.join(parts)} for {module}: the adapter is incomplete")
     if len(A.shape) != 2 or len(B.shape) != 2 or A.shape[0] != B.shape[1] or not A.shape[0]:
-        raise CheckpointError(f"{path} has A {A.shape} and B {B.shape} of {module}, which do not match")
+        raise CheckpointError(f"{path} has A {A.shape} and B {B.shape} for {module}, whose shapes do not match")
     return A, B
 
 
 def _official_change(path: Path, module: str, config: ModelConfig, weights: Mapping[str, Stored],
                      change: Change) -> tuple[str, Change]:
-    """The official name and the change of a module's matrix. change: of the matrix in the adapter's layout."""
+    """The official name of a module's matrix, and the change to apply to it. change: the change in the adapter's own layout."""
     generation = generation_of(config)
     parts = module.split(".")
     for start in range(len(parts)):
@@ -241,11 +244,12 @@ def _official_change(path: Path, module: str, config: ModelConfig, weights: Mapp
             shape = weights[name].shape
             _require_shape(path, module, change, shape[::-1] if name != official_name else shape)
             return name, partial(_change_layout, change, name != official_name, factor)
-    raise CheckpointError(f"{path} has an adapter of {module}, which the model does not have: it belongs to another model")
+    raise CheckpointError(f"{path} has an adapter of {module}, which the model does not have: the adapter belongs to a "
+                          "different model")
 
 
 def _change_layout(change: Change, transposed: bool, factor: float, W: Tensor) -> Tensor:
-    """W after a change of the matrix W / factor in the adapter's layout."""
+    """Applies a change to W that is defined in the adapter's layout, where the matrix is W / factor, transposed or not."""
     matrix = W.T if transposed else W
     result = change(matrix / factor) * factor
     return result.T if transposed else result
@@ -257,12 +261,12 @@ def _require_shape(path: Path, module: str, change: Change, shape: tuple[int, ..
     except (RuntimeError, ValueError):
         fits = False
     if not fits:
-        raise CheckpointError(f"{path} has an adapter of {module} that does not fit a matrix of {list(shape)}: it belongs to "
-                              "another model")
+        raise CheckpointError(f"{path} has an adapter of {module} that does not fit a matrix of shape {list(shape)}: the "
+                              "adapter belongs to a different model")
 
 
 def changed(weight: Stored, change: Change) -> Stored:
-    """The weight with its change, applied at each read."""
+    """The adapted weight; the change is applied each time it is read."""
     def data() -> Tensor:
         with torch.no_grad():
             W = weight.get()
@@ -271,7 +275,7 @@ def changed(weight: Stored, change: Change) -> Stored:
     return replace(weight, dtype=torch.float32, data=data, mapped=False)
 
 
-# The changes; W (out,in)
+# The kinds of change; W is (out,in)
 
 
 def _like(W: Tensor, part: Stored) -> Tensor:
@@ -291,13 +295,13 @@ def embedding_lora(W: Tensor, A: Stored, B: Stored, scale: float) -> Tensor:
 
 
 def dora(W: Tensor, A: Stored, B: Stored, scale: float, m: Stored) -> Tensor:
-    """m: (out,)."""
+    """LoRA with each row of the result scaled to norm m (out,)."""
     direction = lora(W, A, B, scale)
     return _like(W, m).view(-1, 1) * direction / direction.norm(dim=1, keepdim=True)
 
 
 def subtract_largest(W: Tensor, rank: int) -> Tensor:
-    """W without its `rank` largest singular values."""
+    """W with its `rank` largest singular values set to zero."""
     if W.is_meta:
         return W
     U, S, Vh = torch.linalg.svd(W, full_matrices=False)
@@ -305,7 +309,7 @@ def subtract_largest(W: Tensor, rank: int) -> Tensor:
 
 
 def miss(W: Tensor, M: Stored) -> Tensor:
-    """M: (r,out), or (r,mini) to be repeated along out."""
+    """Adds MiSS's M (r,out), tiled along the inputs. An M (r,mini) is also tiled along the outputs."""
     out, inputs = W.shape
     rank, width = M.shape
     if out % width:
@@ -314,14 +318,14 @@ def miss(W: Tensor, M: Stored) -> Tensor:
 
 
 def bat(W: Tensor, M: Stored, by_row: bool) -> Tensor:
-    """M: (n,r,r), one block per row of blocks of W, or per column."""
+    """The bat variant of MiSS. M: (n,r,r), one block for each row of r by r blocks of W (by_row), or for each column."""
     out, inputs = W.shape
     rank = M.shape[-1]
     blocks = W.reshape(out // rank, rank, inputs // rank, rank).permute(0, 2, 1, 3)      # (out/r,in/r,r,r)
     M_blocks = _like(W, M)
     M_blocks = M_blocks[:, None] if by_row else M_blocks[None]
     if M_blocks.shape[0 if by_row else 1] != blocks.shape[0 if by_row else 1]:
-        raise ValueError("M has another number of blocks")
+        raise ValueError("the number of blocks in M does not match W")
     return W + (blocks @ M_blocks + M_blocks).permute(0, 2, 1, 3).reshape(out, inputs)
 
 

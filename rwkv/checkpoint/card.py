@@ -1,7 +1,7 @@
 """Model cards, the README.md of a directory: the base weights, the training data, and how to load the model.
 
-The front matter follows the Hugging Face Hub (license, base_model, library_name, tags). The licence is copied from the base's
-card; without one, none is stated.
+The front matter follows the Hugging Face Hub (license, base_model, library_name, tags). The licence is copied from the base
+model's card; if it has none, the card states none.
 """
 
 import re
@@ -15,7 +15,7 @@ from rwkv.io import hub
 from rwkv.io.json_types import JsonObject
 
 FILE = hub.CARD
-MARK = "<!-- written by timemix -->"     # a card with this mark may be replaced
+MARK = "<!-- written by timemix -->"     # a card that contains this line may be overwritten
 LOADING = "## How to load it"
 FRONT = re.compile(r"---\n(.*?)\n---\n", re.DOTALL)
 COMMANDS = re.compile(r"## Command\n\n((?:    .*\n)+)")
@@ -23,8 +23,8 @@ COMMANDS = re.compile(r"## Command\n\n((?:    .*\n)+)")
 
 @dataclass(frozen=True)
 class Card:
-    """base: the name of the base weights. data: lines with a name and a hash. losses: lines. commands: that produced the model.
-    loads: commands and code that load it."""
+    """The content of a model card. base: the name of the base weights. data: lines with a name and a hash. losses: lines of
+    text. commands: the commands that produced the model. loads: commands and code that load the model."""
 
     title: str
     base: str | None = None
@@ -55,16 +55,16 @@ class Card:
 
 
 def is_ours(file: Path) -> bool:
-    """Whether the file is a card that this program wrote and whose mark is intact."""
+    """Whether this program wrote the card: whether it still contains MARK."""
     return file.name == FILE and file.is_file() and MARK in file.read_text(encoding="utf-8", errors="replace")
 
 
 def licence_of(path: str | Path) -> str | None:
-    """The licence in the card of a directory, or beside a file; None if no card states one."""
+    """The licence in the model card of a directory, or of a file's folder; None if no card states one."""
     path = Path(path)
     folders = [path if path.is_dir() else path.parent]
-    folders += [folder for folder in path.parents if folder.parent.name == "snapshots"]          # in the Hub's cache
-    folders += [path.parent.parent] * (path.parent.name == "checkpoints")                        # of a run
+    folders += [folder for folder in path.parents if folder.parent.name == "snapshots"]          # the Hub's cache
+    folders += [path.parent.parent] * (path.parent.name == "checkpoints")                        # a run's folder
     for folder in folders:
         front = _front(folder / FILE)
         if isinstance(stated := front.get("license"), str):
@@ -73,13 +73,13 @@ def licence_of(path: str | Path) -> str | None:
 
 
 def commands_in(file: Path) -> list[str]:
-    """The commands in a card of ours; [] in other files."""
+    """The commands in a card that this program wrote; [] for any other file."""
     match = COMMANDS.search(file.read_text(encoding="utf-8")) if is_ours(file) else None
     return [line.removeprefix("    ") for line in match[1].splitlines()] if match else []
 
 
 def loading(name: str) -> list[str]:
-    """How to load a checkpoint of this name: a command, and code."""
+    """How to load the checkpoint `name`: a command and a line of Python."""
     return [f"timemix generate checkpoint={name} prompt=...",
             f'RWKV.from_pretrained("{name}")           # from rwkv import RWKV']
 
@@ -87,7 +87,8 @@ def loading(name: str) -> list[str]:
 def of_directory(name: str, path: Path, source: str | None = None, command: str | None = None) -> str:
     """The card of a Hugging Face directory `name` with the weights from `path`.
 
-    source: the name that the user gave. command: the one that writes the directory. For a run, the run's own card is continued.
+    source: the name that the user gave. command: the command that writes the directory. If the weights are from a run's
+    directory, the card extends the run's own.
     """
     loads = loading(name)
     run_card = path.parent.parent / FILE
@@ -96,7 +97,7 @@ def of_directory(name: str, path: Path, source: str | None = None, command: str 
         if command and (match := COMMANDS.search(text)):
             text = f"{text[:match.end()]}    {command}\n{text[match.end():]}"
         return text + f"{LOADING}\n\n" + "".join(f"    {line}\n" for line in loads)
-    if not path.exists():                # a model in memory: nothing is known about its base
+    if not path.exists():                # a model in memory: its base is unknown
         return str(Card(name, loads=loads))
     base = source or path.name
     pinned = hub.fetched(base).pinned if hub.parse(base) else base

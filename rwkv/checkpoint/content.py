@@ -1,25 +1,25 @@
-"""The result of a format's read() (Content) and the argument of its write() (Outgoing)."""
+"""What a file format's read() returns (Content), and what its write() accepts (Outgoing)."""
 
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from kernels.matvec import Packed
-from rwkv.checkpoint.stored import Stored
+from kernels.matvec import BLOCKS, Packed
+from rwkv.checkpoint.lazy_tensors import Stored
 from rwkv.config import ModelConfig
 from rwkv.errors import CheckpointError
 from rwkv.io.json_types import JsonMapping, JsonObject
 
-ENTRY = "timemix"                        # the key of our entry (files.describe), in formats that can hold it
+ENTRY = "timemix"                        # the key of this program's entry (files.describe) in a file's metadata
 
 
 @dataclass(frozen=True)
 class PackedMatrix:
-    """A matrix W of `shape` (N,K) that a file has in a form of kernels/matvec, by the form's name.
+    """A matrix W of `shape` (N,K) that a file stores in a packed format of kernels/matvec. form: the name of that format.
 
-    read(): a view of the mapped file where the file's order is that of the form. repacked: it is not, and `timemix convert`
-    writes a file where it is.
+    read(): the packed matrix: a view of the mapped file, or a copy if `repacked`. repacked: the file's layout differs from that
+    of kernels/matvec; `timemix convert` writes a file that needs no copy.
     """
 
     form: str
@@ -27,14 +27,19 @@ class PackedMatrix:
     read: Callable[[], Packed]
     repacked: bool = False
 
+    @property
+    def dtype(self) -> str:
+        """The dtype of files that have such matrices: int8 or int4."""
+        return "int4" if self.form in BLOCKS else self.form
+
 
 @dataclass
 class Content:
-    """A file's tensors by the file's own names, our entry, and other metadata.
+    """What a file contains: its tensors by the names in the file, this program's entry, and other metadata.
 
     declared: sizes that the file states, by their names in ModelConfig, and vocab_size; also constants that the tensors assume,
-    such as an epsilon, by the generation's names. tied: the head is the embedding. packed: matrices that the file
-    has packed, and `tensors` in float32. notes: messages on what was assumed or not read.
+    such as an epsilon, by the generation's names. tied: the head shares the embedding's weights. packed: the matrices that the
+    file stores packed; `tensors` has them as float32. notes: messages about values that were assumed or ignored.
     """
 
     path: Path
@@ -50,11 +55,11 @@ class Content:
 
 @dataclass
 class Outgoing:
-    """Tensors by official name in the dtypes to write, and our entry, for formats that can hold it.
+    """What a file format writes: tensors by official name, in the dtypes to write, and this program's entry.
 
-    quantised: the block format of the large matrices, as in formats.QUANTISED; None keeps the dtypes of `tensors`.
-    packed: as in Content. form: of a Hugging Face directory, one of formats.FORMS. card: the text of its README.md. by_input:
-    store matrices with sparse inputs by input, as decoding on a CPU reads them.
+    quantised: the block format of the large matrices, one of formats.QUANTISED; None keeps the dtypes of `tensors`. packed: the
+    matrices that the source file stores packed. form: the layout of a Hugging Face directory, one of formats.FORMS. card: the
+    text of its README.md. by_input: whether to store matrices with sparse inputs transposed, as decoding on a CPU reads them.
     """
 
     tensors: dict[str, Stored]
@@ -69,7 +74,7 @@ class Outgoing:
 
 
 def plain_entry(path: Path, entry: object) -> JsonObject:
-    """Returns our entry. Raises CheckpointError if it is not a dictionary."""
+    """Returns this program's entry. Raises CheckpointError if it is not a dictionary."""
     if not isinstance(entry, dict):
         raise CheckpointError(f"{path}: the entry {ENTRY} must be a dictionary; got a {type(entry).__name__}: was it written "
                               "by another program?")
@@ -77,7 +82,7 @@ def plain_entry(path: Path, entry: object) -> JsonObject:
 
 
 def entry_in(path: Path, metadata: JsonMapping) -> JsonObject | None:
-    """Our entry, stored as JSON in the metadata, or None. Raises CheckpointError if it is damaged."""
+    """This program's entry in a file's metadata, or None. Raises CheckpointError if it is not a JSON object."""
     if ENTRY not in metadata:
         return None
     try:

@@ -1,23 +1,25 @@
-"""Read and write checkpoints in every format of formats/. No pickle is executed; a checkpoint is read completely or rejected.
+"""Reads and writes checkpoints in every format of formats/. No pickle is executed; a checkpoint is read completely or rejected.
 
     checkpoint = read_checkpoint(path)           # checks names, shapes and sizes; the data stays in the file
     checkpoint.weights["emb.weight"]             # reads the tensor, and checks that it is finite
-    write_checkpoint(checkpoint, "model.safetensors", dtype="bfloat16")      # tensor by tensor; whole or not at all
+    write_checkpoint(checkpoint, "model.safetensors", dtype="bfloat16")      # one tensor at a time; atomic
 """
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from kernels.matvec import Packed
 from rwkv.chat.names import trained_length
 from rwkv.checkpoint import adapters, card, formats, time_states, tuned
 from rwkv.checkpoint.content import ENTRY, Content, Outgoing, PackedMatrix
 from rwkv.checkpoint.generations import config_of, fit, recognise, require_sizes, tuned_kind
+from rwkv.checkpoint.lazy_tensors import DTYPES, Stored, same_numbers
 from rwkv.checkpoint.location import locate
-from rwkv.checkpoint.stored import DTYPES, Stored, same_numbers
 from rwkv.config import ModelConfig
 from rwkv.errors import CheckpointError, UnreadableError, UserError
 from rwkv.io import hub
@@ -25,12 +27,12 @@ from rwkv.io.json_types import JsonObject
 from rwkv.model.base import fingerprint, generation
 from rwkv.tokenizer.tokenizers import Tokenizer, end_option
 
-MAX_UNUSED_ROWS = 255                    # of an embedding: vocabulary sizes are rounded up to a multiple, such as 256
+MAX_UNUSED_ROWS = 255                    # in an embedding: models round the vocabulary size up to a multiple of, say, 256
 WORLD_VOCABULARY = 65536
-SUGGESTED = {50277: "20B_tokenizer.json (a vocabulary of 50277 is that of the Pile models, GPT-NeoX's)"}
-WITH_STATES = ("pth", "safetensors", "st")               # formats that can hold tuned states beside weights
-PACKED = formats.QUANTISED["safetensors"]                # forms of kernels/matvec, which stay packed when they are loaded
-DEFAULT_CTX_LEN = 1024                   # if neither the file nor its name states one; no weight depends on it
+SUGGESTED = {50277: "20B_tokenizer.json (the Pile models have 50277 tokens, those of GPT-NeoX)"}
+WITH_STATES = ("pth", "safetensors", "st")               # formats that can hold tuned states besides weights
+PACKED = formats.QUANTISED["safetensors"]                # formats of kernels/matvec: their weights stay packed in memory
+DEFAULT_CTX_LEN = 1024                   # if neither the file nor its name states it; no weight's shape depends on it
 
 
 class Weights(Mapping[str, Tensor]):
@@ -63,11 +65,12 @@ class Weights(Mapping[str, Tensor]):
 
 @dataclass
 class Checkpoint:
-    """The content of a file: weights by official name and, if present, the tokenizer's definition and the run's configuration.
+    """A checkpoint: weights by official name and, if the file has them, the tokenizer's definition and the run's configuration.
 
-    packed: as in Content. fingerprint: Model.fingerprint of the weights before they were packed; None if the file has
-    none. unadapted: the matrices into which `weights` merges adapters, without any adapter. about: the kind of another
-    program's adapter. data_sha256: of the run's data. A pickle contains only the path; the other process reads the file again.
+    packed: the matrices that the file stores packed. fingerprint: Model.fingerprint of the weights before they were packed;
+    None if the file does not state it. unadapted: the original values of matrices into which `weights` merges adapters. about:
+    the kind of adapter, if another program trained it. data_sha256: the hash of the run's training data. Pickling stores only
+    the path; unpickling reads the file again.
     """
 
     path: Path
@@ -78,20 +81,20 @@ class Checkpoint:
     run: JsonObject | None = None
     step: int = 0
     tokenizer_hash: str | None = None
-    time_states: list[Stored] | None = None      # if learnt: each layer's state before the first token, (H,N,N)
+    time_states: list[Stored] | None = None      # each layer's state before the first token, (H,N,N), if it was trained
     packed: Mapping[str, PackedMatrix] = field(default_factory=dict)
     fingerprint: str | None = None
     unadapted: Mapping[str, Stored] = field(default_factory=dict)
     data_sha256: str | None = None
-    notes: list[str] = field(default_factory=list)           # messages: what was assumed or not read
+    notes: list[str] = field(default_factory=list)           # messages about values that were assumed or ignored
     about: str = ""
-    begins: str = ""                     # a message about time_states stored beside the weights
+    begins: str = ""                     # a message if the weights' file also contains time_states
 
     def __reduce__(self) -> tuple[object, ...]:
         return read_checkpoint, (self.path,)
 
     def stored_in(self, dtype: str | None) -> dict[str, Stored]:
-        """The tensors in `dtype`, except those that the generation requires in float32. None: the dtypes of the file."""
+        """The tensors in `dtype`, except those that the generation requires in float32; None: in the file's dtypes."""
         if dtype is None:
             return dict(self.weights.stored)
         float32 = generation(self.config).KEPT_FLOAT32
@@ -99,16 +102,16 @@ class Checkpoint:
                 for name, tensor in self.weights.stored.items()}
 
     def tensors(self, dtype: str, device: str = "cpu", mmap: bool = False) -> dict[str, Tensor]:
-        """The tensors of stored_in(dtype) on the device. mmap: on a CPU, map the tensors that the file stores in `dtype`."""
+        """The tensors of stored_in(dtype) on `device`. mmap: on a CPU, map the tensors that the file stores in `dtype`."""
         tensors = {name: tensor.get(copy=not mmap).to(device) for name, tensor in self.stored_in(dtype).items()}
-        if torch.device(device).type == "cpu":           # whose step reads matrices by input
+        if torch.device(device).type == "cpu":           # CPU decoding reads matrices stored by input
             return tensors
         return {name: tensor.contiguous() for name, tensor in tensors.items()}
 
 
 def checkpoint_of(weights: Mapping[str, Tensor], tokenizer: Tokenizer | None = None, config: ModelConfig | None = None,
                   source: str = "the weights") -> Checkpoint:
-    """A checkpoint of tensors in memory. Raises CheckpointError if they are not the weights of a model."""
+    """Makes a checkpoint of tensors in memory. Raises CheckpointError if they are not the weights of a model."""
     stored = {name: Stored.of(name, source, tensor) for name, tensor in weights.items()}
     checkpoint = _interpret(Content(Path(source), stored))
     checkpoint = replace(checkpoint, config=config or checkpoint.config)
@@ -119,7 +122,7 @@ def checkpoint_of(weights: Mapping[str, Tensor], tokenizer: Tokenizer | None = N
 
 
 def describe(run: JsonObject, vocab_size: int, tokenizer: Tokenizer | None) -> JsonObject:
-    """Our entry for a file: plain containers only, so that loading it executes nothing."""
+    """The entry that this program adds to a checkpoint file. It has only plain containers, so loading it executes nothing."""
     return {"format": 1, "run": run, "vocab_size": vocab_size, "tokenizer": tokenizer and tokenizer.to_dict(),
             "tokenizer_hash": tokenizer and tokenizer.hash}
 
@@ -127,7 +130,7 @@ def describe(run: JsonObject, vocab_size: int, tokenizer: Tokenizer | None) -> J
 def read_checkpoint(path: str | Path) -> Checkpoint:
     """Reads a file, a Hugging Face directory, or the last checkpoint of a run's directory.
 
-    Raises CheckpointError, one sentence: the file or tensor, the actual and the expected value, and the likely cause.
+    Raises CheckpointError. Its message names the file or tensor, the actual and the expected value, and the likely cause.
     """
     path = locate(path)
     try:
@@ -144,7 +147,7 @@ def read_checkpoint(path: str | Path) -> Checkpoint:
 
 
 def with_adapter(base: Checkpoint, path: str | Path, alpha: float | None = None) -> Checkpoint:
-    """The checkpoint `base` with another program's adapter merged into it. alpha: for a file that does not state it.
+    """The checkpoint `base` with another program's adapter merged into it. alpha: LoRA's alpha if the file lacks it.
 
     Raises CheckpointError for an adapter of another model or of an unsupported kind, UserError if alpha is missing.
     """
@@ -170,16 +173,15 @@ def _base_of(path: Path) -> Checkpoint:
     try:
         return read_checkpoint(name)
     except CheckpointError as error:
-        raise UnreadableError(f"{path} is an adapter of {name}, which cannot be read ({error}): give the base as "
+        raise UnreadableError(f"{path} is an adapter of {name}, which cannot be read ({error}): pass the base as "
                               "checkpoint= and the adapter as lora=") from error
 
 
 def read_tuned(path: str | Path, base: Checkpoint, alpha: float | None = None) -> tuple[Checkpoint, str]:
-    """The checkpoint of a run with tune=lora or tune=state, or of another program's adapter, on the weights of `base`, and a
-    digest of the trained values.
+    """Reads a tuned checkpoint onto the weights of `base`, and returns it with a digest of the trained values.
 
-    path: the run's directory, a .ckpt in it, or as in with_adapter. Raises CheckpointError as read_checkpoint does, and for
-    another kind of run or for other base weights.
+    path: the directory of a run with tune=lora or tune=state, a .ckpt in it, or another program's adapter. Raises
+    CheckpointError as read_checkpoint does, and for any other kind of run or other base weights than the run's.
     """
     path = locate(path)
     try:
@@ -199,7 +201,7 @@ def read_tuned(path: str | Path, base: Checkpoint, alpha: float | None = None) -
 
 
 def _tuned(content: Content, user_base: Checkpoint | None = None) -> Checkpoint:
-    """The checkpoint of a run that trained adapters or a state, with its frozen weights.
+    """The checkpoint of a run that trained adapters or a state, applied to the frozen weights.
 
     user_base: the frozen weights; None reads them from the file that the run names.
     """
@@ -207,7 +209,7 @@ def _tuned(content: Content, user_base: Checkpoint | None = None) -> Checkpoint:
     try:
         source = entry["run"]["init_from"]
         base = user_base or read_checkpoint(source)
-        if hub.parse(source):            # files beside the weights, such as a chat template, are found by this path
+        if hub.parse(source):            # other files in its directory, such as a chat template, are found by this path
             entry = {**entry, "run": {**entry["run"], "init_from": str(base.path)}}
     except CheckpointError as error:
         raise UnreadableError(f"cannot read the base weights of {content.path}: {error}") from error
@@ -223,24 +225,25 @@ def _tuned(content: Content, user_base: Checkpoint | None = None) -> Checkpoint:
 def write_checkpoint(checkpoint: Checkpoint, path: str | Path, dtype: str | None = None, format: str | None = None,
                      progress: Callable[[int, int], object] = lambda count, total: None, form: str | None = None,
                      source: str | None = None, command: str | None = None, by_input: bool = False) -> None:
-    """Writes a checkpoint with one tensor in memory at a time. Calls progress(its bytes, bytes of all tensors) after each.
+    """Writes a checkpoint with one tensor in memory at a time. After each it calls progress(tensor's bytes, total bytes).
 
-    form: of a Hugging Face directory, one of formats.FORMS. source, command: for its model card, the name of the source and
-    the command. by_input: as in Outgoing; requires bfloat16 in .safetensors. Raises UserError as save_pretrained does, before
-    anything is written.
+    form: the layout of a Hugging Face directory, one of formats.FORMS. source, command: the name of the source and the
+    conversion command, for the model card. by_input: store matrices with sparse inputs transposed; requires bfloat16 in
+    .safetensors. Raises UserError as save_pretrained does, before anything is written.
     """
     path = Path(path)
     format = format or formats.by_suffix(path)
     module = formats.load(format)
     if checkpoint.time_states and (format not in WITH_STATES or dtype in PACKED):
-        raise UserError(f"{checkpoint.path} has a tuned state beside its weights, which {dtype or format} cannot hold: "
-                        f"choose {', '.join(WITH_STATES)}, or convert its weights alone")
+        raise UserError(f"{checkpoint.path} contains a tuned state besides its weights, which {dtype or format} cannot "
+                        f"hold: choose one of {', '.join(WITH_STATES)}, or convert only its weights")
     if form is not None and format != "huggingface":
-        raise UserError(f"the form {form} requires a Hugging Face directory: give {path.name} no suffix, or omit the form")
+        raise UserError(f"the form {form} requires a Hugging Face directory: choose a name without a suffix instead of "
+                        f"{path.name}, or omit the form")
     block_formats = formats.QUANTISED.get(format, ())
-    forms = {matrix.form for matrix in checkpoint.packed.values()}
-    if dtype is None and len(forms) == 1 and forms <= {*block_formats}:
-        dtype = forms.pop()
+    packed_dtypes = {matrix.dtype for matrix in checkpoint.packed.values()}
+    if dtype is None and len(packed_dtypes) == 1 and packed_dtypes <= {*block_formats}:
+        dtype = packed_dtypes.pop()
     quantised = dtype if dtype in block_formats else None
     if dtype is not None and dtype not in DTYPES and not quantised:
         blocks = "".join(f"; in {name} also {', '.join(dtypes)}" for name, dtypes in formats.QUANTISED.items())
@@ -255,6 +258,8 @@ def write_checkpoint(checkpoint: Checkpoint, path: str | Path, dtype: str | None
         tensors = checkpoint.stored_in(None if quantised else dtype)
     tensors |= time_states.named(checkpoint.time_states or [], torch.float16 if format == "st" else torch.float32)
     total = sum(tensor.nbytes for tensor in tensors.values())
+    packed = {name: _read_with_progress(matrix, partial(progress, tensors[name].nbytes, total))
+              for name, matrix in checkpoint.packed.items()}
     tensors = {name: _with_progress(tensor, lambda count: progress(count, total)) for name, tensor in tensors.items()}
     run = tuned.without_base(checkpoint.run or {"model": asdict(checkpoint.config)})
     entry = describe(run, checkpoint.vocab_size, None)
@@ -263,37 +268,37 @@ def write_checkpoint(checkpoint: Checkpoint, path: str | Path, dtype: str | None
     if quantised in PACKED:
         entry["fingerprint"] = checkpoint.fingerprint or fingerprint_of(checkpoint)
     text = card.of_directory(path.name, checkpoint.path, source, command) if format == "huggingface" else ""
-    module.write(path, Outgoing(tensors, checkpoint.config, checkpoint.vocab_size, entry, quantised, form, checkpoint.packed,
-                                text, by_input))
+    module.write(path, Outgoing(tensors, checkpoint.config, checkpoint.vocab_size, entry, quantised, form, packed, text,
+                                by_input))
 
 
 def require_tokenizer(checkpoint: Checkpoint, tokenizer: Tokenizer, name: str) -> None:
-    """Raises CheckpointError if the weights were not trained with `tokenizer`. name: of the tokenizer, for the message.
+    """Raises CheckpointError if the weights were not trained with `tokenizer`. name: the tokenizer's name, for the message.
 
-    Compares hashes if the file has one, otherwise vocabulary sizes; a few rows of the embedding may be unused.
+    Compares hashes if the file states one, otherwise vocabulary sizes, of which the checkpoint's may be slightly larger.
     """
     if checkpoint.tokenizer_hash is not None and checkpoint.tokenizer_hash != tokenizer.hash:
         raise CheckpointError(f"{name} is not the tokenizer that {checkpoint.path} was trained with (SHA-256 "
                               f"{tokenizer.hash[:12]}, expected {str(checkpoint.tokenizer_hash)[:12]}): its ids stand for "
-                              "other text")
+                              "different text")
     _require_vocabulary(checkpoint, tokenizer, name)
     if checkpoint.tokenizer_hash is None and tokenizer.vocab_size + MAX_UNUSED_ROWS < checkpoint.vocab_size:
-        raise CheckpointError(f"{name} has {tokenizer.vocab_size} tokens and {checkpoint.path} {checkpoint.vocab_size}: it is "
-                              "not the tokenizer that the weights were trained with: name that one")
+        raise CheckpointError(f"{name} has {tokenizer.vocab_size} tokens and {checkpoint.path} {checkpoint.vocab_size}: "
+                              "name the tokenizer that the weights were trained with")
 
 
 def assumed_tokenizer(checkpoint: Checkpoint) -> str | None:
-    """"world" for weights without a tokenizer in their file and with the World models' vocabulary size; None for others."""
+    """"world" if the file contains no tokenizer and the vocabulary has the World models' size, otherwise None."""
     return "world" if checkpoint.tokenizer is None and checkpoint.vocab_size == WORLD_VOCABULARY else None
 
 
 def tokenizer_of(checkpoint: Checkpoint, name: str | None = None, end_of_text: str | None = None,
                  option: str = "tokenizer") -> Tokenizer:
-    """The tokenizer called `name` (as in Tokenizer.named), by default the one in the checkpoint, or else the assumed one.
+    """The tokenizer called `name` (as in Tokenizer.named), by default the one in the checkpoint, or else assumed_tokenizer's.
 
-    end_of_text: the text of the end-of-text token; None: as the checkpoint or else the tokenizer's file states. option: the
-    option that gives the name, for errors. Raises UserError if there is no tokenizer, or if its hash or size does not match the
-    checkpoint.
+    end_of_text: the text of the end-of-text token, by default the one that the checkpoint or else the tokenizer's file states.
+    option: the option that set the name, for error messages. Raises UserError if there is no tokenizer, or if its hash or size
+    does not match the checkpoint.
     """
     name = assumed_tokenizer(checkpoint) if name is None else name
     if name is not None:
@@ -310,11 +315,11 @@ def tokenizer_of(checkpoint: Checkpoint, name: str | None = None, end_of_text: s
 def _require_vocabulary(checkpoint: Checkpoint, tokenizer: Tokenizer, name: str = "the tokenizer") -> None:
     if tokenizer.vocab_size > checkpoint.vocab_size:
         raise CheckpointError(f"{name} has {tokenizer.vocab_size} tokens and {checkpoint.path} {checkpoint.vocab_size}: they "
-                              "do not belong together")
+                              "do not match")
 
 
 def _interpret(content: Content) -> Checkpoint:
-    """The checkpoint with official names and shapes. Raises CheckpointError if parts of the file contradict each other."""
+    """Converts a file's content to official names and shapes. Raises CheckpointError if the file contradicts itself."""
     path = content.path
     module, tensors = recognise(path, content.tensors, content.declared)
     if content.tied and "emb.weight" in tensors:
@@ -333,13 +338,13 @@ def _interpret(content: Content) -> Checkpoint:
                             notes=content.notes)
     if learnt:
         checkpoint = replace(checkpoint, time_states=time_states.fitted(path, learnt, config), begins=(
-            f"each sequence begins with the tuned state beside the weights of {path}, transposed if their low-rank matrices "
+            f"each sequence begins with the tuned state in {path}, which was transposed if the file's low-rank matrices "
             "are"))
     return checkpoint if content.entry is None else _with_entry(checkpoint, content.entry)
 
 
 def _with_entry(checkpoint: Checkpoint, entry: JsonObject) -> Checkpoint:
-    """The checkpoint with our entry's configuration, tokenizer and run. Raises CheckpointError if they do not match."""
+    """Adds what the entry `timemix` states to the checkpoint. Raises CheckpointError if it contradicts the weights."""
     path = checkpoint.path
     try:
         config = ModelConfig(**entry["run"]["model"])
@@ -361,7 +366,7 @@ def _with_entry(checkpoint: Checkpoint, entry: JsonObject) -> Checkpoint:
 
 
 class _Peeked(Mapping[str, Tensor]):
-    """Tensors by name, of which each is valid until the next is read. Mapped pages are released then."""
+    """Tensors by name. Each is valid only until the next one is read, when its mapped pages are released."""
 
     def __init__(self, stored: Mapping[str, Stored]) -> None:
         self._stored = stored
@@ -392,3 +397,12 @@ def _with_progress(tensor: Stored, progress: Callable[[int], object]) -> Stored:
         return read
 
     return replace(tensor, data=data)
+
+
+def _read_with_progress(matrix: PackedMatrix, progress: Callable[[], object]) -> PackedMatrix:
+    def read() -> Packed:
+        packed = matrix.read()
+        progress()
+        return packed
+
+    return replace(matrix, read=read)

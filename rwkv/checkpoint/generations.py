@@ -1,24 +1,24 @@
-"""The generations whose checkpoints are supported, each in a file rwkvN.py beside this one, and their common checks.
+"""The generations of RWKV whose checkpoints are supported, each in a module rwkvN.py in this folder, and common checks.
 
-A generation's file has
+A generation's module has
 
     model                          the module of the same name in rwkv/model/, which states names and shapes
     official_name                  converts another program's tensor name to the official one
-    recognises                     whether tensors by official name are of this generation
-    arranged, laid_out             convert tensors of any format to the official arrangement, and back to a format's
-    directory_factor               a matrix's factor relative to a Hugging Face directory
-    widths, has_many_forms         sizes inferred from the tensors' shapes; whether a vector has several shapes in files
-    EXTENSIONS                     later versions, which are rejected by name, each with a pattern of its tensors' names
+    recognises                     whether tensors by official name belong to this generation
+    arranged, laid_out             convert tensors of any format to the official layout, and back to a format's layout
+    directory_factor               the official matrix divided by that in a Hugging Face directory
+    widths, has_many_forms         the sizes that follow from tensors' shapes; whether a vector's shape varies between files
+    EXTENSIONS                     later versions, which are not supported, each with a pattern that matches its tensors' names
     HUGGING_FACE_TYPE, HUGGING_FACE_SIZES, hugging_face_config          for config.json
     HUGGING_FACE_OTHER_TYPES       other values of model_type, written by other programs
-    HUGGING_FACE_FEATURES          keys of config.json for unsupported features, with the features' descriptions
+    HUGGING_FACE_FEATURES          keys of config.json that enable unsupported features, with descriptions of these features
     HUGGING_FACE_CONSTANTS         keys of config.json that affect the computation, with the supported values
     HUGGING_FACE_UNUSED            keys that do not affect the computation
     GGUF_ARCHITECTURE              None if GGUF does not support the generation; otherwise also GGUF_SIZES,
-                                   GGUF_CONSTANTS and GGUF_UNUSED, as above, and
+                                   GGUF_CONSTANTS and GGUF_UNUSED, like those for config.json, and
                                    GGUF_FLOAT32 and GGUF_UNQUANTISED: tensors that are always float32, or not quantised
 
-A configuration key that affects the computation is used or rejected; a key in none of these lists is reported.
+A configuration key that affects the computation is either used or rejected. A key in none of these lists is reported.
 """
 
 import importlib
@@ -33,7 +33,7 @@ from typing import Any
 
 import torch
 
-from rwkv.checkpoint.stored import DTYPES, Stored
+from rwkv.checkpoint.lazy_tensors import DTYPES, Stored
 from rwkv.config import ModelConfig
 from rwkv.errors import CheckpointError, UserError
 from rwkv.io.json_types import JsonMapping
@@ -41,11 +41,11 @@ from rwkv.model.base import TIME_STATE
 
 Shape = tuple[int, ...]
 
-# Name parts added by training wrappers: torch.compile, activation checkpointing, FSDP, DeepSpeed, data parallelism
+# Parts of tensor names that wrappers add: torch.compile, activation checkpointing, FSDP, DeepSpeed, data parallelism
 WRAPPERS = frozenset(("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_fpw_module", "_forward_module",
                       "module"))
 
-# For the message about an unrecognised file: versions of RWKV-LM, with the names of tensors unique to them
+# Unsupported versions of RWKV, with patterns of tensor names that only they have, for error messages
 OTHER_VERSIONS = {"RWKV-1": r"tok_emb\.weight|.*\.time_(w|alpha|beta|gamma)", "RWKV-2": r".*\.time_mix",
                   "RWKV-6": r".*\.time_(maa|decay_w)\w*", "RWKV-5": r".*\.(time_faaaa|time_mix_g|ln_x\.weight|gate\.weight)"}
 
@@ -67,9 +67,9 @@ def supported() -> str:
 
 def recognise(path: Path, tensors: Mapping[str, Stored],
               declared: JsonMapping) -> tuple[ModuleType, dict[str, Stored]]:
-    """The generation of a file's tensors, and the tensors by official name and in the official arrangement.
+    """The generation to which a file's tensors belong, and the tensors by official name and in the official layout.
 
-    declared: as in Content. Raises CheckpointError if no generation recognises the tensors.
+    declared: the sizes that the file states (Content.declared). Raises CheckpointError if no generation recognises the tensors.
     """
     for generation in generations():
         official = _official(path, tensors, generation)
@@ -79,9 +79,9 @@ def recognise(path: Path, tensors: Mapping[str, Stored],
 
 
 def _official(path: Path, tensors: Mapping[str, Stored], generation: ModuleType) -> dict[str, Stored]:
-    """The tensors by official name, without wrappers and without the prefix of emb.weight.
+    """The tensors by official name. Removes WRAPPERS and the prefix that emb.weight has.
 
-    Lightning adds the prefix model., Hugging Face rwkv., PEFT base_model.model.
+    Such prefixes are Lightning's "model.", Hugging Face's "rwkv." and PEFT's "base_model.model.".
     """
     names = {file_name: generation.official_name(".".join(part for part in file_name.split(".") if part not in WRAPPERS))
              for file_name in tensors}
@@ -96,17 +96,19 @@ def _official(path: Path, tensors: Mapping[str, Stored], generation: ModuleType)
 
 
 def tuned_kind(names: Collection[str]) -> str | None:
-    """The kind and use of a file with these tensors, if it contains only adapters or states; None otherwise."""
+    """Describes a file with these tensors and how to use it, if it contains only adapters or states; otherwise None."""
     if names and all(name.endswith(TIME_STATE) for name in names):
-        return ("a tuned state, the initial state of sequences on the weights that it was trained with: name these as "
-                "checkpoint=, and this file as state=, to serve.py as adapters=NAME=FILE, or to train.py with init_from= as "
-                "tune.state=")
+        return ("a tuned state, the initial state of sequences on the weights that it was trained with: pass the weights "
+                "as checkpoint= and this file as state=; for serve.py pass adapters=NAME=FILE; for train.py pass the weights "
+                "as "
+                "init_from= and this file as tune.state=")
     if any(re.search(r"\.(lora_[AB]|lora_magnitude_vector|miss_block|disha|bone)\b", name) for name in names):
-        return ("an adapter such as LoRA, which changes the weights that it was trained with: name these as checkpoint= and "
-                "the adapter as lora=, or to serve.py as adapters=NAME=PATH; timemix convert --lora merges them for training")
+        return ("an adapter such as LoRA, which changes the weights that it was trained with: pass the weights as checkpoint= "
+                "and the adapter as lora=; for serve.py pass adapters=NAME=PATH; for training merge them with timemix convert "
+                "--lora")
     if {"logits", "att_x", "ffn_x"} <= set(names):
-        return ("a saved state, which continues a sequence on the weights that computed it: name these as checkpoint=, and "
-                "this file as state=")
+        return ("a saved state, which continues a sequence on the weights that computed it: pass the weights as checkpoint= "
+                "and this file as state=")
     return None
 
 
@@ -141,23 +143,25 @@ def config_of(path: Path, generation: ModuleType, tensors: Mapping[str, Stored],
         config = ModelConfig(generation=generation.__name__.rpartition(".")[2], **sizes)
         generation.model.resolved(config)        # rejects inconsistent sizes
     except UserError as error:
-        raise CheckpointError(f"{path} has tensors of sizes that {generation.model.NAME} never has: was it converted wrongly? "
+        raise CheckpointError(f"{path} has tensors of sizes that are impossible in {generation.model.NAME}: was it converted "
+                              "wrongly? "
                               f"({error})") from error
     return config, matrix("emb.weight")[0]
 
 
 def require_supported(where: str | Path, stated: JsonMapping, constants: Mapping[str, tuple[object, ...]],
                       features: Mapping[str, str]) -> None:
-    """Raises CheckpointError if a configuration describes another computation than this program's.
+    """Raises CheckpointError if a configuration describes a model that this program computes differently.
 
-    constants, features: as in HUGGING_FACE_CONSTANTS and HUGGING_FACE_FEATURES. A value may be a list, one per layer.
+    constants, features: in the format of HUGGING_FACE_CONSTANTS and HUGGING_FACE_FEATURES. In `stated`, a constant may be a
+    list with one value per layer.
     """
     for name, expected in constants.items():
         value = stated.get(name)
         values = value if isinstance(value, list) else [value]
         if any(item is not None and not any(_equal(item, right) for right in expected) for item in values):
             raise CheckpointError(f"{where}: {name} must be {' or '.join(json.dumps(right) for right in expected)}; got "
-                                  f"{json.dumps(value)[:60]}, another computation than this program's")
+                                  f"{json.dumps(value)[:60]}, which this program does not support")
     for name, feature in features.items():
         if stated.get(name):
             raise CheckpointError(f"{where} has {name} {json.dumps(stated[name])[:60]}: the model uses {feature}, which "
@@ -165,25 +169,25 @@ def require_supported(where: str | Path, stated: JsonMapping, constants: Mapping
 
 
 def _equal(value: object, right: Any) -> bool:
-    """Whether the values are equal; numbers up to float32 rounding."""
+    """Whether the values are equal, where numbers may differ by float32 rounding."""
     if isinstance(right, bool | str) or isinstance(value, bool) or not isinstance(value, int | float):
         return type(value) is type(right) and bool(value == right)
     return math.isclose(value, right, rel_tol=1e-6)
 
 
 def unread(where: str | Path, others: JsonMapping) -> list[str]:
-    """A message about unknown keys that have a value, or no message."""
+    """A message about unknown configuration keys that are set; [] if there are none."""
     names = [name for name, value in others.items() if value not in (None, False, 0, "", [], {})]
     return [f"{where} has {', '.join(names)}, which this program ignores"] if names else []
 
 
 def require_sizes(path: Path, stated: JsonMapping, config: ModelConfig, vocab_size: int) -> None:
-    """Raises CheckpointError if a size in `stated`, by its name in ModelConfig, differs from that of the tensors."""
+    """Raises CheckpointError if a size in `stated`, by its name in ModelConfig, contradicts the tensors' shapes."""
     sizes = {**vars(config), "vocab_size": vocab_size, "n_heads": config.n_embd // config.head_size}
     for name, size in sizes.items():
         if name != "ctx_len" and name in stated and stated[name] != size:
-            raise CheckpointError(f"{path} states {name}={stated[name]!r}, but its tensors have {size}: they do not belong "
-                                  "together")
+            raise CheckpointError(f"{path} states {name}={stated[name]!r}, but its tensors have {size}: they come from "
+                                  "different models")
 
 
 def fit(path: Path, generation: ModuleType, tensors: Mapping[str, Stored], config: ModelConfig,

@@ -1,4 +1,4 @@
-"""Find the checkpoint at a path, or download it from the Hub. Does not import PyTorch: programs call it before they do."""
+"""Finds the checkpoint at a path, or downloads it from the Hub. Does not import PyTorch, so that programs can call it first."""
 
 import re
 import sys
@@ -9,17 +9,17 @@ from rwkv.config import LATEST
 from rwkv.errors import CheckpointError
 from rwkv.io import hub
 
-ADAPTER = "adapter_config.json"          # of PEFT
-WEIGHT_SUFFIXES = (*hub.WEIGHTS, ".pt")         # of files of weights
-FOLDER = "checkpoints"                   # in a run's directory
+ADAPTER = "adapter_config.json"          # PEFT's
+WEIGHT_SUFFIXES = (*hub.WEIGHTS, ".pt")         # suffixes of files with weights
+FOLDER = "checkpoints"                   # the folder in a run's directory
 LAST = Path(FOLDER) / "last.ckpt"
-COMPLETE = "complete.json"               # in the folder that is a checkpoint of trainer=fsdp: formats/_fsdp_folder.py
+COMPLETE = "complete.json"               # a file in checkpoints of trainer=fsdp, which are folders (formats/_fsdp_folder.py)
 
 
 def locate(path: str | Path) -> Path:
-    """The checkpoint at a path: a file or Hugging Face directory itself, or the last checkpoint of a run's directory.
+    """The path of a checkpoint: a file or Hugging Face directory itself, or the last checkpoint in a run's directory.
 
-    Downloads a name on the Hub (rwkv/io/hub.py).
+    A name on the Hub is downloaded (rwkv/io/hub.py).
     """
     path = follow(hub.local(path))
     last = path / LAST
@@ -36,32 +36,33 @@ def locate(path: str | Path) -> Path:
 
 
 def is_sharded(path: Path) -> bool:
-    """Whether this is a complete checkpoint of trainer=fsdp."""
+    """Whether the path is a complete checkpoint of trainer=fsdp."""
     return (path / COMPLETE).is_file()
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether this is a file, or a checkpoint of trainer=fsdp."""
+    """Whether the path is a file or a checkpoint of trainer=fsdp."""
     return path.is_file() or is_sharded(path)
 
 
 def _single_file(folder: Path) -> Path:
-    """The only file of weights in a folder; for a split GGUF, its first part."""
+    """The only file with weights in a folder, or the first part of a split GGUF."""
     files = [file for file in sorted(folder.iterdir()) if file.suffix in WEIGHT_SUFFIXES and file.is_file()
              and not re.search(r"-(?!00001-)\d{5}-of-\d{5}\.gguf$", file.name)]
     if len(files) == 1:
         return files[0]
     if files:
         names = ", ".join(file.name for file in files[:4]) + (", ..." if files[4:] else "")
-        raise CheckpointError(f"{folder} contains {len(files)} files of weights: name one of them ({names})")
-    raise CheckpointError(f"no checkpoint in {folder}: expected {folder / LAST} of a run, config.json of a Hugging Face "
-                          "directory, or one file of weights")
+        raise CheckpointError(f"{folder} contains {len(files)} files with weights: name one of them ({names})")
+    raise CheckpointError(f"no checkpoint in {folder}: expected a run's {folder / LAST}, a Hugging Face directory's "
+                          "config.json, or one file with weights")
 
 
 def follow(path: Path) -> Path:
-    """The run's directory for runs/latest: a link, or a file with one line where creating links needs special rights.
+    """The run that runs/latest points to; any other path is returned unchanged.
 
-    If that run is gone, the most recently trained run beside the link, which is reported on standard error.
+    runs/latest is a link, or a file with the run's name where creating links requires special rights. If the run no longer
+    exists, the most recently trained run in the folder is used instead, and standard error reports it.
     """
     if path.name != LATEST.name:
         return path
@@ -76,7 +77,7 @@ def follow(path: Path) -> Path:
 
 
 def _newest_run(folder: Path) -> Path | None:
-    """The run with the newest last checkpoint in a folder or in its sweeps; None if no run has one."""
+    """The run in a folder, or in a sweep in it, that saved its last checkpoint most recently; None if no run has one."""
     saved = [*folder.glob(f"*/{LAST}"), *folder.glob(f"*/*/{LAST}")]
     return max(saved, key=lambda last: last.stat().st_mtime_ns).parents[1] if saved else None
 

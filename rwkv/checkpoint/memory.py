@@ -6,12 +6,12 @@ from rwkv.errors import UserError
 from rwkv.model.base import generation, is_linear_weight
 
 GIB = 2**30
-SMALL = GIB                              # weights that are never refused
-SMALLER = ("bfloat16", "int8", "int4")   # dtypes, in descending size
+SMALL = GIB                              # bytes: weights up to this size are always accepted
+SMALLER = ("bfloat16", "int8", "int4")   # dtypes to suggest, largest first
 
 
-def weights_nbytes(checkpoint: Checkpoint, dtype: str) -> int:
-    """The bytes of the weights in `dtype`, mapped or not; without a mapped embedding, since only a few of its rows are read."""
+def weights_nbytes(checkpoint: Checkpoint, dtype: str, on_cpu: bool = True) -> int:
+    """The bytes of memory for weights in `dtype`. On a CPU a mapped embedding does not count: only few of its rows are read."""
     if dtype == BLOCKS:
         return sum(tensor.packed_nbytes() for tensor in checkpoint.weights.stored.values())
     group = generation(checkpoint.config).group
@@ -19,13 +19,13 @@ def weights_nbytes(checkpoint: Checkpoint, dtype: str) -> int:
     for name, tensor in checkpoint.weights.stored.items():
         if is_linear_weight(name, group(name)):
             total += tensor.count * BITS[dtype] // 8
-        elif not (name.endswith("emb.weight") and tensor.mapped and dtype != "float32"):
+        elif not (on_cpu and name.endswith("emb.weight") and tensor.mapped and dtype != "float32"):
             total += tensor.count * (4 if dtype == "float32" else 2)
     return total
 
 
 def require_memory(checkpoint: Checkpoint, dtype: str, available: int | None) -> None:
-    """Raises UserError if the weights do not fit into `available` bytes, with the largest dtype that does. None: unknown."""
+    """Raises UserError if the weights do not fit into `available` bytes (None: unknown). Suggests one that fits."""
     needed = weights_nbytes(checkpoint, dtype)
     if available is None or needed <= max(available, SMALL):
         return
@@ -34,5 +34,5 @@ def require_memory(checkpoint: Checkpoint, dtype: str, available: int | None) ->
     if fitting:
         smaller, size = fitting[0]
         remedy = f"dtype={smaller} requires {size / GIB:.1f} GiB"
-    raise UserError(f"{checkpoint.path} in {dtype} requires {needed / GIB:.1f} GiB of memory, and {available / GIB:.1f} GiB "
-                    f"are free: {remedy}")
+    raise UserError(f"{checkpoint.path} in {dtype} requires {needed / GIB:.1f} GiB of memory, but only {available / GIB:.1f} "
+                    f"GiB are free: {remedy}")

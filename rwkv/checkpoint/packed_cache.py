@@ -1,12 +1,12 @@
-"""Packed forms of checkpoints that are quantised when they are loaded, in the user's cache folder: cache_packed=true.
+"""The cache of quantised checkpoints in the user's cache folder (cache_packed=true).
 
-    KEY.safetensors     the checkpoint in int8 or int4, as `timemix convert --dtype` writes it
-    KEY.json            a sample of that file, and what the format does not hold of the checkpoint
+    KEY.safetensors     a checkpoint in int8 or int4, as `timemix convert --dtype` writes it
+    KEY.json            a sample of that file, and the parts of the checkpoint that it cannot contain
 
-KEY is the start of the SHA-256 of VERSION, the dtype, and of each of the checkpoint's files: in a directory its name, its size,
-its time of modification, and a sample: its first and last MiB and evenly spaced blocks between. A change elsewhere that keeps
-size and time is not noticed. An entry with another sample is damaged, and is written again. All entries have at most MAX_BYTES;
-the least recently used are deleted.
+KEY is the beginning of a SHA-256 over VERSION, the dtype, and the name (in a directory), size, modification time and sample of
+each of the checkpoint's files. A sample is the hash of a file's first and last MiB and of evenly spaced blocks between them. A
+change elsewhere that preserves size and time goes unnoticed. An entry whose sample differs from that in KEY.json is damaged,
+and is written again. The cache has at most MAX_BYTES; the least recently used entries are deleted.
 """
 
 import hashlib
@@ -26,10 +26,10 @@ from rwkv.io.atomic import write_file
 from rwkv.io.cache import json_bytes, read_json
 
 MAX_BYTES = 32 * 2**30
-ENDS = 2**20                             # bytes at the start and at the end of a file that are in its sample
-BLOCKS, BLOCK = 64, 2**16                # and blocks between them, in bytes
-PART = re.compile(r"-\d{5}-of-\d{5}(?=\.)")              # of a file in parts
-ABANDONED = 24 * 3600                    # seconds after which a file that was not completed is deleted
+ENDS = 2**20                             # bytes at each end of a file that its sample covers
+BLOCKS, BLOCK = 64, 2**16                # the number of blocks between them, and the bytes in each
+PART = re.compile(r"-\d{5}-of-\d{5}(?=\.)")              # in the name of one part of a split file
+ABANDONED = 24 * 3600                    # seconds after which an incomplete file is deleted
 
 
 def folder() -> Path:
@@ -47,7 +47,7 @@ def entry_of(path: Path, dtype: str) -> Path:
 
 
 def _files_of(path: Path) -> list[Path]:
-    """The files of a checkpoint: those of its directory, or of all its parts."""
+    """The files of a checkpoint: all files in its directory, or all parts of a split file."""
     if path.is_dir():
         return sorted(file for file in path.iterdir() if file.is_file())
     if match := PART.search(path.name):
@@ -56,7 +56,7 @@ def _files_of(path: Path) -> list[Path]:
 
 
 def sample(path: Path) -> str:
-    """A digest of parts of a file: all of a small one."""
+    """A digest of a file's size, beginning, end and some blocks between; of the whole content if the file is small."""
     size = path.stat().st_size
     digest = hashlib.sha256(str(size).encode())
     with path.open("rb") as file:
@@ -70,21 +70,21 @@ def sample(path: Path) -> str:
 
 
 def read(path: Path, dtype: str) -> Checkpoint | None:
-    """The packed form of the checkpoint at `path`; None if there is none, or a damaged one."""
+    """Reads the packed form of the checkpoint at `path`; None if it is missing or damaged."""
     entry = entry_of(path, dtype)
     about = read_json(entry.with_suffix(".json"))
     try:
         if about is None or about["sample"] != sample(entry):
             return None
         packed = read_checkpoint(entry)
-        os.utime(entry)                  # the time of the last use
+        os.utime(entry)                  # records the time of use
         return replace(packed, path=path, run=about["run"], step=about["step"], notes=about["notes"])
     except (OSError, CheckpointError, KeyError, TypeError):
         return None
 
 
 def can_hold(checkpoint: Checkpoint) -> bool:
-    """Whether the checkpoint depends on the files at its path alone, and a packed file can hold it."""
+    """Whether the cache can contain the checkpoint: one without adapters and tuned states."""
     return not (checkpoint.unadapted or checkpoint.about or checkpoint.time_states is not None)
 
 
@@ -99,22 +99,23 @@ def write(checkpoint: Checkpoint, dtype: str) -> Checkpoint:
         entry.parent.mkdir(parents=True, exist_ok=True)
         _make_room(needed, entry)
         if (free := shutil.disk_usage(entry.parent).free) < needed:
-            raise UserError(f"cache_packed=true requires {needed / 2**30:.1f} GiB in {entry.parent}, and "
-                            f"{free / 2**30:.1f} GiB are free: leave it out")
+            raise UserError(f"cache_packed=true requires {needed / 2**30:.1f} GiB in {entry.parent}, but only "
+                            f"{free / 2**30:.1f} GiB are free: omit it")
         write_checkpoint(checkpoint, entry, dtype)
         about = {"sample": sample(entry), "run": checkpoint.run, "step": checkpoint.step, "notes": checkpoint.notes}
         write_file(entry.with_suffix(".json"), lambda file: file.write(json_bytes(about)))
     except OSError as error:
-        raise UserError(f"cache_packed=true cannot write {entry}: {error.strerror or error}; leave it out") from None
+        raise UserError(f"cache_packed=true cannot write {entry}: {error.strerror or error}; omit it") from None
     packed = read_checkpoint(entry)
     return replace(checkpoint, weights=packed.weights, packed=packed.packed, fingerprint=packed.fingerprint)
 
 
 def _make_room(needed: int, entry: Path) -> None:
-    """Deletes the least recently used entries until `needed` bytes fit into MAX_BYTES, and what killed processes left."""
+    """Deletes the least recently used entries until `needed` bytes fit into MAX_BYTES, and incomplete files of killed
+    processes."""
     used = []
     for file in entry.parent.iterdir():
-        with suppress(OSError):          # another process deletes as well
+        with suppress(OSError):          # another process may delete it first
             status = file.stat()
             if file.name.startswith(".") and time.time() - status.st_mtime > ABANDONED:
                 file.unlink()
@@ -124,7 +125,7 @@ def _make_room(needed: int, entry: Path) -> None:
     for _, size, file in sorted(used):
         if total <= MAX_BYTES:
             return
-        with suppress(OSError):          # on Windows, a file that another process has mapped
+        with suppress(OSError):          # Windows cannot delete a file that another process has mapped
             file.unlink()
             file.with_suffix(".json").unlink(missing_ok=True)
             total -= size

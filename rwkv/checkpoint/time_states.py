@@ -1,10 +1,11 @@
-"""Tuned states: each layer's state S before the first token, learnt by tune=state and other trainers.
+"""Tuned states: each layer's initial state S, trained by tune=state or another program.
 
-    torch.save     blocks.i.att.time_state (H,N,N), value by key: the author's trainers, RWKV-PEFT, RWKV-Runner, time_state.pth
-    .st, .state    the same names, key by value: for web-rwkv and ai00, whose converter transposes them
+    torch.save     blocks.i.att.time_state (H,N,N), value by key: from official trainers, RWKV-PEFT, RWKV-Runner, tune=state
+    .st, .state    the same names, key by value: for web-rwkv and ai00, whose converter transposes the states
 
-Such a file states neither its weights nor its layout. The layout is inferred from the program that writes such files, or
-beside weights from their low-rank matrices, which that converter transposes too. A .safetensors may have either.
+Such a file states neither its layout nor the weights that it was trained on. The layout is inferred from the file format. If
+the file also contains weights, it is inferred from their low-rank matrices, which the same converter transposes. A .safetensors
+with only states may have either layout.
 
 Sources: RWKV-PEFT, rwkvt/rwkv7/att.py; RWKV-Runner, backend-python/utils/rwkv.py (load_rwkv_state); web-rwkv,
 assets/scripts/convert_safetensors.py and src/runtime/v7.rs (read_state).
@@ -24,7 +25,7 @@ from rwkv.checkpoint import formats
 from rwkv.checkpoint.formats import _torch_file
 from rwkv.checkpoint.formats.safetensors import write_tensors
 from rwkv.checkpoint.generations import WRAPPERS, tuned_kind
-from rwkv.checkpoint.stored import Stored
+from rwkv.checkpoint.lazy_tensors import Stored
 from rwkv.config import STATE_LAYOUTS, ModelConfig
 from rwkv.errors import CheckpointError, UserError
 from rwkv.io.atomic import write_file
@@ -33,12 +34,13 @@ from rwkv.model.state import State
 
 OFFICIAL, TRANSPOSED = STATE_LAYOUTS
 AXES = {OFFICIAL: "value by key", TRANSPOSED: "key by value"}
-WEB_RWKV = (".st", ".state")             # suffixes of files for web-rwkv
+WEB_RWKV = (".st", ".state")             # suffixes of web-rwkv's files
 
 
 @dataclass(frozen=True)
 class TimeStates:
-    """layers: (H,N,N) each, value by key. layout: of the file. why: the reason for that layout."""
+    """A tuned state from a file. layers: each layer's state (H,N,N), value by key. layout: the file's; why: how it was
+    inferred."""
 
     path: Path
     layers: list[Stored]
@@ -47,11 +49,11 @@ class TimeStates:
 
     @property
     def line(self) -> str:
-        """A line of the plan."""
+        """The line about the tuned state in a program's plan."""
         return f"tuned state in {self.path}, read as {self.layout} ({AXES[self.layout]}): {self.why}"
 
     def state(self, config: ModelConfig) -> State:
-        """The state before the first token, one row. Raises CheckpointError if a value is not finite."""
+        """The state before the first token, for a batch of one. Raises CheckpointError if a value is not finite."""
         wkv = torch.stack([layer.get(copy=True) for layer in self.layers])
         return generation(config).empty_state(config, 1).with_wkv(wkv.unsqueeze(1))
 
@@ -64,7 +66,7 @@ class TimeStates:
 
 
 def layer_names(names: Collection[str]) -> dict[str, str]:
-    """blocks.i.att.time_state for each name that ends in it, without prefix and wrappers."""
+    """Maps each name that ends in att.time_state to blocks.i.att.time_state, without prefixes and WRAPPERS."""
     parts = {name: [part for part in name.split(".") if part not in WRAPPERS] for name in names}
     return {name: ".".join(split[-4:]) for name, split in parts.items() if ".".join(split[-2:]) == TIME_STATE}
 
@@ -72,7 +74,7 @@ def layer_names(names: Collection[str]) -> dict[str, str]:
 def is_file(path: Path) -> bool:
     """Whether the file contains only states. Raises CheckpointError if it cannot be read.
 
-    A file of torch.save without a state's name is not read, which would check all its checksums.
+    A file of torch.save that names no state is not read further, since that would verify the checksums of all its weights.
     """
     if formats.first_bytes(path, 2) == _torch_file.ZIP and not _names_a_state(path):
         return False
@@ -84,24 +86,24 @@ def _names_a_state(path: Path) -> bool:
     try:
         with zipfile.ZipFile(path) as archive:
             pickles = [archive.read(name) for name in archive.namelist() if name.endswith("data.pkl")]
-    except Exception:                    # zipfile raises many error classes for damaged files; reading reports them
+    except Exception:                    # zipfile raises many error classes for damaged files, which reading will report
         return False
     return any(TIME_STATE.encode() in pickled for pickled in pickles)
 
 
 def is_content(content: bytes) -> bool:
-    """Whether it is the content of a file of torch.save, or of a .safetensors with only states."""
+    """Whether these bytes are a file of torch.save, or a .safetensors with only states."""
     if content[:2] in (_torch_file.ZIP, *_torch_file.PICKLES):
         return True
     try:
         names = [name for name, _ in safetensors.deserialize(content)]
-    except Exception:                    # the library raises its own and other errors
+    except Exception:                    # the library raises exceptions of many classes
         return False
     return bool(names) and len(layer_names(names)) == len(names)
 
 
 def taken(tensors: dict[str, Stored]) -> dict[str, Stored]:
-    """Removes tuned states from the tensors of a file of weights, and returns them by official name."""
+    """Removes the tuned states from a checkpoint's tensors, and returns them by official name."""
     return {name: tensors.pop(name) for name, official in layer_names(tensors).items() if name == official}
 
 
@@ -112,15 +114,16 @@ def named(layers: Sequence[Stored], dtype: torch.dtype = torch.float32) -> dict[
 
 
 def read(path: Path, config: ModelConfig | None, layout: str | None = None) -> TimeStates:
-    """The tuned state in a file. config: of the model; None: any model. layout: None: inferred from the file's form.
+    """Reads a tuned state. config: the model's, or None to accept any model. layout: None infers it from the file format.
 
-    Raises CheckpointError for a file of another kind or for another model, UserError if the layout is unknown.
+    Raises CheckpointError for a different kind of file or a state of a different model, UserError if the layout is unknown.
     """
     content = formats.recognise(path).read(path)
     names = layer_names(content.tensors)
     if content.entry is not None:
-        raise CheckpointError(f"{path} is a checkpoint of a run, not a file of a tuned state: name it as checkpoint=, or its "
-                              "time_state.pth here")
+        raise CheckpointError(f"{path} is a run's checkpoint, not the file of a tuned state: pass it as checkpoint=, or pass "
+                              "the "
+                              "run's time_state.pth here")
     others = [name for name in content.tensors if name not in names]
     if not names or others:
         raise CheckpointError(f"{path} is not a tuned state, which contains only blocks.i.{TIME_STATE}: "
@@ -136,7 +139,7 @@ def read(path: Path, config: ModelConfig | None, layout: str | None = None) -> T
 
 
 def read_content(content: bytes, config: ModelConfig, layout: str | None = None) -> TimeStates:
-    """As read, for a file's content, which messages call "the file". The values are copies."""
+    """Like read, from a file's content instead of a path. Error messages say "the file". The values are copies."""
     with TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         path = Path(folder) / "file"
         path.write_bytes(content)
@@ -150,19 +153,19 @@ def read_content(content: bytes, config: ModelConfig, layout: str | None = None)
 
 
 def write(states: TimeStates, path: Path) -> str:
-    """Writes a file with only states, and returns its layout. Raises UserError for a suffix without a layout."""
+    """Writes a file with only states. Returns the layout that its suffix implies. Raises UserError for an unknown suffix."""
     if path.suffix == ".st":
         tensors = {name: tensor.transposed() for name, tensor in named(states.layers, torch.float16).items()}
         write_file(path, lambda file: write_tensors(file, tensors.values(), {}))
         return TRANSPOSED
     if path.suffix != ".pth":
-        raise UserError(f"the file of a tuned state must be .pth, or .st for web-rwkv; got {path.name}")
+        raise UserError(f"the file of a tuned state must end in .pth, or in .st for web-rwkv; got {path.name}")
     write_file(path, lambda file: _torch_file.save(file, named(states.layers)))
     return OFFICIAL
 
 
 def fitted(path: Path, tensors: Mapping[str, Stored], config: ModelConfig | None, layout: str = OFFICIAL) -> list[Stored]:
-    """The layers' states, value by key in float32. tensors: by the names of layer_names.
+    """The layers' states, value by key in float32. tensors: by name, as layer_names returns them.
 
     Raises CheckpointError if they do not match a model of these sizes.
     """
@@ -170,16 +173,16 @@ def fitted(path: Path, tensors: Mapping[str, Stored], config: ModelConfig | None
     L, shape = (len(shapes), next(iter(shapes.values()))) if config is None else _expected(path, config)
     expected = [f"blocks.{layer}.{TIME_STATE}" for layer in range(L)]
     if sorted(tensors) != sorted(expected) or set(shapes.values()) != {shape} or not _is_state(shape):
-        model = f"the model has {L} layers of {shape[0]} heads of {shape[1]}: it belongs to another model"
+        model = f"the model has {L} layers of {shape[0]} heads of size {shape[1]}: the state belongs to a different model"
         raise CheckpointError(f"{path} contains a state of {_sizes(shapes)}, and "
-                              + (model if config else "all heads of a model have one size"))
+                              + (model if config else "all heads of a model must have the same size"))
     stored = [tensors[name].viewed(shapes[name]) for name in expected]
     stored = [tensor.transposed() for tensor in stored] if layout == TRANSPOSED else stored
     return [tensor.cast(torch.float32) for tensor in stored]
 
 
 def _expected(path: Path, config: ModelConfig) -> tuple[int, tuple[int, ...]]:
-    """The number of layers and (H,N,N)."""
+    """The model's number of layers, and the shape (H,N,N) of a layer's state."""
     module = generation(config)
     if not module.LEARNS_STATE:
         raise CheckpointError(f"{path} contains a tuned state, which requires {with_learnt_states()}; the model is "
@@ -189,9 +192,9 @@ def _expected(path: Path, config: ModelConfig) -> tuple[int, tuple[int, ...]]:
 
 
 def _inferred_layout(path: Path) -> tuple[str, str]:
-    """The layout inferred from the form of a file, and the reason. Raises UserError if it may be either."""
+    """Infers the layout from the file format; also returns the reason. Raises UserError if the format allows both layouts."""
     if _torch_file.recognises(path):
-        return OFFICIAL, "a file of torch.save, as trainers write it"
+        return OFFICIAL, "a file of torch.save, as trainers write"
     if path.suffix in WEB_RWKV:
         return TRANSPOSED, f"a {path.suffix}, which web-rwkv's converter transposes"
     raise UserError(f"cannot infer the layout of {path}: pass state_layout={OFFICIAL} ({AXES[OFFICIAL]}, as trainers write) or "
@@ -200,7 +203,7 @@ def _inferred_layout(path: Path) -> tuple[str, str]:
 
 def _other_content(names: Collection[str], others: list[str]) -> str:
     if "emb.weight" in names or any(name.endswith(".emb.weight") for name in names):
-        return "it contains weights: name them as checkpoint="
+        return "it contains weights: pass them as checkpoint="
     if kind := tuned_kind(names):
         return f"it is {kind}"
     if not others:
@@ -217,14 +220,14 @@ def _is_state(shape: tuple[int, ...]) -> bool:
 
 
 def _sizes(shapes: Mapping[str, tuple[int, ...]]) -> str:
-    """The sizes of a state, for a message."""
+    """Describes the sizes of a state, for an error message."""
     name, shape = next(iter(shapes.items()))
     odd = next((name for name in shapes if shapes[name] != shape), None)
     if not _is_state(shape):
-        return f"another form ({name} is {list(shape)})"
+        return f"an unexpected shape ({name} is {list(shape)})"
     if odd is not None:
-        return f"several forms ({name} is {list(shape)}, {odd} {list(shapes[odd])})"
+        return f"several shapes ({name} is {list(shape)}, {odd} {list(shapes[odd])})"
     layers = {int(name.split(".")[1]) for name in shapes if name.split(".")[1].isdecimal()}
     missing = sorted({*range(max(layers, default=0))} - layers)
     lacks = f" (it lacks layer {missing[0]})" if missing else ""
-    return f"{len(shapes)} layers{lacks} of {shape[0]} heads of {shape[1]}"
+    return f"{len(shapes)} layers{lacks} of {shape[0]} heads of size {shape[1]}"

@@ -1,7 +1,7 @@
-"""Checkpoints of runs with tune=lora or tune=state: the trained values, and the name of the file with the frozen weights.
+"""Checkpoints of runs with tune=lora or tune=state: the trained values, and the path of the frozen weights.
 
-Adapters are merged when a matrix is read. The sum is float32, even if the frozen weights are stored in 16 bits. Rounding the
-sum again, to bfloat16 or int8, loses a part of the change (`surviving`).
+Adapters are merged when a matrix is read. The sum is float32, even if the frozen weights are stored in 16 bits. Rounding it to
+bfloat16 or int8 loses part of the adapters' change (`surviving`).
 """
 
 import hashlib
@@ -18,7 +18,7 @@ from torch import Tensor
 from kernels.matvec import pack
 from rwkv.checkpoint.content import Content
 from rwkv.checkpoint.formats._gguf_types import round_to_blocks
-from rwkv.checkpoint.stored import DTYPES, Stored
+from rwkv.checkpoint.lazy_tensors import DTYPES, Stored
 from rwkv.config import ModelConfig
 from rwkv.errors import CheckpointError, UnreadableError
 from rwkv.io.json_types import JsonObject
@@ -28,51 +28,52 @@ from rwkv.model.lora import merged
 if TYPE_CHECKING:
     from rwkv.checkpoint.files import Checkpoint
 
-MEASURED = 8                             # adapted matrices that `surviving` reads
+MEASURED = 8                             # `surviving` reads about this many adapted matrices
 ADAPTER = re.compile(r".*?(blocks\.\d+\..+)\.lora_([AB])\.weight")
 
 
 def is_tuned(entry: JsonObject | None) -> bool:
-    """Whether our entry describes a run with tune=lora or tune=state."""
+    """Whether the entry `timemix` describes a run with tune=lora or tune=state."""
     run = (entry or {}).get("run")
     tune = run.get("tune") if isinstance(run, dict) else None
     return isinstance(tune, dict) and tune.get("method", "full") != "full"
 
 
 def without_base(run: JsonObject) -> JsonObject:
-    """A run's configuration for a file of merged weights: without tune and init_from."""
+    """A run's configuration as stored with merged weights: without tune and init_from."""
     return {name: value for name, value in run.items() if name not in ("tune", "init_from")} if is_tuned({"run": run}) else run
 
 
 def without_tune(run: JsonObject) -> JsonObject:
-    """A run's configuration for weights into which another adapter is merged; init_from stays, because its name is used."""
+    """A run's configuration without tune, for weights into which another adapter is merged. init_from stays, because its name
+    selects the default chat template."""
     return {name: value for name, value in run.items() if name != "tune"}
 
 
 def identity(checkpoint: "Checkpoint") -> str:
-    """A string that identifies the frozen weights and is cheap to compute."""
+    """A fingerprint that identifies the frozen weights and is cheap to compute."""
     weights_fingerprint = fingerprint(generation(checkpoint.config), checkpoint.weights)
     for tensor in checkpoint.weights.stored.values():
-        tensor.drop_pages()              # the elements that were read lie in all of the pages
+        tensor.drop_pages()              # the fingerprint's elements are spread over all pages
     return weights_fingerprint
 
 
 def require_same(path: Path, base: "Checkpoint", entry: JsonObject, by_user: bool = False) -> None:
-    """Raises UnreadableError if the frozen weights `base` are not those that the run began with.
+    """Raises UnreadableError if the weights `base` are not the frozen weights of the run.
 
-    by_user: the user named the file of the weights, not the run.
+    by_user: whether the user named the file with the weights, rather than the run's configuration.
     """
     if entry.get("base") == identity(base):
         return
     source = entry["run"]["init_from"]
     if by_user:
-        raise UnreadableError(f"{path} was trained on the weights of {source}, and those of {base.path} differ: use the base "
-                              "that belongs to it")
+        raise UnreadableError(f"{path} was trained on the weights in {source}, but those in {base.path} differ: use the base "
+                              "that it was trained on")
     raise UnreadableError(f"{path} was trained on the weights in {source}, which have changed since: restore that file")
 
 
 def digest(content: Content) -> str:
-    """A hash of the trained tensors, by which the server distinguishes adapters."""
+    """A hash of the trained tensors. The server tells adapters apart by it."""
     hashed = hashlib.sha256()
     for name, tensor in sorted(content.tensors.items()):
         hashed.update(f"{name} {tensor.shape}".encode())
@@ -81,10 +82,9 @@ def digest(content: Content) -> str:
 
 
 def applied(content: Content, base: Mapping[str, Stored], config: ModelConfig) -> tuple[dict[str, Stored], list[Stored] | None]:
-    """The weights of the base, with adapters merged on reading, and the learnt state of each layer or None.
+    """Applies trained values to the base. Returns the weights, with adapters merged on reading, and each layer's state or None.
 
-    Merged matrices are float32, whatever the dtype of the base. Raises CheckpointError if a part is missing or has a wrong
-    shape.
+    Merged matrices are float32, whatever the base's dtype. Raises CheckpointError if a tensor is missing or has a wrong shape.
     """
     states = {name.rpartition("blocks.")[2]: tensor for name, tensor in content.tensors.items() if name.endswith(TIME_STATE)}
     if states:
@@ -101,7 +101,7 @@ def applied(content: Content, base: Mapping[str, Stored], config: ModelConfig) -
         if match := ADAPTER.fullmatch(name):
             pairs.setdefault(f"{match[1]}.weight", {})[match[2]] = tensor
     if not pairs or any(pair.keys() != {"A", "B"} or name not in base for name, pair in pairs.items()):
-        raise CheckpointError(f"{content.path} has no complete adapters of these weights: the file is damaged")
+        raise CheckpointError(f"{content.path} has no complete set of adapters for these weights: the file is damaged")
     for name, pair in pairs.items():
         rows, columns = base[name].shape
         _require_shape(content.path, f"{name.removesuffix('.weight')}.lora_A.weight", pair["A"], (tune["rank"], columns))
@@ -111,7 +111,7 @@ def applied(content: Content, base: Mapping[str, Stored], config: ModelConfig) -
 
 
 def is_exact(checkpoint: "Checkpoint", dtype: str) -> bool:
-    """Whether all matrices are in `dtype` already, so that nothing is rounded."""
+    """Whether all matrices already have this dtype, so that converting to it rounds nothing."""
     group = generation(checkpoint.config).group
     matrices = (tensor for name, tensor in checkpoint.weights.stored.items() if group(name) in MATRICES)
     return all(tensor.dtype == DTYPES.get(dtype) for tensor in matrices)
@@ -120,8 +120,8 @@ def is_exact(checkpoint: "Checkpoint", dtype: str) -> bool:
 def surviving(checkpoint: "Checkpoint", dtype: str) -> float:
     """The fraction of the adapters' change that survives rounding the merged matrices to `dtype`, from 0 to 1.
 
-    1 - |(round(W + D) - round(W)) - D| / |D|, over at most MEASURED matrices W and their changes D; 1 without adapters. dtype:
-    a name in stored.DTYPES, int8, int4, or one of GGUF's block types.
+    It is 1 - |(round(W + D) - round(W)) - D| / |D|, over a sample of at most MEASURED matrices W and their changes D; 1 without
+    adapters. dtype: a name in stored.DTYPES, int8, int4, or one of GGUF's block types.
     """
     rounded, names = _rounding(dtype), sorted(checkpoint.unadapted)
     changed = lost = 0.0

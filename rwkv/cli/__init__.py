@@ -1,4 +1,4 @@
-"""The command line of the programs: checks arguments, composes options with Hydra, reports a user's error in a sentence.
+"""The command line of the programs: checks arguments, composes options with Hydra, reports a user's error in one sentence.
 
     arguments.py    sorts the arguments                 configs.py    the folder configs/: groups and their choices
     checks.py       names of options and choices        recipe.py     files of options for experiment= and debug=
@@ -25,7 +25,7 @@ from rwkv.cli.garbage import uncollected
 from rwkv.cli.help import help_page
 from rwkv.commands import command
 from rwkv.errors import UserError
-from rwkv.io.unread import unread
+from rwkv.io.broken_pipe import unread
 
 
 def run(task: Callable[[Config, CommandLine], None], schema: type[Config], config_name: str, about: str | None,
@@ -33,9 +33,9 @@ def run(task: Callable[[Config, CommandLine], None], schema: type[Config], confi
     """Composes configs/CONFIG_NAME.yaml with sys.argv into a `schema` and calls task(config, command line).
 
     about: the first part of --help; None: the docstring of the task's file. sweep: called for -m instead of `task`, with the
-    command line and a function that makes its jobs; None: -m is rejected. A user's error, here or in the task, ends the process
+    command line and a function that makes the jobs; None: -m is rejected. A user's error, here or in the task, ends the process
     with one sentence on standard error and exit status 2. If standard error is closed, the process continues; if standard
-    output is, it ends quietly.
+    output is closed, the process ends without a message.
     """
     with redirect_stderr(unread(sys.stderr)), exit_on_user_error():
         line = split(sys.argv[1:], schema)
@@ -45,7 +45,7 @@ def run(task: Callable[[Config, CommandLine], None], schema: type[Config], confi
         check(line, schema)
         is_sweep = any(flag in SWEEP_FLAGS for flag in line.flags)
         if is_sweep and sweep is None:
-            raise UserError("-m requires train.py, the only program with sweeps: leave -m out")
+            raise UserError("-m requires train.py, the only program with sweeps: omit -m")
         print_hints(line, schema, is_sweep)
         if line.flags in SHOW_JOB:
             print(as_yaml(compose(line, schema, config_name)), end="", flush=True)

@@ -11,7 +11,7 @@ from rwkv.config import PATH, TrainConfig, free_text, options
 SHOW_JOB = (["--cfg", "job"], ["-c", "job"])
 HELP_FLAGS = ("--help", "-h")
 SWEEP_FLAGS = ("-m", "--multirun")
-VALUED_FLAGS = ("--cfg", "-c")           # followed by a value
+VALUED_FLAGS = ("--cfg", "-c")           # flags that take the next argument as their value
 FLAGS = (*HELP_FLAGS, *SWEEP_FLAGS, *VALUED_FLAGS)
 
 
@@ -30,7 +30,7 @@ class CommandLine:
 
     @property
     def chosen(self) -> list[str]:
-        """The dotted keys that the chosen groups set: trainer.accelerator for trainer=cpu."""
+        """The dotted keys that the chosen groups set, such as trainer.accelerator if trainer=cpu is chosen."""
         pairs = [override.partition("=")[::2] for override in self.overrides]
         return [option for group, choice in pairs for option in keys_set_by(group.lstrip("+"), choice)]
 
@@ -56,7 +56,7 @@ def split(arguments: list[str], schema: type) -> CommandLine:
 
 
 def print_hints(line: CommandLine, schema: type, is_sweep: bool) -> None:
-    """Prints a hint for suspicious verbatim values: A,B with -m, or \\n, which a shell passes as two characters."""
+    """Prints a hint for each verbatim value that looks wrong: A,B with -m, or \\n, which a shell passes as two characters."""
     for key, value in line.verbatim.items():
         if free_text(options(schema)[key]) == PATH:
             continue

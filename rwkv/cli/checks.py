@@ -39,7 +39,7 @@ def check_override(override: str, schema: type) -> None:
 
 
 def choices_in(group: str, value: str) -> list[str]:
-    """The choices in a comma-separated value; a file's path may contain commas."""
+    """The choices in a comma-separated value, which is a single choice if it is an existing path."""
     if group == EXPERIMENT and Path(from_home(value)).exists():
         return [value]
     return [choice.strip() for choice in value.split(",")]
@@ -49,14 +49,14 @@ def _check_file(group: str, choice: str, schema: type) -> None:
     """Raises UserError if a choice's file cannot be read, or sets an unknown option."""
     file = recipe.located(choice, configs.CONFIGS / group)
     if not file.is_file() and (group != EXPERIMENT or not recipe.is_path(choice)):
-        return                           # a kernel, or null
+        return                           # a kernel, or null, has no file
     settings = recipe.read(file, groups(schema) if group in OPTIONAL else ())
     prefix = "" if group in OPTIONAL or sets_all_groups(file) else f"{group}."
     chosen = [(key.removeprefix("override /"), value) for entry in settings.hydra.get("defaults", []) if isinstance(entry, dict)
               for key, value in entry.items() if key.startswith("override /")]
     try:
         for group in {*settings.choices, *dict(chosen)} & {*OPTIONAL}:
-            raise UserError(f"a recipe cannot set {group}=: copy its options here, or set it on the command line")
+            raise UserError(f"a recipe cannot set {group}=: copy the options of its file, or set it on the command line")
         for key in {f"{prefix}{key}" for key in settings.options} - options(schema).keys():
             check_override(f"{key}=", schema)
         for key, value in [*settings.choices.items(), *chosen]:
@@ -71,13 +71,13 @@ def _names(schema: type) -> list[str]:
 
 
 def _best_match(name: str, schema: type) -> str:
-    """The only option close to a wrong name, such as trainer.max_steps for max-steps; else `name` itself."""
+    """The only option or group close to a wrong name, such as trainer.max_steps for max-steps; else `name` itself."""
     close = [] if name in _names(schema) else close_to(name, _names(schema))
     return close[0] if len(close) == 1 else name
 
 
 def _example(word: str, schema: type) -> str:
-    """An example for a word without "=": the option of that name, or one that takes the word as a path."""
+    """The right form for a word without "=": the option of that name, or an option that takes the word as a path."""
     name = _best_match(word, schema)
     if name in _names(schema):
         return f"{name}=VALUE"
@@ -87,7 +87,7 @@ def _example(word: str, schema: type) -> str:
 
 
 def close_to(key: str, names: list[str]) -> list[str]:
-    """At most three names close to a wrong key: those with the same last part, or else those spelt alike."""
+    """At most three names close to a wrong key: names with the same last part, or else names with a similar spelling."""
     last = key.rpartition(".")[2]
     same = [name for name in names if name.rpartition(".")[2] == last]
     if same:

@@ -1,4 +1,4 @@
-"""Composition of a configuration by Hydra, and of the jobs of a sweep.
+"""Composes a configuration, or the jobs of a sweep, with Hydra.
 
 Free text and paths (prompt=, data.path=, ...) bypass Hydra's grammar: commas, quotes, equals signs and newlines need no
 escaping.
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 Config = TypeVar("Config", bound="DataclassInstance")
 RECIPE = "recipe"                        # name of a recipe in Hydra's store
-CANNOT_BE_NULL = "{0} cannot be null: give a value, or leave {0}= out"
+CANNOT_BE_NULL = "{0} cannot be null: give a value, or omit {0}="
 NUMBERS = "a list of numbers, such as [0.9,0.99]"
 EXPECTED = {bool: "true or false", int: "a whole number, such as 1000", float: "a number", list: "a list, such as [A,B]",
             list[float]: NUMBERS, tuple: NUMBERS,
@@ -63,7 +63,7 @@ def compose(line: CommandLine, schema: type[Config], config_name: str) -> Config
 
 
 def jobs(line: CommandLine, schema: type, config_name: str) -> list[Job]:
-    """The jobs of a sweep: all combinations of the options with several values, and of an experiment's hydra.sweeper.params.
+    """The jobs of a sweep: one for each combination of values, of the command line and an experiment's hydra.sweeper.params.
 
     Raises UserError like check and compose.
     """
@@ -94,7 +94,7 @@ def _hydra(schema: type, config_name: str) -> Iterator[None]:
 
 
 def as_yaml(config: "DataclassInstance") -> str:
-    plain = json.loads(json.dumps(asdict(config)))               # tuples as lists
+    plain = json.loads(json.dumps(asdict(config)))               # makes tuples lists
     text: str = yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)
     return text
 
@@ -110,14 +110,14 @@ def _params(config_name: str, schema: type, line: CommandLine) -> list[str]:
 
 
 def _combinations(overrides: list[str], schema: type) -> list[tuple[list[str], dict[str, str]]]:
-    """For each combination of values: the overrides of the job, and its swept options."""
+    """For each combination of values: the job's overrides, and its swept options."""
     alternatives = [_alternatives(override, schema) for override in overrides]
     return [([text for text, _ in job if text not in NULL_CHOICES],
              {key: value for _, swept in job for key, value in swept.items()}) for job in itertools.product(*alternatives)]
 
 
 def _alternatives(override: str, schema: type) -> list[tuple[str, dict[str, str]]]:
-    """For each value of an override: the override of the job, and the option if it is swept."""
+    """For each value of an override: the override with this value only, and {key: value} if the override has several values."""
     key, value = _split(override)
     if key == EXPERIMENT:                # may be a path, which Hydra's grammar rejects
         several = choices_in(key, value)
@@ -149,8 +149,8 @@ def _compose(config_name: str, schema: type[Config], overrides: list[str], verba
 
 @contextmanager
 def _composed(config_name: str, schema: type, overrides: list[str], **more: bool) -> Iterator["DictConfig"]:
-    """Hydra's composition. Raises UserError for a value of the wrong type, also inside the block, and for all other errors of
-    Hydra.
+    """A context manager that returns Hydra's composition. Raises UserError for any error of Hydra, and for a value of the wrong
+    type, even if the error is detected inside the `with` block.
     """
     import hydra
     from hydra.core.config_store import ConfigStore
@@ -185,8 +185,8 @@ def _split(override: str) -> tuple[str, str]:
 
 
 def _type_error(error: "OmegaConfBaseException", schema: type, overrides: list[str], recipes: dict[str, recipe.Recipe]) -> str:
-    """The message about a value that OmegaConf has rejected."""
-    key = str(error.full_key or "").partition("[")[0]    # without the index of a list
+    """The error message for a value that OmegaConf rejected."""
+    key = str(error.full_key or "").partition("[")[0]    # drops the index of a list
     values: JsonObject = dict(map(_split, overrides))
     where = ""
     for settings in recipes.values() if key not in values else ():
@@ -201,18 +201,20 @@ def _type_error(error: "OmegaConfBaseException", schema: type, overrides: list[s
 
 
 def _expected_value(key: str, schema: type) -> str | None:
-    """The values that the option takes, in words; None if only its help describes them."""
+    """A description of the values that the option accepts; None if only the option's help describes the values."""
     item = options(schema).get(key)
     if item is None:
         return None
     if item.metadata["one_of"]:
         return f"one of {', '.join(item.metadata['one_of'])}"
-    kind: Any = get_args(item.type)[0] if isinstance(item.type, UnionType) else item.type        # int | None
+    kind: Any = get_args(item.type)[0] if isinstance(item.type, UnionType) else item.type        # the type before "| None"
     return EXPECTED.get(kind) or EXPECTED.get(get_origin(kind))
 
 
 def _restore_parser_asserts() -> None:
-    """Compiles Hydra's override parser with its assert statements, which python -O drops: they advance the parser."""
+    """Compiles Hydra's override parser again, with the assert statements that python -O drops: the parser relies on their side
+    effects.
+    """
     if sys.flags.optimize == 0:
         return
     from hydra.core.override_parser import overrides_parser, overrides_visitor
@@ -223,7 +225,9 @@ def _restore_parser_asserts() -> None:
 
 
 def build(composed: "DictConfig", verbatim: dict[str, str | list[str]]) -> Any:
-    """The schema's object with the verbatim values. null means None, except for TEXT options."""
+    """The dataclass object of a composed configuration, with the verbatim values set, where null means None except for TEXT
+    options.
+    """
     from omegaconf import OmegaConf
 
     config = OmegaConf.to_object(composed)

@@ -18,11 +18,11 @@ from rwkv.io.json_types import JsonObject
 
 PACKAGE = Path(__file__).resolve().parent.parent
 CONFIGS = PACKAGE / "configs" if (PACKAGE / "configs").is_dir() else PACKAGE.parent / "configs"      # installed, or in a clone
-TIME_MIXING = [name for name in operators() if name.startswith("wkv")]      # one operator for each generation
-KERNELS = tuple(sorted({"auto"}.union(*map(all_names, TIME_MIXING))))       # a model uses those of its operator
+TIME_MIXING = [name for name in operators() if name.startswith("wkv")]      # one operator for each model generation
+KERNELS = tuple(sorted({"auto"}.union(*map(all_names, TIME_MIXING))))       # a model can use the kernels of its own operator
 EXPERIMENT = "experiment"
-OPTIONAL = (EXPERIMENT, "debug")         # groups of train.py that default to null; their files are recipes
-NULL_CHOICES = tuple(f"{group}=null" for group in OPTIONAL)         # the defaults, which Hydra rejects as overrides
+OPTIONAL = (EXPERIMENT, "debug")         # groups of train.py that are null by default; their files are recipes
+NULL_CHOICES = tuple(f"{group}=null" for group in OPTIONAL)         # defaults, which Hydra rejects as overrides
 GLOBAL = "# @package _global_"           # in a choice's file: its options have full names, outside the group
 
 

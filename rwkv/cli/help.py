@@ -1,4 +1,4 @@
-"""The text of --help: about the program, every option with its help and current value, and the choices of each group."""
+"""The text of --help: a description of the program, every option with its help and current value, and the groups' choices."""
 
 import re
 import textwrap
@@ -30,7 +30,7 @@ def help_page(line: CommandLine, schema: type, config_name: str, about: str) -> 
 
 
 def _page(about: str, descriptions: Mapping[str, Mapping[str, str]], items: Mapping[str, Field], config: object) -> str:
-    """descriptions: by group and choice. items: the options by dotted key. config: the current values."""
+    """Formats the page. descriptions: texts by group and choice. items: options by dotted key. config: the current values."""
     lines = [as_typed(about.strip()), "", "Options, OPTION=VALUE, with [current value]:"]
     heading = None
     for key, item in items.items():
@@ -47,13 +47,13 @@ def _page(about: str, descriptions: Mapping[str, Mapping[str, str]], items: Mapp
 
 
 def _description(path: Path) -> str:
-    """A YAML file's first comment, not counting `# @package`; "" if there is none."""
+    """The first comment of a YAML file other than `# @package`; "" if there is none."""
     comments = [line for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("# ")]
     return next((line[2:] for line in comments if not line.startswith("# @")), "")
 
 
 def _entry(name: str, text: str) -> list[str]:
-    """`  name   text`, with the text at COLUMN, or two spaces after a longer name."""
+    """`  name   text`, with the text at COLUMN or, after a long name, two spaces after the name."""
     head = f"  {name}  ".ljust(COLUMN)
     wrapped = textwrap.wrap(text, WIDTH, initial_indent=head, subsequent_indent=" " * COLUMN, break_long_words=False,
                             break_on_hyphens=False)

@@ -4,7 +4,7 @@
     optim: {lr: 1e-4}
     model.n_layer: 6
     data: jsonl                          # a choice of a group
-    defaults: [override /optim: muon]    # the same, as Hydra writes it
+    defaults: [override /optim: muon]    # also a choice, in Hydra's syntax
 
 The config.yaml of a run is a recipe too: the new run has the same options, in its own directory.
 """
@@ -25,16 +25,16 @@ from rwkv.io.utf8 import read_text
 
 ENDINGS = (".yaml", ".yml")
 RUN_FILE = "config.yaml"                 # in the directory of a run
-RUN_GROUPS = {"kernel", "model", "data", "optim", "trainer", "logger"}        # in every run's file
-SINGLE_RUN_OPTIONS = ("out_dir", "resume", "plan")       # options of a run's file that a new run does not take
-REFERENCE = re.compile(r"(\\*)\$\{")      # OmegaConf's interpolation; a backslash escapes it
-MAX_DEPTH = 3                            # levels; options have fewer
+RUN_GROUPS = {"kernel", "model", "data", "optim", "trainer", "logger"}        # groups that the file of every run has
+SINGLE_RUN_OPTIONS = ("out_dir", "resume", "plan")       # options in a run's file that a new run ignores
+REFERENCE = re.compile(r"(\\*)\$\{")      # OmegaConf's interpolation; backslashes escape it
+MAX_DEPTH = 3                            # maximum levels of nesting; options have fewer
 HYDRA_KEYS = ("defaults", "hydra")       # keys that are not options
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """The content of a recipe: options by dotted key, choices by group, and the entries `defaults` and `hydra`."""
+    """The content of a recipe: options by dotted key, choices by group, and in `hydra` the entries `defaults` and `hydra`."""
 
     path: Path
     options: JsonObject
@@ -43,7 +43,7 @@ class Recipe:
 
     @property
     def content(self) -> JsonObject:
-        """Options and choices as Hydra reads them."""
+        """The recipe as nested dictionaries, with choices in Hydra's syntax."""
         nested: JsonObject = {}
         for key, value in self.options.items():
             *groups, name = key.split(".")
@@ -55,7 +55,7 @@ class Recipe:
         return {**self.hydra, **nested, "defaults": [*self.hydra.get("defaults", []), *chosen]}
 
     def from_home(self, paths: Collection[str]) -> "Recipe":
-        """The recipe with a leading ~ expanded in these options."""
+        """The recipe with a leading ~ expanded in the options that `paths` names."""
         expanded = {key: from_home(value) for key, value in self.options.items() if key in paths and isinstance(value, str)}
         return replace(self, options=self.options | expanded)
 
@@ -74,9 +74,9 @@ def located(choice: str, folder: Path) -> Path:
 
 
 def read(path: Path, groups: Collection[str]) -> Recipe:
-    """Raises UserError for a file that cannot be read, is not YAML, sets nothing, or has a duplicate key.
+    """Reads a recipe. Raises UserError for a file that cannot be read, is not YAML, sets nothing, or has a duplicate key.
 
-    groups: names of groups; a file may give a choice for each instead of options. Names of options are not checked.
+    groups: the names of groups for which the file may give a choice instead of options. Names of options are not checked.
     """
     content = _mapping(path)
     hydra = {key: content.pop(key) for key in HYDRA_KEYS if key in content}
@@ -85,19 +85,19 @@ def read(path: Path, groups: Collection[str]) -> Recipe:
     options: JsonObject = {}
     for key, value in _leaves(content):
         if key in options:
-            raise UserError(f"{path} sets {key} twice: leave one of them out")
+            raise UserError(f"{path} sets {key} twice: delete one of the two")
         options[key] = value
     choices = {key: str(value) for key, value in options.items() if key in groups and value is not None}
     options = {key: value for key, value in options.items() if key not in groups}
     if not (options or choices or hydra):
-        raise UserError(f"{path} sets no option: write some, such as optim: {{lr: 1e-4}}")
+        raise UserError(f"{path} sets no option: write options, such as optim: {{lr: 1e-4}}")
     if RUN_GROUPS <= content.keys() and not choices:
         options = {key: _literal(value) for key, value in options.items() if key not in SINGLE_RUN_OPTIONS}
     return Recipe(path, options, choices, hydra)
 
 
 def _leaves(content: JsonObject, prefix: str = "") -> Iterator[tuple[str, object]]:
-    """The values by dotted key, down to MAX_DEPTH levels, because a YAML mapping may contain itself."""
+    """Yields the values by dotted key, down to MAX_DEPTH levels, because a YAML mapping may contain itself."""
     for key, value in content.items():
         if isinstance(value, dict) and value and prefix.count(".") < MAX_DEPTH:
             yield from _leaves(value, f"{prefix}{key}.")
@@ -106,7 +106,7 @@ def _leaves(content: JsonObject, prefix: str = "") -> Iterator[tuple[str, object
 
 
 def _literal(value: object) -> object:
-    """The value with interpolations escaped: a run's texts are verbatim."""
+    """The value with "${" escaped: strings in a run's file are verbatim, not OmegaConf's interpolations."""
     return REFERENCE.sub(r"\1\1\\${", value) if isinstance(value, str) else value
 
 

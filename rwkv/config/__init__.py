@@ -1,9 +1,9 @@
-"""The options of all programs, with type, default, help and allowed values: a dataclass per group of configs.
+"""The options of all programs, with type, default, help and allowed values: one dataclass per config group.
 
-A dataclass checks its values when it is built and raises UserError with the option's name. rwkv/cli/help.py prints the help
-texts. The options of a program are in NAME.py, and their values in configs/NAME.yaml; common.py and sampling.py have those
-that several programs share. schema.py: how an option is declared and checked. values.py: parsers and checks of single values.
-No Hydra here.
+A dataclass checks its values when it is built; for a wrong value it raises UserError with the option's name. rwkv/cli/help.py
+prints the help texts. NAME.py has the options of the program NAME, and configs/NAME.yaml their values; common.py and
+sampling.py have options that several programs share. schema.py: how an option is declared and checked. values.py: parsers and
+checks of single values. Nothing here imports Hydra.
 """
 
 from rwkv.config.chat import ChatConfig

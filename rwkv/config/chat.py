@@ -12,10 +12,11 @@ from rwkv.config.schema import PATH, check_options, option
 class ChatConfig(DraftedConfig):
     template: str | None = option(None, f"chat template: {MODEL_TEMPLATE}", verbatim=PATH, heading="Conversation")
     system: str | None = option(None, "system message")
-    state: str | None = option(None, "state file before the conversation: of save_state=, or a tuned state of any program",
+    state: str | None = option(None, "state file to start from, written by save_state=; or a tuned state (timemix's or another "
+                               "trainer's)",
                                verbatim=PATH)
     state_layout: str | None = layout_option("state=")
-    think: str = option("false", "true: answers begin with thoughts; fake: with an empty thought (templates g1, flower)",
+    think: str = option("false", "true: answers begin with thoughts; fake: with an empty thought (only templates g1, flower)",
                         one_of=THINK)
     seed: int = option(0, "random seed of the first answer; the next answer has seed + 1", least=0)
     max_new_tokens: int = option(500, "maximum tokens per answer", least=1)

@@ -6,24 +6,24 @@ from typing import Any, Literal
 
 from rwkv.config.schema import GRAMMAR, NAME, PATH, option
 
-LARGEST_SEED = 2**63 - 1                 # for torch's generators
+LARGEST_SEED = 2**63 - 1                 # the largest seed that torch's generators accept
 MIB = 2**20                              # bytes; the unit of options named *_mib
-BLOCKS = "blocks"                        # the dtype of a GGUF file's quantised blocks as they are
-BITS = {"float32": 32, "bfloat16": 16, "float16": 16, "int8": 8, "int4": 5, BLOCKS: 8}     # per matrix weight, about
+BLOCKS = "blocks"                        # dtype=blocks: a GGUF file's quantised blocks, unchanged
+BITS = {"float32": 32, "bfloat16": 16, "float16": 16, "int8": 8, "int4": 5, BLOCKS: 8}     # bits per matrix weight, roughly
 DTYPES = ("auto", *BITS)
-LATEST = Path("runs") / "latest"         # a link to the latest run; for a sweep, to its latest
-TEMPLATES = "world, g1, flower or a jinja2 file"        # chat templates, for help
-MODEL_TEMPLATE = f"{TEMPLATES}; null: that of the run's data, else the checkpoint's, else guessed from its name"
-THINK = ("false", "true", "fake")        # how answers begin: rwkv/chat/thoughts.py
-NGRAM = "ngram"                          # the draft that is no model
+LATEST = Path("runs") / "latest"         # a link to the latest run, which may be one of a sweep's
+TEMPLATES = "world, g1, flower or a jinja2 file"        # chat templates, in help texts
+MODEL_TEMPLATE = f"{TEMPLATES}; null: as in training, else the checkpoint's, else guessed from the file's name"
+THINK = ("false", "true", "fake")        # how answers begin (rwkv/chat/thoughts.py)
+NGRAM = "ngram"                          # draft=ngram: drafts without a model
 DRAFT_TOKENS = 8                         # the default of draft_tokens
 STATE_LAYOUTS = ("official", "transposed")
-Pooling = Literal["mean", "last"]        # of hidden states, for embeddings
+Pooling = Literal["mean", "last"]        # how embeddings pool hidden states
 
 
 @dataclass
 class KernelConfig:
-    name: str = option("auto", "set by kernel=", verbatim=GRAMMAR)
+    name: str = option("auto", "implementation of the model's operator; set it with kernel=NAME", verbatim=GRAMMAR)
 
 
 @dataclass
@@ -35,30 +35,32 @@ class SavedModelConfig:
                              "adapters, tokenizers and templates take such names too", heading="Model", verbatim=PATH)
     lora: str | None = option(None, "another program's LoRA adapter, merged into the checkpoint: a PEFT directory or an "
                               "RWKV-PEFT file", verbatim=PATH)
-    lora_alpha: float | None = option(None, "alpha of an adapter whose file lacks it, such as RWKV-PEFT's", above=0.0)
-    tokenizer: str | None = option(None, "byte, world, FILE.json or FILE.txt, if the checkpoint has none", verbatim=PATH)
-    end_of_text: str | None = option(None, "end-of-text token; null: as the checkpoint or FILE.json says", verbatim=NAME)
+    lora_alpha: float | None = option(None, "LoRA alpha, for adapter files without it, such as RWKV-PEFT's", above=0.0)
+    tokenizer: str | None = option(None, "tokenizer, for checkpoints without one: byte, world, FILE.json or FILE.txt",
+                                   verbatim=PATH)
+    end_of_text: str | None = option(None, "end-of-text token; null: the one in the checkpoint or FILE.json", verbatim=NAME)
     kernel: KernelConfig = field(default_factory=KernelConfig)
     device: str = option("auto", "auto, cpu or cuda", one_of=("auto", "cpu", "cuda"))
     dtype: str | None = option(None, "float32, bfloat16, float16 (GPU), int8 or int4 (matrices only), or blocks (the quantised "
-                               "matrices of a GGUF file as they are, CPU); auto or null: bfloat16 on a GPU that supports it, "
-                               "else blocks if the file has them, else float32", one_of=DTYPES)
-    cache_packed: bool = option(False, "keep weights packed in int8 or int4 in ~/.cache/timemix/packed, for the next start on "
-                                "a CPU; at most 32 GiB in all")
+                               "matrices of a GGUF file, unchanged; CPU only); auto or null: bfloat16 on a GPU that supports "
+                               "it, else blocks if the file has them, else float32", one_of=DTYPES)
+    cache_packed: bool = option(False, "store packed int8 or int4 weights in ~/.cache/timemix/packed, for faster later starts "
+                                "on a CPU; at most 32 GiB in all")
 
 
 @dataclass
 class DraftedConfig(SavedModelConfig):
     """Options shared by generate.py, chat.py and serve.py."""
 
-    draft: str | None = option(None, "speeds up decoding on a CPU, and changes no text: ngram, for texts that repeat parts of "
-                               "themselves or their prompts; or a small model of the same vocabulary, as for checkpoint=",
+    draft: str | None = option(None, "draft for speculative decoding, which gives the same output faster on a CPU: ngram, for "
+                               "output that repeats itself or the prompt; or a small model with the same vocabulary, named as "
+                               "for checkpoint=",
                                verbatim=PATH, filled=True)
-    draft_tokens: int = option(DRAFT_TOKENS, "maximum tokens that draft= proposes at a time; fewer where it is often wrong",
+    draft_tokens: int = option(DRAFT_TOKENS, "maximum tokens proposed at a time; fewer while the draft is often wrong",
                                least=1, most=32)
 
 
 def layout_option(source: str) -> Any:
-    """The field `state_layout` for tuned states of the option `source`."""
-    return option(None, f"layout of a tuned state of {source} whose file does not say: official (value by key, as trainers "
-                  "write it) or transposed (web-rwkv's .st)", one_of=STATE_LAYOUTS)
+    """The option `state_layout`: the layout of the tuned states that the option `source` names."""
+    return option(None, f"layout of a tuned state given with {source}, if its file states none: official (value by key, "
+                  "as trainers write it) or transposed (web-rwkv's .st)", one_of=STATE_LAYOUTS)

@@ -15,13 +15,13 @@ class EvaluateDataConfig:
 
 @dataclass
 class EvaluateConfig(SavedModelConfig):
-    dtype: str | None = option("float32", "as for generate.py: auto, float32, bfloat16, float16, int8, int4 or blocks",
+    dtype: str | None = option("float32", "dtype, as for generate.py: auto, float32, bfloat16, float16, int8, int4 or blocks",
                                one_of=DTYPES)
     data: EvaluateDataConfig = field(default_factory=EvaluateDataConfig)
     chunk_len: int = option(1024, "tokens per forward pass", least=1)
-    batch_size: int = option(16, "batch size, of FILE.jsonl", least=1)
-    start: str | None = option(None, "text before the first prediction; null: the end-of-text token", verbatim=TEXT)
-    out: str | None = option(None, "file for the result, which is also on standard output", verbatim=PATH)
+    batch_size: int = option(16, "batch size, for FILE.jsonl", least=1)
+    start: str | None = option(None, "text before the first predicted token; null: the end-of-text token", verbatim=TEXT)
+    out: str | None = option(None, "file for the result, which is also printed on standard output", verbatim=PATH)
 
     def __post_init__(self) -> None:
         check_options(self)

@@ -10,16 +10,16 @@ from rwkv.config.schema import PATH, TEXT, check_options, option
 @dataclass
 @with_sampling
 class GenerateConfig(DraftedConfig):
-    """rwkv/generation/options.py checks combinations of options."""
+    """The options of generate.py. rwkv/generation/options.py checks which can be combined."""
 
     prompt: str | None = option(None, "prompt; -: read from standard input", heading="Samples", verbatim=TEXT)
     prompts: str | None = option(None, 'file with a prompt per line, or .jsonl with {"prompt": "..."} per line', verbatim=PATH)
-    state: str | None = option(None, "state file to continue, written by save_state= with the same model and tokenizer; or a "
-                               "tuned state of any program", verbatim=PATH)
+    state: str | None = option(None, "state file to start from, written by save_state= with the same model and tokenizer; or a "
+                               "tuned state (timemix's or another trainer's)", verbatim=PATH)
     state_layout: str | None = layout_option("state=")
     num_samples: int = option(1, "samples per prompt", least=1)
     seed: int = option(0, "random seed of a prompt's first sample; the next sample has seed + 1", least=0)
-    batch_size: int = option(16, "batch size; samples do not depend on it", least=1)
+    batch_size: int = option(16, "batch size, which does not change the samples", least=1)
     max_new_tokens: int = option(200, "maximum tokens per sample", least=0)
     stop: list[str] = option(list, "stop string, not shown; repeatable")
     stop_tokens: list[int] = option(list, "[ID,...]: stop tokens, not shown")
@@ -29,8 +29,8 @@ class GenerateConfig(DraftedConfig):
     sampling: str = preset_option("default")
     stream: bool = option(True, "print a single sample token by token", heading="Output")
     out: str | None = option(None, "JSON Lines file for the samples, with tokens and finish reason", verbatim=PATH)
-    logprobs: int = option(0, "top log-probabilities per token, written to out=, or else to standard error", least=0)
-    save_state: str | None = option(None, "file for the state after the sample, and its stop string, for state=",
+    logprobs: int = option(0, "number of top log-probabilities to write per token, to out= or else standard error", least=0)
+    save_state: str | None = option(None, "file for the state after the sample and its stop string, for state= to continue",
                                     verbatim=PATH)
 
     def __post_init__(self) -> None:

@@ -1,4 +1,4 @@
-"""The options of sampling, and their fields in the configurations of generate.py, chat.py and serve.py."""
+"""The sampling options, and their fields in the configurations of generate.py, chat.py and serve.py."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -11,7 +11,7 @@ from rwkv.config.schema import GRAMMAR, TEXT, option
 from rwkv.config.values import biases, require_one_of, texts_and_ids, texts_or_whole_numbers, whole_number, whole_numbers
 from rwkv.errors import UserError
 
-SMALL = 1e-30                            # bounds of sampling options, so that logits stay within float32
+SMALL = 1e-30                            # bounds of sampling options that keep logits within float32's range
 LARGE = 1e30
 ORDERS = ("hf", "rwkv")
 
@@ -21,8 +21,9 @@ def sampling_option(default: Any, help: str, *, least: float | None = None, most
                     read: Callable[[Any], Any] | None = None, verbatim: str | None = None) -> Any:
     """A field of Sampling: an `option` with more metadata.
 
-    or_zero: 0 is allowed too. served: the range in requests, if OpenAI's API has another. typed: the type on the command line,
-    if it differs from the field's. read: converts a typed value to the field's type.
+    or_zero: whether 0 is allowed too. served: the range in HTTP requests, if OpenAI's API has a different range. typed: the
+    type on the command line, if it differs from the field's type. read: the function that converts a value of `typed` to the
+    field's type.
     """
     return option(default, help, least=least, most=most, one_of=one_of, verbatim=verbatim,
                   more={"or_zero": or_zero, "served": served, "typed": typed, "read": read})
@@ -30,16 +31,16 @@ def sampling_option(default: Any, help: str, *, least: float | None = None, most
 
 @dataclass(frozen=True)
 class Sampling:
-    """The options of sampling, for the command line, requests, the engine and kernels/draw.
+    """The sampling options, for the command line, HTTP requests, the engine and kernels/draw.
 
     The options of generate.py, chat.py and serve.py and the fields of requests derive from these. Raises UserError for a value
-    out of range or of another type; integers may be NumPy's or torch's.
+    out of range or of the wrong type; integers may be NumPy's or torch's.
 
     Penalties (formula: rwkv/generation/sampling.py): repetition_penalty (CTRL, arXiv 1909.05858) applies to tokens of the
-    prompt and the output; presence_penalty and frequency_penalty (OpenAI's API) apply to the output only, so that each answer
-    of a conversation starts without penalties, and so does a sequence that continues a saved state. penalty_decay multiplies
-    the counts of frequency_penalty before each new token is counted, as in the demos of RWKV's author. no_penalty: ids of
-    tokens exempt from penalties, and texts, which stand for their tokens. Tokens in `banned` are never drawn.
+    prompt and the output; presence_penalty and frequency_penalty (OpenAI's API) apply to the output only: each answer of a
+    conversation, and each sequence that continues a saved state, starts without these two. penalty_decay multiplies the counts
+    of frequency_penalty before each new token is counted, as in the demos of RWKV's author. no_penalty: tokens that are exempt
+    from penalties, given as ids or as texts of one or more tokens. Tokens in `banned` are never drawn.
     """
 
     temperature: float = sampling_option(0.8, "temperature; 0: greedy", least=SMALL, most=LARGE, or_zero=True, served=(0, 2))
@@ -62,7 +63,7 @@ class Sampling:
     banned: tuple[int, ...] = sampling_option(tuple, "[ID,...]: tokens never sampled, such as [0], the end-of-text token of "
                                               "many models", typed=list[int])
     order: str = sampling_option("hf", "order of the filters: hf: temperature before top_p, top_k and min_p, as in Hugging "
-                                 "Face; rwkv: after them, as in ChatRWKV", one_of=ORDERS)
+                                 "Face; rwkv: after top_p, top_k and min_p, as in ChatRWKV", one_of=ORDERS)
 
     def __post_init__(self) -> None:
         for item in fields(self):
@@ -79,7 +80,7 @@ class Sampling:
 
     @staticmethod
     def _check(item: Field, value: Any) -> None:
-        """Raises UserError for a value of another type or out of the option's range. Whole numbers: whole_number."""
+        """Raises UserError for a value of the wrong type or out of the option's range; whole_number checks integers."""
         limits = item.metadata
         if limits["one_of"]:
             require_one_of(item.name, value, limits["one_of"])
@@ -108,7 +109,7 @@ class Sampling:
 
     @cached_property
     def key(self) -> tuple[object, ...]:
-        """A hashable form of the options."""
+        """The options as a hashable tuple."""
         values = [getattr(self, item.name) for item in fields(self)]
         return tuple(tuple(sorted(value.items())) if isinstance(value, Mapping) else value for value in values)
 
@@ -130,10 +131,10 @@ class Sampling:
                 if isinstance(token, int) and not 0 <= token < vocab_size:
                     raise UserError(f"{name} must hold token ids from 0 to {vocab_size - 1}; got {token}")
         if len({*self.banned}) >= vocab_size:
-            raise UserError(f"banned has all {vocab_size} tokens of the vocabulary: leave at least one out")
+            raise UserError(f"banned has all {vocab_size} tokens of the vocabulary: at least one token must be allowed")
 
     def ids_without_penalty(self, tokenizer: Any) -> tuple[int, ...]:
-        """The ids of no_penalty, in order. Raises UserError for a text that the tokenizer cannot encode."""
+        """The sorted token ids of no_penalty. Raises UserError for a string that the tokenizer cannot encode."""
         texts = [entry for entry in self.no_penalty if isinstance(entry, str)]
         try:
             encoded = tokenizer.encode_within(texts)
@@ -142,7 +143,7 @@ class Sampling:
         return tuple(sorted({entry for entry in self.no_penalty if isinstance(entry, int)}.union(*encoded)))
 
     def __str__(self) -> str:
-        """The temperature, top_p, and the options that differ from their defaults: temperature 0.8, top_p 0.95, order rwkv."""
+        """The temperature, top_p and the options changed from their defaults: "temperature 0.8, top_p 0.95, order rwkv"."""
         shown = []
         for item in fields(self):
             value = getattr(self, item.name)
@@ -161,8 +162,8 @@ def _shown(value: object) -> str:
 
 
 def preset_option(name: str, heading: str = "Sampling") -> Any:
-    """The field `sampling`: the preset, a file of configs/sampling, that sets the options of sampling."""
-    return option(name, "preset; default from the checkpoint or model family (docs/chat.md); explicit options win",
+    """The option `sampling`: the name of a preset, a file in configs/sampling that sets the other sampling options."""
+    return option(name, "preset for the options below; default: the checkpoint's or model family's (docs/chat.md)",
                   verbatim=GRAMMAR, heading=heading)
 
 
@@ -170,7 +171,7 @@ Config = TypeVar("Config")
 
 
 def with_sampling(config: type[Config]) -> type[Config]:
-    """A decorator below @dataclass: adds the options of Sampling as fields after the field `sampling`."""
+    """Decorator, placed below @dataclass, that adds the options of Sampling as fields after the field `sampling`."""
     annotations: dict[str, Any] = {}
     for name, kind in config.__annotations__.items():
         annotations[name] = kind

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 PATH = "path"                            # kinds of free text, taken verbatim from the command line
 NAME = "name"
 TEXT = "text"
-GRAMMAR = "grammar"                      # for values in Hydra's grammar
+GRAMMAR = "grammar"                      # no free text: Hydra parses the value
 
 
 def option(default: Any, help: str, *, one_of: Collection[str] | None = None, least: float | None = None,
@@ -25,10 +25,10 @@ def option(default: Any, help: str, *, one_of: Collection[str] | None = None, le
     """A dataclass field for one option.
 
     default: the value, or a factory such as list. help: its text in --help. heading: the title in --help above this option and
-    those after it. one_of, least, most, above and below: the allowed values; None is always allowed. With least, a number must
-    be finite. verbatim: PATH (~/ is the home folder), NAME, TEXT (null is a text) or GRAMMAR; None for the rule of `free_text`.
-    filled: the text must not be empty. needs: (option, value, ...): this option requires one of these values of the other.
-    more: further metadata.
+    the next ones. one_of, least, most, above and below: the allowed values; None is always allowed. With least, a number must
+    be finite. verbatim: how a typed value is read: PATH (~/ is expanded), NAME, TEXT (null is a string) or GRAMMAR; None:
+    free_text decides. filled: the value must not be empty. needs: (option, value, ...), another option and the values one of
+    which it must have. more: further metadata.
     """
     assert least is not None or most == math.inf, "most requires least"
     assert above is not None or below == math.inf, "below requires above"
@@ -40,7 +40,7 @@ def option(default: Any, help: str, *, one_of: Collection[str] | None = None, le
 
 
 def options(schema: type, prefix: str = "") -> dict[str, Field]:
-    """The options of a dataclass and of those inside it, by dotted key."""
+    """The options of a dataclass and of the dataclasses nested in it, by dotted key."""
     result: dict[str, Field] = {}
     for item in fields(schema):
         if isinstance(item.type, type) and is_dataclass(item.type):
@@ -51,9 +51,9 @@ def options(schema: type, prefix: str = "") -> dict[str, Field]:
 
 
 def free_text(item: Field) -> str | None:
-    """PATH, NAME or TEXT for an option that takes free text verbatim; None for one in Hydra's grammar.
+    """PATH, NAME or TEXT if the option's value is taken verbatim; None if Hydra's grammar parses it.
 
-    A string without a list of choices is free text, unless its option says otherwise.
+    By default, a string option without a list of choices is a NAME, taken verbatim.
     """
     kind: str | None = item.metadata["verbatim"]
     if kind is None and item.type in (str, str | None, list[str]) and not item.metadata["one_of"]:
@@ -64,7 +64,7 @@ def free_text(item: Field) -> str | None:
 def check_options(config: "DataclassInstance", group: str = "") -> None:
     """Raises UserError for the first value that its option does not allow. group: the prefix of option names, "model.".
 
-    Writes true and false in lower case where an option allows them beside other texts: Hydra reads them as booleans.
+    Converts True and False to "true" and "false" if the option allows these among other strings: Hydra parses them as booleans.
     """
     for item in fields(config):
         value = getattr(config, item.name)
@@ -86,7 +86,7 @@ def check_options(config: "DataclassInstance", group: str = "") -> None:
 
 
 def require_effect(config: "DataclassInstance", user_keys: Iterable[str]) -> None:
-    """Raises UserError for the first option of the user that has no effect in this configuration."""
+    """Raises UserError for the first option that the user set although it has no effect in this configuration."""
     schema = options(type(config))
     for key in user_keys:
         needs = schema[key].metadata["needs"] if key in schema else ()
@@ -96,7 +96,7 @@ def require_effect(config: "DataclassInstance", user_keys: Iterable[str]) -> Non
         value = operator.attrgetter(required)(config)
         if value not in allowed:
             group, _, name = required.rpartition(".")
-            shown = group if name in ("name", "method") else required        # these two are set by their group
+            shown = group if name in ("name", "method") else required        # data.name is set by data=, tune.method by tune=
             value, *allowed = (str(each).lower() if isinstance(each, bool) else each for each in (value, *allowed))
             raise UserError(f"{key} requires {shown}={' or '.join(allowed)}; got {shown}={value}: leave {key} out, or give "
                             f"{shown}={allowed[0]}")

@@ -15,16 +15,16 @@ NEXT_PAIR = re.compile(r",(?=[^,=/\\]+=)")              # the comma before the n
 @with_sampling
 class ServeConfig(DraftedConfig):
     model_name: str | None = option(None, "model id for clients; null: the checkpoint's name")
-    adapters: list[str] = option(list, "NAME=PATH,...: further models, which requests name. PATH: the directory or .ckpt of a "
-                                 "tune=state or tune=lora run from this checkpoint, a state file, or another program's tuned "
-                                 "state or adapter; repeatable", filled=True)
+    adapters: list[str] = option(list, "NAME=PATH,...: further models, which requests select by name. PATH: the directory or "
+                                 ".ckpt of a tune=state or tune=lora run from this checkpoint, a state file, or another "
+                                 "program's tuned state or adapter; repeatable", filled=True)
     state_layout: str | None = layout_option("adapters=")
     template: str | None = option(None, f"chat template: {MODEL_TEMPLATE}", verbatim=PATH)
     host: str = option("127.0.0.1", "address to listen on; 0.0.0.0: all interfaces", heading="HTTP", filled=True)
     port: int = option(8000, "port; 0: any free port", least=0)
-    api_key: list[str] = option(list, "API key that clients must send; repeatable, one per client; null: none", filled=True)
+    api_key: list[str] = option(list, "API key that clients must send; repeatable, one per client; null: no keys", filled=True)
     cors: list[str] = option(list, "allowed CORS origin; repeatable", filled=True)
-    sampling: str = preset_option("openai", heading="Sampling, the defaults of requests")
+    sampling: str = preset_option("openai", heading="Sampling defaults for requests")
     max_rows: int = option(32, "batch size: sequences generated at a time", least=1, heading="Limits")
     max_queue: int = option(128, "queue size, in sequences; requests beyond it get status 429", least=0)
     max_tokens: int = option(4096, "maximum tokens per completion", least=1)
@@ -32,26 +32,27 @@ class ServeConfig(DraftedConfig):
     max_body_mib: int = option(8, "maximum size of a request body, MiB", least=1)
     max_connections: int = option(1024, "maximum open connections", least=1)
     receive_s: float = option(30.0, "time limit for receiving a request, in seconds", above=0.0)
-    timeout_s: float = option(600.0, "time limit per completion, in seconds; the partial text is returned", above=0.0)
+    timeout_s: float = option(600.0, "time limit per completion, in seconds; then the partial text is returned", above=0.0)
     grace_s: float = option(30.0, "seconds to let running requests finish after SIGTERM", least=0.0)
     cache_mib: int = option(256, "prefix-cache size, MiB; never shared between API keys; 0: off", least=0)
-    states_mib: int = option(256, "memory for saved states (/v1/states, save_state), MiB; evicts LRU, keys over their fair "
-                             "share first; 0: off, unless states_dir= is set", least=0, heading="Saved states")
+    states_mib: int = option(256, "memory for saved states (/v1/states, save_state), MiB; evicts the least recently used, "
+                             "first those of API keys over their fair share; 0: off, unless states_dir= is set", least=0,
+                             heading="Saved states")
     states_dir: str | None = option(None, "folder for saved states, which then survive eviction and restarts; servers may "
                                     "share it; null: memory only", verbatim=PATH, filled=True)
-    states_dir_mib: int = option(4096, "disk space for saved states, MiB; deletes LRU", least=1)
-    responses_mib: int = option(64, "memory for stored responses (/v1/responses), MiB; evicts LRU; with states_dir= also "
-                                "stored there", least=0)
+    states_dir_mib: int = option(4096, "disk space for saved states, MiB; deletes the least recently used ones", least=1)
+    responses_mib: int = option(64, "memory for stored responses (/v1/responses), MiB; evicts the least recently used; "
+                                "states_dir= also stores them on disk", least=0)
 
     def __post_init__(self) -> None:
-        keys = self.api_key or []        # a file of options may have one key, or null
+        keys = self.api_key or []        # a YAML file may have a single key, or null
         self.api_key = [key for key in ([keys] if isinstance(keys, str) else keys) if key != "null"]
         check_options(self)
         _ = self.adapter_paths           # raises UserError unless all are NAME=PATH
         if self.port > 65535:
             raise UserError(f"port must be from 0 to 65535; got {self.port}")
         if "*" in self.cors and self.api_key:
-            raise UserError("cors=* conflicts with api_key=, because any page could use this server: name the origins")
+            raise UserError("cors=* conflicts with api_key=, because any web page could use this server: name the origins")
         Sampling.of(self)
 
     @property
@@ -63,6 +64,6 @@ class ServeConfig(DraftedConfig):
             if not name or not path:
                 raise UserError(f"adapters must be NAME=PATH,...; got {pair!r}")
             if name in paths:
-                raise UserError(f"adapters has a duplicate name {name!r}: give each model its own")
+                raise UserError(f"adapters gives two models the name {name!r}: use different names")
             paths[name] = path
         return paths

@@ -1,4 +1,4 @@
-"""The options of train.py: a dataclass per group of configs."""
+"""The options of train.py: one dataclass per config group."""
 
 import math
 import operator
@@ -13,22 +13,22 @@ from rwkv.config.values import require_one_of, whole_number
 from rwkv.errors import UserError
 
 PACKAGE = Path(__file__).parent.parent
-SCALED = ("time_mix", "time_decay", "time_first")        # each has a learning-rate factor, optim.NAME_lr_scale
+SCALED = ("time_mix", "time_decay", "time_first")        # parameters with a learning-rate factor, optim.NAME_lr_scale
 GENERATIONS = tuple(sorted(path.parent.name for path in (PACKAGE / "model").glob("rwkv[0-9]*/__init__.py")))
-SOURCES = tuple(sorted(path.stem for path in (PACKAGE / "data" / "sources").glob("[!_]*.py")))         # of text
-TOKENS = tuple(sorted(path.stem for path in (PACKAGE / "data" / "token_files").glob("[!_]*.py")))    # token ids already
-STREAMED = ("jsonl", "hf")               # kinds of data that data.streaming reads
+SOURCES = tuple(sorted(path.stem for path in (PACKAGE / "data" / "sources").glob("[!_]*.py")))    # kinds of data= with text
+TOKENS = tuple(sorted(path.stem for path in (PACKAGE / "data" / "token_files").glob("[!_]*.py")))    # kinds of data= with ids
+STREAMED = ("jsonl", "hf")               # kinds of data= that data.streaming supports
 ORTHOGONAL = ("muon", "normuon")                         # optimisers that orthogonalise the updates of the blocks' matrices
 EIGHT_BITS = "adamw8bit"                 # the optimiser with 8-bit moments
-GPUS = ("a100", "h100", "h200", "rtx3060", "rtx4090", "rtx5090")         # known to plan=
-LENGTHS = ("trainer.max_steps", "trainer.max_tokens", "trainer.epochs")      # set the training length
+GPUS = ("a100", "h100", "h200", "rtx3060", "rtx4090", "rtx5090")         # GPUs that plan= knows
+LENGTHS = ("trainer.max_steps", "trainer.max_tokens", "trainer.epochs")      # options that set the training length
 BASES = ("float32", "bfloat16", "int8", "int4")          # dtypes of frozen weights (tune.base)
 PREFERENCES = ("dpo", "ipo")             # objectives that train on pairs of answers
 LIKELIHOOD = ("tune.objective", "likelihood")
 
 
 def given_length(config: "TrainConfig", user_keys: Collection[str]) -> str | None:
-    """The option of LENGTHS that the user has set to a value; None for none. Raises UserError for two of them."""
+    """The option in LENGTHS that the user has set; None if none is set. Raises UserError if several are set."""
     lengths = [key for key in LENGTHS if key in user_keys and operator.attrgetter(key)(config) is not None]
     if len(lengths) > 1:
         raise UserError(f"{lengths[0]} conflicts with {lengths[1]}: both set the training length; give one of them")
@@ -37,20 +37,20 @@ def given_length(config: "TrainConfig", user_keys: Collection[str]) -> str | Non
 
 @dataclass
 class ModelConfig:
-    """The sizes of a model. rwkv/model/GENERATION/ lists the options of one generation and resolves null."""
+    """The sizes of a model. rwkv/model/GENERATION/ lists a generation's options and computes the values of those left null."""
 
-    generation: str = option("rwkv4", "architecture; set by model=", one_of=GENERATIONS, heading="Model")
+    generation: str = option("rwkv4", "architecture; set it with model=NAME", one_of=GENERATIONS, heading="Model")
     n_layer: int = option(4, "number of blocks", least=1, most=10_000)
     n_embd: int = option(192, "embedding width (channels)", least=1)
     n_att: int | None = option(None, "width of time mixing; null: n_embd (rwkv4)", least=1)
     n_ffn: int | None = option(None, "width of channel mixing; null: 4 n_embd", least=1)
     head_size: int = option(64, "head size (rwkv7)", least=1)
-    decay_low_rank_dim: int | None = option(None, "rank of the decay's LoRA, w1 and w2; null: RWKV-LM's for n_embd (rwkv7)",
-                                            least=1)
-    a_low_rank_dim: int | None = option(None, "rank of a1 and a2 (rwkv7)", least=1)
-    v_low_rank_dim: int | None = option(None, "rank of v1 and v2 (rwkv7)", least=1)
-    gate_low_rank_dim: int | None = option(None, "rank of the gate, g1 and g2 (rwkv7)", least=1)
-    deep_embed_dim: int | None = option(None, "DeepEmbed's width per token, 32 in RWKV-7a; null: none (rwkv7)", least=1)
+    decay_low_rank_dim: int | None = option(None, "rank of the decay's LoRA, w1 and w2; null: RWKV-LM's choice for n_embd "
+                                            "(rwkv7)", least=1)
+    a_low_rank_dim: int | None = option(None, "rank of the in-context learning rate's LoRA, a1 and a2 (rwkv7)", least=1)
+    v_low_rank_dim: int | None = option(None, "rank of the value residual's LoRA, v1 and v2 (rwkv7)", least=1)
+    gate_low_rank_dim: int | None = option(None, "rank of the gate's LoRA, g1 and g2 (rwkv7)", least=1)
+    deep_embed_dim: int | None = option(None, "DeepEmbed's width per token, 32 in RWKV-7a; null: no DeepEmbed (rwkv7)", least=1)
     ctx_len: int = option(128, "context length: tokens per training window", least=1)
 
     def __post_init__(self) -> None:
@@ -59,41 +59,42 @@ class ModelConfig:
 
 @dataclass
 class DataConfig:
-    """How val_fraction splits each kind of data: rwkv/data/prepare.py."""
+    """The training data. rwkv/data/prepare.py: how val_fraction splits each kind of data."""
 
-    name: str = option("stdlib", "set by data=", one_of=(*SOURCES, *TOKENS, "mix"), heading="Data")
+    name: str = option("stdlib", "kind of data; set it with data=NAME", one_of=(*SOURCES, *TOKENS, "mix"), heading="Data")
     path: str | None = option(None, "file, folder, pattern such as books/**/*.txt, or data set name", verbatim=PATH)
-    sources: list[dict[str, Any]] = option(list, "for data=mix: {path: A.jsonl, weight: 0.7} per source; weight: its share of "
-                                           "the tokens; also name, data, field, separator, split, val_fraction",
+    sources: list[dict[str, Any]] = option(list, "for data=mix: {path: A.jsonl, weight: 0.7} per source, where weight is the "
+                                           "source's share of the tokens, relative to other weights; other keys: name, data, "
+                                           "field, separator, split, val_fraction",
                                            needs=("data.name", "mix"))
-    field: str = option("text", "field with the text, in jsonl and hf", verbatim=TEXT, filled=True,
+    field: str = option("text", "name of the field with the text, in jsonl and hf", verbatim=TEXT, filled=True,
                         needs=("data.name", "jsonl", "hf"))
     separator: str | None = option(None, "string between the documents of a file, such as <|endoftext|>; null: each file, or "
                                    "each row of jsonl and hf, is one document", verbatim=NAME, filled=True,
                                    needs=("data.name", "text", "jsonl", "hf"))
-    template: str | None = option(None, f"chat template: {TEMPLATES}; null: that of init_from", verbatim=PATH,
+    template: str | None = option(None, f"chat template: {TEMPLATES}; null: the template of init_from", verbatim=PATH,
                                   needs=("data.name", "chat"))
-    think: str = option("false", "how trained answers begin: true: answers with thoughts follow the prompt that asks for "
-                        "thoughts; fake: the last answer follows an empty thought; false: as in the conversation",
+    think: str = option("false", "how answers begin in training: true: answers with thoughts follow the template's <think; "
+                        "fake: the last answer follows an empty thought; false: as in the conversation",
                         one_of=THINK, needs=("data.name", "chat"))
-    preview: bool = option(False, "true: show two conversations, with trained text marked, and exit",
+    preview: bool = option(False, "true: show two conversations, with the trained text marked, and exit",
                            needs=("data.name", "chat"))
     split: str = option("train", "split of the Hugging Face data set", filled=True, needs=("data.name", "hf"))
     streaming: bool = option(False, "tokenise jsonl and hf while training, instead of before",
                              needs=("data.name", "jsonl", "hf", "mix"))
     shuffle_buffer: int = option(10_000, "size of the shuffle buffer of a stream, in documents", least=1,
                                  needs=("data.streaming", True))
-    val_documents: int = option(256, "validation documents, the first of the stream", least=1, needs=("data.streaming", True))
+    val_documents: int = option(256, "validation documents, from the stream's start", least=1, needs=("data.streaming", True))
     tokenizer: str = option("bpe", "byte, char, bpe (trained on the text), world, FILE.json or FILE.txt", verbatim=PATH)
     vocab_size: int = option(2048, "vocabulary size of a bpe tokenizer", least=257, most=2**24)
-    end_of_text: str | None = option(None, "end-of-text token of FILE.json; null: as FILE.json says", verbatim=NAME)
+    end_of_text: str | None = option(None, "end-of-text token; null: the one in FILE.json", verbatim=NAME)
     batch_size: int = option(8, "batch size: windows per backward pass, over all processes", least=1)
     cache_dir: str = option(".cache", "cache folder for tokenised data", verbatim=PATH)
     val_fraction: float = option(0.1, "fraction of the data for validation", above=0.0, below=1.0,
                                  needs=("data.streaming", False))
     num_workers: int = option(0, "data-loader processes; 0: load in the training process", least=0)
     tokenize_workers: int = option(0, "shards tokenised in parallel; 0: one per core, up to 4", least=0)
-    sample_prompt: str = option("", "prompt of the samples; empty: none", verbatim=TEXT)
+    sample_prompt: str = option("", "prompt of the samples; empty: no prompt", verbatim=TEXT)
 
     def __post_init__(self) -> None:
         check_options(self, "data.")
@@ -101,15 +102,16 @@ class DataConfig:
 
 @dataclass
 class OptimConfig:
-    """The learning-rate factors of time_mix_*, time_decay and time_first are 1, 2 and 3 in RWKV-LM (RWKV-v4neo/src/model.py).
-    Muon: rwkv/training/optim/muon.py. l2_wrap and confidence_penalty (rwkv/model/loss.py) change gradients, not reported
-    losses.
+    """The optimiser and its learning rates.
+
+    RWKV-LM's learning-rate factors of time_mix_*, time_decay and time_first are 1, 2 and 3 (RWKV-v4neo/src/model.py). l2_wrap
+    and confidence_penalty (rwkv/model/loss.py) change gradients, not reported losses. Muon: rwkv/training/optim/muon.py.
     """
 
-    name: str = option("adamw", "set by optim=", one_of=("adamw", "adam", *ORTHOGONAL, EIGHT_BITS),
+    name: str = option("adamw", "optimiser; set it with optim=NAME", one_of=("adamw", "adam", *ORTHOGONAL, EIGHT_BITS),
                        heading="Optimiser")
-    lr: float = option(3e-3, "peak learning rate; lower for models wider than 384 channels; default with init_from=: 1e-5 for "
-                       "tune=full, 2e-4 for lora, 0.1 for state")
+    lr: float = option(3e-3, "peak learning rate; the default is lower for models wider than 384 channels; with init_from= "
+                       "it is 1e-5 for tune=full, 2e-4 for lora, 0.1 for state")
     min_lr: float | None = option(None, "final learning rate; null: lr / 20")
     schedule: str = option("cosine", "learning-rate schedule: cosine, linear, exponential or constant; default with "
                            "init_from=: constant, unless tune=state", one_of=("cosine", "linear", "exponential", "constant"))
@@ -163,7 +165,7 @@ class TrainerConfig:
     sample_every: int | None = option(None, "sampling interval, in steps (samples.jsonl); 0: no samples; null: val_every",
                                       least=0)
     sample_tokens: int = option(200, "tokens per sample", least=0)
-    probe: bool = option(False, "measure the kernel's share of the time and its errors, as in sweeps")
+    probe: bool = option(False, "measure the kernel's fraction of the step time, and the kernel's errors; sweeps always do")
     overfit_batches: int = option(0, "train on this many batches over and over; 0: off", least=0)
     precision: str | None = option(None, "32-true, tf32 (GPU matmuls round float32 to 10 bits), bf16-mixed, fp16-mixed, or "
                                    "auto: bf16-mixed where it is faster; null: bf16-mixed on a GPU that supports it, else "
@@ -172,26 +174,27 @@ class TrainerConfig:
     accumulate: int = option(1, "gradient accumulation steps", least=1)
     activation_checkpointing: bool = option(False, "recompute activations in the backward pass: less memory, a third more "
                                             "time")
-    optim_in_backward: bool = option(False, "update each weight in the backward pass and free its gradient at once: same "
+    optim_in_backward: bool = option(False, "update each weight in the backward pass and free its gradient immediately: same "
                                      "results, less memory; requires optim.grad_clip=0")
-    tbptt: int = option(0, "truncated BPTT: segments of ctx_len tokens per step, with gradients through the state, over whole "
-                        "documents; 0: independent windows", least=0)
+    tbptt: int = option(0, "truncated BPTT: number of ctx_len-token segments per step, with gradients through the states "
+                        "between segments; a document's state carries over from step to step; 0: independent windows", least=0)
     compile: bool = option(False, "torch.compile each block")
     graphs: bool | None = option(None, "replay all blocks as one CUDA graph, without launch overhead; null: only where "
                                  "launches would limit the speed")
-    malloc: str = option("tuned", "memory allocator: tuned: keep large freed blocks, which is faster (large runs with frozen "
-                         "weights or conversations return them after each block, fsdp at once); small: return them at once "
-                         "(Linux); default: the C library's", one_of=("tuned", "small", "default"))
-    accelerator: str = option("auto", "auto, cpu or gpu", one_of=("auto", "cpu", "gpu"))
-    strategy: str = option("single", "single, ddp or fsdp", one_of=("single", "ddp", "fsdp"))
+    malloc: str = option("tuned", "memory allocator on Linux: tuned: keep large freed blocks for reuse, which is faster (but "
+                         "large runs with frozen weights or conversations return these blocks after each layer, and fsdp "
+                         "returns them immediately); small: return freed blocks immediately; default: as in the C library",
+                         one_of=("tuned", "small", "default"))
+    accelerator: str = option("auto", "device: auto, cpu or gpu", one_of=("auto", "cpu", "gpu"))
+    strategy: str = option("single", "how processes share the work: single, ddp or fsdp", one_of=("single", "ddp", "fsdp"))
     reshard: bool = option(True, "reshard weights after each block's forward pass and gather them again in backward; false: "
-                           "keep them, which takes more memory and less time (fsdp)", needs=FSDP)
+                           "keep them gathered, which takes more memory and less time (fsdp)", needs=FSDP)
     offload: bool = option(False, "keep weights, gradients and optimiser state in host memory, and update them there (fsdp)",
                            needs=FSDP)
     devices: int = option(1, "processes per machine; 0: one per GPU", least=0)
-    num_nodes: int = option(1, "machines", least=1)
-    link_gbps: float | None = option(None, "network bandwidth per device for the plan, Gbit/s; null: typical of machines with "
-                                     "such GPUs", above=0.0, needs=("plan", "true", "timed", *GPUS))
+    num_nodes: int = option(1, "number of machines", least=1)
+    link_gbps: float | None = option(None, "network bandwidth per device for the plan, Gbit/s; null: the typical bandwidth of "
+                                     "machines with such GPUs", above=0.0, needs=("plan", "true", "timed", *GPUS))
 
     def __post_init__(self) -> None:
         check_options(self, "trainer.")
@@ -201,23 +204,23 @@ class TrainerConfig:
             raise UserError(f"trainer.overfit_batches must be a multiple of trainer.accumulate, {self.accumulate}; got "
                             f"{self.overfit_batches}")
         if self.strategy == "fsdp" and self.sample_every:
-            raise UserError("trainer.sample_every conflicts with trainer=fsdp, which shards the weights: leave it out; the run "
-                            "ends with a sample from its last checkpoint")
+            raise UserError("trainer.sample_every conflicts with trainer=fsdp, which shards the weights: omit sample_every; "
+                            "the run ends with a sample from its last checkpoint")
 
 
 @dataclass
 class LoggerConfig:
-    name: str = option("wandb", "set by logger=", verbatim=GRAMMAR, filled=True, heading="Logger")
-    _target_: str | None = option(None, "class of any Lightning logger, besides metrics.csv; example: "
+    name: str = option("wandb", "logger; set it with logger=NAME", verbatim=GRAMMAR, filled=True, heading="Logger")
+    _target_: str | None = option(None, "class of a Lightning logger to use in addition to metrics.csv; example: "
                                   "configs/logger/mlflow.yaml")
-    arguments: list[str] = option(list, "NAME=VALUE argument of _target_; repeatable")
+    arguments: list[str] = option(list, "NAME=VALUE for the constructor of _target_; repeatable")
     project: str | None = option(None, "project (MLflow: experiment); null: WANDB_PROJECT or the tracker's own setting, else "
                                  "timemix", filled=True)
     group: str | None = option(None, "run group; null: WANDB_RUN_GROUP, else the sweep's folder")
     run_name: str | None = option(None, "run name; null: WANDB_NAME, else the kernel and out_dir")
-    published_losses: list[float] = option(list, "mean training losses of a published run, one per published_steps steps, "
-                                           "shown in the report")
-    published_steps: int = option(0, "steps averaged in each of published_losses", least=0)
+    published_losses: list[float] = option(list, "mean training losses of a published run, one for each published_steps "
+                                           "steps; the report compares them with this run's losses")
+    published_steps: int = option(0, "number of steps over which each of published_losses is a mean", least=0)
 
     def __post_init__(self) -> None:
         check_options(self, "logger.")
@@ -229,10 +232,10 @@ class LoggerConfig:
 
 @dataclass
 class SweepConfig:
-    """Launching the runs of a sweep (train.py -m)."""
+    """How the runs of a sweep (train.py -m) are launched."""
 
-    jobs: int | None = option(None, "parallel runs, each with its share of the threads, or its own GPU; null: 1, with "
-                              "submitit all", least=1, heading="Sweep, with -m")
+    jobs: int | None = option(None, "runs at a time, each with its share of the CPU threads or its own GPU; null: 1, or "
+                              "with submitit all runs", least=1, heading="Sweep, with -m")
     launcher: str = option("local", "local: processes on this machine; submitit: SLURM jobs (pip install 'timemix[slurm]')",
                            one_of=("local", "submitit"))
     arguments: list[str] = option(list, "NAME=VALUE for submitit, such as slurm_partition=gpu, gpus_per_node=1, or "
@@ -244,31 +247,31 @@ class SweepConfig:
 
 
 LORA = ("tune.method", "lora")
-ENGLISH = "english"                      # the value of tune.guard for the text in the package
+ENGLISH = "english"                      # tune.guard=english: the text in the package
 
 
 @dataclass
 class TuneConfig:
-    """Fine-tuning, with init_from=. LoRA: W + alpha / rank B A (Hu et al. 2021, arXiv 2106.09685)."""
+    """How a model given with init_from= is tuned. LoRA: W + alpha / rank B A (Hu et al. 2021, arXiv 2106.09685)."""
 
-    method: str = option("full", "set by tune=", one_of=("full", "lora", "state"), heading="Tuning")
+    method: str = option("full", "what is trained; set it with tune=NAME", one_of=("full", "lora", "state"), heading="Tuning")
     rank: int = option(16, "LoRA rank", least=1, needs=LORA)
     alpha: float = option(32.0, "LoRA alpha; adapters are scaled by alpha / rank", above=0.0, needs=LORA)
     dropout: float = option(0.0, "LoRA dropout", least=0, needs=LORA)
     modules: list[str] = option(list, "LoRA target modules, such as [att.key,att.value]; []: all linear layers of the blocks",
                                 verbatim=GRAMMAR, needs=LORA)
-    state: str | None = option(None, "tuned state to start from, of any program; null: zeros, or init_from's (state)",
+    state: str | None = option(None, "tuned state to start from, any trainer's; null: the one in init_from=, else zeros",
                                verbatim=PATH, needs=("tune.method", "state"))
     base: str = option("float32", "dtype of the frozen matrices: float32, bfloat16, or on a CPU int8 or int4", one_of=BASES)
-    guard: str | None = option(ENGLISH, f"text whose loss is measured before and after tuning: {ENGLISH} (a small one, "
-                               "included), FILE, or null: none", verbatim=PATH)
+    guard: str | None = option(ENGLISH, f"text whose loss is measured before and after tuning: {ENGLISH} (a short "
+                               "text in the package), FILE, or null: no text", verbatim=PATH)
     objective: str = option("likelihood", "likelihood: cross-entropy; dpo or ipo: preference learning from pairs (data=chat)",
                             one_of=("likelihood", *PREFERENCES))
-    beta: float = option(0.1, "beta: how closely to stay to the reference model, init_from= (dpo, ipo)", above=0.0,
+    beta: float = option(0.1, "beta; a larger beta keeps the model closer to that of init_from= (dpo, ipo)", above=0.0,
                          needs=("tune.objective", *PREFERENCES))
     label_smoothing: float = option(0.0, "label smoothing: assumed fraction of swapped pairs (dpo)", least=0,
                                     needs=("tune.objective", "dpo"))
-    sft_weight: float = option(0.0, "weight of the chosen answer's loss per token, added to the objective (dpo, ipo)", least=0,
+    sft_weight: float = option(0.0, "weight of the chosen answer's loss per token in the objective (dpo, ipo)", least=0,
                                needs=("tune.objective", *PREFERENCES))
 
     def __post_init__(self) -> None:
@@ -282,7 +285,7 @@ class TuneConfig:
 
     @property
     def prefers(self) -> bool:
-        """Whether the objective is a preference loss, on pairs of answers."""
+        """Whether the objective is a preference loss, which compares the two answers of a pair."""
         return self.objective in PREFERENCES
 
 
@@ -298,49 +301,49 @@ class TrainConfig:
     sweep: SweepConfig = field(default_factory=SweepConfig)
     seed: int = option(0, "random seed of the initial weights and the data order", heading="Run")
     out_dir: str | None = option(None, "run directory; null: runs/DATE_TIME", verbatim=PATH)
-    resume: str | None = option(None, "auto: resume the run in out_dir, or else the latest, or start one; PATH: resume this "
-                                "run or checkpoint", verbatim=PATH)
+    resume: str | None = option(None, "auto: resume the run in out_dir, or without out_dir the latest run; if there is no run, "
+                                "start one; PATH: resume this run or checkpoint", verbatim=PATH)
     init_from: str | None = option(None, "base model: a checkpoint of any format, or ORG/REPO/FILE on the Hub; sets weights, "
                                    "sizes and tokenizer", verbatim=PATH)
-    plan: str = option("false", "true: print the plan and exit; timed: measure step times too, even if that takes minutes; "
+    plan: str = option("false", "true: print the plan and exit; timed: time training steps too, even if that takes minutes; "
                        f"{', '.join(GPUS)}: plan for a machine with such GPUs",
                        one_of=("false", "true", "timed", *GPUS))
 
     def __post_init__(self) -> None:
         check_options(self)
-        whole_number("seed", self.seed, most=2**32 - 1)          # the largest that NumPy's generator takes
+        whole_number("seed", self.seed, most=2**32 - 1)          # the largest seed that NumPy's generator accepts
         if self.plan in GPUS and self.trainer.accelerator == "cpu":
-            raise UserError(f"plan={self.plan} conflicts with trainer.accelerator=cpu: leave one out")
+            raise UserError(f"plan={self.plan} conflicts with trainer.accelerator=cpu: omit one of them")
         if self.trainer.strategy == "fsdp" and self.tune.base in ("int8", "int4"):
             raise UserError(f"tune.base={self.tune.base} conflicts with trainer=fsdp, which cannot shard packed weights: use "
                             "tune.base=bfloat16, or trainer=ddp")
         if self.tune.prefers:
             self._require_pairs()
         if self.trainer.tbptt and self.data.name == "mix":
-            raise UserError("trainer.tbptt conflicts with data=mix, whose windows come from several sources: leave one out")
+            raise UserError("trainer.tbptt conflicts with data=mix, whose windows come from several sources: omit one of them")
         if self.data.streaming and self.trainer.tbptt:
-            raise UserError("trainer.tbptt conflicts with data.streaming, which cuts documents into windows: leave one out")
+            raise UserError("trainer.tbptt conflicts with data.streaming, which cuts documents into windows: omit one of them")
         if self.data.streaming and self.trainer.epochs is not None:
             raise UserError("trainer.epochs conflicts with data.streaming, because the length of a stream is unknown: give "
                             "trainer.max_steps or trainer.max_tokens")
         if self.trainer.tbptt and self.tune.dropout:
-            raise UserError("trainer.tbptt conflicts with tune.dropout, because recomputed segments would draw other random "
-                            "numbers: leave one out")
+            raise UserError("trainer.tbptt conflicts with tune.dropout, because recomputed segments would draw different "
+                            "random numbers: omit one of them")
         if self.trainer.strategy == "fsdp" and self.optim.name == EIGHT_BITS:
-            raise UserError(f"optim={EIGHT_BITS} conflicts with trainer=fsdp, which shards the parameters whose moments it "
-                            "quantises: use optim=adamw, or trainer=ddp")
+            raise UserError(f"optim={EIGHT_BITS} conflicts with trainer=fsdp, which shards parameters: 8-bit moments require "
+                            "whole parameters: use optim=adamw, or trainer=ddp")
 
     def _require_pairs(self) -> None:
         objective = f"tune.objective={self.tune.objective}"
         if self.data.name != "chat":
             raise UserError(f"{objective} requires data=chat, with pairs of answers; got data={self.data.name}")
         if self.trainer.tbptt:
-            raise UserError(f"{objective} conflicts with trainer.tbptt, which would cut pairs into segments: leave it out, and "
-                            "choose a model.ctx_len that holds a pair")
+            raise UserError(f"{objective} conflicts with trainer.tbptt, which would cut pairs into segments: omit trainer."
+                            "tbptt, and choose a model.ctx_len that is long enough for a pair")
 
     def require_separate_updates(self) -> None:
-        """Raises UserError for the first option that conflicts with trainer.optim_in_backward=true. Of a resumed run this is
-        known only once its saved options and the user's are merged.
+        """Raises UserError for the first option that conflicts with trainer.optim_in_backward=true. For a resumed run, call
+        this after merging the saved options with the user's.
         """
         trainer, optim = self.trainer, self.optim
         if not trainer.optim_in_backward:
@@ -355,8 +358,8 @@ class TrainConfig:
             f"trainer.tbptt={trainer.tbptt} sums the gradients of its segments: use trainer.tbptt=1 or 0": trainer.tbptt > 1,
             "trainer.precision=fp16-mixed repeats steps whose gradients overflow: use trainer.precision=bf16-mixed":
                 trainer.precision == "fp16-mixed",
-            "trainer.grad_norms=true measures gradients after the backward pass: leave it out": trainer.grad_norms,
-            "trainer.graphs=true computes the gradients of all blocks in one launch: leave it out": bool(trainer.graphs)}
+            "trainer.grad_norms=true measures gradients after the backward pass: omit trainer.grad_norms": trainer.grad_norms,
+            "trainer.graphs=true computes the gradients of all blocks in one launch: omit trainer.graphs": bool(trainer.graphs)}
         for reason, applies in conflicts.items():
             if applies:
                 raise UserError(f"trainer.optim_in_backward=true updates each weight during the backward pass, and {reason}")

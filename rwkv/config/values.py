@@ -39,7 +39,7 @@ def strings(name: str, values: Iterable[str]) -> tuple[str, ...]:
 
 
 def biases(texts: Iterable[str]) -> dict[int, float]:
-    """{ID: X} for strings ID:X. Raises UserError for others."""
+    """Parses strings ID:X into {ID: X}. Raises UserError for any other string."""
     biases = {}
     for text in texts:
         token, _, bias = text.partition(":")
@@ -51,7 +51,7 @@ def biases(texts: Iterable[str]) -> dict[int, float]:
 
 
 def texts_and_ids(texts: Iterable[str]) -> list[str | int]:
-    """The texts, with [ID,...] replaced by its ids."""
+    """`texts` as a list in which each string [ID,...] is replaced by its token ids."""
     entries: list[str | int] = []
     for text in texts:
         ids = re.fullmatch(r"\[\s*(\d+(?:\s*,\s*\d+)*)\s*\]", text, re.ASCII)
@@ -60,11 +60,11 @@ def texts_and_ids(texts: Iterable[str]) -> list[str | int]:
 
 
 def texts_or_whole_numbers(name: str, values: Any) -> tuple[int | str, ...]:
-    """`values` as a tuple. Raises UserError, with the option's name, unless all are token ids or texts that are not empty."""
+    """`values` as a tuple. Raises UserError, with the option's name, unless all are token ids or non-empty strings."""
     if isinstance(values, str):
         values = (values,)
     if not isinstance(values, Iterable) or "" in (values := tuple(values)):
-        raise UserError(f"{name} must be a list of token ids and of texts that are not empty; got {values!r}")
+        raise UserError(f"{name} must be a list of token ids and non-empty strings; got {values!r}")
     return tuple(value if isinstance(value, str) else whole_number(name, value) for value in values)
 
 

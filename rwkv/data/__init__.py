@@ -1,7 +1,8 @@
-"""Training data: a source (sources/) of documents (documents/) is tokenised (prepare.py) into files (shards.py), which
+"""Training data. prepare.py tokenises the documents (documents/) of a source (sources/) into files (shards.py), which
 token_array.py reads.
 
-windows.py or, for trainer.tbptt, segments.py divides the tokens; loaders.py makes batches of them. Token files of other
-programs are read in place (token_files/). data=mix combines several sources (mixture/), and with data.streaming documents are
-read while a run trains (streaming/). The caller of prepare is rwkv/training/setup.py, that of the loaders rwkv/training/fit.py.
+The tokens are divided into windows (windows.py) or, for trainer.tbptt, segments (segments.py), from which loaders.py makes
+batches. Token files of other programs are read in place (token_files/). data=mix combines several sources (mixture/). With
+data.streaming, documents are read during training (streaming/). rwkv/training/setup.py calls prepare; rwkv/training/fit.py uses
+the loaders.
 """

@@ -1,16 +1,16 @@
-"""data=chat: conversations, packed into rows. A model learns only the assistant's answers.
+"""data=chat: conversations, packed into rows. Only the assistant's answers are learnt, that is, are targets of the loss.
 
     row 0   [ conversation 3 ....... ][ conversation 0 .. ][ conversation 8 ]   T = ctx_len positions; [ resets the state
     row 1   [ conversation 5 ................................. ] padding
 
-The parts of a conversation are encoded separately, as a prompt and its answer are in generation (rwkv/chat/rendered.py).
-end_of_text follows, unless the chat template has written it. It is learnt after an answer, so that a tuned model stops. No
-end_of_text precedes a conversation, since none precedes a prompt.
+The parts of a conversation are encoded separately, as a prompt and its answer are in generation (rwkv/chat/encoding.py). Each
+conversation ends in end_of_text, which is added if the chat template has not written it. An end_of_text after an answer is
+learnt, so that a tuned model stops. No end_of_text precedes a conversation, since none precedes a prompt in generation.
 
-Rows are filled by best fit, the longest conversations first. A conversation longer than a row is truncated. trainer.tbptt reads
-whole conversations (rwkv/data/segments.py); its validation does so if one is longer than a row.
+Rows are filled by best fit, the longest conversations first. A conversation longer than a row is truncated. With trainer.tbptt,
+training reads whole conversations (rwkv/data/segments.py); so does validation, if any conversation is longer than a row.
 
-The folder cache/chat-KEY has the ids, a byte per id that tells whether it is learnt, and the offsets of conversations.
+The folder cache/chat-KEY contains the ids, a byte per id that is 1 if the id is learnt, and the offsets of conversations.
 """
 
 import zlib
@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from rwkv.chat.rendered import encode, encode_each, for_tokenizer, shown, written
+from rwkv.chat.encoding import encode, encode_each, for_tokenizer, shown, written
 from rwkv.config import DataConfig
 from rwkv.data.files import crc32
 from rwkv.data.shards import SPLITS, dtype_of
@@ -40,19 +40,20 @@ from rwkv.io.cache import read_json, sha256, write, write_bytes, write_json
 from rwkv.io.json_types import JsonObject
 from rwkv.io.lines import counted
 from rwkv.model.loss import IGNORED
-from rwkv.tokenizer.lost import NOTHING, LossCounter, Lost
+from rwkv.tokenizer.lost_bytes import NOTHING, LossCounter, Lost
 from rwkv.tokenizer.tokenizers import Tokenizer
 
-VERSION = 5                              # of the files in the cache
+VERSION = 5                              # version of the cache files' format
 AT_ONCE = 1000                           # conversations per call of the tokenizer
 
 
 class Tokenised(NamedTuple):
-    """The ids of a split and, for each, 1 if a model learns it. bytes: of its text; learnt_bytes: of the learnt text.
+    """A tokenised split: ids and, for each id, 1 if it is learnt.
 
-    left_out: the number of conversations in neither split, because none of their answers is learnt. copies: the number
-    of such conversations (or pairs) in both splits (documents/copies.py). lost: the text that the tokenizer cannot represent;
-    learnt_lost: that of the learnt text. paired: sequences 2i and 2i+1 are a pair, with the chosen and the rejected answer
+    bytes, learnt_bytes: the sizes of all text and of learnt text. left_out: the number of conversations omitted from both
+    splits because none of their answers is learnt. copies: the number of conversations (or pairs) in both splits that equal an
+    earlier one (documents/copies.py). lost, learnt_lost: what the tokenizer cannot represent of all text, and of learnt text.
+    paired: whether sequences 2i and 2i+1 are a pair, that is, the conversations with the chosen and with the rejected answer
     (pairs.py).
     """
 
@@ -68,10 +69,10 @@ class Tokenised(NamedTuple):
 
 
 class Packed(NamedTuple):
-    """A batch: x, y (B,T) int64; starts (B,T) bool: the state is reset before this position.
+    """A batch: x, y (B,T) int64; starts (B,T) bool: true at positions before which the state is reset.
 
-    weight: the factor of the batch's mean loss that makes the mean over a step's processes and batches the mean over all its
-    targets.
+    weight: the factor for the batch's mean loss. With it, averaging over all batches and processes of an optimiser step gives
+    the mean over all of the step's targets.
     """
 
     x: Tensor
@@ -81,7 +82,7 @@ class Packed(NamedTuple):
 
 
 class Whole(NamedTuple):
-    """A batch of whole conversations, one per row: x, y (B,L) int64. Validation reads T positions at a time."""
+    """A validation batch of whole conversations, one per row: x, y (B,L) int64. The model reads T positions at a time."""
 
     x: Tensor
     y: Tensor
@@ -89,7 +90,7 @@ class Whole(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """The numbers of a batch's rows, and Packed.weight."""
+    """The row numbers of a batch, and its Packed.weight."""
 
     numbers: list[int]
     weight: float
@@ -97,7 +98,8 @@ class Rows(NamedTuple):
 
 def tokenise(config: DataConfig, identity: Sequence[str], tokenizer: Tokenizer, cache: Path,
              pairs: bool = False) -> tuple[Tokenised, Tokenised, float]:
-    """Training, validation, and the bits per byte of `gzip -9` on the validation answers: tokenised now or from the cache.
+    """Tokenises conversations, or reads them from the cache. Returns both splits, and the bits per byte of `gzip -9` on the
+    validation answers.
 
     identity: strings that identify the conversations and their split. Raises UserError if a line is not a conversation or
     cannot be encoded.
@@ -119,7 +121,7 @@ def _write_tokens(config: DataConfig, tokenizer: Tokenizer, folder: Path, pairs:
     ids: dict[str, list[np.ndarray]] = {split: [] for split in SPLITS}
     learnt: dict[str, list[np.ndarray]] = {split: [] for split in SPLITS}
     sizes: dict[str, dict[str, int]] = {split: {"bytes": 0, "learnt_bytes": 0} for split in SPLITS}
-    lost = {split: [NOTHING, NOTHING] for split in SPLITS}         # of unlearnt and of learnt text
+    lost = {split: [NOTHING, NOTHING] for split in SPLITS}         # in text that is not learnt, and in learnt text
     packer = zlib.compressobj(9, wbits=31)
     packed = 0
     left_out = copies = 0
@@ -215,9 +217,9 @@ def _shown(ids: list[int], before: list[int], tokenizer: Tokenizer) -> str:
 
 
 def packed_rows(lengths: Sequence[int], T: int) -> list[list[int]]:
-    """The numbers of the sequences in each row of T positions, by best fit, the longest sequence first.
+    """Packs sequences into rows of T positions by best fit, the longest first. Returns the sequence numbers in each row.
 
-    lengths: of each sequence; one longer than a row fills it.
+    lengths: the sequences' lengths; a sequence longer than T fills a row.
     """
     rows: list[list[int]] = []
     room: list[tuple[int, int]] = []     # (positions left, row) of rows that are not full, ascending
@@ -234,9 +236,9 @@ def packed_rows(lengths: Sequence[int], T: int) -> list[list[int]]:
 
 
 class ConversationRows(Dataset[Packed]):
-    """The rows of a split. Row numbers from len(self) on repeat them, for later epochs.
+    """The rows of a split. Row numbers from len(self) on denote the same rows in later epochs.
 
-    counts (rows,): the targets of each row. cut: the number of conversations longer than a row.
+    counts (rows,): the number of targets in each row. cut: the number of conversations longer than a row, which are truncated.
     """
 
     def __init__(self, tokens: TokenArray, learnt: TokenArray, ctx_len: int) -> None:
@@ -261,7 +263,7 @@ class ConversationRows(Dataset[Packed]):
         return len(self._rows)
 
     def __getitems__(self, rows: Rows | list[int]) -> Packed:
-        """The batch. The padding of a row counts as one more sequence."""
+        """The rows with these numbers as one batch. The state is also reset before a row's padding."""
         numbers, weight = rows if isinstance(rows, Rows) else (rows, 1.0)
         x = np.zeros((len(numbers), self.ctx_len), np.int64)
         y = np.full_like(x, IGNORED)
@@ -281,11 +283,12 @@ class ConversationRows(Dataset[Packed]):
         return Packed(torch.from_numpy(x), torch.from_numpy(y), torch.from_numpy(starts), weight)
 
     def padding(self) -> float:
-        """The fraction of the positions in all rows without a token."""
+        """The fraction of all rows' positions that are padding."""
         return 1 - self._n_tokens / (len(self) * self.ctx_len)
 
     def describe(self) -> str:
-        cut = (f"; {self.cut:,} longer than model.ctx_len={self.ctx_len} are truncated (trainer.tbptt reads them whole)"
+        cut = (f"; of these conversations, {self.cut:,} longer than model.ctx_len={self.ctx_len} are truncated "
+               "(trainer.tbptt reads them whole)"
                if self.cut else "")
         conversations = counted(len(self._lengths), "conversation")
         return (f"{conversations} in {counted(len(self), 'row')}, {100 * self.padding():.1f} % of positions padding"
@@ -293,7 +296,7 @@ class ConversationRows(Dataset[Packed]):
 
 
 class WholeConversations(Dataset[Whole]):
-    """The conversations of a split, uncut, the longest first, so that those of a batch are of similar length."""
+    """The whole conversations of a split, the longest first, so that those in one batch have similar lengths."""
 
     def __init__(self, tokens: TokenArray, learnt: TokenArray, ctx_len: int) -> None:
         self.tokens = tokens
@@ -323,7 +326,7 @@ def longer_than(tokens: TokenArray, ctx_len: int) -> int:
 
 
 class RowSampler(ShuffleSampler):
-    """A ShuffleSampler with the weight of each batch. parts: batches of an optimiser step; counts: targets of each row."""
+    """A ShuffleSampler that also computes each batch's weight. parts: batches per optimiser step. counts: targets per row."""
 
     def __init__(self, counts: np.ndarray, batch_size: int, batches: int, seed: int, rank: int, world: int, parts: int) -> None:
         super().__init__(len(counts), batch_size, batches, seed, rank, world)

@@ -1,4 +1,4 @@
-"""The files of data.path, and cached hashes of their contents."""
+"""Finds the files that data.path names, and caches hashes of their contents."""
 
 import glob
 import hashlib
@@ -17,15 +17,15 @@ from rwkv.io.cache import read_json, sha256, write_json
 from rwkv.io.json_types import JsonObject
 from rwkv.io.utf8 import chunks, open_file
 
-SETTLED = 2_000_000_000                  # ns: two changes of a file within this time may have equal timestamps
-VERSION = "2"                            # of the cached entries
+SETTLED = 2_000_000_000                  # ns: two changes of a file within this time may have the same timestamp
+VERSION = "2"                            # version of the cache's format
 BLOCK = 1 << 20                          # bytes read at a time for hashing
 SLASH = rf"[/{re.escape(os.sep)}]"
 ANY_DEPTH = re.compile(rf"(?:^|(?<={SLASH}))\*\*(?:{SLASH}+|$)")       # ** between slashes
 
 
 class Content(NamedTuple):
-    """characters, fingerprint: of the text (rwkv/data/documents/copies.py); 0 if the file was not read as text."""
+    """The hash of a file. characters, fingerprint: the text's length and hash (documents/copies.py); 0 if not read as text."""
 
     sha256: str
     characters: int
@@ -33,9 +33,10 @@ class Content(NamedTuple):
 
 
 def matching(path: str, endings: Sequence[str]) -> list[tuple[str, Path]]:
-    """(name, file) of the file `path`, of the files in a folder with one of the suffixes, or of the files that match a pattern.
+    """The (name, file) of each file that `path` names: a file, those in a folder with one of the suffixes, or a pattern's
+    matches.
 
-    Sorted by name, which is relative to the folder. A file with several names through links is listed once.
+    Names are relative to the folder, and sorted. A file that several links name is listed once.
     """
     if Path(path).is_file():
         return [(Path(path).name, Path(path))]
@@ -43,34 +44,34 @@ def matching(path: str, endings: Sequence[str]) -> list[tuple[str, Path]]:
     files = _unique_files(file for pattern in patterns for file in _glob(pattern) if file.is_file())
     if not files:
         raise UserError(_no_files(path, endings))
-    root = Path(path)                    # the folder, or the part of a pattern before its first wildcard
+    root = Path(path)                    # the folder, or the part of the pattern before its first wildcard
     while glob.has_magic(str(root)) and not root.exists():
         root = root.parent
     return [(file.relative_to(root).as_posix(), file) for file in files]
 
 
 def natural(name: str) -> list[tuple[int, str]]:
-    """A sort key for names with numbers: part-2 before part-10."""
+    """A sort key that orders numbers in names by value: part-2 before part-10."""
     return [(int(number or 0), text) for text, number in re.findall(r"(\D*)(\d*)", name)]
 
 
 def contents(paths: Sequence[Path], cache: Path, text: bool = False) -> list[Content]:
-    """The Content of each file, cached. A file is read again if its size or timestamp differs from the cache, or if it changed
-    within two seconds before it was read, since a second change may have the same timestamp.
+    """The Content of each file, cached. A file is read again if its size or timestamp has changed, or if it had changed less
+    than two seconds before it was read, since a second change may have the same timestamp.
 
-    text: the files must be UTF-8; raises UserError if one is not.
+    text: whether to read the files as UTF-8; then raises UserError for a file that is not UTF-8.
     """
     cached = cache / f"contents-{sha256([VERSION, str(text), *(str(path.absolute()) for path in paths)])[:16]}.json"
     previous = read_json(cached) or {}
     entries = {str(path): _entry(path, previous.get(str(path)), text) for path in paths}
     if entries != previous:
-        with suppress(UserError):        # a read-only cache may contain all other files
+        with suppress(UserError):        # a read-only cache may still contain the tokenised files
             write_json(cached, entries)
     return [Content(*(entry[name] for name in Content._fields)) for entry in entries.values()]
 
 
 def names_and_hashes(files: Sequence[tuple[str, Path]], cache: Path, text: bool = False) -> list[str]:
-    """The name and the hash of each file in turn, which together identify a source."""
+    """The name and the hash of each file, in one list, which identifies a source."""
     file_contents = contents([path for _, path in files], cache, text)
     return [part for (name, _), content in zip(files, file_contents, strict=True) for part in (name, content.sha256)]
 
@@ -85,7 +86,7 @@ def stamp(path: Path) -> list[int]:
 
 
 def unchanged(path: Path, entry: JsonObject) -> bool:
-    """True if the file has certainly not changed since `entry` was created, by its stamp and time."""
+    """Whether size and timestamps prove that the file has not changed since `entry` was created."""
     return stamp(path) == entry["stamp"] and entry["stamp"][1] + SETTLED < entry["time"]
 
 
@@ -120,7 +121,7 @@ def _read_content(path: Path, text: bool) -> Content:
 
 
 def _glob(pattern: str) -> Iterator[Path]:
-    """Like glob.glob with `recursive`, but `**` visits each folder once, even with cyclic links."""
+    """Like glob.glob with recursive=True, but `**` visits each folder once, even if links form a cycle."""
     before, *after = ANY_DEPTH.split(pattern, maxsplit=1)
     if not after:
         yield from map(Path, glob.glob(pattern))                     # noqa: PTH207
@@ -131,7 +132,7 @@ def _glob(pattern: str) -> Iterator[Path]:
 
 
 def _folders(top: Path) -> Iterator[Path]:
-    """`top` and the non-hidden folders below it, each once: by its own path if possible, else by that of a link."""
+    """`top` and the folders below it that are not hidden, each once: by its own path if possible, otherwise by a link's."""
     visited: set[Path] = set()
     pending = [top]
     links: list[Path] = []
@@ -146,7 +147,7 @@ def _folders(top: Path) -> Iterator[Path]:
 
 
 def _unique_files(files: Iterable[Path]) -> list[Path]:
-    """The files sorted by path. Of several paths of one file, the first that is not a link."""
+    """The files sorted by path. A file with several paths is listed under the first path that is not a link."""
     unique: dict[Path, Path] = {}
     for file in sorted(set(files), key=lambda file: (file.is_symlink(), file)):
         unique.setdefault(file.resolve(), file)
@@ -155,6 +156,6 @@ def _unique_files(files: Iterable[Path]) -> list[Path]:
 
 def _no_files(path: str, endings: Sequence[str]) -> str:
     if Path(path).is_dir():
-        return (f"data.path={path} has no {' or '.join(endings)} files in it: name others by a pattern, "
+        return (f"data.path={path} has no {' or '.join(endings)} files in it: to read other files pass a pattern, "
                 f"data.path={path.rstrip('/')}/**/*.ending")
     return f"data.path={path} matches no file"

@@ -1,13 +1,13 @@
-"""Batches for training and validation from the tokenised data of rwkv/data/prepare.py.
+"""Loads batches for training and validation from the tokenised data of rwkv/data/prepare.py.
 
 B = batch_size, T = ctx_len. Window i of N tokens is tokens[i*T : i*T + T+1]: x (B,T) is its first T tokens, y (B,T) its last T,
-so no two windows predict the same token. Training reads all whole windows in a seeded permutation, then in the next one,
-without end: every token except the first and the last ones, fewer than T, is predicted once per epoch. From the second epoch on
-the grid is shifted by a seeded offset and wraps around, so that a token has another context in each epoch. The order is the
-same for any number of workers and processes (each has every world-th window of a common batch), and continues from any step.
-Validation reads all windows in order; the remaining tokens are a last window, padded with IGNORED targets. segments.py has
-the segments of trainer.tbptt, mixture/windows.py the windows of data=mix, conversations.py conversations, pairs.py pairs of
-answers.
+so no two windows predict the same token. Training reads all complete windows in a seeded random order, then in a new order,
+without end. In an epoch every token is predicted once, except the first token and up to T-1 tokens at the end. From the second
+epoch on, the windows are shifted by a seeded offset, with wrap-around, so that a token has a different context in each epoch.
+The order is the same for any number of workers and processes, and a run can resume from any step; process `rank` of `world`
+reads every world-th window. Validation reads all windows in order; the tokens that remain form a last window, padded with
+IGNORED targets. For trainer.tbptt see segments.py, for data=mix mixture/windows.py, for conversations conversations.py, for
+pairs of answers pairs.py.
 """
 
 import multiprocessing
@@ -44,7 +44,7 @@ WORKER_ENDED = re.compile(r"DataLoader worker \(pid.*?\) (?:is killed by signal:
 
 
 def require_workers(count: int) -> None:
-    """Raises UserError if the system lacks semaphores (on Linux, files in /dev/shm), which workers' queues require."""
+    """Raises UserError if the system lacks semaphores, which workers' queues require (on Linux they are files in /dev/shm)."""
     try:
         if count:
             multiprocessing.get_context().Lock()
@@ -54,10 +54,10 @@ def require_workers(count: int) -> None:
 
 
 class DataModule(LightningDataModule):
-    """Lightning's loaders of a corpus. For Lightning, one epoch is the whole run: trainer.max_steps steps.
+    """Provides a corpus's loaders to Lightning, for which the whole run (trainer.max_steps steps) is one epoch.
 
-    config.batch_size: rows of a batch in this process. tbptt: segments of each document stream in a training step; 0 for
-    windows. Checkpoints saved during fit contain the loader's position; after fit Lightning has discarded it.
+    config.batch_size: rows per batch in this process. tbptt: segments of each document stream per training step; 0 for windows.
+    Checkpoints saved during fit contain the loader's position; later checkpoints do not, since Lightning discards it after fit.
     """
 
     def __init__(self, corpus: Corpus, config: DataConfig, ctx_len: int, seed: int, tbptt: int = 0) -> None:
@@ -69,12 +69,12 @@ class DataModule(LightningDataModule):
         self.tbptt = tbptt
 
     def train_dataloader(self) -> StatefulDataLoader | StreamLoader:
-        """Batches (x, y), each (B,T), or Packed, Pairs or Segments. The loader's state_dict is its position."""
+        """A loader of batches (x, y), each (B,T), or of Packed, Pairs or Segments. The loader's state_dict is its position."""
         data: Dataset
         sampler: Sampler
         trainer = self.trainer
         layout = StepLayout(self.config.batch_size)
-        batches = 0                      # of the whole run; without a trainer or a number of steps, of one epoch
+        batches = 0                      # in the whole run, or in one epoch if no number of steps is known
         if trainer is not None:
             layout = StepLayout(layout.rows, trainer.accumulate_grad_batches, trainer.global_rank, trainer.world_size)
             batches = max(0, trainer.max_steps) * trainer.accumulate_grad_batches
@@ -104,15 +104,15 @@ class DataModule(LightningDataModule):
             batches = batches or -(-len(data) // layout.rows)
             sampler = ShuffleSampler(len(data), layout.rows, batches, self.seed, layout.rank, layout.world)
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="'set_vital' is deprecated")  # torchdata 0.11 with torch 2.13
+            warnings.filterwarnings("ignore", message="'set_vital' is deprecated")  # from torchdata 0.11 with torch 2.13
             return StatefulDataLoader(data, batch_sampler=sampler, collate_fn=_unchanged, num_workers=self.config.num_workers,
                                       worker_init_fn=_init_worker, generator=_own_generator(self.seed))
 
     def val_dataloader(self) -> DataLoader:
-        """Batches (x, y), each (B,T), or Packed, Pairs or SourceBatch; the last may be smaller. Every token but the first
-        of each source is a target once.
+        """A loader of batches (x, y), each (B,T), or of Packed, Pairs or SourceBatch; the last batch may be smaller. Every
+        token but the first of each source is a target once.
 
-        With tbptt, conversations come as Whole if one is longer than ctx_len, since its answer may begin after ctx_len.
+        With tbptt, batches of conversations are Whole if one is longer than ctx_len, since its answer may begin after ctx_len.
         """
         if self.corpus.parts:
             mixed = MixedValidation([Windows(part.corpus.val, self.ctx_len, partial=True) for part in self.corpus.parts])
@@ -130,7 +130,7 @@ class DataModule(LightningDataModule):
         return {"sha256": self.corpus.sha256} | mixed
 
     def load_state_dict(self, state_dict: StateDict) -> None:
-        """Raises UserError if the run began with other data."""
+        """Raises UserError if the run began with different data."""
         shares = {part.name: part.share for part in self.corpus.parts}
         if state_dict.get("shares", {}) != shares:
             before, now = (", ".join(f"{name} {100 * share:.4g} %" for name, share in each.items())
@@ -139,8 +139,8 @@ class DataModule(LightningDataModule):
                             "weights, or begin a new run with init_from=")
         if state_dict["sha256"] != self.corpus.sha256:
             raise UserError(f"the data have changed since the run began: their SHA-256 was {state_dict['sha256'][:12]} and is "
-                            f"{self.corpus.sha256[:12]}; restore them to resume, name their place with data.path= or "
-                            "data.sources=, or begin a new run with init_from=")
+                            f"{self.corpus.sha256[:12]}; to resume, restore them or pass their path as data.path= or "
+                            "data.sources=; or begin a new run with init_from=")
 
 
 def _unchanged(batch: Batch) -> Batch:
@@ -153,15 +153,15 @@ def _init_worker(worker: int) -> None:
 
 
 def _by_value(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Pickles a tensor with its values. torch would put them into /dev/shm, which is small in containers, and a batch that does
-    not fit there never arrives.
+    """Pickles a tensor by value. By default torch puts the values into /dev/shm, which is small in containers; a batch that
+    does not fit there never arrives.
     """
     return torch.from_numpy, (tensor.numpy(),)
 
 
 def worker_error(error: BaseException) -> UserError | None:
-    """The message for torch's error after a worker was killed, which a signal handler raises anywhere in this process, and for
-    a UserError of a worker, which torch shows with its traceback; None for other errors.
+    """The UserError that replaces torch's error about a worker; None for other errors. Either the worker was killed, which a
+    signal handler reports anywhere in this process, or the worker raised UserError, which torch shows with a traceback.
     """
     if isinstance(error, UserError) and IN_WORKER in str(error):
         return UserError(str(error).strip().splitlines()[-1].partition(": ")[2])
@@ -174,7 +174,7 @@ def worker_error(error: BaseException) -> UserError | None:
 
 
 def _ignore_interrupts() -> None:
-    """Makes a worker ignore stop signals: training ends its workers itself, after it has saved a checkpoint.
+    """Makes this worker process ignore stop signals: the training process ends its workers after it has saved a checkpoint.
 
     systemd and SLURM send such signals to every process of a job, and the terminal sends Ctrl-C to the process group.
     """
@@ -187,7 +187,7 @@ def _ignore_interrupts() -> None:
         parent = os.getppid()
 
         def end_for_parent() -> None:
-            """Ends this process on SIGTERM from its parent, and ignores others."""
+            """Ends this process when its parent sends SIGTERM, and ignores SIGTERM from other processes."""
             while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent:
                 pass
             os._exit(0)
@@ -197,5 +197,5 @@ def _ignore_interrupts() -> None:
 
 
 def _own_generator(seed: int) -> torch.Generator:
-    """A generator for the seed of a loader's workers, instead of the global random state."""
+    """A generator from which a loader draws its workers' seeds, so that the loader does not change the global random state."""
     return torch.Generator().manual_seed(seed)

@@ -1,4 +1,4 @@
-"""Check the data options before any data is read. Does not import PyTorch."""
+"""Checks the data options before any data is read. Does not import PyTorch."""
 
 from rwkv.config import SOURCES, STREAMED, TOKENS, DataConfig
 from rwkv.data.mixture import mixed_sources, naming
@@ -12,11 +12,11 @@ from rwkv.tokenizer.tokenizers import MADE_FROM_DATA, NAMES, Tokenizer
 def check_data(config: DataConfig, tokenizer: bool = True, template: bool = True) -> None:
     """Raises UserError for a missing path or file, and for conflicting options.
 
-    tokenizer, template: False if that of a checkpoint will be used.
+    tokenizer, template: whether to check the configured one; False if the checkpoint's will be used instead.
     """
     if config.name == "mix":
         if config.path:
-            raise UserError(f"data=mix conflicts with data.path={config.path}: each of data.sources has its own")
+            raise UserError(f"data=mix conflicts with data.path={config.path}: each entry of data.sources has its own path")
         for source in mixed_sources(config):
             with naming(source.name):
                 check_data(source.config, tokenizer, template)
@@ -36,14 +36,14 @@ def check_data(config: DataConfig, tokenizer: bool = True, template: bool = True
 def _check_tokenizer(config: DataConfig) -> None:
     name = config.tokenizer
     if config.streaming and name in MADE_FROM_DATA:
-        raise UserError(f"data.streaming conflicts with data.tokenizer={name}, which is made from the text: pass "
+        raise UserError(f"data.streaming conflicts with data.tokenizer={name}, which is made from the whole text: pass "
                         f"data.tokenizer={NAMES}")
     if config.name in TOKENS and name in MADE_FROM_DATA:
-        raise UserError(f"data={config.name} conflicts with data.tokenizer={name}, which is made from text: name the "
+        raise UserError(f"data={config.name} conflicts with data.tokenizer={name}, which is made from text: pass the "
                         "tokenizer that made the ids, data.tokenizer=world, FILE.json or FILE.txt")
     if name not in MADE_FROM_DATA:
         names = NAMES if config.name in TOKENS else f"{', '.join(MADE_FROM_DATA)}, {NAMES}"
         Tokenizer.check_named(name, "data.tokenizer", names)
     elif config.end_of_text is not None:
         raise UserError(f"data.end_of_text requires a tokenizer's .json file; data.tokenizer={name} is made from the data: "
-                        "omit it")
+                        "omit data.end_of_text")

@@ -2,9 +2,9 @@
 
     row 0   [ chosen 3 .... ][ rejected 3 .. ][ chosen 0 ][ rejected 0 ]   T = ctx_len positions; [ resets the state
 
-So a batch has both sequences of each of its pairs, and a run resumes from any step as with other rows. Two kinds of pairs are
-omitted: those longer than a row, since a truncated answer has another probability, and those with equal sequences, which carry
-no preference and whose gradient is rounding error.
+Thus both sequences of a pair are always in the same batch, and a run can resume from any step as with other rows. Two kinds of
+pairs are omitted: those longer than a row, since truncation changes an answer's probability, and those with two equal
+sequences, which express no preference, so that their gradient is only rounding error.
 """
 
 from functools import lru_cache
@@ -21,10 +21,10 @@ from rwkv.io.lines import counted
 
 
 class Pairs(NamedTuple):
-    """A batch of P pairs: x, y, starts (B,T) and weight as in Packed.
+    """A batch of P pairs; x, y, starts (B,T) and weight are as in Packed.
 
-    answers (B,T) int64: 2p in the sequence with pair p's chosen answer, 2p+1 in that with its rejected answer, -1 in padding.
-    numbers (P,) int64: the pairs' numbers in their split.
+    answers (B,T) int64: the sequence at each position: 2p for pair p's chosen answer, 2p+1 for its rejected answer, -1 for
+    padding. numbers (P,) int64: the pairs' numbers in their split.
     """
 
     x: Tensor
@@ -36,7 +36,7 @@ class Pairs(NamedTuple):
 
 
 class PairRows(ConversationRows):
-    """The rows of a split of pairs. counts (rows,): the pairs of each row. left_out: the number of pairs longer than a row.
+    """The rows of a split of pairs. counts (rows,): pairs in each row. left_out: the number of pairs longer than a row.
 
     equal: the number of pairs with two equal sequences. Raises UserError if no pair is left.
     """
@@ -57,11 +57,11 @@ class PairRows(ConversationRows):
         included = np.flatnonzero(differs & (pair_lengths <= ctx_len))
         self.left_out = self.n_pairs - self.equal - len(included)
         if not differs.any():
-            raise UserError(f"chosen and rejected must differ; they are equal in all {counted(self.n_pairs, 'pair')} of the "
-                            "training or the validation data")
+            raise UserError(f"chosen and rejected must differ; they are equal in all {counted(self.n_pairs, 'pair')} of one "
+                            "split, training or validation")
         if not len(included):
-            raise UserError(f"no pair of answers fits into a row of model.ctx_len={ctx_len} tokens, with both answers: the "
-                            f"shortest has {pair_lengths[differs].min()}; raise model.ctx_len")
+            raise UserError(f"no pair fits into a row of model.ctx_len={ctx_len} tokens, which must contain both answers: the "
+                            f"shortest pair has {pair_lengths[differs].min()}; raise model.ctx_len")
         self._n_tokens = int(pair_lengths[included].sum())
         rows = packed_rows(pair_lengths[included].tolist(), ctx_len)
         self._rows = [[int(sequence) for number in row for sequence in (2 * included[number], 2 * included[number] + 1)]
@@ -69,7 +69,7 @@ class PairRows(ConversationRows):
         self.counts = np.array([len(row) // 2 for row in self._rows])
 
     def _are_equal(self, number: int) -> bool:
-        """Whether the two sequences of this pair are equal."""
+        """Whether the two sequences of pair `number` are equal."""
         begin, middle, end = self._bounds[2 * number:2 * number + 3].tolist()
         return np.array_equal(self.tokens[begin:middle], self.tokens[middle:end])
 
@@ -87,7 +87,7 @@ class PairRows(ConversationRows):
         return Pairs(*packed, torch.from_numpy(answers), torch.tensor(sequences[::2]) // 2)
 
     def describe(self) -> str:
-        left_out = (f"; {self.left_out:,} longer than model.ctx_len={self.ctx_len}, both answers together, are omitted "
+        left_out = (f"; {self.left_out:,} longer than model.ctx_len={self.ctx_len} with both answers are omitted "
                     f"(model.ctx_len={self.longest} includes all)" if self.left_out else "")
         if self.equal:
             left_out = f"; {self.equal:,} with equal answers are omitted{left_out}"
@@ -98,5 +98,5 @@ class PairRows(ConversationRows):
 
 @lru_cache(maxsize=2)
 def rows_of(split: Tokenised, ctx_len: int) -> ConversationRows:
-    """The rows of a split, cached because a run's length, its plan and its loader all need them."""
+    """Packs a split into rows; cached, because the length of a run, its plan and its loader all need them."""
     return (PairRows if split.paired else ConversationRows)(split.tokens, split.learnt, ctx_len)

@@ -1,17 +1,17 @@
-"""Prepare the data of a configuration: tokenised once, into memory-mapped files in data.cache_dir.
+"""Prepares the data of a configuration: tokenises them once, into memory-mapped files in data.cache_dir.
 
     corpus = prepare(config.data, config.model.ctx_len)
     corpus.tokenizer, corpus.train, corpus.val, corpus.sizes
 
-A split is end_of_text, document, end_of_text, document, ...: since end_of_text precedes each document, every token of text is
-predicted exactly once. Runs may share a cache_dir and start at the same time.
+The tokens of a split are end_of_text, document, end_of_text, document, ... Since end_of_text precedes each document, every
+token of text is predicted exactly once. Runs may share a cache_dir and start at the same time.
 
 The validation split depends only on the data (f = val_fraction):
-- stdlib, and several text files: whole files, in a random order by their names, up to f of all bytes;
-- a single text file: the last f of its characters;
+- stdlib, and several text files: whole files, in a random order that depends on their names, up to a fraction f of all bytes;
+- a single text file: the last fraction f of its characters;
 - jsonl, chat and hf, and texts with data.separator: the first document and one of every 1/f that follow, or the end of a single
   document;
-- binidx and datatrove: the last documents, from the first that begins after 1-f of all ids;
+- binidx and datatrove: the last documents, from the first one that begins after a fraction 1-f of all ids;
 - mix: the validation split of each source, one after the other.
 Copies of a document are in the same split (documents/copies.py).
 """
@@ -41,19 +41,19 @@ from rwkv.distributed import log
 from rwkv.errors import UserError
 from rwkv.io.cache import read_json, sha256, write_json
 from rwkv.io.lines import counted, labelled
-from rwkv.tokenizer.lost import NOTHING, WITHHELD, Lost, percent
+from rwkv.tokenizer.lost_bytes import NOTHING, WITHHELD, Lost, percent
 from rwkv.tokenizer.split import last_line_end, pieces
 from rwkv.tokenizer.tokenizers import MADE_FROM_DATA, CharTokenizer, JsonTokenizer, Tokenizer
 
-BPE_BYTES = 100_000_000                  # bytes of text, spread evenly over the training split, that train a bpe tokenizer
+BPE_BYTES = 100_000_000                  # bytes of text for training a bpe tokenizer, spread evenly over the training split
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of both splits. Tokens include end_of_text; bytes are of the text in UTF-8, without end_of_text.
+    """The sizes of both splits. Tokens include end_of_text; bytes are those of the text in UTF-8, without end_of_text.
 
-    gzip_bpb: bits per byte of `gzip -9` on the first 16 MB of the validation split, for comparison with the model.
-    train_lost, val_lost: the text that the tokenizer cannot represent; unknown for external ids.
+    gzip_bpb: bits per byte of `gzip -9` on the first 16 MB of the validation split, for comparison with the model. train_lost,
+    val_lost: the text that the tokenizer cannot represent; NOTHING if another program made the ids.
     """
 
     train_tokens: int
@@ -67,13 +67,13 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Corpus:
-    """Tokenised data. source: one line about its origin. sha256: of the text's content, order and names.
+    """Tokenised data. source: one line about its origin. sha256: a hash of the texts, their order and their files' names.
 
-    conversations: the training and the validation split of data=chat. unknown: the share of unknown tokens in external ids;
-    None if the tokenizer loses nothing. copies: the number of documents that repeat an earlier one. repeated: the share of
-    a single file's validation text that its training text contains. marks: the counts of marks that usually end a document.
-    parts: the sources of data=mix, whose splits train and val concatenate. stream: the stream of data.streaming; train is then
-    empty.
+    conversations: the training and the validation split of data=chat. unknown: the fraction of unknown tokens, if another
+    program made the ids; None if the tokenizer loses nothing. copies: the number of documents that equal an earlier one.
+    repeated: the fraction of a single file's validation text that also occurs in its training text. marks: the counts of marks
+    such as <|endoftext|>. parts: the sources of data=mix; train and val are then the parts' tokens, concatenated. stream: the
+    stream of data.streaming; train is then empty.
     """
 
     tokenizer: Tokenizer
@@ -99,16 +99,17 @@ class Corpus:
 
     @property
     def val_lost(self) -> float:
-        """The lost share of the validation text; for conversations, of the answers; for data=binidx, the share of unknown ids.
+        """The fraction of the validation text that the tokenizer loses. For conversations: the fraction of the answers. For
+        external ids: the fraction of unknown ids.
         """
         lost = self.conversations[1].learnt_lost if self.conversations else self.sizes.val_lost
         return lost.share if self.unknown is None else self.unknown
 
     @property
     def val_bytes_per_token(self) -> float | None:
-        """Bytes of the validation text per predicted token; for conversations, bytes of the answers per learnt token.
+        """Bytes of the validation text per predicted token; in conversations, bytes of the answers per learnt token.
 
-        None if more than WITHHELD is lost, and for pairs, whose loss is not per token.
+        None if the tokenizer loses more than WITHHELD of the text, and for pairs, whose loss is not per token.
         """
         if self.val_lost > WITHHELD or (self.conversations and self.conversations[1].paired):
             return None
@@ -119,7 +120,7 @@ class Corpus:
 
     @property
     def learnt(self) -> TokenArray | None:
-        """Whether each training token is a target; None if all are."""
+        """For each training token, whether it is a target; None if all are."""
         return self.conversations[0].learnt if self.conversations else None
 
     @property
@@ -151,7 +152,7 @@ class Corpus:
 
 
 class CorpusPart(NamedTuple):
-    """A source of data=mix, with its share of the training tokens."""
+    """A prepared source of data=mix. share: its fraction of the training tokens."""
 
     name: str
     share: float
@@ -159,9 +160,10 @@ class CorpusPart(NamedTuple):
 
 
 def prepare(config: DataConfig, ctx_len: int, tokenizer: Tokenizer | None = None, pairs: bool = False) -> Corpus:
-    """The data of `config`, tokenised now or read from config.cache_dir.
+    """Tokenises the data of `config`, or reads them from config.cache_dir.
 
-    tokenizer: replaces that of `config`. pairs: data=chat reads pairs of answers, which requires a tokenizer.
+    tokenizer: used instead of the one that `config` names. pairs: whether data=chat reads pairs of answers, which requires
+    `tokenizer`.
     """
     check_data(config, tokenizer is None)
     cache = Path(config.cache_dir)
@@ -208,7 +210,7 @@ def _from_sources(config: DataConfig, ctx_len: int, tokenizer: Tokenizer | None,
 
 
 def _without_copies(parts: Sequence[CorpusPart], sources: Sequence[MixedSource], ctx_len: int, cache: Path) -> list[CorpusPart]:
-    """The sources, with validation splits that omit documents that another source trains on."""
+    """Removes from each source's validation split the documents that are in another source's training split."""
     tokenizer = parts[0].corpus.tokenizer
     splits = [(part.corpus.train, part.corpus.val) for part in parts]
     identities = [f"{part.corpus.sha256} {source.config.name} {source.config.val_fraction} {tokenizer.data_key}"
@@ -232,7 +234,7 @@ def _without_copies(parts: Sequence[CorpusPart], sources: Sequence[MixedSource],
 
 
 def _without_held_out(parts: Sequence[CorpusPart]) -> list[CorpusPart]:
-    """The sources, with streams that omit the validation documents of all sources."""
+    """Makes each source's stream omit the validation documents of all sources."""
     streams = [part.corpus.stream for part in parts]
     held_out = frozenset[int]().union(*(stream.held_out for stream in streams if stream))
     return [part._replace(corpus=replace(part.corpus, stream=stream and replace(stream, held_out=held_out)))
@@ -270,7 +272,7 @@ def _from_conversations(config: DataConfig, tokenizer: Tokenizer | None, cache: 
     tokenizer = tokenizer or _tokenizer(config, [(source, 1.0)], sha256(identity)[:16], cache)
     train, val, gzip_bpb = tokenise(config, identity, tokenizer, cache, pairs)
     sizes = Sizes(len(train.tokens), len(val.tokens), train.bytes, val.bytes, gzip_bpb, train.lost, val.lost)
-    about = source.about + (f", {train.left_out:,} others omitted that have no answer to learn" if train.left_out else "")
+    about = source.about + (f", {train.left_out:,} others omitted, without an answer to learn" if train.left_out else "")
     return Corpus(tokenizer, train.tokens, val.tokens, sizes, about, source.sha256, (train, val), copies=train.copies)
 
 
@@ -291,7 +293,7 @@ def _from_token_files(config: DataConfig, ctx_len: int, tokenizer: Tokenizer | N
 
 def _from_text(config: DataConfig, ctx_len: int, tokenizer: Tokenizer | None, cache: Path) -> Corpus:
     source = open_source(config, cache)
-    if source.at_most and not config.tokenizer.endswith(".json"):  # other tokenizers give at most one token per byte
+    if source.at_most and not config.tokenizer.endswith(".json"):  # all other tokenizers make at most one token per byte
         _require_context(ctx_len, *source.at_most, "at most ")
     identity = [config.name, str(config.val_fraction), source.sha256]
     tokenizer = tokenizer or _tokenizer(config, [(source, 1.0)], sha256(identity)[:16], cache)
@@ -314,9 +316,9 @@ def _require_context(ctx_len: int, train: int, val: int, about: str = "", lost: 
 
 
 def _tokenizer(config: DataConfig, sources: Sequence[tuple[Source, float]], key: str, cache: Path) -> Tokenizer:
-    """The tokenizer of `config`, for (source, share) of all sources.
+    """The tokenizer that `config` names; char and bpe are made from `sources` (source, share), or read from the cache.
 
-    char covers both splits, bpe is trained on the training splits; both are cached.
+    char contains the characters of both splits; bpe is trained on the training splits.
     """
     if config.tokenizer not in MADE_FROM_DATA:
         return Tokenizer.named(config.tokenizer, "data.tokenizer", end_of_text=config.end_of_text)
@@ -340,7 +342,7 @@ def _characters(sources: Sequence[tuple[Source, float]]) -> Tokenizer:
 
 
 def _sample(sources: Sequence[tuple[Source, float]]) -> Iterator[str]:
-    """Training text for a bpe tokenizer: from each source evenly spread pieces, up to its share of BPE_BYTES."""
+    """Text to train a bpe tokenizer on: evenly spread pieces of each source, up to the source's share of BPE_BYTES."""
     for source, share in sources:
         training = (document for document in source.documents() if not document.val)
         texts = (text for document in training for text in pieces(document.chunks, last_line_end))

@@ -1,18 +1,18 @@
-"""Data for trainer.tbptt=K: streams that read one document after another, K segments of ctx_len tokens per step.
+"""Batches for trainer.tbptt=K: each stream reads one document after another, K segments of ctx_len tokens per optimiser step.
 
     stream 0   [ document 3 ............ | 3 ............... | 3 ... padding ]    a segment belongs to one document;
     stream 1   [ document 0 ... padding  ][ document 7 ..... | 7 ............ ]   [ resets the state
 
-B rows of a batch, T = ctx_len. There is one stream per row of an optimiser step: with trainer.accumulate=A, a step is A
-batches of `batch_size` streams each. Documents come in a seeded permutation, then in the next one, without end; a stream that
-finishes its document takes the next one. The order depends only on the seed, the number of streams and ctx_len.
+B = batch_size, T = ctx_len. An optimiser step has one stream per row of its batches: with trainer.accumulate=A it has A batches
+of B streams each. Documents come in a seeded random order, then in a new order, without end; a stream that has finished a
+document gets the next document. The order depends only on the seed, the number of streams and ctx_len.
 
-A document longer than one stream's share of all segments is divided into chunks of whole segments, each read from an empty
-state: otherwise all streams would read the same part of a single long file. The ids of a document are end_of_text and its text.
-Each predicts the next one, and the last predicts the following end_of_text, so every token except the very first is predicted
-once per epoch. In a corpus (binidx) without end_of_text between documents, their first tokens are not predicted. In
-conversations (rwkv/data/conversations.py) only learnt tokens are predicted, and conversations are not divided, since an answer
-needs the messages before it.
+A document longer than one stream's share of all segments is divided into chunks of whole segments; each chunk begins with an
+empty state. Otherwise all streams would read the same part of a single long file. A document's ids are end_of_text and its
+text. Each id predicts the next id, and the last id predicts the following document's end_of_text, so every token except the
+very first is predicted once per epoch. In a corpus without end_of_text between documents (binidx), the first token of each
+document is not predicted. In conversations (rwkv/data/conversations.py) only learnt tokens are predicted, and conversations are
+not divided, since an answer needs the messages before it.
 """
 
 from collections.abc import Iterator
@@ -35,10 +35,10 @@ from rwkv.model.loss import IGNORED
 
 
 class Segments(NamedTuple):
-    """A batch: x, y (B,K,T) int64; starts_document (B,K) bool: the state is reset before this segment.
+    """A batch: x, y (B,K,T) int64; starts_document (B,K) bool: true for segments before which the state is reset.
 
-    part: the number of this batch within its accumulated step. weight: as in Packed. tokens: of this batch in all processes,
-    without padding.
+    part: the number of this batch within its optimiser step. weight: as in Packed. tokens: the number of tokens in this batch,
+    without padding, summed over all processes.
     """
 
     x: Tensor
@@ -50,9 +50,9 @@ class Segments(NamedTuple):
 
 
 class Segment(NamedTuple):
-    """The place of a segment: `inputs` ids from `start` on, of which the first `targets` predict the next id.
+    """The position of a segment in the corpus: `inputs` ids from `start` on, the first `targets` of which predict the next id.
 
-    counted: the number of targets that contribute to the loss: in conversations only learnt ones.
+    counted: the number of targets that contribute to the loss; in conversations only learnt ones do.
     """
 
     start: int
@@ -63,7 +63,7 @@ class Segment(NamedTuple):
 
 
 class BatchPlan(NamedTuple):
-    """The places of a batch: K segments for each of its B rows; other fields as in Segments."""
+    """The segments of a batch, K for each of its B rows; the other fields are as in Segments."""
 
     rows: list[list[Segment]]
     part: int
@@ -72,9 +72,10 @@ class BatchPlan(NamedTuple):
 
 
 class DocumentChunks:
-    """Documents; those longer than one stream's share are divided into chunks. segments (P,): each chunk's length.
+    """Divides documents that are longer than one stream's share of all segments into chunks.
 
-    learnt: for conversations, whether each token is a target; None for documents, where all tokens are.
+    segments (P,): the number of segments in each chunk. learnt: for conversations, whether each token is a target; None for
+    documents, in which all tokens are targets.
     """
 
     def __init__(self, tokens: TokenArray, end_of_text: int, ctx_len: int, streams: int,
@@ -89,8 +90,8 @@ class DocumentChunks:
         if learnt is not None:
             counts = np.ones_like(segments)
             length = segments
-        document = np.repeat(np.arange(self.documents), counts)                                # (P,), of each chunk
-        nth = np.arange(len(document)) - np.repeat(np.cumsum(counts) - counts, counts)         # (P,), within its document
+        document = np.repeat(np.arange(self.documents), counts)                                # (P,): each chunk's document
+        nth = np.arange(len(document)) - np.repeat(np.cumsum(counts) - counts, counts)         # (P,): chunk's index in document
         self._starts = bounds[document] + nth * length[document] * ctx_len
         self._ends = np.append(self._starts[1:], len(tokens))
         self._ends_document = np.append(np.diff(document) > 0, True)
@@ -112,12 +113,13 @@ class DocumentChunks:
         return Segment(start, stop - start, targets, number == 0, counted)
 
     def padding(self) -> float:
-        """The fraction of the positions in all segments without a token."""
+        """The fraction of all segments' positions that are padding."""
         return 1 - len(self.tokens) / (int(self.segments.sum()) * self.ctx_len)
 
 
 def _divided(segments: np.ndarray, streams: int) -> tuple[np.ndarray, np.ndarray]:
-    """For documents of `segments` (D,) segments: the number of chunks of each (D,), and their length in segments (D,).
+    """Plans how to divide documents into chunks. segments (D,): the number of segments in each document. Returns for each
+    document the number of chunks (D,), and the number of segments in a chunk (D,).
 
     The last chunk of a document may be shorter.
     """
@@ -128,7 +130,7 @@ def _divided(segments: np.ndarray, streams: int) -> tuple[np.ndarray, np.ndarray
 
 @dataclass(eq=False)
 class SegmentDataset(Dataset[Segments]):
-    """Reads the tokens of a BatchPlan. learnt: as in DocumentChunks."""
+    """Reads the tokens of a BatchPlan into a batch. learnt: as in DocumentChunks."""
 
     tokens: TokenArray
     ctx_len: int
@@ -151,7 +153,7 @@ class SegmentDataset(Dataset[Segments]):
 
 @dataclass(eq=False)
 class SegmentSampler(Sampler[BatchPlan]):
-    """The plans of this process's batches, `batches` in all, with K segments of each stream."""
+    """Yields the plans of this process's batches, `batches` in all, with K segments of each stream."""
 
     chunks: DocumentChunks
     K: int
@@ -167,7 +169,8 @@ class SegmentSampler(Sampler[BatchPlan]):
 
 
 class StreamPositions:
-    """The position of each stream: its chunk and the segments left in it. assigned: the number of chunks assigned so far."""
+    """The position of each stream: its current chunk, and the number of segments left in it. assigned: chunks assigned so
+    far."""
 
     def __init__(self, chunks: DocumentChunks, streams: int, seed: int) -> None:
         self.chunks = chunks
@@ -177,7 +180,8 @@ class StreamPositions:
         self.left = [0] * streams
 
     def step(self, K: int) -> list[list[Segment]]:
-        """The next K segments of each stream. All streams advance together, so the assignment does not depend on K."""
+        """The next K segments of each stream. All streams advance by one segment before any of them advances again, so the
+        assignment of chunks does not depend on K."""
         columns = [[self._next(stream) for stream in range(len(self.left))] for _ in range(K)]
         return [list(segments) for segments in zip(*columns, strict=True)]
 
@@ -201,14 +205,14 @@ class StreamPositions:
 
 
 class SegmentIterator(Iterator[BatchPlan]):
-    """One pass over a SegmentSampler. A whole step is planned at once, since the weights need its number of targets."""
+    """One pass over a SegmentSampler. It plans a step's batches together, since their weights depend on the step's targets."""
 
     def __init__(self, sampler: SegmentSampler) -> None:
         self.sampler = sampler
         self._batches = 0
         self._positions = StreamPositions(sampler.chunks, sampler.layout.streams, sampler.seed)
         self._before: StateDict = {}        # the positions at the beginning of the current step
-        self._step: list[list[Segment]] = []     # K segments of every stream
+        self._step: list[list[Segment]] = []     # the step's K segments of each stream
 
     def __next__(self) -> BatchPlan:
         if self._batches >= self.sampler.batches:
@@ -231,17 +235,18 @@ class SegmentIterator(Iterator[BatchPlan]):
         return BatchPlan(rows, part, weight, tokens)
 
     def state_dict(self) -> StateDict:
-        """Inside a step, the positions are those at its beginning."""
+        """The number of batches so far, and the streams' positions at the beginning of the current step, or of the next step if
+        none is in progress."""
         between_steps = self._batches % self.sampler.layout.parts == 0
         return {"batches": self._batches, "lanes": self._positions.state_dict() if between_steps else self._before}
 
     def load_state_dict(self, state: StateDict) -> None:
-        """Raises UserError if the run had another number of streams, or none."""
+        """Raises UserError if the run had a different number of streams, or no streams."""
         before = len(state["lanes"]["left"]) if "lanes" in state else 0
         now = self.sampler.layout.streams
         if before != now:
             raise UserError(f"the run began with {before or 'no'} document streams, and data.batch_size times "
-                            f"trainer.accumulate is {now}: with trainer.tbptt, a run continues with the same number")
+                            f"trainer.accumulate is {now}: with trainer.tbptt, a run must resume with the same number")
         self._batches = state["batches"]
         self._positions.load_state_dict(state["lanes"])
         if self._batches % self.sampler.layout.parts:
@@ -257,7 +262,7 @@ def chunks_of(corpus: Corpus, ctx_len: int, streams: int) -> DocumentChunks:
 
 
 def describe(corpus: Corpus, ctx_len: int, streams: int, K: int) -> str:
-    """A line of the plan: the streams with K segments of each in a step, and the padding in all segments."""
+    """The line about the segments in a run's plan: the number of streams, K, documents, segments and padding."""
     chunks = chunks_of(corpus, ctx_len, streams)
     divided = f", divided into {counted(len(chunks), 'chunk')}" if len(chunks) > chunks.documents else ""
     longer = longer_than(corpus.val, ctx_len) if corpus.conversations else 0

@@ -1,16 +1,16 @@
-"""Tokenised sources: each tokenised once into a folder of files, on all cores and in bounded memory.
+"""Tokenises a source once, into a folder of files, on all cores and in bounded memory.
 
-    cache/tokens-KEY/manifest.json              the properties, sizes and checksums of the other files; written last
-                     00000-train.ids  -val.ids  ids of shard 0, end_of_text before each document
+    cache/tokens-KEY/manifest.json              properties of the data, and size and checksum of every other file; written last
+                     00000-train.ids  -val.ids  the ids of shard 0, with end_of_text before each document
                      00000.json                 sizes and checksums of these two files; written after them
                      train-starts.npy  val-...  offsets of documents
 
-KEY is a hash of the content, the split and the tokenizer. A shard is SHARD characters of documents in the source's order, so
-its content depends only on the data, not on the number of workers or on interruptions. Files are written atomically, and a
-later run reuses the finished ones, listed in each shard's .json or in the manifest. A concurrent run waits for a lock.
+KEY is a hash of the content, the split and the tokenizer. A shard is SHARD characters of consecutive documents, so its content
+depends only on the data, not on the number of workers or on interruptions. Files are written atomically. A later run reuses
+finished files, which are listed in a shard's .json or in the manifest. A concurrent run waits for a lock.
 
 Workers are threads: most of the time is spent in the tokenizers' libraries, which release the GIL and use all cores even for
-one shard. The tokenizers byte and char are Python and use one core.
+one shard. The tokenizers byte and char are written in Python and use one core.
 """
 
 import os
@@ -36,23 +36,23 @@ from rwkv.data.token_array import DocumentOffsets, Part, TokenArray
 from rwkv.errors import UserError
 from rwkv.io.cache import cannot_write, read_json, sha256, write, write_bytes, write_json
 from rwkv.io.json_types import JsonObject
-from rwkv.tokenizer.lost import NOTHING, LossCounter, Lost
+from rwkv.tokenizer.lost_bytes import NOTHING, LossCounter, Lost
 from rwkv.tokenizer.split import SafeSplit, pieces, safe_split
 from rwkv.tokenizer.tokenizers import Tokenizer
 
 BATCH = 1 << 20                          # characters per call of the tokenizer, to bound its memory
-SHARD = 1 << 23                          # characters of a shard
-MAX_WORKERS = 4                          # default maximum of concurrent shards: more need memory, but use no more cores
-GZIP_BYTES = 16_000_000                  # of validation text to compress with gzip -9; the last document is compressed whole
+SHARD = 1 << 23                          # characters in a shard
+MAX_WORKERS = 4                          # default maximum of concurrent shards: more would need memory without using more cores
+GZIP_BYTES = 16_000_000                  # bytes of validation text to compress with gzip -9, rounded up to whole documents
 SPLITS = ("train", "val")
-VERSION = 3                              # of the layout and of the rules for splitting texts
+VERSION = 3                              # version of the files' layout and of the rules for splitting texts
 SHOWN_AFTER = 2.0                        # seconds before the progress bar appears
 Result = TypeVar("Result")
 
 
 class Piece(NamedTuple):
-    """A document or a part of one. starts_document: it is the first part. Other fields as in Document; copy only for the first
-    part.
+    """A document or a part of one. starts_document: whether it is the first part. The other fields are as in Document, but copy
+    is true only for the first part.
     """
 
     text: str
@@ -70,14 +70,14 @@ class Shard(NamedTuple):
 
 
 def cache_key(identity: Sequence[str], tokenizer: Tokenizer) -> str:
-    """A hash of the text and its split (`identity`), the tokenizer and the layout, for the folder's name."""
+    """The KEY in the folder's name: a hash of the text and its split (`identity`), the tokenizer and the files' layout."""
     return sha256([*identity, tokenizer.data_key, str(VERSION), str(SHARD)])[:16]
 
 
 def tokenise(source: Source, tokenizer: Tokenizer, folder: Path, workers: int = 0) -> JsonObject:
     """Creates the missing and damaged files of `folder` and returns its manifest.
 
-    workers: concurrent shards; 0 for one per core, at most MAX_WORKERS.
+    workers: the number of concurrent shards; 0 for one per core, but at most MAX_WORKERS.
     """
     manifest = read_manifest(folder)
     if manifest is None:
@@ -94,7 +94,7 @@ def token_array(folder: Path, manifest: JsonObject, split: str) -> TokenArray:
 
 
 def text_bytes(manifest: JsonObject) -> tuple[int, int]:
-    """Bytes of UTF-8 in (training, validation)."""
+    """The bytes of UTF-8 text in (training, validation)."""
     def total(split: str) -> int:
         return sum(shard[split]["bytes"] for shard in manifest["shards"])
 
@@ -102,12 +102,12 @@ def text_bytes(manifest: JsonObject) -> tuple[int, int]:
 
 
 def copies(manifest: JsonObject) -> int:
-    """The number of documents of both splits that are copies (rwkv/data/documents/copies.py)."""
+    """The number of documents in both splits that equal an earlier one (rwkv/data/documents/copies.py)."""
     return sum(shard[split]["copies"] for shard in manifest["shards"] for split in SPLITS)
 
 
 def all_marks(manifest: JsonObject) -> dict[str, int]:
-    """The counts of marks that end documents in the texts (rwkv/data/documents/separators.py)."""
+    """The counts of marks such as <|endoftext|> in both splits (rwkv/data/documents/separators.py)."""
     total: Counter[str] = Counter()
     for shard in manifest["shards"]:
         for split in SPLITS:
@@ -116,7 +116,7 @@ def all_marks(manifest: JsonObject) -> dict[str, int]:
 
 
 def lost(manifest: JsonObject) -> tuple[Lost, Lost]:
-    """The text of (training, validation) that the tokenizer cannot represent."""
+    """What the tokenizer cannot represent of the text in (training, validation)."""
     def total(split: str) -> Lost:
         entries = [shard[split] for shard in manifest["shards"]]
         return sum((Lost(entry["lost"], entry["bytes"], entry["unknown"]) for entry in entries), NOTHING)
@@ -138,7 +138,7 @@ def read_manifest(folder: Path) -> JsonObject | None:
 
 def encode(parts: list[Piece], tokenizer: Tokenizer, counter: LossCounter,
            dtype: np.dtype) -> Iterator[tuple[np.ndarray, Lost]]:
-    """The ids of each batch of pieces, with end_of_text before each document, and the batch's lost text."""
+    """Yields for each batch of pieces the ids, with end_of_text before each document, and what the tokenizer lost."""
     for batch in _batches(parts):
         ids = []
         encoded = encode_batch(batch, tokenizer)
@@ -150,11 +150,11 @@ def encode(parts: list[Piece], tokenizer: Tokenizer, counter: LossCounter,
 
 
 def encode_batch(batch: list[Piece], tokenizer: Tokenizer) -> list[list[int]]:
-    """The ids of each piece. Raises UserError with the place of text that cannot be encoded."""
+    """The ids of each piece. Raises UserError with the location of text that cannot be encoded."""
     try:
         return tokenizer.encode_batch([part.text for part in batch])
     except ValueError:
-        for part in batch:               # encode one by one to find the place of the error
+        for part in batch:               # encode one piece at a time to find the one with the error
             try:
                 tokenizer.encode(part.text, part.before)
             except ValueError as error:
@@ -163,7 +163,7 @@ def encode_batch(batch: list[Piece], tokenizer: Tokenizer) -> list[list[int]]:
 
 
 def _batches(parts: Sequence[Piece]) -> Iterator[list[Piece]]:
-    """The pieces in batches of at least BATCH characters; the last may be smaller."""
+    """Groups pieces into batches of at least BATCH characters; the last batch may be smaller."""
     batch: list[Piece] = []
     length = 0
     for part in parts:
@@ -178,7 +178,7 @@ def _batches(parts: Sequence[Piece]) -> Iterator[list[Piece]]:
 
 
 def _locked(folder: Path) -> AcquireReturnProxy:
-    """The lock of the folder. The system releases it when the process ends, even by a crash."""
+    """Locks the folder. The operating system releases the lock when the process ends, even by a crash."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = FileLock(folder / "lock")
@@ -192,7 +192,7 @@ def _locked(folder: Path) -> AcquireReturnProxy:
 
 
 def _write_all(source: Source, tokenizer: Tokenizer, counter: LossCounter, folder: Path, workers: int) -> JsonObject:
-    for leftover in folder.glob(".*"):   # temporary files of a killed process
+    for leftover in folder.glob(".*"):   # temporary files that a killed process left
         leftover.unlink()
     dtype = dtype_of(tokenizer)
     shards = _write_shards(source, tokenizer, counter, folder, dtype, workers)
@@ -209,7 +209,7 @@ def _write_all(source: Source, tokenizer: Tokenizer, counter: LossCounter, folde
 
 def _write_shards(source: Source, tokenizer: Tokenizer, counter: LossCounter, folder: Path, dtype: np.dtype,
                  workers: int) -> list[JsonObject]:
-    """The entry of each shard; reuses finished shards and creates the others."""
+    """Creates the shards that are not finished. Returns the entry of every shard."""
     bar = tqdm(total=source.size, desc="tokenising", unit="B", unit_scale=True, delay=SHOWN_AFTER, file=sys.stderr, leave=False)
     with ThreadPoolExecutor(workers) as pool, bar:
         tasks = (partial(_shard, shard, tokenizer, counter, folder, dtype)
@@ -222,7 +222,7 @@ def _write_shards(source: Source, tokenizer: Tokenizer, counter: LossCounter, fo
 
 
 def _in_order(pool: ThreadPoolExecutor, tasks: Iterator[Callable[[], Result]], ahead: int) -> Iterator[Result]:
-    """The result of each task, in order. Takes a task from `tasks` when at most `ahead` earlier ones are unfinished."""
+    """Runs tasks in the pool and yields their results in order. At most `ahead` + 1 tasks are submitted but not yet yielded."""
     running: deque[Future[Result]] = deque()
     try:
         for task in tasks:
@@ -239,7 +239,7 @@ def _in_order(pool: ThreadPoolExecutor, tasks: Iterator[Callable[[], Result]], a
 
 
 def shards_of(source: Source, split: SafeSplit) -> Iterator[Shard]:
-    """The source in shards of SHARD characters, in order."""
+    """Divides the source into consecutive shards of SHARD characters."""
     number = length = 0
     shard: list[Piece] = []
     for piece in _pieces(source, split):
@@ -262,13 +262,13 @@ def _pieces(source: Source, split: SafeSplit) -> Iterator[Piece]:
             size = len(text.encode()) if weight is None else weight
             first = number == 0
             yield Piece(text, document.val, first, document.where, size, before, first and document.copy)
-            weight = None if weight is None else 0       # a known weight belongs to the document's first piece
+            weight = None if weight is None else 0       # the first piece gets all of a document's weight
             before += len(text)
 
 
 def _shard(shard: Shard, tokenizer: Tokenizer, counter: LossCounter, folder: Path,
            dtype: np.dtype) -> tuple[JsonObject, int]:
-    """The shard's entry and its weight in the progress bar. Creates its files if they are missing or damaged."""
+    """Creates the shard's files if they are missing or damaged. Returns its entry, and its weight in the progress bar."""
     path = folder / f"{shard.number:05}.json"
     entry = read_json(path)
     files = {split: folder / _ids_file(shard.number, split) for split in SPLITS}
@@ -292,7 +292,7 @@ def _write_split(parts: list[Piece], tokenizer: Tokenizer, counter: LossCounter,
 
 
 def _write_starts(folder: Path, shards: list[JsonObject], split: str, dtype: np.dtype, end_of_text: int) -> int:
-    """Writes the offsets of documents: of end_of_text, which no text contains. Returns the number of documents."""
+    """Writes the offsets of documents, found by end_of_text, which never occurs within a text. Returns their number."""
     offsets = [np.empty(0, np.int64)]
     before = 0
     for number, shard in enumerate(shards):
@@ -320,13 +320,13 @@ def _gzip_bpb(source: Source) -> float:
 
 
 def _entry(path: Path) -> JsonObject:
-    now = time.time_ns()                 # before the file is read: `unchanged` compares it with the file's time of change
+    now = time.time_ns()                 # before the file is read; `unchanged` compares this time with the file's
     checksum = crc32(path)
     return {"stamp": stamp(path), "time": now, "crc32": checksum}
 
 
 def dtype_of(tokenizer: Tokenizer) -> np.dtype:
-    """The smallest dtype for all ids."""
+    """The smallest dtype that can represent all of the tokenizer's ids."""
     return np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32)
 
 

@@ -1,8 +1,8 @@
-"""An array of token ids in many memory-mapped files, of which only the ids that are read are in memory.
+"""An array of token ids in one or many memory-mapped files. Only the ids that are read are loaded into memory.
 
     tokens = TokenArray(parts, offsets)
     tokens[10:20]                       # ids (10,), as from one array
-    tokens.starts                       # offsets of documents (D,), int64, ascending
+    tokens.starts                       # the offsets of documents (D,), int64, ascending
 """
 
 from bisect import bisect_right
@@ -14,11 +14,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-MAPPED = 1024                            # files mapped at a time: a process may map about 65,000
+MAPPED = 1024                            # maximum of files mapped at the same time: a process may map about 65,000
 
 
 class Part(NamedTuple):
-    """`length` ids of type `dtype` in a file, from id number `first` on."""
+    """`length` consecutive ids of type `dtype` in a file; `first`: the index of the first id."""
 
     path: Path
     dtype: str
@@ -27,7 +27,7 @@ class Part(NamedTuple):
 
 
 class DocumentOffsets(NamedTuple):
-    """Offsets of documents: entries [first, first + length) of a .npy file of int64, minus `base`."""
+    """The offsets of documents: the entries [first, first + length) of an int64 .npy file, minus `base`."""
 
     path: Path
     first: int
@@ -36,16 +36,16 @@ class DocumentOffsets(NamedTuple):
 
 
 class TokenArray:
-    """Ids of consecutive parts. A pickle contains only the files' paths; the other process maps them itself.
+    """The ids of `parts`, one after another. Pickling stores only the files' paths; unpickling maps the files again.
 
-    offsets: of consecutive documents, in one file or in several.
+    offsets: the documents' offsets, from one file or several.
     """
 
     def __init__(self, parts: Sequence[Part], *offsets: DocumentOffsets) -> None:
         self.parts = [part for part in parts if part.length]
         self._offsets = offsets
         self._ends = list(accumulate(part.length for part in self.parts))
-        self._mapped = lru_cache(MAPPED)(_map)           # by file: thousands of parts may be in the same one
+        self._mapped = lru_cache(MAPPED)(_map)           # cached by file, since thousands of parts may be in one file
 
     def __reduce__(self) -> tuple[object, ...]:
         return TokenArray, (self.parts, *self._offsets)
@@ -54,7 +54,7 @@ class TokenArray:
         return self._ends[-1] if self._ends else 0
 
     def __getitem__(self, places: slice) -> np.ndarray:
-        """Consecutive ids (n,): a view of the file, or a copy if they are in several files."""
+        """Consecutive ids (n,): a view of the mapped file, or a copy if they are in several parts."""
         start, stop, step = places.indices(len(self))
         assert step == 1, "only consecutive ids can be read"
         pieces = []
@@ -70,7 +70,7 @@ class TokenArray:
 
     @staticmethod
     def joined(arrays: Sequence["TokenArray"]) -> "TokenArray":
-        """The concatenation of arrays, all in files or all in memory."""
+        """The concatenation of arrays, which must be all in files or all in memory."""
         if arrays and isinstance(arrays[0], TokensInMemory):
             begins = accumulate(map(len, arrays), initial=0)
             return TokensInMemory(np.concatenate([array[:] for array in arrays]), np.concatenate(
@@ -81,7 +81,7 @@ class TokenArray:
         return TokenArray([part for array in arrays for part in array.parts], *offsets)
 
     def first(self, length: int) -> "TokenArray":
-        """The first `length` ids, at most all of them."""
+        """The first `length` ids, or all if there are fewer."""
         return self.between(0, min(length, len(self)))
 
     def between(self, start: int, stop: int) -> "TokenArray":
@@ -100,17 +100,17 @@ class TokenArray:
 
     @property
     def bounds(self) -> np.ndarray:
-        """Where each document begins, and the end (D+1,) int64."""
+        """Returns (D+1,) int64: the offset at which each document begins, and the end of the array."""
         return np.append(self.starts, len(self))
 
     @cached_property
     def starts(self) -> np.ndarray:
-        """Where each document begins: at the end-of-text token before it, or at its first token. (D,), int64, ascending."""
+        """Returns (D,) int64, ascending: the offset of each document's first token, or of the end_of_text before that token."""
         return np.concatenate([np.empty(0, np.int64), *map(_load_offsets, self._offsets)])
 
 
 class TokensInMemory(TokenArray):
-    """Ids (N,) in memory, with documents that begin at `begins` (D,)."""
+    """A TokenArray of ids (N,) in memory. begins (D,): the documents' offsets."""
 
     def __init__(self, ids: np.ndarray, begins: np.ndarray) -> None:
         super().__init__([])
@@ -141,5 +141,5 @@ def _load_offsets(offsets: DocumentOffsets) -> np.ndarray:
 
 
 def _map(path: Path, dtype: str) -> np.ndarray:
-    """A plain array over the file, which is faster to slice than a memmap."""
+    """The mapped file as a plain array, which is faster to slice than a memmap."""
     return np.asarray(np.memmap(path, dtype, "r"))

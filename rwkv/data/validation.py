@@ -1,4 +1,4 @@
-"""The first trainer.val_tokens tokens of the validation split, with the size and gzip -9 of their text."""
+"""Restricts validation to the split's first trainer.val_tokens tokens, and measures the bytes and gzip -9 of this part."""
 
 import zlib
 from dataclasses import replace
@@ -11,11 +11,11 @@ from rwkv.data.prepare import Corpus, mixed
 
 
 def with_part(corpus: Corpus, val_tokens: int | None, reach: int) -> Corpus:
-    """The corpus with the first `val_tokens` predicted tokens of its validation split; unchanged for None or a short split.
+    """Restricts the validation split to its first `val_tokens` predicted tokens; no change for None or a shorter split.
 
-    Each source of data=mix has its share of them. Conversations stay whole: the fewest with so many tokens and an answer to
-    predict. reach: the number of tokens that validation reads of each conversation; an answer must begin within them. The lost
-    shares remain those of the whole split.
+    Each source of data=mix keeps its share of the tokens. Conversations stay whole: the fewest are kept that contain
+    `val_tokens` tokens and an answer to predict. reach: the number of tokens that validation reads of each conversation, within
+    which that answer must begin. val_lost still describes the whole split.
     """
     if val_tokens is None or val_tokens + 1 >= len(corpus.val):
         return corpus
@@ -41,7 +41,7 @@ def with_part(corpus: Corpus, val_tokens: int | None, reach: int) -> Corpus:
 
 
 def _end_of_conversations(split: Tokenised, val_tokens: int, reach: int) -> int:
-    """The offset after the last conversation of the part."""
+    """The offset of the end of the last conversation to keep."""
     bounds = split.tokens.bounds[::2 if split.paired else 1].tolist()
     has_answer = False
     for begin, end in pairwise(bounds):

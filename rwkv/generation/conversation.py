@@ -1,16 +1,17 @@
-"""A conversation with a model: the state is carried from turn to turn, and each turn prefills only its new words.
+"""A conversation with a model: the state is carried from turn to turn, and each turn prefills only its new text.
 
-After each prompt and each answer, Chat saves the text read so far and its result. The template always renders the whole
-conversation, and prefill continues from the longest saved prefix of the rendered text: usually the end of the last answer,
-after /undo an earlier one. An answer that the template renders differently from what was generated is read again.
+After each prompt and each answer, Chat saves the text read so far with its prefill result. The template always renders the
+whole conversation, and prefill continues from the longest saved prefix of the rendered text: usually the end of the last
+answer, or of an earlier answer after /undo. An answer that the template renders differently from what was generated is
+prefilled again.
 """
 
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from rwkv.chat.encoding import encode, for_tokenizer, marked
 from rwkv.chat.messages import Message, check_messages
-from rwkv.chat.rendered import encode, for_tokenizer, marked
 from rwkv.chat.template import ChatTemplate
 from rwkv.chat.thoughts import Think, answer_message
 from rwkv.config import Sampling
@@ -28,8 +29,8 @@ from rwkv.tokenizer.tokenizers import Tokenizer
 
 @dataclass
 class Stats:
-    """Of one answer: prompt tokens read, tokens written, seconds to the first token, and seconds in all; tokens that the draft
-    proposed, and those accepted."""
+    """Counts and times of one answer: prompt tokens prefilled, tokens generated, seconds to the first token, total seconds,
+    draft tokens proposed, and draft tokens accepted."""
 
     read: int = 0
     written: int = 0
@@ -41,11 +42,12 @@ class Stats:
 
 @dataclass
 class Chat:
-    """messages: the conversation so far. context: the result of the text before it, as from a state file; or None.
+    """A conversation: its messages, and the saved prefill results from which the next turn continues.
 
-    stop: strings that end an answer, besides the template's. think: how answers begin, as in thoughts.py. A message keeps its
-    thoughts as reasoning_content; the template decides whether later turns show them. kept_bytes: the most memory of saved
-    results; the oldest are evicted first. draft: as for Engine.
+    context: the prefill result that precedes the conversation, for example from a state file; None if nothing precedes it.
+    stop: strings that end an answer, in addition to the template's. think: how answers begin; see rwkv/chat/thoughts.py. A
+    message stores its thoughts as reasoning_content; the template decides whether later turns show them. kept_bytes: memory
+    limit of the saved results, in bytes; the oldest are evicted first. draft: as for Engine.
     """
 
     model: Model
@@ -68,18 +70,18 @@ class Chat:
         self.template = for_tokenizer(self.template, self.tokenizer)
 
     def say(self, text: str) -> Iterator[str]:
-        """Adds a user turn, and yields the answer piece by piece.
+        """Adds a user turn, prefills it, and returns an iterator that yields the answer piece by piece.
 
-        The answer is added to the messages when the iterator ends or is closed. Raises UserError for a text that cannot be
-        encoded, and for thoughts that the template lacks. After that, and after a KeyboardInterrupt during prefill, the turn is
-        not part of the conversation.
+        The answer is added to the messages when the iterator ends or is closed. Raises UserError if the text cannot be
+        encoded, or if `think` is set and the template has no thoughts. After an error or a KeyboardInterrupt during prefill,
+        the conversation is as before the call.
         """
         before = [*self.messages]
         self.messages.append({"role": "user", "content": text})
         return self._answer_after(before)
 
     def retry(self) -> Iterator[str]:
-        """Another answer to the last user turn. Raises UserError if there is none."""
+        """Replaces the last answer by a new one, yielded piece by piece. Raises UserError if there is no answer."""
         if not self.messages or self.messages[-1]["role"] != "assistant":
             raise UserError("no answer to retry")
         before = [*self.messages]
@@ -87,23 +89,23 @@ class Chat:
         return self._answer_after(before)
 
     def undo(self) -> None:
-        """Removes the last user turn and its answer. Raises UserError if there is none."""
+        """Removes the last user turn and its answer. Raises UserError if there is no user turn."""
         turns = [i for i, message in enumerate(self.messages) if message["role"] == "user"]
         if not turns:
             raise UserError("no turn to undo")
         del self.messages[turns[-1]:]
 
     def reset(self, system: str | None = None) -> None:
-        """Starts a new conversation with this system message; "" for none; None keeps the present one."""
+        """Starts a new conversation with this system message. "" means no system message; None keeps the present one."""
         before = [message for message in self.messages if message["role"] == "system"][:1]
         self.messages = before if system is None else [{"role": "system", "content": system}] if system else []
 
     def load(self, messages: object) -> None:
-        """Replaces the conversation. Raises UserError for wrong messages."""
+        """Replaces the conversation. Raises UserError if the messages are malformed."""
         self.messages = list(check_messages(messages))
 
     def _answer_after(self, before: list[Message]) -> Iterator[str]:
-        """The answer to the messages. If prefill fails, the messages are reset to `before`."""
+        """Prefills the messages and returns an iterator over the answer. If prefill fails, resets the messages to `before`."""
         try:
             engine, row, prompt, started = self._prepare()
         except BaseException:
@@ -112,8 +114,8 @@ class Chat:
         return self._answer(engine, row, prompt, started)
 
     def _prepare(self) -> tuple[Engine, Row, str, float]:
-        """An engine after prefill of the conversation, the row that will hold the answer, the conversation's text with marks
-        (rendered.py), and the time at which prefill began."""
+        """Prefills the conversation. Returns the engine, the row that will hold the answer, the rendered conversation with its
+        marks (rwkv/chat/encoding.py), and the time at which prefill began."""
         started = time.perf_counter()
         if self._weights is None or not self._weights.unchanged():
             self._saved_results = []
@@ -122,7 +124,7 @@ class Chat:
         prefix, context = max(((text, result) for text, result in self._saved_results if prompt.startswith(text)),
                               key=lambda saved: len(saved[0]), default=("", self.context))
         before = prefix or self.tokenizer.decode(context.last_ids if context else ())
-        # Penalties count the whole conversation, so that an answer does not depend on the saved prefix; a draft reads it, too
+        # Penalties count the whole conversation, so an answer does not depend on which prefix was saved. Drafts read it, too.
         needs_earlier = self.sampling.repetition_penalty != 1 or self.draft is not None
         earlier = encode(self.tokenizer, [prompt])[0] if needs_earlier else ()
         engine = Engine(self.model, self.tokenizer, draft=self.draft)

@@ -1,9 +1,9 @@
-"""Decoders: read one token per step for a batch of rows.
+"""Decoders: each step reads one token per row of a batch.
 
-A CDecoder makes one call of C per step, on a CPU (model/decoding/c_step.py). A GpuDecoder replays one CUDA graph per step
-(model/decoding/triton_step.py). A Decoder uses PyTorch: the generation's step for each block (model/rwkvN/step.py),
-which reads the weights and calls no module. For a model with adapters, hooks, other layers or moved blocks it calls the model
-itself.
+A CDecoder makes one C call per step, on a CPU (model/decoding/c_step.py). A GpuDecoder replays one CUDA graph per step
+(model/decoding/triton_step.py). A Decoder uses PyTorch: for each block it calls the step function of the RWKV generation
+(model/rwkvN/step.py), which uses the weights without calling modules. If the model has adapters, hooks, replaced layers or
+reordered blocks, Decoder calls the model itself.
 """
 
 import math
@@ -31,7 +31,7 @@ def decoder_of(model: Model, state: State) -> "Decoder | CDecoder | GpuDecoder":
 
 
 def decoding_line(model: Model) -> str:
-    """The printed line about what computes a decoding step."""
+    """The line to print about which implementation computes a decoding step."""
     if model.emb.weight.device.type == "cpu":
         return c_step.decoding_line(model)
     reason = triton_step.why_not(model)
@@ -41,7 +41,7 @@ def decoding_line(model: Model) -> str:
 
 
 class Decoder:
-    """Reads tokens (B,) in each step, in PyTorch, from `state` on. It does not change `state`."""
+    """The PyTorch decoder: starts from `state`, which it does not change, and reads tokens (B,) in each step."""
 
     def __init__(self, model: Model, state: State) -> None:
         self._state = state
@@ -61,13 +61,13 @@ class Decoder:
         self._state = State.cat([self._state, state])
 
     def state(self, rows: list[int] | None = None) -> State:
-        """The state of these rows or of all."""
+        """The state of these rows, or of all rows if `rows` is None."""
         return self._state if rows is None else self._state.rows(rows)
 
 
 @torch.inference_mode()
 def _block_steps(model: Model) -> Callable[[Tensor, State], tuple[Tensor, State]]:
-    """A function that computes the model for one token of each row, from its present weights, without calling modules."""
+    """A function that runs one token per row through the model, with its present weights and without calling modules."""
     embedding = embedding_function(model.emb)
     dtype = model.ln_out.weight.dtype
     step = form(model.config, "step").Step
@@ -89,9 +89,9 @@ def _block_steps(model: Model) -> Callable[[Tensor, State], tuple[Tensor, State]
 
 
 class CDecoder:
-    """A Decoder whose step is one call of C; its logits are float32.
+    """A decoder whose step is one C call; its logits are float32.
 
-    A row's state does not move while others join and leave, because it is large (2.4 MB in RWKV-7 0.1b).
+    A row's state is large (2.4 MB in RWKV-7 0.1b), so it is not copied when other rows join or leave.
     """
 
     def __init__(self, model: Model, state: State) -> None:
@@ -113,7 +113,7 @@ class CDecoder:
         return self._logits
 
     def with_state(self, state: State) -> "CDecoder":
-        """A decoder with the same weights, for other rows."""
+        """A decoder with the weights of this one, for other rows, which begin with `state`."""
         other = CDecoder(self._model, state)
         other._c_step = self._shared_step()
         other._weights = self._weights
@@ -121,7 +121,8 @@ class CDecoder:
 
     @torch.inference_mode()
     def read(self, prompts: Sequence[Tensor]) -> Tensor:
-        """The logits (B,V) that follow B prompts (t,), with the bits of t steps, in one call; the next call overwrites them."""
+        """Reads B prompts in one C call. Returns the logits (B,V) after the last token of each, bit for bit those of single
+        steps, in memory that the next call overwrites."""
         c = self._shared_step()
         lengths = torch.tensor([*map(len, prompts)], device="cpu")
         work = self._workspace(int(lengths.sum()))
@@ -130,11 +131,11 @@ class CDecoder:
 
     @torch.inference_mode()
     def read_ahead(self, sequences: Sequence[Sequence[int]]) -> Tensor:
-        """The logits (n,V) after each of the n tokens of all sequences, one sequence per row, with the bits of n steps, in one
-        call.
+        """Reads one sequence per row in one C call. Returns the logits (n,V) after each of the n tokens of all sequences, bit
+        for bit those of single steps.
 
-        The rows stay where they are: the states after the tokens are saved, also those of the next calls, until advance() or
-        drop_ahead().
+        The rows keep their present states. The state after each token is saved until advance() or drop_ahead(); a further call
+        continues from the last saved state.
         """
         tokens = [*chain.from_iterable(sequences)]
         free = iter(self._free_places(len(tokens)))
@@ -159,7 +160,7 @@ class CDecoder:
             self._state_index = _on_cpu(self._state_rows)
 
     def drop_ahead(self) -> None:
-        """Drops the states after tokens read ahead."""
+        """Discards all states that read_ahead() saved."""
         self._ahead = [[] for _ in self._state_rows]
 
     @torch.inference_mode()
@@ -176,7 +177,7 @@ class CDecoder:
 
     @torch.inference_mode()
     def state(self, rows: list[int] | None = None) -> State:
-        """A copy of the state, of these rows or of all."""
+        """A copy of the state of these rows, or of all rows if `rows` is None."""
         state_rows = self._state_rows if rows is None else [self._state_rows[row] for row in rows]
         parts = self._states.transpose(0, 1).split(self._sizes, 2)
         return self._state_type(*(part[:, state_rows].contiguous().unflatten(2, shape)
@@ -192,7 +193,7 @@ class CDecoder:
         self._work = self._states.new_empty(0)
 
     def _free_places(self, n: int) -> list[int]:
-        """n unused indices in self._states, which grows if it has fewer."""
+        """n unused indices in self._states, which is enlarged if it has fewer than n."""
         used = {*self._state_rows, *chain.from_iterable(self._ahead)}
         capacity = len(self._states)
         if len(used) + n > capacity:
@@ -202,13 +203,13 @@ class CDecoder:
         return sorted(set(range(len(self._states))) - used)[:n]
 
     def _workspace(self, rows: int) -> Tensor:
-        """The decoder's working memory, for that many rows or more."""
+        """The decoder's workspace, large enough for that many rows."""
         if len(self._work) < rows:
             self._work = self._states.new_empty(rows, self._shared_step().size)
         return self._work
 
     def _shared_step(self) -> CStep:
-        """The step, which all decoders of the model share."""
+        """The C step, which all decoders of the model share."""
         if self._c_step is None:
             self._c_step = step_of(self._model)
             self._weights = [tensor.detach() for tensor in tensors_of(self._model)]      # keeps the memory alive for C
@@ -220,16 +221,16 @@ def _on_cpu(numbers: Sequence[int]) -> Tensor:
 
 
 class GpuDecoder:
-    """A Decoder whose step is one CUDA graph; its logits are float32, on the GPU.
+    """A decoder whose step is one CUDA graph; its logits are float32, on the GPU.
 
-    The graphs and the slots belong to the model's GpuStep, which its decoders share.
+    The graphs and the state slots belong to the model's GpuStep, which all decoders of that model share.
     """
 
     def __init__(self, model: Model, state: State, step: triton_step.GpuStep | None = None) -> None:
         self._model = model
         self._step = step or triton_step.step_of(model)
         self._state_type = type(state)
-        self._slots: list[int] = []                      # one per row
+        self._slots: list[int] = []                      # each row's state slot
         weakref.finalize(self, self._step.release, self._slots)
         self.join(state)
 
@@ -238,12 +239,13 @@ class GpuDecoder:
         return self._step(tokens, self._slot_index)
 
     def with_state(self, state: State) -> "GpuDecoder":
-        """A decoder with the same weights, for other rows."""
+        """A decoder with the weights of this one, for other rows, which begin with `state`."""
         return GpuDecoder(self._model, state, self._step)
 
     @torch.inference_mode()
     def read(self, prompts: Sequence[Tensor]) -> Tensor:
-        """The logits (B,V) that follow B prompts (t,), with the bits of t steps, in one replay."""
+        """Reads B prompts in one replay. Returns the logits (B,V) after the last token of each, bit for bit those of single
+        steps."""
         return self._step.read_prompts(prompts, self._slot_index)
 
     @torch.inference_mode()
@@ -261,14 +263,14 @@ class GpuDecoder:
 
     @torch.inference_mode()
     def state(self, rows: list[int] | None = None) -> State:
-        """A copy of the state, of these rows or of all."""
+        """A copy of the state of these rows, or of all rows if `rows` is None."""
         slots = self._slots if rows is None else [self._slots[row] for row in rows]
         return self._state_type(*self._step.read(slots))
 
     def warm_up(self, rows: int) -> None:
-        """Makes slots for that many rows, and captures the graphs of all their buckets."""
+        """Allocates slots for that many rows, and captures a CUDA graph for each bucket of row counts up to that number."""
         self._step.reserve(rows)
 
     def _set_rows(self, slots: list[int]) -> None:
-        self._slots[:] = slots                           # in place: the finalizer releases this list
+        self._slots[:] = slots                           # in place, because the finalizer releases the slots in this list
         self._slot_index = self._step.on_device(slots)

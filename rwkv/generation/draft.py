@@ -1,7 +1,8 @@
-"""Drafts: propose the next tokens of a row, so that one pass of the model reads several (speculation.py).
+"""Drafts: they propose the next tokens of a row, so that one pass of the model reads several tokens (speculation.py).
 
-A proposal never changes the sequence; it saves time where the row would have drawn the same token. So a draft model draws with
-the row's own options, penalties and next random numbers: for the same number, similar distributions mostly give the same token.
+A proposal never changes the sequence; it saves time if the row then draws the proposed token. So a draft model draws with the
+row's own options, penalties and next random numbers: given the same random number, similar distributions mostly yield the same
+token.
 """
 
 from array import array
@@ -21,27 +22,29 @@ from rwkv.model.base import Model, n_parameters
 from rwkv.model.decoding.c_step import why_not
 from rwkv.tokenizer.tokenizers import Tokenizer
 
-WINDOW = 2**15                           # tokens that an NGram searches
-SHORTEST, LONGEST = 3, 8                 # tokens that must match, and at most that many compared to choose between matches
-PROMPT_TOKENS = 128                      # most unread tokens that a draft model reads, the last ones
-CHUNK = 64                               # tokens that a draft model reads in a call
-STEP_OVERHEAD = 1.25                     # measured: 0.1b beside 1.5b takes 0.16 of the time, with 0.127 of the parameters
+WINDOW = 2**15                           # the last tokens of a sequence that an NGram searches
+SHORTEST, LONGEST = 3, 8                 # tokens that must match; most tokens compared to choose among matches
+PROMPT_TOKENS = 128                      # if more tokens are unread, a draft model reads only the last ones
+CHUNK = 64                               # tokens that a draft model reads per call
+STEP_OVERHEAD = 1.25                     # measured: a 0.1b step takes 0.16 of a 1.5b step's time, with 0.127 of the parameters
 
 
 class Draft(Protocol):
-    """cost: the time of a proposed token, as a share of the model's step. most_tokens: per pass of the model."""
+    """An object that proposes tokens. cost: its time per token, as a fraction of a model step. most_tokens: the limit per
+    pass."""
 
     cost: float
     most_tokens: int
 
     def propose(self, row: Row, n: int) -> list[int]:
-        """Up to n tokens that may follow the last one drawn in the row; [] without an idea."""
+        """Up to n tokens that may follow the last token drawn in the row; [] if there is nothing to propose."""
 
 
 class NGram:
-    """Proposes what followed the last tokens where they occurred before in the prompt or the text, by the longest match.
+    """Finds the longest earlier occurrence, in the prompt or the generated text, of the sequence's last tokens, and proposes
+    the tokens that followed it.
 
-    Of equally long matches the latest counts. A match that reaches the end of the text repeats.
+    Of equally long matches, the latest is used. If fewer tokens than requested follow the match, these tokens are repeated.
     """
 
     cost = 0.0
@@ -49,10 +52,10 @@ class NGram:
     def __init__(self, most_tokens: int = DRAFT_TOKENS) -> None:
         self.most_tokens = most_tokens
         self._ids: WeakKeyDictionary[Row, array[int]] = WeakKeyDictionary()
-        self._drawn: WeakKeyDictionary[Row, int] = WeakKeyDictionary()       # sample tokens in _ids
+        self._drawn: WeakKeyDictionary[Row, int] = WeakKeyDictionary()       # number of the row's generated tokens in _ids
 
     def __str__(self) -> str:
-        return "n-grams of the prompt and the text"
+        return "n-grams of the prompt and the generated text"
 
     def propose(self, row: Row, n: int) -> list[int]:
         if row not in self._ids:
@@ -64,7 +67,7 @@ class NGram:
 
 
 def continuation(ids: np.ndarray, n: int) -> list[int]:
-    """n tokens that followed the latest of the longest matches of the end of `ids`; [] for matches below SHORTEST tokens."""
+    """The n tokens after the longest (then latest) earlier match of the end of `ids`; [] if it is shorter than SHORTEST."""
     ends = np.flatnonzero(ids[:-1] == ids[-1:])          # where the matches end
     for length in range(2, LONGEST + 1):
         longer = ends[ends >= length - 1]
@@ -80,18 +83,18 @@ def continuation(ids: np.ndarray, n: int) -> list[int]:
 
 
 class ModelDraft:
-    """A smaller model of the same vocabulary. It reads the last PROMPT_TOKENS of a prompt, and then what the row has drawn;
-    after a long pause, again the last PROMPT_TOKENS.
+    """A smaller model with the same vocabulary. It reads the last PROMPT_TOKENS tokens of the prompt, and then the tokens that
+    the row draws. After a long pause it starts again, with the row's last PROMPT_TOKENS tokens.
 
-    target: the model that verifies. tokenizer: of both. Raises UserError unless both models have the same vocabulary size and
-    the draft's step is in C.
+    target: the model that verifies the proposals. tokenizer: the tokenizer of both models. Raises UserError unless both models
+    have the same vocabulary size and the draft's decoding step is in C.
     """
 
     def __init__(self, model: Model, target: Model, tokenizer: Tokenizer, most_tokens: int = DRAFT_TOKENS) -> None:
         if model.vocab_size != target.vocab_size:
             raise UserError(f"a draft must have the model's vocabulary of {target.vocab_size} tokens; got {model.vocab_size}")
         if reason := why_not(model):
-            raise UserError(f"a draft requires a step in C: {reason}")
+            raise UserError(f"a draft requires a decoding step in C: {reason}")
         sizes = [n_parameters(each.config, each.vocab_size) for each in (model, target)]
         self.cost = STEP_OVERHEAD * sizes[0] / sizes[1]
         self.most_tokens = most_tokens
@@ -106,7 +109,7 @@ class ModelDraft:
 
     @torch.inference_mode()
     def propose(self, row: Row, n: int) -> list[int]:
-        """As Draft.propose; [] while the model has more to read than a chunk."""
+        """As Draft.propose, but returns [] while more than CHUNK tokens are still unread."""
         reader = self._readers.get(row)
         if reader is None or reader.is_behind(row.sample.tokens):
             ids = [*row.known_ids[-PROMPT_TOKENS:], *row.sample.tokens][-PROMPT_TOKENS:]
@@ -129,9 +132,9 @@ class ModelDraft:
 
 
 class _Reader:
-    """Follows one row: reads the tokens that it has drawn, and reads on ahead of them.
+    """The draft model's position in one row: reads the tokens that the row has drawn, and proposed tokens ahead of them.
 
-    unread: the ids to begin with. drawn: the number of tokens that the row has drawn so far.
+    unread: the ids to read first. drawn: the number of tokens that the row has drawn so far.
     """
 
     def __init__(self, decoder: CDecoder, unread: list[int], drawn: int) -> None:
@@ -141,14 +144,14 @@ class _Reader:
         self._ahead: list[int] = []      # tokens read ahead
 
     def is_behind(self, tokens: list[int]) -> bool:
-        """Whether more than PROMPT_TOKENS are to be read."""
+        """Whether more than PROMPT_TOKENS tokens are unread."""
         return len(self._unread) + len(tokens) - self._drawn > PROMPT_TOKENS
 
     def read(self, tokens: list[int]) -> torch.Tensor | None:
-        """The logits (1,V) after all tokens drawn by the row; None if a further call must read the rest."""
+        """The logits (1,V) after all tokens drawn by the row; None if tokens remain unread, for the next call."""
         self._unread += tokens[self._drawn:]
         self._drawn = len(tokens)
-        pairs = zip(self._ahead, self._unread[:-1], strict=False)        # the last one's logits are needed
+        pairs = zip(self._ahead, self._unread[:-1], strict=False)        # the last token is always read, for its logits
         right = len([*takewhile(lambda pair: pair[0] == pair[1], pairs)])
         self._decoder.advance(0, right)
         self._decoder.drop_ahead()
@@ -159,6 +162,6 @@ class _Reader:
         return None if self._unread else logits
 
     def read_ahead(self, token: int) -> torch.Tensor:
-        """The logits (1,V) after a further token, which the row has not drawn yet."""
+        """The logits (1,V) after one more token, which the row has not drawn yet."""
         self._ahead.append(token)
         return self._decoder.read_ahead([[token]])

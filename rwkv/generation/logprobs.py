@@ -1,4 +1,4 @@
-"""Log-probabilities of tokens, computed from the logits before any sampling option, and their entries in an answer."""
+"""Log-probabilities of tokens, computed from the logits before sampling options are applied, and their entries in an answer."""
 
 import math
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from rwkv.tokenizer.tokenizers import Tokenizer
 def logprobs(logits: Tensor, tokens: Tensor, n: int) -> tuple[Tensor, Tensor, Tensor]:
     """The log-probabilities (B,) of tokens (B,), the ids (B,n) of the n likeliest tokens, and their log-probabilities (B,n).
 
-    Computed on the device of the logits (B,V), returned on the CPU.
+    Computes on the device of the logits (B,V); the results are on the CPU.
     """
     vocabulary = torch.log_softmax(logits.float(), -1)
     top = vocabulary.topk(min(n, vocabulary.shape[-1]))
@@ -23,7 +23,7 @@ def logprobs(logits: Tensor, tokens: Tensor, n: int) -> tuple[Tensor, Tensor, Te
 
 def entry(tokenizer: Tokenizer, token: int, logprob: Tensor, top_ids: Tensor, top_logprobs: Tensor, n: int | None,
           before: Sequence[int]) -> Entry:
-    """A token with its text and log-probability, and the n likeliest tokens at its position. before: the last ids before it."""
+    """The entry of a token: its text, its log-probability and the n likeliest tokens at its position. before: preceding ids."""
     tokens = [token, *top_ids.tolist()[:n]]
     names = tokenizer.names(tokens, before)
     values = [logprob.item(), *top_logprobs.tolist()[:n]]

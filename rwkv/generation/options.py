@@ -14,11 +14,11 @@ from rwkv.io.utf8 import decode, read_text
 
 
 def check_config(config: GenerateConfig) -> None:
-    """Raises UserError for a wrong option or conflicting options. Needs no model."""
+    """Raises UserError for an invalid option or conflicting options. Needs no model."""
     if config.prompt is not None and config.prompts is not None:
         raise UserError("prompt= conflicts with prompts=: use one of them")
     if config.save_state and (config.prompts is not None or config.num_samples > 1):
-        raise UserError("save_state= conflicts with prompts= and with num_samples above 1: it saves the state of one text")
+        raise UserError("save_state= conflicts with prompts= and with num_samples above 1: it saves the state of one sequence")
     inputs = config.checkpoint, config.tokenizer, config.prompts
     require_writable("out", config.out, (*inputs, config.state))
     require_writable("save_state", config.save_state, inputs)
@@ -31,7 +31,8 @@ def check_config(config: GenerateConfig) -> None:
 
 
 def grammar_from(config: GenerateConfig) -> Grammar | None:
-    """The grammar of the texts; None for any text. Raises UserError for two such options, and for a missing or wrong file."""
+    """The grammar of json_schema=, grammar= or regex=; None without these options. Raises UserError if several of them are
+    set, or if the file is missing or invalid."""
     names = [name for name in ("json_schema", "grammar", "regex") if getattr(config, name) is not None]
     if len(names) > 1:
         raise UserError(f"{names[0]}= conflicts with {' and '.join(f'{name}=' for name in names[1:])}: use one of them")
@@ -50,10 +51,10 @@ def grammar_from(config: GenerateConfig) -> Grammar | None:
 
 
 def prompts_from(config: GenerateConfig) -> list[str]:
-    """The prompt of prompt=TEXT (`-`: standard input), or those of prompts=FILE: one per line, in a .jsonl file as
-    {"prompt": ...}.
+    """The prompt from prompt=TEXT (`-` reads standard input), or the prompts from prompts=FILE, one per line. A line of a
+    .jsonl file must be {"prompt": ...}.
 
-    Raises UserError for a missing file, a file without prompts and a wrong line.
+    Raises UserError for a missing file, a file without prompts or an invalid line.
     """
     if config.prompts is None:
         if config.prompt == "-":
@@ -61,7 +62,7 @@ def prompts_from(config: GenerateConfig) -> list[str]:
         return [config.prompt or ""]
     path = Path(config.prompts)
     if not path.is_file():
-        raise UserError(f"prompts= must name a file with one prompt per line; there is none at {path}")
+        raise UserError(f"prompts= must name a file with one prompt per line; no file at {path}")
     content = path.read_bytes()
     if path.suffix == ".jsonl":
         lines = [(f"{path}, line {number}", line) for number, line in enumerate(content.split(b"\n"), start=1)]

@@ -1,7 +1,8 @@
-"""generate.py's output.
+"""The output of generate.py.
 
-Standard output gets only the texts, each prompt before its continuation: a single text while it is generated, several in the
-order of their prompts. out=FILE gets one JSON object per text, standard error the speed.
+Standard output gets only the prompts, each followed by its continuation. A single continuation is printed while it is
+generated; several are printed in the order of the prompts. out=FILE gets one JSON object per continuation. Standard error
+gets the speed.
 """
 
 import itertools
@@ -27,17 +28,17 @@ from rwkv.io.signals import StopRequest
 from rwkv.model.base import Model
 from rwkv.tokenizer.tokenizers import Tokenizer
 
-MIN_PREFILL_TOKENS = 64                  # prompt tokens; the rate of fewer is not printed, because it means nothing
+MIN_PREFILL_TOKENS = 64                  # with fewer prompt tokens, the prefill rate means nothing and is not printed
 SEPARATOR = "---\n"                      # between two texts on standard output
 
 
 def run_generation(model: Model, tokenizer: Tokenizer, config: GenerateConfig, prompts: Sequence[str],
                    context: PrefillResult | None = None, sampling: Sampling | None = None, stop: Sequence[str] = (),
                    draft: Draft | None = None) -> bool:
-    """Generates and writes num_samples texts per prompt. sampling: replaces the configuration's options. stop: further stop
-    strings. draft: as for Engine.
+    """Generates and writes num_samples continuations per prompt. sampling: replaces the configuration's sampling options.
+    stop: stop strings in addition to the configuration's. draft: as for Engine.
 
-    After a signal such as Ctrl-C it writes the texts so far and returns False.
+    After a signal such as Ctrl-C it writes what has been generated and returns False.
     """
     stopping = StoppingCriteria(config.max_new_tokens, (*config.stop, *stop), config.stop_tokens)
     grammar = grammar_from(config)
@@ -71,10 +72,7 @@ def run_generation(model: Model, tokenizer: Tokenizer, config: GenerateConfig, p
 
 
 class _Clock:
-    """Times an engine's run. The first step also prepares the weights, so the rate is that of the later steps.
-
-    Iterates over the engine.
-    """
+    """Iterates over an engine and times it. The first step also prepares the weights, so the rate covers only later steps."""
 
     def __init__(self, engine: Engine, rows: list[Row], started: float) -> None:
         self._engine = engine
@@ -91,7 +89,7 @@ class _Clock:
         yield from self._engine
 
     def report(self) -> str:
-        """One line: tokens read and written, times, and rates, if enough was measured."""
+        """One line with the tokens read and written and the times, and the rates if there were enough tokens."""
         finished = time.perf_counter()
         read = sum(len(row.prompt_ids) for row in self._rows)
         read_s = self._prefill_end - self._started
@@ -123,7 +121,7 @@ def _stream(sample: Sample, clock: _Clock, stop: StopRequest) -> None:
 
 
 def _write_texts(samples: Sequence[Sample], clock: _Clock, stop: StopRequest, written: int) -> None:
-    """Generates all texts, then writes them. written: texts written before."""
+    """Generates the whole batch, then writes it. written: the number of continuations written before."""
     for _ in clock:
         if stop.requested:
             break

@@ -1,12 +1,13 @@
 """Prefill: reads prompts in chunks of bounded size.
 
-A chunk has at most Chunks.longest tokens. It begins at a multiple of that from the prompt's start, or where a cached prefix
-ends, so the result does not depend on other prompts. A chunk goes through the blocks in stages, each with about the work of
-Chunks.budget tokens through all blocks; between two stages, other sequences advance. If the model's step is in C, a chunk of
-at most SHORT_PROMPT tokens is one call of C: the blocks in PyTorch take as long for few tokens as for Chunks.weights more. On
-a GPU such a chunk is one replay of a CUDA graph, which saves the host some 30 launches a layer. Several prompts share a replay:
-each token has the bits of a decoding step, whatever its batch. Longer prompts run alone, because the libraries behind the
-blocks' products choose the order of summation by the number of rows.
+A chunk has at most Chunks.longest tokens. Chunks begin at multiples of Chunks.longest from the prompt's start, or where a
+cached prefix ends, so the result does not depend on other prompts. A chunk passes through the blocks in stages. Each stage has
+about the work of Chunks.budget tokens through all blocks; between two stages, other sequences advance.
+
+If the model's step is in C, a chunk of at most SHORT_PROMPT tokens is one C call: in PyTorch, reading the weights would cost as
+much as Chunks.weights more tokens. On a GPU such a chunk is one replay of a CUDA graph, which saves the host some 30 launches
+per layer. Several short prompts share a replay: every token's result is bit for bit that of a decoding step, whatever the
+batch. Longer prompts run alone, because the matrix-product libraries choose the order of summation by the number of rows.
 """
 
 from collections.abc import Generator, Iterator, Sequence
@@ -23,16 +24,16 @@ from rwkv.generation.logprobs import logprobs
 from rwkv.generation.prefix_cache import EMPTY, Key, PrefixCache
 from rwkv.model.base import Model, State
 
-LOGPROB_ROWS = 32                        # prompt tokens whose log-probabilities are computed at a time
-SHORT_PROMPT = 64                        # tokens: C is no slower than PyTorch in any dtype, and a GPU graph holds them
-WEIGHTS_IN_C = 8                         # Chunks.weights for a call of C
+LOGPROB_ROWS = 32                        # prompt tokens whose log-probabilities are computed together
+SHORT_PROMPT = 64                        # most tokens for which C is as fast as PyTorch in any dtype; a GPU graph holds as many
+WEIGHTS_IN_C = 8                         # replaces Chunks.weights where a chunk is one C call or graph replay
 
 
 class Chunks(NamedTuple):
     """Sizes of prefill on a device, in tokens.
 
-    longest: tokens per chunk. budget: the work between two decoding steps, which bounds how long other sequences wait.
-    weights: the cost of reading all weights, which each chunk does once.
+    longest: the most tokens per chunk. budget: the work between two decoding steps, which bounds how long other sequences wait.
+    weights: the cost of reading all weights once, as each chunk does, expressed in tokens of work.
     """
 
     longest: int
@@ -40,7 +41,7 @@ class Chunks(NamedTuple):
     weights: int
 
 
-ON_CPU = Chunks(512, 32, 48)             # products of fewer rows are slower, by a third for 128
+ON_CPU = Chunks(512, 32, 48)             # with shorter chunks, prefill is slower per token: by a third at 128
 ON_GPU = Chunks(4096, 2048, 300)         # an H100 multiplies some 300 rows in the time in which it reads the weights
 
 
@@ -49,9 +50,9 @@ def chunks_on(device: torch.device) -> Chunks:
 
 
 class PrefillResult(NamedTuple):
-    """The result of prefill for B rows: the logits (B,V) after the last token of each, and the state. Never changed in place.
+    """The result of prefill for B rows: the logits (B,V) after each row's last token, and the state. Never changed in place.
 
-    last_ids: the last ids that a single row has read, because the text of the next id may depend on them; () if unknown.
+    last_ids: if there is one row, the last ids that it has read, on which the text of the next id may depend; () if unknown.
     """
 
     logits: Tensor
@@ -66,18 +67,19 @@ class PrefillResult(NamedTuple):
 
     @staticmethod
     def cat(results: Sequence["PrefillResult"]) -> "PrefillResult":
-        """One result with the rows of all, in order."""
+        """One result with the rows of all `results`, in order; without last_ids."""
         return PrefillResult(torch.cat([result.logits for result in results]), State.cat([result.state for result in results]))
 
 
 class Prefill:
-    """The prefill of one prompt: each advance() runs one stage, until `result` is there.
+    """The prefill of one prompt: each advance() runs one stage, until `result` is no longer None.
 
-    start: the result, of one row, that the prompt follows. after: the cache key of `start`; different starts need different
-    keys. n_logprobs: collect log-probabilities, among the first vocab_size tokens, of each prompt token and of this many
-    likeliest tokens, without using cached prefixes; None for no log-probabilities. decoder: of the model, for short chunks;
-    None if neither C nor a GPU graph fits the model. pool_hidden: sum the final hidden states, for
-    rwkv/generation/embedding.py, without the cache. Raises ValueError if `start` has several rows or is of another model.
+    start: the result, with one row, that the prompt continues. after: the cache key of `start`; different starts need different
+    keys. n_logprobs: the number of likeliest tokens whose log-probabilities are collected at each prompt token, in addition to
+    that token's own (only the first vocab_size tokens count, and no cached prefix is used); None for no log-probabilities.
+    decoder: a decoder of the model, for short chunks; None if neither C nor a GPU graph fits the model. pool_hidden: whether to
+    sum the final hidden states for embeddings (rwkv/generation/embedding.py); the cache is then not used. Raises ValueError if
+    `start` has several rows or belongs to a different model.
     """
 
     def __init__(self, model: Model, tokens: Sequence[int], start: PrefillResult | None = None,
@@ -89,14 +91,14 @@ class Prefill:
         self._device = model.emb.weight.device
         self._chunks = chunks_on(self._device)
         self._cache = cache = None if pool_hidden else cache
-        self.hidden_sum: Tensor | None = None                    # (C) float64, over all tokens read, with pool_hidden
-        self.last_hidden: Tensor | None = None                   # (C), of the last token read, with pool_hidden
+        self.hidden_sum: Tensor | None = None                    # (C) float64, over all tokens read; None without pool_hidden
+        self.last_hidden: Tensor | None = None                   # (C), of the last token read; None without pool_hidden
         self._pool_hidden = pool_hidden
         self._n_logprobs = n_logprobs
         self._vocab_size = vocab_size
         self.tokens = list(tokens)
         self._latest_result = start      # after the tokens read so far
-        self._key = after                # the cache key of that result
+        self._key = after                # the cache key of _latest_result
         if cache is not None:
             cache.begin(model, after.model)
         if cache is not None and n_logprobs is None:
@@ -106,13 +108,13 @@ class Prefill:
             self._latest_result = self._latest_result.to(self._device)
         self._position = self._key.length
         self.cached = self._position                             # tokens that came from the cache
-        self.logprobs: list[tuple[Tensor, Tensor, Tensor]] = []  # results of logprobs(), until the caller clears them
+        self.logprobs: list[tuple[Tensor, Tensor, Tensor]] = []  # return values of logprobs(), until the caller clears them
         self._chunk_run: Iterator[None] | None = None            # the chunk in progress
         self._decoder = None if pool_hidden else decoder         # a decoder returns no hidden state
 
     @property
     def next_cost(self) -> int:
-        """The work of the next stage, measured in tokens through all blocks, at most Chunks.budget; 0 when done."""
+        """The work of the next stage, in units of one token through all blocks; at most Chunks.budget, and 0 when done."""
         length = self._chunk_end - self._position
         if not length:
             return 0
@@ -122,14 +124,14 @@ class Prefill:
 
     @property
     def joinable_tokens(self) -> int:
-        """The tokens of the next chunk, if it can be batched with those of other prompts; otherwise 0."""
+        """The number of tokens in the next chunk if it can be batched with chunks of other prompts; otherwise 0."""
         length = self._chunk_end - self._position
         joins = isinstance(self._decoder, GpuDecoder) and length <= SHORT_PROMPT and self._n_logprobs is None
         return length if joins else 0
 
     @property
     def result(self) -> PrefillResult | None:
-        """The result, one row; None until the whole prompt is read."""
+        """The result, with one row; None until the whole prompt is read."""
         return None if self.next_cost else self._latest_result
 
     def advance(self) -> None:
@@ -146,7 +148,7 @@ class Prefill:
         return min(len(self.tokens), (self._position // longest + 1) * longest)
 
     def _n_stages(self, length: int) -> int:
-        """The smallest number of stages of whole blocks that each fit into the budget; one per block if none fits."""
+        """The fewest stages such that each runs whole blocks within the budget; one stage per block if no block fits."""
         L = len(self._model.blocks)
         blocks = self._chunks.budget * L // (self._chunks.weights + length)
         return ceil(L / max(1, blocks))
@@ -156,7 +158,7 @@ class Prefill:
         ids = to_device(self._chunk_ids.unsqueeze(0), self._device)
         state = self._latest_result.state if self._latest_result else None
         if self._decoder is not None and ids.shape[1] <= SHORT_PROMPT:
-            if self._n_logprobs is not None:             # used for these alone, so that the text does not depend on them
+            if self._n_logprobs is not None:             # only for logprobs; the state comes from the decoder
                 yield from self._run_blocks(ids, state)
             advance_all([self])
         else:
@@ -203,7 +205,8 @@ class Prefill:
 
 @torch.no_grad()
 def advance_all(prompts: Sequence[Prefill]) -> None:
-    """Reads the next chunks by the decoder that the prompts share: of one prompt, or of several with joinable_tokens."""
+    """Reads the next chunk of each prompt in one call of the decoder that they share. Several prompts must have
+    joinable_tokens above 0."""
     first = prompts[0]
     assert first._decoder is not None
     states = [prompt._latest_result.state if prompt._latest_result else first._model.empty_state(1) for prompt in prompts]
@@ -214,7 +217,7 @@ def advance_all(prompts: Sequence[Prefill]) -> None:
 
 
 def pooled(prefill: Prefill, pooling: Pooling) -> Tensor:
-    """The embedding (C) float32, of length 1, after a prefill with pool_hidden=True."""
+    """The float32 embedding (C), of norm 1, after a prefill with pool_hidden=True."""
     assert prefill.hidden_sum is not None
     assert prefill.last_hidden is not None
     vector = prefill.hidden_sum if pooling == "mean" else prefill.last_hidden.double()

@@ -1,7 +1,7 @@
-"""The prefix cache: results of prefill by the tokens read.
+"""The prefix cache: prefill results, found by the tokens that they have read.
 
-A result has the same size for every length, so the cache holds many; results of a GPU are moved to host memory. A prompt that
-begins with an earlier prompt, or with an earlier prompt and its answer, continues from there.
+A result has the same size for every length, so the cache holds many; results on a GPU are moved to host memory. A prompt that
+begins with an earlier prompt, or with an earlier prompt and its answer, continues from that result.
 """
 
 import secrets
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Key(NamedTuple):
-    """A key of PrefixCache: the number and the hash of the tokens, the model and the owner.
+    """A key of PrefixCache: the model, the owner, the number of tokens, and the hash of the tokens.
 
     Different models, and different owners, share no entries.
     """
@@ -35,14 +35,14 @@ EMPTY = Key()
 
 
 class PrefixCache:
-    """A cache of prefill results by the tokens read, of at most max_bytes. It evicts the least recently used; an owner within
-    its fair share loses nothing to others.
+    """A cache of at most max_bytes bytes of prefill results, found by the tokens that they have read. It evicts the least
+    recently used result; an owner that stays within its fair share of the cache loses nothing to others.
 
-    A key has the number of the tokens and a polynomial hash of them, modulo a prime of 127 bits and at a random point. The
-    longest match takes one look-up per prompt token, for any number of entries, and the key of a sequence is computed from that
-    of its prefix. Two prefixes of the same length have the same hash with a probability of about that length / 2^127. A model's
-    name in the keys stands for one model: its entries are removed when another model gets the name, and when the weights
-    change. Thread-safe. Raises UserError for a max_bytes below 0.
+    A key has the number of tokens and their polynomial hash, modulo a 127-bit prime and at a random point. Finding the longest
+    match takes one look-up per prompt token, however many entries there are, because the key of a sequence is computed from
+    the key of its prefix. Two prefixes of length n have the same hash with a probability of about n / 2^127. A model's name in
+    the keys stands for one model: its entries are removed when a different model gets the name, and when the weights change.
+    Thread-safe. Raises UserError for a max_bytes below 0.
     """
 
     _PRIME = 2**127 - 1
@@ -55,7 +55,7 @@ class PrefixCache:
         self._entries: dict[Key, PrefillResult] = {}
         self._lru = FairLRU[Key]()
         self._watches: dict[str, WeightsWatch] = {}                     # by model name
-        self._lock = Lock()              # guards all of these
+        self._lock = Lock()              # guards all fields above
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -65,7 +65,7 @@ class PrefixCache:
         return self._lru.total
 
     def begin(self, model: Model, name: str = "") -> None:
-        """Removes the entries under the model's name if they are of another model, or if the weights have changed."""
+        """Removes the entries under this name if they belong to a different model, or if the model's weights have changed."""
         with self._lock:
             watch = self._watches.get(name)
             if watch is not None and watch.model is model and watch.unchanged():
@@ -76,12 +76,13 @@ class PrefixCache:
             self._watches[name] = WeightsWatch(model)
 
     def key(self, tokens: Sequence[int], after: Key = EMPTY) -> Key:
-        """The key of a prefix and these tokens. after: the key of the prefix."""
+        """The key of a prefix followed by `tokens`. after: the key of the prefix."""
         *_, last = self._keys(tokens, after)
         return last
 
     def longest(self, tokens: Sequence[int], after: Key = EMPTY) -> tuple[Key, "PrefillResult | None"]:
-        """The key of the longest cached prefix of `tokens` and its result; (after, None) if there is none."""
+        """The key and the result of the longest cached prefix of `tokens`; (after, None) if there is none. after: the key of
+        what precedes `tokens`."""
         keys = list(self._keys(tokens, after))
         with self._lock:
             longest = next((key for key in reversed(keys) if key in self._entries), None)
@@ -104,7 +105,7 @@ class PrefixCache:
                 self._remove(self._lru.victim(self.max_bytes))
 
     def _keys(self, tokens: Sequence[int], after: Key = EMPTY) -> Iterator[Key]:
-        """The key of each prefix of `tokens`, the empty one first, after the sequence with the key `after`."""
+        """The key of each prefix of `tokens`, the empty prefix first. after: the key of what precedes `tokens`."""
         hashes = accumulate(tokens, lambda value, token: (value * self._point + token) % self._PRIME, initial=after.hash)
         return map(Key, count(after.length), hashes, repeat(after.model), repeat(after.owner))
 

@@ -16,18 +16,20 @@ if TYPE_CHECKING:
     from rwkv.generation.prefill import PrefillResult
     from rwkv.generation.prefix_cache import Key
 
-Entry = JsonObject                       # {"token": id, "text": ..., "logprob": ..., "top": [the same of the likeliest, ...]}
+Entry = JsonObject                       # {"token": id, "text": ..., "logprob": ..., "top": [likeliest tokens, same keys]}
 
 
 @dataclass(frozen=True, eq=False)
 class Request:
-    """One sequence to generate. Raises UserError for a value out of range or of another type.
+    """One sequence to generate. Raises UserError for a value that is out of range or of the wrong type.
 
-    prompt: a text or its token ids. n_logprobs: also return the log-probability of each token and of this many likeliest
-    tokens; None for no log-probabilities. prompt_logprobs: also return them for the prompt's tokens except the first. grammar:
-    constrains the continuation. context: the result of what precedes the prompt. context_key: the cache key, of length 0, of
-    that context; without it the cache is not used. earlier: ids that the context has read; repetition_penalty counts them like
-    the prompt's. keep_context: set Row.final_context when the sequence has ended. pooling: set Row.embedding after prefill.
+    prompt: a string or its token ids. n_logprobs: the number of likeliest tokens whose log-probabilities are returned at each
+    token, in addition to the token's own; None for no log-probabilities. prompt_logprobs: whether the prompt tokens except the
+    first get log-probabilities, too. grammar: what constrains the continuation. context: the prefill result of what precedes
+    the prompt. context_key: the cache key of that context, with length 0; a request with a context but without this key does
+    not use the cache. earlier: ids that the context has read; repetition_penalty counts them like the prompt's. keep_context:
+    whether to set Row.final_context when the sequence has ended. pooling: how to compute Row.embedding after prefill; None for
+    no embedding.
     """
 
     prompt: str | Sequence[int]
@@ -54,7 +56,7 @@ class Request:
 
     @property
     def prompt_ids(self) -> Sequence[int]:
-        """() for a prompt that is a text."""
+        """The prompt's ids; () if the prompt is a string."""
         return () if isinstance(self.prompt, str) else self.prompt
 
     @property
@@ -63,10 +65,10 @@ class Request:
 
     @property
     def n_prompt_logprobs(self) -> int | None:
-        """n_logprobs for the prompt; None if not requested."""
+        """n_logprobs for the prompt tokens; None unless prompt_logprobs is set."""
         return (self.n_logprobs or 0) if self.prompt_logprobs else None
 
     def shares_prefill(self, other: "Request") -> bool:
-        """Whether one prefill serves both requests, if their prompts have the same ids."""
+        """Whether one prefill can serve both requests, provided that their prompts have the same ids."""
         return (self.context is other.context and self.context_key == other.context_key and self.pooling == other.pooling
                 and self.n_prompt_logprobs == other.n_prompt_logprobs)

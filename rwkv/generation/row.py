@@ -1,4 +1,4 @@
-"""One sequence while it is generated: its allowed tokens, drawn tokens, text and finish reason. Rows are independent."""
+"""Rows: a Row is one sequence while it is generated, with its allowed tokens, drawn tokens, text and finish reason."""
 
 from dataclasses import dataclass, field
 from itertools import takewhile
@@ -17,20 +17,21 @@ from rwkv.tokenizer.tokenizers import Tokenizer
 
 CANCELLED = "cancelled"                  # finish reasons
 NO_TOKEN = "no_token"
-# ZEROS[byte] is an int64 of 8 bools, one for each bit of the byte, the lowest first: True where the bit is 0.
+# ZEROS[byte] is an int64 that holds 8 one-byte bools, one per bit of the byte, lowest bit first: True where the bit is 0.
 _BYTES, _BITS = torch.arange(256, device="cpu")[:, None], torch.arange(8, device="cpu")
 ZEROS = (_BYTES >> _BITS & 1).logical_not().view(torch.int64).flatten()
-RANDOM_BLOCK = 64                        # random numbers drawn at a time
+RANDOM_BLOCK = 64                        # random numbers generated together
 
 
 @dataclass
 class Sample:
     """One generated sequence.
 
-    prompt: "" for a prompt of ids. text: the continuation. finish_reason: "length", "stop", "end_of_text", "cancelled", or
-    "no_token" if the grammar and the banned tokens allow no token or the grammar has become too complex; None while it runs.
-    tokens: the ids drawn, without end-of-text and stop tokens. logprobs: if requested, an entry for each token drawn, computed
-    among the tokens that the grammar allows, before temperature, penalties and the other sampling options.
+    prompt: the prompt's text; "" if the prompt was given as ids. text: the continuation. finish_reason: "length", "stop",
+    "end_of_text", "cancelled", or "no_token" if the grammar and the banned tokens leave no token or the grammar has become too
+    complex; None while the sequence is running. tokens: the ids drawn, without end-of-text and stop tokens. logprobs: if
+    requested, an entry for each token drawn; the probabilities are normalised over the tokens that the grammar allows, before
+    temperature, penalties and the other sampling options.
     """
 
     prompt: str
@@ -42,13 +43,14 @@ class Sample:
 
 
 class Row:
-    """A request while it runs: its random numbers, its text decoder and its stop strings.
+    """A running request, with its random numbers, its text decoder and its stop strings.
 
-    cached_tokens: prompt tokens that came from the cache. prompt_logprobs: if requested, an entry as in Sample.logprobs for
-    each prompt token except the first. embedding: (C), if requested, after prefill. forbidden: (V) bool, True for tokens that
-    the grammar does not allow next; None without a grammar. final_context: if requested, the result of the whole sequence,
-    including its last token and a stop string; None for a cancelled row. damaged: the row was cancelled because the logits
-    after its context are not finite. proposed_tokens, accepted_tokens: of its draft.
+    cached_tokens: the number of prompt tokens that came from the cache. prompt_logprobs: if requested, an entry as in
+    Sample.logprobs for each prompt token except the first. embedding: if requested, a vector (C), set after prefill. forbidden:
+    a bool tensor (V), True for tokens that the grammar does not allow next; None without a grammar. final_context: if
+    requested, the prefill result of the whole sequence, including its last token and a stop string; None for a cancelled row.
+    damaged: whether the row was cancelled because its logits were not finite, so that its context may be damaged.
+    proposed_tokens, accepted_tokens: counts of draft tokens.
     """
 
     def __init__(self, index: int, request: Request, prompt_ids: list[int], tokenizer: Tokenizer,
@@ -106,17 +108,18 @@ class Row:
 
     @property
     def stop(self) -> str | None:
-        """The stop string that ended the sequence."""
+        """The stop string that ended the sequence; None if none did."""
         return self._stop_strings.matched
 
     @property
     def read_after_text(self) -> str:
-        """The text in final_context after the text shown: a stop string, and the rest of its last token."""
+        """The text that final_context has read beyond the text shown: the stop string, and the rest of the token in which it
+        ends."""
         return self._stop_strings.rest
 
     @property
     def last_token_unread(self) -> bool:
-        """Whether the state lacks the last token of the text: the row has not read it before it ended."""
+        """Whether the sequence ended before its last token was read, so that the state does not include it."""
         return self.last_token_in_text and self.sample.finish_reason != NO_TOKEN
 
     def cancel(self) -> None:
@@ -129,7 +132,7 @@ class Row:
         self.damaged = True
 
     def tokens_read(self) -> list[int]:
-        """The tokens in the state when the sequence has just ended: all except the last one drawn."""
+        """The tokens read when the sequence has just ended: the prompt and all tokens drawn except the last."""
         tokens = self.sample.tokens
         return self.prompt_ids + (tokens[:-1] if self.last_token_in_text else tokens)
 
@@ -139,18 +142,18 @@ class Row:
 
     @property
     def known_ids(self) -> list[int]:
-        """The ids before the continuation: those of the prompt, after the known ones of its context."""
+        """The ids before the continuation: the known ids of the context, then the prompt's."""
         earlier = [*self.request.earlier]
         includes_prompt = earlier[len(earlier) - len(self.prompt_ids):] == self.prompt_ids
         return earlier if includes_prompt else earlier + self.prompt_ids
 
     @property
     def tokens_left(self) -> int:
-        """The most tokens that can still be drawn."""
+        """The number of tokens that can still be drawn."""
         return self.request.stopping.max_new_tokens - len(self.sample.tokens)
 
     def before_end(self, tokens: list[int]) -> list[int]:
-        """The tokens before the first that would end the sequence."""
+        """`tokens` up to, and without, the first one that would end the sequence."""
         return [*takewhile(lambda token: token not in self._ends and token not in self._stop_tokens, tokens)]
 
     def uniform(self) -> float:
@@ -158,14 +161,14 @@ class Row:
         return self._uniform.pop()
 
     def next_uniform(self, n: int) -> list[float]:
-        """The next n results of uniform()."""
+        """The numbers that the next n calls of uniform() will return."""
         while len(self._uniform) < n:
             numbers = torch.rand(RANDOM_BLOCK, generator=self._generator, dtype=torch.float64, device="cpu")
             self._uniform = numbers.tolist()[::-1] + self._uniform
         return self._uniform[:-n - 1:-1]
 
     def update_forbidden(self) -> bool:
-        """Sets `forbidden` from the grammar; returns whether any token is allowed and not banned."""
+        """Sets `forbidden` from the grammar. Returns whether any token is allowed by the grammar and not banned."""
         if self._matcher is None:
             return True
         mask = self._matcher.allowed()
@@ -179,14 +182,14 @@ class Row:
         return not bool(excluded.all())
 
     def end_without_token(self) -> str:
-        """Ends a sequence after which no token is allowed; returns the text held back."""
+        """Ends the sequence because no token is allowed next. Returns the text held back so far."""
         self.sample.finish_reason = NO_TOKEN
         text = self._flush()
         self.sample.text += text
         return text
 
     def push(self, token: int) -> str:
-        """Appends a drawn token; returns the text that can be shown now. Sets finish_reason if the sequence ends."""
+        """Appends a drawn token and returns the text that can be shown now. Sets finish_reason if the sequence ends."""
         sample = self.sample
         if token in self._ends or token in self._stop_tokens:
             self.last_token_in_text = False

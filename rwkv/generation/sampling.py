@@ -1,19 +1,19 @@
-"""From logits to the next token: penalties, filters, and one draw per row with the row's own random number.
+"""Sampling: penalties, filters, and one draw per row with the row's own random number.
 
-The steps with order=hf (as in Hugging Face's transformers): logit bias and banned tokens; repetition, presence and frequency
-penalties; temperature; top_k; top_p, as a share of the probability that top_k has left; min_p; the draw. With order=rwkv (as in
-ChatRWKV) top_p, top_k and min_p come before the temperature, which then acts on the remaining tokens.
+With order=hf (as in Hugging Face's transformers) the steps are: logit bias and banned tokens; repetition, presence and
+frequency penalties; temperature; top_k; top_p, as a fraction of the probability that top_k has left; min_p; the draw. With
+order=rwkv (as in ChatRWKV) top_p, top_k and min_p come before the temperature, which then applies to the remaining tokens.
 
 The penalties of a row, for a token in its prompt or its generated text:
 
     logit = logit / repetition_penalty if it is above 0, else logit * repetition_penalty
     logit = logit - presence_penalty - count * frequency_penalty                if it has been generated
 
-After each draw all counts are multiplied by penalty_decay, and then 1 is added to the count of the token drawn. BlinkDL's
-ChatRWKV, API_DEMO_CHAT.py, does the same with `occurrence`; presence_penalty does not decay there either. The tokens of
-no_penalty are exempt.
+where count is the number of times that the token has been generated. After each draw all counts are multiplied by
+penalty_decay, and then 1 is added to the count of the token drawn. BlinkDL's ChatRWKV, API_DEMO_CHAT.py, does the same with
+`occurrence`; presence_penalty does not decay there either. The tokens of no_penalty are exempt.
 
-Legend: B rows, V vocabulary, N candidates after the filters. The options: rwkv.config.Sampling.
+Legend: B rows, V vocabulary, N candidates after the filters. The options are the fields of rwkv.config.Sampling.
 """
 
 import math
@@ -34,14 +34,14 @@ from rwkv.errors import UserError
 from rwkv.model.decoding.c_step import drawing
 
 BLOCK = 512                              # tokens per partial sum of probabilities
-SHORTLIST = 256                          # candidates sorted at first: sorting a whole vocabulary takes milliseconds
+SHORTLIST = 256                          # candidates sorted first, because sorting a whole vocabulary takes milliseconds
 
 
 @cache
 def drawing_on(device: torch.device, in_c: bool) -> tuple[Draw | None, torch.device]:
-    """The function of kernels/draw for logits on this device, None for PyTorch, and the device on which tokens are drawn.
+    """The kernels/draw function for logits on this device, or None for PyTorch; and the device on which tokens are drawn.
 
-    in_c: the decoding step is C. Without Triton, a GPU's tokens are drawn on the CPU.
+    in_c: whether the decoding step is in C. Without Triton, tokens are drawn on the CPU even if the logits are on a GPU.
     """
     name = resolve("draw", AUTO, device)
     if device.type == "cuda" and registry.why_not("draw", name, "cuda") is None:
@@ -50,21 +50,21 @@ def drawing_on(device: torch.device, in_c: bool) -> tuple[Draw | None, torch.dev
 
 
 def draw_filters(options: Sampling) -> Filters:
-    """The options for kernels/draw, at a temperature above 0."""
+    """The filter options, as kernels/draw needs them; the temperature must be above 0."""
     fields = {name: getattr(options, name) for name in Filters._fields if name != "filters_first"}
     return Filters(**fields, filters_first=options.order == "rwkv")
 
 
 @lru_cache(maxsize=64)
 def draw_bias(options: Sampling) -> Bias:
-    """logit_bias and the banned tokens, for kernels/draw."""
+    """The biases of logit_bias, and -inf for banned tokens, as kernels/draw needs them."""
     values = [*options.logit_bias.items(), *((token, -math.inf) for token in options.banned)]
     ids = torch.tensor([token for token, _ in values], dtype=torch.int32, device="cpu")
     return Bias(ids, torch.tensor([bias for _, bias in values], dtype=torch.float32, device="cpu"))
 
 
 class Penalties:
-    """The penalties of one row. Memory and time grow with the number of different tokens in its prompt and text.
+    """The penalties of one row. Memory and time grow with the number of different tokens in its prompt and generated text.
 
     exempt: ids that no penalty changes.
     """
@@ -73,9 +73,9 @@ class Penalties:
         self._options = options
         self._exempt_ids = frozenset(exempt)
         in_prompt = {*prompt} - self._exempt_ids if options.repetition_penalty != 1 else ()
-        self._ids = torch.tensor([*in_prompt], dtype=torch.int64, device="cpu")    # (n) different tokens, new ones last
+        self._ids = torch.tensor([*in_prompt], dtype=torch.int64, device="cpu")    # (n) distinct ids, new ones last
         self._counts = torch.zeros(len(self._ids), dtype=torch.float64, device="cpu")
-        self._generated = torch.zeros_like(self._counts)                           # 0 or 1
+        self._generated = torch.zeros_like(self._counts)                           # 1 if generated, else 0
         self._index_of = {token: index for index, token in enumerate(self._ids.tolist())}
 
     def add(self, token: int) -> None:
@@ -91,7 +91,7 @@ class Penalties:
         self._generated[index] = 1
 
     def apply(self, logits: Tensor) -> None:
-        """Changes the row's logits (V) float32 in place."""
+        """Applies the penalties to the row's float32 logits (V), in place."""
         if not len(self._ids):
             return
         options = self._options
@@ -103,27 +103,27 @@ class Penalties:
 
     @staticmethod
     def apply_all(logits: Tensor, rows: Sequence["Penalties"]) -> Tensor:
-        """The logits (B,V) float32 after the penalties of each row; `logits` may be changed in place."""
+        """Applies each row's penalties. Returns the float32 logits (B,V); may change the argument in place."""
         for row, penalties in enumerate(rows):
             penalties.apply(logits[row])
         return logits
 
 
 class PenaltyTable:
-    """The penalties of rows whose logits are on a GPU: V counts per row, in float64, as in kernels/draw.
+    """The penalties of rows whose logits are on a GPU: V counts in float64 and V flags per row, as kernels/draw needs them.
 
-    A row has a slot from its first logits until it is deleted. A slot takes 9 V bytes.
+    A row has a slot in the table from its first draw until it is deleted. A slot takes 9 V bytes.
     """
 
     def __init__(self, V: int, device: torch.device) -> None:
         self._counts = torch.zeros(0, V, dtype=torch.float64, device=device)
         self._flags = torch.zeros(0, V, dtype=torch.uint8, device=device)
         self._free: list[int] = []
-        self._rows: list[TablePenalties] = []            # of the last call
+        self._rows: list[TablePenalties] = []            # the rows of the last call of apply()
         self._options = torch.empty(0)
 
     def row(self, options: Sampling, prompt: Collection[int] = (), exempt: Collection[int] = ()) -> "TablePenalties":
-        """As Penalties."""
+        """The penalties of a new row; the arguments are those of Penalties."""
         return TablePenalties(self, options, prompt, exempt)
 
     def slot(self) -> int:
@@ -143,15 +143,16 @@ class PenaltyTable:
         self._flags[slot, to_device(torch.tensor([*ids], dtype=torch.int64), self._flags.device)] |= flag
 
     def release(self, slot: int) -> None:
-        """Launches nothing: the garbage collector may call it in any thread, also during the capture of a CUDA graph."""
+        """Frees a slot. Launches no kernel, because the garbage collector may call it in any thread, even while a CUDA graph is
+        being captured."""
         self._free.append(slot)
 
     def forget_rows(self) -> None:
-        """Drops the references to the rows of the last call."""
+        """Drops the references to the rows of the last call of apply()."""
         self._rows = []
 
     def apply(self, logits: Tensor, rows: Sequence["TablePenalties"]) -> Tensor:
-        """The logits (B,V) float32 after the penalties of each row."""
+        """The float32 logits (B,V) after each row's penalties have been applied."""
         slots, last = to_device(torch.tensor([[row.slot for row in rows], [row.pop_last() for row in rows]]), logits.device)
         if [*rows] != self._rows:
             self._rows = [*rows]
@@ -181,7 +182,7 @@ class TablePenalties:
         self._uncounted = token
 
     def pop_last(self) -> int:
-        """The last token added, at most once; -1 for none."""
+        """The token that add() received since the last call; -1 if there was none."""
         last = self._uncounted
         self._uncounted = -1
         return last
@@ -197,10 +198,10 @@ AllPenalties = Sequence[Penalties] | Sequence[TablePenalties]
 
 def next_tokens(logits: Tensor, uniform: Tensor, options: Sampling,
                 penalties: AllPenalties | None = None, draw: Draw | None = None) -> Tensor:
-    """The next token of each row, (B,) int64 on the CPU, from logits (B,V) and uniform (B,), random numbers in [0, 1).
+    """The next token of each row, (B,) int64 on the CPU, from logits (B,V) and `uniform` (B,), random numbers in [0, 1).
 
-    penalties: of each row; None if the options have none. draw: a function of kernels/draw for the device of the logits; None
-    for PyTorch, which draws on the CPU. Raises UserError if the logits are not finite.
+    penalties: the penalties of each row; None if the options set none. draw: the kernels/draw function for the device of the
+    logits; None for PyTorch, which draws on the CPU. Raises UserError if the logits are not finite.
     """
     tokens = to_host([queued_tokens(logits, uniform, options, penalties, draw)])
     if bool((tokens < 0).any()):
@@ -210,7 +211,8 @@ def next_tokens(logits: Tensor, uniform: Tensor, options: Sampling,
 
 def queued_tokens(logits: Tensor, uniform: Tensor, options: Sampling,
                   penalties: AllPenalties | None = None, draw: Draw | None = None) -> Tensor:
-    """next_tokens without synchronisation, on the device of the logits: -1 for a row whose logits are not finite."""
+    """As next_tokens, but without synchronising with the GPU: the tokens stay on the device where they were drawn. The token
+    of a row whose logits are not finite is -1."""
     logits = logits.float()
     if options.temperature == 0:
         logits = adjust_logits(logits, options, penalties)
@@ -221,18 +223,18 @@ def queued_tokens(logits: Tensor, uniform: Tensor, options: Sampling,
         ids, probabilities = distribution(torch.where(finite.unsqueeze(-1), logits, 0.0), options)
         drawn = pick(probabilities, uniform)
         return torch.where(finite, drawn if ids is None else ids.gather(-1, drawn.unsqueeze(-1)).squeeze(-1), -1)
-    if penalties is not None:            # applied to biased logits
+    if penalties is not None:            # penalties come after the bias
         return draw(adjust_logits(logits, options, penalties), uniform, draw_filters(options), NO_BIAS)
     return draw(logits, uniform, draw_filters(options), draw_bias(options))
 
 
 def to_host(drawn: Sequence[Tensor]) -> Tensor:
-    """The concatenated results of queued_tokens on the CPU: the only point at which the host waits for a GPU."""
+    """Concatenates results of queued_tokens and copies them to the CPU: only here does sampling wait for a GPU."""
     return torch.cat([*drawn]).cpu()
 
 
 def adjust_logits(logits: Tensor, options: Sampling, penalties: AllPenalties | None) -> Tensor:
-    """The logits (B,V) after bias, bans and penalties; the argument does not change."""
+    """The logits (B,V) after logit_bias, banned tokens and penalties; the argument is not changed."""
     if options.logit_bias or options.banned or penalties is not None:
         logits = logits.clone()
     for token, bias in options.logit_bias.items():
@@ -241,11 +243,12 @@ def adjust_logits(logits: Tensor, options: Sampling, penalties: AllPenalties | N
         logits.index_fill_(1, to_device(torch.tensor([*options.banned]), logits.device), -torch.inf)
     if not penalties:
         return logits
-    return cast(Any, type(penalties[0])).apply_all(logits, penalties)    # all rows of a group are of one class
+    return cast(Any, type(penalties[0])).apply_all(logits, penalties)    # all elements have the same class
 
 
 def distribution(logits: Tensor, options: Sampling) -> tuple[Tensor | None, Tensor]:
-    """The candidates' ids (B,N), or None for the whole vocabulary in its order, and their probabilities (B,N)."""
+    """Returns the candidates' ids and probabilities, (B,N) each; ids is None if the candidates are the whole vocabulary in
+    order."""
     ids, candidates = _filter_candidates(logits, options)
     if options.min_p > 0:
         threshold = candidates.amax(-1, keepdim=True) + math.log(options.min_p)
@@ -256,9 +259,9 @@ def distribution(logits: Tensor, options: Sampling) -> tuple[Tensor | None, Tens
 
 
 def pick(probabilities: Tensor, uniform: Tensor) -> Tensor:
-    """The index (B,) at which the cumulative probability of each row (B,N) first exceeds uniform (B,).
+    """The index (B,) at which the cumulative probability of each row (B,N) first exceeds `uniform` (B,).
 
-    It finds the block of this index first: a cumulative sum over a whole vocabulary takes ten times as long.
+    The block that contains the index is found first, because a cumulative sum over a whole vocabulary takes ten times as long.
     """
     N = probabilities.shape[-1]
     full = N // BLOCK * BLOCK
@@ -275,9 +278,10 @@ def pick(probabilities: Tensor, uniform: Tensor) -> Tensor:
 
 
 def _filter_candidates(logits: Tensor, options: Sampling) -> tuple[Tensor | None, Tensor]:
-    """The ids and logits (B,N) after top_k and top_p, the likeliest first; -inf marks a token that top_p drops.
+    """The ids and logits, (B,N) each, of the tokens that top_k keeps, the likeliest first; a logit is -inf if top_p removes the
+    token.
 
-    The logits are the filters' input minus the row's maximum. The ids are None if both filters are off.
+    The row's maximum has been subtracted from the logits. If both filters are off, the ids are None and the logits unsorted.
     """
     V = logits.shape[-1]
     largest = logits.amax(-1, keepdim=True)
@@ -293,7 +297,7 @@ def _filter_candidates(logits: Tensor, options: Sampling) -> tuple[Tensor | None
         return ids, _filter_top_p(scaled(values), _sum_exp(scaled(values)), options.top_p)
     total = _sum_exp(scaled(logits))
     N = SHORTLIST if options.top_p < 1 else top_k
-    while True:                          # until the N likeliest hold all tokens that top_p or top_k keeps
+    while True:                          # until the N likeliest include all tokens that top_p or top_k keeps
         values, ids = _top_logits(logits, min(N, top_k))
         if N >= top_k or bool((_sum_exp(scaled(values)) >= options.top_p * total).all()):
             return ids, _filter_top_p(scaled(values), total, options.top_p)
@@ -301,14 +305,14 @@ def _filter_candidates(logits: Tensor, options: Sampling) -> tuple[Tensor | None
 
 
 def _top_logits(logits: Tensor, n: int) -> tuple[Tensor, Tensor]:
-    """The n largest logits of each row and their ids, both (B,n); lower ids first among equal logits.
+    """The n largest logits of each row and their ids, both (B,n); among equal logits, the lowest id comes first.
 
-    The logits must be unscaled, because rounding may make different logits equal.
+    The logits must not yet be divided by the temperature, because rounding may make different logits equal.
     """
     values, ids = logits.topk(n)
-    least = values[:, -1:].clamp(min=torch.finfo(logits.dtype).min)          # -inf marks tokens that are not drawn
+    least = values[:, -1:].clamp(min=torch.finfo(logits.dtype).min)          # tokens with -inf are never drawn
     most = int((logits >= least).sum(-1).max())
-    if most > n:                         # topk has picked some of several equal logits
+    if most > n:                         # topk may have picked any of the equal logits
         _, ids = logits.topk(most)
     ids = ids.sort(-1).values
     values, order = logits.gather(-1, ids).sort(dim=-1, descending=True, stable=True)
@@ -316,12 +320,12 @@ def _top_logits(logits: Tensor, n: int) -> tuple[Tensor, Tensor]:
 
 
 def _sum_exp(logits: Tensor) -> Tensor:
-    """The sum of the exponentials of each row, (B,1) float64; no logit is above 0."""
+    """The sum of each row's exponentials, (B,1) float64. No logit may be above 0."""
     return logits.exp().sum(-1, keepdim=True, dtype=torch.float64)
 
 
 def _filter_top_p(ordered: Tensor, total: Tensor, top_p: float) -> Tensor:
-    """The logits (B,N), the likeliest first, with -inf from where the tokens before sum to at least top_p of `total`."""
+    """The logits (B,N), the likeliest first, with -inf for each token whose predecessors sum to top_p * total or more."""
     if top_p >= 1:
         return ordered
     weights = ordered.exp().double()

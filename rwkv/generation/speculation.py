@@ -1,15 +1,16 @@
 """Speculative decoding: one pass of the model reads a row's last token and a draft's proposals for the next ones.
 
 The row draws from the logits after each of these tokens as it would without a draft: with its own random numbers, penalties and
-grammar. It continues as long as it draws what was proposed, and its state is then the one after the last such token. Logits and
-states have the bits of single steps (rwkv/model/decoding), so the sequence is exactly the one without a draft; a rejected token
-has changed nothing.
+grammar. It continues as long as it draws the proposed token; its state is then the one after the last accepted token. Logits
+and states are bit for bit those of single steps (rwkv/model/decoding), so the sequence is exactly the one without a draft, and
+a rejected token leaves no trace.
 
-How many tokens are proposed: a pass of n tokens, counted over all rows, is assumed to take 1 + PASS_COST (n - 1) times as long
-as a step. If each proposal is right with probability p, k of them yield 1 + p + ... + p^k tokens. A row estimates p from its
-last passes, beginning at FIRST_P, and proposes the k with the most tokens per time. If that gains less than LEAST_GAIN, its
-draft pauses: after FIRST_PAUSE tokens it tries two, and continues if both are right; otherwise the next pause is twice as long.
-With more than MOST_ROWS rows nothing is proposed, because the tokens of so many rows already share the reading of the weights.
+How many tokens are proposed: a pass that reads n tokens, counted over all rows, is assumed to take 1 + PASS_COST (n - 1) times
+as long as a step. If each proposal is right with probability p, k proposals yield 1 + p + ... + p^k tokens on average. Each row
+estimates p from its last passes, starting at FIRST_P, and the draft proposes the number of tokens k that yields the most tokens
+per unit of time. If that is not LEAST_GAIN times as fast as no draft, the row's draft pauses for FIRST_PAUSE tokens. It then
+tries TRIED tokens, and resumes if all are right; otherwise the next pause is twice as long. With more than MOST_ROWS rows
+nothing is proposed, because the tokens of so many rows already share the cost of reading the weights.
 """
 
 from collections.abc import Sequence
@@ -18,30 +19,30 @@ from weakref import WeakKeyDictionary
 from rwkv.generation.draft import Draft
 from rwkv.generation.row import Row
 
-PASS_COST = 0.2                          # measured at 1.5b: 0.12 to 0.26, by dtype and number of tokens
-MOST_ROWS = 4                            # rows with a draft
+PASS_COST = 0.2                          # an upper bound: 0.03 to 0.1 with the 1.5b model and AVX-512, 0.12 to 0.26 before
+MOST_ROWS = 4                            # most rows in the batch for which tokens are proposed
 FIRST_P = 0.6
-DECAY = 0.9                              # of the weight of earlier passes, per pass
-PRIOR_TOKENS = 4.0                       # the weight of FIRST_P, in proposals
+DECAY = 0.9                              # factor by which the weight of earlier passes shrinks in each pass
+PRIOR_TOKENS = 4.0                       # FIRST_P weighs as much as this many proposals
 LEAST_GAIN = 1.05
 FIRST_PAUSE = 32                         # tokens
-TRIED = 2                                # tokens proposed after a pause
-LARGEST_COST = 0.5                       # Draft.cost; even a draft that is always right gains little above
+TRIED = 2                                # number of tokens proposed after a pause
+LARGEST_COST = 0.5                       # limit of Draft.cost: above it, even a draft that is always right gains little
 
 
 class Pace:
-    """How many tokens to propose for one row, by the rule above. most: at most. cost: of a proposed token, as Draft.cost."""
+    """Decides how many tokens to propose for one row, by the module's rule. most: the upper limit. cost: as Draft.cost."""
 
     def __init__(self, most: int, cost: float) -> None:
         self._most = most
         self._cost = cost
         self._accepted, self._proposed = FIRST_P * PRIOR_TOKENS, PRIOR_TOKENS
         self._pauses = 0
-        self._wait = 0                   # tokens of the present pause that are left
-        self._trying = not self._best(1)         # the next proposal decides
+        self._wait = 0                   # tokens until the present pause ends
+        self._trying = not self._best(1)         # whether the next proposal decides if the draft resumes
 
     def n(self, rows: int) -> int:
-        """The number of tokens to propose now, with that many rows in the pass."""
+        """The number of tokens to propose now. rows: the number of rows in the pass."""
         if rows > MOST_ROWS:
             return 0
         if self._wait:
@@ -50,8 +51,8 @@ class Pace:
         return min(self._most, TRIED) if self._trying else self._best(rows)
 
     def record(self, proposed: int, accepted: int, rejected: bool) -> None:
-        """The result of a pass. rejected: the row has drawn another token than the next one proposed; otherwise it has ended or
-        accepted all."""
+        """Records the outcome of a pass. rejected: whether the row drew a token other than the one proposed; if not, it
+        accepted all proposals or ended."""
         failed = self._trying and rejected
         if self._trying and not rejected:
             self._accepted, self._proposed = FIRST_P * PRIOR_TOKENS, PRIOR_TOKENS
@@ -66,7 +67,7 @@ class Pace:
 
     def _best(self, rows: int) -> int:
         p = self._accepted / self._proposed
-        price = rows * (PASS_COST + self._cost) / (1 + PASS_COST * (rows - 1))       # of a proposal for each row
+        price = rows * (PASS_COST + self._cost) / (1 + PASS_COST * (rows - 1))       # of one proposal per row, in passes
         gains = {0: LEAST_GAIN}
         tokens = 1.0
         for k in range(1, self._most + 1):
@@ -76,18 +77,18 @@ class Pace:
 
 
 class Speculation:
-    """The drafts of an engine's rows."""
+    """Proposes tokens for all rows of an engine, and records which are accepted."""
 
     def __init__(self, draft: Draft) -> None:
         self._draft = draft
         self._paces: WeakKeyDictionary[Row, Pace] = WeakKeyDictionary()
 
     def propose(self, rows: Sequence[Row]) -> list[list[int]]:
-        """Tokens that may follow the last one of each row; [] for a row that reads its last token alone."""
+        """The tokens proposed for each row, to follow its last token; [] for a row without a proposal."""
         return [self._proposal(row, len(rows)) if row.unfinished else [] for row in rows]
 
     def record(self, row: Row, proposed: int, accepted: int) -> None:
-        """Counts the result of a pass."""
+        """Records how many of the proposed tokens a row has accepted in a pass."""
         row.proposed_tokens += proposed
         row.accepted_tokens += accepted
         self._paces[row].record(proposed, accepted, rejected=row.unfinished and accepted < proposed)

@@ -1,8 +1,8 @@
 """Saved states (save_state=FILE, state=FILE): prefill results from which generation can continue.
 
-A safetensors file: the tensors of state and logits, with the hashes of the model and the tokenizer, the last ids, which
-decoding the following text needs, and a checksum of all of these. The server's files have further metadata, which other
-programs ignore.
+A state file is a safetensors file with the tensors of the state and the logits. Its metadata has the hashes of the model and
+the tokenizer, the last ids, which are needed to decode the text that follows, and a checksum of all of these. The server's
+files have further metadata, which other programs ignore.
 """
 
 import hashlib
@@ -29,24 +29,26 @@ from rwkv.tokenizer.tokenizers import Tokenizer
 FORMAT = "timemix-state-1"
 LAST_IDS = "last_ids"                    # metadata keys
 CHECKSUM = "sha256"
-LONGEST_HEADER = 2**20                   # bytes read to find a file's metadata
-PARTS = ("model", "tokenizer")           # metadata keys: the hashes of what a state belongs to
+LONGEST_HEADER = 2**20                   # bytes read from the start of a file to find its metadata
+PARTS = ("model", "tokenizer")           # metadata keys: hashes of the model and the tokenizer that wrote the state
 
 
 def save_context(path: str | Path, context: PrefillResult, model: Model, tokenizer: Tokenizer) -> None:
-    """Writes the file, whole or not at all. Raises OSError where it cannot be written."""
+    """Writes a state file atomically. Raises OSError if it cannot be written."""
     content = StateForm.of(model, tokenizer).content(context)
     write_file(Path(path), lambda file: file.write(content))
 
 
 def load_context(path: str | Path, model: Model, tokenizer: Tokenizer) -> PrefillResult:
-    """The result in a file, one row. Raises UserError if the file is missing, damaged, or of another model or tokenizer."""
+    """The prefill result in a state file, with one row. Raises UserError if the file is missing, damaged, or was written with a
+    different model or tokenizer."""
     return StateForm.of(model, tokenizer).load(path)
 
 
 @torch.no_grad()
 def beginning(model: Model, tokenizer: Tokenizer, state: State) -> PrefillResult:
-    """The context of sequences that begin with `state`, one row: the logits after end_of_text (for an empty prompt), no ids."""
+    """A context that starts sequences from `state`, which must have one row. last_ids is (); the logits are those after an
+    end-of-text token, from which an empty prompt continues."""
     device = model.emb.weight.device
     start = PrefillResult(torch.empty(1, model.vocab_size, device=device), state.to(device))
     end_of_text = torch.tensor([[tokenizer.end_of_text]], device="cpu")
@@ -54,7 +56,8 @@ def beginning(model: Model, tokenizer: Tokenizer, state: State) -> PrefillResult
 
 
 class StateForm:
-    """Reads and writes the state files of one model and tokenizer. fingerprint: of the model, which need not be loaded."""
+    """Reads and writes the state files of one model and tokenizer. fingerprint: the hash of the model, which need not be
+    loaded."""
 
     def __init__(self, config: ModelConfig, vocab_size: int, fingerprint: str, tokenizer: Tokenizer,
                  device: torch.device | str = "cpu") -> None:
@@ -69,13 +72,13 @@ class StateForm:
         return cls(model.config, model.vocab_size, model.fingerprint(), tokenizer, model.emb.weight.device)
 
     def content(self, context: PrefillResult, more: Mapping[str, str] | None = None) -> bytes:
-        """The content of a file. more: further metadata."""
+        """The bytes of a state file with this context. more: further metadata."""
         tensors = {name: tensor.cpu().contiguous() for name, tensor in _named_tensors(context).items()}
         metadata = {**(more or {}), **self.identity, LAST_IDS: json.dumps(context.last_ids)}
         return save(tensors, metadata=metadata | {CHECKSUM: checksum(tensors, metadata)})
 
     def load(self, path: str | Path) -> PrefillResult:
-        """The result in a file. Raises UserError as load_context does."""
+        """The prefill result in a state file. Raises UserError as load_context does."""
         path = state_file(path)
         try:
             content = path.read_bytes()
@@ -84,19 +87,19 @@ class StateForm:
         return self.read(content, str(path))
 
     def read(self, content: bytes, name: str) -> PrefillResult:
-        """The result in the content of a file, one row. name: of the file. Raises UserError as load_context does."""
+        """The prefill result in a state file's bytes. name: how errors name the file. Raises UserError as load_context does."""
         try:
             tensors = load(content)
             metadata = metadata_of(content)
         except (SafetensorError, ValueError) as error:
             is_safetensors = content[8:9] == b"{"
-            problem = "it is truncated or damaged" if is_safetensors else "it is not a .safetensors file of save_state="
+            problem = "it is truncated or damaged" if is_safetensors else "save_state= did not write it"
             raise UserError(f"{name} cannot be read as a state file: {problem}; name weights as checkpoint=") from error
         self.require_same(name, metadata)
         module = generation(self._config)
         expected = _named_tensors(PrefillResult(torch.empty(1, self._vocab_size), module.empty_state(self._config, 1, "meta")))
         if {name: part.shape for name, part in tensors.items()} != {name: part.shape for name, part in expected.items()}:
-            raise UserError(f"{name} must hold one row's state for this model; its tensors have other names or shapes")
+            raise UserError(f"{name} must hold one row's state for this model; its tensors have different names or shapes")
         if CHECKSUM not in metadata:
             raise UserError(f"{name} lacks its checksum: use a file that save_state= or the server wrote, or save the state "
                             "again")
@@ -104,19 +107,19 @@ class StateForm:
             raise UserError(f"{name} has changed since it was written (checksum mismatch): use an intact copy, or save the "
                             "state again")
         if not all(tensor.is_floating_point() and tensor.isfinite().all() for tensor in tensors.values()):
-            raise UserError(f"{name} must hold finite numbers; its model had diverged, or the file has changed")
+            raise UserError(f"{name} must contain only finite numbers; the model had diverged, or the file has changed")
         logits = tensors.pop("logits").to(self._device)
         state = module.State(**{part: tensor.to(self._device, torch.float32) for part, tensor in tensors.items()})
         return PrefillResult(logits, state, self.last_ids(name, metadata))
 
     def require_same(self, name: str, metadata: Mapping[str, str]) -> None:
-        """Raises UserError if a file with this metadata belongs to another model or tokenizer."""
+        """Raises UserError if a file with this metadata was written with a different model or tokenizer."""
         if metadata.get("format") != FORMAT:
             raise UserError(f"{name} must be a state file of format {FORMAT}; got {metadata.get('format', 'none')}; name "
                             "weights as checkpoint=")
         for part in PARTS:
             if metadata.get(part) != self.identity[part]:
-                raise UserError(f"{name} was written with another {part} (hash {str(metadata.get(part))[:12]}; got "
+                raise UserError(f"{name} was written with a different {part} (hash {str(metadata.get(part))[:12]}; got "
                                 f"{self.identity[part][:12]}): use the {part} that the state was saved with")
 
     def last_ids(self, name: str, metadata: Mapping[str, str]) -> tuple[int, ...]:
@@ -125,7 +128,7 @@ class StateForm:
             ids = whole_numbers(LAST_IDS, json.loads(text))
             return tuple(require_id(token, self._tokenizer.vocab_size) for token in ids)
         except (ValueError, RecursionError):
-            raise UserError(f"{name} is damaged: its last ids are {text[:60]!r}") from None
+            raise UserError(f"{name} is damaged: its {LAST_IDS} must be a list of token ids; got {text[:60]!r}") from None
 
 
 def is_state_file(path: str | Path) -> bool:
@@ -138,7 +141,7 @@ def is_state_file(path: str | Path) -> bool:
 
 
 def metadata_of(content: bytes) -> dict[str, str]:
-    """The metadata of a safetensors file, from its first bytes. Raises ValueError if they hold no whole header."""
+    """The metadata of a safetensors file, from its first bytes. Raises ValueError unless they contain the whole header."""
     length = int.from_bytes(content[:8], "little")
     if len(content) < 8 + length:
         raise ValueError("its header is truncated")
@@ -153,7 +156,7 @@ def metadata_of(content: bytes) -> dict[str, str]:
 
 
 def checksum(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str:
-    """SHA-256 in hexadecimal digits of the tensors, which are contiguous, and of the metadata other than a checksum."""
+    """The SHA-256, in hexadecimal, of the tensors and of the metadata except the checksum. The tensors must be contiguous."""
     headers = [[name, str(tensor.dtype), [*tensor.shape]] for name, tensor in sorted(tensors.items())]
     pairs = sorted(pair for pair in metadata.items() if pair[0] != CHECKSUM)
     digest = hashlib.sha256(json.dumps([headers, pairs]).encode())

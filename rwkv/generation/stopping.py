@@ -3,17 +3,17 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rwkv.chat.marks import begun_at_end
+from rwkv.chat.markers import begun_at_end
 from rwkv.config import strings, whole_number, whole_numbers
 from rwkv.errors import UserError
 
 
 @dataclass(frozen=True)
 class StoppingCriteria:
-    """A sequence ends after max_new_tokens, before the first stop string or stop token, or at an end-of-text token.
+    """When a sequence ends: after max_new_tokens tokens, before a stop string or stop token, or at an end-of-text token.
 
-    If a stop string begins with the name of a special token, that token is a stop token too: it has no text that could match.
-    Raises UserError for a value out of range or of another type.
+    If a stop string begins with the name of a special token, that token is a stop token too: as a generated token it has no
+    text, so the string could not match. Raises UserError for a value that is out of range or of the wrong type.
     """
 
     max_new_tokens: int = 200
@@ -25,7 +25,7 @@ class StoppingCriteria:
         object.__setattr__(self, "stop_tokens", whole_numbers("stop_tokens", self.stop_tokens))
         object.__setattr__(self, "stop", strings("stop", self.stop))
         if "" in self.stop:
-            raise UserError("stop must hold no empty string, which would end every sequence at once")
+            raise UserError("stop must hold no empty string, which would end every sequence immediately")
 
 
 class StopStrings:
@@ -36,9 +36,9 @@ class StopStrings:
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = stops
-        self._pending = ""               # the end of the text so far, which may begin a stop string
+        self._pending = ""               # the end of the text so far, held back because a stop string may begin there
         self.matched: str | None = None  # the stop string that has ended the text
-        self.rest = ""                   # that stop string, and the text after it
+        self.rest = ""                   # the stop string in `matched`, and the text after it
 
     def push(self, piece: str) -> str:
         """Appends `piece`; returns the text that can be shown now, without a stop string or the beginning of one."""
@@ -55,7 +55,7 @@ class StopStrings:
         return text[:shown]
 
     def flush(self) -> str:
-        """The text held back, at the end of a text that no stop string ended."""
+        """The text held back. To be called at the end of a text that no stop string has ended."""
         pending = self._pending
         self._pending = ""
         return pending

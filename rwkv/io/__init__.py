@@ -1,1 +1,1 @@
-"""Files and streams: atomic writes, cache files, UTF-8, JSON lines, output streams that may be closed; signals."""
+"""Files, streams and signals: atomic writes, cache files, UTF-8, JSON lines, output streams whose reader may disappear."""

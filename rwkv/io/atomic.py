@@ -1,7 +1,7 @@
-"""Atomic writes: write a file beside its target, flush it to the disk, and rename it to the target.
+"""Atomic writes: writes a temporary file in the target's folder, flushes it to the disk, and renames it to the target.
 
-After a crash the target is the complete old or the complete new file. Follows symbolic links, and writes to devices and pipes
-directly.
+After a crash the target is either the complete old file or the complete new one. Symbolic links are followed; devices and pipes
+are written directly.
 """
 
 import os
@@ -13,8 +13,9 @@ from typing import BinaryIO
 
 
 def write_file(path: Path, write: Callable[[BinaryIO], object]) -> None:
-    """Writes `path` with write(file), atomically: a failure keeps the old file. Creates missing parent folders."""
-    if path.exists() and not path.is_file():             # a rename would replace /dev/null
+    """Calls write(file) and puts the result at `path` atomically: a failure leaves the old file intact. Creates missing
+    folders."""
+    if path.exists() and not path.is_file():             # a device or pipe: a rename would replace it
         with path.open("wb") as file:
             write(file)
         return
@@ -29,7 +30,7 @@ def write_file(path: Path, write: Callable[[BinaryIO], object]) -> None:
         temporary.replace(path)
         sync_folder(path.parent)
     except OSError as error:
-        if error.filename in (None, str(temporary)):     # a write to a full disk names no file
+        if error.filename in (None, str(temporary)):     # the error of a full disk names no file
             error.filename = str(path)
         raise
     finally:
@@ -37,21 +38,21 @@ def write_file(path: Path, write: Callable[[BinaryIO], object]) -> None:
 
 
 def append(path: Path, content: bytes) -> None:
-    """Appends to a file. An OSError names the file."""
+    """Appends to a file. If it fails, the OSError contains the file's name."""
     try:
         with path.open("ab") as file:
             file.write(content)
     except OSError as error:
-        error.filename = str(path)       # a write to a full disk names no file
+        error.filename = str(path)       # the error of a full disk names no file
         raise
 
 
 def write_folder(path: Path, write: Callable[[Path], None]) -> None:
-    """Creates the folder `path` with write(folder), and replaces an old one once the new one is complete."""
+    """Creates the folder `path`, which write(folder) fills. An old folder is replaced once the new one is complete."""
     path = Path(os.path.realpath(path))
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    shutil.rmtree(temporary, ignore_errors=True)         # left by a killed process with the same pid
+    shutil.rmtree(temporary, ignore_errors=True)         # left by a killed process that had the same pid
     temporary.mkdir()
     try:
         write(temporary)
@@ -71,7 +72,7 @@ def write_folder(path: Path, write: Callable[[Path], None]) -> None:
 def replace_folder(folder: Path, path: Path) -> None:
     """Renames a finished folder to `path`, replacing an old file or folder.
 
-    A kill in between leaves both, the old one named replaced_by(path).
+    If the process is killed meanwhile, both remain, and the old one may be named replaced_by(path).
     """
     sync_folder(folder)
     old = replaced_by(path)
@@ -84,12 +85,13 @@ def replace_folder(folder: Path, path: Path) -> None:
 
 
 def replaced_by(path: Path) -> Path:
-    """The name of the old file or folder during replace_folder."""
+    """The temporary path of the old file or folder during replace_folder."""
     return path.with_name(f".{path.name}.old")
 
 
 def remove(path: Path) -> None:
-    """Deletes a file or folder, if it exists. Renames a folder first, so that a kill leaves no partial folder."""
+    """Deletes a file or folder, if it exists. Renames a folder first, so that a kill leaves no partial folder under this
+    name."""
     if not path.is_dir():
         path.unlink(missing_ok=True)
         return
@@ -100,13 +102,13 @@ def remove(path: Path) -> None:
 
 
 def size_on_disk(path: Path) -> int:
-    """The bytes of a file, or of all files in a folder."""
+    """The size in bytes of a file, or of all files in a folder."""
     files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
     return sum(file.stat().st_size for file in files)
 
 
 def sync_folder(folder: Path) -> None:
-    """Flushes the folder's entries to the disk, so that a rename survives a crash. No-op on Windows."""
+    """Flushes the folder's entries to the disk, so that a rename survives a crash. Does nothing on Windows."""
     if sys.platform == "win32":
         return
     handle = os.open(folder, os.O_RDONLY)

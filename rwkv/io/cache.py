@@ -1,4 +1,4 @@
-"""Cache files: atomic writes, also by concurrent processes, and checksums verified on reading."""
+"""Cache files: written atomically, even by concurrent processes, and with checksums that are verified on reading."""
 
 import hashlib
 import json
@@ -12,7 +12,7 @@ from rwkv.io.atomic import write_file
 
 
 def write(path: Path, write_to: Callable[[BinaryIO], object]) -> None:
-    """Writes `path` with write_to(file), atomically. Raises UserError if it cannot be written."""
+    """Like write_file, but raises UserError if the file cannot be written."""
     try:
         write_file(path, write_to)
     except OSError as error:
@@ -20,7 +20,7 @@ def write(path: Path, write_to: Callable[[BinaryIO], object]) -> None:
 
 
 def cannot_write(path: Path, error: OSError) -> str:
-    """The message of a UserError about a folder or file of data.cache_dir that cannot be written."""
+    """The message for a UserError about a folder or file in data.cache_dir that cannot be written."""
     return f"cannot write {path}: {error.strerror}; data.cache_dir must be a writable folder with free space"
 
 
@@ -34,7 +34,7 @@ def write_json(path: Path, content: object) -> None:
 
 
 def json_bytes(content: object) -> bytes:
-    """The file that write_json writes."""
+    """The bytes of the file that write_json writes."""
     return json.dumps({"crc32": _checksum(content), "content": content}).encode()
 
 
@@ -48,7 +48,7 @@ def read_json(path: Path) -> Any:
 
 
 def sha256(parts: Iterable[str]) -> str:
-    """The SHA-256 of strings in UTF-8, joined by zero bytes."""
+    """The SHA-256 of strings, encoded as UTF-8 and joined by zero bytes."""
     hashed = hashlib.sha256()
     separator = b""
     for part in parts:

@@ -1,4 +1,4 @@
-"""Compressed files, by suffix: .gz, and .zst with the package zstandard."""
+"""Reads compressed files, recognised by suffix: .gz, and .zst, which requires the package zstandard."""
 
 import gzip
 import io
@@ -9,14 +9,15 @@ from typing import Any, BinaryIO, cast
 from rwkv.errors import UserError
 
 COMPRESSED = (".gz", ".zst")
-BROKEN = (OSError, EOFError, zlib.error)         # errors of a damaged or truncated file
-BLOCK = 1 << 17                          # compressed bytes read at a time
+BROKEN = (OSError, EOFError, zlib.error)         # exceptions for a damaged or truncated file
+BLOCK = 1 << 17                          # number of compressed bytes to read at a time
 
 
 def decompressed(raw: BinaryIO, path: Path) -> BinaryIO:
-    """The content of a file that is open for reading bytes; `raw` itself for other suffixes.
+    """A stream of the decompressed content of `raw`, a file open for reading bytes. Without the suffix .gz or .zst, returns
+    `raw` itself.
 
-    Reading raises one of BROKEN for a damaged file. Raises UserError if .zst lacks its package.
+    Reading a damaged file raises one of BROKEN. Raises UserError for .zst if the package is not installed.
     """
     if path.suffix == ".gz":
         return cast(BinaryIO, gzip.GzipFile(fileobj=raw))
@@ -35,7 +36,7 @@ class _Zstandard(io.RawIOBase):
             raise UserError(f"{path} requires the package zstandard: pip install zstandard") from None
         self._library = zstandard
         self._raw = raw
-        self._frame: Any = None          # the decompressor of an unfinished frame
+        self._frame: Any = None          # the decompressor of the current frame
         self._compressed = b""
         self._content = memoryview(b"")
 

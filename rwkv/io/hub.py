@@ -1,13 +1,14 @@
 """Names on the Hugging Face Hub, accepted by every option for a checkpoint, state, adapter, tokenizer or template.
 
-    ORG/REPO                 a directory with config.json or adapter_config.json, or the only weights file
+    ORG/REPO                 a repository with config.json or adapter_config.json, or with only one weights file
     ORG/REPO/PATH            a file or a directory inside the repository
     ORG/REPO:Q4_K_M          the GGUF file with this quantisation
     NAME@REVISION            a branch, a tag or a commit; main by default
-    hf://NAME                the same; also https://huggingface.co/ORG/REPO/blob/main/PATH, a browser's address
+    hf://NAME                the same; also a browser's address, https://huggingface.co/ORG/REPO/blob/main/PATH
 
-A name that exists on disk, or whose first folder does, is a path. huggingface_hub downloads: its cache, token, offline mode
-and progress bar apply, and it resumes interrupted downloads. Only the files that are read are downloaded.
+A name that exists on disk, or whose first folder exists, is a path. The package huggingface_hub downloads the files, so its
+cache, token, offline mode and progress bar apply, and interrupted downloads resume. Only files that will be read are
+downloaded.
 """
 
 import functools
@@ -25,27 +26,28 @@ from rwkv.errors import CheckpointError
 
 EXTRA = "pip install huggingface_hub"
 MAIN = "main"
-SHOWN = 4                                # names listed in an error
+SHOWN = 4                                # number of names to list in an error message
 CARD = "README.md"
-RUNS = "runs/"                           # the folder of runs, which may not exist yet
+RUNS = "runs/"                           # a path, even if the folder does not exist yet
 COMMIT = re.compile(r"[0-9a-f]{40}")
 SCHEME = re.compile(r"(hf:|(?:https?:/+)?(?:www\.)?(?:huggingface\.co|hf\.co)(?=/))/*")
 REPOSITORY = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@(refs/(?:pr|convert)/[\w.-]+|[^/:@]+))?"
                         r"(?:/([^:@]*))?((?:[:@][^:@]+)*)")
-ON_A_PAGE = re.compile(r"(?:blob|resolve|raw|tree)/([^/]+)(?:/(.*))?")         # the path in a browser's address
+ON_A_PAGE = re.compile(r"(?:blob|resolve|raw|tree)/([^/]+)(?:/(.*))?")         # the path part of a browser's address
 PART = re.compile(r"-\d{5}-of-\d{5}(?=\.gguf\Z)")
 QUANTISATION = re.compile(r"(?<![A-Za-z0-9])(?:IQ\d\w*|Q\d\w*|T?BF16|F16|F32|MXFP4)(?![A-Za-z0-9_])", re.IGNORECASE)
 WEIGHTS = (".pth", ".safetensors", ".gguf", ".st", ".ckpt", ".bin", ".ggmf")
-FILES = (*WEIGHTS, ".pt", ".json", ".txt", ".jinja", ".jinja2")                # ORG/NAME with such a suffix is a path
-MARKS = ("config.json", "adapter_config.json")           # of a directory that is a whole model or adapter
+FILES = (*WEIGHTS, ".pt", ".json", ".txt", ".jinja", ".jinja2")                # ORG/NAME with such a suffix is a path on disk
+MARKS = ("config.json", "adapter_config.json")           # a directory with one of these is a model or adapter
 DIRECTORY_WEIGHTS = ("model.safetensors", "pytorch_model.bin", "model.safetensors.index.json", "pytorch_model.bin.index.json",
-                "adapter_model.safetensors", "adapter_model.bin")              # its weights, in order of preference
+                "adapter_model.safetensors", "adapter_model.bin")              # a directory's weights, in order of preference
 INDEX = ".index.json"
-BESIDE = (".json", ".jinja", ".txt", ".model", ".md")    # suffixes of its other files
+BESIDE = (".json", ".jinja", ".txt", ".model", ".md")    # suffixes of a directory's other files
 
 
 class Name(NamedTuple):
-    """path: within the repository; "" for all of it. quantisation: of a GGUF file. revision: None for main."""
+    """A name on the Hub. path: within the repository; "" for the repository itself. quantisation: selects a GGUF file.
+    revision: None for main."""
 
     repository: str
     path: str = ""
@@ -59,15 +61,16 @@ class Name(NamedTuple):
 
 
 class Fetched(NamedTuple):
-    """The path on disk, and the name pinned to a commit, which is permanent."""
+    """A downloaded file or directory. path: on disk. pinned: its name with the commit, which always denotes the same
+    content."""
 
     path: Path
     pinned: str
 
 
 class Contents(NamedTuple):
-    """The files of a repository at a commit: sizes in bytes by path, None if unknown. offline: the reason why the contents are
-    the cache's; None if the Hub listed them."""
+    """The files of a repository at a commit. files: their sizes in bytes (None if unknown) by path. offline: why the list is
+    from the cache; None if it is from the Hub."""
 
     commit: str
     files: Mapping[str, int | None]
@@ -75,7 +78,7 @@ class Contents(NamedTuple):
 
 
 def parse(text: str | Path) -> Name | None:
-    """The name on the Hub; None for a path. Raises CheckpointError if hf:// or an address lacks a name."""
+    """Parses a name on the Hub; None for a path on disk. Raises CheckpointError if hf:// or an address contains no name."""
     text = text.as_posix() if isinstance(text, Path) else text
     scheme = SCHEME.match(text)
     body = text[scheme.end():].partition("?")[0].rstrip("/") if scheme else text
@@ -101,17 +104,17 @@ def parse(text: str | Path) -> Name | None:
 
 
 def local(name: str | Path, noun: str = "checkpoint") -> Path:
-    """The path on disk: of a path, which may be missing, or of a name on the Hub, which is downloaded.
+    """Downloads a name on the Hub and returns its path on disk. Other paths are returned unchanged, even missing ones.
 
-    noun: for errors. Raises CheckpointError if the Hub has no such file, if it is unreachable and the file is not cached, or if
-    huggingface_hub is not installed.
+    noun: what error messages call the file. Raises CheckpointError if the Hub has no such file, if it is unreachable and the
+    file is not cached, or if huggingface_hub is not installed.
     """
     download = _fetched_unless_path(name, noun)
     return Path(name) if download is None else download.path
 
 
 def fetched(name: str | Path, noun: str = "checkpoint") -> Fetched:
-    """As `local`, with the pinned name. The name of a path is the absolute path."""
+    """Like `local`, but also returns the name pinned to a commit; for a path on disk, the absolute path."""
     return _fetched_unless_path(name, noun) or Fetched(Path(name), str(Path(name).resolve()))
 
 
@@ -126,11 +129,11 @@ def _fetch(name: Name, noun: str) -> Fetched:
     hub = _client(name, noun)
     if name.revision and COMMIT.fullmatch(name.revision) and name.path.endswith(FILES) and not PART.search(name.path):
         path = _snapshots(hub, name.repository) / name.revision / name.path
-        if path.is_file():               # a commit does not change: no request needed
+        if path.is_file():               # a commit never changes, so no request is needed
             return Fetched(path, str(name))
     contents = contents_of(name, noun)
     target, needed = choose(name, contents, noun)
-    if CARD in contents.files and CARD not in needed:            # states the licence
+    if CARD in contents.files and CARD not in needed:            # it states the licence
         needed.insert(0, CARD)
     folder = _snapshots(hub, name.repository) / contents.commit
     is_cached = all((folder / file).is_file() for file in needed)
@@ -152,7 +155,7 @@ def _fetch(name: Name, noun: str) -> Fetched:
 
 
 def contents_of(name: Name, noun: str = "checkpoint") -> Contents:
-    """The files of the repository, from the Hub, or from the cache if the Hub is unreachable."""
+    """Lists the files of the repository, from the Hub, or from the cache if the Hub is unreachable."""
     hub = _client(name, noun)
     errors = importlib.import_module("huggingface_hub.errors")
     try:
@@ -167,7 +170,7 @@ def contents_of(name: Name, noun: str = "checkpoint") -> Contents:
     except errors.RevisionNotFoundError:
         raise CheckpointError(f"{name.repository} has no revision {name.revision!r}: name a branch, a tag or a whole commit, "
                               "or omit it for main") from None
-    except (*errors.HfHubHTTPError.__bases__, OSError) as error:     # the first is the HTTP library's base error
+    except (*errors.HfHubHTTPError.__bases__, OSError) as error:     # the base class is the HTTP library's own error
         return _cached_contents(hub, name, noun, _reason(hub, error))
     return Contents(info.sha, {file.rfilename: file.size for file in info.siblings})
 
@@ -186,16 +189,16 @@ def _cached_contents(hub: ModuleType, name: Name, noun: str, reason: str) -> Con
     commit = ref.read_text().strip() if ref.is_file() else revision
     folder = snapshots / commit
     if not folder.is_dir():
-        raise CheckpointError(f"no {noun} at {name}: there is no such path, {reason}, and the cache {snapshots.parent.parent} "
-                              "does not have it")
+        raise CheckpointError(f"no {noun} at {name}: there is no such path, {reason}, and it is not in the cache "
+                              f"{snapshots.parent.parent}")
     files = {path.relative_to(folder).as_posix(): path.stat().st_size for path in folder.rglob("*") if path.is_file()}
     return Contents(commit, files, reason)
 
 
 def choose(name: Name, contents: Contents, noun: str = "checkpoint") -> tuple[str, list[str]]:
-    """The file or directory that a name refers to, and the files to download for it, with an index of shards last.
+    """The path of the file or directory that a name refers to, and the files to download for it; an index of shards is last.
 
-    Raises CheckpointError if the repository has none, or several.
+    Raises CheckpointError if no file or directory matches, or several do.
     """
     files = contents.files
     if name.path in files and not name.quantisation:
@@ -221,14 +224,14 @@ def choose(name: Name, contents: Contents, noun: str = "checkpoint") -> tuple[st
 
 
 def offers(contents: Contents) -> list[str]:
-    """The paths of a repository's readable files and directories, "" for the repository itself."""
+    """The paths in a repository that can be read as a model or adapter: files and directories; "" is the repository itself."""
     folders = [file.rpartition("/")[0] for file in contents.files if file.rpartition("/")[2] in MARKS]
     files = [file for file in contents.files if file.endswith(WEIGHTS) and file.rpartition("/")[0] not in folders]
     return sorted([*folders, *_first_parts(files)])
 
 
 def _first_parts(files: Iterable[str]) -> list[str]:
-    """The files in order, with only the first part of a split GGUF."""
+    """The files, sorted; of a split GGUF only the first part."""
     return [file for file in sorted(files) if not PART.search(file) or "-00001-of-" in file]
 
 
@@ -272,7 +275,8 @@ def _raise_ambiguous(name: Name, names: list[str], noun: str) -> NoReturn:
     if not names:
         raise CheckpointError(f"{name} has no weights in a supported format: expected config.json with model.safetensors, or "
                               f"one of {', '.join(WEIGHTS)}")
-    raise CheckpointError(f"{name} has {len(names)} of them: name the {noun}, such as {_examples(name, names)}")
+    raise CheckpointError(f"{name} contains {len(names)} possible files or directories: name the {noun}, such as "
+                          f"{_examples(name, names)}")
 
 
 def _examples(name: Name, paths: list[str], separator: str = ", ") -> str:
@@ -296,15 +300,15 @@ def _download(hub: ModuleType, name: Name, folder: Path, files: list[str]) -> No
     except (*errors.HfHubHTTPError.__bases__, OSError, errors.EntryNotFoundError) as error:
         message = (getattr(error, "strerror", None) or str(error).strip() or type(error).__name__).splitlines()[0]
         raise CheckpointError(f"the download of {name} was interrupted ({message}): repeat the command to continue "
-                              "it") from None
+                              "the download") from None
     missing = [file for file in files if not (folder / file).is_file()]
     if missing:
-        raise CheckpointError(f"the download of {name} is incomplete, it lacks {missing[0]}: repeat the command to continue "
-                              "it")
+        raise CheckpointError(f"the download of {name} is incomplete: {missing[0]} is missing; repeat the command to "
+                              "continue the download")
 
 
 def _snapshots(hub: ModuleType, repository: str) -> Path:
-    """The folder of huggingface_hub's cache with one folder per commit."""
+    """The folder in huggingface_hub's cache that contains one folder per commit of the repository."""
     return Path(hub.constants.HF_HUB_CACHE) / f"models--{repository.replace('/', '--')}" / "snapshots"
 
 
@@ -318,7 +322,8 @@ def _client(name: Name, noun: str) -> ModuleType:
 
 
 class Cached(NamedTuple):
-    """A file or directory in the cache, by its name, with the commit if no branch or tag refers to it."""
+    """A model or adapter in the cache. name: its name on the Hub; the revision is the commit if no branch or tag refers to
+    this."""
 
     name: Name
     size: int                            # bytes
@@ -326,7 +331,7 @@ class Cached(NamedTuple):
 
 
 def cached() -> list[Cached]:
-    """The models in the cache, by name."""
+    """The models and adapters in the cache, sorted by repository."""
     hub = _client(Name("the cache"), "model")
     models = []
     for snapshots in sorted(Path(hub.constants.HF_HUB_CACHE).glob("models--*/snapshots")):
@@ -344,7 +349,7 @@ def cached() -> list[Cached]:
 
 
 def size_of(contents: Contents, offer: str) -> int:
-    """The bytes of a file with its further parts, or of all files of a directory."""
+    """The size in bytes of a file and the other parts of a split file, or of all files in a directory."""
     files = _parts_of(offer, contents.files) if offer in contents.files else \
         [file for file in contents.files if file.startswith(f"{offer}/" if offer else "")]
     return sum(contents.files[file] or 0 for file in files)

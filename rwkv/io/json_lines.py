@@ -1,7 +1,7 @@
 r"""JSON lines: one object per line, in training data, prompts, evaluation texts and samples.
 
-Read the lines from a file in binary mode, so that they end only at "\n". str.splitlines() also splits at form feeds and at
-U+2028, U+2029 and U+0085, which a JSON string may contain.
+Callers read the lines from a file in binary mode, so that they end only at "\n". str.splitlines() would also split at form
+feeds, U+2028, U+2029 and U+0085, which a JSON string may contain.
 """
 
 import json
@@ -13,9 +13,9 @@ from rwkv.io.utf8 import WrongCharacter, decode, require_unicode
 
 
 def parse(line: bytes, where: str) -> JsonObject:
-    """The object on a line, without a byte order mark. Raises UserError for anything but an object.
+    """Parses the JSON object on a line, which may begin with a byte order mark. Raises UserError for anything but an object.
 
-    where: the file and the line's number, for the message.
+    where: the file and the line's number, for the error message.
     """
     text = decode(line, where)
     try:
@@ -28,7 +28,7 @@ def parse(line: bytes, where: str) -> JsonObject:
 
 
 def loads(text: str) -> Any:
-    """The value of a JSON text. Raises ValueError for text that is not JSON, and for duplicate keys."""
+    """Parses JSON. Raises ValueError for text that is not JSON, and for duplicate keys."""
     return json.loads(text, object_pairs_hook=_object)
 
 
@@ -45,7 +45,7 @@ def text_of(entry: JsonObject, key: str, where: str) -> str:
     """The string under `key`. Raises UserError if it is missing or not valid Unicode."""
     text = entry.get(key)
     if not isinstance(text, str):
-        actual = f"{key!r} is {json.dumps(text)[:60]}" if key in entry else f"there is {', '.join(entry)[:60] or 'nothing'}"
+        actual = f"{key!r} is {json.dumps(text)[:60]}" if key in entry else f"it has {', '.join(entry)[:60] or 'nothing'}"
         raise UserError(f'{where} has no string {key!r}: expected an object such as {{"{key}": "..."}}; {actual}')
     try:
         require_unicode(text)

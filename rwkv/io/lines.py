@@ -1,30 +1,30 @@
-"""Printed lines: a label and a text in a column of its own; numbers with their nouns."""
+"""Formats printed lines: a label in a first column and a text in a second one; numbers with nouns."""
 
 import os
 import re
 import textwrap
 from typing import TextIO
 
-COLUMN = 11                              # where the text begins
-NARROWEST = 40                           # terminal width from which lines are wrapped
+COLUMN = 11                              # the column at which the text begins
+NARROWEST = 40                           # lines are not wrapped in terminals narrower than this
 CONTROLS = {code: chr(0x2400 + code) for code in range(32) if chr(code) not in "\t\n\r"} | {0x7F: "\u2421"} \
-    | dict.fromkeys(range(0x80, 0xA0), "\N{REPLACEMENT CHARACTER}")              # shown in their place in a terminal
+    | dict.fromkeys(range(0x80, 0xA0), "\N{REPLACEMENT CHARACTER}")              # what a terminal shows instead
 
 
 def counted(n: float, noun: str) -> str:
-    """1 step, 1,500 steps, 0.5 epochs. noun: in the singular; the plural adds an s."""
+    """A number with its noun: 1 step, 1,500 steps, 0.5 epochs. noun: the singular, whose plural must end in s."""
     return f"{n:,.15g} {noun}{'s' * (n != 1)}"
 
 
 def labelled(subject: str, text: str, stream: TextIO) -> str:
-    """The line for `stream`, without the line end; wrapped in a narrower terminal."""
+    """A line with a label and a text, without a line end, wrapped if `stream` is a terminal that is too narrow."""
     return broken(f"{subject:<{COLUMN}}{text}", stream)
 
 
 def broken(line: str, stream: TextIO) -> str:
-    """A line of `labelled`, perhaps of another process, wrapped between words with its text in its column.
+    """Wraps a line that `labelled` made, possibly in a different process, so that all its text is in the second column.
 
-    Other lines are returned unchanged, as are lines for a stream that is not a terminal or wide enough.
+    Returns the line unchanged if it has no label, or if the stream is not a terminal or is wide enough.
     """
     width = _width(stream)
     if width is None or len(line) <= width or width < NARROWEST or not re.fullmatch(r"\w* +", line[:COLUMN]):
@@ -33,7 +33,7 @@ def broken(line: str, stream: TextIO) -> str:
 
 
 def hung(line: str, indent: int, stream: TextIO) -> str:
-    """A line, wrapped between words in a narrower terminal, with continuation lines indented by `indent` columns."""
+    """Wraps a line if the terminal is too narrow for it. Continuation lines are indented by `indent` columns."""
     width = _width(stream)
     if width is None or len(line) <= width or width < NARROWEST:
         return line
@@ -41,7 +41,7 @@ def hung(line: str, indent: int, stream: TextIO) -> str:
 
 
 def wrapped(text: str, stream: TextIO) -> str:
-    """A text without columns, wrapped between words in a narrower terminal."""
+    """Wraps a text without columns if the terminal is too narrow for it."""
     width = _width(stream)
     if width is None or len(text) <= width or width < NARROWEST:
         return text
@@ -49,15 +49,15 @@ def wrapped(text: str, stream: TextIO) -> str:
 
 
 def harmless(text: str, stream: TextIO) -> str:
-    """Untrusted text, such as a model's. In a terminal, control characters, which could move the cursor or change settings, are
-    shown as symbols; files and pipes get the text unchanged.
+    """Makes untrusted text, such as a model's, safe to print. For a terminal, control characters, which could move the cursor
+    or change settings, are replaced by symbols; for files and pipes the text is unchanged.
     """
     return text.translate(CONTROLS) if stream.isatty() else text
 
 
 def _width(stream: TextIO) -> int | None:
-    """The columns of the stream's terminal; None if it is not a terminal."""
+    """The width of the stream's terminal in columns; None if it is not a terminal."""
     try:
         return os.get_terminal_size(stream.fileno()).columns
-    except (OSError, ValueError):        # a stream without a file raises io.UnsupportedOperation, which is both
+    except (OSError, ValueError):        # a stream without a file raises io.UnsupportedOperation, a subclass of both
         return None

@@ -1,4 +1,4 @@
-"""A lock on a folder, for one process at a time. The system releases it when the process ends."""
+"""A lock on a folder, which one process can hold at a time. The operating system releases it when the process ends."""
 
 import warnings
 from collections.abc import Callable
@@ -12,15 +12,15 @@ NAME = ".lock"
 
 
 def lock_folder(folder: Path, patience: float, in_use: str, unprotected: Callable[[str], object]) -> FileLock | None:
-    """The lock on an existing folder, until release() or until the object is deleted.
+    """Locks an existing folder, until release() is called or the lock object is deleted.
 
-    Raises UserError(in_use) if another process, or another lock of this process, holds it for `patience` seconds. If the file
-    system has no locks, calls unprotected(reason) and returns None.
+    Raises UserError(in_use) if another process, or another lock object, still holds the lock after `patience` seconds. If the
+    file system does not support locks, calls unprotected(reason) and returns None.
     """
     lock = FileLock(folder / NAME, thread_local=False)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")          # unprotected() replaces the library's warning
+            warnings.simplefilter("ignore")          # unprotected() is called instead of the library's warning
             lock.acquire(timeout=patience, poll_interval=0.05)
     except Timeout:
         if not isinstance(lock, SoftFileLock):
@@ -30,6 +30,6 @@ def lock_folder(folder: Path, patience: float, in_use: str, unprotected: Callabl
         return None
     if not isinstance(lock, SoftFileLock):
         return lock
-    lock.release(force=True)             # the library's fallback, a lock file, would outlive its process
+    lock.release(force=True)             # the library's fallback, a lock file, would remain after a crash
     unprotected("not on this file system")
     return None

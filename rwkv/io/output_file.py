@@ -1,4 +1,4 @@
-"""Check that an output file can be written, before long work begins."""
+"""Checks that an output file can be written, before long work begins."""
 
 import os
 from collections.abc import Iterable
@@ -8,28 +8,30 @@ from rwkv.errors import UserError
 
 WEIGHTS = (".ckpt", ".pth", ".safetensors", ".bin", ".gguf")
 BESIDE = ("config.json", "config.yaml", "tokenizer.json", "tokenizer_config.json", "kernel.json", "metrics.csv",
-          "samples.jsonl", "report.html")                # files in a run or Hugging Face directory
+          "samples.jsonl", "report.html")                # other files in a run or Hugging Face directory
 
 
 def require_writable(option: str, file: str | Path | None, read: Iterable[str | Path | None] = ()) -> None:
     """Raises UserError if `file` cannot be written, or if the program also reads it.
 
-    option: the option that names the file, for the message. read: files and folders that the program reads; ignores None.
+    option: the option that names the file, for error messages. read: files and folders that the program reads; None is ignored.
     """
     if file is None:
         return
     path = Path(file)
     if path.is_dir() or not path.parent.is_dir():
-        raise UserError(f"cannot write {option}={path}: it is a folder, or there is no folder {path.parent}")
+        raise UserError(f"cannot write {option}={path}: it is a folder, or the folder {path.parent} does not exist")
     if not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise UserError(f"cannot write {option}={path}: it, or its folder, is not writable for this user; name another")
+        raise UserError(f"cannot write {option}={path}: it, or its folder, is not writable for this user; choose a different "
+                        "file")
     for source in read:
         if source and path.exists() and Path(source).exists() and _is_input(path, Path(source)):
-            raise UserError(f"{option}={path} would overwrite a file that this command reads from {source}: name another file")
+            raise UserError(f"{option}={path} would overwrite a file that this command reads from {source}: choose a "
+                            "different file")
 
 
 def _is_input(path: Path, source: Path) -> bool:
-    """Whether `path` is the file `source`, or a file of a checkpoint or run in the folder `source`."""
+    """Whether `path` is the file `source`, or belongs to a checkpoint or run in the folder `source`."""
     if not source.is_dir():
         return path.samefile(source)
     is_content = path.suffix in WEIGHTS or path.name in BESIDE

@@ -1,8 +1,8 @@
-"""Signals that ask a program to stop: Ctrl-C, SIGTERM, SIGHUP when a terminal closes, and those that batch systems send
+"""Handles signals that ask a program to stop: Ctrl-C, SIGTERM, SIGHUP when a terminal closes, and those that batch systems send
 before a job's time limit (SIGUSR1, SIGUSR2, SIGXCPU).
 
     with raising(): ...                    a signal ends the block with an exception, as Ctrl-C does
-    with StopRequest() as stop: ...        a signal sets stop.requested, which the program polls where it can stop
+    with StopRequest() as stop: ...        a signal sets stop.requested, which the program polls whenever it can stop
 
 A signal that was ignored when the program started (nohup ignores SIGHUP) stays ignored, except Ctrl-C: shells start background
 commands with Ctrl-C ignored, and a user who sends it anyway wants the program to end.
@@ -17,13 +17,13 @@ from types import FrameType, TracebackType
 from typing import Any, Self, TypeVar
 
 T = TypeVar("T")
-POLL_SECONDS = 0.2                       # between checks for a signal
+POLL_SECONDS = 0.2                       # time between checks for a signal
 NAMES = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGXCPU")
 STOPPING = tuple(getattr(signal, name) for name in NAMES if hasattr(signal, name))       # Windows has only the first two
 
 
 class Signalled(KeyboardInterrupt):
-    """A signal of STOPPING arrived. name: of the signal."""
+    """One of the signals STOPPING has arrived. name: the signal's name."""
 
     def __init__(self, number: int) -> None:
         self.name = signal.Signals(number).name
@@ -32,7 +32,8 @@ class Signalled(KeyboardInterrupt):
 
 @contextmanager
 def raising() -> Iterator[None]:
-    """Inside, the first signal of STOPPING raises Signalled, and Ctrl-C KeyboardInterrupt. Only for the main thread."""
+    """Inside the block, the first of the signals STOPPING raises Signalled, and Ctrl-C raises KeyboardInterrupt. Has no effect
+    outside the main thread."""
     previous: dict[int, Any] = {}
     if threading.current_thread() is threading.main_thread():
         previous = {number: signal.signal(number, _raise) for number in caught_signals() if number != signal.SIGINT}
@@ -46,26 +47,27 @@ def raising() -> Iterator[None]:
 
 
 def _raise(number: int, frame: FrameType | None) -> None:
-    ignore()                             # further signals, as a closing terminal sends, would interrupt the clean-up
+    ignore()                             # further signals, such as a closing terminal sends, would interrupt the clean-up
     raise Signalled(number)
 
 
 def ignore() -> None:
-    """Ignores the signals of STOPPING except Ctrl-C, which would change the exit status of a program that is ending."""
+    """Ignores the signals STOPPING except Ctrl-C. They could change the exit status of a program that is ending."""
     for number in STOPPING:
         if number != signal.SIGINT:
             signal.signal(number, signal.SIG_IGN)
 
 
 def caught_signals() -> list[int]:
-    """The signals of STOPPING that are not ignored."""
+    """The signals in STOPPING that are not ignored."""
     return [number for number in STOPPING if signal.getsignal(number) != signal.SIG_IGN]
 
 
 def consume_interruptibly(items: Iterable[T], work: Callable[[Iterator[T]], object]) -> None:
-    """Runs work(items) in a thread, so that a signal interrupts a library that handles none. Raises the error of `work`.
+    """Runs work(items) in a thread, so that a signal can interrupt a library that handles none. Re-raises errors of `work`.
 
-    An interrupted thread gets no further items. After one more second of computing it is abandoned, and ends with the process.
+    On interruption the thread gets no further items. If it still runs a second later, it is abandoned, and ends with the
+    process.
     """
     interrupted = threading.Event()
     outcome: Future[None] = Future()
@@ -80,13 +82,13 @@ def consume_interruptibly(items: Iterable[T], work: Callable[[Iterator[T]], obje
         try:
             work(stoppable())
             outcome.set_result(None)
-        except BaseException as error:   # a panic of a Rust library is one
+        except BaseException as error:   # such as a panic in a Rust library
             outcome.set_exception(error)
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     try:
-        while thread.is_alive():         # a wait without timeout misses a signal just before it
+        while thread.is_alive():         # without a timeout, a signal just before the wait would be missed
             thread.join(POLL_SECONDS)
         outcome.result()
     except KeyboardInterrupt:
@@ -96,7 +98,7 @@ def consume_interruptibly(items: Iterable[T], work: Callable[[Iterator[T]], obje
 
 
 def end_of(status: int) -> str:
-    """The cause of a process's end, from Python's exit status: `SIGSEGV`, or `exit status 3`."""
+    """Why a process ended, from the exit status that Python reports: `SIGSEGV`, or `exit status 3`."""
     if status >= 0:
         return f"exit status {status}"
     name = signal.Signals(-status).name
@@ -104,10 +106,10 @@ def end_of(status: int) -> str:
 
 
 class StopRequest:
-    """At the first of `signals`, stop.requested of `with StopRequest() as stop:` becomes True and on_signal(number) is called.
+    """Records that a signal has asked the program to stop: the first one sets `requested` and calls on_signal(number).
 
-    After that, other signals have no effect, and Ctrl-C raises KeyboardInterrupt. With every_signal=True each signal is handled
-    like the first. install() and restore() do what the `with` block does. Only for the main thread.
+    After that, further signals have no effect, except that Ctrl-C raises KeyboardInterrupt. With every_signal=True every signal
+    is handled like the first. Use it in a `with` block, or call install() and restore(). Works only in the main thread.
     """
 
     def __init__(self, signals: tuple[int, ...] = STOPPING, on_signal: Callable[[int], object] | None = None,
@@ -123,7 +125,7 @@ class StopRequest:
         self._previous = {number: signal.signal(number, self._handle) for number in self._signals if number in allowed}
 
     def restore(self) -> None:
-        """Restores the handlers from before install()."""
+        """Restores the signal handlers that install() replaced."""
         for number, handler in self._previous.items():
             signal.signal(number, handler)
         self._previous = {}

@@ -1,4 +1,4 @@
-"""UTF-8 decoding. Errors state the first invalid byte, the probable kind of file, and how to convert it."""
+"""Decodes UTF-8. Error messages state the first invalid byte, the probable kind of file, and how to convert it."""
 
 import codecs
 import re
@@ -11,18 +11,19 @@ from rwkv.errors import UserError
 
 GZIP = b"\x1f\x8b"
 UTF16 = (b"\xff\xfe", b"\xfe\xff")
-BINARY = re.compile(rb"[\0-\x07\x0e-\x1a\x1c-\x1f]")     # control characters that text does not contain
-BEGINNING = 4096                         # bytes that show the kind of a file
-BLOCK = 1 << 16                          # bytes that `chunks` reads at a time
+BINARY = re.compile(rb"[\0-\x07\x0e-\x1a\x1c-\x1f]")     # control characters that do not occur in text
+BEGINNING = 4096                         # bytes from which the kind of a file is guessed
+BLOCK = 1 << 16                          # number of bytes that `chunks` reads at a time
 
 
 def read_text(path: Path, name: str) -> str:
-    """The text of a file, without a byte order mark. Raises UserError if it cannot be read or is not UTF-8."""
+    """The text of a file, without a byte order mark. name: the file, for errors. Raises UserError if it is unreadable or not
+    UTF-8."""
     return decode(read_bytes(path, name), name)
 
 
 def read_bytes(path: Path, name: str, most: int = -1) -> bytes:
-    """The first `most` bytes of a file, all by default. name: of the file. Raises UserError if it cannot be read."""
+    """The first `most` bytes of a file, by default all. name: the file, for errors. Raises UserError if it cannot be read."""
     try:
         with path.open("rb") as file:
             return file.read(most)
@@ -31,21 +32,21 @@ def read_bytes(path: Path, name: str, most: int = -1) -> bytes:
 
 
 def decode(content: bytes, name: str) -> str:
-    """The text of `content`, without a byte order mark. name: of the file. Raises UserError if it is not UTF-8."""
+    """Decodes a file's content, without a byte order mark. name: the file, for errors. Raises UserError if it is not UTF-8."""
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        place = error.start + len(content) - len(error.object)       # error.object lacks the byte order mark
+        place = error.start + len(content) - len(error.object)       # error.object has no byte order mark
         raise UserError(not_utf8(name, place, content[place], content)) from None
 
 
 def chunks(path: Path, on_bytes: Callable[[bytes], object] = len, option: str = "data.path") -> Iterator[str]:
-    """The text of a file in chunks. on_bytes: called with the bytes. option: that names the path, for errors.
+    """Yields the text of a file in chunks. on_bytes: called with each block of bytes. option: names the path in errors.
 
-    Raises UserError if it cannot be read or is not UTF-8.
+    Raises UserError if the file cannot be read or is not UTF-8.
     """
     beginning = rest = b""
-    before = 0                           # bytes before `rest`
+    before = 0                           # number of bytes before `rest`
     more = True
     with open_file(path, option) as file:
         while more:
@@ -65,7 +66,7 @@ def chunks(path: Path, on_bytes: Callable[[bytes], object] = len, option: str = 
 
 
 def open_file(path: Path, option: str = "data.path") -> BufferedReader:
-    """The file, open for reading bytes. Raises UserError if it cannot be opened."""
+    """Opens a file for reading bytes. option: names the path in errors. Raises UserError if it cannot be opened."""
     try:
         return path.open("rb")
     except OSError as error:
@@ -80,7 +81,7 @@ def require_file(path: Path, option: str = "data.path") -> None:
 
 
 class WrongCharacter(UserError):
-    """The character at index `place` of a text cannot be encoded. problem: what it is, and what to do."""
+    """The character at index `place` of a text cannot be encoded. problem: what the character is, and what to do."""
 
     def __init__(self, place: int, problem: str) -> None:
         super().__init__(f"character {place} of the text is {problem}")
@@ -88,7 +89,7 @@ class WrongCharacter(UserError):
         self.problem = problem
 
     def after(self, characters: int) -> "WrongCharacter":
-        """The same error for a longer text that has `characters` characters before this text."""
+        """The same error for a longer text, in which `characters` characters precede this text."""
         return WrongCharacter(characters + self.place, self.problem)
 
 
@@ -97,11 +98,11 @@ def require_unicode(text: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise WrongCharacter(error.start, "half a surrogate pair, which UTF-8 cannot hold: remove it") from None
+        raise WrongCharacter(error.start, "half a surrogate pair, which UTF-8 cannot encode: remove it") from None
 
 
 def without_surrogates(value: Any) -> Any:
-    """A JSON value with U+FFFD in place of each half of a surrogate pair in its strings."""
+    """A copy of a JSON value in whose strings each unpaired surrogate is replaced by U+FFFD."""
     if isinstance(value, str):
         return value.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
     if isinstance(value, Mapping):
@@ -110,7 +111,8 @@ def without_surrogates(value: Any) -> Any:
 
 
 def not_utf8(name: str, place: int, value: int, content: bytes) -> str:
-    """The message of a UserError. place, value: of the file's first invalid byte. content: the first bytes of the file."""
+    """The message for a file that is not UTF-8. place, value: the offset and value of the first invalid byte. content: the
+    file's first bytes."""
     return f"{name} is not UTF-8: its byte {place} is {value:#04x}; {_advice(content[:BEGINNING])}"
 
 

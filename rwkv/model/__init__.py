@@ -1,1 +1,1 @@
-"""A folder for each generation; states, losses, packed weights; fused/ and decoding/: what the forms of generations share."""
+"""The models: a folder for each RWKV generation; states, losses, packed weights; fused/ and decoding/ for all generations."""

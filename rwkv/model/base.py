@@ -1,9 +1,9 @@
 """The model of every generation: an embedding, the generation's blocks, a LayerNorm and a head.
 
-A model reads whole sequences (T > 1), chunks with the state carried between them, or one token at a time (T = 1), with the
-same logits. The operator that it is built with, block.att.wkv, is the kernel that mixes time; the weights do not depend on
-it. A generation is a folder beside this file, imported by its name: rwkv4/ has all of RWKV-4's architecture, as `Generation`
-lists it, and its further forms, as `FORMS` lists them.
+A model reads a whole sequence (T > 1), chunks with the state carried between them, or one token at a time (T = 1); the logits
+are the same. A block's operator, block.att.wkv, is the kernel that mixes time; all kernels use the same weights. A generation
+is a package beside this file, imported by name: rwkv4/ has the interface `Generation` and RWKV-4's architecture. Its optional
+modules, which `FORMS` lists, implement the same formulas faster.
 """
 
 import hashlib
@@ -32,56 +32,56 @@ from rwkv.model.state import State
 from rwkv.model.weight_cache import WeightCache
 from rwkv.model.weights_watch import CachedFromWeights
 
-MATRICES = ("matrix", "gate", "embedding")       # groups of the weights of linear layers and of the embedding
+MATRICES = ("matrix", "gate", "embedding")       # optimiser groups: weights of linear layers, embeddings
 TIME_STATE = "att.time_state"            # suffix of the name of a layer's learnt initial state
-OVERRIDABLE = ("forward", "hidden", "hidden_in_parts")          # by a subclass
-SAMPLED = 4096                           # elements of each tensor, evenly spaced, that the fingerprint reads
-FORMS = {                                # optional files of a generation, for decoding one token at a time
-    "step": "PLAIN, the classes of modules whose computation it includes, and Step: a block without calls of modules",
-    "step_c": "c_model(model, builder): the structs that its step in C reads (decoding/c_step.py)",
-    "step_triton": "launches(model, builder): the launches of its step on a GPU (decoding/triton_step.py)"}
+OVERRIDABLE = ("forward", "hidden", "hidden_in_parts")          # methods that a subclass may override
+SAMPLED = 4096                           # evenly spaced elements of each tensor that the fingerprint reads
+FORMS = {                                # optional modules of a generation, for decoding one token at a time
+    "step": "Step: a block's computation without calling its modules; PLAIN: the classes of modules that Step can replace",
+    "step_c": "c_model(model, builder): the structs that the generation's C step reads (decoding/c_step.py)",
+    "step_triton": "launches(model, builder): the kernel launches of one step on a GPU (decoding/triton_step.py)"}
 
 
 class Layer(Protocol):
-    """A block, an nn.Module: the norms ln1 and ln2 (in the first block also ln0), time mixing att, channel mixing ffn.
+    """A block: an nn.Module with norms ln1 and ln2 (also ln0 in the first block), time mixing att and channel mixing ffn.
 
-    att.wkv is the operator; att.time_state, if the generation learns one, its state before the first token.
+    att.wkv is the operator. att.time_state is the operator's state before the first token, in generations that can learn it.
     """
 
     def __call__(self, x: Tensor, before: State | None, carry: object,
                  packing: Packing | None = None) -> tuple[Tensor, State | None, object]:
-        """x (B,T,C), the layer's state before x (None for the empty one), and the carry of the block below (None before the
-        first) -> x, the state after x, and the carry. With a packing each sequence starts from the empty state, and the state
-        after the row is None."""
+        """Returns the new x (B,T,C), this layer's state after x, and the carry for the next block. before: this layer's state
+        before x, or None if empty. carry: the previous block's carry; None for the first block. With a packing (several
+        sequences per row) each sequence starts from the empty state, and the returned state is None."""
 
 
 class Generation(Protocol):
     """The interface of a generation's package."""
 
-    NAME: str                            # the name in messages
-    OPERATOR: str                        # the folder of kernels/ that mixes time
+    NAME: str                            # the generation's name in messages
+    OPERATOR: str                        # the folder of kernels/ with the operator of time mixing
     KEPT_FLOAT32: tuple[str, ...]        # suffixes of the parameters that stay float32 in half precision
     OPTIONS: tuple[str, ...]             # ModelConfig's options that not every generation has
-    LR_SCALES: dict[str, str]            # prefix of a parameter's name: the option of optim that scales its rate
-    UNUSED: tuple[str, ...]              # unused tensors, which some files lack
+    LR_SCALES: dict[str, str]            # parameter name prefix -> the option of `optim` that scales its learning rate
+    UNUSED: tuple[str, ...]              # tensors that the model ignores and some checkpoints lack
     LEARNS_STATE: bool                   # whether a state before the first token can be trained (tune=state)
 
     @property
     def Block(self) -> Callable[..., nn.Module]:
-        """A class: Block(config, layer, operator) is a Layer."""
+        """The class of blocks: Block(config, layer, operator) makes a Layer."""
 
     @property
     def State(self) -> Callable[..., State]:
-        """A class of rwkv.model.state, made from its tensors by name."""
+        """The generation's subclass of rwkv.model.state.State, built with its tensors as keyword arguments."""
 
     def shapes(self, config: ModelConfig, V: int) -> dict[str, tuple[int, ...]]:
-        """Every tensor's name and shape, the source of all counts, checks and translations."""
+        """The name and shape of every tensor; parameter counts, checkpoint checks and conversions are derived from it."""
 
     def resolved(self, config: ModelConfig) -> ModelConfig:
         """The configuration with its default widths filled in."""
 
     def empty_state(self, config: ModelConfig, B: int, device: torch.device | str = "cpu") -> rwkv.model.state.State:
-        """The state before the first token, of the generation's own class; its part wkv is learnt where LEARNS_STATE."""
+        """The state of B rows before the first token: the empty state. If LEARNS_STATE, its `wkv` can be trained."""
 
     def init_weights(self, model: "Model") -> None: ...
 
@@ -89,10 +89,10 @@ class Generation(Protocol):
         """The optimiser's group of a parameter."""
 
     def non_negative(self, config: ModelConfig) -> tuple[str, ...]:
-        """Linear layers whose inputs are never negative, for int8."""
+        """The names of linear layers whose inputs are never negative; int8 quantises these inputs without a sign bit."""
 
     def operator_work(self, config: ModelConfig) -> int:
-        """Peak values per token in the operator's backward pass; for the memory estimate, as the next two."""
+        """The peak number of values per token in the operator's backward pass. For the memory estimate."""
 
     def saved_activations(self, config: ModelConfig, half: bool) -> float: ...
 
@@ -103,32 +103,32 @@ class DeepEmbedGeneration(Generation, Protocol):
     """A generation whose ModelConfig may have a deep_embed_dim."""
 
     def add_deep_embed(self, model: "Model") -> None:
-        """Adds the tables of a new model."""
+        """Adds DeepEmbed's tables to a new model."""
 
     def merge(self, model: "Model") -> None:
-        """Merges the weights that are separate only for training."""
+        """Merges weights that are separate only for training."""
 
     def first_carry(self, tokens: Tensor) -> object:
         """The carry that the first block receives."""
 
 
 def generation(config: ModelConfig) -> Generation:
-    """The module of the configuration's generation."""
+    """The package of the configuration's generation."""
     return cast(Generation, importlib.import_module(f"rwkv.model.{config.generation}"))
 
 
 def has_form(config: ModelConfig, name: str) -> bool:
-    """Whether the generation has the form of that name in FORMS."""
+    """Whether the generation has the optional module `name`, a key of FORMS."""
     return importlib.util.find_spec(f"rwkv.model.{config.generation}.{name}") is not None
 
 
 def form(config: ModelConfig, name: str) -> ModuleType:
-    """The module of the generation's form of that name in FORMS, which has_form."""
+    """The generation's optional module `name`, a key of FORMS. It must exist: see has_form."""
     return importlib.import_module(f"rwkv.model.{config.generation}.{name}")
 
 
 def with_learnt_states() -> str:
-    """The names of the generations whose initial state can be trained, in words."""
+    """The names of the generations whose initial state can be trained, joined by "or"."""
     modules = [generation(ModelConfig(generation=name)) for name in GENERATIONS]
     return " or ".join(module.NAME for module in modules if module.LEARNS_STATE)
 
@@ -143,14 +143,14 @@ def state_nbytes(config: ModelConfig) -> int:
 
 
 def is_linear_weight(name: str, group: str) -> bool:
-    """Whether a tensor of this name and optimiser group is a linear layer's weight; such groups also contain embeddings."""
+    """Whether tensor `name`, of optimiser group `group`, is the weight of a linear layer, not an embedding or a vector."""
     return group in MATRICES and not name.endswith("emb.weight")
 
 
 def fingerprint(generation: Generation, weights: Mapping[str, Tensor | Blocks]) -> str:
-    """SHA-256 of the tensors' names, shapes and evenly spaced elements rounded to bfloat16: identifies the model.
+    """SHA-256 of the tensors' names, shapes and some evenly spaced elements rounded to bfloat16; it identifies the model.
 
-    It is the same in every dtype of the weights, and with any learnt state before the first token.
+    It depends neither on the dtype of the weights nor on a learnt initial state.
     """
     digest = hashlib.sha256()
     for name in sorted(weights):
@@ -168,26 +168,24 @@ def fingerprint(generation: Generation, weights: Mapping[str, Tensor | Blocks]) 
 
 def _run_blocks(blocks: Iterable[nn.Module], x: Tensor, carry: object, before: Iterable[State | None],
                 packing: Packing | None = None, give_back: bool = False) -> tuple[Tensor, object, list[State]]:
-    """x and carry after these blocks, and the states after the last token. give_back: return free memory after each block."""
+    """Returns x, the carry and each block's state after these blocks. give_back: return free memory after each block."""
     after: list[State] = []
     for block, layer_state in zip(cast(Iterable[Layer], blocks), before, strict=True):
         x, layer_state, carry = block(x, layer_state, carry, packing)
-        after.append(cast(State, layer_state))           # None with a packing, whose caller ignores it
+        after.append(cast(State, layer_state))           # None with a packing; the caller then ignores it
         if give_back and x.requires_grad:
             give_back_free_blocks()
-            x.register_hook(lambda grad: give_back_free_blocks())        # after the next block's backward pass
+            x.register_hook(lambda grad: give_back_free_blocks())        # runs after the next block's backward pass
     return x, carry, after
 
 
 def through_blocks(blocks: nn.ModuleList, x: Tensor) -> Tensor:
-    """The last block's x (B,T,C) from the first block's, from the empty state, for a model whose blocks need nothing else."""
+    """The output (B,T,C) of all blocks, from the empty state and the first block's input x. The model must not need a carry."""
     return _run_blocks(blocks, x, None, [None] * len(blocks))[0]
 
 
 def require_own_options(model: ModelConfig, optim: OptimConfig | None = None) -> None:
-    """Raises UserError for the first option of `model` and `optim` that only other generations have and that is not at its
-    default.
-    """
+    """Raises UserError if an option of `model` or `optim` is set that only other generations have."""
     groups = {"model": model, "optim": optim or OptimConfig()}
     own = _own_options(generation(model))
     for name in GENERATIONS:
@@ -195,18 +193,18 @@ def require_own_options(model: ModelConfig, optim: OptimConfig | None = None) ->
             group, _, option = key.partition(".")
             default = type(groups[group])()
             if key not in own and getattr(groups[group], option) != getattr(default, option):
-                raise UserError(f"{key} is an option of {name}, and the model is {model.generation}: leave it out, or use "
-                                "another model=")
+                raise UserError(f"{key} is an option of {name}, and the model is {model.generation}: omit this option, "
+                                "or choose a different model=")
 
 
 def _own_options(generation: Generation) -> tuple[str, ...]:
-    """The options that the generation has and not every generation has, as dotted keys."""
+    """The generation's options that not every generation has, as dotted keys."""
     return (*(f"model.{option}" for option in generation.OPTIONS),
             *(f"optim.{option}" for option in generation.LR_SCALES.values()))
 
 
 class _NoInitialisation(TorchFunctionMode):
-    """Skips random initialisation, which has no effect on the meta device and imports modules for seconds."""
+    """Skips torch.nn.init: on the meta device it has no effect, and its imports take seconds."""
 
     def __torch_function__(self, function: Callable[..., object], types: Sequence[type], args: Sequence[object] = (),
                            kwargs: Mapping[str, object] | None = None) -> object:
@@ -222,9 +220,9 @@ class Model(nn.Module):
         require_own_options(config)
         one_thread_in_forks()
         self.config, self.vocab_size, self.operator = config, vocab_size, operator
-        self.fingerprint_before: str | None = None       # before the weights were quantised or merged
-        self.decoding_step = CachedFromWeights()         # its step in C or on a GPU
-        self.gives_back = False                          # training: return memory to the system after each block
+        self.fingerprint_before: str | None = None       # the fingerprint before quantising or merging
+        self.decoding_step = CachedFromWeights()         # the cached CStep or GpuStep
+        self.gives_back = False                          # training: whether to return free memory after each block
         self.weight_cache: WeightCache | None = None     # training in half precision: the rounded weights
         self.replay: Callable[[Tensor], Tensor] | None = None    # training: computes through_blocks as a CUDA graph
         self.emb = nn.Embedding(vocab_size, config.n_embd)
@@ -236,7 +234,7 @@ class Model(nn.Module):
 
     @classmethod
     def with_weights(cls, config: ModelConfig, operator: Operator, weights: dict[str, Tensor]) -> Self:
-        """The model of these tensors, which are not copied; no others are allocated or initialised."""
+        """A model that uses these tensors without copying them. Nothing else is allocated or initialised."""
         with torch.device("meta"), _NoInitialisation():
             model = cls(config, len(weights["emb.weight"]), operator)
         model.load_state_dict(weights, assign=True)
@@ -256,9 +254,10 @@ class Model(nn.Module):
         return hidden, State.stack(layers)
 
     def forward_features(self, tokens: Tensor, starts: Tensor | None = None) -> Tensor:
-        """The head's input (B,T,C) alone, from the empty state: for training on windows.
+        """The head's input (B,T,C) without the state, for training; every row starts from the empty state.
 
-        starts (B,T) bool: where a sequence begins in rows with several; each starts from the empty state.
+        starts (B,T) bool: true at the first token of each sequence, if rows hold several sequences; each starts from the empty
+        state.
         """
         if self.replay is not None and starts is None:
             x, _, _ = self._embedded(tokens, None)
@@ -273,7 +272,7 @@ class Model(nn.Module):
         return self.ln_out(x), after
 
     def _embedded(self, tokens: Tensor, state: State | None) -> tuple[Tensor, Sequence[State | None], object]:
-        """The first block's input, the state of each layer (None for an empty one), and the carry for the first block."""
+        """The first block's input, each layer's state (None: empty), and the carry for the first block."""
         if tokens.dim() != 2 or tokens.shape[1] == 0:
             raise ValueError(f"tokens must be (B,T) with T at least 1; got {tuple(tokens.shape)}")
         if state is not None:
@@ -284,7 +283,7 @@ class Model(nn.Module):
 
     @torch.no_grad()
     def hidden_in_parts(self, tokens: Tensor, state: State | None, n_parts: int) -> Iterator[tuple[Tensor, State] | None]:
-        """hidden() in n_parts steps of some blocks each: yields None after each step but the last, and then the result."""
+        """hidden() in n_parts steps of a few blocks each: yields None after each step but the last, then hidden()'s result."""
         x, before, carry = self._embedded(tokens, state)
         after = []
         L = len(self.blocks)
@@ -297,13 +296,13 @@ class Model(nn.Module):
         yield self.ln_out(x), State.stack(after)
 
     def empty_state(self, B: int) -> State:
-        """The initial state of B rows. A learnt one has gradients."""
+        """The initial state of B rows. If it is learnt, gradients flow to its parameters."""
         state = self.zero_state(B, self.emb.weight.device)
         learnt = self.time_states()
         return state.with_wkv(torch.stack(tuple(learnt)).unsqueeze(1).repeat(1, B, 1, 1, 1)) if learnt else state
 
     def zero_state(self, B: int, device: torch.device | str) -> State:
-        """A state of zeros for the present blocks, since blocks may have been removed or added."""
+        """A state of zeros, with as many layers as the model has now: blocks may have been removed or added."""
         return self.generation.empty_state(replace(self.config, n_layer=len(self.blocks)), B, device)
 
     def time_states(self) -> list[nn.Parameter]:
@@ -312,29 +311,29 @@ class Model(nn.Module):
         return [state for state in states if state is not None]
 
     def set_time_states(self, states: Sequence[Tensor]) -> None:
-        """Sets each layer's initial state of the operator, (H,N,N)."""
+        """Sets the operator's initial state, one (H,N,N) for each layer."""
         for block, state in zip(self.blocks, states, strict=True):
             block.get_submodule("att").register_parameter("time_state", nn.Parameter(state))
 
     def check_state(self, state: State, B: int) -> None:
-        """Raises ValueError unless `state` is a state of this model for B rows."""
+        """Raises ValueError unless `state` has the shapes of this model's state for B rows."""
         expected = [tuple(part.shape) for part in self.zero_state(B, "meta")]
         shapes = [tuple(part.shape) for part in state]
         if shapes != expected:
             raise ValueError(f"the state must have the shapes {expected} for this model and {B} rows; got {shapes}")
 
     def is_untouched(self) -> bool:
-        """Whether the logits are those of head(hidden()): no hook, subclass or assigned function changes them."""
+        """Whether calling the model equals head(hidden()): no hook, subclass or instance attribute replaces these methods."""
         return untouched(self) and all(getattr(type(self), name) is getattr(Model, name) and name not in vars(self)
                                        for name in OVERRIDABLE)
 
     def init_weights(self) -> Self:
-        """The generation's initialisation, from torch's global random generator."""
+        """Initialises the weights as the generation prescribes, with torch's global random generator."""
         self.generation.init_weights(self)
         return self
 
     def merge(self) -> Self:
-        """Merges the weights that are separate only for training, as DeepEmbed's: the model computes the same."""
+        """Merges weights that are separate only for training (DeepEmbed's); the outputs stay the same."""
         if self.config.deep_embed_dim:
             self.fingerprint_before = self.fingerprint()
             cast(DeepEmbedGeneration, self.generation).merge(self)
@@ -342,15 +341,15 @@ class Model(nn.Module):
 
     @torch.no_grad()
     def prefill(self, tokens: Tensor, state: State | None = None) -> tuple[Tensor, State]:
-        """The logits (B,V) after the last of tokens (B,T), T >= 1, and the state, in one parallel pass."""
-        if not self.is_untouched():          # a hook on the model sees and changes the logits of all positions
+        """Returns the logits (B,V) after the last of tokens (B,T), T >= 1, and the new state, computed in one parallel pass."""
+        if not self.is_untouched():          # a hook on the model may read or change the logits of all positions
             logits, state = self(tokens, state)
             return logits[:, -1], state
         hidden, state = self.hidden(tokens, state)
         return self.head(hidden[:, -1]), state
 
     def fingerprint(self) -> str:
-        """Identifies the model: see the function fingerprint. A quantised or merged model has the one from before."""
+        """Identifies the model: see the function fingerprint. Quantising and merging do not change it."""
         if self.fingerprint_before is not None:
             return self.fingerprint_before
         blocks = {f"{name}.weight": module.packed for name, module in self.named_modules()

@@ -1,7 +1,8 @@
-"""For autograd functions without a second derivative: computing one raises an error. And the type of their ctx.
+"""A decorator for autograd functions without a second derivative, and the type of their ctx.
 
-torch's once_differentiable raises only where the incoming gradient requires a gradient. Where it is constant, the second
-derivative would silently be incomplete: it would lack the terms of the tensors that the backward itself reads.
+torch's once_differentiable raises an error only if the incoming gradient requires a gradient. If the incoming gradient is
+constant, torch would silently compute an incomplete second derivative, without the terms of the tensors saved for backward.
+This decorator raises an error in that case, too.
 """
 
 from collections.abc import Callable
@@ -13,7 +14,7 @@ from torch.autograd.function import FunctionCtx
 
 if TYPE_CHECKING:
     class Context(FunctionCtx):
-        """ctx of an autograd function, to which forward may add any attribute for backward."""
+        """The type of ctx in an autograd function: forward may set any attribute, for backward to read."""
 
         saved_tensors: tuple[torch.Tensor, ...]
         needs_input_grad: tuple[bool, ...]
@@ -31,7 +32,7 @@ Result = TypeVar("Result")
 
 
 def first_derivative(backward: Callable[P, Result]) -> Callable[P, Result]:
-    """A decorator for a backward, which then raises ValueError under create_graph=True."""
+    """Makes the backward of an autograd function raise ValueError under create_graph=True."""
     @wraps(backward)
     def checked(*args: P.args, **kwargs: P.kwargs) -> Result:
         if torch.is_grad_enabled():

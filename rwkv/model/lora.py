@@ -1,6 +1,7 @@
-"""Low-rank adapters, LoRA: alpha / rank B A is added to a frozen linear layer W; A (rank,in) and B (out,rank) are trained.
+"""Low-rank adapters (LoRA): alpha / rank B A is added to a frozen weight W; A (rank,in) and B (out,rank) are trained.
 
-Source: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models" (arXiv 2106.09685): A is random, B begins at zero.
+
+Source: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models" (arXiv 2106.09685). A starts random, B at zero.
 """
 
 import math
@@ -20,7 +21,7 @@ from rwkv.model.quantized import Int4Linear, Int8Linear
 
 
 class LoraLinear(nn.Module):
-    """x (...,in) -> base(x) + alpha / rank B A dropout(x), (...,out).
+    """A linear layer with an adapter: x (...,in) -> base(x) + alpha / rank B A dropout(x), (...,out).
 
     base: nn.Linear without a bias, Int8Linear or Int4Linear.
     """
@@ -39,7 +40,7 @@ class LoraLinear(nn.Module):
         return self._sum(self.base(x), self.lora_A(self.dropout(x)))
 
     def squared_relu_linear(self, x: Tensor) -> Tensor:
-        """forward(relu(x)^2); backward saves x, not the square."""
+        """Computes forward(relu(x)^2), and saves x for backward instead of the square."""
         if (self.training and self.dropout.p) or not (untouched(self) and untouched(self.lora_A)):
             return self(torch.relu(x).square())
         square, hidden = _SquareAndDown.apply(product_dtype(x), x, self.lora_A.weight)
@@ -54,7 +55,7 @@ class LoraLinear(nn.Module):
 
 
 class _SquareAndDown(torch.autograd.Function):
-    """relu(x)^2, with x (B,T,in), and its product with A (rank,in): (B,T,in) and (B,T,rank)."""
+    """Computes s = relu(x)^2 from x (B,T,in), and its product s A^T (B,T,rank) with A (rank,in)."""
 
     @staticmethod
     def forward(ctx: Context, dtype: torch.dtype, x: Tensor, A: Tensor) -> tuple[Tensor, Tensor]:
@@ -72,14 +73,14 @@ class _SquareAndDown(torch.autograd.Function):
 
 
 def adaptable(config: ModelConfig) -> list[str]:
-    """The linear layers of a block, as att.key."""
+    """The names of a block's linear layers, such as "att.key"."""
     module, first = generation(config), "blocks.0."
     return [name.removeprefix(first).removesuffix(".weight") for name in module.shapes(config, 1)
             if name.startswith(first) and is_linear_weight(name, module.group(name))]
 
 
 def chosen(config: ModelConfig, modules: Sequence[str]) -> list[str]:
-    """The layers of a block that get an adapter: the named ones, all for no names. Raises UserError for an unknown name."""
+    """A block's linear layers that get an adapter: `names`, or all if `names` is empty. Raises UserError for unknown names."""
     layers = adaptable(config)
     for name in modules:
         if name not in layers:
@@ -88,7 +89,7 @@ def chosen(config: ModelConfig, modules: Sequence[str]) -> list[str]:
 
 
 def add_adapters(model: Model, modules: Sequence[str], rank: int, alpha: float, dropout: float = 0.0) -> None:
-    """Freezes the model and adds an adapter to each layer that `chosen` names, with random A from torch's global generator."""
+    """Freezes the model and adds an adapter to each layer that `chosen` returns; A is drawn from torch's global generator."""
     shapes = model.generation.shapes(model.config, model.vocab_size)
     model.requires_grad_(False)
     for layer, block in enumerate(model.blocks):
@@ -98,11 +99,11 @@ def add_adapters(model: Model, modules: Sequence[str], rank: int, alpha: float, 
 
 
 def adapter_of(names: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The adapters' tensors alone, by their names in the model: blocks.0.att.key.lora_A.weight."""
+    """The adapters' tensors, by their names in the model, such as "blocks.0.att.key.lora_A.weight"."""
     return {name: tensor for name, tensor in names.items() if ".lora_A." in name or ".lora_B." in name}
 
 
 def merged(weight: Tensor, A: Tensor, B: Tensor, scale: float) -> Tensor:
-    """W + scale B A, at least float32 whatever the dtype of W: in 16 bits, rounding loses most of a short run's updates."""
+    """W + scale B A, in float32 or wider: 16-bit rounding would lose most of the updates of a short training run."""
     dtype = torch.promote_types(weight.dtype, torch.float32)
     return torch.addmm(weight.to(dtype), B.to(dtype), A.to(dtype), alpha=scale)

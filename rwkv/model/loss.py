@@ -1,9 +1,10 @@
-"""Cross-entropy fused with the head: the (B*T,V) logits, and their gradient, exist for one chunk of rows at a time.
+"""Cross-entropy fused with the head: only one chunk of rows of the (B*T,V) logits and of their gradient is in memory at a time.
 
-The pass over the chunks that computes the loss also computes the gradients, and backward only scales them. So L2Wrap is scaled
-by the incoming gradient like everything else, and its strength follows loss scaling and gradient accumulation. Products in half
-precision are of the gradient of the sum over rows, which is within [-1, 1]; the gradient of the mean would underflow.
-L2Wrap source: RWKV-LM, RWKV-v4neo/src/model.py (there it ignores the incoming gradient). Confidence penalty: Pereyra et al.,
+Forward computes the gradients together with the loss, chunk by chunk; backward only scales them by the incoming gradient.
+L2Wrap is scaled too, so its strength is right under loss scaling and gradient accumulation. Half-precision products use the
+gradient of the sum over rows, whose elements are within [-1, 1]; the gradient of the mean would underflow.
+
+Source of L2Wrap: RWKV-LM, RWKV-v4neo/src/model.py, where it ignores the incoming gradient. Confidence penalty: Pereyra et al.,
 "Regularizing Neural Networks by Penalizing Confident Output Distributions" (arXiv 1701.06548), section 3.
 """
 
@@ -20,25 +21,25 @@ from rwkv.model.fused.form import loss_form_for
 from rwkv.model.weight_cache import rounded
 
 CHUNK_LOGITS = 2 ** 21                   # logits in one chunk on a CPU: 8 MiB
-CHUNK_SHARE = 1 / 64                     # of a GPU's memory, for the logits of one chunk
+CHUNK_SHARE = 1 / 64                     # fraction of a GPU's memory for the logits of one chunk
 LEAST_ROWS = 256                         # minimum rows in one chunk, for matrix products at full speed
-LEAST_FROZEN = 128                       # the same for a frozen head: such runs need little other memory
-NARROW_ROWS = 2 ** 11                    # rows converted at a time, for a frozen head of another dtype
-BLOCK_LOGITS = 2 ** 20                   # logits whose softmax is computed at a time on a CPU: they stay in its cache
+LEAST_FROZEN = 128                       # minimum rows if the head is frozen; a larger chunk would dominate memory
+NARROW_ROWS = 2 ** 11                    # rows of W converted at a time, for a frozen head in a different dtype
+BLOCK_LOGITS = 2 ** 20                   # logits in one softmax call on a CPU; they stay in its cache
 ARGMAX_BLOCK = 128                       # block size of the two-stage argmax
-IGNORED = -100                           # a target that does not count
+IGNORED = -100                           # the target of positions to leave out of the loss
 CPU = torch.device("cpu")
 
 
 def head_loss(hidden: Tensor, weight: Tensor, targets: Tensor, l2_wrap: float = 0.0, confidence_penalty: float = 0.0) -> Tensor:
     """Mean negative log-likelihood in nats of targets (N,) under softmax(hidden (N,C) @ weight (V,C).T).
 
-    Targets of -100 do not count. l2_wrap adds l2_wrap * (largest logit) to the gradient at each row's largest logit, divided
-    like the loss by the number of targets that count: it keeps logits from drifting. confidence_penalty adds the gradient of
-    -confidence_penalty * (mean entropy of the predictions). Neither changes the value of the loss. On a CPU the products
-    skip the rows without a target that counts.
+    Targets of -100 are ignored. l2_wrap adds l2_wrap * (largest logit) to the gradient at each row's largest logit, divided
+    like the loss by the number of targets not ignored; this keeps logits from drifting. confidence_penalty adds the
+    gradient of -confidence_penalty * (mean entropy of the predictions). Neither changes the value of the loss. On a CPU,
+    rows with an ignored target are left out of the products.
     """
-    if targets.device.type == "cpu":     # on a GPU the selection would wait for the device
+    if targets.device.type == "cpu":     # on a GPU, nonzero() would synchronise
         counted = (targets != IGNORED).nonzero()[:, 0]
         if len(counted) < len(targets):
             hidden = hidden.index_select(0, counted)
@@ -58,9 +59,9 @@ def head_loss(hidden: Tensor, weight: Tensor, targets: Tensor, l2_wrap: float = 
 
 
 def log_probabilities(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """The logarithm of each target's probability under softmax(hidden (N,C) @ weight (V,C).T): (N,) float32.
+    """Returns (N,) float32: the logarithm of each target's probability under softmax(hidden (N,C) @ weight (V,C).T).
 
-    targets (N,): all of them count. Backward recomputes the logits of a chunk.
+    targets (N,): none may be -100. Backward recomputes the logits chunk by chunk.
     """
     chunks = [checkpoint(_log_probabilities, hidden[chunk], weight, targets[chunk], use_reentrant=False,
                          preserve_rng_state=False)
@@ -73,15 +74,15 @@ def _log_probabilities(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tenso
 
 
 def rows_at_once(vocab_size: int, frozen: bool = False, device: torch.device = CPU, itemsize: int = 4) -> int:
-    """The number of rows of the (N,V) logits in one chunk. frozen: the head's weight has no gradient. itemsize: bytes of a
-    logit, on a GPU."""
+    """The number of rows of the (N,V) logits in one chunk. frozen: the head's weight has no gradient. itemsize: bytes per
+    logit; used only for a GPU."""
     if device.type == "cuda":
         return rows_on_gpu(vocab_size, itemsize, torch.cuda.get_device_properties(device).total_memory)
     return max(LEAST_FROZEN if frozen else LEAST_ROWS, CHUNK_LOGITS // vocab_size)
 
 
 def rows_on_gpu(vocab_size: int, itemsize: int, memory: int) -> int:
-    """The same for a GPU of so many bytes of memory."""
+    """rows_at_once for a GPU with `memory` bytes."""
     return max(LEAST_ROWS, int(CHUNK_SHARE * memory) // (itemsize * vocab_size) // LEAST_ROWS * LEAST_ROWS)
 
 
@@ -103,7 +104,7 @@ class _HeadLoss(torch.autograd.Function):
                 grad_hidden[chunk] = _times(grad_logits, weight)
                 if trained:
                     grad_weight = _add_product(grad_weight, grad_logits.T, hidden[chunk], weight_dtype)
-                del grad_logits          # before the next chunk's are computed
+                del grad_logits          # frees memory before the next chunk's gradient is computed
         ctx.save_for_backward(grad_hidden, n_counted)
         ctx.grad_weight = grad_weight
         return total / n_counted
@@ -112,7 +113,7 @@ class _HeadLoss(torch.autograd.Function):
     @first_derivative
     def backward(ctx: Context, grad: Tensor) -> tuple[Tensor | None, ...]:
         grad_hidden, n_counted = ctx.saved_tensors
-        grad_weight, ctx.grad_weight = ctx.grad_weight, None     # moved: it becomes the weight's .grad
+        grad_weight, ctx.grad_weight = ctx.grad_weight, None     # no copy: becomes the weight's .grad
         if grad_weight is None and ctx.needs_input_grad[1]:
             raise RuntimeError("the head's loss supports one backward pass, which scales its gradient in place")
         scale = grad / n_counted
@@ -120,7 +121,7 @@ class _HeadLoss(torch.autograd.Function):
 
 
 def _logits(hidden: Tensor, weight: Tensor) -> Tensor:
-    """hidden (rows,C) W^T. A W (V,C) of another dtype is frozen; it is converted a block of rows at a time."""
+    """Computes hidden (rows,C) W^T. A frozen W (V,C) of a different dtype is converted NARROW_ROWS rows at a time."""
     if weight.dtype == hidden.dtype:
         return hidden @ weight.T
     if torch.is_grad_enabled():
@@ -132,7 +133,7 @@ def _logits(hidden: Tensor, weight: Tensor) -> Tensor:
 
 
 def _times(grad_logits: Tensor, weight: Tensor) -> Tensor:
-    """grad_logits (rows,V) W, with W as in _logits."""
+    """Computes grad_logits (rows,V) W, where W is converted as in _logits."""
     if weight.dtype == grad_logits.dtype:
         return grad_logits @ weight
     total = grad_logits.new_zeros(len(grad_logits), weight.shape[1])
@@ -151,8 +152,8 @@ def _n_counted(targets: Tensor) -> Tensor:
 
 
 def _add_loss(total: Tensor, logits: Tensor, targets: Tensor, l2_wrap: float, confidence_penalty: float) -> Tensor:
-    """Adds the negative log-likelihood of the rows that count to the total. Returns its gradient, in the dtype of the logits
-    (rows,V), which are overwritten."""
+    """Adds the negative log-likelihood of the rows not ignored to `total`. Returns the gradient of that sum with respect to the
+    logits (rows,V), in the logits' dtype; the logits are overwritten."""
     if form := loss_form_for(logits):
         total += form.replace_by_gradient(logits, targets, l2_wrap, confidence_penalty, IGNORED)
         return logits
@@ -163,15 +164,15 @@ def _add_loss(total: Tensor, logits: Tensor, targets: Tensor, l2_wrap: float, co
 
 
 def _blocks(logits: Tensor, targets: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Both in blocks of rows, so that the temporaries for a block take little memory beside the chunk's logits."""
+    """Pairs of row blocks of both tensors. On a CPU the blocks are small, so that temporaries need little memory."""
     rows = max(1, BLOCK_LOGITS // logits.shape[1]) if logits.device.type == "cpu" else len(logits)
     return zip(logits.split(rows), targets.split(rows), strict=True)
 
 
 def _replace_by_gradient(logits: Tensor, targets: Tensor, l2_wrap: float, confidence_penalty: float) -> Tensor:
-    """The negative log-likelihood summed over the rows that count; overwrites the logits (rows,V) with its gradient.
+    """The negative log-likelihood summed over the rows not ignored; overwrites the logits (rows,V) with its gradient.
 
-    log(sum(exp(logits))) is computed as the largest logit minus the logarithm of its probability, which is never small.
+    log(sum(exp(logits))) is computed as the largest logit minus the logarithm of its probability, which is at least 1 / V.
     """
     counts = (targets != IGNORED)[:, None]
     targets = targets.clamp(min=0)[:, None]
@@ -189,17 +190,20 @@ def _replace_by_gradient(logits: Tensor, targets: Tensor, l2_wrap: float, confid
 
 
 def _add_penalty(probabilities: Tensor, logits: Tensor, strength: float) -> None:
-    """Adds in place the gradient of the negative entropy, p (log p + entropy), where log p + entropy = z - p.z for logits z."""
+    """Adds strength * p (log p + entropy), the gradient of the negative entropy, to `probabilities` p in place.
+
+    log p + entropy = z - p.z for logits z, which are overwritten.
+    """
     logits -= (probabilities * logits).sum(-1, keepdim=True)
     probabilities.addcmul_(probabilities, logits, value=strength)
 
 
 def _argmax(x: Tensor) -> Tensor:
-    """The index of the first largest element of each row of x (rows,V): (rows,1).
+    """The index of the largest element (the first if several are equal) of each row of x (rows,V): (rows,1).
 
-    On a CPU amax is 20 times faster than argmax: amax finds the block with the largest element, and argmax reads only this one.
+    On a CPU amax is 20 times faster than argmax, so amax finds the block with the largest element, and argmax searches only it.
     """
-    if x.shape[1] <= 4 * ARGMAX_BLOCK:   # for short rows one argmax is faster
+    if x.shape[1] <= 4 * ARGMAX_BLOCK:   # a single argmax is faster for short rows
         return x.argmax(-1, keepdim=True)
     whole = x.shape[1] // ARGMAX_BLOCK * ARGMAX_BLOCK
     maxima = [x[:, :whole].unflatten(1, (-1, ARGMAX_BLOCK)).amax(-1)]
@@ -210,7 +214,7 @@ def _argmax(x: Tensor) -> Tensor:
 
 
 def _add_product(total: Tensor | None, left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
-    """total + left @ right in dtype, in place, in one pass where the dtypes are the same. total: None for zeros."""
+    """Returns total + left @ right, computed in place, or left @ right if `total` is None. dtype: the result's dtype."""
     if total is None:
         return product_in(dtype, left, right)
     if left.dtype == dtype:

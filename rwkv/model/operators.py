@@ -1,4 +1,4 @@
-"""Chooses a model's operator by the name of a kernel, for training and from_pretrained."""
+"""Makes a model's operator from a kernel's name, for training and from_pretrained."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from rwkv.model.base import generation
 
 
 def size_for(config: ModelConfig, rows: int, steps: int) -> Size | None:
-    """The size of a batch of `rows` sequences for kernel=auto; None for an operator without heads."""
+    """The Size on which kernel=auto bases its choice, for `rows` sequences of `steps` tokens; None without heads."""
     if "head_size" not in generation(config).OPTIONS:
         return None
     return Size(rows * max(1, config.n_embd // config.head_size), steps, config.head_size)
@@ -19,11 +19,10 @@ def size_for(config: ModelConfig, rows: int, steps: int) -> Size | None:
 
 def operator_for(config: ModelConfig, kernel: str, device: str | torch.device, dtype: torch.dtype,
                  size: Size | None = None) -> Any:
-    """The operator of a model of `config` under the kernel of that name, for inputs of `dtype`.
+    """The operator of a model with `config`, computed by the kernel named `kernel`, for inputs of `dtype`.
 
-    size: the size for auto; by default that of one sequence.
-
-    Raises UnknownKernel for a kernel that computes only another generation's operator, and the errors of kernels.select.select.
+    size: for kernel=auto; default: one sequence of the context length. Raises UnknownKernel for a kernel of a different
+    generation's operator, and the errors of kernels.select.select.
     """
     model = generation(config)
     if kernel != AUTO and kernel not in all_names(model.OPERATOR):

@@ -1,4 +1,4 @@
-"""Several sequences in one row, each from an empty state: the token shift and the operator must not cross their bounds."""
+"""Several sequences in one row, each from an empty state: neither the token shift nor the operator may cross a boundary."""
 
 from collections.abc import Callable, Sequence
 
@@ -9,9 +9,9 @@ from rwkv.model.first_derivative import Context, first_derivative
 
 
 class _Group:
-    """Sequences of similar lengths, padded to p sequences of t steps. places (p t,): the index of each step in the joined rows.
+    """p sequences of similar lengths, padded to t steps. places (p t,): the index of each step in the flattened rows (B T).
 
-    inside (n,): the indices of the steps without padding; None if there is no padding.
+    inside (n,): the indices in `places` of the steps that are not padding; None if there is no padding.
     """
 
     def __init__(self, places: Tensor, inside: Tensor) -> None:
@@ -20,7 +20,7 @@ class _Group:
         self.inside = None if inside.all() else inside.flatten().nonzero()[:, 0]
 
     def unpadded(self, steps: Tensor) -> Tensor:
-        """The steps (p t,...) without padding: (n,...)."""
+        """Removes the padding from steps (p t,...): (n,...)."""
         return steps if self.inside is None else steps.index_select(0, self.inside)
 
     def padded(self, steps: Tensor) -> Tensor:
@@ -31,16 +31,16 @@ class _Group:
 
 
 class Packing:
-    """Rows (B,T) of sequences. starts (B,T) bool: where a sequence begins; the first position of each row always begins one.
+    """The division of rows (B,T) into sequences. starts (B,T) bool: the first step of each sequence; column 0 is taken as true.
 
-    shift_mask (B,T,1) bool: positions with no step before them.
+    shift_mask (B,T,1) bool: steps without a previous step.
     """
 
     def __init__(self, starts: Tensor) -> None:
         starts = starts.clone()
         starts[:, 0] = True
         self.shift_mask = starts.unsqueeze(-1)
-        begins = starts.flatten().nonzero()[:, 0]                                # (P,), in the joined rows
+        begins = starts.flatten().nonzero()[:, 0]                                # (P,) in the flattened rows
         lengths = torch.diff(begins, append=begins.new_tensor([starts.numel()]))
         self.groups: list[_Group] = []
         sizes = torch.frexp(lengths.float()).exponent            # lengths in one group differ by a factor of 2 at most
@@ -49,15 +49,15 @@ class Packing:
             step = torch.arange(int(length.max()), device=starts.device)
             places = (first.unsqueeze(1) + step).clamp(max=starts.numel() - 1)
             self.groups.append(_Group(places, step < length.unsqueeze(1)))
-        self.order = torch.cat([group.unpadded(group.places) for group in self.groups])  # places of the groups' steps
+        self.order = torch.cat([group.unpadded(group.places) for group in self.groups])  # the groups' steps, one after another
         self.back = torch.empty_like(self.order)
         self.back[self.order] = torch.arange(len(self.order), device=starts.device)
 
     def each_sequence(self, function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
-        """function applied to each sequence: tensors (B,T,...) -> (B,T,...).
+        """Applies `function` to each sequence: tensors (B,T,...) -> (B,T,...).
 
-        It is called with (p,t,...) for p sequences at once, padded at their ends to t steps with values of other sequences.
-        Results in the padding are dropped, so function must be causal.
+        `function` is called once for each group of p sequences, with tensors (p,t,...). Shorter sequences are padded at the end
+        with steps of other sequences. The results of padding are dropped, so `function` must be causal.
         """
         B, T = tensors[0].shape[:2]
         by_tensor = [_Divide.apply(self, tensor.flatten(0, 1)) for tensor in tensors]
@@ -68,7 +68,7 @@ class Packing:
 
 
 class _Divide(torch.autograd.Function):
-    """Gathers each group's steps from those (B T,...) of the rows. Padding has no gradient, since its results are dropped."""
+    """Gathers each group's steps from the flattened rows (B T,...). Padding gets no gradient, since its results are dropped."""
 
     @staticmethod
     def forward(ctx: Context, packing: Packing, steps: Tensor) -> tuple[Tensor, ...]:
@@ -82,7 +82,7 @@ class _Divide(torch.autograd.Function):
 
 
 class _Join(torch.autograd.Function):
-    """The inverse of _Divide."""
+    """The inverse of _Divide: the flattened rows (B T,...) from the groups' steps."""
 
     @staticmethod
     def forward(ctx: Context, packing: Packing, *steps: Tensor) -> Tensor:

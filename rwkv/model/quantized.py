@@ -1,13 +1,13 @@
-"""Matrix products in int8 and int4: on a CPU, where inputs are rounded too, and on a GPU (PackedLinear). Products with GGUF's
-blocks as they are in the file (BlockLinear).
+"""Linear layers with quantised weights: int8 and int4 on a CPU, where inputs are rounded too, and on a GPU (PackedLinear), and
+GGUF's blocks in the file's own format (BlockLinear).
 
-In int8 weights are rounded once, with a scale for each output channel, and inputs at each call. In int4 weights are rounded in
-groups of 32, and so are the inputs of few rows (kernels/matvec).
+int8: weights are rounded once, with a scale for each output channel; inputs are rounded at each call. int4: weights are rounded
+in groups of 32, and so are the inputs of a product with few rows (kernels/matvec).
 
-In int8 an input row is scaled by its own largest magnitude, so that its result does not depend on the rows beside it, and the
-product of the integers is exact: each row of a batch has the same bits as alone. torch's FBGEMM multiplies many rows, with VNNI
-instructions where the CPU has them. kernels/matvec multiplies few rows, and all rows where torch has no FBGEMM, as on ARM, with
-the same rounding; that needs no second copy of the weights in FBGEMM's order. Everything else is computed in float32.
+int8 scales each input row by its own largest magnitude, and the products of integers are exact. So a row's result has the same
+bits in any batch. torch's FBGEMM multiplies many rows, by VNNI instructions if the CPU has them. kernels/matvec multiplies few
+rows, or all rows if torch has no FBGEMM, as on ARM, with the same rounding; it needs no second copy of the weights in FBGEMM's
+layout. Everything else is computed in float32.
 """
 
 import sys
@@ -32,26 +32,27 @@ from rwkv.model.base import Model
 from rwkv.model.first_derivative import Context, first_derivative
 from rwkv.model.fused import product_dtype
 
-IN_C = "c_v0"                            # the kernel of matvec for few rows in int8, and for any number in GGUF's blocks
-ROWS_IN_C = 64                           # rows that C multiplies at a time: more do not stay in the cache
-UNPACKED = 2**22                         # elements of a matrix that are converted to floats at a time
+IN_C = "c_v0"                            # the matvec kernel for few rows in int8, and for GGUF's blocks
+ROWS_IN_C = 64                           # rows per call of the C product; more would not stay in the cache
+UNPACKED = 2**22                         # elements of a matrix that are converted to floating point at a time
 M = TypeVar("M", bound=Model)
 
 
 @cache
 def matvec_for(form: str) -> MatVec:
-    """The operator that multiplies a few rows by weights of the form, on a CPU."""
+    """The CPU operator that multiplies a few rows by weights in the format `form`."""
     matvec: MatVec = select("matvec", AUTO, "cpu", form)
     return matvec
 
 
 class Int8Linear(nn.Module):
-    """nn.Linear without a bias, from its weight (N,K), floating-point or packed: x (...,K) float32 -> (...,N) float32.
+    """nn.Linear without a bias, with an int8 weight: x (...,K) float32 -> (...,N) float32.
 
-    non_negative: inputs are never negative, as after a ReLU, and use all bits for their magnitude. bits: the width of an
-    input, by default 8. It is 7 where the CPU has no VNNI: there two products are added in 16 bits, and 8 bits would saturate.
-    in_c: C may multiply few rows. It reads the weight row by row; the first call with many rows makes a copy in FBGEMM's order.
-    C multiplies all rows by a packed weight, which is a mapped file's: a copy would double the memory.
+    weight (N,K): floating-point, or packed. non_negative: inputs are never negative, as after a ReLU, so no bit is needed for a
+    sign. bits: the size of a rounded input. The default is 8, or 7 on CPUs without VNNI: they add two products in 16 bits,
+    where 8-bit inputs could saturate. in_c: whether the C kernel may multiply few rows. The C kernel reads the row-major
+    weight; the first call with many rows makes a copy in FBGEMM's layout. A packed weight is in a memory-mapped file, and a
+    copy would double the memory, so there the C kernel multiplies any number of rows.
     """
 
     form = "int8"
@@ -67,19 +68,19 @@ class Int8Linear(nn.Module):
                   else Int8.of(weight, bits, non_negative))
         self.out_features, self.in_features = packed.weight.shape
         self.rounding = packed.rounding
-        self._rounded = [packed]         # empty once only FBGEMM's order is in memory
+        self._rounded = [packed]         # empty once only FBGEMM's copy is in memory
         if isinstance(weight, Int8):
             self.packed = packed
 
     def __getstate__(self) -> dict[str, object]:
-        """Without _c_product, which reads this layer's weight by its address."""
+        """The attributes without _c_product, which contains the address of this layer's weight."""
         return {name: value for name, value in vars(self).items() if name != "_c_product"}
 
     def forward(self, x: Tensor) -> Tensor:
         return _product(self, x.float())
 
     def forward_rows(self, rows: Tensor) -> Tensor:
-        """forward for rows (B,K), with fewer operations."""
+        """`forward` for rows (B,K) float32, without gradients."""
         if not self._by_fbgemm:
             return self._matvec.bind(self.packed)(rows.unsqueeze(0))[0]
         largest = self.rounding.largest(rows)
@@ -87,12 +88,12 @@ class Int8Linear(nn.Module):
 
     @cached_property
     def packed(self) -> Int8:
-        """The weight row by row, as kernels/matvec reads it."""
+        """The row-major weight, which kernels/matvec reads."""
         return self.unordered()
 
     @cached_property
     def _ordered(self) -> torch.ScriptObject:
-        """The weight in FBGEMM's order. Unless `packed` has been read, the only copy in memory, as in training."""
+        """The weight in FBGEMM's layout. If `packed` has not been read, as in training, the row-major weight is freed."""
         ordered = fbgemm.ordered(self._rounded[0].weight, self._rounded[0].scale)
         if "packed" not in vars(self):
             self._rounded.clear()
@@ -100,50 +101,50 @@ class Int8Linear(nn.Module):
 
     @cached_property
     def _c_product(self) -> Callable[[Tensor], Tensor]:
-        """`product` in C."""
+        """`product`, computed by the C kernel."""
         offset, step = self.rounding.offset, torch.tensor(1 / self.rounding.steps, dtype=torch.float32, device="cpu")
         scaled = replace(self.packed, scale=self.packed.scale * step)
         per_step = (1 / step).double()
         product = load("matvec", IN_C).bind([scaled])
 
         def multiply(rows: Tensor) -> Tensor:
-            integers = (rows.double() * per_step + offset).float().round_() - offset     # as FBGEMM's fused multiply-add rounds
+            integers = (rows.double() * per_step + offset).float().round_() - offset     # rounds as FBGEMM's fused multiply-add
             outputs: list[Tensor] = [product(block.unsqueeze(0))[0] for block in integers.split(ROWS_IN_C)]
             return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
         return multiply
 
     def unordered(self) -> Int8:
-        """The weight row by row; a new copy if only FBGEMM's order is in memory."""
+        """The row-major weight; a new copy if only FBGEMM's copy is in memory."""
         return self._rounded[0] if self._rounded else Int8(*fbgemm.unordered(self._ordered), *self.rounding)
 
     def parts(self, dtype: torch.dtype) -> Iterator[Tensor]:
-        """The rounded weight, in one block."""
+        """Yields the whole rounded weight (N,K) in `dtype`, as a single block."""
         yield self.unordered().dense().to(dtype)
 
     def product(self, rows: Tensor) -> Tensor:
-        """The product without the scale of each row: rows (B,K) within [-1, 1] -> (B,N)."""
+        """The product for rows that are already scaled: rows (B,K) within [-1, 1] -> (B,N)."""
         if 0 < len(rows) <= self._most_rows_in_c:
             return self._c_product(rows)
         return fbgemm.product(rows, 1 / self.rounding.steps, self.rounding.offset, self._ordered)
 
 
 class _RoundedLayer(Protocol):
-    """A linear layer whose weight W (N,K) is not a tensor of floats in the dtype of its inputs."""
+    """A linear layer whose weight W (N,K) is quantised, or has a different dtype from the inputs."""
 
     out_features: int
 
     def forward_rows(self, rows: Tensor) -> Tensor:
-        """The products of rows (n,K)."""
+        """`forward` for rows (n,K), without gradients."""
 
     def parts(self, dtype: torch.dtype) -> Iterable[Tensor]:
-        """W in blocks of rows."""
+        """W in `dtype`, in blocks of rows."""
 
 
 class _ForwardRows(torch.autograd.Function):
-    """layer.forward_rows with the gradient of a product with the rounded weight, as if the input were not rounded.
+    """layer.forward_rows with a gradient, computed as for a product of the unrounded input and the rounded weight.
 
-    It saves no tensor for backward, which reads the weight W (N,K) in blocks of rows.
+    Nothing is saved for backward, which reads the layer's weight W (N,K) in blocks of rows.
     """
 
     @staticmethod
@@ -172,7 +173,7 @@ def _product(layer: _RoundedLayer, x: Tensor) -> Tensor:
 
 
 class _PackedWeight(nn.Module):
-    """nn.Linear without a bias, from its packed weight W (N,K); a subclass has forward_rows and parts."""
+    """Base class of nn.Linear without a bias, with a packed weight W (N,K). Subclasses define forward_rows and parts."""
 
     def __init__(self, packed: Packed) -> None:
         super().__init__()
@@ -187,16 +188,16 @@ class _PackedWeight(nn.Module):
         return _product(cast(_RoundedLayer, self), x)
 
     def _row_blocks(self) -> Iterator[Packed]:
-        """W in blocks of rows that have UNPACKED elements."""
+        """W, still packed, in blocks of rows with about UNPACKED elements each."""
         step = max(1, UNPACKED // self.in_features)
         for start in range(0, self.out_features, step):
             yield self.packed.map(itemgetter(slice(start, start + step)))
 
 
 class PackedLinear(_PackedWeight):
-    """nn.Linear without a bias on a GPU, from its weight W (N,K) packed in int8 or int4: x (...,K) -> (...,N) in its dtype.
+    """nn.Linear without a bias on a GPU, with W (N,K) packed in int8 or int4: x (...,K) -> (...,N) in the dtype of x.
 
-    Only weights are rounded to integers. Rows are multiplied in bfloat16, by a block of rows of W at a time.
+    Only weights are rounded to integers. Products are in bfloat16, with a block of rows of W unpacked at a time.
     """
 
     def forward_rows(self, rows: Tensor) -> Tensor:
@@ -211,7 +212,7 @@ class PackedLinear(_PackedWeight):
 class BFloat16Linear(nn.Linear):
     """nn.Linear without a bias whose frozen weight (N,K) is in bfloat16: x (...,K) -> (...,N) in the dtype of x.
 
-    Products are in the dtype of x, or in autocast's; the weight is converted to it a block of rows at a time.
+    Products are in the dtype of x, or in autocast's dtype; the weight is converted to that dtype a block of rows at a time.
     """
 
     def __init__(self, weight: Tensor) -> None:
@@ -232,7 +233,7 @@ class BFloat16Linear(nn.Linear):
 
 @torch.no_grad()
 def to_bfloat16(model: M) -> M:
-    """Converts every matrix of a frozen model, and its embedding, to bfloat16; the inputs of products keep their dtype."""
+    """Converts the linear layers' weights and the embedding of a frozen model to bfloat16; products keep the inputs' dtype."""
     for name in _linears(model):
         model.set_submodule(name, BFloat16Linear(cast(nn.Linear, model.get_submodule(name)).weight))
     _halve_embeddings(model)
@@ -240,7 +241,7 @@ def to_bfloat16(model: M) -> M:
 
 
 def products(layers: Sequence[Int8Linear], inputs: Tensor) -> list[Tensor]:
-    """The output (B,N) of each of n layers for its input inputs[i] (B,K). For FBGEMM all inputs (n,B,K) are scaled at once."""
+    """The outputs (B,N) of n layers, each for its own inputs[i] (B,K). For FBGEMM all inputs are scaled in one operation."""
     if not layers[0]._by_fbgemm:
         return [layer.forward_rows(rows) for layer, rows in zip(layers, inputs.unbind(), strict=True)]
     largest = layers[0].rounding.largest(inputs)
@@ -252,12 +253,12 @@ def products(layers: Sequence[Int8Linear], inputs: Tensor) -> list[Tensor]:
 def to_int8(model: M, head: bool = True, replaced: Callable[[str], object] = lambda name: None,
             later: Mapping[str, Callable[[], Tensor]] = MappingProxyType({}), in_c: bool = True,
             packed: Mapping[str, Packed] = MappingProxyType({})) -> M:
-    """Converts every matrix of a model on a CPU to int8, one at a time, and its embeddings to bfloat16.
+    """Converts the linear layers of a model on a CPU to int8, one at a time, and its embeddings to bfloat16.
 
-    The model can then generate, but not be trained or saved. head: the head too. replaced(name): a callback after each layer.
-    later: functions that read matrices, by the name of the weight; the model has placeholders for these, and its
-    fingerprint_before is set. in_c: as in Int8Linear. packed: matrices in int8, by the name of the weight; the model has
-    placeholders for these. Raises UserError if neither torch nor C has the products.
+    The model can then generate, but be neither trained nor saved. head: whether to convert the head too. replaced(name): called
+    after each layer. later: weight name -> a function that reads the weight; packed: weight name -> the weight in int8. The
+    model contains placeholders for all weights in `later` and `packed`. With `later`, model.fingerprint_before must be set.
+    in_c: as in Int8Linear. Raises UserError if neither FBGEMM nor C can compute int8 products here.
     """
     reasons = [why_not("matvec", name) for name in ("fbgemm", IN_C)]
     if None not in reasons:
@@ -272,9 +273,9 @@ def to_int8(model: M, head: bool = True, replaced: Callable[[str], object] = lam
 
 
 class Int4Linear(_PackedWeight):
-    """nn.Linear without a bias, from its weight W (N,K) packed in int4: x (...,K), floating-point -> (...,N) in its dtype.
+    """nn.Linear without a bias on a CPU, with W (N,K) packed in int4: x (...,K), floating-point -> (...,N) in the dtype of x.
 
-    Many rows need W unpacked, in blocks of its rows: to bfloat16 if the CPU has instructions for its products, else to float32.
+    For many rows W is unpacked a block at a time: to bfloat16 if the CPU has bfloat16 product instructions, else to float32.
     """
 
     def __init__(self, packed: Int4) -> None:
@@ -298,7 +299,7 @@ class Int4Linear(_PackedWeight):
 def to_int4(model: M, packed: Mapping[str, Packed] = MappingProxyType({}),
             later: Mapping[str, Callable[[], Tensor]] = MappingProxyType({}), head: bool = True,
             replaced: Callable[[str], object] = lambda name: None) -> M:
-    """As to_int8, in int4; everything but the matrices is computed in float32."""
+    """Like to_int8, for int4. Everything but the matrix products is computed in float32."""
     def make_layer(name: str, read: Callable[[], Tensor]) -> nn.Module:
         return Int4Linear(cast(Int4 | None, packed.get(f"{name}.weight")) or Int4.of(read()))
 
@@ -306,9 +307,9 @@ def to_int4(model: M, packed: Mapping[str, Packed] = MappingProxyType({}),
 
 
 class BlockLinear(_PackedWeight):
-    """nn.Linear without a bias, from its weight W (N,K) in GGUF's blocks: x (...,K), floating-point -> (...,N) in its dtype.
+    """nn.Linear without a bias on a CPU, with W (N,K) in GGUF's blocks: x (...,K), floating-point -> (...,N) in the dtype of x.
 
-    C multiplies any number of rows by the blocks themselves, so a row's bits are the same in prefill and in a step.
+    The C kernel reads the blocks directly for any number of rows, so a row's result has the same bits in prefill and decoding.
     """
 
     def forward_rows(self, rows: Tensor) -> Tensor:
@@ -323,7 +324,7 @@ class BlockLinear(_PackedWeight):
 
 
 class BlockEmbedding(nn.Module):
-    """nn.Embedding whose weight (V,C) is in GGUF's blocks: tokens (...) int64 -> (...,C) float32. It reads only their rows."""
+    """nn.Embedding with a weight (V,C) in GGUF's blocks: tokens (...) int64 -> (...,C) float32. Unpacks only these rows."""
 
     def __init__(self, packed: Blocks) -> None:
         super().__init__()
@@ -332,7 +333,7 @@ class BlockEmbedding(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The blocks (V, bytes of a row)."""
+        """The blocks as bytes (V, bytes per row)."""
         return self.packed.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -341,7 +342,7 @@ class BlockEmbedding(nn.Module):
 
 
 def to_blocks(model: M, blocks: Mapping[str, Blocks]) -> M:
-    """Replaces linear layers and the embedding by `blocks`, by the name of the weight; the model has placeholders for these."""
+    """Replaces the placeholders of linear layers and of the embedding. blocks: weight name -> the weight in GGUF's blocks."""
     for name, packed in blocks.items():
         module = name.removesuffix(".weight")
         layer = model.get_submodule(module)
@@ -352,9 +353,9 @@ def to_blocks(model: M, blocks: Mapping[str, Blocks]) -> M:
 @torch.no_grad()
 def to_packed(model: M, form: str, device: torch.device | str, packed: Mapping[str, Packed] = MappingProxyType({}),
               later: Mapping[str, Callable[[], Tensor]] = MappingProxyType({})) -> M:
-    """Converts every matrix of a model on a CPU to int8 or int4, one at a time, and moves the model to a GPU.
+    """Converts the linear layers of a model on a CPU to int8 or int4, one at a time, and moves the model to a GPU.
 
-    packed, later: as in to_int8.
+    form: "int8" or "int4". packed, later: as in to_int8.
     """
     def make_layer(name: str, read: Callable[[], Tensor]) -> nn.Module:
         matrix = packed.get(f"{name}.weight") or FORMS[form].of(read())
@@ -365,14 +366,14 @@ def to_packed(model: M, form: str, device: torch.device | str, packed: Mapping[s
 
 def _quantised(model: M, make_layer: Callable[[str, Callable[[], Tensor]], nn.Module],
                later: Mapping[str, Callable[[], Tensor]], head: bool, replaced: Callable[[str], object]) -> M:
-    """make_layer(name, read): the layer that replaces `name`; read() returns its weight. The others: as in to_int8."""
+    """Replaces linear layers. make_layer(name, read) makes a layer from the weight that read() returns. Others: see to_int8."""
     model.fingerprint_before = model.fingerprint()
     for name in _linears(model):
         layer = cast(nn.Linear, model.get_submodule(name))
         if head or layer is not model.head:
             read = later.get(f"{name}.weight", lambda layer=layer: layer.weight)
             model.set_submodule(name, make_layer(name, read))
-            del layer, read              # they reference the old weight
+            del layer, read              # both reference the old weight
             replaced(name)
     _halve_embeddings(model)
     return model
@@ -385,5 +386,5 @@ def _halve_embeddings(model: Model) -> None:
 
 
 def _linears(model: Model) -> list[str]:
-    """The names of linear layers, which, unlike the layers, reference no weights."""
+    """The linear layers' names; a list of the layers themselves would keep their weights in memory."""
     return [name for name, layer in model.named_modules() if isinstance(layer, nn.Linear)]

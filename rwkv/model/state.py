@@ -1,7 +1,7 @@
-"""The recurrent state of a model: all that it remembers of the tokens so far. States are immutable.
+"""The recurrent state of a model: everything that it remembers of the tokens read so far. States are immutable.
 
-Each generation has a State of its own: a named tuple of tensors (L,B,...), with layers and rows as the first two axes and
-with the methods of the class here. The state of one layer is the same named tuple without the first axis.
+Each generation has its own subclass of State: a named tuple of tensors (L,B,...), whose first two axes are layers and rows. The
+state of one layer is the same named tuple without the first axis.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -14,7 +14,7 @@ S = TypeVar("S", bound="State")
 
 
 class State(tuple[Tensor, ...]):
-    """The methods of every generation's State, which derives from this class and from a named tuple."""
+    """The methods of a state. Each generation's State derives from a named tuple and from this class."""
 
     __slots__ = ()
 
@@ -23,11 +23,11 @@ class State(tuple[Tensor, ...]):
         return dict(zip(fields, self, strict=True))
 
     def with_wkv(self, wkv: Tensor) -> Self:
-        """This state with another state of the operator, (L,B,...). Only for generations in which that is one tensor, `wkv`."""
+        """A copy with a new operator state `wkv`, (L,B,...). Only for generations whose operator state is a single tensor."""
         return cast(Callable[..., Self], type(self))(**self.named() | {"wkv": wkv})
 
     def each(self, function: Callable[[Tensor], Tensor]) -> Self:
-        """The state of function(tensor) for each tensor."""
+        """A state with function(tensor) in place of each tensor."""
         return self._of(map(function, self))
 
     def rows(self, indices: Sequence[int] | Tensor | slice) -> Self:
@@ -39,7 +39,7 @@ class State(tuple[Tensor, ...]):
         return [self._of(tensors) for tensors in zip(*self, strict=True)]
 
     def where(self, mask: Tensor, other: Self) -> Self:
-        """`other` in the rows where the mask (B,) is true, this state in the others. A replaced row gets no gradient."""
+        """The state with rows of `other` where the mask (B,) is true. The replaced rows of this state get no gradient."""
         return self._of(torch.where(mask.view(1, -1, *[1] * (tensor.dim() - 2)), replacement, tensor)
                         for tensor, replacement in zip(self, other, strict=True))
 
@@ -50,17 +50,17 @@ class State(tuple[Tensor, ...]):
         return self.each(Tensor.detach)
 
     def nbytes(self) -> int:
-        """The memory of its tensors, in bytes."""
+        """The memory of the state's tensors, in bytes."""
         return sum(tensor.nbytes for tensor in self)
 
     @staticmethod
     def cat(states: Sequence[S]) -> S:
-        """One state with the rows of all of `states`, in order. There must be at least one."""
+        """One state with the rows of all `states`, in order; `states` must not be empty."""
         return states[0]._of(torch.cat(tensors, 1) for tensors in zip(*states, strict=True))
 
     @staticmethod
     def stack(layers: Sequence[S]) -> S:
-        """The state of a model from the states of its layers, in float32."""
+        """A model's state from the states of its layers, converted to float32."""
         return layers[0]._of(torch.stack(tensors).float() for tensors in zip(*layers, strict=True))
 
     @classmethod

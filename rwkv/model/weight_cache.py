@@ -1,9 +1,9 @@
-"""A model's weights in the dtype of its products: converted once after each step of the optimiser, not by each product.
+"""A cache of rounded weights for training in half precision: converted once per optimiser step, not in every matrix product.
 
-Training in half precision multiplies by a rounded copy of each float32 weight. A WeightCache makes a copy at its first use, and
-updates all copies by one operation after the weights have changed. They take half the memory of the weights, for the whole run.
-Without a cache (with trainer=fsdp, where a process does not have all weights) a function converts the weights in its forward
-and again in its backward pass, and keeps no copy between the two.
+Half-precision products need a rounded copy of each float32 weight. A WeightCache makes the copy at its first use, and updates
+all copies in one operation after the weights have changed. The copies take half as much memory as the weights, for the whole
+run. With trainer=fsdp there is no cache, since no process has all weights: an autograd function then converts its weights in
+forward and again in backward, and frees the copies in between.
 """
 
 from collections.abc import Iterable
@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-ATTRIBUTE = "_rounded"                   # of a cached weight: its _Copy
-_steps = 0                               # of all optimisers of this process: torch counts no change by a fused one
+ATTRIBUTE = "_rounded"                   # attribute of a weight that has a cache: its _Copy
+_steps = 0                               # counts optimiser steps, since fused optimisers do not increase Tensor._version
 _counting = False
 
 
 class _Copy:
-    """A rounded weight, and the state of the weight when it was rounded. A pickled or copied weight has none."""
+    """A weight's rounded copy, and the weight's state when it was copied. Pickling or copying a weight makes an empty _Copy."""
 
     def __init__(self, cache: "WeightCache | None" = None) -> None:
         self.cache = cache
@@ -30,7 +30,7 @@ class _Copy:
 
 
 class WeightCache:
-    """The copies of these weights; each weight references its copy."""
+    """The rounded copies of `weights`; each weight references its own in an attribute."""
 
     def __init__(self, weights: Iterable[Tensor]) -> None:
         _count_steps()
@@ -41,7 +41,7 @@ class WeightCache:
     def copy_of(self, weight: Tensor, copy: _Copy, dtype: torch.dtype) -> Tensor:
         if copy.tensor is None or copy.tensor.dtype != dtype or copy.tensor.device != weight.device:
             self._copied = [pair for pair in self._copied if pair[1] is not copy] + [(weight, copy)]
-            with torch.inference_mode(False), torch.no_grad():   # backward cannot save a tensor of inference mode
+            with torch.inference_mode(False), torch.no_grad():   # autograd cannot save inference tensors
                 copy.tensor = weight.to(dtype)
             copy.state = _state(weight)
         elif copy.state != _state(weight):
@@ -49,7 +49,7 @@ class WeightCache:
         return copy.tensor
 
     def update(self) -> None:
-        """Updates the copies, for a CUDA graph that reads them."""
+        """Updates the copies if the weights have changed. CUDA graphs require this: they read the copies without copy_of."""
         if any(copy.state != _state(weight) for weight, copy in self._copied):
             self._refresh()
 
@@ -62,14 +62,14 @@ class WeightCache:
 
 
 def rounded(dtype: torch.dtype, weights: Iterable[Tensor]) -> tuple[Tensor, ...]:
-    """The weights in dtype, from their cache if they have one."""
+    """The weights in `dtype`: the cached copy of each weight that has one; the others are converted."""
     return tuple(weight if weight.dtype == dtype else _rounded(weight, dtype) for weight in weights)
 
 
 def to_save(weights: Iterable[Tensor], multiplied: Iterable[Tensor]) -> tuple[Tensor, ...]:
-    """The tensors that a function saves for backward, which calls `rounded` on them: cached copies, or the weights.
+    """The tensors that an autograd function saves: for each weight the cached copy, or the weight if there is none.
 
-    multiplied: the result of `rounded` for the weights.
+    multiplied: the result of `rounded` for the weights. Backward must call `rounded` on the saved tensors.
     """
     return tuple(copy if getattr(weight, ATTRIBUTE, None) is not None else weight
                  for weight, copy in zip(weights, multiplied, strict=True))

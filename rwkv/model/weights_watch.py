@@ -1,15 +1,15 @@
-"""Values cached from a model's weights, and detection of changes of the model since.
+"""Caches values computed from a model's weights, and detects changes of the model that invalidate them.
 
-A change is certainly detected
-- where another tensor or module is in a weight's place (load_state_dict(assign=True), adapters, moved blocks),
-- where the weight's data is elsewhere in memory (`weight.data = ...`, model.to),
-- where torch has counted a change in place. It counts those of its own operations, also under no_grad and inference_mode,
-- where an attribute of a module is another number, string or function (`norm.eps = ...`, `block.first = ...`), a module has
-  another class, or a hook comes or goes.
+These changes are always detected:
+- a weight or module replaced by another object (load_state_dict(assign=True), adapters, reordered blocks),
+- a weight's data moved in memory (`weight.data = ...`, model.to),
+- in-place changes that torch counts: those of its own operations, also under no_grad and inference_mode,
+- a number, string or function assigned to a module's attribute (`norm.eps = ...`, `block.first = ...`), a changed class of a
+  module, an added or removed hook.
 
-torch does not count writes through `weight.data`, writes by NumPy or other programs, the steps of its fused optimisers, and any
-change of a tensor made under inference_mode. To detect these, some elements are compared: a change of a whole matrix is
-detected, a change of a few elements is not. So write `with torch.no_grad(): weight[rows] = ...`, not `weight.data[rows] = ...`.
+torch does not count writes through `weight.data`, writes by NumPy or other libraries, steps of its fused optimisers, and
+changes of tensors created under inference_mode. For these, some elements are compared: a change of a whole matrix is detected,
+a change of a few elements may not be. So write `with torch.no_grad(): weight[rows] = ...`, not `weight.data[rows] = ...`.
 """
 
 from collections import defaultdict
@@ -23,18 +23,18 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from kernels.machine.memory import available_memory
 from kernels.matvec import Packed, exact_copy
 
-WATCHED = 8                              # elements in the middle of each tensor that a WeightsWatch compares at each token
-SAMPLED = 64                             # elements of each tensor that CachedFromWeights compares at each sequence
+WATCHED = 8                              # elements, in the middle of each tensor, that a WeightsWatch compares for each token
+SAMPLED = 64                             # elements of each tensor that CachedFromWeights compares for each sequence
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))         # of every module: they change no result, or are tensors
+MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))         # of every module; they hold tensors or do not affect results
 Watched = TypeVar("Watched", bound=nn.Module)
 Value = TypeVar("Value")
 
 
 class WeightsWatch:
-    """Detects changes of a model since the watch was made: of its weights, settings, hooks and modules.
+    """Detects changes of a model's weights, settings, hooks and modules since the watch was created.
 
-    It keeps the tensors in memory.
+    It references the weights, and so keeps them in memory.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -51,7 +51,7 @@ class WeightsWatch:
         self._before = _bytes_of(self._elements)
 
     def unchanged(self) -> bool:
-        """Whether no change is detected: see the top of this file."""
+        """Whether the model is unchanged, as far as changes are detected: see the top of this file."""
         return (all(parts == before for parts, before in self._parts) and all(place.unchanged() for place in self._places)
                 and all(tuple(map(get, names)) == values for get, names, values in self._settings)
                 and list(map(tuple, self._hooks)) == self._hooked and list(map(type, self._modules)) == self._types
@@ -59,11 +59,11 @@ class WeightsWatch:
 
 
 class _Place(NamedTuple):
-    """An attribute that is a tensor or may become one, and its value when the watch was made."""
+    """A module's attribute that is or may become a tensor, and its value when the watch was created."""
 
     container: Mapping[str, object]
     name: str
-    value: object                        # the tensor, a Packed that has it, or None
+    value: object                        # the tensor, a Packed that contains it, or None
     tensor: Tensor | None = None
     version: int | None = None
     address: int = 0
@@ -80,7 +80,7 @@ class _Place(NamedTuple):
 def _places(module: nn.Module) -> Iterator[_Place]:
     for container in (module._parameters, module._buffers, vars(module)):
         for name, value in container.items():
-            if value is None and container is not vars(module):          # such as a learnt state that the model may get
+            if value is None and container is not vars(module):          # such as an initial state that may be set later
                 yield _Place(container, name, None)
             tensors = value if isinstance(value, Packed) else [value] if isinstance(value, Tensor) else []
             for tensor in tensors:
@@ -88,31 +88,31 @@ def _places(module: nn.Module) -> Iterator[_Place]:
 
 
 def _settings(module: nn.Module) -> tuple[tuple[str, ...], tuple[object, ...]]:
-    """The names and values of the attributes beside tensors that a module may compute with, such as a norm's epsilon.
+    """The names and values of non-tensor attributes that may affect a module's result, such as a norm's epsilon.
 
-    `forward` is among them: None, unless it is set on the instance.
+    These include `forward`, which is None unless it is set on the instance.
     """
     settings = {name: value for name, value in vars(module).items() if name not in MODULE_ATTRIBUTES
-                and (_is_plain(value) or (callable(value) and not name.startswith("_")))}        # private ones are lazy
+                and (_is_plain(value) or (callable(value) and not name.startswith("_")))}        # private ones are set lazily
     settings.setdefault("forward", None)
     return tuple(settings), tuple(settings.values())
 
 
 def _is_plain(value: object) -> bool:
-    """Whether two such values can be compared with ==."""
+    """Whether values of this type can be compared with ==."""
     if isinstance(value, tuple):
         return all(map(_is_plain, value))
     return value is None or isinstance(value, bool | int | float | str)
 
 
 def tensors_of(model: nn.Module) -> list[Tensor]:
-    """The tensors of all modules."""
+    """All tensors in attributes of the model's modules, including the tensors in packed weights."""
     return [place.tensor for module in model.modules() for place in _places(module) if place.tensor is not None]
 
 
 class CachedFromWeights:
-    """Caches a value computed from all weights of a model until they change. It keeps no weight in memory, and the copy of a
-    model begins without a value."""
+    """Caches a value computed from a model's weights until they change. It does not keep the weights in memory. A copied or
+    pickled model starts with an empty cache."""
 
     def __init__(self) -> None:
         self._value: object = None
@@ -122,7 +122,7 @@ class CachedFromWeights:
         return CachedFromWeights, ()
 
     def of(self, model: Watched, compute: Callable[[Watched], Value]) -> Value:
-        """compute(model) for the present weights, as far as changes are detected: see the top of this file."""
+        """compute(model), cached until a change of the model is detected: see the top of this file."""
         if self._value is None or _signature(model) != self._signature:
             self._value = None                           # free its memory before allocating more
             self._value = compute(model)
@@ -131,10 +131,10 @@ class CachedFromWeights:
 
 
 def _signature(model: nn.Module) -> list[object]:
-    """A value that differs once the model has changed: modules and their settings, the weights' addresses, the changes that
-    torch has counted, some elements.
+    """A value that changes with the model: the modules and their settings, the weights' addresses, torch's change counts, and
+    some elements.
 
-    Functions and modules are represented by their ids, since they may reference weights.
+    It contains the ids of functions and modules rather than themselves, since they may reference weights.
     """
     tensors = tensors_of(model)
     modules = list(model.modules())
@@ -154,20 +154,21 @@ def _by_dtype(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
 
 
 def _bytes_of(groups: list[list[Tensor]]) -> list[bytes]:
-    """The elements as bytes, since NaN is not equal to itself."""
+    """The elements as bytes, which can be compared even if they contain NaN."""
     return [torch.cat(tensors).view(torch.uint8).cpu().numpy().tobytes() for tensors in groups]
 
 
 def exact_copies(weights: Sequence[Tensor]) -> list[Tensor] | None:
-    """Matrices (N,K) in float32 as bfloat16, which halves the memory traffic of each token.
+    """bfloat16 copies of float32 matrices (N,K), which halve the memory traffic per token.
 
-    Published files are in bfloat16. A model loaded from one in float32 has the same values until it is trained. Returns None
-    if a value would change, if torch does not count changes of a matrix, or if memory is short.
+    Published checkpoints are in bfloat16, so the float32 weights of a model loaded from one are bfloat16 values until it is
+    trained. Returns None if a value would change, if torch does not count the changes of a matrix, or if memory is
+    insufficient.
     """
     available = available_memory()
     if any(weight.is_inference() for weight in weights):
         return None
-    if available is not None and sum(weight.nbytes for weight in weights) > available:       # the copies take half as much
+    if available is not None and sum(weight.nbytes for weight in weights) > available:       # twice the copies' size
         return None
     copies = []
     for weight in weights:
@@ -179,7 +180,7 @@ def exact_copies(weights: Sequence[Tensor]) -> list[Tensor] | None:
 
 
 def _flat(tensor: Tensor) -> Tensor | None:
-    """A view of all elements of a dense tensor, or of a matrix stored by column; None for others."""
+    """All elements as a flat view, for a contiguous tensor or a column-major matrix; None for other tensors."""
     tensor = tensor.detach()
     if tensor.dim() == 2 and tensor.T.is_contiguous():
         tensor = tensor.T
@@ -187,16 +188,16 @@ def _flat(tensor: Tensor) -> Tensor | None:
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Whether all elements are finite: one pass, without the temporary of torch.isfinite. aminmax propagates NaN."""
+    """Whether all elements are finite. aminmax propagates NaN and, unlike torch.isfinite, needs no temporary."""
     return bool(torch.stack(torch.aminmax(tensor)).isfinite().all())
 
 
 def _spaced(tensor: Tensor, n: int) -> Tensor:
-    """Evenly spaced elements: about n of them, or all."""
-    step = max(1, tensor.numel() // n) | 1               # odd, so that it reads several columns of a matrix
+    """About n evenly spaced elements of the tensor; all elements if it has fewer."""
+    step = max(1, tensor.numel() // n) | 1               # an odd step selects several columns of a matrix
     return tensor.flatten()[::step]
 
 
 def _version(tensor: Tensor) -> int | None:
-    """The number of changes in place that torch has counted; None for a tensor whose changes it does not count."""
+    """The number of in-place changes that torch has counted; None for inference tensors, whose changes it does not count."""
     return None if tensor.is_inference() else tensor._version

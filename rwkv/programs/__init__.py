@@ -1,1 +1,1 @@
-"""The programs: what train.py, generate.py, chat.py and serve.py run."""
+"""The programs that train.py, generate.py, chat.py and serve.py start."""

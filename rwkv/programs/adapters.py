@@ -1,7 +1,7 @@
-"""adapters=NAME=PATH: tuned states and LoRA adapters, served beside their base checkpoint.
+"""adapters=NAME=PATH: tuned states and LoRA adapters that the server serves in addition to the base checkpoint.
 
-Sequences of a tuned state begin from that state, in one batch with the checkpoint's. A LoRA adapter is merged into a copy of
-the weights when the server starts, and its sequences are a separate batch.
+Sequences that use a tuned state start from it, in the same batch as the base checkpoint's sequences. A LoRA adapter is merged
+into a copy of the weights when the server starts, and sequences that use the adapter form a separate batch.
 """
 
 import hashlib
@@ -14,7 +14,7 @@ from kernels.arguments import from_home
 from kernels.machine.memory import available_memory
 from rwkv.checkpoint import time_states
 from rwkv.checkpoint.files import Checkpoint, read_tuned, require_tokenizer
-from rwkv.checkpoint.named import errors_of
+from rwkv.checkpoint.option_files import errors_of
 from rwkv.config import MIB, ServeConfig
 from rwkv.errors import UserError
 from rwkv.generation.prefill import PrefillResult
@@ -28,10 +28,11 @@ from rwkv.pretrained import RWKV, OpenCheckpoint, rounded_adapters
 
 @dataclass(frozen=True)
 class Adapter:
-    """An adapter, read and checked; its weights are not loaded yet. digest: of the trained values.
+    """An adapter, read and checked; its weights are not loaded yet. digest: the hash of the trained values.
 
-    One of three is set. context: the content of a state file. state: a tuned state, one row. merged: the checkpoint with a LoRA
-    adapter merged into it. notes: lines to print: the layout of a tuned state, the loss from rounding to the server's dtype.
+    Exactly one of three fields is set: context, the content of a state file; state, a tuned state of one row; or merged, the
+    checkpoint with a LoRA adapter merged into it. notes: the lines to print on the layout of a tuned state, and on what
+    rounding to the server's dtype loses.
     """
 
     name: str
@@ -44,7 +45,7 @@ class Adapter:
 
     @property
     def tokens(self) -> int | None:
-        """The number of tokens in its state; None for a state file, which does not record it."""
+        """The number of tokens that precede each sequence; None for a state file, which does not record their number."""
         return 0 if self.context is None else None
 
     @property
@@ -52,10 +53,10 @@ class Adapter:
         if self.merged is not None:
             kind = self.merged.about or "LoRA"
             return f"{kind} {self.path}, merged into a copy of the weights; a separate batch"
-        return f"state {self.path}, before each sequence; in one batch with the checkpoint's"
+        return f"state {self.path}, from which sequences start; in the same batch as the checkpoint's"
 
     def load(self, opened: OpenCheckpoint, base: Model) -> tuple[Model, PrefillResult | None]:
-        """The model for its sequences, and the context before them; None: empty."""
+        """The model for sequences that use the adapter, and the context that precedes them, None if there is no context."""
         if self.merged is not None:
             return RWKV.from_checkpoint(self.merged, opened.wkv, opened.device, opened.dtype), None
         if self.context is not None:
@@ -65,7 +66,9 @@ class Adapter:
 
 
 def read_adapters(config: ServeConfig, opened: OpenCheckpoint) -> list[Adapter]:
-    """Raises UserError if one is missing, damaged or for other weights, or if merged weights do not fit into memory."""
+    """The adapters that adapters= names. Raises UserError if one of them is missing, damaged or made for different weights, or
+    if merged weights do not fit into memory.
+    """
     if not config.adapter_paths:
         return []
     base = opened.checkpoint
@@ -82,9 +85,9 @@ def require_room(weights: int, n_merged: int, available: int | None) -> None:
     """Raises UserError if the checkpoint and n_merged copies of it do not fit into memory. weights: bytes of one copy."""
     needed = weights * (1 + n_merged)
     if available is not None and needed > available:
-        raise UserError(f"adapters= has {counted(n_merged, 'LoRA adapter')}, each merged into a copy of the weights: they "
-                        f"require about {needed / MIB:,.0f} MiB with the checkpoint, and {available / MIB:,.0f} MiB are free; "
-                        "leave one out, or use a smaller dtype=")
+        raise UserError(f"adapters= has {counted(n_merged, 'LoRA adapter')}, each merged into a copy of the weights: these "
+                        f"and the checkpoint require about {needed / MIB:,.0f} MiB, and {available / MIB:,.0f} MiB are free; "
+                        "serve fewer adapters, or use a smaller dtype=")
 
 
 def _read(name: str, path: str, opened: OpenCheckpoint, form: StateForm, config: ServeConfig) -> Adapter:

@@ -21,7 +21,7 @@ Commands:
 
 Ctrl-C stops the answer, not the program. Esc, then Enter starts a new line. The
 state is carried over: each turn prefills only its new tokens. The first lines
-show the chat template and the options of sampling, and why they were chosen.
+show the chat template and the sampling options, and why they were chosen.
 Thoughts are dim in a terminal, and between <think> and </think> elsewhere.
 """
 
@@ -50,14 +50,14 @@ if TYPE_CHECKING:
     from rwkv.chat.template import ChatTemplate
     from rwkv.generation.conversation import Chat
 
-DIM = "\033[2m"                          # terminal codes
+DIM = "\033[2m"                          # escape codes of a terminal
 NORMAL = "\033[0m"
-SETTINGS = (*SAMPLING_OPTIONS, "sampling", "max_new_tokens", "think", "seed")     # names that /set takes
+SETTINGS = (*SAMPLING_OPTIONS, "sampling", "max_new_tokens", "think", "seed")     # names that /set accepts
 
 
 def chat(config: ChatConfig, line: cli.CommandLine) -> None:
     allocator.keep_large_blocks()
-    from rwkv.checkpoint.named import require_files
+    from rwkv.checkpoint.option_files import require_files
 
     require_files(config, config.template, config.state)
     _say(f"loading {config.checkpoint}")
@@ -72,13 +72,13 @@ def chat(config: ChatConfig, line: cli.CommandLine) -> None:
             break
         if text and not session.turn(text):
             failed = True
-    if failed and not interactive:       # for scripts
+    if failed and not interactive:       # a script sees the failure in the exit status
         sys.exit(cli.USER_ERROR)
 
 
 @uncollected()
 def _open(config: ChatConfig, line: cli.CommandLine) -> tuple["Chat", SamplingChoice]:
-    """The conversation, and the chooser of its sampling options."""
+    """The conversation, and the SamplingChoice that chooses sampling options for its answers."""
     from rwkv.chat.templates import chat_template
     from rwkv.generation.conversation import Chat
     from rwkv.generation.decoder import decoding_line
@@ -108,14 +108,14 @@ def _open(config: ChatConfig, line: cli.CommandLine) -> tuple["Chat", SamplingCh
 class Terminal:
     """A conversation in the terminal: answers go to standard output, everything else to standard error.
 
-    sampling: chooses the options of sampling again after /think; None: they do not change.
+    sampling: the object that chooses the sampling options again after /think; None if the options never change.
     """
 
     def __init__(self, talk: "Chat", sampling: SamplingChoice | None = None) -> None:
         self.talk = talk
         self._sampling = sampling
-        self._overrides: JsonObject = {}             # options of sampling changed by /set
-        self._max_new_tokens_is_set = False              # by /set
+        self._overrides: JsonObject = {}             # sampling options changed by /set
+        self._max_new_tokens_is_set = False              # whether /set has set max_new_tokens
         self._commands: dict[str, Callable[[str], None]] = {
             "reset": lambda _: self.talk.reset(), "undo": lambda _: self.talk.undo(), "system": self.talk.reset,
             "retry": lambda _: self._show(self.talk.retry()), "save": self._save, "load": self._load, "think": self._think,
@@ -137,7 +137,7 @@ class Terminal:
             return True
         except UserError as error:
             _say(f"error: {error}")
-        except KeyboardInterrupt:        # during prefill
+        except KeyboardInterrupt:        # Ctrl-C during prefill
             _say("stopped; the turn is discarded")
         return False
 
@@ -198,12 +198,12 @@ class Terminal:
             _say(f"sampling: {value}: {self.talk.sampling}")
         elif name in SAMPLING_OPTIONS:
             metadata = next(item.metadata for item in fields(Sampling) if item.name == name)
-            is_texts = metadata["typed"] == list[str]    # a list of texts, of which /set gives one
+            is_texts = metadata["typed"] == list[str]    # the option is a list of strings; /set gives a single one
             option = {name: metadata["read"]([value] if value else []) if is_texts else _from_yaml(name, value)}
             self.talk.sampling = replace(self.talk.sampling, **option)
             self._overrides |= option
         elif name == "think":
-            think = parse_think(ChatConfig(think=_from_yaml(name, value)).think)         # ChatConfig checks it, as below
+            think = parse_think(ChatConfig(think=_from_yaml(name, value)).think)         # ChatConfig checks the value, as below
             self.talk.template.answer_start(think)
             self.talk.think = think
             self._choose_sampling()
@@ -216,7 +216,7 @@ class Terminal:
             self._max_new_tokens_is_set |= name == "max_new_tokens"
 
     def _choose_sampling(self) -> None:
-        """Chooses the options of sampling for the next answers, except those that /set has changed."""
+        """Chooses the sampling options of the next answers, except those that /set has changed."""
         if self._sampling is None:
             return
         chosen = self._sampling.for_answers(self.talk.think)
@@ -236,13 +236,13 @@ class Terminal:
 
 
 class _Answer:
-    """Prints an answer as it is generated. in_thoughts: only thoughts so far."""
+    """Prints an answer while it is generated. in_thoughts: whether the text so far is only thoughts."""
 
     def __init__(self, template: "ChatTemplate", think: Think) -> None:
         self._parser = ThoughtParser(template.answer_start(think), template.thinks)
         terminal = sys.stdout.isatty()
         self._marks = (DIM, f"{NORMAL}\n") if terminal else ("<think>\n", "\n</think>\n")
-        self._cut = NORMAL if terminal else ""           # after thoughts that are cut short
+        self._cut = NORMAL if terminal else ""           # printed after thoughts that are cut short
         self.in_thoughts = False
 
     def show(self, piece: str, last: bool = False) -> None:
@@ -260,7 +260,7 @@ class _Answer:
 def _from_yaml(name: str, text: str) -> Any:
     try:
         return yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError):                 # ValueError: of a date such as 2026-02-30
+    except (yaml.YAMLError, ValueError):                 # ValueError: from a date such as 2026-02-30
         raise UserError(f"{name} must be a number, a name, or true or false; got {text!r}") from None
 
 
@@ -282,7 +282,7 @@ def _typed_turns() -> Iterator[str]:
     while True:
         try:
             yield session.prompt("> ").strip()
-        except KeyboardInterrupt:        # clears the line
+        except KeyboardInterrupt:        # Ctrl-C clears the line
             continue
         except EOFError:
             return

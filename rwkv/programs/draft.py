@@ -1,17 +1,18 @@
-"""draft=: opens the draft of a program, and says what it does."""
+"""Opens the draft that draft= names, for speculative decoding, and describes it in a line."""
 
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from rwkv.checkpoint.files import read_checkpoint, require_tokenizer
-from rwkv.checkpoint.named import errors_of
-from rwkv.config import BITS, MIB, NGRAM, DraftedConfig
+from rwkv.checkpoint.memory import weights_nbytes
+from rwkv.checkpoint.option_files import errors_of
+from rwkv.config import MIB, NGRAM, DraftedConfig
 from rwkv.errors import UserError
 from rwkv.generation.draft import Draft, ModelDraft, NGram
 from rwkv.generation.speculation import LARGEST_COST, LEAST_GAIN, MOST_ROWS
 from rwkv.io.lines import wrapped
-from rwkv.model.base import Model, n_parameters, state_nbytes
+from rwkv.model.base import Model, state_nbytes
 from rwkv.model.decoding.c_step import why_not
 from rwkv.model.operators import operator_for
 from rwkv.pretrained import RWKV, OpenCheckpoint, computed_in
@@ -22,7 +23,9 @@ if TYPE_CHECKING:
 
 
 class OpenDraft(NamedTuple):
-    """A draft, read and checked; its weights are not loaded yet. checkpoint: None for n-grams. dtype: the model's."""
+    """A draft, read and checked; its weights are not loaded yet. checkpoint: None for n-grams. dtype: the dtype of the model
+    that the draft is for.
+    """
 
     name: str
     checkpoint: "Checkpoint | None"
@@ -31,8 +34,9 @@ class OpenDraft(NamedTuple):
     most_tokens: int
 
     def load(self, model: Model) -> tuple[Draft | None, str]:
-        """The draft for this model, and a line about it. None if it is too large, or where the decoding step is not in C, which
-        saves the states after each token."""
+        """The draft for this model, and a line about the draft. Returns None as the draft if it is too large, or if decoding is
+        not in C: only the decoding step in C saves the state after each token.
+        """
         if reason := why_not(model):
             return None, f"{self.name}, ignored: decoding is not in C ({reason})"
         draft: Draft = NGram(self.most_tokens)
@@ -41,19 +45,21 @@ class OpenDraft(NamedTuple):
             wkv = operator_for(self.checkpoint.config, "auto", "cpu", computed_in(self.dtype))
             draft_model = RWKV.from_checkpoint(self.checkpoint, wkv, "cpu", self.dtype)
             if reason := why_not(draft_model):
-                return None, f"{self.name}, ignored: its step is not in C ({reason})"
+                return None, f"{self.name}, ignored: the draft's step is not in C ({reason})"
             draft = ModelDraft(draft_model, model, self.tokenizer, self.most_tokens)
-            weights = n_parameters(draft_model.config, draft_model.vocab_size) * BITS[self.dtype] // 8
+            weights = weights_nbytes(self.checkpoint, self.dtype)
         if draft.cost > LARGEST_COST:
-            return None, f"{self.name}, ignored: its step takes about {draft.cost:.0%} of the model's; use a smaller model"
+            return None, (f"{self.name}, ignored: the draft's step takes about {draft.cost:.0%} of the time of the model's "
+                          "step; use a smaller draft")
         memory = weights + MOST_ROWS * (1 + self.most_tokens) * state_nbytes(model.config)
-        return draft, (f"{draft}: up to {self.most_tokens} tokens per pass, in up to {memory / MIB:,.0f} MiB; pauses where it "
+        return draft, (f"{draft}: up to {self.most_tokens} tokens per pass, in up to {memory / MIB:,.0f} MiB; pauses while it "
                        f"gains less than {LEAST_GAIN - 1:.0%}, and with more than {MOST_ROWS} sequences")
 
 
 def open_draft(config: DraftedConfig, opened: OpenCheckpoint) -> OpenDraft | None:
-    """The draft that a configuration names. Raises UserError if it is missing, damaged, or of another vocabulary than the
-    model."""
+    """The draft that a configuration names. Raises UserError if the draft is missing or damaged, or its vocabulary differs from
+    the model's.
+    """
     if config.draft is None:
         return None
     if config.draft == NGRAM:
@@ -74,7 +80,7 @@ def load_draft(opened: OpenDraft | None, model: Model) -> Draft | None:
 
 
 def _require_same_vocabulary(draft: "Checkpoint", opened: OpenCheckpoint) -> None:
-    """Raises UserError unless each token id stands for the same text in both, as far as the draft's file says."""
+    """Raises UserError unless each token id stands for the same text in draft and model, as far as the draft's file shows."""
     target = opened.checkpoint
     if draft.vocab_size != target.vocab_size:
         raise UserError(f"a draft must have the model's vocabulary, {target.vocab_size} tokens; got {draft.vocab_size}")
@@ -83,4 +89,5 @@ def _require_same_vocabulary(draft: "Checkpoint", opened: OpenCheckpoint) -> Non
         return
     tokenizer = Tokenizer.from_dict(draft.tokenizer)
     if tokenizer.hash != opened.tokenizer.hash and tokenizer.tokens_as_bytes() != opened.tokenizer.tokens_as_bytes():
-        raise UserError("a draft must have the model's tokenizer; its file has another one, whose ids stand for other text")
+        raise UserError("a draft must have the model's tokenizer; the draft's file has another tokenizer, whose ids stand for "
+                        "different text")

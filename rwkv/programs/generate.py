@@ -21,8 +21,8 @@ from kernels.machine import allocator, threads
 from rwkv import cli
 from rwkv.cli.garbage import uncollected
 from rwkv.config import GenerateConfig
+from rwkv.io.broken_pipe import abandon, raise_unwritten, unread
 from rwkv.io.lines import wrapped
-from rwkv.io.unread import abandon, raise_unwritten, unread
 from rwkv.programs.sampling import Chosen, SamplingChoice
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def generate(config: GenerateConfig, line: cli.CommandLine) -> None:
     from rwkv.generation.output import run_generation
 
     files = config.out or config.save_state
-    output = unread(sys.stdout) if files else sys.stdout         # files are completed even if standard output is closed
+    output = unread(sys.stdout) if files else sys.stdout         # files are completed after standard output is closed
     with redirect_stdout(output):
         try:
             completed = run_generation(model, tokenizer, config, prompts, context, chosen.sampling, chosen.stop, draft)
@@ -57,8 +57,8 @@ def generate(config: GenerateConfig, line: cli.CommandLine) -> None:
 @uncollected()
 def _open(config: GenerateConfig, line: cli.CommandLine
           ) -> "tuple[RWKV, Tokenizer, list[str], PrefillResult | None, Chosen, Draft | None]":
-    """The model, the tokenizer, the prompts, the context before them, the options of sampling, and the draft."""
-    from rwkv.checkpoint.named import require_files
+    """The model, the tokenizer, the prompts, the context before the prompts, the sampling options, and the draft."""
+    from rwkv.checkpoint.option_files import require_files
     from rwkv.generation.options import check_config, prompts_from
 
     require_files(config, state=config.state)
@@ -79,7 +79,7 @@ def _open(config: GenerateConfig, line: cli.CommandLine
 
 
 def main() -> None:
-    threads.wait_briefly()               # before torch is imported
+    threads.wait_briefly()               # must precede the import of torch
     cli.run(generate, GenerateConfig, "generate", __doc__)
 
 

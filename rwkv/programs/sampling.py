@@ -1,14 +1,14 @@
-"""Chooses the options of sampling. Precedence, highest first:
+"""Chooses the sampling options. Precedence, highest first:
 
     the user             sampling=NAME
-    the checkpoint       generation_config.json of a directory and its variants for empty thoughts and for tools, and
-                         general.sampling of a GGUF file; missing options are those of the model family, or else off
+    the checkpoint       generation_config.json of a directory, with variants for empty thoughts and for tools, or
+                         general.sampling of a GGUF file; for options missing there, the model family's, or else off
     the model family     for G1 models, their author's advice on answers that begin with thoughts, or with an empty thought;
                          without thoughts, and for completions without a chat template on a server, the preset for chats
     the program          its own preset
 
-A single option from the user overrides that option of the source. Stop strings and the maximum number of tokens come from the
-checkpoint, unless the user sets them.
+A single option from the user overrides the same option of the chosen source. Stop strings and the maximum number of tokens come
+from the checkpoint, unless the user sets them.
 """
 
 from collections.abc import Collection
@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rwkv import cli
+from rwkv.chat.metadata import Generation, generation_in
 from rwkv.chat.names import Choice, kind_of
-from rwkv.chat.stated import Generation, generation_in
 from rwkv.chat.template import ChatTemplate
 from rwkv.chat.thoughts import Think
 from rwkv.config import Sampling
@@ -27,17 +27,20 @@ from rwkv.io.json_types import JsonMapping
 
 SAMPLING_OPTIONS = tuple(item.name for item in fields(Sampling))
 UNCHANGED = Sampling(temperature=1.0, top_p=1.0)         # the model's own distribution
-G1_PRESETS: dict[Think, tuple[str, str]] = {     # the preset, and its purpose
+G1_PRESETS: dict[Think, tuple[str, str]] = {     # preset and purpose, by think
     True: ("g1_think", "the author's for G1 models whose answers begin with thoughts"),
     "fake": ("g1_fake", "the author's for G1 models whose answers begin with an empty thought"),
     False: ("chat", "for G1 models whose answers begin without thoughts")}
-G1_TEMPLATES = ("g1", "flower")          # chat templates
+G1_TEMPLATES = ("g1", "flower")          # chat templates of G1 models
 
 
 class Chosen(NamedTuple):
-    """name: a preset, or the file with the options. why: the reason, to print; "" if the user chose the preset. overrides: the
-    user's options, as NAME=VALUE. stop, max_new_tokens: those of the file `source`; () and None if it has none or the user sets
-    them."""
+    """The chosen sampling options.
+
+    name: a preset, or the file with the options. why: the printed reason; "" if the user chose the preset. overrides: the
+    user's options, as NAME=VALUE. stop, max_new_tokens: the values in the file `source`; () and None if the file does not set
+    them or the user does.
+    """
 
     sampling: Sampling
     name: str
@@ -56,10 +59,11 @@ class Chosen(NamedTuple):
 
 
 class SamplingChoice:
-    """Chooses the options of sampling for one checkpoint.
+    """Chooses the sampling options for one checkpoint.
 
-    config: of a program with options of sampling. user_keys: the keys that the user has set. path: of the checkpoint. run: the
-    configuration of the run that wrote it. template: its chat template; None for a program without chat templates.
+    config: the configuration of a program with sampling options. user_keys: the keys that the user has set. path: the
+    checkpoint's path. run: the configuration of the run that wrote the checkpoint. template: the checkpoint's chat template;
+    None for a program without chat templates.
     """
 
     def __init__(self, config: Any, user_keys: Collection[str], path: Path, run: JsonMapping | None = None,
@@ -68,13 +72,13 @@ class SamplingChoice:
         self._preset: str = config.sampling
         self._preset_is_set = "sampling" in user_keys
         self._user_keys = user_keys
-        self.max_new_tokens: int = getattr(config, "max_new_tokens", 0)          # unless the file sets it
+        self.max_new_tokens: int = getattr(config, "max_new_tokens", 0)          # a checkpoint's file may override this
         self._overrides = {name: getattr(self._configured, name) for name in SAMPLING_OPTIONS if name in user_keys}
         self._names = (str(path), (run or {}).get("init_from"))
         self._template = template
 
     def for_answers(self, think: Think = False, tools: bool = False) -> Chosen:
-        """The options for answers with this `think`; tools: in a conversation with tools.
+        """The options for answers that begin as `think` says. tools: whether the conversation has tools.
 
         Raises UserError if Sampling rejects an option of a file.
         """
@@ -105,12 +109,12 @@ class SamplingChoice:
         return Chosen(sampling, settings.file.name, f"sets {', '.join(settings.sampling)}{rest}")
 
     def _file_options(self, fake: bool, tools: bool) -> Generation | None:
-        """The options in the checkpoint's file, or in that of its base model; None if neither has any."""
+        """The options in the checkpoint's file, or else in its base model's file; None if neither file has options."""
         files = (generation_in(Path(name), fake, tools) for name in self._names if name)
         return next(filter(None, files), None)
 
     def _answer_start(self, think: Think) -> Think | None:
-        """How answers begin in the chat template; None without a template, or if it does not support `think`."""
+        """How answers begin in the chat template; None without a template, or if the template does not support `think`."""
         if self._template is None:
             return None
         try:

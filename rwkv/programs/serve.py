@@ -1,4 +1,4 @@
-"""Serves a checkpoint over HTTP, to many clients of OpenAI, Ollama and Anthropic.
+"""Serves a checkpoint over HTTP, with the APIs of OpenAI, Ollama and Anthropic.
 
   python serve.py                                       the latest run
   python serve.py checkpoint=rwkv7-g1k-1.5b-20260930-ctx25600.pth dtype=int8
@@ -14,9 +14,9 @@ tool_choice of required or of one function forces a call, whose arguments must
 match the function's schema. "strict": true in a function enforces its schema
 in all calls.
 
-Thoughts are returned as reasoning_content beside content. chat_template_kwargs
-with think (true, false or fake), enable_thinking and reasoning_effort (none,
-minimal, low, medium, high) set how an answer begins.
+Thoughts are returned in reasoning_content, separate from content. How an answer
+begins is set by think (true, false or fake) or enable_thinking in
+chat_template_kwargs, or by reasoning_effort (none, minimal, low, medium, high).
 
 POST /v1/states prefills a prompt or messages, or uploads a state file, and
 returns an id; "state": ID in a request continues from there without another
@@ -24,15 +24,15 @@ prefill, and "save_state": true saves the state after an answer. /v1/responses
 continues previous_response_id from such a state (docs/chat.md).
 
 Clients of Ollama (/api/chat, ...) and Anthropic (/v1/messages) use the same
-server; /v1/embeddings returns embeddings. Their settings: docs/clients.md.
+server; /v1/embeddings returns embeddings. Clients' settings: docs/clients.md.
 
 adapters=NAME=RUN,... serves runs of tune=state and tune=lora as further models
 (docs/serve.md).
 
-http://127.0.0.1:8000/ is a page to try it. pip install -e '.[serve]' installs
-its packages. SIGTERM, SIGHUP, SIGUSR1 or Ctrl-C lets running requests finish,
-then exits; a second SIGTERM or Ctrl-C exits at once. On Linux, GOMP_SPINCOUNT
-is set as train.py --help explains.
+http://127.0.0.1:8000/ is a page to try the server. pip install -e '.[serve]'
+installs its packages. SIGTERM, SIGHUP, SIGUSR1 or Ctrl-C lets running requests
+finish, then exits; a second SIGTERM or Ctrl-C exits immediately. On Linux,
+GOMP_SPINCOUNT is set as train.py --help explains.
 """
 
 from collections.abc import Collection, Mapping
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 
 
 def serve(config: ServeConfig, line: cli.CommandLine) -> None:
-    from rwkv.checkpoint.named import on_disk, require_adapters, require_files
+    from rwkv.checkpoint.option_files import on_disk, require_adapters, require_files
 
     try:
         from rwkv.serving import server
@@ -69,7 +69,7 @@ def serve(config: ServeConfig, line: cli.CommandLine) -> None:
 
 
 def run_engine(connection: Connection, config: ServeConfig, user_keys: Collection[str]) -> None:
-    """The engine's process, the only one that imports torch."""
+    """Runs the engine in its own process, the only one that imports torch."""
     from rwkv.serving.engine import worker
 
     worker.main(connection, config, partial(load, user_keys=user_keys))
@@ -91,7 +91,7 @@ def load(config: ServeConfig, user_keys: Collection[str] = ()) -> "Loaded":
 
     opened = open_checkpoint(config)
     choice = template_choice(opened.checkpoint, config.template)
-    template = chat_template(choice.template)            # errors in templates and adapters come before loading
+    template = chat_template(choice.template)            # errors in templates and adapters are raised before loading
     sampling = SamplingChoice(config, user_keys, opened.checkpoint.path, opened.checkpoint.run, template)
     chosen = {(think, tools): sampling.for_answers(think, tools) for tools in (False, True) for think in BEGUN}
     adapters = read_adapters(config, opened)
@@ -126,9 +126,9 @@ def load(config: ServeConfig, user_keys: Collection[str] = ()) -> "Loaded":
 
 
 def _gpu_lines(model: "Model", config: ServeConfig, copies: int, device: str) -> list[tuple[str, str]]:
-    """The GPU's memory, its concurrent sequences, and the warm-up; nothing on a CPU.
+    """Lines on the GPU's memory, on concurrent sequences, and on the warm-up; none on a CPU.
 
-    copies: of the weights, for adapters. Raises UserError if max_rows sequences do not fit.
+    copies: the number of copies of the weights, one for each merged adapter. Raises UserError if max_rows sequences do not fit.
     """
     import torch
 
@@ -143,12 +143,12 @@ def _gpu_lines(model: "Model", config: ServeConfig, copies: int, device: str) ->
             rows * (state_nbytes(model.config) + 4 * model.vocab_size)) * (1 + copies)
     free, total = torch.cuda.mem_get_info()
     if size > free:
-        raise UserError(f"max_rows={rows} requires {size / MIB:,.0f} MiB of the GPU's memory beside the weights, and "
+        raise UserError(f"max_rows={rows} requires {size / MIB:,.0f} MiB of the GPU's memory besides the weights, and "
                         f"{free / MIB:,.0f} MiB are free: choose a smaller max_rows")
     chunks = chunks_on(torch.device(device))
-    lines = [("GPU", f"{torch.cuda.get_device_name()}, {total / MIB:,.0f} MiB, {free / MIB:,.0f} MiB free beside the weights"),
-             ("concurrency", f"{counted(rows, 'sequence')} in {size / MIB:,.0f} MiB of it; prompts in chunks of up to "
-                             f"{chunks.longest:,} tokens, at most {chunks.budget:,} between two tokens of the others")]
+    lines = [("GPU", f"{torch.cuda.get_device_name()}, {total / MIB:,.0f} MiB, {free / MIB:,.0f} MiB free besides the weights"),
+             ("concurrency", f"{counted(rows, 'sequence')} in {size / MIB:,.0f} MiB of memory; prompts in chunks of up to "
+                             f"{chunks.longest:,} tokens, at most {chunks.budget:,} between two tokens of running sequences")]
     if graphs:
         buckets = ", ".join(map(str, triton_step.buckets_to(rows)))
         lines.append(("warm-up", f"compiles all kernels and captures CUDA graphs for {buckets} sequences"))
@@ -156,9 +156,9 @@ def _gpu_lines(model: "Model", config: ServeConfig, copies: int, device: str) ->
 
 
 def _sampling_lines(chosen: Mapping[tuple[Think, bool], Chosen]) -> list[str]:
-    """The options of sampling: a line for all answers, and one for each kind of answer that differs.
+    """Lines on the sampling options: one line for most answers, and one for each kind of answer with different options.
 
-    chosen: by `think` and tools.
+    chosen: the options by the value of `think` and by whether the conversation has tools.
     """
     usual = chosen[False, False]
     lines = [f"{usual}; requests may override them"]
@@ -171,13 +171,13 @@ def _sampling_lines(chosen: Mapping[tuple[Think, bool], Chosen]) -> list[str]:
 
 
 def _states_line(config: ServeConfig, size: int) -> str:
-    """A line about saved states. size: bytes of one state."""
+    """A line about saved states. size: the bytes of one state."""
     if config.states_mib * MIB < size and not config.states_dir:
         return f"off: a saved state requires {size / MIB:.3g} MiB, and states_mib={config.states_mib}"
     memory = f"{config.states_mib:,} MiB of saved states in memory, {config.states_mib * MIB // size:,}"
     if config.states_dir:
         return f"{memory}, and {config.states_dir_mib:,} MiB in {config.states_dir}"
-    return f"{memory}; evicts LRU"
+    return f"{memory}; evicts the least recently used"
 
 
 def main() -> None:

@@ -27,16 +27,16 @@ and optim.*_lr_scale keep their values; other options on the command line apply
 from the next step. trainer.max_steps=MORE or trainer.epochs=MORE extends a run.
 
 Recipes. experiment=FILE.yaml reads options from a file, in groups or by their
-names on the command line, which overrides them; FILE may be in any folder, and
-may be the config.yaml of an earlier run:
+command-line names; options on the command line override the file's. FILE may be
+in any folder, and may be the config.yaml of an earlier run:
   optim: {lr: 1e-4, warmup_steps: 100}
   model: rwkv7_tiny
 
 Conversations. data=chat reads lines with messages, conversations, or prompt
 and completion; only the assistant's answers count in the loss. tune=lora trains
-adapters, tune=state the state before the first token (RWKV-7), with frozen
+adapters, and tune=state trains the initial state (RWKV-7). Both freeze the
 weights, which tune.base=bfloat16, int8 or int4 makes smaller. Checkpoints of
-such a run refer to the file of init_from=, which must not move; at its end the
+these runs refer to the file of init_from=, which must not move; at its end, a
 run writes adapter/ for the PEFT library, or state.safetensors for generate.py
 and time_state.pth in RWKV-PEFT's layout. python -m rwkv.tools.convert RUN FILE
 merges adapters into the weights.
@@ -48,8 +48,8 @@ several machines, run the same command on each:
     --rdzv-endpoint=HOST:29500 train.py trainer=ddp trainer.num_nodes=2
 trainer=fsdp shards weights, gradients and optimiser state, and each process
 writes its shard of a checkpoint in the background; any number of processes,
-even one, can resume it. trainer.reshard=false gathers weights once per step,
-trainer.offload=true keeps them in host memory. With --max-restarts=N and
+even one, can resume a run. trainer.reshard=false gathers weights once per step,
+trainer.offload=true keeps weights in host memory. With --max-restarts=N and
 resume=auto out_dir=DIRECTORY, torchrun restarts a run after a process dies. If
 a machine cannot resolve its own name, give torchrun --local-addr=ADDRESS.
 docs/scale.md has recipes, also for SLURM. plan=h100, or another GPU's name,
@@ -60,13 +60,15 @@ Steps are optimiser steps; trainer.epochs counts passes over the training split,
 by default 2 for data=chat.
 Paths, names and other texts are taken verbatim, in sweeps too: commas, quotes
 and equals signs need no escaping. A sweep (-m) runs every combination of the
-other options, OPTION=A,B; -m resume=auto out_dir=DIRECTORY resumes one.
-sweep.jobs=2 trains two at a time, sweep.launcher=submitit each as a SLURM job.
+values, OPTION=A,B; -m resume=auto out_dir=DIRECTORY resumes a sweep.
+sweep.jobs=2 trains two runs at a time, and sweep.launcher=submitit trains each
+as a SLURM job.
 --cfg job prints all options as YAML.
 
-Threads. On Linux a run sets GOMP_SPINCOUNT, for which waiting threads spin, to
-a low value: with torch's default, a step on a busy machine takes many times as
-long. GOMP_SPINCOUNT or OMP_WAIT_POLICY in the environment takes precedence.
+Threads. On Linux a run sets GOMP_SPINCOUNT, which limits how long a waiting
+thread spins, to a low value: with torch's default, a step on a busy machine
+takes many times as long. GOMP_SPINCOUNT or OMP_WAIT_POLICY in the environment
+takes precedence.
 """
 
 import sys
@@ -80,7 +82,7 @@ from rwkv.errors import UserError
 def train(config: TrainConfig, line: cli.CommandLine) -> None:
     for key in (key for key in line.keys if key.startswith("sweep.")):
         raise UserError(f"{key} requires -m, a sweep: add -m, or leave {key} out")
-    if config.trainer.strategy == "single":       # otherwise each process would report errors
+    if config.trainer.strategy == "single":       # with several processes, each would report errors
         from rwkv.training.run.options import check_run
 
         check_run(config, line.keys)
@@ -97,7 +99,7 @@ def sweep(line: cli.CommandLine, jobs: cli.Jobs) -> None:
 
 
 def main() -> None:
-    threads.wait_briefly()               # before torch is imported
+    threads.wait_briefly()               # must precede the import of torch
     cli.run(train, TrainConfig, "train", __doc__, sweep)
 
 

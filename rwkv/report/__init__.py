@@ -1,7 +1,7 @@
 """The report of a run or of a sweep: DIR/report.html, one self-contained file, and DIR/report.csv.
 
-It derives only from the files in the run directories (reading.py), so it can be rebuilt at any time:
-`python -m rwkv.tools.report DIR`.
+It is computed only from the files in the run directories (run_files.py), so it can be written again at any time: `python -m
+rwkv.tools.report DIR`.
 """
 
 import math
@@ -13,7 +13,7 @@ from rwkv.io.atomic import write_file
 from rwkv.report.findings import BAD, findings
 from rwkv.report.numbers import as_csv, compare, rows
 from rwkv.report.page import render
-from rwkv.report.reading import read
+from rwkv.report.run_files import read
 from rwkv.report.verdict import verdict
 
 PAGE = "report.html"
@@ -21,8 +21,8 @@ TABLE = "report.csv"
 
 
 class Report(NamedTuple):
-    """page: the path of report.html. sentences: problems, and the kernel with the lowest loss or the highest speed.
-    best: the name of the finished run with the lowest validation loss, and that loss; None if none was measured.
+    """A written report. page: the path of report.html. sentences: problems, and which kernel has the lowest loss or the highest
+    speed. best: the name of the finished run with the lowest validation loss, and this loss; None if none was measured.
     """
 
     page: Path
@@ -31,11 +31,11 @@ class Report(NamedTuple):
 
 
 def write(folder: Path, reference: str | None = None) -> Report:
-    """Writes the report on the runs in `folder`. Its sentences do not count options that differ as problems: the user has just
-    set them.
+    """Writes the report on the runs in `folder`. The returned sentences do not list differing options as problems, because the
+    user has just set these options.
 
-    reference: the kernel that the others are compared with; None for the rule in numbers.py. Raises UserError if there is no
-    run in `folder`, and for a reference that is not among its kernels.
+    reference: the kernel to compare the others with; None applies the rule in numbers.py. Raises UserError if there is no run
+    in `folder`, and if no run has the kernel `reference`.
     """
     comparison = compare(read(folder), reference)
     write_file(folder / TABLE, lambda file: file.write(as_csv(comparison).encode()))
@@ -52,5 +52,5 @@ def write(folder: Path, reference: str | None = None) -> Report:
 
 
 def table(folder: Path) -> tuple[list[dict[str, object]], list[Path]]:
-    """The rows of report.csv, and the paths of the report's two files."""
+    """The rows of report.csv, and the paths of report.html and report.csv."""
     return rows(compare(read(folder))), [folder / PAGE, folder / TABLE]

@@ -1,14 +1,14 @@
-"""Findings at the beginning of a report: failed runs, wrong kernels, and options that differ besides kernel and seed."""
+"""The findings at the beginning of a report: failed runs, wrong kernels, differences in options besides kernel and seed."""
 
 from typing import NamedTuple
 
 from rwkv.io.lines import counted
 from rwkv.report import units
 from rwkv.report.numbers import EARLY, WHEN, Comparison, Kernel, Numbers, column
-from rwkv.report.reading import Run
+from rwkv.report.run_files import Run
 
-MAX_DISTANCE = {"32-true": 1e-3}         # nats, in the first EARLY steps, by precision; a hundred times the effect of rounding
-MAX_DISTANCE_HALF = 0.1                  # nats, for other precisions
+MAX_DISTANCE = {"32-true": 1e-3}         # by precision, in nats, within EARLY steps: 100 times the effect of rounding
+MAX_DISTANCE_HALF = 0.1                  # in nats, for other precisions
 BAD = "bad"
 NOTE = "note"
 GOOD = "good"
@@ -20,7 +20,7 @@ class Finding(NamedTuple):
 
 
 def findings(comparison: Comparison) -> list[Finding]:
-    """All findings. If only kernel and seed differ, the last one names the equivalent kernels."""
+    """All findings on a comparison. If only kernel and seed differ, the last finding names the kernels that are equivalent."""
     differing = [Finding(BAD, f"The runs differ in more than kernel and seed: {key} is {_by_value(values)}.")
                  for key, values in comparison.options.items()]
     differing += [Finding(BAD, f"The runs differ in machine or versions: {key} is {_by_value(values)}.")
@@ -44,14 +44,14 @@ def findings(comparison: Comparison) -> list[Finding]:
 
 
 def _lost(comparison: Comparison) -> list[Finding]:
-    """One finding for each different share of the validation text that a tokenizer loses."""
+    """One finding for each distinct fraction of the validation text that a tokenizer loses."""
     by_share: dict[float, list[Numbers]] = {}
     for numbers in (numbers for kernel in comparison.kernels for numbers in kernel.numbers if "val_lost" in numbers):
         by_share.setdefault(numbers["val_lost"], []).append(numbers)
     sentences = []
     for share, runs in by_share.items():
         which = "" if len(runs) == len(comparison.runs) else f" in {len(runs)} of {counted(len(comparison.runs), 'run')}"
-        withheld = "" if all("val_bpb" in numbers for numbers in runs) else ", and bits per byte are not given"
+        withheld = "" if all("val_bpb" in numbers for numbers in runs) else ", and bits per byte are not reported"
         sentences.append(f"The tokenizer loses {100 * share:.3g} % of the validation text{which}: the losses exclude it"
                          f"{withheld}.")
     return [Finding(NOTE, sentence) for sentence in sentences]
@@ -62,7 +62,7 @@ def _by_value(values: dict[str, list[str]]) -> str:
 
 
 def _largest_error(kernel: Kernel, result: str) -> str | None:
-    """The largest error of a result above its tolerance, in words; None if no error is above it."""
+    """A sentence on the largest error of a result, if it exceeds its tolerance; otherwise None."""
     wrong: list[tuple[float, str, Run]] = []
     for run, numbers in zip(kernel.runs, kernel.numbers, strict=True):
         for when in WHEN:
@@ -73,11 +73,11 @@ def _largest_error(kernel: Kernel, result: str) -> str | None:
         return None
     error, when, run = max(wrong, key=lambda error: error[0])
     words = f"gradient of {result.removeprefix('grad ')}" if result.startswith("grad ") else f"output {result}"
-    return f"its {words} is {error:.1e} at the {when} of {run.name} ({run.allowed(when)[result]:.0e} is allowed)"
+    return f"its {words} is {error:.1e} at the {when} of {run.name} (the limit is {run.allowed(when)[result]:.0e})"
 
 
 def _distances(kernel: Kernel, reference: str | None) -> list[Finding]:
-    """One finding for each run whose loss differs early from the reference's, by more than rounding can explain."""
+    """One finding for each run whose early losses differ from the reference's by more than rounding can explain."""
     result = []
     for run, numbers in zip(kernel.runs, kernel.numbers, strict=True):
         limit = MAX_DISTANCE.get(run.measured.get("precision", "32-true"), MAX_DISTANCE_HALF)
@@ -89,7 +89,7 @@ def _distances(kernel: Kernel, reference: str | None) -> list[Finding]:
 
 
 def _unfinished(kernel: Kernel) -> list[Finding]:
-    """One finding for each status other than finished, and each reason."""
+    """One finding for each distinct status other than finished, with its reason."""
     counts: dict[tuple[str, str | None], int] = {}
     for run in kernel.runs:
         counts[run.status, run.reason] = counts.get((run.status, run.reason), 0) + 1
@@ -101,7 +101,7 @@ def _unfinished(kernel: Kernel) -> list[Finding]:
 
 
 def _good(comparison: Comparison, equivalent: list[Kernel]) -> Finding:
-    """States that these kernels agree, except those whose runs have no counterpart with the same seed."""
+    """States that these kernels agree, except kernels whose runs have no reference run with the same seed."""
     compared = [kernel for kernel in equivalent if kernel.values("difference_early")]
     sentence = "Only the kernel and the seed differ"
     if compared:

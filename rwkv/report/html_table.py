@@ -1,4 +1,4 @@
-"""A table of a report: each column has a header and a function that makes a cell for a row."""
+"""HTML tables for a report. Each column has a header and a function that formats a row's cell."""
 
 from collections.abc import Callable, Sequence
 from html import escape
@@ -6,7 +6,8 @@ from typing import Any, NamedTuple
 
 
 class Column(NamedTuple):
-    """cell: returns the HTML of a row's cell, or "" for an empty one. words: the cells have words, not numbers."""
+    """A column. cell: returns the HTML of a row's cell, or "" for an empty one. words: whether the cells contain words, not
+    numbers."""
 
     header: str
     cell: Callable[[Any], str]
@@ -15,7 +16,7 @@ class Column(NamedTuple):
 
 def table(columns: Sequence[Column], rows: Sequence[Any], style: str = "",
           message_for: Callable[[Any], str | None] = lambda row: None) -> str:
-    """A table without empty columns. message_for(row): a message in place of the row's later cells, or None."""
+    """An HTML table; empty columns are omitted. message_for(row): a message that replaces all cells but the first, or None."""
     messages = [message_for(row) for row in rows]
     cells = [[column.cell(row) for column in columns] if message is None else [columns[0].cell(row)]
              for row, message in zip(rows, messages, strict=True)]
@@ -39,5 +40,5 @@ def text(value: object) -> str:
 
 
 def cell(value: object, form: Callable[[Any], str] = str, bad: bool = False) -> str:
-    """A cell with a value; "" for None."""
+    """An HTML cell with a formatted value; "" for None."""
     return "" if value is None else f"<td{' class=bad' if bad else ''}>{escape(form(value))}</td>"

@@ -1,11 +1,11 @@
-"""The numbers of a report: of each run, statistics over the runs of a kernel, differences between losses.
+"""The numbers in a report: those of each run, statistics over a kernel's runs, and differences between losses.
 
-Throughput and times are medians over a run, after its warm-up. A kernel's number is the median over its runs (its seeds), with
-the minimum and the maximum. The reference is the kernel `reference` or `formula` if one was trained, otherwise the first
+Throughput and times are medians over a run, after its warm-up. A kernel's number is the median over its runs, one per seed,
+with the minimum and the maximum. The reference is the kernel `reference` or `formula` if one was trained, otherwise the first
 trained kernel of the command line. A run is compared, step by step, with the reference's run of the same seed.
 
 report.csv has a row for each run and three for each kernel: median, minimum and maximum of its runs. Each column is one
-quantity, described by columns(). A field is empty where the quantity was not measured.
+quantity, described by columns(). A field is empty if the quantity was not measured.
 """
 
 import csv
@@ -17,29 +17,30 @@ from dataclasses import dataclass
 
 from rwkv.errors import UserError
 from rwkv.io.json_types import JsonObject
-from rwkv.report.reading import Curve, Run
+from rwkv.report.run_files import Curve, Run
 
-REFERENCES = ("reference", "formula")    # the kernels that define their operator
-EARLY = 20                               # steps in which rounding hardly separates equivalent kernels
+REFERENCES = ("reference", "formula")    # kernels that define their operator, in order of preference
+EARLY = 20                               # the number of first steps in which rounding hardly separates equivalent kernels
 MAY_DIFFER = ("kernel.name", "seed", "out_dir", "resume", "logger.run_name")
 WHEN = ("start", "end")
-REWARDS = ("rewards_margin", "rewards_accuracy", "rewards_chosen", "rewards_rejected")    # of pairs: train/... and val/...
-Numbers = dict[str, float]               # by column of report.csv; missing if not measured
+REWARDS = ("rewards_margin", "rewards_accuracy", "rewards_chosen", "rewards_rejected")    # metrics of pairs: train/..., val/...
+Numbers = dict[str, float]               # by column of report.csv, without quantities that were not measured
 
 
 @dataclass
 class Kernel:
-    """The runs of a kernel and their numbers. If runs differ in more options, each combination of values has its own Kernel.
+    """The runs of a kernel and their numbers. If runs differ in other options, too, each combination of values is a separate
+    Kernel.
 
     label: the kernel's name with the values of these options.
     """
 
     label: str
     runs: list[Run]
-    numbers: list[Numbers]               # of each run
+    numbers: list[Numbers]               # each run's numbers
 
     def finished(self) -> "Kernel":
-        """The same with only the finished runs, for the statistics."""
+        """The same kernel with only its finished runs, for statistics."""
         finished = [(run, numbers) for run, numbers in zip(self.runs, self.numbers, strict=True) if run.status == "finished"]
         return Kernel(self.label, [run for run, _ in finished], [numbers for _, numbers in finished])
 
@@ -60,9 +61,10 @@ class Kernel:
 class Comparison:
     """All runs, by kernel, in the order of the command line.
 
-    reference: the name of a kernel; None with nothing to compare. results: the operator's results whose errors were measured.
-    differences: by the run's name, |train/loss - the reference's| by step. options: the options besides kernel and seed that
-    differ, each with the names of the runs that have each value. machines: the same for machine, versions and commit.
+    reference: the kernel that the others are compared with; None for a single kernel. results: the operator's outputs and
+    gradients whose errors were measured. differences: for each run's name, |train/loss - the reference's| by step. options: the
+    options other than kernel and seed that differ, with the names of the runs that have each value. machines: the differing
+    machines, versions and commits, likewise.
     """
 
     kernels: list[Kernel]
@@ -87,7 +89,7 @@ class Comparison:
 
 
 def compare(runs: list[Run], reference: str | None = None) -> Comparison:
-    """Groups the runs by kernel and compares each with the reference. Raises UserError for a reference that was not trained."""
+    """Groups the runs by kernel and compares each with the reference. Raises UserError if `reference` was not trained."""
     options = differing({run.name: flat(run.config) for run in runs if run.config}, MAY_DIFFER)
     machines = differing({run.name: run.machine for run in runs if run.machine}, ("date",))
     labels = {}
@@ -106,8 +108,8 @@ def compare(runs: list[Run], reference: str | None = None) -> Comparison:
 
 
 def numbers_of(run: Run, difference: Curve) -> Numbers:
-    """The numbers of a run. difference: the distance of its loss to the reference's, by step."""
-    validated = max(run.curve("val/loss"), default=-1)       # val/bpb of another step predates a resumption
+    """The numbers of a run. difference: by step, the distance between its loss and the reference's."""
+    validated = max(run.curve("val/loss"), default=-1)       # val/bpb of an earlier step is from before a resumption
     numbers = {"steps": max(run.curve("train/loss"), default=None), "val_loss": _last(run.curve("val/loss")),
                "val_bpb": run.curve("val/bpb").get(validated), "val_lost": run.curve("val/lost").get(validated),
                "train_loss": _last(run.curve("train/loss")),
@@ -115,14 +117,14 @@ def numbers_of(run: Run, difference: Curve) -> Numbers:
                "peak_mib": max(run.curve("peak_mem").values(), default=None),
                **{name.replace("/", "_"): _last(run.curve(name)) for name in reward_names()}, **_times(run), **_errors(run)}
     if difference:
-        worst = max(difference, key=lambda step: (_or_infinite(difference[step]), -step))        # the first of the largest
+        worst = max(difference, key=lambda step: (_or_infinite(difference[step]), -step))        # the first of equal ones
         early = [_or_infinite(value) for step, value in difference.items() if step <= EARLY]
         numbers |= {"difference": difference[worst], "difference_step": worst, "difference_early": max(early, default=None)}
     return {name: float(value) for name, value in numbers.items() if value is not None}
 
 
 def reward_names() -> list[str]:
-    """The metrics of pairs of answers: train/rewards_margin and so on."""
+    """The names of the metrics for pairs of answers: train/rewards_margin and so on."""
     return [f"{split}/{name}" for split in ("train", "val") for name in REWARDS]
 
 
@@ -131,12 +133,12 @@ def learns_pairs(run: Run) -> bool:
 
 
 def unit_of_loss(runs: Iterable[Run]) -> tuple[str, str]:
-    """The unit of a loss, and the kind of item over which the loss is a mean."""
+    """The unit of the losses, and the kind of item over which they are averaged."""
     return ("objective", "pair") if any(map(learns_pairs, runs)) else ("nats", "token")
 
 
 def _times(run: Run) -> dict[str, float | None]:
-    """Milliseconds of a step, and of the operator in it."""
+    """Median milliseconds of a step, and of the operator's passes in it."""
     steps = run.measured.get("steps", [])
     return {"step_ms": _median(step["ms"] for step in steps),
             "forward_ms": _median(step["forward_ms"] for step in steps),
@@ -145,7 +147,7 @@ def _times(run: Run) -> dict[str, float | None]:
 
 
 def _errors(run: Run) -> dict[str, float]:
-    """The errors in the worst layer, by column: err_start_y, max_start_y, and so on."""
+    """The largest error over all layers, by column: err_start_y, max_start_y, and so on."""
     worst = {}
     for when in WHEN:
         for result in _results([run]):
@@ -157,12 +159,12 @@ def _errors(run: Run) -> dict[str, float]:
 
 
 def column(kind: str, when: str, result: str) -> str:
-    """The column of an error, such as err_end_grad_k. kind: "err" (RMS error / RMS) or "max" (largest absolute error)."""
+    """The column of an error, such as err_end_grad_k. kind: "err" for RMS error / RMS, "max" for the largest absolute error."""
     return f"{kind}_{when}_{result.replace(' ', '_')}"
 
 
 def _results(runs: list[Run]) -> list[str]:
-    """The operator's results whose errors were measured, in the order of the measurements: "y", then "grad NAME"."""
+    """The operator's results whose errors were measured: first the output "y", then each "grad NAME"."""
     return list(dict.fromkeys(result for run in runs for when in WHEN for layer in run.layers(when)
                               for result in layer["errors"]))
 
@@ -177,7 +179,8 @@ def _reference(runs: list[Run], requested: str | None) -> str | None:
 
 
 def _difference(run: Run, runs: list[Run], labels: dict[str, str], reference: str | None) -> Curve:
-    """The distance to the loss of the reference's run with the same seed and options, by step; {} if there is no such run."""
+    """By step, the distance between the run's loss and that of the reference with the same seed and options; {} if there is
+    none."""
     options = labels[run.name].removeprefix(run.kernel)
     counterpart = next((candidate for candidate in runs if candidate.kernel == reference and candidate.seed == run.seed
                         and labels[candidate.name].removeprefix(candidate.kernel) == options), run)
@@ -189,7 +192,8 @@ def _difference(run: Run, runs: list[Run], labels: dict[str, str], reference: st
 
 
 def differing(settings: Mapping[str, JsonObject], ignored: Iterable[str]) -> dict[str, dict[str, list[str]]]:
-    """The settings that differ between runs, each with the names of the runs that have each value. settings: by run."""
+    """The settings that differ between runs, each with the names of the runs that have each value. settings: the settings of
+    each run."""
     keys = dict.fromkeys(key for options in settings.values() for key in options if key not in ignored)
     result: dict[str, dict[str, list[str]]] = {}
     for key in keys:
@@ -202,7 +206,7 @@ def differing(settings: Mapping[str, JsonObject], ignored: Iterable[str]) -> dic
 
 
 def flat(config: Mapping[str, object], prefix: str = "") -> JsonObject:
-    """The options by dotted key: {"model": {"n_layer": 4}} becomes {"model.n_layer": 4}."""
+    """Flattens nested options to dotted keys: {"model": {"n_layer": 4}} becomes {"model.n_layer": 4}."""
     options: JsonObject = {}
     for key, value in config.items():
         options |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
@@ -210,7 +214,7 @@ def flat(config: Mapping[str, object], prefix: str = "") -> JsonObject:
 
 
 def after(curve: Curve, warm_up: int) -> Curve:
-    """The curve without the first `warm_up` steps; the whole curve if nothing would be left."""
+    """The curve without the first `warm_up` steps, or the whole curve if it has no later ones."""
     return {step: value for step, value in curve.items() if step > warm_up} or curve
 
 
@@ -229,42 +233,45 @@ def _or_infinite(value: float) -> float:
 
 STATISTICS: dict[str, Callable[[list[float]], float]] = {"median": statistics.median, "min": min, "max": max}
 IDENTITY = {
-    "level": "run, or kernel: a statistic over the runs of a kernel",
-    "statistic": "value (of a run), median, min or max",
-    "kernel": "name of the kernel, with other options in which the runs differ",
+    "level": "run: one run; kernel: a statistic over a kernel's runs",
+    "statistic": "value (for a run), or median, min or max (for a kernel)",
+    "kernel": "name of the kernel, with the values of other options in which the runs differ",
     "seed": "seed of the run",
     "run": "name of the run's directory",
     "status": "finished, failed, unavailable, stopped, waiting or not finished",
-    "reason": "why the run failed, or the kernel cannot run here",
+    "reason": "why the run failed, or why the kernel cannot run on this machine",
     "runs": "number of runs in the statistic",
-    "order": "the run's place in the shuffled order of training",
+    "order": "the run's position in the shuffled order of training",
 }
 QUANTITIES = {
     "steps": "the last step",
-    "val_loss": "last validation loss, nats per token; of pairs of answers, the objective per pair",
-    "val_bpb": "last validation loss, bits per byte; not given where the tokenizer loses too much of the text",
-    "val_lost": "share of the validation text that the tokenizer loses, if any; for precomputed ids, of unknown tokens",
-    "train_loss": "mean training loss of the last logged interval, nats per token; of pairs of answers, the objective per pair",
-    **{f"{split}_{name}": f"{words}, of {pairs}" for split, pairs in (
+    "val_loss": "last validation loss, in nats per token; for pairs of answers, the objective per pair",
+    "val_bpb": "last validation loss, in bits per byte; empty if the tokenizer loses too much of the text",
+    "val_lost": "fraction of the validation text that the tokenizer loses, if any; for precomputed ids, the fraction "
+                "of unknown tokens",
+    "train_loss": "mean training loss of the last logged interval, in nats per token; for pairs of answers, the objective per "
+                  "pair",
+    **{f"{split}_{name}": f"{words}, mean over {pairs}" for split, pairs in (
         ("train", "the last logged interval's pairs"), ("val", "the last validation's pairs"))
        for name, words in zip(REWARDS, (
-           "reward of the chosen answer less that of the rejected one",
-           "share of pairs whose chosen answer has the higher reward", "reward of the chosen answer",
+           "reward of the chosen answer minus that of the rejected one",
+           "fraction of pairs whose chosen answer has the higher reward", "reward of the chosen answer",
            "reward of the rejected answer"), strict=True)},
     "tok_per_sec": "tokens per second, median of the logged steps after warm-up",
     "step_ms": "milliseconds of a training step, median of the sampled steps",
-    "forward_ms": "of step_ms, the operator's forward passes",
-    "backward_ms": "of step_ms, the operator's backward passes",
-    "rest_ms": "of step_ms, everything else",
-    "peak_mib": "peak memory of the GPU, or of the process, MiB",
-    "difference": "largest |train/loss - the reference's with the same seed| over all logged steps",
+    "forward_ms": "the part of step_ms for the operator's forward passes",
+    "backward_ms": "the part of step_ms for the operator's backward passes",
+    "rest_ms": "the part of step_ms for everything else",
+    "peak_mib": "peak memory in MiB, of the GPU or, on a CPU, of the process",
+    "difference": "largest distance, over all logged steps, between train/loss and the train/loss of the reference's run with "
+                  "the same seed",
     "difference_step": "the step of the largest difference",
     "difference_early": f"largest difference within the first {EARLY} steps",
 }
 
 
 def columns(results: Iterable[str]) -> dict[str, str]:
-    """The columns of report.csv with their descriptions. results: of the operator, "y" and "grad NAME"."""
+    """The columns of report.csv with their descriptions. results: the operator's output "y" and its gradients "grad NAME"."""
     errors = {column(kind, when, result): f"{words} of {result} against float64, at the {when}, in the worst layer"
               for when in WHEN for result in results
               for kind, words in (("err", "RMS error / RMS"), ("max", "largest absolute error"))}
@@ -272,7 +279,7 @@ def columns(results: Iterable[str]) -> dict[str, str]:
 
 
 def rows(comparison: Comparison) -> list[dict[str, object]]:
-    """The rows of report.csv: for each kernel its runs, and then its statistics."""
+    """The rows of report.csv: for each kernel, first its runs and then its statistics."""
     result: list[dict[str, object]] = []
     for kernel in comparison.kernels:
         result += [{"level": "run", "statistic": "value", "kernel": kernel.label, "seed": run.seed, "run": run.name,

@@ -1,6 +1,6 @@
-"""The page of a report: one HTML file without scripts or external resources; every text is escaped.
+"""The report as an HTML page: one file without scripts or external resources; every text is escaped.
 
-One style sheet, light or dark by the system's preference, for screens of any width from a telephone's up.
+Its style sheet is light or dark as the system prefers, and suits screens of any width, even a telephone's.
 """
 
 import statistics
@@ -11,15 +11,15 @@ from pathlib import Path
 
 from rwkv.io.json_types import JsonObject
 from rwkv.io.lines import counted
-from rwkv.report import svg, tuned, units
+from rwkv.report import svg, tuning, units
 from rwkv.report.findings import BAD, NOTE, Finding
 from rwkv.report.html_table import Column, cell, table, text
 from rwkv.report.numbers import EARLY, REWARDS, WHEN, Comparison, Kernel, column, columns, learns_pairs, unit_of_loss
-from rwkv.report.reading import Curve, Run
+from rwkv.report.run_files import Curve, Run
 from rwkv.report.verdict import speed_ratio, verdict
 
 LABELS = {BAD: "<b>Problem:</b>", NOTE: "<b>Note:</b>"}
-PARTS = (("forward_ms", "WKV forward"), ("backward_ms", "WKV backward"), ("rest_ms", "the rest"))        # of a step
+PARTS = (("forward_ms", "WKV forward"), ("backward_ms", "WKV backward"), ("rest_ms", "the rest"))        # parts of a step
 MACHINE = ("cpu", "gpu", "threads", "system", "python", "torch", "taichi", "triton", "cuda-core", "cuda", "numpy",
            "commit", "date")
 SETTINGS = ("model.n_layer", "model.n_embd", "model.ctx_len", "data.name", "data.tokenizer", "data.batch_size", "optim.lr",
@@ -35,12 +35,12 @@ def render(folder: Path, comparison: Comparison, findings: Sequence[Finding]) ->
     title = f"{'Run' if comparison.is_single else 'Ablation'} {folder.resolve().name}"
     sentences = [f'<p class="verdict">{escape(sentence)}</p>' for sentence in verdict(comparison)]
     body = [f"<h1>{escape(title)}</h1>", _lead(comparison), *sentences, *map(_finding, findings),
-            *tuned.changes(comparison.runs), *tuned.answers(comparison.runs), *_summary(comparison),
+            *tuning.changes(comparison.runs), *tuning.answers(comparison.runs), *_summary(comparison),
             *_preferences(comparison), *_plots(comparison), *_published(comparison), *_errors(comparison), *_runs(comparison),
             *_samples(comparison), *_setting(comparison), _method(comparison)]
     return ('<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
             '<meta name="viewport" content="width=device-width, initial-scale=1">'
-            f"<title>{escape(title)}</title><style>{STYLE}{tuned.STYLE}</style></head>\n<body>\n"
+            f"<title>{escape(title)}</title><style>{STYLE}{svg.STYLE}{tuning.STYLE}</style></head>\n<body>\n"
             + "\n".join(body) + "\n</body></html>\n")
 
 
@@ -48,7 +48,7 @@ def _lead(comparison: Comparison) -> str:
     config = comparison.config
     keys = [key for key in SETTINGS if key in config]
     if config.get("init_from") and "data.tokenizer" in keys:
-        keys.remove("data.tokenizer")   # that of the file is used
+        keys.remove("data.tokenizer")   # the run used the tokenizer of init_from=
     settings = ", ".join(f"{key}\u00a0{config[key]}" for key in keys)
     n = config.get("trainer.val_tokens")
     if n is not None:
@@ -86,13 +86,13 @@ def _summary(comparison: Comparison) -> list[str]:
 
 
 def _kernel_cell(kernel: Kernel) -> str:
-    """A cell with the kernel's name, and below it the number of finished runs."""
+    """A cell with the kernel's name and, below it, the number of finished runs."""
     finished = f"{len(kernel.finished().runs)} of {len(kernel.runs)} finished"
     return f"<td>{escape(kernel.label)}<small>{finished}</small></td>"
 
 
 def _missing_reason(kernel: Kernel) -> str | None:
-    """The message in a kernel's row without numbers: the reason or the status; None for a kernel with numbers."""
+    """The message in the row of a kernel without numbers: why it has none, or its status. None for a kernel with numbers."""
     if any(kernel.numbers):
         return None
     return next((run.reason for run in kernel.runs if run.reason), None) or kernel.status()
@@ -105,7 +105,7 @@ def _shown(kernel: Kernel) -> Kernel:
 
 
 def _measured(header: str, name: str, form: Callable[[float], str]) -> Column:
-    """A column of the median over the runs, and below it the minimum and the maximum."""
+    """A column with the median over a kernel's runs and, below it, the minimum and the maximum."""
     def median(kernel: Kernel) -> str:
         values = _shown(kernel).values(name)
         if not values:
@@ -121,7 +121,7 @@ def _measured(header: str, name: str, form: Callable[[float], str]) -> Column:
 
 
 def _preferences(comparison: Comparison) -> list[str]:
-    """The table of rewards: for the held-out pairs, and for the pairs of the last logged step."""
+    """The table of rewards, for the held-out pairs and for the pairs of the last logged step."""
     rows = [(run, numbers, split) for kernel in comparison.kernels
             for run, numbers in zip(kernel.runs, kernel.numbers, strict=True) if learns_pairs(run)
             for split in SPLITS]
@@ -132,13 +132,14 @@ def _preferences(comparison: Comparison) -> list[str]:
                *(Column(header, lambda row, name=name: cell(row[1].get(f"{row[2]}_{name}"), "{:.4f}".format))     # type: ignore[misc]
                  for header, name in zip(headers, REWARDS, strict=True))]
     return ["<h2>Preferences</h2>",
-            '<p class="quiet">The reward of an answer is tune.beta times the logarithm of how much more probable it is than '
-            "under the model of init_from=. The losses of this report are the objective's, per pair.</p>",
+            '<p class="quiet">The reward of an answer is tune.beta times the logarithm of p / p0, where p is the probability '
+            "of the answer under the tuned model, and p0 under the model of init_from=. In this report, a loss is the "
+            "objective per pair.</p>",
             table(columns, rows)]
 
 
 def _difference(kernel: Kernel) -> str:
-    """A cell with the largest difference of any run, and below it the largest within the first EARLY steps."""
+    """A cell with the largest difference in any run and, below it, the largest within the first EARLY steps."""
     largest = kernel.values("difference")
     early = kernel.values("difference_early")
     if not largest or not early:
@@ -147,17 +148,17 @@ def _difference(kernel: Kernel) -> str:
 
 
 def _non_breaking(text: str) -> str:
-    """The text with non-breaking spaces."""
+    """Replaces spaces by non-breaking ones."""
     return text.replace(" ", "\u00a0")
 
 
 def _name(run: Run) -> str:
-    """A cell with the name of a run, which may wrap after a comma: kernel=conv1d,seed=0."""
+    """A cell with a run's name, such as kernel=conv1d,seed=0, which may wrap after a comma."""
     return f"<td>{escape(run.name).replace(',', ',<wbr>')}</td>"
 
 
 def _errors(comparison: Comparison) -> list[str]:
-    """The table of errors in the worst layer and run: RMS error / RMS, and below it the largest absolute error."""
+    """The table of errors in the worst layer and run: RMS error / RMS and, below it, the largest absolute error."""
     kernels = [kernel for kernel in comparison.kernels if kernel.values("err_start_y")]
     if not kernels:
         return []
@@ -165,9 +166,9 @@ def _errors(comparison: Comparison) -> list[str]:
     columns = [Column("kernel", lambda row: cell(row[0].label)), Column("when", lambda row: cell(row[1])),
                *(Column(result, partial(_error, result)) for result in comparison.results)]
     return ["<h2>Error of the operator on this run's own data</h2>",
-            '<p class="quiet">Against the float64 reference, on the inputs and the upstream gradient of the model itself at '
-            "the start and at the end of training: RMS error / RMS, and below it the largest absolute error, of the worst "
-            f"layer and run. {escape(_ranges(kernels[0].runs[0]))}</p>",
+            '<p class="quiet">Compared with the float64 reference, on the inputs and upstream gradients that the model had at '
+            "the start and at the end of training. A cell has RMS error / RMS and, below it, the largest absolute error, in "
+            f"the worst layer and run. {escape(_ranges(kernels[0].runs[0]))}</p>",
             table(columns, rows)]
 
 
@@ -183,7 +184,7 @@ def _error(result: str, row: tuple[Kernel, str]) -> str:
 
 
 def _ranges(run: Run) -> str:
-    """A sentence on the ranges of the operator's inputs at the end of a run."""
+    """A sentence with the ranges of the operator's inputs at the end of a run."""
     bounds: dict[str, list[tuple[float, float]]] = {}
     for layer in run.layers("end"):
         for name, (low, high) in layer["ranges"].items():
@@ -208,17 +209,17 @@ def _runs(comparison: Comparison) -> list[str]:
 
 
 def _plots(comparison: Comparison) -> list[str]:
-    """The figures for which something was measured."""
+    """The figures for which there are measurements."""
     unit = " per ".join(unit_of_loss(comparison.runs))
     figures = [_curves(comparison, f"Training loss, {unit}", "training loss", _column("train/loss"), statistics.fmean),
-               _curves(comparison, f"Distance of each loss to that of {comparison.reference} with the same seed, nats",
+               _curves(comparison, f"Distance of each loss from the loss of {comparison.reference} with the same seed, in nats",
                        "difference of the losses", lambda run: comparison.differences.get(run.name, {}), logarithmic=True),
                _curves(comparison, f"Validation loss, {unit}", "validation loss", _column("val/loss"), statistics.fmean,
                        marked=True),
                _curves(comparison, "Norm of the gradients, before clipping", "gradient norm", _column("grad_norm"),
                        logarithmic=True),
                _curves(comparison, "Tokens per second", "tokens per second", _column("tok_per_sec"), statistics.fmean),
-               _times(comparison)]         # last: the lowest figure would leave a gap before another one
+               _times(comparison)]         # last, because this figure is lower and would leave a gap
     if not any(figures):
         return []
     names = [f"<span>{svg.swatch(colour)}{escape(kernel.label)}</span>" for colour, kernel in enumerate(comparison.kernels)
@@ -228,14 +229,14 @@ def _plots(comparison: Comparison) -> list[str]:
 
 
 def _figure(caption: str, figure: str, note: str = "") -> str:
-    """caption: HTML. note: a sentence below the figure."""
+    """A figure with a caption (HTML) and a note below it; "" without a figure."""
     paragraph = f'<p class="quiet">{escape(note)}</p>' if note else ""
     return f"<figure><figcaption>{caption}</figcaption>{figure}{paragraph}</figure>" if figure else ""
 
 
 def _curves(comparison: Comparison, caption: str, title: str, curve: Callable[[Run], Curve],
             merge: Callable[[Iterable[float]], float] = max, logarithmic: bool = False, marked: bool = False) -> str:
-    """A figure with a line for each run in its kernel's colour, and a sentence on kernels whose lines overlap."""
+    """A figure with a line for each run in its kernel's colour, and a note about kernels whose lines overlap."""
     series = [svg.Line(run.name, colour, list(curve(run).items()), merge, marked)
               for colour, kernel in enumerate(comparison.kernels) for run in kernel.runs]
     names = [kernel.label for kernel in comparison.kernels]
@@ -247,11 +248,11 @@ def _curves(comparison: Comparison, caption: str, title: str, curve: Callable[[R
 
 
 def _published(comparison: Comparison) -> list[str]:
-    """The table of a run's mean training losses beside those of the published run whose recipe it follows."""
+    """The table that compares a run's mean training losses with those of the published run whose recipe it follows."""
     rows = [row for run in comparison.runs for row in _published_rows(run)]
     columns = [Column(header, lambda row, index=index: cell(row[index]))      # type: ignore[misc]
                for index, header in enumerate(("run", "steps", "published", "this run", "difference"))]
-    return ["<h2>Training loss beside the published run</h2>", table(columns, rows)] if rows else []
+    return ["<h2>Training loss compared with the published run</h2>", table(columns, rows)] if rows else []
 
 
 def _published_rows(run: Run) -> Iterator[tuple[str, ...]]:
@@ -268,7 +269,7 @@ def _published_rows(run: Run) -> Iterator[tuple[str, ...]]:
 
 
 def _column(name: str) -> Callable[[Run], Curve]:
-    """A function that returns a run's curve, or an empty curve instead of a single point."""
+    """A function that returns a run's curve, or {} if the curve has only one point."""
     return lambda run: run.curve(name) if len(run.curve(name)) > 1 else {}
 
 
@@ -280,7 +281,7 @@ def _times(comparison: Comparison) -> str:
 
 
 def _step_parts(kernel: Kernel, step: float) -> list[tuple[str, float]]:
-    """The parts of a step of `step` ms. Medians do not add up, so the last part is the remainder."""
+    """Divides the time of a step (`step` ms) into PARTS. Medians do not add up, so the last part is the remainder."""
     *measured, (_, rest) = PARTS
     parts = [(name, kernel.median(key) or 0.0) for key, name in measured]
     return [*parts, (rest, max(0.0, step - sum(time for _, time in parts)))]
@@ -314,7 +315,7 @@ def _method(comparison: Comparison) -> str:
     warm_up = probed.get("warm_up", 0)
     sentences = [f"Throughput is the median of the logged steps{f' after the first {warm_up}' if warm_up else ''}."]
     if not comparison.is_single:
-        sentences.insert(0, "Numbers are medians over the runs of a kernel, with the minimum and the maximum below.")
+        sentences.insert(0, "Numbers are medians over a kernel's runs, with the minimum and the maximum below them.")
     if probed:
         sampled = counted(len(probed["steps"]), "sampled step")
         sentences.append(f"Times are medians of {sampled} of each run after the same warm-up; a "
@@ -384,18 +385,10 @@ figcaption { font-size: 0.9rem; margin-bottom: 6px; }
 .legend { display: flex; flex-wrap: wrap; gap: 2px 16px; margin: 8px 0; font-size: 0.9rem; }
 .swatch { width: 26px; height: 10px; margin-right: 6px; vertical-align: middle; }
 .box { display: inline-block; width: 12px; height: 12px; border-radius: 2px; margin-right: 5px; vertical-align: -1px; }
-svg.figure { display: block; width: 100%; height: auto; }
-svg text { font-size: 12px; fill: var(--quiet); } svg .end { text-anchor: end; } svg .middle { text-anchor: middle; }
-.grid { stroke: var(--rule); fill: none; } .axis { stroke: var(--quiet); fill: none; }
-.line { fill: none; stroke-width: 1.6; stroke-linejoin: round; } .line circle { stroke: none; }
-.line circle.ring { fill: none; stroke: inherit; stroke-dasharray: none; }
-.names, .at > * { visibility: hidden; } .readings:hover > .names, .at:hover > * { visibility: visible; }
-.names rect { fill: var(--card); stroke: var(--rule); fill-opacity: 0.85; } .names, .at text { pointer-events: none; }
-.at rect { fill: none; pointer-events: all; } svg .names text, svg .at text { fill: var(--text); }
 pre { overflow-x: auto; white-space: pre-wrap; overflow-wrap: anywhere; padding: 10px 12px; border: 1px solid var(--rule);
       border-radius: 6px; background: var(--card); font-size: 0.86rem; }
 summary { cursor: pointer; color: var(--quiet); margin: 8px 0; }
 dl { display: grid; grid-template-columns: max-content 1fr; gap: 2px 16px; margin: 0; font-size: 0.9rem; }
 dt { color: var(--quiet); } dd { margin: 0; overflow-wrap: anywhere; }
 """
-STYLE += "\n".join([*(f"rect.b{n} {{ fill: var(--b{n}); }} .box.b{n} {{ background: var(--b{n}); }}" for n in range(3)), ""])
+STYLE += "".join(f".box.b{n} {{ background: var(--b{n}); }}\n" for n in range(3))

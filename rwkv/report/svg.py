@@ -1,8 +1,8 @@
-"""Figures as SVG for a page: lines over steps, and bars. Their colours are classes of the page's style sheet (page.py).
+"""SVG figures for a report: lines over steps, and bars. STYLE is their style sheet; page.py defines the colours.
 
-A figure is WIDTH by HEIGHT in its own units, and the page scales it. Values that are not finite are not drawn. Under the
-pointer, a figure of lines shows the step and each kernel's value: the plot is divided into strips, whose texts the style sheet
-shows while the pointer is over them, so the page needs no script.
+A figure is WIDTH by HEIGHT in its own units, and the page scales it. Values that are not finite are not drawn. A figure of
+lines shows the step under the mouse pointer and each kernel's value there. This needs no script: the plot is divided into
+strips, and the style sheet shows a strip's text while the pointer is over it.
 """
 
 import math
@@ -14,35 +14,46 @@ from itertools import pairwise
 
 import numpy as np
 
+STYLE = """
+svg.figure { display: block; width: 100%; height: auto; }
+svg text { font-size: 12px; fill: var(--quiet); } svg .end { text-anchor: end; } svg .middle { text-anchor: middle; }
+.grid { stroke: var(--rule); fill: none; } .axis { stroke: var(--quiet); fill: none; }
+.line { fill: none; stroke-width: 1.6; stroke-linejoin: round; } .line circle { stroke: none; }
+.line circle.ring { fill: none; stroke: inherit; stroke-dasharray: none; }
+.names, .at > * { visibility: hidden; } .readings:hover > .names, .at:hover > * { visibility: visible; }
+.names rect { fill: var(--card); stroke: var(--rule); fill-opacity: 0.85; } .names, .at text { pointer-events: none; }
+.at rect { fill: none; pointer-events: all; } svg .names text, svg .at text { fill: var(--text); }
+"""
+STYLE += "".join(f"rect.b{n} {{ fill: var(--b{n}); }}\n" for n in range(3))
 WIDTH = 480
 HEIGHT = 300
-LEFT = 54                                # margins around the axes, the left one at least
+LEFT = 54                                # margins around the plot; the left one may be wider
 RIGHT = 12
 TOP = 10
 BOTTOM = 40
-SMALLEST = 1e-300                        # smaller values are not drawn on a logarithmic axis
-MOST_POINTS = 400                        # points of a line; longer lines merge neighbours into one point
+SMALLEST = 1e-300                        # values up to this are not drawn on a logarithmic axis
+MOST_POINTS = 400                        # points in a line; in longer ones, neighbours are merged
 COLOURS = 10                             # number of colours in the style sheet
 DASHES = ("", "6 3", "2 3")
-SAME = 1.5                               # lines within this distance, a line's width, look like one line
-DASH = 9                                 # length of the dashes of overlapping lines
+SAME = 1.5                               # lines at most this far apart, about a line's width, look like one
+DASH = 9                                 # length of a dash in overlapping lines
 BAR = 18                                 # height of a bar
 GAP = 10                                 # space between two bars
-NAMES = 142                              # width for the names of bars
+NAMES = 142                              # width of the space for the names of bars
 DIGIT = 7.7                              # width of a digit in DejaVu Sans, the widest of the page's fonts
-MOST_STRIPS = 100                        # readings under the pointer, each with a strip of the plot
-MOST_ROWS = 16                           # of a reading; further kernels are left out
-ROW = 14                                 # height of such a row
-HOLLOW = ' class="ring"'                 # for a dot drawn around another dot
+MOST_STRIPS = 100                        # maximum number of strips with a reading
+MOST_ROWS = 16                           # maximum number of kernels in a reading; others are omitted
+ROW = 14                                 # height of a kernel's row in a reading
+HOLLOW = ' class="ring"'                 # the class of a dot drawn around another dot
 
 Point = tuple[float, float]
 
 
 @dataclass(frozen=True)
 class Line:
-    """colour: a number; from COLOURS on, the colours repeat with dashes. merge: computes the value of neighbours that are
-    merged into one point. marked: every point has a dot. Overlapping lines alternate their dashes and have rings
-    around dots.
+    """A line in a figure. colour: its colour's number; from COLOURS on, colours repeat with dashes. merge: computes one value
+    from the values of neighbouring points that become one. marked: whether every point has a dot. Overlapping lines get
+    alternating dashes, and rings around each other's dots.
     """
 
     name: str
@@ -54,7 +65,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Axis:
-    """axis(value) is the value's position: `low` is at `start`, `high` at `stop`."""
+    """An axis: axis(value) is the position of a value. `low` is at position `start`, `high` at `stop`."""
 
     low: float
     high: float
@@ -67,7 +78,7 @@ class Axis:
         return self.start + (self.stop - self.start) * (value - low) / (high - low)
 
     def ticks(self) -> list[tuple[float, str]]:
-        """(position, number), with as many digits as tell the numbers apart."""
+        """The ticks as (position, text), with as many digits as are needed to tell the numbers apart."""
         values = _decades(self.low, self.high) if self.logarithmic else _round_steps(self.low, self.high)
         numbers = [_number(value) for value in values]
         for digits in range(5, 16):
@@ -77,8 +88,8 @@ class Axis:
 
 
 def lines(title: str, x_name: str, series: Sequence[Line], logarithmic: bool = False, names: Sequence[str] = ()) -> str:
-    """A figure of lines; "" with nothing to draw. logarithmic: of the y axis, for values above SMALLEST. names: by colour, for
-    the values under the pointer; without names there are none.
+    """A figure of lines; "" if there is nothing to draw. logarithmic: whether the y axis is logarithmic; then only values above
+    SMALLEST are drawn. names: the name of each colour, for the readings under the pointer; if empty, there are no readings.
     """
     positioned = _positioned(series, logarithmic)
     if not positioned:
@@ -91,12 +102,13 @@ def lines(title: str, x_name: str, series: Sequence[Line], logarithmic: bool = F
 
 
 def overlapping(series: Sequence[Line], logarithmic: bool = False) -> list[list[Line]]:
-    """Groups of at least two lines that look the same in the figure of `series`."""
+    """The groups of two or more lines in `series` that coincide in the figure."""
     return [group for group in _groups(_positioned(series, logarithmic)) if len(group) > 1]
 
 
 def bars(title: str, form: Callable[[float], str], rows: Sequence[tuple[str, Sequence[tuple[str, float]]]]) -> str:
-    """One bar for each row, stacked from its parts (name, value), with their sum beside it; "" with nothing to draw.
+    """A figure with a bar for each row, stacked from its parts (name, value), and with their sum at its end; "" if there is
+    nothing to draw.
 
     form: formats a value with its unit.
     """
@@ -111,7 +123,7 @@ def bars(title: str, form: Callable[[float], str], rows: Sequence[tuple[str, Seq
 
 
 def swatch(colour: int) -> str:
-    """A short line in this colour and its dashes, for a legend."""
+    """A short line in this colour, with its dashes, for a legend."""
     return f'<svg class="swatch" viewBox="0 0 26 10" aria-hidden="true"><path d="M0 5H26" {_stroke(colour)}/></svg>'
 
 
@@ -147,14 +159,14 @@ def _grid(x: Axis, y: Axis, x_name: str) -> list[str]:
 
 
 def _readings(lines: Sequence[tuple[int, Sequence[Point]]], names: Sequence[str], x: Axis) -> list[str]:
-    """The values under the pointer: a strip of the plot for each step, or for as many as there is room for. Several lines of a
-    colour share a row. lines: their colours and points."""
+    """The readings under the pointer: one strip of the plot for each step, but at most MOST_STRIPS. Lines of the same colour
+    share a row. lines: the colour and points of each line."""
     if not names:
         return []
     colours = sorted({colour for colour, _ in lines})[:MOST_ROWS]
     all_steps = sorted({step for _, points in lines for step, _ in points})
     width = (x.high - x.low) / MOST_STRIPS
-    steps = [*{math.ceil((step - x.low) / width): step for step in all_steps}.values()]          # the last one of each width
+    steps = [*{math.ceil((step - x.low) / width): step for step in all_steps}.values()]          # the last step of each strip
     bounds = [x.low, *((first + second) / 2 for first, second in pairwise(steps)), x.high]
     strips = []
     widest = 0
@@ -178,7 +190,7 @@ def _readings(lines: Sequence[tuple[int, Sequence[Point]]], names: Sequence[str]
 
 
 def _nearest(points: Sequence[Point], step: float) -> Point:
-    """The point at a step, or the nearest one. points: by step."""
+    """The point whose step is nearest to `step`. points: sorted by step."""
     index = bisect_left(points, step, key=lambda point: point[0])
     return min(points[max(0, index - 1):index + 1], key=lambda point: abs(point[0] - step))
 
@@ -193,7 +205,7 @@ def _axes(series: Sequence[Line], logarithmic: bool) -> tuple[Axis, Axis]:
 
 
 def _positioned(series: Sequence[Line], logarithmic: bool) -> list[tuple[Line, list[Point]]]:
-    """The lines with something to draw, and the positions of their points in the figure from left to right."""
+    """The lines that have anything to draw, with the positions of their points in the figure, from left to right."""
     drawable = [(line, points) for line in series if (points := _drawable(line, logarithmic))]
     if not drawable:
         return []
@@ -202,7 +214,7 @@ def _positioned(series: Sequence[Line], logarithmic: bool) -> list[tuple[Line, l
 
 
 def _groups(positioned: Sequence[tuple[Line, list[Point]]]) -> list[list[Line]]:
-    """The lines in groups. Wherever both are drawn, a line is at most SAME away from the first line of its group."""
+    """Groups lines that coincide: wherever both are drawn, a line is at most SAME away from the first line of its group."""
     groups: list[tuple[list[Point], list[Line]]] = []
     for line, positions in positioned:
         group = next((lines for first, lines in groups if _overlap(positions, first)), None)
@@ -214,7 +226,7 @@ def _groups(positioned: Sequence[tuple[Line, list[Point]]]) -> list[list[Line]]:
 
 
 def _overlap(first: list[Point], second: list[Point]) -> bool:
-    """Whether the shorter of two lines lies on the longer."""
+    """Whether the shorter of two lines coincides with the longer, to within SAME."""
     shorter, longer = sorted((first, second), key=lambda positions: positions[-1][0] - positions[0][0])
     inside = [(x, y) for x, y in shorter if longer[0][0] <= x <= longer[-1][0]]
     heights = np.interp([x for x, _ in inside], [x for x, _ in longer], [y for _, y in longer])
@@ -222,7 +234,8 @@ def _overlap(first: list[Point], second: list[Point]) -> bool:
 
 
 def _line(line: Line, positions: Sequence[Point], index: int, n_overlapping: int) -> str:
-    """n_overlapping: the number of lines that overlap. index: of this line among them."""
+    """The SVG of a line. n_overlapping: how many lines overlap with it, itself included. index: the line's number among
+    these."""
     dots = ""
     if line.marked or len(positions) == 1:
         dots = "".join(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{3 + index}"{HOLLOW if index else ""}/>' for x, y in positions)
@@ -240,7 +253,7 @@ def _stroke(colour: int) -> str:
 
 
 def _drawable(line: Line, logarithmic: bool) -> list[Point]:
-    """The points of a line that can be drawn, by step, merged to at most MOST_POINTS."""
+    """The points of a line that can be drawn, sorted by step, and merged so that there are at most MOST_POINTS."""
     points = sorted(point for point in line.points if math.isfinite(point[1]) and (point[1] > SMALLEST or not logarithmic))
     size = max(1, math.ceil(len(points) / MOST_POINTS))
     groups = [points[begin:begin + size] for begin in range(0, len(points), size)]
@@ -264,7 +277,7 @@ def _widened(low: float, high: float) -> tuple[float, float]:
 
 
 def _decades(low: float, high: float) -> list[float]:
-    """Powers of ten, at most eight or so; with few of them, also 2 and 5 times each."""
+    """Ticks of a logarithmic axis: powers of ten, at most about eight; if these are few, also 2 and 5 times each power."""
     first = round(math.log10(low))
     last = round(math.log10(high))
     if last - first <= 2:
@@ -273,7 +286,7 @@ def _decades(low: float, high: float) -> list[float]:
 
 
 def _round_steps(low: float, high: float) -> list[float]:
-    """About five ticks, multiples of 1, 2 or 5 times a power of ten."""
+    """Ticks of a linear axis: about five multiples of 1, 2 or 5 times a power of ten."""
     raw = (high - low) / 5
     size = 10.0 ** math.floor(math.log10(raw))
     step = size * next(factor for factor in (1, 2, 5, 10) if factor * size >= raw * 0.999)

@@ -1,4 +1,4 @@
-"""The result of a sweep in sentences: the fastest kernel, its lead, and how certain it is."""
+"""The result of a sweep in sentences: which kernel is fastest, by how much, and how certain that is."""
 
 import math
 
@@ -10,9 +10,9 @@ LOSS = "val_loss"
 
 
 def verdict(comparison: Comparison) -> list[str]:
-    """Sentences on the finished runs; none for a single kernel or without measurements.
+    """Sentences on the finished runs; [] for a single kernel or without measurements.
 
-    If runs differ in more than kernel and seed, their purpose is the loss, and the sentence on it comes first.
+    If runs differ in more than kernel and seed, they were made to compare losses, so the sentence on the loss comes first.
     """
     if len(comparison.kernels) < 2:
         return []
@@ -36,13 +36,13 @@ def _fastest(comparison: Comparison) -> str:
 
 
 def _certainty(best: Kernel, others: list[Kernel]) -> str:
-    """A sentence on how certain the order of speeds is, by the spread over the seeds."""
+    """A sentence on how certain the ranking by speed is, judging by the spread over a kernel's runs."""
     if min(len(kernel.values(SPEED)) for kernel in (best, *others)) < 2:
-        return "With one run of a kernel, the variation of its speed is unknown."
+        return "At least one kernel has only one run, so the variation of its speed is unknown."
     close = [kernel.label for kernel in others if max(kernel.values(SPEED)) >= min(best.values(SPEED))]
     if close:
-        return f"Its speeds overlap with those of {' and '.join(close)}, which may be as fast."
-    return "Its slowest run is faster than every run of the others."
+        return f"Its speeds overlap with those of {' and '.join(close)}, which may be equally fast."
+    return "Its slowest run is faster than every run of the other kernels."
 
 
 def _lowest_loss(comparison: Comparison) -> str:
@@ -56,14 +56,15 @@ def _lowest_loss(comparison: Comparison) -> str:
 
 
 def _ranked(comparison: Comparison, name: str) -> list[Kernel]:
-    """The kernels whose finished runs have `name`, the smallest median first."""
+    """The kernels, each with only its finished runs, sorted by the median of `name`, the smallest first. Kernels without this
+    number are omitted."""
     medians = [(kernel.finished().median(name), kernel.finished()) for kernel in comparison.kernels]
     measured = [(median, kernel) for median, kernel in medians if median is not None and math.isfinite(median)]
     return [kernel for _, kernel in sorted(measured, key=lambda pair: pair[0])]
 
 
 def speed_ratio(kernel: Kernel, comparison: Comparison) -> float | None:
-    """The kernel's throughput over that of the reference with the same options; None if one was not measured."""
+    """The kernel's throughput divided by that of the reference with the same options; None if either was not measured."""
     label = f"{comparison.reference}{kernel.label.removeprefix(kernel.runs[0].kernel)}"
     reference = next((candidate for candidate in comparison.kernels if candidate.label == label), None)
     speed = kernel.median(SPEED)

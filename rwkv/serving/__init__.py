@@ -1,13 +1,13 @@
-"""The HTTP server around the engine, with the interfaces of OpenAI, Ollama and Anthropic, in two processes.
+"""The HTTP server, with the APIs of OpenAI, Ollama and Anthropic. It runs as two processes: HTTP and the engine.
 
     server       starts everything; api: routes, authorisation and errors
-    http/        HTTP itself: connections, errors, bodies, and who may connect
-    endpoints/   a file for each interface; service: what they share; page.html; openapi: their description
+    http/        the HTTP layer: connections, errors, request bodies, and checks of the origin
+    endpoints/   one file per API; service: what they share; page.html: a page for trying the server; openapi: /openapi.json
     schema       request bodies
-    submission   sequences from a request's options
-    answers      sequences as OpenAI's objects and events; logprobs
-    responses/   OpenAI's Responses: their store, the translation of a request, the events of an answer
-    states/      clients' saved states, in memory and in files; sharing: several servers on one folder
-    engine/      worker: the process that loads the model and generates; remote: its side in the HTTP process; queue
-    messages     between the two processes; metrics and log of what happens
+    submission   turns a request's options into sequences for the engine
+    answers      turns generated sequences into OpenAI's objects and events; logprobs: their log-probabilities
+    responses/   OpenAI's Responses API: translates requests and answers, and stores responses
+    states/      clients' saved states, in memory and in files; sharing: several servers that share a folder
+    engine/      worker: the process that loads the model and generates; remote, queue: its counterpart in the HTTP process
+    messages     what the two processes send to each other; metrics, log: what the server reports
 """

@@ -1,4 +1,4 @@
-"""Answers: turns the events of a request's sequences into OpenAI's objects, sent whole or as server-sent events."""
+"""Answers: turns the engine's events for one request into OpenAI's objects, sent whole or as server-sent events."""
 
 import asyncio
 import time
@@ -25,19 +25,22 @@ from rwkv.tokenizer.tokenizers import Tokenizer
 
 REASONS = {"length": "length", "stop": "stop", "end_of_text": "stop", "cancelled": "length", "no_token": "length"}
 LINE_END = "\n"
-# Characters at which some clients split lines, as Python's str.splitlines does; JSON has raw line ends only between values
+# Characters at which some clients split lines, as Python's str.splitlines does. Unescaped "\n" and "\r" occur in JSON only
+# between values, so they can become spaces.
 LINE_ENDS = {"\n": " ", "\r": " ", "\u0085": "\\u0085", "\u2028": "\\u2028", "\u2029": "\\u2029"}
-SEND_TIMEOUT = 30                        # seconds after which a client that reads nothing is cut off
+SEND_TIMEOUT = 30                        # seconds after which a client that reads nothing is disconnected
 
 
 @dataclass
 class ResponseSpec:
-    """The form of an answer. before: the text before each sequence: with echo the prompt, in a chat the answer's beginning.
+    """How the sequences of a request are presented to the client.
 
-    n: sequences per prompt, one after the other. functions: the names of those that the answer may call. call_start: the
-    beginning of a call with which the prompt ends. most_calls: further calls are not shown. thinks: answers may begin with
-    thoughts; their first characters may be in `before`. continues: as in ThoughtParser. after: the last ids before each prompt.
-    saves: each sequence's final state is saved.
+    before: for each sequence, the text that precedes it in the answer: the echoed prompt or, in a chat, the beginning of the
+    answer that the prompt already contains. n: the number of sequences per prompt; the sequences of a prompt are adjacent.
+    functions: the names of the functions that the answer may call. call_start: the beginning of a tool call, if the prompt ends
+    with one. most_calls: the number of calls that are shown; further calls are dropped. thinks: whether answers may begin with
+    thoughts, whose first characters may be in `before`. continues: as in ThoughtParser. after: for each prompt, the last token
+    ids before it. saves: whether each sequence's final state is saved.
     """
 
     kind: str                            # "cmpl" or "chatcmpl"
@@ -69,9 +72,9 @@ class ResponseSpec:
 
 
 class Answer:
-    """An ASGI response from a ticket's sequences. Cancels them when the client disconnects."""
+    """The ASGI response for the sequences of a ticket. Cancels them when the client disconnects."""
 
-    content_type = "text/event-stream; charset=utf-8"            # of a stream
+    content_type = "text/event-stream; charset=utf-8"            # of streamed answers
 
     def __init__(self, engine: RemoteEngine, ticket: Ticket, spec: ResponseSpec, stream: bool, timeout_s: float) -> None:
         self._engine = engine
@@ -80,15 +83,15 @@ class Answer:
         self._stream = stream
         self._timeout_s = timeout_s
         self._choices = [_Choice(spec, number, sequence.request.prompt_ids) for number, sequence in enumerate(ticket.sequences)]
-        self._complete = False           # all events have come
-        self._abandoned = False          # the client disconnected before that
+        self._complete = False           # all events have arrived
+        self._abandoned = False          # the client disconnected before the last event
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         watcher = asyncio.create_task(self._watch(receive))
         deadline = asyncio.get_running_loop().call_later(self._timeout_s, self._cancel)
         try:
             await (self._send_stream(send) if self._stream else self._send_whole(scope, receive, send))
-        except (TimeoutError, asyncio.CancelledError):           # CancelledError: the server ends at once
+        except (TimeoutError, asyncio.CancelledError):           # CancelledError: the server exits immediately
             scope["state"]["abort"]()
         finally:
             deadline.cancel()
@@ -117,7 +120,7 @@ class Answer:
             return
         self._complete = True
         await self._finish()
-        # With a prompt's log-probabilities an answer has megabytes: a thread encodes it, so that other requests do not wait.
+        # An answer with the prompt's log-probabilities takes megabytes. A thread encodes it, so that no other request waits.
         response = await asyncio.to_thread(self._whole) if self._spec.echo_logprobs else self._whole()
         await self._send(response, scope, receive, send)
 
@@ -126,17 +129,17 @@ class Answer:
             await response(scope, receive, send)
 
     async def _finish(self) -> None:
-        """Called after the last event, before the end of the answer is sent."""
+        """A hook for subclasses: called after the last event, before the end of the answer is sent."""
 
     def _client_error(self, error: ApiError) -> ApiError:
-        """The error to send to the client."""
+        """Returns the error to send to the client for `error`. A hook for subclasses."""
         return error
 
     def _error_response(self, error: ApiError) -> Response:
         return self._client_error(error).response()
 
     def _take(self, number: int, event: Event) -> None:
-        """Adds an event to an answer that is sent whole."""
+        """Adds an event to an answer that is not streamed."""
         self._choices[number].add(event)
 
     def _whole(self) -> Response:
@@ -172,7 +175,7 @@ class Answer:
         yield b"data: [DONE]\n\n"
 
     def _usage(self) -> JsonObject:
-        """Token counts in OpenAI's form. The prompt of n sequences counts once."""
+        """Token counts in OpenAI's format. A prompt counts once, even if it has n sequences."""
         prompt_events = [choice.last for choice in self._choices[::self._spec.n]]
         prompt_tokens = sum(event.prompt_tokens for event in prompt_events)
         new_tokens = sum(choice.last.completion_tokens for choice in self._choices)
@@ -182,7 +185,7 @@ class Answer:
 
 
 class Part(NamedTuple):
-    """A piece of an answer after its thoughts: text with its tokens' log-probabilities, or a call."""
+    """A piece of an answer after its thoughts: text with its tokens' log-probabilities, or a tool call."""
 
     text: str
     logprobs: list[Entry]
@@ -190,9 +193,9 @@ class Part(NamedTuple):
 
 
 class _Choice:
-    """One sequence of an answer, as a choice of completions or of chat completions.
+    """One sequence of an answer, as a choice of a completion or a chat completion.
 
-    A chat message has one content: a line end separates words before a call from words after it.
+    A chat message has only one content string, in which a line end separates text before a tool call from text after it.
     """
 
     def __init__(self, spec: ResponseSpec, number: int, prompt: Sequence[int]) -> None:
@@ -203,17 +206,17 @@ class _Choice:
         self._logprobs: list[Entry] = []
         self._thoughts = ""
         self._answer = ThoughtParser(spec.before[number], spec.thinks, spec.continues) if spec.chat else None
-        self._written = 0                # characters
+        self._written = 0                # characters generated so far
         before = [*spec.after, *prompt]
         self._tokens = ShownTokens(spec.tokenizer.decoder(before)) if spec.logprobs else None
         self._parser = CallParser(spec.functions, spec.call_start, spec.most_calls) if spec.functions else None
         self._calls: list[JsonObject] = []
         self._has_text = False
-        self._after_call = False         # no text since the last call
-        self._unnamed = ""               # a line end in the text that no token's string has yet
+        self._after_call = False         # a tool call has ended, and no text has followed yet
+        self._unnamed = ""               # a line end added to the text, but not yet to a token's string
         self._decoder = spec.tokenizer.decoder(
             spec.after if spec.echo_logprobs else before if spec.logprobs else ())
-        self._offset = 0                 # of the next token, in characters
+        self._offset = 0                 # the text offset of the next token, in characters
         self.last = Event(-1)
 
     def add(self, event: Event) -> None:
@@ -241,7 +244,7 @@ class _Choice:
                 "finish_reason": self.reason(self.last), **self._state()}
 
     def first(self) -> list[JsonObject]:
-        """Chunks before the first event."""
+        """The chunks to send before the first event."""
         if self._spec.chat:
             return [self._piece({"role": "assistant", "content": self._content}, None, None)]
         if self._content and not self._spec.echo_logprobs:
@@ -250,7 +253,7 @@ class _Choice:
 
     def pieces(self, event: Event) -> list[JsonObject]:
         finished = event.finish_reason is not None
-        if self._spec.echo_logprobs:     # the prompt's come with the last event: one chunk has all
+        if self._spec.echo_logprobs:     # the prompt's log-probabilities come in the last event, so all is sent then
             self.add(event)
             if not finished:
                 return []
@@ -273,9 +276,9 @@ class _Choice:
         return pieces
 
     def _with_line_end(self, part: Part) -> Part:
-        """The part, with a line end before its text if a call separates it from earlier text.
+        """The part, with a line end before its text if a tool call separates it from earlier text.
 
-        The first token's string also gets the line end, so that the tokens add up to the content.
+        The line end is also added to the first token's string, so that the concatenated tokens equal the content.
         """
         text = part.text
         logprobs = part.logprobs
@@ -291,15 +294,15 @@ class _Choice:
         return Part(text, logprobs)
 
     def parsed(self, event: Event) -> tuple[str, list[Part]]:
-        """The thoughts that an event adds, and its texts and calls in the model's order.
+        """The thoughts that an event adds, and the event's texts and calls, in the order in which the model wrote them.
 
-        A token's log-probability comes with the text in which the token begins.
+        A token's log-probability belongs to the part whose text contains the token's first character.
         """
         last = event.finish_reason is not None
         self._written += len(event.text)
         thoughts = ""
         text = event.text
-        offset = 0                       # of the text after the thoughts
+        offset = 0                       # in event.text: where the text after the thoughts begins
         decided = self._written
         if self._answer:
             thoughts, text = self._answer.push(event.text, last)
@@ -318,11 +321,12 @@ class _Choice:
         return thoughts, [part for part in self._parts(pieces, decided, last) if part.text or part.logprobs or part.call]
 
     def _parts(self, pieces: list[tuple[str, int] | JsonObject], decided: int, last: bool) -> Iterator[Part]:
-        """The pieces with their log-probabilities, up to the offset `decided`, or all that are left."""
+        """Yields each piece with the log-probabilities of its tokens. Tokens after the offset `decided` wait for a later call,
+        unless `last` is set."""
         starts = [piece[1] for piece in pieces if isinstance(piece, tuple)]
 
         def logprobs() -> list[Entry]:
-            """Of the tokens before the next text."""
+            """The log-probabilities of the tokens before the next text."""
             if self._tokens is None:
                 return []
             if starts:
@@ -330,7 +334,7 @@ class _Choice:
             return self._tokens.take_rest() if last else self._tokens.take(decided)
 
         if not pieces or isinstance(pieces[0], dict):
-            yield Part("", logprobs())   # a call shows which token is the last before it
+            yield Part("", logprobs())   # the tokens before the call, whose log-probabilities are now known
         else:
             starts.pop(0)
         for piece in pieces:
@@ -347,7 +351,8 @@ class _Choice:
                 "finish_reason": reason}
 
     def _state(self) -> JsonObject:
-        """The id of the saved final state, if the request asks for one; null if the sequence was cancelled."""
+        """The field `state`, if the request asked for a saved state: the id of the final state, or null for a cancelled
+        sequence."""
         return {"state": self.last.state and self.last.state.id} if self._spec.saves else {}
 
     def _format_logprobs(self, entries: list[Entry]) -> JsonObject | None:
@@ -358,7 +363,8 @@ class _Choice:
         return self._legacy(entries)
 
     def _legacy(self, entries: list[Entry]) -> JsonObject:
-        """The parallel lists of completions. With echo the prompt's tokens come first; the first one has no log-probability."""
+        """The log-probabilities in the format of completions: parallel lists. With echo the prompt's tokens come first; the
+        very first token has no log-probability."""
         lists: JsonObject = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         if self._spec.echo_logprobs:
             first = self._prompt[0]
@@ -373,7 +379,7 @@ class _Choice:
             lists["tokens"].append(token_string(entry))
             lists["token_logprobs"].append(entry["logprob"])
             lists["top_logprobs"].append(None if entry["logprob"] is None else top)
-            piece = self._decoder.push(entry["token"])           # its first character may be one that earlier tokens began
+            piece = self._decoder.push(entry["token"])           # may begin inside a character of earlier tokens
             lists["text_offset"].append(self._offset + max(piece.find(entry["text"]), 0))
             self._offset += len(piece)
         return lists
@@ -390,13 +396,13 @@ def _chat_token(entry: Entry, decoder: Decoder) -> JsonObject:
 
 
 def token_string(entry: Entry) -> str:
-    """The token's text, or token_id:ID if it is not whole characters, so that different tokens have different strings."""
+    """The token's text, or token_id:ID if the text is not whole characters, so that different tokens have different strings."""
     text = entry["text"]
     return text if text and UNKNOWN not in text else f"token_id:{entry['token']}"
 
 
 def one_line(content: JsonObject) -> bytes:
-    """The content as JSON in one line, without its end. A msgspec.Raw in it may have line ends."""
+    """The content as one line of JSON, without the final line end. Line ends, which a msgspec.Raw may have, are replaced."""
     line = msgspec.json.encode(content)
     for character, escape in LINE_ENDS.items():
         line = line.replace(character.encode(), escape.encode())
@@ -404,6 +410,6 @@ def one_line(content: JsonObject) -> bytes:
 
 
 def sse(content: JsonObject) -> bytes:
-    """A server-sent event, named by the content's type if it has one."""
+    """The content as a server-sent event, which is named by content["type"] if present."""
     name = b"event: %s\n" % content["type"].encode() if "type" in content else b""
     return b"%sdata: %s\n\n" % (name, one_line(content))

@@ -1,4 +1,4 @@
-"""The application: routes, authorisation and errors. The endpoints are in endpoints/, a file for each interface."""
+"""The ASGI application: routes, authorisation and errors. The endpoints are in endpoints/, one file per API."""
 
 import hmac
 import re
@@ -36,7 +36,7 @@ from rwkv.serving.openapi import Endpoint, Handler
 from rwkv.serving.service import Service
 from rwkv.serving.states.client_states import owner_digest
 
-OPEN_PATHS = ("/", "/health", "/ready")  # without a key
+OPEN_PATHS = ("/", "/health", "/ready")  # need no API key
 
 
 def application(service: Service) -> ASGIApp:
@@ -52,10 +52,10 @@ def application(service: Service) -> ASGIApp:
 
 def _logged(app: ASGIApp) -> ASGIApp:
     async def logged(scope: Scope, receive: Receive, send: Send) -> None:
-        """Ignores double and trailing slashes in paths, such as those after a base address that ends with one."""
+        """Logs refused requests. Ignores double and trailing slashes in paths, which a client's base URL may cause."""
         async def log_refusal(message: Message) -> None:
             if message["type"] == "http.response.start" and message["status"] >= 400:
-                request = f"{scope['method']} {scope['raw_path'].decode('ascii')}"       # %0A stays: the log gets no line end
+                request = f"{scope['method']} {scope['raw_path'].decode('ascii')}"       # raw_path keeps a line end as %0A
                 say_refused(message["status"], request, scope["state"]["request_id"], scope["state"].get("refusal", ""))
             await send(message)
 
@@ -65,7 +65,7 @@ def _logged(app: ASGIApp) -> ASGIApp:
 
 
 def _endpoint(service: Service, handlers: Mapping[str, Handler]) -> Callable[[Request], Awaitable[ASGIApp]]:
-    """handlers: by method. GET's also answers HEAD."""
+    """The endpoint of one path. handlers: the handler of each HTTP method; the handler of GET also answers HEAD."""
     async def endpoint(request: Request) -> ASGIApp:
         try:
             check_origin(service.config, request.headers)
@@ -87,13 +87,13 @@ def _endpoint(service: Service, handlers: Mapping[str, Handler]) -> Callable[[Re
 
 
 def _refusal(request: Request, error: ApiError) -> Response:
-    """The error as a response; its message also goes to the log."""
+    """The error as a response. Its message also goes to the log."""
     request.scope["state"]["refusal"] = str(error)
     return error.response(_error_form(request))
 
 
 def _error_form(request: Request) -> Callable[[ApiError], JsonObject] | None:
-    """The form of the interface that the client uses; None for OpenAI's."""
+    """The function that formats error bodies for the API that the client uses; None for OpenAI's."""
     if request.url.path.startswith("/v1/messages") or "anthropic-version" in request.headers:
         return anthropic.error_body
     return ollama.error_body if request.url.path.startswith("/api/") else None
@@ -116,7 +116,7 @@ async def _internal_error(request: Request, error: Exception) -> Response:
 
 
 def _authorize(service: Service, request: Request) -> None:
-    """Checks the key, and sets the request's owner."""
+    """Checks the API key, and sets the request's owner. Raises ApiError for a wrong key."""
     keys = service.config.api_key
     request.scope["state"]["owner"] = owner_digest("")
     if not keys or request.url.path in OPEN_PATHS:
@@ -126,8 +126,8 @@ def _authorize(service: Service, request: Request) -> None:
     matching = [key for key in keys for value in sent
                 if hmac.compare_digest(value.strip().encode("latin-1", "replace"), key.encode())]
     if not matching:
-        raise ApiError(401, "the header Authorization: Bearer KEY, or x-api-key: KEY, must hold one of the server's keys",
-                       code="invalid_api_key")
+        raise ApiError(401, "the request must have one of the server's keys, in the header Authorization: Bearer KEY or "
+                            "x-api-key: KEY", code="invalid_api_key")
     request.scope["state"]["owner"] = owner_digest(matching[0])
 
 

@@ -10,7 +10,7 @@ def say(subject: str, text: str) -> None:
 
 
 def say_refused(status: int, request: str, request_id: str, reason: str = "") -> None:
-    """request: the method and the path. reason: the message to the client."""
+    """Logs a refused or failed request. request: its method and path. reason: the error message that the client gets."""
     message = f": {reason[:200]}" if reason else ""
     line = f"{status} {request[:200]} {request_id}{message}"
     say("refused" if status < 500 else "failed", "".join(char if char.isprintable() else "?" for char in line))

@@ -1,4 +1,4 @@
-"""Log-probabilities of the shown text, which lacks tool calls, stop strings, and white space before an answer."""
+"""Log-probabilities of the shown text: the generated text without tool calls, stop strings and white space before an answer."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -6,20 +6,21 @@ from collections.abc import Sequence
 from rwkv.generation.request import Entry
 from rwkv.tokenizer.decoders import Decoder
 
-UNKNOWN = "\ufffd"                       # in the text of a token that is not whole characters
+UNKNOWN = "\ufffd"                       # stands for a broken character in a token's text
 Span = tuple[int, int]                   # start and end in the generated text, in characters
 
 
 class ShownTokens:
-    """Takes the entries of the generated tokens, and returns those of the shown text. Their texts add up to it.
+    """Receives the log-probability entries of all generated tokens, and returns those of the shown text. The concatenated
+    texts of these entries equal the shown text.
 
     Tokens that are parts of one character are shown or hidden together.
     """
 
     def __init__(self, decoder: Decoder) -> None:
         self._decoder = decoder
-        self._parts: list[Entry] = []    # tokens whose last character is still incomplete
-        self._groups: deque[tuple[list[Entry], str]] = deque()       # tokens, and the text that the last of them completes
+        self._parts: list[Entry] = []    # entries of tokens whose last character is incomplete
+        self._groups: deque[tuple[list[Entry], str]] = deque()       # entries, and the text that their last token completes
         self._shown: list[Span] = []
         self._offset = 0                 # offset of the first group, in characters
 
@@ -34,7 +35,7 @@ class ShownTokens:
         self._shown += spans
 
     def take(self, decided: int) -> list[Entry]:
-        """The entries of the tokens before the offset `decided`, before which the shown text is known."""
+        """The entries of the shown tokens before the offset `decided`: up to this offset it is known which text is shown."""
         result: list[Entry] = []
         while self._groups and self._offset + len(self._groups[0][1]) <= decided:
             entries, text = self._groups.popleft()
@@ -52,12 +53,12 @@ class ShownTokens:
 
 
 def _cut(entries: list[Entry], text: str, shown: str) -> list[Entry]:
-    """A group's entries for the `shown` part of its text. The last token gets it, except for characters that earlier tokens
-    began and it did not complete."""
+    """The entries of a group of tokens of whose text only the part `shown` is shown. The last token's entry gets that part,
+    without the broken characters (begun by earlier tokens and never completed), which keep their own entries."""
     if shown == text:
         return entries
     *earlier, last = entries
-    broken = text.removesuffix(last["text"])     # those characters
+    broken = text.removesuffix(last["text"])     # the broken characters
     if not broken or broken.strip(UNKNOWN) or UNKNOWN in last["text"] or not shown.startswith(broken):
         earlier = []
         broken = ""
@@ -68,6 +69,6 @@ def _cut(entries: list[Entry], text: str, shown: str) -> list[Entry]:
 
 
 def with_text(entry: Entry, text: str) -> Entry:
-    """The entry with another text for its token, also among the likeliest ones."""
+    """A copy of the entry with a new text for its token, also in the list of the likeliest tokens."""
     top = [{**token, "text": text} if token["token"] == entry["token"] else token for token in entry.get("top", ())]
     return {**entry, "text": text, "top": top}

@@ -1,4 +1,4 @@
-"""The messages between the process that serves HTTP and the process with the engine."""
+"""The messages between the HTTP process and the engine's process."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -12,10 +12,10 @@ from rwkv.io.json_types import JsonObject
 
 @dataclass(frozen=True)
 class Turn:
-    """The end of a conversation whose state is saved.
+    """How the conversation of a saved state ended.
 
-    role: of the last message. tail: the text that the state has read after that message, such as a stop string; the next turn,
-    once rendered, begins with it. tools, template: digests of the tools and the template that rendered the conversation.
+    role: the role of the last message. tail: the text that the state has read after that message, such as a stop string; the
+    rendered next turn begins with this text. tools, template: digests of the tools and the chat template of the conversation.
     """
 
     role: str
@@ -28,9 +28,10 @@ class Turn:
 class SavedState:
     """A client's saved state, without its content, which is in the engine's process.
 
-    id: "" for the state that all sequences of an adapter begin with. owner: a digest of the API key that made it. tokens: the
-    number it has read; None for a file without that number. last_ids: as in PrefillResult. turn: None unless the state is known
-    to be a conversation's. refusal: why no model of this server can use it. model: the adapter that has read it; "" for the
+    id: "" for the state from which all sequences of an adapter begin. owner: a digest of the API key that saved it. tokens: the
+    number of tokens that the state has read; None if the state's file does not say. bytes: the size of the state. last_ids: as
+    in PrefillResult. turn: how the state's conversation ended; None if no conversation is known. refusal: the reason why no
+    model of this server can use the state; None if a model can. model: the name of the adapter that has read it; "" for the
     checkpoint's model.
     """
 
@@ -47,8 +48,8 @@ class SavedState:
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """Facts about the model for clients. width: of its hidden state. trained_tokens: sequence length in training; None if
-    unknown. device: cpu or cuda."""
+    """Facts about the model, for clients. width: the size of the hidden state. trained_tokens: the sequence length in training;
+    None if unknown. device: cpu or cuda."""
 
     generation: str
     parameters: int
@@ -59,7 +60,7 @@ class ModelInfo:
 
 
 class Defaults(NamedTuple):
-    """The defaults of a request. stop: strings that end a sequence. max_tokens: None for the server's limit."""
+    """The default options of a request. stop: stop strings. max_tokens: None for the server's limit."""
 
     sampling: Sampling
     stop: tuple[str, ...] = ()
@@ -68,12 +69,13 @@ class Defaults(NamedTuple):
 
 @dataclass(frozen=True)
 class Ready:
-    """The model is loaded.
+    """Tells the HTTP process that the model is loaded.
 
-    tokenizer: its definition, for Tokenizer.from_dict. template: the chat template's name. plan: printed lines
-    (subject, text). states: those in states_dir= at the start. state_bytes: the size of one state. defaults: of requests, by
-    how the answer begins and whether there are tools; the entry of (False, False) also serves prompts without a chat template.
-    adapters: by name, the state that the adapter's sequences begin with; None for the empty one.
+    tokenizer: the tokenizer's definition, for Tokenizer.from_dict. template: the chat template's name. plan: the lines to
+    print, as (subject, text). states: the saved states found in states_dir=. state_bytes: the size of one state. defaults: the
+    default options of requests, by (how the answer begins, whether there are tools); the entry (False, False) also applies to
+    prompts without a chat template. adapters: for each name, the state from which the adapter's sequences begin; None for the
+    empty state.
     """
 
     model_info: ModelInfo
@@ -88,7 +90,8 @@ class Ready:
 
 @dataclass(frozen=True)
 class Failed:
-    """The engine's process ends. mistake: a user's mistake; the reason is then one sentence."""
+    """Tells the HTTP process that the engine's process ends. reason: one sentence if a user's mistake caused this, otherwise a
+    traceback. mistake: whether it was a user's mistake."""
 
     reason: str
     mistake: bool
@@ -96,13 +99,14 @@ class Failed:
 
 @dataclass(frozen=True)
 class Generate:
-    """A sequence to generate. id: set when it is queued. stream: send its text as it comes, not all at the end.
+    """A sequence to generate. id: its number, set by the queue. stream: whether to send the text while it is generated, or all
+    at the end.
 
-    start: the state that it continues. save: where to save its final state, with tokens, bytes and last_ids filled in. model,
-    owner: as in SavedState.
+    start: the saved state that the sequence continues. save: the record under which the sequence's final state is saved; the
+    engine fills in tokens, bytes and last_ids. model, owner: as in SavedState.
     """
 
-    request: Request                     # without the context, which is in the engine's process
+    request: Request                     # without a context, which only the engine's process has
     model: str
     owner: str
     start: SavedState | None = None
@@ -118,9 +122,9 @@ class Cancel:
 
 @dataclass(frozen=True)
 class Upload:
-    """A state file to save as `state`. The Reply has that state with the file's metadata.
+    """A state file to save under the id of `state`. The Reply has `state`, completed with the file's metadata.
 
-    layout: of a tuned state, as in state_layout=.
+    layout: the layout of a tuned state, as in state_layout=.
     """
 
     id: int
@@ -142,7 +146,7 @@ class Drop:
 
 @dataclass(frozen=True)
 class SyncFolder:
-    """New files in states_dir=, perhaps of another server, and states whose files it may have deleted."""
+    """What other servers may have changed in states_dir=. new: names of unknown files. lost: ids of states without a file."""
 
     id: int
     new: tuple[str, ...]
@@ -151,13 +155,13 @@ class SyncFolder:
 
 @dataclass(frozen=True)
 class FolderChanges:
-    """Answers a SyncFolder. gone: ids."""
+    """The result of a SyncFolder. gone: the ids of states whose files were deleted."""
 
     new: list[SavedState]
     gone: list[str]
 
 
-# Messages to the engine; the sequences of one HTTP request come together.
+# Messages to the engine. The sequences of one HTTP request are sent as one list.
 ToEngine = list[Generate] | Cancel | Upload | Download | Drop | SyncFolder
 
 ReplyValue = SavedState | bytes | FolderChanges | None
@@ -165,7 +169,7 @@ ReplyValue = SavedState | bytes | FolderChanges | None
 
 @dataclass(frozen=True)
 class Reply:
-    """Answers an Upload, a Download or a SyncFolder. error: why it failed. state_gone: as in Event."""
+    """The answer to an Upload, a Download or a SyncFolder. error: the reason for a failure. state_gone: as in Event."""
 
     id: int
     value: ReplyValue = None
@@ -175,11 +179,12 @@ class Reply:
 
 @dataclass
 class Event:
-    """The new part of a sequence. Its last Event has finish_reason, stop, the counts of tokens, prompt_logprobs, state and
-    embedding.
+    """What has been generated of a sequence since its last Event. Only the final Event of a sequence has finish_reason, stop,
+    the token counts, prompt_logprobs, state and embedding.
 
-    stop: the stop string that ended it. proposed_tokens, accepted_tokens: of its draft. state: its saved final state. error:
-    the reason if it failed. state_gone: because the state that it continues is gone.
+    stop: the stop string that ended the sequence. proposed_tokens, accepted_tokens: counts of draft tokens. state: the saved
+    final state. error: the reason if the sequence failed. state_gone: whether the sequence failed because the state that it
+    continues is gone.
     """
 
     id: int
@@ -201,7 +206,8 @@ class Event:
 
 @dataclass(frozen=True)
 class Step:
-    """The events of one step of the engine. state_bytes: of clients' states in memory. gone: ids of states evicted or lost."""
+    """The events of one step of the engine. cache_bytes, cache_entries: size of the prefix cache. state_bytes: memory of
+    clients' states. gone: the ids of states evicted or lost since the last Step."""
 
     events: list[Event]
     cache_bytes: int

@@ -1,4 +1,4 @@
-"""/metrics, in Prometheus's form."""
+"""The metrics at /metrics, in Prometheus's format."""
 
 import time
 from collections.abc import Callable
@@ -12,7 +12,7 @@ SECONDS = (0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 5
 
 
 class Metrics:
-    """Counts the engine's events. rows, queue: return the numbers of running and of queued sequences."""
+    """Counts and times the engine's events. rows, queue: functions that return how many sequences are running and queued."""
 
     def __init__(self, rows: Callable[[], int], queue: Callable[[], int]) -> None:
         self._registry = registry = CollectorRegistry()
@@ -32,7 +32,7 @@ class Metrics:
         Gauge("timemix_rows", "Running sequences", registry=registry).set_function(rows)
         Gauge("timemix_queue", "Queued sequences", registry=registry).set_function(queue)
         Gauge("timemix_http_resident_bytes", "Memory of the HTTP process", registry=registry).set_function(resident_memory)
-        # By the sequence's id: the time of its last event; before its first event, the negative time of its request
+        # By sequence id: the time of the sequence's last event or, before any event, the negated time of its request
         self._last: dict[int, float] = {}
 
     def begin(self, ids: list[int]) -> None:

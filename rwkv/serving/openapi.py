@@ -1,4 +1,4 @@
-"""/openapi.json, derived from the server's endpoints and the schemas of their bodies (rwkv/serving/schema.py)."""
+"""The document /openapi.json, derived from the server's endpoints and the schemas of their bodies (rwkv/serving/schema.py)."""
 
 import re
 from collections.abc import Awaitable, Callable
@@ -19,16 +19,16 @@ LINES = "application/x-ndjson"
 TEXT = "text/plain"
 FILE = FORMS[0]
 BYTES: JsonObject = {"schema": {"type": "string", "format": "binary"}}
-GENERATION: JsonObject = {"answers": (JSON, EVENTS), "errors": (400, 401, 404, 413, 415, 429, 503)}       # of an Endpoint
+GENERATION: JsonObject = {"answers": (JSON, EVENTS), "errors": (400, 401, 404, 413, 415, 429, 503)}       # Endpoint fields
 
 
 def _object(**properties: object) -> JsonObject:
-    """The schema of an object with all of these properties."""
+    """The schema of an object that must have all of these properties."""
     return {"type": "object", "required": [*properties], "properties": properties}
 
 
 STRING, STRING_OR_NULL = {"type": "string"}, {"type": ["string", "null"]}
-ERRORS = {                               # their forms, by interface
+ERRORS = {                               # schemas of error bodies, by API
     "Error": _object(error=_object(message=STRING, type=STRING, param=STRING_OR_NULL, code=STRING_OR_NULL)),
     "OllamaError": _object(error=STRING),
     "AnthropicError": _object(type={"const": "error"}, error=_object(type=STRING, message=STRING))}
@@ -36,8 +36,8 @@ Handler = Callable[[Service, Request], Awaitable[ASGIApp]]
 
 
 class Endpoint(NamedTuple):
-    """One method of one path. body: the type of its JSON body. upload: the media type of another body that it accepts.
-    error: the name of the errors' form.
+    """One method of one path. body: the type of the JSON body that requests have. upload: the media type of an alternative
+    body. error: the name of the schema of error bodies.
     """
 
     path: str
@@ -45,10 +45,10 @@ class Endpoint(NamedTuple):
     handler: Handler
     body: type | None = None
     upload: str | None = None
-    answers: tuple[str, ...] = (JSON,)   # media types
+    answers: tuple[str, ...] = (JSON,)   # media types of the answer
     errors: tuple[int, ...] = (400, 401, 404, 503)
     error: str = "Error"
-    query: tuple[tuple[str, tuple[str, ...]], ...] = ()          # parameters of the URL, and their values
+    query: tuple[tuple[str, tuple[str, ...]], ...] = ()          # query parameters, each with its allowed values
 
 
 @cache

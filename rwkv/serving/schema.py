@@ -1,8 +1,9 @@
-"""Request bodies: fields, types and ranges, OpenAI's where OpenAI has the field.
+"""Request bodies: the fields with their types and ranges. If OpenAI has a field, its type and range are OpenAI's.
 
-OpenAI's fields that do not change the text are ignored. Unsupported and unknown fields are refused. null in an optional field
-means that it is absent; so does -1 in seed, max_tokens and top_k, which clients of llama.cpp, LM Studio and vLLM send. Clients
-such as Open WebUI and SillyTavern also send options of Ollama, llama.cpp and vLLM: those that this server lacks must be off.
+OpenAI's fields that do not affect the text are ignored. Unsupported and unknown fields are refused. null in an optional field
+means that the field is absent; so does -1 in seed, max_tokens and top_k, which clients of llama.cpp, LM Studio and vLLM send.
+Clients such as Open WebUI and SillyTavern also send options of Ollama, llama.cpp and vLLM. An option that this server does not
+have must be sent with a value that turns it off.
 """
 
 import math
@@ -24,29 +25,30 @@ from rwkv.serving.http.errors import ApiError
 from rwkv.tokenizer.tokenizers import Tokenizer
 
 LONGEST_STOP = 256                       # characters
-MOST_ROWS = 128                          # sequences of one request
-MOST_TOOLS = 128                         # of one request
+MOST_ROWS = 128                          # most sequences in one request
+MOST_TOOLS = 128                         # most tools in one request
 
 TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 Count = Annotated[int, msgspec.Meta(ge=1, le=MOST_ROWS)]
 NewTokens = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
-MaxTokens = Annotated[int, msgspec.Meta(ge=-1, le=2**31 - 1)]            # -1: the server's default
-Seed = Annotated[int, msgspec.Meta(ge=-2**63, le=2**63 - 1)]             # -1: a random one
-Name = Annotated[str, msgspec.Meta(pattern=r"^[a-zA-Z0-9_-]{1,64}$(?!\n)")]       # Python's $ matches before a line end, too
+MaxTokens = Annotated[int, msgspec.Meta(ge=-1, le=2**31 - 1)]            # -1 means the server's default
+Seed = Annotated[int, msgspec.Meta(ge=-2**63, le=2**63 - 1)]             # -1 means a random seed
+Name = Annotated[str, msgspec.Meta(pattern=r"^[a-zA-Z0-9_-]{1,64}$(?!\n)")]       # Python's $ also matches before "\n"
 StateId = Annotated[str, msgspec.Meta(max_length=64)]
 Body = TypeVar("Body")
 
-# Samplers that this server lacks, and the values that turn them off
+# Options of samplers that this server does not have, with the values that turn them off
 OFF: dict[str, tuple[object, ...]] = {
     "mirostat": (0,), "tfs_z": (1,), "typical_p": (1,), "top_a": (0,), "top_n_sigma": (0, -1), "xtc_probability": (0,),
     "dry_multiplier": (0,), "dynatemp_range": (0,), "smoothing_factor": (0,)}
-# Other options that it lacks, and the values that change nothing
+# Other options that this server does not have, with the values that have no effect
 NEUTRAL: dict[str, tuple[object, ...]] = {
     "min_tokens": (0,), "ignore_eos": (False,), "stop_token_ids": ([],), "include_stop_str_in_output": (False,),
     "skip_special_tokens": (True,), "spaces_between_special_tokens": (True,), "use_beam_search": (False,),
     "length_penalty": (1,), "early_stopping": (False,), "add_generation_prompt": (True,), "continue_final_message": (False,)}
-CONTINUATION = ("add_generation_prompt", "continue_final_message")       # those of NEUTRAL that chat completions have
-# Ignored: parameters of those samplers, and options of loading and memory. A state has one size, and the model stays loaded
+CONTINUATION = ("add_generation_prompt", "continue_final_message")       # the options in NEUTRAL that chat completions support
+# Options that are ignored: parameters of the samplers in OFF, and options for loading and memory, which have no effect because
+# the size of a state is constant and the model stays loaded
 WITHOUT_EFFECT = (
     "mirostat_eta", "mirostat_tau", "xtc_threshold", "dry_base", "dry_allowed_length", "dry_penalty_last_n",
     "dry_sequence_breakers", "dynatemp_exponent", "smoothing_curve", "repeat_last_n", "num_ctx", "num_batch", "num_keep",
@@ -54,7 +56,7 @@ WITHOUT_EFFECT = (
 
 
 Ignored = Any                            # a field that is accepted and has no effect
-Unchecked = Any                          # checked where it is used, with the place of a mistake
+Unchecked = Any                          # checked where it is used, by code that can say where a mistake is
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
@@ -68,7 +70,7 @@ class TextFormat(msgspec.Struct, tag="text", tag_field="type", forbid_unknown_fi
 
 
 class ObjectFormat(msgspec.Struct, tag="json_object", tag_field="type", forbid_unknown_fields=True):
-    json_schema: None = None             # some clients send the other formats' fields as null
+    json_schema: None = None             # some clients send the fields of other formats as null
 
 
 class JsonSchema(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -83,14 +85,14 @@ class SchemaFormat(msgspec.Struct, tag="json_schema", tag_field="type", forbid_u
 
 
 class GrammarText(msgspec.Struct, forbid_unknown_fields=True):
-    """A grammar in the form of OpenAI's custom tools."""
+    """A grammar, with the fields of OpenAI's custom tools."""
 
     syntax: Literal["lark", "regex"]
     definition: Annotated[str, msgspec.Meta(min_length=1)]
 
 
 def _field(item: Field) -> tuple[str, object, None]:
-    """The request's field for an option of Sampling: its name, type (with range and help) and default."""
+    """The request field for a field of Sampling: its name, its type with range and help text, and its default."""
     low, high = item.metadata["served"] or (item.metadata["least"], item.metadata["most"])
     limits = msgspec.Meta(ge=low, le=None if high == math.inf else high)
     kinds: dict[object, Any] = {
@@ -100,7 +102,7 @@ def _field(item: Field) -> tuple[str, object, None]:
     return item.name, Annotated[kinds[item.type] | None, msgspec.Meta(description=item.metadata["help"])], None
 
 
-if TYPE_CHECKING:                        # mypy sees no fields in a class made at run time
+if TYPE_CHECKING:                        # mypy cannot see the fields of a class made at run time
     SamplingFields = msgspec.Struct
 else:
     SamplingFields = msgspec.defstruct("SamplingFields", map(_field, fields(Sampling)), kw_only=True)
@@ -123,7 +125,7 @@ class Shared(SamplingFields, forbid_unknown_fields=True, kw_only=True):
     prompt_cache_retention: Ignored = None
 
     def first_seed(self) -> int:
-        """The seed of the first sequence, from 0 to 2**63 - 1 - MOST_ROWS. The others' seeds follow it."""
+        """The seed of the first sequence, from 0 to 2**63 - 1 - MOST_ROWS. Further sequences have the following seeds."""
         if self.seed is None or self.seed == -1:
             return secrets.randbelow(2**62)
         return self.seed % (2**63 - MOST_ROWS)
@@ -131,7 +133,7 @@ class Shared(SamplingFields, forbid_unknown_fields=True, kw_only=True):
 
 if TYPE_CHECKING:
     class ForeignFields(Shared):
-        """The fields of other servers that every request for text may have."""
+        """Adds the options of other servers, which every request that generates text may have."""
 
         repetition_penalty: float | None = None
         repeat_penalty: float | None = None
@@ -152,7 +154,7 @@ class Options(ForeignFields, forbid_unknown_fields=True, kw_only=True):
     n: Count | None = None
     max_tokens: MaxTokens | None = None
     response_format: TextFormat | ObjectFormat | SchemaFormat | None = None
-    format: Literal["", "json"] | dict[str, Any] | None = None   # Ollama's response_format
+    format: Literal["", "json"] | dict[str, Any] | None = None   # Ollama's name for response_format
     grammar: GrammarText | None = None
     store: Ignored = None
     metadata: Ignored = None
@@ -164,7 +166,8 @@ class Options(ForeignFields, forbid_unknown_fields=True, kw_only=True):
         return stops
 
     def answer_grammar(self) -> Grammar | None:
-        """The grammar of grammar, format or response_format; None for any text. Raises ApiError if more than one is present."""
+        """The grammar from the field grammar, format or response_format; None if the answer may be any text. Raises ApiError if
+        more than one of them is present."""
         formatted = self.response_format is not None and not isinstance(self.response_format, TextFormat)
         used = [name for name, present in (("grammar", self.grammar is not None), ("format", bool(self.format)),
                                            ("response_format", formatted)) if present]
@@ -182,9 +185,10 @@ class Options(ForeignFields, forbid_unknown_fields=True, kw_only=True):
         return None
 
     def sampling(self, default: Sampling, tokenizer: Tokenizer) -> Sampling:
-        """The request's options over the defaults.
+        """The sampling options of the request; `default` applies to options that it does not set.
 
-        Raises UserError for ids outside the vocabulary, and ApiError for an option of other servers that is not off.
+        Raises UserError for ids outside the vocabulary, and ApiError for an option that this server does not have, unless its
+        value turns it off.
         """
         for options, lacks in ((OFF, "sampler"), (self.neutral, "option")):
             require_off({name: getattr(self, name) for name in options}, options, lacks)
@@ -197,17 +201,18 @@ class Options(ForeignFields, forbid_unknown_fields=True, kw_only=True):
             value = own.get(item.name) if value is None else value
             if value is None:
                 continue
-            if item.type in (int, float) and value < item.metadata["least"]:     # OpenAI's ranges begin at 0, and top_k at -1
+            if item.type in (int, float) and value < item.metadata["least"]:     # OpenAI allows 0; top_k may be -1
                 value = 0.0 if item.metadata["or_zero"] else item.metadata["least"]
             overrides[item.name] = value
         sampling = replace(default, **overrides)
         sampling.check_ids(tokenizer.vocab_size)
-        # Encoded here, so that other sequences need not wait while the engine does it
+        # Encodes no_penalty here, so that other sequences need not wait while the engine encodes it
         return replace(sampling, no_penalty=sampling.ids_without_penalty(tokenizer))
 
 
 def require_off(options: JsonMapping, off: Mapping[str, tuple[object, ...]], lacks: str, prefix: str = "") -> None:
-    """Raises ApiError for an option whose value is not one of those with which it changes nothing. None: absent."""
+    """Raises ApiError for an option whose value would have an effect. off: for each option, the values without effect. An
+    option whose value is None is absent."""
     for name, value in options.items():
         if value is not None and value not in off[name]:
             neutral = msgspec.json.encode(off[name][0]).decode()
@@ -215,7 +220,7 @@ def require_off(options: JsonMapping, off: Mapping[str, tuple[object, ...]], lac
 
 
 class CompletionRequest(Options, forbid_unknown_fields=True, kw_only=True):
-    most_stops: ClassVar[int] = 16       # OpenAI has 4, but lm-evaluation-harness sends 6 for some tasks
+    most_stops: ClassVar[int] = 16       # OpenAI allows 4, but lm-evaluation-harness sends 6 for some tasks
 
     prompt: str | list[str | TokenId | list[TokenId]] | None = None
     suffix: str | None = None
@@ -225,16 +230,16 @@ class CompletionRequest(Options, forbid_unknown_fields=True, kw_only=True):
 
 
 THINK_OF_PROMPT: dict[str, Think] = {"open_think": True, "fake_think": "fake", "no_think": False}      # rwkv_generation_prompt
-THINK_OF_EFFORT: dict[str, Think] = {"none": False, "minimal": "fake"}   # True for the others
+THINK_OF_EFFORT: dict[str, Think] = {"none": False, "minimal": "fake"}   # True for all other efforts
 HINT_OF_EFFORT = {"minimal": "low", "low": "low", "medium": "medium", "high": "high", "xhigh": "high", "max": "high"}
 
 
 class TemplateOptions(msgspec.Struct, forbid_unknown_fields=True):
     enable_thinking: bool | None = None
-    thinking: bool | None = None         # the same in some other templates
-    think: bool | Literal["true", "false", "fake"] | None = None         # as think= of chat.py
-    reasoning_effort: Effort | None = None       # vLLM's clients send it here, too
-    # Of rwkv-rs/vllm-rwkv (vllm/tokenizers/rwkv_chat.py)
+    thinking: bool | None = None         # the name of enable_thinking in some templates
+    think: bool | Literal["true", "false", "fake"] | None = None         # values as of think= of chat.py
+    reasoning_effort: Effort | None = None       # vLLM's clients also send it here
+    # Options of rwkv-rs/vllm-rwkv (vllm/tokenizers/rwkv_chat.py)
     rwkv_prompt_template: Literal["bot", "assistant", "function_calling"] | None = None
     rwkv_generation_prompt: Literal["open_think", "fake_think", "no_think"] | None = None
 
@@ -243,7 +248,7 @@ class Function(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     name: Name
     description: str | None = None
     parameters: JsonObject | None = None
-    strict: bool | None = None           # also enforce the schema in calls that tool_choice does not require
+    strict: bool | None = None           # true: also enforce the schema in calls that tool_choice does not require
 
 
 class Tool(msgspec.Struct, forbid_unknown_fields=True):
@@ -265,14 +270,15 @@ class AllowedTools(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class AllowedToolsChoice(msgspec.Struct, tag="allowed_tools", tag_field="type", forbid_unknown_fields=True):
-    """The prompt shows all tools, so that cached prefixes and states fit; the answer may call only these."""
+    """Restricts the tools that the answer may call. The prompt still shows all tools, so that cached prefixes and saved states
+    remain usable."""
 
     allowed_tools: AllowedTools
 
 
 class Thinking(NamedTuple):
-    """think, effort: as in ChatTemplate.render. field: the request's field that decided `think`; "" for none. wish: that field
-    is an effort, which a template need not support.
+    """The thinking that a request asks for. think, effort: as in ChatTemplate.render. field: the request's field that decided
+    `think`; "" if none did. wish: whether that field is an effort, which the template need not support.
     """
 
     think: Think
@@ -287,9 +293,9 @@ class ChatRequest(Options, forbid_unknown_fields=True, kw_only=True):
 
     messages: Unchecked
     continue_final_message: Annotated[bool | None, msgspec.Meta(
-        description="Continue the last message, the beginning of an answer; the response has only what follows it.")] = None
+        description="Continue the last message, which begins the answer. The response has only the continuation.")] = None
     add_generation_prompt: Annotated[bool | None, msgspec.Meta(
-        description="false requires continue_final_message=true, and true conflicts with it.")] = None
+        description="Must be false if continue_final_message is true, and true or absent otherwise.")] = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=20)] | None = None
     max_completion_tokens: NewTokens | None = None
@@ -299,11 +305,11 @@ class ChatRequest(Options, forbid_unknown_fields=True, kw_only=True):
     parallel_tool_calls: bool | None = None
     enable_thinking: bool | None = None  # some clients send it here, others in chat_template_kwargs
     reasoning_effort: Effort | None = None
-    think: bool | Literal["", "low", "medium", "high", "max"] | None = None      # Ollama's: a switch or an effort
+    think: bool | Literal["", "low", "medium", "high", "max"] | None = None      # Ollama's field: on, off or an effort
     modalities: list[Literal["text"]] | None = None
-    verbosity: Ignored = None            # wishes about style and speed
+    verbosity: Ignored = None            # ignored: preferences about style and speed
     prediction: Ignored = None
-    functions: None = None               # not supported, like those below
+    functions: None = None               # not supported, like the fields below
     function_call: None = None
     audio: None = None
     web_search_options: None = None
@@ -312,14 +318,14 @@ class ChatRequest(Options, forbid_unknown_fields=True, kw_only=True):
     def continues(self) -> bool:
         """Whether the answer continues the last message. Raises ApiError for conflicting fields."""
         continues = self.continue_final_message is True
-        if self.add_generation_prompt is continues:      # neither of them is null
+        if self.add_generation_prompt is continues:      # add_generation_prompt is not None and equals `continues`
             problem = "must be false with continue_final_message=true" if continues else (
                 "must be true, unless continue_final_message is true")
             raise ApiError(400, f"add_generation_prompt {problem}", "add_generation_prompt")
         return continues
 
     def callable_tools(self) -> list[tuple[int, Function]]:
-        """The functions that the answer may call, with their places in `tools`.
+        """The functions that the answer may call, each with its index in `tools`.
 
         Raises ApiError if tool_choice names a function that is not in `tools`.
         """
@@ -338,7 +344,7 @@ class ChatRequest(Options, forbid_unknown_fields=True, kw_only=True):
         return [(place, function) for place, function in enumerate(functions) if function.name in allowed]
 
     def thinking(self, thinks: bool) -> Thinking:
-        """How the answer begins. thinks: whether the template has thoughts; if not, an effort has no effect.
+        """How the answer begins. thinks: whether the template supports thoughts; if not, an effort has no effect.
 
         Raises ApiError for conflicting fields.
         """
@@ -363,13 +369,13 @@ class ChatRequest(Options, forbid_unknown_fields=True, kw_only=True):
 
 
 class TranslatedChat(ChatRequest, forbid_unknown_fields=True, kw_only=True):
-    """A chat request translated from another interface, where more stop strings are usual."""
+    """A chat request translated from another API, which allows more stop strings than OpenAI's."""
 
     most_stops: ClassVar[int] = 16
 
 
 class ResponseTool(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
-    """A function. Chat completions have these fields inside another object."""
+    """A function that the model may call. In chat completions, these fields are nested in another object."""
 
     type: Literal["function"]
     name: Name
@@ -387,7 +393,7 @@ class ResponseAllowedTools(msgspec.Struct, tag="allowed_tools", tag_field="type"
     tools: Annotated[list[ResponseToolChoice], msgspec.Meta(min_length=1, max_length=MOST_TOOLS)]
 
 
-# Only the log-probabilities add something: thoughts come whole, and no answer has items of the other kinds
+# Only message.output_text.logprobs has an effect: thoughts are always complete, and answers have no items of the other kinds
 Included = Literal["message.output_text.logprobs", "reasoning.encrypted_content", "message.input_image.image_url",
                    "file_search_call.results", "web_search_call.results", "web_search_call.action.sources",
                    "computer_call_output.output.image_url", "code_interpreter_call.outputs"]
@@ -395,12 +401,12 @@ Included = Literal["message.output_text.logprobs", "reasoning.encrypted_content"
 
 class Reasoning(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     effort: Effort | None = None
-    summary: Ignored = None              # thoughts come whole
+    summary: Ignored = None              # no effect: thoughts are not summarised
     generate_summary: Ignored = None
 
 
 class TextOptions(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
-    format: JsonObject | None = None    # checked as response_format
+    format: JsonObject | None = None    # checked like response_format
     verbosity: Ignored = None
 
 
@@ -426,14 +432,14 @@ class ResponseRequest(ForeignFields, forbid_unknown_fields=True, kw_only=True):
     background: bool | None = None
     truncation: Literal["auto", "disabled"] | None = None        # no effect: the state's size is constant
     max_tool_calls: Ignored = None
-    client_metadata: Ignored = None      # of Codex
-    conversation: None = None            # not supported, like those below
+    client_metadata: Ignored = None      # sent by Codex
+    conversation: None = None            # not supported, like the fields below
     prompt: None = None
     context_management: None = None
 
 
 class StateRequest(msgspec.Struct, forbid_unknown_fields=True):
-    """A prompt or messages to read into a state, after `state`."""
+    """The body of POST /v1/states: a prompt or messages to read, starting from `state` if it is given."""
 
     prompt: str | list[TokenId] | None = None
     messages: Unchecked = None
@@ -470,7 +476,8 @@ JSON_TYPES = {"int": "integer", "float": "number", "str": "string", "bool": "boo
 
 
 def read(body: bytes, kind: type[Body]) -> Body:
-    """The body, perhaps after a byte order mark, as a `kind`. Raises ApiError with the field's name."""
+    """Decodes a JSON body, which may begin with a byte order mark, as the type `kind`. Raises an ApiError that names the wrong
+    field."""
     try:
         return msgspec.json.decode(body.removeprefix(BOM_UTF8), type=kind)
     except msgspec.ValidationError as error:
@@ -480,7 +487,7 @@ def read(body: bytes, kind: type[Body]) -> Body:
 
 
 def converted(fields: JsonObject, kind: type[Body]) -> Body:
-    """The fields as a `kind`. Raises ApiError as read does."""
+    """Converts the fields to the type `kind`. Raises ApiError as read does."""
     try:
         return msgspec.convert(fields, kind)
     except msgspec.ValidationError as error:
@@ -504,7 +511,7 @@ def _type_error(error: msgspec.ValidationError, kind: type) -> ApiError:
 
 
 def _json_types(match: re.Match[str]) -> str:
-    """JSON's names for the Python types in a message of msgspec."""
+    """Replaces the Python types that a msgspec message names by JSON's names for them."""
     return " or ".join(JSON_TYPES.get(name, name) for name in match[0].strip("`").split(" | "))
 
 

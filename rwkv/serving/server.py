@@ -1,4 +1,4 @@
-"""Binds the address, starts the engine, shows the plan, and serves until a signal comes."""
+"""Starts the server: binds the address, starts the engine, prints the plan, and serves until a signal arrives."""
 
 import asyncio
 import errno
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import uvicorn
 
-from rwkv.chat.rendered import for_tokenizer
+from rwkv.chat.encoding import for_tokenizer
 from rwkv.chat.templates import chat_template
 from rwkv.config import ServeConfig
 from rwkv.errors import UserError
@@ -31,14 +31,15 @@ from rwkv.serving.states.client_states import ClientStates
 from rwkv.serving.states.folder import claim
 from rwkv.tokenizer.tokenizers import Tokenizer
 
-LONG = "a long text. " * 6000            # longer than SHORT of rwkv/tokenizer/world.py, which therefore loads its library
-AFTER_GRACE = 10                         # seconds for the last events to be written
+LONG = "a long text. " * 6000            # exceeds SHORT in rwkv/tokenizer/world.py, so that encoding it loads the fast library
+AFTER_GRACE = 10                         # seconds allowed for sending the last events
 
 
 def serve(config: ServeConfig, work: Work) -> None:
-    """Serves until SIGINT, SIGTERM or the like, or until the engine's process, which runs `work`, ends: exit status 1.
+    """Serves until a signal such as SIGINT or SIGTERM arrives. If the engine's process, which runs `work`, ends before that,
+    the server exits with status 1.
 
-    Raises UserError, before the model is loaded, for a wrong address or option.
+    Raises UserError, before the model is loaded, for an invalid address or option.
     """
     if _model_name(config) in config.adapter_paths:
         raise UserError(f"adapters must not have the checkpoint's name {_model_name(config)!r}: rename the adapter, "
@@ -47,7 +48,7 @@ def serve(config: ServeConfig, work: Work) -> None:
     lock = claim(Path(config.states_dir)) if config.states_dir else None
     warning = "" if config.host in LOCAL or config.api_key else "; anyone who reaches it can use it: api_key= is not set"
     say("address", f"http://{_bracketed(config.host)}:{listener.getsockname()[1]}{warning}")
-    # Before uvicorn handles signals: sys.exit runs the `finally` that ends the engine's process
+    # Until uvicorn handles signals, sys.exit runs the `finally` block that ends the engine's process
     with StopRequest(tuple(number for number in STOPPING if number != signal.SIGINT), lambda number: sys.exit(128 + number)):
         engine = RemoteEngine(config, work)
         try:
@@ -56,7 +57,7 @@ def serve(config: ServeConfig, work: Work) -> None:
                 say(subject, text)
             _run(config, engine, ready, listener)
             if engine.failed is not None:
-                sys.exit(1)              # its reason has been printed
+                sys.exit(1)              # the reason has been printed
         finally:
             engine.close()
             if lock is not None:
@@ -66,16 +67,16 @@ def serve(config: ServeConfig, work: Work) -> None:
 def _bind(config: ServeConfig) -> socket.socket:
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
-    if sys.platform == "win32":          # where SO_REUSEADDR would let two servers have one port
+    if sys.platform == "win32":          # here SO_REUSEADDR would let two servers use one port
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_EXCLUSIVEADDRUSE, 1)
     else:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((config.host, config.port))
-        listener.listen()                # until then another server can bind the port
+        listener.listen()                # before this call another server could bind the port
     except OSError as error:
         listener.close()
-        hint = "; take another port, or port=0 for any that is free" if error.errno == errno.EADDRINUSE else ""
+        hint = "; use a different port, or port=0 for any free port" if error.errno == errno.EADDRINUSE else ""
         raise UserError(f"cannot listen on {config.host} port {config.port}: {error.strerror or error}{hint}") from None
     return listener
 
@@ -101,7 +102,7 @@ def _run(config: ServeConfig, engine: RemoteEngine, ready: Ready, listener: sock
     def stop() -> None:
         if not service.stopping:
             grace = counted(config.grace_s, "second")
-            say("stopping", f"running requests have {grace} to finish; a second Ctrl-C or SIGTERM ends them at once")
+            say("stopping", f"running requests have {grace} to finish; a second Ctrl-C or SIGTERM ends them immediately")
             service.stopping = True
             asyncio.get_running_loop().call_later(config.grace_s, engine.cancel_all)
 

@@ -1,4 +1,4 @@
-"""Shared by the endpoints: the server's parts, a request's body and owner, and model names."""
+"""What the endpoints share: the Service object, reading a request's body and owner, and resolving model names."""
 
 import asyncio
 from collections.abc import Callable, Mapping
@@ -21,16 +21,17 @@ from rwkv.serving.sharing import SharedFolder
 from rwkv.serving.states.client_states import ClientStates
 from rwkv.tokenizer.tokenizers import Tokenizer
 
-COMPLETION_TOKENS = 16                   # max_tokens of a completion, OpenAI's
-LATEST = ":latest"                       # ends each name in Ollama's list of models
-LONG = 2**16                             # a body of more bytes is handled in a thread, not in the event loop
+COMPLETION_TOKENS = 16                   # default max_tokens of a completion, as in OpenAI's API
+LATEST = ":latest"                       # suffix of each name in Ollama's list of models
+LONG = 2**16                             # a body with more bytes than this is handled in a thread, not in the event loop
 
 Result = TypeVar("Result")
 
 
 @dataclass
 class Service:
-    """Shared by the handlers. defaults: as in Ready. model: the id of the checkpoint's model. stopping: refuse new requests."""
+    """The objects that all handlers share. defaults: as in Ready. model: the id of the checkpoint's model. stopping: whether
+    new requests are refused."""
 
     config: ServeConfig
     model_info: ModelInfo
@@ -44,12 +45,13 @@ class Service:
     compilers: Compilers
     model: str
     created: int
-    shared: SharedFolder | None = None   # states_dir=
+    shared: SharedFolder | None = None   # None without states_dir=
     stopping: bool = False
 
 
 async def from_body(service: Service, request: Request, work: Callable[[Service, bytes], Result]) -> Result:
-    """work(service, body). A long body is handled in a thread, so that no other request waits."""
+    """Reads the request's body and returns work(service, body). A long body is handled in a thread, so that no other request
+    waits."""
     sent = await read_json(request, service.config.max_body_mib * MIB)
     return await asyncio.to_thread(work, service, sent) if len(sent) > LONG else work(service, sent)
 
@@ -60,9 +62,9 @@ def owner(request: Request) -> str:
 
 
 def resolve_adapter(service: Service, name: str | None) -> str:
-    """The adapter that a request names; "" for the checkpoint's own model. Raises ApiError for an unknown name.
+    """The adapter that a request names; "" for the checkpoint's model. Raises ApiError for an unknown name.
 
-    A name may have a prefix that a gateway added, openai/NAME, and end with ":latest".
+    The name may have a prefix that a gateway has added, as in openai/NAME, and may end with ":latest".
     """
     if name is None:
         return ""

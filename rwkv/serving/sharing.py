@@ -1,7 +1,6 @@
-"""Several servers on one states_dir=: before it answers a request, a server notices what the others have written or deleted.
+"""Several servers that share one states_dir=: before a server answers a request, it checks what others have written or deleted.
 
-States and responses are immutable files with random names, and their writes are atomic, so that servers need no order among
-them.
+States and responses are immutable files with random names and are written atomically, so the servers need no coordination.
 """
 
 import asyncio
@@ -13,24 +12,24 @@ from rwkv.serving.engine.remote import RemoteEngine
 from rwkv.serving.responses.store import Responses
 from rwkv.serving.states.folder import STATE
 
-SETTLED_NS = 50_000_000                  # a folder that changed within this time may change again under the same time stamp
+SETTLED_NS = 50_000_000                  # a folder that changed so few seconds ago may change again without a new time stamp
 
 
 class SharedFolder:
-    """The folder, as this server last saw it."""
+    """The folder of states_dir=, as this server last read it."""
 
     def __init__(self, folder: Path, engine: RemoteEngine, responses: Responses) -> None:
         self._folder = folder
         self._engine = engine
         self._responses = responses
-        self._changed = dict[bool, int]()                # the folder's time stamp at the last look, with and without lost files
+        self._changed = dict[bool, int]()                # by lost_too: the folder's time stamp at the last sync
         self._syncing = asyncio.Lock()
 
     async def sync(self, lost_too: bool) -> None:
-        """Adds new files. Does nothing while the folder is unchanged.
+        """Adds new files. Does nothing if the folder has not changed.
 
-        lost_too: also drop states whose files are lost. A request that continues such a state notices it in any case, and may
-        still find the state in memory.
+        lost_too: whether to also drop states whose files are gone. A request that continues a state does not need this: it
+        notices a missing file itself, and may still find the state in memory.
         """
         async with self._syncing:
             try:
@@ -38,7 +37,7 @@ class SharedFolder:
                 if changed == self._changed.get(lost_too) or self._engine.failed is not None:
                     return
                 names = {*await asyncio.to_thread(os.listdir, self._folder)}
-            except OSError:              # a state that is used says what is wrong
+            except OSError:              # an error is reported when a state is used
                 return
             states = self._engine.states
             new = tuple(name for name in names if (match := STATE.fullmatch(name)) and match[1] not in states)

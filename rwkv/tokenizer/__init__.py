@@ -1,1 +1,1 @@
-"""Text to token ids and back."""
+"""Tokenizers: encode text to token ids, and decode ids to text."""

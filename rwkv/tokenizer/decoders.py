@@ -1,7 +1,7 @@
-"""Token ids to text, id by id, at constant cost per id. A character is returned once all its bytes are known.
+"""Decodes token ids to text, one id at a time, at constant cost per id. A character is returned once all its bytes are known.
 
 Bytes that are not UTF-8 become U+FFFD as soon as no later byte can complete them. Some vocabularies drop the space before the
-first word of a text, so a decoder whose text continues other ids receives those ids first (continue_after).
+first word of a text. So a decoder whose text continues earlier ids must receive those ids first (continue_after).
 """
 
 import codecs
@@ -13,33 +13,33 @@ from rwkv.errors import UserError
 
 REPLACEMENT = "\ufffd"
 LONGEST_CHARACTER = 4                    # bytes
-LAST_IDS = 128                           # ids at a text's end that suffice to decode the text after it
+LAST_IDS = 128                           # number of a text's last ids that suffice to decode its continuation
 
 
 class Decoder(Protocol):
-    """Decodes one text, id by id."""
+    """Decodes one text, one id at a time."""
 
     def continue_after(self, ids: Sequence[int]) -> None:
-        """Makes the following ids continue `ids`. Of the text of `ids`, only an incomplete last character is still returned."""
+        """Makes ids pushed later continue `ids`, whose own text is not returned except for an incomplete last character."""
 
     def push(self, token: int) -> str:
-        """The text that `token` completes, perhaps "". Raises UserError for an id outside the vocabulary."""
+        """Adds an id and returns the text that it completes, possibly "". Raises UserError for an id outside the vocabulary."""
 
     def flush(self) -> str:
-        """The pending text at the end: U+FFFD for an incomplete character, else ""."""
+        """Ends the text and returns what is pending: U+FFFD for an incomplete character, otherwise ""."""
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The whole text of `ids`, as push and flush return it. Raises UserError as push does."""
+        """The whole text of `ids`, as push and flush would return it. Raises UserError as push does."""
 
     def names(self, tokens: Sequence[int], before: Sequence[int]) -> list[str]:
-        """The text of each of `tokens` by itself directly after `before`; an incomplete character is U+FFFD."""
+        """The text that each of `tokens` alone would add directly after the ids `before`; an incomplete character is U+FFFD."""
 
     def bytes_of(self, token: int) -> bytes | None:
-        """A token's bytes, which may be part of a character; None for a vocabulary whose tokens are not bytes."""
+        """A token's bytes, which may be part of a character; None if the vocabulary's tokens are not byte strings."""
 
 
 class BytesDecoder:
-    """A Decoder for a vocabulary whose tokens are bytes. table: the bytes of each id."""
+    """A Decoder for a vocabulary whose tokens are byte strings. table: the bytes of each id."""
 
     def __init__(self, table: Sequence[bytes]) -> None:
         self._table = table
@@ -72,15 +72,16 @@ class BytesDecoder:
 
 
 class TextDecoder:
-    """A Decoder for a vocabulary whose tokens are not bytes. decode: the library's function from ids to text.
+    """A Decoder for a vocabulary whose tokens are not byte strings. decode: the library's function from ids to text.
 
-    A token's text may depend on the token before it, so each call decodes the pending ids together with those whose text was
-    returned last. Text that ends in U+FFFD stays pending, for at most LONGEST ids, because the next id may complete it; the
-    library's DecodeStream keeps it pending for ever and has no flush. skipped: ids that decode to nothing.
+    A token's text may depend on the token before it, so each call decodes the pending ids together with the ids whose text was
+    returned last. Text that ends in U+FFFD stays pending, for at most LONGEST ids, because the next id may complete the
+    character. (The library's DecodeStream would keep it pending for ever, and has no flush.) skipped: ids that decode to
+    nothing.
     """
 
     LONGEST = 8                          # ids
-    BEFORE = 64                          # ids; earlier ones change neither the following nor the pending text
+    BEFORE = 64                          # ids to decode with; earlier ids affect neither later nor pending text
 
     def __init__(self, decode: Callable[[list[int]], str], vocab_size: int, skipped: set[int]) -> None:
         self._decode = decode
@@ -123,7 +124,7 @@ class TextDecoder:
                 for token in tokens]
 
     def _last(self, ids: Sequence[int], count: int) -> list[int]:
-        """The last ids that decode to some text, at most `count`."""
+        """The last ids that decode to any text, at most `count` of them."""
         return [*islice((int(token) for token in reversed(ids) if token not in self._skipped), count)][::-1]
 
     def _new_text(self) -> str:
@@ -136,20 +137,20 @@ class TextDecoder:
 
 
 def require_id(token: int, vocab_size: int) -> int:
-    """Returns `token`. Raises UserError if it is not one of 0..vocab_size-1."""
+    """Returns `token`. Raises UserError unless 0 <= token < vocab_size."""
     if not 0 <= token < vocab_size:
         raise UserError(f"token id {token} is outside the tokenizer's vocabulary, 0 to {vocab_size - 1}")
     return token
 
 
 def token_bytes(token: str) -> bytes:
-    """The bytes of a token written in the alphabet of byte-level BPE. A token with any other character is plain text."""
+    """The bytes of a token written in byte-level BPE's alphabet. A token with any other character is encoded as UTF-8."""
     if all(character in BYTE_OF for character in token):
         return bytes(BYTE_OF[character] for character in token)
     return token.encode()
 
 
-# The byte for each character of byte-level BPE: printable Latin-1 characters stand for themselves, U+0100 and up for the rest
+# The byte of each character in byte-level BPE's alphabet: printable Latin-1 bytes are themselves, others U+0100 and up
 PRINTABLE = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
 BYTE_OF = {chr(value): value for value in PRINTABLE}
 BYTE_OF |= {chr(0x100 + place): value for place, value in enumerate(value for value in range(256) if value not in PRINTABLE)}

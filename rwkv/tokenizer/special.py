@@ -1,6 +1,6 @@
-"""The special tokens in a file of the `tokenizers` library: which of them ends a text, and private names for them.
+"""The special tokens in a tokenizer.json: which of them ends a text, and private names for them.
 
-`parsed` is the content of such a file. The "ends of text" are ids, each of which ends a text; the first also separates
+`parsed` is the content of such a file. The "ends of text" are the ids of tokens that each end a text; the first also separates
 documents.
 """
 
@@ -16,11 +16,11 @@ END_OF_TEXT = "<|endoftext|>"            # GPT-2, GPT-NeoX, Phi, Qwen; and token
 ENDS = (END_OF_TEXT,
         "</s>",                          # Llama 1 and 2, Mistral, T5, BART, XLM-R
         "<|end_of_text|>",               # Llama 3, Granite
-        "<eos>", "<|eos|>", "[EOS]",     # Gemma; common in files that people make
+        "<eos>", "<|eos|>", "[EOS]",     # Gemma; common in self-made files
         "<\uff5cend\u2581of\u2581sentence\uff5c>",       # DeepSeek
-        "[SEP]")                         # BERT, which has no other
+        "[SEP]")                         # BERT, which has no other end
 ENDS_OF_TURNS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn>", "<|END_OF_TURN_TOKEN|>")
-KEY = "end_of_text"                      # in a tokenizer's definition (Tokenizer.to_dict)
+KEY = "end_of_text"                      # a key in a tokenizer's definition (Tokenizer.to_dict)
 
 
 def special_tokens(parsed: JsonMapping) -> dict[str, int]:
@@ -44,10 +44,10 @@ def unknown_token(parsed: JsonMapping) -> str | None:
 
 
 def ends_by_rule(parsed: JsonMapping) -> list[int]:
-    """The ends of text by the tokenizer's file alone; [] if it does not determine them.
+    """The ends of text that the tokenizer's file alone implies; [] if it implies none.
 
-    The end is <|endoftext|>; else the special token whose name is in ENDS, if there is only one; else a special token 0, unless
-    it stands for unknown text, padding or a mask.
+    The end is <|endoftext|>; otherwise the special token whose name is in ENDS, if there is only one; otherwise a special token
+    0, unless it stands for unknown text, padding or a mask.
     """
     ids = vocabulary(parsed)
     special = special_tokens(parsed)
@@ -63,7 +63,7 @@ def ends_by_rule(parsed: JsonMapping) -> list[int]:
 
 
 def ends_by_first_rule(parsed: JsonMapping) -> list[int]:
-    """The ends of text for a definition that does not name them, as in older checkpoints: <|endoftext|>, or special token 0."""
+    """The ends of text for a definition that states none, as in older checkpoints: <|endoftext|>, or a special token 0."""
     end = vocabulary(parsed).get(END_OF_TEXT)
     if end is not None:
         return [end]
@@ -71,9 +71,9 @@ def ends_by_first_rule(parsed: JsonMapping) -> list[int]:
 
 
 def stated_ends(parsed: JsonMapping, stated: Iterable[int | str]) -> list[int]:
-    """Of the ids and names that another file states as ends of text, those that can be ends, without duplicates.
+    """The ids of the tokens that another file states as ends of text (by id or name) and that can be ends; no duplicates.
 
-    A token that is neither special nor known as an end is an ordinary part of texts; some programs state such an id by mistake.
+    A token that is neither special nor known as an end is ordinary text; some programs state such a token by mistake.
     """
     ids = vocabulary(parsed)
     special = special_tokens(parsed)
@@ -83,7 +83,7 @@ def stated_ends(parsed: JsonMapping, stated: Iterable[int | str]) -> list[int]:
 
 
 def named_end(parsed: JsonMapping, name: str, source: str, option: str) -> list[int]:
-    """The token that the user names as the end of a text. Raises UserError if it is not in the file, or is one character."""
+    """The id of the token that the user names as the end of a text. Raises UserError if it is missing or just a character."""
     special = special_tokens(parsed)
     index = vocabulary(parsed).get(name)
     if index is None or (len(name) == 1 and name not in special):
@@ -95,30 +95,30 @@ def no_end(parsed: JsonMapping, source: str, option: str) -> UserError:
     """The error for a file that does not determine which token ends a text."""
     special = special_tokens(parsed)
     candidates = [name for name in ENDS if name in special]
-    reason = f"it has {' and '.join(candidates)}" if candidates else f"no {END_OF_TEXT} or other known name"
+    reason = f"it has {' and '.join(candidates)}" if candidates else f"it has no {END_OF_TEXT} or other known name"
     return UserError(f"{source} does not determine which token ends a text ({reason}): name it with {option}=TEXT; its special "
                      f"tokens are {_list(special)}")
 
 
 def definition(text: str, ends: Sequence[int], by_first_rule: Sequence[int]) -> JsonObject:
-    """The definition of a JsonTokenizer. It names the ends of text if they differ from those of ends_by_first_rule."""
+    """The definition of a JsonTokenizer. It states the ends of text only if they differ from those of ends_by_first_rule."""
     result: JsonObject = {"kind": "json", "definition": text}
     return result if list(ends) == list(by_first_rule) else {**result, KEY: list(ends)}
 
 
 def definition_with_ends(text: str, stated: Iterable[Iterable[int | str]]) -> JsonObject:
-    """The definition of a file. text: its content. stated: the ends of text by other files; the first ones that can be ends are
-    used, or else those of ends_by_rule."""
+    """The definition of a JsonTokenizer for a tokenizer.json. text: its content. stated: the ends of text that other files
+    state; the first that are valid are used, or else those of ends_by_rule."""
     try:
         parsed = json.loads(text)
         ends: list[int] = next(filter(None, (stated_ends(parsed, each) for each in stated)), [])
         return definition(text, ends or ends_by_rule(parsed), ends_by_first_rule(parsed))
-    except (ValueError, RecursionError, LookupError, TypeError, AttributeError):         # the tokenizer raises the error
+    except (ValueError, RecursionError, LookupError, TypeError, AttributeError):         # JsonTokenizer will raise the error
         return {"kind": "json", "definition": text}
 
 
 def ends_of(described: JsonMapping) -> list[int]:
-    """The ends of text in a JsonTokenizer's definition; [] where they are unknown."""
+    """The ends of text in a JsonTokenizer's definition; [] if they are unknown."""
     return list(described[KEY] if KEY in described else ends_by_first_rule(json.loads(described["definition"])))
 
 
@@ -128,16 +128,16 @@ def _list(special: Mapping[str, int]) -> str:
 
 
 class Private(NamedTuple):
-    """The content of a file in which the special token `name` is called private[name]."""
+    """The content of a tokenizer.json in which each special token `name` is renamed to private[name]."""
 
     content: JsonObject
     private: dict[str, str]
 
 
 def with_private_names(parsed: JsonObject, names: Iterable[str]) -> Private:
-    """The file with random names for the tokens `names`, so that only a text with a random name gets the token's id.
+    """Renames the tokens `names` to random strings, so that a text cannot contain a special token by accident.
 
-    The old name in a text is encoded as other tokens.
+    A token's old name in a text is encoded as ordinary text.
     """
     secret = secrets.token_hex(16)
     private = {name: f"{secret}x{index}" for index, name in enumerate(names)}

@@ -1,25 +1,25 @@
-"""Splits a long text so that the ids of its pieces, one after the other, are those of the whole text.
+"""Splits a long text so that encoding its pieces separately gives the same ids as encoding the whole text.
 
-A text is split before a newline that follows a non-space. That is safe if no token spans the two characters, if no token strips
-the spaces beside it, and if a newline at the beginning of a text is encoded as elsewhere. These conditions are checked for each
-vocabulary. Without such a place in LONGEST characters, or if a condition fails, a text is split after LONGEST characters; the
-ids there may differ from those of the whole text.
+A text is split before a newline that follows a character other than white space. That is safe if no token spans the two
+characters, if no token strips adjacent spaces, and if a newline at the beginning of a text is encoded as elsewhere. These
+conditions are checked for each vocabulary. If a condition fails, or LONGEST characters have no such newline, the text is split
+after LONGEST characters, and a few ids there may differ from those of the whole text.
 """
 
 import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
 
-LONGEST = 1 << 22                        # characters of a piece
-LONGEST_RUN = 1024                       # characters of a word in the training of a tokenizer
+LONGEST = 1 << 22                        # maximum characters in a piece
+LONGEST_RUN = 1024                       # maximum characters in a word when a tokenizer is trained
 LONG_SPACE = re.compile(rf"\s{{{LONGEST_RUN}}}")
 LONG_RUN = re.compile(rf"\S{{{LONGEST_RUN}}}|\s{{{LONGEST_RUN}}}")
-PROBES = ("a\nb", "1\n1", "Z\n\n  x", "a\n a", "y\n\ty")         # encoded whole, and split after their first character
-SafeSplit = Callable[[str], int]         # returns the last safe place to split a text; 0 for none
+PROBES = ("a\nb", "1\n1", "Z\n\n  x", "a\n a", "y\n\ty")         # test texts, encoded whole and split after the first character
+SafeSplit = Callable[[str], int]         # returns the last index at which a text can be split safely; 0 if none
 
 
 class Encoder(Protocol):
-    """The part of a tokenizer that safe_split uses."""
+    """The methods of a tokenizer that safe_split uses."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -33,7 +33,7 @@ class Encoder(Protocol):
 
 
 def safe_split(tokenizer: Encoder) -> SafeSplit:
-    """The function that finds the last safe place to split a text for this tokenizer."""
+    """A function that finds the last index at which a text can be split safely for this tokenizer."""
     if tokenizer.strips_spaces or not all(_splits_safely(tokenizer, probe) for probe in PROBES):
         return lambda text: 0
     glued = _characters_before_newlines(tokenizer)
@@ -41,7 +41,7 @@ def safe_split(tokenizer: Encoder) -> SafeSplit:
 
 
 def last_line_end(text: str, glued: frozenset[str] = frozenset()) -> int:
-    """The place of the last newline that follows neither a space nor a character of `glued`; 0 for none."""
+    """The index of the last newline that follows neither white space nor a character in `glued`; 0 if there is none."""
     end = text.rfind("\n")
     while end > 0 and (text[end - 1].isspace() or text[end - 1] in glued):
         end = text.rfind("\n", 0, end)
@@ -49,7 +49,7 @@ def last_line_end(text: str, glued: frozenset[str] = frozenset()) -> int:
 
 
 def pieces(chunks: Iterable[str], split: SafeSplit) -> Iterator[str]:
-    """The same text in pieces that end at safe places, each about as long as a chunk."""
+    """Divides a text, which comes in chunks, into pieces that end where `split` allows, each about as long as a chunk."""
     rest = ""
     for chunk in chunks:
         rest += chunk
@@ -62,7 +62,7 @@ def pieces(chunks: Iterable[str], split: SafeSplit) -> Iterator[str]:
 
 
 def without_long_runs(text: str) -> Iterator[str]:
-    """The text, cut so that neither words nor runs of white space are longer than LONGEST_RUN characters.
+    """Cuts a text so that neither words nor runs of white space are longer than LONGEST_RUN characters.
 
     Training BPE takes time quadratic in the length of a word, and DNA, base64 or a minified program is one word of millions of
     characters.
@@ -79,16 +79,16 @@ def without_long_runs(text: str) -> Iterator[str]:
 
 
 def _splits_safely(tokenizer: Encoder, probe: str) -> bool:
-    """Whether the ids of `probe` are those of its first character and then of its rest; True if it cannot be encoded."""
+    """Whether encoding `probe` split after its first character gives the same ids; True if it cannot be encoded."""
     try:
         whole = tokenizer.encode(probe)
-    except ValueError:                   # a char tokenizer whose training text lacks a character of the probe
+    except ValueError:                   # a char tokenizer without a character of the probe
         return True
     return bool(whole == [*tokenizer.encode(probe[:1]), *tokenizer.encode(probe[1:])])
 
 
 def _characters_before_newlines(tokenizer: Encoder) -> frozenset[str]:
-    """The characters that stand directly before a newline inside a token."""
+    """The characters that occur directly before a newline within some token."""
     characters: set[str] = set()
     decoder = tokenizer.decoder()
     for token in range(tokenizer.vocab_size):

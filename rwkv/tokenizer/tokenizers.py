@@ -1,10 +1,11 @@
-"""Text to token ids and back: bytes, characters, every file of the `tokenizers` library, and the RWKV World vocabulary.
+"""Tokenizers: bytes, characters, any tokenizer.json of the `tokenizers` library, and the RWKV World vocabulary.
 
 A tokenizer's ids are 0..vocab_size-1. Each id of `ends` ends a generated text; the first of them is `end_of_text`, which
-precedes every document in the data. It is 0, except for files of the `tokenizers` library (rwkv/tokenizer/special.py). `encode`
-returns no special token, whatever the text, except the unknown token, which replaces characters outside the vocabulary. Special
-tokens decode to nothing, again except the unknown token. `decode` and `decoder` take any sequence of ids; bytes that are not
-UTF-8 become U+FFFD. A checkpoint holds its whole tokenizer and its hash, and a tokenizer used with it must have this hash.
+precedes every document in the data. It is 0, except for a tokenizer.json (rwkv/tokenizer/special.py). `encode` never returns a
+special token, whatever the text, except the unknown token, which replaces characters outside the vocabulary. Special tokens
+decode to nothing, again except the unknown token. `decode` and `decoder` accept any sequence of ids; bytes that are not UTF-8
+become U+FFFD. A checkpoint contains its whole tokenizer and the tokenizer's hash; any tokenizer used with the checkpoint must
+have that hash.
 """
 
 import hashlib
@@ -30,19 +31,19 @@ from rwkv.tokenizer.special import END_OF_TEXT
 from rwkv.tokenizer.split import pieces, safe_split, without_long_runs
 
 Rule = Callable[[JsonMapping], list[int]]
-JOINING = ("ByteFallback", "Fuse", "Metaspace", "Replace", "Strip")         # decoders that only join the texts of tokens
-BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")              # a token for byte fallback
+JOINING = ("ByteFallback", "Fuse", "Metaspace", "Replace", "Strip")         # decoders that only concatenate the texts of tokens
+BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")              # a byte fallback token
 NAMES = "byte, world, or the path of a `tokenizers` .json file or of a World vocabulary's .txt file"
-MADE_FROM_DATA = ("char", "bpe")         # names of data.tokenizer for tokenizers made from the data
+MADE_FROM_DATA = ("char", "bpe")         # values of data.tokenizer for tokenizers made from the data
 
 
 class Tokenizer(ABC):
     """Encodes any text that its vocabulary covers, and decodes any ids.
 
-    strips_spaces: a token strips the spaces beside it, so a text cannot be split safely (rwkv/tokenizer/split.py).
-    adds_space: a space is added before a text, as in SentencePiece, so that its first word is marked as a word.
-    special: the ids of the tokens that a chat template may write, by name. private: by the same names, the texts that `encode`
-    maps to these tokens (rwkv/chat/rendered.py).
+    strips_spaces: whether some token strips adjacent spaces, so that a text cannot be split safely (rwkv/tokenizer/split.py).
+    adds_space: whether a space is added before a text, as in SentencePiece, so that its first word is marked as a word.
+    special: the ids of the tokens that a chat template may write, by name. private: for the same names, the texts that `encode`
+    maps to these tokens (rwkv/chat/encoding.py).
     """
 
     kind: str
@@ -55,12 +56,12 @@ class Tokenizer(ABC):
 
     @property
     def end_of_text(self) -> int:
-        """The id between documents, and at the beginning of a text without a prompt."""
+        """The id that separates documents, and with which generation without a prompt begins."""
         return self.ends[0]
 
     @abstractmethod
     def to_dict(self) -> JsonObject:
-        """The whole definition, for `from_dict`: the entry `kind`, and others that are strings or lists."""
+        """The complete definition, for `from_dict`: the entry `kind`, and further entries that are strings or lists."""
 
     @abstractmethod
     def _encode(self, text: str) -> list[int]:
@@ -69,13 +70,14 @@ class Tokenizer(ABC):
     @property
     @abstractmethod
     def _bytes(self) -> list[bytes]:
-        """The bytes of each token, for a vocabulary whose tokens are bytes; b"" for special tokens."""
+        """The bytes of each token, for a vocabulary whose tokens are byte strings; b"" for special tokens."""
 
     def _new_decoder(self) -> Decoder:
         return BytesDecoder(self._bytes)
 
     def decoder(self, after: Sequence[int] = ()) -> Decoder:
-        """A new decoder for a text that continues the ids `after`. Their text and its output together are decode(all ids)."""
+        """A new decoder for a text that continues the ids `after`. The text of `after` and the decoder's output together equal
+        decode(all ids)."""
         decoder = self._new_decoder()
         decoder.continue_after(after)
         return decoder
@@ -83,7 +85,7 @@ class Tokenizer(ABC):
     def encode(self, text: str, before: int = 0) -> list[int]:
         """The ids of `text`. Raises UserError if the vocabulary does not cover it.
 
-        before: the number of characters before it in a longer text, for the positions in errors.
+        before: the number of characters before `text` in a longer text, for positions in error messages.
         """
         try:
             require_unicode(text)
@@ -95,42 +97,43 @@ class Tokenizer(ABC):
         return [self.encode(text) for text in texts]
 
     def encode_within(self, texts: Sequence[str]) -> list[list[int]]:
-        """The ids of each text if it continues another text: no space is added before it."""
+        """The ids of each text when it continues another text: no space is added before it."""
         return self.encode_batch(texts)
 
     def encode_after(self, text: str, before: Sequence[int]) -> list[int]:
-        """The ids of a text that follows the ids `before`. It continues their text, unless they end with a special token."""
+        """The ids of a text after the ids `before`. The text is a continuation unless `before` ends in a special token."""
         is_within = before and before[-1] not in self.special.values()
         return self.encode_within([text])[0] if is_within else self.encode(text)
 
     def encode_stream(self, texts: Iterable[str]) -> Iterator[list[int]]:
-        """The ids of "".join(texts), piece by piece, in bounded memory (see rwkv/tokenizer/split.py)."""
+        """The ids of "".join(texts), one piece after another, in bounded memory (see rwkv/tokenizer/split.py)."""
         return (ids for _, ids in self.encode_pieces(texts))
 
     def encode_pieces(self, texts: Iterable[str]) -> Iterator[tuple[str, list[int]]]:
-        """As encode_stream, but yields (the text of the piece, its ids)."""
+        """Like encode_stream, but yields (text of the piece, ids of the piece)."""
         before = 0
         for piece in pieces(texts, safe_split(self)):
             yield piece, self.encode(piece, before)
             before += len(piece)
 
-    def drop_library(self) -> None:                      # noqa: B027  most have none
+    def drop_library(self) -> None:                      # noqa: B027  most tokenizers have none
         """Frees the library that encodes long texts. The next long text loads it again."""
 
     def decode(self, ids: Iterable[int], after: Sequence[int] = ()) -> str:
-        """The text of `ids`, as decoder(after) gives it piece by piece. Raises UserError for an id outside the vocabulary."""
+        """The text of `ids`, which follow the ids `after`, as decoder(after) returns it. Raises UserError for an id outside the
+        vocabulary."""
         return self.decoder(after).decode(ids)
 
     def decode_start(self, ids: Sequence[int]) -> str:
-        """The text of `ids` if further ids will follow: without U+FFFD for an incomplete last character."""
+        """The text of `ids` when further ids will follow: an incomplete last character is omitted."""
         return "".join(map(self.decoder().push, ids))
 
     def names(self, tokens: Sequence[int], before: Sequence[int] = ()) -> list[str]:
-        """The text of each of `tokens` by itself after the ids `before`; "" for a special token."""
+        """The text that each of `tokens` alone would add after the ids `before`; "" for a special token."""
         return self._new_decoder().names(tokens, before)
 
     def tokens_as_bytes(self) -> list[bytes]:
-        """The bytes that each token adds to a text. Raises UserError where they depend on other tokens."""
+        """The bytes that each token adds to a text. Raises UserError if they depend on neighbouring tokens."""
         return self._bytes
 
     @cached_property
@@ -143,18 +146,18 @@ class Tokenizer(ABC):
         return True
 
     def starting(self, texts: Iterable[str]) -> set[int]:
-        """The special tokens with whose name one of the texts begins, not counting white space."""
+        """The ids of the special tokens with whose name one of the texts begins, ignoring leading white space."""
         return {index for text in texts for name, index in self.special.items() if text.lstrip().startswith(name)}
 
     @cached_property
     def hash(self) -> str:
-        """SHA-256 of the vocabulary: tokenizers with equal hashes give equal ids."""
+        """The SHA-256 of the vocabulary: tokenizers with equal hashes produce equal ids."""
         vocabulary = {name: value for name, value in self.to_dict().items() if name != special.KEY}
         return hashlib.sha256(json.dumps(vocabulary, sort_keys=True).encode()).hexdigest()
 
     @property
     def data_key(self) -> str:
-        """A key that is equal for tokenizers with the same ids of documents and of the separators between them."""
+        """A key for caches of tokenised data: equal for tokenizers that produce the same ids for documents and separators."""
         return self.hash
 
     def end_line(self) -> str | None:
@@ -163,7 +166,8 @@ class Tokenizer(ABC):
 
     @staticmethod
     def from_dict(definition: JsonObject, end_of_text: str | None = None, option: str = "end_of_text") -> "Tokenizer":
-        """The tokenizer of a definition from to_dict. end_of_text: as in `named`. Raises UserError for any other dictionary."""
+        """Makes a tokenizer from what to_dict returned. end_of_text: as in `named`. Raises UserError for any other
+        dictionary."""
         match definition:
             case {"kind": "json", "definition": str(text)}:
                 ends = definition.get(special.KEY, special.ends_by_first_rule)
@@ -181,9 +185,9 @@ class Tokenizer(ABC):
     @staticmethod
     def from_file(path: str | Path, end_of_text: str | None = None, like: JsonMapping | None = None,
                   option: str = "end_of_text") -> "Tokenizer":
-        """The tokenizer in a `tokenizers` .json or a World vocabulary's .txt file. Raises UserError if it is missing or wrong.
+        """Reads a tokenizer.json or a World vocabulary's .txt file. Raises UserError if it is missing or invalid.
 
-        end_of_text, like: as in `named`. option: the name of end_of_text in errors.
+        end_of_text, like: as in `named`. option: what error messages call end_of_text.
         """
         text = read_text(Path(path), _file_label(path))
         if Path(path).suffix == ".txt":
@@ -195,10 +199,11 @@ class Tokenizer(ABC):
     @staticmethod
     def named(name: str, option: str = "tokenizer", end_of_text: str | None = None,
               like: JsonMapping | None = None) -> "Tokenizer":
-        """The tokenizer byte, world (from an installed package), FILE.json or FILE.txt. Raises UserError for other names.
+        """The tokenizer called byte, world (in an installed package), FILE.json or FILE.txt. Raises UserError for other names.
 
-        option: for the message. end_of_text: the name of the token of FILE.json that ends a text; None: from the file. like:
-        another definition; if it is of the same file, its ends of text are used.
+        option: the option that set the name, for error messages. end_of_text: the name of the token in FILE.json that ends a
+        text; None: as the file implies. like: another tokenizer's definition; if it is for the same file, its ends of text are
+        used.
         """
         _require_name(name, option)
         if name == "byte":
@@ -209,7 +214,7 @@ class Tokenizer(ABC):
     def check_named(name: str, option: str = "tokenizer", names: str = NAMES) -> None:
         """Raises UserError, without reading the vocabulary, for a name that `named` rejects and for a missing file.
 
-        option, names: the option and its legal values, for the message.
+        option, names: the option and its valid values, for error messages.
         """
         _require_name(name, option, names)
         if name != "byte":
@@ -223,14 +228,13 @@ def _require_name(name: str, option: str, names: str = NAMES) -> None:
 
 
 def end_option(option: str) -> str:
-    """The option for the end of a text beside the `option` for a tokenizer: --end-of-text beside --tokenizer."""
+    """The end-of-text option that belongs to a tokenizer option: --end-of-text for --tokenizer, and so on."""
     prefix = option.removesuffix("tokenizer")
     return f"{prefix}{'end-of-text' if prefix == '--' else 'end_of_text'}"
 
 
 def _file_named(name: str) -> str | Path:
-    """The file of a vocabulary, on disk or named on the Hub. Raises UserError if the package of the World vocabulary is not
-    installed."""
+    """The path of a vocabulary's file, downloaded if on the Hub. Raises UserError if the World vocabulary is not installed."""
     return world.installed() if name == "world" else hub.local(name, "tokenizer")
 
 
@@ -259,7 +263,7 @@ class ByteTokenizer(Tokenizer):
 
 
 class CharTokenizer(Tokenizer):
-    """The distinct characters of a text, sorted, from id 1 on; id 0 is end_of_text."""
+    """One id per distinct character of a text, sorted, from 1 on; id 0 is end_of_text."""
 
     kind = "char"
 
@@ -271,8 +275,9 @@ class CharTokenizer(Tokenizer):
     def _encode(self, text: str) -> list[int]:
         if unknown := sorted({*text} - self._ids.keys()):
             shown = ", ".join(map(repr, unknown[:10])) + (f" and {len(unknown) - 10} more" if len(unknown) > 10 else "")
-            raise UserError(f"{shown}: not among the {len(self.characters)} characters of the text that the char tokenizer was "
-                            "made from; remove them, or train with data.tokenizer=byte or bpe")
+            raise UserError(f"{shown}: not among the {len(self.characters)} characters of the text from which the char "
+                            "tokenizer "
+                            "was made; remove them, or train with data.tokenizer=byte or bpe")
         return [self._ids[character] for character in text]
 
     @cached_property
@@ -284,12 +289,12 @@ class CharTokenizer(Tokenizer):
 
 
 class JsonTokenizer(Tokenizer):
-    """A tokenizer of the `tokenizers` library. text: the content of its JSON file. source: the file's name in errors.
+    """A tokenizer of the `tokenizers` library. text: the content of its tokenizer.json. source: the file's name in errors.
 
-    Special tokens written out in a text are encoded as ordinary characters. The file's truncation, padding and templates are
-    not applied; unknown characters are handled as the file specifies. ends: the ids that end a text, or the rule that finds
-    them in the file. end_of_text: the name of a token that ends texts instead of `ends`. option: the name of end_of_text in
-    errors. Raises UserError for a wrong file, and if no token that ends a text is determined.
+    The name of a special token in a text is encoded as ordinary characters. The file's truncation, padding and templates are
+    not applied; unknown characters are handled as the file specifies. ends: the ids that end a text, or a rule that finds them
+    in the file. end_of_text: the name of a token that ends texts instead of `ends`. option: what error messages call
+    end_of_text. Raises UserError for an invalid file, and if no token is known to end a text.
     """
 
     kind = "json"
@@ -361,7 +366,8 @@ class JsonTokenizer(Tokenizer):
         decoder = json.loads(self._library.to_str()).get("decoder") or {"type": "none"}
         kinds = [step["type"] for step in decoder.get("decoders", [decoder])]
         if not {*kinds} <= {*JOINING}:
-            raise UserError(f"grammars require tokens with bytes of their own; this tokenizer's decoder is {', '.join(kinds)}")
+            raise UserError("grammars require tokens whose bytes do not depend on other tokens; this tokenizer's decoder is "
+                            f"{', '.join(kinds)}")
         names = [self._library.id_to_token(index) or "" for index in range(self.vocab_size)]
         matches = [BYTE_TOKEN.fullmatch(name) for name in names]
         plain = next((index for index, byte in enumerate(matches) if not byte and index not in self._skipped), None)
@@ -370,7 +376,7 @@ class JsonTokenizer(Tokenizer):
 
     @property
     def data_key(self) -> str:
-        """The hash and the end of a text. Earlier versions omitted a default end, so their token caches are rebuilt."""
+        """The hash and the end-of-text id. Earlier versions omitted a default id; token caches made by them are not reused."""
         return f"{self.hash} {self.end_of_text}"
 
     def end_line(self) -> str | None:
@@ -385,9 +391,9 @@ class JsonTokenizer(Tokenizer):
 
     @classmethod
     def train(cls, texts: Iterable[str], vocab_size: int) -> "JsonTokenizer":
-        """Byte-level BPE: the ids are end_of_text, the 256 bytes, then as many merges as `vocab_size` and `texts` allow.
+        """Trains a byte-level BPE. Its ids: end_of_text, the 256 bytes, then as many merges as `vocab_size` and `texts` allow.
 
-        Only the main thread can be interrupted while the library computes.
+        Only in the main thread can a signal interrupt the library's computation.
         """
         if vocab_size < 257:
             raise UserError(f"data.vocab_size must be at least 257, for {END_OF_TEXT} and the 256 bytes; got {vocab_size}")
@@ -403,10 +409,10 @@ class JsonTokenizer(Tokenizer):
 
 
 class WorldTokenizer(Tokenizer):
-    """The RWKV World vocabulary. text: the content of its file. source: the file's name in errors.
+    """The RWKV World vocabulary. text: the content of its file. source: the file's name in error messages.
 
-    vocab_size is 65536, as in the published models: the number of ids in use, 0 to 65529, rounded up to a multiple of 64.
-    Higher ids decode to nothing.
+    vocab_size is 65536, as in the released models: the number of ids in use (0 to 65529), rounded up to a multiple of 64.
+    Unused ids decode to nothing.
     """
 
     kind = "world"
@@ -437,12 +443,12 @@ class WorldTokenizer(Tokenizer):
 
 def _reject_option(tokenizer: Tokenizer, end_of_text: str | None, option: str) -> Tokenizer:
     if end_of_text is not None:
-        raise UserError(f"{option} requires a tokenizer's .json file; {tokenizer.kind} ends texts with its token 0")
+        raise UserError(f"{option} requires a tokenizer.json; the tokenizer {tokenizer.kind} always ends texts with token 0")
     return tokenizer
 
 
 def _ends_of_same(text: str, like: JsonMapping | None) -> Sequence[int] | Rule | None:
-    """The ends of text in the definition `like`, if it is of the file with this content; else None."""
+    """The ends of text in the definition `like`, if it is for a file with the content `text`; otherwise None."""
     if not like or like.get("kind") != "json":
         return None
     try:
@@ -453,7 +459,7 @@ def _ends_of_same(text: str, like: JsonMapping | None) -> Sequence[int] | Rule |
 
 
 def _parsed(text: str, source: str) -> tuple[JsonObject, dict[str, int]]:
-    """The parsed content of a file, and its vocabulary. Raises UserError with the library's message where parts are missing."""
+    """The parsed tokenizer.json, and its vocabulary. Raises UserError with the library's message if parts are missing."""
     with _as_user_error(f"{source} is not a `tokenizers` JSON file"):
         try:
             parsed = json.loads(text)
@@ -465,9 +471,9 @@ def _parsed(text: str, source: str) -> tuple[JsonObject, dict[str, int]]:
 
 
 def _within(parsed: JsonObject) -> JsonObject:
-    """The file's normalizer and pre_tokenizer for a text that continues another one: without steps that add a space before it.
+    """The normalizer and pre_tokenizer for a text that continues another one: without steps that add a space before the text.
 
-    A step that adds a space after the text has been cut into words acts on each word, so it stays.
+    A step that adds spaces after the text has been split into words acts on every word, so it stays.
     """
     cut = parsed.get("pre_tokenizer")
     if cut is not None and cut["type"] == "Sequence":
@@ -489,7 +495,7 @@ def _without_space(step: JsonObject | None) -> JsonObject | None:
 
 
 def _encode_each(library: tokenizers.Tokenizer, texts: Sequence[str]) -> list[list[int]]:
-    """The ids of each text, by the library's call without token offsets: half the time and far less memory."""
+    """The ids of each text. The library's call without token offsets takes half the time and far less memory."""
     for text in texts:
         require_unicode(text)
     with _as_user_error("the tokenizer cannot encode the text"):
@@ -505,7 +511,7 @@ def _library(text: str) -> tokenizers.Tokenizer:
 
 @contextmanager
 def _as_user_error(problem: str) -> Iterator[None]:
-    """Turns any error of the library into a UserError. A panic of its Rust code is a BaseException."""
+    """Converts any error of the library to a UserError, even a panic of its Rust code, which is a BaseException."""
     try:
         yield
     except (KeyboardInterrupt, SystemExit, UserError):

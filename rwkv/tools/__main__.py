@@ -1,7 +1,7 @@
-"""`timemix COMMAND [ARGUMENT...]`, also `python -m rwkv.tools COMMAND ...`: every program, under one name.
+"""`timemix COMMAND [ARGUMENT...]`, also `python -m rwkv.tools COMMAND ...`: runs any program of this project.
 
-A command is a program in rwkv/programs or rwkv/tools, which also contain other files. kernels and bench are `python -m kernels`
-and `python -m kernels.bench`.
+The commands are the names of the programs in rwkv/programs and rwkv/tools (whose other modules are not programs), and kernels
+and bench, which stand for `python -m kernels` and `python -m kernels.bench`.
 """
 
 import ast
@@ -23,7 +23,7 @@ PROGRAM = 'if __name__ == "__main__":'     # the line that marks a file as a pro
 COMMANDS = {path.stem: f"rwkv.{folder.name}.{path.stem}" for folder in FOLDERS for path in sorted(folder.glob("[a-z]*.py"))
             if PROGRAM in path.read_text(encoding="utf-8")}
 COMMANDS |= {"kernels": "kernels.__main__", "bench": "kernels.bench.__main__"}
-UNKNOWN = 2                              # exit status
+UNKNOWN = 2                              # the exit status for an unknown command
 
 
 def main() -> None:
@@ -36,17 +36,17 @@ def main() -> None:
     elif (command := command.replace("-", "_")) not in COMMANDS:
         close = get_close_matches(command, COMMANDS, n=1)
         hint = f"did you mean {close[0]}? " if close else ""
-        print(f"error: unknown command {command!r}; {hint}there are: {', '.join(COMMANDS)}", file=sys.stderr)
+        print(f"error: unknown command {command!r}; {hint}the commands are: {', '.join(COMMANDS)}", file=sys.stderr)
         sys.exit(UNKNOWN)
     else:
-        threads.wait_briefly()           # before torch is imported
+        threads.wait_briefly()           # must be called before torch is imported
         sys.argv = [f"timemix {command}", *arguments]
         Parser.shown = as_typed
         runpy.run_module(COMMANDS[command], run_name="__main__")
 
 
 def _first_sentence(module: str) -> str:
-    """The first sentence of a module's docstring, without a leading command. Does not import the module."""
+    """The first sentence of a module's docstring, without the command before it. Does not import the module."""
     spec = find_spec(module)
     assert spec is not None
     assert spec.origin is not None

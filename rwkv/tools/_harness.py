@@ -1,9 +1,10 @@
-"""A checkpoint as a model of EleutherAI's lm-evaluation-harness.
+"""The adapter that makes a checkpoint a model of EleutherAI's lm-evaluation-harness.
 
-A context shared by several continuations, as in multiple choice, is prefilled once. Contexts may have any length: the
-harness splits texts into windows for other models, not for this one.
+A context that several continuations share, as in multiple choice, is prefilled only once. Contexts may have any length, so
+texts are not split into windows; for other models, the harness splits them.
+
 Source: EleutherAI/lm-evaluation-harness, lm_eval/api/model.py (the methods of a model) and lm_eval/models/huggingface.py (the
-token before a text).
+token that precedes a text).
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -21,14 +22,16 @@ from rwkv.errors import UserError
 from rwkv.evaluation import Scored, score_batch, score_together
 from rwkv.generation.engine import generate_batch
 from rwkv.pretrained import RWKV
-from rwkv.tokenizer.lost import LossCounter
+from rwkv.tokenizer.lost_bytes import LossCounter
 from rwkv.tools._task_options import engine_options, seeds_of
 
-Pair = tuple[object, list[int], list[int]]  # texts, context ids, continuation ids
+Pair = tuple[object, list[int], list[int]]  # (texts, context ids, continuation ids)
 
 
 class Timemix(TemplateLM):
-    """Log-likelihoods are in nats. batch_size: rows per forward pass; chunk_len: maximum tokens of a row per pass."""
+    """The model `timemix`. Log-likelihoods are in nats. batch_size: rows per forward pass. chunk_len: tokens of a row per
+    pass.
+    """
 
     def __init__(self, checkpoint: str = "runs/latest", tokenizer: str | None = None, kernel: str = "auto",
                  dtype: str = "float32", chunk_len: int = 512, batch_size: int | str | None = None, device: str | None = None,
@@ -79,7 +82,7 @@ class Timemix(TemplateLM):
         pairs = [((text,), [self.eot_token_id], self._tokenizer.encode(text)) for text in texts]
         lost = LossCounter(self._tokenizer).count(texts, [ids for _, _, ids in pairs])
         if lost.too_much:
-            raise UserError(f"{lost.describe('the texts')}: metrics per byte and per word would omit it")
+            raise UserError(f"{lost.describe('the texts')}: metrics per byte and per word would ignore the lost text")
         totals: list[float] = [0.0] * len(pairs)
         with tqdm(total=len(pairs), desc="loglikelihood_rolling", disable=disable_tqdm) as bar:
             for batch in _batches(range(len(pairs)), lambda index: len(pairs[index][2]), self._rows):
@@ -92,7 +95,7 @@ class Timemix(TemplateLM):
         return totals
 
     def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[str]:
-        """The answers. Repeated requests have consecutive seeds, from --seed."""
+        """The generated answers. Repetitions of a request have consecutive seeds, beginning with --seed."""
         answers: list[str] = [""] * len(requests)
         by_options: dict[str, list[int]] = {}
         options = [engine_options(request.args[1], partial(self._count, request.args[0])) for request in requests]
@@ -116,7 +119,7 @@ class Timemix(TemplateLM):
 
 
 def register() -> None:
-    """Registers the model as timemix. The harness does not discover plugins."""
+    """Registers the model as `timemix`, because the harness does not discover plugins."""
     register_model("timemix")(Timemix)
 
 
@@ -132,6 +135,6 @@ def _results(nats: torch.Tensor, right: torch.Tensor) -> Iterator[tuple[float, b
 
 
 def _batches(indices: Iterable[int], length: Callable[[int], int], rows: int) -> Iterator[list[int]]:
-    """The indices in batches of similar lengths."""
+    """Yields batches of at most `rows` indices, so that the texts in a batch have similar lengths."""
     ordered = sorted(indices, key=length)
     return (ordered[first:first + rows] for first in range(0, len(ordered), rows))

@@ -1,10 +1,10 @@
-"""Tokenised files for rwkv.tools.evaluate, which scores their last words or answers."""
+"""Reads and tokenises the files that rwkv.tools.evaluate scores by last words or by answers."""
 
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from rwkv.chat.rendered import encode, for_tokenizer, written
+from rwkv.chat.encoding import encode, for_tokenizer, written
 from rwkv.chat.template import ChatTemplate
 from rwkv.data.sources.chat import holds_conversations, parts_of
 from rwkv.data.sources.jsonl import entries
@@ -12,12 +12,12 @@ from rwkv.errors import UserError
 from rwkv.evaluation import Scored
 from rwkv.io.json_lines import parse, text_of
 from rwkv.io.utf8 import open_file, require_file
-from rwkv.tokenizer.lost import LossCounter
+from rwkv.tokenizer.lost_bytes import LossCounter
 from rwkv.tokenizer.tokenizers import Tokenizer
 
 
 def read_last_words(tokenizer: Tokenizer, path: Path, start: Sequence[int]) -> list[Scored]:
-    """The last words of the lines {"text": ...} of a file. Raises UserError with the number of the first invalid line."""
+    """Reads lines {"text": ...}; each text's last word is scored. Raises UserError with the number of the first bad line."""
     require_file(path)
     counter = LossCounter(tokenizer)
     with open_file(path) as file:
@@ -29,7 +29,7 @@ def read_last_words(tokenizer: Tokenizer, path: Path, start: Sequence[int]) -> l
 
 
 def holds_answers(path: Path) -> bool:
-    """Whether the file has conversations. read_last_words reports an invalid first line."""
+    """Whether the file contains conversations. False if the first line is invalid: read_last_words will report the error."""
     require_file(path)
     with suppress(UserError):
         return path.suffix == ".jsonl" and holds_conversations(path)
@@ -37,7 +37,7 @@ def holds_answers(path: Path) -> bool:
 
 
 def read_answers(tokenizer: Tokenizer, path: Path, template: ChatTemplate) -> list[Scored]:
-    """The conversations of a file, as data=chat reads them, with their answers to predict."""
+    """Reads conversations, as data=chat does, and marks their answers as scored."""
     require_file(path)
     template = for_tokenizer(template, tokenizer)
     counter = LossCounter(tokenizer)
@@ -70,7 +70,7 @@ def _last_word(tokenizer: Tokenizer, counter: LossCounter, line: bytes, where: s
     try:
         before = tokenizer.encode(context)
         whole = tokenizer.encode(f"{context} {word}")
-        can_continue = whole[:len(before)] == before          # otherwise a token spans the context's end
+        can_continue = whole[:len(before)] == before          # False if a token spans the context's end
         ids = whole[len(before):] if can_continue else tokenizer.encode(f" {word}")
         return Scored.ending([*start, *before], ids, counter.count([f" {word}"], [ids]))
     except ValueError as error:

@@ -1,7 +1,7 @@
-"""Converts the generation options of lm-evaluation-harness tasks to those of the engine. Does not import the harness.
+"""Converts generation options of lm-evaluation-harness tasks to the engine's options. Does not import the harness.
 
-Source: EleutherAI/lm-evaluation-harness, lm_eval/models/utils.py (normalize_gen_kwargs: the names of the length by precedence,
-and its default) and lm_eval/models/huggingface.py (max_length counts the prompt).
+Source: EleutherAI/lm-evaluation-harness, lm_eval/models/utils.py (normalize_gen_kwargs: the names for the length in order of
+precedence, and its default) and lm_eval/models/huggingface.py (max_length includes the prompt).
 """
 
 import sys
@@ -15,18 +15,18 @@ from rwkv.errors import UserError
 from rwkv.io.json_types import JsonObject
 
 MAX_NEW_TOKENS = 256                     # the harness's default
-LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")      # by precedence
-WHOLE_LENGTH = "max_length"              # of prompt and answer; overrides the others
-SAMPLED = {"temperature": 1.0, "top_p": 1.0}     # defaults of a sampling task: the model's own distribution
+LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")      # in order of precedence
+WHOLE_LENGTH = "max_length"              # length of prompt plus answer; precedes all LENGTHS
+SAMPLED = {"temperature": 1.0, "top_p": 1.0}     # defaults if a task samples: the model's own distribution
 GREEDY = {"temperature": 0.0}
 SAMPLING = {item.name for item in fields(Sampling)}
 KNOWN = {*LENGTHS, WHOLE_LENGTH, "until", "do_sample", *SAMPLING}
 
 
 def engine_options(task: JsonObject, prompt_tokens: Callable[[], int]) -> JsonObject:
-    """The options of generate_batch. prompt_tokens: counts the tokens of the prompt. Raises UserError for an invalid value.
+    """The options for generate_batch. prompt_tokens(): the prompt's number of tokens. Raises UserError for an invalid value.
 
-    Decoding is greedy unless the task samples. Unknown options are ignored, with a warning on standard error.
+    Decoding is greedy unless the task's options ask for sampling. Unknown options are ignored with a warning on standard error.
     """
     options = {name: value for name, value in task.items() if value is not None}
     unknown = options.keys() - KNOWN
@@ -44,7 +44,7 @@ def engine_options(task: JsonObject, prompt_tokens: Callable[[], int]) -> JsonOb
 
 
 def seeds_of(requests: Sequence[str], first: int) -> list[int]:
-    """A seed for each request: `first`, and the next ones for repetitions, so that their answers differ."""
+    """A seed for each request: `first`, but the next numbers for repetitions of the request, so that their answers differ."""
     repetitions: Counter[str] = Counter()
     seeds = []
     for request in requests:
@@ -65,7 +65,8 @@ def _max_new_tokens(options: JsonObject, prompt_tokens: Callable[[], int]) -> in
         return length
     prompt = prompt_tokens()
     if length <= prompt:
-        raise UserError(f"a task's max_length includes the prompt and must be above its {prompt} tokens; got {length}: use "
+        raise UserError(f"a task's max_length includes the prompt, so it must be more than its {prompt} tokens; got {length}: "
+                        "use "
                         "max_gen_toks, which counts only the answer")
     return length - prompt
 

@@ -1,7 +1,7 @@
-"""Shows what this machine can run, and why not: packages, processor, GPUs, the C library, kernels.
+"""Shows what this machine can run and what it cannot, and why: packages, processor, GPUs, the C library, kernels.
 
   python -m rwkv.tools.doctor
-  python -m rwkv.tools.doctor --json FILE               also writes a file to attach to an issue
+  python -m rwkv.tools.doctor --json FILE               also writes the report to a file, to attach to an issue
 
 Lines with ! are problems. The exit status is 1 if a package that all programs require is missing.
 """
@@ -19,8 +19,8 @@ from rwkv.errors import UserError
 from rwkv.io.json_types import JsonObject
 from rwkv.io.lines import counted, hung
 
-# Distributions by the extra that installs them; "": required by all programs; ALWAYS: installed by default, but unavailable for
-# some Pythons or optional
+# Packages by the extra that installs them. "": packages that all programs require. ALWAYS: extras that are installed by
+# default, though optional, or unavailable for some versions of Python.
 PACKAGES: dict[str, tuple[str, ...]] = {
     "": ("torch", "numpy", "tokenizers", "safetensors", "lightning", "torchdata", "pyyaml", "filelock", "tqdm", "hydra-core",
          "jinja2", "wandb"),
@@ -34,7 +34,7 @@ FEATURES = {"taichi": "kernels taichi_*", "triton": "kernels triton_*", "plot": 
             "zst": ".jsonl.zst files", "serve": "timemix serve"}
 ALWAYS = ("taichi", "world", "chat", "hub")
 PROBLEM = "!"
-INDENT = 14                              # column of a line's text
+INDENT = 14                              # the column at which a line's text begins
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -59,7 +59,7 @@ def write_json(file: Path, content: JsonObject) -> None:
 
 
 def findings() -> JsonObject:
-    """The report, as plain data. If PyTorch cannot be imported, "torch_error" says why and its parts are missing."""
+    """The report, as plain data. If PyTorch cannot be imported, "torch_error" states why, and PyTorch's entries are missing."""
     versions = {name: _version(name) for names in PACKAGES.values() for name in names}
     report: JsonObject = {
         "timemix": _version("timemix") or "a clone", "python": platform.python_version(),
@@ -97,7 +97,7 @@ def _why_no_gpu(torch: ModuleType) -> str:
 
 
 def _kernels(devices: list[str]) -> JsonObject:
-    """By operator and device: the choice of kernel=auto, the kernels that run, and why others do not."""
+    """For each operator and device: what kernel=auto chooses, the kernels that run, and why the other kernels do not."""
     import torch
 
     from kernels.registry import names, operators, why_not
@@ -116,7 +116,7 @@ def _kernels(devices: list[str]) -> JsonObject:
 
 
 def _is_for(op: str, name: str, device: str) -> bool:
-    """Whether the kernel declares the device; True if its package is missing."""
+    """Whether the kernel declares support for the device; True if a package that the kernel requires is not installed."""
     from kernels.registry import KernelUnavailable, load
 
     try:

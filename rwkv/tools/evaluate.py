@@ -5,8 +5,8 @@
   python -m rwkv.tools.evaluate data.path=lambada_test.jsonl out=result.json
   python -m rwkv.tools.evaluate data.path=TALKS.jsonl
 
-FILE.jsonl, lines of {"text": ...}: accuracy and perplexity of the last word
-of each, as in LAMBADA. FILE.jsonl, conversations as for data=chat of train.py:
+FILE.jsonl, lines of {"text": ...}: accuracy and perplexity of each text's last
+word, as in LAMBADA. FILE.jsonl, conversations as for data=chat of train.py:
 loss and perplexity of the answers, with the checkpoint's chat template or
 data.template=. Any other file: loss in nats per token, perplexity per token and
 bits per byte, with the state carried over. If the tokenizer loses more than 1 %
@@ -27,16 +27,16 @@ from tqdm import tqdm
 
 from rwkv import cli
 from rwkv.chat.templates import chat_template
-from rwkv.checkpoint.named import require_files
+from rwkv.checkpoint.option_files import require_files
 from rwkv.config import EvaluateConfig
 from rwkv.errors import UserError
 from rwkv.io.json_types import JsonObject
 from rwkv.io.output_file import require_writable
 from rwkv.io.utf8 import require_file
-from rwkv.tokenizer.lost import NOTHING, WITHHELD, Lost, percent
+from rwkv.tokenizer.lost_bytes import NOTHING, WITHHELD, Lost, percent
 from rwkv.tokenizer.tokenizers import Tokenizer
 
-if TYPE_CHECKING:                        # imports PyTorch
+if TYPE_CHECKING:                        # these modules import PyTorch
     from rwkv import evaluation
     from rwkv.model.base import Model
 
@@ -52,7 +52,7 @@ def main(config: EvaluateConfig, line: cli.CommandLine) -> None:
     opened.print_notes()
     start = tokenizer.encode(config.start) if config.start else [tokenizer.end_of_text]
 
-    # Tokenises all texts before loading the model, to report errors in the file first
+    # Tokenises all texts before loading the model, so that errors in the file are reported early
     if config.data.template or holds_answers(path):
         choice = template_choice(opened.checkpoint, config.data.template)
         answers = read_answers(tokenizer, path, chat_template(choice.template))
@@ -95,7 +95,7 @@ def evaluate_text(path: Path, tokenizer: Tokenizer, start: Sequence[int], chunk_
 
 
 def evaluate(task: str, texts: Sequence["evaluation.Scored"], config: EvaluateConfig, model: "Model") -> JsonObject:
-    """task: last_word or answers."""
+    """Scores tokenised texts and returns the metrics. task: last_word or answers."""
     from rwkv import evaluation
 
     started = time.perf_counter()
@@ -114,12 +114,12 @@ def evaluate(task: str, texts: Sequence["evaluation.Scored"], config: EvaluateCo
 def _warn_lost(lost: Lost, text: str) -> None:
     if lost.bytes:
         effect = (f"above {percent(WITHHELD)}, metrics per byte and per word are null" if lost.too_much else
-                  "lost text counts as predicted")
+                  "lost text counts as if predicted with certainty")
         print(f"WARNING: {lost.describe(text)}; {effect}", file=sys.stderr)
 
 
 def _files(config: EvaluateConfig) -> tuple[Path, Path | None]:
-    """The paths of data.path= and out=. Raises UserError if a file is missing or out= cannot be written."""
+    """The paths in data.path= and out=. Raises UserError if a file is missing or out= cannot be written."""
     if not config.data.path:
         raise UserError("evaluate requires data.path=FILE, a UTF-8 text, or FILE.jsonl with lines of "
                         '{"text": "..."}')
@@ -130,7 +130,7 @@ def _files(config: EvaluateConfig) -> tuple[Path, Path | None]:
 
 
 def _bar(total: int, unit: str) -> tqdm:
-    """A progress bar on standard error; outside a terminal, a line every 30 seconds."""
+    """A progress bar on standard error. Outside a terminal it prints a line every 30 seconds."""
     interval = 0.2 if sys.stderr.isatty() else 30.0
     return tqdm(total=total, unit=unit, mininterval=interval, maxinterval=2 * interval, dynamic_ncols=True, file=sys.stderr)
 

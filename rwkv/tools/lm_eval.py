@@ -4,10 +4,9 @@
   python -m rwkv.tools.lm_eval --model_args checkpoint=DIRECTORY,dtype=int8 --tasks arc_easy piqa --batch_size 16
   python -m rwkv.tools.lm_eval --help
 
-The arguments are those of the harness's command line, `lm_eval run`; the model
-is timemix, and its model_args are checkpoint=, tokenizer=, end_of_text=,
-kernel=, dtype= and chunk_len=, as in evaluate. Tasks that sample use top_p=1 by
-default. pip install -e '.[lm-eval]' installs the harness.
+The arguments are those of the harness's own command line, `lm_eval run`, with the model timemix, whose model_args are
+checkpoint=, tokenizer=, end_of_text=, kernel=, dtype= and chunk_len=, as in evaluate. Tasks that sample use top_p=1 by default.
+pip install -e '.[lm-eval]' installs the harness.
 """
 
 import sys
@@ -19,14 +18,14 @@ from rwkv.errors import UserError
 
 
 def command_line(arguments: Sequence[str]) -> list[str]:
-    """The harness's arguments with the command `run`, and with the model timemix unless they name another."""
+    """The harness's arguments: the given ones with the command `run`, and with --model timemix unless they name a model."""
     rest = list(arguments[1:] if arguments[:1] == ["run"] else arguments)
     has_model = any(argument in ("-M", "--model") or argument.startswith("--model=") for argument in rest)
     return ["run", *([] if has_model else ["--model", "timemix"]), *rest]
 
 
 def main() -> None:
-    threads.wait_briefly()               # before torch is imported
+    threads.wait_briefly()               # must be called before torch is imported
     with exit_on_user_error():
         try:
             import lm_eval.__main__ as harness

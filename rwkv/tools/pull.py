@@ -1,7 +1,8 @@
 """python -m rwkv.tools.pull NAME...: Downloads models, states and adapters from the Hugging Face Hub, and prints their paths.
 
 A NAME is ORG/REPO, ORG/REPO/FILE or ORG/REPO:Q4_K_M for a GGUF file, each optionally with @REVISION. Every option for a
-checkpoint takes such names too and downloads missing files; pull does so in advance, such as before going offline.
+checkpoint accepts such names, too, and downloads missing files; pull downloads them in advance, for example before going
+offline.
 """
 
 from kernels.arguments import Parser

@@ -1,7 +1,8 @@
 """Writes the report of a sweep, of several runs or of one run: `python -m rwkv.tools.report DIR`.
 
-Training writes the report at its end; this program rewrites it from the files in DIR, with --reference KERNEL compared with
-another kernel. DIR/report.html includes its figures; DIR/report.csv has the same numbers (columns: rwkv/report/numbers.py).
+Training writes the report when it ends. This program writes the report again from the files in DIR; --reference KERNEL chooses
+the kernel to compare with. DIR/report.html includes its figures; DIR/report.csv contains the same numbers
+(rwkv/report/numbers.py describes the columns).
 """
 
 from kernels.arguments import Parser, path_of

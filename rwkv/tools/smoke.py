@@ -1,11 +1,12 @@
-"""Smoke test of a model: loads it, prefills, compares with the reference, generates, trains two steps. PASS or FAIL.
+"""Smoke test of a model: loads it, prefills, compares with the reference, generates, trains two steps; prints PASS or FAIL.
 
   python -m rwkv.tools.smoke                            tiny models, one of each generation
   python -m rwkv.tools.smoke FILE.pth --dtype bfloat16
-  python -m rwkv.tools.smoke --out smoke.json           the results, to attach to an issue
+  python -m rwkv.tools.smoke --out FILE.json            the file for the results; default: smoke.json
 
-The reference is the formula with the kernel `reference`, in float32, on a CPU. Instead of a model of more than 50 million
-parameters, its generation's tiny model is trained, with the same device and kernel. The exit status is 0 for PASS, 1 for FAIL.
+The reference is the same model with the kernel `reference`, in float32, on a CPU. If the model has more than 50 million
+parameters, a tiny model of its generation is trained instead, with the same device and kernel. The exit status is 0 for PASS, 1
+for FAIL.
 """
 
 import sys
@@ -31,10 +32,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 PROMPT = "The quick brown fox"
-TOKENS = 16                              # to generate
-TRAINABLE = 50_000_000                   # maximum parameters
+TOKENS = 16                              # number of tokens to generate
+TRAINABLE = 50_000_000                   # number of parameters of the largest model to train
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.1, "int8": 0.1, "int4": 0.5,
-             "blocks": 1e-2}              # of logits, relative to their spread
+             "blocks": 1e-2}              # for logits, relative to their standard deviation
 LEARNING_RATE = 1e-3
 
 
@@ -42,10 +43,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser = Parser("rwkv.tools.smoke", __doc__)
     parser.add_argument("checkpoint", nargs="?", type=path_of, help="a checkpoint of any format; default: tiny models")
     parser.add_argument("--tokenizer", metavar="NAME", type=from_home,
-                        help="byte, world, FILE.json or FILE.txt, if the checkpoint has none")
+                        help="tokenizer, for a checkpoint without one: byte, world, FILE.json or FILE.txt")
     parser.add_argument("--kernel", default="auto", help="the time-mixing kernel")
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"), help="device of the model")
-    parser.add_argument("--dtype", default="float32", choices=DTYPES, help="of the weights")
+    parser.add_argument("--dtype", default="float32", choices=DTYPES, help="dtype of the weights")
     parser.add_argument("--out", default=Path("smoke.json"), type=path_of, metavar="FILE", help="default: smoke.json")
     options = parser.parse_args(arguments)
     with exit_on_user_error(), tempfile.TemporaryDirectory() as folder:
@@ -55,7 +56,7 @@ def main(arguments: list[str] | None = None) -> int:
         else:
             from rwkv.checkpoint.location import locate
 
-            locate(options.checkpoint)   # raises UserError if it is missing
+            locate(options.checkpoint)   # raises UserError if the checkpoint is missing
             paths = [options.checkpoint]
         checks = [check for path in paths for check in _Checks(path, options, Path(folder)).run()]
         passed = all(check["passed"] for check in checks)
@@ -66,7 +67,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _tiny(generation: str, folder: Path) -> Path:
-    """The file of a tiny byte model with random weights, even where initialisation is zero."""
+    """Writes a tiny model with the byte tokenizer. Its matrices are random, even those that initialisation sets to zero."""
     import torch
 
     from kernels.select import select
@@ -91,7 +92,7 @@ def _tiny(generation: str, folder: Path) -> Path:
 
 
 class _Checks:
-    """The checks of one checkpoint. If it cannot be loaded, the others are skipped. Raises UserError for a user's error."""
+    """Runs the checks of one checkpoint. If loading fails, the others are skipped. Raises UserError for a user's mistake."""
 
     def __init__(self, path: Path, options: Namespace, folder: Path) -> None:
         self._path = path
@@ -106,13 +107,13 @@ class _Checks:
         return self._results
 
     def _check(self, name: str, check: Callable[[], str]) -> bool:
-        """Runs one check, which returns a sentence or raises, and prints its line."""
+        """Runs one check and prints the result. `check` returns a sentence, or raises an exception if the model fails it."""
         start = time.monotonic()
         try:
             finding = check()
             passed = True
             details = None
-        except Exception as error:       # a failed check, except for a user's error
+        except Exception as error:       # a failed check, unless it is a user's mistake
             if name == "load" and isinstance(error, (UserError, UnknownKernel, KernelUnavailable)):
                 raise
             finding = f"{type(error).__name__}: {error}".splitlines()[0]
@@ -142,7 +143,7 @@ class _Checks:
         return f"{self._model.generation.NAME}, {self._n:,} parameters, {opened.wkv.name} on {self._device}"
 
     def _read(self) -> str:
-        """Prefills the prompt at once, and token by token."""
+        """Compares prefilling the whole prompt with prefilling one token at a time."""
         import torch
 
         ids = torch.tensor([self._ids], device=self._device)
@@ -153,7 +154,7 @@ class _Checks:
         return self._require_close(last[:, -1].float(), whole[:, -1].float(), "token by token", "at once")
 
     def _compare(self) -> str:
-        """Compares the last logits with the reference's."""
+        """Compares the prompt's last logits with the reference's."""
         import torch
 
         from rwkv.pretrained import RWKV
@@ -192,7 +193,7 @@ class _Checks:
         tokens = torch.randint(min(256, model.vocab_size), (2, 65), generator=generator).to(self._device)
         optimiser = torch.optim.AdamW(model.parameters(), LEARNING_RATE)
         losses = []
-        for _ in range(3):               # the last loss is after two steps
+        for _ in range(3):               # the third loss is computed after two steps
             logits, _ = model(tokens[:, :-1])
             loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
             losses.append(loss.item())

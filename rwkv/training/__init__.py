@@ -1,1 +1,1 @@
-"""Training: fit.py runs five stages on the parts in the other files; a folder per subject."""
+"""Training. fit.py carries out a training run in five stages; the other files and folders are the parts it uses."""

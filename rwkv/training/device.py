@@ -1,8 +1,8 @@
 """A run's device, number of processes and precision.
 
-trainer.precision defaults to bf16-mixed on a GPU with bfloat16, where products are up to 19 times as fast as in float32, and to
-32-true elsewhere. trainer.precision=auto is bf16-mixed also on a CPU, if a few milliseconds of matrix products show that it is
-clearly faster.
+trainer.precision defaults to bf16-mixed on a GPU with bfloat16, where matrix products are up to 19 times as fast as in float32,
+and to 32-true elsewhere. trainer.precision=auto chooses bf16-mixed also on a CPU if it is clearly faster there, as measured in
+a few milliseconds of matrix products.
 """
 
 import os
@@ -20,7 +20,7 @@ TF32 = "tf32"
 TF32_CAPABILITY = 8                      # first compute capability with TF32
 N = 512                                  # size of the square matrices in timed products
 CALLS = 5                                # timed products
-FASTER = 1.3                             # speed-up that outweighs converting to bfloat16 and back
+FASTER = 1.3                             # least speed-up that outweighs converting to bfloat16 and back
 
 
 def device_for(accelerator: str) -> torch.device:
@@ -31,7 +31,7 @@ def device_for(accelerator: str) -> torch.device:
 
 
 def process_count(options: TrainerConfig, batch_size: int) -> int:
-    """The number of processes to start on this machine. Raises UserError if it is impossible."""
+    """The number of processes to start on this machine. Raises UserError if the options, GPUs or launcher do not allow it."""
     if options.strategy == "single":
         return 1
     if (tasks := srun_tasks()) > 1:
@@ -51,9 +51,9 @@ def process_count(options: TrainerConfig, batch_size: int) -> int:
 
 
 def is_planned_elsewhere(config: TrainConfig) -> bool:
-    """Whether plan= is for GPUs that this machine lacks: a GPU that it names, or more devices than here.
+    """Whether the plan is for other machines: plan= names a GPU, or the run needs more devices than this machine has.
 
-    CPU processes are started for their plan, up to the number of cores.
+    Without GPUs, a plan for at most as many processes as there are cores is for this machine, which then starts them.
     """
     trainer = config.trainer
     if config.plan in GPUS:
@@ -64,7 +64,7 @@ def is_planned_elsewhere(config: TrainConfig) -> bool:
 
 
 def share(batch_size: int, strategy: str, num_nodes: int) -> int:
-    """This process's share of the batch_size rows of all processes. Raises UserError if it is not a whole number."""
+    """The number of a batch's rows for this process. Raises UserError unless the processes divide batch_size evenly."""
     count = world_size()
     if count > 1 and strategy == "single":
         raise UserError("trainer.strategy=single conflicts with the several processes that torchrun started: use trainer=ddp "
@@ -77,12 +77,13 @@ def share(batch_size: int, strategy: str, num_nodes: int) -> int:
 
 def _require_multiple(batch_size: int, count: int) -> None:
     if batch_size % count:
-        raise UserError(f"data.batch_size must be a multiple of the {count} processes, which share its rows; got {batch_size}")
+        raise UserError(f"data.batch_size must be a multiple of the {count} processes, which share the rows; got {batch_size}")
 
 
 def resolved_precision(precision: str | None, accelerator: str) -> str:
     """The precision, with None and auto resolved for the accelerator. Raises UserError as device_for does, and for tf32 on a
-    device without it."""
+    device without TF32.
+    """
     device = device_for(accelerator) if precision in (None, AUTO, TF32) else None
     if device is None:
         return str(precision)
@@ -102,7 +103,7 @@ def _require_tf32(device: torch.device) -> None:
 
 
 def why_precision(precision: str, device: torch.device) -> str | None:
-    """A GPU's precision explained, with the alternatives. None on a CPU."""
+    """A line that explains the precision on a GPU and names the alternatives; None on a CPU."""
     if device.type != "cuda":
         return None
     if precision == "32-true":

@@ -4,8 +4,8 @@ from rwkv.errors import UserError
 
 
 class Diverged(UserError):
-    """The loss or a weight is not finite. The checkpoints saved before are intact."""
+    """The loss or a weight is not finite. Earlier checkpoints are intact."""
 
 
 class Interrupted(Exception):
-    """Training was stopped by a signal, between two steps, and has saved a checkpoint."""
+    """A signal stopped training between two steps, and a checkpoint was saved."""

@@ -17,28 +17,31 @@ from rwkv.data.mixture import source_metric
 from rwkv.data.prepare import Corpus
 from rwkv.distributed import log, rank
 from rwkv.generation.engine import generate
+from rwkv.io.broken_pipe import unread
 from rwkv.io.lines import harmless, labelled, wrapped
-from rwkv.io.unread import unread
 from rwkv.model.base import Model
 from rwkv.tokenizer.tokenizers import Tokenizer
-from rwkv.training.plan.here import validated_part
+from rwkv.training.plan.this_machine import validated_part
 from rwkv.training.run.card import write_card
 from rwkv.training.run.directory import Run
 from rwkv.training.sharding.strategy import whole
 from rwkv.training.task import LanguageModel
+from rwkv.training.tuning.exports import write_tuned
 from rwkv.training.tuning.preferences import REWARDS
-from rwkv.training.tuning.tuned import write_tuned
 
 
 class Result(NamedTuple):
-    """metrics: of the last validation, by name. compared: lines on the losses before and after tuning; none in other runs."""
+    """The results of training.
+
+    metrics: the last validation's metrics by name. compared: lines on the losses before and after tuning; empty without tuning.
+    """
 
     metrics: Mapping[str, Tensor]
     compared: list[str]
 
 
 def write_results(run: Run, task: LanguageModel, data: Corpus, validated: Corpus, result: Result) -> None:
-    """Writes the tuned files, the card and the report, and prints the losses and a sample. validated: as in Prepared."""
+    """Writes the tuned files, the card and the report, and prints the losses and a sample. validated: as in fit.Prepared."""
     config = run.config
     trained = {name: whole(weight.detach()) for name, weight in task.model.named_parameters() if weight.requires_grad and
                config.tune.method != "full"}
@@ -54,7 +57,7 @@ def write_results(run: Run, task: LanguageModel, data: Corpus, validated: Corpus
 
 
 def log_losses(result: Result, data: Corpus, part: str | None = None) -> None:
-    """Prints the losses. part: the part of the validation split that was used, in words; None for all."""
+    """Prints the losses. part: a description of the validated part of the split; None if the whole split was validated."""
     metrics = result.metrics
     if part is not None:
         log(f"validation used {part}")
@@ -87,7 +90,7 @@ def write_report(out_dir: Path) -> None:
 
 
 def show_sample(task: LanguageModel, tokenizer: Tokenizer, config: TrainConfig, out_dir: Path) -> None:
-    """Prints a sample on standard output, and the command for more, or an error, on standard error."""
+    """Prints a sample on standard output. On standard error it prints the command for more samples, and any error."""
     if rank() > 0:
         return
     model = trained_model(task, config.trainer.strategy, out_dir).eval()
@@ -108,7 +111,7 @@ def show_sample(task: LanguageModel, tokenizer: Tokenizer, config: TrainConfig, 
 
 
 def trained_model(task: LanguageModel, strategy: str, out_dir: Path) -> Model:
-    """The model in memory; with trainer=fsdp, which shards the weights, the model of the last checkpoint."""
+    """The trained model in memory, or with trainer=fsdp, which shards the weights, the model in the last checkpoint."""
     if strategy != "fsdp":
         return task.model
     checkpoint = read_checkpoint(out_dir / LAST)

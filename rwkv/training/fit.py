@@ -34,9 +34,9 @@ from rwkv.training.finish import Result, write_report, write_results
 from rwkv.training.loggers import loggers, require
 from rwkv.training.memory.capacity import Needs, needs_here, require_capacity
 from rwkv.training.memory.estimate import gives_back
-from rwkv.training.plan import on_paper
+from rwkv.training.plan import other_gpus
 from rwkv.training.plan.duration import is_timed
-from rwkv.training.plan.here import announce_needs, announce_training
+from rwkv.training.plan.this_machine import announce_needs, announce_training
 from rwkv.training.run.directory import Run, as_plain, create
 from rwkv.training.run.opening import open_run
 from rwkv.training.run.resolve import Context, Stage, resolve
@@ -51,8 +51,9 @@ from rwkv.training.tuning.preferences import REFERENCE, Preferences, write_refer
 class Prepared:
     """A run with its length in steps, and the parts that its model is built from.
 
-    rows: this process's share of data.batch_size. operator: the kernel's. kernel_line: its name, with the reason if auto chose
-    it. kernel_error: the message of kernel_check.check. validated: the data with the part of the validation split that is used.
+    rows: the number of a batch's rows that this process computes. operator: the implementation that kernel= names. kernel_line:
+    the kernel's name, with the reason if kernel=auto chose it. kernel_error: the message of kernel_check.check. validated:
+    `data` with the validation split cut to its validated part.
     """
 
     run: Run
@@ -74,7 +75,7 @@ class Prepared:
 
 @dataclass(frozen=True)
 class Built:
-    """All that trains: the model in its LightningModule, Lightning's Trainer, and the loaders."""
+    """The objects that train: the model in its LightningModule, Lightning's Trainer, and the loaders."""
 
     task: LanguageModel
     trainer: lightning.Trainer
@@ -92,14 +93,14 @@ def main(config: TrainConfig, line: cli.CommandLine) -> None:
         if not elsewhere:
             count = process_count(run.config.trainer, run.config.data.batch_size)
         if count > 1 or (run.config.trainer.strategy == "fsdp" and not elsewhere):
-            run.lock.release()           # rank 0 takes it
+            run.lock.release()           # rank 0 locks the directory again
             sys.exit(distributed.launch(count, caught_signals()))
         train(run)
 
 
 def train(run: Run) -> None:
     if is_planned_elsewhere(run.config):
-        on_paper.announce(run)
+        other_gpus.announce(run)
         sys.exit(0)
     prepared = prepare(run)
     task = plan(prepared)
@@ -112,16 +113,16 @@ def train(run: Run) -> None:
 
 
 def prepare(run: Run) -> Prepared:
-    """The device, the operator, the data and the length of the run. Raises UserError for a mistake that these show."""
+    """Determines the device, operator, data and length of the run. Raises UserError for a mistake in their options."""
     config = run.config
     device = device_for(config.trainer.accelerator)
     # Lightning would take the rank from a batch system's variables, which this process may have inherited
     rank_zero_only.rank = distributed.rank()     # type: ignore[attr-defined]
     _set_allocator(config)
     if config.trainer.offload and device.type == "cpu":
-        distributed.fail_together(UserError("trainer.offload=true requires a GPU, and this run is on a CPU: leave it out"))
+        distributed.fail_together(UserError("trainer.offload=true requires a GPU, and this run is on a CPU: omit that option"))
     set_product_precision(str(config.trainer.precision), device)
-    # Before the data are read: raises UserError if the rows cannot be divided among the processes
+    # Called before the data are read: raises UserError if the rows cannot be divided among the processes
     rows = share(config.data.batch_size, config.trainer.strategy, config.trainer.num_nodes)
     operator, kernel_line = kernel_for(config.model, config.kernel.name, device, config.trainer.precision, rows)
     distributed.broadcast_from_rank0(lambda: require(config.logger))
@@ -133,7 +134,7 @@ def prepare(run: Run) -> Prepared:
     run = replace(run, config=config, notes=run.notes + notes)
     distributed.broadcast_from_rank0(lambda: require_unfinished(run))
     data.tokenizer.drop_library()
-    give_back_free_blocks()              # left by data preparation
+    give_back_free_blocks()              # memory that data preparation has freed
     kernel_error = None
     if config.kernel.name != AUTO and run.resume_from is None:       # a resumed run has the name that auto chose
         kernel_error = distributed.broadcast_from_rank0(lambda: kernel_check.check(
@@ -145,7 +146,11 @@ def prepare(run: Run) -> Prepared:
 
 
 def _set_allocator(config: TrainConfig) -> None:
-    """Called before the model is built and timed. With fsdp, retaining gathered weights would take the memory that it saves."""
+    """Applies trainer.malloc, before the model is built and timed.
+
+    With fsdp, "tuned" returns freed blocks too: keeping the blocks of gathered weights would cost the memory that sharding
+    saves.
+    """
     trainer = config.trainer
     if trainer.malloc == "small" or (trainer.malloc == "tuned" and trainer.strategy == "fsdp"):
         return_large_blocks()
@@ -157,7 +162,7 @@ def _set_allocator(config: TrainConfig) -> None:
 
 
 def plan(prepared: Prepared) -> LanguageModel:
-    """Prints the plan, and returns the model whose first steps it has timed. With plan= the program ends here.
+    """Prints the plan, for which it may time the model's first steps, and returns the model. With plan= the program ends here.
 
     Raises UserError, after the plan, if the run does not fit into memory or onto the disk.
     """
@@ -178,7 +183,7 @@ def plan(prepared: Prepared) -> LanguageModel:
 
 
 def new_task(prepared: Prepared) -> LanguageModel:
-    """The model with its initial weights, and how it is trained."""
+    """The LightningModule with the model, its initial weights and how they are trained."""
     run, config, data, validated = prepared.run, prepared.run.config, prepared.data, prepared.validated
     lightning.seed_everything(config.seed, verbose=False)
     model = new_model(config.model, run.init_checkpoint, data.tokenizer, prepared.operator, config.tune)
@@ -199,7 +204,7 @@ def new_task(prepared: Prepared) -> LanguageModel:
 
 
 def build(prepared: Prepared, task: LanguageModel) -> Built:
-    """Creates the run's directory, and returns what trains in it."""
+    """Creates the run's directory, and returns the objects that train in it."""
     run, config, validated = prepared.run, prepared.run.config, prepared.validated
     distributed.broadcast_from_rank0(lambda: create(run, prepared.options))
     if task.preferences is not None and config.tune.method == "full":
@@ -211,7 +216,9 @@ def build(prepared: Prepared, task: LanguageModel) -> Built:
 
 
 def _store_reference(preferences: Preferences, prepared: Prepared, task: LanguageModel) -> None:
-    """Rank 0 writes the reference of tune=full before the first step, and all processes read it."""
+    """For preference learning with tune=full: in a new run, rank 0 writes the reference log-probabilities; then all processes
+    read them.
+    """
     run, config = prepared.run, prepared.run.config
     path = run.out_dir / REFERENCE
     if run.resume_from is None:
@@ -226,7 +233,7 @@ def _store_reference(preferences: Preferences, prepared: Prepared, task: Languag
 
 
 def fit(built: Built, run: Run) -> Result:
-    """Trains. A run that stops early ends the program here, with the command that continues it."""
+    """Trains. If the run stops early, prints the command that continues it and ends the program."""
     trainer = built.trainer
     continue_with = f"continue with: {cli.command('train')} resume=auto {quote(f'out_dir={run.out_dir}')}"
     try:
@@ -235,9 +242,9 @@ def fit(built: Built, run: Run) -> Result:
         log(f"\nstopped at step {trainer.global_step}; {continue_with}")
         sys.exit(cli.INTERRUPTED)
     except KeyboardInterrupt:
-        log(f"\nstopped at step {trainer.global_step} without a checkpoint of it; {continue_with}")
+        log(f"\nstopped at step {trainer.global_step} without a checkpoint of this step; {continue_with}")
         raise
-    except OSError as error:             # a full disk, a deleted folder
+    except OSError as error:             # such as a full disk or a deleted folder
         where = error.filename or run.out_dir
         raise UserError(f"training stopped at step {trainer.global_step}: {where}: {error.strerror or error}; once that is "
                         f"fixed, {continue_with}") from None
@@ -248,9 +255,9 @@ def fit(built: Built, run: Run) -> Result:
 
 
 def _fit(built: Built, run: Run) -> None:
-    """Lightning's fit. Ctrl-C raises KeyboardInterrupt; Lightning would exit with status 1.
+    """Runs Lightning's fit. Ctrl-C raises KeyboardInterrupt, whereas Lightning would exit with status 1.
 
-    Raises UserError if a data worker was killed or met a user's mistake.
+    Raises UserError if a data worker was killed or itself raised UserError.
     """
     try:
         built.trainer.fit(built.task, built.loaders, ckpt_path=run.resume_from, weights_only=True)

@@ -1,7 +1,8 @@
 """Training steps of small models as CUDA graphs: all blocks forward, and all blocks backward, in one launch each.
 
 In a small model's step a GPU waits for the host, which takes some 26 us to launch each of a layer's 80 operations. A graph
-replays them from fixed addresses: the input is copied in, and each replay overwrites the results of the previous one.
+launches all of them at once, at fixed addresses: the input is copied in, and each replay overwrites the results of the previous
+replay.
 """
 
 from collections.abc import Callable
@@ -16,8 +17,8 @@ from rwkv.errors import UserError
 from rwkv.model.base import Model, through_blocks
 
 CAPTURED = ("cuda_", "triton_")          # kernels that a graph can capture; others synchronise
-# Tokens of a batch times n_embd^2 up to which launching a layer (80 operations of 26 us) takes longer than its products on a
-# GPU, 72 n_embd^2 operations per token at 300 TFLOP/s
+# Up to this (tokens of a batch) * n_embd^2, a layer's 80 launches, 26 us each, take longer than its matrix products on a GPU:
+# 72 n_embd^2 FLOP per token at 300 TFLOP/s
 HOST_BOUND = 2 ** 33
 
 
@@ -25,33 +26,33 @@ def chosen(config: TrainConfig, device: torch.device, kernel: str) -> bool:
     """Whether to use graphs. Raises UserError if trainer.graphs=true is impossible. kernel: the operator's name."""
     reason = why_not(config, device, kernel)
     if config.trainer.graphs and reason:
-        raise UserError(f"trainer.graphs=true is impossible: {reason}; leave it out")
+        raise UserError(f"trainer.graphs=true is impossible: {reason}; omit this option")
     return reason is None and (bool(config.trainer.graphs) or (config.trainer.graphs is None and is_small(config)))
 
 
 def why_not(config: TrainConfig, device: torch.device, kernel: str) -> str | None:
-    """Why this run's blocks cannot be captured, or None."""
+    """The reason why this run's blocks cannot be captured; None if they can."""
     trainer = config.trainer
     reasons = {
         "the run is on a CPU": device.type != "cuda",
         "trainer=ddp and trainer=fsdp exchange gradients and weights between blocks":
             trainer.strategy == "fsdp" or world_size() > 1,
         "trainer.tbptt carries states from segment to segment": trainer.tbptt > 0,
-        "packed rows of conversations differ in their sequences": config.data.name == "chat",
+        "packed rows of conversations start sequences at different positions": config.data.name == "chat",
         f"tune={config.tune.method} freezes weights": config.tune.method != "full",
         "a model with DeepEmbed reads the tokens in each block": bool(config.model.deep_embed_dim),
         "trainer.accumulate adds to gradients, and a replay overwrites them": trainer.accumulate > 1,
         "trainer.optim_in_backward updates weights between blocks": trainer.optim_in_backward,
-        "trainer.activation_checkpointing computes blocks again": trainer.activation_checkpointing,
+        "trainer.activation_checkpointing recomputes blocks": trainer.activation_checkpointing,
         "trainer.compile replaces the blocks": trainer.compile,
         "trainer.probe measures each block": trainer.probe,
-        "float16 scales the loss": trainer.precision == "fp16-mixed",
+        "trainer.precision=fp16-mixed scales the loss": trainer.precision == "fp16-mixed",
         f"kernel={kernel} cannot be captured": not kernel.startswith(CAPTURED)}
     return next((reason for reason, applies in reasons.items() if applies), None)
 
 
 def is_small(config: TrainConfig) -> bool:
-    """Whether the host would be the limit of a step."""
+    """Whether a step would spend longer launching operations from the host than computing them on the GPU."""
     tokens = config.data.batch_size * config.model.ctx_len
     return tokens * config.model.n_embd ** 2 <= HOST_BOUND
 
@@ -70,7 +71,7 @@ def describe(config: TrainConfig, device: torch.device, kernel: str) -> str | No
 
 
 class _Blocks(nn.Module):
-    """All blocks as a function of one tensor, from the empty state."""
+    """A module that computes all blocks, from the empty state, as a function of one tensor."""
 
     def __init__(self, model: Model) -> None:
         super().__init__()
@@ -83,8 +84,8 @@ class _Blocks(nn.Module):
 class Replay:
     """A model's blocks, captured at the first call with gradients and replayed for calls of the same shape.
 
-    Calls run eagerly without gradients, in another shape, and while a replay waits for its backward pass, since another replay
-    would overwrite its saved activations.
+    Calls run eagerly if they have no gradients or a different shape, or while a replay waits for its backward pass, because a
+    second replay would overwrite its saved activations.
     """
 
     def __init__(self, model: Model, capture: Callable[..., Any] = torch.cuda.make_graphed_callables) -> None:
@@ -103,7 +104,7 @@ class Replay:
         if self._graph is None or self._expected != _call_key(x):
             return through_blocks(self._model.blocks, x)
         if self._model.weight_cache is not None:
-            self._model.weight_cache.update()            # a replay reads the cached copies and converts none
+            self._model.weight_cache.update()            # a replay reads the cached half-precision weights and converts none
         out: Tensor = self._graph(x)
         self._waiting = True
         out.register_hook(self._read)
@@ -115,14 +116,14 @@ class Replay:
     def _capture_graph(self, x: Tensor) -> Callable[[Tensor], Tensor] | None:
         """The graph; None, with a printed reason, if the capture fails."""
         kind = x.device.type
-        sample = x.detach().clone().requires_grad_()     # not random: a resumed run captures again
+        sample = x.detach().clone().requires_grad_()     # not random: a resumed run captures again, and must draw no numbers
         stream = torch.cuda.current_stream() if kind == "cuda" else None
         try:
             with torch.autocast(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind), cache_enabled=False):
                 return self._capture(_Blocks(self._model), (sample,), allow_unused_input=True)
         except RuntimeError as error:
             if stream is not None:
-                torch.cuda.set_stream(stream)            # a failed capture may leave its own
+                torch.cuda.set_stream(stream)            # a failed capture may leave its own stream selected
             log(f"no CUDA graphs: {str(error).splitlines()[0]}")
             return None
 

@@ -1,8 +1,8 @@
 """Compares the kernel that the user chose with its operator's float64 reference, before the run.
 
-The case has many blocks and runs RUNS times, so that races are likely to show; a small case run once has one block, and the
-luck of the first launch. It takes less than a second, plus a compilation for the case's width on some GPUs. Kernels of
-torch.compile are skipped: recompiling for the case's shape takes a minute. pytest tests/kernels -k NAME tests in full.
+The test case launches many thread blocks and runs RUNS times, so that races are likely to show; a small case, run once, might
+pass by luck. The check takes less than a second, plus a compilation for the case's width on some GPUs. Kernels of torch.compile
+are skipped: recompiling for the case's shape takes a minute. pytest tests/kernels -k NAME runs a kernel's full tests.
 """
 
 import importlib
@@ -16,13 +16,14 @@ from kernels.select import folder, select
 from rwkv.errors import UserError
 
 RUNS = 2
-PARTS = ("CHECKED", "inputs", "double", "results", "tolerance")         # of an operator's cases.py
+PARTS = ("CHECKED", "inputs", "double", "results", "tolerance")         # names that an operator's cases.py must define
 
 
 def check(wkv: Operator, operator: str, device: torch.device, dtype: torch.dtype) -> str | None:
-    """A message if the kernel's output, state or gradients exceed the tests' tolerance; None otherwise.
+    """A message if the errors of the kernel's output, state or gradients exceed the tests' tolerance; None otherwise.
 
-    wkv: the operator. dtype: of its inputs. Raises UserError if the operator's cases.py lacks one of PARTS.
+    wkv: the operator with the chosen kernel. dtype: the dtype of the operator's inputs. Raises UserError if the operator's
+    cases.py lacks one of PARTS.
     """
     if load(folder(operator, wkv.name), wkv.name).REQUIRES.compiled:
         return None
@@ -30,13 +31,13 @@ def check(wkv: Operator, operator: str, device: torch.device, dtype: torch.dtype
     missing = [part for part in PARTS if not hasattr(cases, part)]
     if missing:
         raise UserError(f"kernel={wkv.name} cannot be compared with the reference before the run: kernels/{operator}/cases.py "
-                        f"must define {', '.join(missing)} (kernels/README.md); define them, or leave out kernel=")
+                        f"must define {', '.join(missing)} (kernels/README.md); define them, or omit kernel=")
     inputs = cases.inputs(*cases.CHECKED, dtype=dtype, device=str(device))
     try:
         runs = [cases.results(wkv, inputs) for _ in range(RUNS)]
     except KernelUnavailable:
         raise
-    except Exception as error:           # such as a kernel for the run's shape alone: the run will show it
+    except Exception as error:           # the kernel may support only the run's shape; if not, the run raises too
         return f"kernel={wkv.name} could not be compared with the reference before the run: {' '.join(str(error).split())}"
     expected = cases.results(select(operator, "reference", device), cases.double(inputs))
     failures = [misses(errors(actual, expected), tolerance(wkv, dtype)) for actual in runs]
@@ -45,7 +46,7 @@ def check(wkv: Operator, operator: str, device: torch.device, dtype: torch.dtype
 
 
 def sentence(kernel: str, failures: dict[str, str], where: str) -> str | None:
-    """failures: the result of kernels.compare.misses. None if it is empty."""
+    """The message for `failures`, the result of kernels.compare.misses; None if there are none."""
     if not failures:
         return None
     named = "; ".join(f"{name.replace('grad ', 'the gradient of ')} by {amount}" for name, amount in failures.items())

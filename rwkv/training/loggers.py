@@ -1,6 +1,6 @@
 """Metric loggers: metrics.csv in the run's directory, and W&B or the Lightning logger of logger._target_. W&B is online if the
-user is logged in, otherwise offline. The user's W&B settings, such as WANDB_PROJECT, override our defaults; options override
-both.
+user is logged in, otherwise offline. The user's W&B settings, such as WANDB_PROJECT, override our defaults, and options
+override these settings.
 """
 
 import csv
@@ -23,17 +23,17 @@ from rwkv.distributed import rank
 from rwkv.errors import UserError
 from rwkv.io.atomic import append, write_file
 from rwkv.io.json_types import JsonMapping, JsonObject
-from rwkv.report.reading import METRICS, SWEEP, read_metrics
+from rwkv.report.run_files import METRICS, SWEEP, read_metrics
 from rwkv.training.trackers import Filed
 from rwkv.training.tuning.preferences import reward_metrics
 
 COLUMNS = ("train/loss", "val/loss", "val/bpb", "val/lost", "lr", "grad_norm", "tok_per_sec", "peak_mem")
-PROJECT = "timemix"                      # in W&B
+PROJECT = "timemix"                      # W&B's project by default
 RECORD = Path("wandb", "timemix.json")   # in a run's directory: its W&B run id and the directory's path
 Mode = Literal["online", "offline", "disabled"]
-GUARD_COLUMNS = ("guard/loss", "guard/bpb")           # of runs with tune.guard
+GUARD_COLUMNS = ("guard/loss", "guard/bpb")           # metrics of runs with tune.guard
 SAMPLE_COLUMNS = ("step", "prompt", "text")
-SAMPLES_SHOWN = 100                      # the latest samples: W&B uploads the whole table each time
+SAMPLES_SHOWN = 100                      # maximum rows of W&B's table of samples, which is uploaded whole each time
 
 
 def require(config: LoggerConfig) -> None:
@@ -57,7 +57,7 @@ def require(config: LoggerConfig) -> None:
 
 
 def loggers(config: LoggerConfig, out_dir: Path, run: JsonObject, resumed_at: int | None = None) -> list[Logger]:
-    """The loggers that the options choose; none in processes other than rank 0.
+    """The list of loggers that the options choose; empty in processes other than rank 0.
 
     run: the resolved configuration, which W&B shows and filters by. resumed_at: the step of the checkpoint that the run
     resumes from.
@@ -86,7 +86,9 @@ def loggers(config: LoggerConfig, out_dir: Path, run: JsonObject, resumed_at: in
 
 
 def _custom_logger(config: LoggerConfig, filed: Filed) -> Logger:
-    """The logger of logger._target_; those of trackers.py get `filed`. Raises UserError if its constructor fails."""
+    """The logger that logger._target_ names; the classes in trackers.py also get `filed`. Raises UserError if its constructor
+    fails.
+    """
     module, _, name = str(config._target_).rpartition(".")
     try:
         arguments = {key: yaml.safe_load(value) for key, _, value in (text.partition("=") for text in config.arguments)}
@@ -143,8 +145,8 @@ def log_report(config: LoggerConfig, sweep: Path, rows: Sequence[JsonMapping], f
 class MetricsFile(Logger):
     """metrics.csv: one row for each step with metrics.
 
-    A resumed run drops rows after its checkpoint; it keeps the columns and appends new ones. Every row names the kernel, since
-    a resumed run may use another. more: columns that only some runs have.
+    A resumed run drops the rows after its checkpoint; it keeps the columns and appends new ones. Every row names the kernel,
+    since a resumed run may use a different kernel. more: columns that only some runs have.
     """
 
     def __init__(self, path: Path, kernel: str, more: Sequence[str] = (), resumed_at: int | None = None) -> None:
@@ -166,7 +168,7 @@ class MetricsFile(Logger):
         return ""
 
     def log_hyperparams(self, *args: object, **kwargs: object) -> None:
-        """The configuration is in config.yaml."""
+        """Logs nothing: the configuration is in config.yaml."""
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         values = {name: metrics[name] for name in self.columns if name in metrics and name != "step"}
@@ -191,7 +193,9 @@ class _Names(NamedTuple):
 
     @classmethod
     def of(cls, config: LoggerConfig, group: str | None, name: str) -> "_Names":
-        """From the options, else the user's W&B settings, else our defaults. group, name: the defaults."""
+        """The names from the options, else from the user's W&B settings, else our defaults. group, name: our defaults for
+        these.
+        """
         return cls(config.project or _user_setting("project") or PROJECT, config.group or _user_setting("run_group") or group,
                    config.run_name or _user_setting("run_name") or name)
 
@@ -199,7 +203,7 @@ class _Names(NamedTuple):
 def _wandb(config: LoggerConfig, out_dir: Path, run: JsonObject, mode: Mode) -> WandbLogger:
     import wandb
 
-    if wandb.run is not None:            # of an earlier run in this process
+    if wandb.run is not None:            # left by an earlier run in this process
         wandb.finish()
     earlier_id = _earlier_id(out_dir)
     names = _Names.of(config, out_dir.parent.name if _in_sweep(out_dir) else None, _default_name(out_dir, run))
@@ -247,7 +251,7 @@ def _silent() -> bool:
 
 
 def _mode() -> Mode:
-    """The mode of the user's W&B settings; offline if not logged in."""
+    """W&B's mode: the one in the user's W&B settings, or offline if the user is not logged in."""
     import wandb
 
     settings = wandb.setup(wandb.Settings(silent=_silent())).settings
@@ -257,9 +261,9 @@ def _mode() -> Mode:
 
 
 def _earlier_id(out_dir: Path) -> str | None:
-    """The W&B id that a resumed run continues; None for a new run, and for a copy of a run that still exists."""
+    """The W&B id that a resumed run continues; None for a new run, and for a copy whose original still exists."""
     record = _record_in(out_dir)
-    if record is None:                   # a run of an earlier version
+    if record is None:                   # a run by an earlier version of timemix
         return _id_of(out_dir)
     original = Path(record["out_dir"])
     if original != out_dir.resolve() and _record_in(original) == record:
@@ -269,7 +273,7 @@ def _earlier_id(out_dir: Path) -> str | None:
 
 
 def _record_in(out_dir: Path) -> dict[str, str] | None:
-    """RECORD; None if it is missing or damaged."""
+    """The content of a run's RECORD; None if it is missing or damaged."""
     try:
         record = json.loads((out_dir / RECORD).read_bytes())
         return {"id": str(record["id"]), "out_dir": str(record["out_dir"])}
@@ -284,9 +288,9 @@ def _id_of(out_dir: Path) -> str | None:
 
 
 def _upload_hint(sweep: Path) -> str:
-    """A command for the report and all runs of a sweep, and one for each resumed run."""
-    if root := _user_setting("root_dir"):   # where other runs may be too
-        return f"its runs and its report are in {Path(root, 'wandb')}; `wandb sync FOLDER` uploads one of them"
+    """The commands that upload an offline sweep: one command for the report and all runs, and one for each resumed run."""
+    if root := _user_setting("root_dir"):   # this folder may hold other runs too
+        return f"the sweep's runs and report are in {Path(root, 'wandb')}; `wandb sync FOLDER` uploads one of them"
     parts = {folder: sorted(folder.glob("*run-*")) for folder in sorted(sweep.glob("*/wandb"))}
     continued = [folder for folder, several in parts.items() if len(several) > 1]
     shell = quote(str(sweep))

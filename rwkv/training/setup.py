@@ -32,7 +32,7 @@ from rwkv.training.run.directory import Run
 
 def kernel_for(model: ModelConfig, kernel: str, device: torch.device, precision: str | None,
                rows: int = 1) -> tuple[Operator, str]:
-    """The operator for batches of `rows`, and its name; with kernel=auto also the reason for the choice."""
+    """The operator for batches of `rows` rows, and the kernel's name; with kernel=auto also the reason for the choice."""
     dtype = dtype_for(precision)
     size = size_for(model, rows, model.ctx_len)
     wkv = operator_for(model, kernel, device, dtype, size)
@@ -42,8 +42,9 @@ def kernel_for(model: ModelConfig, kernel: str, device: torch.device, precision:
 def data_for(run: Run, device: torch.device) -> Corpus:
     """The run's data, tokenised by rank 0.
 
-    Raises UserError if the model or its checkpoints do not fit even with the smallest vocabulary; the size of one made from the
-    data is not known yet. With plan= the data are prepared regardless, since the plan is printed before the refusal.
+    Raises UserError if the model does not fit into memory, or its checkpoints onto the disk. The check assumes the smallest
+    possible vocabulary, because the size of a vocabulary made from the data is not known yet. With plan= the check comes after
+    the plan.
     """
     config = run.config
     smallest = run.tokenizer.vocab_size if run.tokenizer else 1
@@ -63,7 +64,9 @@ def show_conversations(data: Corpus) -> None:
 
 def new_model(config: ModelConfig, init_checkpoint: Checkpoint | None, tokenizer: Tokenizer, wkv: Operator,
               tune: TuneConfig | None = None) -> Model:
-    """A model to train. config: sizes, as in init_checkpoint except for ctx_len. tune: None trains all weights."""
+    """A model to train. config: the sizes, which with init_checkpoint are the file's except for ctx_len. tune: None trains all
+    weights.
+    """
     if init_checkpoint is None:
         return Model(config, tokenizer.vocab_size, wkv).init_weights()
     if tune is None or tune.method == "full":
@@ -78,10 +81,11 @@ def new_model(config: ModelConfig, init_checkpoint: Checkpoint | None, tokenizer
 
 
 def _frozen_model(config: ModelConfig, wkv: Operator, checkpoint: Checkpoint, base: str) -> Model:
-    """The frozen model with its blocks' matrices in `base`. Each conversion frees memory before the next.
+    """The frozen model with its blocks' matrices in the dtype `base`. Each conversion frees memory before the next.
 
-    The embedding and the head stay in the file's dtype: bfloat16 is exact, and products convert such a head in chunks. But
-    bases other than float32 round the embedding to bfloat16, and base bfloat16 also rounds the head.
+    With base float32, the embedding and the head keep the file's dtype: conversion to float32 would not make bfloat16 weights
+    more exact, and the head's product converts them in chunks. The other bases round the embedding to bfloat16, and base
+    bfloat16 also rounds the head.
     """
     group = generation(config).group
     as_in_file = {name for name in checkpoint.weights.stored if group(name) in MATRICES}
@@ -95,7 +99,7 @@ def _frozen_model(config: ModelConfig, wkv: Operator, checkpoint: Checkpoint, ba
         give_back_free_blocks()
 
     model = Model.with_weights(config, wkv, {name: tensor.get() for name, tensor in stored.items()}).requires_grad_(False)
-    stored["emb.weight"].drop_pages()    # verification has read all pages; training reads few
+    stored["emb.weight"].drop_pages()    # verification has read all pages of the file; training reads few
     if base == "bfloat16":
         return to_bfloat16(model)
     if model.head.weight.dtype == torch.bfloat16:

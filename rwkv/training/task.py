@@ -1,10 +1,10 @@
 """The LightningModule: training and validation steps, metrics, optimiser, gradient clipping and checkpoint entries.
 
 Metrics: train/loss and val/loss in nats per token; val/loss/NAME per source of data=mix; val/bpb, bits per byte of the
-validation text, unless the tokenizer loses too much of it (rwkv/tokenizer/lost.py); val/lost, the lost fraction, if above 0.
-Validation covers the whole split or its first trainer.val_tokens tokens, as windows, each from the empty state, or as
-conversations, whole or packed into rows. With tune.objective=dpo and ipo the losses are means over pairs, with rewards
-(tuning/preferences.py).
+validation text, omitted if the tokenizer loses too much of the text (rwkv/tokenizer/lost_bytes.py); val/lost, the lost
+fraction, if above 0. Validation covers the whole split or its first trainer.val_tokens tokens, as windows, each from the empty
+state, or as conversations, whole or packed into rows. With tune.objective=dpo or ipo the losses are means over pairs, and
+rewards are logged too (tuning/preferences.py).
 """
 
 import math
@@ -43,13 +43,13 @@ CARRIED = "carried"                      # checkpoint key: states of trainer.tbp
 
 
 class LanguageModel(lightning.LightningModule):
-    """Batches are (x, y), both (B,T) int64: y is the token after each of x, or -100 for an ignored target.
+    """The model in training. A batch is a pair (x, y), both (B,T) int64: y[b,t] is the token after x[b,t], or -100 if ignored.
 
-    With trainer.tbptt, training batches are Segments, and each row's state carries over from the previous step. Batches of
-    conversations are Packed.
+    With trainer.tbptt, training batches are Segments instead, and each row's state carries over from the previous step. Batches
+    of conversations are Packed.
 
-    entry: what every checkpoint holds under ENTRY, the run and the tokenizer. sources: the names of data=mix's sources.
-    preferences: the preference objective; None for likelihood.
+    entry: a description of the run and of its tokenizer, which every checkpoint stores under the key ENTRY. sources: the names
+    of data=mix's sources. preferences: the preference objective; None for likelihood.
     """
 
     def __init__(self, model: Model, optim: OptimConfig, max_steps: int, val_bytes_per_token: float | None,
@@ -63,11 +63,11 @@ class LanguageModel(lightning.LightningModule):
         self.val_lost = val_lost
         self.entry = dict(entry or {})
         self.carried = Carried()
-        self.loss_scale: LossScale | None = None         # with fp16-mixed
+        self.loss_scale: LossScale | None = None         # set with trainer.precision=fp16-mixed
         self.tuned = not all(parameter.requires_grad for parameter in model.parameters())
         self.strict_loading = not self.tuned     # checkpoints lack frozen weights
-        self.sharded = False             # with trainer=fsdp
-        self.grad_norm: Tensor | None = None     # of the last step, before clipping; None without clipping
+        self.sharded = False             # whether trainer=fsdp shards the weights
+        self.grad_norm: Tensor | None = None     # norm in the last step, before clipping; None without clipping
         self.sources = sources
         self.optim_in_backward = optim_in_backward
         self.preferences = preferences
@@ -94,11 +94,11 @@ class LanguageModel(lightning.LightningModule):
         return self.loss(*batch)
 
     def loss(self, x: Tensor, y: Tensor, starts: Tensor | None = None) -> Tensor:
-        """starts (B,T) bool: where sequences start in packed rows; None for windows."""
+        """The mean loss of a batch. starts (B,T) bool: where sequences start in packed rows; None for windows."""
         return self._head_loss(self.model.forward_features(x, starts), y)
 
     def segments_loss(self, batch: Segments) -> Tensor:
-        """The weighted loss of a batch; its mean over a step's processes and batches is the mean over all targets."""
+        """A batch's loss, weighted so that the mean over a step's processes and batches is the mean over all targets."""
         hidden, state = forward_segments(self.model, batch.x, batch.starts_document,
                                            self.carried.before(batch.part, self.model, len(batch.x)),
                                            by_block=self.sharded)
@@ -115,22 +115,22 @@ class LanguageModel(lightning.LightningModule):
         return nats / (batch.y != IGNORED).sum().clamp(min=1)
 
     def _head_loss(self, hidden: Tensor, y: Tensor) -> Tensor:
-        """l2_wrap and confidence_penalty change the gradient, not the value."""
+        """The mean loss at the head. l2_wrap and confidence_penalty change the loss's gradient, not its value."""
         optim = self.optim
         return head_loss(hidden.flatten(0, 1), self.model.head.weight, y.flatten(), optim.l2_wrap, optim.confidence_penalty)
 
     def on_validation_epoch_start(self) -> None:
-        self._nats = 0.0                 # sums over the validation
+        self._nats = 0.0                 # sums over one validation
         self._tokens = 0
         self._rewards = torch.zeros(len(REWARDS))
-        self._source_sums = [[0.0, 0.0] for _ in self.sources]       # nats and tokens
+        self._source_sums = [[0.0, 0.0] for _ in self.sources]       # each source's nats and tokens
         self._next_batch: ValidationBatch | None = None  # this process's batch of the next round
 
     def validation_step(self, batch: ValidationBatch, batch_idx: int) -> None:
-        """Rounds of n batches, one for each of n processes, computed at the same time; sums are reduced at the end.
+        """Validates in rounds: each of the n processes computes one of n batches. The sums are reduced after the last round.
 
-        With trainer=fsdp each forward pass gathers the weights from all processes. So if the last round has fewer batches
-        than processes, the processes without one compute the last batch too, without counting it.
+        With trainer=fsdp each forward pass gathers the weights from all processes. So if the last round has fewer batches than
+        processes, the other processes compute the last batch too, but do not count it.
         """
         owner = batch_idx % world_size()
         if owner == rank():
@@ -191,7 +191,7 @@ class LanguageModel(lightning.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     def on_train_start(self) -> None:
-        """Replaces the optimiser options from the checkpoint by this run's."""
+        """Sets the optimiser's options to this run's, in place of those restored from the checkpoint."""
         optimizer = self.trainer.optimizers[0]
         schedule = self.trainer.lr_scheduler_configs[0].scheduler
         assert isinstance(schedule, torch.optim.lr_scheduler.LambdaLR)
@@ -214,13 +214,13 @@ class LanguageModel(lightning.LightningModule):
         take() if self.loss_scale is None else self.loss_scale.step(take, optimizer)
 
     def on_after_backward(self) -> None:
-        if self.model.gives_back:        # freed by the first block's backward pass
+        if self.model.gives_back:        # memory that the first block's backward pass freed
             give_back_free_blocks()
 
     def configure_gradient_clipping(self, optimizer: Optimizer, gradient_clip_val: float | None = None,
                                     gradient_clip_algorithm: str | None = None) -> None:
-        """Clips by the total norm. Lightning's clipping refuses fused optimisers in mixed precision because of loss scaling,
-        which bf16 does not have. With fp16 the optimiser is not fused, and gradients are already unscaled here.
+        """Clips by the total norm. Lightning's own clipping refuses fused optimisers in mixed precision, because of loss
+        scaling; but bf16 has no loss scaling, and with fp16 the optimiser is not fused and gradients are already unscaled here.
         """
         if gradient_clip_val:
             gradients = [parameter.grad for parameter in self.parameters() if parameter.grad is not None]
@@ -238,13 +238,13 @@ class LanguageModel(lightning.LightningModule):
             checkpoint[CARRIED] = carried
 
     def on_load_checkpoint(self, checkpoint: StateDict) -> None:
-        """Raises UserError if the checkpoint's tokenizer differs, so that its ids mean other text."""
+        """Raises UserError if the checkpoint's tokenizer differs from this run's: token ids would stand for different text."""
         saved_tokenizer = checkpoint.get(ENTRY, {}).get("tokenizer")
         if self.entry and saved_tokenizer and saved_tokenizer != self.entry["tokenizer"]:
             saved, current = (Tokenizer.from_dict(description) for description in (saved_tokenizer, self.entry["tokenizer"]))
             if saved.hash == current.hash:
                 raise UserError(f"the run was trained with documents ending at {saved.end_line()}, and now they would end at "
-                                f"{current.end_line()}: leave out data.end_of_text to resume")
+                                f"{current.end_line()}: omit data.end_of_text to resume")
             raise UserError(f"the run was trained with a tokenizer of hash {saved.hash[:12]}, and data.tokenizer now has hash "
-                            f"{current.hash[:12]}: its text or file has changed; restore it to resume")
+                            f"{current.hash[:12]}: the tokenizer's text or file has changed; restore it to resume")
         self.carried.load_state_dict(checkpoint.get(CARRIED, {}))

@@ -1,10 +1,11 @@
 """Truncated back-propagation through time: K segments in sequence, with exact gradients through the states between them.
 
-The state carries over from segment to segment and, without gradients, from step to step. It is reset where a row's segment is
-the first of a document or of a chunk of one. The K states and outputs are saved, but the activations of only one segment at a
-time: the backward pass recomputes all segments but the last. Source: gradient checkpointing over time, arXiv 1606.03401, with K
-equal segments. With trainer=fsdp activation checkpointing is per block instead (prepare_blocks in trainer.py), with the blocks'
-inputs saved for all segments: FSDP gathers weights for a pass through a block, not inside another backward pass.
+The state carries over from segment to segment and, without gradients, from step to step. The state is reset where a row's
+segment is the first of a document, or of a chunk of a document. The K states and outputs are saved, but the activations of only
+one segment at a time: the backward pass recomputes all segments but the last. Source: gradient checkpointing over time, arXiv
+1606.03401, with K equal segments. With trainer=fsdp activation checkpointing is per block instead (prepare_blocks in
+trainer.py), and saves the blocks' inputs of all segments, because FSDP gathers weights for a pass through a block, but not for
+a segment that is recomputed in a backward pass.
 
 In half precision each segment converts the weights again. With autocast's cached copy, the gradients of K segments would
 accumulate in half precision, and errors in the matrices would be 1.2 times as large for 16 segments and 1.5 times for 64.
@@ -21,9 +22,10 @@ from rwkv.model.base import Model, State
 
 
 def forward_segments(model: Model, x: Tensor, opens: Tensor, state: State, by_block: bool = False) -> tuple[Tensor, State]:
-    """(x (B,K,T), the state before x) -> (the head's input (B,K*T,C), the state after x). opens (B,K): where it is reset.
+    """(x (B,K,T), the state before x) -> (the head's input (B,K*T,C), the state after x). opens (B,K): the segments before
+    which the state is reset.
 
-    by_block: checkpoint activations per block instead of per segment.
+    by_block: whether activations are checkpointed per block instead of per segment.
     """
     K = x.shape[1]
     empty = model.empty_state(len(x))
@@ -43,7 +45,7 @@ def forward_segments(model: Model, x: Tensor, opens: Tensor, state: State, by_bl
 
 
 class Carried:
-    """The states of this process's document streams between two steps: a State for each accumulated batch of a step.
+    """The states of this process's document streams between two steps: one State for each accumulated batch of a step.
 
     A checkpoint holds the states of all processes as plain tensors (L,streams,...) on the CPU, in stream order.
     """
@@ -65,14 +67,14 @@ class Carried:
         self._parts[part] = state.detach()
 
     def states(self) -> dict[int, State]:
-        """A snapshot of the states, by batch of a step."""
+        """A snapshot of the states, one per accumulated batch of a step."""
         return dict(self._parts)
 
     def restore(self, states: dict[int, State]) -> None:
         self._parts = dict(states)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """A collective operation: gathers the states of all processes. The result is the same in each."""
+        """The states of all processes, gathered by a collective operation: each process gets the same result."""
         ranks = all_gather([[tensor.cpu() for tensor in self._parts[part]] for part in sorted(self._parts)])
         if not self._parts:
             return {}

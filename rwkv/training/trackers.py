@@ -1,7 +1,7 @@
 """Experiment trackers for configs/logger/: TensorBoard, MLflow and Trackio, with the same run names as W&B.
 
-Where a tracker stores runs is the user's setting, such as MLFLOW_TRACKING_URI or TRACKIO_DIR. A resumed run continues its
-tracker run, unless its directory is a copy.
+The user's settings, such as MLFLOW_TRACKING_URI or TRACKIO_DIR, say where a tracker stores runs. A resumed run continues its
+tracker run, unless its directory is a copy of another run's.
 """
 
 import json
@@ -21,7 +21,9 @@ RECORD = "mlflow.json"                   # in a run's directory: its MLflow run 
 
 
 class Filed(NamedTuple):
-    """The names of a tracker run. project: None for the tracker's setting or default_project. continued: it is resumed."""
+    """The names of a tracker run. project: None stands for the tracker's own setting, or else default_project. continued:
+    whether the run is resumed.
+    """
 
     project: str | None
     default_project: str
@@ -54,7 +56,7 @@ class MLflow(MLFlowLogger):
         super().__init__(**settings | arguments)
 
     def log_hyperparams(self, params: JsonObject | Namespace, *more: object, **named: object) -> None:
-        """Logs them once: MLflow rejects changes."""
+        """Logs the options when a run is new, but not when it is resumed: MLflow rejects changes of logged options."""
         if self._continues is not None:
             self.experiment.set_terminated(self.run_id, "RUNNING")
             return
@@ -85,7 +87,7 @@ class Trackio(Logger):
         return str(self._arguments["name"])
 
     def log_hyperparams(self, params: JsonObject | Namespace, *more: object, **named: object) -> None:
-        with redirect_stdout(sys.stderr):                # it prints status messages
+        with redirect_stdout(sys.stderr):                # Trackio prints status messages
             self._run = self._trackio.init(config=params, **self._arguments)
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
@@ -99,7 +101,7 @@ class Trackio(Logger):
 
 
 def _earlier_id(path: Path) -> str | None:
-    """The id in a record; None without a record, and in a copy of a run's directory."""
+    """The run's id, from a record; None without a record, and in a copy of a run's directory."""
     try:
         record = json.loads(path.read_bytes())
         return str(record["id"]) if Path(record["out_dir"]) == path.parent.resolve() else None

@@ -38,15 +38,15 @@ from rwkv.training.tuning.guard import is_compared
 UNHELPFUL = (".*set_vital", ".*LeafSpec", "Checkpoint directory", ".*does not have many workers", ".*sync_dist=True",
              "The .grad attribute of a Tensor that is not a leaf", ".*should not be instantiated",
              ".*srun. command is available",
-             "FSDP2-wrapped module")     # library warnings that users cannot act on
+             "FSDP2-wrapped module")     # warnings of libraries about which users can do nothing
 
 
 def build_trainer(run: Run, device: torch.device, loggers: list[Logger], data: Corpus,
                   kernel_error: str | None) -> lightning.Trainer:
     """A Trainer that counts optimiser steps, validates every val_every steps and after the last one, and stops cleanly.
 
-    data: for samples, and for a tuned run's losses before and after training. kernel_error: the message of kernel_check.check.
-    Raises UserError if the samples' prompt cannot be encoded.
+    data: the data for samples, and for a tuned run's losses before and after training. kernel_error: the message of
+    kernel_check.check. Raises UserError if the samples' prompt cannot be encoded.
     """
     silence_libraries()
     config = run.config
@@ -76,9 +76,9 @@ def build_trainer(run: Run, device: torch.device, loggers: list[Logger], data: C
 
 
 def _validate_alone(trainer: lightning.Trainer) -> None:
-    """The last validation of a run that was stopped or killed during it.
+    """Repeats the last validation, in a resumed run that was stopped or killed during that validation.
 
-    Lightning's loop would skip it, since no steps are left, and the run would end without its last val/loss.
+    Lightning's loop would skip this validation, since no steps are left, and the run would end without its last val/loss.
     """
     loop = trainer.fit_loop
     loop.setup_data()
@@ -92,7 +92,8 @@ def _validate_alone(trainer: lightning.Trainer) -> None:
 
 def silence_libraries() -> None:
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
-    logging.getLogger("torch.distributed.tensor._collective_utils").setLevel(logging.ERROR)      # Muon's exchange on a CPU
+    # Muon's redistribution on a CPU prints warnings
+    logging.getLogger("torch.distributed.tensor._collective_utils").setLevel(logging.ERROR)
     for message in UNHELPFUL:
         warnings.filterwarnings("ignore", message=message)
 
@@ -106,8 +107,8 @@ def strategy_for(config: TrainerConfig) -> dict[str, Any]:
 
 
 def environment() -> ClusterEnvironment:
-    """How the processes were launched. Lightning would guess from environment variables: in a batch job it takes a single
-    process for a SLURM task, and at SIGUSR1 it writes its own checkpoint.
+    """The environment that tells Lightning how the processes were launched. Its own guess, from environment variables, is wrong
+    in a batch job: it takes a single process for a SLURM task, and at SIGUSR1 it writes a checkpoint of its own.
     """
     return TorchElasticEnvironment() if launched() else LightningEnvironment()
 
@@ -121,14 +122,14 @@ def precision_for(config: TrainerConfig, device: torch.device) -> dict[str, Any]
 
 
 def prepare_blocks(model: Model, config: TrainerConfig) -> Model:
-    """Applies trainer.activation_checkpointing and trainer.compile to each block, keeping names and values of the weights. In
-    half precision adds a weight cache.
+    """Applies trainer.activation_checkpointing and trainer.compile to each block, whose weights keep their names and values. In
+    half precision, adds a weight cache too.
 
-    Raises UserError if trainer.compile has no compiler.
+    Raises UserError if trainer.compile=true finds no compiler.
     """
     if config.compile and (compiler := missing_compiler()):
         raise UserError(f"trainer.compile=true requires a C++ compiler, and {compiler} is not on the PATH: install it, or "
-                        "leave out trainer.compile")
+                        "omit trainer.compile")
     if dtype_for(config.precision) != torch.float32 and caches_weights(config):
         model.weight_cache = WeightCache(parameter for parameter in model.parameters() if parameter.requires_grad)
     for block in model.blocks:
@@ -140,13 +141,13 @@ def prepare_blocks(model: Model, config: TrainerConfig) -> Model:
 
 
 def caches_weights(config: TrainerConfig) -> bool:
-    """Whether a half-precision run has a weight cache. With optim_in_backward each parameter's update would invalidate all of
-    it.
+    """Whether a half-precision run has a weight cache. With optim_in_backward it has none: each parameter's update would
+    invalidate the whole cache.
     """
     return config.strategy != "fsdp" and not config.compile and not config.optim_in_backward
 
 
 def _compiled(forward: Callable[..., object]) -> Callable[..., object]:
-    """Calls the compiled `forward` only with gradients: without, torch 2.13 cannot trace autograd.Function."""
+    """Returns a function that calls `forward`, compiled only with gradients: else torch 2.13 cannot trace autograd.Function."""
     compiled = torch.compile(forward)
     return lambda *inputs: (compiled if torch.is_grad_enabled() else forward)(*inputs)

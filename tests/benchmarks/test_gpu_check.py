@@ -1,4 +1,4 @@
-"""gpu_check goes on after a part that fails, and a part that is stopped keeps what it has measured."""
+"""gpu_check continues after a failed part, and keeps the measurements of a stopped part."""
 
 import json
 import os
@@ -92,7 +92,7 @@ def test_every_part_is_one_of_its_process_and_its_docstring() -> None:
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_the_options_of_the_programs_that_it_calls_exist(device: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A call that a program refuses would be seen on a GPU for the first time."""
+    """Without this test, an invalid call of a program would first be noticed on a GPU."""
     called: list[tuple[str, ...]] = []
 
     def program(_: _gpu_parts.Check, name: str, *command: str, **__: Any) -> bool:
@@ -114,7 +114,7 @@ def test_the_options_of_the_programs_that_it_calls_exist(device: str, monkeypatc
 
 @pytest.mark.programs
 def test_measurements_on_a_cpu(tmp_path: Path) -> None:
-    """Of the quickest part in its own process: the lines are JSON, and say what was measured."""
+    """Runs the quickest part in its own process: its lines are JSON and describe the measurements."""
     assert gpu_check.main([str(tmp_path), "--device", "cpu", "--only", "right,peers"]) == 0
     lines = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
     assert {"c_v0"} == {row["kernel"] for row in lines if "operator" in row}

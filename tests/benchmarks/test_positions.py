@@ -1,4 +1,4 @@
-"""Loss by position in the context."""
+"""benchmarks/positions.py: the loss by position in the context."""
 
 from pathlib import Path
 

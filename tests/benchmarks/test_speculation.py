@@ -1,4 +1,4 @@
-"""benchmarks/speculation.py: its numbers are of passes and texts as they are."""
+"""benchmarks/speculation.py: it measures real passes and generated texts."""
 
 import json
 from pathlib import Path
@@ -25,7 +25,7 @@ def _short(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def pair(tmp_path: Path) -> tuple[str, str, str]:
-    """A text, a model that continues it, and another one."""
+    """The paths of a text, of a model that continues it, and of a different model."""
     circle = "abcdefghijklmn"
     (tmp_path / "text.txt").write_text(circle * 20)
     following(256, [*f"{circle}a".encode()], n_embd=64).save_pretrained(tmp_path / "model.ckpt", ByteTokenizer())

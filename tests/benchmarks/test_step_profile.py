@@ -1,4 +1,4 @@
-"""The profile of a training step."""
+"""benchmarks/step_profile.py: the profile of a training step."""
 
 import json
 

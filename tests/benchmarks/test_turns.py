@@ -1,5 +1,5 @@
-"""Two programs in turns, as benchmarks/training.py runs them: never at the same time; the tables of docs/benchmarks.md; wrong
-options."""
+"""benchmarks/_turns.py runs two programs alternately, never at the same time. Also: the tables of docs/benchmarks.md, and
+invalid options of benchmarks."""
 
 import signal
 import subprocess
@@ -33,12 +33,12 @@ def test_neither_runs_while_the_other_does(tmp_path: Path) -> None:
     assert len(main) == 100
     assert other
     runs = "".join(program for _, program in sorted([(time, "m") for time in main] + [(time, "o") for time in other]))
-    assert runs.count("mo") + runs.count("om") < len(runs) / 3           # turns of many ticks, not tick beside tick
+    assert runs.count("mo") + runs.count("om") < len(runs) / 3       # a turn has many ticks: single ticks do not alternate
 
 
 @pytest.mark.parametrize("name", [pytest.param("SIGTERM", marks=pytest.mark.thorough), "SIGKILL"])
 def test_neither_survives_the_benchmark(name: str, tmp_path: Path) -> None:
-    """One of the two runs, the other is suspended; each holds a lock as long as it lives."""
+    """One of the two processes runs, the other is suspended; each holds a lock as long as it is alive."""
     code = f"from benchmarks import _turns\n_turns.beside({LOCKS}, {str(tmp_path)!r}, {LOCKS}, {str(tmp_path)!r}, {SECONDS})"
     with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT) as benchmark:
         while sum(path.stat().st_size for path in tmp_path.iterdir()) < 2:
@@ -77,7 +77,7 @@ def test_a_text_that_is_none_is_one_sentence(content: bytes, tmp_path: Path) -> 
 
 
 def test_the_page_holds_the_committed_results(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """docs/benchmarks.md is what python -m benchmarks.tables writes."""
+    """docs/benchmarks.md equals the output of python -m benchmarks.tables."""
     page = tmp_path / "benchmarks.md"
     page.write_bytes(tables.PAGE.read_bytes())
     monkeypatch.setattr(tables, "PAGE", page)

@@ -1,4 +1,4 @@
-"""Calls of tools as text: the form that the built-in template shows, and the forms that are found in what a model writes."""
+"""Tool calls as text: the format that the built-in templates render, and the formats that are recognised in generated text."""
 
 import json
 from itertools import pairwise
@@ -26,11 +26,12 @@ def call_of(name: str, arguments: Any) -> dict[str, Any]:
     return {"id": "1", "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-# What is shown
+# Rendering
 
 
 def test_tools_calls_and_results_have_the_author_s_form() -> None:
-    """As in RWKV7-G1x-templates.txt: tools, one a line, that end the system prompt; a fenced call; its result a user's turn."""
+    """As in RWKV7-G1x-templates.txt: tools, one per line, end the system prompt; a call is fenced; its result is a user's
+    turn."""
     messages = [{"role": "system", "content": "Be brief."}, ASKED,
                 {"role": "assistant", "content": None, "tool_calls": [call_of("weather", '{"city": "Ys"}')]},
                 {"role": "tool", "tool_call_id": "1", "content": '{"sky":\n\n"rain"}'}]
@@ -80,7 +81,7 @@ def test_a_tool_that_is_no_function_is_named(tool: Any) -> None:
 
 
 def test_world_has_no_form_and_names_the_template_that_has_one() -> None:
-    """Its models have not learnt calls."""
+    """World models were not trained on tool calls."""
     said = [ASKED, {"role": "assistant", "tool_calls": [call_of("rain", "{}")]}]
     for messages, tools, field in (([ASKED], [WEATHER], "tools"), (said, None, r"messages\[1\]\.tool_calls")):
         with pytest.raises(UserError, match=f"{field}.*g1"):
@@ -99,11 +100,11 @@ def test_calls_are_learnt_and_tools_and_results_are_not() -> None:
         chat_template("g1").parts([ASKED, {**messages[3], "weight": 0.5}], [WEATHER])
 
 
-# What is found
+# Parsing
 
 
 def parsed(pieces: list[str], functions: tuple[str, ...] = FUNCTIONS, **options: Any) -> Found:
-    """The text and the calls in an answer that comes in these pieces. The last one ends it."""
+    """The text and the calls of an answer that arrives in these pieces."""
     parser, written, text, calls = CallParser(functions, **options), "".join(pieces), "", []
     for number, piece in enumerate(pieces, start=1):
         shown, found = parser.push(piece, last=number == len(pieces))
@@ -116,7 +117,7 @@ def parsed(pieces: list[str], functions: tuple[str, ...] = FUNCTIONS, **options:
 
 
 ONE = ("weather", '{"city": "Oslo"}')
-FORMS = {                                # of answers that are one call
+FORMS = {                                # answers that consist of one call
     "bare": OSLO,
     "bare, white space": f" \n{OSLO}\n",
     "more fields": f'{OSLO[:-1]}, "id": "x"}}',
@@ -139,7 +140,7 @@ FORMS = {                                # of answers that are one call
     "tag of OpenAI's": f'<tool_calls>[{{"function":{OSLO}}}]</tool_calls>',
     "tag without end": f"<tool_call>\n{OSLO}\n",
 }
-UNENDED = {                              # of which no text can follow
+UNENDED = {                              # formats after which no text can follow
     "fence without end": f"```json\n{OSLO}",
     "fence, cut end": f"```json\n{OSLO}\n``",
     "tag, cut end": f"<tool_call>{OSLO}</tool_ca",

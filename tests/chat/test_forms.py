@@ -1,8 +1,8 @@
-r"""The ids of prompts, beside renderings written out from the authors' documents, with the World vocabulary.
+r"""Compares the ids of prompts with renderings written by hand from the authors' documents, with the World vocabulary.
 
 The documents: RWKV-v7/RWKV7-G1x-templates.txt of BlinkDL/RWKV-LM (g1), vllm/tokenizers/rwkv_chat.py of rwkv-rs/vllm-rwkv
-(flower), the model card of BlinkDL/rwkv-7-world (world). The jinja2 templates are ours, and do what those in published files
-do: the one that llama.cpp's converter writes, and the one of fla's directories.
+(flower), the model card of BlinkDL/rwkv-7-world (world). The jinja2 templates were written for this test, and behave like two
+published ones: that of llama.cpp's converter, and that of fla's directories.
 """
 
 import re
@@ -12,9 +12,9 @@ from typing import Any
 import jinja2
 import pytest
 
+from rwkv.chat.encoding import encode, for_tokenizer
 from rwkv.chat.jinja import JinjaTemplate
 from rwkv.chat.messages import Message
-from rwkv.chat.rendered import encode, for_tokenizer
 from rwkv.chat.template import ChatTemplate
 from rwkv.chat.templates import chat_template
 from rwkv.chat.thoughts import Think
@@ -31,7 +31,7 @@ THOUGHT = {**HELLO, "reasoning_content": "A greeting.\nIn Chinese?"}
 WHO = {"role": "user", "content": "\n Who are\r\n\r\nyou? 42 "}
 TALK, THOUGHTFUL = [SYSTEM, HI, HELLO, WHO], [SYSTEM, HI, THOUGHT, WHO]
 
-# The conversation, how thoughts are asked for, and what the documents show
+# The conversation, the setting for reasoning, and the rendering in the documents
 G1 = "System: Be brief.\nBe kind.\n\nUser: Hello world\n\nAssistant: 你好\n\nUser: Who are\nyou? 42"
 SHOWN = "<think>\nA greeting.\nIn Chinese?\n</think>\n你好"
 G1_THOUGHT = G1.replace("你好", SHOWN)
@@ -53,7 +53,7 @@ WRITTEN: list[tuple[str, list[Message], Think, str | None, str]] = [
 
 
 def template_of(name: str) -> ChatTemplate:
-    """By its name, or from its text in jinja2."""
+    """A chat template by its name, or from its jinja2 source."""
     return JinjaTemplate(name, "a.jinja") if "{%" in name else chat_template(name)
 
 
@@ -70,7 +70,7 @@ def test_a_prompt_has_the_ids_of_the_documented_text(template: str, talk: list[M
 
 
 def test_ids_that_others_have_published() -> None:
-    """Those of vllm-rwkv's tests: "Hello world" and "你好"; a flower is World's token 10060."""
+    """The ids in vllm-rwkv's tests: "Hello world" and "你好"; a flower is World's token 10060."""
     assert ids_of("flower", [HI, HELLO, HI], "fake") == [
         END_OF_TEXT, *WORLD.encode("User"), 10060, 33155, 40213, 10060, *WORLD.encode("\nBot"), 10060, 10464, 11685, 10060,
         *WORLD.encode("\nUser"), 10060, 33155, 40213, 10060, *WORLD.encode("\nBot"), 10060, *WORLD.encode("<think></think")]
@@ -93,7 +93,7 @@ def test_nobody_types_the_end_of_a_turn_in_the_flower_form() -> None:
     assert "✿" in chat_template("g1").render([{"role": "user", "content": "a✿"}])
 
 
-# Ours, doing what the templates in published files do
+# Written for this test; they behave like the templates in published files
 
 CONVERTED = """{%- set seen = namespace(system='') -%}
 {%- for m in messages if m.role == 'system' %}{% set seen.system = m.content %}{% endfor -%}
@@ -110,7 +110,7 @@ PLAIN = [{"role": "system", "content": "Be brief."}, HI, {"role": "assistant", "
 
 
 def as_others_render(template: str, talk: Sequence[Message], **options: Any) -> list[int]:
-    """By jinja2 alone, with the name of World's token 0, whose ids are put together here."""
+    """The ids of a prompt rendered by jinja2 alone, in which the name of World's token 0 is replaced by that token."""
     name = "<|rwkv_tokenizer_end_of_text|>"
     text = jinja2.Environment(trim_blocks=True, lstrip_blocks=True).from_string(template).render(
         messages=talk, add_generation_prompt=True, bos_token=name, eos_token=name, **options)

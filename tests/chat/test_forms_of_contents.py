@@ -1,4 +1,4 @@
-"""Templates in jinja2 that read contents in another form: no word of a conversation is lost; and templates without end."""
+"""jinja2 templates that read `content` as parts or under other names, without losing text; and templates that never end."""
 
 import json
 from pathlib import Path
@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from rwkv.chat import sandbox
+from rwkv.chat.encoding import for_tokenizer, written
 from rwkv.chat.jinja import JinjaTemplate
 from rwkv.chat.messages import check_messages
-from rwkv.chat.rendered import for_tokenizer, written
 from rwkv.chat.templates import chat_template
 from rwkv.errors import UserError
 from rwkv.tokenizer.tokenizers import ByteTokenizer

@@ -1,4 +1,4 @@
-"""Chat templates: the published forms, what is learnt, jinja2 files, and messages that are wrong."""
+"""Chat templates: the published formats, the parts that are trained on, jinja2 files, and invalid messages."""
 
 from functools import cache
 from pathlib import Path
@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rwkv.chat.encoding import encode
 from rwkv.chat.jinja import JinjaTemplate
 from rwkv.chat.messages import check_messages, is_learnt
-from rwkv.chat.rendered import encode
 from rwkv.chat.template import END, ChatTemplate
 from rwkv.chat.templates import chat_template
 from rwkv.chat.thoughts import Think, answer_message
@@ -42,7 +42,7 @@ def test_the_answers_with_their_ends_are_learnt(name: str, chatml: str) -> None:
     learnt = [text for text, is_learnt in parts if is_learnt]
     assert learnt == (["Hello.\n\nWhat is it?<|im_end|>\n", "A model.<|im_end|>\n"] if name == "chatml"
                       else [" Hello.\nWhat is it?\n\n", " A model.\n\n"])
-    for i in (2, 4):                     # what stands before an answer is the prompt that asks for it
+    for i in (2, 4):                     # the text before an answer equals the prompt for that answer
         text = template.render(TALK[:i])
         assert "".join(piece for piece, _ in parts).startswith(text)
 
@@ -87,12 +87,12 @@ ALTERNATE = "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_excep
 
 
 def turns(user: str, answer: str, prompt: str = "", before: str = "", after: str = "") -> str:
-    """A template from the jinja2 expressions of a turn of the user, of an answer, and of a prompt."""
+    """A template made of the jinja2 expressions for a user's turn, an answer and a prompt."""
     return (before + "{% for m in messages %}" + ALTERNATE + "{% if m.role == 'user' %}{{ " + user + " }}{% else %}{{ " + answer
             + " }}{% endif %}{% endfor %}" + (PROMPT.replace("'PROMPT'", prompt) if prompt else "") + after)
 
 
-FAMILIES: dict[str, tuple[str, tuple[str, ...], list[str]]] = {          # the template, its stops, and the answers learnt
+FAMILIES: dict[str, tuple[str, tuple[str, ...], list[str]]] = {    # the template, its stop strings, and the trained answers
     "llama 3": (turns("'<|s|>user<|h|>\\n\\n' + m.content | trim + '<|eot|>'",
                       "'<|s|>assistant<|h|>\\n\\n' + m.content | trim + '<|eot|>'", "'<|s|>assistant<|h|>\\n\\n'"),
                 ("<|eot|>",), ["yes<|eot|>", "no<|eot|>"]),
@@ -152,7 +152,7 @@ def template_file(folder: Path, text: str) -> ChatTemplate:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_end_of_an_answer_is_found(family: str) -> None:
-    """It stops an answer and is learnt; and a prompt is the beginning of the text in which its answer is learnt."""
+    """The end stops an answer and is trained on; and a prompt is a prefix of the text in which its answer is trained on."""
     text, stop, answers = FAMILIES[family]
     template = JinjaTemplate(text, family)
     system = [{"role": "system", "content": "Be kind."}] if "no system" in text else []
@@ -201,7 +201,7 @@ QWEN = """{% set ns = namespace(asked=0) %}
 
 
 def test_thoughts_that_a_template_takes_out_of_earlier_answers(tmp_path: Path) -> None:
-    """The last answer follows its prompt, the one that asks for thoughts where it has some; an earlier one does not."""
+    """The last answer follows its prompt, with reasoning if the answer has some; an earlier answer does not."""
     template = template_file(tmp_path, QWEN)
     thought = {**TWO[1], "reasoning_content": "2 + 2"}
     assert template.stop == ("<e>",)
@@ -277,7 +277,7 @@ def test_an_answer_that_is_not_learnt_is_context(name: str, chatml: str, fields:
 def test_a_part_of_a_weight_or_of_an_answer_is_refused_by_name(message: dict[str, Any], field: str) -> None:
     with pytest.raises(UserError, match=rf"messages\[0\]\.{field}"):
         is_learnt(message, "messages[0]")
-    assert chat_template("world").render([{"content": "a", **message}])              # the server is not concerned
+    assert chat_template("world").render([{"content": "a", **message}])              # not the server's business
 
 
 @pytest.mark.parametrize(("messages", "field"), [
@@ -321,7 +321,7 @@ def test_an_answer_is_learnt_after_the_prompt_that_a_chat_asks_with(tmp_path: Pa
 
 
 def test_what_is_learnt_of_a_conversation_with_and_without_thoughts() -> None:
-    """An earlier answer stands as the chat shows it in later turns, so without an empty thought."""
+    """An earlier answer is rendered as in later turns of a chat, so without empty reasoning."""
     def learnt(think: Think) -> list[str]:
         return [text for text, is_learnt in chat_template("g1").for_learning(think).parts(THOUGHT) if is_learnt]
 
@@ -344,7 +344,7 @@ def test_a_template_without_thoughts_is_none_for_learning_them() -> None:
 
 
 def test_a_template_that_changes_its_form_with_tools(tmp_path: Path) -> None:
-    """Both forms have their stop, results are objects, and thoughts are asked for by the name that rwkv-rs has for it."""
+    """Each rendering has its own stop string, results are objects, and reasoning is requested by rwkv-rs's variable."""
     (tmp_path / "two.jinja").write_text(
         "{% for m in messages %}{% if tools %}\n### {{ m.role }}\n"
         "{{ m.rwkv_json_content.sky if m.role == 'tool' else m.content }}{% else %}{{ m.role }}: {{ m.content }}\n\n{% endif %}"

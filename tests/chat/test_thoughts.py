@@ -1,4 +1,4 @@
-"""Thoughts apart from the text after them, however an answer comes; what asks for them."""
+"""Separating reasoning from the text after it, for any split of an answer into pieces; and the fields that request it."""
 
 import pytest
 from hypothesis import example, given
@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from rwkv.chat.thoughts import END, START, ThoughtParser, answer_message, begun_by, begun_in, thoughts_end, with_hint
 
-ANSWERS: list[tuple[str, str, str, str]] = [     # the prompt's beginning, what is written, the thoughts, the text
+ANSWERS: list[tuple[str, str, str, str]] = [     # end of the prompt, generated text, reasoning, answer
     ("", "Yes.", "", "Yes."), ("", " \n Yes.", "", "Yes."), ("", "", "", ""),
     ("", "<think>\n2 + 2\n\nis 4\n</think>\n\n4", "2 + 2\n\nis 4", "4"), ("", " <think>a</think>b", "a", "b"),
     ("", "<think>cut", "cut", ""), ("", "<think></think>4", "", "4"), ("", "<think>\n\n</think>\n4\n", "", "4\n"),
@@ -47,7 +47,7 @@ def test_an_answer_that_is_cut_and_continued_has_the_same_thoughts_and_text(answ
     for cut in set(range(1, len(answer))) - inside:
         begun, rest = answer[:cut], answer[cut:]
         if START.startswith(begun.strip()):
-            continue                     # too little to tell
+            continue                     # too short to decide
         first = ThoughtParser().push(begun, last=True)
         start, continues = begun_in(begun, thinks=True)
         parser = ThoughtParser(start, continues=continues)

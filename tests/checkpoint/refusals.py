@@ -1,4 +1,4 @@
-"""What all wrong files have in common."""
+"""The check that a wrong file is refused with one sentence."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from rwkv.pretrained import RWKV
 
 
 def refuses(path: Path, *said: str, **options: str) -> None:
-    """One sentence that names the file and everything in `said`."""
+    """Checks that loading raises one sentence that contains the file's name and everything in `said`."""
     with pytest.raises(CheckpointError) as error:
         RWKV.from_pretrained(path, "reference", **options)
     assert "\n" not in str(error.value)

@@ -1,4 +1,4 @@
-"""Model cards: in each directory that is written, with what is known of the base, and never in place of one by hand."""
+"""Model cards: every written directory has one, with the known facts about the base; a card written by hand is kept."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Checkpoints of torch.save, ours and the official ones: which are read, which are refused, and what the message names."""
+"""Checkpoints of torch.save, timemix's and the official ones: which are read, which are refused, and what the error names."""
 
 import os
 import pickle

@@ -38,7 +38,7 @@ def flip_bytes(path: Path, chance: random.Random) -> None:
 
 
 def cut_out(path: Path, chance: random.Random) -> None:
-    """A piece is gone, or stands there twice."""
+    """Removes or duplicates a piece of the bytes."""
     content = path.read_bytes()
     start = chance.randrange(len(content))
     end = min(len(content), start + chance.choice([1, 4, 64, 5000]))
@@ -46,7 +46,7 @@ def cut_out(path: Path, chance: random.Random) -> None:
 
 
 def zero(path: Path, chance: random.Random) -> None:
-    """As a disk that lost a block would have it."""
+    """Sets a block of the bytes to zero, like a disk that lost it."""
     content = path.read_bytes()
     start = chance.randrange(len(content))
     length = min(len(content) - start, chance.choice([8, 512, 4096]))
@@ -93,7 +93,7 @@ def weights(generation: str, vocab_size: int, **sizes: int) -> dict[str, Tensor]
 
 
 def trial(folder: Path, generation: str, format: str, seed: int) -> bool:
-    """One damaged file; whether it loads."""
+    """Damages one file and returns whether it still loads."""
     chance, path = random.Random(f"{generation} {format} {seed}"), folder / f"{seed}-{NAMES[format]}"
     checkpoint = small(generation, format)
     if seed % 3 == 0:

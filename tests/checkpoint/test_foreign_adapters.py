@@ -248,7 +248,7 @@ def test_what_is_not_merged_is_refused_by_name(folder: Path, tmp_path: Path, des
 
 
 @pytest.mark.parametrize(("name", "shape", "said"), [
-    ("blocks.9.att.key.lora_A", (R, C), "blocks.9.att.key"), ("blocks.0.att.key.lora_A", (R, C + 1), "another model"),
+    ("blocks.9.att.key.lora_A", (R, C), "blocks.9.att.key"), ("blocks.0.att.key.lora_A", (R, C + 1), "different model"),
     ("blocks.0.att.key.lora_A", (R + 1, C), "do not match"), ("blocks.0.att.gate.lora_A", (R, C), "blocks.0.att.gate"),
     ("blocks.0.att.key.modules_to_save", (C, C), "modules_to_save")])
 def test_an_adapter_of_another_model_is_refused(folder: Path, tmp_path: Path, name: str, shape: tuple[int, ...],
@@ -266,7 +266,7 @@ def test_half_an_adapter_and_a_damaged_description_are_refused(folder: Path, tmp
     adapter = write_peft(tmp_path / "adapter", {"base_model.model.blocks.0.att.key.lora_A.weight": random(R, C)})
     with pytest.raises(CheckpointError, match="the adapter is incomplete"):
         with_adapter(base, adapter)
-    with pytest.raises(CheckpointError, match="give the base"):
+    with pytest.raises(CheckpointError, match="pass the model as checkpoint"):
         read_checkpoint(adapter)
     (adapter / "adapter_config.json").write_text("{")
     with pytest.raises(CheckpointError, match="not JSON"):

@@ -249,7 +249,7 @@ def test_an_index_without_its_shards(model: RWKV, tmp_path: Path) -> None:
     shard(folder)
     for file in folder.glob("model-*"):
         file.unlink()
-    not_damaged(folder, "model.safetensors.index.json", "without its shards")
+    not_damaged(folder, "model.safetensors.index.json", "without the shards")
     (folder / "model.safetensors.index.json").rename(folder / "pytorch_model.bin.index.json")
     assert_same(folder, model)           # a download of *.safetensors and *.json brings it
     (folder / "model.safetensors").rename(folder / "other.safetensors")

@@ -42,7 +42,7 @@ def model() -> RWKV:
 
 @pytest.fixture(scope="module")
 def models(model: RWKV) -> dict[str, RWKV]:
-    """One of each generation."""
+    """One model of each architecture."""
     return {"rwkv4": model, "rwkv7": small_model("reference", generation="rwkv7", n_ffn=24, **SIZES["rwkv7"])}
 
 
@@ -84,7 +84,7 @@ def test_from_every_format_to_every_format_to_the_bit(models: dict[str, RWKV], t
 
 
 def stored_alike(format: str, name: str, one: Tensor, other: Tensor) -> bool:
-    """Equal to the bit, but that ggmf and GGUF have vectors in float32, and ggmf's decays are rounded once."""
+    """Bit-identical tensors, except that ggmf and GGUF store vectors in float32, and ggmf's decays are rounded once."""
     if format == "ggmf" and name.endswith("time_decay"):
         return torch.equal(ggmf.stored_decay(one.float()), ggmf.stored_decay(other.float()))
     widened = format in ("ggmf", "gguf") and other.dtype == torch.float32
@@ -501,7 +501,7 @@ def test_weights_in_use_are_not_given_back(tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "int8"])
 @pytest.mark.parametrize("name", ["model.pth", "model.safetensors"])
 def test_a_model_that_is_not_mapped_outlives_its_file(tmp_path: Path, name: str, dtype: str) -> None:
-    """Written over in place, as cp does."""
+    """The file is overwritten in place, as cp does."""
     path = tmp_path / name
     small_model("reference", n_embd=64).save_pretrained(path)
     loaded = RWKV.from_pretrained(path, "reference", dtype=dtype, mmap=False)
@@ -516,7 +516,7 @@ def test_convert_says_what_it_does(model: RWKV, tmp_path: Path, capsys: pytest.C
     convert.main([str(tmp_path / "in.ckpt"), str(tmp_path / "out.pth"), "--dtype", "bfloat16"])
     output, errors = capsys.readouterr()
     assert output == ""
-    for part in ("3 layers, 16 wide", "vocabulary 50", "written:", "tokenizer is not in"):
+    for part in ("3 layers, 16 wide", "vocabulary 50", "written:", "does not contain the tokenizer"):
         assert part in errors
     assert read_checkpoint(tmp_path / "out.pth").weights["emb.weight"].dtype == torch.bfloat16
     with pytest.raises(SystemExit):

@@ -40,7 +40,7 @@ def mixed(plain: Path) -> Path:
 
 
 def expected_logits(path: Path, ids: torch.Tensor) -> np.ndarray:
-    """In float64, of the weights that an independent reader dequantises."""
+    """Logits in float64, from weights that an independent reader dequantises."""
     return NumpyRWKV7(official_weights(path))(ids.numpy())[0]
 
 

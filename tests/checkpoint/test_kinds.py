@@ -1,4 +1,4 @@
-"""Each kind of file that people pass on, through each program that may take it: all compute the same, or say why they cannot.
+"""Each published kind of file, in each program that may accept it: all compute the same, or the error says why they cannot.
 
 What is expected is computed here, on weights that this file makes: adapters by their formulas, GGUF by the package gguf.
 """
@@ -220,7 +220,7 @@ def test_chat(run: Run, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
 
 @each_kind
 def test_serve(folder: Path, run: Run, kind: str) -> None:
-    """A state and an adapter are models of their own beside the checkpoint."""
+    """The server lists a state and an adapter as separate models in addition to the checkpoint."""
     options, name, _ = KINDS[kind]
     beside = option(options, "lora") or option(options, "state")
     rest = [each for each in options if not each.startswith(("lora=", "state="))]

@@ -1,4 +1,4 @@
-"""Memory: loading peaks at 1.3 times the weights at most, converting at one tensor; each in a process of its own.
+"""Memory: loading peaks at 1.3 times the weights at most, converting at one tensor; each is measured in a separate process.
 
 Linux reports the peak of the resident set, with the pages of the mapped file, as VmHWM, and without them as RssAnon.
 """

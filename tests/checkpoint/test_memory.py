@@ -7,8 +7,8 @@ import torch
 
 from rwkv import pretrained
 from rwkv.checkpoint.files import Checkpoint, Weights
+from rwkv.checkpoint.lazy_tensors import Stored
 from rwkv.checkpoint.memory import GIB, require_memory, weights_nbytes
-from rwkv.checkpoint.stored import Stored
 from rwkv.config import ModelConfig
 from rwkv.errors import UserError
 from rwkv.model.base import generation
@@ -16,7 +16,7 @@ from rwkv.pretrained import RWKV
 
 
 def on_paper(n_layer: int, n_embd: int) -> Checkpoint:
-    """A mapped bfloat16 checkpoint that nobody may read."""
+    """A mapped bfloat16 checkpoint whose weights must not be read."""
     config = ModelConfig(generation="rwkv7", n_layer=n_layer, n_embd=n_embd)
 
     def data() -> torch.Tensor:
@@ -28,7 +28,7 @@ def on_paper(n_layer: int, n_embd: int) -> Checkpoint:
 
 
 @pytest.mark.parametrize(("dtype", "free", "said"), [
-    ("bfloat16", 22, "bfloat16 requires 24.1 GiB of memory, and 22.0 GiB are free: dtype=int8 requires 12.4 GiB"),
+    ("bfloat16", 22, "bfloat16 requires 24.1 GiB of memory, but only 22.0 GiB are free: dtype=int8 requires 12.4 GiB"),
     ("bfloat16", 10, "dtype=int4"), ("float32", 30, "dtype=bfloat16"), ("int4", 6, "no dtype fits")])
 def test_the_error_names_the_largest_dtype_that_fits(dtype: str, free: int, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pretrained, "available_memory", lambda: free * GIB)

@@ -43,7 +43,7 @@ def expected(base: Path, trained: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def holds(path: Path, weights: dict[str, Tensor]) -> None:
-    """The file has these matrices to the precision of float32."""
+    """Checks that the file contains these matrices to the precision of float32."""
     read = read_checkpoint(path).weights
     for name in (*NAMES, "blocks.1.att.value.weight", "head.weight"):
         torch.testing.assert_close(read[name].double(), weights[name], rtol=1e-6, atol=1e-7, msg=name)

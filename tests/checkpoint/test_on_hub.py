@@ -24,7 +24,7 @@ import sys, torch
 from pathlib import Path
 sys.path.insert(0, {tests!r})
 from rwkv import RWKV
-from rwkv.checkpoint.named import on_disk
+from rwkv.checkpoint.option_files import on_disk
 from rwkv.config import ServeConfig
 from rwkv.programs.serve import load
 from rwkv.tools.convert import convert

@@ -1,4 +1,4 @@
-"""cache_packed=true: the second start maps what the first one packed, with the same model; every change makes another entry."""
+"""cache_packed=true: the second start maps the file that the first start packed; each change of the model makes a new entry."""
 
 import os
 import shutil

@@ -297,7 +297,7 @@ def test_damage_is_one_sentence(tmp_path: Path, damage: str, loaded_in: str, dty
 
 
 def test_a_newer_version_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_packed, "VERSION", 3)
+    monkeypatch.setattr(_packed, "VERSION", _packed.WITH_BLOCKS + 1)
     _, path = saved(tmp_path, "rwkv4")
     monkeypatch.undo()
     refuses(path, "newer version")

@@ -24,19 +24,19 @@ PROMPT = "prompt=once", "max_new_tokens=6", "kernel=reference"
 
 
 def learnt(L: int = L, H: int = H, N: int = N, seed: int = 0, **names: str) -> dict[str, Tensor]:
-    """As trainers write it, value by key."""
+    """A tuned state as trainers write it, value by key."""
     random = torch.Generator().manual_seed(seed)
     return {f"blocks.{layer}.att.time_state": 0.3 * torch.randn(H, N, N, generator=random) for layer in range(L)}
 
 
 def transposed(states: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """As web-rwkv's converter writes it."""
+    """A tuned state as web-rwkv's converter writes it, key by value."""
     return {name: state.mT.half().contiguous() for name, state in states.items()}
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model of bytes, and one tuned state in every form."""
+    """A model with a vocabulary of bytes, and one tuned state in every file format."""
     made = tmp_path_factory.mktemp("states")
     model = small_model(generation="rwkv7", vocab_size=256, n_layer=L, **SIZES["rwkv7"])
     model.save_pretrained(made / "base.safetensors", ByteTokenizer())
@@ -106,10 +106,10 @@ def test_what_no_file_says_is_asked_for(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(("states", "said"), [
-    (learnt(L=2), "2 layers of 2 heads of 64, and the model has 3 layers of 2 heads of 64"),
-    (learnt(H=4, N=32), "3 layers of 4 heads of 32, and the model has 3 layers of 2 heads of 64"),
-    ({**learnt(), "blocks.1.att.time_state": torch.zeros(2, 64, 32)}, "several forms"),
-    ({name: state[0] for name, state in learnt().items()}, "another form"),
+    (learnt(L=2), "2 layers of 2 heads of size 64, and the model has 3 layers of 2 heads of size 64"),
+    (learnt(H=4, N=32), "3 layers of 4 heads of size 32, and the model has 3 layers of 2 heads of size 64"),
+    ({**learnt(), "blocks.1.att.time_state": torch.zeros(2, 64, 32)}, "several shapes"),
+    ({name: state[0] for name, state in learnt().items()}, "an unexpected shape"),
     ({name: state for name, state in learnt(L=4).items() if "1" not in name}, "lacks layer 1"),
     ({**learnt(), "blocks.0.att.time_offset": torch.zeros(2)}, "time_offset"),
     ({**learnt(), "emb.weight": torch.zeros(2, 2)}, "checkpoint="), ({"a.b": torch.zeros(2)}, "a.b"), ({}, "no tensors"),

@@ -1,4 +1,4 @@
-"""The garbage collector rests while a program starts."""
+"""The garbage collector is disabled while a program starts."""
 
 import gc
 import subprocess

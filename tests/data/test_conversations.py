@@ -1,4 +1,4 @@
-"""Conversations: their forms, what is learnt of them letter by letter, packing without padding to spare and without leaks."""
+"""Conversations: their formats, the exact parts that are trained on, and packing with minimal padding and no leaks."""
 
 import gzip
 import json
@@ -236,10 +236,10 @@ def test_a_wrong_file_is_named(tmp_path: Path, content: bytes, said: str) -> Non
     ({"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": None}], "system": "s"},
      r"line 2: conversations\[1\]\.value"),
     ({"conversations": [{"from": "human", "value": "a"}, {"from": "function_call", "value": "f()"}]},
-     r"line 2: conversations\[1\]\.value must be a call"),
-    ({"conversation": [{"human": "a", "assistant": "b"}]}, r"line 2: conversation\[0\] has no role.*human, assistant"),
+     r"line 2: conversations\[1\]\.value must be a tool call"),
+    ({"conversation": [{"human": "a", "assistant": "b"}]}, r"line 2: conversation\[0\] must have role or from; got human"),
     ({"messages": None}, "line 2: messages must be a list.*got null"),
-    ({"prompt": "a", "chosen": "b"}, "line 2: .*there is prompt, chosen"),
+    ({"prompt": "a", "chosen": "b"}, "line 2: .*got prompt, chosen"),
     ({"question": "a", "context": "c", "answer": "b"}, "line 2: question and answer conflict with context"),
     ({"prompt": "a", "completion": 4}, "line 2: completion must be a string"),
 ])
@@ -329,7 +329,7 @@ def learner(generation: str) -> LanguageModel:
 @each_generation
 @pytest.mark.parametrize("checkpointed", [False, pytest.param(True, marks=pytest.mark.thorough)])
 def test_packed_rows_equal_one_conversation_a_row(talks: Corpus, generation: str, checkpointed: bool) -> None:
-    """Losses to 1e-6, and gradients."""
+    """Losses agree within 1e-6, and so do gradients."""
     task, batch = learner(generation), rows_of(talks, 100).__getitems__([0, 1])
     if checkpointed:
         prepare_blocks(task.model, TrainerConfig(activation_checkpointing=True))
@@ -419,7 +419,7 @@ def test_short_conversations_are_validated_in_rows_with_tbptt_too(talks: Corpus)
 
 
 def test_tbptt_divides_no_conversation(talks: Corpus) -> None:
-    """However many streams there are."""
+    """For any number of streams."""
     assert len(DocumentChunks(talks.train, 0, 8, streams=10, learnt=talks.learnt)) == len(TALKS) - 1
 
 

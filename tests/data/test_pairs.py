@@ -29,7 +29,7 @@ FIRST = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "he
 
 
 def messages(parts: list[tuple[str, bool]]) -> tuple[str, str]:
-    """The text, and what is learnt of it."""
+    """The text, and the part of it that is trained on."""
     return "".join(text for text, _ in parts), "".join(text for text, learnt in parts if learnt)
 
 

@@ -32,7 +32,7 @@ LAYOUTS = st.builds(StepLayout, rows=st.integers(1, 3), parts=st.integers(1, 3),
 
 
 def documents(folder: Path, sizes: list[int]) -> TokenArray:
-    """end_of_text and then ids that occur once, so that an id says where it comes from."""
+    """Documents of end_of_text followed by ids that occur only once, so that an id identifies its position."""
     ids = np.arange(1, sum(sizes) + 1, dtype=np.uint16)
     parts = np.split(ids, np.cumsum(sizes)[:-1])
     for part in parts:

@@ -21,7 +21,7 @@ from rwkv.data import shards
 from rwkv.data.prepare import Corpus, prepare
 from rwkv.data.sources import open_source
 from rwkv.errors import UserError
-from rwkv.tokenizer.lost import Lost
+from rwkv.tokenizer.lost_bytes import Lost
 from rwkv.tokenizer.tokenizers import JsonTokenizer
 
 TEXT = "".join(f"line {number}: the quick brown fox — {number * number % 97}\n" for number in range(400))

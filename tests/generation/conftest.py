@@ -1,4 +1,4 @@
-"""What tests of several files share."""
+"""Fixtures for several test files."""
 
 import io
 from collections.abc import Callable
@@ -8,5 +8,5 @@ import pytest
 
 @pytest.fixture
 def typed(monkeypatch: pytest.MonkeyPatch) -> Callable[[bytes], None]:
-    """typed(b"...") -> that is what comes from standard input."""
+    """A function that makes these bytes the standard input: typed(b"...")."""
     return lambda content: monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(content)))

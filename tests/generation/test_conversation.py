@@ -13,7 +13,7 @@ from models import each_generation, following, small_model, writing
 from programs import Run, one_sentence
 from tokenizer_files import chatml, sentencepiece_bpe
 
-from rwkv.chat.rendered import encode
+from rwkv.chat.encoding import encode
 from rwkv.chat.templates import chat_template
 from rwkv.config import Sampling
 from rwkv.errors import UserError
@@ -21,7 +21,7 @@ from rwkv.generation.conversation import Chat
 from rwkv.generation.engine import Engine, generate
 from rwkv.generation.request import Request
 from rwkv.generation.stopping import StoppingCriteria
-from rwkv.io.unread import abandon
+from rwkv.io.broken_pipe import abandon
 from rwkv.programs.chat import Terminal
 from rwkv.tokenizer.tokenizers import ByteTokenizer, JsonTokenizer
 
@@ -318,7 +318,7 @@ def test_turns_from_standard_input(run: Run, typed: Callable[[bytes], None]) -> 
     assert [message["role"] for message in json.loads(Path("talk.json").read_text())["messages"]] == ["user", "assistant"]
     status, output, error = run("chat", "checkpoint=model.safetensors", "think=true", "device=cpu")
     assert (status, output) == (2, "")
-    assert error.splitlines()[1:] == ["error: think: the chat template world has no thoughts; g1 has"]
+    assert error.splitlines()[1:] == ["error: think: the chat template world does not support thoughts; g1 does"]
     one_sentence(run("chat", "checkpoint=model.safetensors", "think=maybe", "device=cpu"), "think", "fake")
 
 

@@ -1,4 +1,4 @@
-"""Speculative decoding: a draft changes the number of passes, and not one bit of a sequence."""
+"""Speculative decoding: a draft changes the number of passes, but no bit of a sequence."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -69,7 +69,7 @@ def results(model: RWKV, requests: Sequence[Request], draft: Draft | None, cache
 
 
 def assert_same(rows: Sequence[Row], expected: Sequence[Row]) -> None:
-    """All that a request returns, to the bit."""
+    """Checks that everything that a request returns is bit-identical."""
     for row, other in zip(rows, expected, strict=True):
         assert row.sample == other.sample
         assert row.stop == other.stop

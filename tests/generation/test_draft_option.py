@@ -24,7 +24,7 @@ in_c = pytest.mark.skipif(native.why_not() is not None, reason=str(native.why_no
 
 @pytest.fixture
 def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """model.pth and a smaller one that says the same; another one; files that are no drafts."""
+    """model.pth, a smaller model that generates the same text, a different model, and files that cannot be drafts."""
     following(256, CIRCLE, n_embd=64).save_pretrained(tmp_path / "model.pth", format="pth")
     following(256, CIRCLE, n_embd=16).save_pretrained(tmp_path / "small.pth", format="pth")
     small_model(vocab_size=256, generation="rwkv7").save_pretrained(tmp_path / "other.pth", format="pth")

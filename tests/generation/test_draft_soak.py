@@ -12,7 +12,7 @@ from models import in_form, small_model
 from test_draft import BYTES, Random, assert_same, texts_of
 
 from kernels import native
-from kernels.matvec import FORMS
+from kernels.matvec import BLOCKS, FORMS
 from rwkv.config import GENERATIONS, Sampling
 from rwkv.generation.draft import Draft, ModelDraft, NGram
 from rwkv.generation.engine import Engine
@@ -41,7 +41,7 @@ def text_of(draw: random.Random, most: int) -> str:
 
 
 def request_of(draw: random.Random, model: RWKV) -> Request:
-    """A request with options drawn at random."""
+    """A request with random options."""
     sampling = Sampling(**{name: draw.choice(values) for name, values in CHOICES.items()})
     stopping = StoppingCriteria(draw.choice([0, 1, 2, 5, 30, 60]), draw.choice([(), ("ab",), ("a b", "cc"), ("c",)]),
                                 draw.choice([(), (), (99,)]))
@@ -85,9 +85,11 @@ def assert_same_cache(cache: PrefixCache, other: PrefixCache, rows: list[Row]) -
 @pytest.mark.parametrize("generation", GENERATIONS)
 def test_random_batches_are_the_same_with_any_draft(generation: str, form: str) -> None:
     pytest.importorskip("llguidance")
-    model, other = (in_form(small_model("reference", 256, seed, generation), form) for seed in (0, 1))
+    sizes = {"n_embd": BLOCKS[form].elements} if form in BLOCKS else {}
+    model, other = (in_form(small_model("reference", 256, seed, generation, **sizes), form) for seed in (0, 1))
     accepted = 0
-    for seed in range(BATCHES // len(FORMS)):
+    batches = BATCHES // len(FORMS)
+    for seed in range(batches):
         draw = random.Random(f"{generation} {form} {seed}")
         requests = [request_of(draw, model) for _ in range(draw.randrange(1, 6))]
         order = [draw.choice([0, 0, 1, 3]) for _ in requests]
@@ -109,4 +111,4 @@ def test_random_batches_are_the_same_with_any_draft(generation: str, form: str) 
                 raise AssertionError(f"{generation}, {form}, seed {seed}, {type(draft).__name__}") from error
             accepted += sum(row.accepted_tokens for row in rows)
     print(f"{generation} {form}: {accepted} tokens of drafts accepted")
-    assert accepted > 500
+    assert accepted > 10 * batches

@@ -1,4 +1,4 @@
-"""Embeddings are the model's final hidden states, whatever else the engine does at the time."""
+"""Embeddings are the model's final hidden states, independent of other requests in the engine."""
 
 import pytest
 import torch

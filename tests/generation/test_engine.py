@@ -62,7 +62,7 @@ def cut_into(patch: pytest.MonkeyPatch, chunk: int, budget: int) -> None:
 
 
 def by_hand(model: RWKV, ids: list[int], n: int, seed: int, options: Sampling) -> list[int]:
-    """One token after the other through the model itself."""
+    """Generates one token after another by calling the model itself."""
     generator, written = torch.Generator().manual_seed(seed), []
     logits, state = model.prefill(torch.tensor([ids]))
     while len(written) < n:
@@ -76,7 +76,7 @@ def by_hand(model: RWKV, ids: list[int], n: int, seed: int, options: Sampling) -
 
 def read_prompts(model: RWKV, prompts: list[list[int]], start: PrefillResult | None = None,
                  cache: PrefixCache | None = None) -> list[PrefillResult | None]:
-    """The result after each prompt."""
+    """Prefills the prompts and returns each result."""
     prefills = [Prefill(model, prompt, start, cache) for prompt in prompts]
     for reading in prefills:
         while reading.next_cost:
@@ -547,7 +547,7 @@ def test_a_model_with_spare_tokens_never_says_them() -> None:
 
 
 def watch(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
-    """The shapes of what the model reads in parallel chunks from now on; short prompts too are read so."""
+    """Records the shapes of all later prefill chunks; short prompts are then prefilled in chunks too."""
     monkeypatch.setattr(prefill_module, "SHORT_PROMPT", 0)
     chunks, embedded = [], RWKV._embedded
 

@@ -1,4 +1,4 @@
-"""A process that is forked after its parent has generated texts has none of the parent's threads, and waits for none."""
+"""A process that is forked after its parent has generated text does not wait for threads that exist only in the parent."""
 
 import os
 import subprocess

@@ -95,7 +95,7 @@ ENFORCED: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
 
 
 def allows(grammar: Grammar, text: str) -> bool:
-    """Whether a text may begin so; a whole JSON text may also end so."""
+    """Whether the grammar allows the text as a prefix; a complete JSON text must also be allowed to end."""
     matcher = matcher_of(grammar, BYTES)
     for byte in text.encode():
         mask = matcher.allowed()
@@ -197,7 +197,7 @@ def test_what_cannot_be_enforced_is_refused(name: str) -> None:
 
 
 def test_a_required_name_that_may_not_occur_is_not_called_a_circle_alone() -> None:
-    with pytest.raises(UserError, match="what it requires is excluded"):
+    with pytest.raises(UserError, match="the schema excludes what it requires"):
         Grammar.json_schema({**CLOSED, "properties": {"a": INTEGER}, "required": ["b"]}).check()
 
 

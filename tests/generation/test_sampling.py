@@ -32,7 +32,7 @@ PLAIN = {"temperature": 1.0, "top_p": 1.0}
 
 @pytest.fixture(scope="module", params=["torch", "native"])
 def draw(request: pytest.FixtureRequest) -> Draw | None:
-    """What next_tokens is given."""
+    """The arguments of next_tokens."""
     if request.param == "native" and drawing() is None:
         pytest.skip("no implementation of kernels/draw runs on this CPU")
     return drawing() if request.param == "native" else None

@@ -1,4 +1,4 @@
-"""Names on the Hub, beside a server on this machine that speaks its interface."""
+"""Names on the Hub, tested against a local server that implements its interface."""
 
 import json
 from collections.abc import Iterator

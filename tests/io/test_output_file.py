@@ -15,7 +15,7 @@ from rwkv.tokenizer.tokenizers import ByteTokenizer
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Run:
-    """In a folder with a model, prompts and a text."""
+    """Runs programs in a folder with a model, prompts and a text."""
     monkeypatch.chdir(tmp_path)
     small_model(vocab_size=256).save_pretrained("model.safetensors", ByteTokenizer())
     Path("prompts.txt").write_text("one\ntwo\n")

@@ -1,4 +1,4 @@
-"""Signals that ask for a stop: which are caught_signals, how often, and what they do."""
+"""Signals that request a stop: which ones are caught, how often, and what they do."""
 
 import itertools
 import os

@@ -222,10 +222,10 @@ def test_more_shared_memory_is_asked_for_and_never_less(source: Source, cache: P
 
 def test_an_error_of_the_driver_is_named(source: Source, cache: Path, nvrtc: str, driver: ctypes.CDLL) -> None:
     x = torch.zeros(1)
-    with pytest.raises(KernelUnavailable, match=r"cuda:0 does not load first of small\.cu: CUDA_ERROR_NOT_FOUND"):
+    with pytest.raises(KernelUnavailable, match=r"cuda:0 could not load first of small\.cu: CUDA_ERROR_NOT_FOUND"):
         source.launch("first", 1, 1, x)
     driver.fake_fail(700)
-    with pytest.raises(RuntimeError, match=r"CUDA_ERROR_ILLEGAL_ADDRESS: cuda:0 did not run second of small\.cu"):
+    with pytest.raises(RuntimeError, match=r"CUDA_ERROR_ILLEGAL_ADDRESS: cuda:0 could not run second of small\.cu"):
         source.launch("second", 1, 1, x, 0, 1.0)
     driver.fake_fail(12345)
     with pytest.raises(RuntimeError, match="CUDA error 12345"):

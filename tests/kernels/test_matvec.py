@@ -44,6 +44,20 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(matvec: MatVec) -> None:
                 assert torch.equal(matvec(row.unsqueeze(0), packed)[0], alone), (form, shape)
 
 
+@in_c
+@each_level
+@pytest.mark.parametrize("form", FORMS)
+def test_tiles_of_every_size_have_the_bits_of_single_rows(form: str, level: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One to eight rows in a tile, several tiles, and rows so long that a tile reads them in pieces."""
+    monkeypatch.setattr(native, "level", lambda: level)
+    matvec = MatVec("c_v0")
+    for N, K in ((50, 768), (7, 5000)):
+        x, packed = cases.inputs(19, N, K, form)
+        alone = torch.cat([matvec(row.unsqueeze(0), packed) for row in x])
+        for rows in (*range(2, 10), 13, 19):
+            assert torch.equal(matvec(x[:rows], packed), alone[:rows]), (N, K, rows)
+
+
 def test_several_products_at_once_are_the_same_to_the_bit(matvec: MatVec) -> None:
     for form in forms_of(matvec):
         weights = [cases.inputs(1, N, 96, form, seed=N)[1] for N in (5, 64, 7, 33, 1)]

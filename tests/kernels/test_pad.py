@@ -170,12 +170,12 @@ def test_a_tile_for_images_of_more_dimensions(tile: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize(("image", "sentence"), [
-    (torch.ones(3, 5, 5, dtype=torch.uint8), "images of its tile's dtype and device, torch.float32 on cpu, got torch.uint8"),
+    (torch.ones(3, 5, 5, dtype=torch.uint8), "images of its tile's dtype and device, torch.float32 on cpu; got torch.uint8"),
     (torch.ones(3, 5, 5, device="meta"), "got torch.float32 on meta"),
-    (torch.ones(5, 5), r"a tile of shape \(3, 2, 2\) does not go with an image of shape \(5, 5\)"),
-    (torch.ones(4, 5, 5), r"with an image of shape \(4, 5, 5\)"),
+    (torch.ones(5, 5), r"a tile of shape \(3, 2, 2\) does not fit an image of shape \(5, 5\)"),
+    (torch.ones(4, 5, 5), r"fit an image of shape \(4, 5, 5\)"),
 ])
-def test_images_that_do_not_go_with_the_tile(image: Tensor, sentence: str) -> None:
+def test_images_that_do_not_fit_the_tile(image: Tensor, sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         BrickPad(torch.ones(3, 2, 2), 1)(image)
 

@@ -85,7 +85,7 @@ def test_auto_of_wkv7_passes_over_a_kernel_that_takes_no_heads_so_wide(monkeypat
     size = select.Size(96, 1024, 512)
     assert select.resolve("wkv7", "auto", "cuda", torch.bfloat16, size) == "cuda_v3"
     assert select.why_auto("wkv7", "cuda", torch.bfloat16, size) == (
-        "cuda_v3 (chosen by auto: triton_v1 takes heads of up to 256 channels)")
+        "cuda_v3 (chosen by auto: triton_v1 supports heads of up to 256 channels)")
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""A generation is its folder, its file in checkpoint/ and its operator: no other code imports it or has its name."""
+"""An architecture consists of its folder, its file in checkpoint/ and its operator: no other code imports or names it."""
 
 import ast
 import re
@@ -8,7 +8,7 @@ RWKV = Path(__file__).parent.parent.parent / "rwkv"
 OWN = r"(model|checkpoint)/rwkv\d+\b"
 NAME = re.compile(r"r?wkv\d+")
 MAY_NAME = {"config/train.py": {"rwkv4"},        # the default of model.generation
-            "training/plan/on_paper.py": {"rwkv4", "rwkv7"}}          # measured training steps
+            "training/plan/other_gpus.py": {"rwkv4", "rwkv7"}}          # measured training steps
 
 
 def others() -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""How many operations a GPU is asked to start for one layer of a training step: the host's time there, some 26 us each.
+"""Limits the number of GPU launches per layer of a training step, each of which takes the host about 26 us.
 
 Counted on a CPU over the path that a GPU takes. Each Triton kernel and operator counts as one and computes nothing; views and
 empty tensors count as none. A change that launches more fails here, and one that launches fewer should lower the budget.

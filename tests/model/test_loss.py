@@ -104,7 +104,7 @@ def test_huge_logits_stay_finite() -> None:
 
 
 class MostRows(TorchDispatchMode):
-    """The most rows of any tensor (rows, V) that comes into being."""
+    """Records the largest number of rows of any tensor (rows, V) that is created."""
 
     def __init__(self, V: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A weight's rounded copy is the weight of this moment, is made once a step, and is all that a training step keeps of it."""
+"""A weight's rounded copy is up to date, is made once per step, and is the only copy that a training step saves."""
 
 import copy
 import pickle

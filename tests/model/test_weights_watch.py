@@ -1,4 +1,4 @@
-"""What is computed from weights and kept is that of the weights that the model has now, however they were changed."""
+"""Values cached from weights always match the model's current weights, however those were changed."""
 
 import copy
 import pickle

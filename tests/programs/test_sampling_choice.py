@@ -1,4 +1,4 @@
-"""The options of sampling that nobody gave: what chooses them, in each program."""
+"""Sampling options that the user did not give: their source, in each program."""
 
 import io
 import json

@@ -30,7 +30,7 @@ from rwkv.report import page as report_page
 from rwkv.report.findings import findings
 from rwkv.report.numbers import columns, compare
 from rwkv.report.numbers import rows as numbers_rows
-from rwkv.report.reading import Run, read
+from rwkv.report.run_files import Run, read
 from rwkv.tokenizer.tokenizers import ByteTokenizer
 from rwkv.tools import report as report_tool
 from rwkv.training import finish, fit
@@ -523,10 +523,10 @@ def rates(pairs: bool) -> list[Run]:
 
 @pytest.mark.parametrize(("runs", "said", "unsaid"), [
     (speeds((100, 101), (150, 152)), ("fast is the fastest: 153 tokens/s, 1.49 times", "faster than every run"),
-     "may be as fast"),
-    (speeds((100, 160), (150, 152)), ("fast is the fastest", "conv1d, which may be as fast"), "faster than every run"),
+     "may be equally fast"),
+    (speeds((100, 160), (150, 152)), ("fast is the fastest", "conv1d, which may be equally fast"), "faster than every run"),
     (speeds((160, 161), (150, 152)), ("conv1d is the fastest", "the next, fast"), "times as many"),
-    (speeds((100,), (150,)), ("fast is the fastest", "one run of a kernel"), "faster than every run"),
+    (speeds((100,), (150,)), ("fast is the fastest", "has only one run"), "faster than every run"),
     (rates(False), ("optim.lr=0.1 has the lowest validation loss: 1.0500 nats per token",), "objective"),
     (rates(True), ("optim.lr=0.1 has the lowest validation loss: 1.0500 objective per pair",), "nats"),
 ], ids=["faster", "overlapping", "slower", "one run", "another option", "pairs"])
@@ -554,7 +554,7 @@ def test_a_tokenizer_that_loses_text_is_a_finding(tmp_path: Path, share: float, 
     assert (run["val_bpb"], run["val_lost"]) == (bits, str(share))
     said, = (finding.text for finding in findings(compare(read(tmp_path))) if "loses" in finding.text)
     assert f"{100 * share:g} %" in said
-    assert ("not given" in said) == (not bits)
+    assert ("not reported" in said) == (not bits)
     assert f"{100 * share:g} %" in parsed(tmp_path / "report.html").text
 
 

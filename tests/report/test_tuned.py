@@ -8,8 +8,8 @@ import pytest
 import yaml
 
 from rwkv import report
-from rwkv.report.reading import Run, read
-from rwkv.report.tuned import answers, changes, what_was_tuned
+from rwkv.report.run_files import Run, read
+from rwkv.report.tuning import answers, changes, what_was_tuned
 
 LORA = {"method": "lora", "base": "base.pth", "dtype": "int8", "trained": 1234, "rank": 4, "alpha": 8.0,
         "modules": ["att.key", "ffn.value"]}

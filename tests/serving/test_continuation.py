@@ -10,8 +10,8 @@ from test_limits import refused
 from test_special_tokens import END, TEMPLATE, TOKENIZER
 from test_tools import TOOLS
 
+from rwkv.chat.encoding import for_tokenizer
 from rwkv.chat.jinja import JinjaTemplate
-from rwkv.chat.rendered import for_tokenizer
 from rwkv.chat.template import ChatTemplate
 from rwkv.chat.templates import chat_template
 from rwkv.config import ServeConfig

@@ -167,7 +167,7 @@ def test_other_files_are_refused_in_a_sentence(api: httpx.Client, model: RWKV, t
               state_file({name: tensor.long() for name, tensor in tensors.items()}, metadata)]
     for each in broken:
         refused(api.post("/states", content=each, headers=FILE))
-    assert "another model" in api.post("/states", content=broken[len(BODIES) + 3], headers=FILE).json()["error"]["message"]
+    assert "different model" in api.post("/states", content=broken[len(BODIES) + 3], headers=FILE).json()["error"]["message"]
     assert "has changed" in api.post("/states", content=changed, headers=FILE).json()["error"]["message"]
     assert completed(api, prompt="a")["choices"]
 

@@ -45,7 +45,7 @@ def test_a_cpu_has_none_and_says_nothing() -> None:
     (with_trainer(strategy="fsdp"), "cuda_v3", "fsdp"), (with_trainer(tbptt=2), "cuda_v3", "tbptt"),
     (with_trainer(accumulate=2), "cuda_v3", "accumulate"), (with_trainer(compile=True), "cuda_v3", "compile"),
     (with_trainer(activation_checkpointing=True), "cuda_v3", "checkpointing"), (with_trainer(probe=True), "cuda_v3", "probe"),
-    (with_trainer(precision="fp16-mixed"), "cuda_v3", "float16"), (SMALL, "torch_chunk", "kernel=torch_chunk"),
+    (with_trainer(precision="fp16-mixed"), "cuda_v3", "fp16-mixed"), (SMALL, "torch_chunk", "kernel=torch_chunk"),
     (SMALL, "taichi_v3", "kernel=taichi_v3"), (replace(SMALL, data=DataConfig(name="chat")), "cuda_v3", "conversations"),
     (replace(SMALL, tune=TuneConfig(method="lora")), "cuda_v3", "tune=lora"),
     (replace(SMALL, model=ModelConfig(generation="rwkv7", deep_embed_dim=4)), "cuda_v3", "DeepEmbed")],

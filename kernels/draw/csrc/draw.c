@@ -3,15 +3,15 @@
 // A token's weight is e^((logit - largest) scale), so the likeliest token has weight 1. Tokens are ranked by logit, since
 // different logits can round to the same weight.
 
-#define LANES 8                          // on every CPU, for one order of summation
+#define LANES 8                          // on every CPU, so that the order of summation is the same
 
 #include "../../native/csrc/threads.h"
 #include "../../native/csrc/vectors.h"
 
 enum {
     BLOCK = 512,                         // tokens whose weights are summed in float32
-    STRIPE = 64,                         // tokens that one maximum represents in the bound for top_k
-    NOT_FINITE = -1,                     // result in place of a token
+    STRIPE = 64,                         // tokens per maximum in the lower bound for top_k
+    NOT_FINITE = -1,                     // returned instead of a token
 };
 
 struct options {
@@ -27,7 +27,7 @@ struct block { double sum; float largest; };
 EXPORT_SIZE(draw_token, struct token)
 EXPORT_SIZE(draw_block, struct block)
 
-// Weights of 8 tokens; 0 below e^-80.
+// The weights of 8 tokens; 0 if below e^-80.
 INLINE floats weights_of(floats logits, float largest, float scale) {
     floats x = (logits - largest) * scale;
     return x >= -80.0f ? exp_neg(max(x, splat(-80.0f))) : splat(0.0f);
@@ -68,7 +68,7 @@ INLINE struct block sum_block(const float *logits, int64_t n, float scale, int *
     return (struct block){hsum(sum), top};
 }
 
-// Fills `blocks`. Returns the sum of all weights, and in *largest the largest logit, NaN if any logit is NaN.
+// Fills `blocks`. Returns the sum of all weights. Sets *largest to the largest logit, or to NaN if any logit is NaN.
 INLINE double sum_weights(const float *logits, int64_t V, float scale, struct block *blocks, float *largest) {
     int64_t n = (V + BLOCK - 1) / BLOCK;
     float top = -__builtin_inff();
@@ -84,13 +84,13 @@ INLINE double sum_weights(const float *logits, int64_t V, float scale, struct bl
     return total;
 }
 
-// Samples from the whole vocabulary: the first token, in its order, at which the cumulative weight exceeds `threshold`.
+// Samples without filters: the first token of the vocabulary at which the cumulative weight exceeds `threshold`.
 INLINE int64_t sample_all(const float *logits, int64_t V, float largest, float scale, const struct block *blocks,
                           double threshold) {
     double sum = 0;
     int64_t block = 0, last = 0;
     for (; block < (V - 1) / BLOCK && sum + blocks[block].sum <= threshold; block++) sum += blocks[block].sum;
-    for (int64_t i = block * BLOCK; i < V; i += 8) {        // usually in this block; rounding may lead past it
+    for (int64_t i = block * BLOCK; i < V; i += 8) {        // the token is in this block, or after it due to rounding
         float weights[8];
         store(weights, weights_of(load_logits(logits + i, V - i), largest, scale));
         for (int64_t l = 0; l < 8; l++) {
@@ -102,7 +102,7 @@ INLINE int64_t sample_all(const float *logits, int64_t V, float largest, float s
     return last;
 }
 
-// Collects the tokens with at least these logits and weights, in the order of the vocabulary; returns their number.
+// Collects the tokens with a logit >= min_logit and a weight >= min_weight, in the order of the vocabulary; returns their number.
 INLINE int64_t collect_candidates(const float *logits, int64_t V, float largest, float scale, float min_logit, float min_weight,
                                   struct token *candidates) {
     int64_t n = 0;
@@ -134,7 +134,7 @@ INLINE void make_heap(struct token *tokens, int64_t n) {
     for (int64_t i = n / 2 - 1; i >= 0; i--) sift_down(tokens, n, i);
 }
 
-// Pops the likeliest of n tokens: moves it behind the remaining heap.
+// Removes the likeliest token from a heap of n: swaps it to the end, behind the remaining heap, and returns it.
 INLINE struct token pop_likeliest(struct token *heap, int64_t n) {
     struct token likeliest = heap[0];
     heap[0] = heap[n - 1];
@@ -143,8 +143,8 @@ INLINE struct token pop_likeliest(struct token *heap, int64_t n) {
     return likeliest;
 }
 
-// Moves the tokens that pass top_k and top_p to the end of `tokens`, the likeliest last; returns their number. total: sum of all
-// weights.
+// Moves the tokens that pass top_k and top_p to the end of `tokens`, the likeliest last, and returns their number. total: the sum
+// of all weights.
 INLINE int64_t select_nucleus(struct token *tokens, int64_t n, const struct options *o, double total) {
     int64_t limit = o->top_k && o->top_k < n ? o->top_k : n, popped = 0, selected = 0;
     double sum = 0;
@@ -157,8 +157,8 @@ INLINE int64_t select_nucleus(struct token *tokens, int64_t n, const struct opti
     return selected ? selected : 1;
 }
 
-// A lower bound of the k-th largest logit: the k-th largest of the stripes' maxima. With fewer than k stripes the least float,
-// since a token at -inf is never drawn.
+// A lower bound of the k-th largest logit: the k-th largest of the stripes' maxima. With fewer than k stripes it is the least
+// finite float, which excludes only tokens at -inf; these are never drawn.
 INLINE float top_k_bound(const float *logits, int64_t V, int64_t k, struct token *stripes) {
     int64_t n = V / STRIPE, popped = 0;
     if (n < k) return -__FLT_MAX__;
@@ -172,14 +172,14 @@ INLINE float top_k_bound(const float *logits, int64_t V, int64_t k, struct token
     return stripes[0].logit > -__FLT_MAX__ ? stripes[0].logit : -__FLT_MAX__;
 }
 
-// A weight below which min_p or top_p drops every token: lighter tokens sum to less than the mass that top_p discards.
+// A weight below which min_p or top_p drops every token; for top_p, because all lighter tokens together weigh less than it drops.
 INLINE float min_candidate_weight(const struct options *o, double total) {
-    const float smallest = 1e-36f;       // below e^-80, but a normal number, which no CPU flushes to 0
+    const float smallest = 1e-36f;       // below e^-80, but not denormal, so that no CPU flushes it to 0
     float top_p_bound = o->top_p < 1 ? 0.99f * (1 - o->top_p) * (float)total / (float)o->V : smallest;
     return o->min_p > top_p_bound ? o->min_p : top_p_bound;
 }
 
-// Samples from the tokens that pass the filters: in descending order with top_k or top_p, else in the order of the vocabulary.
+// Samples from the tokens that pass the filters: in descending order of logits with top_k or top_p, else in vocabulary order.
 INLINE int64_t sample_filtered(const float *logits, const struct options *o, double uniform, float largest, float scale,
                                double total, struct token *tokens) {
     float min_logit = o->top_k ? top_k_bound(logits, o->V, o->top_k, tokens) : -__FLT_MAX__;
@@ -187,7 +187,7 @@ INLINE int64_t sample_filtered(const float *logits, const struct options *o, dou
     int64_t n = collect_candidates(logits, o->V, largest, scale, min_logit, min_weight, tokens), last = 0;
     if (o->top_k || o->top_p < 1) {
         int64_t selected = select_nucleus(tokens, n, o, total);
-        for (int64_t i = 0; i < n / 2; i++) {            // reverse: the likeliest first
+        for (int64_t i = 0; i < n / 2; i++) {            // reverse, so that the likeliest is first
             struct token swapped = tokens[i];
             tokens[i] = tokens[n - 1 - i];
             tokens[n - 1 - i] = swapped;
@@ -196,7 +196,7 @@ INLINE int64_t sample_filtered(const float *logits, const struct options *o, dou
     }
     double sum = 0, cumulative = 0;
     for (int64_t i = 0; i < n; i++) {
-        int likely = o->min_p < 1 ? tokens[i].weight >= o->min_p : tokens[i].logit == largest;   // other logits may round to 1
+        int likely = o->min_p < 1 ? tokens[i].weight >= o->min_p : tokens[i].logit == largest;   // smaller logits may have weight 1
         if (!likely) tokens[i].weight = 0;
         else if (o->filters_first) tokens[i].weight = weight_of(logits[tokens[i].id], largest, 1 / o->temperature);
         sum += tokens[i].weight;
@@ -219,8 +219,8 @@ INLINE int64_t draw_row(const float *logits, const struct options *o, double uni
     return sample_all(logits, o->V, largest, scale, blocks, uniform * total);
 }
 
-// Adds each bias to its token's logit, in order, and saves the original logits. A bias of -inf bans a token, even one with a NaN
-// logit.
+// Adds the biases to their tokens' logits, one after another, and saves the original logits. A bias of -inf replaces the logit, so
+// that even a token with a NaN logit is banned.
 INLINE void apply_biases(float *logits, const int32_t *ids, const float *biases, int64_t n, float *originals) {
     for (int64_t i = 0; i < n; i++) {
         originals[i] = logits[ids[i]];
@@ -230,7 +230,7 @@ INLINE void apply_biases(float *logits, const int32_t *ids, const float *biases,
 }
 
 INLINE void restore_logits(float *logits, const int32_t *ids, int64_t n, const float *originals) {
-    for (int64_t i = n - 1; i >= 0; i--) logits[ids[i]] = originals[i];      // in reverse: an id may occur twice
+    for (int64_t i = n - 1; i >= 0; i--) logits[ids[i]] = originals[i];      // in reverse, since an id may occur twice
 }
 
 // Arguments, in the order of c_v0.py. scratch: scratch_size bytes per thread, for blocks, candidates and original logits.

@@ -53,9 +53,9 @@ INLINE int64_t block_bytes(enum kind kind) {
 INLINE int is_small(enum kind kind) { return kind <= W_Q5_1; }
 INLINE int64_t block_size(enum kind kind) { return is_small(kind) ? SMALL_BLOCK : BLOCK; }
 
-// Prefetches what lies PREFETCH_BYTES after a block.
-INLINE void prefetch_block(enum kind kind, const uint8_t *w) {
-    UNROLL for (int64_t byte = 0; byte < block_bytes(kind); byte += 64) prefetch_ahead(w + byte);
+// Prefetches what lies piece->ahead bytes after a block.
+INLINE void prefetch_block(enum kind kind, const struct piece *piece, const uint8_t *w) {
+    UNROLL for (int64_t byte = 0; byte < block_bytes(kind); byte += 64) prefetch_ahead(piece, w + byte);
 }
 
 // Blocks of 32
@@ -105,15 +105,15 @@ INLINE void unpack_small(enum kind kind, const uint8_t *block, wide *w) {
     }
 }
 
-INLINE void tile_small(const struct product *p, int rows, int columns, const int64_t *ns, int64_t first) {
+INLINE void tile_small(const struct product *p, int rows, int columns, const struct piece *piece) {
     int64_t blocks = p->K / SMALL_BLOCK;
     wide acc[MAX_ROWS][COLUMNS], weights[SMALL_BLOCK / WIDE];
-    clear(rows, columns, acc);
-    const float *x = p->x + first * p->x_row;
-    for (int64_t block = 0; block < blocks; block++)
+    load_sums(piece, rows, columns, acc);
+    const float *x = p->x + piece->first * p->x_row;
+    for (int64_t block = piece->k / SMALL_BLOCK; block < piece->end / SMALL_BLOCK; block++)
         UNROLL for (int j = 0; j < columns; j++) {
-            const uint8_t *w = (const uint8_t *)p->w + (ns[j] * blocks + block) * block_bytes(p->kind);
-            prefetch_block(p->kind, w);
+            const uint8_t *w = (const uint8_t *)p->w + (piece->ns[j] * blocks + block) * block_bytes(p->kind);
+            prefetch_block(p->kind, piece, w);
             unpack_small(p->kind, w, weights);
             UNROLL for (int i = 0; i < rows; i++)
                 UNROLL for (int v = 0; v < SMALL_BLOCK / WIDE; v++) {
@@ -121,7 +121,7 @@ INLINE void tile_small(const struct product *p, int rows, int columns, const int
                     acc[i][j] = wide_fma(weights[v], values, acc[i][j]);
                 }
         }
-    store_sums(p, rows, columns, ns, first, acc);
+    store_sums(p, rows, columns, piece, acc);
 }
 
 // k-quants
@@ -229,16 +229,16 @@ INLINE wide_ints add_products(wide_ints sums, pairs x, pairs w) {
 }
 
 // y = sum over blocks of d x_scale sum(s q x_integer) - m sum over groups of t sum(x)
-INLINE void tile_k(const struct product *p, int rows, int columns, const int64_t *ns, int64_t first) {
+INLINE void tile_k(const struct product *p, int rows, int columns, const struct piece *piece) {
     int64_t blocks = p->K / BLOCK;
     wide acc[MAX_ROWS][COLUMNS];
-    clear(rows, columns, acc);
-    const uint8_t *q = p->q + first * p->q_row;
-    const float *x = p->x + first * p->x_row;
-    for (int64_t block = 0; block < blocks; block++)
+    load_sums(piece, rows, columns, acc);
+    const uint8_t *q = p->q + piece->first * p->q_row;
+    const float *x = p->x + piece->first * p->x_row;
+    for (int64_t block = piece->k / BLOCK; block < piece->end / BLOCK; block++)
         UNROLL for (int j = 0; j < columns; j++) {
-            const uint8_t *w = (const uint8_t *)p->w + (ns[j] * blocks + block) * block_bytes(p->kind);
-            prefetch_block(p->kind, w);
+            const uint8_t *w = (const uint8_t *)p->w + (piece->ns[j] * blocks + block) * block_bytes(p->kind);
+            prefetch_block(p->kind, piece, w);
             struct scales scales = read_scales(p->kind, w);
             wide_ints dot[MAX_ROWS];
             UNROLL for (int i = 0; i < rows; i++) dot[i] = (wide_ints)0;
@@ -268,7 +268,7 @@ INLINE void tile_k(const struct product *p, int rows, int columns, const int64_t
 #endif
             }
         }
-    store_sums(p, rows, columns, ns, first, acc);
+    store_sums(p, rows, columns, piece, acc);
 }
 
 // Each kind has functions of its own, with the kind as a constant.
@@ -279,7 +279,8 @@ INLINE void tile_k(const struct product *p, int rows, int columns, const int64_t
         for (int64_t r = 0; r < p->R; r += ROWS_TOGETHER) { \
             specialized.R = p->R - r < ROWS_TOGETHER ? p->R - r : ROWS_TOGETHER; \
             specialized.x = p->x + r * p->x_row, specialized.q = p->q + r * p->q_row, specialized.y = p->y + r * p->y_row; \
-            matmul_range(&specialized, begin, end, tile); \
+            matmul_range(&specialized, begin, end, tile, block_bytes(w_kind) * BLOCK / block_size(w_kind), \
+                         is_small(w_kind) ? 4 : 2); \
         } \
     } \
     static void unpack_##name(const uint8_t *w, int64_t K, float *row) { \

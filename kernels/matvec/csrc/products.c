@@ -55,11 +55,11 @@ INLINE wide load_weights(enum kind kind, const void *p, int64_t n) {
 
 // Accumulates the products of inputs k to k + n - 1, n <= WIDE.
 INLINE void accumulate_floats(const struct product *p, int rows, int columns, const uint8_t *const *w, const float *x, int64_t k,
-                              int64_t n, wide (*acc)[COLUMNS]) {
+                              int64_t n, const struct piece *piece, wide (*acc)[COLUMNS]) {
     int64_t offset = k * element_size(p->kind);
     wide weights[COLUMNS];
     UNROLL for (int j = 0; j < columns; j++) {
-        prefetch_ahead(w[j] + offset);
+        prefetch_ahead(piece, w[j] + offset);
         weights[j] = load_weights(p->kind, w[j] + offset, n);
     }
     UNROLL for (int i = 0; i < rows; i++) {
@@ -68,26 +68,26 @@ INLINE void accumulate_floats(const struct product *p, int rows, int columns, co
     }
 }
 
-INLINE void tile_floats(const struct product *p, int rows, int columns, const int64_t *ns, int64_t first) {
-    int64_t K = p->K, k = 0;
+INLINE void tile_floats(const struct product *p, int rows, int columns, const struct piece *piece) {
+    int64_t end = piece->end, k = piece->k;
     const uint8_t *w[COLUMNS];
     wide acc[MAX_ROWS][COLUMNS];
-    UNROLL for (int j = 0; j < columns; j++) w[j] = (const uint8_t *)p->w + ns[j] * K * element_size(p->kind);
-    clear(rows, columns, acc);
-    const float *x = p->x + first * p->x_row;
-    for (; k + WIDE <= K; k += WIDE) accumulate_floats(p, rows, columns, w, x, k, WIDE, acc);
-    if (k < K) accumulate_floats(p, rows, columns, w, x, k, K - k, acc);
-    store_sums(p, rows, columns, ns, first, acc);
+    UNROLL for (int j = 0; j < columns; j++) w[j] = (const uint8_t *)p->w + piece->ns[j] * p->K * element_size(p->kind);
+    load_sums(piece, rows, columns, acc);
+    const float *x = p->x + piece->first * p->x_row;
+    for (; k + WIDE <= end; k += WIDE) accumulate_floats(p, rows, columns, w, x, k, WIDE, piece, acc);
+    if (k < end) accumulate_floats(p, rows, columns, w, x, k, end - k, piece, acc);
+    store_sums(p, rows, columns, piece, acc);
 }
 
 #ifdef __AVX512BF16__
 
 // x and W in bfloat16: a lane accumulates the products of two neighbours.
 INLINE void accumulate_bfloat16(const struct product *p, int rows, int columns, const uint16_t *const *w, const uint8_t *q,
-                                int64_t k, int64_t n, wide (*acc)[COLUMNS]) {
+                                int64_t k, int64_t n, const struct piece *piece, wide (*acc)[COLUMNS]) {
     bytes weights[COLUMNS];
     UNROLL for (int j = 0; j < columns; j++) {
-        prefetch_ahead(w[j] + k);
+        prefetch_ahead(piece, w[j] + k);
         weights[j] = load_bytes(w[j] + k, 2 * n);
     }
     UNROLL for (int i = 0; i < rows; i++) {
@@ -97,26 +97,26 @@ INLINE void accumulate_bfloat16(const struct product *p, int rows, int columns, 
     }
 }
 
-INLINE void tile_bfloat16(const struct product *p, int rows, int columns, const int64_t *ns, int64_t first) {
-    int64_t K = p->K, k = 0;
+INLINE void tile_bfloat16(const struct product *p, int rows, int columns, const struct piece *piece) {
+    int64_t end = piece->end, k = piece->k;
     const uint16_t *w[COLUMNS];
     wide acc[MAX_ROWS][COLUMNS];
-    UNROLL for (int j = 0; j < columns; j++) w[j] = (const uint16_t *)p->w + ns[j] * K;
-    clear(rows, columns, acc);
-    const uint8_t *q = p->q + first * p->q_row;
-    for (; k + 32 <= K; k += 32) accumulate_bfloat16(p, rows, columns, w, q, k, 32, acc);
-    if (k < K) accumulate_bfloat16(p, rows, columns, w, q, k, K - k, acc);
-    store_sums(p, rows, columns, ns, first, acc);
+    UNROLL for (int j = 0; j < columns; j++) w[j] = (const uint16_t *)p->w + piece->ns[j] * p->K;
+    load_sums(piece, rows, columns, acc);
+    const uint8_t *q = p->q + piece->first * p->q_row;
+    for (; k + 32 <= end; k += 32) accumulate_bfloat16(p, rows, columns, w, q, k, 32, piece, acc);
+    if (k < end) accumulate_bfloat16(p, rows, columns, w, q, k, end - k, piece, acc);
+    store_sums(p, rows, columns, piece, acc);
 }
 
 #endif
 
 // zero_point: sums of offset times W, to be subtracted from acc.
 INLINE void accumulate_int8(const struct product *p, int rows, int columns, const int8_t *const *w, const uint8_t *q, int64_t k,
-                            int64_t n, wide_ints (*acc)[COLUMNS], wide_ints *zero_point) {
+                            int64_t n, const struct piece *piece, wide_ints (*acc)[COLUMNS], wide_ints *zero_point) {
     bytes weights[COLUMNS], offset = (bytes)(int8_t)p->offset;
     UNROLL for (int j = 0; j < columns; j++) {
-        prefetch_ahead(w[j] + k);
+        prefetch_ahead(piece, w[j] + k);
         weights[j] = load_bytes(w[j] + k, n);
         zero_point[j] = dot_add(zero_point[j], offset, weights[j]);
     }
@@ -126,23 +126,24 @@ INLINE void accumulate_int8(const struct product *p, int rows, int columns, cons
     }
 }
 
-INLINE void tile_int8(const struct product *p, int rows, int columns, const int64_t *ns, int64_t first) {
-    int64_t K = p->K, k = 0;
+INLINE void tile_int8(const struct product *p, int rows, int columns, const struct piece *piece) {
+    int64_t end = piece->end, k = piece->k, first = piece->first;
     const int8_t *w[COLUMNS];
-    wide_ints acc[MAX_ROWS][COLUMNS], zero_point[COLUMNS];
-    UNROLL for (int j = 0; j < columns; j++) {
-        w[j] = (const int8_t *)p->w + ns[j] * K;
-        zero_point[j] = (wide_ints)0;
-        UNROLL for (int i = 0; i < rows; i++) acc[i][j] = (wide_ints)0;
-    }
+    wide_ints acc[MAX_ROWS + 1][COLUMNS], *zero_point = acc[rows];
+    UNROLL for (int j = 0; j < columns; j++) w[j] = (const int8_t *)p->w + piece->ns[j] * p->K;
+    load_sums(piece, rows + 1, columns, (wide (*)[COLUMNS])acc);
     const uint8_t *q = p->q + first * p->q_row;
-    for (; k + 4 * WIDE <= K; k += 4 * WIDE) accumulate_int8(p, rows, columns, w, q, k, 4 * WIDE, acc, zero_point);
-    if (k < K) accumulate_int8(p, rows, columns, w, q, k, K - k, acc, zero_point);
+    for (; k + 4 * WIDE <= end; k += 4 * WIDE) accumulate_int8(p, rows, columns, w, q, k, 4 * WIDE, piece, acc, zero_point);
+    if (k < end) accumulate_int8(p, rows, columns, w, q, k, end - k, piece, acc, zero_point);
+    if (end < p->K) {
+        save_sums(piece, rows + 1, columns, (wide (*)[COLUMNS])acc);
+        return;
+    }
     UNROLL for (int j = 0; j < columns; j++)
         UNROLL for (int i = 0; i < rows; i++) {
-            float total = (float)hsum_ints(acc[i][j] - zero_point[j]) * ((const float *)p->scale)[ns[j]];
+            float total = (float)hsum_ints(acc[i][j] - zero_point[j]) * ((const float *)p->scale)[piece->ns[j]];
             if (p->apply_x_scale) total *= p->x[(first + i) * p->x_row];
-            p->y[(first + i) * p->y_row + ns[j]] = total;
+            p->y[(first + i) * p->y_row + piece->ns[j]] = total;
         }
 }
 
@@ -162,39 +163,54 @@ INLINE int q_offset(int g, int e) {
     return word / 4 * 128 + nibble * 64 + word % 4 / 2 * 32 + g * 4 + word % 2 * 2 + byte;
 }
 
+// Returns scale x_scale sum(w q) + (shift sum(x) + acc) for a block. x: the groups' scales, then their sums. From intrinsics,
+// clang interleaves the rows of a tile, which then do not fit into the registers.
+INLINE wide add_block_int4(wide acc, const bytes *nibbles, wide scales, wide shifts, const bytes *q, const floats *x) {
+    wide_ints dot = (wide_ints)0;
+    __asm__ volatile(
+        "vpdpbusd %[x0], %[w0], %[dot]\n\t"
+        "vpdpbusd %[x1], %[w1], %[dot]\n\t"
+        "vpdpbusd %[x2], %[w2], %[dot]\n\t"
+        "vpdpbusd %[x3], %[w3], %[dot]\n\t"
+        "vmovups %[sums], %%ymm31\n\t"
+        "vfmadd231ps %%zmm31, %[shifts], %[acc]\n\t"
+        "vbroadcastf64x4 %[x_scales], %%zmm31\n\t"
+        "vcvtdq2ps %[dot], %[dot]\n\t"
+        "vmulps %%zmm31, %[dot], %[dot]\n\t"
+        "vfmadd231ps %[scales], %[dot], %[acc]"
+        : [acc] "+v"(acc), [dot] "+v"(dot)
+        : [w0] "v"(nibbles[0]), [w1] "v"(nibbles[1]), [w2] "v"(nibbles[2]), [w3] "v"(nibbles[3]), [scales] "v"(scales),
+          [shifts] "v"(shifts), [x0] "m"(q[0]), [x1] "m"(q[1]), [x2] "m"(q[2]), [x3] "m"(q[3]),
+          [x_scales] "m"(x[0]), [sums] "m"(x[1]) : "xmm31");
+    return acc;
+}
+
 // int4: y = sum over groups of scale x_scale sum(w q) + shift sum(x). Lanes g and 8 + g each hold half of group g's sum.
-INLINE void tile_int4(const struct product *p, int rows, int columns, const int64_t *ns, int64_t first) {
-    int64_t blocks = (p->K + BLOCK - 1) / BLOCK;
+INLINE void tile_int4(const struct product *p, int rows, int columns, const struct piece *piece) {
+    int64_t blocks = ratio_up(p->K, BLOCK), end = ratio_up(piece->end, BLOCK);
+    const uint8_t *q = p->q + piece->first * p->q_row;
+    const float *x = p->x + piece->first * p->x_row;
     wide acc[MAX_ROWS][COLUMNS];
-    clear(rows, columns, acc);
-    const uint8_t *q = p->q + first * p->q_row;
-    const float *x = p->x + first * p->x_row;
-    for (int64_t block = 0; block < blocks; block++)
+    load_sums(piece, rows, columns, acc);
+    for (int64_t block = piece->k / BLOCK; block < end; block++)
         UNROLL for (int j = 0; j < columns; j++) {
-            int64_t i_w = ns[j] * blocks + block;
+            int64_t i_w = piece->ns[j] * blocks + block;
             const uint8_t *w = (const uint8_t *)p->w + i_w * BLOCK / 2;
             bytes nibbles[4];
             UNROLL for (int h = 0; h < 2; h++) {
-                prefetch_ahead(w + h * 64);
+                prefetch_ahead(piece, w + h * 64);
                 bytes words = interleave_groups(load_bytes(w + h * 64, 64));
                 nibbles[2 * h] = words & 15;
                 nibbles[2 * h + 1] = (bytes)((pairs)words >> 4) & 15;
             }
-            floats scale = load_groups(p->scale, i_w), shift = load_groups(p->shift, i_w), zero = splat(0.0f);
+            floats scale = load_groups(p->scale, i_w), shift = load_groups(p->shift, i_w);
             wide scales, shifts;
-            scales.lo = scale, scales.hi = scale, shifts.lo = shift, shifts.hi = zero;
-            UNROLL for (int i = 0; i < rows; i++) {
-                const float *scales_and_sums = x + i * p->x_row + block * 16;
-                wide_ints dot = (wide_ints)0;
-                UNROLL for (int part = 0; part < 4; part++)
-                    dot = dot_add(dot, nibbles[part], load_bytes(q + i * p->q_row + block * BLOCK + part * 64, 64));
-                wide x_scales, sums;
-                x_scales.lo = load(scales_and_sums), x_scales.hi = x_scales.lo;
-                sums.lo = load(scales_and_sums + 8), sums.hi = zero;
-                acc[i][j] = wide_fma(__builtin_convertvector(dot, wide) * x_scales, scales, wide_fma(shifts, sums, acc[i][j]));
-            }
+            scales.lo = scale, scales.hi = scale, shifts.lo = shift, shifts.hi = splat(0.0f);
+            UNROLL for (int i = 0; i < rows; i++)
+                acc[i][j] = add_block_int4(acc[i][j], nibbles, scales, shifts, (const bytes *)(q + i * p->q_row + block * BLOCK),
+                                           (const floats *)(x + i * p->x_row + block * 16));
         }
-    store_sums(p, rows, columns, ns, first, acc);
+    store_sums(p, rows, columns, piece, acc);
 }
 
 #else
@@ -205,64 +221,66 @@ INLINE int q_offset(int g, int e) {
     return word / 2 * 64 + nibble * 32 + word % 2 * 16 + g * 2 + e % 2;
 }
 
-INLINE void tile_int4(const struct product *p, int rows, int columns, const int64_t *ns, int64_t first) {
-    int64_t blocks = (p->K + BLOCK - 1) / BLOCK;
+INLINE void tile_int4(const struct product *p, int rows, int columns, const struct piece *piece) {
+    int64_t blocks = ratio_up(p->K, BLOCK), end = ratio_up(piece->end, BLOCK);
+    const uint8_t *q = p->q + piece->first * p->q_row;
+    const float *x = p->x + piece->first * p->x_row;
     wide acc[MAX_ROWS][COLUMNS];
-    clear(rows, columns, acc);
-    for (int64_t block = 0; block < blocks; block++)
+    load_sums(piece, rows, columns, acc);
+    for (int64_t block = piece->k / BLOCK; block < end; block++)
         UNROLL for (int j = 0; j < columns; j++) {
-            int64_t i_w = ns[j] * blocks + block;
+            int64_t i_w = piece->ns[j] * blocks + block;
             const uint8_t *w = (const uint8_t *)p->w + i_w * BLOCK / 2;
             pairs dot[MAX_ROWS];
             UNROLL for (int i = 0; i < rows; i++) dot[i] = (pairs)0;
             UNROLL for (int part = 0; part < 4; part++) {
                 bytes words = load_bytes(w + part * 32, 32), low = words & 15, high = (bytes)((pairs)words >> 4) & 15;
                 UNROLL for (int i = 0; i < rows; i++) {
-                    const uint8_t *q = p->q + (first + i) * p->q_row + block * BLOCK + part * 64;
-                    dot[i] += multiply_pairs(low, load_bytes(q, 32));
-                    dot[i] += multiply_pairs(high, load_bytes(q + 32, 32));
+                    const uint8_t *values = q + i * p->q_row + block * BLOCK + part * 64;
+                    dot[i] += multiply_pairs(low, load_bytes(values, 32));
+                    dot[i] += multiply_pairs(high, load_bytes(values + 32, 32));
                 }
             }
-            prefetch_ahead(w);
-            prefetch_ahead(w + 64);
+            prefetch_ahead(piece, w);
+            prefetch_ahead(piece, w + 64);
             floats scales = load_groups(p->scale, i_w), shifts = load_groups(p->shift, i_w);
             UNROLL for (int i = 0; i < rows; i++) {
-                const float *scales_and_sums = p->x + (first + i) * p->x_row + block * 16;
                 ints sums = __builtin_convertvector(dot[i].lo, ints) + __builtin_convertvector(dot[i].hi, ints);
+                const float *scales_and_sums = x + i * p->x_row + block * 16;
                 floats products = __builtin_convertvector(sums, floats) * load(scales_and_sums);
                 acc[i][j] = wide_fma(products, scales, wide_fma(shifts, load(scales_and_sums + 8), acc[i][j]));
             }
         }
-    store_sums(p, rows, columns, ns, first, acc);
+    store_sums(p, rows, columns, piece, acc);
 }
 
 #endif
 
-INLINE void tile(const struct product *p, int rows, int columns, const int64_t *ns, int64_t first) {
-    if (p->kind == W_INT8) tile_int8(p, rows, columns, ns, first);
-    else if (p->kind == W_INT4) tile_int4(p, rows, columns, ns, first);
+INLINE void tile(const struct product *p, int rows, int columns, const struct piece *piece) {
+    if (p->kind == W_INT8) tile_int8(p, rows, columns, piece);
+    else if (p->kind == W_INT4) tile_int4(p, rows, columns, piece);
 #ifdef __AVX512BF16__
-    else if (p->kind == WX_BFLOAT16) tile_bfloat16(p, rows, columns, ns, first);
+    else if (p->kind == WX_BFLOAT16) tile_bfloat16(p, rows, columns, piece);
 #endif
-    else tile_floats(p, rows, columns, ns, first);
+    else tile_floats(p, rows, columns, piece);
 }
 
-#define MATMUL(name, w_kind) \
+#define MATMUL(name, w_kind, w_bytes, x_bytes) \
     static __attribute__((noinline)) void matmul_##name(const struct product *p, int64_t begin, int64_t end) { \
         struct product specialized = *p; \
         specialized.kind = w_kind; \
-        matmul_range(&specialized, begin, end, tile); \
+        matmul_range(&specialized, begin, end, tile, w_bytes, x_bytes); \
     }
 
-MATMUL(float32, W_FLOAT32)
-MATMUL(bfloat16, W_BFLOAT16)
+MATMUL(float32, W_FLOAT32, 4 * BLOCK, 4)
+MATMUL(bfloat16, W_BFLOAT16, 2 * BLOCK, 4)
 #ifdef __AVX512BF16__
-MATMUL(wx_bfloat16, WX_BFLOAT16)
+MATMUL(wx_bfloat16, WX_BFLOAT16, 2 * BLOCK, 2)
 #else
 #define matmul_wx_bfloat16 matmul_bfloat16       // of x that prepare_input has rounded
 #endif
-MATMUL(int8, W_INT8)
-MATMUL(int4, W_INT4)
+MATMUL(int8, W_INT8, BLOCK, 1)
+MATMUL(int4, W_INT4, BLOCK / 2, 0)      // slower in pieces of K
 
 void matmul(const struct product *p, int64_t begin, int64_t end) {
     switch (p->kind) {
@@ -275,15 +293,10 @@ void matmul(const struct product *p, int64_t begin, int64_t end) {
     }
 }
 
-// W stored by input: a tile has the sums of every lane of matmul's accumulator for `width` <= COLUMN_TILE outputs. Adding input k
-// to lane k % WIDE, and then the lanes as wide_hsum does, gives the bits of matmul on the transpose.
-INLINE void add_columns(enum kind kind, const void *w, float x, int64_t width, float *sums) {
-    for (int64_t n = 0; n < width; n += WIDE) {
-        wide sum;
-        memcpy(&sum, sums + n, sizeof sum);
-        wide_store(sums + n, wide_fma(load_weights(kind, (const uint8_t *)w + n * element_size(kind), width - n), wide_splat(x), sum));
-    }
-}
+// W stored by input: a tile has the sums of every lane of matmul's accumulator for COLUMN_TILE outputs. Adding input k to lane
+// k % WIDE, and then the lanes as wide_hsum does, gives the bits of matmul on the transpose. A lane's STEPS inputs are added
+// while its sums are in registers.
+enum { STEPS = 8, COLUMN_VECTORS = COLUMN_TILE / WIDE };
 
 INLINE void add_lanes(int lanes, float (*sums)[COLUMN_TILE]) {
     for (; lanes > 1; lanes /= 2)
@@ -291,24 +304,50 @@ INLINE void add_lanes(int lanes, float (*sums)[COLUMN_TILE]) {
             for (int n = 0; n < COLUMN_TILE; n++) sums[lane][n] += sums[lane + lanes / 2][n];
 }
 
-INLINE void columns_tile(enum kind kind, const struct product *p, int64_t N, int64_t row, int64_t n, int64_t width) {
-    float sums[WIDE][COLUMN_TILE] = {0};
-    const uint8_t *w = (const uint8_t *)p->w + n * element_size(kind);
-    const float *x = p->x + row * p->x_row;
-    int64_t stride = N * element_size(kind);
-    for (int64_t k = 0; k < p->K; k++) {
-        __builtin_prefetch(w + (k + PREFETCH_COLUMNS) * stride, 0, 2);
-        add_columns(kind, w + k * stride, x[k], width, sums[k % WIDE]);
+// Adds inputs k, k + WIDE, ..., of which there are `steps`, to the sums of a lane of each row.
+INLINE void add_columns(enum kind kind, const struct product *p, int steps, const uint8_t *w, int64_t stride, int64_t k,
+                        int64_t first, int64_t rows, int64_t width, float (*sums)[WIDE][COLUMN_TILE]) {
+    wide weights[STEPS][COLUMN_VECTORS];
+    UNROLL for (int i = 0; i < steps; i++)
+        UNROLL for (int v = 0; v < COLUMN_VECTORS; v++) {
+            int64_t n = v * WIDE < width ? width - v * WIDE : 0;
+            weights[i][v] = load_weights(kind, w + i * WIDE * stride + v * WIDE * element_size(kind), n);
+        }
+    for (int64_t row = 0; row < rows; row++) {
+        const float *x = p->x + (first + row) * p->x_row + k;
+        float *sum = sums[row][k % WIDE];
+        wide acc[COLUMN_VECTORS];
+        UNROLL for (int v = 0; v < COLUMN_VECTORS; v++) memcpy(&acc[v], sum + v * WIDE, sizeof acc[v]);
+        UNROLL for (int i = 0; i < steps; i++)
+            UNROLL for (int v = 0; v < COLUMN_VECTORS; v++) acc[v] = wide_fma(weights[i][v], wide_splat(x[i * WIDE]), acc[v]);
+        UNROLL for (int v = 0; v < COLUMN_VECTORS; v++) wide_store(sum + v * WIDE, acc[v]);
     }
-    add_lanes(WIDE, sums);
-    memcpy(p->y + row * p->y_row + n, sums[0], (size_t)width * sizeof(float));
+}
+
+INLINE void columns_tile(enum kind kind, const struct product *p, int64_t N, int64_t first, int64_t rows, int64_t n,
+                         int64_t width) {
+    float sums[MAX_ROWS][WIDE][COLUMN_TILE];
+    const uint8_t *w = (const uint8_t *)p->w + n * element_size(kind);
+    int64_t stride = N * element_size(kind), k = 0;
+    memset(sums, 0, (size_t)rows * sizeof sums[0]);
+    for (; k + STEPS * WIDE <= p->K; k += STEPS * WIDE)
+        for (int64_t lane = 0; lane < WIDE; lane++) {
+            UNROLL for (int i = 0; i < STEPS; i++) __builtin_prefetch(w + (k + lane + (STEPS + i) * WIDE) * stride, 0, 3);
+            add_columns(kind, p, STEPS, w + (k + lane) * stride, stride, k + lane, first, rows, width, sums);
+        }
+    for (; k < p->K; k++) add_columns(kind, p, 1, w + k * stride, stride, k, first, rows, width, sums);
+    for (int64_t row = 0; row < rows; row++) {
+        add_lanes(WIDE, sums[row]);
+        memcpy(p->y + (first + row) * p->y_row + n, sums[row][0], (size_t)width * sizeof(float));
+    }
 }
 
 INLINE void columns_range(enum kind kind, const struct product *p, int64_t N, int64_t begin, int64_t end) {
     for (int64_t n = begin; n < end; n += COLUMN_TILE)
-        for (int64_t row = 0; row < p->R; row++) {
-            if (end - n >= COLUMN_TILE) columns_tile(kind, p, N, row, n, COLUMN_TILE);
-            else columns_tile(kind, p, N, row, n, end - n);
+        for (int64_t row = 0; row < p->R; row += MAX_ROWS) {
+            int64_t rows = least(p->R - row, MAX_ROWS);
+            if (end - n >= COLUMN_TILE) columns_tile(kind, p, N, row, rows, n, COLUMN_TILE);
+            else columns_tile(kind, p, N, row, rows, n, end - n);
         }
 }
 
@@ -318,8 +357,8 @@ void matmul_by_columns(const struct product *p, int64_t N, int64_t begin, int64_
 }
 
 // Sparse inputs. For each CHUNK of inputs, collects the indices of those that are nonzero in any row of the tile, and prefetches
-// their weights PREFETCH_INPUTS ahead. One row keeps MAX_VECTORS sums in registers, four rows FOUR_VECTORS each.
-enum { CHUNK = 512, PREFETCH_INPUTS = 6, MAX_VECTORS = 8, FOUR_VECTORS = WIDE == 16 ? 4 : 2 };
+// their weights PREFETCH_INPUTS ahead. The rows of a tile have up to TILE_SUMS vectors of sums in registers.
+enum { CHUNK = 512, PREFETCH_INPUTS = 6, MAX_VECTORS = 8, TILE_SUMS = WIDE == 16 ? 24 : 8 };
 
 // Rounds x as products of that kind do.
 INLINE float round_input(enum kind kind, float x) {
@@ -327,37 +366,43 @@ INLINE float round_input(enum kind kind, float x) {
     return from_bfloat16(to_bfloat16(splat(x)))[0];
 }
 
-INLINE int64_t nonzero_indices(const struct product *p, int rows, int64_t first, int64_t k, int64_t end, int32_t *indices) {
-    int64_t n = 0;
+struct nonzero {                         // inputs of the chunk from `first` on
+    int64_t first, count;
+    int32_t indices[CHUNK + PREFETCH_INPUTS];
+};
+
+INLINE void find_nonzero(const struct product *p, int rows, int64_t first, int64_t k, struct nonzero *nonzero) {
+    int64_t n = 0, end = least(k + CHUNK, p->K);
     const float *x = p->x + first * p->x_row;
+    nonzero->first = k;
     for (; k < end; k++) {
-        int nonzero = 0;
-        UNROLL for (int i = 0; i < rows; i++) nonzero |= x[i * p->x_row + k] != 0.0f;
-        indices[n] = (int32_t)k;
-        n += nonzero;
+        int is_nonzero = 0;
+        UNROLL for (int i = 0; i < rows; i++) is_nonzero |= x[i * p->x_row + k] != 0.0f;
+        nonzero->indices[n] = (int32_t)k;
+        n += is_nonzero;
     }
-    for (int64_t i = 0; i < PREFETCH_INPUTS; i++) indices[n + i] = n ? indices[n - 1] : 0;
-    return n;
+    for (int64_t i = 0; i < PREFETCH_INPUTS; i++) nonzero->indices[n + i] = n ? nonzero->indices[n - 1] : 0;
+    nonzero->count = n;
 }
 
 // Outputs n to n + width - 1, at most `vectors` vectors.
 INLINE void sparse_tile(enum kind kind, const struct product *p, int rows, int vectors, int64_t N, int64_t first, int64_t n,
-                        int64_t width) {
+                        int64_t width, struct nonzero *nonzero) {
     const uint8_t *w = (const uint8_t *)p->w + n * element_size(kind);
     const float *x = p->x + first * p->x_row;
     float *y = p->y + first * p->y_row + n;
-    wide acc[4][MAX_VECTORS];
-    int32_t indices[CHUNK + PREFETCH_INPUTS];
+    wide acc[MAX_ROWS][MAX_VECTORS];
     UNROLL for (int i = 0; i < rows; i++)
         UNROLL for (int c = 0; c < vectors; c++) acc[i][c] = wide_splat(0.0f);
     for (int64_t k = 0; k < p->K; k += CHUNK) {
-        int64_t count = nonzero_indices(p, rows, first, k, k + CHUNK < p->K ? k + CHUNK : p->K, indices);
-        for (int64_t i_k = 0; i_k < count; i_k++) {
+        const int32_t *indices = nonzero->indices;
+        if (nonzero->first != k) find_nonzero(p, rows, first, k, nonzero);
+        for (int64_t i_k = 0; i_k < nonzero->count; i_k++) {
             const uint8_t *column = w + indices[i_k] * N * element_size(kind);
             const uint8_t *later = w + indices[i_k + PREFETCH_INPUTS] * N * element_size(kind);
             UNROLL for (int64_t byte = 0; byte < vectors * WIDE * element_size(kind); byte += 64)
                 __builtin_prefetch(later + byte, 0, 3);
-            float values[4];
+            float values[MAX_ROWS];
             UNROLL for (int i = 0; i < rows; i++) values[i] = round_input(kind, x[i * p->x_row + indices[i_k]]);
             UNROLL for (int c = 0; c < vectors; c++) {
                 if (c * WIDE >= width) break;
@@ -372,17 +417,33 @@ INLINE void sparse_tile(enum kind kind, const struct product *p, int rows, int v
             for (int64_t l = 0; l < WIDE && c * WIDE + l < width; l++) y[i * p->y_row + c * WIDE + l] = acc[i][c][l];
 }
 
-INLINE void sparse_tiles(enum kind kind, const struct product *p, int rows, int vectors, int64_t N, int64_t first, int64_t begin,
-                         int64_t end) {
+// The vectors of sums of each row in a tile: a power of two.
+INLINE int sparse_vectors(int rows) { return rows * 8 <= TILE_SUMS ? 8 : rows * 4 <= TILE_SUMS ? 4 : 2; }
+
+INLINE void sparse_tiles(enum kind kind, const struct product *p, int rows, int64_t N, int64_t first, int64_t begin, int64_t end) {
+    int vectors = sparse_vectors(rows);
     int64_t n = begin;
-    for (; n + vectors * WIDE <= end; n += vectors * WIDE) sparse_tile(kind, p, rows, vectors, N, first, n, vectors * WIDE);
-    if (n < end) sparse_tile(kind, p, rows, vectors, N, first, n, end - n);
+    struct nonzero nonzero = {.first = -1};              // up to CHUNK inputs are searched once for all tiles
+    for (; n + vectors * WIDE <= end; n += vectors * WIDE)
+        sparse_tile(kind, p, rows, vectors, N, first, n, vectors * WIDE, &nonzero);
+    if (n < end) sparse_tile(kind, p, rows, vectors, N, first, n, end - n, &nonzero);
 }
 
 INLINE void sparse_range(enum kind kind, const struct product *p, int64_t N, int64_t begin, int64_t end) {
-    int64_t r = 0;
-    for (; r + 4 <= p->R; r += 4) sparse_tiles(kind, p, 4, FOUR_VECTORS, N, r, begin, end);
-    for (; r < p->R; r++) sparse_tiles(kind, p, 1, MAX_VECTORS, N, r, begin, end);
+    int64_t tiles = ratio_up(p->R, MAX_ROWS), first = 0;
+    for (int64_t tile = 0, rows; tile < tiles; tile++, first += rows) {
+        rows = (p->R - first) / (tiles - tile);
+        switch (rows) {
+        case 1: sparse_tiles(kind, p, 1, N, first, begin, end); break;
+        case 2: sparse_tiles(kind, p, 2, N, first, begin, end); break;
+        case 3: sparse_tiles(kind, p, 3, N, first, begin, end); break;
+        case 4: sparse_tiles(kind, p, 4, N, first, begin, end); break;
+        case 5: if (MAX_ROWS == 8) sparse_tiles(kind, p, 5, N, first, begin, end); break;
+        case 6: if (MAX_ROWS == 8) sparse_tiles(kind, p, 6, N, first, begin, end); break;
+        case 7: if (MAX_ROWS == 8) sparse_tiles(kind, p, 7, N, first, begin, end); break;
+        case 8: if (MAX_ROWS == 8) sparse_tiles(kind, p, 8, N, first, begin, end); break;
+        }
+    }
 }
 
 void matmul_sparse(const struct product *p, int64_t N, int64_t begin, int64_t end) {
@@ -393,7 +454,8 @@ void matmul_sparse(const struct product *p, int64_t N, int64_t begin, int64_t en
 
 // W stored by output, summed in the order of sparse inputs: each output by one lane, input after input. A block is PAIRS pairs of
 // neighbouring inputs of WIDE outputs. It is transposed in registers, so that a vector holds one input of all outputs.
-enum { PAIRS = WIDE, IN_ORDER_ROWS = 4, PREFETCH_BLOCKS = 4 };
+// The tile of x is rounded once for IN_ORDER_TILES tiles of W, IN_ORDER_INPUTS inputs at a time.
+enum { PAIRS = WIDE, PREFETCH_BLOCKS = 4, IN_ORDER_INPUTS = 512, IN_ORDER_TILES = 16 };
 
 // Every second block of `step` lanes of a, with those of b between them.
 INLINE wide_ints every(int step, int odd, wide_ints a, wide_ints b) {
@@ -427,58 +489,80 @@ INLINE void transpose_wide(wide_ints *rows) {
             }
 }
 
-INLINE void load_inputs(enum kind kind, const float *x, int64_t n, float *inputs) {
+INLINE void load_inputs(int rounds, const float *x, int64_t n, float *inputs) {
     for (int64_t k = 0; k < n; k += 8) {
         floats values = load(x + k);
-        store(inputs + k, kind == WX_BFLOAT16 ? from_bfloat16(to_bfloat16(values)) : values);
+        store(inputs + k, rounds ? from_bfloat16(to_bfloat16(values)) : values);
     }
 }
 
-// Adds inputs k to k + n - 1, n <= 2 PAIRS, to the sums of outputs ns of each row.
-INLINE void add_block(enum kind kind, const struct product *p, int rows, const uint16_t *const *w, int64_t first, int64_t k,
-                      int64_t n, wide *acc) {
+// Adds inputs k to k + n - 1, n <= 2 PAIRS, to the sums of WIDE outputs of each row. next: bytes to the block to prefetch.
+INLINE void add_block(const uint16_t *const *w, int rows, int64_t k, int64_t n, int64_t next, const float (*x)[IN_ORDER_INPUTS],
+                      wide *acc) {
     wide_ints pairs_of[PAIRS];
-    float inputs[IN_ORDER_ROWS][2 * PAIRS];
     UNROLL for (int o = 0; o < WIDE; o++) {
-        __builtin_prefetch(w[o] + k + PREFETCH_BLOCKS * 2 * PAIRS, 0, 2);
+        __builtin_prefetch((const char *)(w[o] + k) + next, 0, 2);
         load_first(&pairs_of[o], w[o] + k, 2 * n, 4 * WIDE, 1);
     }
     transpose_wide(pairs_of);
-    UNROLL for (int i = 0; i < rows; i++) load_inputs(kind, p->x + (first + i) * p->x_row + k, n, inputs[i]);
     UNROLL for (int pair = 0; pair < PAIRS; pair++) {
         if (2 * pair >= n) break;
         wide even = __builtin_bit_cast(wide, pairs_of[pair] << 16);
         wide odd = __builtin_bit_cast(wide, pairs_of[pair] & (int32_t)0xFFFF0000);
-        UNROLL for (int i = 0; i < rows; i++) {
-            acc[i] = wide_fma(even, wide_splat(inputs[i][2 * pair]), acc[i]);
-            acc[i] = wide_fma(odd, wide_splat(inputs[i][2 * pair + 1]), acc[i]);
-        }
+        UNROLL for (int i = 0; i < rows; i++) acc[i] = wide_fma(even, wide_splat(x[i][2 * pair]), acc[i]);
+        UNROLL for (int i = 0; i < rows; i++) acc[i] = wide_fma(odd, wide_splat(x[i][2 * pair + 1]), acc[i]);
     }
 }
 
-INLINE void in_order_tile(enum kind kind, const struct product *p, int rows, int64_t n, int64_t end, int64_t first) {
+// Adds inputs k to k + size - 1 of outputs n to n + WIDE - 1, at most end - 1.
+INLINE void in_order_tile(const struct product *p, int rows, int64_t n, int64_t end, int64_t first, int64_t k, int64_t size,
+                          const float (*x)[IN_ORDER_INPUTS], wide *sums) {
     const uint16_t *w[WIDE];
-    wide acc[IN_ORDER_ROWS];
-    int64_t k = 0;
-    UNROLL for (int o = 0; o < WIDE; o++) w[o] = (const uint16_t *)p->w + (n + o < end ? n + o : end - 1) * p->K;
-    UNROLL for (int i = 0; i < rows; i++) acc[i] = wide_splat(0.0f);
-    for (; k + 2 * PAIRS <= p->K; k += 2 * PAIRS) add_block(kind, p, rows, w, first, k, 2 * PAIRS, acc);
-    if (k < p->K) add_block(kind, p, rows, w, first, k, p->K - k, acc);
-    UNROLL for (int i = 0; i < rows; i++)
+    wide acc[MAX_ROWS];
+    int64_t block = 2 * PAIRS, last = size - PREFETCH_BLOCKS * block;
+    UNROLL for (int o = 0; o < WIDE; o++) w[o] = (const uint16_t *)p->w + (n + o < end ? n + o : end - 1) * p->K + k;
+    UNROLL for (int i = 0; i < rows; i++) acc[i] = k ? sums[i] : wide_splat(0.0f);
+    for (int64_t done = 0; done < size; done += block) {
+        int64_t next = 2 * (PREFETCH_BLOCKS * block + (done < last ? 0 : WIDE * p->K - size));
+        if (size - done >= block) add_block(w, rows, done, block, next, (const float (*)[IN_ORDER_INPUTS])&x[0][done], acc);
+        else add_block(w, rows, done, size - done, next, (const float (*)[IN_ORDER_INPUTS])&x[0][done], acc);
+    }
+    UNROLL for (int i = 0; i < rows; i++) {
+        sums[i] = acc[i];
+        if (k + size < p->K) continue;
         for (int64_t l = 0; l < WIDE && n + l < end; l++) p->y[(first + i) * p->y_row + n + l] = acc[i][l];
+    }
 }
 
-INLINE void in_order_range(enum kind kind, const struct product *p, int64_t begin, int64_t end) {
-    for (int64_t n = begin; n < end; n += WIDE) {
-        int64_t r = 0;
-        for (; r + 4 <= p->R; r += 4) in_order_tile(kind, p, IN_ORDER_ROWS, n, end, r);
-        for (; r < p->R; r++) in_order_tile(kind, p, 1, n, end, r);
+INLINE void in_order_rows(const struct product *p, int rows, int64_t begin, int64_t end, int64_t first) {
+    float x[MAX_ROWS][IN_ORDER_INPUTS];
+    wide sums[IN_ORDER_TILES][MAX_ROWS];
+    for (int64_t k = 0; k < p->K; k += IN_ORDER_INPUTS) {
+        int64_t size = least(p->K - k, IN_ORDER_INPUTS);
+        UNROLL for (int i = 0; i < rows; i++) load_inputs(p->kind == WX_BFLOAT16, p->x + (first + i) * p->x_row + k, size, x[i]);
+        for (int64_t tile = 0; begin + tile * WIDE < end; tile++)
+            in_order_tile(p, rows, begin + tile * WIDE, end, first, k, size, (const float (*)[IN_ORDER_INPUTS])x, sums[tile]);
     }
 }
 
 void matmul_in_order(const struct product *p, int64_t begin, int64_t end) {
-    if (p->kind == W_BFLOAT16) in_order_range(W_BFLOAT16, p, begin, end);
-    else in_order_range(WX_BFLOAT16, p, begin, end);
+    int64_t tiles = ratio_up(p->R, MAX_ROWS);
+    for (int64_t n = begin; n < end; n += IN_ORDER_TILES * WIDE) {
+        int64_t last = least(n + IN_ORDER_TILES * WIDE, end);
+        for (int64_t tile = 0, rows, first = 0; tile < tiles; tile++, first += rows) {
+            rows = (p->R - first) / (tiles - tile);
+            switch (rows) {
+            case 1: in_order_rows(p, 1, n, last, first); break;
+            case 2: in_order_rows(p, 2, n, last, first); break;
+            case 3: in_order_rows(p, 3, n, last, first); break;
+            case 4: in_order_rows(p, 4, n, last, first); break;
+            case 5: if (MAX_ROWS == 8) in_order_rows(p, 5, n, last, first); break;
+            case 6: if (MAX_ROWS == 8) in_order_rows(p, 6, n, last, first); break;
+            case 7: if (MAX_ROWS == 8) in_order_rows(p, 7, n, last, first); break;
+            case 8: if (MAX_ROWS == 8) in_order_rows(p, 8, n, last, first); break;
+            }
+        }
+    }
 }
 
 // Rounds 8 numbers of x to bfloat16: into q, or into `rounded` where the CPU has no bfloat16 dot products.

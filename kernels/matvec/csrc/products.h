@@ -19,7 +19,6 @@ enum {
     BLOCK = 8 * GROUP,       // int4: eight groups, interleaved; k-quants: a block
     COLUMN_TILE = 32,        // W stored by input: outputs in a tile, a cache line in bfloat16
     SPARSE_TILE = 128,       // sparse product: outputs in a tile, four cache lines in bfloat16
-    PREFETCH_COLUMNS = 8,    // inputs that matmul_by_columns prefetches ahead
 };
 #define WORD_LEVELS 16383.0f             // of x beside k-quants; a lane's sum of 32 products by up to 4096 fits into 32 bits
 

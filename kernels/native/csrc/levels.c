@@ -1,4 +1,4 @@
-// The hash of the library's sources, and CPU feature detection.
+// Contains the hash of the library's sources, and detects CPU features.
 
 #include "vectors.h"
 
@@ -9,7 +9,7 @@ EXPORTED const char timemix_sources[] = "timemix sources " SOURCES;
 
 enum { SSE_STATE = 1 << 1, YMM_STATE = 1 << 2, ZMM_STATE = 7 << 5 };
 
-// Register states that the operating system saves at a context switch.
+// Returns a bit mask of the register states that the operating system saves at a context switch.
 static uint32_t read_xcr0(void) {
     uint32_t low, high;
     __asm__("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
@@ -18,7 +18,8 @@ static uint32_t read_xcr0(void) {
 
 static int has_all(uint32_t features, uint32_t required) { return (features & required) == required; }
 
-// 0: none; 1: AVX2 and FMA; 2: AVX-512 F, BW, DQ, VL and VNNI; 3: also AVX-512 BF16. Source: Intel's manual, CPUID.
+// Returns the highest supported level. 0: none; 1: AVX2, FMA and F16C; 2: AVX-512 F, BW, DQ, VL and VNNI; 3: also AVX-512 BF16.
+// Source: Intel's manual, CPUID.
 EXPORTED int timemix_level(void) {
     uint32_t a, b, c, d, features, a_1, extended, bfloat16 = 0;
     if (!__get_cpuid(1, &a, &b, &c, &d)) return 0;
@@ -34,7 +35,8 @@ EXPORTED int timemix_level(void) {
 
 #else
 
-// 1: NEON, on every 64-bit ARM; 2: also int8 dot products, on every Mac. Source: Linux, Documentation/arch/arm64.
+// Returns the highest supported level. 1: NEON, on every 64-bit ARM CPU; 2: also int8 dot products, on every ARM Mac. Source:
+// Linux, Documentation/arch/arm64.
 #ifdef __linux__
 #include <sys/auxv.h>
 

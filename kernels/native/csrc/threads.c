@@ -1,15 +1,15 @@
-// Thread pool. The caller of parallel_for starts at once; idle workers join while tasks are left.
+// Thread pool. The caller of parallel_for starts working immediately; idle workers join as long as tasks are left.
 //
-// If another program occupies a core, the worker on it joins late or never, and the other threads do its tasks; OpenMP, which
+// If another program occupies a core, the worker on it joins late or never, and the other threads run its tasks; OpenMP, which
 // torch uses, would wait for every thread. An idle worker spins for some microseconds, then sleeps. A forked child has no workers
-// and starts its own. A second concurrent caller runs its tasks alone.
+// and starts its own. If a second thread calls parallel_for at the same time, it runs its tasks without workers.
 
 #include "threads.h"
 #include <pthread.h>
 #include <string.h>
 
 #ifdef _WIN32
-#define getpid() 0                       // no fork
+#define getpid() 0                       // Windows has no fork
 #define WIN32_LEAN_AND_MEAN
 #include <windows.h>
 #define sched_yield() SwitchToThread()
@@ -20,7 +20,7 @@
 #endif
 
 enum {
-    SPINS = 1000,                        // before a worker sleeps: 20 to 50 us
+    SPINS = 1000,                        // iterations before a worker sleeps: 20 to 50 us
     MAX_THREADS = 1024,
 };
 static const int64_t CLOSED = (int64_t)1 << 32;          // flag in `active`: no worker may join
@@ -28,7 +28,7 @@ static const int64_t CLOSED = (int64_t)1 << 32;          // flag in `active`: no
 static struct {
     pthread_mutex_t lock;
     pthread_cond_t wake;
-    int64_t pid, started;                // the process, and the number of workers started in it
+    int64_t pid, started;                // process id, and the number of workers started in it
     int busy;
     uint64_t jobs;                       // jobs so far; idle workers wait for this to change
     int64_t active;                      // workers in the current job, plus CLOSED
@@ -90,7 +90,7 @@ static int start_worker(int64_t thread) {
 static void reset_after_fork(void) {
     int64_t pid = getpid();
     if (pool.pid == pid) return;
-    if (pool.pid) {                      // after fork, locks and counters are in an arbitrary state
+    if (pool.pid) {                      // after a fork, locks and counters may be in any state
         pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
         pthread_cond_t wake = PTHREAD_COND_INITIALIZER;
         pool.lock = lock, pool.wake = wake;
@@ -111,7 +111,7 @@ void parallel_for(work_function *work, const void *call, int64_t n) {
     while (pool.started < n - 1 && !start_worker(pool.started + 1)) pool.started++;
     pool.work = work, pool.tasks = &tasks, pool.n = n;
     for (int64_t closed = CLOSED; !__atomic_compare_exchange_n(&pool.active, &closed, 0, 0, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE);
-         closed = CLOSED) cpu_relax();               // a late worker is about to leave
+         closed = CLOSED) cpu_relax();               // wait: a late worker is just leaving
     pthread_mutex_lock(&pool.lock);
     __atomic_fetch_add(&pool.jobs, 1, __ATOMIC_ACQ_REL);
     pthread_cond_broadcast(&pool.wake);

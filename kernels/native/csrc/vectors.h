@@ -1,5 +1,5 @@
-// SIMD vectors of LANES numbers for all C kernels. LANES defaults to the width of an x86-64 register; a source may define it
-// before including this header. Each source is compiled once per level (a set of instructions), and the level's name is appended
+// SIMD vectors of LANES numbers for all C kernels. LANES defaults to the floats in an x86-64 vector register; a source may define
+// it before including this header. Each source is compiled once per level (a set of instructions), and the level's name is appended
 // to its functions' names (kernels/native/build.py).
 //
 // Vectors are clang's vector extensions: + - * / < and ?: work lane by lane, and a scalar operand is broadcast. The compiler does
@@ -19,7 +19,7 @@
 #if defined __AVX2__ && !defined __AVX512F__
 #define LANES 8
 #else
-#define LANES 16                         // on ARM four of its 32 registers
+#define LANES 16                         // on ARM, four of the 32 registers
 #endif
 #endif
 
@@ -36,7 +36,7 @@
 #define CONCAT(name, level) name##_##level
 #define WITH_LEVEL(name, level) CONCAT(name, level)
 
-// Exports sizeof(type) as size_of_NAME, which kernels/native compares with Python's struct.
+// Exports sizeof(type) as size_of_NAME, which kernels/native compares with the size of Python's arguments.
 #define EXPORT_SIZE(name, type) EXPORTED const int64_t WITH_LEVEL(size_of_##name, LEVEL) = sizeof(type);
 
 // Defines a function that Python calls with a struct of 64-bit numbers: ENTRY(name, struct call) { ... }
@@ -67,7 +67,7 @@ INLINE floats4 load4(const float *p) {
 
 INLINE void store4(float *p, floats4 x) { memcpy(p, &x, sizeof x); }
 
-// Transposes a (rows,columns) matrix in 4 x 4 tiles. to_row, from_row: distance between rows, in numbers.
+// Transposes a (rows,columns) matrix in 4 x 4 tiles. to_row, from_row: row strides, in numbers.
 INLINE void transpose(float *to, int64_t to_row, const float *from, int64_t from_row, int64_t rows, int64_t columns) {
     for (int64_t i = 0; i < rows; i += 4)
         for (int64_t j = 0; j < columns; j += 4) {
@@ -91,13 +91,13 @@ INLINE floats round_down(floats x) { return __builtin_elementwise_floor(x); }
 INLINE ints as_ints(floats x) { return __builtin_bit_cast(ints, x); }
 INLINE floats as_floats(ints x) { return __builtin_bit_cast(floats, x); }
 
-// max and min return b where either operand is NaN.
+// max and min return b if either operand is NaN.
 INLINE floats max(floats a, floats b) { return a > b ? a : b; }
 INLINE floats min(floats a, floats b) { return a < b ? a : b; }
 
 INLINE int any(ints lanes) { return __builtin_reduce_or(lanes) != 0; }
 
-// Horizontal sums: add the upper half to the lower half until one lane is left.
+// Horizontal sums: the upper half is added to the lower half until one lane is left.
 INLINE float hsum4(floats4 x) {
     x += __builtin_shufflevector(x, x, 2, 3, 2, 3);
     return x[0] + x[1];
@@ -112,10 +112,10 @@ INLINE float hsum(floats x) {
     return hsum4(eight.lo + eight.hi);
 }
 
-// x 2^n for integer n: 0 for n < -126; n > 127 is clamped to 127; 0 or NaN where n is NaN.
+// x 2^n for an integer n, given as a float: 0 for n < -126; n > 127 is clamped to 127; 0 or NaN if n is NaN.
 INLINE floats scalef(floats x, floats n) {
 #if defined __AVX512F__ && LANES == 16
-    return _mm512_scalef_ps(x, n);       // handles any n
+    return _mm512_scalef_ps(x, n);       // also handles n out of range
 #else
     ints power = __builtin_convertvector(min(max(n, splat(-127.0f)), splat(127.0f)), ints);
     return x * as_floats((power + 127) << 23);
@@ -132,7 +132,7 @@ INLINE bfloats to_bfloat16(floats x) {
     return __builtin_convertvector(x != x ? (ints)0x7FC0 : rounded, bfloats);
 }
 
-// Element type of an array in memory; all arithmetic is float32.
+// The element type of an array in memory; all arithmetic is in float32.
 enum dtype { FLOAT32, BFLOAT16 };
 
 INLINE int64_t dtype_size(enum dtype dtype) { return dtype == FLOAT32 ? 4 : 2; }
@@ -171,9 +171,9 @@ INLINE void store_partial(enum dtype dtype, void *p, int64_t i, int64_t n, float
     memcpy((char *)p + i * dtype_size(dtype), lanes, (size_t)(n * dtype_size(dtype)));
 }
 
-// Software prefetch, for strides that the hardware prefetcher does not follow.
+// Software prefetch, for strides that the hardware prefetcher does not detect.
 INLINE void prefetch(enum dtype dtype, const void *p, int64_t i) {
-    __builtin_prefetch((const char *)p + i * dtype_size(dtype), 0, 2);      // into L2: L1 measured slower
+    __builtin_prefetch((const char *)p + i * dtype_size(dtype), 0, 2);      // into L2; L1 was slower in measurements
 }
 
 // e^x for -80 <= x <= 0, within 2 ulp
@@ -189,7 +189,7 @@ INLINE floats exp_neg(floats x) {
     return scalef(m, power);
 }
 
-// e^x for any x <= 0, clamped below at e^-80.
+// e^x for any x <= 0; below -80 it returns e^-80.
 INLINE floats exp_neg_clamped(floats x) { return exp_neg(max(splat(-80.0f), x)); }
 
 INLINE floats sigmoid(floats x) {

@@ -1,11 +1,11 @@
-// Online softmax: computes the largest x and the sum of e^(x - largest) in one pass. blockDim.x threads process one row; a block
-// has blockDim.y rows, more than one only if a row's threads are a single warp, which needs no barrier.
+// Online softmax: computes the largest x and the sum of e^(x - largest) in one pass. blockDim.x threads process one row. A block
+// has blockDim.y rows; more than one only if a row's threads are a single warp, so that no barrier is needed.
 //
-// A row starts at any multiple of 4 bytes. Its first columns, up to a multiple of 16 bytes, and its last ones are accessed one by
-// one, those between as float4. Inputs and result start at multiples of 16 bytes, so a row has the same alignment in all of them.
+// A row may start at any multiple of 4 bytes. Its first columns, up to a multiple of 16 bytes, and its last columns are accessed
+// one by one, those in between as float4. All tensors start at multiples of 16 bytes, so a row has the same alignment in each.
 //
-// The maximum starts at -FLT_MAX instead of -inf, so that -inf contributes e^-inf = 0. Only a row of nothing but -inf has the sum
-// 0 and yields 0/0. A NaN or +inf makes the sum, and thus the row, NaN.
+// The maximum starts at -FLT_MAX instead of -inf, so that -inf contributes e^-inf = 0. Only a row that consists of -inf has a sum
+// of 0, and becomes 0/0. A NaN or +inf makes the sum NaN, and so the row.
 
 constexpr float LOWEST = -3.402823466e38f;
 
@@ -16,7 +16,7 @@ struct Online {
         const float most = fmaxf(fmaxf(x.x, x.y), fmaxf(x.z, x.w)), now = fmaxf(largest, most);
         add(most, expf(x.x - now) + expf(x.y - now) + expf(x.z - now) + expf(x.w - now));
     }
-    // merges x and its sum, relative to the larger of x and `largest`
+    // merges a maximum x and its sum into this one; the result is relative to the larger maximum
     __device__ void add(float x, float share) {
         const float now = fmaxf(largest, x);
         sum = sum * expf(largest - now) + share;
@@ -36,7 +36,7 @@ struct Sum {
     __device__ Sum from(int bits) const { return {__shfl_xor_sync(~0u, sum, bits)}; }
 };
 
-// All threads of a row end with the same value, added in the same order
+// All threads of a row get the same value, summed in the same order
 template <class Part> static __device__ void join_warp(Part& part) {
 #pragma unroll
     for (int bits = 16; bits; bits /= 2) part.join(part.from(bits));
@@ -53,10 +53,10 @@ template <class Part> static __device__ void join_row(Part& part, const Part& no
     join_warp(part);
 }
 
-// Number of columns before the first multiple of 16 bytes
+// The number of columns before the first multiple of 16 bytes
 static __device__ int head(long long row, int M) { return min(M, static_cast<int>(-row & 3)); }
 
-// This thread's part of a row: one(i) for single columns, four(i) for groups of four
+// Processes this thread's columns of a row: one(i) for single columns, four(i) for groups of four
 template <class One, class Four> static __device__ void each(long long row, int M, const One& one, const Four& four) {
     const int first = head(row, M), last = first + (M - first) / 4 * 4, edge = first + M - last;
     for (int i = threadIdx.x; i < edge; i += blockDim.x) one(i < first ? i : last + i - first);

@@ -1,5 +1,5 @@
-// What has no name in CUDA C++: tensor cores, and copies that go on while their thread does.
-// A test that runs the kernels on a CPU brings a file of the same name, in plain C++.
+// Instructions that CUDA C++ has no name for: tensor cores, and asynchronous copies to shared memory.
+// A test that runs the kernels on a CPU replaces this file by one in plain C++.
 #pragma once
 
 // d = a b + c by one warp, a (16,8) and b (8,8) in tf32, c and d (16,8) in float32. With g = lane / 4 and q = lane % 4
@@ -15,7 +15,7 @@ static __device__ __forceinline__ void mma(float (&d)[4], unsigned a0, unsigned 
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1), "f"(c[0]), "f"(c[1]), "f"(c[2]), "f"(c[3]));
 }
 
-// BYTES (4 or 16) to shared memory, zeros where `inside` is false; `from` is a valid address either way
+// Starts a copy of BYTES (4 or 16) to shared memory, of zeros if `inside` is false; `from` must be a valid address in any case
 template <int BYTES>
 static __device__ __forceinline__ void copy_async(float* to, const float* from, bool inside) {
     const unsigned address = static_cast<unsigned>(__cvta_generic_to_shared(to)), bytes = inside ? BYTES : 0;
@@ -25,9 +25,9 @@ static __device__ __forceinline__ void copy_async(float* to, const float* from, 
         asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" :: "r"(address), "l"(from), "r"(bytes) : "memory");
 }
 
-// The copies since the last call become one group
+// Makes a group of the copies since the last call
 static __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
-// All groups of this thread but the latest LEFT have arrived
+// Waits until all groups of this thread except the latest LEFT have arrived
 template <int LEFT>
 static __device__ __forceinline__ void await_copies() { asm volatile("cp.async.wait_group %0;" :: "n"(LEFT) : "memory"); }

@@ -6,7 +6,7 @@ constexpr int PART = 128;
 
 static __device__ long long thread() { return (long long)blockIdx.x * blockDim.x + threadIdx.x; }
 
-// The sum over 0 <= j < n of x[step * j] * y[j], in parts, to reduce rounding error
+// The sum over 0 <= j < n of x[step * j] * y[j], in partial sums, to reduce rounding error
 static __device__ float dot(const float* x, int step, const float* y, int n) {
     float total = 0;
     for (int j_0 = 0; j_0 < n; j_0 += PART) {

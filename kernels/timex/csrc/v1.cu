@@ -1,6 +1,6 @@
 // Rung 1: rows in shared memory. A block computes a tile of one row's outputs from a staged copy of their common inputs.
 //
-// All three products have one form, total += window[i + j] * x[j], with i in a tile of outputs and j in a step of STEP inputs:
+// All three products have the same formula, total += window[i + j] * x[j], with i in a tile of outputs and j in STEP inputs:
 //     forward   window of w, x = k           i counts t downwards from the end of its tile
 //     grad_k    the same with time running backwards: of grad_out and grad_k, step t is column T - 1 - t
 //     grad_w    window of k, x = grad_out    i counts the columns of w

@@ -1,6 +1,6 @@
 // Rung 2: float4. A thread computes T_GROUP = 4 outputs and loads four values at a time from global and shared memory.
 //
-// All three products have one form, total[i] += window[i + j] * x[j], i in a tile of outputs, j in a step of STEP inputs:
+// All three products have the same formula, total[i] += window[i + j] * x[j], with i in a tile of outputs and j in STEP inputs:
 //     forward   window of w, x = k           i counts t downwards from the end of its tile
 //     grad_k    the same with time running backwards: of grad_out and grad_k, step t is column T - 1 - t
 //     grad_w    window of k, x = grad_out    i counts the columns of w

@@ -1,18 +1,18 @@
 // Rung 3: batch groups. A thread computes T_GROUP outputs of B_GROUP batches, which reuse the same w.
 //
-// All three products have one form, total[i] += window[i + j] * x[j], i in a tile of outputs, j in a step of STEP inputs:
+// All three products have the same formula, total[i] += window[i + j] * x[j], with i in a tile of outputs and j in STEP inputs:
 //     forward   window of w, x = k           i counts t downwards from the end of its tile
 //     grad_k    the same with time running backwards: of grad_out and grad_k, step t is column T - 1 - t
 //     grad_w    window of k, x = grad_out    i counts the columns of w
 // Elements outside a row or after the last batch are staged as zero. T and all offsets are multiples of T_GROUP.
 //
-// A block has blockDim.x threads over batches and blockDim.y over i, so a warp covers many batches and few steps and wastes
-// little work above the diagonal. In grad_w, where batches share nothing, a thread processes every blockDim.x-th batch, and the
-// threads of a row add their sums at the end.
+// In a block, blockDim.x threads divide the batches and blockDim.y the outputs i. So a warp covers many batches and few steps, and
+// wastes little work above the diagonal. In grad_w, where batches share no inputs, a thread processes every blockDim.x-th batch,
+// and the threads of a row add up their sums at the end.
 
 struct alignas(16) Four { float of[4]; };
 
-constexpr int STRIDE = STEP + 4;         // of rows in shared memory: eight rows fall into different banks
+constexpr int STRIDE = STEP + 4;         // padding of rows in shared memory: eight rows fall into different banks
 
 static __device__ float* shared_memory() {
     extern __shared__ __align__(16) float shared[];
@@ -29,14 +29,14 @@ static __device__ Four read_backwards(const float* row, int column, int T) {
     return {x.of[3], x.of[2], x.of[1], x.of[0]};
 }
 
-// to[j] = row[column + j] for 0 <= j < n; this is thread `thread` of `threads`
+// to[j] = row[column + j] for 0 <= j < n; called by `threads` threads, of which this is number `thread`
 template <bool BACKWARDS>
 static __device__ void stage(float* to, int n, const float* row, int column, int T, int thread, int threads) {
     for (int j = 4 * thread; j < n; j += 4 * threads)
         *reinterpret_cast<Four*>(to + j) = BACKWARDS ? read_backwards(row, column + j, T) : read(row, column + j, T);
 }
 
-// The same for `rows` batches from b_0 on, one warp per row
+// The same for `rows` batches, starting at b_0, with one warp per row
 template <bool BACKWARDS>
 static __device__ void stage_rows(float* to, int stride, int n, const float* x, int column, int rows, int b_0, int B, int C, int T) {
     const int thread = threadIdx.y * blockDim.x + threadIdx.x, warps = blockDim.x * blockDim.y / 32;

@@ -1,24 +1,24 @@
 // Rung 4: tensor cores. A float32 product is the sum of three tf32 products of its operands' high and low parts.
 //
 //     forward   out[t] = eps + sum_u W[t - u] k[u]      a Toeplitz matrix, the same for all b, times the columns k[b]
-//     grad_k    grad_k[t] = sum_u W[u - t] grad_out[u]  the same with the matrix transposed
+//   grad_k    grad_k[t] = sum_u W[u - t] grad_out[u]   the same, with the matrix transposed
 //     grad_w    grad_W[n] = sum_b sum_t grad_out[t] k[t - n]: the products of 64 steps t and 64 steps u, summed along diagonals
-// W[n] = w[T - 1 - n], 0 for n < 0. x is k or grad_out; N_TILES * 8 batches at once.
+// W[n] = w[T - 1 - n], 0 for n < 0. x is k or grad_out. A block computes N_TILES * 8 batches.
 //
-// A warp computes 64 rows of all columns. Its matrix fragments are values of W four apart, at g - q + 4m for lane (g, q):
-// advancing by 8 columns loads two new values and keeps the other fourteen in registers.
+// A warp computes 64 rows of all columns. The matrix fragments of lane (g, q) consist of every fourth value of W, at g - q + 4m. To
+// advance by 8 columns, a lane loads two new values and keeps the other fourteen in registers.
 //
-// Tensor cores truncate when they add, which would accumulate over thousands of additions: each accumulates three products only,
-// and ordinary float32 additions sum the results.
+// Tensor cores truncate their sums, and over thousands of additions these errors would accumulate. So an accumulator sums only
+// three products, and ordinary float32 additions sum the results.
 
 #include "mma.cuh"
 
-constexpr int THREADS = 128, ROWS = 64, BLOCK = THREADS / 32 * ROWS;    // rows of a warp and of a block
-constexpr int CHUNK = 64, N = 8 * N_TILES, WINDOW = CHUNK + BLOCK;      // columns of a chunk; batches; lags of a chunk
-constexpr int STRIDE = CHUNK + 4, WIDE = CHUNK + 8;                     // a fragment's lanes read 32 different banks
-constexpr int TILE = 64, LINES = 32, DIAGONALS = 2 * TILE;              // of grad_w: steps; pairs of rows at a time
+constexpr int THREADS = 128, ROWS = 64, BLOCK = THREADS / 32 * ROWS;    // rows per warp and per block
+constexpr int CHUNK = 64, N = 8 * N_TILES, WINDOW = CHUNK + BLOCK;      // columns per chunk; batches; lags per chunk
+constexpr int STRIDE = CHUNK + 4, WIDE = CHUNK + 8;                     // so that a fragment's lanes read 32 different banks
+constexpr int TILE = 64, LINES = 32, DIAGONALS = 2 * TILE;              // grad_w: steps per tile; pairs of rows at a time
 
-struct Split { unsigned big, small; };                                  // x = big + small, each in tf32
+struct Split { unsigned big, small; };                                  // x = big + small, both in tf32
 
 // Rounds to nearest: drops the 13 bits that tf32 lacks
 static __device__ __forceinline__ unsigned tf32(float x) { return (__float_as_uint(x) + 0x1000u) & 0xffffe000u; }
@@ -28,7 +28,7 @@ static __device__ __forceinline__ Split split(float x) {
     return {big, tf32(x - __uint_as_float(big))};
 }
 
-// total += a b to float32's accuracy, for fragments a of 16 rows and b of 8 columns
+// total += a b with the accuracy of float32, for fragments a of 16 rows and b of 8 columns
 static __device__ __forceinline__ void multiply_add(float (&total)[4], Split a0, Split a1, Split a2, Split a3, Split b0,
                                                     Split b1) {
     float sum[4] = {};
@@ -39,8 +39,8 @@ static __device__ __forceinline__ void multiply_add(float (&total)[4], Split a0,
     for (int i = 0; i < 4; ++i) total[i] += sum[i];
 }
 
-// total += rows of the matrix (this lane's values are window[4m]) times CHUNK steps of the columns x. Eight steps per iteration,
-// not unrolled further: the compiler would hoist more loads than there are registers.
+// total += rows of the matrix (this lane's values are window[4m]) times CHUNK steps of the columns x. It is not unrolled beyond
+// eight steps per iteration: the compiler would hoist more loads than there are registers.
 static __device__ __forceinline__ void multiply_chunk(float (&total)[ROWS / 16][N_TILES][4], const float* window,
                                                       const float (*x)[STRIDE], int g, int q) {
     constexpr int KEPT = ROWS / 4 - 2;
@@ -62,14 +62,14 @@ static __device__ __forceinline__ void multiply_chunk(float (&total)[ROWS / 16][
     }
 }
 
-// Starts this thread's asynchronous copies, a quarter of 64 steps of a row from step u on; zeros from step `end` on
+// Starts this thread's asynchronous copies: a quarter of 64 steps of a row, starting at step u, with zeros from step `end` on
 static __device__ __forceinline__ void fetch_quarter(float* to, const float* row, int u, int end) {
 #pragma unroll
     for (int step = threadIdx.x % 4 * 4; step < 64; step += 16)
         copy_async<16>(&to[step], u + step < end ? row + u + step : row, u + step < end);
 }
 
-// Starts the copies of the lags between columns from u on and rows from t on
+// Starts the copies of the weights for all lags between columns from u on and rows from t on
 template <bool TRANSPOSED>
 static __device__ __forceinline__ void fetch_lags(float* lags, const float* w_row, int t, int u, int T) {
 #pragma unroll 1
@@ -131,7 +131,7 @@ grad_k(const float* __restrict__ w, const float* __restrict__ grad_out, float* _
     multiply<true>(w, grad_out, grad, B, C, T, 0.0f);
 }
 
-// sums (C,tiles,DIAGONALS): column x + 63 of tile d holds that tile's part of grad_w at lag 64 d + x, -63 <= x <= 63
+// sums (C,tiles,DIAGONALS): column x + 63 of tile d is that tile's contribution to grad_w at lag 64 d + x, -63 <= x <= 63
 extern "C" __global__ void __launch_bounds__(THREADS, 4)
 grad_w_tiles(const float* __restrict__ k, const float* __restrict__ grad_out, float* __restrict__ sums, int B, int C, int T) {
     constexpr int HALF = TILE / 2;
@@ -189,7 +189,7 @@ grad_w_tiles(const float* __restrict__ k, const float* __restrict__ grad_out, fl
     sums[((long long)c * tiles + d) * DIAGONALS + threadIdx.x] = sum;
 }
 
-// grad_w (C,T): each lag is the sum of its parts in two tiles
+// grad_w (C,T): each lag is the sum of the contributions of two tiles
 extern "C" __global__ void grad_w(const float* __restrict__ sums, float* __restrict__ grad, int C, int T) {
     const long long at = (long long)blockIdx.x * THREADS + threadIdx.x;
     if (at >= (long long)C * T) return;

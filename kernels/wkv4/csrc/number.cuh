@@ -1,4 +1,4 @@
-// A number of k, v, y and their gradients in memory: float32 or, with BFLOAT16, bfloat16. All arithmetic is in float32.
+// The type of k, v, y and their gradients in memory: float32 or, with BFLOAT16, bfloat16. All arithmetic is in float32.
 #pragma once
 
 #if BFLOAT16
@@ -6,7 +6,7 @@ typedef unsigned short Number;
 
 static __device__ __forceinline__ float number(const Number* from) { return __uint_as_float(unsigned(*from) << 16); }
 
-// Rounded to the nearest, and to even between two
+// Rounds to nearest, ties to even
 static __device__ __forceinline__ void write(Number* to, float x) {
     const unsigned bits = __float_as_uint(x);
     *to = x == x ? Number((bits + 0x7FFF + (bits >> 16 & 1)) >> 16) : Number(0x7FC0);

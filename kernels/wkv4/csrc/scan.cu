@@ -14,16 +14,16 @@
 #include "number.cuh"
 
 constexpr int LANES = 32, THREADS = LANES * WARPS, CHUNK = STEPS * WARPS;
-constexpr float LIMIT = 1.1e7f;             // of |k|, |p| and |time_first|: above it float32 has no fraction
+constexpr float LIMIT = 1.1e7f;             // largest |k|, |p| and |time_first|; above it float32 has no fraction
 constexpr double LOST = -67108864.0;        // exponent of a decay that erases the state for any k
 constexpr double FASTEST_DECAY = 50.0, LOG2_E = 1.4426950408889634;
 constexpr float LN_2 = 0.6931471805599453f, LN_2_HIGH = 0.693359375f, LN_2_LOW = -2.1219444005469058e-4f;
 
 struct Power { float m; int n; };
 struct State { float a, b; int P; };
-struct Scales { float state, input; int P; };   // of the decayed state and of the new term; P after the step
+struct Scales { float state, input; int P; };   // factors of the previous state and of the new term; P after the step
 struct Gradient { float a, b; };
-struct Sum { Gradient own; float through; };    // a segment's gradient, and the factor of the gradient after it
+struct Sum { Gradient own; float through; };    // a segment's own gradient, and the factor of the gradient after it
 
 // Comparisons, which propagate NaN; 0 x turns infinity into NaN
 static __device__ __forceinline__ float within_limit(float x) {
@@ -75,7 +75,7 @@ static __device__ __forceinline__ int exponent(float x) {
     return min(max(((__float_as_int(x) >> 23) & 255) - 127, -126), 126);
 }
 
-// The same state with b in [1, 2)
+// The same state, rescaled so that b is in [1, 2)
 static __device__ __forceinline__ State normal(State s) {
     const int n = exponent(s.b);
     return {pow2(-n) * s.a, pow2(-n) * s.b, s.P + n};
@@ -165,7 +165,7 @@ struct Segment {
     __device__ __forceinline__ void exponentiate(int length) {
         forwards(length, [&](int i) { const Power e = exponential(m[i]); m[i] = e.m, n[i] = e.n; });
     }
-    // Their contribution to the state after them. The decays are known, so the largest exponent is computed first.
+    // The contribution of these steps to the state after them. The decays are known, so the largest exponent is computed first.
     __device__ __forceinline__ State sum(Power decay, int length) const {
         State s = {0.0f, 0.0f, -2147483647 - 1};
         forwards(length, [&](int i) { s.P = max(s.P, n[i] + (length - 1 - i) * decay.n); });
@@ -268,8 +268,8 @@ scan_states(const float* __restrict__ time_decay, const float* __restrict__ time
     if (place.warp == 0) save(states + 3 * place.rows() * place.chunks(), place, after);
 }
 
-// Forward pass of a segment: saves values for the backward pass and sums the terms that do not depend on the gradient after it.
-// da and db are the derivatives of a and b with respect to w within the segment.
+// Forward pass through a segment, in the backward kernel: saves values for the reverse recurrence, and sums the terms that do not
+// depend on the gradient after the segment. da and db are the derivatives of a and b with respect to w within the segment.
 struct Replay {
     float input_scale[STEPS], state_scale[STEPS], grad_num[STEPS], grad_den[STEPS];
     float da, db, grad_w, grad_u;
@@ -310,7 +310,7 @@ scan_backward(const float* __restrict__ time_decay, const float* __restrict__ ti
     __shared__ State sums[WARPS][LANES];
     __shared__ Sum back[WARPS][LANES];
     __shared__ Gradient after_chunk[LANES];
-    __shared__ float by_k[STEPS][THREADS], by_v[STEPS][THREADS];    // y's contributions; no registers are left for them
+    __shared__ float by_k[STEPS][THREADS], by_v[STEPS][THREADS];    // the contributions of y; no registers are left for them
     const Place place(gridDim.x - 1 - blockIdx.x, B, T, C);         // last block first: scan_states read it last, so it is cached
     const Weights by = weights(place, time_decay, time_first);
     const Power decay = by.decay(), bonus = by.bonus();

@@ -19,7 +19,7 @@
 // bonus = e^(u+k), decay = e^w and new = e^k, at the scales of their step. A row is LANES channels of one b. k, v, y are (B,T,C),
 // everything else (B,C) or (C). A task is TASK_CHANNELS channels of one b.
 
-#define LANES 16                         // a whole cache line; with AVX2 two registers
+#define LANES 16                         // floats of a cache line; with AVX2 two registers
 
 #include "../../native/csrc/threads.h"
 #include "../../native/csrc/vectors.h"
@@ -27,8 +27,8 @@
 enum {
     CHUNK = 32,                          // steps between saved states
     PER_CHUNK = 3, PER_STEP = 5,         // vectors saved for a chunk: a, b, P; for a step: a, b, bonus, decay, new
-    TASK_CHANNELS = 32,                  // whole cache lines in each dtype
-    PREFETCH_STEPS = 16,                 // prefetch distance: the hardware does not follow a stride of C
+    TASK_CHANNELS = 32,                  // a multiple of a cache line in each dtype
+    PREFETCH_STEPS = 16,                 // prefetch distance in steps: hardware prefetchers do not detect a stride of C
 };
 
 static const float LIMIT = 1.1e7f;
@@ -44,9 +44,9 @@ struct call {
     const void *k, *v;
     const float *a, *b, *p;
     void *y;                             // backward: gy
-    float *after_a, *after_b;            // the state after the last step; backward: ga and gb
+    float *after_a, *after_b;            // state after the last step; backward: ga and gb
     float *after_p;                      // forward only
-    void *gk, *gv;                       // from here on backward only
+    void *gk, *gv;                       // the rest: backward only
     float *gw, *gu, *ga, *gb;            // (B,C); gw, gu: gradients of time_decay and time_first, to be summed over b
 };
 
@@ -195,7 +195,7 @@ INLINE floats save_chunks(enum dtype dtype, const struct call *call, const struc
     return state.P;
 }
 
-// Recomputes a chunk and saves what backward_chunk needs of each step.
+// Recomputes a chunk and saves the values of each step that backward_chunk reads.
 INLINE void recompute_chunk(enum dtype dtype, const struct call *call, const struct row *row, const struct weights *weights,
                        struct state state, int64_t first, int64_t steps, float *saved) {
     for (int64_t s = 0; s < steps; s++, saved += PER_STEP * LANES) {
@@ -256,7 +256,7 @@ INLINE void backward_row(enum dtype dtype, const struct call *call, const struct
     store_row(row, call->gb, scale_in * g.b);
 }
 
-// Inlined twice, so that full rows load and store with single instructions.
+// Inlined twice, so that full vectors are loaded and stored by single instructions.
 INLINE void run_row(enum dtype dtype, int backward, const struct call *call, const struct row *row, float *scratch) {
     if (backward) backward_row(dtype, call, row, scratch);
     else forward_row(dtype, call, row);

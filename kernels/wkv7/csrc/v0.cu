@@ -1,12 +1,12 @@
-// Rung 0: the recurrence as written. A thread processes a row of a head's state; everything stays in global memory.
+// Rung 0: the recurrence as written. A thread processes one row of a head's state; everything stays in global memory.
 //
-// Backward uses one block per head. From the last chunk to the first it recomputes the states into `history`, row by row. Then,
-// for each step, its threads process rows of G (gv, gsa), synchronise, and process columns (gr, gk, gb, gw, ga, and the new G).
-// Macros: CHUNK, BFLOAT16.
+// Backward uses one block per head. For each chunk, from the last to the first, it recomputes the states into `history`, row by
+// row. Then, for each step, its threads process rows of G (gv, gsa), synchronise, and process columns (gr, gk, gb, gw, ga, and the
+// new G). Macros: CHUNK, BFLOAT16.
 
 #include "wkv7.cuh"
 
-// Updates a row of the state by one step; before and after may be the same memory
+// Updates a row of the state by one step; `before` and `after` may be the same memory
 static __device__ void advance(const float* before, float* after, const float* log_w, const Number* k, float v,
                                const Number* a, const Number* b, int N) {
     float sa = 0;
@@ -43,15 +43,15 @@ extern "C" __global__ void forward(const Number* r, const float* log_w, const Nu
     run<false>(r, log_w, k, v, a, b, state, y, after, nullptr, heads, T, H, N);
 }
 
-// The same, saving states (B,H,chunks,N,N) before each chunk
+// forward that also saves the state before each chunk in `states` (B,H,chunks,N,N)
 extern "C" __global__ void forward_keeping(const Number* r, const float* log_w, const Number* k, const Number* v,
                                            const Number* a, const Number* b, const float* state, Number* y, float* after,
                                            float* states, int heads, int T, int H, int N) {
     run<true>(r, log_w, k, v, a, b, state, y, after, states, heads, T, H, N);
 }
 
-// history (B,H,CHUNK+1,N,N); sums (B,H,2,N): each row's sa and gsa. G: initially grad_state, finally the initial state's
-// gradient.
+// history (B,H,CHUNK+1,N,N): the states of a chunk; sums (B,H,2,N): each row's sa and gsa. G_of_all: at first grad_state, at the
+// end the initial state's gradient.
 extern "C" __global__ void backward(const Number* r, const float* log_w, const Number* k, const Number* v, const Number* a,
                                     const Number* b, const float* states, const Number* grad_y, Number* grad_r,
                                     float* grad_log_w, Number* grad_k, Number* grad_v, Number* grad_a, Number* grad_b,

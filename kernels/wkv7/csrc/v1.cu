@@ -1,9 +1,9 @@
-// Rung 1: a row of the state in a thread's registers; a step's vectors in shared memory. A block processes a head.
+// Rung 1: a row of the state in each thread's registers, a step's vectors in shared memory. A block processes one head.
 //
-// Backward also uses one block per head. Thread n holds row n of G, for gv and gsa, and column n, for the column gradients, so
-// that both kinds of sums stay within a thread, at the cost of computing G twice. First it recomputes the chunk with column n of
-// S, which needs no sums, since forward has saved sa: this yields gr and the states, which go into `history`. Three such vectors
-// exceed 255 registers: it spills 60 to 120 bytes. Macros: N, CHUNK, BFLOAT16.
+// Backward also uses one block per head. Thread n holds row n of G, for gv and gsa, and column n of G, for the other gradients, so
+// that all sums stay within a thread, at the cost of computing G twice. Before that, thread n recomputes column n of S through the
+// chunk, which needs no sums across threads, since forward has saved sa; this yields gr and the states, which go into `history`.
+// The row and the two columns exceed 255 registers: backward spills 60 to 120 bytes. Macros: N, CHUNK, BFLOAT16.
 
 #include "wkv7.cuh"
 
@@ -58,7 +58,7 @@ extern "C" __global__ void __launch_bounds__(N) forward(
     run<false>(r, log_w, k, v, a, b, state, y, after, nullptr, nullptr, T, H);
 }
 
-// The same, saving sa (B,T,H,N) and states (B,H,chunks,N,N) before each chunk, as [j][i] for coalesced stores
+// forward that also saves sa (B,T,H,N), and the state before each chunk in `states` (B,H,chunks,N,N), as [j][i] to coalesce stores
 extern "C" __global__ void __launch_bounds__(N) forward_keeping(
         const Number* __restrict__ r, const float* __restrict__ log_w, const Number* __restrict__ k,
         const Number* __restrict__ v, const Number* __restrict__ a, const Number* __restrict__ b,

@@ -1,11 +1,11 @@
-// Rung 2: one pass per step. The loop that updates S at step t also sums y of t and sa of t + 1: one chain of additions, in four
-// parts, instead of rung 1's two in sequence. Meanwhile the next step's vectors are loaded from global memory into the other of
-// two buffers, so a step has one barrier.
+// Rung 2: one pass over the state per step. The loop that updates S at step t also computes y of step t and sa of step t + 1. Each
+// sum is four independent chains of additions, and the two run concurrently, not in sequence as in rung 1. Meanwhile the next
+// step's vectors are loaded from global memory into the second of two buffers, so a step needs only one barrier.
 //
-// Backward is rung 1's in the same form. Iteration t moves G from step t to t - 1, by rows with the sums of t - 1 and by columns
-// with those of t, which needs gsa from iteration t + 1. So a buffer holds w and a of t, but r, k and b of t - 1; after the last
-// step w = 1 and a = 0, and iteration 0 has no rows. The chunk's states come from `history`, as before. With bfloat16, backward
-// spills 48 bytes on sm_80. Macros: N, CHUNK, BFLOAT16.
+// Backward is that of rung 1, changed in the same way. Iteration t moves G from step t to step t - 1: by rows, with the sums of
+// step t - 1, and by columns, with the sums of step t, for which it needs gsa from iteration t + 1. So a buffer contains w and a of
+// step t, but r, k and b of step t - 1. After the last step w = 1 and a = 0; iteration 0 has no rows. As in rung 1, the chunk's
+// states are in `history`. With bfloat16, backward spills 48 bytes on sm_80. Macros: N, CHUNK, BFLOAT16.
 
 #include "wkv7.cuh"
 
@@ -14,7 +14,7 @@ struct alignas(16) Four { float of[4]; };
 struct alignas(16) Columns { float w[N], a[N], r[N], k[N], b[N]; };
 struct alignas(16) Rows { float v[N], sa[N], gy[N], gsa[N]; };
 
-// Element n of each of a step's vectors, in registers before it is stored to a buffer
+// Element n of each vector of a step, held in registers until it is stored to a buffer
 struct Numbers {
     float w, a, r, k, b, v, sa, gy;
 
@@ -96,7 +96,7 @@ extern "C" __global__ void __launch_bounds__(N) forward(
     run<false>(r, log_w, k, v, a, b, state, y, after, nullptr, nullptr, T, H);
 }
 
-// The same, saving sa (B,T,H,N) and states (B,H,chunks,N,N) before each chunk, as [j][i] for coalesced stores
+// forward that also saves sa (B,T,H,N), and the state before each chunk in `states` (B,H,chunks,N,N), as [j][i] to coalesce stores
 extern "C" __global__ void __launch_bounds__(N) forward_keeping(
         const Number* __restrict__ r, const float* __restrict__ log_w, const Number* __restrict__ k,
         const Number* __restrict__ v, const Number* __restrict__ a, const Number* __restrict__ b,
@@ -119,7 +119,7 @@ extern "C" __global__ void __launch_bounds__(N) backward(
     const long long all = matrix(head, N);
     history += matrix((long long)head * CHUNK, N) + n;
 
-    // Column n of the chunk's states into `history`, and gr
+    // Recomputes column n of the chunk's states into `history`, and computes gr
     const auto recompute = [&](int chunk) {
         const int first = chunk * CHUNK, end = min(T, first + CHUNK);
         const float* saved = states + matrix((long long)head * chunks + chunk, N) + n * N;
@@ -154,7 +154,7 @@ extern "C" __global__ void __launch_bounds__(N) backward(
         }
     };
 
-    // Of iteration t: w, a, v and sa of step t; r, k, b and gy of t - 1
+    // The vectors of iteration t: w, a, v and sa of step t; r, k, b and gy of step t - 1
     const auto fetch = [&](int t) -> Numbers {
         const long long x = place(head, t, T, H, N) + n, last = x - (long long)H * N;
         Numbers found = {1};

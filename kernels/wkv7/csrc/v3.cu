@@ -1,16 +1,16 @@
-// Rung 3: enough threads. Tiles of 4 x N / LANES numbers in a thread's registers; backward is split and runs its key pass in all
-// chunks in parallel.
+// Rung 3: enough threads. Each thread holds a tile of 4 x N / LANES numbers in registers. Backward consists of two kernels; one,
+// backward_keys, processes all chunks in parallel.
 //
-//   tile      4 rows of a matrix M by N / LANES columns: a value from shared memory is used in 4 products, and the LANES threads
-//             of 4 rows reduce by shuffles, 4 numbers by 4 or 8
+//   tile      4 rows of a matrix M by N / LANES columns. A number loaded from shared memory is used in 4 products. The LANES
+//             threads of the same 4 rows add up their sums by shuffles.
 //   advance   a step of forward or rows: M <- M decay + x xs^T + u us^T, then P = M p and Q = M q
-//   rows      M is G, from the last step to the first: gv and gsa
-//   keys      M is S^T from a chunk's first step to its last: gr and ga; then G^T backwards: gk, gb and gl. Forward saves sa and the
-//             state before each chunk, rows saves gsa and G after each chunk, so all chunks run in parallel.
+//   rows      (backward_rows) M is G, from the last step to the first: gv and gsa
+//   keys      (backward_keys) M is S^T, from a chunk's first step to its last: gr and ga; then G^T, backwards: gk, gb and gl.
+//             Forward saves sa and the state before each chunk, rows saves gsa and G after each chunk: chunks are independent.
 //
-// log_w's gradient is gl_j = w_j sum_i G_ij S'_ij, with S' the state before the step. On the way forward, keys stores S at every
-// GROUP-th step; on the way back it recomputes the steps between, so that S and G are in registers together. (A running sum of r
-// gr, a ga, b gb and k gk would need no S, but a small gl would be the difference of two large numbers.)
+// log_w's gradient is gl_j = w_j sum_i G_ij S'_ij, where S' is the state before the step. On its way forward, keys stores S at
+// every GROUP-th step; on its way back, it recomputes the steps in between, so that S and G are in registers at the same time. (A
+// running sum of r gr, a ga, b gb and k gk would not need S, but a small gl would be the difference of two large numbers.)
 //
 // Macros: N, CHUNK, GROUP, LANES, BFLOAT16.
 
@@ -23,12 +23,12 @@ struct alignas(16) Four { float of[4]; };
 
 struct alignas(16) Vector { float of[N]; };
 
-// A step's operands in shared memory, and in registers on the way there: M <- M decay + x xs^T + u us^T; M p and M q
+// The operands of a step, M <- M decay + x xs^T + u us^T; M p and M q. T is Vector in shared memory, and float in registers
 template <class T> struct Step { T decay, x, xs, u, us, p, q; };
 
 static __device__ Four four(const float* from) { return *reinterpret_cast<const Four*>(from); }
 
-// Thread n holds element n; threads from N on hold none
+// Stores element n of each operand from thread n; threads n >= N have none
 static __device__ void put(Step<Vector>& to, const Step<float>& from) {
     const int n = threadIdx.x;
     if (n >= N) return;
@@ -36,8 +36,8 @@ static __device__ void put(Step<Vector>& to, const Step<float>& from) {
     to.p.of[n] = from.p, to.q.of[n] = from.q;
 }
 
-// Reduces over the LANES threads of a tile's rows: lane i gets the sum of row i % ROWS. Each exchange halves the numbers that a
-// lane holds, until one is left.
+// Sums over the LANES threads of the same rows: lane i gets the sum of row i % ROWS. The first shuffles halve the number of sums
+// per lane.
 static __device__ float added_up(const Four& x, int lane) {
     const bool odd = lane & 1, upper = lane & 2;
     const float low = (odd ? x.of[1] : x.of[0]) + __shfl_xor_sync(~0u, odd ? x.of[0] : x.of[1], 1);
@@ -48,21 +48,21 @@ static __device__ float added_up(const Four& x, int lane) {
     return sum;
 }
 
-// Gathers the rows' numbers, one from each lane
+// Gathers the numbers of the four rows, one from each of four lanes
 static __device__ Four of_rows(float x) {
     return {__shfl_sync(~0u, x, 0, ROWS), __shfl_sync(~0u, x, 1, ROWS), __shfl_sync(~0u, x, 2, ROWS), __shfl_sync(~0u, x, 3, ROWS)};
 }
 
 struct Tile {
     float of[ROWS][COLUMNS];
-    int lane, row;                               // the tile's first row; lane i < ROWS writes row + i
+    int lane, row;                               // row: the tile's first row; lane i < ROWS writes the results of row + i
 
     __device__ __forceinline__ Tile() : lane(threadIdx.x % LANES), row(threadIdx.x / LANES * ROWS) {}
 
-    // Offset of the tile's column m, a multiple of 4: adjacent lanes read adjacent groups of four
+    // The matrix column of the tile's column m, a multiple of 4: adjacent lanes read adjacent groups of four columns
     __device__ __forceinline__ int column(int m) const { return m * LANES + lane * 4; }
 
-    // Loads from a matrix or its transpose
+    // Loads the tile from a matrix or from its transpose
     template <bool TRANSPOSED> __device__ void read(const float* from) {
 #pragma unroll
         for (int m = 0; m < COLUMNS; m += 4)
@@ -116,7 +116,7 @@ struct Tile {
         }
         return added_up(sums, lane);
     }
-    // One decay per column. P and Q belong to the lane's row.
+    // A step with one decay per column. P and Q are the results of row + lane % ROWS
     __device__ void advance(const Step<Vector>& step, const Four& x, float& P, float& Q) {
         const Four u = four(step.u.of + row);
         Four Ps = {}, Qs = {};
@@ -184,7 +184,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) forward(
     run<false>(r, log_w, k, v, a, b, state, y, after, nullptr, nullptr, T, H);
 }
 
-// The same, saving sa (B,T,H,N) and states (B,H,chunks,N,N) before each chunk
+// forward that also saves sa (B,T,H,N), and the state before each chunk in `states` (B,H,chunks,N,N)
 extern "C" __global__ void __launch_bounds__(THREADS) forward_keeping(
         const Number* __restrict__ r, const float* __restrict__ log_w, const Number* __restrict__ k,
         const Number* __restrict__ v, const Number* __restrict__ a, const Number* __restrict__ b,
@@ -193,7 +193,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) forward_keeping(
     run<true>(r, log_w, k, v, a, b, state, y, after, sa, states, T, H);
 }
 
-// gsa (B,T,H,N); Gs (B,H,chunks,N,N): G after each chunk's last step, including that step's y
+// gsa_of_all (B,T,H,N); Gs (B,H,chunks,N,N): G after each chunk's last step, including the contribution of that step's y
 extern "C" __global__ void __launch_bounds__(THREADS) backward_rows(
         const Number* __restrict__ r, const float* __restrict__ log_w, const Number* __restrict__ k,
         const Number* __restrict__ a, const Number* __restrict__ b, const Number* __restrict__ grad_y,
@@ -201,7 +201,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) backward_rows(
         float* __restrict__ Gs, float* __restrict__ grad_state_before, int T, int H) {
     __shared__ Step<Vector> steps[2];
     const int head = blockIdx.x, n = threadIdx.x, chunks = (T - 1) / CHUNK + 1;
-    // From step t to the sums of t - 1; the last step has no decay after it
+    // The operands that move G from step t to step t - 1, and multiply it there; after the last step the decay is 1
     const auto fetch = [&](int t) -> Step<float> {
         if (n >= N) return {};
         const long long x = place(head, t, T, H, N) + n, last = x - (long long)H * N;
@@ -232,11 +232,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) backward_rows(
     G.write(grad_state_before + matrix(head, N));
 }
 
-// What keys need of a step along the value's axis
+// The vectors along the value axis of a step that backward_keys needs
 struct Values { Vector sa, v, gy, gsa_next; };
 
-// A block takes chunks of heads, one after the other. Rows of M are columns of the state. count: of all chunks; starts (blocks,
-// CHUNK/GROUP,N,N): the states before every GROUP-th step of a block's chunk
+// A block processes one chunk of a head after another. Rows of M are columns of the state. count: the number of chunks of all
+// heads; starts (blocks,CHUNK/GROUP,N,N): the states before every GROUP-th step of a block's chunk
 extern "C" __global__ void __launch_bounds__(THREADS) backward_keys(
         const Number* __restrict__ r, const float* __restrict__ log_w, const Number* __restrict__ k,
         const Number* __restrict__ v, const Number* __restrict__ a, const Number* __restrict__ b,

@@ -1,29 +1,29 @@
 // WKV-7 and its gradients: the passes of taichi_v3 with fused multiply-adds.
 //
-// Per batch row and head, a step is, with S an N x N matrix (rows i: value, columns j: key) and w = exp(log_w),
+// For each batch row and head, with an N x N state S (rows i: value, columns j: key) and w = exp(log_w), a step is
 //
 //     S <- S (diag(w) + a b^T) + v k^T        y = S r         sa_t = S_{t-1} a_t
 //
 // Within a chunk of steps, let W_t be the product of w from the chunk's first step to t, S = S' diag(W_t) and G = dL/dS = G' /
-// diag(W_t). With b' = b / W, k' = k / W, r' = r W and a'_t = a_t W_{t-1} the steps have no decay, and each of four passes over a
-// matrix adds two outer products to it and multiplies it by two vectors:
+// diag(W_t). With b' = b / W, k' = k / W, r' = r W and a'_t = a_t W_{t-1}, the steps have no decay. Each step of the four passes
+// adds two outer products to a matrix, and multiplies it by two vectors:
 //
 //     forward   lanes i   S' += sa_t b'_t + v_t k'_t              y_t = S' r'_t              sa_{t+1} = S' a'_{t+1}
 //     rows      lanes i   G' += gsa_{t+1} a'_{t+1} + gy_t r'_t    gv_t = G' k'_t             gsa_t = G' b'_t
 //     states    lanes j   S' as in forward                        gr_t = W_t (S'^T gy_t)     ga_{t+1} = W_t (S'^T gsa_{t+1})
 //     keys      lanes j   G' as in rows                           gk_t = (G'^T v_t) / W_t    gb_t = (G'^T sa_t) / W_t
 //
-// Backward makes two passes over the sequence. The first runs the row pass from the last chunk to the first and saves G after
-// each chunk. The second runs the chunks forwards: the state pass, which saves S' after each step, then the key pass from the
-// chunk's end. The key pass thus has both matrices at each step for gl, the gradient of log_w:
+// Backward visits every chunk twice. First the row pass runs from the last chunk to the first, and saves G after each chunk. Then,
+// from the first chunk to the last, the state pass runs forwards through a chunk and saves S' after each step, and the key pass
+// runs backwards through it. So the key pass has S' and G' of the same step for gl, the gradient of log_w:
 //
 //     gl_t = sum_i (S_{t-1} diag(w_t))_ij (G_t)_ij = sum_i (S'_{t-1})_ij (G'_t)_ij
 //
-// The running sum gl_{t+1} = gl_t - (r gr)_t - (a ga)_{t+1} + (b gb)_t + (k gk)_t would be cheaper, but cancels: a small gl
-// beside a large one becomes the difference of two large sums, and a gl of 0 does not come out as 0.
+// The running sum gl_{t+1} = gl_t - (r gr)_t - (a ga)_{t+1} + (b gb)_t + (k gk)_t would be cheaper, but suffers from cancellation:
+// a small gl next to a large one would be the difference of two large sums, and a gl of 0 would not be exactly 0.
 //
-// A matrix is divided into strips of one vector's width: LANES rows, with lanes along i, or LANES columns, with lanes along j. A
-// strip stores its N vectors contiguously and stays in L1 for a chunk of steps.
+// A matrix is divided into strips as wide as a vector: LANES rows, with lanes along i, or LANES columns, with lanes along j. A
+// strip stores its N vectors contiguously, and stays in the L1 cache for a chunk of steps.
 //
 // Sequences are (B,T,H,N), states (B,H,N,N). A task is a head (b,h).
 
@@ -42,14 +42,14 @@ struct call {
     const float *state;
     float *sa;                           // forward: output, or null; backward: input
     void *y;                             // backward: gy
-    float *after;                        // the state after the last step; backward: its gradient
-    void *gr, *gl, *gk, *gv, *ga, *gb;   // from here on backward only
-    float *gstate;
+    float *after;                        // state after the last step; backward: its gradient
+    void *gr, *gl, *gk, *gv, *ga, *gb;   // the rest: backward only
+        float *gstate;
 };
 
-// A head's buffers. Step t starts at index first + t * stride of a sequence. matrix: S' or G' in strips; columns, rows: staged
-// vectors of a chunk; gsa: T + 1 steps, the last one 0; G: a strip of the key pass; history: a strip of S' after each step of a
-// chunk; saved: G after each chunk.
+// A head's position and buffers. Its step t starts at index first + t * stride of a sequence. matrix: S' or G' in strips; columns,
+// rows: staged vectors of a chunk; gsa: for T + 1 steps, the last one 0; G: a strip of G' in the key pass; history: a strip of S'
+// after each step of a chunk; saved: G after each chunk.
 struct head {
     const struct call *call;
     int64_t first, stride, T, N;
@@ -97,8 +97,8 @@ INLINE void stage_rows(enum dtype dtype, const struct head *head, int64_t t_0, i
     }
 }
 
-// A step of a pass on a strip: to = from + p x^T + q y^T; dot_u and dot_v are the products of `to` with u and v. Each product has
-// two accumulators, since the latency of one dependent addition per vector would dominate.
+// One step of a pass on a strip: to = from + p x^T + q y^T; dot_u and dot_v are the products of `to` with u and v. Each product has
+// two accumulators, since with one the latency of its dependent additions would dominate.
 INLINE void step(const float *from, float *to, int64_t N, floats p, floats q, const float *x, const float *y, const float *u,
                  const float *v, floats *dot_u, floats *dot_v) {
     floats sums_u[2] = {splat(0.0f), splat(0.0f)}, sums_v[2] = {splat(0.0f), splat(0.0f)};
@@ -112,7 +112,7 @@ INLINE void step(const float *from, float *to, int64_t N, floats p, floats q, co
     *dot_u = sums_u[0] + sums_u[1], *dot_v = sums_v[0] + sums_v[1];
 }
 
-// The same; dot_other is each lane's dot product of `to` with another strip.
+// `step` that also computes dot_other: each lane's dot product of `to` with a second strip.
 INLINE void step_with(const float *from, float *to, const float *other, int64_t N, floats p, floats q, const float *x,
                       const float *y, const float *u, const float *v, floats *dot_u, floats *dot_v, floats *dot_other) {
     floats sums_u[2] = {splat(0.0f), splat(0.0f)}, sums_v[2] = {splat(0.0f), splat(0.0f)};
@@ -135,17 +135,17 @@ INLINE floats strip_dot(const float *strip, int64_t N, const float *u) {
     return sum;
 }
 
-// Decays the columns of a strip with lanes along i.
+// Multiplies a strip with lanes along i by the decays w of its columns.
 INLINE void decay_columns(float *strip, int64_t N, const float *w) {
     for (int64_t n = 0; n < N; n++) store(strip + n * LANES, load(strip + n * LANES) * splat(w[n]));
 }
 
-// Decays a strip with lanes along j; from and to may be the same.
+// Multiplies a strip with lanes along j by the decays of its columns; from and to may be the same.
 INLINE void decay(const float *from, float *to, int64_t N, floats w) {
     for (int64_t n = 0; n < N; n++) store(to + n * LANES, load(from + n * LANES) * w);
 }
 
-// Prefetches the inputs of a step one chunk ahead: the hardware does not follow a stride of H heads.
+// Prefetches the inputs of a step one chunk ahead, since hardware prefetchers do not detect a stride of H heads.
 INLINE void prefetch_columns(enum dtype dtype, const struct call *call, int64_t i) {
     prefetch(FLOAT32, call->log_w, i);
     prefetch(dtype, call->r, i);
@@ -215,10 +215,10 @@ INLINE void row_strip(enum dtype dtype, const struct head *head, int64_t lane, i
     }
 }
 
-// G after the chunk that starts at step t_0, in strips along j.
+// The saved G after the chunk that starts at step t_0, in strips with lanes along j.
 INLINE float *saved_G(const struct head *head, int64_t t_0) { return head->saved + t_0 / CHUNK * head->N * head->N; }
 
-// Copies the matrix from strips along i to strips along j.
+// Copies the matrix from strips with lanes along i to strips with lanes along j.
 INLINE void save_G(const struct head *head, float *saved) {
     int64_t N = head->N;
     for (int64_t j = 0; j < N; j += LANES)
@@ -226,7 +226,7 @@ INLINE void save_G(const struct head *head, float *saved) {
             transpose(saved + j * N + i * LANES, LANES, head->matrix + i * N + j * LANES, LANES, LANES, LANES);
 }
 
-// Row pass: gv, gsa and the initial state's gradient, which is G' before the first step plus that step's gsa a^T.
+// Row pass: gv, gsa and the initial state's gradient, which is G' of the first step plus that step's gsa a^T.
 INLINE void row_pass(enum dtype dtype, const struct head *head, const float *gafter, float *gstate) {
     int64_t N = head->N;
     for (int64_t lane = 0; lane < N; lane += LANES) {
@@ -249,7 +249,7 @@ INLINE void row_pass(enum dtype dtype, const struct head *head, const float *gaf
     }
 }
 
-// State pass of a strip: gr, ga, and the history (S' after each step).
+// State pass on a strip: gr, ga, and the history (S' after each step).
 INLINE void state_strip(enum dtype dtype, const struct head *head, int64_t lane, int64_t t_0, int64_t steps) {
     const struct call *call = head->call;
     int64_t N = head->N;
@@ -271,7 +271,7 @@ INLINE void state_strip(enum dtype dtype, const struct head *head, int64_t lane,
     }
 }
 
-// Key pass of a strip: gk, gb, gl.
+// Key pass on a strip: gk, gb, gl.
 INLINE void key_strip(enum dtype dtype, const struct head *head, int64_t lane, int64_t t_0, int64_t steps) {
     const struct call *call = head->call;
     int64_t N = head->N;

@@ -1,4 +1,4 @@
-// What the rungs share: numbers in float32 or, with BFLOAT16, in bfloat16; and where a step of a head lies in (B,T,H,N).
+// Shared by all rungs: loads and stores in float32 or, with BFLOAT16, in bfloat16; and the index of a head's step in (B,T,H,N).
 #pragma once
 
 #if BFLOAT16
@@ -13,13 +13,13 @@ static __device__ __forceinline__ float load(const unsigned short* from) { retur
 
 static __device__ __forceinline__ void store(float* to, float x) { *to = x; }
 
-// Rounded to the nearest, and to even between two
+// Rounds to nearest, ties to even
 static __device__ __forceinline__ void store(unsigned short* to, float x) {
     const unsigned bits = __float_as_uint(x);
     *to = x != x ? 0x7fff : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
 }
 
-// Of element 0 of step t; `head` counts the (b, h)
+// The index of element 0 of step t; head = b * H + h
 static __device__ __forceinline__ long long place(int head, int t, int T, int H, int size) {
     return (((long long)(head / H) * T + t) * H + head % H) * size;
 }

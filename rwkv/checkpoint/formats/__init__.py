@@ -1,17 +1,18 @@
-"""File formats for weights: one module per format. The modules in this folder are the supported formats.
+"""File formats for weights, one module per format.
 
-    pth           a file of torch.save: the official .pth, with or without zip, time_mix [1,1,C] or [C], any prefix
-    ckpt          our Lightning checkpoint: weights, and the entry `timemix` with the configuration and the tokenizer
-    safetensors   weights by official name; the same entry in the metadata
-    st            .safetensors for web-rwkv and ai00: float16, low-rank matrices transposed
+    pth           a file written by torch.save: the official .pth, zipped or not, with time_mix [1,1,C] or [C], and any prefix
+    ckpt          this program's Lightning checkpoint: weights, and the entry `timemix` with the configuration and the tokenizer
+    safetensors   weights by official name, and the entry `timemix` in the metadata
+    st            .safetensors for web-rwkv and ai00: float16, with transposed low-rank matrices
     huggingface   a directory with config.json, weights by transformers' or fla's names, and the tokenizer
-    ggmf          rwkv.cpp, FP32 and FP16; time_decay is stored as -exp(raw)
-    gguf          llama.cpp, also quantised, with the tokenizer; RWKV-7 only
+    ggmf          rwkv.cpp's format, FP32 and FP16; time_decay is stored as -exp(time_decay)
+    gguf          llama.cpp's format, also quantised, with the tokenizer; RWKV-7 only
 
-A format module has SUFFIXES ("": a directory), recognises(path), read(path) -> Content and write(path, Outgoing). If the
-format restricts dtypes, it has dtype_for(tensor, group, dtype), where group is the generation's group() of the tensor's name.
-Names and arrangement of tensors per format are in the generation's file (rwkv/checkpoint/rwkvN.py). Reading detects the format
-by content, writing chooses it by suffix. Modules that begin with _ are shared by formats. This file does not import PyTorch.
+A format module has SUFFIXES ("": a directory), recognises(path), read(path) -> Content and write(path, Outgoing). If the format
+restricts dtypes, it has dtype_for(tensor, group, dtype), where group is the generation's group() of the tensor's name. The
+names and layouts of a format's tensors are defined by the generation (rwkv/checkpoint/rwkvN.py). Reading detects the format
+from the content; writing chooses it by suffix. Modules named _NAME are shared by several formats. This file does not import
+PyTorch.
 """
 
 import ast
@@ -24,10 +25,10 @@ from types import ModuleType
 from rwkv.errors import CheckpointError, UserError
 
 QUANTISED = {"gguf": ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0"), "safetensors": ("int8", "int4")}     # block formats
-FORMS = ("fla", "official", "transformers-rwkv")         # of Hugging Face directories of RWKV-7
+FORMS = ("fla", "official", "transformers-rwkv")         # layouts of RWKV-7's Hugging Face directories
 TEXT = frozenset(b"\t\n\r") | frozenset(range(32, 127))
-BYTES_SHOWN = 16                         # of an unknown file; in every format some of these are not in TEXT
-# The kind of a file that begins with these bytes, and the remedy
+BYTES_SHOWN = 16                         # first bytes to show of an unknown file; in every format some are not TEXT
+# What a file that begins with these bytes is, and the remedy
 NOT_WEIGHTS = {
     b"version https://git-lfs": "a Git LFS pointer, not the file: fetch it with git lfs pull, or download it",
     b"# xet version": "a Xet pointer, not the file: fetch it with git xet, or download it",
@@ -51,20 +52,20 @@ def recognise(path: Path) -> ModuleType:
     """The format of an existing file or directory. Raises CheckpointError for an unknown format."""
     require_no_pointer(path)
     if path.is_file() and len(start := first_bytes(path, BYTES_SHOWN)) >= 8 and TEXT.issuperset(start):
-        raise CheckpointError(f"{path} is a text file that begins with {start!r}: name a file of weights")
+        raise CheckpointError(f"{path} is a text file that begins with {start!r}: name a file with weights")
     for format in map(load, names()):
         if format.recognises(path):
             return format
     if path.is_dir():
-        raise CheckpointError(f"{path} contains no checkpoint: expected a config.json, as in Hugging Face directories")
+        raise CheckpointError(f"{path} contains no checkpoint: expected a Hugging Face directory with a config.json")
     start = first_bytes(path, BYTES_SHOWN)
     content = f"begins with {start!r}" if start else "is empty (0 bytes): was the copy or download interrupted?"
-    raise CheckpointError(f"{path} cannot be read as a checkpoint: it {content}; expected a file of torch.save, .safetensors, "
-                          "rwkv.cpp's ggmf, or GGUF")
+    raise CheckpointError(f"{path} cannot be read as a checkpoint: it {content}; expected a file written by torch.save, "
+                          ".safetensors, rwkv.cpp's ggmf, or GGUF")
 
 
 def require_no_pointer(path: Path) -> None:
-    """Raises CheckpointError for a pointer to a file, a web page, or an archive."""
+    """Raises CheckpointError if the path is a Git LFS or Xet pointer, a web page or an archive."""
     if path.is_file():
         start = first_bytes(path, 2 * BYTES_SHOWN).lstrip().lower()
         for prefix, kind in NOT_WEIGHTS.items():
@@ -74,7 +75,7 @@ def require_no_pointer(path: Path) -> None:
 
 @cache
 def suffixes() -> dict[str, str]:
-    """The format of each suffix. Each module's SUFFIXES are read from its source, since importing it would import PyTorch."""
+    """The format of each suffix. SUFFIXES are read from the modules' source, because importing them would import PyTorch."""
     result: dict[str, str] = {}
     for name in names():
         source = (Path(__file__).parent / f"{name}.py").read_text(encoding="utf-8")
@@ -85,11 +86,11 @@ def suffixes() -> dict[str, str]:
 
 
 def by_suffix(path: Path) -> str:
-    """The name of the format of a path's suffix. Raises UserError for an unknown suffix."""
+    """The name of the format that a path's suffix stands for. Raises UserError for an unknown suffix."""
     suffix = "" if path.is_dir() else path.suffix
     if suffix not in suffixes():
         known = ", ".join(suffix or "no suffix" for suffix in suffixes())
-        raise UserError(f"{path.name} must have a suffix that names its format ({known}); otherwise name a format "
+        raise UserError(f"{path.name} must have a suffix that implies its format ({known}); otherwise name the format "
                         f"({', '.join(names())})")
     return suffixes()[suffix]
 

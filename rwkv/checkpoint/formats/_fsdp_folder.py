@@ -1,11 +1,11 @@
 """A checkpoint of trainer=fsdp: a folder with one file per process, written by torch.distributed.checkpoint.
 
-    shard-00001-....safetensors, ...     each process's rows of the weights and of the optimiser's state
-    rest.pt                              a .ckpt's dictionary without these tensors; SHARDED lists their places in it
-    complete.json                        size and CRC-32 of every file; written last
+    shard-00001-....safetensors, ...     rows of the weights and of the optimiser's state, one file per process
+    rest.pt                              the rest of a .ckpt's dictionary; "sharded" lists the places of these tensors in it
+    complete.json                        size and CRC-32 of every other file; written last
 
-A place is a tuple of keys, such as ("optimizer_states", 0, "state", 3, "exp_avg"), whose tensor in the shards is
-"optimizer_states/0/state/3/exp_avg". Reading executes no pickle.
+A place is a tuple of keys into the nested dictionary, such as ("optimizer_states", 0, "state", 3, "exp_avg"). The shards store
+the tensor of that place as "optimizer_states/0/state/3/exp_avg". Reading executes no pickle.
 """
 
 import json
@@ -20,8 +20,8 @@ from torch import Tensor
 
 from rwkv.checkpoint.formats import _torch_file
 from rwkv.checkpoint.formats._torch_file import READ_BYTES, Dictionary
+from rwkv.checkpoint.lazy_tensors import Stored
 from rwkv.checkpoint.location import COMPLETE, is_sharded
-from rwkv.checkpoint.stored import Stored
 from rwkv.errors import CheckpointError
 from rwkv.io.atomic import write_file
 
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint import HuggingFaceStorageReader
 
 REST = "rest.pt"
-SHARDED = "sharded"                      # key in the rest
-WEIGHTS = "state_dict"                   # the first key of the places of weights
+SHARDED = "sharded"                      # the key of the list of places in REST
+WEIGHTS = "state_dict"                   # a weight's place begins with this key
 
 Place = tuple[str | int, ...]
 
@@ -54,17 +54,17 @@ def sum_of(path: Path) -> tuple[int, int]:
 
 
 def write_complete(folder: Path, sums: Mapping[str, tuple[int, int]]) -> None:
-    """sums: sum_of each of the files."""
+    """Writes complete.json. sums: sum_of each of the other files, by name."""
     write_file(folder / COMPLETE, lambda file: file.write(json.dumps(sums).encode()))
 
 
 def read_rest(folder: Path) -> Dictionary:
-    """The dictionary without the sharded tensors. Raises CheckpointError if any of the folder's files is missing or damaged."""
+    """The dictionary without the sharded tensors. Raises CheckpointError if a file in the folder is missing or damaged."""
     try:
         sums = json.loads((folder / COMPLETE).read_bytes())
         damaged = [name for name, expected in sums.items() if list(sum_of(folder / name)) != list(expected)]
     except FileNotFoundError as error:
-        raise CheckpointError(f"{folder} lacks {Path(error.filename).name}: it was partly copied or deleted; copy it "
+        raise CheckpointError(f"{folder} lacks {Path(error.filename).name}: it was copied or deleted only in part; copy it "
                               "again") from None
     except (ValueError, AttributeError, TypeError) as error:
         raise CheckpointError(f"{folder / COMPLETE} is damaged ({error}); copy the checkpoint again") from None
@@ -75,12 +75,12 @@ def read_rest(folder: Path) -> Dictionary:
 
 
 def open_shards(folder: Path) -> "HuggingFaceStorageReader":
-    """torch's reader, with the headers of the files already read."""
+    """torch's reader of the folder's shards, which reads their headers only once."""
     from torch.distributed.checkpoint import HuggingFaceStorageReader
 
     reader = HuggingFaceStorageReader(str(folder))
     headers = reader.read_metadata()
-    reader.read_metadata = lambda: headers       # type: ignore[method-assign]  # torch would read them again for each call
+    reader.read_metadata = lambda: headers       # type: ignore[method-assign]  # torch would read them on each call
     return reader
 
 
@@ -91,16 +91,16 @@ def sizes(reader: Any) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
 
 
 def fill(reader: "HuggingFaceStorageReader", tensors: Mapping[str, Tensor]) -> None:
-    """Reads into these tensors, by name_of their places: whole tensors, or DTensors, which read this process's part only."""
+    """Reads shards into `tensors`, which are named by name_of. Into a DTensor it reads only this process's shard."""
     from torch.distributed import checkpoint
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")          # about reading without a process group
+        warnings.simplefilter("ignore")          # about the missing process group
         checkpoint.load(dict(tensors), storage_reader=reader, no_dist=True)
 
 
 def weights(folder: Path, places: Iterable[Place]) -> dict[str, Stored]:
-    """The weights among the places, by their names in the state_dict."""
+    """Those of `places` that are weights, by their names in the state_dict."""
     reader = open_shards(folder)
     shapes = sizes(reader)
 
@@ -119,9 +119,9 @@ def weights(folder: Path, places: Iterable[Place]) -> dict[str, Stored]:
 
 
 def read(folder: Path, empty: Callable[[Place, tuple[int, ...], torch.dtype], Tensor]) -> Dictionary:
-    """The dictionary of the .ckpt that a single process would have written.
+    """The dictionary that a single process would have written to a .ckpt.
 
-    empty(place, shape, dtype): a tensor to read into, whole or a DTensor. Raises CheckpointError as read_rest does.
+    empty(place, shape, dtype): returns a tensor, possibly a DTensor, to read into. Raises CheckpointError as read_rest does.
     """
     content = read_rest(folder)
     reader = open_shards(folder)
@@ -134,7 +134,7 @@ def read(folder: Path, empty: Callable[[Place, tuple[int, ...], torch.dtype], Te
 
 
 def read_whole(folder: Path) -> Dictionary:
-    """read() into whole tensors."""
+    """As read(), into ordinary tensors."""
     return read(folder, lambda place, shape, dtype: torch.empty(shape, dtype=dtype))
 
 

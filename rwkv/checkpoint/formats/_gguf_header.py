@@ -21,7 +21,7 @@ MOST_DIMENSIONS = 4
 
 
 class TensorInfo(NamedTuple):
-    """A tensor's name, shape and type; its data are the bytes from `start` to `end` of the file."""
+    """A tensor's name, shape and type. Its data are the file's bytes from `start` to `end`."""
 
     name: str
     shape: tuple[int, ...]
@@ -31,7 +31,7 @@ class TensorInfo(NamedTuple):
 
 
 def read_header(path: Path, data: memoryview) -> tuple[JsonObject, list[TensorInfo]]:
-    """The metadata and the tensors of a file. data: its bytes. Raises CheckpointError."""
+    """The metadata and the tensors of a file. data: the file's bytes. Raises CheckpointError if the header is damaged."""
     metadata, n_tensors, end = header_of(path)
     alignment = metadata.get(ALIGNMENT_KEY, ALIGNMENT)
     if not isinstance(alignment, int) or alignment < 8 or alignment & (alignment - 1):
@@ -58,6 +58,7 @@ def _tensor(path: Path, cursor: Cursor) -> TensorInfo:
     number, start = cursor.unpack("IQ")
     type_, elements, nbytes = block_type(number, f"{path}: {name}")
     if shape[-1] % elements or 0 in shape:
-        raise CheckpointError(f"{path}: {name} is {shape} in {type_}, expected rows of a multiple of {elements}: the file is "
+        raise CheckpointError(f"{path}: {name} is {shape} in {type_}, expected row lengths that are multiples of {elements}: "
+                              "the file is "
                               "damaged")
     return TensorInfo(name, shape, type_, start, start + math.prod(shape) // elements * nbytes)

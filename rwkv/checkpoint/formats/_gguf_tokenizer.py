@@ -1,12 +1,12 @@
-"""Tokenizers in GGUF's metadata: the World vocabulary (`rwkv`), byte-level BPE as GPT-2 splits text (`gpt2`), or none.
+"""Tokenizers in GGUF's metadata: the World vocabulary (`rwkv`), byte-level BPE with GPT-2's pre-tokenizer (`gpt2`), or none.
 
-    tokenizer.ggml.model, .tokens, .token_type      a token of rwkv is Python's repr of its bytes, without b and quotes;
-                                                    a token of gpt2 is the byte-level encoding of its bytes
-    tokenizer.ggml.merges, .pre                     gpt2: merged pairs of tokens, and the pre-tokenizer
-    tokenizer.huggingface.json                      gpt2: the whole file of the `tokenizers` library, in files of this program
-    tokenizer.ggml.eos_token_id, .eot_, .eom_       gpt2: end-of-text tokens; the World vocabulary's is id 0
+    tokenizer.ggml.model, .tokens, .token_type      rwkv: each token is Python's repr of its bytes, without b and quotes;
+                                                    gpt2: each token is the byte-level encoding of its bytes
+    tokenizer.ggml.merges, .pre                     gpt2: the pairs of tokens to merge, and the pre-tokenizer
+    tokenizer.huggingface.json                      gpt2: the complete tokenizer.json, in files that this program wrote
+    tokenizer.ggml.eos_token_id, .eot_, .eom_       gpt2: the end-of-text tokens; the World vocabulary's is id 0
 
-Unused ids, up to the number of embedding rows, are [PADid], of the type "unused". Sources: llama.cpp,
+Ids without a token, up to the number of embedding rows, have the text [PADid] and the type "unused". Sources: llama.cpp,
 conversion/base.py and src/llama-vocab.cpp; ggml, docs/gguf.md.
 """
 
@@ -23,11 +23,11 @@ from rwkv.tokenizer.world import Vocabulary
 
 GGML = "tokenizer.ggml."
 JSON = "tokenizer.huggingface.json"
-NORMAL = 1                               # a token_type, like the next three
+NORMAL = 1                               # a value of token_type, like the next three
 CONTROL = 3
 USER_DEFINED = 4
 UNUSED = 5
-WORLD_START = "<s>"                      # GGUF's text for id 0 of the World vocabulary, which is not a token
+WORLD_START = "<s>"                      # GGUF's text for id 0, for which the World vocabulary has no token
 PRE_TOKENIZER = "gpt-2"
 ENDS = tuple(f"{GGML}{name}_token_id" for name in ("eos", "eot", "eom"))
 BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
@@ -39,7 +39,7 @@ ESCAPES = {b"t": b"\t", b"n": b"\n", b"r": b"\r"}
 
 
 def metadata_of(outgoing: Outgoing) -> JsonObject:
-    """The metadata of the tokenizer. Raises UserError for a tokenizer that GGUF cannot represent."""
+    """The metadata that describes the tokenizer. Raises UserError for a tokenizer that GGUF cannot represent."""
     definition = outgoing.entry.get("tokenizer")
     if definition is None:
         return {f"{GGML}model": NO_MODEL[0]}
@@ -73,15 +73,15 @@ def _bpe_tokens(parsed: JsonObject) -> tuple[list[str], list[int]]:
     pre_tokenizer = parsed.get("pre_tokenizer") or {}
     differences = {
         "a normalizer": parsed.get("normalizer"),
-        "another pre_tokenizer": any(pre_tokenizer.get(name, True) != value for name, value in BYTE_LEVEL.items()
-                                     if name != "trim_offsets"),         # trim_offsets changes no id
-        "another decoder": (parsed.get("decoder") or {}).get("type") != "ByteLevel",
-        "another model": any((model.get(name) or None) != (value or None) for name, value in PLAIN_BPE.items()),
+        "a different pre_tokenizer": any(pre_tokenizer.get(name, True) != value for name, value in BYTE_LEVEL.items()
+                                     if name != "trim_offsets"),         # trim_offsets does not affect the ids
+        "a different decoder": (parsed.get("decoder") or {}).get("type") != "ByteLevel",
+        "a different model": any((model.get(name) or None) != (value or None) for name, value in PLAIN_BPE.items()),
         "added tokens that absorb spaces": any(token.get(name) for token in added for name in PLAIN_ADDED)}
     for difference, is_present in differences.items():
         if is_present:
-            raise UserError(f"GGUF holds byte-level BPE like GPT-2's, and this tokenizer has {difference}: choose another "
-                            "format, or omit the tokenizer")
+            raise UserError(f"GGUF can hold only a byte-level BPE like GPT-2's, but this tokenizer has {difference}: choose "
+                            "another format, or omit the tokenizer")
     names = {index: text for text, index in model["vocab"].items()} | {token["id"]: token["content"] for token in added}
     types = {token["id"]: CONTROL if token["special"] else USER_DEFINED for token in added}
     ids = range(1 + max(names))
@@ -90,7 +90,7 @@ def _bpe_tokens(parsed: JsonObject) -> tuple[list[str], list[int]]:
 
 
 def tokenizer_in(path: Path, metadata: JsonObject) -> JsonObject | None:
-    """The tokenizer's definition or None. Raises CheckpointError for an unsupported kind."""
+    """The tokenizer's definition, or None if the file has none. Raises CheckpointError for an unsupported kind."""
     kind = metadata.get(f"{GGML}model", NO_MODEL[0])
     if kind in NO_MODEL:
         return None
@@ -122,7 +122,7 @@ def _is_list_of(kind: type, values: object) -> bool:
 
 
 def _world_vocabulary(path: Path, texts: list[str], types: list[int]) -> str:
-    """The World vocabulary in the form of a vocabulary file."""
+    """The World vocabulary as the text of a vocabulary file."""
     try:
         tokens = [_parse_repr(text) if type_ == NORMAL else b"" for text, type_ in zip(texts, types, strict=True)]
     except ValueError as error:
@@ -132,7 +132,7 @@ def _world_vocabulary(path: Path, texts: list[str], types: list[int]) -> str:
 
 
 def _parse_repr(text: str) -> bytes:
-    """The bytes whose repr is b"text". Raises ValueError for anything else."""
+    """The bytes whose repr is b"text". Raises ValueError if there are none."""
     def unescape(match: re.Match[bytes]) -> bytes:
         escape = match[1]
         return bytes([int(escape[1:], 16)]) if len(escape) == 3 else ESCAPES.get(escape, escape)
@@ -141,7 +141,7 @@ def _parse_repr(text: str) -> bytes:
 
 
 def _bpe_definition(path: Path, texts: list[str], types: list[int], merges: Any) -> JsonObject:
-    """The tokenizer as the content of a file of the `tokenizers` library."""
+    """The tokenizer as the content of a tokenizer.json."""
     if not _is_list_of(str, merges):
         raise CheckpointError(f"{path} has no {GGML}merges for its byte-level BPE: was it converted wrongly?")
     added = [{"id": index, "content": text, "special": type_ == CONTROL, "normalized": False, **PLAIN_ADDED}

@@ -1,8 +1,8 @@
-"""Tensor types of GGUF. A type stores neighbouring elements of a row in blocks of a fixed number of bytes.
+"""GGUF's tensor types. Each stores neighbouring elements of a row in blocks of a fixed number of bytes.
 
-F32, F16, BF16 and the blocks of kernels/matvec (Q4_0 to Q8_0, Q4_K, Q5_K and Q6_K) are read here. If the package gguf of
-llama.cpp's authors is installed, it describes and dequantises all others: Q2_K, Q3_K, the i-quants (IQ4_XS, IQ4_NL, ...). The
-result is float32; running the model in int8 or int4 rounds it again (docs/log.md has the error), and dtype=blocks does not.
+This program itself reads F32, F16, BF16 and the block formats of kernels/matvec (Q4_0 to Q8_0, Q4_K, Q5_K and Q6_K). All other
+types, such as Q2_K, Q3_K, IQ4_XS and IQ4_NL, require the package gguf of llama.cpp's authors, which dequantises to float32.
+Running the model in int8 or int4 then rounds the weights a second time (docs/log.md has the error); dtype=blocks does not.
 
 Source: ggml, src/ggml-common.h.
 """
@@ -17,14 +17,14 @@ import torch
 from torch import Tensor
 
 from kernels.matvec import BLOCKS
-from rwkv.checkpoint.stored import BlockData, release
+from rwkv.checkpoint.lazy_tensors import BlockData, release
 from rwkv.errors import CheckpointError, UserError
 
 PACKAGE = "requires the package gguf: pip install gguf"
 
 
 class Block(NamedTuple):
-    """A type's name, and the elements and bytes of one block."""
+    """A type's name, and the number of elements and bytes in one block."""
 
     type: str
     elements: int
@@ -35,8 +35,8 @@ IN_BLOCKS = {2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8_0", 12: "Q4_K", 
 PLAIN = {0: Block("F32", 1, 4), 1: Block("F16", 1, 2), 30: Block("BF16", 1, 2), 28: Block("F64", 1, 8),
          **{number: Block(name, BLOCKS[name.lower()].elements, BLOCKS[name.lower()].bytes_per_block)
             for number, name in IN_BLOCKS.items()}}
-DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}    # as in the file
-BLOCKS_PER_ROW = 32                      # passed to the package, which processes 16 rows at a time: they fit the CPU's cache
+DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}    # torch has these types
+BLOCKS_PER_ROW = 32                      # the package dequantises 16 rows at a time; this many blocks fit the CPU's cache
 
 
 def package(purpose: str) -> ModuleType:
@@ -49,7 +49,7 @@ def package(purpose: str) -> ModuleType:
 
 
 def block_type(number: int, where: str) -> Block:
-    """The type with this number. where: names the tensor in errors. Raises CheckpointError for a type that cannot be read."""
+    """The type with this number. where: names the tensor in error messages. Raises CheckpointError for an unreadable type."""
     if number in PLAIN:
         return PLAIN[number]
     try:
@@ -87,14 +87,14 @@ def _name(number: int) -> str:
 
 
 def reader(type_: str, shape: tuple[int, ...], bytes_: Tensor) -> Callable[[], Tensor]:
-    """A function that returns the values of a tensor's mapped blocks in float32, and releases the pages of the mapping."""
+    """A function that dequantises a tensor's mapped blocks to float32 and then releases the mapped pages."""
     if kind := BLOCKS.get(type_.lower()):
         return BlockData(kind(bytes_.view(-1, shape[-1] // kind.elements * kind.bytes_per_block)))
     return partial(_dequantise_by_package, type_, bytes_)
 
 
 def round_to_blocks(matrix: Tensor, type_: str) -> Tensor:
-    """A float32 matrix rounded to blocks of this type, or to float16 if its rows are not a multiple of a block."""
+    """A float32 matrix rounded to this block type, or to float16 if its row length is not a multiple of the block length."""
     gguf = package(f"writing {type_}")
     kind = gguf.GGMLQuantizationType[type_]
     if matrix.shape[-1] % gguf.GGML_QUANT_SIZES[kind][0]:

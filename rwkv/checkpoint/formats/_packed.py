@@ -1,4 +1,4 @@
-"""Packed matrices in .safetensors, in the order in which kernels/matvec reads them, so that a mapped file needs no copy.
+"""Packed matrices in .safetensors, laid out as kernels/matvec reads them, so that a mapped file needs no copy.
 
     int8    NAME          (N,K) I8
             NAME.scale    (N) F32
@@ -6,49 +6,54 @@
             NAME.scale    (N,G) BF16
             NAME.shift    (N,G) BF16
 
-An int4 matrix whose G is not a multiple of 8 is stored as kernels.matvec.Int4.groups: NAME is (N,G,16) U8, one group after the
-other, two integers per byte. So are all matrices in files of earlier versions. These are repacked when they are read.
+An int4 matrix whose G is not a multiple of 8 is stored in the layout of kernels.matvec.Int4.groups: NAME is (N,G,16) U8, one
+group after another, two integers per byte. Files of version 1 store every matrix so. Such matrices are repacked on reading.
 
-A bfloat16 matrix with sparse inputs may be stored by input: NAME.by_input is its transpose, and NAME is missing.
+int4 that is calibrated (rwkv/checkpoint/calibration.py) has GGUF's blocks: NAME is (N,blocks of a row,bytes of a block) U8. The
+bytes of a block tell its kind.
 
-The embedding is BF16, because it is looked up, not multiplied. Low-rank matrices keep BF16. Everything else is F32.
+A bfloat16 matrix with sparse inputs may be stored by input: the file then has its transpose, NAME.by_input, and no NAME.
+
+The embedding is BF16, because it is looked up, not multiplied. BF16 low-rank matrices stay BF16. All other tensors are F32.
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from kernels.matvec import FORMS, GROUP, TOGETHER, Int4, Int8, Packed
+from kernels.matvec import BLOCKS, FORMS, GROUP, TOGETHER, Blocks, Int4, Int8, Packed
 from rwkv.checkpoint.content import Outgoing, PackedMatrix
-from rwkv.checkpoint.stored import Stored
+from rwkv.checkpoint.lazy_tensors import BlockData, Stored
 from rwkv.errors import CheckpointError, UserError
 from rwkv.io.json_types import JsonObject
 from rwkv.model.base import generation, is_linear_weight
 
-VERSION = 2                              # in our entry; 1: int4 as groups, without a version
-EMBEDDING = "emb.weight"                 # the suffix of embeddings' names
+VERSION = 2                              # stated in the entry `timemix`; version 1 stored int4 as groups and stated no version
+WITH_BLOCKS = 3                          # the version of files with GGUF's blocks
+EMBEDDING = "emb.weight"                 # the end of an embedding's name
 SCALE, SHIFT = ".scale", ".shift"        # added to a matrix's name
 BY_INPUT = ".by_input"
+KIND_BY_BYTES = {kind.bytes_per_block: kind for kind in BLOCKS.values()}
 
 
 def outgoing(content: Outgoing) -> list[Stored]:
-    """The tensors to write, in the model's order: the parts of each matrix in content.quantised, and all others."""
+    """The tensors to write, in the model's order, with each linear layer's matrix replaced by the parts of its packed form."""
     assert content.quantised is not None
     group = generation(content.config).group
 
-    @lru_cache(maxsize=1)                # the parts of a matrix are read one after another
+    @lru_cache(maxsize=1)                # a matrix's parts are read in succession, so it is packed once
     def packed(name: str) -> tuple[Tensor, ...]:
         return _arranged(_packed(content, name))
 
     stored: list[Stored] = []
     for name, tensor in content.tensors.items():
         if is_linear_weight(name, group(name)):
-            stored += _parts(name, tensor.shape, content.quantised, packed)
+            stored += _parts(name, tensor.shape, _form(content, name), packed)
         elif name.endswith(EMBEDDING) or (group(name) == "low rank" and tensor.dtype == torch.bfloat16):
             stored.append(tensor.cast(torch.bfloat16))
         else:
@@ -56,9 +61,19 @@ def outgoing(content: Outgoing) -> list[Stored]:
     return stored
 
 
+def version(content: Outgoing) -> int:
+    return WITH_BLOCKS if any(_form(content, name) in BLOCKS for name in content.packed) else VERSION
+
+
+def _form(content: Outgoing, name: str) -> str:
+    """The form in which a matrix is written: as it is packed already, if that has the dtype to write."""
+    matrix = content.packed.get(name)
+    return matrix.form if matrix is not None and matrix.dtype == content.quantised else str(content.quantised)
+
+
 def _packed(content: Outgoing, name: str) -> Packed:
     matrix = content.packed.get(name)
-    if matrix is not None and matrix.form == content.quantised:
+    if matrix is not None and matrix.dtype == content.quantised:
         return matrix.read()
     packed: list[Packed] = []
     content.tensors[name].pass_on(lambda weight: packed.append(FORMS[str(content.quantised)].of(weight)))
@@ -83,6 +98,8 @@ def _parts(name: str, shape: tuple[int, ...], form: str, packed: Callable[[str],
     if K % GROUP:
         raise UserError(f"int4 in .safetensors requires row lengths that are multiples of {GROUP}; {name} has rows of {K}: "
                         "choose another dtype")
+    if kind := BLOCKS.get(form):
+        return [Stored(name, name, (N, K // kind.elements, kind.bytes_per_block), torch.uint8, lambda: packed(name)[0])]
     G = K // GROUP
     interleaved = (N, G // TOGETHER, TOGETHER, GROUP // 4), torch.int16
     weight_shape, dtype = interleaved if _is_interleaved(K) else ((N, G, GROUP // 2), torch.uint8)
@@ -92,14 +109,14 @@ def _parts(name: str, shape: tuple[int, ...], form: str, packed: Callable[[str],
 
 
 def stored_by_input(content: Outgoing) -> list[Stored]:
-    """The tensors to write, with matrices whose inputs are sparse stored by input."""
+    """The tensors to write, where matrices with sparse inputs are transposed and renamed NAME.by_input."""
     sparse = tuple(f"{layer}.weight" for layer in generation(content.config).non_negative(content.config))
     return [tensor.transposed().renamed(name + BY_INPUT) if name.endswith(sparse) else tensor
             for name, tensor in content.tensors.items()]
 
 
 def by_output(tensors: Mapping[str, Stored]) -> dict[str, Stored]:
-    """The file's tensors, with those that are stored by input as their transposes, without a copy."""
+    """The file's tensors, where those named NAME.by_input are transposed back, without a copy, and named NAME."""
     return {name.removesuffix(BY_INPUT): _transposed(tensor) if name.endswith(BY_INPUT) else tensor
             for name, tensor in tensors.items()}
 
@@ -110,13 +127,13 @@ def _transposed(tensor: Stored) -> Stored:
 
 def require_known_version(path: Path, entry: JsonObject | None) -> None:
     version = ((entry or {}).get("packed") or {}).get("version", 1)
-    if version not in range(1, VERSION + 1):
-        raise CheckpointError(f"{path} has packed matrices of version {version}, and this program reads 1 to {VERSION}: was it "
-                              "written by a newer version?")
+    if version not in range(1, WITH_BLOCKS + 1):
+        raise CheckpointError(f"{path} has packed matrices of version {version}, this program reads 1 to {WITH_BLOCKS}: was "
+                              "it written by a newer version?")
 
 
 def joined(tensors: Mapping[str, Stored]) -> tuple[dict[str, Stored], dict[str, PackedMatrix]]:
-    """The file's tensors, with each packed matrix as one float32 tensor, and the packed matrices.
+    """The file's tensors, with each packed matrix as one float32 tensor, and the packed matrices themselves.
 
     Raises CheckpointError if a part of a matrix is missing or does not fit.
     """
@@ -125,7 +142,11 @@ def joined(tensors: Mapping[str, Stored]) -> tuple[dict[str, Stored], dict[str, 
     part_names = {name + end for name in packed for end in ("", SCALE, SHIFT)}
     whole = {name: tensor for name, tensor in tensors.items() if name not in part_names}
     for name, matrix in packed.items():
-        whole[name] = Stored(name, tensors[name].source, matrix.shape, torch.float32, partial(_dense, matrix))
+        if matrix.form in BLOCKS:
+            whole[name] = Stored(name, tensors[name].source, matrix.shape, torch.float32,
+                                 BlockData(cast(Blocks, matrix.read())), blocks=matrix.form.upper())
+        else:
+            whole[name] = Stored(name, tensors[name].source, matrix.shape, torch.float32, partial(_dense, matrix))
     return whole, packed
 
 
@@ -137,6 +158,9 @@ def _matrix(name: str, tensors: Mapping[str, Stored]) -> PackedMatrix:
     parts = [tensors[name + end] for end in ("", SCALE, SHIFT) if name + end in tensors]
     weight = parts[0]
     kinds = [(part.shape, part.dtype) for part in parts]
+    if (kind := _kind_of(parts)) is not None:
+        N, size, _ = weight.shape
+        return PackedMatrix(kind.form, (N, size * kind.elements), lambda: kind(weight.get().flatten(1)))
     N, size = (*weight.shape, 0, 0)[:2]
     if kinds == [((N, size), torch.int8), ((N,), torch.float32)]:
         return PackedMatrix("int8", (N, size), lambda: Int8(*_read(parts)))
@@ -148,8 +172,16 @@ def _matrix(name: str, tensors: Mapping[str, Stored]) -> PackedMatrix:
         return PackedMatrix("int4", (N, K), lambda: Int4.from_groups(_read(parts), K), _is_interleaved(K))
     raise CheckpointError(f"{weight.source}: {name} is {weight.dtype} of shape {weight.shape}, expected int8, (N,K) in "
                           f"torch.int8 with {name}.scale (N) in float32, or int4, (N,G/8,8,8) in torch.int16 or (N,G,16) in "
-                          f"torch.uint8 with {name}.scale and {name}.shift (N,G) in bfloat16: other quantised weights "
-                          "are not supported")
+                          f"torch.uint8 with {name}.scale and {name}.shift (N,G) in bfloat16, or GGUF's blocks (N,blocks,bytes "
+                          "of a block) in torch.uint8: other quantised weights are not supported")
+
+
+def _kind_of(parts: list[Stored]) -> type[Blocks] | None:
+    """The kind of GGUF's blocks that a matrix of these parts has; None if it has another form."""
+    weight = parts[0]
+    if len(parts) > 1 or len(weight.shape) != 3 or weight.dtype != torch.uint8:
+        return None
+    return KIND_BY_BYTES.get(weight.shape[2])
 
 
 def _int4(parts: list[Stored], K: int) -> Int4:

@@ -1,7 +1,7 @@
-"""Files of torch.save: read without executing the pickle, written tensor by tensor.
+"""Files of torch.save, read without executing the pickle and written one tensor at a time.
 
-Since torch 1.6: a zip of uncompressed entries. data.pkl has the structure and names each storage; data/0, data/1, ... are the
-storages, aligned to 64 bytes so that they can be mapped; version and byteorder follow. Source: PyTorch,
+Since torch 1.6 they are zips of uncompressed entries. data.pkl has the structure and refers to storages by number; data/0,
+data/1, ... are the storages, aligned to 64 bytes so that they can be mapped; version and byteorder follow. Source: PyTorch,
 torch/serialization.py and caffe2/serialize/inline_container.cc.
 """
 
@@ -25,20 +25,20 @@ import torch
 from torch import Tensor, _utils
 
 from rwkv.checkpoint.formats import first_bytes
-from rwkv.checkpoint.stored import Stored, raw
+from rwkv.checkpoint.lazy_tensors import Stored, raw
 from rwkv.errors import CheckpointError
 
 ZIP = b"PK"
 PICKLES = tuple(bytes([0x80, protocol]) for protocol in (2, 3, 4, 5))
 ALIGNMENT = 64
-PADDING_ID = 0x4246                      # "FB", an extra field that pads to the next multiple of ALIGNMENT
+PADDING_ID = 0x4246                      # "FB", the zip extra field that pads to the next multiple of ALIGNMENT
 LOCAL_HEADER = 30                        # bytes of zip's local file header before its name
-LENGTHS = struct.Struct("<HH")           # of the name and the extra fields that follow it, at the end of the header
-READ_BYTES = 1 << 20                     # per read, for a checksum
+LENGTHS = struct.Struct("<HH")           # the header's last fields: the lengths of the name and of the extra fields after it
+READ_BYTES = 1 << 20                     # read at a time to compute a checksum
 FIELD_HEADER = 4                         # bytes of an extra field's header
-EPOCH = (1980, 1, 1, 0, 0, 0)            # zip's earliest date: equal weights give equal files
-OTHER_OBJECTS = "Unsupported"            # in torch's message about a class or an operation that it does not execute
-Dictionary = dict[Any, Any]              # of a file of torch.save
+EPOCH = (1980, 1, 1, 0, 0, 0)            # zip's earliest date, fixed so that equal weights give equal files
+OTHER_OBJECTS = "Unsupported"            # occurs in torch's message about a class or operation that it refuses to execute
+Dictionary = dict[Any, Any]              # the content of a file written by torch.save
 STORAGES = {torch.float32: torch.FloatStorage, torch.float16: torch.HalfStorage, torch.bfloat16: torch.BFloat16Storage}
 
 
@@ -48,17 +48,17 @@ def recognises(path: Path) -> bool:
 
 
 def load(path: Path) -> Dictionary:
-    """The file's dictionary, with tensors mapped if it is a zip. Executes nothing. Raises CheckpointError."""
+    """The file's dictionary; tensors are mapped if it is a zip. Executes nothing. Raises CheckpointError for other content."""
     mapped = first_bytes(path, 2) == ZIP
     if mapped:
         _check_zip(path)
         _require_plain(path)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")      # torch warns about other pickles; the message below suffices
+            warnings.simplefilter("ignore")      # torch warns about pickles of other programs; the error below suffices
             content = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except Exception as error:                   # torch has no error class for damaged files
-        if OTHER_OBJECTS in str(error):          # in a file older than zip, which _require_plain cannot inspect
+        if OTHER_OBJECTS in str(error):          # in a file from before zip, which _require_plain cannot inspect
             raise CheckpointError(f"{path} contains objects other than tensors, and loading them would execute code: save the "
                                   "tensors alone, torch.save(model.state_dict(), FILE)") from error
         raise CheckpointError(f"{path} cannot be read as a checkpoint: it is truncated, damaged, or not a file of plain "
@@ -70,7 +70,7 @@ def load(path: Path) -> Dictionary:
 
 
 def _require_plain(path: Path) -> None:
-    """Raises CheckpointError if an undamaged file names objects other than tensors and plain containers."""
+    """Raises CheckpointError if the file contains objects other than tensors and plain containers. Ignores damaged files."""
     try:
         others = sorted(torch.serialization.get_unsafe_globals_in_checkpoint(path))
     except Exception:                    # a damaged pickle: torch.load reports it
@@ -81,9 +81,9 @@ def _require_plain(path: Path) -> None:
 
 
 def weights_in(path: Path, content: Mapping[object, object]) -> Mapping[object, object]:
-    """The tensors by name in a loaded dictionary: itself, or the one nested in it, as in {"model": weights, "step": 7}.
+    """The dictionary of tensors in a loaded file: `content` itself, or one nested in it, as in {"model": weights, "step": 7}.
 
-    Raises CheckpointError if there are several.
+    Raises CheckpointError if several nested dictionaries contain tensors.
     """
     if any(map(_is_weight, content.items())):
         return content
@@ -94,7 +94,7 @@ def weights_in(path: Path, content: Mapping[object, object]) -> Mapping[object, 
 
 
 def _holds_weights(content: Mapping[object, object]) -> bool:
-    """Whether a dictionary or one nested in it has tensors by names with a dot."""
+    """Whether a dictionary, or one nested in it, contains tensors whose names have a dot."""
     return any(_is_weight(item) or (isinstance(item[1], Mapping) and _holds_weights(item[1])) for item in content.items())
 
 
@@ -104,7 +104,7 @@ def _is_weight(item: tuple[object, object]) -> bool:
 
 
 def stored(path: Path, content: Mapping[object, object]) -> dict[str, Stored]:
-    """The tensors of a loaded dictionary. Raises CheckpointError if a value is not a plain tensor."""
+    """The tensors in a dictionary that was loaded. Raises CheckpointError if a value is not a plain tensor."""
     mapped = first_bytes(path, 2) == ZIP
     result = {}
     for name, tensor in content.items():
@@ -118,7 +118,7 @@ def stored(path: Path, content: Mapping[object, object]) -> dict[str, Stored]:
 
 
 def save(file: BinaryIO, content: object) -> None:
-    """Writes plain containers of Stored tensors, with one tensor in memory at a time."""
+    """Writes Stored tensors in plain containers, with one tensor in memory at a time."""
     structure, tensors = pickled(content)
     with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
         _add_bytes(archive, "data.pkl", structure)
@@ -130,7 +130,7 @@ def save(file: BinaryIO, content: object) -> None:
 
 
 def pickled(content: object) -> tuple[bytes, list[Stored]]:
-    """The bytes of data.pkl, and the tensors that it refers to by number."""
+    """The content of data.pkl, and the tensors that it refers to by number."""
     buffer = io.BytesIO()
     pickler = _Pickler(buffer, protocol=2)
     pickler.dump(content)
@@ -172,7 +172,7 @@ def _add_bytes(archive: zipfile.ZipFile, name: str, data: bytes) -> None:
 
 
 def _entry(archive: zipfile.ZipFile, name: str, size: int) -> IO[bytes]:
-    """A new entry of `size` bytes, which the caller writes and closes."""
+    """Begins a zip entry of `size` bytes, which the caller writes and closes."""
     entry = zipfile.ZipInfo(f"archive/{name}", EPOCH)
     entry.file_size = size
     large = FIELD_HEADER + 16 if entry.file_size * 1.05 > zipfile.ZIP64_LIMIT else 0     # zipfile's field for 64-bit sizes
@@ -186,8 +186,8 @@ def _entry(archive: zipfile.ZipFile, name: str, size: int) -> IO[bytes]:
 def _check_zip(path: Path) -> None:
     """Raises CheckpointError if an entry is incomplete, has a wrong checksum or is compressed.
 
-    torch.load checks neither length nor checksum, and a flipped bit would change a weight. torch maps the entries, so they are
-    never compressed; a small file that claims to decompress to a large one is an attack.
+    torch.load checks neither length nor checksum, and a flipped bit would change a weight. torch never compresses entries,
+    because it maps them; a compressed entry could be an attack, since it may expand to far more memory than the file's size.
     """
     try:
         with path.open("rb") as file, zipfile.ZipFile(file) as archive:
@@ -200,7 +200,7 @@ def _check_zip(path: Path) -> None:
                 if entry.compress_type != zipfile.ZIP_STORED or entry.file_size != entry.compress_size:
                     raise CheckpointError(f"{path} is a compressed zip, which torch.save does not write: unpack it, and name "
                                           "its content")
-                archive.open(entry).close()              # compares the entry's own header
+                archive.open(entry).close()              # compares the entry's header with the directory
             entries = [entry for entry in archive.infolist() if entry.CRC]       # 0: torch wrote no checksum
             with ThreadPoolExecutor(torch.get_num_threads()) as pool:
                 are_right = list(pool.map(partial(_has_checksum, file, Lock()), entries))
@@ -214,9 +214,9 @@ def _check_zip(path: Path) -> None:
 
 
 def _has_checksum(file: io.BufferedReader, lock: Lock, entry: zipfile.ZipInfo) -> bool:
-    """Whether the data of an uncompressed entry has its checksum.
+    """Whether the data of an uncompressed entry matches the entry's checksum.
 
-    Threads share one open file and take turns to read it, since the file at its path may be replaced meanwhile.
+    All threads read from one open file, under a lock: opening the path again might open a file that has replaced it.
     """
     buffer = memoryview(bytearray(READ_BYTES))
     header_end = entry.header_offset + LOCAL_HEADER

@@ -1,6 +1,6 @@
-"""Our .ckpt, a Lightning checkpoint: weights in state_dict, and the entry `timemix` of plain containers.
+"""This program's .ckpt, a Lightning checkpoint: weights in state_dict, and the entry `timemix`, made of plain containers.
 
-With trainer=fsdp it is a folder (_fsdp_folder.py).
+With trainer=fsdp a .ckpt is a folder (_fsdp_folder.py).
 """
 
 from dataclasses import replace
@@ -13,7 +13,7 @@ from rwkv.errors import CheckpointError
 from rwkv.io.atomic import write_file
 
 SUFFIXES = (".ckpt",)
-PREFIX = "model."                        # Lightning names weights by attribute: LanguageModel.model in rwkv/training/task.py
+PREFIX = "model."                        # Lightning's prefix, from the attribute LanguageModel.model in rwkv/training/task.py
 
 
 def recognises(path: Path) -> bool:
@@ -29,7 +29,7 @@ def read(path: Path) -> Content:
 
 
 def parse(path: Path, content: Dictionary) -> Content:
-    """The Content of our checkpoint, of another Lightning checkpoint without our entry, or of a dictionary of tensors."""
+    """Parses the dictionary of any Lightning checkpoint, with or without the entry `timemix`, or a dictionary of tensors."""
     entry = plain_entry(path, content[ENTRY]) if ENTRY in content else None
     tensors = content.get("state_dict", {} if entry else weights_in(path, content))
     step = content.get("global_step", 0)

@@ -4,10 +4,10 @@
     tensor    dim_count, key_length, data_type, the shape with its dimensions reversed, key, data        until the end
 
 FP16 files store vectors, and RWKV-7's r_k, in FP32. RWKV-4's vectors are [C], RWKV-7's as in the official files;
-rwkv/checkpoint/rwkv7.py describes other differences of RWKV-7's files. time_decay is stored as -exp(raw), rounded to float32 by
-torch.exp. ggmf -> ours -> ggmf preserves stored values bit for bit. ours -> ggmf -> ours may change raw to another value with
-the same float32 exponential, less than 1e-7 (relative, above 1) away. Integers and floats are little endian. Source:
-RWKV/rwkv.cpp, docs/FILE_FORMAT.md and python/convert_pytorch_to_ggml.py.
+rwkv/checkpoint/rwkv7.py describes other differences of RWKV-7's files. time_decay is stored as -exp(time_decay), rounded to
+float32 by torch.exp. Reading a file and writing it again preserves these values bit for bit. Writing time_decay and reading it
+again may change it by less than 1e-7 (relative to values above 1), to a number with the same float32 exponential. Integers and
+floats are little endian. Source: RWKV/rwkv.cpp, docs/FILE_FORMAT.md and python/convert_pytorch_to_ggml.py.
 """
 
 import math
@@ -21,8 +21,8 @@ from torch import Tensor
 from rwkv.checkpoint.content import Content, Outgoing
 from rwkv.checkpoint.formats import first_bytes
 from rwkv.checkpoint.generations import generation_of
-from rwkv.checkpoint.stored import DTYPES as DTYPES_BY_NAME
-from rwkv.checkpoint.stored import Stored, raw, release
+from rwkv.checkpoint.lazy_tensors import DTYPES as DTYPES_BY_NAME
+from rwkv.checkpoint.lazy_tensors import Stored, raw, release
 from rwkv.errors import CheckpointError, UserError
 from rwkv.io.atomic import write_file
 
@@ -56,7 +56,7 @@ def read(path: Path) -> Content:
 
 
 def dtype_for(tensor: Stored, group: str, dtype: str | None) -> torch.dtype:
-    """The dtype of a tensor of this group: FP16 for matrices only. Raises UserError for a dtype that ggmf lacks."""
+    """The dtype to write a tensor of this group in; only matrices may be FP16. Raises UserError for a dtype that ggmf lacks."""
     if group == "vector":
         return torch.float32
     chosen = DTYPES_BY_NAME[dtype] if dtype else tensor.dtype
@@ -75,7 +75,7 @@ def _write(file: BinaryIO, outgoing: Outgoing) -> None:
     dtype = outgoing.tensors["emb.weight"].dtype
     file.write(HEADER.pack(MAGIC, VERSIONS[-1], outgoing.vocab_size, config.n_embd, config.n_layer, DTYPES.index(dtype)))
     for tensor in generation_of(config).laid_out(outgoing.tensors, "ggmf").values():
-        shape = tensor.shape[-1:] if ".time_" in tensor.name else tensor.shape           # RWKV-4's [1,1,C] are [C]
+        shape = tensor.shape[-1:] if ".time_" in tensor.name else tensor.shape           # RWKV-4: [1,1,C] to [C]
         key = tensor.name.encode()
         file.write(TENSOR.pack(len(shape), len(key), DTYPES.index(tensor.dtype)))
         file.write(struct.pack(f"<{len(shape)}I", *reversed(shape)) + key)
@@ -89,9 +89,9 @@ def stored_decay(decay: Tensor) -> Tensor:
 
 
 def raw_decay(stored: Tensor) -> Tensor:
-    """The float32 time_decay whose stored_decay is `stored` or closest to it.
+    """The float32 time_decay whose stored_decay is closest to `stored`, usually equal.
 
-    The rounded logarithm may be off, so it is compared with its two neighbours on each side.
+    The rounded logarithm may be off by one or two steps, so the two floats on each side of it are tried, too.
     """
     logarithm = torch.log(-stored.double()).float()
     candidates = [logarithm]
@@ -135,14 +135,14 @@ def _tensor(path: Path, file: BinaryIO, bytes_: Tensor) -> Stored:
 
 
 def _data(path: str, name: str, mapped: Tensor, dtype: torch.dtype) -> Tensor:
-    """The tensor's data, copied because a tensor may begin at any byte of the file."""
+    """The tensor's data, copied because it need not be aligned in the file."""
     copy = mapped.clone().view(dtype)
     release(mapped)
     if not name.endswith(DECAY):
         return copy
     if not bool((copy < 0).all()):
-        raise CheckpointError(f"{path}: all values of {name}, -exp(time_decay) in ggmf, must be negative: the file is "
-                              "damaged, or was converted wrongly")
+        raise CheckpointError(f"{path}: all values of {name}, which are -exp(time_decay), must be negative: the file "
+                              "is damaged, or was converted wrongly")
     return raw_decay(copy.float()).to(dtype)
 
 

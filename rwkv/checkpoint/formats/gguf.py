@@ -1,11 +1,12 @@
-"""GGUF, llama.cpp's format. Reads the usual tensor types, and all that the package gguf can dequantise. Writes F32, F16 and
-BF16, and with the package Q4_0, Q4_1, Q5_0, Q5_1 and Q8_0. The tokenizer and our entry are in the metadata.
+"""GGUF, llama.cpp's format. Reads the usual tensor types itself, and others with the package gguf. Writes F32, F16, BF16, Q4_0,
+Q4_1, Q5_0, Q5_1 and Q8_0, always with that package. The tokenizer and the entry `timemix` are in the metadata.
 
-rwkv/checkpoint/rwkv7.py has the names and the arrangement. As in llama.cpp's converter, vectors and a few small matrices are
-always F32. As in its quantizer, vectors and low-rank matrices are not quantised, a matrix whose rows are not a multiple of 32
-is F16, and the head is finer than 4 and 5 bits: Q8_0 here, because the package cannot write the quantizer's Q6_K.
-context_length is the converter's, because RWKV has no limit; our entry states ctx_len. Blocks are read as float32, or mapped as
-they are (Stored.in_blocks). A model split by llama-gguf-split is read from any of its files.
+rwkv/checkpoint/rwkv7.py has the tensors' names and layouts. As in llama.cpp's converter, vectors and a few small matrices are
+always F32. As in its quantizer, vectors and low-rank matrices are not quantised, a matrix whose row length is not a multiple of
+32 is F16, and the head has more bits than the other matrices: Q8_0 here, because the package cannot write the quantizer's Q6_K.
+context_length is the constant that the converter writes, because RWKV has no limit; the entry `timemix` states ctx_len.
+Quantised blocks are dequantised to float32, or mapped unchanged (Stored.in_blocks). To read a model that llama-gguf-split has
+split, name any of its files.
 
 Sources: llama.cpp, conversion/rwkv.py, src/llama-quant.cpp, src/models/rwkv7.cpp and tools/gguf-split; ggml, docs/gguf.md.
 """
@@ -26,8 +27,8 @@ from rwkv.checkpoint.formats import QUANTISED, _gguf_tokenizer, first_bytes
 from rwkv.checkpoint.formats._gguf_header import read_header
 from rwkv.checkpoint.formats._gguf_types import DTYPES, package, reader
 from rwkv.checkpoint.generations import generation_of, generations, require_supported, unread
-from rwkv.checkpoint.stored import DTYPES as DTYPES_BY_NAME
-from rwkv.checkpoint.stored import Stored, raw
+from rwkv.checkpoint.lazy_tensors import DTYPES as DTYPES_BY_NAME
+from rwkv.checkpoint.lazy_tensors import Stored, raw
 from rwkv.errors import CheckpointError, UserError
 from rwkv.gguf import MAGIC, SPLIT_COUNT, parts_of
 from rwkv.io.atomic import write_file
@@ -35,13 +36,13 @@ from rwkv.io.json_types import JsonObject
 
 SUFFIXES = (".gguf",)
 TYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
-FILE_TYPES = {"F32": 0, "F16": 1, "BF16": 32,                       # general.file_type, by the type of most tensors
+FILE_TYPES = {"F32": 0, "F16": 1, "BF16": 32,                       # general.file_type for the type of most tensors
               "Q4_0": 2, "Q4_1": 3, "Q5_0": 8, "Q5_1": 9, "Q8_0": 7}
 QUANTIZATION_VERSION = 2
 BLOCK = 32
 HEAD = "output.weight"
 HEAD_TYPE = "Q8_0"
-STEPS = {"Q4_0": 8, "Q4_1": 1, "Q5_0": 16, "Q5_1": 1, "Q8_0": 127}          # a block's largest value in multiples of float16's
+STEPS = {"Q4_0": 8, "Q4_1": 1, "Q5_0": 16, "Q5_1": 1, "Q8_0": 127}          # a block's largest value / float16's
 CONTEXT_LENGTH = 1 << 20
 SPLIT_NUMBER = "split.no"
 SPLIT_TENSORS = "split.tensors.count"
@@ -54,7 +55,7 @@ def recognises(path: Path) -> bool:
 
 
 def read(path: Path) -> Content:
-    """The model in one file or several. path: any of them. The first one has the metadata."""
+    """Reads a model from a single file, or from the parts of a split one. path: any part; the first one has the metadata."""
     metadata, tensors = _read_part(path)
     parts = parts_of(path, metadata)
     if parts[0] != path:
@@ -63,15 +64,17 @@ def read(path: Path) -> Content:
         part_metadata, part_tensors = _read_part(part)
         if part_metadata.get(SPLIT_COUNT) != len(parts) or part_metadata.get(SPLIT_NUMBER) != number:
             raise CheckpointError(f"{part} is part {part_metadata.get(SPLIT_NUMBER)} of {part_metadata.get(SPLIT_COUNT)}, "
-                                  f"expected {number} of {len(parts)}, counted from 0: the files do not belong together")
+                                  f"expected {number} of {len(parts)}, counted from 0: the files are not parts of the same "
+                                  "model")
         if duplicates := sorted(tensors.keys() & part_tensors.keys()):
-            raise CheckpointError(f"{part} and another part both contain the tensor {duplicates[0]}: the files do not belong "
-                                  "together")
+            raise CheckpointError(f"{part} and another part both contain the tensor {duplicates[0]}: the files are not parts "
+                                  "of the same model")
         tensors |= part_tensors
     stated = metadata.get(SPLIT_TENSORS, len(tensors))
     if len(parts) > 1 and stated != len(tensors):
-        raise CheckpointError(f"{parts[0]} states {stated} tensors, and all parts contain {len(tensors)}: they do not belong "
-                              "together")
+        raise CheckpointError(f"{parts[0]} states {stated} tensors, but the parts contain {len(tensors)}: they are not parts "
+                              "of "
+                              "the same model")
     tokenizer = _gguf_tokenizer.tokenizer_in(parts[0], metadata)
     declared, notes = _declared(parts[0], metadata)
     return Content(path, tensors, entry_in(parts[0], metadata), declared, tokenizer, notes=notes)
@@ -95,12 +98,13 @@ def _read_part(path: Path) -> tuple[JsonObject, dict[str, Stored]]:
 
 
 def _declared(path: Path, metadata: JsonObject) -> tuple[JsonObject, list[str]]:
-    """The sizes in the metadata, and messages. Raises CheckpointError for another architecture."""
+    """The sizes in the metadata, and messages about assumed and ignored keys. Raises CheckpointError for other
+    architectures."""
     architecture = metadata.get("general.architecture")
     architectures = {module.GGUF_ARCHITECTURE: module for module in generations() if module.GGUF_ARCHITECTURE}
     if not isinstance(architecture, str) or architecture not in architectures:
-        raise CheckpointError(f"{path} is a GGUF file of the architecture {architecture!r}: this program runs "
-                              f"{' and '.join(architectures)} from GGUF")
+        raise CheckpointError(f"{path} is a GGUF file with the architecture {architecture!r}: expected "
+                              f"{' or '.join(architectures)}")
     generation = architectures[architecture]
     prefix = f"{architecture}."
     stated = {key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)}
@@ -117,7 +121,7 @@ def _declared(path: Path, metadata: JsonObject) -> tuple[JsonObject, list[str]]:
 
 
 def dtype_for(tensor: Stored, group: str, dtype: str | None) -> torch.dtype:
-    """The dtype of a tensor of this group: float32 for vectors; a matrix to be quantised keeps its dtype until then."""
+    """The dtype to convert a tensor of this group to: float32 for vectors. Matrices that will be quantised keep their dtype."""
     if group == "vector":
         return torch.float32
     return tensor.dtype if dtype is None or dtype in QUANTISED["gguf"] else DTYPES_BY_NAME[dtype]
@@ -138,7 +142,7 @@ def write(path: Path, outgoing: Outgoing) -> None:
 
 
 def _typed(generation: ModuleType, tensor: Stored, quantised: str | None) -> tuple[Stored, str]:
-    """The tensor in the dtype to read it in, and its type in the file."""
+    """The tensor, cast for writing, and the GGUF type to write it as."""
     if len(tensor.shape) == 1 or re.fullmatch(generation.GGUF_FLOAT32, tensor.name):
         return tensor.cast(torch.float32), "F32"
     if quantised is None or re.fullmatch(generation.GGUF_UNQUANTISED, tensor.name):
@@ -153,7 +157,7 @@ def _metadata(generation: ModuleType, outgoing: Outgoing, tensors: dict[str, tup
     most = outgoing.quantised.upper() if outgoing.quantised else tensors[HEAD][1]
     config = generation.model.resolved(outgoing.config)
     sizes = {"context_length": CONTEXT_LENGTH, "vocab_size": outgoing.vocab_size,
-             "attention.head_count": 0,                          # llama.cpp requires it and ignores it
+             "attention.head_count": 0,                          # llama.cpp requires it, but ignores it
              "attention.layer_norm_epsilon": LAYER_NORM_EPSILON,
              **{key: getattr(config, name) for key, name in generation.GGUF_SIZES.items()}}
     general = {"general.file_type": FILE_TYPES[most], "general.quantization_version": QUANTIZATION_VERSION}
@@ -163,7 +167,7 @@ def _metadata(generation: ModuleType, outgoing: Outgoing, tensors: dict[str, tup
 
 def _write(package: ModuleType, file: BinaryIO, architecture: str, metadata: JsonObject,
            tensors: dict[str, tuple[Stored, str]]) -> None:
-    """Writes the file with the package's writer, with one tensor in memory at a time."""
+    """Writes the file with the gguf package's writer, with one tensor in memory at a time."""
     writer = package.GGUFWriter(None, architecture)
     adders = {str: writer.add_string, bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32,
               list: writer.add_array}

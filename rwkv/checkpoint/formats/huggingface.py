@@ -1,12 +1,12 @@
-"""Hugging Face directories: config.json, weights in one file or in shards, and the tokenizer: a tokenizer.json, or the World
-vocabulary in the file that fla's directories and llama.cpp's converter use.
+"""Hugging Face directories: config.json, weights in one file or in shards, and the tokenizer. The tokenizer is a
+tokenizer.json, or the World vocabulary in a text file as in fla's directories.
 
-Tensors have transformers' names. RWKV-7's directories have the form of fla, of transformers' branch for RWKV-7, or of
-transformers-rwkv; in the last two the World vocabulary is a tokenizer.json (rwkv/tokenizer/world_json.py). The default of
-form= is fla. Directories of rwkv7-hf (model_type rwkv7_native) have fla's tensors.
+RWKV-4's tensors have transformers' names. RWKV-7's directories have one of three layouts: that of fla (the default of form=),
+of transformers' branch for RWKV-7, or of transformers-rwkv. In the last two the World vocabulary is a tokenizer.json
+(rwkv/tokenizer/world_json.py). Directories of rwkv7-hf (model_type rwkv7_native) have fla's tensors.
 
-With a tokenizer.json, the end-of-text tokens are those of the first of generation_config.json, config.json,
-tokenizer_config.json and special_tokens_map.json that names a valid one, or else of ends_by_rule of
+With a tokenizer.json, the end-of-text tokens are those in the first of generation_config.json, config.json,
+tokenizer_config.json and special_tokens_map.json that names a valid one, or else those of ends_by_rule in
 rwkv/tokenizer/special.py. The World vocabulary's end of text is always id 0.
 
 Source: huggingface/transformers, models/rwkv/modeling_rwkv.py and configuration_rwkv.py, generation/configuration_utils.py
@@ -23,13 +23,13 @@ from types import ModuleType
 
 import torch
 
-from rwkv.chat.stated import CONFIG, GENERATION_CONFIG, TOKENIZER_CONFIG
+from rwkv.chat.metadata import CONFIG, GENERATION_CONFIG, TOKENIZER_CONFIG
 from rwkv.checkpoint import card
 from rwkv.checkpoint.content import ENTRY, Content, Outgoing
 from rwkv.checkpoint.formats import FORMS, _torch_file, pth, require_no_pointer, safetensors
 from rwkv.checkpoint.generations import generation_of, generations, require_supported, supported, unread
+from rwkv.checkpoint.lazy_tensors import same_numbers
 from rwkv.checkpoint.location import ADAPTER, WEIGHT_SUFFIXES
-from rwkv.checkpoint.stored import same_numbers
 from rwkv.errors import CheckpointError, UserError
 from rwkv.io.atomic import write_file, write_folder
 from rwkv.io.json_types import JsonObject
@@ -49,7 +49,7 @@ ADAPTERS = ("adapter_model.safetensors", "adapter_model.bin")
 FEATURES = {"quantization_config": "weights quantised by another program", "pruned_heads": "pruned heads",
             "final_logit_softcapping": "capped logits", "rope_scaling": "rotary positions"}
 CONSTANTS = {"hidden_act": ("sqrelu", "relu2", "relu_squared", "squared_relu")}          # channel mixing: max(x, 0)^2
-# Keys of any transformers model that do not affect the computation
+# Keys in any transformers model's config.json that do not affect the computation
 UNUSED = frozenset((
     "architectures", "model_type", "auto_map", "transformers_version", "torch_dtype", "dtype", "use_cache",
     "tie_word_embeddings", "initializer_range", "_name_or_path", "name_or_path", "tokenizer_class", "return_dict",
@@ -62,7 +62,7 @@ UNUSED = frozenset((
     "typical_p", "repetition_penalty", "length_penalty", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size",
     "bad_words_ids", "num_return_sequences", "remove_invalid_values", "exponential_decay_length_penalty", "suppress_tokens",
     "begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id", "unsloth_version", "torch_version"))
-UNUSED_ENDS = ("_token_id", "_token", "_dropout")        # suffixes of further such keys
+UNUSED_ENDS = ("_token_id", "_token", "_dropout")        # suffixes of other keys that do not affect it
 
 
 def recognises(path: Path) -> bool:
@@ -87,29 +87,29 @@ def read(path: Path) -> Content:
 
 
 def _declared(path: Path, config: JsonObject, sizes: dict[str, str]) -> JsonObject:
-    """The sizes by our names. Raises CheckpointError if the file states two values of one size."""
+    """The sizes in config.json, by their names in ModelConfig. Raises CheckpointError if two values contradict."""
     declared: JsonObject = {}
     for key, name in sizes.items():
         value = config.get(key)
         if value is None:
             continue
         if key == "value_dim" and isinstance(value, list) and all(width == value[0] for width in value):
-            value = value[0] if value else None          # one per layer
+            value = value[0] if value else None          # a list with one value per layer
         if declared.setdefault(name, value) != value:
-            raise CheckpointError(f"{path} has {key} {value}, and by another key {declared[name]}: such models are not "
-                                  "supported")
+            raise CheckpointError(f"{path} has {key} {value}, but {declared[name]} under another key: such models are "
+                                  "not supported")
     return declared
 
 
 def _epsilon(path: Path, config: JsonObject, generation: ModuleType, ours: bool) -> dict[str, float]:
-    """The epsilon of the group norm, under its key in config.json; {} if it is the generation's default.
+    """The epsilon of the group norm, with its key in config.json; {} if it is the generation's default.
 
-    ours: this program wrote the file, so a missing key means the default.
+    ours: whether this program wrote the file, so that a missing key means the default.
     """
     key = getattr(generation, "GROUP_NORM", None)
     head_size = config.get("head_dim") or config.get("head_size")
     if key is None or (key not in config and "architecture_version" in config):
-        return {}                        # transformers-rwkv uses the default for any head size
+        return {}                        # transformers-rwkv's epsilon does not depend on the head size
     if (key not in config and (ours or not isinstance(head_size, int) or head_size < 1)):
         return {}
     epsilon = config.get(key, generation.group_norm_epsilon(head_size))
@@ -119,12 +119,12 @@ def _epsilon(path: Path, config: JsonObject, generation: ModuleType, ours: bool)
 
 
 def write(path: Path, outgoing: Outgoing) -> None:
-    """Writes the directory. Raises UserError if it contains other files, or if the generation does not have the form."""
+    """Writes the directory. Raises UserError if it contains other files, or if the generation has no layout `form`."""
     if outgoing.form not in (None, *FORMS):
         raise UserError(f"the form of a Hugging Face directory must be one of {', '.join(FORMS)}; got {outgoing.form!r}")
     generation = generation_of(outgoing.config)
     if outgoing.form is not None and not hasattr(generation, "OFFICIAL_PREFIX"):
-        raise UserError(f"{generation.model.NAME} has only one form of Hugging Face directory: omit the form")
+        raise UserError(f"{generation.model.NAME} has only one layout of Hugging Face directory: omit the form")
     _require_ours(path)
     write_folder(path, lambda folder: _write(folder, outgoing))
 
@@ -139,14 +139,14 @@ def _write(folder: Path, outgoing: Outgoing) -> None:
 
 
 def _stated_dtype(outgoing: Outgoing) -> torch.dtype:
-    """The widest dtype of the matrices: loading everything in it preserves merged adapters, which are float32."""
+    """The widest dtype of the matrices, for config.json: loading in a narrower one would round merged adapters (float32)."""
     group = generation_of(outgoing.config).model.group
     dtypes = (tensor.dtype for name, tensor in outgoing.tensors.items() if group(name) in MATRICES)
     return functools.reduce(torch.promote_types, dtypes)
 
 
 def _texts(outgoing: Outgoing) -> dict[str, str]:
-    """The text of each file beside the weights."""
+    """The text of each file in the directory other than the weights, by name."""
     tokenizer = outgoing.entry.get("tokenizer") or {}
     in_json = tokenizer.get("kind") == "json" and isinstance(tokenizer.get("definition"), str)
     ends = (special.ends_of(tokenizer) if in_json else []) or [0]
@@ -203,26 +203,26 @@ def _config(path: Path) -> tuple[JsonObject, ModuleType]:
 
 
 def _weights(path: Path) -> Content:
-    """The weights of a directory. Raises CheckpointError if there are none, or several that differ: one may be outdated."""
+    """The weights in a directory. Raises CheckpointError if there are none, or if files differ, since one may be outdated."""
     whole = [name for name in WHOLE if (path / name).is_file()]
     indices = [name for name in INDICES if (path / name).is_file()]
-    if whole:                            # downloads by pattern include the other kind's index without its shards
+    if whole:                            # a download by pattern may include an index without its shards
         bare = [name for name in indices if not _has_shards(path / name)]
         if any(name.partition(".")[0] == whole[0].partition(".")[0] for name in bare):
-            raise CheckpointError(f"{path} contains {whole[0]}, and {bare[0]} without its shards: remove the outdated one, or "
-                                  "complete the download")
+            raise CheckpointError(f"{path} contains {whole[0]}, and {bare[0]} without the shards that it lists: remove the "
+                                  "outdated file, or complete the download")
         indices = [name for name in indices if name not in bare]
     if not whole and not indices:
         others = sorted(file.name for file in path.iterdir() if file.suffix in WEIGHT_SUFFIXES and file.name not in ADAPTERS)
         hint = f"; it contains {', '.join(others[:3])}: name one of these files" if others else "; is the download incomplete?"
-        raise CheckpointError(f"{path} has no weights beside its config.json: expected {' or '.join((*WHOLE, *INDICES))}{hint}")
+        raise CheckpointError(f"{path} contains config.json but no weights: expected {' or '.join((*WHOLE, *INDICES))}{hint}")
     if (path / ADAPTER).is_file():
-        raise CheckpointError(f"{path} contains an adapter ({ADAPTER}) beside weights: move one of them to another directory")
+        raise CheckpointError(f"{path} contains both an adapter ({ADAPTER}) and weights: move one of them to another directory")
     contents = {name: _read_file(path / name) if name in whole else _shards(path / name) for name in (*whole, *indices)}
     (first_name, content), *duplicates = contents.items()
     for name, duplicate in duplicates:
         if not _are_same(content, duplicate):
-            raise CheckpointError(f"{path} contains different weights in {first_name} and in {name}: remove the outdated one")
+            raise CheckpointError(f"{path} contains different weights in {first_name} and in {name}: remove the outdated file")
     return content
 
 
@@ -231,7 +231,7 @@ def _has_shards(index: Path) -> bool:
 
 
 def _are_same(first: Content, second: Content) -> bool:
-    """Whether two contents are the same weights up to rounding; a tied head may be missing."""
+    """Whether two files contain the same weights, up to rounding. Either may lack the head, which can be tied."""
     if any(not name.endswith(HEADS) for name in first.tensors.keys() ^ second.tensors.keys()):
         return False
     return all(same_numbers(tensor, second.tensors[name]) for name, tensor in first.tensors.items() if name in second.tensors)
@@ -253,15 +253,16 @@ def _shards(index: Path) -> Content:
     for name, file in places.items():
         if name not in shards[file].tensors:
             raise CheckpointError(f"{shards[file].path} lacks the tensor {name}, which {index.name} lists: do the files "
-                                  "belong together?")
+                                  "come from the same checkpoint?")
     return Content(index.parent, {name: shards[file].tensors[name] for name, file in places.items()})
 
 
 def _places(index: Path) -> dict[str, str]:
-    """The file of each tensor, from an index."""
+    """The name of the file that contains each tensor, from an index file."""
     places = _json(index).get("weight_map")
     if not isinstance(places, dict) or not all(isinstance(file, str) and Path(file).name == file for file in places.values()):
-        raise CheckpointError(f"{index} must have a weight_map from tensors to files beside it, as transformers writes it")
+        raise CheckpointError(f"{index} must have a weight_map from tensors to files in the same folder, as transformers "
+                              "writes it")
     return places
 
 

@@ -23,5 +23,5 @@ def read(path: Path) -> Content:
 
 
 def write(path: Path, outgoing: Outgoing) -> None:
-    """Writes the tensors. The official layout cannot hold our entry."""
+    """Writes only the tensors: the official layout has no metadata."""
     write_file(path, lambda file: _torch_file.save(file, outgoing.tensors))

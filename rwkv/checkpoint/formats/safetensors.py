@@ -1,9 +1,9 @@
-""".safetensors: official names, and our entry as JSON in the metadata; _packed.py describes matrices in int8 and int4.
+""".safetensors: tensors by official name, and the entry `timemix` as JSON in the metadata. For int8 and int4 see _packed.py.
 
     8 bytes: N, little endian      N bytes: JSON {name: {dtype, shape, data_offsets}}      the data, in that order
 
-Source: huggingface/safetensors, README. Its library reads files and checks the header; this module writes them, one tensor at a
-time.
+Source: huggingface/safetensors, README. That library reads files and checks the header; this module writes them, one tensor at
+a time.
 """
 
 import json
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from rwkv.checkpoint.content import ENTRY, Content, Outgoing, entry_in
 from rwkv.checkpoint.formats import _packed, first_bytes
-from rwkv.checkpoint.stored import Stored, raw
+from rwkv.checkpoint.lazy_tensors import Stored, raw
 from rwkv.errors import CheckpointError
 from rwkv.io.atomic import write_file
 from rwkv.io.json_types import JsonObject
@@ -26,8 +26,8 @@ from rwkv.io.json_types import JsonObject
 SUFFIXES = (".safetensors",)
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "U8": torch.uint8,
           "I8": torch.int8, "I16": torch.int16}
-LENGTH = struct.Struct("<Q")             # of the header
-ALIGNMENT = 64                           # bytes: a cache line, the widest vector
+LENGTH = struct.Struct("<Q")             # the header's length
+ALIGNMENT = 64                           # bytes: a cache line and the widest vector register
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -39,10 +39,10 @@ def read(path: Path) -> Content:
     try:
         file = safe_open(path, "pt")
         metadata = file.metadata() or {}
-        tensors = {name: _stored(path, file, name) for name in file.keys()}  # noqa: SIM118  not a dictionary
+        tensors = {name: _stored(path, file, name) for name in file.keys()}  # noqa: SIM118  file is not a dictionary
     except CheckpointError:
         raise
-    except Exception as error:           # the library raises its own and other errors
+    except Exception as error:           # the library raises exceptions of many classes
         raise CheckpointError(f"{path} cannot be read as .safetensors: it is truncated, damaged or of a newer version "
                               f"({error}); copy or download it again") from error
     entry = entry_in(path, metadata)
@@ -56,14 +56,14 @@ def write(path: Path, outgoing: Outgoing) -> None:
     form = outgoing.quantised or ("bfloat16" if outgoing.by_input else None)
     if form is not None:
         tensors = _packed.outgoing(outgoing) if outgoing.quantised else _packed.stored_by_input(outgoing)
-        entry = entry | {"packed": {"form": form, "version": _packed.VERSION}}
+        entry = entry | {"packed": {"form": form, "version": _packed.version(outgoing)}}
     write_file(path, lambda file: write_tensors(file, tensors, {ENTRY: json.dumps(entry)}))
 
 
 def write_tensors(file: BinaryIO, tensors: Iterable[Stored], metadata: dict[str, str]) -> None:
-    """Writes each tensor at a multiple of ALIGNMENT in the file, except for those after the first one of an uneven size.
+    """Writes tensors so that as many as possible begin at a multiple of ALIGNMENT, although the format allows no gaps.
 
-    These are last, the widest dtypes first, so that each is aligned to its element size. The format allows no gaps.
+    Those whose size is not a multiple of ALIGNMENT are last, the widest dtypes first, which aligns them to their element size.
     """
     ordered = sorted(tensors, key=lambda tensor: tensor.nbytes % ALIGNMENT and ALIGNMENT - tensor.dtype.itemsize)
     header: JsonObject = {"__metadata__": {"format": "pt"} | metadata}
@@ -92,7 +92,7 @@ def _reader(path: Path, file: Any, name: str) -> Callable[[], Tensor]:
     def tensor() -> Tensor:
         try:
             return file.get_tensor(name)
-        except Exception as error:       # the library detects some damage only now
+        except Exception as error:       # the library detects some kinds of damage only here
             raise CheckpointError(f"{path}: {name} cannot be read: the file is damaged ({error})") from error
 
     return tensor

@@ -1,6 +1,6 @@
-""".st: web-rwkv's and ai00's .safetensors. Official names; everything is float16; w1 .. g2 and tuned states are transposed.
+""".st: .safetensors for web-rwkv and ai00. Official names; all tensors are float16; w1 .. g2 and tuned states are transposed.
 
-It is read like any other .safetensors: the shapes of w1 .. g2 show that they are transposed. It cannot hold our entry.
+It is read like any other .safetensors: the shapes of w1 .. g2 show that they are transposed. It has no entry `timemix`.
 
 Source: web-rwkv, assets/scripts/convert_safetensors.py, and src/runtime/loader.rs, which reads only float16.
 """
@@ -12,7 +12,7 @@ import torch
 from rwkv.checkpoint.content import Outgoing
 from rwkv.checkpoint.formats.safetensors import read, recognises, write_tensors
 from rwkv.checkpoint.generations import generation_of
-from rwkv.checkpoint.stored import Stored
+from rwkv.checkpoint.lazy_tensors import Stored
 from rwkv.errors import UserError
 from rwkv.io.atomic import write_file
 
@@ -22,13 +22,13 @@ __all__ = ["dtype_for", "read", "recognises", "write"]
 
 
 def dtype_for(tensor: Stored, group: str, dtype: str | None) -> torch.dtype:
-    """float16. Raises UserError for another dtype."""
+    """Always float16. Raises UserError if `dtype` is a different one."""
     if dtype not in (None, "float16"):
         raise UserError(f"the dtype of .st must be float16, as web-rwkv requires; got {dtype}")
     return torch.float16
 
 
 def write(path: Path, outgoing: Outgoing) -> None:
-    """Raises UserError for RWKV-7a, which web-rwkv does not run."""
+    """Writes the file. Raises UserError for RWKV-7a, which web-rwkv cannot run."""
     tensors = generation_of(outgoing.config).laid_out(outgoing.tensors, "st")
     write_file(path, lambda file: write_tensors(file, tensors.values(), {}))

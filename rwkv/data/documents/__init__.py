@@ -1,1 +1,1 @@
-"""Documents of text: their sources and splits (source.py), separators between them, and copies of them."""
+"""Text documents: sources and splits (source.py), separators in files (separators.py), and duplicates (copies.py)."""

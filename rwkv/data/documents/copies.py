@@ -1,7 +1,7 @@
-"""Copies of documents: all copies of a document go to the same split, so that validation has no training text.
+"""Copies of documents. All copies of a document go to the same split, so that the validation split contains no training text.
 
-Two documents are copies if their texts are equal except for white space. Documents are compared by 64 bits of their hash. A
-stream (Splitter) takes 100 bytes of memory per distinct document.
+Two documents are copies if their texts are equal except for white space. They are compared by a 64-bit hash. Splitter needs 100
+bytes of memory per distinct document.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -18,7 +18,7 @@ SAMPLE = 4096                            # lines of the validation text to searc
 
 
 class Fingerprint:
-    """The hash of a text in chunks."""
+    """A 64-bit hash of a text, ignoring white space, computed one chunk at a time."""
 
     def __init__(self) -> None:
         self._hash = blake2b(digest_size=8)
@@ -38,7 +38,8 @@ def fingerprint(chunks: Iterable[str]) -> int:
 
 
 class Placed(NamedTuple):
-    """The split of a document. copy: it equals an earlier document. moved: without copies it would be in the other split."""
+    """The split of a document. val: whether it is for validation. copy: whether it equals an earlier document. moved: whether
+    it would be in the other split if copies were ignored."""
 
     val: bool
     copy: bool
@@ -46,9 +47,9 @@ class Placed(NamedTuple):
 
 
 class Splitter:
-    """Splits a stream of documents: the first of equal documents by in_validation, the others like the first.
+    """Assigns documents of a stream to splits: distinct documents by in_validation, copies to the split of the original.
 
-    distinct: the number of different documents so far.
+    distinct: the number of distinct documents so far.
     """
 
     def __init__(self, fraction: float) -> None:
@@ -58,7 +59,8 @@ class Splitter:
         self._val: dict[int, bool] = {}
 
     def place(self, *fingerprints: int) -> Placed:
-        """fingerprints: of the document's texts; a document is a copy if it shares one of them, as a pair of answers may."""
+        """Assigns the next document. fingerprints: one for each of its texts; a pair of answers has two texts. The document is
+        a copy if any fingerprint has occurred before."""
         plain = next(self._by_number)
         earlier = next((self._val[value] for value in fingerprints if value in self._val), None)
         if earlier is None:
@@ -70,7 +72,7 @@ class Splitter:
 
 
 def place_in_order(fingerprints: Sequence[int], sizes: Sequence[int], fraction: float) -> list[Placed]:
-    """The split of each document: the first documents with `fraction` of all bytes, and their copies, are for validation.
+    """Assigns to validation the first documents, up to `fraction` of all bytes, and their copies; to training, all others.
 
     sizes: bytes of each document. At least two documents must differ.
     """
@@ -89,15 +91,15 @@ def place_in_order(fingerprints: Sequence[int], sizes: Sequence[int], fraction: 
 
 
 def split_documents(texts: Iterable[tuple[str, str, int | None]], fraction: float, path: str) -> Iterator[Document]:
-    """Documents of both splits from (text, where, weight), without empty texts.
+    """Assigns each (text, where, weight) to a split. Omits empty texts.
 
-    A single document is divided in two, and so is each of several equal ones.
+    If there is only one document, or if all are equal, each is divided: its beginning is for training, its end for validation.
     """
     filled = (text for text in texts if text[0])
     first = next(filled, None)
     if first is None:
         raise UserError(f"data.path={path} has no text: all its documents are empty")
-    equal = 1                            # documents at the beginning with the text of the first
+    equal = 1                            # number of documents at the beginning that equal the first
     different = next(filled, None)
     while different is not None and different[0] == first[0]:
         equal += 1
@@ -112,7 +114,7 @@ def split_documents(texts: Iterable[tuple[str, str, int | None]], fraction: floa
 
 
 def _divided(text: str, where: str, fraction: float, times: int) -> Iterator[Document]:
-    """`times` equal documents: their beginnings for training, their ends for validation."""
+    """Divides each of `times` equal documents: its beginning is for training, its end for validation."""
     cut = validation_begins(len(text), fraction, where)
     for begin, part, val in ((0, text[:cut], False), (cut, text[cut:], True)):
         for number in range(times):
@@ -120,9 +122,9 @@ def _divided(text: str, where: str, fraction: float, times: int) -> Iterator[Doc
 
 
 def repeated_share(documents: Iterable[Document]) -> float:
-    """The share of the validation text that the training text contains, by characters in lines of at least LONG characters.
+    """The fraction of the validation text's characters, in lines of at least LONG, that the training text also contains.
 
-    Searches for SAMPLE lines, spread over the validation text, by their hashes, since lines may be long.
+    Searches for the hashes of at least SAMPLE lines, spread evenly over the validation text (all lines if there are fewer).
     """
     documents = list(documents)
     train, val = ([document for document in documents if document.val == is_val] for is_val in (False, True))
@@ -145,7 +147,7 @@ def repeated_share(documents: Iterable[Document]) -> float:
 
 def _lines(chunks: Iterable[str]) -> Iterator[list[str]]:
     """The lines of a text, grouped by the chunk in which they end."""
-    unfinished: list[str] = []           # the parts of a line
+    unfinished: list[str] = []           # the chunks of a line so far
     for chunk in chunks:
         first, *others = chunk.split("\n")
         unfinished.append(first)

@@ -1,4 +1,4 @@
-"""Documents and sources of text, and the rules of the training and validation split."""
+"""Text documents, their sources, and the rules by which they are split into training and validation."""
 
 import hashlib
 import math
@@ -9,14 +9,14 @@ from typing import NamedTuple
 from rwkv.errors import UserError
 
 SPLIT_SEED = 0
-CHUNK = 1 << 16                          # characters at a time
+CHUNK = 1 << 16                          # characters per chunk
 
 
 class Document(NamedTuple):
-    """A text in consecutive `chunks`, in one split. where: the name of its file, for errors.
+    """A text in consecutive `chunks`. val: whether it is in the validation split. where: the name of its file, for errors.
 
-    weight: its bytes in the source, for the progress bar; None for the bytes of its text. before: the number of characters
-    before it in `where`. copy: as in copies.Placed.
+    weight: the document's bytes in the source, for the progress bar; if None, the bytes of its text. before: the number of
+    characters before the document in the file. copy: whether the document equals an earlier one.
     """
 
     chunks: Iterable[str]
@@ -29,10 +29,10 @@ class Document(NamedTuple):
 
 @dataclass(frozen=True)
 class Source:
-    """documents(): all documents, none empty, in an order that depends only on the data.
+    """A source of documents. documents(): all of them, none empty, in an order that depends only on the data.
 
-    about: one line for messages. sha256: of the contents and their order. size: bytes to read, an estimate.
-    at_most: upper bounds on bytes plus documents of (training, validation); None if they are unknown before reading.
+    about: one line for messages. sha256: a hash of the contents and their order. size: an estimate of the bytes to read.
+    at_most: upper bounds on the number of bytes plus documents in (training, validation); None if unknown before reading.
     """
 
     documents: Callable[[], Iterator[Document]]
@@ -52,7 +52,7 @@ def rank(name: str) -> bytes:
 
 
 def count_reaching(fraction: float, sizes: Sequence[int]) -> int:
-    """The number of first documents that contain `fraction` of all bytes: at least one, and fewer than all."""
+    """How many documents, from the first one on, contain `fraction` of all bytes: at least one, and fewer than all."""
     target = fraction * sum(sizes)
     reached = count = 0
     while reached < target and count < len(sizes) - 1:
@@ -62,8 +62,8 @@ def count_reaching(fraction: float, sizes: Sequence[int]) -> int:
 
 
 def in_validation(fraction: float) -> Iterator[bool]:
-    """Whether each document of an endless series is for validation: the first one, and one of each following block of
-    1/fraction, chosen by a hash of the block's number.
+    """Whether each document of an endless series is for validation: the first one, and one of every further 1/fraction
+    documents, chosen by a hash.
     """
     block = picked = number = 0
     while True:
@@ -76,7 +76,7 @@ def in_validation(fraction: float) -> Iterator[bool]:
 
 
 def validation_begins(characters: int, fraction: float, where: str) -> int:
-    """The index of the first validation character of a single document. Raises UserError if it is too short."""
+    """The index of the character at which validation begins in a single document. Raises UserError if it is too short."""
     cut = int(characters * (1 - fraction))
     if not 0 < cut < characters:
         raise UserError(f"{where} has {characters} characters: too few to split into training and validation")

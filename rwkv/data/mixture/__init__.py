@@ -2,11 +2,12 @@
 
     data.sources=[{path: web/*.jsonl.gz, weight: 0.7}, {name: code, data: hf, path: ORG/NAME, field: content, weight: 0.3}]
 
-weight: relative to the sum of all weights, the source's share of the training tokens. name: of its validation loss,
-val/loss/NAME; default: the last part of its path. data: its kind, as in data=; default: inferred from its path. The other
-entries are the options of a run on that source alone (SOURCE_OPTIONS).
+weight: the source's fraction of the training tokens, relative to the sum of all weights. name: the NAME in the metric
+val/loss/NAME, the source's validation loss; by default the last part of the path. data: the kind of data, as in data=; by
+default inferred from the path. The other entries are options as in a run on that source alone (SOURCE_OPTIONS).
 
-Each source has its own validation split, as in a run on that source alone; all share a tokenizer. Does not import PyTorch.
+Each source has its own validation split, as in a run on that source alone. All sources use the same tokenizer. This module does
+not import PyTorch.
 """
 
 import math
@@ -33,7 +34,7 @@ SUFFIXES = {".txt": "text", ".md": "text", ".jsonl": "jsonl", ".jsonl.gz": "json
 
 
 class MixedSource(NamedTuple):
-    """A source's name, its share of the training tokens (shares sum to 1), and the options of a run on it alone."""
+    """A source's name, share of the training tokens (shares sum to 1), and configuration for a run on this source alone."""
 
     name: str
     share: float
@@ -57,18 +58,18 @@ def mixed_sources(config: DataConfig) -> list[MixedSource]:
 
 
 def names_of(config: DataConfig) -> list[str]:
-    """The names of the sources; empty for other kinds of data."""
+    """The names of the sources of data=mix; [] for any other kind of data."""
     return [source.name for source in mixed_sources(config)] if config.name == "mix" else []
 
 
 def source_metric(name: str) -> str:
-    """The name of a source's validation loss among the metrics."""
+    """The name of the metric for a source's validation loss."""
     return f"val/loss/{name}"
 
 
 @contextmanager
 def naming(source: str) -> Iterator[None]:
-    """Names the source in a UserError from inside."""
+    """Prefixes the messages of UserErrors raised inside the block with the source's name."""
     try:
         yield
     except UserError as error:
@@ -91,7 +92,8 @@ def _check_entry(entry: object, where: str) -> None:
         raise UserError(f"{where}.val_fraction must be a number between 0 and 1; got {fraction}")
     name = str(entry.get("name") or "")
     if not re.fullmatch(r"[^\s/,\"]*", name):
-        raise UserError(f"{where}.name must be without spaces, commas and slashes, because metrics contain it; got {name}")
+        raise UserError(f"{where}.name must not contain spaces, commas, slashes or quotes, because metrics' names contain it; "
+                        f"got {name}")
 
 
 def _config_of(entry: JsonObject, config: DataConfig, where: str) -> DataConfig:
@@ -108,7 +110,7 @@ def _config_of(entry: JsonObject, config: DataConfig, where: str) -> DataConfig:
 
 
 def _kind_of(path: str | None, where: str) -> str:
-    """The kind of data at a path, inferred from its suffix or those of the files in a folder. Raises UserError if unknown."""
+    """The kind of data at a path, inferred from the suffix of the file or of a folder's files. Raises UserError if unknown."""
     if path is None:
         raise UserError(f"{where} has no path: {EXAMPLE}")
     folder = Path(path)
@@ -122,7 +124,7 @@ def _kind_of(path: str | None, where: str) -> str:
         return kind
     elif Path(f"{path}.bin").is_file():
         return "binidx"
-    elif not folder.exists() and re.fullmatch(r"[\w.-]+/[\w.-]+", path):         # a dataset's name
+    elif not folder.exists() and re.fullmatch(r"[\w.-]+/[\w.-]+", path):         # a dataset's name on the Hub
         return "hf"
     raise UserError(f"{where}: cannot infer the kind of data from the path {path}: add data: {'|'.join(KINDS)}")
 
@@ -132,7 +134,7 @@ def _kind_by_suffix(name: str) -> str | None:
 
 
 def _default_name(entry: JsonObject) -> str:
-    """The last part of the path without wildcards and suffixes, or else the kind."""
+    """The last part of the path that has no wildcard, without suffix; the kind of data if there is no path."""
     parts = [part for part in re.split(r"[/\\]", str(entry.get("path") or "")) if part and "*" not in part]
     name = re.sub(r"[\s,\"]+", "_", parts[-1]) if parts else str(entry.get("data"))
     for ending in sorted(SUFFIXES, key=len, reverse=True):

@@ -1,6 +1,6 @@
-"""Copies of documents in several sources of data=mix: validation omits documents that another source trains on.
+"""Copies of documents across the sources of data=mix: validation omits documents that are in another source's training split.
 
-Documents are copies if they have the same ids, without end_of_text. Each is compared by 64 bits of its hash.
+Documents are copies if they have the same ids apart from end_of_text. They are compared by a 64-bit hash.
 """
 
 from collections.abc import Sequence
@@ -18,9 +18,9 @@ from rwkv.io.cache import sha256, write
 
 def trained_elsewhere(splits: Sequence[tuple[TokenArray, TokenArray]], identities: Sequence[str], end_of_text: int,
                       cache: Path) -> list[np.ndarray]:
-    """For each source, whether each of its validation documents (D,) is in another source's training split.
+    """For each source, a mask (D,): true for its validation documents that are in another source's training split.
 
-    splits: (training, validation) of each source. identities: of these splits and their ids, for the cache.
+    splits: (training, validation) of each source. identities: a string per source that identifies its splits, for the cache.
     """
     hashes = [[_cached(tokens, f"{identity} {number}", end_of_text, cache) for number, tokens in enumerate(both)]
               for both, identity in zip(splits, identities, strict=True)]
@@ -32,7 +32,7 @@ def trained_elsewhere(splits: Sequence[tuple[TokenArray, TokenArray]], identitie
 
 
 def without(tokens: TokenArray, left_out: np.ndarray) -> TokenArray:
-    """The documents (D,) that are not left out."""
+    """The tokens without the documents for which left_out (D,) is true."""
     bounds = tokens.bounds.tolist()
     edges = np.flatnonzero(np.diff((~left_out).astype(np.int8), prepend=0, append=0)).reshape(-1, 2).tolist()
     return TokenArray.joined([tokens.between(bounds[first], bounds[last]) for first, last in edges])
@@ -44,16 +44,16 @@ def _cached(tokens: TokenArray, identity: str, end_of_text: int, cache: Path) ->
         cached = np.load(path)
         if len(cached) == len(tokens.bounds) - 1:
             return cached
-    except (OSError, ValueError, EOFError):              # missing, or damaged
+    except (OSError, ValueError, EOFError):              # missing or damaged
         pass
     hashes = document_hashes(tokens, end_of_text)
-    with suppress(UserError):            # a cache that cannot be written
+    with suppress(UserError):            # the cache cannot be written
         write(path, lambda file: np.save(file, hashes))
     return hashes
 
 
 def document_hashes(tokens: TokenArray, end_of_text: int) -> np.ndarray:
-    """The hash of each document (D,) uint64."""
+    """The 64-bit hashes (D,) uint64 of the documents' ids."""
     hashes = np.empty(len(tokens.starts), np.uint64)
     for number, (begin, end) in enumerate(pairwise(tokens.bounds.tolist())):
         ids = tokens[begin:end].astype("<i4")

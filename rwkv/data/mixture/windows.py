@@ -1,9 +1,10 @@
 """Training and validation windows of data=mix.
 
-Each window is of one source. In every BLOCK windows each source has its share, to the nearest window over the whole run, in a
-seeded order. The windows of a source come in the order of a run on it alone, each source with its own seed: all of them in a
-permutation, then in the next one. So the order depends only on the seed, the weights and the data: it is the same for any
-number of workers and processes, and continues from any step.
+Each window is from one source. Every block of BLOCK windows contains each source's share of windows, in a seeded order.
+Rounding is corrected in later blocks, so that over the whole run each source has its share to the nearest window. A source's
+windows come in the same order as in a run on that source alone: all windows in a random order, then in a new order. Each source
+has its own seed. So the order depends only on the seed, the weights and the data: it is the same for any number of workers and
+processes, and a run can resume from any step.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,7 +23,7 @@ BLOCK = 64
 
 
 class SourceBatch(NamedTuple):
-    """A validation batch: x, y (B,T) as of other windows, all from source number `source`."""
+    """A validation batch x, y (B,T) whose windows are all from source number `source`."""
 
     x: Tensor
     y: Tensor
@@ -37,7 +38,7 @@ class Place(NamedTuple):
 
 
 def seed_of(seed: int, source: int) -> int:
-    """The seed of a source's order. The first source has the seed of a run on it alone."""
+    """The seed for a source's order. For the first source it is the run's seed, as in a run on that source alone."""
     return seed + (source << 32)
 
 
@@ -55,9 +56,9 @@ class MixedWindows(Dataset[tuple[Tensor, Tensor]]):
 
 @dataclass(eq=False)
 class MixSampler(Sampler[list[Place]]):
-    """The places of `batches` batches. sizes, shares: of each source, the windows in an epoch and the share of all windows.
+    """Yields the places of `batches` batches. sizes, shares: each source's windows per epoch, and its share of all windows.
 
-    The process `rank` of `world` has every world-th place of the common order.
+    The process `rank` of `world` gets every world-th place of the order that all processes share.
     """
 
     sizes: Sequence[int]
@@ -100,7 +101,8 @@ class MixIterator(Iterator[list[Place]]):
 
 
 class SourceTurns(Iterator[tuple[int, int]]):
-    """The source of each window of the common order, and the window's number within it. drawn: the windows so far."""
+    """Yields the source of each window in the order that all processes share, and the window's number within that source.
+    drawn: the number of windows so far."""
 
     def __init__(self, shares: Sequence[float], seed: int) -> None:
         self.shares = shares
@@ -116,7 +118,7 @@ class SourceTurns(Iterator[tuple[int, int]]):
         return turn
 
     def _begin(self, block: int, taken: Sequence[int]) -> None:
-        """Plans a block. taken: the windows of each source before it."""
+        """Plans a block. taken: the number of each source's windows in earlier blocks."""
         self._block = block
         self._before = [*taken]
         self._turns = mixed_block(self.shares, taken, self.seed, block)
@@ -133,11 +135,11 @@ class SourceTurns(Iterator[tuple[int, int]]):
 
 
 def mixed_block(shares: Sequence[float], taken: Sequence[int], seed: int, block: int) -> list[tuple[int, int]]:
-    """The source of each of a block's BLOCK windows, and the window's number within it. taken: windows before the block."""
+    """The source of each of a block's BLOCK windows, and the window's number within that source. taken: as in _begin."""
     weights = np.array(shares)
     counts = np.array(taken)
     chosen = []
-    for _ in range(BLOCK):               # the source furthest behind its share
+    for _ in range(BLOCK):               # chooses the source that is furthest behind its share
         source = int(np.argmax(weights * (counts.sum() + 1) - counts))
         counts[source] += 1
         chosen.append(source)
@@ -161,6 +163,6 @@ class MixedValidation(Dataset[SourceBatch]):
         return SourceBatch(x, y, places[0].source)
 
     def batches(self, batch_size: int) -> list[list[Place]]:
-        """The batches of validation, each of one source."""
+        """The places of each validation batch; a batch is from one source."""
         return [[Place(source, number) for number in range(start, min(start + batch_size, len(windows)))]
                 for source, windows in enumerate(self.sources) for start in range(0, len(windows), batch_size)]

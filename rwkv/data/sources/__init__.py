@@ -1,14 +1,14 @@
-"""Sources of text, document by document: one module per kind, named like the value of data=.
+"""Sources of text documents: one module per kind of data, named as in data=NAME.
 
     source = open_source(config.data, cache)
     for document in source.documents():
         document.val, document.where, "".join(document.chunks)
 
-A source can be read repeatedly, always in the same order, and is never entirely in memory. data=binidx and data=datatrove
-contain tokens, not text (rwkv/data/token_files/).
+A source can be read repeatedly, always in the same order, and is never entirely in memory. For data=binidx and data=datatrove,
+which contain tokens and not text, see rwkv/data/token_files/.
 
-A kind has source(config, cache) -> Source; PATH, what data.path is, for errors ("" if there is none); and LOCAL, whether
-data.path is always a file, a folder or a pattern on this machine.
+Each module has source(config, cache) -> Source; PATH, a description of data.path for error messages ("" if the kind has no
+path); and LOCAL, whether data.path must be a file, a folder or a pattern on this machine.
 """
 
 import glob
@@ -21,7 +21,7 @@ from rwkv.errors import UserError
 
 
 def open_source(config: DataConfig, cache: Path) -> Source:
-    """The source of data.name and data.path. cache: the folder for hashes of its files."""
+    """Opens the source that data.name and data.path name. cache: the folder in which hashes of its files are cached."""
     check_path(config)
     source: Source = importlib.import_module(f"{__name__}.{config.name}").source(config, cache)
     return source

@@ -1,24 +1,25 @@
-"""Conversations: JSON lines or one JSON list (.jsonl, .json), also in .gz and .zst, in the common forms:
+"""Conversations as JSON lines or one JSON list (.jsonl, .json), also compressed (.gz, .zst), in the common formats:
 
     {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}], "tools": [...]}
     {"conversations": [{"from": "human", "value": "..."}, {"from": "gpt", "value": "..."}], "system": "..."}
-    {"prompt": "...", "completion": "..."}                      texts, or lists of messages
+    {"prompt": "...", "completion": "..."}                      strings, or lists of messages
     {"instruction": "...", "input": "...", "output": "..."}     also question and answer, query and response, with history
 
 Pairs of answers, for tune.objective=dpo: one question with a chosen and a rejected answer:
 
-    {"prompt": "...", "chosen": "...", "rejected": "..."}       texts, or lists of messages
-    {"chosen": [...], "rejected": [...]}                        conversations; their common first messages are the prompt
-    {"messages": [...], "chosen": {...}, "rejected": {...}}     also with the other names of lists and questions
+    {"prompt": "...", "chosen": "...", "rejected": "..."}       strings, or lists of messages
+    {"chosen": [...], "rejected": [...]}                        whole conversations; the messages that both share are the prompt
+    {"messages": [...], "chosen": {...}, "rejected": {...}}     also with the other field names above
 
-The list is also called conversation, items or interactions, and its messages may be of either form. A list, `tools` or the
-value of the role function_call may be JSON in a string. Null fields count as missing, as `datasets` writes them.
+The list of messages may also be called conversation, items or interactions, and its messages may have either format. A list,
+`tools` or the value of the role function_call may be a string of JSON. Null fields count as missing, since `datasets` writes
+missing fields as null.
 
-A conversation is a document, rendered by the chat template data.template. The first one and one of every 1/val_fraction that
-follow are for validation, with their copies (rwkv/data/documents/copies.py). An answer is context, and not learnt, if it or its
-conversation has "weight": 0 or an equivalent field (rwkv/chat/messages.py), if "label": false accompanies prompt and
-completion (KTO, in TRL), or if it is in a list `prompt`, as in TRL. A conversation without learnt answers is omitted, and
-counted.
+Each conversation is a document, rendered by the chat template data.template. The first one and one of every 1/val_fraction that
+follow are for validation, together with their copies (rwkv/data/documents/copies.py). An answer is not learnt, but only
+context, if it or its conversation has "weight": 0 or an equivalent field (rwkv/chat/messages.py), if prompt and completion come
+with "label": false (TRL's KTO format), or if it is part of a list `prompt`, as in TRL. Conversations without learnt answers are
+omitted and counted.
 """
 
 import json
@@ -41,24 +42,24 @@ from rwkv.io.json_types import JsonObject
 
 PATH = "a .jsonl or .jsonl.gz file of conversations, a folder of them, or a pattern"
 LOCAL = True
-JSON_ENDINGS = (".json", ".json.gz")     # in a folder without JSON lines
+JSON_ENDINGS = (".json", ".json.gz")     # read from a folder only if it has no JSON lines
 LISTS = ("messages", "conversations", "conversation", "items", "interactions")
 PAIRS = (("prompt", "completion"), ("prompt", "response"), ("instruction", "output"), ("instruction", "response"),
          ("question", "answer"), ("query", "response"))
 FORMS = ("messages, conversations, or prompt and completion (or instruction and output, question and answer, query and "
          "response)")
-ANSWERS = ("chosen", "rejected")         # of a pair
+ANSWERS = ("chosen", "rejected")         # a pair's two answers
 ROLES = {"human": "user", "user": "user", "prompter": "user", "gpt": "assistant", "assistant": "assistant",
          "chatgpt": "assistant", "bot": "assistant", "model": "assistant", "ai": "assistant", "system": "system",
          "developer": "system", "tool": "tool", "function": "tool", "observation": "tool", "function_response": "tool",
          "tool_response": "tool", "ipython": "tool", "function_call": "assistant", "tool_call": "assistant"}
-CALLS = ("function_call", "tool_call")   # roles whose text is a call of a tool, or a list of calls, in JSON
-INSTEAD_OF_CONTENT = ("tool_calls", "function_call", "refusal", "reasoning_content")       # of an assistant's message
+CALLS = ("function_call", "tool_call")   # roles whose text is a tool call, or a list of calls, in JSON
+INSTEAD_OF_CONTENT = ("tool_calls", "function_call", "refusal", "reasoning_content")       # in an assistant's message
 
 
 class Conversation(NamedTuple):
-    """parts: the text in parts, and whether each is learnt. where: the file and the line. weight: the bytes read for it. copy,
-    moved: as in rwkv/data/documents/copies.py; a pair of answers is a copy if one of its conversations is.
+    """A rendered conversation. parts: its text in parts, with whether each is learnt. where: its file and line. weight: the
+    number of bytes read for it. copy, moved: as in copies.Placed; a pair of answers is a copy if either conversation is a copy.
     """
 
     parts: list[Part]
@@ -70,7 +71,7 @@ class Conversation(NamedTuple):
 
     @property
     def learnt(self) -> bool:
-        """Whether any part is learnt; otherwise the conversation belongs to neither split."""
+        """Whether any part is learnt; if none is, the conversation is in neither split."""
         return any(learnt for _, learnt in self.parts)
 
 
@@ -92,7 +93,7 @@ def source(config: DataConfig, cache: Path) -> Source:
 
 
 def _files(path: str) -> tuple[list[tuple[str, Path]], int]:
-    """(name, file) of each file, and the number of .json files ignored because their folder has JSON lines."""
+    """The (name, file) of each file to read, and the number of .json files ignored because the folder has JSON lines."""
     if not Path(path).is_dir():
         return files(path), 0
     names = [file.name for _, file in matching(path, (*ENDINGS, *JSON_ENDINGS))]
@@ -101,7 +102,8 @@ def _files(path: str) -> tuple[list[tuple[str, Path]], int]:
 
 
 def template_of(config: DataConfig) -> ChatTemplate:
-    """The chat template of data.template, for answers by data.think. Raises UserError if it does not support them."""
+    """The chat template that data.template names, for answers that begin as data.think specifies. Raises UserError if the
+    template does not support such answers."""
     template = chat_template(config.template or "world")
     try:
         return template.for_learning(parse_think(config.think))
@@ -110,18 +112,19 @@ def template_of(config: DataConfig) -> ChatTemplate:
 
 
 def conversations(config: DataConfig, template: ChatTemplate | None = None, pairs: bool = False) -> Iterator[Conversation]:
-    """All conversations in the order of the files. Raises UserError for an invalid entry, and if fewer than two are learnt.
+    """All conversations, in the order of the files. Raises UserError for an invalid entry or fewer than two learnt ones.
 
-    Copies are in the same split, unless all conversations are equal.
+    Copies are put into the same split, unless all conversations are equal.
 
-    template: replaces the one that `config` names. pairs: each entry is a pair and yields two conversations, first with the
-    chosen and then with the rejected answer. Both are in the same split, and either both are learnt or neither.
+    template: used instead of the one that `config` names. pairs: whether each entry is a pair of answers. A pair yields two
+    conversations, the first with the chosen and the second with the rejected answer. Both are in the same split, and either
+    both are learnt or neither.
     """
     template = template or template_of(config)
     learnt = 0
     others = 0
     splitter = Splitter(config.val_fraction)
-    pending: list[Conversation] = []     # the first ones, until a different one
+    pending: list[Conversation] = []     # the first ones, until two of them differ
     for _, path in _files(str(config.path))[0]:
         for entry, where, weight in entries(path):
             texts = parts_of_pair(entry, where, template) if pairs else (parts_of(entry, where, template),)
@@ -146,14 +149,14 @@ def conversations(config: DataConfig, template: ChatTemplate | None = None, pair
 
 
 def holds_conversations(path: Path) -> bool:
-    """Whether the first entry of a file has the fields of a conversation, and no text. Raises UserError as entries() does."""
+    """Whether a file's first entry has a conversation's fields and no field `text`. Raises UserError as jsonl.entries does."""
     first = next((entry for entry, _, _ in entries(path)), {})
     fields = {field for field, value in first.items() if value is not None}
     return "text" not in fields and (not fields.isdisjoint(LISTS) or any(fields.issuperset(pair) for pair in PAIRS))
 
 
 def parts_of(entry: JsonObject, where: str, template: ChatTemplate) -> list[Part]:
-    """The rendered conversation of an entry. Raises UserError with `where` if it is not a conversation with an answer."""
+    """Renders an entry's conversation. Raises UserError, naming `where`, if it is not a conversation with an answer."""
     try:
         messages = _messages(entry)
         parts = template.parts(messages, _tools(entry))
@@ -165,7 +168,7 @@ def parts_of(entry: JsonObject, where: str, template: ChatTemplate) -> list[Part
 
 
 def parts_of_pair(entry: JsonObject, where: str, template: ChatTemplate) -> tuple[list[Part], list[Part]]:
-    """The rendered conversations with the chosen and with the rejected answer; only the answers are learnt."""
+    """Renders a pair: the conversation with the chosen and the one with the rejected answer. Only these answers are learnt."""
     try:
         chosen, rejected = _pair(entry)
         tools = _tools(entry)
@@ -175,26 +178,26 @@ def parts_of_pair(entry: JsonObject, where: str, template: ChatTemplate) -> tupl
 
 
 def _pair(entry: JsonObject) -> tuple[list[JsonObject], list[JsonObject]]:
-    """The messages of both conversations. Raises UserError if the entry is not a pair."""
+    """The messages of a pair's two conversations. Raises UserError if the entry is not a pair."""
     fields = {field: _from_json(value) if field in LISTS else value for field, value in entry.items()
              if value not in EMPTY or field in ANSWERS}
     missing = [field for field in ANSWERS if entry.get(field) is None]
     if missing:
         raise UserError(f"a pair of answers must have prompt, chosen and rejected, or chosen and rejected as whole "
-                        f"conversations; there is no {' and no '.join(missing)}")
+                        f"conversations; this one has no {' and no '.join(missing)}")
     question = _pair_prompt(fields)
     both = [_answer(fields, field, question) for field in ANSWERS]
-    most = min(map(len, both)) - 1                       # the last message of each is its answer
+    most = min(map(len, both)) - 1                       # the last message of each conversation is its answer
     shared = 0
     while shared < most and _are_equal(both[0][shared], both[1][shared]):
         shared += 1
     if not all(any(_are_equal(message, other) for other in both[0][:shared]) for message in question):
-        raise UserError("chosen and rejected, if whole conversations, must both begin with the prompt")
+        raise UserError("if chosen and rejected are whole conversations, both must begin with the prompt")
     for field, messages in zip(ANSWERS, both, strict=True):
         if not shared:
             raise UserError("chosen and rejected must answer the same question; their first messages differ")
         if messages[-1]["role"] != "assistant":
-            raise UserError(f"{field} must end with the answer; got a message of the {messages[-1]['role']}")
+            raise UserError(f"{field} must end with the answer, but the last message has the role {messages[-1]['role']}")
     unlearnt = entry.get("weight", 1) == 0
     chosen, rejected = ([*_unlearnt(messages[:shared]), *(_unlearnt(messages[shared:]) if unlearnt else messages[shared:])]
                         for messages in both)
@@ -206,7 +209,7 @@ def _are_equal(first: JsonObject, second: JsonObject) -> bool:
 
 
 def _pair_prompt(fields: JsonObject) -> list[JsonObject]:
-    """The messages before the answers of a pair; none if the answers are whole conversations."""
+    """The messages before a pair's answers; none if the answers are whole conversations without a separate prompt."""
     name = next((name for name in LISTS if name in fields), None)
     question_field = next((field for field, _ in PAIRS if field in fields), None)
     if name is not None:
@@ -219,13 +222,13 @@ def _pair_prompt(fields: JsonObject) -> list[JsonObject]:
 
 
 def _answer(fields: JsonObject, field: str, question: list[JsonObject]) -> list[JsonObject]:
-    """The conversation that ends with the answer `field` of a pair; an answer may be a whole conversation itself."""
+    """The conversation that ends with the answer in `field`. The field may also contain the messages before the answer."""
     answer = fields[field]
     messages = _as_messages("assistant", [answer] if isinstance(answer, dict) else answer, field)
     if messages[0]["role"] == "assistant":
         if not any(message["role"] != "system" for message in question):
-            raise UserError(f"{field} has only the answer, and there is no prompt: add one, or whole conversations as lists of "
-                            "messages")
+            raise UserError(f"{field} has only the answer, and there is no prompt: add a prompt, or make chosen and rejected "
+                            "lists of all messages")
         return [*question, *messages]
     if question and question[0]["role"] == "system" and messages[0]["role"] != "system":
         return [question[0], *messages]
@@ -233,7 +236,7 @@ def _answer(fields: JsonObject, field: str, question: list[JsonObject]) -> list[
 
 
 def _messages(entry: JsonObject) -> list[JsonObject]:
-    """The messages in OpenAI's form, with the entry's weight. Raises UserError if it is not a conversation."""
+    """The entry's messages in OpenAI's format, with its weight applied. Raises UserError if it is not a conversation."""
     fields = {field: _from_json(value) if field in LISTS else value for field, value in entry.items() if value not in EMPTY}
     name = next((name for name in LISTS if name in fields), None)
     pair = next((pair for pair in PAIRS if all(entry.get(field) is not None for field in pair)), None)
@@ -246,10 +249,10 @@ def _messages(entry: JsonObject) -> list[JsonObject]:
     elif empty := next((field for field in LISTS if field in entry), None):
         raise UserError(f"{empty} must be a list of at least one message; got {json.dumps(entry[empty])}")
     elif all(field in fields for field in ANSWERS):
-        raise UserError("chosen and rejected are a pair of answers, which requires tune.objective=dpo: set it, or rename "
-                        "chosen to completion to learn only it")
+        raise UserError("chosen and rejected are a pair of answers, which requires tune.objective=dpo: set that option, or "
+                        "rename chosen to completion to learn only the chosen answer")
     else:
-        raise UserError(f"a conversation must have {FORMS}; there is {', '.join(entry)[:120] or 'nothing'}: rename its fields")
+        raise UserError(f"a conversation must have {FORMS}; got {', '.join(entry)[:120] or 'nothing'}: rename its fields")
     messages = _with_system(messages, fields, first=name != "messages")
     weight = fields.get("weight", 1)
     if not isinstance(weight, (int, float)) or weight not in (0, 1):
@@ -259,7 +262,7 @@ def _messages(entry: JsonObject) -> list[JsonObject]:
 
 
 def _with_system(messages: list[JsonObject], fields: JsonObject, first: bool = False) -> list[JsonObject]:
-    """Adds the entry's system message. first: even if the messages begin with one."""
+    """Puts the entry's system message before the others. first: do so even if the others begin with a system message."""
     system = fields.get("system", fields.get("system_prompt"))
     if system is None or (messages and messages[0]["role"] == "system" and not first):
         return messages
@@ -267,13 +270,13 @@ def _with_system(messages: list[JsonObject], fields: JsonObject, first: bool = F
 
 
 def _prompt_messages(fields: JsonObject, question_field: str, answer_field: str) -> list[JsonObject]:
-    """The messages before the answer. Answers in `history` are learnt, too."""
+    """The messages before the answer: those in `history`, whose answers are learnt, too, and the question."""
     question = fields[question_field]
     more = next((field for field in ("input", "context") if field in fields), None)
     if more is not None:
         if question_field != "instruction" or not isinstance(question, str) or not isinstance(fields[more], str):
-            raise UserError(f"{question_field} and {answer_field} conflict with {more}: put all of the prompt "
-                            f"into {question_field}, or name the fields instruction, input and output")
+            raise UserError(f"{question_field} and {answer_field} conflict with {more}: put the whole prompt "
+                            f"into {question_field}, or rename the fields to instruction, input and output")
         question = f"{question}\n{fields[more]}"
     messages = []
     for turn in fields.get("history", []):
@@ -284,7 +287,7 @@ def _prompt_messages(fields: JsonObject, question_field: str, answer_field: str)
 
 
 def _as_messages(role: str, content: object, name: str) -> list[JsonObject]:
-    """A message, or `content` if it is a list of messages."""
+    """The string `content` as a message with this role, or the messages in the list `content`."""
     if isinstance(content, str):
         return [{"role": role, "content": content}]
     if not isinstance(content, list):
@@ -304,7 +307,7 @@ def _turns(turns: object, name: str) -> list[JsonObject]:
 
 
 def _turn(turn: object, where: str) -> JsonObject:
-    """A message in OpenAI's form, of {"role": ..., "content": ...} or {"from": ..., "value": ...}."""
+    """Converts {"role": ..., "content": ...} or {"from": ..., "value": ...} to a message in OpenAI's format."""
     if not isinstance(turn, dict):
         raise UserError(f"{where} must be an object with role and content, or from and value; got {_shown(turn)}")
     fields = {field: value for field, value in turn.items() if value is not None}
@@ -315,7 +318,7 @@ def _turn(turn: object, where: str) -> JsonObject:
     content = fields.get(content_field)
     role_key = role.strip().lower() if isinstance(role, str) else ""
     if role is None:
-        raise UserError(f"{where} has no role, and no from: there is {', '.join(turn)[:60] or 'nothing'}")
+        raise UserError(f"{where} must have role or from; got {', '.join(turn)[:60] or 'nothing'}")
     if role_key not in ROLES:
         raise UserError(f"{where}.{role_field} must be one of {', '.join(ROLES)}; got {_shown(role)}")
     names = {role_field: "role", content_field: "content"}
@@ -326,21 +329,21 @@ def _turn(turn: object, where: str) -> JsonObject:
     without_content = any(message.get(field) not in EMPTY for field in INSTEAD_OF_CONTENT)
     answers = message["role"] == "assistant" and content is None and without_content
     if not isinstance(content, (str, list)) and not answers:
-        raise UserError(f"{where}.{content_field} must be a string, or a list of texts; got {_shown(content)}")
+        raise UserError(f"{where}.{content_field} must be a string, or a list of text parts; got {_shown(content)}")
     return message
 
 
 def _parse_calls(content: object, where: str) -> list[JsonObject]:
     calls = _from_json(content)
     if not isinstance(calls, (list, dict)) or not calls:
-        raise UserError(f'{where} must be a call of a tool, {{"name": "...", "arguments": {{}}}}, or a list of them, in JSON; '
+        raise UserError(f'{where} must be a tool call, {{"name": "...", "arguments": {{}}}}, or a list of tool calls, in JSON; '
                         f"got {_shown(content)}")
     return [call if not isinstance(call, dict) or "function" in call else {"type": "function", "function": call}
             for call in (calls if isinstance(calls, list) else [calls])]
 
 
 def _tools(entry: JsonObject) -> list[JsonObject] | None:
-    """The entry's tools, each an object; None for none. OpenAI's older name for them is functions."""
+    """The entry's tools, each an object; None if it has none. They may also have OpenAI's older name, functions."""
     tools = _from_json(entry.get("tools"))
     if tools in EMPTY:
         functions = _from_json(entry.get("functions"))
@@ -354,7 +357,7 @@ def _tools(entry: JsonObject) -> list[JsonObject] | None:
 
 
 def _from_json(value: Any) -> Any:
-    """The value in a string of JSON; other values, and strings that are no JSON, stay as they are."""
+    """Parses a string of JSON. Other values, and strings that are not JSON, are returned unchanged."""
     if not isinstance(value, str):
         return value
     try:

@@ -26,7 +26,7 @@ LOCAL = False
 FORMATS = {".parquet": "parquet", ".json": "json", ".jsonl": "json", ".csv": "csv", ".tsv": "csv", ".arrow": "arrow"}
 STRINGS = ("string", "large_string", "string_view")
 SEPARATORS = {".csv": ",", ".tsv": "\t"}
-ROWS = 256                               # rows read at a time
+ROWS = 256                               # number of rows to read at a time
 
 
 def source(config: DataConfig, cache: Path) -> Source:
@@ -57,7 +57,7 @@ def _load(config: DataConfig) -> Any:
 
 
 def streamed(config: DataConfig) -> Any:
-    """The column of texts as an IterableDataset of `datasets`, whose state_dict is its position."""
+    """The text column as an IterableDataset of the library `datasets`. The IterableDataset's state_dict is its position."""
     path = str(config.path)
     with _library(path) as datasets:
         if _is_saved(path):
@@ -73,22 +73,23 @@ def streamed(config: DataConfig) -> Any:
 
 @contextmanager
 def _library(path: str) -> Iterator[ModuleType]:
-    """The library; converts its errors to UserErrors."""
+    """Imports the library `datasets`, and converts errors raised inside the block to UserErrors."""
     try:
         import datasets
     except ImportError:
         raise UserError("data=hf requires the library `datasets`: pip install datasets") from None
-    datasets.utils.logging.set_verbosity(logging.CRITICAL)          # it prints errors before it raises them
+    datasets.utils.logging.set_verbosity(logging.CRITICAL)          # it logs errors before it raises them
     try:
         yield datasets
     except UserError:
         raise
-    except Exception as error:           # from files, the network, ...
+    except Exception as error:           # the library raises exceptions of many classes
         raise UserError(f"cannot load data.path={path} with the library `datasets`: {reason(error)}") from None
 
 
 def reason(error: Exception) -> str:
-    """The first line of an error, or of its cause: errors of reading a file hide the reason."""
+    """The first line of an error's message, or of its cause's if it has a cause: when a file cannot be read, only the cause is
+    informative."""
     cause = error.__cause__ or error
     first = (str(cause).strip().splitlines() or [type(cause).__name__])[0]
     return "its files have different columns" if first == "Couldn't cast" else first
@@ -100,9 +101,10 @@ def _no_column(config: DataConfig, columns: list[str]) -> UserError:
 
 
 def local_files(path: str) -> list[tuple[str, Path]]:
-    """(name, file) of the files in FORMATS at a path, a folder or a pattern; empty for a name on the Hub."""
+    """The (name, file) of each file that a path, folder or pattern names, if its suffix is in FORMATS; [] for a name on the
+    Hub."""
     if Path(path).exists() or glob.has_magic(path):
-        with suppress(UserError):        # other files, which the library may support
+        with suppress(UserError):        # no such file; the library may support others
             return [(name, file) for name, file in matching(path, tuple(FORMATS)) if file.suffix in FORMATS]
     return []
 
@@ -112,9 +114,9 @@ def _is_saved(path: str) -> bool:
 
 
 def _arguments(config: DataConfig) -> tuple[str, JsonObject]:
-    """The arguments of load_dataset: a format with its files, or a folder or name that it supports.
+    """The arguments for load_dataset: a file format and the files, or the name of a folder or dataset.
 
-    Reads only the column of texts of local Parquet files, which may differ in other columns.
+    Only the text column of local Parquet files is read, since their other columns may differ.
     """
     path, split = str(config.path), config.split
     local = [file for _, file in local_files(path)]
@@ -130,7 +132,7 @@ def _arguments(config: DataConfig) -> tuple[str, JsonObject]:
 
 
 def _only_column(config: DataConfig, files: list[Path]) -> JsonObject:
-    """The option that reads one column. Raises UserError for a file without it."""
+    """The option for reading only the text column. Raises UserError if a file lacks it."""
     import pyarrow.parquet
 
     for file in files:
@@ -145,7 +147,7 @@ def _only_column(config: DataConfig, files: list[Path]) -> JsonObject:
 
 
 def _as_text(path: str, separator: str) -> JsonObject:
-    """Options to read every value of a table as text, also NA, null, true and 12, which the library would convert."""
+    """The options for reading every value of a .csv or .tsv as text. Otherwise NA, null, true and 12 would be converted."""
     import datasets
     import pandas
 
@@ -155,7 +157,7 @@ def _as_text(path: str, separator: str) -> JsonObject:
 
 
 def _part(saved: Any, path: str, split: str) -> Any:
-    """The rows of `split` in a folder of save_to_disk. A single dataset is the split of any name."""
+    """The rows of `split` in a folder that save_to_disk wrote. For a dataset without splits, any name is accepted."""
     import datasets
 
     name = re.split(r"[\[+]", split)[0].strip()
@@ -178,7 +180,7 @@ def _texts(dataset: Any, config: DataConfig) -> Iterator[tuple[str, str, int | N
 
 
 def _content(dataset: Any, config: DataConfig, cache: Path) -> list[str]:
-    """Hashes of the dataset's files, or of its texts if it is in memory or selects rows of its files."""
+    """Hashes of the dataset's files, or of its texts if the dataset is in memory or consists of selected rows."""
     files = [Path(file["filename"]) for file in dataset.cache_files]
     if files and getattr(dataset, "_indices", None) is None:
         return [content.sha256 for content in contents(files, cache)]

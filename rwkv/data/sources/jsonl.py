@@ -1,4 +1,4 @@
-"""JSON lines, also in .gz and .zst: the text of each {"text": "..."} is a document. data.field names another key.
+"""JSON lines, also compressed (.gz, .zst). The text of each {"text": "..."} is a document; data.field sets a different key.
 
 A file may also be one JSON list of such objects.
 """
@@ -24,7 +24,7 @@ from rwkv.io.utf8 import decode, open_file
 PATH = "a .jsonl, .jsonl.gz or .jsonl.zst file, a folder of them, or a pattern"
 LOCAL = True
 ENDINGS = (".jsonl", *(f".jsonl{ending}" for ending in COMPRESSED))
-BLOCK = 1 << 16                          # bytes at a file's beginning that show whether it is a list
+BLOCK = 1 << 16                          # bytes at a file's beginning that are enough to tell whether it is a JSON list
 OTHER_FILES = {b"PAR1": "a Parquet file", b"ARROW1": "an Arrow file", b"PK\3\4": "a zip archive",
                b"BZh": "compressed with bzip2", b"\xfd7zXZ": "compressed with xz",
                b"\x28\xb5\x2f\xfd": "compressed with zstandard, and its name does not end in .zst",
@@ -46,7 +46,7 @@ def source(config: DataConfig, cache: Path) -> Source:
 
 
 def between_separators(texts: Iterator[Text], config: DataConfig) -> Iterator[Text]:
-    """The documents of (text, where, weight): each text, or the parts between data.separator."""
+    """The documents in each (text, where, weight): the whole text, or its parts between occurrences of data.separator."""
     if config.separator is None:
         return texts
     chunked = ((chunks_of(text), where, weight) for text, where, weight in texts)
@@ -54,7 +54,8 @@ def between_separators(texts: Iterator[Text], config: DataConfig) -> Iterator[Te
 
 
 def files(path: str, endings: Sequence[str] = ENDINGS) -> list[tuple[str, Path]]:
-    """(name, file) of the non-empty files of `path`. endings: those read in a folder. Raises UserError if there are none."""
+    """The (name, file) of each non-empty file that `path` names; UserError if there is none. endings: suffixes read in a
+    folder."""
     named = [(name, file) for name, file in matching(path, endings) if file.stat().st_size]
     if not named:
         raise UserError(f"data.path={path} is empty")
@@ -62,7 +63,7 @@ def files(path: str, endings: Sequence[str] = ENDINGS) -> list[tuple[str, Path]]
 
 
 def entries(path: Path) -> Iterator[tuple[JsonObject, str, int]]:
-    """(object, where, bytes of the file read for it) of each non-blank line, or of each entry of a JSON list."""
+    """Each non-blank line of a file, or each entry of its JSON list, as (object, where, bytes of the file read for it)."""
     if is_list(path):
         yield from _list_entries(path)
     else:
@@ -71,17 +72,17 @@ def entries(path: Path) -> Iterator[tuple[JsonObject, str, int]]:
 
 
 def is_list(path: Path) -> bool:
-    """Whether the file is one JSON list. Raises UserError for a file of another kind."""
+    """Whether the file is one JSON list. Raises UserError for other formats, such as Parquet."""
     beginning = _beginning(path)
     kind = next((kind for magic, kind in OTHER_FILES.items() if beginning.startswith(magic)), None)
     if kind:
-        raise UserError(f"data.path={path} is {kind}: expected JSON lines or one JSON list, as a text, in .gz or in .zst; "
+        raise UserError(f"data.path={path} is {kind}: expected JSON lines or one JSON list, uncompressed, .gz or .zst; "
                         "`datasets` and pandas write JSON lines with to_json")
     return beginning.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
 
 
 def lines(path: Path) -> Iterator[tuple[bytes, str, int]]:
-    """(line, where, bytes of the file read for it) of each non-blank line."""
+    """Each non-blank line of a file, as (line, where, bytes of the file read for it)."""
     with open_file(path) as raw:
         file = decompressed(raw, path)
         before = 0
@@ -93,13 +94,13 @@ def lines(path: Path) -> Iterator[tuple[bytes, str, int]]:
 
 
 def _list_entries(path: Path) -> Iterator[tuple[JsonObject, str, int]]:
-    """The entries of a JSON list, which is read into memory."""
+    """The entries of a JSON list, which is read into memory completely."""
     with open_file(path) as raw:
         text = decode(b"".join(unbroken(decompressed(raw, path), path)), str(path))
     try:
         content = loads(text)
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{path} begins with [ and is not a JSON list ({error}): expected a list, or an object on each "
+        raise UserError(f"{path} begins with [ but is not a JSON list ({error}): expected a JSON list, or an object on each "
                         "line") from None
     for number, entry in enumerate(content, start=1):
         where = f"{path}, entry {number}"
@@ -113,7 +114,7 @@ def _beginning(path: Path) -> bytes:
         try:
             block: bytes = decompressed(raw, path).read(BLOCK)
             return block
-        except BROKEN:                   # `unbroken` reports it
+        except BROKEN:                   # `unbroken` will report the damage
             return b""
 
 
@@ -128,7 +129,8 @@ def unbroken(file: Any, path: Path) -> Iterator[bytes]:
 def text_in(entry: JsonObject, field: str, where: str) -> str:
     if field not in entry:
         texts = [name for name, value in entry.items() if isinstance(value, str)]
-        raise UserError(f"{where} has no {field!r}: name the field of the text, data.field={'|'.join(texts[:5]) or 'NAME'}")
+        raise UserError(f"{where} has no {field!r}: name the field that contains the text, "
+                        f"data.field={'|'.join(texts[:5]) or 'NAME'}")
     if not isinstance(entry[field], str):
         raise UserError(f"{where} must have a string in {field!r}; got {json.dumps(entry[field])[:60]}")
     return text_of(entry, field, where)

@@ -1,4 +1,4 @@
-"""The source files of the running Python's standard library: 11 MB without a download, read into memory."""
+"""The source files of the running Python's standard library: 11 MB of text that need no download. They are read into memory."""
 
 import sysconfig
 from collections.abc import Iterator
@@ -41,9 +41,9 @@ def source(config: DataConfig, cache: Path) -> Source:
 
 
 def read_stdlib(root: Path, val_fraction: float) -> Text:
-    """The .py files under `root`, each a document; the first in a fixed random order are for validation, with their copies.
+    """The .py files under `root`, each a document. Validation gets the first ones in a fixed random order, and their copies.
 
-    A file's position in that order depends only on its name, so that other Python versions have nearly the same split.
+    A file's position in that order depends only on its name, so the split is nearly the same for all Python versions.
     """
     documents = {path.relative_to(root).as_posix(): _source(path) for path in _python_files(root)}
     shuffled = [documents[name] for name in sorted(documents, key=rank) if documents[name]]

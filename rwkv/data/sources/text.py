@@ -1,6 +1,6 @@
-"""Text files, each a document. Validation uses the end of a single file, or some of several files.
+"""Text files, each a document. Validation gets the end of a single file, or some of several files.
 
-With data.separator a file contains several documents, and validation uses some of all documents.
+With data.separator a file contains several documents, and validation gets some of the documents.
 """
 
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ LOCAL = True
 def source(config: DataConfig, cache: Path) -> Source:
     files = [(name, path) for name, path in matching(str(config.path), (".txt",)) if path.stat().st_size]
     if not files:
-        raise UserError(f"data.path={config.path} is empty: give a text in UTF-8")
+        raise UserError(f"data.path={config.path} is empty: pass text in UTF-8")
     files.sort(key=lambda pair: rank(pair[0]))
     if config.separator is not None:
         return _separated(files, config, config.separator, cache)
@@ -34,7 +34,7 @@ def source(config: DataConfig, cache: Path) -> Source:
 
 
 def _single_file(files: list[tuple[str, Path]], content: Content, val_fraction: float) -> Source:
-    """A single file, or the first of several with the same text."""
+    """The source for a single file, or for several identical files, of which only the first is read."""
     path = files[0][1]
     copies = len(files) - 1
     cut = validation_begins(content.characters, val_fraction, f"data.path={path}")
@@ -45,7 +45,7 @@ def _single_file(files: list[tuple[str, Path]], content: Content, val_fraction: 
 
     size = path.stat().st_size
     bounds = (size - (content.characters - cut) + 1, size - cut + 1)
-    equal = f" ({counted(copies, 'file')} with the same text ignored)" if copies else ""
+    equal = f" (ignoring {counted(copies, 'file')} with identical text)" if copies else ""
     about = f"{path.name}{equal}, the last {100 * val_fraction:g} % for validation"
     return Source(documents, about, content.sha256, size, bounds)
 
@@ -68,7 +68,7 @@ def _several_files(files: list[tuple[str, Path]], file_contents: list[Content], 
 
 
 def _separated(files: list[tuple[str, Path]], config: DataConfig, separator: str, cache: Path) -> Source:
-    """The documents between separators, split like those of data=jsonl."""
+    """The source whose documents are the texts between separators. They are split like those of data=jsonl."""
     def documents() -> Iterator[Document]:
         texts = separate(((chunks(path), str(path), None) for _, path in files), separator, str(config.path))
         return split_documents(texts, config.val_fraction, str(config.path))

@@ -1,1 +1,1 @@
-"""data.streaming: rows read (streams.py), tokenised (encoding.py) and made into batches (lanes.py) while a run trains."""
+"""data.streaming: rows are read (streams.py), tokenised (encoding.py) and made into batches (lanes.py) during training."""

@@ -1,4 +1,4 @@
-"""The documents of a stream (streams.py) in tokens, and its validation split: its first data.val_documents rows."""
+"""Tokenises the documents of a stream (streams.py). The stream's first data.val_documents rows are the validation split."""
 
 import itertools
 import zlib
@@ -16,7 +16,7 @@ from rwkv.data.streaming.streams import Position, Row, Stream, open_stream
 from rwkv.data.token_array import TokensInMemory
 from rwkv.errors import UserError
 from rwkv.io.lines import counted
-from rwkv.tokenizer.lost import NOTHING, LossCounter, Lost
+from rwkv.tokenizer.lost_bytes import NOTHING, LossCounter, Lost
 from rwkv.tokenizer.split import pieces, safe_split
 from rwkv.tokenizer.tokenizers import Tokenizer
 
@@ -25,9 +25,9 @@ AT_ONCE = 1024                           # texts per call of the tokenizer
 
 @dataclass(frozen=True)
 class Streamed:
-    """A stream after its validation rows. begins: the position of the first training row.
+    """The training part of a stream. begins: the position of its first row, which follows the validation rows.
 
-    held_out: the fingerprints of the validation texts. tokens: of the training rows, an estimate; None if unknown.
+    held_out: the fingerprints of the validation texts. tokens: an estimate of the tokens in all training rows; None if unknown.
     """
 
     config: DataConfig
@@ -38,7 +38,7 @@ class Streamed:
 
 
 class HeldOut(NamedTuple):
-    """The validation split of a stream. bytes: of its text. gzip_bpb, marks: as in rwkv/data/prepare.py."""
+    """The validation split of a stream. bytes: the size of its text. gzip_bpb, marks: as in rwkv/data/prepare.py."""
 
     tokens: TokensInMemory
     bytes: int
@@ -64,21 +64,21 @@ def hold_out(config: DataConfig, tokenizer: Tokenizer) -> tuple[Stream, Streamed
     size = sum(len(text.encode()) for text in texts)
     val = HeldOut(TokensInMemory(ids, np.cumsum([0, *map(len, documents)])[:-1]), size, lost,
                   8 * len(zlib.compress("\0".join(texts).encode(), 9, 31)) / max(size, 1), marks(texts))
-    left = None                          # unknown also where a decompressor has read ahead to the end of a small file
+    left = None                          # stays unknown, too, if a decompressor has read all of a small file ahead
     if stream.size is not None and 0 < read < stream.size:
         left = len(ids) * (stream.size / read - 1)
     return stream, Streamed(config, stream.sha256, begins, frozenset(fingerprint([text]) for text in texts), left), val
 
 
 class Encoded(NamedTuple):
-    """The documents of a row: their texts, and the ids of each, end_of_text first."""
+    """The documents of a row: their texts, and the ids of each, which begin with end_of_text."""
 
     texts: list[str]
     ids: list[np.ndarray]
 
 
 class TextEncoder:
-    """Encodes the documents in rows. held_out: the fingerprints of documents to omit."""
+    """Tokenises the documents in rows. held_out: the fingerprints of documents to omit."""
 
     def __init__(self, stream: Stream, tokenizer: Tokenizer, separator: str | None,
                  held_out: frozenset[int] = frozenset()) -> None:
@@ -94,7 +94,7 @@ class TextEncoder:
         parts = [Piece(piece, False, number == 0, row.where, 0, before)
                  for row, documents in zip(rows, texts, strict=True) for text in documents
                  for number, (piece, before) in enumerate(self._pieces(text))]
-        ids: list[list[np.ndarray]] = []         # per document, its pieces
+        ids: list[list[np.ndarray]] = []         # the ids of each document's pieces
         for piece, encoded in zip(parts, self._encode(parts), strict=True):
             if piece.starts_document:
                 ids.append([np.array([self.tokenizer.end_of_text], self.dtype)])
@@ -103,7 +103,7 @@ class TextEncoder:
         return [Encoded(documents, list(itertools.islice(whole, len(documents)))) for documents in texts]
 
     def _documents(self, row: Row) -> list[str]:
-        """The texts of a row that are neither empty nor held out."""
+        """The texts in a row that are neither empty nor held out."""
         text = self.stream.text(row)
         texts = [text] if self.separator is None else [part.strip(LINE_ENDS) for part in text.split(self.separator)]
         return [text for text in texts if text and not (self.held_out and fingerprint([text]) in self.held_out)]

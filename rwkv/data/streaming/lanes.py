@@ -5,15 +5,17 @@ validation texts. At the end of the stream, training starts over with its first 
 
     rows  --> blocks of data.shuffle_buffer rows, each in a seeded order
           --> lanes: each row goes to the lane with the fewest bytes so far; one lane per row of a batch
-          --> per lane: end_of_text, text, end_of_text, text, ..., divided into windows of T tokens and the one that follows
+          --> per lane: end_of_text, text, end_of_text, text, ..., divided into windows of T tokens plus the next token
 
-So a batch depends only on the data, the seed, data.shuffle_buffer, data.batch_size and T. A process reads all rows and
-tokenises those of its own lanes: N processes together have the batches of a single one, and a run can resume with another
-number of processes. With data=mix each source is a stream with its own lanes, and SourceTurns chooses each window's source.
+So a batch depends only on the data, the seed, data.shuffle_buffer, data.batch_size and T. Every process reads all rows but
+tokenises only those of its own lanes. So N processes together have the same batches as a single one, and a run can resume with
+a different number of processes. With data=mix each source is a stream with its own lanes, and SourceTurns chooses each window's
+source.
 
-Positions. A lane's position is the number of its documents before the one in which its next window begins, and the tokens
-before it in that document. A process also records the start of the oldest block that one of its lanes still reads, and a hash
-of each block since. A resumed run reads these blocks again, which must be unchanged, and tokenises only the rest.
+To resume: a lane's position consists of the number of rows that it has finished, and the number of tokens that it has finished
+in the next row. A process also records the start of the oldest block that one of its lanes still reads, and a hash of that
+block and each later one. A resumed run reads these blocks again, checks that they are unchanged, and tokenises only unfinished
+rows.
 """
 
 import hashlib
@@ -37,14 +39,14 @@ from rwkv.errors import UserError
 from rwkv.io.json_types import JsonMapping, JsonObject, StateDict
 from rwkv.tokenizer.tokenizers import Tokenizer
 
-AHEAD = 1 << 18                          # bytes of rows tokenised per call: libraries are faster on many texts
+AHEAD = 1 << 18                          # bytes of rows to tokenise per call: tokenizers are faster on many texts
 Item = TypeVar("Item")
 
 
 class Block(NamedTuple):
-    """The start of a block of rows: number `number` of the epoch `epoch`, at the reader's position.
+    """The start of block `number` of rows in an epoch. position: the reader's position there.
 
-    bytes, documents: those assigned to each lane before.
+    bytes, documents: the bytes and rows assigned to each lane before this block.
     """
 
     epoch: int
@@ -55,7 +57,7 @@ class Block(NamedTuple):
 
 
 class Lanes:
-    """The tokens of the lanes `own` of `count` lanes of a stream."""
+    """The tokens of this process's lanes (`own`) of a stream. count: the number of lanes in all processes."""
 
     def __init__(self, streamed: Streamed, tokenizer: Tokenizer, count: int, own: Sequence[int], seed: int) -> None:
         stream = open_stream(streamed.config)
@@ -66,11 +68,11 @@ class Lanes:
         self._texts = TextEncoder(stream, tokenizer, streamed.config.separator, streamed.held_out)
         self._seed = seed
         self._rows: dict[int, deque[Row]] = {lane: deque() for lane in own}
-        self._ids: dict[int, deque[np.ndarray]] = {lane: deque() for lane in own}       # of tokenised documents
+        self._ids: dict[int, deque[np.ndarray]] = {lane: deque() for lane in own}       # tokenised rows
         self._position = {lane: [0, 0] for lane in own}
-        self._blocks = deque([Block(0, 0, streamed.begins, [0] * count, [0] * count)])   # the last one is read next
-        self._hashes: deque[str] = deque()       # of the others
-        self._expected: deque[str] = deque()     # of the blocks that a resumed run reads again
+        self._blocks = deque([Block(0, 0, streamed.begins, [0] * count, [0] * count)])   # the last block will be read next
+        self._hashes: deque[str] = deque()       # one for each block but the last
+        self._expected: deque[str] = deque()     # hashes of the blocks that a resumed run has yet to read again
         self._reader: Reader | None = None
         self._last_filled_epoch = 0                 # the last epoch in which a row had tokens
 
@@ -93,7 +95,7 @@ class Lanes:
         return np.concatenate(parts)
 
     def _tokenise(self, needed: int) -> None:
-        """Tokenises the next row of a lane, and then of each lane in turn, up to AHEAD bytes."""
+        """Tokenises the next row of lane `needed`, and then further rows of all lanes in turn, up to AHEAD bytes."""
         lanes = deque([needed, *(lane for lane in self._rows if lane != needed)])
         rows: list[tuple[int, Row]] = []
         size = 0
@@ -108,14 +110,14 @@ class Lanes:
             self._require_text(len(self._ids[lane][-1]))
 
     def _require_text(self, tokens: int) -> None:
-        """Raises UserError if the stream was read many times and no row had tokens."""
+        """Raises UserError if the stream has been read many times without any row that has tokens."""
         epoch = self._blocks[-1].epoch
         if tokens:
             self._last_filled_epoch = epoch
         elif epoch > self._last_filled_epoch + 2 * len(self._blocks[-1].bytes):
             config = self._streamed.config
             raise UserError(f"data.path={config.path} has no text after its first data.val_documents={config.val_documents} "
-                            "documents: all others are empty, or equal to one of these")
+                            "documents: all other documents are empty, or copies of these")
 
     def _read_block(self) -> None:
         """Reads the next block and assigns its rows to the lanes."""
@@ -150,7 +152,7 @@ class Lanes:
             self._blocks.append(Block(block.epoch + 1, 0, self._streamed.begins, size, documents))
 
     def state(self) -> StateDict:
-        """The position, in plain containers."""
+        """The position of this process's lanes, as dicts, lists, strings and numbers."""
         while len(self._blocks) > 1 and all(self._blocks[1].documents[lane] <= done
                                             for lane, (done, _) in self._position.items()):
             self._blocks.popleft()
@@ -159,7 +161,7 @@ class Lanes:
                 "lanes": {lane: [*position] for lane, position in self._position.items()}}
 
     def load(self, state: JsonMapping) -> None:
-        """Continues from a state that contains all own lanes."""
+        """Resumes from a state, which must contain all lanes of this process."""
         block = Block(*state["block"])
         self._blocks = deque([block])
         self._expected = deque(state["hashes"])
@@ -175,15 +177,15 @@ class Lanes:
 
 
 class Batches(IterableDataset[Any]):
-    """(batch, state) without end: batches (x, y) of own rows, each (B,T) int64, and the state after each.
+    """Yields (batch, state) without end: this process's batch (x, y), each (B,T) int64, and the state after it.
 
-    sources: (stream, share). state: to continue from; None for the beginning.
+    sources: (stream, share). state: where to resume; None for the beginning.
     """
 
     def __init__(self, sources: Sequence[tuple[Streamed, float]], tokenizer: Tokenizer, T: int, layout: StepLayout, seed: int,
                  state: JsonMapping | None) -> None:
         self.sources = sources
-        self.tokenizer = tokenizer.to_dict()     # each worker creates its own
+        self.tokenizer = tokenizer.to_dict()     # the worker creates its own tokenizer
         self.T = T
         self.layout = layout
         self.seed = seed
@@ -207,9 +209,10 @@ class Batches(IterableDataset[Any]):
 
 
 class StreamLoader:
-    """A loader of `batches` batches (x, y). Its state_dict is its position in all processes, which must call it together.
+    """A loader of `batches` batches (x, y). state_dict returns the position in all processes; they must call state_dict at the
+    same time.
 
-    num_workers: with one or more, one worker process reads and tokenises ahead of training.
+    num_workers: if positive, one worker process reads and tokenises ahead of training.
     """
 
     def __init__(self, batches: int, num_workers: int, init_worker: Callable[[int], None], **arguments: Any) -> None:
@@ -218,8 +221,8 @@ class StreamLoader:
         self.init_worker = init_worker
         self.arguments = arguments
         self.layout: StepLayout = arguments["layout"]
-        self._state: StateDict | None = None        # after the last batch
-        self._continues = False          # the next iteration begins at the state
+        self._state: StateDict | None = None        # the state after the last batch
+        self._continues = False          # whether the next iteration begins at that state
 
     def __len__(self) -> int:
         return self.batches
@@ -245,11 +248,11 @@ class StreamLoader:
         return {"rows": self.layout.rows * self.layout.world, "turns": states[0]["turns"], "sources": sources}
 
     def load_state_dict(self, state: StateDict) -> None:
-        """Raises UserError if the run had batches of another number of rows."""
+        """Raises UserError if the run had a different number of rows per batch."""
         rows = self.layout.rows * self.layout.world
         if state.get("rows") != rows:
-            raise UserError(f"the run began with {state.get('rows', 'no')} rows of a stream in a batch, and now there are "
-                            f"{rows}: a stream continues with the same number")
+            raise UserError(f"the run began with {state.get('rows', 'no')} rows of a stream per batch, and now there are "
+                            f"{rows}: with data.streaming, a run must resume with the same number")
         self._state = state if "turns" in state else None
         self._continues = self._state is not None
 
@@ -259,7 +262,7 @@ def _unchanged(item: Item) -> Item:
 
 
 def joined(states: Sequence[JsonMapping]) -> StateDict:
-    """The state of all lanes: the oldest block of all processes, and the hashes of the blocks from there on."""
+    """Joins the states of all processes: the positions of all lanes, the oldest block, and the hashes from that block on."""
     oldest = min(states, key=lambda state: state["block"][:2])
     hashes = [state["hashes"] for state in states if state["block"][:2] == oldest["block"][:2]]
     return {"block": oldest["block"], "hashes": max(hashes, key=len),

@@ -1,11 +1,11 @@
-"""Streams of documents, read while a run trains (data.streaming): lines of JSON files, or rows of a dataset.
+"""Streams of documents, which are read during training (data.streaming): lines of JSON files, or rows of a dataset.
 
     stream = open_stream(config)
     reader = stream.read(position)       # None: from the beginning
-    row = next(reader); reader.position()                          # of the next row, for another reader
+    row = next(reader); reader.position()                          # the next row's position, where another reader can begin
 
 A stream is always read in the same order. Several files are sorted by name, with numbers in numerical order: part-2 before
-part-10. A row's text is extracted only where it is used, since that is most of the work.
+part-10. A row's text is extracted only when it is needed, since that is most of the work.
 """
 
 import hashlib
@@ -25,12 +25,12 @@ from rwkv.io.json_lines import parse
 from rwkv.io.lines import counted
 from rwkv.io.utf8 import open_file
 
-ENDS = 1 << 16                           # bytes at both ends of a file that identify it
-Position = list[Any]                     # of a reader, in plain containers
+ENDS = 1 << 16                           # bytes at each end of a file, whose hash identifies the file
+Position = list[Any]                     # a reader's position, as lists, dicts, strings and numbers
 
 
 class Row(NamedTuple):
-    """A line of JSON, or the value of a dataset's column. where: its place, for errors."""
+    """A line of JSON, or the value of a dataset's column. where: its location, for error messages."""
 
     content: bytes | str | None
     where: str
@@ -40,17 +40,18 @@ class Row(NamedTuple):
 
 
 class Reader(Iterator[Row]):
-    """Rows in order, from a position on. size: read so far, in the unit of Stream.size."""
+    """Yields rows in order, from a position on. size: the bytes read so far, counted as in Stream.size."""
 
     size = 0
 
     @abstractmethod
     def position(self) -> Position:
-        """The place of the next row."""
+        """The position of the next row."""
 
 
 class Stream(ABC):
-    """about: one line for messages. sha256: identifies the data without reading them. size: total bytes, if known."""
+    """A stream of rows. about: one line for messages. sha256: a hash that identifies the data, computed without reading them
+    all. size: total bytes, if known."""
 
     about: str
     sha256: str
@@ -58,11 +59,11 @@ class Stream(ABC):
 
     @abstractmethod
     def read(self, position: Position | None = None) -> Reader:
-        """A reader from a position on."""
+        """A reader that begins at a position, by default the first."""
 
     @abstractmethod
     def text(self, row: Row) -> str:
-        """The text of a row. Raises UserError if it has none."""
+        """The text of a row. Raises UserError if the row has no text."""
 
 
 def open_stream(config: DataConfig) -> Stream:
@@ -70,7 +71,7 @@ def open_stream(config: DataConfig) -> Stream:
 
 
 class JsonLines(Stream):
-    """Lines of one or several files. A position is the file's number, and the bytes and the lines before it in its content."""
+    """The lines of one or several files. A position is a file's number, and the bytes and lines before it in the file."""
 
     def __init__(self, config: DataConfig) -> None:
         path = str(config.path)
@@ -105,7 +106,8 @@ class LineReader(Reader):
         while self._place[0] < len(self._files):
             path = self._files[self._place[0]]
             if jsonl.is_list(path):
-                raise UserError(f"data.streaming conflicts with {path}, a JSON list: write an object on each line, or omit "
+                raise UserError(f"data.streaming conflicts with {path}, which is a JSON list: write one object per line, or "
+                                "omit "
                                 "data.streaming")
             with open_file(path) as raw:
                 file = decompressed(raw, path)
@@ -133,7 +135,7 @@ def _skip(file: BinaryIO, raw: BinaryIO, offset: int, path: Path) -> None:
 
 
 def ends_of(path: Path) -> str:
-    """A hash of the size, the beginning and the end of a file."""
+    """A hash of a file's size, beginning and end."""
     hashed = hashlib.sha256()
     with open_file(path) as file:
         size = os.fstat(file.fileno()).st_size
@@ -177,7 +179,7 @@ class DatasetReader(Reader):
             row = next(self._rows)
         except StopIteration:
             raise
-        except Exception as error:       # from a file, the network, ...
+        except Exception as error:       # the library raises exceptions of many classes
             raise UserError(f"data.path={self._config.path} failed after {counted(self._number, 'row')}: "
                             f"{hf.reason(error)}; continue the run with resume=auto") from None
         self._number += 1

@@ -1,11 +1,11 @@
-"""Token files of other programs, read in place: one module per kind, named like the value of data=.
+"""Token files of other programs, read in place: one module per kind of data, named as in data=NAME.
 
-Such data are one or several files of ids, each with an index of the documents. RWKV-LM and datatrove put end_of_text at the end
-of each document, our shards put it at the beginning. Here a document begins at the end_of_text before it, if there is one, so
-that the ids are the same except for the first document of a file.
+Each kind consists of one or several files of ids, each with an index of the documents. RWKV-LM and datatrove put end_of_text
+after each document, this program's own shards put it before. Here a document is taken to begin at the end_of_text before it, if
+there is one. So documents have the same ids as in this program's shards, except for the first document of a file.
 
-The first run scans all ids, to reject ids outside the vocabulary. The result is cached until the size or time of the files
-changes. The ids are never copied. A kind has files(path) -> list[TokenFile].
+The first run scans all ids, to reject ids outside the vocabulary. The result is cached until the files' size or modification
+time changes. The ids are never copied. Each module has files(path) -> list[TokenFile].
 """
 
 import hashlib
@@ -29,16 +29,16 @@ from rwkv.io.cache import read_json, sha256, write, write_json
 from rwkv.io.json_types import JsonObject
 from rwkv.io.lines import counted
 from rwkv.io.utf8 import open_file
-from rwkv.tokenizer.lost import LossCounter
+from rwkv.tokenizer.lost_bytes import LossCounter
 from rwkv.tokenizer.tokenizers import Tokenizer
 
-VERSION = "2"                            # of the files in the cache
-BLOCK = 1 << 22                          # ids scanned at a time
-SAMPLE = 1 << 22                         # ids of the validation split that are decoded to estimate its bytes
+VERSION = "2"                            # version of the cache files' format
+BLOCK = 1 << 22                          # number of ids to scan at a time
+SAMPLE = 1 << 22                         # number of validation ids to decode, to estimate the split's bytes
 
 
 class Index(NamedTuple):
-    """The content of an index: dtype and number of the ids, and the offset (D,) of each document's first id, int64."""
+    """The content of an index file: the ids' dtype and number, and the offset of each document's first id (D,) int64."""
 
     dtype: str
     tokens: int
@@ -46,7 +46,7 @@ class Index(NamedTuple):
 
 
 class TokenFile(NamedTuple):
-    """A file of ids and its index. kind: the name that data= takes. tokenizer: the one that made the ids; "" if not stated."""
+    """A file of ids and its index. kind: the value of data=. tokenizer: the one that made the ids; "" if not stated."""
 
     kind: str
     ids: Path
@@ -56,10 +56,12 @@ class TokenFile(NamedTuple):
 
 
 class Tokens(NamedTuple):
-    """sha256: of the index and the checksum of the ids. bytes_per_token: bytes of the validation text per predicted token.
+    """The result of read(). sha256: a hash of the index and of the ids' checksum. bytes_per_token: bytes of the validation text
+    per predicted token.
 
-    gzip_bpb: bits per byte of `gzip -9` on that text. unknown: the share of its ids that are the unknown token; None if the
-    tokenizer's definition shows that it loses nothing. copies: the number of documents that repeat an earlier one.
+    gzip_bpb: bits per byte of `gzip -9` on the validation text. unknown: the fraction of validation ids that are the unknown
+    token; None if the tokenizer's definition shows that it loses nothing. copies: the number of documents that equal an earlier
+    one.
     """
 
     train: TokenArray
@@ -73,23 +75,23 @@ class Tokens(NamedTuple):
 
 
 class Places(NamedTuple):
-    """Files of the documents' offsets (D,) int64 and hashes (D,) uint64."""
+    """The paths of the files with the documents' offsets (D,) int64 and hashes (D,) uint64."""
 
     starts: Path
     hashes: Path
 
 
 def open_files(config: DataConfig) -> list[TokenFile]:
-    """The files of data.name and data.path. Raises UserError if one is missing."""
+    """The files that data.name and data.path name. Raises UserError if one is missing."""
     files: list[TokenFile] = importlib.import_module(f"{__name__}.{config.name}").files(config.path)
     return files
 
 
 def read(files: Sequence[TokenFile], tokenizer: Tokenizer, val_fraction: float, cache: Path) -> Tokens:
-    """The tokens of both splits. Validation has the last documents, with val_fraction of the ids, or a single document's end.
+    """The tokens of both splits. Validation gets the last documents, with val_fraction of the ids, or a single document's end.
 
-    If a document has copies in both splits, validation has the fewest last documents that, with all their copies, have
-    val_fraction of the ids.
+    If a document would have copies in both splits, validation gets as few as possible of the last documents, such that they and
+    all their copies have val_fraction of the ids.
     """
     entries, arrays, hashes = [], [], []
     for file in files:
@@ -117,14 +119,15 @@ def read(files: Sequence[TokenFile], tokenizer: Tokenizer, val_fraction: float, 
 def _require_known(path: Path, entry: JsonObject, tokenizer: Tokenizer) -> None:
     if entry["largest"] >= tokenizer.vocab_size or entry["smallest"] < 0:
         invalid = entry["smallest"] if entry["smallest"] < 0 else entry["largest"]
-        raise UserError(f"{path} has the id {invalid}, and data.tokenizer has the ids 0 to {tokenizer.vocab_size - 1}: "
-                        "name the tokenizer that made the ids")
+        raise UserError(f"{path} has the id {invalid}, but data.tokenizer has only the ids 0 to "
+                        f"{tokenizer.vocab_size - 1}: pass the tokenizer that made the ids")
 
 
 def _join_copies(group: np.ndarray, lengths: np.ndarray, plain: np.ndarray, val_fraction: float) -> np.ndarray:
-    """Whether each document (D,) is for validation. group (D,): equal for equal documents; lengths (D,): in ids.
+    """For each document (D,), whether it is for validation. group (D,): a number shared by equal documents.
 
-    plain (D,): the split without copies, which is returned if it separates no group.
+    lengths (D,): the documents' lengths in ids. plain (D,): the split when copies are ignored; it is returned if it separates
+    no group.
     """
     groups = int(group.max()) + 1
     in_val = np.bincount(group, plain, groups)
@@ -134,7 +137,7 @@ def _join_copies(group: np.ndarray, lengths: np.ndarray, plain: np.ndarray, val_
     np.maximum.at(last, group, np.arange(len(group)))
     sizes = np.bincount(group, lengths, groups)
     target = val_fraction * lengths.sum()
-    order = np.lexsort((-last, sizes > target))          # a document with more copies than all of validation comes last
+    order = np.lexsort((-last, sizes > target))          # documents whose copies exceed the whole validation split come last
     count = int(np.clip(np.searchsorted(np.cumsum(sizes[order]), target) + 1, 1, groups - 1))
     chosen = np.zeros(groups, bool)
     chosen[order[:count]] = True
@@ -142,18 +145,18 @@ def _join_copies(group: np.ndarray, lengths: np.ndarray, plain: np.ndarray, val_
 
 
 def _selected(whole: TokenArray, selected: np.ndarray, starts: Path) -> TokenArray:
-    """The selected documents. selected: (D,) bool. starts: the file for their offsets in the split."""
+    """The tokens of the documents for which `selected` (D,) is true. starts: the file to write their new offsets to."""
     lengths = np.diff(whole.bounds)
     begins = np.cumsum(np.append(0, lengths[selected]))[:-1]
     _save(starts, begins)
-    edges = np.flatnonzero(np.diff(selected.astype(np.int8), prepend=0, append=0))     # of runs of selected documents
+    edges = np.flatnonzero(np.diff(selected.astype(np.int8), prepend=0, append=0))     # the ends of runs of selected documents
     runs = whole.bounds[edges].reshape(-1, 2).tolist()
     parts = [part for begin, end in runs for part in whole.between(begin, end).parts]
     return TokenArray(parts, DocumentOffsets(starts, 0, len(begins), 0))
 
 
 def _scan_result(file: TokenFile, tokenizer: Tokenizer, cache: Path) -> tuple[JsonObject, Places]:
-    """The result of the scan and the files of documents, from the cache if nothing has changed."""
+    """The result of scanning a file, and the files about its documents; from the cache if nothing has changed."""
     key = sha256([VERSION, str(file.ids.absolute()), str(tokenizer.end_of_text)])[:16]
     cached = cache / f"{file.kind}-{key}.json"
     places = Places(cache / f"{file.kind}-{key}-starts.npy", cache / f"{file.kind}-{key}-hashes.npy")
@@ -181,7 +184,7 @@ def _check(file: TokenFile, tokenizer: Tokenizer, cached: Path, places: Places) 
     digest.update(scanned.pop("crc32").to_bytes(4, "little"))
     entry |= {"dtype": index.dtype, "tokens": index.tokens, **scanned, "sha256": digest.hexdigest(),
               "places": _checksums(places)}
-    with suppress(UserError):            # a read-only cache may contain the files of documents
+    with suppress(UserError):            # a read-only cache may still contain the files in `places`
         write_json(cached, entry)
     return entry
 
@@ -190,14 +193,14 @@ def _save(path: Path, array: np.ndarray) -> None:
     """Writes the array, unless the file already contains it. Raises UserError if it cannot be written."""
     try:
         same = np.array_equal(np.load(path), array)
-    except (OSError, ValueError, EOFError):              # missing, or damaged
+    except (OSError, ValueError, EOFError):              # missing or damaged
         same = False
     if not same:
         write(path, lambda file: np.save(file, array))
 
 
 def _hashes(ids: np.ndarray, starts: np.ndarray, end_of_text: int) -> np.ndarray:
-    """64 bits of each document's hash (D,) uint64, without end_of_text before and after it."""
+    """The 64-bit hashes (D,) uint64 of the documents' ids, without end_of_text at both ends."""
     hashes = np.empty(len(starts), np.uint64)
     plain = np.asarray(ids)              # faster to slice than a memmap
     ends = [*starts[1:].tolist(), len(ids)]
@@ -218,8 +221,9 @@ def _require_ids(file: TokenFile, index: Index) -> np.ndarray:
     expected = index.tokens * np.dtype(index.dtype).itemsize
     size = file.ids.stat().st_size
     if size != expected:
-        raise UserError(f"{file.ids} must have {expected} bytes by its index {file.index_file.name}; got {size}: the two files "
-                        "do not match")
+        raise UserError(f"{file.ids} must have {expected} bytes according to its index {file.index_file.name}; got {size}: "
+                        "the two "
+                        "files do not match")
     if not index.tokens:
         raise UserError(f"{file.ids} is empty")
     return np.memmap(file.ids, index.dtype, "r")
@@ -240,7 +244,7 @@ def _scan(ids: np.ndarray) -> dict[str, int]:
 
 
 def _document_offsets(ids: np.ndarray, starts: np.ndarray, end_of_text: int) -> np.ndarray:
-    """Offsets of documents: their `starts` in the index, or one id earlier if that id is end_of_text."""
+    """The offsets of documents: `starts` from the index, or one id earlier if that id is end_of_text."""
     inner = starts[(starts > 0) & (starts < len(ids))]
     moved = inner - ((ids[inner - 1] == end_of_text) & (ids[inner] != end_of_text))
     return np.unique(np.concatenate([np.zeros(1, np.int64), moved]))
@@ -258,7 +262,8 @@ def _split(places: np.ndarray, tokens: int, val_fraction: float, path: Path) -> 
 
 
 def _measure(val: TokenArray, tokenizer: Tokenizer) -> tuple[float, float, float | None]:
-    """Bytes per predicted token, bits per byte of gzip -9 and the share of unknown tokens, of the split's first SAMPLE ids."""
+    """Measures the split's first SAMPLE ids: bytes per predicted token, bits per byte of gzip -9, fraction of unknown
+    tokens."""
     ids = val[:SAMPLE]
     counter = LossCounter(tokenizer)
     unknown = None

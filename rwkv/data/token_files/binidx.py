@@ -1,13 +1,13 @@
-"""data=binidx: token files of Megatron and RWKV-LM. NAME.bin has the ids, NAME.idx the offsets of documents.
+"""data=binidx: token files of Megatron and RWKV-LM. NAME.bin contains the ids, NAME.idx the offsets of documents.
 
-The .idx, little-endian: 9 bytes, "MMIDIDX" and two zeros; version 1 (8 bytes); the type of the ids (1 byte); the numbers of
+The .idx is little-endian: "MMIDIDX" and two zeros (9 bytes); version 1 (8 bytes); the type of the ids (1 byte); the numbers of
 sequences S and of document entries D (8 bytes each); lengths of the sequences in ids (S int32); their offsets in the .bin in
 bytes (S int64); the first sequence of each document, and S at the end (D int64). Sources: NVIDIA/Megatron-LM,
 megatron/core/datasets/indexed_dataset.py; BlinkDL/RWKV-LM, RWKV-v5/src/binidx.py.
 
 data.path=NAME stands for NAME.bin, for Megatron's NAME_text_document.bin, or for parts such as NAME_00000.bin, NAME_00001.bin,
-...; a folder or a pattern stands for all pairs of files in it. Parts are read in the order of their names, where numbers count
-as numbers.
+...; a folder or a pattern stands for all pairs of files in it. Parts are read in the order of their names, with numbers in
+numerical order.
 """
 
 import glob
@@ -29,9 +29,10 @@ PARTS = re.compile(r"[_.-]?(?:part|shard)?[_.-]?(?P<number>\d+)(?:[_.-]of[_.-](?
 
 
 def files(path: str | None) -> list[TokenFile]:
-    """The files of data.path. Raises UserError if one is missing."""
+    """The token files that data.path names. Raises UserError if one is missing."""
     if not path:
-        raise UserError("data=binidx requires data.path: NAME, for NAME.bin and NAME.idx or for parts NAME_00000.bin, ...")
+        raise UserError("data=binidx requires data.path=NAME, for the files NAME.bin and NAME.idx or the parts "
+                        "NAME_00000.bin, ...")
     base = path.removesuffix(".bin").removesuffix(".idx")
     if Path(path).is_dir() or (glob.has_magic(path) and not Path(f"{base}.bin").exists()):
         bases = {str(file.with_suffix("")) for _, file in matching(path, (".bin", ".idx")) if file.suffix in (".bin", ".idx")}
@@ -49,9 +50,9 @@ def files(path: str | None) -> list[TokenFile]:
 
 
 def _parts(base: Path) -> list[str]:
-    """The names, without suffixes, of Megatron's NAME_KEY_document or of the parts of NAME.
+    """The paths, without suffixes, of Megatron's NAME_KEY_document or of the parts of NAME.
 
-    Raises UserError if parts are missing, or if there are several kinds.
+    Raises UserError if parts are missing, or if several data sets match.
     """
     names = {file.stem: file.stem.removeprefix(base.name) for file in base.parent.glob(f"{glob.escape(base.name)}*")
              if file.suffix in (".bin", ".idx") and file.is_file()} if base.parent.is_dir() else {}
@@ -60,20 +61,20 @@ def _parts(base: Path) -> list[str]:
     matched = {name: match for name, rest in names.items() if (match := PARTS.fullmatch(rest))}
     kinds = {match["kind"] for match in matched.values()} | {*megatron_names}
     if len(kinds) > 1:
-        raise UserError(f"data.path={base} is ambiguous: {', '.join(sorted([*megatron_names, *matched])[:6])}; give "
+        raise UserError(f"data.path={base} is ambiguous: {', '.join(sorted([*megatron_names, *matched])[:6])}; pass "
                         "more of the name, or a pattern")
     numbers = {int(match["number"]) for match in matched.values()}
     most = max((int(match["of"]) for match in matched.values() if match["of"]), default=0)
     first, last = min(numbers, default=0), max(numbers, default=-1)
     absent = {*range(first, max(last + 1, first + most))} - numbers
     if absent:
-        raise UserError(f"data.path={base}: part {min(absent)} is missing, beside {min(matched)}; to omit it, name the "
-                        "others by a pattern")
+        raise UserError(f"data.path={base}: part {min(absent)} is missing, but {min(matched)} exists; to train "
+                        "without it, pass the existing parts as a pattern")
     return [str(base.with_name(name)) for name in (*megatron_names, *matched)]
 
 
 def read_index(path: Path) -> Index:
-    """Raises UserError for another kind of file, or a truncated one."""
+    """Reads an .idx file. Raises UserError for a different format or a truncated file."""
     with open_file(path) as file:
         data = file.read(HEADER)
     if data.startswith(b"TNTIDX"):
@@ -87,7 +88,7 @@ def read_index(path: Path) -> Index:
                         f"{', '.join(map(str, DTYPES))} (uint8, int8, int16, int32, int64, uint16)")
     expected = HEADER + 12 * sequences + 8 * documents
     size = path.stat().st_size
-    if size not in (expected, expected + sequences):         # Megatron may add a byte for each sequence's mode
+    if size not in (expected, expected + sequences):         # Megatron may add one byte per sequence, its mode
         raise UserError(f"{path} must have {expected} bytes for {sequences} sequences in {documents} entries; got {size}: "
                         "it is truncated or damaged")
     return _read_tables(path, DTYPES[code], sequences, documents)
@@ -101,7 +102,7 @@ def _read_tables(path: Path, dtype: str, sequences: int, documents: int) -> Inde
         firsts = np.fromfile(file, "<i8", documents)
     begins = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
     if not np.array_equal(places, begins[:-1] * np.dtype(dtype).itemsize) or (lengths < 0).any():
-        raise UserError(f"{path}: its sequences are not contiguous in the .bin file; it is damaged or foreign")
+        raise UserError(f"{path}: its sequences must be contiguous in the .bin file; the index is damaged or not Megatron's")
     if not documents or firsts[0] != 0 or firsts[-1] != sequences or (np.diff(firsts) < 0).any():
-        raise UserError(f"{path}: its documents must span sequences 0 to {sequences}; it is damaged")
+        raise UserError(f"{path}: its documents must span sequences 0 to {sequences}; the index is damaged")
     return Index(dtype, int(begins[-1]), np.unique(begins[firsts[:-1]]))

@@ -1,12 +1,13 @@
-r"""Grammars: constrained decoding with token masks, by llguidance (PyPI).
+r"""Grammars: constrained decoding with token masks, computed by the library llguidance.
 
-A Grammar defines the allowed texts: JSON by a schema, a Lark grammar or a regular expression, optionally after thoughts or as a
-tool call. A Matcher follows one sequence and computes the allowed next tokens. An end-of-text token is allowed only where the
-text is complete; no other special token is allowed. JSON has at most one line end and 32 spaces between its parts, so that no
-sequence continues with white space forever, and no blank line, which ends a turn in some chat templates.
+A Grammar defines which texts are allowed: JSON that fits a schema, or the texts of a Lark grammar or regular expression,
+optionally after thoughts or as a tool call. A Matcher follows one sequence and computes the allowed next tokens. An end-of-text
+token is allowed only where the text is complete; no other special token is allowed. Between two JSON tokens at most one line
+end and 32 spaces are allowed, so that no sequence continues with white space forever or contains a blank line, which ends a
+turn in some chat templates.
 
-Schemas with rules that llguidance cannot enforce are rejected; the error names the place in the schema (`check`). Importing
-this file needs neither torch nor llguidance.
+Schemas with rules that llguidance cannot enforce are rejected; the error message says where in the schema (`check`). Importing
+this module needs neither torch nor llguidance.
 """
 
 import json
@@ -23,14 +24,14 @@ from rwkv.generation.grammar.library import grammar_error, llguidance_module
 from rwkv.io.json_types import JsonObject
 from rwkv.io.utf8 import require_unicode
 
-# No "\/": a string without control characters has only one spelling, so that no key repeats another with escapes.
+# Without the escape "\/", a string without control characters has only one spelling, so no key can repeat another in disguise.
 JSON_FORM = {"whitespace_pattern": r"\n?[ ]{0,32}", "json_allowed_escapes": 'bfnrtu"\\'}
-SPACE = 'SPACE: /[ \\n]/'                # optional before an answer, after a template's "Assistant:" or after thoughts
+SPACE = 'SPACE: /[ \\n]/'                # optional between a template's "Assistant:", or thoughts, and the answer
 REST = "REST: /(?s:.+)/"
 THOUGHTS = 'thoughts[suffix="</think>"]: /(?s:.*)/'
-TRIES = 500                              # schemas tried to find the place of an error
-PLACE_S = 1.0                            # its time limit in seconds
-# JSON whose numbers are finite as float64. Without an exponent they have at most 308 digits before the point.
+TRIES = 500                              # most schemas checked to locate an error
+PLACE_S = 1.0                            # time limit for locating an error, in seconds
+# JSON whose numbers are finite in float64. A number without an exponent has at most 308 digits before the point.
 FINITE_JSON = r"""start: value
 value: object | array | STRING | NUMBER | "true" | "false" | "null"
 object: "{" (pair ("," pair)*)? "}"
@@ -45,8 +46,8 @@ SCIENTIFIC: /-?(0|[1-9][0-9]{0,17})(\.[0-9]+)?[eE](-[0-9]{1,3}|[+]?0*([1-9]?[0-9
 
 
 class Part(NamedTuple):
-    """A sub-grammar. content: a schema as JSON, or a Lark grammar. where: its name in errors. name: its name in the rules;
-    equal only for equal parts."""
+    """A sub-grammar. content: a schema as JSON, or a Lark grammar. where: its name in error messages. name: its name in the
+    rules; two parts have the same name only if they are equal."""
 
     kind: str                            # "json_schema" or "lark_grammar"
     content: str
@@ -63,7 +64,7 @@ class Part(NamedTuple):
 class Grammar:
     """A constraint on a text. start: the right side of Lark's rule `start`, in which @NAME refers to a part.
 
-    Equal grammars have equal hashes, and grammars can be pickled. check() raises UserError for one that llguidance rejects.
+    Grammars can be hashed and pickled. check() raises UserError if llguidance rejects the grammar.
     """
 
     start: str
@@ -72,7 +73,7 @@ class Grammar:
 
     @classmethod
     def json_schema(cls, schema: Schema, where: str = "json_schema") -> "Grammar":
-        """JSON that is valid by a schema. Raises UserError as require_schema does."""
+        """A grammar of the JSON texts that are valid under the schema. Raises UserError as require_schema does."""
         return cls.only(_schema_part(schema, where))
 
     @classmethod
@@ -81,12 +82,12 @@ class Grammar:
 
     @classmethod
     def lark(cls, text: str, where: str = "grammar") -> "Grammar":
-        """llguidance's dialect of Lark."""
+        """A grammar in llguidance's dialect of Lark."""
         return cls.only(Part.of("lark_grammar", text, where))
 
     @classmethod
     def regex(cls, pattern: str, where: str = "regex") -> "Grammar":
-        """A full match of a regular expression, in the syntax of Rust's crate regex."""
+        """A grammar of the texts that a regular expression matches as a whole, in the syntax of Rust's crate regex."""
         require_unicode(pattern)
         content = json.loads(llguidance_module().LLMatcher.grammar_from_regex(pattern))["grammars"][0]["lark_grammar"]
         return cls.only(Part.of("lark_grammar", content, where))
@@ -94,11 +95,12 @@ class Grammar:
     @classmethod
     def calls(cls, start: tuple[str, str], functions: Sequence[tuple[str, Schema, str]], closing: str,
               written: str = "") -> "Grammar":
-        """One call of one of the functions: (name, the schema of its arguments, the schema's name in errors).
+        """A grammar of one call of one function. functions: for each, (name, schema of the arguments, the schema's name in
+        errors).
 
-        start: as ChatTemplate.call_start. closing: the text that may end the call. written: the beginning of the call, if the
-        prompt ends with it; then closing must be a stop string, and the last token may extend beyond it, since the text is cut
-        there.
+        start: as ChatTemplate.call_start. closing: a text that may follow the call. written: the part of the call that the
+        prompt already ends with; if it is not empty, closing must be a stop string. Since the text is cut at a stop string,
+        the last token may extend beyond it.
         """
         heads = [f"{start[0]}{name}{start[1]}" for name, _, _ in functions]
         possible = [(head[len(written):], *function[1:]) for head, function in zip(heads, functions, strict=True)
@@ -111,9 +113,9 @@ class Grammar:
 
     @classmethod
     def text_with_calls(cls, functions: Sequence[tuple[str, Schema, str]]) -> "Grammar":
-        """Any text in which the arguments of calls of these functions, {"name": ..., "arguments": ...}, follow their schemas.
+        """A grammar of all texts in which each call, {"name": ..., "arguments": ...}, has arguments that fit the schema.
 
-        Calls with another key before the name are not constrained.
+        functions: as for `calls`. A call whose first key is not "name" is not constrained.
         """
         parts = tuple(_schema_part({**parameters, "type": "object"}, where) for _, parameters, where in functions)
         heads = tuple(rf'head_{part.name}[lazy]: /(?s:.*)\{{\s*"name"\s*:\s*"{name}"\s*,\s*"arguments"\s*:/'
@@ -133,28 +135,29 @@ class Grammar:
         return replace(self, start=f"{_literal(text)} ({self.start})")
 
     def after_thoughts(self, opening: str = "") -> "Grammar":
-        """This grammar after any text up to </think>. opening: how the thoughts begin; they are then optional."""
+        """This grammar, preceded by any text that ends with </think>. opening: the text that begins the thoughts; if it is not
+        empty, the thoughts are optional."""
         head = f"({_literal(opening)} thoughts SPACE?)?" if opening else "thoughts SPACE?"
         return replace(self, start=f"{head} SPACE? ({self.start})", rules=(*self.rules, THOUGHTS, SPACE))
 
     @property
     def definition(self) -> str:
-        """llguidance's JSON. Raises UserError, with the place, for a schema that cannot be enforced."""
+        """This grammar in llguidance's JSON format. Raises UserError for a schema that cannot be enforced, and says where."""
         rules = "\n".join([f"start: {self.start}", *dict.fromkeys(self.rules)])
         parts = [{"name": part.name, part.kind: _enforceable(part) if part.kind == "json_schema" else part.content}
                  for part in dict.fromkeys(self.parts)]
         return json.dumps({"grammars": [{"lark_grammar": rules}, *parts]})
 
     def with_finite_numbers(self) -> "Grammar | None":
-        """This grammar with any JSON of finite numbers for each schema: a text must follow both. None if no schema allows
-        other numbers."""
+        """A second grammar that a text must also follow, so that its numbers are finite in float64: this grammar, with each
+        schema replaced by any JSON with finite numbers. None if the schemas already exclude infinite numbers."""
         parts = tuple(part._replace(kind="lark_grammar", content=FINITE_JSON) if part.kind == "json_schema" else part
                       for part in self.parts)
         schemas = [json.loads(part.content) for part in self.parts if part.kind == "json_schema"]
         return replace(self, parts=parts) if any(map(unbounded_numbers, schemas)) else None
 
     def check(self) -> None:
-        """Raises UserError, with the place, if the grammar cannot be compiled or llguidance is not installed."""
+        """Raises UserError if the grammar cannot be compiled, and says where, or if llguidance is not installed."""
         reason = grammar_error(self.definition)
         if not reason:
             return
@@ -190,7 +193,7 @@ def _is_empty(patterns: Sequence[str]) -> bool:
 
 
 def _error_place(schema: Schema, reason: str, where: str) -> str:
-    """The place of the innermost schema that has this error by itself; an outer one if TRIES or PLACE_S runs out."""
+    """The path of the innermost schema that has this error on its own, or of an outer schema if TRIES or PLACE_S runs out."""
     root = schema
     tries = TRIES
     deadline = monotonic() + PLACE_S

@@ -1,10 +1,10 @@
-"""JSON schemas as llguidance can enforce them.
+"""Rewrites a JSON schema so that llguidance enforces it correctly.
 
-`enforceable` returns a stricter schema: all its texts are valid by the original. It adds the rules that llguidance lacks, and
-removes those that it rejects needlessly. Schemas without a finite instance, such as circular references, become `false`:
-llguidance would let a text begin there.
+`enforceable` returns a schema whose valid texts are all valid under the original; it may allow fewer texts. It adds rules that
+llguidance does not enforce, and removes rules without effect that llguidance rejects. Schemas without a finite instance, such
+as circular references, become `false`: otherwise llguidance would let a text begin that can never end.
 
-Dialect: draft 2020-12 and the older forms that llguidance knows. `format` is an annotation unless it is enforced here.
+The dialect is draft 2020-12, with the older keywords that llguidance supports. A `format` that is not enforced here is ignored.
 """
 
 import math
@@ -19,41 +19,41 @@ from rwkv.io.json_types import JsonObject
 
 MERGING = ("allOf", "anyOf", "oneOf", "$ref")            # keys whose schemas llguidance may merge with their siblings
 SCALARS = ("null", "boolean", "integer", "number", "string")
-MAX_MULTIPLE = 5_000                     # of multipleOf, in units of its last digit: llguidance gives up at 10,000
-LARGEST_INT, LOWEST_INT = 2**63 - 1, -(2**63 - 1024)     # llguidance's bounds of an integer: int64, the lower as a float64
+MAX_MULTIPLE = 5_000                     # limit of multipleOf in units of its last digit; llguidance gives up at 10,000
+LARGEST_INT, LOWEST_INT = 2**63 - 1, -(2**63 - 1024)     # llguidance's integer bounds: int64's, the lower rounded up
 LARGEST_FLOAT = float(2**63 - 1024)      # llguidance's largest bound of a `number`
 
-NO_LEAP_SECOND = "^[^:]+:[0-9]+:[0-5]"   # very few times have a second 60
+NO_LEAP_SECOND = "^[^:]+:[0-9]+:[0-5]"   # allows no second 60, which very few minutes have
 LEAP_YEAR = "([0-9]{2}(0[48]|[2468][048]|[13579][26])|([02468][048]|[13579][26])00)"
 DAY_OF_YEAR = f"^([0-9]{{4}}-(0[13-9]|1[0-2]|02-([01]|2[0-8]))|{LEAP_YEAR}-02-29)"         # 29 February only in leap years
 LENGTHS = r"[^.@]{1,63}(\.[^.@]{1,63})*$"                # a domain with labels of at most 63 characters
 POINTER = "(/([^/~]|~[01])*)*$"
-# Patterns for rules that llguidance does not enforce: an address has at most 64 characters before the @ and 254 in all
-# (RFC 5321), a domain at most 253 (RFC 1035).
+# Patterns for rules that llguidance does not enforce: an email address has at most 64 characters before the @ and 254 in total
+# (RFC 5321), and a domain has at most 253 (RFC 1035).
 FORMAT_PATTERNS = {"time": [NO_LEAP_SECOND], "date": [DAY_OF_YEAR], "date-time": [NO_LEAP_SECOND, DAY_OF_YEAR],
                    "email": [f"^[^@]{{1,64}}@{LENGTHS}", "^.{1,254}$"], "hostname": [f"^{LENGTHS}", "^.{1,253}$"],
                    "json-pointer": [f"^{POINTER}"], "relative-json-pointer": [f"^(0|[1-9][0-9]*)(#$|{POINTER})"],
                    "uri-template": ["^[^']*$"]}
-# Formats that llguidance lacks, and a stricter one that it has
+# For each format that llguidance lacks, a stricter format that it has
 NARROWER = {"idn-email": "email", "idn-hostname": "hostname", "iri": "uri", "uri-reference": "uri", "iri-reference": "uri",
             "uri-template": "uri"}
 ENFORCED = ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
 
-IsEmpty = Callable[[Sequence[str]], bool]        # whether no text matches all of these patterns, as llguidance reads them
+IsEmpty = Callable[[Sequence[str]], bool]        # tells whether no text matches all patterns (llguidance's syntax)
 
 
 def enforceable(schema: Schema, where: str, is_empty: IsEmpty) -> JsonObject:
-    """The schema for llguidance, without x-guidance. Raises UserError, with the place, where it cannot be enforced."""
+    """The rewritten schema, without the key x-guidance. Raises UserError if it cannot be enforced, and says where."""
     require_keywords(schema, where)
     finite = _Finite(schema)
     if not finite.has_instance(schema):
-        raise UserError(f"{where}: no text is valid: what it requires is excluded, or its references are circular")
+        raise UserError(f"{where}: no text is valid: the schema excludes what it requires, or its references are circular")
     _require_multiples(schema, where)
     return _Rewriter(schema, finite, is_empty).rewrite(schema, where)
 
 
 def unbounded_numbers(schema: object) -> bool:
-    """Whether a text may have unbounded numbers, and so 1e999."""
+    """Whether the schema allows unbounded numbers, and thus 1e999, which is infinite in float64."""
     return any(map(_may_be_any_number, all_schemas(schema)))
 
 
@@ -75,18 +75,18 @@ def _types(schema: Schema) -> list[str]:
 
 
 class _Finite:
-    """Which schemas have a valid text of finite length: not a reference to itself, nor a schema that requires itself."""
+    """Determines which schemas have a finite valid text. A reference to itself or a schema that requires itself has none."""
 
     def __init__(self, root: object) -> None:
         self._root = root
         targets = {sub["$ref"]: self._target(sub["$ref"]) for sub in all_schemas(root)
                    if isinstance(sub, Mapping) and isinstance(sub.get("$ref"), str)}
-        self._finite = {reference: target is None for reference, target in targets.items()}      # llguidance checks others
+        self._finite = {reference: target is None for reference, target in targets.items()}      # None: llguidance checks it
         changed = True
         order = [*targets.items()]
         while changed:
             changed = False
-            order.reverse()              # resolves chains of references quickly in either order
+            order.reverse()              # chains of references resolve quickly in both directions
             for reference, target in order:
                 if not self._finite[reference] and self.has_instance(target):
                     self._finite[reference] = changed = True
@@ -117,7 +117,7 @@ class _Finite:
         return all(map(self.has_instance, first[:int(least)])) and (least <= len(first) or self.has_instance(rest))
 
     def _target(self, reference: str) -> object:
-        """The schema at a JSON pointer; None if the reference is not one, or leads out of the schema."""
+        """The schema that the reference points to; None if it is not a JSON pointer, or points to nothing in this schema."""
         if reference != "#" and not reference.startswith("#/"):
             return None
         target = self._root
@@ -133,7 +133,8 @@ class _Finite:
 
 
 def _require_multiples(schema: Schema, where: str) -> None:
-    """llguidance multiplies the multipleOf of merged schemas in 32 bits, and has a state for each remainder of the product."""
+    """Raises UserError for a multipleOf that is too large. llguidance multiplies the values of merged schemas in 32 bits, and
+    needs one state for each remainder."""
     schemas = [sub for sub in all_schemas(schema) if isinstance(sub, Mapping)]
     multiples = {Decimal(str(sub["multipleOf"])) for sub in schemas if "multipleOf" in sub}
     places = max((-multiple.normalize().as_tuple().exponent for multiple in multiples), default=0)       # type: ignore[operator]
@@ -143,12 +144,12 @@ def _require_multiples(schema: Schema, where: str) -> None:
         if digits > MAX_MULTIPLE:
             raise UserError(f"{where}: multipleOf must be at most {MAX_MULTIPLE}, in units of its last digit; got {multiple}")
     if len(units) > 1 and math.prod(units) >= 2**32 and _is_merged(schemas):
-        raise UserError(f"{where}: multipleOf of merged schemas must have a product below 2^32, in units of their last digit; "
-                        f"got {', '.join(map(str, sorted(multiples)))}")
+        raise UserError(f"{where}: the multipleOf values of merged schemas must have a product below 2^32, in units of their "
+                        f"last digit; got {', '.join(map(str, sorted(multiples)))}")
 
 
 def _is_merged(schemas: Sequence[Schema]) -> bool:
-    """Whether llguidance may merge two schemas."""
+    """Whether llguidance may merge some of these schemas with others."""
     return any(key in sub and (len(sub) > 1 or key == "allOf") for sub in schemas for key in MERGING)
 
 
@@ -160,7 +161,7 @@ class _Rewriter:
         self._declared = {name for sub in schemas for name in (*sub.get("properties", ()), *sub.get("required", ()))}
         merged = _is_merged(schemas)
         patterns = any(sub.get("patternProperties") for sub in schemas)
-        # Patterns of merged objects must be equal or disjoint
+        # llguidance requires that the patterns of merged objects are equal or disjoint
         self._late_names = {name for sub in schemas for name in _late_names(sub)} if merged and not patterns else None
         self._keeps_open = merged and patterns
 
@@ -192,8 +193,12 @@ class _Rewriter:
         return self.rewrite(schema, where) if isinstance(schema, Mapping) else schema
 
     def _order_names(self, rules: JsonObject) -> None:
-        """Removes patterns that only declared names match, since no other key could follow a comma. llguidance writes declared
-        names in order, so no other key may begin with a name that is no longer allowed, such as forecasts with forecast."""
+        """Adapts the rules for property names to the order that llguidance enforces: declared names in the order of the schema,
+        then other keys.
+
+        A pattern that matches only declared names is moved to these names: otherwise a comma could be written after which no
+        key is allowed. Other keys must not begin with a declared name that is no longer allowed: after "forecast" is skipped,
+        "forecasts" is excluded too."""
         patterns = {rust_pattern(pattern): sub for pattern, sub in rules.get("patternProperties", {}).items()}
         names = {*rules.get("properties", ()), *rules.get("required", ())}
         if patterns and rules.get("additionalProperties") is False:
@@ -210,7 +215,7 @@ class _Rewriter:
             return
         properties = rules.get("properties", {})
         rules["properties"] = {**properties, **{name: other for name in rules.get("required", ()) if name not in properties}}
-        if self._late_names is not None:                 # merged schemas must allow each other's names
+        if self._late_names is not None:                 # each merged schema must allow the names that the others declare
             possible = "|".join([excluding(self._late_names, set()), *map(escaped, sorted(self._declared))])
         else:
             possible = excluding(late, names)
@@ -228,7 +233,7 @@ class _Rewriter:
 
 
 def _late_names(schema: Schema) -> set[str]:
-    """Optional names that cannot follow a later name."""
+    """The optional declared names that are no longer allowed once a later name has been written."""
     required = {*schema.get("required", ())}
     names = [*schema.get("properties", ())]
     if not required.difference(names):
@@ -237,7 +242,7 @@ def _late_names(schema: Schema) -> set[str]:
 
 
 def _without_empty_rules(schema: Schema) -> JsonObject:
-    """The schema without keywords that every value satisfies, some of which llguidance rejects."""
+    """The schema without the keywords that exclude nothing, some of which llguidance rejects."""
     always = {"uniqueItems": schema.get("uniqueItems") is False or schema.get("maxItems", 2) <= 1,
               "not": schema.get("not") is False, "propertyNames": _is_any_name(schema.get("propertyNames")),
               "dependentRequired": not schema.get("dependentRequired"), "dependentSchemas": not schema.get("dependentSchemas"),
@@ -259,7 +264,7 @@ def _is_any(schema: object) -> bool:
 
 
 def _is_any_name(schema: object) -> bool:
-    """Whether every property name is valid."""
+    """Whether a propertyNames schema allows every name."""
     if not isinstance(schema, Mapping):
         return schema is True
     rules = {key: value for key, value in schema.items()
@@ -281,12 +286,13 @@ def _enforce_format(rules: JsonObject) -> None:
 
 
 def _enforce_bounds(rules: JsonObject, where: str) -> None:
-    """Numbers as llguidance compares them, in float64 and int64: never a wider range than the schema's."""
+    """Replaces the bounds of numbers by bounds that llguidance represents exactly, in float64 or int64. The range never becomes
+    wider."""
     types = _types(rules)
     whole = "integer" in types and "number" not in types
     low, low_open = _bound(rules, "minimum", "exclusiveMinimum", max)
     high, high_open = _bound(rules, "maximum", "exclusiveMaximum", min)
-    if "multipleOf" in rules:            # or with_finite_numbers could end a number before it is a multiple
+    if "multipleOf" in rules:            # without bounds, with_finite_numbers() could end a number before it is a multiple
         low = -LARGEST_FLOAT if low is None else low
         high = LARGEST_FLOAT if high is None else high
     if low is None and high is None:
@@ -311,7 +317,7 @@ def _enforce_bounds(rules: JsonObject, where: str) -> None:
         elif not (whole and abs(high) < 2**53):
             high = _whole(min(_float_below(high), LARGEST_FLOAT))
         rules["exclusiveMaximum" if high_open and not whole else "maximum"] = high
-    # llguidance has no range without an end that begins at 19 digits
+    # llguidance has no half-open range that begins at a number of 19 digits
     if high is None and low is not None and low >= 10**18:
         rules["maximum"] = LARGEST_INT if whole else int(LARGEST_FLOAT)
     if low is None and high is not None and high <= -(10**18):
@@ -319,7 +325,7 @@ def _enforce_bounds(rules: JsonObject, where: str) -> None:
 
 
 def _bound(rules: Schema, key: str, exclusive: str, tighter: Callable[[float, float], float]) -> tuple[float | None, bool]:
-    """A bound, and whether it is excluded. In draft 4 the second key is true or false."""
+    """The tighter bound of the two keys, and whether it is exclusive. In draft 4 the value of `exclusive` is true or false."""
     bound = rules.get(key)
     other = rules.get(exclusive)
     if isinstance(other, bool) or other is None:
@@ -338,7 +344,7 @@ def _float_below(value: float) -> float:
 
 
 def _whole(value: float) -> float:
-    """The same number, as an int if it is one: llguidance reads long floats inexactly."""
+    """The same number, as an int if it is whole, because llguidance reads long floats inexactly."""
     return int(value) if value == int(value) else value
 
 
@@ -356,8 +362,8 @@ def _require_exact(rules: Schema, where: str) -> None:
             elif isinstance(value, list):
                 pending += value
             elif isinstance(value, float) and not math.isfinite(value):
-                raise UserError(f"{where}: {key} must have finite numbers")
+                raise UserError(f"{where}: {key} must contain only finite numbers")
             elif isinstance(value, int) and abs(value) > 2**53 and (abs(value) > 2**1000 or int(float(value)) != value):
-                raise UserError(f"{where}: {key} must have whole numbers of at most 2^53; got {value}"[:200])
+                raise UserError(f"{where}: {key} must contain only whole numbers up to 2^53; got {value}"[:200])
 
 

@@ -1,6 +1,7 @@
-"""What is a JSON schema: its keywords and their values, and the schemas inside it.
+"""The keywords of JSON Schema: their allowed values, and the schemas nested in a schema.
 
-`require_schema` and `require_keywords` reject what is no JSON schema, or none that can be enforced whatever its rules are.
+`require_schema` and `require_keywords` reject values that are not JSON schemas, and schemas with keywords that no grammar can
+enforce.
 """
 
 import json
@@ -12,14 +13,14 @@ from typing import Any, TypeGuard
 from rwkv.errors import UserError
 from rwkv.io.json_types import JsonMapping
 
-# The keys under which a schema holds other schemas: in a mapping, in a list, or a single schema.
+# The keys under which a schema contains other schemas: a mapping of schemas, a list of schemas, or a single schema.
 BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 IN_LIST = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
 ALONE = ("items", "additionalProperties", "additionalItems", "not", "if", "then", "else", "contains", "propertyNames",
          "unevaluatedItems", "unevaluatedProperties")
-DEFINITIONS = ("$schema", "$defs", "definitions")        # keys of the root schema that references need
+DEFINITIONS = ("$schema", "$defs", "definitions")        # keys of the root schema to which references in other schemas point
 TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
-MAX_VALUES = 100_000                     # values in a schema
+MAX_VALUES = 100_000                     # most JSON values in a schema
 CONTROL = re.compile("[\x00-\x1f\x7f]")
 
 Schema = JsonMapping
@@ -27,8 +28,8 @@ Place = tuple[str | int, ...]
 
 
 def require_schema(schema: object, where: str) -> None:
-    """Raises UserError, with the place, for a schema that is too large, and for rules that a text could evade by repeating a
-    key, or spelling it with other escapes. Takes time in proportion to the schema."""
+    """Raises UserError, naming the place, for a schema that is too large, and for rules that a text could evade by repeating a
+    key or spelling it with other escapes. Takes linear time."""
     if not isinstance(schema, Mapping):
         raise UserError(f"{where} must be a JSON schema, an object; got {_shown(schema)}")
     try:
@@ -58,7 +59,7 @@ def _require_safe_keys(schema: object, where: str) -> None:
     least = schema.get("minProperties", 0)
     required = schema.get("required", [])
     if isinstance(least, int) and isinstance(required, list) and least > max(1, len({*map(str, required)})):
-        raise UserError(f"{where}: minProperties must be at most the number of required properties, or 1; got {least}")
+        raise UserError(f"{where}: minProperties must be at most 1, or at most the number of required names; got {least}")
     names = schema.get("properties")
     more = schema.get("additionalProperties", True)
     if isinstance(names, Mapping) and more is not False and any(CONTROL.search(name) for name in names):
@@ -68,7 +69,7 @@ def _require_safe_keys(schema: object, where: str) -> None:
 
 
 def inside(schema: object) -> Iterator[tuple[Place, object]]:
-    """(place, schema) for each schema directly inside `schema`."""
+    """Yields (path, nested schema) for each schema directly inside `schema`."""
     if not isinstance(schema, Mapping):
         return
     for key in BY_NAME:
@@ -119,23 +120,23 @@ def _are_types(value: object) -> bool:
 
 FORMS: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
     (("type",), _are_types, f"one of {', '.join(TYPES)}, or a list of them"),
-    (("required",), _are_names, "a list of names, which stands beside properties"),
+    (("required",), _are_names, "a list of names, next to properties"),
     (BY_NAME, lambda value: isinstance(value, Mapping) and all(map(is_schema, value.values())), "an object of schemas"),
     (("allOf", "anyOf", "oneOf"), lambda value: bool(value) and _are_schemas(value), "a list of at least one schema"),
     (("prefixItems",), _are_schemas, "a list of schemas"),
     (("items",), lambda value: is_schema(value) or _are_schemas(value), "a schema"),
     (tuple(key for key in ALONE if key != "items"), is_schema, "a schema"),
     (("enum",), lambda value: isinstance(value, list) and bool(value), "a list of at least one value"),
-    (("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"), _is_count, "a whole number from 0"),
+    (("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"), _is_count, "a whole number >= 0"),
     (("minimum", "maximum"), _is_number, "a number"),
     (("exclusiveMinimum", "exclusiveMaximum"), lambda value: _is_number(value) or isinstance(value, bool), "a number"),
     (("multipleOf",), lambda value: _is_number(value) and 0 < value < math.inf, "a number above 0"),
-    (("pattern", "format", "$ref"), lambda value: isinstance(value, str), "a text"),
+    (("pattern", "format", "$ref"), lambda value: isinstance(value, str), "a string"),
     (("uniqueItems",), lambda value: isinstance(value, bool), "true or false"))
 
 
 def require_keywords(schema: object, where: str) -> None:
-    """Raises UserError, with the place, for a keyword whose value JSON Schema does not allow."""
+    """Raises UserError for a keyword whose value JSON Schema does not allow, and says where."""
     if not isinstance(schema, Mapping):
         return
     for keys, fits, form in FORMS:
@@ -144,9 +145,9 @@ def require_keywords(schema: object, where: str) -> None:
                 raise UserError(f"{where}: {key} must be {form}; got {_shown(schema[key])}")
     most = schema.get("maxProperties", math.inf)
     if most < max(schema.get("minProperties", 0), len({*schema.get("required", ())})):
-        raise UserError(f"{where}: maxProperties must be at least minProperties and the number of required names; got {most}")
+        raise UserError(f"{where}: maxProperties must not be below minProperties or the number of required names; got {most}")
     if schema.get("format") == "regex":
-        raise UserError(f"{where}: format=regex cannot be enforced: use pattern, or leave it out")
+        raise UserError(f"{where}: format=regex cannot be enforced: use pattern, or omit format")
     for place, sub in inside(schema):
         require_keywords(sub, named(where, place))
 

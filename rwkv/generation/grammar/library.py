@@ -1,4 +1,4 @@
-"""llguidance, imported when it is needed, and its errors as sentences."""
+"""Imports llguidance when it is first needed, and shortens its error messages."""
 
 from types import ModuleType
 from typing import Protocol
@@ -9,7 +9,7 @@ MISSING = 'grammars and schemas need llguidance, which is not installed: pip ins
 
 
 class LibraryMatcher(Protocol):
-    """llguidance's LLMatcher."""
+    """The methods of llguidance's LLMatcher that are used here."""
 
     def deep_copy(self) -> "LibraryMatcher": ...
     def compute_bitmask(self) -> bytes: ...
@@ -32,10 +32,10 @@ def grammar_error(definition: str) -> str:
 
 
 def sentence(message: str) -> str:
-    """llguidance's message without the lines that quote the grammar; "" for a warning."""
+    """llguidance's error message without the lines that quote the grammar; "" for a warning."""
     if message.startswith("WARNING"):
         return ""
-    if "coerce_one_of" in message:       # an option of llguidance
+    if "coerce_one_of" in message:       # the message suggests this option of llguidance
         return "oneOf cannot be enforced, because its schemas may overlap: use anyOf"
     lines = [line.strip() for line in message.strip().splitlines()]
     return " ".join(line for i, line in enumerate(lines) if i == 0 or line.startswith("error:"))

@@ -1,4 +1,5 @@
-"""A grammar with a tokenizer: which tokens may follow, by llguidance's masks; and whether every text can be completed."""
+"""Matches a grammar against a tokenizer's tokens: computes the allowed next tokens with llguidance, and checks that every text
+that can be begun can be completed."""
 
 from collections.abc import Sequence
 from contextlib import suppress
@@ -11,18 +12,18 @@ from rwkv.generation.grammar.library import LibraryMatcher, llguidance_module, s
 from rwkv.tokenizer.tokenizers import ByteTokenizer, Tokenizer
 
 COMPILED = 32                            # compiled grammars in the cache
-WALKS, STEPS = 48, 160                   # random walks that look for dead ends; tokens of each
-LAST_WALKS, LAST_STEPS = 4, 8_000        # if none of these has ended
-# Limits of llguidance's work per token: a lexer state takes 1 to 2 kB
+WALKS, STEPS = 48, 160                   # number of random walks that look for dead ends, and tokens in each
+LAST_WALKS, LAST_STEPS = 4, 8_000        # further, longer walks if none of these has completed a text
+# Limits of llguidance's work per token. A lexer state takes 1 to 2 kB.
 LIMITS = {"max_lexer_states": 50_000, "verbose_errors": False}
 
-CHARACTERS = (*range(0x20, 0x7f), *range(0x80, 0xc0), *range(0xc2, 0xf5))       # bytes that suffice for any text
+CHARACTERS = (*range(0x20, 0x7f), *range(0x80, 0xc0), *range(0xc2, 0xf5))       # all bytes that UTF-8 text needs
 BYTES = ByteTokenizer()
 
 
 class Vocabulary:
-    """A tokenizer's tokens for llguidance. llguidance.TokenizerWrapper reads `tokens` and the attributes that end in _id or
-    _ids, and calls the object for the ids of a text."""
+    """A tokenizer's vocabulary, as llguidance.TokenizerWrapper expects it: it reads `tokens` and the attributes whose names end
+    in _id or _ids, and calls the object to encode a text."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         llguidance = llguidance_module()
@@ -39,9 +40,10 @@ class Vocabulary:
         self.library = llguidance.LLTokenizer(llguidance.TokenizerWrapper(self))
 
     def __call__(self, text: bytes) -> list[int]:
-        """The ids of a text that the grammar prescribes: the tokenizer's, otherwise the longest matching tokens.
+        """Encodes a text that the grammar prescribes: with the tokenizer if its tokens join to exactly this text, otherwise by
+        longest match.
 
-        The mask then allows only these tokens, or a longer token at the text's end.
+        llguidance's mask then allows only these tokens or, in place of the last one, a longer token that begins with it.
         """
         with suppress(ValueError):
             ids = self._tokenizer.encode_within([text.decode()])[0]
@@ -61,7 +63,7 @@ class Vocabulary:
 
 
 class Matcher:
-    """Follows one sequence in its grammars, all of which must allow it."""
+    """Follows one sequence through one or more grammars, all of which must allow each token."""
 
     def __init__(self, libraries: Sequence[LibraryMatcher], vocabulary: Vocabulary, stop_tokens: Sequence[int] = ()) -> None:
         self._libraries = libraries
@@ -69,13 +71,14 @@ class Matcher:
         self._ends = {*vocabulary.ends, *{*stop_tokens}.intersection(vocabulary.special_token_ids)}
 
     def allowed(self) -> bytearray | None:
-        """One bit for each token, the lowest bit of a byte first: 1 if the token is allowed. None if no token is."""
+        """A mask with one bit per token, the lowest bit of each byte first: 1 if the token is allowed. None if no token is
+        allowed."""
         bits = -1
         for library in self._libraries:
             if library.is_error():
                 return None
             mask = library.compute_bitmask()
-            if library.is_error():       # too complex; the mask allows only the end of text
+            if library.is_error():       # the grammar is too complex; the mask has only end-of-text
                 return None
             bits &= int.from_bytes(mask, "little")
         allowed = bytearray(bits.to_bytes(len(mask), "little"))
@@ -86,7 +89,7 @@ class Matcher:
 
     @property
     def too_complex(self) -> bool:
-        """Whether a limit of the work per token has been reached."""
+        """Whether llguidance has reached a limit of its work per token."""
         return any(library.stop_reason() in ("ParserTooComplex", "LexerTooComplex") for library in self._libraries)
 
     @property
@@ -94,26 +97,27 @@ class Matcher:
         return next((library.get_error() for library in self._libraries if library.is_error()), "")
 
     def push(self, token: int) -> None:
-        """Advances by an allowed token that does not end the sequence."""
+        """Advances by one token, which must be allowed and must not end the sequence."""
         for library in self._libraries:
             library.consume_token(token)
 
 
 def matcher_of(grammar: Grammar, tokenizer: Tokenizer, stop_tokens: Sequence[int] = ()) -> Matcher:
-    """A matcher for a new sequence. stop_tokens: further tokens that end it. Raises UserError as compiled() does."""
+    """A matcher for a new sequence. stop_tokens: further tokens that end the sequence. Raises UserError as compiled() does."""
     libraries = [library.deep_copy() for library in compiled(grammar, tokenizer)]
     return Matcher(libraries, vocabulary(tokenizer), stop_tokens)
 
 
 @lru_cache(maxsize=4)
 def vocabulary(tokenizer: Tokenizer) -> Vocabulary:
-    """The tokenizer's Vocabulary, cached: World's takes half a second to make."""
+    """The tokenizer's Vocabulary. It is cached, because creating the World tokenizer's takes half a second."""
     return Vocabulary(tokenizer)
 
 
 @lru_cache(maxsize=COMPILED)
 def compiled(grammar: Grammar, tokenizer: Tokenizer) -> list[LibraryMatcher]:
-    """llguidance's matchers, to be copied for each sequence. Raises UserError as Grammar.check and require_ends do."""
+    """llguidance's matchers for the grammar; each sequence needs its own copies. Raises UserError as Grammar.check and
+    require_ends do."""
     return compile_grammar(grammar, tokenizer)
 
 
@@ -137,8 +141,8 @@ def _library(grammar: Grammar, tokenizer: Tokenizer) -> LibraryMatcher:
 
 
 def require_ends(grammar: Grammar, libraries: Sequence[LibraryMatcher], tokenizer: Tokenizer, walks: int = WALKS) -> None:
-    """Raises UserError if a random walk reaches a dead end, where no token is allowed: the grammar has a prefix without an end,
-    or the tokenizer lacks a character. If it lacks some, one of a few walks must also end."""
+    """Raises UserError if a random walk reaches a dead end, where no token is allowed: the grammar allows a prefix that cannot
+    be completed, or the tokenizer lacks a character. If the tokenizer lacks characters, some walk must also complete a text."""
     vocab = vocabulary(tokenizer)
     walk = partial(_walk, libraries, vocab, grammar)
     ended = sum(walk(seed, STEPS) for seed in range(walks))
@@ -148,7 +152,8 @@ def require_ends(grammar: Grammar, libraries: Sequence[LibraryMatcher], tokenize
 
 def _walk(libraries: Sequence[LibraryMatcher], vocab: Vocabulary, grammar: Grammar, seed: int, steps: int,
           closing: int | None = None) -> bool:
-    """Whether a text of at most `steps` random tokens has ended. closing: from this step on it prefers tokens that close."""
+    """Draws at most `steps` random tokens. Returns whether they complete a text. closing: the step from which tokens that close
+    a string, list or object are preferred; None for never."""
     draw = Random(seed)
     matcher = Matcher([library.deep_copy() for library in libraries], vocab)
     text = b""
@@ -169,18 +174,18 @@ def _walk(libraries: Sequence[LibraryMatcher], vocab: Vocabulary, grammar: Gramm
 
 
 def _random_token(mask: bytearray, draw: Random) -> int:
-    """A random token of a mask."""
+    """A random allowed token. mask: as Matcher.allowed returns it."""
     start = draw.randrange(len(mask))
     byte = next(byte % len(mask) for byte in range(start, start + len(mask)) if mask[byte % len(mask)])
     return byte * 8 + draw.choice([bit for bit in range(8) if mask[byte] >> bit & 1])
 
 
 def _dead_end_reason(grammar: Grammar, text: bytes, vocab: Vocabulary, error: str) -> str:
-    """Why no token is allowed after `text`: the character that the tokenizer lacks, or the grammar's dead end. error:
-    llguidance's, or ""."""
+    """The reason why no token is allowed after `text`, for an error message: the tokenizer lacks a character, or the grammar
+    allows nothing. error: llguidance's message, or ""."""
     if vocab.has_all_characters:
         reason = f" ({sentence(error).partition(';')[0]})" if error else ""
-        return f"nothing may follow {text.decode(errors='replace')[-40:]!r}, so an answer could not be completed{reason}"
+        return f"nothing may follow {text.decode(errors='replace')[-40:]!r}, so the text could not be completed{reason}"
     libraries = [_library(each, BYTES) for each in (grammar, grammar.with_finite_numbers()) if each]
     matcher = Matcher([library.deep_copy() for library in libraries], vocabulary(BYTES))
     n = 0
@@ -189,4 +194,4 @@ def _dead_end_reason(grammar: Grammar, text: bytes, vocab: Vocabulary, error: st
         n += 1
     prefix = text[:n].decode(errors="replace")[-40:]
     needed = [chr(byte) for byte in range(33, 127) if mask and mask[byte // 8] >> byte % 8 & 1]
-    return f"the text {prefix!r} must go on with {' or '.join(needed[:10]) or 'nothing'}, which the tokenizer lacks"
+    return f"the text {prefix!r} must continue with {' or '.join(needed[:10]) or 'nothing'}, which the tokenizer lacks"

@@ -1,13 +1,14 @@
-"""Regular expressions: ECMA 262's for Rust's crate regex, and expressions for all texts but some."""
+"""Regular expressions: converts ECMA 262 patterns for Rust's crate regex, and builds patterns that exclude given texts."""
 
-# ECMA 262's white space and line ends, and the classes of Rust's crate regex that differ from them
+# White space and line ends as ECMA 262 defines them; Rust's crate regex defines them differently
 WHITE_SPACE = r"\t-\r \u{a0}\u{1680}\u{2000}-\u{200a}\u{2028}\u{2029}\u{202f}\u{205f}\u{3000}\u{feff}"
-NUL = r"\x00"                            # without it llguidance 1.9.1 lets [^"] match an escaped "
+NUL = r"\x00"                            # excluded in each [^...], or llguidance 1.9.1 lets [^"] match an escaped "
 NO_LINE_END = r"[^\n\r\u{2028}\u{2029}]"
 
 
 def rust_pattern(pattern: str) -> str:
-    """A pattern of ECMA 262 for Rust's crate regex, which differs in white space, the dot, and in brackets [, && and ~~."""
+    """Converts an ECMA 262 pattern for Rust's crate regex, which differs in white space, in the dot, and inside brackets in
+    [, && and ~~."""
     output = []
     in_class = False
     place = 0
@@ -39,7 +40,7 @@ def escaped(text: str) -> str:
 
 
 def excluding(beginnings: set[str], texts: set[str]) -> str:
-    """A pattern, to be matched as a whole, for the texts that begin with none of `beginnings` and are none of `texts`."""
+    """A pattern that matches, as a whole, any text that begins with none of `beginnings` and equals none of `texts`."""
     following: dict[str, tuple[set[str], set[str]]] = {}
     for i, group in enumerate((beginnings, texts)):
         for text in group:

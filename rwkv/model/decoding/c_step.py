@@ -1,8 +1,8 @@
-"""A model's step for one token in one call of C: the structs of numbers and addresses that the C reads.
+"""A model's decoding step in one C call. This module builds the structs of numbers and addresses that the C function reads.
 
-The named tuples here and in a generation's step_c.py mirror the structs of csrc/step.h and of its csrc/step.c, field by field;
-CStep compares their sizes. A generation's c_model(model, builder) makes its own. A model caches its CStep for all decoders
-until its weights change.
+The named tuples here and in a generation's step_c.py mirror, field by field, the C structs of csrc/step.h and of the
+generation's csrc/step.c; CStep checks that the sizes agree. The generation's c_model(model, builder) fills them. A model caches
+its CStep, which all decoders share, until its weights change.
 """
 
 from collections.abc import Iterable, Iterator
@@ -25,17 +25,17 @@ from rwkv.model.hooks import untouched
 from rwkv.model.quantized import BlockEmbedding, BlockLinear, Int4Linear, Int8Linear, PackedLinear
 from rwkv.model.weights_watch import exact_copies, is_finite, tensors_of
 
-LANES = 8                                # all widths are multiples
-PART = 32                                # offsets in the workspace are multiples
-BLOCK = 256                              # of an int4 matrix: prepared inputs are padded to multiples
-PREPARED = 3                             # inputs prepared at a time
-COPIED = 2**26                           # bytes: larger matrices with sparse inputs, in bfloat16, all together, are not copied
+LANES = 8                                # all widths are multiples of this
+PART = 32                                # offsets in the workspace are multiples of this
+BLOCK = 256                              # inputs in a block of an int4 matrix; prepared inputs are padded to multiples of it
+PREPARED = 3                             # largest number of input vectors prepared in one phase
+COPIED = 2**26                           # maximum bytes of the copies of all bfloat16 matrices with sparse inputs
 DENSE_BY_OUTPUT, SPARSE_BY_INPUT, DENSE_BY_INPUT, SPARSE_BY_OUTPUT = range(4)            # as in step.h
 PACKED = (Int8Linear, Int4Linear, BlockLinear)
 LINEAR = (nn.Linear, *PACKED)
 NORMS = (nn.LayerNorm, nn.GroupNorm)
-EMBEDDINGS = ("float32", "bfloat16", *BLOCKS)            # forms of the embedding
-TENSORS = (Tensor, nn.Parameter)         # a subclass may own no memory
+EMBEDDINGS = ("float32", "bfloat16", *BLOCKS)            # supported formats of the embedding
+TENSORS = (Tensor, nn.Parameter)         # exact types: a subclass may not own memory
 
 
 class Norm(NamedTuple):                  # a LayerNorm or a GroupNorm
@@ -44,7 +44,7 @@ class Norm(NamedTuple):                  # a LayerNorm or a GroupNorm
     eps: float
 
 
-class Matrix(NamedTuple):                # W (N,K) in a form of kernels/matvec
+class Matrix(NamedTuple):                # W (N,K) in a format of kernels/matvec
     kind: int
     N: int
     K: int
@@ -61,7 +61,7 @@ NO_NORM = Norm(NOTHING, NOTHING, 0.0)
 NO_MATRIX = Matrix(0, 0, 0, NOTHING)
 
 
-class Common(NamedTuple):                # the common part of all generations
+class Common(NamedTuple):                # the fields that all generations' structs begin with
     L: int
     V: int
     C: int
@@ -91,7 +91,7 @@ class Structs(Protocol):
 
 
 class CStep:
-    """The step of a model with its present weights. own: the tensors made for it; all others are the model's."""
+    """The C step of a model with its present weights. own: the tensors made for this step; all others belong to the model."""
 
     def __init__(self, model: Model) -> None:
         builder = Builder(model)
@@ -106,33 +106,33 @@ class CStep:
 
     def __call__(self, tokens: Tensor, places: Tensor, states: Tensor, work: Tensor, logits: Tensor,
                  sources: Tensor | None = None, all_logits: bool = False) -> None:
-        """Reads R tokens, int64, each into the row places[i] of `states`. work: the workspace (R or more,size).
+        """Processes R tokens (int64). Token i reads row sources[i] of `states` and writes its new state to row places[i].
 
-        sources: the row of `states` that each token starts from, which does not change unless it is the token's own place;
-        default: `places`. A token that starts from the place of the token before it belongs to the same sequence. Writes the
-        logits (V) after the last token of each sequence; all_logits: after each token.
+        sources: default `places`. A source row keeps its value unless it is also written. A token whose source is the previous
+        token's place continues that token's sequence. work: the workspace, (R,size) or larger. Writes one row (V) to
+        `logits` for the last token of each sequence; with all_logits, for every token.
         """
         native.run(self._name, torch.get_num_threads(), self._structs, tokens.numel(), all_logits, tokens,
                    places if sources is None else sources, places, states, work, logits)
 
 
 def step_of(model: Model) -> CStep:
-    """The step of a model for which why_not is None. The model's weights must live as long as the step is used."""
+    """The cached step of a model for which why_not returns None. The model's weights must outlive the step."""
     return model.decoding_step.of(model, CStep)
 
 
 @cache
 def drawing() -> Draw | None:
-    """The function of kernels/draw for this CPU; None, for PyTorch, if no implementation can run."""
+    """The fastest token sampler of kernels/draw on this CPU; None if none can run here, and then PyTorch samples."""
     name = resolve("draw", AUTO)
     function: Draw | None = None if registry.why_not("draw", name) else registry.load("draw", name).draw
     return function
 
 
 def why_not(model: Model) -> str | None:
-    """None if the model's step can be C, otherwise the reason.
+    """Why the C step cannot run this model, or None if it can.
 
-    C reads addresses and identifies layers by position, so all its assumptions are checked here.
+    C code reads raw addresses and identifies layers by position, so all its assumptions are checked here.
     """
     if not has_form(model.config, "step_c"):
         return f"{model.generation.NAME} has no step in C"
@@ -153,17 +153,17 @@ def why_not(model: Model) -> str | None:
 
 
 def why_changed(model: Model) -> str | None:
-    """None if the model has its generation's structure, which compiled steps assume, otherwise the reason."""
+    """Why the model differs from its generation's structure, which compiled steps assume, or None if it does not."""
     if model.config.deep_embed_dim:
-        return "a compiled step has no DeepEmbed"
+        return "compiled steps do not support DeepEmbed"
     if not is_plain(model):
-        return "the model has adapters, hooks or layers of another kind"
+        return "the model has adapters, hooks or unsupported layers"
     if not are_in_order(model):
         return "the blocks are not in their original order"
     if any(type(tensor) not in TENSORS or tensor.layout != torch.strided for tensor in tensors_of(model)):
-        return "the model has tensors of another kind"
+        return "the model has unsupported kinds of tensors"
     if not _expected_shapes(model).items() <= _shapes(model).items():
-        return "the model has tensors of other shapes"
+        return "the model has tensors of unexpected shapes"
     return None
 
 
@@ -183,7 +183,7 @@ def _shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
 
 
 def is_plain(model: Model) -> bool:
-    """Whether a step may read the weights without calling the model's modules: the generation has one for all of them."""
+    """Whether a step may read weights instead of calling modules: all modules are unmodified and of supported classes."""
     if not has_form(model.config, "step"):
         return False
     kinds = (*PLAIN, *form(model.config, "step").PLAIN)
@@ -191,7 +191,7 @@ def is_plain(model: Model) -> bool:
 
 
 def are_in_order(model: Model) -> bool:
-    """Whether the blocks of a plain model are in the order that a step expects: the first one first, and no other.
+    """Whether the blocks of a plain model are in the order that a step expects: only the first block was made for layer 0.
 
     The model itself accepts any order.
     """
@@ -200,7 +200,7 @@ def are_in_order(model: Model) -> bool:
 
 
 def _plain(module: nn.Module, kinds: tuple[type, ...]) -> bool:
-    """Whether the module computes its class's formula from its weights: linear layers without bias, norms with bias."""
+    """Whether a step may compute the module from its weights: no hooks, no bias in a linear layer, and a bias in a norm."""
     return (type(module) in kinds and untouched(module)
             and not (isinstance(module, nn.Linear) and module.bias is not None)
             and not (isinstance(module, NORMS) and (module.weight is None or module.bias is None))
@@ -208,7 +208,7 @@ def _plain(module: nn.Module, kinds: tuple[type, ...]) -> bool:
 
 
 def decoding_line(model: Model) -> str:
-    """The printed line about what computes a decoding step on a CPU."""
+    """The line of the plan that says whether C or PyTorch computes decoding steps on a CPU."""
     reason = why_not(model)
     if reason is not None:
         return f"decoding: PyTorch ({reason})"
@@ -217,7 +217,7 @@ def decoding_line(model: Model) -> str:
 
 
 def _form_of(layer: nn.Module) -> str:
-    """The kernels.matvec form of the layer's weights, or the name of their dtype."""
+    """The format of the layer's weights: a format of kernels.matvec, or the name of the weights' dtype."""
     if isinstance(layer, PACKED):
         return layer.form
     if isinstance(layer, BlockEmbedding):
@@ -226,10 +226,10 @@ def _form_of(layer: nn.Module) -> str:
 
 
 class Builder:
-    """Makes the parts of the structs from layers, and allocates buffers in a row of the workspace.
+    """Converts layers to structs for C, and allocates buffers in a row of the workspace.
 
-    If the model is not being trained and bfloat16 holds its float32 matrices exactly, they are copied to bfloat16, so that a
-    step reads half as much.
+    If the model is not being trained and bfloat16 can represent its float32 matrices exactly, the builder copies them to
+    bfloat16, so that a step reads half as many bytes.
     """
 
     def __init__(self, model: Model) -> None:
@@ -246,13 +246,13 @@ class Builder:
         return bool(self._copies)
 
     def allocate(self, width: int) -> int:
-        """The offset of a new buffer of that many numbers."""
+        """Reserves `width` numbers in a row of the workspace, and returns their offset."""
         offset = self._size
         self._size += -(-width // PART) * PART
         return offset
 
     def common(self) -> Common:
-        """To be called after the generation has allocated its own buffers."""
+        """The common part of the structs. Call it after the generation has allocated all of its own buffers."""
         model = self._model
         embedding = model.emb
         V, C, L = model.vocab_size, model.config.n_embd, len(model.blocks)
@@ -270,7 +270,7 @@ class Builder:
         return Norm(self.vector(layer_norm.weight), self.vector(layer_norm.bias), float(layer_norm.eps))
 
     def vector(self, values: Tensor) -> Tensor:
-        """The values, flat, in float32; without a copy if possible."""
+        """The values as a flat float32 tensor; not copied if they already are one."""
         return values.detach().float().flatten().contiguous()
 
     def vectors(self, *values: Tensor) -> Tensor:
@@ -278,7 +278,7 @@ class Builder:
         return torch.stack([self.vector(each) for each in values])
 
     def matrix(self, layer: nn.Module) -> Matrix:
-        """The matrix of a linear layer of any form."""
+        """The struct of a linear layer with weights in any format."""
         if isinstance(layer, PACKED):
             packed = layer.packed.map(Tensor.contiguous)
             weight, scale, shift = (*packed, None, None)[:3]
@@ -291,11 +291,12 @@ class Builder:
         return _matrix(_form_of(linear), linear.weight.detach())
 
     def sparse_matrix(self, layer: nn.Module) -> Matrix:
-        """The matrix of a layer with sparse inputs, as after a ReLU: in a trained model nine of ten are 0.
+        """The struct of a linear layer with sparse inputs, as after a ReLU: in a trained model nine in ten are 0.
 
-        Stored by input, weights with a zero input are skipped. A bfloat16 weight that is not stored so is copied if small,
-        and otherwise read where it lies, all of it, with the same bits. A float32 weight is copied if memory allows. The copy
-        requires finite weights, since an infinity times 0 is NaN.
+        The step skips the rows of zero inputs in a weight stored by input, (K,N). A weight stored by output is transposed into
+        a copy if it is finite (infinity times 0 is NaN) and memory allows; a bfloat16 weight only if all such weights have at
+        most COPIED bytes. Otherwise the step reads the whole weight in place; for a bfloat16 weight the results are
+        bit-identical.
         """
         if isinstance(layer, PACKED):
             return self.matrix(layer)
@@ -310,7 +311,7 @@ class Builder:
         return _matrix(kind, weight)._replace(order=DENSE_BY_OUTPUT if kind == "float32" else SPARSE_BY_OUTPUT)
 
     def _may_store_by_input(self, weight: Tensor, copy: Tensor | None) -> bool:
-        """Whether a weight (N,K) is stored by input, or there is room for a copy of it or of its copy in bfloat16."""
+        """Whether the weight (N,K) is stored by input or may be copied. copy: the bfloat16 copy of a float32 weight."""
         if weight.T.is_contiguous():
             return True
         available = available_memory()
@@ -319,7 +320,7 @@ class Builder:
         return copy is not None or weight.dtype != torch.bfloat16 or weight.nbytes * len(self._model.blocks) <= COPIED
 
     def low_rank(self, weight: Tensor, order: int) -> Matrix:
-        """The matrix for x @ weight, with weight (K,N), in bfloat16 if exact. order: DENSE_BY_INPUT or SPARSE_BY_INPUT."""
+        """The struct for x @ weight (K,N), which is in bfloat16 if that is exact. order: DENSE_BY_INPUT or SPARSE_BY_INPUT."""
         weight = weight.detach()
         copy = exact_copy(weight) if weight.dtype == torch.float32 else weight
         kind, weight = ("float32", weight) if copy is None else ("bfloat16 as float32", copy)
@@ -338,7 +339,7 @@ def _require_sizes(generation: str, model: Structs) -> None:
 
 
 def _count(struct: Iterable[object]) -> int:
-    """The number of fields in a struct and its nested structs, without the array of layers at its end."""
+    """The number of scalar fields in a struct and its nested structs, without the array of layers at its end."""
     return sum((_count(part) if hasattr(part, "_fields") else 0) if isinstance(part, tuple) else 1 for part in struct)
 
 

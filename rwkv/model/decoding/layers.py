@@ -1,4 +1,4 @@
-"""Layers as plain functions of rows, for decoding: calling a module costs as much as a small operation."""
+"""Layers as plain functions of rows, for decoding, where calling a module costs as much as a small tensor operation."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -12,27 +12,27 @@ from kernels.matvec import MOST_ROWS
 from rwkv.model.quantized import BlockEmbedding, BlockLinear, Int4Linear, Int8Linear, PackedLinear, matvec_for, products
 
 Products = Callable[[Tensor], list[Tensor]]
-VECTOR = 32                              # a multiple of the lanes of PyTorch's vectors
+VECTOR = 32                              # a multiple of PyTorch's vector length, in numbers, on every CPU
 PLAIN = (nn.ModuleList, nn.Embedding, nn.LayerNorm, nn.Linear, Int8Linear, Int4Linear, PackedLinear, BlockLinear,
-         BlockEmbedding)                 # computed by decoding
+         BlockEmbedding)                 # layers for which this file has a function, and their containers
 
 
 def norm_function(norm: nn.Module) -> Callable[[Tensor], Tensor]:
-    """The LayerNorm as a function of (B,C)."""
+    """Returns the LayerNorm as a function of rows (B,C)."""
     assert isinstance(norm, nn.LayerNorm)
     return partial(torch.layer_norm, normalized_shape=norm.normalized_shape, weight=norm.weight, bias=norm.bias, eps=norm.eps)
 
 
 def product_function(layer: nn.Module) -> Callable[[Tensor], Tensor]:
-    """The linear layer as a function of (B,K)."""
+    """Returns the linear layer as a function of rows (B,K)."""
     product = products_function(layer)
     return lambda rows: product(rows.unsqueeze(0))[0]
 
 
 def products_function(*layers: nn.Module) -> Products:
-    """Several linear layers as one function of their stacked inputs (n,B,K), which gives n outputs.
+    """Returns n linear layers as one function from their stacked inputs (n,B,K) to their n outputs.
 
-    Few rows in int4 use kernels.matvec; all else is PyTorch's matrix product.
+    Int4 layers multiply up to MOST_ROWS rows by kernels.matvec in one call; other layers run one after another.
     """
     if all(isinstance(layer, Int8Linear) for layer in layers):
         return partial(products, cast(list[Int8Linear], layers))
@@ -41,14 +41,14 @@ def products_function(*layers: nn.Module) -> Products:
     if all(isinstance(layer, PackedLinear) for layer in layers):
         packed = cast(tuple[PackedLinear, ...], layers)
         return lambda inputs: [layer.forward_rows(rows) for layer, rows in zip(packed, inputs.unbind(), strict=True)]
-    if any(isinstance(layer, BlockLinear) for layer in layers):          # one layer's file may have several types of blocks
+    if any(isinstance(layer, BlockLinear) for layer in layers):          # GGUF files may mix types of blocks within a layer
         functions = [layer.forward_rows if isinstance(layer, BlockLinear) else layer for layer in layers]
         return lambda inputs: [function(rows) for function, rows in zip(functions, inputs.unbind(), strict=True)]
     return _float_products([cast(nn.Linear, layer).weight.detach() for layer in layers])
 
 
 def embedding_function(embedding: nn.Module) -> Callable[[Tensor], Tensor]:
-    """The embedding as a function of tokens (B,)."""
+    """Returns the embedding as a function of tokens (B,)."""
     if isinstance(embedding, BlockEmbedding):
         return embedding.forward
     return partial(F.embedding, weight=cast(nn.Embedding, embedding).weight)
@@ -57,8 +57,8 @@ def embedding_function(embedding: nn.Module) -> Callable[[Tensor], Tensor]:
 class LowRank:
     """n gates f(x A) B, with A (C,D) and B (D,C) for each: inputs (n,B,C) -> n outputs (B,C).
 
-    f changes the hidden layers (n,B,D) in place. All ranks are zero-padded to the largest one and to whole vectors: PyTorch
-    computes f of the elements after the last whole vector differently, with other last bits.
+    f changes the hidden layers (n,B,D) in place. All ranks are zero-padded to the largest one, rounded up to whole vectors:
+    PyTorch computes f of elements after the last whole vector by different code, which rounds differently.
     """
 
     def __init__(self, down: Sequence[Tensor], up: Sequence[Tensor]) -> None:

@@ -1,15 +1,16 @@
-"""Triton kernels that the decoding steps of all generations share: embedding, LayerNorm and mixes; matrix products.
+"""Triton kernels for the decoding steps of all generations: one for embedding, LayerNorm and mixes, one for matrix products.
 
-Rows are tokens, one of each sequence. A row has two buffers: `wide` (rows,size) in float32, and `narrow` (rows,size) in the
-dtype of the products' inputs, with the same offsets in all rows. The recurrent state of a row is states[slots[row]], a float32
-vector, layer by layer.
+A row is one token; in a decoding step each row belongs to a different sequence. Intermediate values are in two buffers: `wide`
+(rows,size) in float32, and `narrow` (rows,size) in the dtype of the products' inputs; a value has the same offset in all rows.
+The recurrent state of a row is states[slots[row]], a float32 vector with the state of layer 0, then of layer 1, and so on.
 
-A row's result does not depend on the other rows or on their number: an output of a product is summed in one order, BLOCK_K
-inputs at a time, whatever the tile.
+A row's result depends neither on the other rows nor on their number: each output of a product is summed in the same order,
+BLOCK_K inputs at a time, for every tile size.
 
-Padding rows of a launch use slot 0, which no sequence has. With PREFILL, consecutive rows of one slot are consecutive tokens of
-its sequence: what depends on the previous token, the mixes and the operator, is computed for all of them by the program of the
-first row, in order, with the bits of as many steps; slot 0 is not touched.
+Padding rows of a launch use slot 0, which belongs to no sequence. With PREFILL, consecutive rows with the same slot are
+consecutive tokens of one sequence. The mixes and the operator depend on the previous token, so the program of the first row
+computes them for all rows of the sequence, in order. The results are bit-identical to those of one step per token. Slot 0 is
+skipped.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -19,16 +20,16 @@ import torch
 import triton
 import triton.language as tl
 
-# Actions of a product's job on its sums: store to the wide buffer; store to the narrow one, with an activation; add to the wide
-# buffer, optionally gated
+# What a job does with its product. WIDE stores it in the wide buffer, NARROW in the narrow buffer; TANH, SIGMOID, SQUARED_RELU
+# store its activation in the narrow buffer. ADD adds it to the wide buffer; ADD_GATED multiplies it by a gate first.
 WIDE, NARROW, TANH, SIGMOID, SQUARED_RELU, ADD, ADD_GATED = range(7)
-FIRST_TILE, OUTPUTS, INPUTS, WEIGHT, SCALE, SHIFT, SOURCE, TARGET, ACTION, GATE, FIELDS = range(11)      # of a job's row
+FIRST_TILE, OUTPUTS, INPUTS, WEIGHT, SCALE, SHIFT, SOURCE, TARGET, ACTION, GATE, FIELDS = range(11)      # columns of `jobs`
 MAX_JOBS = 8                             # per launch
-BLOCK_K = 128                            # inputs per partial sum; 256 in int4, as packed
+BLOCK_K = 128                            # inputs per partial sum; int4 uses its packed blocks of 256
 
 
 def dtype_of(dtype: torch.dtype) -> Any:
-    """Triton's dtype for one of torch's."""
+    """The Triton dtype that corresponds to a torch dtype."""
     return getattr(tl, str(dtype).removeprefix("torch."))
 
 
@@ -44,7 +45,7 @@ def begins(slots, row, PREFILL: tl.constexpr):
 
 @triton.jit
 def can_continue(slots, row, PREFILL: tl.constexpr):
-    """Whether the next row belongs to the same sequence. Slot 0 follows the last row."""
+    """Whether the next row belongs to the same sequence. `slots` has a further 0 after the last row's slot."""
     if PREFILL:
         return tl.load(slots + row) == tl.load(slots + row + 1)
     else:
@@ -53,7 +54,7 @@ def can_continue(slots, row, PREFILL: tl.constexpr):
 
 @triton.jit
 def _layer_norm(x, inside, C, weight, bias, eps, c):
-    """LayerNorm of one row (BLOCK,), of which C elements are inside."""
+    """LayerNorm of one row x (BLOCK,), whose first C elements are valid (`inside`)."""
     centred = tl.where(inside, x - tl.sum(x, 0) / C, 0.0)
     scale = 1.0 / tl.sqrt(tl.sum(centred * centred, 0) / C + eps)
     return centred * scale * tl.load(weight + c, mask=inside, other=0.0) + tl.load(bias + c, mask=inside, other=0.0)
@@ -63,8 +64,9 @@ def _layer_norm(x, inside, C, weight, bias, eps, c):
 def norm_and_mixes(tokens, slots, embedding, ln0_weight, ln0_bias, eps0, weight, bias, eps, past, wide, narrow, states,
                    V, C, wide_size, narrow_size, state_size, x_offset, mixed_offset, state_offset,
                    EMBED: tl.constexpr, MIXES: tl.constexpr, BLOCK: tl.constexpr, PREFILL: tl.constexpr):
-    """Of a row: x (with EMBED the embedding through ln0, stored as x); n = LayerNorm(x); the mixes n + (s - n) past_i, where s
-    in the state is the previous token's n; stores n as s. An invalid token gives NaN."""
+    """For each row, computes n = LayerNorm(x) and the mixes n + (s - n) past_i, where s is the previous token's n, from the
+    state; then stores n as the new s. With EMBED, x = ln0(embedding[token]) is computed and stored first. An invalid token
+    gives NaN."""
     row = tl.program_id(0).to(tl.int64)
     c = tl.arange(0, BLOCK)
     inside = c < C
@@ -100,18 +102,20 @@ def norm_and_mixes(tokens, slots, embedding, ln0_weight, ln0_bias, eps0, weight,
 
 @triton.jit
 def _expand_groups(groups, BLOCK_N: tl.constexpr):
-    """Broadcasts one number for each of eight groups (8,BLOCK_N) to their 64 words."""
+    """Broadcasts one number per group, for eight groups (8,BLOCK_N), to the groups' 64 words."""
     return tl.reshape(tl.broadcast_to(groups[None, :, :], (8, 8, BLOCK_N)), (64, BLOCK_N))
 
 
-@triton.jit(do_not_specialize=["rows"])  # or rows = 1 and multiples of 16 would compile variants
+@triton.jit(do_not_specialize=["rows"])  # else rows = 1 and multiples of 16 would be compiled separately
 def products(jobs, weights, scales, shifts, wide, narrow, target, wide_size, narrow_size, target_size, rows,
              FORM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, DOT: tl.constexpr):
-    """Several products of rows and matrices W (N,K): y[m,n] = sum_k x[m,k] W[n,k], each with its input, output and action.
+    """Runs several jobs: products of rows and a matrix W (N,K), y[m,n] = sum_k x[m,k] W[n,k], each with its own offsets and
+    action.
 
-    A tile of BLOCK_N outputs belongs to one job. jobs (MAX_JOBS,FIELDS): a table with offsets from `weights`, `scales` and
-    `shifts`; unused rows begin after the last tile. target: the buffer of the jobs that write to the wide one. FORM: "float",
-    "int8" with a scale per output, or "int4" as packed by kernels/matvec. DOT: the dtype of the products.
+    Each tile of BLOCK_N outputs belongs to one job. jobs (MAX_JOBS,FIELDS): a table of jobs; WEIGHT, SCALE and SHIFT are
+    offsets from `weights`, `scales` and `shifts`; in unused rows FIRST_TILE is the number of tiles. target: the buffer that
+    WIDE, ADD and ADD_GATED write to. FORM: the weights' format: "float", "int8" with a scale per output, or "int4" as packed by
+    kernels/matvec. DOT: the dtype to which both factors are converted.
     """
     tile = tl.program_id(0)
     first_tiles = tl.load(jobs + tl.arange(0, 8) * 10)
@@ -126,7 +130,7 @@ def products(jobs, weights, scales, shifts, wide, narrow, target, wide_size, nar
     source = narrow + m * narrow_size + tl.multiple_of(tl.load(job + 6), 8)
     sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     if FORM == "int4":
-        word = tl.arange(0, 64)          # of eight groups of 32 inputs: word w of group g has index 8 w + g
+        word = tl.arange(0, 64)          # in eight groups of 32 inputs, word w of group g has index 8 w + g
         group = word % 8
         inside_block = 32 * group + 2 * (word // 8)
         G = (K + 255) // 256 * 8
@@ -138,7 +142,7 @@ def products(jobs, weights, scales, shifts, wide, narrow, target, wide_size, nar
             words = tl.load(words_ptr, mask=in_n[None, :], other=0).to(tl.int32)
             word_scale = _expand_groups(tl.load(scale + block * 8, mask=in_n[None, :], other=0.0).to(tl.float32), BLOCK_N)
             word_shift = _expand_groups(tl.load(shift + block * 8, mask=in_n[None, :], other=0.0).to(tl.float32), BLOCK_N)
-            for nibble in tl.static_range(4):        # the low nibbles of bytes 0 and 1, then the high ones, 16 inputs on
+            for nibble in tl.static_range(4):        # low nibbles of bytes 0 and 1, then high ones, for inputs 16 later
                 k = block * 256 + inside_block + (nibble % 2) + 16 * (nibble // 2)
                 x = tl.load(source[:, None] + k[None, :], mask=in_m[:, None] & (k < K)[None, :], other=0.0)
                 q = (words >> (8 * (nibble % 2) + 4 * (nibble // 2))) & 15

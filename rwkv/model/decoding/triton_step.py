@@ -1,14 +1,14 @@
-"""A model's decoding step on a GPU: Triton kernels (triton_kernels.py, rwkvN/step_triton.py), one CUDA graph a step.
+"""A model's decoding step on a GPU: Triton kernels (triton_kernels.py, rwkvN/step_triton.py) in one CUDA graph.
 
-A step reads one token of each sequence. A sequence has a slot, which holds its recurrent state while it runs; slot 0 is for
-padding rows. A step for n rows runs in the smallest bucket of at least n rows (1, 2, 4, 8, ...), and each bucket is captured
-once, at its first use or at warm-up. Prefill of short prompts, several at a time, has graphs in which each row is a prompt
-token. The buffers of the captured kernels never move: when more slots are needed, larger buffers replace them and the graphs
-are captured again.
+A step reads one token of each sequence. Each sequence has a slot, which holds the recurrent state while the sequence runs. Slot
+0 is for padding rows. A step of n rows runs in the smallest bucket of at least n rows (1, 2, 4, 8, ...). The graph of a bucket
+is captured once, at its first use or at warm-up. Other graphs prefill several short prompts in one run; there each row is a
+prompt token. Captured kernels contain the addresses of their buffers, so when more slots are needed, new buffers are allocated
+and the graphs are captured again.
 
-Weights keep the model's form: float32, bfloat16, float16, or packed int8 and int4 (kernels/matvec), which are unpacked in
-registers. Inputs of products are rounded to the dtype of the weights, for packed ones to bfloat16. All else is computed in
-float32.
+Weights keep the model's format: float32, bfloat16, float16, or packed int8 and int4 (kernels/matvec), which are unpacked in
+registers. Inputs of products are rounded to the dtype of the weights, or to bfloat16 if the weights are packed. All else is
+computed in float32.
 """
 
 import math
@@ -29,20 +29,21 @@ from rwkv.model.decoding.c_step import why_changed
 from rwkv.model.quantized import PackedLinear
 from rwkv.model.state import State
 
-ALIGNED = 8                              # widths are multiples, so that a thread loads 16 bytes at a time
-OFFSET_ALIGNMENT = 16                    # offsets in a row of a buffer are multiples
+ALIGNED = 8                              # widths are multiples of this, so that a thread loads 16 bytes at a time
+OFFSET_ALIGNMENT = 16                    # offsets in a row of a buffer are multiples of this
 WARP = 32                                # threads
 PROMPT_BUCKETS = 16, 64                  # rows of the prefill graphs
 MAX_PROMPT_TOKENS = PROMPT_BUCKETS[-1]
 SPARE_SLOTS = 8                          # slots for prompts in prefill, besides those of running sequences
-MANY_OUTPUTS = 8192                      # of a launch: enough tiles of the larger size for every multiprocessor
+MANY_OUTPUTS = 8192                      # minimum outputs of a launch for which larger tiles still occupy every multiprocessor
 HALF = (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)
 class Launch:
-    """One kernel of a step. grid: from the number of rows. constants: the kernel's constexpr arguments, or a function of the
-    number of rows. takes_rows: this number is also the last argument. takes_prefill: the kernel has PREFILL."""
+    """A kernel launch of a step. grid(rows): the launch grid. constants: the kernel's constexpr arguments, or a function that
+    returns them for a number of rows. takes_rows: whether the kernel's last argument is the number of rows. takes_prefill:
+    whether the kernel has a constexpr argument PREFILL."""
 
     kernel: Any                          # a function of triton.jit
     grid: Callable[[int], tuple[int, ...]]
@@ -60,7 +61,7 @@ class Launch:
 
 
 def why_not(model: Model) -> str | None:
-    """None if the model's step can be a graph of Triton kernels, otherwise the reason."""
+    """Why Triton kernels cannot compute the model's step, or None if they can."""
     device = model.emb.weight.device
     if device.type != "cuda":
         return f"the model is on {device.type}"
@@ -68,7 +69,7 @@ def why_not(model: Model) -> str | None:
 
 
 def step_of(model: Model) -> "GpuStep":
-    """The step of a model for which why_not is None."""
+    """The cached step of a model for which why_not returns None."""
     return model.decoding_step.of(model, GpuStep)
 
 
@@ -86,9 +87,9 @@ def why_not_on_gpu(model: Model) -> str | None:
 
 
 class GpuStep:
-    """The step of a model with its present weights, and the slots of all its sequences.
+    """The GPU step of a model with its present weights, and the slots of all its sequences.
 
-    states (slots,size): the recurrent states, float32. capacity: the initial number of slots; take() makes more when needed.
+    states (slots,size): the recurrent states, float32. capacity: the initial number of slots; take() adds more when needed.
     Several decoders may share a step.
     """
 
@@ -106,7 +107,7 @@ class GpuStep:
     @torch.inference_mode(False)
     @torch.no_grad()
     def grow(self, capacity: int) -> None:
-        """Makes slots for that many sequences, and new buffers. Graphs are captured again at their next use."""
+        """Makes slots for `capacity` sequences, and allocates new buffers. Graphs are captured again at their next use."""
         n = len(self.states)
         model = self._model()
         assert model is not None
@@ -120,7 +121,7 @@ class GpuStep:
         self._prompt_graphs: dict[int, Callable[[], None]] = {}
 
     def reserve(self, rows: int) -> None:
-        """Makes slots for that many sequences and SPARE_SLOTS prompts; captures all their graphs."""
+        """Makes slots for `rows` sequences and SPARE_SLOTS prompts, and captures all graphs that they can need."""
         if rows + SPARE_SLOTS >= len(self.states):
             self.grow(rows + SPARE_SLOTS)
         for bucket in reversed(buckets_to(rows)):                # the largest first
@@ -135,12 +136,12 @@ class GpuStep:
         return self.states.nbytes + self._builder.nbytes()
 
     def nbytes_for(self, rows: int) -> int:
-        """The memory of slots and buffers for that many sequences, in bytes."""
+        """The memory of slots and buffers for `rows` sequences, in bytes."""
         buffers = _rows_for(rows + SPARE_SLOTS) * self._builder.nbytes() // len(self._builder.tokens)
         return (rows + SPARE_SLOTS + 1) * self.states[0].nbytes + buffers
 
     def take(self, n: int) -> list[int]:
-        """n free slots."""
+        """Reserves n free slots, adding some if needed."""
         if n > len(self._free):
             in_use = len(self.states) - 1 - len(self._free)
             self.grow(bucket_of(in_use + n))
@@ -152,23 +153,23 @@ class GpuStep:
         self._free += slots
 
     def write(self, slots: Sequence[int], state: State) -> None:
-        """Writes a state with a row for each slot."""
+        """Copies row i of `state` into slots[i]."""
         index = self.on_device(slots)
         for part, tensor in zip(self._parts(), state, strict=True):
             part[index] = tensor.transpose(0, 1).flatten(2).to(part)
 
     def read(self, slots: Sequence[int]) -> list[Tensor]:
-        """A copy of the tensors (L,rows,...) of a state with a row for each slot."""
+        """Copies of the state tensors, (L,rows,...), whose row i is from slots[i]."""
         index = self.on_device(slots)
         return [part[index].transpose(0, 1).contiguous().unflatten(2, shape)
                 for part, shape in zip(self._parts(), self._shapes, strict=True)]
 
     def on_device(self, slots: Sequence[int]) -> Tensor:
-        """The slots (n,) int64 on the GPU."""
+        """Copies the slots to the GPU, as (n,) int64."""
         return to_device(torch.tensor([*slots], dtype=torch.int64, device="cpu"), self._device)
 
     def _parts(self) -> tuple[Tensor, ...]:
-        """The tensors (slots,L,size) of all states."""
+        """Views (slots,L,size) of `states`, one for each tensor of a State."""
         return self.states.view(len(self.states), self._L, -1).split(self._sizes, 2)
 
     def __call__(self, tokens: Tensor, slots: Tensor) -> Tensor:
@@ -180,8 +181,9 @@ class GpuStep:
         return self._builder.logits[:n].clone()          # the next replay overwrites them
 
     def read_prompts(self, prompts: Sequence[Tensor], slots: Tensor) -> Tensor:
-        """Reads prompts of (t,) int64 tokens each, at most MAX_PROMPT_TOKENS in all, with the bits of as many steps. slots (n,)
-        int64, on the GPU. Returns the logits (n,V) after the last token of each."""
+        """Reads n prompts of (t,) int64 tokens each, at most MAX_PROMPT_TOKENS in total; slots (n,) int64, on the GPU. Returns
+        the logits (n,V) after each prompt's last token. The results are bit-identical to those of reading one token per
+        step."""
         lengths = torch.tensor([*map(len, prompts)], device="cpu")
         rows = int(lengths.sum())
         bucket = next(bucket for bucket in PROMPT_BUCKETS if bucket >= rows)
@@ -194,31 +196,31 @@ class GpuStep:
         n = len(tokens)
         self._builder.tokens[:n].copy_(to_device(tokens, self._device))
         self._builder.slots[:n].copy_(slots)
-        self._builder.slots[n:bucket + 1].zero_()        # one more, which ends the last prompt
+        self._builder.slots[n:bucket + 1].zero_()        # also slots[bucket]: a 0 after the last row ends the last prompt
         replay()
 
     def capture(self, bucket: int, prefill: bool = False) -> Callable[[], None]:
-        """Captures the graph of a bucket, of decoding or of prefill. Runs during the capture use only slot 0."""
+        """Captures the graph of a bucket, for decoding or for prefill. Runs during the capture use only slot 0."""
         self._builder.slots.zero_()
         graphs = self._prompt_graphs if prefill else self._graphs
         graphs[bucket] = capture(lambda: self.run(bucket, prefill), self._device)
         return graphs[bucket]
 
     def run(self, rows: int, prefill: bool = False) -> None:
-        """Launches the kernels one by one. prefill: a sequence may have several rows."""
+        """Launches the kernels one by one. prefill: whether a sequence may have several rows."""
         for launch in self.launches:
             launch.run(rows, prefill)
 
 
 def product_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """The dtype of products with inputs of that dtype. Triton's interpreter, on a CPU, has no bfloat16 products."""
+    """The dtype in which tl.dot multiplies inputs of `dtype`. Triton's interpreter, on a CPU, lacks bfloat16 products."""
     return torch.float32 if device.type == "cpu" else dtype
 
 
 def warps_for(elements: int, most: int = 4) -> int:
-    """The warps of a program that updates that many elements in place: no more threads than elements.
+    """The number of warps of a program that updates `elements` in place, such that it has no more threads than elements.
 
-    Further threads would hold copies of elements, and could load one after another thread has stored it.
+    Additional threads would hold duplicates of elements, and one might load an element after another thread has stored it.
     """
     return max(1, min(most, elements // WARP))
 
@@ -229,23 +231,23 @@ def bucket_of(rows: int) -> int:
 
 
 def _rows_for(capacity: int) -> int:
-    """The rows of the buffers: for a step of all sequences, and for prompts."""
+    """The number of rows of the buffers: enough for a step of `capacity` sequences and for the prompts of a prefill."""
     return max(bucket_of(capacity), MAX_PROMPT_TOKENS)
 
 
 def buckets_to(rows: int) -> list[int]:
-    """The buckets of steps of up to that many rows."""
+    """The buckets that steps of up to `rows` rows use."""
     return [2**i for i in range(bucket_of(rows).bit_length())]
 
 
 class Builder:
-    """Makes a generation's launches: assigns offsets in the rows of the buffers, and makes tables of products.
+    """Builds a generation's launches: assigns offsets in the rows of the buffers, and builds the tables of products.
 
-    All offsets must be assigned before the first launch is made, which allocates the buffers.
+    All offsets must be assigned before the first launch is built, because that allocates the buffers.
     """
 
     def __init__(self, model: Model, states: Tensor, rows: int) -> None:
-        from rwkv.model.decoding import triton_kernels  # Triton is imported where it runs
+        from rwkv.model.decoding import triton_kernels  # imported here, because not every machine has Triton
 
         self._kernels = triton_kernels
         self._embedding = model.emb.weight.detach().contiguous()         # not the model, which caches the step
@@ -255,22 +257,22 @@ class Builder:
         self._layer_size = self.state_size // len(model.blocks)
         self._wide_width = 0
         self._narrow_width = 0
-        self._weights: list[list[Job]] = []                      # keeps alive the memory that the tables point to
+        self._weights: list[list[Job]] = []                      # kept alive: the tables contain their addresses
         self.tokens = torch.zeros(rows, dtype=torch.int64, device=self._device)
-        self.slots = torch.zeros(rows + 1, dtype=torch.int64, device=self._device)       # the last one stays 0
+        self.slots = torch.zeros(rows + 1, dtype=torch.int64, device=self._device)       # the last element stays 0
         self.logits = torch.zeros(rows, self.V, device=self._device)
         weight = model.head.weight if isinstance(model.head, nn.Linear) else None
         self._dtype = torch.bfloat16 if weight is None else weight.dtype
         self._dot = triton_kernels.dtype_of(product_dtype(self._dtype, self._device))
 
     def wide(self, width: int) -> int:
-        """The offset of that many new numbers in the wide buffer."""
+        """Reserves `width` numbers in each row of the wide buffer, and returns their offset."""
         offset = self._wide_width
         self._wide_width += -(-width // OFFSET_ALIGNMENT) * OFFSET_ALIGNMENT
         return offset
 
     def narrow(self, width: int) -> int:
-        """The offset of that many new numbers in the narrow buffer, of the products' inputs."""
+        """Reserves `width` numbers in each row of the narrow buffer (the products' inputs), and returns their offset."""
         offset = self._narrow_width
         self._narrow_width += -(-width // OFFSET_ALIGNMENT) * OFFSET_ALIGNMENT
         return offset
@@ -296,7 +298,7 @@ class Builder:
         return self.narrow_buffer.shape[1]
 
     def state_offset(self, layer: int) -> int:
-        """The offset of a layer in a state."""
+        """The offset of a layer's state in a slot."""
         return layer * self._layer_size
 
     def vectors(self, *values: Tensor) -> Tensor:
@@ -305,9 +307,10 @@ class Builder:
 
     def norm_and_mixes(self, norm: nn.Module, x: int, past: Tensor | None, mixed: int, state: int,
                        ln0: nn.Module | None = None) -> Launch:
-        """LayerNorm of x, and its mixes (past (n,C)) with the state at that offset; with past=None only the LayerNorm.
+        """A launch that stores n mixes of LayerNorm(x) and the previous token's LayerNorm(x); past=None: stores LayerNorm(x).
 
-        ln0: x is the embedding through this LayerNorm.
+        x, mixed, state: offsets in the wide buffer, the narrow buffer and a slot. past (n,C): the weights of the previous
+        token. ln0: given only for the first layer, whose x is ln0(embedding[token]).
         """
         layer_norm = cast(nn.LayerNorm, norm)
         first = cast(nn.LayerNorm, ln0 or norm)
@@ -323,8 +326,8 @@ class Builder:
         return Launch(self._kernels.norm_and_mixes, lambda rows: (rows,), args, constants, takes_prefill=True)
 
     def job(self, layer: nn.Module, source: int, target: int, action: int, gate: int = 0) -> "Job":
-        """The product of a linear layer of any form. source: offset in the narrow buffer; target: in the action's buffer; gate:
-        in the wide buffer."""
+        """The job of a linear layer with weights in any format. source, target, gate: offsets in the narrow buffer, in the
+        buffer that the action writes, and in the wide buffer."""
         if isinstance(layer, PackedLinear):
             packed = layer.packed
             weight, scale, *shift = packed
@@ -333,7 +336,7 @@ class Builder:
         return self._float_job(cast(nn.Linear, layer).weight.detach(), source, target, action, gate)
 
     def matrix_job(self, weight: Tensor, source: int, target: int, action: int) -> "Job":
-        """The product with a matrix (N,K), zero-padded to multiples of ALIGNED."""
+        """The job for a matrix (N,K), which is zero-padded so that N and K are multiples of ALIGNED."""
         N, K = weight.shape
         padded = nn.functional.pad(weight.detach(), (0, -K % ALIGNED, 0, -N % ALIGNED))
         return self._float_job(padded, source, target, action)
@@ -346,7 +349,7 @@ class Builder:
         return Job("float", weight, weight, weight, N, K, source, target, action, gate)
 
     def products(self, *jobs: "Job") -> list[Launch]:
-        """One launch for all jobs of the same form and dtype."""
+        """The launches of these jobs, one for each weight format and dtype."""
         groups: dict[tuple[str, torch.dtype], list[Job]] = {}
         for job in jobs:
             groups.setdefault((job.form, job.weight.dtype), []).append(job)
@@ -395,7 +398,7 @@ class Job:
 
 
 def _block_m(rows: int) -> int:
-    """Rows per tile. Larger tiles would use other instructions, which add in another order."""
+    """Rows per tile. Tiles of more than 32 rows would use instructions that sum in a different order."""
     return 16 if rows <= 16 else 32
 
 

@@ -1,9 +1,9 @@
-"""The common operations of the fused forms: the token shift and the products of its mixes, with their own gradients.
+"""Fused operations that both generations train with: the token shift, its matrix products and squared ReLU, with gradients.
 
-Each function uses few operations and few temporaries. In a small model's training step a CPU spends a third of the time on
-starting operations and on autograd itself. In a large model the operations between the matrix products are bound by memory, and
-autograd's general formulas read and write each tensor several times more. Under autocast everything here is computed in the
-dtype of the matrix products. The generations have the plain formulas beside the calls; `can_fuse` chooses between them.
+Each function uses few operations and few temporaries. In a training step of a small model a CPU spends a third of the time on
+starting operations and on autograd itself. In a large model the operations between the matrix products are limited by memory
+bandwidth, and autograd's general formulas read and write each tensor several more times. Under autocast everything here is
+computed in the dtype of the matrix products. The callers also contain the plain formulas; `can_fuse` chooses between the two.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,15 +20,15 @@ from rwkv.model.fused.form import form_for
 from rwkv.model.hooks import untouched
 from rwkv.model.weight_cache import rounded, to_save
 
-WIDE_PRODUCTS = ("cuda",)                # devices that multiply half precision into float32
+WIDE_PRODUCTS = ("cuda",)                # devices whose half-precision products can return float32
 Tensors = tuple[Tensor, ...]
 
 
 def token_shift(x: Tensor, last_x: Tensor | None, *mus: Tensor, first: Tensor | None = None) -> Tensors:
-    """mu x_t + (1 - mu) x_{t-1} for each mu (1,1,C): (B,T,C) each, in the dtype of the products that read them.
+    """Returns one (B,T,C) tensor for each mu (1,1,C): mu x_t + (1 - mu) x_{t-1}, in the dtype of the products that read it.
 
-    x (B,T,C); last_x (B,C): the step before x, None for zeros; first (B,T,1) bool: steps that have zeros before them. Backward
-    saves x alone of the large tensors, and only if a mu is trained.
+    x (B,T,C); last_x (B,C): the step before x, None for zeros; first (B,T,1) bool: steps whose previous step is taken as zeros.
+    x is the only large tensor that is saved for backward, and only if a mu is trained.
     """
     dtype = product_dtype(x)
     if torch.is_grad_enabled() and can_use_functions():
@@ -40,22 +40,23 @@ def token_shift(x: Tensor, last_x: Tensor | None, *mus: Tensor, first: Tensor | 
 
 
 def product_dtype(x: Tensor) -> torch.dtype:
-    """The dtype of x in a matrix product: autocast's, which leaves float64 as it is."""
+    """The dtype of x in a matrix product: autocast's if that is enabled and x is not float64, otherwise the dtype of x."""
     lower = x.device.type != "meta" and x.dtype != torch.float64 and torch.is_autocast_enabled(x.device.type)
     return torch.get_autocast_dtype(x.device.type) if lower else x.dtype
 
 
 def last(x: Tensor, saved: bool = False) -> Tensor:
-    """The last step of x (B,T,C), for the next state: (B,C). saved: x stays in memory for a backward pass anyway, and a view of
-    it is enough; else a copy, since a view would keep all of x."""
+    """The last step (B,C) of x (B,T,C), for the next state. saved: whether x is saved for backward anyway. If so, this is a
+    view; otherwise it is a copy, since a view would keep all of x in memory."""
     return x[:, -1] if saved and torch.is_grad_enabled() else x[:, -1].clone()
 
 
 def can_fuse(*layers: nn.Module) -> bool:
     """Whether these layers' products may be computed without calling the layers.
 
-    They may not where torch.compile (which fuses better), torch.jit.trace, a torch.func transform or a hook must see the call;
-    where a layer is not a plain nn.Linear; and where a weight is frozen, because autograd then skips its gradient.
+    The layers must be called if torch.compile (which fuses better), torch.jit.trace, a torch.func transform or a hook must see
+    the calls, if a layer is not a plain nn.Linear, or if a weight is frozen: autograd skips a frozen weight's gradient, fused
+    code does not.
     """
     return can_use_functions() and all(map(_is_plain, layers))
 
@@ -94,15 +95,15 @@ class _Mixes(torch.autograd.Function):
 
 def recompute_mixes(recompute_x: Callable[[], Tensor], last_x: Tensor | None, mus: Tensors, first: Tensor | None,
                     mixes: Tensors) -> AbstractContextManager[None]:
-    """A context for calls that read the mixes of token_shift: their backward passes recompute each mix instead of saving it.
+    """A context manager for operations on `mixes`, the results of token_shift: backward recomputes them instead of saving them.
 
-    recompute_x() returns the x of token_shift; the other arguments are token_shift's. mixes must stay in memory until the
-    context ends.
+    recompute_x() returns the x given to token_shift; last_x, mus and first are that call's arguments. The caller must keep
+    `mixes` in memory until the context ends.
     """
     if not (torch.is_grad_enabled() and can_use_functions()):
         return nullcontext()
     dtype = mixes[0].dtype
-    size = mixes[0].numel()              # not the mixes: the functions below live until the backward pass
+    size = mixes[0].numel()              # the closures below live until the backward pass and must not reference `mixes`
     indices = {mix.data_ptr(): index for index, mix in enumerate(mixes)}
 
     def pack(tensor: Tensor) -> object:
@@ -127,9 +128,9 @@ def _shifted(dtype: torch.dtype, x: Tensor, last_x: Tensor | None, first: Tensor
 
 
 def squared_relu_linear(layer: nn.Module, x: Tensor) -> Tensor:
-    """layer(relu(x)^2); backward saves x, not the square.
+    """Computes layer(relu(x)^2), and saves x for backward instead of the square.
 
-    A layer that saves its input for its gradients must have its own method squared_relu_linear.
+    A layer whose own backward needs the layer's input must have a method squared_relu_linear; this function then calls it.
     """
     layer_function = getattr(layer, "squared_relu_linear", None)
     if not can_use_functions():
@@ -174,7 +175,7 @@ class _SquaredRelu(torch.autograd.Function):
 
 
 def mixed_products(x: Tensor, last_x: Tensor | None, mus: Tensors, weights: Tensors) -> Tensors:
-    """W mix(x) for each mu (1,1,C) and its W (O,C), with mix(x) = mu x_t + (1 - mu) x_{t-1}: (B,T,O) each.
+    """Returns one (B,T,O) tensor for each pair of mu (1,1,C) and W (O,C): W mix(x), where mix(x) = mu x_t + (1 - mu) x_{t-1}.
 
     x (B,T,C); last_x (B,C): the step before x, None for zeros.
     """
@@ -205,7 +206,7 @@ class _MixedProducts(torch.autograd.Function):
 
 
 def _previous_steps(x: Tensor, last_x: Tensor | None, first: Tensor | None = None) -> Tensor:
-    """The step before each of x (B,T,C): last_x (B,C) or zeros, then x without its last step; zeros where `first` is true."""
+    """For each step of x (B,T,C), the previous step: last_x (B,C) or zeros, then x[:, :-1]; zeros where `first` is true."""
     steps = x[:, :-1]
     previous = pad(steps, (0, 0, 1, 0)) if last_x is None else torch.cat((last_x.unsqueeze(1).to(x.dtype), steps), dim=1)
     return previous if first is None else previous.masked_fill(first, 0)
@@ -220,7 +221,7 @@ def _grad_mus(delta: Tensor, grads: Tensors) -> Tensors:
 
 
 def _grad_x(grads: Tensors, mus: Sequence[Tensor], first: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """The gradients of x and last_x from those of the mixes."""
+    """The gradients of x and last_x from the gradients of the mixes."""
     grad_x, grad_previous = grads[0] * mus[0], grads[0].clone()
     for grad, mu in zip(grads[1:], mus[1:], strict=True):
         grad_x.addcmul_(grad, mu)
@@ -228,15 +229,15 @@ def _grad_x(grads: Tensors, mus: Sequence[Tensor], first: Tensor | None = None) 
     grad_previous -= grad_x
     if first is not None:
         grad_previous.masked_fill_(first, 0)
-    grad_x[:, :-1].add_(grad_previous[:, 1:])    # += would write the slice back again
+    grad_x[:, :-1].add_(grad_previous[:, 1:])    # += would copy the slice once more
     return grad_x, grad_previous[:, 0]
 
 
 def mix(dtype: torch.dtype, x: Tensor, last_x: Tensor | None, mus: Tensors,
         to_previous: bool = False) -> tuple[tuple[Tensor | None, ...], Tensors]:
-    """The tensors that mix_backward reads, and the mixes in dtype: mu x_t + (1 - mu) x_{t-1} for each mu.
+    """The tensors to save for mix_backward, and the mixes, in `dtype`: mu x_t + (1 - mu) x_{t-1} for each mu.
 
-    to_previous: (1 - mu) x_t + mu x_{t-1}, as in RWKV-7.
+    to_previous: the mixes are (1 - mu) x_t + mu x_{t-1}, as in RWKV-7.
     """
     if form := form_for(x, dtype=dtype):
         return form.mix(dtype, x, last_x, mus, to_previous)
@@ -247,7 +248,7 @@ def mix(dtype: torch.dtype, x: Tensor, last_x: Tensor | None, mus: Tensors,
 
 
 def mix_backward(saved: Sequence[Any], grads: Tensors, to_previous: bool = False) -> tuple[Tensor | None, ...]:
-    """The gradients of x, last_x and each mu from those of the mixes."""
+    """The gradients of x, last_x and each mu from the gradients of the mixes."""
     x, last_x, *mus = saved
     if form := form_for(x, dtype=grads[0].dtype):
         return form.mix_backward(saved, grads, to_previous)
@@ -264,37 +265,36 @@ def squared_relu(x: Tensor) -> Tensor:
 
 
 def squared_relu_backward(grad: Tensor, x: Tensor) -> Tensor:
-    """The gradient of x from that of its squared ReLU."""
+    """The gradient of x from `grad`, the gradient of squared_relu(x)."""
     if form := form_for(x, grad):
         return form.squared_relu(x, grad)
     return torch.addcmul(grad.new_zeros(()), grad, torch.relu(x), value=2)
 
 
 def wide_sum(tensor: Tensor) -> torch.dtype | None:
-    """The dtype of a sum over B and T: wide in float16, where the gradients are scaled."""
+    """The dtype for sums over B and T: float32 for float16, where sums of scaled gradients could overflow; otherwise None."""
     return torch.float32 if tensor.dtype == torch.float16 else None
 
 
 def product_backward(grad: Tensor, x: Tensor, weight: Tensor, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
-    """The gradients of x (B,T,I) and W (O,I) from the gradient of W x (B,T,O). dtype: that of the weight itself, if it
-    differs."""
+    """The gradients of x (B,T,I) and W (O,I) from `grad`, the gradient of W x (B,T,O). dtype: the dtype of W's gradient;
+    default: the dtype of `weight`, which may be a rounded copy."""
     return grad @ weight, product_in(dtype or weight.dtype, grad.flatten(0, 1).T, x.flatten(0, 1))
 
 
 def product_in(dtype: torch.dtype, left: Tensor, right: Tensor) -> Tensor:
-    """left @ right, for a caller that converts it to dtype: in dtype where the device multiplies into wider types, else in the
-    dtype of the factors.
-    """
+    """left @ right, in `dtype` if the device's products can return a wider type, otherwise in the factors' dtype, which the
+    caller or autograd then converts."""
     if left.dtype == dtype or left.device.type not in WIDE_PRODUCTS:
         return left @ right
     return torch.mm(left, right, out_dtype=dtype)
 
 
 def gate_backward(grad: Tensor, gate: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradients of the gate before its sigmoid and of x, from the gradient of gate * x."""
+    """The gradients of the sigmoid's input and of x, from the gradient of gate * x, where `gate` is the sigmoid's output."""
     return torch.ops.aten.sigmoid_backward(grad * x, gate), grad * gate
 
 
 def cast(dtype: torch.dtype, tensors: Sequence[Tensor]) -> Tensors:
-    """The tensors in dtype. Comparing dtypes is cheaper than Tensor.to, even where that returns the tensor."""
+    """The tensors in `dtype`. The comparison is cheaper than a call of Tensor.to that returns the same tensor."""
     return tuple(tensor if tensor.dtype == dtype else tensor.to(dtype) for tensor in tensors)

@@ -1,7 +1,7 @@
-"""The common operations between the matrix products in C, for CPUs: csrc/fused.c has the formulas.
+"""The CPU implementation of FusedForm (form.py), in C: token shift and squared ReLU. csrc/fused.c has the formulas.
 
-Rows are the steps of all sequences, (B,T); all arithmetic is in float32. Gradients of vectors are summed in an order that does
-not depend on the number of threads.
+A row is one step of one sequence: there are B T rows. All arithmetic is in float32. Gradients of vectors are summed in an order
+that does not depend on the number of threads.
 """
 
 from collections.abc import Sequence
@@ -14,24 +14,24 @@ from kernels.native.dtypes import DTYPES
 from kernels.operator import contiguous
 
 MIXES = {(torch.float32, torch.float32): "float32", (torch.bfloat16, torch.bfloat16): "bfloat16",
-         (torch.float32, torch.bfloat16): "autocast"}    # by the dtypes of x and of its mixes
+         (torch.float32, torch.bfloat16): "autocast"}    # suffix of the C function, by the dtypes of x and of the mixes
 MAX_MIXES = 6                            # as in fused.c
-ROWS = 32                                # per task, as in all sources
+ROWS = 32                                # rows per task, as in every C file
 PIECE = 2 ** 14                          # elements per task of the squared ReLU, as in fused.c
-SERIAL = 2 ** 14                         # up to this many elements, one thread finishes before another wakes
+SERIAL = 2 ** 14                         # up to this many elements, one thread finishes before a second would wake
 
 Tensors = tuple[Tensor, ...]
 
 
 def supports(*tensors: Tensor, dtype: torch.dtype | None = None, N: int = 1) -> bool:
-    """Whether the C functions support these tensors, of one dtype and with heads of any N. dtype: that of the results."""
+    """Whether the C functions support these tensors, which must have one dtype. dtype: the results' dtype. N: ignored."""
     first = tensors[0]
     return (dtype or first.dtype) in DTYPES and all(tensor.dtype == first.dtype for tensor in tensors)
 
 
 def mix(dtype: torch.dtype, x: Tensor, last_x: Tensor | None, mus: Tensors,
         to_previous: bool) -> tuple[tuple[Tensor | None, ...], Tensors]:
-    """As fused.mix."""
+    """See fused.mix."""
     x, mus = x.contiguous(), float32_rows(mus, x.shape[-1])
     last_x = None if last_x is None else float32_rows((last_x,), x.shape[-1])[0]
     mixes = tuple(torch.empty_like(x, dtype=dtype) for _ in mus)
@@ -40,7 +40,7 @@ def mix(dtype: torch.dtype, x: Tensor, last_x: Tensor | None, mus: Tensors,
 
 
 def mix_backward(saved: Sequence[Tensor | None], grads: Tensors, to_previous: bool) -> tuple[Tensor | None, ...]:
-    """As fused.mix_backward; the gradient of last_x is None if there was no last_x."""
+    """See fused.mix_backward. The gradient of last_x is None if last_x was None."""
     x, last_x, *others = saved
     mus = tuple(mu for mu in others if mu is not None)
     assert x is not None
@@ -61,7 +61,7 @@ def _run_mixes(direction: str, x: Tensor, last_x: Tensor | None, mus: Tensors, t
 
 
 def squared_relu(x: Tensor, grad: Tensor | None = None) -> Tensor:
-    """max(x, 0)^2. If grad is given, the gradient of that square: the gradient of x."""
+    """Returns max(x, 0)^2; or, with `grad`, the gradient of max(x, 0)^2, returns the gradient of x."""
     x = x.contiguous()
     out = torch.empty_like(x)
     n_threads = 1 if x.numel() <= SERIAL else native.threads_for(-(-x.numel() // PIECE))
@@ -70,12 +70,12 @@ def squared_relu(x: Tensor, grad: Tensor | None = None) -> Tensor:
 
 
 def padded(tensors: Tensors, n: int) -> tuple[Tensor | None, ...]:
-    """n arguments: the tensors, then None."""
+    """The tensors, followed by None up to n arguments."""
     return *tensors, *[None] * (n - len(tensors))
 
 
 def task_sums(x: Tensor, n: int) -> Tensor:
-    """Uninitialised memory for the sums of n vectors in each task: (tasks,n,C)."""
+    """Uninitialised memory (tasks,n,C) for each task's partial sums of n vectors."""
     return x.new_empty(_tasks(x), n, x.shape[-1], dtype=torch.float32)
 
 
@@ -88,7 +88,10 @@ def threads(x: Tensor) -> int:
 
 
 def float32_rows(tensors: Tensors, C: int) -> Tensors:
-    """Vectors (C,) and states (B,C) as C reads them. Raises ValueError for tensors that C would read out of bounds."""
+    """Makes the tensors contiguous and float32, as C code requires. Each is a vector (C,) or a state (B,C).
+
+    Raises ValueError if a tensor's size is not a multiple of C, because C code would read out of bounds.
+    """
     for tensor in tensors:
         if tensor.numel() % C:
             raise ValueError(f"a vector must have {C} elements; got shape {tuple(tensor.shape)}")

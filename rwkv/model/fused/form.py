@@ -1,11 +1,11 @@
-"""Selects the form of the operations between the matrix products: C on a CPU, Triton on a GPU.
+"""Selects a fused implementation of the operations between the matrix products: C on a CPU, Triton on a GPU.
 
     form = form_for(x, dtype=dtype)
     result = form.mix(...) if form else ...              # the formulas in PyTorch's operations
 
-A form is a module with the functions of FusedForm. Its results and gradients are those of the formulas beside the call, except
-for rounding: a form computes in float32 and rounds only its results. A generation's own forms are selected in the same way:
-rwkv7/fused_c.py and fused_triton.py by module_for("rwkv.model.rwkv7.fused_", device).
+A form is a module with the functions of FusedForm. Its results and gradients equal those of the formulas beside the call up to
+rounding: a form computes in float32 and rounds only its results. RWKV-7 has additional fused functions, in rwkv7/fused_c.py and
+fused_triton.py; module_for("rwkv.model.rwkv7.fused_", device) selects between these two modules.
 """
 
 import importlib
@@ -20,12 +20,12 @@ from torch import Tensor
 from kernels import native
 from kernels.machine import triton
 
-SUFFIXES = {"cpu": "c", "cuda": "triton"}        # of the names of forms, by device type
+SUFFIXES = {"cpu": "c", "cuda": "triton"}        # device type -> suffix of the module's name
 Tensors = tuple[Tensor, ...]
 
 
 class FusedForm(Protocol):
-    """The arguments are those of the functions of these names in __init__.py."""
+    """The functions of a fused implementation, with the arguments of the functions of the same names in __init__.py."""
 
     def supports(self, *tensors: Tensor, dtype: torch.dtype | None = None, N: int = 1) -> bool: ...
 
@@ -38,16 +38,16 @@ class FusedForm(Protocol):
 
 
 def form_for(*tensors: Tensor, dtype: torch.dtype | None = None, N: int = 1) -> FusedForm | None:
-    """The fused form that supports these tensors, or None.
+    """The fused implementation for these tensors, or None if there is none.
 
-    dtype: that of the results, if it differs. N: the channels of a head, for functions with heads.
+    dtype: the results' dtype; default: the tensors' dtype. N: the number of channels per head, for functions with heads.
     """
     form: FusedForm | None = module_for("rwkv.model.fused.", tensors[0].device.type)
     return form if form is not None and form.supports(*tensors, dtype=dtype, N=N) else None
 
 
 class LossForm(Protocol):
-    """Cross-entropy and its gradient over the logits; the arguments are those of loss.py."""
+    """The functions of a fused cross-entropy. Their arguments are as in loss.py."""
 
     def supports(self, logits: Tensor) -> bool: ...
 
@@ -58,30 +58,30 @@ class LossForm(Protocol):
 
 
 def loss_form_for(logits: Tensor) -> LossForm | None:
-    """The fused cross-entropy for these logits (rows,V), or None."""
+    """The fused cross-entropy for these logits (rows,V), or None if there is none."""
     form: LossForm | None = module_for("rwkv.model.fused.loss_", logits.device.type)
     return form if form is not None and form.supports(logits) else None
 
 
 def module_for(prefix: str, device: str) -> Any:
-    """The module of that name and the suffix of the type of device, if there is one and it can run here; otherwise None."""
+    """The module named `prefix` + the device type's suffix, or None if it does not exist or cannot run here."""
     return _module(prefix + SUFFIXES[device]) if device in SUFFIXES and why_not(device) is None else None
 
 
 def describe(device: str) -> str:
-    """The form on this type of device, in words for the plan of a run."""
+    """What computes the fused operations on this type of device, in words for a run's plan."""
     reason = why_not(device)
     return {"cpu": "in C", "cuda": "in Triton"}[device] if reason is None else f"in PyTorch's operations: {reason}"
 
 
 @cache
 def why_not(device: str) -> str | None:
-    """Why there is no fused form on this type of device, or None."""
+    """Why this type of device has no fused implementation, or None if it has one."""
     if device == "cpu":
         return native.why_not()
     if device == "cuda":
         return triton.why_not()
-    return f"there are none for {device}"
+    return f"there are no fused operations for {device}"
 
 
 @cache

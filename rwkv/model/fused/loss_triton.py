@@ -1,6 +1,6 @@
-"""Cross-entropy and its gradient in Triton, for GPUs: two passes over the logits of a row, in place, in any dtype.
+"""Cross-entropy and its gradient in Triton, for GPUs: two passes over each row of logits, which the gradient overwrites.
 
-A program computes one row. Arithmetic is in float32, and the gradient is rounded to the dtype of the logits.
+A program computes one row. Arithmetic is in float32; the gradient is rounded to the dtype of the logits.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -21,12 +21,12 @@ def supports(logits: Tensor) -> bool:
 
 
 def replace_by_gradient(logits: Tensor, targets: Tensor, l2_wrap: float, confidence_penalty: float, ignored: int) -> Tensor:
-    """As loss._replace_by_gradient."""
+    """See loss._replace_by_gradient."""
     return _run(logits, targets, l2_wrap, confidence_penalty, ignored, gradient=True)
 
 
 def negative_log_likelihood(logits: Tensor, targets: Tensor, ignored: int) -> Tensor:
-    """The sum over the rows whose target is not `ignored`; the logits stay as they are."""
+    """The negative log-likelihood summed over the rows whose target is not `ignored`; the logits are not changed."""
     return _run(logits, targets, 0.0, 0.0, ignored, gradient=False)
 
 
@@ -45,7 +45,7 @@ def _cross_entropy(logits, targets, nll, V, l2_wrap, penalty, ignored, GRADIENT:
     row = tl.program_id(0).to(tl.int64)
     x = logits + row * V
     lane = tl.arange(0, BLOCK)
-    largest = tl.full([BLOCK], LEAST_LOGIT, tl.float32)          # of each lane, as the next three
+    largest = tl.full([BLOCK], LEAST_LOGIT, tl.float32)          # one value per lane, as in the next three
     index = tl.zeros([BLOCK], tl.int32)
     total = tl.zeros([BLOCK], tl.float32)                        # sum of e^(x - largest)
     weighted = tl.zeros([BLOCK], tl.float32)                     # sum of x e^(x - largest)

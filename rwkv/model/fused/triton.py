@@ -1,8 +1,8 @@
-"""The common operations between the matrix products in Triton, for GPUs: the functions of c.py, with the same arguments.
+"""The GPU implementation of FusedForm (form.py), in Triton: token shift and squared ReLU.
 
-A program computes some rows of BLOCK channels. A row is a step of a sequence, (B,T).
-All arithmetic is in float32, and results are rounded once. The gradient of a vector is summed over a program's rows, and then
-over the programs in a fixed order: no atomics, so the same bits every time.
+A row is one step of one sequence: there are B T rows. A program computes ROWS rows of BLOCK channels.
+All arithmetic is in float32, and results are rounded once. The gradient of a vector is summed over a program's rows, then over
+the programs in a fixed order, without atomics, so that repeated runs give the same bits.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-any-return"
@@ -15,20 +15,20 @@ import triton.language as tl
 from torch import Tensor
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-MAX_MIXES = 6                            # arguments of _mix and _mix_backward
-ROWS = 32                                # per program
-ROWS_BACK = 16                           # per program of the mixes' backward pass, which needs twice the registers
-BLOCK = 128                              # channels per program of the mixes
-ELEMENTS = 1024                          # per program of the squared ReLU
+MAX_MIXES = 6                            # number of mixes for which _mix and _mix_backward have arguments
+ROWS = 32                                # rows per program
+ROWS_BACK = 16                           # rows per program of _mix_backward, which needs twice the registers
+BLOCK = 128                              # channels per program of _mix and _mix_backward
+ELEMENTS = 1024                          # elements per program of _squared_relu
 
-SIZES = ("M", "T")                       # not specialised: one compilation for all numbers of rows and steps
+SIZES = ("M", "T")                       # not specialised, so that one compilation serves all numbers of rows and steps
 ROWS_ALONE = ("M",)
 
 Tensors = tuple[Tensor, ...]
 
 
 def supports(*tensors: Tensor, dtype: torch.dtype | None = None, N: int = 1) -> bool:
-    """Whether the kernels support these tensors, of one dtype and with heads of N channels. dtype: that of the results."""
+    """Whether the kernels support these tensors, of one dtype, and heads of N channels. dtype: the results' dtype."""
     first = tensors[0]
     return (first.dtype in DTYPES and (dtype or first.dtype) in DTYPES and N & (N - 1) == 0
             and all(tensor.dtype == first.dtype for tensor in tensors))
@@ -36,7 +36,7 @@ def supports(*tensors: Tensor, dtype: torch.dtype | None = None, N: int = 1) -> 
 
 def mix(dtype: torch.dtype, x: Tensor, last_x: Tensor | None, mus: Tensors,
         to_previous: bool) -> tuple[tuple[Tensor | None, ...], Tensors]:
-    """As fused.mix."""
+    """See fused.mix."""
     x = x.contiguous()
     mus = contiguous(*mus)
     last_x = None if last_x is None else last_x.contiguous()
@@ -49,7 +49,7 @@ def mix(dtype: torch.dtype, x: Tensor, last_x: Tensor | None, mus: Tensors,
 
 
 def mix_backward(saved: Sequence[Any], grads: Tensors, to_previous: bool) -> tuple[Tensor | None, ...]:
-    """As fused.mix_backward; the gradient of last_x is None if there was no last_x."""
+    """See fused.mix_backward. The gradient of last_x is None if last_x was None."""
     x, last_x, *mus = saved
     _, T, C = x.shape
     rows = x.numel() // C
@@ -64,7 +64,7 @@ def mix_backward(saved: Sequence[Any], grads: Tensors, to_previous: bool) -> tup
 
 
 def squared_relu(x: Tensor, grad: Tensor | None = None) -> Tensor:
-    """max(x, 0)^2. If grad is given, the gradient of that square: the gradient of x."""
+    """Returns max(x, 0)^2; or, with `grad`, the gradient of max(x, 0)^2, returns the gradient of x."""
     x = x.contiguous()
     out = torch.empty_like(x)
     launch(_squared_relu, (triton.cdiv(x.numel(), ELEMENTS),), x, x if grad is None else grad.contiguous(), out, x.numel(),
@@ -73,7 +73,7 @@ def squared_relu(x: Tensor, grad: Tensor | None = None) -> Tensor:
 
 
 def launch(kernel: Any, grid: tuple[int, ...], x: Tensor, *others: object, num_warps: int) -> None:
-    """Runs on the device of x, since Triton would use the current one. Does nothing for an empty x."""
+    """Runs a kernel on the device of x; Triton would use the current device. Does nothing if x is empty."""
     if x.numel():
         with torch.cuda.device_of(x):
             kernel[grid](x, *others, num_warps=num_warps, enable_fp_fusion=True)
@@ -84,12 +84,12 @@ def contiguous(*tensors: Tensor) -> Tensors:
 
 
 def or_unused(tensor: Tensor | None, unused: Tensor) -> Tensor:
-    """`unused` in place of None, for an argument that the kernel does not read."""
+    """The tensor, or `unused` instead of None: Triton needs a tensor even for an argument that the kernel does not read."""
     return unused if tensor is None else tensor
 
 
 def padded(tensors: Sequence[Tensor], n: int) -> Tensors:
-    """n arguments: the tensors, then ones that the kernel does not read."""
+    """The tensors, and then the first tensor repeated, up to n arguments; the kernel does not read the repetitions."""
     return *tensors, *[tensors[0]] * (n - len(tensors))
 
 
@@ -108,7 +108,7 @@ def store(x, offsets, value, mask):
 
 @triton.jit
 def _load_steps(x, last_x, row, c, mask, T, C, LAST: tl.constexpr):
-    """x of these rows and of their previous steps."""
+    """Loads x for these rows, and for each row's previous step."""
     now = load(x, row * C + c, mask)
     first = row % T == 0
     previous = load(x, (row - 1) * C + c, mask & (first == 0))
@@ -148,7 +148,10 @@ def _mix(x, last_x, s0, s1, s2, s3, s4, s5, out, M, T, C, n: tl.constexpr, LAST:
 @triton.jit
 def _add_gradients(s, g, sums, number: tl.constexpr, n: tl.constexpr, row, c, mask, delta, T, C, now, previous, last,
                    TO_PREVIOUS: tl.constexpr):
-    """Adds one mix's gradients of x as the current and as the previous step, and of last_x; stores that of its mu."""
+    """Adds one mix's contributions to the gradients of x as the current step, x as the next row's previous step, and last_x.
+
+    Stores this program's partial sum of the gradient of mu.
+    """
     mu = load(s, c, c < C)
     weight = mu if TO_PREVIOUS else 1 - mu
     grad = load(g, row * C + c, mask)

@@ -1,7 +1,7 @@
-"""RWKV-4: the names that rwkv.model.base.Generation lists.
+"""RWKV-4, with the interface rwkv.model.base.Generation.
 
-mix.py has the formulas, architecture.py the tensors and their shapes. The other forms compute the same: fused.py in training,
-step*.py for one token at a time.
+mix.py has the formulas, architecture.py the tensors and their shapes. The other modules compute the same formulas faster:
+fused.py in training, step*.py for one token at a time.
 """
 
 from rwkv.model.rwkv4.architecture import (

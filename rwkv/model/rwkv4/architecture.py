@@ -14,18 +14,18 @@ from kernels.wkv4 import WKVState
 from rwkv.config import ModelConfig
 from rwkv.model import state
 
-NAME = "RWKV-4"                          # documented in rwkv.model.base.Generation
+NAME = "RWKV-4"                          # rwkv.model.base.Generation documents these constants
 OPERATOR = "wkv4"
 OPTIONS: tuple[str, ...] = ("n_att",)
 LR_SCALES = {name: f"{name}_lr_scale" for name in ("time_mix", "time_decay", "time_first")}
 UNUSED: tuple[str, ...] = ()
 LEARNS_STATE = False
-KEPT_FLOAT32: tuple[str, ...] = ("time_decay", "time_first")      # a rounded decay is another decay
+KEPT_FLOAT32: tuple[str, ...] = ("time_decay", "time_first")      # rounding to bfloat16 would change the decay
 Shape = tuple[int, ...]
 
 
 def sizes(config: ModelConfig) -> tuple[int, int, int]:
-    """C, A and F: the widths of the model, of time mixing and of channel mixing."""
+    """C, A and F: the widths of the residual stream, of time mixing and of channel mixing's hidden layer."""
     return config.n_embd, config.n_att or config.n_embd, config.n_ffn or 4 * config.n_embd
 
 
@@ -53,26 +53,26 @@ def resolved(config: ModelConfig) -> ModelConfig:
 
 
 def non_negative(config: ModelConfig) -> tuple[str, ...]:
-    """The layers whose inputs are squares of a ReLU."""
+    """The names of the layers whose inputs are squares, and so never negative."""
     return ("ffn.value",)
 
 
 def operator_work(config: ModelConfig) -> int:
-    """The peak number of float32 values per token in the operator of one layer: kernels/wkv4/README.md."""
+    """The peak number of float32 values per token in the operator of one layer; see kernels/wkv4/README.md."""
     return 8 * sizes(config)[1]
 
 
 def saved_activations(config: ModelConfig, half: bool) -> float:
-    """The number of float32 values per token that one block saves for backward; half: under autocast to half precision."""
+    """Float32 values per token that one block saves for backward. half: whether autocast to half precision is on."""
     C, A, F = sizes(config)
     return 7 * C + 2.5 * A + F if half else 10 * C + 5 * A + 2 * F
 
 
 def saved_when_recomputing(config: ModelConfig, half: bool, layers: Collection[str], vectors: bool) -> float:
-    """The same for a block that has frozen weights or reads packed rows.
+    """saved_activations for a block with frozen weights or packed sequences, which recomputes more.
 
-    layers: the linear layers that are trained, whose inputs are saved; that of ffn.value is recomputed. vectors: whether
-    vectors are trained too.
+    layers: the linear layers that are trained; their inputs are saved, except that of ffn.value, which is recomputed. vectors:
+    whether vectors are trained too.
     """
     C, A, F = sizes(config)
     inputs = {"att.output": A, "ffn.value": 0}
@@ -81,7 +81,7 @@ def saved_when_recomputing(config: ModelConfig, half: bool, layers: Collection[s
 
 
 def group(name: str) -> str:
-    """A parameter's group: "matrix" (of a block), "gate" (a block's receptance), "embedding" (and the head) or "vector"."""
+    """A parameter's optimiser group: "matrix" (of a block), "gate" (receptance), "embedding" (also the head) or "vector"."""
     if name in ("emb.weight", "head.weight"):
         return "embedding"
     if not name.endswith(("key.weight", "value.weight", "receptance.weight", "output.weight")):
@@ -98,7 +98,7 @@ class _Tensors(NamedTuple):
 
 
 class State(_Tensors, state.State):
-    """att_x, ffn_x (L,B,C): the last step's inputs; a, b, p (L,B,A): WKV's state. All are float32, on the model's device."""
+    """att_x, ffn_x (L,B,C): the last token's inputs of time and channel mixing; a, b, p (L,B,A): WKV's state. All float32."""
 
     __slots__ = ()
 
@@ -108,7 +108,7 @@ class State(_Tensors, state.State):
 
 
 def empty_state(config: ModelConfig, B: int, device: torch.device | str = "cpu") -> State:
-    """The state before the first token, for B rows; no two of its elements share memory."""
+    """The state before the first token, for B rows; its elements do not share memory, so it can be updated in place."""
     (C, A, _), L = sizes(config), config.n_layer
     a, b, p = (part.view(L, B, A) for part in WKVState.empty(L * B, A, device))
     return State(torch.zeros(L, B, C, device=device), a, b, p, torch.zeros(L, B, C, device=device))

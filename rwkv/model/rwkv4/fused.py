@@ -1,4 +1,4 @@
-"""The fused form of RWKV-4's time and channel mixing: autograd functions with their own gradients (see ../fused)."""
+"""RWKV-4's time and channel mixing as fused autograd functions, with hand-written gradients (see ../fused)."""
 
 
 import torch
@@ -20,13 +20,13 @@ from rwkv.model.weight_cache import rounded, to_save
 
 
 def gated_product(gate: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-    """W (sigmoid(gate) * x), with gate and x (B,T,C) and W (O,C): (B,T,O)."""
+    """Returns W (sigmoid(gate) * x), (B,T,O), for gate and x (B,T,C) and W (O,C)."""
     product: Tensor = _GatedProduct.apply(gate, x, weight)
     return product
 
 
 def channel_mixing(x: Tensor, last_x: Tensor | None, mus: Tensors, key: Tensor, receptance: Tensor, value: Tensor) -> Tensor:
-    """sigmoid(R mix_r(x)) * (V max(K mix_k(x), 0)^2), (B,T,C), with mus = (mu_k, mu_r); x and last_x as in mixed_products."""
+    """Returns sigmoid(R mix_r(x)) * (V max(K mix_k(x), 0)^2), (B,T,C). mus: (mu_k, mu_r). x, last_x: as in mixed_products."""
     mixed: Tensor = _ChannelMixing.apply(product_dtype(x), x, last_x, *mus, key, receptance, value)
     return mixed
 

@@ -1,4 +1,4 @@
-"""RWKV-4's initialisation: the RWKV-4 paper (arXiv 2305.13048), appendix E, and RWKV-LM, RWKV-v4neo/src/model.py."""
+"""RWKV-4's initialisation. Sources: the RWKV-4 paper (arXiv 2305.13048), appendix E; RWKV-LM, RWKV-v4neo/src/model.py."""
 
 import math
 from typing import cast
@@ -11,7 +11,7 @@ from rwkv.model.rwkv4.mix import Block, ChannelMix, TimeMix
 
 
 def init_weights(model: Model) -> None:
-    """Spreads the decays over channels and layers, and makes matrices orthogonal or zero, with torch's global generator."""
+    """Initialises a model with torch's global generator: decays over channels and layers, orthogonal or zero matrices."""
     nn.init.uniform_(model.emb.weight, -1e-4, 1e-4)
     _orthogonal(model.head, scale=0.5)
     for layer, block in enumerate(cast(list[Block], [*model.blocks])):
@@ -43,7 +43,7 @@ def _init_channel_mix(ffn: ChannelMix, layer: int, n_layer: int) -> None:
 
 
 def _depth(layer: int, n_layer: int) -> tuple[float, float]:
-    """rho, which rises from 0 to 1 over the layers, and sigma, which falls from 1 towards 0."""
+    """rho, which rises from 0 to 1 over the layers, and sigma, which falls from 1 towards 0: the paper's symbols."""
     return layer / max(n_layer - 1, 1), 1 - layer / n_layer
 
 

@@ -1,4 +1,4 @@
-"""RWKV-4: the formulas of time and channel mixing, and blocks.
+"""RWKV-4's blocks: the formulas of time mixing and channel mixing.
 
 Time mixing reads the past through the operator WKV (kernels/wkv4); channel mixing is the feed-forward half:
 
@@ -21,7 +21,7 @@ from rwkv.model.rwkv4.architecture import State, sizes
 
 
 class TimeMix(nn.Module):
-    """(x (B,T,C), last_x (B,C), WKV's state before x) -> (out (B,T,C), last x, WKV's state after x). None: an empty state."""
+    """Time mixing: (x (B,T,C), last_x (B,C), WKV's state or None) -> (out (B,T,C), last step of x, WKV's new state)."""
 
     def __init__(self, n_embd: int, n_att: int, wkv: WKV4) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class TimeMix(nn.Module):
 
     def forward(self, x: Tensor, last_x: Tensor | None, before: WKVState | None,
                 packing: Packing | None = None) -> tuple[Tensor, Tensor, WKVState | None]:
-        """With a packing, every sequence starts from the empty state, and there is no state after the row."""
+        """With a packing, every sequence starts from the empty state, and the new state of WKV is None."""
         mus = self.time_mix_k, self.time_mix_v, self.time_mix_r
         if packing is not None or not fused.can_fuse(self.key, self.value, self.receptance, self.output):
             mix_k, mix_v, mix_r = fused.token_shift(x, last_x, *mus, first=packing.shift_mask if packing else None)
@@ -60,7 +60,7 @@ class TimeMix(nn.Module):
 
 
 class ChannelMix(nn.Module):
-    """(x (B,T,C), last_x (B,C), None for zeros) -> (out (B,T,C), last x)."""
+    """Channel mixing: (x (B,T,C), last_x (B,C) or None for zeros) -> (out (B,T,C), last step of x)."""
 
     def __init__(self, n_embd: int, n_ffn: int) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ class ChannelMix(nn.Module):
 
 
 class Block(nn.Module):
-    """x + att(ln1(x)), then x + ffn(ln2(x)); the first block also normalises the embedding with ln0."""
+    """Computes x + att(ln1(x)), then x + ffn(ln2(x)); the first block begins by normalising the embedding with ln0."""
 
     def __init__(self, config: ModelConfig, layer: int, wkv: WKV4) -> None:
         super().__init__()
@@ -96,10 +96,10 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, before: State | None, carry: None = None,
                 packing: Packing | None = None) -> tuple[Tensor, State | None, None]:
-        """(x (B,T,C), this layer's state before x, None for the empty one) -> (x, the state after x, None).
+        """(x (B,T,C), this layer's state before x, or None if empty) -> (the new x, the state after x, None).
 
-        carry is passed from block to block; RWKV-4 passes nothing. packing: for rows of several sequences. Each starts from
-        the empty state, and the state after such rows is None.
+        RWKV-4 needs no carry. packing: for rows of several sequences; each sequence starts from the empty state, and the
+        returned state is None.
         """
         att_x, wkv, ffn_x = (None, None, None) if before is None else (before.att_x, before.wkv, before.ffn_x)
         x = self.ln0(x) if self.first else x

@@ -1,7 +1,8 @@
-"""One RWKV-4 block, one token at a time for a batch of rows, with as few small operations as PyTorch allows.
+"""An RWKV-4 block that processes one token of each row, in as few PyTorch operations as possible.
 
-The arithmetic is that of mix.py at T = 1 (of WKV4.step); tests compare both. This is faster: weights are prepared once, all
-mixes of a layer are one operation, and WKV's weights for y and for the next state are computed together.
+The formulas are those of mix.py at T = 1; tests compare the results. This code is faster: weights are prepared once, one
+operation computes all mixes of time or of channel mixing, and one computes WKV's exponentials both for y and for the next
+state.
 """
 
 import torch
@@ -12,18 +13,18 @@ from rwkv.model.decoding.layers import norm_function, product_function, products
 from rwkv.model.rwkv4.architecture import State
 from rwkv.model.rwkv4.mix import Block, ChannelMix, TimeMix
 
-PLAIN = (Block, TimeMix, ChannelMix)       # the classes of modules whose computation it includes
+PLAIN = (Block, TimeMix, ChannelMix)       # classes of modules that Step replaces
 
 
 class Step:
-    """(x (B,C), state) -> (x, state): Block.forward for one token; state: rwkv4.State of one layer, (B,C) or (B,A) each.
+    """Block.forward for one token per row: (x (B,C), state) -> (x, state). state: a State of one layer, tensors (B,C) or (B,A).
 
-    It reads the weights and calls no module. Use it under torch.inference_mode.
+    Step reads the block's weights and calls no modules. Use it under torch.inference_mode.
     """
 
     @staticmethod
     def fits(block: Block, first: bool) -> bool:
-        """Whether the step computes what the block does. first: the block begins the model."""
+        """Whether Step can replace this block. first: whether this is the model's first block."""
         return block.first == first and type(block.att.wkv) is WKV4
 
     def __init__(self, block: Block) -> None:
@@ -53,7 +54,7 @@ class Step:
         return x, state._replace(att_x=normal, a=a, b=b, p=p, ffn_x=ffn_normal), None
 
     def _wkv(self, k: Tensor, v: Tensor, state: State) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """WKV4.step for y (index 0: p and u + k) and for the next state (index 1: p + w and k) at once."""
+        """WKV4.step, with y (index 0, from p and u + k) and the next state (index 1, from p + w and k) computed together."""
         past, now = state.p + self._p_offset, k + self._k_offset               # (2,B,A) each
         top = torch.maximum(past, now)
         past, now = past.sub_(top).exp_(), now.sub_(top).exp_()

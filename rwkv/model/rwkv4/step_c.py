@@ -1,4 +1,4 @@
-"""RWKV-4: the structs of csrc/step.c."""
+"""RWKV-4's decoding step on a CPU: the structs of csrc/step.c."""
 
 from typing import NamedTuple, cast
 

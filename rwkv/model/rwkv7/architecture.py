@@ -16,7 +16,7 @@ from rwkv.config import ModelConfig
 from rwkv.errors import UserError
 from rwkv.model import state
 
-NAME = "RWKV-7"                          # up to LEARNS_STATE documented in rwkv.model.base.Generation
+NAME = "RWKV-7"                          # rwkv.model.base.Generation documents these constants, up to LEARNS_STATE
 OPERATOR = "wkv7"
 KEPT_FLOAT32: tuple[str, ...] = ("w0",)                   # rounding to bfloat16 would change the decay
 OPTIONS: tuple[str, ...] = (
@@ -25,14 +25,14 @@ LR_SCALES = {"w0": "time_decay_lr_scale"}
 UNUSED: tuple[str, ...] = ("blocks.0.att.v0", "blocks.0.att.v1", "blocks.0.att.v2")
 LEARNS_STATE = True
 
-FASTEST_LOG_W = -0.6065306597126334      # log_w of the fastest decay: -e^-0.5
+FASTEST_LOG_W = -0.6065306597126334      # -e^-0.5: log_w of the fastest decay
 LEAST_NORM = 1e-12                       # lower bound of the divisor of kk, as in torch.nn.functional.normalize
-EPS = 64e-5                              # epsilon of the normalisation of each head
+EPS = 64e-5                              # epsilon of the GroupNorm over each head
 
-MIXES = "rwkvag"                         # the mixes x_n in the order of the official files, in which a model has them, too
-LOW_RANK = "wavg"                        # the low-rank gates in that order
-STEP_MIXES = "rkvwag"                    # the order of the steps: those of the large products first
-GATES = "wagv"                           # the order of the fused forms and steps: layer 0 lacks the last
+MIXES = "rwkvag"                         # names of the mixes x_n, in the order of the official files and of the model
+LOW_RANK = "wavg"                        # names of the low-rank gates, in the same order
+STEP_MIXES = "rkvwag"                    # the mixes in the order of decoding steps: first those of R, K and V
+GATES = "wagv"                           # the gates in the order of fused code and decoding steps; layer 0 has no v
 RANK_FACTORS = {"w": 2.5, "a": 2.5, "v": 1.7, "g": 5.0}
 DEEP_EMBED = ("s_emb.weight", "s_emb_x.weight", "s1", "s2", "s0")        # the tensors of DeepEmbed in a block's ffn
 Shape = tuple[int, ...]
@@ -49,8 +49,8 @@ class Sizes(NamedTuple):
 def sizes(config: ModelConfig) -> Sizes:
     """The widths of a model.
 
-    A rank of None is that of the official trainer today, a multiple of 32; released files have other ranks. Raises UserError if
-    the width is not a multiple of head_size.
+    The default rank of a gate is the current official trainer's, a multiple of 32; released files have different ranks. Raises
+    UserError if n_embd is not a multiple of head_size.
     """
     C, N = config.n_embd, config.head_size
     if C % N:
@@ -62,7 +62,7 @@ def sizes(config: ModelConfig) -> Sizes:
 
 
 def shapes(config: ModelConfig, V: int) -> dict[str, Shape]:
-    """The name and shape of every tensor of a model, in the model's order; layer 0 has the unused v0, v1 and v2."""
+    """The name and shape of every tensor of a model, in the model's order, with layer 0's v0, v1 and v2, which are unused."""
     C, H, N, F, ranks = sizes(config)
     tensors: dict[str, Shape] = {"emb.weight": (V, C)}
     for layer in range(config.n_layer):
@@ -91,14 +91,14 @@ def resolved(config: ModelConfig) -> ModelConfig:
 
 
 def operator_work(config: ModelConfig) -> int:
-    """The peak number of float32 values per token in the operator of one layer, without those that it saves."""
+    """The peak number of float32 values per token in the operator of one layer, without its saved activations."""
     return 16 * config.n_embd
 
 
 def saved_activations(config: ModelConfig, half: bool) -> float:
-    """The number of float32 values per token that one block saves for backward; half: under autocast to half precision.
+    """The number of float32 values per token that one block saves for backward. half: whether autocast to half precision is on.
 
-    The operator saves its inputs, one of them float32 in any case, and up to two more float32 tensors.
+    The operator saves its inputs (log_w always in float32). In addition, it saves up to two float32 tensors.
     """
     C, _, _, F, ranks = sizes(config)
     d, R = sum(ranks.values()), config.deep_embed_dim or 0
@@ -107,11 +107,12 @@ def saved_activations(config: ModelConfig, half: bool) -> float:
 
 
 def saved_when_recomputing(config: ModelConfig, half: bool, layers: Collection[str], vectors: bool) -> float:
-    """The same for a block that has frozen weights or reads packed rows. layers: the linear layers that are trained; vectors:
-    whether vectors are trained too.
+    """saved_activations for a block with frozen weights or packed sequences, which recomputes more. layers: the linear layers
+    that are trained; vectors: whether vectors are trained too.
 
-    It saves the inputs of both LayerNorms in float32; r, k, v, the hidden layers of the low-rank gates, the input of the
-    squared ReLU, and that of att.output if this is trained. Mixes are recomputed; if they are trained, their x is saved.
+    The block saves the inputs of both LayerNorms in float32; r, k, v, the hidden layers of the low-rank gates, and the input of
+    the squared ReLU; if att.output is trained, its input; if mixes are trained, the x from which they are computed. Mixes are
+    recomputed.
     """
     C, _, _, F, ranks = sizes(config)
     saved = 3 * C + sum(ranks.values()) + F + ("att.output" in layers) * C
@@ -119,8 +120,8 @@ def saved_when_recomputing(config: ModelConfig, half: bool, layers: Collection[s
 
 
 def group(name: str) -> str:
-    """A parameter's group: "matrix" (of a block), "gate" (a block's receptance), "embedding" (and the head), "low rank" or
-    "vector". Weight decay is for the first three."""
+    """The optimiser group of a parameter: "matrix" (of a block), "gate" (receptance), "embedding" (also the head), "low rank"
+    or "vector". The first three groups have weight decay."""
     if name in ("emb.weight", "head.weight") or name.endswith("ffn.s_emb.weight"):
         return "embedding"
     if name.endswith(tuple(f"ffn.{part}" for part in DEEP_EMBED)):
@@ -131,7 +132,7 @@ def group(name: str) -> str:
 
 
 def non_negative(config: ModelConfig) -> tuple[str, ...]:
-    """The layers whose inputs are squares of a ReLU; with DeepEmbed none, since it multiplies these by negative numbers too."""
+    """The names of the layers whose inputs are never negative: squares. None with DeepEmbed: its factors may be negative."""
     return () if config.deep_embed_dim else ("ffn.value",)
 
 
@@ -142,7 +143,7 @@ class _Tensors(NamedTuple):
 
 
 class State(_Tensors, state.State):
-    """att_x, ffn_x (L,B,C): the last step's inputs; wkv (L,B,H,N,N): the operator's state. All are float32."""
+    """att_x, ffn_x (L,B,C): the last inputs of time and channel mixing; wkv (L,B,H,N,N): the operator's state. All float32."""
 
     __slots__ = ()
 

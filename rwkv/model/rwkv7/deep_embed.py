@@ -1,4 +1,4 @@
-"""DeepEmbed, RWKV-7a's addition to channel mixing: a matrix for each token in every layer. mix.py has the formula."""
+"""DeepEmbed, RWKV-7a's addition to channel mixing: in every layer, a matrix for each token. mix.py has the formula."""
 
 from typing import cast
 
@@ -20,7 +20,7 @@ def first_carry(tokens: Tensor) -> Carry:
 
 
 class DeepEmbedChannelMix(ChannelMix):
-    """ChannelMix with DeepEmbed, R = deep_embed_dim. It reads the tokens and, until merge(), their embeddings."""
+    """ChannelMix with DeepEmbed, R = deep_embed_dim. It reads the carry's tokens and, before merge(), their embeddings."""
 
     def __init__(self, n_embd: int, n_ffn: int, vocab_size: int, R: int) -> None:
         super().__init__(n_embd, n_ffn)
@@ -39,7 +39,7 @@ class DeepEmbedChannelMix(ChannelMix):
         return self.value(relu * relu * (inner.squeeze(-2) @ self.s2 + self.s0)), fused.last(x)
 
     def _matrices(self, x: Tensor, carry: Carry) -> Tensor:
-        """E (B,T,R,R)."""
+        """The matrices E (B,T,R,R) of the tokens."""
         rows = self.s_emb(carry.tokens).to(x.dtype)
         if self.s_emb_x is not None:
             rows = rows + self.s_emb_x(carry.embedded)
@@ -60,7 +60,7 @@ class DeepEmbedChannelMix(ChannelMix):
 
 
 def add_deep_embed(model: Model) -> None:
-    """Gives each block of a new model its table of DeepEmbed, with a row for each token."""
+    """Replaces the channel mixing of a new model's blocks by DeepEmbedChannelMix."""
     C, _, _, F, _ = sizes(model.config)
     R = model.config.deep_embed_dim
     assert R is not None
@@ -69,7 +69,7 @@ def add_deep_embed(model: Model) -> None:
 
 
 def merge(model: Model) -> None:
-    """Merges the embedding into every layer's s_emb, unless this has been done."""
+    """Merges the embedding into every layer's s_emb where this has not been done yet."""
     blocks = cast(list[Block], [*model.blocks])
     for block in blocks:
         ffn = cast(DeepEmbedChannelMix, block.ffn)

@@ -1,11 +1,11 @@
-"""The fused form of RWKV-7's time and channel mixing: autograd functions with their own gradients (see ../fused).
+"""RWKV-7's time and channel mixing as fused autograd functions, with hand-written gradients (see ../fused).
 
-    time:     inputs -> the operator wkv7 -> output
-    channel:  channel_mixing
+    time mixing:     inputs -> the operator wkv7 -> output
+    channel mixing:  channel_mixing
 
-`gates` and `gated` are `inputs` and `output` without the large products, for layers that are not plain matrices.
+`gates` and `gated` are `inputs` and `output` without the large matrix products, for layers that must be called as modules.
 
-B rows, T steps, C channels in H heads of N, d the ranks of the low-rank gates. Formulas: mix.py.
+B rows, T steps, C channels in H heads of N, d the rank of a low-rank gate. Formulas: mix.py.
 """
 
 from collections.abc import Iterable, Mapping
@@ -34,11 +34,11 @@ from rwkv.model.fused.form import module_for
 from rwkv.model.rwkv7.architecture import EPS, FASTEST_LOG_W, GATES, LEAST_NORM, MIXES
 from rwkv.model.weight_cache import rounded, to_save
 
-SQUARES = {"r": "receptance", "k": "key", "v": "value"}          # the matrices (C,C), by the name of their mix
+SQUARES = {"r": "receptance", "k": "key", "v": "value"}          # name of the mix -> its matrix (C,C)
 
 
 class _Form(Protocol):
-    """A fused form: fused_c.py, fused_triton.py. The arguments are those of _gates, _gated and their backward functions."""
+    """The functions of fused_c.py and fused_triton.py. The arguments are as in _gates, _gated and their backward functions."""
 
     def supports(self, *tensors: Tensor, dtype: torch.dtype | None = None, N: int = 1) -> bool: ...
 
@@ -61,7 +61,7 @@ def _form_for(*tensors: Tensor, N: int) -> _Form | None:
 
 
 class Parameters(NamedTuple):
-    """The weights that `inputs` reads; without a v_first v0, v1 and v2 are None."""
+    """The weights that `inputs` reads; in layer 0, v0, v1 and v2 are None."""
 
     x_r: Tensor                          # (1,1,C), as all x_n
     x_w: Tensor
@@ -88,7 +88,7 @@ class Parameters(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """The results of `inputs`. r, k and v come twice, so that the backward pass gets both gradients of each and adds them."""
+    """The results of `inputs`. r, k and v are returned twice: backward receives both gradients of each and adds them."""
 
     r: Tensor                            # for the operator: (B,T,H,N), as the next five
     log_w: Tensor                        # float32 or wider
@@ -100,7 +100,7 @@ class Inputs(NamedTuple):
     output_k: Tensor
     output_v: Tensor
     output_g: Tensor
-    v_first: Tensor | None               # for the next layers, from layer 0 alone: (B,T,C)
+    v_first: Tensor | None               # (B,T,C), for the next layers; None except in layer 0
 
 
 class Gates(NamedTuple):
@@ -115,22 +115,25 @@ class Gates(NamedTuple):
 
 
 def inputs(x: Tensor, last_x: Tensor | None, v_first: Tensor | None, N: int, parameters: Parameters) -> Inputs:
-    """x (B,T,C); last_x (B,C): the step before x, None for zeros; v_first (B,T,C), None in layer 0."""
+    """Computes the inputs of the operator and of `output` from x (B,T,C).
+
+    last_x (B,C): the step before x, None for zeros; v_first (B,T,C), None in layer 0.
+    """
     return Inputs(*_Inputs.apply(product_dtype(x), N, x, last_x, v_first, *parameters))
 
 
 def gates(k: Tensor, v: Tensor, v_first: Tensor | None, hidden: Tensors, N: int, vectors: Tensors, matrices: Tensors) -> Gates:
-    """The operator's inputs and g, from k and v and the low-rank gates' hidden layers.
+    """Computes the operator's inputs and g from k, v and the hidden layers of the low-rank gates.
 
     k, v, v_first (B,T,C); hidden: m_w w1, m_a a1, m_g g1[, m_v v1], (B,T,d) each; vectors: k_k, k_a, w0, a0[, v0] (1,1,C);
-    matrices: w2, a2, g2[, v2] (d,C). In layer 0 v_first is None, and v1, v0 and v2 are left out.
+    matrices: w2, a2, g2[, v2] (d,C). In layer 0 v_first is None, and the values in brackets are absent.
     """
     return Gates(*_Gates.apply(N, k, v, v_first, len(hidden), *hidden, *vectors, *matrices))
 
 
 def output(y: Tensor, r: Tensor, k: Tensor, v: Tensor, g: Tensor, r_k: Tensor, weight: Tensor, bias: Tensor,
            matrix: Tensor) -> Tensor:
-    """O ((GroupNorm(y) + (sum over the head of r k r_k) v) g), (B,T,C).
+    """Returns the (B,T,C) result of time mixing: O ((GroupNorm(y) + (sum over the head of r k r_k) v) g).
 
     y (B,T,H,N); r, k, v, g (B,T,C); r_k (H,N); weight and bias of the normalisation (C,); matrix O (C,C).
     """
@@ -139,13 +142,13 @@ def output(y: Tensor, r: Tensor, k: Tensor, v: Tensor, g: Tensor, r_k: Tensor, w
 
 
 def gated(y: Tensor, r: Tensor, k: Tensor, v: Tensor, g: Tensor, r_k: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """The factor of O in `output`, for an O that is not a plain matrix."""
+    """The input of O in `output`, for an O that must be called as a module."""
     product: Tensor = _Gated.apply(y, r, k, v, g, r_k, weight, bias)
     return product
 
 
 def channel_mixing(x: Tensor, last_x: Tensor | None, x_k: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """V max(K mix(x), 0)^2, (B,T,C), with mix(x) = x_t + (x_{t-1} - x_t) x_k; x and last_x as in `inputs`."""
+    """Returns V max(K mix(x), 0)^2, (B,T,C), where mix(x) = x_t + (x_{t-1} - x_t) x_k. x, last_x: as in `inputs`."""
     mixed: Tensor = _ChannelMixing.apply(product_dtype(x), x, last_x, x_k, key, value)
     return mixed
 
@@ -191,7 +194,7 @@ class _Inputs(torch.autograd.Function):
             grad_m[name], by_name[SQUARES[name]] = product_backward(grad_product, m[name], square, ctx.weight_dtype)
         for name, grad_hidden, down in zip(ctx.names, gate_grads.hidden, downs, strict=True):
             grad_mix, by_name[f"{name}1"] = _row_product_backward(grad_hidden, m[name], down, ctx.weight_dtype)
-            if name in grad_m:           # v's mix is the input of V and of v's gate
+            if name in grad_m:           # the mix of v is the input both of V and of v's gate
                 grad_m[name] += grad_mix
             else:
                 grad_m[name] = grad_mix
@@ -221,7 +224,7 @@ class SavedGates(NamedTuple):
     tokens: tuple[Tensor | None, ...]    # k, v, v_first, and 1 / |k k_k|
     sigmoid: Tensors                     # sigmoid(m_g g1)
     up: Tensors                          # tanh(m_w w1), m_a a1[, m_v v1]
-    z: Tensors                           # their products with w2, a2[, v2]
+    z: Tensors                           # products of `up` with w2, a2[, v2]
     vectors: Tensors                     # k_k, k_a, w0, a0[, v0]
     matrices: Tensors                    # w2, a2, g2[, v2]
 
@@ -230,14 +233,14 @@ class GateGrads(NamedTuple):
     k: Tensor
     v: Tensor
     v_first: Tensor | None
-    hidden: Tensors                      # of the gates w, a, g[, v]
-    vectors: Tensors                     # of k_k, k_a, w0, a0[, v0], (1,1,C) each
-    matrices: Tensors                    # of w2, a2, g2[, v2]
+    hidden: Tensors                      # the gates' hidden layers: w, a, g[, v]
+    vectors: Tensors                     # k_k, k_a, w0, a0[, v0], (1,1,C) each
+    matrices: Tensors                    # w2, a2, g2[, v2], each (d,C)
 
 
 def _low_rank_gates(k: Tensor, v: Tensor, v_first: Tensor | None, hidden: Tensors, N: int, vectors: Tensors,
                     matrices: Tensors) -> tuple[Gates, SavedGates]:
-    """The result of `gates`, and the tensors saved for its backward pass."""
+    """The result of `gates`, and the tensors to save for its backward pass."""
     w2, a2, g2, *v2 = multiplied = rounded(k.dtype, matrices)
     tanh, hidden_a, sigmoid, *hidden_v = torch.tanh(hidden[0]), hidden[1], torch.sigmoid(hidden[2]), *hidden[3:]
     up = tanh, hidden_a, *hidden_v
@@ -249,7 +252,8 @@ def _low_rank_gates(k: Tensor, v: Tensor, v_first: Tensor | None, hidden: Tensor
 
 def _low_rank_gates_backward(saved: SavedGates, N: int, grads: Gates, extra: tuple[Tensor | None, Tensor | None],
                              dtype: torch.dtype) -> GateGrads:
-    """extra: gradients to add to those of k and v. dtype: that of the matrices themselves."""
+    """The gradients of all arguments of `gates`. extra: gradients to add to those of the results k and v, or None. dtype: the
+    unrounded matrices' dtype."""
     k, v, v_first, inverse = saved.tokens
     assert k is not None
     assert v is not None
@@ -284,9 +288,9 @@ def _gates(k: Tensor, v: Tensor, v_first: Tensor | None, z: Tensors, N: int, vec
 def _gates_backward(k: Tensor, v: Tensor, v_first: Tensor | None, z: Tensors, N: int, vectors: Tensors, inverse: Tensor,
                     grads: Tensors, extra: tuple[Tensor | None, Tensor | None] = (None, None),
                     ) -> tuple[tuple[Tensor, Tensor, Tensor | None], Tensors, Tensors]:
-    """The gradients of (k, v, v_first), of z, and of the vectors (C,), from those of log_w, k, v, a and b.
+    """The gradients of (k, v, v_first), z and the vectors (C,). grads: the gradients of the results log_w, k, v, a and b.
 
-    extra: gradients to add to those of k and v.
+    extra: gradients to add to those of the results k and v, or None.
     """
     if form := _form_for(k, v, *z, *_not_none(v_first), N=N):
         return form.gates_backward(k, v, v_first, z, N, vectors, inverse, grads, extra)
@@ -320,7 +324,7 @@ def _decay_rate_factor(z: Tensors, vectors: Tensors) -> Tensors:
     dtype = z[0].dtype
     decay = torch.sigmoid(z[0].to(torch.promote_types(dtype, torch.float32)) + w0)
     rate = torch.sigmoid(z[1] + a0.to(dtype))
-    # in half precision k_a, 1.02 at first, would be rounded and make all factors too small; a rounded inverse may be infinite
+    # in float32: rounding k_a (1.02 initially) to half precision would make all factors too small
     return decay, rate, torch.addcmul(1 - k_a, rate, k_a).to(dtype)
 
 
@@ -374,7 +378,7 @@ def _gated(y: Tensor, r: Tensor, k: Tensor, v: Tensor, g: Tensor, vectors: Tenso
 
 def _gated_backward(y: Tensor, r: Tensor, k: Tensor, v: Tensor, g: Tensor, vectors: Tensors,
                     grad: Tensor) -> tuple[Tensors, Tensors]:
-    """The gradients of y, r, k, v and g, and of the vectors (C,), from that of _gated's result."""
+    """The gradients of y, r, k, v and g, and of the vectors (C,), from `grad`, the gradient of _gated's result."""
     N = y.shape[-1]
     if form := _form_for(y, r, k, v, g, N=N):
         return form.gated_backward(y, r, k, v, g, N, vectors, grad)
@@ -428,7 +432,7 @@ class _ChannelMixing(torch.autograd.Function):
 
 
 def _save(ctx: Context, *groups: Iterable[Tensor | None]) -> list[int]:
-    """Saves groups of tensors for the backward pass. Returns the size of each group, for _saved."""
+    """Saves groups of tensors for backward. Returns the groups' sizes, which _saved needs."""
     lists = [tuple(group) for group in groups]
     ctx.save_for_backward(*chain(*lists))
     return [len(group) for group in lists]
@@ -440,17 +444,17 @@ def _saved(ctx: Context) -> list[tuple[Tensor, ...]]:
 
 
 def _matrix_names(part: int, gates: str) -> list[str]:
-    """w1, a1, g1[, v1] for part 1 of the gates "wag[v]"; w2, a2, ... for part 2."""
+    """The names of the gates' matrices: w1, a1, g1[, v1] for part 1 and gates "wag[v]"; w2, a2, g2[, v2] for part 2."""
     return [f"{gate}{part}" for gate in gates]
 
 
 def _vector_names(gates: str) -> list[str]:
-    """k_k, k_a, and the biases of the gates, of which g has none: w0, a0[, v0]."""
+    """The names of the vectors: k_k, k_a, and the gates' biases w0, a0[, v0]; g has none."""
     return ["k_k", "k_a", *(f"{gate}0" for gate in gates if gate != "g")]
 
 
 def _named(parameters: Mapping[str, Tensor | None], names: Iterable[str]) -> Tensors:
-    """The parameters of these names, which the layer has."""
+    """The parameters with these names, none of which may be None."""
     return tuple(parameters[name] for name in names)     # type: ignore[misc]
 
 
@@ -464,10 +468,10 @@ def _by_head(tensor: Tensor, N: int) -> Tensor:
 
 
 def _vector_grad(grad: Tensor) -> Tensor:
-    """The gradient (C,) of a vector that was added or multiplied at each of (B,T)."""
+    """The gradient (C,) of a vector that was broadcast over B and T: the sum of `grad` (B,T,C)."""
     return grad.sum((0, 1), dtype=wide_sum(grad))
 
 
 def _row_product_backward(grad: Tensor, x: Tensor, matrix: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The gradients of x (B,T,d) and M (d,C) from the gradient of x M (B,T,C). dtype: that of the matrix itself."""
+    """The gradients of x (B,T,d) and M (d,C) from the gradient of x M (B,T,C). dtype: the unrounded matrix's dtype."""
     return grad @ matrix.T, product_in(dtype, x.flatten(0, 1).T, grad.flatten(0, 1))

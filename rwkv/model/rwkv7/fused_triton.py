@@ -1,8 +1,8 @@
-"""RWKV-7's operations between the matrix products in Triton, for GPUs: the functions of fused_c.py, with the same arguments.
+"""RWKV-7's operations between the matrix products, in Triton, for GPUs: the functions of fused_c.py, with the same arguments.
 
-A program computes some rows of one head: the gates, or the input of the output projection. A row is a step, of (B,T). All
-arithmetic is in float32, and results are rounded once. The gradient of a vector is summed over a program's rows, and then over
-the programs in a fixed order: no atomics, so the same bits every time.
+A row is one step of one sequence: there are B T rows. A program computes, for some rows of one head, the gates or the input of
+the output projection. All arithmetic is in float32, and results are rounded once. The gradient of a vector is summed over a
+program's rows, then over the programs in a fixed order, without atomics, so that repeated runs give the same bits.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-any-return"
@@ -15,13 +15,13 @@ from rwkv.model.fused.triton import ROWS_ALONE, Tensors, contiguous, launch, loa
 from rwkv.model.fused.triton import supports as supports
 from rwkv.model.rwkv7 import architecture
 
-ROWS = 32                                # per program
-HEAD = 64                                # channels of a head up to which a program has ROWS rows; fewer rows for wider heads
+ROWS = 32                                # rows per program
+HEAD = 64                                # channels per head up to which a program has ROWS rows; for wider heads it has fewer
 FASTEST_LOG_W, LEAST_NORM, EPS = map(tl.constexpr, (architecture.FASTEST_LOG_W, architecture.LEAST_NORM, architecture.EPS))
 
 
 def gates(k: Tensor, v: Tensor, v_first: Tensor | None, z: Tensors, N: int, vectors: Tensors) -> Tensors:
-    """As fused._gates: (log_w, k, v, a, b, 1 / |k k_k|) from z = (zw, za[, zv]) and vectors k_k, k_a, w0, a0[, v0]."""
+    """See fused._gates: (log_w, k, v, a, b, 1 / |k k_k|) from z = (zw, za[, zv]) and vectors k_k, k_a, w0, a0[, v0]."""
     k, v, *z = contiguous(k, v, *z)     # type: ignore[assignment]
     C = k.shape[-1]
     rows, H = k.numel() // C, C // N
@@ -39,7 +39,7 @@ def gates(k: Tensor, v: Tensor, v_first: Tensor | None, z: Tensors, N: int, vect
 def gates_backward(k: Tensor, v: Tensor, v_first: Tensor | None, z: Tensors, N: int, vectors: Tensors, inverse: Tensor,
                    grads: Tensors, extra: tuple[Tensor | None, Tensor | None],
                    ) -> tuple[tuple[Tensor, Tensor, Tensor | None], Tensors, Tensors]:
-    """As fused._gates_backward."""
+    """See fused._gates_backward."""
     k, v, inverse, *z = contiguous(k, v, inverse, *z)   # type: ignore[assignment]
     C = k.shape[-1]
     rows, H, R = k.numel() // C, C // N, _rows(N)
@@ -57,7 +57,7 @@ def gates_backward(k: Tensor, v: Tensor, v_first: Tensor | None, z: Tensors, N: 
 
 
 def gated(y: Tensor, r: Tensor, k: Tensor, v: Tensor, g: Tensor, N: int, vectors: Tensors) -> Tensor:
-    """As fused._gated."""
+    """See fused._gated."""
     y, r, k, v, g, *vectors = contiguous(y, r, k, v, g, *vectors)       # type: ignore[assignment]
     C = r.shape[-1]
     rows, H, R = r.numel() // C, C // N, _rows(N)
@@ -68,7 +68,7 @@ def gated(y: Tensor, r: Tensor, k: Tensor, v: Tensor, g: Tensor, N: int, vectors
 
 def gated_backward(y: Tensor, r: Tensor, k: Tensor, v: Tensor, g: Tensor, N: int, vectors: Tensors,
                    grad: Tensor) -> tuple[Tensors, Tensors]:
-    """As fused._gated_backward."""
+    """See fused._gated_backward."""
     y, r, k, v, g, grad, *vectors = contiguous(y, r, k, v, g, grad, *vectors)   # type: ignore[assignment]
     C = r.shape[-1]
     rows, H, R = r.numel() // C, C // N, _rows(N)
@@ -80,13 +80,13 @@ def gated_backward(y: Tensor, r: Tensor, k: Tensor, v: Tensor, g: Tensor, N: int
 
 
 def _rows(N: int) -> int:
-    """The rows of a program for heads of N channels."""
+    """The number of rows per program, for heads of N channels."""
     return max(1, ROWS * HEAD // max(N, HEAD))
 
 
 @triton.jit
 def _head(M, H, N: tl.constexpr, ROWS: tl.constexpr):
-    """Rows (ROWS,1), the head's channels (1,N), offsets (ROWS,N), and the mask of rows."""
+    """This program's rows (ROWS,1), its head's channels (1,N), their offsets (ROWS,N), and the mask of valid rows."""
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
     c = tl.program_id(1) * N + tl.arange(0, N)[None, :]
     return row, c, row * (H * N) + c, row < M
@@ -160,7 +160,7 @@ def _gates_backward(k, v, v_first, zw, za, zv, k_k, k_a, w0, a0, v0, inverse, g_
 
 @triton.jit
 def _normalised(y, offsets, mask, N: tl.constexpr):
-    """y of each head with mean 0 and variance 1, and 1 / its standard deviation."""
+    """y normalised to mean 0 and variance 1 in each head, and 1 / the standard deviation."""
     y_t = load(y, offsets, mask)
     centred = y_t - tl.sum(y_t, 1, keep_dims=True) / N
     inverse_std = 1 / tl.sqrt(tl.sum(centred * centred, 1, keep_dims=True) / N + EPS)

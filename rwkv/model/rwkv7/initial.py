@@ -1,4 +1,4 @@
-"""RWKV-7's initialisation, RWKV-LM's; of DeepEmbed this project's."""
+"""RWKV-7's initialisation: RWKV-LM's for the model, this project's own for DeepEmbed."""
 
 import math
 from typing import cast
@@ -14,7 +14,7 @@ from rwkv.model.rwkv7.mix import Block, ChannelMix, TimeMix
 
 @torch.no_grad()
 def init_weights(model: Model) -> None:
-    """The official initialisation, on which the model's quality depends, with torch's global generator."""
+    """Initialises a model as RWKV-LM does, since quality depends on it. Draws from torch's global generator."""
     V, C = model.emb.weight.shape
     nn.init.uniform_(model.emb.weight, -1e-4, 1e-4)
     nn.init.orthogonal_(model.head.weight, gain=0.5 * math.sqrt(max(V / C, 1.0)))
@@ -60,7 +60,7 @@ def _init_channel_mix(ffn: ChannelMix, layer: int, L: int) -> None:
 
 
 def _init_deep_embed(ffn: DeepEmbedChannelMix) -> None:
-    """This project's initialisation: a new model equals one without DeepEmbed; s_emb and s_emb_x learn from step 1."""
+    """Initialises DeepEmbed: a new model's outputs are as without DeepEmbed, and s_emb and s_emb_x learn from step 1."""
     assert ffn.s_emb_x is not None
     nn.init.zeros_(ffn.s_emb.weight)
     nn.init.zeros_(ffn.s_emb_x.weight)

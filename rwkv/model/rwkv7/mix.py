@@ -1,4 +1,4 @@
-"""RWKV-7 "Goose": the formulas of time and channel mixing, and blocks.
+"""The blocks of RWKV-7 "Goose": the formulas of time mixing and channel mixing.
 
 Time mixing of x_t (after ln1), with m_n = x_t + (x_{t-1} - x_t) x_n for n in r w k v a g:
 
@@ -8,16 +8,16 @@ Time mixing of x_t (after ln1), with m_n = x_t + (x_{t-1} - x_t) x_n for n in r 
     kk = k k_k, each head divided by its norm                     k = k (1 + (rate - 1) k_a)
     y = wkv7(r, log_w, k, v, -kk, kk rate)                        out = O ((GroupNorm(y) + (sum over the head of r k r_k) v) g)
 
-Channel mixing, the feed-forward half, is V relu(K m_k)^2 (after ln2). RWKV-7a has DeepEmbed beside it: in every layer each
-token of the vocabulary has a matrix E of R x R numbers, and channel mixing of x_t is
+Channel mixing, the feed-forward half, is V relu(K m_k)^2 (after ln2). RWKV-7a adds DeepEmbed: in every layer each token of the
+vocabulary has a matrix E of R x R numbers, and channel mixing of x_t is
 
     V (relu(K m_k)^2 (((x_t s1) E) s2 + s0))                      E = s_emb[token] + s_emb_x ln0(emb[token])
 
-The second summand of E depends on the token alone. Training computes it; for inference it is merged into s_emb.
+The second summand of E depends only on the token. Training computes it; for inference it is merged into s_emb.
 
-Sources: the RWKV-7 paper (arXiv 2503.14456), section 4 and appendix; for names, initialisation and optimiser groups RWKV-LM,
-RWKV-v7/train_temp/src/model.py, whose files have unused v0, v1 and v2 in layer 0; for DeepEmbed RWKV-LM,
-RWKV-v7/rwkv_v7a_demo.py, which has no initialisation and no groups.
+Sources: the RWKV-7 paper (arXiv 2503.14456), section 4 and appendix; names, initialisation and optimiser groups: RWKV-LM,
+RWKV-v7/train_temp/src/model.py, whose files contain unused v0, v1 and v2 in layer 0; DeepEmbed: RWKV-LM,
+RWKV-v7/rwkv_v7a_demo.py, which specifies neither its initialisation nor its optimiser groups.
 """
 from collections.abc import Callable
 from functools import partial
@@ -36,13 +36,13 @@ from rwkv.model.packing import Packing
 from rwkv.model.rwkv7 import fused as rwkv7_fused
 from rwkv.model.rwkv7.architecture import EPS, FASTEST_LOG_W, LEAST_NORM, LOW_RANK, MIXES, State, sizes
 
-Recompute = Callable[[], Tensor]         # recomputes the input x of one half of a block, in the backward pass
+Recompute = Callable[[], Tensor]         # recomputes the input of time or channel mixing, in backward
 
 
 class TimeMix(nn.Module):
-    """(x (B,T,C), last_x (B,C), the operator's state, v_first (B,T,C)) -> (out, last x, state, v_first).
+    """Time mixing: (x (B,T,C), last_x (B,C), the operator's state, v_first (B,T,C)) -> (out, last step of x, state, v_first).
 
-    An empty state is None. In layer 0 the argument v_first is None, and the result is the layer's v.
+    An empty state is None. In layer 0 the argument v_first is None, and the returned v_first is this layer's v.
     """
 
     w0: Tensor
@@ -69,7 +69,7 @@ class TimeMix(nn.Module):
             if name != "g":
                 tensors = {f"{name}0": torch.zeros(1, 1, C), **tensors}
             for full_name, tensor in tensors.items():
-                if self.first and name == "v":           # unused, but in the official files
+                if self.first and name == "v":           # unused, but present in the official files
                     self.register_buffer(full_name, tensor)
                 else:
                     self.register_parameter(full_name, nn.Parameter(tensor))
@@ -86,9 +86,9 @@ class TimeMix(nn.Module):
     def forward(self, x: Tensor, last_x: Tensor | None, before: Tensor | None, v_first: Tensor | None,
                 packing: Packing | None = None,
                 recompute_x: Recompute | None = None) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-        """With a packing, every sequence starts from the empty state, and there is no state after the row.
+        """With a packing, every sequence starts from the initial state, and the returned state is None.
 
-        recompute_x(): recomputes x in the backward pass, so that x is not saved.
+        recompute_x(): recomputes x in the backward pass, so that x need not be saved.
         """
         before = self._initial_state(len(x)) if before is None else before
         if packing is not None:
@@ -103,28 +103,28 @@ class TimeMix(nn.Module):
         return out, fused.last(x, saved=fuses), after, v_first
 
     def _can_fuse(self) -> bool:
-        """Whether the layers may be computed without being called, and no weight is frozen.
+        """Whether _fused_mix may be used: the layers may be computed without being called, and no weight is frozen.
 
-        The fused form would compute the gradients of frozen weights for nothing.
+        Fused functions would waste time on the gradients of frozen weights.
         """
-        if not fused.can_fuse(self.receptance, self.key, self.value, self.output):       # first, for torch.compile
+        if not fused.can_fuse(self.receptance, self.key, self.value, self.output):       # first: False in torch.compile
             return False
         trained = all(parameter.requires_grad for parameter in self._parameters.values() if parameter is not None)
         return (trained or not torch.is_grad_enabled()) and self._has_usual_norm()
 
     def _can_recompute(self) -> bool:
-        """Whether gradients are wanted, and fused functions may replace the formulas."""
+        """Whether _recompute_mix may be used: gradients are enabled, and autograd functions may replace the formulas."""
         return fused.can_use_functions() and torch.is_grad_enabled() and self._has_usual_norm()
 
     def _has_usual_norm(self) -> bool:
-        """Whether the group norm is the one that the fused functions compute."""
+        """Whether ln_x is the GroupNorm that the fused functions compute: H groups, EPS, no hooks."""
         norm = self.ln_x
         return (type(norm) is nn.GroupNorm and untouched(norm) and norm.affine
                 and (norm.num_groups, norm.eps) == (len(self.r_k), EPS))
 
     def _plain_mix(self, x: Tensor, last_x: Tensor | None, before: Tensor | None, v_first: Tensor | None,
                    packing: Packing | None = None) -> tuple[Tensor, Tensor | None, Tensor]:
-        """The formulas at the top of this file: (out, the operator's state, v_first)."""
+        """The formulas at the top of this file. Returns (out, the operator's new state, v_first)."""
         past = [1 - mu for mu in self._mixes()]
         m_r, m_w, m_k, m_v, m_a, m_g = fused.token_shift(x, last_x, *past, first=packing.shift_mask if packing else None)
         r, k, v = self.receptance(m_r), self.key(m_k), self.value(m_v)
@@ -149,7 +149,7 @@ class TimeMix(nn.Module):
 
     def _fused_mix(self, x: Tensor, last_x: Tensor | None, before: Tensor | None,
                    v_first: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor]:
-        """The same in two autograd functions and the operator."""
+        """Computes _plain_mix in two fused autograd functions and the operator."""
         inputs = rwkv7_fused.inputs(x, last_x, v_first, self.N, self._inputs(v_first is not None))
         y, after = self._operator(inputs.r, inputs.log_w, inputs.k, inputs.v, inputs.a, inputs.b, before)
         out = rwkv7_fused.output(y, inputs.output_r, inputs.output_k, inputs.output_v, inputs.output_g, self.r_k,
@@ -160,8 +160,8 @@ class TimeMix(nn.Module):
 
     def _recompute_mix(self, x: Tensor, last_x: Tensor | None, before: Tensor | None, v_first: Tensor | None,
                        packing: Packing | None, recompute_x: Recompute) -> tuple[Tensor, Tensor | None, Tensor]:
-        """The same for any layers and packings, with fewer saved activations: r, k, v, the hidden layers of the gates, the
-        operator's state, and the input of O if O is trained. Backward recomputes the operations between the large products.
+        """Computes _plain_mix, but saves only these activations: r, k, v, the hidden layers of the gates, the operator's state,
+        and, if O is trained, the input of O. Backward recomputes the operations between the large products.
         """
         past = tuple(1 - mu for mu in self._mixes())
         first = packing.shift_mask if packing else None
@@ -176,11 +176,11 @@ class TimeMix(nn.Module):
 
     def _between_products(self, before: Tensor | None, packing: Packing | None, r: Tensor, k: Tensor, v: Tensor,
                           v_first: Tensor | None, *hidden: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The input of O, and the operator's state after the sequence, from r, k, v and the hidden layers of the gates."""
+        """The input of O and the operator's new state, from r, k, v and the hidden layers of the gates."""
         v_gate = "" if v_first is None else "v"
         biases = [getattr(self, f"{name}0") for name in f"wa{v_gate}"]
         second = [self._low_rank(k.dtype, f"{name}2") for name in f"wag{v_gate}"]
-        # products in int8 are float32 under autocast too, and then so is everything here
+        # no autocast: int8 layers return float32 even under autocast, and the dtype of k then applies to everything here
         with torch.autocast(k.device.type, enabled=False):
             hidden = tuple(part.to(k.dtype) for part in hidden)
             gates = rwkv7_fused.gates(k, v, v_first, hidden, self.N, (self.k_k, self.k_a, *biases), tuple(second))
@@ -189,7 +189,7 @@ class TimeMix(nn.Module):
         return mixed, after
 
     def _low_rank(self, dtype: torch.dtype, name: str) -> Tensor:
-        """A gate's matrix for products in `dtype`. A quantised model has it as in the file, for products in float32."""
+        """A gate's matrix, for products in `dtype`. In a quantised model it may be bfloat16 for float32 products."""
         weight: Tensor = getattr(self, name)
         return weight.float() if (weight.dtype, dtype) == (torch.bfloat16, torch.float32) else weight
 
@@ -198,7 +198,7 @@ class TimeMix(nn.Module):
         return None if self.time_state is None else self.time_state.repeat(B, 1, 1, 1)
 
     def _inputs(self, v_gate: bool) -> rwkv7_fused.Parameters:
-        """The parameters of rwkv7_fused.inputs. v_gate: with the gate of v."""
+        """The parameters of rwkv7_fused.inputs. v_gate: whether to include the gate of v, which layer 0 lacks."""
         weights = {name: getattr(self, name).weight for name in ("receptance", "key", "value")}
         omitted = () if v_gate else ("v0", "v1", "v2")
         vectors: dict[str, Any] = {name: None if name in omitted else getattr(self, name)
@@ -214,7 +214,7 @@ class TimeMix(nn.Module):
 
     def _wkv(self, r: Tensor, log_w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, before: Tensor | None,
              packing: Packing | None = None) -> tuple[Tensor, Tensor | None]:
-        """The operator on inputs of (B,T,C) each. Returns y (B,T,H,N) and the state."""
+        """Applies the operator to inputs (B,T,C). Returns y (B,T,H,N) and the new state."""
         r, log_w, k, v, a, b = (self._heads(tensor) for tensor in (r, log_w, k, v, a, b))
         if packing is not None:
             def each(r: Tensor, log_w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor) -> Tensor:
@@ -225,7 +225,7 @@ class TimeMix(nn.Module):
 
     def _operator(self, r: Tensor, log_w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor,
                   before: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """The operator on inputs of (B,T,H,N) each; for T = 1 without gradients its step, which is faster."""
+        """Applies the operator to inputs (B,T,H,N); for T = 1 without gradients it calls wkv.step, which is faster."""
         if r.shape[1] == 1 and before is not None and not torch.is_grad_enabled():
             y, after = self.wkv.step(r[:, 0], log_w[:, 0], k[:, 0], v[:, 0], a[:, 0], b[:, 0], before)
             return y.unsqueeze(1), after
@@ -233,7 +233,7 @@ class TimeMix(nn.Module):
 
 
 class ChannelMix(nn.Module):
-    """(x (B,T,C), last_x (B,C), None for zeros) -> (out (B,T,C), last x)."""
+    """Channel mixing: (x (B,T,C), last_x (B,C) or None for zeros) -> (out (B,T,C), last step of x)."""
 
     def __init__(self, n_embd: int, n_ffn: int) -> None:
         super().__init__()
@@ -254,7 +254,7 @@ class ChannelMix(nn.Module):
 
 
 class Carry(NamedTuple):
-    """The values beside x that a block passes to the next. tokens and embedded are None in a model without DeepEmbed."""
+    """The values other than x that a block passes to the next. tokens and embedded are None in a model without DeepEmbed."""
 
     v_first: Tensor | None = None        # (B,T,C), None before layer 0
     tokens: Tensor | None = None         # (B,T)
@@ -262,7 +262,7 @@ class Carry(NamedTuple):
 
 
 class Block(nn.Module):
-    """x + att(ln1(x)), then x + ffn(ln2(x)); the first block also normalises the embedding with ln0."""
+    """Computes x + att(ln1(x)), then x + ffn(ln2(x)); the first block begins by normalising the embedding with ln0."""
 
     def __init__(self, config: ModelConfig, layer: int, wkv: WKV7) -> None:
         super().__init__()
@@ -277,9 +277,9 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, before: State | None, carry: Carry | None = None,
                 packing: Packing | None = None) -> tuple[Tensor, State | None, Carry]:
-        """(x (B,T,C), this layer's state before x, None for the empty one, carry) -> (x, the state after x, carry).
+        """(x (B,T,C), this layer's state before x, or None if empty, carry) -> (the new x, the state after x, the new carry).
 
-        packing: for rows of several sequences. Each starts from the empty state, and the state after such rows is None.
+        packing: for rows of several sequences; each starts from the initial state, and the returned state is None.
         """
         att_x, wkv, ffn_x = (None, None, None) if before is None else before
         x = self.ln0(x) if self.first else x

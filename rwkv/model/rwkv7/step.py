@@ -1,4 +1,4 @@
-"""One RWKV-7 block, one token at a time for a batch of rows: mix.py at T = 1, in fewer PyTorch operations."""
+"""An RWKV-7 block that processes one token of each row: the formulas of mix.py at T = 1, in fewer PyTorch operations."""
 
 import torch
 from torch import Tensor, nn
@@ -9,19 +9,19 @@ from rwkv.model.decoding.layers import LowRank, norm_function, product_function,
 from rwkv.model.rwkv7.architecture import FASTEST_LOG_W, LEAST_NORM, STEP_MIXES, State
 from rwkv.model.rwkv7.mix import Block, ChannelMix, TimeMix
 
-PLAIN = (Block, TimeMix, ChannelMix, nn.GroupNorm)       # the classes of modules whose computation it includes
+PLAIN = (Block, TimeMix, ChannelMix, nn.GroupNorm)       # classes of modules that Step replaces
 
 
 class Step:
-    """(x (B,C), state, v_first (B,C)) -> (x, state, v_first): Block.forward for one token; state: rwkv7.State of one layer,
-    (B,C), (B,H,N,N) and (B,C).
+    """Block.forward for one token per row: (x (B,C), state, v_first (B,C)) -> (x, state, v_first).
 
-    It reads the weights and calls no module. Use it under torch.inference_mode.
+    state: a State of one layer, with att_x (B,C), wkv (B,H,N,N) and ffn_x (B,C). Step reads the block's weights and calls no
+    modules. Use it under torch.inference_mode.
     """
 
     @staticmethod
     def fits(block: Block, first: bool) -> bool:
-        """Whether the step computes what the block does. first: the block begins the model, without a v_first."""
+        """Whether Step can replace this block. first: whether this is the model's first block, which gets no v_first."""
         att = block.att
         H, N = att.r_k.shape
         return (block.first == att.first == first and (N, H) == (att.N, att.ln_x.num_groups)
@@ -74,6 +74,6 @@ class Step:
 
 
 def _activate(hidden: Tensor) -> None:
-    """The hidden activations of the last three gates, in place: tanh for w, none for a, sigmoid for g."""
+    """Applies the hidden activations of the last three gates in place: tanh for w, none for a, sigmoid for g."""
     hidden[-3].tanh_()
     hidden[-1].sigmoid_()

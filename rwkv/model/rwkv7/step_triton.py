@@ -1,13 +1,13 @@
-"""RWKV-7's decoding step on a GPU: eight launches a layer. The formulas are at the top of mix.py.
+"""RWKV-7's decoding step on a GPU: eight kernel launches per layer. The formulas are at the top of mix.py.
 
-    norm and mixes    n = LayerNorm(x); the inputs of r, k, v, w, a and g
-    products          r, k, v; the gates' hidden layers with their tanh and sigmoid
-    products          the gates
-    wkv               everything between the products: the state S in place, y normalised, its readout, times g
-    products          x = x + O y
-    norm and mixes    n = LayerNorm(x); the input of channel mixing
-    products          relu(K m)^2
-    products          x = x + V relu(K m)^2
+norm and mixes    n = LayerNorm(x); the inputs of r, k, v, w, a and g
+products          r, k, v; the gates' hidden layers with their tanh and sigmoid
+products          the gates
+wkv               everything between the products: updates the state S in place, normalises y, adds the bonus, multiplies by g
+products          x = x + O y
+norm and mixes    n = LayerNorm(x); the input of channel mixing
+products          relu(K m)^2
+products          x = x + V relu(K m)^2
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -29,7 +29,7 @@ ROWS = 64                                # rows of S per tile
 
 
 def launches(model: Model, builder: Builder) -> list[Launch]:
-    """The launches of one step, without the last LayerNorm and the head."""
+    """The kernel launches of one step."""
     config = model.config
     blocks = cast(list[Block], [*model.blocks])
     C, N, F = config.n_embd, config.head_size, blocks[0].ffn.key.out_features
@@ -76,7 +76,8 @@ def launches(model: Model, builder: Builder) -> list[Launch]:
 def _wkv(slots, vectors, wide, narrow, states, wide_size, narrow_size, state_size, state_offset, readout_offset, C, eps,
          r_offset, k_offset, v_offset, v_first_offset, z_offset, rate_offset, g_offset, v_gate_offset, y_offset,
          FIRST: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, PREFILL: tl.constexpr):
-    """One head of one row, or of a sequence's rows. vectors (8,C): k_k, k_a, w0, a0, v0, r_k, the norm's weight and bias."""
+    """Computes one head of one row; with PREFILL, of all rows of a sequence. vectors (8,C): k_k, k_a, w0, a0, v0, r_k, the
+    norm's weight and bias."""
     row = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * N
     S = states + tl.load(slots + row) * state_size + state_offset + tl.program_id(1) * N * N
@@ -94,8 +95,8 @@ def _wkv(slots, vectors, wide, narrow, states, wide_size, narrow_size, state_siz
 def _advance_head(S, vectors, row_ptr, out_ptr, C, eps, r_offset, k_offset, v_offset, v_first_offset, z_offset, rate_offset,
                   g_offset, v_gate_offset, y_offset, FIRST: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr,
                   ROWS: tl.constexpr):
-    """Advances the head's state S (N,N) by one token, and stores its readout. row_ptr: the head's part of the row in the wide
-    buffer; out_ptr: in the narrow one."""
+    """Updates the head's state S (N,N) for one token, and stores the head's output. row_ptr: the head's channels of the row in
+    the wide buffer; out_ptr: its channels in the narrow buffer."""
     j = tl.arange(0, BLOCK)
     inside = j < N
     vector = vectors + j
@@ -118,7 +119,7 @@ def _advance_head(S, vectors, row_ptr, out_ptr, C, eps, r_offset, k_offset, v_of
         v += (tl.load(row_ptr + v_first_offset + j, mask=inside, other=0.0) - v) * gate
         tl.debug_barrier()               # all threads have loaded v
         tl.store(row_ptr + v_offset + j, v, mask=inside)
-        tl.debug_barrier()               # v is loaded by rows below
+        tl.debug_barrier()               # the loop below loads v row by row
     for first_row in range(0, N, ROWS):
         i = first_row + tl.arange(0, ROWS)
         in_i = i < N

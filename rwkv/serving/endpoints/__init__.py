@@ -1,1 +1,1 @@
-"""The HTTP interfaces, a file for each: it translates requests for the engine, and the engine's events back."""
+"""The HTTP APIs, one file each. Each file translates requests for the engine, and the engine's events into answers."""

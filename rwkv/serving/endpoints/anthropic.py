@@ -1,8 +1,8 @@
-"""Anthropic's /v1/messages and /v1/messages/count_tokens.
+"""Anthropic's endpoints /v1/messages and /v1/messages/count_tokens.
 
 A request becomes a ChatRequest, and the events of its sequence become content blocks: thinking, text, tool_use.
-cache_control has no effect, because the server caches every prefix; nor has budget_tokens, because max_tokens bounds thoughts
-and answer together.
+cache_control has no effect, because the server caches every prefix. budget_tokens has no effect, because max_tokens limits
+thoughts and answer together.
 """
 
 import re
@@ -30,7 +30,7 @@ ERRORS = {401: "authentication_error", 403: "permission_error", 404: "not_found_
 NO_TEXT = {"image": "an image", "document": "a document", "container_upload": "a file"}
 NAMES = {"stop": "stop_sequences", "enable_thinking": "thinking", "reasoning_effort": "output_config.effort",
          "response_format": "output_config.format"}
-SIGNATURE = "unsigned"                   # of thoughts: clients send back only those that have one
+SIGNATURE = "unsigned"                   # of each thinking block: clients send back only signed blocks
 REASONS = {"tool_calls": "tool_use", "length": "max_tokens", "stop": "end_turn"}
 
 
@@ -61,7 +61,7 @@ class Message(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class MessagesRequest(SamplingFields, forbid_unknown_fields=True, kw_only=True):
-    """Anthropic's fields, and beside them all options of sampling and a seed."""
+    """A request with Anthropic's fields and, in addition, a seed and all sampling options."""
 
     model: str
     messages: list[Message]
@@ -105,14 +105,15 @@ def _prompt_tokens(sequence: Generate) -> int:
     return len(sequence.request.prompt_ids) + ((sequence.start and sequence.start.tokens) or 0)
 
 
-# From a request to a ChatRequest
+# Translating a request into a ChatRequest
 
 
 Translated = tuple[list[Generate], ResponseSpec, MessagesRequest, Callable[[str], str]]
 
 
 def _translated(service: Service, sent: bytes, owner: str, counts: bool = False) -> Translated:
-    """counts: for count_tokens, whose requests have no max_tokens."""
+    """The sequences for a request, and how to present them. counts: whether the request is for count_tokens, and thus has no
+    max_tokens."""
     body = read(sent, MessagesRequest)
     if body.max_tokens is None and not counts:
         raise ApiError(400, "max_tokens is required", "max_tokens")
@@ -134,7 +135,8 @@ def _translated(service: Service, sent: bytes, owner: str, counts: bool = False)
 
 
 def _renamed(field: str, places: list[str]) -> str:
-    """A field of the ChatRequest, as the client named it. places: of its messages."""
+    """The client's name for a field of the ChatRequest. places: for each message of the ChatRequest, where it is in the
+    client's request."""
     if place := re.match(r"messages\[(\d+)\]", field):
         return places[int(place[1])] if int(place[1]) < len(places) else field
     if tool := re.match(r"(tools\[\d+\])\.function(\.parameters)?", field):
@@ -146,7 +148,8 @@ def _choice(choice: Choice | None) -> JsonObject:
     if choice is None:
         return {}
     if (choice.type == "tool") != (choice.name is not None):
-        raise ApiError(400, "tool_choice.name requires the type tool, and the type tool requires it", "tool_choice.name")
+        raise ApiError(400, "tool_choice.name is required with tool_choice.type=tool, and conflicts with any other type",
+                       "tool_choice.name")
     named = {"type": "function", "function": {"name": choice.name}}
     return {"tool_choice": {"any": "required", "tool": named}.get(choice.type, choice.type),
             "parallel_tool_calls": False if choice.disable_parallel_tool_use else None}
@@ -155,7 +158,7 @@ def _choice(choice: Choice | None) -> JsonObject:
 def _tool(tool: JsonObject, where: str) -> JsonObject:
     kind = str(tool.get("type") or "custom")
     if kind != "custom":
-        raise ApiError(400, f"{where}.type must be custom: this server runs no tools; got {kind[:60]!r}", f"{where}.type")
+        raise ApiError(400, f"{where}.type must be custom: the server runs no tools itself; got {kind[:60]!r}", f"{where}.type")
     if not isinstance(tool.get("input_schema"), dict):
         raise ApiError(400, f"{where}.input_schema must be a JSON schema object", f"{where}.input_schema")
     function = {name: tool[name] for name in ("name", "description", "strict") if name in tool}
@@ -163,7 +166,8 @@ def _tool(tool: JsonObject, where: str) -> JsonObject:
 
 
 def _messages(body: MessagesRequest) -> tuple[list[JsonObject], list[str]]:
-    """The messages of a chat, and the place of each in the request. Consecutive turns of one role are merged."""
+    """The messages for a ChatRequest, and for each its place in the client's request. Consecutive turns of one role are
+    merged."""
     chat: list[JsonObject] = []
     places: list[str] = []
 
@@ -186,12 +190,12 @@ def _messages(body: MessagesRequest) -> tuple[list[JsonObject], list[str]]:
         raise ApiError(400, "messages must have at least one message", "messages")
     last = chat[-1]
     if last["role"] == "assistant" and len(last) == 2 and not any(block["text"] for block in last["content"]):
-        chat.pop()                       # Anthropic allows an empty answer only at the end
+        chat.pop()                       # Anthropic allows an empty assistant message only at the end
     return chat, places
 
 
 def _turns(role: str, content: str | list[JsonObject], where: str) -> Iterator[JsonObject]:
-    """The chat messages for one message's blocks: each tool result becomes a message."""
+    """The chat messages for the blocks of one message: each tool result becomes a message of its own."""
     turn: JsonObject = {"role": role, "content": []}
     calls = []
     blocks = _text_blocks(content, where) if isinstance(content, str) else content
@@ -205,14 +209,14 @@ def _turns(role: str, content: str | list[JsonObject], where: str) -> Iterator[J
             yield _result(block, place)
         elif kind == "tool_use" and role == "assistant":
             if not isinstance(block.get("name"), str) or not isinstance(block.get("input", {}), dict):
-                raise ApiError(400, f"{place} must have a name and an input, an object", place)
+                raise ApiError(400, f"{place} must have a name and an input, which must be an object", place)
             calls.append({"id": block.get("id"), "type": "function",
                           "function": {"name": block["name"], "arguments": block.get("input", {})}})
         elif kind == "thinking" and role == "assistant":
             if not isinstance(block.get("thinking"), str):
                 raise ApiError(400, f"{place}.thinking must be a string", place)
             turn["reasoning_content"] = turn.get("reasoning_content", "") + block["thinking"]
-        elif kind != "redacted_thinking" or role != "assistant":         # another model's thoughts, encrypted
+        elif kind != "redacted_thinking" or role != "assistant":         # skips the encrypted thoughts of another model
             turn["content"] += _text_blocks([block], place)
     if calls:
         turn["tool_calls"] = calls
@@ -229,7 +233,7 @@ def _result(block: JsonObject, where: str) -> JsonObject:
 
 
 def _text_blocks(blocks: object, where: str) -> list[JsonObject]:
-    """Text blocks without their other fields, such as cache_control. Raises ApiError for any other block."""
+    """The text blocks without other fields, such as cache_control. Raises ApiError for any block that is not text."""
     blocks = [{"type": "text", "text": blocks}] if isinstance(blocks, str) else blocks
     if not isinstance(blocks, list):
         raise ApiError(400, f"{where} must be a string or a list of blocks", where)
@@ -242,7 +246,7 @@ def _text_blocks(blocks: object, where: str) -> list[JsonObject]:
     return [{"type": "text", "text": block["text"]} for block in blocks]
 
 
-# From events to content blocks
+# Translating events into content blocks
 
 
 class MessagesAnswer(Answer):
@@ -251,7 +255,7 @@ class MessagesAnswer(Answer):
         self._stops = body.stop_sequences or []
         self._shows_thoughts = body.thinking is None or body.thinking.display != "omitted"
         self._blocks: list[JsonObject] = []
-        self._open = False               # the last block may get more text
+        self._open = False               # more text may be added to the last block
         self._choice = self._choices[0]
 
     def _error_response(self, error: ApiError) -> Response:
@@ -304,7 +308,7 @@ class MessagesAnswer(Answer):
                 yield from self._add("text", part.text)
         if event.finish_reason is not None:
             self._choice.last = event
-            if not self._blocks:         # clients read the first block
+            if not self._blocks:         # clients read the first block, even of an empty answer
                 yield from self._add("text", "")
             yield from self._close()
 
@@ -321,7 +325,7 @@ class MessagesAnswer(Answer):
         yield from self._close()
         block = {"type": "tool_use", "id": call_id.replace("call_", "toolu_"), "name": function["name"], "input": {}}
         yield from self._begin(block)
-        self._blocks[-1]["input"] = msgspec.Raw(function["arguments"].encode())      # numbers as they were written
+        self._blocks[-1]["input"] = msgspec.Raw(function["arguments"].encode())      # Raw keeps numbers as the model wrote them
         yield self._delta("input_json_delta", "partial_json", function["arguments"])
         yield {"type": "content_block_stop", "index": len(self._blocks) - 1}
 

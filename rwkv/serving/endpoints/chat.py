@@ -1,6 +1,6 @@
-"""OpenAI's /v1/chat/completions.
+"""OpenAI's endpoint /v1/chat/completions.
 
-chat_sequences() translates a ChatRequest for the engine. Other chat interfaces translate their requests into a ChatRequest.
+chat_sequences() translates a ChatRequest for the engine. The other chat APIs translate their requests into a ChatRequest.
 """
 
 from collections.abc import Sequence
@@ -11,8 +11,8 @@ import msgspec
 from starlette.requests import Request
 
 from rwkv.chat.calls import START, call_stop
+from rwkv.chat.encoding import for_tokenizer
 from rwkv.chat.messages import check_messages
-from rwkv.chat.rendered import for_tokenizer
 from rwkv.chat.templates import chat_template
 from rwkv.chat.thoughts import START as START_OF_THOUGHTS
 from rwkv.chat.thoughts import begun_by, begun_in, thoughts_end
@@ -28,7 +28,7 @@ from rwkv.serving.schema import AllowedToolsChoice, ChatRequest, TemplateOptions
 from rwkv.serving.service import Service, default_max_tokens, from_body, owner, resolve_adapter
 from rwkv.serving.submission import NO_LIMIT, answer, include_usage, make_sequences, message_ids, prompt_ids, stopping
 
-TEMPLATE_NAMES = {"bot": "flower", "assistant": "g1", "function_calling": "g1"}          # by rwkv_prompt_template
+TEMPLATE_NAMES = {"bot": "flower", "assistant": "g1", "function_calling": "g1"}          # by value of rwkv_prompt_template
 
 
 async def chat_completions(service: Service, request: Request) -> Answer:
@@ -42,7 +42,8 @@ def _translated(service: Service, sent: bytes, owner: str) -> tuple[list[Generat
 
 def chat_sequences(service: Service, body: ChatRequest, owner: str,
                before: Sequence[int] = ()) -> tuple[list[Generate], ResponseSpec]:
-    """The sequences that answer a chat request. before: the ids of earlier turns, which end with an answer.
+    """The sequences that answer a chat request, and how to present them. before: the ids of earlier turns, which must end with
+    an answer.
 
     Raises ApiError and UserError with the field names of a ChatRequest.
     """
@@ -61,7 +62,7 @@ def chat_sequences(service: Service, body: ChatRequest, owner: str,
         prompt = service.states.continued_prompt(context, body.messages, tools, thinking.think, thinking.effort)
     else:
         prompt = service.states.prompt(context, body.messages, tools, thinking.think, thinking.effort)
-    if call_start and answer_start:      # thoughts, which end before the call
+    if call_start and answer_start:      # ends the thoughts that answer_start begins
         end = thoughts_end(answer_start)
         prompt = f"{prompt}{end}"
         answer_start = f"{answer_start}{end}"
@@ -95,12 +96,14 @@ def chat_sequences(service: Service, body: ChatRequest, owner: str,
 
 
 def _answer_to_continue(body: ChatRequest, call_start: str) -> str:
-    """The content of the last message. call_start: as tools_and_call returns it. Raises ApiError and UserError."""
+    """The content of the last message, which the answer continues. call_start: as tools_and_call returns it.
+
+    Raises ApiError and UserError if the message cannot be continued."""
     messages = check_messages(body.messages)
     last = messages[-1]
     if last["role"] != "assistant" or last.get("tool_calls") or not last["content"]:
         where = f"messages[{len(messages) - 1}]"
-        raise ApiError(400, f"{where}, which the answer continues, must have the role assistant, a text and no calls of tools",
+        raise ApiError(400, f"{where}, which the answer continues, must have the role assistant, some text and no tool calls",
                        where)
     if call_start:
         raise ApiError(400, "tool_choice must be auto or none when the answer continues a message", "tool_choice")
@@ -109,7 +112,8 @@ def _answer_to_continue(body: ChatRequest, call_start: str) -> str:
 
 
 def _with_template(service: Service, body: ChatRequest) -> Service:
-    """The service with the chat template that rwkv_prompt_template names, if the server's has another form."""
+    """The service with a chat template of the kind that rwkv_prompt_template names: the server's own template if it is of that
+    kind, otherwise the one in TEMPLATE_NAMES."""
     kwargs = body.chat_template_kwargs or TemplateOptions()
     name = kwargs.rwkv_prompt_template
     default = service.template
@@ -124,15 +128,16 @@ def _with_template(service: Service, body: ChatRequest) -> Service:
 
 
 def _thinking(service: Service, body: ChatRequest, calls: bool) -> Thinking:
-    """How the answer begins. calls: it must begin with a call, and so without thoughts.
+    """How the answer begins. calls: whether the answer must begin with a tool call, and thus without thoughts.
 
-    Raises ApiError if the template has no form for the requested thinking; an effort without a form is ignored.
+    Raises ApiError if the template does not support the requested thinking; an unsupported effort is ignored.
     """
     thinking = body.thinking(service.template.thinks)
     try:
         service.template.answer_start(thinking.think)
         if calls and thinking.think is True:
-            raise UserError("think: conflicts with a tool_choice that requires a call; send auto, or turn thinking off")
+            raise UserError("think: conflicts with a tool_choice that requires a call; send tool_choice=auto, or turn "
+                            "thinking off")
     except UserError as error:
         if thinking.wish:
             return thinking._replace(think=False)
@@ -141,9 +146,9 @@ def _thinking(service: Service, body: ChatRequest, calls: bool) -> Thinking:
 
 
 def tools_and_call(service: Service, body: ChatRequest) -> tuple[list[JsonObject] | None, str]:
-    """The tools for the template (None for no tools), and the answer's first text if tool_choice requires a call, else "".
+    """The tools for the template (None for no tools), and how the answer begins if tool_choice requires a call ("" if not).
 
-    Raises ApiError for a choice that the tools or the template do not allow.
+    Raises ApiError for a tool_choice that the tools or the template do not allow.
     """
     choice = body.tool_choice
     template = service.template
@@ -159,14 +164,15 @@ def tools_and_call(service: Service, body: ChatRequest) -> tuple[list[JsonObject
     if mode in (None, "auto"):
         return tools, ""
     if template.call_start is None:
-        raise ApiError(400, f"tool_choice must be auto or none with the chat template {template.name}: the form of a call is "
-                            f"known only for g1 and for templates with {START}", "tool_choice")
+        raise ApiError(400, f"tool_choice must be auto or none with the chat template {template.name}: the format of tool "
+                            f"calls is known only for g1 and for templates with {START}", "tool_choice")
     before, after = template.call_start
     return tools, f"{before}{names[0]}{after}" if len(names) == 1 else before
 
 
 def shown_tools(service: Service, tools: list[Tool] | None) -> list[JsonObject] | None:
-    """The tools for the template. A tool without parameters, which templates expect, gets empty ones. Raises ApiError."""
+    """The tools as the template expects them: a tool without parameters gets an empty schema. Raises ApiError if the template
+    does not support tools."""
     if not tools:
         return None
     if not service.template.supports_tools:
@@ -181,11 +187,12 @@ def shown_tools(service: Service, tools: list[Tool] | None) -> list[JsonObject] 
 
 def _grammar(service: Service, body: ChatRequest, tools: bool, call_start: str, begun: str, think: bool,
              in_text: bool) -> Grammar | None:
-    """The grammar of the answer; None for any text. tools: the answer may call them. call_start: as tools_and_call returns it.
-    begun: the beginning of thoughts with which the prompt ends. think: the answer may begin with thoughts. in_text: the prompt
-    ends in the answer's text, and the grammar is that of the rest.
+    """The grammar of the answer; None for any text.
 
-    Raises ApiError if the form of a call is unknown, and for JSON whose text has begun.
+    tools: whether the answer may call tools. call_start: as tools_and_call returns it. begun: the beginning of the answer's
+    thoughts, if the prompt ends with it. think: whether the answer may begin with thoughts. in_text: whether the prompt already
+    contains the beginning of the answer's text; the grammar then constrains only the rest of the text. Raises ApiError if the
+    template's format of tool calls is unknown, and for a JSON format if the text has already begun.
     """
     answer = body.answer_grammar()
     if answer and in_text and body.grammar is None:
@@ -197,7 +204,7 @@ def _grammar(service: Service, body: ChatRequest, tools: bool, call_start: str, 
     if tools and (call_start or answer):
         if service.template.call_start is None:
             raise ApiError(400, "response_format and grammar conflict with tools under the chat template "
-                                f"{service.template.name}, whose form of a call is unknown: send tool_choice=none",
+                                f"{service.template.name}, whose format of tool calls is unknown: send tool_choice=none",
                            "tools")
         form = service.template.call_start[0].lstrip(), service.template.call_start[1]
         calls = Grammar.calls(form, functions, f"\n{call_stop(form[0]).lstrip()}", call_start.lstrip())
@@ -206,10 +213,10 @@ def _grammar(service: Service, body: ChatRequest, tools: bool, call_start: str, 
         answer = answer.or_else(calls) if answer else None
     if answer is None:
         strict = [named for named, (_, function) in zip(functions, callable_tools, strict=True) if function.strict]
-        # A grammar allows no special token, and so it cannot allow a call that begins with one
+        # A grammar allows no special token, so it cannot allow a call that begins with a special token.
         can_hold = START not in service.tokenizer.special and service.tokenizer.has_bytes
         return Grammar.text_with_calls(strict) if tools and strict and can_hold else None
-    if "</think" in begun:               # an empty thought, perhaps without the last ">"
+    if "</think" in begun:               # the prompt ends with empty thoughts; the last ">" may be missing
         return answer.after_space() if begun.rstrip().endswith(">") else answer.after_space().after(">")
     if in_text:
         return answer

@@ -1,4 +1,4 @@
-"""OpenAI's /v1/embeddings. EmbeddingAnswer also answers Ollama's requests for embeddings."""
+"""OpenAI's endpoint /v1/embeddings. EmbeddingAnswer also answers Ollama's requests for embeddings."""
 
 import base64
 import sys
@@ -24,8 +24,8 @@ from rwkv.serving.schema import Ignored, TokenId, read
 from rwkv.serving.service import Service, from_body, owner, resolve_adapter
 from rwkv.serving.submission import prompt_ids, submit
 
-MOST_INPUTS = 2048                       # of one request, as in OpenAI's API
-AT_ONCE = 4                              # inputs of one request in the engine at a time, beside other requests
+MOST_INPUTS = 2048                       # most inputs in one request, as in OpenAI's API
+AT_ONCE = 4                              # most inputs of one request that are in the engine together
 
 
 class EmbeddingRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -33,7 +33,7 @@ class EmbeddingRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True)
     model: str | None = None
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Annotated[int, msgspec.Meta(ge=1)] | None = None
-    pooling: Pooling | None = None       # by default mean
+    pooling: Pooling | None = None       # default: mean
     user: Ignored = None
 
 
@@ -64,7 +64,7 @@ def _translated(service: Service, sent: bytes, owner: str) -> tuple[list[Generat
 def _inputs(value: Any) -> list[str | list[int]]:
     inputs = [value] if isinstance(value, str) or (value and all(isinstance(item, int) for item in value)) else value
     if not (all(isinstance(item, str) for item in inputs) or all(isinstance(item, list) for item in inputs)):
-        raise ApiError(400, "input must be a text, a list of texts, a list of token ids, or a list of such lists", "input")
+        raise ApiError(400, "input must be a string, a list of strings, a list of token ids, or a list of id lists", "input")
     for place, item in enumerate(inputs):
         if not item:
             where = "input" if isinstance(value, str) else f"input[{place}]"
@@ -74,12 +74,12 @@ def _inputs(value: Any) -> list[str | list[int]]:
 
 def embedding_sequences(service: Service, inputs: list[str | list[int]], model: str, owner: str, dimensions: int | None,
                     pooling: Pooling = "mean") -> list[Generate]:
-    """A sequence of 0 new tokens for each input. Raises ApiError."""
+    """For each input, a sequence that generates no tokens. Raises ApiError for too many inputs and for wrong dimensions."""
     width = service.model_info.width
     if not 1 <= len(inputs) <= MOST_INPUTS:
-        raise ApiError(400, f"input must have 1 to {MOST_INPUTS} texts; got {len(inputs)}", "input")
+        raise ApiError(400, f"input must have 1 to {MOST_INPUTS} items; got {len(inputs)}", "input")
     if dimensions not in (None, width):
-        raise ApiError(400, f"dimensions must be {width}, the model's width; got {dimensions}", "dimensions")
+        raise ApiError(400, f"dimensions must be {width}, the width of the model; got {dimensions}", "dimensions")
     start = service.states.start(None, owner, model)
     return [Generate(EngineRequest(prompt_ids(service, text, f"input[{place}]", start), stopping=StoppingCriteria(0),
                                    pooling=pooling), model, owner, start) for place, text in enumerate(inputs)]
@@ -90,9 +90,10 @@ def at_once(service: Service) -> int:
 
 
 class EmbeddingAnswer(Answer):
-    """The embeddings of `sequences`, which are submitted a few at a time. ticket: of the first ones. render: makes the content.
+    """The answer with the embeddings of `sequences`, which are submitted to the engine a few at a time.
 
-    error_form: as in ApiError.response.
+    ticket: the ticket of the first few sequences. render: makes the response body from the last event of each sequence.
+    error_form: as `form` of ApiError.response.
     """
 
     def __init__(self, service: Service, ticket: Ticket, sequences: list[Generate], render: Render,
@@ -117,7 +118,7 @@ class EmbeddingAnswer(Answer):
         await self._send(response, scope, receive, send)
 
     async def _events(self) -> list[Event]:
-        """The last event of each sequence. Raises ApiError if an input was not read."""
+        """The last event of each sequence. Raises ApiError if an input could not be read in time."""
         last_events: list[Event] = []
         while True:
             events = {number: event async for number, event in self._ticket if event.finish_reason is not None}
@@ -132,7 +133,7 @@ class EmbeddingAnswer(Answer):
 
 
 def _as_base64(vector: list[float]) -> str:
-    """The numbers as little-endian float32."""
+    """The numbers as little-endian float32, in base64."""
     numbers = array("f", vector)
     if sys.byteorder == "big":
         numbers.byteswap()

@@ -1,4 +1,4 @@
-"""/v1/models, in the forms of OpenAI and Anthropic at once: no field differs between them."""
+"""The endpoint /v1/models. Its objects have the fields of both OpenAI and Anthropic, which do not conflict."""
 
 from datetime import UTC, datetime
 
@@ -22,8 +22,8 @@ async def one_model(service: Service, request: Request) -> Response:
 
 
 def _model_object(service: Service, name: str) -> JsonObject:
-    """The object for a model, with vLLM's max_model_len; meta has facts and defaults; its state_bytes is None if
-    there is no room for a state."""
+    """The object that describes a model. max_model_len is a field of vLLM's. meta has facts about the model and the default
+    options; meta.state_bytes is None if the server has no memory for saved states."""
     states = service.states
     usual = service.defaults[False, False]
     meta = {**vars(service.model_info), "template": service.template.name,

@@ -1,7 +1,7 @@
-"""Ollama's /api/chat and /api/generate. ollama_models.py has the rest of its interface.
+"""Ollama's endpoints /api/chat and /api/generate. ollama_models.py has the rest of Ollama's API.
 
-A request becomes a ChatRequest, or with raw=true a CompletionRequest; the choices that answer it become JSON lines. As in
-Ollama, unknown fields and options are ignored, and a stream is the default.
+A request becomes a ChatRequest, or with raw=true a CompletionRequest; the choices of the answer become JSON lines. As in
+Ollama, unknown fields and options are ignored, and answers are streamed by default.
 """
 
 import time
@@ -27,7 +27,7 @@ from rwkv.serving.schema import OFF, CompletionRequest, TokenId, TranslatedChat,
 from rwkv.serving.service import Service, from_body, owner, resolve_adapter
 from rwkv.serving.submission import prompt_ids, submit
 
-GENERATED: JsonObject = {**GENERATION, "answers": (JSON, LINES), "error": "OllamaError"}         # of an Endpoint
+GENERATED: JsonObject = {**GENERATION, "answers": (JSON, LINES), "error": "OllamaError"}         # fields of an Endpoint
 OPTIONS = {"num_predict": "max_tokens", "repeat_penalty": "repetition_penalty", "temperature": "temperature", "top_k": "top_k",
            "top_p": "top_p", "min_p": "min_p", "presence_penalty": "presence_penalty", "frequency_penalty": "frequency_penalty",
            "seed": "seed", "stop": "stop"}
@@ -37,7 +37,7 @@ NAMES = {**{here: f"options.{option}" for option, here in OPTIONS.items()}, "rea
 
 class Model(msgspec.Struct, kw_only=True):
     model: str | None = None
-    name: str | None = None              # the older name
+    name: str | None = None              # older clients send name instead of model
 
 
 class OllamaRequest(Model, kw_only=True):
@@ -72,7 +72,7 @@ def error_body(error: ApiError) -> JsonObject:
 
 
 def _renamed(field: str) -> str:
-    """The name here of a field of a ChatRequest or a CompletionRequest."""
+    """Ollama's name for a field of a ChatRequest or a CompletionRequest."""
     first, _, rest = field.partition(".")
     if first == "messages" or first.startswith("messages["):
         return field.replace(".reasoning_content", ".thinking")
@@ -82,7 +82,7 @@ def _renamed(field: str) -> str:
 
 
 def model_id(service: Service, body: Model) -> str:
-    """The id of the model that a request names, perhaps with ":latest". Raises ApiError for an unknown name."""
+    """The id of the model that a request names; the name may end with ":latest". Raises ApiError for an unknown name."""
     return resolve_adapter(service, body.model or body.name or None) or service.model
 
 
@@ -101,7 +101,7 @@ async def _respond(service: Service, request: Request, translate: Callable[[Serv
     sequences, spec, body = await from_body(service, request, translate)
     stream = body.stream is not False
     is_chat = isinstance(body, OllamaChat)
-    if not sequences:                    # a request without a prompt: Ollama loads the model, or with keep_alive=0 unloads it
+    if not sequences:                    # without a prompt, Ollama only loads the model, or with keep_alive=0 unloads it
         reason = "unload" if body.keep_alive in (0, "0", "0s", "0m") else "load"
         line = _line(spec.model, {"content": ""}, is_chat) | {"done": True, "done_reason": reason}
         return Response(msgspec.json.encode(line) + b"\n", media_type=LINES if stream else "application/json")
@@ -119,7 +119,7 @@ def _chat(service: Service, sent: bytes, owner: str) -> Translated:
     fields["messages"] = [_message(message, f"messages[{i}]") for i, message in enumerate(body.messages)]
     fields["tools"] = [{"type": "function", **tool} for tool in body.tools or ()] or None
     last = fields["messages"][-1]
-    if last.get("role") == "assistant" and not last.get("tool_calls"):   # Ollama continues it
+    if last.get("role") == "assistant" and not last.get("tool_calls"):   # Ollama continues an assistant message
         if last["content"] or last.get("reasoning_content"):
             fields["continue_final_message"] = True
         else:
@@ -134,26 +134,26 @@ def _generate(service: Service, sent: bytes, owner: str) -> Translated:
     if body.suffix:
         raise ApiError(400, "suffix is not supported: an RWKV model reads in one direction", "suffix")
     if body.template:
-        raise ApiError(400, "template is not supported: the server's chat template applies, or with raw=true none",
+        raise ApiError(400, "template is not supported: the server applies its own chat template, or none with raw=true",
                        "template")
     _refuse_images(body.images, "images")
     if not body.prompt and not (body.raw and body.context):
         return [], _empty_spec(service, name), body
     if body.context:
-        prompt_ids(service, body.context, "context")             # ids of this vocabulary
+        prompt_ids(service, body.context, "context")             # only checks the ids
     fields = _fields(body, name)
     prompt = body.prompt or ""
     with renaming(_renamed):
         if body.raw:
             return *completion_sequences(service, _raw(service, body, prompt, fields), owner), body
-        # A context already includes the conversation's system prompt
+        # The context already includes the conversation's system prompt.
         system = [{"role": "system", "content": body.system}] if body.system and not body.context else []
         fields["messages"] = [*system, {"role": "user", "content": prompt}]
         return *chat_sequences(service, converted(fields, TranslatedChat), owner, body.context or ()), body
 
 
 def _raw(service: Service, body: OllamaGenerate, prompt: str, fields: JsonObject) -> CompletionRequest:
-    """A completion of the prompt as it is."""
+    """The CompletionRequest for raw=true, which completes the prompt without a chat template."""
     if body.think or body.system:
         raise ApiError(400, f"{'think' if body.think else 'system'} conflicts with raw, which skips the chat template", "raw")
     for name in ("enable_thinking", "reasoning_effort"):
@@ -168,16 +168,16 @@ def _raw(service: Service, body: OllamaGenerate, prompt: str, fields: JsonObject
 
 
 def _fields(body: OllamaRequest, model: str) -> JsonObject:
-    """The fields of a ChatRequest that chat and generate share."""
+    """The fields of the ChatRequest that /api/chat and /api/generate have in common."""
     options = {name: value for name, value in (body.options or {}).items() if value is not None}
     require_off({name: options[name] for name in OFF if name in options}, OFF, "sampler", "options.")
     fields = {here: options[option] for option, here in OPTIONS.items() if option in options}
     limit = fields.get("max_tokens")
-    if limit is None or (isinstance(limit, int) and limit <= 0):         # Ollama: no limit
+    if limit is None or (isinstance(limit, int) and limit <= 0):         # in Ollama, 0 and negative numbers mean no limit
         fields["max_tokens"] = None
     if options.get("repeat_last_n") == 0:
         fields["repetition_penalty"] = 1.0
-    for name, value in fields.items():   # for clients in languages without integers
+    for name, value in fields.items():   # clients in languages without integers send 2.0 for 2
         if isinstance(value, float) and value.is_integer() and name in ("max_tokens", "top_k", "seed"):
             fields[name] = int(value)
     form: JsonObject | None = None
@@ -214,7 +214,7 @@ def _empty_spec(service: Service, model: str) -> ResponseSpec:
 
 
 def _line(model: str, delta: JsonObject, is_chat: bool) -> JsonObject:
-    """A JSON line for a delta or a message in OpenAI's form."""
+    """The JSON line for a delta or a message in OpenAI's format."""
     text = delta.get("content") or ""
     thinking = delta.get("reasoning_content")
     calls = [{"id": call["id"], "function": {"name": call["function"]["name"],
@@ -234,7 +234,7 @@ class OllamaAnswer(Answer):
         super().__init__(service.engine, ticket, spec, stream, service.config.timeout_s)
         self._is_chat = is_chat
         self._start = time.monotonic_ns()
-        self._first = 0                  # time of the first event
+        self._first = 0                  # time of the first event, in nanoseconds
         self._text = ""
 
     def _take(self, number: int, event: Event) -> None:
@@ -268,7 +268,7 @@ class OllamaAnswer(Answer):
             yield one_line(_line(self._spec.model, {}, self._is_chat) | self._end(reason)) + b"\n"
 
     def _choice_line(self, choice: JsonObject) -> JsonObject:
-        """The line for a choice of a chat or of a completion."""
+        """The JSON line for a choice of a chat completion or a completion."""
         delta = choice.get("delta") or choice.get("message") or {"content": choice.get("text")}
         line = _line(self._spec.model, delta, self._is_chat)
         return line | {"logprobs": _entries(choice["logprobs"])} if choice["logprobs"] else line
@@ -288,7 +288,7 @@ class OllamaAnswer(Answer):
 
 
 def _entries(logprobs: JsonObject) -> list[JsonObject]:
-    """Log-probabilities of a chat, or the parallel lists of a completion, as a list with an entry for each token."""
+    """Log-probabilities in Ollama's format, one entry per token. logprobs: those of a chat completion or a completion."""
     if "content" in logprobs:
         entries: list[JsonObject] = logprobs["content"]
         return entries

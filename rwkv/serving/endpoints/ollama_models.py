@@ -1,4 +1,4 @@
-"""Ollama's endpoints about models, /api/tags, /api/show, /api/ps, /api/pull and /api/version, and its embeddings."""
+"""Ollama's endpoints for models, /api/tags, /api/show, /api/ps, /api/pull and /api/version, and for embeddings."""
 
 import hashlib
 import time
@@ -21,8 +21,8 @@ from rwkv.serving.schema import read
 from rwkv.serving.service import LATEST, Service, from_body, owner, resolve_adapter
 from rwkv.serving.submission import encoded, submit
 
-VERSION = "0.12.6"                       # of the interface: clients refuse older ones
-FAR = "2318-01-01T00:00:00Z"             # when the model leaves memory: Ollama's value for keep_alive=-1
+VERSION = "0.12.6"                       # of Ollama's API; clients refuse older versions
+FAR = "2318-01-01T00:00:00Z"             # when the model will be unloaded: Ollama's date for "never" (keep_alive=-1)
 
 
 def _model_entry(service: Service, name: str) -> JsonObject:
@@ -31,7 +31,7 @@ def _model_entry(service: Service, name: str) -> JsonObject:
     size = info.parameters * BITS[info.dtype] // 8
     return {"name": name if ":" in name else name + LATEST, "model": name if ":" in name else name + LATEST,
             "modified_at": datetime.fromtimestamp(service.created, UTC).isoformat(), "size": size,
-            "digest": hashlib.sha256(facts.encode()).hexdigest(), "details": _details(service)}       # not of the weights
+            "digest": hashlib.sha256(facts.encode()).hexdigest(), "details": _details(service)}
 
 
 def _details(service: Service) -> JsonObject:
@@ -47,7 +47,7 @@ async def tags(service: Service, request: Request) -> Response:
 
 
 async def running(service: Service, request: Request) -> Response:
-    """All models, because they stay in memory while the server runs."""
+    """Lists all models as running, because they stay in memory while the server runs."""
     models = [_model_entry(service, name) for name in (service.model, *service.engine.adapters)]
     for model in models:
         model |= {"expires_at": FAR, "size_vram": model["size"] if service.model_info.device == "cuda" else 0,
@@ -82,7 +82,7 @@ async def version(service: Service, request: Request) -> Response:
 
 
 async def pull(service: Service, request: Request) -> Response:
-    """Succeeds for the server's models. Raises ApiError for any other."""
+    """Succeeds without doing anything if the server has the model. Raises ApiError if not."""
     def respond(service: Service, sent: bytes) -> Response:
         model_id(service, read(sent, Model))
         return Response(b'{"status":"success"}\n', media_type=LINES)
@@ -104,7 +104,7 @@ class EmbedRequest(Model, kw_only=True):
 
 
 class EmbeddingsRequest(Model, kw_only=True):
-    """Body of the older /api/embeddings."""
+    """The body of Ollama's older endpoint /api/embeddings."""
 
     prompt: str | None = None
 
@@ -122,7 +122,7 @@ Translated = tuple[list[Generate], Render]
 
 async def _respond(service: Service, request: Request, translate: Callable[[Service, bytes], Translated]) -> ASGIApp:
     sequences, render = await from_body(service, request, translate)
-    if not sequences:                    # as an empty prompt of /api/generate
+    if not sequences:                    # no input: as for an empty prompt, Ollama only loads the model
         return json_response(render([]))
     return EmbeddingAnswer(service, await submit(service, sequences[:at_once(service)]), sequences, render, error_body)
 
@@ -150,7 +150,7 @@ def _embed_prompt(service: Service, sent: bytes, owner: str) -> Translated:
 
 def _input_sequences(service: Service, inputs: Sequence[str], name: str, owner: str, truncate: bool,
                      dimensions: int | None) -> list[Generate]:
-    """truncate: read only the beginning of an input that is too long."""
+    """A sequence for each input. truncate: whether to read only the beginning of an input that is too long."""
     if not inputs:
         return []
     ids = [encoded(service.tokenizer.encode, text, f"input[{place}]") for place, text in enumerate(inputs)]

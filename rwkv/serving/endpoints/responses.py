@@ -1,4 +1,4 @@
-"""OpenAI's /v1/responses."""
+"""OpenAI's endpoint /v1/responses."""
 
 from functools import partial
 
@@ -35,7 +35,7 @@ def _prepare(service: Service, sent: bytes, owner: str) -> tuple[list[Generate],
 
 
 async def count_tokens(service: Service, request: Request) -> Response:
-    """The tokens of a request's input, with those of the response or the state that it continues."""
+    """Counts a request's input tokens, including the tokens of the response or state that the request continues."""
     try:
         (sequence, *_), *_ = await from_body(service, request, partial(_prepare, owner=owner(request)))
     except ApiError as error:
@@ -46,7 +46,7 @@ async def count_tokens(service: Service, request: Request) -> Response:
 
 async def one_response(service: Service, request: Request) -> Response:
     if request.query_params.get("stream") == "true":
-        raise ApiError(400, "stream requires a new response: this one is finished", "stream")
+        raise ApiError(400, "stream=true is not possible: this response is already finished", "stream")
     return json_response(_stored(service, request).response)
 
 
@@ -58,8 +58,8 @@ async def delete_response(service: Service, request: Request) -> Response:
 
 async def cancel_response(service: Service, request: Request) -> Response:
     _stored(service, request)
-    raise ApiError(400, "this response is finished: cancel a running one by closing its connection; this server runs "
-                        "none in the background")
+    raise ApiError(400, "this response is already finished. This server runs no responses in the background: to cancel a "
+                        "running response, close its connection")
 
 
 async def response_input(service: Service, request: Request) -> Response:

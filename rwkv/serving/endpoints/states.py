@@ -1,4 +1,4 @@
-"""/v1/states: states that clients keep, made of a prompt, of messages or of a state file."""
+"""The endpoint /v1/states: clients' saved states, made from a prompt, from messages or from a state file."""
 
 from functools import partial
 
@@ -22,7 +22,7 @@ from rwkv.serving.submission import message_ids, prompt_ids, submit
 
 
 class StateAnswer(Answer):
-    """The final state of the ticket's only sequence."""
+    """The answer that describes the final state of the ticket's only sequence."""
 
     def _whole(self) -> Response:
         state = self._choices[0].last.state
@@ -32,7 +32,7 @@ class StateAnswer(Answer):
 
 
 async def make_state(service: Service, request: Request) -> ASGIApp:
-    """Makes a state from the content of a state file, or by reading a prompt or messages."""
+    """Saves a state: either an uploaded state file, or the state after a prompt or messages."""
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() in FORMS:
         limit = max(service.config.max_body_mib * MIB, 2 * service.states.state_bytes + MIB)
         content = await read_body(request, limit)
@@ -46,16 +46,16 @@ async def make_state(service: Service, request: Request) -> ASGIApp:
 
 
 def _state_sequence(service: Service, sent: bytes, owner: str) -> Generate:
-    """A sequence of 0 new tokens, whose final state is saved."""
+    """A sequence that generates no tokens, and whose final state is saved."""
     body = read(sent, StateRequest)
     model = resolve_adapter(service, body.model)
     if (body.prompt is None) == (body.messages is None):
-        raise ApiError(400, "send a prompt, messages, or a file with the content type {FORMS[0]}", "prompt")
+        raise ApiError(400, f"send a prompt, messages, or a state file with the content type {FORMS[0]}", "prompt")
     start = service.states.start(body.state, owner, model)
     turn = None
     if body.messages is None:
         if body.tools:
-            raise ApiError(400, "tools requires messages, and conflicts with prompt", "tools")
+            raise ApiError(400, "tools requires messages and conflicts with prompt", "tools")
         ids = prompt_ids(service, body.prompt or "", start=start)
     else:
         tools = shown_tools(service, body.tools)

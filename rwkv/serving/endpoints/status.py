@@ -1,4 +1,4 @@
-"""The server's health, its metrics, and the page for trying it."""
+"""Endpoints for the server's health and metrics, and the web page for trying it."""
 
 from importlib import resources
 

@@ -1,1 +1,1 @@
-"""The engine in a process of its own: worker there; in the HTTP process remote, queue, and compiling of grammars."""
+"""The engine's process (worker), and what the HTTP process needs to use it: remote, queue and compiling (of grammars)."""

@@ -1,8 +1,9 @@
-"""Processes that compile grammars before the engine's process does, so that no client's schema blocks the others.
+"""Processes that compile each grammar before the engine's process does, so that one client's schema cannot block other clients.
 
 A grammar of a few bytes can take minutes and gigabytes to compile, and only killing the process stops the library. So each
-grammar is first compiled in one of PROCESSES processes, which is killed after SECONDS or if it needs more than MEMORY; the
-request is then refused. Each API key has a queue of grammars, and the key with the fewest running ones is next.
+grammar is first compiled in one of PROCESSES processes. If this takes longer than SECONDS or needs more memory than MEMORY, the
+process is killed and the request refused. Each API key has a queue of grammars; the key with the fewest running compilations is
+next.
 """
 
 import asyncio
@@ -29,29 +30,31 @@ from rwkv.serving.http.errors import RETRY_AFTER, ApiError
 from rwkv.tokenizer.tokenizers import Tokenizer
 
 PROCESSES = 2
-SECONDS = 5.0                            # for one grammar
-START_S = 120.0                          # for the start of a process
-LAST_S = 60
-MEMORY = 512 * MIB                       # that a process may need above its memory at the start
-RETAINED = 64 * MIB                          # that a compiled grammar may need in the engine's process
-MOST_WAITING = 256                       # grammars
-REMEMBERED = 256                         # grammars whose result is known
-WALKS = 12                               # random texts that look for beginnings without an end
+SECONDS = 5.0                            # time limit for compiling one grammar
+START_S = 120.0                          # time limit for starting a process
+LAST_S = 60                              # CPU seconds per grammar after which the system ends a process that nobody killed
+MEMORY = 512 * MIB                       # most memory for compiling, in addition to what the process has at its start
+RETAINED = 64 * MIB                      # most memory for a compiled grammar in the engine's process
+MOST_WAITING = 256                       # most grammars in all queues
+REMEMBERED = 256                         # grammars whose result is cached
+WALKS = 12                               # random texts per grammar, to find prefixes that cannot be completed
 
 
 class Compilers:
-    """All methods but `close` are for the event loop. tokenizer: from Tokenizer.to_dict."""
+    """The processes that compile grammars, and their queues. Call all methods except `close` from the event loop.
+
+    tokenizer: as Tokenizer.to_dict returns it."""
 
     def __init__(self, tokenizer: JsonObject, seconds: float = SECONDS) -> None:
         self._processes = [_Process(tokenizer, seconds) for _ in range(PROCESSES)]
         self._idle = [*self._processes]
         self._threads = ThreadPoolExecutor(PROCESSES)
-        self._waiting: OrderedDict[str, deque[_Job]] = OrderedDict()     # by owner; the last served is last
-        self._running: dict[str, int] = {}               # jobs by owner
-        self._reasons: OrderedDict[str, str] = OrderedDict()             # why a grammar is refused; "" for one that is not
+        self._waiting: OrderedDict[str, deque[_Job]] = OrderedDict()     # by owner; the owner served last comes last
+        self._running: dict[str, int] = {}               # number of jobs by owner
+        self._reasons: OrderedDict[str, str] = OrderedDict()             # why a grammar is refused; "" if it is accepted
 
     async def check(self, grammar: Grammar, owner: str) -> None:
-        """Raises UserError, with the field, if the grammar cannot be used; ApiError 429 if too many are queued."""
+        """Raises UserError, naming the field, if the grammar cannot be used, and ApiError 429 if too many are queued."""
         key = sha256(repr((grammar.start, grammar.rules, [part.name for part in grammar.parts])).encode()).hexdigest()
         reason = self._reasons.get(key)
         if reason is None:
@@ -108,17 +111,17 @@ class _Job:
 
 
 class _Process:
-    """A process that compiles grammars. It starts with the first one, and again after it has been killed."""
+    """A process that compiles grammars. The first grammar starts it; after a kill, the next grammar starts it again."""
 
     def __init__(self, tokenizer: JsonObject, seconds: float) -> None:
         self._tokenizer = tokenizer
         self._seconds = seconds
         self._process: SpawnProcess | None = None
-        self._connection: Any = None     # of another type on Windows
+        self._connection: Any = None     # its type differs on Windows
         self._stopped = False
 
     def reason(self, grammar: Grammar) -> str:
-        """Why the grammar is refused; "" if it is not. Blocks."""
+        """The reason for which the grammar is refused; "" if it is accepted. Blocks until the grammar is compiled."""
         where = grammar.parts[0].where
         try:
             if self._process is None and not self._stopped:
@@ -146,7 +149,7 @@ class _Process:
         self._connection.recv()
 
     def stop(self) -> None:
-        """Interrupts another thread's reason()."""
+        """Interrupts a call of reason() in another thread."""
         self._stopped = True
         if self._process is not None:
             self._process.kill()
@@ -160,7 +163,7 @@ class _Process:
 
 
 def _main(connection: Connection, tokenizer: JsonObject) -> None:
-    for number in STOPPING:              # the HTTP process decides when this one ends
+    for number in STOPPING:              # the HTTP process decides when this process ends
         signal.signal(number, signal.SIG_IGN)
     loaded = Tokenizer.from_dict(dict(tokenizer))
     with suppress(UserError):            # the tokenizer does not support grammars, or llguidance is missing
@@ -181,12 +184,12 @@ def _reason(grammar: Grammar, tokenizer: Tokenizer) -> str:
     except UserError as error:
         return str(error)
     if _resident() - before > RETAINED:
-        return f"{grammar.parts[0].where}: it must need at most {RETAINED // MIB} MiB once compiled: make it simpler"
+        return f"{grammar.parts[0].where}: it must take at most {RETAINED // MIB} MiB when compiled: make it simpler"
     return ""
 
 
 def _resident() -> int:
-    """This process's resident bytes; 0 if the system does not say."""
+    """This process's resident memory in bytes; 0 if the system does not report it."""
     try:
         return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
     except OSError:
@@ -197,13 +200,13 @@ def _limit_memory() -> None:
     if sys.platform != "win32":
         import resource
 
-        with suppress(OSError, ValueError):              # macOS has neither the file nor the limit
+        with suppress(OSError, ValueError):              # macOS has neither this file nor this limit
             addresses = int(Path("/proc/self/statm").read_text().split()[0]) * 4096
             resource.setrlimit(resource.RLIMIT_AS, (addresses + MEMORY, addresses + MEMORY))
 
 
 def _limit_time() -> None:
-    """Ends this process after LAST_S more seconds of CPU time, in case the HTTP process was killed."""
+    """Makes the system end this process after LAST_S more seconds of CPU time, in case the HTTP process was killed."""
     if sys.platform != "win32":
         import resource
 

@@ -1,4 +1,5 @@
-"""The queue of requests before the engine: how many sequences run, how many may wait, and who gets a 429."""
+"""The queue of requests in front of the engine. It limits how many sequences run and how many wait; further requests get status
+429."""
 
 import asyncio
 from collections import deque
@@ -11,7 +12,7 @@ from rwkv.serving.messages import Cancel, Event, Generate, Reply, ToEngine
 
 
 class Ticket:
-    """The sequences of one HTTP request. Iterating yields (number of the sequence, event) until all have finished."""
+    """The sequences of one HTTP request. Iterating yields (index of the sequence, event) until all sequences have finished."""
 
     def __init__(self, sequences: list[Generate]) -> None:
         self.sequences = sequences
@@ -35,9 +36,9 @@ class Ticket:
 
 
 class Queue:
-    """At most max_rows sequences run, and max_queue more are queued; the requests start in the order in which they came.
+    """The queue: at most max_rows sequences run, and at most max_queue more wait. Requests start in order of arrival.
 
-    send: sends a message to the engine.
+    send: a function that sends a message to the engine.
     """
 
     def __init__(self, max_rows: int, max_queue: int, send: Callable[[ToEngine], None]) -> None:
@@ -57,7 +58,8 @@ class Queue:
         return sum(len(ticket.sequences) for ticket in self._queued)
 
     def submit(self, sequences: list[Generate]) -> Ticket:
-        """A ticket for these sequences. Raises ApiError: 429 if the queue is full."""
+        """Queues these sequences, which start together, and returns their ticket. Raises ApiError, with status 429 if the queue
+        is full."""
         if len(sequences) > self._max_rows:
             raise ApiError(400, f"a request must have at most {self._max_rows} sequences; got {len(sequences)}", "n")
         if len(sequences) > self._max_rows + self._max_queue - self.n_running - self.n_queued:
@@ -68,15 +70,15 @@ class Queue:
         return ticket
 
     def start(self) -> None:
-        """Starts the next requests while there is room for all their sequences."""
+        """Starts queued requests, each as soon as all its sequences may run."""
         while self._queued and self.n_running + len(self._queued[0].sequences) <= self._max_rows:
             ticket = self._queued.popleft()
             self._running.update((sequence.id, ticket) for sequence in ticket.sequences)
             self._send(ticket.sequences)
 
     def cancel(self, ticket: Ticket) -> bool:
-        """Cancels running sequences at the engine's next step; answers a queued request with 503. Returns whether it was
-        queued."""
+        """Cancels a request: if it is running, at the engine's next step; if it is queued, its client gets status 503. Returns
+        whether it was queued."""
         if ticket.cancelled:
             return False
         ticket.cancelled = True
@@ -91,14 +93,14 @@ class Queue:
         return False
 
     def take_ticket(self, event: Event) -> Ticket:
-        """The ticket of an engine's event. A sequence's last event removes the sequence."""
+        """The ticket to which an event of the engine belongs. After its last event, a sequence leaves the queue."""
         ticket = self._running[event.id]
         if event.finish_reason is not None or event.error is not None:
             del self._running[event.id]
         return ticket
 
     def tickets(self) -> set[Ticket]:
-        """Of all unfinished requests."""
+        """The tickets of all unfinished requests."""
         return {*self._running.values(), *self._queued}
 
     def clear(self) -> None:

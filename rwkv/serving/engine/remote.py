@@ -1,4 +1,4 @@
-"""The HTTP process's side of the engine: starts its process, sends messages to it, and delivers the events of each request.
+"""The engine as the HTTP process sees it: starts the engine's process, sends messages to it, and delivers its events.
 
 The code runs in the event loop, except for two threads: one receives from the engine's process and one sends to it, so that
 neither a long message nor a long step delays HTTP.
@@ -41,11 +41,12 @@ Work = Callable[[Connection, ServeConfig], None]         # the main function of 
 
 
 class RemoteEngine:
-    """Starts the engine's process, whose main function is `work`. It runs at most max_rows sequences; max_queue more may queue.
+    """Starts the engine's process, whose main function is `work`. At most config.max_rows sequences run, and config.max_queue
+    more are queued.
 
-    states: the clients' saved states, by id; the process holds their content. adapters: as in Ready. failed: why the process
-    has ended; None while it runs. observe: called with each Step, for the metrics. report: called with the reason if the
-    process ends by itself, after all requests have their error.
+    states: the clients' saved states, by id; their content is in the engine's process. adapters: as in Ready. failed: the
+    reason why the process has ended; None while it runs. observe: called with each Step, for the metrics. report: called with
+    the reason if the process ends unexpectedly, after all requests have received their error.
     """
 
     def __init__(self, config: ServeConfig, work: Work) -> None:
@@ -57,22 +58,22 @@ class RemoteEngine:
         self._outbox: SimpleQueue[ToEngine | None] = SimpleQueue()
         self._queue = Queue(config.max_rows, config.max_queue, self._outbox.put)
         self._ids = count()
-        self._replies: dict[int, asyncio.Future[ReplyValue]] = {}       # by the message's id
+        self._replies: dict[int, asyncio.Future[ReplyValue]] = {}       # by message id
         self.states: dict[str, SavedState] = {}
         self.adapters: dict[str, SavedState | None] = {}
         self.failed: str | None = None
         self.observe: Callable[[Step], object] = lambda step: None
         self.report: Callable[[str], object] = lambda reason: None
-        self._memory = (0, 0, 0)         # of the last Step: cache_bytes, cache_entries, state_bytes
+        self._memory = (0, 0, 0)         # cache_bytes, cache_entries and state_bytes of the last Step
         self._attached = False
 
     def wait_until_ready(self) -> Ready:
-        """Blocks until the model is loaded. Raises UserError for a user's mistake, RuntimeError for any other failure."""
+        """Blocks until the model is loaded. Raises UserError for a user's mistake, and RuntimeError for any other failure."""
         try:
             message = self._connection.recv()
         except EOFError:
-            raise RuntimeError("the engine's process ended while it loaded the model; perhaps the system killed it for lack of "
-                               "memory") from None
+            raise RuntimeError("the engine's process ended while it was loading the model; the system may have killed it for "
+                               "lack of memory") from None
         if isinstance(message, Failed):
             raise UserError(message.reason) if message.mistake else RuntimeError(message.reason)
         assert isinstance(message, Ready)
@@ -81,7 +82,7 @@ class RemoteEngine:
         return message
 
     def attach(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Begins to deliver events, in this loop."""
+        """Starts to deliver events, in this event loop."""
         self._attached = True
         Thread(target=self._receive, args=(loop,), daemon=True).start()
         Thread(target=self._send, daemon=True).start()
@@ -95,18 +96,19 @@ class RemoteEngine:
         return self._queue.n_queued
 
     def submit(self, sequences: list[Generate]) -> Ticket:
-        """A ticket for these sequences. Raises ApiError: 429 if the queue is full, 503 if the engine has stopped."""
+        """Queues these sequences and returns their ticket. Raises ApiError 429 if the queue is full, 503 if the engine has
+        stopped."""
         self.require_engine()
         return self._queue.submit(sequences)
 
     async def upload(self, state: SavedState, content: bytes, layout: str | None = None) -> SavedState:
-        """Saves a state file's content under the id of `state`. Raises ApiError if no model of this server can use it."""
+        """Saves the content of a state file under the id of `state`. Raises ApiError if no model of this server can use it."""
         saved = await self._request(Upload(next(self._ids), state, content, layout))
         assert isinstance(saved, SavedState)
         return saved
 
     async def download(self, state: SavedState) -> bytes:
-        """The content of a state's file. Raises ApiError if the state is gone."""
+        """The state as the content of a state file. Raises ApiError if the state is gone."""
         content = await self._request(Download(next(self._ids), state))
         assert isinstance(content, bytes)
         return content
@@ -117,7 +119,7 @@ class RemoteEngine:
             self._outbox.put(Drop(state.id))
 
     async def sync(self, new: tuple[str, ...], lost: tuple[str, ...]) -> None:
-        """Adds states that another server has written, and drops those whose files it has deleted; as in SyncFolder."""
+        """Adds states that another server has written, and drops states whose files it has deleted; see SyncFolder."""
         await self._request(SyncFolder(next(self._ids), new, lost))
 
     async def _request(self, message: Upload | Download | SyncFolder) -> ReplyValue:
@@ -131,17 +133,17 @@ class RemoteEngine:
             raise ApiError(503, STOPPED, code="engine_ended")
 
     def cancel(self, ticket: Ticket) -> None:
-        """Cancels the ticket's sequences at the engine's next step. A queued ticket is answered with 503."""
+        """Cancels the ticket's sequences: running ones at the engine's next step; if they are queued, the client gets 503."""
         if self._queue.cancel(ticket):
             self.observe(Step([Event(sequence.id, finish_reason="cancelled") for sequence in ticket.sequences], *self._memory))
-            self._queue.start()                          # the next tickets may need less room
+            self._queue.start()                          # the next tickets, which may have fewer sequences, may now fit
 
     def cancel_all(self) -> None:
         for ticket in self._queue.tickets():
             self.cancel(ticket)
 
     def close(self) -> None:
-        """Ends the process. Kills it if it is still loading the model, or if a signal interrupts the wait for its end."""
+        """Ends the engine's process. Kills it if it is still loading the model, or if a signal interrupts the wait."""
         try:
             if self._attached:
                 self._outbox.put(None)
@@ -155,7 +157,7 @@ class RemoteEngine:
             ticket = self._queue.take_ticket(event)
             if event.state is not None:
                 self.states[event.state.id] = event.state
-                if ticket.cancelled:     # no client learns its id
+                if ticket.cancelled:     # no client will learn the state's id
                     self.drop(event.state)
                     event.state = None
             ticket.put(event)
@@ -173,7 +175,7 @@ class RemoteEngine:
             self.states.update((state.id, state) for state in reply.value.new)
             for state_id in reply.value.gone:
                 self.states.pop(state_id, None)
-        if future.cancelled():           # the client has gone
+        if future.cancelled():           # the client has disconnected
             if isinstance(reply.value, SavedState):
                 self.drop(reply.value)
         elif reply.error is not None:
@@ -193,7 +195,7 @@ class RemoteEngine:
         self.report(reason)
 
     def _receive(self, loop: asyncio.AbstractEventLoop) -> None:
-        with suppress(RuntimeError):     # the loop is closed: the server ends
+        with suppress(RuntimeError):     # the event loop is closed, because the server ends
             try:
                 while not isinstance(message := self._connection.recv(), Failed):
                     loop.call_soon_threadsafe(self._resolve if isinstance(message, Reply) else self._deliver, message)

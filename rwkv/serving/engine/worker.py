@@ -1,4 +1,4 @@
-"""The process with the engine: loads the model and generates. Only one thread uses torch.
+"""The engine's process: loads the model and generates. Only one thread uses torch.
 
 Loading the model in one thread and generating in another would start two teams of OpenMP threads on the same cores.
 """
@@ -47,12 +47,12 @@ from rwkv.serving.messages import (
 from rwkv.serving.states.store import StateGone, StateStore
 from rwkv.tokenizer.tokenizers import Tokenizer
 
-COMPILING_S = 0.002                      # seconds between two checks of a grammar's compilation, while idle
+COMPILING_S = 0.002                      # while idle, seconds between checks whether a grammar is compiled
 
 
 class LoadedAdapter(NamedTuple):
-    """model: the checkpoint's, or one with other weights. start: the state that its sequences begin with. tokens: the
-    number that it has read. digest: of the trained values."""
+    """A loaded adapter. model: the checkpoint's model, or one with the adapter's weights. start: the state from which its
+    sequences begin. tokens: the number of tokens that this state has read. digest: a hash of the trained values."""
 
     model: Model
     start: PrefillResult | None
@@ -61,7 +61,8 @@ class LoadedAdapter(NamedTuple):
 
 
 class Loaded(NamedTuple):
-    """The result of loading. adapters: by name. draft: of all models. The other fields are those of Ready and ModelInfo."""
+    """What `load` returns. adapters: the adapters by name. draft: one draft for all models. The other fields are as in Ready
+    and ModelInfo."""
 
     model: Model
     tokenizer: Tokenizer
@@ -79,8 +80,8 @@ Load = Callable[[ServeConfig], Loaded]
 
 
 def main(connection: Connection, config: ServeConfig, load: Load) -> None:
-    """Loads the model, warms it up, sends Ready or Failed, and generates until None comes or the connection ends."""
-    for number in STOPPING:              # the HTTP process decides when this one ends
+    """Loads the model, warms it up, sends Ready or Failed, and generates until it receives None or the connection ends."""
+    for number in STOPPING:              # the HTTP process decides when this process ends
         signal.signal(number, signal.SIG_IGN)
     keep_large_blocks()
     try:
@@ -113,7 +114,7 @@ def main(connection: Connection, config: ServeConfig, load: Load) -> None:
 
 
 class _Model(NamedTuple):
-    """A model that requests can name. start: the state that its sequences begin with; None for the empty one."""
+    """A model that requests can name. start: the state from which its sequences begin; None for the empty state."""
 
     model: Model
     engine: Engine
@@ -121,12 +122,12 @@ class _Model(NamedTuple):
 
 
 class _Job:
-    """A running sequence: its row, and how much of it has been sent."""
+    """A running sequence: the engine's row, and how much of the row's text has been sent."""
 
     def __init__(self, message: Generate, row: Row) -> None:
         self.message = message
         self.row = row
-        self.text = ""                   # not sent yet
+        self.text = ""                   # text not sent yet
         self._logprobs_sent = 0
 
     def event(self) -> Event | None:
@@ -134,14 +135,14 @@ class _Job:
         finished = self.row.complete
         if not finished and not self.message.stream:
             return None
-        # lm-evaluation-harness, which asks for the prompt's log-probabilities, expects one entry more than there are tokens
+        # lm-evaluation-harness requests the prompt's log-probabilities, and expects an entry for the token that ends the answer
         shown = len(sample.logprobs) if self.row.request.prompt_logprobs else len(sample.tokens)
         logprobs = sample.logprobs[self._logprobs_sent:shown]
         if not (self.text or logprobs or finished):
             return None
         if self.row.damaged:
-            return Event(self.message.id, error="the logits after the state are not finite: its model had diverged, or its "
-                         "file has changed")
+            return Event(self.message.id, error="the logits after the state are not finite: the model had diverged when the "
+                         "state was saved, or the state's file has changed")
         event = Event(self.message.id, self.text, logprobs)
         self.text = ""
         self._logprobs_sent += len(logprobs)
@@ -173,7 +174,7 @@ class _Job:
 
 
 class _Worker:
-    """Runs the engines: takes new messages before each step, and sends the events after it."""
+    """Runs the engines: handles new messages before each step, and sends the events after it."""
 
     def __init__(self, connection: Connection, models: Mapping[str, _Model], tokenizer: Tokenizer, cache: PrefixCache | None,
                  states: StateStore) -> None:
@@ -182,11 +183,11 @@ class _Worker:
         self._tokenizer = tokenizer
         self._cache = cache
         self._states = states
-        self._jobs: dict[Engine, dict[int, _Job]] = {model.engine: {} for model in models.values()}      # by the row's index
+        self._jobs: dict[Engine, dict[int, _Job]] = {model.engine: {} for model in models.values()}      # by row index
         self._refused: list[Event] = []
-        self._compiler = ThreadPoolExecutor(1)           # in a thread, so that no sequence waits for a grammar
+        self._compiler = ThreadPoolExecutor(1)           # one thread, so that no running sequence waits for a grammar
         self._compiling: list[tuple[Future[object], list[Generate]]] = []
-        self._cancelled: set[int] = set()                # sequences whose grammar is being compiled
+        self._cancelled: set[int] = set()                # ids of sequences cancelled while their grammar compiles
 
     def run(self) -> None:
         while True:
@@ -215,7 +216,7 @@ class _Worker:
                 self._connection.send(Step(events, *cached, self._states.nbytes, tuple(gone)))
 
     def _event(self, job: _Job) -> Event | None:
-        """The event to send for a sequence. Saves the final state first, if the request asks for it."""
+        """The event to send for a sequence, if any. Before a sequence's last event, saves the final state if requested."""
         event = job.event()
         saved = job.saved()
         if event is not None and saved is not None:
@@ -225,8 +226,9 @@ class _Worker:
         return event
 
     def _take(self, message: ToEngine) -> None:
-        """Handles one message. The sequences of one request come in one message and begin at the same step, so their prompt is
-        read once. The last bits of log-probabilities may depend on the number of rows, but not on when each sequence came.
+        """Handles one message. The sequences of a request arrive in one message and begin at the same step. So a prompt that
+        they share is read only once, and the last bits of log-probabilities depend on the number of rows but not on the time at
+        which each sequence arrived.
         """
         if isinstance(message, Cancel):
             for job in (job for jobs in self._jobs.values() for job in jobs.values()):
@@ -255,10 +257,11 @@ class _Worker:
             return Reply(message.id, error=str(error), state_gone=isinstance(error, StateGone))
 
     def _upload(self, message: Upload) -> SavedState:
-        """A tuned state is taken as the checkpoint's, because its file names no model."""
+        """Saves an uploaded state file. A tuned state is assumed to belong to the checkpoint's model, because its file does not
+        name a model."""
         if not time_states.is_content(message.content):
             if message.layout is not None:
-                raise UserError("state_layout requires a tuned state: leave it out")
+                raise UserError("state_layout applies only to files with a tuned state: omit state_layout")
             return self._states.upload(message.state, message.content)
         model = self._models[""].model
         tuned = time_states.read_content(message.content, model.config, message.layout)

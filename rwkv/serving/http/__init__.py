@@ -1,1 +1,1 @@
-"""HTTP itself: connections, errors, bodies, and who may connect."""
+"""The HTTP layer: connections, errors, request bodies, and checks of the origin."""

@@ -1,4 +1,4 @@
-"""Bodies of requests: their size, compression and charset."""
+"""Request bodies: size limit, decompression and charset."""
 
 import asyncio
 import email.message
@@ -13,14 +13,14 @@ CHARSETS = {"utf-8", "us-ascii", "iso-8859-1", "windows-1252", "utf-16", "utf-16
 
 
 async def read_json(request: Request, limit: int) -> bytes:
-    """The request's JSON body in UTF-8. Raises ApiError as read_body does, and for an unknown charset."""
+    """The request's JSON body, converted to UTF-8. Raises ApiError as read_body does, and for a wrong charset."""
     return _as_utf8(request, await read_body(request, limit))
 
 
 async def read_body(request: Request, limit: int) -> bytes:
-    """The request's body, decompressed. limit: bytes, at least 1 MiB.
+    """The request's body, decompressed. limit: the most bytes, at least 1 MiB.
 
-    Raises ApiError if it is larger, or compressed by anything but gzip.
+    Raises ApiError if the body is larger, or if its content-encoding is not gzip.
     """
     too_large = ApiError(413, f"the body must have at most {limit // MIB} MiB", code="body_too_large")
     codings = ",".join(request.headers.getlist("content-encoding")).lower().replace("x-gzip", "gzip").split(",")
@@ -48,7 +48,7 @@ async def read_body(request: Request, limit: int) -> bytes:
 
 
 def _decompressed(sent: bytes, limit: int) -> bytes:
-    """The content of a gzip file, cut after limit + 1 bytes. Raises ApiError if it is not whole."""
+    """The content of a gzip file, cut after limit + 1 bytes. Raises ApiError if the file is damaged or incomplete."""
     inflate = zlib.decompressobj(wbits=16 + zlib.MAX_WBITS)
     try:
         content = inflate.decompress(sent, limit + 1)
@@ -56,12 +56,13 @@ def _decompressed(sent: bytes, limit: int) -> bytes:
     except zlib.error:
         whole = False
     if not whole:
-        raise ApiError(400, "with content-encoding: gzip the body must be one whole gzip file")
+        raise ApiError(400, "with content-encoding: gzip, the body must be exactly one complete gzip file")
     return content
 
 
 def _as_utf8(request: Request, sent: bytes) -> bytes:
-    """A JSON body in UTF-8. Raises ApiError if content-type names an unknown charset, or another than that of the bytes."""
+    """A JSON body, converted to UTF-8. Raises ApiError if the charset in content-type is unknown, or if the bytes are not valid
+    in this charset."""
     header = email.message.Message()
     header["content-type"] = request.headers.get("content-type", "")
     charset = header.get_content_charset() or "utf-8"

@@ -1,7 +1,7 @@
-"""uvicorn with deadlines for headers and bodies, a limit of connections, errors as JSON, and one way to stop.
+"""Extends uvicorn: deadlines for headers and bodies, a limit on connections, errors as JSON, and a graceful shutdown.
 
-It also refuses requests that a server must refuse by RFC 9112, and gives each request an id, which the answer's header
-x-request-id repeats.
+It also refuses the requests that RFC 9112 says a server must refuse, and gives each request an id, which is returned in the
+header x-request-id.
 """
 
 import asyncio
@@ -24,15 +24,15 @@ from rwkv.io.signals import caught_signals
 from rwkv.serving.http.errors import RETRY_AFTER, ApiError
 from rwkv.serving.log import say_refused
 
-UNREAD_S = 30                            # seconds after which a client that does not read its answer is cut off
-MOST_HEADERS = 64 * 1024                 # bytes of a request's first line and headers
-REQUEST_ID = re.compile(rb"[!-~]{1,512}")            # an id that a client may choose
+UNREAD_S = 30                            # seconds after which a client that does not read its answer is disconnected
+MOST_HEADERS = 64 * 1024                 # most bytes in a request's first line and headers
+REQUEST_ID = re.compile(rb"[!-~]{1,512}")            # the request ids that a client may choose
 
 
 class Parser:
-    """httptools' parser, which ignores the header Upgrade. Unwrapped, it stops there and loses the request's body.
+    """httptools' parser, made to ignore the header Upgrade, at which httptools would stop and lose the request's body.
 
-    A server may ignore the header (RFC 9110, 7.8). Java's HttpClient sends `Upgrade: h2c` with every request.
+    RFC 9110, 7.8 allows a server to ignore the header. Java's HttpClient sends `Upgrade: h2c` with every request.
     """
 
     def __init__(self, protocol: "Protocol") -> None:
@@ -41,7 +41,7 @@ class Parser:
 
     def _begin(self) -> None:
         self._inner = httptools.HttpRequestParser(self._protocol)
-        self._inner.set_dangerous_leniencies(lenient_data_after_close=True)      # as uvicorn sets it, for pipelined requests
+        self._inner.set_dangerous_leniencies(lenient_data_after_close=True)      # as in uvicorn, for pipelined requests
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
@@ -58,23 +58,23 @@ class Parser:
     def _head_without_upgrade(self) -> bytes:
         method = self._inner.get_method()
         version = self._inner.get_http_version().encode()
-        if method == b"CONNECT":         # only proxies answer it
+        if method == b"CONNECT":         # only proxies accept CONNECT
             raise httptools.HttpParserError("CONNECT")
         headers = [b"%s: %s" % header for header in self._protocol.headers if header[0] != b"upgrade"]
         return b"\r\n".join([b"%s %s HTTP/%s" % (method, self._protocol.url, version), *headers, b"", b""])
 
 
 class Protocol(HttpToolsProtocol):
-    """One connection. receive_s: seconds in which a whole request must come. most: open connections."""
+    """One connection. receive_s: seconds within which a whole request must arrive. most: the limit of open connections."""
 
     receive_s = 30.0
     most = 1024
 
     _deadline: asyncio.TimerHandle | None = None
-    _answered: Any = None                # uvicorn's cycle of the running request; self.cycle: of the last one received
+    _answered: Any = None                # uvicorn's cycle of the running request; self.cycle is the last one received
     _in_headers = True
     _received = 0
-    _request_id: str | None = None       # of the request that is being received
+    _request_id: str | None = None       # id of the request that is being received
     _mistake = "this is not an HTTP request"
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -110,11 +110,11 @@ class Protocol(HttpToolsProtocol):
         super()._start_asgi_task(cycle, app)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        super().on_header(name, value.rstrip(b" \t"))    # the parser strips only leading blanks
+        super().on_header(name, value.rstrip(b" \t"))    # the parser strips only leading white space
 
     def on_headers_complete(self) -> None:
         if self.parser.should_upgrade():
-            return                       # Parser sends the request again, without Upgrade
+            return                       # Parser parses the request again, without Upgrade
         self._check_head()
         self._in_headers = False
         request_id = self._name_request()
@@ -122,7 +122,7 @@ class Protocol(HttpToolsProtocol):
         super().on_headers_complete()
         self.cycle.default_headers = [*self.cycle.default_headers, (b"x-request-id", request_id.encode())]
         if self.parser.get_http_version() == "1.0":
-            self.cycle.waiting_for_100_continue = False          # HTTP/1.0 has no such answer (RFC 9110, 10.1.1)
+            self.cycle.waiting_for_100_continue = False          # HTTP/1.0 has no 100 Continue (RFC 9110, 10.1.1)
             _send_without_chunks(self.cycle)
 
     def on_message_complete(self) -> None:
@@ -140,7 +140,7 @@ class Protocol(HttpToolsProtocol):
         self._watch_reader(0)
 
     def _check_head(self) -> None:
-        """Raises HttpParserError if a server must refuse the request (RFC 9112: 2.3, 3.2 and 6.1)."""
+        """Raises HttpParserError for a request that a server must refuse (RFC 9112, sections 2.3, 3.2 and 6.1)."""
         version = self.parser.get_http_version()
         headers = self.headers
         hosts = [value for name, value in headers if name == b"host"]
@@ -148,16 +148,16 @@ class Protocol(HttpToolsProtocol):
         if version not in ("1.0", "1.1"):
             self._mistake = "the HTTP version must be 1.0 or 1.1"
         elif len(hosts) > 1 or b"" in hosts or (version == "1.1" and not hosts):
-            self._mistake = "a request must have one header Host, which names the server"
+            self._mistake = "a request must have exactly one header Host, which must not be empty"
         elif codings not in ([], [b"chunked"]) or (codings and version == "1.0"):
-            self._mistake = "transfer-encoding must be chunked, in HTTP/1.1, or absent"
+            self._mistake = "transfer-encoding must be chunked or absent; HTTP/1.0 has no transfer-encoding"
         else:
             self._use_path()
             return
         raise httptools.HttpParserError(self._mistake)
 
     def _use_path(self) -> None:
-        """If the request's target is a whole URL, makes its path the target, and its host the header Host."""
+        """If the request's target is a complete URL, replaces it by the URL's path, and the header Host by the URL's host."""
         target = httptools.parse_url(self.url)
         if target.host is None:
             return
@@ -168,20 +168,20 @@ class Protocol(HttpToolsProtocol):
         self.headers[:] = [header for header in self.headers if header[0] != b"host"] + [(b"host", host)]
 
     def _name_request(self) -> str:
-        """The client's id if it is valid, else a new one."""
+        """The request's id: the client's x-request-id if it is valid, otherwise a new one."""
         if self._request_id is None:
             sent = next((value for name, value in self.headers or () if name == b"x-request-id"), b"")
             self._request_id = sent.decode() if REQUEST_ID.fullmatch(sent) else f"req_{uuid4().hex}"
         return self._request_id
 
     def _abort(self) -> None:
-        """Cuts the connection in the middle of an answer."""
+        """Closes the connection in the middle of an answer."""
         if self._answered is not None:
             self._answered.disconnected = True           # otherwise uvicorn reports an incomplete answer
         self.transport.abort()
 
     def _watch_reader(self, unread_before: int) -> None:
-        """Cuts the connection if the client has read nothing since the last call: its unread bytes would stay in memory."""
+        """Closes the connection if the client has read nothing since the last call, because unread bytes stay in memory."""
         unread = self.transport.get_write_buffer_size()
         if unread and unread == unread_before:
             self.transport.abort()
@@ -190,12 +190,12 @@ class Protocol(HttpToolsProtocol):
 
     def send_400_response(self, msg: str) -> None:
         if self._answering:
-            self.cycle.keep_alive = False            # the connection ends with this answer
+            self.cycle.keep_alive = False            # the connection closes after this answer
         else:
             self._refuse(ApiError(400, self._mistake))
 
     def _expect_request(self) -> None:
-        """Starts the deadline: at the beginning of a connection, or at the first byte of a later request."""
+        """Starts the deadline for receiving a request: when the connection opens, or at the first byte of a later request."""
         self._deadline = self.loop.call_later(self.receive_s, self._too_slow)
 
     def _stop_deadline(self) -> None:
@@ -205,17 +205,17 @@ class Protocol(HttpToolsProtocol):
 
     def _too_slow(self) -> None:
         if self._answering:
-            self._expect_request()       # the next, pipelined request must not cut off this answer
+            self._expect_request()       # a pipelined next request must not end the running answer
         elif not self.transport.is_closing():
-            self._refuse(ApiError(408, f"the request did not come within {counted(self.receive_s, 'second')}"))
+            self._refuse(ApiError(408, f"the request did not arrive within {counted(self.receive_s, 'second')}"))
 
     @property
     def _answering(self) -> bool:
-        """Whether a completely received request is being answered."""
+        """Whether a request that was received completely is being answered."""
         return self._answered is not None and not self._answered.response_complete and not self._answered.more_body
 
     def _refuse(self, error: ApiError) -> None:
-        """Sends the error, unless the application has begun to answer this request, and closes the connection."""
+        """Closes the connection. Before that, sends the error unless the application has begun to answer this request."""
         self._stop_deadline()
         between_requests = self._in_headers and self.cycle is not None and self.cycle.response_complete
         if self.cycle is None or between_requests or not self.cycle.response_started:
@@ -230,7 +230,8 @@ class Protocol(HttpToolsProtocol):
 
 
 def _send_without_chunks(cycle: Any) -> None:
-    """HTTP/1.0 has no chunks (RFC 9112, 6.1): makes a body without content-length end with the connection."""
+    """Prepares an answer over HTTP/1.0, which has no chunks (RFC 9112, 6.1): closing the connection ends a body without
+    content-length."""
     send = cycle.send
     ends_with_connection = False
 
@@ -242,16 +243,17 @@ def _send_without_chunks(cycle: Any) -> None:
                 cycle.chunked_encoding = False
                 cycle.keep_alive = False
         elif ends_with_connection:
-            cycle.expected_content_length = len(message["body"])     # uvicorn compares it with the length sent
+            cycle.expected_content_length = len(message["body"])     # uvicorn compares this with the length sent
         await send(message)
 
     cycle.send = send_whole
 
 
 class Server(uvicorn.Server):
-    """Stops within the grace time after the first signal, and at once at a second SIGINT or SIGTERM.
+    """A uvicorn server that stops within the grace period after the first signal, and immediately after a second SIGINT or
+    SIGTERM.
 
-    on_start: called when connections are accepted. on_stop: called at each signal.
+    on_start: called once connections are accepted. on_stop: called at each signal.
     """
 
     def __init__(self, config: uvicorn.Config, on_start: Callable[[], None], on_stop: Callable[[], None]) -> None:
@@ -274,7 +276,7 @@ class Server(uvicorn.Server):
         yield
 
     def _stop(self, number: int) -> None:
-        if self.should_exit and number in (signal.SIGINT, signal.SIGTERM):       # a closing terminal sends two SIGHUP
+        if self.should_exit and number in (signal.SIGINT, signal.SIGTERM):       # a closing terminal sends SIGHUP twice
             self.force_exit = True
         self.should_exit = True
         self._on_stop()

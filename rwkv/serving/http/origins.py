@@ -1,8 +1,8 @@
-"""Cross-origin and DNS-rebinding checks, for a server without a key.
+"""Cross-origin and DNS-rebinding checks, for a server without API keys.
 
-A page of another site can send requests to this machine; the header Origin names the site. Its owner can also let the site's
-domain point to this machine (DNS rebinding), so that the browser lets the page read the answers; the header Host names that
-domain.
+A web page of any site can send requests to this machine; their header Origin names the site. The site's owner can also make
+its domain point to this machine (DNS rebinding), so that the browser lets the page read the answers; the header Host then
+names that domain.
 """
 
 import ipaddress
@@ -14,11 +14,11 @@ from urllib.parse import urlsplit
 from rwkv.config import ServeConfig
 from rwkv.serving.http.errors import ApiError
 
-LOCAL = ("127.0.0.1", "localhost", "::1")        # values of host= for a server that only this machine can reach
+LOCAL = ("127.0.0.1", "localhost", "::1")        # values of host= with which only this machine can reach the server
 
 
 def check_origin(config: ServeConfig, headers: Mapping[str, str]) -> None:
-    """Raises ApiError for a request from a page of another site, unless the server has keys or cors= names the site."""
+    """Raises ApiError for a request from a web page of another site, unless the server has API keys or cors= names the site."""
     if config.api_key or "*" in config.cors:
         return
     host = headers.get("host", "")
@@ -36,7 +36,7 @@ def _host(origin: str) -> str:
 
 
 def _is_local(host: str) -> bool:
-    """Whether the host is an address, or a name of this machine or its network, which no site of the internet can have."""
+    """Whether no site on the internet can have this host name: it is an IP address, or a name of this machine or network."""
     try:
         name = urlsplit(f"//{host}").hostname or ""
     except ValueError:

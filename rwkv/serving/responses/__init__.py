@@ -1,6 +1,6 @@
-"""OpenAI's Responses in their documented form. Each is a conversation whose final state is saved.
+"""OpenAI's Responses API. Each response is a conversation whose final state is saved.
 
-A request becomes one for a chat completion (request), and its answer becomes items (events): thoughts, a message, calls. A
-response is stored (store) with its input and output items and its final state, which previous_response_id continues without a
-second prefill.
+request.py translates a request into one for a chat completion. events.py turns the answer into items: thoughts, messages and
+tool calls. store.py stores the response with its input items, output items and final state, so that a request with
+previous_response_id continues from that state without a second prefill.
 """

@@ -1,4 +1,4 @@
-"""The answer as a response: its items, whole or as the events of a stream, stored when it is complete."""
+"""Turns an answer into a response: its items are sent whole or as streamed events, and stored when the answer is complete."""
 
 import secrets
 import time
@@ -18,11 +18,11 @@ from rwkv.serving.responses.store import Responses, Stored
 
 
 class Output:
-    """Builds the items of an answer while it comes, and yields their events, still without sequence_number."""
+    """Builds the items of an answer while it is generated, and yields their events, which do not yet have sequence_number."""
 
     def __init__(self) -> None:
         self.items: list[JsonObject] = []
-        self._open = False               # the last item may get more text
+        self._open = False               # more text may be added to the last item
 
     def close(self, status: str) -> Iterator[JsonObject]:
         """Ends the last item if it is open."""
@@ -53,7 +53,7 @@ class Output:
             yield {"type": "response.reasoning_text.delta", **self._place(), "delta": text}
 
     def begin(self, kind: str) -> Iterator[JsonObject]:
-        """Adds a message or thoughts, still without text."""
+        """Adds an item without text: a message or thoughts."""
         if kind == "message":
             item: JsonObject = {"id": f"msg_{secrets.token_hex(16)}", "type": kind, "role": "assistant"}
             part: JsonObject = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
@@ -101,11 +101,12 @@ class ResponseAnswer(Answer):
             pass
 
     def _client_error(self, error: ApiError) -> ApiError:
-        """A client that named a response does not know its state: if that is lost, a second try reads the items instead."""
+        """If the state of previous_response_id is lost, the returned error asks the client to retry: the retry reads the whole
+        conversation instead."""
         if self._prepared.body.previous_response_id is None or error.body["error"]["code"] != STATE_GONE:
             return error
         return ApiError(503, "the state of previous_response_id has just been lost: send this request again, and the "
-                        "conversation is read from its beginning", "previous_response_id", "state_lost", RETRY_AFTER)
+                        "conversation will be read from its beginning", "previous_response_id", "state_lost", RETRY_AFTER)
 
     def _whole(self) -> Response:
         return json_response(self._final)
@@ -146,7 +147,7 @@ class ResponseAnswer(Answer):
             return
         self._choice.last = event
         status = self._status()
-        if not self._output.items:       # an empty answer is an empty message
+        if not self._output.items:       # an empty answer has one empty message
             yield from self._output.begin("message")
         yield from self._output.close(status)
 
@@ -191,7 +192,7 @@ class ResponseAnswer(Answer):
 
     def _counts(self) -> JsonObject:
         usage = self._usage()
-        # The engine does not count the tokens of thoughts. Encoded here, they may differ from those that were drawn
+        # The engine does not count the tokens of thoughts. The text encoded here may have other tokens than those drawn.
         thoughts = "".join(item["content"][0]["text"] for item in self._output.items if item["type"] == "reasoning")
         return {"input_tokens": usage["prompt_tokens"],
                 "input_tokens_details": {**usage["prompt_tokens_details"], "cache_write_tokens": 0},

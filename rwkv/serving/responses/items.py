@@ -1,4 +1,4 @@
-"""The items of a response, its input and its output: checked, completed, and turned into messages of a chat."""
+"""The input and output items of a response: checks and completes them, and turns them into chat messages."""
 
 import secrets
 from collections.abc import Mapping
@@ -7,12 +7,13 @@ from typing import Any
 from rwkv.io.json_types import JsonMapping, JsonObject
 from rwkv.serving.http.errors import ApiError
 
-TEXTS = ("input_text", "output_text", "text", "refusal")         # types of content that are text
+TEXTS = ("input_text", "output_text", "text", "refusal")         # the content types that are text
 NO_TEXT = {"input_image": "an image", "input_file": "a file", "input_audio": "audio"}
 
 
 def input_items(items: str | list[JsonObject] | None) -> list[JsonObject]:
-    """The items of a request, each with an id; a message's content is a list. Raises ApiError with a wrong item's place."""
+    """The items of a request in complete form: each has an id, and a message's content is a list. Raises an ApiError that names
+    the wrong item."""
     if items is None:
         return []
     if isinstance(items, str):
@@ -37,7 +38,7 @@ def _input_item(item: JsonObject, where: str) -> JsonObject:
         output = item.get("output")
         call_id = item.get("call_id")
         if not isinstance(call_id, str) or not isinstance(output, (str, list)):
-            raise ApiError(400, f"{where} must have a string call_id, and an output that is a text or a list of texts", where)
+            raise ApiError(400, f"{where} must have a string call_id, and an output that is a string or a list of texts", where)
         if isinstance(output, list):
             output = _contents(output, "user", f"{where}.output")
         return {"id": _id(item, "fco"), "type": kind, "status": "completed", "call_id": call_id, "output": output}
@@ -62,7 +63,7 @@ def _contents(content: Any, role: str, where: str) -> list[JsonObject]:
     if isinstance(content, str):
         content = [{"type": kind, "text": content}]
     if not isinstance(content, list):
-        raise ApiError(400, f"{where} must be a text or a list of texts", where)
+        raise ApiError(400, f"{where} must be a string or a list of texts", where)
     contents = []
     for i, part in enumerate(content):
         sort = part.get("type") if isinstance(part, dict) else None
@@ -76,13 +77,13 @@ def _contents(content: Any, role: str, where: str) -> list[JsonObject]:
 
 
 def messages_of(items: list[JsonObject]) -> list[JsonObject]:
-    """The items as messages of a chat. Consecutive thoughts, texts and calls become one answer.
+    """The items as chat messages. Consecutive thoughts, texts and calls become one assistant message.
 
-    Two assistant messages without a call between them stay two. Thoughts without text, such as other servers' encrypted ones,
-    are skipped.
+    Two assistant messages without a call between them remain separate. Thoughts without text, such as encrypted thoughts of
+    other servers, are skipped.
     """
     messages: list[JsonObject] = []
-    answer: JsonObject | None = None         # the last message, if it is an answer that may go on
+    answer: JsonObject | None = None         # the last message, if it is an assistant message that may be extended
     for item in items:
         kind = item["type"]
         if kind == "function_call_output":
@@ -112,7 +113,7 @@ def messages_of(items: list[JsonObject]) -> list[JsonObject]:
 
 
 def _begins_answer(answer: JsonObject, kind: str) -> bool:
-    """Whether an item begins another answer: thoughts after words or calls, or words right after other words."""
+    """Whether an item begins a new assistant message: thoughts after text or calls, or text directly after other text."""
     if kind == "reasoning":
         return bool(answer["content"] or answer.get("tool_calls"))
     return kind == "message" and bool(answer["content"]) and not answer.get("tool_calls")
@@ -123,7 +124,7 @@ def _item_text(item: JsonObject, separator: str = "\n") -> str:
 
 
 def listed(items: list[JsonObject], query: Mapping[str, str]) -> JsonObject:
-    """A page of items, the last one first unless the query says order=asc. Raises ApiError for a wrong query."""
+    """A page of the list of items, last item first unless the query has order=asc. Raises ApiError for an invalid query."""
     order = query.get("order", "desc")
     limit = query.get("limit", "20")
     after = query.get("after")
@@ -135,7 +136,7 @@ def listed(items: list[JsonObject], query: Mapping[str, str]) -> JsonObject:
     if after is not None:
         ids = [item["id"] for item in ordered]
         if after not in ids:
-            raise ApiError(400, "after must be the id of an item of this list", "after")
+            raise ApiError(400, "after must be the id of an item in this list", "after")
         ordered = ordered[ids.index(after) + 1:]
     page = ordered[:int(limit)]
     return {"object": "list", "data": page, "first_id": page[0]["id"] if page else None,

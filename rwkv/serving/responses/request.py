@@ -1,6 +1,6 @@
-"""A request for a response becomes one for a chat completion, which continues the state of the previous response.
+"""Translates a request for a response into one for a chat completion, which continues from the previous response's state.
 
-If that state is gone, or if the instructions or the tools, which begin a conversation, have changed, the items of all earlier
+If that state is gone, or if the instructions or tools, which begin the conversation, have changed, the items of all earlier
 responses are read again.
 """
 
@@ -21,17 +21,17 @@ from rwkv.serving.responses.store import Responses, Stored
 from rwkv.serving.schema import CONTINUATION, NEUTRAL, ChatRequest, ResponseRequest, converted, require_off
 from rwkv.serving.states.client_states import ClientStates
 
-LOGPROBS = "message.output_text.logprobs"        # a value in `include`
+LOGPROBS = "message.output_text.logprobs"        # a value of the field include
 RENAMED = {"messages": "input", "max_completion_tokens": "max_output_tokens", "reasoning_effort": "reasoning.effort",
-           "response_format": "text.format"}     # fields of chat completions, and their names here
-# Fields that a ChatRequest also has, but that are translated for it
+           "response_format": "text.format"}     # fields of chat completions, with their names in the Responses API
+# Fields that ChatRequest also has, but that are not copied to it unchanged
 TRANSLATED = ("tools", "tool_choice", "stream_options", "store", "metadata", "save_state", "top_logprobs",
               *CONTINUATION)
 
 
 @dataclass
 class Prepared:
-    """A request, its items, and its tools in the form in which the answer repeats them."""
+    """A request with its input items, and its tools as the response repeats them."""
 
     body: ResponseRequest
     owner: str
@@ -42,13 +42,13 @@ class Prepared:
 def prepare(body: ResponseRequest, owner: str, model: str, responses: Responses, states: ClientStates,
         shown_tools: Callable[[ChatRequest], Any],
         chat: Callable[[ChatRequest], tuple[list[Generate], ResponseSpec]]) -> tuple[list[Generate], ResponseSpec, Prepared]:
-    """The sequence that answers a request. model: as in Generate. shown_tools: returns a chat request's tools in the template's
-    form. chat: returns a chat request's sequences.
+    """The sequences that answer a request, and how to present them. model: as in Generate. shown_tools: a function that returns
+    a chat request's tools as the template expects them. chat: a function that returns a chat request's sequences.
 
     Raises ApiError with field names of a ResponseRequest.
     """
     if body.background:
-        raise ApiError(400, "background is not supported: send stream, and read the answer as it comes",
+        raise ApiError(400, "background is not supported: send stream=true, and read the answer while it is generated",
                        "background", "unsupported_parameter")
     require_off({name: getattr(body, name) for name in CONTINUATION}, NEUTRAL, "option")
     if body.previous_response_id is not None and body.state is not None:
@@ -76,7 +76,7 @@ def prepare(body: ResponseRequest, owner: str, model: str, responses: Responses,
 
 
 def _start(previous: Stored, prepared: Prepared, model: str, states: ClientStates, tools: Any) -> SavedState | None:
-    """The state to continue; None if the conversation's beginning or the model has changed, or the state is gone."""
+    """The state from which to continue; None if it is gone, or if the instructions, the tools or the model have changed."""
     state = states.states.get(previous.state or "")
     same = previous.response.get("instructions") == prepared.body.instructions
     if state is None or state.refusal is not None or state.model != model or not same or not states.can_continue(state, tools):
@@ -85,14 +85,14 @@ def _start(previous: Stored, prepared: Prepared, model: str, states: ClientState
 
 
 def _items_up_to(last: Stored, owner: str, responses: Responses) -> list[JsonObject]:
-    """The items of a response and of all responses before it.
+    """The input and output items of a response and of all responses before it.
 
-    Raises ApiError if one of those is gone, or if edited files name each other in a circle.
+    Raises ApiError if an earlier response is gone, or if the chain of previous_response_id is a cycle, as in edited files.
     """
     chain = {last.response["id"]: last}
     while (earlier := last.response.get("previous_response_id")) is not None:
         if earlier in chain:
-            raise ApiError(400, "previous_response_id: the stored responses before it name each other in a circle, at "
+            raise ApiError(400, "previous_response_id: the earlier stored responses refer to each other in a cycle, at "
                                 f"{earlier}; send the conversation's items as input", "previous_response_id")
         last = responses.get(earlier, owner, "previous_response_id")
         chain[earlier] = last
@@ -104,14 +104,14 @@ def _chat_request(prepared: Prepared, items: list[JsonObject], instructions: boo
     system = [{"role": "system", "content": body.instructions}] if body.instructions and instructions else []
     messages = [*system, *messages_of(items)]
     if not messages:
-        raise ApiError(400, "input must be a text, or a list of at least one item", "input")
+        raise ApiError(400, "input must be a string, or a list of at least one item", "input")
     names = [name for name in body.__struct_fields__ if name in ChatRequest.__struct_fields__ and name not in TRANSLATED]
     fields = {name: msgspec.to_builtins(value) for name in names if (value := getattr(body, name)) is not None}
     logprobs = bool(body.top_logprobs) or LOGPROBS in (body.include or ())
     form = body.text.format if body.text else None
     if form == {"type": "text"}:
         form = None
-    elif form and form.get("type") == "json_schema":     # chat completions have these fields inside another object
+    elif form and form.get("type") == "json_schema":     # nested in another object in chat completions
         form = {"type": "json_schema", "json_schema": {name: value for name, value in form.items() if name != "type"}}
     tools = [{"type": tool.pop("type"), "function": tool} for tool in map(msgspec.to_builtins, body.tools or ())]
     translated = {"tools": tools or None, "tool_choice": _tool_choice(body),
@@ -124,7 +124,7 @@ def _chat_request(prepared: Prepared, items: list[JsonObject], instructions: boo
 
 
 def _tool_choice(body: ResponseRequest) -> Any:
-    """The tool_choice of a chat request."""
+    """The request's tool_choice in the form that a chat request has."""
     choice: Any = msgspec.to_builtins(body.tool_choice)
     if not isinstance(choice, dict):
         return choice
@@ -135,7 +135,7 @@ def _tool_choice(body: ResponseRequest) -> Any:
 
 
 def renamed(error: ApiError) -> ApiError:
-    """The error of a chat request with the field names of a response request."""
+    """The error, with a chat request's field name replaced by the name in the Responses API."""
     content = error.body["error"]
     message = content["message"] or ""
     param = content["param"]

@@ -1,4 +1,4 @@
-"""The stored responses: in bounded memory and, with states_dir=, in the folder of the states."""
+"""Stored responses: in bounded memory and, with states_dir=, also as files in that folder."""
 
 import asyncio
 from contextlib import suppress
@@ -18,7 +18,8 @@ from rwkv.serving.states.folder import RESPONSE, files_in
 
 
 class Stored(msgspec.Struct):
-    """input: the request's items. state: the id of the final state. kept: the state outlives the response."""
+    """A stored response. input: the items of its request. state: the id of its final state. kept: whether the state remains
+    when the response is dropped."""
 
     owner: str
     response: JsonObject
@@ -28,8 +29,8 @@ class Stored(msgspec.Struct):
 
 
 class Responses:
-    """The stored responses, in at most responses_mib of memory. Evicts the least recently used, but none of an API key that
-    has no more than an equal share. With states_dir each response is also a file.
+    """All stored responses, in at most responses_mib MiB of memory. When memory is full, it evicts the least recently used
+    response, sparing each API key that uses at most an equal share. With states_dir= each response is also a file.
     """
 
     def __init__(self, config: ServeConfig, engine: RemoteEngine) -> None:
@@ -38,13 +39,14 @@ class Responses:
         self._folder = Path(config.states_dir) if config.states_dir else None
         self._stored: dict[str, bytes] = {}
         self._lru = FairLRU[str]()
-        self._on_disk: set[str] = set()  # ids of those that have a file
-        self._ignored: set[str] = set()  # names of files that are no responses, or that it has deleted
+        self._on_disk: set[str] = set()  # ids of the responses that have a file
+        self._ignored: set[str] = set()  # names of files that are not responses, or that this server has deleted
         if self._folder:
             self.sync({path.name for path in self._folder.iterdir()})
 
     def sync(self, names: set[str]) -> None:
-        """Adds the files that another server has written, and drops lost ones. names: of all files in the folder."""
+        """Adds responses that another server has written, and drops those whose files are gone. names: all files in the
+        folder."""
         assert self._folder is not None
         new = [name for name in names if (match := RESPONSE.fullmatch(name)) and name not in self._ignored
                and match[1] not in self._stored]
@@ -65,13 +67,14 @@ class Responses:
                 self._lru.remove(response_id)
 
     def get(self, response_id: str, owner: str, field: str | None = None) -> Stored:
-        """field: the request's field that names the response. Raises ApiError if the owner has no such response."""
+        """The stored response. field: the request's field that names the response. Raises ApiError if the owner has no such
+        response."""
         content = self._stored.get(response_id)
         stored = msgspec.json.decode(content, type=Stored) if content else None
         if stored is None or stored.owner != owner:
-            raise ApiError(404, f"unknown, deleted, evicted or unstored response {response_id[:100]!r}; responses belong to "
-                                "the API key that made them", field, "response_not_found")
-        with suppress(KeyError):         # it may just have been evicted: a thread reads long requests
+            raise ApiError(404, f"unknown, deleted, evicted or unstored response {response_id[:100]!r}; a response belongs to "
+                                "the API key that created it", field, "response_not_found")
+        with suppress(KeyError):         # it may have been evicted meanwhile, because long requests are handled in a thread
             self._lru.use(response_id)
         return stored
 
@@ -84,7 +87,7 @@ class Responses:
                 await asyncio.to_thread(write_file, path, lambda file: file.write(content))
                 self._on_disk.add(response_id)
             except OSError as error:
-                say("responses", f"{path} cannot be written: {error}; it is only in memory")
+                say("responses", f"{path} cannot be written: {error}; the response is only in memory")
         self._remember(response_id, stored.owner, content)
 
     def drop(self, response_id: str) -> None:
@@ -111,7 +114,7 @@ class Responses:
 
 
 def _read(content: bytes, response_id: str) -> Stored:
-    """The response in a file. Raises ApiError or a decoding error unless it is one that a server can continue."""
+    """The response in a file's content. Raises ApiError or a decoding error if the server could not continue it."""
     stored = msgspec.json.decode(content, type=Stored)
     response = stored.response
     optional = (response.get("previous_response_id"), response.get("instructions"))

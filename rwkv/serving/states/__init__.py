@@ -1,1 +1,2 @@
-"""Saved states: client_states, in the HTTP process; store, their content in the engine's process; folder, their files."""
+"""Saved states. client_states: their records, in the HTTP process; store: their content, in the engine's process; folder: their
+files."""

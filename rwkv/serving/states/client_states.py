@@ -1,8 +1,8 @@
-"""States in the HTTP interface: who owns one, which requests it fits, and how a prompt continues it.
+"""Clients' saved states in the HTTP process: who owns a state, which requests may continue it, and with which prompt.
 
-A conversation's state has read the turns so far; a request that continues it has only the turns after them. Templates render a
-first turn differently from later ones. So the new turns are rendered after a placeholder for the last message that was read,
-and the rendered text up to the placeholder is dropped.
+A conversation's state has read the turns so far; a request that continues it has only the later turns. Since templates render
+the first turn of a conversation differently, the new turns are rendered after a placeholder, which represents the last message
+that was read. Then the rendered text up to and including the placeholder is removed.
 """
 
 import hashlib
@@ -13,8 +13,8 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from rwkv.chat.encoding import encode, marked
 from rwkv.chat.messages import Message, Tools, check_messages
-from rwkv.chat.rendered import encode, marked
 from rwkv.chat.template import ChatTemplate
 from rwkv.chat.thoughts import BEGUN, Think, begun_by
 from rwkv.config import MIB, ServeConfig
@@ -25,10 +25,10 @@ from rwkv.serving.messages import SavedState, Turn
 from rwkv.tokenizer.decoders import LAST_IDS
 from rwkv.tokenizer.tokenizers import Tokenizer
 
-FORMS = ("application/octet-stream", "application/x-safetensors", "application/vnd.safetensors")         # media types of a file
+FORMS = ("application/octet-stream", "application/x-safetensors", "application/vnd.safetensors")         # media types of files
 PLACEHOLDER = secrets.token_hex(16)
 CONTINUED = secrets.token_hex(16)        # a placeholder for the answer that a prompt continues
-BEFORE: dict[str, list[JsonObject]] = {      # turns that a template may require before the placeholder, by its role
+BEFORE: dict[str, list[JsonObject]] = {      # by the placeholder's role: turns that a template may require before it
     "assistant": [{"role": "user", "content": "."}],
     "tool": [{"role": "user", "content": "."}, {"role": "assistant", "content": "", "tool_calls": [
         {"id": "call_0", "type": "function", "function": {"name": "f", "arguments": {}}}]}]}
@@ -36,9 +36,9 @@ BEFORE: dict[str, list[JsonObject]] = {      # turns that a template may require
 
 @dataclass
 class ClientStates:
-    """Finds and describes clients' states, each only for its owner. state_bytes: the size of one state.
+    """Finds and describes clients' states; a state is only found for its owner. state_bytes: the size of one state.
 
-    states: the saved ones, by id. adapters: as in Ready. Both are the engine's, and change as it runs.
+    states: the saved states by id. adapters: as in Ready. Both are the RemoteEngine's own mappings, which change while it runs.
     """
 
     config: ServeConfig
@@ -54,29 +54,30 @@ class ClientStates:
         return sorted(states, key=lambda state: state.created, reverse=True)
 
     def get(self, state_id: str, owner: str) -> SavedState:
-        """Raises ApiError if the owner has no such state."""
+        """The state with this id. Raises ApiError if the owner has no such state."""
         state = self.states.get(state_id)
         if state is None or state.owner != owner:
-            raise ApiError(404, f"unknown, deleted or evicted state {state_id[:100]!r}; states belong to the API key that "
-                                "made them", "state", STATE_GONE)
+            raise ApiError(404, f"unknown, deleted or evicted state {state_id[:100]!r}; a state belongs to the API key that "
+                                "created it", "state", STATE_GONE)
         return state
 
     def start(self, state_id: str | None, owner: str, model: str = "") -> SavedState | None:
-        """The state that a request continues: without state_id the one that all sequences of the model begin with, if any.
+        """The state that a request continues. Without state_id, the state from which all sequences of the model begin; None if
+        that is the empty state.
 
-        Raises ApiError if the state cannot be used.
+        Raises ApiError if the state cannot be used with this model.
         """
         if state_id is None:
             return self.adapters.get(model)
         state = self.usable(state_id, owner)
         if state.model != model:
             reader = f"the model {state.model!r}" if state.model else "the checkpoint's model"
-            raise ApiError(400, f"state requires {reader}, which has read it: name that in model", "state",
+            raise ApiError(400, f"state was made by {reader}: set the field model to this model's name", "state",
                            "state_of_another_model")
         return state
 
     def usable(self, state_id: str, owner: str) -> SavedState:
-        """As get(). Also raises ApiError if no model of this server can continue the state."""
+        """As get(), but also raises ApiError if no model of this server can continue the state."""
         state = self.get(state_id, owner)
         if state.refusal is not None:
             raise ApiError(400, state.refusal, "state", "state_of_another_model")
@@ -87,28 +88,29 @@ class ClientStates:
         return self.state_bytes <= self.config.states_mib * MIB or self.config.states_dir is not None
 
     def can_continue(self, start: SavedState, tools: Tools) -> bool:
-        """Whether the state has read a conversation in this server's template and with these tools."""
+        """Whether the state has read a conversation with this server's chat template and these tools."""
         return start.turn is not None and start.turn == replace(start.turn, template=_digest(self.template.definition),
                                                                 tools=_digest(tools) if tools else "")
 
     def new(self, owner: str, turn: Turn | None = None, model: str = "") -> SavedState:
-        """A state to save, still without content. Raises ApiError if there is no room for states."""
+        """The record of a new state, whose content is saved later. Raises ApiError if the server has no memory for states."""
         if not self.has_room:
-            raise ApiError(400, f"this server saves no states: one takes {self.state_bytes / MIB:.3g} MiB, and "
+            raise ApiError(400, f"this server saves no states: a state takes {self.state_bytes / MIB:.3g} MiB, and "
                                 f"states_mib={self.config.states_mib}", code="states_disabled")
         return SavedState(f"state_{secrets.token_hex(16)}", owner, int(time.time()), None, 0, turn=turn, model=model)
 
     def prompt(self, start: SavedState | None, messages: Sequence[Message], tools: Tools, think: Think = False,
                effort: str | None = None, add_generation_prompt: bool = True) -> str:
-        """The messages, rendered as the continuation of `start`. Raises ApiError and UserError."""
+        """The messages, rendered as the continuation of `start`. Raises ApiError or UserError if the messages cannot continue
+        this state."""
         render = self.template.render
         turn = start.turn if start else None
         if turn is None:
             return render(messages, add_generation_prompt, tools, think, effort)
         if turn.template != _digest(self.template.definition):
-            raise ApiError(400, "state requires the chat template of its conversation, which is not this server's", "state")
+            raise ApiError(400, "state requires its conversation's chat template; this server uses a different one", "state")
         if tools and turn.tools != _digest(tools):
-            raise ApiError(400, "tools must be those of the state's conversation: send the same ones, or begin a new "
+            raise ApiError(400, "tools must be those of the state's conversation: send the same tools, or begin a new "
                                 "conversation", "tools")
         before = _placeholder_messages(turn.role, self.template.supports_tools)
         conversation = [*before, *check_messages(messages)]
@@ -120,26 +122,26 @@ class ClientStates:
 
     def continued_prompt(self, start: SavedState | None, messages: Sequence[Message], tools: Tools, think: Think = False,
                          effort: str | None = None) -> str:
-        """A prompt that ends with the content of the last message, exactly as it is: the beginning of an answer.
+        """A prompt that ends with the unchanged content of the last message, which is the beginning of an answer.
 
-        A template may end that turn and change its white space. So it renders a placeholder, at which the prompt is cut. Raises
-        ApiError and UserError.
+        A template may close that turn and change its white space. So the template renders a placeholder instead, and the prompt
+        is cut there. Raises ApiError and UserError.
         """
         *earlier, last = check_messages(messages)
         answer = last["content"]
-        self.prompt(start, messages, tools, add_generation_prompt=False)     # refuses what the template cannot write
+        self.prompt(start, messages, tools, add_generation_prompt=False)     # raises if the template cannot render them
         rendered = self.prompt(start, [*earlier, {**last, "content": CONTINUED}], tools, think, effort, False)
         before, placeholder, after = rendered.partition(CONTINUED)
         if not placeholder or CONTINUED in after:
             raise ApiError(400, f"messages[{len(earlier)}] cannot be continued: the chat template {self.template.name} must "
-                                "write an answer once", f"messages[{len(earlier)}]")
-        if answer.lstrip().startswith(BEGUN[True]):         # instead of an empty thought that the template writes before a text
+                                "render an answer exactly once", f"messages[{len(earlier)}]")
+        if answer.lstrip().startswith(BEGUN[True]):         # replaces the empty thoughts that the template renders
             before = before.removesuffix(begun_by(before))
         return before + marked(self.tokenizer, answer)
 
     def _shift_place(self, error: UserError, before: list[JsonObject], tools: Tools) -> ApiError | UserError:
-        """An error of rendering the request's messages after `before`, with places as in the request; an error of the state,
-        if `before` alone fails."""
+        """The error to raise when the template cannot render `before` followed by the request's messages. If `before` alone
+        fails, the error blames the state; otherwise the error numbers the messages as in the request."""
         try:
             self.template.render(before, False, tools)
         except UserError:
@@ -149,16 +151,17 @@ class ClientStates:
         return UserError(re.sub(r"^messages\[(\d+)\]", lambda place: f"messages[{int(place[1]) - len(before)}]", str(error)))
 
     def after(self, ids: Sequence[int], tools: Tools, start: SavedState | None) -> SavedState:
-        """Describes a conversation that ends with an answer, from its token ids alone."""
+        """A SavedState for a conversation that ends with an answer and is known only by its token ids."""
         last_ids = tuple(ids[-LAST_IDS:])
         return SavedState("", "", 0, len(ids), 0, last_ids, self.turn_of_answer(tools, start))
 
     def turn_of_answer(self, tools: Tools, start: SavedState | None) -> Turn:
-        """The end of a conversation that follows `start`, after the model's answer. The engine's process adds the tail."""
+        """The Turn of a conversation that continued `start` and ends with the model's answer. The engine's process adds the
+        tail."""
         return self._turn("assistant", "", tools, start)
 
     def turn_of_messages(self, messages: Sequence[Message], tools: Tools, start: SavedState | None) -> Turn:
-        """The end of a conversation that follows `start`, after these messages."""
+        """The Turn of a conversation that continued `start` and ends with these messages."""
         role = check_messages(messages)[-1]["role"]
         rendered = self.template.render(_placeholder_messages(role, self.template.supports_tools), False, tools)
         return self._turn(role, self._after_placeholder(rendered), tools, start)
@@ -168,31 +171,31 @@ class ClientStates:
         return Turn(role, tail, _digest(tools) if tools else earlier, _digest(self.template.definition))
 
     def ids(self, text: str, start: SavedState | None) -> list[int]:
-        """The ids of a rendered conversation that follows `start`. Raises UserError as the tokenizer does."""
+        """The token ids of a rendered conversation that continues `start`. Raises UserError as the tokenizer does."""
         before = self.tokenizer.decode(start.last_ids) if start else ""
         return encode(self.tokenizer, [text], before)[0]
 
     def _after_placeholder(self, rendered: str) -> str:
         _, placeholder, after = rendered.rpartition(PLACEHOLDER)
         if not placeholder:
-            raise ApiError(400, f"state: the chat template {self.template.name} drops earlier messages, so that it cannot "
-                                "continue a conversation: send all messages without state", "state")
+            raise ApiError(400, f"state: the chat template {self.template.name} drops earlier messages, so it cannot continue "
+                                "a conversation: send all messages without state", "state")
         return after
 
 
 def _placeholder_messages(role: str, calls: bool) -> list[JsonObject]:
-    """Messages that end with the placeholder, in this role. calls: the template renders tool calls."""
+    """Messages that end with the placeholder, a message of this role. calls: whether the template renders tool calls."""
     before = BEFORE.get(role, ())
     return [*(message for message in before if calls or "tool_calls" not in message), {"role": role, "content": PLACEHOLDER}]
 
 
 def owner_digest(key: str) -> str:
-    """A digest of an API key. Unlike the key it may be written to files."""
+    """A digest of an API key. Unlike the key, it may be written to files."""
     return hashlib.sha256(b"timemix state " + key.encode()).hexdigest()[:32]
 
 
 def shown(state: SavedState, model: str) -> JsonObject:
-    """A state for the client. model: the id of the checkpoint's model."""
+    """The JSON object that describes a state to the client. model: the id of the checkpoint's model."""
     return {"id": state.id, "object": "state", "created": state.created,
             "model": None if state.refusal else state.model or model, "tokens": state.tokens, "bytes": state.bytes}
 

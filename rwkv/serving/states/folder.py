@@ -1,4 +1,5 @@
-"""The folder of states_dir=, which servers may share (sharing.py). They read only files that a server may have written."""
+"""The folder of states_dir=, which several servers may share (rwkv/serving/sharing.py). Only files with the names that a server
+writes are read."""
 
 import re
 import stat
@@ -14,13 +15,14 @@ from rwkv.serving.log import say
 
 STATE = re.compile(r"(state_[0-9a-f]{32})\.safetensors")
 RESPONSE = re.compile(r"(resp_[0-9a-f]{32})\.json")
-UNFINISHED = re.compile(r"\.(state_[0-9a-f]{32}\.safetensors|resp_[0-9a-f]{32}\.json)\.\d+")      # rwkv/io/atomic.py's names
+UNFINISHED = re.compile(r"\.(state_[0-9a-f]{32}\.safetensors|resp_[0-9a-f]{32}\.json)\.\d+")      # as in rwkv/io/atomic.py
 
 
 def claim(folder: Path) -> FileLock | None:
-    """Makes the folder. Its first server locks it until the object is released or deleted, and deletes the unfinished files
-    of a killed server; the others get None, as do all where files cannot be locked.
+    """Creates the folder if necessary, and locks it if no other server has done so. The server with the lock also deletes files
+    that a killed server left unfinished.
 
+    Returns the lock, which holds until it is released or deleted; None for further servers, and if files cannot be locked.
     Raises UserError if the folder cannot be used.
     """
     try:
@@ -35,15 +37,15 @@ def claim(folder: Path) -> FileLock | None:
     except OSError as error:
         raise UserError(f"states_dir={folder} cannot be used: {error.strerror}") from None
     except UserError:                    # another server has the lock
-        say("states", f"another server uses states_dir={folder}: each sees the states of both")
+        say("states", f"another server uses states_dir={folder}: each server sees the states of both")
         return None
     return lock
 
 
 def files_in(folder: Path, name: re.Pattern[str], subject: str, among: Iterable[str]) -> Iterator[tuple[Path, int]]:
-    """The matching files, each with its size in bytes, the least recently used first.
+    """Yields (path, size in bytes) of each file whose name matches, the least recently used first.
 
-    subject: of the log lines about skipped folders, pipes and broken links.
+    among: the file names to look at. subject: the subject of log lines about skipped folders, pipes and broken links.
     """
     files = []
     for path in (folder / file_name for file_name in among):

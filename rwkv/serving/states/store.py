@@ -1,8 +1,8 @@
-"""Clients' saved states, in the engine's process: in bounded memory and, with states_dir=, in a folder of bounded size.
+"""The content of clients' saved states, in the engine's process: in bounded memory and, with states_dir=, in a bounded folder.
 
-Without a folder, full memory evicts the least recently used states. With a folder each state is written when it is made, memory
-caches the states used last, and a full folder deletes the least recently used files. An API key whose states take no more than
-an equal share of the room loses none to others.
+Without a folder, the least recently used states are evicted when memory is full. With a folder, each state is written when it
+is saved, memory caches the states used last, and the least recently used files are deleted when the folder is full. An API key
+whose states take no more than an equal share of the space loses none to other keys.
 """
 
 import os
@@ -26,15 +26,16 @@ from rwkv.serving.log import say
 from rwkv.serving.messages import FolderChanges, SavedState, Turn
 from rwkv.serving.states.folder import STATE, files_in
 
-SERVER_KEY = "timemix-serve"             # of ServerMetadata in a file's metadata
-MAX_UNWRITTEN = 8                        # states that may wait to be written
+SERVER_KEY = "timemix-serve"             # the key of ServerMetadata in a file's metadata
+MAX_UNWRITTEN = 8                        # most states waiting to be written
 
 
 Number = Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
 
 
 class ServerMetadata(msgspec.Struct, omit_defaults=True):
-    """The server's entry in a file's metadata. adapter: the adapter's digest. name: SavedState.model. Others: as there."""
+    """The server's entry in a state file's metadata. adapter: the adapter's digest. name: SavedState.model. The other fields
+    are as in SavedState."""
 
     owner: str = ""
     created: Number | None = None
@@ -46,13 +47,15 @@ class ServerMetadata(msgspec.Struct, omit_defaults=True):
 
 
 class StateGone(UserError):
-    """A state that was evicted or lost."""
+    """The requested state was evicted or lost."""
 
 
 class StateStore:
-    """forms: by the model's name. digests: of the trained values, by the adapter's name.
+    """The saved states. forms: the StateForm of each model, by name. digests: the hash of each adapter's trained values, by
+    name.
 
-    initial: the states in the folder, which folder.claim() has made, at the start; also those of other models.
+    initial: the states that were in the folder at the start, including those of other models. folder.claim() must have been
+    called before.
     """
 
     def __init__(self, config: ServeConfig, forms: Mapping[str, StateForm], digests: Mapping[str, str]) -> None:
@@ -65,14 +68,14 @@ class StateStore:
         self._memory = FairLRU[str]()
         self._files = FairLRU[str]()
         self._unwritten: dict[str, Future[None]] = {}
-        self._writer = ThreadPoolExecutor(1)             # so that the engine does not wait for the disk
+        self._writer = ThreadPoolExecutor(1)             # writes in a thread, so that the engine does not wait for the disk
         self._gone: list[str] = []
-        self._ignored: set[str] = set()                  # names of files that are no states, or that it has deleted
+        self._ignored: set[str] = set()                  # names of files that are not states, or that this server has deleted
         self.initial = self._scan(self._folder) if self._folder else []
 
     @property
     def nbytes(self) -> int:
-        """The size of the states in memory."""
+        """The size of the states in memory, in bytes."""
         return self._memory.total
 
     def put(self, state: SavedState, context: PrefillResult) -> None:
@@ -82,11 +85,11 @@ class StateStore:
         self._remember(state, context)
 
     def upload(self, state: SavedState, content: bytes) -> SavedState:
-        """Saves the content of a state file as `state`. Raises UserError if no model of this server can use it."""
+        """Saves the content of a state file under the id of `state`. Raises UserError if no model of this server can use it."""
         try:
             metadata = metadata_of(content)
         except ValueError:
-            metadata = {}                # StateForm.read says what is wrong
+            metadata = {}                # StateForm.read will raise an error
         entry = _server_metadata(metadata)
         model = self._model_name(entry, metadata)
         context = self._forms[model].read(content, "the file")
@@ -96,7 +99,7 @@ class StateStore:
         return saved
 
     def get(self, state: SavedState) -> PrefillResult:
-        """Raises StateGone."""
+        """The content of a saved state. Raises StateGone if it was evicted or lost."""
         state_id = state.id
         self._settle()
         if state_id in self._files:
@@ -110,7 +113,7 @@ class StateStore:
         try:
             self._settle(state_id)
             context = self._forms[state.model].read(path.read_bytes(), str(path))
-            os.utime(path)                               # file times give the order of use after a restart
+            os.utime(path)                               # after a restart, file times are the order of use
         except (OSError, UserError) as error:
             self._files.remove(state_id)
             self._gone.append(state_id)
@@ -121,7 +124,7 @@ class StateStore:
         return context
 
     def content(self, state: SavedState) -> bytes:
-        """The content of a state file for the client. Raises StateGone."""
+        """The state as a state file's content, without its owner, for the client. Raises StateGone."""
         return self._content(replace(state, owner=""), self.get(state))
 
     def drop(self, state_id: str) -> None:
@@ -130,7 +133,7 @@ class StateStore:
             self._delete(self._folder, state_id)
 
     def sync(self, new: Iterable[str], lost: Iterable[str]) -> FolderChanges:
-        """Adds states that another server has written to the folder, and drops those whose files it has deleted."""
+        """Adds states that another server has written to the folder, and drops states whose files it has deleted."""
         if self._folder is None:
             return FolderChanges([], [])
         self._settle()
@@ -145,7 +148,7 @@ class StateStore:
         return FolderChanges(states, gone)
 
     def take_gone(self) -> list[str]:
-        """The ids of the states evicted or lost since the last call."""
+        """Returns and forgets the ids of the states evicted or lost since the last call."""
         gone = self._gone
         self._gone = []
         return gone
@@ -180,19 +183,19 @@ class StateStore:
             self._settle(next(iter(self._unwritten)))
 
     def _settle(self, wanted: str | None = None) -> None:
-        """Handles finished writes, and waits for that of `wanted`. A state whose write failed stays only in memory."""
+        """Handles finished writes, and waits for the write of `wanted`. A state whose write failed stays only in memory."""
         for state_id, future in [*self._unwritten.items()]:
             if not (future.done() or state_id == wanted):
                 continue
             del self._unwritten[state_id]
             if error := future.exception():
-                say("states", f"{state_id} cannot be written to {self._folder}: {error}; it is only in memory")
+                say("states", f"{state_id} cannot be written to {self._folder}: {error}; the state is only in memory")
                 self._files.remove(state_id)
                 if state_id not in self._in_memory:
                     self._gone.append(state_id)
 
     def _delete(self, folder: Path, state_id: str) -> None:
-        """Deletes a file, after a pending write: the writer has one thread."""
+        """Deletes a state's file. A pending write is done first, because the writer has only one thread."""
         self._files.remove(state_id)
         self._unwritten.pop(state_id, None)
         self._ignored.add(self._path(folder, state_id).name)
@@ -203,7 +206,8 @@ class StateStore:
         return folder / f"{state_id}.safetensors"
 
     def _scan(self, folder: Path, names: Iterable[str] | None = None) -> list[SavedState]:
-        """The states in the files of these names; None for all. Files that are no states are ignored from now on."""
+        """The states in the files with these names, or in all files if names is None. Files that are not states are ignored
+        from now on."""
         names = [path.name for path in folder.iterdir()] if names is None else [*names]
         self._ignored.update(name for name in names if STATE.fullmatch(name))
         states = []
@@ -232,11 +236,11 @@ class StateStore:
         return replace(state, last_ids=self._forms[model].last_ids(state_id, metadata), model=model)
 
     def _model_name(self, entry: ServerMetadata, metadata: dict[str, str]) -> str:
-        """The name of the model that has read a file's state. Raises UserError if this server does not have it.
+        """The name of the model that has read a file's state. Raises UserError if this server does not have that model.
 
-        The adapter's digest decides, so that an adapter can be renamed. LoRA adapters that differ only in alpha share a digest:
-        then the fingerprint of the weights decides. Models with the same digest and fingerprint compute the same, and the name
-        in the file decides. A file of another program has only the fingerprint, which several adapters may share.
+        The adapter's digest decides, so that an adapter can be renamed. LoRA adapters that differ only in alpha share a digest;
+        among these, the fingerprint of the weights decides. Models with equal digests and equal fingerprints are equal, and the
+        name in the file decides. A file that another program wrote has only the fingerprint, which several adapters may share.
         """
         same = [name for name, form in self._forms.items() if form.identity["model"] == metadata.get("model")]
         if entry.adapter is None:
@@ -245,7 +249,7 @@ class StateStore:
             trained = [name for name, digest in self._digests.items() if digest == entry.adapter]
             names = [name for name in trained if name in same] or trained
         if not names:
-            raise UserError("the state requires the adapter that read it: name it with adapters=")
+            raise UserError("the state requires the adapter that read it: load that adapter with adapters=")
         return entry.name if entry.name in names else names[0]
 
     def _content(self, state: SavedState, context: PrefillResult) -> bytes:
@@ -255,7 +259,7 @@ class StateStore:
 
 
 def _server_metadata(metadata: dict[str, str]) -> ServerMetadata:
-    """Raises UserError if the metadata are damaged."""
+    """The server's entry in a state file's metadata. Raises UserError if it is damaged."""
     try:
         entry = msgspec.json.decode(metadata.get(SERVER_KEY, "{}"), type=ServerMetadata)
     except (msgspec.MsgspecError, UnicodeError, RecursionError):

@@ -1,1 +1,1 @@
-"""Lightning callbacks: one file per purpose."""
+"""Lightning callbacks, one file for each purpose."""

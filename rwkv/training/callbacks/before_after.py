@@ -1,11 +1,11 @@
-"""What tuning gains and breaks: a tuned run's losses and answers before the first step and after the last.
+"""Measures what tuning gains and breaks: the losses and answers of a tuned run before its first step and after its last.
 
-Measures the loss of the validation split; the loss of the text of tune.guard, as one sequence with the state carried along
-(rwkv/evaluation.py); and greedy continuations of prompts from the validation split. The losses are metrics of step 0 and of the
-last step: val/loss, val/bpb, guard/loss and guard/bpb. All results are in out_dir/tuned.json, for the report.
+It measures two losses, of the validation split and of tune.guard's text, which is read as one sequence (rwkv/evaluation.py),
+and generates greedy continuations of prompts from the validation split. The losses are metrics of step 0 and of the last step:
+val/loss, val/bpb, guard/loss and guard/bpb. All results are in out_dir/tuned.json, for the report.
 
-Checkpoints hold the results from before training, so a resumed run does not repeat the measurement. The random generators are
-restored: training is identical with and without these measurements.
+Checkpoints hold the results from before training, so a resumed run does not measure them again. Random generators are restored
+after each measurement, so training is the same with and without this callback.
 """
 
 import json
@@ -31,7 +31,7 @@ from rwkv.io.json_types import JsonObject, StateDict
 from rwkv.io.lines import counted, labelled
 from rwkv.model.base import Model
 from rwkv.model.lora import chosen
-from rwkv.report.reading import TUNED
+from rwkv.report.run_files import TUNED
 from rwkv.tokenizer.tokenizers import Tokenizer
 from rwkv.training.callbacks.progress_bar import bar
 from rwkv.training.task import LanguageModel
@@ -42,9 +42,10 @@ Measured = dict[str, float]              # metric name -> value, and "step"
 
 
 class BeforeAfter(Callback):
-    """Must precede the callback that saves checkpoints, so that the last checkpoint has all results.
+    """The callback that measures before and after training. Among the callbacks it must precede Checkpoints, so that the last
+    checkpoint has all results.
 
-    exclude(seconds) is called with the measurement's duration. Rank 0 measures the guard text and the continuations.
+    exclude(seconds) is called with each measurement's duration. Rank 0 measures the guard text and the continuations.
     """
 
     def __init__(self, config: TrainConfig, data: Corpus, out_dir: Path, exclude: Callable[[float], None]) -> None:
@@ -57,7 +58,7 @@ class BeforeAfter(Callback):
         self.after: Measured | None = None
         can_sample = config.trainer.sample_tokens > 0 and config.trainer.strategy != "fsdp"
         self.prompts = prompts(data, config.model.ctx_len, config.trainer.sample_tokens) if can_sample else []
-        self.answers: dict[str, list[str]] = {}          # "before" and "after", one per prompt
+        self.answers: dict[str, list[str]] = {}          # "before" or "after" -> one answer per prompt
         self._exclude = exclude
 
     def state_dict(self) -> StateDict:
@@ -67,7 +68,7 @@ class BeforeAfter(Callback):
         """Raises UserError if the text of tune.guard has changed since the run started."""
         if state_dict["guard"] != self.guard_sha256:
             raise UserError(f"the text of tune.guard={self.config.tune.guard} has changed since the run started, so its losses "
-                            "before and after cannot be compared: restore it to resume")
+                            "before and after cannot be compared: restore the text, then resume")
         self.before, self.after, self.answers = state_dict["before"], state_dict["after"], state_dict["answers"]
 
     def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
@@ -80,7 +81,7 @@ class BeforeAfter(Callback):
             log("guard      no comparison of before and after: nothing was measured before the first step")
 
     def on_train_epoch_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
-        """Not in on_train_start, where another callback installs its signal handlers."""
+        """Measures here, not in on_train_start, where StopCleanly installs its signal handlers."""
         if trainer.global_step or self.before is not None:
             return
         start = time.perf_counter()
@@ -106,7 +107,7 @@ class BeforeAfter(Callback):
         self._write(task)
 
     def describe(self) -> str:
-        """A line for the end of the run."""
+        """A line with the losses before and after, for the end of the run."""
         assert self.before is not None
         assert self.after is not None
         names = {"val/loss": "the validation split", "guard/loss": f"tune.guard={self.config.tune.guard}"}
@@ -116,7 +117,7 @@ class BeforeAfter(Callback):
         return f"nats per token: {'; '.join(changes)}{objective_note}"
 
     def _announce(self, when: str) -> None:
-        """A line above the progress bar."""
+        """Prints a line above the progress bar."""
         if rank() == 0:
             answers = f" and {counted(len(self.prompts), 'answer')}" if self.prompts else ""
             tqdm.write(labelled("measuring", f"the losses{answers} {when} training", sys.stderr), file=sys.stderr)
@@ -134,7 +135,7 @@ class BeforeAfter(Callback):
         return {"step": step} | validation | guard
 
     def _answer(self, model: Model, when: str) -> None:
-        """If generation fails, training continues, and the reason is printed on standard error."""
+        """Stores the answers. If generation fails, prints the reason on standard error, and training continues."""
         if not self.prompts:
             return
         try:
@@ -163,7 +164,7 @@ class BeforeAfter(Callback):
 
 
 def score_guard(model: Model, tokenizer: Tokenizer, path: Path, chunk_len: int) -> Measured:
-    """guard/loss in nats per token and, unless the tokenizer loses too much of the text, guard/bpb."""
+    """The metrics guard/loss, in nats per token, and guard/bpb, unless the tokenizer loses too much of the text."""
     tokens, lost = count_tokens(tokenizer, path, "tune.guard")
     nats = 0.0
     with bar(total=tokens, desc="guard", unit="token", leave=False) as progress:
@@ -176,7 +177,7 @@ def score_guard(model: Model, tokenizer: Tokenizer, path: Path, chunk_len: int) 
 
 
 def _validation(trainer: lightning.Trainer, task: LanguageModel) -> Measured:
-    """The metrics of a validation, as Lightning's own loop would compute them."""
+    """Validates, as Lightning's own loop does, and returns the metrics."""
     task.on_validation_epoch_start()
     batches = bar(iterable=trainer.val_dataloaders or (), desc="validating", unit="batch", leave=False, disable=rank() > 0)
     for number, batch in enumerate(batches):
@@ -186,6 +187,6 @@ def _validation(trainer: lightning.Trainer, task: LanguageModel) -> Measured:
 
 
 def compared(trainer: lightning.Trainer) -> list[str]:
-    """Lines on the losses before and after tuning; none in other runs."""
+    """Lines on the losses before and after tuning; empty without tuning."""
     return [callback.describe() for callback in trainer.callbacks          # type: ignore[attr-defined]
             if isinstance(callback, BeforeAfter) and callback.after is not None]

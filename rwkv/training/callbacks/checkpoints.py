@@ -1,13 +1,14 @@
-"""A run's checkpoints. A run resumes from them bit-exactly; each is written atomically, read back and verified.
+"""A run's checkpoints, from which it resumes bit-exactly. Each file is written atomically, then read back and verified.
 
     checkpoints/last.ckpt      every trainer.checkpoint_every steps, after the last step, and when training is interrupted
-    checkpoints/last-1.ckpt    the previous one, and so on: trainer.keep_last in all
-    checkpoints/best.ckpt      the one with the lowest val/loss
+    checkpoints/last-1.ckpt    the checkpoint before last.ckpt, and so on: trainer.keep_last files in all
+    checkpoints/best.ckpt      the checkpoint with the lowest val/loss
 
-With trainer=fsdp each is a folder, written while training continues (rwkv/training/sharding/saving.py).
+With trainer=fsdp each checkpoint is a folder, written while training continues (rwkv/training/sharding/saving.py).
 
-In addition to what Lightning saves (weights, optimiser, schedule, gradient scaler, data position), each holds the states of
-all random number generators. Checkpoints are saved only in hooks of fit: after fit, the loaders have lost their position.
+In addition to what Lightning saves (weights, optimiser, schedule, gradient scaler, data position), each checkpoint holds the
+states of all random number generators. Checkpoints are saved only in callback hooks during fit: after fit, the loaders no
+longer know the data position.
 """
 
 import itertools
@@ -52,7 +53,7 @@ class VerifiedFiles(TorchCheckpointIO):
     def save_checkpoint(self, checkpoint: StateDict, path: str | Path, storage_options: object = None) -> None:
         """Raises UserError if the disk is full or the written file cannot be read back."""
         target = Path(path)
-        is_folder = target.is_dir()      # from earlier processes with trainer=fsdp
+        is_folder = target.is_dir()      # a folder of this name remains from a start with trainer=fsdp
         try:
             if is_folder:
                 target.rename(replaced_by(target))
@@ -71,9 +72,9 @@ class VerifiedFiles(TorchCheckpointIO):
 
 @dataclass(eq=False)
 class Checkpoints(Callback):
-    """Saves the last and the best checkpoints. A step with a validation is saved after it.
+    """Saves the last and the best checkpoints. If a step ends with a validation, its checkpoint is saved after the validation.
 
-    every, val_every: in steps. keep: the number of last checkpoints to keep.
+    every, val_every: the intervals of checkpoints and validations, in steps. keep: the number of last checkpoints to keep.
     """
 
     out_dir: Path
@@ -83,7 +84,7 @@ class Checkpoints(Callback):
     divergence: Divergence
     best: float = math.inf
     _validating: bool = False
-    _saved: tuple[int, bool] = (0, True)         # the step of last.ckpt, and whether its validation had ended
+    _saved: tuple[int, bool] = (0, True)         # step of last.ckpt, and whether that step's validation had ended
 
     def state_dict(self) -> StateDict:
         return {"best": self.best}
@@ -96,7 +97,7 @@ class Checkpoints(Callback):
             trainer.strategy.after_save = partial(settle, self.out_dir, self.keep)
 
     def on_train_start(self, trainer: lightning.Trainer, *_: object) -> None:
-        self._saved = (trainer.global_step, False)       # saved again only after a repeated validation
+        self._saved = (trainer.global_step, False)       # not saved again, except after a repeated validation
 
     def on_train_batch_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, outputs: STEP_OUTPUT,
                            batch: object, batch_idx: int) -> None:
@@ -134,9 +135,9 @@ class Checkpoints(Callback):
 
     def on_load_checkpoint(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule,
                            checkpoint: StateDict) -> None:
-        """Recomputes from the run's current length whether the last batch ends Lightning's epoch, which is the whole run.
+        """Recomputes, from the run's current length, whether the last batch ended Lightning's epoch, which is the whole run.
 
-        A finished run may have been extended. Lightning would then start another epoch from the beginning of the data.
+        If a finished run has been extended, Lightning would otherwise start a second epoch at the beginning of the data.
         """
         batches = trainer.max_steps * trainer.accumulate_grad_batches
         if isinstance(trainer.limit_train_batches, int):         # set by trainer.overfit_batches
@@ -150,8 +151,9 @@ class Checkpoints(Callback):
     def save_last(self, trainer: lightning.Trainer) -> None:
         """Saves last.ckpt unless it is up to date.
 
-        If last.ckpt is of the same step, from before its validation ended, it is replaced. Otherwise the new one is written as
-        next.ckpt, and `settle` renames it and the older ones; after a kill in between, the resumed run renames them.
+        A last.ckpt of the same step, saved before the step's validation ended, is replaced. Otherwise the new checkpoint is
+        written as next.ckpt, and `settle` renames it and the older checkpoints. If the run is killed before that, the resumed
+        run calls `settle`.
         """
         current = (trainer.global_step, not self._validating)
         if current == self._saved:
@@ -172,7 +174,7 @@ class Checkpoints(Callback):
 class RandomState(Callback):
     """Saves and restores the random number generators of torch, Python and NumPy, for each process.
 
-    Processes other than rank 0 reseed in a new run, and when they join a resumed one, so that dropout masks differ by process.
+    Processes other than rank 0 reseed in a new run, and when they join a resumed run, so that dropout masks differ by process.
     """
 
     def __init__(self, seed: int) -> None:
@@ -186,14 +188,14 @@ class RandomState(Callback):
         self._loaded = state_dict["ranks"]
 
     def on_train_start(self, trainer: lightning.Trainer, *_: object) -> None:
-        if rank() < len(self._loaded):   # only now: the setup draws random numbers
+        if rank() < len(self._loaded):   # not earlier: the setup draws random numbers
             _set_random_state(self._loaded[rank()])
         elif rank():
             _seed(int(np.random.SeedSequence((self.seed, rank(), trainer.global_step)).generate_state(1)[0]))
 
 
 def settle(out_dir: Path, keep: int | None = None) -> None:
-    """Renames next.ckpt to last.ckpt and the older ones to last-1.ckpt ..., and removes remains of interrupted writes.
+    """Renames next.ckpt to last.ckpt, last.ckpt to last-1.ckpt and so on, and removes remains of interrupted writes.
 
     keep: the number of last checkpoints to keep; None for all.
     """
@@ -209,7 +211,7 @@ def settle(out_dir: Path, keep: int | None = None) -> None:
 
 
 def _recover(temporary: Path, path: Path) -> None:
-    """Finishes a replacement of `path` that was killed after the new checkpoint was complete."""
+    """Finishes replacing `path`, if the program was killed after completing the new checkpoint; else removes the remains."""
     if temporary.suffix == ".old" and is_checkpoint(temporary) and not is_checkpoint(path):
         temporary.rename(path)
     elif is_sharded(temporary) and temporary.suffix[1:].isdigit():
@@ -219,10 +221,10 @@ def _recover(temporary: Path, path: Path) -> None:
 
 
 def newest_sound(out_dir: Path) -> Checkpoint | None:
-    """The newest sound checkpoint; None if there is none. Newer, damaged ones are renamed, with a warning. best.ckpt is used if
-    it is the only one: the run ended between a validation and its first last.ckpt.
+    """The newest sound checkpoint; None without checkpoints. Damaged checkpoints that are newer are renamed, with a warning. If
+    the run ended between its first validation and its first last.ckpt, the only checkpoint is best.ckpt, and it is used.
 
-    Raises UserError if all checkpoints are damaged; they keep their names, so that the next call raises it too. Raises
+    Raises UserError if all checkpoints are damaged; they keep their names, so that the next call raises the same error. Raises
     UnreadableError if a checkpoint cannot be read for another reason.
     """
     damaged: list[tuple[Path, CheckpointError]] = []
@@ -237,11 +239,11 @@ def newest_sound(out_dir: Path) -> Checkpoint | None:
             for bad_path, problem in damaged:
                 remove(bad_path.with_name(DAMAGED))
                 bad_path.replace(bad_path.with_name(DAMAGED))
-                print(f"{bad_path} is damaged and now called {DAMAGED}; continuing from the one before it ({problem})",
+                print(f"{bad_path} is damaged and now called {DAMAGED}; continuing from the checkpoint before ({problem})",
                       file=sys.stderr)
             return checkpoint
     if damaged or (out_dir / FOLDER / DAMAGED).exists():
-        raise UserError(f"every checkpoint in {out_dir / FOLDER} is damaged, so the run cannot be resumed: start a new one, "
+        raise UserError(f"every checkpoint in {out_dir / FOLDER} is damaged, so the run cannot be resumed: start a new run, "
                         f"with init_from={out_dir / BEST} if that file is sound")
     return read_checkpoint(out_dir / BEST) if is_checkpoint(out_dir / BEST) else None
 
@@ -254,7 +256,7 @@ def _shift(folder: Path) -> None:
 
 
 def _by_age(out_dir: Path) -> dict[int, Path]:
-    """The paths by age, newest first: 0 for last.ckpt, 1 for last-1.ckpt and so on."""
+    """The paths of the last checkpoints by age: 0 for last.ckpt, the newest, 1 for last-1.ckpt and so on."""
     paths = {}
     for path in (out_dir / FOLDER).glob("last*.ckpt"):
         name = re.fullmatch(r"last(?:-(\d+))?\.ckpt", path.name)
@@ -282,7 +284,7 @@ def _random_state() -> StateDict:
 
 
 def _seed(seed: int) -> None:
-    torch.manual_seed(seed)              # also of GPUs
+    torch.manual_seed(seed)              # seeds GPUs too
     random.seed(seed)
     np.random.seed(seed)
 

@@ -20,14 +20,15 @@ from rwkv.training.sharding.strategy import Sharded, total_norm
 class Divergence(Callback):
     """Raises Diverged for a non-finite loss or weight.
 
-    Losses are checked every log_every steps, before a validation and before a checkpoint: checking each would synchronise.
+    Losses are checked every log_every steps, before a validation and before a checkpoint: checking the loss in each step would
+    synchronise with the GPU each time.
     """
 
     out_dir: Path
     log_every: int
     _lr: float = 0.0
-    _loss: Tensor | float = 0.0          # of the current step, summed over accumulated batches
-    _unchecked: list[tuple[int, float, Tensor]] = field(default_factory=list)    # step, learning rate and loss
+    _loss: Tensor | float = 0.0          # the current step's loss, summed over accumulated batches
+    _unchecked: list[tuple[int, float, Tensor]] = field(default_factory=list)    # (step, learning rate, loss)
 
     def on_train_batch_start(self, trainer: lightning.Trainer, *_: object) -> None:
         self._lr = trainer.optimizers[0].param_groups[0]["lr"]
@@ -48,7 +49,7 @@ class Divergence(Callback):
         self._check_losses(trainer)
 
     def require_finite(self, trainer: lightning.Trainer, val_loss: float = 0.0) -> None:
-        """Raises Diverged unless losses and weights are finite. Called before a checkpoint is written, in all processes."""
+        """Raises Diverged unless losses and weights are finite. All processes call it before a checkpoint is written."""
         self._check_losses(trainer)
         if not math.isfinite(val_loss):
             raise self._diverged("val/loss", trainer.global_step, self._lr)
@@ -62,7 +63,8 @@ class Divergence(Callback):
         if not self._unchecked:
             return
         losses = torch.stack([loss for _, _, loss in self._unchecked]).tolist()
-        counts = all_sum(*(not math.isfinite(loss) for loss in losses))          # processes where each loss is not finite
+        # For each loss, the number of processes in which it is not finite
+        counts = all_sum(*(not math.isfinite(loss) for loss in losses))
         for (step, lr, _), count in zip(self._unchecked, counts, strict=True):
             if count:
                 raise self._diverged("train/loss", step, lr)

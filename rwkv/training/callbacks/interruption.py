@@ -14,9 +14,10 @@ from rwkv.training.errors import Interrupted
 
 
 class StopCleanly(Callback):
-    """The first signal stops training after the current step, with a checkpoint; Ctrl-C after it stops training at once.
+    """Stops training after the current step, with a checkpoint, at the first signal; a later Ctrl-C stops it immediately.
 
-    A signal during validation stops it there, with a checkpoint from before the validation, which the resumed run repeats.
+    A signal during a validation stops the validation, with a checkpoint of the state before it; the resumed run repeats the
+    validation.
     """
 
     def __init__(self, checkpoints: Checkpoints) -> None:

@@ -1,15 +1,15 @@
 """The speed and the error of a run's kernel on the run's own data: out_dir/kernel.json.
 
-The machine is always recorded, and the message of kernel_check.py as `wrong`. trainer.probe=true adds:
-- times of about SAMPLES steps after the warm-up: the step, and the operator's forward and backward passes in it, measured by a
-  clock on a CPU and by CUDA events on a GPU, which are read after training;
-- errors of the operator's output and gradients in each layer, against the reference in float64. They are measured on the inputs
-  and the upstream gradient of two batches: one at the start, and the last one after the last step. The start is the third step:
-  a model is initialised with zero matrices, so before it all gradients that reach the operator are zero. If no weight before
+The file always describes the machine and has the message of kernel_check.py, under `wrong`. trainer.probe=true adds:
+- for about SAMPLES steps after the warm-up, the times of the step and of the operator's forward and backward passes in it. A
+  CPU is measured with a clock, a GPU with CUDA events, which are read after training;
+- errors of the operator's output and gradients in each layer, relative to the float64 reference. They are measured on the
+  inputs and the upstream gradients of two batches: the third step's, and after training the last step's. Before the third
+  step, all gradients that reach the operator are zero, because some matrices are initialised with zeros. If no weight before
   the operator is trained, as in the first layers of some tuned models, only the output is measured.
 
-The probe changes no bit of training. Errors are measured in an extra pass over half of a batch, which takes less memory than a
-step; its gradients are dropped, and the random generators, which tune.dropout uses, are restored after it.
+The probe does not change training by a single bit. Errors are measured in an extra pass over half of a batch, which takes less
+memory than a step; its gradients are dropped, and the random generators, which tune.dropout uses, are restored after it.
 """
 
 import inspect
@@ -36,15 +36,15 @@ from rwkv.distributed import rank
 from rwkv.io.atomic import write_file
 from rwkv.io.json_types import JsonObject
 from rwkv.io.lines import labelled
-from rwkv.report.reading import KERNEL, read_mapping
+from rwkv.report.run_files import KERNEL, read_mapping
 from rwkv.training.kernel_check import sentence
 from rwkv.training.task import LanguageModel, TrainingBatch
 
-START = 2                                # the step, from 0, at which errors are measured first
-WARM_UP = 20                             # steps before the first timed one, at most a fifth of the run
+START = 2                                # the step, counted from 0, at which errors are first measured
+WARM_UP = 20                             # steps before the first timed step; at most a fifth of the run
 SAMPLES = 100                            # timed steps, roughly
 Mark = float | torch.cuda.Event          # a timestamp
-LayerState = tuple[Tensor, ...] | Tensor          # of the operator
+LayerState = tuple[Tensor, ...] | Tensor          # the operator's state in one layer
 Call = Callable[..., tuple[Tensor, LayerState]]          # operator(inputs ..., state) -> (y, state)
 
 
@@ -58,7 +58,7 @@ def mark(device: str) -> Mark:
 
 
 def milliseconds(begin: Mark, end: Mark) -> float:
-    """The time between two timestamps. On a GPU it synchronises, so it is called after training."""
+    """The time between two timestamps. On a GPU this function synchronises, so call it only after training."""
     if isinstance(begin, float):
         assert isinstance(end, float)
         return 1000 * (end - begin)
@@ -68,7 +68,7 @@ def milliseconds(begin: Mark, end: Mark) -> float:
 
 
 class Sample:
-    """The times of a step, and of each forward and backward pass of the operator in it."""
+    """The timestamps of a step, and of each forward and backward pass of the operator in it."""
 
     def __init__(self, step: int, device: str) -> None:
         self.step = step
@@ -96,7 +96,7 @@ class Sample:
 class Record:
     """Records one layer's operator in one pass: inputs by name, state, output y, and all gradients.
 
-    grads: the inputs' gradients; empty without any.
+    grads: the inputs' gradients; empty if there are none.
     """
 
     def __init__(self, operator: Call) -> None:
@@ -121,7 +121,7 @@ class Record:
         self.grad_y = upstream[0]
 
     def errors(self) -> dict[str, dict[str, float]]:
-        """The err_ratio and the largest absolute difference of y and of each input's gradient, if there are gradients."""
+        """The err_ratio and the largest absolute error of y and, if there are gradients, of each input's gradient."""
         operator_class: Any = type(self.operator)
         reference = operator_class("reference")
         leaves = {name: tensor.double().requires_grad_() for name, tensor in self.inputs.items()}
@@ -174,11 +174,11 @@ class Probe(Callback):
         self.measured: JsonObject = {}           # the content of kernel.json
         self._exclude = exclude
         self._kernel_error = kernel_error
-        self._disabled = _why_disabled(options)  # why; None if the probe is on
-        self._first_step = 0             # since this start or resume
+        self._disabled = _why_disabled(options)  # why the probe is off; None if it is on
+        self._first_step = 0             # where this process started or resumed the run
         self._max_steps = 0
         self._samples: list[Sample] = []
-        self._sample: Sample | None = None       # of the current step
+        self._sample: Sample | None = None       # the current step's sample, if it is timed
         self._wrapped: Wrapped | None = None
         self._batch: TrainingBatch | None = None
 
@@ -228,13 +228,13 @@ class Probe(Callback):
             self._warn(self.measured["errors"]["end"])
 
     def on_exception(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, exception: BaseException) -> None:
-        self._finish()                   # Lightning does not call teardown then
+        self._finish()                   # Lightning does not call teardown in this case
 
     def teardown(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, stage: str) -> None:
         self._finish()
 
     def _warn(self, measured: JsonObject) -> None:
-        """A line above the progress bar if the kernel is wrong on the run's own data."""
+        """Prints a line above the progress bar if the kernel is wrong on the run's own data."""
         largest: dict[str, float] = {}
         for layer in measured["layers"]:
             for name, error in layer["errors"].items():
@@ -267,7 +267,7 @@ class Probe(Callback):
 
 
 def measure_errors(trainer: lightning.Trainer, pl_module: lightning.LightningModule, batch: TrainingBatch) -> JsonObject:
-    """The operator's errors and the ranges of its inputs in each layer, measured in a pass over half of the batch."""
+    """For each layer: the operator's errors and the ranges of its inputs, measured in a pass over half of the batch."""
     task = cast(LanguageModel, pl_module)
     records = [Record(mixer.wkv) for mixer in _time_mixers(task)]
     wrapped = Wrapped(task, lambda operator, layer: records[layer])
@@ -301,5 +301,5 @@ def _why_disabled(options: TrainerConfig) -> str | None:
     if not options.probe:
         return "off"
     if options.compile:
-        return "the operator of a compiled block cannot be measured: trainer.compile=true"
-    return "the weights are sharded over processes: trainer=fsdp" if options.strategy == "fsdp" else None
+        return "trainer.compile=true compiles blocks, in which the operator cannot be measured"
+    return "trainer=fsdp shards the weights over processes" if options.strategy == "fsdp" else None

@@ -28,8 +28,8 @@ from rwkv.training.tuning.preferences import REWARDS
 class Metrics(Callback):
     """Logs train/loss, lr, tok_per_sec, grad_norm (before clipping) and peak_mem (MiB, of rank 0) every `log_every` steps.
 
-    train/loss and, for pairs of answers, train/rewards_* are means over the steps since the previous row; the other values are
-    the last step's. Checkpoints hold the sums since the last row, so that a resumed run logs the same means.
+    train/loss and, for pairs of answers, train/rewards_* are means over the steps since the previous row; the other metrics are
+    the last step's. Checkpoints hold the sums since the previous row, so that a resumed run logs the same means.
 
     tok_per_sec excludes validation, sampling and the padding of trainer.tbptt's segments. With grad_norms, the gradient norm of
     each part of the model is logged too. After training, prints the median milliseconds of the logged steps.
@@ -38,19 +38,19 @@ class Metrics(Callback):
     log_every: int
     grad_norms: bool = False
     latest: Mapping[str, float] = field(default_factory=dict)
-    _interval_start: float = 0.0         # an interval starts after a logged step or a validation
+    _interval_start: float = 0.0         # time; an interval starts after a logged step or a validation
     _interval_tokens: int = 0            # tokens of this interval, with padding
-    _interval_unpadded: int = 0          # without padding
+    _interval_unpadded: int = 0          # tokens of this interval, without padding
     _tokens_per_step: int = 0
     _ms_per_token: list[float] = field(default_factory=list)
     _lr: float = 0.0
     _part_norms: dict[str, float] = field(default_factory=dict)
-    _steps: int = 0                      # steps since the last row
-    _loss: Tensor | float = 0.0          # sum of their losses, on the device, over accumulated batches
-    _rewards: Tensor = field(default_factory=lambda: torch.zeros(len(REWARDS)))    # sum of their REWARDS, for pairs of answers
+    _steps: int = 0                      # steps since the last row of metrics
+    _loss: Tensor | float = 0.0          # sum of these steps' losses, over accumulated batches, on the device
+    _rewards: Tensor = field(default_factory=lambda: torch.zeros(len(REWARDS)))    # sum of these steps' REWARDS
 
     def state_dict(self) -> StateDict:
-        """A collective operation: gathers the sums of all processes."""
+        """The sums of all processes (a collective operation)."""
         sums = [float(self._loss), *self._rewards.tolist()]
         return {"steps": self._steps, "ranks": all_gather(sums)}
 
@@ -127,12 +127,12 @@ class Metrics(Callback):
 def peak_memory_mib(device: torch.device, root: Path = Path("/")) -> float:
     """The peak memory in MiB: on a GPU, of allocations; on a CPU, of this process's resident set; NaN on Windows.
 
-    root: the folder of proc.
+    root: the folder that has proc/.
     """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2 ** 20
     if sys.platform == "win32":
-        return float("nan")              # not in the standard library there
+        return float("nan")              # the standard library cannot measure it on Windows
     import resource
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -152,8 +152,8 @@ def _peak_kib(status: Path) -> int | None:
 
 
 def gradient_norms(model: Model) -> dict[str, float]:
-    """The 2-norm of the gradients of each part, named as in loggers.norm_names. Synchronises with the device once."""
+    """The 2-norms of the gradients of the model's parts, by loggers.norm_names. Synchronises with the device once."""
     parts = [model.emb, *model.blocks, model.ln_out, model.head]
     norms = torch.stack([total_norm([parameter.grad for parameter in part.parameters() if parameter.grad is not None])
-                         .to(model.emb.weight.device) for part in parts])        # the norm of no gradients is on the CPU
+                         .to(model.emb.weight.device) for part in parts])        # without gradients a norm is on the CPU
     return dict(zip(norm_names(len(model.blocks)), norms.tolist(), strict=True))

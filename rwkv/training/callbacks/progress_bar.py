@@ -15,18 +15,18 @@ from tqdm import tqdm
 from rwkv.distributed import rank
 from rwkv.training.callbacks.metrics import Metrics
 
-FIRST_LINE = 3.0                         # initial seconds between lines in a file,
-LAST_LINE = 30.0                         # and the final ones
-UNKNOWN_SIZE = {"ncols": 80, "nrows": 24}           # of a terminal that does not report it
-# The bar and the metrics beside it fit into 80 columns
+FIRST_LINE = 3.0                         # seconds between lines outside a terminal: at first,
+LAST_LINE = 30.0                         # and later
+UNKNOWN_SIZE = {"ncols": 80, "nrows": 24}           # assumed for a terminal that does not report its size
+# The bar and the metrics next to it fit into 80 columns
 FORMAT = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
 POSTFIX = {"train/loss": "train {}", "val/loss": "val {}", "tok_per_sec": "{} tokens/s"}
 
 
 @dataclass(eq=False)
 class ProgressBar(Callback):
-    """Progress bars on standard error, over optimiser steps and validation batches. Outside a terminal, lines every few seconds
-    and later every half minute.
+    """Progress bars on standard error, over optimiser steps and validation batches. Outside a terminal, it prints lines
+    instead: every few seconds, and later every half minute.
     """
 
     metrics: Metrics
@@ -34,13 +34,13 @@ class ProgressBar(Callback):
     _validation: tqdm | None = None
 
     def on_train_batch_start(self, trainer: lightning.Trainer, *_: object) -> None:
-        """Created here so that its clock starts with the first step."""
+        """Creates the bar here, so that its clock starts with the first step."""
         if rank() == 0 and self._bar is None:
             self._bar = bar(total=trainer.max_steps, initial=trainer.global_step, bar_format=FORMAT)
 
     def on_train_batch_end(self, trainer: lightning.Trainer, *_: object) -> None:
         if self._bar is not None and trainer.global_step > self._bar.n:
-            if time.time() - self._bar.last_print_t >= self._bar.mininterval:      # it is about to be drawn
+            if time.time() - self._bar.last_print_t >= self._bar.mininterval:      # the bar is about to be drawn
                 self._show(trainer)
             _advance(self._bar, trainer.global_step - self._bar.n)
 
@@ -89,7 +89,7 @@ def _number(value: float) -> str:
 
 
 def bar(**options: Any) -> tqdm:
-    """A progress bar on standard error; outside a terminal, lines."""
+    """A progress bar on standard error; outside a terminal, it prints lines instead."""
     terminal = sys.stderr.isatty()
     interval = 0.2 if terminal else FIRST_LINE
     has_size = not terminal or os.get_terminal_size(sys.stderr.fileno()).columns > 0
@@ -99,6 +99,6 @@ def bar(**options: Any) -> tqdm:
 
 
 def _advance(bar: tqdm, steps: float) -> None:
-    """bar.update; outside a terminal each line doubles the interval, up to LAST_LINE."""
+    """Advances the bar. Outside a terminal, each printed line doubles the interval to the next, up to LAST_LINE."""
     if bar.update(steps) and bar.mininterval >= FIRST_LINE:
         bar.mininterval = min(LAST_LINE, 2 * bar.mininterval)

@@ -22,18 +22,19 @@ from rwkv.generation.engine import generate
 from rwkv.io.atomic import append, write_file
 from rwkv.io.json_types import JsonObject
 from rwkv.model.base import Model
-from rwkv.report.reading import SAMPLES, read_samples
+from rwkv.report.run_files import SAMPLES, read_samples
 from rwkv.tokenizer.tokenizers import Tokenizer
 from rwkv.training.loggers import log_samples
 
-Row = JsonObject                         # step, prompt, and text, its continuation
+Row = JsonObject                         # step, prompt, and text (the continuation)
 
 
 class Samples(Callback):
-    """Draws a sample in rank 0 every sample_every(...) steps and after the last, before that step's checkpoint is written.
+    """Draws a sample, in rank 0, every sample_every(...) steps and after the last step, before the step's checkpoint is
+    written.
 
-    resumed_at: the step of the checkpoint that the run resumes from; later samples are dropped, since the run repeats these
-    steps. exclude(seconds) is called with each sample's duration. Raises UserError if the prompt cannot be encoded.
+    resumed_at: the step of the checkpoint that the run resumes from; samples of later steps are dropped, since the run repeats
+    these steps. exclude(seconds) is called with each sample's duration. Raises UserError if the prompt cannot be encoded.
     """
 
     def __init__(self, config: TrainConfig, tokenizer: Tokenizer, out_dir: Path, resumed_at: int | None,
@@ -48,7 +49,7 @@ class Samples(Callback):
         self._rows: list[Row] = []
         if resumed_at is not None:
             self._rows = [row for row in read_samples(self.path) if row["step"] <= resumed_at]
-        tokenizer.encode(self.prompt)    # fails before the first step
+        tokenizer.encode(self.prompt)    # raises before the first step
 
     def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
         if rank() == 0:
@@ -83,7 +84,7 @@ class Samples(Callback):
 
 
 def sample_every(config: TrainerConfig) -> int:
-    """The interval in steps; 0 for never, as with fsdp, where no process has all weights."""
+    """The interval of samples in steps; 0 without samples, as with fsdp, where no process has all weights."""
     if config.strategy == "fsdp":
         return 0
     return config.val_every if config.sample_every is None else config.sample_every

@@ -1,1 +1,1 @@
-"""The memory of a run: its estimate, what the machine has, and options that reduce it."""
+"""The memory of a run: an estimate, the machine's free memory, and options with which a run takes less."""

@@ -1,4 +1,4 @@
-"""What this machine has free, and a run's needs compared with it before the run starts."""
+"""Checks, before a run starts, whether it fits into this machine's free memory and onto the free space of its disk."""
 
 import shutil
 from pathlib import Path
@@ -26,7 +26,7 @@ from rwkv.training.memory.remedies import remedies
 
 
 class Needs(NamedTuple):
-    """A run's configuration, and the memory of each of its processes on `device`."""
+    """A run's configuration, and the memory that each of its processes needs on `device`."""
 
     config: TrainConfig
     vocab_size: int
@@ -35,7 +35,7 @@ class Needs(NamedTuple):
 
     @property
     def sharing(self) -> int:
-        """The number of processes that share the memory of `device`: those of this machine on a CPU, one on a GPU."""
+        """The number of processes that share the memory of `device`: on a CPU all of this machine's processes, on a GPU one."""
         return world_size() // self.config.trainer.num_nodes if self.device.type == "cpu" else 1
 
 
@@ -44,8 +44,8 @@ def needs_here(config: TrainConfig, vocab_size: int, device: torch.device) -> Ne
 
 
 def free_memory(device: torch.device, root: Path = Path("/")) -> int | None:
-    """Bytes that can still be allocated on `device`, within the limit of a container; None if unknown. root: the folder of proc
-    and sys.
+    """Bytes that can still be allocated on `device`, within the limit of a container; None if unknown. root: the folder that
+    has proc/ and sys/.
     """
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_memory(root)
 
@@ -57,7 +57,7 @@ def free_disk(folder: Path) -> int:
 
 
 def require_capacity(needs: Needs, out_dir: Path) -> None:
-    """Raises UserError if the run's minimum exceeds this machine's memory or the disk of out_dir."""
+    """Raises UserError if the run needs more than this machine's free memory, or than the free space on out_dir's disk."""
     config, vocab_size, device, memory = needs
     if device.type == "cuda":            # each process builds the whole model in host memory before it moves to its GPU
         processes = world_size() // config.trainer.num_nodes
@@ -68,7 +68,7 @@ def require_capacity(needs: Needs, out_dir: Path) -> None:
 
 
 def _require_memory(need: int, device: torch.device, processes: int, remedy: str) -> None:
-    """need: the bytes that all `processes` on the device need beyond what they use already."""
+    """Raises UserError unless `need` bytes are free, the memory that all `processes` on the device are going to allocate."""
     free = free_memory(device)
     if free is not None and need > free:
         where = "the GPU" if device.type == "cuda" else "this machine"
@@ -84,7 +84,7 @@ def _used_already(device: torch.device, processes: int) -> int:
 
 
 def _require_disk(config: TrainConfig, out_dir: Path, vocab_size: int) -> None:
-    """Earlier checkpoints of the run will be replaced, so their space counts as free."""
+    """Raises UserError if checkpoints do not fit onto the disk. Earlier checkpoints, to be replaced, count as free space."""
     reusable = sum(map(size_on_disk, (out_dir / FOLDER).glob("*.ckpt")))
     need, free = checkpoint_bytes(config, vocab_size), free_disk(out_dir) + reusable
     if need > free:
@@ -94,7 +94,7 @@ def _require_disk(config: TrainConfig, out_dir: Path, vocab_size: int) -> None:
 
 
 def _advice(needs: Needs) -> str:
-    """The first remedy that fits, or what to reduce."""
+    """The advice at the end of the error: the first remedy with which the run fits, else an option to reduce."""
     config, vocab_size, device, memory = needs
     free = free_memory(device)
     for options, need in remedies(config, vocab_size, world_size(), device.type):

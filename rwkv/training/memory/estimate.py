@@ -1,23 +1,25 @@
-"""Estimates the memory and disk that a run needs, from its configuration alone.
+"""Estimates, from a run's configuration alone, the memory and the disk space that the run needs.
 
-The memory of one process, in floats of 4 bytes. N = tokens of one batch of one process, C = n_embd, V vocabulary, L layers.
-The generation gives P, the number of parameters (the sum of its shapes); K, a block's saved activations per token
-(saved_activations); W, its operator's working values per token (operator_work); S, the values of a state per row:
+The table shows the memory of one process, in floats of 4 bytes. N: tokens of one batch in one process; C = n_embd; V:
+vocabulary size; L: layers. From the model's generation: P, the number of parameters (the sum of its shapes); K, a block's saved
+activations per token (saved_activations); W, the operator's working values per token (operator_work); S, the values of a state
+per row:
 
-    weights, gradients, Adam's two moments             4 P; with fsdp each process has its share, but whole gradients when
-                                                       accumulating; with tune=lora or state the last three only for
-                                                       trained parameters; frozen matrices take BITS of tune.base per
+    weights, gradients, Adam's two moments             4 P; with fsdp each process has its shard, but whole gradients when
+                                                       accumulating; with tune=lora or state gradients and moments only
+                                                       of trained parameters; frozen matrices take BITS of tune.base per
                                                        value, the embedding 2 bytes
-      with trainer.optim_in_backward                   gradients of one block; the embedding's replaces the head's, which is
-                                                       part of the loss
+      with trainer.optim_in_backward                   gradients of one block; the embedding's gradient replaces the head's,
+                                                       which counts below, as part of the loss
       with optim=adamw8bit                             moments in bytes, plus one chunk in float32 during an update
-    saved activations                                  N L K; a smaller K if blocks recompute (_recomputes)
-      in half precision                                another K, and a weight cache of P / 2; with optim_in_backward one
-                                                       block's at a time, unless blocks recompute
-      with fsdp                                        the embedding and the head, two blocks, one block's gradients
+    saved activations                                  N L K; K is smaller if blocks recompute (_recomputes)
+      in half precision                                a different K, and a weight cache of P / 2; with optim_in_backward
+                                                       the cache of one block at a time, unless blocks recompute
+      with fsdp                                        also the gathered embedding and head, two blocks, and one block's
+                                                       gradients
       with activation checkpointing                    N L C, and one block's activations during its recomputation
-      with tbptt=k                                     one segment's, N/k tokens; k states of S for each row; the head's input
-                                                       and its gradient, 2 N C
+      with tbptt=k                                     activations of one segment, N/k tokens; k states of S for each row;
+                                                       the head's input and its gradient, 2 N C
     the loss                                           one chunk of logits (on a GPU mostly all of them, in the dtype of the
                                                        product), and the head's gradient
     the first layer to run backward                    N W, and the head's gradient; the loss is freed by then, and without
@@ -43,19 +45,19 @@ from rwkv.training.optim import adamw8bit
 FLOAT = 4                                # bytes
 NARROW = 2                               # bytes per value of a frozen embedding and head, as in released files
 MOMENTS = 2                              # Adam's
-RECOMPUTED = 40                          # times n_embd: values per token in backward, in a block that recomputes what
-                                         # is between its matrix products
-HOLES = 1.25                             # factor for heap fragmentation on activations and loss if memory is returned after
+RECOMPUTED = 40                          # values per token / n_embd in the backward pass of a block that recomputes
+                                         # what is between its matrix products
+HOLES = 1.25                             # factor on activations and loss for heap fragmentation, if memory is returned after
                                          # each block
-SMALL_RUN = 5 * 10 ** 8                  # bytes beside the program: smaller runs do not trade speed for memory
+SMALL_RUN = 5 * 10 ** 8                  # bytes without the program; smaller runs do not trade speed for memory
 DATA_WORKER = 100 * 2 ** 20              # unshared bytes of a data-loader process
-MIN_FRACTION = 0.75                      # a run is refused only if this fraction of activations and loss does not fit
+MIN_FRACTION = 0.75                      # fraction of activations and loss that must fit; else a run is refused
 BEST, BEING_WRITTEN = 1, 1               # checkpoints on disk in addition to the trainer.keep_last newest
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes that one process needs to train, beside its program and libraries."""
+    """Bytes that one process needs for training, in addition to its program and libraries."""
 
     weights: int
     gradients: int
@@ -66,7 +68,7 @@ class Memory:
 
     @property
     def fixed(self) -> int:
-        """Memory that only trainer=fsdp can reduce."""
+        """Bytes of weights, gradients and optimiser, which a smaller batch does not reduce."""
         return self.weights + self.gradients + self.optimiser
 
     @property
@@ -75,14 +77,14 @@ class Memory:
 
     @property
     def least(self) -> int:
-        """The limit below which a run is refused. Activations and loss are estimates, so only MIN_FRACTION of them counts."""
+        """The bytes that must be free. Of activations and loss, which are estimates, only the part MIN_FRACTION counts."""
         return self.fixed + round(MIN_FRACTION * (self.total - self.fixed))
 
 
 def estimate(config: TrainConfig, vocab_size: int, processes: int = 1, gpu_memory: int | None = None) -> Memory:
     """The memory of each of the `processes` that share data.batch_size.
 
-    gpu_memory: the bytes of each process's GPU in a plan for other machines; None for this machine's device.
+    gpu_memory: in a plan for other machines, the memory of each process's GPU in bytes; None for this machine's device.
     """
     trainer = config.trainer
     model = generation(config.model)
@@ -127,8 +129,11 @@ def estimate(config: TrainConfig, vocab_size: int, processes: int = 1, gpu_memor
 
 
 def _loss_bytes(config: TrainConfig, vocab_size: int, N: int, head: int, gpu_memory: int | None) -> int:
-    """The bytes of the loss of N tokens. head: bytes of the head's gradient; several chunks in half precision accumulate into a
-    second one. A GPU has one copy of a chunk, in the dtype of the product; a CPU has two in half precision."""
+    """The bytes that the loss of N tokens takes. head: the bytes of the head's gradient.
+
+    In half precision, several chunks accumulate into a second gradient of the head. A GPU has one copy of a chunk's logits, in
+    the dtype of the product; a CPU has two in half precision.
+    """
     half = dtype_for(config.trainer.precision) != torch.float32
     device = torch.device("cuda") if gpu_memory else device_for(config.trainer.accelerator)
     itemsize = NARROW if half and device.type == "cuda" else FLOAT
@@ -150,8 +155,8 @@ def _weight_cache_bytes(config: TrainConfig, vocab_size: int, weights: int) -> i
 
 
 def _fsdp_bytes(config: TrainConfig, vocab_size: int) -> int:
-    """A process's bytes under trainer=fsdp beside its shares: the embedding and the head in float32; in the dtype of the
-    products the current and the prefetched block, and gradients, which are summed in float32.
+    """The bytes that a process needs with trainer=fsdp in addition to its shards: the embedding and the head in float32; the
+    current and the prefetched block, and one block's gradients, in the dtype of the products; and their sum in float32.
     """
     itemsize = FLOAT if dtype_for(config.trainer.precision) == torch.float32 else NARROW
     return (FLOAT * n_outside_blocks(config, vocab_size)
@@ -226,7 +231,7 @@ def moment_bytes_8bit(config: TrainConfig, vocab_size: int) -> int:
 
 
 def frozen_bytes(config: TrainConfig, vocab_size: int) -> int:
-    """The memory of the frozen weights. In a float32 file the embedding and the head take twice as much."""
+    """The bytes of the frozen weights. If the file is in float32, embedding and head take twice the bytes counted here."""
     base = config.tune.base
     shapes = generation(config.model).shapes(config.model, vocab_size)
     sizes: dict[str, float] = dict.fromkeys(_linear_shapes(config, vocab_size), BITS[base] / 8)
@@ -260,7 +265,7 @@ def checkpoint_bytes(config: TrainConfig, vocab_size: int) -> int:
 
 
 def one_checkpoint_bytes(config: TrainConfig, vocab_size: int) -> int:
-    """Trained parameters and their moments."""
+    """The size of one checkpoint: trained parameters and their moments."""
     trained = FLOAT * n_trained(config, vocab_size)
     if config.optim.name == EIGHT_BITS:
         return trained + moment_bytes_8bit(config, vocab_size)

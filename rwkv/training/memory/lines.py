@@ -1,4 +1,4 @@
-"""The memory of a run in lines of its plan, with the options that would make it fit."""
+"""The lines of a plan on the run's memory, with the options that would make the run fit."""
 
 import re
 from collections.abc import Iterable, Iterator
@@ -10,7 +10,7 @@ from rwkv.training.memory.remedies import RECOMPUTED, Remedy, Variant, remedies
 
 
 def memory_lines(needs: Needs, programs: int) -> Iterator[tuple[str, str]]:
-    """The memory of one process. programs: bytes in use by its program and libraries; 0 on a GPU."""
+    """The plan's lines on the memory of one process. programs: bytes in use by its program and libraries; 0 on a GPU."""
     config, vocab_size, device, need = needs
     free = free_memory(device)
     already = f", {readable(programs)} of it already in use" if programs else ""
@@ -29,8 +29,8 @@ def memory_lines(needs: Needs, programs: int) -> Iterator[tuple[str, str]]:
 
 
 def would_fit(candidates: Iterable[Remedy], free: int, programs: int) -> Iterator[tuple[str, str]]:
-    """A line for each remedy that fits into `free` bytes, with its memory, programs included. Of remedies that differ only in
-    numbers, the first.
+    """Yields a line for each remedy that fits into `free` bytes: the memory, `programs` included, and the options. Of remedies
+    that differ only in numbers, only the first is listed.
     """
     subject, kinds = "would fit", set()
     for options, need in candidates:

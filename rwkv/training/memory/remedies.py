@@ -1,6 +1,7 @@
 """Options that would make a run fit into memory.
 
-In order of cost: first those with identical steps, then other optimisers, fewer rows per step, LoRA, and last more devices.
+They are in order of cost: first options that keep the training steps identical, then other optimisers, fewer rows per step and
+LoRA; last comes training on more devices.
 """
 
 from collections.abc import Iterator
@@ -13,16 +14,16 @@ from rwkv.errors import UserError
 from rwkv.io.json_types import JsonMapping, JsonObject
 from rwkv.training.memory.estimate import Memory, estimate
 
-MAX_DEVICES = 1024                       # largest number tried
+MAX_DEVICES = 1024                       # the largest number of devices to try
 RECOMPUTED = {"trainer.activation_checkpointing": True}
 IN_BACKWARD = {"trainer.optim_in_backward": True, "optim.grad_clip": 0.0}
 ROUNDED = {"optim.name": EIGHT_BITS}
-GROUPS = {"optim.name": "optim", "tune.method": "tune", "trainer.strategy": "trainer"}       # options set by a group file
+GROUPS = {"optim.name": "optim", "tune.method": "tune", "trainer.strategy": "trainer"}       # options that a group's file sets
 Options = JsonMapping                    # dotted key -> value
 
 
 class Remedy(NamedTuple):
-    """options: as they are typed. need: the bytes of each process, as in Memory.total."""
+    """A way to save memory. options: a text, as on the command line. need: the bytes of each process, as in Memory.total."""
 
     options: str
     need: int
@@ -37,7 +38,7 @@ class Variant(NamedTuple):
     @classmethod
     def of(cls, config: TrainConfig, options: Options, vocab_size: int, processes: int = 1,
            gpu_memory: int | None = None) -> "Variant":
-        """Arguments as for estimate. Raises UserError for options that are invalid together."""
+        """A variant; the other arguments are as for `estimate`. Raises UserError for options that are invalid together."""
         changed = with_keys(config, options)
         return cls(changed, estimate(changed, vocab_size, processes, gpu_memory))
 
@@ -46,7 +47,8 @@ def remedies(config: TrainConfig, vocab_size: int, processes: int, device: str,
              gpu_memory: int | None = None) -> Iterator[Remedy]:
     """The remedies that are compatible with the other options, whether or not the run then fits.
 
-    processes: those that share data.batch_size. device: cpu or cuda; only GPUs add memory. gpu_memory: as for estimate.
+    processes: the number of processes that share data.batch_size. device: cpu or cuda; only on GPUs do more processes add
+    memory. gpu_memory: as for `estimate`.
     """
     sharded = _sharded(config, processes) if device == "cuda" else ()
     for options in (*_same_steps(config, processes), *_other_steps(config, processes), *sharded):
@@ -76,7 +78,7 @@ def as_typed(options: Options) -> str:
 
 
 def _same_steps(config: TrainConfig, processes: int) -> Iterator[Options]:
-    """Identical steps, up to rounding."""
+    """Remedies with identical steps, up to rounding."""
     yield RECOMPUTED
     if config.trainer.precision == "32-true":
         yield RECOMPUTED | {"trainer.precision": "bf16-mixed"}
@@ -87,7 +89,7 @@ def _same_steps(config: TrainConfig, processes: int) -> Iterator[Options]:
 
 
 def _other_steps(config: TrainConfig, processes: int) -> Iterator[Options]:
-    """Steps without clipping, with 8-bit moments, with fewer rows, or with LoRA."""
+    """Remedies that change the steps: no clipping, 8-bit moments, fewer rows, or LoRA."""
     rounded = {} if config.optim.name in ORTHOGONAL else ROUNDED
     yield RECOMPUTED | IN_BACKWARD
     yield RECOMPUTED | rounded
@@ -101,7 +103,7 @@ def _other_steps(config: TrainConfig, processes: int) -> Iterator[Options]:
 
 
 def _sharded(config: TrainConfig, processes: int) -> Iterator[Options]:
-    """Weights, gradients and moments sharded over more and more GPUs, with at least one row each."""
+    """Remedies that shard weights, gradients and moments over more and more GPUs, with at least one row each."""
     count = 2 * processes if config.trainer.strategy == "fsdp" else 2
     while count <= MAX_DEVICES:
         rows = max(config.data.batch_size, count)

@@ -1,8 +1,8 @@
-"""Reduces the memory of a new run with init_from=.
+"""Chooses options that reduce the memory of a new run with init_from=.
 
-Gradient accumulation: a step is split into passes of a few rows. Data order and target weights stay the same, so the step does
-too, with a fraction of the activations. If a run would still exceed the free memory, freed blocks are returned to the system;
-if that is not enough, activations are recomputed.
+First comes gradient accumulation: a step is split into passes of a few rows. The data order and the weights of targets do not
+change, so the step is the same, but takes a fraction of the memory for activations. If the run would still exceed the free
+memory, freed memory blocks are returned to the system; if the run exceeds it even then, activations are recomputed too.
 """
 
 from collections.abc import Collection
@@ -12,7 +12,7 @@ from rwkv.training.device import device_for
 from rwkv.training.memory.estimate import SMALL_RUN, readable
 from rwkv.training.memory.remedies import Options, Variant, as_typed, with_keys
 
-PASS_TOKENS = 512                        # minimum per pass on a CPU, for full-speed matrix products
+PASS_TOKENS = 512                        # least tokens of a pass on a CPU, for full-speed matrix products
 SMALLER: tuple[Options, ...] = ({"trainer.malloc": "small"},
                                 {"trainer.malloc": "small", "trainer.activation_checkpointing": True})
 
@@ -20,8 +20,8 @@ SMALLER: tuple[Options, ...] = ({"trainer.malloc": "small"},
 def with_passes(config: TrainConfig, vocab_size: int, user_keys: Collection[str]) -> tuple[TrainConfig, str | None]:
     """The configuration with steps split into the smallest passes of at least PASS_TOKENS, and a note for the plan.
 
-    Steps are split only in a single process on a CPU, without other options that count batches, and only if weights are
-    frozen or the run needs more memory than SMALL_RUN.
+    Steps are split only in a single process on a CPU, if no other option counts batches, and if weights are frozen or the run
+    needs more memory than SMALL_RUN.
     """
     rows, trainer = config.data.batch_size, config.trainer
     counts_batches = (trainer.tbptt or trainer.overfit_batches or trainer.strategy != "single" or trainer.optim_in_backward
@@ -39,16 +39,18 @@ def with_passes(config: TrainConfig, vocab_size: int, user_keys: Collection[str]
 
 
 def same_step(config: TrainConfig, run: TrainConfig) -> bool:
-    """Whether with_passes has split the steps of `run`, and `config` has as many rows per step."""
+    """Whether with_passes has split the steps of `run`, and a step of `config` has as many rows as a step of `run`."""
     rows, run_rows = (each.data.batch_size * each.trainer.accumulate for each in (config, run))
     return run.init_from is not None and run.data.batch_size < config.data.batch_size and rows == run_rows
 
 
 def fit_memory(config: TrainConfig, vocab_size: int, user_keys: Collection[str],
                free: int | None) -> tuple[TrainConfig, str | None]:
-    """The configuration with the first of SMALLER that fits into `free` bytes, or else the last, and a note for the plan.
+    """The configuration with the first options in SMALLER with which the run fits into `free` bytes, or else with the last of
+    SMALLER; and a note for the plan.
 
-    Unchanged, without a note, if the run fits, if the user has set one of these options, or if free is None (unknown).
+    Returns the configuration unchanged, and None, if the run fits, if the user has set one of these options, or if free is None
+    (unknown).
     """
     need = Variant.of(config, {}, vocab_size).memory.total
     if free is None or need <= free or not {*user_keys}.isdisjoint(SMALLER[-1]):
@@ -57,4 +59,4 @@ def fit_memory(config: TrainConfig, vocab_size: int, user_keys: Collection[str],
         smaller = Variant.of(config, options, vocab_size)
         if smaller.memory.total <= free:
             break
-    return smaller.config, f"{as_typed(options)} (slower): without it training needs {readable(need)}; {readable(free)} is free"
+    return smaller.config, f"{as_typed(options)} (slower): otherwise training needs {readable(need)}; {readable(free)} is free"

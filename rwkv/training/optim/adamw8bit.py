@@ -1,11 +1,11 @@
-"""AdamW with both moments in 8 bits, a quarter of their memory. The update itself is torch's AdamW in float32.
+"""AdamW with both moments in 8 bits, which take a quarter of float32's memory. The update itself is torch's AdamW in float32.
 
 A moment is quantised in blocks of BLOCK numbers: each number is an 8-bit code for one of 256 levels, times the largest
-magnitude of its block. The levels are dense near 0: each decade from 1 down to 1e-7 is divided into equal steps, twice as many
-as the decade below it. Source: Dettmers et al., "8-bit Optimizers via Block-wise Quantization" (arXiv 2110.02861), section 2. A
-second moment above 0 never becomes 0, where the next small gradient would make a large step: Li et al., "Memory Efficient
-Optimizers with 4-bit States" (arXiv 2309.01507), section 4. Parameters of fewer than LEAST numbers, such as a block's vectors,
-have float32 moments, as do those whose size is not a multiple of BLOCK.
+magnitude of its block. The levels are dense near 0: each decade from 1 down to 1e-7 is divided into equal steps, and has twice
+as many steps as the next lower decade. Source: Dettmers et al., "8-bit Optimizers via Block-wise Quantization" (arXiv
+2110.02861), section 2. A second moment above 0 is never rounded to 0, because the next small gradient would then cause a large
+step: Li et al., "Memory Efficient Optimizers with 4-bit States" (arXiv 2309.01507), section 4. Parameters of fewer than LEAST
+numbers, such as a block's vectors, have float32 moments, as do parameters whose size is not a multiple of BLOCK.
 
 The state consists of plain tensors, so that checkpoints can be read without another library.
 """
@@ -21,18 +21,18 @@ from torch.optim.optimizer import ParamsT
 
 from rwkv.io.json_types import StateDict
 
-BLOCK = 256                              # numbers that share a scale
+BLOCK = 256                              # numbers in a block, which share a scale
 LEAST = 4096                             # minimum size of a parameter with 8-bit moments
 CHUNK = 2 ** 23                          # numbers updated at a time, a multiple of BLOCK; bounds float32 copies
-WORK = 5                                 # float32 copies of a chunk: two moments and temporaries of rounding
-SMALLEST_SCALE = torch.finfo(torch.float32).tiny         # of a block, against division by 0
-DECADES = 7                              # from 1 down to 1e-7
+WORK = 5                                 # float32 copies of a chunk: two moments, and temporaries for rounding
+SMALLEST_SCALE = torch.finfo(torch.float32).tiny         # least scale of a block, against division by 0
+DECADES = 7                              # decades of levels, from 1 down to 1e-7
 MOMENTS = {"exp_avg": True, "exp_avg_sq": False}         # torch's names, and whether the moment has a sign
-SCALE = "_scale"                         # after a moment's name: the scales of its blocks
+SCALE = "_scale"                         # suffix of a moment's name: the scales of its blocks
 
 
 class AdamW8bit(torch.optim.Optimizer):
-    """groups, lr, betas and eps as for torch.optim.AdamW. The parameters must be contiguous."""
+    """AdamW with 8-bit moments. groups, lr, betas and eps are as for torch.optim.AdamW. The parameters must be contiguous."""
 
     def __init__(self, groups: ParamsT, lr: float, betas: tuple[float, float], eps: float,
                  fused: bool = True) -> None:
@@ -51,7 +51,7 @@ class AdamW8bit(torch.optim.Optimizer):
         return loss
 
     def load_state_dict(self, state_dict: StateDict) -> None:
-        """torch's would convert the codes to the parameters' dtype."""
+        """Loads the state unconverted: torch's own method would convert the codes to the parameters' dtype."""
         super().load_state_dict(state_dict | {"state": {}})
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         for number, state in state_dict["state"].items():
@@ -95,7 +95,7 @@ def _initial_state(parameter: Tensor) -> dict[str, Tensor]:
 
 
 def _moments_in_chunks(state: dict[str, Tensor], numbers: int) -> Iterator[tuple[dict[str, Tensor], slice]]:
-    """Yields each chunk's moments in float32, to be updated in place, and its slice. Stores them before the next chunk."""
+    """Yields each chunk's moments in float32, which the caller updates in place, and its slice; then stores the moments."""
     if not is_in_8_bits(numbers):
         yield {name: state[name] for name in MOMENTS}, slice(0, numbers)
         return
@@ -109,7 +109,7 @@ def _moments_in_chunks(state: dict[str, Tensor], numbers: int) -> Iterator[tuple
 
 
 def quantized(numbers: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
-    """numbers (n,) float32 -> (codes (n,) uint8 of the nearest levels, scales (n / BLOCK,))."""
+    """numbers (n,) float32 -> (the nearest levels' codes (n,) uint8, scales (n / BLOCK,))."""
     blocks = numbers.view(-1, BLOCK)
     scales = torch.linalg.vector_norm(blocks, torch.inf, 1)
     normal = blocks / scales.clamp(min=SMALLEST_SCALE).unsqueeze(1)
@@ -117,7 +117,7 @@ def quantized(numbers: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
 
 
 def dequantized(codes: Tensor, scales: Tensor, signed: bool) -> Tensor:
-    """The numbers (n,) float32 of codes and scales."""
+    """The inverse of `quantized`: returns the numbers, (n,) float32, that codes and scales stand for."""
     levels = _levels(signed, codes.device)
     return (levels[codes.int()].view(-1, BLOCK) * scales.unsqueeze(1)).view(-1)
 
@@ -135,7 +135,9 @@ def _levels(signed: bool, device: torch.device) -> Tensor:
 
 @cache
 def _limits(signed: bool, device: torch.device) -> Tensor:
-    """The upper limits (255,) of all levels but the last: midpoints to the next. Only 0 itself is rounded to an unsigned 0."""
+    """The upper limits (255,) of all levels but the last: midpoints to the next level. Without a sign, only 0 itself is rounded
+    to 0.
+    """
     levels = _levels(signed, device)
     limits = (levels[1:] + levels[:-1]) / 2
     if not signed:

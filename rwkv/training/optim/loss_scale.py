@@ -1,7 +1,7 @@
-"""trainer.precision=fp16-mixed: repeats a step whose gradients overflow with a smaller loss scale until it succeeds.
+"""For trainer.precision=fp16-mixed: repeats a step whose gradients overflow, with smaller loss scales, until it succeeds.
 
-torch's GradScaler skips such a step and halves its scale. The step would still count, with its data and its place in the
-schedule, but change no weight. So its batches are recomputed, from the same states of trainer.tbptt.
+torch's GradScaler skips such a step and halves the loss scale. A skipped step uses up its data and its position in the schedule
+without changing a weight. So here the step's batches are recomputed, with trainer.tbptt from the states before the step.
 """
 
 from collections.abc import Callable
@@ -15,11 +15,11 @@ from lightning.pytorch.strategies import ParallelStrategy
 from rwkv.training.errors import Diverged
 from rwkv.training.tbptt import Carried
 
-MAX_ATTEMPTS = 30                        # per step: the initial scale, 2^16, is then far below 1
+MAX_ATTEMPTS = 30                        # attempts per step; by then the initial scale, 2^16, is far below 1
 
 
 class LossScale:
-    """The batches of the current step, for repeating it. scaler: a GradScaler."""
+    """Stores the batches of the current step and repeats it if gradients overflow. scaler: a GradScaler."""
 
     def __init__(self, trainer: lightning.Trainer, scaler: torch.amp.GradScaler, carried: Carried) -> None:
         self._trainer, self._scaler, self._carried = trainer, scaler, carried
@@ -27,15 +27,15 @@ class LossScale:
         self._states = carried.states()
 
     def begin(self, batch: object, batch_idx: int) -> None:
-        """Called before each batch of a step."""
+        """Records a batch; called before each batch of a step."""
         if batch_idx % self._trainer.accumulate_grad_batches == 0:
             self._batches, self._states = [], self._carried.states()
         self._batches.append((batch, batch_idx))
 
     def step(self, take: Callable[[], None], optimizer: torch.optim.Optimizer | LightningOptimizer) -> None:
-        """Calls take(), which computes the step's last batch and steps the optimiser, until the scaler has not skipped it.
+        """Calls take() until the scaler does not skip the step. take() computes the step's last batch and steps the optimiser.
 
-        Raises Diverged after MAX_ATTEMPTS.
+        Raises Diverged after MAX_ATTEMPTS attempts.
         """
         for attempt in range(MAX_ATTEMPTS):
             if attempt:

@@ -3,13 +3,13 @@
     momentum <- mu momentum + (1 - mu) grad;  G = (1 - mu) grad + mu momentum;  W <- W - lr sqrt(max(1, rows / columns)) U V^T
 
 with G = U S V^T. U V^T comes from a few Newton-Schulz iterations, X <- a X + (b A + c A^2) X with A = X X^T, which bring most
-singular values near 1. bfloat16 is precise enough for them. A CPU without bfloat16 instructions computes them in float32, 30
-times as fast there. Source: Keller Jordan et al., "Muon: An optimizer for hidden layers in
+singular values near 1. The iterations are computed in bfloat16, which is precise enough, or on a CPU without bfloat16
+instructions in float32, which is 30 times as fast there. Source: Keller Jordan et al., "Muon: An optimizer for hidden layers in
 neural networks" (kellerjordan.github.io/posts/muon, 2024). The coefficients of each iteration are optimal for the singular
-values after the iteration before: Amsel et al., "The Polar Express" (arXiv 2505.16932), algorithm 1. They require
-a largest singular value of at most 1, and close to 1. The root of the norm of A bounds it about twice as tightly as the norm of
-X, and the first iteration computes A anyway. torch.optim.Muon has five iterations with equal coefficients, scales by the norm
-of X, and loops over matrices; here products are batched over all matrices of one shape.
+values that the previous iteration leaves: Amsel et al., "The Polar Express" (arXiv 2505.16932), algorithm 1. The coefficients
+require that the largest singular value is at most 1, and close to 1. The root of the norm of A is about twice as tight a bound
+on it as the norm of X, and the first iteration computes A anyway. torch.optim.Muon has five iterations with equal coefficients,
+scales by the norm of X, and loops over matrices; here products are batched over all matrices of one shape.
 
 NorMuon then divides each row by the root of a running mean of its squares, so that all neurons move by similar amounts, and
 preserves the norm of the whole step. Source: Li et al., "NorMuon" (arXiv 2510.05491).
@@ -29,19 +29,20 @@ from kernels.machine.cpu import matrix_dtype
 from rwkv.errors import UserError
 from rwkv.io.json_types import StateDict
 
-# Coefficients a, b, c of each iteration: singular values above 1/100 of the bound end within 0.28 of 1; smaller ones grow 77
-# times.
+# Coefficients a, b, c of each iteration. Singular values above 1/100 of the bound on the largest end within 0.28 of 1; smaller
+# values grow by a factor of 77.
 POLAR_EXPRESS = ((8.0132, -22.9258, 16.5994), (3.607, -2.6486, 0.5119), (2.6802, -1.998, 0.4572))
-MARGIN = 1.02                            # factor on the bound, for bfloat16's rounding: the polynomials are steep above 1
+MARGIN = 1.02                            # factor on the bound, against bfloat16's rounding: the polynomials are steep above 1
 SMALLEST_NORM = 1e-14                    # lower bound on the norm of A, against division by 0
-SMALLEST_SQUARE = 1e-16                  # the same for mean squares of rows
+SMALLEST_SQUARE = 1e-16                  # lower bound on the mean square of a row
 
 
 class Muon(torch.optim.Optimizer):
-    """groups: as for torch's optimisers; those with "orthogonal": True have matrices, and AdamW updates the others.
+    """Muon or NorMuon. groups: as for torch's optimisers; the matrices in groups with "orthogonal": True get orthogonalised
+    updates, and the parameters in all other groups AdamW's.
 
-    row_beta: decay of the running mean of a row's squares; 0 for Muon, above 0 for NorMuon. orthogonalize: a function of
-    matrices (N,O,I).
+    row_beta: the decay of the running mean of a row's squares; 0 for Muon, above 0 for NorMuon. orthogonalize: replaces the
+    function `orthogonal`.
     """
 
     def __init__(self, groups: ParamsT, lr: float, betas: tuple[float, float], eps: float, fused: bool,
@@ -63,17 +64,19 @@ class Muon(torch.optim.Optimizer):
         return loss
 
     def load_state_dict(self, state_dict: StateDict) -> None:
-        """Raises UserError if the state has groups of other sizes, as from another recipe or version."""
+        """Raises UserError if the state's groups differ in size, because it is from a different recipe or version."""
         saved_sizes = [len(group["params"]) for group in state_dict["param_groups"]]
         sizes = [len(group["params"]) for group in self.param_groups]
         if saved_sizes != sizes:
-            raise UserError(f"the checkpoint's optimiser has groups of {saved_sizes} parameters, and this run's {sizes}: it "
-                            "is from another recipe or version; start a new run with its weights, init_from=")
+            raise UserError(f"the checkpoint's optimiser has groups of {saved_sizes} parameters, and this run's {sizes}: the "
+                            "checkpoint is from a different recipe or version; start a new run with its weights, init_from=")
         super().load_state_dict(state_dict)
         self._share_state()
 
     def _share_state(self) -> None:
-        """Gives the inner AdamW this optimiser's param_groups and state, so schedules and checkpoints see one optimiser."""
+        """Lets the inner AdamW share this optimiser's param_groups and state, so that schedules and checkpoints see one
+        optimiser.
+        """
         self._adamw.param_groups = self._adamw_groups()
         self._adamw.state = self.state
         self._stacks: dict[tuple[str, torch.Size], tuple[Tensor, tuple[Tensor, ...]]] = {}       # stacked state and its views
@@ -82,7 +85,7 @@ class Muon(torch.optim.Optimizer):
         return [group for group in self.param_groups if not group["orthogonal"]]
 
     def _step_matrices(self, matrices: list[Tensor], group: Mapping[str, float]) -> None:
-        """Updates matrices of the same shape (O,I) with gradients."""
+        """Updates matrices that have gradients and one shape, (O,I)."""
         mu = group["momentum"]
         gradients = torch.stack([matrix.grad for matrix in matrices if matrix.grad is not None])
         momenta = self._stacked_state(matrices, "momentum", torch.zeros_like)
@@ -94,9 +97,9 @@ class Muon(torch.optim.Optimizer):
         _update(matrices, steps, means, self.row_beta, group["lr"], group["weight_decay"])
 
     def _stacked_state(self, matrices: list[Tensor], name: str, initial: Callable[[Tensor], Tensor]) -> Tensor:
-        """The state `name` of all matrices in one tensor, of which each matrix's state is a view.
+        """The state `name` of all matrices, stacked into one tensor; each matrix's state is a view of it.
 
-        The stack is rebuilt if other matrices have gradients, or if load_state_dict has replaced the state.
+        The tensor is rebuilt if a different set of matrices has gradients, or if load_state_dict has replaced the state.
         """
         key = name, matrices[0].shape
         states = [self.state[matrix].get(name) for matrix in matrices]
@@ -123,8 +126,9 @@ def _update(matrices: list[Tensor], steps: Tensor, means: Tensor | None, beta: f
 
 
 def _apply_to_whole(function: Callable[[Tensor], Tensor], matrices: Tensor) -> Tensor:
-    """function(matrices). With trainer=fsdp each process holds some rows of all matrices (N,O,I); they are redistributed so
-    that each applies the function to N / processes whole matrices, and then gets its rows of the result.
+    """Returns function(matrices). With trainer=fsdp each process holds some rows of all matrices (N,O,I). The matrices are
+    redistributed, so that each process applies the function to N / processes whole matrices; then each gets its rows of the
+    result.
     """
     if not isinstance(matrices, DTensor):
         return function(matrices)
@@ -156,7 +160,7 @@ def _scaled(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _gram(x: Tensor) -> Tensor:
-    """The Gram matrices A of x (N,O,I): x x^T or x^T x, the smaller."""
+    """The Gram matrices A of x (N,O,I): x x^T or x^T x, whichever is smaller."""
     return x @ x.mT if _wide(x) else x.mT @ x
 
 
@@ -165,8 +169,8 @@ def _wide(x: Tensor) -> bool:
 
 
 def _normuon_scale(steps: Tensor, means: Tensor, beta: float) -> Tensor:
-    """The factors (N,O,1) of the rows of steps (N,O,I): the inverse root of each row's running mean square, times a factor for
-    each matrix that keeps the norm of its step. Updates means (N,O,1).
+    """The factors (N,O,1) of the rows of steps (N,O,I): the inverse root of each row's running mean square, times one factor
+    for each matrix, which keeps the norm of the matrix's step. Updates means (N,O,1).
     """
     squares = torch.linalg.vector_norm(steps, dim=2, keepdim=True, dtype=means.dtype).square_() / steps.shape[2]
     means.lerp_(squares, 1 - beta)

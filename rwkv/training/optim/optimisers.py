@@ -15,9 +15,11 @@ from rwkv.training.optim.muon import Muon
 
 
 def parameter_groups(model: Model, optim: OptimConfig) -> list[dict[str, Any]]:
-    """The optimiser's groups, each with one learning rate and weight decay. Vectors and low-rank matrices do not decay.
+    """The optimiser's groups of parameters; a group has one learning rate and weight decay. Vectors and low-rank matrices do
+    not decay.
 
-    muon and normuon update the blocks' matrices except the gates, which learn as well with AdamW at a lower cost.
+    muon and normuon orthogonalise the updates of the blocks' matrices, except of the gates: AdamW trains these as well, at a
+    lower cost.
     """
     groups: dict[tuple[float, float, bool], list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
@@ -60,8 +62,9 @@ def lr_factor(optim: OptimConfig, max_steps: int) -> Callable[[int], float]:
 def update_in_backward(optimizer: torch.optim.Optimizer) -> None:
     """Makes each backward pass update a parameter as soon as its gradient is complete, and then free the gradient.
 
-    The optimiser's own step then has no gradients and changes nothing. Its options, state and checkpoints are the same as
-    without this. Its update of a parameter must not depend on other gradients.
+    The optimiser's own step then has no gradients and changes nothing. The optimiser's options, state and checkpoints are the
+    same as without this function. The optimiser must not make the update of a parameter depend on the gradients of other
+    parameters.
     """
     for number, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
@@ -69,7 +72,7 @@ def update_in_backward(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _update_alone(optimizer: torch.optim.Optimizer, number: int, parameter: Tensor) -> None:
-    """Updates a parameter of the group with this number. Looks the groups up, since load_state_dict replaces them."""
+    """Updates one parameter of group `number`. Looks up the group in each call, because load_state_dict replaces groups."""
     groups = optimizer.param_groups
     optimizer.param_groups = [groups[number] | {"params": [parameter]}]
     try:

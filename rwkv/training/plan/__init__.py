@@ -1,1 +1,1 @@
-"""The plan of a run, printed before it starts: on this machine, or on GPUs that it lacks."""
+"""The plan of a run, printed before training starts: for this machine, or for GPUs that this machine lacks."""

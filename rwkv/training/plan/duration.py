@@ -1,4 +1,4 @@
-"""How long a run takes: from two timed training steps, or roughly from the speed of one matrix product."""
+"""Estimates how long a run takes, from two timed training steps, or roughly from the speed of one matrix product."""
 
 import sys
 import time
@@ -17,12 +17,12 @@ from rwkv.model.base import n_parameters
 from rwkv.training.device import dtype_for
 from rwkv.training.task import LanguageModel
 
-TIMED_STEPS = 2                          # after one warm-up step
-LONG_STEP = 5                            # seconds; a longer first pass prints a line, as a sign of life
-PATIENCE = 20                            # seconds allowed for timed steps
-OVERHEAD = 2                             # time of a step over that of its matrix products
+TIMED_STEPS = 2                          # steps that are timed, after one warm-up step
+LONG_STEP = 5                            # seconds; if the first pass takes longer, a line shows progress
+PATIENCE = 20                            # seconds that the timed steps may take
+OVERHEAD = 2                             # step time, relative to that of its matrix products
 FORWARD = 1 / 3                          # forward pass as a fraction of a training step
-UNITS = (("days", 86400), ("hours", 3600), ("minutes", 60))       # durations use the first unit of which they have two
+UNITS = (("days", 86400), ("hours", 3600), ("minutes", 60))     # a duration uses the first unit of which it has two or more
 
 
 def show(lines: Iterable[tuple[str, str]]) -> None:
@@ -31,12 +31,12 @@ def show(lines: Iterable[tuple[str, str]]) -> None:
 
 
 def is_timed(config: TrainConfig, vocab_size: int, device: torch.device) -> bool:
-    """Whether training steps are timed: with plan=timed, or if they take few seconds. The same in all processes."""
+    """Whether training steps are timed: with plan=timed, or if that takes few seconds. All processes get the same result."""
     if config.trainer.strategy == "fsdp":                # a whole model may not fit into one process
         return False
     if config.plan == "timed":
         return True
-    if config.only_plans and config.trainer.compile:     # its first step compiles for minutes
+    if config.only_plans and config.trainer.compile:     # the first step compiles for minutes
         return False
     seconds = distributed.broadcast_from_rank0(lambda: (1 + TIMED_STEPS) * estimated_seconds(config, vocab_size, device))
     return seconds / config.trainer.accumulate / max(1, config.trainer.tbptt) <= PATIENCE
@@ -51,9 +51,9 @@ def in_words(seconds: float) -> str:
 
 
 def equivalent_steps(config: TrainConfig, steps: int, validated_tokens: int) -> tuple[float, float]:
-    """The times of training and of all validations, in units of a plain training step."""
-    recomputed = 1 - 1 / max(1, config.trainer.tbptt)        # fraction of segments whose forward pass runs twice
-    reference = config.tune.prefers and config.tune.method != "full"             # one more forward pass
+    """The time of training and the time of all validations, as multiples of a plain training step's time."""
+    recomputed = 1 - 1 / max(1, config.trainer.tbptt)        # fraction of segments that run their forward pass twice
+    reference = config.tune.prefers and config.tune.method != "full"             # the reference model's forward pass
     validation = FORWARD * (1 + reference) * validated_tokens / config.tokens_per_step
     return steps * (1 + FORWARD * recomputed + FORWARD * reference), validation
 
@@ -64,9 +64,9 @@ def product_parameters(model: ModelConfig, vocab_size: int) -> int:
 
 
 def estimated_seconds(config: TrainConfig, vocab_size: int, device: torch.device) -> float:
-    """An optimiser step's time, within a factor of two or three, from the measured speed of one matrix product.
+    """The time of an optimiser step, estimated within a factor of two or three from the measured speed of one matrix product.
 
-    A token takes 2 operations per parameter forward and 4 backward.
+    A token takes 2 operations per parameter in the forward pass and 4 in the backward pass.
     """
     operations = 6.0 * product_parameters(config.model, vocab_size) * config.tokens_per_step
     if config.trainer.activation_checkpointing:
@@ -85,9 +85,9 @@ def estimated_seconds(config: TrainConfig, vocab_size: int, device: torch.device
 
 def seconds_per_step(task: LanguageModel, config: TrainConfig, device: torch.device,
                      conversations: tuple[Tokenised, Tokenised] | None) -> float:
-    """The measured time of an optimiser step's forward and backward passes. Compiles the kernels and changes nothing.
+    """The measured seconds of an optimiser step's forward and backward passes. Compiles the kernels; the model does not change.
 
-    With conversations it uses their first rows, where only answers are targets.
+    With conversations, the timed batch is their first rows, where only answers are targets.
     """
     rows = config.data.batch_size // world_size()
     x = torch.zeros(rows, config.model.ctx_len, dtype=torch.long, device=device)

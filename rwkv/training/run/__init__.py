@@ -1,1 +1,1 @@
-"""A run's directory: creating, opening, locking and resuming it."""
+"""Creates, opens, locks and resumes a run's directory."""

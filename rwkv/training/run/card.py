@@ -1,4 +1,6 @@
-"""The model card of a run, README.md in its directory and in adapter/: base, data, command, losses, licence, how to load it."""
+"""The model card of a run, README.md in its directory and in adapter/: base model, data, command, losses, licence, and how to
+load it.
+"""
 
 import shlex
 import sys
@@ -21,9 +23,9 @@ def command() -> str:
 
 
 def write_card(run: Run, data: Corpus, metrics: Mapping[str, Tensor], compared: Sequence[str]) -> None:
-    """Writes the cards at the end of a run; an earlier card of the run has the commands so far.
+    """Writes the cards at the end of a run. If the run was resumed, the commands so far are read from its earlier card.
 
-    metrics: of the last validation. compared: lines on losses before and after.
+    metrics: the last validation's metrics. compared: lines on the losses before and after tuning.
     """
     config, file = run.config, run.out_dir / card.FILE
     method = config.tune.method
@@ -51,6 +53,6 @@ def write_card(run: Run, data: Corpus, metrics: Mapping[str, Tensor], compared: 
 
 
 def _write(file: Path, text: str) -> None:
-    """Keeps a card that was written by hand."""
+    """Writes a card, unless the folder has a card that was written by hand."""
     if not file.exists() or card.is_ours(file):
         write_file(file, lambda opened: opened.write(text.encode()))

@@ -18,20 +18,20 @@ from rwkv.config import LATEST, TrainConfig
 from rwkv.errors import UserError
 from rwkv.io.atomic import write_file
 from rwkv.io.json_types import JsonObject
-from rwkv.report.reading import KERNEL, METRICS, SAMPLES, SWEEP, TUNED, read_metrics, read_samples
+from rwkv.report.run_files import KERNEL, METRICS, SAMPLES, SWEEP, TUNED, read_metrics, read_samples
 from rwkv.tokenizer.tokenizers import Tokenizer
 from rwkv.training.run.lock import RunLock
 
-if TYPE_CHECKING:                        # it brings PyTorch
+if TYPE_CHECKING:                        # importing it loads PyTorch
     from rwkv.checkpoint.files import Checkpoint
 
 RUNS = LATEST.parent
 CONFIG_FILE = "config.yaml"
-LOGS = (".log", ".out", ".err", "log", "out", "err", "stdout", "stderr")       # names and suffixes of program output
+LOGS = (".log", ".out", ".err", "log", "out", "err", "stdout", "stderr")       # names and suffixes of files with program output
 
 
 class Note(NamedTuple):
-    """A line of the plan on an option that the run chose itself."""
+    """A line of the plan on an option whose value the program chose."""
 
     subject: str
     text: str
@@ -41,9 +41,10 @@ class Note(NamedTuple):
 class Run:
     """A run's directory and its configuration, and the checkpoint and step that it resumes from (None for a new run).
 
-    init_checkpoint, tokenizer: with init_from=, the source of the weights and the tokenizer for the data.
-    notes: what the run chose itself (rwkv/training/run/resolve.py), for the plan.
-    exists: the directory belongs to this run already. lock: held by a resumed run, and by a new one after `create`.
+    init_checkpoint: with init_from=, the source of the weights. tokenizer: with init_from=, the tokenizer for the data.
+    notes: lines of the plan on the values that the program chose (rwkv/training/run/resolve.py).
+    exists: whether the directory belongs to this run already. lock: the lock on the directory, which a resumed run holds, and a
+    new run after `create`.
     """
 
     out_dir: Path
@@ -57,7 +58,7 @@ class Run:
     lock: RunLock = field(default_factory=RunLock, compare=False, repr=False)
 
     def vocab_size(self, tokenizer: Tokenizer) -> int:
-        """Of the base model, which may have more ids than its tokenizer, or of a new model."""
+        """The model's vocabulary size: the base model's, which may exceed the tokenizer's; for a new model, the tokenizer's."""
         return self.init_checkpoint.vocab_size if self.init_checkpoint else tokenizer.vocab_size
 
 
@@ -69,22 +70,24 @@ def new_folder(kind: str = "") -> Path:
 def require_unused(out_dir: Path, resume: str = "resume=auto") -> None:
     """Raises UserError if the directory is not writable, or has files other than a lock, logs and system files.
 
-    resume: the option that continues it.
+    resume: the option that continues a run, for the error message.
     """
     if out_dir.exists() and not out_dir.is_dir():
-        raise UserError(f"out_dir {out_dir} is a file: choose another")
+        raise UserError(f"out_dir {out_dir} is a file: choose another out_dir")
     if out_dir.exists() and not all(map(_is_ignored, out_dir.iterdir())):
         if not any((out_dir / name).is_file() for name in (CONFIG_FILE, SWEEP)):
-            raise UserError(f"out_dir {out_dir} contains files that are not a run's: choose another")
-        raise UserError(f"out_dir {out_dir} exists already: choose another, or continue it with {resume} "
+            raise UserError(f"out_dir {out_dir} contains files that are not a run's: choose another out_dir")
+        raise UserError(f"out_dir {out_dir} exists already: choose another out_dir, or continue with {resume} "
                         f"{quote(f'out_dir={out_dir}')}")
     existing = next(folder for folder in (out_dir, *out_dir.absolute().parents) if folder.exists())
     if not os.access(existing, os.W_OK):
-        raise UserError(f"cannot write into out_dir {out_dir}: {existing} is not writable for this user; choose another")
+        raise UserError(f"cannot write into out_dir {out_dir}: {existing} is not writable; choose another out_dir")
 
 
 def _is_ignored(path: Path) -> bool:
-    """Whether a new run's directory may contain this: a hidden file, lost+found, or a log, as in: > out_dir/log."""
+    """Whether a new run's directory may already contain `path`: a hidden file, lost+found, or a log, such as that of ">
+    out_dir/log".
+    """
     if (path.name.startswith(".") and path.name != ".git") or path.name == "lost+found":
         return True
     return path.is_file() and (path.suffix in LOGS or path.name in LOGS or _is_own_output(path))
@@ -94,7 +97,7 @@ def _is_own_output(path: Path) -> bool:
     """Whether this process's standard output or error is redirected to the file."""
     try:
         return any(os.path.samestat(path.stat(), os.fstat(descriptor)) for descriptor in (1, 2))
-    except OSError:                      # one of them is closed
+    except OSError:                      # standard output or error is closed
         return False
 
 
@@ -106,7 +109,7 @@ def create(run: Run, resolved: JsonObject) -> None:
         raise UserError(f"cannot create out_dir {run.out_dir}: {error.strerror}") from None
     run.lock.hold(run.out_dir)
     if not run.exists:
-        require_unused(run.out_dir)      # again: another process may have used it since open_run
+        require_unused(run.out_dir)      # checked again: another process may have used it since open_run
     backup = backup_folder(run)
     if backup is not None:
         _back_up(run.out_dir, backup)
@@ -115,8 +118,8 @@ def create(run: Run, resolved: JsonObject) -> None:
 
 
 def backup_folder(run: Run) -> Path | None:
-    """out_dir/unsaved-1, or the next free number: the folder for the earlier output of a run that restarts because it has no
-    checkpoint. None if there is no output.
+    """The folder for the earlier output of a run that restarts without a checkpoint: out_dir/unsaved-1, or the next free
+    number. None if there is no output.
     """
     if not run.exists or run.resume_from is not None:
         return None
@@ -136,7 +139,9 @@ def _back_up(out_dir: Path, folder: Path) -> None:
 
 
 def _point_latest(out_dir: Path) -> None:
-    """Makes runs/latest a symlink to out_dir, or a one-line file where symlinks need privileges. A failure is only printed."""
+    """Makes runs/latest a symlink to out_dir, or a one-line file where symlinks require privileges. Failures are only
+    printed.
+    """
     target = out_dir.resolve()
     if target.is_relative_to(RUNS.resolve()):
         target = target.relative_to(RUNS.resolve())
@@ -165,5 +170,5 @@ def _replace_link(link: Path, target: Path) -> None:
 
 def as_plain(config: TrainConfig) -> JsonObject:
     """The configuration as dictionaries and lists, for YAML, checkpoints and W&B."""
-    plain: JsonObject = json.loads(json.dumps(asdict(config)))         # tuples as lists
+    plain: JsonObject = json.loads(json.dumps(asdict(config)))         # makes tuples lists
     return plain

@@ -1,4 +1,4 @@
-"""A lock on a run's directory: one process trains it at a time. The system releases it when the process ends."""
+"""A lock on a run's directory: one process at a time trains the run. The system releases the lock when its process ends."""
 
 import sys
 from pathlib import Path
@@ -9,19 +9,19 @@ from filelock import FileLock
 from rwkv.io.locked import NAME as NAME
 from rwkv.io.locked import lock_folder
 
-PATIENCE = 6.0                           # seconds to wait: data workers of a killed run end within 5
+PATIENCE = 6.0                           # seconds to wait for the lock: data workers of a killed run end within 5
 
 
 class RunLock:
-    """Held from hold() until release() or until the object is deleted. A pickled copy holds nothing."""
+    """A lock, held from hold() until release() or until the object is deleted. A pickled copy does not hold the lock."""
 
     def __init__(self) -> None:
         self._lock: FileLock | None = None
 
     def hold(self, out_dir: Path) -> None:
-        """Locks an existing directory. Raises UserError if another process, or another RunLock of this one, holds the lock.
+        """Locks an existing directory. Raises UserError if another process, or another RunLock in this process, holds the lock.
 
-        If files cannot be locked there, it warns on standard error that the run is not protected.
+        If the directory's file system has no locks, warns on standard error that the run is not protected.
         """
         if self._lock is None:
             in_use = (f"another process is training the run in {out_dir}: wait until it ends or stop it, or choose another "

@@ -1,4 +1,4 @@
-"""Opens a new run, or one that is resumed (rwkv/training/run/resume.py)."""
+"""Opens a run: a new run, or a resumed one (rwkv/training/run/resume.py)."""
 
 from collections.abc import Collection
 from dataclasses import replace
@@ -14,7 +14,7 @@ from rwkv.training.tuning.init_from import open_init_checkpoint
 
 
 def open_run(config: TrainConfig, user_keys: Collection[str] = (), chosen: Collection[str] = ()) -> Run:
-    """A new run, or the one that `resume` names. Nothing is written yet.
+    """A new run, or the run that `resume` names. Nothing is written yet.
 
     user_keys: the keys that the user set on the command line. chosen: the options that the groups among these keys set.
     """

@@ -1,4 +1,4 @@
-"""Checks a run's options, as far as they can be checked without PyTorch, which takes seconds to import."""
+"""The checks of a run's options that do not require PyTorch, which takes seconds to import."""
 
 from collections.abc import Collection
 from pathlib import Path
@@ -15,7 +15,7 @@ from rwkv.training.tuning import guard
 def check_run(config: TrainConfig, user_keys: Collection[str]) -> None:
     """Raises UserError for the first mistake. user_keys: the keys that the user set on the command line.
 
-    The options of a resumed run are checked when it is opened, with those it was started with.
+    The options of a resumed run are checked when the run is opened, together with its saved options.
     """
     require_one_beginning(config)
     if config.resume is None or resumed_path(config) is None:
@@ -41,13 +41,13 @@ def check_new_run(config: TrainConfig, user_keys: Collection[str]) -> None:
 
 def require_one_beginning(config: TrainConfig) -> None:
     if config.resume is not None and config.init_from is not None:
-        raise UserError("resume= conflicts with init_from=: one continues a run, the other starts a new one from its weights")
+        raise UserError("resume=, which continues a run, conflicts with init_from=, which starts a new run: omit one of them")
 
 
 def resumed_path(config: TrainConfig) -> Path | None:
-    """The run's directory, or the checkpoint in one, that `resume` names; None if resume=auto finds no run.
+    """The path that `resume` names, a run's directory or a checkpoint in one; None if resume=auto finds no run.
 
-    Raises UserError if resume=PATH names neither.
+    Raises UserError if resume=PATH is neither of the two.
     """
     auto = config.resume == "auto"
     path = Path(config.out_dir) if auto and config.out_dir else follow(LATEST if auto else Path(str(config.resume)))

@@ -1,4 +1,4 @@
-"""Default learning rates of a new run: by the model's width, or with init_from= by tune=.
+"""Default learning rates of a new run, which depend on the model's width, or with init_from= on tune=.
 
 Options set by the user, an experiment or a debug run take precedence.
 """
@@ -9,19 +9,19 @@ from typing import Any
 
 from rwkv.config import ORTHOGONAL, OptimConfig, TrainConfig
 
-WIDEST = 384                             # channels; above it the default of optim.lr falls in inverse proportion
+WIDEST = 384                             # channels; in wider models the default optim.lr is inversely proportional to width
 TUNING_DEFAULTS: dict[str, dict[str, Any]] = {             # options of optim, by tune.method; docs/tune.md has the sources
     "full": {"lr": 1e-5, "schedule": "constant", "warmup_steps": 10},
     "lora": {"lr": 2e-4, "schedule": "constant", "warmup_steps": 10},
     "state": {"lr": 0.1, "min_lr": 0.01, "schedule": "cosine", "warmup_steps": 10},
 }
-SLOWER = 0.1                             # factor on these rates for preference objectives (dpo, ipo)
+SLOWER = 0.1                             # factor on the defaults of lr and min_lr for preference objectives (dpo, ipo)
 
 
 def with_default_rates(config: TrainConfig, chosen: Collection[str]) -> tuple[TrainConfig, tuple[str, ...]]:
-    """The configuration with this run's defaults for options of optim, and the names of these options.
+    """The configuration with this run's defaults for the optim options, and the names of the options that got them.
 
-    chosen: options that are set already.
+    chosen: the options that the user, an experiment or a debug run has set.
     """
     if config.init_from is None:
         return _by_width(config, chosen)
@@ -29,7 +29,7 @@ def with_default_rates(config: TrainConfig, chosen: Collection[str]) -> tuple[Tr
 
 
 def _by_width(config: TrainConfig, chosen: Collection[str]) -> tuple[TrainConfig, tuple[str, ...]]:
-    """muon and normuon scale matrix updates themselves; their optim.lr is for vectors and embeddings."""
+    """The default of optim.lr by width. muon and normuon have no such default: optim.lr is only for vectors and embeddings."""
     if config.model.n_embd <= WIDEST or config.optim.name in ORTHOGONAL or "optim.lr" in chosen:
         return config, ()
     lr = float(f"{OptimConfig.lr * WIDEST / config.model.n_embd:.2g}")
@@ -37,7 +37,7 @@ def _by_width(config: TrainConfig, chosen: Collection[str]) -> tuple[TrainConfig
 
 
 def _by_tuning(config: TrainConfig, chosen: Collection[str]) -> tuple[TrainConfig, tuple[str, ...]]:
-    """If lr is chosen, min_lr has no default either."""
+    """Defaults by tune.method. If lr is set, min_lr gets no default here."""
     overrides = {name for name in TUNING_DEFAULTS[config.tune.method] if f"optim.{name}" in chosen}
     if "lr" in overrides:
         overrides.add("min_lr")
@@ -50,9 +50,9 @@ def _by_tuning(config: TrainConfig, chosen: Collection[str]) -> tuple[TrainConfi
 
 
 def describe(config: TrainConfig, names: Collection[str]) -> str:
-    """One line for people."""
+    """A line of the plan on these defaults."""
     values = ", ".join(f"optim.{name}={getattr(config.optim, name)}" for name in names)
     if config.init_from is None:
-        return f"{values}, the default for {config.model.n_embd} channels; up to {WIDEST} channels it is {OptimConfig.lr}"
+        return f"{values}, the default for {config.model.n_embd} channels; up to {WIDEST} channels lr is {OptimConfig.lr}"
     objective = f" tune.objective={config.tune.objective}" if config.tune.prefers else ""
     return f"{values} (defaults of tune={config.tune.method}{objective} with init_from=; docs/tune.md gives the sources)"

@@ -1,8 +1,8 @@
-"""The options that a run chooses by itself, in one ordered list of steps: (config, context) -> (config, note).
+"""Chooses the options that the user left open, in one ordered list of steps: (config, context) -> (config, note).
 
-A later step sees what earlier ones chose: the passes of a training step need its length in tokens, and the memory needs the
-precision and the passes. Each stage of a run's start applies its own steps: the command line is checked before the base model
-is opened, and epochs become steps once the data are read.
+Each step sees the choices of earlier ones: the number of passes depends on the length of sequences, and the memory on the
+precision and the passes. The steps are applied at different stages of a run's start: the command line is checked before the
+base model is opened, and epochs are converted to steps once the data are read.
 """
 
 from collections.abc import Callable, Collection
@@ -26,7 +26,7 @@ Choice = tuple[TrainConfig, Note | None]
 
 
 class Stage(Enum):
-    """What is known when a step is applied."""
+    """The stage of a run's start at which a step is applied, named after what is known by then."""
 
     COMMAND_LINE = "the command line alone"
     BASE = "the base model of init_from= too, if there is one"
@@ -35,9 +35,11 @@ class Stage(Enum):
 
 @dataclass(frozen=True)
 class Context:
-    """user_keys: the keys that the user set on the command line. chosen: the options that the groups among these keys set.
+    """What the steps know in addition to the configuration.
 
-    base, tokenizer: of init_from=, in a new run. data: in Stage.DATA. resumed: the options are those of a run that has started.
+    user_keys: the keys that the user set on the command line. chosen: the options that the groups among these keys set.
+    base, tokenizer: the base model of init_from= and its tokenizer, in a new run. data: the data, in Stage.DATA only. resumed:
+    whether the configuration is a resumed run's, with its saved options.
     """
 
     user_keys: Collection[str] = ()
@@ -49,7 +51,7 @@ class Context:
 
 
 class Step(NamedTuple):
-    """again: a resumed run takes the step too, with its saved options and those of the command line."""
+    """One step. again: whether it is applied to resumed runs too, to the saved options merged with the command line's."""
 
     stage: Stage
     choose: Callable[[TrainConfig, Context], Choice]
@@ -118,7 +120,7 @@ STEPS = (
 
 
 def resolve(config: TrainConfig, stage: Stage, context: Context) -> tuple[TrainConfig, tuple[Note, ...]]:
-    """The configuration after the steps of `stage`, and their notes for the plan. Raises UserError for impossible options."""
+    """The configuration after the steps of `stage`, and the notes for the plan. Raises UserError for impossible options."""
     notes = []
     for step in STEPS:
         if step.stage is stage and (step.again or not context.resumed):

@@ -1,5 +1,5 @@
-"""Resumes a run with its saved configuration. Options on the command line override it, except those that would make it
-another run (FIXED), which are refused.
+"""Resumes a run with its saved configuration. Options on the command line override the saved ones, except FIXED options: a
+change of these would make it a different run, and is refused.
 """
 
 from collections.abc import Collection
@@ -15,7 +15,7 @@ from rwkv.checkpoint.location import FOLDER, is_checkpoint
 from rwkv.config import LENGTHS, SCALED, TrainConfig
 from rwkv.errors import UserError
 from rwkv.io.json_types import JsonObject
-from rwkv.report.reading import is_finished
+from rwkv.report.run_files import is_finished
 from rwkv.tokenizer.tokenizers import Tokenizer
 from rwkv.training.callbacks.checkpoints import newest_sound, settle
 from rwkv.training.device import AUTO
@@ -24,19 +24,19 @@ from rwkv.training.run.directory import CONFIG_FILE, Run, as_plain
 from rwkv.training.run.lock import RunLock
 from rwkv.training.run.options import nothing_at, resumed_path
 from rwkv.training.run.resolve import Context, Stage, resolve
+from rwkv.training.tuning.exports import tuned_files
 from rwkv.training.tuning.init_from import NOT_A_SIZE, open_init_checkpoint
-from rwkv.training.tuning.tuned import tuned_files
 
 FIXED = ("model", "data", "tune", "seed",    # options and groups that must not change on resume
-         "optim.name", "optim.weight_decay", *(f"optim.{name}_lr_scale" for name in SCALED),      # parameter groups
-         "trainer.accumulate",           # the data position is counted in batches
-         "trainer.val_tokens")           # best.ckpt compares losses
+         "optim.name", "optim.weight_decay", *(f"optim.{name}_lr_scale" for name in SCALED),      # options of parameter groups
+         "trainer.accumulate",           # the saved data position counts batches
+         "trainer.val_tokens")           # losses decide on best.ckpt
 NOT_FIXED = ("data.cache_dir", "data.sample_prompt", "data.tokenize_workers", "data.preview",      # exceptions
-             "data.path", "data.sources")        # data may have moved; the loader refuses other data
+             "data.path", "data.sources")        # data may have moved; the loader rejects different data
 
 
 class Request(NamedTuple):
-    """A command line: its configuration, the keys on it, and the options set by groups among these keys."""
+    """A command line: its configuration, the keys that the user set, and the options that the groups among these keys set."""
 
     config: TrainConfig
     user_keys: Collection[str]
@@ -44,7 +44,7 @@ class Request(NamedTuple):
 
 
 def resumed_run(request: Request) -> Run | None:
-    """The run that `resume` names, at its newest sound checkpoint or at a named one; None if resume=auto finds no run."""
+    """The run that `resume` names, at its newest sound checkpoint or at the named one; None if resume=auto finds no run."""
     config = request.config
     path = resumed_path(config)
     if path is None:
@@ -56,7 +56,7 @@ def resumed_run(request: Request) -> Run | None:
     try:
         run = _open_run(request, path)
     except ValueError:
-        lock.release()                   # otherwise the traceback would keep the lock
+        lock.release()                   # otherwise the traceback would keep the lock alive
         raise
     return run and replace(run, exists=True, lock=lock)
 
@@ -79,7 +79,7 @@ def _open_run(request: Request, path: Path) -> Run | None:
 def _continue(request: Request, out_dir: Path, checkpoint: Checkpoint) -> Run:
     saved = checkpoint.run or {}
     if "trainer" not in saved or checkpoint.path.parent.name != FOLDER:
-        raise UserError(f"nothing to resume from at {checkpoint.path}: it is not a checkpoint in the directory of a run")
+        raise UserError(f"nothing to resume from at {checkpoint.path}: this is not a checkpoint in a run's directory")
     merged = _merge(request, out_dir, saved)
     resumed = Run(out_dir, merged, checkpoint.path, checkpoint.step)
     if merged.trainer.epochs is None:
@@ -87,7 +87,7 @@ def _continue(request: Request, out_dir: Path, checkpoint: Checkpoint) -> Run:
     if merged.init_from is None:
         if not merged.data.tokenizer.endswith(".json"):
             return resumed
-        return replace(resumed, tokenizer=Tokenizer.named(         # with the end of text the run was started with
+        return replace(resumed, tokenizer=Tokenizer.named(         # with the end-of-text token of the run's start
             merged.data.tokenizer, "data.tokenizer", end_of_text=merged.data.end_of_text, like=checkpoint.tokenizer))
     # with tune=lora and tune=state, read_checkpoint has merged the trained values into the weights
     weights = checkpoint if merged.tune.method == "full" else read_checkpoint(merged.init_from)
@@ -107,7 +107,7 @@ def require_unfinished(run: Run) -> None:
 
 
 def _restart(request: Request, out_dir: Path) -> Run:
-    """A run without a checkpoint restarts at step 0, with its saved configuration."""
+    """The run restarted at step 0 with its saved configuration, because it has no checkpoint."""
     saved = yaml.safe_load((out_dir / CONFIG_FILE).read_text(encoding="utf-8"))
     merged = _merge(request, out_dir, saved)
     if merged.init_from is None:
@@ -125,15 +125,15 @@ def _merge(request: Request, out_dir: Path, saved: JsonObject) -> TrainConfig:
     overrides = [*user_keys, *_group_options(chosen, user_keys, merged.init_from)]
     for key in overrides:
         if key.startswith(("resume", "out_dir", "experiment", "debug", "hydra")) or is_dataclass(attrgetter(key)(config)):
-            continue                     # not options of the saved run
+            continue                     # options of this start, not of the run
         old = attrgetter(key)(merged)
         new = attrgetter(key)(config)
         if key == "data.batch_size" and same_step(config, merged):
             continue                     # the run splits these rows into several passes
         if old != new and key not in NOT_FIXED and not {key, key.split(".")[0]}.isdisjoint(FIXED):
             saved_value = "null" if old is None else old
-            raise UserError(f"the run in {out_dir} has {key}={saved_value}, which is fixed: to resume, leave out {key}= or the "
-                            "group that sets it; or start a new run")
+            raise UserError(f"the run in {out_dir} has {key}={saved_value}, which is fixed: to resume, omit {key}= or the "
+                            "group that sets this option; or start a new run")
         if key == "trainer.precision" and new in (None, AUTO):
             continue                     # the run keeps its saved precision
         group, _, name = key.rpartition(".")
@@ -145,7 +145,7 @@ def _merge(request: Request, out_dir: Path, saved: JsonObject) -> TrainConfig:
 
 
 def _group_options(chosen: Collection[str], user_keys: Collection[str], init_from: str | None) -> list[str]:
-    """The options set by groups, except the length if the user sets one, and the sizes if they come from init_from's file."""
+    """The options set by groups, without a length if the user gives one, and without sizes if init_from's file gives them."""
     user_length = not set(LENGTHS).isdisjoint(user_keys)
     options = [option for option in chosen if not (option in LENGTHS and user_length)]
     if init_from is None or "model" in user_keys:
@@ -162,7 +162,7 @@ def _from_plain(plain: JsonObject) -> TrainConfig:
         unknown = [name] if name not in defaults.__dict__ else (
             [f"{name}.{option}" for option in value if option not in default.__dict__] if is_dataclass(default) else [])
         if unknown:
-            raise UserError(f"the run has the option {unknown[0]}, which this version does not know: continue it with the "
+            raise UserError(f"the run has the option {unknown[0]}, which this version of timemix lacks: resume it in the "
                             "version that started it, or start a new run with its weights, init_from=")
         if is_dataclass(default):
             group: Any = type(default)

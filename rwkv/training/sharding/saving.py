@@ -1,7 +1,7 @@
 """Writes a checkpoint of trainer=fsdp (rwkv/checkpoint/formats/_fsdp_folder.py) while training continues.
 
-Each process writes its own file, in a folder with a temporary name. Then rank 0 marks the folder as complete and renames it: a
-kill at any moment leaves the previous checkpoint, and this one if it was complete.
+Each process writes its own file, in a folder with a temporary name. Then rank 0 marks the folder as complete and renames it. So
+if the run is killed at any moment, the previous checkpoint remains, or the new checkpoint if it was complete.
 """
 
 import io
@@ -33,16 +33,18 @@ class Saving:
 
     def __init__(self, content: StateDict, path: Path, group: distributed.ProcessGroup,
                  completed: Callable[[], None]) -> None:
-        """Copies the content, a dictionary with DTensors and values that are equal in all processes, and starts writing.
+        """Copies the content and starts writing it. content: a dictionary of DTensors and of other values, which are equal in
+        all processes.
 
-        group: all processes, for the writer threads. completed: called in rank 0, in such a thread, after the renaming.
+        group: a process group of all processes, for the writer threads. completed: called in a writer thread of rank 0, after
+        the folder is renamed.
         """
         self.path = path
         tensors: dict[Place, DTensor] = {}
         rest = _without_shards(content, tensors)
         assert isinstance(rest, dict)
         folder = path.with_name(f".{path.name}.{content['global_step']}")
-        buffer = io.BytesIO()            # filled now, since training changes the content
+        buffer = io.BytesIO()            # filled here, since training changes the content
         if rank() == 0:
             torch.save(rest | {SHARDED: list(tensors)}, buffer)
 
@@ -61,7 +63,7 @@ class Saving:
         self._future.exception()
 
     def wait(self) -> None:
-        """Waits until the checkpoint is complete. A collective operation. Raises UserError if it cannot be written."""
+        """Waits until the checkpoint is complete: a collective operation. Raises UserError if it cannot be written."""
         try:
             self._future.result()
         except CheckpointException as error:
@@ -72,7 +74,9 @@ class Saving:
 
 
 def _copy(tensor: DTensor) -> DTensor:
-    """A copy in host memory. torch's copies would include the whole storage that Muon's momenta are views of, once for each."""
+    """A copy in host memory. Muon's momenta are views of one storage, and torch's own copy of a view includes the whole
+    storage.
+    """
     on_cpu = tensor.to_local().device.type == "cpu"
     copied = tensor.detach().clone() if on_cpu else tensor.detach().cpu()
     assert isinstance(copied, DTensor)
@@ -80,7 +84,7 @@ def _copy(tensor: DTensor) -> DTensor:
 
 
 class _Copied(AsyncStager):
-    """A stager for tensors that are copies already."""
+    """A stager for torch's async_save that does nothing, because the tensors are copies already."""
 
     _synchronize_after_execute = False
 
@@ -93,7 +97,7 @@ class _Copied(AsyncStager):
 
 
 class _Writer(HuggingFaceStorageWriter):
-    """complete(sums): called in rank 0 after all processes have written, with sum_of their files."""
+    """Writes the shards. complete(sums) is called in rank 0 after all processes have written; sums: file name -> sum_of."""
 
     def __init__(self, folder: Path, complete: Callable[[dict[str, tuple[int, int]]], None]) -> None:
         super().__init__(str(folder), save_distributed=True)
@@ -113,7 +117,7 @@ class _Writer(HuggingFaceStorageWriter):
 
 
 def _without_shards(content: object, tensors: dict[Place, DTensor], place: Place = ()) -> object:
-    """Nested dictionaries and lists without their DTensors, which are moved to `tensors`."""
+    """A copy of `content`, nested dictionaries and lists, without its DTensors; these are put into `tensors`."""
     if isinstance(content, dict):
         return {key: _without_shards(value, tensors, (*place, key)) for key, value in _split(content, tensors, place)}
     if isinstance(content, list):
@@ -133,7 +137,7 @@ def _split(content: dict[str | int, object], tensors: dict[Place, DTensor],
 def unwritable(path: Path, error: BaseException) -> UserError:
     """The error for a checkpoint that cannot be written."""
     reason = getattr(_cause(error), "strerror", None) or str(error).splitlines()[0]
-    return UserError(f"cannot write the checkpoint {path.parent / LAST.name}: {reason}; earlier ones are intact: "
+    return UserError(f"cannot write the checkpoint {path.parent / LAST.name}: {reason}; earlier checkpoints are intact: "
                      f"make room, and continue with resume=auto {quote(f'out_dir={path.parent.parent}')}")
 
 

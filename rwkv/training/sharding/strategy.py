@@ -1,8 +1,8 @@
 """trainer=fsdp: torch's FSDP2. Each process holds a shard of every weight, its gradient and the optimiser's state.
 
-A block's matrices are gathered, in the dtype of the products, while it is computed; after its backward pass the gradients are
-reduce-scattered. Everything else (the embedding, the head, vectors, adapters, trained states) is gathered in float32 for a
-whole step: it is used outside of blocks, or rounding would change its meaning.
+A block's matrices are gathered, in the dtype of the products, while the block is computed; after the block's backward pass the
+gradients are reduce-scattered. Everything else (the embedding, the head, vectors, adapters, trained states) stays gathered in
+float32 during a step, because it is used outside of blocks or must not be rounded.
 
 Lightning's ModelParallelStrategy creates the device mesh and sets up the model. Checkpoints and gradient accumulation are ours:
 Lightning writes checkpoints in place, blocking training, and reduces gradients after every batch.
@@ -40,7 +40,7 @@ WEIGHTS, STATES = "state_dict", "optimizer_states"       # keys of Lightning's c
 
 
 class Sharded(ModelParallelStrategy):
-    """after_save: called in rank 0, in a thread, when a checkpoint is complete."""
+    """The strategy of trainer=fsdp. after_save: called in a thread of rank 0 when a checkpoint is complete."""
 
     def __init__(self, options: TrainerConfig) -> None:
         super().__init__(data_parallel_size=world_size(), tensor_parallel_size=1)
@@ -50,7 +50,7 @@ class Sharded(ModelParallelStrategy):
 
     def setup_environment(self) -> None:
         super().setup_environment()
-        self._group = distributed.new_group(backend="gloo", timeout=RANK0_TIMEOUT)       # for the threads that save
+        self._group = distributed.new_group(backend="gloo", timeout=RANK0_TIMEOUT)       # for the writer threads
 
     def shard(self, task: nn.Module, model: Model) -> None:
         """Shards the weights of task.model."""
@@ -68,14 +68,14 @@ class Sharded(ModelParallelStrategy):
             register_fsdp_forward_method(task, name)
 
     def model_to_device(self) -> None:
-        if self.options.offload:         # FSDP moves the weights
+        if self.options.offload:         # FSDP moves the weights to the GPU
             self.lightning_module._device = self.root_device     # type: ignore[union-attr]
         else:
             super().model_to_device()
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Disables gradient reduction for all batches of a step but the last."""
+        """Disables gradient reduction in the `with` block: for all batches of a step but the last."""
         assert isinstance(self.model, FSDPModule)
         self.model.set_requires_gradient_sync(False)
         try:
@@ -84,7 +84,9 @@ class Sharded(ModelParallelStrategy):
             self.model.set_requires_gradient_sync(True)
 
     def reshard(self) -> None:
-        """Frees gathered weights, so that parameters() are shards. Validation leaves weights outside of blocks gathered."""
+        """Frees gathered weights, so that parameters() are shards: after a validation, weights outside of blocks are still
+        gathered.
+        """
         assert isinstance(self.model, nn.Module)
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
@@ -100,12 +102,12 @@ class Sharded(ModelParallelStrategy):
         return (optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer).state_dict()
 
     def save_checkpoint(self, checkpoint: StateDict, filepath: str | Path, storage_options: object = None) -> None:
-        """Starts writing, after the previous checkpoint is complete, and returns. Raises UserError as finish()."""
+        """Waits until the previous checkpoint is complete, and starts writing this one. Raises UserError as finish() does."""
         self.finish()
         self._saving = Saving(checkpoint, Path(filepath), self._group, self.after_save)
 
     def finish(self) -> None:
-        """Waits for a checkpoint that is being written. A collective operation. Raises UserError if it cannot be written."""
+        """Waits for the checkpoint that is being written (a collective operation). Raises UserError if it cannot be written."""
         saving, self._saving = self._saving, None
         if saving is not None:
             saving.wait()
@@ -119,7 +121,7 @@ class Sharded(ModelParallelStrategy):
         return True
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> StateDict:
-        """A checkpoint's dictionary with this process's shards, whatever number of processes wrote it."""
+        """A checkpoint's dictionary with this process's shards; any number of processes may have written the checkpoint."""
         path = Path(checkpoint_path)
         if path.is_dir():
             return _fsdp_folder.read(path, lambda place, shape, dtype: _empty_shard(self._parameter(place), shape, dtype))
@@ -142,7 +144,7 @@ class Sharded(ModelParallelStrategy):
             optimizer.load_state_dict(state)
 
     def _parameter(self, place: _fsdp_folder.Place) -> DTensor:
-        """The parameter that a place in a checkpoint belongs to, as weight or optimiser state."""
+        """The parameter whose weight or optimiser state is at this place in a checkpoint."""
         if place[0] == WEIGHTS:
             assert self.lightning_module is not None
             parameter: Tensor = self.lightning_module.get_parameter(str(place[1]))
@@ -155,7 +157,7 @@ class Sharded(ModelParallelStrategy):
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """The full tensor of a sharded one, in all processes (a collective operation); other tensors unchanged."""
+    """The full tensor in all processes, if `tensor` is sharded (a collective operation); else `tensor`, unchanged."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
@@ -172,7 +174,7 @@ def _matrices(model: Model, block: nn.Module) -> list[nn.Parameter]:
 
 
 def _placement(weight: Tensor, processes: int) -> Shard | None:
-    """The sharded axis: the first one, or for (1,1,C) the last one if torch can shard it."""
+    """The placement of a weight: None for its first axis; with shape (1,1,C) a Shard of the last axis, if torch can do that."""
     use_last = weight.dim() > 1 and weight.shape[0] == 1 and weight.shape[-1] % processes == 0
     return Shard(weight.dim() - 1) if use_last else None
 
@@ -187,7 +189,7 @@ def _shard_of(parameter: DTensor, value: Tensor) -> DTensor:
 
 
 def _empty_shard(parameter: DTensor, shape: tuple[int, ...], dtype: torch.dtype) -> DTensor:
-    """An empty tensor with the parameter's device and placement. Axes that are not sharded may be shorter."""
+    """An uninitialised tensor with the parameter's device and placement; its unsharded axes may be shorter."""
     part = parameter.detach()[tuple(slice(None if size == whole else size)
                                     for size, whole in zip(shape, parameter.shape, strict=True))]
     share = torch.empty_like(part, dtype=dtype)

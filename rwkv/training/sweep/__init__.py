@@ -1,1 +1,1 @@
-"""Sweeps: many runs, each in a process or a job of its own."""
+"""Sweeps: many runs, each in its own process or batch job."""

@@ -1,10 +1,11 @@
 """One run of a sweep in its own process: `python rwkv/training/sweep/child.py REASON_FILE OPTION ...`.
 
-Runs train.py with the options. --share=THREADS,GPU before them is the process's share of the machine; either may be empty.
-If an error ends the run, writes it in one line to REASON_FILE, for the sweep's report; of several processes, the first that
-fails writes it. When standard input, a pipe from the sweep, is closed, the run saves and stops: it ends with a killed sweep.
-This file does not import torch, since train.py must first set variables that torch reads at import, and nothing of ours outside
-functions, since submitit pickles the class `Submitted` by value for other machines.
+Runs train.py with the options. --share=THREADS,GPU before them sets the process's number of threads and its GPU; either may be
+empty. If an error ends the run, it is written in one line to REASON_FILE, for the sweep's report; of several processes, the
+first that fails writes its error. When standard input, a pipe from the sweep, is closed, the run saves and stops, so that it
+does not outlive a killed sweep. This file does not import torch, since train.py must first set variables that torch reads at
+import. Outside of functions this file imports no other module of timemix, since submitit pickles the class `Submitted` by value
+for other machines.
 """
 
 import _thread
@@ -21,15 +22,15 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[3]
-PROGRAM = ROOT / "train.py"              # in a clone; an installed package has rwkv.programs.train
-USER_ERROR = 2                           # exit status of a program that has shown the error as a sentence
+PROGRAM = ROOT / "train.py"              # only in a clone; an installed package runs rwkv.programs.train
+USER_ERROR = 2                           # exit status of a program that has printed a UserError
 SHARE = "--share="
 CONFIG_FILE = "config.yaml"              # in the directory of a started run
 POLL_SECONDS = 0.2
 
 
 def run(reason_file: Path) -> None:
-    """Raises whatever the program raises, SystemExit included."""
+    """Runs train.py in this process. Raises whatever train.py raises, SystemExit included."""
     try:
         if PROGRAM.is_file():
             runpy.run_path(str(PROGRAM), run_name="__main__")
@@ -43,7 +44,7 @@ def run(reason_file: Path) -> None:
 
 
 def reason_of(error: BaseException) -> str | None:
-    """The error in one line; None for an exit without one. For SystemExit, the error is its context."""
+    """The error in one line; None for an exit without an error. For SystemExit, the error is the exception's context."""
     if not isinstance(error, SystemExit):
         return _one_line(f"{type(error).__name__}: {error}")
     cause = error.__context__
@@ -79,13 +80,13 @@ def stop_with_parent() -> None:
 
 
 class Submitted:
-    """A run as a submitit job: trains in a process and returns its exit status.
+    """A run as a submitit job: a call trains in a process and returns the process's exit status.
 
     Shortly before the job's time limit, submitit calls checkpoint(), which stops the run cleanly and requeues the job.
     """
 
     def __init__(self, program: list[str], folder: Path, arguments: list[str], log_file: Path) -> None:
-        """program: the command line of this file. folder: the run's."""
+        """program: the command line of this file. folder: the run's directory."""
         self.program = program
         self.folder = folder
         self.arguments = arguments
@@ -119,17 +120,17 @@ class Submitted:
         self._status = process.wait()
 
     def _stop(self) -> None:
-        """Makes the run save and stop. May interrupt __call__ anywhere, so it takes no lock of __call__."""
+        """Makes the run save and stop. May interrupt __call__ anywhere, so it acquires no lock that __call__ uses."""
         if self._status is None:
             assert self._process is not None
-            with suppress(ProcessLookupError):           # already ended
+            with suppress(ProcessLookupError):           # the process has ended already
                 os.kill(self._process.pid, signal.SIGTERM)
         while self._status is None:
             time.sleep(POLL_SECONDS)
 
 
 def main() -> None:
-    sys.path[0] = str(ROOT)              # as if train.py had been started
+    sys.path[0] = str(ROOT)              # as when train.py is started directly
     reason_file, *sys.argv[1:] = sys.argv[1:]
     if sys.argv[1:] and sys.argv[1].startswith(SHARE):
         from kernels.machine import shares

@@ -1,7 +1,7 @@
 """Launchers of a sweep's runs: local processes, or jobs of a batch system through submitit.
 
-Both start rwkv/training/sweep/child.py in a new session: a terminal's Ctrl-C reaches only the sweep, which passes it on. The
-standard error of a run goes to its log file; that of local processes is also shown.
+Both start rwkv/training/sweep/child.py in a new session: a terminal's Ctrl-C reaches only the sweep, which passes it on. A
+run's standard error goes to its log file; if the run is a local process, it is also shown.
 """
 
 import importlib
@@ -25,21 +25,21 @@ import yaml
 from rwkv import cli
 from rwkv.config import SweepConfig
 from rwkv.errors import UserError
+from rwkv.io.broken_pipe import abandon
 from rwkv.io.json_types import JsonObject
 from rwkv.io.lines import broken
 from rwkv.io.signals import POLL_SECONDS
-from rwkv.io.unread import abandon
 from rwkv.training.sweep import child
 
-DAY = 24 * 60                            # minutes: the time limit of a job, unless set by sweep.arguments
-CANCEL_SECONDS = 60                      # until a cancelled job counts as ended, e.g. without SLURM accounting
+DAY = 24 * 60                            # minutes; the default time limit of a job
+CANCEL_SECONDS = 60                      # a cancelled job counts as ended after this, even without SLURM accounting
 CLUSTERS = {"slurm": "SlurmJob", "local": "LocalJob"}    # the classes of submitit's jobs
 
 
 @dataclass(frozen=True)
 class Task:
-    """A run to start. program: the command line of child.py. arguments: those of train.py after it. folder: the run's
-    directory. number: its position in the order of starts, printed before its output.
+    """A run to start. program: the command line of child.py. arguments: train.py's options, which follow `program`. folder: the
+    run's directory. number: the run's position in the order of starts, printed before its output.
     """
 
     name: str
@@ -60,24 +60,25 @@ class End:
 
 
 class JobRejected(UserError):
-    """The batch system accepts no such job, or no more of them."""
+    """The batch system rejected a job: it never accepts such a job, or accepts no more jobs at present."""
 
 
 class Launcher(ABC):
-    """Starts runs and waits for them. places: the number of concurrent runs."""
+    """Starts runs and waits for them to end. places: the number of runs that may run at a time."""
 
     places: int
 
     @abstractmethod
     def start(self, task: Task, earlier_job: str | None) -> str | None:
-        """Starts a run, or attaches to the job of an earlier process if it still runs. Returns the job's id.
+        """Starts a run, or attaches to its job from an earlier sweep process if the job still runs. Returns the job's id, if
+        any.
 
         Raises JobRejected.
         """
 
     @abstractmethod
     def ends(self) -> list[End]:
-        """The runs that ended since the last call. Waits up to POLL_SECONDS for one."""
+        """The runs that ended since the last call. If there are none, waits up to POLL_SECONDS for one to end."""
 
     @abstractmethod
     def stop(self, number: int) -> None:
@@ -89,9 +90,10 @@ class Launcher(ABC):
 
 
 class Processes(Launcher):
-    """Local processes. Concurrent ones divide the threads, and each has its own GPU.
+    """Launches runs as local processes. Concurrent runs share out the threads, and each has its own GPU.
 
-    threads: the total of all runs. gpus: the number of GPUs, one for each run; 0 if runs need none.
+    threads: the number of threads of all concurrent runs together. gpus: the number of GPUs, one for each run; 0 if runs need
+    none.
     """
 
     def __init__(self, jobs: int, threads: int, gpus: int) -> None:
@@ -129,7 +131,7 @@ class Processes(Launcher):
         return [end]
 
     def stop(self, number: int) -> None:
-        if sys.platform != "win32":      # Windows sends Ctrl-C to all processes of a console
+        if sys.platform != "win32":      # Windows sends Ctrl-C to all processes of a console itself
             for process, _ in list(self._running.values()):
                 process.send_signal(number)
 
@@ -161,7 +163,7 @@ class Processes(Launcher):
 
 
 class SubmititJobs(Launcher):
-    """SLURM jobs, or with cluster=local submitit's local processes. They survive this process."""
+    """Launches runs as SLURM jobs, or with cluster=local as submitit's local processes. The runs survive this process."""
 
     def __init__(self, jobs: int, arguments: Iterable[str], folder: Path) -> None:
         try:
@@ -176,16 +178,16 @@ class SubmititJobs(Launcher):
         if self.cluster not in CLUSTERS:
             raise UserError(f"sweep.arguments=cluster=NAME must be one of {', '.join(CLUSTERS)}; got {self.cluster}")
         try:
-            with tempfile.TemporaryDirectory() as scratch:       # submitit creates its folder at once
+            with tempfile.TemporaryDirectory() as scratch:       # submitit would create its folder even if the check fails
                 self._executor_in(Path(scratch))
-        except RuntimeError as error:    # no srun
-            raise UserError(f"sweep.launcher=submitit finds no SLURM here ({error}); without it use sweep.jobs=K, or "
+        except RuntimeError as error:    # this machine has no srun
+            raise UserError(f"sweep.launcher=submitit finds no SLURM here ({error}); without SLURM use sweep.jobs=K, or "
                             "sweep.arguments=cluster=local") from None
         except Exception as error:       # AssertionError, NameError and others
             raise UserError(f"submitit rejected sweep.arguments: {str(error).partition(chr(10))[0]}") from None
         self._folder = folder / "%j"
         self._jobs: dict[str, Any] = {}
-        self._stopped: float | None = None               # time of the cancellation
+        self._stopped: float | None = None               # when the jobs were cancelled
 
     def _executor_in(self, folder: Path) -> Any:
         executor = self._submitit.AutoExecutor(folder, cluster=self.cluster)
@@ -208,7 +210,7 @@ class SubmititJobs(Launcher):
         if not ended:
             time.sleep(POLL_SECONDS)
         if self._stopped is not None and time.monotonic() - self._stopped > CANCEL_SECONDS:
-            self.stop(signal.SIGTERM)    # again: a job may have missed it while being requeued
+            self.stop(signal.SIGTERM)    # cancelled again: a job may have missed it while being requeued
             ends = [End(name, cli.INTERRUPTED) for name in self._jobs]
             self._jobs.clear()
             return ends
@@ -225,12 +227,12 @@ class SubmititJobs(Launcher):
         self.stop(signal.SIGTERM)
 
     def _earlier(self, job_id: str) -> Any:
-        """The job of that id; None if it has ended."""
+        """The job with this id; None if it has ended."""
         job = getattr(self._submitit, CLUSTERS[self.cluster])(self._folder, job_id)
         return None if self._has_ended(job) else job
 
     def _has_ended(self, job: Any) -> bool:
-        if self.cluster == "local" and job._process is None:     # of an earlier process, where submitit checks only the result
+        if self.cluster == "local" and job._process is None:     # of an earlier process: submitit checks only the result
             return job.paths.result_pickle.exists() or not _is_running(int(job.job_id))
         return bool(job.done())
 
@@ -243,8 +245,8 @@ class SubmititJobs(Launcher):
 
 
 def launcher_for(config: SweepConfig, runs: int, folder: Path, gpus: int) -> Launcher:
-    """The launcher that the options choose. runs: the number of runs to do. folder: for submitit's files. gpus: the number of
-    local GPUs, if the runs use them. Raises UserError for options that are unavailable here.
+    """The launcher that the options choose. runs: the number of runs to do. folder: the folder for submitit's files. gpus: the
+    number of local GPUs, 0 if the runs use none. Raises UserError for options that this machine does not support.
     """
     if config.launcher == "submitit":
         return SubmititJobs(config.jobs or max(1, runs), config.arguments, folder)
@@ -254,7 +256,7 @@ def launcher_for(config: SweepConfig, runs: int, folder: Path, gpus: int) -> Lau
 
 
 def _values(arguments: Iterable[str]) -> JsonObject:
-    """Parses NAME=VALUE arguments with YAML values. Raises UserError for another form."""
+    """Parses NAME=VALUE arguments, whose values are YAML. Raises UserError for any other argument."""
     values = {}
     for text in arguments:
         name, equals, value = text.partition("=")
@@ -263,12 +265,12 @@ def _values(arguments: Iterable[str]) -> JsonObject:
         except yaml.YAMLError:
             equals = ""
         if not name or not equals:
-            raise UserError(f"sweep.arguments must be NAME=VALUE, as timeout_min=60; got {text!r}")
+            raise UserError(f"sweep.arguments must be NAME=VALUE, such as timeout_min=60; got {text!r}")
     return values
 
 
 def _logged(lines: Iterable[str], path: Path) -> Iterable[str]:
-    """Yields the lines and also writes them to a file. A full disk costs lines of the file, not the run."""
+    """Yields the lines and also writes them to a file. If the disk is full, the file lacks lines, but the run continues."""
     file: IO[str] | None = None
     with suppress(OSError):
         file = path.open("w", encoding="utf-8", buffering=1)
@@ -286,7 +288,7 @@ def _same_output() -> bool:
     """Whether standard output and standard error are the same terminal, file or pipe."""
     try:
         return os.path.sameopenfile(sys.stdout.fileno(), sys.stderr.fileno())
-    except OSError:                      # one of them is closed or not a file
+    except OSError:                      # one of the two is closed or not a file
         return False
 
 

@@ -1,16 +1,16 @@
 """A sweep: `python train.py -m kernel=conv1d,taichi_v3 seed=0,1`, each run in its own process, sweep.jobs at a time.
 
-    DIR/sweep.json            all runs, with the status of each; rewritten after each run
+    DIR/sweep.json            all runs, each with its status; rewritten after each run
     DIR/NAME/                 the directory of a run, named by the options in which the runs differ: kernel=conv1d,seed=0
     DIR/logs/NAME.txt         the standard error of the run
-    DIR/logs/NAME.reason.txt  the error that ended it, if one did (child.py)
-    DIR/logs/JOB/             files of submitit's, with sweep.launcher=submitit
+    DIR/logs/NAME.reason.txt  the error that ended the run, if one did (child.py)
+    DIR/logs/JOB/             submitit's files, with sweep.launcher=submitit
     DIR/report.html           the report on all runs, and report.csv (rwkv/report/)
 
 The order is shuffled with ORDER_SEED, so that a slow hour of the machine does not hit only one kernel. The report names kernels
 that cannot run here and runs that failed; the other runs are trained regardless. Ctrl-C is passed on to the current runs, which
-save. `python train.py -m resume=auto out_dir=DIR` keeps finished runs and resumes the others from their last checkpoints; more
-options add runs. launchers.py starts the processes.
+save and stop. `python train.py -m resume=auto out_dir=DIR` keeps finished runs and resumes the others from their last
+checkpoints; more options add runs. launchers.py starts the processes.
 """
 
 import json
@@ -33,7 +33,7 @@ from rwkv.errors import CheckpointError, UserError
 from rwkv.io.atomic import write_file
 from rwkv.io.lines import counted, labelled
 from rwkv.io.signals import STOPPING, StopRequest, end_of
-from rwkv.report import reading
+from rwkv.report import run_files
 from rwkv.training.run.directory import new_folder, require_unused
 from rwkv.training.run.lock import RunLock
 from rwkv.training.run.options import check_new_run
@@ -50,16 +50,16 @@ STOPPED = "stopped"
 WAITING = "waiting"
 RESUME = "-m resume=auto"
 SWEEP_OPTIONS = ("out_dir", "resume")    # options of the sweep; each run has its own values
-SETTINGS = "sweep."                      # prefix of options that are not passed to runs
+SETTINGS = "sweep."                      # prefix of the sweep's own options, which are not passed to runs
 UNSUPPORTED = ("hydra/launcher", "hydra.launcher", "hydra/sweeper")
-SOME_FAILED = 1                          # exit statuses
+SOME_FAILED = 1                          # exit statuses of a sweep
 NONE_RAN = 2
 
 
 @dataclass
 class Entry:
-    """A run of a sweep. swept: the options in which runs differ. order: its position in the shuffled order, from 1. job: the id
-    of its submitit job.
+    """A run of a sweep. swept: the run's values of the options in which runs differ. order: the run's position in the shuffled
+    order, from 1. job: the id of the run's submitit job.
     """
 
     name: str
@@ -76,9 +76,10 @@ class Entry:
 
 @dataclass
 class Sweep:
-    """The entries of sweep.json, in the order of the command line, and each run's configuration by name.
+    """A sweep: the entries of sweep.json, in the order of the command line, and each run's configuration by name.
 
-    settings: how this process starts runs. setting_overrides: the same options as typed on the command line.
+    settings: the options sweep.*, by which this process starts runs. setting_overrides: the same options as typed on the
+    command line.
     """
 
     folder: Path
@@ -89,7 +90,7 @@ class Sweep:
 
     def save(self) -> None:
         content = {"order_seed": ORDER_SEED, "runs": [asdict(entry) for entry in self.entries]}
-        write_file(self.folder / reading.SWEEP, lambda file: file.write(json.dumps(content, indent=1).encode()))
+        write_file(self.folder / run_files.SWEEP, lambda file: file.write(json.dumps(content, indent=1).encode()))
 
     def count(self, status: str) -> int:
         return sum(entry.status == status for entry in self.entries)
@@ -105,7 +106,7 @@ def run(line: cli.CommandLine, jobs_of: cli.Jobs) -> None:
     sweep.folder.mkdir(parents=True, exist_ok=True)
     lock.hold(sweep.folder)
     if "resume" not in line.verbatim:
-        require_unused(sweep.folder, RESUME)     # again: another process may have used the folder before the lock
+        require_unused(sweep.folder, RESUME)     # checked again: another process may have used the folder before the lock
     sweep.save()
     try:
         stopped = train_all(sweep, launcher)
@@ -116,7 +117,7 @@ def run(line: cli.CommandLine, jobs_of: cli.Jobs) -> None:
 
 
 def train_all(sweep: Sweep, launcher: Launcher) -> bool:
-    """Trains the unfinished runs, launcher.places at a time. Returns whether a signal stopped it."""
+    """Trains the unfinished runs, launcher.places at a time. Returns whether a signal stopped the training."""
     to_do = _to_do(sweep)
     log(labelled("sweep", f"{sweep.folder}: {counted(len(sweep.entries), 'run')}, {len(to_do)} to do, in random order "
                  f"(seed {ORDER_SEED}){_concurrency(launcher)}", sys.stderr))
@@ -132,7 +133,7 @@ def train_all(sweep: Sweep, launcher: Launcher) -> bool:
                         running[entry.name] = (entry, time.monotonic())
                         try:
                             entry.job = launcher.start(_task(sweep, entry, number), entry.job)
-                        except JobRejected as error:     # perhaps a limit of the user's jobs
+                        except JobRejected as error:     # perhaps the user has as many jobs as allowed
                             del running[entry.name]
                             if not running:
                                 raise
@@ -143,7 +144,7 @@ def train_all(sweep: Sweep, launcher: Launcher) -> bool:
                         if entry.job is not None:
                             log(f"job {entry.job}")
                     sweep.save()
-                    if stop.requested:   # perhaps before the launcher had this run
+                    if stop.requested:   # the signal may have come before the launcher had this run
                         launcher.stop(signal.SIGINT)
                 for end in launcher.ends() if running else ():
                     entry, start = running.pop(end.name)
@@ -163,7 +164,7 @@ def _to_do(sweep: Sweep) -> list[Entry]:
 
 
 def _concurrency(launcher: Launcher) -> str:
-    """The number of concurrent runs, for the plan; empty for one."""
+    """A phrase for the plan with the number of concurrent runs; empty for one."""
     if launcher.places == 1:
         return ""
     threads = f" with {counted(launcher.threads, 'thread')} each" if isinstance(launcher, Processes) else ""
@@ -171,7 +172,7 @@ def _concurrency(launcher: Launcher) -> str:
 
 
 def open_launcher(sweep: Sweep) -> Launcher:
-    """The launcher that the settings choose. Raises UserError for settings that conflict with the runs or this machine."""
+    """The launcher that the settings name. Raises UserError for settings that conflict with the runs or this machine."""
     to_do = [sweep.configs[entry.name] for entry in _to_do(sweep)]
     gpus = 0
     if sweep.settings.launcher == "local" and (sweep.settings.jobs or 1) > 1:
@@ -182,17 +183,17 @@ def open_launcher(sweep: Sweep) -> Launcher:
         on_gpu = [config for config in to_do if device_for(config.trainer.accelerator).type == "cuda"]
         gpus = torch.cuda.device_count() if on_gpu else 0
         if any(config.trainer.strategy != "single" for config in on_gpu):
-            raise UserError("sweep.jobs gives each run one GPU, and conflicts with trainer=ddp and trainer=fsdp, which use "
-                            "several: leave one of them out")
+            raise UserError("sweep.jobs, which gives each run one GPU, conflicts with trainer=ddp and trainer=fsdp, which "
+                            "use several: omit sweep.jobs or trainer=")
     return launcher_for(sweep.settings, len(to_do), sweep.folder / LOGS, gpus)
 
 
 def opened(line: cli.CommandLine, jobs_of: cli.Jobs) -> Sweep:
-    """A new sweep, or the one that `resume` continues, with the runs that the command line adds."""
+    """A new sweep, or the sweep that `resume` continues, with the runs that the command line adds."""
     unsupported = [key for key in line.keys if key.startswith(UNSUPPORTED)]
     if unsupported:
-        raise UserError(f"{unsupported[0]} has no effect here: leave it out; sweep.jobs and sweep.launcher choose how runs "
-                        "are started")
+        raise UserError(f"{unsupported[0]} has no effect here: omit this option; sweep.jobs and sweep.launcher choose how "
+                        "runs are started")
     options = {key: value for key, value in line.verbatim.items() if key in SWEEP_OPTIONS}
     rest = cli.CommandLine(line.overrides, {key: value for key, value in line.verbatim.items() if key not in options}, [])
     new_jobs = jobs_of(rest)
@@ -207,7 +208,7 @@ def opened(line: cli.CommandLine, jobs_of: cli.Jobs) -> Sweep:
     else:
         entries = read(folder)
         if not entries and not adds_runs:
-            raise UserError(f"no sweep to continue in {folder}: it has no {reading.SWEEP}")
+            raise UserError(f"no sweep to continue in {folder}: this folder has no {run_files.SWEEP}")
         if not entries:
             require_unused(folder, RESUME)
     jobs = [job for entry in entries for job in jobs_of(cli.split(entry.arguments, TrainConfig))]
@@ -219,7 +220,7 @@ def opened(line: cli.CommandLine, jobs_of: cli.Jobs) -> Sweep:
 
 
 def _settings(jobs: list[cli.Job], line: cli.CommandLine) -> tuple[SweepConfig, list[str]]:
-    """The options sweep.*, parsed and as typed on the command line. Raises UserError if one has several values."""
+    """The options sweep.*, both parsed and as typed on the command line. Raises UserError if one of them has several values."""
     for key in (key for job in jobs for key in job.swept if key.startswith(SETTINGS)):
         raise UserError(f"{key} must be one value: it is a setting of the sweep, not of its runs")
     require_effect(jobs[0].config, [key for key in line.keys if key.startswith(SETTINGS)])
@@ -228,25 +229,25 @@ def _settings(jobs: list[cli.Job], line: cli.CommandLine) -> tuple[SweepConfig, 
 
 
 def read(folder: Path) -> list[Entry]:
-    """The entries of DIR/sweep.json; none without the file. Runs may have finished after it was written."""
-    if not (folder / reading.SWEEP).is_file():
+    """The entries of DIR/sweep.json, updated for runs that finished after the file was written; [] without the file."""
+    if not (folder / run_files.SWEEP).is_file():
         return []
-    entries = [Entry(**entry) for entry in json.loads((folder / reading.SWEEP).read_text(encoding="utf-8"))["runs"]]
+    entries = [Entry(**entry) for entry in json.loads((folder / run_files.SWEEP).read_text(encoding="utf-8"))["runs"]]
     for entry in entries:
-        if entry.status == FINISHED or reading.is_finished(folder / entry.name):
+        if entry.status == FINISHED or run_files.is_finished(folder / entry.name):
             entry.status = FINISHED
             entry.reason = None
     return entries
 
 
 def _add(sweep: Sweep, jobs: list[cli.Job]) -> None:
-    """Adds the jobs that the sweep does not have yet. Raises UserError for one that it has with other options."""
+    """Adds the runs that the sweep does not have yet. Raises UserError if it has a run of the same name with other options."""
     entries = {entry.name: entry for entry in sweep.entries}
     added = []
     for job in jobs:
         if job.config.only_plans:
-            raise UserError("plan=true conflicts with a sweep, which trains: leave out -m for the plan of one run, or "
-                            "plan=true to train")
+            raise UserError("plan=true conflicts with a sweep, which trains: omit -m to plan one run, or omit plan=true "
+                            "to train")
         arguments = [argument for argument in job.arguments if not argument.startswith(SETTINGS)]
         entry = Entry(name_of(job), job.swept, arguments, job.config.kernel.name, job.config.seed)
         if entry.name not in entries:
@@ -258,7 +259,7 @@ def _add(sweep: Sweep, jobs: list[cli.Job]) -> None:
             added.append(entry)
             sweep.configs[entry.name] = job.config
         elif sorted(entries[entry.name].arguments) != sorted(entry.arguments):
-            raise UserError(f"the sweep in {sweep.folder} has {entry.name} with other options: give the same options, or "
+            raise UserError(f"the sweep in {sweep.folder} has {entry.name} with different options: give the same options, or "
                             "another out_dir")
     _require_possible([sweep.configs[entry.name] for entry in added])
     shuffled = random.Random(ORDER_SEED).sample(added, len(added))
@@ -268,8 +269,8 @@ def _add(sweep: Sweep, jobs: list[cli.Job]) -> None:
 
 
 def _require_possible(configs: list[TrainConfig]) -> None:
-    """Raises UserError or UnknownKernel for a run with a kernel or an option of another generation. Kernels that this machine
-    cannot run are accepted here and reported when their run starts.
+    """Raises UserError or UnknownKernel if a run has a kernel or an option of a different model generation. Kernels that this
+    machine cannot run are accepted here and reported when their run starts.
     """
     if not configs:
         return
@@ -284,7 +285,9 @@ def _require_possible(configs: list[TrainConfig]) -> None:
 
 
 def _require_kernel(config: TrainConfig) -> None:
-    """Raises the errors of kernel_for and, for the file of init_from=, which determines the generation, of read_checkpoint."""
+    """Checks a run's kernel. Raises the errors of kernel_for, and with init_from=, whose file
+    determines the generation, those of read_checkpoint.
+    """
     from rwkv.checkpoint.files import read_checkpoint
     from rwkv.training.device import device_for
     from rwkv.training.run.resolve import Context, Stage, resolve
@@ -305,9 +308,9 @@ def name_of(job: cli.Job) -> str:
 def _is_available(sweep: Sweep, entry: Entry) -> bool:
     """Whether this machine can run the kernel. If not, stores the reason in the entry."""
     if sweep.settings.launcher == "submitit":
-        return True                      # checked on the job's machine
+        return True                      # the job's machine checks the kernel
     try:
-        with suppress(CheckpointError):  # a resumed run needs no file; a new run reports the error itself
+        with suppress(CheckpointError):  # a resumed run does not read init_from=; a new run reports the error
             _require_kernel(sweep.configs[entry.name])
     except (KernelUnavailable, UnknownKernel) as error:
         entry.status = UNAVAILABLE
@@ -327,7 +330,7 @@ def _task(sweep: Sweep, entry: Entry, number: int) -> Task:
 
 
 def _files(sweep: Sweep, entry: Entry) -> tuple[Path, Path]:
-    """The files for a run's standard error and for the error that ended it."""
+    """The paths of a run's log, which is its standard error, and of the file with the error that ended the run."""
     logs = sweep.folder / LOGS
     return logs / f"{entry.name}.txt", logs / f"{entry.name}.reason.txt"
 
@@ -346,7 +349,7 @@ def _store(sweep: Sweep, entry: Entry, end: End, stop_requested: bool) -> None:
 
 
 def reason_of(status: int, reason_file: Path, log_file: Path) -> str:
-    """Why a run failed: the signal that ended it, the error that it wrote to reason_file, or the last line of its log."""
+    """The reason why a run failed: the signal that ended it, the error in reason_file, or the last line of the log."""
     if status < 0:
         return f"ended by {end_of(status)}"
     if reason_file.is_file():
@@ -357,7 +360,7 @@ def reason_of(status: int, reason_file: Path, log_file: Path) -> str:
 
 
 def conclude(sweep: Sweep) -> None:
-    """Writes the report to the directory and the logger, and prints how to continue an unfinished sweep."""
+    """Writes the report to the sweep's directory, logs it, and prints how to continue an unfinished sweep."""
     result = report.write(sweep.folder)
     counts = [f"{sweep.count(status)} {word}" for status, word in (
         (FINISHED, "finished"), (FAILED, "failed"), (UNAVAILABLE, "cannot run here"), (STOPPED, "stopped"), (WAITING, "to do"))

@@ -1,4 +1,4 @@
-"""The general text of tune.guard=, whose loss a run with init_from= measures before and after tuning.
+"""The general text of tune.guard=: a run with init_from= measures the loss of this text before and after tuning.
 
 The text is unrelated to the task: if its loss rises, tuning has broken something.
 """
@@ -21,12 +21,12 @@ def is_compared(config: TrainConfig) -> bool:
 
 
 def wants_guard(config: TrainConfig, user_keys: Collection[str]) -> bool:
-    """Whether a new run measures the text: with data=chat, tune= or tune.guard=, not in continued pretraining."""
+    """Whether a new run measures the general text: with data=chat, tune= or tune.guard=, but not in continued pretraining."""
     return config.data.name == "chat" or config.tune.method != "full" or not {"tune", "tune.guard"}.isdisjoint(user_keys)
 
 
 def guard_path(config: TrainConfig) -> Path | None:
-    """The file of the general text; None without one, and with fsdp, where no process has all weights."""
+    """The file of the general text; None without a text, and with fsdp, where no process has all weights."""
     guard = config.tune.guard
     if not guard or config.trainer.strategy == "fsdp":
         return None
@@ -34,7 +34,8 @@ def guard_path(config: TrainConfig) -> Path | None:
 
 
 def with_guard(config: TrainConfig, tokenizer: Tokenizer, user_keys: Collection[str]) -> tuple[TrainConfig, str | None]:
-    """A new run's configuration, and a note. tune.guard becomes null if unwanted, or if the tokenizer cannot encode ENGLISH.
+    """A new run's configuration, and a note for the plan. tune.guard becomes null if wants_guard is false, or if the tokenizer
+    cannot encode ENGLISH.
 
     Raises UserError if the file of tune.guard is unreadable or empty, or cannot be encoded.
     """
@@ -57,15 +58,15 @@ def with_guard(config: TrainConfig, tokenizer: Tokenizer, user_keys: Collection[
 
 
 def describe(config: TrainConfig) -> str:
-    """One line for people."""
+    """A line of the plan on what is measured before and after training."""
     if guard_path(config) is not None:
         return f"before and after, the losses of the validation split and of the text of tune.guard={config.tune.guard}"
-    why = " (trainer=fsdp divides the weights)" if config.tune.guard else ""
-    return f"before and after, the loss of the validation split; of no general text{why}"
+    why = " (trainer=fsdp shards the weights)" if config.tune.guard else ""
+    return f"before and after, the loss of the validation split, but not of a general text{why}"
 
 
 def sha256_of(path: Path | None) -> str | None:
-    """The hash of the text. Raises UserError if it cannot be read."""
+    """The hash of the text in the file; None without a file. Raises UserError if the file cannot be read."""
     if path is None:
         return None
     with open_file(path, "tune.guard") as file:

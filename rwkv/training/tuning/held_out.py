@@ -1,6 +1,6 @@
-"""Prompts from a run's validation split and the model's continuations, which a tuned run shows before and after training.
+"""Prompts from the validation split of a tuned run, and the model's continuations of them before and after training.
 
-The prompt of a conversation is everything before the first trained answer; that of a document is its beginning.
+The prompt of a conversation is everything before the first trained answer; the prompt of a document is its beginning.
 """
 
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rwkv.chat.rendered import shown
+from rwkv.chat.encoding import shown
 from rwkv.config import Sampling, TrainConfig
 from rwkv.data.conversations import Tokenised
 from rwkv.data.prepare import Corpus
@@ -23,7 +23,7 @@ from rwkv.tokenizer.tokenizers import Tokenizer
 
 N_PROMPTS = 3
 SEARCHED = 1000                          # documents or conversations searched for N_PROMPTS
-DOCUMENT_PROMPT = 32                     # tokens of a document's prompt, at most half of the document
+DOCUMENT_PROMPT = 32                     # tokens in a document's prompt, but at most half of the document
 
 
 class Prompt(NamedTuple):
@@ -34,9 +34,9 @@ class Prompt(NamedTuple):
 
 
 def prompts(data: Corpus, longest: int, length: int) -> list[Prompt]:
-    """N_PROMPTS prompts of the validation split: the first ones of at most `longest` tokens, then the first longer ones.
+    """N_PROMPTS prompts from the validation split: the first prompts of at most `longest` tokens, then the first longer ones.
 
-    length: tokens of a document's reference; a conversation's reference is the whole answer.
+    length: the number of tokens in the reference continuation of a document; for a conversation, it is the whole answer.
     """
     all_prompts = _conversation_prompts(data.conversations[1]) if data.conversations else _document_prompts(data.val, length)
     candidates = islice((prompt for prompt in all_prompts if prompt.ids and prompt.reference), SEARCHED)
@@ -65,7 +65,7 @@ def readable(tokenizer: Tokenizer, ids: list[int]) -> str:
 
 
 def _conversation_prompts(split: Tokenised) -> Iterator[Prompt]:
-    """Of pairs of answers, only the chosen ones."""
+    """Yields prompts from conversations; of each pair of answers, uses only the chosen answer."""
     for begin, end in islice(_spans(split.tokens), 0, None, 2 if split.paired else 1):
         is_target = split.learnt[begin:end].astype(bool)
         answer = int(is_target.argmax())
@@ -82,6 +82,6 @@ def _document_prompts(tokens: TokenArray, length: int) -> Iterator[Prompt]:
 
 
 def _spans(tokens: TokenArray) -> Iterator[tuple[int, int]]:
-    """The spans of the first documents or conversations; an array without starts is one span."""
+    """The spans (start, end) of the first SEARCHED documents or conversations; an array without starts is one span."""
     starts = tokens.starts[:SEARCHED + 1].tolist() or [0]
     return pairwise(starts if len(starts) > SEARCHED else [*starts, len(tokens)])

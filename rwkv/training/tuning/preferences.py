@@ -1,18 +1,18 @@
 """tune.objective=dpo and ipo: make the chosen answer of a pair more probable than the rejected one.
 
-log p(y) is the sum of the log-probabilities of an answer's tokens under the trained model, and log p_reference(y) the same
-under the reference, the model of init_from=:
+log p(y) is the sum of the log-probabilities of an answer's tokens under the trained model, and log p_reference(y) their sum
+under the reference, the model that init_from= names:
 
     r(y) = beta (log p(y) - log p_reference(y))          the reward of an answer, chosen c or rejected d
     dpo  = -(1 - e) log sigmoid(r(c) - r(d)) - e log sigmoid(r(d) - r(c))           e = tune.label_smoothing
     ipo  = ((r(c) / |c| - r(d) / |d|) / beta - 1 / (2 beta))^2                     |y|: the number of tokens
 
-and tune.sft_weight times -log p(c) / |c|. Sources: Rafailov et al., "Direct Preference Optimization" (arXiv 2305.18290), (7);
-label smoothing: Mitchell, "A note on DPO with noisy preferences"; Azar et al. (arXiv 2310.12036), (17), per token as in TRL;
-the chosen answer's loss: Pang et al. (arXiv 2404.19733), (1).
+The loss is dpo or ipo, plus tune.sft_weight times -log p(c) / |c|. Sources: Rafailov et al., "Direct Preference Optimization"
+(arXiv 2305.18290), (7); label smoothing: Mitchell, "A note on DPO with noisy preferences"; Azar et al. (arXiv 2310.12036),
+(17), per token as in TRL; the chosen answer's loss: Pang et al. (arXiv 2404.19733), (1).
 
-With tune=lora and state an extra forward pass computes the reference, with the tuned parameters disabled. With tune=full it is
-computed once, before the first step, into the run's file REFERENCE.
+With tune=lora and state an extra forward pass computes the reference, with the tuned parameters disabled. With tune=full the
+reference is computed once, before the first step, and stored in the run's file REFERENCE.
 """
 
 from collections.abc import Iterator, Mapping
@@ -35,8 +35,8 @@ from rwkv.io.atomic import write_file
 from rwkv.model.base import TIME_STATE, Model
 from rwkv.model.loss import IGNORED, log_probabilities
 
-REWARDS = ("rewards_margin", "rewards_accuracy", "rewards_chosen", "rewards_rejected")    # train/NAME and val/NAME
-REFERENCE = "reference.safetensors"      # train and val, (pairs,2) each: log p_reference of chosen and rejected
+REWARDS = ("rewards_margin", "rewards_accuracy", "rewards_chosen", "rewards_rejected")    # logged as train/NAME and val/NAME
+REFERENCE = "reference.safetensors"      # tensors train and val (pairs,2): log p_reference of chosen and rejected
 
 
 def reward_metrics() -> list[str]:
@@ -44,7 +44,7 @@ def reward_metrics() -> list[str]:
 
 
 class Answers(NamedTuple):
-    """P pairs, the chosen answer first: log_p (P,2) float32; lengths (P,2) in tokens."""
+    """P pairs of answers, in each pair the chosen answer first. log_p: (P,2) float32. lengths: (P,2), in tokens."""
 
     log_p: Tensor
     lengths: Tensor
@@ -57,13 +57,13 @@ def answers(model: Model, batch: Pairs) -> Answers:
     positions = (targets != IGNORED).nonzero()[:, 0]
     token_log_p = log_probabilities(hidden.index_select(0, positions), model.head.weight, targets[positions])
     answer = torch.arange(2 * len(batch.numbers), device=targets.device)
-    mask = batch.answers.flatten()[positions] == answer.unsqueeze(1)     # masked sums have one order on every device
+    mask = batch.answers.flatten()[positions] == answer.unsqueeze(1)     # masked sums add in the same order on every device
     log_p = torch.where(mask, token_log_p, 0).sum(1)
     return Answers(log_p.view(-1, 2), mask.sum(1).view(-1, 2))
 
 
 def losses(log_p: Tensor, reference: Tensor, lengths: Tensor, tune: TuneConfig) -> Tensor:
-    """The loss (P,) of each pair. log_p, reference, lengths: (P,2), chosen and rejected."""
+    """The losses (P,) of the pairs. log_p, reference, lengths: each (P,2), for the chosen and the rejected answer."""
     ratios = log_p - reference
     if tune.objective == "ipo":
         per_token = ratios / lengths
@@ -77,7 +77,7 @@ def losses(log_p: Tensor, reference: Tensor, lengths: Tensor, tune: TuneConfig) 
 
 
 def rewards(log_p: Tensor, reference: Tensor, tune: TuneConfig) -> Tensor:
-    """The means over the pairs of REWARDS: (4,)."""
+    """The means (4,) of REWARDS over the pairs."""
     chosen, rejected = (tune.beta * (log_p.detach() - reference)).unbind(1)
     return torch.stack([chosen - rejected, (chosen > rejected).float(), chosen, rejected]).mean(1)
 
@@ -92,11 +92,11 @@ class Preferences:
         self.tune, self.stored = tune, stored
 
     def read_reference(self, path: Path, data: Corpus) -> None:
-        """Stores the reference that write_reference wrote. Raises UserError as read_reference."""
+        """Loads the reference that write_reference wrote. Raises UserError as the function read_reference does."""
         self.stored = read_reference(path, data)
 
     def loss(self, model: Model, batch: Pairs, split: str) -> tuple[Tensor, Tensor]:
-        """The mean loss of a batch of the split (train or val), and the means of REWARDS (4,)."""
+        """The mean loss of a batch, and the means (4,) of REWARDS. split: train or val, which the batch is from."""
         reference = self._reference(model, batch, split)
         log_p, lengths = answers(model, batch)
         return losses(log_p, reference, lengths, self.tune).mean(), rewards(log_p, reference, self.tune)
@@ -110,7 +110,7 @@ class Preferences:
 
 @contextmanager
 def without_tuning(model: Model) -> Iterator[None]:
-    """The frozen model alone, without adapters and with an empty initial state."""
+    """Makes the model compute, in the `with` block, without adapters and from an empty initial state."""
     tuned = [parameter for name, parameter in model.named_parameters() if ".lora_B." in name or name.endswith(TIME_STATE)]
     saved = [parameter.data for parameter in tuned]
     try:
@@ -125,7 +125,7 @@ def without_tuning(model: Model) -> Iterator[None]:
 @torch.no_grad()
 def write_reference(path: Path, model: Model, data: Corpus, batch_size: int, ctx_len: int, device: torch.device,
                     dtype: torch.dtype) -> None:
-    """Writes the log-probabilities of all pairs; NaN for pairs that are left out. dtype: float32 or autocast's dtype."""
+    """Writes the log-probabilities of all pairs, NaN for pairs that training skips. dtype: float32 or autocast's dtype."""
     assert data.conversations is not None
     model.to(device)
     log_p = {}
@@ -142,13 +142,13 @@ def write_reference(path: Path, model: Model, data: Corpus, batch_size: int, ctx
 
 
 def read_reference(path: Path, data: Corpus) -> dict[str, Tensor]:
-    """The file's tensors. Raises UserError if it is missing, damaged, or of other pairs."""
+    """The file's tensors. Raises UserError if the file is missing or damaged, or belongs to different pairs."""
     assert data.conversations is not None
     try:
         log_p = load_file(path)
     except (OSError, SafetensorError) as error:
-        raise UserError(f"the run requires {path}, the reference log-probabilities, which cannot be read ({error}): restore it "
-                        "or start a new run with init_from=") from None
+        raise UserError(f"the run requires {path}, the reference log-probabilities, which cannot be read ({error}): restore "
+                        "this file or start a new run with init_from=") from None
     sizes = {name: (len(split.tokens.starts) // 2, 2) for name, split in zip(SPLITS, data.conversations, strict=True)}
     if {name: tuple(tensor.shape) for name, tensor in log_p.items()} != sizes:
         raise UserError(f"{path} does not match the pairs of data.path: restore it, or start a new run with init_from=")

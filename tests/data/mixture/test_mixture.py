@@ -43,7 +43,7 @@ def mix(*sources: dict[str, Any], **options: Any) -> DataConfig:
                       batch_size=4, **options)
 
 
-# What data.sources says
+# The option data.sources
 
 
 def test_the_command_line_and_a_recipe_give_the_same_sources(folder: Path) -> None:

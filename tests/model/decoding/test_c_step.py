@@ -26,7 +26,7 @@ USUAL_BLOCKS = ("q8_0", "q4_k")
 
 
 def usual(form: str) -> Any:
-    """The mark of the tests of a form."""
+    """The pytest mark for tests of a weight format."""
     return pytest.mark.thorough if form in BLOCKS and form not in USUAL_BLOCKS else ()
 
 
@@ -54,7 +54,7 @@ def test_steps_with_blocks_are_the_models_in_float64(level: str, form: str, gene
 
 
 def longer(struct: Any) -> Any:
-    """A named tuple with a field more."""
+    """A named tuple with an additional field."""
     kind = namedtuple(type(struct).__name__, [*struct._fields, "extra"])  # type: ignore[misc]
     return kind(*struct, 0)
 
@@ -84,7 +84,7 @@ def test_a_field_in_python_alone_is_refused(struct: str, generation: str, monkey
 @pytest.mark.parametrize(("head_size", "rank"), [(16, 6), (24, 6), (48, 6), (8, 100)])
 @torch.no_grad()
 def test_heads_and_ranks_of_other_sizes(head_size: int, rank: int) -> None:
-    """A rank above the width, too."""
+    """One rank is larger than the width."""
     model = small_model("reference", generation="rwkv7", n_embd=48, head_size=head_size, gate_low_rank_dim=rank).eval()
     several = tokens(model, B=3, T=4)
     decoder, plain = CDecoder(model, model.empty_state(3)), Decoder(model, model.empty_state(3))
@@ -142,7 +142,7 @@ def test_a_number_that_is_no_token_gives_nan(generation: str) -> None:
 @pytest.mark.parametrize("form", FORMS_HERE)
 @torch.no_grad()
 def test_a_row_is_the_same_to_the_bit_alone_and_beside_others(level: str, form: str, generation: str) -> None:
-    """Every size of a tile is among the rows."""
+    """The numbers of rows cover every tile size."""
     model, rows = model_in(form, generation), 15
     several = tokens(model, B=rows, T=4)
     together = CDecoder(model, model.empty_state(rows))

@@ -1,4 +1,4 @@
-"""One question selects the fused form for tensors on any device; where there is none the formulas run, and a line says why."""
+"""One function selects the fused implementation for tensors on any device; without one the formulas run and a line says why."""
 
 from collections.abc import Iterator
 

@@ -13,7 +13,7 @@ from training_runs import OWN, SMALL, TEXT, content, losses, rows, same
 
 from rwkv.config import TrainConfig, TrainerConfig
 from rwkv.errors import UserError
-from rwkv.report.reading import read_samples
+from rwkv.report.run_files import read_samples
 from rwkv.tokenizer.tokenizers import ByteTokenizer, CharTokenizer
 from rwkv.training.callbacks.metrics import gradient_norms, peak_memory_mib
 from rwkv.training.callbacks.samples import Samples, sample_every

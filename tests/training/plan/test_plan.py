@@ -21,7 +21,7 @@ from kernels.machine.memory import resident_memory
 from kernels.select import select
 from rwkv.config import OptimConfig
 from rwkv.pretrained import RWKV
-from rwkv.training.plan import duration, here
+from rwkv.training.plan import duration, this_machine
 from rwkv.training.task import LanguageModel
 
 CPU = torch.device("cpu")
@@ -135,7 +135,7 @@ def test_tuning_that_ends_in_its_warm_up_is_said(init_from: str | None, steps: i
     config = configured(1, 8, 4, 10)
     config = replace(config, init_from=init_from, optim=replace(config.optim, warmup_steps=10),
                      trainer=replace(config.trainer, max_steps=steps))
-    assert bool(list(here._length_warnings(config, 1.0, False))) == said
+    assert bool(list(this_machine._length_warnings(config, 1.0, False))) == said
 
 
 @pytest.mark.parametrize(("seconds", "said"), [(0.001, "1 s"), (0.9, "54 s"), (1.5, "1.5 minutes"), (60, "60.0 minutes"),
@@ -173,7 +173,7 @@ def test_the_estimate_leaves_nothing_behind() -> None:
 ])
 def test_validation_of_a_part_or_of_more_than_a_third_of_the_time_is_a_line(val_tokens: int | None, time_share: float,
                                                                             said: list[str]) -> None:
-    lines = list(here._validation(val_tokens, 120, 30, time_share))
+    lines = list(this_machine._validation(val_tokens, 120, 30, time_share))
     assert len(lines) == bool(said)
     assert not [part for part in said if part not in lines[0][1]]
 

@@ -37,7 +37,7 @@ from rwkv.checkpoint.files import read_checkpoint
 from rwkv.config import LoggerConfig, ModelConfig, OptimConfig, TrainConfig, TrainerConfig
 from rwkv.errors import UserError
 from rwkv.pretrained import RWKV
-from rwkv.report.reading import is_finished
+from rwkv.report.run_files import is_finished
 from rwkv.training.callbacks.checkpoints import RandomState, VerifiedFiles, newest_sound, settle
 from rwkv.training.optim.optimisers import lr_factor, parameter_groups
 from rwkv.training.run.directory import as_plain
@@ -232,7 +232,7 @@ def test_a_damaged_last_checkpoint_is_said_and_the_one_before_it_used(whole: Pat
     damage(last)
     assert newest_sound(tmp_path).step == expected < STEPS
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"{last} is damaged and now called damaged.ckpt; continuing from the one before it")
+    assert line.startswith(f"{last} is damaged and now called damaged.ckpt; continuing from the checkpoint before")
 
 
 @pytest.mark.programs

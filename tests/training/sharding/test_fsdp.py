@@ -48,7 +48,7 @@ from rwkv.training import fit
 from rwkv.training.callbacks.checkpoints import newest_sound, settle
 from rwkv.training.run.opening import open_run
 from rwkv.training.task import LanguageModel
-from rwkv.training.tuning.tuned import tuned_files
+from rwkv.training.tuning.exports import tuned_files
 
 COMMON = ("debug=fast", "data.cache_dir=cache", "data.batch_size=4", "trainer.max_steps=20", "trainer.val_every=10",
           "trainer.checkpoint_every=10", "trainer.log_every=1", "trainer.sample_tokens=3", "logger=csv", "optim.warmup_steps=0",

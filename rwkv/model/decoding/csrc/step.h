@@ -1,17 +1,17 @@
-// Building blocks of a decoding step, shared by all generations. A step reads one token in each of R rows; a row that starts from
-// the state of the row before reads the next token of the same sequence. A step is a series of phases: loops over tiles with a
-// barrier after each (threads.h). Each row has a workspace of `size` numbers and a state of `state_size`. All widths are multiples
-// of 8, and buffers in the workspace are padded to a multiple of 32. c_step.py fills the structs.
+// Building blocks of a decoding step, shared by all generations. A step reads R tokens, one per row. A row that starts from the
+// state of the previous row holds the next token of the same sequence. A step is a series of phases: loops whose tiles are divided
+// among the threads, each followed by a barrier (threads.h). Each row has a workspace of `size` floats and a state of `state_size`
+// floats. All widths are multiples of 8; buffers in the workspace are padded to multiples of 32. c_step.py fills the structs.
 
 #pragma once
 #include "../../../../kernels/matvec/csrc/products.h"
 #include "../../../../kernels/native/csrc/threads.h"
 
 enum {
-    TILE_CHANNELS = 128,     // channels of a tile in channelwise loops
-    PIECE = 4 * BLOCK,       // inputs that a tile prepares
-    TILES_PER_THREAD = 8,    // tiles of a product per thread; with fewer, the last tile keeps the others waiting
-    MAX_JOBS = 7,            // products in a phase
+    TILE_CHANNELS = 128,     // channels per tile in loops over channels
+    PIECE = 4 * BLOCK,       // inputs prepared (quantized or rounded) per tile
+    TILES_PER_THREAD = 8,    // tiles of a product per thread; with fewer, threads idle while one finishes the last tile
+    MAX_JOBS = 7,            // largest number of products in a phase
 };
 
 typedef const float *vector;
@@ -21,19 +21,19 @@ struct norm {
     double eps;
 };
 
-// How W is stored and summed: by output, (N,K), or by input, (K,N); DENSE: matmul and matmul_by_columns, with equal bits; SPARSE:
-// matmul_in_order and matmul_sparse, with equal bits.
+// How W is stored, and which product reads it. BY_OUTPUT: (N,K); BY_INPUT: (K,N). The two DENSE products, matmul and
+// matmul_by_columns, have bit-identical results; so have the two SPARSE ones, matmul_in_order and matmul_sparse.
 enum order { DENSE_BY_OUTPUT, SPARSE_BY_INPUT, DENSE_BY_INPUT, SPARSE_BY_OUTPUT };
 
-struct matrix {                          // a layer's weight, in a form of kernels/matvec
+struct matrix {                          // a layer's weight, in a format of kernels/matvec
     int64_t kind, N, K;
     const void *w, *scale, *shift;
-    int64_t levels, offset;              // int8: quantization of x (prepare_input)
+    int64_t levels, offset;              // int8: how prepare_input quantizes x
     int64_t order;
 };
 
-// Common part of all models. Offsets of buffers in a row's workspace: x (C); normal (C), normalized x; floats and q, the prepared
-// inputs of up to three products, `widest` numbers each.
+// The fields that every generation's model begins with. The last line: offsets of buffers in a row's workspace, x (C); normal (C),
+// the normalized x; floats and q, the prepared inputs of up to three products, of `widest` numbers each.
 struct common {
     int64_t L, V, C;
     int64_t embedding_kind;              // W_FLOAT32, WX_BFLOAT16 or GGUF's blocks
@@ -44,9 +44,9 @@ struct common {
     int64_t x, normal, floats, q, widest;
 };
 
-// Arguments. model: the generation's struct, which starts with the common part. sources, slots (R): index in `states` of a row's
-// state before and after its token; if they differ, the state before is preserved. work (R,size). logits: (V) for each sequence,
-// after its last row; with all_logits, after each row.
+// Arguments. model: the generation's struct, which starts with struct common. sources, slots (R): the indices in `states` of each
+// row's state before and after its token; if they differ, the source state is preserved. work (R,size). logits: (V) after the last
+// row of each sequence; with all_logits, after each row.
 struct call {
     const struct common *model;
     int64_t R, all_logits;
@@ -54,7 +54,7 @@ struct call {
     float *states, *work, *logits;
 };
 
-// A thread's view of a step. R: rows of the products.
+// A thread's view of a step. R: number of rows in the matrix products.
 struct step {
     struct phase phase;
     const struct call *call;
@@ -62,7 +62,7 @@ struct step {
     int64_t threads, R;
 };
 
-// A phase: runs its body for tiles 0 to total - 1, then waits at the barrier.
+// A phase: the threads together run the body once for each tile from 0 to total - 1, then wait at the barrier.
 #define FOR_EACH_TILE(tile, step, total) for (int64_t tile = -1; (tile = next_tile(&(step)->phase, tile, total)) >= 0;)
 
 INLINE int64_t min_int64(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -77,18 +77,18 @@ INLINE int ends_sequence(const struct step *s, int64_t row) { return row + 1 == 
 
 INLINE int has_logits(const struct step *s, int64_t row) { return s->call->all_logits || ends_sequence(s, row); }
 
-// The number of rows with logits before this one.
+// The number of earlier rows that have logits.
 INLINE int64_t logits_index(const struct step *s, int64_t row) {
     int64_t n = 0;
     for (int64_t r = 0; r < row; r++) n += has_logits(s, r);
     return n;
 }
 
-// Runs its body for the rows of the sequence that starts at row `first`; not at all if none starts there.
+// Runs its body for each row of the sequence that starts at row `first`; does nothing if no sequence starts there.
 #define FOR_EACH_TOKEN(row, s, first) \
     for (int64_t row = first, more = starts_sequence(s, row); more; more = !ends_sequence(s, row), row++)
 
-// The `size` numbers at `offset` of a row's state, for its token to update; a multiple of 8.
+// The `size` floats at `offset` of a row's new state, initialized with the source state. size: a multiple of 8.
 INLINE float *row_state(const struct step *s, int64_t row, int64_t offset, int64_t size) {
     int64_t source = s->call->sources[row], slot = s->call->slots[row];
     float *after = s->call->states + slot * s->common->state_size + offset;
@@ -150,7 +150,7 @@ INLINE void embed(const struct step *s, int64_t row, float *x) {
     }
 }
 
-// A product y = f(W x). x and y point to row 0; rows of x are common->size numbers apart, rows of y y_row.
+// A product y = f(W x). x and y point to row 0. The row stride of x is common->size floats, that of y is y_row.
 enum activation { IDENTITY, RELU2, TANH, SIGMOID };
 
 struct job {
@@ -171,7 +171,7 @@ INLINE int rounds_x(const struct job *job) {
     return rounds_input((enum kind)job->matrix->kind) && job->matrix->order == DENSE_BY_OUTPUT;
 }
 
-// A row's prepared input of job i.
+// The prepared input of job i in a row's workspace.
 INLINE float *prepared_floats(const struct step *s, int64_t row, int i) {
     return row_work(s, row) + s->common->floats + i * s->common->widest;
 }
@@ -182,7 +182,7 @@ INLINE uint8_t *prepared_q(const struct step *s, int64_t row, int i) {
 
 INLINE int64_t input_pieces(const struct matrix *m) { return m->kind == W_INT8 ? 1 : tiles(m->K, PIECE); }
 
-// Maps a tile of a phase to a job, and *tile to its index in that job; tiles are numbered job after job.
+// Returns the job to which a phase's *tile belongs, and reduces *tile to its index within that job.
 static inline int find_job(int64_t *tile, int n, const int64_t *counts) {
     int i = 0;
     for (; i < n - 1 && *tile >= counts[i]; i++) *tile -= counts[i];
@@ -213,7 +213,7 @@ static inline struct product make_product(const struct step *s, const struct job
     };
 }
 
-// Outputs per tile, a multiple of `unit`, for TILES_PER_THREAD tiles per thread.
+// Outputs per tile, rounded up to a multiple of `unit`, such that each thread gets about TILES_PER_THREAD tiles.
 INLINE int64_t tile_outputs(const struct step *s, int64_t N, int64_t unit) {
     return tiles(tiles(N, TILES_PER_THREAD * s->threads), unit) * unit;
 }
@@ -232,7 +232,7 @@ INLINE void multiply_tile(const struct product *product, const struct matrix *m,
     }
 }
 
-// Runs independent products.
+// Computes n independent products in one phase.
 static inline void multiply(struct step *s, int n, const struct job *jobs) {
     int64_t counts[MAX_JOBS], total = 0;
     prepare_inputs(s, n, jobs);
@@ -251,7 +251,7 @@ static inline void multiply(struct step *s, int n, const struct job *jobs) {
     }
 }
 
-// logits = head(ln_out(x)) of the rows that have logits
+// logits = head(ln_out(x)) for the rows that have logits
 static inline void compute_logits(struct step *s) {
     const struct common *m = s->common;
     FOR_EACH_TILE(row, s, s->call->R)
@@ -267,7 +267,8 @@ struct step_call {
     int64_t threads;
 };
 
-// Defines the step that Python calls, and exports its structs' sizes: STEP(generation) { body of each thread, with struct step *s }
+// Defines the function that Python calls for a step, and exports the structs' sizes. Use: STEP(generation) { what each thread does
+// with struct step *s }
 #define STEP(generation) \
     EXPORT_SIZE(generation##_norm, struct norm) \
     EXPORT_SIZE(generation##_matrix, struct matrix) \

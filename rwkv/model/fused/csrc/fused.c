@@ -1,15 +1,15 @@
-// Token shift and squared ReLU of both generations, with gradients.
+// Token shift and squared ReLU, with gradients, for both generations.
 //
 // Token shift interpolates between each step's x and the previous step's, once per mu (C):
 //
 //     m = from + (to - from) mu            RWKV-4: from = previous, to = x      RWKV-7: from = x, to = previous
 //
-// previous: x of the preceding step; last_x at a sequence's first step. With g the gradients of the mixes m,
+// previous: x of the preceding step, or last_x at a sequence's first step. If g is the gradient of a mix m,
 //
 //     gmu = sum over steps of g (to - from)          gto = sum over mixes of g mu          gfrom = sum over mixes of g (1 - mu)
 //
-// A row is one step of one sequence: x and m are (rows,C), rows = B T. A task is ROWS rows and sums its own gmu; the caller then
-// adds the tasks' sums.
+// A row is one step of one sequence: x and m are (rows,C), rows = B T. A task is ROWS rows and computes a partial sum of gmu; the
+// entry function then adds the tasks' sums.
 //
 // Squared ReLU: max(x, 0)^2, gx = 2 max(x, 0) g. NaN stays NaN.
 
@@ -26,9 +26,9 @@ struct call {
     const float *last_x;                 // (B,C), or null for zeros
     const float *mu[MAX_MIXES];
     void *m[MAX_MIXES];                  // backward: g
-    void *gx;                            // from here on backward only
+    void *gx;                            // the rest: backward only
     float *glast_x;                      // (B,C), or null
-    float *partial, *gmu;                // (tasks,n_mixes + 1,C): each task's gmu, then its pending gx; (n_mixes,C)
+    float *partial, *gmu;                // (tasks,n_mixes + 1,C): each task's gmu and pending gx; (n_mixes,C)
 };
 
 INLINE floats load_previous(enum dtype dtype, const struct call *call, int64_t row, int64_t t, int64_t c, int64_t lanes) {
@@ -36,7 +36,7 @@ INLINE floats load_previous(enum dtype dtype, const struct call *call, int64_t r
     return call->last_x ? load_partial(FLOAT32, call->last_x, row / call->T * call->C + c, lanes) : splat(0.0f);
 }
 
-// Some channels of a step: from, and to - from.
+// `from` and `to - from` for a vector of channels of one step.
 struct operands { floats from, delta; };
 
 INLINE struct operands load_operands(enum dtype dtype, const struct call *call, int64_t row, int64_t t, int64_t c,
@@ -53,7 +53,7 @@ INLINE void mix(enum dtype dtype, enum dtype mix_dtype, int64_t n, const struct 
                    fma(operands.delta, load_partial(FLOAT32, call->mu[j], c, lanes), operands.from));
 }
 
-// A step's gradients of x and of the previous step's x.
+// One step's contributions to the gradients of its own x and of the previous step's x.
 struct gradients { floats x, previous; };
 
 INLINE struct gradients sum_mixes(enum dtype mix_dtype, int64_t n, const struct call *call, int64_t row, int64_t c,
@@ -67,7 +67,7 @@ INLINE struct gradients sum_mixes(enum dtype mix_dtype, int64_t n, const struct 
     return call->to_previous ? (struct gradients){sum - to, to} : (struct gradients){to, sum - to};
 }
 
-// Backward of a row. It completes gx of the previous row, which is `pending` (C) until then.
+// Backward of a row. It stores gx of the previous row, whose own part has been kept in `pending` (C), and its own part there.
 INLINE void backward_row(enum dtype dtype, enum dtype mix_dtype, int64_t n, const struct call *call, int64_t row, int64_t t,
                          int64_t is_first, int64_t c, int64_t lanes, float *gmu, float *pending) {
     int64_t C = call->C;
@@ -85,14 +85,14 @@ INLINE void backward_row(enum dtype dtype, enum dtype mix_dtype, int64_t n, cons
     }
 }
 
-// Completes gx of a task's last row with the next row's gradient of its previous step.
+// Completes and stores gx of a task's last row: adds the contribution of the next row, which belongs to another task.
 INLINE void backward_end(enum dtype dtype, enum dtype mix_dtype, int64_t n, const struct call *call, int64_t end, int64_t c,
                          int64_t lanes, const float *pending) {
     floats next = end % call->T ? sum_mixes(mix_dtype, n, call, end, c, lanes).previous : splat(0.0f);
     store_partial(dtype, call->gx, (end - 1) * call->C + c, lanes, load_partial(FLOAT32, pending, c, lanes) + next);
 }
 
-// Runs `work` for all channels, with variables c and lanes: full vectors first, then the remainder.
+// Runs `work` for all channels from c to c + lanes - 1: full vectors first, then the remainder.
 #define FOR_EACH_VECTOR(C, work)                                                                                                  \
     do {                                                                                                                          \
         int64_t c = 0;                                                                                                            \
@@ -110,7 +110,7 @@ INLINE void run_task(enum dtype dtype, enum dtype mix_dtype, int64_t n, int back
     if (backward) FOR_EACH_VECTOR(C, backward_end(dtype, mix_dtype, n, call, end, c, lanes, pending));
 }
 
-// Specialized for the numbers of mixes in use: RWKV-4's two and three, RWKV-7's one and six.
+// Compiled separately for each number of mixes in use: two and three in RWKV-4, one and six in RWKV-7.
 INLINE void run(enum dtype dtype, enum dtype mix_dtype, int backward, struct tasks *tasks) {
     const struct call *call = tasks->call;
     for (int64_t task; (task = next_task(tasks)) * ROWS < call->rows;) {
@@ -137,7 +137,7 @@ BOTH(float32, FLOAT32, FLOAT32)
 BOTH(bfloat16, BFLOAT16, BFLOAT16)
 BOTH(autocast, FLOAT32, BFLOAT16)        // x in float32, the mixes in bfloat16
 
-// A task is PIECE of `size` numbers. Forward: g is null and out is the square; backward: out is gx.
+// Squared ReLU of `size` numbers, PIECE per task. Forward: g is null and out is the square; backward: out is gx.
 struct relu_call {
     int64_t size;
     const void *x, *g;

@@ -1,4 +1,4 @@
-// Gradients of vectors: each task sums its own rows; this adds the tasks' partial sums.
+// Sums the tasks' partial gradients of vectors; each task has summed those of its own rows.
 
 #pragma once
 #include "../../../../kernels/native/csrc/vectors.h"

@@ -4,7 +4,7 @@
 
 struct layer {
     struct norm ln0, ln1, ln2;           // ln0: first layer only
-    vector mixes, decay, first;          // mixes (3,C): mu of k, v, r; decay: added to p in every step; first: the bonus
+    vector mixes, decay, first;          // mixes (3,C): mu of k, v, r; decay (A): w, first (A): u (kernels/wkv4)
     struct matrix key, value, receptance, output;
     vector ffn_mixes;                    // (2,C): mu of k, r
     struct matrix ffn_key, ffn_receptance, ffn_value;
@@ -18,7 +18,7 @@ struct model {
     struct layer layers[];
 };
 
-// row_state in a layer, which has att_x (C); a, b, p (A); ffn_x (C).
+// row_state with an offset within layer l's state, which consists of att_x (C); a, b, p (A); ffn_x (C).
 static float *layer_state(const struct step *s, const struct model *m, int64_t row, const struct layer *l, int64_t offset,
                           int64_t size) {
     return row_state(s, row, (l - m->layers) * (2 * m->common.C + 3 * m->A) + offset, size);
@@ -43,7 +43,7 @@ INLINE void add_gated(float *x, vector gate, vector y, int64_t C) {
     for (int64_t j = 0; j < C; j += 8) store(x + j, load(x + j) + load(y + j) * sigmoid(load(gate + j)));
 }
 
-// Completes x from the previous layer, or embeds the token; then time mixing up to its output product.
+// Embeds the token, or adds the previous layer's channel mixing to x; then computes time mixing, which channel_mix adds to x.
 static void time_mix(struct step *s, const struct model *m, const struct layer *l) {
     int64_t C = m->common.C, A = m->A, size = m->common.size;
     float *base = s->call->work;

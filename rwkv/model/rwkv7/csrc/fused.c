@@ -11,8 +11,8 @@
 //     normal = (y - mean) / sqrt(variance + EPS) (per head)           bonus = sum over the head of r k r_k
 //     out = normal weight + bias + bonus v                            gated = out g
 //
-// g_x denotes the gradient of x. Backward recomputes what forward does not save. A task is ROWS rows and sums its own gradients
-// of the vectors.
+// g_x denotes the gradient of x. Backward recomputes what forward does not save. A task is ROWS rows and computes partial sums of
+// the vectors' gradients.
 
 #include "../../../../kernels/native/csrc/threads.h"
 #include "../../../../kernels/native/csrc/vectors.h"
@@ -29,7 +29,7 @@ struct gates_call {
     float *inverse;                      // (rows,H): 1 / |k k_k|
     float *log_w;                        // backward: its gradient, as for the next four
     void *new_k, *new_v, *a, *b;
-    const void *extra_k, *extra_v;       // from here on backward only; added to the gradients of new k and v, or null
+    const void *extra_k, *extra_v;       // the rest: backward only; extra_*: added to the gradients of new k and v, or null
     void *g_k, *g_v, *g_v_first, *g_zw, *g_za, *g_zv;
     float *partial, *g_vectors;          // (tasks,5,C) and (5,C): gradients of k_k, k_a, w0, a0, v0
 };
@@ -39,11 +39,11 @@ struct output_call {
     const void *y, *r, *k, *v, *g;
     const float *r_k, *weight, *bias;
     void *gated;                         // backward: its gradient
-    void *g_y, *g_r, *g_k, *g_v, *g_g;   // from here on backward only
+    void *g_y, *g_r, *g_k, *g_v, *g_g;   // the rest: backward only
     float *partial, *g_vectors;          // (tasks,3,C) and (3,C): gradients of r_k, weight, bias
 };
 
-// Up to LANES channels of a head: their index in (rows,C) and in (C), and their number.
+// Up to LANES channels of a head: the index of the first in (rows,C) and in (C), and their number.
 struct span { int64_t i, c, lanes; };
 
 #define FOR_EACH_SPAN(span, first, channel, N)                                                                                    \
@@ -105,7 +105,7 @@ INLINE void gates_forward(enum dtype dtype, const struct gates_call *call, int64
     }
 }
 
-// The gradient of new k or v, plus the optional extra one.
+// The gradient of new k or new v, plus the extra gradient unless that is null.
 INLINE floats load_sum(enum dtype dtype, const void *p, const void *extra, const struct span *span) {
     return extra ? load_span(dtype, p, span) + load_span(dtype, extra, span) : load_span(dtype, p, span);
 }
@@ -164,7 +164,7 @@ INLINE struct head load_head(enum dtype dtype, const struct output_call *call, i
     float mean = hsum(sum) / (float)call->N;
     FOR_EACH_SPAN(span, i, c, call->N) {
         floats deviation = load_span(dtype, call->y, &span) - mean;
-        deviation = load_partial(FLOAT32, &deviation, 0, span.lanes);    // zeros the lanes beyond the head
+        deviation = load_partial(FLOAT32, &deviation, 0, span.lanes);    // sets the lanes beyond the head to zero
         squares = fma(deviation, deviation, squares);
     }
     return (struct head){mean, 1.0f / __builtin_sqrtf(hsum(squares) / (float)call->N + EPS), hsum(bonus)};
@@ -216,7 +216,7 @@ INLINE void output_backward(enum dtype dtype, const struct output_call *call, in
     FOR_EACH_HEAD(output_forward_##name, output_call, 0, output_forward(dtype, call, row, h))                                     \
     FOR_EACH_HEAD(output_backward_##name, output_call, 3, output_backward(dtype, call, row, h, g_vectors))
 
-// An exported function that runs `work` for each head of each row.
+// Defines the exported function rwkv7_`name`, which runs `work` for each head of each row.
 #define FOR_EACH_HEAD(name, call_type, n_vectors, work)                                                                           \
     static void name##_tasks(struct tasks *tasks, int64_t thread) {                                                               \
         (void)thread;                                                                                                             \

@@ -3,9 +3,9 @@
 #include "../../decoding/csrc/step.h"
 #include "rwkv7.h"
 
-enum { USUAL_N = 64 };                   // head size of all released models, which gets a specialized loop
+enum { USUAL_N = 64 };                   // head size of all released models, for which wkv is compiled separately
 
-// A low-rank gate f(m w1) w2 stores w1 (C,rank) and w2 (rank,C) by input, as the files do.
+// A low-rank gate is f(m w1) w2. Its matrices w1 (C,rank) and w2 (rank,C) are stored by input, as in the files.
 struct layer {
     struct norm ln0, ln1, ln2, ln_x;     // ln0: first layer only
     vector mixes;                        // (MIXES,C): mu of each
@@ -25,7 +25,7 @@ struct model {
     struct layer layers[];
 };
 
-// row_state in a layer, which has att_x (C); S (H,N,N), rows: value, columns: key; ffn_x (C).
+// row_state with an offset within layer l's state, which consists of att_x (C); S (H,N,N), rows: value, columns: key; ffn_x (C).
 static float *layer_state(const struct step *s, const struct model *m, int64_t row, const struct layer *l, int64_t offset,
                           int64_t size) {
     return row_state(s, row, (l - m->layers) * m->common.C * (2 + m->N) + offset, size);
@@ -47,8 +47,8 @@ INLINE void update_state(int64_t N, float *S, vector w, vector a, vector b, vect
     }
 }
 
-// The head of a row that starts at `channel`: everything between the matrix products. Overwrites zw with the decay w, za with b
-// and kk with a.
+// Everything between the matrix products, for one row and the head that starts at `channel`. Overwrites zw with the decay w, za
+// with b and kk with a.
 static void wkv(const struct model *m, const struct layer *l, float *work, float *S, int64_t channel) {
     int64_t N = m->N;
     float *head = work + channel, *k = head + m->k, *v = head + m->v, *w = head + m->zw, *b = head + m->za;

@@ -1,11 +1,13 @@
-"""Rendered conversations to ids: a special token's name is that token in a template, and text in a message.
+"""Encodes rendered conversations. A special token's name becomes that token if the template wrote it, but remains text if it is
+in a message.
 
     template = for_tokenizer(template, tokenizer)
     ids, = encode(tokenizer, [template.render(messages)])
 
-A template cannot tell its own text from a message's. So the template from for_tokenizer marks names in messages before it
-renders them: it replaces them by random characters that nobody can have typed, and `encode` and `without_marks` restore them.
-It marks names of special tokens, and parts of a name at a message's beginning or end, which could join to a whole name.
+In rendered text, the names that the template wrote look the same as those in messages. So the template from for_tokenizer marks
+the names in messages before it renders them: it replaces the names by random characters that nobody can have typed, and
+`encode` and `without_marks` restore them. Besides whole names, the template marks parts of names at the beginning or end of a
+message, which could be joined into a whole name.
 """
 
 import re
@@ -22,15 +24,15 @@ from rwkv.chat.thoughts import Think
 from rwkv.errors import UserError
 from rwkv.tokenizer.tokenizers import Tokenizer
 
-SECRET = secrets.token_hex(16)           # of this process
-MARK = re.compile(rf"{SECRET}((?:[0-9a-f]{{6}})+)z")     # the characters of a text in hexadecimal
+SECRET = secrets.token_hex(16)           # random, different in each process
+MARK = re.compile(rf"{SECRET}((?:[0-9a-f]{{6}})+)z")     # holds the marked characters in hexadecimal
 ENDS_MARKED = re.compile(rf"{MARK.pattern}\s*\Z")
 
 
 def for_tokenizer(template: ChatTemplate, tokenizer: Tokenizer) -> ChatTemplate:
-    """The template, or one whose texts have marks for `encode` if the tokenizer has special tokens.
+    """The template or, if the tokenizer has special tokens, a version of it whose rendered text has marks for `encode`.
 
-    With World's tokenizer the bos_token of a jinja2 template is end_of_text: in World's files one token is both.
+    With the World tokenizer, bos_token of a jinja2 template is end_of_text, because World uses one token for both.
     """
     if tokenizer.kind == "world" and isinstance(template, JinjaTemplate):
         template.begin_with_end_of_text()
@@ -38,10 +40,10 @@ def for_tokenizer(template: ChatTemplate, tokenizer: Tokenizer) -> ChatTemplate:
 
 
 def encode(tokenizer: Tokenizer, parts: Sequence[str], before: str = "") -> list[list[int]]:
-    """The ids of each part of a text that for_tokenizer's template rendered, with end_of_text for END.
+    """The token ids of each part of a text that a template from for_tokenizer rendered. END becomes the end-of-text token.
 
-    Each part is encoded by itself, like a prompt, but no space is added to a part that continues the text. before: the text
-    before the parts. Raises UserError as the tokenizer does.
+    Each part is encoded separately, like a prompt, but no space is added at the beginning of a part that continues a text.
+    before: the text that precedes the parts. Raises UserError as the tokenizer does.
     """
     return encode_each(tokenizer, [parts], before)[0]
 
@@ -57,7 +59,8 @@ def encode_each(tokenizer: Tokenizer, texts: Sequence[Sequence[str]], before: st
 
 
 class _Piece(NamedTuple):
-    """A text to encode. within: it continues another text. skip: number of first ids to drop. ends: ids before it."""
+    """A piece of text to encode. within: whether it continues a text. skip: how many of its first ids are dropped. ends: ids to
+    put before the piece's ids."""
 
     text: str
     within: bool = False
@@ -78,7 +81,7 @@ def _pieces(tokenizer: Tokenizer, parts: Sequence[str], before: str) -> Iterator
 
 
 def _after(tokenizer: Tokenizer, before: str, text: str) -> list[_Piece]:
-    """`text` in pieces. before: the text before it. A tokenizer may add a space to a text after a special token."""
+    """Cuts `text` into pieces whose ids continue the ids of `before`. A tokenizer may add a space after a special token."""
     if not (tokenizer.adds_space and before and text):
         return [_Piece(text)]
     names = [*tokenizer.private.values()]
@@ -90,7 +93,7 @@ def _after(tokenizer: Tokenizer, before: str, text: str) -> list[_Piece]:
 
 
 def _with_private_names(tokenizer: Tokenizer, rendered: str) -> str:
-    """The text without marks, with private names for the special tokens that the template wrote."""
+    """The text without marks, and with the tokenizer's private names for the special tokens that the template wrote."""
     private = tokenizer.private
     if not private:
         return rendered
@@ -99,7 +102,7 @@ def _with_private_names(tokenizer: Tokenizer, rendered: str) -> str:
 
 
 def written(rendered: str) -> str:
-    """The text to show: without marks and END."""
+    """A rendered text as it is shown to a user, without marks and END."""
     return without_marks(rendered).replace(END, "")
 
 
@@ -108,7 +111,7 @@ def without_marks(rendered: str) -> str:
 
 
 def marked(tokenizer: Tokenizer, value: Any) -> Any:
-    """A JSON value whose strings have the names of special tokens marked as text."""
+    """The JSON value, with the names of special tokens in its strings marked as text."""
     if not tokenizer.special:
         return value
     if isinstance(value, str):
@@ -120,7 +123,7 @@ def marked(tokenizer: Tokenizer, value: Any) -> Any:
 
 
 def shown(tokenizer: Tokenizer, ids: Sequence[int], after: Sequence[int] = ()) -> str:
-    """The text of `ids` to show, with the names of special tokens. after: the ids before them."""
+    """The text of `ids` as it is shown to a user, with the names of special tokens. after: the ids that precede them."""
     names = {index: name for name, index in tokenizer.special.items()}
     decoder = tokenizer.decoder(after)
     return "".join(decoder.flush() + names[token] if token in names else decoder.push(token) for token in ids) + decoder.flush()
@@ -139,7 +142,7 @@ class MarkingTemplate(ChatTemplate):
 
     def render(self, messages: Sequence[Message], add_generation_prompt: bool = True,
                tools: Tools = None, think: Think = False, effort: str | None = None) -> str:
-        messages = check_messages(messages)              # before marking, so that its errors show the typed text
+        messages = check_messages(messages)              # before marking, so that errors show the original text
         with _errors_without_marks():
             return self._template.render(marked(self._tokenizer, messages), add_generation_prompt,
                                          marked(self._tokenizer, tools), think, effort)
@@ -162,8 +165,8 @@ def _errors_without_marks() -> Iterator[None]:
 
 
 class _Patterns(NamedTuple):
-    """name: a whole name. mark_or_name: a mark or a whole name. start: a name's last part at a text's beginning. end: a name's
-    first part at a text's end."""
+    """Patterns for the names of special tokens. name: a whole name. mark_or_name: a mark or a whole name. start: the last part
+    of a name, at the beginning of a text. end: the first part of a name, at the end of a text."""
 
     name: re.Pattern[str]
     mark_or_name: re.Pattern[str]
@@ -174,14 +177,14 @@ class _Patterns(NamedTuple):
 @lru_cache
 def _patterns(names: tuple[str, ...]) -> _Patterns:
     cuts = [(name[:cut], name[cut:]) for name in names for cut in range(1, len(name))]
-    first_parts = _either(first for first, _ in cuts if not first.isalnum())         # otherwise most words would be marked
+    first_parts = _either(first for first, _ in cuts if not first.isalnum())         # else most words would be marked
     last_parts = _either(last for _, last in cuts if not last.isalnum())
     return _Patterns(re.compile(_either(names)), re.compile(f"{MARK.pattern}|{_either(names)}"),
                      re.compile(rf"\s*(?!{SECRET})({last_parts})"), re.compile(rf"({first_parts})\s*\Z"))
 
 
 def _either(texts: Iterable[str]) -> str:
-    """A pattern for the longest possible of the texts; without texts, for nothing."""
+    """A pattern that matches the longest possible of the texts; without texts it matches nothing."""
     return "|".join(map(re.escape, sorted({*texts}, key=lambda text: (-len(text), text)))) or r"(?!)"
 
 
@@ -195,7 +198,7 @@ def _marked(text: str, patterns: _Patterns) -> str:
 
 
 def _mark(text: str) -> str:
-    """A mark has only letters and digits, which templates and JSON do not change."""
+    """The mark for `text`. It consists of letters and digits, which templates and JSON do not change."""
     return f"{SECRET}{''.join(f'{ord(character):06x}' for character in text)}z"
 
 

@@ -1,4 +1,4 @@
-"""Marks in text that arrives in pieces."""
+"""Finds the beginnings of marks, such as stop strings, at the end of streamed text."""
 
 from collections.abc import Iterable
 

@@ -17,7 +17,7 @@ from rwkv.errors import UserError
 from rwkv.model.base import n_parameters
 from rwkv.training.device import is_planned_elsewhere
 from rwkv.training.memory.estimate import estimate, one_checkpoint_bytes
-from rwkv.training.plan.on_paper import GIB, GPUS, MEASURED, Measured, exchanged_bytes, nearest, on_paper, with_whole_rows
+from rwkv.training.plan.other_gpus import GIB, GPUS, MEASURED, Measured, exchanged_bytes, nearest, plan_on, with_whole_rows
 from rwkv.training.run.options import check_new_run
 
 ROOT = Path(__file__).parents[3]
@@ -39,7 +39,7 @@ def test_the_measured_rows_are_those_of_the_results() -> None:
 
 @pytest.mark.parametrize("row", MEASURED, ids=str)
 def test_on_the_gpu_that_was_measured_the_plan_has_the_measured_speed(row: Measured) -> None:
-    result = on_paper(configured(row, row.B), row.vocab_size, H200)
+    result = plan_on(configured(row, row.B), row.vocab_size, H200)
     assert result.measured == row
     assert result.tokens_per_second == pytest.approx((row.tokens_per_second,) * 2, rel=1e-6)
 
@@ -71,20 +71,20 @@ def test_what_devices_send() -> None:
 
 def test_a_slower_link_and_a_slower_gpu_are_slower() -> None:
     config = configured(MEASURED[1], 64, strategy="ddp", devices=8, num_nodes=2)
-    usual = on_paper(config, 65536, H200)
+    usual = plan_on(config, 65536, H200)
     assert usual.link_gbps == H200.between
-    assert on_paper(replace(config, trainer=replace(config.trainer, num_nodes=1)), 65536, H200).link_gbps == H200.inside
-    slow = on_paper(replace(config, trainer=replace(config.trainer, link_gbps=4.0)), 65536, H200)
+    assert plan_on(replace(config, trainer=replace(config.trainer, num_nodes=1)), 65536, H200).link_gbps == H200.inside
+    slow = plan_on(replace(config, trainer=replace(config.trainer, link_gbps=4.0)), 65536, H200)
     assert slow.exchange_s == pytest.approx(100 * usual.exchange_s)
     assert slow.tokens_per_second < usual.tokens_per_second
     low, high = usual.tokens_per_second
     assert low < high <= 16 * MEASURED[1].tokens_per_second * 1.001
-    assert on_paper(config, 65536, GPUS["rtx3060"]).compute_s > 30 * usual.compute_s
+    assert plan_on(config, 65536, GPUS["rtx3060"]).compute_s > 30 * usual.compute_s
 
 
 def test_small_passes_wait_for_the_host() -> None:
     config = configured(MEASURED[1], 1)
-    few = on_paper(replace(config, model=replace(config.model, ctx_len=64)), 65536, H200)
+    few = plan_on(replace(config, model=replace(config.model, ctx_len=64)), 65536, H200)
     assert few.compute_s == pytest.approx(MEASURED[1].host_ms / 1000)
 
 
@@ -113,18 +113,18 @@ def test_the_table_of_the_documentation_is_that_of_the_plan() -> None:
         config = composed("train", f"model=rwkv7_{model}", f"trainer={strategy}", "trainer.devices=8", "model.ctx_len=10240",
                           f"trainer.num_nodes={nodes}", f"data.batch_size={8 * nodes}", "trainer.precision=bf16-mixed",
                           "trainer.activation_checkpointing=true", "plan=h100")
-        result = on_paper(config, 65536, GPUS["h100"])
+        result = plan_on(config, 65536, GPUS["h100"])
         fixed = estimate(config, 65536, result.devices, round(GPUS["h100"].gib * GIB)).fixed
         size = one_checkpoint_bytes(config, 65536) / 1e9
         low, high = result.tokens_per_second
         assert rows[""][column] == model
         for row, expected in {
-                "GPUs, `trainer=`": f"{result.devices}, {strategy}", "memory of each, GB": f"{result.memory / 1e9:.1f}",
-                "of it weights, gradients and moments": f"{fixed / 1e9:.1f}",
-                "sent by each in a step, GB": f"{result.exchanged / 1e9:.1f}",
-                "seconds of exchange / computation": f"{result.exchange_s:.2g} / {result.compute_s:.2g}",
-                "thousand tokens/s": f"{low / 1000:.0f} to {high / 1000:.0f}",
-                "a checkpoint, GB; seconds to write it": f"{size:.0f}; {size / nodes:.0f}"}.items():
+                "GPUs, `trainer=`": f"{result.devices}, {strategy}", "memory per GPU, GB": f"{result.memory / 1e9:.1f}",
+                "of these for weights, gradients and moments, GB": f"{fixed / 1e9:.1f}",
+                "sent per GPU and step, GB": f"{result.exchanged / 1e9:.1f}",
+                "seconds per step, exchange / computation": f"{result.exchange_s:.2g} / {result.compute_s:.2g}",
+                "thousand tokens/s, all GPUs": f"{low / 1000:.0f} to {high / 1000:.0f}",
+                "size of a checkpoint, GB; seconds to write it": f"{size:.0f}; {size / nodes:.0f}"}.items():
             assert rows[row][column] == expected, row
 
 

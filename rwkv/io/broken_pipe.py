@@ -5,12 +5,12 @@ from typing import Any, TextIO, cast
 
 
 def unread(stream: TextIO | None) -> TextIO:
-    """A stream that writes to `stream`. After a failure, output is discarded, and raise_unwritten() raises the error.
+    """Wraps an output stream. After a failed write, further output is discarded, and raise_unwritten() raises the error.
 
-    stream: None if the program was started without one; then all output is discarded.
+    stream: None if the program was started without this stream; then all output is discarded.
     """
     if stream is None:
-        null = os.open(os.devnull, os.O_WRONLY)          # never closed, like the standard stream that it replaces
+        null = os.open(os.devnull, os.O_WRONLY)          # never closed, like the standard stream that it stands for
         stream = os.fdopen(null, "w", encoding="utf-8", closefd=False)
     return cast(TextIO, _Unread(stream))
 
@@ -18,7 +18,7 @@ def unread(stream: TextIO | None) -> TextIO:
 class _Unread:
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
-        self.problem: OSError | None = None              # why output was discarded; None if the reader closed its end
+        self.problem: OSError | None = None              # why output was discarded; None if the reader disappeared
 
     def write(self, text: str) -> int:
         try:
@@ -43,13 +43,13 @@ class _Unread:
 
 
 def raise_unwritten(stream: TextIO) -> None:
-    """Raises OSError if a stream of unread() discarded output for another reason than a closed reader, such as a full disk."""
+    """Raises OSError if a stream from unread() discarded output although its reader had not disappeared, as on a full disk."""
     if isinstance(stream, _Unread) and stream.problem is not None:
         raise OSError(stream.problem.errno, stream.problem.strerror, "standard output")
 
 
 def abandon(stream: TextIO) -> None:
-    """Sends the stream's buffered output, and all later output, to the null device."""
+    """Redirects a stream's buffered and later output to the null device."""
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, stream.fileno())
     os.close(null)

@@ -1,7 +1,7 @@
 """Reads the files in the directory of a run or a sweep. A missing file counts as empty.
 
-A report ignores damaged parts and lists them in Run.damaged. A resumed run reads metrics.csv and samples.jsonl with the same
-functions, for which damage is then an error.
+A report skips damaged parts and lists them in Run.damaged. A resumed run reads metrics.csv and samples.jsonl with the same
+functions, but then damage is an error.
 """
 
 import csv
@@ -26,11 +26,11 @@ METRICS = "metrics.csv"
 KERNEL = "kernel.json"
 SAMPLES = "samples.jsonl"
 SWEEP = "sweep.json"
-TUNED = "tuned.json"                     # written by a run with init_from=
+TUNED = "tuned.json"                     # in the directory of a run with init_from=
 Curve = dict[int, float]                 # values by step
-Damaged = list[str]                      # a sentence for each unreadable part of a file
+Damaged = list[str]                      # one message for each unreadable part of a file
 
-# Structures of values for _fits(): a type; a tuple of alternative structures; [structure of every item];
+# Expected structures, for _fits(): a type; a tuple of alternative structures; [structure of every item];
 # [structure, structure] for a pair; {key: structure of its value}; {str: structure of every value}.
 NUMBER = (int, float)
 LAYER = {"errors": {str: {"err_ratio": NUMBER, "max": NUMBER}}, "ranges": {str: [NUMBER, NUMBER]}}
@@ -46,9 +46,9 @@ SWEEP_STRUCTURE = [{"name": str, "status": str, "reason": (str, type(None)), "or
 
 @dataclass
 class Run:
-    """One run. order: its place in the shuffled order of a sweep, from 1. metrics: curves by column of metrics.csv. samples:
-    the lines of samples.jsonl. measured: the content of kernel.json (rwkv/training/callbacks/kernel_probe.py). tuned: the
-    content of tuned.json (rwkv/training/callbacks/before_after.py).
+    """What the files of a run contain. order: its position in the shuffled order of a sweep, from 1. metrics: curves by column
+    of metrics.csv. samples: the lines of samples.jsonl. measured: the content of kernel.json
+    (rwkv/training/callbacks/kernel_probe.py). tuned: the content of tuned.json (rwkv/training/callbacks/before_after.py).
     """
 
     name: str
@@ -69,7 +69,7 @@ class Run:
 
     @property
     def published(self) -> tuple[list[float], int]:
-        """The mean losses of the published run whose recipe this run follows, and the number of steps of each mean."""
+        """The mean losses of the published run whose recipe this run follows, and the number of steps in each mean."""
         logger = self.config.get("logger", {})
         losses = logger.get("published_losses")
         steps = logger.get("published_steps")
@@ -77,7 +77,7 @@ class Run:
 
     @property
     def machine(self) -> JsonObject:
-        """Processor, versions and commit, in the form of kernels/machine/hardware.py."""
+        """Processor, versions and commit, as kernels/machine/hardware.py describes them."""
         return dict(self.measured.get("machine", {}))
 
     def layers(self, when: str) -> list[JsonObject]:
@@ -85,12 +85,12 @@ class Run:
         return list(self.measured.get("errors", {}).get(when, {}).get("layers", []))
 
     def allowed(self, when: str) -> dict[str, float]:
-        """The largest RMS error / RMS that the tests allow, by result."""
+        """For each of the operator's results, the largest RMS error / RMS that the tests allow."""
         return dict(self.measured.get("errors", {}).get(when, {}).get("allowed", {}))
 
 
 def read(folder: Path) -> list[Run]:
-    """The run in a run's directory, or all runs in the directory of a sweep or of runs. Raises UserError if there is none."""
+    """Reads the run in `folder`, or all runs if `folder` holds a sweep or several runs. Raises UserError if there is no run."""
     if (folder / CONFIG).is_file():
         return [_run(folder, folder.name)]
     entries = read_mapping(folder / SWEEP, json.loads, []).get("runs", [])
@@ -110,9 +110,9 @@ def is_finished(folder: Path) -> bool:
 
 
 def read_metrics(path: Path, damaged: Damaged | None = None) -> list[dict[str, str]]:
-    """The rows of a metrics.csv; each has an integer step. Values are None at the end of a row that a kill truncated.
+    """The rows of a metrics.csv that have an integer step. If a killed process left a truncated row, its last values are None.
 
-    Damage raises UserError; with `damaged`, damaged parts are skipped and reported there.
+    Raises UserError for a damaged file; with `damaged`, damaged parts are skipped and listed in `damaged` instead.
     """
     rows: list[dict[str, str]] = []
     if not path.is_file():
@@ -129,9 +129,10 @@ def read_metrics(path: Path, damaged: Damaged | None = None) -> list[dict[str, s
 
 
 def read_samples(path: Path, damaged: Damaged | None = None) -> list[JsonObject]:
-    """The lines of a samples.jsonl: step, prompt and text. A last line without its line end, truncated by a kill, is skipped.
+    """The lines of a samples.jsonl: step, prompt and text. A last line without a line end, which a killed process left, is
+    skipped.
 
-    Damage raises UserError; with `damaged`, damaged parts are skipped and reported there.
+    Raises UserError for a damaged file; with `damaged`, damaged parts are skipped and listed in `damaged` instead.
     """
     if not path.is_file():
         return []
@@ -175,7 +176,7 @@ def _run(folder: Path, name: str) -> Run:
 
 
 def _curves(rows: list[dict[str, str]]) -> dict[str, Curve]:
-    """The columns of numbers. A row that a kill truncated counts up to its last complete value."""
+    """The columns that contain numbers, as curves. Of a truncated row, the complete values are kept."""
     curves: dict[str, Curve] = {}
     for row in rows:
         for name, text in row.items():
@@ -194,7 +195,7 @@ def _number(text: Any) -> float | None:
 
 
 def read_mapping(path: Path, parse_text: Callable[[str], object], damaged: Damaged) -> JsonObject:
-    """The mapping in a file; {} for a missing file, and for a damaged one, which is reported in `damaged`."""
+    """The mapping that a file contains; {} if the file is missing, or if it is damaged, which is reported in `damaged`."""
     if not path.is_file():
         return {}
     try:
@@ -209,9 +210,9 @@ def read_mapping(path: Path, parse_text: Callable[[str], object], damaged: Damag
 
 
 def _valid_values(content: JsonObject, structure: JsonObject, name: str, damaged: Damaged) -> JsonObject:
-    """The mapping without values whose structure the report cannot use."""
+    """The mapping without values of an unexpected structure, which are reported in `damaged`."""
     invalid = [key for key, expected in structure.items() if key in content and not _fits(content[key], expected)]
-    damaged += [f"{name}: the value of {key} is not one that training writes; ignoring it" for key in invalid]
+    damaged += [f"{name}: the value of {key} is not in the format that training writes; ignoring it" for key in invalid]
     return {key: value for key, value in content.items() if key not in invalid}
 
 

@@ -1,4 +1,4 @@
-"""Find the files that a program's options name. Does not import PyTorch: programs call it before they do."""
+"""Finds the files that a program's options name. Does not import PyTorch, so that programs can call it first."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,7 +16,7 @@ from rwkv.tokenizer.tokenizers import Tokenizer
 
 
 def require_files(config: SavedModelConfig, template: str | None = None, state: str | None = None) -> None:
-    """Raises UserError for the first file that is missing; downloads names on the Hub.
+    """Raises UserError for the first file that is missing; downloads files that are named by their path on the Hub.
 
     template, state: the values of the options with these names.
     """
@@ -54,7 +54,7 @@ def require_adapters(config: ServeConfig) -> None:
 
 
 def on_disk(config: ServeConfig) -> ServeConfig:
-    """The configuration for another process, with the paths of downloaded files in place of names on the Hub."""
+    """The configuration with names on the Hub replaced by the paths of the downloaded files, for use in a different process."""
     def path(name: str | None, noun: str) -> str | None:
         return name if name is None or hub.parse(name) is None else str(hub.local(name, noun))
 
@@ -67,7 +67,7 @@ def on_disk(config: ServeConfig) -> ServeConfig:
 
 
 def _model_id(checkpoint: str) -> str | None:
-    """The model's id for clients: for a name on the Hub, that of the repository or the file; None for a path."""
+    """The model's id for clients: the name of the repository or file for a checkpoint on the Hub, None for a path."""
     pinned = hub.parse(hub.fetched(checkpoint).pinned) if hub.parse(checkpoint) else None
     if pinned is None:
         return None
@@ -77,7 +77,7 @@ def _model_id(checkpoint: str) -> str | None:
 
 @contextmanager
 def errors_of(option: str) -> Iterator[None]:
-    """Prefixes a UserError with the option, NAME=VALUE."""
+    """Prefixes the message of a UserError with `option`, such as "draft=FILE"."""
     try:
         yield
     except UserError as error:

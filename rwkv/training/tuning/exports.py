@@ -1,7 +1,7 @@
-"""Writes the results of tune=lora and tune=state beside the run's checkpoints, for this and other programs.
+"""Writes the results of tune=lora and tune=state beside the run's checkpoints, for timemix and other programs.
 
     adapter/adapter_model.safetensors, adapter_config.json     LoRA in the layout of the PEFT library
-    state.safetensors                                          a state for generate.py's state=, with the frozen weights' file
+    state.safetensors                                          a state for state= of generate.py, with the frozen weights' file
     time_state.pth                                             the same state as blocks.i.att.time_state (H,N,N), value by key:
                                                                RWKV-PEFT's layout (rwkvt/operator/rwkvop.py, x070)
 """
@@ -15,7 +15,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from rwkv.checkpoint.formats import _torch_file
-from rwkv.checkpoint.stored import Stored
+from rwkv.checkpoint.lazy_tensors import Stored
 from rwkv.config import TrainConfig
 from rwkv.generation.prefill import PrefillResult
 from rwkv.generation.states import save_context
@@ -34,7 +34,9 @@ def tuned_files(config: TrainConfig, out_dir: Path) -> list[Path]:
 
 def write_tuned(model: Model, trained: Mapping[str, Tensor], tokenizer: Tokenizer, config: TrainConfig,
                 out_dir: Path) -> list[Path]:
-    """Writes the files, and returns the paths to print; none with tune=full. trained: the trained parameters by name."""
+    """Writes the files and returns the list of paths to print, which is empty with tune=full. trained: the trained parameters
+    by name.
+    """
     if config.tune.method == "lora":
         return [_write_adapter(model, trained, config, *tuned_files(config, out_dir))]
     return _write_state(model, tokenizer, *tuned_files(config, out_dir)) if config.tune.method == "state" else []
@@ -55,7 +57,7 @@ def _write_adapter(model: Model, trained: Mapping[str, Tensor], config: TrainCon
 
 @torch.no_grad()
 def _write_state(model: Model, tokenizer: Tokenizer, as_state: Path, as_pth: Path) -> list[Path]:
-    """The state file has the logits after end_of_text, for generation without a prompt."""
+    """Writes the tuned state in both formats. state.safetensors also has the logits after end_of_text, for empty prompts."""
     first = torch.tensor([[tokenizer.end_of_text]], device=model.emb.weight.device)
     save_context(as_state, PrefillResult(model.prefill(first)[0], model.empty_state(1)), model, tokenizer)
     tensors = {f"blocks.{layer}.{TIME_STATE}": Stored.of(TIME_STATE, str(as_pth), state.detach().cpu())

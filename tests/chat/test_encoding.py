@@ -1,4 +1,4 @@
-"""A rendered conversation as ids: the template's special tokens are tokens, and what people typed is text."""
+"""A rendered conversation as ids: the template's special tokens become tokens, and those that users type stay text."""
 
 from typing import Any
 
@@ -7,12 +7,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizer_files import KINDS, LETTERS, chatml
 
+from rwkv.chat.encoding import encode, for_tokenizer, marked, shown, without_marks
 from rwkv.chat.jinja import JinjaTemplate
-from rwkv.chat.rendered import encode, for_tokenizer, marked, shown, without_marks
 from rwkv.chat.template import ChatTemplate
 from rwkv.chat.templates import chat_template
 from rwkv.errors import UserError
-from rwkv.tokenizer.lost import LossCounter
+from rwkv.tokenizer.lost_bytes import LossCounter
 from rwkv.tokenizer.tokenizers import ByteTokenizer, JsonTokenizer, Tokenizer
 
 TEMPLATE = ("{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + (m.name or '') + m.content + '<|im_end|>\\n' }}"
@@ -41,7 +41,7 @@ def test_what_the_template_writes_is_tokens_and_what_is_typed_is_text() -> None:
 
 @given(st.lists(st.tuples(TYPED, TYPED), min_size=1, max_size=3), TYPED)
 def test_nobody_can_type_a_special_token(said: list[tuple[str, str]], description: str) -> None:
-    """In no field, nor in two that stand beside each other; the text that comes of it is the template's."""
+    """Neither in a field nor across two adjacent fields; the rendered text is still the template's."""
     messages: Any = [{"role": "user", "name": name, "content": content} for name, content in said]
     tools = [{"type": "function", "function": {"name": "f", "description": description}}]
     ids = rendered(messages, tools=tools)
@@ -80,7 +80,7 @@ JOINED = JinjaTemplate("{% for m in messages %}{{ m.content + (eos_token if m.ro
 @given(st.lists(st.text([*LETTERS, " "], min_size=1, max_size=5), min_size=2, max_size=4))
 @settings(max_examples=25)
 def test_parts_get_no_space_of_their_own(kind: str, template: ChatTemplate, said: list[str]) -> None:
-    """Where a file adds a space to a text, the parts have the ids that the whole text has, but for fused unknown ones."""
+    """If a tokenizer adds a space before a text, the parts have the same ids as the whole text, except fused unknown tokens."""
     tokenizer = JsonTokenizer(KINDS[kind])
     messages = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(said)]
     marking = for_tokenizer(template, tokenizer)
@@ -103,7 +103,7 @@ def test_without_special_tokens_nothing_changes(template: str) -> None:
 
 
 def test_special_tokens_whose_names_are_words() -> None:
-    """A template still knows the roles, and letters at the end of a text are not touched."""
+    """A template still recognises the roles, and letters at the end of a text are unchanged."""
     tokenizer = JsonTokenizer(chatml(["<|endoftext|>", "madeupword", "reserved"]))
     messages = [{"role": "system", "content": "m"}, {"role": "user", "content": "a reserved madeupword"}]
     template = JinjaTemplate("{% for m in messages %}{{ 'S' if m.role == 'system' else 'U' if m.role == 'user' }}"

@@ -1,11 +1,11 @@
-"""A checkpoint's metadata: its chat template, its name, and its author's generation options.
+"""Reads a checkpoint's metadata: its chat template, its name, and its author's generation options.
 
 A template is jinja2 source: the file chat_template.jinja of a Hugging Face directory, `chat_template` in its
-tokenizer_config.json, or tokenizer.chat_template in the metadata of a GGUF file. If there are several, the one named default
-counts, and the one named tool_use for conversations with tools; beside chat_template.jinja that is the file
-additional_chat_templates/tool_use.jinja, and in a GGUF file tokenizer.chat_template.tool_use.
+tokenizer_config.json, or tokenizer.chat_template in the metadata of a GGUF file. If there are several templates, the one named
+tool_use is for conversations with tools, and the one named default for all others. With chat_template.jinja, the former is in
+the file additional_chat_templates/tool_use.jinja; in a GGUF file it is tokenizer.chat_template.tool_use.
 
-llama.cpp's converter writes the same template for every RWKV model. It is ignored, and recognised in llama.cpp's way.
+llama.cpp's converter writes the same template for every RWKV model. It is recognised as in llama.cpp, and ignored.
 Sources: transformers, tokenization_utils_base.py; llama.cpp, conversion/base.py and src/llama-chat.cpp.
 """
 
@@ -21,7 +21,7 @@ from rwkv.io.utf8 import read_text
 JINJA = "chat_template.jinja"
 TOKENIZER_CONFIG = "tokenizer_config.json"
 GENERATION_CONFIG = "generation_config.json"
-FAKE_THINK_CONFIG = "fake_think_generation_config.json"          # for answers that begin with an empty thought
+FAKE_THINK_CONFIG = "fake_think_generation_config.json"          # for answers that begin with empty thoughts
 TOOLS_CONFIG = "tools_generation_config.json"                    # for conversations with tools
 CONFIG = "config.json"
 IN_GGUF = "tokenizer.chat_template"
@@ -30,7 +30,7 @@ TOOL_USE_FILE = f"additional_chat_templates/{TOOL_USE}.jinja"
 CONVERTER_PARTS = ("rwkv-world", r"{{- 'User: ' + message['content']|trim + '\n\n' -}}")
 NAMES_IN_GGUF = ("general.name", "general.basename", "general.base_model.0.name")
 NAMES_IN_DIRECTORY = ("_name_or_path", "name_or_path")
-DRAWN = {name: name for name in ("temperature", "top_p", "top_k", "min_p")}      # used if tokens are drawn (do_sample)
+DRAWN = {name: name for name in ("temperature", "top_p", "top_k", "min_p")}      # apply only if do_sample is true
 PENALTIES = {name: name for name in ("repetition_penalty", "presence_penalty", "frequency_penalty", "penalty_decay")}
 SAMPLING_IN_GGUF = {"general.sampling.temp": "temperature", "general.sampling.top_p": "top_p",
                     "general.sampling.top_k": "top_k", "general.sampling.min_p": "min_p",
@@ -38,7 +38,7 @@ SAMPLING_IN_GGUF = {"general.sampling.temp": "temperature", "general.sampling.to
 
 
 def template_file(checkpoint: Path) -> Path | None:
-    """The file with the checkpoint's template, for template_in; None if it has none."""
+    """The file that has the checkpoint's template, which template_in reads; None if the checkpoint has no template."""
     if checkpoint.is_dir():
         files = [checkpoint / name for name in (JINJA, TOKENIZER_CONFIG)]
         return next((file for file in files if file.is_file() and template_in(file) is not None), None)
@@ -46,9 +46,9 @@ def template_file(checkpoint: Path) -> Path | None:
 
 
 def template_in(file: Path) -> str | None:
-    """The template in a jinja2 file, a tokenizer_config.json or a GGUF file; None if one of the latter has none.
+    """The template in a jinja2 file, a tokenizer_config.json or a GGUF file; None if the JSON or GGUF file has no template.
 
-    Raises UserError for a file that cannot be read.
+    Raises UserError if the file cannot be read.
     """
     if _is_gguf(file):
         return _default(_gguf_metadata(file).get(IN_GGUF))
@@ -58,7 +58,7 @@ def template_in(file: Path) -> str | None:
 
 
 def tool_template_in(file: Path) -> str | None:
-    """The template for conversations with tools, beside that of template_in; None if there is none."""
+    """The template for conversations with tools that accompanies template_in(file); None if there is none."""
     if _is_gguf(file):
         return _default(_gguf_metadata(file).get(f"{IN_GGUF}.{TOOL_USE}"))
     if file.suffix == ".json":
@@ -76,8 +76,8 @@ def names_in(checkpoint: Path) -> list[str]:
 
 
 class Generation(NamedTuple):
-    """A file's generation options. sampling: by our names. draws: the file's sampling options apply.
-    max_new_tokens: None if it has none."""
+    """The generation options in a file. sampling: the options under our names. draws: whether the file's sampling options
+    apply. stop: stop strings. max_new_tokens: None if the file does not have it."""
 
     file: Path
     sampling: JsonObject
@@ -90,13 +90,13 @@ class Generation(NamedTuple):
 
 
 def generation_in(checkpoint: Path, fake: bool = False, tools: bool = False) -> Generation:
-    """The checkpoint's generation options for answers of this kind. fake: they begin with an empty thought. tools: the
-    conversation has tools.
+    """The checkpoint's generation options. fake: whether answers begin with empty thoughts. tools: whether the conversation has
+    tools.
 
-    A Hugging Face directory may have a file for each of these (rwkv-rs/transformers-rwkv, docs/source/en/model_doc/rwkv.md);
-    if that is missing or empty, generation_config.json counts. Temperature, top_p, top_k and min_p require do_sample=true:
-    otherwise transformers ignores them and takes the likeliest token. A top_k of 0 or less is off, as in llama.cpp and vLLM.
-    Raises UserError for stop_strings and max_new_tokens of other types.
+    A Hugging Face directory may have a separate file for each of these cases (rwkv-rs/transformers-rwkv,
+    docs/source/en/model_doc/rwkv.md); if that file is missing or empty, generation_config.json is used. temperature, top_p,
+    top_k and min_p require do_sample=true: otherwise transformers ignores them and chooses the likeliest token. A top_k of 0 or
+    less is off, as in llama.cpp and vLLM. Raises UserError for stop_strings or max_new_tokens of the wrong type.
     """
     if _is_gguf(checkpoint):
         sampling = _numbers(_gguf_metadata(checkpoint), SAMPLING_IN_GGUF)
@@ -112,7 +112,7 @@ def _generation(file: Path) -> Generation:
     stops = config.get("stop_strings") or []
     stops = [stops] if isinstance(stops, str) else stops
     if not isinstance(stops, list) or not all(isinstance(text, str) and text for text in stops):
-        raise UserError(f"{file}: stop_strings must be a list of texts; got {json.dumps(stops)[:60]}")
+        raise UserError(f"{file}: stop_strings must be a list of non-empty strings; got {json.dumps(stops)[:60]}")
     tokens = config.get("max_new_tokens")
     if tokens is not None and (isinstance(tokens, bool) or not isinstance(tokens, int | float) or tokens % 1 or tokens < 1):
         raise UserError(f"{file}: max_new_tokens must be a whole number of at least 1; got {json.dumps(tokens)[:60]}")
@@ -121,7 +121,7 @@ def _generation(file: Path) -> Generation:
 
 
 def _by_name(templates: object) -> object:
-    """Several templates by their names; one template unchanged."""
+    """Turns a list of templates into a dict by name; returns anything else, such as a single template, unchanged."""
     if isinstance(templates, list):
         return {entry.get("name"): entry.get("template") for entry in templates if isinstance(entry, dict)}
     return templates
@@ -144,7 +144,7 @@ def _is_gguf(path: Path) -> bool:
 
 
 def _gguf_metadata(path: Path) -> JsonObject:
-    """The model's metadata, from the first of its files."""
+    """The model's metadata, which are in the first of its files."""
     return header_of(parts_of(path, header_of(path).metadata)[0]).metadata
 
 
@@ -161,9 +161,9 @@ def _strings(metadata: JsonObject, keys: tuple[str, ...]) -> list[str]:
 
 
 def _numbers(metadata: JsonObject, names: dict[str, str]) -> JsonObject:
-    """The numbers under these keys, by our names."""
+    """The numbers in the metadata that have a key in `names`, by our names. names: our name for each key."""
     numbers = {name: metadata[key] for key, name in names.items()
                if isinstance(metadata.get(key), int | float) and not isinstance(metadata[key], bool)}
-    if (top_k := numbers.get("top_k", 0.5)) % 1 == 0:    # some write 20.0; other fractions are refused where top_k is used
+    if (top_k := numbers.get("top_k", 0.5)) % 1 == 0:    # some files have 20.0; 20.5 is refused where top_k is used
         numbers["top_k"] = max(int(top_k), 0)
     return numbers

@@ -14,8 +14,8 @@ from losing import dropping, with_unknown
 from test_tokenizer import BPE, FALLBACK, NEOX, SAMPLE
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 
-from rwkv.tokenizer import lost
-from rwkv.tokenizer.lost import WITHHELD, LossCounter, Lost, missing_bytes
+from rwkv.tokenizer import lost_bytes
+from rwkv.tokenizer.lost_bytes import WITHHELD, LossCounter, Lost, missing_bytes
 from rwkv.tokenizer.tokenizers import END_OF_TEXT, ByteTokenizer, CharTokenizer, JsonTokenizer, Tokenizer
 
 ASCII = [chr(code) for code in (10, *range(32, 127))]
@@ -116,18 +116,18 @@ def test_a_token_that_takes_the_spaces_beside_it_loses_them() -> None:
 
 
 @given(st.lists(st.sampled_from(["the ", "dog", "Ä", "é", "\n", "  ", "(x)", "你好", "NAÏVE "]), max_size=60).map("".join),
-       st.sets(st.sampled_from("theodgx()\n äÄé你NAÏVE")), st.sampled_from([8, 64, lost.WINDOW]))
+       st.sets(st.sampled_from("theodgx()\n äÄé你NAÏVE")), st.sampled_from([8, 64, lost_bytes.WINDOW]))
 def test_characters_left_out_are_counted_whatever_the_windows(text: str, gone: set[str], window: int) -> None:
     """Against the dynamic programme that defines it. In windows, at most the ambiguous ends of some are counted too."""
     kept = "".join(character for character in text if character not in gone)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lost, "WINDOW", window)
+        patch.setattr(lost_bytes, "WINDOW", window)
         found = missing_bytes(text.encode(), kept.encode())
     exact = len(text.encode()) - len(kept.encode())
     assert found == exact if len(text.encode()) <= window else exact <= found
 
 
-LINES = Path(lost.__file__).read_text(encoding="utf-8").splitlines(keepends=True)[:100]
+LINES = Path(lost_bytes.__file__).read_text(encoding="utf-8").splitlines(keepends=True)[:100]
 LONG = "".join(LINES)
 PASSAGES = {
     "no capitals": "".join(letter for letter in LONG if not letter.isupper()),
@@ -143,7 +143,7 @@ PASSAGES = {
 @pytest.mark.thorough
 @pytest.mark.parametrize("back", PASSAGES.values(), ids=PASSAGES)
 def test_a_long_text_is_counted_to_two_percent(back: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lost, "WINDOW", 256)
+    monkeypatch.setattr(lost_bytes, "WINDOW", 256)
     before, after = LONG.encode(), back.encode()
     exact = len(before) - common(before, after)
     assert exact <= missing_bytes(before, after) <= exact + 0.02 * len(before)

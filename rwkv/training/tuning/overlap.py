@@ -1,4 +1,4 @@
-"""With init_from= a run of our own, the validation split may have text that its weights were trained on."""
+"""Warns if validation uses text on which another timemix run has trained the weights of init_from=."""
 
 from pathlib import Path
 
@@ -10,9 +10,9 @@ LAST_PART = ("binidx", "datatrove", "stdlib", "text")     # a smaller data.val_f
 
 
 def warn_of_split(data: DataConfig, sha256: str, base: Checkpoint | None) -> str | None:
-    """A warning if the run that trained the base weights split the same data differently; None if not.
+    """A warning if the run that trained the base weights split the same data differently; None otherwise.
 
-    sha256: of this run's data. Data are the same if their SHA-256 or their path is.
+    sha256: the hash of this run's data. Two runs have the same data if the SHA-256 or the path is equal.
     """
     base_data = (base.run or {}).get("data") if base is not None else None
     if base is None or not isinstance(base_data, dict):
@@ -23,7 +23,7 @@ def warn_of_split(data: DataConfig, sha256: str, base: Checkpoint | None) -> str
     inside = data.name in LAST_PART and data.separator is None and data.val_fraction < fraction
     if data.val_fraction == fraction or inside:
         return None
-    return (f"the weights of {base.path} were trained on a part of the validation text: their run had "
+    return (f"the weights of {base.path} were trained on a part of the validation text: that run had "
             f"data.val_fraction={fraction:g}, and this one has {data.val_fraction:g}; use data.val_fraction={fraction:g} to "
             "validate on unseen text")
 

@@ -1,8 +1,8 @@
-"""The plan of a run, printed before it starts: its settings, and the memory, disk and time it needs. plan=true stops there.
+"""The plan of a run, printed before training starts: settings, and the memory, disk and time that the run needs.
 
 Sizes come from formulas (rwkv/training/memory/) and are printed before the model is built and before a run that does not fit
-is refused. The duration comes from two timed training steps, which change nothing. If these would take longer than PATIENCE, it
-is estimated from the speed of a matrix product, unless plan=timed.
+is refused. The duration comes from two timed training steps, which do not change the model. If the steps would take longer than
+PATIENCE, the duration is estimated from the speed of a matrix product, unless plan=timed.
 """
 
 import math
@@ -35,16 +35,17 @@ from rwkv.training.run.directory import Run, backup_folder
 from rwkv.training.run.length import MAX_EPOCHS, steps_per_epoch
 from rwkv.training.task import LanguageModel
 from rwkv.training.tuning import guard
-from rwkv.training.tuning.same_data import warn_of_split
+from rwkv.training.tuning.overlap import warn_of_split
 
-EXCESS = 0.1                             # warn if the validation fraction exceeds data.val_fraction by this
-LONG_VALIDATION = 1 / 3                  # validation above this fraction of the time is printed
+EXCESS = 0.1                             # a larger excess of the validation split over data.val_fraction gives a warning
+LONG_VALIDATION = 1 / 3                  # fraction of the time beyond which the plan mentions validation
 
 
 def announce_needs(run: Run, needs: Needs, kernel: str, kernel_error: str | None, data: Corpus, timed: bool) -> None:
-    """Prints the run's settings, and the memory and disk it needs, on standard error, before the model is built.
+    """Prints on standard error, before the model is built, the run's settings and the memory and disk that the run needs.
 
-    kernel: its name, with the reason if auto chose it. kernel_error: the message of kernel_check.check. timed: is_timed(...).
+    kernel: the kernel's name, with the reason if kernel=auto chose it. kernel_error: the message of kernel_check.check. timed:
+    the result of is_timed.
     """
     if rank() > 0:
         return
@@ -56,7 +57,7 @@ def announce_needs(run: Run, needs: Needs, kernel: str, kernel_error: str | None
 
 
 def announce_training(run: Run, device: torch.device, data: Corpus, task: LanguageModel | None = None) -> None:
-    """Prints how long the run will take. task: its steps are timed; None estimates the duration."""
+    """Prints how long the run will take. task: the model whose steps are timed; None to estimate the duration instead."""
     if rank() == 0:
         show(_training(run, device, task, data))
 
@@ -71,7 +72,7 @@ def _why_from_the_start(run: Run) -> str:
 
 def _needs(run: Run, needs: Needs, kernel: str, kernel_error: str | None, data: Corpus) -> Iterator[tuple[str, str]]:
     config, V, device, _ = needs
-    programs = resident_memory() if device.type == "cpu" else 0       # before pages of the data are read below
+    programs = resident_memory() if device.type == "cpu" else 0       # measured before the code below reads pages of the data
     yield from _data(run, data)
     yield from _model(run, V)
     yield from _computation(config, kernel, kernel_error, device, bool(data.conversations))
@@ -93,8 +94,8 @@ def _data(run: Run, data: Corpus) -> Iterator[tuple[str, str]]:
     if data.val_share > config.data.val_fraction + EXCESS:
         unit = "whole documents, with all their copies" if data.copies else "whole documents"
         yield "WARNING", (f"validation has {100 * data.val_share:.3g} % of the text instead of data.val_fraction, "
-                          f"{100 * config.data.val_fraction:g} %: the split is by {unit}; split the longest ones, or "
-                          "change their order or names")
+                          f"{100 * config.data.val_fraction:g} %: the split is by {unit}; cut up the longest documents, "
+                          "or change the documents' order or names")
     if end := data.tokenizer.end_line():
         yield "sequences", f"end with {end}"
     if config.trainer.tbptt:
@@ -107,7 +108,7 @@ def _data(run: Run, data: Corpus) -> Iterator[tuple[str, str]]:
 
 
 def _model(run: Run, V: int) -> Iterator[tuple[str, str]]:
-    """The model, where its weights come from, and how they are trained."""
+    """Lines on the model, where its weights come from, and how they are trained."""
     config = run.config
     yield "model", (f"{generation(config.model).NAME}, {counted(config.model.n_layer, 'layer')}, {config.model.n_embd} wide, "
                     f"{n_parameters(config.model, V):,} parameters, vocabulary {V}")
@@ -136,7 +137,7 @@ def _computation(config: TrainConfig, kernel: str, kernel_error: str | None, dev
     if device.type == "cpu" and world_size() == 1 and (hint := _thread_hint()):
         yield "hint", hint
     if slow := why_slow(dtype_for(config.trainer.precision), device):
-        yield "WARNING", f"trainer.precision={config.trainer.precision}: {slow}; leave it out, or take auto"
+        yield "WARNING", f"trainer.precision={config.trainer.precision}: {slow}; omit trainer.precision, or use auto"
     if why := why_precision(str(config.trainer.precision), device):
         yield "precision", f"{config.trainer.precision}: {why}"
     if config.optim.name in ORTHOGONAL:
@@ -159,11 +160,11 @@ def _sources(config: TrainConfig, data: Corpus) -> Iterator[tuple[str, str]]:
                          f"{100 * part.share:.3g} % of the training tokens{passes}")
         if epochs > MAX_EPOCHS:
             yield "WARNING", (f"{part.name} is used for {epochs:,.1f} epochs, and beyond {MAX_EPOCHS} little is learnt: give "
-                              "it a smaller weight or more text")
+                              "this source a smaller weight or more text")
 
 
 def _documents(config: TrainConfig, data: Corpus) -> Iterator[tuple[str, str]]:
-    """Lines on signs of a bad split: copies, and separators inside documents."""
+    """Warnings of what makes a split bad: copies of documents, and separators inside documents."""
     if data.copies:
         kind = "document"
         if data.conversations:
@@ -201,7 +202,7 @@ def _template(run: Run) -> str:
 
 
 def _tuning(run: Run, trained: int) -> Iterator[tuple[str, str]]:
-    """What is trained, and how the weights behind the losses differ from those that programs load."""
+    """Lines on what is trained, and on how rounding makes the weights that losses are measured with differ from the file's."""
     tune, base = run.config.tune, run.init_checkpoint
     line = f"{tune.method}: {trained:,} trained values with frozen weights in {tune.base}"
     if base is None or tune.base == "float32" or is_exact(base, tune.base):
@@ -217,13 +218,13 @@ def _tuning(run: Run, trained: int) -> Iterator[tuple[str, str]]:
 def _objective(tune: TuneConfig) -> str:
     smoothed = f", tune.label_smoothing={tune.label_smoothing:g}" if tune.objective == "dpo" else ""
     reference = ("computed once before the first step" if tune.method == "full" else
-                 f"from an extra forward pass in each step, without what tune={tune.method} trains")
+                 "from an extra forward pass in each step, with the frozen weights alone")
     return (f"{tune.objective}, tune.beta={tune.beta:g}{smoothed}, tune.sft_weight={tune.sft_weight:g}; reference "
             f"log-probabilities {reference}")
 
 
 def _blocks(compiled: bool, method: str, conversations: bool, device: str) -> str:
-    """The form of blocks in training, which fused.can_fuse and fused.form choose. method: tune.method."""
+    """A line on how training computes blocks, as fused.can_fuse and fused.form choose. method: the value of tune.method."""
     if compiled:
         return "plain formulas: trainer.compile=true fuses them"
     why = ""
@@ -242,12 +243,13 @@ def _training(run: Run, device: torch.device, task: LanguageModel | None, data: 
     steps = trainer.max_steps - first_step
     per_epoch = steps_per_epoch(config, data)
     val_tokens = min(data.sizes.val_tokens, trainer.val_tokens or data.sizes.val_tokens)
-    validations = -(-steps // trainer.val_every) + (guard.is_compared(config) and not first_step)    # one before training
+    # A tuning run also validates before its first step
+    validations = -(-steps // trainer.val_every) + (guard.is_compared(config) and not first_step)
     training, validation = equivalent_steps(config, steps, val_tokens * validations)
     if task is not None:
         duration = in_words((training + validation) * seconds_per_step(task, config, device, data.conversations))
     elif trainer.strategy == "fsdp":
-        duration = "duration unknown (not timed under fsdp)"
+        duration = "duration unknown (steps are not timed with fsdp)"
     else:
         seconds = estimated_seconds(config, run.vocab_size(data.tokenizer), device)
         estimated = in_words((training + validation) * seconds).removeprefix("about ")
@@ -268,7 +270,7 @@ def _training(run: Run, device: torch.device, task: LanguageModel | None, data: 
 
 
 def _length(trainer: TrainerConfig, steps: int) -> str:
-    """The remaining steps, and the epochs that they come from."""
+    """The remaining steps, with the epochs if the length was given in epochs."""
     if not trainer.epochs:
         return counted(steps, "step")
     total = f"{counted(trainer.epochs, 'epoch')}, {counted(trainer.max_steps, 'step')}"
@@ -276,7 +278,7 @@ def _length(trainer: TrainerConfig, steps: int) -> str:
 
 
 def _length_warnings(config: TrainConfig, epochs: float, conversations: bool) -> Iterator[tuple[str, str]]:
-    """Warnings if answers are repeated until memorised, and if the run ends during warm-up."""
+    """Warnings if answers are repeated until the model memorises them, or if the run ends during warm-up."""
     steps = config.trainer.max_steps
     warmup = config.optim.warmup_steps
     if conversations and epochs > MAX_EPOCHS and not config.trainer.overfit_batches:
@@ -288,14 +290,14 @@ def _length_warnings(config: TrainConfig, epochs: float, conversations: bool) ->
 
 
 def validated_part(val_tokens: int | None, whole: int) -> str | None:
-    """The part of the validation split that trainer.val_tokens selects, in words; None for all of it."""
+    """A description of the part of the validation split that trainer.val_tokens selects; None if it selects all of it."""
     if val_tokens is None or val_tokens >= whole:
         return None
     return f"the first {val_tokens:,} of {counted(whole, 'token')} (trainer.val_tokens)"
 
 
 def _validation(val_tokens: int | None, whole: int, times: int, time_share: float) -> Iterator[tuple[str, str]]:
-    """A line if validation uses a part, or takes more than LONG_VALIDATION of the time."""
+    """A line on validation if it uses only a part of the split, or takes more than LONG_VALIDATION of the time."""
     part = validated_part(val_tokens, whole)
     if part is None and time_share <= LONG_VALIDATION:
         return

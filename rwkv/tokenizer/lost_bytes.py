@@ -1,13 +1,15 @@
-"""Counts the bytes of a text that a tokenizer loses. No model predicts them, so bits per byte would leave them out.
+"""Counts the bytes of a text that a tokenizer loses. No model predicts lost bytes, so bits per byte would omit their cost.
 
-A file of the `tokenizers` library may drop characters that its vocabulary lacks, put an unknown token in their place, lower
-their case, or remove accents, newlines and runs of spaces. A byte is lost if the decoded text lacks it. Their number is the
-length of the text in UTF-8 less the length of its longest common subsequence with the decoded text. Unknown tokens decode to
-nothing here. Not counted: text that decoding adds, such as spaces between tokens; one space at a text's beginning, which
-SentencePiece adds and its decoders remove; and the changes of a decoder's clean-up, which is disabled here.
+A tokenizer of the `tokenizers` library may drop characters that its vocabulary lacks or replace them by an unknown token,
+convert letters to lower case, or remove accents, newlines and repeated spaces. A byte is lost if the decoded text lacks it. The
+number of lost bytes is the length of the text in UTF-8 minus the length of its longest common subsequence with the decoded
+text. Unknown tokens decode to nothing here. Not counted are text that decoding adds, such as spaces between tokens; one space
+at a text's beginning, which SentencePiece adds and its decoders remove; and changes by a decoder's clean-up, which is disabled
+here.
 
-The tokenizers byte, char and world lose nothing. For byte-level BPE and byte fallback the file's definition implies that
-nothing is lost, perhaps under a condition on the text, such as the form NFC. Only other texts are decoded and compared.
+The tokenizers byte, char and world lose nothing. Nor do byte-level BPE and byte fallback, though some files require that the
+text meets a condition, such as being in NFC. Only texts for which loss cannot be ruled out in this way are decoded and
+compared.
 """
 
 import json
@@ -25,18 +27,18 @@ from rwkv.tokenizer.decoders import BYTE_OF
 from rwkv.tokenizer.special import unknown_token
 from rwkv.tokenizer.tokenizers import JsonTokenizer, Tokenizer
 
-WITHHELD = 0.01                          # share of lost bytes above which numbers per byte or word are withheld
-WINDOW = 1024                            # bytes of a text that are aligned with the decoded text at a time
-AHEAD = 1 << 16                          # bytes to search for equal passages after a lost one
-ANCHOR = 32                              # bytes of such a passage
+WITHHELD = 0.01                          # fraction of lost bytes above which numbers per byte or word are not reported
+WINDOW = 1024                            # number of bytes to align with the decoded text at a time
+AHEAD = 1 << 16                          # number of bytes to search for an equal passage after a lost one
+ANCHOR = 32                              # number of bytes in such a passage
 UTF8_BYTES = [*range(0xC0), *range(0xC2, 0xF5)]
-CUTS = ("Digits", "FixedLength", "Punctuation", "Split", "UnicodeScripts")       # pre-tokenizers that only cut a text
-Condition = Callable[[str], bool]        # True for a text without loss
+CUTS = ("Digits", "FixedLength", "Punctuation", "Split", "UnicodeScripts")       # pre-tokenizers that only split a text
+Condition = Callable[[str], bool]        # whether the tokenizer loses nothing of this text
 
 
 @dataclass(frozen=True)
 class Lost:
-    """bytes: the number of lost bytes, in a text of `of` bytes. unknown: the number of unknown tokens in its ids."""
+    """The loss of a text of `of` bytes: the number of lost bytes, and the number of unknown tokens in its ids."""
 
     bytes: int = 0
     of: int = 0
@@ -51,11 +53,11 @@ class Lost:
 
     @property
     def too_much(self) -> bool:
-        """Whether so much is lost that numbers per byte or per word are withheld."""
+        """Whether so much is lost that numbers per byte or per word are not reported."""
         return self.share > WITHHELD
 
     def describe(self, text: str) -> str:
-        """A sentence about the loss, without a full stop. text: the name of the text, such as "the validation text"."""
+        """A sentence about the loss, without a full stop. text: what the text is called, such as "the validation text"."""
         unknown = f", with {self.unknown:,} unknown tokens" if self.unknown else ""
         return f"the tokenizer loses {percent(self.share)} of {text}: {self.bytes:,} of its {counted(self.of, 'byte')}{unknown}"
 
@@ -64,14 +66,14 @@ NOTHING = Lost()
 
 
 def percent(share: float) -> str:
-    """0.123 as "12.3 %". A share above 0 is never shown as 0."""
+    """Formats 0.123 as "12.3 %". A fraction above 0 is never shown as 0."""
     return f"{100 * share:.3g} %"
 
 
 class LossCounter:
     """Counts the bytes that a tokenizer loses. Threads may share it.
 
-    never: the tokenizer loses nothing of any text. uncertain: no condition implies that nothing of a text is lost.
+    never: whether the tokenizer loses nothing of any text. uncertain: whether every text must be decoded to rule out loss.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -82,11 +84,11 @@ class LossCounter:
         self._conditions = conditions or []
 
     def keeps(self, text: str) -> bool:
-        """Whether the definition implies that nothing of this text is lost."""
+        """Whether the tokenizer's definition implies that nothing of this text is lost."""
         return self.never or (not self.uncertain and all(condition(text) for condition in self._conditions))
 
     def count(self, texts: Sequence[str], ids: Sequence[Sequence[int]]) -> Lost:
-        """The loss of the texts. ids: the tokenizer's ids of each text."""
+        """The total loss of some texts. ids: the tokenizer's ids for each text."""
         lost = Lost(of=sum(len(text.encode()) for text in texts))
         doubtful = [(text, list(tokens)) for text, tokens in zip(texts, ids, strict=True) if not self.keeps(text)]
         if not doubtful:
@@ -95,7 +97,7 @@ class LossCounter:
         decoded = self._library.decode_batch(in_vocabulary, skip_special_tokens=False)
         missing = 0
         for (text, _), result in zip(doubtful, decoded, strict=True):
-            space = " " * (text.startswith(" ") and not result.startswith(" "))      # no loss: see the top of this file
+            space = " " * (text.startswith(" ") and not result.startswith(" "))      # not lost: see the module's docstring
             missing += missing_bytes(text.encode(), (space + result).encode())
         return lost + Lost(missing, 0, sum(len(tokens) for _, tokens in doubtful) - sum(map(len, in_vocabulary)))
 
@@ -112,16 +114,16 @@ class LossCounter:
 
 
 def _conditions(definition: JsonObject) -> list[Condition] | None:
-    """Conditions that together imply that a text can be restored from its ids; None if unknown.
+    """Conditions on a text that together imply that it can be restored from its ids; None if no such conditions are known.
 
-    If the vocabulary has all bytes, the model's input can be restored from the ids. For each step before the model, its input
-    must then be restorable from its result.
+    If the vocabulary contains all bytes, the tokenizer model's input can be restored from the ids. In addition, the input of
+    each earlier step must be restorable from the step's result.
     """
     model = definition["model"]
     added = definition.get("added_tokens", [])
     steps = [*_steps(definition.get("normalizer")), *_steps(definition.get("pre_tokenizer"))]
     types = {step["type"] for step in steps}
-    ordinary = [token for token in added if not token["special"]]        # special tokens are not matched in a text
+    ordinary = [token for token in added if not token["special"]]        # special tokens are never matched in a text
     strips_spaces = any(token["lstrip"] or token["rstrip"] for token in ordinary)
     if strips_spaces or (ordinary and "Metaspace" in types) or not _has_all_bytes(model, "ByteLevel" in types):
         return None
@@ -143,7 +145,7 @@ def _steps(step: JsonObject | None) -> Iterator[JsonObject]:
 
 
 def _has_all_bytes(model: JsonObject, byte_level: bool) -> bool:
-    """Whether every byte of UTF-8 is a token, in the alphabet of byte-level BPE or as a token for byte fallback."""
+    """Whether every byte that occurs in UTF-8 is a token, in byte-level BPE's alphabet or for byte fallback."""
     if model.get("continuing_subword_prefix") or model.get("end_of_word_suffix"):
         return False
     vocabulary = model["vocab"]
@@ -155,7 +157,7 @@ def _has_all_bytes(model: JsonObject, byte_level: bool) -> bool:
 
 
 def _step_conditions(step: JsonObject) -> list[Condition] | None:
-    """Conditions that imply that a text can be restored from the step's result; None if unknown."""
+    """Conditions on a text that imply that it can be restored from the step's result; None if no such conditions are known."""
     match step:
         case {"type": "ByteLevel" | "Prepend"}:
             return []
@@ -170,7 +172,7 @@ def _step_conditions(step: JsonObject) -> list[Condition] | None:
 
 
 def _decoder(definition: JsonObject) -> Any:
-    """The file's decoder without clean-up. If it has no decoder: the one that reverses its pre-tokenizer, or None."""
+    """The file's decoder without clean-up; if it has none, the decoder that reverses its pre-tokenizer, or None."""
     decoder = definition.get("decoder")
     if decoder is None:
         steps = _steps(definition.get("pre_tokenizer"))
@@ -184,9 +186,9 @@ def _without_cleanup(decoder: JsonObject) -> JsonObject:
 
 
 def missing_bytes(before: bytes, after: bytes) -> int:
-    """len(before) less the length of the longest common subsequence with `after`, which is searched window by window.
+    """len(before) minus the length of the longest common subsequence of `before` and `after`, searched window by window.
 
-    If much is lost at once, the number may be too large, because the next window begins at a wrong position in `after`.
+    After a long lost passage the number may be too large, because the next window may be compared with a wrong part of `after`.
     """
     missing = at = place = searched = 0
     while at < len(before):
@@ -212,7 +214,8 @@ def missing_bytes(before: bytes, after: bytes) -> int:
 
 
 def _next_in_common(before: bytes, at: int, after: bytes, place: int) -> tuple[int, int] | None:
-    """The nearest places after `at` and `place`, within AHEAD bytes, where both texts have the same ANCHOR bytes, or None."""
+    """The next positions, within AHEAD bytes of `at` in `before` and of `place` in `after`, at which equal passages of ANCHOR
+    bytes begin; None if there are none."""
     anchor = None
     nearest = 2 * AHEAD
     for candidate in range(at, min(at + AHEAD, len(before) - ANCHOR), ANCHOR):
@@ -227,7 +230,7 @@ def _next_in_common(before: bytes, at: int, after: bytes, place: int) -> tuple[i
 
 
 def _missing_between(before: bytes, after: bytes) -> int:
-    """As missing_bytes, for texts with little in common: each window is compared with the part of `after` at the same share."""
+    """Like missing_bytes, for texts with little in common: compares each window with `after` at the same relative position."""
     missing = 0
     for start in range(0, len(before), WINDOW):
         window = before[start:start + WINDOW]
@@ -237,12 +240,13 @@ def _missing_between(before: bytes, after: bytes) -> int:
 
 
 def _align(window: bytes, after: bytes, is_last: bool) -> tuple[int, int]:
-    """(matched, length): the length of the longest common subsequence of `window` and after[:length], for the best `length`.
+    """Finds the best `length` and returns (matched, length): matched is the length of the longest common subsequence of
+    `window` and after[:length].
 
-    The best length has the highest score: 4 for each byte in common, less 1 for each space in after[:length], because decoders
-    add spaces, and less 2 for each other byte in it. For the last window, spaces and other bytes cost nothing. Bit i of `row`
-    is 0 where byte i of the window adds one to the length in common with the bytes of `after` so far. Source: Hyyrö 2004,
-    Bit-parallel LCS-length computation revisited.
+    The best length has the highest score: 4 for each matched byte, minus 1 for each space in after[:length], because decoders
+    add spaces, and minus 2 for each other byte in it. For the last window, bytes of `after` cost nothing. Bit i of `row` is 0
+    if byte i of the window increases the length in common with the bytes of `after` so far. Source: Hyyrö 2004, Bit-parallel
+    LCS-length computation revisited.
     """
     positions: dict[int, int] = {}
     for number, byte in enumerate(window):

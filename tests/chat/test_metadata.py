@@ -1,4 +1,4 @@
-"""What checkpoints say of chat: templates in tokenizer_config.json and in GGUF's metadata, names, options of sampling."""
+"""Chat metadata of checkpoints: templates in tokenizer_config.json and in GGUF, names, sampling options."""
 
 import json
 from pathlib import Path
@@ -7,9 +7,9 @@ from typing import Any
 import gguf
 import pytest
 
+from rwkv.chat.encoding import encode
+from rwkv.chat.metadata import Generation, generation_in
 from rwkv.chat.names import default_template
-from rwkv.chat.rendered import encode
-from rwkv.chat.stated import Generation, generation_in
 from rwkv.chat.templates import chat_template
 from rwkv.errors import UserError
 from rwkv.tokenizer.tokenizers import ByteTokenizer
@@ -82,7 +82,7 @@ def test_the_name_in_the_file_counts_where_the_files_own_says_nothing(tmp_path: 
 
 
 def test_the_world_vocabularys_end_in_a_template_is_that_token(tmp_path: Path) -> None:
-    """fla's directories write it before a conversation; in a message it is text."""
+    """fla's template renders it before a conversation; in a message it is plain text."""
     end = "<|rwkv_tokenizer_end_of_text|>"
     folder = directory(tmp_path / "fla", chat_template=f"{{{{ '{end}' }}}}{TEMPLATE}")
     template = chat_template(default_template(folder).template)
@@ -115,7 +115,7 @@ def test_a_gguf_states_sampling_too(tmp_path: Path) -> None:
 
 
 def test_penalties_stops_and_a_limit_count_without_do_sample(tmp_path: Path) -> None:
-    """As in transformers, where the likeliest token is chosen under penalties too."""
+    """As in transformers, where penalties also apply to greedy decoding."""
     folder = Path(directory(tmp_path / "model"))
     file = folder / "generation_config.json"
     file.write_text(json.dumps({"temperature": 0.8, "repetition_penalty": 1.2, "penalty_decay": 0.9, "stop_strings": "\nUser:",

@@ -1,16 +1,16 @@
-"""The plan of a run on GPUs that this machine lacks: plan=h100 names the GPU, trainer.devices and trainer.num_nodes the
-number. Nothing is trained and no model is built.
+"""The plan of a run on GPUs that this machine lacks: plan=h100 names the GPU, and trainer.devices and
+trainer.num_nodes give the number of GPUs. Nothing is trained and no model is built.
 
     memory      the formulas of memory/estimate.py, and CONTEXT per process
-    exchange    bytes that a device sends in a step, n devices, P parameters:
+    exchange    the bytes that each of n devices sends in a step of a model with P parameters:
                   ddp     2 (n - 1) / n 4 P             ring all-reduce of the gradients in float32
-                  fsdp    (n - 1) / n (2 b (P - E) + 4 E) a      all-gather for each of a step's a batches: block weights, b
-                                                        bytes each in the dtype of the products, for forward and backward;
-                                                        the E parameters of embedding and head once
+                  fsdp    (n - 1) / n (2 b (P - E) + 4 E) a      all-gather for each of the a batches of a step: blocks'
+                                                        weights of b bytes, the dtype of the products, for forward and
+                                                        backward; the E parameters of embedding and head once
                           (n - 1) / n 4 P               reduce-scatter of the gradients in float32, once in a step
-    speed       the GPU takes 6 operations per parameter and token, and 2 more with activation checkpointing, at the rate of a
-                MEASURED run; the host takes as long per layer as in that run
-    checkpoint  weights and moments; with fsdp each machine writes its share
+    speed       the GPU computes 6 operations per parameter and token, and 2 more with activation checkpointing, at the rate of
+                a MEASURED run; the host takes as long per layer as in that run
+    checkpoint  weights and moments; with fsdp each machine writes its shards
 
 The exchange overlaps with the computation fully or not at all, so the speed is a range. Assumptions are marked as assumed.
 """
@@ -50,15 +50,15 @@ from rwkv.training.setup import data_for
 GIB = 2 ** 30
 CONTEXT = 6 * 10 ** 8                    # bytes of the CUDA context and library buffers per process
 DISK = 10 ** 9                           # write speed of a machine, bytes/s
-RECOMPUTED = 4 / 3                       # step time with activation checkpointing, relative to a step without
+RECOMPUTED = 4 / 3                       # step time with activation checkpointing, relative to the time without it
 BITS_OF_A_BYTE = 8
 NVLINK = "NVLink"
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """gib: usable memory. teraflops: peak dense bfloat16 as stated by the vendor. inside, between: Gbit/s per direction to
-    other GPUs of its machine, and its share of the typical network between machines.
+    """A GPU. gib: usable memory. teraflops: the vendor's peak for dense bfloat16. inside: Gbit/s per direction to other GPUs of
+    the same machine. between: Gbit/s per direction to other machines, the GPU's share of a typical network.
     """
 
     name: str
@@ -75,7 +75,7 @@ MEASURED_ON = "h200"
 
 
 class Measured(NamedTuple):
-    """A training step on one H200, B rows of T tokens: a row of benchmarks/results/training-h200.json, kernel=auto."""
+    """A measured step of B rows of T tokens on one H200, kernel=auto: a row of benchmarks/results/training-h200.json."""
 
     generation: str
     precision: str
@@ -106,7 +106,7 @@ MEASURED = (
 
 @dataclass(frozen=True)
 class Estimate:
-    """The estimate of a step. Bytes and seconds per device; tokens of all devices."""
+    """The estimate of a step. Bytes and seconds are one device's; tokens are counted over all devices."""
 
     devices: int
     need: Memory
@@ -124,12 +124,12 @@ class Estimate:
 
     @property
     def tokens_per_second(self) -> tuple[float, float]:
-        """Without overlap of exchange and computation, and with full overlap."""
+        """The speed if exchange and computation do not overlap, and the speed if they overlap fully."""
         return (self.tokens / (self.compute_s + self.exchange_s), self.tokens / max(self.compute_s, self.exchange_s))
 
 
-def on_paper(config: TrainConfig, vocab_size: int, gpu: Gpu) -> Estimate:
-    """config: data.batch_size must be a multiple of the number of devices."""
+def plan_on(config: TrainConfig, vocab_size: int, gpu: Gpu) -> Estimate:
+    """The estimate of a run on `gpu`. data.batch_size must be a multiple of the number of devices."""
     trainer = config.trainer
     n = trainer.devices * trainer.num_nodes
     sent = exchanged_bytes(config, vocab_size, n)
@@ -151,17 +151,17 @@ def exchanged_bytes(config: TrainConfig, vocab_size: int, n: int) -> float:
 
 
 def nearest(config: TrainConfig) -> Measured:
-    """The measured run of the same generation and precision with the nearest width. float16 counts as bfloat16."""
+    """The measured run of the model's generation and precision whose width is nearest. float16 counts as bfloat16."""
     model, precision = config.model, str(config.trainer.precision).replace("fp16", "bf16")
     candidates = [row for row in MEASURED if (row.generation, row.precision) == (model.generation, precision)]
     if not candidates:
-        raise UserError(f"plan= requires a measured training step, and there is none of {generation(model).NAME} in "
-                        f"{precision}: leave plan= out")
+        raise UserError(f"plan= requires a measured training step, and no step was measured of {generation(model).NAME} in "
+                        f"{precision}: omit plan=")
     return min(candidates, key=lambda row: abs(math.log(row.n_embd / model.n_embd)))
 
 
 def _compute_seconds(config: TrainConfig, vocab_size: int, n: int, gpu: Gpu, row: Measured) -> float:
-    """The longer of the GPU's and the host's time for the passes of a step."""
+    """Seconds for the passes of a step: the GPU's time or the host's, whichever is longer."""
     measured = replace(config.model, n_layer=row.n_layer, n_embd=row.n_embd, **_unset_widths(config))
     rate = row.tokens_per_second * product_parameters(measured, row.vocab_size) * gpu.teraflops / GPUS[MEASURED_ON].teraflops
     on_gpu = config.tokens_per_step / n * product_parameters(config.model, vocab_size) / rate
@@ -171,7 +171,7 @@ def _compute_seconds(config: TrainConfig, vocab_size: int, n: int, gpu: Gpu, row
 
 
 def _unset_widths(config: TrainConfig) -> dict[str, Any]:
-    """None for each width that follows n_embd by default, so that it follows the n_embd of a measured run."""
+    """None for each width whose default follows n_embd, so that the measured model's n_embd determines these widths."""
     return dict.fromkeys((*(name for name in vars(config.model) if name.endswith("_low_rank_dim")), "n_att", "n_ffn",
                           "deep_embed_dim"))
 
@@ -183,7 +183,7 @@ def announce(run: Run) -> None:
     vocab_size = run.vocab_size(data.tokenizer)
     gpu, why = chosen_gpu(config.plan)
     config, warning = with_whole_rows(config)
-    result = on_paper(config, vocab_size, gpu)
+    result = plan_on(config, vocab_size, gpu)
     lines = [("data", data.describe()), *([("WARNING", warning)] if warning else []),
              *_lines(config, vocab_size, gpu, why, result), *_length(config, result, data)]
     for subject, text in lines:
@@ -197,16 +197,16 @@ def announce(run: Run) -> None:
 
 
 def _with_devices(config: TrainConfig) -> TrainConfig:
-    """The configuration with the number of GPUs per machine. Raises UserError if it is unknown."""
+    """The configuration with the number of GPUs per machine. Raises UserError if that number is unknown."""
     if config.trainer.devices:
         return config
     if not torch.cuda.is_available():
-        raise UserError("a plan for GPUs requires their number per machine, such as trainer.devices=8")
+        raise UserError("a plan for GPUs requires the number of GPUs per machine, such as trainer.devices=8")
     return with_keys(config, {"trainer.devices": torch.cuda.device_count()})
 
 
 def chosen_gpu(plan: str) -> tuple[Gpu, str]:
-    """The GPU that plan= names, or this machine's, or the measured one; and the reason."""
+    """The GPU that plan= names, else this machine's GPU, else MEASURED_ON; and the reason for the choice."""
     if plan in GPUS:
         return GPUS[plan], f"plan={plan}"
     if torch.cuda.is_available():
@@ -217,7 +217,7 @@ def chosen_gpu(plan: str) -> tuple[Gpu, str]:
 
 
 def with_whole_rows(config: TrainConfig) -> tuple[TrainConfig, str | None]:
-    """The configuration with data.batch_size rounded up to a multiple of the devices, and a warning if that changed it."""
+    """The configuration with data.batch_size rounded up to a multiple of the number of devices, and a warning if it changed."""
     n = config.trainer.devices * config.trainer.num_nodes
     rows = config.data.batch_size
     if rows % n == 0:

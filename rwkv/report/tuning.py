@@ -1,4 +1,4 @@
-"""The tuning section of a report: the trained weights, and losses and answers before and after."""
+"""The section of a report on tuning: which weights were trained, and losses and answers before and after."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -7,9 +7,9 @@ from html import escape
 from rwkv.io.lines import counted
 from rwkv.report.html_table import Column, cell, table, text
 from rwkv.report.numbers import REWARDS
-from rwkv.report.reading import Run
+from rwkv.report.run_files import Run
 
-SUBJECTS = {"val": "the task, its held-out part", "guard": "general text"}
+SUBJECTS = {"val": "the task (held-out part)", "guard": "general text"}
 MEASURES = {"loss": "nats per token", "bpb": "bits per byte"}
 WHEN = ("before", "after")
 UNITS_OF_PAIRS = {"val": ": the objective, per pair", "guard": ": nats per token"}
@@ -20,7 +20,7 @@ STYLE = """
 
 
 def changes(runs: Sequence[Run]) -> list[str]:
-    """A heading, a sentence on each tuned run, and the table of losses before and after; nothing if no run was tuned."""
+    """A heading, a sentence on each tuned run, and the table of losses before and after tuning; [] if no run was tuned."""
     tuned = [run for run in runs if run.tuned.get("before")]
     if not tuned:
         return []
@@ -39,7 +39,8 @@ def changes(runs: Sequence[Run]) -> list[str]:
 
 
 def answers(runs: Sequence[Run]) -> list[str]:
-    """The table of held-out prompts of a single run, with the answers in the data and the model's answers."""
+    """The table of held-out prompts of a single run, with the data's answers and the model's answers before and after
+    tuning."""
     samples = runs[0].tuned.get("samples", []) if len(runs) == 1 else []
     headers = {"prompt": "prompt", "reference": "in the data", **{when: f"model, {when}" for when in WHEN}}
     columns = [Column(header, lambda sample, name=name: _text_cell(sample.get(name)), words=True)      # type: ignore[misc]
@@ -47,19 +48,19 @@ def answers(runs: Sequence[Run]) -> list[str]:
     if not samples:
         return []
     return ["<h2>Held-out prompts, before and after</h2>",
-            '<p class="quiet">Answers are the likeliest text (temperature 0), of trainer.sample_tokens at most.</p>',
+            '<p class="quiet">Answers by the model are greedy (temperature 0), with at most trainer.sample_tokens tokens.</p>',
             table(columns, samples, "answers")]
 
 
 def _text_cell(value: str | None) -> str:
-    """A cell with a text, or with a remark if the text is invisible."""
+    """A cell with a text, or with a remark if the text is empty or only white space."""
     if value is None or str(value).strip():
         return text(value)
     return f'<td class="text"><small>{"white space" if value else "no text"}</small></td>'
 
 
 def what_was_tuned(run: Run) -> str:
-    """A sentence: the kind and number of trained values, the file of the weights, and the dtype of the frozen weights."""
+    """A sentence on what a run trained: the kind and number of values, the base weights' path, and their dtype."""
     tuned = run.tuned["tuned"]
     values = counted(tuned["trained"], "value")
     if tuned["method"] == "full":
@@ -69,7 +70,7 @@ def what_was_tuned(run: Run) -> str:
         modules = tuned.get("modules")
         names = ", ".join(map(str, modules)) if isinstance(modules, list) else modules
         weights = f"a LoRA of rank {tuned.get('rank')}, alpha {_number(tuned.get('alpha'))}, on {names}"
-    return f"Trained {weights}: {values} beside the frozen weights of {tuned['base']} in {tuned['dtype']}."
+    return f"Trained {weights}: {values}. The weights of {tuned['base']} were frozen, in {tuned['dtype']}."
 
 
 def _number(value: object) -> str:
@@ -77,7 +78,7 @@ def _number(value: object) -> str:
 
 
 def _learns_pairs(run: Run) -> bool:
-    """As numbers.learns_pairs, without metrics.csv."""
+    """Like numbers.learns_pairs, but from tuned.json alone."""
     return f"val/{REWARDS[0]}" in run.tuned.get("before", {})
 
 
@@ -97,6 +98,6 @@ def _change(measure: str, row: tuple[Run, str]) -> str:
     before, after = (run.tuned.get(when, {}).get(f"{subject}/{measure}") for when in WHEN)
     if before is None or after is None:
         return ""
-    change = round(after - before, PLACES) + 0.0         # a change shown as +0.0000 is neither gained nor lost
+    change = round(after - before, PLACES) + 0.0         # a change that rounds to +0.0000 is neither a gain nor a loss
     word = "gained" if change < 0 else "lost" if change > 0 else "the same"
     return f"<td{' class=bad' if change > 0 else ''}>{change:+.{PLACES}f}<small>{word}</small></td>"

@@ -1,7 +1,7 @@
-"""Lazily read tensors: shape and dtype are known, the data is read on demand, from a mapping where possible.
+"""Tensors in files, with known shape and dtype, whose data is read on demand, from a memory mapping where possible.
 
-Memory: a tensor whose dtype does not change is a view of the mapping, without a copy. If the dtype changes, the mapped pages
-are released after each tensor's conversion, so the whole source and the whole result are never both in memory.
+A tensor whose dtype does not change is a view of the mapping, without a copy. If the dtype changes, the mapped pages are
+released after each tensor's conversion, so that the source and the result are never in memory completely at the same time.
 """
 
 import ctypes
@@ -22,20 +22,20 @@ from rwkv.errors import CheckpointError
 from rwkv.model.weights_watch import is_finite
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-SAMPLED = 4096                           # elements compared to tell whether two tensors are equal
-MADV_DONTNEED = 4                        # Linux: drops pages; unchanged pages of a private mapping are read again on access
+SAMPLED = 4096                           # number of elements to compare in same_numbers
+MADV_DONTNEED = 4                        # Linux: discards pages; unmodified pages of a private mapping are read again on access
 
 
 @dataclass
 class Lending:
-    """lent: a caller has a view of the mapped tensor, so its pages must not be released. Shared by copies of a Stored."""
+    """lent: a caller has a view of the mapped tensor, so its pages must not be released. All copies of a Stored share it."""
 
     lent: bool = False
 
 
 @dataclass(frozen=True)
 class BlockData:
-    """The data of a tensor in GGUF's blocks: a call returns their values in float32, and releases the pages of the mapping."""
+    """The data of a tensor in GGUF's blocks. Calling it dequantises them to float32 and then releases the mapped pages."""
 
     packed: Blocks
 
@@ -49,8 +49,9 @@ class BlockData:
 class Stored:
     """The tensor `name` in the file `source`: data() reads it as stored, get() returns it in `shape` and `dtype`.
 
-    mapped: data() is a view of the file, not a copy. blocks: the type of the file's quantised blocks; None if not quantised.
-    by_input: data() is the transpose of a matrix in the file, and get() returns it so if the dtype does not change.
+    mapped: whether data() is a view of the mapped file, not a copy. blocks: the type of the file's quantised blocks; None if
+    not quantised. by_input: the file has the transpose of this matrix, so data() is a non-contiguous view, and so is get() if
+    the dtype does not change.
     """
 
     name: str
@@ -86,7 +87,7 @@ class Stored:
         return replace(self, dtype=dtype)
 
     def transposed(self) -> "Stored":
-        """The transpose of a matrix or of a stack of matrices. A vector is returned unchanged, and `fit` rejects it."""
+        """The transpose of a matrix or of a stack of matrices. A vector is returned unchanged; `fit` rejects it later."""
         if len(self.shape) < 2:
             return self
         *several, rows, columns = self.shape
@@ -97,17 +98,17 @@ class Stored:
         return replace(self, data=lambda: self.data().float() * factor, mapped=False)
 
     def part(self, index: int, name: str, shape: tuple[int, ...]) -> "Stored":
-        """Element `index` along the first axis."""
+        """The slice `index` along the first axis, renamed."""
         return replace(self, name=name, shape=shape, data=lambda: self.data().reshape(self.shape)[index])
 
     @classmethod
     def joined(cls, name: str, parts: "list[Stored]", shape: tuple[int, ...]) -> "Stored":
-        """The concatenation of `parts` of equal size, in the widest of their dtypes."""
+        """The concatenation of `parts`, in the widest of their dtypes."""
         dtype = functools.reduce(torch.promote_types, (part.dtype for part in parts))
         return cls(name, parts[0].source, shape, dtype, lambda: torch.cat([part.get().flatten() for part in parts]))
 
     def get(self, copy: bool = False) -> Tensor:
-        """The tensor, contiguous unless it is by_input; the caller may keep it. copy=True: never a view of the file.
+        """Reads the tensor, which the caller may keep; it is contiguous unless by_input. copy=True: never a view of the file.
 
         Raises CheckpointError if a value is not finite or is too large for `dtype`.
         """
@@ -122,15 +123,15 @@ class Stored:
         return result
 
     def has_blocks(self) -> bool:
-        """Whether in_blocks() is a matrix."""
+        """Whether in_blocks() returns a matrix, not None."""
         return isinstance(self.data, BlockData) and self.shape == (len(self.data.packed.weight), self.data.packed.K)
 
     def packed_nbytes(self) -> int:
-        """The bytes of in_blocks(), or else of get()."""
+        """The size in bytes of in_blocks(), or of get() if in_blocks() is None."""
         return cast(BlockData, self.data).packed.nbytes() if self.has_blocks() else self.nbytes
 
     def in_blocks(self) -> Blocks | None:
-        """The matrix as it is in the file, mapped, if kernels/matvec multiplies such blocks; None if adapters change it.
+        """The file's quantised blocks, mapped, if kernels/matvec can multiply them and no adapter changes them; otherwise None.
 
         Raises CheckpointError if a value is not finite.
         """
@@ -143,13 +144,13 @@ class Stored:
         return packed
 
     def pass_on(self, use: Callable[[Tensor], object]) -> None:
-        """Calls use(tensor), which must not keep the tensor. Raises CheckpointError as get does."""
+        """Reads the tensor and calls use(tensor), which must not keep a reference to it. Raises CheckpointError as get does."""
         data = self.data()
         use(self._converted(data).contiguous())
         self._release(data)
 
     def peek(self) -> Tensor:
-        """The tensor, unchecked. The caller must not keep it, and calls drop_pages() afterwards."""
+        """Reads the tensor, which may not be finite. The caller must not keep it, and must call drop_pages() afterwards."""
         return self.data().cpu().to(self.dtype).reshape(self.shape)
 
     def drop_pages(self) -> None:
@@ -171,7 +172,7 @@ class Stored:
     def _require_finite(self, data: Tensor, result: Tensor) -> None:
         if not data.dtype.is_floating_point:
             return
-        if is_finite(min(result, data, key=Tensor.element_size)):          # the wider dtype, which loses nothing
+        if is_finite(min(result, data, key=Tensor.element_size)):          # the narrower: it is finite only if both are
             return
         if is_finite(data):
             raise CheckpointError(f"{self.source}: {self.name} reaches {data.abs().max().item():g}, more than {result.dtype} "
@@ -182,7 +183,7 @@ class Stored:
 
 
 def same_numbers(first: Stored, second: Stored) -> bool:
-    """Whether two tensors are equal up to rounding to the narrower dtype, judged by evenly spaced elements."""
+    """Whether evenly spaced elements of two tensors are equal after rounding to the narrower of their dtypes."""
     if first.shape != second.shape:
         return False
     sampled = []
@@ -195,12 +196,12 @@ def same_numbers(first: Stored, second: Stored) -> bool:
 
 
 def raw(tensor: Tensor) -> Any:
-    """The bytes of a contiguous tensor, as a view."""
+    """A contiguous tensor's bytes, as a memoryview without a copy."""
     return tensor.view(-1).view(torch.uint8).numpy().data
 
 
 def release(tensor: Tensor) -> None:
-    """Releases the pages that lie entirely within a mapped tensor, which must be unmodified."""
+    """Releases the memory pages that lie entirely within a mapped tensor, which must be unmodified."""
     if sys.platform != "linux":
         return
     page = mmap.PAGESIZE

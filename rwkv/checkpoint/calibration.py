@@ -1,0 +1,192 @@
+"""int4 that is calibrated on a text: matrices in GGUF's 4-bit blocks, rounded so that their outputs change least on that text.
+
+The text is read by one block after another. Only the block that reads has its weights in memory in float32, with the second
+moments of its layers' inputs, for which kernels/matvec/_calibrated.py rounds its matrices. The next block reads the output
+of the rounded one.
+"""
+
+import math
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from kernels.matvec import BLOCKS, Blocks, calibrated_form, quantise
+from kernels.select import AUTO
+from rwkv.checkpoint.content import PackedMatrix
+from rwkv.checkpoint.files import Checkpoint
+from rwkv.errors import CheckpointError, UserError
+from rwkv.io.utf8 import chunks, require_file
+from rwkv.model.base import DeepEmbedGeneration, Model, generation, is_linear_weight
+from rwkv.model.operators import operator_for
+from rwkv.tokenizer.lost_bytes import NOTHING, LossCounter
+from rwkv.tokenizer.tokenizers import Tokenizer
+
+OPTION = "--calibrate"
+TOKENS = 8192                            # of the text, at most
+LEAST_TOKENS = 1024
+SEQUENCE = 512                           # tokens, of which each sequence begins with the end-of-text token
+WINDOW = 2048                            # inputs that share a matrix of moments: that of 8192 would take 256 MiB
+HEAD = "head.weight"
+BITS, HEAD_BITS = 4, 5                   # of a matrix's integers; the head's errors are not corrected by a later layer
+
+
+def read_ids(path: Path, tokenizer: Tokenizer) -> Tensor:
+    """Sequences (R,SEQUENCE) of the first TOKENS tokens of a text.
+
+    Raises UserError if it is missing, too short, not UTF-8, or if the tokenizer loses too much of it.
+    """
+    require_file(path, OPTION)
+    counter, lost = LossCounter(tokenizer), NOTHING
+    ids: list[int] = []
+    for text, piece in tokenizer.encode_pieces(chunks(path, option=OPTION)):
+        ids += piece
+        lost += counter.count([text], [piece])
+        if len(ids) >= TOKENS:
+            break
+    if lost.too_much:
+        raise UserError(f"{OPTION}={path} is not a text of the model's tokenizer: {lost.describe('it')}")
+    if len(ids) < LEAST_TOKENS:
+        raise UserError(f"{OPTION} requires a text of at least {LEAST_TOKENS:,} tokens; {path} has {len(ids):,}")
+    length = SEQUENCE - 1
+    rows = torch.tensor(ids[:min(len(ids), TOKENS) // length * length]).view(-1, length)
+    return F.pad(rows, (1, 0), value=tokenizer.end_of_text)
+
+
+def calibrated(checkpoint: Checkpoint, ids: Tensor) -> Checkpoint:
+    """The checkpoint with its matrices packed for the sequences ids (R,T).
+
+    They are computed when they are read, and fastest in the model's order. Only int4 in .safetensors holds them.
+    """
+    group = generation(checkpoint.config).group
+    stored = checkpoint.weights.stored
+    shapes = {name: tensor.shape for name, tensor in stored.items() if is_linear_weight(name, group(name))}
+    forms = {name: calibrated_form(shape[1], HEAD_BITS if name == HEAD else BITS) for name, shape in shapes.items()}
+    reader = _Reader(checkpoint, ids, forms)
+    return replace(checkpoint, packed={name: PackedMatrix(forms[name], shape, partial(reader.matrix, name))
+                                       for name, shape in shapes.items()})
+
+
+def describe(checkpoint: Checkpoint) -> str:
+    """The forms of a calibrated checkpoint's matrices, and why, and the bits per weight of the matrices."""
+    matrices = checkpoint.packed
+    small = next((matrix for matrix in matrices.values() if matrix.form.endswith("_0")), None)
+    forms = sorted({matrix.form.upper() for name, matrix in matrices.items() if name != HEAD})
+    why = f" ({small.form.upper()} for rows of {small.shape[1]}, not a multiple of 256)" if small else ""
+    counts = {name: math.prod(matrix.shape) for name, matrix in matrices.items()}
+    kinds = {name: BLOCKS[matrix.form] for name, matrix in matrices.items()}
+    bits = sum(8 * kinds[name].bytes_per_block / kinds[name].elements * count for name, count in counts.items())
+    mean = bits / sum(counts.values())
+    return f"{' and '.join(forms)}{why}, the head in {matrices[HEAD].form.upper()}: {mean:.2f} bits per weight"
+
+
+class _Reader:
+    """The model, of which one block at a time has weights, as it reads the sequences ids (R,T). forms: of matrices, by name."""
+
+    def __init__(self, checkpoint: Checkpoint, ids: Tensor, forms: Mapping[str, str]) -> None:
+        self._stored, self._ids, self._forms = checkpoint.weights.stored, ids, forms
+        config = checkpoint.config
+        absent = {name: torch.empty(tensor.shape, device="meta") for name, tensor in self._stored.items()}
+        self._model = Model.with_weights(config, operator_for(config, AUTO, "cpu", torch.float32), absent).requires_grad_(False)
+        self._matrices: dict[str, Blocks] = {}           # of the part that was read last
+        self._sequences: list[tuple[Tensor, object]] = []        # x (1,T,C) of each, and its carry, before the next part
+        self._next = 0                   # part: a block, or after the last one the head
+
+    @torch.no_grad()
+    def matrix(self, name: str) -> Blocks:
+        """The matrix of that name. Raises CheckpointError if the model's activations are not finite."""
+        if name not in self._matrices:
+            part = len(self._model.blocks) if name == HEAD else int(name.split(".")[1])
+            if part < self._next or part == 0:
+                self._begin()
+            while self._next <= part:
+                self._read(self._next)
+                self._next += 1
+        return self._matrices[name]
+
+    def _begin(self) -> None:
+        config = self._model.config
+        embedding = self._stored["emb.weight"].get()
+        self._sequences = []
+        for row in self._ids.split(1):
+            carry = cast(DeepEmbedGeneration, self._model.generation).first_carry(row) if config.deep_embed_dim else None
+            self._sequences.append((F.embedding(row, embedding).float(), carry))
+        self._next = 0
+
+    def _read(self, part: int) -> None:
+        if part == len(self._model.blocks):
+            self._matrices = {HEAD: self._head()}
+            self._sequences = []
+        else:
+            self._matrices = self._block(part)
+
+    def _block(self, part: int) -> dict[str, Blocks]:
+        """The matrices of a block, and its output in place of its input."""
+        prefix = f"blocks.{part}."
+        module = self._model.blocks[part]
+        self._load(module, prefix)
+        layers = {f"{prefix}{name}.weight": cast(nn.Linear, layer) for name, layer in module.named_modules()
+                  if f"{prefix}{name}.weight" in self._forms}
+        moments = {name: _Moments(layer.in_features) for name, layer in layers.items()}
+        with ExitStack() as hooks:
+            for name, layer in layers.items():
+                hooks.enter_context(layer.register_forward_pre_hook(moments[name].add_input))
+            for x, carry in self._sequences:
+                module(x, None, carry)
+        matrices: dict[str, Blocks] = {}
+        for name, layer in layers.items():
+            matrices[name] = self._quantised(name, layer.weight, moments.pop(name))
+            layer.weight = nn.Parameter(matrices[name].dense(), requires_grad=False)
+        for index, (x, carry) in enumerate(self._sequences):
+            x, _, carry = module(x, None, carry)
+            self._sequences[index] = x, carry
+        module.to("meta")
+        return matrices
+
+    def _head(self) -> Blocks:
+        norm = self._model.ln_out
+        self._load(norm, "ln_out.")
+        moments = _Moments(self._model.config.n_embd)
+        for x, _ in self._sequences:
+            moments.add(norm(x))
+        matrices: list[Blocks] = []
+        self._stored[HEAD].pass_on(lambda weight: matrices.append(self._quantised(HEAD, weight, moments)))
+        return matrices[0]
+
+    def _quantised(self, name: str, weight: Tensor, moments: "_Moments") -> Blocks:
+        if not all(window.isfinite().all() for window in moments.windows):
+            raise CheckpointError(f"the inputs of {name} are not finite on the text of {OPTION}: the training of "
+                                  f"{self._stored[name].source} diverged, or the file is damaged")
+        packed = quantise(weight, moments.windows, self._forms[name])
+        if not packed.is_finite():
+            raise CheckpointError(f"{self._stored[name].source}: {name} is too large for {packed.form.upper()}: leave "
+                                  f"{OPTION} out")
+        return packed
+
+    def _load(self, module: nn.Module, prefix: str) -> None:
+        tensors = {name.removeprefix(prefix): tensor.cast(torch.float32).get() for name, tensor in self._stored.items()
+                   if name.startswith(prefix)}
+        module.load_state_dict(tensors, assign=True)
+
+
+class _Moments:
+    """The sums of x x^T over a layer's inputs x (K), in windows of WINDOW inputs."""
+
+    def __init__(self, K: int) -> None:
+        widths = [min(WINDOW, K - start) for start in range(0, K, WINDOW)]
+        self.windows = [torch.zeros(width, width, device="cpu") for width in widths]
+
+    def add_input(self, module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        """The forward pre-hook of the layer."""
+        self.add(inputs[0])
+
+    def add(self, x: Tensor) -> None:
+        """x (...,K)"""
+        for window, part in zip(self.windows, x.flatten(0, -2).float().split(WINDOW, 1), strict=True):
+            window.addmm_(part.T, part)

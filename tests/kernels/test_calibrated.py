@@ -1,0 +1,122 @@
+"""Matrices in GGUF's blocks that are rounded for given inputs: the bytes beside an independent reader, and the errors."""
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from kernels.matvec import BLOCKS, Int4, _calibrated, calibrated_form, quantise
+
+FORMS = ("q4_k", "q5_k", "q4_0", "q5_0")
+each_form = pytest.mark.parametrize("form", FORMS)
+N, K = 24, 512
+
+
+def matrix(seed: int = 0, rows: int = N) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(rows, K, generator=generator) * torch.rand(rows, 1, generator=generator)
+
+
+def moments(seed: int = 1) -> Tensor:
+    """Of 2,000 inputs that depend on each other and are of different sizes."""
+    generator = torch.Generator().manual_seed(seed)
+    mix = torch.eye(K) + 0.5 * torch.randn(K, K, generator=generator) / K**0.5
+    x = torch.randn(2000, K, generator=generator) @ mix * torch.rand(K, generator=generator)
+    return x.T @ x / len(x)
+
+
+def rounded(weight: Tensor, M: Tensor, form: str) -> Tensor:
+    return quantise(weight, [M], form).dense()
+
+
+def error(weight: Tensor, values: Tensor, M: Tensor) -> float:
+    """The mean squared error of the products, relative to theirs."""
+    difference = weight - values
+    return (((difference @ M) * difference).sum() / ((weight @ M) * weight).sum()).item()
+
+
+@each_form
+def test_another_reader_has_the_same_values(form: str) -> None:
+    packed = quantise(matrix(), [moments()], form)
+    theirs = gguf.dequantize(packed.weight.numpy(), gguf.GGMLQuantizationType[form.upper()])
+    assert np.array_equal(theirs, packed.dense().numpy())
+    assert packed.K == K
+    assert packed.is_finite()
+
+
+@each_form
+def test_its_error_is_at_most_that_of_plain_rounding(form: str) -> None:
+    """Of int4, which has more bits, or of GGUF's own blocks of 32 as the package gguf makes them."""
+    weight, plain = matrix(), torch.eye(K)
+    if form.endswith("0"):
+        kind = gguf.GGMLQuantizationType[form.upper()]
+        other = torch.from_numpy(gguf.dequantize(gguf.quantize(weight.numpy(), kind), kind))
+    else:
+        other = Int4.of(weight).dense()
+    assert error(weight, rounded(weight, plain, form), plain) < 0.95 * error(weight, other, plain)
+
+
+@each_form
+def test_calibration_changes_products_less(form: str) -> None:
+    """The importance of each input helps, and what inputs have in common more."""
+    weight, M = matrix(), moments()
+    plain, by_importance, by_moments = (error(weight, rounded(weight, part, form), M)
+                                        for part in (torch.eye(K), M.diagonal().diag(), M))
+    assert by_moments < 0.95 * by_importance < 0.9 * plain
+
+
+@pytest.mark.parametrize("form", ["q4_0", "q5_0"])
+def test_blocks_of_32_are_packed_again_to_the_bit(form: str) -> None:
+    """Their largest value is the lowest integer times the scale."""
+    weight = matrix()
+    kind = gguf.GGMLQuantizationType[form.upper()]
+    blocks = gguf.quantize(weight.numpy(), kind)
+    again = quantise(torch.from_numpy(gguf.dequantize(blocks, kind)), [torch.eye(K)], form)
+    assert torch.equal(again.dense(), torch.from_numpy(gguf.dequantize(blocks, kind)))
+
+
+@each_form
+def test_a_row_does_not_depend_on_the_others(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, M = matrix(), moments()
+    together = quantise(weight, [M], form).weight
+    monkeypatch.setattr(_calibrated, "ROWS", 7)
+    torch.testing.assert_close(BLOCKS[form](quantise(weight, [M], form).weight).dense(), BLOCKS[form](together).dense(),
+                               rtol=0, atol=0.02 * weight.abs().max().item())
+
+
+@each_form
+def test_windows_are_rounded_for_themselves(form: str) -> None:
+    weight, M = matrix(), moments()
+    halves = [M[:256, :256], M[256:, 256:]]
+    both = quantise(weight, halves, form).dense()
+    for half, columns, values in zip(halves, weight.split(256, 1), both.split(256, 1), strict=True):
+        assert torch.equal(quantise(columns, [half], form).dense(), values)
+
+
+@each_form
+def test_windows_must_be_whole_blocks_of_all_columns(form: str) -> None:
+    for widths in ((256,), (250, 262), (512, 256)):
+        with pytest.raises(ValueError, match="512 in all"):
+            quantise(matrix(), [torch.eye(width) for width in widths], form)
+
+
+@each_form
+def test_unusual_weights_and_inputs(form: str) -> None:
+    """Zeros, one sign, one outlier, tiny and bfloat16 weights; inputs that are never seen, always the same, or huge."""
+    ones = torch.ones(K, 1)
+    half_seen = torch.cat((torch.ones(K // 2), torch.zeros(K // 2))).diag()
+    outlier = matrix()
+    outlier[3, 5] = 1000.0
+    for M in (torch.zeros(K, K), torch.eye(K), ones @ ones.T, half_seen, 1e12 * moments()):
+        assert torch.equal(rounded(torch.zeros(N, K), M, form), torch.zeros(N, K))
+        for weight in (matrix(), matrix().abs(), -matrix().abs(), outlier, 1e-5 * matrix(), matrix().bfloat16(),
+                       torch.full((N, K), 0.3)):
+            values = rounded(weight, M, form)
+            assert values.isfinite().all()
+            assert error(weight.float(), values, torch.eye(K)) < 0.2
+
+
+def test_the_form_follows_from_the_length_of_rows() -> None:
+    assert [calibrated_form(K, bits) for K in (256, 768, 192, 32) for bits in (4, 5)] == [
+        "q4_k", "q5_k", "q4_k", "q5_k", "q4_0", "q5_0", "q4_0", "q5_0"]
