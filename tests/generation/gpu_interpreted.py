@@ -14,6 +14,7 @@ import pytest
 import torch
 from forms import check_step
 from models import each_generation, exact, small_model, tokens
+from triton_interpreter import patch_language_once
 
 from kernels.draw import NO_BIAS, Bias, Filters, c_v0, triton_v0
 from rwkv.config import Sampling
@@ -29,6 +30,8 @@ from rwkv.model.quantized import to_packed
 from rwkv.model.state import State
 from rwkv.pretrained import RWKV
 from rwkv.tokenizer.tokenizers import ByteTokenizer
+
+patch_language_once()
 
 
 @pytest.fixture(autouse=True)
@@ -376,6 +379,9 @@ def texts(model: RWKV, n: int = 5) -> list[tuple[str, str | None]]:
 
 @each_generation
 def test_texts_are_those_of_pytorchs_decoder(generation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the vocabulary in one block: draws from several are compared above."""
+    monkeypatch.setattr(triton_v0, "BLOCK", 512)
+    monkeypatch.setattr(triton_v0, "LISTED", 512)
     model = small_model("reference", generation=generation, vocab_size=257, n_layer=1, n_embd=16, n_ffn=16)
     model.requires_grad_(False)
     monkeypatch.setattr(engine_module, "decoder_of", Decoder)

@@ -17,7 +17,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from programs import Run, one_sentence
-from training_runs import assert_same_training, done_here, finish, kill_after, losses, start
+from training_runs import assert_same_training, done_here, finish, forked, kill_after, losses, start
 
 from rwkv.config import DataConfig
 from rwkv.data.documents.copies import fingerprint
@@ -435,8 +435,8 @@ def test_a_killed_run_continues_to_the_bit(config: DataConfig, tmp_path: Path) -
     assert whole.status == 0, whole.error
     assert "10 documents for validation" in whole.error
     assert not (tmp_path / ".cache").exists()
-    kill_after(start(tmp_path, "train", *run, "out_dir=killed"), tmp_path / "killed", random.randrange(8, 50), 0.0)
-    done = finish(start(tmp_path, "train", "resume=auto", "out_dir=killed"))
+    kill_after(forked(tmp_path, *run, "out_dir=killed"), tmp_path / "killed", random.randrange(8, 50), 0.0)
+    done = done_here(tmp_path, "train", "resume=auto", "out_dir=killed")
     assert done.status == 0, done.error
     assert_same_training(tmp_path / "whole", tmp_path / "killed")
 

@@ -12,12 +12,15 @@ import torch
 from forms import CASES, check_training
 from models import each_generation, small_model, tokens
 from torch import Tensor
+from triton_interpreter import patch_language_once
 
 from rwkv.model.fused import form as fused_form
 from rwkv.model.fused import loss_triton
 from rwkv.model.fused import triton as fused_triton
 from rwkv.model.loss import IGNORED, head_loss
 from rwkv.model.rwkv7 import fused_triton as rwkv7_triton
+
+patch_language_once()
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from programs import Run, one_sentence
-from training_runs import SMALL, TEXT, assert_same_training, done_here, kill_after, losses, start
+from training_runs import SMALL, TEXT, assert_same_training, done_here, forked, kill_after, losses
 
 from kernels.select import select
 from rwkv.checkpoint.files import read_checkpoint
@@ -159,7 +159,7 @@ def test_a_run_continues_to_the_bit_and_its_checkpoint_is_read_as_any_other(tmp_
     for name, chosen in (("whole", options), ("adamw", RUN)):
         done = done_here(tmp_path, "train", *chosen, f"out_dir={name}")
         assert done.status == 0, done.error
-    process = start(tmp_path, "train", *options, "out_dir=killed")
+    process = forked(tmp_path, *options, "out_dir=killed")
     kill_after(process, tmp_path / "killed", 12, 0.0)
     done = done_here(tmp_path, "train", "resume=auto", "out_dir=killed")
     assert done.status == 0, done.error
