@@ -18,8 +18,8 @@ from typing import Any, ClassVar, NoReturn
 class Parser(argparse.ArgumentParser):
     """A parser for python -m MODULE. For a usage error it prints one line on standard error, and exits with status 2.
 
-    shown: converts the usage and the description before they are printed. A program that offers other modules as its own
-    subcommands sets `shown`, to replace "python -m MODULE" by the names of these subcommands.
+    shown: a function applied to the usage and the description before they are printed. A program that offers other modules as
+    subcommands uses it to print a subcommand's name instead of "python -m MODULE".
     """
 
     shown: ClassVar[Callable[[str], str]] = str

@@ -283,8 +283,8 @@ def require_tokenizer(checkpoint: Checkpoint, tokenizer: Tokenizer, name: str) -
                               "different text")
     _require_vocabulary(checkpoint, tokenizer, name)
     if checkpoint.tokenizer_hash is None and tokenizer.vocab_size + MAX_UNUSED_ROWS < checkpoint.vocab_size:
-        raise CheckpointError(f"{name} has {tokenizer.vocab_size} tokens and {checkpoint.path} {checkpoint.vocab_size}: "
-                              "name the tokenizer that the weights were trained with")
+        raise CheckpointError(f"{name} has {tokenizer.vocab_size} tokens, but {checkpoint.path} has {checkpoint.vocab_size}: "
+                              "use the tokenizer that the weights were trained with")
 
 
 def assumed_tokenizer(checkpoint: Checkpoint) -> str | None:

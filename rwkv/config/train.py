@@ -59,7 +59,7 @@ class ModelConfig:
 
 @dataclass
 class DataConfig:
-    """The training data. rwkv/data/prepare.py: how val_fraction splits each kind of data."""
+    """The training data. rwkv/data/prepare.py describes how val_fraction splits each kind of data."""
 
     name: str = option("stdlib", "kind of data; set it with data=NAME", one_of=(*SOURCES, *TOKENS, "mix"), heading="Data")
     path: str | None = option(None, "file, folder, pattern such as books/**/*.txt, or data set name", verbatim=PATH)

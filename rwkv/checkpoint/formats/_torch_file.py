@@ -118,7 +118,7 @@ def stored(path: Path, content: Mapping[object, object]) -> dict[str, Stored]:
 
 
 def save(file: BinaryIO, content: object) -> None:
-    """Writes Stored tensors in plain containers, with one tensor in memory at a time."""
+    """Writes a dict or list (nested too) whose tensors are `Stored` objects, with one tensor in memory at a time."""
     structure, tensors = pickled(content)
     with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
         _add_bytes(archive, "data.pkl", structure)

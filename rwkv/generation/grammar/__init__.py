@@ -149,8 +149,8 @@ class Grammar:
         return json.dumps({"grammars": [{"lark_grammar": rules}, *parts]})
 
     def with_finite_numbers(self) -> "Grammar | None":
-        """A second grammar that a text must also follow, so that its numbers are finite in float64: this grammar, with each
-        schema replaced by any JSON with finite numbers. None if the schemas already exclude infinite numbers."""
+        """A grammar to apply in addition to self, so that all numbers of a text are finite in float64. It is a copy of self in
+        which each schema allows any JSON with finite numbers. None if the schemas already exclude infinite numbers."""
         parts = tuple(part._replace(kind="lark_grammar", content=FINITE_JSON) if part.kind == "json_schema" else part
                       for part in self.parts)
         schemas = [json.loads(part.content) for part in self.parts if part.kind == "json_schema"]

@@ -47,7 +47,7 @@ NARROW = 2                               # bytes per value of a frozen embedding
 MOMENTS = 2                              # Adam's
 RECOMPUTED = 40                          # values per token / n_embd in the backward pass of a block that recomputes
                                          # what is between its matrix products
-HOLES = 1.25                             # factor on activations and loss for heap fragmentation, if memory is returned after
+HOLES = 1.25                             # heap fragmentation: factor on activations and loss where memory is returned after
                                          # each block
 SMALL_RUN = 5 * 10 ** 8                  # bytes without the program; smaller runs do not trade speed for memory
 DATA_WORKER = 100 * 2 ** 20              # unshared bytes of a data-loader process
@@ -178,7 +178,7 @@ def _largest_block(config: TrainConfig, vocab_size: int) -> int:
 
 
 def gives_back(config: TrainConfig, need: Memory) -> bool:
-    """Whether a run returns memory to the system after each block: a large run on a CPU, where the heap would fragment."""
+    """Whether a run returns memory to the system after each block. Large runs on a CPU do, since their heap would fragment."""
     return _has_holes(config) and need.total > SMALL_RUN
 
 
