@@ -387,7 +387,7 @@ def quantise(weight: Tensor, moments: Sequence[Tensor], form: str) -> Blocks:
     widths = [len(moment) for moment in moments]
     if sum(widths) != weight.shape[1] or any(width % elements for width in widths):
         raise ValueError(f"quantise requires moments of multiples of {elements} inputs, {weight.shape[1]} in all; got {widths}")
-    return BLOCKS[form](_calibrated.quantise(weight, moments, form))
+    return BLOCKS[form](_calibrated.quantise(weight.detach(), moments, form))
 
 
 def calibrated_form(K: int, bits: int) -> str:

@@ -20,12 +20,12 @@ from torch import Tensor
 
 GROUP = 32
 BLOCK = 256                              # elements of a k-quant's block, each of whose groups has a scale
-CODES = 63                               # the largest 6-bit number for a group's scale or minimum in a k-quant
+MAX_CODE = 63                               # the largest 6-bit number for a group's scale or minimum in a k-quant
 DAMPING = 0.01                           # this fraction of the diagonal's mean is added to M's diagonal: M may be singular
 ROWS = 2048                              # rows of W that are quantised at a time
 RANGES = (0.9, 0.93, 0.96, 0.98, 1.0, 1.02, 1.05, 1.08, 1.12)         # ranges tried, relative to that of a group
 REFINEMENTS = 3                          # times that least squares refine a block's two float16 numbers
-LEAST = 2.0**-24                         # the smallest positive float16
+SMALLEST_HALF = 2.0**-24                         # the smallest positive float16
 SOLVABLE = 1e-6                          # smallest relative determinant for which least squares are numerically sound
 
 
@@ -38,10 +38,10 @@ class Scales(NamedTuple):
 
 
 class Layout(Protocol):
-    """A format of blocks. elements: the number of elements in a block. levels: the largest q."""
+    """A format of blocks. elements: the number of elements in a block. max_q: the largest integer."""
 
     elements: int
-    levels: int
+    max_q: int
 
     def fit(self, weight: Tensor, importance: Tensor) -> Scales:
         """The scales for weight (n,elements). importance (elements,): the weights of the columns in the least squares."""
@@ -56,17 +56,17 @@ class WithMinimum:
     elements = BLOCK
 
     def __init__(self, bits: int) -> None:
-        self.levels = 2**bits - 1
+        self.max_q = 2**bits - 1
 
     def fit(self, weight: Tensor, importance: Tensor) -> Scales:
         groups, importance = weight.unflatten(1, (-1, GROUP)), importance.view(-1, GROUP)
-        scale, minimum = _affine(groups, importance, self.levels)
-        d, m = _half(scale.amax(1, keepdim=True) / CODES), _half(minimum.amax(1, keepdim=True) / CODES)
+        scale, minimum = _affine(groups, importance, self.max_q)
+        d, m = _half(scale.amax(1, keepdim=True) / MAX_CODE), _half(minimum.amax(1, keepdim=True) / MAX_CODE)
         least = torch.full_like(d, torch.inf)
-        best = [torch.zeros_like(part) for part in (d, m, scale, minimum)]
+        best = [torch.full_like(part, torch.nan) for part in (d, m, scale, minimum)]       # NaN stays where W is too large
         for _ in range(REFINEMENTS):
             s, t = _codes(scale, d), _codes(minimum, m)
-            q = _integers(groups, (d * s).unsqueeze(2), -(m * t).unsqueeze(2), self.levels)
+            q = _integers(groups, (d * s).unsqueeze(2), -(m * t).unsqueeze(2), self.max_q)
             a, b = s.unsqueeze(2) * q, -t.unsqueeze(2).expand_as(q)      # W is about d a + m b
             error = (importance * (d.unsqueeze(2) * a + m.unsqueeze(2) * b - groups).square_()).sum((1, 2)).unsqueeze(1)
             best = [torch.where(error < least, new, old) for new, old in zip((d, m, s, t), best, strict=True)]
@@ -77,7 +77,7 @@ class WithMinimum:
 
     def pack(self, header: Tensor, q: Tensor) -> Tensor:
         nibbles = _nibbles(q, GROUP)
-        if self.levels == 15:
+        if self.max_q == 15:
             return torch.cat((header, nibbles), 1)
         shifts = torch.arange(8, dtype=torch.uint8, device=q.device).unsqueeze(1)
         fifths = ((q >> 4).unflatten(1, (8, GROUP)) << shifts).sum(1, dtype=torch.uint8)
@@ -90,11 +90,11 @@ class Symmetric:
     elements = GROUP
 
     def __init__(self, bits: int) -> None:
-        self.levels, self.middle = 2**bits - 1, 2**(bits - 1)
+        self.max_q, self.middle = 2**bits - 1, 2**(bits - 1)
 
     def fit(self, weight: Tensor, importance: Tensor) -> Scales:
         largest = weight.gather(1, weight.abs().argmax(1, keepdim=True))         # maps to -middle: +middle does not exist
-        least, best = torch.full_like(largest, torch.inf), torch.zeros_like(largest)
+        least, best = torch.full_like(largest, torch.inf), torch.full_like(largest, torch.nan)         # NaN: W is too large
         for factor in (sign * factor for factor in RANGES for sign in (1, -1)):
             q = self._integers(weight, -largest * (factor / self.middle))
             squares = (importance * q * q).sum(1, keepdim=True).clamp_(min=1e-30)
@@ -106,11 +106,11 @@ class Symmetric:
         return Scales(scale, -self.middle * scale, _bytes_of_half(best))
 
     def _integers(self, weight: Tensor, scale: Tensor) -> Tensor:
-        return _integers(weight, scale, -self.middle * scale, self.levels) - self.middle
+        return _integers(weight, scale, -self.middle * scale, self.max_q) - self.middle
 
     def pack(self, header: Tensor, q: Tensor) -> Tensor:
         nibbles = _nibbles(q, GROUP // 2)
-        if self.levels == 15:
+        if self.max_q == 15:
             return torch.cat((header, nibbles), 1)
         shifts = torch.arange(8, dtype=torch.uint8, device=q.device)
         return torch.cat((header, ((q >> 4).unflatten(1, (4, 8)) << shifts).sum(2, dtype=torch.uint8), nibbles), 1)
@@ -136,10 +136,10 @@ def quantise(weight: Tensor, moments: Sequence[Tensor], form: str) -> Tensor:
 
 
 def _damped(moments: Tensor) -> Tensor:
-    """M with DAMPING, which makes it positive definite; the identity if M is 0."""
+    """M, scaled to a mean diagonal of 1, plus DAMPING, which makes it positive definite; the identity if M is 0."""
     mean = moments.diagonal().mean().item()
     identity = torch.eye(len(moments), device=moments.device)
-    return moments.float() + DAMPING * mean * identity if mean > 0 else identity
+    return moments.float() / mean + DAMPING * identity if mean > 0 else identity
 
 
 def _factor(moments: Tensor) -> Tensor:
@@ -151,37 +151,37 @@ def _factor(moments: Tensor) -> Tensor:
 
 def _window(weight: Tensor, importance: Tensor, factor: Tensor, layout: Layout) -> Tensor:
     """Quantises the window weight (n,k), and returns its blocks (n, bytes). factor: U (k,k)."""
-    columns = weight.T.contiguous()
+    columns = weight.T.clone(memory_format=torch.contiguous_format)      # is overwritten
     blocks = []
     for start in range(0, len(columns), layout.elements):
         stop = start + layout.elements
         scales = layout.fit(columns[start:stop].T, importance[start:stop])
-        q, errors = _round(columns[start:stop], scales, factor[start:stop, start:stop], layout.levels)
+        q, errors = _round(columns[start:stop], scales, factor[start:stop, start:stop], layout.max_q)
         columns[stop:].addmm_(factor[start:stop, stop:].T, errors, alpha=-1)
         blocks.append(layout.pack(scales.header, q.T.to(torch.uint8)))
     return torch.cat(blocks, 1)
 
 
-def _round(columns: Tensor, scales: Scales, factor: Tensor, levels: int) -> tuple[Tensor, Tensor]:
+def _round(columns: Tensor, scales: Scales, factor: Tensor, max_q: int) -> tuple[Tensor, Tensor]:
     """The integers of a block's columns (k,n), and the errors of each column j, divided by U_jj. Overwrites `columns`."""
     q, errors = torch.empty_like(columns), torch.empty_like(columns)
     scale, shift = scales.scale.T.contiguous(), scales.shift.T.contiguous()
     inverse = torch.where(scale == 0, 0, 1 / scale)
     for j in range(len(columns)):
-        torch.round(torch.sub(columns[j], shift[j]).mul_(inverse[j]), out=q[j]).clamp_(0, levels)
+        torch.round(torch.sub(columns[j], shift[j]).mul_(inverse[j]), out=q[j]).clamp_(0, max_q)
         torch.sub(columns[j], torch.addcmul(shift[j], scale[j], q[j]), out=errors[j]).div_(factor[j, j])
         columns[j + 1:].addr_(factor[j, j + 1:], errors[j], alpha=-1)
     return q, errors
 
 
-def _affine(groups: Tensor, importance: Tensor, levels: int) -> tuple[Tensor, Tensor]:
+def _affine(groups: Tensor, importance: Tensor, max_q: int) -> tuple[Tensor, Tensor]:
     """Returns the best scale and minimum over RANGES, (n,g) each and at least 0, such that W is about scale q - minimum."""
     low = groups.amin(2).clamp_(max=0)
-    step = (groups.amax(2) - low).clamp_(min=0) / levels
+    step = (groups.amax(2) - low).clamp_(min=0) / max_q
     least, best_scale, best_minimum = torch.full_like(low, torch.inf), step, -low
     total, weighted = importance.sum(1), (importance * groups).sum(2)
     for factor in RANGES:
-        q = _integers(groups, (step * factor).unsqueeze(2), low.unsqueeze(2), levels)
+        q = _integers(groups, (step * factor).unsqueeze(2), low.unsqueeze(2), max_q)
         pq = importance * q
         one, two, product = pq.sum(2), (pq * q).sum(2), (pq * groups).sum(2)
         determinant = total * two - one * one
@@ -190,7 +190,7 @@ def _affine(groups: Tensor, importance: Tensor, levels: int) -> tuple[Tensor, Te
         minimum = torch.where(solvable, (scale * one - weighted) / total, -low)
         scale = torch.where(minimum < 0, product / two.clamp(min=1e-30), scale).clamp_(min=0)
         minimum.clamp_(min=0)
-        q = _integers(groups, scale.unsqueeze(2), -minimum.unsqueeze(2), levels)
+        q = _integers(groups, scale.unsqueeze(2), -minimum.unsqueeze(2), max_q)
         error = (importance * (scale.unsqueeze(2) * q - minimum.unsqueeze(2) - groups).square_()).sum(2)
         better = error < least
         best_scale, best_minimum = torch.where(better, scale, best_scale), torch.where(better, minimum, best_minimum)
@@ -212,18 +212,18 @@ def _two_factors(groups: Tensor, importance: Tensor, a: Tensor, b: Tensor, d: Te
     return torch.where(solvable & (new_d > 0), new_d, d), torch.where(solvable & (new_m > 0), new_m, m)
 
 
-def _integers(values: Tensor, scale: Tensor, shift: Tensor, levels: int) -> Tensor:
+def _integers(values: Tensor, scale: Tensor, shift: Tensor, max_q: int) -> Tensor:
     """The integers q, as floats, with which scale q + shift is nearest to `values`."""
-    return ((values - shift) / torch.where(scale == 0, torch.inf, scale)).round_().clamp_(0, levels)
+    return ((values - shift) / torch.where(scale == 0, torch.inf, scale)).round_().clamp_(0, max_q)
 
 
 def _codes(values: Tensor, unit: Tensor) -> Tensor:
-    return _integers(values, unit, torch.zeros_like(unit), CODES)
+    return _integers(values, unit, torch.zeros_like(unit), MAX_CODE)
 
 
 def _half(values: Tensor) -> Tensor:
     """The values rounded to float16, but in float32; a value that is not 0 stays nonzero."""
-    return torch.where(values == 0, values, values.sign() * values.abs().clamp(min=LEAST)).half().float()
+    return torch.where(values == 0, values, values.sign() * values.abs().clamp(min=SMALLEST_HALF)).half().float()
 
 
 def _bytes_of_half(values: Tensor) -> Tensor:

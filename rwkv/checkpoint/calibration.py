@@ -1,8 +1,8 @@
 """int4 that is calibrated on a text: matrices in GGUF's 4-bit blocks, rounded so that their outputs change least on that text.
 
-The text is read by one block after another. Only the block that reads has its weights in memory in float32, with the second
-moments of its layers' inputs, for which kernels/matvec/_calibrated.py rounds its matrices. The next block reads the output
-of the rounded one.
+The blocks process the text one after another. Only the current block has its weights in memory, in float32, with the second
+moments of its layers' inputs, for which kernels/matvec/_calibrated.py rounds its matrices. The next block's input is the output
+of the rounded block.
 """
 
 import math
@@ -30,7 +30,7 @@ from rwkv.tokenizer.tokenizers import Tokenizer
 
 OPTION = "--calibrate"
 TOKENS = 8192                            # of the text, at most
-LEAST_TOKENS = 1024
+MIN_TOKENS = 1024
 SEQUENCE = 512                           # tokens, of which each sequence begins with the end-of-text token
 WINDOW = 2048                            # inputs that share a matrix of moments: that of 8192 would take 256 MiB
 HEAD = "head.weight"
@@ -51,9 +51,10 @@ def read_ids(path: Path, tokenizer: Tokenizer) -> Tensor:
         if len(ids) >= TOKENS:
             break
     if lost.too_much:
-        raise UserError(f"{OPTION}={path} is not a text of the model's tokenizer: {lost.describe('it')}")
-    if len(ids) < LEAST_TOKENS:
-        raise UserError(f"{OPTION} requires a text of at least {LEAST_TOKENS:,} tokens; {path} has {len(ids):,}")
+        raise UserError(f"{OPTION}={path} does not suit the model's tokenizer: {lost.describe('the text')}; choose "
+                        "another text")
+    if len(ids) < MIN_TOKENS:
+        raise UserError(f"{OPTION} requires a text of at least {MIN_TOKENS:,} tokens; {path} has {len(ids):,}")
     length = SEQUENCE - 1
     rows = torch.tensor(ids[:min(len(ids), TOKENS) // length * length]).view(-1, length)
     return F.pad(rows, (1, 0), value=tokenizer.end_of_text)
@@ -62,14 +63,14 @@ def read_ids(path: Path, tokenizer: Tokenizer) -> Tensor:
 def calibrated(checkpoint: Checkpoint, ids: Tensor) -> Checkpoint:
     """The checkpoint with its matrices packed for the sequences ids (R,T).
 
-    They are computed when they are read, and fastest in the model's order. Only int4 in .safetensors holds them.
+    A matrix is packed when it is first read; reading in the model's order is fastest. Only int4 in .safetensors can store them.
     """
     group = generation(checkpoint.config).group
     stored = checkpoint.weights.stored
     shapes = {name: tensor.shape for name, tensor in stored.items() if is_linear_weight(name, group(name))}
     forms = {name: calibrated_form(shape[1], HEAD_BITS if name == HEAD else BITS) for name, shape in shapes.items()}
-    reader = _Reader(checkpoint, ids, forms)
-    return replace(checkpoint, packed={name: PackedMatrix(forms[name], shape, partial(reader.matrix, name))
+    calibrator = _Calibrator(checkpoint, ids, forms)
+    return replace(checkpoint, packed={name: PackedMatrix(forms[name], shape, partial(calibrator.matrix, name))
                                        for name, shape in shapes.items()})
 
 
@@ -86,8 +87,8 @@ def describe(checkpoint: Checkpoint) -> str:
     return f"{' and '.join(forms)}{why}, the head in {matrices[HEAD].form.upper()}: {mean:.2f} bits per weight"
 
 
-class _Reader:
-    """The model, of which one block at a time has weights, as it reads the sequences ids (R,T). forms: of matrices, by name."""
+class _Calibrator:
+    """Runs the sequences ids (R,T) through the model, with one block's weights in memory at a time. forms: by matrix name."""
 
     def __init__(self, checkpoint: Checkpoint, ids: Tensor, forms: Mapping[str, str]) -> None:
         self._stored, self._ids, self._forms = checkpoint.weights.stored, ids, forms
@@ -103,7 +104,7 @@ class _Reader:
         """The matrix of that name. Raises CheckpointError if the model's activations are not finite."""
         if name not in self._matrices:
             part = len(self._model.blocks) if name == HEAD else int(name.split(".")[1])
-            if part < self._next or part == 0:
+            if part < self._next or not self._sequences:
                 self._begin()
             while self._next <= part:
                 self._read(self._next)
@@ -165,12 +166,12 @@ class _Reader:
                                   f"{self._stored[name].source} diverged, or the file is damaged")
         packed = quantise(weight, moments.windows, self._forms[name])
         if not packed.is_finite():
-            raise CheckpointError(f"{self._stored[name].source}: {name} is too large for {packed.form.upper()}: leave "
-                                  f"{OPTION} out")
+            raise CheckpointError(f"{self._stored[name].source}: {name} is too large for {packed.form.upper()}: omit "
+                                  f"{OPTION}")
         return packed
 
     def _load(self, module: nn.Module, prefix: str) -> None:
-        tensors = {name.removeprefix(prefix): tensor.cast(torch.float32).get() for name, tensor in self._stored.items()
+        tensors = {name.removeprefix(prefix): tensor.cast(torch.float32).get(copy=True) for name, tensor in self._stored.items()
                    if name.startswith(prefix)}
         module.load_state_dict(tensors, assign=True)
 

@@ -110,7 +110,11 @@ def convert(source: Path, target: Path, dtype: str | None = None, format: str | 
     from rwkv.model.base import generation, n_parameters
 
     name = format or formats.by_suffix(target)
+    if calibrate is not None:
+        _require_calibration(calibrate, dtype, name)
     checkpoint = read_checkpoint(source)
+    if calibrate is not None:
+        _require_unpacked(checkpoint)
     if lora is not None:
         checkpoint = with_adapter(checkpoint, lora, lora_alpha)
     if tokenizer is not None or end_of_text is not None:
@@ -129,7 +133,7 @@ def convert(source: Path, target: Path, dtype: str | None = None, format: str | 
         if checkpoint.tokenizer and (end := tokenizer_of(checkpoint).end_line()):
             _log(f"sequences end with {end}")
     if calibrate is not None:
-        checkpoint = _calibrated(checkpoint, calibrate, tokenizer)
+        checkpoint = _calibrated(checkpoint, calibrate)
     with tqdm(unit="B", unit_scale=True, unit_divisor=1024, dynamic_ncols=True, delay=0.5, file=sys.stderr) as bar:
         def progress(count: int, total: int) -> None:
             bar.total = total
@@ -141,16 +145,23 @@ def convert(source: Path, target: Path, dtype: str | None = None, format: str | 
         _log(f"{target} does not contain the tokenizer: the format {name} cannot store it")
 
 
-def _calibrated(checkpoint: "Checkpoint", text: Path, tokenizer: str | None) -> "Checkpoint":
-    """The checkpoint with its matrices rounded for a text. Prints a line on the tokens that were read, and on the rounding."""
-    from rwkv.checkpoint.calibration import calibrated, describe, read_ids
-    from rwkv.checkpoint.files import tokenizer_of
-
+def _require_unpacked(checkpoint: "Checkpoint") -> None:
+    """Raises UserError if the weights are packed in int8 or int4; warns if they are quantised in another way."""
     if checkpoint.packed:
         dtype = next(iter(checkpoint.packed.values())).dtype
         raise UserError(f"--calibrate requires weights that are not packed; {checkpoint.path} has them in {dtype}: convert the "
                         "original")
-    ids = read_ids(text, tokenizer_of(checkpoint, tokenizer, option="--tokenizer"))
+    if blocks := sorted({str(tensor.blocks).upper() for tensor in checkpoint.weights.stored.values() if tensor.blocks}):
+        _log(f"WARNING: {checkpoint.path} is quantised ({', '.join(blocks)}), and --calibrate rounds it a second time: convert "
+             "the original")
+
+
+def _calibrated(checkpoint: "Checkpoint", text: Path) -> "Checkpoint":
+    """The checkpoint with its matrices rounded for a text. Prints a line on the tokens that were read, and on the rounding."""
+    from rwkv.checkpoint.calibration import calibrated, describe, read_ids
+    from rwkv.checkpoint.files import tokenizer_of
+
+    ids = read_ids(text, tokenizer_of(checkpoint, option="--tokenizer"))
     result = calibrated(checkpoint, ids)
     _log(f"int4, calibrated on {ids.numel():,} tokens of {text}: {describe(result)}")
     return result

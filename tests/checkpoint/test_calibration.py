@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from losing import dropping
 from models import each_generation, small_model, tokens
 from refusals import refuses
 from safetensors.torch import load_file, save_file
@@ -161,10 +162,12 @@ def test_it_is_copied_to_the_bit_and_converted_back(tmp_path: Path, text: Path) 
 
 def test_matrices_may_be_read_in_any_order(tmp_path: Path, text: Path) -> None:
     _, path = original(tmp_path, "rwkv7")
-    packed = calibrated(read_checkpoint(path), read_ids(text, ByteTokenizer())).packed
+    ids = read_ids(text, ByteTokenizer())
+    packed = calibrated(read_checkpoint(path), ids).packed
     first = {name: matrix.read().weight.clone() for name, matrix in packed.items()}
     for name in (*reversed(packed), KEY):
         assert torch.equal(packed[name].read().weight, first[name])
+    assert torch.equal(calibrated(read_checkpoint(path), ids).packed[KEY].read().weight, first[KEY])
 
 
 def test_a_line_names_the_text_and_the_forms(tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -217,7 +220,7 @@ def test_a_mistake_is_one_sentence_before_the_work(tmp_path: Path, case: str, ca
     make, options, part = WRONG[case]
     text, target = tmp_path / "text.txt", tmp_path / "out.safetensors"
     make(text)
-    monkeypatch.setattr(calibration._Reader, "matrix", lambda self, name: pytest.fail("it began"))
+    monkeypatch.setattr(calibration._Calibrator, "matrix", lambda self, name: pytest.fail("it began"))
     dtype = [] if options or case == "no dtype" else ["--dtype", "int4"]
     with pytest.raises(SystemExit) as error:
         convert.main([str(path), str(target), "--calibrate", str(text), *dtype, *options])
@@ -227,14 +230,10 @@ def test_a_mistake_is_one_sentence_before_the_work(tmp_path: Path, case: str, ca
 
 
 def test_a_text_of_another_alphabet_is_refused(tmp_path: Path) -> None:
-    """A tokenizer that would lose it."""
-    from rwkv.tokenizer.tokenizers import CharTokenizer
-
-    tokenizer = CharTokenizer([*"0123456789 .\nsquaredi"])
     path = tmp_path / "text.txt"
-    path.write_text("Ünïcödé " * 400)
-    with pytest.raises(UserError):
-        read_ids(path, tokenizer)
+    path.write_text("Ünïcödé " * 400, encoding="utf-8")
+    with pytest.raises(UserError, match="the tokenizer loses"):
+        read_ids(path, dropping("0123456789 .\nsquaredincö"))
 
 
 def test_packed_weights_are_not_calibrated(tmp_path: Path, text: Path) -> None:
@@ -256,11 +255,26 @@ def test_rows_that_are_no_whole_blocks_are_refused(tmp_path: Path, text: Path) -
 def test_a_model_that_overflows_on_the_text_is_refused(tmp_path: Path, text: Path) -> None:
     model, path = original(tmp_path)
     with torch.no_grad():
-        model.blocks[0].ffn.key.weight.mul_(1e25)
+        model.blocks[0].ln2.weight.mul_(1e25)
     model.save_pretrained(path, ByteTokenizer())
-    with pytest.raises(CheckpointError, match=r"ffn\.value\.weight are not finite"):
+    with pytest.raises(CheckpointError, match=r"ffn\.\w+\.weight are not finite"):
         convert.convert(path, tmp_path / "out.safetensors", "int4", calibrate=text)
     assert not (tmp_path / "out.safetensors").exists()
+
+
+def test_weights_beyond_float16_are_refused(tmp_path: Path, text: Path) -> None:
+    model, path = original(tmp_path)
+    with torch.no_grad():
+        model.head.weight.mul_(1e9)
+    model.save_pretrained(path, ByteTokenizer())
+    with pytest.raises(CheckpointError, match=r"head\.weight is too large for"):
+        convert.convert(path, tmp_path / "out.safetensors", "int4", calibrate=text)
+
+
+def test_another_dtype_is_refused(tmp_path: Path, text: Path) -> None:
+    _, path = original(tmp_path)
+    with pytest.raises(UserError, match="requires --dtype int4"):
+        convert.convert(path, tmp_path / "out.safetensors", "float32", calibrate=text)
 
 
 DAMAGE: dict[str, Callable[[Tensor], Tensor]] = {
@@ -281,6 +295,15 @@ def test_damage_is_one_sentence(tmp_path: Path, text: Path, dtype: str) -> None:
             tensors[KEY] = damage(tensors[KEY])
             save_file(tensors, tmp_path / "damaged.safetensors")
             refuses(tmp_path / "damaged.safetensors", "blocks.1.ffn.", dtype=dtype)
+
+
+def test_a_damaged_file_is_not_copied(tmp_path: Path, text: Path) -> None:
+    _, path = original(tmp_path)
+    tensors = load_file(converted(path, text))
+    save_file(tensors | {KEY: DAMAGE["scale"](tensors[KEY])}, tmp_path / "damaged.safetensors")
+    with pytest.raises(CheckpointError, match=r"blocks\.1\.ffn\."):
+        convert.convert(tmp_path / "damaged.safetensors", tmp_path / "copy.safetensors", "int4")
+    assert not (tmp_path / "copy.safetensors").exists()
 
 
 def test_a_file_without_our_entry_is_read(tmp_path: Path, text: Path) -> None:

@@ -4,7 +4,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from kernels.matvec import BLOCKS, Int4, _calibrated, calibrated_form, quantise
 
@@ -108,13 +108,28 @@ def test_unusual_weights_and_inputs(form: str) -> None:
     half_seen = torch.cat((torch.ones(K // 2), torch.zeros(K // 2))).diag()
     outlier = matrix()
     outlier[3, 5] = 1000.0
-    for M in (torch.zeros(K, K), torch.eye(K), ones @ ones.T, half_seen, 1e12 * moments()):
+    for M in (torch.zeros(K, K), torch.eye(K), ones @ ones.T, half_seen, 1e12 * moments(), 1e30 * moments(), 1e-30 * moments()):
         assert torch.equal(rounded(torch.zeros(N, K), M, form), torch.zeros(N, K))
         for weight in (matrix(), matrix().abs(), -matrix().abs(), outlier, 1e-5 * matrix(), matrix().bfloat16(),
                        torch.full((N, K), 0.3)):
             values = rounded(weight, M, form)
             assert values.isfinite().all()
             assert error(weight.float(), values, torch.eye(K)) < 0.2
+
+
+@each_form
+def test_weights_that_are_too_large_are_not_finite(form: str) -> None:
+    """Not zeros, which no check would notice."""
+    assert not quantise(1e8 * matrix(), [moments()], form).is_finite()
+
+
+@each_form
+def test_the_weight_is_not_changed(form: str) -> None:
+    for rows in (1, 3):
+        weight = matrix(rows=rows)
+        before = weight.clone()
+        quantise(nn.Parameter(weight), [moments()], form)
+        assert torch.equal(weight, before)
 
 
 def test_the_form_follows_from_the_length_of_rows() -> None:

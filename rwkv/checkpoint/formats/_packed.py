@@ -74,7 +74,10 @@ def _form(content: Outgoing, name: str) -> str:
 def _packed(content: Outgoing, name: str) -> Packed:
     matrix = content.packed.get(name)
     if matrix is not None and matrix.dtype == content.quantised:
-        return matrix.read()
+        stored = matrix.read()
+        if isinstance(stored, Blocks) and not stored.is_finite():
+            content.tensors[name].get()  # raises the error of a damaged tensor
+        return stored
     packed: list[Packed] = []
     content.tensors[name].pass_on(lambda weight: packed.append(FORMS[str(content.quantised)].of(weight)))
     return packed[0]
@@ -179,7 +182,7 @@ def _matrix(name: str, tensors: Mapping[str, Stored]) -> PackedMatrix:
 def _kind_of(parts: list[Stored]) -> type[Blocks] | None:
     """The kind of GGUF's blocks that a matrix of these parts has; None if it has another form."""
     weight = parts[0]
-    if len(parts) > 1 or len(weight.shape) != 3 or weight.dtype != torch.uint8:
+    if len(parts) > 1 or weight.by_input or len(weight.shape) != 3 or weight.dtype != torch.uint8:
         return None
     return KIND_BY_BYTES.get(weight.shape[2])
 
