@@ -83,6 +83,11 @@ def read(path: Path, groups: Collection[str]) -> Recipe:
     content = _mapping(path)
     defaults = content.pop("defaults", [])
     swept = _swept(path, content.pop("hydra", {}))
+    for key in [key for key in content if str(key).startswith("hydra.")]:
+        for name, value in _swept(path, {key.removeprefix("hydra."): content.pop(key)}).items():
+            if name in swept:
+                raise UserError(f"{path} sets hydra.sweeper.params.{name} twice: delete one of the two")
+            swept[name] = value
     options: JsonObject = {}
     for key, value in _leaves(content):
         if key in options:
@@ -90,7 +95,7 @@ def read(path: Path, groups: Collection[str]) -> Recipe:
         if value == MISSING:
             raise UserError(f"{path}: {key} has no value, only {MISSING}: give one, or delete the line")
         options[key] = value
-    choices = _choices(path, defaults) if groups else {}         # Hydra reads the defaults of other files
+    choices = _choices(path, defaults or [], groups) if groups else {}         # Hydra reads the defaults of other files
     for key, value in options.items():
         if key in groups and value is not None:
             if key in choices:
@@ -104,7 +109,7 @@ def read(path: Path, groups: Collection[str]) -> Recipe:
     return Recipe(path, options, choices, swept)
 
 
-def _choices(path: Path, defaults: object) -> dict[str, str]:
+def _choices(path: Path, defaults: object, groups: Collection[str]) -> dict[str, str]:
     """The choices of Hydra's list `defaults`, by group."""
     choices: dict[str, str] = {}
     for entry in defaults if isinstance(defaults, list) else [defaults]:
@@ -114,6 +119,8 @@ def _choices(path: Path, defaults: object) -> dict[str, str]:
         match = DEFAULT.fullmatch(str(group))
         if not isinstance(defaults, list) or not isinstance(choice, (str, int, float)) or match is None:
             raise UserError(f"{path}: defaults must be a list of choices, such as [override /model: small]; got {entry!r}")
+        if match[1] not in groups:
+            raise UserError(f"{path}: {match[1]} in defaults is not a group: set it as an option, {match[1]}: {choice}")
         if match[1] in choices:
             raise UserError(f"{path} sets {match[1]} twice: delete one of the two")
         choices[match[1]] = str(choice)
@@ -122,10 +129,17 @@ def _choices(path: Path, defaults: object) -> dict[str, str]:
 
 def _swept(path: Path, hydra: object) -> JsonObject:
     """The values of hydra.sweeper.params."""
+    start = "hydra.sweeper.params."
+    swept: JsonObject = {}
     for key, value in _leaves({"hydra": hydra} if hydra else {}):
-        if not key.startswith("hydra.sweeper.params.") and (key, value) != ("hydra.sweeper.params", None):
-            raise UserError(f"{path}: {key} has no effect here: of Hydra's own options only hydra.sweeper.params.NAME has")
-    swept: JsonObject = (hydra["sweeper"]["params"] if isinstance(hydra, dict) and hydra else None) or {}
+        if (key, value) == (start[:-1], None):
+            continue
+        if not key.startswith(start):
+            raise UserError(f"{path}: {key} has no effect here: of Hydra's own options only {start}NAME has")
+        if isinstance(value, dict):
+            raise UserError(f"{path}: {key} must be values separated by commas, under the option's full name, such as "
+                            'model.n_layer: "2,4"')
+        swept[key.removeprefix(start)] = value
     return swept
 
 
@@ -149,7 +163,7 @@ def _mapping(path: Path) -> JsonObject:
         content = yaml.load(text, _UniqueKeys)
     except yaml.MarkedYAMLError as error:
         raise UserError(f"cannot read {path}: {_located_problem(error, text)}") from None
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError) as error:        # such as a date that does not exist
         raise UserError(f"cannot read {path}: {str(error).splitlines()[0]}") from None
     if content is None:
         return {}

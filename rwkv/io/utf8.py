@@ -55,14 +55,14 @@ def chunks(path: Path, on_bytes: Callable[[bytes], object] = len, option: str = 
             on_bytes(block)
             beginning = beginning or block
             data = rest + block
-            if HOLE in data:
-                raise UserError(f"{option}={path} is incomplete: from its byte {before + data.find(HOLE)} on there are at "
-                                f"least {len(HOLE)} zero bytes; copy or download it again")
             more = bool(block)
             try:
                 text, used = codecs.utf_8_decode(data, "strict", not more)
             except UnicodeDecodeError as error:
                 raise UserError(not_utf8(f"{option}={path}", before + error.start, data[error.start], beginning)) from None
+            if HOLE in data:
+                raise UserError(f"{option}={path} is incomplete: from its byte {before + data.find(HOLE)} on there are at "
+                                f"least {len(HOLE)} zero bytes; copy or download it again, or convert it if it is not text")
             if text:
                 yield text
             rest = data[used:]

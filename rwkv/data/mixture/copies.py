@@ -4,7 +4,7 @@ Documents are copies if their texts are equal except for white space (rwkv/data/
 end that the same text in JSON lines lacks. Documents are compared by a 64-bit hash.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
@@ -18,6 +18,7 @@ from rwkv.io.cache import sha256, write
 from rwkv.tokenizer.tokenizers import Tokenizer
 
 COMPARED = "text"                        # what the cached hashes are of
+CHUNK = 1 << 16                          # ids decoded at a time
 
 
 def trained_elsewhere(splits: Sequence[tuple[TokenArray, TokenArray]], identities: Sequence[str], tokenizer: Tokenizer,
@@ -60,6 +61,14 @@ def document_hashes(tokens: TokenArray, tokenizer: Tokenizer) -> np.ndarray:
     """The 64-bit hashes (D,) uint64 of the documents' texts."""
     hashes = np.empty(len(tokens.starts), np.uint64)
     for number, (begin, end) in enumerate(pairwise(tokens.bounds.tolist())):
-        ids = tokens[begin:end]
-        hashes[number] = fingerprint([tokenizer.decode(ids[ids != tokenizer.end_of_text].tolist())])
+        hashes[number] = fingerprint(decoded(tokens, begin, end, tokenizer))
     return hashes
+
+
+def decoded(tokens: TokenArray, begin: int, end: int, tokenizer: Tokenizer) -> Iterator[str]:
+    """Yields the text of the ids at begin to end - 1, without end_of_text, in chunks."""
+    decoder = tokenizer.decoder()
+    for start in range(begin, end, CHUNK):
+        ids = tokens[start:min(start + CHUNK, end)]
+        yield "".join(map(decoder.push, ids[ids != tokenizer.end_of_text].tolist()))
+    yield decoder.flush()

@@ -12,6 +12,7 @@ import yaml
 
 from rwkv.checkpoint.files import Checkpoint, read_checkpoint
 from rwkv.checkpoint.location import FOLDER, is_checkpoint
+from rwkv.cli.recipe import RUN_GROUPS
 from rwkv.config import LENGTHS, SCALED, TrainConfig
 from rwkv.errors import UserError
 from rwkv.io.json_types import JsonObject
@@ -109,7 +110,13 @@ def require_unfinished(run: Run) -> None:
 
 def _restart(request: Request, out_dir: Path) -> Run:
     """The run restarted at step 0 with its saved configuration, because it has no checkpoint."""
-    merged = _merge(request, out_dir, _read_config(out_dir / CONFIG_FILE))
+    path = out_dir / CONFIG_FILE
+    saved = _read_config(path)
+    try:
+        _from_plain(saved)
+    except (TypeError, AttributeError) as error:         # values of types that no run writes
+        raise UserError(f"{path} is damaged ({error}): restore it, or choose another out_dir") from None
+    merged = _merge(request, out_dir, saved)
     if merged.init_from is None:
         return Run(out_dir, merged)
     sized, checkpoint, tokenizer = open_init_checkpoint(merged, request.user_keys)
@@ -118,12 +125,14 @@ def _restart(request: Request, out_dir: Path) -> Run:
 
 def _read_config(path: Path) -> JsonObject:
     """A run's config.yaml. Raises UserError if it is damaged."""
+    text = read_text(path, str(path))
     try:
-        saved = yaml.safe_load(read_text(path, str(path)))
-    except yaml.YAMLError as error:
+        saved = yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError) as error:
         raise UserError(f"{path} is damaged ({' '.join(str(error).split())}): restore it, or choose another out_dir") from None
     groups = [item.name for item in fields(TrainConfig) if is_dataclass(item.type)]
-    if not isinstance(saved, dict) or not all(isinstance(saved.get(group), dict) for group in groups):
+    if not isinstance(saved, dict) or not RUN_GROUPS <= saved.keys() or not all(
+            isinstance(saved.get(group, {}), dict) for group in groups):         # earlier versions had fewer groups
         raise UserError(f"{path} is damaged: it must have the options that a run writes; restore it, or choose another out_dir")
     return saved
 

@@ -233,8 +233,12 @@ def read(folder: Path) -> list[Entry]:
     path = folder / run_files.SWEEP
     try:
         entries = [Entry(**entry) for entry in json.loads(path.read_text(encoding="utf-8"))["runs"]]
-    except (ValueError, TypeError, KeyError) as error:
-        raise UserError(f"{path} is damaged ({error}): restore it, or start the sweep in another out_dir") from None
+        sound = all(isinstance(entry.name, str) and isinstance(entry.swept, dict) and isinstance(entry.arguments, list)
+                    and isinstance(entry.order, int) for entry in entries)
+    except (ValueError, TypeError, KeyError):
+        sound = False
+    if not sound:
+        raise UserError(f"{path} is damaged, or from another version: restore it, or start the sweep in another out_dir")
     for entry in entries:
         if entry.status == FINISHED or run_files.is_finished(folder / entry.name):
             entry.status = FINISHED

@@ -178,13 +178,20 @@ def test_an_option_of_a_newer_version_is_named(tmp_path: Path, option: str) -> N
         open_run(TrainConfig(resume="auto", out_dir=str(tmp_path)), [], [])
 
 
-@pytest.mark.parametrize("damaged", [b"", b"\0" * 60, b"model: [\n", b"- model\n", b"seed: 3\n", b"model: 3\n", b"\xff\n"])
+@pytest.mark.parametrize("damaged", [b"", b"\0" * 60, b"model: [\n", b"- model\n", b"seed: 3\n", b"model: 3\n", b"\xff\n",
+                                     b"seed: 2020-13-45\n", yaml.safe_dump(as_plain(TrainConfig()) | {3: 4}).encode()])
 def test_a_damaged_configuration_is_named(tmp_path: Path, damaged: bytes) -> None:
     """Of a run that has no checkpoint, which holds the configuration too."""
     (tmp_path / "config.yaml").write_bytes(damaged)
     with pytest.raises(UserError, match=r"config\.yaml"):
         open_run(TrainConfig(resume="auto", out_dir=str(tmp_path)), [], [])
     assert (tmp_path / "config.yaml").read_bytes() == damaged
+
+
+def test_a_configuration_of_an_earlier_version_may_lack_groups(tmp_path: Path) -> None:
+    before = {name: value for name, value in as_plain(TrainConfig(seed=3)).items() if name not in ("tune", "sweep")}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(before), encoding="utf-8")
+    assert open_run(TrainConfig(resume="auto", out_dir=str(tmp_path)), [], []).config.seed == 3
 
 
 def test_steps_given_stand_in_the_place_of_an_experiments_tokens(tmp_path: Path) -> None:
