@@ -294,7 +294,7 @@ def test_a_file_that_has_changed_is_one_sentence(tmp_path: Path, change: str) ->
     (b"", {}, ("is empty",)), (b'[{"text": "a"}]', {}, ("JSON list", "data.streaming")), (b"PAR1", {}, ("Parquet",)),
     (lines_of(TEXTS), {"field": "body"}, ("data.field=text",)),
     (lines_of([*TEXTS[:10], *([""] * 30)]), {}, ("no text after", "empty")),
-    (lines_of([*TEXTS[:10], *TEXTS[:10]]), {}, ("no text after", "equal")),
+    (lines_of([*TEXTS[:10], *TEXTS[:10]]), {}, ("no text after", "copies")),
     (lines_of(TEXTS) + b'{"text": "cut o', {}, ("line 151", "not JSON")),
     (lines_of(TEXTS) + b'{"text": "\xff"}\n', {}, ("line 151", "UTF-8")),
     (lines_of([*TEXTS, "zero \0"]), {}, ("line 151", "U+0000")),
