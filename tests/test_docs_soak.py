@@ -108,6 +108,8 @@ RULES = [
     Rule(r"python -m benchmarks\.serving_states", "--tokens 50 --turns 1 --shape 1,64,512"),
     Rule(r"python -m benchmarks\.tuning", "--base-steps 2 --steps 2 --pairs 200 --ways lora"),
     Rule(r"python -m benchmarks\.speculation", "--shapes 6,64,300 --dtypes int8"),
+    Rule(r"python -m benchmarks\.fused_products", "--shape 1,64,300,1,16 --steps 1"),
+    not_run(r"python -m benchmarks\.versions", "needs a checkout of an earlier version"),
     Rule(r"python -m benchmarks\.quality"),
     Rule(r"python -m benchmarks\.tokenization", "--strings 20 --text FILE"),
 ]
