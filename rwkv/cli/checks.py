@@ -26,7 +26,7 @@ def check_override(override: str, schema: type) -> None:
     if not equals:
         raise UserError(f"cannot read {override!r}: options are written key=value, such as {_example(override, schema)}")
     key = key.lstrip("+")
-    if key.startswith("hydra.sweeper.params."):
+    if key.startswith(recipe.SWEPT):
         return
     if key.startswith(("hydra.", "hydra/")):
         raise UserError(f"{key} has no effect here: leave it out; -m with sweep.jobs and sweep.launcher starts several runs")

@@ -31,6 +31,7 @@ SINGLE_RUN_OPTIONS = ("out_dir", "resume", "plan")       # options in a run's fi
 REFERENCE = re.compile(r"(\\*)\$\{")      # OmegaConf's interpolation; backslashes escape it
 MAX_DEPTH = 3                            # maximum levels of nesting; options have fewer
 DEFAULT = re.compile(r"(?:override\s+)?/?(\w+)")         # a group in an entry of `defaults`
+SWEPT = "hydra.sweeper.params."
 MISSING = "???"                          # OmegaConf's mark of a value to be given later, which it would ignore
 
 
@@ -82,12 +83,7 @@ def read(path: Path, groups: Collection[str]) -> Recipe:
     """
     content = _mapping(path)
     defaults = content.pop("defaults", [])
-    swept = _swept(path, content.pop("hydra", {}))
-    for key in [key for key in content if str(key).startswith("hydra.")]:
-        for name, value in _swept(path, {key.removeprefix("hydra."): content.pop(key)}).items():
-            if name in swept:
-                raise UserError(f"{path} sets hydra.sweeper.params.{name} twice: delete one of the two")
-            swept[name] = value
+    swept = _swept(path, {key: content.pop(key) for key in [*content] if str(key).partition(".")[0] == "hydra"})
     options: JsonObject = {}
     for key, value in _leaves(content):
         if key in options:
@@ -127,19 +123,21 @@ def _choices(path: Path, defaults: object, groups: Collection[str]) -> dict[str,
     return choices
 
 
-def _swept(path: Path, hydra: object) -> JsonObject:
-    """The values of hydra.sweeper.params."""
-    start = "hydra.sweeper.params."
+def _swept(path: Path, hydra: JsonObject) -> JsonObject:
+    """The values of hydra.sweeper.params by option. hydra: a recipe's entries for Hydra."""
     swept: JsonObject = {}
-    for key, value in _leaves({"hydra": hydra} if hydra else {}):
-        if (key, value) == (start[:-1], None):
+    for key, value in _leaves(hydra):
+        name = key.removeprefix(SWEPT)
+        if value is None and key in ("hydra", SWEPT[:-1]):
             continue
-        if not key.startswith(start):
-            raise UserError(f"{path}: {key} has no effect here: of Hydra's own options only {start}NAME has")
+        if name == key:
+            raise UserError(f"{path}: {key} has no effect here: of Hydra's own options only {SWEPT}NAME has")
         if isinstance(value, dict):
             raise UserError(f"{path}: {key} must be values separated by commas, under the option's full name, such as "
                             'model.n_layer: "2,4"')
-        swept[key.removeprefix(start)] = value
+        if name in swept:
+            raise UserError(f"{path} sets {key} twice: delete one of the two")
+        swept[name] = value
     return swept
 
 

@@ -32,7 +32,7 @@ from rwkv.data import shards, token_files
 from rwkv.data.conversations import Tokenised, tokenise
 from rwkv.data.documents.source import Source
 from rwkv.data.mixture import MixedSource, mixed_sources, naming
-from rwkv.data.mixture.copies import trained_elsewhere, without
+from rwkv.data.mixture.copies import decoded, trained_elsewhere, without
 from rwkv.data.options import check_data
 from rwkv.data.sources import open_source
 from rwkv.data.streaming.encoding import Streamed, hold_out
@@ -225,7 +225,7 @@ def _without_copies(parts: Sequence[CorpusPart], sources: Sequence[MixedSource],
                     raise UserError(f"{int(left_out.sum()):,} of {counted(len(left_out), 'validation document')} are in the "
                                     "training text of other sources, and too few are left to validate on: remove the copies")
             removed = without(corpus.val, ~left_out)
-            size = corpus.sizes.val_bytes - len(tokenizer.decode(removed[:].tolist()).encode())
+            size = corpus.sizes.val_bytes - sum(len(text.encode()) for text in decoded(removed, 0, len(removed), tokenizer))
             sizes = replace(corpus.sizes, val_tokens=len(val), val_bytes=max(size, 1))
             about = f"{corpus.source}; without {counted(int(left_out.sum()), 'document')} that other sources train on"
             corpus = replace(corpus, val=val, sizes=sizes, source=about)

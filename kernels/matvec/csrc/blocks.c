@@ -1,4 +1,4 @@
-// Products of GGUF's blocks, read as they are in the file: W (N,K), each row a series of blocks of 32 or 256 neighbours.
+// Products of GGUF's blocks, read in place: W (N,K), each row a series of blocks of 32 or 256 neighbours.
 //
 //     Q8_0    half d, int8 q[32]                                                w = d q
 //     Q4_0    half d, nibbles[16]                                               w = d (q - 8)
@@ -11,8 +11,8 @@
 //
 // s and t belong to a group, of 32 or, in Q6_K, of 16. Source of the layouts: ggml, src/ggml-common.h and the package gguf.
 //
-// Blocks of 32 are unpacked to floats in registers and multiplied by x as it is. k-quants are unpacked to the integers s q, which
-// fit into 13 bits, and multiplied by an x of 15 bits: a block's products are summed exactly, and then scaled.
+// Blocks of 32 are unpacked to floats in registers and multiplied by the float32 x. k-quants are unpacked to the integers s q,
+// which fit into 13 bits, and multiplied by an x of 15 bits: a block's products are summed exactly, and then scaled.
 
 #include "tile.h"
 #include "../../native/csrc/threads.h"
@@ -53,7 +53,7 @@ INLINE int64_t block_bytes(enum kind kind) {
 INLINE int is_small(enum kind kind) { return kind <= W_Q5_1; }
 INLINE int64_t block_size(enum kind kind) { return is_small(kind) ? SMALL_BLOCK : BLOCK; }
 
-// Prefetches what lies piece->ahead bytes after a block.
+// Prefetches the block that is piece->ahead bytes further on.
 INLINE void prefetch_block(enum kind kind, const struct piece *piece, const uint8_t *w) {
     UNROLL for (int64_t byte = 0; byte < block_bytes(kind); byte += 64) prefetch_ahead(piece, w + byte);
 }
@@ -359,7 +359,7 @@ static void unpack_rows(struct tasks *tasks, int64_t thread) {
 
 ENTRY(matvec_unpack_blocks, struct unpack_call) { parallel_for(unpack_rows, call, threads); }
 
-// Sets `infinite` if a float16 number of a block is not finite; it is at byte `first` or, unless negative, `second`. A task is a row.
+// Sets `infinite` if a float16 number of a block, at byte `first` or, unless negative, `second`, is not finite. A task is a row.
 struct scales_call {
     int64_t N, blocks, bytes, first, second;
     const uint8_t *w;

@@ -163,9 +163,13 @@ INLINE int q_offset(int g, int e) {
     return word / 4 * 128 + nibble * 64 + word % 4 / 2 * 32 + g * 4 + word % 2 * 2 + byte;
 }
 
-// Returns scale x_scale sum(w q) + (shift sum(x) + acc) for a block. x: the groups' scales, then their sums. From intrinsics,
-// clang interleaves the rows of a tile, which then do not fit into the registers.
-INLINE wide add_block_int4(wide acc, const bytes *nibbles, wide scales, wide shifts, const bytes *q, const floats *x) {
+typedef bytes unaligned_bytes __attribute__((aligned(1)));
+typedef floats unaligned_floats __attribute__((aligned(4)));
+
+// Returns scale x_scale sum(w q) + (shift sum(x) + acc) for a block. x: the groups' scales, then their sums. In assembly, because
+// clang would interleave the intrinsics of a tile's rows, whose sums then do not fit into the registers.
+INLINE wide add_block_int4(wide acc, const bytes *nibbles, wide scales, wide shifts, const unaligned_bytes *q,
+                           const unaligned_floats *x) {
     wide_ints dot = (wide_ints)0;
     __asm__ volatile(
         "vpdpbusd %[x0], %[w0], %[dot]\n\t"
@@ -178,7 +182,7 @@ INLINE wide add_block_int4(wide acc, const bytes *nibbles, wide scales, wide shi
         "vcvtdq2ps %[dot], %[dot]\n\t"
         "vmulps %%zmm31, %[dot], %[dot]\n\t"
         "vfmadd231ps %[scales], %[dot], %[acc]"
-        : [acc] "+v"(acc), [dot] "+v"(dot)
+        : [acc] "+&v"(acc), [dot] "+&v"(dot)
         : [w0] "v"(nibbles[0]), [w1] "v"(nibbles[1]), [w2] "v"(nibbles[2]), [w3] "v"(nibbles[3]), [scales] "v"(scales),
           [shifts] "v"(shifts), [x0] "m"(q[0]), [x1] "m"(q[1]), [x2] "m"(q[2]), [x3] "m"(q[3]),
           [x_scales] "m"(x[0]), [sums] "m"(x[1]) : "xmm31");
@@ -207,8 +211,9 @@ INLINE void tile_int4(const struct product *p, int rows, int columns, const stru
             wide scales, shifts;
             scales.lo = scale, scales.hi = scale, shifts.lo = shift, shifts.hi = splat(0.0f);
             UNROLL for (int i = 0; i < rows; i++)
-                acc[i][j] = add_block_int4(acc[i][j], nibbles, scales, shifts, (const bytes *)(q + i * p->q_row + block * BLOCK),
-                                           (const floats *)(x + i * p->x_row + block * 16));
+                acc[i][j] = add_block_int4(acc[i][j], nibbles, scales, shifts,
+                                           (const unaligned_bytes *)(q + i * p->q_row + block * BLOCK),
+                                           (const unaligned_floats *)(x + i * p->x_row + block * 16));
         }
     store_sums(p, rows, columns, piece, acc);
 }
@@ -280,7 +285,7 @@ MATMUL(wx_bfloat16, WX_BFLOAT16, 2 * BLOCK, 2)
 #define matmul_wx_bfloat16 matmul_bfloat16       // of x that prepare_input has rounded
 #endif
 MATMUL(int8, W_INT8, BLOCK, 1)
-MATMUL(int4, W_INT4, BLOCK / 2, 0)      // slower in pieces of K
+MATMUL(int4, W_INT4, BLOCK / 2, 0)      // pieces of K would be slower
 
 void matmul(const struct product *p, int64_t begin, int64_t end) {
     switch (p->kind) {
@@ -293,9 +298,9 @@ void matmul(const struct product *p, int64_t begin, int64_t end) {
     }
 }
 
-// W stored by input: a tile has the sums of every lane of matmul's accumulator for COLUMN_TILE outputs. Adding input k to lane
-// k % WIDE, and then the lanes as wide_hsum does, gives the bits of matmul on the transpose. A lane's STEPS inputs are added
-// while its sums are in registers.
+// W stored by input: a tile holds COLUMN_TILE outputs' sums for every lane of matmul's accumulator. Adding input k to lane
+// k % WIDE, and the lanes as wide_hsum does, gives the bits of matmul on the transpose. STEPS inputs of a lane are added while its
+// sums are in registers.
 enum { STEPS = 8, COLUMN_VECTORS = COLUMN_TILE / WIDE };
 
 INLINE void add_lanes(int lanes, float (*sums)[COLUMN_TILE]) {
@@ -304,7 +309,7 @@ INLINE void add_lanes(int lanes, float (*sums)[COLUMN_TILE]) {
             for (int n = 0; n < COLUMN_TILE; n++) sums[lane][n] += sums[lane + lanes / 2][n];
 }
 
-// Adds inputs k, k + WIDE, ..., of which there are `steps`, to the sums of a lane of each row.
+// Adds `steps` inputs, k, k + WIDE, ..., to the sums of one lane of each row.
 INLINE void add_columns(enum kind kind, const struct product *p, int steps, const uint8_t *w, int64_t stride, int64_t k,
                         int64_t first, int64_t rows, int64_t width, float (*sums)[WIDE][COLUMN_TILE]) {
     wide weights[STEPS][COLUMN_VECTORS];
@@ -345,7 +350,7 @@ INLINE void columns_tile(enum kind kind, const struct product *p, int64_t N, int
 INLINE void columns_range(enum kind kind, const struct product *p, int64_t N, int64_t begin, int64_t end) {
     for (int64_t n = begin; n < end; n += COLUMN_TILE)
         for (int64_t row = 0; row < p->R; row += MAX_ROWS) {
-            int64_t rows = least(p->R - row, MAX_ROWS);
+            int64_t rows = smaller(p->R - row, MAX_ROWS);
             if (end - n >= COLUMN_TILE) columns_tile(kind, p, N, row, rows, n, COLUMN_TILE);
             else columns_tile(kind, p, N, row, rows, n, end - n);
         }
@@ -366,13 +371,13 @@ INLINE float round_input(enum kind kind, float x) {
     return from_bfloat16(to_bfloat16(splat(x)))[0];
 }
 
-struct nonzero {                         // inputs of the chunk from `first` on
+struct nonzero {                         // the indices of the nonzero inputs in the chunk that starts at `first`
     int64_t first, count;
     int32_t indices[CHUNK + PREFETCH_INPUTS];
 };
 
 INLINE void find_nonzero(const struct product *p, int rows, int64_t first, int64_t k, struct nonzero *nonzero) {
-    int64_t n = 0, end = least(k + CHUNK, p->K);
+    int64_t n = 0, end = smaller(k + CHUNK, p->K);
     const float *x = p->x + first * p->x_row;
     nonzero->first = k;
     for (; k < end; k++) {
@@ -385,7 +390,7 @@ INLINE void find_nonzero(const struct product *p, int rows, int64_t first, int64
     nonzero->count = n;
 }
 
-// Outputs n to n + width - 1, at most `vectors` vectors.
+// Computes outputs n to n + width - 1, at most `vectors` vectors.
 INLINE void sparse_tile(enum kind kind, const struct product *p, int rows, int vectors, int64_t N, int64_t first, int64_t n,
                         int64_t width, struct nonzero *nonzero) {
     const uint8_t *w = (const uint8_t *)p->w + n * element_size(kind);
@@ -417,13 +422,13 @@ INLINE void sparse_tile(enum kind kind, const struct product *p, int rows, int v
             for (int64_t l = 0; l < WIDE && c * WIDE + l < width; l++) y[i * p->y_row + c * WIDE + l] = acc[i][c][l];
 }
 
-// The vectors of sums of each row in a tile: a power of two.
+// The number of vectors of sums for each row in a tile: a power of two.
 INLINE int sparse_vectors(int rows) { return rows * 8 <= TILE_SUMS ? 8 : rows * 4 <= TILE_SUMS ? 4 : 2; }
 
 INLINE void sparse_tiles(enum kind kind, const struct product *p, int rows, int64_t N, int64_t first, int64_t begin, int64_t end) {
     int vectors = sparse_vectors(rows);
     int64_t n = begin;
-    struct nonzero nonzero = {.first = -1};              // up to CHUNK inputs are searched once for all tiles
+    struct nonzero nonzero = {.first = -1};              // if K <= CHUNK, x is searched once for all tiles
     for (; n + vectors * WIDE <= end; n += vectors * WIDE)
         sparse_tile(kind, p, rows, vectors, N, first, n, vectors * WIDE, &nonzero);
     if (n < end) sparse_tile(kind, p, rows, vectors, N, first, n, end - n, &nonzero);
@@ -431,18 +436,9 @@ INLINE void sparse_tiles(enum kind kind, const struct product *p, int rows, int6
 
 INLINE void sparse_range(enum kind kind, const struct product *p, int64_t N, int64_t begin, int64_t end) {
     int64_t tiles = ratio_up(p->R, MAX_ROWS), first = 0;
-    for (int64_t tile = 0, rows; tile < tiles; tile++, first += rows) {
-        rows = (p->R - first) / (tiles - tile);
-        switch (rows) {
-        case 1: sparse_tiles(kind, p, 1, N, first, begin, end); break;
-        case 2: sparse_tiles(kind, p, 2, N, first, begin, end); break;
-        case 3: sparse_tiles(kind, p, 3, N, first, begin, end); break;
-        case 4: sparse_tiles(kind, p, 4, N, first, begin, end); break;
-        case 5: if (MAX_ROWS == 8) sparse_tiles(kind, p, 5, N, first, begin, end); break;
-        case 6: if (MAX_ROWS == 8) sparse_tiles(kind, p, 6, N, first, begin, end); break;
-        case 7: if (MAX_ROWS == 8) sparse_tiles(kind, p, 7, N, first, begin, end); break;
-        case 8: if (MAX_ROWS == 8) sparse_tiles(kind, p, 8, N, first, begin, end); break;
-        }
+    for (int64_t tile = 0, n_rows; tile < tiles; tile++, first += n_rows) {
+        n_rows = (p->R - first) / (tiles - tile);
+        WITH_ROWS(n_rows, sparse_tiles(kind, p, rows, N, first, begin, end));
     }
 }
 
@@ -454,7 +450,7 @@ void matmul_sparse(const struct product *p, int64_t N, int64_t begin, int64_t en
 
 // W stored by output, summed in the order of sparse inputs: each output by one lane, input after input. A block is PAIRS pairs of
 // neighbouring inputs of WIDE outputs. It is transposed in registers, so that a vector holds one input of all outputs.
-// The tile of x is rounded once for IN_ORDER_TILES tiles of W, IN_ORDER_INPUTS inputs at a time.
+// The rows of x are rounded once for IN_ORDER_TILES tiles of W, IN_ORDER_INPUTS inputs at a time.
 enum { PAIRS = WIDE, PREFETCH_BLOCKS = 4, IN_ORDER_INPUTS = 512, IN_ORDER_TILES = 16 };
 
 // Every second block of `step` lanes of a, with those of b between them.
@@ -496,7 +492,7 @@ INLINE void load_inputs(int rounds, const float *x, int64_t n, float *inputs) {
     }
 }
 
-// Adds inputs k to k + n - 1, n <= 2 PAIRS, to the sums of WIDE outputs of each row. next: bytes to the block to prefetch.
+// Adds inputs k to k + n - 1, n <= 2 PAIRS, to the sums of WIDE outputs of each row. next: prefetch distance in bytes.
 INLINE void add_block(const uint16_t *const *w, int rows, int64_t k, int64_t n, int64_t next, const float (*x)[IN_ORDER_INPUTS],
                       wide *acc) {
     wide_ints pairs_of[PAIRS];
@@ -538,7 +534,7 @@ INLINE void in_order_rows(const struct product *p, int rows, int64_t begin, int6
     float x[MAX_ROWS][IN_ORDER_INPUTS];
     wide sums[IN_ORDER_TILES][MAX_ROWS];
     for (int64_t k = 0; k < p->K; k += IN_ORDER_INPUTS) {
-        int64_t size = least(p->K - k, IN_ORDER_INPUTS);
+        int64_t size = smaller(p->K - k, IN_ORDER_INPUTS);
         UNROLL for (int i = 0; i < rows; i++) load_inputs(p->kind == WX_BFLOAT16, p->x + (first + i) * p->x_row + k, size, x[i]);
         for (int64_t tile = 0; begin + tile * WIDE < end; tile++)
             in_order_tile(p, rows, begin + tile * WIDE, end, first, k, size, (const float (*)[IN_ORDER_INPUTS])x, sums[tile]);
@@ -548,19 +544,10 @@ INLINE void in_order_rows(const struct product *p, int rows, int64_t begin, int6
 void matmul_in_order(const struct product *p, int64_t begin, int64_t end) {
     int64_t tiles = ratio_up(p->R, MAX_ROWS);
     for (int64_t n = begin; n < end; n += IN_ORDER_TILES * WIDE) {
-        int64_t last = least(n + IN_ORDER_TILES * WIDE, end);
-        for (int64_t tile = 0, rows, first = 0; tile < tiles; tile++, first += rows) {
-            rows = (p->R - first) / (tiles - tile);
-            switch (rows) {
-            case 1: in_order_rows(p, 1, n, last, first); break;
-            case 2: in_order_rows(p, 2, n, last, first); break;
-            case 3: in_order_rows(p, 3, n, last, first); break;
-            case 4: in_order_rows(p, 4, n, last, first); break;
-            case 5: if (MAX_ROWS == 8) in_order_rows(p, 5, n, last, first); break;
-            case 6: if (MAX_ROWS == 8) in_order_rows(p, 6, n, last, first); break;
-            case 7: if (MAX_ROWS == 8) in_order_rows(p, 7, n, last, first); break;
-            case 8: if (MAX_ROWS == 8) in_order_rows(p, 8, n, last, first); break;
-            }
+        int64_t last = smaller(n + IN_ORDER_TILES * WIDE, end);
+        for (int64_t tile = 0, n_rows, first = 0; tile < tiles; tile++, first += n_rows) {
+            n_rows = (p->R - first) / (tiles - tile);
+            WITH_ROWS(n_rows, in_order_rows(p, rows, n, last, first));
         }
     }
 }

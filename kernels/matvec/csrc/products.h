@@ -1,8 +1,8 @@
 // y[r,n] = sum_k x[r,k] W[n,k] for a few rows of x (products.c).
 //
-// W is float32, bfloat16, int8 or int4, packed as in kernels/matvec/__init__.py, or blocks as in GGUF (blocks.c). An output is the horizontal sum of one
-// accumulator vector, whose lanes add their products in the same order for any R. A row's result is therefore bitwise independent
-// of the rows beside it.
+// W is float32, bfloat16, int8 or int4, packed as in kernels/matvec/__init__.py, or GGUF's blocks (blocks.c). An output is the
+// horizontal sum of one accumulator vector, whose lanes add their products in the same order for any R. A row's result is
+// therefore bitwise independent of the other rows.
 
 #pragma once
 #define LANES 8                          // everywhere except in the products, which use wider vectors where the CPU has them
@@ -59,10 +59,10 @@ void unpack_blocks(enum kind kind, const void *w, int64_t K, int64_t n, float *r
 void matmul_by_columns(const struct product *p, int64_t N, int64_t begin, int64_t end);
 
 // Each output is the sum of a single lane, input after input. W is finite and stored by input, (K,N): skips weights whose inputs
-// are zero in every row of a tile. begin is a multiple of SPARSE_TILE. Rounds x itself.
+// are zero in every row of a tile, which can change only the sign of a zero. begin is a multiple of SPARSE_TILE. Rounds x itself.
 void matmul_sparse(const struct product *p, int64_t N, int64_t begin, int64_t end);
 
-// The same, to the bit, for a bfloat16 W stored by output, (N,K), of which it reads all.
+// The same, to the bit, for a bfloat16 W stored by output, (N,K), of which it reads all. K is a multiple of 8.
 void matmul_in_order(const struct product *p, int64_t begin, int64_t end);
 
 // Rounds numbers first to first + n - 1 of a row x (K) for a product of that kind: writes q and, as the product's x, `floats`.

@@ -3,7 +3,7 @@ change of these would make it a different run, and is refused.
 """
 
 from collections.abc import Collection
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import is_dataclass, replace
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -110,13 +110,7 @@ def require_unfinished(run: Run) -> None:
 
 def _restart(request: Request, out_dir: Path) -> Run:
     """The run restarted at step 0 with its saved configuration, because it has no checkpoint."""
-    path = out_dir / CONFIG_FILE
-    saved = _read_config(path)
-    try:
-        _from_plain(saved)
-    except (TypeError, AttributeError) as error:         # values of types that no run writes
-        raise UserError(f"{path} is damaged ({error}): restore it, or choose another out_dir") from None
-    merged = _merge(request, out_dir, saved)
+    merged = _merge(request, out_dir, _read_config(out_dir / CONFIG_FILE))
     if merged.init_from is None:
         return Run(out_dir, merged)
     sized, checkpoint, tokenizer = open_init_checkpoint(merged, request.user_keys)
@@ -130,9 +124,7 @@ def _read_config(path: Path) -> JsonObject:
         saved = yaml.safe_load(text)
     except (yaml.YAMLError, ValueError) as error:
         raise UserError(f"{path} is damaged ({' '.join(str(error).split())}): restore it, or choose another out_dir") from None
-    groups = [item.name for item in fields(TrainConfig) if is_dataclass(item.type)]
-    if not isinstance(saved, dict) or not RUN_GROUPS <= saved.keys() or not all(
-            isinstance(saved.get(group, {}), dict) for group in groups):         # earlier versions had fewer groups
+    if not isinstance(saved, dict) or not RUN_GROUPS <= saved.keys():
         raise UserError(f"{path} is damaged: it must have the options that a run writes; restore it, or choose another out_dir")
     return saved
 
@@ -175,18 +167,23 @@ def _group_options(chosen: Collection[str], user_keys: Collection[str], init_fro
 
 
 def _from_plain(plain: JsonObject) -> TrainConfig:
-    """The inverse of as_plain. Raises UserError for unknown options and invalid values."""
-    defaults = TrainConfig()
-    values: JsonObject = {}
-    for name, value in plain.items():
-        default = getattr(defaults, name, None)
-        unknown = [name] if name not in defaults.__dict__ else (
-            [f"{name}.{option}" for option in value if option not in default.__dict__] if is_dataclass(default) else [])
-        if unknown:
-            raise UserError(f"the run has the option {unknown[0]}, which this version of timemix lacks: resume it in the "
-                            "version that started it, or start a new run with its weights, init_from=")
-        if is_dataclass(default):
-            group: Any = type(default)
-            value = group(**{option: tuple(item) if isinstance(item, list) else item for option, item in value.items()})
-        values[name] = value
-    return TrainConfig(**values)
+    """The inverse of as_plain. Raises UserError for unknown options, invalid values, and values of the wrong type."""
+    try:
+        config: TrainConfig = _instance(TrainConfig, plain)
+    except (TypeError, AttributeError) as error:
+        raise UserError(f"the run's saved options are damaged ({error}): restore config.yaml or the checkpoint, or start a new "
+                        "run") from None
+    return config
+
+
+def _instance(kind: type, plain: JsonObject, prefix: str = "") -> Any:
+    """An instance of the dataclass `kind`, whose fields may be dataclasses. prefix: of the options' names, for errors."""
+    defaults = vars(kind())
+    names = plain.keys()
+    unknown = [name for name in names if name not in defaults]
+    if unknown:
+        raise UserError(f"the run has the option {prefix}{unknown[0]}, which this version of timemix lacks: resume it in the "
+                        "version that started it, or start a new run with its weights, init_from=")
+    groups = {name: type(default) for name, default in defaults.items() if is_dataclass(default)}
+    return kind(**{name: _instance(groups[name], value, f"{name}.") if name in groups else
+                   tuple(value) if isinstance(value, list) else value for name, value in plain.items()})

@@ -179,7 +179,8 @@ def test_an_option_of_a_newer_version_is_named(tmp_path: Path, option: str) -> N
 
 
 @pytest.mark.parametrize("damaged", [b"", b"\0" * 60, b"model: [\n", b"- model\n", b"seed: 3\n", b"model: 3\n", b"\xff\n",
-                                     b"seed: 2020-13-45\n", yaml.safe_dump(as_plain(TrainConfig()) | {3: 4}).encode()])
+                                     b"seed: 2020-13-45\n",
+                                     yaml.safe_dump(as_plain(TrainConfig()) | {"model": "small"}).encode()])
 def test_a_damaged_configuration_is_named(tmp_path: Path, damaged: bytes) -> None:
     """Of a run that has no checkpoint, which holds the configuration too."""
     (tmp_path / "config.yaml").write_bytes(damaged)
