@@ -32,9 +32,9 @@ def write_q4_k_m(source: Path, target: Path) -> None:
             continue
         width, rows = map(int, tensor.shape)
         is_finer = tensor.name == HEAD or (tensor.name.endswith(FINER) and int(tensor.name.split(".")[1]) % 2 == 0)
-        form = "q6_k" if is_finer else "q4_k"
-        blocks = random_blocks(form, rows, width, generator).weight.numpy()
-        writer.add_tensor(tensor.name, np.ascontiguousarray(blocks), raw_dtype=gguf.GGMLQuantizationType[form.upper()])
+        format = "q6_k" if is_finer else "q4_k"
+        blocks = random_blocks(format, rows, width, generator).weight.numpy()
+        writer.add_tensor(tensor.name, np.ascontiguousarray(blocks), raw_dtype=gguf.GGMLQuantizationType[format.upper()])
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -43,7 +43,7 @@ from rwkv.generation.request import Request
 from rwkv.generation.sampling import drawing_on, next_tokens
 from rwkv.generation.stopping import StoppingCriteria
 from rwkv.model.base import generation
-from rwkv.model.fused import form as fused_form
+from rwkv.model.fused import format as fused_form
 from rwkv.model.quantized import to_packed
 from rwkv.pretrained import RWKV
 from rwkv.tokenizer.tokenizers import Tokenizer
@@ -379,11 +379,11 @@ def decode(check: Check) -> None:
     them; float16 costs as much as bfloat16, so only the small one is."""
     tiny, small, large = ("tiny", 2, 64), ("0.1b", 12, 768), ("1.5b", 24, 2048)
     sizes = (small, large) if check.on_gpu else (tiny,)
-    for form in ("bfloat16", "int8", "int4", "float16", "float32") if check.on_gpu else ("bfloat16", "float32"):
-        for name, L, C in sizes[-1:] if form.startswith("int") else sizes[:1] if form == "float16" else sizes:
-            about = {"model": name, "dtype": form}
+    for format in ("bfloat16", "int8", "int4", "float16", "float32") if check.on_gpu else ("bfloat16", "float32"):
+        for name, L, C in sizes[-1:] if format.startswith("int") else sizes[:1] if format == "float16" else sizes:
+            about = {"model": name, "dtype": format}
             with check.measuring(**about):
-                _decode(check, _generating(check, L, C, form), about)
+                _decode(check, _generating(check, L, C, format), about)
             check._require_life()
 
 
@@ -414,10 +414,10 @@ def _decode(check: Check, model: RWKV, about: dict[str, Any]) -> None:
             check.add(**about, prefill=T, ms=ms, tok_s=1000 * T / ms)
 
 
-def _generating(check: Check, L: int, C: int, form: str) -> RWKV:
+def _generating(check: Check, L: int, C: int, format: str) -> RWKV:
     """A random model with its weights in this dtype."""
-    packed = form.startswith("int")
-    dtype = torch.float32 if packed else getattr(torch, form)
+    packed = format.startswith("int")
+    dtype = torch.float32 if packed else getattr(torch, format)
     operator = select("wkv7", AUTO, check.device, dtype)
     with torch.device(check.device):
         model = RWKV(ModelConfig(generation="rwkv7", n_layer=L, n_embd=C), 65536 if check.on_gpu else 256, operator)
@@ -427,7 +427,7 @@ def _generating(check: Check, L: int, C: int, form: str) -> RWKV:
             parameter.normal_(std=0.02)
             if not name.endswith("w0"):
                 parameter.data = parameter.data.to(dtype)
-    return to_packed(model.cpu(), form, check.device) if packed else model
+    return to_packed(model.cpu(), format, check.device) if packed else model
 
 
 def serve(check: Check) -> None:

@@ -102,9 +102,9 @@ def compare(programs: dict[tuple[str, str], list[str]]) -> list[Row]:
                 for work, samples in seconds[key].items():
                     samples.append(process.seconds(work))
     rows = []
-    for (of, form), process in workers.items():
-        middle = {work: median(samples) for work, samples in seconds[of, form].items()}
-        rows += [{"of": of, "dtype": form, "what": work} | _limits(process, middle, work)
+    for (of, dtype), process in workers.items():
+        middle = {work: median(samples) for work, samples in seconds[of, dtype].items()}
+        rows += [{"of": of, "dtype": dtype, "what": work} | _limits(process, middle, work)
                  | {key: process.header[key] for key in ("load_s", "first_token_s", "peak_mib")}
                  for work in middle if work != READ and not work.startswith(LIMIT)]
     return rows
@@ -173,15 +173,15 @@ def _programs(args: argparse.Namespace, folder: Path, width: str, dtype: str) ->
     if args.generation == "rwkv7" and width in IN_BLOCKS:
         name = IN_BLOCKS[width]
         files["timemix", name] = (BLOCKS, f"{name}.gguf")
-    ours = {key: [sys.executable, "-m", "benchmarks.generation", "--measure", form, "--checkpoint", str(folder / file),
-                  "--batch", sizes[0], "--prompt", sizes[1]] for key, (form, file) in files.items()}
+    ours = {key: [sys.executable, "-m", "benchmarks.generation", "--measure", dtype, "--checkpoint", str(folder / file),
+                  "--batch", sizes[0], "--prompt", sizes[1]] for key, (dtype, file) in files.items()}
     pythons = {"rwkv": args.peers, "transformers": args.peers, "llama.cpp": args.llama,
                "rwkv.cpp": args.rwkv_cpp and sys.executable}
     script = str(hardware.ROOT / "benchmarks" / "_peer_generation.py")
     lacking = LACKING[args.generation]
-    peers = {(peer, form): [str(pythons[peer]), "-I", script, peer, form, str(folder), *sizes]
-             for peer, forms in PEER_FORMATS[width].items() for form in forms
-             if pythons[peer] and (peer, None) not in lacking and (peer, form) not in lacking}
+    peers = {(peer, dtype): [str(pythons[peer]), "-I", script, peer, dtype, str(folder), *sizes]
+             for peer, dtypes in PEER_FORMATS[width].items() for dtype in dtypes
+             if pythons[peer] and (peer, None) not in lacking and (peer, dtype) not in lacking}
     return {**ours, **peers}
 
 

@@ -1,8 +1,8 @@
-"""python -m benchmarks.in_place [--shape SHAPE] [--forms FORM,...] [--repeats N] [--json FILE]: starts from large files.
+"""python -m benchmarks.in_place [--shape SHAPE] [--variants VARIANT,...] [--repeats N] [--json FILE]: starts from large files.
 
-For each form of a random model in a released shape: the size of the file, seconds from the start of generate.py to its first
+For each variant of a random model in a released shape: the size of the file, seconds from the start of generate.py to its first
 output byte, its memory besides the mapped file (the peak of RssAnon, of which importing torch takes 0.15 GiB), and tokens per
-second after the first byte. A form is DTYPE, a .safetensors in this dtype, or DTYPE/pth, a bfloat16 .pth converted to this
+second after the first byte. A variant is DTYPE, a .safetensors in this dtype, or DTYPE/pth, a bfloat16 .pth converted to this
 dtype at each start. These starts alternate with a process that only imports torch and reads the largest file: the lower bound.
 Medians are shown. Linux only. The last line of standard output is the result as JSON.
 """
@@ -27,7 +27,7 @@ from kernels.bench.text import aligned
 from kernels.machine import hardware
 from rwkv.checkpoint.files import write_checkpoint
 
-FORMS = ("bfloat16", "bfloat16/pth", "int8", "int8/pth", "int4", "int4/pth")
+VARIANTS = ("bfloat16", "bfloat16/pth", "int8", "int8/pth", "int4", "int4/pth")
 LOWER_BOUND = "import torch, read"
 PROMPT = "The first thing that"
 NEW_TOKENS = 64
@@ -46,25 +46,26 @@ class Start(NamedTuple):
 def main(argv: list[str] | None = None) -> None:
     parser = Parser("benchmarks.in_place", __doc__)
     parser.add_argument("--shape", choices=SHAPES, default="1.5b", metavar="SHAPE", help=f"one of {', '.join(SHAPES)}")
-    parser.add_argument("--forms", type=some_of(FORMS), default=FORMS, metavar="FORM,...", help=f"some of {', '.join(FORMS)}")
+    parser.add_argument("--variants", type=some_of(VARIANTS), default=VARIANTS, metavar="VARIANT,...",
+                        help=f"some of {', '.join(VARIANTS)}")
     parser.add_argument("--repeats", type=at_least(1), default=3, metavar="N")
     parser.add_argument("--tokens", type=at_least(2), default=NEW_TOKENS, metavar="N", help="tokens of each text")
     parser.add_argument("--folder", type=Path, metavar="FOLDER", help="folder for temporary files; default: the system's")
     parser.add_argument("--json", type=output_file, metavar="FILE")
     args = parser.parse_args(argv)
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
-        files = {form: _write(Path(folder), args.shape, form) for form in args.forms}
+        files = {variant: _write(Path(folder), args.shape, variant) for variant in args.variants}
         starts = _measure(files, Path(folder), args.repeats, args.tokens)
         report = {"machine": hardware.describe("cpu"), "shape": args.shape,
-                  "forms": {form: _summary(files.get(form), each) for form, each in starts.items()}}
-    rows = [[form, *(f"{value:.2f}" for value in each.values())] for form, each in report["forms"].items()]     # type: ignore
-    print(aligned([["form", "file, GiB", "first byte, s", "beside the file, GiB", "tokens/s"], *rows]), flush=True)
+                  "variants": {variant: _summary(files.get(variant), each) for variant, each in starts.items()}}
+    rows = [[variant, *(f"{value:.2f}" for value in each.values())] for variant, each in report["variants"].items()]     # type: ignore
+    print(aligned([["variant", "file, GiB", "first byte, s", "beside the file, GiB", "tokens/s"], *rows]), flush=True)
     publish(report, args.json)
 
 
-def _write(folder: Path, shape: str, form: str) -> Path:
-    """The file of a form. All forms with /pth share one."""
-    dtype, _, suffix = form.partition("/")
+def _write(folder: Path, shape: str, variant: str) -> Path:
+    """The file of a variant. All variants with /pth share one."""
+    dtype, _, suffix = variant.partition("/")
     path = folder / (f"model.{suffix}" if suffix else f"{dtype}.safetensors")
     if not path.exists():
         write_checkpoint(random_checkpoint(shape), path, None if suffix else dtype)
@@ -78,13 +79,13 @@ def _measure(files: dict[str, Path], folder: Path, repeats: int, tokens: int) ->
     starts = defaultdict(list)
     for turn in range(repeats + 1):      # the first start fills the caches
         measured = {LOWER_BOUND: _start(read, folder, 0, 0)}
-        for form, file in files.items():
+        for variant, file in files.items():
             generate = [sys.executable, "generate.py", f"checkpoint={file}", "tokenizer=world", f"prompt={PROMPT}",
-                        f"max_new_tokens={tokens}", f"dtype={form.partition('/')[0]}", "device=cpu"]
-            measured[form] = _start(generate, folder, len(PROMPT), tokens)
+                        f"max_new_tokens={tokens}", f"dtype={variant.partition('/')[0]}", "device=cpu"]
+            measured[variant] = _start(generate, folder, len(PROMPT), tokens)
         if turn:
-            for form, start in measured.items():
-                starts[form].append(start)
+            for variant, start in measured.items():
+                starts[variant].append(start)
     return starts
 
 

@@ -258,9 +258,10 @@ def peers(checkpoint: Path, dtype: str, args: argparse.Namespace) -> Iterator[di
                     rates[key]["busy"].append(rate_over_http(server, texts, args.seconds / args.turns, turn)[0])
                     company.send_signal(signal.SIGSTOP)
                     server.signal(signal.SIGSTOP)
-            for (of, form), measured in rates.items():
-                row = {"of": of, "dtype": form, "texts": texts, **{name: median(samples) for name, samples in measured.items()}}
-                print(f"{of:10}{form:9}{texts:3} texts: {row['quiet']:.0f} tokens/s, beside a busy process {row['busy']:.0f} "
+            for (of, dtype), measured in rates.items():
+                row = {"of": of, "dtype": dtype, "texts": texts,
+                       **{name: median(samples) for name, samples in measured.items()}}
+                print(f"{of:10}{dtype:9}{texts:3} texts: {row['quiet']:.0f} tokens/s, beside a busy process {row['busy']:.0f} "
                       f"({row['busy'] / row['quiet']:.0%})", flush=True)
                 yield row
 

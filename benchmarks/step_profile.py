@@ -9,7 +9,7 @@ vocabulary of 2,048.
     products    matrix products; in the part optimiser, those of muon and normuon
     wkv         the operator
     norm        LayerNorm; the norm of RWKV-7's heads is fused, and counts as pointwise
-    pointwise   elementwise operations, and the fused C forms (mixes, gates, ReLU^2)
+    pointwise   elementwise operations, and the fused C functions (mixes, gates, ReLU^2)
     other       copies, casts, sums, the embedding, the softmax of the loss, AdamW
     between     Python, autograd and PyTorch's dispatch: time outside of operations
 

@@ -47,7 +47,7 @@ class Requires:
     """An implementation's requirements. Operators pad, cast or reject their inputs accordingly.
 
     packages: required packages besides torch.  devices: supported torch device types.  dtypes: supported dtypes; inputs of
-    other floating-point dtypes are cast to float32, and the results are cast back.  forms: supported packed formats (matvec).
+    other floating-point dtypes are cast to float32, and the results are cast back.  formats: supported packed formats (matvec).
     rounded: input dtypes to which the implementation also rounds intermediate results, including states; the operator's
     cases.py has larger tolerances for them.
     T_multiple, N_multiple: callers pad T and N to multiples of these.  N_sizes: all supported N, ascending; callers pad N to
@@ -61,7 +61,7 @@ class Requires:
     packages: tuple[str, ...] = ()
     devices: tuple[str, ...] = ("cpu", "cuda")
     dtypes: "tuple[torch.dtype, ...]" = field(default_factory=_float32)
-    forms: tuple[str, ...] = ()
+    formats: tuple[str, ...] = ()
     rounded: "tuple[torch.dtype, ...]" = ()
     T_multiple: int = 1
     N_multiple: int = 1

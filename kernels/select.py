@@ -70,8 +70,8 @@ RULES = {
     ("matvec", "cpu", "bfloat16"): MATVEC,
     ("matvec", "cpu", "int8"): Rule(("fbgemm", "c_v0", "reference"), measured=False),
     ("matvec", "cpu", "int4"): Rule(("c_v0", "reference"), measured=False),
-    **{("matvec", "cpu", form): Rule(("c_v0", "reference"), measured=False)
-       for form in ("q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "q4_k", "q5_k", "q6_k")},
+    **{("matvec", "cpu", format): Rule(("c_v0", "reference"), measured=False)
+       for format in ("q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "q4_k", "q5_k", "q6_k")},
     ("draw", "cpu", "float32"): Rule(("c_v0",), measured=True),
     ("draw", "cuda", "float32"): Rule(("triton_v0",), measured=False),
 }

@@ -44,7 +44,7 @@ from rwkv.model.quantized import IN_C, BlockLinear, Int4Linear, Int8Linear, to_b
 from rwkv.tokenizer.tokenizers import Tokenizer
 
 AUTO = "auto"
-FORMS_OF_BLOCKS = tuple(name.upper() for name in matvec.BLOCKS)
+BLOCK_FORMATS = tuple(name.upper() for name in matvec.BLOCKS)
 ALL_SURVIVES = 0.995                     # no line is printed if a larger fraction of the training survives
 REQUANTISED = "blocks.0.att.key.weight"        # the matrix on which a second rounding is measured
 
@@ -115,7 +115,7 @@ class RWKV(Model):
             raise UserError(f"dtype={dtype} requires a CPU or a CUDA device; got {device}: use dtype=bfloat16")
         group = generation(checkpoint.config).group
         packed = {name: matrix.read() if mmap else matrix.read().map(torch.clone) for name, matrix in checkpoint.packed.items()
-                  if matrix.form == dtype and checkpoint.fingerprint is not None}        # packed weights have no fingerprint
+                  if matrix.format == dtype and checkpoint.fingerprint is not None}        # packed weights have no fingerprint
         stored = checkpoint.weights.stored
         later = {name: tensor.get for name, tensor in stored.items()
                  if name not in packed and is_linear_weight(name, group(name)) and not tensor.mapped}
@@ -163,7 +163,7 @@ class RWKV(Model):
         """
         quantised = next((layer for layer in self.modules() if isinstance(layer, Int8Linear | Int4Linear | BlockLinear)), None)
         if quantised is not None:
-            raise UserError(f"a model in {quantised.form} cannot be saved, because its matrices are quantised: load it with "
+            raise UserError(f"a model in {quantised.format} cannot be saved, because its matrices are quantised: load it with "
                             "dtype=float32 or bfloat16 and save that model (.safetensors can store it in int8 or int4)")
         if self.time_states():
             raise UserError("save_pretrained cannot write the model's tuned state: timemix convert writes weights and "
@@ -311,9 +311,9 @@ def resolved_dtype(dtype: str, device: str, checkpoint: Checkpoint) -> tuple[str
     result. Where the C library cannot run, blocks resolves to float32; where it can, int4 of a calibrated file resolves to
     blocks. Raises UserError for blocks on a GPU, or with a file without blocks.
     """
-    forms = sorted({matrix.form.upper() for matrix in checkpoint.packed.values() if matrix.dtype == dtype != matrix.form})
-    if forms and torch.device(device).type == "cpu" and why_not("matvec", IN_C) is None:
-        return BLOCKS, f"{dtype}, calibrated: the file's {', '.join(forms)} as they are"
+    formats = sorted({matrix.format.upper() for matrix in checkpoint.packed.values() if matrix.dtype == dtype != matrix.format})
+    if formats and torch.device(device).type == "cpu" and why_not("matvec", IN_C) is None:
+        return BLOCKS, f"{dtype}, calibrated: the file's {', '.join(formats)} as they are"
     if dtype not in (AUTO, BLOCKS):
         return dtype, None
     if torch.device(device).type != "cpu":
@@ -324,7 +324,7 @@ def resolved_dtype(dtype: str, device: str, checkpoint: Checkpoint) -> tuple[str
     types = {str(tensor.blocks) for tensor in checkpoint.weights.stored.values() if tensor.has_blocks()}
     if not types:
         if dtype == BLOCKS:
-            raise UserError(f"dtype=blocks requires a GGUF or calibrated file with matrices in {', '.join(FORMS_OF_BLOCKS)}, "
+            raise UserError(f"dtype=blocks requires a GGUF or calibrated file with matrices in {', '.join(BLOCK_FORMATS)}, "
                             f"and {checkpoint.path} has none: use dtype=int8, int4 or float32")
         return default_dtype(device), None
     names = ", ".join(sorted(types))
@@ -363,7 +363,7 @@ def rounded_adapters(checkpoint: Checkpoint, dtype: str) -> list[str]:
 
 def repacked(checkpoint: Checkpoint, dtype: str) -> list[str]:
     """A line, if the file's packed matrices of this dtype are in the memory order of an earlier version of timemix; else []."""
-    if not any(matrix.repacked for matrix in checkpoint.packed.values() if matrix.form == dtype):
+    if not any(matrix.repacked for matrix in checkpoint.packed.values() if matrix.format == dtype):
         return []
     return [f"{checkpoint.path} has {dtype} matrices in the memory order of an earlier version, so each start takes more "
             "memory and time: convert the file once to a new .safetensors with timemix convert"]

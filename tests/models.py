@@ -73,16 +73,16 @@ class Rounding(nn.Module):
         return cast(Tensor, self._matvec(x, self._packed))
 
 
-def in_form(model: RWKV, form: str) -> RWKV:
+def in_format(model: RWKV, format: str) -> RWKV:
     """Converts the model's matrices to a format of kernels/matvec, without gradients; GGUF's blocks are random."""
     model = model.requires_grad_(False).eval()
-    if form in BLOCKS:
+    if format in BLOCKS:
         generator = torch.Generator().manual_seed(0)
-        return to_blocks(model, {f"{name}.weight": random_blocks(form, *layer.weight.shape, generator)
+        return to_blocks(model, {f"{name}.weight": random_blocks(format, *layer.weight.shape, generator)
                                  for name, layer in model.named_modules() if isinstance(layer, (nn.Linear, nn.Embedding))})
-    if form in ("int8", "int4"):
-        return {"int8": to_int8, "int4": to_int4}[form](model)
-    return model.to(getattr(torch, form))
+    if format in ("int8", "int4"):
+        return {"int8": to_int8, "int4": to_int4}[format](model)
+    return model.to(getattr(torch, format))
 
 
 def exact(model: RWKV) -> RWKV:

@@ -108,7 +108,7 @@ def _load_warning() -> str | None:
 
 def measure(op: str, shape: Shape, device: str, dtype: str, only: list[str], budget_s: float) -> dict[str, Any]:
     """Measures one shape, and returns JSON data: limits, results, and why implementations were skipped or are wrong."""
-    case: BenchCase = case_of(op)(*shape, device, getattr(torch, dtype, dtype))     # a GGUF form is not a torch dtype
+    case: BenchCase = case_of(op)(*shape, device, getattr(torch, dtype, dtype))     # a GGUF format is not a torch dtype
     names = [name for name in case.names() if not only or name in only or name == case.baseline]
     sizes = dict(zip(case.AXES, shape, strict=True))
     at = f"{op} {_sizes(sizes)}"

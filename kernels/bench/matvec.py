@@ -7,7 +7,7 @@ from torch import Tensor
 
 from kernels import compare
 from kernels.bench.case import BenchCase, Costs, Pass, costs
-from kernels.matvec import FORMS, Int8, MatVec, cases
+from kernels.matvec import FORMATS, Int8, MatVec, cases
 
 
 class Case(BenchCase):
@@ -15,16 +15,16 @@ class Case(BenchCase):
 
     op = "matvec"
     AXES = ("N", "K", "R")
-    DTYPES = tuple(FORMS)
+    DTYPES = tuple(FORMATS)
     SHAPES = cases.BENCH_SHAPES
     baseline = "torch_linear"
 
     def __init__(self, N: int, K: int, R: int, device: str, dtype: torch.dtype | str = torch.float32) -> None:
         self.device = device
-        self.form = str(dtype).removeprefix("torch.")
-        if self.form == Int8.form:
+        self.format = str(dtype).removeprefix("torch.")
+        if self.format == Int8.format:
             self.baseline = "fbgemm"
-        self.x, self.packed = cases.inputs(R, N, K, self.form, device=device)
+        self.x, self.packed = cases.inputs(R, N, K, self.format, device=device)
         self.reference = cases.expected(self.x, self.packed)
 
     @staticmethod
@@ -37,8 +37,8 @@ class Case(BenchCase):
 
     def why_not(self, name: str) -> str | None:
         reason = super().why_not(name)
-        if reason is None and self.form not in MatVec(name).requires.forms:
-            reason = f"{name} does not support the form {self.form}"
+        if reason is None and self.format not in MatVec(name).requires.formats:
+            reason = f"{name} does not support the format {self.format}"
         return reason
 
     def estimate(self, name: str) -> Costs:
@@ -46,7 +46,7 @@ class Case(BenchCase):
 
     def errors(self, name: str) -> tuple[dict[str, float], dict[str, str]]:
         result = compare.errors({"y": MatVec(name)(self.x, self.packed)}, {"y": self.reference})
-        return result, compare.misses(result, cases.tolerance(name, self.form))
+        return result, compare.misses(result, cases.tolerance(name, self.format))
 
     def passes(self, name: str) -> list[Pass]:
         """The product as a decoder calls it, prepared in advance. The least possible traffic is one read of the weights."""

@@ -2,7 +2,7 @@
 
     y[r,n] = sum_k x[r,k] W[n,k]          x (R,K), W (N,K), y (R,N)
 
-In one line of PyTorch: x @ W.T. W is packed in one of these formats ("forms"), each a class; q are integers:
+In one line of PyTorch: x @ W.T. W is packed in one of these formats, each a class; q are integers:
 
     float32               not rounded
     bfloat16              rounded; x is rounded too
@@ -15,11 +15,11 @@ In one line of PyTorch: x @ W.T. W is packed in one of these formats ("forms"), 
 In every format the order of summation is the same for all R, so the bits of a row's result do not depend on the other rows. In
 int8 the sums are of integers, so that all implementations give the same bits.
 
-An implementation is a file in this folder. Its REQUIRES lists the supported forms, and float64 among the dtypes if that is
-supported. Its bind(weights) takes n packed weights with the same form and K, prepares whatever can be prepared once, and
+An implementation is a file in this folder. Its REQUIRES lists the supported formats, and float64 among the dtypes if that is
+supported. Its bind(weights) takes n packed weights with the same format and K, prepares whatever can be prepared once, and
 returns a function that computes n outputs y (R,N) from x (n,R,K). x is contiguous, in float32 or float64, and already rounded
-by the form's `rounded`; y is contiguous and in the dtype of x. An implementation may also define dense(packed, dtype), a faster
-packed.dense(dtype) with the same bits.
+by the format's `rounded`; y is contiguous and in the dtype of x. An implementation may also define dense(packed, dtype), which
+returns the bits of packed.dense(dtype) faster.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -44,15 +44,15 @@ Bound = Callable[[Tensor], list[Tensor]]
 
 @dataclass(frozen=True, eq=False)
 class Packed:
-    """A matrix W (N,K) in one form. Its fields: first tensors, each with N as first axis, then numbers. Iterates over
+    """A matrix W (N,K) in one format. Its fields: first tensors, each with N as first axis, then numbers. Iterates over
     tensors."""
 
     weight: Tensor
-    form: ClassVar[str]
+    format: ClassVar[str]
 
     @classmethod
     def of(cls, weight: Tensor) -> Self:
-        """Packs W (N,K), floating-point, in this form."""
+        """Packs W (N,K), floating-point, in this format."""
         raise NotImplementedError
 
     def dense(self, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -60,7 +60,7 @@ class Packed:
         return self.weight.to(dtype)
 
     def rounded(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Returns x (...,K) rounded as this form's products require, and the factor (...,1) that y still needs, or None."""
+        """Returns x (...,K) rounded as this format's products require, and the factor (...,1) that y still needs, or None."""
         return x, None
 
     @property
@@ -90,7 +90,7 @@ class Packed:
 class Float32(Packed):
     """weight: W in float32; it shares W's memory if W is already float32 and contiguous."""
 
-    form = "float32"
+    format = "float32"
 
     @classmethod
     def of(cls, weight: Tensor) -> Self:
@@ -100,7 +100,7 @@ class Float32(Packed):
 class BFloat16(Packed):
     """weight: W in bfloat16; it shares W's memory if W is already bfloat16 and contiguous."""
 
-    form = "bfloat16"
+    format = "bfloat16"
 
     @classmethod
     def of(cls, weight: Tensor) -> Self:
@@ -137,7 +137,7 @@ class Rounding(NamedTuple):
 class Int8(Packed):
     """weight: q (N,K) int8; scale (N,) float32. bits, non_negative: the Rounding of x."""
 
-    form = "int8"
+    format = "int8"
     scale: Tensor
     bits: int = 7
     non_negative: bool = False
@@ -147,7 +147,7 @@ class Int8(Packed):
         """Packs W. Raises ValueError if K is so large that sums may not fit into 32 bits (above 133,144 for 7 bits)."""
         most = (2**31 - 1) // (127 * (2**bits - 1))
         if weight.shape[1] > most:
-            raise ValueError(f"int8: K of W (N,K) must be at most {most:,}; got {tuple(weight.shape)}: use another form")
+            raise ValueError(f"int8: K of W (N,K) must be at most {most:,}; got {tuple(weight.shape)}: use another format")
         return cls(*_packing.int8(weight), bits, non_negative)
 
     def dense(self, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -169,7 +169,7 @@ class Int4(Packed):
     q[2w + i] | q[2w + i + 16] << 4. scale, shift (N,G) bfloat16. width: K.
     """
 
-    form = "int4"
+    format = "int4"
     scale: Tensor
     shift: Tensor
     width: int
@@ -227,7 +227,7 @@ class Blocks(Packed):
 
     @classmethod
     def of(cls, weight: Tensor) -> Self:
-        raise ValueError(f"{cls.form} can be read from GGUF files, but W (N,K) cannot be packed in it: use int8 or int4")
+        raise ValueError(f"{cls.format} can be read from GGUF files, but W (N,K) cannot be packed in it: use int8 or int4")
 
     def dense(self, dtype: torch.dtype = torch.float32) -> Tensor:
         wide = torch.promote_types(dtype, torch.float32)
@@ -261,39 +261,39 @@ class KQuant(Blocks):
 
 
 class Q8_0(Blocks):
-    form, bytes_per_block, values = "q8_0", 34, _blocks.q8_0
+    format, bytes_per_block, values = "q8_0", 34, _blocks.q8_0
 
 
 class Q4_0(Blocks):
-    form, bytes_per_block, values = "q4_0", 18, _blocks.q4_0
+    format, bytes_per_block, values = "q4_0", 18, _blocks.q4_0
 
 
 class Q4_1(Blocks):
-    form, bytes_per_block, halves, values = "q4_1", 20, (0, 2), _blocks.q4_1
+    format, bytes_per_block, halves, values = "q4_1", 20, (0, 2), _blocks.q4_1
 
 
 class Q5_0(Blocks):
-    form, bytes_per_block, values = "q5_0", 22, _blocks.q5_0
+    format, bytes_per_block, values = "q5_0", 22, _blocks.q5_0
 
 
 class Q5_1(Blocks):
-    form, bytes_per_block, halves, values = "q5_1", 24, (0, 2), _blocks.q5_1
+    format, bytes_per_block, halves, values = "q5_1", 24, (0, 2), _blocks.q5_1
 
 
 class Q4_K(KQuant):
-    form, bytes_per_block, halves, values = "q4_k", 144, (0, 2), _blocks.q4_k
+    format, bytes_per_block, halves, values = "q4_k", 144, (0, 2), _blocks.q4_k
 
 
 class Q5_K(KQuant):
-    form, bytes_per_block, halves, values = "q5_k", 176, (0, 2), _blocks.q5_k
+    format, bytes_per_block, halves, values = "q5_k", 176, (0, 2), _blocks.q5_k
 
 
 class Q6_K(KQuant):
-    form, bytes_per_block, halves, values = "q6_k", 210, (208,), _blocks.q6_k
+    format, bytes_per_block, halves, values = "q6_k", 210, (208,), _blocks.q6_k
 
 
-BLOCKS: dict[str, type[Blocks]] = {kind.form: kind for kind in (Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, Q4_K, Q5_K, Q6_K)}
-FORMS: dict[str, type[Packed]] = {**{kind.form: kind for kind in (Float32, BFloat16, Int8, Int4)}, **BLOCKS}
+BLOCKS: dict[str, type[Blocks]] = {kind.format: kind for kind in (Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, Q4_K, Q5_K, Q6_K)}
+FORMATS: dict[str, type[Packed]] = {**{kind.format: kind for kind in (Float32, BFloat16, Int8, Int4)}, **BLOCKS}
 KINDS = {name: kind for kind, name in enumerate(        # as in products.h; "bfloat16 as float32": x is not rounded
     ("float32", "bfloat16 as float32", "bfloat16", "int8", "int4", *BLOCKS))}
 
@@ -302,32 +302,32 @@ class MatVec(Operator):
     """The operator by the named implementation: `MatVec("c_v0")(x, packed) -> y`.
 
     x (...,K), floating-point; y (...,N) in the dtype of x. There is no gradient. For weights that are used often, `bind` is
-    faster. Raises ValueError for an unknown name, an x that has the wrong shape or requires a gradient, or a form that the
+    faster. Raises ValueError for an unknown name, an x that has the wrong shape or requires a gradient, or a format that the
     implementation does not support; KernelUnavailable if it cannot run on the device of x.
     """
 
     folder = "matvec"
-    inputs = "Tensor x, str form, Tensor[] tensors, int[] numbers"
+    inputs = "Tensor x, str format, Tensor[] tensors, int[] numbers"
     outputs = (("y", "x"),)              # y has the dtype of x; for its shape see _empty_outputs
     parts = (("bind",),)
 
     def __call__(self, x: Tensor, packed: Packed) -> Tensor:
         self._check(x, packed)
-        y, = self._function(x, packed.form, list(packed), packed.numbers)
+        y, = self._function(x, packed.format, list(packed), packed.numbers)
         return y
 
-    def _forward(self, x: Tensor, form: str, tensors: list[Tensor], numbers: list[int]) -> Tensor:
+    def _forward(self, x: Tensor, format: str, tensors: list[Tensor], numbers: list[int]) -> Tensor:
         if len(tensors[0]) == 0:
             return x.new_empty(*x.shape[:-1], 0)
-        kind: Any = FORMS[form]
+        kind: Any = FORMATS[format]
         packed = kind(*(tensor.detach().contiguous() for tensor in tensors), *numbers)
         y, = self.bind(packed)(x.detach().reshape(1, -1, x.shape[-1]))
         return y.view(*x.shape[:-1], -1)
 
     def bind(self, *weights: Packed) -> Bound:
-        """A function that multiplies by n weights with the same form and K, without checks.
+        """A function that multiplies by n weights with the same format and K, without checks.
 
-        The function takes x (n,R,K), one input for each weight, with R >= 1. It rounds all inputs as the first weight's form
+        The function takes x (n,R,K), one input for each weight, with R >= 1. It rounds all inputs as the first weight's format
         requires, and returns n outputs (R,N) in the dtype of x.
         """
         product = self._implementation.bind(weights)
@@ -349,12 +349,12 @@ class MatVec(Operator):
         matrix: Tensor = getattr(self._implementation, "dense", type(packed).dense)(packed, dtype)
         return matrix
 
-    def _empty_outputs(self, x: Tensor, form: str, tensors: list[Tensor], numbers: list[int]) -> list[Tensor]:
+    def _empty_outputs(self, x: Tensor, format: str, tensors: list[Tensor], numbers: list[int]) -> list[Tensor]:
         return [x.new_zeros(*x.shape[:-1], len(tensors[0]))]
 
     def _check(self, x: Tensor, packed: Packed) -> None:
-        if packed.form not in self.requires.forms:
-            raise ValueError(f"{self.name} does not support the form {packed.form}: use another implementation")
+        if packed.format not in self.requires.formats:
+            raise ValueError(f"{self.name} does not support the format {packed.format}: use another implementation")
         if x.dim() == 0 or x.shape[-1] != packed.K or not x.is_floating_point():
             raise ValueError(f"MatVec: x must be floating-point, (...,{packed.K}); got {x.dtype} of shape {tuple(x.shape)}")
         self.check_dtype(x.dtype)
@@ -370,28 +370,28 @@ def groups_of(K: int) -> int:
     return -(-K // (TOGETHER * GROUP)) * TOGETHER
 
 
-def pack(weight: Tensor, form: str) -> Packed:
-    """Packs W (N,K), floating-point, in the named form. Raises ValueError for other forms or shapes, or if Int8.of does."""
-    if form not in FORMS or weight.dim() != 2:
-        raise ValueError(f"pack requires a W (N,K) and one of {', '.join(FORMS)}; got {tuple(weight.shape)} and {form!r}")
-    return FORMS[form].of(weight)
+def pack(weight: Tensor, format: str) -> Packed:
+    """Packs W (N,K), floating-point, in the named format. Raises ValueError for other formats or shapes, or if Int8.of does."""
+    if format not in FORMATS or weight.dim() != 2:
+        raise ValueError(f"pack requires a W (N,K) and one of {', '.join(FORMATS)}; got {tuple(weight.shape)} and {format!r}")
+    return FORMATS[format].of(weight)
 
 
-def quantise(weight: Tensor, moments: Sequence[Tensor], form: str) -> Blocks:
+def quantise(weight: Tensor, moments: Sequence[Tensor], format: str) -> Blocks:
     """Packs W (N,K), finite and floating-point, in blocks that change its products least for inputs with given second moments.
 
-    moments: a symmetric matrix (k,k) for each window of k consecutive inputs. form: a result of calibrated_form. Raises
+    moments: a symmetric matrix (k,k) for each window of k consecutive inputs. format: a result of calibrated_format. Raises
     ValueError if the widths do not fit.
     """
-    elements = BLOCKS[form].elements
+    elements = BLOCKS[format].elements
     widths = [len(moment) for moment in moments]
     if sum(widths) != weight.shape[1] or any(width % elements for width in widths):
         raise ValueError(f"quantise requires moments of multiples of {elements} inputs, {weight.shape[1]} in all; got {widths}")
-    return BLOCKS[form](_calibrated.quantise(weight.detach(), moments, form))
+    return BLOCKS[format](_calibrated.quantise(weight.detach(), moments, format))
 
 
-def calibrated_form(K: int, bits: int) -> str:
-    """The form of blocks with 4-bit or 5-bit integers for rows of K elements (a multiple of 32): k-quants if 256 divides K."""
+def calibrated_format(K: int, bits: int) -> str:
+    """The block format for rows of K elements, a multiple of 32, in 4 or 5 bits: k-quants if 256 divides K."""
     return f"q{bits}_{'0' if K % KQuant.elements else 'k'}"
 
 

@@ -119,12 +119,12 @@ class Symmetric:
 LAYOUTS: dict[str, Layout] = {"q4_k": WithMinimum(4), "q5_k": WithMinimum(5), "q4_0": Symmetric(4), "q5_0": Symmetric(5)}
 
 
-def quantise(weight: Tensor, moments: Sequence[Tensor], form: str) -> Tensor:
-    """Quantises W (N,K), finite and floating-point, and returns its blocks (N, bytes of a row) uint8. form: a key of LAYOUTS.
+def quantise(weight: Tensor, moments: Sequence[Tensor], format: str) -> Tensor:
+    """Quantises W (N,K), finite and floating-point, and returns its blocks (N, bytes of a row) uint8. format: a key of LAYOUTS.
 
     moments: a matrix M (k,k) for each window of k consecutive columns of W; each k is a multiple of the elements of a block.
     """
-    layout = LAYOUTS[form]
+    layout = LAYOUTS[format]
     damped = [_damped(moment) for moment in moments]
     factors = [_factor(moment) for moment in damped]
     widths = [len(moment) for moment in moments]

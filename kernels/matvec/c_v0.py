@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from kernels import native
-from kernels.matvec import FORMS, GROUP, KINDS, TOGETHER, BFloat16, Blocks, Int4, Int8, KQuant, Packed
+from kernels.matvec import FORMATS, GROUP, KINDS, TOGETHER, BFloat16, Blocks, Int4, Int8, KQuant, Packed
 from kernels.registry import Requires
 
-REQUIRES = Requires(devices=("cpu",), why_not=native.why_not, forms=tuple(FORMS))
+REQUIRES = Requires(devices=("cpu",), why_not=native.why_not, formats=tuple(FORMATS))
 BLOCK = TOGETHER * GROUP                 # int4: numbers of a row in a block
 SMALL = 2**16                            # products up to which one thread finishes before a second would wake
 
@@ -23,7 +23,7 @@ def dense(packed: Packed, dtype: torch.dtype) -> Tensor:
     """The matrix W (N,K); int4 and GGUF's blocks are unpacked in C."""
     if isinstance(packed, Blocks):
         matrix = torch.empty(len(packed.weight), packed.K, dtype=torch.float32, device="cpu")
-        native.run("matvec_unpack_blocks", native.threads_for(len(matrix)), KINDS[packed.form], *matrix.shape,
+        native.run("matvec_unpack_blocks", native.threads_for(len(matrix)), KINDS[packed.format], *matrix.shape,
                    packed.weight.contiguous(), matrix)
         return matrix.to(dtype)
     if not isinstance(packed, Int4):
@@ -47,7 +47,7 @@ def _product(packed: Packed) -> Callable[[Tensor], Tensor]:
         floats, q = _inputs(x, packed)
         y = x.new_empty(R, N)
         threads = 1 if N * K * R <= SMALL else native.threads_for(N)
-        native.run("matvec", threads, KINDS[packed.form], N, K, R, floats.shape[1], K * q.itemsize, offset, threads,
+        native.run("matvec", threads, KINDS[packed.format], N, K, R, floats.shape[1], K * q.itemsize, offset, threads,
                    weight, scale, shift, floats, q, y)
         return y
 

@@ -15,25 +15,25 @@ TOLERANCE = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 4e-3, to
 ROUNDS_INPUTS = 6e-3                     # for PyTorch's bfloat16 products, which round x and y
 
 
-def inputs(R: int, N: int, K: int, form: str = "float32", dtype: torch.dtype = torch.float32, device: str = "cpu",
+def inputs(R: int, N: int, K: int, format: str = "float32", dtype: torch.dtype = torch.float32, device: str = "cpu",
            seed: int = 0) -> tuple[Tensor, Packed]:
     """x (R,K), normally distributed, and a packed W (N,K) such that y is about as large as x. K is rounded up to blocks."""
     generator = torch.Generator().manual_seed(seed)
-    K = width(form, K)
+    K = width(format, K)
     x = torch.randn(R, K, generator=generator, dtype=torch.float64).to(dtype)
-    packed = (random_blocks(form, N, K, generator) if form in BLOCKS else
-              pack(torch.randn(N, K, generator=generator) / max(K, 1) ** 0.5, form))
+    packed = (random_blocks(format, N, K, generator) if format in BLOCKS else
+              pack(torch.randn(N, K, generator=generator) / max(K, 1) ** 0.5, format))
     return x.to(device), packed.map(lambda tensor: tensor.to(device))
 
 
-def width(form: str, K: int) -> int:
-    """K, rounded up to whole blocks for the forms of GGUF."""
-    return -(-K // BLOCKS[form].elements) * BLOCKS[form].elements if form in BLOCKS else K
+def width(format: str, K: int) -> int:
+    """K, rounded up to whole blocks for the formats of GGUF."""
+    return -(-K // BLOCKS[format].elements) * BLOCKS[format].elements if format in BLOCKS else K
 
 
-def random_blocks(form: str, N: int, K: int, generator: torch.Generator) -> Blocks:
+def random_blocks(format: str, N: int, K: int, generator: torch.Generator) -> Blocks:
     """W (N,K) in blocks of random bytes, scaled so that its root mean square is about K^-0.5."""
-    kind = BLOCKS[form]
+    kind = BLOCKS[format]
     blocks = torch.randint(0, 256, (N * K // kind.elements, kind.bytes_per_block), generator=generator, dtype=torch.uint8)
     scale = 1.0
     for _ in range(2):                   # multiplying all scales multiplies all values
@@ -51,7 +51,7 @@ def expected(x: Tensor, packed: Packed) -> Tensor:
     return MatVec("reference")(x.double(), packed)
 
 
-def tolerance(name: str, form: str, dtype: torch.dtype = torch.float32) -> dict[str, float]:
+def tolerance(name: str, format: str, dtype: torch.dtype = torch.float32) -> dict[str, float]:
     """The largest allowed err_ratio of an implementation, for x of `dtype`."""
-    rounded = ROUNDS_INPUTS if name.startswith("torch") and form == "bfloat16" else 0.0
+    rounded = ROUNDS_INPUTS if name.startswith("torch") and format == "bfloat16" else 0.0
     return {"y": max(TOLERANCE[dtype], rounded)}

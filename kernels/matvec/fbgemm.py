@@ -9,7 +9,7 @@ from kernels.backends import fbgemm
 from kernels.matvec import Int8, Packed
 from kernels.registry import Requires
 
-REQUIRES = Requires(devices=("cpu",), forms=("int8",), why_not=fbgemm.why_not)
+REQUIRES = Requires(devices=("cpu",), formats=("int8",), why_not=fbgemm.why_not)
 
 
 def bind(weights: Sequence[Packed]) -> Callable[[Tensor], list[Tensor]]:

@@ -5,10 +5,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from kernels.matvec import FORMS, Int8, Packed
+from kernels.matvec import FORMATS, Int8, Packed
 from kernels.registry import Requires
 
-REQUIRES = Requires(dtypes=(torch.float32, torch.float64), forms=tuple(FORMS))
+REQUIRES = Requires(dtypes=(torch.float32, torch.float64), formats=tuple(FORMATS))
 
 
 def bind(weights: Sequence[Packed]) -> Callable[[Tensor], list[Tensor]]:

@@ -9,7 +9,7 @@ from torch import Tensor
 from kernels.matvec import Packed
 from kernels.registry import Requires
 
-REQUIRES = Requires(forms=("float32", "bfloat16"))
+REQUIRES = Requires(formats=("float32", "bfloat16"))
 
 
 def bind(weights: Sequence[Packed]) -> Callable[[Tensor], list[Tensor]]:

@@ -46,7 +46,7 @@ REQUIRES = Requires(packages=("triton",), devices=("cuda",), dtypes=(torch.float
 SIZES = ("T", "H")                   # not specialised, so that one compilation serves all B, T and H
 
 
-class Form(NamedTuple):
+class Precision(NamedTuple):
     """The precision of the products, and the launch parameters that fit it (tests/triton_resources.txt has the registers).
 
     kind: the dtype of tensors between the kernels.  products: the argument P of _dot.  prepare: _prepare's columns per block,
@@ -62,8 +62,8 @@ class Form(NamedTuple):
     gradients: tuple[int, int, int]
 
 
-EXACT = Form(torch.float32, "tf32x3", (32, 4), 2, 2, (32, 16, 4))
-FAST = Form(torch.bfloat16, "bf16", (64, 2), 1, 3, (32, 32, 2))
+EXACT = Precision(torch.float32, "tf32x3", (32, 4), 2, 2, (32, 16, 4))
+FAST = Precision(torch.bfloat16, "bf16", (64, 2), 1, 3, (32, 32, 2))
 ROWS = 16                            # rows of S per program of _scan: the smallest tile of a tensor core
 
 
@@ -95,11 +95,11 @@ def backward(r: Tensor, log_w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tenso
              grad_y: Tensor, grad_state: Tensor) -> tuple[Tensor, ...]:
     grads = [torch.empty_like(tensor) for tensor in (r, log_w, k, v, a, b, state)]
     grad_r, grad_log_w, grad_k, grad_v, grad_a, grad_b, grad_before = grads
-    form = _form(v)
+    precision = _precision(v)
     count, H, N = _chunks(v), *v.shape[2:]
-    states, Gs = (v.new_empty(count, N, N, dtype=form.kind) for _ in range(2))
-    sa, gz = (v.new_empty(count, CHUNK, N, dtype=form.kind) for _ in range(2))
-    columns, rows, warps = form.gradients
+    states, Gs = (v.new_empty(count, N, N, dtype=precision.kind) for _ in range(2))
+    sa, gz = (v.new_empty(count, CHUNK, N, dtype=precision.kind) for _ in range(2))
+    columns, rows, warps = precision.gradients
     with torch.cuda.device_of(v):
         factors, reverse = _prepared(r, log_w, k, v, a, b, grad_y)
         _run_scan(factors, v, state, torch.empty_like(state), states, sa)
@@ -108,7 +108,7 @@ def backward(r: Tensor, log_w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tenso
         rows = min(rows, N) if N <= 64 else ROWS                 # larger blocks would spill registers for wide heads
         _gradients[count, N // columns](
             r, log_w, k, v, a, b, grad_y, sa, gz, states, Gs, grad_r, grad_log_w, grad_k, grad_a, grad_b,
-            v.shape[1], H, N, CHUNK, columns, rows, _products(form), num_warps=warps, enable_fp_fusion=True)
+            v.shape[1], H, N, CHUNK, columns, rows, _products(precision), num_warps=warps, enable_fp_fusion=True)
     return tuple(grads)
 
 
@@ -119,15 +119,15 @@ def _prepared(r: Tensor, log_w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tens
     Without grad_y, only the forward factors are valid. With grad_y, the forward factors cannot be used to compute y.
     """
     T, H, N = v.shape[1:]
-    count, form, backward = _chunks(v), _form(v), grad_y is not None
-    new = [v.new_empty(count, CHUNK, N, dtype=form.kind) for _ in range(10 if backward else 6)]
+    count, precision, backward = _chunks(v), _precision(v), grad_y is not None
+    new = [v.new_empty(count, CHUNK, N, dtype=precision.kind) for _ in range(10 if backward else 6)]
     reads, offset, q, y0, writes_sa, writes_v, *more = new
     reverse_reads, reverse_offset, gv_reads, Qa = more or (reads,) * 4
     decay = v.new_empty(count, N, dtype=torch.float32)
-    columns, warps = form.prepare
+    columns, warps = precision.prepare
     _prepare[count,](r, log_w, k, v, a, b, v if grad_y is None else grad_y, *new[:6], decay,
-                     reverse_reads, reverse_offset, gv_reads, Qa, T, H, N, CHUNK, min(columns, N), backward, _products(form),
-                     num_warps=warps, enable_fp_fusion=True)
+                     reverse_reads, reverse_offset, gv_reads, Qa, T, H, N, CHUNK, min(columns, N), backward,
+                     _products(precision), num_warps=warps, enable_fp_fusion=True)
     return (Factors(reads, offset, q, y0, writes_sa, writes_v, decay),
             Factors(reverse_reads, reverse_offset, gv_reads, y0, Qa, q, decay))
 
@@ -136,11 +136,11 @@ def _run_scan(factors: Factors, v: Tensor, before: Tensor, after: Tensor, states
               sa: Tensor | None = None, y: Tensor | None = None, reverse: bool = False) -> None:
     """Stores the state after the last step in `after` and, where a tensor is passed, the states before each chunk, sa and y."""
     B, T, H, N = v.shape
-    form = _form(v)
+    precision = _precision(v)
     _scan[B * H, N // ROWS](*factors, v, before, after, after if states is None else states, after if sa is None else sa,
                             after if y is None else y, T, H, N, CHUNK, ROWS, states is not None, y is not None, reverse,
-                            _products(form), num_warps=min(4, form.warps_per_64 * max(1, N // 64)), num_stages=form.stages,
-                            enable_fp_fusion=True)
+                            _products(precision), num_warps=min(4, precision.warps_per_64 * max(1, N // 64)),
+                            num_stages=precision.stages, enable_fp_fusion=True)
 
 
 def _chunks(v: Tensor) -> int:
@@ -150,13 +150,13 @@ def _chunks(v: Tensor) -> int:
     return B * H * (T // CHUNK)
 
 
-def _form(v: Tensor) -> Form:
+def _precision(v: Tensor) -> Precision:
     return FAST if v.dtype == torch.bfloat16 else EXACT
 
 
-def _products(form: Form) -> str:
+def _products(precision: Precision) -> str:
     """The argument P of _dot. Triton's interpreter lacks bfloat16 products, so _dot rounds float32 numbers there."""
-    return form.products if form is EXACT or isinstance(_scan, JITFunction) else "rounded"
+    return precision.products if precision is EXACT or isinstance(_scan, JITFunction) else "rounded"
 
 
 @triton.jit

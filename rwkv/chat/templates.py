@@ -34,7 +34,7 @@ from rwkv.io import hub
 FLOWER = "✿"
 
 
-class Form(NamedTuple):
+class Style(NamedTuple):
     """The format of a template. A turn is the role's name, after_role, space, the text and end; without text, space is omitted.
 
     start: precedes the first turn. between: precedes every other turn. assistant: the assistant's name. thinks, stop: as in
@@ -51,9 +51,9 @@ class Form(NamedTuple):
     between: str = ""
 
 
-FORMS = {"world": Form(thinks=False, stop=("\n\n",)),
-         "g1": Form(thinks=True, stop=("\n\nUser:",)),
-         "flower": Form(thinks=True, stop=(FLOWER,), assistant="Bot", start=END, after_role=FLOWER, space="", end=FLOWER,
+STYLES = {"world": Style(thinks=False, stop=("\n\n",)),
+         "g1": Style(thinks=True, stop=("\n\nUser:",)),
+         "flower": Style(thinks=True, stop=(FLOWER,), assistant="Bot", start=END, after_role=FLOWER, space="", end=FLOWER,
                         between="\n")}
 
 
@@ -63,14 +63,14 @@ def chat_template(name: str) -> ChatTemplate:
 
     Raises UserError for an unknown name and for a file without a template.
     """
-    if name in FORMS:
+    if name in STYLES:
         return TurnTemplate(name)
     file = hub.local(name, "chat template")
     if not file.is_file():
-        raise UserError(f"a chat template must be {', '.join(FORMS)} or a jinja2 file; no file at {name}")
+        raise UserError(f"a chat template must be {', '.join(STYLES)} or a jinja2 file; no file at {name}")
     text = template_in(file)
     if text is None:
-        raise UserError(f"{name} must contain a chat template: use a jinja2 file, or one of {', '.join(FORMS)}")
+        raise UserError(f"{name} must contain a chat template: use a jinja2 file, or one of {', '.join(STYLES)}")
     return JinjaTemplate(text, name, tool_template_in(file))
 
 
@@ -79,13 +79,13 @@ class TurnTemplate(ChatTemplate):
 
     def __init__(self, name: str) -> None:
         self.name = self.definition = name
-        self._form = FORMS[name]
-        self.thinks = self._form.thinks
-        self.stop = self._form.stop
+        self._style = STYLES[name]
+        self.thinks = self._style.thinks
+        self.stop = self._style.stop
         self.supports_tools = name != "world"            # BlinkDL documents calls only for the G1 models
         if self.supports_tools:
             self.definition = f"{name}, {calls.REQUEST}"         # cached tokens of an older call format are not used
-            self.call_start = f"{self._form.space}{calls.CALL_START[0]}", calls.CALL_START[1]
+            self.call_start = f"{self._style.space}{calls.CALL_START[0]}", calls.CALL_START[1]
 
     def render(self, messages: Sequence[Message], add_generation_prompt: bool = True,
                tools: Tools = None, think: Think = False, effort: str | None = None) -> str:
@@ -95,9 +95,9 @@ class TurnTemplate(ChatTemplate):
         text = "".join(head + body for head, body, _ in self._turns(messages, tools))
         if not add_generation_prompt:
             return text
-        form = self._form
+        style = self._style
         begun = self.answer_start(think)
-        return f"{text}{form.between}{form.assistant}{form.after_role}{form.space if begun else ''}{begun}"
+        return f"{text}{style.between}{style.assistant}{style.after_role}{style.space if begun else ''}{begun}"
 
     def parts(self, messages: Sequence[Message], tools: Tools = None) -> list[Part]:
         turns = [*self._turns(check_messages(messages), tools)]
@@ -111,35 +111,35 @@ class TurnTemplate(ChatTemplate):
 
     def _begun(self, message: Message, body: str, last: bool) -> tuple[str, str]:
         """Splits a learnt answer into the beginning that would be in a prompt, and the rest. body: all text after the role."""
-        start = f"{self._form.space}{BEGUN[self.learns]}"
+        start = f"{self._style.space}{BEGUN[self.learns]}"
         if self.learns is True and message.get("reasoning_content"):
             return start, body.removeprefix(start)
         if self.learns == "fake" and last and not message.get("reasoning_content"):
-            return start, f"{thoughts_end(start)}{body.removeprefix(self._form.space)}"
+            return start, f"{thoughts_end(start)}{body.removeprefix(self._style.space)}"
         return "", body
 
     def _turns(self, messages: Sequence[Message], tools: Tools) -> Iterator[tuple[str, str, Message]]:
         """Yields for each turn: (the text up to and including after_role, the rest of the turn, its message)."""
-        form = self._form
+        style = self._style
         shown = messages
         if self.supports_tools:
             shown = calls.shown(messages, tools)
         elif tools:
             raise UserError(f"tools: {self.no_tools}")
-        before = form.start
+        before = style.start
         for i, message in enumerate(shown, start=len(messages) - len(shown)):
             if message.get("tool_calls") and not self.supports_tools:
                 raise UserError(f"messages[{i}].tool_calls: {self.no_tools}")
             field = next((field for field in ("content", "reasoning_content") if FLOWER in message.get(field, "")), None)
-            if form.end == FLOWER and field:
+            if style.end == FLOWER and field:
                 raise UserError(f"messages[{i}].{field} must not have a {FLOWER}, which ends a turn in the chat template "
                                 f"{self.name}: remove it, or use the template g1")
-            role = form.assistant if message["role"] == "assistant" else ROLES[message["role"]]
+            role = style.assistant if message["role"] == "assistant" else ROLES[message["role"]]
             body = _one_paragraph(message["content"])
             if self.thinks and (thoughts := message.get("reasoning_content")):
                 body = f"<think>\n{_one_paragraph(thoughts)}\n</think>\n{body}"
-            yield f"{before}{role}{form.after_role}", f"{form.space if body else ''}{body}{form.end}", message
-            before = form.between
+            yield f"{before}{role}{style.after_role}", f"{style.space if body else ''}{body}{style.end}", message
+            before = style.between
 
     def answer_start(self, think: Think = False) -> str:
         if think and not self.thinks:

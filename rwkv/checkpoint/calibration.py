@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kernels.matvec import BLOCKS, Blocks, calibrated_form, quantise
+from kernels.matvec import BLOCKS, Blocks, calibrated_format, quantise
 from kernels.select import AUTO
 from rwkv.checkpoint.content import PackedMatrix
 from rwkv.checkpoint.files import Checkpoint
@@ -68,30 +68,30 @@ def calibrated(checkpoint: Checkpoint, ids: Tensor) -> Checkpoint:
     group = generation(checkpoint.config).group
     stored = checkpoint.weights.stored
     shapes = {name: tensor.shape for name, tensor in stored.items() if is_linear_weight(name, group(name))}
-    forms = {name: calibrated_form(shape[1], HEAD_BITS if name == HEAD else BITS) for name, shape in shapes.items()}
-    calibrator = _Calibrator(checkpoint, ids, forms)
-    return replace(checkpoint, packed={name: PackedMatrix(forms[name], shape, partial(calibrator.matrix, name))
+    formats = {name: calibrated_format(shape[1], HEAD_BITS if name == HEAD else BITS) for name, shape in shapes.items()}
+    calibrator = _Calibrator(checkpoint, ids, formats)
+    return replace(checkpoint, packed={name: PackedMatrix(formats[name], shape, partial(calibrator.matrix, name))
                                        for name, shape in shapes.items()})
 
 
 def describe(checkpoint: Checkpoint) -> str:
-    """The forms of a calibrated checkpoint's matrices, and why, and the bits per weight of the matrices."""
+    """The formats of a calibrated checkpoint's matrices, and why, and the bits per weight of the matrices."""
     matrices = checkpoint.packed
-    small = next((matrix for matrix in matrices.values() if matrix.form.endswith("_0")), None)
-    forms = sorted({matrix.form.upper() for name, matrix in matrices.items() if name != HEAD})
-    why = f" ({small.form.upper()} for rows of {small.shape[1]}, not a multiple of 256)" if small else ""
+    small = next((matrix for matrix in matrices.values() if matrix.format.endswith("_0")), None)
+    formats = sorted({matrix.format.upper() for name, matrix in matrices.items() if name != HEAD})
+    why = f" ({small.format.upper()} for rows of {small.shape[1]}, not a multiple of 256)" if small else ""
     counts = {name: math.prod(matrix.shape) for name, matrix in matrices.items()}
-    kinds = {name: BLOCKS[matrix.form] for name, matrix in matrices.items()}
+    kinds = {name: BLOCKS[matrix.format] for name, matrix in matrices.items()}
     bits = sum(8 * kinds[name].bytes_per_block / kinds[name].elements * count for name, count in counts.items())
     mean = bits / sum(counts.values())
-    return f"{' and '.join(forms)}{why}, the head in {matrices[HEAD].form.upper()}: {mean:.2f} bits per weight"
+    return f"{' and '.join(formats)}{why}, the head in {matrices[HEAD].format.upper()}: {mean:.2f} bits per weight"
 
 
 class _Calibrator:
-    """Runs the sequences ids (R,T) through the model, with one block's weights in memory at a time. forms: by matrix name."""
+    """Runs the sequences ids (R,T) through the model, with one block's weights in memory at a time. formats: by matrix name."""
 
-    def __init__(self, checkpoint: Checkpoint, ids: Tensor, forms: Mapping[str, str]) -> None:
-        self._stored, self._ids, self._forms = checkpoint.weights.stored, ids, forms
+    def __init__(self, checkpoint: Checkpoint, ids: Tensor, formats: Mapping[str, str]) -> None:
+        self._stored, self._ids, self._forms = checkpoint.weights.stored, ids, formats
         config = checkpoint.config
         absent = {name: torch.empty(tensor.shape, device="meta") for name, tensor in self._stored.items()}
         self._model = Model.with_weights(config, operator_for(config, AUTO, "cpu", torch.float32), absent).requires_grad_(False)
@@ -166,7 +166,7 @@ class _Calibrator:
                                   f"{self._stored[name].source} diverged, or the file is damaged")
         packed = quantise(weight, moments.windows, self._forms[name])
         if not packed.is_finite():
-            raise CheckpointError(f"{self._stored[name].source}: {name} is too large for {packed.form.upper()}: omit "
+            raise CheckpointError(f"{self._stored[name].source}: {name} is too large for {packed.format.upper()}: omit "
                                   f"{OPTION}")
         return packed
 

@@ -16,13 +16,13 @@ ENTRY = "timemix"                        # the key of this program's entry (file
 
 @dataclass(frozen=True)
 class PackedMatrix:
-    """A matrix W of `shape` (N,K) that a file stores in a packed format of kernels/matvec. form: the name of that format.
+    """A matrix W of `shape` (N,K) that a file stores in a packed format of kernels/matvec. format: the name of that format.
 
     read(): the packed matrix: a view of the mapped file, or a copy if `repacked`. repacked: the file's layout differs from that
     of kernels/matvec; `timemix convert` writes a file that needs no copy.
     """
 
-    form: str
+    format: str
     shape: tuple[int, ...]
     read: Callable[[], Packed]
     repacked: bool = False
@@ -30,7 +30,7 @@ class PackedMatrix:
     @property
     def dtype(self) -> str:
         """The dtype of files that have such matrices: int8 or int4."""
-        return "int4" if self.form in BLOCKS else self.form
+        return "int4" if self.format in BLOCKS else self.format
 
 
 @dataclass
@@ -58,8 +58,9 @@ class Outgoing:
     """What a file format writes: tensors by official name, in the dtypes to write, and this program's entry.
 
     quantised: the block format of the large matrices, one of formats.QUANTISED; None keeps the dtypes of `tensors`. packed: the
-    matrices that the source file stores packed. form: the layout of a Hugging Face directory, one of formats.FORMS. card: the
-    text of its README.md. by_input: whether to store matrices with sparse inputs transposed, as decoding on a CPU reads them.
+    matrices that the source file stores packed. layout: the layout of a Hugging Face directory, one of formats.LAYOUTS.
+    card: the text of its README.md. by_input: whether to store matrices with sparse inputs transposed, as decoding on a CPU
+    reads them.
     """
 
     tensors: dict[str, Stored]
@@ -67,7 +68,7 @@ class Outgoing:
     vocab_size: int
     entry: JsonObject
     quantised: str | None = None
-    form: str | None = None
+    layout: str | None = None
     packed: Mapping[str, PackedMatrix] = field(default_factory=dict)
     card: str = ""
     by_input: bool = False

@@ -223,11 +223,11 @@ def _tuned(content: Content, user_base: Checkpoint | None = None) -> Checkpoint:
 
 
 def write_checkpoint(checkpoint: Checkpoint, path: str | Path, dtype: str | None = None, format: str | None = None,
-                     progress: Callable[[int, int], object] = lambda count, total: None, form: str | None = None,
+                     progress: Callable[[int, int], object] = lambda count, total: None, layout: str | None = None,
                      source: str | None = None, command: str | None = None, by_input: bool = False) -> None:
     """Writes a checkpoint with one tensor in memory at a time. After each it calls progress(tensor's bytes, total bytes).
 
-    form: the layout of a Hugging Face directory, one of formats.FORMS. source, command: the name of the source and the
+    layout: the layout of a Hugging Face directory, one of formats.LAYOUTS. source, command: the name of the source and the
     conversion command, for the model card. by_input: store matrices with sparse inputs transposed; requires bfloat16 in
     .safetensors. Raises UserError as save_pretrained does, before anything is written.
     """
@@ -237,9 +237,9 @@ def write_checkpoint(checkpoint: Checkpoint, path: str | Path, dtype: str | None
     if checkpoint.time_states and (format not in WITH_STATES or dtype in PACKED):
         raise UserError(f"{checkpoint.path} contains a tuned state besides its weights, which {dtype or format} cannot "
                         f"hold: choose one of {', '.join(WITH_STATES)}, or convert only its weights")
-    if form is not None and format != "huggingface":
-        raise UserError(f"the form {form} requires a Hugging Face directory: choose a name without a suffix instead of "
-                        f"{path.name}, or omit the form")
+    if layout is not None and format != "huggingface":
+        raise UserError(f"the layout {layout} requires a Hugging Face directory: choose a name without a suffix instead of "
+                        f"{path.name}, or omit the layout")
     block_formats = formats.QUANTISED.get(format, ())
     packed_dtypes = {matrix.dtype for matrix in checkpoint.packed.values()}
     if dtype is None and len(packed_dtypes) == 1 and packed_dtypes <= {*block_formats}:
@@ -268,7 +268,7 @@ def write_checkpoint(checkpoint: Checkpoint, path: str | Path, dtype: str | None
     if quantised in PACKED:
         entry["fingerprint"] = checkpoint.fingerprint or fingerprint_of(checkpoint)
     text = card.of_directory(path.name, checkpoint.path, source, command) if format == "huggingface" else ""
-    module.write(path, Outgoing(tensors, checkpoint.config, checkpoint.vocab_size, entry, quantised, form, packed, text,
+    module.write(path, Outgoing(tensors, checkpoint.config, checkpoint.vocab_size, entry, quantised, layout, packed, text,
                                 by_input))
 
 

@@ -40,7 +40,7 @@ class BlockData:
     packed: Blocks
 
     def __call__(self) -> Tensor:
-        values: Tensor = select("matvec", AUTO, "cpu", self.packed.form).dense(self.packed, torch.float32)
+        values: Tensor = select("matvec", AUTO, "cpu", self.packed.format).dense(self.packed, torch.float32)
         release(self.packed.weight)
         return values
 

@@ -37,7 +37,7 @@ def folder() -> Path:
 
 
 def entry_of(path: Path, dtype: str) -> Path:
-    """The path of the packed form of the checkpoint at `path`; the file may not exist."""
+    """The path of the packed format of the checkpoint at `path`; the file may not exist."""
     digest = hashlib.sha256(f"{VERSION} {dtype}".encode())
     for file in _files_of(path):
         status = file.stat()
@@ -70,7 +70,7 @@ def sample(path: Path) -> str:
 
 
 def read(path: Path, dtype: str) -> Checkpoint | None:
-    """Reads the packed form of the checkpoint at `path`; None if it is missing or damaged."""
+    """Reads the packed format of the checkpoint at `path`; None if it is missing or damaged."""
     entry = entry_of(path, dtype)
     about = read_json(entry.with_suffix(".json"))
     try:
@@ -89,7 +89,7 @@ def can_hold(checkpoint: Checkpoint) -> bool:
 
 
 def write(checkpoint: Checkpoint, dtype: str) -> Checkpoint:
-    """Writes the packed form of a checkpoint for which can_hold is true, and returns it.
+    """Writes the packed format of a checkpoint for which can_hold is true, and returns it.
 
     Raises UserError if it cannot be written.
     """

@@ -83,7 +83,7 @@ HUGGING_FACE = {"emb.weight": "model.embeddings.weight", "ln_out.weight": "model
 HUGGING_FACE_LAYERS = {"ln0": "pre_norm", "ln1": "attn_norm", "ln2": "ffn_norm", "att": "attn", "ffn": "ffn"}
 HUGGING_FACE_ATTENTION = {"receptance": "r_proj", "key": "k_proj", "value": "v_proj", "output": "o_proj", "ln_x": "g_norm"}
 
-TRANSFORMERS_RWKV = "transformers-rwkv"  # a value of form=, and the layout that it stands for
+TRANSFORMERS_RWKV = "transformers-rwkv"  # a value of layout=, and the layout that it stands for
 TRANSFORMERS_RWKV_TYPE = "rwkv"          # model_type in its config.json, which also has architecture_version
 TRANSFORMERS_RWKV_TOP = {"emb.weight": "model.embed_tokens.weight", "ln_out.weight": "model.norm.weight",
                          "ln_out.bias": "model.norm.bias", "head.weight": "lm_head.weight",
@@ -304,8 +304,8 @@ def _laid_out_for_transformers_rwkv(tensors: Mapping[str, Stored]) -> dict[str, 
     """The tensors in transformers-rwkv's layout. Raises UserError for head sizes other than 64, which it does not support."""
     head_size = tensors["blocks.0.att.r_k"].shape[1]
     if head_size != HEAD_SIZE:
-        raise UserError(f"the form {TRANSFORMERS_RWKV} requires head size {HEAD_SIZE}; got {head_size}: choose a different "
-                        "form")
+        raise UserError(f"the layout {TRANSFORMERS_RWKV} requires head size {HEAD_SIZE}; got {head_size}: choose a different "
+                        "layout")
     laid: dict[str, Stored] = {}
     for name, tensor in tensors.items():
         if name in TRANSFORMERS_RWKV_TOP:
@@ -346,7 +346,7 @@ def _laid_out_for_gguf(tensors: Mapping[str, Stored]) -> dict[str, Stored]:
     return laid
 
 
-def hugging_face_config(config: ModelConfig, vocab_size: int, dtype: torch.dtype, form: str = "fla") -> JsonObject:
+def hugging_face_config(config: ModelConfig, vocab_size: int, dtype: torch.dtype, layout: str = "fla") -> JsonObject:
     """The part of config.json that describes the architecture."""
     config = model.resolved(config)
     epsilon = {GROUP_NORM: group_norm_epsilon(config.head_size)} if config.head_size != HEAD_SIZE else {}
@@ -354,13 +354,13 @@ def hugging_face_config(config: ModelConfig, vocab_size: int, dtype: torch.dtype
               "num_hidden_layers": config.n_layer, "hidden_size": config.n_embd, "intermediate_size": config.n_ffn,
               "head_dim": config.head_size, "norm_bias": True, "norm_eps": NORM_EPS, **epsilon,
               **{name: getattr(config, name) for name in RANKS}}
-    if form == TRANSFORMERS_RWKV:
+    if layout == TRANSFORMERS_RWKV:
         return {"architectures": ["RwkvForCausalLM"], "model_type": TRANSFORMERS_RWKV_TYPE, "architecture_version": "rwkv7",
                 "vocab_size": vocab_size, "context_length": config.ctx_len, "num_hidden_layers": config.n_layer,
                 "hidden_size": config.n_embd, "intermediate_size": config.n_ffn, "head_size": config.head_size,
                 "num_attention_heads": config.n_embd // config.head_size, "layer_norm_epsilon": NORM_EPS, GROUP_NORM: EPS,
                 "wkv_mode": "fp32io16", **{name: getattr(config, name) for name in RANKS}}
-    if form == "official":
+    if layout == "official":
         return {"architectures": ["Rwkv7ForCausalLM"], **shared, "num_heads": config.n_embd // config.head_size,
                 "use_deep_embed": False, "wkv_state_dtype": "float32"}
     return {"architectures": ["RWKV7ForCausalLM"], **shared, "hidden_act": "sqrelu", "norm_first": True, "attn_mode": "chunk"}

@@ -14,7 +14,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from rwkv.model.base import Model, State, form
+from rwkv.model.base import Model, State, optional_module
 from rwkv.model.decoding import c_step, triton_step
 from rwkv.model.decoding.c_step import CStep, are_in_order, is_plain, step_of, why_not
 from rwkv.model.decoding.layers import embedding_function, norm_function, product_function
@@ -70,7 +70,7 @@ def _block_steps(model: Model) -> Callable[[Tensor, State], tuple[Tensor, State]
     """A function that runs one token per row through the model, with its present weights and without calling modules."""
     embedding = embedding_function(model.emb)
     dtype = model.ln_out.weight.dtype
-    step = form(model.config, "step").Step
+    step = optional_module(model.config, "step").Step
     blocks = [step(block) for block in model.blocks]
     ln_out = norm_function(model.ln_out)
     head = product_function(model.head)

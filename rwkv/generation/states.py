@@ -35,14 +35,14 @@ PARTS = ("model", "tokenizer")           # metadata keys: hashes of the model an
 
 def save_context(path: str | Path, context: PrefillResult, model: Model, tokenizer: Tokenizer) -> None:
     """Writes a state file atomically. Raises OSError if it cannot be written."""
-    content = StateForm.of(model, tokenizer).content(context)
+    content = StateFormat.of(model, tokenizer).content(context)
     write_file(Path(path), lambda file: file.write(content))
 
 
 def load_context(path: str | Path, model: Model, tokenizer: Tokenizer) -> PrefillResult:
     """The prefill result in a state file, with one row. Raises UserError if the file is missing, damaged, or was written with a
     different model or tokenizer."""
-    return StateForm.of(model, tokenizer).load(path)
+    return StateFormat.of(model, tokenizer).load(path)
 
 
 @torch.no_grad()
@@ -55,7 +55,7 @@ def beginning(model: Model, tokenizer: Tokenizer, state: State) -> PrefillResult
     return start._replace(logits=prefill(model, end_of_text, start).logits)
 
 
-class StateForm:
+class StateFormat:
     """Reads and writes the state files of one model and tokenizer. fingerprint: the hash of the model, which need not be
     loaded."""
 

@@ -3,7 +3,7 @@
 A model reads a whole sequence (T > 1), chunks with the state carried between them, or one token at a time (T = 1); the logits
 are the same. A block's operator, block.att.wkv, is the kernel that mixes time; all kernels use the same weights. A generation
 is a package beside this file, imported by name: rwkv4/ has the interface `Generation` and RWKV-4's architecture. Its optional
-modules, which `FORMS` lists, implement the same formulas faster.
+modules, which `OPTIONAL_MODULES` lists, implement the same formulas faster.
 """
 
 import hashlib
@@ -36,7 +36,7 @@ MATRICES = ("matrix", "gate", "embedding")       # optimiser groups: weights of 
 TIME_STATE = "att.time_state"            # suffix of the name of a layer's learnt initial state
 OVERRIDABLE = ("forward", "hidden", "hidden_in_parts")          # methods that a subclass may override
 SAMPLED = 4096                           # evenly spaced elements of each tensor that the fingerprint reads
-FORMS = {                                # optional modules of a generation, for decoding one token at a time
+OPTIONAL_MODULES = {                                # optional modules of a generation, for decoding one token at a time
     "step": "Step: a block's computation without calling its modules; PLAIN: the classes of modules that Step can replace",
     "step_c": "c_model(model, builder): the structs that the generation's C step reads (decoding/c_step.py)",
     "step_triton": "launches(model, builder): the kernel launches of one step on a GPU (decoding/triton_step.py)"}
@@ -117,13 +117,13 @@ def generation(config: ModelConfig) -> Generation:
     return cast(Generation, importlib.import_module(f"rwkv.model.{config.generation}"))
 
 
-def has_form(config: ModelConfig, name: str) -> bool:
-    """Whether the generation has the optional module `name`, a key of FORMS."""
+def has_optional_module(config: ModelConfig, name: str) -> bool:
+    """Whether the generation has the optional module `name`, a key of OPTIONAL_MODULES."""
     return importlib.util.find_spec(f"rwkv.model.{config.generation}.{name}") is not None
 
 
-def form(config: ModelConfig, name: str) -> ModuleType:
-    """The generation's optional module `name`, a key of FORMS. It must exist: see has_form."""
+def optional_module(config: ModelConfig, name: str) -> ModuleType:
+    """The generation's optional module `name`, a key of OPTIONAL_MODULES. It must exist: see has_optional_module."""
     return importlib.import_module(f"rwkv.model.{config.generation}.{name}")
 
 

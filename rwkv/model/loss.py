@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from rwkv.model.first_derivative import Context, first_derivative
 from rwkv.model.fused import WIDE_PRODUCTS, product_dtype, product_in
-from rwkv.model.fused.form import loss_form_for
+from rwkv.model.fused.backend import loss_backend_for
 from rwkv.model.weight_cache import rounded
 
 CHUNK_LOGITS = 2 ** 21                   # logits in one chunk on a CPU: 8 MiB
@@ -50,8 +50,8 @@ def head_loss(hidden: Tensor, weight: Tensor, targets: Tensor, l2_wrap: float = 
     total = hidden.new_zeros((), dtype=torch.float32)
     for chunk in _chunks(hidden, weight, frozen=not weight.requires_grad):
         logits = _logits(hidden[chunk], weight)
-        if form := loss_form_for(logits):
-            total += form.negative_log_likelihood(logits, targets[chunk], IGNORED)
+        if backend := loss_backend_for(logits):
+            total += backend.negative_log_likelihood(logits, targets[chunk], IGNORED)
             continue
         for rows, row_targets in _blocks(logits, targets[chunk]):
             total += cross_entropy(rows.float(), row_targets, ignore_index=IGNORED, reduction="sum")
@@ -154,8 +154,8 @@ def _n_counted(targets: Tensor) -> Tensor:
 def _add_loss(total: Tensor, logits: Tensor, targets: Tensor, l2_wrap: float, confidence_penalty: float) -> Tensor:
     """Adds the negative log-likelihood of the rows not ignored to `total`. Returns the gradient of that sum with respect to the
     logits (rows,V), in the logits' dtype; the logits are overwritten."""
-    if form := loss_form_for(logits):
-        total += form.replace_by_gradient(logits, targets, l2_wrap, confidence_penalty, IGNORED)
+    if backend := loss_backend_for(logits):
+        total += backend.replace_by_gradient(logits, targets, l2_wrap, confidence_penalty, IGNORED)
         return logits
     dtype, logits = logits.dtype, logits.float()
     for rows, row_targets in _blocks(logits, targets):

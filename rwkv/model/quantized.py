@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from kernels.backends import fbgemm
 from kernels.machine.cpu import multiplies
-from kernels.matvec import FORMS, MOST_ROWS, Blocks, Int4, Int8, MatVec, Packed
+from kernels.matvec import FORMATS, MOST_ROWS, Blocks, Int4, Int8, MatVec, Packed
 from kernels.registry import load, why_not
 from kernels.select import AUTO, select
 from rwkv.errors import UserError
@@ -39,9 +39,9 @@ M = TypeVar("M", bound=Model)
 
 
 @cache
-def matvec_for(form: str) -> MatVec:
-    """The CPU operator that multiplies a few rows by weights in the format `form`."""
-    matvec: MatVec = select("matvec", AUTO, "cpu", form)
+def matvec_for(format: str) -> MatVec:
+    """The CPU operator that multiplies a few rows by weights in the format `format`."""
+    matvec: MatVec = select("matvec", AUTO, "cpu", format)
     return matvec
 
 
@@ -55,7 +55,7 @@ class Int8Linear(nn.Module):
     copy would double the memory, so there the C kernel multiplies any number of rows.
     """
 
-    form = "int8"
+    format = "int8"
 
     def __init__(self, weight: Tensor | Int8, non_negative: bool = False, bits: int | None = None, in_c: bool = True) -> None:
         super().__init__()
@@ -181,8 +181,8 @@ class _PackedWeight(nn.Module):
         self.packed = packed
 
     @property
-    def form(self) -> str:
-        return self.packed.form
+    def format(self) -> str:
+        return self.packed.format
 
     def forward(self, x: Tensor) -> Tensor:
         return _product(cast(_RoundedLayer, self), x)
@@ -319,7 +319,7 @@ class BlockLinear(_PackedWeight):
 
     def parts(self, dtype: torch.dtype) -> Iterator[Tensor]:
         """The weight (N,K) in blocks of rows."""
-        matvec = matvec_for(self.form)
+        matvec = matvec_for(self.format)
         return (matvec.dense(part, torch.float32).to(dtype) for part in self._row_blocks())
 
 
@@ -338,7 +338,7 @@ class BlockEmbedding(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         rows = self.packed.map(lambda weight: F.embedding(tokens.flatten(), weight))
-        return matvec_for(self.packed.form).dense(rows, torch.float32).view(*tokens.shape, self.embedding_dim)
+        return matvec_for(self.packed.format).dense(rows, torch.float32).view(*tokens.shape, self.embedding_dim)
 
 
 def to_blocks(model: M, blocks: Mapping[str, Blocks]) -> M:
@@ -351,14 +351,14 @@ def to_blocks(model: M, blocks: Mapping[str, Blocks]) -> M:
 
 
 @torch.no_grad()
-def to_packed(model: M, form: str, device: torch.device | str, packed: Mapping[str, Packed] = MappingProxyType({}),
+def to_packed(model: M, format: str, device: torch.device | str, packed: Mapping[str, Packed] = MappingProxyType({}),
               later: Mapping[str, Callable[[], Tensor]] = MappingProxyType({})) -> M:
     """Converts the linear layers of a model on a CPU to int8 or int4, one at a time, and moves the model to a GPU.
 
-    form: "int8" or "int4". packed, later: as in to_int8.
+    format: "int8" or "int4". packed, later: as in to_int8.
     """
     def make_layer(name: str, read: Callable[[], Tensor]) -> nn.Module:
-        matrix = packed.get(f"{name}.weight") or FORMS[form].of(read())
+        matrix = packed.get(f"{name}.weight") or FORMATS[format].of(read())
         return PackedLinear(cast(Int8 | Int4, matrix.map(lambda tensor: tensor.contiguous().to(device))))
 
     return _quantised(model, make_layer, later, True, lambda name: None).to(device)

@@ -18,7 +18,7 @@ from rwkv.checkpoint.option_files import errors_of
 from rwkv.config import MIB, ServeConfig
 from rwkv.errors import UserError
 from rwkv.generation.prefill import PrefillResult
-from rwkv.generation.states import StateForm, beginning, is_state_file
+from rwkv.generation.states import StateFormat, beginning, is_state_file
 from rwkv.io import hub
 from rwkv.io.lines import counted
 from rwkv.model.base import Model, fingerprint, generation
@@ -73,8 +73,9 @@ def read_adapters(config: ServeConfig, opened: OpenCheckpoint) -> list[Adapter]:
         return []
     base = opened.checkpoint
     identity = base.fingerprint or fingerprint(generation(base.config), base.weights)
-    form = StateForm(generation(base.config).resolved(base.config), base.vocab_size, identity, opened.tokenizer, opened.device)
-    adapters = [_read(name, from_home(path), opened, form, config) for name, path in config.adapter_paths.items()]
+    format = StateFormat(generation(base.config).resolved(base.config), base.vocab_size, identity, opened.tokenizer,
+                         opened.device)
+    adapters = [_read(name, from_home(path), opened, format, config) for name, path in config.adapter_paths.items()]
     n_merged = sum(adapter.merged is not None for adapter in adapters)
     if n_merged:
         require_room(opened.nbytes(), n_merged, available_memory())
@@ -90,11 +91,11 @@ def require_room(weights: int, n_merged: int, available: int | None) -> None:
                         "serve fewer adapters, or use a smaller dtype=")
 
 
-def _read(name: str, path: str, opened: OpenCheckpoint, form: StateForm, config: ServeConfig) -> Adapter:
+def _read(name: str, path: str, opened: OpenCheckpoint, format: StateFormat, config: ServeConfig) -> Adapter:
     with errors_of(f"adapters={name}=..."):
         path = str(hub.local(path, "adapter"))
         if Path(path).is_file() and is_state_file(path):
-            context = form.load(path)
+            context = format.load(path)
             return Adapter(name, path, _digest(context), context=context)
         if Path(path).is_file() and time_states.is_file(Path(path)):
             tuned = time_states.read(Path(path), opened.checkpoint.config, config.state_layout)

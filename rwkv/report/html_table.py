@@ -39,6 +39,6 @@ def text(value: object) -> str:
     return "" if value is None else f'<td class="text">{escape(str(value))}</td>'
 
 
-def cell(value: object, form: Callable[[Any], str] = str, bad: bool = False) -> str:
+def cell(value: object, formatter: Callable[[Any], str] = str, bad: bool = False) -> str:
     """An HTML cell with a formatted value; "" for None."""
-    return "" if value is None else f"<td{' class=bad' if bad else ''}>{escape(form(value))}</td>"
+    return "" if value is None else f"<td{' class=bad' if bad else ''}>{escape(formatter(value))}</td>"

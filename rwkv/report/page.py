@@ -104,18 +104,18 @@ def _shown(kernel: Kernel) -> Kernel:
     return finished if finished.runs else kernel
 
 
-def _measured(header: str, name: str, form: Callable[[float], str]) -> Column:
+def _measured(header: str, name: str, formatter: Callable[[float], str]) -> Column:
     """A column with the median over a kernel's runs and, below it, the minimum and the maximum."""
     def median(kernel: Kernel) -> str:
         values = _shown(kernel).values(name)
         if not values:
             return ""
-        low = form(min(values))
-        high = form(max(values))
+        low = formatter(min(values))
+        high = formatter(max(values))
         same_unit = low.partition(" ")[2] == high.partition(" ")[2]
         least = low.partition(" ")[0] if same_unit else low
         limits = f"<small>{_non_breaking(least)} to {_non_breaking(high)}</small>" if low != high else ""
-        return f"<td>{form(statistics.median(values))}{limits}</td>"
+        return f"<td>{formatter(statistics.median(values))}{limits}</td>"
 
     return Column(header, median)
 
@@ -202,8 +202,8 @@ def _runs(comparison: Comparison) -> list[str]:
     rows = [row for kernel in comparison.kernels for row in zip(kernel.runs, kernel.numbers, strict=True)]
     columns = [Column("run", lambda row: _name(row[0])), Column("order", lambda row: cell(row[0].order)),
                Column("status", lambda row: cell(row[0].status, bad=row[0].status == "failed")),
-               *(Column(header, lambda row, key=key, form=form: cell(row[1].get(key), form))      # type: ignore[misc]
-                 for header, key, form in RUN_COLUMNS),
+               *(Column(header, lambda row, key=key, formatter=formatter: cell(row[1].get(key), formatter))      # type: ignore[misc]
+                 for header, key, formatter in RUN_COLUMNS),
                Column("reason", lambda row: text(row[0].reason or None), words=True)]
     return ["<h2>Runs</h2>", table(columns, rows)]
 

@@ -106,11 +106,11 @@ def overlapping(series: Sequence[Line], logarithmic: bool = False) -> list[list[
     return [group for group in _groups(_positioned(series, logarithmic)) if len(group) > 1]
 
 
-def bars(title: str, form: Callable[[float], str], rows: Sequence[tuple[str, Sequence[tuple[str, float]]]]) -> str:
+def bars(title: str, formatter: Callable[[float], str], rows: Sequence[tuple[str, Sequence[tuple[str, float]]]]) -> str:
     """A figure with a bar for each row, stacked from its parts (name, value), and with their sum at its end; "" if there is
     nothing to draw.
 
-    form: formats a value with its unit.
+    formatter: formats a value with its unit.
     """
     rows = [(name, [(part, value) for part, value in parts if math.isfinite(value) and value >= 0]) for name, parts in rows]
     rows = [(name, parts) for name, parts in rows if parts]
@@ -118,7 +118,7 @@ def bars(title: str, form: Callable[[float], str], rows: Sequence[tuple[str, Seq
         return ""
     x = Axis(0, max(sum(value for _, value in parts) for _, parts in rows) * 1.25 or 1.0, NAMES, WIDTH - RIGHT)
     elements = [element for row, (name, parts) in enumerate(rows)
-                for element in _bar(name, parts, x, TOP + row * (BAR + GAP), form)]
+                for element in _bar(name, parts, x, TOP + row * (BAR + GAP), formatter)]
     return _figure(title, TOP + len(rows) * (BAR + GAP), elements)
 
 
@@ -128,7 +128,7 @@ def swatch(colour: int) -> str:
 
 
 def _bar(name: str, parts: Sequence[tuple[str, float]], x: Axis, top: float,
-         form: Callable[[float], str]) -> list[str]:
+         formatter: Callable[[float], str]) -> list[str]:
     middle = top + BAR / 2 + 4
     begin = 0.0
     short = _shortened(name, 17)
@@ -136,9 +136,9 @@ def _bar(name: str, parts: Sequence[tuple[str, float]], x: Axis, top: float,
     for n, (part, value) in enumerate(parts):
         width = x(begin + value) - x(begin)
         elements.append(f'<rect x="{x(begin):.1f}" y="{top:.1f}" width="{width:.1f}" height="{BAR}" class="b{n}">'
-                        f"<title>{escape(name)}, {escape(part)}: {escape(form(value))}</title></rect>")
+                        f"<title>{escape(name)}, {escape(part)}: {escape(formatter(value))}</title></rect>")
         begin += value
-    return [*elements, f'<text x="{x(begin) + 5:.1f}" y="{middle:.1f}">{escape(form(begin))}</text>']
+    return [*elements, f'<text x="{x(begin) + 5:.1f}" y="{middle:.1f}">{escape(formatter(begin))}</text>']
 
 
 def _figure(title: str, height: float, elements: Iterable[str]) -> str:

@@ -11,13 +11,13 @@ from starlette.types import ASGIApp
 from rwkv.io.json_types import JsonObject
 from rwkv.serving.schema import schema_of
 from rwkv.serving.service import Service
-from rwkv.serving.states.client_states import FORMS
+from rwkv.serving.states.client_states import MEDIA_TYPES
 
 JSON = "application/json"
 EVENTS = "text/event-stream"
 LINES = "application/x-ndjson"
 TEXT = "text/plain"
-FILE = FORMS[0]
+FILE = MEDIA_TYPES[0]
 BYTES: JsonObject = {"schema": {"type": "string", "format": "binary"}}
 GENERATION: JsonObject = {"answers": (JSON, EVENTS), "errors": (400, 401, 404, 413, 415, 429, 503)}       # Endpoint fields
 
@@ -58,7 +58,8 @@ def document(endpoints: tuple[Endpoint, ...]) -> JsonObject:
     for endpoint in endpoints:
         refused = {"description": "an error",
                    "content": {JSON: {"schema": {"$ref": f"#/components/schemas/{endpoint.error}"}}}}
-        success = {"description": "the answer", "content": {form: BYTES if form == FILE else {} for form in endpoint.answers}}
+        success = {"description": "the answer",
+                   "content": {media_type: BYTES if media_type == FILE else {} for media_type in endpoint.answers}}
         method: JsonObject = {"responses": {"200": success, **{str(status): refused for status in endpoint.errors}}}
         if endpoint.body is not None:
             schema, more = schema_of(endpoint.body)

@@ -28,7 +28,8 @@ from rwkv.tokenizer.tokenizers import Tokenizer
 if TYPE_CHECKING:                        # this module imports PyTorch
     from rwkv.checkpoint.files import Checkpoint
 
-WEIGHT_OPTIONS = ("dtype", "calibrate", "format", "form", "lora", "lora_alpha", "tokenizer", "end_of_text")  # only for weights
+# Options that apply to weights only
+WEIGHT_OPTIONS = ("dtype", "calibrate", "format", "layout", "lora", "lora_alpha", "tokenizer", "end_of_text")
 WITHOUT_TOKENIZER = ("pth", "ggmf")      # formats that cannot contain a tokenizer
 
 EPILOG = """IN's format is detected from its content: .pth, .ckpt, .safetensors, ggmf, GGUF, a Hugging Face or a run directory.
@@ -59,7 +60,7 @@ def main(arguments: list[str] | None = None) -> None:
             return
         command = shlex.join(["timemix", "convert", *(arguments or sys.argv[1:])])
         convert(options.source, options.target, options.dtype, format, options.tokenizer, options.end_of_text,
-                options.form, options.lora, options.lora_alpha, command, options.by_input, options.calibrate)
+                options.layout, options.lora, options.lora_alpha, command, options.by_input, options.calibrate)
 
 
 def _require_calibration(text: Path, dtype: str | None, format: str) -> None:
@@ -95,15 +96,15 @@ def convert_state(source: Path, target: Path, layout: str | None = None) -> None
 
 
 def convert(source: Path, target: Path, dtype: str | None = None, format: str | None = None,
-            tokenizer: str | None = None, end_of_text: str | None = None, form: str | None = None,
+            tokenizer: str | None = None, end_of_text: str | None = None, layout: str | None = None,
             lora: str | Path | None = None, lora_alpha: float | None = None, command: str | None = None,
             by_input: bool = False, calibrate: Path | None = None) -> None:
     """Converts the checkpoint `source` to `target`. dtype: None keeps each tensor's dtype. format: None: by target's suffix.
 
     tokenizer: the name, as in Tokenizer.named, of the tokenizer to write with the weights; by default the source's tokenizer,
     if any. end_of_text: the end-of-text token of a .json tokenizer; by default the token that the source states, or else the
-    tokenizer's file. form: the layout of an RWKV-7 Hugging Face directory, one of FORMS. lora, lora_alpha: an adapter to merge,
-    and the adapter's alpha if its file lacks one. command: the conversion command, for the model card. by_input: as in
+    tokenizer's file. layout: the layout of an RWKV-7 Hugging Face directory, one of LAYOUTS. lora, lora_alpha: an adapter to
+    merge, and the adapter's alpha if its file lacks one. command: the conversion command, for the model card. by_input: as in
     write_checkpoint. calibrate: the file of a text for which int4 in .safetensors is rounded.
     """
     from rwkv.checkpoint.files import read_checkpoint, tokenizer_of, with_adapter, write_checkpoint
@@ -139,7 +140,7 @@ def convert(source: Path, target: Path, dtype: str | None = None, format: str | 
             bar.total = total
             bar.update(count)
 
-        write_checkpoint(checkpoint, target, dtype, name, progress, form, str(source), command, by_input)
+        write_checkpoint(checkpoint, target, dtype, name, progress, layout, str(source), command, by_input)
     _log(f"written: {target} ({name})")
     if checkpoint.tokenizer and name in WITHOUT_TOKENIZER:
         _log(f"{target} does not contain the tokenizer: the format {name} cannot store it")
@@ -177,7 +178,7 @@ def _adapter_line(checkpoint: "Checkpoint", dtype: str | None) -> str:
 
 
 def _parser() -> Parser:
-    epilog = f"{EPILOG}\nDTYPE is one of {', '.join(DTYPES)}; FORM is one of {', '.join(formats.FORMS)}."
+    epilog = f"{EPILOG}\nDTYPE is one of {', '.join(DTYPES)}; LAYOUT is one of {', '.join(formats.LAYOUTS)}."
     parser = Parser("rwkv.tools.convert", (__doc__ or "").partition(": ")[2], epilog)
     parser.add_argument("source", metavar="IN", type=path_of, help="the checkpoint to read: a file or a directory")
     parser.add_argument("target", metavar="OUT", type=path_of, help="the file or the directory to write")
@@ -189,8 +190,8 @@ def _parser() -> Parser:
     parser.add_argument("--by-input", action="store_true", help="store ffn.value transposed, for faster decoding on a CPU; "
                         "requires --dtype bfloat16 and .safetensors; only this project reads such files")
     parser.add_argument("--format", choices=formats.names(), help="default: from OUT's suffix")
-    parser.add_argument("--form", choices=formats.FORMS, metavar="FORM", help="layout of a Hugging Face directory "
-                        f"of RWKV-7: {', '.join(formats.FORMS)}; default: fla")
+    parser.add_argument("--layout", choices=formats.LAYOUTS, metavar="LAYOUT", help="layout of a Hugging Face directory "
+                        f"of RWKV-7: {', '.join(formats.LAYOUTS)}; default: fla")
     parser.add_argument("--lora", metavar="PATH", type=from_home,
                         help="another program's LoRA adapter to merge: a PEFT directory or an RWKV-PEFT file")
     parser.add_argument("--lora-alpha", metavar="NUMBER", type=above_zero,

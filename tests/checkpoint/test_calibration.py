@@ -54,7 +54,7 @@ def converted(path: Path, text: Path, *options: str) -> Path:
 
 
 def blocks_in(path: Path) -> dict[str, str]:
-    return {name: matrix.form for name, matrix in read_checkpoint(path).packed.items()}
+    return {name: matrix.format for name, matrix in read_checkpoint(path).packed.items()}
 
 
 @in_c
@@ -68,7 +68,7 @@ def test_the_model_is_the_file_s_blocks(tmp_path: Path, text: Path, generation: 
     loaded, dense = (RWKV.from_pretrained(target, "reference", dtype=dtype) for dtype in ("int4", "float32"))
     assert loaded.fingerprint() == dense.fingerprint() == model.fingerprint()
     layers = {f"{name}.weight": layer for name, layer in loaded.named_modules() if isinstance(layer, BlockLinear | nn.Linear)}
-    assert {name: layer.form for name, layer in layers.items() if isinstance(layer, BlockLinear)} == blocks_in(target)
+    assert {name: layer.format for name, layer in layers.items() if isinstance(layer, BlockLinear)} == blocks_in(target)
     assert loaded.emb.weight.dtype == torch.bfloat16
     ids = tokens(model, B=2, T=9)
     expected = dense(ids)[0]
@@ -128,10 +128,10 @@ def test_the_moments_are_those_of_the_text(tmp_path: Path, text: Path, monkeypat
     _, path = original(tmp_path, "rwkv7", **WIDE)
     errors: list[tuple[float, float]] = []
 
-    def compared(weight: Tensor, moments: list[Tensor], form: str) -> Blocks:
+    def compared(weight: Tensor, moments: list[Tensor], format: str) -> Blocks:
         M = torch.block_diag(*moments)
-        independent = quantise(weight, [torch.eye(len(window)) for window in moments], form)
-        packed = quantise(weight, moments, form)
+        independent = quantise(weight, [torch.eye(len(window)) for window in moments], format)
+        packed = quantise(weight, moments, format)
         errors.append((error(weight, packed, M), error(weight, independent, M)))
         return packed
 

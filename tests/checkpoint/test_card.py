@@ -34,13 +34,13 @@ def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RWKV:
     return model
 
 
-@pytest.mark.parametrize("form", ["fla", "official"])
-def test_a_converted_directory_has_a_card(base: RWKV, form: str) -> None:
+@pytest.mark.parametrize("layout", ["fla", "official"])
+def test_a_converted_directory_has_a_card(base: RWKV, layout: str) -> None:
     Path("README.md").write_text(LICENSED)
-    convert.main(["base.safetensors", "out dir", "--form", form])
+    convert.main(["base.safetensors", "out dir", "--layout", layout])
     text = Path("out dir/README.md").read_text()
     assert front(Path("out dir/README.md")) == {"license": "apache-2.0", "library_name": "timemix", "tags": ["rwkv"]}
-    command = f"timemix convert base.safetensors 'out dir' --form {form}"
+    command = f"timemix convert base.safetensors 'out dir' --layout {layout}"
     for part in ("# out dir", "base.safetensors", command, "from_pretrained"):
         assert part in text
     convert.main(["out dir", "again"])                   # and of a directory

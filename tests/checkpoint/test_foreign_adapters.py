@@ -36,7 +36,7 @@ LAYERS = {"fla": ("model.layers.1.attn.r_proj", "model.layers.2.ffn.key", "model
           "official": ("rwkv7.blocks.1.att.receptance", "rwkv7.blocks.2.ffn.key", "head"),
           "transformers-rwkv": ("model.layers.1.linear_attn.r_proj", "model.layers.2.mlp.key", "lm_head")}
 WIDE = "transformers-rwkv"               # has heads of 64 alone
-FORMS = [form for form in formats.FORMS if form in LAYERS]
+LAYOUTS = [layout for layout in formats.LAYOUTS if layout in LAYERS]
 NAMES = ("blocks.0.att.key", "blocks.1.att.receptance", "blocks.2.ffn.value", "head")
 
 
@@ -106,40 +106,40 @@ def assert_weights(found: Any, expected: Weights, atol: float = 1e-6) -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """base.pth, and the same weights as a directory of each form. Heads are not 64 wide, so that receptances differ, but for
-    wide.pth and the form that needs such heads."""
+    """base.pth, and the same weights as a directory of each layout. Heads are not 64 wide, so that receptances differ, but for
+    wide.pth and the layout that needs such heads."""
     made = tmp_path_factory.mktemp("adapters")
     small_model(generation="rwkv7", **SIZES["rwkv7"]).save_pretrained(made / "base.pth")
     small_model(generation="rwkv7", **{**SIZES["rwkv7"], "head_size": 64}).save_pretrained(made / "wide.pth")
-    for form in FORMS:
-        convert.convert(base_of(made, form), made / form, form=form)
+    for layout in LAYOUTS:
+        convert.convert(base_of(made, layout), made / layout, layout=layout)
     return made
 
 
-def base_of(folder: Path, form: str) -> Path:
-    return folder / ("wide.pth" if form == WIDE else "base.pth")
+def base_of(folder: Path, layout: str) -> Path:
+    return folder / ("wide.pth" if layout == WIDE else "base.pth")
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_peft_over_each_layout_of_names(folder: Path, tmp_path: Path, form: str, kind: str) -> None:
+def test_peft_over_each_layout_of_names(folder: Path, tmp_path: Path, layout: str, kind: str) -> None:
     make, described, scale = KINDS[kind]
-    raw = load_file(folder / form / "model.safetensors")
+    raw = load_file(folder / layout / "model.safetensors")
     trained: Weights = {}
-    for layer in LAYERS[form]:
+    for layer in LAYERS[layout]:
         if kind in ("bat", "mini") and raw[f"{layer}.weight"].shape[0] % R:
             continue                     # these are for sizes that R divides
         parts, merged = make(raw[f"{layer}.weight"].double(), scale)
         trained |= {f"base_model.model.{layer}.{part}": tensor for part, tensor in parts.items()}
         raw[f"{layer}.weight"] = merged.float().contiguous()
-    adapter = write_peft(tmp_path / "adapter", trained, base_model_name_or_path=str(folder / form), **described)
+    adapter = write_peft(tmp_path / "adapter", trained, base_model_name_or_path=str(folder / layout), **described)
     (tmp_path / "merged").mkdir()
-    (tmp_path / "merged" / "config.json").write_bytes((folder / form / "config.json").read_bytes())
+    (tmp_path / "merged" / "config.json").write_bytes((folder / layout / "config.json").read_bytes())
     save_file(raw, tmp_path / "merged" / "model.safetensors")
     expected = weights_of(tmp_path / "merged")
     atol = 1e-4 if kind == "pissa" else 1e-6             # singular values lie close together, and PEFT takes them in float32
     assert_weights(read_checkpoint(adapter).weights, expected, atol)     # the base by the name that it states
-    found = with_adapter(read_checkpoint(base_of(folder, form)), adapter).weights
+    found = with_adapter(read_checkpoint(base_of(folder, layout)), adapter).weights
     assert_weights({name: found[name] for name in found if name not in UNUSED},
                    {name: weight for name, weight in expected.items() if name not in UNUSED}, atol)
 

@@ -45,7 +45,7 @@ Weights = dict[str, Tensor]
 BYTES = ByteTokenizer()
 TEXT = "a text to measure"
 ALPHA = 6.0
-FORMS = ("fla", "official", "transformers-rwkv")
+LAYOUTS = ("fla", "official", "transformers-rwkv")
 LAYER = "blocks.1.att.key"               # the layer that adapters change
 
 
@@ -66,7 +66,7 @@ KINDS = {
     ".pth of RWKV-4": Kind(("checkpoint=base4.pth", BYTE), "base4"),
     ".pth of RWKV-7": Kind(("checkpoint=base.pth", BYTE), "base"),
     "transformers' directory of RWKV-4": Kind(("checkpoint=directory4",), "base4"),
-    **{f"directory, {form}": Kind((f"checkpoint={form}",), "base") for form in FORMS},
+    **{f"directory, {layout}": Kind((f"checkpoint={layout}",), "base") for layout in LAYOUTS},
     ".st": Kind(("checkpoint=base.st", BYTE), "half"),
     "GGUF": Kind(("checkpoint=base.gguf", BYTE), "gguf"),
     "RWKV-PEFT's LoRA": Kind(("checkpoint=base.safetensors", "lora=rwkv-0.pth", f"lora_alpha={ALPHA}"), "lora", LORA),
@@ -110,8 +110,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (made / "run" / "checkpoints").mkdir(parents=True)
     model.save_pretrained(made / "run" / "checkpoints" / "last.ckpt", BYTES)
     convert.convert(made / "base4.safetensors", made / "directory4")
-    for form in FORMS:
-        convert.convert(made / "base.safetensors", made / form, form=form)
+    for layout in LAYOUTS:
+        convert.convert(made / "base.safetensors", made / layout, layout=layout)
     convert.convert(made / "base.pth", made / "base.st")
     convert.convert(made / "base.pth", made / "base.gguf", dtype="q8_0", tokenizer=None)
     rounded = gguf_files.official_weights(made / "base.gguf")

@@ -65,7 +65,7 @@ def assert_near(actual: np.ndarray, expected: np.ndarray, relative: float = 2e-5
     assert np.abs(actual - expected).max() < relative * np.abs(expected).max()
 
 
-# The official form
+# The official layout
 
 
 @pytest.mark.parametrize("head_size", [64, 128, ONE_HEAD])
@@ -81,21 +81,21 @@ def test_transformers_form_is_read(tmp_path: Path, head_size: int) -> None:
 
 
 @pytest.mark.parametrize("head_size", [64, 128, ONE_HEAD])
-@pytest.mark.parametrize("form", ["official", "fla", "transformers-rwkv"])
-def test_a_written_directory_computes_the_same_elsewhere(tmp_path: Path, head_size: int, form: str) -> None:
+@pytest.mark.parametrize("layout", ["official", "fla", "transformers-rwkv"])
+def test_a_written_directory_computes_the_same_elsewhere(tmp_path: Path, head_size: int, layout: str) -> None:
     model = model_of(head_size)
     model.save_pretrained(tmp_path / "model.pth")
-    if form == "transformers-rwkv" and head_size != 64:
+    if layout == "transformers-rwkv" and head_size != 64:
         with pytest.raises(UserError, match="head size 64"):
-            write_checkpoint(read_checkpoint(tmp_path / "model.pth"), tmp_path / "model", form=form)
+            write_checkpoint(read_checkpoint(tmp_path / "model.pth"), tmp_path / "model", layout=layout)
         return
-    convert.main([str(tmp_path / "model.pth"), str(tmp_path / "model"), "--form", form])
+    convert.main([str(tmp_path / "model.pth"), str(tmp_path / "model"), "--layout", layout])
     ids = tokens(model, B=1, T=16)
     expected = logits(model, ids)
     assert_near(logits(RWKV.from_pretrained(tmp_path / "model", "reference"), ids), expected)
     held = hugging_face_tensors(tmp_path / "model")
     config = json.loads((tmp_path / "model" / "config.json").read_text())
-    if form == "official":
+    if layout == "official":
         assert_near(in_float64(held, ids, head_size * 1e-5), expected)
         shapes = {name: tuple(tensor.shape) for name, tensor in held.items()}
         assert shapes == {name if name == "head.weight" else f"rwkv7.{name}": tuple(weight.shape)
@@ -156,7 +156,7 @@ def test_transformers_rwkvs_form_is_read_and_written(tmp_path: Path) -> None:
     assert read.notes == []
     assert read.config.ctx_len == 8192
     assert_near(logits(RWKV.from_pretrained(tmp_path / "theirs", "reference"), ids), logits(model, ids), 1e-6)
-    write_checkpoint(read, tmp_path / "ours", form="transformers-rwkv")
+    write_checkpoint(read, tmp_path / "ours", layout="transformers-rwkv")
     held = hugging_face_tensors(tmp_path / "ours")
     assert held.keys() == expected.keys()
     assert all(torch.equal(held[name].flatten(), tensor.flatten()) for name, tensor in expected.items())
@@ -176,7 +176,7 @@ def test_its_tokenizer_is_world(tmp_path: Path) -> None:
     """A trie, which the stock library cannot load, and of which ids below 65,536 may be unused."""
     model = model_of()
     model.save_pretrained(tmp_path / "model.safetensors", WORLD)
-    write_checkpoint(read_checkpoint(tmp_path / "model.safetensors"), tmp_path / "model", form="transformers-rwkv")
+    write_checkpoint(read_checkpoint(tmp_path / "model.safetensors"), tmp_path / "model", layout="transformers-rwkv")
     parsed = json.loads((tmp_path / "model" / "tokenizer.json").read_text())
     assert parsed["model"]["type"] == "RwkvTrie"
     assert parsed["model"]["vocab"]["<|endoftext|>"] == 0
@@ -237,7 +237,7 @@ def test_forms_are_for_directories_of_rwkv_7(tmp_path: Path) -> None:
     small_model("reference").save_pretrained(tmp_path / "four.pth")
     for name, out in (("model.pth", "out.safetensors"), ("four.pth", "out")):
         with pytest.raises(UserError):
-            write_checkpoint(read_checkpoint(tmp_path / name), tmp_path / out, form="official")
+            write_checkpoint(read_checkpoint(tmp_path / name), tmp_path / out, layout="official")
     assert not (tmp_path / "out").exists()
 
 
@@ -249,7 +249,7 @@ def changed(**parts: Any) -> str:
 
 
 def test_the_written_tokenizer_json_gives_the_same_ids_in_its_library(tmp_path: Path) -> None:
-    write_checkpoint(read_checkpoint(saved(tmp_path)), tmp_path / "model", form="official")
+    write_checkpoint(read_checkpoint(saved(tmp_path)), tmp_path / "model", layout="official")
     library = tokenizers.Tokenizer.from_file(str(tmp_path / "model" / "tokenizer.json"))
     library.encode_special_tokens = True
     assert library.encode(TEXT).ids == WORLD.encode(TEXT)

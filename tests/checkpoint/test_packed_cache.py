@@ -56,7 +56,7 @@ def test_the_second_start_is_the_first_without_packing(model_file: Path, dtype: 
     assert any(str(entry) in line for _, line in first.lines())
     second = opened(model_file, dtype)
     assert not second.caches
-    assert {matrix.form for matrix in second.checkpoint.packed.values()} == {dtype}
+    assert {matrix.format for matrix in second.checkpoint.packed.values()} == {dtype}
     assert torch.equal(logits(second), expected)
     before, after = first.checkpoint, second.checkpoint
     assert [(each.path, each.run, each.step, each.config, each.tokenizer, each.notes) for each in (before, after)] == [

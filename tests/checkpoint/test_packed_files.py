@@ -18,7 +18,7 @@ from refusals import refuses
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from kernels.matvec import FORMS
+from kernels.matvec import FORMATS
 from rwkv.checkpoint.files import read_checkpoint, write_checkpoint
 from rwkv.checkpoint.formats import _packed
 from rwkv.errors import UserError
@@ -49,7 +49,7 @@ def layers(model: RWKV) -> list[Int8Linear | Int4Linear]:
 
 
 def rounded(weight: Tensor, dtype: str) -> Tensor:
-    return FORMS[dtype].of(weight).dense()
+    return FORMATS[dtype].of(weight).dense()
 
 
 @each_dtype

@@ -43,11 +43,11 @@ def main(arch: int) -> None:
     JITFunction.run = compile_instead
     triton_step.product_dtype = lambda dtype, device: dtype
     for generation in ("rwkv7", "rwkv4"):
-        for form in ("bfloat16", "float16", "float32", "int8", "int4"):
+        for format in ("bfloat16", "float16", "float32", "int8", "int4"):
             sizes = {"n_layer": 2, "n_embd": 128, "vocab_size": triton_step.MANY_OUTPUTS}
             sizes |= {"head_size": 64} if generation == "rwkv7" else {}
             model = small_model("reference", generation=generation, **sizes).requires_grad_(False)
-            model = to_packed(model, form, "cpu") if form.startswith("int") else model.to(getattr(torch, form))
+            model = to_packed(model, format, "cpu") if format.startswith("int") else model.to(getattr(torch, format))
             step = GpuStep(model, 32)
             for rows in (1, 32):
                 step.run(rows)

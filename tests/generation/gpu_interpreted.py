@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from forms import check_step
+from formats import check_step
 from models import each_generation, exact, small_model, tokens
 from triton_interpreter import patch_language_once
 
@@ -96,12 +96,12 @@ def test_heads_of_other_sizes(C: int, N: int) -> None:
 
 
 @each_generation
-@pytest.mark.parametrize(("form", "allowed"), [("bfloat16", 0.015), ("int4", 0.015), *(
+@pytest.mark.parametrize(("format", "allowed"), [("bfloat16", 0.015), ("int4", 0.015), *(
     pytest.param(*case, marks=pytest.mark.soak) for case in (("float16", 0.002), ("int8", 0.015)))])
-def test_weights_of_16_8_and_4_bits_are_unpacked_exactly(generation: str, form: str, allowed: float) -> None:
+def test_weights_of_16_8_and_4_bits_are_unpacked_exactly(generation: str, format: str, allowed: float) -> None:
     """Beside float64 products of the same weights; the inputs of products are rounded to bfloat16, or to float16."""
     model = model_of(generation, n_embd=48, n_ffn=264)
-    low = to_packed(model, form, "cpu") if form.startswith("int") else model.to(getattr(torch, form))
+    low = to_packed(model, format, "cpu") if format.startswith("int") else model.to(getattr(torch, format))
     dense = model_of(generation, n_embd=48, n_ffn=264)
     for name, weight in dense.named_parameters():
         layer = low.get_submodule(name.rpartition(".")[0])

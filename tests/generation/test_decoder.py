@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from models import assert_same_state, each_generation, in_form, small_model, tokens
+from models import assert_same_state, each_generation, in_format, small_model, tokens
 from torch import Tensor
 
 from kernels import native
@@ -23,7 +23,7 @@ SIZES = {"rwkv4": {"n_att": 24, "n_ffn": 40}, "rwkv7": {"n_ffn": 40}}
 
 
 def model_in(dtype: str, generation: str = "rwkv4", **sizes: int) -> RWKV:
-    return in_form(small_model("reference", generation=generation, **sizes or SIZES[generation]), dtype)
+    return in_format(small_model("reference", generation=generation, **sizes or SIZES[generation]), dtype)
 
 
 @each_generation

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from every_option import OTHER_OPTIONS
-from models import in_form, saying, small_model
+from models import in_format, saying, small_model
 
 from kernels import native
 from rwkv.config import Sampling
@@ -49,8 +49,8 @@ class Random:
         return [token if self._random.random() < self.right else self._random.randrange(256) for token in following]
 
 
-def model_in(form: str = "float32", generation: str = "rwkv7", seed: int = 0) -> RWKV:
-    return in_form(small_model("reference", vocab_size=256, generation=generation, seed=seed), form)
+def model_in(format: str = "float32", generation: str = "rwkv7", seed: int = 0) -> RWKV:
+    return in_format(small_model("reference", vocab_size=256, generation=generation, seed=seed), format)
 
 
 def draft_model(model: RWKV, target: RWKV) -> ModelDraft:
@@ -94,11 +94,11 @@ def texts_of(rows: Sequence[Row]) -> dict[int, list[int]]:
 
 @in_c
 @pytest.mark.parametrize("generation", ["rwkv4", "rwkv7"])
-@pytest.mark.parametrize("form", ["float32", "bfloat16", "int8", "int4"])
-def test_a_draft_changes_no_bit(form: str, generation: str) -> None:
+@pytest.mark.parametrize("format", ["float32", "bfloat16", "int8", "int4"])
+def test_a_draft_changes_no_bit(format: str, generation: str) -> None:
     """Of texts, log-probabilities and final states, at several temperatures in one batch. tests/model/test_c_step.py compares
     the passes on every level of the library."""
-    model = model_in(form, generation)
+    model = model_in(format, generation)
     requests = [Request(prompt, seed, StoppingCriteria(N), Sampling(temperature=temperature), n_logprobs=2, keep_context=True)
                 for seed, (prompt, temperature) in enumerate([("ab", 0.0), ("ba" * 40, 1.0), ("", 0.7)])]
     expected = results(model, requests, None)

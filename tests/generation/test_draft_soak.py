@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from models import in_form, small_model
+from models import in_format, small_model
 from test_draft import BYTES, Random, assert_same, texts_of
 
 from kernels import native
-from kernels.matvec import BLOCKS, FORMS
+from kernels.matvec import BLOCKS, FORMATS
 from rwkv.config import GENERATIONS, Sampling
 from rwkv.generation.draft import Draft, ModelDraft, NGram
 from rwkv.generation.engine import Engine
@@ -81,16 +81,16 @@ def assert_same_cache(cache: PrefixCache, other: PrefixCache, rows: list[Row]) -
                 assert all(map(torch.equal, result.state, expected.state))
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("generation", GENERATIONS)
-def test_random_batches_are_the_same_with_any_draft(generation: str, form: str) -> None:
+def test_random_batches_are_the_same_with_any_draft(generation: str, format: str) -> None:
     pytest.importorskip("llguidance")
-    sizes = {"n_embd": BLOCKS[form].elements} if form in BLOCKS else {}
-    model, other = (in_form(small_model("reference", 256, seed, generation, **sizes), form) for seed in (0, 1))
+    sizes = {"n_embd": BLOCKS[format].elements} if format in BLOCKS else {}
+    model, other = (in_format(small_model("reference", 256, seed, generation, **sizes), format) for seed in (0, 1))
     accepted = 0
-    batches = BATCHES // len(FORMS)
+    batches = BATCHES // len(FORMATS)
     for seed in range(batches):
-        draw = random.Random(f"{generation} {form} {seed}")
+        draw = random.Random(f"{generation} {format} {seed}")
         requests = [request_of(draw, model) for _ in range(draw.randrange(1, 6))]
         order = [draw.choice([0, 0, 1, 3]) for _ in requests]
         cached = draw.random() < 0.5
@@ -108,7 +108,7 @@ def test_random_batches_are_the_same_with_any_draft(generation: str, form: str) 
                 if before is not None and after is not None:
                     assert_same_cache(after, before, rows)
             except AssertionError as error:
-                raise AssertionError(f"{generation}, {form}, seed {seed}, {type(draft).__name__}") from error
+                raise AssertionError(f"{generation}, {format}, seed {seed}, {type(draft).__name__}") from error
             accepted += sum(row.accepted_tokens for row in rows)
-    print(f"{generation} {form}: {accepted} tokens of drafts accepted")
+    print(f"{generation} {format}: {accepted} tokens of drafts accepted")
     assert accepted > 10 * batches

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kernels.matvec import BLOCKS, Int4, _calibrated, calibrated_form, quantise
+from kernels.matvec import BLOCKS, Int4, _calibrated, calibrated_format, quantise
 
-FORMS = ("q4_k", "q5_k", "q4_0", "q5_0")
-each_form = pytest.mark.parametrize("form", FORMS)
+FORMATS = ("q4_k", "q5_k", "q4_0", "q5_0")
+each_format = pytest.mark.parametrize("format", FORMATS)
 N, K = 24, 512
 
 
@@ -26,8 +26,8 @@ def moments(seed: int = 1) -> Tensor:
     return x.T @ x / len(x)
 
 
-def rounded(weight: Tensor, M: Tensor, form: str) -> Tensor:
-    return quantise(weight, [M], form).dense()
+def rounded(weight: Tensor, M: Tensor, format: str) -> Tensor:
+    return quantise(weight, [M], format).dense()
 
 
 def error(weight: Tensor, values: Tensor, M: Tensor) -> float:
@@ -36,102 +36,102 @@ def error(weight: Tensor, values: Tensor, M: Tensor) -> float:
     return (((difference @ M) * difference).sum() / ((weight @ M) * weight).sum()).item()
 
 
-@each_form
-def test_another_reader_has_the_same_values(form: str) -> None:
-    packed = quantise(matrix(), [moments()], form)
-    theirs = gguf.dequantize(packed.weight.numpy(), gguf.GGMLQuantizationType[form.upper()])
+@each_format
+def test_another_reader_has_the_same_values(format: str) -> None:
+    packed = quantise(matrix(), [moments()], format)
+    theirs = gguf.dequantize(packed.weight.numpy(), gguf.GGMLQuantizationType[format.upper()])
     assert np.array_equal(theirs, packed.dense().numpy())
     assert packed.K == K
     assert packed.is_finite()
 
 
-@each_form
-def test_its_error_is_at_most_that_of_plain_rounding(form: str) -> None:
+@each_format
+def test_its_error_is_at_most_that_of_plain_rounding(format: str) -> None:
     """Of int4, which has more bits, or of GGUF's own blocks of 32 as the package gguf makes them."""
     weight, plain = matrix(), torch.eye(K)
-    if form.endswith("0"):
-        kind = gguf.GGMLQuantizationType[form.upper()]
+    if format.endswith("0"):
+        kind = gguf.GGMLQuantizationType[format.upper()]
         other = torch.from_numpy(gguf.dequantize(gguf.quantize(weight.numpy(), kind), kind))
     else:
         other = Int4.of(weight).dense()
-    assert error(weight, rounded(weight, plain, form), plain) < 0.95 * error(weight, other, plain)
+    assert error(weight, rounded(weight, plain, format), plain) < 0.95 * error(weight, other, plain)
 
 
-@each_form
-def test_calibration_changes_products_less(form: str) -> None:
+@each_format
+def test_calibration_changes_products_less(format: str) -> None:
     """The importance of each input helps, and what inputs have in common more."""
     weight, M = matrix(), moments()
-    plain, by_importance, by_moments = (error(weight, rounded(weight, part, form), M)
+    plain, by_importance, by_moments = (error(weight, rounded(weight, part, format), M)
                                         for part in (torch.eye(K), M.diagonal().diag(), M))
     assert by_moments < 0.95 * by_importance < 0.9 * plain
 
 
-@pytest.mark.parametrize("form", ["q4_0", "q5_0"])
-def test_blocks_of_32_are_packed_again_to_the_bit(form: str) -> None:
+@pytest.mark.parametrize("format", ["q4_0", "q5_0"])
+def test_blocks_of_32_are_packed_again_to_the_bit(format: str) -> None:
     """Their largest value is the lowest integer times the scale."""
     weight = matrix()
-    kind = gguf.GGMLQuantizationType[form.upper()]
+    kind = gguf.GGMLQuantizationType[format.upper()]
     blocks = gguf.quantize(weight.numpy(), kind)
-    again = quantise(torch.from_numpy(gguf.dequantize(blocks, kind)), [torch.eye(K)], form)
+    again = quantise(torch.from_numpy(gguf.dequantize(blocks, kind)), [torch.eye(K)], format)
     assert torch.equal(again.dense(), torch.from_numpy(gguf.dequantize(blocks, kind)))
 
 
-@each_form
-def test_a_row_does_not_depend_on_the_others(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@each_format
+def test_a_row_does_not_depend_on_the_others(format: str, monkeypatch: pytest.MonkeyPatch) -> None:
     weight, M = matrix(), moments()
-    together = quantise(weight, [M], form).weight
+    together = quantise(weight, [M], format).weight
     monkeypatch.setattr(_calibrated, "ROWS", 7)
-    torch.testing.assert_close(BLOCKS[form](quantise(weight, [M], form).weight).dense(), BLOCKS[form](together).dense(),
+    torch.testing.assert_close(BLOCKS[format](quantise(weight, [M], format).weight).dense(), BLOCKS[format](together).dense(),
                                rtol=0, atol=0.02 * weight.abs().max().item())
 
 
-@each_form
-def test_windows_are_rounded_for_themselves(form: str) -> None:
+@each_format
+def test_windows_are_rounded_for_themselves(format: str) -> None:
     weight, M = matrix(), moments()
     halves = [M[:256, :256], M[256:, 256:]]
-    both = quantise(weight, halves, form).dense()
+    both = quantise(weight, halves, format).dense()
     for half, columns, values in zip(halves, weight.split(256, 1), both.split(256, 1), strict=True):
-        assert torch.equal(quantise(columns, [half], form).dense(), values)
+        assert torch.equal(quantise(columns, [half], format).dense(), values)
 
 
-@each_form
-def test_windows_must_be_whole_blocks_of_all_columns(form: str) -> None:
+@each_format
+def test_windows_must_be_whole_blocks_of_all_columns(format: str) -> None:
     for widths in ((256,), (250, 262), (512, 256)):
         with pytest.raises(ValueError, match="512 in all"):
-            quantise(matrix(), [torch.eye(width) for width in widths], form)
+            quantise(matrix(), [torch.eye(width) for width in widths], format)
 
 
-@each_form
-def test_unusual_weights_and_inputs(form: str) -> None:
+@each_format
+def test_unusual_weights_and_inputs(format: str) -> None:
     """Zeros, one sign, one outlier, tiny and bfloat16 weights; inputs that are never seen, always the same, or huge."""
     ones = torch.ones(K, 1)
     half_seen = torch.cat((torch.ones(K // 2), torch.zeros(K // 2))).diag()
     outlier = matrix()
     outlier[3, 5] = 1000.0
     for M in (torch.zeros(K, K), torch.eye(K), ones @ ones.T, half_seen, 1e12 * moments(), 1e30 * moments(), 1e-30 * moments()):
-        assert torch.equal(rounded(torch.zeros(N, K), M, form), torch.zeros(N, K))
+        assert torch.equal(rounded(torch.zeros(N, K), M, format), torch.zeros(N, K))
         for weight in (matrix(), matrix().abs(), -matrix().abs(), outlier, 1e-5 * matrix(), matrix().bfloat16(),
                        torch.full((N, K), 0.3)):
-            values = rounded(weight, M, form)
+            values = rounded(weight, M, format)
             assert values.isfinite().all()
             assert error(weight.float(), values, torch.eye(K)) < 0.2
 
 
-@each_form
-def test_weights_that_are_too_large_are_not_finite(form: str) -> None:
+@each_format
+def test_weights_that_are_too_large_are_not_finite(format: str) -> None:
     """Not zeros, which no check would notice."""
-    assert not quantise(1e8 * matrix(), [moments()], form).is_finite()
+    assert not quantise(1e8 * matrix(), [moments()], format).is_finite()
 
 
-@each_form
-def test_the_weight_is_not_changed(form: str) -> None:
+@each_format
+def test_the_weight_is_not_changed(format: str) -> None:
     for rows in (1, 3):
         weight = matrix(rows=rows)
         before = weight.clone()
-        quantise(nn.Parameter(weight), [moments()], form)
+        quantise(nn.Parameter(weight), [moments()], format)
         assert torch.equal(weight, before)
 
 
 def test_the_form_follows_from_the_length_of_rows() -> None:
-    assert [calibrated_form(K, bits) for K in (256, 768, 192, 32) for bits in (4, 5)] == [
+    assert [calibrated_format(K, bits) for K in (256, 768, 192, 32) for bits in (4, 5)] == [
         "q4_k", "q5_k", "q4_k", "q5_k", "q4_0", "q5_0", "q4_0", "q5_0"]

@@ -1,4 +1,4 @@
-"""Every implementation of matvec in every form, its independence of the number of rows, and the packed forms themselves."""
+"""Every implementation of matvec in every format, its independence of the number of rows, and the packed formats themselves."""
 
 from itertools import product
 
@@ -9,11 +9,11 @@ from implementations import implementations
 
 from kernels import native
 from kernels.compare import errors, misses
-from kernels.matvec import BLOCKS, FORMS, GROUP, Int4, Int8, MatVec, _packing, cases, exact_copy, pack
+from kernels.matvec import BLOCKS, FORMATS, GROUP, Int4, Int8, MatVec, _packing, cases, exact_copy, pack
 from kernels.registry import runnable
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
-PACKED = [form for form in FORMS if form not in BLOCKS]
+PACKED = [format for format in FORMATS if format not in BLOCKS]
 in_c = pytest.mark.skipif(native.why_not() is not None, reason=str(native.why_not()))
 each_level = pytest.mark.parametrize("level", native.levels())
 
@@ -24,55 +24,55 @@ def matvec(request: pytest.FixtureRequest) -> MatVec:
 
 
 def forms_of(matvec: MatVec) -> list[str]:
-    return list(matvec.requires.forms)
+    return list(matvec.requires.formats)
 
 
 def test_every_form_at_every_shape(matvec: MatVec) -> None:
-    for form in forms_of(matvec):
+    for format in forms_of(matvec):
         for shape in cases.SHAPES:
-            x, packed = cases.inputs(*shape, form=form)
+            x, packed = cases.inputs(*shape, format=format)
             found = errors({"y": matvec(x, packed)}, {"y": cases.expected(x, packed)})
-            assert not misses(found, cases.tolerance(matvec.name, form)), (form, shape)
+            assert not misses(found, cases.tolerance(matvec.name, format)), (format, shape)
 
 
 def test_a_row_does_not_depend_on_the_rows_beside_it(matvec: MatVec) -> None:
-    for form in forms_of(matvec):
+    for format in forms_of(matvec):
         for shape in ((8, 33, 100), (5, 9, 4100), (17, 64, 768)):
-            x, packed = cases.inputs(*shape, form=form)
+            x, packed = cases.inputs(*shape, format=format)
             together = matvec(x, packed)
             for row, alone in zip(x, together, strict=True):
-                assert torch.equal(matvec(row.unsqueeze(0), packed)[0], alone), (form, shape)
+                assert torch.equal(matvec(row.unsqueeze(0), packed)[0], alone), (format, shape)
 
 
 @in_c
 @each_level
-@pytest.mark.parametrize("form", FORMS)
-def test_tiles_of_every_size_have_the_bits_of_single_rows(form: str, level: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("format", FORMATS)
+def test_tiles_of_every_size_have_the_bits_of_single_rows(format: str, level: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One to eight rows in a tile, several tiles, and rows so long that a tile reads them in pieces, also with more outputs
     than a thread saves sums for."""
     monkeypatch.setattr(native, "level", lambda: level)
     monkeypatch.setattr(native, "threads_for", lambda tasks: 1)
     matvec = MatVec("c_v0")
     for N, K, sizes in ((50, 768, (*range(2, 10), 13, 19)), (7, 5000, (*range(2, 10), 13, 19)), (160, 9000, (4, 8, 9))):
-        x, packed = cases.inputs(max(sizes), N, K, form)
+        x, packed = cases.inputs(max(sizes), N, K, format)
         alone = torch.cat([matvec(row.unsqueeze(0), packed) for row in x])
         for rows in sizes:
             assert torch.equal(matvec(x[:rows], packed), alone[:rows]), (N, K, rows)
 
 
 def test_several_products_at_once_are_the_same_to_the_bit(matvec: MatVec) -> None:
-    for form in forms_of(matvec):
-        weights = [cases.inputs(1, N, 96, form, seed=N)[1] for N in (5, 64, 7, 33, 1)]
+    for format in forms_of(matvec):
+        weights = [cases.inputs(1, N, 96, format, seed=N)[1] for N in (5, 64, 7, 33, 1)]
         x = torch.randn(5, 3, weights[0].K)
         for y, rows, packed in zip(matvec.bind(*weights)(x), x, weights, strict=True):
             assert torch.equal(y, matvec(rows, packed))
 
 
 def test_a_row_that_is_not_finite_gives_no_finite_number(matvec: MatVec) -> None:
-    for form, bad in product(forms_of(matvec), (float("nan"), float("inf"), -float("inf"))):
-        x, packed = cases.inputs(3, 20, 768, form=form)
+    for format, bad in product(forms_of(matvec), (float("nan"), float("inf"), -float("inf"))):
+        x, packed = cases.inputs(3, 20, 768, format=format)
         x[1, 700] = bad
-        assert matvec(x, packed).isfinite().sum(1).tolist() == [20, 0, 20], form
+        assert matvec(x, packed).isfinite().sum(1).tolist() == [20, 0, 20], format
 
 
 def test_a_form_that_an_implementation_lacks_is_one_sentence() -> None:
@@ -85,7 +85,7 @@ def test_int8_is_the_same_to_the_bit_in_all_implementations() -> None:
     """The largest whole numbers in all places, where a sum of floats would lose some, and one of 16 bits would overflow."""
     for non_negative in (True, False):
         packed = Int8.of(torch.full((3, 9000), -0.5), non_negative=non_negative)
-        able = [name for name in runnable("matvec") if "int8" in MatVec(name).requires.forms]
+        able = [name for name in runnable("matvec") if "int8" in MatVec(name).requires.formats]
         for x in (torch.ones(5, 9000), torch.rand(2, 9000), torch.ones(1, 9000)):
             first, *others = (MatVec(name)(x, packed) for name in able)
             assert all(torch.equal(first, other) for other in others)
@@ -100,17 +100,17 @@ def test_int4_of_the_largest_numbers_overflows_nowhere(rows: int) -> None:
         torch.testing.assert_close(MatVec("c_v0")(signed, packed), MatVec("reference")(signed, packed))
 
 
-def rounding(weight: torch.Tensor, form: str) -> torch.Tensor:
-    """The norm, for each row (K,) of W, of what rounding to the form changes.
+def rounding(weight: torch.Tensor, format: str) -> torch.Tensor:
+    """The norm, for each row (K,) of W, of what rounding to the format changes.
 
     Rounding to bfloat16's 8 bits changes an element by at most 2^-8 of it. Rounding to steps of a size s changes it by
     s / sqrt(12) in the root mean square, if it falls anywhere in a step with the same chance; the sum of K such squares is
     above its mean by at most five of its standard deviations, sqrt(0.8 / K) of the mean each.
     """
     K = weight.shape[1]
-    if form in ("float32", "bfloat16"):
-        return {"float32": 0.0, "bfloat16": 2**-8}[form] * weight.norm(dim=1)
-    if form == "int8":
+    if format in ("float32", "bfloat16"):
+        return {"float32": 0.0, "bfloat16": 2**-8}[format] * weight.norm(dim=1)
+    if format == "int8":
         steps = weight.abs().amax(1, keepdim=True).expand(-1, K) / 127
     else:
         groups = torch.nn.functional.pad(weight, (0, -K % GROUP)).view(len(weight), -1, GROUP)
@@ -118,11 +118,11 @@ def rounding(weight: torch.Tensor, form: str) -> torch.Tensor:
     return (steps.square().sum(1) / 12 * (1 + 5 * (0.8 / K) ** 0.5)).sqrt()
 
 
-@pytest.mark.parametrize("form", PACKED)
-def test_a_packed_matrix_stands_for_one_nearby(form: str) -> None:
+@pytest.mark.parametrize("format", PACKED)
+def test_a_packed_matrix_stands_for_one_nearby(format: str) -> None:
     weight = torch.randn(40, 70, generator=torch.Generator().manual_seed(0)) * torch.logspace(-3, 3, 40).unsqueeze(1)
-    stands_for = pack(weight, form).dense()
-    assert ((stands_for - weight).norm(dim=1) <= rounding(weight, form)).all()
+    stands_for = pack(weight, format).dense()
+    assert ((stands_for - weight).norm(dim=1) <= rounding(weight, format)).all()
 
 
 def test_int4_keeps_zeros_and_what_fits_exactly() -> None:
@@ -151,16 +151,16 @@ def test_a_float_that_has_the_form_already_is_not_copied() -> None:
     assert pack(weight, "float32").weight.data_ptr() == weight.data_ptr()
 
 
-@pytest.mark.parametrize(("weight", "form"), [(torch.ones(3), "int8"), (torch.ones(3, 4), "int5"), (torch.ones(3, 256), "q4_k"),
-                                              (torch.ones(1, 133_145), "int8")])
-def test_what_cannot_be_packed_is_one_sentence(weight: torch.Tensor, form: str) -> None:
+@pytest.mark.parametrize(("weight", "format"), [(torch.ones(3), "int8"), (torch.ones(3, 4), "int5"),
+                                                (torch.ones(3, 256), "q4_k"), (torch.ones(1, 133_145), "int8")])
+def test_what_cannot_be_packed_is_one_sentence(weight: torch.Tensor, format: str) -> None:
     with pytest.raises(ValueError, match=r"W \(N,K\)"):
-        pack(weight, form)
+        pack(weight, format)
 
 
 def test_a_sum_of_nothing_is_0(matvec: MatVec) -> None:
-    for form in forms_of(matvec):
-        x, packed = cases.inputs(2, 3, 0, form)
+    for format in forms_of(matvec):
+        x, packed = cases.inputs(2, 3, 0, format)
         assert torch.equal(matvec(x, packed), torch.zeros(2, 3))
 
 
@@ -180,10 +180,10 @@ def test_c_packs_as_pytorch_does(level: str, monkeypatch: pytest.MonkeyPatch) ->
 
 @in_c
 def test_what_is_not_finite_stays_so_in_c() -> None:
-    for bad, place, form in product((float("nan"), float("inf"), -float("inf")), (0, 36), (Int8, Int4)):
+    for bad, place, format in product((float("nan"), float("inf"), -float("inf")), (0, 36), (Int8, Int4)):
         weight = torch.randn(3, 37)
         weight[1, place] = bad
-        finite = form.of(weight).dense().isfinite()
+        finite = format.of(weight).dense().isfinite()
         assert not finite[1, place]
         assert finite[[0, 2]].all()
 
@@ -216,19 +216,19 @@ def test_packing_does_not_depend_on_torch_s_default_dtype(default: torch.dtype) 
 # GGUF's blocks
 
 
-def gguf_values(packed: torch.Tensor, form: str) -> torch.Tensor:
+def gguf_values(packed: torch.Tensor, format: str) -> torch.Tensor:
     """W (N,K) as the package of llama.cpp's authors dequantises it."""
-    return torch.from_numpy(gguf.dequantize(packed.numpy(), gguf.GGMLQuantizationType[form.upper()]))
+    return torch.from_numpy(gguf.dequantize(packed.numpy(), gguf.GGMLQuantizationType[format.upper()]))
 
 
 @in_c
 @each_level
-@pytest.mark.parametrize("form", BLOCKS)
-def test_blocks_are_unpacked_to_the_bits_of_the_package_gguf(form: str, level: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("format", BLOCKS)
+def test_blocks_are_unpacked_to_the_bits_of_the_package_gguf(format: str, level: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "level", lambda: level)
     for N, K in ((1, 32), (33, 768), (7, 2048)):
-        _, packed = cases.inputs(1, N, K, form)
-        expected = gguf_values(packed.weight, form)
+        _, packed = cases.inputs(1, N, K, format)
+        expected = gguf_values(packed.weight, format)
         assert torch.equal(packed.dense(), expected)
         in_c = MatVec("c_v0").dense(packed, torch.float32)
         assert torch.equal(in_c, expected)
@@ -238,15 +238,15 @@ def test_blocks_are_unpacked_to_the_bits_of_the_package_gguf(form: str, level: s
 
 @in_c
 @each_level
-@pytest.mark.parametrize("form", BLOCKS)
-def test_products_with_blocks_at_every_level(form: str, level: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("format", BLOCKS)
+def test_products_with_blocks_at_every_level(format: str, level: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also beside the products in float64 of x as it is: k-quants round it to 15 bits, and nothing rounds the blocks again."""
     monkeypatch.setattr(native, "level", lambda: level)
     matvec = MatVec("c_v0")
     for R, N, K in ((1, 7, 32), (15, 33, 768), (70, 5, 2048)):
-        x, packed = cases.inputs(R, N, K, form)
+        x, packed = cases.inputs(R, N, K, format)
         y = matvec(x, packed)
-        assert not misses(errors({"y": y}, {"y": cases.expected(x, packed)}), cases.tolerance("c_v0", form)), (R, N, K)
+        assert not misses(errors({"y": y}, {"y": cases.expected(x, packed)}), cases.tolerance("c_v0", format)), (R, N, K)
         exact = x.double() @ packed.dense(torch.float64).T
         assert (y - exact).norm() < 1e-4 * exact.norm()
         for row in (0, R // 2, R - 1):
@@ -259,16 +259,16 @@ def test_products_with_blocks_at_every_level(form: str, level: str, monkeypatch:
 def test_the_largest_integers_of_a_k_quant_overflow_nowhere(level: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "level", lambda: level)
     x = torch.ones(rows, 512)
-    for form in ("q4_k", "q5_k", "q6_k"):
-        blocks = torch.full((6, BLOCKS[form].bytes_per_block), 255, dtype=torch.uint8)
+    for format in ("q4_k", "q5_k", "q6_k"):
+        blocks = torch.full((6, BLOCKS[format].bytes_per_block), 255, dtype=torch.uint8)
         scale = torch.tensor([1.0], dtype=torch.float16).view(torch.uint8)
-        if form == "q6_k":               # -32 times -128 everywhere
+        if format == "q6_k":               # -32 times -128 everywhere
             blocks[:] = torch.tensor([*[0] * 192, *[128] * 16, *scale.tolist()], dtype=torch.uint8)
         else:
             blocks[:, :2], blocks[:, 2:4] = scale, 0
-        packed = BLOCKS[form](blocks.view(3, -1))
+        packed = BLOCKS[format](blocks.view(3, -1))
         largest = packed.dense().max().item()
-        assert largest == {"q4_k": 15 * 63, "q5_k": 31 * 63, "q6_k": 4096}[form]
+        assert largest == {"q4_k": 15 * 63, "q5_k": 31 * 63, "q6_k": 4096}[format]
         for signed in (x, -x):
             torch.testing.assert_close(MatVec("c_v0")(signed, packed), signed.sum(1, keepdim=True).expand(-1, 3) * largest)
 
@@ -277,8 +277,8 @@ def test_the_largest_integers_of_a_k_quant_overflow_nowhere(level: str, rows: in
 def test_a_scale_that_is_not_finite_is_noticed(in_c: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not in_c:
         monkeypatch.setattr(native, "why_not", lambda: "no C kernels")
-    for form, kind in BLOCKS.items():
-        _, packed = cases.inputs(1, 5, 512, form)
+    for format, kind in BLOCKS.items():
+        _, packed = cases.inputs(1, 5, 512, format)
         assert packed.is_finite()                                        # type: ignore[attr-defined]
         for half, bad in product(kind.halves, (float("inf"), -float("inf"), float("nan"))):
             weight = packed.weight.clone()
@@ -290,9 +290,9 @@ def test_a_scale_that_is_not_finite_is_noticed(in_c: bool, monkeypatch: pytest.M
 @in_c
 def test_blocks_are_read_in_place_at_any_address() -> None:
     """A mapped file's tensors begin at multiples of 32 bytes, and blocks anywhere."""
-    for form in BLOCKS:
-        x, packed = cases.inputs(3, 5, 512, form)
+    for format in BLOCKS:
+        x, packed = cases.inputs(3, 5, 512, format)
         for offset in (1, 2, 6):
             memory = torch.empty(packed.weight.numel() + offset, dtype=torch.uint8)
             moved = memory[offset:].view_as(packed.weight).copy_(packed.weight)
-            assert torch.equal(MatVec("c_v0")(x, BLOCKS[form](moved)), MatVec("c_v0")(x, packed)), form
+            assert torch.equal(MatVec("c_v0")(x, BLOCKS[format](moved)), MatVec("c_v0")(x, packed)), format

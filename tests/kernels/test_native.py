@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import exact, in_form, small_model, tokens
+from models import exact, in_format, small_model, tokens
 from torch import Tensor
 
 from kernels import __main__ as listing
@@ -431,12 +431,12 @@ def test_arm_computes_time_mixing(on_arm: Emulated) -> None:
 
 @marked
 def test_arm_computes_products(on_arm: Emulated) -> None:
-    """In every form, and rows alone as beside others."""
-    for form in matvec.FORMS:
+    """In every format, and rows alone as beside others."""
+    for format in matvec.FORMATS:
         for shape in ((1, 7, 13), (5, 9, 100), (9, 20, 600)):
-            x, packed = matvec_cases.inputs(*shape, form=form)
+            x, packed = matvec_cases.inputs(*shape, format=format)
             y = matvec.MatVec("c_v0")(x, packed)
-            assert not misses(errors({"y": y}, {"y": matvec_cases.expected(x, packed)}), matvec_cases.tolerance("c_v0", form))
+            assert not misses(errors({"y": y}, {"y": matvec_cases.expected(x, packed)}), matvec_cases.tolerance("c_v0", format))
             assert torch.equal(matvec.MatVec("c_v0")(x[-1:], packed)[0], y[-1])
     packed = matvec.pack(torch.randn(7, 300), "int4")
     for dtype in (torch.float32, torch.bfloat16):
@@ -446,20 +446,20 @@ def test_arm_computes_products(on_arm: Emulated) -> None:
 @marked
 @torch.no_grad()
 @pytest.mark.parametrize("generation", ["rwkv4", "rwkv7"])
-@pytest.mark.parametrize("form", matvec.FORMS)
-def test_arm_computes_steps(on_arm: Emulated, generation: str, form: str) -> None:
+@pytest.mark.parametrize("format", matvec.FORMATS)
+def test_arm_computes_steps(on_arm: Emulated, generation: str, format: str) -> None:
     """Those of the reference in float64; a row alone as beside others, and three tokens in one call as in three."""
-    widths = {"n_embd": matvec_cases.width(form, 64), "n_ffn": matvec_cases.width(form, 96)}
-    model = in_form(small_model("reference", generation=generation, **widths), form)
+    widths = {"n_embd": matvec_cases.width(format, 64), "n_ffn": matvec_cases.width(format, 96)}
+    model = in_format(small_model("reference", generation=generation, **widths), format)
     step = step_of(model)
     on_arm.reachable = [*step.own, *tensors_of(model)]
     together, alone = (CDecoder(model, model.empty_state(rows)) for rows in (5, 1))
     reference, several = Decoder(exact(model), model.empty_state(5)), tokens(model, B=5, T=3)
-    close = 5e-3 if issubclass(matvec.FORMS[form], matvec.KQuant) else 2e-5
+    close = 5e-3 if issubclass(matvec.FORMATS[format], matvec.KQuant) else 2e-5
     for t in range(3):
         logits = together.step(several[:, t])
         off = (logits - reference.step(several[:, t])).abs().amax(-1)
-        assert (off.min() if form == "bfloat16" else off.median()) <= close
+        assert (off.min() if format == "bfloat16" else off.median()) <= close
         assert torch.equal(alone.step(several[:1, t])[0], logits[0])
     assert torch.equal(CDecoder(model, model.empty_state(5)).read(several), logits)
 
@@ -473,7 +473,7 @@ def test_arm_reads_prompts(on_arm: Emulated, without_fbgemm: None, generation: s
     model = small_model("reference", generation=generation, n_embd=64, n_ffn=96).requires_grad_(False).eval()
     several = tokens(model, B=2, T=20)
     exact = [model(several[:, :T])[0] for T in (3, 20)]
-    model = in_form(model, dtype)
+    model = in_format(model, dtype)
     for logits in exact:
         found = model(several[:, :logits.shape[1]])[0]
         assert (found - logits).norm() / logits.norm() < {"int8": 0.1, "int4": 0.3}[dtype]

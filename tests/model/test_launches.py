@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from rwkv.config import TrainerConfig
 from rwkv.model import fused, loss
 from rwkv.model.base import Model
-from rwkv.model.fused import form as fused_form
+from rwkv.model.fused import backend as fused_backend
 from rwkv.training.trainer import prepare_blocks
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
@@ -58,7 +58,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
 
     for module in (fused_triton, loss_triton, rwkv7_triton):
         monkeypatch.setattr(module, "launch", counted)
-    monkeypatch.setitem(fused_form.SUFFIXES, "cpu", "triton")
+    monkeypatch.setitem(fused_backend.SUFFIXES, "cpu", "triton")
     for module in (fused, loss):
         monkeypatch.setattr(module, "WIDE_PRODUCTS", ("cpu",))
     return mode

@@ -7,8 +7,8 @@ and tests/generation/gpu_interpreted.py.
 """
 
 import pytest
-from forms import CASES, check_step, check_training
-from models import each_generation, in_form, small_model
+from fused_backends import CASES, check_step, check_training
+from models import each_generation, in_format, small_model
 
 from kernels import native
 from rwkv.generation.decoder import CDecoder, Decoder
@@ -38,7 +38,7 @@ def test_a_form_of_training_computes_the_formulas(generation: str, form: str, ca
 
 
 def model_in(weights: str, generation: str, sizes: str) -> RWKV:
-    return in_form(small_model("reference", generation=generation, **SIZES[sizes]), weights)
+    return in_format(small_model("reference", generation=generation, **SIZES[sizes]), weights)
 
 
 @in_c

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from models import each_generation, in_form, small_model
+from models import each_generation, in_format, small_model
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -31,7 +31,7 @@ Change = Callable[[RWKV, str, Tensor], None]
 def frozen(dtype: str = "float32", generation: str = "rwkv4") -> RWKV:
     """Its matrices in float32 have exact copies in bfloat16."""
     model = small_model("reference", vocab_size=256, generation=generation, n_embd=64, n_ffn=96, n_layer=2)
-    return in_form(model.bfloat16().float(), dtype)
+    return in_format(model.bfloat16().float(), dtype)
 
 
 def in_place(model: RWKV, name: str, weight: Tensor) -> None:

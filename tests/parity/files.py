@@ -156,10 +156,10 @@ def directory_kinds(folder: Path) -> Iterator[Kind]:
         described.write_text(described.read_text().replace('"model_type": "rwkv7"', '"model_type": "rwkv7_native"'))
     yield Kind("the same as rwkv7_native", folder / "native", weights, "rwkv7-hf", "rwkv7-hf", "fla")
     yield Kind("fla's directory", folder / "fla", weights, "fla", "rwkv7-hf", "fla")
-    write_checkpoint(read_checkpoint(path), folder / "official", form="official")
+    write_checkpoint(read_checkpoint(path), folder / "official", layout="official")
     yield Kind("official directory", folder / "official", weights, "timemix", "transformers", "official")
     as_transformers_rwkv(folder / "transformers-rwkv", weights())
-    yield Kind("transformers-rwkv's directory", folder / "transformers-rwkv", weights, "its map", form="transformers-rwkv")
+    yield Kind("transformers-rwkv's directory", folder / "transformers-rwkv", weights, "its map", layout="transformers-rwkv")
     as_web_rwkv(folder / "model.st", weights())
     yield Kind("web-rwkv's .st", folder / "model.st", lambda: rounded(weights(), torch.float16), "its map")
     for name, kind in (("ours.safetensors", ".safetensors"), ("ours.bin", "rwkv.cpp's ggmf")):
@@ -354,7 +354,7 @@ def written_again(folder: Path, kind: Kind, checkpoint: Checkpoint, logits: ndar
         return {"written": "the same", "read back": bounded(apart(ours(kind.read(target), tokens), logits), 0.0)}
     dtype = None if (type_ := blocks_of(kind)) is None else type_.lower() if type_.lower() in WRITTEN_BLOCKS else "q8_0"
     try:
-        write_checkpoint(checkpoint, target, dtype=dtype, form=kind.form)
+        write_checkpoint(checkpoint, target, dtype=dtype, layout=kind.form)
     except UserError as error:
         return {"written": f"refused: {error}"}
     again = read_checkpoint(target)

@@ -24,7 +24,7 @@ from rwkv.errors import UserError
 from rwkv.generation.engine import Engine, generate, generate_batch
 from rwkv.generation.prefill import prefill
 from rwkv.generation.request import Request
-from rwkv.generation.states import CHECKSUM, StateForm, checksum, load_context, metadata_of, save_context
+from rwkv.generation.states import CHECKSUM, StateFormat, checksum, load_context, metadata_of, save_context
 from rwkv.generation.stopping import StoppingCriteria
 from rwkv.pretrained import RWKV
 from rwkv.serving.http.errors import ApiError
@@ -361,7 +361,7 @@ def test_what_a_folder_keeps_survives_a_restart_and_belongs_to_its_key(start: Ca
         assert api.get(f"/responses/{large[-1]['id']}").status_code == 200
         assert sum(path.stat().st_size for path in kept.glob("resp_*.json")) <= 2**20
     other = small_model("reference", vocab_size=256, n_embd=32, seed=1)
-    states = StateStore(ServeConfig(states_dir=str(kept)), {"": StateForm.of(other, BYTES)}, {"": ""})
+    states = StateStore(ServeConfig(states_dir=str(kept)), {"": StateFormat.of(other, BYTES)}, {"": ""})
     found, = (each for each in states.initial if each.id == state)
     with pytest.raises(StateGone):
         states.get(found)

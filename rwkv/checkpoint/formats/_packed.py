@@ -26,7 +26,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from kernels.matvec import BLOCKS, FORMS, GROUP, TOGETHER, Blocks, Int4, Int8, Packed
+from kernels.matvec import BLOCKS, FORMATS, GROUP, TOGETHER, Blocks, Int4, Int8, Packed
 from rwkv.checkpoint.content import Outgoing, PackedMatrix
 from rwkv.checkpoint.lazy_tensors import BlockData, Stored
 from rwkv.errors import CheckpointError, UserError
@@ -42,7 +42,7 @@ KIND_BY_BYTES = {kind.bytes_per_block: kind for kind in BLOCKS.values()}
 
 
 def outgoing(content: Outgoing) -> list[Stored]:
-    """The tensors to write, in the model's order, with each linear layer's matrix replaced by the parts of its packed form."""
+    """The tensors to write, in the model's order; the parts of its packed format replace each linear layer's matrix."""
     assert content.quantised is not None
     group = generation(content.config).group
 
@@ -66,9 +66,9 @@ def version(content: Outgoing) -> int:
 
 
 def _form(content: Outgoing, name: str) -> str:
-    """The form in which a matrix is written: as it is packed already, if that has the dtype to write."""
+    """The format in which a matrix is written: as it is packed already, if that has the dtype to write."""
     matrix = content.packed.get(name)
-    return matrix.form if matrix is not None and matrix.dtype == content.quantised else str(content.quantised)
+    return matrix.format if matrix is not None and matrix.dtype == content.quantised else str(content.quantised)
 
 
 def _packed(content: Outgoing, name: str) -> Packed:
@@ -79,7 +79,7 @@ def _packed(content: Outgoing, name: str) -> Packed:
             content.tensors[name].get()  # raises the error of a damaged tensor
         return stored
     packed: list[Packed] = []
-    content.tensors[name].pass_on(lambda weight: packed.append(FORMS[str(content.quantised)].of(weight)))
+    content.tensors[name].pass_on(lambda weight: packed.append(FORMATS[str(content.quantised)].of(weight)))
     return packed[0]
 
 
@@ -93,15 +93,15 @@ def _is_interleaved(K: int) -> bool:
     return K % (GROUP * TOGETHER) == 0
 
 
-def _parts(name: str, shape: tuple[int, ...], form: str, packed: Callable[[str], tuple[Tensor, ...]]) -> list[Stored]:
+def _parts(name: str, shape: tuple[int, ...], format: str, packed: Callable[[str], tuple[Tensor, ...]]) -> list[Stored]:
     N, K = shape
-    if form == "int8":
+    if format == "int8":
         return [Stored(name, name, (N, K), torch.int8, lambda: packed(name)[0]),
                 Stored(name + SCALE, name, (N,), torch.float32, lambda: packed(name)[1])]
     if K % GROUP:
         raise UserError(f"int4 in .safetensors requires row lengths that are multiples of {GROUP}; {name} has rows of {K}: "
                         "choose another dtype")
-    if kind := BLOCKS.get(form):
+    if kind := BLOCKS.get(format):
         return [Stored(name, name, (N, K // kind.elements, kind.bytes_per_block), torch.uint8, lambda: packed(name)[0])]
     G = K // GROUP
     interleaved = (N, G // TOGETHER, TOGETHER, GROUP // 4), torch.int16
@@ -145,9 +145,9 @@ def joined(tensors: Mapping[str, Stored]) -> tuple[dict[str, Stored], dict[str, 
     part_names = {name + end for name in packed for end in ("", SCALE, SHIFT)}
     whole = {name: tensor for name, tensor in tensors.items() if name not in part_names}
     for name, matrix in packed.items():
-        if matrix.form in BLOCKS:
+        if matrix.format in BLOCKS:
             whole[name] = Stored(name, tensors[name].source, matrix.shape, torch.float32,
-                                 BlockData(cast(Blocks, matrix.read())), blocks=matrix.form.upper())
+                                 BlockData(cast(Blocks, matrix.read())), blocks=matrix.format.upper())
         else:
             whole[name] = Stored(name, tensors[name].source, matrix.shape, torch.float32, partial(_dense, matrix))
     return whole, packed
@@ -163,7 +163,7 @@ def _matrix(name: str, tensors: Mapping[str, Stored]) -> PackedMatrix:
     kinds = [(part.shape, part.dtype) for part in parts]
     if (kind := _kind_of(parts)) is not None:
         N, size, _ = weight.shape
-        return PackedMatrix(kind.form, (N, size * kind.elements), lambda: kind(weight.get().flatten(1)))
+        return PackedMatrix(kind.format, (N, size * kind.elements), lambda: kind(weight.get().flatten(1)))
     N, size = (*weight.shape, 0, 0)[:2]
     if kinds == [((N, size), torch.int8), ((N,), torch.float32)]:
         return PackedMatrix("int8", (N, size), lambda: Int8(*_read(parts)))
@@ -180,7 +180,7 @@ def _matrix(name: str, tensors: Mapping[str, Stored]) -> PackedMatrix:
 
 
 def _kind_of(parts: list[Stored]) -> type[Blocks] | None:
-    """The kind of GGUF's blocks that a matrix of these parts has; None if it has another form."""
+    """The kind of GGUF's blocks that a matrix of these parts has; None if it has another format."""
     weight = parts[0]
     if len(parts) > 1 or weight.by_input or len(weight.shape) != 3 or weight.dtype != torch.uint8:
         return None

@@ -1,7 +1,7 @@
 """Hugging Face directories: config.json, weights in one file or in shards, and the tokenizer. The tokenizer is a
 tokenizer.json, or the World vocabulary in a text file as in fla's directories.
 
-RWKV-4's tensors have transformers' names. RWKV-7's directories have one of three layouts: that of fla (the default of form=),
+RWKV-4's tensors have transformers' names. RWKV-7's directories have one of three layouts: that of fla (the default of layout=),
 of transformers' branch for RWKV-7, or of transformers-rwkv. In the last two the World vocabulary is a tokenizer.json
 (rwkv/tokenizer/world_json.py). Directories of rwkv7-hf (model_type rwkv7_native) have fla's tensors.
 
@@ -26,7 +26,7 @@ import torch
 from rwkv.chat.metadata import CONFIG, GENERATION_CONFIG, TOKENIZER_CONFIG
 from rwkv.checkpoint import card
 from rwkv.checkpoint.content import ENTRY, Content, Outgoing
-from rwkv.checkpoint.formats import FORMS, _torch_file, pth, require_no_pointer, safetensors
+from rwkv.checkpoint.formats import LAYOUTS, _torch_file, pth, require_no_pointer, safetensors
 from rwkv.checkpoint.generations import generation_of, generations, require_supported, supported, unread
 from rwkv.checkpoint.lazy_tensors import same_numbers
 from rwkv.checkpoint.location import ADAPTER, WEIGHT_SUFFIXES
@@ -119,18 +119,18 @@ def _epsilon(path: Path, config: JsonObject, generation: ModuleType, ours: bool)
 
 
 def write(path: Path, outgoing: Outgoing) -> None:
-    """Writes the directory. Raises UserError if it contains other files, or if the generation has no layout `form`."""
-    if outgoing.form not in (None, *FORMS):
-        raise UserError(f"the form of a Hugging Face directory must be one of {', '.join(FORMS)}; got {outgoing.form!r}")
+    """Writes the directory. Raises UserError if it contains other files, or if the generation has no layout `layout`."""
+    if outgoing.layout not in (None, *LAYOUTS):
+        raise UserError(f"the layout of a Hugging Face directory must be one of {', '.join(LAYOUTS)}; got {outgoing.layout!r}")
     generation = generation_of(outgoing.config)
-    if outgoing.form is not None and not hasattr(generation, "OFFICIAL_PREFIX"):
-        raise UserError(f"{generation.model.NAME} has only one layout of Hugging Face directory: omit the form")
+    if outgoing.layout is not None and not hasattr(generation, "OFFICIAL_PREFIX"):
+        raise UserError(f"{generation.model.NAME} has only one layout of Hugging Face directory: omit the layout")
     _require_ours(path)
     write_folder(path, lambda folder: _write(folder, outgoing))
 
 
 def _write(folder: Path, outgoing: Outgoing) -> None:
-    arrangement = outgoing.form if outgoing.form not in (None, "fla") else "huggingface"
+    arrangement = outgoing.layout if outgoing.layout not in (None, "fla") else "huggingface"
     tensors = generation_of(outgoing.config).laid_out(outgoing.tensors, arrangement)
     metadata = {ENTRY: json.dumps(outgoing.entry)}
     write_file(folder / WEIGHTS, lambda file: safetensors.write_tensors(file, tensors.values(), metadata))
@@ -152,9 +152,9 @@ def _texts(outgoing: Outgoing) -> dict[str, str]:
     ends = (special.ends_of(tokenizer) if in_json else []) or [0]
     ids = {"bos_token_id": ends[0], "eos_token_id": ends if len(ends) > 1 else ends[0]}
     dtype = _stated_dtype(outgoing)
-    form = {} if outgoing.form is None else {"form": outgoing.form}
-    config = {**generation_of(outgoing.config).hugging_face_config(outgoing.config, outgoing.vocab_size, dtype, **form), **ids,
-              "tie_word_embeddings": False, "use_cache": True, "torch_dtype": str(dtype).removeprefix("torch.")}
+    layout = {} if outgoing.layout is None else {"layout": outgoing.layout}
+    config = {**generation_of(outgoing.config).hugging_face_config(outgoing.config, outgoing.vocab_size, dtype, **layout),
+              **ids, "tie_word_embeddings": False, "use_cache": True, "torch_dtype": str(dtype).removeprefix("torch.")}
     texts = {CONFIG: json.dumps(config, indent=2) + "\n"}
     if outgoing.card:
         texts[card.FILE] = outgoing.card
@@ -164,18 +164,18 @@ def _texts(outgoing: Outgoing) -> dict[str, str]:
         end = next((name for name, index in special.vocabulary(parsed).items() if index == ends[0]), None)
         names = {} if end is None else {"bos_token": end, "eos_token": end}
         texts[TOKENIZER_CONFIG] = json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", **names}, indent=2) + "\n"
-    if tokenizer.get("kind") == "world" and outgoing.form == "transformers-rwkv":
+    if tokenizer.get("kind") == "world" and outgoing.layout == "transformers-rwkv":
         texts[TOKENIZER] = world_json.to_trie(tokenizer["vocabulary"])
         texts[TOKENIZER_CONFIG] = json.dumps({"tokenizer_class": "RwkvTokenizer", "bos_token": world_json.END,
                                               "eos_token": world_json.END}, indent=2) + "\n"
-    elif tokenizer.get("kind") == "world" and outgoing.form == "official":
+    elif tokenizer.get("kind") == "world" and outgoing.layout == "official":
         texts[TOKENIZER] = world_json.to_json(tokenizer["vocabulary"])
         names = dict.fromkeys(("bos_token", "eos_token", "pad_token", "unk_token"), world_json.END)
         texts[TOKENIZER_CONFIG] = json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", **names,
                                               "split_special_tokens": True}, indent=2) + "\n"
     elif tokenizer.get("kind") == "world":
         texts[WORLD] = tokenizer["vocabulary"]
-    if outgoing.form in ("official", "transformers-rwkv"):
+    if outgoing.layout in ("official", "transformers-rwkv"):
         texts[GENERATION_CONFIG] = json.dumps({**ids, "pad_token_id": ends[0]}, indent=2) + "\n"
     return texts
 

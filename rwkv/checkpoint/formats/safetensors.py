@@ -53,10 +53,10 @@ def read(path: Path) -> Content:
 
 def write(path: Path, outgoing: Outgoing) -> None:
     tensors, entry = list(outgoing.tensors.values()), outgoing.entry
-    form = outgoing.quantised or ("bfloat16" if outgoing.by_input else None)
-    if form is not None:
+    format = outgoing.quantised or ("bfloat16" if outgoing.by_input else None)
+    if format is not None:
         tensors = _packed.outgoing(outgoing) if outgoing.quantised else _packed.stored_by_input(outgoing)
-        entry = entry | {"packed": {"form": form, "version": _packed.version(outgoing)}}
+        entry = entry | {"packed": {"form": format, "version": _packed.version(outgoing)}}
     write_file(path, lambda file: write_tensors(file, tensors, {ENTRY: json.dumps(entry)}))
 
 

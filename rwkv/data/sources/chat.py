@@ -46,7 +46,7 @@ JSON_ENDINGS = (".json", ".json.gz")     # read from a folder only if it has no 
 LISTS = ("messages", "conversations", "conversation", "items", "interactions")
 PAIRS = (("prompt", "completion"), ("prompt", "response"), ("instruction", "output"), ("instruction", "response"),
          ("question", "answer"), ("query", "response"))
-FORMS = ("messages, conversations, or prompt and completion (or instruction and output, question and answer, query and "
+FIELDS = ("messages, conversations, or prompt and completion (or instruction and output, question and answer, query and "
          "response)")
 ANSWERS = ("chosen", "rejected")         # a pair's two answers
 ROLES = {"human": "user", "user": "user", "prompter": "user", "gpt": "assistant", "assistant": "assistant",
@@ -252,7 +252,7 @@ def _messages(entry: JsonObject) -> list[JsonObject]:
         raise UserError("chosen and rejected are a pair of answers, which requires tune.objective=dpo: set that option, or "
                         "rename chosen to completion to learn only the chosen answer")
     else:
-        raise UserError(f"a conversation must have {FORMS}; got {', '.join(entry)[:120] or 'nothing'}: rename its fields")
+        raise UserError(f"a conversation must have {FIELDS}; got {', '.join(entry)[:120] or 'nothing'}: rename its fields")
     messages = _with_system(messages, fields, first=name != "messages")
     weight = fields.get("weight", 1)
     if not isinstance(weight, (int, float)) or weight not in (0, 1):

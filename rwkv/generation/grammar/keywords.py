@@ -118,7 +118,7 @@ def _are_types(value: object) -> bool:
     return bool(types) and all(kind in TYPES for kind in types if isinstance(kind, str)) and _are_names(types)
 
 
-FORMS: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
+KEYWORD_TYPES: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
     (("type",), _are_types, f"one of {', '.join(TYPES)}, or a list of them"),
     (("required",), _are_names, "a list of names, next to properties"),
     (BY_NAME, lambda value: isinstance(value, Mapping) and all(map(is_schema, value.values())), "an object of schemas"),
@@ -139,10 +139,10 @@ def require_keywords(schema: object, where: str) -> None:
     """Raises UserError for a keyword whose value JSON Schema does not allow, and says where."""
     if not isinstance(schema, Mapping):
         return
-    for keys, fits, form in FORMS:
+    for keys, fits, expected in KEYWORD_TYPES:
         for key in keys:
             if key in schema and not fits(schema[key]):
-                raise UserError(f"{where}: {key} must be {form}; got {_shown(schema[key])}")
+                raise UserError(f"{where}: {key} must be {expected}; got {_shown(schema[key])}")
     most = schema.get("maxProperties", math.inf)
     if most < max(schema.get("minProperties", 0), len({*schema.get("required", ())})):
         raise UserError(f"{where}: maxProperties must not be below minProperties or the number of required names; got {most}")

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from kernels import native, registry
 from kernels.draw import Draw
 from kernels.machine.memory import available_memory
-from kernels.matvec import BLOCKS, FORMS, KINDS, Int8, exact_copy
+from kernels.matvec import BLOCKS, FORMATS, KINDS, Int8, exact_copy
 from kernels.select import AUTO, resolve
-from rwkv.model.base import Model, form, has_form
+from rwkv.model.base import Model, has_optional_module, optional_module
 from rwkv.model.decoding.layers import PLAIN
 from rwkv.model.hooks import untouched
 from rwkv.model.quantized import BlockEmbedding, BlockLinear, Int4Linear, Int8Linear, PackedLinear
@@ -95,7 +95,7 @@ class CStep:
 
     def __init__(self, model: Model) -> None:
         builder = Builder(model)
-        structs: Structs = form(model.config, "step_c").c_model(model, builder)
+        structs: Structs = optional_module(model.config, "step_c").c_model(model, builder)
         _require_sizes(model.config.generation, structs)
         numbers = list(_numbers(structs))
         model_storages = {tensor.untyped_storage().data_ptr() for tensor in tensors_of(model)}
@@ -134,7 +134,7 @@ def why_not(model: Model) -> str | None:
 
     C code reads raw addresses and identifies layers by position, so all its assumptions are checked here.
     """
-    if not has_form(model.config, "step_c"):
+    if not has_optional_module(model.config, "step_c"):
         return f"{model.generation.NAME} has no step in C"
     tensors = tensors_of(model)
     devices = {tensor.device.type for tensor in tensors} - {"cpu"}
@@ -143,7 +143,7 @@ def why_not(model: Model) -> str | None:
     if changed := why_changed(model):
         return changed
     linears = [layer for layer in model.modules() if isinstance(layer, LINEAR)]
-    unsupported = ({_form_of(layer) for layer in linears} - set(FORMS)) | ({_form_of(model.emb)} - {*EMBEDDINGS})
+    unsupported = ({_format_of(layer) for layer in linears} - set(FORMATS)) | ({_format_of(model.emb)} - {*EMBEDDINGS})
     if unsupported:
         return f"weights in {unsupported.pop()}"
     widths = {width for width in (model.config.head_size, *(layer.in_features for layer in linears)) if width % LANES}
@@ -184,9 +184,9 @@ def _shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
 
 def is_plain(model: Model) -> bool:
     """Whether a step may read weights instead of calling modules: all modules are unmodified and of supported classes."""
-    if not has_form(model.config, "step"):
+    if not has_optional_module(model.config, "step"):
         return False
-    kinds = (*PLAIN, *form(model.config, "step").PLAIN)
+    kinds = (*PLAIN, *optional_module(model.config, "step").PLAIN)
     return model.is_untouched() and all(_plain(module, kinds) for module in model.modules() if module is not model)
 
 
@@ -195,7 +195,7 @@ def are_in_order(model: Model) -> bool:
 
     The model itself accepts any order.
     """
-    fits = form(model.config, "step").Step.fits
+    fits = optional_module(model.config, "step").Step.fits
     return len(model.blocks) > 0 and all(fits(block, i == 0) for i, block in enumerate(model.blocks))
 
 
@@ -216,12 +216,12 @@ def decoding_line(model: Model) -> str:
     return f"decoding: C, one call per token{copies}{'; sampling in C' if drawing() else ''}"
 
 
-def _form_of(layer: nn.Module) -> str:
+def _format_of(layer: nn.Module) -> str:
     """The format of the layer's weights: a format of kernels.matvec, or the name of the weights' dtype."""
     if isinstance(layer, PACKED):
-        return layer.form
+        return layer.format
     if isinstance(layer, BlockEmbedding):
-        return layer.packed.form
+        return layer.packed.format
     return str(layer.weight.dtype).removeprefix("torch.")
 
 
@@ -237,7 +237,7 @@ class Builder:
         linears = [layer for layer in model.modules() if isinstance(layer, LINEAR)]
         self._widest = max(layer.in_features for layer in linears)
         trained = any(parameter.requires_grad for parameter in model.parameters())
-        in_float32 = [cast(Tensor, layer.weight) for layer in linears if _form_of(layer) == "float32"]
+        in_float32 = [cast(Tensor, layer.weight) for layer in linears if _format_of(layer) == "float32"]
         copies = None if trained else exact_copies(in_float32)
         self._copies = {} if copies is None else dict(zip(map(id, in_float32), copies, strict=True))
 
@@ -261,7 +261,7 @@ class Builder:
         q = self.allocate(PREPARED * widest // 2)
         state = model.zero_state(1, "meta")
         size = self._size + (PART // 2 if self._size // (PART // 2) % 2 == 0 else 0)   # an odd number of cache lines
-        return Common(L, V, C, KINDS[_form_of(embedding)], embedding.weight.detach().contiguous(),
+        return Common(L, V, C, KINDS[_format_of(embedding)], embedding.weight.detach().contiguous(),
                       self.norm(model.ln_out), self.matrix(model.head), sum(part[:, 0].numel() for part in state), size,
                       x, normal, floats, q, widest)
 
@@ -283,12 +283,12 @@ class Builder:
             packed = layer.packed.map(Tensor.contiguous)
             weight, scale, shift = (*packed, None, None)[:3]
             levels, offset = (packed.rounding.steps, packed.rounding.offset) if isinstance(packed, Int8) else (0, 0)
-            return Matrix(KINDS[packed.form], layer.out_features, packed.K, weight, scale, shift, levels, offset)
+            return Matrix(KINDS[packed.format], layer.out_features, packed.K, weight, scale, shift, levels, offset)
         linear = cast(nn.Linear, layer)
         copy = self._copies.get(id(linear.weight))
         if copy is not None:
             return _matrix("bfloat16 as float32", copy)
-        return _matrix(_form_of(linear), linear.weight.detach())
+        return _matrix(_format_of(linear), linear.weight.detach())
 
     def sparse_matrix(self, layer: nn.Module) -> Matrix:
         """The struct of a linear layer with sparse inputs, as after a ReLU: in a trained model nine in ten are 0.
@@ -303,7 +303,7 @@ class Builder:
         weight = cast(Tensor, layer.weight).detach()
         copy = self._copies.pop(id(layer.weight), None)
         by_input = self._may_store_by_input(weight, copy) and is_finite(weight)
-        kind = _form_of(layer)
+        kind = _format_of(layer)
         if copy is not None:
             kind, weight = "bfloat16 as float32", copy
         if by_input:

@@ -108,14 +108,14 @@ def _expand_groups(groups, BLOCK_N: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rows"])  # else rows = 1 and multiples of 16 would be compiled separately
 def products(jobs, weights, scales, shifts, wide, narrow, target, wide_size, narrow_size, target_size, rows,
-             FORM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, DOT: tl.constexpr):
+             FORMAT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, DOT: tl.constexpr):
     """Runs several jobs: products of rows and a matrix W (N,K), y[m,n] = sum_k x[m,k] W[n,k], each with its own offsets and
     action.
 
     Each tile of BLOCK_N outputs belongs to one job. jobs (MAX_JOBS,FIELDS): a table of jobs; WEIGHT, SCALE and SHIFT are
     offsets from `weights`, `scales` and `shifts`; in unused rows FIRST_TILE is the number of tiles. target: the buffer that
-    WIDE, ADD and ADD_GATED write to. FORM: the weights' format: "float", "int8" with a scale per output, or "int4" as packed by
-    kernels/matvec. DOT: the dtype to which both factors are converted.
+    WIDE, ADD and ADD_GATED write to. FORMAT: "float", "int8" with a scale per output, or "int4" as packed by kernels/matvec.
+    DOT: the dtype to which both factors are converted.
     """
     tile = tl.program_id(0)
     first_tiles = tl.load(jobs + tl.arange(0, 8) * 10)
@@ -129,7 +129,7 @@ def products(jobs, weights, scales, shifts, wide, narrow, target, wide_size, nar
     weight = weights + tl.multiple_of(tl.load(job + 3), 16)
     source = narrow + m * narrow_size + tl.multiple_of(tl.load(job + 6), 8)
     sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    if FORM == "int4":
+    if FORMAT == "int4":
         word = tl.arange(0, 64)          # in eight groups of 32 inputs, word w of group g has index 8 w + g
         group = word % 8
         inside_block = 32 * group + 2 * (word // 8)
@@ -154,7 +154,7 @@ def products(jobs, weights, scales, shifts, wide, narrow, target, wide_size, nar
             x = tl.load(source[:, None] + k[None, :], mask=in_m[:, None] & (k < K)[None, :], other=0.0)
             w = tl.load(weight + n[None, :] * K + k[:, None], mask=in_n[None, :] & (k < K)[:, None], other=0)
             sums = tl.dot(x.to(DOT), w.to(DOT), sums, input_precision="ieee")
-        if FORM == "int8":
+        if FORMAT == "int8":
             sums = sums * tl.load(scales + tl.load(job + 4) + n, mask=in_n, other=0.0)[None, :]
     action = tl.load(job + 8)
     inside = in_m[:, None] & in_n[None, :]

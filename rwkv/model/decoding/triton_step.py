@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from kernels.backends.graphs import capture
 from kernels.backends.transfer import to_device
 from kernels.machine import triton
-from rwkv.model.base import Model, form, has_form
+from rwkv.model.base import Model, has_optional_module, optional_module
 from rwkv.model.decoding.c_step import why_changed
 from rwkv.model.quantized import PackedLinear
 from rwkv.model.state import State
@@ -75,7 +75,7 @@ def step_of(model: Model) -> "GpuStep":
 
 def why_not_on_gpu(model: Model) -> str | None:
     """why_not without the check of the device."""
-    if not has_form(model.config, "step_triton"):
+    if not has_optional_module(model.config, "step_triton"):
         return f"{model.generation.NAME} has no step on a GPU"
     if changed := why_changed(model):
         return changed
@@ -116,7 +116,7 @@ class GpuStep:
         self.states = states
         self._free += range(n, capacity + 1)
         self._builder = Builder(model, states, _rows_for(capacity))
-        self.launches: list[Launch] = form(model.config, "step_triton").launches(model, self._builder)
+        self.launches: list[Launch] = optional_module(model.config, "step_triton").launches(model, self._builder)
         self._graphs: dict[int, Callable[[], None]] = {}         # by bucket
         self._prompt_graphs: dict[int, Callable[[], None]] = {}
 
@@ -331,8 +331,8 @@ class Builder:
         if isinstance(layer, PackedLinear):
             packed = layer.packed
             weight, scale, *shift = packed
-            return Job(packed.form, weight, scale, shift[0] if shift else scale, len(weight), packed.K, source, target, action,
-                       gate)
+            return Job(packed.format, weight, scale, shift[0] if shift else scale, len(weight), packed.K, source, target,
+                       action, gate)
         return self._float_job(cast(nn.Linear, layer).weight.detach(), source, target, action, gate)
 
     def matrix_job(self, weight: Tensor, source: int, target: int, action: int) -> "Job":
@@ -352,7 +352,7 @@ class Builder:
         """The launches of these jobs, one for each weight format and dtype."""
         groups: dict[tuple[str, torch.dtype], list[Job]] = {}
         for job in jobs:
-            groups.setdefault((job.form, job.weight.dtype), []).append(job)
+            groups.setdefault((job.format, job.weight.dtype), []).append(job)
         return [self._launch(group, self.wide_buffer) for group in groups.values()]
 
     def head(self, layer: nn.Module, source: int) -> list[Launch]:
@@ -371,8 +371,8 @@ class Builder:
         assert len(jobs) <= self._kernels.MAX_JOBS
         table += [[tiles, *[0] * (self._kernels.FIELDS - 1)]] * (self._kernels.MAX_JOBS - len(jobs))
         wide = first.weight.dtype == torch.float32
-        constants = {"FORM": first.form, "BLOCK_N": block_n, "BLOCK_K": self._kernels.BLOCK_K,
-                     "DOT": self._dot, "num_warps": (8 if first.form == "int4" or wide else 4) if block_n == 64 else 2,
+        constants = {"FORMAT": first.format, "BLOCK_N": block_n, "BLOCK_K": self._kernels.BLOCK_K,
+                     "DOT": self._dot, "num_warps": (8 if first.format == "int4" or wide else 4) if block_n == 64 else 2,
                      "num_stages": 2 if wide else 4}
         args = (torch.tensor(table, device=self._device), first.weight, first.scale, first.shift, self.wide_buffer,
                 self.narrow_buffer, target, self.wide_size, self.narrow_size, target.shape[1])
@@ -385,7 +385,7 @@ class Builder:
 class Job:
     """One matrix W (N,K) of a launch of products, and the offsets of its inputs and outputs in a row."""
 
-    form: str
+    format: str
     weight: Tensor
     scale: Tensor
     shift: Tensor

@@ -16,7 +16,7 @@ from torch.nn.functional import linear, pad
 
 from kernels.backends.torch_private import transforms_active
 from rwkv.model.first_derivative import Context, first_derivative
-from rwkv.model.fused.form import form_for
+from rwkv.model.fused.backend import backend_for
 from rwkv.model.hooks import untouched
 from rwkv.model.weight_cache import rounded, to_save
 
@@ -239,8 +239,8 @@ def mix(dtype: torch.dtype, x: Tensor, last_x: Tensor | None, mus: Tensors,
 
     to_previous: the mixes are (1 - mu) x_t + mu x_{t-1}, as in RWKV-7.
     """
-    if form := form_for(x, dtype=dtype):
-        return form.mix(dtype, x, last_x, mus, to_previous)
+    if backend := backend_for(x, dtype=dtype):
+        return backend.mix(dtype, x, last_x, mus, to_previous)
     x, mus = x.to(dtype), cast(dtype, mus)
     previous = _previous_steps(x, last_x)
     mixes = _mixes(x, previous - x, mus) if to_previous else _mixes(previous, x - previous, mus)
@@ -250,8 +250,8 @@ def mix(dtype: torch.dtype, x: Tensor, last_x: Tensor | None, mus: Tensors,
 def mix_backward(saved: Sequence[Any], grads: Tensors, to_previous: bool = False) -> tuple[Tensor | None, ...]:
     """The gradients of x, last_x and each mu from the gradients of the mixes."""
     x, last_x, *mus = saved
-    if form := form_for(x, dtype=grads[0].dtype):
-        return form.mix_backward(saved, grads, to_previous)
+    if backend := backend_for(x, dtype=grads[0].dtype):
+        return backend.mix_backward(saved, grads, to_previous)
     previous = _previous_steps(x, last_x)
     grad_x, grad_last_x = _grad_x(grads, [1 - mu for mu in mus] if to_previous else mus)
     grad_mus = _grad_mus(previous - x if to_previous else x - previous, grads)
@@ -260,14 +260,14 @@ def mix_backward(saved: Sequence[Any], grads: Tensors, to_previous: bool = False
 
 def squared_relu(x: Tensor) -> Tensor:
     """max(x, 0)^2."""
-    form = form_for(x)
-    return form.squared_relu(x) if form else torch.relu(x).square_()
+    backend = backend_for(x)
+    return backend.squared_relu(x) if backend else torch.relu(x).square_()
 
 
 def squared_relu_backward(grad: Tensor, x: Tensor) -> Tensor:
     """The gradient of x from `grad`, the gradient of squared_relu(x)."""
-    if form := form_for(x, grad):
-        return form.squared_relu(x, grad)
+    if backend := backend_for(x, grad):
+        return backend.squared_relu(x, grad)
     return torch.addcmul(grad.new_zeros(()), grad, torch.relu(x), value=2)
 
 

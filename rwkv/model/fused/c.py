@@ -1,4 +1,4 @@
-"""The CPU implementation of FusedForm (form.py), in C: token shift and squared ReLU. csrc/fused.c has the formulas.
+"""The CPU implementation of FusedBackend (backend.py), in C: token shift and squared ReLU. csrc/fused.c has the formulas.
 
 A row is one step of one sequence: there are B T rows. All arithmetic is in float32. Gradients of vectors are summed in an order
 that does not depend on the number of threads.

@@ -1,4 +1,4 @@
-"""The GPU implementation of FusedForm (form.py), in Triton: token shift and squared ReLU.
+"""The GPU implementation of FusedBackend (backend.py), in Triton: token shift and squared ReLU.
 
 A row is one step of one sequence: there are B T rows. A program computes ROWS rows of BLOCK channels.
 All arithmetic is in float32, and results are rounded once. The gradient of a vector is summed over a program's rows, then over

@@ -30,14 +30,14 @@ from rwkv.model.fused import (
     squared_relu_backward,
     wide_sum,
 )
-from rwkv.model.fused.form import module_for
+from rwkv.model.fused.backend import module_for
 from rwkv.model.rwkv7.architecture import EPS, FASTEST_LOG_W, GATES, LEAST_NORM, MIXES
 from rwkv.model.weight_cache import rounded, to_save
 
 SQUARES = {"r": "receptance", "k": "key", "v": "value"}          # name of the mix -> its matrix (C,C)
 
 
-class _Form(Protocol):
+class _Backend(Protocol):
     """The functions of fused_c.py and fused_triton.py. The arguments are as in _gates, _gated and their backward functions."""
 
     def supports(self, *tensors: Tensor, dtype: torch.dtype | None = None, N: int = 1) -> bool: ...
@@ -54,10 +54,10 @@ class _Form(Protocol):
                        grad: Tensor) -> tuple[Tensors, Tensors]: ...
 
 
-def _form_for(*tensors: Tensor, N: int) -> _Form | None:
+def _backend_for(*tensors: Tensor, N: int) -> _Backend | None:
     """The device's fused implementation, or None if it does not support these tensors and heads of N channels."""
-    form: _Form | None = module_for("rwkv.model.rwkv7.fused_", tensors[0].device.type)
-    return form if form is not None and form.supports(*tensors, N=N) else None
+    backend: _Backend | None = module_for("rwkv.model.rwkv7.fused_", tensors[0].device.type)
+    return backend if backend is not None and backend.supports(*tensors, N=N) else None
 
 
 class Parameters(NamedTuple):
@@ -275,8 +275,8 @@ def _low_rank_gates_backward(saved: SavedGates, N: int, grads: Gates, extra: tup
 
 def _gates(k: Tensor, v: Tensor, v_first: Tensor | None, z: Tensors, N: int, vectors: Tensors) -> Tensors:
     """(log_w, k, v, a, b, 1 / |k k_k|) from z = (tanh(m_w w1) w2, (m_a a1) a2[, (m_v v1) v2]) and k_k, k_a, w0, a0[, v0]."""
-    if form := _form_for(k, v, *z, *_not_none(v_first), N=N):
-        return form.gates(k, v, v_first, z, N, vectors)
+    if backend := _backend_for(k, v, *z, *_not_none(v_first), N=N):
+        return backend.gates(k, v, v_first, z, N, vectors)
     decay, rate, factor = _decay_rate_factor(z, vectors)
     keys = _by_head(k * vectors[0].to(k.dtype), N)
     inverse = keys.norm(dim=-1, keepdim=True, dtype=decay.dtype).clamp_(min=LEAST_NORM).reciprocal_()
@@ -292,8 +292,8 @@ def _gates_backward(k: Tensor, v: Tensor, v_first: Tensor | None, z: Tensors, N:
 
     extra: gradients to add to those of the results k and v, or None.
     """
-    if form := _form_for(k, v, *z, *_not_none(v_first), N=N):
-        return form.gates_backward(k, v, v_first, z, N, vectors, inverse, grads, extra)
+    if backend := _backend_for(k, v, *z, *_not_none(v_first), N=N):
+        return backend.gates_backward(k, v, v_first, z, N, vectors, inverse, grads, extra)
     grad_log_w, grad_k, grad_v, grad_a, grad_b = grads
     grad_k, grad_v = (grad if other is None else grad + other for grad, other in zip((grad_k, grad_v), extra, strict=True))
     k_k, k_a = cast(k.dtype, vectors[:2])
@@ -370,8 +370,8 @@ class _Gated(torch.autograd.Function):
 def _gated(y: Tensor, r: Tensor, k: Tensor, v: Tensor, g: Tensor, vectors: Tensors) -> Tensor:
     """(GroupNorm(y) + (sum over the head of r k r_k) v) g, from vectors r_k, weight and bias."""
     N = y.shape[-1]
-    if form := _form_for(y, r, k, v, g, N=N):
-        return form.gated(y, r, k, v, g, N, vectors)
+    if backend := _backend_for(y, r, k, v, g, N=N):
+        return backend.gated(y, r, k, v, g, N, vectors)
     ungated, _, _, _, _ = _ungated(y, r, k, v, cast(g.dtype, vectors))
     return ungated * g
 
@@ -380,8 +380,8 @@ def _gated_backward(y: Tensor, r: Tensor, k: Tensor, v: Tensor, g: Tensor, vecto
                     grad: Tensor) -> tuple[Tensors, Tensors]:
     """The gradients of y, r, k, v and g, and of the vectors (C,), from `grad`, the gradient of _gated's result."""
     N = y.shape[-1]
-    if form := _form_for(y, r, k, v, g, N=N):
-        return form.gated_backward(y, r, k, v, g, N, vectors, grad)
+    if backend := _backend_for(y, r, k, v, g, N=N):
+        return backend.gated_backward(y, r, k, v, g, N, vectors, grad)
     r_k, weight, bias = cast(g.dtype, vectors)
     ungated, normal, bonus, mean, inverse_std = _ungated(y, r, k, v, (r_k, weight, bias))
     grad_g, grad_ungated = grad * ungated, grad * g

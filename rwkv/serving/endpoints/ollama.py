@@ -180,11 +180,11 @@ def _fields(body: OllamaRequest, model: str) -> JsonObject:
     for name, value in fields.items():   # clients in languages without integers send 2.0 for 2
         if isinstance(value, float) and value.is_integer() and name in ("max_tokens", "top_k", "seed"):
             fields[name] = int(value)
-    form: JsonObject | None = None
+    response_format: JsonObject | None = None
     if body.format:
         schema = {"name": "format", "schema": body.format}
-        form = {"type": "json_object"} if body.format == "json" else {"type": "json_schema", "json_schema": schema}
-    return {**fields, "model": model, "response_format": form, "stream": body.stream is not False,
+        response_format = {"type": "json_object"} if body.format == "json" else {"type": "json_schema", "json_schema": schema}
+    return {**fields, "model": model, "response_format": response_format, "stream": body.stream is not False,
             "enable_thinking": body.think if isinstance(body.think, bool) else None,
             "reasoning_effort": body.think if isinstance(body.think, str) and body.think else None,
             "logprobs": body.logprobs, "top_logprobs": body.top_logprobs if body.logprobs else None}

@@ -17,7 +17,7 @@ from rwkv.serving.messages import Generate, SavedState
 from rwkv.serving.openapi import FILE, GENERATION, Endpoint
 from rwkv.serving.schema import StateRequest, read
 from rwkv.serving.service import Service, from_body, owner, resolve_adapter
-from rwkv.serving.states.client_states import FORMS, shown
+from rwkv.serving.states.client_states import MEDIA_TYPES, shown
 from rwkv.serving.submission import message_ids, prompt_ids, submit
 
 
@@ -33,7 +33,7 @@ class StateAnswer(Answer):
 
 async def make_state(service: Service, request: Request) -> ASGIApp:
     """Saves a state: either an uploaded state file, or the state after a prompt or messages."""
-    if request.headers.get("content-type", "").partition(";")[0].strip().lower() in FORMS:
+    if request.headers.get("content-type", "").partition(";")[0].strip().lower() in MEDIA_TYPES:
         limit = max(service.config.max_body_mib * MIB, 2 * service.states.state_bytes + MIB)
         content = await read_body(request, limit)
         layout = request.query_params.get("state_layout")
@@ -50,7 +50,7 @@ def _state_sequence(service: Service, sent: bytes, owner: str) -> Generate:
     body = read(sent, StateRequest)
     model = resolve_adapter(service, body.model)
     if (body.prompt is None) == (body.messages is None):
-        raise ApiError(400, f"send a prompt, messages, or a state file with the content type {FORMS[0]}", "prompt")
+        raise ApiError(400, f"send a prompt, messages, or a state file with the content type {MEDIA_TYPES[0]}", "prompt")
     start = service.states.start(body.state, owner, model)
     turn = None
     if body.messages is None:
@@ -78,7 +78,7 @@ async def one_state(service: Service, request: Request) -> Response:
 async def state_content(service: Service, request: Request) -> Response:
     state = service.states.usable(request.path_params["id"], owner(request))
     headers = {"content-disposition": f'attachment; filename="{state.id}.safetensors"'}
-    return Response(await service.engine.download(state), media_type=FORMS[0], headers=headers)
+    return Response(await service.engine.download(state), media_type=MEDIA_TYPES[0], headers=headers)
 
 
 async def delete_state(service: Service, request: Request) -> Response:

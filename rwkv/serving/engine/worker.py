@@ -23,7 +23,7 @@ from rwkv.generation.grammar.matcher import compiled
 from rwkv.generation.prefill import PrefillResult
 from rwkv.generation.prefix_cache import Key, PrefixCache
 from rwkv.generation.row import Row
-from rwkv.generation.states import StateForm, beginning
+from rwkv.generation.states import StateFormat, beginning
 from rwkv.io.signals import STOPPING
 from rwkv.model.base import Model, n_parameters
 from rwkv.serving.log import say
@@ -91,8 +91,8 @@ def main(connection: Connection, config: ServeConfig, load: Load) -> None:
         engines = {adapter.model: Engine(adapter.model, loaded.tokenizer, cache, loaded.draft) for adapter in adapters.values()}
         for engine in engines.values():
             engine.warm_up(config.max_rows)
-        forms = {name: StateForm.of(adapter.model, loaded.tokenizer) for name, adapter in adapters.items()}
-        states = StateStore(config, forms, {name: adapter.digest for name, adapter in adapters.items()})
+        formats = {name: StateFormat.of(adapter.model, loaded.tokenizer) for name, adapter in adapters.items()}
+        states = StateStore(config, formats, {name: adapter.digest for name, adapter in adapters.items()})
         models = {name: _Model(adapter.model, engines[adapter.model], adapter.start) for name, adapter in adapters.items()}
         worker = _Worker(connection, models, loaded.tokenizer, cache, states)
         model = loaded.model

@@ -108,23 +108,24 @@ def _chat_request(prepared: Prepared, items: list[JsonObject], instructions: boo
     names = [name for name in body.__struct_fields__ if name in ChatRequest.__struct_fields__ and name not in TRANSLATED]
     fields = {name: msgspec.to_builtins(value) for name in names if (value := getattr(body, name)) is not None}
     logprobs = bool(body.top_logprobs) or LOGPROBS in (body.include or ())
-    form = body.text.format if body.text else None
-    if form == {"type": "text"}:
-        form = None
-    elif form and form.get("type") == "json_schema":     # nested in another object in chat completions
-        form = {"type": "json_schema", "json_schema": {name: value for name, value in form.items() if name != "type"}}
+    response_format = body.text.format if body.text else None
+    if response_format == {"type": "text"}:
+        response_format = None
+    elif response_format and response_format.get("type") == "json_schema":     # nested in another object in chat completions
+        schema = {name: value for name, value in response_format.items() if name != "type"}
+        response_format = {"type": "json_schema", "json_schema": schema}
     tools = [{"type": tool.pop("type"), "function": tool} for tool in map(msgspec.to_builtins, body.tools or ())]
     translated = {"tools": tools or None, "tool_choice": _tool_choice(body),
                   "max_completion_tokens": body.max_output_tokens, "logprobs": logprobs or None,
                   "top_logprobs": body.top_logprobs if logprobs else None,
                   "reasoning_effort": body.reasoning.effort if body.reasoning else None,
-                  "response_format": form}
+                  "response_format": response_format}
     translated = {name: value for name, value in translated.items() if value is not None}
     return converted({"messages": messages, **fields, **translated}, ChatRequest)
 
 
 def _tool_choice(body: ResponseRequest) -> Any:
-    """The request's tool_choice in the form that a chat request has."""
+    """The request's tool_choice in the format that a chat request has."""
     choice: Any = msgspec.to_builtins(body.tool_choice)
     if not isinstance(choice, dict):
         return choice

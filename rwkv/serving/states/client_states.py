@@ -25,7 +25,8 @@ from rwkv.serving.messages import SavedState, Turn
 from rwkv.tokenizer.decoders import LAST_IDS
 from rwkv.tokenizer.tokenizers import Tokenizer
 
-FORMS = ("application/octet-stream", "application/x-safetensors", "application/vnd.safetensors")         # media types of files
+# Media types of state files
+MEDIA_TYPES = ("application/octet-stream", "application/x-safetensors", "application/vnd.safetensors")
 PLACEHOLDER = secrets.token_hex(16)
 CONTINUED = secrets.token_hex(16)        # a placeholder for the answer that a prompt continues
 BEFORE: dict[str, list[JsonObject]] = {      # by the placeholder's role: turns that a template may require before it

@@ -20,7 +20,7 @@ from rwkv.config import MIB, ServeConfig
 from rwkv.errors import UserError
 from rwkv.fair_lru import FairLRU
 from rwkv.generation.prefill import PrefillResult
-from rwkv.generation.states import LONGEST_HEADER, StateForm, metadata_of
+from rwkv.generation.states import LONGEST_HEADER, StateFormat, metadata_of
 from rwkv.io.atomic import write_file
 from rwkv.serving.log import say
 from rwkv.serving.messages import FolderChanges, SavedState, Turn
@@ -51,15 +51,15 @@ class StateGone(UserError):
 
 
 class StateStore:
-    """The saved states. forms: the StateForm of each model, by name. digests: the hash of each adapter's trained values, by
+    """The saved states. formats: the StateFormat of each model, by name. digests: the hash of each adapter's trained values, by
     name.
 
     initial: the states that were in the folder at the start, including those of other models. folder.claim() must have been
     called before.
     """
 
-    def __init__(self, config: ServeConfig, forms: Mapping[str, StateForm], digests: Mapping[str, str]) -> None:
-        self._forms = forms
+    def __init__(self, config: ServeConfig, formats: Mapping[str, StateFormat], digests: Mapping[str, str]) -> None:
+        self._formats = formats
         self._digests = {"": "", **digests}
         self._memory_limit = config.states_mib * MIB
         self._folder_limit = config.states_dir_mib * MIB
@@ -89,10 +89,10 @@ class StateStore:
         try:
             metadata = metadata_of(content)
         except ValueError:
-            metadata = {}                # StateForm.read will raise an error
+            metadata = {}                # StateFormat.read will raise an error
         entry = _server_metadata(metadata)
         model = self._model_name(entry, metadata)
-        context = self._forms[model].read(content, "the file")
+        context = self._formats[model].read(content, "the file")
         saved = replace(state, bytes=context.nbytes(), last_ids=context.last_ids, tokens=entry.tokens, turn=entry.turn,
                         model=model)
         self.put(saved, context)
@@ -112,7 +112,7 @@ class StateStore:
         path = self._path(self._folder, state_id)
         try:
             self._settle(state_id)
-            context = self._forms[state.model].read(path.read_bytes(), str(path))
+            context = self._formats[state.model].read(path.read_bytes(), str(path))
             os.utime(path)                               # after a restart, file times are the order of use
         except (OSError, UserError) as error:
             self._files.remove(state_id)
@@ -230,10 +230,10 @@ class StateStore:
         state = SavedState(state_id, entry.owner, entry.created or int(time.time()), entry.tokens, entry.bytes, turn=entry.turn)
         try:
             model = self._model_name(entry, metadata)
-            self._forms[model].require_same(state_id, metadata)
+            self._formats[model].require_same(state_id, metadata)
         except UserError as error:
             return replace(state, refusal=str(error))
-        return replace(state, last_ids=self._forms[model].last_ids(state_id, metadata), model=model)
+        return replace(state, last_ids=self._formats[model].last_ids(state_id, metadata), model=model)
 
     def _model_name(self, entry: ServerMetadata, metadata: dict[str, str]) -> str:
         """The name of the model that has read a file's state. Raises UserError if this server does not have that model.
@@ -242,7 +242,7 @@ class StateStore:
         among these, the fingerprint of the weights decides. Models with equal digests and equal fingerprints are equal, and the
         name in the file decides. A file that another program wrote has only the fingerprint, which several adapters may share.
         """
-        same = [name for name, form in self._forms.items() if form.identity["model"] == metadata.get("model")]
+        same = [name for name, format in self._formats.items() if format.identity["model"] == metadata.get("model")]
         if entry.adapter is None:
             names = same or [""]
         else:
@@ -255,7 +255,7 @@ class StateStore:
     def _content(self, state: SavedState, context: PrefillResult) -> bytes:
         entry = ServerMetadata(state.owner, state.created, state.tokens, state.bytes, state.turn, self._digests[state.model],
                       state.model)
-        return self._forms[state.model].content(context, {SERVER_KEY: msgspec.json.encode(entry).decode()})
+        return self._formats[state.model].content(context, {SERVER_KEY: msgspec.json.encode(entry).decode()})
 
 
 def _server_metadata(metadata: dict[str, str]) -> ServerMetadata:

@@ -24,7 +24,7 @@ from rwkv.data.prepare import Corpus
 from rwkv.distributed import log, rank, world_size
 from rwkv.io.lines import counted
 from rwkv.model.base import generation, n_parameters
-from rwkv.model.fused import form as fused_form
+from rwkv.model.fused import backend as fused_backend
 from rwkv.training import graphs
 from rwkv.training.device import dtype_for, why_precision
 from rwkv.training.memory.capacity import Needs, free_disk
@@ -224,7 +224,7 @@ def _objective(tune: TuneConfig) -> str:
 
 
 def _blocks(compiled: bool, method: str, conversations: bool, device: str) -> str:
-    """A line on how training computes blocks, as fused.can_fuse and fused.form choose. method: the value of tune.method."""
+    """A line on how training computes blocks, as fused.can_fuse and fused.backend choose. method: the value of tune.method."""
     if compiled:
         return "plain formulas: trainer.compile=true fuses them"
     why = ""
@@ -233,7 +233,7 @@ def _blocks(compiled: bool, method: str, conversations: bool, device: str) -> st
     elif conversations:
         why = "conversations are packed into rows"
     recomputed = f"; recomputes activations, because {why}" if why else ""
-    return f"fused {fused_form.describe(device)}, with a custom backward pass{recomputed}"
+    return f"fused {fused_backend.describe(device)}, with a custom backward pass{recomputed}"
 
 
 def _training(run: Run, device: torch.device, task: LanguageModel | None, data: Corpus) -> Iterator[tuple[str, str]]:

@@ -1,4 +1,4 @@
-"""A model's step in one call of C, for any rows and prompts, form and level; values: test_model_conformance.py."""
+"""A model's step in one call of C, for any rows and prompts, format and level; values: test_model_conformance.py."""
 
 import copy
 from collections import namedtuple
@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from models import assert_same_state, each_generation, exact, in_form, small_model, tokens
+from models import assert_same_state, each_generation, exact, in_format, small_model, tokens
 
 from kernels import native
-from kernels.matvec import BLOCKS, FORMS, KQuant
+from kernels.matvec import BLOCKS, FORMATS, KQuant
 from kernels.matvec.cases import width
 from rwkv.generation.decoder import CDecoder, Decoder
-from rwkv.model.base import form
+from rwkv.model.base import format
 from rwkv.model.decoding import c_step
 from rwkv.model.decoding.c_step import CStep, step_of, why_not
 from rwkv.pretrained import RWKV
@@ -25,30 +25,30 @@ SIZES = {"whole blocks": {"n_embd": 64, "n_ffn": 96}, "pieces of blocks": {"n_em
 USUAL_BLOCKS = ("q8_0", "q4_k")
 
 
-def usual(form: str) -> Any:
+def usual(format: str) -> Any:
     """The pytest mark for tests of a weight format."""
-    return pytest.mark.thorough if form in BLOCKS and form not in USUAL_BLOCKS else ()
+    return pytest.mark.thorough if format in BLOCKS and format not in USUAL_BLOCKS else ()
 
 
-FORMS_HERE = [pytest.param(form, marks=usual(form)) for form in FORMS]
+FORMS_HERE = [pytest.param(format, marks=usual(format)) for format in FORMATS]
 
 
-def model_in(form: str, generation: str, sizes: str = "whole blocks", **others: int) -> RWKV:
-    chosen = {name: size if name == "n_layer" else width(form, size) for name, size in {**SIZES[sizes], **others}.items()}
-    return in_form(small_model("reference", generation=generation, **chosen), form)
+def model_in(format: str, generation: str, sizes: str = "whole blocks", **others: int) -> RWKV:
+    chosen = {name: size if name == "n_layer" else width(format, size) for name, size in {**SIZES[sizes], **others}.items()}
+    return in_format(small_model("reference", generation=generation, **chosen), format)
 
 
 @in_c
 @each_generation
-@pytest.mark.parametrize("form", [pytest.param(form, marks=usual(form)) for form in BLOCKS])
+@pytest.mark.parametrize("format", [pytest.param(format, marks=usual(format)) for format in BLOCKS])
 @torch.no_grad()
-def test_steps_with_blocks_are_the_models_in_float64(level: str, form: str, generation: str) -> None:
+def test_steps_with_blocks_are_the_models_in_float64(level: str, format: str, generation: str) -> None:
     """With k-quants, a last bit may round an input to its other neighbour, a step of 15 bits away."""
-    model = model_in(form, generation)
+    model = model_in(format, generation)
     several = tokens(model, B=3, T=6)
     decoder, reference = CDecoder(model, model.empty_state(3)), Decoder(exact(model), model.empty_state(3))
     off = torch.stack([(decoder.step(several[:, t]) - reference.step(several[:, t])).abs().amax(-1) for t in range(6)]).amax(0)
-    close = 5e-3 if issubclass(FORMS[form], KQuant) else 2e-5
+    close = 5e-3 if issubclass(FORMATS[format], KQuant) else 2e-5
     assert off.max() <= close
     assert_same_state(decoder.state(), reference.state(), 5 * close)
 
@@ -73,7 +73,7 @@ LONGER: dict[str, Callable[[Any], Any]] = {
 def test_a_field_in_python_alone_is_refused(struct: str, generation: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_in("float32", generation)
     step_of(model)
-    step_c = form(model.config, "step_c")
+    step_c = format(model.config, "step_c")
     made = step_c.c_model
     monkeypatch.setattr(step_c, "c_model", lambda model, builder: LONGER[struct](made(model, builder)))
     with pytest.raises(AssertionError, match=f"{generation}_{struct} must have the same fields"):
@@ -113,14 +113,14 @@ def test_a_matrix_that_is_read_where_it_lies_gives_the_bits_of_its_copy_by_input
 
 @in_c
 @each_generation
-@pytest.mark.parametrize("form", FORMS_HERE)
+@pytest.mark.parametrize("format", FORMS_HERE)
 @torch.no_grad()
-def test_no_number_becomes_finite_that_was_not(level: str, form: str, generation: str) -> None:
+def test_no_number_becomes_finite_that_was_not(level: str, format: str, generation: str) -> None:
     """Or a model that overflows would write random text instead of an error. The rows beside it stay as they are."""
-    model = model_in(form, generation)
+    model = model_in(format, generation)
     decoder = CDecoder(model, model.empty_state(3))
-    if form in BLOCKS:
-        at = BLOCKS[form].halves[0]
+    if format in BLOCKS:
+        at = BLOCKS[format].halves[0]
         model.emb.weight[2, at:at + 2] = torch.tensor([float("nan")], dtype=torch.float16).view(torch.uint8)
     else:
         model.emb.weight[2, 5] = float("nan")
@@ -139,11 +139,11 @@ def test_a_number_that_is_no_token_gives_nan(generation: str) -> None:
 
 @in_c
 @each_generation
-@pytest.mark.parametrize("form", FORMS_HERE)
+@pytest.mark.parametrize("format", FORMS_HERE)
 @torch.no_grad()
-def test_a_row_is_the_same_to_the_bit_alone_and_beside_others(level: str, form: str, generation: str) -> None:
+def test_a_row_is_the_same_to_the_bit_alone_and_beside_others(level: str, format: str, generation: str) -> None:
     """The numbers of rows cover every tile size."""
-    model, rows = model_in(form, generation), 15
+    model, rows = model_in(format, generation), 15
     several = tokens(model, B=rows, T=4)
     together = CDecoder(model, model.empty_state(rows))
     alone = [CDecoder(model, model.empty_state(1)) for _ in range(rows)]
@@ -155,11 +155,11 @@ def test_a_row_is_the_same_to_the_bit_alone_and_beside_others(level: str, form: 
 
 @in_c
 @each_generation
-@pytest.mark.parametrize("form", FORMS_HERE)
+@pytest.mark.parametrize("format", FORMS_HERE)
 @torch.no_grad()
-def test_a_text_read_in_one_call_has_the_bits_of_its_steps(level: str, form: str, generation: str) -> None:
+def test_a_text_read_in_one_call_has_the_bits_of_its_steps(level: str, format: str, generation: str) -> None:
     """Each of several texts, from a state that is not empty, and with other places in memory between theirs."""
-    model = model_in(form, generation)
+    model = model_in(format, generation)
     several = tokens(model, B=4, T=12)
     decoders = [CDecoder(model, model.empty_state(4)) for _ in range(2)]
     for decoder in decoders:
@@ -174,12 +174,12 @@ def test_a_text_read_in_one_call_has_the_bits_of_its_steps(level: str, form: str
 
 @in_c
 @each_generation
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("format", FORMATS)
 @torch.inference_mode()
-def test_tokens_read_ahead_have_the_bits_of_steps(level: str, form: str, generation: str) -> None:
+def test_tokens_read_ahead_have_the_bits_of_steps(level: str, format: str, generation: str) -> None:
     """The logits and the state after each token, for rows that read ahead and rows that read one token. Each row then continues
     from another of its states, and free memory holds other numbers."""
-    model = model_in(form, generation)
+    model = model_in(format, generation)
     several = tokens(model, B=3, T=20)
     rows, lengths = [2, 0, 1], (7, 1, 4)
     alone = [CDecoder(model, model.empty_state(1)) for _ in rows]
@@ -266,9 +266,9 @@ def test_rows_join_and_leave(generation: str) -> None:
 
 @in_c
 @each_generation
-@pytest.mark.parametrize(("form", "vocab_size"), [("float32", 1), ("bfloat16", 7), ("int8", 33), ("int4", 100)])
-def test_nothing_is_written_beyond_the_ends(level: str, form: str, vocab_size: int, generation: str) -> None:
-    model = model_in(form, generation, "pieces of blocks", vocab_size=vocab_size)
+@pytest.mark.parametrize(("format", "vocab_size"), [("float32", 1), ("bfloat16", 7), ("int8", 33), ("int4", 100)])
+def test_nothing_is_written_beyond_the_ends(level: str, format: str, vocab_size: int, generation: str) -> None:
+    model = model_in(format, generation, "pieces of blocks", vocab_size=vocab_size)
     step, state = step_of(model), sum(part[:, 0].numel() for part in model.empty_state(1))
     states, work, logits = torch.full((3, state), 7.0), torch.full((3, step.size), 7.0), torch.full((3, vocab_size), 7.0)
     for layer, part in zip(states[1].view(len(model.blocks), -1), (torch.cat([part.flatten() for part in layer])

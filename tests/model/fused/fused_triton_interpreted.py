@@ -9,12 +9,12 @@ import pytest
 import test_fused_c
 import test_loss
 import torch
-from forms import CASES, check_training
+from fused_backends import CASES, check_training
 from models import each_generation, small_model, tokens
 from torch import Tensor
 from triton_interpreter import patch_language_once
 
-from rwkv.model.fused import form as fused_form
+from rwkv.model.fused import backend as fused_backend
 from rwkv.model.fused import loss_triton
 from rwkv.model.fused import triton as fused_triton
 from rwkv.model.loss import IGNORED, head_loss
@@ -26,7 +26,7 @@ patch_language_once()
 @pytest.fixture(autouse=True)
 def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small blocks: there are to be several of them, whole and not."""
-    monkeypatch.setitem(fused_form.SUFFIXES, "cpu", "triton")
+    monkeypatch.setitem(fused_backend.SUFFIXES, "cpu", "triton")
     for name, size in (("ROWS", 8), ("ROWS_BACK", 4), ("BLOCK", 16), ("ELEMENTS", 64)):
         monkeypatch.setattr(fused_triton, name, size)
     monkeypatch.setattr(rwkv7_triton, "ROWS", 8)
@@ -97,9 +97,9 @@ def test_rows_with_gaps_are_read_as_they_are() -> None:
 
 def test_heads_that_are_no_power_of_two_are_left_to_the_formulas() -> None:
     k = torch.randn(1, 2, 12)
-    assert fused_form.form_for(k, N=6) is None
-    assert fused_form.form_for(k, N=4) is fused_triton
-    assert fused_form.form_for(k.double(), N=4) is None
+    assert fused_backend.backend_for(k, N=6) is None
+    assert fused_backend.backend_for(k, N=4) is fused_triton
+    assert fused_backend.backend_for(k.double(), N=4) is None
 
 
 # The loss: as on a GPU, but for products with a wider result, which a CPU has not

@@ -113,7 +113,7 @@ def test_int4_files_keep_the_tables_in_bfloat16(model: RWKV, saved: Path, tmp_pa
 @pytest.mark.parametrize(("name", "form"), [("model.gguf", None), ("model.bin", None), ("model", "fla"), ("model", "official")])
 def test_formats_without_a_place_for_it_are_refused(saved: Path, tmp_path: Path, name: str, form: str | None) -> None:
     with pytest.raises(UserError):
-        write_checkpoint(read_checkpoint(saved), tmp_path / name, form=form)
+        write_checkpoint(read_checkpoint(saved), tmp_path / name, layout=form)
     assert not (tmp_path / name).exists()
 
 

@@ -1,11 +1,11 @@
 """Selects a fused implementation of the operations between the matrix products: C on a CPU, Triton on a GPU.
 
-    form = form_for(x, dtype=dtype)
-    result = form.mix(...) if form else ...              # the formulas in PyTorch's operations
+    backend = backend_for(x, dtype=dtype)
+    result = backend.mix(...) if backend else ...              # the formulas in PyTorch's operations
 
-A form is a module with the functions of FusedForm. Its results and gradients equal those of the formulas beside the call up to
-rounding: a form computes in float32 and rounds only its results. RWKV-7 has additional fused functions, in rwkv7/fused_c.py and
-fused_triton.py; module_for("rwkv.model.rwkv7.fused_", device) selects between these two modules.
+A backend is a module with the functions of FusedBackend. Its results and gradients equal those of the formulas beside the call
+up to rounding: a backend computes in float32 and rounds only its results. RWKV-7 has additional fused functions, in
+rwkv7/fused_c.py and fused_triton.py; module_for("rwkv.model.rwkv7.fused_", device) selects between these two modules.
 """
 
 import importlib
@@ -24,7 +24,7 @@ SUFFIXES = {"cpu": "c", "cuda": "triton"}        # device type -> suffix of the 
 Tensors = tuple[Tensor, ...]
 
 
-class FusedForm(Protocol):
+class FusedBackend(Protocol):
     """The functions of a fused implementation, with the arguments of the functions of the same names in __init__.py."""
 
     def supports(self, *tensors: Tensor, dtype: torch.dtype | None = None, N: int = 1) -> bool: ...
@@ -37,16 +37,16 @@ class FusedForm(Protocol):
     def squared_relu(self, x: Tensor, grad: Tensor | None = None) -> Tensor: ...
 
 
-def form_for(*tensors: Tensor, dtype: torch.dtype | None = None, N: int = 1) -> FusedForm | None:
+def backend_for(*tensors: Tensor, dtype: torch.dtype | None = None, N: int = 1) -> FusedBackend | None:
     """The fused implementation for these tensors, or None if there is none.
 
     dtype: the results' dtype; default: the tensors' dtype. N: the number of channels per head, for functions with heads.
     """
-    form: FusedForm | None = module_for("rwkv.model.fused.", tensors[0].device.type)
-    return form if form is not None and form.supports(*tensors, dtype=dtype, N=N) else None
+    backend: FusedBackend | None = module_for("rwkv.model.fused.", tensors[0].device.type)
+    return backend if backend is not None and backend.supports(*tensors, dtype=dtype, N=N) else None
 
 
-class LossForm(Protocol):
+class LossBackend(Protocol):
     """The functions of a fused cross-entropy. Their arguments are as in loss.py."""
 
     def supports(self, logits: Tensor) -> bool: ...
@@ -57,10 +57,10 @@ class LossForm(Protocol):
     def negative_log_likelihood(self, logits: Tensor, targets: Tensor, ignored: int) -> Tensor: ...
 
 
-def loss_form_for(logits: Tensor) -> LossForm | None:
+def loss_backend_for(logits: Tensor) -> LossBackend | None:
     """The fused cross-entropy for these logits (rows,V), or None if there is none."""
-    form: LossForm | None = module_for("rwkv.model.fused.loss_", logits.device.type)
-    return form if form is not None and form.supports(logits) else None
+    backend: LossBackend | None = module_for("rwkv.model.fused.loss_", logits.device.type)
+    return backend if backend is not None and backend.supports(logits) else None
 
 
 def module_for(prefix: str, device: str) -> Any:

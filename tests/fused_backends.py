@@ -11,20 +11,20 @@ from models import assert_same_state, exact, small_model, tokens
 from torch import Tensor
 
 from rwkv.model import fused
-from rwkv.model.fused import form as fused_form
+from rwkv.model.fused import backend as fused_backend
 from rwkv.pretrained import RWKV
 
 CASES = ("whole", "packed")
 
 
-def use(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def use(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Selects the implementation for training. "recompute" is C with recomputed activations, as used with frozen weights."""
-    if form == "formulas":
+    if backend == "formulas":
         monkeypatch.setattr(fused, "can_use_functions", lambda: False)
-    elif form == "pytorch":
-        monkeypatch.setattr(fused_form, "SUFFIXES", {})
-    elif form == "triton":
-        monkeypatch.setattr(fused_form, "SUFFIXES", {"cpu": "triton"})
+    elif backend == "pytorch":
+        monkeypatch.setattr(fused_backend, "SUFFIXES", {})
+    elif backend == "triton":
+        monkeypatch.setattr(fused_backend, "SUFFIXES", {"cpu": "triton"})
 
 
 def results(model: RWKV, case: str, half: bool = False) -> dict[str, Tensor]:
@@ -56,17 +56,17 @@ def errors(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, 
     return {name: float((actual[name] - expected[name]).norm() / expected[name].norm()) for name in expected}
 
 
-def check_training(generation: str, form: str, case: str, half: bool, monkeypatch: pytest.MonkeyPatch,
+def check_training(generation: str, backend: str, case: str, half: bool, monkeypatch: pytest.MonkeyPatch,
                    factor: float = 3) -> None:
     """Checks that errors are at most `factor` times those of the formulas in the same precision."""
     model = small_model(generation=generation, n_layer=2)
-    if form == "recompute":
+    if backend == "recompute":
         model.blocks[1].att.key.weight.requires_grad_(False)
     with monkeypatch.context() as patch:
         use("formulas", patch)
         expected, plain = results(copy.deepcopy(model).double(), case), results(model, case, half)
     with monkeypatch.context() as patch:
-        use(form, patch)
+        use(backend, patch)
         found = errors(results(model, case, half), expected)
     allowed = errors(plain, expected)
     floor = 1e-2 if half else 2e-6

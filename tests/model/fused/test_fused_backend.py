@@ -8,43 +8,43 @@ import torch
 from kernels import native
 from kernels.machine import triton
 from rwkv.model import fused
+from rwkv.model.fused import backend as fused_backend
 from rwkv.model.fused import c as fused_c
-from rwkv.model.fused import form as fused_form
 
 
 @pytest.fixture
 def asked_anew() -> Iterator[None]:
-    fused_form.why_not.cache_clear()
+    fused_backend.why_not.cache_clear()
     yield
-    fused_form.why_not.cache_clear()
+    fused_backend.why_not.cache_clear()
 
 
 @pytest.mark.skipif(native.why_not() is not None, reason=str(native.why_not()))
 def test_a_cpu_has_c() -> None:
     x = torch.ones(1, 2, 6)
-    assert fused_form.form_for(x, dtype=torch.bfloat16, N=3) is fused_c
-    assert fused_form.form_for(x.double()) is None
-    assert fused_form.form_for(x, x.double()) is None
-    assert fused_form.loss_form_for(x[0]) is None
-    assert fused_form.describe("cpu") == "in C"
+    assert fused_backend.backend_for(x, dtype=torch.bfloat16, N=3) is fused_c
+    assert fused_backend.backend_for(x.double()) is None
+    assert fused_backend.backend_for(x, x.double()) is None
+    assert fused_backend.loss_backend_for(x[0]) is None
+    assert fused_backend.describe("cpu") == "in C"
 
 
 def test_another_device_has_the_formulas() -> None:
     x = torch.ones(1, 2, 6, device="meta")
-    assert fused_form.form_for(x) is None
+    assert fused_backend.backend_for(x) is None
     assert fused.squared_relu(x).shape == x.shape
 
 
 @pytest.mark.parametrize("reason", [None, "Triton is not installed (pip install -e '.[triton]')"])
 def test_a_gpu_has_triton_where_that_can_run(reason: str | None, asked_anew: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton, "why_not", lambda: reason)
-    assert fused_form.describe("cuda") == ("in Triton" if reason is None else f"in PyTorch's operations: {reason}")
-    assert fused_form.why_not("cuda") == reason
+    assert fused_backend.describe("cuda") == ("in Triton" if reason is None else f"in PyTorch's operations: {reason}")
+    assert fused_backend.why_not("cuda") == reason
 
 
 def test_without_the_library_a_cpu_has_the_formulas(asked_anew: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "why_not", lambda: "there is no library for this machine")
     x = torch.tensor([[[-1.0, 2.0]]])
-    assert fused_form.form_for(x) is None
+    assert fused_backend.backend_for(x) is None
     assert fused.squared_relu(x).tolist() == [[[0.0, 4.0]]]
-    assert "no library for this machine" in fused_form.describe("cpu")
+    assert "no library for this machine" in fused_backend.describe("cpu")
