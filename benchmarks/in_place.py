@@ -3,8 +3,9 @@
 For each variant of a random model in a released shape: the size of the file, seconds from the start of generate.py to its first
 output byte, its memory besides the mapped file (the peak of RssAnon, of which importing torch takes 0.15 GiB), and tokens per
 second after the first byte. A variant is DTYPE, a .safetensors in this dtype, or DTYPE/pth, a bfloat16 .pth converted to this
-dtype at each start. These starts alternate with a process that only imports torch and reads the largest file: the lower bound.
-Medians are shown. Linux only. The last line of standard output is the result as JSON.
+dtype at each start. DTYPE/convert measures `timemix convert`, from that .pth to a .safetensors: seconds in total, and memory.
+These starts alternate with a process that only imports torch and reads the largest file: the lower bound. Medians are shown.
+Linux only. The last line of standard output is the result as JSON.
 """
 
 import os
@@ -27,7 +28,8 @@ from kernels.bench.text import aligned
 from kernels.machine import hardware
 from rwkv.checkpoint.files import write_checkpoint
 
-VARIANTS = ("bfloat16", "bfloat16/pth", "int8", "int8/pth", "int4", "int4/pth")
+STARTS = ("bfloat16", "bfloat16/pth", "int8", "int8/pth", "int4", "int4/pth")
+VARIANTS = (*STARTS, "int8/convert", "int4/convert")
 LOWER_BOUND = "import torch, read"
 PROMPT = "The first thing that"
 NEW_TOKENS = 64
@@ -46,7 +48,7 @@ class Start(NamedTuple):
 def main(argv: list[str] | None = None) -> None:
     parser = Parser("benchmarks.in_place", __doc__)
     parser.add_argument("--shape", choices=SHAPES, default="1.5b", metavar="SHAPE", help=f"one of {', '.join(SHAPES)}")
-    parser.add_argument("--variants", type=some_of(VARIANTS), default=VARIANTS, metavar="VARIANT,...",
+    parser.add_argument("--variants", type=some_of(VARIANTS), default=STARTS, metavar="VARIANT,...",
                         help=f"some of {', '.join(VARIANTS)}")
     parser.add_argument("--repeats", type=at_least(1), default=3, metavar="N")
     parser.add_argument("--tokens", type=at_least(2), default=NEW_TOKENS, metavar="N", help="tokens of each text")
@@ -64,8 +66,9 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _write(folder: Path, shape: str, variant: str) -> Path:
-    """The file of a variant. All variants with /pth share one."""
+    """Writes the file that a variant reads, and returns its path. All variants with a suffix share one .pth."""
     dtype, _, suffix = variant.partition("/")
+    suffix = suffix and "pth"
     path = folder / (f"model.{suffix}" if suffix else f"{dtype}.safetensors")
     if not path.exists():
         write_checkpoint(random_checkpoint(shape), path, None if suffix else dtype)
@@ -80,8 +83,15 @@ def _measure(files: dict[str, Path], folder: Path, repeats: int, tokens: int) ->
     for turn in range(repeats + 1):      # the first start fills the caches
         measured = {LOWER_BOUND: _start(read, folder, 0, 0)}
         for variant, file in files.items():
+            dtype, _, suffix = variant.partition("/")
+            if suffix == "convert":
+                target = folder / "converted.safetensors"
+                target.unlink(missing_ok=True)
+                convert = [sys.executable, "-m", "rwkv.tools.convert", str(file), str(target), "--dtype", dtype]
+                measured[variant] = _start(convert, folder, 0, 0, wait=True)
+                continue
             generate = [sys.executable, "generate.py", f"checkpoint={file}", "tokenizer=world", f"prompt={PROMPT}",
-                        f"max_new_tokens={tokens}", f"dtype={variant.partition('/')[0]}", "device=cpu"]
+                        f"max_new_tokens={tokens}", f"dtype={dtype}", "device=cpu"]
             measured[variant] = _start(generate, folder, len(PROMPT), tokens)
         if turn:
             for variant, start in measured.items():
@@ -95,12 +105,16 @@ def _summary(file: Path | None, starts: list[Start]) -> dict[str, float]:
             "beside_file_gib": median(memory) / GIB, "tokens_per_second": median(speeds)}
 
 
-def _start(command: list[str], home: Path, echoed: int, tokens: int) -> Start:
-    """Runs a command to its end and measures its Start. echoed: bytes of the prompt that precede the generated text."""
+def _start(command: list[str], home: Path, echoed: int, tokens: int, wait: bool = False) -> Start:
+    """Runs a command to its end and measures its Start.
+
+    echoed: bytes of the prompt that precede the generated text. wait: whether first_byte is the time to the command's end.
+    """
     environment = os.environ | {"HOME": str(home)}
     began = time.perf_counter()
     first = last = read = peak = 0.0
-    with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+    with (tempfile.TemporaryFile() as errors,
+          subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=errors) as process):
         assert process.stdout is not None
         os.set_blocking(process.stdout.fileno(), False)
         while process.poll() is None:
@@ -111,9 +125,11 @@ def _start(command: list[str], home: Path, echoed: int, tokens: int) -> Start:
                 first = first or (last if read > echoed else 0.0)
             peak = max(peak, _anonymous(process.pid))
             time.sleep(INTERVAL)
-        errors = process.stderr.read() if process.stderr else b""
-    if process.returncode or not first:
-        sys.exit(f"no output: {' '.join(command)}\n{errors.decode(errors='replace')}")
+        if process.returncode or not (first or wait):
+            errors.seek(0)
+            sys.exit(f"no output: {' '.join(command)}\n{errors.read().decode(errors='replace')}")
+    if wait:
+        return Start(time.perf_counter() - began, int(peak))
     return Start(first - began, int(peak), (tokens - 1) / (last - first) if last > first else 0.0)
 
 
