@@ -1,7 +1,8 @@
-"""Tool calls as text: shown() writes tools, calls and results into messages; CallParser finds the calls in an answer.
+"""Converts tool calls to and from text.
 
-shown() writes the format of the G1 models, "Function call" in RWKV-v7/RWKV7-G1x-templates.txt of BlinkDL/RWKV-LM (July 2026).
-The system prompt ends with the tools, a call is an answer, and its result is a turn of the user:
+shown() writes tools, calls and results into messages. CallParser finds the calls in an answer. The written format is that of
+the G1 models, "Function call" in RWKV-v7/RWKV7-G1x-templates.txt of BlinkDL/RWKV-LM (July 2026). The system prompt ends with
+the tools, a call is an answer, and the result of a call is a turn of the user:
 
     System: Tools:\\n[\\n{"name":"weather","description":"...","arguments":{"city":{"type":"string"}}}\\n]\\n
     Return only a JSON function call.
@@ -12,11 +13,11 @@ The system prompt ends with the tools, a call is an answer, and its result is a 
 
 The templates file has at most one call per answer. Several calls are written as a list, [{"name": ...}, ...], as in these
 models' training data, Salesforce/xlam-function-calling-60k (BlinkDL in issue 308 of RWKV-LM). The tool descriptions in the
-templates file do not say which arguments are required; shown() adds "required" if some arguments are optional.
+templates file do not say which arguments are required. shown() adds "required" if some arguments are optional.
 
 CallParser finds calls in these formats:
-- the format above, with or without the fence or its end, and with **Tool Call:** before the fence (as in April 2026);
-- <tool_call> with JSON, as Hermes and Qwen models write it, with or without </tool_call>;
+- the format above, also without the fence or its end, or with **Tool Call:** before the fence (as in April 2026);
+- the format of Hermes and Qwen models: <tool_call>, JSON, and optionally </tool_call>;
 - <tool_calls> with a list of OpenAI's calls, {"type": "function", "function": {...}} (No-22-Github/RWKV-Agent,
   docs/evaluations/g1k-official-format-20261003/REPORT.md, section 4).
 """
@@ -41,10 +42,10 @@ CALL_START = (f'{FENCE}json\n{{"name":"', '","arguments":')     # ChatTemplate.c
 
 
 def shown(messages: Sequence[Message], tools: Tools = None) -> list[JsonObject]:
-    """The messages, with tools, calls and results written into their contents. messages: as check_messages returns them.
+    """Returns the messages with the tools, calls and results written into the contents.
 
-    The tools are written at the end of the system message, which comes first and is added if it is missing. Raises UserError,
-    which says where, for a tool that is not a function.
+    `messages` must come from check_messages. The tools are written at the end of the system message, which is added if the
+    first message is not one. Raises UserError, which names the place, for a tool that is not a function.
     """
     result = [_shown(message) for message in messages]
     if not tools:
@@ -70,7 +71,7 @@ def _shown(message: Message) -> JsonObject:
 def _description(tool: Tool, where: str) -> JsonObject:
     function = _without_nulls(tool.get("function", tool))
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise UserError(f"{where} must have a name, as in "
+        raise UserError(f"{where} must be a function with a name, such as "
                         '{"type": "function", "function": {"name": "...", "parameters": {}}}')
     parameters = function.get("parameters", {})
     if not isinstance(parameters, Mapping):
@@ -89,21 +90,22 @@ def _description(tool: Tool, where: str) -> JsonObject:
 
 
 def _without_nulls(value: Any) -> Any:
-    """The value without null fields. The library `datasets` writes null for fields that only other rows have."""
+    """Returns the value without null fields. The library `datasets` writes null for fields that only other rows have."""
     if isinstance(value, Mapping):
         return {key: _without_nulls(item) for key, item in value.items() if item is not None}
     return [_without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 def _json(value: object) -> str:
-    """JSON without spaces, as in BlinkDL's examples, to save tokens in the prompt."""
+    """Returns JSON without spaces, as in BlinkDL's examples, to save tokens in the prompt."""
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
 
 
 def call_stop(call_start: str) -> str:
-    """The stop string that ends a call, directly after its JSON. call_start: the beginning of the call in the prompt.
+    """Returns the stop string that comes directly after the JSON of a call.
 
-    If call_start is "", the stop string is not the end of a fence, because another fence may precede the call.
+    `call_start` is the beginning of the call in the prompt. If `call_start` is "", the stop string is not the end of a fence,
+    because another fence may precede the call.
     """
     return f"\n{FENCE}" if FENCE in call_start else END
 
@@ -114,8 +116,8 @@ OPENING = re.compile("|".join([*map(re.escape, OPENINGS), r"[{\[]"]))
 OUTER = re.compile(rf"<tool_calls?>|{FENCE}")            # may begin a call even inside other JSON
 INFO = re.compile(r"[ \t]*([\w.+#-]*)(?=[^\w.+#-])\s*")          # a fence's complete language name, and following space
 CALL_INFO = ("", "json", "tool_call", "tool_calls")      # languages of fences that may hold calls
-# Matches any beginning of a call or a list of calls. Groups: the first key; what follows this key if it is complete; the key's
-# value so far.
+# Matches any beginning of a call or a list of calls. The groups are the first key, the text after this key if the key is
+# complete, and the key's value so far.
 BEGINNING = re.compile(r'\[?\s*(?:\{\s*(?:"(\w*)("\s*(?::\s*(.*))?)?)?)?\Z', re.DOTALL)
 FIRST_KEYS = ("name", "arguments", "type", "function", "id")
 LONGEST_BEGINNING = 200                  # characters matched with BEGINNING; a function's name has at most 64
@@ -126,8 +128,10 @@ NO_ARGUMENTS = {"name", "id", "type"}    # JSON with only these keys is a call w
 
 
 class _Step(NamedTuple):
-    """A decision about the buffer's first `total` characters. text: how many of these are shown. calls: the calls found in
-    these."""
+    """A decision about the buffer's first `total` characters. The first `text` characters are shown, and the others are not.
+
+    `calls` are the calls found in these characters.
+    """
 
     text: int
     total: int
@@ -135,17 +139,21 @@ class _Step(NamedTuple):
 
 
 class CallParser:
-    """Separates the calls of these functions from the text in a streamed answer. The result does not depend on how the answer
-    is split into pieces.
+    """Separates calls of the given functions from the text in a streamed answer.
 
-    A call is complete when its JSON is complete. JSON remains text if it is not an object, calls an unknown function, or is
-    inside a fence of another language, inside other JSON, or inside thoughts (<think>...</think> at the beginning of the
-    answer). White space next to a call is dropped.
+    The result does not depend on how the answer is split into pieces. A call is complete when the JSON is complete. JSON
+    remains text if it is not an object or if it calls an unknown function. JSON also remains text inside a fence of another
+    language, inside other JSON, and inside thoughts (<think>...</think> at the beginning of the answer). White space next to a
+    call is dropped. Offsets count from the first character pushed, so offsets within `start` are negative.
 
-    start: the beginning of the answer if the prompt ends with it. most: the number of calls after which nothing is shown.
-    parts: what the last push() returned, in order: calls, and texts with their offsets. spans: (start, end) of each text shown
-    by the last push(). decided: the offset up to which the answer has been separated into text and calls. Offsets count from
-    the first character pushed, so they are negative within `start`.
+    Args:
+        start: the beginning of the answer, if the prompt ends with it.
+        most: the number of calls after which no text is shown.
+
+    Attributes:
+        parts: the calls, and the texts with their offsets, that the last push() returned, in order.
+        spans: the start and end offsets of each text that the last push() returned.
+        decided: the offset up to which the answer has been separated into text and calls.
     """
 
     def __init__(self, functions: Collection[str], start: str = "", most: int | None = None) -> None:
@@ -153,8 +161,8 @@ class CallParser:
         self._most = most
         self._buffer = start             # the end of the answer so far, which may be part of a call
         self._before = ""                # the character that precedes the buffer
-        self._begun = bool(start)        # the answer has begun: thoughts can no longer begin
-        self._until = ""                 # inside a fence or thoughts, the mark that ends them
+        self._begun = bool(start)        # True when the answer has begun, so that thoughts can no longer begin
+        self._until = ""                 # the mark that ends the present fence or the thoughts
         self._closing = ""               # the text that may end the last call
         self._nesting: _Nesting | None = None            # not None inside JSON that may be a call
         self._other: _Nesting | None = None              # not None inside JSON that is not a call
@@ -165,8 +173,10 @@ class CallParser:
         self.n_calls = 0                 # calls found so far
 
     def push(self, piece: str, last: bool = False) -> tuple[str, list[JsonObject]]:
-        """Appends a piece. Returns the text that can now be shown, and the calls completed by it, in OpenAI's format. last:
-        whether the answer ends with this piece."""
+        """Appends a piece, and returns the text that can now be shown and the completed calls, in OpenAI's format.
+
+        `last` says that the answer ends with this piece.
+        """
         self._buffer += piece
         self.spans = []
         self.parts = []
@@ -190,15 +200,14 @@ class CallParser:
 
     @property
     def full(self) -> bool:
-        """Whether `most` calls have been found."""
+        """Returns True if `most` calls have been found."""
         return self._left() == 0
 
     def _left(self) -> int | None:
         return None if self._most is None else self._most - self.n_calls
 
     def _shown(self, text: str) -> str:
-        """Returns `text`, the beginning of the buffer, without white space after a call, and appends the result's span to
-        `spans`."""
+        """Removes white space after a call from `text`, the beginning of the buffer. Appends the result's span to `spans`."""
         end = self.decided + len(text)
         if self._after_call:
             text = text.lstrip()
@@ -207,7 +216,7 @@ class CallParser:
         return text
 
     def _next(self, last: bool) -> _Step | None:
-        """The next decision; None if more text is needed for it."""
+        """Returns the next decision, or None if this decision requires more text."""
         if self.full:
             return _Step(0, len(self._buffer))
         if not self._begun:
@@ -225,7 +234,7 @@ class CallParser:
         return self._open(last)
 
     def _pass(self, last: bool) -> _Step | None:
-        """Shows text up to the end of a fence or of thoughts."""
+        """Shows text up to the end of a fence or of the thoughts."""
         place = self._buffer.find(self._until)
         if place >= 0:
             place += len(self._until)
@@ -237,18 +246,18 @@ class CallParser:
         return _text(place)
 
     def _pass_json(self, nesting: "_Nesting", last: bool) -> _Step | None:
-        """Shows text up to the end of JSON that is not a call, or up to an opening inside it that may begin a call (OUTER)."""
+        """Shows text up to the end of JSON that is not a call, or up to a mark in the JSON that may begin a call (OUTER)."""
         outer = OUTER.search(self._buffer)
         limit = outer.start() if outer else len(self._buffer) if last else _certain(self._buffer)
         end = nesting.end(self._buffer, limit)
         if end is not None or outer or last:
             self._other = None
         else:
-            nesting.place -= limit       # the text shown is removed from the buffer
+            nesting.place -= limit       # keeps the offset valid, because the shown text is removed from the buffer
         return _text(limit if end is None else end) or (self._open(last) if outer else None)
 
     def _close(self, last: bool) -> _Step | None:
-        """After a call's JSON: handles the mark that ends the call, or another call before that mark."""
+        """Handles the text after a call's JSON: the mark that ends the call, or another call before this mark."""
         closing = self._closing
         rest = self._buffer.lstrip()
         if rest.startswith(closing):
@@ -268,7 +277,7 @@ class CallParser:
         return step or self._next(last)
 
     def _open(self, last: bool) -> _Step | None:
-        """Shows the text before the next position where a call may begin; at that position, handles the call."""
+        """Shows the text before the next position where a call may begin. At this position, handles the call."""
         opening = OPENING.search(self._buffer)
         if opening is None:
             return _text(len(self._buffer) if last else _certain(self._buffer))
@@ -299,7 +308,7 @@ class CallParser:
         return _text(place)
 
     def _value(self, place: int, closing: str, last: bool, quoted: bool = False) -> _Step | None:
-        """Handles the JSON at a place in the buffer: it is either calls or text. quoted: whether it is text in any case."""
+        """Handles the JSON at a place in the buffer, which is either calls or text. With `quoted`, the JSON is always text."""
         end = None
         if quoted and not last and _after_space(self._buffer, place + 1) == len(self._buffer):
             return None
@@ -325,7 +334,7 @@ class CallParser:
         return _text(place + 1)
 
     def _may_call(self, place: int) -> bool:
-        """Whether the JSON that begins at this place may still become a call or a list of calls."""
+        """Returns True if the JSON that begins at this place may still become a call or a list of calls."""
         match = BEGINNING.match(self._buffer[place:place + LONGEST_BEGINNING])
         if match is None:
             return False
@@ -337,7 +346,7 @@ class CallParser:
         return key in FIRST_KEYS and (not values or any(name.startswith(value) or value.startswith(name) for name in allowed))
 
     def _calls(self, text: str) -> list[JsonObject] | None:
-        """The calls in a JSON object or list; None if it contains anything but calls of these functions."""
+        """Returns the calls in a JSON object or list, or None if the JSON contains anything but calls of known functions."""
         try:
             items = [item for _, item in _members(text)] if text.startswith("[") else [text]
             calls = [_call(item) for item in items]
@@ -350,7 +359,7 @@ class CallParser:
 
 
 class _Nesting:
-    """Finds the end of the JSON object or list that begins at `place`. The text may grow between two calls of end()."""
+    """Finds the end of the JSON object or list that begins at `place`, in a text that grows between the calls of end()."""
 
     def __init__(self, place: int) -> None:
         self.place = place               # offset up to which the text has been read
@@ -358,7 +367,7 @@ class _Nesting:
         self._in_string = False
 
     def end(self, text: str, limit: int) -> int | None:
-        """The offset after the JSON; None if the JSON continues beyond `limit`."""
+        """Returns the offset after the JSON, or None if the JSON continues beyond `limit`."""
         while (match := BRACKETS.search(text, self.place, limit)) is not None:
             self.place = match.end()
             character = match[0]
@@ -379,7 +388,7 @@ def _text(length: int) -> _Step | None:
 
 
 def _certain(text: str) -> int:
-    """The length of `text` without a partial opening mark at its end, and without white space before this mark."""
+    """Returns the length of `text` without a partial opening mark at the end, and without white space before this mark."""
     return len(text[:len(text) - begun_at_end(text, OPENINGS)].rstrip())
 
 
@@ -397,7 +406,10 @@ DECODER = json.JSONDecoder(parse_constant=_reject_constant)      # rejects NaN a
 
 
 def _call(text: str) -> tuple[str, str]:
-    """The name of a call, and its arguments as the JSON of an object. Raises ValueError or LookupError if it is not a call."""
+    """Returns the name of a call, and the arguments as the JSON of an object.
+
+    Raises ValueError or LookupError if `text` is not a call.
+    """
     fields = dict(_members(text))
     if "function" in fields:
         fields = dict(_members(fields["function"]))
@@ -419,9 +431,9 @@ def _call(text: str) -> tuple[str, str]:
 
 
 def _members(text: str) -> list[tuple[str, str]]:
-    """(key, value) for each member of a JSON object, or ("", value) for each item of a list. Values are the unchanged JSON.
+    """Returns (key, value) for each member of a JSON object, or ("", value) for each item of a list.
 
-    Raises ValueError or LookupError if the text is neither.
+    Each value is the unchanged JSON text. Raises ValueError or LookupError if `text` is neither an object nor a list.
     """
     decoded = DECODER.decode(text)
     if not isinstance(decoded, (dict, list)):

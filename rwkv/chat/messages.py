@@ -1,6 +1,6 @@
-"""Messages in OpenAI's format: checks them, and determines which messages a model learns.
+"""Checks messages in OpenAI's format, and determines which messages a model learns.
 
-A conversation is a list of messages, {"role": "user", "content": "..."}; the roles are system, user, assistant and tool.
+A conversation is a list of messages, {"role": "user", "content": "..."}. The roles are system, user, assistant and tool.
 """
 
 import json
@@ -24,13 +24,12 @@ Tools = Sequence[Tool] | None
 
 
 def check_messages(messages: object) -> list[JsonObject]:
-    """The messages in a uniform format: the content of each is a string. Raises UserError that names the field at fault, such
-    as messages[1].content.
+    """Checks the messages, and returns them in a uniform format, in which every content is a string.
 
-    The content may be a list of {"type": "text", "text": "..."}, as in OpenAI's API; the texts are joined with line ends, as in
-    llama.cpp and vLLM. An answer without content gets its refusal, or "". Null and empty fields are dropped, because templates
-    test whether a field is defined. OpenAI's other names are accepted: the role developer for system, function for tool, and
-    function_call for tool_calls.
+    Raises UserError, which names the wrong field, such as messages[1].content. The content may be a list of {"type": "text",
+    "text": "..."}, as in OpenAI's API. These texts are joined with line ends, as in llama.cpp and vLLM. If an answer has
+    no content, the refusal or "" is used. Null and empty fields are dropped, because templates test whether a field is defined.
+    OpenAI's other names are accepted: the role developer for system, function for tool, and function_call for tool_calls.
     """
     if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence) or not messages:
         raise UserError("messages must be a list of at least one message, such as {\"role\": \"user\", \"content\": \"...\"}")
@@ -38,11 +37,11 @@ def check_messages(messages: object) -> list[JsonObject]:
 
 
 def is_learnt(message: Message, where: str) -> bool:
-    """Whether a model learns a message: only answers are learnt, and a field of an answer may exclude it.
+    """Returns True if a model learns this message, which is an answer that no field excludes from learning.
 
-    Such fields are "weight": 0 in OpenAI's and Mistral's format, "loss": false in that of ms-swift and XTuner, "train" or
-    "training": false in axolotl's, and "masked": true in torchtune's. Raises UserError, naming the field, for a weight between
-    0 and 1, and for a field that marks parts of an answer.
+    The excluding fields are "weight": 0 in OpenAI's and Mistral's format, "loss": false in that of ms-swift and XTuner, "train"
+    or "training": false in axolotl's, and "masked": true in torchtune's. Raises UserError, which names the field, for a weight
+    other than 0 and 1, and for a field that selects parts of an answer.
     """
     answer = message["role"] == "assistant"
     learnt = answer
@@ -57,7 +56,7 @@ def is_learnt(message: Message, where: str) -> bool:
         learnt = learnt and bool(value) != (field == "masked")
     for field in ("train_detail", "training_detail"):
         if message.get(field):
-            raise UserError(f"{where}.{field} is not supported: an answer is learnt as a whole")
+            raise UserError(f"{where}.{field} is not supported: a model learns whole answers. Remove this field")
     return learnt
 
 
@@ -86,7 +85,7 @@ def _check_message(message: object, where: str) -> JsonObject:
 
 
 def _tool_call(call: Any, where: str) -> JsonObject:
-    """The tool call with its arguments as an object, as templates expect. In OpenAI's API they are JSON in a string."""
+    """Returns the tool call with its arguments as an object, because templates expect one. OpenAI's API has a JSON string."""
     function = call.get("function", call) if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise UserError(f'{where} must be a call, {{"type": "function", "function": {{"name": "...", "arguments": "{{}}"}}}}; '
@@ -101,7 +100,7 @@ def _tool_call(call: Any, where: str) -> JsonObject:
 
 
 def _read_arguments(text: str) -> JsonMapping | None:
-    """The arguments that a model wrote. So that the chat can continue, text that is not a JSON object becomes an argument."""
+    """Parses the arguments that a model wrote. If the text is not a JSON object, it becomes the argument "arguments"."""
     with suppress(ValueError, RecursionError):
         arguments = json.loads(text or "{}")
         if arguments is None or isinstance(arguments, Mapping):

@@ -1,11 +1,11 @@
-"""Reads a checkpoint's metadata: its chat template, its name, and its author's generation options.
+"""Reads the chat template, the names and the author's generation options from a checkpoint's metadata.
 
-A template is jinja2 source: the file chat_template.jinja of a Hugging Face directory, `chat_template` in its
-tokenizer_config.json, or tokenizer.chat_template in the metadata of a GGUF file. If there are several templates, the one named
-tool_use is for conversations with tools, and the one named default for all others. With chat_template.jinja, the former is in
-the file additional_chat_templates/tool_use.jinja; in a GGUF file it is tokenizer.chat_template.tool_use.
+A template is jinja2 source: the file chat_template.jinja of a Hugging Face directory, `chat_template` in tokenizer_config.json,
+or tokenizer.chat_template in the metadata of a GGUF file. If there are several templates, the template named tool_use is for
+conversations with tools, and the template named default is for all others. With chat_template.jinja, the tool_use template is
+in the file additional_chat_templates/tool_use.jinja. In a GGUF file, the key is tokenizer.chat_template.tool_use.
 
-llama.cpp's converter writes the same template for every RWKV model. It is recognised as in llama.cpp, and ignored.
+llama.cpp's converter writes the same template for every RWKV model. This template is recognised as in llama.cpp, and ignored.
 Sources: transformers, tokenization_utils_base.py; llama.cpp, conversion/base.py and src/llama-chat.cpp.
 """
 
@@ -38,7 +38,7 @@ SAMPLING_IN_GGUF = {"general.sampling.temp": "temperature", "general.sampling.to
 
 
 def template_file(checkpoint: Path) -> Path | None:
-    """The file that has the checkpoint's template, which template_in reads; None if the checkpoint has no template."""
+    """Returns the file from which template_in can read the checkpoint's template, or None if there is no template."""
     if checkpoint.is_dir():
         files = [checkpoint / name for name in (JINJA, TOKENIZER_CONFIG)]
         return next((file for file in files if file.is_file() and template_in(file) is not None), None)
@@ -46,9 +46,9 @@ def template_file(checkpoint: Path) -> Path | None:
 
 
 def template_in(file: Path) -> str | None:
-    """The template in a jinja2 file, a tokenizer_config.json or a GGUF file; None if the JSON or GGUF file has no template.
+    """Reads the template from a jinja2 file, a tokenizer_config.json or a GGUF file.
 
-    Raises UserError if the file cannot be read.
+    Returns None if a JSON or GGUF file has no template. Raises UserError if the file cannot be read.
     """
     if _is_gguf(file):
         return _default(_gguf_metadata(file).get(IN_GGUF))
@@ -58,7 +58,7 @@ def template_in(file: Path) -> str | None:
 
 
 def tool_template_in(file: Path) -> str | None:
-    """The template for conversations with tools that accompanies template_in(file); None if there is none."""
+    """Reads the template for conversations with tools that belongs to template_in(file), or returns None if there is none."""
     if _is_gguf(file):
         return _default(_gguf_metadata(file).get(f"{IN_GGUF}.{TOOL_USE}"))
     if file.suffix == ".json":
@@ -76,27 +76,29 @@ def names_in(checkpoint: Path) -> list[str]:
 
 
 class Generation(NamedTuple):
-    """The generation options in a file. sampling: the options under our names. draws: whether the file's sampling options
-    apply. stop: stop strings. max_new_tokens: None if the file does not have it."""
+    """The generation options in a file."""
 
     file: Path
-    sampling: JsonObject
-    draws: bool = False
-    stop: tuple[str, ...] = ()
-    max_new_tokens: int | None = None
+    sampling: JsonObject                 # the sampling options, with the names in rwkv.config.Sampling
+    draws: bool = False                  # True if the file's temperature, top_p, top_k and min_p apply
+    stop: tuple[str, ...] = ()           # stop strings
+    max_new_tokens: int | None = None    # None if the file has no token limit
 
     def __bool__(self) -> bool:
         return bool(self.sampling or self.stop or self.max_new_tokens)
 
 
 def generation_in(checkpoint: Path, fake: bool = False, tools: bool = False) -> Generation:
-    """The checkpoint's generation options. fake: whether answers begin with empty thoughts. tools: whether the conversation has
-    tools.
+    """Reads the checkpoint's generation options. Raises UserError if stop_strings or max_new_tokens have the wrong type.
 
-    A Hugging Face directory may have a separate file for each of these cases (rwkv-rs/transformers-rwkv,
-    docs/source/en/model_doc/rwkv.md); if that file is missing or empty, generation_config.json is used. temperature, top_p,
-    top_k and min_p require do_sample=true: otherwise transformers ignores them and chooses the likeliest token. A top_k of 0 or
-    less is off, as in llama.cpp and vLLM. Raises UserError for stop_strings or max_new_tokens of the wrong type.
+    A Hugging Face directory may have separate files for `fake` and `tools` (rwkv-rs/transformers-rwkv,
+    docs/source/en/model_doc/rwkv.md). If such a file is missing or empty, generation_config.json is used. The options
+    temperature, top_p, top_k and min_p require do_sample=true, because transformers otherwise chooses the likeliest token. A
+    top_k of 0 or less turns the filter off, as in llama.cpp and vLLM.
+
+    Args:
+        fake: reads the options for answers that begin with empty thoughts.
+        tools: reads the options for conversations with tools.
     """
     if _is_gguf(checkpoint):
         sampling = _numbers(_gguf_metadata(checkpoint), SAMPLING_IN_GGUF)
@@ -121,7 +123,7 @@ def _generation(file: Path) -> Generation:
 
 
 def _by_name(templates: object) -> object:
-    """Turns a list of templates into a dict by name; returns anything else, such as a single template, unchanged."""
+    """Turns a list of templates into a dict by name. Anything else, such as a single template, is returned unchanged."""
     if isinstance(templates, list):
         return {entry.get("name"): entry.get("template") for entry in templates if isinstance(entry, dict)}
     return templates
@@ -144,7 +146,7 @@ def _is_gguf(path: Path) -> bool:
 
 
 def _gguf_metadata(path: Path) -> JsonObject:
-    """The model's metadata, which are in the first of its files."""
+    """Reads the metadata of a model from the first of the model's files."""
     return header_of(parts_of(path, header_of(path).metadata)[0]).metadata
 
 
@@ -152,7 +154,7 @@ def _json(file: Path) -> JsonObject:
     try:
         content = json.loads(read_text(file, str(file)))
     except (json.JSONDecodeError, RecursionError) as error:
-        raise UserError(f"{file} is not JSON ({error}): the file is damaged or incomplete") from None
+        raise UserError(f"{file} is damaged or incomplete: the content is not JSON ({error})") from None
     return content if isinstance(content, dict) else {}
 
 
@@ -161,7 +163,7 @@ def _strings(metadata: JsonObject, keys: tuple[str, ...]) -> list[str]:
 
 
 def _numbers(metadata: JsonObject, names: dict[str, str]) -> JsonObject:
-    """The numbers in the metadata that have a key in `names`, by our names. names: our name for each key."""
+    """Returns the numbers in the metadata, renamed from the keys to the values of `names`."""
     numbers = {name: metadata[key] for key, name in names.items()
                if isinstance(metadata.get(key), int | float) and not isinstance(metadata[key], bool)}
     if (top_k := numbers.get("top_k", 0.5)) % 1 == 0:    # some files have 20.0; 20.5 is refused where top_k is used

@@ -119,11 +119,7 @@ class Chat:
         return self._answer(engine, row, prompt, started)
 
     def _prepare(self) -> tuple[Engine, Row, str, float]:
-        """Prefills the conversation.
-
-        Returns the engine, the row that will hold the answer, the rendered conversation with its marks
-        (rwkv/chat/encoding.py), and the time at which prefill began.
-        """
+        """Prefills the conversation. Returns the engine, the answer's row, the rendered prompt, and the time of the start."""
         started = time.perf_counter()
         if self._weights is None or not self._weights.unchanged():
             self._saved_results = []

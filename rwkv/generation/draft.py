@@ -99,7 +99,6 @@ class ModelDraft:
     Args:
         model: the smaller model.
         target: the model that verifies the proposals.
-        tokenizer: the tokenizer of both models.
     """
 
     def __init__(self, model: Model, target: Model, tokenizer: Tokenizer, most_tokens: int = DRAFT_TOKENS) -> None:
@@ -145,18 +144,13 @@ class ModelDraft:
 
 
 class _Reader:
-    """Keeps the draft model's position in one row. Reads the tokens that the row has drawn, and then proposed tokens.
-
-    Args:
-        unread: the ids to read first.
-        drawn: the number of tokens that the row has drawn so far.
-    """
+    """Keeps the draft model's position in one row. Reads the tokens that the row has drawn, and then proposed tokens."""
 
     def __init__(self, decoder: CDecoder, unread: list[int], drawn: int) -> None:
         self._decoder = decoder
-        self._unread = unread
-        self._drawn = drawn
-        self._ahead: list[int] = []      # tokens read ahead
+        self._unread = unread            # ids that the draft model has yet to read
+        self._drawn = drawn              # the number of the row's generated tokens that have been read or are in _unread
+        self._ahead: list[int] = []      # proposed tokens that have been read
 
     def is_behind(self, tokens: list[int]) -> bool:
         return len(self._unread) + len(tokens) - self._drawn > PROMPT_TOKENS

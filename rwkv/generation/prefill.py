@@ -30,17 +30,11 @@ WEIGHTS_IN_C = 8                         # replaces Chunks.weights where a chunk
 
 
 class Chunks(NamedTuple):
-    """The sizes that prefill uses on a device, in tokens.
+    """The sizes that prefill uses on a device, in tokens."""
 
-    Attributes:
-        longest: the largest number of tokens per chunk.
-        budget: the work between two decoding steps, which limits how long other sequences wait.
-        weights: the cost of reading all weights once per chunk, as the number of tokens that would take as long.
-    """
-
-    longest: int
-    budget: int
-    weights: int
+    longest: int                         # the largest number of tokens per chunk
+    budget: int                          # the work between two decoding steps, which limits how long other sequences wait
+    weights: int                         # reading all weights once, as each chunk does, takes as long as this many tokens
 
 
 ON_CPU = Chunks(512, 32, 48)             # with shorter chunks, prefill is slower per token: by a third at 128

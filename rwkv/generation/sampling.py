@@ -146,10 +146,7 @@ class PenaltyTable:
         self._flags[slot, to_device(torch.tensor([*ids], dtype=torch.int64), self._flags.device)] |= flag
 
     def release(self, slot: int) -> None:
-        """Frees a slot.
-
-        No kernel is launched here: the garbage collector may call this method in any thread, even during a CUDA graph capture.
-        """
+        # This method launches no kernel, because the garbage collector may call it even during the capture of a CUDA graph
         self._free.append(slot)
 
     def forget_rows(self) -> None:

@@ -31,11 +31,9 @@ LARGEST_COST = 0.5                       # limit of Draft.cost: above it, even a
 
 
 class Pace:
-    """Decides how many tokens to propose for one row, as the module's docstring describes.
+    """Decides how many tokens to propose for one row, at most `most`. The rule is in the module's docstring.
 
-    Args:
-        most: the largest number of tokens to propose.
-        cost: see Draft.cost.
+    `cost` is as in Draft.
     """
 
     def __init__(self, most: int, cost: float) -> None:
@@ -56,11 +54,7 @@ class Pace:
         return min(self._most, TRIED) if self._on_trial else self._best(rows)
 
     def record(self, proposed: int, accepted: int, rejected: bool) -> None:
-        """Records the outcome of a pass.
-
-        `rejected` says whether the row drew a different token than the proposed one. If False, the row accepted all proposals
-        or ended.
-        """
+        """Records the outcome of a pass. `rejected` must be True if the row drew a different token than the proposed one."""
         failed_trial = self._on_trial and rejected
         if self._on_trial and not rejected:
             self._accepted, self._proposed = FIRST_P * PRIOR_TOKENS, PRIOR_TOKENS

@@ -93,10 +93,7 @@ class StateFormat:
         return self.read(content, str(path))
 
     def read(self, content: bytes, name: str) -> PrefillResult:
-        """Reads the prefill result from the bytes of a state file. Raises UserError as load_context does.
-
-        `name` stands for the file in error messages.
-        """
+        """Reads the prefill result from the bytes of the state file `name`. Raises UserError as load_context does."""
         try:
             tensors = load(content)
             metadata = metadata_of(content)
@@ -151,10 +148,7 @@ def is_state_file(path: str | Path) -> bool:
 
 
 def metadata_of(content: bytes) -> dict[str, str]:
-    """Reads the metadata of a safetensors file from `content`, the first bytes of that file.
-
-    Raises ValueError unless `content` has the whole header.
-    """
+    """Reads the metadata of a safetensors file from its first bytes. Raises ValueError for a bad or incomplete header."""
     length = int.from_bytes(content[:8], "little")
     if len(content) < 8 + length:
         raise ValueError("the header is truncated")
@@ -169,10 +163,7 @@ def metadata_of(content: bytes) -> dict[str, str]:
 
 
 def checksum(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str:
-    """Returns the SHA-256, in hexadecimal, of the tensors and of the metadata without the checksum.
-
-    The tensors must be contiguous.
-    """
+    """Returns the SHA-256, in hexadecimal, of the contiguous tensors and of the metadata without the checksum."""
     headers = [[name, str(tensor.dtype), [*tensor.shape]] for name, tensor in sorted(tensors.items())]
     pairs = sorted(pair for pair in metadata.items() if pair[0] != CHECKSUM)
     digest = hashlib.sha256(json.dumps([headers, pairs]).encode())

@@ -46,18 +46,12 @@ SCIENTIFIC: /-?(0|[1-9][0-9]{0,17})(\.[0-9]+)?[eE](-[0-9]{1,3}|[+]?0*([1-9]?[0-9
 
 
 class Part(NamedTuple):
-    """A sub-grammar, which Lark rules refer to by name.
-
-    Attributes:
-        content: a schema as JSON, or a Lark grammar.
-        where: the part's name in error messages.
-        name: the part's name in the rules. Only equal parts have the same name.
-    """
+    """A sub-grammar, which Lark rules refer to by name. Only equal parts have the same name."""
 
     kind: str                            # "json_schema" or "lark_grammar"
-    content: str
-    where: str
-    name: str
+    content: str                         # a schema as JSON, or a Lark grammar
+    where: str                           # the part's name in error messages
+    name: str                            # the part's name in Lark rules
 
     @classmethod
     def of(cls, kind: str, content: str, where: str) -> "Part":

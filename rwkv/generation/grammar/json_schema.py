@@ -249,7 +249,8 @@ def _without_empty_rules(schema: Schema) -> JsonObject:
     """Returns the schema without keywords that exclude nothing, because llguidance rejects some of these keywords."""
     has_no_effect = {"uniqueItems": schema.get("uniqueItems") is False or schema.get("maxItems", 2) <= 1,
                      "not": schema.get("not") is False, "propertyNames": _is_any_name(schema.get("propertyNames")),
-                     "dependentRequired": not schema.get("dependentRequired"), "dependentSchemas": not schema.get("dependentSchemas"),
+                     "dependentRequired": not schema.get("dependentRequired"),
+                     "dependentSchemas": not schema.get("dependentSchemas"),
                      "dependencies": not schema.get("dependencies"),
                      "unevaluatedProperties": _is_any(schema.get("unevaluatedProperties")),
                      "unevaluatedItems": _is_any(schema.get("unevaluatedItems")),

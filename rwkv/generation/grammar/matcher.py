@@ -109,10 +109,7 @@ class Matcher:
 
 
 def matcher_of(grammar: Grammar, tokenizer: Tokenizer, stop_tokens: Sequence[int] = ()) -> Matcher:
-    """Returns a matcher for a new sequence. Raises UserError as compiled() does.
-
-    `stop_tokens` end the sequence, in addition to the end-of-text tokens.
-    """
+    """Returns a matcher for a new sequence, which may also end at `stop_tokens`. Raises UserError as compiled() does."""
     libraries = [library.deep_copy() for library in compiled(grammar, tokenizer)]
     return Matcher(libraries, vocabulary(tokenizer), stop_tokens)
 
