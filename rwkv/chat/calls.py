@@ -78,7 +78,7 @@ def _description(tool: Tool, where: str) -> JsonObject:
         raise UserError(f"{where}.function.parameters must be a JSON schema object")
     result = {key: function[key] for key in ("name", "description") if key in function}
     if "properties" not in parameters and not isinstance(parameters.get("type"), str):
-        return {**result, "arguments": parameters}       # not a JSON schema: descriptions by argument name
+        return {**result, "arguments": parameters}       # the keys are argument names, because this is no JSON schema
     arguments = parameters.get("properties", {})
     if not isinstance(arguments, Mapping):
         raise UserError(f"{where}.function.parameters.properties must be an object of schemas")
@@ -159,14 +159,14 @@ class CallParser:
     def __init__(self, functions: Collection[str], start: str = "", most: int | None = None) -> None:
         self._functions = tuple(functions)
         self._most = most
-        self._buffer = start             # the end of the answer so far, which may be part of a call
+        self._buffer = start             # holds the end of the answer so far, which may be part of a call
         self._before = ""                # the character that precedes the buffer
-        self._begun = bool(start)        # True when the answer has begun, so that thoughts can no longer begin
-        self._until = ""                 # the mark that ends the present fence or the thoughts
+        self._has_begun = bool(start)    # True when the answer has begun, so that thoughts can no longer begin
+        self._end_mark = ""              # the mark that ends the present fence or the thoughts
         self._closing = ""               # the text that may end the last call
-        self._nesting: _Nesting | None = None            # not None inside JSON that may be a call
-        self._other: _Nesting | None = None              # not None inside JSON that is not a call
-        self._after_call = False         # only white space has followed the last call
+        self._nesting: _Nesting | None = None            # is set inside JSON that may be a call
+        self._other_json: _Nesting | None = None         # is set inside JSON that is not a call
+        self._after_call = False         # True while only white space has followed the last call
         self.decided = -len(start)
         self.spans: list[tuple[int, int]] = []
         self.parts: list[tuple[str, int] | JsonObject] = []
@@ -182,7 +182,7 @@ class CallParser:
         self.parts = []
         text = ""
         calls: list[JsonObject] = []
-        while self._buffer and (step := self._next(last)) is not None:
+        while self._buffer and (step := self._next_step(last)) is not None:
             shown = self._shown(self._buffer[:step.text])
             if shown:
                 self.parts.append((shown, self.spans[-1][0]))
@@ -191,7 +191,7 @@ class CallParser:
             self._buffer = self._buffer[step.total:]
             self.decided += step.total
             if step.calls:
-                new = step.calls[:self._left()]
+                new = step.calls[:self._calls_left()]
                 calls += new
                 self.parts += new
                 self.n_calls += len(new)
@@ -201,9 +201,9 @@ class CallParser:
     @property
     def full(self) -> bool:
         """Returns True if `most` calls have been found."""
-        return self._left() == 0
+        return self._calls_left() == 0
 
-    def _left(self) -> int | None:
+    def _calls_left(self) -> int | None:
         return None if self._most is None else self._most - self.n_calls
 
     def _shown(self, text: str) -> str:
@@ -215,48 +215,48 @@ class CallParser:
         self.spans.append((end - len(text), end))
         return text
 
-    def _next(self, last: bool) -> _Step | None:
+    def _next_step(self, last: bool) -> _Step | None:
         """Returns the next decision, or None if this decision requires more text."""
         if self.full:
             return _Step(0, len(self._buffer))
-        if not self._begun:
+        if not self._has_begun:
             beginning = self._buffer.lstrip()
             if not last and len(beginning) < len("<think") and "<think".startswith(beginning):
                 return None
-            self._begun = True
-            self._until = "</think>" if beginning.startswith("<think") else ""
-        if self._until:
-            return self._pass(last)
-        if self._other:
-            return self._pass_json(self._other, last)
+            self._has_begun = True
+            self._end_mark = "</think>" if beginning.startswith("<think") else ""
+        if self._end_mark:
+            return self._show_until_mark(last)
+        if self._other_json:
+            return self._show_json(self._other_json, last)
         if self._closing:
-            return self._close(last)
-        return self._open(last)
+            return self._close_call(last)
+        return self._find_opening(last)
 
-    def _pass(self, last: bool) -> _Step | None:
+    def _show_until_mark(self, last: bool) -> _Step | None:
         """Shows text up to the end of a fence or of the thoughts."""
-        place = self._buffer.find(self._until)
+        place = self._buffer.find(self._end_mark)
         if place >= 0:
-            place += len(self._until)
-            self._until = ""
+            place += len(self._end_mark)
+            self._end_mark = ""
         elif last:
             place = len(self._buffer)
         else:
-            place = len(self._buffer) - begun_at_end(self._buffer, (self._until,))
-        return _text(place)
+            place = len(self._buffer) - begun_at_end(self._buffer, (self._end_mark,))
+        return _text_step(place)
 
-    def _pass_json(self, nesting: "_Nesting", last: bool) -> _Step | None:
+    def _show_json(self, nesting: "_Nesting", last: bool) -> _Step | None:
         """Shows text up to the end of JSON that is not a call, or up to a mark in the JSON that may begin a call (OUTER)."""
         outer = OUTER.search(self._buffer)
-        limit = outer.start() if outer else len(self._buffer) if last else _certain(self._buffer)
+        limit = outer.start() if outer else len(self._buffer) if last else _certain_length(self._buffer)
         end = nesting.end(self._buffer, limit)
         if end is not None or outer or last:
-            self._other = None
+            self._other_json = None
         else:
             nesting.place -= limit       # keeps the offset valid, because the shown text is removed from the buffer
-        return _text(limit if end is None else end) or (self._open(last) if outer else None)
+        return _text_step(limit if end is None else end) or (self._find_opening(last) if outer else None)
 
-    def _close(self, last: bool) -> _Step | None:
+    def _close_call(self, last: bool) -> _Step | None:
         """Handles the text after a call's JSON: the mark that ends the call, or another call before this mark."""
         closing = self._closing
         rest = self._buffer.lstrip()
@@ -267,47 +267,47 @@ class CallParser:
             return _Step(0, len(self._buffer)) if last else None
         step = None
         if rest[0] in "{[":
-            step = self._open(last)
+            step = self._find_opening(last)
             if step is None or step.calls:
                 return step
         self._closing = ""               # text follows instead of the end mark
         if closing == FENCE:
-            self._until = FENCE
-            self._other = None
-        return step or self._next(last)
+            self._end_mark = FENCE
+            self._other_json = None
+        return step or self._next_step(last)
 
-    def _open(self, last: bool) -> _Step | None:
+    def _find_opening(self, last: bool) -> _Step | None:
         """Shows the text before the next position where a call may begin. At this position, handles the call."""
         opening = OPENING.search(self._buffer)
         if opening is None:
-            return _text(len(self._buffer) if last else _certain(self._buffer))
+            return _text_step(len(self._buffer) if last else _certain_length(self._buffer))
         if before := len(self._buffer[:opening.start()].rstrip()):
-            return _text(before)
+            return _text_step(before)
         if opening[0] in "{[":
-            return self._value(opening.start(), "", last, quoted=self._before == "`" and opening.start() == 0)
+            return self._handle_json(opening.start(), "", last, quoted=self._before == "`" and opening.start() == 0)
         place = opening.end() if opening[0] == FENCE else _after_space(self._buffer, opening.end())
         rest = self._buffer[place:]
         if opening[0] == FENCE:
-            return self._fence(place, last)
+            return self._open_fence(place, last)
         if not last and (not rest or (opening[0] == HEADING and FENCE.startswith(rest))):
             return None
         if opening[0] == HEADING and rest.startswith(FENCE):
-            return self._fence(place + len(FENCE), last)
+            return self._open_fence(place + len(FENCE), last)
         if opening[0] != HEADING and rest[:1] in ("{", "["):
-            return self._value(place, f"</{opening[0][1:]}", last)
-        return _text(opening.end())
+            return self._handle_json(place, f"</{opening[0][1:]}", last)
+        return _text_step(opening.end())
 
-    def _fence(self, place: int, last: bool) -> _Step | None:
+    def _open_fence(self, place: int, last: bool) -> _Step | None:
         """Handles the content of a fence whose opening ``` ends at this place."""
         info = INFO.match(self._buffer, place)
         if info is None or info.end() == len(self._buffer):
-            return _text(len(self._buffer)) if last else None
+            return _text_step(len(self._buffer)) if last else None
         if info[1].lower() in CALL_INFO and self._buffer[info.end()] in "{[":
-            return self._value(info.end(), FENCE, last)
-        self._until = FENCE
-        return _text(place)
+            return self._handle_json(info.end(), FENCE, last)
+        self._end_mark = FENCE
+        return _text_step(place)
 
-    def _value(self, place: int, closing: str, last: bool, quoted: bool = False) -> _Step | None:
+    def _handle_json(self, place: int, closing: str, last: bool, quoted: bool = False) -> _Step | None:
         """Handles the JSON at a place in the buffer, which is either calls or text. With `quoted`, the JSON is always text."""
         end = None
         if quoted and not last and _after_space(self._buffer, place + 1) == len(self._buffer):
@@ -323,15 +323,15 @@ class CallParser:
                 return _Step(0, end, calls)
         self._nesting = None
         if closing == FENCE:
-            self._until = FENCE
-            return _text(end or place)
+            self._end_mark = FENCE
+            return _text_step(end or place)
         if end is not None:
-            return _text(end)
+            return _text_step(end)
         if JSON_LIKE.match(self._buffer, place):
-            self._other = _Nesting(place)
-            self._other.end(self._buffer, place + 1)     # counts the opening bracket
-            self._other.place = 0
-        return _text(place + 1)
+            self._other_json = _Nesting(place)
+            self._other_json.end(self._buffer, place + 1)                # counts the opening bracket
+            self._other_json.place = 0
+        return _text_step(place + 1)
 
     def _may_call(self, place: int) -> bool:
         """Returns True if the JSON that begins at this place may still become a call or a list of calls."""
@@ -383,11 +383,11 @@ class _Nesting:
         return None
 
 
-def _text(length: int) -> _Step | None:
+def _text_step(length: int) -> _Step | None:
     return _Step(length, length) if length else None
 
 
-def _certain(text: str) -> int:
+def _certain_length(text: str) -> int:
     """Returns the length of `text` without a partial opening mark at the end, and without white space before this mark."""
     return len(text[:len(text) - begun_at_end(text, OPENINGS)].rstrip())
 
@@ -414,9 +414,9 @@ def _call(text: str) -> tuple[str, str]:
     if "function" in fields:
         fields = dict(_members(fields["function"]))
     if "arguments" not in fields and not fields.keys() <= NO_ARGUMENTS:
-        raise LookupError("arguments")   # not a call, but other JSON with a name
+        raise LookupError("arguments")   # other JSON may have a name, too
     arguments = fields.get("arguments", "{}")
-    if arguments.startswith('"'):        # JSON inside a string, as in OpenAI's API
+    if arguments.startswith('"'):        # OpenAI's API has JSON inside a string
         arguments = json.loads(arguments).strip()
     if arguments in ("null", ""):
         arguments = "{}"

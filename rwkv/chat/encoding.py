@@ -69,10 +69,10 @@ class _Piece(NamedTuple):
 
 
 def _pieces(tokenizer: Tokenizer, parts: Sequence[str], before: str) -> Iterator[list[_Piece]]:
-    last = _with_private_names(tokenizer, before.rpartition(END)[2])
+    last = _use_private_names(tokenizer, before.rpartition(END)[2])
     for part in parts:
-        first, *rest = [_with_private_names(tokenizer, text) for text in part.split(END)]
-        pieces = _after(tokenizer, last, first)
+        first, *rest = [_use_private_names(tokenizer, text) for text in part.split(END)]
+        pieces = _pieces_after(tokenizer, last, first)
         last = first or last
         for text in rest:
             pieces.append(_Piece(text, ends=(tokenizer.end_of_text,)))
@@ -80,7 +80,7 @@ def _pieces(tokenizer: Tokenizer, parts: Sequence[str], before: str) -> Iterator
         yield pieces
 
 
-def _after(tokenizer: Tokenizer, before: str, text: str) -> list[_Piece]:
+def _pieces_after(tokenizer: Tokenizer, before: str, text: str) -> list[_Piece]:
     """Cuts `text` into pieces whose ids continue the ids of `before`.
 
     Cutting is necessary because a tokenizer may add a space after a special token.
@@ -95,13 +95,13 @@ def _after(tokenizer: Tokenizer, before: str, text: str) -> list[_Piece]:
     return [_Piece(text[:place], within=True), _Piece(text[place:])]
 
 
-def _with_private_names(tokenizer: Tokenizer, rendered: str) -> str:
+def _use_private_names(tokenizer: Tokenizer, rendered: str) -> str:
     """Removes the marks, and replaces special tokens' names from the template by the tokenizer's private names."""
     private = tokenizer.private
     if not private:
         return rendered
     pattern = _patterns(tuple(private)).mark_or_name
-    return pattern.sub(lambda match: _unmarked(match) if match[1] else private[match[0]], rendered)
+    return pattern.sub(lambda match: _unmark(match) if match[1] else private[match[0]], rendered)
 
 
 def written(rendered: str) -> str:
@@ -110,7 +110,7 @@ def written(rendered: str) -> str:
 
 
 def without_marks(rendered: str) -> str:
-    return MARK.sub(_unmarked, rendered)
+    return MARK.sub(_unmark, rendered)
 
 
 def marked(tokenizer: Tokenizer, value: Any) -> Any:
@@ -118,7 +118,7 @@ def marked(tokenizer: Tokenizer, value: Any) -> Any:
     if not tokenizer.special:
         return value
     if isinstance(value, str):
-        return _marked(value, _patterns(tuple(tokenizer.special)))
+        return _mark_names(value, _patterns(tuple(tokenizer.special)))
     if isinstance(value, Mapping):
         return {marked(tokenizer, key): item if key == "role" and item in (*ROLES,) else marked(tokenizer, item)
                 for key, item in value.items()}
@@ -179,18 +179,18 @@ class _Patterns(NamedTuple):
 @lru_cache
 def _patterns(names: tuple[str, ...]) -> _Patterns:
     cuts = [(name[:cut], name[cut:]) for name in names for cut in range(1, len(name))]
-    first_parts = _either(first for first, _ in cuts if not first.isalnum())         # letters alone would match most words
-    last_parts = _either(last for _, last in cuts if not last.isalnum())
-    return _Patterns(re.compile(_either(names)), re.compile(f"{MARK.pattern}|{_either(names)}"),
+    first_parts = _alternatives(first for first, _ in cuts if not first.isalnum())       # letters alone would match most words
+    last_parts = _alternatives(last for _, last in cuts if not last.isalnum())
+    return _Patterns(re.compile(_alternatives(names)), re.compile(f"{MARK.pattern}|{_alternatives(names)}"),
                      re.compile(rf"\s*(?!{SECRET})({last_parts})"), re.compile(rf"({first_parts})\s*\Z"))
 
 
-def _either(texts: Iterable[str]) -> str:
+def _alternatives(texts: Iterable[str]) -> str:
     """Returns a pattern that matches the longest possible of the texts. Without texts, the pattern matches nothing."""
     return "|".join(map(re.escape, sorted({*texts}, key=lambda text: (-len(text), text)))) or r"(?!)"
 
 
-def _marked(text: str, patterns: _Patterns) -> str:
+def _mark_names(text: str, patterns: _Patterns) -> str:
     text = patterns.name.sub(lambda name: _mark(name[0]), text)
     if name := patterns.start.match(text):
         text = f"{text[:name.start(1)]}{_mark(name[1])}{text[name.end(1):]}"
@@ -204,5 +204,5 @@ def _mark(text: str) -> str:
     return f"{SECRET}{''.join(f'{ord(character):06x}' for character in text)}z"
 
 
-def _unmarked(mark: re.Match[str]) -> str:
+def _unmark(mark: re.Match[str]) -> str:
     return "".join(chr(int(mark[1][place:place + 6], 16)) for place in range(0, len(mark[1]), 6))

@@ -34,7 +34,7 @@ class TemplateLimit(UserError):
 
 
 @contextmanager
-def _refusals_ignored() -> Iterator[None]:
+def _ignore_refusals() -> Iterator[None]:
     try:
         yield
     except TemplateLimit:                # further attempts would take as long
@@ -89,19 +89,19 @@ class JinjaTemplate(ChatTemplate):
             raise UserError(f"the chat template {name} does not use `messages`, so the model would not see the conversation. "
                             "Use a jinja2 template")
         self._opening: list[Message] = []                # turns that the template requires before the first user turn
-        self._in_parts: frozenset[str] = frozenset()     # roles whose content must be a list of parts
-        self._unread: frozenset[str] = frozenset()       # roles whose content the template may drop
-        self._find_form()
+        self._roles_in_parts: frozenset[str] = frozenset()               # roles whose content must be a list of parts
+        self._dropped_roles: frozenset[str] = frozenset()                # roles whose content the template may drop
+        self._find_content_forms()
         self._ending = self._ending_after(self._opening)
         self.stop = self._ending.stop
         if self.supports_tools:
-            with _refusals_ignored():    # turns may have a different format in conversations with tools
+            with _ignore_refusals():     # turns may have a different format in conversations with tools
                 tool_stops = self._ending_after(self._opening, [A_TOOL]).stop
                 self.stop += tuple(stop for stop in tool_stops if stop not in self.stop)
             self.call_start = self._find_call_start()
-        if self._in_parts:               # changes the definition, so that cached tokens of the other format are not used
-            self.definition += f", parts: {sorted(self._in_parts)}"
-        self._tool_use: JinjaTemplate | UserError | None = None  # an error is raised only when the template is used
+        if self._roles_in_parts:         # changes the definition, so that cached tokens of the other format are not used
+            self.definition += f", parts: {sorted(self._roles_in_parts)}"
+        self._tool_use: JinjaTemplate | UserError | None = None          # an error is raised only when the template is used
         if tool_use is not None:
             try:
                 self._tool_use = JinjaTemplate(tool_use, f"{name} (tool_use)")
@@ -113,54 +113,54 @@ class JinjaTemplate(ChatTemplate):
             self.call_start = self._tool_use.call_start
             self.stop += tuple(stop for stop in self._tool_use.stop if stop not in self.stop)
 
-    def _find_form(self) -> None:
+    def _find_content_forms(self) -> None:
         """Finds for each role if the template expects content as a string or as a list of parts.
 
         Raises UserError if the template writes the user's text in neither form.
         """
-        refused = None
+        refusal = None
         lost = False
         for opening, in_parts in product(([], [SYSTEM]), (frozenset[str](), frozenset(ROLES), frozenset({"user"}))):
             self._opening = [*opening]
             try:
-                lost = self._loses("user", in_parts, [*opening, QUESTION], [*opening, QUESTION, ANSWER])
+                lost = self._loses_text("user", in_parts, [*opening, QUESTION], [*opening, QUESTION, ANSWER])
             except TemplateLimit:
                 raise
             except UserError as error:
-                refused = refused or error
+                refusal = refusal or error
                 continue
             if not lost:
                 break
         else:
-            if not lost and refused is not None:
-                raise refused
+            if not lost and refusal is not None:
+                raise refusal
             raise UserError(f"the chat template {self.name} does not write the content of messages: the template must accept "
                             'a string or a list of parts, {"type": "text", "text": "..."}')
         talk = [*self._opening, QUESTION]
-        self._find_role_form("assistant", [*talk, ANSWER], [*talk, ANSWER, QUESTION])
-        self._find_role_form("system", [INSTRUCTIONS], [INSTRUCTIONS, QUESTION], [INSTRUCTIONS, QUESTION, ANSWER])
-        self._find_role_form("tool", [*talk, CALL, RESULT], [*talk, CALL, RESULT, ANSWER])
+        self._find_role_content("assistant", [*talk, ANSWER], [*talk, ANSWER, QUESTION])
+        self._find_role_content("system", [INSTRUCTIONS], [INSTRUCTIONS, QUESTION], [INSTRUCTIONS, QUESTION, ANSWER])
+        self._find_role_content("tool", [*talk, CALL, RESULT], [*talk, CALL, RESULT, ANSWER])
 
-    def _find_role_form(self, role: str, *talks: Sequence[Message]) -> None:
-        """Finds the form of the content of one role. Adds the role to _unread if the template writes neither form."""
+    def _find_role_content(self, role: str, *talks: Sequence[Message]) -> None:
+        """Finds the form of the content of one role. Adds the role to _dropped_roles if the template writes neither form."""
         unread = False
-        previous = self._in_parts
+        previous = self._roles_in_parts
         for in_parts in (previous, previous ^ {role}):
-            with _refusals_ignored():    # if the template refuses the role, rendering it will say so
-                unread = self._loses(role, in_parts, *talks)
+            with _ignore_refusals():     # if the template refuses the role, rendering it will say so
+                unread = self._loses_text(role, in_parts, *talks)
                 if not unread:
                     return
-        self._in_parts = previous - {role}
+        self._roles_in_parts = previous - {role}
         if unread:
-            self._unread |= {role}
+            self._dropped_roles |= {role}
 
-    def _loses(self, role: str, in_parts: frozenset[str], *talks: Sequence[Message]) -> bool:
+    def _loses_text(self, role: str, in_parts: frozenset[str], *talks: Sequence[Message]) -> bool:
         """Returns True if the role's text is missing or changed in all rendered talks.
 
         `in_parts` has the roles whose content is a list of parts. Raises UserError if the template refuses all talks.
         """
-        self._in_parts = in_parts
-        refused = None
+        self._roles_in_parts = in_parts
+        refusal = None
         lost = False
         for talk in talks:
             try:
@@ -169,16 +169,16 @@ class JinjaTemplate(ChatTemplate):
             except TemplateLimit:
                 raise
             except UserError as error:
-                refused = error
+                refusal = error
                 continue
             lost = True
             if all(message["content"] in text for message in talk if message["role"] == role) and not PART.search(text):
                 return False
-        if refused is not None and not lost:
-            raise refused
+        if refusal is not None and not lost:
+            raise refusal
         return lost
 
-    def _select(self, messages: Sequence[Message], tools: Tools) -> "JinjaTemplate":
+    def _select_template(self, messages: Sequence[Message], tools: Tools) -> "JinjaTemplate":
         """Returns the tool_use template if it exists and the conversation has tools, calls or results; otherwise self."""
         has_calls = any(message["role"] == "tool" or message.get("tool_calls") for message in messages)
         if self._tool_use is None or not (tools or has_calls):
@@ -194,7 +194,7 @@ class JinjaTemplate(ChatTemplate):
         if tools and not self.supports_tools:
             raise UserError(f"tools: {self.no_tools}")
         messages = check_messages(messages)
-        template = self._select(messages, tools)
+        template = self._select_template(messages, tools)
         if template is not self:
             return template.render(messages, add_generation_prompt, tools, think, effort)
         if think is not True:
@@ -216,14 +216,14 @@ class JinjaTemplate(ChatTemplate):
             self._tool_use.begin_with_end_of_text()
 
     def _require_read(self, messages: Sequence[Message], tools: Tools) -> None:
-        """Raises UserError for a message whose content the template drops. Only the roles in _unread are checked."""
+        """Raises UserError for a message whose content the template drops. Only the roles in _dropped_roles are checked."""
         for i, message in enumerate(messages):
-            if message["role"] not in self._unread or not message["content"]:
+            if message["role"] not in self._dropped_roles or not message["content"]:
                 continue
             empty = [*messages[:i], {**message, "content": ""}, *messages[i + 1:]]
             if self._render(messages, False, tools) == self._render(empty, False, tools):
                 raise UserError(f"messages[{i}]: the chat template {self.name} drops the content of messages with the role "
-                                f"{message['role']}, so the model would not see it")
+                                f"{message['role']}, so the model would not see this content")
 
     def answer_start(self, think: Think = False) -> str:
         start = begun_by(self._short_prompt(think is True))
@@ -244,7 +244,7 @@ class JinjaTemplate(ChatTemplate):
         template writes one. Text after eos_token is not learnt.
         """
         messages = check_messages(messages)
-        template = self._select(messages, tools)
+        template = self._select_template(messages, tools)
         if template is not self:
             return template.parts(messages, tools)
         whole = self.render(messages, False, tools)
@@ -253,7 +253,7 @@ class JinjaTemplate(ChatTemplate):
         for i, message in enumerate(messages):
             if not is_learnt(message, f"messages[{i}]"):
                 continue
-            begin, end = self._place(whole, messages, i, tools)
+            begin, end = self._answer_span(whole, messages, i, tools)
             if begin < done:
                 raise self._not_found(i)
             eos = whole.rfind(END, begin, end)
@@ -262,7 +262,7 @@ class JinjaTemplate(ChatTemplate):
             done = end
         return [part for part in [*parts, (whole[done:], False)] if part[0]]
 
-    def _place(self, whole: str, messages: Sequence[Message], i: int, tools: Tools) -> tuple[int, int]:
+    def _answer_span(self, whole: str, messages: Sequence[Message], i: int, tools: Tools) -> tuple[int, int]:
         """Returns the start and end offsets of answer i in the whole text, with a prompt that asks for thoughts or does not."""
         after = whole
         if i + 1 < len(messages):
@@ -277,8 +277,8 @@ class JinjaTemplate(ChatTemplate):
 
     def _not_found(self, i: int) -> UserError:
         return UserError(f"messages[{i}]: a model cannot learn this answer, because the chat template {self.name} does not "
-                         "write it directly after the prompt, or changes it when more messages follow. To exclude this answer "
-                         "from learning, set \"weight\": 0 in the message")
+                         "write the answer directly after the prompt, or changes the answer when more messages follow. To "
+                         "exclude this answer from learning, set \"weight\": 0 in the message")
 
     def _render(self, messages: Sequence[Message], prompt: bool, tools: Tools, think: bool = False,
                 effort: str | None = None) -> str:
@@ -293,7 +293,7 @@ class JinjaTemplate(ChatTemplate):
                 message["rwkv_json_content"] = message["content"]
                 with suppress(ValueError, RecursionError):
                     message["rwkv_json_content"] = json.loads(message["content"])
-            if message["role"] in self._in_parts:
+            if message["role"] in self._roles_in_parts:
                 message["content"] = [{"type": "text", "text": message["content"]}]
         variables = {"messages": turns, "add_generation_prompt": prompt, "tools": tools or None, "bos_token": self._bos_token,
                      "eos_token": END, "enable_thinking": think,
@@ -319,17 +319,17 @@ class JinjaTemplate(ChatTemplate):
         text = self._render(talk, False, tools)
         closed = text.partition(answer)[2]
         prompted = between = ""
-        with _refusals_ignored():        # some templates do not allow a prompt after an answer
+        with _ignore_refusals():         # some templates do not allow a prompt after an answer
             prompted = self._render(talk, True, tools).partition(answer)[2]
-        with _refusals_ignored():
+        with _ignore_refusals():
             longer = self._render([*talk, {"role": "user", "content": question}], False, tools)
             between = longer.partition(answer)[2].partition(question)[0]
-        end = _end(text, closed, prompted, between)
-        stop = _stop(end, between)
+        end = _answer_end(text, closed, prompted, between)
+        stop = _stop_strings(end, between)
         if end.startswith(closed) and not end.strip():
             end = closed                 # is only the white space that ends a conversation
         elif closed != prompted and not (end and closed.startswith(end)) and not end.startswith(closed):
-            stop = (*stop, *_stop(closed, ""))
+            stop = (*stop, *_stop_strings(closed, ""))
         last = closed.removeprefix(end) if closed.startswith(end) else ""
         prompt = last if last != END and closed == prompted else ""
         return Ending(closed, end, prompt, stop)
@@ -339,14 +339,14 @@ class JinjaTemplate(ChatTemplate):
         messages: list[Message] = [{"role": "user", "content": "A question."},
                                    {"role": "assistant", "content": "", "tool_calls": [{"id": "call_1", **call}]}]
         text = ""
-        with _refusals_ignored():
+        with _ignore_refusals():
             text = self._render(messages, False, [A_TOOL])
         match = re.search(r'(<tool_call>\s*\{"name":\s*")a_name(",\s*"arguments":\s*)\{"a_key":\s*"a value"\}\}\s*</tool_call>',
                           text)
         return (match[1], match[2]) if match else None
 
 
-def _end(text: str, closed: str, prompted: str, between: str) -> str:
+def _answer_end(text: str, closed: str, prompted: str, between: str) -> str:
     """Returns the text that follows an answer in every conversation.
 
     Args:
@@ -375,20 +375,20 @@ def _opening(common: str, text: str) -> int:
     for n in range(len(common) - 1, 0, -1):
         opening = text.find(common[-n:])
         end = text.find(common[:-n])
-        if 0 <= opening and (opening < end or end < 0) and _unclosed(common[:-n]) is None:
+        if 0 <= opening and (opening < end or end < 0) and _unclosed_bracket(common[:-n]) is None:
             return n
-    unclosed = _unclosed(common)
+    unclosed = _unclosed_bracket(common)
     if unclosed is not None:
         return len(common) - unclosed
     return len(common) if not common.isspace() and text.startswith(common) else 0
 
 
-def _unclosed(text: str) -> int | None:
+def _unclosed_bracket(text: str) -> int | None:
     place = max(text.rfind("<"), text.rfind("["))
     return None if place < 0 or re.search("[>\\]]", text[place:]) else place
 
 
-def _stop(end: str, between: str) -> tuple[str, ...]:
+def _stop_strings(end: str, between: str) -> tuple[str, ...]:
     """Returns the stop string that ends an answer, or () if only eos_token does, because the engine always stops at eos_token.
 
     If the end is white space, an answer may contain the same white space. The stop string then includes the beginning of the

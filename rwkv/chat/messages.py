@@ -50,7 +50,7 @@ def is_learnt(message: Message, where: str) -> bool:
         if value is None:
             continue
         if not isinstance(value, (int, float)) or value not in (0, 1):
-            raise UserError(f"{where}.{field} must be 0 or 1 (false or true); got {_shown(value)}")
+            raise UserError(f"{where}.{field} must be 0 or 1 (false or true); got {_excerpt(value)}")
         if not answer and value == 1 and field in ("train", "training", "trainable"):
             raise UserError(f"{where}.{field} requires the role assistant; got {message['role']}")
         learnt = learnt and bool(value) != (field == "masked")
@@ -62,24 +62,24 @@ def is_learnt(message: Message, where: str) -> bool:
 
 def _check_message(message: object, where: str) -> JsonObject:
     if not isinstance(message, Mapping):
-        raise UserError(f"{where} must be an object with role and content; got {_shown(message)}")
+        raise UserError(f"{where} must be an object with role and content; got {_excerpt(message)}")
     role = message.get("role")
     role = OTHER_ROLES.get(role, role) if isinstance(role, str) else role
     if not isinstance(role, str) or role not in ROLES:
-        raise UserError(f"{where}.role must be one of {', '.join(ROLES)}; got {_shown(role)}")
+        raise UserError(f"{where}.role must be one of {', '.join(ROLES)}; got {_excerpt(role)}")
     fields = {field: value for field, value in message.items() if value not in EMPTY}
     for field in ("tool_calls", "function_call", "reasoning_content"):
         if field in fields and role != "assistant":
             raise UserError(f"{where}.{field} requires the role assistant; got {role}")
     if not isinstance(fields.get("reasoning_content", ""), str):
-        raise UserError(f"{where}.reasoning_content must be a string; got {_shown(fields['reasoning_content'])}")
+        raise UserError(f"{where}.reasoning_content must be a string; got {_excerpt(fields['reasoning_content'])}")
     call = fields.pop("function_call", None)
     if call is not None and "tool_calls" not in fields:
         fields["tool_calls"] = [{"type": "function", "function": call}]
     if "tool_calls" in fields:
         calls = fields["tool_calls"]
         if not isinstance(calls, list):
-            raise UserError(f"{where}.tool_calls must be a list; got {_shown(calls)}")
+            raise UserError(f"{where}.tool_calls must be a list; got {_excerpt(calls)}")
         fields["tool_calls"] = [_tool_call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(calls)]
     return {**fields, "role": role, "content": _content(message.get("content"), fields.get("refusal"), role, where)}
 
@@ -89,12 +89,12 @@ def _tool_call(call: Any, where: str) -> JsonObject:
     function = call.get("function", call) if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise UserError(f'{where} must be a call, {{"type": "function", "function": {{"name": "...", "arguments": "{{}}"}}}}; '
-                        f"got {_shown(call)}")
+                        f"got {_excerpt(call)}")
     arguments = function.get("arguments")
     if isinstance(arguments, str):
         arguments = _read_arguments(arguments)
     if arguments is not None and not isinstance(arguments, Mapping):
-        raise UserError(f"{where}.function.arguments must be a JSON object; got {_shown(arguments)}")
+        raise UserError(f"{where}.function.arguments must be a JSON object; got {_excerpt(arguments)}")
     checked = {**function, "arguments": without_surrogates(arguments or {})}
     return {**call, "function": checked} if "function" in call else checked
 
@@ -114,7 +114,7 @@ def _content(content: object, refusal: object, role: str, where: str) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise UserError(f"{where}.content must be a string or a list of texts; got {_shown(content)}")
+        raise UserError(f"{where}.content must be a string or a list of texts; got {_excerpt(content)}")
     return "\n".join(_text(item, role, f"{where}.content[{i}]") for i, item in enumerate(content))
 
 
@@ -124,10 +124,10 @@ def _text(item: Any, role: str, where: str) -> str:
     if isinstance(kind, str) and kind in NO_TEXT:
         raise UserError(f"{where} must be text; got {NO_TEXT[kind]}")
     if kind not in kinds or not isinstance(item.get(kind), str):
-        raise UserError(f'{where} must be a text, {{"type": "text", "text": "..."}}; got {_shown(item)}')
+        raise UserError(f'{where} must be a text, {{"type": "text", "text": "..."}}; got {_excerpt(item)}')
     text: str = item[kind]
     return text
 
 
-def _shown(value: object) -> str:
+def _excerpt(value: object) -> str:
     return json.dumps(value, ensure_ascii=False, default=repr)[:60]

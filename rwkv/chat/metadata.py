@@ -51,28 +51,28 @@ def template_in(file: Path) -> str | None:
     Returns None if a JSON or GGUF file has no template. Raises UserError if the file cannot be read.
     """
     if _is_gguf(file):
-        return _default(_gguf_metadata(file).get(IN_GGUF))
+        return _default_template(_gguf_metadata(file).get(IN_GGUF))
     if file.suffix == ".json":
-        return _default(_json(file).get("chat_template"))
+        return _default_template(_read_json(file).get("chat_template"))
     return read_text(file, f"the chat template {file}")
 
 
 def tool_template_in(file: Path) -> str | None:
     """Reads the template for conversations with tools that belongs to template_in(file), or returns None if there is none."""
     if _is_gguf(file):
-        return _default(_gguf_metadata(file).get(f"{IN_GGUF}.{TOOL_USE}"))
+        return _default_template(_gguf_metadata(file).get(f"{IN_GGUF}.{TOOL_USE}"))
     if file.suffix == ".json":
-        templates = _by_name(_json(file).get("chat_template"))
-        return _default(templates.get(TOOL_USE)) if isinstance(templates, dict) else None
+        templates = _templates_by_name(_read_json(file).get("chat_template"))
+        return _default_template(templates.get(TOOL_USE)) if isinstance(templates, dict) else None
     tool_use = file.parent / TOOL_USE_FILE
     return read_text(tool_use, f"the chat template {tool_use}") if file.name == JINJA and tool_use.is_file() else None
 
 
 def names_in(checkpoint: Path) -> list[str]:
     if _is_gguf(checkpoint):
-        return _strings(_gguf_metadata(checkpoint), NAMES_IN_GGUF)
+        return _string_values(_gguf_metadata(checkpoint), NAMES_IN_GGUF)
     config = checkpoint / CONFIG
-    return _strings(_json(config), NAMES_IN_DIRECTORY) if config.is_file() else []
+    return _string_values(_read_json(config), NAMES_IN_DIRECTORY) if config.is_file() else []
 
 
 class Generation(NamedTuple):
@@ -101,7 +101,7 @@ def generation_in(checkpoint: Path, fake: bool = False, tools: bool = False) -> 
         tools: reads the options for conversations with tools.
     """
     if _is_gguf(checkpoint):
-        sampling = _numbers(_gguf_metadata(checkpoint), SAMPLING_IN_GGUF)
+        sampling = _number_values(_gguf_metadata(checkpoint), SAMPLING_IN_GGUF)
         return Generation(checkpoint, sampling, bool(sampling))
     names = [TOOLS_CONFIG] * tools + [FAKE_THINK_CONFIG] * (fake and not tools) + [GENERATION_CONFIG]
     options = [_generation(checkpoint / name) for name in names if (checkpoint / name).is_file()]
@@ -109,7 +109,7 @@ def generation_in(checkpoint: Path, fake: bool = False, tools: bool = False) -> 
 
 
 def _generation(file: Path) -> Generation:
-    config = _json(file)
+    config = _read_json(file)
     draws = config.get("do_sample") is True
     stops = config.get("stop_strings") or []
     stops = [stops] if isinstance(stops, str) else stops
@@ -118,19 +118,19 @@ def _generation(file: Path) -> Generation:
     tokens = config.get("max_new_tokens")
     if tokens is not None and (isinstance(tokens, bool) or not isinstance(tokens, int | float) or tokens % 1 or tokens < 1):
         raise UserError(f"{file}: max_new_tokens must be a whole number of at least 1; got {json.dumps(tokens)[:60]}")
-    sampling = _numbers(config, {**DRAWN, **PENALTIES} if draws else PENALTIES)
+    sampling = _number_values(config, {**DRAWN, **PENALTIES} if draws else PENALTIES)
     return Generation(file, sampling, draws, tuple(stops), None if tokens is None else int(tokens))
 
 
-def _by_name(templates: object) -> object:
+def _templates_by_name(templates: object) -> object:
     """Turns a list of templates into a dict by name. Anything else, such as a single template, is returned unchanged."""
     if isinstance(templates, list):
         return {entry.get("name"): entry.get("template") for entry in templates if isinstance(entry, dict)}
     return templates
 
 
-def _default(templates: object) -> str | None:
-    template = _by_name(templates)
+def _default_template(templates: object) -> str | None:
+    template = _templates_by_name(templates)
     if isinstance(template, dict):
         template = template.get("default")
     if not isinstance(template, str) or any(part in template for part in CONVERTER_PARTS):
@@ -150,7 +150,7 @@ def _gguf_metadata(path: Path) -> JsonObject:
     return header_of(parts_of(path, header_of(path).metadata)[0]).metadata
 
 
-def _json(file: Path) -> JsonObject:
+def _read_json(file: Path) -> JsonObject:
     try:
         content = json.loads(read_text(file, str(file)))
     except (json.JSONDecodeError, RecursionError) as error:
@@ -158,14 +158,14 @@ def _json(file: Path) -> JsonObject:
     return content if isinstance(content, dict) else {}
 
 
-def _strings(metadata: JsonObject, keys: tuple[str, ...]) -> list[str]:
+def _string_values(metadata: JsonObject, keys: tuple[str, ...]) -> list[str]:
     return [metadata[key] for key in keys if isinstance(metadata.get(key), str) and metadata[key]]
 
 
-def _numbers(metadata: JsonObject, names: dict[str, str]) -> JsonObject:
+def _number_values(metadata: JsonObject, names: dict[str, str]) -> JsonObject:
     """Returns the numbers in the metadata, renamed from the keys to the values of `names`."""
     numbers = {name: metadata[key] for key, name in names.items()
                if isinstance(metadata.get(key), int | float) and not isinstance(metadata[key], bool)}
-    if (top_k := numbers.get("top_k", 0.5)) % 1 == 0:    # some files have 20.0; 20.5 is refused where top_k is used
+    if (top_k := numbers.get("top_k", 0.5)) % 1 == 0:    # some files have 20.0, which is accepted; 20.5 is rejected later
         numbers["top_k"] = max(int(top_k), 0)
     return numbers

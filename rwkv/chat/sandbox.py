@@ -87,7 +87,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         self.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
         self.filters["tojson"] = _tojson
         self.filters |= {name: _counting_filter(name, filter) for name, filter in self.filters.items()}
-        self.filters |= {"counted passes": _passes, "counted text": _text, "joined": _joined}
+        self.filters |= {"counted passes": _count_passes, "counted text": _count_output, "joined": _join_texts}
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         parsed: nodes.Template = _Counting().visit(super()._parse(source, name, filename))
@@ -123,42 +123,42 @@ class _Counting(NodeTransformer):
 
     def visit_For(self, node: nodes.For) -> nodes.For:
         self.generic_visit(node)
-        node.iter = _filter(node.iter, "counted passes")
+        node.iter = _wrap(node.iter, "counted passes")
         return node
 
     def visit_Output(self, node: nodes.Output) -> nodes.Output:
         self.generic_visit(node)
-        node.nodes = [_filter(nodes.Const(child.data) if isinstance(child, nodes.TemplateData) else child, "counted text")
+        node.nodes = [_wrap(nodes.Const(child.data) if isinstance(child, nodes.TemplateData) else child, "counted text")
                       for child in node.nodes]
         return node
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
         self.generic_visit(node)
-        return _filter(nodes.List(node.nodes, lineno=node.lineno), "joined")
+        return _wrap(nodes.List(node.nodes, lineno=node.lineno), "joined")
 
     def visit_Getitem(self, node: nodes.Getitem) -> nodes.Node:
         self.generic_visit(node)
-        return _filter(node, "counted text") if isinstance(node.arg, nodes.Slice) else node
+        return _wrap(node, "counted text") if isinstance(node.arg, nodes.Slice) else node
 
 
-def _filter(node: nodes.Node, name: str) -> nodes.Expr:
+def _wrap(node: nodes.Node, name: str) -> nodes.Expr:
     return nodes.Filter(node, name, [], [], None, None, lineno=node.lineno)
 
 
 @pass_context                            # prevents evaluation at compile time
-def _passes(context: Context, value: Iterable[object]) -> Iterator[object]:
+def _count_passes(context: Context, value: Iterable[object]) -> Iterator[object]:
     return _count_items(value)
 
 
 @pass_context
-def _text(context: Context, value: object) -> object:
+def _count_output(context: Context, value: object) -> object:
     _limit.get().step()
     _count_text(value)
     return _count_result(value)
 
 
 @pass_context
-def _joined(context: Context, values: Iterable[object]) -> str:
+def _join_texts(context: Context, values: Iterable[object]) -> str:
     _count_text(values)
     texts = [str(value) for value in values]
     _limit.get().make(sum(map(len, texts)))

@@ -106,11 +106,11 @@ class TurnTemplate(ChatTemplate):
         parts: list[Part] = []
         for i, (head, body, message) in enumerate(turns):
             learnt = is_learnt(message, f"messages[{i - first}]")
-            begun, rest = self._begun(message, body, last=i + 1 == len(turns)) if learnt else ("", body)
+            begun, rest = self._split_beginning(message, body, last=i + 1 == len(turns)) if learnt else ("", body)
             parts += [(f"{head}{begun}", False), (rest, learnt)]
         return parts
 
-    def _begun(self, message: Message, body: str, last: bool) -> tuple[str, str]:
+    def _split_beginning(self, message: Message, body: str, last: bool) -> tuple[str, str]:
         """Splits a learnt answer into the beginning that a prompt would contain, and the rest.
 
         `body` is all text after the role.

@@ -98,10 +98,10 @@ class ThoughtParser:
         begins = start.startswith(BEGUN[True])
         ends = "</think" in start
         self.thinking = begins and not ends
-        self._looking = thinks and not begins and not continues  # whether <think> may still begin the answer
-        self._skips = ">" if begins and not start.rstrip().endswith(">") else ""        # the rest of the prompt's last mark
-        self._buffer = ""                # characters that may be thoughts or text
-        self._shows = continues          # the current part (thoughts or text) has more than white space
+        self._may_begin = thinks and not begins and not continues        # whether <think> may still begin the answer
+        self._rest_of_mark = ">" if begins and not start.rstrip().endswith(">") else ""  # completes the mark in the prompt
+        self._buffer = ""                # holds characters that may be thoughts or text
+        self._has_content = continues    # True if the current part (thoughts or text) has more than white space
         self._pushed = 0
         self._text_place: int | None = 0 if continues and not self.thinking else None
 
@@ -117,10 +117,10 @@ class ThoughtParser:
         """Appends a piece, and returns the thoughts and the text that can now be shown. With `last`, the answer ends here."""
         self._buffer += piece
         self._pushed += len(piece)
-        if self._skips and self._buffer:
-            self._buffer = self._buffer.removeprefix(self._skips)
-            self._skips = ""
-        if self._looking and not self._decide_beginning(last):
+        if self._rest_of_mark and self._buffer:
+            self._buffer = self._buffer.removeprefix(self._rest_of_mark)
+            self._rest_of_mark = ""
+        if self._may_begin and not self._decide_beginning(last):
             return "", ""
         thoughts = self._take_thoughts(last) if self.thinking else ""
         return thoughts, "" if self.thinking else self._take_text()
@@ -133,7 +133,7 @@ class ThoughtParser:
             self.thinking = True
         elif START.startswith(beginning) and not last:
             return False
-        self._looking = False
+        self._may_begin = False
         return True
 
     def _take_thoughts(self, last: bool) -> str:
@@ -145,20 +145,20 @@ class ThoughtParser:
             certain = len(thoughts) if last else len(thoughts) - begun_at_end(thoughts, (END,))
             self._buffer = thoughts[certain:]
             thoughts = thoughts[:certain]
-        shown = thoughts.rstrip()
+        visible = thoughts.rstrip()
         if not (mark or last):           # the final white space may be inside the thoughts
-            self._buffer = thoughts[len(shown):] + self._buffer
-        if not self._shows:
-            shown = shown.lstrip()
-        self._shows = bool(shown) or self._shows
+            self._buffer = thoughts[len(visible):] + self._buffer
+        if not self._has_content:
+            visible = visible.lstrip()
+        self._has_content = bool(visible) or self._has_content
         if mark:
-            self._shows = False
-        return shown
+            self._has_content = False
+        return visible
 
     def _take_text(self) -> str:
-        text = self._buffer if self._shows else self._buffer.lstrip()
+        text = self._buffer if self._has_content else self._buffer.lstrip()
         self._buffer = ""
-        if text and not self._shows:
-            self._shows = True
+        if text and not self._has_content:
+            self._has_content = True
             self._text_place = self._pushed - len(text)
         return text

@@ -273,5 +273,5 @@ class GpuDecoder:
         self._step.reserve(rows)
 
     def _set_rows(self, slots: list[int]) -> None:
-        self._slots[:] = slots                           # changes the list in place, because the finalizer holds this list
+        self._slots[:] = slots           # changes the list in place, because the finalizer holds this list
         self._slot_index = self._step.on_device(slots)

@@ -75,7 +75,7 @@ def continuation(ids: np.ndarray, n: int) -> list[int]:
 
     Among equally long matches, the latest is used.
     """
-    ends = np.flatnonzero(ids[:-1] == ids[-1:])          # where the matches end
+    ends = np.flatnonzero(ids[:-1] == ids[-1:])          # the positions where the matches end
     for length in range(2, LONGEST + 1):
         longer = ends[ends >= length - 1]
         if len(longer):

@@ -118,7 +118,7 @@ class Engine:
         self._cache = cache
         self._draft = draft
         self._speculation = Speculation(draft) if draft else None
-        self._ahead: dict[int, _ReadAhead] = {}              # by position; empty between steps
+        self._ahead: dict[int, _ReadAhead] = {}          # the keys are positions; empty between steps
         self._prefills: deque[_SharedPrefill] = deque()  # unfinished prefills, the next one first
         self._rows: list[Row] = []                       # in the decoder's order; finished rows leave at the next step
         self._logits = torch.empty(0, model.vocab_size, device=model.emb.weight.device)       # (rows, V)
@@ -165,8 +165,8 @@ class Engine:
         budget, longest, _ = self._chunks
         for tokens in (budget, longest, budget - 1, 1):  # kernels may treat short, odd and one-token chunks differently
             prefill(self._model, torch.zeros(1, tokens, dtype=torch.long, device="cpu"))
-        engine = Engine(self._model, self._tokenizer, draft=self._draft)     # without the cache
-        for n_logprobs in (None, 1):                     # one row, then two
+        engine = Engine(self._model, self._tokenizer, draft=self._draft)         # has no cache, so that nothing is stored
+        for n_logprobs in (None, 1):     # runs steps with one row, and then with two
             engine.add(Request([0], stopping=StoppingCriteria(WARM_TOKENS), n_logprobs=n_logprobs))
             engine.step()
         engine.run()
@@ -215,7 +215,7 @@ class Engine:
         rows = [(position, self._rows[position]) for position in positions]
         pieces = [(row.index, row.end_without_token()) for _, row in rows if row.unfinished and not row.update_forbidden()]
         for position, row in rows:
-            if row.needs_final_context:  # the step has read the row's last token
+            if row.needs_final_context:  # the result is complete now that the step has read the last token
                 self._set_final_context(position)
         unfinished = [(position, row) for position, row in rows if row.unfinished]
         if not unfinished:
@@ -308,7 +308,7 @@ class Engine:
         if len(positions) == len(self._rows):
             return
         self._logits = self._logits[to_device(torch.tensor(positions, dtype=torch.int64, device="cpu"), self._logits.device)]
-        self._decoder.keep(positions)                    # comes after the copy, because it may overwrite the logits
+        self._decoder.keep(positions)    # comes after the copy, because it may overwrite the logits
         if self._drawn is not None:
             self._drawn = self._drawn[positions]
         self._rows = [self._rows[position] for position in positions]

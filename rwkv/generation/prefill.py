@@ -111,7 +111,7 @@ class Prefill:
         self.cached = self._position                             # tokens that came from the cache
         self.logprobs: list[tuple[Tensor, Tensor, Tensor]] = []  # return values of logprobs(), until the caller clears them
         self._chunk_run: Iterator[None] | None = None            # the chunk in progress
-        self._decoder = None if pool_hidden else decoder         # decoders do not return the hidden states
+        self._decoder = None if pool_hidden else decoder                 # decoders do not return the hidden states
 
     @property
     def next_cost(self) -> int:

@@ -283,7 +283,7 @@ def pick(probabilities: Tensor, uniform: Tensor) -> Tensor:
     block = torch.searchsorted(ends, target, right=True).clamp(max=ends.shape[-1] - 1)
     ids = block * BLOCK + torch.arange(min(BLOCK, N), device=block.device)
     cumulative = probabilities.gather(-1, ids.clamp(max=N - 1)).double().masked_fill(ids >= N, 0).cumsum(-1)
-    upper_limit = cumulative[:, -1:].nextafter(cumulative.new_zeros(1))     # keeps every index below the end
+    upper_limit = cumulative[:, -1:].nextafter(cumulative.new_zeros(1))  # keeps every index below the end
     target_in_block = torch.minimum(target - (ends - sums).gather(-1, block), upper_limit)
     return ids.gather(-1, torch.searchsorted(cumulative, target_in_block, right=True)).squeeze(-1)
 

@@ -42,7 +42,7 @@ class Pace:
         self._accepted, self._proposed = FIRST_P * PRIOR_TOKENS, PRIOR_TOKENS
         self._pauses = 0
         self._wait = 0                   # tokens until the present pause ends
-        self._on_trial = not self._best(1)         # whether the next proposal decides if the draft resumes
+        self._on_trial = not self._best(1)               # whether the next proposal decides if the draft resumes
 
     def n(self, rows: int) -> int:
         """Returns the number of tokens to propose in a pass with this many rows. Each call counts as one token of a pause."""
