@@ -47,7 +47,7 @@ def shown(messages: Sequence[Message], tools: Tools = None) -> list[JsonObject]:
     `messages` must come from check_messages. The tools are written at the end of the system message, which is added if the
     first message is not one. Raises UserError, which names the place, for a tool that is not a function.
     """
-    result = [_shown(message) for message in messages]
+    result = [_write_calls(message) for message in messages]
     if not tools:
         return result
     if not result or result[0]["role"] != "system":
@@ -57,7 +57,7 @@ def shown(messages: Sequence[Message], tools: Tools = None) -> list[JsonObject]:
     return result
 
 
-def _shown(message: Message) -> JsonObject:
+def _write_calls(message: Message) -> JsonObject:
     if message["role"] == "tool":
         return {**message, "role": "user", "content": f"{RESULT}\n{message['content']}"}
     if not message.get("tool_calls"):
@@ -183,10 +183,10 @@ class CallParser:
         text = ""
         calls: list[JsonObject] = []
         while self._buffer and (step := self._next_step(last)) is not None:
-            shown = self._shown(self._buffer[:step.text])
-            if shown:
-                self.parts.append((shown, self.spans[-1][0]))
-                text += shown
+            visible = self._take_visible(self._buffer[:step.text])
+            if visible:
+                self.parts.append((visible, self.spans[-1][0]))
+                text += visible
             self._before = self._buffer[:step.total][-1:]
             self._buffer = self._buffer[step.total:]
             self.decided += step.total
@@ -206,7 +206,7 @@ class CallParser:
     def _calls_left(self) -> int | None:
         return None if self._most is None else self._most - self.n_calls
 
-    def _shown(self, text: str) -> str:
+    def _take_visible(self, text: str) -> str:
         """Removes white space after a call from `text`, the beginning of the buffer. Appends the result's span to `spans`."""
         end = self.decided + len(text)
         if self._after_call:

@@ -362,10 +362,10 @@ def _answer_end(text: str, closed: str, prompted: str, between: str) -> str:
         return closed
     differ = next((n for n, (a, b) in enumerate(zip(prompted, between, strict=False)) if a != b), None)
     common = prompted[:differ] if differ is not None else min(prompted, between, key=len)
-    return common[:len(common) - _opening(common, text)]
+    return common[:len(common) - _next_turn_length(common, text)]
 
 
-def _opening(common: str, text: str) -> int:
+def _next_turn_length(common: str, text: str) -> int:
     """Returns the number of characters at the end of `common` that belong to the next turn.
 
     `common` follows every answer, and has the end of the answer and perhaps the first characters of every turn. These
