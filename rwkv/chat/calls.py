@@ -216,7 +216,6 @@ class CallParser:
         return text
 
     def _next_step(self, last: bool) -> _Step | None:
-        """Returns the next decision, or None if this decision requires more text."""
         if self.full:
             return _Step(0, len(self._buffer))
         if not self._has_begun:
@@ -234,7 +233,6 @@ class CallParser:
         return self._find_opening(last)
 
     def _show_until_mark(self, last: bool) -> _Step | None:
-        """Shows text up to the end of a fence or of the thoughts."""
         place = self._buffer.find(self._end_mark)
         if place >= 0:
             place += len(self._end_mark)
@@ -298,7 +296,6 @@ class CallParser:
         return _text_step(opening.end())
 
     def _open_fence(self, place: int, last: bool) -> _Step | None:
-        """Handles the content of a fence whose opening ``` ends at this place."""
         info = INFO.match(self._buffer, place)
         if info is None or info.end() == len(self._buffer):
             return _text_step(len(self._buffer)) if last else None

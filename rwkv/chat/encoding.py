@@ -31,7 +31,7 @@ ENDS_MARKED = re.compile(rf"{MARK.pattern}\s*\Z")
 
 
 def for_tokenizer(template: ChatTemplate, tokenizer: Tokenizer) -> ChatTemplate:
-    """Returns the template, or a MarkingTemplate, which marks names of special tokens, if the tokenizer has special tokens.
+    """Returns a MarkingTemplate if the tokenizer has special tokens, and otherwise the template itself.
 
     With the World tokenizer, bos_token of a jinja2 template is set to end_of_text, because World uses one token for both.
     """
@@ -60,8 +60,6 @@ def encode_each(tokenizer: Tokenizer, texts: Sequence[Sequence[str]], before: st
 
 
 class _Piece(NamedTuple):
-    """A piece of text to encode."""
-
     text: str
     within: bool = False                 # True if the piece continues a text
     skip: int = 0                        # the number of first ids to drop
@@ -133,6 +131,8 @@ def shown(tokenizer: Tokenizer, ids: Sequence[int], after: Sequence[int] = ()) -
 
 
 class MarkingTemplate(ChatTemplate):
+    """Renders with another template, and marks the names of special tokens in messages (see the top of this file)."""
+
     def __init__(self, template: ChatTemplate, tokenizer: Tokenizer) -> None:
         self.name = template.name
         self.definition = template.definition
@@ -168,8 +168,6 @@ def _errors_without_marks() -> Iterator[None]:
 
 
 class _Patterns(NamedTuple):
-    """The patterns that find the names of special tokens."""
-
     name: re.Pattern[str]                # matches a whole name
     mark_or_name: re.Pattern[str]        # matches a mark or a whole name
     start: re.Pattern[str]               # matches the last part of a name at the beginning of a text
@@ -200,7 +198,7 @@ def _mark_names(text: str, patterns: _Patterns) -> str:
 
 
 def _mark(text: str) -> str:
-    """Returns the mark for `text`, which has only letters and digits, because templates and JSON do not change these."""
+    # A mark has only letters and digits, because templates and JSON do not change these
     return f"{SECRET}{''.join(f'{ord(character):06x}' for character in text)}z"
 
 

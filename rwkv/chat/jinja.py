@@ -66,7 +66,7 @@ class JinjaTemplate(ChatTemplate):
     """
 
     def __init__(self, text: str, name: str, tool_use: str | None = None) -> None:
-        """Compiles the template `text`, and finds the form of its messages and ends by rendering small conversations.
+        """Compiles the template `text`, and renders small conversations to find which form of content the template expects.
 
         `tool_use` is the source of a separate template for conversations with tools, if there is one. Raises UserError if the
         template cannot be used.
@@ -263,7 +263,7 @@ class JinjaTemplate(ChatTemplate):
         return [part for part in [*parts, (whole[done:], False)] if part[0]]
 
     def _answer_span(self, whole: str, messages: Sequence[Message], i: int, tools: Tools) -> tuple[int, int]:
-        """Returns the start and end offsets of answer i in the whole text, with a prompt that asks for thoughts or does not."""
+        """Returns the start and end offsets of answer i in the whole text. The prompt before it may ask for thoughts."""
         after = whole
         if i + 1 < len(messages):
             alone = self._render(messages[:i + 1], False, tools)

@@ -123,7 +123,6 @@ def _generation(file: Path) -> Generation:
 
 
 def _templates_by_name(templates: object) -> object:
-    """Turns a list of templates into a dict by name. Anything else, such as a single template, is returned unchanged."""
     if isinstance(templates, list):
         return {entry.get("name"): entry.get("template") for entry in templates if isinstance(entry, dict)}
     return templates
@@ -146,7 +145,6 @@ def _is_gguf(path: Path) -> bool:
 
 
 def _gguf_metadata(path: Path) -> JsonObject:
-    """Reads the metadata of a model from the first of the model's files."""
     return header_of(parts_of(path, header_of(path).metadata)[0]).metadata
 
 

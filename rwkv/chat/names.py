@@ -125,6 +125,5 @@ def _descriptive_names(names: tuple[str | None, ...]) -> Iterator[str]:
 
 
 def _release_day(name: str) -> str:
-    """Returns the release day in the name of an RWKV-7 model, such as "20260805", or "" if there is none."""
     date = _DATED.search(name.lower())
-    return "".join(date.groups()) if date else ""
+    return "".join(date.groups()) if date else ""        # for example "20260805"

@@ -173,7 +173,6 @@ def _count_items(values: Iterable[object]) -> Iterator[object]:
 
 
 def _count_text(value: object) -> None:
-    """Counts the characters of all strings in a value. A list that occurs several times is counted each time."""
     limit = _limit.get()
     if isinstance(value, dict):
         value = [*value, *value.values()]

@@ -59,7 +59,7 @@ STYLES = {"world": Style(thinks=False, stop=("\n\n",)),
 
 
 def chat_template(name: str) -> ChatTemplate:
-    """Returns the template world, g1 or flower, or loads a template from the file that `name` is the path of.
+    """Returns the chat template world, g1 or flower, or loads a template from the file at the path `name`.
 
     The file may be a jinja2 file or a checkpoint's file that contains a template (rwkv/chat/metadata.py). Raises UserError for
     an unknown name and for a file without a template.
@@ -152,5 +152,4 @@ class TurnTemplate(ChatTemplate):
 
 
 def _one_paragraph(text: str) -> str:
-    """Removes blank lines from `text`, and white space from both ends."""
     return re.sub(r"\n(?:[ \t]*\n)+", "\n", text.replace("\r\n", "\n").replace("\r", "\n")).strip()

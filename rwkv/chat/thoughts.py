@@ -72,7 +72,7 @@ def with_hint(messages: Sequence[Message], effort: str | None) -> list[Message]:
 
 
 def answer_message(start: str, text: str) -> JsonObject:
-    """Returns the assistant's message. `start` is the beginning of thoughts in the prompt, and `text` is the generated text."""
+    """Returns the assistant's message, with the thoughts in reasoning_content. `start` begins the thoughts in the prompt."""
     thoughts, content = ThoughtParser(start).push(text, last=True)
     return {"role": "assistant", **({"reasoning_content": thoughts} if thoughts else {}), "content": content.rstrip()}
 
@@ -126,7 +126,6 @@ class ThoughtParser:
         return thoughts, "" if self.thinking else self._take_text()
 
     def _decide_beginning(self, last: bool) -> bool:
-        """Decides if the answer begins with thoughts. Returns False if the decision requires more text."""
         beginning = self._buffer.lstrip()
         if beginning.startswith(START):
             self._buffer = beginning.removeprefix(START)

@@ -18,9 +18,9 @@ from rwkv.tokenizer.tokenizers import Tokenizer
 def embed(model: Model, tokenizer: Tokenizer, texts: Sequence[str], pooling: Pooling = "mean") -> Tensor:
     """Returns the float32 embeddings (n,C) of n texts. Raises ValueError if a text cannot be encoded, or for unknown pooling.
 
-    Each embedding has norm 1, so the dot product of two embeddings is their cosine similarity. With pooling="mean", an
-    embedding is the average over the text's tokens; with "last", it is that of the last token. An empty text is read as the
-    end-of-text token. The other texts do not affect a text's embedding.
+    Each embedding has norm 1, so the dot product of two embeddings is their cosine similarity. pooling="mean" averages over the
+    text's tokens, and "last" takes the last token. An empty text is read as the end-of-text token. The other texts do not
+    affect a text's embedding.
     """
     if pooling not in get_args(Pooling):
         raise UserError(f"pooling must be one of {', '.join(get_args(Pooling))}; got {pooling!r}")

@@ -76,8 +76,7 @@ def run_generation(model: Model, tokenizer: Tokenizer, config: GenerateConfig, p
 
 
 class _Clock:
-    """Runs an engine and measures the time. The rate covers only later steps, because the first step prepares the weights."""
-
+    # The rate covers only later steps, because the first step also prepares the weights
     def __init__(self, engine: Engine, rows: list[Row], started: float) -> None:
         self._engine = engine
         self._rows = rows

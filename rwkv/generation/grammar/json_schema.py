@@ -246,7 +246,7 @@ def _late_names(schema: Schema) -> set[str]:
 
 
 def _without_empty_rules(schema: Schema) -> JsonObject:
-    """Returns the schema without keywords that exclude nothing, because llguidance rejects some of these keywords."""
+    # llguidance rejects some keywords even where they exclude nothing
     has_no_effect = {"uniqueItems": schema.get("uniqueItems") is False or schema.get("maxItems", 2) <= 1,
                      "not": schema.get("not") is False, "propertyNames": _is_any_name(schema.get("propertyNames")),
                      "dependentRequired": not schema.get("dependentRequired"),
@@ -353,8 +353,7 @@ def _float_below(value: float) -> float:
 
 
 def _whole(value: float) -> float:
-    """Turns a whole number into an int, because llguidance reads long floats inexactly."""
-    return int(value) if value == int(value) else value
+    return int(value) if value == int(value) else value          # llguidance reads long floats inexactly, but not ints
 
 
 def _float_above(value: float) -> float:

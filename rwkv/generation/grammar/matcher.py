@@ -193,7 +193,6 @@ def _random_token(mask: bytearray, draw: Random) -> int:
 
 
 def _dead_end_reason(grammar: Grammar, text: bytes, vocab: Vocabulary, error: str) -> str:
-    """Explains for an error message why no token is allowed after `text`. `error` is llguidance's message, or ""."""
     if vocab.has_all_characters:
         reason = f" ({sentence(error).partition(';')[0]})" if error else ""
         return f"nothing may follow {text.decode(errors='replace')[-40:]!r}, so the text could not be completed{reason}"
