@@ -110,7 +110,7 @@ def call_stop(call_start: str) -> str:
     return f"\n{FENCE}" if FENCE in call_start else END
 
 
-HEADING = "**Tool Call:**"               # may precede a fence
+HEADING = "**Tool Call:**"               # may come before a fence
 OPENINGS = (START, "<tool_calls>", HEADING, FENCE)
 OPENING = re.compile("|".join([*map(re.escape, OPENINGS), r"[{\[]"]))
 OUTER = re.compile(rf"<tool_calls?>|{FENCE}")            # may begin a call even inside other JSON
@@ -170,7 +170,7 @@ class CallParser:
         self.decided = -len(start)
         self.spans: list[tuple[int, int]] = []
         self.parts: list[tuple[str, int] | JsonObject] = []
-        self.n_calls = 0                 # calls found so far
+        self.n_calls = 0                 # counts the calls found so far
 
     def push(self, piece: str, last: bool = False) -> tuple[str, list[JsonObject]]:
         """Appends a piece, and returns the text that can now be shown and the completed calls, in OpenAI's format.
@@ -399,7 +399,7 @@ def _reject_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not JSON")
 
 
-DECODER = json.JSONDecoder(parse_constant=_reject_constant)      # rejects NaN and Infinity
+DECODER = json.JSONDecoder(parse_constant=_reject_constant)      # rejects NaN and Infinity, which are not JSON
 
 
 def _call(text: str) -> tuple[str, str]:
@@ -441,7 +441,7 @@ def _members(text: str) -> list[tuple[str, str]]:
     while text[place] not in "}]":
         if isinstance(decoded, dict):
             key, place = DECODER.raw_decode(text, place)
-            place = _after_space(text, _after_space(text, place) + 1)    # after the colon
+            place = _after_space(text, _after_space(text, place) + 1)    # skips the colon
         _, end = DECODER.raw_decode(text, place)
         members.append((key, text[place:end]))
         place = _after_space(text, end)

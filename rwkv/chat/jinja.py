@@ -14,7 +14,7 @@ from rwkv.chat.template import END, ChatTemplate, Part
 from rwkv.chat.thoughts import Think, begun_by, with_hint
 from rwkv.errors import UserError
 
-WORLD_END = "<|rwkv_tokenizer_end_of_text|>"             # in templates of flash-linear-attention's checkpoints
+WORLD_END = "<|rwkv_tokenizer_end_of_text|>"             # occurs in flash-linear-attention's templates
 
 A_TOOL = {"type": "function", "function": {"name": "a_name", "description": "A tool.", "parameters": {}}}
 SYSTEM: Message = {"role": "system", "content": "Answer."}
@@ -37,7 +37,7 @@ class TemplateLimit(UserError):
 def _ignore_refusals() -> Iterator[None]:
     try:
         yield
-    except TemplateLimit:                # further attempts would take as long
+    except TemplateLimit:                # is not ignored, because further attempts would take as long
         raise
     except UserError:
         pass
@@ -88,9 +88,9 @@ class JinjaTemplate(ChatTemplate):
         if not re.search(r"\bmessages\b", text):
             raise UserError(f"the chat template {name} does not use `messages`, so the model would not see the conversation. "
                             "Use a jinja2 template")
-        self._opening: list[Message] = []                # turns that the template requires before the first user turn
-        self._roles_in_parts: frozenset[str] = frozenset()               # roles whose content must be a list of parts
-        self._dropped_roles: frozenset[str] = frozenset()                # roles whose content the template may drop
+        self._opening: list[Message] = []                # the template requires these turns before a user turn
+        self._roles_in_parts: frozenset[str] = frozenset()               # their content must be a list of parts
+        self._dropped_roles: frozenset[str] = frozenset()                # the template may drop their content
         self._find_content_forms()
         self._ending = self._ending_after(self._opening)
         self.stop = self._ending.stop
@@ -146,7 +146,7 @@ class JinjaTemplate(ChatTemplate):
         unread = False
         previous = self._roles_in_parts
         for in_parts in (previous, previous ^ {role}):
-            with _ignore_refusals():     # if the template refuses the role, rendering it will say so
+            with _ignore_refusals():     # rendering reports a role that the template refuses
                 unread = self._loses_text(role, in_parts, *talks)
                 if not unread:
                     return
@@ -308,7 +308,7 @@ class JinjaTemplate(ChatTemplate):
         except (LimitReached, MemoryError) as error:
             raise TemplateLimit(f"the chat template {self.name} cannot be rendered: {error}") from None
         except (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
-            # an error comes from the template's code, for example from raise_exception
+            # these errors come from the template's code, for example from raise_exception
             raise UserError(f"the chat template {self.name} refuses the conversation: {error}") from None
 
     def _ending_after(self, talk: Sequence[Message], tools: Tools = None) -> Ending:

@@ -21,8 +21,8 @@ from rwkv.io.utf8 import read_text
 JINJA = "chat_template.jinja"
 TOKENIZER_CONFIG = "tokenizer_config.json"
 GENERATION_CONFIG = "generation_config.json"
-FAKE_THINK_CONFIG = "fake_think_generation_config.json"          # for answers that begin with empty thoughts
-TOOLS_CONFIG = "tools_generation_config.json"                    # for conversations with tools
+FAKE_THINK_CONFIG = "fake_think_generation_config.json"          # applies to answers that begin with empty thoughts
+TOOLS_CONFIG = "tools_generation_config.json"                    # applies to conversations with tools
 CONFIG = "config.json"
 IN_GGUF = "tokenizer.chat_template"
 TOOL_USE = "tool_use"
@@ -30,7 +30,7 @@ TOOL_USE_FILE = f"additional_chat_templates/{TOOL_USE}.jinja"
 CONVERTER_PARTS = ("rwkv-world", r"{{- 'User: ' + message['content']|trim + '\n\n' -}}")
 NAMES_IN_GGUF = ("general.name", "general.basename", "general.base_model.0.name")
 NAMES_IN_DIRECTORY = ("_name_or_path", "name_or_path")
-DRAWN = {name: name for name in ("temperature", "top_p", "top_k", "min_p")}      # apply only if do_sample is true
+DRAWN = {name: name for name in ("temperature", "top_p", "top_k", "min_p")}      # these apply only if do_sample is true
 PENALTIES = {name: name for name in ("repetition_penalty", "presence_penalty", "frequency_penalty", "penalty_decay")}
 SAMPLING_IN_GGUF = {"general.sampling.temp": "temperature", "general.sampling.top_p": "top_p",
                     "general.sampling.top_k": "top_k", "general.sampling.min_p": "min_p",

@@ -27,7 +27,7 @@ class ChatTemplate(ABC):
         supports_tools: render() writes `tools` and tool_calls.
         call_start: the text of a call before the name, and the text between name and arguments. None if the template does not
             write calls in a format of rwkv/chat/calls.py.
-        learns: the beginning of the answers that a model learns; see for_learning().
+        learns: the argument `think` of for_learning(); False without for_learning().
     """
 
     name: str
@@ -41,9 +41,9 @@ class ChatTemplate(ABC):
     def for_learning(self, think: Think) -> Self:
         """Returns a template for training, in which the beginning of thoughts belongs to the prompt and so is not learnt.
 
-        This beginning is the one that a prompt for `think` has. think=True affects all answers with thoughts. think="fake"
-        affects only the last answer, if it has no thoughts, because earlier answers in a chat have no empty thoughts. Raises
-        UserError as answer_start does.
+        The beginning is the result of answer_start(think). think=True affects all answers with thoughts. think="fake" affects
+        only the last answer, if it has no thoughts, because earlier answers in a chat have no empty thoughts. Raises UserError
+        as answer_start does.
         """
         if not think:
             return self

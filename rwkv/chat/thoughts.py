@@ -98,7 +98,7 @@ class ThoughtParser:
         begins = start.startswith(BEGUN[True])
         ends = "</think" in start
         self.thinking = begins and not ends
-        self._may_begin = thinks and not begins and not continues        # whether <think> may still begin the answer
+        self._may_begin = thinks and not begins and not continues        # True while <think> may still begin the answer
         self._rest_of_mark = ">" if begins and not start.rstrip().endswith(">") else ""  # completes the mark in the prompt
         self._buffer = ""                # holds characters that may be thoughts or text
         self._has_content = continues    # True if the current part (thoughts or text) has more than white space

@@ -67,7 +67,7 @@ class Chat:
     messages: list[Message] = field(default_factory=list)
     stats: Stats = field(default_factory=Stats)
     _saved_results: list[tuple[str, PrefillResult]] = field(default_factory=list)
-    _weights: WeightsWatch | None = None        # the weights that _saved_results were computed with
+    _weights: WeightsWatch | None = None        # watches the weights that _saved_results depend on
 
     def __post_init__(self) -> None:
         self.template = for_tokenizer(self.template, self.tokenizer)
@@ -128,7 +128,7 @@ class Chat:
         prefix, context = max(((text, result) for text, result in self._saved_results if prompt.startswith(text)),
                               key=lambda saved: len(saved[0]), default=("", self.context))
         before = prefix or self.tokenizer.decode(context.last_ids if context else ())
-        # Penalties count the whole conversation, so an answer does not depend on which prefix was saved. Drafts read it, too.
+        # Penalties and drafts read the whole conversation, so an answer does not depend on which prefix was saved
         needs_earlier = self.sampling.repetition_penalty != 1 or self.draft is not None
         earlier = encode(self.tokenizer, [prompt])[0] if needs_earlier else ()
         engine = Engine(self.model, self.tokenizer, draft=self.draft)

@@ -56,7 +56,7 @@ class NGram:
     def __init__(self, most_tokens: int = DRAFT_TOKENS) -> None:
         self.most_tokens = most_tokens
         self._ids: WeakKeyDictionary[Row, array[int]] = WeakKeyDictionary()
-        self._drawn: WeakKeyDictionary[Row, int] = WeakKeyDictionary()       # number of the row's generated tokens in _ids
+        self._drawn: WeakKeyDictionary[Row, int] = WeakKeyDictionary()       # counts the row's generated tokens in _ids
 
     def __str__(self) -> str:
         return "n-grams of the prompt and the generated text"
@@ -135,7 +135,7 @@ class ModelDraft:
         for number in row.next_uniform(n):
             uniform = torch.tensor([number], dtype=torch.float64, device="cpu")
             drawn = int(queued_tokens(logits[:, :self._vocab_size], uniform, row.request.sampling, penalties, self._draw))
-            if drawn < 0:                # the logits are not finite
+            if drawn < 0:                # drawn is -1 if the logits are not finite
                 break
             tokens.append(drawn)
             if len(tokens) < n:

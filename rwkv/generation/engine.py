@@ -36,12 +36,12 @@ from rwkv.model.weights_watch import WeightsWatch
 from rwkv.tokenizer.decoders import LAST_IDS, require_id
 from rwkv.tokenizer.tokenizers import Tokenizer
 
-WARM_TOKENS = 4                          # tokens that warm_up generates
-WARM_SAMPLINGS = (                       # one for each variant of the GPU draw kernels
+WARM_TOKENS = 4                          # warm_up generates this many tokens
+WARM_SAMPLINGS = (                       # each variant of the GPU draw kernels needs one
     Sampling(), Sampling(temperature=0), Sampling(presence_penalty=0.5), Sampling(top_k=2), Sampling(top_p=1),
     Sampling(top_p=1, min_p=0.1), Sampling(order="rwkv"), Sampling(order="rwkv", top_k=2),
     Sampling(order="rwkv", top_p=1, min_p=0.1))
-WATCH_INTERVAL_GPU = 64                        # steps between checks of the weights; each check synchronises with the GPU
+WATCH_INTERVAL_GPU = 64                  # checks the weights only once in 64 steps, because a check synchronises with the GPU
 
 
 def generate(model: Model, tokenizer: Tokenizer, prompt: str = "", max_new_tokens: int = 200, seed: int = 0,
@@ -120,12 +120,12 @@ class Engine:
         self._speculation = Speculation(draft) if draft else None
         self._ahead: dict[int, _ReadAhead] = {}          # the keys are positions; empty between steps
         self._prefills: deque[_SharedPrefill] = deque()  # unfinished prefills, the next one first
-        self._rows: list[Row] = []                       # in the decoder's order; finished rows leave at the next step
+        self._rows: list[Row] = []                       # has the decoder's order; finished rows leave at the next step
         self._logits = torch.empty(0, model.vocab_size, device=model.emb.weight.device)       # (rows, V)
         self._decode_from(model.empty_state(0))
         on_gpu = self._draw_device.type == "cuda"
         self._penalty_table = PenaltyTable(tokenizer.vocab_size, self._draw_device) if on_gpu else None
-        self._drawn: Tensor | None = None                # the last tokens drawn, until the decoder reads them
+        self._drawn: Tensor | None = None                # holds the last tokens drawn, until the decoder reads them
         self._added = 0                                  # rows added so far
         self._chunks = chunks_on(model.emb.weight.device)
         self._steps = 0

@@ -1,4 +1,4 @@
-"""Checks the options of generate.py, and reads the grammar and the prompts that they name. Does not import PyTorch."""
+"""Checks the options of generate.py, and reads the grammar and the prompts. This module does not import PyTorch."""
 
 import json
 import sys

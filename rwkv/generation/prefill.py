@@ -48,8 +48,8 @@ def chunks_on(device: torch.device) -> Chunks:
 class PrefillResult(NamedTuple):
     """The result of prefill for B rows: the logits (B,V) after each row's last token, and the state.
 
-    The tensors are never changed in place. `last_ids` holds the last ids read, on which the text of the next id may depend. It
-    is () if there are several rows or the ids are unknown.
+    The tensors are never changed in place. `last_ids` holds the last ids read, on which the text of the next id may depend, or
+    () if there are several rows or the ids are unknown.
     """
 
     logits: Tensor
@@ -76,7 +76,7 @@ class Prefill:
     Args:
         start: the result, with one row, from which the prompt continues.
         n_logprobs: the number of likeliest tokens to collect at each prompt token, with log-probabilities, in addition to the
-            prompt token itself. None collects none. Otherwise, no cached prefix is used.
+            prompt token itself. None turns log-probabilities off. Any number turns off the use of cached prefixes.
         vocab_size: the number of tokens, from id 0 on, over which log-probabilities are computed.
         after: the cache key of `start`. Different starts need different keys.
         decoder: a decoder of the model for short chunks, or None if the model has neither a CDecoder nor a GpuDecoder.
@@ -98,7 +98,7 @@ class Prefill:
         self._n_logprobs = n_logprobs
         self._vocab_size = vocab_size
         self.tokens = list(tokens)
-        self._latest_result = start      # after the tokens read so far
+        self._latest_result = start      # follows the tokens read so far
         self._key = after                # the cache key of _latest_result
         if cache is not None:
             cache.begin(model, after.model)

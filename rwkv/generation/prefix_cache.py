@@ -55,7 +55,7 @@ class PrefixCache:
         self._point = secrets.randbelow(self._PRIME)
         self._entries: dict[Key, PrefillResult] = {}
         self._lru = FairLRU[Key]()
-        self._watches: dict[str, WeightsWatch] = {}                     # by model name
+        self._watches: dict[str, WeightsWatch] = {}                     # the keys are model names
         self._lock = Lock()              # guards all fields above
 
     def __len__(self) -> int:

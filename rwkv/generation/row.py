@@ -119,10 +119,7 @@ class Row:
 
     @property
     def read_after_text(self) -> str:
-        """Returns the text that final_context includes after Sample.text.
-
-        This is the stop string, and the rest of the token in which the stop string ends.
-        """
+        """Returns the text that final_context includes after Sample.text: the stop string, and the rest of its last token."""
         return self._stop_strings.rest
 
     @property

@@ -146,7 +146,7 @@ class PenaltyTable:
         self._flags[slot, to_device(torch.tensor([*ids], dtype=torch.int64), self._flags.device)] |= flag
 
     def release(self, slot: int) -> None:
-        # This method launches no kernel, because the garbage collector may call it even during the capture of a CUDA graph
+        """Frees a slot without a kernel launch, because the garbage collector may call this during a CUDA graph capture."""
         self._free.append(slot)
 
     def forget_rows(self) -> None:

@@ -5,8 +5,8 @@ a draft. The pass ends for the row when the row draws a different token than the
 after the last accepted token. Logits and states are bit for bit those of single steps (rwkv/model/decoding), so a draft changes
 no sequence, and a rejected token leaves no trace.
 
-The number of proposed tokens follows from an estimate. A pass that reads n tokens, counted over all rows, is assumed to take 1
-+ PASS_COST (n - 1) times as long as a step. If each proposal is right with probability p, k proposals yield 1 + p + ... + p^k
+The number of proposed tokens k follows from an estimate. A pass that reads n tokens, counted over all rows, is assumed to take
+1 + PASS_COST (n - 1) times as long as a step. If each proposal is right with probability p, k proposals yield 1 + p + ... + p^k
 tokens on average. Each row estimates p from its last passes, starting at FIRST_P, and k is chosen to yield the most tokens per
 unit of time. If the gain is below LEAST_GAIN, the row's draft pauses for FIRST_PAUSE tokens, and then proposes TRIED tokens.
 The draft resumes if all of these are right; otherwise the next pause is twice as long. With more than MOST_ROWS rows nothing is
@@ -42,7 +42,7 @@ class Pace:
         self._accepted, self._proposed = FIRST_P * PRIOR_TOKENS, PRIOR_TOKENS
         self._pauses = 0
         self._wait = 0                   # tokens until the present pause ends
-        self._on_trial = not self._best(1)               # whether the next proposal decides if the draft resumes
+        self._on_trial = not self._best(1)               # True if the next proposal decides whether the draft resumes
 
     def n(self, rows: int) -> int:
         """Returns the number of tokens to propose in a pass with this many rows. Each call counts as one token of a pause."""

@@ -26,12 +26,12 @@ from rwkv.io.utf8 import require_unicode
 
 # Without the escape "\/", a string without control characters has only one spelling, so no key can repeat another in disguise.
 JSON_FORM = {"whitespace_pattern": r"\n?[ ]{0,32}", "json_allowed_escapes": 'bfnrtu"\\'}
-SPACE = 'SPACE: /[ \\n]/'                # optional between a template's "Assistant:", or thoughts, and the answer
+SPACE = 'SPACE: /[ \\n]/'                # may stand between a template's "Assistant:", or thoughts, and the answer
 REST = "REST: /(?s:.+)/"
 THOUGHTS = 'thoughts[suffix="</think>"]: /(?s:.*)/'
 TRIES = 500                              # most schemas checked to locate an error
 PLACE_S = 1.0                            # time limit for locating an error, in seconds
-# JSON whose numbers are finite in float64. A number without an exponent has at most 308 digits before the point.
+# Allows JSON whose numbers are finite in float64. A number without an exponent has at most 308 digits before the point.
 FINITE_JSON = r"""start: value
 value: object | array | STRING | NUMBER | "true" | "false" | "null"
 object: "{" (pair ("," pair)*)? "}"

@@ -25,7 +25,7 @@ LARGEST_FLOAT = float(2**63 - 1024)      # llguidance's largest bound of a `numb
 
 NO_LEAP_SECOND = "^[^:]+:[0-9]+:[0-5]"   # allows no second 60, which very few minutes have
 LEAP_YEAR = "([0-9]{2}(0[48]|[2468][048]|[13579][26])|([02468][048]|[13579][26])00)"
-DAY_OF_YEAR = f"^([0-9]{{4}}-(0[13-9]|1[0-2]|02-([01]|2[0-8]))|{LEAP_YEAR}-02-29)"         # 29 February only in leap years
+DAY_OF_YEAR = f"^([0-9]{{4}}-(0[13-9]|1[0-2]|02-([01]|2[0-8]))|{LEAP_YEAR}-02-29)"       # allows 29 February only in leap years
 LENGTHS = r"[^.@]{1,63}(\.[^.@]{1,63})*$"                # a domain with labels of at most 63 characters
 POINTER = "(/([^/~]|~[01])*)*$"
 # Patterns for rules that llguidance does not enforce: an email address has at most 64 characters before the @ and 254 in total
@@ -34,12 +34,12 @@ FORMAT_PATTERNS = {"time": [NO_LEAP_SECOND], "date": [DAY_OF_YEAR], "date-time":
                    "email": [f"^[^@]{{1,64}}@{LENGTHS}", "^.{1,254}$"], "hostname": [f"^{LENGTHS}", "^.{1,253}$"],
                    "json-pointer": [f"^{POINTER}"], "relative-json-pointer": [f"^(0|[1-9][0-9]*)(#$|{POINTER})"],
                    "uri-template": ["^[^']*$"]}
-# For each format that llguidance lacks, a stricter format that it has
+# Each of these formats is missing in llguidance, and is replaced by a stricter format
 NARROWER = {"idn-email": "email", "idn-hostname": "hostname", "iri": "uri", "uri-reference": "uri", "iri-reference": "uri",
             "uri-template": "uri"}
 ENFORCED = ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
 
-IsEmpty = Callable[[Sequence[str]], bool]        # tells whether no text matches all patterns (llguidance's syntax)
+IsEmpty = Callable[[Sequence[str]], bool]        # returns True if no text matches all patterns (in llguidance's syntax)
 
 
 def enforceable(schema: Schema, where: str, is_empty: IsEmpty) -> JsonObject:
@@ -298,7 +298,7 @@ def _enforce_bounds(rules: JsonObject, where: str) -> None:
     whole = "integer" in types and "number" not in types
     low, low_open = _bound(rules, "minimum", "exclusiveMinimum", max)
     high, high_open = _bound(rules, "maximum", "exclusiveMaximum", min)
-    if "multipleOf" in rules:            # without bounds, with_finite_numbers() could end a number before it is a multiple
+    if "multipleOf" in rules:            # else with_finite_numbers() could end a number before it is a multiple
         low = -LARGEST_FLOAT if low is None else low
         high = LARGEST_FLOAT if high is None else high
     if low is None and high is None:

@@ -1,6 +1,6 @@
 """Converts regular expressions from ECMA 262 to Rust's crate regex, and builds patterns that exclude given texts."""
 
-# White space and line ends as ECMA 262 defines them; Rust's crate regex defines them differently
+# ECMA 262 defines white space and line ends like this; Rust's crate regex differs
 WHITE_SPACE = r"\t-\r \u{a0}\u{1680}\u{2000}-\u{200a}\u{2028}\u{2029}\u{202f}\u{205f}\u{3000}\u{feff}"
 NUL = r"\x00"                            # excluded in each [^...], or llguidance 1.9.1 lets [^"] match an escaped "
 NO_LINE_END = r"[^\n\r\u{2028}\u{2029}]"
