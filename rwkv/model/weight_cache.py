@@ -1,8 +1,10 @@
-"""A cache of rounded weights for training in half precision: converted once per optimiser step, not in every matrix product.
+"""A cache of rounded weights for training in half precision. Weights are rounded once per optimiser step.
 
-Half-precision products need a rounded copy of each float32 weight. A WeightCache makes the copy at its first use, and updates
-all copies in one operation after the weights have changed. The copies take half as much memory as the weights, for the whole
-run. With trainer=fsdp there is no cache, since no process has all weights: an autograd function then converts its weights in
+Half-precision products need a rounded copy of each float32 weight. A WeightCache makes the copy at its first use. After the
+weights have changed, the cache updates all copies in one operation. The copies take half as much memory as the weights, for the
+whole run.
+
+With trainer=fsdp there is no cache, because no process has all weights. Instead, an autograd function converts its weights in
 forward and again in backward, and frees the copies in between.
 """
 
@@ -12,13 +14,16 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-ATTRIBUTE = "_rounded"                   # attribute of a weight that has a cache: its _Copy
-_steps = 0                               # counts optimiser steps, since fused optimisers do not increase Tensor._version
+ATTRIBUTE = "_rounded"                   # the attribute in which a cached weight refers to its _Copy
+_steps = 0                               # optimiser steps are counted, because fused ones do not increase Tensor._version
 _counting = False
 
 
 class _Copy:
-    """A weight's rounded copy, and the weight's state when it was copied. Pickling or copying a weight makes an empty _Copy."""
+    """A weight's rounded copy, and the weight's state when it was copied.
+
+    A pickled or copied weight gets an empty _Copy.
+    """
 
     def __init__(self, cache: "WeightCache | None" = None) -> None:
         self.cache = cache
@@ -30,7 +35,7 @@ class _Copy:
 
 
 class WeightCache:
-    """The rounded copies of `weights`; each weight references its own in an attribute."""
+    """Holds the rounded copies of `weights`. Each weight refers to its own copy in the attribute `_rounded`."""
 
     def __init__(self, weights: Iterable[Tensor]) -> None:
         _count_steps()
@@ -49,7 +54,10 @@ class WeightCache:
         return copy.tensor
 
     def update(self) -> None:
-        """Updates the copies if the weights have changed. CUDA graphs require this: they read the copies without copy_of."""
+        """Updates the copies if the weights have changed.
+
+        CUDA graphs require this call, because they read the copies without copy_of.
+        """
         if any(copy.state != _state(weight) for weight, copy in self._copied):
             self._refresh()
 
@@ -62,14 +70,14 @@ class WeightCache:
 
 
 def rounded(dtype: torch.dtype, weights: Iterable[Tensor]) -> tuple[Tensor, ...]:
-    """The weights in `dtype`: the cached copy of each weight that has one; the others are converted."""
+    """Returns the weights in `dtype`: the cached copy where there is one, and a new conversion otherwise."""
     return tuple(weight if weight.dtype == dtype else _rounded(weight, dtype) for weight in weights)
 
 
 def to_save(weights: Iterable[Tensor], multiplied: Iterable[Tensor]) -> tuple[Tensor, ...]:
-    """The tensors that an autograd function saves: for each weight the cached copy, or the weight if there is none.
+    """Returns the tensors that an autograd function saves: each weight's cached copy, or the weight if there is no copy.
 
-    multiplied: the result of `rounded` for the weights. Backward must call `rounded` on the saved tensors.
+    `multiplied` is the result of `rounded` for the weights. Backward must call `rounded` on the saved tensors.
     """
     return tuple(copy if getattr(weight, ATTRIBUTE, None) is not None else weight
                  for weight, copy in zip(weights, multiplied, strict=True))
