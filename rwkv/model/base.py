@@ -37,7 +37,7 @@ from rwkv.model.weights_watch import CachedFromWeights
 MATRICES = ("matrix", "gate", "embedding")       # optimiser groups of linear layers' weights and of embeddings
 TIME_STATE = "att.time_state"            # suffix of the name of a layer's learnt initial state
 OVERRIDABLE = ("forward", "hidden", "hidden_in_parts")          # is_untouched checks that these methods are not replaced
-SAMPLED = 4096                           # evenly sample elements of each tensor that the fingerprint reads
+SAMPLED = 4096                           # evenly spaced elements of each tensor that the fingerprint reads
 OPTIONAL_MODULES = {                                # optional modules of a generation, for decoding one token at a time
     "step": "Step: a block's computation without calling its modules; PLAIN: the classes of modules that Step can replace",
     "step_c": "c_model(model, builder): the structs that the generation's C step reads (decoding/c_step.py)",
@@ -98,9 +98,7 @@ class Generation(Protocol):
         """Returns the optimiser group of a parameter."""
 
     def non_negative(self, config: ModelConfig) -> tuple[str, ...]:
-        """Returns the names of linear layers whose inputs are never negative. int8 quantises these inputs without a sign
-        bit.
-        """
+        """Returns the names of linear layers with inputs that are never negative; int8 needs no sign bit for such inputs."""
 
     def operator_work(self, config: ModelConfig) -> int:
         """Returns the peak number of values per token in the operator's backward pass, for the memory estimate."""
@@ -167,7 +165,7 @@ def is_linear_weight(name: str, group: str) -> bool:
 def fingerprint(generation: Generation, weights: Mapping[str, Tensor | Blocks]) -> str:
     """Returns a SHA-256 hash that identifies the model.
 
-    The hash covers the tensors' names, their shapes and some evenly sample elements rounded to bfloat16. The dtype of the
+    The hash covers the tensors' names, their shapes and some evenly spaced elements rounded to bfloat16. The dtype of the
     weights and a learnt initial state do not affect the hash.
     """
     digest = hashlib.sha256()
