@@ -71,7 +71,7 @@ class WeightCache:
 
 def rounded(dtype: torch.dtype, weights: Iterable[Tensor]) -> tuple[Tensor, ...]:
     """Returns the weights in `dtype`: the cached copy where there is one, and a new conversion otherwise."""
-    return tuple(weight if weight.dtype == dtype else _rounded(weight, dtype) for weight in weights)
+    return tuple(weight if weight.dtype == dtype else _convert(weight, dtype) for weight in weights)
 
 
 def to_save(weights: Iterable[Tensor], multiplied: Iterable[Tensor]) -> tuple[Tensor, ...]:
@@ -83,7 +83,7 @@ def to_save(weights: Iterable[Tensor], multiplied: Iterable[Tensor]) -> tuple[Te
                  for weight, copy in zip(weights, multiplied, strict=True))
 
 
-def _rounded(weight: Tensor, dtype: torch.dtype) -> Tensor:
+def _convert(weight: Tensor, dtype: torch.dtype) -> Tensor:
     copy: _Copy | None = getattr(weight, ATTRIBUTE, None)
     return weight.to(dtype) if copy is None or copy.cache is None else copy.cache.copy_of(weight, copy, dtype)
 
