@@ -99,10 +99,7 @@ class RWKV(Model):
     @classmethod
     def from_checkpoint(cls, checkpoint: Checkpoint, wkv: Operator, device: str = "cpu", dtype: str = "float32",
                         mmap: bool = True) -> Self:
-        """Returns the model of a checkpoint, in evaluation mode and without gradients.
-
-        Raises UserError if memory is insufficient.
-        """
+        """Returns a checkpoint's model, in evaluation mode and without gradients. Raises UserError if memory is short."""
         if torch.device(device).type == "cpu":
             require_memory(checkpoint, dtype, available_memory())
         if dtype in PACKED:
@@ -299,7 +296,6 @@ def open_checkpoint(config: SavedModelConfig) -> OpenCheckpoint:
 
 
 def _is_packed_on_loading(checkpoint: Checkpoint, device: str, dtype: str) -> bool:
-    """Returns True if loading the checkpoint on a CPU quantises its matrices."""
     return device == "cpu" and dtype in PACKED and not any(matrix.dtype == dtype for matrix in checkpoint.packed.values())
 
 

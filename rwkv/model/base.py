@@ -132,10 +132,7 @@ def has_optional_module(config: ModelConfig, name: str) -> bool:
 
 
 def optional_module(config: ModelConfig, name: str) -> ModuleType:
-    """Imports and returns the generation's optional module `name`, a key of OPTIONAL_MODULES.
-
-    The module must exist; has_optional_module checks this.
-    """
+    """Returns the generation's optional module `name`, which must exist (see has_optional_module)."""
     return importlib.import_module(f"rwkv.model.{config.generation}.{name}")
 
 
@@ -155,10 +152,7 @@ def state_nbytes(config: ModelConfig) -> int:
 
 
 def is_linear_weight(name: str, group: str) -> bool:
-    """Returns True if tensor `name` is the weight of a linear layer, not an embedding or a vector.
-
-    `group` is the tensor's optimiser group.
-    """
+    """Returns True if `name`, of optimiser group `group`, is the weight of a linear layer, not an embedding or a vector."""
     return group in MATRICES and not name.endswith("emb.weight")
 
 
@@ -199,10 +193,7 @@ def _run_blocks(blocks: Iterable[nn.Module], x: Tensor, carry: object, before: I
 
 
 def through_blocks(blocks: nn.ModuleList, x: Tensor) -> Tensor:
-    """Returns the output (B,T,C) of all blocks for the first block's input x, from the empty state.
-
-    The model must not need a carry.
-    """
+    """Returns the output (B,T,C) of all blocks for the input x, from the empty state. The model must not need a carry."""
     return _run_blocks(blocks, x, None, [None] * len(blocks))[0]
 
 
@@ -220,7 +211,6 @@ def require_own_options(model: ModelConfig, optim: OptimConfig | None = None) ->
 
 
 def _own_options(generation: Generation) -> tuple[str, ...]:
-    """Returns the options that this generation has and some others lack, as dotted keys."""
     return (*(f"model.{option}" for option in generation.OPTIONS),
             *(f"optim.{option}" for option in generation.LR_SCALES.values()))
 
@@ -308,10 +298,7 @@ class Model(nn.Module):
 
     @torch.no_grad()
     def hidden_in_parts(self, tokens: Tensor, state: State | None, n_parts: int) -> Iterator[tuple[Tensor, State] | None]:
-        """Computes hidden() in n_parts steps of a few blocks each.
-
-        Yields None after each step but the last, and then the result of hidden().
-        """
+        """Computes hidden() in n_parts steps. Yields None after each step but the last, and then the result."""
         x, before, carry = self._first_block_inputs(tokens, state)
         after = []
         L = len(self.blocks)
@@ -372,9 +359,7 @@ class Model(nn.Module):
 
     @torch.no_grad()
     def prefill(self, tokens: Tensor, state: State | None = None) -> tuple[Tensor, State]:
-        """Computes the logits (B,V) after the last of tokens (B,T), and the new state, in one parallel pass. T is at least
-        1.
-        """
+        """Computes the logits (B,V) after the last of tokens (B,T), T >= 1, and the new state, in one parallel pass."""
         if not self.is_untouched():          # a hook on the model may read or change the logits of all positions
             logits, state = self(tokens, state)
             return logits[:, -1], state

@@ -6,10 +6,7 @@ from kernels.backends.torch_private import module_hooks_active
 
 
 def untouched(module: nn.Module) -> bool:
-    """Returns True if calling the module runs only its class's forward.
-
-    Then the module has no hooks, and no `forward` is set on the instance.
-    """
+    """Returns True if calling the module runs only its class's forward, without hooks or a `forward` set on the instance."""
     has_hooks = (module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
               or module_hooks_active())
     return "forward" not in module.__dict__ and not has_hooks

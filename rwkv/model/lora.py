@@ -94,10 +94,7 @@ def chosen(config: ModelConfig, modules: Sequence[str]) -> list[str]:
 
 
 def add_adapters(model: Model, modules: Sequence[str], rank: int, alpha: float, dropout: float = 0.0) -> None:
-    """Freezes the model, and adds an adapter to each layer that `chosen` returns.
-
-    The initial values of A are drawn from torch's global generator.
-    """
+    """Freezes the model, and adds an adapter to each layer that `chosen` returns, with a random A and B = 0."""
     shapes = model.generation.shapes(model.config, model.vocab_size)
     model.requires_grad_(False)
     for layer, block in enumerate(model.blocks):

@@ -73,10 +73,7 @@ class Packing:
 
 
 class _SplitIntoGroups(torch.autograd.Function):
-    """Gathers each group's steps from the flattened rows (B T,...).
-
-    Padding gets no gradient, because its results are dropped.
-    """
+    """Gathers each group's steps from the flattened rows (B T,...). Padding gets no gradient."""
 
     @staticmethod
     def forward(ctx: Context, packing: Packing, steps: Tensor) -> tuple[Tensor, ...]:

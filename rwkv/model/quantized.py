@@ -107,7 +107,6 @@ class Int8Linear(nn.Module):
 
     @cached_property
     def _c_product(self) -> Callable[[Tensor], Tensor]:
-        """A function that computes `product` with the C kernel."""
         offset, step = self.rounding.offset, torch.tensor(1 / self.rounding.steps, dtype=torch.float32, device="cpu")
         scaled = replace(self.packed, scale=self.packed.scale * step)
         per_step = (1 / step).double()
@@ -194,7 +193,6 @@ class _PackedWeight(nn.Module):
         return _product(cast(_RoundedLayer, self), x)
 
     def _row_blocks(self) -> Iterator[Packed]:
-        """Yields W, still packed, in blocks of rows with about UNPACKED elements each."""
         step = max(1, UNPACKED // self.in_features)
         for start in range(0, self.out_features, step):
             yield self.packed.map(itemgetter(slice(start, start + step)))
@@ -243,10 +241,7 @@ def to_bfloat16(model: M) -> M:
 
 
 def products(layers: Sequence[Int8Linear], inputs: Tensor) -> list[Tensor]:
-    """Returns the outputs (B,N) of n layers, each for its own inputs[i] (B,K).
-
-    For FBGEMM all inputs are scaled in one operation.
-    """
+    """Returns the outputs (B,N) of n layers, each for its own inputs[i] (B,K). FBGEMM needs only one scaling."""
     if not layers[0]._by_fbgemm:
         return [layer.forward_rows(rows) for layer, rows in zip(layers, inputs.unbind(), strict=True)]
     largest = layers[0].rounding.largest(inputs)
@@ -333,10 +328,7 @@ class BlockLinear(_PackedWeight):
 
 
 class BlockEmbedding(nn.Module):
-    """An embedding with a weight (V,C) in GGUF's blocks: tokens (...) int64 -> (...,C) float32.
-
-    Only the rows of the tokens are unpacked.
-    """
+    """An embedding (V,C) in GGUF's blocks: tokens (...) int64 -> (...,C) float32. Only the tokens' rows are unpacked."""
 
     def __init__(self, packed: Blocks) -> None:
         super().__init__()
@@ -381,10 +373,7 @@ def to_packed(model: M, format: str, device: torch.device | str, packed: Mapping
 
 def _replace_linear_layers(model: M, make_layer: Callable[[str, Callable[[], Tensor]], nn.Module],
                later: Mapping[str, Callable[[], Tensor]], head: bool, replaced: Callable[[str], object]) -> M:
-    """Replaces linear layers by those that make_layer(name, read) makes from the weight that read() returns.
-
-    The other arguments are those of to_int8.
-    """
+    """Replaces linear layers by make_layer(name, read), where read() returns the weight. Other arguments: see to_int8."""
     model.fingerprint_before = model.fingerprint()
     for name in _linear_names(model):
         layer = cast(nn.Linear, model.get_submodule(name))

@@ -23,10 +23,7 @@ class State(tuple[Tensor, ...]):
         return dict(zip(fields, self, strict=True))
 
     def with_wkv(self, wkv: Tensor) -> Self:
-        """Returns a copy with the operator state `wkv` (L,B,...).
-
-        The generation's operator state must be a single tensor.
-        """
+        """Returns a copy with the operator state `wkv` (L,B,...). The generation's operator state must be a single tensor."""
         return cast(Callable[..., Self], type(self))(**self.named() | {"wkv": wkv})
 
     def each(self, function: Callable[[Tensor], Tensor]) -> Self:
@@ -42,10 +39,7 @@ class State(tuple[Tensor, ...]):
         return [self._of(tensors) for tensors in zip(*self, strict=True)]
 
     def where(self, mask: Tensor, other: Self) -> Self:
-        """Returns the state with rows of `other` where the mask (B,) is true.
-
-        The replaced rows of this state get no gradient.
-        """
+        """Returns the state with rows of `other` where the mask (B,) is true. Replaced rows get no gradient."""
         return self._of(torch.where(mask.view(1, -1, *[1] * (tensor.dim() - 2)), replacement, tensor)
                         for tensor, replacement in zip(self, other, strict=True))
 

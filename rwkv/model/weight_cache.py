@@ -20,10 +20,7 @@ _counting = False
 
 
 class _Copy:
-    """A weight's rounded copy, and the weight's state when it was copied.
-
-    A pickled or copied weight gets an empty _Copy.
-    """
+    """A weight's rounded copy, and the weight's state when it was copied. A pickled or copied weight gets an empty _Copy."""
 
     def __init__(self, cache: "WeightCache | None" = None) -> None:
         self.cache = cache
@@ -54,10 +51,7 @@ class WeightCache:
         return copy.tensor
 
     def update(self) -> None:
-        """Updates the copies if the weights have changed.
-
-        CUDA graphs require this call, because they read the copies without copy_of.
-        """
+        """Updates the copies if the weights have changed. CUDA graphs require this, because they do not call copy_of."""
         if any(copy.state != _state(weight) for weight, copy in self._copied):
             self._refresh()
 

@@ -96,15 +96,14 @@ def _settings(module: nn.Module) -> tuple[tuple[str, ...], tuple[object, ...]]:
     A norm's epsilon is an example. The attribute `forward` is included, and is None unless it is set on the instance.
     """
     settings = {name: value for name, value in vars(module).items() if name not in MODULE_ATTRIBUTES
-                and (_is_plain(value) or (callable(value) and not name.startswith("_")))}        # private ones are set lazily
+                and (_is_comparable(value) or (callable(value) and not name.startswith("_")))}    # private ones are set lazily
     settings.setdefault("forward", None)
     return tuple(settings), tuple(settings.values())
 
 
-def _is_plain(value: object) -> bool:
-    """Returns True if values of this type can be compared with ==."""
+def _is_comparable(value: object) -> bool:
     if isinstance(value, tuple):
-        return all(map(_is_plain, value))
+        return all(map(_is_comparable, value))
     return value is None or isinstance(value, bool | int | float | str)
 
 
@@ -127,10 +126,7 @@ class CachedFromWeights:
         return CachedFromWeights, ()
 
     def of(self, model: Watched, compute: Callable[[Watched], Value]) -> Value:
-        """Returns compute(model), cached until a change of the model is detected.
-
-        The top of this file lists the changes that are detected.
-        """
+        """Returns compute(model), cached until a change of the model is detected (see the top of this file)."""
         if self._value is None or _signature(model) != self._signature:
             self._value = None                           # frees the old value's memory before more is allocated
             self._value = compute(model)
@@ -196,10 +192,7 @@ def _flat_view(tensor: Tensor) -> Tensor | None:
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Returns True if all elements are finite.
-
-    aminmax propagates NaN and, unlike torch.isfinite, needs no temporary.
-    """
+    """Returns True if all elements are finite. aminmax propagates NaN and, unlike torch.isfinite, needs no temporary."""
     return bool(torch.stack(torch.aminmax(tensor)).isfinite().all())
 
 

@@ -1,4 +1,4 @@
-"""RWKV-7's decoding step on a CPU: the structs of csrc/step.c."""
+"""The structs that RWKV-7's decoding step on a CPU reads (csrc/step.c)."""
 
 from typing import Any, NamedTuple, cast
 
