@@ -227,7 +227,7 @@ class OpenCheckpoint(NamedTuple):
         return notes + [("weights", line) for line in rounding]
 
     def print_notes(self) -> None:
-        """Prints the lines on standard error, and the need for memory if the weights are large."""
+        """Prints the lines on standard error and, for weights of at least a GiB on a CPU, the memory that they need."""
         notes = self.lines()
         needed, free = self.nbytes(), available_memory()
         if self.device == "cpu" and needed >= GIB and free is not None:
@@ -236,7 +236,7 @@ class OpenCheckpoint(NamedTuple):
             print(wrapped(f"{label}: {note}", sys.stderr), file=sys.stderr)
 
     def nbytes(self) -> int:
-        """Returns the bytes of the weights by the count of weights_nbytes, which includes mapped weights."""
+        """Returns the size of the weights in bytes, including memory-mapped weights."""
         return weights_nbytes(self.checkpoint, self.dtype, self.device == "cpu")
 
     def _packing_lines(self) -> list[str]:
@@ -313,7 +313,7 @@ def require_dtype(dtype: str, device: str) -> None:
 
 
 def default_dtype(device: str) -> str:
-    """Returns the dtype for inference from a file without quantised blocks: bfloat16 on a GPU with bfloat16, else float32."""
+    """Returns the dtype for inference from a file without blocks: bfloat16 on a GPU that supports bfloat16, else float32."""
     return "bfloat16" if device == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False) else "float32"
 
 
@@ -337,8 +337,9 @@ def resolved_dtype(dtype: str, device: str, checkpoint: Checkpoint) -> tuple[str
     if torch.device(device).type != "cpu":
         if dtype == BLOCKS:
             raise UserError(f"dtype=blocks requires a CPU; got {device}. Use dtype=int4, int8 or bfloat16")
-        chosen = default_dtype(device)
-        return chosen, f"{chosen} is the default on this GPU; dtype=float32 avoids rounding" if chosen == "bfloat16" else None
+        default = default_dtype(device)
+        return default, (f"{default} is the default on this GPU; dtype=float32 avoids rounding" if default == "bfloat16"
+                         else None)
     types = {str(tensor.blocks) for tensor in checkpoint.weights.stored.values() if tensor.has_blocks()}
     if not types:
         if dtype == BLOCKS:
@@ -399,8 +400,8 @@ def template_choice(checkpoint: Checkpoint, name: str | None = None) -> Choice:
 def template_line(checkpoint: Checkpoint, choice: Choice) -> str:
     """Returns a line with the chat template and the trained context length, each with its reason."""
     length = trained_with(checkpoint)
-    trained = f"; trained on sequences of up to {length.tokens:,} tokens ({length.why})" if length.tokens else ""
-    return f"{choice.template} ({choice.why}){trained}"
+    length_note = f"; trained on sequences of up to {length.tokens:,} tokens ({length.why})" if length.tokens else ""
+    return f"{choice.template} ({choice.why}){length_note}"
 
 
 def trained_with(checkpoint: Checkpoint) -> Length:

@@ -340,7 +340,7 @@ class Model(nn.Module):
     def is_untouched(self) -> bool:
         """Returns True if calling the model equals head(hidden()).
 
-        Otherwise a hook, a subclass or an instance attribute replaces some of the methods in OVERRIDABLE.
+        The result is False if the model has hooks, or if a subclass or an instance attribute replaces a method in OVERRIDABLE.
         """
         return untouched(self) and all(getattr(type(self), name) is getattr(Model, name) and name not in vars(self)
                                        for name in OVERRIDABLE)

@@ -74,7 +74,7 @@ class Int8Linear(nn.Module):
                   else Int8.of(weight, bits, non_negative))
         self.out_features, self.in_features = packed.weight.shape
         self.rounding = packed.rounding
-        self._row_major = [packed]         # becomes empty when only FBGEMM's copy stays in memory
+        self._row_major = [packed]         # the list is empty while only FBGEMM's copy is in memory
         if isinstance(weight, Int8):
             self.packed = packed
 
@@ -380,7 +380,7 @@ def _replace_linear_layers(model: M, make_layer: Callable[[str, Callable[[], Ten
         if head or layer is not model.head:
             read = later.get(f"{name}.weight", lambda layer=layer: layer.weight)
             model.set_submodule(name, make_layer(name, read))
-            del layer, read              # both reference the old weight
+            del layer, read              # both refer to the old weight
             replaced(name)
     _embeddings_to_bfloat16(model)
     return model

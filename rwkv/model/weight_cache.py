@@ -1,4 +1,4 @@
-"""A cache of rounded weights for training in half precision. Weights are rounded once per optimiser step.
+"""A cache of rounded weights for half-precision training. Each weight is rounded once per optimiser step, not in every product.
 
 Half-precision products need a rounded copy of each float32 weight. A WeightCache makes the copy at its first use. After the
 weights have changed, the cache updates all copies in one operation. The copies take half as much memory as the weights, for the
@@ -35,7 +35,7 @@ class WeightCache:
     """Holds the rounded copies of `weights`. Each weight refers to its own copy in the attribute `_rounded`."""
 
     def __init__(self, weights: Iterable[Tensor]) -> None:
-        _count_steps()
+        _register_step_counter()
         self._copied: list[tuple[Tensor, _Copy]] = []
         for weight in weights:
             setattr(weight, ATTRIBUTE, _Copy(self))
@@ -86,13 +86,13 @@ def _state(weight: Tensor) -> tuple[int, int, int]:
     return _steps, weight._version, weight.data_ptr()
 
 
-def _count_steps() -> None:
+def _register_step_counter() -> None:
     global _counting
     if not _counting:
-        register_optimizer_step_post_hook(_count)
+        register_optimizer_step_post_hook(_count_step)
         _counting = True
 
 
-def _count(*_: object) -> None:
+def _count_step(*_: object) -> None:
     global _steps
     _steps += 1

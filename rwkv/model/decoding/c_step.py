@@ -30,7 +30,7 @@ PART = 32                                # offsets in the workspace are multiple
 BLOCK = 256                              # inputs in a block of an int4 matrix; prepared inputs are padded to whole blocks
 PREPARED = 3                             # at most this many input vectors are prepared in one phase
 COPIED = 2**26                           # copies of all bfloat16 matrices with sparse inputs have at most this many bytes
-DENSE_BY_OUTPUT, SPARSE_BY_INPUT, DENSE_BY_INPUT, SPARSE_BY_OUTPUT = range(4)            # as in step.h
+DENSE_BY_OUTPUT, SPARSE_BY_INPUT, DENSE_BY_INPUT, SPARSE_BY_OUTPUT = range(4)            # step.h has the same numbers
 PACKED = (Int8Linear, Int4Linear, BlockLinear)
 LINEAR = (nn.Linear, *PACKED)
 NORMS = (nn.LayerNorm, nn.GroupNorm)
@@ -102,7 +102,7 @@ class CStep:
         _require_sizes(model.config.generation, structs)
         numbers = list(_numbers(structs))
         model_storages = {tensor.untyped_storage().data_ptr() for tensor in tensors_of(model)}
-        self.own = [part for part in _fields(structs) if isinstance(part, Tensor)
+        self.own = [part for part in _field_values(structs) if isinstance(part, Tensor)
                     and part.untyped_storage().data_ptr() not in model_storages]
         self.size, self.reads_copies = structs.common.size, builder.reads_copies
         self._name, self._structs = f"{model.config.generation}_step", torch.tensor(numbers, device="cpu")
@@ -346,13 +346,13 @@ def _n_fields(struct: Iterable[object]) -> int:
     return sum((_n_fields(part) if hasattr(part, "_fields") else 0) if isinstance(part, tuple) else 1 for part in struct)
 
 
-def _fields(struct: Iterable[object]) -> Iterator[int | float | Tensor | None]:
+def _field_values(struct: Iterable[object]) -> Iterator[int | float | Tensor | None]:
     for part in struct:
         if isinstance(part, tuple):
-            yield from _fields(part)
+            yield from _field_values(part)
         else:
             yield cast(int | float | Tensor | None, part)
 
 
 def _numbers(struct: Iterable[object]) -> Iterator[int]:
-    return map(native.number, _fields(struct))
+    return map(native.number, _field_values(struct))

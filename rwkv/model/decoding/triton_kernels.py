@@ -25,7 +25,7 @@ import triton.language as tl
 # multiplies the product by a gate first.
 WIDE, NARROW, TANH, SIGMOID, SQUARED_RELU, ADD, ADD_GATED = range(7)
 FIRST_TILE, OUTPUTS, INPUTS, WEIGHT, SCALE, SHIFT, SOURCE, TARGET, ACTION, GATE, FIELDS = range(11)      # columns of `jobs`
-MAX_JOBS = 8                             # per launch
+MAX_JOBS = 8                             # a launch runs at most this many jobs
 BLOCK_K = 128                            # inputs per partial sum; int4 uses its packed blocks of 256
 
 

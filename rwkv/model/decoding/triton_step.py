@@ -122,14 +122,14 @@ class GpuStep:
         self._free += range(n, capacity + 1)
         self._builder = Builder(model, states, _buffer_rows(capacity))
         self.launches: list[Launch] = optional_module(model.config, "step_triton").launches(model, self._builder)
-        self._graphs: dict[int, Callable[[], None]] = {}         # by bucket
+        self._graphs: dict[int, Callable[[], None]] = {}         # maps a bucket to its graph
         self._prompt_graphs: dict[int, Callable[[], None]] = {}
 
     def reserve(self, rows: int) -> None:
         """Makes slots for `rows` sequences and SPARE_SLOTS prompts, and captures all graphs that they can need."""
         if rows + SPARE_SLOTS >= len(self.states):
             self.grow(rows + SPARE_SLOTS)
-        for bucket in reversed(buckets_to(rows)):                # the largest first
+        for bucket in reversed(buckets_to(rows)):                # the largest bucket goes first
             if bucket not in self._graphs:
                 self.capture(bucket)
         for bucket in PROMPT_BUCKETS:
@@ -202,7 +202,7 @@ class GpuStep:
         n = len(tokens)
         self._builder.tokens[:n].copy_(to_device(tokens, self._device))
         self._builder.slots[:n].copy_(slots)
-        self._builder.slots[n:bucket + 1].zero_()        # slots[bucket] too, because a 0 after the last row ends its prompt
+        self._builder.slots[n:bucket + 1].zero_()        # slots[bucket] is set too, because 0 ends the last prompt
         replay()
 
     def capture(self, bucket: int, prefill: bool = False) -> Callable[[], None]:
@@ -255,14 +255,14 @@ class Builder:
         from rwkv.model.decoding import triton_kernels  # this import is here, because not every machine has Triton
 
         self._kernels = triton_kernels
-        self._embedding = model.emb.weight.detach().contiguous()         # no reference to the model, which caches the step
+        self._embedding = model.emb.weight.detach().contiguous()         # no model is kept, because the model caches this
         self._rows = rows
         self._device = states.device
         (self.V, self.C), self.states, self.state_size = self._embedding.shape, states, states.shape[1]
         self._layer_size = self.state_size // len(model.blocks)
         self._wide_width = 0
         self._narrow_width = 0
-        self._weights: list[list[Job]] = []                      # stay in memory, because the tables have their addresses
+        self._weights: list[list[Job]] = []                      # kept in memory, because the tables have their addresses
         self.tokens = torch.zeros(rows, dtype=torch.int64, device=self._device)
         self.slots = torch.zeros(rows + 1, dtype=torch.int64, device=self._device)       # the last element stays 0
         self.logits = torch.zeros(rows, self.V, device=self._device)

@@ -15,7 +15,7 @@ from kernels.operator import contiguous
 
 MIXES = {(torch.float32, torch.float32): "float32", (torch.bfloat16, torch.bfloat16): "bfloat16",
          (torch.float32, torch.bfloat16): "autocast"}    # suffix of the C function, by the dtypes of x and of the mixes
-MAX_MIXES = 6                            # as in fused.c
+MAX_MIXES = 6                            # fused.c has the same limit
 ROWS = 32                                # rows per task, as in every C file
 PIECE = 2 ** 14                          # elements per task of the squared ReLU, as in fused.c
 SERIAL = 2 ** 14                         # up to this many elements, one thread finishes before a second thread would wake

@@ -38,7 +38,7 @@ class Step:
         self._mu = torch.stack((att.time_mix_k[0], att.time_mix_v[0], att.time_mix_r[0]))      # (3,1,C)
         self._ffn_mu = torch.stack((ffn.time_mix_k[0], ffn.time_mix_r[0]))     # (2,1,C)
         u, w = att.time_first.float(), decay_exponent(att.time_decay.float())
-        self._p_offset = torch.stack((torch.zeros_like(w), w)).unsqueeze(1)    # (2,1,A): for y, for the next state
+        self._p_offset = torch.stack((torch.zeros_like(w), w)).unsqueeze(1)    # (2,1,A); 0 is for y, 1 for the next state
         self._k_offset = torch.stack((u, torch.zeros_like(u))).unsqueeze(1)
 
     def __call__(self, x: Tensor, state: State, carry: None = None) -> tuple[Tensor, State, None]:

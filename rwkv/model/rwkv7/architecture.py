@@ -44,7 +44,7 @@ class Sizes(NamedTuple):
     H: int
     N: int
     F: int
-    ranks: dict[str, int]                # of the low-rank gates
+    ranks: dict[str, int]                # the ranks of the low-rank gates
 
 
 def sizes(config: ModelConfig) -> Sizes:

@@ -63,25 +63,25 @@ def _backend_for(*tensors: Tensor, N: int) -> _Backend | None:
 class Parameters(NamedTuple):
     """The weights that `inputs` reads. In layer 0, v0, v1 and v2 are None."""
 
-    x_r: Tensor                          # (1,1,C), as all x_n
+    x_r: Tensor                          # all x_n are (1,1,C)
     x_w: Tensor
     x_k: Tensor
     x_v: Tensor
     x_a: Tensor
     x_g: Tensor
-    receptance: Tensor                   # (C,C), as the next two
+    receptance: Tensor                   # these three are (C,C)
     key: Tensor
     value: Tensor
-    w1: Tensor                           # (C,d), as the next three
+    w1: Tensor                           # these four are (C,d)
     a1: Tensor
     g1: Tensor
     v1: Tensor | None
-    k_k: Tensor                          # (1,1,C), as the next four
+    k_k: Tensor                          # these five are (1,1,C)
     k_a: Tensor
     w0: Tensor
     a0: Tensor
     v0: Tensor | None
-    w2: Tensor                           # (d,C), as the next three
+    w2: Tensor                           # these four are (d,C)
     a2: Tensor
     g2: Tensor
     v2: Tensor | None
@@ -90,13 +90,13 @@ class Parameters(NamedTuple):
 class Inputs(NamedTuple):
     """The results of `inputs`. r, k and v are returned twice, and backward adds both gradients of each."""
 
-    r: Tensor                            # for the operator: (B,T,H,N), as the next five
+    r: Tensor                            # these six are for the operator: (B,T,H,N)
     log_w: Tensor                        # float32 or wider
     k: Tensor
     v: Tensor
     a: Tensor                            # -kk
     b: Tensor                            # kk * rate
-    output_r: Tensor                     # for `output`: (B,T,C), as the next three
+    output_r: Tensor                     # these four are for `output`: (B,T,C)
     output_k: Tensor
     output_v: Tensor
     output_g: Tensor

@@ -18,7 +18,7 @@ from rwkv.model.decoding.c_step import (
 from rwkv.model.rwkv7.architecture import GATES, STEP_MIXES
 from rwkv.model.rwkv7.mix import Block
 
-CHANNEL_BUFFERS = ("v_first", "r", "k", "v", "zw", "za", "zv", "g", "kk", "y", "out")        # (C,) each, in a workspace row
+CHANNEL_BUFFERS = ("v_first", "r", "k", "v", "zw", "za", "zv", "g", "kk", "y", "out")        # C numbers each in a workspace row
 
 
 class Layer(NamedTuple):
