@@ -39,9 +39,9 @@ TIME_STATE = "att.time_state"            # suffix of the name of a layer's learn
 OVERRIDABLE = ("forward", "hidden", "hidden_in_parts")          # is_untouched checks that these methods are not replaced
 SAMPLED = 4096                           # evenly spaced elements of each tensor that the fingerprint reads
 OPTIONAL_MODULES = {                                # optional modules of a generation, for decoding one token at a time
-    "step": "Step: a block's computation without calling its modules; PLAIN: the classes of modules that Step can replace",
-    "step_c": "c_model(model, builder): the structs that the generation's C step reads (decoding/c_step.py)",
-    "step_triton": "launches(model, builder): the kernel launches of one step on a GPU (decoding/triton_step.py)"}
+    "step": "Step computes a block without calling its modules, and PLAIN lists the classes of modules that Step can replace",
+    "step_c": "c_model(model, builder) returns the structs that the generation's C step reads (decoding/c_step.py)",
+    "step_triton": "launches(model, builder) returns the kernel launches of one step on a GPU (decoding/triton_step.py)"}
 
 
 class Layer(Protocol):

@@ -40,7 +40,7 @@ def head_loss(hidden: Tensor, weight: Tensor, targets: Tensor, l2_wrap: float = 
 
     Args:
         l2_wrap: adds l2_wrap * (largest logit) to the gradient at each row's largest logit, which keeps logits from drifting.
-            Like the loss, this term is divided by the number of targets that count.
+            Like the loss, this term is divided by the number of targets that are not ignored.
         confidence_penalty: adds the gradient of -confidence_penalty * (mean entropy of the predictions).
     """
     if targets.device.type == "cpu":     # on a GPU, nonzero() would synchronise
@@ -160,7 +160,7 @@ def _n_counted(targets: Tensor) -> Tensor:
 
 
 def _add_loss(total: Tensor, logits: Tensor, targets: Tensor, l2_wrap: float, confidence_penalty: float) -> Tensor:
-    """Adds the negative log-likelihood of the rows that count to `total`, and overwrites the logits (rows,V).
+    """Adds the negative log-likelihood of the rows that are not ignored to `total`, and overwrites the logits (rows,V).
 
     Returns the gradient of that sum with respect to the logits, in their dtype.
     """
@@ -180,7 +180,8 @@ def _row_blocks(logits: Tensor, targets: Tensor) -> Iterator[tuple[Tensor, Tenso
 
 
 def _replace_by_gradient(logits: Tensor, targets: Tensor, l2_wrap: float, confidence_penalty: float) -> Tensor:
-    """Returns the negative log-likelihood summed over the rows that count, and replaces the logits (rows,V) by its gradient.
+    """Returns the summed negative log-likelihood of rows that are not ignored, and replaces the logits (rows,V) by its
+    gradient.
 
     log(sum(exp(logits))) is computed as the largest logit minus the logarithm of its probability, which is at least 1 / V.
     """

@@ -67,7 +67,8 @@ def norm_and_mixes(tokens, slots, embedding, ln0_weight, ln0_bias, eps0, weight,
                    EMBED: tl.constexpr, MIXES: tl.constexpr, BLOCK: tl.constexpr, PREFILL: tl.constexpr):
     """Computes n = LayerNorm(x) and the mixes n + (s - n) past_i of each row. s is the previous token's n, from the state.
 
-    Then stores n as the new s. With EMBED, x = ln0(embedding[token]) is computed and stored first. An invalid token gives NaN.
+    The kernel then stores n as the new s. With EMBED, x = ln0(embedding[token]) is computed and stored first. An invalid token
+    gives NaN.
     """
     row = tl.program_id(0).to(tl.int64)
     c = tl.arange(0, BLOCK)

@@ -255,7 +255,7 @@ class Builder:
         from rwkv.model.decoding import triton_kernels  # this import is here, because not every machine has Triton
 
         self._kernels = triton_kernels
-        self._embedding = model.emb.weight.detach().contiguous()         # no model is kept, because the model caches this
+        self._embedding = model.emb.weight.detach().contiguous()         # no model is kept, because the model caches the step
         self._rows = rows
         self._device = states.device
         (self.V, self.C), self.states, self.state_size = self._embedding.shape, states, states.shape[1]
@@ -335,8 +335,9 @@ class Builder:
     def job(self, layer: nn.Module, source: int, target: int, action: int, gate: int = 0) -> "Job":
         """Returns the job of a linear layer with weights in any format.
 
-        `source`, `target` and `gate` are offsets in the narrow buffer, in the buffer that the action writes, and in the wide
-        buffer.
+        Args:
+            source, gate: offsets in the narrow buffer and in the wide buffer.
+            target: an offset in the buffer that the action writes.
         """
         if isinstance(layer, PackedLinear):
             packed = layer.packed

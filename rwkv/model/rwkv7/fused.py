@@ -479,5 +479,5 @@ def _vector_grad(grad: Tensor) -> Tensor:
 
 
 def _row_product_backward(grad: Tensor, x: Tensor, matrix: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Returns the gradients of x (B,T,d) and, in `dtype`, of M (d,C) from the gradient of x M (B,T,C)."""
+    """Returns the gradients of x (B,T,d) and M (d,C) from the gradient of x M (B,T,C). `dtype` is M's dtype before rounding."""
     return grad @ matrix.T, product_in(dtype, x.flatten(0, 1).T, grad.flatten(0, 1))
