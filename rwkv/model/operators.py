@@ -36,5 +36,5 @@ def operator_for(config: ModelConfig, kernel: str, device: str | torch.device, d
         owners = [other.NAME for other in others if kernel in all_names(other.OPERATOR)]
         if owners:
             raise UnknownKernel(f"{kernel} computes the operator of {' and '.join(owners)}, but the model is {model.NAME}. "
-                                f"Choose from {', '.join(runnable_on(model.OPERATOR, torch.device(device).type))}")
+                                f"Choose a kernel from {', '.join(runnable_on(model.OPERATOR, torch.device(device).type))}")
     return select(model.OPERATOR, kernel, device, dtype, size or size_for(config, 1, config.ctx_len))

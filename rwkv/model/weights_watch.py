@@ -165,9 +165,9 @@ def _bytes_of(groups: list[list[Tensor]]) -> list[bytes]:
 def exact_copies(weights: Sequence[Tensor]) -> list[Tensor] | None:
     """Copies float32 matrices (N,K) to bfloat16, which halves the memory traffic per token.
 
-    Published checkpoints are in bfloat16. So the float32 weights of a model loaded from such a file can be represented exactly,
-    until the model is trained. Returns None if a value would change, if torch does not count the changes of a matrix, or if
-    memory is insufficient.
+    Published checkpoints are in bfloat16. So bfloat16 represents the float32 weights of a model loaded from such a file
+    exactly, until the model is trained. Returns None if a value would change, if torch does not count the changes of a matrix,
+    or if memory is insufficient.
     """
     available = available_memory()
     if any(weight.is_inference() for weight in weights):

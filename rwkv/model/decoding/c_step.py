@@ -129,7 +129,7 @@ def step_of(model: Model) -> CStep:
 
 @cache
 def drawing() -> Draw | None:
-    """Returns the fastest token sampler of kernels/draw on this CPU, or None if no sampler can run, and PyTorch must sample."""
+    """Returns the fastest token sampler of kernels/draw on this CPU, or None if PyTorch must sample instead."""
     name = resolve("draw", AUTO)
     function: Draw | None = None if registry.why_not("draw", name) else registry.load("draw", name).draw
     return function
