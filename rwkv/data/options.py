@@ -38,7 +38,7 @@ def check_data(config: DataConfig, tokenizer: bool = True, template: bool = True
 def _check_tokenizer(config: DataConfig) -> None:
     name = config.tokenizer
     if config.streaming and name in MADE_FROM_DATA:
-        raise UserError(f"data.streaming conflicts with data.tokenizer={name}, because a {name} tokenizer is made from the "
+        raise UserError(f"data.streaming conflicts with data.tokenizer={name}, because that tokenizer is made from the "
                         f"whole text. Set data.tokenizer to {NAMES}")
     if config.name in TOKENS and name in MADE_FROM_DATA:
         raise UserError(f"data={config.name} conflicts with data.tokenizer={name}, because the data already are token ids. "
