@@ -50,8 +50,8 @@ def matching(path: str, endings: Sequence[str]) -> list[tuple[str, Path]]:
     named = [file for pattern in patterns for file in _glob(pattern)]
     for file in named:
         if file.is_symlink() and not file.exists():
-            raise UserError(f"data.path={path} contains {file}, which is a link to a missing file. Restore the file or remove "
-                            "the link")
+            raise UserError(f"data.path={path} contains {file}, which is a link to a file that does not exist. Restore the "
+                            "file or remove the link")
     files = _unique_files(file for file in named if file.is_file())
     if not files:
         raise UserError(_no_files_message(path, endings))
