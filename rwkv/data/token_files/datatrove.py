@@ -32,13 +32,13 @@ def files(path: str | None) -> list[TokenFile]:
     if not shards:
         raise UserError(f"data.path={path} has no .ds files")
     if all(any(shard.name.endswith(stage) for shard in shards) for stage in STAGES):
-        raise UserError(f"data.path={path} contains the shards before shuffling and after shuffling. Choose the shuffled shards "
+        raise UserError(f"data.path={path} contains shards before and after shuffling. Choose the shuffled shards "
                         f"with data.path='{path.rstrip('/')}/**/*{STAGES[1]}'")
     for shard in shards:
         if not _with_ending(shard, ".index").is_file():
             raise UserError(f"data.path={path} has no file {shard.name}.index, but the ends of the documents are in this file")
         if _with_ending(shard, ".loss").exists():
-            raise UserError(f"{shard}.loss selects the ids to learn, but such files are not supported. Remove the file to learn "
+            raise UserError(f"{shard}.loss selects the ids to learn, but this is not supported. Remove the file to learn "
                             "all ids")
     return [TokenFile("datatrove", shard, _with_ending(shard, ".index"), partial(read_index, shard), _metadata(shard)[0])
             for shard in shards]
