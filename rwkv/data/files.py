@@ -159,7 +159,6 @@ def _visible_folders(top: Path) -> Iterator[Path]:
 
 
 def _unique_files(files: Iterable[Path]) -> list[Path]:
-    """Returns the files sorted by path. A file with several paths is listed under the first path that is not a link."""
     unique: dict[Path, Path] = {}
     for file in sorted(set(files), key=lambda file: (file.is_symlink(), file)):
         unique.setdefault(file.resolve(), file)

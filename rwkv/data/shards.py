@@ -165,7 +165,6 @@ def encode_batch(batch: list[Piece], tokenizer: Tokenizer) -> list[list[int]]:
 
 
 def _batches(parts: Sequence[Piece]) -> Iterator[list[Piece]]:
-    """Groups pieces into batches of at least BATCH characters. The last batch may be smaller."""
     batch: list[Piece] = []
     length = 0
     for part in parts:
@@ -211,7 +210,6 @@ def _write_all(source: Source, tokenizer: Tokenizer, counter: LossCounter, folde
 
 def _write_shards(source: Source, tokenizer: Tokenizer, counter: LossCounter, folder: Path, dtype: np.dtype,
                  workers: int) -> list[JsonObject]:
-    """Creates the unfinished shards. Returns the manifest's entry of every shard."""
     bar = tqdm(total=source.size, desc="tokenising", unit="B", unit_scale=True, delay=SHOWN_AFTER, file=sys.stderr, leave=False)
     with ThreadPoolExecutor(workers) as pool, bar:
         tasks = (partial(_create_shard, shard, tokenizer, counter, folder, dtype)

@@ -42,7 +42,6 @@ def with_part(corpus: Corpus, val_tokens: int | None, reach: int) -> Corpus:
 
 
 def _end_of_conversations(split: Tokenised, val_tokens: int, reach: int) -> int:
-    """Returns the offset of the end of the last conversation to keep."""
     bounds = split.tokens.bounds[::2 if split.paired else 1].tolist()
     has_answer = False
     for begin, end in pairwise(bounds):

@@ -242,10 +242,6 @@ def end_option(option: str) -> str:
 
 
 def _vocabulary_file(name: str) -> str | Path:
-    """Returns the path of a vocabulary's file. A file on the Hub is downloaded.
-
-    Raises UserError if the World vocabulary is not installed.
-    """
     return world.installed() if name == "world" else hub.local(name, "tokenizer")
 
 

@@ -66,18 +66,18 @@ class Vocabulary:
 
     def encode(self, text: str) -> list[int]:
         if not self._uses_library(len(text)):
-            return self._match_longest(text.encode())
+            return self._match(text.encode())
         ids: list[int] = self._library.encode(text)
         return ids
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
         """Returns the ids of each text. The library encodes the texts in parallel if they are long enough together."""
         if not self._uses_library(sum(map(len, texts))):
-            return [self._match_longest(text.encode()) for text in texts]
+            return [self._match(text.encode()) for text in texts]
         ids: list[list[int]] = self._library.encode_batch(texts)
         return ids
 
-    def _match_longest(self, data: bytes) -> list[int]:
+    def _match(self, data: bytes) -> list[int]:
         ids: list[int] = []
         position = 0
         while position < len(data):
@@ -89,7 +89,6 @@ class Vocabulary:
         return ids
 
     def _uses_library(self, characters: int) -> bool:
-        """Returns True if the library is installed, and is either loaded or worth loading for a text of this length."""
         return ("_library" in vars(self) or characters > SHORT) and self._library is not None
 
     def drop_library(self) -> None:
@@ -98,7 +97,6 @@ class Vocabulary:
 
     @cached_property
     def _library(self) -> Any:
-        """Returns the Rust library's tokenizer with the same tokens, or None if the library is not installed."""
         try:
             from pyrwkv_tokenizer import WorldTokenizer
         except ImportError:
@@ -131,7 +129,6 @@ def installed() -> Path:
 
 
 def _parse_line(line: str) -> tuple[int, bytes] | None:
-    """Returns the id and the token of a line, or None if the line is invalid."""
     plain = PLAIN(line)                  # this match is much faster than evaluating the literal
     try:
         if plain:

@@ -58,18 +58,17 @@ def to_trie(text: str) -> str:
         "post_processor": {"type": "TemplateProcessing", "single": [before, texts[0]], "pair": [before, *texts],
                            "special_tokens": {END: {"id": END, "ids": [0], "tokens": [END]}}},
         "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
-        "model": {"type": TRIE, "vocab": {END: 0, **{token: index for index, token in _byte_level_tokens(text).items()}}},
+        "model": {"type": TRIE, "vocab": {END: 0, **{token: index for index, token in _tokens_by_id(text).items()}}},
     }, ensure_ascii=False)
 
 
-def _byte_level_tokens(text: str) -> dict[int, str]:
-    """Returns the tokens in a World vocabulary's file by id, in byte-level BPE's alphabet."""
+def _tokens_by_id(text: str) -> dict[int, str]:
     tokens = Vocabulary.parse(text, "the tokenizer's definition").tokens
     return {index: "".join(CHARACTER_OF[value] for value in token) for index, token in enumerate(tokens) if token}
 
 
 def to_json(text: str) -> str:
-    tokens = _byte_level_tokens(text)
+    tokens = _tokens_by_id(text)
     by_length = sorted(tokens.items(), key=lambda item: (-len(item[1]), item[0]))
     expression = "(?:" + "|".join(SPECIAL.sub(r"\\\1", token) for _, token in by_length) + ")"
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}

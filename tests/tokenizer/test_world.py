@@ -51,12 +51,12 @@ def tokenizer() -> WorldTokenizer:
 @given(data=MIXED)
 @settings(max_examples=200)
 def test_the_longest_token_is_found_in_any_bytes(data: bytes) -> None:
-    assert SPANNING._match_longest(data) == longest_match(SPANNING.tokens, data)
+    assert SPANNING._match(data) == longest_match(SPANNING.tokens, data)
 
 
 @given(text=st.text(st.sampled_from("abc€é")))
 def test_text_is_matched_with_the_library_and_without_it(text: str) -> None:
-    assert SPANNING.encode_batch([text]) == [SPANNING._match_longest(text.encode())] == [longest_match(SPANNING.tokens, text.encode())]
+    assert SPANNING.encode_batch([text]) == [SPANNING._match(text.encode())] == [longest_match(SPANNING.tokens, text.encode())]
 
 
 def test_a_missing_library_is_reported_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -98,7 +98,7 @@ def test_known_ids(tokenizer: WorldTokenizer) -> None:
 @settings(max_examples=150)
 @example(HARD)
 def test_any_ids_decode_as_python_decodes_their_bytes(tokenizer: WorldTokenizer, data: bytes) -> None:
-    ids = tokenizer._vocabulary._match_longest(data)
+    ids = tokenizer._vocabulary._match(data)
     assert tokenizer.end_of_text not in ids
     assert tokenizer.decode(ids) == data.decode("utf-8", "replace")
 
@@ -106,13 +106,13 @@ def test_any_ids_decode_as_python_decodes_their_bytes(tokenizer: WorldTokenizer,
 @pytest.mark.thorough
 @given(text=st.text("ab 1.€é你😀\r\n"))
 def test_the_library_and_python_give_the_same_ids(tokenizer: WorldTokenizer, text: str) -> None:
-    assert tokenizer.encode_batch([text]) == [tokenizer._vocabulary._match_longest(text.encode())]
+    assert tokenizer.encode_batch([text]) == [tokenizer._vocabulary._match(text.encode())]
 
 
 @pytest.mark.parametrize("length", [world.SHORT, world.SHORT + 1])
 def test_long_texts_have_the_ids_of_short_ones(tokenizer: WorldTokenizer, length: int) -> None:
     text = ("ab 你\n" * length)[:length]
-    assert tokenizer.encode(text) == tokenizer._vocabulary._match_longest(text.encode())
+    assert tokenizer.encode(text) == tokenizer._vocabulary._match(text.encode())
 
 
 def test_a_dropped_library_is_loaded_again(tokenizer: WorldTokenizer) -> None:

@@ -122,7 +122,6 @@ def split_documents(texts: Iterable[tuple[str, str, int | None]], fraction: floa
 
 
 def _split_copies(text: str, where: str, fraction: float, times: int) -> Iterator[Document]:
-    """Divides each of `times` equal documents into a beginning for training and an end for validation."""
     cut = validation_begins(len(text), fraction, where)
     for begin, part, val in ((0, text[:cut], False), (cut, text[cut:], True)):
         for number in range(times):
@@ -139,7 +138,7 @@ def repeated_share(documents: Iterable[Document]) -> float:
     train, val = ([document for document in documents if document.val == is_val] for is_val in (False, True))
     sample: list[tuple[int, int]] = []   # hash and length of each line
     every = 1
-    for number, line in enumerate(line for document in val for lines in _lines(document.chunks) for line in lines
+    for number, line in enumerate(line for document in val for lines in _lines_by_chunk(document.chunks) for line in lines
                                   if len(line) >= LONG):
         if number % every == 0:
             sample.append((hash(line), len(line)))
@@ -149,13 +148,12 @@ def repeated_share(documents: Iterable[Document]) -> float:
     hashes = {hashed for hashed, _ in sample}
     repeated: set[int] = set()
     for document in train:
-        for lines in _lines(document.chunks):
+        for lines in _lines_by_chunk(document.chunks):
             repeated |= hashes.intersection(map(hash, lines))
     return sum(length for hashed, length in sample if hashed in repeated) / max(sum(length for _, length in sample), 1)
 
 
-def _lines(chunks: Iterable[str]) -> Iterator[list[str]]:
-    """Yields the lines of a text, grouped by the chunk in which they end."""
+def _lines_by_chunk(chunks: Iterable[str]) -> Iterator[list[str]]:
     unfinished: list[str] = []           # the chunks of a line so far
     for chunk in chunks:
         first, *others = chunk.split("\n")

@@ -102,7 +102,7 @@ def _check_entry(entry: object, where: str) -> None:
 
 def _config_of(entry: JsonObject, config: DataConfig, where: str) -> DataConfig:
     path = None if entry.get("path") is None else from_home(str(entry["path"]))
-    kind = entry.get("data") or _kind_of(path, where)
+    kind = entry.get("data") or _infer_kind(path, where)
     if kind not in KINDS:
         reason = ", but conversations cannot be mixed" if kind == "chat" else ""
         raise UserError(f"{where}.data must be one of {', '.join(KINDS)}; got {kind}{reason}")
@@ -113,8 +113,7 @@ def _config_of(entry: JsonObject, config: DataConfig, where: str) -> DataConfig:
         raise UserError(f"{where}: {error}") from None
 
 
-def _kind_of(path: str | None, where: str) -> str:
-    """Infers the kind of data from the suffix of the file or of the folder's files. Raises UserError if the kind is unclear."""
+def _infer_kind(path: str | None, where: str) -> str:
     if path is None:
         raise UserError(f"{where} has no path. Write for example {EXAMPLE}")
     folder = Path(path)
@@ -138,7 +137,6 @@ def _kind_by_suffix(name: str) -> str | None:
 
 
 def _default_name(entry: JsonObject) -> str:
-    """Returns the last part of the path without wildcards, without suffix, or the kind of data if there is no path."""
     parts = [part for part in re.split(r"[/\\]", str(entry.get("path") or "")) if part and "*" not in part]
     name = re.sub(r"[\s,\"]+", "_", parts[-1]) if parts else str(entry.get("data"))
     for ending in sorted(SUFFIXES, key=len, reverse=True):

@@ -85,7 +85,7 @@ class Conversation(NamedTuple):
 
 
 def source(config: DataConfig, cache: Path) -> Source:
-    named, others = _files_to_read(str(config.path))
+    named, others = _select_files(str(config.path))
     template = template_of(config)
 
     def documents() -> Iterator[Document]:
@@ -101,11 +101,7 @@ def source(config: DataConfig, cache: Path) -> Source:
     return Source(documents, about, identity, sum(path.stat().st_size for path in paths))
 
 
-def _files_to_read(path: str) -> tuple[list[tuple[str, Path]], int]:
-    """Returns the (name, file) of each file to read, and the number of .json files that are ignored.
-
-    The .json files of a folder are ignored if the folder has JSON lines.
-    """
+def _select_files(path: str) -> tuple[list[tuple[str, Path]], int]:
     if not Path(path).is_dir():
         return files(path), 0
     names = [file.name for _, file in matching(path, (*ENDINGS, *JSON_ENDINGS))]
@@ -140,7 +136,7 @@ def conversations(config: DataConfig, template: ChatTemplate | None = None, pair
     others = 0
     splitter = Splitter(config.val_fraction)
     pending: list[Conversation] = []     # waits until two conversations differ
-    for _, path in _files_to_read(str(config.path))[0]:
+    for _, path in _select_files(str(config.path))[0]:
         for entry, where, weight in entries(path):
             texts = parts_of_pair(entry, where, template) if pairs else (parts_of(entry, where, template),)
             is_learnt = all(any(flag for _, flag in parts) for parts in texts)
@@ -196,20 +192,19 @@ def parts_of_pair(entry: JsonObject, where: str, template: ChatTemplate) -> tupl
 
 
 def _pair_messages(entry: JsonObject) -> tuple[list[JsonObject], list[JsonObject]]:
-    """Returns the messages of a pair's two conversations. Raises UserError if the entry is not a pair."""
-    fields = {field: _from_json(value) if field in LISTS else value for field, value in entry.items()
+    fields = {field: _parse_if_json(value) if field in LISTS else value for field, value in entry.items()
              if value not in EMPTY or field in ANSWERS}
     missing = [field for field in ANSWERS if entry.get(field) is None]
     if missing:
         raise UserError("a pair of answers must have the fields prompt, chosen and rejected, or whole conversations as chosen "
                         f"and rejected; got no {' and no '.join(missing)}")
     question = _pair_prompt(fields)
-    both = [_answer(fields, field, question) for field in ANSWERS]
+    both = [_conversation_ending_in(fields, field, question) for field in ANSWERS]
     most = min(map(len, both)) - 1                       # the last message of each conversation is the answer
     shared = 0
-    while shared < most and _are_equal(both[0][shared], both[1][shared]):
+    while shared < most and _are_equal_messages(both[0][shared], both[1][shared]):
         shared += 1
-    if not all(any(_are_equal(message, other) for other in both[0][:shared]) for message in question):
+    if not all(any(_are_equal_messages(message, other) for other in both[0][:shared]) for message in question):
         raise UserError("whole conversations in chosen and rejected must both begin with the messages of the prompt")
     for field, messages in zip(ANSWERS, both, strict=True):
         if not shared:
@@ -223,12 +218,11 @@ def _pair_messages(entry: JsonObject) -> tuple[list[JsonObject], list[JsonObject
     return chosen, rejected
 
 
-def _are_equal(first: JsonObject, second: JsonObject) -> bool:
+def _are_equal_messages(first: JsonObject, second: JsonObject) -> bool:
     return all(first.get(field) == second.get(field) for field in ("role", "content", "tool_calls"))
 
 
 def _pair_prompt(fields: JsonObject) -> list[JsonObject]:
-    """Returns the messages before a pair's answers, or [] if the answers are whole conversations without a separate prompt."""
     name = next((name for name in LISTS if name in fields), None)
     question_field = next((field for field, _ in PAIRS if field in fields), None)
     if name is not None:
@@ -240,8 +234,7 @@ def _pair_prompt(fields: JsonObject) -> list[JsonObject]:
     return _with_system(messages, fields)
 
 
-def _answer(fields: JsonObject, field: str, question: list[JsonObject]) -> list[JsonObject]:
-    """Returns the conversation that ends with the answer in `field`. The field may also contain the messages before it."""
+def _conversation_ending_in(fields: JsonObject, field: str, question: list[JsonObject]) -> list[JsonObject]:
     answer = fields[field]
     messages = _as_messages("assistant", [answer] if isinstance(answer, dict) else answer, field)
     if messages[0]["role"] == "assistant":
@@ -255,11 +248,7 @@ def _answer(fields: JsonObject, field: str, question: list[JsonObject]) -> list[
 
 
 def _entry_messages(entry: JsonObject) -> list[JsonObject]:
-    """Returns the messages of an entry in OpenAI's format, with the weight of the entry applied to them.
-
-    Raises UserError if the entry is not a conversation.
-    """
-    fields = {field: _from_json(value) if field in LISTS else value for field, value in entry.items() if value not in EMPTY}
+    fields = {field: _parse_if_json(value) if field in LISTS else value for field, value in entry.items() if value not in EMPTY}
     name = next((name for name in LISTS if name in fields), None)
     pair = next((pair for pair in PAIRS if all(entry.get(field) is not None for field in pair)), None)
     if name is not None:
@@ -309,7 +298,6 @@ def _prompt_messages(fields: JsonObject, question_field: str, answer_field: str)
 
 
 def _as_messages(role: str, content: object, name: str) -> list[JsonObject]:
-    """Returns a message with this role and the string `content`, or the messages in the list `content`."""
     if isinstance(content, str):
         return [{"role": role, "content": content}]
     if not isinstance(content, list):
@@ -329,7 +317,6 @@ def _parse_messages(turns: object, name: str) -> list[JsonObject]:
 
 
 def _parse_message(turn: object, where: str) -> JsonObject:
-    """Converts {"role": ..., "content": ...} or {"from": ..., "value": ...} to a message in OpenAI's format."""
     if not isinstance(turn, dict):
         raise UserError(f"{where} must be an object with role and content, or from and value; got {_excerpt(turn)}")
     fields = {field: value for field, value in turn.items() if value is not None}
@@ -347,7 +334,7 @@ def _parse_message(turn: object, where: str) -> JsonObject:
     message = {names.get(field, field): value for field, value in fields.items()} | {"role": ROLES[role_key]}
     if role_key in CALLS:
         return message | {"content": "", "tool_calls": _parse_calls(content, f"{where}.{content_field}")}
-    message["tool_calls"] = _from_json(message.get("tool_calls"))
+    message["tool_calls"] = _parse_if_json(message.get("tool_calls"))
     without_content = any(message.get(field) not in EMPTY for field in INSTEAD_OF_CONTENT)
     answers = message["role"] == "assistant" and content is None and without_content
     if not isinstance(content, (str, list)) and not answers:
@@ -356,7 +343,7 @@ def _parse_message(turn: object, where: str) -> JsonObject:
 
 
 def _parse_calls(content: object, where: str) -> list[JsonObject]:
-    calls = _from_json(content)
+    calls = _parse_if_json(content)
     if not isinstance(calls, (list, dict)) or not calls:
         raise UserError(f'{where} must be a tool call, {{"name": "...", "arguments": {{}}}}, or a list of tool calls, in JSON; '
                         f"got {_excerpt(content)}")
@@ -365,20 +352,19 @@ def _parse_calls(content: object, where: str) -> list[JsonObject]:
 
 
 def _entry_tools(entry: JsonObject) -> list[JsonObject] | None:
-    """Returns the tools of an entry, or None if there are none. OpenAI's older name of the field is functions."""
-    tools = _from_json(entry.get("tools"))
+    tools = _parse_if_json(entry.get("tools"))
     if tools in EMPTY:
-        functions = _from_json(entry.get("functions"))
+        functions = _parse_if_json(entry.get("functions"))
         if not isinstance(functions, list):
             return None
         tools = [{"type": "function", "function": function} for function in functions]
-    tools = [_from_json(tool) for tool in tools] if isinstance(tools, list) else tools
+    tools = [_parse_if_json(tool) for tool in tools] if isinstance(tools, list) else tools
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise UserError(f"tools must be a list of objects, or that list as JSON in a string; got {_excerpt(entry['tools'])}")
     return tools or None
 
 
-def _from_json(value: Any) -> Any:
+def _parse_if_json(value: Any) -> Any:
     """Parses a string of JSON. Any other value is returned unchanged, also a string that is not JSON."""
     if not isinstance(value, str):
         return value

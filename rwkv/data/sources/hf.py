@@ -31,7 +31,7 @@ BATCH = 1000                             # rows of a Parquet file that the libra
 
 
 def source(config: DataConfig, cache: Path) -> Source:
-    dataset = _load(config)
+    dataset = _load_rows(config)
     texts = [name for name, kind in dataset.features.items() if getattr(kind, "dtype", None) in STRINGS]
     if not len(dataset):
         raise UserError(f"data.path={config.path} has no rows")
@@ -47,13 +47,12 @@ def source(config: DataConfig, cache: Path) -> Source:
     return Source(documents, about, identity, int(dataset.data.nbytes))
 
 
-def _load(config: DataConfig) -> Any:
-    """Loads the rows of a split, or of a slice such as train[:50%]."""
+def _load_rows(config: DataConfig) -> Any:
     path, split = str(config.path), config.split
     with _import_datasets(path) as datasets:
         if _is_saved(path):
             return _select_split(datasets.load_from_disk(path), path, split)
-        name, options = _arguments(config)
+        name, options = _load_arguments(config)
         return datasets.load_dataset(name, split=split, **options)
 
 
@@ -64,7 +63,7 @@ def streamed(config: DataConfig) -> Any:
         if _is_saved(path):
             rows = _select_split(datasets.load_from_disk(path), path, config.split).to_iterable_dataset()
         else:
-            name, options = _arguments(config)
+            name, options = _load_arguments(config)
             rows = datasets.load_dataset(name, split=config.split, streaming=True, **options)
         columns = rows.column_names or [*next(iter(rows), {})]
         if config.field not in columns:
@@ -118,14 +117,14 @@ def _is_saved(path: str) -> bool:
     return any((Path(path) / name).exists() for name in ("state.json", "dataset_dict.json"))
 
 
-def _arguments(config: DataConfig) -> tuple[str, JsonObject]:
+def _load_arguments(config: DataConfig) -> tuple[str, JsonObject]:
     """Returns the arguments for load_dataset: a file format and the files, or the name of a folder or dataset.
 
     Only the text column of local Parquet files is read, because their other columns may differ.
     """
     path, split = str(config.path), config.split
     local = [file for _, file in local_files(path)]
-    only = _only_column(config, local) if local and all(file.suffix == ".parquet" for file in local) else {}
+    only = _column_options(config, local) if local and all(file.suffix == ".parquet" for file in local) else {}
     suffix = Path(path).suffix
     if suffix not in FORMATS or Path(path).is_dir():
         return path, only
@@ -136,11 +135,7 @@ def _arguments(config: DataConfig) -> tuple[str, JsonObject]:
     return FORMATS[suffix], {"data_files": {name: [*map(glob.escape, files)]}, **options, **only}
 
 
-def _only_column(config: DataConfig, files: list[Path]) -> JsonObject:
-    """Returns the options for reading only the text column.
-
-    Raises UserError if a file does not have the column, or if no file has a row.
-    """
+def _column_options(config: DataConfig, files: list[Path]) -> JsonObject:
     import pyarrow.parquet
 
     rows = 0

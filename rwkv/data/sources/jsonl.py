@@ -96,7 +96,6 @@ def lines(path: Path) -> Iterator[tuple[bytes, str, int]]:
 
 
 def _list_entries(path: Path) -> Iterator[tuple[JsonObject, str, int]]:
-    """Yields the entries of a JSON list. The whole file is read into memory."""
     with open_file(path) as raw:
         text = decode(b"".join(unbroken(decompressed(raw, path), path)), str(path))
     try:

@@ -66,7 +66,6 @@ def _python_files(folder: Path) -> Iterator[Path]:
 
 
 def _read_text(path: Path) -> str:
-    """Returns the text of a file with newlines as line ends, or "" if the file is not UTF-8."""
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError:

@@ -80,7 +80,6 @@ def _separated_source(files: list[tuple[str, Path]], config: DataConfig, separat
 
 
 def _characters_between(path: Path, start: int, stop: int) -> Iterator[str]:
-    """Yields the characters [start, stop) of a file in chunks."""
     at = 0
     for chunk in chunks(path):
         part = chunk[max(start - at, 0):max(stop - at, 0)]

@@ -100,7 +100,7 @@ class TextEncoder:
         texts = [self._documents(row) for row in rows]
         parts = [Piece(piece, False, number == 0, row.where, 0, before)
                  for row, documents in zip(rows, texts, strict=True) for text in documents
-                 for number, (piece, before) in enumerate(self._pieces(text))]
+                 for number, (piece, before) in enumerate(self._pieces_with_offsets(text))]
         ids: list[list[np.ndarray]] = []         # the ids of each document's pieces
         for piece, encoded in zip(parts, self._encode(parts), strict=True):
             if piece.starts_document:
@@ -115,8 +115,7 @@ class TextEncoder:
         texts = [text] if self.separator is None else [part.strip(LINE_ENDS) for part in text.split(self.separator)]
         return [text for text in texts if text and not (self.held_out and fingerprint([text]) in self.held_out)]
 
-    def _pieces(self, text: str) -> Iterator[tuple[str, int]]:
-        """Yields the pieces of a text that are encoded separately, each with the number of characters before the piece."""
+    def _pieces_with_offsets(self, text: str) -> Iterator[tuple[str, int]]:
         before = 0
         for piece in pieces([text], self.split) if len(text) > BATCH else [text]:
             yield piece, before

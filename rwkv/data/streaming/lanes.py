@@ -126,7 +126,6 @@ class Lanes:
                             f"data.val_documents={config.val_documents} are empty, or copies of those documents")
 
     def _read_block(self) -> None:
-        """Reads the next block and assigns its rows to the lanes."""
         block = self._blocks[-1]
         self._reader = self._reader or self._stream.read(block.position)
         rows = list(itertools.islice(self._reader, self._streamed.config.shuffle_buffer))

@@ -112,7 +112,7 @@ def read(files: Sequence[TokenFile], tokenizer: Tokenizer, val_fraction: float, 
     whole = TokenArray.joined(arrays)
     digest = entries[0]["sha256"] if len(entries) == 1 else sha256(entry["sha256"] for entry in entries)
     starts = whole.starts
-    cut, first = _split(starts, len(whole), val_fraction, files[0].ids)
+    cut, first = _validation_start(starts, len(whole), val_fraction, files[0].ids)
     _, group = np.unique(np.concatenate(hashes), return_inverse=True)
     copies = len(starts) - 1 - int(group.max())
     plain = np.arange(len(starts)) >= first
@@ -188,7 +188,7 @@ def _scan_file(file: TokenFile, tokenizer: Tokenizer, cached: Path, places: Plac
     scanned = _scan_ids(ids)
     starts = _document_offsets(ids, index.starts, tokenizer.end_of_text)
     _save_if_changed(places.starts, starts)
-    _save_if_changed(places.hashes, _hashes(ids, starts, tokenizer.end_of_text))
+    _save_if_changed(places.hashes, _document_hashes(ids, starts, tokenizer.end_of_text))
     with open_file(file.index_file) as opened:
         digest = hashlib.file_digest(opened, "sha256")
     digest.update(scanned.pop("crc32").to_bytes(4, "little"))
@@ -200,7 +200,6 @@ def _scan_file(file: TokenFile, tokenizer: Tokenizer, cached: Path, places: Plac
 
 
 def _save_if_changed(path: Path, array: np.ndarray) -> None:
-    """Writes the array unless the file already contains it. Raises UserError if the file cannot be written."""
     try:
         same = np.array_equal(np.load(path), array)
     except (OSError, ValueError, EOFError):              # missing or damaged
@@ -209,7 +208,7 @@ def _save_if_changed(path: Path, array: np.ndarray) -> None:
         write(path, lambda file: np.save(file, array))
 
 
-def _hashes(ids: np.ndarray, starts: np.ndarray, end_of_text: int) -> np.ndarray:
+def _document_hashes(ids: np.ndarray, starts: np.ndarray, end_of_text: int) -> np.ndarray:
     """Returns the 64-bit hash of each document's ids, without end_of_text at both ends: (D,) uint64."""
     hashes = np.empty(len(starts), np.uint64)
     plain = np.asarray(ids)              # faster to slice than a memmap
@@ -227,7 +226,6 @@ def _hashes(ids: np.ndarray, starts: np.ndarray, end_of_text: int) -> np.ndarray
 
 
 def _map_ids(file: TokenFile, index: Index) -> np.ndarray:
-    """Maps the ids into memory. Raises UserError if the size of the file does not match the index."""
     expected = index.tokens * np.dtype(index.dtype).itemsize
     size = file.ids.stat().st_size
     if size != expected:
@@ -239,7 +237,6 @@ def _map_ids(file: TokenFile, index: Index) -> np.ndarray:
 
 
 def _scan_ids(ids: np.ndarray) -> dict[str, int]:
-    """Returns the smallest and the largest id, and the CRC-32 of all ids."""
     smallest = largest = int(ids[0])
     checksum = 0
     with tqdm(total=len(ids), desc="checking ids", unit="", unit_scale=True, delay=2, file=sys.stderr, leave=False) as bar:
@@ -259,8 +256,7 @@ def _document_offsets(ids: np.ndarray, starts: np.ndarray, end_of_text: int) -> 
     return np.unique(np.concatenate([np.zeros(1, np.int64), moved]))
 
 
-def _split(places: np.ndarray, tokens: int, val_fraction: float, path: Path) -> tuple[int, int]:
-    """Returns the offset of the validation split's first id, and the number of documents before it."""
+def _validation_start(places: np.ndarray, tokens: int, val_fraction: float, path: Path) -> tuple[int, int]:
     target = int(tokens * (1 - val_fraction))
     if len(places) > 1:
         first = int(np.clip(np.searchsorted(places, target), 1, len(places) - 1))

@@ -57,10 +57,7 @@ def files(path: str | None) -> list[TokenFile]:
 
 
 def _part_names(base: Path) -> list[str]:
-    """Returns the paths, without suffixes, of Megatron's NAME_KEY_document or of the parts of NAME.
-
-    Raises UserError if a part is missing, or if several data sets match.
-    """
+    """Returns the paths, without suffixes, of Megatron's NAME_KEY_document or of the parts of NAME."""
     names = {file.stem: file.stem.removeprefix(base.name) for file in base.parent.glob(f"{glob.escape(base.name)}*")
              if file.suffix in (".bin", ".idx") and file.is_file()} if base.parent.is_dir() else {}
     megatron_names = [name for name, rest in names.items() if re.fullmatch(r"_\w+_(?:document|sentence)", rest)

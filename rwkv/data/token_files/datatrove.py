@@ -40,7 +40,7 @@ def files(path: str | None) -> list[TokenFile]:
         if _with_ending(shard, ".loss").exists():
             raise UserError(f"{shard}.loss selects the ids to learn, but this is not supported. Remove the file to learn "
                             "all ids")
-    return [TokenFile("datatrove", shard, _with_ending(shard, ".index"), partial(read_index, shard), _metadata(shard)[0])
+    return [TokenFile("datatrove", shard, _with_ending(shard, ".index"), partial(read_index, shard), _read_metadata(shard)[0])
             for shard in shards]
 
 
@@ -55,14 +55,14 @@ def read_index(shard: Path) -> Index:
         raise UserError(f"{path} is damaged: the ends of the documents are not in ascending order")
     tokens = int(ends[-1]) if len(ends) else 0
     size = shard.stat().st_size
-    itemsize = _metadata(shard)[1] or (size // tokens if tokens and size % tokens == 0 else 2)
+    itemsize = _read_metadata(shard)[1] or (size // tokens if tokens and size % tokens == 0 else 2)
     if itemsize not in DTYPES:
         raise UserError(f"{shard} and the index do not match: the shard has {size} bytes for {tokens} ids, but an id must have "
                         "2 or 4 bytes")
     return Index(DTYPES[itemsize], tokens, np.unique(np.append(0, ends[:-1])))
 
 
-def _metadata(shard: Path) -> tuple[str, int | None]:
+def _read_metadata(shard: Path) -> tuple[str, int | None]:
     """Reads the tokenizer's name and the bytes per id from the metadata. Returns "" and None for values that are missing."""
     path = _with_ending(shard, ".metadata")
     if not path.is_file():
