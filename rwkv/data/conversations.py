@@ -134,7 +134,7 @@ def _write_tokens(config: DataConfig, tokenizer: Tokenizer, folder: Path, pairs:
     ids: dict[str, list[np.ndarray]] = {split: [] for split in SPLITS}
     learnt: dict[str, list[np.ndarray]] = {split: [] for split in SPLITS}
     sizes: dict[str, dict[str, int]] = {split: {"bytes": 0, "learnt_bytes": 0} for split in SPLITS}
-    lost = {split: [NOTHING, NOTHING] for split in SPLITS}         # of the text that is not learnt, and of the learnt text
+    lost = {split: [NOTHING, NOTHING] for split in SPLITS}         # index 1 is for learnt text
     packer = zlib.compressobj(9, wbits=31)
     packed = 0
     left_out = copies = 0
@@ -249,7 +249,7 @@ def packed_rows(lengths: Sequence[int], T: int) -> list[list[int]]:
 
 
 class ConversationRows(Dataset[Packed]):
-    """A dataset of the packed rows of a split. Row numbers of len(self) and more denote the same rows in later epochs.
+    """A dataset of the packed rows of a split. Row numbers from len(self) on denote the same rows in later epochs.
 
     Attributes:
         counts (rows,): the number of targets in each row.
@@ -264,7 +264,7 @@ class ConversationRows(Dataset[Packed]):
         lengths = np.diff(self._bounds) - 1                      # the last id, end_of_text, is only a target
         self.cut = longer_than(tokens, ctx_len)
         self._lengths = np.minimum(lengths, ctx_len)
-        self._n_tokens = int(self._lengths.sum())            # tokens in all rows
+        self._n_tokens = int(self._lengths.sum())            # counts the tokens in all rows
         self._rows = packed_rows(self._lengths.tolist(), ctx_len)
         before = np.cumsum(np.append(0, learnt[:]), dtype=np.int64)
         first = self._bounds[:-1] + 1

@@ -17,11 +17,11 @@ from rwkv.io.cache import read_json, sha256, write_json
 from rwkv.io.json_types import JsonObject
 from rwkv.io.utf8 import chunks, open_file
 
-SETTLED = 2_000_000_000                  # ns: two changes of a file within this time may have the same timestamp
+SETTLED = 2_000_000_000                  # ns; two changes of a file within this time may have the same timestamp
 VERSION = "3"                            # version of the cache's format
 BLOCK = 1 << 20                          # bytes read at a time for hashing
 SLASH = rf"[/{re.escape(os.sep)}]"
-ANY_DEPTH = re.compile(rf"(?:^|(?<={SLASH}))\*\*(?:{SLASH}+|$)")       # ** between slashes
+ANY_DEPTH = re.compile(rf"(?:^|(?<={SLASH}))\*\*(?:{SLASH}+|$)")       # matches ** between slashes
 
 
 class Content(NamedTuple):
@@ -55,7 +55,7 @@ def matching(path: str, endings: Sequence[str]) -> list[tuple[str, Path]]:
     files = _unique_files(file for file in named if file.is_file())
     if not files:
         raise UserError(_no_files_message(path, endings))
-    root = Path(path)                    # the folder, or the part of the pattern before its first wildcard
+    root = Path(path)                    # becomes the folder, or the part of the pattern before the first wildcard
     while glob.has_magic(str(root)) and not root.exists():
         root = root.parent
     return [(file.relative_to(root).as_posix(), file) for file in files]

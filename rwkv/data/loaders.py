@@ -1,7 +1,7 @@
 """Loads batches for training and validation from the tokenised data of rwkv/data/prepare.py.
 
-B = batch_size, T = ctx_len. Window i is tokens[i*T : i*T + T+1]. Its first T tokens are a row of x (B,T), and its last T tokens
-are a row of y (B,T), so no two windows predict the same token.
+B = batch_size, T = ctx_len. Window i is tokens[i*T : i*T + T+1]. The first T tokens of a window are a row of x (B,T), and the
+last T tokens are a row of y (B,T), so no two windows predict the same token.
 
 Training reads all complete windows in a seeded random order, then again in a new order, without end. An epoch predicts every
 token once, except the first token and up to T-1 tokens at the end. From the second epoch on, the windows are shifted by a
@@ -47,7 +47,7 @@ WORKER_ENDED = re.compile(r"DataLoader worker \(pid.*?\) (?:is killed by signal:
 
 
 def require_workers(count: int) -> None:
-    """Raises UserError if `count` workers need semaphores and the system has none. On Linux, semaphores are in /dev/shm."""
+    """Raises UserError if `count` workers need semaphores and the system has none. Linux keeps semaphores in /dev/shm."""
     try:
         if count:
             multiprocessing.get_context().Lock()
@@ -114,7 +114,7 @@ class DataModule(LightningDataModule):
             batches = batches or -(-len(data) // layout.rows)
             sampler = ShuffleSampler(len(data), layout.rows, batches, self.seed, layout.rank, layout.world)
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="'set_vital' is deprecated")  # from torchdata 0.11 with torch 2.13
+            warnings.filterwarnings("ignore", message="'set_vital' is deprecated")  # torchdata 0.11 causes this with torch 2.13
             return StatefulDataLoader(data, batch_sampler=sampler, collate_fn=_unchanged, num_workers=self.config.num_workers,
                                       worker_init_fn=_init_worker, generator=_own_generator(self.seed))
 

@@ -12,8 +12,8 @@ from rwkv.tokenizer.tokenizers import MADE_FROM_DATA, NAMES, Tokenizer
 def check_data(config: DataConfig, tokenizer: bool = True, template: bool = True) -> None:
     """Raises UserError if a path or a file is missing, or if options conflict.
 
-    `tokenizer` and `template` say whether to check the configured tokenizer and chat template. They are False if those of a
-    checkpoint will be used instead.
+    `tokenizer` and `template` say whether to check the configured tokenizer and chat template. The values are False if a
+    checkpoint's tokenizer and template will be used instead.
     """
     if config.name == "mix":
         if config.path:

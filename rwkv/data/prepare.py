@@ -1,4 +1,4 @@
-"""Prepares the data of a configuration. They are tokenised once, into memory-mapped files in data.cache_dir.
+"""Prepares the data of a configuration, which are tokenised once, into memory-mapped files in data.cache_dir.
 
     corpus = prepare(config.data, config.model.ctx_len)
     corpus.tokenizer, corpus.train, corpus.val, corpus.sizes
@@ -6,7 +6,7 @@
 The tokens of a split are end_of_text, document, end_of_text, document, ... Because end_of_text precedes each document, every
 token of text is predicted exactly once. Runs may share a cache_dir and start at the same time.
 
-The validation split depends only on the data and on f = val_fraction. It contains:
+The validation split depends only on the data and on f = val_fraction. Each kind of data has a rule for its content:
 - stdlib, several text files: whole files, in a random order that depends on their names, up to a fraction f of all bytes
 - a single text file: the last fraction f of its characters
 - jsonl, chat, hf, texts with data.separator: the first document and one of every 1/f following documents, or the end of a
@@ -107,17 +107,17 @@ class Corpus:
     def val_lost(self) -> float:
         """Returns the fraction of the validation text that the tokenizer loses.
 
-        For conversations, this is the fraction of the answers. For ids of another program, it is the fraction of unknown ids.
+        For conversations, returns the fraction of the answers. For ids of another program, returns the fraction of unknown ids.
         """
         lost = self.conversations[1].learnt_lost if self.conversations else self.sizes.val_lost
         return lost.share if self.unknown is None else self.unknown
 
     @property
     def val_bytes_per_token(self) -> float | None:
-        """Returns the bytes of validation text per predicted token. For conversations, it is bytes of answers per learnt token.
+        """Returns the bytes of validation text per predicted token.
 
-        The result is None if the tokenizer loses more than WITHHELD of the text. It is also None for pairs of answers, because
-        their loss is not a loss per token.
+        For conversations, returns the bytes of the answers per learnt token. Returns None if the tokenizer loses more than
+        WITHHELD of the text, and for pairs of answers, because their loss is not a loss per token.
         """
         if self.val_lost > WITHHELD or (self.conversations and self.conversations[1].paired):
             return None
@@ -172,7 +172,7 @@ def prepare(config: DataConfig, ctx_len: int, tokenizer: Tokenizer | None = None
 
     Args:
         tokenizer: the tokenizer to use instead of the one that `config` names.
-        pairs: whether data=chat reads pairs of answers. This requires `tokenizer`.
+        pairs: whether data=chat reads pairs of answers. If so, `tokenizer` is required.
     """
     check_data(config, tokenizer is None)
     cache = Path(config.cache_dir)

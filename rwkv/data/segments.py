@@ -80,8 +80,8 @@ class BatchPlan(NamedTuple):
 class DocumentChunks:
     """Divides documents that are longer than one stream's share of all segments into chunks.
 
-    After construction, `segments` (P,) contains the number of segments in each chunk. For conversations, the argument `learnt`
-    has a 1 for each token that is a target. `learnt` is None for documents, in which all tokens are targets.
+    `segments` (P,) becomes the number of segments in each chunk. `learnt` has a 1 for each token of a conversation that is a
+    target. `learnt` is None for documents, because all their tokens are targets.
     """
 
     def __init__(self, tokens: TokenArray, end_of_text: int, ctx_len: int, streams: int,

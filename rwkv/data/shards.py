@@ -9,7 +9,7 @@ KEY is a hash of the content, the split and the tokenizer. A shard is SHARD char
 of a shard depends only on the data, not on the number of workers or on interruptions. Files are written atomically. A later run
 reuses the finished files, which the .json of a shard or the manifest lists. A concurrent run waits for a lock.
 
-Workers are threads, because most of the time is spent in the tokenizers' libraries, which release the GIL. These libraries use
+Workers are threads, because most of the time is spent in the tokenizers' libraries, which release the GIL. The libraries use
 all cores even for one shard. The tokenizers byte and char are written in Python and use one core.
 """
 
@@ -222,7 +222,7 @@ def _write_shards(source: Source, tokenizer: Tokenizer, counter: LossCounter, fo
 
 
 def _in_order(pool: ThreadPoolExecutor, tasks: Iterator[Callable[[], Result]], ahead: int) -> Iterator[Result]:
-    """Runs tasks in the pool and yields their results in order. At most `ahead` + 1 results are pending at any time."""
+    """Runs tasks in the pool and yields their results in order. Never more than `ahead` + 1 results are pending."""
     running: deque[Future[Result]] = deque()
     try:
         for task in tasks:

@@ -15,8 +15,8 @@ def with_part(corpus: Corpus, val_tokens: int | None, reach: int) -> Corpus:
 
     Returns the corpus unchanged if `val_tokens` is None or the split is shorter. Each source of data=mix keeps its share of the
     tokens. Conversations are never cut. The smallest number of conversations is kept that contains `val_tokens` tokens and an
-    answer to predict. This answer must begin within the first `reach` tokens of a conversation, because validation reads no
-    more. The value of val_lost still describes the whole split.
+    answer to predict. The answer must begin within the first `reach` tokens of a conversation, because validation reads no
+    more. val_lost still describes the whole split.
     """
     if val_tokens is None or val_tokens + 1 >= len(corpus.val):
         return corpus

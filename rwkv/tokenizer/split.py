@@ -1,9 +1,9 @@
 """Splits a long text so that encoding its pieces separately gives the same ids as encoding the whole text.
 
-A text is split before a newline that follows a character other than white space. Such a split is safe if no token spans the two
+A text is split before a newline that follows a character other than white space. The split is safe if no token spans the two
 characters, if no token strips adjacent spaces, and if a newline at the beginning of a text is encoded as elsewhere. These
 conditions are checked for each vocabulary. If a condition fails, or LONGEST characters have no such newline, the text is split
-after LONGEST characters. Then a few ids at the split may differ from those of the whole text.
+after LONGEST characters, and a few ids at the split may differ from those of the whole text.
 """
 
 import re

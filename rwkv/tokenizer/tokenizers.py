@@ -1,7 +1,7 @@
 """Defines the tokenizers: bytes, characters, any tokenizer.json of the `tokenizers` library, and the RWKV World vocabulary.
 
 A tokenizer has the ids 0..vocab_size-1. Each id of `ends` ends a generated text. The first of these ids is `end_of_text`, which
-precedes every document in the data. It is 0 unless the tokenizer comes from a tokenizer.json (rwkv/tokenizer/special.py).
+precedes every document in the data. Only a tokenizer.json may have an `end_of_text` other than 0 (see special.py).
 
 `encode` never returns a special token, whatever the text, except the unknown token, which replaces characters outside the
 vocabulary. Special tokens decode to nothing, again except the unknown token. `decode` and `decoder` accept any sequence of ids.
@@ -105,7 +105,7 @@ class Tokenizer(ABC):
         return self.encode_batch(texts)
 
     def encode_after(self, text: str, before: Sequence[int]) -> list[int]:
-        """Returns the ids of a text after the ids `before`. It continues their text unless they end in a special token."""
+        """Returns the ids of a text after the ids `before`. The text is a continuation unless a special token precedes it."""
         is_within = before and before[-1] not in self.special.values()
         return self.encode_within([text])[0] if is_within else self.encode(text)
 
@@ -424,7 +424,7 @@ class JsonTokenizer(Tokenizer):
 class WorldTokenizer(Tokenizer):
     """A tokenizer with the RWKV World vocabulary.
 
-    vocab_size is 65536, as in the released models. This is the number of ids in use (0 to 65529), rounded up to a multiple of
+    vocab_size is 65536, as in the released models: the number of ids in use (0 to 65529), rounded up to a multiple of
     64. Unused ids decode to nothing. `text` is the content of a vocabulary file, and `source` is its name in error messages.
     """
 
@@ -510,7 +510,7 @@ def _without_space(step: JsonObject | None) -> JsonObject | None:
 def _encode_each(library: tokenizers.Tokenizer, texts: Sequence[str]) -> list[list[int]]:
     for text in texts:
         require_unicode(text)
-    with _as_user_error("the tokenizer cannot encode the text"):     # the call without offsets takes half the time
+    with _as_user_error("the tokenizer cannot encode the text"):     # encode_batch with offsets takes twice the time
         return [encoding.ids for encoding in library.encode_batch_fast(list(texts), add_special_tokens=False)]
 
 

@@ -107,7 +107,7 @@ def split_documents(texts: Iterable[tuple[str, str, int | None]], fraction: floa
     first = next(filled, None)
     if first is None:
         raise UserError(f"data.path={path} has no text, because all documents are empty")
-    equal = 1                            # number of documents at the beginning that equal the first
+    equal = 1                            # counts the documents at the beginning that equal the first one
     different = next(filled, None)
     while different is not None and different[0] == first[0]:
         equal += 1
@@ -131,8 +131,8 @@ def _split_copies(text: str, where: str, fraction: float, times: int) -> Iterato
 def repeated_share(documents: Iterable[Document]) -> float:
     """Returns the fraction of the validation text that the training text also contains.
 
-    The fraction is measured in characters, and only in lines of at least LONG characters. At least SAMPLE of these lines are
-    compared by hash. They are spread evenly over the validation text. If there are fewer lines, all are compared.
+    The fraction is measured in characters, and only in lines of at least LONG characters. At least SAMPLE lines, or all if
+    there are fewer, are compared by hash. The compared lines are spread evenly over the validation text.
     """
     documents = list(documents)
     train, val = ([document for document in documents if document.val == is_val] for is_val in (False, True))

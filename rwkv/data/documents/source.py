@@ -56,7 +56,7 @@ def chunks_of(text: str) -> Iterator[str]:
 
 
 def rank(name: str) -> bytes:
-    """Returns a sort key that depends only on the name. It puts names into a fixed random order."""
+    """Returns a sort key that puts names into a fixed random order. The key depends only on the name."""
     return hashlib.sha256(f"{SPLIT_SEED} {name}".encode()).digest()
 
 
@@ -73,7 +73,7 @@ def count_reaching(fraction: float, sizes: Sequence[int]) -> int:
 def in_validation(fraction: float) -> Iterator[bool]:
     """Yields for each document of an endless series whether it is for validation.
 
-    The first document is for validation. Of every further 1/fraction documents, a hash chooses one.
+    The first document is for validation. A hash chooses one of every further 1/fraction documents.
     """
     block = picked = number = 0
     while True:

@@ -127,7 +127,7 @@ def _infer_kind(path: str | None, where: str) -> str:
         return kind
     elif Path(f"{path}.bin").is_file():
         return "binidx"
-    elif not folder.exists() and re.fullmatch(r"[\w.-]+/[\w.-]+", path):         # a dataset's name on the Hub
+    elif not folder.exists() and re.fullmatch(r"[\w.-]+/[\w.-]+", path):         # looks like a dataset's name on the Hub
         return "hf"
     raise UserError(f"{where}: the kind of data cannot be inferred from the path {path}. Add data: {'|'.join(KINDS)}")
 

@@ -54,7 +54,7 @@ def _cached_hashes(tokens: TokenArray, identity: str, tokenizer: Tokenizer, cach
         cached = np.load(path)
         if len(cached) == len(tokens.bounds) - 1:
             return cached
-    except (OSError, ValueError, EOFError):              # missing or damaged
+    except (OSError, ValueError, EOFError):              # the file is missing or damaged
         pass
     hashes = document_hashes(tokens, tokenizer)
     with suppress(UserError):            # a cache that cannot be written only makes the next run slower

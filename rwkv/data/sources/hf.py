@@ -57,7 +57,7 @@ def _load_rows(config: DataConfig) -> Any:
 
 
 def streamed(config: DataConfig) -> Any:
-    """Returns the text column as an IterableDataset of the library `datasets`. Its state_dict is the position."""
+    """Returns the text column as an IterableDataset of the library `datasets`, whose state_dict is the position."""
     path = str(config.path)
     with _import_datasets(path) as datasets:
         if _is_saved(path):

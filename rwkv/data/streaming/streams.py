@@ -54,7 +54,7 @@ class Stream(ABC):
 
     Attributes:
         about: one line about the stream, for messages.
-        sha256: a hash that identifies the data. It is computed without reading all of them.
+        sha256: a hash that identifies the data and is computed without reading all of them.
         size: the total number of bytes; None if unknown.
     """
 

@@ -137,7 +137,7 @@ def _join_copies(group: np.ndarray, lengths: np.ndarray, plain: np.ndarray, val_
     Args:
         group (D,): a number that equal documents share.
         lengths (D,): the lengths of the documents in ids.
-        plain (D,): the split that ignores copies. It is returned if it already puts all equal documents together.
+        plain (D,): the split that ignores copies. `plain` is returned if all equal documents already are together.
     """
     groups = int(group.max()) + 1
     in_val = np.bincount(group, plain, groups)
@@ -159,7 +159,7 @@ def _select(whole: TokenArray, selected: np.ndarray, starts: Path) -> TokenArray
     lengths = np.diff(whole.bounds)
     begins = np.cumsum(np.append(0, lengths[selected]))[:-1]
     _save_if_changed(starts, begins)
-    edges = np.flatnonzero(np.diff(selected.astype(np.int8), prepend=0, append=0))     # the ends of runs of selected documents
+    edges = np.flatnonzero(np.diff(selected.astype(np.int8), prepend=0, append=0))     # bounds of runs of selected documents
     runs = whole.bounds[edges].reshape(-1, 2).tolist()
     parts = [part for begin, end in runs for part in whole.between(begin, end).parts]
     return TokenArray(parts, DocumentOffsets(starts, 0, len(begins), 0))
@@ -202,7 +202,7 @@ def _scan_file(file: TokenFile, tokenizer: Tokenizer, cached: Path, places: Plac
 def _save_if_changed(path: Path, array: np.ndarray) -> None:
     try:
         same = np.array_equal(np.load(path), array)
-    except (OSError, ValueError, EOFError):              # missing or damaged
+    except (OSError, ValueError, EOFError):              # the file is missing or damaged
         same = False
     if not same:
         write(path, lambda file: np.save(file, array))
@@ -211,7 +211,7 @@ def _save_if_changed(path: Path, array: np.ndarray) -> None:
 def _document_hashes(ids: np.ndarray, starts: np.ndarray, end_of_text: int) -> np.ndarray:
     """Returns the 64-bit hash of each document's ids, without end_of_text at both ends: (D,) uint64."""
     hashes = np.empty(len(starts), np.uint64)
-    plain = np.asarray(ids)              # faster to slice than a memmap
+    plain = np.asarray(ids)              # a plain array is faster to slice than a memmap
     ends = [*starts[1:].tolist(), len(ids)]
     with tqdm(total=len(starts), desc="comparing documents", unit="", delay=2, file=sys.stderr, leave=False) as bar:
         for number, (begin, end) in enumerate(zip(starts.tolist(), ends, strict=True)):

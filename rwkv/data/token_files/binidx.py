@@ -32,7 +32,7 @@ from rwkv.io.utf8 import open_file
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = 34                              # bytes
 DTYPES = {1: "uint8", 2: "int8", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}         # Megatron's codes 6 and 7 are floats
-PARTS = re.compile(r"[_.-]?(?:part|shard)?[_.-]?(?P<number>\d+)(?:[_.-]of[_.-](?P<of>\d+))?(?P<kind>_\w+)?")       # after NAME
+PARTS = re.compile(r"[_.-]?(?:part|shard)?[_.-]?(?P<number>\d+)(?:[_.-]of[_.-](?P<of>\d+))?(?P<kind>_\w+)?")   # follows NAME
 
 
 def files(path: str | None) -> list[TokenFile]:
@@ -93,7 +93,7 @@ def read_index(path: Path) -> Index:
                         f"{', '.join(map(str, DTYPES))} (uint8, int8, int16, int32, int64, uint16)")
     expected = HEADER + 12 * sequences + 8 * documents
     size = path.stat().st_size
-    if size not in (expected, expected + sequences):         # Megatron may add one byte per sequence, its mode
+    if size not in (expected, expected + sequences):         # Megatron may add a mode of one byte per sequence
         raise UserError(f"{path} is truncated or damaged: the file must have {expected} bytes for {sequences} sequences in "
                         f"{documents} entries; got {size}")
     return _read_tables(path, DTYPES[code], sequences, documents)
