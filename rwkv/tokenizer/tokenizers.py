@@ -456,7 +456,8 @@ class WorldTokenizer(Tokenizer):
 
 def _reject_option(tokenizer: Tokenizer, end_of_text: str | None, option: str) -> Tokenizer:
     if end_of_text is not None:
-        raise UserError(f"{option} requires a tokenizer.json; the tokenizer {tokenizer.kind} always ends texts with token 0")
+        raise UserError(f"{option} requires a tokenizer.json, but the {tokenizer.kind} tokenizer always ends a text with token 0. "
+                        f"Omit {option}")
     return tokenizer
 
 

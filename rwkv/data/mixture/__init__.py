@@ -48,7 +48,7 @@ class MixedSource(NamedTuple):
 def mixed_sources(config: DataConfig) -> list[MixedSource]:
     """Returns the sources of data=mix. Raises UserError if an entry is invalid or two sources have the same name."""
     if not config.sources:
-        raise UserError(f"data=mix requires data.sources: {EXAMPLE}")
+        raise UserError(f"data=mix requires data.sources, for example {EXAMPLE}")
     for number, entry in enumerate(config.sources):
         _check_entry(entry, f"data.sources[{number}]")
     total = sum(entry["weight"] for entry in config.sources)
@@ -115,7 +115,7 @@ def _config_of(entry: JsonObject, config: DataConfig, where: str) -> DataConfig:
 
 def _infer_kind(path: str | None, where: str) -> str:
     if path is None:
-        raise UserError(f"{where} has no path. Write for example {EXAMPLE}")
+        raise UserError(f"{where} has no path. An example is {EXAMPLE}")
     folder = Path(path)
     if any((folder / name).exists() for name in ("state.json", "dataset_dict.json")):
         return "hf"

@@ -281,7 +281,7 @@ def test_a_file_that_has_changed_is_one_sentence(tmp_path: Path, change: str) ->
         continued = loader(config, batches=1000)
         continued.load_state_dict(begun.state_dict())
         read(continued)
-    assert any(word in str(caught.value) for word in ("changed", "has no .jsonl"))
+    assert any(word in str(caught.value) for word in ("changed", "contains no .jsonl"))
     assert "\n" not in str(caught.value)
 
 
