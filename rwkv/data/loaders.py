@@ -84,7 +84,7 @@ class DataModule(LightningDataModule):
         sampler: Sampler
         trainer = self.trainer
         layout = StepLayout(self.config.batch_size)
-        batches = 0                      # in the whole run, or in one epoch if no number of steps is known
+        batches = 0                      # counts those of the whole run, or of one epoch if no number of steps is known
         if trainer is not None:
             layout = StepLayout(layout.rows, trainer.accumulate_grad_batches, trainer.global_rank, trainer.world_size)
             batches = max(0, trainer.max_steps) * trainer.accumulate_grad_batches
@@ -140,7 +140,7 @@ class DataModule(LightningDataModule):
         return {"sha256": self.corpus.sha256} | mixed
 
     def load_state_dict(self, state_dict: StateDict) -> None:
-        """Raises UserError if the run began with different data."""
+        """Checks a checkpoint's state. Raises UserError if the run began with different data."""
         shares = {part.name: part.share for part in self.corpus.parts}
         if state_dict.get("shares", {}) != shares:
             before, now = (", ".join(f"{name} {100 * share:.4g} %" for name, share in each.items())

@@ -74,12 +74,12 @@ class Corpus:
         source: one line about the origin of the data.
         sha256: a hash of the texts, their order and the names of their files.
         conversations: the training and the validation split of data=chat.
-        unknown: the fraction of unknown tokens if another program made the ids; None if the tokenizer loses nothing.
+        unknown: the fraction of unknown tokens if another program made the ids and the tokenizer may lose text; else None.
         copies: the number of documents that equal an earlier document.
         repeated: the fraction of a single file's validation text that also occurs in its training text.
         marks: how often each mark such as <|endoftext|> occurs in the texts (documents/separators.py).
-        parts: the sources of data=mix. `train` and `val` then are the concatenated tokens of all sources.
-        stream: the stream of data.streaming. `train` then is empty.
+        parts: the sources of data=mix, whose tokens `train` and `val` join; () for other data.
+        stream: the stream of data.streaming, for which `train` is empty; None for other data.
     """
 
     tokenizer: Tokenizer

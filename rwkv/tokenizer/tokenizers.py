@@ -105,7 +105,7 @@ class Tokenizer(ABC):
         return self.encode_batch(texts)
 
     def encode_after(self, text: str, before: Sequence[int]) -> list[int]:
-        """Returns the ids of a text after the ids `before`. The text is a continuation unless a special token precedes it."""
+        """Returns the ids of a text after the ids `before`. The text is a continuation if an ordinary token precedes it."""
         is_within = before and before[-1] not in self.special.values()
         return self.encode_within([text])[0] if is_within else self.encode(text)
 
@@ -456,8 +456,8 @@ class WorldTokenizer(Tokenizer):
 
 def _reject_option(tokenizer: Tokenizer, end_of_text: str | None, option: str) -> Tokenizer:
     if end_of_text is not None:
-        raise UserError(f"{option} requires a tokenizer.json, but the {tokenizer.kind} tokenizer always ends a text with token 0. "
-                        f"Omit {option}")
+        raise UserError(f"{option} requires a tokenizer.json, but the {tokenizer.kind} tokenizer always ends a text with token "
+                        f"0. Omit {option}")
     return tokenizer
 
 

@@ -5,7 +5,7 @@
     {"prompt": "...", "completion": "..."}                      strings, or lists of messages
     {"instruction": "...", "input": "...", "output": "..."}     also question and answer, query and response, with history
 
-For tune.objective=dpo, it reads pairs of answers, which are one question with a chosen and a rejected answer:
+For tune.objective=dpo, an entry is a pair of answers, that is, a question with a chosen and a rejected answer:
 
     {"prompt": "...", "chosen": "...", "rejected": "..."}       strings, or lists of messages
     {"chosen": [...], "rejected": [...]}                        whole conversations; the messages that both share are the prompt

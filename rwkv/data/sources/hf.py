@@ -88,7 +88,7 @@ def _import_datasets(path: str) -> Iterator[ModuleType]:
 
 
 def reason(error: Exception) -> str:
-    """Returns the first line of an error's message, or of its cause's message.
+    """Returns the first line of the message of an error's cause, or of the error if there is no cause.
 
     When a file cannot be read, only the cause is informative.
     """

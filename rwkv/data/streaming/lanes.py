@@ -13,8 +13,8 @@ resume with a different number of processes. With data=mix, each source is a str
 the source of each window.
 
 The state for resuming contains the position of each lane: the number of finished rows, and the number of finished tokens in the
-next row. It also contains the start of the oldest block that a lane still reads, and a hash of this block and of each later
-block. A resumed run reads these blocks again, checks that they are unchanged, and tokenises only unfinished rows.
+next row. The state also contains the start of the oldest block that a lane still reads, and hashes of this and all later
+blocks. A resumed run reads these blocks again, checks that they are unchanged, and tokenises only unfinished rows.
 """
 
 import hashlib
@@ -183,7 +183,7 @@ class Lanes:
 
 
 class Batches(IterableDataset[Any]):
-    """Yields (batch, state) without end, where the batch is (x, y), each (B,T) int64, and the state is the one after the batch.
+    """Yields (batch, state) without end: this process's batch (x, y), each (B,T) int64, and the state after the batch.
 
     Args:
         sources: each stream and its share of the windows.
