@@ -1,16 +1,17 @@
-"""data=chat: conversations, packed into rows. Only the assistant's answers are learnt, that is, are targets of the loss.
+"""Tokenises the conversations of data=chat and packs them into rows. Only the assistant's answers are targets of the loss.
 
     row 0   [ conversation 3 ....... ][ conversation 0 .. ][ conversation 8 ]   T = ctx_len positions; [ resets the state
     row 1   [ conversation 5 ................................. ] padding
 
-The parts of a conversation are encoded separately, as a prompt and its answer are in generation (rwkv/chat/encoding.py). Each
-conversation ends in end_of_text, which is added if the chat template has not written it. An end_of_text after an answer is
-learnt, so that a tuned model stops. No end_of_text precedes a conversation, since none precedes a prompt in generation.
+An id is called learnt if it is a target of the loss. The parts of a conversation are encoded separately, just as generation
+encodes a prompt and its answer (rwkv/chat/encoding.py). Each conversation ends in end_of_text, which is added unless the chat
+template wrote it. The end_of_text after an answer is learnt, so that a tuned model stops. No end_of_text precedes a
+conversation, because none precedes a prompt in generation.
 
 Rows are filled by best fit, the longest conversations first. A conversation longer than a row is truncated. With trainer.tbptt,
-training reads whole conversations (rwkv/data/segments.py); so does validation, if any conversation is longer than a row.
+training reads whole conversations (rwkv/data/segments.py). Validation does the same if any conversation is longer than a row.
 
-The folder cache/chat-KEY contains the ids, a byte per id that is 1 if the id is learnt, and the offsets of conversations.
+The folder cache/chat-KEY contains the ids, one byte per id (1 if the id is learnt), and the offsets of the conversations.
 """
 
 import zlib
@@ -48,13 +49,16 @@ AT_ONCE = 1000                           # conversations per call of the tokeniz
 
 
 class Tokenised(NamedTuple):
-    """A tokenised split: ids and, for each id, 1 if it is learnt.
+    """A tokenised training or validation split of data=chat.
 
-    bytes, learnt_bytes: the sizes of all text and of learnt text. left_out: the number of conversations omitted from both
-    splits because none of their answers is learnt. copies: the number of conversations (or pairs) in both splits that equal an
-    earlier one (documents/copies.py). lost, learnt_lost: what the tokenizer cannot represent of all text, and of learnt text.
-    paired: whether sequences 2i and 2i+1 are a pair, that is, the conversations with the chosen and with the rejected answer
-    (pairs.py).
+    Attributes:
+        tokens: the ids of the conversations.
+        learnt: 1 for each learnt id and 0 for each other id.
+        bytes, learnt_bytes: the size of all text, and of the learnt text.
+        lost, learnt_lost: the part of all text, and of the learnt text, that the tokenizer cannot represent.
+        left_out: the number of conversations that are in neither split because none of their answers is learnt.
+        copies: the number of conversations or pairs in both splits that equal an earlier one (documents/copies.py).
+        paired: True if sequences 2i and 2i+1 contain the chosen and the rejected answer to the same prompt (pairs.py).
     """
 
     tokens: TokenArray
@@ -69,10 +73,13 @@ class Tokenised(NamedTuple):
 
 
 class Packed(NamedTuple):
-    """A batch: x, y (B,T) int64; starts (B,T) bool: true at positions before which the state is reset.
+    """A batch of packed rows.
 
-    weight: the factor for the batch's mean loss. With it, averaging over all batches and processes of an optimiser step gives
-    the mean over all of the step's targets.
+    Attributes:
+        x, y (B,T): the input ids and the target ids, int64.
+        starts (B,T): True at each position before which the state is reset.
+        weight: the factor for the batch's mean loss. Averaging the weighted losses over all batches and processes of an
+            optimiser step gives the mean over all targets of the step.
     """
 
     x: Tensor
@@ -82,7 +89,10 @@ class Packed(NamedTuple):
 
 
 class Whole(NamedTuple):
-    """A validation batch of whole conversations, one per row: x, y (B,L) int64. The model reads T positions at a time."""
+    """A validation batch with one whole conversation per row.
+
+    `x` and `y` (B,L) are the input ids and the target ids, int64. The model reads `T` of the L positions at a time.
+    """
 
     x: Tensor
     y: Tensor
@@ -90,7 +100,7 @@ class Whole(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """The row numbers of a batch, and its Packed.weight."""
+    """The numbers of the rows in a batch, and the batch's weight (see Packed)."""
 
     numbers: list[int]
     weight: float
@@ -98,11 +108,14 @@ class Rows(NamedTuple):
 
 def tokenise(config: DataConfig, identity: Sequence[str], tokenizer: Tokenizer, cache: Path,
              pairs: bool = False) -> tuple[Tokenised, Tokenised, float]:
-    """Tokenises conversations, or reads them from the cache. Returns both splits, and the bits per byte of `gzip -9` on the
-    validation answers.
+    """Tokenises the conversations of `config`, or reads their tokens from the cache.
 
-    identity: strings that identify the conversations and their split. Raises UserError if a line is not a conversation or
-    cannot be encoded.
+    Returns the training split, the validation split, and the bits per byte of `gzip -9` on the validation answers. Raises
+    UserError if a line is not a conversation or cannot be encoded.
+
+    Args:
+        identity: strings that identify the conversations and the way they are split.
+        pairs: whether each entry of the files is a pair of answers.
     """
     kind = ["pairs"] if pairs else []
     folder = cache / f"chat-{sha256([*identity, tokenizer.data_key, str(VERSION), *kind])[:16]}"
@@ -110,7 +123,7 @@ def tokenise(config: DataConfig, identity: Sequence[str], tokenizer: Tokenizer, 
     checksums = {name: crc32(folder / name) for name in manifest["files"] if (folder / name).is_file()} if manifest else {}
     if not manifest or checksums != manifest["files"]:
         manifest = _write_tokens(config, tokenizer, folder, pairs)
-    train, val = (_tokenised(folder, manifest, split)._replace(paired=pairs) for split in SPLITS)
+    train, val = (_read_split(folder, manifest, split)._replace(paired=pairs) for split in SPLITS)
     return train, val, manifest["gzip_bpb"]
 
 
@@ -121,11 +134,11 @@ def _write_tokens(config: DataConfig, tokenizer: Tokenizer, folder: Path, pairs:
     ids: dict[str, list[np.ndarray]] = {split: [] for split in SPLITS}
     learnt: dict[str, list[np.ndarray]] = {split: [] for split in SPLITS}
     sizes: dict[str, dict[str, int]] = {split: {"bytes": 0, "learnt_bytes": 0} for split in SPLITS}
-    lost = {split: [NOTHING, NOTHING] for split in SPLITS}         # in text that is not learnt, and in learnt text
+    lost = {split: [NOTHING, NOTHING] for split in SPLITS}         # index 1 is for learnt text
     packer = zlib.compressobj(9, wbits=31)
     packed = 0
     left_out = copies = 0
-    for conversation, part_ids in _encoded(config, tokenizer, pairs):
+    for conversation, part_ids in _encode_conversations(config, tokenizer, pairs):
         if not conversation.learnt:
             left_out += 1
             continue
@@ -161,8 +174,8 @@ def _write_tokens(config: DataConfig, tokenizer: Tokenizer, folder: Path, pairs:
     return manifest
 
 
-def _encoded(config: DataConfig, tokenizer: Tokenizer, pairs: bool) -> Iterator[tuple[Conversation, list[list[int]]]]:
-    """Each conversation with the ids of each of its parts."""
+def _encode_conversations(config: DataConfig, tokenizer: Tokenizer,
+                          pairs: bool) -> Iterator[tuple[Conversation, list[list[int]]]]:
     remaining = conversations(config, for_tokenizer(template_of(config), tokenizer), pairs)
     while batch := list(islice(remaining, AT_ONCE)):
         try:
@@ -181,7 +194,7 @@ def _raise_with_place(batch: list[Conversation], tokenizer: Tokenizer) -> None:
             raise UserError(f"{conversation.where}: {error}") from None
 
 
-def _tokenised(folder: Path, manifest: JsonObject, split: str) -> Tokenised:
+def _read_split(folder: Path, manifest: JsonObject, split: str) -> Tokenised:
     sizes = manifest["splits"][split]
     offsets = DocumentOffsets(folder / f"{split}-starts.npy", 0, sizes["conversations"], 0)
     tokens, learnt = (TokenArray([Part(folder / f"{split}{ending}", dtype, 0, sizes["tokens"])], offsets)
@@ -192,20 +205,20 @@ def _tokenised(folder: Path, manifest: JsonObject, split: str) -> Tokenised:
 
 
 def marked(split: Tokenised, tokenizer: Tokenizer) -> Iterator[str]:
-    """Each tokenised conversation as text, with learnt text in [[ ]] and end_of_text spelled out."""
+    """Yields the text of each conversation, with learnt text in [[ ]] and with end_of_text as "<end of text>"."""
     for begin, end in pairwise(split.tokens.bounds.tolist()):
         pairs = zip(split.learnt[begin:end].tolist(), split.tokens[begin:end].tolist(), strict=True)
         pieces = []
         before: list[int] = []
         for is_learnt, run in groupby(pairs, itemgetter(0)):
             ids = [token for _, token in run]
-            text = _shown(ids, before, tokenizer)
+            text = _decode_with_ends(ids, before, tokenizer)
             pieces.append(f"[[{text}]]" if is_learnt else text)
             before = ids
         yield "".join(pieces)
 
 
-def _shown(ids: list[int], before: list[int], tokenizer: Tokenizer) -> str:
+def _decode_with_ends(ids: list[int], before: list[int], tokenizer: Tokenizer) -> str:
     pieces: list[list[int]] = [[]]
     for token in ids:
         if token == tokenizer.end_of_text:
@@ -219,7 +232,7 @@ def _shown(ids: list[int], before: list[int], tokenizer: Tokenizer) -> str:
 def packed_rows(lengths: Sequence[int], T: int) -> list[list[int]]:
     """Packs sequences into rows of T positions by best fit, the longest first. Returns the sequence numbers in each row.
 
-    lengths: the sequences' lengths; a sequence longer than T fills a row.
+    A sequence longer than T fills a row.
     """
     rows: list[list[int]] = []
     room: list[tuple[int, int]] = []     # (positions left, row) of rows that are not full, ascending
@@ -236,9 +249,11 @@ def packed_rows(lengths: Sequence[int], T: int) -> list[list[int]]:
 
 
 class ConversationRows(Dataset[Packed]):
-    """The rows of a split. Row numbers from len(self) on denote the same rows in later epochs.
+    """A dataset of the packed rows of a split. Row numbers from len(self) on denote the same rows in later epochs.
 
-    counts (rows,): the number of targets in each row. cut: the number of conversations longer than a row, which are truncated.
+    Attributes:
+        counts (rows,): the number of targets in each row.
+        cut: the number of conversations that are truncated because they are longer than a row.
     """
 
     def __init__(self, tokens: TokenArray, learnt: TokenArray, ctx_len: int) -> None:
@@ -249,21 +264,22 @@ class ConversationRows(Dataset[Packed]):
         lengths = np.diff(self._bounds) - 1                      # the last id, end_of_text, is only a target
         self.cut = longer_than(tokens, ctx_len)
         self._lengths = np.minimum(lengths, ctx_len)
-        self._n_tokens = int(self._lengths.sum())            # tokens in all rows
+        self._n_tokens = int(self._lengths.sum())            # counts the tokens in all rows
         self._rows = packed_rows(self._lengths.tolist(), ctx_len)
         before = np.cumsum(np.append(0, learnt[:]), dtype=np.int64)
         first = self._bounds[:-1] + 1
         targets = before[first + self._lengths] - before[first]
         self.counts = np.array([targets[row].sum() for row in self._rows])
         if not self.counts.any():
-            raise UserError(f"no answer begins within model.ctx_len={ctx_len} tokens of its conversation, so nothing can be "
-                            "learnt or validated: raise model.ctx_len, or read whole conversations with trainer.tbptt")
+            raise UserError(f"in every conversation, the answer begins after the first model.ctx_len={ctx_len} tokens, so "
+                            "there is nothing to learn or to validate. Raise model.ctx_len, or set trainer.tbptt to read whole "
+                            "conversations")
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def __getitems__(self, rows: Rows | list[int]) -> Packed:
-        """The rows with these numbers as one batch. The state is also reset before a row's padding."""
+        """Returns the rows with these numbers as one batch. The state is also reset before the padding of a row."""
         numbers, weight = rows if isinstance(rows, Rows) else (rows, 1.0)
         x = np.zeros((len(numbers), self.ctx_len), np.int64)
         y = np.full_like(x, IGNORED)
@@ -283,11 +299,11 @@ class ConversationRows(Dataset[Packed]):
         return Packed(torch.from_numpy(x), torch.from_numpy(y), torch.from_numpy(starts), weight)
 
     def padding(self) -> float:
-        """The fraction of all rows' positions that are padding."""
+        """Returns the fraction of all positions that are padding."""
         return 1 - self._n_tokens / (len(self) * self.ctx_len)
 
     def describe(self) -> str:
-        cut = (f"; of these conversations, {self.cut:,} longer than model.ctx_len={self.ctx_len} are truncated "
+        cut = (f"; {self.cut:,} of these conversations are longer than model.ctx_len={self.ctx_len} and are truncated "
                "(trainer.tbptt reads them whole)"
                if self.cut else "")
         conversations = counted(len(self._lengths), "conversation")
@@ -296,7 +312,7 @@ class ConversationRows(Dataset[Packed]):
 
 
 class WholeConversations(Dataset[Whole]):
-    """The whole conversations of a split, the longest first, so that those in one batch have similar lengths."""
+    """A dataset of whole conversations, the longest first, so that conversations in the same batch have similar lengths."""
 
     def __init__(self, tokens: TokenArray, learnt: TokenArray, ctx_len: int) -> None:
         self.tokens = tokens
@@ -321,12 +337,17 @@ class WholeConversations(Dataset[Whole]):
 
 
 def longer_than(tokens: TokenArray, ctx_len: int) -> int:
-    """The number of conversations that are longer than a row of ctx_len positions."""
+    """Returns the number of conversations that are longer than a row of `ctx_len` positions."""
     return int((np.diff(tokens.bounds) - 1 > ctx_len).sum())
 
 
 class RowSampler(ShuffleSampler):
-    """A ShuffleSampler that also computes each batch's weight. parts: batches per optimiser step. counts: targets per row."""
+    """A ShuffleSampler that also computes the weight of each batch.
+
+    Args:
+        counts (rows,): the number of targets in each row.
+        parts: the number of batches per optimiser step.
+    """
 
     def __init__(self, counts: np.ndarray, batch_size: int, batches: int, seed: int, rank: int, world: int, parts: int) -> None:
         super().__init__(len(counts), batch_size, batches, seed, rank, world)

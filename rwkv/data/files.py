@@ -17,15 +17,19 @@ from rwkv.io.cache import read_json, sha256, write_json
 from rwkv.io.json_types import JsonObject
 from rwkv.io.utf8 import chunks, open_file
 
-SETTLED = 2_000_000_000                  # ns: two changes of a file within this time may have the same timestamp
+SETTLED = 2_000_000_000                  # ns; two changes of a file within this time may have the same timestamp
 VERSION = "3"                            # version of the cache's format
 BLOCK = 1 << 20                          # bytes read at a time for hashing
 SLASH = rf"[/{re.escape(os.sep)}]"
-ANY_DEPTH = re.compile(rf"(?:^|(?<={SLASH}))\*\*(?:{SLASH}+|$)")       # ** between slashes
+ANY_DEPTH = re.compile(rf"(?:^|(?<={SLASH}))\*\*(?:{SLASH}+|$)")       # matches ** between slashes
 
 
 class Content(NamedTuple):
-    """The hash of a file. characters, fingerprint: the text's length and hash (documents/copies.py); 0 if not read as text."""
+    """The SHA-256 of a file and, if the file was read as text, the length and the hash of the text.
+
+    `fingerprint` is a hash that ignores white space (documents/copies.py). `characters` and `fingerprint` are 0 for a file that
+    was not read as text.
+    """
 
     sha256: str
     characters: int
@@ -33,10 +37,12 @@ class Content(NamedTuple):
 
 
 def matching(path: str, endings: Sequence[str]) -> list[tuple[str, Path]]:
-    """The (name, file) of each file that `path` names: a file, those in a folder with one of the suffixes, or a pattern's
-    matches.
+    """Returns the (name, file) of each file that `path` names, sorted by path.
 
-    Names are relative to the folder, and sorted. A file that several links name is listed once.
+    Raises UserError if there is no file, or if a link leads to a missing file.
+
+    `path` is a file, a pattern such as books/**/*.md, or a folder. A folder stands for all files in it whose names end in one
+    of `endings`. Names are relative to the folder. A file with several links is listed once.
     """
     if Path(path).is_file():
         return [(Path(path).name, Path(path))]
@@ -44,54 +50,55 @@ def matching(path: str, endings: Sequence[str]) -> list[tuple[str, Path]]:
     named = [file for pattern in patterns for file in _glob(pattern)]
     for file in named:
         if file.is_symlink() and not file.exists():
-            raise UserError(f"{file} of data.path={path} is a link to a file that does not exist: restore the file, or remove "
-                            "the link")
+            raise UserError(f"data.path={path} contains {file}, which is a link to a file that does not exist. Restore the "
+                            "file or remove the link")
     files = _unique_files(file for file in named if file.is_file())
     if not files:
-        raise UserError(_no_files(path, endings))
-    root = Path(path)                    # the folder, or the part of the pattern before its first wildcard
+        raise UserError(_no_files_message(path, endings))
+    root = Path(path)                    # becomes the folder, or the part of the pattern before the first wildcard
     while glob.has_magic(str(root)) and not root.exists():
         root = root.parent
     return [(file.relative_to(root).as_posix(), file) for file in files]
 
 
 def natural(name: str) -> list[tuple[int, str]]:
-    """A sort key that orders numbers in names by value: part-2 before part-10."""
+    """Returns a sort key that orders numbers in names by their value, so that part-2 comes before part-10."""
     return [(int(number or 0), text) for text, number in re.findall(r"(\D*)(\d*)", name)]
 
 
 def contents(paths: Sequence[Path], cache: Path, text: bool = False) -> list[Content]:
-    """The Content of each file, cached. A file is read again if its size or timestamp has changed, or if it had changed less
-    than two seconds before it was read, since a second change may have the same timestamp.
+    """Returns the Content of each file, from the cache if possible.
 
-    text: whether to read the files as UTF-8; then raises UserError for a file that is not UTF-8.
+    A file is read again if its size or timestamp has changed. A file that changed less than two seconds before the cached
+    reading is also read again, because a second change may have left the same timestamp. If `text` is true, files are read as
+    UTF-8, and UserError is raised for a file that is not UTF-8.
     """
     cached = cache / f"contents-{sha256([VERSION, str(text), *(str(path.absolute()) for path in paths)])[:16]}.json"
     previous = read_json(cached) or {}
     entries = {str(path): _entry(path, previous.get(str(path)), text) for path in paths}
     if entries != previous:
-        with suppress(UserError):        # a read-only cache may still contain the tokenised files
+        with suppress(UserError):        # a cache that cannot be written may still contain the tokenised files
             write_json(cached, entries)
     return [Content(*(entry[name] for name in Content._fields)) for entry in entries.values()]
 
 
 def names_and_hashes(files: Sequence[tuple[str, Path]], cache: Path, text: bool = False) -> list[str]:
-    """The name and the hash of each file, in one list, which identifies a source."""
+    """Returns the name and the SHA-256 of each file in one list [name, hash, name, hash, ...], which identifies a source."""
     file_contents = contents([path for _, path in files], cache, text)
     return [part for (name, _), content in zip(files, file_contents, strict=True) for part in (name, content.sha256)]
 
 
 def stamp(path: Path) -> list[int]:
-    """The size and modification time, in ns, of a file. Raises UserError if it is missing."""
+    """Returns the size of a file in bytes and its modification time in ns. Raises UserError if the file is missing."""
     try:
         status = path.stat()
     except OSError as error:
-        raise UserError(f"cannot read data.path={path}: {error.strerror}") from None
+        raise UserError(f"data.path={path} cannot be read: {error.strerror}") from None
     return [status.st_size, status.st_mtime_ns]
 
 
 def unchanged(path: Path, entry: JsonObject) -> bool:
-    """Whether size and timestamps prove that the file has not changed since `entry` was created."""
+    """Returns True if the size and the timestamps prove that the file has not changed since `entry` was created."""
     return stamp(path) == entry["stamp"] and entry["stamp"][1] + SETTLED < entry["time"]
 
 
@@ -118,26 +125,26 @@ def _read_content(path: Path, text: bool) -> Content:
                 hashed.update(block)
         return Content(hashed.hexdigest(), 0, 0)
     characters = 0
-    computed = Fingerprint()
+    hashed_text = Fingerprint()
     for chunk in chunks(path, hashed.update):
         characters += len(chunk)
-        computed.update(chunk)
-    return Content(hashed.hexdigest(), characters, computed.value())
+        hashed_text.update(chunk)
+    return Content(hashed.hexdigest(), characters, hashed_text.value())
 
 
 def _glob(pattern: str) -> Iterator[Path]:
-    """Like glob.glob with recursive=True, but `**` visits each folder once, even if links form a cycle."""
+    """Yields what glob.glob(recursive=True) yields, but `**` visits each folder only once, even if links form a cycle."""
     before, *after = ANY_DEPTH.split(pattern, maxsplit=1)
     if not after:
         yield from map(Path, glob.glob(pattern))                     # noqa: PTH207
         return
     for top in glob.glob(before or "."):                             # noqa: PTH207
-        for folder in _folders(Path(top)):
+        for folder in _visible_folders(Path(top)):
             yield from _glob(f"{glob.escape(str(folder))}/{after[0] or '*'}")
 
 
-def _folders(top: Path) -> Iterator[Path]:
-    """`top` and the folders below it that are not hidden, each once: by its own path if possible, otherwise by a link's."""
+def _visible_folders(top: Path) -> Iterator[Path]:
+    """Yields `top` and every folder below it that is not hidden. A folder that several links name is yielded only once."""
     visited: set[Path] = set()
     pending = [top]
     links: list[Path] = []
@@ -152,15 +159,14 @@ def _folders(top: Path) -> Iterator[Path]:
 
 
 def _unique_files(files: Iterable[Path]) -> list[Path]:
-    """The files sorted by path. A file with several paths is listed under the first path that is not a link."""
     unique: dict[Path, Path] = {}
     for file in sorted(set(files), key=lambda file: (file.is_symlink(), file)):
         unique.setdefault(file.resolve(), file)
     return sorted(unique.values())
 
 
-def _no_files(path: str, endings: Sequence[str]) -> str:
+def _no_files_message(path: str, endings: Sequence[str]) -> str:
     if Path(path).is_dir():
-        return (f"data.path={path} has no {' or '.join(endings)} files in it: to read other files pass a pattern, "
+        return (f"the folder data.path={path} contains no {' or '.join(endings)} files. To read other files, pass a pattern, "
                 f"data.path={path.rstrip('/')}/**/*.ending")
-    return f"data.path={path} matches no file"
+    return f"no file matches data.path={path}"

@@ -1,13 +1,16 @@
 """Loads batches for training and validation from the tokenised data of rwkv/data/prepare.py.
 
-B = batch_size, T = ctx_len. Window i of N tokens is tokens[i*T : i*T + T+1]: x (B,T) is its first T tokens, y (B,T) its last T,
-so no two windows predict the same token. Training reads all complete windows in a seeded random order, then in a new order,
-without end. In an epoch every token is predicted once, except the first token and up to T-1 tokens at the end. From the second
-epoch on, the windows are shifted by a seeded offset, with wrap-around, so that a token has a different context in each epoch.
-The order is the same for any number of workers and processes, and a run can resume from any step; process `rank` of `world`
-reads every world-th window. Validation reads all windows in order; the tokens that remain form a last window, padded with
-IGNORED targets. For trainer.tbptt see segments.py, for data=mix mixture/windows.py, for conversations conversations.py, for
-pairs of answers pairs.py.
+B = batch_size, T = ctx_len. Window i is tokens[i*T : i*T + T+1]. The first T tokens of a window are a row of x (B,T), and the
+last T tokens are a row of y (B,T), so no two windows predict the same token.
+
+Training reads all complete windows in a seeded random order, then again in a new order, without end. An epoch predicts every
+token once, except the first token and up to T-1 tokens at the end. From the second epoch on, the windows are shifted by a
+seeded offset, with wrap-around, so that a token has a different context in each epoch. The order is the same for any number of
+workers and processes. Process `rank` of `world` reads every world-th window. A run can resume from any step.
+
+Validation reads all windows in order. The tokens that remain form a last window, which is padded with IGNORED targets.
+
+Other kinds of batches are in segments.py (trainer.tbptt), mixture/windows.py (data=mix), conversations.py and pairs.py.
 """
 
 import multiprocessing
@@ -38,26 +41,30 @@ from rwkv.io.json_types import StateDict
 from rwkv.io.signals import STOPPING
 
 Batch = TypeVar("Batch")
-# torch's messages are "DataLoader worker (pid 9) is killed by signal: Killed. " and "... (pid(s) 9) exited unexpectedly"
+# torch writes "DataLoader worker (pid 9) is killed by signal: Killed. " or "DataLoader worker (pid(s) 9) exited unexpectedly"
 IN_WORKER = "in DataLoader worker process"
 WORKER_ENDED = re.compile(r"DataLoader worker \(pid.*?\) (?:is killed by signal: ([^.]*)|exited unexpectedly)")
 
 
 def require_workers(count: int) -> None:
-    """Raises UserError if the system lacks semaphores, which workers' queues require (on Linux they are files in /dev/shm)."""
+    """Raises UserError if `count` workers need semaphores and the system has none. Linux keeps semaphores in /dev/shm."""
     try:
         if count:
             multiprocessing.get_context().Lock()
     except (ImportError, OSError) as error:
-        raise UserError(f"data.num_workers={count} requires semaphores, which this system lacks ({error}): load batches in the "
-                        "training process with data.num_workers=0, or enlarge /dev/shm") from None
+        raise UserError(f"data.num_workers={count} requires semaphores, but this system has none ({error}). Set "
+                        "data.num_workers=0 to load batches in the training process, or enlarge /dev/shm") from None
 
 
 class DataModule(LightningDataModule):
-    """Provides a corpus's loaders to Lightning, for which the whole run (trainer.max_steps steps) is one epoch.
+    """Provides the loaders of a corpus to Lightning. The whole run (trainer.max_steps steps) is one epoch of Lightning.
 
-    config.batch_size: rows per batch in this process. tbptt: segments of each document stream per training step; 0 for windows.
-    Checkpoints saved during fit contain the loader's position; later checkpoints do not, since Lightning discards it after fit.
+    A checkpoint that is saved during fit contains the position of the training loader. A later checkpoint does not, because
+    Lightning discards the position after fit.
+
+    Args:
+        config: the data options. config.batch_size is the number of rows per batch in this process.
+        tbptt: the number of segments of each document stream per training step; 0 to train on windows.
     """
 
     def __init__(self, corpus: Corpus, config: DataConfig, ctx_len: int, seed: int, tbptt: int = 0) -> None:
@@ -69,18 +76,21 @@ class DataModule(LightningDataModule):
         self.tbptt = tbptt
 
     def train_dataloader(self) -> StatefulDataLoader | StreamLoader:
-        """A loader of batches (x, y), each (B,T), or of Packed, Pairs or Segments. The loader's state_dict is its position."""
+        """Returns a loader of batches. A batch is (x, y), each (B,T), or Packed, Pairs or Segments.
+
+        The state_dict of the loader contains its position.
+        """
         data: Dataset
         sampler: Sampler
         trainer = self.trainer
         layout = StepLayout(self.config.batch_size)
-        batches = 0                      # in the whole run, or in one epoch if no number of steps is known
+        batches = 0                      # counts those of the whole run, or of one epoch if no number of steps is known
         if trainer is not None:
             layout = StepLayout(layout.rows, trainer.accumulate_grad_batches, trainer.global_rank, trainer.world_size)
             batches = max(0, trainer.max_steps) * trainer.accumulate_grad_batches
         if streams := self.corpus.streams:
             if not batches:
-                raise UserError("data.streaming requires trainer.max_steps, because a stream has no end")
+                raise UserError("data.streaming requires trainer.max_steps, because a stream has no end. Set trainer.max_steps")
             return StreamLoader(batches, self.config.num_workers, _init_worker, sources=streams,
                                 tokenizer=self.corpus.tokenizer, T=self.ctx_len, layout=layout, seed=self.seed)
         if self.tbptt:
@@ -104,15 +114,15 @@ class DataModule(LightningDataModule):
             batches = batches or -(-len(data) // layout.rows)
             sampler = ShuffleSampler(len(data), layout.rows, batches, self.seed, layout.rank, layout.world)
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="'set_vital' is deprecated")  # from torchdata 0.11 with torch 2.13
+            warnings.filterwarnings("ignore", message="'set_vital' is deprecated")  # torchdata 0.11 causes this with torch 2.13
             return StatefulDataLoader(data, batch_sampler=sampler, collate_fn=_unchanged, num_workers=self.config.num_workers,
                                       worker_init_fn=_init_worker, generator=_own_generator(self.seed))
 
     def val_dataloader(self) -> DataLoader:
-        """A loader of batches (x, y), each (B,T), or of Packed, Pairs or SourceBatch; the last batch may be smaller. Every
-        token but the first of each source is a target once.
+        """Returns a loader of batches (x, y), each (B,T), or of Packed, Pairs, Whole or SourceBatch.
 
-        With tbptt, batches of conversations are Whole if one is longer than ctx_len, since its answer may begin after ctx_len.
+        Every token except the first one of each source is a target exactly once. The last batch may be smaller. With tbptt, a
+        batch is Whole if any conversation is longer than ctx_len, because an answer may begin after ctx_len.
         """
         if self.corpus.parts:
             mixed = MixedValidation([Windows(part.corpus.val, self.ctx_len, partial=True) for part in self.corpus.parts])
@@ -130,17 +140,17 @@ class DataModule(LightningDataModule):
         return {"sha256": self.corpus.sha256} | mixed
 
     def load_state_dict(self, state_dict: StateDict) -> None:
-        """Raises UserError if the run began with different data."""
+        """Checks a checkpoint's state. Raises UserError if the run began with different data."""
         shares = {part.name: part.share for part in self.corpus.parts}
         if state_dict.get("shares", {}) != shares:
             before, now = (", ".join(f"{name} {100 * share:.4g} %" for name, share in each.items())
                            for each in (state_dict.get("shares", {}), shares))
-            raise UserError(f"a resumed run must have the same data.sources, {before}; got {now}: pass the same names and "
-                            "weights, or begin a new run with init_from=")
+            raise UserError(f"a resumed run must have the same data.sources as before, {before}; got {now}. Pass the same "
+                            "names and weights, or begin a new run with init_from=")
         if state_dict["sha256"] != self.corpus.sha256:
-            raise UserError(f"the data have changed since the run began: their SHA-256 was {state_dict['sha256'][:12]} and is "
-                            f"{self.corpus.sha256[:12]}; to resume, restore them or pass their path as data.path= or "
-                            "data.sources=; or begin a new run with init_from=")
+            raise UserError(f"the data have changed since the run began: the SHA-256 was {state_dict['sha256'][:12]} and is "
+                            f"now {self.corpus.sha256[:12]}. To resume, restore the data, or pass the path of the original "
+                            "data as data.path= or data.sources=. To train on other data, begin a new run with init_from=")
 
 
 def _unchanged(batch: Batch) -> Batch:
@@ -148,20 +158,23 @@ def _unchanged(batch: Batch) -> Batch:
 
 
 def _init_worker(worker: int) -> None:
-    ForkingPickler.register(torch.Tensor, _by_value)
+    ForkingPickler.register(torch.Tensor, _pickle_by_value)
     _ignore_interrupts()
 
 
-def _by_value(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Pickles a tensor by value. By default torch puts the values into /dev/shm, which is small in containers; a batch that
-    does not fit there never arrives.
+def _pickle_by_value(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Returns what pickle needs to store a tensor by value.
+
+    By default torch puts the values into /dev/shm, which is small in containers. A batch that does not fit there never arrives.
     """
     return torch.from_numpy, (tensor.numpy(),)
 
 
 def worker_error(error: BaseException) -> UserError | None:
-    """The UserError that replaces torch's error about a worker; None for other errors. Either the worker was killed, which a
-    signal handler reports anywhere in this process, or the worker raised UserError, which torch shows with a traceback.
+    """Returns the UserError that replaces torch's error about a worker process, or None for any other error.
+
+    The first case is a worker that raised UserError, because torch shows the traceback instead of the message. The second case
+    is a worker that was killed, which torch's signal handler reports at any place in this process.
     """
     if isinstance(error, UserError) and IN_WORKER in str(error):
         return UserError(str(error).strip().splitlines()[-1].partition(": ")[2])
@@ -169,14 +182,14 @@ def worker_error(error: BaseException) -> UserError | None:
     if ended is None:
         return None
     end = f"killed ({ended[1]})" if ended[1] else "killed"
-    return UserError(f"a process that loads batches was {end}, perhaps because memory was full: continue the run with "
-                     "resume=auto and fewer data.num_workers; with 0 the training process loads batches itself")
+    return UserError(f"a process that loads batches was {end}, perhaps because memory was full. Continue the run with "
+                     "resume=auto and fewer data.num_workers. With data.num_workers=0, the training process loads the batches")
 
 
 def _ignore_interrupts() -> None:
-    """Makes this worker process ignore stop signals: the training process ends its workers after it has saved a checkpoint.
+    """Makes this worker process ignore stop signals, because the training process ends its workers after saving a checkpoint.
 
-    systemd and SLURM send such signals to every process of a job, and the terminal sends Ctrl-C to the process group.
+    systemd and SLURM send stop signals to every process of a job, and the terminal sends Ctrl-C to the process group.
     """
     if hasattr(os, "setpgrp"):
         os.setpgrp()
@@ -187,7 +200,6 @@ def _ignore_interrupts() -> None:
         parent = os.getppid()
 
         def end_for_parent() -> None:
-            """Ends this process when its parent sends SIGTERM, and ignores SIGTERM from other processes."""
             while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent:
                 pass
             os._exit(0)
@@ -197,5 +209,5 @@ def _ignore_interrupts() -> None:
 
 
 def _own_generator(seed: int) -> torch.Generator:
-    """A generator from which a loader draws its workers' seeds, so that the loader does not change the global random state."""
+    """Returns a generator for the seeds of a loader's workers, so that the loader leaves the global random state unchanged."""
     return torch.Generator().manual_seed(seed)

@@ -1,4 +1,4 @@
-"""Checks the data options before any data is read. Does not import PyTorch."""
+"""Checks the data options before any data is read. This module does not import PyTorch."""
 
 from rwkv.config import SOURCES, STREAMED, TOKENS, DataConfig
 from rwkv.data.mixture import mixed_sources, naming
@@ -10,13 +10,15 @@ from rwkv.tokenizer.tokenizers import MADE_FROM_DATA, NAMES, Tokenizer
 
 
 def check_data(config: DataConfig, tokenizer: bool = True, template: bool = True) -> None:
-    """Raises UserError for a missing path or file, and for conflicting options.
+    """Raises UserError if a path or a file is missing, or if options conflict.
 
-    tokenizer, template: whether to check the configured one; False if the checkpoint's will be used instead.
+    `tokenizer` and `template` say whether to check the configured tokenizer and chat template. The values are False if a
+    checkpoint's tokenizer and template will be used instead.
     """
     if config.name == "mix":
         if config.path:
-            raise UserError(f"data=mix conflicts with data.path={config.path}: each entry of data.sources has its own path")
+            raise UserError(f"data=mix conflicts with data.path={config.path}, because each entry of data.sources has its own "
+                            "path. Omit data.path")
         for source in mixed_sources(config):
             with naming(source.name):
                 check_data(source.config, tokenizer, template)
@@ -36,14 +38,14 @@ def check_data(config: DataConfig, tokenizer: bool = True, template: bool = True
 def _check_tokenizer(config: DataConfig) -> None:
     name = config.tokenizer
     if config.streaming and name in MADE_FROM_DATA:
-        raise UserError(f"data.streaming conflicts with data.tokenizer={name}, which is made from the whole text: pass "
-                        f"data.tokenizer={NAMES}")
+        raise UserError(f"data.streaming conflicts with data.tokenizer={name}, because that tokenizer is made from the "
+                        f"whole text. Set data.tokenizer to {NAMES}")
     if config.name in TOKENS and name in MADE_FROM_DATA:
-        raise UserError(f"data={config.name} conflicts with data.tokenizer={name}, which is made from text: pass the "
-                        "tokenizer that made the ids, data.tokenizer=world, FILE.json or FILE.txt")
+        raise UserError(f"data={config.name} conflicts with data.tokenizer={name}, because the data already are token ids. "
+                        "Pass the tokenizer that made the ids, data.tokenizer=world, FILE.json or FILE.txt")
     if name not in MADE_FROM_DATA:
         names = NAMES if config.name in TOKENS else f"{', '.join(MADE_FROM_DATA)}, {NAMES}"
         Tokenizer.check_named(name, "data.tokenizer", names)
     elif config.end_of_text is not None:
-        raise UserError(f"data.end_of_text requires a tokenizer's .json file; data.tokenizer={name} is made from the data: "
-                        "omit data.end_of_text")
+        raise UserError("data.end_of_text requires a tokenizer.json file, but the tokenizer of "
+                        f"data.tokenizer={name} is made from the data. Omit data.end_of_text")

@@ -1,10 +1,10 @@
-"""Pairs of answers for tune.objective=dpo: a row contains both conversations of a pair, the chosen one first.
+"""Packs the pairs of answers for tune.objective=dpo into rows. A row contains both conversations of a pair, the chosen first.
 
     row 0   [ chosen 3 .... ][ rejected 3 .. ][ chosen 0 ][ rejected 0 ]   T = ctx_len positions; [ resets the state
 
-Thus both sequences of a pair are always in the same batch, and a run can resume from any step as with other rows. Two kinds of
-pairs are omitted: those longer than a row, since truncation changes an answer's probability, and those with two equal
-sequences, which express no preference, so that their gradient is only rounding error.
+Thus both sequences of a pair are always in the same batch, and a run can resume from any step. Two kinds of pairs are omitted.
+A pair that is longer than a row is omitted because truncation changes the probability of an answer. A pair of two equal
+sequences is omitted because it expresses no preference, so that its gradient would only be rounding error.
 """
 
 from functools import lru_cache
@@ -21,10 +21,13 @@ from rwkv.io.lines import counted
 
 
 class Pairs(NamedTuple):
-    """A batch of P pairs; x, y, starts (B,T) and weight are as in Packed.
+    """A batch of P pairs.
 
-    answers (B,T) int64: the sequence at each position: 2p for pair p's chosen answer, 2p+1 for its rejected answer, -1 for
-    padding. numbers (P,) int64: the pairs' numbers in their split.
+    Attributes:
+        x, y, starts (B,T), weight: as in Packed.
+        answers (B,T): 2p at the positions of the chosen answer of pair p, 2p+1 at those of the rejected answer, and -1 at
+            padding, int64.
+        numbers (P,): the numbers of the pairs in their split, int64.
     """
 
     x: Tensor
@@ -36,9 +39,12 @@ class Pairs(NamedTuple):
 
 
 class PairRows(ConversationRows):
-    """The rows of a split of pairs. counts (rows,): pairs in each row. left_out: the number of pairs longer than a row.
+    """A dataset of the packed rows of a split of pairs. Raises UserError if all pairs have to be omitted.
 
-    equal: the number of pairs with two equal sequences. Raises UserError if no pair is left.
+    Attributes:
+        counts (rows,): the number of pairs in each row.
+        left_out: the number of pairs that are omitted because they are longer than a row.
+        equal: the number of pairs that are omitted because both sequences are equal.
     """
 
     def __init__(self, tokens: TokenArray, learnt: TokenArray, ctx_len: int) -> None:
@@ -51,25 +57,24 @@ class PairRows(ConversationRows):
         self.n_pairs = len(pair_lengths)
         differs = np.ones(self.n_pairs, bool)
         for number in np.flatnonzero(self._lengths[::2] == self._lengths[1::2]).tolist():
-            differs[number] = not self._are_equal(number)
+            differs[number] = not self._has_equal_answers(number)
         self.equal = int((~differs).sum())
         self.longest = int(pair_lengths[differs].max(initial=0))
         included = np.flatnonzero(differs & (pair_lengths <= ctx_len))
         self.left_out = self.n_pairs - self.equal - len(included)
         if not differs.any():
-            raise UserError(f"chosen and rejected must differ; they are equal in all {counted(self.n_pairs, 'pair')} of one "
-                            "split, training or validation")
+            raise UserError("the chosen and the rejected answer of a pair must differ, but they are equal in all "
+                            f"{counted(self.n_pairs, 'pair')} of the training or validation split")
         if not len(included):
-            raise UserError(f"no pair fits into a row of model.ctx_len={ctx_len} tokens, which must contain both answers: the "
-                            f"shortest pair has {pair_lengths[differs].min()}; raise model.ctx_len")
+            raise UserError(f"no pair of answers fits into model.ctx_len={ctx_len} tokens: the shortest pair has "
+                            f"{pair_lengths[differs].min()}. Raise model.ctx_len")
         self._n_tokens = int(pair_lengths[included].sum())
         rows = packed_rows(pair_lengths[included].tolist(), ctx_len)
         self._rows = [[int(sequence) for number in row for sequence in (2 * included[number], 2 * included[number] + 1)]
                       for row in rows]
         self.counts = np.array([len(row) // 2 for row in self._rows])
 
-    def _are_equal(self, number: int) -> bool:
-        """Whether the two sequences of pair `number` are equal."""
+    def _has_equal_answers(self, number: int) -> bool:
         begin, middle, end = self._bounds[2 * number:2 * number + 3].tolist()
         return np.array_equal(self.tokens[begin:middle], self.tokens[middle:end])
 
@@ -87,10 +92,10 @@ class PairRows(ConversationRows):
         return Pairs(*packed, torch.from_numpy(answers), torch.tensor(sequences[::2]) // 2)
 
     def describe(self) -> str:
-        left_out = (f"; {self.left_out:,} longer than model.ctx_len={self.ctx_len} with both answers are omitted "
+        left_out = (f"; {counted(self.left_out, 'pair')} longer than model.ctx_len={self.ctx_len} omitted "
                     f"(model.ctx_len={self.longest} includes all)" if self.left_out else "")
         if self.equal:
-            left_out = f"; {self.equal:,} with equal answers are omitted{left_out}"
+            left_out = f"; {counted(self.equal, 'pair')} with equal answers omitted{left_out}"
         pairs = counted(int(self.counts.sum()), "pair")
         return (f"{pairs} of answers in {counted(len(self), 'row')}, {100 * self.padding():.1f} % of "
                 f"positions padding{left_out}")
@@ -98,5 +103,5 @@ class PairRows(ConversationRows):
 
 @lru_cache(maxsize=2)
 def rows_of(split: Tokenised, ctx_len: int) -> ConversationRows:
-    """Packs a split into rows; cached, because the length of a run, its plan and its loader all need them."""
+    """Packs a split into rows. The rows are cached, because the length of a run, its plan and its loader all need them."""
     return (PairRows if split.paired else ConversationRows)(split.tokens, split.learnt, ctx_len)

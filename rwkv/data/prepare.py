@@ -1,18 +1,18 @@
-"""Prepares the data of a configuration: tokenises them once, into memory-mapped files in data.cache_dir.
+"""Prepares the data of a configuration, which are tokenised once, into memory-mapped files in data.cache_dir.
 
     corpus = prepare(config.data, config.model.ctx_len)
     corpus.tokenizer, corpus.train, corpus.val, corpus.sizes
 
-The tokens of a split are end_of_text, document, end_of_text, document, ... Since end_of_text precedes each document, every
+The tokens of a split are end_of_text, document, end_of_text, document, ... Because end_of_text precedes each document, every
 token of text is predicted exactly once. Runs may share a cache_dir and start at the same time.
 
-The validation split depends only on the data (f = val_fraction):
-- stdlib, and several text files: whole files, in a random order that depends on their names, up to a fraction f of all bytes;
-- a single text file: the last fraction f of its characters;
-- jsonl, chat and hf, and texts with data.separator: the first document and one of every 1/f that follow, or the end of a single
-  document;
-- binidx and datatrove: the last documents, from the first one that begins after a fraction 1-f of all ids;
-- mix: the validation split of each source, one after the other.
+The validation split depends only on the data and on f = val_fraction. Each kind of data has a rule for its content:
+- stdlib, several text files: whole files, in a random order that depends on their names, up to a fraction f of all bytes
+- a single text file: the last fraction f of its characters
+- jsonl, chat, hf, texts with data.separator: the first document and one of every 1/f following documents, or the end of a
+  single document
+- binidx, datatrove: the last documents, from the first document that begins after a fraction 1-f of all ids
+- mix: the validation split of each source
 Copies of a document are in the same split (documents/copies.py).
 """
 
@@ -50,10 +50,11 @@ BPE_BYTES = 100_000_000                  # bytes of text for training a bpe toke
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes of both splits. Tokens include end_of_text; bytes are those of the text in UTF-8, without end_of_text.
+    """The sizes of both splits. Numbers of tokens include end_of_text, but numbers of bytes count only the text in UTF-8.
 
-    gzip_bpb: bits per byte of `gzip -9` on the first 16 MB of the validation split, for comparison with the model. train_lost,
-    val_lost: the text that the tokenizer cannot represent; NOTHING if another program made the ids.
+    Attributes:
+        gzip_bpb: bits per byte of `gzip -9` on the first 16 MB of the validation text, for comparison with the model.
+        train_lost, val_lost: the text that the tokenizer cannot represent; NOTHING if another program made the ids.
     """
 
     train_tokens: int
@@ -67,13 +68,18 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Corpus:
-    """Tokenised data. source: one line about its origin. sha256: a hash of the texts, their order and their files' names.
+    """The tokenised data of a run.
 
-    conversations: the training and the validation split of data=chat. unknown: the fraction of unknown tokens, if another
-    program made the ids; None if the tokenizer loses nothing. copies: the number of documents that equal an earlier one.
-    repeated: the fraction of a single file's validation text that also occurs in its training text. marks: the counts of marks
-    such as <|endoftext|>. parts: the sources of data=mix; train and val are then the parts' tokens, concatenated. stream: the
-    stream of data.streaming; train is then empty.
+    Attributes:
+        source: one line about the origin of the data.
+        sha256: a hash of the texts, their order and the names of their files.
+        conversations: the training and the validation split of data=chat.
+        unknown: the fraction of unknown tokens if another program made the ids and the tokenizer may lose text; else None.
+        copies: the number of documents that equal an earlier document.
+        repeated: the fraction of a single file's validation text that also occurs in its training text.
+        marks: how often each mark such as <|endoftext|> occurs in the texts (documents/separators.py).
+        parts: the sources of data=mix, whose tokens `train` and `val` join; () for other data.
+        stream: the stream of data.streaming, for which `train` is empty; None for other data.
     """
 
     tokenizer: Tokenizer
@@ -92,24 +98,26 @@ class Corpus:
 
     @property
     def streams(self) -> list[tuple[Streamed, float]]:
-        """The stream of each source, with its share of the training tokens; empty without data.streaming."""
+        """Returns the stream of each source and its share of the training tokens; [] without data.streaming."""
         if self.stream is not None:
             return [(self.stream, 1.0)]
         return [(part.corpus.stream, part.share) for part in self.parts if part.corpus.stream is not None]
 
     @property
     def val_lost(self) -> float:
-        """The fraction of the validation text that the tokenizer loses. For conversations: the fraction of the answers. For
-        external ids: the fraction of unknown ids.
+        """Returns the fraction of the validation text that the tokenizer loses.
+
+        For conversations, returns the fraction of the answers. For ids of another program, returns the fraction of unknown ids.
         """
         lost = self.conversations[1].learnt_lost if self.conversations else self.sizes.val_lost
         return lost.share if self.unknown is None else self.unknown
 
     @property
     def val_bytes_per_token(self) -> float | None:
-        """Bytes of the validation text per predicted token; in conversations, bytes of the answers per learnt token.
+        """Returns the bytes of validation text per predicted token.
 
-        None if the tokenizer loses more than WITHHELD of the text, and for pairs, whose loss is not per token.
+        For conversations, returns the bytes of the answers per learnt token. Returns None if the tokenizer loses more than
+        WITHHELD of the text, and for pairs of answers, because their loss is not a loss per token.
         """
         if self.val_lost > WITHHELD or (self.conversations and self.conversations[1].paired):
             return None
@@ -120,18 +128,18 @@ class Corpus:
 
     @property
     def learnt(self) -> TokenArray | None:
-        """For each training token, whether it is a target; None if all are."""
+        """Returns 1 for each training token that is a target, otherwise 0. Returns None if all tokens are targets."""
         return self.conversations[0].learnt if self.conversations else None
 
     @property
     def val_share(self) -> float:
-        """The validation split's fraction of all bytes; 0 for a stream, whose size is unknown."""
+        """Returns the fraction of all bytes that is in the validation split; 0 for a stream, because its size is unknown."""
         if self.streams:
             return 0.0
         return self.sizes.val_bytes / max(self.sizes.train_bytes + self.sizes.val_bytes, 1)
 
     def describe_lost(self) -> str | None:
-        """A message about the text that the tokenizer loses, and whether val/bpb is reported; None if it loses nothing."""
+        """Returns a message about the text that the tokenizer loses and about val/bpb, or None if nothing is lost."""
         if self.unknown is not None:
             withheld = f"; val/bpb is not reported above {percent(WITHHELD)}" if self.unknown else ""
             return ("the text that the tokenizer loses is unknown, since another program made the ids: "
@@ -146,13 +154,13 @@ class Corpus:
         if self.streams:
             return f"{self.source}: {self.sizes.val_tokens:,} validation tokens, SHA-256 {self.sha256[:12]}"
         size = self.sizes.train_bytes + self.sizes.val_bytes
-        written = f"{size / 1e6:.1f} MB" if size >= 1e5 else f"{size / 1e3:.1f} kB"
+        size_text = f"{size / 1e6:.1f} MB" if size >= 1e5 else f"{size / 1e3:.1f} kB"
         return (f"{self.source}: {self.sizes.train_tokens:,} training and {self.sizes.val_tokens:,} validation "
-                f"tokens, {written}, SHA-256 {self.sha256[:12]}")
+                f"tokens, {size_text}, SHA-256 {self.sha256[:12]}")
 
 
 class CorpusPart(NamedTuple):
-    """A prepared source of data=mix. share: its fraction of the training tokens."""
+    """A prepared source of data=mix. `share` is its fraction of the training tokens."""
 
     name: str
     share: float
@@ -160,10 +168,11 @@ class CorpusPart(NamedTuple):
 
 
 def prepare(config: DataConfig, ctx_len: int, tokenizer: Tokenizer | None = None, pairs: bool = False) -> Corpus:
-    """Tokenises the data of `config`, or reads them from config.cache_dir.
+    """Tokenises the data of `config`, or reads the tokens from config.cache_dir.
 
-    tokenizer: used instead of the one that `config` names. pairs: whether data=chat reads pairs of answers, which requires
-    `tokenizer`.
+    Args:
+        tokenizer: the tokenizer to use instead of the one that `config` names.
+        pairs: whether data=chat reads pairs of answers. If so, `tokenizer` is required.
     """
     check_data(config, tokenizer is None)
     cache = Path(config.cache_dir)
@@ -181,8 +190,8 @@ def _from_stream(config: DataConfig, ctx_len: int, tokenizer: Tokenizer | None) 
     stream, streamed, val = hold_out(config, tokenizer)
     if len(val.tokens) < ctx_len + 1:
         raise UserError(f"the validation text is shorter than one context: the first data.val_documents={config.val_documents} "
-                        f"documents have {counted(len(val.tokens), 'token')}, and model.ctx_len={ctx_len} needs {ctx_len + 1}; "
-                        "raise data.val_documents or lower model.ctx_len")
+                        f"documents have {counted(len(val.tokens), 'token')}, but model.ctx_len={ctx_len} requires "
+                        f"{ctx_len + 1}. Raise data.val_documents or lower model.ctx_len")
     left = "" if streamed.tokens is None else f", with about {float(f'{streamed.tokens:.2g}'):,.0f} training tokens"
     about = f"{stream.about}{left}, read while training; the first {counted(config.val_documents, 'document')} for validation"
     empty = TokensInMemory(val.tokens[:0], np.empty(0, np.int64))
@@ -210,7 +219,7 @@ def _from_sources(config: DataConfig, ctx_len: int, tokenizer: Tokenizer | None,
 
 
 def _without_copies(parts: Sequence[CorpusPart], sources: Sequence[MixedSource], ctx_len: int, cache: Path) -> list[CorpusPart]:
-    """Removes from each source's validation split the documents that are in another source's training split."""
+    """Removes the validation documents of each source that are in the training split of another source."""
     tokenizer = parts[0].corpus.tokenizer
     splits = [(part.corpus.train, part.corpus.val) for part in parts]
     identities = [f"{part.corpus.sha256} {source.config.name} {source.config.val_fraction} {tokenizer.data_key}"
@@ -223,7 +232,8 @@ def _without_copies(parts: Sequence[CorpusPart], sources: Sequence[MixedSource],
             with naming(part.name):
                 if len(val) < ctx_len + 1:
                     raise UserError(f"{int(left_out.sum()):,} of {counted(len(left_out), 'validation document')} are in the "
-                                    "training text of other sources, and too few are left to validate on: remove the copies")
+                                    "training text of other sources, so too few documents are left for validation. Remove the "
+                                    "copies")
             removed = without(corpus.val, ~left_out)
             size = corpus.sizes.val_bytes - sum(len(text.encode()) for text in decoded(removed, 0, len(removed), tokenizer))
             sizes = replace(corpus.sizes, val_tokens=len(val), val_bytes=max(size, 1))
@@ -242,7 +252,10 @@ def _without_held_out(parts: Sequence[CorpusPart]) -> list[CorpusPart]:
 
 
 def mixed(parts: Sequence[CorpusPart]) -> Corpus:
-    """The corpus of data=mix. Sizes are sums; gzip_bpb and the share of unknown ids are means over the validation bytes."""
+    """Returns the corpus of data=mix, which joins its sources.
+
+    Sizes are sums. gzip_bpb and the fraction of unknown ids are means, weighted by each source's bytes of validation text.
+    """
     corpora = [part.corpus for part in parts]
     val_bytes = [corpus.sizes.val_bytes for corpus in corpora]
 
@@ -310,15 +323,15 @@ def _from_text(config: DataConfig, ctx_len: int, tokenizer: Tokenizer | None, ca
 def _require_context(ctx_len: int, train: int, val: int, about: str = "", lost: tuple[Lost, Lost] = (NOTHING, NOTHING)) -> None:
     for split, tokens, split_lost in zip(("training", "validation"), (train, val), lost, strict=True):
         if tokens < ctx_len + 1:
-            reason = f"; {split_lost.describe('it')}" if split_lost.bytes else ""
-            raise UserError(f"the {split} text is shorter than one context: it has {about}{counted(tokens, 'token')}, and "
-                            f"model.ctx_len={ctx_len} needs {ctx_len + 1}{reason}; use more text or a smaller model.ctx_len")
+            reason = f", and {split_lost.describe('the text')}" if split_lost.bytes else ""
+            raise UserError(f"the {split} text is shorter than one context: it has {about}{counted(tokens, 'token')}, but "
+                            f"model.ctx_len={ctx_len} requires {ctx_len + 1}{reason}. Use more text or lower model.ctx_len")
 
 
 def _tokenizer(config: DataConfig, sources: Sequence[tuple[Source, float]], key: str, cache: Path) -> Tokenizer:
-    """The tokenizer that `config` names; char and bpe are made from `sources` (source, share), or read from the cache.
+    """Returns the tokenizer that `config` names. The tokenizers char and bpe are made from `sources`, or read from the cache.
 
-    char contains the characters of both splits; bpe is trained on the training splits.
+    A char tokenizer contains the characters of both splits. A bpe tokenizer is trained on the training splits.
     """
     if config.tokenizer not in MADE_FROM_DATA:
         return Tokenizer.named(config.tokenizer, "data.tokenizer", end_of_text=config.end_of_text)
@@ -342,7 +355,7 @@ def _characters(sources: Sequence[tuple[Source, float]]) -> Tokenizer:
 
 
 def _sample(sources: Sequence[tuple[Source, float]]) -> Iterator[str]:
-    """Text to train a bpe tokenizer on: evenly spread pieces of each source, up to the source's share of BPE_BYTES."""
+    """Yields evenly spread pieces of the training text of each source, up to the source's share of BPE_BYTES."""
     for source, share in sources:
         training = (document for document in source.documents() if not document.val)
         texts = (text for document in training for text in pieces(document.chunks, last_line_end))

@@ -1,18 +1,19 @@
-"""Batches for trainer.tbptt=K: each stream reads one document after another, K segments of ctx_len tokens per optimiser step.
+"""Makes the batches for trainer.tbptt=K. Each stream reads one document after another, K segments per optimiser step.
 
     stream 0   [ document 3 ............ | 3 ............... | 3 ... padding ]    a segment belongs to one document;
     stream 1   [ document 0 ... padding  ][ document 7 ..... | 7 ............ ]   [ resets the state
 
-B = batch_size, T = ctx_len. An optimiser step has one stream per row of its batches: with trainer.accumulate=A it has A batches
-of B streams each. Documents come in a seeded random order, then in a new order, without end; a stream that has finished a
-document gets the next document. The order depends only on the seed, the number of streams and ctx_len.
+B = batch_size, T = ctx_len, and a segment has T tokens. An optimiser step has one stream per row of its batches: with
+trainer.accumulate=A, these are A batches of B streams each. Documents come in a seeded random order, then in a new order,
+without end. A stream that has finished a document gets the next document. The order depends only on the seed, the number of
+streams and ctx_len.
 
-A document longer than one stream's share of all segments is divided into chunks of whole segments; each chunk begins with an
-empty state. Otherwise all streams would read the same part of a single long file. A document's ids are end_of_text and its
-text. Each id predicts the next id, and the last id predicts the following document's end_of_text, so every token except the
-very first is predicted once per epoch. In a corpus without end_of_text between documents (binidx), the first token of each
-document is not predicted. In conversations (rwkv/data/conversations.py) only learnt tokens are predicted, and conversations are
-not divided, since an answer needs the messages before it.
+A document longer than one stream's share of all segments is divided into chunks of whole segments, and each chunk begins with
+an empty state. Otherwise all streams would read the same part of a single long file. The ids of a document are end_of_text and
+the text. Each id predicts the next id, and the last id predicts the end_of_text of the following document, so every token
+except the very first is predicted once per epoch. If a corpus has no end_of_text between documents (binidx), the first token of
+each document is not predicted. In conversations (rwkv/data/conversations.py), only learnt tokens are predicted. Conversations
+are not divided, because an answer needs the messages before it.
 """
 
 from collections.abc import Iterator
@@ -35,10 +36,14 @@ from rwkv.model.loss import IGNORED
 
 
 class Segments(NamedTuple):
-    """A batch: x, y (B,K,T) int64; starts_document (B,K) bool: true for segments before which the state is reset.
+    """A batch of segments.
 
-    part: the number of this batch within its optimiser step. weight: as in Packed. tokens: the number of tokens in this batch,
-    without padding, summed over all processes.
+    Attributes:
+        x, y (B,K,T): the input ids and the target ids, int64.
+        starts_document (B,K): True for each segment before which the state is reset.
+        part: the number of this batch within its optimiser step.
+        weight: as in Packed.
+        tokens: the number of tokens in this batch without padding, summed over all processes.
     """
 
     x: Tensor
@@ -50,9 +55,10 @@ class Segments(NamedTuple):
 
 
 class Segment(NamedTuple):
-    """The position of a segment in the corpus: `inputs` ids from `start` on, the first `targets` of which predict the next id.
+    """The position of a segment in the corpus.
 
-    counted: the number of targets that contribute to the loss; in conversations only learnt ones do.
+    The segment has `inputs` ids, beginning at `start`. The first `targets` of them predict the next id. `counted` targets
+    contribute to the loss: all of them or, in conversations, only the learnt ones.
     """
 
     start: int
@@ -63,7 +69,7 @@ class Segment(NamedTuple):
 
 
 class BatchPlan(NamedTuple):
-    """The segments of a batch, K for each of its B rows; the other fields are as in Segments."""
+    """The positions of a batch's segments, K for each of the B rows. The other fields are as in Segments."""
 
     rows: list[list[Segment]]
     part: int
@@ -74,8 +80,8 @@ class BatchPlan(NamedTuple):
 class DocumentChunks:
     """Divides documents that are longer than one stream's share of all segments into chunks.
 
-    segments (P,): the number of segments in each chunk. learnt: for conversations, whether each token is a target; None for
-    documents, in which all tokens are targets.
+    `segments` (P,) becomes the number of segments in each chunk. `learnt` has a 1 for each token of a conversation that is a
+    target. `learnt` is None for documents, because all their tokens are targets.
     """
 
     def __init__(self, tokens: TokenArray, end_of_text: int, ctx_len: int, streams: int,
@@ -86,7 +92,7 @@ class DocumentChunks:
         bounds = np.unique(np.concatenate([[0], tokens.starts, [len(tokens)]]))
         self.documents = len(bounds) - 1
         segments = -(-np.diff(bounds) // ctx_len)
-        counts, length = _divided(segments, streams)
+        counts, length = _plan_chunks(segments, streams)
         if learnt is not None:
             counts = np.ones_like(segments)
             length = segments
@@ -113,15 +119,14 @@ class DocumentChunks:
         return Segment(start, stop - start, targets, number == 0, counted)
 
     def padding(self) -> float:
-        """The fraction of all segments' positions that are padding."""
+        """Returns the fraction of all positions that are padding."""
         return 1 - len(self.tokens) / (int(self.segments.sum()) * self.ctx_len)
 
 
-def _divided(segments: np.ndarray, streams: int) -> tuple[np.ndarray, np.ndarray]:
-    """Plans how to divide documents into chunks. segments (D,): the number of segments in each document. Returns for each
-    document the number of chunks (D,), and the number of segments in a chunk (D,).
+def _plan_chunks(segments: np.ndarray, streams: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns for each document the number of chunks (D,) and the number of segments per chunk (D,).
 
-    The last chunk of a document may be shorter.
+    `segments` (D,) is the number of segments in each document. The last chunk of a document may be shorter than the others.
     """
     share = -(-segments.sum() // streams)
     length = -(-segments // -(-segments // share))
@@ -130,7 +135,7 @@ def _divided(segments: np.ndarray, streams: int) -> tuple[np.ndarray, np.ndarray
 
 @dataclass(eq=False)
 class SegmentDataset(Dataset[Segments]):
-    """Reads the tokens of a BatchPlan into a batch. learnt: as in DocumentChunks."""
+    """Reads the tokens of a BatchPlan into a batch. `learnt` is as in DocumentChunks."""
 
     tokens: TokenArray
     ctx_len: int
@@ -153,7 +158,7 @@ class SegmentDataset(Dataset[Segments]):
 
 @dataclass(eq=False)
 class SegmentSampler(Sampler[BatchPlan]):
-    """Yields the plans of this process's batches, `batches` in all, with K segments of each stream."""
+    """Yields the plans of this process's `batches` batches, with K segments of each stream."""
 
     chunks: DocumentChunks
     K: int
@@ -169,8 +174,10 @@ class SegmentSampler(Sampler[BatchPlan]):
 
 
 class StreamPositions:
-    """The position of each stream: its current chunk, and the number of segments left in it. assigned: chunks assigned so
-    far."""
+    """Tracks the current chunk of each stream, and the number of segments left in that chunk.
+
+    `assigned` is the number of chunks that streams have got so far.
+    """
 
     def __init__(self, chunks: DocumentChunks, streams: int, seed: int) -> None:
         self.chunks = chunks
@@ -180,8 +187,10 @@ class StreamPositions:
         self.left = [0] * streams
 
     def step(self, K: int) -> list[list[Segment]]:
-        """The next K segments of each stream. All streams advance by one segment before any of them advances again, so the
-        assignment of chunks does not depend on K."""
+        """Returns the next K segments of each stream.
+
+        All streams advance by one segment before any of them advances again, so the assignment of chunks is independent of K.
+        """
         columns = [[self._next(stream) for stream in range(len(self.left))] for _ in range(K)]
         return [list(segments) for segments in zip(*columns, strict=True)]
 
@@ -205,7 +214,10 @@ class StreamPositions:
 
 
 class SegmentIterator(Iterator[BatchPlan]):
-    """One pass over a SegmentSampler. It plans a step's batches together, since their weights depend on the step's targets."""
+    """An iterator over a SegmentSampler.
+
+    The batches of a step are planned together, because their weights depend on the number of targets in the step.
+    """
 
     def __init__(self, sampler: SegmentSampler) -> None:
         self.sampler = sampler
@@ -231,29 +243,32 @@ class SegmentIterator(Iterator[BatchPlan]):
         layout = self.sampler.layout
         rows = [self._step[stream] for stream in layout.own(part)]
         tokens = sum(segment.inputs for stream in layout.common(part) for segment in self._step[stream])
-        weight = _targets(rows) * layout.parts * layout.world / max(1, _targets(self._step))
+        weight = _count_targets(rows) * layout.parts * layout.world / max(1, _count_targets(self._step))
         return BatchPlan(rows, part, weight, tokens)
 
     def state_dict(self) -> StateDict:
-        """The number of batches so far, and the streams' positions at the beginning of the current step, or of the next step if
-        none is in progress."""
+        """Returns the number of batches so far, and the streams' positions at the beginning of the current step.
+
+        Between two steps, the positions are those at the beginning of the next step.
+        """
         between_steps = self._batches % self.sampler.layout.parts == 0
         return {"batches": self._batches, "lanes": self._positions.state_dict() if between_steps else self._before}
 
     def load_state_dict(self, state: StateDict) -> None:
-        """Raises UserError if the run had a different number of streams, or no streams."""
+        """Restores the positions. Raises UserError if the run had a different number of streams, or no streams."""
         before = len(state["lanes"]["left"]) if "lanes" in state else 0
         now = self.sampler.layout.streams
         if before != now:
-            raise UserError(f"the run began with {before or 'no'} document streams, and data.batch_size times "
-                            f"trainer.accumulate is {now}: with trainer.tbptt, a run must resume with the same number")
+            raise UserError("with trainer.tbptt, a resumed run must have the same number of document streams: the run began "
+                            f"with {before or 'no'} streams, but now there are {now}. Change data.batch_size, "
+                            "trainer.accumulate or the number of processes")
         self._batches = state["batches"]
         self._positions.load_state_dict(state["lanes"])
         if self._batches % self.sampler.layout.parts:
             self._plan_step()
 
 
-def _targets(rows: list[list[Segment]]) -> int:
+def _count_targets(rows: list[list[Segment]]) -> int:
     return sum(segment.counted for row in rows for segment in row)
 
 
@@ -262,7 +277,7 @@ def chunks_of(corpus: Corpus, ctx_len: int, streams: int) -> DocumentChunks:
 
 
 def describe(corpus: Corpus, ctx_len: int, streams: int, K: int) -> str:
-    """The line about the segments in a run's plan: the number of streams, K, documents, segments and padding."""
+    """Returns the line in a run's plan about the streams, the documents, the segments and the padding."""
     chunks = chunks_of(corpus, ctx_len, streams)
     divided = f", divided into {counted(len(chunks), 'chunk')}" if len(chunks) > chunks.documents else ""
     longer = longer_than(corpus.val, ctx_len) if corpus.conversations else 0

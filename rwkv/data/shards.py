@@ -5,12 +5,12 @@
                      00000.json                 sizes and checksums of these two files; written after them
                      train-starts.npy  val-...  offsets of documents
 
-KEY is a hash of the content, the split and the tokenizer. A shard is SHARD characters of consecutive documents, so its content
-depends only on the data, not on the number of workers or on interruptions. Files are written atomically. A later run reuses
-finished files, which are listed in a shard's .json or in the manifest. A concurrent run waits for a lock.
+KEY is a hash of the content, the split and the tokenizer. A shard is SHARD characters of consecutive documents. So the content
+of a shard depends only on the data, not on the number of workers or on interruptions. Files are written atomically. A later run
+reuses the finished files, which the .json of a shard or the manifest lists. A concurrent run waits for a lock.
 
-Workers are threads: most of the time is spent in the tokenizers' libraries, which release the GIL and use all cores even for
-one shard. The tokenizers byte and char are written in Python and use one core.
+Workers are threads, because most of the time is spent in the tokenizers' libraries, which release the GIL. The libraries use
+all cores even for one shard. The tokenizers byte and char are written in Python and use one core.
 """
 
 import os
@@ -51,8 +51,10 @@ Result = TypeVar("Result")
 
 
 class Piece(NamedTuple):
-    """A document or a part of one. starts_document: whether it is the first part. The other fields are as in Document, but copy
-    is true only for the first part.
+    """A document, or a part of a document that is tokenised by itself.
+
+    `starts_document` is true for the first part of a document. `copy` is as in Document for the first part, and False for the
+    others. The remaining fields are as in Document.
     """
 
     text: str
@@ -70,18 +72,18 @@ class Shard(NamedTuple):
 
 
 def cache_key(identity: Sequence[str], tokenizer: Tokenizer) -> str:
-    """The KEY in the folder's name: a hash of the text and its split (`identity`), the tokenizer and the files' layout."""
+    """Returns the KEY in the folder's name, a hash of `identity` (the text and its split), the tokenizer and the layout."""
     return sha256([*identity, tokenizer.data_key, str(VERSION), str(SHARD)])[:16]
 
 
 def tokenise(source: Source, tokenizer: Tokenizer, folder: Path, workers: int = 0) -> JsonObject:
-    """Creates the missing and damaged files of `folder` and returns its manifest.
+    """Creates the missing and damaged files of `folder`, and returns the manifest.
 
-    workers: the number of concurrent shards; 0 for one per core, but at most MAX_WORKERS.
+    `workers` is the number of concurrent shards; 0 stands for one per core, but at most MAX_WORKERS.
     """
     manifest = read_manifest(folder)
     if manifest is None:
-        with _locked(folder):
+        with _lock(folder):
             workers = workers or min(os.cpu_count() or 1, MAX_WORKERS)
             manifest = read_manifest(folder) or _write_all(source, tokenizer, LossCounter(tokenizer), folder, workers)
     return manifest
@@ -94,7 +96,7 @@ def token_array(folder: Path, manifest: JsonObject, split: str) -> TokenArray:
 
 
 def text_bytes(manifest: JsonObject) -> tuple[int, int]:
-    """The bytes of UTF-8 text in (training, validation)."""
+    """Returns the bytes of UTF-8 text in the training and in the validation split."""
     def total(split: str) -> int:
         return sum(shard[split]["bytes"] for shard in manifest["shards"])
 
@@ -102,12 +104,12 @@ def text_bytes(manifest: JsonObject) -> tuple[int, int]:
 
 
 def copies(manifest: JsonObject) -> int:
-    """The number of documents in both splits that equal an earlier one (rwkv/data/documents/copies.py)."""
+    """Returns the number of documents in both splits that equal an earlier one (rwkv/data/documents/copies.py)."""
     return sum(shard[split]["copies"] for shard in manifest["shards"] for split in SPLITS)
 
 
 def all_marks(manifest: JsonObject) -> dict[str, int]:
-    """The counts of marks such as <|endoftext|> in both splits (rwkv/data/documents/separators.py)."""
+    """Counts the marks such as <|endoftext|> in the texts of both splits (rwkv/data/documents/separators.py)."""
     total: Counter[str] = Counter()
     for shard in manifest["shards"]:
         for split in SPLITS:
@@ -116,7 +118,7 @@ def all_marks(manifest: JsonObject) -> dict[str, int]:
 
 
 def lost(manifest: JsonObject) -> tuple[Lost, Lost]:
-    """What the tokenizer cannot represent of the text in (training, validation)."""
+    """Returns what the tokenizer cannot represent of the training text and of the validation text."""
     def total(split: str) -> Lost:
         entries = [shard[split] for shard in manifest["shards"]]
         return sum((Lost(entry["lost"], entry["bytes"], entry["unknown"]) for entry in entries), NOTHING)
@@ -125,7 +127,7 @@ def lost(manifest: JsonObject) -> tuple[Lost, Lost]:
 
 
 def read_manifest(folder: Path) -> JsonObject | None:
-    """The manifest; None if it or a file that it lists is missing or damaged."""
+    """Reads the manifest of `folder`. Returns None if the manifest or a file that it lists is missing or damaged."""
     manifest = read_json(folder / "manifest.json")
     if not manifest or manifest["version"] != VERSION:
         return None
@@ -138,7 +140,7 @@ def read_manifest(folder: Path) -> JsonObject | None:
 
 def encode(parts: list[Piece], tokenizer: Tokenizer, counter: LossCounter,
            dtype: np.dtype) -> Iterator[tuple[np.ndarray, Lost]]:
-    """Yields for each batch of pieces the ids, with end_of_text before each document, and what the tokenizer lost."""
+    """Yields for each batch of pieces the ids, with end_of_text before each document, and the text that the tokenizer lost."""
     for batch in _batches(parts):
         ids = []
         encoded = encode_batch(batch, tokenizer)
@@ -150,11 +152,11 @@ def encode(parts: list[Piece], tokenizer: Tokenizer, counter: LossCounter,
 
 
 def encode_batch(batch: list[Piece], tokenizer: Tokenizer) -> list[list[int]]:
-    """The ids of each piece. Raises UserError with the location of text that cannot be encoded."""
+    """Returns the ids of each piece. Raises UserError with the location of the text if it cannot be encoded."""
     try:
         return tokenizer.encode_batch([part.text for part in batch])
     except ValueError:
-        for part in batch:               # encode one piece at a time to find the one with the error
+        for part in batch:               # finds the piece with the error, which encode_batch does not name
             try:
                 tokenizer.encode(part.text, part.before)
             except ValueError as error:
@@ -163,7 +165,6 @@ def encode_batch(batch: list[Piece], tokenizer: Tokenizer) -> list[list[int]]:
 
 
 def _batches(parts: Sequence[Piece]) -> Iterator[list[Piece]]:
-    """Groups pieces into batches of at least BATCH characters; the last batch may be smaller."""
     batch: list[Piece] = []
     length = 0
     for part in parts:
@@ -177,28 +178,28 @@ def _batches(parts: Sequence[Piece]) -> Iterator[list[Piece]]:
         yield batch
 
 
-def _locked(folder: Path) -> AcquireReturnProxy:
-    """Locks the folder. The operating system releases the lock when the process ends, even by a crash."""
+def _lock(folder: Path) -> AcquireReturnProxy:
+    """Locks the folder. The operating system releases the lock when the process ends, even if it crashes."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = FileLock(folder / "lock")
         try:
             return lock.acquire(timeout=0)
         except Timeout:
-            print(f"another run is tokenising the same data into {folder}: waiting for it", file=sys.stderr)
+            print(f"another run is tokenising the same data into {folder}: waiting for that run", file=sys.stderr)
             return lock.acquire()
     except OSError as error:
         raise UserError(cannot_write(folder, error)) from None
 
 
 def _write_all(source: Source, tokenizer: Tokenizer, counter: LossCounter, folder: Path, workers: int) -> JsonObject:
-    for leftover in folder.glob(".*"):   # temporary files that a killed process left
+    for leftover in folder.glob(".*"):   # a killed process may have left temporary files
         leftover.unlink()
     dtype = dtype_of(tokenizer)
     shards = _write_shards(source, tokenizer, counter, folder, dtype, workers)
     documents = {split: _write_starts(folder, shards, split, dtype, tokenizer.end_of_text) for split in SPLITS}
     names = [_ids_file(number, split) for number, shard in enumerate(shards) for split in SPLITS if shard[split]["tokens"]]
-    files = {name: _entry(folder / name) for name in [*names, *(f"{split}-starts.npy" for split in SPLITS)]}
+    files = {name: _file_entry(folder / name) for name in [*names, *(f"{split}-starts.npy" for split in SPLITS)]}
     single = [documents[split] for split in SPLITS] == [1, 1]
     manifest = {"version": VERSION, "dtype": dtype.name, "about": source.about, "sha256": source.sha256,
                 "tokenizer": tokenizer.hash, "shards": shards, "documents": documents, "files": files,
@@ -209,10 +210,9 @@ def _write_all(source: Source, tokenizer: Tokenizer, counter: LossCounter, folde
 
 def _write_shards(source: Source, tokenizer: Tokenizer, counter: LossCounter, folder: Path, dtype: np.dtype,
                  workers: int) -> list[JsonObject]:
-    """Creates the shards that are not finished. Returns the entry of every shard."""
     bar = tqdm(total=source.size, desc="tokenising", unit="B", unit_scale=True, delay=SHOWN_AFTER, file=sys.stderr, leave=False)
     with ThreadPoolExecutor(workers) as pool, bar:
-        tasks = (partial(_shard, shard, tokenizer, counter, folder, dtype)
+        tasks = (partial(_create_shard, shard, tokenizer, counter, folder, dtype)
                  for shard in shards_of(source, safe_split(tokenizer)))
         entries = []
         for entry, weight in _in_order(pool, tasks, workers):
@@ -222,7 +222,7 @@ def _write_shards(source: Source, tokenizer: Tokenizer, counter: LossCounter, fo
 
 
 def _in_order(pool: ThreadPoolExecutor, tasks: Iterator[Callable[[], Result]], ahead: int) -> Iterator[Result]:
-    """Runs tasks in the pool and yields their results in order. At most `ahead` + 1 tasks are submitted but not yet yielded."""
+    """Runs tasks in the pool and yields their results in order. Never more than `ahead` + 1 results are pending."""
     running: deque[Future[Result]] = deque()
     try:
         for task in tasks:
@@ -233,7 +233,7 @@ def _in_order(pool: ThreadPoolExecutor, tasks: Iterator[Callable[[], Result]], a
             yield running.popleft().result()
     except BaseException as error:
         if isinstance(error, KeyboardInterrupt):
-            print("\nfinishing the shards in progress; the next run continues from there", file=sys.stderr)
+            print("\nfinishing the shards in progress: the next run will reuse them", file=sys.stderr)
         pool.shutdown(cancel_futures=True)
         raise
 
@@ -266,9 +266,9 @@ def _pieces(source: Source, split: SafeSplit) -> Iterator[Piece]:
             before += len(text)
 
 
-def _shard(shard: Shard, tokenizer: Tokenizer, counter: LossCounter, folder: Path,
+def _create_shard(shard: Shard, tokenizer: Tokenizer, counter: LossCounter, folder: Path,
            dtype: np.dtype) -> tuple[JsonObject, int]:
-    """Creates the shard's files if they are missing or damaged. Returns its entry, and its weight in the progress bar."""
+    """Creates the files of a shard if they are missing or damaged. Returns the entry and the weight for the progress bar."""
     path = folder / f"{shard.number:05}.json"
     entry = read_json(path)
     files = {split: folder / _ids_file(shard.number, split) for split in SPLITS}
@@ -292,7 +292,7 @@ def _write_split(parts: list[Piece], tokenizer: Tokenizer, counter: LossCounter,
 
 
 def _write_starts(folder: Path, shards: list[JsonObject], split: str, dtype: np.dtype, end_of_text: int) -> int:
-    """Writes the offsets of documents, found by end_of_text, which never occurs within a text. Returns their number."""
+    """Writes the offsets of documents and returns their number. Every end_of_text is the beginning of a document."""
     offsets = [np.empty(0, np.int64)]
     before = 0
     for number, shard in enumerate(shards):
@@ -305,7 +305,7 @@ def _write_starts(folder: Path, shards: list[JsonObject], split: str, dtype: np.
 
 
 def _gzip_bpb(source: Source) -> float:
-    """Bits per byte of `gzip -9` on the validation text, with U+0000 between its documents."""
+    """Returns the bits per byte of `gzip -9` on the beginning of the validation text, with U+0000 between documents."""
     packer = zlib.compressobj(9, wbits=31)
     text_bytes = size = 0
     documents = (document for document in source.documents() if document.val)
@@ -319,14 +319,14 @@ def _gzip_bpb(source: Source) -> float:
     return 8 * (size + len(packer.flush())) / max(text_bytes, 1)
 
 
-def _entry(path: Path) -> JsonObject:
-    now = time.time_ns()                 # before the file is read; `unchanged` compares this time with the file's
+def _file_entry(path: Path) -> JsonObject:
+    now = time.time_ns()                 # must be before the file is read: `unchanged` compares it with the file's timestamp
     checksum = crc32(path)
     return {"stamp": stamp(path), "time": now, "crc32": checksum}
 
 
 def dtype_of(tokenizer: Tokenizer) -> np.dtype:
-    """The smallest dtype that can represent all of the tokenizer's ids."""
+    """Returns uint16 if all of the tokenizer's ids fit into it, otherwise uint32."""
     return np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32)
 
 

@@ -1,7 +1,7 @@
-"""An array of token ids in one or many memory-mapped files. Only the ids that are read are loaded into memory.
+"""Reads token ids in one or many memory-mapped files as a single array. Only the ids that are read are loaded into memory.
 
     tokens = TokenArray(parts, offsets)
-    tokens[10:20]                       # ids (10,), as from one array
+    tokens[10:20]                       # the ids (10,)
     tokens.starts                       # the offsets of documents (D,), int64, ascending
 """
 
@@ -14,11 +14,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-MAPPED = 1024                            # maximum of files mapped at the same time: a process may map about 65,000
+MAPPED = 1024                            # maximum of files mapped at the same time; a process may map about 65,000
 
 
 class Part(NamedTuple):
-    """`length` consecutive ids of type `dtype` in a file; `first`: the index of the first id."""
+    """A range of consecutive ids in a file: `length` ids of type `dtype`, beginning with id number `first`."""
 
     path: Path
     dtype: str
@@ -27,7 +27,7 @@ class Part(NamedTuple):
 
 
 class DocumentOffsets(NamedTuple):
-    """The offsets of documents: the entries [first, first + length) of an int64 .npy file, minus `base`."""
+    """A range of document offsets in an .npy file: the entries [first, first + length), int64, minus `base`."""
 
     path: Path
     first: int
@@ -36,16 +36,16 @@ class DocumentOffsets(NamedTuple):
 
 
 class TokenArray:
-    """The ids of `parts`, one after another. Pickling stores only the files' paths; unpickling maps the files again.
+    """An array of the ids of `parts`, one after another, with the offsets of the documents.
 
-    offsets: the documents' offsets, from one file or several.
+    Pickling stores only the paths of the files. Unpickling maps the files again.
     """
 
     def __init__(self, parts: Sequence[Part], *offsets: DocumentOffsets) -> None:
         self.parts = [part for part in parts if part.length]
         self._offsets = offsets
         self._ends = list(accumulate(part.length for part in self.parts))
-        self._mapped = lru_cache(MAPPED)(_map)           # cached by file, since thousands of parts may be in one file
+        self._mapped = lru_cache(MAPPED)(_open_mapped)   # is cached by file, because a file may contain thousands of parts
 
     def __reduce__(self) -> tuple[object, ...]:
         return TokenArray, (self.parts, *self._offsets)
@@ -54,7 +54,7 @@ class TokenArray:
         return self._ends[-1] if self._ends else 0
 
     def __getitem__(self, places: slice) -> np.ndarray:
-        """Consecutive ids (n,): a view of the mapped file, or a copy if they are in several parts."""
+        """Returns consecutive ids (n,): a view of the mapped file, or a copy if the ids are in several parts."""
         start, stop, step = places.indices(len(self))
         assert step == 1, "only consecutive ids can be read"
         pieces = []
@@ -70,7 +70,7 @@ class TokenArray:
 
     @staticmethod
     def joined(arrays: Sequence["TokenArray"]) -> "TokenArray":
-        """The concatenation of arrays, which must be all in files or all in memory."""
+        """Concatenates arrays. Either all of them must be in files, or all must be in memory."""
         if arrays and isinstance(arrays[0], TokensInMemory):
             begins = accumulate(map(len, arrays), initial=0)
             return TokensInMemory(np.concatenate([array[:] for array in arrays]), np.concatenate(
@@ -81,11 +81,11 @@ class TokenArray:
         return TokenArray([part for array in arrays for part in array.parts], *offsets)
 
     def first(self, length: int) -> "TokenArray":
-        """The first `length` ids, or all if there are fewer."""
+        """Returns the first `length` ids, or all ids if there are fewer."""
         return self.between(0, min(length, len(self)))
 
     def between(self, start: int, stop: int) -> "TokenArray":
-        """The ids [start, stop), with the documents that begin there."""
+        """Returns the ids [start, stop) and the offsets of the documents that begin there."""
         cut = []
         for part, end in zip(self.parts, self._ends, strict=True):
             skipped = max(0, start - (end - part.length))
@@ -100,17 +100,17 @@ class TokenArray:
 
     @property
     def bounds(self) -> np.ndarray:
-        """Returns (D+1,) int64: the offset at which each document begins, and the end of the array."""
+        """Returns the offset of each document and, last, the length of the array: (D+1,) int64."""
         return np.append(self.starts, len(self))
 
     @cached_property
     def starts(self) -> np.ndarray:
-        """Returns (D,) int64, ascending: the offset of each document's first token, or of the end_of_text before that token."""
+        """Returns the offset of each document's first token, or of the end_of_text before that token: (D,) int64, ascending."""
         return np.concatenate([np.empty(0, np.int64), *map(_load_offsets, self._offsets)])
 
 
 class TokensInMemory(TokenArray):
-    """A TokenArray of ids (N,) in memory. begins (D,): the documents' offsets."""
+    """A TokenArray of ids (N,) in memory, with the documents' offsets `begins` (D,)."""
 
     def __init__(self, ids: np.ndarray, begins: np.ndarray) -> None:
         super().__init__([])
@@ -140,6 +140,6 @@ def _load_offsets(offsets: DocumentOffsets) -> np.ndarray:
     return np.load(path, mmap_mode="r")[first:first + length] - base
 
 
-def _map(path: Path, dtype: str) -> np.ndarray:
-    """The mapped file as a plain array, which is faster to slice than a memmap."""
+def _open_mapped(path: Path, dtype: str) -> np.ndarray:
+    """Maps a file and returns a plain array, which is faster to slice than a memmap."""
     return np.asarray(np.memmap(path, dtype, "r"))

@@ -1,4 +1,4 @@
-"""Restricts validation to the split's first trainer.val_tokens tokens, and measures the bytes and gzip -9 of this part."""
+"""Restricts validation to the first trainer.val_tokens tokens of the split, and measures the size and gzip -9 of this part."""
 
 import zlib
 from dataclasses import replace
@@ -11,11 +11,12 @@ from rwkv.data.prepare import Corpus, mixed
 
 
 def with_part(corpus: Corpus, val_tokens: int | None, reach: int) -> Corpus:
-    """Restricts the validation split to its first `val_tokens` predicted tokens; no change for None or a shorter split.
+    """Restricts the validation split to its first `val_tokens` predicted tokens.
 
-    Each source of data=mix keeps its share of the tokens. Conversations stay whole: the fewest are kept that contain
-    `val_tokens` tokens and an answer to predict. reach: the number of tokens that validation reads of each conversation, within
-    which that answer must begin. val_lost still describes the whole split.
+    Returns the corpus unchanged if `val_tokens` is None or the split is shorter. Each source of data=mix keeps its share of the
+    tokens. Conversations are never cut. The smallest number of conversations is kept that contains `val_tokens` tokens and an
+    answer to predict. The answer must begin within the first `reach` tokens of a conversation, because validation reads no
+    more. val_lost still describes the whole split.
     """
     if val_tokens is None or val_tokens + 1 >= len(corpus.val):
         return corpus
@@ -41,7 +42,6 @@ def with_part(corpus: Corpus, val_tokens: int | None, reach: int) -> Corpus:
 
 
 def _end_of_conversations(split: Tokenised, val_tokens: int, reach: int) -> int:
-    """The offset of the end of the last conversation to keep."""
     bounds = split.tokens.bounds[::2 if split.paired else 1].tolist()
     has_answer = False
     for begin, end in pairwise(bounds):

@@ -1,6 +1,6 @@
-"""Training windows of ctx_len tokens, in an endless seeded random order.
+"""Divides tokens into training windows of ctx_len tokens, and draws the windows in an endless seeded random order.
 
-Each epoch is a new permutation of the windows. The order can be computed from any position on, so that a run can resume.
+Each epoch is a new permutation of the windows. The order can be computed from any position, so that a run can resume.
 """
 
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ from rwkv.model.loss import IGNORED
 
 
 class Permutations:
-    """An endless sequence of seeded permutations of the numbers below `size`, indexed by position."""
+    """An endless sequence of seeded permutations of the numbers below `size`. The index is a position in the sequence."""
 
     def __init__(self, size: int, seed: int) -> None:
         self.size = size
@@ -37,16 +37,16 @@ class Permutations:
 
 @lru_cache
 def window_offset(ctx_len: int, seed: int, epoch: int) -> int:
-    """The number of tokens by which an epoch shifts all windows: 0 in the first epoch, later random and less than ctx_len."""
+    """Returns the number of tokens by which an epoch shifts all windows: 0 for epoch 0, otherwise random below ctx_len."""
     return int(np.random.default_rng((seed, epoch, ctx_len)).integers(ctx_len)) if epoch else 0
 
 
 @dataclass(eq=False)
 class Windows(Dataset[tuple[Tensor, Tensor]]):
-    """The windows of a TokenArray. Window numbers from len(self) on belong to later epochs, whose windows are shifted.
+    """A dataset of the windows of a TokenArray. Window numbers of len(self) and more belong to later, shifted epochs.
 
-    partial: whether the tokens after the last complete window form a shorter one; then there is only one epoch.
-    seed: determines the shifts.
+    If `partial` is true, the tokens after the last complete window form a shorter window, and there is only one epoch. `seed`
+    determines the shifts.
     """
 
     tokens: TokenArray
@@ -55,7 +55,7 @@ class Windows(Dataset[tuple[Tensor, Tensor]]):
     seed: int = 0
 
     def __len__(self) -> int:
-        """The number of windows in an epoch."""
+        """Returns the number of windows in an epoch."""
         predicted = len(self.tokens) - 1
         return -(-predicted // self.ctx_len) if self.partial else predicted // self.ctx_len
 
@@ -64,7 +64,7 @@ class Windows(Dataset[tuple[Tensor, Tensor]]):
         return x[0], y[0]
 
     def __getitems__(self, numbers: list[int]) -> tuple[Tensor, Tensor]:
-        """The windows with these numbers as one batch: x, y (B,T) int64. Missing inputs are 0, missing targets IGNORED."""
+        """Returns the windows with these numbers as one batch x, y (B,T), int64, padded with 0 (x) and IGNORED (y)."""
         x = np.zeros((len(numbers), self.ctx_len), np.int64)
         y = np.full_like(x, IGNORED)
         for row, number in enumerate(numbers):
@@ -77,7 +77,7 @@ class Windows(Dataset[tuple[Tensor, Tensor]]):
         return torch.from_numpy(x), torch.from_numpy(y)
 
     def _spans(self, number: int) -> list[slice]:
-        """The one or two spans of tokens that form a window. Each includes one more token, the target of its last input."""
+        """Returns the one or two spans of a window's tokens. Each span also includes the target of the last input."""
         epoch, index = divmod(number, len(self))
         end = min(len(self) * self.ctx_len, len(self.tokens) - 1)
         start = (index * self.ctx_len + window_offset(self.ctx_len, self.seed, epoch)) % end
@@ -90,7 +90,7 @@ class Windows(Dataset[tuple[Tensor, Tensor]]):
 class ShuffleSampler(Sampler[list[int]]):
     """Yields the window numbers of `batches` batches. Each epoch is a new permutation of the `size` windows.
 
-    The process `rank` of `world` gets every world-th number of the order that all processes share.
+    All processes share one order, and process `rank` of `world` gets every world-th number.
     """
 
     size: int
@@ -108,7 +108,7 @@ class ShuffleSampler(Sampler[list[int]]):
 
 
 class ShuffleIterator(Iterator[list[int]]):
-    """One pass over a ShuffleSampler. drawn: how many numbers all processes together have used so far."""
+    """An iterator over a ShuffleSampler. `drawn` counts the numbers that all processes together have used so far."""
 
     def __init__(self, sampler: ShuffleSampler) -> None:
         self.sampler = sampler
@@ -128,15 +128,15 @@ class ShuffleIterator(Iterator[list[int]]):
         return {"drawn": self.drawn}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Raises UserError if the run began with trainer.tbptt."""
+        """Restores the position. Raises UserError if the run began with trainer.tbptt."""
         if "drawn" not in state:
-            raise UserError("the run began with trainer.tbptt and cannot resume without it: omit trainer.tbptt=, so that the "
-                            "run keeps its value")
+            raise UserError("the run began with trainer.tbptt and cannot resume without trainer.tbptt. Omit the option "
+                            "trainer.tbptt=, so that the run keeps the earlier value")
         self.drawn = state["drawn"]
 
 
 class StepLayout(NamedTuple):
-    """The batches of an optimiser step: in each of `world` processes, `parts` accumulated batches of `rows` rows."""
+    """The layout of an optimiser step: each of `world` processes accumulates `parts` batches of `rows` rows."""
 
     rows: int
     parts: int = 1
@@ -148,9 +148,9 @@ class StepLayout(NamedTuple):
         return self.rows * self.parts * self.world
 
     def own(self, part: int) -> range:
-        """The numbers of the streams that are this process's rows in batch `part`: every world-th stream."""
+        """Returns the streams that are this process's rows in batch `part`, which is every world-th stream."""
         return self.common(part)[self.rank::self.world]
 
     def common(self, part: int) -> range:
-        """The numbers of the streams that are rows of batch `part` in all processes."""
+        """Returns the streams that are rows of batch `part` in any process."""
         return range(part * self.rows * self.world, (part + 1) * self.rows * self.world)

@@ -1,1 +1,1 @@
-"""Tokenizers: encode text to token ids, and decode ids to text."""
+"""Encodes text to token ids and decodes token ids to text."""

@@ -1,7 +1,7 @@
 """Decodes token ids to text, one id at a time, at constant cost per id. A character is returned once all its bytes are known.
 
 Bytes that are not UTF-8 become U+FFFD as soon as no later byte can complete them. Some vocabularies drop the space before the
-first word of a text. So a decoder whose text continues earlier ids must receive those ids first (continue_after).
+first word of a text. So a decoder whose text continues earlier ids must first receive these ids (continue_after).
 """
 
 import codecs
@@ -13,33 +13,36 @@ from rwkv.errors import UserError
 
 REPLACEMENT = "\ufffd"
 LONGEST_CHARACTER = 4                    # bytes
-LAST_IDS = 128                           # number of a text's last ids that suffice to decode its continuation
+LAST_IDS = 128                           # this many last ids of a text suffice to decode a continuation
 
 
 class Decoder(Protocol):
     """Decodes one text, one id at a time."""
 
     def continue_after(self, ids: Sequence[int]) -> None:
-        """Makes ids pushed later continue `ids`, whose own text is not returned except for an incomplete last character."""
+        """Makes the text of later ids continue the text of `ids`, of which only an incomplete last character is returned."""
 
     def push(self, token: int) -> str:
-        """Adds an id and returns the text that it completes, possibly "". Raises UserError for an id outside the vocabulary."""
+        """Adds an id and returns the text that it completes, possibly "".
+
+        Raises UserError if the id is outside the vocabulary.
+        """
 
     def flush(self) -> str:
-        """Ends the text and returns what is pending: U+FFFD for an incomplete character, otherwise ""."""
+        """Ends the text. Returns U+FFFD if an incomplete character is pending, otherwise ""."""
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The whole text of `ids`, as push and flush would return it. Raises UserError as push does."""
+        """Returns the text that push and flush would return for all `ids` together. Raises UserError as push does."""
 
     def names(self, tokens: Sequence[int], before: Sequence[int]) -> list[str]:
-        """The text that each of `tokens` alone would add directly after the ids `before`; an incomplete character is U+FFFD."""
+        """Returns the text that each of `tokens` alone would add after the ids `before`. Incomplete characters are U+FFFD."""
 
     def bytes_of(self, token: int) -> bytes | None:
-        """A token's bytes, which may be part of a character; None if the vocabulary's tokens are not byte strings."""
+        """Returns the bytes of a token, which may be part of a character, or None if tokens are not byte strings."""
 
 
 class BytesDecoder:
-    """A Decoder for a vocabulary whose tokens are byte strings. table: the bytes of each id."""
+    """A Decoder for a vocabulary whose tokens are byte strings. `table` contains the bytes of each id."""
 
     def __init__(self, table: Sequence[bytes]) -> None:
         self._table = table
@@ -72,16 +75,19 @@ class BytesDecoder:
 
 
 class TextDecoder:
-    """A Decoder for a vocabulary whose tokens are not byte strings. decode: the library's function from ids to text.
+    """A Decoder for a vocabulary whose tokens are not byte strings.
 
     A token's text may depend on the token before it, so each call decodes the pending ids together with the ids whose text was
     returned last. Text that ends in U+FFFD stays pending, for at most LONGEST ids, because the next id may complete the
-    character. (The library's DecodeStream would keep it pending for ever, and has no flush.) skipped: ids that decode to
-    nothing.
+    character. (The library's DecodeStream would keep such text pending for ever, and has no flush.)
+
+    Args:
+        decode: the library's function from ids to text.
+        skipped: the ids that decode to nothing.
     """
 
     LONGEST = 8                          # ids
-    BEFORE = 64                          # ids to decode with; earlier ids affect neither later nor pending text
+    BEFORE = 64                          # ids before these affect neither later nor pending text
 
     def __init__(self, decode: Callable[[list[int]], str], vocab_size: int, skipped: set[int]) -> None:
         self._decode = decode
@@ -91,7 +97,7 @@ class TextDecoder:
         self._pending: list[int] = []
 
     def continue_after(self, ids: Sequence[int]) -> None:
-        for token in self._last(ids, self.BEFORE):
+        for token in self._last_with_text(ids, self.BEFORE):
             self.push(token)
 
     def push(self, token: int) -> str:
@@ -119,12 +125,11 @@ class TextDecoder:
         return None
 
     def names(self, tokens: Sequence[int], before: Sequence[int]) -> list[str]:
-        returned = self._last(before, 1)
+        returned = self._last_with_text(before, 1)
         return ["" if require_id(token, self._vocab_size) in self._skipped else self._text_after(returned, [int(token)])
                 for token in tokens]
 
-    def _last(self, ids: Sequence[int], count: int) -> list[int]:
-        """The last ids that decode to any text, at most `count` of them."""
+    def _last_with_text(self, ids: Sequence[int], count: int) -> list[int]:
         return [*islice((int(token) for token in reversed(ids) if token not in self._skipped), count)][::-1]
 
     def _new_text(self) -> str:
@@ -139,18 +144,18 @@ class TextDecoder:
 def require_id(token: int, vocab_size: int) -> int:
     """Returns `token`. Raises UserError unless 0 <= token < vocab_size."""
     if not 0 <= token < vocab_size:
-        raise UserError(f"token id {token} is outside the tokenizer's vocabulary, 0 to {vocab_size - 1}")
+        raise UserError(f"the token id {token} is outside the tokenizer's vocabulary, which has the ids 0 to {vocab_size - 1}")
     return token
 
 
 def token_bytes(token: str) -> bytes:
-    """The bytes of a token written in byte-level BPE's alphabet. A token with any other character is encoded as UTF-8."""
+    """Returns the bytes of a token in byte-level BPE's alphabet. A token with any other character is encoded as UTF-8."""
     if all(character in BYTE_OF for character in token):
         return bytes(BYTE_OF[character] for character in token)
     return token.encode()
 
 
-# The byte of each character in byte-level BPE's alphabet: printable Latin-1 bytes are themselves, others U+0100 and up
+# In byte-level BPE's alphabet, printable Latin-1 bytes stand for themselves. The other bytes are U+0100 and up.
 PRINTABLE = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
 BYTE_OF = {chr(value): value for value in PRINTABLE}
 BYTE_OF |= {chr(0x100 + place): value for place, value in enumerate(value for value in range(256) if value not in PRINTABLE)}

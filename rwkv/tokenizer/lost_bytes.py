@@ -1,15 +1,15 @@
 """Counts the bytes of a text that a tokenizer loses. No model predicts lost bytes, so bits per byte would omit their cost.
 
-A tokenizer of the `tokenizers` library may drop characters that its vocabulary lacks or replace them by an unknown token,
-convert letters to lower case, or remove accents, newlines and repeated spaces. A byte is lost if the decoded text lacks it. The
-number of lost bytes is the length of the text in UTF-8 minus the length of its longest common subsequence with the decoded
-text. Unknown tokens decode to nothing here. Not counted are text that decoding adds, such as spaces between tokens; one space
-at a text's beginning, which SentencePiece adds and its decoders remove; and changes by a decoder's clean-up, which is disabled
-here.
+A tokenizer of the `tokenizers` library may drop characters that are not in the vocabulary, or replace them by an unknown token.
+Some tokenizers convert letters to lower case, or remove accents, newlines and repeated spaces. A byte is lost if it is not in
+the decoded text. The number of lost bytes is the length of the text in UTF-8 minus the length of the longest common subsequence
+of the text and the decoded text. Unknown tokens decode to nothing here.
 
-The tokenizers byte, char and world lose nothing. Nor do byte-level BPE and byte fallback, though some files require that the
-text meets a condition, such as being in NFC. Only texts for which loss cannot be ruled out in this way are decoded and
-compared.
+Three things are not counted: text that decoding adds, such as spaces between tokens; one space at the beginning of a text,
+which SentencePiece adds and its decoders remove; and changes by a decoder's clean-up, which is disabled here.
+
+The tokenizers byte, char and world lose nothing. Byte-level BPE and byte fallback lose nothing either, but some files require
+that the text meets a condition, such as being in NFC. A text is decoded and compared only if loss cannot be ruled out.
 """
 
 import json
@@ -38,7 +38,7 @@ Condition = Callable[[str], bool]        # whether the tokenizer loses nothing o
 
 @dataclass(frozen=True)
 class Lost:
-    """The loss of a text of `of` bytes: the number of lost bytes, and the number of unknown tokens in its ids."""
+    """The loss of a text: the number of lost bytes, the `of` bytes of the whole text, and the unknown tokens in the ids."""
 
     bytes: int = 0
     of: int = 0
@@ -53,11 +53,11 @@ class Lost:
 
     @property
     def too_much(self) -> bool:
-        """Whether so much is lost that numbers per byte or per word are not reported."""
+        """Returns True if so much is lost that numbers per byte or per word are not reported."""
         return self.share > WITHHELD
 
     def describe(self, text: str) -> str:
-        """A sentence about the loss, without a full stop. text: what the text is called, such as "the validation text"."""
+        """Returns a sentence about the loss, without a full stop. `text` is a noun such as "the validation text"."""
         unknown = f", with {self.unknown:,} unknown tokens" if self.unknown else ""
         return f"the tokenizer loses {percent(self.share)} of {text}: {self.bytes:,} of its {counted(self.of, 'byte')}{unknown}"
 
@@ -66,14 +66,15 @@ NOTHING = Lost()
 
 
 def percent(share: float) -> str:
-    """Formats 0.123 as "12.3 %". A fraction above 0 is never shown as 0."""
+    """Formats 0.123 as "12.3 %". A fraction above 0 never becomes "0 %"."""
     return f"{100 * share:.3g} %"
 
 
 class LossCounter:
-    """Counts the bytes that a tokenizer loses. Threads may share it.
+    """Counts the bytes that a tokenizer loses. Threads may share a LossCounter.
 
-    never: whether the tokenizer loses nothing of any text. uncertain: whether every text must be decoded to rule out loss.
+    `never` is true if the tokenizer loses nothing of any text. `uncertain` is true if every text must be decoded to rule out
+    loss.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -84,11 +85,11 @@ class LossCounter:
         self._conditions = conditions or []
 
     def keeps(self, text: str) -> bool:
-        """Whether the tokenizer's definition implies that nothing of this text is lost."""
+        """Returns True if the tokenizer's definition implies that nothing of this text is lost."""
         return self.never or (not self.uncertain and all(condition(text) for condition in self._conditions))
 
     def count(self, texts: Sequence[str], ids: Sequence[Sequence[int]]) -> Lost:
-        """The total loss of some texts. ids: the tokenizer's ids for each text."""
+        """Returns the total loss of some texts. `ids` are the tokenizer's ids for each text."""
         lost = Lost(of=sum(len(text.encode()) for text in texts))
         doubtful = [(text, list(tokens)) for text, tokens in zip(texts, ids, strict=True) if not self.keeps(text)]
         if not doubtful:
@@ -97,33 +98,33 @@ class LossCounter:
         decoded = self._library.decode_batch(in_vocabulary, skip_special_tokens=False)
         missing = 0
         for (text, _), result in zip(doubtful, decoded, strict=True):
-            space = " " * (text.startswith(" ") and not result.startswith(" "))      # not lost: see the module's docstring
+            space = " " * (text.startswith(" ") and not result.startswith(" "))      # is not lost, as explained above
             missing += missing_bytes(text.encode(), (space + result).encode())
         return lost + Lost(missing, 0, sum(len(tokens) for _, tokens in doubtful) - sum(map(len, in_vocabulary)))
 
     @cached_property
     def unknown_token(self) -> int | None:
-        """The id of the token that replaces characters outside the vocabulary; None if there is no such token."""
+        """Returns the id of the token that replaces characters outside the vocabulary, or None."""
         name = self._definition and unknown_token(self._definition)
         return self._library.token_to_id(name) if name else None
 
     @cached_property
     def _library(self) -> tokenizers.Tokenizer:
         assert self._definition is not None
-        return tokenizers.Tokenizer.from_str(json.dumps(self._definition | {"decoder": _decoder(self._definition)}))
+        return tokenizers.Tokenizer.from_str(json.dumps(self._definition | {"decoder": _plain_decoder(self._definition)}))
 
 
 def _conditions(definition: JsonObject) -> list[Condition] | None:
-    """Conditions on a text that together imply that it can be restored from its ids; None if no such conditions are known.
+    """Returns conditions which together imply that a text can be restored from its ids, or None if none are known.
 
-    If the vocabulary contains all bytes, the tokenizer model's input can be restored from the ids. In addition, the input of
-    each earlier step must be restorable from the step's result.
+    If the vocabulary contains all bytes, the input of the tokenizer model can be restored from the ids. In addition, the input
+    of each earlier step must be restorable from the output of the step.
     """
     model = definition["model"]
     added = definition.get("added_tokens", [])
-    steps = [*_steps(definition.get("normalizer")), *_steps(definition.get("pre_tokenizer"))]
+    steps = [*_flat_steps(definition.get("normalizer")), *_flat_steps(definition.get("pre_tokenizer"))]
     types = {step["type"] for step in steps}
-    ordinary = [token for token in added if not token["special"]]        # special tokens are never matched in a text
+    ordinary = [token for token in added if not token["special"]]        # a special token never matches in a text
     strips_spaces = any(token["lstrip"] or token["rstrip"] for token in ordinary)
     if strips_spaces or (ordinary and "Metaspace" in types) or not _has_all_bytes(model, "ByteLevel" in types):
         return None
@@ -136,16 +137,15 @@ def _conditions(definition: JsonObject) -> list[Condition] | None:
     return conditions
 
 
-def _steps(step: JsonObject | None) -> Iterator[JsonObject]:
+def _flat_steps(step: JsonObject | None) -> Iterator[JsonObject]:
     if step and step["type"] == "Sequence":
         for inner in step.get("normalizers") or step.get("pretokenizers") or []:
-            yield from _steps(inner)
+            yield from _flat_steps(inner)
     elif step:
         yield step
 
 
 def _has_all_bytes(model: JsonObject, byte_level: bool) -> bool:
-    """Whether every byte that occurs in UTF-8 is a token, in byte-level BPE's alphabet or for byte fallback."""
     if model.get("continuing_subword_prefix") or model.get("end_of_word_suffix"):
         return False
     vocabulary = model["vocab"]
@@ -157,7 +157,7 @@ def _has_all_bytes(model: JsonObject, byte_level: bool) -> bool:
 
 
 def _step_conditions(step: JsonObject) -> list[Condition] | None:
-    """Conditions on a text that imply that it can be restored from the step's result; None if no such conditions are known."""
+    """Returns conditions on a text which imply that the step is reversible, or None if no such conditions are known."""
     match step:
         case {"type": "ByteLevel" | "Prepend"}:
             return []
@@ -171,11 +171,11 @@ def _step_conditions(step: JsonObject) -> list[Condition] | None:
     return None
 
 
-def _decoder(definition: JsonObject) -> Any:
-    """The file's decoder without clean-up; if it has none, the decoder that reverses its pre-tokenizer, or None."""
+def _plain_decoder(definition: JsonObject) -> Any:
+    """Returns the file's decoder without clean-up or, if there is none, a decoder that reverses the pre-tokenizer, or None."""
     decoder = definition.get("decoder")
     if decoder is None:
-        steps = _steps(definition.get("pre_tokenizer"))
+        steps = _flat_steps(definition.get("pre_tokenizer"))
         return next((step for step in steps if step["type"] in ("ByteLevel", "Metaspace")), None)
     return _without_cleanup(decoder)
 
@@ -186,9 +186,10 @@ def _without_cleanup(decoder: JsonObject) -> JsonObject:
 
 
 def missing_bytes(before: bytes, after: bytes) -> int:
-    """len(before) minus the length of the longest common subsequence of `before` and `after`, searched window by window.
+    """Returns len(before) minus the length of the longest common subsequence of `before` and `after`.
 
-    After a long lost passage the number may be too large, because the next window may be compared with a wrong part of `after`.
+    The search goes window by window. After a long lost passage, the result may be too large, because the next window may be
+    compared with a wrong part of `after`.
     """
     missing = at = place = searched = 0
     while at < len(before):
@@ -214,8 +215,10 @@ def missing_bytes(before: bytes, after: bytes) -> int:
 
 
 def _next_in_common(before: bytes, at: int, after: bytes, place: int) -> tuple[int, int] | None:
-    """The next positions, within AHEAD bytes of `at` in `before` and of `place` in `after`, at which equal passages of ANCHOR
-    bytes begin; None if there are none."""
+    """Finds the next passage of ANCHOR bytes that `before` and `after` have in common, and returns its two positions.
+
+    Searches AHEAD bytes from `at` in `before` and from `place` in `after`. Returns None if there is no such passage.
+    """
     anchor = None
     nearest = 2 * AHEAD
     for candidate in range(at, min(at + AHEAD, len(before) - ANCHOR), ANCHOR):
@@ -230,7 +233,7 @@ def _next_in_common(before: bytes, at: int, after: bytes, place: int) -> tuple[i
 
 
 def _missing_between(before: bytes, after: bytes) -> int:
-    """Like missing_bytes, for texts with little in common: compares each window with `after` at the same relative position."""
+    """Does the work of missing_bytes for texts with little in common, by comparing windows at the same relative position."""
     missing = 0
     for start in range(0, len(before), WINDOW):
         window = before[start:start + WINDOW]
@@ -240,13 +243,13 @@ def _missing_between(before: bytes, after: bytes) -> int:
 
 
 def _align(window: bytes, after: bytes, is_last: bool) -> tuple[int, int]:
-    """Finds the best `length` and returns (matched, length): matched is the length of the longest common subsequence of
-    `window` and after[:length].
+    """Finds the part after[:length] that matches `window` best.
 
-    The best length has the highest score: 4 for each matched byte, minus 1 for each space in after[:length], because decoders
-    add spaces, and minus 2 for each other byte in it. For the last window, bytes of `after` cost nothing. Bit i of `row` is 0
-    if byte i of the window increases the length in common with the bytes of `after` so far. Source: Hyyrö 2004, Bit-parallel
-    LCS-length computation revisited.
+    Returns the length of the longest common subsequence of `window` and after[:length], and `length`. The best length has the
+    highest score: 4 for each matched byte, minus 1 for each space in after[:length], because decoders add spaces, minus 2 for
+    each other byte in after[:length]. For the last window, bytes of `after` cost nothing. Bit i of `row` is 0 if byte i of the
+    window increases the length in common with the bytes of `after` so far. Source: Hyyrö 2004, Bit-parallel LCS-length
+    computation revisited.
     """
     positions: dict[int, int] = {}
     for number, byte in enumerate(window):

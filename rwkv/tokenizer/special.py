@@ -1,7 +1,7 @@
-"""The special tokens in a tokenizer.json: which of them ends a text, and private names for them.
+"""Finds the special tokens in a tokenizer.json and the tokens that end a text, and gives special tokens private names.
 
-`parsed` is the content of such a file. The "ends of text" are the ids of tokens that each end a text; the first also separates
-documents.
+`parsed` is the content of such a file. "Ends of text" are the ids of the tokens that end a text. The first of them also
+separates documents.
 """
 
 import json
@@ -34,7 +34,7 @@ def vocabulary(parsed: JsonMapping) -> dict[str, int]:
 
 
 def unknown_token(parsed: JsonMapping) -> str | None:
-    """The name of the token that replaces characters outside the vocabulary; None if there is no such token."""
+    """Returns the name of the token that replaces characters outside the vocabulary, or None if there is no such token."""
     model = parsed["model"]
     if isinstance(model["vocab"], dict):
         name = model.get("unk_token")
@@ -44,10 +44,12 @@ def unknown_token(parsed: JsonMapping) -> str | None:
 
 
 def ends_by_rule(parsed: JsonMapping) -> list[int]:
-    """The ends of text that the tokenizer's file alone implies; [] if it implies none.
+    """Returns the ends of text that the tokenizer's file alone implies, or [] if the file implies none.
 
-    The end is <|endoftext|>; otherwise the special token whose name is in ENDS, if there is only one; otherwise a special token
-    0, unless it stands for unknown text, padding or a mask.
+    The first rule that applies determines the end:
+    1. <|endoftext|>
+    2. the special token whose name is in ENDS, if there is exactly one
+    3. the special token 0, unless it stands for unknown text, padding or a mask
     """
     ids = vocabulary(parsed)
     special = special_tokens(parsed)
@@ -63,7 +65,7 @@ def ends_by_rule(parsed: JsonMapping) -> list[int]:
 
 
 def ends_by_first_rule(parsed: JsonMapping) -> list[int]:
-    """The ends of text for a definition that states none, as in older checkpoints: <|endoftext|>, or a special token 0."""
+    """Returns the ends of text for a definition without ends, as in older checkpoints: <|endoftext|>, or a special token 0."""
     end = vocabulary(parsed).get(END_OF_TEXT)
     if end is not None:
         return [end]
@@ -71,9 +73,10 @@ def ends_by_first_rule(parsed: JsonMapping) -> list[int]:
 
 
 def stated_ends(parsed: JsonMapping, stated: Iterable[int | str]) -> list[int]:
-    """The ids of the tokens that another file states as ends of text (by id or name) and that can be ends; no duplicates.
+    """Returns the ids of the tokens that another file declares as ends of text, by id or name, and that can be ends.
 
-    A token that is neither special nor known as an end is ordinary text; some programs state such a token by mistake.
+    A token that is neither special nor in ENDS or ENDS_OF_TURNS is ordinary text. Some programs declare such a token by
+    mistake, so it is left out. Duplicates are left out, too.
     """
     ids = vocabulary(parsed)
     special = special_tokens(parsed)
@@ -83,32 +86,38 @@ def stated_ends(parsed: JsonMapping, stated: Iterable[int | str]) -> list[int]:
 
 
 def named_end(parsed: JsonMapping, name: str, source: str, option: str) -> list[int]:
-    """The id of the token that the user names as the end of a text. Raises UserError if it is missing or just a character."""
+    """Returns the id of the token that the user names as the end of a text, as a list.
+
+    Raises UserError if the token is missing, or is a single character that is not special.
+    """
     special = special_tokens(parsed)
     index = vocabulary(parsed).get(name)
     if index is None or (len(name) == 1 and name not in special):
-        raise UserError(f"{option} must be a special token of {source}, which has {_list(special)}; got {name!r}")
+        raise UserError(f"{option} must be a special token of {source}, which has {_name_list(special)}; got {name!r}")
     return [index]
 
 
 def no_end(parsed: JsonMapping, source: str, option: str) -> UserError:
-    """The error for a file that does not determine which token ends a text."""
+    """Returns the error for a file that does not determine which token ends a text."""
     special = special_tokens(parsed)
     candidates = [name for name in ENDS if name in special]
-    reason = f"it has {' and '.join(candidates)}" if candidates else f"it has no {END_OF_TEXT} or other known name"
-    return UserError(f"{source} does not determine which token ends a text ({reason}): name it with {option}=TEXT; its special "
-                     f"tokens are {_list(special)}")
+    reason = f"has {' and '.join(candidates)}" if candidates else f"has neither {END_OF_TEXT} nor another known name"
+    return UserError(f"{source} {reason}, so the file does not determine which token ends a text. Name the token with "
+                     f"{option}=TEXT. The special tokens are {_name_list(special)}")
 
 
 def definition(text: str, ends: Sequence[int], by_first_rule: Sequence[int]) -> JsonObject:
-    """The definition of a JsonTokenizer. It states the ends of text only if they differ from those of ends_by_first_rule."""
+    """Returns the definition of a JsonTokenizer, with the ends of text only if they differ from those of ends_by_first_rule."""
     result: JsonObject = {"kind": "json", "definition": text}
     return result if list(ends) == list(by_first_rule) else {**result, KEY: list(ends)}
 
 
 def definition_with_ends(text: str, stated: Iterable[Iterable[int | str]]) -> JsonObject:
-    """The definition of a JsonTokenizer for a tokenizer.json. text: its content. stated: the ends of text that other files
-    state; the first that are valid are used, or else those of ends_by_rule."""
+    """Returns the definition of a JsonTokenizer for a tokenizer.json with the content `text`.
+
+    `stated` contains the ends of text that other files declare. The first valid ones are used. If there are none, the ends of
+    ends_by_rule are used.
+    """
     try:
         parsed = json.loads(text)
         ends: list[int] = next(filter(None, (stated_ends(parsed, each) for each in stated)), [])
@@ -118,17 +127,17 @@ def definition_with_ends(text: str, stated: Iterable[Iterable[int | str]]) -> Js
 
 
 def ends_of(described: JsonMapping) -> list[int]:
-    """The ends of text in a JsonTokenizer's definition; [] if they are unknown."""
+    """Returns the ends of text in a JsonTokenizer's definition, or [] if they are unknown."""
     return list(described[KEY] if KEY in described else ends_by_first_rule(json.loads(described["definition"])))
 
 
-def _list(special: Mapping[str, int]) -> str:
+def _name_list(special: Mapping[str, int]) -> str:
     shown = ", ".join([*special][:10]) + (f" and {len(special) - 10} more" if len(special) > 10 else "")
     return shown or "none"
 
 
 class Private(NamedTuple):
-    """The content of a tokenizer.json in which each special token `name` is renamed to private[name]."""
+    """The content of a tokenizer.json in which each special token `name` has the new name private[name]."""
 
     content: JsonObject
     private: dict[str, str]

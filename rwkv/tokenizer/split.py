@@ -1,9 +1,9 @@
 """Splits a long text so that encoding its pieces separately gives the same ids as encoding the whole text.
 
-A text is split before a newline that follows a character other than white space. That is safe if no token spans the two
+A text is split before a newline that follows a character other than white space. The split is safe if no token spans the two
 characters, if no token strips adjacent spaces, and if a newline at the beginning of a text is encoded as elsewhere. These
 conditions are checked for each vocabulary. If a condition fails, or LONGEST characters have no such newline, the text is split
-after LONGEST characters, and a few ids there may differ from those of the whole text.
+after LONGEST characters, and a few ids at the split may differ from those of the whole text.
 """
 
 import re
@@ -33,7 +33,7 @@ class Encoder(Protocol):
 
 
 def safe_split(tokenizer: Encoder) -> SafeSplit:
-    """A function that finds the last index at which a text can be split safely for this tokenizer."""
+    """Returns a function that finds the last index at which a text can be split safely for this tokenizer."""
     if tokenizer.strips_spaces or not all(_splits_safely(tokenizer, probe) for probe in PROBES):
         return lambda text: 0
     glued = _characters_before_newlines(tokenizer)
@@ -41,7 +41,7 @@ def safe_split(tokenizer: Encoder) -> SafeSplit:
 
 
 def last_line_end(text: str, glued: frozenset[str] = frozenset()) -> int:
-    """The index of the last newline that follows neither white space nor a character in `glued`; 0 if there is none."""
+    """Returns the index of the last newline that follows neither white space nor a character in `glued`, or 0."""
     end = text.rfind("\n")
     while end > 0 and (text[end - 1].isspace() or text[end - 1] in glued):
         end = text.rfind("\n", 0, end)
@@ -49,7 +49,7 @@ def last_line_end(text: str, glued: frozenset[str] = frozenset()) -> int:
 
 
 def pieces(chunks: Iterable[str], split: SafeSplit) -> Iterator[str]:
-    """Divides a text, which comes in chunks, into pieces that end where `split` allows, each about as long as a chunk."""
+    """Divides a text that comes in chunks into pieces that end where `split` allows. A piece is about as long as a chunk."""
     rest = ""
     for chunk in chunks:
         rest += chunk
@@ -64,7 +64,7 @@ def pieces(chunks: Iterable[str], split: SafeSplit) -> Iterator[str]:
 def without_long_runs(text: str) -> Iterator[str]:
     """Cuts a text so that neither words nor runs of white space are longer than LONGEST_RUN characters.
 
-    Training BPE takes time quadratic in the length of a word, and DNA, base64 or a minified program is one word of millions of
+    Training BPE takes time quadratic in the length of a word. DNA, base64 or a minified program may be one word of millions of
     characters.
     """
     if not LONG_SPACE.search(text) and max(map(len, text.split()), default=0) <= LONGEST_RUN:
@@ -79,16 +79,15 @@ def without_long_runs(text: str) -> Iterator[str]:
 
 
 def _splits_safely(tokenizer: Encoder, probe: str) -> bool:
-    """Whether encoding `probe` split after its first character gives the same ids; True if it cannot be encoded."""
+    """Returns True if splitting `probe` after the first character does not change the ids, or if it cannot be encoded."""
     try:
         whole = tokenizer.encode(probe)
-    except ValueError:                   # a char tokenizer without a character of the probe
+    except ValueError:                   # a char tokenizer may not have all characters of the probe
         return True
     return bool(whole == [*tokenizer.encode(probe[:1]), *tokenizer.encode(probe[1:])])
 
 
 def _characters_before_newlines(tokenizer: Encoder) -> frozenset[str]:
-    """The characters that occur directly before a newline within some token."""
     characters: set[str] = set()
     decoder = tokenizer.decoder()
     for token in range(tokenizer.vocab_size):

@@ -1,11 +1,12 @@
-"""Tokenizers: bytes, characters, any tokenizer.json of the `tokenizers` library, and the RWKV World vocabulary.
+"""Defines the tokenizers: bytes, characters, any tokenizer.json of the `tokenizers` library, and the RWKV World vocabulary.
 
-A tokenizer's ids are 0..vocab_size-1. Each id of `ends` ends a generated text; the first of them is `end_of_text`, which
-precedes every document in the data. It is 0, except for a tokenizer.json (rwkv/tokenizer/special.py). `encode` never returns a
-special token, whatever the text, except the unknown token, which replaces characters outside the vocabulary. Special tokens
-decode to nothing, again except the unknown token. `decode` and `decoder` accept any sequence of ids; bytes that are not UTF-8
-become U+FFFD. A checkpoint contains its whole tokenizer and the tokenizer's hash; any tokenizer used with the checkpoint must
-have that hash.
+A tokenizer has the ids 0..vocab_size-1. Each id of `ends` ends a generated text. The first of these ids is `end_of_text`, which
+precedes every document in the data. Only a tokenizer.json may have an `end_of_text` other than 0 (see special.py).
+
+`encode` never returns a special token, whatever the text, except the unknown token, which replaces characters outside the
+vocabulary. Special tokens decode to nothing, again except the unknown token. `decode` and `decoder` accept any sequence of ids.
+Bytes that are not UTF-8 become U+FFFD. A checkpoint contains its whole tokenizer and the tokenizer's hash. Any tokenizer that
+is used with the checkpoint must have the same hash.
 """
 
 import hashlib
@@ -38,12 +39,13 @@ MADE_FROM_DATA = ("char", "bpe")         # values of data.tokenizer for tokenize
 
 
 class Tokenizer(ABC):
-    """Encodes any text that its vocabulary covers, and decodes any ids.
+    """A tokenizer that encodes any text its vocabulary covers, and decodes any ids.
 
-    strips_spaces: whether some token strips adjacent spaces, so that a text cannot be split safely (rwkv/tokenizer/split.py).
-    adds_space: whether a space is added before a text, as in SentencePiece, so that its first word is marked as a word.
-    special: the ids of the tokens that a chat template may write, by name. private: for the same names, the texts that `encode`
-    maps to these tokens (rwkv/chat/encoding.py).
+    Attributes:
+        strips_spaces: whether a token strips adjacent spaces. If so, a text cannot be split safely (rwkv/tokenizer/split.py).
+        adds_space: whether encoding adds a space before a text, as SentencePiece does, to mark the first word as a word.
+        special: the ids, by name, of the tokens that a chat template may write.
+        private: for the same names, the texts that `encode` maps to these tokens (rwkv/chat/encoding.py).
     """
 
     kind: str
@@ -56,36 +58,38 @@ class Tokenizer(ABC):
 
     @property
     def end_of_text(self) -> int:
-        """The id that separates documents, and with which generation without a prompt begins."""
+        """Returns the id that separates documents. Generation without a prompt begins with this id."""
         return self.ends[0]
 
     @abstractmethod
     def to_dict(self) -> JsonObject:
-        """The complete definition, for `from_dict`: the entry `kind`, and further entries that are strings or lists."""
+        """Returns the complete definition for `from_dict`: the entry `kind`, and further entries that are strings or lists."""
 
     @abstractmethod
     def _encode(self, text: str) -> list[int]:
-        """The ids of a text that is valid Unicode."""
+        """Returns the ids of a text that is valid Unicode."""
 
     @property
     @abstractmethod
     def _bytes(self) -> list[bytes]:
-        """The bytes of each token, for a vocabulary whose tokens are byte strings; b"" for special tokens."""
+        """Returns the bytes of each token of a vocabulary of byte strings, with b"" for special tokens."""
 
     def _new_decoder(self) -> Decoder:
         return BytesDecoder(self._bytes)
 
     def decoder(self, after: Sequence[int] = ()) -> Decoder:
-        """A new decoder for a text that continues the ids `after`. The text of `after` and the decoder's output together equal
-        decode(all ids)."""
+        """Returns a decoder for a text that continues the ids `after`.
+
+        The text of `after` and the decoder's output together equal decode(all ids).
+        """
         decoder = self._new_decoder()
         decoder.continue_after(after)
         return decoder
 
     def encode(self, text: str, before: int = 0) -> list[int]:
-        """The ids of `text`. Raises UserError if the vocabulary does not cover it.
+        """Returns the ids of `text`. Raises UserError if the vocabulary does not cover the text.
 
-        before: the number of characters before `text` in a longer text, for positions in error messages.
+        `before` is the number of characters before `text` in a longer text, for the positions in error messages.
         """
         try:
             require_unicode(text)
@@ -97,48 +101,47 @@ class Tokenizer(ABC):
         return [self.encode(text) for text in texts]
 
     def encode_within(self, texts: Sequence[str]) -> list[list[int]]:
-        """The ids of each text when it continues another text: no space is added before it."""
+        """Returns the ids of each text when the text continues another text, so that no space is added before it."""
         return self.encode_batch(texts)
 
     def encode_after(self, text: str, before: Sequence[int]) -> list[int]:
-        """The ids of a text after the ids `before`. The text is a continuation unless `before` ends in a special token."""
+        """Returns the ids of a text after the ids `before`. The text is a continuation if an ordinary token precedes it."""
         is_within = before and before[-1] not in self.special.values()
         return self.encode_within([text])[0] if is_within else self.encode(text)
 
     def encode_stream(self, texts: Iterable[str]) -> Iterator[list[int]]:
-        """The ids of "".join(texts), one piece after another, in bounded memory (see rwkv/tokenizer/split.py)."""
+        """Yields the ids of "".join(texts), one piece after another, in bounded memory (see rwkv/tokenizer/split.py)."""
         return (ids for _, ids in self.encode_pieces(texts))
 
     def encode_pieces(self, texts: Iterable[str]) -> Iterator[tuple[str, list[int]]]:
-        """Like encode_stream, but yields (text of the piece, ids of the piece)."""
+        """Yields the text and the ids of each piece of "".join(texts), as encode_stream does."""
         before = 0
         for piece in pieces(texts, safe_split(self)):
             yield piece, self.encode(piece, before)
             before += len(piece)
 
     def drop_library(self) -> None:                      # noqa: B027  most tokenizers have none
-        """Frees the library that encodes long texts. The next long text loads it again."""
+        """Frees the memory of the library that encodes long texts. The next long text loads the library again."""
 
     def decode(self, ids: Iterable[int], after: Sequence[int] = ()) -> str:
-        """The text of `ids`, which follow the ids `after`, as decoder(after) returns it. Raises UserError for an id outside the
-        vocabulary."""
+        """Returns the text of `ids` after the ids `after`. Raises UserError if an id is outside the vocabulary."""
         return self.decoder(after).decode(ids)
 
     def decode_start(self, ids: Sequence[int]) -> str:
-        """The text of `ids` when further ids will follow: an incomplete last character is omitted."""
+        """Returns the text of `ids` when further ids will follow, without an incomplete last character."""
         return "".join(map(self.decoder().push, ids))
 
     def names(self, tokens: Sequence[int], before: Sequence[int] = ()) -> list[str]:
-        """The text that each of `tokens` alone would add after the ids `before`; "" for a special token."""
+        """Returns the text that each of `tokens` alone would add after the ids `before`, with "" for a special token."""
         return self._new_decoder().names(tokens, before)
 
     def tokens_as_bytes(self) -> list[bytes]:
-        """The bytes that each token adds to a text. Raises UserError if they depend on neighbouring tokens."""
+        """Returns the bytes that each token adds to a text. Raises UserError if the bytes depend on neighbouring tokens."""
         return self._bytes
 
     @cached_property
     def has_bytes(self) -> bool:
-        """Whether every token has its own bytes, as grammars require."""
+        """Returns True if the bytes of every token are independent of other tokens, as grammars require."""
         try:
             self.tokens_as_bytes()
         except UserError:
@@ -146,28 +149,30 @@ class Tokenizer(ABC):
         return True
 
     def starting(self, texts: Iterable[str]) -> set[int]:
-        """The ids of the special tokens with whose name one of the texts begins, ignoring leading white space."""
+        """Returns the ids of the special tokens whose names begin one of the texts. Leading white space is ignored."""
         return {index for text in texts for name, index in self.special.items() if text.lstrip().startswith(name)}
 
     @cached_property
     def hash(self) -> str:
-        """The SHA-256 of the vocabulary: tokenizers with equal hashes produce equal ids."""
+        """Returns the SHA-256 of the vocabulary. Tokenizers with equal hashes produce equal ids."""
         vocabulary = {name: value for name, value in self.to_dict().items() if name != special.KEY}
         return hashlib.sha256(json.dumps(vocabulary, sort_keys=True).encode()).hexdigest()
 
     @property
     def data_key(self) -> str:
-        """A key for caches of tokenised data: equal for tokenizers that produce the same ids for documents and separators."""
+        """Returns a key for caches. Tokenizers with equal keys produce equal ids for documents and separators."""
         return self.hash
 
     def end_line(self) -> str | None:
-        """A line that names the tokens that end a text; None for <|endoftext|> alone."""
+        """Returns a line with the names of the tokens that end a text, or None for <|endoftext|> alone."""
         return None
 
     @staticmethod
     def from_dict(definition: JsonObject, end_of_text: str | None = None, option: str = "end_of_text") -> "Tokenizer":
-        """Makes a tokenizer from what to_dict returned. end_of_text: as in `named`. Raises UserError for any other
-        dictionary."""
+        """Makes a tokenizer from a dictionary that to_dict returned. Raises UserError for any other dictionary.
+
+        `end_of_text` is as in `named`, and `option` is the name of this option in error messages.
+        """
         match definition:
             case {"kind": "json", "definition": str(text)}:
                 ends = definition.get(special.KEY, special.ends_by_first_rule)
@@ -179,15 +184,15 @@ class Tokenizer(ABC):
             case {"kind": "world", "vocabulary": str(text)}:
                 tokenizer = WorldTokenizer(text)
             case _:
-                raise UserError("not a tokenizer's definition: expected the kind byte, char, json or world, and its vocabulary")
+                raise UserError("the definition of a tokenizer must have the kind byte, char, json or world, and a vocabulary")
         return _reject_option(tokenizer, end_of_text, option)
 
     @staticmethod
     def from_file(path: str | Path, end_of_text: str | None = None, like: JsonMapping | None = None,
                   option: str = "end_of_text") -> "Tokenizer":
-        """Reads a tokenizer.json or a World vocabulary's .txt file. Raises UserError if it is missing or invalid.
+        """Reads a tokenizer.json or a World vocabulary's .txt file. Raises UserError if the file is missing or invalid.
 
-        end_of_text, like: as in `named`. option: what error messages call end_of_text.
+        `end_of_text` and `like` are as in `named`, and `option` is the name of `end_of_text` in error messages.
         """
         text = read_text(Path(path), _file_label(path))
         if Path(path).suffix == ".txt":
@@ -199,42 +204,44 @@ class Tokenizer(ABC):
     @staticmethod
     def named(name: str, option: str = "tokenizer", end_of_text: str | None = None,
               like: JsonMapping | None = None) -> "Tokenizer":
-        """The tokenizer called byte, world (in an installed package), FILE.json or FILE.txt. Raises UserError for other names.
+        """Returns the tokenizer named byte, world (in an installed package), FILE.json or FILE.txt.
 
-        option: the option that set the name, for error messages. end_of_text: the name of the token in FILE.json that ends a
-        text; None: as the file implies. like: another tokenizer's definition; if it is for the same file, its ends of text are
-        used.
+        Raises UserError for any other name.
+
+        Args:
+            option: the option that set the name, for error messages.
+            end_of_text: the name of the token in FILE.json that ends a text; None for the token that the file implies.
+            like: the definition of another tokenizer. If both are for the same file, the ends of text of `like` are used.
         """
-        _require_name(name, option)
+        _require_known_name(name, option)
         if name == "byte":
             return _reject_option(ByteTokenizer(), end_of_text, end_option(option))
-        return Tokenizer.from_file(_file_named(name), end_of_text, like, end_option(option))
+        return Tokenizer.from_file(_vocabulary_file(name), end_of_text, like, end_option(option))
 
     @staticmethod
     def check_named(name: str, option: str = "tokenizer", names: str = NAMES) -> None:
-        """Raises UserError, without reading the vocabulary, for a name that `named` rejects and for a missing file.
+        """Raises UserError if `named` would reject the name, or if the file is missing. The vocabulary is not read.
 
-        option, names: the option and its valid values, for error messages.
+        `option` and `names` are the option and its valid values, for error messages.
         """
-        _require_name(name, option, names)
+        _require_known_name(name, option, names)
         if name != "byte":
-            read_bytes(Path(_file_named(name)), _file_label(_file_named(name)), most=1)
+            read_bytes(Path(_vocabulary_file(name)), _file_label(_vocabulary_file(name)), most=1)
 
 
-def _require_name(name: str, option: str, names: str = NAMES) -> None:
+def _require_known_name(name: str, option: str, names: str = NAMES) -> None:
     on_hub = hub.parse(name)
     if name not in ("byte", "world") and not (on_hub.path if on_hub else name).endswith((".json", ".txt")):
         raise UserError(f"{option} must be {names}; got {name!r}")
 
 
 def end_option(option: str) -> str:
-    """The end-of-text option that belongs to a tokenizer option: --end-of-text for --tokenizer, and so on."""
+    """Returns the end-of-text option that belongs to a tokenizer option, such as --end-of-text for --tokenizer."""
     prefix = option.removesuffix("tokenizer")
     return f"{prefix}{'end-of-text' if prefix == '--' else 'end_of_text'}"
 
 
-def _file_named(name: str) -> str | Path:
-    """The path of a vocabulary's file, downloaded if on the Hub. Raises UserError if the World vocabulary is not installed."""
+def _vocabulary_file(name: str) -> str | Path:
     return world.installed() if name == "world" else hub.local(name, "tokenizer")
 
 
@@ -243,15 +250,15 @@ def _file_label(path: str | Path) -> str:
 
 
 class ByteTokenizer(Tokenizer):
-    """The bytes of UTF-8. Byte 0 is end_of_text, so a text must not contain U+0000."""
+    """A tokenizer with one id per byte of UTF-8. Byte 0 is end_of_text, so a text must not contain U+0000."""
 
     kind = "byte"
     vocab_size = 256
 
     def _encode(self, text: str) -> list[int]:
         if "\0" in text:
-            raise WrongCharacter(text.index("\0"), "U+0000, which the tokenizer byte reserves for the end of a text: "
-                                 "remove it, or use another tokenizer")
+            raise WrongCharacter(text.index("\0"), "U+0000, but the byte tokenizer reserves byte 0 for the end of a text. "
+                                 "Remove the character, or use another tokenizer")
         return list(text.encode())
 
     @cached_property
@@ -263,7 +270,7 @@ class ByteTokenizer(Tokenizer):
 
 
 class CharTokenizer(Tokenizer):
-    """One id per distinct character of a text, sorted, from 1 on; id 0 is end_of_text."""
+    """A tokenizer with one id per distinct character of a text, in sorted order from 1. Id 0 is end_of_text."""
 
     kind = "char"
 
@@ -275,9 +282,9 @@ class CharTokenizer(Tokenizer):
     def _encode(self, text: str) -> list[int]:
         if unknown := sorted({*text} - self._ids.keys()):
             shown = ", ".join(map(repr, unknown[:10])) + (f" and {len(unknown) - 10} more" if len(unknown) > 10 else "")
-            raise UserError(f"{shown}: not among the {len(self.characters)} characters of the text from which the char "
-                            "tokenizer "
-                            "was made; remove them, or train with data.tokenizer=byte or bpe")
+            raise UserError(f"the char tokenizer cannot encode {shown}, because the text from which it was made has only "
+                            f"{len(self.characters)} other characters. Remove these characters from the text, or train with "
+                            "data.tokenizer=byte or bpe")
         return [self._ids[character] for character in text]
 
     @cached_property
@@ -289,38 +296,44 @@ class CharTokenizer(Tokenizer):
 
 
 class JsonTokenizer(Tokenizer):
-    """A tokenizer of the `tokenizers` library. text: the content of its tokenizer.json. source: the file's name in errors.
+    """A tokenizer of the `tokenizers` library.
 
-    The name of a special token in a text is encoded as ordinary characters. The file's truncation, padding and templates are
-    not applied; unknown characters are handled as the file specifies. ends: the ids that end a text, or a rule that finds them
-    in the file. end_of_text: the name of a token that ends texts instead of `ends`. option: what error messages call
-    end_of_text. Raises UserError for an invalid file, and if no token is known to end a text.
+    The name of a special token in a text is encoded as ordinary characters. Unknown characters are handled as the file
+    specifies, but the file's truncation, padding and templates are not applied. The constructor raises UserError if the file is
+    invalid, or if no token is known to end a text.
+
+    Args:
+        text: the content of a tokenizer.json.
+        source: the name of the file in error messages.
+        end_of_text: the name of a token that ends texts instead of `ends`.
+        ends: the ids that end a text, or a rule that finds these ids in the file.
+        option: the name of `end_of_text` in error messages.
     """
 
     kind = "json"
 
     def __init__(self, text: str, source: str = "the tokenizer's definition", end_of_text: str | None = None,
                  ends: Sequence[int] | Rule = special.ends_by_rule, option: str = "end_of_text") -> None:
-        parsed, tokens = _parsed(text, source)
+        parsed, tokens = _parse(text, source)
         chosen = ends(parsed) if callable(ends) else [*ends]
         if end_of_text is not None:
             chosen = special.named_end(parsed, end_of_text, source, option)
         if not chosen:
             raise special.no_end(parsed, source, option)
         if not {*chosen} <= {*tokens.values()}:
-            raise UserError(f"{source}: the tokens that end a text, {chosen}, must all be in its vocabulary; is it damaged?")
+            raise UserError(f"{source} may be damaged: the vocabulary must contain all tokens that end a text; got {chosen}")
         ending = {name: index for name, index in tokens.items() if index in chosen}
         self.special = special.special_tokens(parsed) | ending
         renamed = special.with_private_names(parsed, self.special)
         with _as_user_error(f"{source} is not a `tokenizers` JSON file"):
-            self._library = _library(json.dumps(renamed.content, ensure_ascii=False))
+            self._library = _load_library(json.dumps(renamed.content, ensure_ascii=False))
         self.definition = json.dumps(parsed, sort_keys=True, ensure_ascii=False)
         self.ends = tuple(chosen)
         self._by_first_rule = special.ends_by_first_rule(parsed)
         self.private = renamed.private
         self._byte_level = (parsed.get("decoder") or {}).get("type") == "ByteLevel"
         added = parsed.get("added_tokens") or []
-        self.adds_space = any(step != parsed.get(name) for name, step in _within(parsed).items())
+        self.adds_space = any(step != parsed.get(name) for name, step in _continuation_steps(parsed).items())
         self.strips_spaces = any((token["lstrip"] or token["rstrip"]) and not token["special"] for token in added)
         self._unknown = special.unknown_token(parsed)
         self._skipped = {*self.special.values()} - {tokens.get(self._unknown or "")} | {*self.ends}
@@ -340,7 +353,7 @@ class JsonTokenizer(Tokenizer):
         if not self.adds_space:
             return self._library
         content = json.loads(self._library.to_str())
-        return _library(json.dumps(content | _within(content)))
+        return _load_library(json.dumps(content | _continuation_steps(content)))
 
     def _new_decoder(self) -> Decoder:
         if self._byte_level:
@@ -366,8 +379,8 @@ class JsonTokenizer(Tokenizer):
         decoder = json.loads(self._library.to_str()).get("decoder") or {"type": "none"}
         kinds = [step["type"] for step in decoder.get("decoders", [decoder])]
         if not {*kinds} <= {*JOINING}:
-            raise UserError("grammars require tokens whose bytes do not depend on other tokens; this tokenizer's decoder is "
-                            f"{', '.join(kinds)}")
+            raise UserError("grammars require a tokenizer in which the bytes of a token do not depend on other tokens, but "
+                            f"this tokenizer has the decoder {', '.join(kinds)}")
         names = [self._library.id_to_token(index) or "" for index in range(self.vocab_size)]
         matches = [BYTE_TOKEN.fullmatch(name) for name in names]
         plain = next((index for index, byte in enumerate(matches) if not byte and index not in self._skipped), None)
@@ -376,7 +389,7 @@ class JsonTokenizer(Tokenizer):
 
     @property
     def data_key(self) -> str:
-        """The hash and the end-of-text id. Earlier versions omitted a default id; token caches made by them are not reused."""
+        """Returns the hash and the end-of-text id. Caches of earlier versions, which omitted a default id, are not reused."""
         return f"{self.hash} {self.end_of_text}"
 
     def end_line(self) -> str | None:
@@ -391,12 +404,12 @@ class JsonTokenizer(Tokenizer):
 
     @classmethod
     def train(cls, texts: Iterable[str], vocab_size: int) -> "JsonTokenizer":
-        """Trains a byte-level BPE. Its ids: end_of_text, the 256 bytes, then as many merges as `vocab_size` and `texts` allow.
+        """Trains a byte-level BPE with end_of_text, the 256 bytes and as many merges as `vocab_size` and `texts` allow.
 
-        Only in the main thread can a signal interrupt the library's computation.
+        A signal can interrupt the library's computation only in the main thread.
         """
         if vocab_size < 257:
-            raise UserError(f"data.vocab_size must be at least 257, for {END_OF_TEXT} and the 256 bytes; got {vocab_size}")
+            raise UserError(f"data.vocab_size must be at least 257, which is {END_OF_TEXT} and the 256 bytes; got {vocab_size}")
         library = tokenizers.Tokenizer(tokenizers.models.BPE())
         library.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
         library.decoder = tokenizers.decoders.ByteLevel()
@@ -409,10 +422,10 @@ class JsonTokenizer(Tokenizer):
 
 
 class WorldTokenizer(Tokenizer):
-    """The RWKV World vocabulary. text: the content of its file. source: the file's name in error messages.
+    """A tokenizer with the RWKV World vocabulary.
 
-    vocab_size is 65536, as in the released models: the number of ids in use (0 to 65529), rounded up to a multiple of 64.
-    Unused ids decode to nothing.
+    vocab_size is 65536, as in the released models: the number of ids in use (0 to 65529), rounded up to a multiple of
+    64. Unused ids decode to nothing. `text` is the content of a vocabulary file, and `source` is its name in error messages.
     """
 
     kind = "world"
@@ -443,12 +456,13 @@ class WorldTokenizer(Tokenizer):
 
 def _reject_option(tokenizer: Tokenizer, end_of_text: str | None, option: str) -> Tokenizer:
     if end_of_text is not None:
-        raise UserError(f"{option} requires a tokenizer.json; the tokenizer {tokenizer.kind} always ends texts with token 0")
+        raise UserError(f"{option} requires a tokenizer.json, but the {tokenizer.kind} tokenizer always ends a text with token "
+                        f"0. Omit {option}")
     return tokenizer
 
 
 def _ends_of_same(text: str, like: JsonMapping | None) -> Sequence[int] | Rule | None:
-    """The ends of text in the definition `like`, if it is for a file with the content `text`; otherwise None."""
+    """Returns the ends of text in the definition `like` if that is for a file with the content `text`, otherwise None."""
     if not like or like.get("kind") != "json":
         return None
     try:
@@ -458,8 +472,8 @@ def _ends_of_same(text: str, like: JsonMapping | None) -> Sequence[int] | Rule |
     return like.get(special.KEY, special.ends_by_first_rule) if same else None
 
 
-def _parsed(text: str, source: str) -> tuple[JsonObject, dict[str, int]]:
-    """The parsed tokenizer.json, and its vocabulary. Raises UserError with the library's message if parts are missing."""
+def _parse(text: str, source: str) -> tuple[JsonObject, dict[str, int]]:
+    """Parses a tokenizer.json and its vocabulary. Raises UserError with the library's message if parts are missing."""
     with _as_user_error(f"{source} is not a `tokenizers` JSON file"):
         try:
             parsed = json.loads(text)
@@ -470,10 +484,10 @@ def _parsed(text: str, source: str) -> tuple[JsonObject, dict[str, int]]:
             raise
 
 
-def _within(parsed: JsonObject) -> JsonObject:
-    """The normalizer and pre_tokenizer for a text that continues another one: without steps that add a space before the text.
+def _continuation_steps(parsed: JsonObject) -> JsonObject:
+    """Returns the normalizer and pre_tokenizer for a text that continues another text, so that no space is added before it.
 
-    A step that adds spaces after the text has been split into words acts on every word, so it stays.
+    A step after the text has been split into words acts on every word, so such a step is not changed.
     """
     cut = parsed.get("pre_tokenizer")
     if cut is not None and cut["type"] == "Sequence":
@@ -495,14 +509,13 @@ def _without_space(step: JsonObject | None) -> JsonObject | None:
 
 
 def _encode_each(library: tokenizers.Tokenizer, texts: Sequence[str]) -> list[list[int]]:
-    """The ids of each text. The library's call without token offsets takes half the time and far less memory."""
     for text in texts:
         require_unicode(text)
-    with _as_user_error("the tokenizer cannot encode the text"):
+    with _as_user_error("the tokenizer cannot encode the text"):     # encode_batch with offsets takes twice the time
         return [encoding.ids for encoding in library.encode_batch_fast(list(texts), add_special_tokens=False)]
 
 
-def _library(text: str) -> tokenizers.Tokenizer:
+def _load_library(text: str) -> tokenizers.Tokenizer:
     library = tokenizers.Tokenizer.from_str(text)
     library.no_truncation()
     library.no_padding()
@@ -511,7 +524,7 @@ def _library(text: str) -> tokenizers.Tokenizer:
 
 @contextmanager
 def _as_user_error(problem: str) -> Iterator[None]:
-    """Converts any error of the library to a UserError, even a panic of its Rust code, which is a BaseException."""
+    """Converts any error of the library to a UserError, including a panic of its Rust code, which is a BaseException."""
     try:
         yield
     except (KeyboardInterrupt, SystemExit, UserError):

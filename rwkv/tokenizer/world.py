@@ -1,10 +1,10 @@
-"""The RWKV World vocabulary, rwkv_vocab_v20230424. Encoding is greedy: each step takes the longest matching token.
+"""Reads and applies the RWKV World vocabulary, rwkv_vocab_v20230424. Each step of encoding takes the longest matching token.
 
-Every single byte is a token, so every text can be encoded; 486 of the 65,529 tokens are not valid UTF-8 by themselves. Id 0 has
-no token; it ends a text. Source of the file format and of the rule: ChatRWKV, tokenizer/rwkv_tokenizer.py.
+Every single byte is a token, so every text can be encoded. 486 of the 65,529 tokens are not valid UTF-8 by themselves. Id 0 has
+no token and ends a text. Source of the file format and of the rule: ChatRWKV, tokenizer/rwkv_tokenizer.py.
 
-If the Rust library pyrwkv-tokenizer is installed, it encodes long texts. The Python code here produces the same ids, but is 30
-times slower.
+The Rust library pyrwkv-tokenizer, if installed, encodes long texts. The Python code here produces the same ids, but is 30 times
+slower.
 """
 
 import ast
@@ -26,13 +26,13 @@ PACKAGES = ("pyrwkv-tokenizer", "rwkv")                  # packages on PyPI that
 LAST_ID = 0xFFFF
 SHORT = 2 ** 16                          # characters: 30 ms in Python, while loading the library takes 300 ms and 230 MB
 PYRWKV = PACKAGES[0]
-PLAIN = re.compile(r"""([0-9]+) (?:'([^'\\]+)'|"([^"\\]+)") ([0-9]+)""").fullmatch      # a line without escapes, like most
-SLOW = (f"{PYRWKV} is not installed: the World vocabulary encodes about 30 times slower without it; with a Python before "
-        f"3.14, pip install {PYRWKV}")
+PLAIN = re.compile(r"""([0-9]+) (?:'([^'\\]+)'|"([^"\\]+)") ([0-9]+)""").fullmatch      # most lines have no escapes
+SLOW = (f"{PYRWKV} is not installed, so the World vocabulary encodes about 30 times slower. With a Python before 3.14, run "
+        f"pip install {PYRWKV}")
 
 
 class Vocabulary:
-    """The World vocabulary. tokens[id]: the token's bytes, or b"" for an unused id such as 0."""
+    """The World vocabulary. `tokens` contains the bytes of each id's token, or b"" for an unused id such as 0."""
 
     def __init__(self, tokens: Sequence[bytes]) -> None:
         self.tokens = list(tokens)
@@ -41,9 +41,9 @@ class Vocabulary:
 
     @classmethod
     def parse(cls, text: str, source: str) -> "Vocabulary":
-        """Parses the text of a vocabulary file. Each line has an id, a Python literal (str or bytes) and its length in bytes.
+        """Parses the text of a vocabulary file. Raises UserError with the number of the first invalid line.
 
-        Raises UserError with the number of the first invalid line.
+        A line has an id, a Python literal (str or bytes) and the length of the literal in bytes.
         """
         tokens: dict[int, bytes] = {}
         for number, line in enumerate(text.split("\n"), start=1):
@@ -56,12 +56,12 @@ class Vocabulary:
         values = {*tokens.values()}
         missing = [value for value in range(256) if bytes([value]) not in values]
         if missing:
-            raise UserError(f"{source} is not a World vocabulary: it lacks {len(missing)} of the 256 single bytes, "
-                            f"{missing[0]:#04x} first; is it truncated?")
+            raise UserError(f"{source} is not a World vocabulary, or is truncated: {len(missing)} of the 256 single bytes are "
+                            f"missing, the first of them {missing[0]:#04x}")
         return cls([tokens.get(index, b"") for index in range(1 + max(tokens))])
 
     def to_text(self) -> str:
-        """The text of a vocabulary file, as `parse` reads it. Equal vocabularies have equal texts."""
+        """Returns the text of a vocabulary file for `parse`. Equal vocabularies have equal texts."""
         return "".join(f"{index} {_literal(token)} {len(token)}\n" for index, token in enumerate(self.tokens) if token)
 
     def encode(self, text: str) -> list[int]:
@@ -71,7 +71,7 @@ class Vocabulary:
         return ids
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
-        """The ids of each text. If the texts together are long, the library encodes them in parallel."""
+        """Returns the ids of each text. The library encodes the texts in parallel if they are long enough together."""
         if not self._uses_library(sum(map(len, texts))):
             return [self._match(text.encode()) for text in texts]
         ids: list[list[int]] = self._library.encode_batch(texts)
@@ -89,16 +89,14 @@ class Vocabulary:
         return ids
 
     def _uses_library(self, characters: int) -> bool:
-        """Whether the library is installed, and is either loaded already or worth loading for a text of this length."""
         return ("_library" in vars(self) or characters > SHORT) and self._library is not None
 
     def drop_library(self) -> None:
-        """Frees the library's memory; the next long text loads it again."""
+        """Frees the memory of the library. The next long text loads the library again."""
         vars(self).pop("_library", None)
 
     @cached_property
     def _library(self) -> Any:
-        """The Rust library's tokenizer with the same tokens; None if the library is not installed."""
         try:
             from pyrwkv_tokenizer import WorldTokenizer
         except ImportError:
@@ -106,7 +104,7 @@ class Vocabulary:
             return None
         lines = []
         for index, token in enumerate(self.tokens):
-            if token:                    # with all bytes in hexadecimal, nothing else needs escaping
+            if token:                    # hexadecimal needs no further escaping
                 escaped = token.hex(" ").replace(" ", "\\x")
                 lines.append(f"{index} b'\\x{escaped}' {len(token)}\n")
         with tempfile.TemporaryDirectory() as folder:    # the library accepts only a path
@@ -116,20 +114,22 @@ class Vocabulary:
 
 
 def installed() -> Path:
-    """The path of the vocabulary's file in an installed package, which is not imported. Raises UserError if there is none."""
+    """Returns the path of the vocabulary's file in an installed package. The package is not imported.
+
+    Raises UserError if no installed package has the file.
+    """
     for package in PACKAGES:
         with suppress(metadata.PackageNotFoundError):
             for file in metadata.files(package) or []:
                 path = Path(str(file.locate()))
                 if path.name == f"{NAME}.txt" and path.is_file():
                     return path
-    raise UserError(f"the World vocabulary requires {NAME}.txt, which no installed package contains: pass the file's path "
-                    f"instead of world, or, with a Python before 3.14, pip install {PYRWKV}")
+    raise UserError(f"the World vocabulary requires {NAME}.txt, but no installed package contains this file. Pass the path of "
+                    f"the file instead of world. With a Python before 3.14, you can also run pip install {PYRWKV}")
 
 
 def _parse_line(line: str) -> tuple[int, bytes] | None:
-    """A line's id and token; None if it is not a line of a World vocabulary."""
-    plain = PLAIN(line)                  # much faster than evaluating the literal
+    plain = PLAIN(line)                  # this match is much faster than evaluating the literal
     try:
         if plain:
             index = plain[1]
@@ -147,15 +147,15 @@ def _parse_line(line: str) -> tuple[int, bytes] | None:
 
 def _line_error(line: str, entry: tuple[int, bytes] | None, where: str) -> UserError:
     if entry is None:
-        return UserError(f"{where} is not a line of a World vocabulary: expected an id, a Python string and its length in "
-                         f"bytes, as in 3 '\\x02' 1; got {line[:60]!r}")
+        return UserError(f"{where} must have an id, a Python string and its length in bytes, such as 3 '\\x02' 1, because "
+                         f"the file is read as a World vocabulary; got {line[:60]!r}")
     if not 1 <= entry[0] <= LAST_ID:
-        return UserError(f"{where}: ids of a World vocabulary must be 1 to {LAST_ID}; got {entry[0]}")
-    return UserError(f"{where}: duplicate id {entry[0]}")
+        return UserError(f"{where} must have an id from 1 to {LAST_ID}; got {entry[0]}")
+    return UserError(f"{where} has the id {entry[0]}, but an earlier line has the same id")
 
 
 def _lengths_by_prefix(tokens: dict[bytes, int]) -> dict[bytes, tuple[int, ...]]:
-    """For each pair of first bytes, the lengths of the tokens that begin with it, the longest first; the last is always 1."""
+    """Returns for each pair of first bytes the lengths of the tokens that begin with the pair, in descending order to 1."""
     lengths: defaultdict[bytes, set[int]] = defaultdict(lambda: {1})
     for token in tokens:
         lengths[token[:2]].add(len(token))
@@ -163,7 +163,7 @@ def _lengths_by_prefix(tokens: dict[bytes, int]) -> dict[bytes, tuple[int, ...]]
 
 
 def _literal(token: bytes) -> str:
-    """The token as an ASCII Python literal, which is the same in every version of Python."""
+    """Returns the token as an ASCII Python literal, which is the same in every version of Python."""
     try:
         return ascii(token.decode())
     except UnicodeDecodeError:

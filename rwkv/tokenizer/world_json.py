@@ -1,12 +1,13 @@
-"""The World vocabulary as a tokenizer.json, in the format of the official Hugging Face directories or as transformers-rwkv's
-trie. The trie is a model of type RwkvTrie, which the `tokenizers` library lacks, with the tokens in byte-level BPE's alphabet
-and their ids. The official format:
+"""Converts the World vocabulary to and from a tokenizer.json, which has one of two formats.
+
+The first format is the trie of transformers-rwkv: a model of type RwkvTrie, which the `tokenizers` library does not have, with
+the tokens in byte-level BPE's alphabet and their ids. The second format is that of RWKV's own models on Hugging Face:
 
     model          WordLevel: the tokens in byte-level BPE's alphabet with their ids, and <|endoftext|> with id 0
     pre_tokenizer  ByteLevel, then a Split by one regular expression (?:A|B|...) of all tokens, the longest first
 
 The first matching alternative is the longest matching token, which is the rule of rwkv/tokenizer/world.py. The expression is
-parsed here, never compiled: the library would try its 65,529 alternatives one after another, a hundred times slower.
+parsed here and never compiled, because the library would try its 65,529 alternatives one by one, a hundred times slower.
 
 Source: rwkv-rs/transformers-rwkv, models/rwkv7/convert_rwkv7_world_tokenizer_to_hf.py and temp/rwkv_pth2st.py.
 """
@@ -28,15 +29,15 @@ CHARACTER_OF = {value: character for character, value in BYTE_OF.items()}
 
 
 def vocabulary_in(text: str) -> str | None:
-    """Converts a tokenizer.json to the text of a World vocabulary's file; None if it has no such vocabulary or is damaged."""
-    if '"WordLevel"' not in text and f'"{TRIE}"' not in text:            # a different vocabulary: the caller parses it
+    """Converts a tokenizer.json to the text of a World vocabulary's file. Returns None if it has no such vocabulary."""
+    if '"WordLevel"' not in text and f'"{TRIE}"' not in text:            # the caller parses other vocabularies
         return None
     try:
         parsed = json.loads(text)
         if parsed["model"]["type"] == TRIE:
             tokens = [token for token, index in parsed["model"]["vocab"].items() if index != 0]
         else:
-            tokens = _alternatives(parsed) if _has_parts(parsed) else []
+            tokens = _expression_tokens(parsed) if _is_world_format(parsed) else []
         ids = {parsed["model"]["vocab"][token]: token_bytes(token) for token in tokens}
     except (ValueError, RecursionError, LookupError, TypeError, AttributeError):
         return None
@@ -57,18 +58,17 @@ def to_trie(text: str) -> str:
         "post_processor": {"type": "TemplateProcessing", "single": [before, texts[0]], "pair": [before, *texts],
                            "special_tokens": {END: {"id": END, "ids": [0], "tokens": [END]}}},
         "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
-        "model": {"type": TRIE, "vocab": {END: 0, **{token: index for index, token in _byte_level_tokens(text).items()}}},
+        "model": {"type": TRIE, "vocab": {END: 0, **{token: index for index, token in _tokens_by_id(text).items()}}},
     }, ensure_ascii=False)
 
 
-def _byte_level_tokens(text: str) -> dict[int, str]:
-    """The tokens in a World vocabulary's file by id, written in byte-level BPE's alphabet."""
+def _tokens_by_id(text: str) -> dict[int, str]:
     tokens = Vocabulary.parse(text, "the tokenizer's definition").tokens
     return {index: "".join(CHARACTER_OF[value] for value in token) for index, token in enumerate(tokens) if token}
 
 
 def to_json(text: str) -> str:
-    tokens = _byte_level_tokens(text)
+    tokens = _tokens_by_id(text)
     by_length = sorted(tokens.items(), key=lambda item: (-len(item[1]), item[0]))
     expression = "(?:" + "|".join(SPECIAL.sub(r"\\\1", token) for _, token in by_length) + ")"
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
@@ -82,8 +82,8 @@ def to_json(text: str) -> str:
     }, ensure_ascii=False)
 
 
-def _has_parts(parsed: JsonObject) -> bool:
-    """Whether everything except the regular expression is as in the official files."""
+def _is_world_format(parsed: JsonObject) -> bool:
+    """Returns True if everything except the regular expression is as in the second format."""
     byte_level, split = parsed["pre_tokenizer"]["pretokenizers"]
     added = parsed.get("added_tokens") or []
     return (parsed["model"]["type"] == "WordLevel" and parsed["decoder"]["type"] == "ByteLevel"
@@ -93,8 +93,8 @@ def _has_parts(parsed: JsonObject) -> bool:
             and all(token["id"] == 0 for token in added))
 
 
-def _alternatives(parsed: JsonObject) -> list[str]:
-    """The tokens in the regular expression, unescaped; [] unless they are ordered from the longest to the shortest."""
+def _expression_tokens(parsed: JsonObject) -> list[str]:
+    """Returns the unescaped tokens in the regular expression, or [] if they are not in descending order of length."""
     expression: str = parsed["pre_tokenizer"]["pretokenizers"][1]["pattern"]["Regex"]
     inner = expression.removeprefix("(?:").removesuffix(")") if expression.startswith("(?:") else expression
     tokens = []
@@ -106,7 +106,7 @@ def _alternatives(parsed: JsonObject) -> list[str]:
         if bar:
             tokens.append(token)
             token = ""
-        elif (escaped and escaped.isalnum()) or (plain and SPECIAL.search(plain)):        # a character class or the like
+        elif (escaped and escaped.isalnum()) or (plain and SPECIAL.search(plain)):        # this may be a character class
             return []
         else:
             token += escaped or plain

@@ -225,7 +225,7 @@ def test_a_wrong_file_is_named(tmp_path: Path, content: bytes, said: str) -> Non
 @pytest.mark.parametrize(("line", "said"), [
     ("{", "line 2 is not JSON"), ({"text": "a"}, "line 2: a conversation must have messages, conversations, or p"),
     ({"messages": [{"role": "user"}]}, r"line 2: messages\[0\]\.content must be a string"),
-    ({"messages": [{"role": "user", "content": "a"}]}, "line 2: the conversation has no answer"),
+    ({"messages": [{"role": "user", "content": "a"}]}, "line 2: the conversation has no message of the assistant"),
     ({"conversations": [{"from": "he", "value": "a"}]}, r"line 2: conversations\[0\]\.from must be one of"),
     ({"prompt": "a", "completion": "\0"}, "line 2: .*U\\+0000"),
     ({"messages": [*messages("a", "b")[:1], {"role": "assistant", "content": "b", "weight": 0.5}]},
@@ -240,7 +240,7 @@ def test_a_wrong_file_is_named(tmp_path: Path, content: bytes, said: str) -> Non
     ({"conversation": [{"human": "a", "assistant": "b"}]}, r"line 2: conversation\[0\] must have role or from; got human"),
     ({"messages": None}, "line 2: messages must be a list.*got null"),
     ({"prompt": "a", "chosen": "b"}, "line 2: .*got prompt, chosen"),
-    ({"question": "a", "context": "c", "answer": "b"}, "line 2: question and answer conflict with context"),
+    ({"question": "a", "context": "c", "answer": "b"}, "line 2: the fields question and answer conflict with context"),
     ({"prompt": "a", "completion": 4}, "line 2: completion must be a string"),
 ])
 def test_a_bad_line_is_named(tmp_path: Path, line: Any, said: str) -> None:
@@ -318,7 +318,7 @@ def test_a_batch_has_the_answers_as_targets(talks: Corpus) -> None:
 def test_a_long_conversation_is_cut(talks: Corpus) -> None:
     rows = rows_of(talks, 30)
     assert rows.cut == 2
-    assert "2 longer than model.ctx_len=30 are truncated" in rows.describe()
+    assert "2 of these conversations are longer than model.ctx_len=30" in rows.describe()
 
 
 def learner(generation: str) -> LanguageModel:

@@ -189,7 +189,7 @@ def test_rows_hold_whole_pairs_once(tmp_path_factory: pytest.TempPathFactory, le
 def test_pairs_that_are_too_long_are_said(tmp_path: Path) -> None:
     found = corpus(tmp_path, [*ENTRIES, {"prompt": "long", "chosen": "x" * 200, "rejected": "no"}])
     assert found.conversations is not None
-    assert "1 longer than model.ctx_len=80" in rows_of(found.conversations[0], 80).describe()
+    assert "1 pair longer than model.ctx_len=80" in rows_of(found.conversations[0], 80).describe()
     assert "omitted" not in rows_of(found.conversations[0], 500).describe()
 
 
@@ -200,7 +200,7 @@ def test_pairs_of_equal_answers_are_left_out_and_counted(tmp_path: Path) -> None
     found = corpus(tmp_path, [*ENTRIES, *equal, alike])
     rows = [rows_of(split, 80) for split in found.conversations or ()]
     assert sum(int(each.counts.sum()) for each in rows) == len(ENTRIES) + 1
-    assert "2 with equal answers are omitted" in rows[0].describe()
+    assert "2 pairs with equal answers omitted" in rows[0].describe()
     read = rows[0].__getitems__([*range(len(rows[0]))])
     assert isinstance(read, Pairs)
     assert len(read.numbers) == int(rows[0].counts.sum())
@@ -209,5 +209,5 @@ def test_pairs_of_equal_answers_are_left_out_and_counted(tmp_path: Path) -> None
 def test_where_all_answers_are_equal_there_is_nothing_to_prefer(tmp_path: Path) -> None:
     found = corpus(tmp_path, [entry | {"rejected": entry["chosen"]} for entry in ENTRIES])
     assert found.conversations is not None
-    with pytest.raises(UserError, match="chosen and rejected must differ"):
+    with pytest.raises(UserError, match="the chosen and the rejected answer of a pair must differ"):
         rows_of(found.conversations[0], 80)

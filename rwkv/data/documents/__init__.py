@@ -1,1 +1,1 @@
-"""Text documents: sources and splits (source.py), separators in files (separators.py), and duplicates (copies.py)."""
+"""Defines text documents: sources and splits (source.py), separators in files (separators.py), and copies (copies.py)."""

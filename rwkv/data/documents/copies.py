@@ -1,7 +1,7 @@
-"""Copies of documents. All copies of a document go to the same split, so that the validation split contains no training text.
+"""Finds copies of documents and puts all of them into the same split, so that the validation split contains no training text.
 
-Two documents are copies if their texts are equal except for white space. They are compared by a 64-bit hash. Splitter needs 100
-bytes of memory per distinct document.
+Two documents are copies if their texts are equal except for white space. The texts are compared by a 64-bit hash. Splitter
+needs 100 bytes of memory per distinct document.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -18,7 +18,7 @@ SAMPLE = 4096                            # lines of the validation text to searc
 
 
 class Fingerprint:
-    """A 64-bit hash of a text, ignoring white space, computed one chunk at a time."""
+    """Computes a 64-bit hash of a text without white space, one chunk at a time."""
 
     def __init__(self) -> None:
         self._hash = blake2b(digest_size=8)
@@ -31,15 +31,20 @@ class Fingerprint:
 
 
 def fingerprint(chunks: Iterable[str]) -> int:
-    computed = Fingerprint()
+    running_hash = Fingerprint()
     for chunk in chunks:
-        computed.update(chunk)
-    return computed.value()
+        running_hash.update(chunk)
+    return running_hash.value()
 
 
 class Placed(NamedTuple):
-    """The split of a document. val: whether it is for validation. copy: whether it equals an earlier document. moved: whether
-    it would be in the other split if copies were ignored."""
+    """The split that a document is assigned to.
+
+    Attributes:
+        val: True for validation, False for training.
+        copy: True if the document equals an earlier document.
+        moved: True if the document would be in the other split without the rule about copies.
+    """
 
     val: bool
     copy: bool
@@ -47,9 +52,9 @@ class Placed(NamedTuple):
 
 
 class Splitter:
-    """Assigns documents of a stream to splits: distinct documents by in_validation, copies to the split of the original.
+    """Assigns the documents of a stream to splits. A copy goes to the split of the original document.
 
-    distinct: the number of distinct documents so far.
+    The other documents are assigned by in_validation, and `distinct` counts them.
     """
 
     def __init__(self, fraction: float) -> None:
@@ -59,53 +64,56 @@ class Splitter:
         self._val: dict[int, bool] = {}
 
     def place(self, *fingerprints: int) -> Placed:
-        """Assigns the next document. fingerprints: one for each of its texts; a pair of answers has two texts. The document is
-        a copy if any fingerprint has occurred before."""
-        plain = next(self._by_number)
-        earlier = next((self._val[value] for value in fingerprints if value in self._val), None)
-        if earlier is None:
+        """Assigns the next document, which is a copy if any of its fingerprints has occurred before.
+
+        `fingerprints` has one entry per text of the document. A pair of answers has two texts.
+        """
+        val_by_number = next(self._by_number)
+        original_val = next((self._val[value] for value in fingerprints if value in self._val), None)
+        if original_val is None:
             self.distinct += 1
-        val = next(self._by_document) if earlier is None else earlier
+        val = next(self._by_document) if original_val is None else original_val
         for value in fingerprints:
             self._val.setdefault(value, val)
-        return Placed(val, earlier is not None, val != plain)
+        return Placed(val, original_val is not None, val != val_by_number)
 
 
 def place_in_order(fingerprints: Sequence[int], sizes: Sequence[int], fraction: float) -> list[Placed]:
-    """Assigns to validation the first documents, up to `fraction` of all bytes, and their copies; to training, all others.
+    """Assigns the first documents, up to `fraction` of all bytes, and their copies to validation, and the others to training.
 
-    sizes: bytes of each document. At least two documents must differ.
+    `sizes` are the bytes of the documents, at least two of which must differ.
     """
     total_sizes: dict[int, int] = {}
     for value, size in zip(fingerprints, sizes, strict=True):
         total_sizes[value] = total_sizes.get(value, 0) + size
     validated = {*list(total_sizes)[:count_reaching(fraction, [*total_sizes.values()])]}
-    plain = count_reaching(fraction, sizes)
+    first_numbers = count_reaching(fraction, sizes)
     seen: set[int] = set()
     placed = []
     for number, value in enumerate(fingerprints):
         val = value in validated
-        placed.append(Placed(val, value in seen, val != (number < plain)))
+        placed.append(Placed(val, value in seen, val != (number < first_numbers)))
         seen.add(value)
     return placed
 
 
 def split_documents(texts: Iterable[tuple[str, str, int | None]], fraction: float, path: str) -> Iterator[Document]:
-    """Assigns each (text, where, weight) to a split. Omits empty texts.
+    """Yields a Document with a split for each (text, where, weight) that is not empty.
 
-    If there is only one document, or if all are equal, each is divided: its beginning is for training, its end for validation.
+    If all documents are equal, or if there is only one, the beginning of each is for training and the end for validation.
+    Raises UserError if all texts are empty.
     """
     filled = (text for text in texts if text[0])
     first = next(filled, None)
     if first is None:
-        raise UserError(f"data.path={path} has no text: all its documents are empty")
-    equal = 1                            # number of documents at the beginning that equal the first
+        raise UserError(f"data.path={path} has no text, because all documents are empty")
+    equal = 1                            # counts the documents at the beginning that equal the first one
     different = next(filled, None)
     while different is not None and different[0] == first[0]:
         equal += 1
         different = next(filled, None)
     if different is None:
-        yield from _divided(first[0], first[1], fraction, equal)
+        yield from _split_copies(first[0], first[1], fraction, equal)
         return
     splitter = Splitter(fraction)
     for text, where, weight in chain(repeat(first, equal), [different], filled):
@@ -113,8 +121,7 @@ def split_documents(texts: Iterable[tuple[str, str, int | None]], fraction: floa
         yield Document(chunks_of(text), place.val, where, weight, copy=place.copy)
 
 
-def _divided(text: str, where: str, fraction: float, times: int) -> Iterator[Document]:
-    """Divides each of `times` equal documents: its beginning is for training, its end for validation."""
+def _split_copies(text: str, where: str, fraction: float, times: int) -> Iterator[Document]:
     cut = validation_begins(len(text), fraction, where)
     for begin, part, val in ((0, text[:cut], False), (cut, text[cut:], True)):
         for number in range(times):
@@ -122,15 +129,16 @@ def _divided(text: str, where: str, fraction: float, times: int) -> Iterator[Doc
 
 
 def repeated_share(documents: Iterable[Document]) -> float:
-    """The fraction of the validation text's characters, in lines of at least LONG, that the training text also contains.
+    """Returns the fraction of the validation text that the training text also contains.
 
-    Searches for the hashes of at least SAMPLE lines, spread evenly over the validation text (all lines if there are fewer).
+    The fraction is measured in characters, and only in lines of at least LONG characters. At least SAMPLE lines, or all if
+    there are fewer, are compared by hash. The compared lines are spread evenly over the validation text.
     """
     documents = list(documents)
     train, val = ([document for document in documents if document.val == is_val] for is_val in (False, True))
     sample: list[tuple[int, int]] = []   # hash and length of each line
     every = 1
-    for number, line in enumerate(line for document in val for lines in _lines(document.chunks) for line in lines
+    for number, line in enumerate(line for document in val for lines in _lines_by_chunk(document.chunks) for line in lines
                                   if len(line) >= LONG):
         if number % every == 0:
             sample.append((hash(line), len(line)))
@@ -140,13 +148,12 @@ def repeated_share(documents: Iterable[Document]) -> float:
     hashes = {hashed for hashed, _ in sample}
     repeated: set[int] = set()
     for document in train:
-        for lines in _lines(document.chunks):
+        for lines in _lines_by_chunk(document.chunks):
             repeated |= hashes.intersection(map(hash, lines))
     return sum(length for hashed, length in sample if hashed in repeated) / max(sum(length for _, length in sample), 1)
 
 
-def _lines(chunks: Iterable[str]) -> Iterator[list[str]]:
-    """The lines of a text, grouped by the chunk in which they end."""
+def _lines_by_chunk(chunks: Iterable[str]) -> Iterator[list[str]]:
     unfinished: list[str] = []           # the chunks of a line so far
     for chunk in chunks:
         first, *others = chunk.split("\n")

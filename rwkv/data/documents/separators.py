@@ -1,4 +1,4 @@
-"""Splits texts that contain several documents, separated by a mark such as <|endoftext|> (data.separator)."""
+"""Splits a text at data.separator, such as <|endoftext|>, into documents, and finds marks that may be such separators."""
 
 import re
 from collections import Counter
@@ -11,11 +11,11 @@ from rwkv.io.lines import counted
 LINE_ENDS = "\r\n"
 MARK = re.compile(r"<(?:\|(?:end|eo|EO)[\w ]{0,24}\|>|\|\w{1,20}_(?:end|sep)\|>|/s>|end_of_\w{1,12}>|eo[std]>|EO[STD]>"
                   r"|endoftext>|｜end▁of▁\w{1,12}｜>)|\[EO[STD]\]")
-Text = tuple[str, str, int | None]       # a text, its location for error messages, and its bytes in the source
+Text = tuple[str, str, int | None]       # a text, its location for error messages, and the number of its bytes in the source
 
 
 def marks(texts: Iterable[str]) -> Counter[str]:
-    """Counts the marks in `texts` that end a document or a turn in other models' vocabularies."""
+    """Counts the marks in `texts` that end a document or a turn in the vocabularies of other models."""
     counts: Counter[str] = Counter()
     for text in texts:
         counts.update(MARK.findall(text))
@@ -23,33 +23,36 @@ def marks(texts: Iterable[str]) -> Counter[str]:
 
 
 def describe(counts: Mapping[str, int], takes_separator: bool) -> str:
-    """A message about marks that will be learnt as ordinary text. takes_separator: whether the data support data.separator."""
+    """Returns a warning that the most frequent mark will be learnt as ordinary text, with a remedy.
+
+    `takes_separator` says whether this kind of data supports data.separator.
+    """
     mark, times = max(counts.items(), key=lambda item: item[1])
     others = len(counts) - 1
-    more = f", as do {counted(others, 'other mark')} of this kind" if others else ""
-    remedy = (f"if it ends documents, pass data.separator={quote(mark)}" if takes_separator else
-              "if it ends documents, remove it from the texts, since each text already is one document")
-    return f"{mark} occurs {counted(times, 'time')} in the texts{more}, and is learnt as ordinary text: {remedy}"
+    more = f", as do {counted(others, 'similar mark')}" if others else ""
+    remedy = (f"If {mark} ends documents, pass data.separator={quote(mark)}" if takes_separator else
+              f"If {mark} ends documents, remove it from the texts, because each text already is one document")
+    return f"{mark} occurs {counted(times, 'time')} in the texts{more}, and is learnt as ordinary text. {remedy}"
 
 
 def separate(texts: Iterable[tuple[Iterable[str], str, int | None]], separator: str, path: str) -> Iterator[Text]:
-    """Yields the documents between separators in each (chunks, where, weight), without the line ends around separators.
+    """Yields the documents between separators in each (chunks, where, weight), without the line ends around the separators.
 
-    Raises UserError after the last text if the separator did not occur.
+    Raises UserError after the last text if no text contains the separator.
     """
     occurs = False
     for chunks, where, weight in texts:
-        for number, document in enumerate(_between(chunks, separator)):
+        for number, document in enumerate(_split_chunks(chunks, separator)):
             occurs = occurs or number > 0
             yield document.strip(LINE_ENDS), where, 0 if number and weight is not None else weight
     if not occurs:
-        raise UserError(f"data.separator={separator!r} does not occur in data.path={path}: omit data.separator, or "
-                        "set it to the text between documents")
+        raise UserError(f"data.separator={separator!r} does not occur in data.path={path}. Omit data.separator, or set "
+                        "data.separator to the text between documents")
 
 
-def _between(chunks: Iterable[str], separator: str) -> Iterator[str]:
+def _split_chunks(chunks: Iterable[str], separator: str) -> Iterator[str]:
     unfinished: list[str] = []           # parts of the current document, without any part of a separator
-    rest = ""                            # the end of the previous chunk, in which a separator may begin
+    rest = ""                            # the end of the previous chunk, because a separator may begin there
     most = len(separator) - 1
     for chunk in chunks:
         *ends, rest = (rest + chunk).split(separator)

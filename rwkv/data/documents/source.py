@@ -1,4 +1,4 @@
-"""Text documents, their sources, and the rules by which they are split into training and validation."""
+"""Defines text documents and their sources, and the rules that split documents into training and validation."""
 
 import hashlib
 import math
@@ -13,10 +13,15 @@ CHUNK = 1 << 16                          # characters per chunk
 
 
 class Document(NamedTuple):
-    """A text in consecutive `chunks`. val: whether it is in the validation split. where: the name of its file, for errors.
+    """A text document.
 
-    weight: the document's bytes in the source, for the progress bar; if None, the bytes of its text. before: the number of
-    characters before the document in the file. copy: whether the document equals an earlier one.
+    Attributes:
+        chunks: the text, in consecutive chunks.
+        val: True if the document is in the validation split.
+        where: the name of the file, for error messages.
+        weight: the bytes that the document has in the source, for the progress bar; None for the bytes of the text.
+        before: the number of characters before the document in the file.
+        copy: True if the document equals an earlier document.
     """
 
     chunks: Iterable[str]
@@ -29,10 +34,14 @@ class Document(NamedTuple):
 
 @dataclass(frozen=True)
 class Source:
-    """A source of documents. documents(): all of them, none empty, in an order that depends only on the data.
+    """A source of documents.
 
-    about: one line for messages. sha256: a hash of the contents and their order. size: an estimate of the bytes to read.
-    at_most: upper bounds on the number of bytes plus documents in (training, validation); None if unknown before reading.
+    Attributes:
+        documents: yields all documents when called. None is empty, and their order depends only on the data.
+        about: one line about the source, for messages.
+        sha256: a hash of the contents and their order.
+        size: an estimate of the bytes to read.
+        at_most: upper bounds of bytes plus documents in the training and the validation split; None if unknown before reading.
     """
 
     documents: Callable[[], Iterator[Document]]
@@ -47,12 +56,12 @@ def chunks_of(text: str) -> Iterator[str]:
 
 
 def rank(name: str) -> bytes:
-    """A sort key for a fixed random order, which depends only on the name."""
+    """Returns a sort key that puts names into a fixed random order. The key depends only on the name."""
     return hashlib.sha256(f"{SPLIT_SEED} {name}".encode()).digest()
 
 
 def count_reaching(fraction: float, sizes: Sequence[int]) -> int:
-    """How many documents, from the first one on, contain `fraction` of all bytes: at least one, and fewer than all."""
+    """Returns how many of the first documents contain `fraction` of all bytes: at least one, and fewer than all."""
     target = fraction * sum(sizes)
     reached = count = 0
     while reached < target and count < len(sizes) - 1:
@@ -62,8 +71,9 @@ def count_reaching(fraction: float, sizes: Sequence[int]) -> int:
 
 
 def in_validation(fraction: float) -> Iterator[bool]:
-    """Whether each document of an endless series is for validation: the first one, and one of every further 1/fraction
-    documents, chosen by a hash.
+    """Yields for each document of an endless series whether it is for validation.
+
+    The first document is for validation. A hash chooses one of every further 1/fraction documents.
     """
     block = picked = number = 0
     while True:
@@ -76,8 +86,12 @@ def in_validation(fraction: float) -> Iterator[bool]:
 
 
 def validation_begins(characters: int, fraction: float, where: str) -> int:
-    """The index of the character at which validation begins in a single document. Raises UserError if it is too short."""
+    """Returns the index of the character at which validation begins in a single document.
+
+    Raises UserError if the document is too short to be split.
+    """
     cut = int(characters * (1 - fraction))
     if not 0 < cut < characters:
-        raise UserError(f"{where} has {characters} characters: too few to split into training and validation")
+        raise UserError(f"{where} has {characters} characters, which are too few to split into training and validation. Use a "
+                        "longer text")
     return cut

@@ -1,13 +1,13 @@
-"""The sources of data=mix, as data.sources defines them.
+"""Reads the definitions of the sources of data=mix from data.sources.
 
     data.sources=[{path: web/*.jsonl.gz, weight: 0.7}, {name: code, data: hf, path: ORG/NAME, field: content, weight: 0.3}]
 
-weight: the source's fraction of the training tokens, relative to the sum of all weights. name: the NAME in the metric
-val/loss/NAME, the source's validation loss; by default the last part of the path. data: the kind of data, as in data=; by
-default inferred from the path. The other entries are options as in a run on that source alone (SOURCE_OPTIONS).
+    weight   the source's fraction of the training tokens, relative to the sum of all weights
+    name     the NAME in val/loss/NAME, the metric of the source's validation loss; by default the last part of the path
+    data     the kind of data, as in data=; by default inferred from the path
 
-Each source has its own validation split, as in a run on that source alone. All sources use the same tokenizer. This module does
-not import PyTorch.
+The other entries are options as in a run on that source alone (SOURCE_OPTIONS). Each source has its own validation split, as in
+a run on that source alone. All sources use the same tokenizer. This module does not import PyTorch.
 """
 
 import math
@@ -34,7 +34,11 @@ SUFFIXES = {".txt": "text", ".md": "text", ".jsonl": "jsonl", ".jsonl.gz": "json
 
 
 class MixedSource(NamedTuple):
-    """A source's name, share of the training tokens (shares sum to 1), and configuration for a run on this source alone."""
+    """A source of data=mix.
+
+    `share` is its fraction of the training tokens, and all shares add up to 1. `config` is the configuration of a run on this
+    source alone.
+    """
 
     name: str
     share: float
@@ -42,9 +46,9 @@ class MixedSource(NamedTuple):
 
 
 def mixed_sources(config: DataConfig) -> list[MixedSource]:
-    """The sources of data=mix. Raises UserError for an invalid entry."""
+    """Returns the sources of data=mix. Raises UserError if an entry is invalid or two sources have the same name."""
     if not config.sources:
-        raise UserError(f"data=mix requires data.sources: {EXAMPLE}")
+        raise UserError(f"data=mix requires data.sources, for example {EXAMPLE}")
     for number, entry in enumerate(config.sources):
         _check_entry(entry, f"data.sources[{number}]")
     total = sum(entry["weight"] for entry in config.sources)
@@ -53,23 +57,23 @@ def mixed_sources(config: DataConfig) -> list[MixedSource]:
     names = [source.name for source in sources]
     duplicate = next((name for name in names if names.count(name) > 1), None)
     if duplicate is not None:
-        raise UserError(f"names of data.sources must be unique; got {duplicate} twice: set name: NAME")
+        raise UserError(f"the names in data.sources must be unique; got {duplicate} twice. Add name: NAME to an entry")
     return sources
 
 
 def names_of(config: DataConfig) -> list[str]:
-    """The names of the sources of data=mix; [] for any other kind of data."""
+    """Returns the names of the sources of data=mix, or [] for any other kind of data."""
     return [source.name for source in mixed_sources(config)] if config.name == "mix" else []
 
 
 def source_metric(name: str) -> str:
-    """The name of the metric for a source's validation loss."""
+    """Returns the name of the metric for a source's validation loss."""
     return f"val/loss/{name}"
 
 
 @contextmanager
 def naming(source: str) -> Iterator[None]:
-    """Prefixes the messages of UserErrors raised inside the block with the source's name."""
+    """Adds the source's name to the message of a UserError that is raised inside the block."""
     try:
         yield
     except UserError as error:
@@ -82,8 +86,8 @@ def _check_entry(entry: object, where: str) -> None:
     for key in entry:
         if key not in ENTRIES:
             close = get_close_matches(str(key), ENTRIES, n=1)
-            raise UserError(f"{where} has the unknown entry {key}; "
-                            + (f"did you mean {close[0]}?" if close else f"there are: {', '.join(ENTRIES)}"))
+            raise UserError(f"{where} has the unknown entry {key}. "
+                            + (f"Did you mean {close[0]}?" if close else f"The known entries are {', '.join(ENTRIES)}"))
     weight = entry.get("weight")
     if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not 0 < weight < math.inf:
         raise UserError(f"{where}.weight must be a positive finite number; got {weight!r}")
@@ -92,16 +96,16 @@ def _check_entry(entry: object, where: str) -> None:
         raise UserError(f"{where}.val_fraction must be a number between 0 and 1; got {fraction}")
     name = str(entry.get("name") or "")
     if not re.fullmatch(r"[^\s/,\"]*", name):
-        raise UserError(f"{where}.name must not contain spaces, commas, slashes or quotes, because metrics' names contain it; "
-                        f"got {name}")
+        raise UserError(f"{where}.name must not contain spaces, commas, slashes or quotes, because it becomes part of the "
+                        f"names of metrics; got {name}")
 
 
 def _config_of(entry: JsonObject, config: DataConfig, where: str) -> DataConfig:
     path = None if entry.get("path") is None else from_home(str(entry["path"]))
-    kind = entry.get("data") or _kind_of(path, where)
+    kind = entry.get("data") or _infer_kind(path, where)
     if kind not in KINDS:
-        alone = "; conversations cannot be mixed" if kind == "chat" else ""
-        raise UserError(f"{where}.data must be one of {', '.join(KINDS)}; got {kind}{alone}")
+        reason = ", but conversations cannot be mixed" if kind == "chat" else ""
+        raise UserError(f"{where}.data must be one of {', '.join(KINDS)}; got {kind}{reason}")
     overrides = {name: entry[name] for name in SOURCE_OPTIONS if entry.get(name) is not None} | {"path": path}
     try:
         return replace(config, sources=[], **overrides, name=kind)
@@ -109,10 +113,9 @@ def _config_of(entry: JsonObject, config: DataConfig, where: str) -> DataConfig:
         raise UserError(f"{where}: {error}") from None
 
 
-def _kind_of(path: str | None, where: str) -> str:
-    """The kind of data at a path, inferred from the suffix of the file or of a folder's files. Raises UserError if unknown."""
+def _infer_kind(path: str | None, where: str) -> str:
     if path is None:
-        raise UserError(f"{where} has no path: {EXAMPLE}")
+        raise UserError(f"{where} has no path. An example is {EXAMPLE}")
     folder = Path(path)
     if any((folder / name).exists() for name in ("state.json", "dataset_dict.json")):
         return "hf"
@@ -124,9 +127,9 @@ def _kind_of(path: str | None, where: str) -> str:
         return kind
     elif Path(f"{path}.bin").is_file():
         return "binidx"
-    elif not folder.exists() and re.fullmatch(r"[\w.-]+/[\w.-]+", path):         # a dataset's name on the Hub
+    elif not folder.exists() and re.fullmatch(r"[\w.-]+/[\w.-]+", path):         # looks like a dataset's name on the Hub
         return "hf"
-    raise UserError(f"{where}: cannot infer the kind of data from the path {path}: add data: {'|'.join(KINDS)}")
+    raise UserError(f"{where}: the kind of data cannot be inferred from the path {path}. Add data: {'|'.join(KINDS)}")
 
 
 def _kind_by_suffix(name: str) -> str | None:
@@ -134,7 +137,6 @@ def _kind_by_suffix(name: str) -> str | None:
 
 
 def _default_name(entry: JsonObject) -> str:
-    """The last part of the path that has no wildcard, without suffix; the kind of data if there is no path."""
     parts = [part for part in re.split(r"[/\\]", str(entry.get("path") or "")) if part and "*" not in part]
     name = re.sub(r"[\s,\"]+", "_", parts[-1]) if parts else str(entry.get("data"))
     for ending in sorted(SUFFIXES, key=len, reverse=True):

@@ -1,7 +1,8 @@
-"""Copies of documents across the sources of data=mix: validation omits documents that are in another source's training split.
+"""Finds copies of documents in different sources of data=mix.
 
-Documents are copies if their texts are equal except for white space (rwkv/data/documents/copies.py): a file ends with a line
-end that the same text in JSON lines lacks. Documents are compared by a 64-bit hash.
+Validation omits documents that are in another source's training split. Documents are copies if their texts are equal except
+for white space (rwkv/data/documents/copies.py). White space is ignored because a text file ends with a line end that the same
+text in JSON lines lacks. Documents are compared by a 64-bit hash.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,17 +18,21 @@ from rwkv.errors import UserError
 from rwkv.io.cache import sha256, write
 from rwkv.tokenizer.tokenizers import Tokenizer
 
-COMPARED = "text"                        # what the cached hashes are of
+COMPARED = "text"                        # is part of the cache key, because earlier versions hashed ids instead of text
 CHUNK = 1 << 16                          # ids decoded at a time
 
 
 def trained_elsewhere(splits: Sequence[tuple[TokenArray, TokenArray]], identities: Sequence[str], tokenizer: Tokenizer,
                       cache: Path) -> list[np.ndarray]:
-    """For each source, a mask (D,): true for its validation documents that are in another source's training split.
+    """Finds the validation documents of each source that are in the training split of another source.
 
-    splits: (training, validation) of each source. identities: a string per source that identifies its splits, for the cache.
+    Returns a mask (D,) per source, which is true for these documents.
+
+    Args:
+        splits: the training and the validation split of each source.
+        identities: a string per source that identifies its splits in the cache.
     """
-    hashes = [[_cached(tokens, f"{identity} {number}", tokenizer, cache) for number, tokens in enumerate(both)]
+    hashes = [[_cached_hashes(tokens, f"{identity} {number}", tokenizer, cache) for number, tokens in enumerate(both)]
               for both, identity in zip(splits, identities, strict=True)]
     copies = []
     for source, (_, val) in enumerate(hashes):
@@ -37,28 +42,28 @@ def trained_elsewhere(splits: Sequence[tuple[TokenArray, TokenArray]], identitie
 
 
 def without(tokens: TokenArray, left_out: np.ndarray) -> TokenArray:
-    """The tokens without the documents for which left_out (D,) is true."""
+    """Returns the tokens without the documents for which `left_out` (D,) is true."""
     bounds = tokens.bounds.tolist()
     edges = np.flatnonzero(np.diff((~left_out).astype(np.int8), prepend=0, append=0)).reshape(-1, 2).tolist()
     return TokenArray.joined([tokens.between(bounds[first], bounds[last]) for first, last in edges])
 
 
-def _cached(tokens: TokenArray, identity: str, tokenizer: Tokenizer, cache: Path) -> np.ndarray:
+def _cached_hashes(tokens: TokenArray, identity: str, tokenizer: Tokenizer, cache: Path) -> np.ndarray:
     path = cache / f"hashes-{sha256([identity, str(tokenizer.end_of_text), COMPARED])[:16]}.npy"
     try:
         cached = np.load(path)
         if len(cached) == len(tokens.bounds) - 1:
             return cached
-    except (OSError, ValueError, EOFError):              # missing or damaged
+    except (OSError, ValueError, EOFError):              # the file is missing or damaged
         pass
     hashes = document_hashes(tokens, tokenizer)
-    with suppress(UserError):            # the cache cannot be written
+    with suppress(UserError):            # a cache that cannot be written only makes the next run slower
         write(path, lambda file: np.save(file, hashes))
     return hashes
 
 
 def document_hashes(tokens: TokenArray, tokenizer: Tokenizer) -> np.ndarray:
-    """The 64-bit hashes (D,) uint64 of the documents' texts."""
+    """Returns the 64-bit hash of each document's text: (D,) uint64."""
     hashes = np.empty(len(tokens.starts), np.uint64)
     for number, (begin, end) in enumerate(pairwise(tokens.bounds.tolist())):
         hashes[number] = fingerprint(decoded(tokens, begin, end, tokenizer))
@@ -66,7 +71,7 @@ def document_hashes(tokens: TokenArray, tokenizer: Tokenizer) -> np.ndarray:
 
 
 def decoded(tokens: TokenArray, begin: int, end: int, tokenizer: Tokenizer) -> Iterator[str]:
-    """Yields the text of the ids at begin to end - 1, without end_of_text, in chunks."""
+    """Yields the text of the ids [begin, end) in chunks, without end_of_text."""
     decoder = tokenizer.decoder()
     for start in range(begin, end, CHUNK):
         ids = tokens[start:min(start + CHUNK, end)]

@@ -1,10 +1,10 @@
-"""Training and validation windows of data=mix.
+"""Draws the training and validation windows of data=mix.
 
 Each window is from one source. Every block of BLOCK windows contains each source's share of windows, in a seeded order.
-Rounding is corrected in later blocks, so that over the whole run each source has its share to the nearest window. A source's
-windows come in the same order as in a run on that source alone: all windows in a random order, then in a new order. Each source
-has its own seed. So the order depends only on the seed, the weights and the data: it is the same for any number of workers and
-processes, and a run can resume from any step.
+Rounding is corrected in later blocks, so that over the whole run each source has its share to the nearest window. The windows
+of a source come in the same order as in a run on that source alone: all windows in a random order, then again in a new order.
+Each source has its own seed. So the order depends only on the seed, the weights and the data, not on the number of workers or
+processes. A run can resume from any step.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,7 +23,7 @@ BLOCK = 64
 
 
 class SourceBatch(NamedTuple):
-    """A validation batch x, y (B,T) whose windows are all from source number `source`."""
+    """A validation batch x, y (B,T). All windows are from source number `source`."""
 
     x: Tensor
     y: Tensor
@@ -31,34 +31,35 @@ class SourceBatch(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Window number `number` of source number `source`."""
+    """The place of a window: the number of its source, and its number within that source."""
 
     source: int
     number: int
 
 
 def seed_of(seed: int, source: int) -> int:
-    """The seed for a source's order. For the first source it is the run's seed, as in a run on that source alone."""
+    """Returns the seed for the order of a source's windows. The first source has the run's seed, as in a run on it alone."""
     return seed + (source << 32)
 
 
 @dataclass(eq=False)
 class MixedWindows(Dataset[tuple[Tensor, Tensor]]):
-    """The training windows of all sources."""
+    """A dataset of the training windows of all sources. The index is a Place."""
 
     sources: Sequence[Windows]
 
     def __getitems__(self, places: Sequence[Place]) -> tuple[Tensor, Tensor]:
-        """The windows as one batch: x (B,T), y (B,T), int64."""
+        """Returns the windows as one batch x, y (B,T), int64."""
         rows = [self.sources[place.source][place.number] for place in places]
         return torch.stack([x for x, _ in rows]), torch.stack([y for _, y in rows])
 
 
 @dataclass(eq=False)
 class MixSampler(Sampler[list[Place]]):
-    """Yields the places of `batches` batches. sizes, shares: each source's windows per epoch, and its share of all windows.
+    """Yields the places of the windows of `batches` batches.
 
-    The process `rank` of `world` gets every world-th place of the order that all processes share.
+    `sizes` are the windows per epoch of each source, and `shares` their shares of all windows. All processes share one order,
+    and process `rank` of `world` gets every world-th place.
     """
 
     sizes: Sequence[int]
@@ -77,7 +78,7 @@ class MixSampler(Sampler[list[Place]]):
 
 
 class MixIterator(Iterator[list[Place]]):
-    """One pass over a MixSampler."""
+    """An iterator over a MixSampler."""
 
     def __init__(self, sampler: MixSampler) -> None:
         self.sampler = sampler
@@ -101,8 +102,10 @@ class MixIterator(Iterator[list[Place]]):
 
 
 class SourceTurns(Iterator[tuple[int, int]]):
-    """Yields the source of each window in the order that all processes share, and the window's number within that source.
-    drawn: the number of windows so far."""
+    """Yields for each window its source and its number within that source, in the order that all processes share.
+
+    `drawn` is the number of windows so far.
+    """
 
     def __init__(self, shares: Sequence[float], seed: int) -> None:
         self.shares = shares
@@ -118,7 +121,7 @@ class SourceTurns(Iterator[tuple[int, int]]):
         return turn
 
     def _begin(self, block: int, taken: Sequence[int]) -> None:
-        """Plans a block. taken: the number of each source's windows in earlier blocks."""
+        """Plans a block. `taken` is the number of each source's windows in earlier blocks."""
         self._block = block
         self._before = [*taken]
         self._turns = mixed_block(self.shares, taken, self.seed, block)
@@ -135,11 +138,14 @@ class SourceTurns(Iterator[tuple[int, int]]):
 
 
 def mixed_block(shares: Sequence[float], taken: Sequence[int], seed: int, block: int) -> list[tuple[int, int]]:
-    """The source of each of a block's BLOCK windows, and the window's number within that source. taken: as in _begin."""
+    """Returns the source of each of a block's BLOCK windows, and the window's number within that source.
+
+    `taken` is the number of each source's windows in earlier blocks.
+    """
     weights = np.array(shares)
     counts = np.array(taken)
     chosen = []
-    for _ in range(BLOCK):               # chooses the source that is furthest behind its share
+    for _ in range(BLOCK):               # each window is from the source that is furthest behind its share
         source = int(np.argmax(weights * (counts.sum() + 1) - counts))
         counts[source] += 1
         chosen.append(source)
@@ -154,7 +160,7 @@ def mixed_block(shares: Sequence[float], taken: Sequence[int], seed: int, block:
 
 @dataclass(eq=False)
 class MixedValidation(Dataset[SourceBatch]):
-    """The validation windows of all sources, source by source."""
+    """A dataset of the validation windows of all sources. The index is a list of places in one source."""
 
     sources: Sequence[Windows]
 
@@ -163,6 +169,6 @@ class MixedValidation(Dataset[SourceBatch]):
         return SourceBatch(x, y, places[0].source)
 
     def batches(self, batch_size: int) -> list[list[Place]]:
-        """The places of each validation batch; a batch is from one source."""
+        """Returns the places of each validation batch. All windows of a batch are from one source."""
         return [[Place(source, number) for number in range(start, min(start + batch_size, len(windows)))]
                 for source, windows in enumerate(self.sources) for start in range(0, len(windows), batch_size)]

@@ -1,14 +1,16 @@
-"""Sources of text documents: one module per kind of data, named as in data=NAME.
+"""Opens sources of text documents. There is one module per kind of data, with the NAME of data=NAME.
 
     source = open_source(config.data, cache)
     for document in source.documents():
         document.val, document.where, "".join(document.chunks)
 
-A source can be read repeatedly, always in the same order, and is never entirely in memory. For data=binidx and data=datatrove,
-which contain tokens and not text, see rwkv/data/token_files/.
+A source can be read repeatedly, always in the same order, and is never entirely in memory. data=binidx and data=datatrove
+contain tokens instead of text (see rwkv/data/token_files/).
 
-Each module has source(config, cache) -> Source; PATH, a description of data.path for error messages ("" if the kind has no
-path); and LOCAL, whether data.path must be a file, a folder or a pattern on this machine.
+Each module defines:
+    source(config, cache) -> Source
+    PATH     a description of data.path for error messages; "" if the kind has no path
+    LOCAL    whether data.path must be a file, a folder or a pattern on this machine
 """
 
 import glob
@@ -21,7 +23,7 @@ from rwkv.errors import UserError
 
 
 def open_source(config: DataConfig, cache: Path) -> Source:
-    """Opens the source that data.name and data.path name. cache: the folder in which hashes of its files are cached."""
+    """Opens the source that data.name and data.path name. `cache` is the folder for the cached hashes of the files."""
     check_path(config)
     source: Source = importlib.import_module(f"{__name__}.{config.name}").source(config, cache)
     return source
@@ -32,8 +34,8 @@ def check_path(config: DataConfig) -> None:
     kind = importlib.import_module(f"{__name__}.{config.name}")
     path = config.path
     if path and not kind.PATH:
-        raise UserError(f"data={config.name} conflicts with data.path: to train on {path}, pass data=text as well")
+        raise UserError(f"data={config.name} conflicts with data.path. To train on {path}, pass data=text as well")
     if kind.PATH and not path:
-        raise UserError(f"data={config.name} requires data.path: {kind.PATH}")
+        raise UserError(f"data={config.name} requires data.path, which must be {kind.PATH}")
     if kind.LOCAL and path and not glob.has_magic(path) and not Path(path).exists():
-        raise UserError(f"data.path={path} does not exist: pass {kind.PATH}")
+        raise UserError(f"data.path={path} does not exist. Pass {kind.PATH}")

@@ -1,25 +1,28 @@
-"""Conversations as JSON lines or one JSON list (.jsonl, .json), also compressed (.gz, .zst), in the common formats:
+"""Reads conversations from JSON lines or one JSON list (.jsonl, .json), also compressed (.gz, .zst), in the common formats:
 
     {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}], "tools": [...]}
     {"conversations": [{"from": "human", "value": "..."}, {"from": "gpt", "value": "..."}], "system": "..."}
     {"prompt": "...", "completion": "..."}                      strings, or lists of messages
     {"instruction": "...", "input": "...", "output": "..."}     also question and answer, query and response, with history
 
-Pairs of answers, for tune.objective=dpo: one question with a chosen and a rejected answer:
+For tune.objective=dpo, an entry is a pair of answers, that is, a question with a chosen and a rejected answer:
 
     {"prompt": "...", "chosen": "...", "rejected": "..."}       strings, or lists of messages
     {"chosen": [...], "rejected": [...]}                        whole conversations; the messages that both share are the prompt
     {"messages": [...], "chosen": {...}, "rejected": {...}}     also with the other field names above
 
 The list of messages may also be called conversation, items or interactions, and its messages may have either format. A list,
-`tools` or the value of the role function_call may be a string of JSON. Null fields count as missing, since `datasets` writes
-missing fields as null.
+`tools` or the value of the role function_call may be a string of JSON. A null field counts as missing, because `datasets`
+writes missing fields as null.
 
-Each conversation is a document, rendered by the chat template data.template. The first one and one of every 1/val_fraction that
-follow are for validation, together with their copies (rwkv/data/documents/copies.py). An answer is not learnt, but only
-context, if it or its conversation has "weight": 0 or an equivalent field (rwkv/chat/messages.py), if prompt and completion come
-with "label": false (TRL's KTO format), or if it is part of a list `prompt`, as in TRL. Conversations without learnt answers are
-omitted and counted.
+Each conversation is a document, which the chat template data.template renders. The first conversation and one of every
+1/val_fraction following conversations are for validation, together with their copies (rwkv/data/documents/copies.py).
+
+An answer is only context, and is not learnt, in three cases:
+- The answer or the conversation has "weight": 0 or an equivalent field (rwkv/chat/messages.py).
+- The entry has a prompt, a completion and "label": false, as in TRL's KTO format.
+- The answer is part of a list `prompt`, as in TRL.
+Conversations without learnt answers are omitted and counted.
 """
 
 import json
@@ -42,7 +45,7 @@ from rwkv.io.json_types import JsonObject
 
 PATH = "a .jsonl or .jsonl.gz file of conversations, a folder of them, or a pattern"
 LOCAL = True
-JSON_ENDINGS = (".json", ".json.gz")     # read from a folder only if it has no JSON lines
+JSON_ENDINGS = (".json", ".json.gz")     # are read from a folder only if it has no JSON lines
 LISTS = ("messages", "conversations", "conversation", "items", "interactions")
 PAIRS = (("prompt", "completion"), ("prompt", "response"), ("instruction", "output"), ("instruction", "response"),
          ("question", "answer"), ("query", "response"))
@@ -54,12 +57,18 @@ ROLES = {"human": "user", "user": "user", "prompter": "user", "gpt": "assistant"
          "developer": "system", "tool": "tool", "function": "tool", "observation": "tool", "function_response": "tool",
          "tool_response": "tool", "ipython": "tool", "function_call": "assistant", "tool_call": "assistant"}
 CALLS = ("function_call", "tool_call")   # roles whose text is a tool call, or a list of calls, in JSON
-INSTEAD_OF_CONTENT = ("tool_calls", "function_call", "refusal", "reasoning_content")       # in an assistant's message
+INSTEAD_OF_CONTENT = ("tool_calls", "function_call", "refusal", "reasoning_content")
 
 
 class Conversation(NamedTuple):
-    """A rendered conversation. parts: its text in parts, with whether each is learnt. where: its file and line. weight: the
-    number of bytes read for it. copy, moved: as in copies.Placed; a pair of answers is a copy if either conversation is a copy.
+    """A rendered conversation.
+
+    Attributes:
+        parts: the text in parts, each with True if the part is learnt.
+        val: True if the conversation is in the validation split.
+        where: the file and the line, for error messages.
+        weight: the number of bytes read for the conversation.
+        copy, moved: as in copies.Placed. A pair of answers is a copy if either of its conversations is a copy.
     """
 
     parts: list[Part]
@@ -71,12 +80,12 @@ class Conversation(NamedTuple):
 
     @property
     def learnt(self) -> bool:
-        """Whether any part is learnt; if none is, the conversation is in neither split."""
+        """Returns True if any part is learnt. A conversation of which no part is learnt is in neither split."""
         return any(learnt for _, learnt in self.parts)
 
 
 def source(config: DataConfig, cache: Path) -> Source:
-    named, others = _files(str(config.path))
+    named, others = _select_files(str(config.path))
     template = template_of(config)
 
     def documents() -> Iterator[Document]:
@@ -87,13 +96,12 @@ def source(config: DataConfig, cache: Path) -> Source:
     paths = [path for _, path in named]
     about = f"conversations of {paths[0].name if len(paths) == 1 else config.path}, template {template.name}"
     if others:
-        about += f" (its {others} .json files are ignored, since it has .jsonl files)"
+        about += f" ({others} .json files are ignored, because the folder has .jsonl files)"
     identity = sha256([template.definition, *names_and_hashes(named, cache)])
     return Source(documents, about, identity, sum(path.stat().st_size for path in paths))
 
 
-def _files(path: str) -> tuple[list[tuple[str, Path]], int]:
-    """The (name, file) of each file to read, and the number of .json files ignored because the folder has JSON lines."""
+def _select_files(path: str) -> tuple[list[tuple[str, Path]], int]:
     if not Path(path).is_dir():
         return files(path), 0
     names = [file.name for _, file in matching(path, (*ENDINGS, *JSON_ENDINGS))]
@@ -102,8 +110,10 @@ def _files(path: str) -> tuple[list[tuple[str, Path]], int]:
 
 
 def template_of(config: DataConfig) -> ChatTemplate:
-    """The chat template that data.template names, for answers that begin as data.think specifies. Raises UserError if the
-    template does not support such answers."""
+    """Returns the chat template that data.template names, for answers that begin as data.think specifies.
+
+    Raises UserError if the template does not support such answers.
+    """
     template = chat_template(config.template or "world")
     try:
         return template.for_learning(parse_think(config.think))
@@ -112,20 +122,21 @@ def template_of(config: DataConfig) -> ChatTemplate:
 
 
 def conversations(config: DataConfig, template: ChatTemplate | None = None, pairs: bool = False) -> Iterator[Conversation]:
-    """All conversations, in the order of the files. Raises UserError for an invalid entry or fewer than two learnt ones.
+    """Yields all conversations in the order of the files, with copies in the same split unless all conversations are equal.
 
-    Copies are put into the same split, unless all conversations are equal.
+    Raises UserError if an entry is invalid, or if fewer than two conversations have an answer to learn.
 
-    template: used instead of the one that `config` names. pairs: whether each entry is a pair of answers. A pair yields two
-    conversations, the first with the chosen and the second with the rejected answer. Both are in the same split, and either
-    both are learnt or neither.
+    Args:
+        template: the template to use instead of the one that `config` names.
+        pairs: whether each entry is a pair of answers. A pair yields the conversation with the chosen answer and then the one
+            with the rejected answer. Both are in the same split, and either both are learnt or neither.
     """
     template = template or template_of(config)
     learnt = 0
     others = 0
     splitter = Splitter(config.val_fraction)
-    pending: list[Conversation] = []     # the first ones, until two of them differ
-    for _, path in _files(str(config.path))[0]:
+    pending: list[Conversation] = []     # waits until two conversations differ
+    for _, path in _select_files(str(config.path))[0]:
         for entry, where, weight in entries(path):
             texts = parts_of_pair(entry, where, template) if pairs else (parts_of(entry, where, template),)
             is_learnt = all(any(flag for _, flag in parts) for parts in texts)
@@ -141,79 +152,81 @@ def conversations(config: DataConfig, template: ChatTemplate | None = None, pair
                 yield from pending
                 pending.clear()
     if learnt < 2:
-        more = f" with an answer to learn, and {others} without" if others else ""
+        more = f" with an answer to learn, and {others} without an answer to learn" if others else ""
         name = "pairs of answers" if pairs else "conversations"
-        raise UserError(f"data.path={config.path} has {learnt} {name}{more}: training requires at least two, one of them for "
-                        "validation")
+        raise UserError(f"data.path={config.path} has {learnt} {name}{more}, but at least two are required: one for training "
+                        "and one for validation")
     yield from (conversation._replace(val=conversation.val != conversation.moved, moved=False) for conversation in pending)
 
 
 def holds_conversations(path: Path) -> bool:
-    """Whether a file's first entry has a conversation's fields and no field `text`. Raises UserError as jsonl.entries does."""
+    """Returns True if the first entry of a file has the fields of a conversation and no field `text`.
+
+    Raises UserError if the first entry cannot be read.
+    """
     first = next((entry for entry, _, _ in entries(path)), {})
     fields = {field for field, value in first.items() if value is not None}
     return "text" not in fields and (not fields.isdisjoint(LISTS) or any(fields.issuperset(pair) for pair in PAIRS))
 
 
 def parts_of(entry: JsonObject, where: str, template: ChatTemplate) -> list[Part]:
-    """Renders an entry's conversation. Raises UserError, naming `where`, if it is not a conversation with an answer."""
+    """Renders the conversation of an entry. Raises UserError with `where` if the entry is not a conversation with an answer."""
     try:
-        messages = _messages(entry)
-        parts = template.parts(messages, _tools(entry))
+        messages = _entry_messages(entry)
+        parts = template.parts(messages, _entry_tools(entry))
     except UserError as error:
         raise UserError(f"{where}: {error}") from None
     if not any(message["role"] == "assistant" for message in messages):
-        raise UserError(f"{where}: the conversation has no answer of the assistant to learn")
+        raise UserError(f"{where}: the conversation has no message of the assistant, so there is no answer to learn")
     return parts
 
 
 def parts_of_pair(entry: JsonObject, where: str, template: ChatTemplate) -> tuple[list[Part], list[Part]]:
-    """Renders a pair: the conversation with the chosen and the one with the rejected answer. Only these answers are learnt."""
+    """Renders the conversation with the chosen answer and the one with the rejected answer. Only these answers are learnt."""
     try:
-        chosen, rejected = _pair(entry)
-        tools = _tools(entry)
+        chosen, rejected = _pair_messages(entry)
+        tools = _entry_tools(entry)
         return template.parts(chosen, tools), template.parts(rejected, tools)
     except UserError as error:
         raise UserError(f"{where}: {error}") from None
 
 
-def _pair(entry: JsonObject) -> tuple[list[JsonObject], list[JsonObject]]:
-    """The messages of a pair's two conversations. Raises UserError if the entry is not a pair."""
-    fields = {field: _from_json(value) if field in LISTS else value for field, value in entry.items()
+def _pair_messages(entry: JsonObject) -> tuple[list[JsonObject], list[JsonObject]]:
+    fields = {field: _parse_if_json(value) if field in LISTS else value for field, value in entry.items()
              if value not in EMPTY or field in ANSWERS}
     missing = [field for field in ANSWERS if entry.get(field) is None]
     if missing:
-        raise UserError(f"a pair of answers must have prompt, chosen and rejected, or chosen and rejected as whole "
-                        f"conversations; this one has no {' and no '.join(missing)}")
+        raise UserError("a pair of answers must have the fields prompt, chosen and rejected, or whole conversations as chosen "
+                        f"and rejected; got no {' and no '.join(missing)}")
     question = _pair_prompt(fields)
-    both = [_answer(fields, field, question) for field in ANSWERS]
-    most = min(map(len, both)) - 1                       # the last message of each conversation is its answer
+    both = [_conversation_ending_in(fields, field, question) for field in ANSWERS]
+    most = min(map(len, both)) - 1                       # the last message of each conversation is the answer
     shared = 0
-    while shared < most and _are_equal(both[0][shared], both[1][shared]):
+    while shared < most and _are_equal_messages(both[0][shared], both[1][shared]):
         shared += 1
-    if not all(any(_are_equal(message, other) for other in both[0][:shared]) for message in question):
-        raise UserError("if chosen and rejected are whole conversations, both must begin with the prompt")
+    if not all(any(_are_equal_messages(message, other) for other in both[0][:shared]) for message in question):
+        raise UserError("whole conversations in chosen and rejected must both begin with the messages of the prompt")
     for field, messages in zip(ANSWERS, both, strict=True):
         if not shared:
-            raise UserError("chosen and rejected must answer the same question; their first messages differ")
+            raise UserError("chosen and rejected must answer the same question, but their first messages differ")
         if messages[-1]["role"] != "assistant":
-            raise UserError(f"{field} must end with the answer, but the last message has the role {messages[-1]['role']}")
+            raise UserError(f"{field} must end with an answer of the assistant, but the last message has the role "
+                            f"{messages[-1]['role']}")
     unlearnt = entry.get("weight", 1) == 0
-    chosen, rejected = ([*_unlearnt(messages[:shared]), *(_unlearnt(messages[shared:]) if unlearnt else messages[shared:])]
+    chosen, rejected = ([*_as_context(messages[:shared]), *(_as_context(messages[shared:]) if unlearnt else messages[shared:])]
                         for messages in both)
     return chosen, rejected
 
 
-def _are_equal(first: JsonObject, second: JsonObject) -> bool:
+def _are_equal_messages(first: JsonObject, second: JsonObject) -> bool:
     return all(first.get(field) == second.get(field) for field in ("role", "content", "tool_calls"))
 
 
 def _pair_prompt(fields: JsonObject) -> list[JsonObject]:
-    """The messages before a pair's answers; none if the answers are whole conversations without a separate prompt."""
     name = next((name for name in LISTS if name in fields), None)
     question_field = next((field for field, _ in PAIRS if field in fields), None)
     if name is not None:
-        messages = _turns(fields[name], name)
+        messages = _parse_messages(fields[name], name)
     elif question_field is not None:
         messages = _prompt_messages(fields, question_field, ANSWERS[0])
     else:
@@ -221,27 +234,25 @@ def _pair_prompt(fields: JsonObject) -> list[JsonObject]:
     return _with_system(messages, fields)
 
 
-def _answer(fields: JsonObject, field: str, question: list[JsonObject]) -> list[JsonObject]:
-    """The conversation that ends with the answer in `field`. The field may also contain the messages before the answer."""
+def _conversation_ending_in(fields: JsonObject, field: str, question: list[JsonObject]) -> list[JsonObject]:
     answer = fields[field]
     messages = _as_messages("assistant", [answer] if isinstance(answer, dict) else answer, field)
     if messages[0]["role"] == "assistant":
         if not any(message["role"] != "system" for message in question):
-            raise UserError(f"{field} has only the answer, and there is no prompt: add a prompt, or make chosen and rejected "
-                            "lists of all messages")
+            raise UserError(f"{field} contains only the answer, but there is no prompt. Add a prompt, or make chosen and "
+                            "rejected lists of all messages")
         return [*question, *messages]
     if question and question[0]["role"] == "system" and messages[0]["role"] != "system":
         return [question[0], *messages]
     return messages
 
 
-def _messages(entry: JsonObject) -> list[JsonObject]:
-    """The entry's messages in OpenAI's format, with its weight applied. Raises UserError if it is not a conversation."""
-    fields = {field: _from_json(value) if field in LISTS else value for field, value in entry.items() if value not in EMPTY}
+def _entry_messages(entry: JsonObject) -> list[JsonObject]:
+    fields = {field: _parse_if_json(value) if field in LISTS else value for field, value in entry.items() if value not in EMPTY}
     name = next((name for name in LISTS if name in fields), None)
     pair = next((pair for pair in PAIRS if all(entry.get(field) is not None for field in pair)), None)
     if name is not None:
-        messages = _turns(fields[name], name)
+        messages = _parse_messages(fields[name], name)
     elif pair is not None:
         question, answer = pair
         messages = [*_prompt_messages({**fields, question: entry[question]}, question, answer),
@@ -249,20 +260,20 @@ def _messages(entry: JsonObject) -> list[JsonObject]:
     elif empty := next((field for field in LISTS if field in entry), None):
         raise UserError(f"{empty} must be a list of at least one message; got {json.dumps(entry[empty])}")
     elif all(field in fields for field in ANSWERS):
-        raise UserError("chosen and rejected are a pair of answers, which requires tune.objective=dpo: set that option, or "
-                        "rename chosen to completion to learn only the chosen answer")
+        raise UserError("a pair of answers, chosen and rejected, requires tune.objective=dpo. Set this option, or rename "
+                        "chosen to completion to learn only the chosen answer")
     else:
-        raise UserError(f"a conversation must have {FIELDS}; got {', '.join(entry)[:120] or 'nothing'}: rename its fields")
+        raise UserError(f"a conversation must have {FIELDS}; got {', '.join(entry)[:120] or 'nothing'}. Rename the fields")
     messages = _with_system(messages, fields, first=name != "messages")
     weight = fields.get("weight", 1)
     if not isinstance(weight, (int, float)) or weight not in (0, 1):
         raise UserError(f"weight must be 0 or 1, because a conversation is either learnt or not; got {json.dumps(weight)[:60]}")
     bad = name is None and fields.get("label") is False
-    return messages if weight and not bad else _unlearnt(messages)
+    return messages if weight and not bad else _as_context(messages)
 
 
 def _with_system(messages: list[JsonObject], fields: JsonObject, first: bool = False) -> list[JsonObject]:
-    """Puts the entry's system message before the others. first: do so even if the others begin with a system message."""
+    """Puts the entry's system message before the others, unless they begin with a system message and `first` is false."""
     system = fields.get("system", fields.get("system_prompt"))
     if system is None or (messages and messages[0]["role"] == "system" and not first):
         return messages
@@ -270,46 +281,44 @@ def _with_system(messages: list[JsonObject], fields: JsonObject, first: bool = F
 
 
 def _prompt_messages(fields: JsonObject, question_field: str, answer_field: str) -> list[JsonObject]:
-    """The messages before the answer: those in `history`, whose answers are learnt, too, and the question."""
+    """Returns the messages in `history`, whose answers are learnt, and the question."""
     question = fields[question_field]
     more = next((field for field in ("input", "context") if field in fields), None)
     if more is not None:
         if question_field != "instruction" or not isinstance(question, str) or not isinstance(fields[more], str):
-            raise UserError(f"{question_field} and {answer_field} conflict with {more}: put the whole prompt "
-                            f"into {question_field}, or rename the fields to instruction, input and output")
+            raise UserError(f"the fields {question_field} and {answer_field} conflict with {more}. Put the whole prompt into "
+                            f"{question_field}, or rename the fields to instruction, input and output")
         question = f"{question}\n{fields[more]}"
     messages = []
     for turn in fields.get("history", []):
         if not isinstance(turn, list) or len(turn) != 2:
             raise UserError("history must be a list of pairs [question, answer]")
         messages += [*_as_messages("user", turn[0], "history"), *_as_messages("assistant", turn[1], "history")]
-    return [*messages, *_unlearnt(_as_messages("user", question, question_field))]
+    return [*messages, *_as_context(_as_messages("user", question, question_field))]
 
 
 def _as_messages(role: str, content: object, name: str) -> list[JsonObject]:
-    """The string `content` as a message with this role, or the messages in the list `content`."""
     if isinstance(content, str):
         return [{"role": role, "content": content}]
     if not isinstance(content, list):
-        raise UserError(f"{name} must be a string, or a list of messages; got {_shown(content)}")
-    return _turns(content, name)
+        raise UserError(f"{name} must be a string, or a list of messages; got {_excerpt(content)}")
+    return _parse_messages(content, name)
 
 
-def _unlearnt(messages: list[JsonObject]) -> list[JsonObject]:
+def _as_context(messages: list[JsonObject]) -> list[JsonObject]:
     return [message | {"weight": 0} if message["role"] == "assistant" else message for message in messages]
 
 
-def _turns(turns: object, name: str) -> list[JsonObject]:
+def _parse_messages(turns: object, name: str) -> list[JsonObject]:
     if not isinstance(turns, list) or not turns:
         raise UserError(f"{name} must be a list of at least one object with role and content, or from and value; got "
-                        f"{_shown(turns)}")
-    return [_turn(turn, f"{name}[{i}]") for i, turn in enumerate(turns)]
+                        f"{_excerpt(turns)}")
+    return [_parse_message(turn, f"{name}[{i}]") for i, turn in enumerate(turns)]
 
 
-def _turn(turn: object, where: str) -> JsonObject:
-    """Converts {"role": ..., "content": ...} or {"from": ..., "value": ...} to a message in OpenAI's format."""
+def _parse_message(turn: object, where: str) -> JsonObject:
     if not isinstance(turn, dict):
-        raise UserError(f"{where} must be an object with role and content, or from and value; got {_shown(turn)}")
+        raise UserError(f"{where} must be an object with role and content, or from and value; got {_excerpt(turn)}")
     fields = {field: value for field, value in turn.items() if value is not None}
     role_field = "from" if "from" in fields and "role" not in fields else "role"
     content_field = next((field for field in ("content", "value", "text") if field in fields),
@@ -320,44 +329,43 @@ def _turn(turn: object, where: str) -> JsonObject:
     if role is None:
         raise UserError(f"{where} must have role or from; got {', '.join(turn)[:60] or 'nothing'}")
     if role_key not in ROLES:
-        raise UserError(f"{where}.{role_field} must be one of {', '.join(ROLES)}; got {_shown(role)}")
+        raise UserError(f"{where}.{role_field} must be one of {', '.join(ROLES)}; got {_excerpt(role)}")
     names = {role_field: "role", content_field: "content"}
     message = {names.get(field, field): value for field, value in fields.items()} | {"role": ROLES[role_key]}
     if role_key in CALLS:
         return message | {"content": "", "tool_calls": _parse_calls(content, f"{where}.{content_field}")}
-    message["tool_calls"] = _from_json(message.get("tool_calls"))
+    message["tool_calls"] = _parse_if_json(message.get("tool_calls"))
     without_content = any(message.get(field) not in EMPTY for field in INSTEAD_OF_CONTENT)
     answers = message["role"] == "assistant" and content is None and without_content
     if not isinstance(content, (str, list)) and not answers:
-        raise UserError(f"{where}.{content_field} must be a string, or a list of text parts; got {_shown(content)}")
+        raise UserError(f"{where}.{content_field} must be a string, or a list of text parts; got {_excerpt(content)}")
     return message
 
 
 def _parse_calls(content: object, where: str) -> list[JsonObject]:
-    calls = _from_json(content)
+    calls = _parse_if_json(content)
     if not isinstance(calls, (list, dict)) or not calls:
         raise UserError(f'{where} must be a tool call, {{"name": "...", "arguments": {{}}}}, or a list of tool calls, in JSON; '
-                        f"got {_shown(content)}")
+                        f"got {_excerpt(content)}")
     return [call if not isinstance(call, dict) or "function" in call else {"type": "function", "function": call}
             for call in (calls if isinstance(calls, list) else [calls])]
 
 
-def _tools(entry: JsonObject) -> list[JsonObject] | None:
-    """The entry's tools, each an object; None if it has none. They may also have OpenAI's older name, functions."""
-    tools = _from_json(entry.get("tools"))
+def _entry_tools(entry: JsonObject) -> list[JsonObject] | None:
+    tools = _parse_if_json(entry.get("tools"))
     if tools in EMPTY:
-        functions = _from_json(entry.get("functions"))
+        functions = _parse_if_json(entry.get("functions"))
         if not isinstance(functions, list):
             return None
         tools = [{"type": "function", "function": function} for function in functions]
-    tools = [_from_json(tool) for tool in tools] if isinstance(tools, list) else tools
+    tools = [_parse_if_json(tool) for tool in tools] if isinstance(tools, list) else tools
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise UserError(f"tools must be a list of objects, or that list as JSON in a string; got {_shown(entry['tools'])}")
+        raise UserError(f"tools must be a list of objects, or that list as JSON in a string; got {_excerpt(entry['tools'])}")
     return tools or None
 
 
-def _from_json(value: Any) -> Any:
-    """Parses a string of JSON. Other values, and strings that are not JSON, are returned unchanged."""
+def _parse_if_json(value: Any) -> Any:
+    """Parses a string of JSON. Any other value is returned unchanged, also a string that is not JSON."""
     if not isinstance(value, str):
         return value
     try:
@@ -366,5 +374,5 @@ def _from_json(value: Any) -> Any:
         return value
 
 
-def _shown(value: object) -> str:
+def _excerpt(value: object) -> str:
     return json.dumps(value, ensure_ascii=False)[:60]

@@ -1,4 +1,4 @@
-"""Datasets of Hugging Face's `datasets` library: each text of a column is a document."""
+"""Reads datasets of Hugging Face's `datasets` library. Each text of a column is a document."""
 
 import glob
 import logging
@@ -31,10 +31,10 @@ BATCH = 1000                             # rows of a Parquet file that the libra
 
 
 def source(config: DataConfig, cache: Path) -> Source:
-    dataset = _load(config)
+    dataset = _load_rows(config)
     texts = [name for name, kind in dataset.features.items() if getattr(kind, "dtype", None) in STRINGS]
     if not len(dataset):
-        raise UserError(f"data.path={config.path} is empty")
+        raise UserError(f"data.path={config.path} has no rows")
     if config.field not in texts:
         raise _no_column(config, texts)
 
@@ -43,28 +43,27 @@ def source(config: DataConfig, cache: Path) -> Source:
 
     about = f"{config.path}, split {config.split}, {counted(len(dataset), 'row')}, column {config.field}"
     identity = sha256([config.field, *filter(None, [config.separator]), config.split, str(len(dataset)),
-                       *_content(dataset, config, cache)])
+                       *_content_hashes(dataset, config, cache)])
     return Source(documents, about, identity, int(dataset.data.nbytes))
 
 
-def _load(config: DataConfig) -> Any:
-    """The rows of a split, or of a slice such as train[:50%]."""
+def _load_rows(config: DataConfig) -> Any:
     path, split = str(config.path), config.split
-    with _library(path) as datasets:
+    with _import_datasets(path) as datasets:
         if _is_saved(path):
-            return _part(datasets.load_from_disk(path), path, split)
-        name, options = _arguments(config)
+            return _select_split(datasets.load_from_disk(path), path, split)
+        name, options = _load_arguments(config)
         return datasets.load_dataset(name, split=split, **options)
 
 
 def streamed(config: DataConfig) -> Any:
-    """The text column as an IterableDataset of the library `datasets`. The IterableDataset's state_dict is its position."""
+    """Returns the text column as an IterableDataset of the library `datasets`, whose state_dict is the position."""
     path = str(config.path)
-    with _library(path) as datasets:
+    with _import_datasets(path) as datasets:
         if _is_saved(path):
-            rows = _part(datasets.load_from_disk(path), path, config.split).to_iterable_dataset()
+            rows = _select_split(datasets.load_from_disk(path), path, config.split).to_iterable_dataset()
         else:
-            name, options = _arguments(config)
+            name, options = _load_arguments(config)
             rows = datasets.load_dataset(name, split=config.split, streaming=True, **options)
         columns = rows.column_names or [*next(iter(rows), {})]
         if config.field not in columns:
@@ -73,39 +72,43 @@ def streamed(config: DataConfig) -> Any:
 
 
 @contextmanager
-def _library(path: str) -> Iterator[ModuleType]:
-    """Imports the library `datasets`, and converts errors raised inside the block to UserErrors."""
+def _import_datasets(path: str) -> Iterator[ModuleType]:
+    """Imports the library `datasets`, and converts errors that are raised inside the block to UserErrors."""
     try:
         import datasets
     except ImportError:
-        raise UserError("data=hf requires the library `datasets`: pip install datasets") from None
-    datasets.utils.logging.set_verbosity(logging.CRITICAL)          # it logs errors before it raises them
+        raise UserError("data=hf requires the library `datasets`. Run pip install datasets") from None
+    datasets.utils.logging.set_verbosity(logging.CRITICAL)          # the library logs errors before it raises them
     try:
         yield datasets
     except UserError:
         raise
     except Exception as error:           # the library raises exceptions of many classes
-        raise UserError(f"cannot load data.path={path} with the library `datasets`: {reason(error)}") from None
+        raise UserError(f"data.path={path} cannot be loaded with the library `datasets`: {reason(error)}") from None
 
 
 def reason(error: Exception) -> str:
-    """The first line of an error's message, or of its cause's if it has a cause: when a file cannot be read, only the cause is
-    informative."""
+    """Returns the first line of the message of an error's cause, or of the error if there is no cause.
+
+    When a file cannot be read, only the cause is informative.
+    """
     cause = error.__cause__ or error
     first = (str(cause).strip().splitlines() or [type(cause).__name__])[0]
-    return "its files have different columns" if first == "Couldn't cast" else first
+    return "the files have different columns" if first == "Couldn't cast" else first
 
 
 def _no_column(config: DataConfig, columns: list[str]) -> UserError:
-    return UserError(f"data.path={config.path} has no column {config.field!r} of strings; it has "
-                     f"{', '.join(columns) or 'none'}: choose with data.field=NAME")
+    return UserError(f"data.path={config.path} has no column of strings {config.field!r}, but has the columns "
+                     f"{', '.join(columns) or '(none)'}. Choose a column with data.field=NAME")
 
 
 def local_files(path: str) -> list[tuple[str, Path]]:
-    """The (name, file) of each file that a path, folder or pattern names, if its suffix is in FORMATS; [] for a name on the
-    Hub."""
+    """Returns the (name, file) of each file that a path, folder or pattern names and whose suffix is in FORMATS.
+
+    Returns [] for the name of a dataset on the Hub.
+    """
     if Path(path).exists() or glob.has_magic(path):
-        with suppress(UserError):        # no such file; the library may support others
+        with suppress(UserError):        # the library may support other files
             return [(name, file) for name, file in matching(path, tuple(FORMATS)) if file.suffix in FORMATS]
     return []
 
@@ -114,26 +117,25 @@ def _is_saved(path: str) -> bool:
     return any((Path(path) / name).exists() for name in ("state.json", "dataset_dict.json"))
 
 
-def _arguments(config: DataConfig) -> tuple[str, JsonObject]:
-    """The arguments for load_dataset: a file format and the files, or the name of a folder or dataset.
+def _load_arguments(config: DataConfig) -> tuple[str, JsonObject]:
+    """Returns the arguments for load_dataset: a file format and the files, or the name of a folder or dataset.
 
-    Only the text column of local Parquet files is read, since their other columns may differ.
+    Only the text column of local Parquet files is read, because their other columns may differ.
     """
     path, split = str(config.path), config.split
     local = [file for _, file in local_files(path)]
-    only = _only_column(config, local) if local and all(file.suffix == ".parquet" for file in local) else {}
+    only = _column_options(config, local) if local and all(file.suffix == ".parquet" for file in local) else {}
     suffix = Path(path).suffix
     if suffix not in FORMATS or Path(path).is_dir():
         return path, only
     is_pattern = glob.has_magic(path) and not Path(path).exists()
     files = sorted((str(file) for _, file in matching(path, ())), key=natural) if is_pattern else [path]
     name = re.split(r"[\[+]", split)[0].strip()
-    options = _as_text(files[0], SEPARATORS[suffix]) if suffix in SEPARATORS else {}
+    options = _text_options(files[0], SEPARATORS[suffix]) if suffix in SEPARATORS else {}
     return FORMATS[suffix], {"data_files": {name: [*map(glob.escape, files)]}, **options, **only}
 
 
-def _only_column(config: DataConfig, files: list[Path]) -> JsonObject:
-    """The options for reading only the text column. Raises UserError if a file lacks it, and if no file has a row."""
+def _column_options(config: DataConfig, files: list[Path]) -> JsonObject:
     import pyarrow.parquet
 
     rows = 0
@@ -142,38 +144,39 @@ def _only_column(config: DataConfig, files: list[Path]) -> JsonObject:
             metadata = pyarrow.parquet.read_metadata(file)
             schema = metadata.schema.to_arrow_schema()
         except (OSError, pyarrow.ArrowException) as error:
-            raise UserError(f"cannot read data.path={file}: {reason(error)}") from None
+            raise UserError(f"data.path={file} cannot be read: {reason(error)}") from None
         rows += metadata.num_rows
         if config.field not in schema.names:
             strings = [name for name in schema.names if str(schema.field(name).type) in STRINGS]
             raise _no_column(replace(config, path=str(file)), strings)
     if not rows:
-        raise UserError(f"data.path={config.path} is empty")
-    return {"columns": [config.field], "batch_size": BATCH}      # the library's default is a file's rows, perhaps 0
+        raise UserError(f"data.path={config.path} has no rows")
+    return {"columns": [config.field], "batch_size": BATCH}      # the library's default is the number of rows, which may be 0
 
 
-def _as_text(path: str, separator: str) -> JsonObject:
-    """The options for reading every value of a .csv or .tsv as text. Otherwise NA, null, true and 12 would be converted."""
+def _text_options(path: str, separator: str) -> JsonObject:
+    """Returns the options for reading every value of a .csv or .tsv as text, because NA, null and 12 would be converted."""
     import datasets
     import pandas
 
     header = pandas.read_csv(path, sep=separator, nrows=1, header=None, dtype=str, keep_default_na=False)
     names = header.iloc[0].tolist()
-    if twice := next((name for name in names if names.count(name) > 1), None):
-        raise UserError(f"data.path={path} has {names.count(twice)} columns {twice!r}: rename all but one")
+    if duplicate := next((name for name in names if names.count(name) > 1), None):
+        raise UserError(f"data.path={path} has {names.count(duplicate)} columns {duplicate!r}. Rename all except one of them")
     columns = pandas.read_csv(path, sep=separator, nrows=0).columns
     features = datasets.Features({name: datasets.Value("string") for name in columns})
     return {"features": features, "sep": separator, "keep_default_na": False, "na_filter": False}
 
 
-def _part(saved: Any, path: str, split: str) -> Any:
-    """The rows of `split` in a folder that save_to_disk wrote. For a dataset without splits, any name is accepted."""
+def _select_split(saved: Any, path: str, split: str) -> Any:
+    """Returns the rows of `split` in a folder that save_to_disk wrote. A dataset without splits accepts any name."""
     import datasets
 
     name = re.split(r"[\[+]", split)[0].strip()
     splits = saved if isinstance(saved, dict) else {name: saved}
     if name not in splits:
-        raise UserError(f"data.path={path} has no split {name!r}; it has {', '.join(splits)}: choose with data.split=NAME")
+        raise UserError(f"data.path={path} has no split {name!r}, but has the splits {', '.join(splits)}. Choose a split with "
+                        "data.split=NAME")
     if split == name:
         return splits[name]
     instructions = datasets.ReadInstruction.from_spec(split).to_absolute({key: len(rows) for key, rows in splits.items()})
@@ -189,8 +192,8 @@ def _texts(dataset: Any, config: DataConfig) -> Iterator[tuple[str, str, int | N
             yield text or "", f"{config.path}, row {number}", None
 
 
-def _content(dataset: Any, config: DataConfig, cache: Path) -> list[str]:
-    """Hashes of the dataset's files, or of its texts if the dataset is in memory or consists of selected rows."""
+def _content_hashes(dataset: Any, config: DataConfig, cache: Path) -> list[str]:
+    """Returns the hashes of the dataset's files, or of the texts if the dataset is in memory or consists of selected rows."""
     files = [Path(file["filename"]) for file in dataset.cache_files]
     if files and getattr(dataset, "_indices", None) is None:
         return [content.sha256 for content in contents(files, cache)]

@@ -1,6 +1,6 @@
-"""JSON lines, also compressed (.gz, .zst). The text of each {"text": "..."} is a document; data.field sets a different key.
+"""Reads JSON lines, also compressed (.gz, .zst). The text of each {"text": "..."} is a document.
 
-A file may also be one JSON list of such objects.
+data.field sets a different key. A file may also be one JSON list of such objects.
 """
 
 import codecs
@@ -24,7 +24,7 @@ from rwkv.io.utf8 import decode, open_file
 PATH = "a .jsonl, .jsonl.gz or .jsonl.zst file, a folder of them, or a pattern"
 LOCAL = True
 ENDINGS = (".jsonl", *(f".jsonl{ending}" for ending in COMPRESSED))
-BLOCK = 1 << 16                          # bytes at a file's beginning that are enough to tell whether it is a JSON list
+BLOCK = 1 << 16                          # this many bytes of a file are enough to tell whether it is a JSON list
 OTHER_FILES = {b"PAR1": "a Parquet file", b"ARROW1": "an Arrow file", b"PK\3\4": "a zip archive",
                b"BZh": "compressed with bzip2", b"\xfd7zXZ": "compressed with xz",
                b"\x28\xb5\x2f\xfd": "compressed with zstandard, and its name does not end in .zst",
@@ -46,7 +46,7 @@ def source(config: DataConfig, cache: Path) -> Source:
 
 
 def between_separators(texts: Iterator[Text], config: DataConfig) -> Iterator[Text]:
-    """The documents in each (text, where, weight): the whole text, or its parts between occurrences of data.separator."""
+    """Yields the documents in each (text, where, weight): the whole text, or the parts between the separators."""
     if config.separator is None:
         return texts
     chunked = ((chunks_of(text), where, weight) for text, where, weight in texts)
@@ -54,16 +54,18 @@ def between_separators(texts: Iterator[Text], config: DataConfig) -> Iterator[Te
 
 
 def files(path: str, endings: Sequence[str] = ENDINGS) -> list[tuple[str, Path]]:
-    """The (name, file) of each non-empty file that `path` names; UserError if there is none. endings: suffixes read in a
-    folder."""
+    """Returns the (name, file) of each non-empty file that `path` names. Raises UserError if there is none.
+
+    `endings` are the suffixes of the files to read if `path` is a folder.
+    """
     named = [(name, file) for name, file in matching(path, endings) if file.stat().st_size]
     if not named:
-        raise UserError(f"data.path={path} is empty")
+        raise UserError(f"data.path={path} is empty. Pass a file that contains text")
     return named
 
 
 def entries(path: Path) -> Iterator[tuple[JsonObject, str, int]]:
-    """Each non-blank line of a file, or each entry of its JSON list, as (object, where, bytes of the file read for it)."""
+    """Yields (object, where, bytes read) for each non-blank line of a file, or for each entry of its JSON list."""
     if is_list(path):
         yield from _list_entries(path)
     else:
@@ -72,17 +74,17 @@ def entries(path: Path) -> Iterator[tuple[JsonObject, str, int]]:
 
 
 def is_list(path: Path) -> bool:
-    """Whether the file is one JSON list. Raises UserError for other formats, such as Parquet."""
-    beginning = _beginning(path)
+    """Returns True if the file is one JSON list. Raises UserError if the file has another format, such as Parquet."""
+    beginning = _read_beginning(path)
     kind = next((kind for magic, kind in OTHER_FILES.items() if beginning.startswith(magic)), None)
     if kind:
-        raise UserError(f"data.path={path} is {kind}: expected JSON lines or one JSON list, uncompressed, .gz or .zst; "
+        raise UserError(f"data.path={path} is {kind}, but must be JSON lines or one JSON list, uncompressed, .gz or .zst. "
                         "`datasets` and pandas write JSON lines with to_json")
     return beginning.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
 
 
 def lines(path: Path) -> Iterator[tuple[bytes, str, int]]:
-    """Each non-blank line of a file, as (line, where, bytes of the file read for it)."""
+    """Yields (line, where, bytes read) for each non-blank line of a file."""
     with open_file(path) as raw:
         file = decompressed(raw, path)
         before = 0
@@ -94,13 +96,12 @@ def lines(path: Path) -> Iterator[tuple[bytes, str, int]]:
 
 
 def _list_entries(path: Path) -> Iterator[tuple[JsonObject, str, int]]:
-    """The entries of a JSON list, which is read into memory completely."""
     with open_file(path) as raw:
         text = decode(b"".join(unbroken(decompressed(raw, path), path)), str(path))
     try:
         content = loads(text)
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{path} begins with [ but is not a JSON list ({error}): expected a JSON list, or an object on each "
+        raise UserError(f"{path} begins with [ but is not a JSON list ({error}). Write one JSON list, or one JSON object per "
                         "line") from None
     for number, entry in enumerate(content, start=1):
         where = f"{path}, entry {number}"
@@ -109,28 +110,28 @@ def _list_entries(path: Path) -> Iterator[tuple[JsonObject, str, int]]:
         yield entry, where, path.stat().st_size // len(content)
 
 
-def _beginning(path: Path) -> bytes:
+def _read_beginning(path: Path) -> bytes:
     with open_file(path) as raw:
         try:
             block: bytes = decompressed(raw, path).read(BLOCK)
             return block
-        except BROKEN:                   # `unbroken` will report the damage
+        except BROKEN:                   # `unbroken` will report the damage when it reads the lines
             return b""
 
 
 def unbroken(file: Any, path: Path) -> Iterator[bytes]:
-    """The lines of a file. Raises UserError if its compressed content is damaged or truncated."""
+    """Yields the lines of a file. Raises UserError if compressed content is damaged or truncated."""
     try:
         yield from file
     except BROKEN as error:
-        raise UserError(f"cannot read data.path={path}: {error}") from None
+        raise UserError(f"data.path={path} cannot be read: {error}") from None
 
 
 def text_in(entry: JsonObject, field: str, where: str) -> str:
     if field not in entry:
         texts = [name for name, value in entry.items() if isinstance(value, str)]
-        raise UserError(f"{where} has no {field!r}: name the field that contains the text, "
+        raise UserError(f"{where} has no field {field!r}. Name the field that contains the text with "
                         f"data.field={'|'.join(texts[:5]) or 'NAME'}")
     if not isinstance(entry[field], str):
-        raise UserError(f"{where} must have a string in {field!r}; got {json.dumps(entry[field])[:60]}")
+        raise UserError(f"{where} must have a string in the field {field!r}; got {json.dumps(entry[field])[:60]}")
     return text_of(entry, field, where)

@@ -1,4 +1,4 @@
-"""The source files of the running Python's standard library: 11 MB of text that need no download. They are read into memory."""
+"""Reads the source files of the running Python's standard library into memory: 11 MB of text that need no download."""
 
 import sysconfig
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ SKIPPED = {"site-packages", "dist-packages", "encodings", "test", "tests", "idle
 
 
 class Text(NamedTuple):
-    """Documents of both splits, none empty."""
+    """The documents of both splits, none of which is empty."""
 
     train: list[str]
     val: list[str]
@@ -41,14 +41,15 @@ def source(config: DataConfig, cache: Path) -> Source:
 
 
 def read_stdlib(root: Path, val_fraction: float) -> Text:
-    """The .py files under `root`, each a document. Validation gets the first ones in a fixed random order, and their copies.
+    """Reads the .py files under `root`, each as a document. Raises UserError if there are fewer than two.
 
-    A file's position in that order depends only on its name, so the split is nearly the same for all Python versions.
+    Validation gets the first files in a fixed random order, and their copies. The position of a file in this order depends only
+    on its name, so the split is nearly the same for all Python versions.
     """
-    documents = {path.relative_to(root).as_posix(): _source(path) for path in _python_files(root)}
+    documents = {path.relative_to(root).as_posix(): _read_text(path) for path in _python_files(root)}
     shuffled = [documents[name] for name in sorted(documents, key=rank) if documents[name]]
     if len(shuffled) < 2:
-        raise UserError(f"the standard library in {root} has no .py sources: use data=text data.path=FILE")
+        raise UserError(f"the standard library in {root} has no .py files. Pass a text file with data=text data.path=FILE")
     fingerprints = [fingerprint([document]) for document in shuffled]
     placed = place_in_order(fingerprints, [len(document.encode()) for document in shuffled], val_fraction)
     train, val = ([document for document, place in zip(shuffled, placed, strict=True) if place.val == is_val]
@@ -64,8 +65,7 @@ def _python_files(folder: Path) -> Iterator[Path]:
             yield entry
 
 
-def _source(path: Path) -> str:
-    """The file's text with newlines as line ends; "" if it is not UTF-8."""
+def _read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError:

@@ -1,6 +1,6 @@
-"""Text files, each a document. Validation gets the end of a single file, or some of several files.
+"""Reads text files, each as a document. Validation gets the end of a single file, or some of several files.
 
-With data.separator a file contains several documents, and validation gets some of the documents.
+With data.separator, a file contains several documents, and validation gets some of the documents.
 """
 
 from collections.abc import Iterator
@@ -23,34 +23,34 @@ LOCAL = True
 def source(config: DataConfig, cache: Path) -> Source:
     files = [(name, path) for name, path in matching(str(config.path), (".txt",)) if path.stat().st_size]
     if not files:
-        raise UserError(f"data.path={config.path} is empty: pass text in UTF-8")
+        raise UserError(f"data.path={config.path} contains no text. Pass a file with text in UTF-8")
     files.sort(key=lambda pair: rank(pair[0]))
     if config.separator is not None:
-        return _separated(files, config, config.separator, cache)
+        return _separated_source(files, config, config.separator, cache)
     file_contents = contents([path for _, path in files], cache, text=True)
     if len({content.fingerprint for content in file_contents}) == 1:
-        return _single_file(files, file_contents[0], config.val_fraction)
-    return _several_files(files, file_contents, config)
+        return _single_file_source(files, file_contents[0], config.val_fraction)
+    return _several_files_source(files, file_contents, config)
 
 
-def _single_file(files: list[tuple[str, Path]], content: Content, val_fraction: float) -> Source:
-    """The source for a single file, or for several identical files, of which only the first is read."""
+def _single_file_source(files: list[tuple[str, Path]], content: Content, val_fraction: float) -> Source:
+    """Returns the source for a single file, or for several identical files, of which only the first is read."""
     path = files[0][1]
     copies = len(files) - 1
     cut = validation_begins(content.characters, val_fraction, f"data.path={path}")
 
     def documents() -> Iterator[Document]:
-        yield Document(_between(path, 0, cut), False, str(path))
-        yield Document(_between(path, cut, content.characters), True, str(path), before=cut)
+        yield Document(_characters_between(path, 0, cut), False, str(path))
+        yield Document(_characters_between(path, cut, content.characters), True, str(path), before=cut)
 
     size = path.stat().st_size
     bounds = (size - (content.characters - cut) + 1, size - cut + 1)
-    equal = f" (ignoring {counted(copies, 'file')} with identical text)" if copies else ""
+    equal = f" (without {counted(copies, 'file')} with identical text)" if copies else ""
     about = f"{path.name}{equal}, the last {100 * val_fraction:g} % for validation"
     return Source(documents, about, content.sha256, size, bounds)
 
 
-def _several_files(files: list[tuple[str, Path]], file_contents: list[Content], config: DataConfig) -> Source:
+def _several_files_source(files: list[tuple[str, Path]], file_contents: list[Content], config: DataConfig) -> Source:
     sizes = [path.stat().st_size for _, path in files]
     placed = place_in_order([content.fingerprint for content in file_contents], sizes, config.val_fraction)
 
@@ -67,8 +67,8 @@ def _several_files(files: list[tuple[str, Path]], file_contents: list[Content], 
     return Source(documents, about, sha256(identity), sum(sizes), bounds)
 
 
-def _separated(files: list[tuple[str, Path]], config: DataConfig, separator: str, cache: Path) -> Source:
-    """The source whose documents are the texts between separators. They are split like those of data=jsonl."""
+def _separated_source(files: list[tuple[str, Path]], config: DataConfig, separator: str, cache: Path) -> Source:
+    """Returns the source of the texts between separators, which are split into train and val like those of data=jsonl."""
     def documents() -> Iterator[Document]:
         texts = separate(((chunks(path), str(path), None) for _, path in files), separator, str(config.path))
         return split_documents(texts, config.val_fraction, str(config.path))
@@ -79,8 +79,7 @@ def _separated(files: list[tuple[str, Path]], config: DataConfig, separator: str
     return Source(documents, f"{name}, documents between {separator!r}", identity, size)
 
 
-def _between(path: Path, start: int, stop: int) -> Iterator[str]:
-    """Characters `start` to `stop` of a file, in chunks."""
+def _characters_between(path: Path, start: int, stop: int) -> Iterator[str]:
     at = 0
     for chunk in chunks(path):
         part = chunk[max(start - at, 0):max(stop - at, 0)]

@@ -1,1 +1,1 @@
-"""data.streaming: rows are read (streams.py), tokenised (encoding.py) and made into batches (lanes.py) during training."""
+"""Reads (streams.py), tokenises (encoding.py) and batches (lanes.py) documents during training, for data.streaming."""

@@ -25,9 +25,12 @@ AT_ONCE = 1024                           # texts per call of the tokenizer
 
 @dataclass(frozen=True)
 class Streamed:
-    """The training part of a stream. begins: the position of its first row, which follows the validation rows.
+    """The training part of a stream.
 
-    held_out: the fingerprints of the validation texts. tokens: an estimate of the tokens in all training rows; None if unknown.
+    Attributes:
+        begins: the position of the first training row, which follows the validation rows.
+        held_out: the fingerprints of the validation texts.
+        tokens: an estimate of the tokens in all training rows; None if unknown.
     """
 
     config: DataConfig
@@ -38,7 +41,7 @@ class Streamed:
 
 
 class HeldOut(NamedTuple):
-    """The validation split of a stream. bytes: the size of its text. gzip_bpb, marks: as in rwkv/data/prepare.py."""
+    """The validation split of a stream. `bytes` is the size of the text. The other fields are as in rwkv/data/prepare.py."""
 
     tokens: TokensInMemory
     bytes: int
@@ -48,14 +51,18 @@ class HeldOut(NamedTuple):
 
 
 def hold_out(config: DataConfig, tokenizer: Tokenizer) -> tuple[Stream, Streamed, HeldOut]:
-    """Reads the validation rows. Raises UserError if no rows follow them."""
+    """Reads the validation rows. Returns the stream, the training part and the validation split.
+
+    Raises UserError if no row follows the validation rows.
+    """
     stream = open_stream(config)
     reader = stream.read()
     rows = list(itertools.islice(reader, config.val_documents))
     begins, read = reader.position(), reader.size
     if next(reader, None) is None:
-        raise UserError(f"data.path={config.path} has {counted(len(rows), 'document')}, and the first "
-                        f"data.val_documents={config.val_documents} are for validation: none remains for training")
+        raise UserError(f"data.path={config.path} has {counted(len(rows), 'document')}, but the first "
+                        f"data.val_documents={config.val_documents} are for validation, so none is left for training. Lower "
+                        "data.val_documents")
     encoded = TextEncoder(stream, tokenizer, config.separator).encode(rows)
     texts = [text for row in encoded for text in row.texts]
     documents = [ids for row in encoded for ids in row.ids]
@@ -64,21 +71,21 @@ def hold_out(config: DataConfig, tokenizer: Tokenizer) -> tuple[Stream, Streamed
     size = sum(len(text.encode()) for text in texts)
     val = HeldOut(TokensInMemory(ids, np.cumsum([0, *map(len, documents)])[:-1]), size, lost,
                   8 * len(zlib.compress("\0".join(texts).encode(), 9, 31)) / max(size, 1), marks(texts))
-    left = None                          # stays unknown, too, if a decompressor has read all of a small file ahead
+    left = None                          # also stays unknown if a decompressor has read a small file to its end
     if stream.size is not None and 0 < read < stream.size:
         left = len(ids) * (stream.size / read - 1)
     return stream, Streamed(config, stream.sha256, begins, frozenset(fingerprint([text]) for text in texts), left), val
 
 
 class Encoded(NamedTuple):
-    """The documents of a row: their texts, and the ids of each, which begin with end_of_text."""
+    """The texts of the documents in a row, and the ids of each document, which begin with end_of_text."""
 
     texts: list[str]
     ids: list[np.ndarray]
 
 
 class TextEncoder:
-    """Tokenises the documents in rows. held_out: the fingerprints of documents to omit."""
+    """Tokenises the documents in rows. `held_out` contains the fingerprints of the documents to omit."""
 
     def __init__(self, stream: Stream, tokenizer: Tokenizer, separator: str | None,
                  held_out: frozenset[int] = frozenset()) -> None:
@@ -93,7 +100,7 @@ class TextEncoder:
         texts = [self._documents(row) for row in rows]
         parts = [Piece(piece, False, number == 0, row.where, 0, before)
                  for row, documents in zip(rows, texts, strict=True) for text in documents
-                 for number, (piece, before) in enumerate(self._pieces(text))]
+                 for number, (piece, before) in enumerate(self._pieces_with_offsets(text))]
         ids: list[list[np.ndarray]] = []         # the ids of each document's pieces
         for piece, encoded in zip(parts, self._encode(parts), strict=True):
             if piece.starts_document:
@@ -103,13 +110,12 @@ class TextEncoder:
         return [Encoded(documents, list(itertools.islice(whole, len(documents)))) for documents in texts]
 
     def _documents(self, row: Row) -> list[str]:
-        """The texts in a row that are neither empty nor held out."""
+        """Returns the texts in a row that are neither empty nor held out."""
         text = self.stream.text(row)
         texts = [text] if self.separator is None else [part.strip(LINE_ENDS) for part in text.split(self.separator)]
         return [text for text in texts if text and not (self.held_out and fingerprint([text]) in self.held_out)]
 
-    def _pieces(self, text: str) -> Iterator[tuple[str, int]]:
-        """The text in pieces that are encoded separately, each with the number of characters before it."""
+    def _pieces_with_offsets(self, text: str) -> Iterator[tuple[str, int]]:
         before = 0
         for piece in pieces([text], self.split) if len(text) > BATCH else [text]:
             yield piece, before

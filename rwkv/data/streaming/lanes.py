@@ -1,21 +1,20 @@
-"""Training batches from streams (streams.py): nothing is tokenised before the first step.
+"""Makes training batches from streams (streams.py). Nothing is tokenised before the first step.
 
-The first data.val_documents rows of a stream are for validation, the following rows for training, except for copies of
-validation texts. At the end of the stream, training starts over with its first row.
+The first data.val_documents rows of a stream are for validation. The following rows are for training, except for copies of
+validation texts. At the end of the stream, training starts over with the first training row.
 
     rows  --> blocks of data.shuffle_buffer rows, each in a seeded order
           --> lanes: each row goes to the lane with the fewest bytes so far; one lane per row of a batch
           --> per lane: end_of_text, text, end_of_text, text, ..., divided into windows of T tokens plus the next token
 
 So a batch depends only on the data, the seed, data.shuffle_buffer, data.batch_size and T. Every process reads all rows but
-tokenises only those of its own lanes. So N processes together have the same batches as a single one, and a run can resume with
-a different number of processes. With data=mix each source is a stream with its own lanes, and SourceTurns chooses each window's
-source.
+tokenises only the rows of its own lanes. So N processes together have the same batches as a single process, and a run can
+resume with a different number of processes. With data=mix, each source is a stream with its own lanes, and SourceTurns chooses
+the source of each window.
 
-To resume: a lane's position consists of the number of rows that it has finished, and the number of tokens that it has finished
-in the next row. A process also records the start of the oldest block that one of its lanes still reads, and a hash of that
-block and each later one. A resumed run reads these blocks again, checks that they are unchanged, and tokenises only unfinished
-rows.
+The state for resuming contains the position of each lane: the number of finished rows, and the number of finished tokens in the
+next row. The state also contains the start of the oldest block that a lane still reads, and hashes of this and all later
+blocks. A resumed run reads these blocks again, checks that they are unchanged, and tokenises only unfinished rows.
 """
 
 import hashlib
@@ -44,9 +43,12 @@ Item = TypeVar("Item")
 
 
 class Block(NamedTuple):
-    """The start of block `number` of rows in an epoch. position: the reader's position there.
+    """The start of a block of rows.
 
-    bytes, documents: the bytes and rows assigned to each lane before this block.
+    Attributes:
+        epoch, number: the number of the epoch, and the number of the block in this epoch.
+        position: the reader's position at the start of the block.
+        bytes, documents: the bytes and the rows that each lane has got before this block.
     """
 
     epoch: int
@@ -57,12 +59,16 @@ class Block(NamedTuple):
 
 
 class Lanes:
-    """The tokens of this process's lanes (`own`) of a stream. count: the number of lanes in all processes."""
+    """Reads and tokenises the lanes of a stream that belong to this process.
+
+    `own` are the numbers of these lanes, and `count` is the number of lanes in all processes.
+    """
 
     def __init__(self, streamed: Streamed, tokenizer: Tokenizer, count: int, own: Sequence[int], seed: int) -> None:
         stream = open_stream(streamed.config)
         if stream.sha256 != streamed.sha256:
-            raise UserError(f"data.path={streamed.config.path} has changed while the run was reading it")
+            raise UserError(f"data.path={streamed.config.path} has changed while the run was reading the data. Start the run "
+                            "again")
         self._stream = stream
         self._streamed = streamed
         self._texts = TextEncoder(stream, tokenizer, streamed.config.separator, streamed.held_out)
@@ -71,13 +77,13 @@ class Lanes:
         self._ids: dict[int, deque[np.ndarray]] = {lane: deque() for lane in own}       # tokenised rows
         self._position = {lane: [0, 0] for lane in own}
         self._blocks = deque([Block(0, 0, streamed.begins, [0] * count, [0] * count)])   # the last block will be read next
-        self._hashes: deque[str] = deque()       # one for each block but the last
+        self._hashes: deque[str] = deque()       # one for each block except the last
         self._expected: deque[str] = deque()     # hashes of the blocks that a resumed run has yet to read again
         self._reader: Reader | None = None
         self._last_filled_epoch = 0                 # the last epoch in which a row had tokens
 
     def window(self, lane: int, T: int) -> np.ndarray:
-        """The lane's next T tokens and the one after them."""
+        """Returns the next T tokens of a lane and the token after them."""
         documents = self._ids[lane]
         position = self._position[lane]
         while sum(map(len, documents)) <= position[1] + T:
@@ -95,7 +101,7 @@ class Lanes:
         return np.concatenate(parts)
 
     def _tokenise(self, needed: int) -> None:
-        """Tokenises the next row of lane `needed`, and then further rows of all lanes in turn, up to AHEAD bytes."""
+        """Tokenises the next row of lane `needed`, then rows of all lanes in turn, up to AHEAD bytes."""
         lanes = deque([needed, *(lane for lane in self._rows if lane != needed)])
         rows: list[tuple[int, Row]] = []
         size = 0
@@ -110,30 +116,30 @@ class Lanes:
             self._require_text(len(self._ids[lane][-1]))
 
     def _require_text(self, tokens: int) -> None:
-        """Raises UserError if the stream has been read many times without any row that has tokens."""
+        """Raises UserError if the stream has been read many times and no row had tokens."""
         epoch = self._blocks[-1].epoch
         if tokens:
             self._last_filled_epoch = epoch
         elif epoch > self._last_filled_epoch + 2 * len(self._blocks[-1].bytes):
             config = self._streamed.config
-            raise UserError(f"data.path={config.path} has no text after its first data.val_documents={config.val_documents} "
-                            "documents: all other documents are empty, or copies of these")
+            raise UserError(f"data.path={config.path} has no text to train on: all documents after the first "
+                            f"data.val_documents={config.val_documents} are empty, or copies of those documents")
 
     def _read_block(self) -> None:
-        """Reads the next block and assigns its rows to the lanes."""
         block = self._blocks[-1]
         self._reader = self._reader or self._stream.read(block.position)
         rows = list(itertools.islice(self._reader, self._streamed.config.shuffle_buffer))
         if not rows and not block.number:
-            raise UserError(f"data.path={self._streamed.config.path} became shorter while it was read")
+            raise UserError(f"data.path={self._streamed.config.path} became shorter while the run was reading. Restore the "
+                            "data and continue the run with resume=auto")
         digest = hashlib.blake2b(digest_size=8)
         for row in rows:
             content = row.encoded()
             digest.update(len(content).to_bytes(8, "little") + content)
         if self._expected and self._expected.popleft() != digest.hexdigest():
             where = f" at {rows[0].where}" if rows else ""
-            raise UserError(f"data.path={self._streamed.config.path} has changed{where} since the run was stopped: restore it "
-                            "to resume, or begin a new run with init_from=")
+            raise UserError(f"data.path={self._streamed.config.path} has changed{where} since the run was stopped. Restore the "
+                            "data to resume, or begin a new run with init_from=")
         self._hashes.append(digest.hexdigest())
         size, documents = [*block.bytes], [*block.documents]
         emptiest = [(lane_size, lane) for lane, lane_size in enumerate(size)]
@@ -152,7 +158,7 @@ class Lanes:
             self._blocks.append(Block(block.epoch + 1, 0, self._streamed.begins, size, documents))
 
     def state(self) -> StateDict:
-        """The position of this process's lanes, as dicts, lists, strings and numbers."""
+        """Returns the position of this process's lanes, as dicts, lists, strings and numbers."""
         while len(self._blocks) > 1 and all(self._blocks[1].documents[lane] <= done
                                             for lane, (done, _) in self._position.items()):
             self._blocks.popleft()
@@ -177,9 +183,11 @@ class Lanes:
 
 
 class Batches(IterableDataset[Any]):
-    """Yields (batch, state) without end: this process's batch (x, y), each (B,T) int64, and the state after it.
+    """Yields (batch, state) without end: this process's batch (x, y), each (B,T) int64, and the state after the batch.
 
-    sources: (stream, share). state: where to resume; None for the beginning.
+    Args:
+        sources: each stream and its share of the windows.
+        state: the state to resume from; None to begin with the first row.
     """
 
     def __init__(self, sources: Sequence[tuple[Streamed, float]], tokenizer: Tokenizer, T: int, layout: StepLayout, seed: int,
@@ -209,10 +217,9 @@ class Batches(IterableDataset[Any]):
 
 
 class StreamLoader:
-    """A loader of `batches` batches (x, y). state_dict returns the position in all processes; they must call state_dict at the
-    same time.
+    """A loader of `batches` batches (x, y). If `num_workers` is positive, one worker process reads ahead of training.
 
-    num_workers: if positive, one worker process reads and tokenises ahead of training.
+    state_dict returns the position in all processes, so all of them must call it at the same time.
     """
 
     def __init__(self, batches: int, num_workers: int, init_worker: Callable[[int], None], **arguments: Any) -> None:
@@ -248,11 +255,12 @@ class StreamLoader:
         return {"rows": self.layout.rows * self.layout.world, "turns": states[0]["turns"], "sources": sources}
 
     def load_state_dict(self, state: StateDict) -> None:
-        """Raises UserError if the run had a different number of rows per batch."""
+        """Restores the position. Raises UserError if the run had a different number of rows per batch."""
         rows = self.layout.rows * self.layout.world
         if state.get("rows") != rows:
-            raise UserError(f"the run began with {state.get('rows', 'no')} rows of a stream per batch, and now there are "
-                            f"{rows}: with data.streaming, a run must resume with the same number")
+            raise UserError("with data.streaming, a resumed run must have the same number of rows per batch: the run began "
+                            f"with {state.get('rows', 'no')} rows, but now there are {rows}. Change data.batch_size or "
+                            "the number of processes")
         self._state = state if "turns" in state else None
         self._continues = self._state is not None
 
@@ -262,7 +270,7 @@ def _unchanged(item: Item) -> Item:
 
 
 def joined(states: Sequence[JsonMapping]) -> StateDict:
-    """Joins the states of all processes: the positions of all lanes, the oldest block, and the hashes from that block on."""
+    """Joins the states of all processes: the positions of all lanes, the oldest block, and the hashes since that block."""
     oldest = min(states, key=lambda state: state["block"][:2])
     hashes = [state["hashes"] for state in states if state["block"][:2] == oldest["block"][:2]]
     return {"block": oldest["block"], "hashes": max(hashes, key=len),

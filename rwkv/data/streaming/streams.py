@@ -1,11 +1,11 @@
-"""Streams of documents, which are read during training (data.streaming): lines of JSON files, or rows of a dataset.
+"""Reads streams of documents during training (data.streaming): lines of JSON files, or rows of a dataset.
 
     stream = open_stream(config)
     reader = stream.read(position)       # None: from the beginning
     row = next(reader); reader.position()                          # the next row's position, where another reader can begin
 
-A stream is always read in the same order. Several files are sorted by name, with numbers in numerical order: part-2 before
-part-10. A row's text is extracted only when it is needed, since that is most of the work.
+A stream is always read in the same order. Several files are sorted by name, with numbers in numerical order, so that part-2
+comes before part-10. The text of a row is extracted only when it is needed, because extraction is most of the work.
 """
 
 import hashlib
@@ -25,12 +25,12 @@ from rwkv.io.json_lines import parse
 from rwkv.io.lines import counted
 from rwkv.io.utf8 import open_file
 
-ENDS = 1 << 16                           # bytes at each end of a file, whose hash identifies the file
+ENDS = 1 << 16                           # bytes to hash at the beginning and at the end of a file, to identify the file
 Position = list[Any]                     # a reader's position, as lists, dicts, strings and numbers
 
 
 class Row(NamedTuple):
-    """A line of JSON, or the value of a dataset's column. where: its location, for error messages."""
+    """A line of JSON, or the value of a dataset's column. `where` is the location for error messages."""
 
     content: bytes | str | None
     where: str
@@ -40,18 +40,23 @@ class Row(NamedTuple):
 
 
 class Reader(Iterator[Row]):
-    """Yields rows in order, from a position on. size: the bytes read so far, counted as in Stream.size."""
+    """Yields rows in order, beginning at a position. `size` is the number of bytes read so far, counted as in Stream.size."""
 
     size = 0
 
     @abstractmethod
     def position(self) -> Position:
-        """The position of the next row."""
+        """Returns the position of the next row."""
 
 
 class Stream(ABC):
-    """A stream of rows. about: one line for messages. sha256: a hash that identifies the data, computed without reading them
-    all. size: total bytes, if known."""
+    """A stream of rows.
+
+    Attributes:
+        about: one line about the stream, for messages.
+        sha256: a hash that identifies the data and is computed without reading all of them.
+        size: the total number of bytes; None if unknown.
+    """
 
     about: str
     sha256: str
@@ -59,11 +64,11 @@ class Stream(ABC):
 
     @abstractmethod
     def read(self, position: Position | None = None) -> Reader:
-        """A reader that begins at a position, by default the first."""
+        """Returns a reader that begins at `position`, or at the first row."""
 
     @abstractmethod
     def text(self, row: Row) -> str:
-        """The text of a row. Raises UserError if the row has no text."""
+        """Returns the text of a row. Raises UserError if the row has no text."""
 
 
 def open_stream(config: DataConfig) -> Stream:
@@ -71,7 +76,10 @@ def open_stream(config: DataConfig) -> Stream:
 
 
 class JsonLines(Stream):
-    """The lines of one or several files. A position is a file's number, and the bytes and lines before it in the file."""
+    """A stream of the lines of one or several files.
+
+    A position consists of the number of a file and of the bytes and lines before the position in this file.
+    """
 
     def __init__(self, config: DataConfig) -> None:
         path = str(config.path)
@@ -106,12 +114,11 @@ class LineReader(Reader):
         while self._place[0] < len(self._files):
             path = self._files[self._place[0]]
             if jsonl.is_list(path):
-                raise UserError(f"data.streaming conflicts with {path}, which is a JSON list: write one object per line, or "
-                                "omit "
-                                "data.streaming")
+                raise UserError(f"data.streaming conflicts with {path}, because the file is a JSON list. Write one object per "
+                                "line, or omit data.streaming")
             with open_file(path) as raw:
                 file = decompressed(raw, path)
-                _skip(file, raw, self._place[1], path)
+                _skip_bytes(file, raw, self._place[1], path)
                 for line in jsonl.unbroken(file, path):
                     self._place[1] += len(line)
                     self._place[2] += 1
@@ -122,8 +129,8 @@ class LineReader(Reader):
             self._place = [self._place[0] + 1, 0, 0]
 
 
-def _skip(file: BinaryIO, raw: BinaryIO, offset: int, path: Path) -> None:
-    """Skips the first `offset` bytes of a file's content."""
+def _skip_bytes(file: BinaryIO, raw: BinaryIO, offset: int, path: Path) -> None:
+    """Skips the first `offset` bytes of a file's decompressed content. `raw` is the file itself."""
     if file is raw:
         raw.seek(offset)
         return
@@ -131,11 +138,11 @@ def _skip(file: BinaryIO, raw: BinaryIO, offset: int, path: Path) -> None:
         while offset and (block := file.read(min(offset, ENDS))):
             offset -= len(block)
     except BROKEN as error:
-        raise UserError(f"cannot read data.path={path}: {error}") from None
+        raise UserError(f"data.path={path} cannot be read: {error}") from None
 
 
 def ends_of(path: Path) -> str:
-    """A hash of a file's size, beginning and end."""
+    """Returns a hash of the size, the beginning and the end of a file."""
     hashed = hashlib.sha256()
     with open_file(path) as file:
         size = os.fstat(file.fileno()).st_size
@@ -146,7 +153,7 @@ def ends_of(path: Path) -> str:
 
 
 class Dataset(Stream):
-    """Rows of a dataset of the library `datasets`, which also provides the positions."""
+    """A stream of the rows of a dataset of the library `datasets`, which also provides the positions."""
 
     def __init__(self, config: DataConfig) -> None:
         self.config = config
@@ -160,7 +167,7 @@ class Dataset(Stream):
 
     def text(self, row: Row) -> str:
         if row.content is not None and not isinstance(row.content, str):
-            raise UserError(f"{row.where} must have a string in {self.config.field!r}; got {str(row.content)[:60]}")
+            raise UserError(f"{row.where} must have a string in the column {self.config.field!r}; got {str(row.content)[:60]}")
         return row.content or ""
 
 
@@ -180,8 +187,8 @@ class DatasetReader(Reader):
         except StopIteration:
             raise
         except Exception as error:       # the library raises exceptions of many classes
-            raise UserError(f"data.path={self._config.path} failed after {counted(self._number, 'row')}: "
-                            f"{hf.reason(error)}; continue the run with resume=auto") from None
+            raise UserError(f"reading data.path={self._config.path} failed after {counted(self._number, 'row')}: "
+                            f"{hf.reason(error)}. Continue the run with resume=auto") from None
         self._number += 1
         return Row(row[self._config.field], f"{self._config.path}, row {self._number - 1}")
 

@@ -1,11 +1,11 @@
-"""Token files of other programs, read in place: one module per kind of data, named as in data=NAME.
+"""Reads the token files of other programs in place. There is one module per kind of data, with the NAME of data=NAME.
 
-Each kind consists of one or several files of ids, each with an index of the documents. RWKV-LM and datatrove put end_of_text
-after each document, this program's own shards put it before. Here a document is taken to begin at the end_of_text before it, if
-there is one. So documents have the same ids as in this program's shards, except for the first document of a file.
+Each kind consists of one or several files of ids with an index of the documents. RWKV-LM and datatrove put end_of_text after
+each document, but this program's own shards put end_of_text before each document. Here a document begins at the end_of_text
+before it, if there is one. So documents have the same ids as in this program's shards, except for the first document of a file.
 
-The first run scans all ids, to reject ids outside the vocabulary. The result is cached until the files' size or modification
-time changes. The ids are never copied. Each module has files(path) -> list[TokenFile].
+The first run scans all ids, to reject ids outside the vocabulary. The result is cached until the size or the modification time
+of a file changes. The ids are never copied. Each module has a function files(path) -> list[TokenFile].
 """
 
 import hashlib
@@ -38,7 +38,10 @@ SAMPLE = 1 << 22                         # number of validation ids to decode, t
 
 
 class Index(NamedTuple):
-    """The content of an index file: the ids' dtype and number, and the offset of each document's first id (D,) int64."""
+    """The content of an index file: the dtype and the number of the ids, and where each document begins.
+
+    `starts` (D,) int64 contains the offset of each document's first id.
+    """
 
     dtype: str
     tokens: int
@@ -46,7 +49,10 @@ class Index(NamedTuple):
 
 
 class TokenFile(NamedTuple):
-    """A file of ids and its index. kind: the value of data=. tokenizer: the one that made the ids; "" if not stated."""
+    """A file of ids and its index.
+
+    `kind` is the value of data=, and `tokenizer` the name of the tokenizer that made the ids; "" if the files do not say.
+    """
 
     kind: str
     ids: Path
@@ -56,12 +62,14 @@ class TokenFile(NamedTuple):
 
 
 class Tokens(NamedTuple):
-    """The result of read(). sha256: a hash of the index and of the ids' checksum. bytes_per_token: bytes of the validation text
-    per predicted token.
+    """The tokens of both splits, as read() returns them.
 
-    gzip_bpb: bits per byte of `gzip -9` on the validation text. unknown: the fraction of validation ids that are the unknown
-    token; None if the tokenizer's definition shows that it loses nothing. copies: the number of documents that equal an earlier
-    one.
+    Attributes:
+        sha256: a hash of the index and of the checksum of the ids.
+        bytes_per_token: the bytes of validation text per predicted token.
+        gzip_bpb: the bits per byte of `gzip -9` on the validation text.
+        unknown: the fraction of validation ids that are the unknown token; None if the tokenizer certainly loses nothing.
+        copies: the number of documents that equal an earlier document.
     """
 
     train: TokenArray
@@ -75,28 +83,28 @@ class Tokens(NamedTuple):
 
 
 class Places(NamedTuple):
-    """The paths of the files with the documents' offsets (D,) int64 and hashes (D,) uint64."""
+    """The paths of two files: the offsets of the documents (D,) int64, and their hashes (D,) uint64."""
 
     starts: Path
     hashes: Path
 
 
 def open_files(config: DataConfig) -> list[TokenFile]:
-    """The files that data.name and data.path name. Raises UserError if one is missing."""
+    """Finds the files that data.name and data.path name. Raises UserError if a file is missing."""
     files: list[TokenFile] = importlib.import_module(f"{__name__}.{config.name}").files(config.path)
     return files
 
 
 def read(files: Sequence[TokenFile], tokenizer: Tokenizer, val_fraction: float, cache: Path) -> Tokens:
-    """The tokens of both splits. Validation gets the last documents, with val_fraction of the ids, or a single document's end.
+    """Reads the tokens and splits them. Validation gets the last documents, or the end of a single document.
 
-    If a document would have copies in both splits, validation gets as few as possible of the last documents, such that they and
-    all their copies have val_fraction of the ids.
+    The validation documents have `val_fraction` of the ids. If a document would have copies in both splits, validation gets
+    the smallest number of last documents that have `val_fraction` of the ids together with all their copies.
     """
     entries, arrays, hashes = [], [], []
     for file in files:
-        entry, places = _scan_result(file, tokenizer, cache)
-        _require_known(file.ids, entry, tokenizer)
+        entry, places = _read_or_scan(file, tokenizer, cache)
+        _require_ids_in_vocabulary(file.ids, entry, tokenizer)
         entries.append(entry)
         hashes.append(np.load(places.hashes))
         arrays.append(TokenArray([Part(file.ids, entry["dtype"], 0, entry["tokens"])],
@@ -104,30 +112,32 @@ def read(files: Sequence[TokenFile], tokenizer: Tokenizer, val_fraction: float, 
     whole = TokenArray.joined(arrays)
     digest = entries[0]["sha256"] if len(entries) == 1 else sha256(entry["sha256"] for entry in entries)
     starts = whole.starts
-    cut, first = _split(starts, len(whole), val_fraction, files[0].ids)
+    cut, first = _validation_start(starts, len(whole), val_fraction, files[0].ids)
     _, group = np.unique(np.concatenate(hashes), return_inverse=True)
     copies = len(starts) - 1 - int(group.max())
     plain = np.arange(len(starts)) >= first
     in_val = _join_copies(group, np.diff(starts, append=len(whole)), plain, val_fraction) if copies else plain
     train, val = whole.between(0, cut), whole.between(cut, len(whole))
     if (in_val != plain).any():
-        train, val = (_selected(whole, in_val == is_val, cache / f"{files[0].kind}-{digest[:12]}-{val_fraction}-{split}.npy")
+        train, val = (_select(whole, in_val == is_val, cache / f"{files[0].kind}-{digest[:12]}-{val_fraction}-{split}.npy")
                       for is_val, split in ((False, "train"), (True, "val")))
     return Tokens(train, val, len(starts), digest, *_measure(val, tokenizer), copies)
 
 
-def _require_known(path: Path, entry: JsonObject, tokenizer: Tokenizer) -> None:
+def _require_ids_in_vocabulary(path: Path, entry: JsonObject, tokenizer: Tokenizer) -> None:
     if entry["largest"] >= tokenizer.vocab_size or entry["smallest"] < 0:
         invalid = entry["smallest"] if entry["smallest"] < 0 else entry["largest"]
-        raise UserError(f"{path} has the id {invalid}, but data.tokenizer has only the ids 0 to "
-                        f"{tokenizer.vocab_size - 1}: pass the tokenizer that made the ids")
+        raise UserError(f"{path} contains the id {invalid}, but data.tokenizer has only the ids 0 to "
+                        f"{tokenizer.vocab_size - 1}. Pass the tokenizer that made the ids")
 
 
 def _join_copies(group: np.ndarray, lengths: np.ndarray, plain: np.ndarray, val_fraction: float) -> np.ndarray:
-    """For each document (D,), whether it is for validation. group (D,): a number shared by equal documents.
+    """Returns for each document (D,) whether it is for validation, such that equal documents are in the same split.
 
-    lengths (D,): the documents' lengths in ids. plain (D,): the split when copies are ignored; it is returned if it separates
-    no group.
+    Args:
+        group (D,): a number that equal documents share.
+        lengths (D,): the lengths of the documents in ids.
+        plain (D,): the split that ignores copies. `plain` is returned if all equal documents already are together.
     """
     groups = int(group.max()) + 1
     in_val = np.bincount(group, plain, groups)
@@ -144,19 +154,19 @@ def _join_copies(group: np.ndarray, lengths: np.ndarray, plain: np.ndarray, val_
     return chosen[group]
 
 
-def _selected(whole: TokenArray, selected: np.ndarray, starts: Path) -> TokenArray:
-    """The tokens of the documents for which `selected` (D,) is true. starts: the file to write their new offsets to."""
+def _select(whole: TokenArray, selected: np.ndarray, starts: Path) -> TokenArray:
+    """Returns the tokens of the documents for which `selected` (D,) is true, and writes their offsets to the file `starts`."""
     lengths = np.diff(whole.bounds)
     begins = np.cumsum(np.append(0, lengths[selected]))[:-1]
-    _save(starts, begins)
-    edges = np.flatnonzero(np.diff(selected.astype(np.int8), prepend=0, append=0))     # the ends of runs of selected documents
+    _save_if_changed(starts, begins)
+    edges = np.flatnonzero(np.diff(selected.astype(np.int8), prepend=0, append=0))     # bounds of runs of selected documents
     runs = whole.bounds[edges].reshape(-1, 2).tolist()
     parts = [part for begin, end in runs for part in whole.between(begin, end).parts]
     return TokenArray(parts, DocumentOffsets(starts, 0, len(begins), 0))
 
 
-def _scan_result(file: TokenFile, tokenizer: Tokenizer, cache: Path) -> tuple[JsonObject, Places]:
-    """The result of scanning a file, and the files about its documents; from the cache if nothing has changed."""
+def _read_or_scan(file: TokenFile, tokenizer: Tokenizer, cache: Path) -> tuple[JsonObject, Places]:
+    """Returns the result of scanning a file and the paths of its offsets and hashes, from the cache if nothing has changed."""
     key = sha256([VERSION, str(file.ids.absolute()), str(tokenizer.end_of_text)])[:16]
     cached = cache / f"{file.kind}-{key}.json"
     places = Places(cache / f"{file.kind}-{key}-starts.npy", cache / f"{file.kind}-{key}-hashes.npy")
@@ -164,45 +174,44 @@ def _scan_result(file: TokenFile, tokenizer: Tokenizer, cache: Path) -> tuple[Js
     sources = (("bin", file.ids), ("idx", file.index_file))
     valid = entry and all(path.is_file() for path in places) and _checksums(places) == entry["places"] and all(
         unchanged(path, {"stamp": entry[name], "time": entry["time"]}) for name, path in sources)
-    return entry if entry and valid else _check(file, tokenizer, cached, places), places
+    return entry if entry and valid else _scan_file(file, tokenizer, cached, places), places
 
 
 def _checksums(places: Places) -> list[int]:
     return [crc32(path) for path in places]
 
 
-def _check(file: TokenFile, tokenizer: Tokenizer, cached: Path, places: Places) -> JsonObject:
+def _scan_file(file: TokenFile, tokenizer: Tokenizer, cached: Path, places: Places) -> JsonObject:
     entry = {"time": time.time_ns(), "bin": stamp(file.ids), "idx": stamp(file.index_file)}
     index = file.read_index()
-    ids = _require_ids(file, index)
-    scanned = _scan(ids)
+    ids = _map_ids(file, index)
+    scanned = _scan_ids(ids)
     starts = _document_offsets(ids, index.starts, tokenizer.end_of_text)
-    _save(places.starts, starts)
-    _save(places.hashes, _hashes(ids, starts, tokenizer.end_of_text))
+    _save_if_changed(places.starts, starts)
+    _save_if_changed(places.hashes, _document_hashes(ids, starts, tokenizer.end_of_text))
     with open_file(file.index_file) as opened:
         digest = hashlib.file_digest(opened, "sha256")
     digest.update(scanned.pop("crc32").to_bytes(4, "little"))
     entry |= {"dtype": index.dtype, "tokens": index.tokens, **scanned, "sha256": digest.hexdigest(),
               "places": _checksums(places)}
-    with suppress(UserError):            # a read-only cache may still contain the files in `places`
+    with suppress(UserError):            # a cache that cannot be written may still contain the files in `places`
         write_json(cached, entry)
     return entry
 
 
-def _save(path: Path, array: np.ndarray) -> None:
-    """Writes the array, unless the file already contains it. Raises UserError if it cannot be written."""
+def _save_if_changed(path: Path, array: np.ndarray) -> None:
     try:
         same = np.array_equal(np.load(path), array)
-    except (OSError, ValueError, EOFError):              # missing or damaged
+    except (OSError, ValueError, EOFError):              # the file is missing or damaged
         same = False
     if not same:
         write(path, lambda file: np.save(file, array))
 
 
-def _hashes(ids: np.ndarray, starts: np.ndarray, end_of_text: int) -> np.ndarray:
-    """The 64-bit hashes (D,) uint64 of the documents' ids, without end_of_text at both ends."""
+def _document_hashes(ids: np.ndarray, starts: np.ndarray, end_of_text: int) -> np.ndarray:
+    """Returns the 64-bit hash of each document's ids, without end_of_text at both ends: (D,) uint64."""
     hashes = np.empty(len(starts), np.uint64)
-    plain = np.asarray(ids)              # faster to slice than a memmap
+    plain = np.asarray(ids)              # a plain array is faster to slice than a memmap
     ends = [*starts[1:].tolist(), len(ids)]
     with tqdm(total=len(starts), desc="comparing documents", unit="", delay=2, file=sys.stderr, leave=False) as bar:
         for number, (begin, end) in enumerate(zip(starts.tolist(), ends, strict=True)):
@@ -216,21 +225,18 @@ def _hashes(ids: np.ndarray, starts: np.ndarray, end_of_text: int) -> np.ndarray
     return hashes
 
 
-def _require_ids(file: TokenFile, index: Index) -> np.ndarray:
-    """The ids, memory-mapped. Raises UserError if the size of the file does not match the index."""
+def _map_ids(file: TokenFile, index: Index) -> np.ndarray:
     expected = index.tokens * np.dtype(index.dtype).itemsize
     size = file.ids.stat().st_size
     if size != expected:
-        raise UserError(f"{file.ids} must have {expected} bytes according to its index {file.index_file.name}; got {size}: "
-                        "the two "
-                        "files do not match")
+        raise UserError(f"{file.ids} and the index {file.index_file.name} do not match: according to the index, the file must "
+                        f"have {expected} bytes; got {size}")
     if not index.tokens:
         raise UserError(f"{file.ids} is empty")
     return np.memmap(file.ids, index.dtype, "r")
 
 
-def _scan(ids: np.ndarray) -> dict[str, int]:
-    """The smallest and the largest id, and the CRC-32 of all ids."""
+def _scan_ids(ids: np.ndarray) -> dict[str, int]:
     smallest = largest = int(ids[0])
     checksum = 0
     with tqdm(total=len(ids), desc="checking ids", unit="", unit_scale=True, delay=2, file=sys.stderr, leave=False) as bar:
@@ -244,26 +250,25 @@ def _scan(ids: np.ndarray) -> dict[str, int]:
 
 
 def _document_offsets(ids: np.ndarray, starts: np.ndarray, end_of_text: int) -> np.ndarray:
-    """The offsets of documents: `starts` from the index, or one id earlier if that id is end_of_text."""
+    """Returns the offsets of documents: `starts` from the index, or one id earlier if the earlier id is end_of_text."""
     inner = starts[(starts > 0) & (starts < len(ids))]
     moved = inner - ((ids[inner - 1] == end_of_text) & (ids[inner] != end_of_text))
     return np.unique(np.concatenate([np.zeros(1, np.int64), moved]))
 
 
-def _split(places: np.ndarray, tokens: int, val_fraction: float, path: Path) -> tuple[int, int]:
-    """The offset of the validation split's first id, and the number of documents before it."""
+def _validation_start(places: np.ndarray, tokens: int, val_fraction: float, path: Path) -> tuple[int, int]:
     target = int(tokens * (1 - val_fraction))
     if len(places) > 1:
         first = int(np.clip(np.searchsorted(places, target), 1, len(places) - 1))
         return int(places[first]), first
     if not 0 < target < tokens:
-        raise UserError(f"{path} has {counted(tokens, 'id')}: too few to split into training and validation")
+        raise UserError(f"{path} has {counted(tokens, 'id')}, which are too few to split into training and validation. Use a "
+                        "longer file")
     return target, 1
 
 
 def _measure(val: TokenArray, tokenizer: Tokenizer) -> tuple[float, float, float | None]:
-    """Measures the split's first SAMPLE ids: bytes per predicted token, bits per byte of gzip -9, fraction of unknown
-    tokens."""
+    """Measures the first SAMPLE ids: bytes per predicted token, bits per byte of gzip -9, and fraction of unknown tokens."""
     ids = val[:SAMPLE]
     counter = LossCounter(tokenizer)
     unknown = None

@@ -224,7 +224,7 @@ def test_a_part_may_be_empty_but_not_all_and_a_column_has_one_name(config: DataC
         pyarrow.parquet.write_table(table, tmp_path / "parts" / f"{number}.parquet")
     for path in (tmp_path / "parts", tmp_path / "parts" / "*.parquet"):
         assert sorted(document for split in texts(of_kind(config, "hf", path)) for document in split) == sorted(WORDS)
-    refuses(of_kind(config, "hf", tmp_path / "parts" / "0.parquet"), "is empty")
+    refuses(of_kind(config, "hf", tmp_path / "parts" / "0.parquet"), "has no rows")
     for ending, separator in (("csv", ","), ("tsv", "\t")):
         (tmp_path / f"t.{ending}").write_text(f"text{separator}text\n" + f"a{separator}b\n" * 60)
         refuses(of_kind(config, "hf", tmp_path / f"t.{ending}"), "2 columns 'text'")

@@ -239,7 +239,7 @@ def test_a_missing_half_of_a_part_and_foreign_ids_are_named(config: DataConfig, 
     for number in range(3):
         write(tmp_path / f"data_{number}", DOCUMENTS)
     write(tmp_path / "data_2", [*DOCUMENTS, [300]])
-    with pytest.raises(UserError, match=r"data_2\.bin has the id 300"):
+    with pytest.raises(UserError, match=r"data_2\.bin contains the id 300"):
         prepare(config, 16)
     (tmp_path / "data_1.idx").unlink()
     with pytest.raises(UserError, match=r"no data_1\.idx"):
