@@ -206,7 +206,7 @@ def test_a_kernel_that_cannot_run_lists_those_that_do(with_stubs: None) -> None:
     with stub(devices=("cuda",)) as name, pytest.raises(KernelUnavailable) as error:
         select.select("wkv4", name, "cpu")
     assert error.value.reason == f"{name} runs on cuda, not on cpu"
-    assert str(error.value) == f"{error.value.reason}; on cpu there are: auto, {', '.join(runnable_here())}"
+    assert str(error.value) == f"{error.value.reason}. These kernels run on cpu: auto, {', '.join(runnable_here())}"
 
 
 @pytest.mark.parametrize("name", ["auto", "conv1d", "torch_scan"])
