@@ -117,12 +117,12 @@ def test_a_user_without_a_home_compiles_each_time(source: Source, nvrtc: str, mo
 
 def test_the_key_depends_on_all_that_a_cubin_depends_on(source: Source, nvrtc: str, monkeypatch: pytest.MonkeyPatch) -> None:
     other_macro = Source(str(source.path.parent / "small.py"), "small.cu", N=4)
-    keys = [cuda._key(source, "sm_80"), cuda._key(source, "sm_90"), cuda._key(other_macro, "sm_80")]
+    keys = [cuda._cache_key(source, "sm_80"), cuda._cache_key(source, "sm_90"), cuda._cache_key(other_macro, "sm_80")]
     header = source.path.parent / "twice.cuh"
     header.write_text(header.read_text().replace("2", "2.0f"))
-    keys.append(cuda._key(source, "sm_80"))
+    keys.append(cuda._cache_key(source, "sm_80"))
     monkeypatch.setattr(cuda, "compiler_version", lambda: "1.0")
-    keys.append(cuda._key(source, "sm_80"))
+    keys.append(cuda._cache_key(source, "sm_80"))
     assert len(set(keys)) == len(keys)
 
 
@@ -216,7 +216,7 @@ def test_more_shared_memory_is_asked_for_and_never_less(source: Source, cache: P
     for shared in (49152, 60000, 50000):
         source.launch("second", 1, 1, x, 0, 1.0, shared=shared)
     assert [call for call in driver.fake_log().decode().split(";") if call.startswith("shared")] == ["shared 60000"] * 2
-    with pytest.raises(KernelUnavailable, match="requires 200000 bytes of shared memory, and cuda:0 has less"):
+    with pytest.raises(KernelUnavailable, match="requires 200000 bytes of shared memory, but cuda:0 has less"):
         source.launch("second", 1, 1, x, 0, 1.0, shared=200000)
 
 

@@ -16,7 +16,7 @@ from kernels.wkv4 import WKV4, cases
 
 Fake = Callable[[tuple[int, int]], None]
 NOISE = 1.1              # two kernels this close to each other are equally fast
-TOO_OLD = "Triton requires a GPU of compute capability 8.0 or newer, and this one has 7.5"
+TOO_OLD = "Triton requires a GPU of compute capability 8.0 or newer, but this GPU has 7.5"
 WKV_RULES = {key: rule for key, rule in select.RULES.items() if key[0] == "wkv4"}
 
 
