@@ -1,4 +1,4 @@
-"""Rung 1: rows in shared memory. A block copies the inputs that its outputs share; one output per thread."""
+"""Rung 1 copies the inputs that the outputs of a block share into shared memory, and computes one output per thread."""
 
 import torch
 from torch import Tensor
@@ -36,5 +36,5 @@ def _convolve(kernel: str, w: Tensor, k: Tensor, *eps: float) -> Tensor:
 
 
 def _threads(T: int) -> int:
-    """The number of threads per block: whole warps, no more than the row needs."""
+    """Returns the number of threads per block: whole warps, and no more than the row needs."""
     return min(THREADS, 32 * -(-T // 32))

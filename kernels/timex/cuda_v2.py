@@ -1,4 +1,4 @@
-"""Rung 2: float4. A thread computes four time steps and loads four values at a time."""
+"""Rung 2 loads four values at a time (float4), and computes four time steps per thread."""
 
 import torch
 from torch import Tensor
@@ -39,5 +39,5 @@ def _convolve(kernel: str, w: Tensor, k: Tensor, *eps: float) -> Tensor:
 
 
 def _threads(T: int) -> int:
-    """The number of threads per block: whole warps, no more than the row needs."""
+    """Returns the number of threads per block: whole warps, and no more than the row needs."""
     return min(THREADS, 32 * -(-T // (32 * T_GROUP)))

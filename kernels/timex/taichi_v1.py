@@ -1,5 +1,7 @@
-"""Rung 1: rows in fast memory. A tile of outputs reads copies of w and k: on a CPU from local arrays, which cannot alias, so
-LLVM vectorises the sums; on a GPU from shared memory, with one output per thread.
+"""Rung 1 computes a tile of outputs from copies of w and k in fast memory.
+
+On a CPU the copies are local arrays. They cannot alias, so LLVM vectorises the sums. On a GPU the copies are in shared memory,
+and a thread computes one output.
 """
 
 # mypy: disable-error-code="index, no-untyped-def, valid-type"
@@ -72,7 +74,7 @@ def _share_tile(tile: ti.template(), i, x: ti.template(), row, at, T, backwards:
 
 @ti.func
 def _dot(window: ti.template(), x: ti.template(), i):
-    """The sum of thread i. The barriers separate staging a tile from reading it, and reading it from staging the next tile."""
+    """Returns the sum of thread i. The barriers wait until all threads have stored the tile, and until all have read it."""
     ti.simt.block.sync()
     dot = 0.0
     for j in range(TILE):

@@ -1,5 +1,7 @@
-"""Rung 2: register tiles. Each load from fast memory feeds several products: on a CPU, eight steps of x stay in registers
-while a loop visits all outputs of the tile; on a GPU, a thread computes four time steps, 32 apart.
+"""Rung 2 keeps tiles in registers, so that each load from fast memory serves several products.
+
+On a CPU, eight steps of x stay in registers while a loop visits all outputs of the tile. On a GPU, a thread computes four time
+steps, 32 apart.
 """
 
 # mypy: disable-error-code="index, no-untyped-def, valid-type"
@@ -85,7 +87,7 @@ def _share_tile(tile: ti.template(), lane, x: ti.template(), row, at, T, backwar
 
 @ti.func
 def _add_dots(total: ti.template(), window: ti.template(), x: ti.template(), lane):
-    """Adds to this lane's sums. The barriers wait until all lanes have staged the tile, and until all have read it.
+    """Adds to this lane's sums. The barriers wait until all lanes have stored the tile, and until all have read it.
 
     With i = lane + 32 d and j = step + 32 e, one value of the window serves every pair with the same d + e.
     """
