@@ -1,4 +1,4 @@
-"""The formula, pixel by pixel; tests compare every implementation with it."""
+"""The reference computes the formula pixel by pixel. Tests compare every implementation with this file."""
 
 import torch
 from torch import Tensor
