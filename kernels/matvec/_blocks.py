@@ -1,7 +1,8 @@
-"""The values of GGUF's blocks, in PyTorch. csrc/blocks.c describes the layouts.
+"""This module computes the values of GGUF's blocks in PyTorch. csrc/blocks.c describes the layouts.
 
-Each function takes blocks (n,bytes) uint8 and returns their values (n,elements) in `dtype`, float32 or float64. In float32 they
-are those of ggml and of the package gguf, to the bit (0 may lack their sign). Source: ggml, src/ggml-common.h.
+Each public function takes blocks (n,bytes) uint8 and returns the values (n,elements) in `dtype`, float32 or float64. In float32
+the values have the same bits as those of ggml and of the package gguf, except for the sign of 0. Source: ggml,
+src/ggml-common.h.
 """
 
 from collections.abc import Callable
@@ -52,23 +53,23 @@ def q6_k(blocks: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _half(blocks: Tensor, start: int, dtype: torch.dtype) -> Tensor:
-    """The float16 at that byte of each block, (n,1)."""
+    """Returns the float16 at byte `start` of each block, (n,1)."""
     return blocks[:, start:start + 2].contiguous().view(torch.float16).to(dtype)
 
 
 def _nibbles(bytes_: Tensor, length: int) -> Tensor:
-    """The low nibbles of each `length` bytes, then their high ones."""
+    """Returns the low nibbles of each `length` bytes, followed by the high nibbles of the same bytes."""
     parts = bytes_.unflatten(1, (-1, 1, length))
     return torch.cat((parts & 15, parts >> 4), 2).flatten(1)
 
 
 def _fifth_bits(bytes_: Tensor) -> Tensor:
-    """16 where a bit of the four bytes is set, (n,32)."""
+    """Returns (n,32) numbers, which are 16 where a bit of the four bytes is set, otherwise 0."""
     return (bytes_.unsqueeze(2) >> torch.arange(8, dtype=torch.uint8, device=bytes_.device) & 1).flatten(1) << 4
 
 
 def _with_minimum(blocks: Tensor, q: Tensor, dtype: torch.dtype) -> Tensor:
-    """q scaled by eight scales of 6 bits, minus eight minima of 6 bits."""
+    """Returns q times eight scales of 6 bits, minus eight minima of 6 bits."""
     low, high, both = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
     scales = torch.cat((low & 63, both & 15 | low >> 2 & 48), 1).to(dtype) * _half(blocks, 0, dtype)
     minima = torch.cat((high & 63, both >> 4 | high >> 2 & 48), 1).to(dtype) * _half(blocks, 2, dtype)

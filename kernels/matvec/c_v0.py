@@ -1,4 +1,4 @@
-"""C (csrc/products.h): each thread reads several distant rows of W in parallel; multiply-adds, byte dot products, prefetch."""
+"""C code (csrc/products.h) reads several distant rows of W per thread, with prefetch, multiply-adds and byte dot products."""
 
 from collections.abc import Callable, Sequence
 
@@ -20,7 +20,7 @@ def bind(weights: Sequence[Packed]) -> Callable[[Tensor], list[Tensor]]:
 
 
 def dense(packed: Packed, dtype: torch.dtype) -> Tensor:
-    """The matrix W (N,K); int4 and GGUF's blocks are unpacked in C."""
+    """Returns the matrix W (N,K), and unpacks int4 and GGUF's blocks in C."""
     if isinstance(packed, Blocks):
         matrix = torch.empty(len(packed.weight), packed.K, dtype=torch.float32, device="cpu")
         native.run("matvec_unpack_blocks", native.threads_for(len(matrix)), KINDS[packed.format], *matrix.shape,
@@ -55,7 +55,10 @@ def _product(packed: Packed) -> Callable[[Tensor], Tensor]:
 
 
 def _inputs(x: Tensor, packed: Packed) -> tuple[Tensor, Tensor]:
-    """The fields x and q of the C struct `product`: x in float32, or scales and sums for int4 and k-quants; q, x rounded."""
+    """Returns the fields x and q of the C struct `product`.
+
+    The field x contains x in float32, or scales and sums for int4 and k-quants. The field q contains the rounded x.
+    """
     if isinstance(packed, BFloat16):
         return x, x.bfloat16()
     if isinstance(packed, Int8):
@@ -77,5 +80,5 @@ def _inputs(x: Tensor, packed: Packed) -> tuple[Tensor, Tensor]:
 
 
 def _width(packed: Packed) -> int:
-    """K, rounded up to whole blocks for int4."""
+    """Returns K, rounded up to whole blocks for int4."""
     return -(-packed.K // BLOCK) * BLOCK if isinstance(packed, Int4) else packed.K
