@@ -175,7 +175,6 @@ def runnable(op: str, device: str = "cpu") -> list[str]:
 
 
 def _missing_requirement(requires: Requires, packages: tuple[str, ...], device: str) -> str | None:
-    """Returns the reason why this machine cannot run the implementation, given by Triton or by requires.why_not, or None."""
     if "triton" in packages and device == "cuda":
         from kernels.machine import triton  # imported here, because it imports torch
 

@@ -128,7 +128,7 @@ def resolve(operator: str, name: str, device: str | torch.device = "cpu", dtype:
         return name
     device = torch.device(device).type
     choices = rule(operator, device, dtype, size).order
-    return next((choice for choice in choices if _why_not(operator, choice, device, size) is None), choices[-1])
+    return next((choice for choice in choices if _why_skipped(operator, choice, device, size) is None), choices[-1])
 
 
 def why_auto(operator: str, device: str | torch.device = "cpu", dtype: Dtype = torch.float32, size: Size | None = None) -> str:
@@ -139,7 +139,7 @@ def why_auto(operator: str, device: str | torch.device = "cpu", dtype: Dtype = t
     device = torch.device(device).type
     (first, *_), measured, source = rule(operator, device, dtype, size)
     chosen = resolve(operator, AUTO, device, dtype, size)
-    reason = _why_not(operator, first, device, size)
+    reason = _why_skipped(operator, first, device, size)
     reasons = [*filter(None, [reason or source]), *([] if measured else [f"not measured on {device} yet"])]
     return f"{chosen} (chosen by auto{': ' if reasons else ''}{'; '.join(reasons)})"
 
@@ -161,8 +161,7 @@ def rule(operator: str, device: str, dtype: Dtype, size: Size | None = None) -> 
     return Rule(BY_SIZE[key][nearest], base.measured, f"{base.source}, with {nearest.heads} heads and {nearest.steps} steps")
 
 
-def _why_not(operator: str, name: str, device: str, size: Size | None) -> str | None:
-    """Returns why auto skips a kernel that cannot run on the device or does not support the head width, otherwise None."""
+def _why_skipped(operator: str, name: str, device: str, size: Size | None) -> str | None:
     reason = why_not(folder(operator, name), name, device)
     if reason or size is None:
         return reason

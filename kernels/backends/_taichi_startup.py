@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-TRIED = 2**20  # free bytes required for the cache: about the size of a model's compiled kernels
+CACHE_BYTES = 2**20  # free bytes required for the cache: about the size of a model's compiled kernels
 
 
 @contextlib.contextmanager
@@ -34,7 +34,7 @@ def _silent() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _importlib_has_no_source() -> Iterator[None]:
+def _fast_frame_info() -> Iterator[None]:
     """Makes inspect.getframeinfo skip the search for source lines in frames of importlib.
 
     Taichi's decorators look up the source line of such a frame for functions at a module's top level. If torch is imported, the
@@ -69,14 +69,14 @@ def _hidden_variables() -> Iterator[None]:
 
 
 # Warnings are ignored, because Taichi uses features that newer Pythons deprecate.
-with _hidden_variables(), _silent(), _importlib_has_no_source(), warnings.catch_warnings(action="ignore"):
+with _hidden_variables(), _silent(), _fast_frame_info(), warnings.catch_warnings(action="ignore"):
     import taichi as ti
 
 
 def _faster_lookup(inside_class: Callable[[int], bool]) -> Callable[[int], bool]:
     """Returns a faster version of Taichi's test of whether a function is decorated inside a class."""
     def wrapped(level_of_class_stackframe: int) -> bool:
-        with _importlib_has_no_source():
+        with _fast_frame_info():
             return inside_class(level_of_class_stackframe + 1)
 
     return wrapped
@@ -115,7 +115,7 @@ def _can_write(folder: Path) -> bool:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder) as file:
-            file.write(bytes(TRIED))
+            file.write(bytes(CACHE_BYTES))
             file.flush()
         files = [file for pattern in ("ticache.*", "*.tic") for file in folder.glob(pattern)]
         return all(file.is_file() and os.access(file, os.R_OK | os.W_OK) for file in files)

@@ -20,11 +20,11 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     It is compiled once for each dtype, device and combination of the sizes that any_size fixes.
     """
     @wraps(function)
-    def quiet(*inputs: Tensor) -> Any:
-        with _quiet():
+    def call(*inputs: Tensor) -> Any:
+        with _no_deprecation_warnings():
             return _compiled(function)(*inputs)
 
-    return quiet
+    return call
 
 
 def any_size(tensor: Tensor, *fixed: int) -> Tensor:
@@ -41,7 +41,7 @@ def any_size(tensor: Tensor, *fixed: int) -> Tensor:
 
 
 def scripted(function: Callable[..., Any]) -> Any:
-    with _quiet():
+    with _no_deprecation_warnings():
         return _scripted(function)
 
 
@@ -57,7 +57,7 @@ def _scripted(function: Callable[..., Any]) -> Any:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def _no_deprecation_warnings() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", r"`torch\.jit\.", DeprecationWarning)
         yield

@@ -170,7 +170,6 @@ def _nvrtc_files() -> list[Path]:
 
 @cache
 def _driver() -> ctypes.CDLL:
-    """Returns the library of the CUDA driver. Raises KernelUnavailable if the library is missing."""
     for name in DRIVER_NAMES:
         with contextlib.suppress(OSError):
             return ctypes.CDLL(name)
@@ -225,7 +224,7 @@ def _library(source: Source, device: int) -> ctypes.c_void_p:
     """Returns the loaded cubin, which is never unloaded, because the handles of the kernels are cached."""
     major, minor = torch.cuda.get_device_capability(device)
     library = ctypes.c_void_p()
-    cubin = _cubin(source, f"sm_{major}{minor}")
+    cubin = _cached_cubin(source, f"sm_{major}{minor}")
     _check(_driver().cuLibraryLoadData(ctypes.byref(library), cubin, None, None, 0, None, None, 0),
              f"cuda:{device} could not load {source.path.name}")
     return library
@@ -256,8 +255,7 @@ def _parameter(arg: Tensor | int | float) -> ctypes.c_void_p | ctypes.c_int | ct
 
 
 @cache
-def _cubin(source: Source, arch: str) -> bytes:
-    """Returns the cubin from the cache folder, after compiling the source if the cache does not contain the cubin."""
+def _cached_cubin(source: Source, arch: str) -> bytes:
     path = cache_folder() / f"{_cache_key(source, arch)}.cubin"
     cubin = _read(path)
     if cubin is None:

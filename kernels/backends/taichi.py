@@ -28,7 +28,7 @@ KNOWN = ((1, 7, 4),)  # versions of Taichi whose internal calls in a launch _Com
 
 _compiled: dict[Any, "_Compiled"] = {}
 _started_in: int | None = None  # id of the process in which Taichi started its threads
-_ensured: tuple[Any, torch.device] | None = None  # the Taichi program and the device of the last successful check
+_last_check: tuple[Any, torch.device] | None = None  # the Taichi program and the device of the last successful check
 _lock = threading.RLock()  # held while compiling or launching
 
 
@@ -43,7 +43,7 @@ def launch(kernel: Callable[..., None], *args: Any) -> None:
         raise KernelUnavailable("Taichi was started before this process was forked, so a launch would hang: "
                                 "use the spawn start method, or another kernel")
     with _lock:
-        _ensure(device)
+        _ensure_started(device)
         if device.type == "cpu":
             _launch_cpu(kernel, args)
             return
@@ -164,10 +164,10 @@ def share(i, tasks, n):  # type: ignore[no-untyped-def]
     return at_work * first, at_work * ti.min(first + per_share, tasks)
 
 
-def _ensure(device: torch.device) -> None:
+def _ensure_started(device: torch.device) -> None:
     """Starts Taichi on `device`, if necessary. Raises KernelUnavailable if Taichi cannot run on `device`."""
-    global _started_in, _ensured
-    if _ensured == (ti.lang.impl.get_runtime().prog, device):
+    global _started_in, _last_check
+    if _last_check == (ti.lang.impl.get_runtime().prog, device):
         return
     arch = ti.cuda if device.type == "cuda" else ti.cpu
     if device.index:
@@ -188,12 +188,12 @@ def _ensure(device: torch.device) -> None:
         raise KernelUnavailable("Taichi was started with a default_fp other than ti.f32, which these kernels require: call "
                                 "ti.init without default_fp, and without TI_DEFAULT_FP, or use another kernel")
     _started_in = os.getpid()
-    _ensured = (ti.lang.impl.get_runtime().prog, device)
-    _let_forks_end()
+    _last_check = (ti.lang.impl.get_runtime().prog, device)
+    _keep_program_in_forks()
 
 
 @cache
-def _let_forks_end() -> None:
+def _keep_program_in_forks() -> None:
     """Keeps a forked child from destroying Taichi's program, because the child would wait for threads that do not exist."""
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(after_in_child=_keep_program)

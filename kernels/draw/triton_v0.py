@@ -106,7 +106,6 @@ def _chosen_weights(x, inside, top, scale, last_scale, min_p, FILTERS_FIRST: tl.
 
 @triton.jit
 def _summands(x, inside, top, scale, last_scale, min_p, WHAT: tl.constexpr, FILTERS_FIRST: tl.constexpr):
-    """Returns the summand of each token in _search, which documents WHAT."""
     if WHAT == "count":
         summand = inside.to(tl.float64)
     elif WHAT == "weight":
@@ -242,7 +241,6 @@ def _listed_weight(numbers, ids, n, top, scale, LISTED: tl.constexpr):
 
 @triton.jit
 def _keep_top_k(numbers, ids, n, top_k, top, scale, lowest, FILTERS_FIRST: tl.constexpr, LISTED: tl.constexpr):
-    """Keeps only the top_k likeliest tokens in the list. Returns the new length."""
     key, above, _ties, _one = _search(numbers, ids, n, lowest, top_k, top, scale, 0.0, 0.0, "count", FILTERS_FIRST, LISTED)
     return _keep(numbers, ids, n, key, (top_k - above).to(tl.int32), LISTED)
 

@@ -61,7 +61,6 @@ def _free_in_group(folder: Path, limit: str, usage: str, cache: str) -> Iterator
 
 
 def _total_memory() -> int | None:
-    """Returns the machine's total memory in bytes, for systems without /proc, or None if the number is unknown."""
     if sys.platform == "win32":
         return None
     try:

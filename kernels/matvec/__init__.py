@@ -148,9 +148,9 @@ class Int8(Packed):
     @classmethod
     def of(cls, weight: Tensor, bits: int = 7, non_negative: bool = False) -> Self:
         """Packs W. Raises ValueError if sums may not fit into 32 bits, as for K > 133,144 and 7 bits."""
-        most = (2**31 - 1) // (127 * (2**bits - 1))
-        if weight.shape[1] > most:
-            raise ValueError(f"int8: K of W (N,K) must be at most {most:,}; got {tuple(weight.shape)}: use another format")
+        max_K = (2**31 - 1) // (127 * (2**bits - 1))
+        if weight.shape[1] > max_K:
+            raise ValueError(f"int8: K of W (N,K) must be at most {max_K:,}; got {tuple(weight.shape)}: use another format")
         return cls(*_packing.int8(weight), bits, non_negative)
 
     def dense(self, dtype: torch.dtype = torch.float32) -> Tensor:

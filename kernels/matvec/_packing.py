@@ -122,7 +122,6 @@ def finite_scales(weight: Tensor, nbytes: int, halves: tuple[int, ...]) -> bool:
 
 
 def _supported_by_c(weight: Tensor) -> Tensor | None:
-    """Returns W in a dtype and layout that C supports, or None if PyTorch must pack W."""
     if native.why_not() is not None or weight.device.type != "cpu":
         return None
     weight = weight.detach()

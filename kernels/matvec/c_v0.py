@@ -29,7 +29,7 @@ def dense(packed: Packed, dtype: torch.dtype) -> Tensor:
     if not isinstance(packed, Int4):
         return packed.dense(dtype)
     N = len(packed.weight)
-    K = _width(packed)
+    K = _padded_K(packed)
     weight, scale, shift = packed.map(Tensor.contiguous)
     matrix = torch.empty(N, K, dtype=dtype, device="cpu")
     native.run("matvec_unpack", native.threads_for(N), N, K, dtype == torch.bfloat16, weight, scale, shift, matrix)
@@ -38,7 +38,7 @@ def dense(packed: Packed, dtype: torch.dtype) -> Tensor:
 
 def _product(packed: Packed) -> Callable[[Tensor], Tensor]:
     N = len(packed.weight)
-    K = _width(packed)
+    K = _padded_K(packed)
     weight, scale, shift = (*packed, None, None)[:3]
     offset = packed.rounding.offset if isinstance(packed, Int8) else 0
 
@@ -71,7 +71,7 @@ def _inputs(x: Tensor, packed: Packed) -> tuple[Tensor, Tensor]:
         return floats, words
     if isinstance(packed, Int4):
         R = len(x)
-        K = _width(packed)
+        K = _padded_K(packed)
         floats = x.new_empty(R, K // BLOCK * 2 * TOGETHER)
         q = x.new_empty(R, K, dtype=torch.uint8)
         native.run("matvec_arrange", 1, R * (K // BLOCK), torch.nn.functional.pad(x, (0, K - packed.K)), q, floats)
@@ -79,6 +79,5 @@ def _inputs(x: Tensor, packed: Packed) -> tuple[Tensor, Tensor]:
     return x, x
 
 
-def _width(packed: Packed) -> int:
-    """Returns K, rounded up to whole blocks for int4."""
+def _padded_K(packed: Packed) -> int:
     return -(-packed.K // BLOCK) * BLOCK if isinstance(packed, Int4) else packed.K

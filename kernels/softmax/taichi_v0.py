@@ -149,7 +149,6 @@ def _dot(y: ti.template(), grad_y: ti.template(), at, V):
 
 @ti.func
 def _centre(y: ti.template(), grad_y: ti.template(), grad_x: ti.template(), at, V, dot):
-    """Computes grad_x = y (grad_y - dot) for a row."""
     for j in range(V // UNROLLED):
         o = (at + UNROLLED * j) & INDEX
         grad = [y[o + k] * (grad_y[o + k] - dot) for k in ti.static(range(UNROLLED))]

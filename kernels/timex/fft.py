@@ -52,7 +52,6 @@ def _blocks(k: Tensor) -> Iterator[slice]:
 
 
 def _spectrum(rows: Tensor, N: int) -> Tensor:
-    """Returns the spectrum (...,F) of rows (...,T)."""
     return torch.fft.rfft(rows, N)
 
 

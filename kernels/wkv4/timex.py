@@ -153,11 +153,11 @@ def _blocks(weights: Weights, k: Tensor, v: Tensor, a: Tensor, b: Tensor,
         p_out = torch.maximum(m[:, j], p + N * weights.w)
         old = torch.exp(p + N * weights.w - p_out)
         added = torch.exp(m[:, j] - p_out)
-        seen = ~(old * b + added * own_b[:, j] <= LOST)       # NaN counts as seen
-        old = old * seen
-        added = added * seen
+        significant = ~(old * b + added * own_b[:, j] <= LOST)       # also true for NaN
+        old = old * significant
+        added = added * significant
         columns.append((torch.exp(m[:, j] - s), torch.exp(p - s), a, b, old, added))
-        a, b, p = old * a + added * own_a[:, j], old * b + added * own_b[:, j], torch.where(seen, p_out, EMPTY)
+        a, b, p = old * a + added * own_a[:, j], old * b + added * own_b[:, j], torch.where(significant, p_out, EMPTY)
     return Block(x, v, *(torch.stack(column, dim=1) for column in zip(*columns, strict=True))), (a, b, p)
 
 

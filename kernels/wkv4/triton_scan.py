@@ -179,7 +179,6 @@ def _tile(j, batch, c, T, C, S: tl.constexpr, CHUNKS: tl.constexpr):
 
 @triton.jit
 def _load(x, start, at, step, c, T, C, S: tl.constexpr):
-    """Returns the S steps of all chunks, [CHUNKS, CHANNELS] each."""
     rows = ()
     for s in tl.static_range(S):
         rows += (tl.load(x + (start + s * C) + at, mask=(step + s < T) & (c < C), other=0.0).to(tl.float32),)

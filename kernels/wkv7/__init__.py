@@ -79,8 +79,8 @@ class WKV7(Operator):
         _, T, _, N = saved[0].shape
         *inputs, grad_y, grad_state = self._supported_inputs((*saved[:7], *saved[-2:]))
         gradients = self._implementation.backward(*inputs, *saved[7:-2], grad_y, grad_state)
-        cut = *(gradient[:, :T, :, :N] for gradient in gradients[:SEQUENCES]), gradients[SEQUENCES][..., :N, :N]
-        return contiguous_like(cut, saved[:7])
+        cropped = *(gradient[:, :T, :, :N] for gradient in gradients[:SEQUENCES]), gradients[SEQUENCES][..., :N, :N]
+        return contiguous_like(cropped, saved[:7])
 
     def _padded_sizes(self, shape: torch.Size) -> tuple[int, int, int, int]:
         """Returns B, T, H, N, with T and N padded to supported sizes. The implementation rejects an N above all N_sizes."""
@@ -100,7 +100,7 @@ class WKV7(Operator):
         for i, tensor in enumerate(tensors):
             is_state = i == SEQUENCES or i == SEQUENCES + 2          # state, and grad_state, which follows grad_y
             tensor = contiguous(tensor.detach(), wide if is_state or i == LOG_W else narrow)
-            prepared.append(_pad(tensor, (N, N) if is_state else (T, shape[2], N)))
+            prepared.append(_pad_end_to(tensor, (N, N) if is_state else (T, shape[2], N)))
         return prepared
 
     def _check(self, sequences: tuple[Tensor, ...], state: Tensor | None) -> None:
@@ -143,8 +143,7 @@ def _compute_dtype(tensor: Tensor) -> torch.dtype:
     return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
 
-def _pad(tensor: Tensor, sizes: tuple[int, ...]) -> Tensor:
-    """Pads the last axes of the tensor at the end with zeros, to `sizes`."""
+def _pad_end_to(tensor: Tensor, sizes: tuple[int, ...]) -> Tensor:
     missing = [after for size, padded in zip(tensor.shape[::-1], sizes[::-1]) for after in (0, padded - size)]  # noqa: B905
     return pad(tensor, missing) if any(missing) else tensor
 

@@ -180,7 +180,7 @@ def _backward_segment(sequences: Sequences, grad_y: Tensor, before: Tensor, grad
     grad_queries.baddbmm_(grad_products, keys)
     grad_keys.baddbmm_(grad_products.mT, queries)
     grad_v = torch.bmm(products[:, :, c:].mT, grads).baddbmm_(keys[:, c:], grad_sums.mT)
-    _leave_chunks(W, grad_queries, grad_keys, grad_v, grad_log_w, gradients)
+    _store_input_gradients(W, grad_queries, grad_keys, grad_v, grad_log_w, gradients)
     return grad_state
 
 
@@ -267,9 +267,8 @@ def _windows(c: int, like: Tensor) -> tuple[Tensor, Tensor]:
     return ones.triu(), ones.tril(-1)
 
 
-def _leave_chunks(W: Tensor, grad_queries: Tensor, grad_keys: Tensor, grad_v: Tensor, grad_log_w: Tensor,
+def _store_input_gradients(W: Tensor, grad_queries: Tensor, grad_keys: Tensor, grad_v: Tensor, grad_log_w: Tensor,
                   gradients: Sequences) -> None:
-    """Computes the gradients of the inputs from the gradients of queries and keys, and stores the results."""
     grad_r, grad_log_w_rows, grad_k, grad_v_rows, grad_a, grad_b = gradients
     *batch, c, _ = grad_r.shape
     W, grad_queries, grad_keys = (stack.unflatten(0, batch) for stack in (W, grad_queries, grad_keys))

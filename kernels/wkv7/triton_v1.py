@@ -91,7 +91,7 @@ def forward(r: Tensor, log_w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor
     y = torch.empty_like(v)
     after = torch.empty_like(state)
     with torch.cuda.device_of(v):
-        factors, _ = _prepared(r, log_w, k, v, a, b)
+        factors, _ = _factors(r, log_w, k, v, a, b)
         _run_scan(factors, v, state, after, y=y)
     return y, after
 
@@ -101,12 +101,12 @@ def backward(r: Tensor, log_w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tenso
     grads = [torch.empty_like(tensor) for tensor in (r, log_w, k, v, a, b, state)]
     grad_r, grad_log_w, grad_k, grad_v, grad_a, grad_b, grad_before = grads
     precision = _precision(v)
-    count, H, N = _chunks(v), *v.shape[2:]
+    count, H, N = _count_chunks(v), *v.shape[2:]
     states, Gs = (v.new_empty(count, N, N, dtype=precision.kind) for _ in range(2))
     sa, gz = (v.new_empty(count, CHUNK, N, dtype=precision.kind) for _ in range(2))
     columns, rows, warps = precision.gradients
     with torch.cuda.device_of(v):
-        factors, reverse = _prepared(r, log_w, k, v, a, b, grad_y)
+        factors, reverse = _factors(r, log_w, k, v, a, b, grad_y)
         _run_scan(factors, v, state, torch.empty_like(state), states, sa)
         _run_scan(reverse, grad_y, grad_state, grad_before, Gs, gz, grad_v, reverse=True)
         columns = min(columns, N)
@@ -117,14 +117,14 @@ def backward(r: Tensor, log_w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tenso
     return tuple(grads)
 
 
-def _prepared(r: Tensor, log_w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor,
+def _factors(r: Tensor, log_w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor,
               grad_y: Tensor | None = None) -> tuple[Factors, Factors]:
     """Returns the factors of the forward pass and of the backward pass through the chunks.
 
     Without grad_y, only the forward factors are valid. With grad_y, the forward factors cannot be used to compute y.
     """
     T, H, N = v.shape[1:]
-    count, precision, backward = _chunks(v), _precision(v), grad_y is not None
+    count, precision, backward = _count_chunks(v), _precision(v), grad_y is not None
     new = [v.new_empty(count, CHUNK, N, dtype=precision.kind) for _ in range(10 if backward else 6)]
     reads, offset, q, y0, writes_sa, writes_v, *more = new
     reverse_reads, reverse_offset, gv_reads, Qa = more or (reads,) * 4
@@ -148,7 +148,7 @@ def _run_scan(factors: Factors, v: Tensor, before: Tensor, after: Tensor, states
                             num_stages=precision.stages, enable_fp_fusion=True)
 
 
-def _chunks(v: Tensor) -> int:
+def _count_chunks(v: Tensor) -> int:
     B, T, H, N = v.shape
     if N not in N_SIZES:
         raise KernelUnavailable(f"triton_v1 supports heads of up to {N_SIZES[-1]} channels; got {N}: use triton_v0")

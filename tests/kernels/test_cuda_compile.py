@@ -86,24 +86,24 @@ def test_nvcc_agrees(source: Source, tmp_path: Path) -> None:
 
 
 def test_a_cubin_is_compiled_once(source: Source, cache: Path, nvrtc: str) -> None:
-    cubin = cuda._cubin.__wrapped__(source, "sm_80")
+    cubin = cuda._cached_cubin.__wrapped__(source, "sm_80")
     assert cubin.startswith(b"\x7fELF")
     (path,) = cache.iterdir()
     written = path.stat().st_mtime_ns
-    assert cuda._cubin.__wrapped__(source, "sm_80") == cubin
+    assert cuda._cached_cubin.__wrapped__(source, "sm_80") == cubin
     assert [(path.suffix, path.stat().st_mtime_ns) for path in cache.iterdir()] == [(".cubin", written)]
 
 
 def test_an_incomplete_cubin_is_compiled_again(source: Source, cache: Path, nvrtc: str) -> None:
-    cubin = cuda._cubin.__wrapped__(source, "sm_80")
+    cubin = cuda._cached_cubin.__wrapped__(source, "sm_80")
     (path,) = cache.iterdir()
     path.write_bytes(path.read_bytes()[:-1])
-    assert cuda._cubin.__wrapped__(source, "sm_80") == cubin == path.read_bytes()[32:]
+    assert cuda._cached_cubin.__wrapped__(source, "sm_80") == cubin == path.read_bytes()[32:]
 
 
 def test_a_cache_folder_that_cannot_be_used_is_no_error(source: Source, cache: Path, nvrtc: str) -> None:
     cache.write_text("a file where the folder should be")
-    assert cuda._cubin.__wrapped__(source, "sm_80").startswith(b"\x7fELF")
+    assert cuda._cached_cubin.__wrapped__(source, "sm_80").startswith(b"\x7fELF")
 
 
 def test_a_user_without_a_home_compiles_each_time(source: Source, nvrtc: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,7 +111,7 @@ def test_a_user_without_a_home_compiles_each_time(source: Source, nvrtc: str, mo
         raise RuntimeError("Could not determine home directory.")
 
     monkeypatch.setattr(Path, "home", no_home)
-    assert cuda._cubin.__wrapped__(source, "sm_80").startswith(b"\x7fELF")
+    assert cuda._cached_cubin.__wrapped__(source, "sm_80").startswith(b"\x7fELF")
     assert not cuda.cache_folder().exists()
 
 
