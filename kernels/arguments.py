@@ -93,7 +93,7 @@ def some_of(choices: Iterable[str]) -> Callable[[str], list[str]]:
         requested = text.split(",")
         for name in requested:
             if name not in choices:
-                raise ArgumentTypeError(f"unknown name {name!r}; there are: {', '.join(choices)}")
+                raise ArgumentTypeError(f"the name {name!r} is unknown: choose from {', '.join(choices)}")
         return requested
 
     return names

@@ -66,7 +66,7 @@ class Operator:
         self.requires: Requires = self._implementation.requires(**options) if options else self._implementation.REQUIRES
         self._file = (self.folder, name)         # the file whose REQUIRES are checked
         self._checked: str | None = None         # the device type that was checked last
-        self._function = _function_of(self)      # not in __call__: torch.compile would trace the registration
+        self._function = _function_of(self)      # in __call__, torch.compile would trace the registration
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.name!r})"
@@ -196,7 +196,7 @@ class Function:
 
     def save(self, ctx: Any, inputs: tuple[Any, ...], outputs_and_activations: Tensors) -> None:
         outputs = zip(dict(self.operator.outputs), outputs_and_activations, strict=False)
-        named = dict(outputs) | dict(zip(self.operator._names, inputs, strict=True))       # a state's name: the input
+        named = dict(outputs) | dict(zip(self.operator._names, inputs, strict=True))       # a state's name stands for the input
         ctx.save_for_backward(*(named[name] for name in self.operator.saved), *outputs_and_activations[self.n_outputs:])
 
     def _register(self, name: str) -> Any:
@@ -320,5 +320,5 @@ class _Backward(_ReverseOnly):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> NoReturn:
-        raise ValueError("the operators of kernels/ have no second derivative: compute it with a formula in PyTorch's own "
-                         "operations")
+        raise ValueError("the operators of kernels/ have no second derivative: compute the derivative with a formula in "
+                         "PyTorch's own operations")

@@ -120,7 +120,7 @@ def load(op: str, name: str) -> ModuleType:
         module = importlib.import_module(f"kernels.{op}.{name}")
     except ModuleNotFoundError as error:
         raise KernelUnavailable(_package_missing(name, error.name or "?")) from error
-    except Exception as error:           # an error in the file itself
+    except Exception as error:           # the file itself contains an error
         raise KernelUnavailable(f"kernels/{op}/{name}.py cannot be imported: {_error_line(error, f'{name}.py')}") from error
     operator = getattr(sys.modules[f"kernels.{op}"], "OPERATOR", None)
     sets: tuple[tuple[str, ...], ...] = operator.parts if operator else ((op,),)         # draw has no class Operator
@@ -176,7 +176,7 @@ def runnable(op: str, device: str = "cpu") -> list[str]:
 
 def _missing_requirement(requires: Requires, packages: tuple[str, ...], device: str) -> str | None:
     if "triton" in packages and device == "cuda":
-        from kernels.machine import triton  # imported here, because it imports torch
+        from kernels.machine import triton  # the import is here, because it imports torch
 
         if reason := triton.why_not():
             return reason

@@ -174,7 +174,7 @@ def _check_name(operator: str, name: str, device: str) -> None:
     if name != inner and name in names(folder(operator, name)):
         return
     owners = [other for other in operators() if name in names(other) and name != inner]
-    problem = f"{name} is a kernel of {' and '.join(owners)}, not of {operator}" if owners else f"unknown kernel {name!r}"
+    problem = f"{name} is a kernel of {' and '.join(owners)}, not of {operator}" if owners else f"there is no kernel {name!r}"
     raise UnknownKernel(f"{problem}. These kernels run on {device}: {', '.join(runnable_on(operator, device))}")
 
 

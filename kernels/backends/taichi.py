@@ -39,7 +39,7 @@ def launch(kernel: Callable[..., None], *args: Any) -> None:
     if numel >= NUMEL_MAX:
         raise KernelUnavailable(f"a tensor for Taichi must have fewer than {NUMEL_MAX} elements (indices have 32 bits); got "
                                 f"{numel}: use a smaller batch, or another kernel")
-    if _started_in not in (None, os.getpid()):  # before locking, because a forked child may inherit a lock that stays locked
+    if _started_in not in (None, os.getpid()):  # this precedes the lock, which a forked child may inherit locked
         raise KernelUnavailable("Taichi was started before this process was forked, so a launch would hang: "
                                 "use the spawn start method, or another kernel")
     with _lock:
@@ -158,7 +158,7 @@ def share(i, tasks, n):  # type: ignore[no-untyped-def]
     Taichi divides the outermost loop of a CPU kernel among threads in blocks of 512 iterations, so a shorter loop runs on one
     core. Here the first iteration of each block computes tasks / n tasks, and the block's other iterations compute none.
     """
-    at_work = 1 - ti.min(i % BLOCK, 1)  # a factor of 0 or 1, since an `if` around vector code aborts the process
+    at_work = 1 - ti.min(i % BLOCK, 1)  # a factor of 0 or 1 replaces an `if`, which aborts the process around vector code
     per_share = (tasks + n - 1) // n
     first = i // BLOCK * per_share
     return at_work * first, at_work * ti.min(first + per_share, tasks)

@@ -14,7 +14,7 @@ def multiplies(dtype: torch.dtype) -> bool:
 
     Some CPUs multiply bfloat16 (AVX-512 BF16, ARM's bf16), float16 or int8 (VNNI).
     """
-    has_library = dtype == torch.int8 or torch.backends.mkldnn.is_available()          # FBGEMM for int8, oneDNN for others
+    has_library = dtype == torch.int8 or torch.backends.mkldnn.is_available()          # FBGEMM multiplies int8, oneDNN others
     capabilities = torch.cpu.get_capabilities()
     return has_library and any(capabilities.get(name) for name in CAPABILITIES.get(dtype, ()))
 

@@ -32,7 +32,7 @@ def _too_old(device: torch.device | None) -> str | None:
 def _no_compiler() -> str | None:
     if sys.platform == "win32":          # Triton for Windows contains a compiler
         return None
-    build = importlib.import_module("triton.knobs").build        # build.cc: from the variable CC
+    build = importlib.import_module("triton.knobs").build        # build.cc comes from the variable CC
     if not (build.cc or build.impl or any(map(shutil.which, COMPILERS))):
         return f"Triton requires a C compiler, but neither {' nor '.join(COMPILERS)} is on the PATH (apt install gcc)"
     header = Path(_headers()) / "Python.h"

@@ -401,7 +401,7 @@ def quantise(weight: Tensor, moments: Sequence[Tensor], format: str) -> Blocks:
     elements = BLOCKS[format].elements
     widths = [len(moment) for moment in moments]
     if sum(widths) != weight.shape[1] or any(width % elements for width in widths):
-        raise ValueError(f"moments must have multiples of {elements} inputs, {weight.shape[1]} in all; got {widths}")
+        raise ValueError(f"the widths of moments must be multiples of {elements} with the sum {weight.shape[1]}; got {widths}")
     return BLOCKS[format](_calibrated.quantise(weight.detach(), moments, format))
 
 

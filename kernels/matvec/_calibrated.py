@@ -95,8 +95,8 @@ class Symmetric:
         self.max_q, self.middle = 2**bits - 1, 2**(bits - 1)
 
     def fit(self, weight: Tensor, importance: Tensor) -> Scales:
-        largest = weight.gather(1, weight.abs().argmax(1, keepdim=True))         # maps to -middle: +middle does not exist
-        least, best = torch.full_like(largest, torch.inf), torch.full_like(largest, torch.nan)         # NaN: W is too large
+        largest = weight.gather(1, weight.abs().argmax(1, keepdim=True))         # +middle does not exist, so this is -middle
+        least, best = torch.full_like(largest, torch.inf), torch.full_like(largest, torch.nan)    # NaN: W is too large
         for factor in (sign * factor for factor in RANGES for sign in (1, -1)):
             q = self._integers(weight, -largest * (factor / self.middle))
             squares = (importance * q * q).sum(1, keepdim=True).clamp_(min=1e-30)
@@ -189,7 +189,7 @@ def _affine(groups: Tensor, importance: Tensor, max_q: int) -> tuple[Tensor, Ten
         pq = importance * q
         one, two, product = pq.sum(2), (pq * q).sum(2), (pq * groups).sum(2)
         determinant = total * two - one * one
-        solvable = determinant > SOLVABLE * total * two                  # false if all q are equal
+        solvable = determinant > SOLVABLE * total * two                  # this is false if all q are equal
         scale = torch.where(solvable, (total * product - one * weighted) / determinant, step)
         minimum = torch.where(solvable, (scale * one - weighted) / total, -low)
         scale = torch.where(minimum < 0, product / two.clamp(min=1e-30), scale).clamp_(min=0)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:                        # build.py runs without torch
     from torch import Tensor
 
 FOLDER = Path(__file__).parent / "lib"
-LEVELS = {"x86_64": ("avx2", "avx512", "avx512bf16"), "aarch64": ("neon", "neondot")}     # ascending, as in levels.c
+LEVELS = {"x86_64": ("avx2", "avx512", "avx512bf16"), "aarch64": ("neon", "neondot")}     # in ascending order, as in levels.c
 SYSTEMS = {"linux": "linux", "darwin": "macos", "win32": "windows"}
 MACHINES = {"x86_64": "x86_64", "amd64": "x86_64", "aarch64": "aarch64", "arm64": "aarch64"}
 CALL = re.compile(r'\brun\(\s*f?"(\w+)')           # matches a function's name, or, in an f-string, its part before {
@@ -109,7 +109,7 @@ def number(argument: "int | float | Tensor | None") -> int:
     if argument is None or isinstance(argument, int):
         return argument or 0
     if not argument.is_cpu or str(argument.layout) != "torch.strided":
-        raise ValueError(f"C kernels require dense tensors on the CPU; got one on {argument.device}, {argument.layout}")
+        raise ValueError(f"C kernels require dense tensors on the CPU; got {argument.layout} on {argument.device}")
     return argument.data_ptr()
 
 
@@ -128,8 +128,8 @@ def _function(name: str, level: str) -> Callable[[Any, int], None]:
     try:
         function = getattr(_library(), f"{name}_{level}")
     except AttributeError:               # the library was not rebuilt after a change of C
-        raise KernelUnavailable(f"the C library has no function {name} for {level}: define it as ENTRY({name}, struct call) in "
-                                "a csrc folder, and run make native") from None
+        raise KernelUnavailable(f"the C library has no function {name} for {level}: define ENTRY({name}, struct call) in a "
+                                "csrc folder, and run make native") from None
     function.argtypes = (ctypes.c_void_p, ctypes.c_int64)
     function.restype = None
     return function
@@ -140,8 +140,8 @@ def _size(name: str, level: str) -> int:
     try:
         return ctypes.c_int64.in_dll(_library(), f"size_of_{name}_{level}").value
     except ValueError:
-        raise KernelUnavailable(f"the C library has no size of {name}: export it with EXPORT_SIZE({name}, struct ...), and run "
-                                "make native") from None
+        raise KernelUnavailable(f"the C library has no size of {name}: export the size with EXPORT_SIZE({name}, struct ...), "
+                                "and run make native") from None
 
 
 def _required_level() -> str:

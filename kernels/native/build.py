@@ -96,10 +96,10 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     unknown = set(options.targets) - set(names)
     if unknown:
-        parser.error(f"unknown target {unknown.pop()!r}; there are: {', '.join(names)}")
+        parser.error(f"the target {unknown.pop()!r} is unknown: choose from {', '.join(names)}")
     options.zig = str(Path(options.zig).absolute())
     if _version_of(options.zig) != ZIG:
-        parser.error(f"{options.zig} has no ziglang {ZIG}: run make native, or pip install ziglang=={ZIG}")
+        parser.error(f"{options.zig} does not have ziglang {ZIG}: run make native, or pip install ziglang=={ZIG}")
     for name in options.targets or names:
         names[name].path.parent.mkdir(exist_ok=True)
         print(f"{name}: {len([*_objects(names[name])])} objects, {names[name].path.relative_to(ROOT)}", flush=True)

@@ -67,9 +67,9 @@ class BrickPadding(Operator):
 
     def _check(self, tile: Tensor) -> None:
         if tile.dim() < 2:
-            raise ValueError(f"BrickPadding: the tile must be (..., height, width); got shape {tuple(tile.shape)}")
+            raise ValueError(f"BrickPadding: the tile must have the shape (..., height, width); got {tuple(tile.shape)}")
         if tile.dtype not in self.requires.dtypes:
-            raise ValueError(f"BrickPadding: the tile must be {' or '.join(map(str, self.requires.dtypes))}; got {tile.dtype}")
+            raise ValueError(f"BrickPadding: the dtype must be {' or '.join(map(str, self.requires.dtypes))}; got {tile.dtype}")
         if tile.requires_grad and torch.is_grad_enabled():
             raise ValueError("BrickPadding has no gradient: pass tile.detach(), or call it under torch.no_grad()")
         self.check_device(tile.device)
@@ -117,7 +117,7 @@ class BrickPad:
     @staticmethod
     def _checked_tile(tile: Tensor, image: Tensor) -> Tensor:
         if (tile.dtype, tile.device) != (image.dtype, image.device):
-            raise ValueError(f"BrickPad requires images of its tile's dtype and device, {tile.dtype} on {tile.device}; "
+            raise ValueError(f"BrickPad: an image must have the tile's dtype and device, {tile.dtype} on {tile.device}; "
                              f"got {image.dtype} on {image.device}")
         pairs = zip(reversed(tile.shape[:-2]), reversed(image.shape[:-2]), strict=False)
         if tile.dim() > image.dim() or any(of_tile not in (1, of_image) for of_tile, of_image in pairs):

@@ -28,7 +28,7 @@ def special_rows(M: int, device: str = "cpu", dtype: torch.dtype = torch.float32
     huge = torch.finfo(dtype).max
     x = inputs(11, M, dtype=dtype)
     x[0] = -inf
-    x[1, 1:] = -inf                          # a single finite element: the first, the last
+    x[1, 1:] = -inf                          # the only finite element is the first, then the last
     x[2, :-1] = -inf
     x[3, ::2] = -inf
     x[4, M // 2] = inf

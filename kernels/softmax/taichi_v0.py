@@ -100,7 +100,7 @@ def _exponentials(x: ti.template(), y: ti.template(), at, V, largest):
     for j in range(V // UNROLLED):
         o = (at + UNROLLED * j) & INDEX
         e = [_exp(x[o + k] - largest) for k in ti.static(range(UNROLLED))]
-        for k in ti.static(range(UNROLLED)):  # all loads before all stores, since after a store Taichi reloads the address
+        for k in ti.static(range(UNROLLED)):  # all loads precede all stores, because Taichi reloads the address after a store
             y[o + k] = e[k]
             total[k % 2] += e[k]
     for j in range(V // UNROLLED * UNROLLED, V):

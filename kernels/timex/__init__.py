@@ -60,7 +60,7 @@ class TimeX(Operator):
         if w.dim() != 2 or k.dim() != 3 or tuple(w.shape) != tuple(k.shape[1:]):
             raise ValueError(f"TimeX: w must be (C,T) and k must be (B,C,T); got w {tuple(w.shape)} and k {tuple(k.shape)}")
         if not (w.is_floating_point() and k.is_floating_point()):
-            raise ValueError(f"TimeX: w and k must be floating-point; got {w.dtype} and {k.dtype}")
+            raise ValueError(f"TimeX: w and k must be floating-point tensors; got {w.dtype} and {k.dtype}")
         if w.device != k.device:
             raise ValueError(f"TimeX: w and k must be on one device; got {w.device} and {k.device}")
         self.check_dtype(w.dtype, k.dtype)

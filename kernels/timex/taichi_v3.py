@@ -96,7 +96,7 @@ def _grad_w_cpu(k: Flat, grad_out: Flat, grad_w: FlatLanes, B: int, C: int, T: i
         first, end = share(step, C * tiles, n)
         for task in range(first, end):
             _store(grad_w, task * LANES * N, [Lanes(0.0) for _ in ti.static(range(N))], N)
-        for b in range(B):  # the outermost loop, so that memory is read in order
+        for b in range(B):  # this loop is the outermost, so that memory is read in order
             for task in range(first, end):
                 row = (b * C + task // tiles) * T
                 tile = task % tiles

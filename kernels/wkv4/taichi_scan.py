@@ -217,7 +217,7 @@ def _backward_row(row, read: ti.template(), write: ti.template(), small: ti.temp
             v_t = read(v[i])
             over = 1.0 / (b_t + now)
             grad_num = over * read(grad_y[i])
-            grad_here = now * grad_num * (over * (v_t * b_t - a_t))  # v - y; exact where this step dominates y
+            grad_here = now * grad_num * (over * (v_t * b_t - a_t))  # this is v - y, and exact where the step dominates y
             grad_k[i] = write(grad_here + new * (grad_a * v_t + grad_b))
             grad_v[i] = write(now * grad_num + new * grad_a)
             grad_u += grad_here

@@ -153,7 +153,7 @@ def _blocks(weights: Weights, k: Tensor, v: Tensor, a: Tensor, b: Tensor,
         p_out = torch.maximum(m[:, j], p + N * weights.w)
         old = torch.exp(p + N * weights.w - p_out)
         added = torch.exp(m[:, j] - p_out)
-        significant = ~(old * b + added * own_b[:, j] <= LOST)       # also true for NaN
+        significant = ~(old * b + added * own_b[:, j] <= LOST)       # this is also true for NaN
         old = old * significant
         added = added * significant
         columns.append((torch.exp(m[:, j] - s), torch.exp(p - s), a, b, old, added))

@@ -232,7 +232,7 @@ def _backward_chunks(weights: Weights, chunks: Chunks, before: State, after: Sta
         factors = _factors(weights.decay, state.P, m, n)
         over = 1 / (state.b + now)
         grad_num = grad_y * over
-        gain = torch.addcmul(-state.a, v, state.b).mul_(over)      # v - y; exact where this step dominates y
+        gain = torch.addcmul(-state.a, v, state.b).mul_(over)      # this is v - y, and exact where the step dominates y
         steps.append(Step(state.a, state.b, v, *factors[:2], grad_num, grad_num * y, grad_num * now, gain))
         state = _advance(factors, state, v)
     rescaled = torch.exp2(state.P - torch.cat((before.P[:, 1:], after.P[:, None]), dim=1))

@@ -138,7 +138,7 @@ def _backward(time_decay, time_first, k, v, a, b, p, grad_y, grad_a, grad_b, sta
             over = 1.0 / (b_s + now)
             num = over * gs[s]                                   # the gradients of y's numerator and denominator
             den = -num * (over * (a_s + now * vs[s]))
-            gain = over * (vs[s] * b_s - a_s)                    # v - y; exact where this step dominates y
+            gain = over * (vs[s] * b_s - a_s)                    # this is v - y, and exact where the step dominates y
             steps += ((a_s, b_s, old, new, num, den, num * now, num * now * gain),)
             a_s, b_s = old * a_s + new * vs[s], old * b_s + new
         rescaled = _pow2(_clip(P_s - P_after, -126, 126))
@@ -255,7 +255,7 @@ def _states(ms, ns, vs, a, b, P, w, spans, j, seen, S: tl.constexpr, CHUNKS: tl.
     settled = (tl.floor((j + 1) * drift) - tl.floor(j * drift)).to(tl.int32)    # the power of a tile's mantissa
     decay = m_tile * _pow2(-settled)
     P = P + n_tile + settled
-    a_own = m_after * a_own                                      # at the tile's end
+    a_own = m_after * a_own                                      # the sums are now those at the tile's end
     b_own = m_after * b_own
     P_own = tl.where(seen, P_own + n_after, NEVER)
     nothing = tl.zeros_like(a_own)

@@ -129,7 +129,7 @@ class WKV7(Operator):
         """Returns y and the state after one time step with inputs (B,H,N), by the same operations for every implementation."""
         dtype = v.dtype
         r, log_w, k, v, a, b = (tensor.to(state.dtype) for tensor in (r, log_w, k, v, a, b))
-        sa = (state * a.unsqueeze(-2)).sum(-1, keepdim=True)               # faster than state @ a
+        sa = (state * a.unsqueeze(-2)).sum(-1, keepdim=True)               # this is faster than state @ a
         state = state * log_w.exp().unsqueeze(-2) + sa * b.unsqueeze(-2) + v.unsqueeze(-1) * k.unsqueeze(-2)
         return (state * r.unsqueeze(-2)).sum(-1).to(dtype), state
 

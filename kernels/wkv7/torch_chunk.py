@@ -219,7 +219,7 @@ def _inner_terms(grad_products: Tensor, queries: Tensor, keys: Tensor) -> Tensor
     c = keys.shape[1] // 2
     products_k = grad_products[:, :, c:]
     products_b = grad_products[:, :, :c]
-    columns = _interleave(products_b.mT, products_k.mT).mT              # the two columns of a step side by side
+    columns = _interleave(products_b.mT, products_k.mT).mT              # this puts the two columns of a step side by side
     products = _interleave(columns[:, 1:c], columns[:, c:])
     queries = _interleave(queries[:, 1:c], queries[:, c:])
     keys = _interleave(keys[:, :c], keys[:, c:])
