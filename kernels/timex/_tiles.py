@@ -1,4 +1,4 @@
-"""Contains the code that the Taichi rungs share. Rungs 1 and 2 use the CPU tiles, and rung 3 some functions.
+"""Contains the code that the Taichi versions share. Versions 1 and 2 use the CPU tiles, and version 3 some functions.
 
 All three products are total[i] += window[i + j] * x[j]. i and j are in a tile, and the window is two tiles long:
     forward   window of w, x = k           i counts t downwards from the end of the tile
@@ -23,7 +23,7 @@ Window = ti.types.vector(2 * TILE, ti.f32)
 
 
 class Products:
-    """The functions of a rung. On a CPU, the ti.func correlate(total, window, x) adds a tile's products."""
+    """The functions of a version. On a CPU, the ti.func correlate(total, window, x) adds a tile's products."""
 
     def __init__(self, correlate: Any, forward_cuda: Any, grad_w_cuda: Any) -> None:
         self._forward = _forward_kernel(correlate), forward_cuda

@@ -1,4 +1,4 @@
-"""Rung 0 evaluates the formula, with one output per thread, and reads all inputs from global memory."""
+"""Version 0 evaluates the formula, with one output per thread, and reads all inputs from global memory."""
 
 import torch
 from torch import Tensor

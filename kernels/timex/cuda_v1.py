@@ -1,4 +1,4 @@
-"""Rung 1 copies the inputs that the outputs of a block share into shared memory, and computes one output per thread."""
+"""Version 1 copies the inputs that the outputs of a block share into shared memory, and computes one output per thread."""
 
 import torch
 from torch import Tensor

@@ -1,4 +1,4 @@
-"""Rung 2 loads four values at a time (float4), and computes four time steps per thread."""
+"""Version 2 loads four values at a time (float4), and computes four time steps per thread."""
 
 import torch
 from torch import Tensor

@@ -1,4 +1,4 @@
-"""Rung 3 computes sixteen time steps of two batches per thread, so that each load of w serves both batches."""
+"""Version 3 computes sixteen time steps of two batches per thread, so that each load of w serves both batches."""
 
 import torch
 from torch import Tensor

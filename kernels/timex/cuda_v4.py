@@ -1,4 +1,4 @@
-"""Rung 4 multiplies by Toeplitz blocks of w, which all batches share, on tensor cores; a float32 is split into two tf32.
+"""Version 4 multiplies by Toeplitz blocks of w, which all batches share, on tensor cores; a float32 is split into two tf32.
 
 The sum big * big + big * small + small * big is accurate to about 2^-22. At B=32 C=768 T=768 the forward needs 47 GFLOP of tf32
 products, which take 0.15 ms at the rate of mma.sync on an H200 (0.6 of 495 TFLOP/s). Float32 multiply-adds would take 0.22 ms.

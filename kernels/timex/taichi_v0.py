@@ -1,4 +1,4 @@
-"""Rung 0 evaluates the formula, with one output per thread or loop iteration, and reads all inputs from memory.
+"""Version 0 evaluates the formula, with one output per thread or loop iteration, and reads all inputs from memory.
 
 The same kernels run on CPUs, as parallel loops, and on GPUs. Adjacent threads compute adjacent t, and so read the same k and
 adjacent w.

@@ -1,4 +1,4 @@
-"""Rung 2 keeps tiles in registers, so that each load from fast memory serves several products.
+"""Version 2 keeps tiles in registers, so that each load from fast memory serves several products.
 
 On a CPU, eight steps of x stay in registers while a loop visits all outputs of the tile. On a GPU, a thread computes four time
 steps, 32 apart.

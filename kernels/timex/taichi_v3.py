@@ -1,4 +1,4 @@
-"""Rung 3 computes more products per load, with vectors of eight lanes on a CPU and several batches per thread on a GPU.
+"""Version 3 computes more products per load, with vectors of eight lanes on a CPU and several batches per thread on a GPU.
 
 The three products follow the formula in _tiles.py. With i = lane + L d and j = phase + L e, one vector of the window, at phase
 + L (d + e), serves every pair (d, e) with the same d + e. So on a CPU, 15 vector loads and 8 broadcasts serve 64 multiply-adds

@@ -1,4 +1,4 @@
-"""Contains the four passes over a matrix that taichi_v1, v2 and v3 (rungs 1 to 3) share. Each file defines a pass's step.
+"""Contains the four passes over a matrix that taichi_v1, v2 and v3 (versions 1 to 3) share. Each file defines a pass's step.
 
     forward   lanes i   S = S w_t + sa_t b_t + v_t k_t                  y_t = S r_t      sa_{t+1} = S a_{t+1}
     rows      lanes i   G = G w_{t+1} + gsa_{t+1} a_{t+1} + gy_t r_t    gv_t = G k_t     gsa_t = G b_t
@@ -45,8 +45,8 @@ Vectors = ti.types.ndarray(dtype=ti.types.vector(LANES, ti.f32), ndim=1)
 Flat = ti.types.ndarray(dtype=ti.f32, ndim=1)
 
 
-class Rung(NamedTuple):
-    """The parts that differ between rungs.
+class Version(NamedTuple):
+    """The parts that differ between versions.
 
     Attributes:
         step: the ti.func that the module describes.
@@ -64,7 +64,7 @@ def activation_shapes(B: int, T: int, H: int, N: int) -> tuple[tuple[int, ...], 
     return ((B, T, H, N),)
 
 
-def forward(rung: Rung, r: Tensor, log_w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, state: Tensor,
+def forward(version: Version, r: Tensor, log_w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, state: Tensor,
             *activations: Tensor) -> tuple[Tensor, Tensor]:
     B, T, H, N = v.shape
     n = shares(B * H)
@@ -72,20 +72,20 @@ def forward(rung: Rung, r: Tensor, log_w: Tensor, k: Tensor, v: Tensor, a: Tenso
     after = torch.empty_like(state)
     (sa,) = activations or (state.new_empty(LANES),)
     scratch = state.new_empty(n * (N * N + (6 * CHUNK + 1) * N))
-    launch(_forward_kernel(v.dtype, rung), *aligned(r, log_w, k, v, a, b), state.view(-1), y, after.view(-1), sa, scratch,
+    launch(_forward_kernel(v.dtype, version), *aligned(r, log_w, k, v, a, b), state.view(-1), y, after.view(-1), sa, scratch,
            scratch, B, T, H, N // LANES, n, len(activations))
     return y, after
 
 
-def backward(rung: Rung, r: Tensor, log_w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, state: Tensor, sa: Tensor,
+def backward(version: Version, r: Tensor, log_w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, state: Tensor, sa: Tensor,
              grad_y: Tensor, grad_state: Tensor) -> tuple[Tensor, ...]:
     B, T, H, N = v.shape
     n = shares(B * H)
     grads = tuple(torch.empty_like(tensor) for tensor in (r, log_w, k, v, a, b, state))
     chunks = (T + CHUNK - 1) // CHUNK
     scratch = state.new_empty(n * ((1 + chunks) * N * N + (1 + CHUNK) * LANES * N + (12 * CHUNK + 1 + T) * N))
-    launch(_backward_kernel(v.dtype, rung), *aligned(r, log_w, k, v, a, b, state, sa, grad_y), grad_state.view(-1), *grads[:6],
-           grads[6].view(-1), scratch, scratch, B, T, H, N // LANES, n)
+    launch(_backward_kernel(v.dtype, version), *aligned(r, log_w, k, v, a, b, state, sa, grad_y), grad_state.view(-1),
+           *grads[:6], grads[6].view(-1), scratch, scratch, B, T, H, N // LANES, n)
     return grads
 
 
@@ -94,12 +94,12 @@ def aligned(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 @cache
-def _forward_kernel(dtype: torch.dtype, rung: Rung) -> Any:
+def _forward_kernel(dtype: torch.dtype, version: Version) -> Any:
     """Returns the forward kernel for r, k, v, a, b and y of `dtype`. The argument M is the number of vectors in a head."""
     Rows, read, write = stored(dtype, LANES)
-    update = rung.step
-    stage = rung.stage or _stage_columns
-    outside = rung.outside
+    update = version.step
+    stage = version.stage or _stage_columns
+    outside = version.outside
 
     @ti.kernel
     def forward(r: Rows, log_w: Vectors, k: Rows, v: Rows, a: Rows, b: Rows, state: Flat, y: Rows, after: Flat,
@@ -138,12 +138,12 @@ def _forward_kernel(dtype: torch.dtype, rung: Rung) -> Any:
 
 
 @cache
-def _backward_kernel(dtype: torch.dtype, rung: Rung) -> Any:
+def _backward_kernel(dtype: torch.dtype, version: Version) -> Any:
     """Returns the backward kernel for r, k, v, a, b, grad_y and gradients of `dtype`. M is as in _forward_kernel."""
     Rows, read, write = stored(dtype, LANES)
-    update = rung.step
-    stage = rung.stage or _stage_columns
-    outside = rung.outside
+    update = version.step
+    stage = version.stage or _stage_columns
+    outside = version.outside
 
     @ti.kernel
     def backward(r: Rows, log_w: Vectors, k: Rows, v: Rows, a: Rows, b: Rows, state: Vectors, sa: Vectors, grad_y: Rows,

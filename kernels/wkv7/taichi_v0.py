@@ -1,4 +1,4 @@
-"""Rung 0 computes the recurrence as written, with one row or column of the state per thread.
+"""Version 0 computes the recurrence as written, with one row or column of the state per thread.
 
 A step takes 9 memory accesses for 5 multiply-adds. No sum is divided among threads. A thread processes a row i of S in forward,
 a row of G = dL/dS for grad_v and gsa_i = sum_j G_ij b_j, and a column j of both for the other gradients:

@@ -1,4 +1,4 @@
-"""Rung 2 takes a single loop over the matrix per step, in which each element is loaded and stored once.
+"""Version 2 takes a single loop over the matrix per step, in which each element is loaded and stored once.
 
 A single loop is possible because sa is computed one step ahead. So each step of the four passes in _passes.py can multiply the
 matrix by the decay, add two outer products, and multiply the result by two vectors in the same loop.
@@ -43,5 +43,5 @@ def _pass(scratch: ti.template(), flat: ti.template(), before, after, other, vec
 
 
 activation_shapes = _passes.activation_shapes
-forward = partial(_passes.forward, _passes.Rung(_pass))
-backward = partial(_passes.backward, _passes.Rung(_pass))
+forward = partial(_passes.forward, _passes.Version(_pass))
+backward = partial(_passes.backward, _passes.Version(_pass))

@@ -1,4 +1,4 @@
-"""Rung 3 factors the decay out of the state, which leaves 4 multiply-adds per element and step instead of 5.
+"""Version 3 factors the decay out of the state, which leaves 4 multiply-adds per element and step instead of 5.
 
 Within a chunk of steps let W_t be the product of w from the chunk's first step to t, S = S' diag(W_t), and G = G' / diag(W_t)
 for G = dL/dS. With b' = b / W, k' = k / W, r' = r W and a'_t = a_t W_{t-1} the recurrence and its reverse have no decay left:
@@ -82,6 +82,6 @@ def _stage(read: ti.template(), scratch: ti.template(), columns, r: ti.template(
 
 
 activation_shapes = _passes.activation_shapes
-_rung = _passes.Rung(_pass, _stage, outside=True)
-forward = partial(_passes.forward, _rung)
-backward = partial(_passes.backward, _rung)
+_version = _passes.Version(_pass, _stage, outside=True)
+forward = partial(_passes.forward, _version)
+backward = partial(_passes.backward, _version)
