@@ -1,8 +1,8 @@
 """This module contains `Operator`, the base class of all operators.
 
-`Operator` casts the inputs, handles sizes of 0, and connects an implementation to autograd and torch.library. An instance
+`Operator` disables autocast, handles sizes of 0, and connects an implementation to autograd and torch.library. An instance
 computes one operator by one implementation, which is chosen by name. Instances contain no tensors, and can be copied and
-pickled. They support first derivatives in reverse mode; second derivatives and forward mode (jvp, jacfwd) raise ValueError.
+pickled. First derivatives work in reverse mode; second derivatives and forward mode (jvp, jacfwd) raise ValueError.
 
 A call takes one of two paths. Both run the same functions, forward and backward, and give the same bits:
 - Most calls run a torch.autograd.Function, which on a CPU avoids 0.1 to 0.2 ms in PyTorch's dispatcher per call. Function
@@ -35,7 +35,7 @@ class Operator:
         outputs: pairs of an output's name and the input with the same shape and dtype. An output with the name of an input is a
             state: if a size is 0, the input is returned unchanged.
         gradients: the inputs with a gradient, in the order of `inputs`. The tuple is empty if the operator has no derivative.
-        differentiable: the outputs whose gradients are arguments of backward. They are the first of `outputs`.
+        differentiable: the outputs whose gradients are arguments of backward. These outputs come first in `outputs`.
         saved: the inputs and outputs that are arguments of backward, before the outputs' gradients.
         parts: the functions that an implementation must define besides REQUIRES, as one tuple for each alternative set.
 

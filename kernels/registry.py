@@ -58,7 +58,7 @@ class Requires:
         formats: the supported packed formats (matvec).
         rounded: the input dtypes to which the implementation also rounds intermediate results, including states. The operator's
             cases.py has larger tolerances for these dtypes.
-        T_multiple, N_multiple: the numbers to whose multiples callers pad T and N.
+        T_multiple, N_multiple: callers pad T and N to multiples of these numbers.
         N_sizes: all supported N in ascending order. Callers pad N to the next supported size.
         wkv: whether the quotient of two convolutions is numerically sound, so that WKV can be composed of the kernel (timex).
         compiled: whether the implementation uses torch.compile, which requires a C++ compiler, and on CUDA also Triton.

@@ -87,7 +87,7 @@ if hasattr(ti.lang.kernel_impl, "_inside_class"):
 
 
 def start(arch: Any) -> None:
-    """Starts Taichi on `arch`. Raises RuntimeError if it cannot start.
+    """Starts Taichi on `arch`. Raises RuntimeError if Taichi cannot start.
 
     real_matrix_scalarize=False keeps Taichi's vectors as LLVM vectors, which is several times faster on a CPU. fast_math is on
     by default, and stays on: LLVM may reorder sums, but NaN and infinity still propagate.
@@ -103,7 +103,7 @@ def _cache() -> dict[str, Any]:
 
     If the cache folder does not exist and cannot be created, Taichi crashes with a segmentation fault at exit, even with the
     cache off. If a file of the cache cannot be opened, Taichi aborts or hangs. So if the folder or a file in it is not
-    writable, the cache is turned off, and its folder is set to the root folder, which always exists.
+    writable, the cache is turned off, and the cache folder is set to the root folder, which always exists.
     """
     folder = os.environ.get("TI_OFFLINE_CACHE_FILE_PATH") or ti.lang.impl.default_cfg().offline_cache_file_path
     if os.environ.get("TI_OFFLINE_CACHE") != "0" and _can_write(Path(folder).absolute()):

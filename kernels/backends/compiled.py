@@ -17,7 +17,7 @@ from torch import Tensor
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """Returns `function` under torch.compile.
 
-    It is compiled once for each dtype, device and combination of the sizes that any_size fixes.
+    The function is compiled once for each dtype, device and combination of the sizes that any_size fixes.
     """
     @wraps(function)
     def call(*inputs: Tensor) -> Any:

@@ -1,6 +1,6 @@
 """Calls FBGEMM, PyTorch's int8 matrix products on x86 CPUs, with VNNI instructions if the CPU has them.
 
-FBGEMM reads a reordered copy of W. Its integer sums are exact for any number of rows.
+FBGEMM reads a reordered copy of W. The integer sums are exact for any number of rows.
 """
 
 import warnings

@@ -9,7 +9,7 @@ Filters drop tokens before the draw:
     min_p            keeps the tokens with at least this fraction of the largest weight
     filters_first    the filters use the weights at temperature 1, and the total of top_p includes the tokens that top_k drops
 
-Without top_k and top_p, weights are cumulated in the order of the vocabulary. Otherwise they are cumulated from the largest
+Without top_k and top_p, weights are cumulated in the order of the vocabulary. Otherwise weights are cumulated from the largest
 logit to the smallest, with ties in the order of the vocabulary. A weight below e^-80 times the largest counts as 0.
 
 An implementation is a file in this folder with REQUIRES and draw(logits (B,V) float32, uniform (B,) float64, filters, bias) ->

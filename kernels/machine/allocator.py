@@ -36,7 +36,7 @@ def _call(name: str, *arguments: int) -> bool:
 
 
 def use_large_pages() -> None:
-    """Sets torch's environment variable for 2 MB pages on Linux, unless the user has set it. Call it before torch is imported.
+    """Sets torch's environment variable for 2 MB pages on Linux, unless the user has set it. Call this before importing torch.
 
     The setting suits long-running programs, because allocating 600 MB in large pages takes half a second to a second longer.
     The variable has no effect unless /sys/kernel/mm/transparent_hugepage/enabled is `madvise`. Source: PyTorch,

@@ -16,7 +16,7 @@ SPINS = "20000"                          # about half a millisecond; the default
 
 
 def wait_briefly() -> None:
-    """Sets GOMP_SPINCOUNT to shorten spinning, unless the user has set one of SETTINGS. Call it before torch is imported."""
+    """Sets GOMP_SPINCOUNT to shorten spinning, unless the user has set one of SETTINGS. Call this before importing torch."""
     if sys.platform == "linux" and "torch" not in sys.modules and not settings():
         os.environ["GOMP_SPINCOUNT"] = SPINS
 

@@ -3,8 +3,8 @@
     python -m kernels.native.build [--zig PYTHON] [--sanitize] [SYSTEM-MACHINE ...]
 
     --zig       the Python of an environment that contains the required version of `ziglang`. The default is this Python.
-                `make native` creates such an environment.
-    --sanitize  enables UBSan, which reports undefined behaviour and aborts. `make soak` tests such a library.
+                `make native` creates that environment.
+    --sanitize  enables UBSan, which reports undefined behaviour and aborts. `make soak` tests a library with UBSan.
 
 Builds are reproducible in any folder. A library contains a hash of the sources, flags and compiler version, and a test compares
 the hash with the sources.

@@ -71,7 +71,7 @@ class TimeX(Operator):
         return dtype if dtype in self.requires.dtypes else torch.float32
 
     def _pad(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-        """Pads T on the left with zeros. They change no result, because the last column of w is lag 0."""
+        """Pads T on the left with zeros, which change no result, because the last column of w is lag 0."""
         left = -tensor.shape[-1] % self.requires.T_multiple
         tensor = tensor.detach().to(dtype)
         return (F.pad(tensor, (left, 0)) if left else tensor).contiguous()

@@ -1,6 +1,6 @@
 """Version 1 computes a tile of outputs from copies of w and k in fast memory.
 
-On a CPU the copies are local arrays. They cannot alias, so LLVM vectorises the sums. On a GPU the copies are in shared memory,
+On a CPU the copies are local arrays, which cannot alias, so LLVM vectorises the sums. On a GPU the copies are in shared memory,
 and a thread computes one output.
 """
 

@@ -22,7 +22,7 @@ by one. Nothing is ever subtracted.
 W is computed as a running product of w, which is more accurate than exp of a running sum. 1 / W is at most e^16 for log_w >=
 -1. Products that must not be used, and may be huge, are replaced by 0. (I - aa)^-1 is computed by substitution, not as the sum
 of the powers of aa, because these can be 1e3 times larger than their sum. If an input is NaN or infinite, forward runs a second
-time with 0 in its place, since 0 * NaN would reach earlier steps of the chunk.
+time with 0 in its place, because 0 * NaN would reach earlier steps of the chunk.
 Source: the WY representation of DeltaNet (arXiv 2406.06484, section 3), here with the decays of RWKV-7 (arXiv 2503.14456).
 """
 
