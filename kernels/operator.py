@@ -253,7 +253,6 @@ class _ReverseOnly(torch.autograd.Function):
 
     @classmethod
     def vmap(cls, info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[Tensors, tuple[int, ...]]:
-        """Calls the function once for each sample."""
         function, *others = inputs
         rows = [other if dim is None else other.movedim(dim, 0) for other, dim in zip(others, in_dims[1:], strict=True)]
         samples = [cls.apply(function, *(row if dim is None else row[i] for row, dim in zip(rows, in_dims[1:], strict=True)))

@@ -125,7 +125,6 @@ def _can_write(folder: Path) -> bool:
 
 @contextlib.contextmanager
 def _no_version_check() -> Iterator[None]:
-    """Prevents ti.init from asking a server for the newest version."""
     check = ti._version_check.start_version_check_thread
     ti._version_check.start_version_check_thread = lambda: None
     try:

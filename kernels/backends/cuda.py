@@ -193,13 +193,12 @@ def _function(source: Source, name: str, device: int, shared: int) -> ctypes.c_v
     driver = _driver()
     driver.cuCtxGetCurrent(ctypes.byref(context))
     if not context.value:
-        _check(driver.cuCtxSetCurrent(_context(device)), f"cuda:{device} has no context")
+        _check(driver.cuCtxSetCurrent(_primary_context(device)), f"cuda:{device} has no context")
     return _kernel(source, name, device, shared)
 
 
 @cache
-def _context(device: int) -> ctypes.c_void_p:
-    """Returns the primary context of the device, which torch uses too."""
+def _primary_context(device: int) -> ctypes.c_void_p:
     context = ctypes.c_void_p()
     _check(_driver().cuDevicePrimaryCtxRetain(ctypes.byref(context), device), f"cuda:{device} has no context")
     return context

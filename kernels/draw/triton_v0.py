@@ -247,7 +247,6 @@ def _keep_top_k(numbers, ids, n, top_k, top, scale, lowest, FILTERS_FIRST: tl.co
 
 @triton.jit
 def _keep_top_p(numbers, ids, n, bound, top, scale, lowest, FILTERS_FIRST: tl.constexpr, LISTED: tl.constexpr):
-    """Keeps in the list only the fewest likeliest tokens with a total weight of at least `bound`. Returns the new length."""
     key, above, _ties, weight = _search(numbers, ids, n, lowest, bound, top, scale, 0.0, 0.0, "weight", FILTERS_FIRST, LISTED)
     ties = tl.where(weight > 0, tl.ceil((bound - above) / tl.where(weight > 0, weight, 1.0)), 1.0)
     return _keep(numbers, ids, n, key, tl.minimum(tl.maximum(ties, 1.0), 2147483647.0).to(tl.int32), LISTED)

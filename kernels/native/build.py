@@ -54,7 +54,7 @@ def build(target: Target, output: Path, zig: str = sys.executable, sanitize: boo
     with tempfile.TemporaryDirectory() as folder:
         objects = []
         common = SANITIZED if sanitize else FLAGS
-        for i, (source, flags) in enumerate(_objects(target)):
+        for i, (source, flags) in enumerate(_sources_and_flags(target)):
             objects.append(str(Path(folder) / f"{i}.o"))
             subprocess.run([*compiler, *common, *flags, "-c", source, "-o", objects[-1]], check=True, cwd=ROOT)
         options = {"macos": f"-Wl,-install_name,@rpath/{target.path.name}", "windows": "-Wl,/Brepro"}     # no timestamp
@@ -67,8 +67,7 @@ def build(target: Target, output: Path, zig: str = sys.executable, sanitize: boo
         new.replace(output)              # running processes keep the old file; overwriting it would crash them
 
 
-def _objects(target: Target) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Yields (source, flags) for each object file, one for each source and level."""
+def _sources_and_flags(target: Target) -> Iterator[tuple[str, tuple[str, ...]]]:
     for source in sources():
         if source in PER_LIBRARY:
             digest = sources_id().rpartition(" ")[2]
@@ -102,7 +101,7 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(f"{options.zig} does not have ziglang {ZIG}: run make native, or pip install ziglang=={ZIG}")
     for name in options.targets or names:
         names[name].path.parent.mkdir(exist_ok=True)
-        print(f"{name}: {len([*_objects(names[name])])} objects, {names[name].path.relative_to(ROOT)}", flush=True)
+        print(f"{name}: {len([*_sources_and_flags(names[name])])} objects, {names[name].path.relative_to(ROOT)}", flush=True)
         build(names[name], names[name].path, options.zig, options.sanitize)
     return 0
 

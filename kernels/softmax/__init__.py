@@ -39,14 +39,13 @@ class Softmax(Operator):
         return y
 
     def _forward(self, x: Tensor) -> Tensor:
-        return _as_in(x, self._implementation.forward(self._rows(x)))
+        return _as_in(x, self._implementation.forward(self._supported_rows(x)))
 
     def _backward(self, *saved_and_gradients: Tensor) -> Tensor:
         y, grad_y = saved_and_gradients
-        return _as_in(y, self._implementation.backward(self._rows(y), self._rows(grad_y)))
+        return _as_in(y, self._implementation.backward(self._supported_rows(y), self._supported_rows(grad_y)))
 
-    def _rows(self, x: Tensor) -> Tensor:
-        """Returns x as contiguous rows (N,M), in a dtype that the implementation supports."""
+    def _supported_rows(self, x: Tensor) -> Tensor:
         dtype = x.dtype if x.dtype in self.requires.dtypes else torch.float32
         rows = x.detach().to(dtype).contiguous()
         return rows if rows.dim() == 2 else rows.view(-1, x.shape[-1])

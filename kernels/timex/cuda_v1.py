@@ -36,5 +36,4 @@ def _convolve(kernel: str, w: Tensor, k: Tensor, *eps: float) -> Tensor:
 
 
 def _threads_per_block(T: int) -> int:
-    """Returns the number of threads per block: whole warps, and no more than the row needs."""
     return min(THREADS, 32 * -(-T // 32))

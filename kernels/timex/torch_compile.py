@@ -16,17 +16,16 @@ REQUIRES = Requires(compiled=True)
 
 
 def forward(w: Tensor, k: Tensor, eps: float) -> Tensor:
-    return compiled(_correlation)(any_size(_past(k)), any_size(w)).add_(eps)
+    return compiled(_correlation)(any_size(_pad_before(k)), any_size(w)).add_(eps)
 
 
 def backward(w: Tensor, k: Tensor, grad_out: Tensor) -> tuple[Tensor, Tensor]:
     future = F.pad(grad_out, (0, k.shape[-1] - 1))
-    return (compiled(_product)(any_size(_past(k)), any_size(grad_out)),
+    return (compiled(_product)(any_size(_pad_before(k)), any_size(grad_out)),
             compiled(_correlation)(any_size(future), any_size(w.flip(-1))))
 
 
-def _past(k: Tensor) -> Tensor:
-    """Returns k preceded by T-1 zeros, (B,C,2T-1)."""
+def _pad_before(k: Tensor) -> Tensor:
     return F.pad(k, (k.shape[-1] - 1, 0))
 
 

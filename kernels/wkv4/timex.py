@@ -239,7 +239,6 @@ def _by_time(tensor: Tensor) -> Tensor:
 
 
 def _stacked(*tensors: Tensor) -> Tensor:
-    """Stacks tensors (B,n,C,N) into one batch of rows (number * B * n, C, N)."""
     return torch.stack(tensors).flatten(0, 2)
 
 

@@ -246,7 +246,6 @@ def product(scratch: ti.template(), flat: ti.template(), matrix, vector, M):
 
 @ti.func
 def _decay(scratch: ti.template(), flat: ti.template(), strip, columns, steps, M):
-    """Multiplies a strip of the matrix by the decay of a whole chunk."""
     for j in range(M * LANES):
         scratch[strip + j] *= flat[(columns + ((steps - 1) * M + j // LANES) * 6 + 4) * LANES + j % LANES]
 

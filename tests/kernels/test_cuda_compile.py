@@ -187,7 +187,7 @@ def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ctypes.C
     subprocess.run([compiler, "-shared", "-fPIC", "-o", tmp_path / "driver.so", tmp_path / "driver.c"], check=True)
     library = ctypes.CDLL(str(tmp_path / "driver.so"))
     library.fake_log.restype = ctypes.c_char_p
-    caches = (cuda._driver, cuda._context, cuda._kernel, cuda._library)
+    caches = (cuda._driver, cuda._primary_context, cuda._kernel, cuda._library)
     for cached in caches:
         cached.cache_clear()
     monkeypatch.setattr(cuda, "DRIVER_NAMES", (str(tmp_path / "driver.so"),))
