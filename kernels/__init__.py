@@ -1,1 +1,1 @@
-"""Operators with interchangeable implementations. The package depends on torch and the back ends, not on the package rwkv."""
+"""Contains operators with interchangeable implementations. This package depends on torch and the back ends, but not on rwkv."""

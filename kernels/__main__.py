@@ -1,4 +1,7 @@
-"""python -m kernels lists every operator's implementations, each with its idea, its devices, and why it cannot run here."""
+"""python -m kernels lists the implementations of every operator.
+
+Each line shows an implementation's idea, the supported devices, and the reason if the implementation cannot run here.
+"""
 
 import ast
 import os
@@ -40,7 +43,7 @@ def show() -> None:
 
 
 def runs_on(op: str, name: str) -> str:
-    """The devices that the implementation declares; "?" if it cannot be loaded."""
+    """Returns the devices that the implementation declares, or "?" if its file cannot be loaded."""
     try:
         return " ".join(load(op, name).REQUIRES.devices)
     except KernelUnavailable:
@@ -59,13 +62,16 @@ def describe(op: str, name: str, devices: Sequence[str]) -> str:
 
 
 def not_built(op: str, name: str) -> str | None:
-    """The reason why a C kernel cannot run, if the built library does not contain it; otherwise None."""
+    """Returns the reason if a C kernel is missing from the built library, otherwise None."""
     missing = native.not_built(Path(__file__).parent / op / f"{name}.py") if name.startswith("c_") else None
-    return f"not built: the library has no {missing} (make native)" if missing else None
+    return f"the kernel is not built: the library does not contain {missing} (run make native)" if missing else None
 
 
 def idea(op: str, name: str) -> str:
-    """The first sentence of the file's docstring. The file is parsed, not imported, since its back end may not be installed."""
+    """Returns the first sentence of the docstring of the implementation's file.
+
+    The file is parsed, not imported, because its back end may not be installed.
+    """
     text = (Path(__file__).parent / op / f"{name}.py").read_text(encoding="utf-8")
     try:
         file = ast.parse(text)

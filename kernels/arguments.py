@@ -1,7 +1,7 @@
-"""Command-line parsing: a parser that reports a usage error as one sentence, and types for its options.
+"""This module parses command lines with `Parser`, which reports a usage error as one sentence, and with types for options.
 
-A type is a function from an option's text to its value. It raises argparse.ArgumentTypeError with a message that argparse
-prints after the option's name.
+A type is a function that converts an option's text to a value. For an invalid text the type raises
+argparse.ArgumentTypeError, and argparse prints the error's message after the option's name.
 """
 
 import argparse
@@ -16,10 +16,10 @@ from typing import Any, ClassVar, NoReturn
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser for python -m MODULE. For a usage error it prints one line on standard error, and exits with status 2.
+    """Parses the arguments of python -m MODULE. A usage error prints one line on standard error, and ends with status 2.
 
-    shown: a function applied to the usage and the description before they are printed. A program that offers other modules as
-    subcommands uses it to print a subcommand's name instead of "python -m MODULE".
+    `shown` is a function that is applied to the usage and the description before they are printed. A program that offers other
+    modules as subcommands sets `shown`, in order to print the subcommand's name instead of "python -m MODULE".
     """
 
     shown: ClassVar[Callable[[str], str]] = str
@@ -42,7 +42,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def from_home(text: str) -> str:
-    """The path with a leading ~ or ~/ expanded, because shells do not expand it in --out=~/x."""
+    """Returns the path with a leading ~ or ~/ expanded, because shells do not expand the tilde in --out=~/x."""
     return os.path.expanduser(text) if text == "~" or text.startswith("~/") else text        # noqa: PTH111 (Path raises)
 
 
@@ -84,23 +84,23 @@ def any_sizes(text: str) -> tuple[int, ...]:
 
 
 def sizes_of(axes: str) -> Callable[[str], tuple[int, ...]]:
-    """The type of an option with one size per axis. axes: the axes' names, such as "L,C,V"."""
+    """Returns the type of an option with one size per axis. `axes` contains the names of the axes, such as "L,C,V"."""
     def named(text: str) -> tuple[int, ...]:
         sizes = any_sizes(text)
         if len(sizes) != len(axes.split(",")):
-            raise ArgumentTypeError(f"must be one size for each of {axes}; got {text}")
+            raise ArgumentTypeError(f"must contain one size for each of {axes}; got {text}")
         return sizes
 
     return named
 
 
 def some_of(choices: Iterable[str]) -> Callable[[str], list[str]]:
-    """The type of an option with a comma-separated list of names, all from `choices`."""
+    """Returns the type of an option that accepts a comma-separated list of names from `choices`."""
     def names(text: str) -> list[str]:
         requested = text.split(",")
         for name in requested:
             if name not in choices:
-                raise ArgumentTypeError(f"unknown name {name!r}; there are: {', '.join(choices)}")
+                raise ArgumentTypeError(f"the name {name!r} is unknown: choose from {', '.join(choices)}")
         return requested
 
     return names
@@ -109,7 +109,7 @@ def some_of(choices: Iterable[str]) -> Callable[[str], list[str]]:
 def _existing(kind: str, exists: Callable[[Path], bool]) -> Callable[[str], Path]:
     def existing_path(text: str) -> Path:
         if not exists(path_of(text)):
-            raise ArgumentTypeError(f"there is no {kind} {text}: name one that exists")
+            raise ArgumentTypeError(f"there is no {kind} {text}: check the path")
         return path_of(text)
 
     return existing_path
@@ -121,8 +121,8 @@ existing_folder = _existing("folder", Path.is_dir)
 
 
 def program(text: str) -> Path:
-    """The path of a program, given as a path or as a name on the PATH."""
+    """Returns the path of the program that `text` names by a path or by a name on the PATH."""
     path = shutil.which(from_home(text))
     if path is None:
-        raise ArgumentTypeError(f"there is no program {text}: name one that exists and is executable")
+        raise ArgumentTypeError(f"there is no executable program {text}: check the path or the PATH")
     return Path(path)

@@ -1,13 +1,14 @@
-"""The base class of all operators: checks, casts, sizes of 0, autograd, and registration with torch.library.
+"""This module contains `Operator`, the base class of all operators.
 
-An Operator is an operator computed by one implementation, which is chosen by name. It contains no tensors, and can be copied
-and pickled. It can be differentiated once, in reverse mode: second derivatives and forward mode (jvp, jacfwd) raise ValueError.
+`Operator` disables autocast, handles sizes of 0, and connects an implementation to autograd and torch.library. An instance
+computes one operator by one implementation, which is chosen by name. Instances contain no tensors, and can be copied and
+pickled. First derivatives work in reverse mode; second derivatives and forward mode (jvp, jacfwd) raise ValueError.
 
-A call takes one of two paths, which run the same functions, forward and backward, and give the same bits:
-- a torch.autograd.Function, which on a CPU avoids 0.1 to 0.2 ms in PyTorch's dispatcher per call. Function transforms also take
-  this path: grad, vjp and jacrev directly, vmap by one call per sample;
-- the registered operator timemix::OPERATOR_NAME, if torch.compile, export, torch.jit.trace, a profiler, a dispatch mode or a
-  subclass of Tensor must see a single operator without its internal operations.
+A call takes one of two paths. Both run the same functions, forward and backward, and give the same bits:
+- Most calls run a torch.autograd.Function, which on a CPU avoids 0.1 to 0.2 ms in PyTorch's dispatcher per call. Function
+  transforms also take this path: grad, vjp and jacrev directly, and vmap by one call per sample.
+- The registered operator timemix::OPERATOR_NAME is called if torch.compile, export, torch.jit.trace, a profiler, a dispatch
+  mode or a subclass of Tensor must see a single operator without its internal operations.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -26,21 +27,22 @@ Tensors = tuple[Tensor, ...]
 
 
 class Operator:
-    """Base class of TimeX, WKV, Softmax and BrickPadding. A subclass describes its operator in these attributes:
+    """The base class of the operators. A subclass describes its operator in class attributes.
 
-    folder: the folder of kernels/ with the implementations.
-    inputs: the parameters in torch's schema language; those with a gradient come first.
-    outputs: pairs of an output's name and the input that has the same shape and dtype. An output with the name of an input is a
-        state: if a size is 0, the input is returned unchanged.
-    gradients: the inputs with a gradient, in the order of `inputs`. Empty: the operator has no derivative.
-    differentiable: the outputs whose gradients are arguments of backward; `outputs` begins with them.
-    saved: the inputs and outputs that are arguments of backward, before the outputs' gradients.
-    parts: the functions that an implementation must define, besides REQUIRES; one tuple for each alternative set.
+    Attributes:
+        folder: the folder of kernels/ with the implementations.
+        inputs: the parameters in torch's schema language. Parameters with a gradient come first.
+        outputs: pairs of an output's name and the input with the same shape and dtype. An output with the name of an input is a
+            state: if a size is 0, the input is returned unchanged.
+        gradients: the inputs with a gradient, in the order of `inputs`. The tuple is empty if the operator has no derivative.
+        differentiable: the outputs whose gradients are arguments of backward. These outputs come first in `outputs`.
+        saved: the inputs and outputs that are arguments of backward, before the outputs' gradients.
+        parts: the functions that an implementation must define besides REQUIRES, as one tuple for each alternative set.
 
-    A subclass's __call__ checks the inputs and returns self._function(*inputs), a tuple of outputs. For sizes other than 0, the
+    The subclass's __call__ checks the inputs and returns self._function(*inputs), a tuple of outputs. For sizes other than 0, a
     subclass implements _forward(*inputs, *activations) -> outputs and _backward(*saved, *activations, *gradients) -> gradients,
-    each a tuple or a single tensor. activations are the n_activations tensors of empty_activations(*inputs), which forward
-    fills for backward; they are left out if no gradient is required.
+    each of which returns a tuple or a single tensor. The activations are the tensors of empty_activations(*inputs), which
+    forward fills for backward. Without a gradient, no activations are passed.
     """
 
     folder: ClassVar[str]
@@ -64,7 +66,7 @@ class Operator:
         self.requires: Requires = self._implementation.requires(**options) if options else self._implementation.REQUIRES
         self._file = (self.folder, name)         # the file whose REQUIRES are checked
         self._checked: str | None = None         # the device type that was checked last
-        self._function = _function_of(self)      # not in __call__: torch.compile would trace the registration
+        self._function = _function_of(self)      # in __call__, torch.compile would trace the registration
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.name!r})"
@@ -74,7 +76,7 @@ class Operator:
         return partial(type(self), name, **self._options), ()
 
     def forward(self, *inputs: Any) -> Any:
-        """Returns the outputs, without checks and autograd, for other operators. `inputs` may end with activations."""
+        """Returns the outputs without checks and autograd, for calls by other operators. `inputs` may end with activations."""
         sized = inputs[self._names.index(self.outputs[0][1])]
         if sized.numel() == 0:
             return _one_or_all(self._empty_outputs(*inputs))
@@ -83,15 +85,15 @@ class Operator:
 
     @property
     def n_activations(self) -> int:
-        """The number of tensors that empty_activations returns."""
+        """Returns the number of tensors that empty_activations returns."""
         return 0
 
     def empty_activations(self, *inputs: Any) -> Tensors:
-        """Uninitialised tensors that forward fills for backward."""
+        """Returns uninitialised tensors, which forward fills for backward."""
         return ()
 
     def backward(self, *saved_and_gradients: Tensor) -> Any:
-        """The gradients of the inputs, without checks."""
+        """Returns the gradients of the inputs, without checks."""
         sized = self._by_input(saved_and_gradients)[self.outputs[0][1]]
         if sized.numel() == 0:
             return _one_or_all(self._empty_gradients(*saved_and_gradients))
@@ -99,7 +101,7 @@ class Operator:
             return self._backward(*saved_and_gradients)
 
     def check_device(self, device: torch.device) -> None:
-        """Raises KernelUnavailable, with the reason and the remedy, if the implementation cannot run on `device`."""
+        """Raises KernelUnavailable if the implementation cannot run on `device`, and states the reason and the remedy."""
         if not torch.compiler.is_compiling() and device.type != self._checked:
             check(*self._file, device)
             self._checked = device.type
@@ -116,18 +118,18 @@ class Operator:
         raise NotImplementedError
 
     def _by_input(self, saved: Tensors) -> dict[str, Tensor]:
-        """A dictionary of the saved tensors; a key is the name of the input that has the same shape and dtype."""
+        """Returns the saved tensors by the name of the input that has the same shape and dtype."""
         like = dict(self.outputs)
         return {like.get(name, name): tensor for name, tensor in zip(self.saved, saved, strict=False)}
 
     def _empty_outputs(self, *inputs: Any) -> list[Tensor]:
-        """Outputs with the right shapes, dtypes and strides: the results for a size of 0, and torch's fake outputs."""
+        """Returns outputs with the right shapes, dtypes and strides, as results for a size of 0 and as torch's fake outputs."""
         by_name = dict(zip(self._names, inputs, strict=False))
         return [_copy(by_name[name]) if name in by_name else by_name[like].new_empty(by_name[like].shape)
                 for name, like in self.outputs]
 
     def _empty_gradients(self, *saved_and_gradients: Tensor) -> list[Tensor]:
-        """Gradients for a size of 0, and torch's fake gradients: zeros or, for a state, its incoming gradient."""
+        """Returns zeros, or a state's incoming gradient, as gradients for a size of 0 and as torch's fake gradients."""
         saved = self._by_input(saved_and_gradients)
         incoming = dict(zip(self.differentiable, saved_and_gradients[-len(self.differentiable):], strict=True))
         return [_copy(incoming[name]) if name in incoming else saved[name].new_zeros(saved[name].shape)
@@ -135,17 +137,20 @@ class Operator:
 
 
 def contiguous(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """`tensor`, or a copy unless it is contiguous and has `dtype`. Testing is cheaper than a conversion that does nothing."""
+    """Returns `tensor` if it is contiguous and has `dtype`, otherwise a converted copy.
+
+    The test is cheaper than a conversion that does nothing.
+    """
     return tensor if tensor.dtype == dtype and tensor.is_contiguous() else tensor.to(dtype).contiguous()
 
 
 def contiguous_like(outputs: Tensors, like: Tensors) -> Tensors:
-    """The outputs, made contiguous and converted to the dtypes of the tensors in `like`."""
+    """Returns the outputs, contiguous and in the dtypes of the tensors in `like`."""
     return tuple(contiguous(output, tensor.dtype) for output, tensor in zip(outputs, like, strict=True))
 
 
 def _no_autocast(tensor: Tensor) -> AbstractContextManager[Any]:
-    """A context without autocast, which would change the dtypes of an implementation's internal operations."""
+    """Returns a context without autocast, which would change the dtypes of an implementation's internal operations."""
     kind = tensor.device.type
     return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
 
@@ -163,7 +168,7 @@ def _tuple(outputs: Tensor | Tensors) -> Tensors:
 
 
 class Function:
-    """Calls an operator with tensors and numbers by one of the two paths that the module describes; returns a tuple."""
+    """Calls an operator by one of the two paths that the module describes, and returns a tuple of outputs."""
 
     def __init__(self, operator: Operator, name: str) -> None:
         self.operator = operator
@@ -177,7 +182,7 @@ class Function:
             return self.registered(*inputs)
         if transforms_active():
             return _Transformed.apply(self, *inputs)[:self.n_outputs]
-        if _operator_must_be_seen(inputs):
+        if _requires_registered_operator(inputs):
             return self.registered(*inputs)
         outputs: Tensors = _Direct.apply(self, *inputs)
         return outputs
@@ -191,7 +196,7 @@ class Function:
 
     def save(self, ctx: Any, inputs: tuple[Any, ...], outputs_and_activations: Tensors) -> None:
         outputs = zip(dict(self.operator.outputs), outputs_and_activations, strict=False)
-        named = dict(outputs) | dict(zip(self.operator._names, inputs, strict=True))       # a state's name: the input
+        named = dict(outputs) | dict(zip(self.operator._names, inputs, strict=True))       # a state's name stands for the input
         ctx.save_for_backward(*(named[name] for name in self.operator.saved), *outputs_and_activations[self.n_outputs:])
 
     def _register(self, name: str) -> Any:
@@ -199,7 +204,7 @@ class Function:
         activations = [f"activation_{i}" for i in range(operator.n_activations)]
         forward = torch.library.custom_op(name, lambda *inputs: _one_or_all(self.outputs_and_activations(*inputs)),
                                           mutates_args=(),
-                                          schema=f"({operator.inputs}) -> {_tensors(self.n_outputs + len(activations))}")
+                                          schema=f"({operator.inputs}) -> {_result_types(self.n_outputs + len(activations))}")
         forward.register_fake(
             lambda *inputs: _one_or_all([*operator._empty_outputs(*inputs), *operator.empty_activations(*inputs)]))
         if not operator.gradients:
@@ -207,7 +212,7 @@ class Function:
         arguments = [*operator.saved, *activations, *(f"grad_{output}" for output in operator.differentiable)]
         backward = torch.library.custom_op(
             f"{name}_backward", lambda *tensors: operator.backward(*tensors), mutates_args=(),
-            schema=f"({', '.join(f'Tensor {argument}' for argument in arguments)}) -> {_tensors(len(operator.gradients))}")
+            schema=f"({', '.join(f'Tensor {argument}' for argument in arguments)}) -> {_result_types(len(operator.gradients))}")
         backward.register_fake(lambda *tensors: _one_or_all(operator._empty_gradients(*tensors)))
         forward.register_autograd(
             lambda ctx, *grads: _tuple(backward(*ctx.saved_tensors, *grads[:self.n_gradients])) + self.without_gradient,
@@ -215,8 +220,7 @@ class Function:
         return forward
 
 
-def _tensors(n: int) -> str:
-    """The type of n results in torch's schema language."""
+def _result_types(n: int) -> str:
     return "Tensor" if n == 1 else f"({', '.join(['Tensor'] * n)})"
 
 
@@ -224,21 +228,23 @@ _functions: dict[str, Function] = {}
 
 
 def _function_of(operator: Operator) -> Function:
-    """The operator's Function, shared by operators of the same name, since torch registers a name only once per process."""
+    """Returns the Function that all operators of this name share, because torch registers a name only once per process."""
     name = "_".join(map(str, (*operator._file, *(value for _, value in sorted(operator._options.items())))))
     if name not in _functions:
         _functions[name] = Function(operator, name)
     return _functions[name]
 
 
-def _operator_must_be_seen(inputs: tuple[Any, ...]) -> bool:
+def _requires_registered_operator(inputs: tuple[Any, ...]) -> bool:
     return (torch.jit.is_tracing() or dispatch_mode_active()
             or any(isinstance(value, Tensor) and type(value) not in PLAIN for value in inputs) or profiler_active())
 
 
 class _ReverseOnly(torch.autograd.Function):
-    """An autograd.Function without forward-mode derivatives. It works under vmap, so per-sample gradients do:
-    torch.func.vmap(torch.func.grad(loss))."""
+    """An autograd.Function that has no forward-mode derivatives, but works under vmap.
+
+    Per-sample gradients therefore work too: torch.func.vmap(torch.func.grad(loss)).
+    """
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> NoReturn:
@@ -247,7 +253,6 @@ class _ReverseOnly(torch.autograd.Function):
 
     @classmethod
     def vmap(cls, info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[Tensors, tuple[int, ...]]:
-        """Calls the function once for each sample."""
         function, *others = inputs
         rows = [other if dim is None else other.movedim(dim, 0) for other, dim in zip(others, in_dims[1:], strict=True)]
         samples = [cls.apply(function, *(row if dim is None else row[i] for row, dim in zip(rows, in_dims[1:], strict=True)))
@@ -257,7 +262,7 @@ class _ReverseOnly(torch.autograd.Function):
 
 
 class _Direct(_ReverseOnly):
-    """The autograd.Function for calls outside torch.func's transforms: (function, *inputs) -> outputs."""
+    """Maps (function, *inputs) to outputs in calls outside torch.func's transforms."""
 
     @staticmethod
     def forward(ctx: Any, function: Function, *inputs: Any) -> Tensors:
@@ -279,7 +284,7 @@ class _Direct(_ReverseOnly):
 
 
 class _Transformed(_Direct):
-    """Like _Direct, with the separate setup_context that torch.func's transforms require; 50 us slower per call."""
+    """A _Direct with the separate setup_context that torch.func's transforms require. A call takes 50 us longer."""
 
     @staticmethod
     def forward(function: Function, *inputs: Any) -> Tensors:      # type: ignore[override]
@@ -292,15 +297,16 @@ class _Transformed(_Direct):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """Always calls _Backward, because torch.func.vjp may call this with gradients disabled."""
+        """Always calls _Backward, because torch.func.vjp may call this method while gradients are disabled."""
         gradients = _Backward.apply(ctx.function, *ctx.saved_tensors, *grads[:ctx.function.n_gradients])
         return None, *gradients, *ctx.function.without_gradient
 
 
 class _Backward(_ReverseOnly):
-    """Computes the gradients. Differentiating them raises ValueError, since a gradient penalty would silently lack terms.
+    """Computes the gradients, and raises ValueError if they are differentiated.
 
-    torch's once_differentiable raises an error only if the incoming gradient requires a gradient.
+    Otherwise a gradient penalty would silently lack terms. torch's once_differentiable is not sufficient, because it raises an
+    error only if the incoming gradient requires a gradient.
     """
 
     @staticmethod
@@ -309,9 +315,9 @@ class _Backward(_ReverseOnly):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensors) -> None:
-        """Saves nothing, since there is no second derivative."""
+        """Saves nothing, because there is no second derivative."""
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> NoReturn:
-        raise ValueError("the operators of kernels/ have no second derivative: compute it with a formula in PyTorch's own "
-                         "operations")
+        raise ValueError("the operators of kernels/ have no second derivative: compute the derivative with a formula in "
+                         "PyTorch's own operations")

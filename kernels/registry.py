@@ -1,4 +1,4 @@
-"""Finds the implementations of operators: the implementation NAME of the operator OP is the file kernels/OP/NAME.py.
+"""Finds the implementations of operators. The implementation NAME of the operator OP is the file kernels/OP/NAME.py.
 
 Back ends are imported only when an implementation is loaded, and devices are queried only when one is selected.
 """
@@ -25,14 +25,19 @@ COMPILERS = {"darwin": "clang++", "win32": "cl"}     # torch.compile's default C
 
 
 class UnknownKernel(ValueError):
-    """The operator has no implementation of this name."""
+    """Is raised if the operator has no implementation of a name."""
 
 
 class KernelUnavailable(RuntimeError):
-    """An implementation cannot run here. reason: the cause and the remedy. instead: what can run here. The message has both."""
+    """Is raised if an implementation cannot run here.
+
+    Args:
+        reason: the cause and the remedy, which begin the message.
+        instead: a sentence about the implementations that can run here, which ends the message.
+    """
 
     def __init__(self, reason: str, instead: str = "") -> None:
-        super().__init__(f"{reason}; {instead}" if instead else reason)
+        super().__init__(f"{reason}. {instead}" if instead else reason)
         self.reason = reason
 
 
@@ -44,18 +49,21 @@ def _float32() -> "tuple[torch.dtype, ...]":
 
 @dataclass(frozen=True)
 class Requires:
-    """An implementation's requirements. Operators pad, cast or reject their inputs accordingly.
+    """The requirements of an implementation. Operators pad, cast or reject their inputs accordingly.
 
-    packages: required packages besides torch.  devices: supported torch device types.  dtypes: supported dtypes; inputs of
-    other floating-point dtypes are cast to float32, and the results are cast back.  formats: supported packed formats (matvec).
-    rounded: input dtypes to which the implementation also rounds intermediate results, including states; the operator's
-    cases.py has larger tolerances for them.
-    T_multiple, N_multiple: callers pad T and N to multiples of these.  N_sizes: all supported N, ascending; callers pad N to
-    the next supported size.
-    wkv: whether the quotient of two results of a convolution is numerically sound, so that WKV can be composed of it (timex).
-    compiled: uses torch.compile, which requires a C++ compiler, and on CUDA also Triton.  scripted: uses torch.jit.script,
-    which torch has deprecated.  why_not: a function that returns why this machine cannot run the implementation, and the
-    remedy, or None if it can.
+    Attributes:
+        packages: the required packages besides torch.
+        devices: the supported torch device types.
+        dtypes: the supported dtypes. Inputs of other floating-point dtypes are cast to float32, and the results are cast back.
+        formats: the supported packed formats (matvec).
+        rounded: the input dtypes to which the implementation also rounds intermediate results, including states. The operator's
+            cases.py has larger tolerances for these dtypes.
+        T_multiple, N_multiple: callers pad T and N to multiples of these numbers.
+        N_sizes: all supported N in ascending order. Callers pad N to the next supported size.
+        wkv: whether the quotient of two convolutions is numerically sound, so that WKV can be composed of the kernel (timex).
+        compiled: whether the implementation uses torch.compile, which requires a C++ compiler, and on CUDA also Triton.
+        scripted: whether the implementation uses torch.jit.script, which torch has deprecated.
+        why_not: a function that returns the reason why this machine cannot run the implementation, with the remedy, or None.
     """
 
     packages: tuple[str, ...] = ()
@@ -74,21 +82,24 @@ class Requires:
 
 @cache
 def operators() -> tuple[str, ...]:
-    """All operators: the folders beside this file with an __init__.py (interface) and a cases.py (shapes and tolerances)."""
+    """Returns the names of all operators.
+
+    An operator is a folder beside this file with an __init__.py (the interface) and a cases.py (shapes and tolerances).
+    """
     folders = (path.parent for path in sorted(Path(__file__).parent.glob("*/cases.py")))
     return tuple(folder.name for folder in folders if (folder / "__init__.py").exists())
 
 
 @cache
 def names(op: str) -> tuple[str, ...]:
-    """The names of all implementations of `op` ("timex", "wkv4", ...), whether or not they can run here."""
+    """Returns the names of all implementations of `op` ("timex", "wkv4", ...), whether or not they can run here."""
     folder = Path(__file__).parent / op
     stems = (path.stem for path in sorted(folder.glob("*.py")))
     return tuple(stem for stem in stems if stem not in NOT_IMPLEMENTATIONS and not stem.startswith("_"))
 
 
 def all_names(op: str) -> set[str]:
-    """The names of the implementations of `op`, and of the other operator of which `op` can be composed, if any.
+    """Returns the names of the implementations of `op`, and of the operator of which `op` can be composed, if any.
 
     kernels.select may reject some names of the other operator. The file that composes the two, wkv4/timex.py, is not included.
     """
@@ -98,27 +109,29 @@ def all_names(op: str) -> set[str]:
 
 @cache
 def load(op: str, name: str) -> ModuleType:
-    """The module kernels/OP/NAME.py. Raises UnknownKernel if there is no such file, KernelUnavailable if a package is missing,
-    if the file cannot be imported, or if it lacks a function that the operator requires.
+    """Returns the module kernels/OP/NAME.py. Raises UnknownKernel if the file does not exist.
+
+    Raises KernelUnavailable if a package is missing, if the file cannot be imported, or if the file lacks a function that the
+    operator requires.
     """
     if name not in names(op):
-        raise UnknownKernel(f"unknown {op} implementation {name!r}; there are: {', '.join(names(op))}")
+        raise UnknownKernel(f"{op} has no implementation {name!r}: choose one of {', '.join(names(op))}")
     try:
         module = importlib.import_module(f"kernels.{op}.{name}")
     except ModuleNotFoundError as error:
         raise KernelUnavailable(_package_missing(name, error.name or "?")) from error
-    except Exception as error:           # an error in the file itself
+    except Exception as error:           # the file itself contains an error
         raise KernelUnavailable(f"kernels/{op}/{name}.py cannot be imported: {_error_line(error, f'{name}.py')}") from error
     operator = getattr(sys.modules[f"kernels.{op}"], "OPERATOR", None)
-    ways: tuple[tuple[str, ...], ...] = operator.parts if operator else ((op,),)         # draw has no class Operator
-    missing = min(([part for part in ("REQUIRES", *way) if not hasattr(module, part)] for way in ways), key=len)
+    sets: tuple[tuple[str, ...], ...] = operator.parts if operator else ((op,),)         # draw has no class Operator
+    missing = min(([part for part in ("REQUIRES", *functions) if not hasattr(module, part)] for functions in sets), key=len)
     if missing:
-        raise KernelUnavailable(f"kernels/{op}/{name}.py has no {' and no '.join(missing)} (kernels/README.md has an example)")
+        raise KernelUnavailable(f"kernels/{op}/{name}.py must define {' and '.join(missing)}: kernels/README.md has an example")
     return module
 
 
 def _error_line(error: Exception, file: str) -> str:
-    """The error in one line, with the line of the file that raised it."""
+    """Returns the error in one line, which begins with the number of the line in `file` that raised the error."""
     if isinstance(error, SyntaxError):
         return f"line {error.lineno}: {error.msg}"
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename).name == file]
@@ -128,24 +141,24 @@ def _error_line(error: Exception, file: str) -> str:
 
 @cache
 def why_not(op: str, name: str, device: str = "cpu") -> str | None:
-    """Why `name` cannot run on the device type `device`, with the remedy, in one sentence; None if it can."""
+    """Returns one sentence that states why `name` cannot run on the device type `device`, with the remedy, or None."""
     try:
         requires = load(op, name).REQUIRES
     except KernelUnavailable as error:
         return str(error)
     reason = _device_missing(name, requires, device)
     packages = (*requires.packages, *(["triton"] if requires.compiled and device == "cuda" else []))
-    missing = [package for package in packages if not _installed(package)]
+    missing = [package for package in packages if not _is_installed(package)]
     reason = reason or (_package_missing(name, missing[0]) if missing else _compiler_missing(name, requires))
     missing_requirement = _missing_requirement(requires, packages, device) if reason is None else None
     return f"{name} cannot run: {missing_requirement}" if missing_requirement else reason
 
 
 def check(op: str, name: str, device: "torch.device") -> None:
-    """Raises KernelUnavailable, with the reason, the remedy and the alternatives, if `name` cannot run on `device`."""
+    """Raises KernelUnavailable if `name` cannot run on `device`. The message states the reason, the remedy and alternatives."""
     reason = why_not(op, name, device.type)
     if reason:
-        raise KernelUnavailable(reason, f"on {device.type} there are: {', '.join(runnable(op, device.type))}")
+        raise KernelUnavailable(reason, f"These implementations run on {device.type}: {', '.join(runnable(op, device.type))}")
 
 
 def check_dtype(op: str, name: str, requires: Requires, *dtypes: "torch.dtype") -> None:
@@ -153,8 +166,8 @@ def check_dtype(op: str, name: str, requires: Requires, *dtypes: "torch.dtype") 
     import torch
 
     if torch.float64 in dtypes and torch.float64 not in requires.dtypes:
-        able = [other for other in runnable(op) if torch.float64 in load(op, other).REQUIRES.dtypes]
-        raise ValueError(f"{name} does not compute in float64: cast to float32, or use one of {', '.join(able)}")
+        kernels = [other for other in runnable(op) if torch.float64 in load(op, other).REQUIRES.dtypes]
+        raise ValueError(f"{name} does not compute in float64: cast the inputs to float32, or use one of {', '.join(kernels)}")
 
 
 def runnable(op: str, device: str = "cpu") -> list[str]:
@@ -162,9 +175,8 @@ def runnable(op: str, device: str = "cpu") -> list[str]:
 
 
 def _missing_requirement(requires: Requires, packages: tuple[str, ...], device: str) -> str | None:
-    """Why the machine cannot run the implementation, according to Triton or to requires.why_not; None if it can."""
     if "triton" in packages and device == "cuda":
-        from kernels.machine import triton  # imported here, because it imports torch
+        from kernels.machine import triton  # the import is here, because it imports torch
 
         if reason := triton.why_not():
             return reason
@@ -172,13 +184,13 @@ def _missing_requirement(requires: Requires, packages: tuple[str, ...], device: 
 
 
 def missing_compiler() -> str | None:
-    """The name of torch.compile's C++ compiler if it is missing from the PATH; None if it is there."""
+    """Returns the name of torch.compile's C++ compiler if the compiler is missing from the PATH, otherwise None."""
     compiler = COMPILERS.get(sys.platform, "g++")
     return None if shutil.which(compiler) else compiler
 
 
-def _installed(package: str) -> bool:
-    """Whether a module can be imported. find_spec raises an error for a dotted name whose parent is missing."""
+def _is_installed(package: str) -> bool:
+    """Returns True if the package can be imported. find_spec raises an error for a dotted name without a parent."""
     try:
         return importlib.util.find_spec(package) is not None
     except ModuleNotFoundError:
@@ -196,13 +208,13 @@ def _compiler_missing(name: str, requires: Requires) -> str | None:
     import torch
 
     if requires.scripted and not hasattr(torch.jit, "script"):
-        return f"{name} requires torch.jit.script, which torch {torch.__version__} no longer has (pip install an earlier torch)"
+        return f"{name} requires torch.jit.script, which torch {torch.__version__} does not have (install an earlier torch)"
     if requires.scripted and sys.version_info >= (3, 14):
         return f"{name} requires torch.jit.script, which does not support Python 3.14 (use an earlier Python)"
     compiler = missing_compiler()
     if not requires.compiled or compiler is None:
         return None
-    return f"{name} requires a C++ compiler for torch.compile, and there is no {compiler} (install it)"
+    return f"{name} requires a C++ compiler for torch.compile, but {compiler} is not on the PATH (install the compiler)"
 
 
 def _device_missing(name: str, requires: Requires, device: str) -> str | None:
@@ -211,5 +223,5 @@ def _device_missing(name: str, requires: Requires, device: str) -> str | None:
     if device not in requires.devices:
         return f"{name} runs on {' or '.join(requires.devices)}, not on {device}"
     if device == "cuda" and not torch.cuda.is_available():
-        return f"{name} on cuda requires a CUDA device, and torch finds none"
+        return f"{name} on cuda requires a CUDA device, but torch finds none"
     return None

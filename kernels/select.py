@@ -1,11 +1,11 @@
-"""Makes an operator from a kernel's name, for all programs and for from_pretrained.
+"""Selects the kernel that computes an operator, for all programs and for from_pretrained.
 
     wkv = select("wkv4", "taichi_v3", device, dtype)
 
-A kernel's name is that of its file in the operator's folder. WKV can also be composed of TimeX (COMPOSED in registry.py), so
-the names of TimeX's kernels are accepted too: select("wkv4", "conv1d") is the convolution formula of WKV with TimeX("conv1d")
-inside. The name `auto` selects a kernel by the operator, the device and the dtype of the inputs (RULES) and, for some
-operators, also by the numbers of heads and steps (BY_SIZE).
+A kernel has the name of its file in the operator's folder. WKV can also be composed of TimeX (COMPOSED in registry.py), so
+select("wkv4", ...) accepts the names of TimeX's kernels too: select("wkv4", "conv1d") returns the convolution formula of WKV
+with TimeX("conv1d") inside. The name `auto` selects a kernel by the operator, the device and the dtype of the inputs (RULES).
+For some operators `auto` also considers the numbers of heads and steps (BY_SIZE).
 """
 
 import importlib
@@ -21,10 +21,11 @@ Dtype = torch.dtype | str                # dtype of the inputs; for matvec the f
 
 
 class Rule(NamedTuple):
-    """The kernels that auto tries, in this order.
+    """The order in which auto tries kernels.
 
-    measured: true if benchmarks/results/ show that the first kernel is the fastest, within noise, or if there is only one.
-    source: the measurement, for the printed line about auto's choice.
+    Attributes:
+        measured: true if benchmarks/results/ show that the first kernel is the fastest, within noise, or if there is only one.
+        source: the measurement, for the printed line about auto's choice.
     """
 
     order: tuple[str, ...]
@@ -33,14 +34,14 @@ class Rule(NamedTuple):
 
 
 class Size(NamedTuple):
-    """The sizes that determine which kernel is fastest. heads: B H, those of all rows. steps: T. width: N, of a head."""
+    """The sizes that determine which kernel is fastest: `heads` is B H, `steps` is T, and `width` is N, the size of a head."""
 
     heads: int
     steps: int
     width: int = 64
 
     def distance(self, other: "Size") -> float:
-        """The distance between two sizes: 0 if they are equal, log 2 for twice the heads or twice the steps."""
+        """Returns the distance between two sizes, which is 0 for equal sizes and log 2 for twice the heads or steps."""
         return abs(math.log(self.heads / other.heads)) + abs(math.log(self.steps / other.steps))
 
 
@@ -85,10 +86,10 @@ BY_SIZE = {("wkv7", "cuda", "bfloat16"): {
 
 def select(operator: str, name: str, device: str | torch.device = "cpu", dtype: Dtype = torch.float32,
            size: Size | None = None) -> Any:
-    """The operator ("wkv4", "timex", ...) computed by the kernel `name`, after checking that it can run on `device`.
+    """Returns the operator ("wkv4", "timex", ...) that is computed by the kernel `name`.
 
-    `dtype` and `size` are used only for name="auto". Raises UnknownKernel if the operator has no such kernel, or if WKV cannot
-    be composed of it, and KernelUnavailable if the kernel cannot run on `device`.
+    `dtype` and `size` are used only for name="auto". Raises UnknownKernel if the operator has no kernel `name`, or if WKV
+    cannot be composed of that kernel. Raises KernelUnavailable if the kernel cannot run on `device`.
     """
     device = torch.device(device)
     name = resolve(operator, name, device, dtype, size)
@@ -97,7 +98,7 @@ def select(operator: str, name: str, device: str | torch.device = "cpu", dtype: 
     if reason:
         others = runnable_on(operator, device.type)
         only_auto = others == [AUTO]
-        raise KernelUnavailable(reason, "" if only_auto else f"on {device.type} there are: {', '.join(others)}")
+        raise KernelUnavailable(reason, "" if only_auto else f"These kernels run on {device.type}: {', '.join(others)}")
     kind = importlib.import_module(f"kernels.{operator}").OPERATOR
     inner = folder(operator, name)
     selected = kind(name) if inner == operator else kind(inner, **{inner: name})
@@ -106,43 +107,48 @@ def select(operator: str, name: str, device: str | torch.device = "cpu", dtype: 
 
 
 def selectable(operator: str) -> list[str]:
-    """All names that `select` accepts for the operator, except `auto`, including kernels that cannot run here."""
+    """Returns all names that `select` accepts for the operator, except `auto`, including kernels that cannot run here."""
     inner = COMPOSED.get(operator)
     inner_names = [name for name in names(inner) if _usable_inside(inner, name)] if inner else []
     return [*inner_names, *(name for name in names(operator) if name != inner)]
 
 
 def folder(operator: str, name: str) -> str:
-    """The folder of kernels/ that contains the file of the operator's kernel `name`: "timex" for ("wkv4", "conv1d")."""
+    """Returns the folder of kernels/ that contains the kernel's file, such as "timex" for ("wkv4", "conv1d")."""
     return operator if name in names(operator) else COMPOSED.get(operator, operator)
 
 
 def resolve(operator: str, name: str, device: str | torch.device = "cpu", dtype: Dtype = torch.float32,
             size: Size | None = None) -> str:
-    """Resolves `auto` to the first kernel of its rule that can run, or to the last if none can. Returns any other name
-    unchanged."""
+    """Returns the name of the kernel that `auto` selects, or any other name unchanged.
+
+    `auto` selects the first kernel of the rule that can run, or the last kernel if none can.
+    """
     if name != AUTO or not _has_rule(operator):
         return name
     device = torch.device(device).type
     choices = rule(operator, device, dtype, size).order
-    return next((choice for choice in choices if _why_not(operator, choice, device, size) is None), choices[-1])
+    return next((choice for choice in choices if _why_skipped(operator, choice, device, size) is None), choices[-1])
 
 
 def why_auto(operator: str, device: str | torch.device = "cpu", dtype: Dtype = torch.float32, size: Size | None = None) -> str:
-    """A line for the plan: the kernel that auto selects, and the measurement behind it, or why the first choice was skipped."""
+    """Returns a text for the plan that a program prints: the kernel that auto selects, and the reason.
+
+    The reason is the measurement, or why the first kernel of the rule was skipped.
+    """
     device = torch.device(device).type
     (first, *_), measured, source = rule(operator, device, dtype, size)
     chosen = resolve(operator, AUTO, device, dtype, size)
-    reason = _why_not(operator, first, device, size)
+    reason = _why_skipped(operator, first, device, size)
     reasons = [*filter(None, [reason or source]), *([] if measured else [f"not measured on {device} yet"])]
     return f"{chosen} (chosen by auto{': ' if reasons else ''}{'; '.join(reasons)})"
 
 
 def rule(operator: str, device: str, dtype: Dtype, size: Size | None = None) -> Rule:
-    """The operator's rule for the device and dtype. Devices other than CUDA use the rules of a CPU.
+    """Returns the operator's rule for the device and dtype. Devices other than CUDA use the rules of a CPU.
 
-    float16 uses the rules of bfloat16, except in wkv7, whose kernels all compute float16 in float32 and therefore use the rules
-    of float32. With a size, the order is that of the nearest measured size.
+    float16 uses the rules of bfloat16. In wkv7, float16 uses the rules of float32, because all kernels of wkv7 compute float16
+    in float32. With a size, the rule has the order of the nearest measured size.
     """
     name = str(dtype).removeprefix("torch.")
     if name == "float16":
@@ -155,8 +161,7 @@ def rule(operator: str, device: str, dtype: Dtype, size: Size | None = None) -> 
     return Rule(BY_SIZE[key][nearest], base.measured, f"{base.source}, with {nearest.heads} heads and {nearest.steps} steps")
 
 
-def _why_not(operator: str, name: str, device: str, size: Size | None) -> str | None:
-    """Why auto skips a kernel: it cannot run on the device, or does not support the head width. None if it can be used."""
+def _why_skipped(operator: str, name: str, device: str, size: Size | None) -> str | None:
     reason = why_not(folder(operator, name), name, device)
     if reason or size is None:
         return reason
@@ -169,8 +174,8 @@ def _check_name(operator: str, name: str, device: str) -> None:
     if name != inner and name in names(folder(operator, name)):
         return
     owners = [other for other in operators() if name in names(other) and name != inner]
-    problem = f"{name} is a kernel of {' and '.join(owners)}, not of {operator}" if owners else f"unknown kernel {name!r}"
-    raise UnknownKernel(f"{problem}; on {device} there are: {', '.join(runnable_on(operator, device))}")
+    problem = f"{name} is a kernel of {' and '.join(owners)}, not of {operator}" if owners else f"there is no kernel {name!r}"
+    raise UnknownKernel(f"{problem}. These kernels run on {device}: {', '.join(runnable_on(operator, device))}")
 
 
 def _has_rule(operator: str) -> bool:
@@ -185,6 +190,6 @@ def _usable_inside(operator: str, name: str) -> bool:
 
 
 def runnable_on(operator: str, device: str) -> list[str]:
-    """The names that `select` accepts for the operator on the device type `device`; `auto` first if there is a rule."""
+    """Returns the names that `select` accepts on the device type `device`, beginning with `auto` if there is a rule."""
     here = [name for name in selectable(operator) if why_not(folder(operator, name), name, device) is None]
     return [AUTO, *here] if _has_rule(operator) else here

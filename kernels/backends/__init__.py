@@ -1,1 +1,1 @@
-"""The back ends. Only the modules here start Taichi, compile CUDA C++ or call torch's compilers."""
+"""Contains the back ends. Only the modules in this folder start Taichi, compile CUDA C++ or call torch's compilers."""

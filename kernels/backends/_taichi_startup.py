@@ -1,8 +1,8 @@
-"""Imports and starts Taichi. taichi.py launches its kernels.
+"""Imports and starts Taichi. The module taichi.py launches kernels.
 
-Of Taichi's environment variables, only those of its cache are used: TI_OFFLINE_CACHE and TI_OFFLINE_CACHE_FILE_PATH. With a
-different TI_DEFAULT_FP, TI_ARCH or TI_FAST_MATH these kernels would compute wrong results or crash, so all other variables are
-hidden while Taichi is imported and started. They still apply to a program that calls ti.init itself.
+Only the environment variables of Taichi's cache are used: TI_OFFLINE_CACHE and TI_OFFLINE_CACHE_FILE_PATH. With a different
+TI_DEFAULT_FP, TI_ARCH or TI_FAST_MATH these kernels would compute wrong results or crash. So all other variables are
+hidden while Taichi is imported and started. A program that calls ti.init itself still uses all variables.
 """
 
 import contextlib
@@ -19,12 +19,12 @@ from typing import Any
 
 import torch
 
-TRIED = 2**20  # free bytes required for the cache: about the size of a model's compiled kernels
+CACHE_BYTES = 2**20  # free bytes required for the cache: about the size of a model's compiled kernels
 
 
 @contextlib.contextmanager
 def _silent() -> Iterator[None]:
-    """Hides Taichi's banner. If only sys.stdout were redirected, as in a notebook, Taichi would print even more."""
+    """Hides Taichi's banner. If only sys.stdout were replaced, as in a notebook, Taichi would print even more."""
     streams = sys.stdout, sys.__stdout__
     sys.stdout = sys.__stdout__ = io.StringIO()  # type: ignore[assignment,misc]
     try:
@@ -34,11 +34,11 @@ def _silent() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _importlib_has_no_source() -> Iterator[None]:
-    """Makes inspect.getframeinfo return immediately for frames of importlib, instead of searching all modules for their source.
+def _fast_frame_info() -> Iterator[None]:
+    """Makes inspect.getframeinfo skip the search for source lines in frames of importlib.
 
-    Taichi's decorators look up the source line of such a frame for functions at a module's top level. With torch imported, that
-    takes 1 to 2 ms per function, most of the time of importing Taichi.
+    Taichi's decorators look up the source line of such a frame for functions at a module's top level. If torch is imported, the
+    search through all modules takes 1 to 2 ms per function, which is most of the time of importing Taichi.
     """
     look_up = inspect.getframeinfo
 
@@ -55,7 +55,7 @@ def _importlib_has_no_source() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _no_variables() -> Iterator[None]:
+def _hidden_variables() -> Iterator[None]:
     """Hides Taichi's environment variables (TI_*), and sets a missing HOME, without which Taichi would end the process."""
     hidden = {name: os.environ.pop(name) for name in list(os.environ) if name.startswith("TI_")}
     has_home = "HOME" in os.environ
@@ -68,42 +68,42 @@ def _no_variables() -> Iterator[None]:
             del os.environ["HOME"]
 
 
-# Taichi uses features that newer Pythons deprecate
-with _no_variables(), _silent(), _importlib_has_no_source(), warnings.catch_warnings(action="ignore"):
+# Warnings are ignored, because Taichi uses features that newer Pythons deprecate.
+with _hidden_variables(), _silent(), _fast_frame_info(), warnings.catch_warnings(action="ignore"):
     import taichi as ti
 
 
-def _look_up_quickly(inside_class: Callable[[int], bool]) -> Callable[[int], bool]:
-    """Speeds up Taichi's test of whether a function is decorated inside a class, with the same results."""
+def _faster_lookup(inside_class: Callable[[int], bool]) -> Callable[[int], bool]:
+    """Returns a faster version of Taichi's test of whether a function is decorated inside a class."""
     def wrapped(level_of_class_stackframe: int) -> bool:
-        with _importlib_has_no_source():
+        with _fast_frame_info():
             return inside_class(level_of_class_stackframe + 1)
 
     return wrapped
 
 
 if hasattr(ti.lang.kernel_impl, "_inside_class"):
-    ti.lang.kernel_impl._inside_class = _look_up_quickly(ti.lang.kernel_impl._inside_class)
+    ti.lang.kernel_impl._inside_class = _faster_lookup(ti.lang.kernel_impl._inside_class)
 
 
 def start(arch: Any) -> None:
-    """Starts Taichi on `arch`. Raises RuntimeError if it cannot start.
+    """Starts Taichi on `arch`. Raises RuntimeError if Taichi cannot start.
 
-    real_matrix_scalarize=False keeps Taichi's vectors as LLVM vectors, which is several times faster on a CPU. fast_math, on by
-    default, stays on: LLVM may reorder sums, but NaN and infinity still propagate.
+    real_matrix_scalarize=False keeps Taichi's vectors as LLVM vectors, which is several times faster on a CPU. fast_math is on
+    by default, and stays on: LLVM may reorder sums, but NaN and infinity still propagate.
     """
     cache = _cache()
-    with _no_variables(), _silent(), _no_version_check():
+    with _hidden_variables(), _silent(), _no_version_check():
         ti.init(arch=arch, enable_fallback=False, cpu_max_num_threads=torch.get_num_threads(), real_matrix_scalarize=False,
                 log_level=ti.ERROR, **cache)
 
 
 def _cache() -> dict[str, Any]:
-    """The arguments of ti.init for the cache of compiled kernels on disk.
+    """Returns the arguments of ti.init for the cache of compiled kernels on disk.
 
     If the cache folder does not exist and cannot be created, Taichi crashes with a segmentation fault at exit, even with the
     cache off. If a file of the cache cannot be opened, Taichi aborts or hangs. So if the folder or a file in it is not
-    writable, the cache is turned off, and its folder is set to the root folder, which always exists.
+    writable, the cache is turned off, and the cache folder is set to the root folder, which always exists.
     """
     folder = os.environ.get("TI_OFFLINE_CACHE_FILE_PATH") or ti.lang.impl.default_cfg().offline_cache_file_path
     if os.environ.get("TI_OFFLINE_CACHE") != "0" and _can_write(Path(folder).absolute()):
@@ -115,7 +115,7 @@ def _can_write(folder: Path) -> bool:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder) as file:
-            file.write(bytes(TRIED))
+            file.write(bytes(CACHE_BYTES))
             file.flush()
         files = [file for pattern in ("ticache.*", "*.tic") for file in folder.glob(pattern)]
         return all(file.is_file() and os.access(file, os.R_OK | os.W_OK) for file in files)
@@ -125,7 +125,6 @@ def _can_write(folder: Path) -> bool:
 
 @contextlib.contextmanager
 def _no_version_check() -> Iterator[None]:
-    """Prevents ti.init from asking a server for the newest version."""
     check = ti._version_check.start_version_check_thread
     ti._version_check.start_version_check_thread = lambda: None
     try:

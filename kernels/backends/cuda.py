@@ -3,12 +3,12 @@
     SOURCE = Source(__file__, "csrc/v1.cu", TILE=128)        # a file, and the macros to compile it with
     SOURCE.launch("forward", grid, block, w, k, out, T, eps)
 
-Importing this module compiles nothing. The first launch compiles the file for the device's architecture, or reads the cubin
-from the user's cache folder. A launch runs on torch's current stream, on the device of its first tensor argument.
+Importing this module compiles nothing. The first launch compiles the file for the device's architecture, or reads the compiled
+file (cubin) from the user's cache folder. A launch runs on torch's current stream, on the device of its first tensor argument.
 
 A kernel is an `extern "C" __global__ void NAME(...)`. Arguments are passed in order: a tensor as a pointer, an int as `int`, a
-float as `float`. Sizes are therefore 32-bit; a kernel that needs 64-bit indices computes them. A file may include files in the
-same folder.
+float as `float`. Sizes are therefore 32-bit, and a kernel computes 64-bit indices if necessary. A file may include files in
+the same folder.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ from torch import Tensor
 from kernels.registry import KernelUnavailable
 
 INCLUDE = re.compile(r'^\s*#\s*include\s*"([^"]+)"', re.MULTILINE)
-SHARED_DEFAULT = 48 * 1024           # bytes of shared memory per block unless a kernel opts in to more
+SHARED_DEFAULT = 48 * 1024           # bytes of shared memory per block, unless a kernel opts in to more
 VECTOR_BYTES = 16                    # alignment that a float4 load requires
 MAX_DYNAMIC_SHARED = 8               # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 DRIVER_NAMES = ("nvcuda.dll",) if sys.platform == "win32" else ("libcuda.so.1", "libcuda.so")
@@ -40,7 +40,7 @@ Size = int | tuple[int, ...]
 
 
 class Source:
-    """A .cu file beside `python_file`, and its macros. It is compiled at the first launch, once per device and process."""
+    """A .cu file beside `python_file`, and macros. The file is compiled at the first launch, once per device and process."""
 
     def __init__(self, python_file: str, name: str, **macros: int) -> None:
         self.path = Path(python_file).parent / name
@@ -48,7 +48,7 @@ class Source:
         self._variants: dict[tuple[int, ...], Source] = {}
 
     def variant(self, **macros: int) -> "Source":
-        """The same file with different values of some macros. Each set of values has one Source, and is compiled once."""
+        """Returns the Source of the same file with different values of some macros. Each set of values is compiled once."""
         values = self.macros | macros
         key = tuple(values.values())
         if key not in self._variants:
@@ -59,22 +59,22 @@ class Source:
         """Runs `kernel` on `grid` blocks of `block` threads, each with `shared` bytes of dynamic shared memory.
 
         Raises KernelUnavailable if NVRTC is missing or cannot compile the file for the device, RuntimeError if the launch
-        fails, OverflowError for an int that does not fit into 32 bits.
+        fails, and OverflowError if an int does not fit into 32 bits.
         """
         device = next(arg.device for arg in args if isinstance(arg, Tensor))
         index = device.index or 0
         with torch.cuda.device(device):
             function = _function(self, kernel, index, shared)
             stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
-            values = [_value(arg) for arg in args]
+            values = [_parameter(arg) for arg in args]
             addresses = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
-            error = _driver().cuLaunchKernel(function, *_three(grid), *_three(block), shared, stream, addresses, None)
+            error = _driver().cuLaunchKernel(function, *_dims(grid), *_dims(block), shared, stream, addresses, None)
         if error:
             raise RuntimeError(f"{_error_name(error)}: cuda:{index} could not run {kernel} of {self.path.name}, or an earlier "
                                "kernel failed")
 
     def texts(self) -> Iterator[tuple[str, str]]:
-        """Yields (name, text) of the file and of all files that it includes, directly or indirectly, each once."""
+        """Yields (name, text) once for the file and for each file that is included, directly or indirectly."""
         waiting = [self.path]
         visited = {self.path}
         while waiting:
@@ -90,9 +90,9 @@ class Source:
 
 
 def compile_cubin(source: Source, arch: str) -> tuple[bytes, str]:
-    """Compiles `source` for `arch`, such as "sm_90", and returns (cubin, ptxas's report). No device is needed.
+    """Compiles `source` for `arch`, such as "sm_90", without a device, and returns (cubin, ptxas's report).
 
-    Raises KernelUnavailable if there is no compiler, or, with the compiler's log, if the file does not compile.
+    Raises KernelUnavailable if there is no compiler. If the file does not compile, the error contains the compiler's log.
     """
     nvrtc = _nvrtc()
     options = ["--std=c++17", f"--gpu-architecture={arch}", f"--include-path={source.path.parent}", "--ptxas-options=-v",
@@ -114,7 +114,7 @@ def compile_cubin(source: Source, arch: str) -> tuple[bytes, str]:
 
 
 def why_not() -> str | None:
-    """What is missing, and the remedy, if NVRTC or the driver cannot be loaded; otherwise None."""
+    """Returns what is missing, with the remedy, if NVRTC or the driver cannot be loaded, otherwise None."""
     try:
         _nvrtc()
         _driver()
@@ -124,12 +124,17 @@ def why_not() -> str | None:
 
 
 def aligned(tensor: Tensor) -> Tensor:
-    """`tensor`, or a copy of it if its address is not aligned for float4 loads (a view into a larger buffer)."""
+    """Returns `tensor`, or a copy if the address is not aligned for float4 loads, as in a view into a larger buffer."""
     return tensor if tensor.data_ptr() % VECTOR_BYTES == 0 else tensor.clone()
 
 
 def _content(program: ctypes.c_void_p, size_of: Any, read: Any) -> bytes:
-    """The log or the cubin of an NVRTC program. size_of, read: the NVRTC functions that return its size and its bytes."""
+    """Returns the log or the cubin of an NVRTC program.
+
+    Args:
+        size_of: the NVRTC function that returns the size.
+        read: the NVRTC function that copies the bytes.
+    """
     size = ctypes.c_size_t()
     size_of(program, ctypes.byref(size))
     buffer = ctypes.create_string_buffer(size.value)
@@ -139,20 +144,20 @@ def _content(program: ctypes.c_void_p, size_of: Any, read: Any) -> bytes:
 
 @cache
 def _nvrtc() -> ctypes.CDLL:
-    """The first NVRTC library that can be loaded: torch's, an NVIDIA package's, or the system's.
+    """Returns the first NVRTC library that can be loaded: torch's, an NVIDIA package's, or the system's.
 
-    Raises KernelUnavailable if there is none.
+    Raises KernelUnavailable if no library can be loaded.
     """
     for file in (*_nvrtc_files(), *NVRTC_NAMES):
         with contextlib.suppress(OSError):
             library = ctypes.CDLL(str(file))
             library.nvrtcGetErrorString.restype = ctypes.c_char_p
             return library
-    raise KernelUnavailable("CUDA kernels require NVRTC, and there is no libnvrtc here: pip install nvidia-cuda-nvrtc")
+    raise KernelUnavailable("CUDA kernels require NVRTC, but libnvrtc is not installed: pip install nvidia-cuda-nvrtc")
 
 
 def _nvrtc_files() -> list[Path]:
-    """The files of NVRTC in torch's folder and in NVIDIA's packages; files of torch's CUDA version come first."""
+    """Returns the files of NVRTC in torch's folder and NVIDIA's packages, beginning with those of torch's CUDA version."""
     spec = importlib.util.find_spec("nvidia")
     packages = [Path(folder) for folder in (spec.submodule_search_locations or [] if spec else [])]
     folders = [Path(torch.__file__).parent / "lib"]
@@ -165,11 +170,10 @@ def _nvrtc_files() -> list[Path]:
 
 @cache
 def _driver() -> ctypes.CDLL:
-    """The library of the CUDA driver, whose functions return 0 or an error code. Raises KernelUnavailable if it is missing."""
     for name in DRIVER_NAMES:
         with contextlib.suppress(OSError):
             return ctypes.CDLL(name)
-    raise KernelUnavailable("CUDA kernels require NVIDIA's driver, and there is no libcuda here: install it")
+    raise KernelUnavailable("CUDA kernels require NVIDIA's driver, but libcuda is not installed: install the driver")
 
 
 def _error_name(error: int) -> str:
@@ -184,18 +188,17 @@ def _check(error: int, action: str) -> None:
 
 
 def _function(source: Source, name: str, device: int, shared: int) -> ctypes.c_void_p:
-    """The kernel's handle. A thread without a CUDA context, such as a new autograd thread, first gets the device's context."""
+    """Returns the kernel's handle, after giving the device's context to a thread without one, such as an autograd thread."""
     context = ctypes.c_void_p()
     driver = _driver()
     driver.cuCtxGetCurrent(ctypes.byref(context))
     if not context.value:
-        _check(driver.cuCtxSetCurrent(_context(device)), f"cuda:{device} has no context")
+        _check(driver.cuCtxSetCurrent(_primary_context(device)), f"cuda:{device} has no context")
     return _kernel(source, name, device, shared)
 
 
 @cache
-def _context(device: int) -> ctypes.c_void_p:
-    """The primary context of the device, which torch uses too."""
+def _primary_context(device: int) -> ctypes.c_void_p:
     context = ctypes.c_void_p()
     _check(_driver().cuDevicePrimaryCtxRetain(ctypes.byref(context), device), f"cuda:{device} has no context")
     return context
@@ -203,7 +206,7 @@ def _context(device: int) -> ctypes.c_void_p:
 
 @cache
 def _kernel(source: Source, name: str, device: int, shared: int) -> ctypes.c_void_p:
-    """The kernel's handle on a device. Its limit of dynamic shared memory is raised to `shared` bytes if necessary."""
+    """Returns the kernel's handle on a device. Raises the limit of dynamic shared memory to `shared` bytes if necessary."""
     driver = _driver()
     kernel = ctypes.c_void_p()
     function = ctypes.c_void_p()
@@ -217,32 +220,30 @@ def _kernel(source: Source, name: str, device: int, shared: int) -> ctypes.c_voi
 
 @cache
 def _library(source: Source, device: int) -> ctypes.c_void_p:
-    """The loaded cubin. It is never unloaded, because handles of its kernels are cached."""
+    """Returns the loaded cubin, which is never unloaded, because the handles of the kernels are cached."""
     major, minor = torch.cuda.get_device_capability(device)
     library = ctypes.c_void_p()
-    cubin = _cubin(source, f"sm_{major}{minor}")
+    cubin = _cached_cubin(source, f"sm_{major}{minor}")
     _check(_driver().cuLibraryLoadData(ctypes.byref(library), cubin, None, None, 0, None, None, 0),
              f"cuda:{device} could not load {source.path.name}")
     return library
 
 
 def _allow_shared(kernel: ctypes.c_void_p, device: int, shared: int) -> None:
-    """Raises the kernel's limit of shared memory to `shared` bytes; never lowers it, because other launches may need more."""
+    """Raises the kernel's limit of shared memory to `shared` bytes. Other launches may need more, so the limit never sinks."""
     driver = _driver()
     before = ctypes.c_int()
     driver.cuKernelGetAttribute(ctypes.byref(before), MAX_DYNAMIC_SHARED, kernel, device)
     if driver.cuKernelSetAttribute(MAX_DYNAMIC_SHARED, max(shared, before.value), kernel, device):
-        raise KernelUnavailable(f"a block of this kernel requires {shared} bytes of shared memory, and cuda:{device} has less")
+        raise KernelUnavailable(f"a block of this kernel requires {shared} bytes of shared memory, but cuda:{device} has less")
 
 
-def _three(size: Size) -> tuple[int, ...]:
-    """A grid's or block's size as three numbers."""
+def _dims(size: Size) -> tuple[int, ...]:
     sizes = (size,) if isinstance(size, int) else size
     return (*sizes, *(1,) * (3 - len(sizes)))
 
 
-def _value(arg: Tensor | int | float) -> ctypes.c_void_p | ctypes.c_int | ctypes.c_float:
-    """The argument, converted to the type of the kernel's parameter."""
+def _parameter(arg: Tensor | int | float) -> ctypes.c_void_p | ctypes.c_int | ctypes.c_float:
     if isinstance(arg, Tensor):
         return ctypes.c_void_p(arg.data_ptr())
     if isinstance(arg, float):
@@ -253,9 +254,8 @@ def _value(arg: Tensor | int | float) -> ctypes.c_void_p | ctypes.c_int | ctypes
 
 
 @cache
-def _cubin(source: Source, arch: str) -> bytes:
-    """The compiled source. It is read from the cache folder, or else compiled and written there."""
-    path = cache_folder() / f"{_key(source, arch)}.cubin"
+def _cached_cubin(source: Source, arch: str) -> bytes:
+    path = cache_folder() / f"{_cache_key(source, arch)}.cubin"
     cubin = _read(path)
     if cubin is None:
         cubin, _ = compile_cubin(source, arch)
@@ -264,22 +264,23 @@ def _cubin(source: Source, arch: str) -> bytes:
 
 
 def cache_folder() -> Path:
-    """~/.cache/timemix/cuda. Without a home directory it is a path that cannot exist, which disables the cache: in /tmp, other
-    users could replace the files."""
+    """Returns ~/.cache/timemix/cuda, or a path that cannot exist if the user has no home directory.
+
+    Without a home directory there is no cache, because other users could replace files in /tmp.
+    """
     try:
         return Path.home() / ".cache" / "timemix" / "cuda"
     except RuntimeError:
         return Path(os.devnull) / "timemix"
 
 
-def _key(source: Source, arch: str) -> str:
-    """A hash of everything that a cubin depends on."""
+def _cache_key(source: Source, arch: str) -> str:
     parts = [arch, compiler_version(), repr(source.macros), *(text for pair in source.texts() for text in pair)]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 
 def compiler_version() -> str:
-    """NVRTC's version, such as "13.0". Raises KernelUnavailable if it is not installed."""
+    """Returns NVRTC's version, such as "13.0". Raises KernelUnavailable if NVRTC is not installed."""
     major = ctypes.c_int()
     minor = ctypes.c_int()
     _nvrtc().nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
@@ -287,7 +288,7 @@ def compiler_version() -> str:
 
 
 def _read(path: Path) -> bytes | None:
-    """The cubin in the file, which begins with its SHA-256; None if the file is unreadable or the hash does not match."""
+    """Returns the cubin after its SHA-256 in the file, or None if the file is unreadable or the hash does not match."""
     try:
         content = path.read_bytes()
     except OSError:
@@ -298,7 +299,7 @@ def _read(path: Path) -> bytes | None:
 
 
 def _write(path: Path, cubin: bytes) -> None:
-    """Writes the file atomically, since other processes may write it too. Does nothing if the folder is not writable."""
+    """Writes the file atomically, because other processes may write the same file. Ignores a folder that is not writable."""
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:

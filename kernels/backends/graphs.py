@@ -1,4 +1,4 @@
-"""CUDA graphs: a sequence of kernel launches, captured once and replayed by one call."""
+"""Captures a sequence of kernel launches as a CUDA graph, which one call replays."""
 
 from collections.abc import Callable
 
@@ -6,15 +6,15 @@ import torch
 
 
 def capture(run: Callable[[], None], device: torch.device) -> Callable[[], None]:
-    """A function that repeats the kernel launches of run(), with the same buffers; on a CPU, `run` itself.
+    """Returns a function that repeats the kernel launches of run() with the same buffers. On a CPU the function is `run`.
 
-    On a GPU, run() is called twice: first to compile and load its kernels, then for the capture, which computes nothing.
-    Meanwhile other threads may allocate memory on the device; only the capturing thread may not.
+    On a GPU, run() is called twice: first to compile and load the kernels, then for the capture, which computes nothing.
+    During the capture other threads may allocate memory on the device, but the capturing thread must not.
     """
     if device.type != "cuda":
         run()
         return run
-    with torch.cuda.device(device):      # Triton launches on, and Stream() belongs to, the current device
+    with torch.cuda.device(device):      # Triton and Stream() use the current device
         run()
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()

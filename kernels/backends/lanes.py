@@ -1,8 +1,8 @@
-"""Vectors in Taichi kernels: conversions, the exponential, and bfloat16 in memory, for which Taichi has no type.
+"""Functions for vectors in Taichi kernels: conversions, the exponential, and bfloat16 in memory.
 
 Vectors are converted element by element, because Taichi's own conversion of a whole vector aborts the process; LLVM merges the
-elements into vector instructions again. Kernels read and write bfloat16 as 16-bit integers, which saves separate conversions of
-whole tensors before and after a kernel.
+elements into vector instructions again. Taichi has no type for bfloat16. So kernels read and write bfloat16 as 16-bit integers,
+which saves separate conversions of whole tensors before and after a kernel.
 """
 
 # mypy: disable-error-code="no-untyped-def, valid-type"
@@ -20,7 +20,7 @@ EXP2 = (1.0, 0.6931471805599453, 0.2402265069591007, 0.05550410866482158, 0.0096
 
 
 class Stored(NamedTuple):
-    """How a dtype is stored: Taichi's type of an array of vectors, and functions that convert a vector from and to float32."""
+    """Taichi's type of an array of vectors of a dtype, and functions that convert a vector from and to float32."""
 
     array: Any
     read: Any
@@ -28,7 +28,7 @@ class Stored(NamedTuple):
 
 
 def stored(dtype: torch.dtype, lanes: int) -> Stored:
-    """How vectors of `lanes` elements of `dtype` (float32 or bfloat16) are stored."""
+    """Returns how vectors of `lanes` elements of `dtype` (float32 or bfloat16) are stored."""
     if dtype == torch.bfloat16:
         return Stored(ti.types.ndarray(dtype=ti.types.vector(lanes, ti.i16), ndim=1), from_bfloat16, to_bfloat16)
     return Stored(ti.types.ndarray(dtype=ti.types.vector(lanes, ti.f32), ndim=1), identity, identity)
@@ -58,7 +58,7 @@ def to_bfloat16(x):
 
 
 def by_lane(convert: Callable[..., Any], x: Any, dtype: Any) -> Any:
-    """Applies convert(x, dtype) to each element of a vector, or to a scalar, inside a kernel. convert: ti.cast or ti.bit_cast.
+    """Applies `convert`, which is ti.cast or ti.bit_cast, to each element of a vector, or to a scalar, inside a kernel.
 
     A @ti.func with a loop over the elements would give the same result, but Taichi needs 10 ms to parse the loop at each call
     site.
@@ -75,9 +75,9 @@ by_lane.__module__ = ti.lang.__name__    # Taichi warns about functions from oth
 
 @ti.func
 def exp(x):
-    """e^x for -80 <= x <= 0, accurate to 2 units in the last place.
+    """Returns e^x for -80 <= x <= 0, accurate to 2 units in the last place.
 
-    Taichi's own exp is not vectorised: it calls a function for each element.
+    Taichi's own exp is not vectorised, because it calls a function for each element.
     """
     z = x * LOG2_E
     power = ti.floor(z + 0.5)

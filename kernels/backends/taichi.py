@@ -1,8 +1,8 @@
 """Launches Taichi kernels: `from kernels.backends.taichi import launch, ti`.
 
-Importing this module imports Taichi (_taichi_startup.py); the first `launch(kernel, *args)` starts it. launch raises
-KernelUnavailable for everything that Taichi does not support: a second arch in the same process, a forked child, a GPU other
-than the first, a tensor too large for 32-bit indices.
+Importing this module imports Taichi (_taichi_startup.py), and the first `launch(kernel, *args)` starts Taichi. `launch` raises
+KernelUnavailable in the cases that Taichi does not support: a second arch in the same process, a forked child, a GPU other
+than the first, or a tensor too large for 32-bit indices.
 """
 
 import contextlib
@@ -28,34 +28,34 @@ KNOWN = ((1, 7, 4),)  # versions of Taichi whose internal calls in a launch _Com
 
 _compiled: dict[Any, "_Compiled"] = {}
 _started_in: int | None = None  # id of the process in which Taichi started its threads
-_ensured: tuple[Any, torch.device] | None = None  # the Taichi program and the device of the last successful check
+_last_check: tuple[Any, torch.device] | None = None  # the Taichi program and the device of the last successful check
 _lock = threading.RLock()  # held while compiling or launching
 
 
 def launch(kernel: Callable[..., None], *args: Any) -> None:
-    """Runs `kernel(*args)` on the device of its first argument, in order with torch's current stream."""
+    """Runs `kernel(*args)` on the device of the first argument, in order with torch's current stream."""
     device = args[0].device
     numel = max(arg.numel() for arg in args if isinstance(arg, Tensor))
     if numel >= NUMEL_MAX:
-        raise KernelUnavailable(f"Taichi kernels index with 32 bits: a tensor must have fewer than {NUMEL_MAX} elements; got "
+        raise KernelUnavailable(f"a tensor for Taichi must have fewer than {NUMEL_MAX} elements (indices have 32 bits); got "
                                 f"{numel}: use a smaller batch, or another kernel")
-    if _started_in not in (None, os.getpid()):  # before locking, because a forked child may inherit a lock that stays locked
-        raise KernelUnavailable("Taichi was started before this process was forked, and a launch would hang: "
+    if _started_in not in (None, os.getpid()):  # this precedes the lock, which a forked child may inherit locked
+        raise KernelUnavailable("Taichi was started before this process was forked, so a launch would hang: "
                                 "use the spawn start method, or another kernel")
     with _lock:
-        _ensure(device)
+        _ensure_started(device)
         if device.type == "cpu":
             _launch_cpu(kernel, args)
             return
-        with _in_stream_order(device), _brief_positions():
+        with _in_stream_order(device), _short_positions():
             kernel(*args)
 
 
 def _launch_cpu(kernel: Any, args: tuple[Any, ...]) -> None:
-    """Calls kernel(*args), from the second launch on without Taichi's type checks: 10 us instead of 100 us or more.
+    """Calls kernel(*args), and skips Taichi's type checks from the second launch on.
 
-    The first launch is an ordinary call, which compiles the kernel. Later launches repeat only what that call does after its
-    checks.
+    The first launch is an ordinary call, which compiles the kernel. Later launches repeat only the part of that call after the
+    checks, and take 10 us instead of 100 us or more.
     """
     program = ti.lang.impl.get_runtime().prog
     compiled = _compiled.get(kernel)
@@ -64,18 +64,19 @@ def _launch_cpu(kernel: Any, args: tuple[Any, ...]) -> None:
         return
     types = [argument.annotation for argument in kernel._primal.arguments]
     arrays = [_array(arg, annotation) if isinstance(arg, Tensor) else arg for arg, annotation in zip(args, types, strict=True)]
-    with _brief_positions():
+    with _short_positions():
         kernel(*arrays)
-    if ti.__version__ in KNOWN and all(map(_fixed, types)):
+    if ti.__version__ in KNOWN and all(map(_is_compiled_once, types)):
         instance, = kernel._primal.compiled_kernels.values()
         code = program.compile_kernel(program.config(), program.get_device_caps(), instance)
         _compiled[kernel] = _Compiled(program, instance, code, [_setter(*numbered) for numbered in enumerate(types)])
 
 
 @contextlib.contextmanager
-def _brief_positions() -> Iterator[None]:
-    """Makes Taichi record only the file and the line number of each expression for its error messages. Without this, half of
-    the time for parsing a kernel is spent on formatting source text.
+def _short_positions() -> Iterator[None]:
+    """Makes Taichi record only the file and the line number of each expression for error messages.
+
+    Taichi would otherwise spend half of the time for parsing a kernel on formatting source text.
     """
     context = ti.lang.ast.ast_transformer_utils.ASTTransformerContext
     get_pos_info = context.get_pos_info
@@ -92,7 +93,7 @@ def _brief_positions() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Compiled:
-    """A kernel compiled once for all arguments. setters: for each argument, a function that sets it in a launch's context."""
+    """A kernel that was compiled once for all arguments. Each of `setters` sets one argument in the context of a launch."""
 
     program: Any
     kernel: Any
@@ -106,15 +107,15 @@ class _Compiled:
         self.program.launch_kernel(self.code, context)
 
 
-def _fixed(annotation: Any) -> bool:
-    """Whether one compiled kernel serves all arguments of this type: no template, no array without a fixed dtype."""
+def _is_compiled_once(annotation: Any) -> bool:
+    """Returns True for types that need only one compiled kernel, unlike templates and arrays without a fixed dtype."""
     if isinstance(annotation, ti.types.ndarray_type.NdarrayType):
         return annotation.dtype is not None and annotation.ndim is not None
     return annotation in (int, float, *ti.types.primitive_types.all_types)
 
 
 def _array(tensor: Tensor, annotation: Any) -> Any:
-    """The tensor as a numpy array, of vectors if the annotation has vectors. Passing an array takes a third less time."""
+    """Returns the tensor as a numpy array, of vectors if the annotation has vectors, because this saves a third of the time."""
     lanes = _lanes(annotation)
     if tensor.dtype == torch.bfloat16:
         tensor = tensor.view(torch.int16)
@@ -122,7 +123,7 @@ def _array(tensor: Tensor, annotation: Any) -> Any:
 
 
 def _lanes(annotation: Any) -> int:
-    """The vector length if the type is a one-dimensional array of vectors, which accepts tensors of any shape; otherwise 0."""
+    """Returns the vector length of a one-dimensional array of vectors, which accepts tensors of any shape, otherwise 0."""
     return getattr(annotation.dtype, "n", 0) if annotation.ndim == 1 else 0
 
 
@@ -137,36 +138,36 @@ def _setter(number: int, annotation: Any) -> Callable[[Any, Any], None]:
 
 
 def _set_array(place: tuple[int], ndim: int, lanes: int, dtypes: tuple[torch.dtype, ...], context: Any, tensor: Tensor) -> None:
-    """Sets an array argument in the context of a launch. ndim: the number of dims, not counting a vector's elements."""
+    """Sets an array argument in the context of a launch. `ndim` does not count the dim of a vector's elements."""
     assert tensor.is_contiguous(), "Taichi kernels require contiguous tensors"
     assert tensor.dtype in dtypes, f"the kernel requires tensors of dtype {dtypes[0]}"
-    assert not lanes or tensor.numel() % lanes == 0, f"the kernel requires a multiple of {lanes} numbers"
+    assert not lanes or tensor.numel() % lanes == 0, f"the number of elements must be a multiple of {lanes}"
     shape = (tensor.numel() // lanes,) if lanes else tensor.shape[:ndim]
     context.set_arg_external_array_with_shape(place, tensor.data_ptr(), tensor.nbytes, shape, 0)
 
 
 def shares(tasks: int) -> int:
-    """The number of shares into which `tasks` are divided: two per thread, to balance the load."""
+    """Returns the number of shares into which `tasks` are divided, which is two per thread, to balance the load."""
     return min(tasks, 2 * torch.get_num_threads())
 
 
 @ti.func
 def share(i, tasks, n):  # type: ignore[no-untyped-def]
-    """The range (first, end) of the tasks of iteration i in `for i in range(n * BLOCK)`, where n = shares(tasks).
+    """Returns the range (first, end) of the tasks of iteration i in `for i in range(n * BLOCK)`, where n = shares(tasks).
 
     Taichi divides the outermost loop of a CPU kernel among threads in blocks of 512 iterations, so a shorter loop runs on one
     core. Here the first iteration of each block computes tasks / n tasks, and the block's other iterations compute none.
     """
-    at_work = 1 - ti.min(i % BLOCK, 1)  # a factor of 0 or 1, since an `if` around vector code aborts the process
+    at_work = 1 - ti.min(i % BLOCK, 1)  # a factor of 0 or 1 replaces an `if`, which aborts the process around vector code
     per_share = (tasks + n - 1) // n
     first = i // BLOCK * per_share
     return at_work * first, at_work * ti.min(first + per_share, tasks)
 
 
-def _ensure(device: torch.device) -> None:
-    """Starts Taichi on `device` unless it already runs there. Raises KernelUnavailable if Taichi cannot run there."""
-    global _started_in, _ensured
-    if _ensured == (ti.lang.impl.get_runtime().prog, device):
+def _ensure_started(device: torch.device) -> None:
+    """Starts Taichi on `device`, if necessary. Raises KernelUnavailable if Taichi cannot run on `device`."""
+    global _started_in, _last_check
+    if _last_check == (ti.lang.impl.get_runtime().prog, device):
         return
     arch = ti.cuda if device.type == "cuda" else ti.cpu
     if device.index:
@@ -178,7 +179,7 @@ def _ensure(device: torch.device) -> None:
         except RuntimeError as error:
             raise KernelUnavailable(f"Taichi cannot start on {_name(arch)} ({error}): use another kernel") from error
     if ti.cfg.arch != arch:
-        raise KernelUnavailable(f"Taichi has one arch per process and runs on {_name(ti.cfg.arch)} here, not on "
+        raise KernelUnavailable(f"Taichi has one arch per process, and already runs on {_name(ti.cfg.arch)}, not on "
                                 f"{_name(arch)}: use another process, or another kernel")
     if ti.lang.impl.get_runtime().default_ip != ti.i32:
         raise KernelUnavailable("Taichi was started with a default_ip other than ti.i32, which these kernels require: call "
@@ -187,13 +188,13 @@ def _ensure(device: torch.device) -> None:
         raise KernelUnavailable("Taichi was started with a default_fp other than ti.f32, which these kernels require: call "
                                 "ti.init without default_fp, and without TI_DEFAULT_FP, or use another kernel")
     _started_in = os.getpid()
-    _ensured = (ti.lang.impl.get_runtime().prog, device)
-    _let_forks_end()
+    _last_check = (ti.lang.impl.get_runtime().prog, device)
+    _keep_program_in_forks()
 
 
 @cache
-def _let_forks_end() -> None:
-    """Ensures that a forked child never destroys its copy of Taichi's program: that would wait for ever for missing threads."""
+def _keep_program_in_forks() -> None:
+    """Keeps a forked child from destroying Taichi's program, because the child would wait for threads that do not exist."""
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(after_in_child=_keep_program)
 
@@ -204,7 +205,7 @@ def _keep_program() -> None:
 
 @contextlib.contextmanager
 def _in_stream_order(device: torch.device) -> Iterator[None]:
-    """Synchronises Taichi's launches, which use the legacy default stream, with torch's current stream if that differs."""
+    """Synchronises Taichi's launches on the legacy default stream with torch's current stream, if the two differ."""
     if device.type != "cuda" or torch.cuda.current_stream() == torch.cuda.default_stream():
         yield
         return

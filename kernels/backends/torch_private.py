@@ -1,7 +1,7 @@
-"""Functions that use private names of torch, each of which is looked up at its first use.
+"""This module calls private functions of torch, and looks up each of them at its first use.
 
-If a later torch lacks a name, the function in this file returns a result that is safe but slow: callers then always use the
-registered operators and the plain formulas. Only function transforms fail, with torch's own error about setup_context.
+If a later torch lacks a private function, the public function here returns a result that is safe but slow: callers then always
+use the registered operators and the plain formulas. Only function transforms fail, with torch's own error about setup_context.
 """
 
 import importlib
@@ -11,12 +11,12 @@ from typing import Any
 
 
 def transforms_active() -> bool:
-    """Whether the caller runs inside a function transform of torch.func, such as grad, vjp or vmap."""
+    """Returns True if the caller runs inside a function transform of torch.func, such as grad, vjp or vmap."""
     return bool(_lookup("torch._C", "_are_functorch_transforms_active", False)())
 
 
 def dispatch_mode_active() -> bool:
-    """Whether a TorchDispatchMode is active, such as FakeTensorMode or make_fx's, which intercepts every operator."""
+    """Returns True if a TorchDispatchMode, such as FakeTensorMode, intercepts every operator."""
     return bool(_lookup("torch._C", "_len_torch_dispatch_stack", True)())
 
 
@@ -25,13 +25,13 @@ def profiler_active() -> bool:
 
 
 def module_hooks_active() -> bool:
-    """Whether a global hook is registered, that is, one that every nn.Module calls."""
+    """Returns True if a global hook is registered, which every nn.Module calls."""
     return bool(_lookup("torch.nn.modules.module", "_has_any_global_hook", True)())
 
 
 @cache
 def _lookup(module: str, name: str, default: bool) -> Callable[[], Any]:
-    """The function `name` of `module`, or a function that returns `default` if this torch has no such function."""
+    """Returns the function `name` of `module`, or a function that returns `default` if this torch has no such function."""
     parent, _, last = module.rpartition(".")
     owner = getattr(importlib.import_module(parent), last, None)         # torch._C._autograd cannot be imported
     function: Callable[[], Any] = getattr(owner, name, lambda: default)

@@ -1,7 +1,8 @@
-"""Penalties for repeated tokens on a GPU, for many sequences at once. rwkv/generation/sampling.py has the formulas.
+"""Applies penalties for repeated tokens on a GPU to many sequences at once. rwkv/generation/sampling.py has the formulas.
 
-counts (slots,V) float64, which decay, and flags (slots,V) uint8 are on the GPU, with a slot for each sequence. The bits of a
-flag: the token occurs in the prompt; it occurs in the generated text; it is exempt from penalties.
+counts (slots,V) float64, which decay, and flags (slots,V) uint8 are on the GPU, with a slot for each sequence. A flag has three
+bits: IN_PROMPT, if the token occurs in the prompt; IN_TEXT, if the token occurs in the generated text; and EXEMPT, if the token
+is exempt from penalties.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -17,8 +18,11 @@ BLOCK = 1024
 def penalize(logits: Tensor, counts: Tensor, flags: Tensor, slots: Tensor, tokens: Tensor, options: Tensor) -> Tensor:
     """Counts each row's last token, and returns the logits (B,V) float32 after the penalties.
 
-    slots (B,) int64; tokens (B,) int64: the last token drawn, -1 for none; options (B,4) float64: repetition, presence and
-    frequency penalty, and the factor by which counts decay with each token.
+    Args:
+        slots (B,): the sequences' slots, int64.
+        tokens (B,): the last tokens drawn, int64; -1 counts no token.
+        options (B,4): repetition, presence and frequency penalty, and the factor by which counts decay with each token,
+            float64.
     """
     rows, V = logits.shape
     out = torch.empty(rows, V, dtype=torch.float32, device=logits.device)

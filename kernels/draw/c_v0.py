@@ -1,4 +1,4 @@
-"""C (csrc/draw.c), one thread per row; a heap sorts only the candidates of top_k and top_p."""
+"""C code (csrc/draw.c) samples with one thread per row, and a heap sorts only the candidates of top_k and top_p."""
 
 import torch
 from torch import Tensor

@@ -1,10 +1,10 @@
-"""One program per row, without sorting: top_k, top_p and the draw are each a binary search for a logit.
+"""A program samples one row without sorting, because top_k, top_p and the draw are each a binary search for a logit.
 
 The tokens that may pass the filters are first copied to a list, in the order of the vocabulary. In descending order of logits,
-the cumulative weight before a token is S(logit) + rank * weight, where S(logit) is the sum of the weights of all larger logits,
-and rank is the number of equal logits earlier in the vocabulary. S falls as the logit rises, so a binary search over the 32
-bits of a float finds the logit at which S passes a bound: 32 float64 sums over the list, which usually contains a few hundred
-tokens.
+the cumulative weight before a token is S(logit) + rank * weight. S(logit) is the sum of the weights of all larger logits, and
+rank is the number of equal logits earlier in the vocabulary. S falls as the logit rises, so a binary search over the 32 bits of
+a float finds the logit at which S passes a bound. The search computes 32 float64 sums over the list, which usually contains a
+few hundred tokens.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -52,12 +52,12 @@ def draw(logits: Tensor, uniform: Tensor, filters: Filters, bias: Bias) -> Tenso
 
 
 def _float32(value: float) -> float:
-    """The value rounded to float32, as C and GPU kernels receive it; Triton's interpreter would keep 64 bits."""
+    """Returns the value rounded to float32, as on a GPU. Triton's interpreter would keep 64 bits."""
     return ctypes.c_float(value).value
 
 
 def _biased(logits: Tensor, bias: Bias) -> Tensor:
-    """A copy of the logits with the bias added. The host finds banned tokens (a bias of -inf): no wait for the GPU."""
+    """Returns a copy of the logits plus the bias. The host finds banned tokens (a bias of -inf) without waiting for the GPU."""
     banned = bias.values == -torch.inf
     values = to_device(torch.where(banned, 0.0, bias.values), logits.device)
     logits = logits.float().clone()
@@ -67,28 +67,28 @@ def _biased(logits: Tensor, bias: Bias) -> Tensor:
 
 @triton.jit
 def _weights(x, top, scale):
-    """The weights e^((x - top) scale); 0 if below e^-80."""
+    """Returns the weights e^((x - top) scale), or 0 for weights below e^-80."""
     exponent = (x - top) * scale
     return tl.where(exponent >= -80.0, tl.exp(exponent), 0.0)
 
 
 @triton.jit
 def _key(x):
-    """An int32 key of a float: keys have the same order as the floats."""
+    """Returns the int32 keys of floats, which have the same order as the floats."""
     bits = x.to(tl.int32, bitcast=True)
     return tl.where(x == 0, 0, bits ^ ((bits >> 31) & 0x7FFFFFFF))
 
 
 @triton.jit
 def _logits(row, first, V, BLOCK: tl.constexpr):
-    """BLOCK logits of a row, starting at `first`, with -inf beyond the vocabulary."""
+    """Returns BLOCK logits of a row, starting at `first`, with -inf beyond the vocabulary."""
     c = first + tl.arange(0, BLOCK)
     return tl.load(row + c, mask=c < V, other=-float("inf")).to(tl.float32)
 
 
 @triton.jit
 def _listed(numbers, ids, n, first, LISTED: tl.constexpr):
-    """LISTED entries of the list, starting at `first`: the logits, the token ids, and the mask of existing entries."""
+    """Returns the logits, token ids and mask of LISTED entries of the list, starting at `first`."""
     place = first + tl.arange(0, LISTED)
     inside = place < n
     return tl.load(numbers + place, mask=inside, other=-float("inf")), tl.load(ids + place, mask=inside, other=0), inside
@@ -96,7 +96,7 @@ def _listed(numbers, ids, n, first, LISTED: tl.constexpr):
 
 @triton.jit
 def _chosen_weights(x, inside, top, scale, last_scale, min_p, FILTERS_FIRST: tl.constexpr):
-    """The weights by which the tokens are drawn: 0 for tokens that min_p drops."""
+    """Returns the weights by which tokens are drawn, which are 0 for tokens that min_p drops."""
     weight = _weights(x, top, scale)
     likely = inside & tl.where(min_p < 1, weight >= min_p, x == top)
     if FILTERS_FIRST:
@@ -106,7 +106,6 @@ def _chosen_weights(x, inside, top, scale, last_scale, min_p, FILTERS_FIRST: tl.
 
 @triton.jit
 def _summands(x, inside, top, scale, last_scale, min_p, WHAT: tl.constexpr, FILTERS_FIRST: tl.constexpr):
-    """The summand of each token in _search, which documents WHAT."""
     if WHAT == "count":
         summand = inside.to(tl.float64)
     elif WHAT == "weight":
@@ -119,10 +118,10 @@ def _summands(x, inside, top, scale, last_scale, min_p, WHAT: tl.constexpr, FILT
 @triton.jit
 def _search(numbers, ids, n, low, bound, top, scale, last_scale, min_p, WHAT: tl.constexpr, FILTERS_FIRST: tl.constexpr,
             LISTED: tl.constexpr):
-    """The smallest key q >= low for which the sum over tokens with larger keys is below `bound` (for "draw": at most `bound`).
+    """Finds the smallest key q >= low for which the sum over tokens with larger keys is below (for "draw": at most) `bound`.
 
-    Returns q, the sum over larger keys, the number of tokens with key q, and the summand of each of them. WHAT: a token's
-    summand; "count": 1, "weight": its weight before the filters, "draw": the weight by which it is drawn.
+    WHAT names a token's summand: "count" is 1, "weight" is the weight before the filters, and "draw" is the weight by which the
+    token is drawn. Returns q, the sum over larger keys, the number of tokens with key q, and the summand of such a token.
     """
     high = tl.full([], 2147483647, tl.int64)             # low <= q <= high
     while low < high:
@@ -150,7 +149,7 @@ def _search(numbers, ids, n, low, bound, top, scale, last_scale, min_p, WHAT: tl
 
 @triton.jit
 def _keep(numbers, ids, n, key, ties, LISTED: tl.constexpr):
-    """Keeps in the list only tokens with keys above `key` and the first `ties` tokens with that key. Returns their number."""
+    """Keeps in the list only tokens with keys above `key` and the first `ties` tokens with that key. Returns the new length."""
     n_kept = tl.zeros([], tl.int32)
     seen = tl.zeros([], tl.int32)
     for first in range(0, n, LISTED):
@@ -170,7 +169,7 @@ def _keep(numbers, ids, n, key, ties, LISTED: tl.constexpr):
 
 @triton.jit
 def _logit_of_likeliest(row, numbers, V, k, BLOCK: tl.constexpr, PARTS: tl.constexpr, PART: tl.constexpr):
-    """A lower bound of the k-th largest logit: the k-th largest of the maxima over parts of the vocabulary."""
+    """Returns a lower bound of the k-th largest logit: the k-th largest of the maxima over parts of the vocabulary."""
     for first in range(0, V, BLOCK):
         x = _logits(row, first, V, BLOCK)
         part = first // PART + tl.arange(0, BLOCK // PART)
@@ -180,7 +179,7 @@ def _logit_of_likeliest(row, numbers, V, k, BLOCK: tl.constexpr, PARTS: tl.const
     part = tl.arange(0, PARTS)
     in_parts = part * PART < V
     keys = _key(tl.load(numbers + part, mask=in_parts, other=-float("inf"))).to(tl.int64)
-    tl.debug_barrier()                   # before the list overwrites this memory
+    tl.debug_barrier()                   # waits until all threads have read this memory, which the list overwrites
     low = tl.full([], -2147483648, tl.int64)
     high = tl.full([], 2147483647, tl.int64)
     while low < high:                    # binary search for the largest key that k parts reach
@@ -197,7 +196,7 @@ def _logit_of_likeliest(row, numbers, V, k, BLOCK: tl.constexpr, PARTS: tl.const
 
 @triton.jit
 def _largest(row, V, BLOCK: tl.constexpr):
-    """The row's largest logit, and whether it is finite and the row contains no NaN."""
+    """Returns the row's largest logit, and whether the logit is finite and the row contains no NaN."""
     largest = tl.full([BLOCK], -float("inf"), tl.float32)
     wrong = tl.zeros([BLOCK], tl.int32)
     for first in range(0, V, BLOCK):
@@ -218,7 +217,7 @@ def _total_weight(row, V, top, scale, BLOCK: tl.constexpr):
 
 @triton.jit
 def _list_likely(row, numbers, ids, V, least_logit, least_weight, top, scale, BLOCK: tl.constexpr):
-    """Lists the tokens with a logit >= least_logit and a weight >= least_weight, in vocabulary order. Returns their number."""
+    """Lists the tokens with logits >= least_logit and weights >= least_weight, in vocabulary order. Returns the length."""
     n = tl.zeros([], tl.int32)
     for first in range(0, V, BLOCK):
         x = _logits(row, first, V, BLOCK)
@@ -242,14 +241,12 @@ def _listed_weight(numbers, ids, n, top, scale, LISTED: tl.constexpr):
 
 @triton.jit
 def _keep_top_k(numbers, ids, n, top_k, top, scale, lowest, FILTERS_FIRST: tl.constexpr, LISTED: tl.constexpr):
-    """Keeps only the top_k likeliest tokens in the list. Returns their number."""
     key, above, _ties, _one = _search(numbers, ids, n, lowest, top_k, top, scale, 0.0, 0.0, "count", FILTERS_FIRST, LISTED)
     return _keep(numbers, ids, n, key, (top_k - above).to(tl.int32), LISTED)
 
 
 @triton.jit
 def _keep_top_p(numbers, ids, n, bound, top, scale, lowest, FILTERS_FIRST: tl.constexpr, LISTED: tl.constexpr):
-    """Keeps in the list only the fewest likeliest tokens whose total weight is at least `bound`. Returns their number."""
     key, above, _ties, weight = _search(numbers, ids, n, lowest, bound, top, scale, 0.0, 0.0, "weight", FILTERS_FIRST, LISTED)
     ties = tl.where(weight > 0, tl.ceil((bound - above) / tl.where(weight > 0, weight, 1.0)), 1.0)
     return _keep(numbers, ids, n, key, tl.minimum(tl.maximum(ties, 1.0), 2147483647.0).to(tl.int32), LISTED)
@@ -258,8 +255,11 @@ def _keep_top_p(numbers, ids, n, bound, top, scale, lowest, FILTERS_FIRST: tl.co
 @triton.jit
 def _draw_by_logit(numbers, ids, n, target, least, top, scale, last_scale, min_p, FILTERS_FIRST: tl.constexpr,
                    LISTED: tl.constexpr):
-    """The token at which the cumulative weight, in descending order of logits, exceeds `target`. least: the smallest key of a
-    token that can be drawn; such a token is returned if no sum exceeds `target` due to rounding."""
+    """Returns the token at which the cumulative weight, in descending order of logits, exceeds `target`.
+
+    `least` is the smallest key of a token that can be drawn. The result has that key if, due to rounding, no sum exceeds
+    `target`.
+    """
     key, above, ties, weight = _search(numbers, ids, n, least, target, top, scale, last_scale, min_p, "draw", FILTERS_FIRST,
                                        LISTED)
     rank = tl.minimum((target - above) / tl.where(weight > 0, weight, 1.0), tl.maximum(ties, 1) - 1.0).to(tl.int32)
@@ -276,7 +276,7 @@ def _draw_by_logit(numbers, ids, n, target, least, top, scale, last_scale, min_p
 
 @triton.jit
 def _draw_by_place(numbers, ids, n, target, top, scale, last_scale, min_p, FILTERS_FIRST: tl.constexpr, LISTED: tl.constexpr):
-    """The token at which the cumulative weight, in vocabulary order, exceeds `target`."""
+    """Returns the token at which the cumulative weight, in vocabulary order, exceeds `target`."""
     token = tl.zeros([], tl.int32)
     before = tl.zeros([], tl.float64)
     last = tl.zeros([], tl.int32)
@@ -296,7 +296,7 @@ def _draw_by_place(numbers, ids, n, target, top, scale, last_scale, min_p, FILTE
 @triton.jit
 def _draw_listed(numbers, ids, n, uniform, top, scale, last_scale, min_p, IN_ORDER: tl.constexpr, FILTERS_FIRST: tl.constexpr,
                  LISTED: tl.constexpr):
-    """Draws a token of the list. IN_ORDER: cumulate weights in descending order of logits, not in vocabulary order."""
+    """Draws a token of the list. IN_ORDER cumulates weights in descending order of logits instead of vocabulary order."""
     sums = tl.zeros([LISTED], tl.float64)
     least = tl.full([], 2147483647, tl.int64)            # the smallest key of a token that can be drawn
     for first in range(0, n, LISTED):
@@ -317,7 +317,7 @@ def _draw_unfiltered(row, V, target, top, scale, BLOCK: tl.constexpr):
     """Finds first the block, then the token of the whole vocabulary at which the cumulative weight exceeds `target`."""
     lane = tl.arange(0, BLOCK)
     before = tl.zeros([], tl.float64)
-    start = tl.zeros([], tl.int32)       # start of the token's block; before_start: the sum before it
+    start = tl.zeros([], tl.int32)       # the start of the token's block; before_start is the sum before that
     before_start = tl.zeros([], tl.float64)
     done = tl.zeros([], tl.int32)
     for first in range(0, V, BLOCK):
@@ -333,7 +333,7 @@ def _draw_unfiltered(row, V, target, top, scale, BLOCK: tl.constexpr):
     return tl.where(token < 2147483647, token, last)
 
 
-@triton.jit(do_not_specialize=["top_k"])  # otherwise 1 and multiples of 16 would be compiled separately
+@triton.jit(do_not_specialize=["top_k"])  # 1 and multiples of 16 would be compiled separately
 def _draw(logits, uniform, drawn, numbers, ids, stride, V, listed, inverse_temperature, top_k, top_p, min_p,
           FILTERED: tl.constexpr, TOP_K: tl.constexpr, IN_ORDER: tl.constexpr, FILTERS_FIRST: tl.constexpr, BLOCK: tl.constexpr,
           PARTS: tl.constexpr, LISTED: tl.constexpr, PART: tl.constexpr):

@@ -1,1 +1,1 @@
-"""The machine that kernels run on: threads, memory allocator, free memory, the CPU's native dtypes, measured speed limits."""
+"""Contains modules about the machine: threads, memory, the allocator, the CPU's native dtypes and measured speed limits."""

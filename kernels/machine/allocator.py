@@ -1,8 +1,8 @@
-"""Settings of memory allocation on a CPU.
+"""This module changes how memory is allocated on a CPU.
 
-keep_large_blocks      the C library keeps freed blocks, so that the temporaries of a step cause no page faults
-return_large_blocks    the C library returns freed blocks to the system immediately: less memory, more page faults
-use_large_pages        torch's large tensors use pages of 2 MB, so that a pass over all weights causes fewer TLB misses
+keep_large_blocks      makes the C library keep freed blocks, so that the temporaries of a step cause no page faults
+return_large_blocks    makes the C library return freed blocks to the system immediately: less memory, more page faults
+use_large_pages        makes torch use pages of 2 MB for large tensors, so that a pass over all weights causes fewer TLB misses
 """
 
 import ctypes
@@ -15,12 +15,12 @@ MAPPED = 2 ** 19
 
 
 def keep_large_blocks() -> bool:
-    """Applies the setting to this process. Returns False if the C library has no mallopt (macOS, Windows, musl)."""
+    """Makes the C library keep freed blocks. Returns False if the C library has no mallopt (macOS, Windows, musl)."""
     return _call("mallopt", M_MMAP_THRESHOLD, LARGE) and _call("mallopt", M_TRIM_THRESHOLD, LARGE)
 
 
 def return_large_blocks() -> bool:
-    """Makes the C library return freed blocks of at least MAPPED bytes immediately. Returns False if it has no mallopt.
+    """Makes the C library return freed blocks of at least MAPPED bytes at once. Returns False without mallopt.
 
     glibc's default threshold grows to the size of the largest block freed so far, up to 32 MB.
     """
@@ -28,7 +28,7 @@ def return_large_blocks() -> bool:
 
 
 def _call(name: str, *arguments: int) -> bool:
-    """Calls a function of the C library. Returns whether its result is nonzero; False if the library lacks it."""
+    """Calls a function of the C library. Returns True if the function exists and its result is nonzero."""
     try:
         return bool(getattr(ctypes.CDLL(None), name)(*arguments))
     except (AttributeError, OSError, TypeError):
@@ -36,10 +36,11 @@ def _call(name: str, *arguments: int) -> bool:
 
 
 def use_large_pages() -> None:
-    """Sets torch's environment variable for 2 MB pages on Linux, unless the user has set it. Call it before torch is imported.
+    """Sets torch's environment variable for 2 MB pages on Linux, unless the user has set it. Call this before importing torch.
 
-    Only for long-running programs, since allocating 600 MB in large pages takes half a second to a second longer. It has no
-    effect unless /sys/kernel/mm/transparent_hugepage/enabled is `madvise`. Source: PyTorch, c10/core/impl/alloc_cpu.cpp.
+    The setting suits long-running programs, because allocating 600 MB in large pages takes half a second to a second longer.
+    The variable has no effect unless /sys/kernel/mm/transparent_hugepage/enabled is `madvise`. Source: PyTorch,
+    c10/core/impl/alloc_cpu.cpp.
     """
     if sys.platform == "linux" and "torch" not in sys.modules:
         os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")

@@ -1,4 +1,4 @@
-"""Describes the machine of a measurement, and measures its limits: the speed of a matrix product, of a copy and of a read."""
+"""Describes the machine of a measurement, and measures how fast it multiplies matrices, copies memory and reads memory."""
 
 import importlib.metadata
 import platform
@@ -19,7 +19,7 @@ COPY_BYTES = {"cpu": 2**28, "cuda": 2**30}        # much larger than any cache
 
 
 def describe(device: str) -> dict[str, Any]:
-    """The processor, GPU, number of threads, versions, commit and time, as JSON data."""
+    """Returns the processor, GPU, number of threads, versions, commit and time, as JSON data."""
     machine = {"cpu": cpu_model(), "threads": torch.get_num_threads(), "system": f"{platform.system()} {platform.machine()}",
                "python": platform.python_version(), "torch": torch.__version__}
     machine |= {name: version for name in PACKAGES if (version := _version(name))}
@@ -29,7 +29,7 @@ def describe(device: str) -> dict[str, Any]:
 
 
 def cpu_model() -> str:
-    """The processor's model name on Linux, elsewhere its architecture."""
+    """Returns the processor's model name on Linux, and its architecture on other systems."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
     models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
@@ -37,7 +37,7 @@ def cpu_model() -> str:
 
 
 def commit() -> str | None:
-    """The checked-out commit, followed by + if files have changed; None outside a git repository or without git."""
+    """Returns the checked-out commit, followed by + if files have changed, or None without git or a git repository."""
     try:
         head, changes = (subprocess.run(["git", *args], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
                          for args in (("rev-parse", "--short=12", "HEAD"), ("status", "--porcelain")))
@@ -47,12 +47,12 @@ def commit() -> str | None:
 
 
 def free_bytes(device: str) -> int | None:
-    """The bytes of memory that can still be allocated on the device; None if unknown."""
+    """Returns the bytes of memory that can still be allocated on the device, or None if the number is unknown."""
     return torch.cuda.mem_get_info()[0] if device == "cuda" else available_memory()
 
 
 def matmul(device: str) -> tuple[Callable[[], Any], int]:
-    """A function that multiplies two float32 matrices (without TF32), and the number of its floating-point operations."""
+    """Returns a function that multiplies two float32 matrices without TF32, and its number of floating-point operations."""
     n = MATMUL_N[device]
     left = torch.randn(n, n, device=device)
     right = torch.randn(n, n, device=device)
@@ -68,14 +68,14 @@ def matmul(device: str) -> tuple[Callable[[], Any], int]:
 
 
 def copy(device: str) -> tuple[Callable[[], Any], int]:
-    """A function that copies a tensor larger than any cache, and the number of bytes that it reads and writes."""
+    """Returns a function that copies a tensor larger than any cache, and the number of bytes that it reads and writes."""
     source = torch.ones(COPY_BYTES[device] // 4, device=device)
-    target = source.clone()              # not empty_like: its memory must be mapped before the first timed copy
+    target = source.clone()              # empty_like would not map the memory before the first timed copy
     return lambda: target.copy_(source), 2 * COPY_BYTES[device]
 
 
 def read(device: str) -> tuple[Callable[[], Any], int]:
-    """A function that sums a tensor larger than any cache, with all threads, and the number of bytes that it reads."""
+    """Returns a function that sums a tensor larger than any cache with all threads, and the number of bytes that it reads."""
     source = torch.ones(COPY_BYTES[device] // 4, device=device)
     return source.sum, COPY_BYTES[device]
 

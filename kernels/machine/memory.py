@@ -1,4 +1,4 @@
-"""The memory available on this machine, within the limit of a container, and the memory that this process uses.
+"""Measures the memory available on this machine, within a container's limit, and the memory that this process uses.
 
 Sources: the Linux kernel's documentation, proc_meminfo, proc_pid_statm, cgroup-v1/memory and cgroup-v2.
 """
@@ -14,20 +14,23 @@ CGROUP_V2 = ("memory.max", "memory.current", "inactive_file")
 
 
 def available_memory(root: Path = Path("/")) -> int | None:
-    """The bytes that programs can still allocate; None if unknown. root: the folder that contains proc and sys, for tests."""
+    """Returns the bytes that programs can still allocate, or None if the number is unknown.
+
+    `root` is the folder that contains proc and sys, which tests replace.
+    """
     available = [1024 * int(line.split()[1]) for line in _lines(root / "proc/meminfo") if line.startswith("MemAvailable:")]
-    return min([*available, *_left_in_cgroups(root)], default=_installed())
+    return min([*available, *_free_in_cgroups(root)], default=_total_memory())
 
 
 def resident_memory(root: Path = Path("/")) -> int:
-    """The bytes of memory that this process uses, including its code and libraries; 0 if unknown."""
+    """Returns the bytes of memory that this process uses, including its code and libraries, or 0 if the number is unknown."""
     for line in _lines(root / "proc/self/statm"):
         return int(line.split()[1]) * mmap.PAGESIZE
     return 0
 
 
-def _left_in_cgroups(root: Path) -> Iterator[int]:
-    """The bytes left in each control group with a limit: this process's own group and its parents, up to the mount point.
+def _free_in_cgroups(root: Path) -> Iterator[int]:
+    """Yields the bytes left in each control group with a limit, from this process's own group up to the mount point.
 
     Inside a container, /proc may show the path on the host, so folders that do not exist are skipped.
     """
@@ -45,11 +48,11 @@ def _left_in_cgroups(root: Path) -> Iterator[int]:
             group = mount / path.lstrip("/")
             for folder in (group, *group.parents):
                 if folder.is_relative_to(mount):
-                    yield from _left(folder, *files)
+                    yield from _free_in_group(folder, *files)
 
 
-def _left(folder: Path, limit: str, usage: str, cache: str) -> Iterator[int]:
-    """Yields the limit minus the usage, if there is a limit. The reclaimable cache of inactive files counts as free."""
+def _free_in_group(folder: Path, limit: str, usage: str, cache: str) -> Iterator[int]:
+    """Yields the limit minus the usage, if there is a limit. The cache of inactive files counts as free."""
     limits = _lines(folder / limit)
     usages = _lines(folder / usage)
     if limits and usages and limits[0].isdigit():
@@ -57,8 +60,7 @@ def _left(folder: Path, limit: str, usage: str, cache: str) -> Iterator[int]:
         yield max(0, int(limits[0]) - int(usages[0]) + reclaimable)
 
 
-def _installed() -> int | None:
-    """The machine's total memory in bytes, for systems without /proc; None if unknown."""
+def _total_memory() -> int | None:
     if sys.platform == "win32":
         return None
     try:

@@ -7,9 +7,10 @@ GPUS = "CUDA_VISIBLE_DEVICES"
 
 
 def take(threads: int | None, gpu: int | None) -> None:
-    """Limits this process to `threads` threads, unless the user has set a number, and to one GPU. None: no limit.
+    """Limits this process to `threads` threads, unless the user has set a number, and to one GPU.
 
-    gpu: the index among the GPUs in CUDA_VISIBLE_DEVICES, as torch counts them. Call it before torch is imported.
+    Call this function before torch is imported. `gpu` is an index among the GPUs in CUDA_VISIBLE_DEVICES, as torch counts them.
+    None sets no limit.
     """
     if threads is not None:
         os.environ.setdefault(THREADS, str(threads))

@@ -1,25 +1,25 @@
-"""The product of a few rows and a packed matrix, which is packed once and used often, as in decoding one token at a time.
+"""This package multiplies a few rows by a packed matrix, which is packed once and used often, as in decoding.
 
     y[r,n] = sum_k x[r,k] W[n,k]          x (R,K), W (N,K), y (R,N)
 
-In one line of PyTorch: x @ W.T. W is packed in one of these formats, each a class; q are integers:
+In one line of PyTorch: x @ W.T. Each format of W is a class. q are integers:
 
-    float32               not rounded
-    bfloat16              rounded; x is rounded too
-    int8                  W[n,k] = scale[n] q[n,k], |q| <= 127. Each row of x is rounded too, to multiples of its own scale
-    int4                  W[n,k] = scale[n,g] q[n,k] + shift[n,g], 0 <= q <= 15, g = k // 32. Each row of x is rounded too, each
-                          group of 32 to multiples of 1/127 of its largest magnitude
-    q8_0 ... q6_k         blocks as in GGUF files (BLOCKS), which `pack` does not make. For k-quants x is rounded, each group
-                          of 256 to multiples of 1/16383 of its largest magnitude
+    float32               W is not rounded
+    bfloat16              W and x are rounded
+    int8                  W[n,k] = scale[n] q[n,k], |q| <= 127. Each row of x is rounded to multiples of the row's scale
+    int4                  W[n,k] = scale[n,g] q[n,k] + shift[n,g], 0 <= q <= 15, g = k // 32. Each group of 32 numbers of x is
+                          rounded to multiples of 1/127 of the group's largest magnitude
+    q8_0 ... q6_k         blocks as in GGUF files (BLOCKS), which `pack` does not make. For k-quants, each group of 256 numbers
+                          of x is rounded to multiples of 1/16383 of the group's largest magnitude
 
 In every format the order of summation is the same for all R, so the bits of a row's result do not depend on the other rows. In
 int8 the sums are of integers, so that all implementations give the same bits.
 
-An implementation is a file in this folder. Its REQUIRES lists the supported formats, and float64 among the dtypes if that is
-supported. Its bind(weights) takes n packed weights with the same format and K, prepares whatever can be prepared once, and
-returns a function that computes n outputs y (R,N) from x (n,R,K). x is contiguous, in float32 or float64, and already rounded
-by the format's `rounded`; y is contiguous and in the dtype of x. An implementation may also define dense(packed, dtype), which
-returns the bits of packed.dense(dtype) faster.
+An implementation is a file in this folder with two definitions. REQUIRES lists the supported formats, and float64 among the
+dtypes if the implementation supports float64. bind(weights) takes n packed weights with the same format and K, does the work
+that has to be done only once, and returns a function that computes n outputs y (R,N) from x (n,R,K). x is contiguous, in
+float32 or float64, and already rounded by the format's `rounded`. y is contiguous and in the dtype of x. An implementation may
+also define dense(packed, dtype), which returns the same bits as packed.dense(dtype), but faster.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -44,23 +44,25 @@ Bound = Callable[[Tensor], list[Tensor]]
 
 @dataclass(frozen=True, eq=False)
 class Packed:
-    """A matrix W (N,K) in one format. Its fields: first tensors, each with N as first axis, then numbers. Iterates over
-    tensors."""
+    """A matrix W (N,K) in one format, which can be iterated over its tensors.
+
+    The first fields are tensors, each with N as the first axis. The other fields are numbers.
+    """
 
     weight: Tensor
     format: ClassVar[str]
 
     @classmethod
     def of(cls, weight: Tensor) -> Self:
-        """Packs W (N,K), floating-point, in this format."""
+        """Packs a floating-point W (N,K) in this format."""
         raise NotImplementedError
 
     def dense(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The floating-point matrix W (N,K) that the packed data represents."""
+        """Returns the floating-point matrix W (N,K) that the packed data represents."""
         return self.weight.to(dtype)
 
     def rounded(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Returns x (...,K) rounded as this format's products require, and the factor (...,1) that y still needs, or None."""
+        """Returns x (...,K) rounded for this format, and the factor (...,1) by which y must be multiplied, or None."""
         return x, None
 
     @property
@@ -75,20 +77,20 @@ class Packed:
         return (part for part in self._parts().values() if isinstance(part, Tensor))
 
     def _parts(self) -> dict[str, Any]:
-        """The fields by name. torch.compile does not support vars() of a frozen dataclass (torch 2.11)."""
+        """Returns the fields by name, because torch.compile does not support vars() of a frozen dataclass (torch 2.11)."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Self:
-        """A copy with function(tensor) in place of each tensor."""
+        """Returns a copy with function(tensor) in place of each tensor."""
         return replace(self, **{name: function(part) for name, part in self._parts().items() if isinstance(part, Tensor)})
 
     def nbytes(self) -> int:
-        """The number of bytes of the packed matrix, which a product must read."""
+        """Returns the number of bytes of the packed matrix, which a product must read."""
         return sum(tensor.nbytes for tensor in self)
 
 
 class Float32(Packed):
-    """weight: W in float32; it shares W's memory if W is already float32 and contiguous."""
+    """W in float32. `weight` shares the memory of a W that is already float32 and contiguous."""
 
     format = "float32"
 
@@ -98,7 +100,7 @@ class Float32(Packed):
 
 
 class BFloat16(Packed):
-    """weight: W in bfloat16; it shares W's memory if W is already bfloat16 and contiguous."""
+    """W in bfloat16. `weight` shares the memory of a W that is already bfloat16 and contiguous."""
 
     format = "bfloat16"
 
@@ -111,8 +113,9 @@ class BFloat16(Packed):
 
 
 class Rounding(NamedTuple):
-    """How int8 rounds a row of x: to integers of `bits` bits, including a sign unless x is never negative, as after a ReLU.
-    With 7 bits, no CPU's products saturate.
+    """The rounding of a row of x to integers of `bits` bits in int8 products. With 7 bits, no CPU's products saturate.
+
+    The bits include a sign, unless x is never negative, as after a ReLU.
     """
 
     bits: int = 7
@@ -120,22 +123,22 @@ class Rounding(NamedTuple):
 
     @property
     def steps(self) -> int:
-        """The largest magnitude of the integers."""
+        """Returns the largest magnitude of the integers."""
         return 2**self.bits - 1 - self.offset
 
     @property
     def offset(self) -> int:
-        """The number that, added to the integers, makes them unsigned bytes."""
+        """Returns the number that turns the integers into unsigned bytes when added."""
         return 0 if self.non_negative else 2 ** (self.bits - 1)
 
     def largest(self, x: Tensor) -> Tensor:
-        """The largest magnitude in each row (...,1), which becomes the integer `steps`."""
+        """Returns the largest magnitude of each row (...,1), which becomes the integer `steps`."""
         return (x if self.non_negative else x.abs()).amax(-1, keepdim=True).clamp_(min=SMALLEST)
 
 
 @dataclass(frozen=True, eq=False)
 class Int8(Packed):
-    """weight: q (N,K) int8; scale (N,) float32. bits, non_negative: the Rounding of x."""
+    """W in int8: `weight` (N,K) contains q, and `scale` (N,) is float32. `bits` and `non_negative` are the Rounding of x."""
 
     format = "int8"
     scale: Tensor
@@ -144,10 +147,10 @@ class Int8(Packed):
 
     @classmethod
     def of(cls, weight: Tensor, bits: int = 7, non_negative: bool = False) -> Self:
-        """Packs W. Raises ValueError if K is so large that sums may not fit into 32 bits (above 133,144 for 7 bits)."""
-        most = (2**31 - 1) // (127 * (2**bits - 1))
-        if weight.shape[1] > most:
-            raise ValueError(f"int8: K of W (N,K) must be at most {most:,}; got {tuple(weight.shape)}: use another format")
+        """Packs W. Raises ValueError if sums may not fit into 32 bits, as for K > 133,144 and 7 bits."""
+        max_K = (2**31 - 1) // (127 * (2**bits - 1))
+        if weight.shape[1] > max_K:
+            raise ValueError(f"int8: K of W (N,K) must be at most {max_K:,}; got {tuple(weight.shape)}: use another format")
         return cls(*_packing.int8(weight), bits, non_negative)
 
     def dense(self, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -165,8 +168,13 @@ class Int8(Packed):
 
 @dataclass(frozen=True, eq=False)
 class Int4(Packed):
-    """weight (N,G/8,8,8) int16: eight words of each of eight groups, G = groups_of(K). Byte i of word w of a group is
-    q[2w + i] | q[2w + i + 16] << 4. scale, shift (N,G) bfloat16. width: K.
+    """W in int4, in groups of 32 elements, G = groups_of(K) per row.
+
+    Attributes:
+        weight (N,G/8,8,8): int16, eight words of each of eight groups. Byte i of word w of a group is
+            q[2w + i] | q[2w + i + 16] << 4.
+        scale, shift (N,G): bfloat16.
+        width: K.
     """
 
     format = "int4"
@@ -176,12 +184,12 @@ class Int4(Packed):
 
     @classmethod
     def of(cls, weight: Tensor, symmetric: bool = False) -> Self:
-        """Packs W. symmetric: shift is -8 scale, so that a 0 stays 0."""
+        """Packs W. If `symmetric`, shift is -8 scale, so that a 0 stays 0."""
         return cls.from_groups(_packing.int4(weight, symmetric), weight.shape[1])
 
     @classmethod
     def from_groups(cls, groups: Groups, K: int) -> Self:
-        """The inverse of `groups`."""
+        """Packs groups in the form that `groups` returns."""
         N, G, _ = groups[0].shape
         missing = groups_of(K) - G
         words = pad(groups[0].contiguous().view(torch.int16), (0, 0, 0, missing))
@@ -190,7 +198,7 @@ class Int4(Packed):
         return cls(weight, scale, shift, K)
 
     def groups(self) -> Groups:
-        """The groups one after another: q (N,K/32,16) uint8, two per byte, scale and shift (N,K/32), with K/32 rounded up."""
+        """Returns q (N,K/32,16) uint8, with two integers per byte, and scale and shift (N,K/32), with K/32 rounded up."""
         words = self.weight.transpose(2, 3).flatten(1, 2)
         G = -(-self.K // GROUP)
         return words[:, :G].contiguous().view(torch.uint8), self.scale[:, :G], self.shift[:, :G]
@@ -214,10 +222,13 @@ class Int4(Packed):
 
 @dataclass(frozen=True, eq=False)
 class Blocks(Packed):
-    """weight (N, bytes of a row) uint8: each row is a series of blocks as in a GGUF file.
+    """W as blocks of a GGUF file.
 
-    elements, bytes_per_block: the sizes of a block. halves: the byte offsets of a block's float16 numbers. values: a function
-    that returns the values (n,elements), in a given dtype, of blocks (n,bytes_per_block).
+    Attributes:
+        weight (N, bytes of a row): uint8, a series of blocks per row.
+        elements, bytes_per_block: the sizes of a block.
+        halves: the byte offsets of a block's float16 numbers.
+        values: a function that returns the values (n,elements), in a given dtype, of blocks (n,bytes_per_block).
     """
 
     elements: ClassVar[int] = 32
@@ -227,7 +238,7 @@ class Blocks(Packed):
 
     @classmethod
     def of(cls, weight: Tensor) -> Self:
-        raise ValueError(f"{cls.format} can be read from GGUF files, but W (N,K) cannot be packed in it: use int8 or int4")
+        raise ValueError(f"W (N,K) cannot be packed in {cls.format}, which only GGUF files contain: use int8 or int4")
 
     def dense(self, dtype: torch.dtype = torch.float32) -> Tensor:
         wide = torch.promote_types(dtype, torch.float32)
@@ -235,13 +246,13 @@ class Blocks(Packed):
         return type(self).values(blocks, wide).view(len(self.weight), self.K).to(dtype)
 
     def elements_at(self, indices: Tensor) -> Tensor:
-        """The elements W.flatten()[indices], in float32, for indices (n,)."""
+        """Returns the elements W.flatten()[indices] in float32, for indices (n,)."""
         blocks = self.weight.reshape(-1, self.bytes_per_block)[indices // self.elements]
         values = type(self).values(blocks, torch.float32)
         return values.gather(1, (indices % self.elements).unsqueeze(1)).squeeze(1)
 
     def is_finite(self) -> bool:
-        """Whether all values are finite, which the blocks' scales determine."""
+        """Returns True if all values are finite, which depends only on the scales of the blocks."""
         return _packing.finite_scales(self.weight, self.bytes_per_block, self.halves)
 
     @property
@@ -250,7 +261,7 @@ class Blocks(Packed):
 
 
 class KQuant(Blocks):
-    """Blocks of 256 elements, in groups of 32 or 16 with a scale each."""
+    """W as blocks of 256 elements, in groups of 32 or 16 elements with a scale each."""
 
     elements = 256
 
@@ -299,11 +310,11 @@ KINDS = {name: kind for kind, name in enumerate(        # as in products.h; "bfl
 
 
 class MatVec(Operator):
-    """The operator by the named implementation: `MatVec("c_v0")(x, packed) -> y`.
+    """Multiplies x by a packed W by the named implementation: `MatVec("c_v0")(x, packed) -> y`.
 
-    x (...,K), floating-point; y (...,N) in the dtype of x. There is no gradient. For weights that are used often, `bind` is
-    faster. Raises ValueError for an unknown name, an x that has the wrong shape or requires a gradient, or a format that the
-    implementation does not support; KernelUnavailable if it cannot run on the device of x.
+    x (...,K) is floating-point, and y (...,N) has the dtype of x. There is no gradient. For weights that are used often, `bind`
+    is faster. Raises ValueError for an unknown name, for an x that has the wrong shape or requires a gradient, and for a format
+    that the implementation does not support. Raises KernelUnavailable if the implementation cannot run on the device of x.
     """
 
     folder = "matvec"
@@ -325,10 +336,10 @@ class MatVec(Operator):
         return y.view(*x.shape[:-1], -1)
 
     def bind(self, *weights: Packed) -> Bound:
-        """A function that multiplies by n weights with the same format and K, without checks.
+        """Returns a function that multiplies by n weights with the same format and K, without checks.
 
-        The function takes x (n,R,K), one input for each weight, with R >= 1. It rounds all inputs as the first weight's format
-        requires, and returns n outputs (R,N) in the dtype of x.
+        The function takes x (n,R,K), one input for each weight, with R >= 1. The function rounds all inputs as the first
+        weight's format requires, and returns n outputs (R,N) in the dtype of x.
         """
         product = self._implementation.bind(weights)
         rounded = weights[0].rounded
@@ -345,7 +356,7 @@ class MatVec(Operator):
         return bound
 
     def dense(self, packed: Packed, dtype: torch.dtype) -> Tensor:
-        """The matrix W (N,K) that `packed` represents, in float32 or bfloat16."""
+        """Returns the matrix W (N,K) that `packed` represents, in float32 or bfloat16."""
         matrix: Tensor = getattr(self._implementation, "dense", type(packed).dense)(packed, dtype)
         return matrix
 
@@ -356,7 +367,7 @@ class MatVec(Operator):
         if packed.format not in self.requires.formats:
             raise ValueError(f"{self.name} does not support the format {packed.format}: use another implementation")
         if x.dim() == 0 or x.shape[-1] != packed.K or not x.is_floating_point():
-            raise ValueError(f"MatVec: x must be floating-point, (...,{packed.K}); got {x.dtype} of shape {tuple(x.shape)}")
+            raise ValueError(f"MatVec: x must be floating-point (...,{packed.K}); got {x.dtype} of shape {tuple(x.shape)}")
         self.check_dtype(x.dtype)
         if x.device != packed.weight.device:
             raise ValueError(f"MatVec: x must be on {packed.weight.device}, the device of W; got {x.device}")
@@ -366,32 +377,36 @@ class MatVec(Operator):
 
 
 def groups_of(K: int) -> int:
-    """The number of int4 groups in a row of K elements, rounded up to fill whole vectors."""
+    """Returns the number of int4 groups in a row of K elements, rounded up to fill whole vectors."""
     return -(-K // (TOGETHER * GROUP)) * TOGETHER
 
 
 def pack(weight: Tensor, format: str) -> Packed:
-    """Packs W (N,K), floating-point, in the named format. Raises ValueError for other formats or shapes, or if Int8.of does."""
+    """Packs a floating-point W (N,K) in the named format. Raises ValueError for other formats or shapes, or as Int8.of does."""
     if format not in FORMATS or weight.dim() != 2:
-        raise ValueError(f"pack requires a W (N,K) and one of {', '.join(FORMATS)}; got {tuple(weight.shape)} and {format!r}")
+        raise ValueError(f"pack requires W (N,K) and one of {', '.join(FORMATS)}; got {tuple(weight.shape)} and {format!r}")
     return FORMATS[format].of(weight)
 
 
 def quantise(weight: Tensor, moments: Sequence[Tensor], format: str) -> Blocks:
-    """Packs W (N,K), finite and floating-point, in blocks that change its products least for inputs with given second moments.
+    """Packs W in the blocks that change products least for inputs with given second moments.
 
-    moments: a symmetric matrix (k,k) for each window of k consecutive inputs. format: a result of calibrated_format. Raises
-    ValueError if the widths do not fit.
+    Raises ValueError if the widths of `moments` do not fit.
+
+    Args:
+        weight (N,K): a finite, floating-point W.
+        moments: a symmetric matrix (k,k) for each window of k consecutive inputs.
+        format: a result of calibrated_format.
     """
     elements = BLOCKS[format].elements
     widths = [len(moment) for moment in moments]
     if sum(widths) != weight.shape[1] or any(width % elements for width in widths):
-        raise ValueError(f"quantise requires moments of multiples of {elements} inputs, {weight.shape[1]} in all; got {widths}")
+        raise ValueError(f"the widths of moments must be multiples of {elements} with the sum {weight.shape[1]}; got {widths}")
     return BLOCKS[format](_calibrated.quantise(weight.detach(), moments, format))
 
 
 def calibrated_format(K: int, bits: int) -> str:
-    """The block format for rows of K elements, a multiple of 32, in 4 or 5 bits: k-quants if 256 divides K."""
+    """Returns the block format for rows of K elements, a multiple of 32, in 4 or 5 bits: a k-quant if 256 divides K."""
     return f"q{bits}_{'0' if K % KQuant.elements else 'k'}"
 
 

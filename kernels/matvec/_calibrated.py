@@ -1,12 +1,14 @@
-"""Quantises a matrix W (N,K) to GGUF's blocks such that E, the expected squared change of its products with inputs x, is small:
+"""Quantises a matrix W (N,K) to GGUF's blocks so that products with inputs x change little.
+
+The expected squared change of the products is
 
     E = sum_n (w_n - q_n) M (w_n - q_n)^T          M = E[x x^T], (K,K)
 
 The blocks are processed from left to right. A block's scales are chosen by least squares weighted by the diagonal of M. Then
-its columns are rounded one by one. After column j, each later column k is changed by -(w_j - q_j) U_jk / U_jj, which
-compensates for the error of column j as far as M allows. U is the upper Cholesky factor of the inverse of M.
+the block's columns are rounded one by one. After column j, each later column k is changed by -(w_j - q_j) U_jk / U_jj. The
+change compensates for the error of column j as far as M allows. U is the upper Cholesky factor of the inverse of M.
 
-M may be given as one matrix for each window of consecutive columns; inputs of different windows then count as uncorrelated.
+M may be given as one matrix for each window of consecutive columns. Inputs of different windows then count as uncorrelated.
 
 Sources: Frantar et al. 2022, GPTQ (arXiv:2210.17323), for the order and the Cholesky factor; ggml, src/ggml-common.h, for the
 layouts, which csrc/blocks.c describes. Legend: n rows of W at a time, g groups of a block, 32 elements in a group.
@@ -30,7 +32,7 @@ SOLVABLE = 1e-6                          # smallest relative determinant for whi
 
 
 class Scales(NamedTuple):
-    """The scales and shifts of a block's columns: W[n,k] is about scale q + shift. header: the bytes that encode them."""
+    """The scales and shifts of a block's columns, and the bytes `header` that encode both: W[n,k] is about scale q + shift."""
 
     scale: Tensor                        # (n,elements)
     shift: Tensor
@@ -38,20 +40,20 @@ class Scales(NamedTuple):
 
 
 class Layout(Protocol):
-    """A format of blocks. elements: the number of elements in a block. max_q: the largest integer."""
+    """A format of blocks with `elements` elements each, in which `max_q` is the largest integer."""
 
     elements: int
     max_q: int
 
     def fit(self, weight: Tensor, importance: Tensor) -> Scales:
-        """The scales for weight (n,elements). importance (elements,): the weights of the columns in the least squares."""
+        """Returns the scales for weight (n,elements). importance (elements,) weights the columns in the least squares."""
 
     def pack(self, header: Tensor, q: Tensor) -> Tensor:
-        """The bytes of blocks with the integers q, (n,elements) uint8, after the bytes of `header`."""
+        """Returns the bytes of blocks, which are `header` and the packed integers q (n,elements) uint8."""
 
 
 class WithMinimum:
-    """Q4_K and Q5_K: eight groups; a group's scale and minimum are 6-bit multiples of the block's two float16 numbers."""
+    """The layout of Q4_K and Q5_K. Each of eight groups has a scale and a minimum, 6-bit multiples of two float16 numbers."""
 
     elements = BLOCK
 
@@ -85,7 +87,7 @@ class WithMinimum:
 
 
 class Symmetric:
-    """Q4_0 and Q5_0: blocks of 32 elements, in which the middle integer stands for 0. The scale may be negative."""
+    """The layout of Q4_0 and Q5_0, in which the middle integer stands for 0. The scale may be negative."""
 
     elements = GROUP
 
@@ -93,8 +95,8 @@ class Symmetric:
         self.max_q, self.middle = 2**bits - 1, 2**(bits - 1)
 
     def fit(self, weight: Tensor, importance: Tensor) -> Scales:
-        largest = weight.gather(1, weight.abs().argmax(1, keepdim=True))         # maps to -middle: +middle does not exist
-        least, best = torch.full_like(largest, torch.inf), torch.full_like(largest, torch.nan)         # NaN: W is too large
+        largest = weight.gather(1, weight.abs().argmax(1, keepdim=True))         # +middle does not exist, so this is -middle
+        least, best = torch.full_like(largest, torch.inf), torch.full_like(largest, torch.nan)    # NaN: W is too large
         for factor in (sign * factor for factor in RANGES for sign in (1, -1)):
             q = self._integers(weight, -largest * (factor / self.middle))
             squares = (importance * q * q).sum(1, keepdim=True).clamp_(min=1e-30)
@@ -120,9 +122,11 @@ LAYOUTS: dict[str, Layout] = {"q4_k": WithMinimum(4), "q5_k": WithMinimum(5), "q
 
 
 def quantise(weight: Tensor, moments: Sequence[Tensor], format: str) -> Tensor:
-    """Quantises W (N,K), finite and floating-point, and returns its blocks (N, bytes of a row) uint8. format: a key of LAYOUTS.
+    """Quantises a finite, floating-point W (N,K), and returns the blocks (N, bytes of a row) uint8.
 
-    moments: a matrix M (k,k) for each window of k consecutive columns of W; each k is a multiple of the elements of a block.
+    Args:
+        moments: a matrix M (k,k) for each window of k consecutive columns of W. k is a multiple of the elements of a block.
+        format: a key of LAYOUTS.
     """
     layout = LAYOUTS[format]
     damped = [_damped(moment) for moment in moments]
@@ -136,22 +140,22 @@ def quantise(weight: Tensor, moments: Sequence[Tensor], format: str) -> Tensor:
 
 
 def _damped(moments: Tensor) -> Tensor:
-    """M, scaled to a mean diagonal of 1, plus DAMPING, which makes it positive definite; the identity if M is 0."""
+    """Returns M scaled to a mean diagonal of 1, plus DAMPING, which is positive definite, or the identity if M is 0."""
     mean = moments.diagonal().mean().item()
     identity = torch.eye(len(moments), device=moments.device)
     return moments.float() / mean + DAMPING * identity if mean > 0 else identity
 
 
 def _factor(moments: Tensor) -> Tensor:
-    """The upper triangular U with M^-1 = U^T U. It is the inverse of the upper triangular R with M = R R^T."""
+    """Returns the upper triangular U with M^-1 = U^T U, as the inverse of the upper triangular R with M = R R^T."""
     root = torch.linalg.cholesky(moments.double().flip(0, 1)).flip(0, 1)
     identity = torch.eye(len(moments), dtype=torch.float64, device=moments.device)
     return torch.linalg.solve_triangular(root, identity, upper=True).float()
 
 
 def _window(weight: Tensor, importance: Tensor, factor: Tensor, layout: Layout) -> Tensor:
-    """Quantises the window weight (n,k), and returns its blocks (n, bytes). factor: U (k,k)."""
-    columns = weight.T.clone(memory_format=torch.contiguous_format)      # is overwritten
+    """Quantises the window weight (n,k), and returns the blocks (n, bytes). factor (k,k) is U."""
+    columns = weight.T.clone(memory_format=torch.contiguous_format)      # a copy, because _round overwrites the columns
     blocks = []
     for start in range(0, len(columns), layout.elements):
         stop = start + layout.elements
@@ -163,7 +167,7 @@ def _window(weight: Tensor, importance: Tensor, factor: Tensor, layout: Layout) 
 
 
 def _round(columns: Tensor, scales: Scales, factor: Tensor, max_q: int) -> tuple[Tensor, Tensor]:
-    """The integers of a block's columns (k,n), and the errors of each column j, divided by U_jj. Overwrites `columns`."""
+    """Returns the integers of a block's columns (k,n), and the error of each column j divided by U_jj. Overwrites `columns`."""
     q, errors = torch.empty_like(columns), torch.empty_like(columns)
     scale, shift = scales.scale.T.contiguous(), scales.shift.T.contiguous()
     inverse = torch.where(scale == 0, 0, 1 / scale)
@@ -175,7 +179,7 @@ def _round(columns: Tensor, scales: Scales, factor: Tensor, max_q: int) -> tuple
 
 
 def _affine(groups: Tensor, importance: Tensor, max_q: int) -> tuple[Tensor, Tensor]:
-    """Returns the best scale and minimum over RANGES, (n,g) each and at least 0, such that W is about scale q - minimum."""
+    """Returns the scale and minimum, (n,g) each and at least 0, with which scale q - minimum is nearest to W over RANGES."""
     low = groups.amin(2).clamp_(max=0)
     step = (groups.amax(2) - low).clamp_(min=0) / max_q
     least, best_scale, best_minimum = torch.full_like(low, torch.inf), step, -low
@@ -185,7 +189,7 @@ def _affine(groups: Tensor, importance: Tensor, max_q: int) -> tuple[Tensor, Ten
         pq = importance * q
         one, two, product = pq.sum(2), (pq * q).sum(2), (pq * groups).sum(2)
         determinant = total * two - one * one
-        solvable = determinant > SOLVABLE * total * two                  # false if all q are equal
+        solvable = determinant > SOLVABLE * total * two                  # this is false if all q are equal
         scale = torch.where(solvable, (total * product - one * weighted) / determinant, step)
         minimum = torch.where(solvable, (scale * one - weighted) / total, -low)
         scale = torch.where(minimum < 0, product / two.clamp(min=1e-30), scale).clamp_(min=0)
@@ -199,8 +203,10 @@ def _affine(groups: Tensor, importance: Tensor, max_q: int) -> tuple[Tensor, Ten
 
 
 def _two_factors(groups: Tensor, importance: Tensor, a: Tensor, b: Tensor, d: Tensor, m: Tensor) -> tuple[Tensor, Tensor]:
-    """The d and m (n,1), rounded to float16, that minimise (d a + m b - groups)^2; unchanged where no positive solution
-    exists."""
+    """Returns the d and m (n,1), rounded to float16, that minimise (d a + m b - groups)^2.
+
+    d and m stay unchanged where no positive solution exists.
+    """
     pa, pb = importance * a, importance * b
     aa, ab, bb = (pa * a).sum((1, 2)), (pa * b).sum((1, 2)), (pb * b).sum((1, 2))
     aw, bw = (pa * groups).sum((1, 2)), (pb * groups).sum((1, 2))
@@ -213,7 +219,7 @@ def _two_factors(groups: Tensor, importance: Tensor, a: Tensor, b: Tensor, d: Te
 
 
 def _integers(values: Tensor, scale: Tensor, shift: Tensor, max_q: int) -> Tensor:
-    """The integers q, as floats, with which scale q + shift is nearest to `values`."""
+    """Returns the integers q, as floats, with which scale q + shift is nearest to `values`."""
     return ((values - shift) / torch.where(scale == 0, torch.inf, scale)).round_().clamp_(0, max_q)
 
 
@@ -222,23 +228,22 @@ def _codes(values: Tensor, unit: Tensor) -> Tensor:
 
 
 def _half(values: Tensor) -> Tensor:
-    """The values rounded to float16, but in float32; a value that is not 0 stays nonzero."""
+    """Returns the values rounded to float16, but in float32. Nonzero values stay nonzero."""
     return torch.where(values == 0, values, values.sign() * values.abs().clamp(min=SMALLEST_HALF)).half().float()
 
 
 def _bytes_of_half(values: Tensor) -> Tensor:
-    """The bytes (n,2) of values (n,1) in float16."""
     return values.half().view(torch.uint8)
 
 
 def _header(d: Tensor, m: Tensor, s: Tensor, t: Tensor) -> Tensor:
-    """The first 16 bytes of a k-quant's block: d and m in float16, then the scales s and minima t, (n,8) each, in 6 bits."""
+    """Returns the first 16 bytes of a k-quant's block: d and m in float16, then scales s (n,8) and minima t (n,8) in 6 bits."""
     s, t = s.to(torch.uint8), t.to(torch.uint8)
     low, high = (codes[:, :4] | (codes[:, 4:] & 48) << 2 for codes in (s, t))
     return torch.cat((_bytes_of_half(d), _bytes_of_half(m), low, high, s[:, 4:] & 15 | (t[:, 4:] & 15) << 4), 1)
 
 
 def _nibbles(q: Tensor, length: int) -> Tensor:
-    """Packs the low four bits of q: two neighbouring runs of `length` integers share `length` bytes."""
+    """Packs the low four bits of q. Two neighbouring runs of `length` integers share `length` bytes."""
     parts = (q & 15).unflatten(1, (-1, 2, length))
     return (parts[:, :, 0] | parts[:, :, 1] << 4).flatten(1)

@@ -1,7 +1,7 @@
-"""Packs a matrix W (N,K) in int8 or int4, copies it to bfloat16 if that is exact, and checks GGUF's blocks.
+"""Packs a matrix W (N,K) in int8 or int4, copies W to bfloat16 if the copy is exact, and checks GGUF's blocks.
 
-C code (csrc/pack.c) does the work if the library runs here, otherwise PyTorch. Both give the same numbers, except that for int4
-they may choose different fractions of a group's range when two errors differ only by rounding.
+C code (csrc/pack.c) does the work if the C library can run here, otherwise PyTorch. Both give the same numbers in int8. For
+int4 C and PyTorch may choose different fractions of a group's range when two errors differ only by rounding.
 """
 
 import torch
@@ -20,11 +20,11 @@ Groups = tuple[Tensor, Tensor, Tensor]
 
 
 def int8(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """W in int8: q (N,K) int8, |q| <= 127, and scale (N,) float32, with W = q scale."""
+    """Returns q (N,K) int8, |q| <= 127, and scale (N,) float32, with W = q scale."""
     N, K = weight.shape
     q = torch.empty(N, K, dtype=torch.int8, device="cpu")
     scale = torch.empty(N, dtype=torch.float32, device="cpu")
-    exact = _for_c(weight)
+    exact = _supported_by_c(weight)
     if exact is not None:
         native.run(f"matvec_int8_{DTYPES[exact.dtype]}", native.threads_for(N), N, K, exact, q, scale)
         return q, scale
@@ -35,24 +35,24 @@ def int8(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def int8_in_torch(exact: Tensor) -> tuple[Tensor, Tensor]:
-    """`int8` in PyTorch, for a few rows of W in float32."""
+    """Returns the result of `int8` for a few rows of W in float32, computed by PyTorch."""
     largest = exact.abs().amax(1) if exact.shape[1] else exact.new_zeros(len(exact))
     scale = largest.clamp_(min=SMALLEST) / 127
     return (exact / scale.unsqueeze(1)).round_().to(torch.int8), scale
 
 
 def int4(weight: Tensor, symmetric: bool) -> Groups:
-    """W in int4: q (N,G,16) uint8, with elements i and i + 16 of a group in a byte, and scale and shift (N,G) bfloat16.
+    """Returns q (N,G,16) uint8, with elements i and i + 16 of a group in a byte, and scale and shift (N,G) bfloat16.
 
-    W = q scale + shift, 0 <= q <= 15. The 16 steps cover a fraction of a group's range: the one of FRACTIONS with the least
-    squared error. symmetric: shift is -8 scale.
+    W = q scale + shift, 0 <= q <= 15. The 16 steps cover a fraction of a group's range, the fraction in FRACTIONS with the
+    least squared error. If `symmetric`, shift is -8 scale.
     """
     N = len(weight)
     G = -(-weight.shape[1] // GROUP)
     q = torch.empty(N, G, GROUP // 2, dtype=torch.uint8, device="cpu")
     scale = torch.empty(N, G, dtype=torch.bfloat16, device="cpu")
     shift = torch.empty_like(scale)
-    exact = _for_c(weight)
+    exact = _supported_by_c(weight)
     if exact is not None:
         native.run(f"matvec_int4_{DTYPES[exact.dtype]}", native.threads_for(N), *weight.shape, symmetric, len(FRACTIONS),
                    exact, FRACTIONS, q, scale, shift)
@@ -64,7 +64,7 @@ def int4(weight: Tensor, symmetric: bool) -> Groups:
 
 
 def int4_in_torch(exact: Tensor, symmetric: bool) -> Groups:
-    """`int4` in PyTorch, for a few rows of W in float32."""
+    """Returns the result of `int4` for a few rows of W in float32, computed by PyTorch."""
     groups = pad(exact, (0, -exact.shape[1] % GROUP)).unflatten(1, (-1, GROUP))
     if symmetric:                        # the range is -8 to 7 steps
         high = groups.abs().amax(2)
@@ -73,7 +73,7 @@ def int4_in_torch(exact: Tensor, symmetric: bool) -> Groups:
         low = groups.amin(2)
         high = groups.amax(2)
     least = torch.full_like(low, torch.inf)
-    best_scale = best_shift = torch.full_like(low, torch.nan)        # stay NaN where W is not finite
+    best_scale = best_shift = torch.full_like(low, torch.nan)        # these stay NaN where W is not finite
     for fraction in FRACTIONS:
         scale = _round_to_bfloat16(((high - low) * fraction / 15).clamp_(min=SMALLEST))
         shift = -8 * scale if symmetric else _round_to_bfloat16((low + high) / 2 - 7.5 * scale)
@@ -94,12 +94,11 @@ def _steps(groups: Tensor, scale: Tensor, shift: Tensor) -> tuple[Tensor, Tensor
 
 
 def _round_to_bfloat16(values: Tensor) -> Tensor:
-    """The values rounded to bfloat16, but still in float32."""
     return values.bfloat16().float()
 
 
 def exact_copy(weight: Tensor) -> Tensor | None:
-    """A bfloat16 copy of W (float32, on a CPU) if the copy is exact, otherwise None. Requires the C library."""
+    """Returns a bfloat16 copy of W (float32, on a CPU) if the copy is exact, otherwise None. Requires the C library."""
     weight = weight.detach().contiguous()
     copy = torch.empty(weight.shape, dtype=torch.bfloat16, device="cpu")
     inexact = torch.zeros(1, dtype=torch.int64, device="cpu")
@@ -108,7 +107,10 @@ def exact_copy(weight: Tensor) -> Tensor | None:
 
 
 def finite_scales(weight: Tensor, nbytes: int, halves: tuple[int, ...]) -> bool:
-    """Whether each block's float16 numbers, at one or two byte offsets `halves`, are finite. weight (N, bytes per row)."""
+    """Returns True if the float16 numbers at the one or two byte offsets `halves` of each block are finite.
+
+    weight (N, bytes per row) contains blocks of `nbytes` bytes.
+    """
     if native.why_not() is None and weight.is_contiguous():
         infinite = torch.zeros(1, dtype=torch.int64, device="cpu")
         first, second = (*halves, -1)[:2]
@@ -119,8 +121,7 @@ def finite_scales(weight: Tensor, nbytes: int, halves: tuple[int, ...]) -> bool:
     return not any(bool((blocks[:, at + 1] & 0x7C == 0x7C).any()) for at in halves)      # the second byte contains the exponent
 
 
-def _for_c(weight: Tensor) -> Tensor | None:
-    """W in a dtype and layout that C supports; None if PyTorch must pack it."""
+def _supported_by_c(weight: Tensor) -> Tensor | None:
     if native.why_not() is not None or weight.device.type != "cpu":
         return None
     weight = weight.detach()

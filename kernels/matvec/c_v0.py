@@ -1,4 +1,4 @@
-"""C (csrc/products.h): each thread reads several distant rows of W in parallel; multiply-adds, byte dot products, prefetch."""
+"""C code (csrc/products.h) reads several distant rows of W per thread, with prefetch, multiply-adds and byte dot products."""
 
 from collections.abc import Callable, Sequence
 
@@ -20,7 +20,7 @@ def bind(weights: Sequence[Packed]) -> Callable[[Tensor], list[Tensor]]:
 
 
 def dense(packed: Packed, dtype: torch.dtype) -> Tensor:
-    """The matrix W (N,K); int4 and GGUF's blocks are unpacked in C."""
+    """Returns the matrix W (N,K), and unpacks int4 and GGUF's blocks in C."""
     if isinstance(packed, Blocks):
         matrix = torch.empty(len(packed.weight), packed.K, dtype=torch.float32, device="cpu")
         native.run("matvec_unpack_blocks", native.threads_for(len(matrix)), KINDS[packed.format], *matrix.shape,
@@ -29,7 +29,7 @@ def dense(packed: Packed, dtype: torch.dtype) -> Tensor:
     if not isinstance(packed, Int4):
         return packed.dense(dtype)
     N = len(packed.weight)
-    K = _width(packed)
+    K = _padded_K(packed)
     weight, scale, shift = packed.map(Tensor.contiguous)
     matrix = torch.empty(N, K, dtype=dtype, device="cpu")
     native.run("matvec_unpack", native.threads_for(N), N, K, dtype == torch.bfloat16, weight, scale, shift, matrix)
@@ -38,7 +38,7 @@ def dense(packed: Packed, dtype: torch.dtype) -> Tensor:
 
 def _product(packed: Packed) -> Callable[[Tensor], Tensor]:
     N = len(packed.weight)
-    K = _width(packed)
+    K = _padded_K(packed)
     weight, scale, shift = (*packed, None, None)[:3]
     offset = packed.rounding.offset if isinstance(packed, Int8) else 0
 
@@ -55,7 +55,10 @@ def _product(packed: Packed) -> Callable[[Tensor], Tensor]:
 
 
 def _inputs(x: Tensor, packed: Packed) -> tuple[Tensor, Tensor]:
-    """The fields x and q of the C struct `product`: x in float32, or scales and sums for int4 and k-quants; q, x rounded."""
+    """Returns the fields x and q of the C struct `product`.
+
+    The field x contains x in float32, or scales and sums for int4 and k-quants. The field q contains the rounded x.
+    """
     if isinstance(packed, BFloat16):
         return x, x.bfloat16()
     if isinstance(packed, Int8):
@@ -68,7 +71,7 @@ def _inputs(x: Tensor, packed: Packed) -> tuple[Tensor, Tensor]:
         return floats, words
     if isinstance(packed, Int4):
         R = len(x)
-        K = _width(packed)
+        K = _padded_K(packed)
         floats = x.new_empty(R, K // BLOCK * 2 * TOGETHER)
         q = x.new_empty(R, K, dtype=torch.uint8)
         native.run("matvec_arrange", 1, R * (K // BLOCK), torch.nn.functional.pad(x, (0, K - packed.K)), q, floats)
@@ -76,6 +79,5 @@ def _inputs(x: Tensor, packed: Packed) -> tuple[Tensor, Tensor]:
     return x, x
 
 
-def _width(packed: Packed) -> int:
-    """K, rounded up to whole blocks for int4."""
+def _padded_K(packed: Packed) -> int:
     return -(-packed.K // BLOCK) * BLOCK if isinstance(packed, Int4) else packed.K

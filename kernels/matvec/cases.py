@@ -1,4 +1,4 @@
-"""Shapes, inputs and tolerances of matvec, for the tests and the benchmark."""
+"""Contains the shapes, inputs and tolerances of matvec for the tests and the benchmark."""
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ ROUNDS_INPUTS = 6e-3                     # for PyTorch's bfloat16 products, whic
 
 def inputs(R: int, N: int, K: int, format: str = "float32", dtype: torch.dtype = torch.float32, device: str = "cpu",
            seed: int = 0) -> tuple[Tensor, Packed]:
-    """x (R,K), normally distributed, and a packed W (N,K) such that y is about as large as x. K is rounded up to blocks."""
+    """Returns a normal x (R,K) and a packed W (N,K) for which y is about as large as x. K is rounded up to whole blocks."""
     generator = torch.Generator().manual_seed(seed)
     K = width(format, K)
     x = torch.randn(R, K, generator=generator, dtype=torch.float64).to(dtype)
@@ -27,12 +27,12 @@ def inputs(R: int, N: int, K: int, format: str = "float32", dtype: torch.dtype =
 
 
 def width(format: str, K: int) -> int:
-    """K, rounded up to whole blocks for the formats of GGUF."""
+    """Returns K, rounded up to whole blocks for the formats of GGUF."""
     return -(-K // BLOCKS[format].elements) * BLOCKS[format].elements if format in BLOCKS else K
 
 
 def random_blocks(format: str, N: int, K: int, generator: torch.Generator) -> Blocks:
-    """W (N,K) in blocks of random bytes, scaled so that its root mean square is about K^-0.5."""
+    """Returns a W (N,K) in blocks of random bytes with a root mean square of about K^-0.5."""
     kind = BLOCKS[format]
     blocks = torch.randint(0, 256, (N * K // kind.elements, kind.bytes_per_block), generator=generator, dtype=torch.uint8)
     scale = 1.0
@@ -47,11 +47,11 @@ def random_blocks(format: str, N: int, K: int, generator: torch.Generator) -> Bl
 
 
 def expected(x: Tensor, packed: Packed) -> Tensor:
-    """y by the formula in float64."""
+    """Returns y, computed by the formula in float64."""
     return MatVec("reference")(x.double(), packed)
 
 
 def tolerance(name: str, format: str, dtype: torch.dtype = torch.float32) -> dict[str, float]:
-    """The largest allowed err_ratio of an implementation, for x of `dtype`."""
+    """Returns the largest allowed err_ratio of an implementation for x of `dtype`, by name."""
     rounded = ROUNDS_INPUTS if name.startswith("torch") and format == "bfloat16" else 0.0
     return {"y": max(TOLERANCE[dtype], rounded)}

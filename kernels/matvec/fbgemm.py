@@ -1,4 +1,4 @@
-"""PyTorch's own int8 products, by FBGEMM (kernels/backends/fbgemm.py)."""
+"""FBGEMM (kernels/backends/fbgemm.py) computes PyTorch's own int8 products."""
 
 from collections.abc import Callable, Sequence
 from functools import partial

@@ -1,4 +1,4 @@
-"""The formula with the weights that the packed matrix represents: one matrix product. It is the reference, in float64."""
+"""The reference multiplies by the weights that the packed matrix represents, in float64 or float32."""
 
 from collections.abc import Callable, Sequence
 
@@ -16,7 +16,7 @@ def bind(weights: Sequence[Packed]) -> Callable[[Tensor], list[Tensor]]:
 
 
 def _product(rows: Tensor, packed: Packed) -> Tensor:
-    """The product, row by row, because a matrix product of several rows may sum in a different order than that of one row."""
+    """Returns the product row by row, because a product of several rows may sum in another order than that of one row."""
     if isinstance(packed, Int8):         # in float64 the sums of integers are exact
         return (rows.double() @ packed.weight.double().T).to(rows.dtype) * packed.scale
     weight = packed.dense(rows.dtype)

@@ -1,4 +1,4 @@
-"""PyTorch's own product: F.linear row by row, because with several rows it sums in a different order than with one."""
+"""F.linear multiplies row by row, because PyTorch sums in a different order for several rows than for one row."""
 
 from collections.abc import Callable, Sequence
 

@@ -1,10 +1,10 @@
-"""The C kernels: one prebuilt shared library per system, in lib/. No compiler required.
+"""This module calls the C kernels, in a prebuilt shared library for each system, so that users need no compiler.
 
     run("wkv4_forward_float32", threads, B, T, C, ...)
 
-calls a C function with a struct of 64-bit numbers and addresses. The library contains every function once for each level (a
-set of vector instructions), and `run` calls the one for the highest level that this CPU supports. `python -m
-kernels.native.build` builds the libraries.
+calls a C function with a struct of 64-bit numbers and addresses. A level is a set of vector instructions. A library
+contains every function once for each level, and `run` calls the function for the highest level that this CPU supports.
+`python -m kernels.native.build` builds the libraries, which are in lib/.
 """
 
 import ctypes
@@ -23,7 +23,7 @@ if TYPE_CHECKING:                        # build.py runs without torch
     from torch import Tensor
 
 FOLDER = Path(__file__).parent / "lib"
-LEVELS = {"x86_64": ("avx2", "avx512", "avx512bf16"), "aarch64": ("neon", "neondot")}     # ascending, as in levels.c
+LEVELS = {"x86_64": ("avx2", "avx512", "avx512bf16"), "aarch64": ("neon", "neondot")}     # in ascending order, as in levels.c
 SYSTEMS = {"linux": "linux", "darwin": "macos", "win32": "windows"}
 MACHINES = {"x86_64": "x86_64", "amd64": "x86_64", "aarch64": "aarch64", "arm64": "aarch64"}
 CALL = re.compile(r'\brun\(\s*f?"(\w+)')           # matches a function's name, or, in an f-string, its part before {
@@ -31,7 +31,7 @@ SUFFIXES = {"linux": "so", "macos": "dylib", "windows": "dll"}
 
 
 class Target(NamedTuple):
-    """The platform of a library: a machine, a key of LEVELS, and a system, a key of SUFFIXES."""
+    """The platform of a library. `machine` is a key of LEVELS, and `system` is a key of SUFFIXES."""
 
     machine: str
     system: str
@@ -46,7 +46,7 @@ TARGETS = (Target("x86_64", "linux"), Target("aarch64", "linux"), Target("aarch6
 
 
 def why_not() -> str | None:
-    """Why the C kernels cannot run here, in one sentence; None if they can."""
+    """Returns one sentence that states why the C kernels cannot run here, or None."""
     library = _library()
     return library if isinstance(library, str) else None if level() else (
         f"the C kernels require a CPU with {LEVELS[_here().machine][0].upper()} (use another kernel)")
@@ -54,22 +54,22 @@ def why_not() -> str | None:
 
 @cache
 def levels() -> tuple[str, ...]:
-    """The levels that this CPU supports, in ascending order; empty if there is no library."""
+    """Returns the levels that this CPU supports, in ascending order, or () if there is no library."""
     library = _library()
     return () if isinstance(library, str) else LEVELS[_here().machine][:library.timemix_level()]
 
 
 def level() -> str | None:
-    """The highest level that this CPU supports, or None."""
+    """Returns the highest level that this CPU supports, or None."""
     return levels()[-1] if levels() else None
 
 
 def run(name: str, threads: int, *arguments: "int | float | Tensor | None") -> None:
     """Calls a C function, which may use up to `threads` threads.
 
-    arguments: the fields of the function's struct, in order. A float is passed as a double, a tensor as the address of its
-    first number, None as a null pointer. Raises KernelUnavailable if the library does not contain the function, ValueError if
-    a tensor is not in CPU memory, and AssertionError if the struct has a different number of fields.
+    `arguments` are the fields of the function's struct, in order. A float is passed as a double, a tensor as the address of the
+    first number, and None as a null pointer. Raises KernelUnavailable if the library does not contain the function, ValueError
+    if a tensor is not in CPU memory, and AssertionError if the struct has a different number of fields.
     """
     call = (ctypes.c_int64 * len(arguments))(*map(number, arguments))
     function = _function(name, _required_level())
@@ -78,9 +78,9 @@ def run(name: str, threads: int, *arguments: "int | float | Tensor | None") -> N
 
 
 def size_of(name: str) -> int:
-    """The size in bytes of a C struct: one exported with EXPORT_SIZE(name, ...), or the argument struct of the function `name`.
+    """Returns the size of a C struct in bytes. Raises KernelUnavailable if the library does not export the size.
 
-    Raises KernelUnavailable if the library does not export the size.
+    `name` is that of a struct exported with EXPORT_SIZE(name, ...), or of a function, which has an argument struct.
     """
     return _size(name, _required_level())
 
@@ -93,14 +93,14 @@ def require_size(name: str, numbers: int) -> None:
 
 
 def threads_for(tasks: int) -> int:
-    """The number of threads for a loop over `tasks`: torch's number, but at most one per task."""
+    """Returns the number of threads for a loop over `tasks`, which is torch's number, but at most one per task."""
     import torch
 
     return min(tasks, torch.get_num_threads())
 
 
 def number(argument: "int | float | Tensor | None") -> int:
-    """The argument as a 64-bit integer: a tensor's address, the bits of a double, or the integer itself.
+    """Returns the argument as a 64-bit integer: a tensor's address, the bits of a double, or the integer itself.
 
     Raises ValueError unless a tensor is dense and in CPU memory.
     """
@@ -109,17 +109,17 @@ def number(argument: "int | float | Tensor | None") -> int:
     if argument is None or isinstance(argument, int):
         return argument or 0
     if not argument.is_cpu or str(argument.layout) != "torch.strided":
-        raise ValueError(f"C kernels require dense tensors on the CPU; got one on {argument.device}, {argument.layout}")
+        raise ValueError(f"C kernels require dense tensors on the CPU; got {argument.layout} on {argument.device}")
     return argument.data_ptr()
 
 
 def not_built(file: Path) -> str | None:
-    """The first function that a kernel's file calls by native.run but that this system's library does not contain, or None."""
+    """Returns the first function that a file calls by native.run and this system's library does not contain, or None."""
     names = CALL.findall(file.read_text(encoding="utf-8"))
     try:
         library = _here().path.read_bytes()
     except OSError:
-        return None                      # why_not() reports it
+        return None                      # why_not() reports the error
     return next((name for name in names if name.encode() not in library), None)
 
 
@@ -127,9 +127,9 @@ def not_built(file: Path) -> str | None:
 def _function(name: str, level: str) -> Callable[[Any, int], None]:
     try:
         function = getattr(_library(), f"{name}_{level}")
-    except AttributeError:               # C source added but library not rebuilt
-        raise KernelUnavailable(f"the C library has no function {name} for {level}: define it as ENTRY({name}, struct call) in "
-                                "a csrc folder, and run make native") from None
+    except AttributeError:               # the library was not rebuilt after a change of C
+        raise KernelUnavailable(f"the C library has no function {name} for {level}: define ENTRY({name}, struct call) in a "
+                                "csrc folder, and run make native") from None
     function.argtypes = (ctypes.c_void_p, ctypes.c_int64)
     function.restype = None
     return function
@@ -140,8 +140,8 @@ def _size(name: str, level: str) -> int:
     try:
         return ctypes.c_int64.in_dll(_library(), f"size_of_{name}_{level}").value
     except ValueError:
-        raise KernelUnavailable(f"the C library has no size of {name}: export it with EXPORT_SIZE({name}, struct ...), and run "
-                                "make native") from None
+        raise KernelUnavailable(f"the C library has no size of {name}: export the size with EXPORT_SIZE({name}, struct ...), "
+                                "and run make native") from None
 
 
 def _required_level() -> str:
@@ -156,11 +156,11 @@ def _here() -> Target:
 
 @cache
 def _library() -> Any:
-    """The loaded library, or, as text, the reason why there is none."""
+    """Returns the loaded library or, as a text, the reason why there is no library."""
     here = _here()
     if here not in TARGETS:
-        there_are = ", ".join(f"{target.system} on {target.machine}" for target in TARGETS)
-        return f"no C kernels for {here.system} on {here.machine}, only for {there_are} (use another kernel)"
+        supported = ", ".join(f"{target.system} on {target.machine}" for target in TARGETS)
+        return f"the C kernels do not support {here.system} on {here.machine}, only {supported} (use another kernel)"
     try:
         return ctypes.CDLL(str(here.path))
     except OSError as error:

@@ -2,10 +2,12 @@
 
     python -m kernels.native.build [--zig PYTHON] [--sanitize] [SYSTEM-MACHINE ...]
 
---zig: the Python of an environment that contains the required version of `ziglang`; default: this Python. `make native` creates
-such an environment. --sanitize: enable UBSan, which reports undefined behaviour and aborts; `make soak` runs tests with such a
-library. Builds are reproducible, in any folder. A library contains a hash of its sources, flags and compiler version; a test
-compares it with the sources.
+    --zig       the Python of an environment that contains the required version of `ziglang`. The default is this Python.
+                `make native` creates that environment.
+    --sanitize  enables UBSan, which reports undefined behaviour and aborts. `make soak` tests a library with UBSan.
+
+Builds are reproducible in any folder. A library contains a hash of the sources, flags and compiler version, and a test compares
+the hash with the sources.
 """
 
 import hashlib
@@ -33,13 +35,13 @@ LEVEL_FLAGS["avx512bf16"] = (*LEVEL_FLAGS["avx512"], "-mavx512bf16")
 
 
 def sources() -> list[str]:
-    """The paths of all C sources and headers in the packages' csrc folders, relative to the project root."""
+    """Returns the paths of all C sources and headers in the packages' csrc folders, relative to the project root."""
     packages = [path.parent for path in ROOT.glob("*/__init__.py")]
     return sorted(path.relative_to(ROOT).as_posix() for package in packages for path in package.glob("**/csrc/*.[ch]"))
 
 
 def sources_id() -> str:
-    """The text in a library that identifies its sources: a hash of the sources, the flags and the compiler version."""
+    """Returns the text that identifies a library's sources, with a hash of sources, flags and compiler version."""
     digest = hashlib.sha256(repr((ZIG, SYSTEMS, FLAGS, LEVEL_FLAGS, LEVELS)).encode())
     for source in sources():
         digest.update(f"\n{source}\n".encode() + (ROOT / source).read_bytes())
@@ -47,12 +49,12 @@ def sources_id() -> str:
 
 
 def build(target: Target, output: Path, zig: str = sys.executable, sanitize: bool = False) -> None:
-    """Builds a target's library. sanitize: enable UBSan. Raises subprocess.CalledProcessError on a compiler error."""
+    """Builds a target's library, with UBSan if `sanitize`. Raises subprocess.CalledProcessError on a compiler error."""
     compiler = (zig, "-m", "ziglang", "cc", "-target", f"{target.machine}-{SYSTEMS[target.system]}")
     with tempfile.TemporaryDirectory() as folder:
         objects = []
         common = SANITIZED if sanitize else FLAGS
-        for i, (source, flags) in enumerate(_objects(target)):
+        for i, (source, flags) in enumerate(_sources_and_flags(target)):
             objects.append(str(Path(folder) / f"{i}.o"))
             subprocess.run([*compiler, *common, *flags, "-c", source, "-o", objects[-1]], check=True, cwd=ROOT)
         options = {"macos": f"-Wl,-install_name,@rpath/{target.path.name}", "windows": "-Wl,/Brepro"}     # no timestamp
@@ -65,8 +67,7 @@ def build(target: Target, output: Path, zig: str = sys.executable, sanitize: boo
         new.replace(output)              # running processes keep the old file; overwriting it would crash them
 
 
-def _objects(target: Target) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """The (source, flags) of each object file: one for each source and level."""
+def _sources_and_flags(target: Target) -> Iterator[tuple[str, tuple[str, ...]]]:
     for source in sources():
         if source in PER_LIBRARY:
             digest = sources_id().rpartition(" ")[2]
@@ -77,7 +78,6 @@ def _objects(target: Target) -> Iterator[tuple[str, tuple[str, ...]]]:
 
 
 def _version_of(zig: str) -> str:
-    """The version of ziglang in the environment of the Python `zig`, or an empty string."""
     try:
         return subprocess.run([zig, "-m", "ziglang", "version"], capture_output=True, text=True, check=False).stdout.strip()
     except OSError:
@@ -95,13 +95,13 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     unknown = set(options.targets) - set(names)
     if unknown:
-        parser.error(f"unknown target {unknown.pop()!r}; there are: {', '.join(names)}")
+        parser.error(f"the target {unknown.pop()!r} is unknown: choose from {', '.join(names)}")
     options.zig = str(Path(options.zig).absolute())
     if _version_of(options.zig) != ZIG:
-        parser.error(f"{options.zig} has no ziglang {ZIG}: run make native, or pip install ziglang=={ZIG}")
+        parser.error(f"{options.zig} does not have ziglang {ZIG}: run make native, or pip install ziglang=={ZIG}")
     for name in options.targets or names:
         names[name].path.parent.mkdir(exist_ok=True)
-        print(f"{name}: {len([*_objects(names[name])])} objects, {names[name].path.relative_to(ROOT)}", flush=True)
+        print(f"{name}: {len([*_sources_and_flags(names[name])])} objects, {names[name].path.relative_to(ROOT)}", flush=True)
         build(names[name], names[name].path, options.zig, options.sanitize)
     return 0
 

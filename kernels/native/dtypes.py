@@ -1,4 +1,4 @@
-"""The dtypes that C kernels support, each with the suffix of the functions' names."""
+"""Contains the dtypes that C kernels support, each with the suffix of the functions' names."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Brick padding: an image continued in all directions by copies of itself, arranged like the bricks of a wall.
+"""This package computes brick padding, which surrounds an image with copies of a tile, arranged like the bricks of a wall.
 
     out[..., y, x] = tile[..., Y mod h, (X + offset * floor(Y / h)) mod w]          Y = y - top, X = x - left
 
@@ -21,12 +21,18 @@ Padding = int | Sequence[int]
 
 
 class BrickPadding(Operator):
-    """Brick padding by the named implementation: `BrickPadding("taichi_v0")(tile, offset, padding) -> out`.
+    """Computes brick padding by the named implementation: `BrickPadding("taichi_v0")(tile, offset, padding) -> out`.
 
-    tile (..., h, w), float32 or uint8, such as (C,h,w) or (B,C,h,w); out (..., top + h + bottom, left + w + right).
-    padding, in pixels: one number, (horizontal, vertical), or (left, top, right, bottom). offset: any integer.
     Raises ValueError for an unknown name, an unsupported dtype, negative padding, or a tile that has no pixels or requires a
-    gradient (there is none), and KernelUnavailable if the implementation cannot run on the tile's device.
+    gradient, because the operator has no gradient. Raises KernelUnavailable if the implementation cannot run on the tile's
+    device.
+
+    Args:
+        tile (..., h, w): float32 or uint8 pixels, such as (C,h,w) or (B,C,h,w).
+        offset: any integer.
+        padding: pixels as one number, as (horizontal, vertical), or as (left, top, right, bottom).
+
+    The result has the shape (..., top + h + bottom, left + w + right).
     """
 
     folder = "pad"
@@ -40,15 +46,15 @@ class BrickPadding(Operator):
         return self.wall(tile, offset, top, left, top + tile.shape[-2] + bottom, left + tile.shape[-1] + right)
 
     def wall(self, tile: Tensor, offset: int, top: int, left: int, height: int, width: int) -> Tensor:
-        """Returns a part (..., height, width) of the endless wall, with a tile at row `top`, column `left` (any integers)."""
+        """Returns a part (..., height, width) of the endless wall, with a tile at row `top` and column `left`."""
         self._check(tile)
         if height and width and tile.shape[-2:].numel() == 0:
-            raise ValueError(f"a tile of shape {tuple(tile.shape)} has no pixels: height and width must be at least 1")
+            raise ValueError(f"a tile of shape {tuple(tile.shape)} has no pixels: the height and the width must be at least 1")
         out, = self._function(tile, offset, top, left, height, width)
         return out
 
     def forward(self, tile: Tensor, offset: int, top: int, left: int, height: int, width: int) -> Tensor:
-        """Computes `wall` without checks."""
+        """Returns the result of `wall`, without checks."""
         shape = (*tile.shape[:-2], height, width)
         if tile.shape[:-2].numel() * height * width == 0:
             return tile.new_empty(shape)
@@ -61,9 +67,9 @@ class BrickPadding(Operator):
 
     def _check(self, tile: Tensor) -> None:
         if tile.dim() < 2:
-            raise ValueError(f"BrickPadding: the tile must be (..., height, width); got shape {tuple(tile.shape)}")
+            raise ValueError(f"BrickPadding: the tile must have the shape (..., height, width); got {tuple(tile.shape)}")
         if tile.dtype not in self.requires.dtypes:
-            raise ValueError(f"BrickPadding: the tile must be {' or '.join(map(str, self.requires.dtypes))}; got {tile.dtype}")
+            raise ValueError(f"BrickPadding: the dtype must be {' or '.join(map(str, self.requires.dtypes))}; got {tile.dtype}")
         if tile.requires_grad and torch.is_grad_enabled():
             raise ValueError("BrickPadding has no gradient: pass tile.detach(), or call it under torch.no_grad()")
         self.check_device(tile.device)
@@ -72,13 +78,17 @@ class BrickPadding(Operator):
 class BrickPad:
     """A transform for data pipelines that surrounds each image with bricks: `BrickPad(tile, offset)(image)`.
 
-    tile (..., h, w): the brick. Each size before h must be 1, or equal to the image's size at the same distance from H: a tile
-    (C,h,w) fits images (C,H,W) and (B,C,H,W). None: each image is its own brick. The wall's grid starts at the image's first
-    pixel. padding: as in BrickPadding; None: one brick on each side. image (..., H, W): with the tile's dtype and device.
+    Raises ValueError and KernelUnavailable as BrickPadding does, and ValueError if the shapes, dtypes or devices of tile and
+    image do not match.
+
+    Args:
+        tile (..., h, w): the brick. Each size before h must be 1, or equal to the image's size at the same distance from H. So
+            a tile (C,h,w) fits images (C,H,W) and (B,C,H,W). With None, each image is the brick.
+        padding: as in BrickPadding. None adds one brick on each side.
+        image (..., H, W): an image with the tile's dtype and device. A brick of the wall starts at the image's first pixel.
 
     The default kernel requires only torch, and runs in the workers of any DataLoader. A Taichi kernel raises KernelUnavailable
-    in a worker that was forked after the main process started Taichi; spawn the workers instead. Raises ValueError and
-    KernelUnavailable as BrickPadding does, and ValueError if the shapes, dtypes or devices of tile and image do not match.
+    in a worker that was forked after the main process started Taichi. With Taichi, spawn the workers instead.
     """
 
     def __init__(self, tile: Tensor | None, offset: int, padding: Padding | None = None, kernel: str = "torch_strips") -> None:
@@ -88,7 +98,7 @@ class BrickPad:
         self._pad = BrickPadding(kernel)
 
     def __call__(self, image: Tensor) -> Tensor:
-        tile = image if self.tile is None else self._fitting(self.tile, image)
+        tile = image if self.tile is None else self._checked_tile(self.tile, image)
         left, top, right, bottom = sides((tile.shape[-1], tile.shape[-2])) if self.padding is None else self.padding
         if self.tile is None:
             return self._pad(image, self.offset, (left, top, right, bottom))
@@ -105,22 +115,22 @@ class BrickPad:
         return f"BrickPad({tile}, offset={self.offset}, padding={self.padding}, kernel={self._pad.name!r})"
 
     @staticmethod
-    def _fitting(tile: Tensor, image: Tensor) -> Tensor:
+    def _checked_tile(tile: Tensor, image: Tensor) -> Tensor:
         if (tile.dtype, tile.device) != (image.dtype, image.device):
-            raise ValueError(f"BrickPad requires images of its tile's dtype and device, {tile.dtype} on {tile.device}; "
+            raise ValueError(f"BrickPad: an image must have the tile's dtype and device, {tile.dtype} on {tile.device}; "
                              f"got {image.dtype} on {image.device}")
         pairs = zip(reversed(tile.shape[:-2]), reversed(image.shape[:-2]), strict=False)
         if tile.dim() > image.dim() or any(of_tile not in (1, of_image) for of_tile, of_image in pairs):
             raise ValueError(f"a tile of shape {tuple(tile.shape)} does not fit an image of shape {tuple(image.shape)}: "
-                             "the tile's other sizes must be 1, or equal to the image's")
+                             "the tile's sizes before the height must be 1 or those of the image")
         return tile
 
 
 def sides(padding: Padding) -> tuple[int, int, int, int]:
-    """(left, top, right, bottom), as torchvision.transforms.Pad orders them, from one number, two or all four."""
+    """Returns (left, top, right, bottom), in the order of torchvision.transforms.Pad, from one, two or four numbers."""
     numbers = tuple(padding) if isinstance(padding, Sequence) else (padding,)
     if len(numbers) not in (1, 2, 4) or any(not isinstance(number, int) or number < 0 for number in numbers):
-        raise ValueError("padding must be one number, (horizontal, vertical) or (left, top, right, bottom), not negative; "
+        raise ValueError("padding must be one number, (horizontal, vertical) or (left, top, right, bottom), and not negative; "
                          f"got {padding}")
     left, top, right, bottom = numbers * (4 // len(numbers))
     return left, top, right, bottom

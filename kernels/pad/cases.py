@@ -1,4 +1,4 @@
-"""Shapes and inputs of brick padding, for the tests and the benchmark."""
+"""Contains the shapes and inputs of brick padding for the tests and the benchmark."""
 
 from typing import NamedTuple
 
@@ -9,7 +9,7 @@ DTYPES = (torch.float32, torch.uint8)
 
 
 class Case(NamedTuple):
-    """A tile's shape (..., height, width), the offset of the courses, and the padding (left, top, right, bottom)."""
+    """The arguments of a call: a tile's shape (..., height, width), the offset, and the padding (left, top, right, bottom)."""
 
     tile: tuple[int, ...]
     offset: int
@@ -33,13 +33,16 @@ BENCH_SHAPES = {"cpu": (PUBLISHED, PHOTOGRAPHS), "cuda": (PUBLISHED, PHOTOGRAPHS
 
 
 def tile(shape: tuple[int, ...], dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 0) -> Tensor:
-    """Random pixels from 0 to 254, so that a test detects pixels from wrong positions. Pixels that were not written are 255."""
+    """Returns random pixels from 0 to 254, so that tests detect misplaced pixels, and unwritten pixels, which are 255."""
     generator = torch.Generator().manual_seed(seed)
     return (255 * torch.rand(shape, generator=generator)).to(torch.uint8).to(device, dtype)
 
 
 def one_line(tile: Tensor, offset: int, top: int, left: int, height: int, width: int) -> Tensor:
-    """The formula as one gather, for shapes for which formula.py would take minutes. Tests compare it with formula.py."""
+    """Returns the result of the formula by one gather, for shapes for which formula.py would take minutes.
+
+    Tests compare the gather with formula.py.
+    """
     h, w = tile.shape[-2:]
     y = torch.arange(height, device=tile.device)[:, None] - top
     x = torch.arange(width, device=tile.device) - left

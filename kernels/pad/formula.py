@@ -1,4 +1,4 @@
-"""The formula, pixel by pixel; tests compare every implementation with it."""
+"""The reference computes the formula pixel by pixel. Tests compare every implementation with this file."""
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ def forward(tile: Tensor, offset: int, top: int, left: int, height: int, width: 
     out = tile.new_empty(N, height, width)
     for row in range(height):
         for column in range(width):
-            y = row - top                                # negative above the tile; x is negative to its left
+            y = row - top                                # y is negative above the tile, and x left of the tile
             x = column - left
             course = y // h                              # Python's // and % floor: -1 // h is -1, and -1 % h is h - 1
             out[:, row, column] = tile[:, y % h, (x + course * offset) % w]

@@ -1,8 +1,9 @@
-"""A single kernel launch. Each row of the output repeats one row of the tile, so only its start requires divisions.
+"""A single launch copies rows of the tile: an output row repeats one tile row, so only the row's start requires divisions.
 
-On a CPU a row of the tile is copied in vectors of 64 bytes up to its end, then again from its beginning. Pixels before the
-first and after the last whole vector of the output are copied one by one; to reduce their number, the rows of a narrow tile are
-first repeated to `period` columns. On a GPU a block of threads computes a row, and adjacent threads compute adjacent pixels.
+On a CPU a row of the tile is copied in vectors of 64 bytes up to the end, then again from the beginning. Pixels before the
+first and after the last whole vector of the output are copied one by one. To reduce the number of such pixels, the rows of a
+narrow tile are first repeated to `period` columns. On a GPU a block of threads computes a row, and adjacent threads compute
+adjacent pixels.
 """
 
 # mypy: disable-error-code="attr-defined, index, no-untyped-def, valid-type"
@@ -35,7 +36,7 @@ def forward(tile: Tensor, offset: int, top: int, left: int, height: int, width: 
 
 
 def origin(h: int, w: int, offset: int, top: int, left: int) -> tuple[int, int, int]:
-    """The row and column of the tile at the output's first pixel, and the offset, all reduced to small non-negative numbers."""
+    """Returns the tile's row and column at the output's first pixel, and the offset, as small non-negative numbers."""
     return -top % h, (-top // h * offset - left) % w, offset % w
 
 
@@ -53,7 +54,10 @@ def _on_cpu(tile: Tensor, out: Tensor, first: tuple[int, int, int]) -> None:
 
 
 def _period(h: int, w: int, height: int, width: int, lanes: int) -> int:
-    """The columns of the repeated tile, a multiple of w: at least LONG vectors, unless that costs over 1/32 of the work."""
+    """Returns the number of columns of the repeated tile, a multiple of w.
+
+    The columns are at least LONG vectors, unless repeating the tile would cost more than 1/32 of the work.
+    """
     worth = height * width // (32 * h)
     return w * max(1, min(-(-LONG * lanes // w), worth // w))
 
@@ -116,7 +120,7 @@ def rows_cuda(dtype: torch.dtype) -> Any:
 
 @ti.func
 def _start(row, h, w, height, row_0, column_0, offset):
-    """The row of the tiles that output row `row` repeats, and the column of its first pixel. `row` counts over all images."""
+    """Returns the row of the tiles that output row `row`, counted over all images, repeats, and the first pixel's column."""
     y = row_0 + row % height
     shift = ti.cast(y // h, ti.i64) * offset  # shift of the course; 32 bits would overflow for high outputs of wide tiles
     return row // height * h + y % h, ti.cast((column_0 + shift) % w, ti.i32)

@@ -1,7 +1,7 @@
-"""The formula as whole-tensor operations: the coordinates of all pixels, step by step, then one gather.
+"""Whole-tensor operations compute the coordinates of all pixels, and one gather copies the pixels.
 
-This is the obvious PyTorch code, and the baseline of the Taichi documentation. Each step is a kernel that writes eight bytes
-per pixel, which the next step reads.
+This file is the obvious PyTorch code, and the baseline of the Taichi documentation. Each operation is a kernel that writes
+eight bytes per pixel, which the next operation reads.
 """
 
 import torch

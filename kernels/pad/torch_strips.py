@@ -1,6 +1,6 @@
-"""A course of bricks is a window of one long strip of tiles: one copy per course, no index tensors.
+"""A course of bricks is copied from a window of one long strip of tiles, without index tensors.
 
-Courses differ only in where the window starts, so the strip, one tile high and one tile longer than the output, is built once.
+Courses differ only in where the window starts. So the strip is built once, one tile high and one tile longer than the output.
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""Softmax over the last dimension.
+"""This package computes softmax over the last dimension.
 
     y[n,i] = e^(x[n,i] - m[n]) / sum_j e^(x[n,j] - m[n])          m[n] = max_j x[n,j];  x, y (..., M)
 
@@ -16,10 +16,10 @@ from kernels.operator import Operator
 
 
 class Softmax(Operator):
-    """Softmax by the named implementation: `Softmax("taichi_v0")(x) -> y`, with the shape and dtype of x (..., M).
+    """Computes softmax by the named implementation: `Softmax("taichi_v0")(x) -> y`. y has the shape and dtype of x (..., M).
 
-    It can be differentiated once. All dimensions of x may have any size, including 0. Half precision is computed in float32.
-    Raises ValueError for an unknown name, or an x that has a wrong dtype or no dimension, and KernelUnavailable if the
+    The result can be differentiated once. All dimensions of x may have any size, including 0. Half precision is computed in
+    float32. Raises ValueError for an unknown name, or if x has a wrong dtype or no dimension. Raises KernelUnavailable if the
     implementation cannot run on the device of x.
     """
 
@@ -39,21 +39,23 @@ class Softmax(Operator):
         return y
 
     def _forward(self, x: Tensor) -> Tensor:
-        return _like(x, self._implementation.forward(self._rows(x)))
+        return _as_in(x, self._implementation.forward(self._supported_rows(x)))
 
     def _backward(self, *saved_and_gradients: Tensor) -> Tensor:
         y, grad_y = saved_and_gradients
-        return _like(y, self._implementation.backward(self._rows(y), self._rows(grad_y)))
+        return _as_in(y, self._implementation.backward(self._supported_rows(y), self._supported_rows(grad_y)))
 
-    def _rows(self, x: Tensor) -> Tensor:
-        """The tensor as contiguous rows (N,M), in a dtype that the implementation supports."""
+    def _supported_rows(self, x: Tensor) -> Tensor:
         dtype = x.dtype if x.dtype in self.requires.dtypes else torch.float32
         rows = x.detach().to(dtype).contiguous()
         return rows if rows.dim() == 2 else rows.view(-1, x.shape[-1])
 
 
-def _like(x: Tensor, rows: Tensor) -> Tensor:
-    """`rows` in the dtype and shape of x, resized in place, because autograd forbids in-place writes to a view."""
+def _as_in(x: Tensor, rows: Tensor) -> Tensor:
+    """Returns `rows` in the dtype and shape of x.
+
+    The rows are resized in place, because a view would prevent in-place writes under autograd.
+    """
     rows = rows.to(x.dtype)
     return rows if x.dim() == 2 else rows.resize_(x.shape)
 

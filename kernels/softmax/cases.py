@@ -1,4 +1,4 @@
-"""Shapes, inputs and tolerances of softmax, for the tests and the benchmark."""
+"""Contains the shapes, inputs and tolerances of softmax for the tests and the benchmark."""
 
 import torch
 from torch import Tensor
@@ -17,18 +17,18 @@ TOLERANCE = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 4e-3, to
 
 
 def inputs(*shape: int, dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 0, spread: float = 3.0) -> Tensor:
-    """x, normally distributed. With a standard deviation of 3, a few elements make up most of a row's sum."""
+    """Returns a normally distributed x. With a standard deviation of 3, a few elements make up most of a row's sum."""
     generator = torch.Generator().manual_seed(seed)
     return (spread * torch.randn(shape, generator=generator, dtype=torch.float64)).to(device, dtype)
 
 
 def special_rows(M: int, device: str = "cpu", dtype: torch.dtype = torch.float32) -> Tensor:
-    """Rows (11,M) with edge cases (inf, NaN, huge, tiny), one per row, each in a different column; M >= 8."""
+    """Returns rows (11,M), M >= 8, with one edge case (inf, NaN, huge, tiny) per row, each in a different column."""
     inf = float("inf")
     huge = torch.finfo(dtype).max
     x = inputs(11, M, dtype=dtype)
     x[0] = -inf
-    x[1, 1:] = -inf                          # a single finite element: the first, the last
+    x[1, 1:] = -inf                          # the only finite element is the first, then the last
     x[2, :-1] = -inf
     x[3, ::2] = -inf
     x[4, M // 2] = inf
@@ -44,13 +44,13 @@ def special_rows(M: int, device: str = "cpu", dtype: torch.dtype = torch.float32
 
 
 def loss(y: Tensor) -> Tensor:
-    """A scalar loss, sum((M y)^2 - tanh(M y)) / M, whose gradient differs at every element, and does not shrink with M."""
+    """Returns sum((M y)^2 - tanh(M y)) / M, a loss whose gradient differs at every element, and does not shrink with M."""
     scaled = y.shape[-1] * y
     return (scaled.square() - scaled.tanh()).sum() / max(1, y.shape[-1])
 
 
 def results(softmax: Softmax, x: Tensor) -> dict[str, Tensor]:
-    """y, and the gradient of loss(y) with respect to x."""
+    """Returns y, and the gradient of loss(y) with respect to x."""
     x = x.detach().requires_grad_()
     y = softmax(x)
     (grad_x,) = torch.autograd.grad(loss(y), x)
@@ -58,9 +58,9 @@ def results(softmax: Softmax, x: Tensor) -> dict[str, Tensor]:
 
 
 def tolerance(dtype: torch.dtype, M: int = 1) -> dict[str, float]:
-    """The tolerances for x of `dtype`. Half-precision gradients have three rounding errors: of y, of grad_y, their own.
+    """Returns the tolerances for x of `dtype`. In half precision, y, grad_y and the gradients are each rounded.
 
-    On a CPU, PyTorch itself sums M columns as M / 16 terms in sequence: its error is 1e-5 for the longest rows.
+    On a CPU, PyTorch itself sums M columns as M / 16 terms in sequence, with an error of 1e-5 for the longest rows.
     """
     allowed = TOLERANCE[dtype] + 1e-10 * M * (dtype == torch.float32)
     return {"y": allowed, "grad_x": 4 * allowed if dtype.itemsize == 2 else 2 * allowed}

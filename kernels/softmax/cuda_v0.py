@@ -1,6 +1,7 @@
-"""Online: one pass over a row computes the largest element and the sum relative to it; a second pass writes the result.
+"""One pass over a row computes the largest element and the sum online, and a second pass writes the result.
 
-A warp computes a row of up to 1024 columns; a block of several warps computes a longer row. Threads combine their results by
+The sum is always relative to the largest element so far. A warp computes a row of up to 1024 columns, and a block of several
+warps computes a longer row. Threads combine their results by
 warp shuffles and then in shared memory. Four columns are loaded at a time, whatever the alignment of the row.
 """
 
@@ -34,5 +35,5 @@ def _launch(kernel: str, *inputs: Tensor) -> Tensor:
 
 
 def _threads(M: int) -> int:
-    """The number of threads for one row: as many whole warps as give 16 columns to each thread, up to a full block."""
+    """Returns the number of threads for one row: whole warps, with 16 columns per thread, up to a full block."""
     return min(WARPS, -(-M // (16 * WARP))) * WARP

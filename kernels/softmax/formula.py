@@ -1,6 +1,6 @@
-"""The formula as PyTorch operations in eager mode, each of which reads and writes whole tensors.
+"""The reference computes the formula by PyTorch operations in eager mode, each of which reads and writes whole tensors.
 
-Tests compare every implementation with it, in float64.
+Tests compare every implementation with this file in float64.
 """
 
 import torch

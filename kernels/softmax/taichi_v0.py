@@ -1,8 +1,8 @@
-"""Three passes over a row, which stays in the nearest cache: the largest element; the exponentials and their sum; the division.
+"""Three passes over a row, which stays in the nearest cache, find the largest element, sum the exponentials, and divide.
 
-On a CPU it uses vectors of 16 columns. e^d for d <= 0 is computed as 2^n, by writing n into the exponent's bits, times a
-polynomial in the remainder of d. Results below 2^-126 may be 0. Rows are padded to whole vectors with -inf, whose result is 0.
-On a GPU a block of threads computes a row; the threads combine their results in shared memory.
+On a CPU the kernel uses vectors of 16 columns. e^d for d <= 0 is computed as 2^n times a polynomial in the remainder of d. 2^n
+is computed by writing n into the exponent's bits. Results below 2^-126 may be 0. Rows are padded to whole vectors with -inf,
+whose result is 0. On a GPU a block of threads computes a row; the threads combine their results in shared memory.
 """
 
 # mypy: disable-error-code="attr-defined, index, no-untyped-def, valid-type"
@@ -100,7 +100,7 @@ def _exponentials(x: ti.template(), y: ti.template(), at, V, largest):
     for j in range(V // UNROLLED):
         o = (at + UNROLLED * j) & INDEX
         e = [_exp(x[o + k] - largest) for k in ti.static(range(UNROLLED))]
-        for k in ti.static(range(UNROLLED)):  # all loads before all stores, since after a store Taichi reloads the address
+        for k in ti.static(range(UNROLLED)):  # all loads precede all stores, because Taichi reloads the address after a store
             y[o + k] = e[k]
             total[k % 2] += e[k]
     for j in range(V // UNROLLED * UNROLLED, V):
@@ -112,7 +112,7 @@ def _exponentials(x: ti.template(), y: ti.template(), at, V, largest):
 
 @ti.func
 def _exp(d):
-    """e^d for d <= 0; NaN stays NaN."""
+    """Returns e^d for d <= 0, and NaN for NaN."""
     d = ti.select(d < LOWEST, LOWEST, d)
     n = by_lane(ti.cast, d * LOG2_E_SHORT, ti.i32)
     rest = d * LOG2_E - by_lane(ti.cast, n, ti.f32)  # a fused multiply-add, which does not round the product
@@ -149,7 +149,6 @@ def _dot(y: ti.template(), grad_y: ti.template(), at, V):
 
 @ti.func
 def _centre(y: ti.template(), grad_y: ti.template(), grad_x: ti.template(), at, V, dot):
-    """Computes grad_x = y (grad_y - dot) for a row."""
     for j in range(V // UNROLLED):
         o = (at + UNROLLED * j) & INDEX
         grad = [y[o + k] * (grad_y[o + k] - dot) for k in ti.static(range(UNROLLED))]

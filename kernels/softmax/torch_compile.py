@@ -1,4 +1,4 @@
-"""The formula under torch.compile, compiled at the first call for all sizes."""
+"""torch.compile compiles the formula at the first call for all sizes."""
 
 from torch import Tensor
 

@@ -1,4 +1,4 @@
-"""PyTorch's own softmax: one fused kernel each for forward and backward; half precision is computed in float32."""
+"""PyTorch's own softmax runs one fused kernel each for forward and backward, and computes half precision in float32."""
 
 import torch
 from torch import Tensor

@@ -1,7 +1,7 @@
-"""One row per program. A row that fits into registers is read once and written once.
+"""A program computes one row, and reads and writes a row that fits into registers only once.
 
-A longer row is read block by block, online: each lane of the block keeps its largest x so far, and its sum relative to that. At
-the end the lanes are combined, and a second loop writes the result. Half precision is converted in registers, without converted
+A longer row is read block by block. Each lane of the block keeps the largest x so far, and the sum relative to that x. At the
+end the lanes are combined, and a second loop writes the result. Half precision is converted in registers, without converted
 copies in memory.
 """
 
@@ -50,7 +50,7 @@ def _softmax(x, y, M, BLOCK: tl.constexpr):
 
 @triton.jit
 def _softmax_in_blocks(x, y, M, BLOCK: tl.constexpr):
-    """Softmax of a longer row. Maxima start at LOWEST, so that e^(-inf - maximum) is 0 and a row of only -inf is 0/0."""
+    """Computes a longer row. Maxima start at LOWEST, so that e^(-inf - maximum) is 0 and a row of only -inf is 0/0."""
     start = tl.program_id(0).to(tl.int64) * M
     i = tl.arange(0, BLOCK)
     largest = tl.full([BLOCK], LOWEST, tl.float32)

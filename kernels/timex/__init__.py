@@ -1,15 +1,15 @@
-"""TimeX, the depthwise causal convolution over time of RWKV-2, -3 and -4.
+"""This package computes TimeX, the depthwise causal convolution over time of RWKV-2, -3 and -4.
 
     out[b,c,t] = eps + sum_{u=0..t} w[c,(T-1)-(t-u)] * k[b,c,u]            w (C,T), k (B,C,T), out (B,C,T)
 
 In one line of PyTorch: eps + F.conv1d(F.pad(k, (T-1, 0)), w.unsqueeze(1), groups=C). The last column of w is lag 0. If a number
-in w or k is not finite, all elements of out that depend on it are not finite, and no other row (b,c) is affected; with tiles or
-the FFT, earlier steps of the same row may also change. Source: RWKV-CUDA, depthwise_conv1d; Taichi documentation, "Accelerate
-PyTorch with Taichi".
+in w or k is not finite, all elements of out that depend on the number are not finite, and no other row (b,c) is affected. With
+tiles or the FFT, earlier steps of the same row may also change.
+Source: RWKV-CUDA, depthwise_conv1d; Taichi documentation, "Accelerate PyTorch with Taichi".
 
 An implementation is a file in this folder with REQUIRES, forward(w, k, eps) -> out and backward(w, k, grad_out) -> (grad_w,
-grad_k), or, instead of backward, the two functions grad_w(k, grad_out) and grad_k(w, grad_out), which the benchmark then times
-separately. The inputs are contiguous, in a supported dtype, and padded to supported sizes.
+grad_k). The file may define grad_w(k, grad_out) and grad_k(w, grad_out) instead of backward. The benchmark then times the two
+functions separately. The inputs are contiguous, in a supported dtype, and padded to supported sizes.
 """
 
 import torch
@@ -20,11 +20,11 @@ from kernels.operator import Operator
 
 
 class TimeX(Operator):
-    """TimeX by the named implementation: `TimeX("taichi_v3")(w, k, eps=0.0) -> out`.
+    """Computes TimeX by the named implementation: `TimeX("taichi_v3")(w, k, eps=0.0) -> out`.
 
-    It can be differentiated once, with respect to w and k. B, C and T may have any size, including 0. Half-precision inputs are
-    computed in float32, and the result has their dtype. Raises ValueError for an unknown name or inputs of the wrong shape or
-    dtype, and KernelUnavailable if the implementation cannot run on the inputs' device.
+    The result can be differentiated once, with respect to w and k. B, C and T may have any size, including 0. Half-precision
+    inputs are computed in float32, and the result has the dtype of k. Raises ValueError for an unknown name or for inputs of
+    the wrong shape or dtype, and KernelUnavailable if the implementation cannot run on the inputs' device.
     """
 
     folder = "timex"
@@ -58,9 +58,9 @@ class TimeX(Operator):
 
     def _check(self, w: Tensor, k: Tensor) -> None:
         if w.dim() != 2 or k.dim() != 3 or tuple(w.shape) != tuple(k.shape[1:]):
-            raise ValueError(f"TimeX: w must be (C,T) and k (B,C,T); got w {tuple(w.shape)} and k {tuple(k.shape)}")
+            raise ValueError(f"TimeX: w must be (C,T) and k must be (B,C,T); got w {tuple(w.shape)} and k {tuple(k.shape)}")
         if not (w.is_floating_point() and k.is_floating_point()):
-            raise ValueError(f"TimeX: w and k must be floating-point; got {w.dtype} and {k.dtype}")
+            raise ValueError(f"TimeX: w and k must be floating-point tensors; got {w.dtype} and {k.dtype}")
         if w.device != k.device:
             raise ValueError(f"TimeX: w and k must be on one device; got {w.device} and {k.device}")
         self.check_dtype(w.dtype, k.dtype)

@@ -1,11 +1,11 @@
-"""Shared by the Taichi rungs: the common formula of the three products, and the CPU tiles of rungs 1 and 2.
+"""Contains the code that the Taichi versions share. Versions 1 and 2 use the CPU tiles, and version 3 some functions.
 
-All three products are total[i] += window[i + j] * x[j], with i and j in a tile, and a window that is two tiles long:
-    forward   window of w, x = k           i counts t downwards from the end of its tile
-    grad_k    the same on reversed time: step t of grad_out and grad_k is column T - 1 - t
+All three products are total[i] += window[i + j] * x[j]. i and j are in a tile, and the window is two tiles long:
+    forward   window of w, x = k           i counts t downwards from the end of the tile
+    grad_k    as in forward, but with time reversed: step t of grad_out and grad_k is column T - 1 - t
     grad_w    window of k, x = grad_out    i counts the columns of w
-Positions outside a row are staged as zeros, so T may have any value. (Zero times infinity is NaN: a nonfinite value also makes
-other outputs of its tile NaN.)
+Positions outside a row are loaded as zeros, so T may have any value. Zero times infinity is NaN, so a nonfinite value also
+makes other outputs of the same tile NaN.
 """
 
 # mypy: disable-error-code="index, no-untyped-def, valid-type"
@@ -23,7 +23,7 @@ Window = ti.types.vector(2 * TILE, ti.f32)
 
 
 class Products:
-    """forward, grad_k and grad_w of a rung. correlate(total, window, x), a ti.func, adds a tile's products on a CPU."""
+    """The functions of a version. On a CPU, the ti.func correlate(total, window, x) adds a tile's products."""
 
     def __init__(self, correlate: Any, forward_cuda: Any, grad_w_cuda: Any) -> None:
         self._forward = _forward_kernel(correlate), forward_cuda

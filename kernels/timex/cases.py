@@ -1,4 +1,4 @@
-"""Shapes, inputs and tolerances of TimeX, for the tests and the benchmark."""
+"""Contains the shapes, inputs and tolerances of TimeX for the tests and the benchmark."""
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ TOLERANCE = {torch.float64: 1e-13, torch.float32: 1e-6, **ROUNDING}      # large
 
 def inputs(B: int, C: int, T: int, dtype: torch.dtype = torch.float32, device: str = "cpu",
            seed: int = 0) -> tuple[Tensor, Tensor]:
-    """w (C,T) and k (B,C,T), normally distributed; w is neither positive nor decaying, since TimeX accepts any w."""
+    """Returns random w (C,T) and k (B,C,T). w is neither positive nor decaying, because TimeX accepts any w."""
     generator = torch.Generator().manual_seed(seed)
     w = torch.randn(C, T, generator=generator, dtype=torch.float64)
     k = torch.randn(B, C, T, generator=generator, dtype=torch.float64)
@@ -24,12 +24,12 @@ def inputs(B: int, C: int, T: int, dtype: torch.dtype = torch.float32, device: s
 
 
 def flop(B: int, C: int, T: int) -> int:
-    """The number of floating-point operations of the forward pass, and equally of each gradient."""
+    """Returns the number of floating-point operations of the forward pass, which is also that of each gradient."""
     return B * C * T * (T + 1)
 
 
 def results(timex: TimeX, w: Tensor, k: Tensor, eps: float = 0.0) -> dict[str, Tensor]:
-    """out (B,C,T), and the gradients grad_w (C,T) and grad_k (B,C,T) of loss(out)."""
+    """Returns out (B,C,T), and the gradients grad_w (C,T) and grad_k (B,C,T) of loss(out), by name."""
     w = w.detach().requires_grad_()
     k = k.detach().requires_grad_()
     out = timex(w, k, eps)
@@ -38,7 +38,10 @@ def results(timex: TimeX, w: Tensor, k: Tensor, eps: float = 0.0) -> dict[str, T
 
 
 def tolerance(dtype: torch.dtype) -> dict[str, float]:
-    """The tolerances for `dtype`. In half precision a gradient has three rounding errors: of out, of grad_out, and its own."""
+    """Returns the tolerances for inputs of `dtype`, by name.
+
+    In half precision a gradient has three rounding errors, because out, grad_out and the gradient are each rounded.
+    """
     allowed = TOLERANCE[dtype]
     gradient = 3 * allowed if dtype.itemsize == 2 else allowed
     return {"out": allowed, "grad_w": gradient, "grad_k": gradient}

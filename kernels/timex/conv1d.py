@@ -1,7 +1,7 @@
-"""F.conv1d with one group per channel: PyTorch's own depthwise convolution, on every device.
+"""PyTorch's own depthwise convolution, F.conv1d with one group per channel, computes the forward pass and both gradients.
 
-Both gradients are computed as forward convolutions too, because PyTorch's backward for depthwise weights is far slower on a CPU
-(kernels/timex/README.md has the times).
+The gradients are forward convolutions too, because PyTorch's backward for depthwise weights is far slower on a CPU.
+kernels/timex/README.md contains the times.
 """
 
 from collections.abc import Iterator
@@ -26,12 +26,12 @@ def backward(w: Tensor, k: Tensor, grad_out: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def grad_k(w: Tensor, grad_out: Tensor) -> Tensor:
-    """The forward convolution of the time-reversed grad_out, reversed again."""
+    """Returns the forward convolution of the time-reversed grad_out, reversed again."""
     return _causal(grad_out.flip(-1), w).flip(-1)
 
 
 def grad_w(k: Tensor, grad_out: Tensor) -> Tensor:
-    """The gradient for each lag: the correlation of k and grad_out, as a convolution with one group per row and channel."""
+    """Returns the correlation of k and grad_out, computed as a convolution with one group per row and channel."""
     B, C, T = k.shape
     with _full_precision():
         rows = F.conv1d(F.pad(k, (T - 1, 0)).view(1, B * C, 2 * T - 1), grad_out.view(B * C, 1, T), groups=B * C)
@@ -46,7 +46,7 @@ def _causal(k: Tensor, w: Tensor) -> Tensor:
 
 @contextmanager
 def _full_precision() -> Iterator[None]:
-    """Turns off TF32, which cuDNN uses for convolutions by default, with errors of about 1e-3."""
+    """Turns off TF32, because cuDNN uses TF32 for convolutions by default, with errors of about 1e-3."""
     convolutions = torch.backends.cudnn.conv     # type: ignore[attr-defined]
     before = convolutions.fp32_precision
     convolutions.fp32_precision = "ieee"

@@ -1,4 +1,4 @@
-"""Rung 0: the formula. One output per thread, and all inputs are read from global memory."""
+"""Version 0 evaluates the formula, with one output per thread, and reads all inputs from global memory."""
 
 import torch
 from torch import Tensor

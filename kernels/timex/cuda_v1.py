@@ -1,4 +1,4 @@
-"""Rung 1: rows in shared memory. A block copies the inputs that its outputs share; one output per thread."""
+"""Version 1 copies the inputs that the outputs of a block share into shared memory, and computes one output per thread."""
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ def grad_k(w: Tensor, grad_out: Tensor) -> Tensor:
 def grad_w(k: Tensor, grad_out: Tensor) -> Tensor:
     B, C, T = k.shape
     grad = torch.empty_like(k[0])
-    threads = _threads(k.shape[-1])
+    threads = _threads_per_block(k.shape[-1])
     SOURCE.launch("grad_w", C * -(-T // threads), threads, k, grad_out, grad, B, C, T)
     return grad
 
@@ -30,11 +30,10 @@ def grad_w(k: Tensor, grad_out: Tensor) -> Tensor:
 def _convolve(kernel: str, w: Tensor, k: Tensor, *eps: float) -> Tensor:
     B, C, T = k.shape
     out = torch.empty_like(k)
-    threads = _threads(k.shape[-1])
+    threads = _threads_per_block(k.shape[-1])
     SOURCE.launch(kernel, B * C * -(-T // threads), threads, w, k, out, B, C, T, *eps)
     return out
 
 
-def _threads(T: int) -> int:
-    """The number of threads per block: whole warps, no more than the row needs."""
+def _threads_per_block(T: int) -> int:
     return min(THREADS, 32 * -(-T // 32))

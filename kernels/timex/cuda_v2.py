@@ -1,4 +1,4 @@
-"""Rung 2: float4. A thread computes four time steps and loads four values at a time."""
+"""Version 2 loads four values at a time (float4), and computes four time steps per thread."""
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ def grad_k(w: Tensor, grad_out: Tensor) -> Tensor:
 def grad_w(k: Tensor, grad_out: Tensor) -> Tensor:
     B, C, T = k.shape
     grad = torch.empty_like(k[0])
-    threads = _threads(k.shape[-1])
+    threads = _threads_per_block(k.shape[-1])
     tile = threads * T_GROUP
     SOURCE.launch("grad_w", C * -(-T // tile), threads, aligned(k), aligned(grad_out), grad, B, C, T)
     return grad
@@ -32,12 +32,11 @@ def grad_w(k: Tensor, grad_out: Tensor) -> Tensor:
 def _convolve(kernel: str, w: Tensor, k: Tensor, *eps: float) -> Tensor:
     B, C, T = k.shape
     out = torch.empty_like(k)
-    threads = _threads(k.shape[-1])
+    threads = _threads_per_block(k.shape[-1])
     tile = threads * T_GROUP
     SOURCE.launch(kernel, B * C * -(-T // tile), threads, aligned(w), aligned(k), out, B, C, T, *eps)
     return out
 
 
-def _threads(T: int) -> int:
-    """The number of threads per block: whole warps, no more than the row needs."""
+def _threads_per_block(T: int) -> int:
     return min(THREADS, 32 * -(-T // (32 * T_GROUP)))

@@ -1,4 +1,4 @@
-"""Rung 3: batch groups. A thread computes sixteen time steps of two batches, so that each w it loads serves both."""
+"""Version 3 computes sixteen time steps of two batches per thread, so that each load of w serves both batches."""
 
 import torch
 from torch import Tensor
@@ -43,7 +43,7 @@ def _convolve(kernel: str, w: Tensor, k: Tensor, *eps: float) -> Tensor:
 
 
 def _block(B: int, T: int) -> tuple[int, int]:
-    """A block's (threads along the batch, threads along time): whole warps, and no more of either than can be used."""
+    """Returns a block's threads along the batch and along time: whole warps, and no more than the sizes can use."""
     b_lanes = min(16, 1 << (B - 1).bit_length())
     in_a_warp = 32 // b_lanes
     return b_lanes, min(THREADS // b_lanes, in_a_warp * -(-T // (T_GROUP * in_a_warp)))

@@ -1,12 +1,12 @@
-"""Rung 4: tensor cores. Toeplitz blocks of w are matrix fragments that all batches share; each float32 is split into two tf32.
+"""Version 4 multiplies by Toeplitz blocks of w, which all batches share, on tensor cores; a float32 is split into two tf32.
 
-big * big + big * small + small * big is accurate to about 2^-22. At B=32 C=768 T=768 the forward needs 47 GFLOP of tf32
-products: 0.15 ms at the rate that mma.sync reaches on an H200 (0.6 of 495 TFLOP/s); float32 multiply-adds would take 0.22 ms.
-For 48 mma instructions, some 300 cycles, a warp issues 173 other instructions and reads 10 words per lane from shared memory.
-(Estimated, not measured.)
+The sum big * big + big * small + small * big is accurate to about 2^-22. At B=32 C=768 T=768 the forward needs 47 GFLOP of tf32
+products, which take 0.15 ms at the rate of mma.sync on an H200 (0.6 of 495 TFLOP/s). Float32 multiply-adds would take 0.22 ms.
+For 48 mma instructions, which take some 300 cycles, a warp issues 173 other instructions and reads 10 words per lane from
+shared memory. These numbers are estimated, not measured.
 
 A block computes 32, 16 or 8 batches, so B = 1 takes as long as B = 8. A nonfinite value also makes up to 63 earlier steps NaN,
-since zero times infinity is NaN.
+because zero times infinity is NaN.
 """
 
 import torch
@@ -23,14 +23,14 @@ SOURCE, SOURCE_16, SOURCE_8 = (Source(__file__, "csrc/v4.cu", N_TILES=n) for n i
 
 def forward(w: Tensor, k: Tensor, eps: float) -> Tensor:
     out = torch.empty_like(k)
-    source, blocks = _fitting(k)
+    source, blocks = _source_and_blocks(k)
     source.launch("forward", blocks, THREADS, w, aligned(k), out, *k.shape, eps)
     return out
 
 
 def grad_k(w: Tensor, grad_out: Tensor) -> Tensor:
     grad = torch.empty_like(grad_out)
-    source, blocks = _fitting(grad_out)
+    source, blocks = _source_and_blocks(grad_out)
     source.launch("grad_k", blocks, THREADS, w, aligned(grad_out), grad, *grad.shape)
     return grad
 
@@ -45,8 +45,8 @@ def grad_w(k: Tensor, grad_out: Tensor) -> Tensor:
     return grad
 
 
-def _fitting(x: Tensor) -> tuple[Source, int]:
-    """The source that needs the least padding of the batch, and the number of blocks."""
+def _source_and_blocks(x: Tensor) -> tuple[Source, int]:
+    """Returns the source that needs the least padding of the batch, and the number of blocks."""
     B, C, T = x.shape
     source = SOURCE if B > 16 else SOURCE_16 if B > 8 else SOURCE_8
     return source, -(-B // (8 * source.macros["N_TILES"])) * C * -(-T // BLOCK)

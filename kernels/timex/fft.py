@@ -1,9 +1,10 @@
-"""The convolution theorem: a product of spectra by torch.fft, O(T log T) for any w. Rows are padded, so nothing wraps around.
+"""By the convolution theorem, a product of spectra (torch.fft) computes the convolution in O(T log T) for any w.
 
-Both gradients are correlations, and so products with a conjugated spectrum; grad_w is summed over the batch before the inverse
-transform. The error is proportional to the largest value of a row, even where the result is small or 0. So a later k can change
-an earlier output by that much, and steps on which the loss does not depend get a gradient of that size. This is acceptable for
-TimeX, but not for WKV's quotient, whose rows span many orders of magnitude: WKV rejects this kernel, and auto never selects it.
+Rows are padded, so nothing wraps around. Both gradients are correlations, and so products with a conjugated spectrum. grad_w is
+summed over the batch before the inverse transform. The error is proportional to the largest value of a row, even where the
+result is small or 0. So a later k can change an earlier output by that error, and steps on which the loss does not depend get a
+gradient of that size. The error is acceptable for TimeX, but not for WKV's quotient, in which rows span many orders of
+magnitude. So WKV rejects this kernel, and auto never selects it.
 
 F  frequencies of a padded row      N  length of a padded row, at least 2T - 1
 """
@@ -39,22 +40,21 @@ def backward(w: Tensor, k: Tensor, grad_out: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def padded_length(T: int) -> int:
-    """The smallest 2^a 3^b >= 2T - 1: transforms are fast for lengths with small factors."""
+    """Returns the smallest 2^a 3^b >= 2T - 1 with b <= 2, because transforms are fast for lengths with small factors."""
     return min(3**b << max(0, (-(-(2 * T - 1) // 3**b) - 1).bit_length()) for b in range(3))
 
 
 def _blocks(k: Tensor) -> Iterator[slice]:
-    """Ranges of channels to transform together, for the whole batch."""
+    """Yields the ranges of channels that are transformed together, for the whole batch."""
     B, C, T = k.shape
     step = max(1, BLOCK[k.device.type] // (B * T))
     return (slice(start, start + step) for start in range(0, C, step))
 
 
 def _spectrum(rows: Tensor, N: int) -> Tensor:
-    """The spectrum of rows: (...,T) -> (...,F)."""
     return torch.fft.rfft(rows, N)
 
 
 def _causal(spectrum: Tensor, N: int, like: Tensor) -> Tensor:
-    """The first T steps of the rows with this spectrum: (...,F) -> (...,T)."""
+    """Returns the first T steps (...,T) of the rows with the spectrum (...,F)."""
     return torch.fft.irfft(spectrum, N)[..., :like.shape[-1]]

@@ -1,6 +1,6 @@
-"""The formula in plain PyTorch: a loop over the lag, tensors over batch, channel and time.
+"""The reference computes the formula in plain PyTorch, as a loop over the lag.
 
-Tests compare every implementation with it, in float64; it is slow.
+Tests compare every implementation with this file in float64. The loop is slow.
 """
 
 import torch

@@ -1,6 +1,7 @@
-"""Rung 0: the formula. One output per thread (GPU) or per iteration of a parallel loop (CPU); all inputs are read from memory.
+"""Version 0 evaluates the formula, with one output per thread or loop iteration, and reads all inputs from memory.
 
-The same kernels run on CPUs and GPUs. Adjacent threads compute adjacent t, so they read the same k and adjacent w.
+The same kernels run on CPUs, as parallel loops, and on GPUs. Adjacent threads compute adjacent t, and so read the same k and
+adjacent w.
 """
 
 # mypy: disable-error-code="attr-defined, index, no-untyped-def, valid-type"
@@ -34,7 +35,7 @@ def backward(w: Tensor, k: Tensor, grad_out: Tensor) -> tuple[Tensor, Tensor]:
 def _forward(w: Rows, k: Batch, eps: ti.f64, out: Batch):
     for b, c, t in out:
         last = out.shape[2] - 1
-        total = w[c, last] * k[b, c, t]  # starts with lag 0, since `total = 0.0` would be float32 even for float64 tensors
+        total = w[c, last] * k[b, c, t]  # lag 0 comes first, because `total = 0.0` would be float32 even for float64 tensors
         for u in range(t):
             total += w[c, last - (t - u)] * k[b, c, u]
         out[b, c, t] = total + eps

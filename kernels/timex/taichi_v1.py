@@ -1,5 +1,7 @@
-"""Rung 1: rows in fast memory. A tile of outputs reads copies of w and k: on a CPU from local arrays, which cannot alias, so
-LLVM vectorises the sums; on a GPU from shared memory, with one output per thread.
+"""Version 1 computes a tile of outputs from copies of w and k in fast memory.
+
+On a CPU the copies are local arrays, which cannot alias, so LLVM vectorises the sums. On a GPU the copies are in shared memory,
+and a thread computes one output.
 """
 
 # mypy: disable-error-code="index, no-untyped-def, valid-type"
@@ -7,7 +9,7 @@ from kernels.backends.taichi import ti
 from kernels.registry import Requires
 from kernels.timex._tiles import TILE, Flat, Products, column, read
 
-REQUIRES = Requires(packages=("taichi",), T_multiple=32)  # so that B C T < 2**30 also bounds the number of threads
+REQUIRES = Requires(packages=("taichi",), T_multiple=32)  # with 32, B C T < 2**30 also bounds the number of threads
 
 
 @ti.func
@@ -72,7 +74,7 @@ def _share_tile(tile: ti.template(), i, x: ti.template(), row, at, T, backwards:
 
 @ti.func
 def _dot(window: ti.template(), x: ti.template(), i):
-    """The sum of thread i. The barriers separate staging a tile from reading it, and reading it from staging the next tile."""
+    """Returns the sum of thread i. The barriers wait until all threads have stored the tile, and until all have read it."""
     ti.simt.block.sync()
     dot = 0.0
     for j in range(TILE):

@@ -1,5 +1,7 @@
-"""Rung 2: register tiles. Each load from fast memory feeds several products: on a CPU, eight steps of x stay in registers
-while a loop visits all outputs of the tile; on a GPU, a thread computes four time steps, 32 apart.
+"""Version 2 keeps tiles in registers, so that each load from fast memory serves several products.
+
+On a CPU, eight steps of x stay in registers while a loop visits all outputs of the tile. On a GPU, a thread computes four time
+steps, 32 apart.
 """
 
 # mypy: disable-error-code="index, no-untyped-def, valid-type"
@@ -7,7 +9,7 @@ from kernels.backends.taichi import ti
 from kernels.registry import Requires
 from kernels.timex._tiles import TILE, Flat, Products, column, read
 
-REQUIRES = Requires(packages=("taichi",), T_multiple=32)  # so that B C T < 2**30 also bounds the number of threads
+REQUIRES = Requires(packages=("taichi",), T_multiple=32)  # with 32, B C T < 2**30 also bounds the number of threads
 
 STEPS = 8  # steps of x in registers, on a CPU
 THREADS, T_GROUP = 32, 4  # on a GPU: threads per block, outputs per thread
@@ -85,7 +87,7 @@ def _share_tile(tile: ti.template(), lane, x: ti.template(), row, at, T, backwar
 
 @ti.func
 def _add_dots(total: ti.template(), window: ti.template(), x: ti.template(), lane):
-    """Adds to this lane's sums. The barriers wait until all lanes have staged the tile, and until all have read it.
+    """Adds to this lane's sums. The barriers wait until all lanes have stored the tile, and until all have read it.
 
     With i = lane + 32 d and j = step + 32 e, one value of the window serves every pair with the same d + e.
     """

@@ -1,13 +1,13 @@
-"""Rung 3: more products per load. On a CPU, vectors of eight lanes; on a GPU, several batches per thread.
+"""Version 3 computes more products per load, with vectors of eight lanes on a CPU and several batches per thread on a GPU.
 
 The three products follow the formula in _tiles.py. With i = lane + L d and j = phase + L e, one vector of the window, at phase
-+ L (d + e), serves every pair (d, e) with the same d + e: on a CPU, 15 vector loads and 8 broadcasts serve 64 multiply-adds of
-8 lanes.
++ L (d + e), serves every pair (d, e) with the same d + e. So on a CPU, 15 vector loads and 8 broadcasts serve 64 multiply-adds
+of 8 lanes.
 
-LLVM generates this code if the arrays are flat and indexed by one masked base plus constants (it then merges eight adjacent
-loads), if accumulators are Taichi vectors, if stores go to an array of vectors, and if at most about 64 products are unrolled.
-The last eight values of a row are copied, followed by eight zeros, for the one vector that crosses the end of the row. (Zero
-times infinity is NaN: on a CPU a nonfinite value also makes up to seven earlier outputs NaN, on a GPU its whole tile.)
+LLVM generates this code under four conditions: arrays are flat and indexed by one masked base plus constants, so that LLVM
+merges eight adjacent loads; accumulators are Taichi vectors; stores go to an array of vectors; at most about 64 products are
+unrolled. One vector crosses the end of a row, so the last eight values of the row are copied, followed by eight zeros. Zero
+times infinity is NaN, so a nonfinite value also makes up to seven earlier outputs NaN on a CPU, and a whole tile on a GPU.
 """
 
 # mypy: disable-error-code="index, no-untyped-def, valid-type"
@@ -96,7 +96,7 @@ def _grad_w_cpu(k: Flat, grad_out: Flat, grad_w: FlatLanes, B: int, C: int, T: i
         first, end = share(step, C * tiles, n)
         for task in range(first, end):
             _store(grad_w, task * LANES * N, [Lanes(0.0) for _ in ti.static(range(N))], N)
-        for b in range(B):  # the outermost loop, so that memory is read in order
+        for b in range(B):  # this loop is the outermost, so that memory is read in order
             for task in range(first, end):
                 row = (b * C + task // tiles) * T
                 tile = task % tiles
@@ -118,7 +118,7 @@ def _grad_w_cpu(k: Flat, grad_out: Flat, grad_w: FlatLanes, B: int, C: int, T: i
 @ti.func
 def _add(total: ti.template(), window: ti.template(), at, x: ti.template(), x_at, stride: ti.template(),
          low: ti.template(), high: ti.template(), N: ti.template()):
-    """total[d] += window[at + 8 (d + e) .. + 8] * x[x_at + stride * e] for all d, e with low <= d + e < high."""
+    """Adds window[at + 8 (d + e) .. + 8] * x[x_at + stride * e] to total[d] for all d, e with low <= d + e < high."""
     lowest = ti.static(min(0, stride * (N - 1)))
     base = (at + LANES * low) & INDEX
     x_base = (x_at + lowest) & INDEX
@@ -222,7 +222,7 @@ def _share_tile(tile: ti.template(), at, lane, x: ti.template(), row, first, T, 
 
 @ti.func
 def _add_dots(total: ti.template(), window: ti.template(), w_at, x: ti.template(), x_at, lane, batches: ti.template()):
-    """Adds to this lane's sums. The barriers separate staging a tile from reading it, and reading it from staging the next."""
+    """Adds to this lane's sums. The barriers wait until all lanes have stored the tile, and until all have read it."""
     ti.simt.block.sync()
     dots = [0.0 for _ in ti.static(range(batches * T_GROUP))]
     for phase in range(THREADS):

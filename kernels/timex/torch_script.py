@@ -1,4 +1,4 @@
-"""The formula's loop over the lag as TorchScript, which runs the same operations without Python."""
+"""TorchScript runs the operations of the formula's loop over the lag without Python."""
 
 import torch
 from torch import Tensor

@@ -1,18 +1,18 @@
-"""Matrix products with Toeplitz tiles on tensor cores: one tile of weights serves every time tile and every batch.
+"""Tensor cores multiply by Toeplitz tiles, of which one serves every time tile and every batch.
 
-A row is a pair (time tile, batch). The weights between an output tile and the input x that is `shift` steps earlier are the
-same for all rows. So the convolution of a channel is a sum over `shift` of matrix products:
+A row is a pair (time tile, batch). All rows have the same weights between an output tile and the input x that is `shift` steps
+earlier. So the convolution of a channel is a sum of matrix products over `shift`:
 
     forward   out[row, i] += k[row, j - shift] * h[shift + i - j]                 h[lag] = w[T - 1 - lag], 0 outside
-    grad_k    the same, backwards in time: grad_out[row, j + shift], h[shift + j - i]
+    grad_k    as forward, backwards in time: grad_out[row, j + shift], h[shift + j - i]
     grad_w    sum over the rows of grad_out[row, i] * k[row, j - shift]: each diagonal i - j adds up to one lag
 
 A float32 product is computed as three TF32 products (tf32x3), with a relative error of 2^-22. Tensor cores truncate their sums,
-which biases long sums. So each product sums only DEPTH terms, and is added to the float32 total with rounding. (In an emulation
+which biases long sums. So each product sums only DEPTH terms, and is added to the float32 total with rounding. In an emulation
 that truncates every addend to 24 bits, with 768 to 4096 positive terms, err_ratio is 4e-7 for DEPTH = 32, 9e-7 for 64, and 2e-5
-to 8e-5 for a single sum.)
+to 8e-5 for a single sum.
 
-Sums have a fixed order, without atomics. Zero times infinity is NaN: a nonfinite value makes its whole tile NaN.
+Sums have a fixed order, without atomics. Zero times infinity is NaN, so a nonfinite value makes its whole tile NaN.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -39,7 +39,10 @@ def grad_k(w: Tensor, grad_out: Tensor) -> Tensor:
 
 
 def grad_w(k: Tensor, grad_out: Tensor) -> Tensor:
-    """A lag's gradient is the sum of two diagonals: one with i >= j, and, for tiles one tile further apart, one with i < j."""
+    """Returns the gradient of w, in which each lag is the sum of two diagonals of tile products.
+
+    One diagonal has i >= j. The other has i < j, in tiles that are one tile further apart.
+    """
     B, C, T = k.shape
     sums = k.new_empty(2, *k.shape[1:])
     with torch.cuda.device_of(k):
@@ -63,13 +66,13 @@ def _convolution(w: Tensor, x: Tensor, eps: float, backwards: bool) -> Tensor:
 @triton.jit
 def _convolve(w, x, out, B, C, T, eps, BACKWARDS: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
               DEPTH: tl.constexpr):
-    """Convolves one channel and ROWS rows. shift: steps from x to the output tile; i, j: steps of the output tile and of x."""
+    """Convolves ROWS rows of one channel. `shift` counts steps from x to the output tile, which have the steps j and i."""
     rows = T // TILE * B
     i = tl.arange(0, TILE)
     j = tl.arange(0, DEPTH)
     blocks = tl.cdiv(rows, ROWS)
     c, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
-    block = block if BACKWARDS else blocks - 1 - block           # blocks with the longest sums first
+    block = block if BACKWARDS else blocks - 1 - block           # the blocks with the longest sums start first
     first = block * ROWS // B * TILE
     last = tl.minimum(block * ROWS + ROWS - 1, rows - 1) // B * TILE
     row = block * ROWS + tl.arange(0, ROWS)
@@ -94,7 +97,7 @@ def _convolve(w, x, out, B, C, T, eps, BACKWARDS: tl.constexpr, ROWS: tl.constex
 
 @triton.jit
 def _correlate(k, grad_out, sums, B, C, T, TILE: tl.constexpr, DEPTH: tl.constexpr):
-    """grad_w of one channel, for one distance between the tiles of grad_out and of k. i, j: steps of these two tiles."""
+    """Computes grad_w of one channel for one distance between the tiles of grad_out (steps i) and of k (steps j)."""
     tiles = T // TILE
     i = tl.arange(0, TILE)
     c, distance = tl.program_id(0) // tiles, tl.program_id(0) % tiles
@@ -112,7 +115,7 @@ def _correlate(k, grad_out, sums, B, C, T, TILE: tl.constexpr, DEPTH: tl.constex
         ks = tl.load(k + here, mask=seen, other=0.0)
         gs = tl.load(grad_out + distance * TILE + here, mask=seen, other=0.0)
         total += tl.dot(tl.trans(gs), ks, input_precision="tf32x3")
-        b += DEPTH % B                                           # advances by DEPTH rows without a division
+        b += DEPTH % B                                           # this advances by DEPTH rows without a division
         at += tl.where(b >= B, onwards + around, onwards)
         b -= tl.where(b >= B, B, 0)
     j = i[:, None] - i[None, :]

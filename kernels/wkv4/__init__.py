@@ -1,22 +1,23 @@
-"""WKV, the operator of RWKV-4's time mixing: a weighted average of v whose weights decay exponentially with the lag.
+"""This package computes WKV, RWKV-4's time mixing: a weighted average of v with weights that decay with the lag.
 
 With w = -exp(time_decay) < 0 and u = time_first, in each channel:
 
     y_t = (a_{t-1} + e^(u+k_t) v_t) / (b_{t-1} + e^(u+k_t))
     a_t = e^w a_{t-1} + e^(k_t) v_t                  b_t = e^w b_{t-1} + e^(k_t)
 
-time_decay, time_first (C,); k, v, y (B,T,C). The state (a, b, p), each (B,C), represents the sums a e^p and b e^p. Different
-triples can represent the same state, so compare a/b and p + log b. Initially a = b = 0 and p = -1e38. p has no gradient.
+time_decay and time_first are (C,); k, v and y are (B,T,C). The state (a, b, p), each (B,C), represents the sums a e^p and b
+e^p. Different triples can represent the same state, so compare a/b and p + log b. Initially a = b = 0 and p = -1e38. p has no
+gradient.
 
-If k is NaN or +infinity, or v is not finite, y and the state of that row (b,c) are not finite from that step on; other rows are
+If k is NaN or +infinity, or v is not finite, y and the state of that row (b,c) are not finite from that step on. Other rows are
 not affected. A NaN in the parameters or the state always appears in y. A k of -infinity has weight 0. The convolution formula
-is exact only if all k of a row lie within 60 of each other (timex.py); otherwise a later k may change an earlier y.
+is exact only if all k of a row lie within 60 of each other (timex.py). Otherwise a later k may change an earlier y.
 Source: the RWKV-4 paper (arXiv 2305.13048), equations 16 to 18 and appendix D for the scaled state.
 
 An implementation is a file in this folder with REQUIRES, forward(time_decay, time_first, k, v, a, b, p) -> (y, a, b, p) and
-backward(time_decay, time_first, k, v, a, b, p, y, grad_y, grad_a, grad_b) -> gradients of the first four, a and b. If
-REQUIRES.dtypes includes bfloat16, k, v, y, grad_y and the gradients of k and v may be bfloat16; all other tensors are float32.
-Single steps are computed by `step` below, whatever the implementation.
+backward(time_decay, time_first, k, v, a, b, p, y, grad_y, grad_a, grad_b) -> the gradients of all inputs
+except p. If REQUIRES.dtypes includes bfloat16, k, v, y, grad_y and the gradients of k and v may be bfloat16. All other tensors
+are float32. `step` below computes single steps for every implementation.
 """
 
 from functools import partial
@@ -32,7 +33,7 @@ FASTEST_DECAY = 50.0     # exp(-exp(50)) is 0 in every dtype, and exp(50) is sti
 
 
 class WKVState(NamedTuple):
-    """The numerator a e^p and the denominator b e^p, summed over all steps so far: a, b, p (B,C), float32 or float64."""
+    """The sums over all steps so far: the numerator is a e^p, and the denominator b e^p. a, b, p (B,C), float32 or float64."""
 
     a: Tensor
     b: Tensor
@@ -45,11 +46,11 @@ class WKVState(NamedTuple):
 
 
 class WKV4(Operator):
-    """WKV by the named implementation: `WKV4("reference")(time_decay, time_first, k, v, state=None) -> (y, state)`.
+    """Computes WKV by the named implementation: `WKV4("reference")(time_decay, time_first, k, v, state=None) -> (y, state)`.
 
     The convolution formula also needs the name of a TimeX: `WKV4("timex", timex="taichi_v3")`. WKV can be differentiated once,
-    with respect to everything except p. B, T and C may have any size, including 0. Half-precision k and v are computed in
-    float32, and y has their dtype. Raises ValueError for an unknown name or wrong inputs, KernelUnavailable if the
+    with respect to all inputs except p. B, T and C may have any size, including 0. Half-precision k and v are computed in
+    float32, and y has the dtype of k. Raises ValueError for an unknown name or wrong inputs, and KernelUnavailable if the
     implementation cannot run on the inputs' device.
     """
 
@@ -75,15 +76,18 @@ class WKV4(Operator):
         return y, WKVState(a, b, p)
 
     def _forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
-        outputs = self._implementation.forward(*self._inside(inputs), **self._options)
+        outputs = self._implementation.forward(*self._supported_inputs(inputs), **self._options)
         return contiguous_like(outputs, (inputs[2], *inputs[4:]))
 
     def _backward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
-        gradients = self._implementation.backward(*self._inside(inputs), **self._options)
+        gradients = self._implementation.backward(*self._supported_inputs(inputs), **self._options)
         return contiguous_like(gradients, inputs[:6])
 
-    def _inside(self, inputs: tuple[Tensor, ...]) -> list[Tensor]:
-        """The inputs, contiguous; k, v, y, grad_y in their own dtype if supported, the others in float32 or float64."""
+    def _supported_inputs(self, inputs: tuple[Tensor, ...]) -> list[Tensor]:
+        """Returns the inputs, contiguous and in supported dtypes.
+
+        k, v, y and grad_y keep a dtype that the implementation supports. The other inputs are float32 or float64.
+        """
         k, v = inputs[2:4]
         dtype = _compute_dtype(k)
         sequence_dtype = k.dtype if k.dtype == v.dtype and k.dtype in self.requires.dtypes else dtype
@@ -92,25 +96,25 @@ class WKV4(Operator):
     def _check(self, time_decay: Tensor, time_first: Tensor, k: Tensor, v: Tensor, state: WKVState | None) -> None:
         if k.dim() != 3 or k.shape != v.shape or not time_decay.shape == time_first.shape == k.shape[2:]:
             raise ValueError(
-                "WKV4: time_decay and time_first must be (C,), k and v (B,T,C); got "
+                "WKV4: time_decay and time_first must be (C,), and k and v must be (B,T,C); got "
                 f"{tuple(time_decay.shape)}, {tuple(time_first.shape)}, {tuple(k.shape)}, {tuple(v.shape)}")
         if not (k.is_floating_point() and v.is_floating_point()):
             raise ValueError(f"WKV4: k and v must be floating-point; got {k.dtype} and {v.dtype}")
         if any(tensor.device != k.device for tensor in (time_decay, time_first, v, *(state or ()))):
-            raise ValueError("WKV4: all tensors and the state must be on one device, that of k, which is "
-                             f"{k.device}: move the others to it")
+            raise ValueError("WKV4: all tensors and the state must be on the device of k, "
+                             f"{k.device}: move the other tensors to that device")
         if state is not None and any(part.shape != (k.shape[0], k.shape[2]) for part in state):
             raise ValueError(f"WKV4: the state must be three tensors (B,C) = {(k.shape[0], k.shape[2])}; "
                              f"got {', '.join(str(tuple(part.shape)) for part in state)}")
         self.check_dtype(time_decay.dtype, time_first.dtype, k.dtype, v.dtype)
         if k.dtype != torch.float64 and torch.float64 in (v.dtype, time_decay.dtype, time_first.dtype):
-            raise ValueError(f"WKV4 computes in float64 if k is float64, and k is {k.dtype}: cast all inputs to the same dtype")
+            raise ValueError(f"WKV4 computes in float64 only if k is float64, but k is {k.dtype}: cast all inputs to one dtype")
         self.check_device(k.device)
 
     @staticmethod
     def step(time_decay: Tensor, time_first: Tensor, k: Tensor, v: Tensor,
              state: WKVState) -> tuple[Tensor, WKVState]:
-        """Computes one time step, with k and v (B,C), by the same PyTorch operations for every implementation."""
+        """Returns y and the state after one time step with k and v (B,C), by the same operations for every implementation."""
         a, b, p = state
         dtype = k.dtype
         w = decay_exponent(time_decay.to(a.dtype))
@@ -129,7 +133,7 @@ class WKV4(Operator):
 
 
 def decay_exponent(time_decay: Tensor, fastest: float = FASTEST_DECAY) -> Tensor:       # TorchScript cannot read globals
-    """w = -exp(time_decay), finite for any finite time_decay."""
+    """Returns w = -exp(time_decay), which is finite for any finite time_decay."""
     return -torch.exp(time_decay.clamp(max=fastest))
 
 

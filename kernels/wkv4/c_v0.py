@@ -1,4 +1,4 @@
-"""C (csrc/wkv4.c): the recurrence of taichi_scan, with vectors of channels, integer exponents and fused multiply-adds."""
+"""C code (csrc/wkv4.c) computes the recurrence of taichi_scan with vectors of channels and fused multiply-adds."""
 
 import torch
 from torch import Tensor
@@ -35,7 +35,7 @@ def backward(time_decay: Tensor, time_first: Tensor, k: Tensor, v: Tensor, a: Te
 
 
 def _run(direction: str, k: Tensor, scratch_size: int, scratch: Tensor | None, *tensors: Tensor | None) -> None:
-    """Calls the C function. tensors: the fields that follow `scratch` in the C struct `call`."""
+    """Calls the C function. `tensors` are the fields after `scratch` in the C struct `call`."""
     native.run(f"wkv4_{direction}_{DTYPES[k.dtype]}", _threads(k), *k.shape, scratch_size, scratch, *tensors)
 
 

@@ -1,4 +1,4 @@
-"""Shapes, inputs and tolerances of WKV, for the tests and the benchmark."""
+"""Contains the shapes, inputs and tolerances of WKV for the tests and the benchmark."""
 
 import torch
 from torch import Tensor
@@ -19,7 +19,10 @@ TOLERANCE = {"y": 1e-5, "state": 1e-4, "gradient": 3e-5}                        
 
 def inputs(B: int, T: int, C: int, spread: float = 1.0, with_state: bool = True, dtype: torch.dtype = torch.float32,
            device: str = "cpu", seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor, WKVState]:
-    """Random inputs: time_decay in [-5, 3], time_first = log 0.3 +- 0.5, k ~ N(0, spread), v ~ N(0, 1), and a typical state."""
+    """Returns random inputs and a typical or an empty state.
+
+    time_decay is in [-5, 3], time_first is log 0.3 +- 0.5, k ~ N(0, spread), and v ~ N(0, 1).
+    """
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
@@ -39,9 +42,10 @@ WKVInputs = tuple[Tensor, Tensor, Tensor, Tensor, WKVState | None]
 
 
 def results(wkv: WKV4, inputs: WKVInputs, of: str = "y and state") -> dict[str, Tensor]:
-    """y, the new state as a/b and p + log b, and the gradients of a loss that depends on y, on the state, or on both.
+    """Returns y, the new state as a/b and p + log b, and the gradients of a loss, by name.
 
-    The gradients are those of time_decay, time_first, k and v and, if a state is given, those of the state's a and b.
+    `of` selects whether the loss depends on y, on the state, or on both. The gradients are those of time_decay, time_first, k
+    and v, and of the state's a and b if `inputs` contains a state.
     """
     *tensors, state = inputs
     leaves = {name: tensor.detach().requires_grad_()
@@ -61,7 +65,7 @@ def results(wkv: WKV4, inputs: WKVInputs, of: str = "y and state") -> dict[str, 
 
 
 def tolerance(dtype: torch.dtype = torch.float32) -> dict[str, float]:
-    """The tolerances for k and v of `dtype`. Half precision rounds y, grad_y and the gradients, but not the state."""
+    """Returns the tolerances for k and v of `dtype`. Half precision rounds y, grad_y and the gradients, but not the state."""
     allowed = TOLERANCE
     rounding = 3 * ROUNDING.get(dtype, 0.0)
     gradients = [f"grad {name}" for name in WKV4.gradients]

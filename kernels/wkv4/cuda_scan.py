@@ -1,15 +1,16 @@
-"""A scan that is parallel over time too: a warp computes a segment of 16 steps of 32 channels, a block 8 segments in parallel.
+"""The scan is parallel over time: each warp of a block computes a segment of 16 steps of 32 channels, with 8 warps per block.
 
-Each warp reads its segment into registers once, and computes its sums. The warps exchange the sums in shared memory, and each
-warp computes the state before its segment from them: one barrier per 128 steps. As in taichi_scan, e^k = m * 2^n with an
-integer n, and every rescaling is by a power of two; a segment's decay e^(16 w) is computed in float64. (|k|, |p| and
-|time_first| are clamped to 1.1e7, and e^(u+k) relative to the state to 2^64.)
+Each warp reads a segment into registers once, and sums the segment's contribution to the state. The warps exchange the sums in
+shared memory, and each warp computes the state before the segment from the sums. This takes one barrier per 128 steps. As in
+taichi_scan, e^k = m * 2^n with an integer n, and every rescaling is by a power of two. A segment's decay e^(16 w) is computed
+in float64. |k|, |p| and |time_first| are clamped to 1.1e7, and e^(u+k) relative to the state to 2^64.
 
-The backward first computes the state before each chunk of 128 steps (extra memory: 3/128 of k), then processes the chunks from
-last to first. A warp passes through its segment twice: forwards to sum its contribution to the state's gradient; then, given
-the sums of the later segments, backwards for the gradients of its steps. The backward reads and writes 7 tensors of the size of
-k, the forward 3. With some 60 instructions per step forward and 130 backward, both should be limited by the memory bandwidth of
-an H200. (Estimated.) k, v, y and their gradients may be in bfloat16; the arithmetic is in float32.
+The backward first computes the state before each chunk of 128 steps, which takes extra memory of 3/128 of k. Then the chunks
+are processed from last to first. A warp passes through a segment twice. The pass forwards sums the segment's contribution to
+the state's gradient. The pass backwards uses the sums of the later segments, and computes the gradients of the steps. The
+backward reads and writes 7 tensors of the size of k, and the forward 3. The forward has some 60 instructions per step, and the
+backward 130, so the memory bandwidth of an H200 should limit both (estimated). k, v, y and their gradients may be in bfloat16;
+the arithmetic is in float32.
 """
 
 import torch

@@ -1,6 +1,6 @@
-"""The recurrence step by step, with the state scaled by its running maximum exponent.
+"""The reference computes the recurrence step by step, with the state scaled by the running maximum exponent.
 
-Tests compare every implementation with it, in float64. It is slow, and correct for any finite k.
+Tests compare every implementation with this file in float64. The loop is slow, and correct for any finite k.
 """
 
 import torch
@@ -35,7 +35,7 @@ def backward(time_decay: Tensor, time_first: Tensor, k: Tensor, v: Tensor, a: Te
     grad_v = torch.empty_like(v)
     grad_w = torch.zeros_like(a)
     grad_u = torch.zeros_like(a)
-    for t in range(k.shape[1] - 1, -1, -1):              # grad_a, grad_b: for the state after step t, at the state's scale
+    for t in range(k.shape[1] - 1, -1, -1):              # grad_a, grad_b are those of the state after step t, at its scale
         a, b, p = states[t]
         past, now, _ = _factors(p, time_first + k[:, t])
         grad_num = grad_y[:, t] / (past * b + now)
@@ -56,6 +56,6 @@ def _advance(w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, p: Tensor) -
 
 
 def _factors(p: Tensor, q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """e^p and e^q, each divided by the larger of the two, and the larger exponent."""
+    """Returns e^p and e^q, each divided by the larger of the two, and the larger exponent."""
     top = torch.maximum(p, q)
     return torch.exp(p - top), torch.exp(q - top), top

@@ -1,17 +1,17 @@
-"""The recurrence step by step. Every exponential is stored as m * 2^n with an integer n, so that each rescaling is exact.
+"""The scan computes the recurrence step by step, with exponentials stored as m * 2^n, so that each rescaling is exact.
 
-The state (a, b) is scaled by 2^-P, where P is the larger of the exponents of the decayed state and of the newest step, so no
-spread of k loses precision. (e^(u+k) relative to the state is clamped to 2^64.) The mantissa of e^w, within [0.7, 1.4], makes b
-drift away from 2^P. After each chunk the accumulated power moves into P; it is computed from w alone, so that the backward
-recomputes P to the bit.
+n is an integer. The state (a, b) is scaled by 2^-P, where P is the larger of the exponents of the decayed state and of the
+newest step, so no spread of k loses precision. e^(u+k) relative to the state is clamped to 2^64. The mantissa of e^w, within
+[0.7, 1.4], makes b drift away from 2^P. After each chunk the accumulated power moves into P. The power is computed from w
+alone, so that the backward recomputes the same bits of P.
 
-The backward stores the state before each chunk, then processes the chunks from last to first: it recomputes a chunk into a
-scratch buffer of five numbers per step, which stays in a CPU's L1, and runs the reverse recurrence over it. Extra memory: 3/32
-of k, and the scratch buffer.
+The backward stores the state before each chunk, then processes the chunks from last to first. A chunk is recomputed into a
+scratch buffer of five numbers per step, which stays in a CPU's L1 cache, and the reverse recurrence reads the buffer. The extra
+memory is 3/32 of k, and the scratch buffer.
 
-A row (b, c) is computed by one thread on a GPU, and on a CPU by one lane of a vector of neighbouring channels; the CPU kernels
+A row (b, c) is computed by one thread on a GPU, and on a CPU by one lane of a vector of neighbouring channels. The CPU kernels
 read and write bfloat16 directly. |k|, |p| and |time_first| are clamped to 1.1e7, above which float32 has no fraction. NaN stays
-NaN, in its row, and infinity becomes NaN.
+NaN in the same row, and infinity becomes NaN.
 """
 
 # mypy: disable-error-code="index, no-untyped-def, valid-type"
@@ -77,7 +77,7 @@ def backward(time_decay: Tensor, time_first: Tensor, k: Tensor, v: Tensor, a: Te
 
 
 def _rows(tensor: Tensor, lanes: int) -> Tensor:
-    """The tensor in the layout that the kernel loads: whole, aligned vectors of channels on a CPU; float32 on a GPU."""
+    """Returns the tensor as the kernel loads it: whole, aligned vectors of channels on a CPU, float32 on a GPU."""
     if tensor.is_cuda:
         return tensor.float()
     ready = tensor.shape[-1] % lanes == 0 and tensor.data_ptr() % ALIGNMENT == 0
@@ -85,7 +85,7 @@ def _rows(tensor: Tensor, lanes: int) -> Tensor:
 
 
 def _launch(kernels: tuple[Any, ...], lanes: int, shape: torch.Size, small: tuple[Tensor, ...], *tensors: Tensor) -> None:
-    """Launches a kernel. kernels: on a CPU, one for a single thread and one for several threads; on a GPU, a single kernel."""
+    """Launches a kernel. On a CPU, `kernels` are one for a single thread and one for several. On a GPU there is one kernel."""
     B, T, C = shape
     packed = torch.cat([_rows(tensor, lanes).view(-1) for tensor in small])  # passing one argument is faster
     if packed.is_cuda:
@@ -98,7 +98,7 @@ def _launch(kernels: tuple[Any, ...], lanes: int, shape: torch.Size, small: tupl
 
 @cache
 def _forward_kernels(dtype: torch.dtype) -> tuple[Any, Any]:
-    """The kernels for one thread and for several threads, for k, v and y of `dtype`."""
+    """Returns the kernels for one thread and for several threads, for k, v and y of `dtype`."""
     Rows, read, write = stored(dtype, FORWARD)
 
     @ti.kernel
@@ -125,7 +125,7 @@ def _forward_cuda(small: Flat, k: Flat, v: Flat, y: Flat, state: Flat, B: int, T
 
 @cache
 def _backward_kernels(dtype: torch.dtype) -> tuple[Any, Any]:
-    """The kernels for one thread and for several threads, for k, v, grad_y and the gradients of k and v of `dtype`."""
+    """Returns the kernels for one and for several threads, for k, v, grad_y and the gradients of k and v of `dtype`."""
     Rows, read, write = stored(dtype, BACKWARD)
 
     @ti.kernel
@@ -207,7 +207,7 @@ def _backward_row(row, read: ti.template(), write: ti.template(), small: ti.temp
             _save(scratch, at + t * SAVED * stride, stride, [a, b, now, old, new])
             a, b, P = old * a + new * read(v[first + t * C]), old * b + new, P_next
         grad_a, grad_b, P = _settled(drift, j, grad_a, grad_b, P)
-        scale, _ = _leave((1 - ti.min(from_last, 1)) * P)  # 1 except in the last chunk, computed without an `if`
+        scale, _ = _leave((1 - ti.min(from_last, 1)) * P)  # the factor is 1 except in the last chunk; an `if` is avoided
         grad_a = scale * grad_a
         grad_b = scale * grad_b
         for back in range(1, length + 1):
@@ -217,7 +217,7 @@ def _backward_row(row, read: ti.template(), write: ti.template(), small: ti.temp
             v_t = read(v[i])
             over = 1.0 / (b_t + now)
             grad_num = over * read(grad_y[i])
-            grad_here = now * grad_num * (over * (v_t * b_t - a_t))  # v - y; exact where this step dominates y
+            grad_here = now * grad_num * (over * (v_t * b_t - a_t))  # this is v - y, and exact where the step dominates y
             grad_k[i] = write(grad_here + new * (grad_a * v_t + grad_b))
             grad_v[i] = write(now * grad_num + new * grad_a)
             grad_u += grad_here
@@ -234,7 +234,7 @@ def _save(x: ti.template(), at, stride, values: ti.template()):
 
 @ti.func
 def _weights(time_decay, time_first):
-    """w; mantissa and exponent of e^w; log2 of the mantissa's power over a chunk; mantissa and exponent of e^u."""
+    """Returns w, m and n of e^w, log2 of the mantissa's power over a chunk, and m and n of e^u."""
     m, n = _exp(ti.select(time_decay > LOST, LOST, time_decay))
     w = 0.0 - m * _pow2(ti.max(n, -127))
     decay, shift = _exp(w)
@@ -248,7 +248,7 @@ def _weights(time_decay, time_first):
 
 @ti.func
 def _enter(small: ti.template(), at, R):
-    """The initial state scaled so that b is in [1, 2), its P, and the factor applied to a and b."""
+    """Returns the initial state, scaled so that b is in [1, 2), with P, and the factor applied to a and b."""
     a, b, p = [small[at + s * R] for s in ti.static(range(3))]
     m, P = _exp(p)
     n = ti.min(ti.max((by_lane(ti.bit_cast, b, ti.i32) >> 23) - 127, -126), 126)
@@ -266,7 +266,7 @@ def _leave(P):
 
 @ti.func
 def _factors(decay, shift, m, n, P):
-    """The factors of the previous state (e^w) and of v_t (e^k) in the new state, and the new P."""
+    """Returns the factors of the previous state (e^w) and of v_t (e^k) in the new state, and the new P."""
     lead = n - (P + shift)
     up = ti.max(lead, 0)
     return decay * _pow2(0 - ti.min(up, 127)), m * _pow2(ti.max(lead - up, -127)), P + shift + up
@@ -274,7 +274,7 @@ def _factors(decay, shift, m, n, P):
 
 @ti.func
 def _settled(drift, j, a, b, P):
-    """Moves into P the power of e^w's mantissa that accumulated in chunk j; also used for the state's gradients."""
+    """Moves the power of e^w's mantissa over chunk j into P, for a and b or for the gradients of a and b."""
     n = by_lane(ti.cast, ti.floor((j + 1) * drift), ti.i32) - by_lane(ti.cast, ti.floor(j * drift), ti.i32)
     scale = _pow2(0 - n)
     return scale * a, scale * b, P + n
@@ -282,10 +282,10 @@ def _settled(drift, j, a, b, P):
 
 @ti.func
 def _exp(x):
-    """e^x = m * 2^n with m in [1, 2), within 1 ulp."""
-    bits = by_lane(ti.bit_cast, x, ti.i32)  # compares bits, since fast_math assumes that there is no infinity
+    """Returns m and n with e^x = m * 2^n and m in [1, 2), within 1 ulp."""
+    bits = by_lane(ti.bit_cast, x, ti.i32)  # bits are compared, because fast_math assumes that there is no infinity
     x = by_lane(ti.bit_cast, ti.select(bits == INFINITY, NAN, bits), ti.f32)
-    x = ti.select(x > LIMIT, LIMIT, x)  # keeps a NaN, unlike ti.min
+    x = ti.select(x > LIMIT, LIMIT, x)  # unlike ti.min, this keeps a NaN
     x = ti.select(x < -LIMIT, -LIMIT, x)
     power = ti.floor(x * LOG2_E)
     n = by_lane(ti.cast, power, ti.i32)
@@ -299,5 +299,5 @@ def _exp(x):
 
 @ti.func
 def _pow2(n):
-    """2^n for n in [-126, 127]; 0 for n = -127."""
+    """Returns 2^n for n in [-126, 127], and 0 for n = -127."""
     return by_lane(ti.bit_cast, (n + 127) << 23, ti.f32)

@@ -1,15 +1,15 @@
-"""WKV as the quotient of two TimeX convolutions that share their weights, with any TimeX implementation inside.
+"""WKV is computed as the quotient of two TimeX convolutions with the same weights, by any TimeX implementation.
 
-With the recurrence unrolled, the weight of step t-n in step t is e^u at lag 0 and e^((n-1)w) at lag n >= 1. If W is the table
-of these weights, y = TimeX(W, e^k v) / TimeX(W, e^k), computed by a single call with both inputs stacked. T is divided into
-blocks of N steps, which are additional rows of that call. The exact state is carried from block to block, which makes the work
-O(T N) instead of O(T^2), and limits the range of the exponents to that within a block.
+In the unrolled recurrence, step t-n has in step t the weight e^u at lag 0 and e^((n-1)w) at lag n >= 1. If W is the table of
+these weights, y = TimeX(W, e^k v) / TimeX(W, e^k). A single call computes both convolutions with the inputs stacked. T is
+divided into blocks of N steps, which are additional rows of that call. The exact state is carried from block to block, which
+makes the work O(T N) instead of O(T^2), and limits the range of the exponents to that within a block.
 
-Range: the smallest normal float32 is e^-87, and gradients need a margin. If all k, and the exponent p of the initial state, lie
-within 60 of each other (for example |k| <= 30), and time_first >= -9, the result is as exact as that of a scan. Otherwise steps
-far below the maximum of their block underflow; y_t is v_t if all terms underflow, and a state that underflows is replaced by
-the empty state. The result is then finite but not exact, and not causal, since the maximum may come from a later step. The
-scans have no such limit.
+The smallest normal float32 is e^-87, and gradients need a margin. If all k and the exponent p of the initial state lie within
+60 of each other (for example |k| <= 30), and time_first >= -9, the result is as exact as that of a scan. Otherwise steps far
+below the maximum of their block underflow. If all terms underflow, y_t is v_t, and if a state underflows, the empty state
+replaces it. The result is then finite but not exact, and not causal, because the maximum may come from a later step. The scans
+have no such limit.
 
 N  steps in a block      n  blocks      m  maximum of k in a block      s  scale shared by a block and its incoming state
 """
@@ -31,18 +31,21 @@ LOST = 1e-30             # denominators below this have no correct digits
 
 
 def requires(timex: str, block: int = BLOCK) -> Requires:
-    """WKV's requirements with the TimeX `timex`. Raises UnknownKernel if `timex` is too inaccurate, ValueError if block < 1."""
+    """Returns WKV's requirements with the TimeX `timex`.
+
+    Raises UnknownKernel if `timex` is too inaccurate, and ValueError if block < 1.
+    """
     inner = TimeX(timex).requires
     if not inner.wkv:
-        raise UnknownKernel(f"{timex} cannot be used inside WKV: its error is relative to the largest e^k of a row, and "
-                            "e^k spans decades; choose another kernel")
+        raise UnknownKernel(f"{timex} is too inaccurate for WKV: its error is relative to the largest e^k of a row, and "
+                            "e^k spans many orders of magnitude: choose another kernel")
     if block < 1:
         raise ValueError(f"block must be at least 1 step; got {block}")
     return replace(inner, dtypes=tuple(dtype for dtype in inner.dtypes if dtype in REQUIRES.dtypes))   # e^k overflows float16
 
 
 class Weights(NamedTuple):
-    """Tables of weights over the steps of one block, (C,N) each; w and the steps, for the tables' gradients."""
+    """Tables of weights over the steps of one block, (C,N) each, and w and the steps, from which the gradients are computed."""
 
     w: Tensor            # (C,)
     lag: Tensor          # W, the weights by lag, lag 0 last
@@ -52,7 +55,7 @@ class Weights(NamedTuple):
 
 
 class Block(NamedTuple):
-    """The blocks' inputs (B,n,C,N), each at its block's scale; the scales and the state before each block (B,n,C)."""
+    """The inputs (B,n,C,N), each at the scale of its block, and the scales and the state before each block (B,n,C)."""
 
     x: Tensor            # e^(k-m)
     v: Tensor
@@ -66,9 +69,9 @@ class Block(NamedTuple):
 
 def forward(time_decay: Tensor, time_first: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, p: Tensor,
             timex: str, block: int = BLOCK) -> tuple[Tensor, ...]:
-    """Computes the operator's outputs; see __init__.py.
+    """Returns the operator's outputs, which __init__.py describes.
 
-    A nonfinite k or v would also change earlier steps of its block. So if the state after the last step is not finite, the
+    A nonfinite k or v would also change earlier steps of the same block. So if the state after the last step is not finite, the
     outputs are computed again without the nonfinite steps, and set to NaN from the first of these steps on.
     """
     outputs = _forward(time_decay, time_first, k, v, a, b, p, timex, block)
@@ -117,13 +120,16 @@ def backward(time_decay: Tensor, time_first: Tensor, k: Tensor, v: Tensor, a: Te
 
 
 def _segments(T: int, block: int) -> list[tuple[int, int, int]]:
-    """Returns (start, stop, N) for all whole blocks together, then for the last, shorter block, where these exist."""
+    """Returns (start, stop, N) for all whole blocks together, and for a last, shorter block, if any."""
     whole = T - T % block
     return [(start, stop, N) for start, stop, N in ((0, whole, block), (whole, T, T - whole)) if start < stop]
 
 
 def _weights(time_decay: Tensor, time_first: Tensor, N: int) -> Weights:
-    """The tables of a block of N steps, divided by e^max(u,0): this does not change the quotient, and keeps e^u finite."""
+    """Returns the tables of a block of N steps, divided by e^max(u,0).
+
+    The division does not change the quotient, and keeps e^u finite.
+    """
     w = decay_exponent(time_decay)
     steps = torch.arange(N, device=w.device, dtype=w.dtype)
     powers = torch.exp(w[:, None] * steps)
@@ -147,16 +153,16 @@ def _blocks(weights: Weights, k: Tensor, v: Tensor, a: Tensor, b: Tensor,
         p_out = torch.maximum(m[:, j], p + N * weights.w)
         old = torch.exp(p + N * weights.w - p_out)
         added = torch.exp(m[:, j] - p_out)
-        seen = ~(old * b + added * own_b[:, j] <= LOST)       # true for NaN
-        old = old * seen
-        added = added * seen
+        significant = ~(old * b + added * own_b[:, j] <= LOST)       # this is also true for NaN
+        old = old * significant
+        added = added * significant
         columns.append((torch.exp(m[:, j] - s), torch.exp(p - s), a, b, old, added))
-        a, b, p = old * a + added * own_a[:, j], old * b + added * own_b[:, j], torch.where(seen, p_out, EMPTY)
+        a, b, p = old * a + added * own_a[:, j], old * b + added * own_b[:, j], torch.where(significant, p_out, EMPTY)
     return Block(x, v, *(torch.stack(column, dim=1) for column in zip(*columns, strict=True))), (a, b, p)
 
 
 def _sums(weights: Weights, blocks: Block, timex: str, *terms: tuple[Tensor, Tensor]) -> Tensor:
-    """The convolution of each block's own steps plus the decayed initial state. A term: own (B,n,C,N) and past (B,n,C)."""
+    """Returns each block's convolution plus the decayed initial state. A term is a pair own (B,n,C,N) and past (B,n,C)."""
     convolved = TimeX(timex).forward(weights.lag, _stacked(*(own for own, _ in terms)))
     sums = convolved.view(len(terms), *blocks.x.shape).mul_(blocks.own[..., None])
     for total, (_, past) in zip(sums, terms, strict=True):
@@ -188,13 +194,13 @@ def _backward_blocks(weights: Weights, blocks: Block, y: Tensor, grad_y: Tensor,
     grad_k = x * (grad_xv * v + grad_x)
     grad_v = x * grad_xv + torch.where(lost, grad_y, 0.0)
     grad_w = _backward_decay(weights, grad_lag, grad_in, grad_out, grad_old)
-    # Not computed from grad_lag, in which the terms of v and the terms of y are separate sums that may nearly cancel.
+    # grad_u is not computed from grad_lag, in which the terms of v and of y are separate sums that may nearly cancel.
     grad_u = weights.lag[:, -1] * _sum_rows(own_num * x * (v - y)).sum(-1)
     return grad_w, grad_u, _by_time(grad_k), _by_time(grad_v), grad_a, grad_b
 
 
 def _backward_states(blocks: Block, local_a: Tensor, local_b: Tensor, grad_a: Tensor, grad_b: Tensor) -> tuple[Tensor, ...]:
-    """The gradients of e^(Nw), of each block's own sums a and b, and of the initial a and b, given those of the final state."""
+    """Returns the gradients of e^(Nw), of each block's own sums a and b, and of the initial a and b."""
     to_a = torch.empty_like(local_a)
     to_b = torch.empty_like(local_b)
     grad_old = torch.zeros_like(grad_a[0])
@@ -209,7 +215,10 @@ def _backward_states(blocks: Block, local_a: Tensor, local_b: Tensor, grad_a: Te
 
 
 def _backward_decay(weights: Weights, grad_lag: Tensor, grad_in: Tensor, grad_out: Tensor, grad_old: Tensor) -> Tensor:
-    """The gradient of w. Each table except lag 0 is e^(steps * w), so its term is the sum of steps * table * gradient."""
+    """Returns the gradient of w.
+
+    Each table except lag 0 is e^(steps * w), and contributes the sum of steps * table * gradient.
+    """
     N = len(weights.steps)
     by_lag = (grad_lag * weights.lag).flip(-1)
     grad_w = by_lag[:, 1:] @ weights.steps[:-1] + N * grad_old
@@ -230,7 +239,6 @@ def _by_time(tensor: Tensor) -> Tensor:
 
 
 def _stacked(*tensors: Tensor) -> Tensor:
-    """Stacks tensors (B,n,C,N) into one batch of rows (number * B * n, C, N)."""
     return torch.stack(tensors).flatten(0, 2)
 
 

@@ -1,10 +1,10 @@
-"""The recurrence under torch.compile: one loop over batch and channels for every STEPS steps, in float64.
+"""torch.compile compiles the recurrence to one loop over batch and channels for every STEPS steps, in float64.
 
 The first call compiles the plain formula, unrolled over STEPS steps, for any batch size and number of channels, which takes
-seconds. The last steps, if fewer than STEPS, run uncompiled. In float32 an exponent near 230 would have a rounding error of
-1.5e-5 at every step; in float64 the plain formula is as exact as the scans with integer exponents.
+seconds. The last steps run uncompiled if there are fewer than STEPS. In float32 an exponent near 230 would have a rounding
+error of 1.5e-5 at every step. In float64 the plain formula is as exact as the scans with integer exponents.
 
-The backward recomputes the state before each group of STEPS steps, and from it the state before each step.
+The backward recomputes the state before each group of STEPS steps, and from that state the state before each step.
 """
 
 import math
@@ -54,7 +54,7 @@ def backward(time_decay: Tensor, time_first: Tensor, k: Tensor, v: Tensor, a: Te
 
 
 def _weights(time_decay: Tensor, time_first: Tensor) -> list[Tensor]:
-    """w and u, (C,), as exponents of 2: exp, unlike exp2, would make the compiler start a second loop."""
+    """Returns w and u (C,) as exponents of 2, because exp, unlike exp2, would make the compiler start a second loop."""
     return [decay_exponent(time_decay.double()) * LOG2_E, time_first.double() * LOG2_E]
 
 
@@ -63,7 +63,7 @@ def _spans(k: Tensor) -> list[slice]:
 
 
 def _run(function: Callable[..., Any], weights: list[Tensor], state: list[Tensor], *rows: Tensor) -> Any:
-    """Calls function(*weights, *state, *rows), compiled if the rows (B,steps,C) have STEPS steps."""
+    """Returns function(*weights, *state, *rows), which is compiled if the rows (B,steps,C) have STEPS steps."""
     if rows[0].shape[1] < STEPS:
         return function(*weights, *state, *rows)
     return compiled(function)(*map(any_size, (*weights, *state)), *(any_size(row, 1) for row in rows))
@@ -80,7 +80,10 @@ def _forward(w: Tensor, u: Tensor, a: Tensor, b: Tensor, p: Tensor, k: Tensor, v
 
 def _backward(w: Tensor, u: Tensor, a: Tensor, b: Tensor, p: Tensor, grad_a: Tensor, grad_b: Tensor, grad_w: Tensor,
               grad_u: Tensor, k: Tensor, v: Tensor, y: Tensor, grad_y: Tensor) -> tuple[Tensor, ...]:
-    """grad_k, grad_v; the gradient of the state before these steps; grad_w and grad_u (B,C) plus these steps' part."""
+    """Returns grad_k, grad_v, the gradients of a and b before these steps, and grad_w and grad_u (B,C).
+
+    grad_w and grad_u are the arguments plus the contribution of these steps.
+    """
     rows = [*zip(*map(_steps, (k.double() * LOG2_E, v, y, grad_y)), strict=True)]
     states = [(a, b, p)]
     for k_t, v_t, _, _ in rows[:-1]:
@@ -109,6 +112,6 @@ def _advance(w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, p: Tensor) -
 
 
 def _factors(p: Tensor, q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """2^p and 2^q, each divided by the larger of the two, and the larger exponent."""
+    """Returns 2^p and 2^q, each divided by the larger of the two, and the larger exponent."""
     top = torch.maximum(p, q)
     return torch.exp2(p - top), torch.exp2(q - top), top

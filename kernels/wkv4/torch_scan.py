@@ -1,12 +1,12 @@
-"""The recurrence in chunks, in plain PyTorch: all chunks advance by a step in the same operation; rescaling is by powers of 2.
+"""The scan advances all chunks by a step in the same PyTorch operation, and rescales by powers of 2.
 
-There are two passes over the chunks of S steps. The first sums each chunk's contribution to the state; a loop over the chunks
-turns these sums into the state before each chunk; from this the second pass computes y. Each operation is elementwise over all
-batches, channels and chunks of a segment: some 30 S operations, plus 19 per chunk. S is about the square root of T, at most 32.
-A segment is the whole sequence, or on a CPU as many chunks as stay in the cache.
+There are two passes over the chunks of S steps. The first pass sums each chunk's contribution to the state. A loop over the
+chunks turns the sums into the state before each chunk. From these states the second pass computes y. Each operation is
+elementwise over all batches, channels and chunks of a segment, which takes some 30 S operations, plus 19 per chunk. S is about
+the square root of T, at most 32. A segment is the whole sequence, or on a CPU as many chunks as stay in the cache.
 
 As in taichi_scan, e^k = m * 2^n with an integer n, and the state (a, b) is scaled by 2^-P, where P follows the larger exponent,
-so no spread of k loses precision. (|k|, |p| and |time_first| are clamped to 1.1e7, e^(u+k) relative to the state to 2^64.)
+so no spread of k loses precision. |k|, |p| and |time_first| are clamped to 1.1e7, and e^(u+k) relative to the state to 2^64.
 
 The backward stores m and n, two tensors of the size of k, and recomputes eight tensors of the size of a segment for the reverse
 recurrence, which is linear and takes the same two passes.
@@ -30,7 +30,7 @@ LN_2, LN_2_HIGH, LN_2_LOW = math.log(2), 0.693359375, -2.1219444005469058e-4
 
 
 class Weights(NamedTuple):
-    """e^w, e^(S w), e^(lag w) for each step's lag to the end of the chunk, and e^u, as mantissas and exponents: (C,) each."""
+    """Mantissas and exponents (C,) of e^w, e^(S w), e^(lag w) for each step's lag to the end of the chunk, and e^u."""
 
     decay: tuple[Tensor, Tensor]
     over_chunk: tuple[Tensor, Tensor]
@@ -39,7 +39,7 @@ class Weights(NamedTuple):
 
 
 class State(NamedTuple):
-    """The state a 2^P and b 2^P: before each of n chunks (B,n,C), or a single one (B,C)."""
+    """The state a 2^P and b 2^P before each of n chunks (B,n,C), or a single state (B,C)."""
 
     a: Tensor
     b: Tensor
@@ -47,7 +47,7 @@ class State(NamedTuple):
 
 
 class Chunks(NamedTuple):
-    """The chunks' steps: for each of S steps, m and n of e^k = m 2^n, and v, (B,n,C) each."""
+    """The steps of the chunks. Each of S steps has m and n of e^k = m 2^n, and v, (B,n,C) each."""
 
     m: tuple[Tensor, ...]
     n: tuple[Tensor, ...]
@@ -55,7 +55,7 @@ class Chunks(NamedTuple):
 
 
 class Step(NamedTuple):
-    """The values of a step that the reverse recurrence reads: (B,n,C) each."""
+    """The values of a step that the reverse recurrence reads, (B,n,C) each."""
 
     a: Tensor            # the state before the step
     b: Tensor
@@ -107,7 +107,7 @@ def backward(time_decay: Tensor, time_first: Tensor, k: Tensor, v: Tensor, a: Te
 
 
 def _segments(k: Tensor) -> list[tuple[slice, int]]:
-    """The segments: whole chunks of S steps, on a CPU as many as fit into the cache; then a shorter chunk for the rest."""
+    """Returns segments of whole chunks of S steps, on a CPU as many as fit into the cache, then one for the rest."""
     B, T, C = k.shape
     S = min(LONGEST, math.isqrt(T))
     whole = T - T % S
@@ -135,21 +135,24 @@ def _weights(time_decay: Tensor, time_first: Tensor, S: int) -> Weights:
 
 
 def _exp(x: Tensor) -> tuple[Tensor, Tensor]:
-    """e^x = m * 2^n, m within [1, 2). x - n log 2 is exact because the high part of log 2 is short."""
+    """Returns m within [1, 2) and n with e^x = m * 2^n. x - n log 2 is exact, because the high part of log 2 is short."""
     x = x.clamp(-LIMIT, LIMIT).masked_fill_(x == math.inf, math.nan)
     n = torch.floor(x * (1 / LN_2))
     return torch.sub(x, n, alpha=LN_2_HIGH).sub_(n, alpha=LN_2_LOW).exp_(), n
 
 
 def _exp_of(weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """e^weight for a float64, with m within [0.7, 1.4]. Clamped at -3 LIMIT, where the decay erases the state for any k."""
+    """Returns m within [0.7, 1.4] and n of e^weight for a float64.
+
+    The weight is clamped at -3 LIMIT, where the decay erases the state for any k.
+    """
     weight = weight.clamp(-3 * LIMIT, LIMIT)
     n = torch.round(weight / LN_2)
     return torch.exp(weight - n * LN_2).to(dtype), n.to(dtype)
 
 
 def _enter(a: Tensor, b: Tensor, p: Tensor) -> tuple[State, Tensor]:
-    """The initial state rescaled, and the factor by which a and b were multiplied."""
+    """Returns the initial state, rescaled, and the factor by which a and b were multiplied."""
     m, P = _exp(p)
     n = torch.frexp(b).exponent
     scale = m * torch.exp2(-n.to(m.dtype))
@@ -164,7 +167,7 @@ def _leave(P: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _states(weights: Weights, chunks: Chunks, state: State) -> tuple[State, State]:
-    """The states before each chunk, and the state after the last chunk."""
+    """Returns the states before each chunk, and the state after the last chunk."""
     before = []
     for a, b, P in zip(*(part.unbind(1) for part in _chunk_sums(weights, chunks)), strict=True):
         before.append(state)
@@ -174,7 +177,10 @@ def _states(weights: Weights, chunks: Chunks, state: State) -> tuple[State, Stat
 
 
 def _chunk_sums(weights: Weights, chunks: Chunks) -> State:
-    """Each chunk's contribution to the state after it. The decays are known, so the largest exponent is computed first."""
+    """Returns each chunk's contribution to the state after the chunk.
+
+    The decays are known, so the largest exponent is computed first.
+    """
     P = chunks.n[0] + weights.lags[0][1]
     for n, (_, shift) in zip(chunks.n[1:], weights.lags[1:], strict=True):
         P = torch.maximum(P, n + shift, out=P)
@@ -188,13 +194,13 @@ def _chunk_sums(weights: Weights, chunks: Chunks) -> State:
 
 
 def _normal(state: State) -> State:
-    """The state, rescaled so that b is within [0.5, 1)."""
+    """Returns the state, rescaled so that b is within [0.5, 1)."""
     b, n = torch.frexp(state.b)
     return State(state.a * torch.exp2(-n.to(b.dtype)), b, state.P + n)
 
 
 def _factors(decay: tuple[Tensor, Tensor], P: Tensor, m: Tensor | float, n: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The factors of the previous state (the decay) and of v_t (e^k) in the new state, and the new P."""
+    """Returns the factors of the previous state (the decay) and of v_t (e^k) in the new state, and the new P."""
     decayed = P + decay[1]
     top = torch.maximum(decayed, n)
     return decayed.sub_(top).exp2_().mul_(decay[0]), (n - top).exp2_().mul_(m), top
@@ -226,7 +232,7 @@ def _backward_chunks(weights: Weights, chunks: Chunks, before: State, after: Sta
         factors = _factors(weights.decay, state.P, m, n)
         over = 1 / (state.b + now)
         grad_num = grad_y * over
-        gain = torch.addcmul(-state.a, v, state.b).mul_(over)      # v - y; exact where this step dominates y
+        gain = torch.addcmul(-state.a, v, state.b).mul_(over)      # this is v - y, and exact where the step dominates y
         steps.append(Step(state.a, state.b, v, *factors[:2], grad_num, grad_num * y, grad_num * now, gain))
         state = _advance(factors, state, v)
     rescaled = torch.exp2(state.P - torch.cat((before.P[:, 1:], after.P[:, None]), dim=1))
@@ -235,7 +241,7 @@ def _backward_chunks(weights: Weights, chunks: Chunks, before: State, after: Sta
 
 
 def _gradients_of_states(steps: list[Step], rescaled: Tensor, grad_a: Tensor, grad_b: Tensor) -> tuple[Any, ...]:
-    """The gradients of the states after each chunk and before the first, given that of the state after the last chunk."""
+    """Returns the gradients of the states after each chunk, and of a and b before the first chunk."""
     own_a = torch.zeros_like(rescaled)
     own_b = torch.zeros_like(rescaled)
     old = torch.ones_like(rescaled)

@@ -1,6 +1,6 @@
-"""The reference's loop over the steps as TorchScript, which runs the same operations without Python, in float64.
+"""TorchScript runs the operations of the reference's loop over the steps without Python, in float64.
 
-In float32 an exponent near 230 would have a rounding error of 1.5e-5 at every step; in float64 the plain formula is as exact as
+In float32 an exponent near 230 would have a rounding error of 1.5e-5 at every step. In float64 the plain formula is as exact as
 the scans with integer exponents.
 """
 

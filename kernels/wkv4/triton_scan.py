@@ -1,20 +1,20 @@
-"""The recurrence in chunks that advance together, in registers: two passes over the chunks, with a scan over chunks in between.
+"""The scan advances all chunks of a tile together, in registers, with two passes over the chunks and a scan in between.
 
-A program computes CHANNELS channels of one batch, in tiles of CHUNKS chunks of S steps. It loads a tile once, and sums each
-chunk's contribution to the state. A scan over these sums, at the scale of the tile's end, gives the state before each chunk.
-From these states, a second pass through the chunks computes y. All loads of a tile are in flight at the same time, and each
-channel has CHUNKS threads.
+A program computes CHANNELS channels of one batch, in tiles of CHUNKS chunks of S steps. The program loads a tile once, and sums
+each chunk's contribution to the state. A scan over these sums, at the scale of the tile's end, gives the state before each
+chunk. From these states, a second pass through the chunks computes y. All loads of a tile are in flight at the same time, and
+each channel has CHUNKS threads.
 
 As in taichi_scan, e^k = m * 2^n with an integer n, and the state (a, b) is scaled by 2^-P, where P follows the larger exponent,
-so no spread of k loses precision. P is computed by integer sums and maxima only, so the backward computes the same P. (|k|, |p|
-and |time_first| are clamped to 2.9e6, e^(u+k) relative to the state to 2^64, time_decay to 15.5.)
+so no spread of k loses precision. P is computed by integer sums and maxima only, so the backward computes the same P. |k|, |p|
+and |time_first| are clamped to 2.9e6, e^(u+k) relative to the state to 2^64, and time_decay to 15.5.
 
-The backward first runs forward through all tiles, and stores the state before each tile. Then it processes the tiles from last
-to first, recomputes the states inside, and solves the reverse recurrence, which is linear, in the same two passes. Extra
-memory: 3/32 of k.
+The backward first runs forward through all tiles, and stores the state before each tile. Then the tiles are processed from last
+to first: the states inside a tile are recomputed, and the reverse recurrence, which is linear, takes the same two passes. The
+extra memory is 3/32 of k.
 
-Steps after T have weight 0 but decay the state; _leave undoes that decay. k, v, y and their gradients are read and written in
-their own dtype; all arithmetic is in float32.
+Steps after T have weight 0 but decay the state. _leave undoes that decay. k, v, y and their gradients are read and written in
+their own dtype, and all arithmetic is in float32.
 """
 
 # mypy: disable-error-code="no-untyped-def, assignment, var-annotated"
@@ -66,7 +66,7 @@ def backward(time_decay: Tensor, time_first: Tensor, k: Tensor, v: Tensor, a: Te
 
 
 def _width(C: int) -> int:
-    """C if the kernel is compiled for this C, which saves a sixth of the work, the computing of addresses; otherwise 0."""
+    """Returns C if the kernel is compiled for this C, which saves a sixth of the work (computing addresses), otherwise 0."""
     return C if C % CHANNELS == 0 else 0
 
 
@@ -117,7 +117,7 @@ def _backward(time_decay, time_first, k, v, a, b, p, grad_y, grad_a, grad_b, sta
     grad_b = scale * tl.load(grad_b + here, mask=c < C, other=0.0)
     grad_w = tl.zeros([CHUNKS, CHANNELS], tl.float32)
     grad_u = tl.zeros([CHUNKS, CHANNELS], tl.float32)
-    tl.debug_barrier()                                           # before the stored states are loaded
+    tl.debug_barrier()                                           # the stored states must be visible before they are loaded
     for back in range(tiles):
         j = tiles - 1 - back
         a = tl.load(states + 3 * j * C, mask=c < C, other=0.0)
@@ -138,7 +138,7 @@ def _backward(time_decay, time_first, k, v, a, b, p, grad_y, grad_a, grad_b, sta
             over = 1.0 / (b_s + now)
             num = over * gs[s]                                   # the gradients of y's numerator and denominator
             den = -num * (over * (a_s + now * vs[s]))
-            gain = over * (vs[s] * b_s - a_s)                    # v - y; exact where this step dominates y
+            gain = over * (vs[s] * b_s - a_s)                    # this is v - y, and exact where the step dominates y
             steps += ((a_s, b_s, old, new, num, den, num * now, num * now * gain),)
             a_s, b_s = old * a_s + new * vs[s], old * b_s + new
         rescaled = _pow2(_clip(P_s - P_after, -126, 126))
@@ -158,7 +158,7 @@ def _backward(time_decay, time_first, k, v, a, b, p, grad_y, grad_a, grad_b, sta
 
 @triton.jit
 def _place(C, CHANNELS: tl.constexpr):
-    """The program's batch; its channels, and their offsets in a (B,C) tensor, [1, CHANNELS] each."""
+    """Returns the program's batch, channels [1, CHANNELS], and the channels' offsets in a (B,C) tensor."""
     blocks = tl.cdiv(C, CHANNELS)
     batch = (tl.program_id(0) // blocks).to(tl.int64)
     c = tl.program_id(0) % blocks * CHANNELS + tl.arange(0, CHANNELS)[None, :]
@@ -172,14 +172,13 @@ def _row(CHUNKS: tl.constexpr):
 
 @triton.jit
 def _tile(j, batch, c, T, C, S: tl.constexpr, CHUNKS: tl.constexpr):
-    """The offset of tile j in a (B,T,C) tensor; the offsets of each chunk's first step from there; the index of that step."""
+    """Returns the offset of tile j in a (B,T,C) tensor, the relative offset of each chunk's first step, and its index."""
     first = j * (S * CHUNKS)
     return (batch * T + first) * C, _row(CHUNKS) * (S * C) + c, first + _row(CHUNKS) * S
 
 
 @triton.jit
 def _load(x, start, at, step, c, T, C, S: tl.constexpr):
-    """The S steps of all chunks, [CHUNKS, CHANNELS] each."""
     rows = ()
     for s in tl.static_range(S):
         rows += (tl.load(x + (start + s * C) + at, mask=(step + s < T) & (c < C), other=0.0).to(tl.float32),)
@@ -193,7 +192,7 @@ def _store(x, first, at, values, mask):
 
 @triton.jit
 def _exps(ks, step, T, S: tl.constexpr):
-    """m and n of e^k = m 2^n for each step; m = 0 beyond T."""
+    """Returns m and n of e^k = m 2^n for each step, with m = 0 beyond T."""
     ms = ()
     ns = ()
     for s in tl.static_range(S):
@@ -205,8 +204,10 @@ def _exps(ks, step, T, S: tl.constexpr):
 
 @triton.jit
 def _weights(time_decay, time_first, live, S: tl.constexpr, CHUNKS: tl.constexpr):
-    """(w, m, n, log2 m) with e^w = m 2^n, m within [0.7, 1.4]; e^u; the decays over a tile, and from each chunk's start and end
-    to the tile's end."""
+    """Returns (w, m, n, log2 m) with e^w = m 2^n and m within [0.7, 1.4], the factor e^u, and three decays.
+
+    The decays are over a tile, from each chunk's start to the tile's end, and from each chunk's end to the tile's end.
+    """
     m, n = _exp(tl.minimum(tl.load(time_decay, mask=live, other=0.0), LOST, propagate_nan=tl.PropagateNan.ALL))
     w = -m * _pow2(tl.maximum(n, -127))
     power = tl.floor(tl.fma(w, LOG2_E, 0.5))
@@ -218,7 +219,7 @@ def _weights(time_decay, time_first, live, S: tl.constexpr, CHUNKS: tl.constexpr
 
 @triton.jit
 def _span(w, lag):
-    """m and n of e^(w lag) = m 2^n, m within [1, 2), and log2 m. A sum inside floor could become an fma and change n."""
+    """Returns m within [1, 2), n and log2 m of e^(w lag) = m 2^n. A sum inside floor could become an fma and change n."""
     drift = w[3] * lag
     power = tl.floor(drift)
     return tl.exp2(drift - power), lag * w[2] + power.to(tl.int32), drift - power
@@ -226,7 +227,7 @@ def _span(w, lag):
 
 @triton.jit
 def _enter(a, b, p, live):
-    """The initial state with b within [1, 2), its P, and the factor by which a and b were multiplied."""
+    """Returns the initial state with b within [1, 2), with P, and the factor by which a and b were multiplied."""
     a = tl.load(a, mask=live, other=0.0)
     b = tl.load(b, mask=live, other=0.0)
     m, P = _exp(tl.load(p, mask=live, other=0.0))
@@ -246,7 +247,7 @@ def _leave(P, w, T, TILE: tl.constexpr):
 
 @triton.jit
 def _states(ms, ns, vs, a, b, P, w, spans, j, seen, S: tl.constexpr, CHUNKS: tl.constexpr):
-    """The states before each chunk, P after each chunk, and the state after the tile. a, b, P: the state before the tile."""
+    """Returns the states before each chunk, P after each chunk, and the state after the tile, given that before the tile."""
     a_own, b_own, P_own = _chunk_sums(ms, ns, vs, w, S)
     m_tile, n_tile, drift = spans[0]
     m_before, n_before, _drift = spans[1]
@@ -254,7 +255,7 @@ def _states(ms, ns, vs, a, b, P, w, spans, j, seen, S: tl.constexpr, CHUNKS: tl.
     settled = (tl.floor((j + 1) * drift) - tl.floor(j * drift)).to(tl.int32)    # the power of a tile's mantissa
     decay = m_tile * _pow2(-settled)
     P = P + n_tile + settled
-    a_own = m_after * a_own                                      # at the tile's end
+    a_own = m_after * a_own                                      # the sums are now those at the tile's end
     b_own = m_after * b_own
     P_own = tl.where(seen, P_own + n_after, NEVER)
     nothing = tl.zeros_like(a_own)
@@ -272,7 +273,7 @@ def _states(ms, ns, vs, a, b, P, w, spans, j, seen, S: tl.constexpr, CHUNKS: tl.
 
 @triton.jit
 def _accumulate(a_0, b_0, P_0, a_0x, b_0x, P_0x, a_1, b_1, P_1, a_1x, b_1x, P_1x):
-    """Combines the sums of two adjacent runs of chunks, for a scan. Names with _x: sums that exclude the last chunk."""
+    """Combines the sums of two adjacent runs of chunks, for a scan. Names with _x are sums without the last chunk."""
     a, b, P = _join(a_0, b_0, P_0, a_1, b_1, P_1)
     a_x, b_x, P_x = _join(a_0, b_0, P_0, a_1x, b_1x, P_1x)
     return a, b, P, a_x, b_x, P_x
@@ -280,7 +281,10 @@ def _accumulate(a_0, b_0, P_0, a_0x, b_0x, P_0x, a_1, b_1, P_1, a_1x, b_1x, P_1x
 
 @triton.jit
 def _chunk_sums(ms, ns, vs, w, S: tl.constexpr):
-    """Each chunk's contribution to the state after it. The decays are known, so the largest exponent is computed first."""
+    """Returns each chunk's contribution to the state after the chunk.
+
+    The decays are known, so the largest exponent is computed first.
+    """
     P = ns[0] + (S - 1) * w[2]
     for s in tl.static_range(1, S):
         P = tl.maximum(P, ns[s] + (S - 1 - s) * w[2])
@@ -294,7 +298,7 @@ def _chunk_sums(ms, ns, vs, w, S: tl.constexpr):
 
 @triton.jit
 def _join(a_0, b_0, P_0, a_1, b_1, P_1):
-    """The sum of two states."""
+    """Returns the sum of two states."""
     P = tl.maximum(P_0, P_1)
     scale_0 = _pow2(tl.maximum(P_0 - P, -127))
     scale_1 = _pow2(tl.maximum(P_1 - P, -127))
@@ -303,7 +307,7 @@ def _join(a_0, b_0, P_0, a_1, b_1, P_1):
 
 @triton.jit
 def _factors(m, n, P, w, bonus):
-    """e^(u+k) at the scale of the previous state; the factors of the previous state and of v_t in the new state; the new P."""
+    """Returns e^(u+k) at the previous state's scale, the factors of that state and of v_t in the new state, and the new P."""
     now = bonus[0] * m * _pow2(_clip(bonus[1] + n - P, -64, 64))
     lead = n - (P + w[2])
     up = tl.maximum(lead, 0)
@@ -312,7 +316,7 @@ def _factors(m, n, P, w, bonus):
 
 @triton.jit
 def _gradients_of_states(steps, rescaled, old, settled, grad_a, grad_b, S: tl.constexpr, CHUNKS: tl.constexpr):
-    """The gradients of the states after each chunk and before the tile, given that of the state after the tile."""
+    """Returns the gradients of the states after each chunk and before the tile, given that after the tile."""
     a = tl.zeros_like(rescaled)
     b = tl.zeros_like(rescaled)
     for s in tl.static_range(S - 1, -1, -1):
@@ -329,7 +333,7 @@ def _gradients_of_states(steps, rescaled, old, settled, grad_a, grad_b, S: tl.co
 
 @triton.jit
 def _reach(a_1, b_1, old_1, a_1x, b_1x, old_1x, a_0, b_0, old_0, a_0x, b_0x, old_0x):
-    """Combines the state gradients of two adjacent runs of chunks, the later first. Names with _x exclude the first chunk."""
+    """Combines the gradients of two adjacent runs of chunks, the later first. Names with _x leave out the first chunk."""
     a = a_0 + old_0 * a_1
     b = b_0 + old_0 * b_1
     old = old_0 * old_1
@@ -338,7 +342,7 @@ def _reach(a_1, b_1, old_1, a_1x, b_1x, old_1x, a_0, b_0, old_0, a_0x, b_0x, old
 
 @triton.jit
 def _exp(x):
-    """e^x = m 2^n, m within [0.7, 1.4]. Adding NO_FRACTION rounds x log2 e to an integer."""
+    """Returns m within [0.7, 1.4] and n with e^x = m 2^n. Adding NO_FRACTION rounds x log2 e to an integer."""
     x = tl.where(x == float("inf"), float("nan"), x)
     x = tl.clamp(x, -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL)
     rounded = tl.fma(x, LOG2_E, NO_FRACTION)
@@ -348,7 +352,7 @@ def _exp(x):
 
 @triton.jit
 def _pow2(n):
-    """2^n for n within [-126, 127]; 0 for n = -127."""
+    """Returns 2^n for n within [-126, 127], and 0 for n = -127."""
     return ((n + 127) << 23).to(tl.float32, bitcast=True)
 
 

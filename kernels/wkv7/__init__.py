@@ -1,22 +1,22 @@
-"""WKV-7, the operator of RWKV-7's time mixing: a matrix state that decays, forgets along one direction, and adds v k^T.
+"""This package computes WKV-7, RWKV-7's time mixing: a matrix state decays, forgets along one direction, and adds v k^T.
 
 For each batch row and head, the state S is an N x N matrix, with rows i for the value and columns j for the key. The inputs of
 a step are vectors of N numbers. With w = exp(log_w), a step is
 
     sa_i = sum_j S_ij a_j        S_ij <- S_ij w_j + sa_i b_j + v_i k_j        y_i = sum_j S_ij r_j         (y reads the new S)
 
-r, log_w, k, v, a, b, y (B,T,H,N); state (B,H,N,N), initially zero. T and N may have any size. In RWKV-7, -0.6066 <= log_w <= 0,
-a = -kk and b = kk * rate, where kk is normalised. Implementations may assume -1 <= log_w <= 0. If an input of a step is NaN, y
-and the state of that head are NaN from that step on; but a NaN in v affects only its row i, and a NaN in r affects only y of
-that step. The bits of y at earlier steps do not change.
+r, log_w, k, v, a, b and y are (B,T,H,N). The state is (B,H,N,N), initially zero. T and N may have any size. In RWKV-7,
+-0.6066 <= log_w <= 0, a = -kk and b = kk * rate, where kk is normalised. Implementations may assume -1 <= log_w <= 0. If an
+input of a step is NaN, y and the state of that head are NaN from that step on. But a NaN in v affects only the same row i, and
+a NaN in r affects only y of that step. The bits of y at earlier steps do not change.
 Source: the RWKV-7 paper (arXiv 2503.14456), section 4; RWKV-LM, RWKV-v7/rwkv_v7_demo.py.
 
-An implementation, a file in this folder, defines REQUIRES, forward(r, log_w, k, v, a, b, state, *activations) -> (y, state) and
+An implementation is a file in this folder with REQUIRES, forward(r, log_w, k, v, a, b, state, *activations) -> (y, state) and
 backward(r, log_w, k, v, a, b, state, *activations, grad_y, grad_state) -> the gradients of the first seven arguments. The
-activations are uninitialised tensors that forward fills for backward; there are none if no gradient is required. Their shapes
-are returned by the file's optional function activation_shapes(B, T, H, N); their dtype is float32, or float64 for float64
-inputs. All tensors are contiguous. If REQUIRES contains bfloat16, r, k, v, a, b, y and grad_y may be bfloat16, and then the
-gradients of r, k, v, a, b are too; everything else is float32. Single steps are computed by `step` below, whatever the
+activations are uninitialised tensors that forward fills for backward. Without a gradient there are no activations. The file's
+optional function activation_shapes(B, T, H, N) returns the shapes of the activations. Their dtype is float32, or float64 for
+float64 inputs. All tensors are contiguous. If REQUIRES contains bfloat16, r, k, v, a, b, y and grad_y may be bfloat16, and the
+gradients of r, k, v, a, b have the same dtype. All other tensors are float32. `step` below computes single steps for every
 implementation.
 """
 
@@ -33,11 +33,12 @@ LOG_W = 1                        # the index of log_w among the inputs
 
 
 class WKV7(Operator):
-    """WKV-7 computed by the named implementation: `WKV7("reference")(r, log_w, k, v, a, b, state=None) -> (y, state)`.
+    """Computes WKV-7 by the named implementation: `WKV7("reference")(r, log_w, k, v, a, b, state=None) -> (y, state)`.
 
-    It can be differentiated once, with respect to all seven inputs. B, T, H and N may have any size, including 0.
-    Half-precision r, k, v, a, b are computed in float32, and y has the dtype of v; log_w is converted to float32. Raises
-    ValueError for an unknown name or wrong inputs, KernelUnavailable if the implementation cannot run on the inputs' device.
+    The result can be differentiated once, with respect to all seven inputs. B, T, H and N may have any size, including 0.
+    Half-precision r, k, v, a, b are computed in float32, and y has the dtype of v. log_w is converted to float32. Raises
+    ValueError for an unknown name or wrong inputs, and KernelUnavailable if the implementation cannot run on the inputs'
+    device.
     """
 
     folder = "wkv7"
@@ -57,7 +58,7 @@ class WKV7(Operator):
         return y, state
 
     def empty_activations(self, *inputs: Tensor) -> Tensors:
-        B, T, H, N = self._padded(inputs[0].shape)
+        B, T, H, N = self._padded_sizes(inputs[0].shape)
         dtype = _compute_dtype(inputs[0])
         return tuple(inputs[0].new_empty(shape, dtype=dtype) for shape in self._activation_shapes(B, T, H, N))
 
@@ -71,26 +72,26 @@ class WKV7(Operator):
 
     def _forward(self, *inputs: Tensor) -> Tensors:
         _, T, _, N = inputs[0].shape
-        y, state = self._implementation.forward(*self._inside(inputs[:7]), *inputs[7:])
+        y, state = self._implementation.forward(*self._supported_inputs(inputs[:7]), *inputs[7:])
         return contiguous_like((y[:, :T, :, :N], state[..., :N, :N]), (inputs[3], inputs[6]))
 
     def _backward(self, *saved: Tensor) -> Tensors:
         _, T, _, N = saved[0].shape
-        *inputs, grad_y, grad_state = self._inside((*saved[:7], *saved[-2:]))
+        *inputs, grad_y, grad_state = self._supported_inputs((*saved[:7], *saved[-2:]))
         gradients = self._implementation.backward(*inputs, *saved[7:-2], grad_y, grad_state)
-        cut = *(gradient[:, :T, :, :N] for gradient in gradients[:SEQUENCES]), gradients[SEQUENCES][..., :N, :N]
-        return contiguous_like(cut, saved[:7])
+        cropped = *(gradient[:, :T, :, :N] for gradient in gradients[:SEQUENCES]), gradients[SEQUENCES][..., :N, :N]
+        return contiguous_like(cropped, saved[:7])
 
-    def _padded(self, shape: torch.Size) -> tuple[int, int, int, int]:
-        """B, T, H, N, with T and N padded to supported sizes. The implementation rejects an N above all of N_sizes."""
+    def _padded_sizes(self, shape: torch.Size) -> tuple[int, int, int, int]:
+        """Returns B, T, H, N, with T and N padded to supported sizes. The implementation rejects an N above all N_sizes."""
         B, T, H, N = shape
         N = next((size for size in self.requires.N_sizes if size >= N), N)
         return B, T + -T % self.requires.T_multiple, H, N + -N % self.requires.N_multiple
 
-    def _inside(self, tensors: tuple[Tensor, ...]) -> list[Tensor]:
-        """The tensors, contiguous, in a supported dtype, and padded with zeros, which change no result."""
+    def _supported_inputs(self, tensors: tuple[Tensor, ...]) -> list[Tensor]:
+        """Returns the tensors contiguous, in a supported dtype, and padded with zeros, which change no result."""
         shape = tensors[0].shape
-        _, T, _, N = self._padded(shape)
+        _, T, _, N = self._padded_sizes(shape)
         wide = _compute_dtype(tensors[0])
         sequence_dtypes = {tensor.dtype for i, tensor in enumerate(tensors[:SEQUENCES]) if i != LOG_W}
         narrow = sequence_dtypes.pop() if len(sequence_dtypes) == 1 else wide
@@ -99,7 +100,7 @@ class WKV7(Operator):
         for i, tensor in enumerate(tensors):
             is_state = i == SEQUENCES or i == SEQUENCES + 2          # state, and grad_state, which follows grad_y
             tensor = contiguous(tensor.detach(), wide if is_state or i == LOG_W else narrow)
-            prepared.append(_pad(tensor, (N, N) if is_state else (T, shape[2], N)))
+            prepared.append(_pad_end_to(tensor, (N, N) if is_state else (T, shape[2], N)))
         return prepared
 
     def _check(self, sequences: tuple[Tensor, ...], state: Tensor | None) -> None:
@@ -114,27 +115,27 @@ class WKV7(Operator):
         if state is not None and state.shape != (B, H, N, N):
             raise ValueError(f"WKV7: the state must be (B,H,N,N) = {(B, H, N, N)}; got {tuple(state.shape)}")
         if any(tensor.device != v.device for tensor in (*sequences, *([] if state is None else [state]))):
-            raise ValueError(f"WKV7: all tensors and the state must be on the device of v, {v.device}: move the others "
-                             "to it")
+            raise ValueError(f"WKV7: all tensors and the state must be on the device of v, {v.device}: move the other tensors "
+                             "to that device")
         dtypes = [tensor.dtype for tensor in sequences]
         self.check_dtype(*dtypes)
         if torch.float64 in dtypes and dtypes[0] != torch.float64:
-            raise ValueError(f"WKV7 computes in float64 only if r is float64, and r is {dtypes[0]}: cast all inputs to the "
+            raise ValueError(f"WKV7 computes in float64 only if r is float64, but r is {dtypes[0]}: cast all inputs to the "
                              "same dtype")
         self.check_device(v.device)
 
     @staticmethod
     def step(r: Tensor, log_w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        """Computes one time step, with inputs (B,H,N), by the same PyTorch operations for every implementation."""
+        """Returns y and the state after one time step with inputs (B,H,N), by the same operations for every implementation."""
         dtype = v.dtype
         r, log_w, k, v, a, b = (tensor.to(state.dtype) for tensor in (r, log_w, k, v, a, b))
-        sa = (state * a.unsqueeze(-2)).sum(-1, keepdim=True)               # faster than state @ a
+        sa = (state * a.unsqueeze(-2)).sum(-1, keepdim=True)               # this is faster than state @ a
         state = state * log_w.exp().unsqueeze(-2) + sa * b.unsqueeze(-2) + v.unsqueeze(-1) * k.unsqueeze(-2)
         return (state * r.unsqueeze(-2)).sum(-1).to(dtype), state
 
 
 def empty_state(B: int, H: int, N: int, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> Tensor:
-    """The state (B,H,N,N) before the first token: zeros."""
+    """Returns the state (B,H,N,N) before the first token, which is zero."""
     return torch.zeros(B, H, N, N, device=device, dtype=dtype)
 
 
@@ -142,8 +143,7 @@ def _compute_dtype(tensor: Tensor) -> torch.dtype:
     return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
 
-def _pad(tensor: Tensor, sizes: tuple[int, ...]) -> Tensor:
-    """The tensor with its last axes padded at the end with zeros, to `sizes`."""
+def _pad_end_to(tensor: Tensor, sizes: tuple[int, ...]) -> Tensor:
     missing = [after for size, padded in zip(tensor.shape[::-1], sizes[::-1]) for after in (0, padded - size)]  # noqa: B905
     return pad(tensor, missing) if any(missing) else tensor
 

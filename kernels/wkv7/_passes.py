@@ -1,27 +1,28 @@
-"""The four passes over a matrix that taichi_v1, v2 and v3 (rungs 1 to 3) share; each of these files defines the step of a pass.
+"""Contains the four passes over a matrix that taichi_v1, v2 and v3 (versions 1 to 3) share. Each file defines a pass's step.
 
     forward   lanes i   S = S w_t + sa_t b_t + v_t k_t                  y_t = S r_t      sa_{t+1} = S a_{t+1}
     rows      lanes i   G = G w_{t+1} + gsa_{t+1} a_{t+1} + gy_t r_t    gv_t = G k_t     gsa_t = G b_t
     states    lanes j   S as in forward                                 gr_t = S^T gy_t  ga_{t+1} = S^T gsa_{t+1}
     keys      lanes j   G as in rows                                    gk_t = G^T v_t   gb_t = G^T sa_t
 
-G = dL/dS; the passes `rows` and `keys` go from the last step to the first. Lanes run along the axis that is not summed over.
-The backward visits each chunk of a head twice: `rows`, from the last chunk to the first, saves G after each chunk; then, from
-the first chunk to the last, `states` runs forwards through a chunk and `keys` backwards. `states` saves S before each step of
-the chunk, so that `keys` has S and G of the same step for log_w's gradient,
+G is dL/dS. The passes `rows` and `keys` go from the last step to the first. Lanes run along the axis that is not summed over.
+The backward visits each chunk of a head twice. First `rows`, from the last chunk to the first, saves G after each chunk. Then,
+from the first chunk to the last, `states` runs forwards through a chunk and `keys` backwards. `states` saves S before each step
+of the chunk, so that `keys` has S and G of the same step for log_w's gradient,
 
     gl_t = w_t sum_i (S_{t-1})_ij (G_t)_ij
 
 The recurrence gl_t = gl_{t+1} + (r gr)_t + (a ga)_{t+1} - (b gb)_t - (k gk)_t would not need this product. But then a small gl
-next to a large one would be the difference of two large sums, and a gl of 0 would not be exactly 0.
+next to a large gl would be the difference of two large sums, and a gl of 0 would not be exactly 0.
 
 A task is one batch row and head. Forward saves sa, which is as large as k. Backward needs memory only for the tasks that run at
-the same time: each task needs N/16 + 1 times the memory of a head's k, and 17 vectors per column of the state.
+the same time. Each task needs N/16 + 1 times the memory of a head's k, and 17 vectors per column of the state.
 
-step(scratch, flat, before, after, other, vectors, M, p, q, w, order, along_j, beside), a ti.func, reads the matrix at `before`,
-in which each vector is a column. It multiplies the matrix by w, adds p x^T + q y^T and stores the sum at `after`. It returns
-the products of the sum with u and v and, if `beside`, for each lane the sum of its products with the matrix at `other`. x, y,
-u, v (and w, unless the lanes are along j) are at `vectors` of scratch in the order `order`, M vectors each, interleaved.
+The ti.func step(scratch, flat, before, after, other, vectors, M, p, q, w, order, along_j, beside) reads the matrix at `before`,
+in which each vector is a column. The step multiplies the matrix by w, adds p x^T + q y^T and stores the sum at `after`. The
+results are the products of the sum with u and v and, if `beside`, the sum of the products with the matrix at `other` for each
+lane. x, y, u, v (and w, unless the lanes are along j) are at `vectors` of scratch in the order `order`, M vectors each,
+interleaved.
 """
 
 # mypy: disable-error-code="index, no-untyped-def, valid-type"
@@ -44,10 +45,13 @@ Vectors = ti.types.ndarray(dtype=ti.types.vector(LANES, ti.f32), ndim=1)
 Flat = ti.types.ndarray(dtype=ti.f32, ndim=1)
 
 
-class Rung(NamedTuple):
-    """The parts that differ between rungs. step, stage: ti.funcs; stage(read, scratch, columns, ...) prepares a step's vectors.
+class Version(NamedTuple):
+    """The parts that differ between versions.
 
-    outside: whether the decay is factored out, so that the matrix is multiplied by it only once per chunk (taichi_v3).
+    Attributes:
+        step: the ti.func that the module describes.
+        stage: a ti.func that prepares the vectors of a chunk's steps, stage(read, scratch, columns, ...).
+        outside: whether the decay is factored out, so that it multiplies the matrix only once per chunk (taichi_v3).
     """
 
     step: Any
@@ -56,11 +60,11 @@ class Rung(NamedTuple):
 
 
 def activation_shapes(B: int, T: int, H: int, N: int) -> tuple[tuple[int, ...], ...]:
-    """The shape of sa, the only activation."""
+    """Returns the shape of sa, the only activation."""
     return ((B, T, H, N),)
 
 
-def forward(rung: Rung, r: Tensor, log_w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, state: Tensor,
+def forward(version: Version, r: Tensor, log_w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, state: Tensor,
             *activations: Tensor) -> tuple[Tensor, Tensor]:
     B, T, H, N = v.shape
     n = shares(B * H)
@@ -68,20 +72,20 @@ def forward(rung: Rung, r: Tensor, log_w: Tensor, k: Tensor, v: Tensor, a: Tenso
     after = torch.empty_like(state)
     (sa,) = activations or (state.new_empty(LANES),)
     scratch = state.new_empty(n * (N * N + (6 * CHUNK + 1) * N))
-    launch(_forward_kernel(v.dtype, rung), *aligned(r, log_w, k, v, a, b), state.view(-1), y, after.view(-1), sa, scratch,
+    launch(_forward_kernel(v.dtype, version), *aligned(r, log_w, k, v, a, b), state.view(-1), y, after.view(-1), sa, scratch,
            scratch, B, T, H, N // LANES, n, len(activations))
     return y, after
 
 
-def backward(rung: Rung, r: Tensor, log_w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, state: Tensor, sa: Tensor,
+def backward(version: Version, r: Tensor, log_w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, state: Tensor, sa: Tensor,
              grad_y: Tensor, grad_state: Tensor) -> tuple[Tensor, ...]:
     B, T, H, N = v.shape
     n = shares(B * H)
     grads = tuple(torch.empty_like(tensor) for tensor in (r, log_w, k, v, a, b, state))
     chunks = (T + CHUNK - 1) // CHUNK
     scratch = state.new_empty(n * ((1 + chunks) * N * N + (1 + CHUNK) * LANES * N + (12 * CHUNK + 1 + T) * N))
-    launch(_backward_kernel(v.dtype, rung), *aligned(r, log_w, k, v, a, b, state, sa, grad_y), grad_state.view(-1), *grads[:6],
-           grads[6].view(-1), scratch, scratch, B, T, H, N // LANES, n)
+    launch(_backward_kernel(v.dtype, version), *aligned(r, log_w, k, v, a, b, state, sa, grad_y), grad_state.view(-1),
+           *grads[:6], grads[6].view(-1), scratch, scratch, B, T, H, N // LANES, n)
     return grads
 
 
@@ -90,12 +94,12 @@ def aligned(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 @cache
-def _forward_kernel(dtype: torch.dtype, rung: Rung) -> Any:
-    """The forward kernel for r, k, v, a, b and y of `dtype`. Its argument M: the number of vectors in a head."""
+def _forward_kernel(dtype: torch.dtype, version: Version) -> Any:
+    """Returns the forward kernel for r, k, v, a, b and y of `dtype`. The argument M is the number of vectors in a head."""
     Rows, read, write = stored(dtype, LANES)
-    update = rung.step
-    stage = rung.stage or _stage_columns
-    outside = rung.outside
+    update = version.step
+    stage = version.stage or _stage_columns
+    outside = version.outside
 
     @ti.kernel
     def forward(r: Rows, log_w: Vectors, k: Rows, v: Rows, a: Rows, b: Rows, state: Flat, y: Rows, after: Flat,
@@ -134,12 +138,12 @@ def _forward_kernel(dtype: torch.dtype, rung: Rung) -> Any:
 
 
 @cache
-def _backward_kernel(dtype: torch.dtype, rung: Rung) -> Any:
-    """The backward kernel for r, k, v, a, b, grad_y and gradients of `dtype`. Its argument M: as in _forward_kernel."""
+def _backward_kernel(dtype: torch.dtype, version: Version) -> Any:
+    """Returns the backward kernel for r, k, v, a, b, grad_y and gradients of `dtype`. M is as in _forward_kernel."""
     Rows, read, write = stored(dtype, LANES)
-    update = rung.step
-    stage = rung.stage or _stage_columns
-    outside = rung.outside
+    update = version.step
+    stage = version.stage or _stage_columns
+    outside = version.outside
 
     @ti.kernel
     def backward(r: Rows, log_w: Vectors, k: Rows, v: Rows, a: Rows, b: Rows, state: Vectors, sa: Vectors, grad_y: Rows,
@@ -157,7 +161,7 @@ def _backward_kernel(dtype: torch.dtype, rung: Rung) -> Any:
             gsa = rows + 6 * CHUNK * M  # gsa has T + 1 steps
             for head in range(first, end):
                 at = (head // H * T * H + head % H) * M
-                # the pass `rows`: grad_v, gsa, and the gradient of the state
+                # the pass `rows` computes grad_v, gsa, and the gradient of the state
                 load_turned(flat, matrix * LANES, grad_after, head, M)
                 for x in range(M):
                     scratch[gsa + T * M + x] = ti.Vector([0.0] * LANES)
@@ -189,7 +193,7 @@ def _backward_kernel(dtype: torch.dtype, rung: Rung) -> Any:
                         w_0 = flat[(columns + M) * LANES + j]
                         scratch[m] = (scratch[m] if ti.static(outside) else w_0 * scratch[m]) + a_0 * scratch[gsa + x]
                 store_turned(grad_state, flat, matrix * LANES, head, M)
-                # for each chunk, the passes `states` (grad_r, grad_a) and `keys` (grad_k, grad_b, grad_log_w)
+                # for each chunk, the pass `states` computes grad_r and grad_a, and `keys` grad_k, grad_b and grad_log_w
                 for x in range(M):
                     for i in range(M * LANES):
                         scratch[matrix + x * M * LANES + i] = state[(head * M * LANES + i) * M + x]
@@ -233,7 +237,7 @@ def _backward_kernel(dtype: torch.dtype, rung: Rung) -> Any:
 
 @ti.func
 def product(scratch: ti.template(), flat: ti.template(), matrix, vector, M):
-    """The product of a matrix whose columns are vectors and one long vector, stored as M vectors at `vector`."""
+    """Returns the product of a matrix with vectors as columns and a long vector, stored as M vectors at `vector`."""
     total = 0.0 * scratch[matrix]
     for j in range(M * LANES):
         total += scratch[matrix + j] * flat[vector * LANES + j]
@@ -242,7 +246,6 @@ def product(scratch: ti.template(), flat: ti.template(), matrix, vector, M):
 
 @ti.func
 def _decay(scratch: ti.template(), flat: ti.template(), strip, columns, steps, M):
-    """Multiplies a strip of the matrix by the decay of a whole chunk."""
     for j in range(M * LANES):
         scratch[strip + j] *= flat[(columns + ((steps - 1) * M + j // LANES) * 6 + 4) * LANES + j % LANES]
 
@@ -250,7 +253,7 @@ def _decay(scratch: ti.template(), flat: ti.template(), strip, columns, steps, M
 @ti.func
 def _stage_columns(read: ti.template(), scratch: ti.template(), columns, r: ti.template(), log_w: ti.template(),
                    k: ti.template(), a: ti.template(), b: ti.template(), at, t_0, steps, T, H, M):
-    """Copies b, k, r, the next step's a (0 after the last), w, and the next step's w (1 after the last), for each step."""
+    """Stores b, k, r, the next step's a (0 after the last), w, and the next step's w (1 after the last) for each step."""
     for x in range(M):
         for s in range(steps):
             i = at + (t_0 + s) * H * M + x
@@ -274,7 +277,7 @@ def _stage_columns(read: ti.template(), scratch: ti.template(), columns, r: ti.t
 @ti.func
 def _stage_rows(read: ti.template(), scratch: ti.template(), rows, sa: ti.template(), v: ti.template(),
                 grad_y: ti.template(), gsa, at, t_0, steps, H, M):
-    """Copies sa, v, gy and the next step's gsa, for each step."""
+    """Stores sa, v, gy and the next step's gsa for each step."""
     for s in range(steps):
         for x in range(M):
             i = at + (t_0 + s) * H * M + x
@@ -291,13 +294,13 @@ def _stage_rows(read: ti.template(), scratch: ti.template(), rows, sa: ti.templa
 
 @ti.func
 def strip_before(s, first, history, M):
-    """The index of the columns of the state before step s of a chunk; for step 0 it is `first`."""
+    """Returns the index of the columns of the state before step s of a chunk, which is `first` for step 0."""
     return ti.select(s > 0, history + (s - 1) * M * LANES, first)
 
 
 @ti.func
 def turn(flat: ti.template(), to, matrix, M):
-    """Copies a matrix from vectors with lanes along i to vectors with lanes along j."""
+    """Copies a matrix with lanes along i to a matrix with lanes along j."""
     for x in range(M):
         for i in range(M * LANES):
             for j in range(LANES):

@@ -1,4 +1,4 @@
-"""C (csrc/wkv7.c): the passes of taichi_v3 with fused multiply-adds."""
+"""C code (csrc/wkv7.c) computes the passes of taichi_v3 with fused multiply-adds."""
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ REQUIRES = Requires(devices=("cpu",), why_not=native.why_not, dtypes=tuple(DTYPE
 
 
 def activation_shapes(B: int, T: int, H: int, N: int) -> tuple[tuple[int, ...], ...]:
-    """The shape of sa, the only activation."""
+    """Returns the shape of sa, the only activation."""
     return ((B, T, H, N),)
 
 
@@ -37,7 +37,12 @@ def backward(r: Tensor, log_w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tenso
 
 
 def _run(direction: str, scratch_size: int, r: Tensor, log_w: Tensor, *others: Tensor | None) -> None:
-    """Calls the C function. others: the fields that follow log_w in the C struct `call`. scratch_size: numbers per thread."""
+    """Calls the C function.
+
+    Args:
+        scratch_size: the numbers in scratch memory per thread.
+        others: the fields after log_w in the C struct `call`.
+    """
     B, T, H, N = r.shape
     threads = native.threads_for(B * H)
     scratch = log_w.new_empty(threads * scratch_size)

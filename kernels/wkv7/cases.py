@@ -1,4 +1,4 @@
-"""Shapes, inputs and tolerances of WKV-7, for the tests and the benchmark."""
+"""Contains the shapes, inputs and tolerances of WKV-7 for the tests and the benchmark."""
 
 from collections.abc import Callable
 
@@ -22,9 +22,10 @@ WKV7Inputs = tuple[Tensor, ...]
 
 def inputs(B: int, T: int, H: int, N: int, log_w: float | None = None, dtype: torch.dtype = torch.float32,
            device: str = "cpu", seed: int = 0) -> WKV7Inputs:
-    """Random inputs as in RWKV-7: log_w = -e^-0.5 sigmoid(z), or as given; a = -kk; b = kk * rate with |kk| = 1; the state.
+    """Returns random inputs as in RWKV-7, and a state.
 
-    r and k have a length of about 1, so that y and the gradients do not overflow in float16.
+    log_w is -e^-0.5 sigmoid(z), or as given. a is -kk, and b is kk * rate, with |kk| = 1. r and k have a length of about 1, so
+    that y and the gradients do not overflow in float16.
     """
     generator = torch.Generator().manual_seed(seed)
 
@@ -44,7 +45,7 @@ def inputs(B: int, T: int, H: int, N: int, log_w: float | None = None, dtype: to
 
 
 def results(operator: Callable[..., tuple[Tensor, Tensor]], inputs: WKV7Inputs) -> dict[str, Tensor]:
-    """y, the new state, and the gradients of a loss that depends on both."""
+    """Returns y, the new state, and the gradients of a loss that depends on both, by name."""
     leaves = [tensor.detach().requires_grad_() for tensor in inputs]
     y, state = operator(*leaves)
     total = loss(y) + state.sin().sum()
@@ -54,10 +55,10 @@ def results(operator: Callable[..., tuple[Tensor, Tensor]], inputs: WKV7Inputs) 
 
 
 def tolerance(dtype: torch.dtype = torch.float32, rounded: bool = False) -> dict[str, float]:
-    """The tolerances for r, k, v, a and b of `dtype`. Half precision rounds y, grad_y and the gradients, but not the state.
+    """Returns the tolerances for r, k, v, a and b of `dtype`.
 
-    rounded: whether the implementation also rounds the factors of its products and the states between chunks
-    (Requires.rounded).
+    Half precision rounds y, grad_y and the gradients, but not the state. `rounded` means that the implementation also rounds
+    the factors of products and the states between chunks (Requires.rounded).
     """
     if dtype == torch.float64:
         return dict.fromkeys(("y", "state", *(f"grad {name}" for name in NAMES)), 1e-12)

@@ -1,4 +1,4 @@
-"""Rung 1: registers hold the state, one row per thread; shared memory holds a step's 5 vectors: one load per product."""
+"""Version 1 holds the state in registers, one row per thread, and a step's 5 vectors in shared memory: one load per product."""
 
 import torch
 from torch import Tensor

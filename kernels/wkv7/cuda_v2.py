@@ -1,4 +1,4 @@
-"""Rung 2: a single loop per step, 4 columns at a time, updates the state and computes y and the next sa: 1 barrier, not 2."""
+"""Version 2 updates the state and computes y and the next sa in one loop per step, 4 columns at a time, with 1 barrier."""
 
 import torch
 from torch import Tensor

@@ -1,9 +1,9 @@
-"""Rung 3: tiles of 4 x 8 numbers, so that 4 products share a load; the backward's key pass runs in all chunks in parallel.
+"""Version 3 computes tiles of 4 x 8 numbers, in which 4 products share a load, and runs the key pass in all chunks at once.
 
 Per cycle a multiprocessor of an H100 can execute 128 multiply-adds, but load only 32 numbers from shared memory. That limits
-rungs 1 and 2, which load one number per multiply-add. They also have only B H blocks of N threads: at B = 8, H = 12, N = 64
-these are 192 warps for 528 schedulers. This rung has 384 warps, and in backward_keys 96 T / 64 blocks. (Estimated, not
-measured.)
+versions 1 and 2, which load one number per multiply-add. Versions 1 and 2 also have only B H blocks of N threads. At B = 8,
+H = 12, N = 64 the blocks have 192 warps for 528 schedulers. This version has 384 warps, and in backward_keys 96 T / 64 blocks.
+These numbers are estimated, not measured.
 """
 
 import torch

@@ -1,6 +1,7 @@
-"""The recurrence, step by step, in float32 or float64; slow. Every implementation is compared with it.
+"""The reference computes the recurrence step by step, in float32 or float64.
 
-The backward recomputes and stores all states, T N^2 numbers per head, and goes from the last step to the first, with G = dL/dS:
+Tests compare every implementation with this file. The loop is slow. The backward recomputes and stores all states, T N^2
+numbers per head, and goes from the last step to the first, with G = dL/dS:
 
     gr_j = sum_i S_ij gy_i  (S after)     G += gy r^T     gv = G k     gk = G^T v     gb = G^T sa     gw_j = sum_i G_ij S'_ij
     gsa = G b     ga = S'^T gsa     G <- G diag(w) + gsa a^T          (S' the state before; log_w's gradient is gw w)

@@ -1,14 +1,14 @@
-"""Rung 0: the recurrence as written, with one row or column of the state per thread; 9 memory accesses for 5 multiply-adds.
+"""Version 0 computes the recurrence as written, with one row or column of the state per thread.
 
-No sum is divided among threads. A thread processes a row i of S in forward, a row of G = dL/dS for grad_v and
-gsa_i = sum_j G_ij b_j, and a column j of both for the other gradients:
+A step takes 9 memory accesses for 5 multiply-adds. No sum is divided among threads. A thread processes a row i of S in forward,
+a row of G = dL/dS for grad_v and gsa_i = sum_j G_ij b_j, and a column j of both for the other gradients:
 
     rows      G_ij += gy_i r_j      gv_i = sum_j G_ij k_j      gsa_i = sum_j G_ij b_j      G_ij <- G_ij w_j + gsa_i a_j
     columns   gr_j = sum_i S_ij gy_i (S after)      G_ij += gy_i r_j      gk_j = sum_i G_ij v_i      gb_j = sum_i G_ij sa_i
               gl_j = w_j sum_i G_ij S'_ij (S' before)      ga_j = sum_i S'_ij gsa_i      G_ij <- G_ij w_j + gsa_i a_j
 
-both from the last step to the first. forward saves sa, and the state before each chunk of steps, from which a thread recomputes
-its column through the chunk. The same kernels run on CPUs and GPUs.
+Both passes go from the last step to the first. forward saves sa and the state before each chunk of steps. From that state a
+thread recomputes a column through the chunk. The same kernels run on CPUs and GPUs.
 """
 
 # mypy: disable-error-code="index, no-untyped-def, valid-type"
@@ -27,7 +27,7 @@ Flat = ti.types.ndarray(dtype=ti.f32, ndim=1)
 
 
 def activation_shapes(B: int, T: int, H: int, N: int) -> tuple[tuple[int, ...], ...]:
-    """The shapes of sa and of the states before each chunk."""
+    """Returns the shapes of sa and of the states before each chunk."""
     return (B, T, H, N), ((T + CHUNK - 1) // CHUNK, B, H, N, N)
 
 
@@ -146,5 +146,5 @@ def _columns(r: Flat, log_w: Flat, k: Flat, v: Flat, a: Flat, b: Flat, sa: Flat,
 
 @ti.func
 def _vector(head, t, T, H, N):
-    """The index of the first of a head's N numbers at step t."""
+    """Returns the index of the first of a head's N numbers at step t."""
     return ((head // H * T + t) * H + head % H) * N

@@ -1,7 +1,7 @@
-"""Rung 1: vectors of 16 lanes, along i for sums over j and along j for sums over i, so that no sum is across lanes.
+"""Version 1 uses vectors of 16 lanes, along i for sums over j and along j for sums over i, so that no sum is across lanes.
 
 A step of the four passes in _passes.py multiplies a matrix by the decay, adds two outer products, and multiplies the result by
-two vectors: here in three loops over the matrix. The lanes share the loads of a step's inputs, and e^log_w.
+two vectors. This version takes three loops over the matrix. The lanes share the loads of a step's inputs, and e^log_w.
 """
 
 # mypy: disable-error-code="index, no-untyped-def, valid-type"
@@ -17,7 +17,7 @@ REQUIRES = _passes.REQUIRES
 @ti.func
 def _step(scratch: ti.template(), flat: ti.template(), before, after, other, vectors, M, p, q, w,
           order: ti.template(), along_j: ti.template(), beside: ti.template()):
-    """The function `step` that _passes.py describes."""
+    """Computes the `step` that _passes.py describes."""
     for block in range(M):
         for lane in range(LANES):
             o = (vectors * LANES + block * 6 * LANES + lane) & INDEX
@@ -40,5 +40,5 @@ def _step(scratch: ti.template(), flat: ti.template(), before, after, other, vec
 
 
 activation_shapes = _passes.activation_shapes
-forward = partial(_passes.forward, _passes.Rung(_step))
-backward = partial(_passes.backward, _passes.Rung(_step))
+forward = partial(_passes.forward, _passes.Version(_step))
+backward = partial(_passes.backward, _passes.Version(_step))

@@ -1,7 +1,7 @@
-"""Rung 2: a single loop over the matrix per step. Each element is loaded once, updated, multiplied by two vectors, stored once.
+"""Version 2 takes a single loop over the matrix per step, in which each element is loaded and stored once.
 
-This is possible because sa is computed one step ahead: each step of the four passes in _passes.py can then multiply its matrix
-by the decay, add two outer products, and multiply it by two vectors in the same loop.
+A single loop is possible because sa is computed one step ahead. So each step of the four passes in _passes.py can multiply the
+matrix by the decay, add two outer products, and multiply the result by two vectors in the same loop.
 """
 
 # mypy: disable-error-code="index, no-untyped-def, valid-type"
@@ -12,13 +12,13 @@ from kernels.wkv7 import _passes
 from kernels.wkv7._passes import LANES
 
 REQUIRES = _passes.REQUIRES
-GROUP = 2  # columns that a pass loads before it stores: Taichi reloads an array's address after each store
+GROUP = 2  # columns that a pass loads before it stores, because Taichi reloads an array's address after each store
 
 
 @ti.func
 def _pass(scratch: ti.template(), flat: ti.template(), before, after, other, vectors, M, p, q, w,
           order: ti.template(), along_j: ti.template(), beside: ti.template()):
-    """The function `step` that _passes.py describes."""
+    """Computes the `step` that _passes.py describes."""
     dot_u = 0.0 * p
     dot_v = 0.0 * p
     dot_other = 0.0 * p
@@ -43,5 +43,5 @@ def _pass(scratch: ti.template(), flat: ti.template(), before, after, other, vec
 
 
 activation_shapes = _passes.activation_shapes
-forward = partial(_passes.forward, _passes.Rung(_pass))
-backward = partial(_passes.backward, _passes.Rung(_pass))
+forward = partial(_passes.forward, _passes.Version(_pass))
+backward = partial(_passes.backward, _passes.Version(_pass))

@@ -1,7 +1,7 @@
-"""Rung 3: the decay factored out of the state, which leaves 4 multiply-adds per element and step instead of 5.
+"""Version 3 factors the decay out of the state, which leaves 4 multiply-adds per element and step instead of 5.
 
-Within a chunk of steps let W_t be the product of w from the chunk's first step to t, S = S' diag(W_t), G = G' / diag(W_t) for
-G = dL/dS. With b' = b / W, k' = k / W, r' = r W and a'_t = a_t W_{t-1} the recurrence and its reverse have no decay left:
+Within a chunk of steps let W_t be the product of w from the chunk's first step to t, S = S' diag(W_t), and G = G' / diag(W_t)
+for G = dL/dS. With b' = b / W, k' = k / W, r' = r W and a'_t = a_t W_{t-1} the recurrence and its reverse have no decay left:
 
     forward   lanes i   S' += sa_t b'_t + v_t k'_t              y_t = S' r'_t              sa_{t+1} = S' a'_{t+1}
     rows      lanes i   G' += gsa_{t+1} a'_{t+1} + gy_t r'_t    gv_t = G' k'_t             gsa_t = G' b'_t
@@ -9,10 +9,11 @@ G = dL/dS. With b' = b / W, k' = k / W, r' = r W and a'_t = a_t W_{t-1} the recu
     keys      lanes j   G' as in rows                           gk_t = (G'^T v_t) / W_t    gb_t = (G'^T sa_t) / W_t
 
 The passes `rows` and `keys` go from the last step to the first. The matrix is multiplied by W once, after a chunk. 1/W is at
-most e^16 for log_w >= -1. Each step of the four passes is one loop over a matrix: it adds two outer products and multiplies the
-matrix by two vectors. Lanes run along the axis that is not summed over.
+most e^16 for log_w >= -1. Each step of the four passes is one loop over a matrix, which adds two outer products and multiplies
+the matrix by two vectors. Lanes run along the axis that is not summed over.
 
-log_w's gradient is gl_t = sum_i (S_{t-1} w_t)_ij (G_t)_ij = sum_i (S'_{t-1})_ij (G'_t)_ij. Everything else is as in _passes.py.
+log_w's gradient is gl_t = sum_i (S_{t-1} w_t)_ij (G_t)_ij = sum_i (S'_{t-1})_ij (G'_t)_ij. All other formulas are those of
+_passes.py.
 """
 
 # mypy: disable-error-code="index, no-untyped-def, valid-type"
@@ -26,14 +27,14 @@ from kernels.registry import Requires
 from kernels.wkv7 import _passes
 from kernels.wkv7._passes import LANES
 
-GROUP = 2  # columns that a pass loads before it stores: Taichi reloads an array's address after each store
+GROUP = 2  # columns that a pass loads before it stores, because Taichi reloads an array's address after each store
 REQUIRES = Requires(packages=("taichi",), devices=("cpu",), dtypes=(torch.float32, torch.bfloat16), N_multiple=LANES)
 
 
 @ti.func
 def _pass(scratch: ti.template(), flat: ti.template(), before, after, other, vectors, M, p, q, w,
           order: ti.template(), along_j: ti.template(), beside: ti.template()):
-    """The function `step` that _passes.py describes, without the decay w."""
+    """Computes the `step` that _passes.py describes, without the decay w."""
     dot_u = 0.0 * p
     dot_v = 0.0 * p
     dot_other = 0.0 * p
@@ -81,6 +82,6 @@ def _stage(read: ti.template(), scratch: ti.template(), columns, r: ti.template(
 
 
 activation_shapes = _passes.activation_shapes
-_rung = _passes.Rung(_pass, _stage, outside=True)
-forward = partial(_passes.forward, _rung)
-backward = partial(_passes.backward, _rung)
+_version = _passes.Version(_pass, _stage, outside=True)
+forward = partial(_passes.forward, _version)
+backward = partial(_passes.backward, _version)

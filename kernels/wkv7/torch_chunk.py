@@ -1,4 +1,4 @@
-"""The recurrence in chunks of 16 steps, in plain PyTorch: matrix products within a chunk, the state from chunk to chunk.
+"""PyTorch computes chunks of 16 steps as matrix products, and passes the state from chunk to chunk.
 
 Let W_t be the product of w from the first step of a chunk to step t, S the state before the chunk, and c its number of steps.
 Let queries be the 2c rows a_t W_{t-1} and r_t W_t, keys the 2c rows b_t / W_t and k_t / W_t, values the 2c rows sa_t and v_t:
@@ -6,23 +6,23 @@ Let queries be the 2c rows a_t W_{t-1} and r_t W_t, keys the 2c rows b_t / W_t a
     products = queries keys^T, or 0 for a key at or after the step of a, or after the step of r    (blocks aa ak; ra rk)
     sa = (I - aa)^-1 (a W S^T + ak v)        y = r W S^T + (ra rk) values        S <- (S + values^T keys) diag(W_c)
 
-Forward saves the state before each segment of several chunks. Backward processes the segments from last to first. It recomputes
-the segment, then computes the gradient of the state before each chunk, and `grads`, the 2c rows (I - aa)^-T grad_sa and grad_y.
-All gradients except log_w's are products of these gradients with queries, keys and values.
+Forward saves the state before each segment of several chunks. Backward processes the segments from last to first. The segment
+is recomputed. Then backward computes the gradient of the state before each chunk, and `grads`, the 2c rows (I - aa)^-T grad_sa
+and grad_y. All gradients except log_w's are products of these gradients with queries, keys and values.
 
 With S' = S / W and G' = W dL/dS, the gradient of log_w is gl_t = sum_i (S'_{t-1})_ij (G'_t)_ij. Within a chunk, S'_{t-1} is S
 plus the outer products values_s keys_s^T of all steps s < t. G'_t is the gradient of S + values^T keys plus the outer products
 grads_u queries_u^T of all reads of the states after steps u >= t. Hence gl_t contains a sum over the pairs s < t <= u. A
-running sum over r, a, b, k and their gradients would also give gl, but as a difference of two large sums: inexact if gl is
-small compared with a different step's gl, and not exactly 0 if gl is 0. So the pairs with s in the first half of the chunk and
-u in the second are summed first over u for each s, then over s < t for each t of the first half, and the other way round for
-each t of the second half. The pairs within a half are treated in the same way, and pairs within blocks of 4 steps one by one.
-Nothing is ever subtracted.
+running sum over r, a, b, k and their gradients would also give gl, but as a difference of two large sums, which is inexact if
+gl is small compared with a different step's gl, and not exactly 0 if gl is 0. So the pairs with s in the first half of the
+chunk and u in the second are summed first over u for each s, then over s < t for each t of the first half, and the other way
+round for each t of the second half. The pairs within a half are treated in the same way, and pairs within blocks of 4 steps one
+by one. Nothing is ever subtracted.
 
 W is computed as a running product of w, which is more accurate than exp of a running sum. 1 / W is at most e^16 for log_w >=
--1; products that must not be used, and may be huge, are replaced by 0. (I - aa)^-1 is computed by substitution, not as the sum
+-1. Products that must not be used, and may be huge, are replaced by 0. (I - aa)^-1 is computed by substitution, not as the sum
 of the powers of aa, because these can be 1e3 times larger than their sum. If an input is NaN or infinite, forward runs a second
-time with 0 in its place, since 0 * NaN would reach earlier steps of the chunk.
+time with 0 in its place, because 0 * NaN would reach earlier steps of the chunk.
 Source: the WY representation of DeltaNet (arXiv 2406.06484, section 3), here with the decays of RWKV-7 (arXiv 2503.14456).
 """
 
@@ -43,18 +43,18 @@ Segment = tuple[slice, int]  # a segment's steps, and the number of steps per ch
 
 
 class Chunks(NamedTuple):
-    """The n chunks of a segment, one after another; each consists of B*H matrices."""
+    """The n chunks of a segment, one after another. Each chunk consists of B*H matrices."""
 
     W: Tensor            # (n*B*H, c, N)
     queries: Tensor      # (n*B*H, 2c, N)
     keys: Tensor
-    values: Tensor       # sa is filled in by _states
+    values: Tensor       # _states fills in sa
     products: Tensor     # (n*B*H, 2c, 2c)
     inverse: Tensor      # (n*B*H, c, c)
 
 
 def activation_shapes(B: int, T: int, H: int, N: int) -> tuple[tuple[int, ...], ...]:
-    """The shape of the states before each segment."""
+    """Returns the shape of the states before each segment."""
     return ((len(_segments(B, T, H, N)), B * H, N, N),)
 
 
@@ -64,7 +64,7 @@ def forward(r: Tensor, log_w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor
     y, after = _forward(sequences, state, *activations)
     if not y.sum().isfinite():
         y, after = _forward(tuple(sequence.nan_to_num(0.0, 0.0, 0.0) for sequence in sequences), state)
-        _poison(sequences, y, after)
+        _spread_nan(sequences, y, after)
     return y, after
 
 
@@ -92,8 +92,11 @@ def _forward(sequences: Sequences, state: Tensor, activations: Tensor | None = N
     return y, after.view(state.shape)
 
 
-def _poison(sequences: Sequences, y: Tensor, state: Tensor) -> None:
-    """Sets to NaN all results that depend on a nonfinite input: r affects y of its step, v its row, other inputs their head."""
+def _spread_nan(sequences: Sequences, y: Tensor, state: Tensor) -> None:
+    """Sets all results that depend on a nonfinite input to NaN.
+
+    r affects y of the same step, v affects a row of the state, and the other inputs affect a head.
+    """
     r, log_w, k, v, a, b = (0 * sequence for sequence in sequences)
     since = (v + (log_w + k + a + b).sum(-1, keepdim=True)).cumsum(1)
     y += since + r.sum(-1, keepdim=True)
@@ -101,7 +104,7 @@ def _poison(sequences: Sequences, y: Tensor, state: Tensor) -> None:
 
 
 def _segments(B: int, T: int, H: int, N: int) -> list[Segment]:
-    """The segments, each of as many whole chunks as fit into the cache; a last, shorter chunk is a segment of its own."""
+    """Returns segments of as many whole chunks as fit into the cache, then a last, shorter chunk as a separate segment."""
     whole = T - T % CHUNK
     length = CHUNK * max(1, IN_CACHE // max(1, B * H * N * CHUNK))
     segments = [(slice(start, min(start + length, whole)), CHUNK) for start in range(0, whole, length)]
@@ -109,12 +112,12 @@ def _segments(B: int, T: int, H: int, N: int) -> list[Segment]:
 
 
 def _by_chunk(sequences: Sequences, steps: slice, c: int) -> Sequences:
-    """Views (n,B,H,c,N) of a segment's steps in each of the tensors (B,T,H,N)."""
+    """Returns views (n,B,H,c,N) of a segment's steps in each of the tensors (B,T,H,N)."""
     return tuple(sequence[:, steps].unflatten(1, (-1, c)).permute(1, 0, 3, 2, 4) for sequence in sequences)
 
 
 def _chunks(sequences: Sequences) -> Chunks:
-    """The chunks of a segment; their `values` do not contain sa yet."""
+    """Returns the chunks of a segment, in which `values` do not contain sa yet."""
     r, log_w, k, v, a, b = sequences
     *batch, c, N = v.shape
     W = torch.exp(log_w, out=v.new_empty(v.shape)).cumprod(-2)
@@ -131,7 +134,7 @@ def _chunks(sequences: Sequences) -> Chunks:
 
 
 def _mask(c: int, device: torch.device) -> Tensor:
-    """A mask (2c,2c), true where `products` must be 0: for a key at or after the step of a, or after the step of r."""
+    """Returns a mask (2c,2c) that is true where `products` are 0: for keys at or after the step of a, or after that of r."""
     step = torch.arange(c, device=device)
     late_for_a = step[:, None] <= step
     late_for_r = step[:, None] < step
@@ -139,13 +142,13 @@ def _mask(c: int, device: torch.device) -> Tensor:
 
 
 def _inverse(aa: Tensor) -> Tensor:
-    """(I - aa)^-1 for a lower triangular aa with zeros on the diagonal."""
+    """Returns (I - aa)^-1 for a lower triangular aa with zeros on the diagonal."""
     identity = torch.eye(aa.shape[-1], dtype=aa.dtype, device=aa.device)
     return torch.linalg.solve_triangular(identity - aa, identity.expand_as(aa), upper=False, unitriangular=True)
 
 
 def _states(chunks: Chunks, state: Tensor) -> tuple[Tensor, Tensor]:
-    """The states before each chunk, (n*B*H,N,N), and the state after the last chunk. Stores sa in chunks.values."""
+    """Returns the states before each chunk (n*B*H,N,N), and the state after the last. Stores sa in chunks.values."""
     W, queries, keys, values, products, inverse = chunks
     c = W.shape[1]
     n = len(W) // len(state)
@@ -160,7 +163,7 @@ def _states(chunks: Chunks, state: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _backward_segment(sequences: Sequences, grad_y: Tensor, before: Tensor, grad_state: Tensor, gradients: Sequences) -> Tensor:
-    """Stores the inputs' gradients in `gradients`, (n,B,H,c,N). Returns that of the segment's first state, (B*H,N,N)."""
+    """Stores the inputs' gradients in `gradients` (n,B,H,c,N). Returns the gradient of the segment's first state (B*H,N,N)."""
     chunks = _chunks(sequences)
     states, _ = _states(chunks, before)
     grads = chunks.values.new_empty(chunks.values.shape)
@@ -177,12 +180,15 @@ def _backward_segment(sequences: Sequences, grad_y: Tensor, before: Tensor, grad
     grad_queries.baddbmm_(grad_products, keys)
     grad_keys.baddbmm_(grad_products.mT, queries)
     grad_v = torch.bmm(products[:, :, c:].mT, grads).baddbmm_(keys[:, c:], grad_sums.mT)
-    _leave_chunks(W, grad_queries, grad_keys, grad_v, grad_log_w, gradients)
+    _store_input_gradients(W, grad_queries, grad_keys, grad_v, grad_log_w, gradients)
     return grad_state
 
 
 def _grad_states(chunks: Chunks, grads: Tensor, grad_state: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradients of S + values^T keys (n*B*H,N,N), and of the segment's first state. Stores the first c rows of `grads`."""
+    """Returns the gradients of S + values^T keys (n*B*H,N,N), and of the segment's first state.
+
+    The first c rows of `grads` are stored.
+    """
     W, queries, keys, _, products, inverse = chunks
     c = W.shape[1]
     n = len(W) // len(grad_state)
@@ -198,9 +204,9 @@ def _grad_states(chunks: Chunks, grads: Tensor, grad_state: Tensor) -> tuple[Ten
 
 
 def _boundary_terms(query_terms: Tensor, key_terms: Tensor) -> Tensor:
-    """For each step t, the sum of key_terms of earlier steps and of query_terms that read a later state: (n*B*H,c,N).
+    """Returns the part of gl (n*B*H,c,N) that contains the state before the chunk or the gradient of the state after the chunk.
 
-    This is the part of gl that contains the state before the chunk or the gradient of the state after it.
+    For each step t, that part is the sum of key_terms of earlier steps and of query_terms that read a later state.
     """
     c = key_terms.shape[1] // 2
     after, before = _windows(c, key_terms)
@@ -209,11 +215,11 @@ def _boundary_terms(query_terms: Tensor, key_terms: Tensor) -> Tensor:
 
 
 def _inner_terms(grad_products: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
-    """The contribution of the pairs s < t <= u of steps in the same chunk to the gradient of log_w at t: (n*B*H,c,N)."""
+    """Returns the part of gl (n*B*H,c,N) that the pairs of steps s < t <= u in the same chunk contribute at t."""
     c = keys.shape[1] // 2
     products_k = grad_products[:, :, c:]
     products_b = grad_products[:, :, :c]
-    columns = _interleave(products_b.mT, products_k.mT).mT              # the two columns of a step side by side
+    columns = _interleave(products_b.mT, products_k.mT).mT              # this puts the two columns of a step side by side
     products = _interleave(columns[:, 1:c], columns[:, c:])
     queries = _interleave(queries[:, 1:c], queries[:, c:])
     keys = _interleave(keys[:, :c], keys[:, c:])
@@ -247,7 +253,7 @@ def _add_block_terms(products: Tensor, queries: Tensor, keys: Tensor, grad_log_w
 
 
 def _interleave(first: Tensor, second: Tensor) -> Tensor:
-    """Interleaves the rows of `first` and `second`, each zero-padded to CHUNK steps: (n*B*H,2*CHUNK,N)."""
+    """Returns the interleaved rows (n*B*H,2*CHUNK,N) of `first` and `second`, each zero-padded to CHUNK steps."""
     rows = second.new_empty(len(second), CHUNK, 2, second.shape[2])
     for i, tensor in enumerate((first, second)):
         rows[:, :tensor.shape[1], i] = tensor
@@ -256,14 +262,13 @@ def _interleave(first: Tensor, second: Tensor) -> Tensor:
 
 
 def _windows(c: int, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Two matrices (c,c): the first is 1 where the column's step is at or after the row's, the second where it is before."""
+    """Returns two matrices (c,c). The first is 1 where the column's step is at or after the row's, the second elsewhere."""
     ones = torch.ones(c, c, dtype=like.dtype, device=like.device)
     return ones.triu(), ones.tril(-1)
 
 
-def _leave_chunks(W: Tensor, grad_queries: Tensor, grad_keys: Tensor, grad_v: Tensor, grad_log_w: Tensor,
+def _store_input_gradients(W: Tensor, grad_queries: Tensor, grad_keys: Tensor, grad_v: Tensor, grad_log_w: Tensor,
                   gradients: Sequences) -> None:
-    """Computes the gradients of the inputs from the gradients of queries and keys, and stores them."""
     grad_r, grad_log_w_rows, grad_k, grad_v_rows, grad_a, grad_b = gradients
     *batch, c, _ = grad_r.shape
     W, grad_queries, grad_keys = (stack.unflatten(0, batch) for stack in (W, grad_queries, grad_keys))

@@ -1,11 +1,11 @@
-"""The recurrence, 16 rows of a head's state per program; as in cuda_v3, the backward's key pass runs in all chunks in parallel.
+"""A program computes 16 rows of a head's state; as in cuda_v3, the backward's key pass runs in all chunks in parallel.
 
-    rows    G from the last step to the first: gv, gsa, and G after each chunk of 64 steps
-    keys    16 columns of S, forwards through a chunk: gr and ga; then 16 columns of G, backwards: gk, gb, and
-            gw_j = sum_i G_ij S'_ij. S', the state before the step, is stored at every fourth step on the way forwards; on the
-            way back, the steps in between are recomputed
+    rows    computes gv, gsa, and G after each chunk of 64 steps, from the last step to the first
+    keys    computes gr and ga from 16 columns of S, forwards through a chunk; then computes gk, gb and gw_j = sum_i G_ij S'_ij
+            from 16 columns of G, backwards. S', the state before the step, is stored at every fourth step on the way forwards.
+            On the way back, the steps in between are recomputed
 
-forward saves sa, and the state before each chunk. All products and sums are in float32, without tensor cores.
+forward saves sa and the state before each chunk. All products and sums are in float32, without tensor cores.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -65,7 +65,7 @@ def _launch(kernel, v: Tensor, blocks: int, *args) -> None:
 
 @triton.jit
 def _place(N, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """The rows i of a program and all columns j of a matrix (N,N), the masks of existing rows and columns, and the offsets."""
+    """Returns a program's rows i and all columns j of a matrix (N,N), the masks of existing rows and columns, and offsets."""
     i = tl.program_id(1) * ROWS + tl.arange(0, ROWS)[:, None]
     j = tl.arange(0, COLUMNS)[None, :]
     return i, j, i < N, j < N, i * N + j
@@ -131,7 +131,7 @@ def _rows(r, log_w, k, a, b, grad_y, grad_state, grad_v, gsa_of_all, Gs, grad_st
 @triton.jit
 def _keys(r, log_w, k, v, a, b, sa, states, grad_y, gsa, Gs, starts, grad_r, grad_log_w, grad_k, grad_a, grad_b, count, T, H, N,
           CHUNK: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr):
-    """Computes a program's columns in one chunk after another. count: the number of chunks of all heads."""
+    """Computes a program's columns in one chunk after another. `count` is the number of chunks of all heads."""
     GROUP: tl.constexpr = 4
     chunks = tl.cdiv(T, CHUNK)
     i = tl.arange(0, ROWS)[:, None]
@@ -159,7 +159,7 @@ def _keys(r, log_w, k, v, a, b, sa, states, grad_y, gsa, Gs, starts, grad_r, gra
             tl.store(grad_a + x + j, ga.to(grad_a.dtype.element_ty), mask=in_j)
             tl.store(grad_r + x + j, gr.to(grad_r.dtype.element_ty), mask=in_j)
             x += H * N
-        tl.debug_barrier()                                       # wait until all stores are visible
+        tl.debug_barrier()                                       # waits until all stores are visible
         G = tl.load(Gs + at, mask=inside, other=0.0)
         for group in range(tl.cdiv(steps, GROUP)):
             s = (tl.cdiv(steps, GROUP) - 1 - group) * GROUP
@@ -176,13 +176,13 @@ def _keys(r, log_w, k, v, a, b, sa, states, grad_y, gsa, Gs, starts, grad_r, gra
                            r, log_w, v, a, sa, grad_y, gsa, grad_log_w, grad_k, grad_b)
             G = _gradients(G, S, s, steps, x, H * N, i, j, N,
                            r, log_w, v, a, sa, grad_y, gsa, grad_log_w, grad_k, grad_b)
-        tl.debug_barrier()                                       # before `starts` is overwritten
+        tl.debug_barrier()                                       # the next chunk overwrites `starts`
         index += tl.num_programs(0)
 
 
 @triton.jit
 def _state_after(S, log_w, k, v, b, sa, x, i, j, N):
-    """S after the step whose vectors start at offset x. N = 0 leaves S unchanged."""
+    """Returns S after the step with vectors at offset x. N = 0 leaves S unchanged."""
     in_i = i < N
     in_j = j < N
     k_j = tl.load(k + x + j, mask=in_j, other=0.0).to(tl.float32)
@@ -195,9 +195,9 @@ def _state_after(S, log_w, k, v, b, sa, x, i, j, N):
 
 @triton.jit
 def _gradients(G, S, s, steps, x, stride, i, j, N, r, log_w, v, a, sa, grad_y, gsa, grad_log_w, grad_k, grad_b):
-    """Updates G from step s + 1 to step s, whose vectors start at offset x, and stores gk, gb and gl of step s.
+    """Updates G from step s + 1 to step s, with vectors at offset x, and stores gk, gb and gl of step s.
 
-    S: the state before step s. Steps beyond the end of the chunk change nothing. At the chunk's last step, the G passed in is
+    S is the state before step s. Steps beyond the end of the chunk change nothing. At the chunk's last step, the argument G is
     already that of the step.
     """
     N_next = tl.where(s + 1 < steps, N, 0)

@@ -1,6 +1,6 @@
-"""Chunks of 16 steps as matrix products on tensor cores; only the state is passed from chunk to chunk.
+"""Tensor cores compute chunks of 16 steps as matrix products, and only the state is passed from chunk to chunk.
 
-Within a chunk, W_t = w_1 ... w_t and D = W_16. With one row per step, Qr = r W, Qa = a W_{t-1}, Kb = b / W, Kk = k / W, and
+Within a chunk, W_t is w_1 ... w_t, and D is W_16. With one row per step, Qr = r W, Qa = a W_{t-1}, Kb = b / W, Kk = k / W, and
 
     AB, AK = tril(Qa Kb^T, -1), tril(Qa Kk^T, -1)      RB, RK = tril(Qr Kb^T), tril(Qr Kk^T)      X = (I - AB)^-1
 
@@ -9,20 +9,21 @@ Then a chunk's results are linear in S, the state before it, and the results of 
     sa = S (X Qa)^T + X AK v             y  = S (Qr + RB X Qa)^T + (RB X AK + RK) v             S <- S D + sa^T D Kb + v^T D Kk
     gz = G (X^T D Kb)^T + (RB X)^T gy    gv = G (D Kk + (X AK)^T D Kb)^T + (RB X AK + RK)^T gy  G <- G D + gz^T Qa + gy^T Qr
 
-    _prepare    one program per chunk: these factors
-    _scan       one program per head and 16 rows of S: sa, y and S from chunk to chunk; or, backwards, gz, gv and G
-    _gradients  one program per chunk and 32 columns: the gradients of r, log_w, k, a and b from S, G, sa and gz
+    _prepare    one program per chunk computes these factors
+    _scan       one program per head and 16 rows of S computes sa, y and S from chunk to chunk, or gz, gv and G backwards
+    _gradients  one program per chunk and 32 columns computes the gradients of r, log_w, k, a and b from S, G, sa and gz
 
 log_w's gradient at t is a sum over all pairs of a write before t and a read at or after t. The pairs of steps s < t <= u within
-a chunk are summed in blocks of 2, 4, 8 and 16 steps, with s in the first half of a block and u in the second: for each t of the
-second half, P K times Q, summed over u >= t; for each t of the first half, P^T Q times K, summed over s < t. These are matrix
-products, and nothing is ever subtracted.
+a chunk are summed in blocks of 2, 4, 8 and 16 steps, with s in the first half of a block and u in the second. For each t of the
+second half, the sum is P K times Q over u >= t. For each t of the first half, the sum is P^T Q times K over s < t. All sums are
+matrix products, and nothing is ever subtracted.
 
-EXACT, for float32 and float16 inputs: each product is three TF32 products, and tensors between the kernels are float32. FAST,
-for bfloat16 inputs: products are bfloat16 with float32 sums, and tensors between the kernels are bfloat16, including the states
-that backward reads; _scan itself holds the state in float32 registers. cases.py has tolerances for both.
+There are two precisions. EXACT, for float32 and float16 inputs, computes each product as three TF32 products, and tensors
+between the kernels are float32. FAST, for bfloat16 inputs, computes bfloat16 products with float32 sums, and tensors between
+the kernels are bfloat16, including the states that backward reads. _scan itself holds the state in float32 registers. cases.py
+has tolerances for both precisions.
 
-forward saves only its inputs. backward recomputes the states, and needs 12 + N / 8 tensors of the size of v.
+forward saves only the inputs. backward recomputes the states, and needs 12 + N / 8 tensors of the size of v.
 Source: the WY representation of DeltaNet (arXiv 2406.06484, section 3), here with the decays of RWKV-7 (arXiv 2503.14456).
 """
 
@@ -43,15 +44,19 @@ N_SIZES = (16, 32, 64, 128, 256)
 REQUIRES = Requires(packages=("triton",), devices=("cuda",), dtypes=(torch.float32, torch.bfloat16, torch.float16),
                     rounded=(torch.bfloat16,), T_multiple=CHUNK, N_sizes=N_SIZES)
 
-SIZES = ("T", "H")                   # not specialised, so that one compilation serves all B, T and H
+SIZES = ("T", "H")                   # these are not specialised, so that one compilation serves all B, T and H
 
 
 class Precision(NamedTuple):
-    """The precision of the products, and the launch parameters that fit it (tests/triton_resources.txt has the registers).
+    """The precision of the products, with launch parameters (tests/triton_resources.txt lists the registers).
 
-    kind: the dtype of tensors between the kernels.  products: the argument P of _dot.  prepare: _prepare's columns per block,
-    and warps.  warps_per_64: _scan's warps per 64 channels of a head.  stages: pipeline stages of _scan's loads.  gradients:
-    _gradients' columns per program, rows per block, and warps.
+    Attributes:
+        kind: the dtype of tensors between the kernels.
+        products: the argument P of _dot.
+        prepare: the columns per block and the warps of _prepare.
+        warps_per_64: the warps of _scan per 64 channels of a head.
+        stages: the pipeline stages of the loads in _scan.
+        gradients: the columns per program, the rows per block and the warps of _gradients.
     """
 
     kind: torch.dtype
@@ -68,7 +73,7 @@ ROWS = 16                            # rows of S per program of _scan: the small
 
 
 class Factors(NamedTuple):
-    """The inputs of _scan, (chunks,16,N) each, and decay (chunks,N).
+    """The inputs of _scan, which are (chunks,16,N), except for decay (chunks,N).
 
     sa = S reads^T + offset; y = S out_reads^T + out_offset; S <- S decay + sa^T writes_sa + v^T writes_v.
     """
@@ -86,7 +91,7 @@ def forward(r: Tensor, log_w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor
     y = torch.empty_like(v)
     after = torch.empty_like(state)
     with torch.cuda.device_of(v):
-        factors, _ = _prepared(r, log_w, k, v, a, b)
+        factors, _ = _factors(r, log_w, k, v, a, b)
         _run_scan(factors, v, state, after, y=y)
     return y, after
 
@@ -96,12 +101,12 @@ def backward(r: Tensor, log_w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tenso
     grads = [torch.empty_like(tensor) for tensor in (r, log_w, k, v, a, b, state)]
     grad_r, grad_log_w, grad_k, grad_v, grad_a, grad_b, grad_before = grads
     precision = _precision(v)
-    count, H, N = _chunks(v), *v.shape[2:]
+    count, H, N = _count_chunks(v), *v.shape[2:]
     states, Gs = (v.new_empty(count, N, N, dtype=precision.kind) for _ in range(2))
     sa, gz = (v.new_empty(count, CHUNK, N, dtype=precision.kind) for _ in range(2))
     columns, rows, warps = precision.gradients
     with torch.cuda.device_of(v):
-        factors, reverse = _prepared(r, log_w, k, v, a, b, grad_y)
+        factors, reverse = _factors(r, log_w, k, v, a, b, grad_y)
         _run_scan(factors, v, state, torch.empty_like(state), states, sa)
         _run_scan(reverse, grad_y, grad_state, grad_before, Gs, gz, grad_v, reverse=True)
         columns = min(columns, N)
@@ -112,14 +117,14 @@ def backward(r: Tensor, log_w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tenso
     return tuple(grads)
 
 
-def _prepared(r: Tensor, log_w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor,
+def _factors(r: Tensor, log_w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor,
               grad_y: Tensor | None = None) -> tuple[Factors, Factors]:
-    """The factors of the chunks' forward pass, and of their backward pass.
+    """Returns the factors of the forward pass and of the backward pass through the chunks.
 
     Without grad_y, only the forward factors are valid. With grad_y, the forward factors cannot be used to compute y.
     """
     T, H, N = v.shape[1:]
-    count, precision, backward = _chunks(v), _precision(v), grad_y is not None
+    count, precision, backward = _count_chunks(v), _precision(v), grad_y is not None
     new = [v.new_empty(count, CHUNK, N, dtype=precision.kind) for _ in range(10 if backward else 6)]
     reads, offset, q, y0, writes_sa, writes_v, *more = new
     reverse_reads, reverse_offset, gv_reads, Qa = more or (reads,) * 4
@@ -134,7 +139,7 @@ def _prepared(r: Tensor, log_w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tens
 
 def _run_scan(factors: Factors, v: Tensor, before: Tensor, after: Tensor, states: Tensor | None = None,
               sa: Tensor | None = None, y: Tensor | None = None, reverse: bool = False) -> None:
-    """Stores the state after the last step in `after` and, where a tensor is passed, the states before each chunk, sa and y."""
+    """Stores the state after the last step in `after`, and, if passed, the states before each chunk, sa and y."""
     B, T, H, N = v.shape
     precision = _precision(v)
     _scan[B * H, N // ROWS](*factors, v, before, after, after if states is None else states, after if sa is None else sa,
@@ -143,7 +148,7 @@ def _run_scan(factors: Factors, v: Tensor, before: Tensor, after: Tensor, states
                             num_stages=precision.stages, enable_fp_fusion=True)
 
 
-def _chunks(v: Tensor) -> int:
+def _count_chunks(v: Tensor) -> int:
     B, T, H, N = v.shape
     if N not in N_SIZES:
         raise KernelUnavailable(f"triton_v1 supports heads of up to {N_SIZES[-1]} channels; got {N}: use triton_v0")
@@ -155,13 +160,13 @@ def _precision(v: Tensor) -> Precision:
 
 
 def _products(precision: Precision) -> str:
-    """The argument P of _dot. Triton's interpreter lacks bfloat16 products, so _dot rounds float32 numbers there."""
+    """Returns the argument P of _dot. Triton's interpreter lacks bfloat16 products, so there _dot rounds float32 numbers."""
     return precision.products if precision is EXACT or isinstance(_scan, JITFunction) else "rounded"
 
 
 @triton.jit
 def _rounded(x):
-    """x rounded to bfloat16, ties to even, but still float32; NaN stays NaN."""
+    """Returns x rounded to bfloat16, ties to even, but in float32. NaN stays NaN."""
     bits = x.to(tl.int32, bitcast=True)
     nearest = ((bits + 0x7FFF + ((bits >> 16) & 1)) & -65536).to(tl.float32, bitcast=True)
     return tl.where(x == x, nearest, x)
@@ -186,7 +191,7 @@ def _store(to, x, P: tl.constexpr):
 
 @triton.jit
 def _place(T, H, N: tl.constexpr, C: tl.constexpr):
-    """The index of the program's chunk, and the offset of the chunk's first step in a tensor (B,T,H,N)."""
+    """Returns the index of the program's chunk, and the offset of the chunk's first step in a tensor (B,T,H,N)."""
     index = tl.program_id(0).to(tl.int64)
     chunks = T // C
     head = index // chunks
@@ -195,13 +200,16 @@ def _place(T, H, N: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def _finite(x):
-    """x with 0 for nonfinite values, which products would spread to earlier steps; NaN is added later where it belongs."""
+    """Returns x with 0 in place of nonfinite values, which products would spread to earlier steps.
+
+    NaN is added later to the results that depend on such a value.
+    """
     return tl.where(tl.abs(x) < float("inf"), x, 0.0)
 
 
 @triton.jit
 def _inverse(ab, C: tl.constexpr, P: tl.constexpr):
-    """(I - ab)^-1 for a strictly lower triangular ab: the inverses of blocks of 1, 2, 4 and 8 steps are combined in pairs."""
+    """Returns (I - ab)^-1 for a strictly lower triangular ab, from the inverses of blocks of 1, 2, 4 and 8 steps."""
     t = tl.arange(0, C)[:, None]
     s = tl.arange(0, C)[None, :]
     apart = t ^ s
@@ -216,7 +224,7 @@ def _inverse(ab, C: tl.constexpr, P: tl.constexpr):
 def _prepare(r, log_w, k, v, a, b, grad_y, reads, offset, q, y0, writes_sa, writes_v, decay, reverse_reads, reverse_offset,
              gv_reads, qa, T, H, N: tl.constexpr, C: tl.constexpr, COLUMNS: tl.constexpr, BACKWARD: tl.constexpr,
              P: tl.constexpr):
-    """Computes a chunk's factors, COLUMNS columns at a time. BACKWARD: also those of its backward pass, but not those of y."""
+    """Computes a chunk's factors, COLUMNS columns at a time. BACKWARD adds the backward pass's factors, but not those of y."""
     index, at = _place(T, H, N, C)
     t = tl.arange(0, C)[:, None]
     s = tl.arange(0, C)[None, :]
@@ -290,7 +298,7 @@ def _prepare(r, log_w, k, v, a, b, grad_y, reads, offset, q, y0, writes_sa, writ
 def _scan(reads, offset, out_reads, out_offset, writes_sa, writes_v, decay, v, before, after, states, sas, y, T, H,
           N: tl.constexpr, C: tl.constexpr, ROWS: tl.constexpr, KEEP: tl.constexpr, OUTPUT: tl.constexpr, REVERSE: tl.constexpr,
           P: tl.constexpr):
-    """Computes ROWS rows of a head's state through all chunks. KEEP: store sa, and S before each chunk. OUTPUT: store y."""
+    """Computes ROWS rows of a head's state through all chunks. KEEP stores sa, and S before each chunk. OUTPUT stores y."""
     head = tl.program_id(0).to(tl.int64)
     chunks = T // C
     i = tl.program_id(1) * ROWS + tl.arange(0, ROWS)[:, None]
@@ -323,10 +331,11 @@ def _scan(reads, offset, out_reads, out_offset, writes_sa, writes_v, decay, v, b
 @triton.jit(do_not_specialize=SIZES)
 def _gradients(r, log_w, k, v, a, b, grad_y, sas, gzs, states, Gs, grad_r, grad_log_w, grad_k, grad_a, grad_b, T, H,
                N: tl.constexpr, C: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, P: tl.constexpr):
-    """The gradients of r, log_w, k, a and b in COLUMNS columns j of a chunk, as [j, t].
+    """Computes the gradients of r, log_w, k, a and b in COLUMNS columns j of a chunk, as [j, t].
 
-    a reads the state before its step, r the state after it. So a and gz are shifted to the previous step; then they combine
-    with writes as r and gy do. Their first step, which reads only the state before the chunk, is moved to the end.
+    a reads the state before a step, and r reads the state after the step. So a and gz are shifted to the previous step, and
+    then combine with writes as r and gy do. The first step of a and gz, which reads only the state before the chunk, is moved
+    to the end.
     """
     index, at = _place(T, H, N, C)
     t = tl.arange(0, C)[:, None]
@@ -381,7 +390,7 @@ def _gradients(r, log_w, k, v, a, b, grad_y, sas, gzs, states, Gs, grad_r, grad_
     _store(grad_a + earlier, (by_a + _dot(Kb, tl.trans(za), P) + _dot(Kk, tl.trans(zv), P)) * W_a, P)
     _store(grad_b + here, (by_b + _dot(Qa, za, P) + _dot(Qr, ya, P)) * over, P)
     _store(grad_k + here, (by_k + _dot(Qa, zv, P) + _dot(Qr, yv, P)) * over, P)
-    # log_w's gradient: S before the chunk with G after it, writes before t with G, S with reads from t on, then the pairs
+    # log_w's gradient sums S before the chunk with G after it, writes before t with G, S with reads from t on, and the pairs
     before = tl.where(t < s, 1.0, 0.0)
     from_on = tl.where(t >= s, 1.0, 0.0)
     glw = tl.sum(ends, 1)[:, None] * D + _dot(Kb * by_b + Kk * by_k, before, P)

@@ -314,7 +314,7 @@ def test_the_listing_names_everything_and_fits_the_screen(capsys: pytest.Capture
 
 
 def test_every_implementation_has_an_idea_of_its_own() -> None:
-    """A rung may have the same idea in each back end."""
+    """A version may have the same idea in each back end."""
     ideas = {(op, name): listing.idea(op, name) for op in registry.operators() for name in registry.names(op)}
     assert all(10 < len(idea) < 200 and idea.endswith(".") for idea in ideas.values()), ideas
     assert len({(op, name.partition("_")[0], idea) for (op, name), idea in ideas.items()}) == len(ideas)

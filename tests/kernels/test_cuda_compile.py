@@ -86,24 +86,24 @@ def test_nvcc_agrees(source: Source, tmp_path: Path) -> None:
 
 
 def test_a_cubin_is_compiled_once(source: Source, cache: Path, nvrtc: str) -> None:
-    cubin = cuda._cubin.__wrapped__(source, "sm_80")
+    cubin = cuda._cached_cubin.__wrapped__(source, "sm_80")
     assert cubin.startswith(b"\x7fELF")
     (path,) = cache.iterdir()
     written = path.stat().st_mtime_ns
-    assert cuda._cubin.__wrapped__(source, "sm_80") == cubin
+    assert cuda._cached_cubin.__wrapped__(source, "sm_80") == cubin
     assert [(path.suffix, path.stat().st_mtime_ns) for path in cache.iterdir()] == [(".cubin", written)]
 
 
 def test_an_incomplete_cubin_is_compiled_again(source: Source, cache: Path, nvrtc: str) -> None:
-    cubin = cuda._cubin.__wrapped__(source, "sm_80")
+    cubin = cuda._cached_cubin.__wrapped__(source, "sm_80")
     (path,) = cache.iterdir()
     path.write_bytes(path.read_bytes()[:-1])
-    assert cuda._cubin.__wrapped__(source, "sm_80") == cubin == path.read_bytes()[32:]
+    assert cuda._cached_cubin.__wrapped__(source, "sm_80") == cubin == path.read_bytes()[32:]
 
 
 def test_a_cache_folder_that_cannot_be_used_is_no_error(source: Source, cache: Path, nvrtc: str) -> None:
     cache.write_text("a file where the folder should be")
-    assert cuda._cubin.__wrapped__(source, "sm_80").startswith(b"\x7fELF")
+    assert cuda._cached_cubin.__wrapped__(source, "sm_80").startswith(b"\x7fELF")
 
 
 def test_a_user_without_a_home_compiles_each_time(source: Source, nvrtc: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,18 +111,18 @@ def test_a_user_without_a_home_compiles_each_time(source: Source, nvrtc: str, mo
         raise RuntimeError("Could not determine home directory.")
 
     monkeypatch.setattr(Path, "home", no_home)
-    assert cuda._cubin.__wrapped__(source, "sm_80").startswith(b"\x7fELF")
+    assert cuda._cached_cubin.__wrapped__(source, "sm_80").startswith(b"\x7fELF")
     assert not cuda.cache_folder().exists()
 
 
 def test_the_key_depends_on_all_that_a_cubin_depends_on(source: Source, nvrtc: str, monkeypatch: pytest.MonkeyPatch) -> None:
     other_macro = Source(str(source.path.parent / "small.py"), "small.cu", N=4)
-    keys = [cuda._key(source, "sm_80"), cuda._key(source, "sm_90"), cuda._key(other_macro, "sm_80")]
+    keys = [cuda._cache_key(source, "sm_80"), cuda._cache_key(source, "sm_90"), cuda._cache_key(other_macro, "sm_80")]
     header = source.path.parent / "twice.cuh"
     header.write_text(header.read_text().replace("2", "2.0f"))
-    keys.append(cuda._key(source, "sm_80"))
+    keys.append(cuda._cache_key(source, "sm_80"))
     monkeypatch.setattr(cuda, "compiler_version", lambda: "1.0")
-    keys.append(cuda._key(source, "sm_80"))
+    keys.append(cuda._cache_key(source, "sm_80"))
     assert len(set(keys)) == len(keys)
 
 
@@ -187,7 +187,7 @@ def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ctypes.C
     subprocess.run([compiler, "-shared", "-fPIC", "-o", tmp_path / "driver.so", tmp_path / "driver.c"], check=True)
     library = ctypes.CDLL(str(tmp_path / "driver.so"))
     library.fake_log.restype = ctypes.c_char_p
-    caches = (cuda._driver, cuda._context, cuda._kernel, cuda._library)
+    caches = (cuda._driver, cuda._primary_context, cuda._kernel, cuda._library)
     for cached in caches:
         cached.cache_clear()
     monkeypatch.setattr(cuda, "DRIVER_NAMES", (str(tmp_path / "driver.so"),))
@@ -216,7 +216,7 @@ def test_more_shared_memory_is_asked_for_and_never_less(source: Source, cache: P
     for shared in (49152, 60000, 50000):
         source.launch("second", 1, 1, x, 0, 1.0, shared=shared)
     assert [call for call in driver.fake_log().decode().split(";") if call.startswith("shared")] == ["shared 60000"] * 2
-    with pytest.raises(KernelUnavailable, match="requires 200000 bytes of shared memory, and cuda:0 has less"):
+    with pytest.raises(KernelUnavailable, match="requires 200000 bytes of shared memory, but cuda:0 has less"):
         source.launch("second", 1, 1, x, 0, 1.0, shared=200000)
 
 

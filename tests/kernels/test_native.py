@@ -232,7 +232,7 @@ def test_a_kernel_that_is_not_built_is_listed_as_that(monkeypatch: pytest.Monkey
     monkeypatch.setattr(native, "not_built", lambda file: "softmax_c_v9" if file.name == "c_v0.py" else None)
     assert listing.here("wkv7", "c_v0", ["cpu"]) == "no"
     described = listing.describe("wkv7", "c_v0", ["cpu"])
-    assert described.endswith("Not here: not built: the library has no softmax_c_v9 (make native).")
+    assert described.endswith("Not here: the kernel is not built: the library does not contain softmax_c_v9 (run make native).")
 
 
 def test_the_build_needs_no_torch(tmp_path: Path) -> None:

@@ -170,7 +170,7 @@ def test_a_tile_for_images_of_more_dimensions(tile: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize(("image", "sentence"), [
-    (torch.ones(3, 5, 5, dtype=torch.uint8), "images of its tile's dtype and device, torch.float32 on cpu; got torch.uint8"),
+    (torch.ones(3, 5, 5, dtype=torch.uint8), "dtype and device, torch.float32 on cpu; got torch.uint8"),
     (torch.ones(3, 5, 5, device="meta"), "got torch.float32 on meta"),
     (torch.ones(5, 5), r"a tile of shape \(3, 2, 2\) does not fit an image of shape \(5, 5\)"),
     (torch.ones(4, 5, 5), r"fit an image of shape \(4, 5, 5\)"),

@@ -143,7 +143,7 @@ def test_another_device_is_named_before_a_package_that_would_not_help() -> None:
 
 def test_a_device_that_is_not_there_is_named(without_gpu: None) -> None:
     with stub(devices=("cuda",)) as name:
-        assert registry.why_not("timex", name, "cuda") == f"{name} on cuda requires a CUDA device, and torch finds none"
+        assert registry.why_not("timex", name, "cuda") == f"{name} on cuda requires a CUDA device, but torch finds none"
 
 
 def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

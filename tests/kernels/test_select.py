@@ -16,7 +16,7 @@ from kernels.wkv4 import WKV4, cases
 
 Fake = Callable[[tuple[int, int]], None]
 NOISE = 1.1              # two kernels this close to each other are equally fast
-TOO_OLD = "Triton requires a GPU of compute capability 8.0 or newer, and this one has 7.5"
+TOO_OLD = "Triton requires a GPU of compute capability 8.0 or newer, but this GPU has 7.5"
 WKV_RULES = {key: rule for key, rule in select.RULES.items() if key[0] == "wkv4"}
 
 
@@ -206,7 +206,7 @@ def test_a_kernel_that_cannot_run_lists_those_that_do(with_stubs: None) -> None:
     with stub(devices=("cuda",)) as name, pytest.raises(KernelUnavailable) as error:
         select.select("wkv4", name, "cpu")
     assert error.value.reason == f"{name} runs on cuda, not on cpu"
-    assert str(error.value) == f"{error.value.reason}; on cpu there are: auto, {', '.join(runnable_here())}"
+    assert str(error.value) == f"{error.value.reason}. These kernels run on cpu: auto, {', '.join(runnable_here())}"
 
 
 @pytest.mark.parametrize("name", ["auto", "conv1d", "torch_scan"])
