@@ -261,10 +261,10 @@ class MessagesAnswer(Answer):
     def _error_response(self, error: ApiError) -> Response:
         return error.response(error_body)
 
-    def _take(self, number: int, event: Event) -> None:
+    def _add_event(self, number: int, event: Event) -> None:
         list(self._events(event))
 
-    def _whole(self) -> Response:
+    def _full_response(self) -> Response:
         return json_response({**self._message(), **self._ending(), "content": self._blocks, "usage": self._counts()})
 
     async def _chunks(self) -> AsyncIterator[bytes]:
@@ -298,7 +298,7 @@ class MessagesAnswer(Answer):
                 "cache_read_input_tokens": cached, "output_tokens": usage["completion_tokens"]}
 
     def _events(self, event: Event) -> Iterator[JsonObject]:
-        thoughts, parts = self._choice.parsed(event)
+        thoughts, parts = self._choice.parse(event)
         if thoughts:
             yield from self._add("thinking", thoughts if self._shows_thoughts else "")
         for part in parts:

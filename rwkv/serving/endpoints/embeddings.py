@@ -109,7 +109,7 @@ class EmbeddingAnswer(Answer):
         super()._cancel()
         self._unsubmitted = []
 
-    async def _send_whole(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _send_full(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             response = json_response(self._render(await self._events()))
         except ApiError as error:

@@ -237,9 +237,9 @@ class OllamaAnswer(Answer):
         self._first = 0                  # time of the first event, in nanoseconds
         self._text = ""
 
-    def _take(self, number: int, event: Event) -> None:
+    def _add_event(self, number: int, event: Event) -> None:
         self._note(event)
-        super()._take(number, event)
+        super()._add_event(number, event)
 
     def _note(self, event: Event) -> None:
         self._first = self._first or time.monotonic_ns()
@@ -248,7 +248,7 @@ class OllamaAnswer(Answer):
     def _error_response(self, error: ApiError) -> Response:
         return error.response(error_body)
 
-    def _whole(self) -> Response:
+    def _full_response(self) -> Response:
         choice = self._choices[0].whole()
         return json_response({**self._choice_line(choice), **self._end(choice["finish_reason"])})
 

@@ -24,7 +24,7 @@ from rwkv.serving.submission import message_ids, prompt_ids, submit
 class StateAnswer(Answer):
     """The answer that describes the final state of the ticket's only sequence."""
 
-    def _whole(self) -> Response:
+    def _full_response(self) -> Response:
         state = self._choices[0].last.state
         if state is None:
             return ApiError(503, "the prompt was not read within the server's timeout_s=", code="timeout").response()

@@ -96,7 +96,7 @@ class ResponseAnswer(Answer):
         self._final: JsonObject = {}     # the response, once it is complete
         self._decoder = spec.tokenizer.decoder(spec.after)
 
-    def _take(self, number: int, event: Event) -> None:
+    def _add_event(self, number: int, event: Event) -> None:
         for _ in self._events(event):
             pass
 
@@ -108,7 +108,7 @@ class ResponseAnswer(Answer):
         return ApiError(503, "the state of previous_response_id has just been lost: send this request again, and the "
                         "conversation will be read from its beginning", "previous_response_id", "state_lost", RETRY_AFTER)
 
-    def _whole(self) -> Response:
+    def _full_response(self) -> Response:
         return json_response(self._final)
 
     async def _chunks(self) -> AsyncIterator[bytes]:
@@ -135,7 +135,7 @@ class ResponseAnswer(Answer):
         yield numbered({"type": f"response.{self._final['status']}", "response": self._final})
 
     def _events(self, event: Event) -> Iterator[JsonObject]:
-        thoughts, parts = self._choice.parsed(event)
+        thoughts, parts = self._choice.parse(event)
         if thoughts:
             yield from self._output.add_text("reasoning", thoughts, [])
         for part in parts:
