@@ -1,4 +1,4 @@
-"""The document /openapi.json, derived from the server's endpoints and the schemas of their bodies (rwkv/serving/schema.py)."""
+"""Generates /openapi.json from the server's endpoints and the request bodies that rwkv/serving/schema.py declares."""
 
 import re
 from collections.abc import Awaitable, Callable
@@ -23,7 +23,7 @@ GENERATION: JsonObject = {"answers": (JSON, EVENTS), "errors": (400, 401, 404, 4
 
 
 def _object(**properties: object) -> JsonObject:
-    """The schema of an object that must have all of these properties."""
+    """Returns the schema of an object that must have all of these properties."""
     return {"type": "object", "required": [*properties], "properties": properties}
 
 
@@ -36,8 +36,12 @@ Handler = Callable[[Service, Request], Awaitable[ASGIApp]]
 
 
 class Endpoint(NamedTuple):
-    """One method of one path. body: the type of the JSON body that requests have. upload: the media type of an alternative
-    body. error: the name of the schema of error bodies.
+    """One HTTP method of one path.
+
+    Attributes:
+        body: the type of the JSON body that requests have.
+        upload: the media type of an alternative to the JSON body.
+        error: the name of the schema of error bodies.
     """
 
     path: str

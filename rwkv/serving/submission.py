@@ -14,7 +14,7 @@ from rwkv.serving.messages import Generate, SavedState, Turn
 from rwkv.serving.schema import Options
 from rwkv.serving.service import Service
 
-NO_LIMIT = -1                            # what clients without a limit send as max_tokens
+NO_LIMIT = -1                            # the value of max_tokens that clients without a limit send
 
 
 async def answer(service: Service, sequences: list[Generate], spec: ResponseSpec, body: Options) -> Answer:
@@ -32,8 +32,10 @@ async def submit(service: Service, sequences: list[Generate]) -> Ticket:
 
 
 def stopping(service: Service, max_tokens: int, stops: tuple[str, ...], field: str = "max_tokens") -> StoppingCriteria:
-    """The stopping criteria. field: the request's name for max_tokens. Raises ApiError if the request asks for more tokens than
-    the server allows."""
+    """Returns the stopping criteria. `field` is the request's name for max_tokens.
+
+    Raises ApiError if the request asks for more tokens than the server allows.
+    """
     if max_tokens > service.config.max_tokens:
         raise ApiError(400, f"{field} must be at most {service.config.max_tokens} on this server; got {max_tokens}", field)
     return StoppingCriteria(max_tokens, stops)
@@ -41,9 +43,9 @@ def stopping(service: Service, max_tokens: int, stops: tuple[str, ...], field: s
 
 def make_sequences(service: Service, body: Options, first: Request, n: int, start: SavedState | None, owner: str, model: str,
               turn: Turn | None = None) -> list[Generate]:
-    """n sequences that continue `start`. Their seeds are consecutive, beginning with the seed of `first`.
+    """Returns `n` sequences that continue `start`, with consecutive seeds from the seed of `first`.
 
-    Each saves its final state if the body requests it.
+    Each sequence saves its final state if the body has save_state.
     """
     return [Generate(replace(first, seed=first.seed + number), model, owner, start,
                      service.states.new(owner, turn, model) if body.save_state else None, bool(body.stream))

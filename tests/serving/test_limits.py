@@ -218,7 +218,7 @@ def test_a_server_whose_engine_ends_says_why_and_ends(start: Callable[..., Runni
         os.kill(engine, signal.SIGKILL)
         assert answer.result().json()["error"]["code"] == "engine_ended"
     assert server.process.wait(20) == 1, "what watches the server starts it again"
-    assert "engine     it has stopped (SIGKILL" in server.log
+    assert "engine     the engine has stopped (SIGKILL" in server.log
 
 
 def test_nobody_waits_for_a_long_text_to_be_encoded(server: Running) -> None:
