@@ -365,7 +365,7 @@ def test_a_port_is_taken_before_the_model_is_loaded() -> None:
 def test_a_missing_package_is_named_before_the_model_is_loaded() -> None:
     code = "import sys; sys.modules['msgspec'] = None; from rwkv.programs import serve; serve.main()"
     run = subprocess.run([sys.executable, "-c", code, "checkpoint=nothing.pth"], capture_output=True, text=True, cwd=ROOT)
-    said = "error: serving requires the package msgspec: in a clone of the repository, run pip install -e '.[serve]'\n"
+    said = "error: serving requires the package msgspec: run pip install -e '.[serve]' in a clone of the repository\n"
     assert (run.returncode, run.stderr) == (2, said)
 
 
