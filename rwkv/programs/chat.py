@@ -78,7 +78,6 @@ def chat(config: ChatConfig, line: cli.CommandLine) -> None:
 
 @uncollected()
 def _open(config: ChatConfig, line: cli.CommandLine) -> tuple["Chat", SamplingChoice]:
-    """Returns the conversation, and the SamplingChoice that chooses the sampling options of the answers."""
     from rwkv.chat.templates import chat_template
     from rwkv.generation.conversation import Chat
     from rwkv.generation.decoder import decoding_line
@@ -118,8 +117,8 @@ class Terminal:
         self._max_new_tokens_is_set = False              # whether /set has set max_new_tokens
         self._commands: dict[str, Callable[[str], None]] = {
             "reset": lambda _: self.talk.reset(), "undo": lambda _: self.talk.undo(), "system": self.talk.reset,
-            "retry": lambda _: self._show(self.talk.retry()), "save": self._save, "load": self._load, "think": self._think,
-            "set": self._set, "stats": self._stats, "help": lambda _: _say(self.commands())}
+            "retry": lambda _: self._stream_answer(self.talk.retry()), "save": self._save, "load": self._load,
+            "think": self._think, "set": self._set, "stats": self._stats, "help": lambda _: _say(self.commands())}
 
     def commands(self) -> str:
         return f"commands: /{', /'.join(self._commands)}, /quit"
@@ -133,7 +132,7 @@ class Terminal:
                     raise UserError(f"the command /{name} is unknown; {self.commands()}")
                 self._commands[name](rest.strip())
             else:
-                self._show(self.talk.say(text))
+                self._stream_answer(self.talk.say(text))
             return True
         except UserError as error:
             _say(f"error: {error}")
@@ -141,8 +140,7 @@ class Terminal:
             _say("the turn was stopped and is discarded")
         return False
 
-    def _show(self, pieces: Iterator[str]) -> None:
-        """Streams an answer until its end or Ctrl-C."""
+    def _stream_answer(self, pieces: Iterator[str]) -> None:
         import signal
 
         from rwkv.io.signals import StopRequest
@@ -269,7 +267,6 @@ def _say(text: str) -> None:
 
 
 def _typed_turns() -> Iterator[str]:
-    """Yields the turns that the user types, with history and editing. Raises UserError if prompt_toolkit is missing."""
     try:
         from prompt_toolkit import PromptSession
         from prompt_toolkit.key_binding import KeyBindings

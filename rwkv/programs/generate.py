@@ -57,7 +57,6 @@ def generate(config: GenerateConfig, line: cli.CommandLine) -> None:
 @uncollected()
 def _open(config: GenerateConfig, line: cli.CommandLine
           ) -> "tuple[RWKV, Tokenizer, list[str], PrefillResult | None, Chosen, Draft | None]":
-    """Returns the model, the tokenizer, the prompts, the context before the prompts, the sampling options and the draft."""
     from rwkv.checkpoint.option_files import require_files
     from rwkv.generation.options import check_config, prompts_from
 

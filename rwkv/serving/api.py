@@ -47,7 +47,7 @@ def application(service: Service) -> ASGIApp:
     cors = [Middleware(CORSMiddleware, allow_origins=service.config.cors, allow_methods=["GET", "POST", "DELETE"],
                        allow_headers=["*"], expose_headers=["x-request-id"])] if service.config.cors else []
     return _with_log(Starlette(routes=routes, middleware=cors,
-                             exception_handlers={HTTPException: _http_error, Exception: _internal_error}))
+                               exception_handlers={HTTPException: _http_error, Exception: _internal_error}))
 
 
 def _with_log(app: ASGIApp) -> ASGIApp:
@@ -75,24 +75,23 @@ def _endpoint(service: Service, handlers: Mapping[str, Handler]) -> Callable[[Re
             handler = handlers["GET" if request.method == "HEAD" else request.method]
             return await handler(service, request)
         except ApiError as error:
-            return _refusal(request, error)
+            return _refusal_response(request, error)
         except UserError as error:
-            return _refusal(request, user_error(error))
+            return _refusal_response(request, user_error(error))
         except RecursionError:
-            return _refusal(request, ApiError(400, "the body's objects and lists are nested too deeply"))
+            return _refusal_response(request, ApiError(400, "the body's objects and lists are nested too deeply"))
         except ClientDisconnect:
             return Response(status_code=400)
 
     return endpoint
 
 
-def _refusal(request: Request, error: ApiError) -> Response:
-    """Returns the error as a response, and leaves the message for the log."""
+def _refusal_response(request: Request, error: ApiError) -> Response:
     request.scope["state"]["refusal"] = str(error)
-    return error.response(_error_form(request))
+    return error.response(_error_formatter(request))
 
 
-def _error_form(request: Request) -> Callable[[ApiError], JsonObject] | None:
+def _error_formatter(request: Request) -> Callable[[ApiError], JsonObject] | None:
     """Returns the function that formats error bodies for the client's API, or None for OpenAI's API."""
     if request.url.path.startswith("/v1/messages") or "anthropic-version" in request.headers:
         return anthropic.error_body
@@ -101,7 +100,7 @@ def _error_form(request: Request) -> Callable[[ApiError], JsonObject] | None:
 
 async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    form = _error_form(request)
+    form = _error_formatter(request)
     if error.status_code == 405:
         response = ApiError(405, f"{request.url.path} does not allow {request.method}").response(form)
         response.headers.update(error.headers or {})             # Allow
@@ -112,7 +111,7 @@ async def _http_error(request: Request, error: Exception) -> Response:
 
 
 async def _internal_error(request: Request, error: Exception) -> Response:
-    return ApiError(500, "internal error; see the server's log").response(_error_form(request))
+    return ApiError(500, "internal error; see the server's log").response(_error_formatter(request))
 
 
 def _authorize(service: Service, request: Request) -> None:

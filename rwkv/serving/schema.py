@@ -519,13 +519,12 @@ def _type_error(error: msgspec.ValidationError, kind: type) -> ApiError:
     if kind in (ChatRequest, ResponseRequest) and field in UNSUPPORTED:
         return ApiError(400, UNSUPPORTED[field], param, "unsupported_parameter")
     where = (path and path[1]) or "the body"
-    problem = re.sub("(?<=xpected )`[^`]*`|(?<=got )`[^`]*`", _json_types, message.partition(" - at ")[0]).replace("`", "")
+    problem = re.sub("(?<=xpected )`[^`]*`|(?<=got )`[^`]*`", _json_type_names, message.partition(" - at ")[0]).replace("`", "")
     text = f"{where}: {problem[:1].lower()}{problem[1:]}"
     return ApiError(400, text, param or None, "unknown_parameter" if unknown else None)
 
 
-def _json_types(match: re.Match[str]) -> str:
-    """Returns JSON's names for the Python types in a message of msgspec."""
+def _json_type_names(match: re.Match[str]) -> str:
     return " or ".join(JSON_TYPES.get(name, name) for name in match[0].strip("`").split(" | "))
 
 

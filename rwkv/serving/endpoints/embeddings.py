@@ -52,7 +52,7 @@ def _translate(service: Service, raw_body: bytes, owner: str) -> tuple[list[Gene
 
     def render(events: list[Event]) -> JsonObject:
         tokens = sum(event.prompt_tokens for event in events)
-        encode = _as_base64 if body.encoding_format == "base64" else list
+        encode = _little_endian_base64 if body.encoding_format == "base64" else list
         return {"object": "list", "model": model or service.model,
                 "data": [{"object": "embedding", "index": index, "embedding": encode(event.embedding or [])}
                          for index, event in enumerate(events)],
@@ -114,14 +114,13 @@ class EmbeddingAnswer(Answer):
 
     async def _send_full(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            response = json_response(self._render(await self._events()))
+            response = json_response(self._render(await self._last_events()))
         except ApiError as error:
             response = error.response(self._error_form)
         self._complete = True
         await self._send(response, scope, receive, send)
 
-    async def _events(self) -> list[Event]:
-        """Returns the last event of each sequence. Raises ApiError if the engine could not read an input in time."""
+    async def _last_events(self) -> list[Event]:
         last_events: list[Event] = []
         while True:
             events = {number: event async for number, event in self._ticket if event.finish_reason is not None}
@@ -135,8 +134,7 @@ class EmbeddingAnswer(Answer):
             self._ticket = await submit(self._service, group)
 
 
-def _as_base64(vector: list[float]) -> str:
-    """Returns the numbers as little-endian float32 in base64."""
+def _little_endian_base64(vector: list[float]) -> str:
     numbers = array("f", vector)
     if sys.byteorder == "big":
         numbers.byteswap()

@@ -72,7 +72,6 @@ def error_body(error: ApiError) -> JsonObject:
 
 
 def _ollama_field(field: str) -> str:
-    """Returns Ollama's name for a field of a ChatRequest or a CompletionRequest."""
     first, _, rest = field.partition(".")
     if first == "messages" or first.startswith("messages["):
         return field.replace(".reasoning_content", ".thinking")
@@ -118,7 +117,7 @@ def _chat(service: Service, raw_body: bytes, owner: str) -> Translated:
     name = model_id(service, body)
     if not body.messages:
         return [], _empty_spec(service, name), body
-    fields = _fields(body, name)
+    fields = _common_fields(body, name)
     fields["messages"] = [_message(message, f"messages[{i}]") for i, message in enumerate(body.messages)]
     fields["tools"] = [{"type": "function", **tool} for tool in body.tools or ()] or None
     last = fields["messages"][-1]
@@ -144,7 +143,7 @@ def _generate(service: Service, raw_body: bytes, owner: str) -> Translated:
         return [], _empty_spec(service, name), body
     if body.context:
         prompt_ids(service, body.context, "context")             # raises ApiError for invalid ids
-    fields = _fields(body, name)
+    fields = _common_fields(body, name)
     prompt = body.prompt or ""
     with renaming(_ollama_field):
         if body.raw:
@@ -170,8 +169,7 @@ def _completion_request(service: Service, body: OllamaGenerate, prompt: str, fie
     return converted(fields, CompletionRequest)
 
 
-def _fields(body: OllamaRequest, model: str) -> JsonObject:
-    """Returns the fields of the ChatRequest that /api/chat and /api/generate have in common."""
+def _common_fields(body: OllamaRequest, model: str) -> JsonObject:
     options = {name: value for name, value in (body.options or {}).items() if value is not None}
     require_off({name: options[name] for name in OFF if name in options}, OFF, "sampler", "options.")
     fields = {here: options[option] for option, here in OPTIONS.items() if option in options}
@@ -271,7 +269,6 @@ class OllamaAnswer(Answer):
             yield one_line(_line(self._spec.model, {}, self._is_chat) | self._end(reason)) + b"\n"
 
     def _choice_line(self, choice: JsonObject) -> JsonObject:
-        """Returns the JSON line for a choice of a chat completion or a completion."""
         delta = choice.get("delta") or choice.get("message") or {"content": choice.get("text")}
         line = _line(self._spec.model, delta, self._is_chat)
         return line | {"logprobs": _entries(choice["logprobs"])} if choice["logprobs"] else line

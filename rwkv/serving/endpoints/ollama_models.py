@@ -150,7 +150,6 @@ def _embed_prompt(service: Service, raw_body: bytes, owner: str) -> Translated:
 
 def _input_sequences(service: Service, inputs: Sequence[str], name: str, owner: str, truncate: bool,
                      dimensions: int | None) -> list[Generate]:
-    """Returns a sequence for each input. `truncate` shortens inputs that are too long, instead of refusing them."""
     if not inputs:
         return []
     ids = [encoded(service.tokenizer.encode, text, f"input[{place}]") for place, text in enumerate(inputs)]

@@ -39,14 +39,13 @@ async def make_state(service: Service, request: Request) -> ASGIApp:
         layout = request.query_params.get("state_layout")
         if layout not in (None, *STATE_LAYOUTS):
             raise ApiError(400, f"state_layout must be {' or '.join(STATE_LAYOUTS)}; got {layout[:40]!r}", "state_layout")
-        return _state(service, await service.engine.upload(service.states.new(owner(request)), content, layout))
+        return _state_response(service, await service.engine.upload(service.states.new(owner(request)), content, layout))
     sequence = await from_body(service, request, partial(_state_sequence, owner=owner(request)))
     spec = ResponseSpec("state", service.model, False, False, [""], 1, service.tokenizer, saves=True)
     return StateAnswer(service.engine, await submit(service, [sequence]), spec, False, service.config.timeout_s)
 
 
 def _state_sequence(service: Service, raw_body: bytes, owner: str) -> Generate:
-    """Returns a sequence that generates no tokens and saves its final state."""
     body = read(raw_body, StateRequest)
     model = resolve_adapter(service, body.model)
     if (body.prompt is None) == (body.messages is None):
@@ -73,7 +72,7 @@ async def list_states(service: Service, request: Request) -> Response:
 
 
 async def one_state(service: Service, request: Request) -> Response:
-    return _state(service, service.states.get(request.path_params["id"], owner(request)))
+    return _state_response(service, service.states.get(request.path_params["id"], owner(request)))
 
 
 async def state_content(service: Service, request: Request) -> Response:
@@ -88,7 +87,7 @@ async def delete_state(service: Service, request: Request) -> Response:
     return json_response({"id": state.id, "object": "state.deleted", "deleted": True})
 
 
-def _state(service: Service, state: SavedState) -> Response:
+def _state_response(service: Service, state: SavedState) -> Response:
     return json_response(shown(state, service.model))
 
 

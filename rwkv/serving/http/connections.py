@@ -122,7 +122,7 @@ class Protocol(HttpToolsProtocol):
             return                       # Parser.feed_data parses the request again, without Upgrade
         self._check_head()
         self._in_headers = False
-        request_id = self._name_request()
+        request_id = self._ensure_request_id()
         self.scope["state"] |= {"abort": self._abort, "request_id": request_id}
         super().on_headers_complete()
         self.cycle.default_headers = [*self.cycle.default_headers, (b"x-request-id", request_id.encode())]
@@ -172,8 +172,7 @@ class Protocol(HttpToolsProtocol):
             host += b":%d" % target.port
         self.headers[:] = [header for header in self.headers if header[0] != b"host"] + [(b"host", host)]
 
-    def _name_request(self) -> str:
-        """Returns the client's x-request-id if that is valid, otherwise a new id."""
+    def _ensure_request_id(self) -> str:
         if self._request_id is None:
             sent = next((value for name, value in self.headers or () if name == b"x-request-id"), b"")
             self._request_id = sent.decode() if REQUEST_ID.fullmatch(sent) else f"req_{uuid4().hex}"
@@ -226,10 +225,10 @@ class Protocol(HttpToolsProtocol):
             content = msgspec.json.encode(error.body)
             retry = f"retry-after: {error.retry_after}\r\n" if error.retry_after else ""
             head = f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}\r\ncontent-type: application/json\r\n" \
-                   f"content-length: {len(content)}\r\n{retry}x-request-id: {self._name_request()}\r\n" \
+                   f"content-length: {len(content)}\r\n{retry}x-request-id: {self._ensure_request_id()}\r\n" \
                    "connection: close\r\n\r\n"
             self.transport.write(head.encode() + content)
-            say_refused(error.status, "unread", self._name_request(), str(error))
+            say_refused(error.status, "unread", self._ensure_request_id(), str(error))
         self.transport.close()
 
 

@@ -117,7 +117,7 @@ def _chat_request(prepared: Prepared, items: list[JsonObject], instructions: boo
         schema = {name: value for name, value in response_format.items() if name != "type"}
         response_format = {"type": "json_schema", "json_schema": schema}
     tools = [{"type": tool.pop("type"), "function": tool} for tool in map(msgspec.to_builtins, body.tools or ())]
-    translated = {"tools": tools or None, "tool_choice": _tool_choice(body),
+    translated = {"tools": tools or None, "tool_choice": _chat_tool_choice(body),
                   "max_completion_tokens": body.max_output_tokens, "logprobs": logprobs or None,
                   "top_logprobs": body.top_logprobs if logprobs else None,
                   "reasoning_effort": body.reasoning.effort if body.reasoning else None,
@@ -126,8 +126,7 @@ def _chat_request(prepared: Prepared, items: list[JsonObject], instructions: boo
     return converted({"messages": messages, **fields, **translated}, ChatRequest)
 
 
-def _tool_choice(body: ResponseRequest) -> Any:
-    """Returns the request's tool_choice in the format of a chat request."""
+def _chat_tool_choice(body: ResponseRequest) -> Any:
     choice: Any = msgspec.to_builtins(body.tool_choice)
     if not isinstance(choice, dict):
         return choice
