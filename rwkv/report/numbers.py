@@ -88,16 +88,16 @@ class Comparison:
     @property
     def config(self) -> JsonObject:
         """The options of the first run that has them, by dotted key."""
-        return next((flat(run.config) for run in self.runs if run.config), {})
+        return next((flatten(run.config) for run in self.runs if run.config), {})
 
 
 def compare(runs: list[Run], reference: str | None = None) -> Comparison:
     """Groups the runs by kernel and compares each with the reference. Raises UserError if `reference` was not trained."""
-    options = differing({run.name: flat(run.config) for run in runs if run.config}, MAY_DIFFER)
-    machines = differing({run.name: run.machine for run in runs if run.machine}, ("date",))
+    options = differing_settings({run.name: flatten(run.config) for run in runs if run.config}, MAY_DIFFER)
+    machines = differing_settings({run.name: run.machine for run in runs if run.machine}, ("date",))
     labels = {}
     for run in runs:
-        config = flat(run.config)
+        config = flatten(run.config)
         labels[run.name] = ", ".join([run.kernel, *(f"{key}={config[key]}" for key in options if key in config)])
     reference = _reference(runs, reference)
     differences = {run.name: _difference(run, runs, labels, reference) for run in runs}
@@ -116,7 +116,7 @@ def numbers_of(run: Run, difference: Curve) -> Numbers:
     numbers = {"steps": max(run.curve("train/loss"), default=None), "val_loss": _last(run.curve("val/loss")),
                "val_bpb": run.curve("val/bpb").get(validated), "val_lost": run.curve("val/lost").get(validated),
                "train_loss": _last(run.curve("train/loss")),
-               "tok_per_sec": _median(after(run.curve("tok_per_sec"), run.measured.get("warm_up", 0)).values()),
+               "tok_per_sec": _median(without_warm_up(run.curve("tok_per_sec"), run.measured.get("warm_up", 0)).values()),
                "peak_mib": max(run.curve("peak_mem").values(), default=None),
                **{name.replace("/", "_"): _last(run.curve(name)) for name in reward_names()},
                **_median_times(run), **_largest_errors(run)}
@@ -198,7 +198,7 @@ def _difference(run: Run, runs: list[Run], labels: dict[str, str], reference: st
             for step, loss in run.curve("train/loss").items() if step in reference_losses}
 
 
-def differing(settings: Mapping[str, JsonObject], ignored: Iterable[str]) -> dict[str, dict[str, list[str]]]:
+def differing_settings(settings: Mapping[str, JsonObject], ignored: Iterable[str]) -> dict[str, dict[str, list[str]]]:
     """Returns the settings that differ between runs, each with the names of the runs that have each value.
 
     `settings` has the settings of each run, by the run's name.
@@ -214,15 +214,15 @@ def differing(settings: Mapping[str, JsonObject], ignored: Iterable[str]) -> dic
     return result
 
 
-def flat(config: Mapping[str, object], prefix: str = "") -> JsonObject:
+def flatten(config: Mapping[str, object], prefix: str = "") -> JsonObject:
     """Flattens nested options to dotted keys: {"model": {"n_layer": 4}} becomes {"model.n_layer": 4}."""
     options: JsonObject = {}
     for key, value in config.items():
-        options |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+        options |= flatten(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
     return options
 
 
-def after(curve: Curve, warm_up: int) -> Curve:
+def without_warm_up(curve: Curve, warm_up: int) -> Curve:
     """Returns the curve without the first `warm_up` steps, or the whole curve if there are no later steps."""
     return {step: value for step, value in curve.items() if step > warm_up} or curve
 

@@ -108,7 +108,7 @@ else:
     SamplingFields = msgspec.defstruct("SamplingFields", map(_request_field, fields(Sampling)), kw_only=True)
 
 
-class Shared(SamplingFields, forbid_unknown_fields=True, kw_only=True):
+class SharedFields(SamplingFields, forbid_unknown_fields=True, kw_only=True):
     """The fields that completions, chat completions and responses share."""
 
     model: str | None = None
@@ -132,7 +132,7 @@ class Shared(SamplingFields, forbid_unknown_fields=True, kw_only=True):
 
 
 if TYPE_CHECKING:
-    class ForeignFields(Shared):
+    class ForeignFields(SharedFields):
         """Adds the options of other servers. Every request that generates text may have these options."""
 
         repetition_penalty: float | None = None
@@ -141,7 +141,7 @@ if TYPE_CHECKING:
 else:
     _, *_penalty = next(_request_field(item) for item in fields(Sampling) if item.name == "repetition_penalty")
     _others = [("repeat_penalty", *_penalty), *((name, Any, None) for name in (*OFF, *NEUTRAL, *WITHOUT_EFFECT))]
-    ForeignFields = msgspec.defstruct("ForeignFields", _others, bases=(Shared,), kw_only=True, forbid_unknown_fields=True)
+    ForeignFields = msgspec.defstruct("ForeignFields", _others, bases=(SharedFields,), kw_only=True, forbid_unknown_fields=True)
 
 
 class Options(ForeignFields, forbid_unknown_fields=True, kw_only=True):

@@ -31,7 +31,7 @@ from rwkv.serving.states.client_states import ClientStates
 from rwkv.serving.states.folder import claim
 from rwkv.tokenizer.tokenizers import Tokenizer
 
-LONG = "a long text. " * 6000            # exceeds SHORT in rwkv/tokenizer/world.py, so that encoding it loads the fast library
+LONG_TEXT = "a long text. " * 6000       # exceeds SHORT in rwkv/tokenizer/world.py, so that encoding it loads the fast library
 AFTER_GRACE = 10                         # seconds allowed for sending the last events
 
 
@@ -83,7 +83,7 @@ def _bind(config: ServeConfig) -> socket.socket:
 
 def _run(config: ServeConfig, engine: RemoteEngine, ready: Ready, listener: socket.socket) -> None:
     tokenizer = Tokenizer.from_dict(ready.tokenizer)
-    tokenizer.encode(LONG)               # loads the library now, so that the first long prompt need not wait for it
+    tokenizer.encode(LONG_TEXT)          # loads the library now, so that the first long prompt need not wait for it
     template = for_tokenizer(chat_template(ready.template), tokenizer)
     compilers = Compilers(ready.tokenizer)
     responses = Responses(config, engine)

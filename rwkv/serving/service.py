@@ -23,7 +23,7 @@ from rwkv.tokenizer.tokenizers import Tokenizer
 
 COMPLETION_TOKENS = 16                   # default max_tokens of a completion, as in OpenAI's API
 LATEST = ":latest"                       # the suffix of each name in Ollama's list of models
-LONG = 2**16                             # a thread handles bodies with more bytes than this
+LONG_BODY = 2**16                        # a thread handles bodies with more bytes than this
 
 Result = TypeVar("Result")
 
@@ -59,7 +59,7 @@ async def from_body(service: Service, request: Request, work: Callable[[Service,
     """Reads the request's body and returns work(service, body). Runs `work` in a thread for a long body, so that no other
     request waits."""
     raw_body = await read_json(request, service.config.max_body_mib * MIB)
-    return await asyncio.to_thread(work, service, raw_body) if len(raw_body) > LONG else work(service, raw_body)
+    return await asyncio.to_thread(work, service, raw_body) if len(raw_body) > LONG_BODY else work(service, raw_body)
 
 
 def owner(request: Request) -> str:

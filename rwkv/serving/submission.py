@@ -42,7 +42,7 @@ def stopping(service: Service, max_tokens: int, stops: tuple[str, ...], field: s
 
 
 def make_sequences(service: Service, body: Options, first: Request, n: int, start: SavedState | None, owner: str, model: str,
-              turn: Turn | None = None) -> list[Generate]:
+                   turn: Turn | None = None) -> list[Generate]:
     """Returns `n` sequences that continue `start`, with consecutive seeds from the seed of `first`.
 
     Each sequence saves its final state if the body has save_state.

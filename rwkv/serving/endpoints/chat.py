@@ -41,7 +41,7 @@ def _translate(service: Service, raw_body: bytes, owner: str) -> tuple[list[Gene
 
 
 def chat_sequences(service: Service, body: ChatRequest, owner: str,
-               before: Sequence[int] = ()) -> tuple[list[Generate], ResponseSpec]:
+                   before: Sequence[int] = ()) -> tuple[list[Generate], ResponseSpec]:
     """Returns the sequences that answer a chat request, and how to present them.
 
     `before` has the token ids of earlier turns, the last of which must be an answer. Raises ApiError or UserError with field

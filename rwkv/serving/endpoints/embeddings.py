@@ -74,7 +74,7 @@ def _inputs(value: Any) -> list[str | list[int]]:
 
 
 def embedding_sequences(service: Service, inputs: list[str | list[int]], model: str, owner: str, dimensions: int | None,
-                    pooling: Pooling = "mean") -> list[Generate]:
+                        pooling: Pooling = "mean") -> list[Generate]:
     """Returns a sequence without new tokens for each input. Raises ApiError for too many inputs and for wrong dimensions."""
     width = service.model_info.width
     if not 1 <= len(inputs) <= MOST_INPUTS:

@@ -31,7 +31,7 @@ async def make_response(service: Service, request: Request) -> Answer:
 def _prepare(service: Service, raw_body: bytes, owner: str) -> tuple[list[Generate], ResponseSpec, Prepared]:
     body = read(raw_body, ResponseRequest)
     return prepare(body, owner, resolve_adapter(service, body.model), service.responses, service.states,
-                         lambda body: tools_and_call(service, body)[0], lambda body: chat_sequences(service, body, owner))
+                   lambda body: tools_and_call(service, body)[0], lambda body: chat_sequences(service, body, owner))
 
 
 async def count_tokens(service: Service, request: Request) -> Response:

@@ -32,12 +32,12 @@ from rwkv.tokenizer.tokenizers import Tokenizer
 PROCESSES = 2
 SECONDS = 5.0                            # time limit for compiling one grammar
 START_S = 120.0                          # time limit for starting a process
-LAST_S = 60                              # CPU seconds per grammar after which the system ends a process whose parent has died
+MAX_CPU_S = 60                           # CPU seconds per grammar after which the system ends a process whose parent has died
 MEMORY = 512 * MIB                       # most memory for compiling, in addition to the process's memory at the start
-RETAINED = 64 * MIB                      # most memory for a compiled grammar in the engine's process
+MAX_COMPILED = 64 * MIB                  # most memory for a compiled grammar in the engine's process
 MOST_WAITING = 256                       # most grammars in all queues
-REMEMBERED = 256                         # grammars whose result is cached
-WALKS = 12                               # random texts per grammar, to find prefixes that cannot be completed
+MAX_CACHED = 256                         # grammars whose result is cached
+N_WALKS = 12                             # random texts per grammar, to find prefixes that cannot be completed
 
 
 class Compilers:
@@ -67,7 +67,7 @@ class Compilers:
             self._start()
             reason = await job.result
             self._reasons[key] = reason
-            if len(self._reasons) > REMEMBERED:
+            if len(self._reasons) > MAX_CACHED:
                 self._reasons.popitem(last=False)
         if reason:
             raise UserError(reason)
@@ -182,11 +182,11 @@ def _refusal_reason(grammar: Grammar, tokenizer: Tokenizer) -> str:
     _limit_time()
     try:
         libraries = compile_grammar(grammar, tokenizer)
-        require_ends(grammar, libraries, tokenizer, WALKS)
+        require_ends(grammar, libraries, tokenizer, N_WALKS)
     except UserError as error:
         return str(error)
-    if _resident_bytes() - before > RETAINED:
-        return f"{grammar.parts[0].where} must take at most {RETAINED // MIB} MiB when compiled: make the grammar simpler"
+    if _resident_bytes() - before > MAX_COMPILED:
+        return f"{grammar.parts[0].where} must take at most {MAX_COMPILED // MIB} MiB when compiled: make the grammar simpler"
     return ""
 
 
@@ -208,9 +208,9 @@ def _limit_memory() -> None:
 
 
 def _limit_time() -> None:
-    """Makes the system end this process after LAST_S more seconds of CPU time, even if the HTTP process has been killed."""
+    """Makes the system end this process after MAX_CPU_S more seconds of CPU time, even if the HTTP process has been killed."""
     if sys.platform != "win32":
         import resource
 
         with suppress(OSError, ValueError):
-            resource.setrlimit(resource.RLIMIT_CPU, (int(process_time()) + LAST_S, resource.RLIM_INFINITY))
+            resource.setrlimit(resource.RLIMIT_CPU, (int(process_time()) + MAX_CPU_S, resource.RLIM_INFINITY))

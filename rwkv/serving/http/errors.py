@@ -61,10 +61,10 @@ def renaming(rename: Callable[[str], str]) -> Iterator[None]:
     try:
         yield
     except (ApiError, UserError) as error:
-        raise renamed(error if isinstance(error, ApiError) else user_error(error), rename) from None
+        raise rename_fields(error if isinstance(error, ApiError) else user_error(error), rename) from None
 
 
-def renamed(error: ApiError, rename: Callable[[str], str]) -> ApiError:
+def rename_fields(error: ApiError, rename: Callable[[str], str]) -> ApiError:
     content = error.body["error"]
     message = str(error)
     if begins := PLACE.match(message):

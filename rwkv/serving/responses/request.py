@@ -40,13 +40,13 @@ class Prepared:
 
 
 def prepare(body: ResponseRequest, owner: str, model: str, responses: Responses, states: ClientStates,
-        shown_tools: Callable[[ChatRequest], Any],
-        chat: Callable[[ChatRequest], tuple[list[Generate], ResponseSpec]]) -> tuple[list[Generate], ResponseSpec, Prepared]:
+            template_tools: Callable[[ChatRequest], Any],
+            chat: Callable[[ChatRequest], tuple[list[Generate], ResponseSpec]]) -> tuple[list[Generate], ResponseSpec, Prepared]:
     """Returns the sequences that answer a request, and how to present them. Raises ApiError with names of the Responses API.
 
     Args:
         model: the adapter's name; "" for the checkpoint's model.
-        shown_tools: returns a chat request's tools as the chat template expects them.
+        template_tools: returns a chat request's tools as the chat template expects them.
         chat: returns a chat request's sequences.
     """
     if body.background:
@@ -60,7 +60,7 @@ def prepare(body: ResponseRequest, owner: str, model: str, responses: Responses,
         request = _chat_request(prepared, prepared.input)
         if body.previous_response_id is not None:
             previous = responses.get(body.previous_response_id, owner, "previous_response_id")
-            start = _state_to_continue(previous, prepared, model, states, shown_tools(request))
+            start = _state_to_continue(previous, prepared, model, states, template_tools(request))
             if start is None:
                 request = _chat_request(prepared, [*_items_up_to(previous, owner, responses), *prepared.input])
             else:
