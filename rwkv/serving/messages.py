@@ -148,7 +148,7 @@ class Cancel:
 class Upload:
     """Asks the engine to save a state file under the id of `state`. The Reply has `state` with the file's metadata.
 
-    `layout` is the layout of a tuned state, as in state_layout=.
+    `layout` is the layout of a trained initial state, as in state_layout=.
     """
 
     id: int

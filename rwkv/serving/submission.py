@@ -64,7 +64,7 @@ def prompt_ids(service: Service, prompt: str | list[int], param: str = "prompt",
     if len(ids) > service.config.max_prompt_tokens:
         raise ApiError(400, f"{param} must have at most {counted(service.config.max_prompt_tokens, 'token')} on this server; "
                             f"got {len(ids)}", param, "context_length_exceeded")
-    has_context = start is not None and start.tokens != 0        # a tuned state has read no tokens
+    has_context = start is not None and start.tokens != 0        # a trained initial state has read no tokens
     return ids if ids or has_context else [service.tokenizer.end_of_text]
 
 

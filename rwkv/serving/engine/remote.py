@@ -1,4 +1,4 @@
-"""Starts the engine's process for the HTTP process, sends messages to it, and delivers its events.
+"""Starts the engine's process for the HTTP process, sends messages to this process, and delivers the events.
 
 The code runs in the event loop, except for two threads. One thread receives messages from the engine's process and the other
 sends messages to it, so that neither a long message nor a long step delays HTTP.
@@ -108,7 +108,7 @@ class RemoteEngine:
         return self._queue.submit(sequences)
 
     async def upload(self, state: SavedState, content: bytes, layout: str | None = None) -> SavedState:
-        """Saves the content of a state file under the id of `state`. Raises ApiError if no model of this server can use it."""
+        """Saves the content of a state file under the id of `state`. Raises ApiError if no model can use the state."""
         saved = await self._request(Upload(next(self._ids), state, content, layout))
         assert isinstance(saved, SavedState)
         return saved

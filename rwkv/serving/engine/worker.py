@@ -90,7 +90,7 @@ Load = Callable[[ServeConfig], Loaded]
 
 
 def main(connection: Connection, config: ServeConfig, load: Load) -> None:
-    """Loads the model, warms it up, sends Ready or Failed, and generates until it receives None or the connection ends."""
+    """Loads the model, warms it up, sends Ready or Failed, and generates until None arrives or the connection ends."""
     for number in STOPPING:              # the HTTP process decides when this process ends
         signal.signal(number, signal.SIG_IGN)
     keep_large_blocks()
@@ -132,7 +132,7 @@ class _Model(NamedTuple):
 
 
 class _Job:
-    """A running sequence. Keeps account of how much of the engine's row has been sent."""
+    """A running sequence. Counts how much of the engine's row has been sent."""
 
     def __init__(self, message: Generate, row: Row) -> None:
         self.message = message
@@ -193,7 +193,8 @@ class _Worker:
         self._tokenizer = tokenizer
         self._cache = cache
         self._states = states
-        self._jobs: dict[Engine, dict[int, _Job]] = {model.engine: {} for model in models.values()}      # by row index
+        # Maps each engine's row indices to the running sequences
+        self._jobs: dict[Engine, dict[int, _Job]] = {model.engine: {} for model in models.values()}
         self._refused: list[Event] = []
         self._compiler = ThreadPoolExecutor(1)           # one thread, so that no running sequence waits for a grammar
         self._compiling: list[tuple[Future[object], list[Generate]]] = []
@@ -270,11 +271,11 @@ class _Worker:
     def _upload(self, message: Upload) -> SavedState:
         """Saves an uploaded state file, and returns the state's record.
 
-        The file of a tuned state does not name a model. The server assumes that the state belongs to the checkpoint's model.
+        The file of a trained initial state does not name a model. The server takes such a state for the checkpoint's model.
         """
         if not time_states.is_content(message.content):
             if message.layout is not None:
-                raise UserError("state_layout requires a file with a tuned state: omit state_layout for this file")
+                raise UserError("state_layout requires the file of a trained initial state: omit state_layout for this file")
             return self._states.upload(message.state, message.content)
         model = self._models[""].model
         tuned = time_states.read_content(message.content, model.config, message.layout)

@@ -30,7 +30,7 @@ REQUEST_ID = re.compile(rb"[!-~]{1,512}")            # the request ids that a cl
 
 
 class Parser:
-    """A parser that wraps httptools' parser and ignores the header Upgrade, as RFC 9110, 7.8 allows.
+    """A parser that wraps httptools' parser and ignores the header Upgrade, as section 7.8 of RFC 9110 allows.
 
     httptools stops at this header and would lose the request's body. Java's HttpClient sends `Upgrade: h2c` with every request.
     """
@@ -41,7 +41,7 @@ class Parser:
 
     def _begin(self) -> None:
         self._inner = httptools.HttpRequestParser(self._protocol)
-        self._inner.set_dangerous_leniencies(lenient_data_after_close=True)      # as in uvicorn, for pipelined requests
+        self._inner.set_dangerous_leniencies(lenient_data_after_close=True)      # uvicorn sets this for pipelined requests
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
@@ -180,7 +180,7 @@ class Protocol(HttpToolsProtocol):
 
     def _abort(self) -> None:
         if self._answered is not None:
-            self._answered.disconnected = True           # keeps uvicorn from reporting an incomplete answer
+            self._answered.disconnected = True           # uvicorn would otherwise report an incomplete answer
         self.transport.abort()
 
     def _watch_reader(self, unread_before: int) -> None:
@@ -277,7 +277,7 @@ class Server(uvicorn.Server):
         for number in {*caught_signals(), signal.SIGINT}:
             try:
                 loop.add_signal_handler(number, self._stop, number)
-            except NotImplementedError:  # on Windows
+            except NotImplementedError:  # Windows has no signal handlers of event loops
                 signal.signal(number, lambda number, _: loop.call_soon_threadsafe(self._stop, number))
         yield
 

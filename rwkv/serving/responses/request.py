@@ -41,7 +41,8 @@ class Prepared:
 
 def prepare(body: ResponseRequest, owner: str, model: str, responses: Responses, states: ClientStates,
             template_tools: Callable[[ChatRequest], Any],
-            chat: Callable[[ChatRequest], tuple[list[Generate], ResponseSpec]]) -> tuple[list[Generate], ResponseSpec, Prepared]:
+            chat: Callable[[ChatRequest], tuple[list[Generate], ResponseSpec]]
+            ) -> tuple[list[Generate], ResponseSpec, Prepared]:
     """Returns the sequences that answer a request, and how to present them. Raises ApiError with names of the Responses API.
 
     Args:

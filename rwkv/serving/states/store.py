@@ -91,7 +91,7 @@ class StateStore:
         self._remember(state, context)
 
     def upload(self, state: SavedState, content: bytes) -> SavedState:
-        """Saves the content of a state file under the id of `state`. Raises UserError if no model of this server can use it."""
+        """Saves the content of a state file under the id of `state`. Raises UserError if no model can use the state."""
         try:
             metadata = metadata_of(content)
         except ValueError:
