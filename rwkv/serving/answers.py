@@ -78,7 +78,7 @@ class ResponseSpec:
 class Answer:
     """The ASGI response for the sequences of a ticket, which are cancelled when the client disconnects."""
 
-    content_type = "text/event-stream; charset=utf-8"            # of streamed answers
+    content_type = "text/event-stream; charset=utf-8"            # the type of streamed answers
 
     def __init__(self, engine: RemoteEngine, ticket: Ticket, spec: ResponseSpec, stream: bool, timeout_s: float) -> None:
         self._engine = engine
@@ -95,7 +95,7 @@ class Answer:
         deadline = asyncio.get_running_loop().call_later(self._timeout_s, self._cancel)
         try:
             await (self._send_stream(send) if self._stream else self._send_full(scope, receive, send))
-        except (TimeoutError, asyncio.CancelledError):           # CancelledError: the server exits immediately
+        except (TimeoutError, asyncio.CancelledError):           # a server that exits immediately cancels this task
             scope["state"]["abort"]()
         finally:
             deadline.cancel()

@@ -111,7 +111,7 @@ async def _http_error(request: Request, error: Exception) -> Response:
 
 
 async def _internal_error(request: Request, error: Exception) -> Response:
-    return ApiError(500, "internal error; see the server's log").response(_error_formatter(request))
+    return ApiError(500, "the server has an internal error: see the server's log").response(_error_formatter(request))
 
 
 def _authorize(service: Service, request: Request) -> None:

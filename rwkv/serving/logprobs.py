@@ -56,10 +56,10 @@ class ShownTokens:
 
 
 def _shown_entries(entries: list[Entry], text: str, shown: str) -> list[Entry]:
-    """Returns the entries of a group of tokens of which only the text `shown` is shown.
+    """Returns the entries to show for a group of tokens if only `shown`, a part of the group's text, is shown.
 
-    The last token's entry gets this text. Broken characters are ones that earlier tokens began and no token completed. They
-    keep their own entries.
+    The last token's entry gets this part. Broken characters, which earlier tokens began and no token completed, keep their own
+    entries.
     """
     if shown == text:
         return entries

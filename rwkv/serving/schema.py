@@ -1,4 +1,4 @@
-"""Declares the fields of request bodies, with types and ranges. A field that OpenAI also has, has OpenAI's type and range.
+"""Declares the fields of request bodies, with types and ranges. OpenAI's fields have OpenAI's types and ranges.
 
 The server ignores OpenAI's fields that do not affect the text, and refuses unsupported and unknown fields. An optional field
 with null counts as absent. So does -1 in seed, max_tokens and top_k, because clients of llama.cpp, LM Studio and vLLM send -1.
@@ -37,11 +37,11 @@ Name = Annotated[str, msgspec.Meta(pattern=r"^[a-zA-Z0-9_-]{1,64}$(?!\n)")]     
 StateId = Annotated[str, msgspec.Meta(max_length=64)]
 Body = TypeVar("Body")
 
-# Options of samplers that this server does not have, with the values that turn them off
+# This server does not have the samplers with these options. The listed values turn a sampler off.
 OFF: dict[str, tuple[object, ...]] = {
     "mirostat": (0,), "tfs_z": (1,), "typical_p": (1,), "top_a": (0,), "top_n_sigma": (0, -1), "xtc_probability": (0,),
     "dry_multiplier": (0,), "dynatemp_range": (0,), "smoothing_factor": (0,)}
-# Other options that this server does not have, with the values that have no effect
+# This server does not have these options either. The listed values have no effect.
 NEUTRAL: dict[str, tuple[object, ...]] = {
     "min_tokens": (0,), "ignore_eos": (False,), "stop_token_ids": ([],), "include_stop_str_in_output": (False,),
     "skip_special_tokens": (True,), "spaces_between_special_tokens": (True,), "use_beam_search": (False,),
@@ -293,7 +293,7 @@ class Thinking(NamedTuple):
         think: whether and how the answer begins with thoughts, as in ChatTemplate.render.
         effort: how long the thoughts should be, as in ChatTemplate.render.
         field: the name of the request's field that decided `think`; "" if no field did.
-        wish: whether `field` is an effort, because the template need not support an effort.
+        wish: whether `field` is an effort, which is ignored if the template does not support thoughts.
     """
 
     think: Think
@@ -322,9 +322,9 @@ class ChatRequest(Options, forbid_unknown_fields=True, kw_only=True):
     reasoning_effort: Effort | None = None
     think: bool | Literal["", "low", "medium", "high", "max"] | None = None      # Ollama's field: on, off or an effort
     modalities: list[Literal["text"]] | None = None
-    verbosity: Ignored = None            # ignored: preferences about style and speed
+    verbosity: Ignored = None            # the server ignores preferences about style and speed
     prediction: Ignored = None
-    functions: None = None               # not supported, like the fields below
+    functions: None = None               # the server does not support this field and the fields below
     function_call: None = None
     audio: None = None
     web_search_options: None = None
@@ -421,7 +421,7 @@ class Reasoning(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
 
 
 class TextOptions(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
-    format: JsonObject | None = None     # read as response_format, which checks it
+    format: JsonObject | None = None     # the check is that of response_format
     verbosity: Ignored = None
 
 
@@ -448,7 +448,7 @@ class ResponseRequest(ForeignFields, forbid_unknown_fields=True, kw_only=True):
     truncation: Literal["auto", "disabled"] | None = None        # ignored, because the state's size is constant
     max_tool_calls: Ignored = None
     client_metadata: Ignored = None      # Codex sends this field
-    conversation: None = None            # not supported, like the fields below
+    conversation: None = None            # the server does not support this field and the fields below
     prompt: None = None
     context_management: None = None
 

@@ -216,8 +216,7 @@ def _turns(role: str, content: str | list[JsonObject], where: str) -> Iterator[J
             yield _result(block, place)
         elif kind == "tool_use" and role == "assistant":
             if not isinstance(block.get("name"), str) or not isinstance(block.get("input", {}), dict):
-                raise ApiError(400, f"{place} must have a name, which must be a string, and an input, which must be an object",
-                               place)
+                raise ApiError(400, f"{place} must have a string as name and an object as input", place)
             calls.append({"id": block.get("id"), "type": "function",
                           "function": {"name": block["name"], "arguments": block.get("input", {})}})
         elif kind == "thinking" and role == "assistant":

@@ -28,7 +28,7 @@ from rwkv.serving.schema import AllowedToolsChoice, ChatRequest, TemplateOptions
 from rwkv.serving.service import Service, default_max_tokens, from_body, owner, resolve_adapter
 from rwkv.serving.submission import NO_LIMIT, answer, include_usage, make_sequences, message_ids, prompt_ids, stopping
 
-TEMPLATE_NAMES = {"bot": "flower", "assistant": "g1", "function_calling": "g1"}          # by the value of rwkv_prompt_template
+TEMPLATE_NAMES = {"bot": "flower", "assistant": "g1", "function_calling": "g1"}          # by rwkv_prompt_template
 
 
 async def chat_completions(service: Service, request: Request) -> Answer:
@@ -62,7 +62,7 @@ def chat_sequences(service: Service, body: ChatRequest, owner: str,
         prompt = service.states.continued_prompt(context, body.messages, tools, thinking.think, thinking.effort)
     else:
         prompt = service.states.prompt(context, body.messages, tools, thinking.think, thinking.effort)
-    if call_start and answer_start:      # ends the thoughts that answer_start begins
+    if call_start and answer_start:      # a call must not be inside the thoughts that answer_start begins
         end = thoughts_end(answer_start)
         prompt = f"{prompt}{end}"
         answer_start = f"{answer_start}{end}"
@@ -167,8 +167,8 @@ def tools_and_call(service: Service, body: ChatRequest) -> tuple[list[JsonObject
     if mode in (None, "auto"):
         return tools, ""
     if template.call_start is None:
-        raise ApiError(400, f"tool_choice must be auto or none with the chat template {template.name}, because its format of "
-                            f"tool calls is unknown. The format is known for g1 and for templates with {START}", "tool_choice")
+        raise ApiError(400, f"tool_choice must be auto or none with the chat template {template.name}, because the format of "
+                            f"tool calls is known only for g1 and for templates with {START}", "tool_choice")
     before, after = template.call_start
     return tools, f"{before}{names[0]}{after}" if len(names) == 1 else before
 

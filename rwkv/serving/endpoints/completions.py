@@ -27,7 +27,7 @@ def _translate(service: Service, raw_body: bytes, owner: str) -> tuple[list[Gene
 def completion_sequences(service: Service, body: CompletionRequest, owner: str) -> tuple[list[Generate], ResponseSpec]:
     model = resolve_adapter(service, body.model)
     if body.suffix:
-        raise ApiError(400, "suffix is not supported: an RWKV model reads in one direction", "suffix")
+        raise ApiError(400, "suffix is not supported, because an RWKV model reads in one direction", "suffix")
     if body.best_of not in (None, 1):
         raise ApiError(400, "best_of must be 1 on this server: send n and logprobs, and choose among the answers", "best_of")
     start = service.states.start(body.state, owner, model)
@@ -62,8 +62,8 @@ def _prompts(body: CompletionRequest) -> list[str | list[int]]:
     if len(prompt) * (body.n or 1) > MOST_ROWS:
         raise ApiError(400, f"a request must have at most {MOST_ROWS} sequences", "prompt")
     if not (all(isinstance(item, str) for item in prompt) or all(isinstance(item, list) and item for item in prompt)):
-        raise ApiError(400, "prompt must be a string, a list of strings, a list of token ids, or a list of lists of token ids "
-                            "that are not empty", "prompt")
+        raise ApiError(400, "prompt must be a string, a list of strings, a list of token ids, or a list of non-empty lists of "
+                            "token ids", "prompt")
     return list(prompt)                                          # type: ignore[arg-type]
 
 

@@ -134,7 +134,7 @@ def _generate(service: Service, raw_body: bytes, owner: str) -> Translated:
     body = read(raw_body, OllamaGenerate)
     name = model_id(service, body)
     if body.suffix:
-        raise ApiError(400, "suffix is not supported: an RWKV model reads in one direction", "suffix")
+        raise ApiError(400, "suffix is not supported, because an RWKV model reads in one direction", "suffix")
     if body.template:
         raise ApiError(400, "template is not supported: the server applies its own chat template, or no template with raw=true",
                        "template")

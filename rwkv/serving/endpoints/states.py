@@ -27,7 +27,8 @@ class StateAnswer(Answer):
     def _full_response(self) -> Response:
         state = self._choices[0].last.state
         if state is None:
-            return ApiError(503, "the server did not read the prompt within timeout_s=", code="timeout").response()
+            return ApiError(503, "the prompt requires more time than the server's timeout_s= allows: send a shorter prompt",
+                            code="timeout").response()
         return json_response({**shown(state, self._spec.model), "usage": self._usage()})
 
 

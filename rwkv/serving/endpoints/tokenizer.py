@@ -14,7 +14,7 @@ from rwkv.tokenizer.decoders import LAST_IDS
 
 
 async def tokenizer_info(service: Service, request: Request) -> Response:
-    """Describes the tokenizer in vLLM's format, which the model type local-completions of lm-evaluation-harness reads."""
+    """Describes the tokenizer in vLLM's format, as lm-evaluation-harness with the model type local-completions expects."""
     end = service.tokenizer.end_of_text
     name = token_string({"token": end, "text": service.tokenizer.decode([end])})
     return json_response({"tokenizer_class": service.tokenizer.kind, "vocab_size": service.tokenizer.vocab_size,

@@ -131,9 +131,9 @@ def _read(content: bytes, response_id: str) -> Stored:
     response = stored.response
     optional = (response.get("previous_response_id"), response.get("instructions"))
     if response.get("id") != response_id or not all(isinstance(value, str | None) for value in optional):
-        raise ApiError(400, "the response's id must be the file's name, with previous_response_id and instructions as strings")
+        raise ApiError(400, "id must be the file's name, and previous_response_id and instructions must be strings or null")
     output = response.get("output")
     if not isinstance(output, list) or not all(isinstance(item, dict) for item in output):
-        raise ApiError(400, "the response's output must be a list of items")
+        raise ApiError(400, "output must be a list of items")
     input_items(output)
     return msgspec.structs.replace(stored, input=input_items(stored.input))
