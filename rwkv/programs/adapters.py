@@ -55,8 +55,8 @@ class Adapter:
     def about(self) -> str:
         if self.merged is not None:
             kind = self.merged.about or "LoRA"
-            return f"{kind} {self.path}, merged into a copy of the weights; a separate batch"
-        return f"state {self.path}, from which sequences start; in the same batch as the checkpoint's"
+            return f"{kind} {self.path}, merged into a copy of the weights, which runs in a separate batch"
+        return f"state {self.path}, the start of sequences that run in the same batch as the checkpoint's sequences"
 
     def load(self, opened: OpenCheckpoint, base: Model) -> tuple[Model, PrefillResult | None]:
         """Returns the model for sequences that use the adapter, and the context before these sequences, or None."""

@@ -64,7 +64,7 @@ def chat(config: ChatConfig, line: cli.CommandLine) -> None:
     session = Terminal(*_open(config, line))
     interactive = sys.stdin.isatty()
     if interactive:
-        _say("/help lists the commands; Ctrl-D ends")
+        _say("/help lists the commands; Ctrl-D ends the chat")
     turns = _typed_turns() if interactive else (decode(row, "standard input").strip() for row in sys.stdin.buffer)
     failed = False
     for text in turns:
@@ -124,7 +124,7 @@ class Terminal:
         return f"commands: /{', /'.join(self._commands)}, /quit"
 
     def turn(self, text: str) -> bool:
-        """Handles a command or a turn of the user. Returns False after an error, which it prints on standard error."""
+        """Handles a command or a turn of the user. Prints an error on standard error, and then returns False."""
         try:
             if text.startswith("/"):
                 name, _, rest = text[1:].partition(" ")
@@ -258,7 +258,7 @@ class _Answer:
 def _from_yaml(name: str, text: str) -> Any:
     try:
         return yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError):                 # ValueError: from a date such as 2026-02-30
+    except (yaml.YAMLError, ValueError):                 # a date such as 2026-02-30 causes a ValueError
         raise UserError(f"{name} must be a number, a name, true or false; got {text!r}") from None
 
 

@@ -43,19 +43,19 @@ class OpenDraft(NamedTuple):
         each token.
         """
         if reason := why_not(model):
-            return None, f"{self.name}, ignored: decoding is not in C ({reason})"
+            return None, f"{self.name}, ignored: a draft requires the compiled decoding step ({reason})"
         draft: Draft = NGram(self.most_tokens)
         weights = 0
         if self.checkpoint is not None:
             wkv = operator_for(self.checkpoint.config, "auto", "cpu", computed_in(self.dtype))
             draft_model = RWKV.from_checkpoint(self.checkpoint, wkv, "cpu", self.dtype)
             if reason := why_not(draft_model):
-                return None, f"{self.name}, ignored: the draft's step is not in C ({reason})"
+                return None, f"{self.name}, ignored: the draft cannot use the compiled decoding step ({reason})"
             draft = ModelDraft(draft_model, model, self.tokenizer, self.most_tokens)
             weights = weights_nbytes(self.checkpoint, self.dtype)
         if draft.cost > LARGEST_COST:
             return None, (f"{self.name}, ignored: the draft's step takes about {draft.cost:.0%} of the time of the model's "
-                          "step; use a smaller draft")
+                          "step. Use a smaller draft")
         memory = weights + MOST_ROWS * (1 + self.most_tokens) * state_nbytes(model.config)
         return draft, (f"{draft}: up to {self.most_tokens} tokens per pass, in up to {memory / MIB:,.0f} MiB; pauses while it "
                        f"gains less than {LEAST_GAIN - 1:.0%}, and with more than {MOST_ROWS} sequences")

@@ -87,7 +87,7 @@ class Comparison:
 
     @property
     def config(self) -> JsonObject:
-        """The options of the first run that has them, by dotted key."""
+        """The options of the first run with a config.yaml, by dotted key."""
         return next((flatten(run.config) for run in self.runs if run.config), {})
 
 
@@ -256,8 +256,8 @@ QUANTITIES = {
     "steps": "the last step",
     "val_loss": "last validation loss, in nats per token; for pairs of answers, the objective per pair",
     "val_bpb": "last validation loss, in bits per byte; empty if the tokenizer loses too much of the text",
-    "val_lost": "fraction of the validation text that the tokenizer loses, if any; for precomputed ids, the fraction "
-                "of unknown tokens",
+    "val_lost": "fraction of the validation text that the tokenizer loses, if any, or the fraction of unknown tokens in "
+                "precomputed ids",
     "train_loss": "mean training loss of the last logged interval, in nats per token; for pairs of answers, the objective per "
                   "pair",
     **{f"{split}_{name}": f"{words}, mean over {pairs}" for split, pairs in (

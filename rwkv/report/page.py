@@ -161,9 +161,9 @@ def _error_table(comparison: Comparison) -> list[str]:
     columns = [Column("kernel", lambda row: cell(row[0].label)), Column("when", lambda row: cell(row[1])),
                *(Column(result, partial(_error_cell, result)) for result in comparison.results)]
     return ["<h2>Error of the operator on this run's own data</h2>",
-            '<p class="quiet">Compared with the float64 reference, on the inputs and upstream gradients that the model had at '
-            "the start and at the end of training. A cell has RMS error / RMS and, on a second line, the largest absolute "
-            f"error, in the worst layer and run. {escape(_input_ranges_sentence(kernels[0].runs[0]))}</p>",
+            '<p class="quiet">The operator is compared with the float64 reference on the inputs and upstream gradients that '
+            "the model had at the start and at the end of training. A cell has RMS error / RMS and, on a second line, the "
+            f"largest absolute error, in the worst layer and run. {escape(_input_ranges_sentence(kernels[0].runs[0]))}</p>",
             table(columns, rows)]
 
 
@@ -310,8 +310,8 @@ def _method(comparison: Comparison) -> str:
         sentences.insert(0, "Numbers are medians over a kernel's runs. The minimum and the maximum are below each median.")
     if probed:
         sampled = counted(len(probed["steps"]), "sampled step")
-        sentences.append(f"Times are medians of {sampled} of each run after the same warm-up; a "
-                         "step lasts from receiving its batch to the end of the optimiser's step.")
+        sentences.append(f"Times are medians of {sampled} of each run after the same warm-up. A training step begins with the "
+                         "arrival of the batch and ends with the optimiser's step.")
     if comparison.runs[0].order is not None:
         sentences.append("The runs were trained one after the other, each in its own process, in an order shuffled with "
                          "seed 0.")
