@@ -39,8 +39,8 @@ class OpenDraft(NamedTuple):
     def load(self, model: Model) -> tuple[Draft | None, str]:
         """Returns the draft for this model, and a line about the draft. Returns None as the draft if it cannot be used.
 
-        A draft must be small enough, and must be decoded by the compiled C step, because only that step saves the state after
-        each token.
+        The draft must be small enough. Model and draft must use the decoding step in C, because only this step saves the state
+        after each token.
         """
         if reason := why_not(model):
             return None, f"{self.name}, ignored: a draft requires the compiled decoding step ({reason})"

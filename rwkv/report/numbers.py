@@ -107,7 +107,7 @@ def compare(runs: list[Run], reference: str | None = None) -> Comparison:
         kernel.numbers = [numbers_of(run, differences[run.name]) for run in kernel.runs]
     if len(kernels) == 1:
         reference = None
-    return Comparison(kernels, reference, _results(runs), differences if reference else {}, options, machines)
+    return Comparison(kernels, reference, _measured_results(runs), differences if reference else {}, options, machines)
 
 
 def numbers_of(run: Run, difference: Curve) -> Numbers:
@@ -152,7 +152,7 @@ def _median_times(run: Run) -> dict[str, float | None]:
 def _largest_errors(run: Run) -> dict[str, float]:
     worst = {}
     for when in WHEN:
-        for result in _results([run]):
+        for result in _measured_results([run]):
             errors = [layer["errors"][result] for layer in run.layers(when) if result in layer["errors"]]
             if errors:
                 worst[column("err", when, result)] = max(_or_infinite(error["err_ratio"]) for error in errors)
@@ -168,8 +168,7 @@ def column(kind: str, when: str, result: str) -> str:
     return f"{kind}_{when}_{result.replace(' ', '_')}"
 
 
-def _results(runs: list[Run]) -> list[str]:
-    """Returns the operator's results with measured errors: the output "y", then each "grad NAME"."""
+def _measured_results(runs: list[Run]) -> list[str]:
     return list(dict.fromkeys(result for run in runs for when in WHEN for layer in run.layers(when)
                               for result in layer["errors"]))
 

@@ -98,7 +98,6 @@ def _missing_reason(kernel: Kernel) -> str | None:
 
 
 def _finished_or_all(kernel: Kernel) -> Kernel:
-    """Returns the kernel with only the finished runs, or with all runs if none is finished."""
     finished = kernel.finished()
     return finished if finished.runs else kernel
 

@@ -76,7 +76,7 @@ class ResponseSpec:
 
 
 class Answer:
-    """The ASGI response for the sequences of a ticket, which are cancelled when the client disconnects."""
+    """Sends the sequences of a ticket as an ASGI response, and cancels the sequences when the client disconnects."""
 
     content_type = "text/event-stream; charset=utf-8"            # the type of streamed answers
 

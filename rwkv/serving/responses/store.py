@@ -37,8 +37,8 @@ class Stored(msgspec.Struct):
 class Responses:
     """A store of responses in at most responses_mib MiB of memory. With states_dir=, each response also has a file.
 
-    When memory is full, the store evicts the least recently used response. It spares each API key that uses at most an equal
-    share.
+    When memory is full, the store evicts the least recently used response. API keys that use at most an equal share lose no
+    responses.
     """
 
     def __init__(self, config: ServeConfig, engine: RemoteEngine) -> None:
