@@ -21,24 +21,24 @@ class Finding(NamedTuple):
 
 def findings(comparison: Comparison) -> list[Finding]:
     """Returns all findings on a comparison. If only kernel and seed differ, the last finding names the equivalent kernels."""
-    differing = [Finding(BAD, f"The runs differ in more than kernel and seed: {key} is {_by_value(values)}.")
-                 for key, values in comparison.options.items()]
-    differing += [Finding(BAD, f"The runs differ in machine or versions: {key} is {_by_value(values)}.")
-                  for key, values in comparison.machines.items()]
+    difference_findings = [Finding(BAD, f"The runs differ in more than kernel and seed: {key} is {_by_value(values)}.")
+                           for key, values in comparison.options.items()]
+    difference_findings += [Finding(BAD, f"The runs differ in machine or versions: {key} is {_by_value(values)}.")
+                            for key, values in comparison.machines.items()]
     damaged = [Finding(BAD, f"{run.name}: {problem}.") for run in comparison.runs for problem in run.damaged]
-    result = [*differing, *damaged, *_lost_text(comparison)]
+    result = [*difference_findings, *damaged, *_lost_text(comparison)]
     equivalent = []
     for kernel in comparison.kernels:
-        wrong = _deviations(kernel, comparison.reference)
+        problems = _deviations(kernel, comparison.reference)
         errors = [sentence for result in comparison.results if (sentence := _largest_error_phrase(kernel, result))]
         if errors:
-            wrong.insert(0, Finding(BAD, f"{kernel.label} is wrong: the error of {'; of '.join(errors)}"))
+            problems.insert(0, Finding(BAD, f"{kernel.label} is wrong: the error of {'; of '.join(errors)}"))
         elif warnings := {str(run.measured["wrong"]) for run in kernel.runs if run.measured.get("wrong")}:
-            wrong = [*(Finding(BAD, f"{sentence}.") for sentence in sorted(warnings)), *wrong]
-        result += [*wrong, *_unfinished_runs(kernel)]
-        if not wrong and any(kernel.numbers):
+            problems = [*(Finding(BAD, f"{sentence}.") for sentence in sorted(warnings)), *problems]
+        result += [*problems, *_unfinished_runs(kernel)]
+        if not problems and any(kernel.numbers):
             equivalent.append(kernel)
-    if comparison.reference and not differing and len(equivalent) > 1:
+    if comparison.reference and not difference_findings and len(equivalent) > 1:
         result.append(_agreement(comparison, equivalent))
     return result
 
@@ -62,15 +62,15 @@ def _by_value(values: dict[str, list[str]]) -> str:
 
 def _largest_error_phrase(kernel: Kernel, result: str) -> str | None:
     """Returns a phrase on the largest error of a result, or None if every error is within the tolerance."""
-    wrong: list[tuple[float, str, Run]] = []
+    problems: list[tuple[float, str, Run]] = []
     for run, numbers in zip(kernel.runs, kernel.numbers, strict=True):
         for when in WHEN:
             error = numbers.get(column("err", when, result), 0.0)
             if error > run.allowed(when).get(result, float("inf")):
-                wrong.append((error, when, run))
-    if not wrong:
+                problems.append((error, when, run))
+    if not problems:
         return None
-    error, when, run = max(wrong, key=lambda error: error[0])
+    error, when, run = max(problems, key=lambda error: error[0])
     words = f"gradient of {result.removeprefix('grad ')}" if result.startswith("grad ") else f"output {result}"
     return f"the {words} is {error:.1e} at the {when} of {run.name} (the limit is {run.allowed(when)[result]:.0e})"
 

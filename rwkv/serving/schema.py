@@ -196,11 +196,11 @@ class Options(ForeignFields, forbid_unknown_fields=True, kw_only=True):
             require_off({name: getattr(self, name) for name in options}, options, lacks)
         if self.repeat_penalty is not None and self.repetition_penalty not in (None, self.repeat_penalty):
             raise ApiError(400, "repeat_penalty conflicts with repetition_penalty: send only one of the two", "repeat_penalty")
-        own = {"repetition_penalty": 1.0 if self.repeat_last_n == 0 else self.repeat_penalty}
+        aliases = {"repetition_penalty": 1.0 if self.repeat_last_n == 0 else self.repeat_penalty}
         overrides: JsonObject = {}
         for item in fields(Sampling):
             value = getattr(self, item.name)
-            value = own.get(item.name) if value is None else value
+            value = aliases.get(item.name) if value is None else value
             if value is None:
                 continue
             if item.type in (int, float) and value < item.metadata["least"]:     # OpenAI allows 0; top_k may be -1
@@ -348,15 +348,15 @@ class ChatRequest(Options, forbid_unknown_fields=True, kw_only=True):
         choice = self.tool_choice
         names = [function.name for function in functions]
         if isinstance(choice, ToolChoice):
-            allowed = [choice.function.name]
+            allowed_names = [choice.function.name]
         elif isinstance(choice, AllowedToolsChoice):
-            allowed = [tool.function.name for tool in choice.allowed_tools.tools]
+            allowed_names = [tool.function.name for tool in choice.allowed_tools.tools]
         else:
-            allowed = names
-        if unknown := [name for name in allowed if name not in names]:
+            allowed_names = names
+        if unknown := [name for name in allowed_names if name not in names]:
             raise ApiError(400, f"tool_choice must name only functions in tools: {', '.join(names)[:200]}; "
                                 f"got {unknown[0][:100]!r}", "tool_choice")
-        return [(place, function) for place, function in enumerate(functions) if function.name in allowed]
+        return [(place, function) for place, function in enumerate(functions) if function.name in allowed_names]
 
     def thinking(self, thinks: bool) -> Thinking:
         """Returns whether and how the answer begins with thoughts. Raises ApiError for conflicting fields.

@@ -76,14 +76,14 @@ def chat_sequences(service: Service, body: ChatRequest, owner: str,
     usual = service.defaults[thinking.think, bool(tools)]
     maximum = default_max_tokens(service, usual)["chat"] if maximum in (None, NO_LIMIT) else maximum
     one_call = bool(call_start) or (bool(tools) and body.parallel_tool_calls is False)
-    requested = usual.stop if body.stop is None else body.stops()
-    stops = (*service.template.stop, *requested, *((call_stop(call_start),) if one_call else ()))
+    requested_stops = usual.stop if body.stop is None else body.stops()
+    stops = (*service.template.stop, *requested_stops, *((call_stop(call_start),) if one_call else ()))
     n = body.n or 1
     n_logprobs = (body.top_logprobs or 0) if body.logprobs else None
     ids = prompt_ids(service, [*before, *message_ids(service, prompt, context)], "messages", start)
-    begun = answer_start or ("" if continues else begun_by(prompt))
-    in_text = continues and not begun
-    grammar = _grammar(service, body, bool(tools), call_start, begun, thinking.think is True, in_text)
+    thoughts_start = answer_start or ("" if continues else begun_by(prompt))
+    in_text = continues and not thoughts_start
+    grammar = _grammar(service, body, bool(tools), call_start, thoughts_start, thinking.think is True, in_text)
     first = EngineRequest(ids, body.first_seed(), stopping(service, maximum, stops, limit),
                           body.sampling(usual.sampling, service.tokenizer), n_logprobs, grammar=grammar)
     sequences = make_sequences(service, body, first, n, start, owner, model, service.states.turn_of_answer(tools, start))
@@ -190,7 +190,7 @@ def shown_tools(service: Service, tools: list[Tool] | None) -> list[JsonObject] 
     return result
 
 
-def _grammar(service: Service, body: ChatRequest, tools: bool, call_start: str, begun: str, think: bool,
+def _grammar(service: Service, body: ChatRequest, tools: bool, call_start: str, thoughts_start: str, think: bool,
              in_text: bool) -> Grammar | None:
     """Returns the grammar of the answer, or None if the answer may be any text.
 
@@ -199,7 +199,7 @@ def _grammar(service: Service, body: ChatRequest, tools: bool, call_start: str, 
     Args:
         tools: whether the answer may call tools.
         call_start: the beginning of a required tool call, or "".
-        begun: the beginning of the answer's thoughts, if the prompt ends with such a beginning.
+        thoughts_start: the beginning of the answer's thoughts, if the prompt ends with such a beginning.
         think: whether the answer may begin with thoughts.
         in_text: whether the prompt contains the beginning of the answer's text; the grammar then constrains only the rest.
     """
@@ -225,11 +225,11 @@ def _grammar(service: Service, body: ChatRequest, tools: bool, call_start: str, 
         # A grammar allows no special token, so it cannot allow a call that begins with a special token.
         can_hold = START not in service.tokenizer.special and service.tokenizer.has_bytes
         return Grammar.text_with_calls(strict) if tools and strict and can_hold else None
-    if "</think" in begun:               # the prompt ends with empty thoughts, of which the last ">" may be missing
-        return answer.after_space() if begun.rstrip().endswith(">") else answer.after_space().after(">")
+    if "</think" in thoughts_start:      # the prompt ends with empty thoughts, of which the last ">" may be missing
+        return answer.after_space() if thoughts_start.rstrip().endswith(">") else answer.after_space().after(">")
     if in_text:
         return answer
-    if begun:
+    if thoughts_start:
         return answer.after_thoughts()
     return answer.after_thoughts(START_OF_THOUGHTS) if think else answer.after_space()
 

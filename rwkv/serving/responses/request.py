@@ -81,8 +81,9 @@ def prepare(body: ResponseRequest, owner: str, model: str, responses: Responses,
 def _state_to_continue(previous: Stored, prepared: Prepared, model: str, states: ClientStates, tools: Any) -> SavedState | None:
     """Returns the state to continue, or None if it is gone or if the instructions, the tools or the model have changed."""
     state = states.states.get(previous.state or "")
-    same = previous.response.get("instructions") == prepared.body.instructions
-    if state is None or state.refusal is not None or state.model != model or not same or not states.can_continue(state, tools):
+    same_instructions = previous.response.get("instructions") == prepared.body.instructions
+    if (state is None or state.refusal is not None or state.model != model or not same_instructions
+            or not states.can_continue(state, tools)):
         return None
     return state
 

@@ -85,7 +85,7 @@ class StateStore:
         return self._memory.total
 
     def put(self, state: SavedState, context: PrefillResult) -> None:
-        self._settle()
+        self._collect_writes()
         if self._folder:
             self._write(self._folder, state, context)
         self._remember(state, context)
@@ -107,7 +107,7 @@ class StateStore:
     def get(self, state: SavedState) -> PrefillResult:
         """Returns the content of a saved state. Raises StateGone if the state was evicted or lost."""
         state_id = state.id
-        self._settle()
+        self._collect_writes()
         if state_id in self._files:
             self._files.use(state_id)
         if state_id in self._in_memory:
@@ -117,7 +117,7 @@ class StateStore:
             raise StateGone(f"state {state_id} was evicted, because the memory for states (states_mib=) is full")
         path = self._path(self._folder, state_id)
         try:
-            self._settle(state_id)
+            self._collect_writes(state_id)
             context = self._formats[state.model].read(path.read_bytes(), str(path))
             os.utime(path)                               # a restarted server takes the order of use from the file times
         except (OSError, UserError) as error:
@@ -142,10 +142,10 @@ class StateStore:
         """Adds the states that other servers have written to the folder, and drops those whose files they have deleted."""
         if self._folder is None:
             return FolderChanges([], [])
-        self._settle()
+        self._collect_writes()
         folder = self._folder
-        unknown = [name for name in new if name not in self._ignored and Path(name).stem not in self._files]
-        states = self._scan(folder, [name for name in unknown if (folder / name).is_symlink() or (folder / name).exists()])
+        new_names = [name for name in new if name not in self._ignored and Path(name).stem not in self._files]
+        states = self._scan(folder, [name for name in new_names if (folder / name).is_symlink() or (folder / name).exists()])
         gone = [state_id for state_id in lost if state_id in self._files and state_id not in self._unwritten
                 and not self._path(folder, state_id).exists()]
         for state_id in gone:
@@ -186,12 +186,12 @@ class StateStore:
         self._unwritten[state.id] = self._writer.submit(write_file, self._path(folder, state.id),
                                                         lambda file: file.write(content))
         while len(self._unwritten) > MAX_UNWRITTEN:
-            self._settle(next(iter(self._unwritten)))
+            self._collect_writes(next(iter(self._unwritten)))
 
-    def _settle(self, wanted: str | None = None) -> None:
-        """Handles finished writes, and waits for the write of `wanted`. A state whose write failed stays only in memory."""
+    def _collect_writes(self, awaited_id: str | None = None) -> None:
+        """Handles finished writes, and waits for the write of `awaited_id`. A state whose write failed stays only in memory."""
         for state_id, future in [*self._unwritten.items()]:
-            if not (future.done() or state_id == wanted):
+            if not (future.done() or state_id == awaited_id):
                 continue
             del self._unwritten[state_id]
             if error := future.exception():
@@ -250,12 +250,12 @@ class StateStore:
         Among these, the fingerprint of the weights decides. If several models also share the fingerprint, they are equal, and
         the name in the file decides. A file of another program has only the fingerprint, which several adapters may share.
         """
-        same = [name for name, format in self._formats.items() if format.identity["model"] == metadata.get("model")]
+        same_weights = [name for name, format in self._formats.items() if format.identity["model"] == metadata.get("model")]
         if entry.adapter is None:
-            names = same or [""]
+            names = same_weights or [""]
         else:
-            trained = [name for name, digest in self._digests.items() if digest == entry.adapter]
-            names = [name for name in trained if name in same] or trained
+            same_digest = [name for name, digest in self._digests.items() if digest == entry.adapter]
+            names = [name for name in same_digest if name in same_weights] or same_digest
         if not names:
             raise UserError("the state requires the adapter with which it was made: load the adapter with adapters=")
         return entry.name if entry.name in names else names[0]
