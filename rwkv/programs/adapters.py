@@ -1,7 +1,7 @@
-"""adapters=NAME=PATH: tuned states and LoRA adapters that the server serves in addition to the base checkpoint.
+"""Reads the initial states and LoRA adapters that the server serves besides the base checkpoint (adapters=NAME=PATH).
 
-Sequences that use a tuned state start from it, in the same batch as the base checkpoint's sequences. A LoRA adapter is merged
-into a copy of the weights when the server starts, and sequences that use the adapter form a separate batch.
+Sequences that use an initial state form one batch with the base checkpoint's sequences. A LoRA adapter is merged into a copy of
+the weights when the server starts, and sequences that use the adapter form a separate batch.
 """
 
 import hashlib
@@ -28,11 +28,14 @@ from rwkv.pretrained import RWKV, OpenCheckpoint, rounded_adapters
 
 @dataclass(frozen=True)
 class Adapter:
-    """An adapter, read and checked; its weights are not loaded yet. digest: the hash of the trained values.
+    """An adapter that has been read and checked, but not loaded. Exactly one of context, state and merged is set.
 
-    Exactly one of three fields is set: context, the content of a state file; state, a tuned state of one row; or merged, the
-    checkpoint with a LoRA adapter merged into it. notes: the lines to print on the layout of a tuned state, and on what
-    rounding to the server's dtype loses.
+    Attributes:
+        digest: the hash of the trained values.
+        context: the content of a state file.
+        state: a trained initial state with one row.
+        merged: the checkpoint with the LoRA adapter merged into the weights.
+        notes: lines to print, on the layout of an initial state and on what rounding to the server's dtype loses.
     """
 
     name: str
@@ -45,18 +48,18 @@ class Adapter:
 
     @property
     def tokens(self) -> int | None:
-        """The number of tokens that precede each sequence; None for a state file, which does not record their number."""
+        """The number of tokens that precede each sequence. None for a state file, which does not have this number."""
         return 0 if self.context is None else None
 
     @property
     def about(self) -> str:
         if self.merged is not None:
             kind = self.merged.about or "LoRA"
-            return f"{kind} {self.path}, merged into a copy of the weights; a separate batch"
-        return f"state {self.path}, from which sequences start; in the same batch as the checkpoint's"
+            return f"{kind} {self.path}, merged into a copy of the weights, which runs in a separate batch"
+        return f"state {self.path}, the start of sequences that run in the same batch as the checkpoint's sequences"
 
     def load(self, opened: OpenCheckpoint, base: Model) -> tuple[Model, PrefillResult | None]:
-        """The model for sequences that use the adapter, and the context that precedes them, None if there is no context."""
+        """Returns the model for sequences that use the adapter, and the context before these sequences, or None."""
         if self.merged is not None:
             return RWKV.from_checkpoint(self.merged, opened.wkv, opened.device, opened.dtype), None
         if self.context is not None:
@@ -66,8 +69,9 @@ class Adapter:
 
 
 def read_adapters(config: ServeConfig, opened: OpenCheckpoint) -> list[Adapter]:
-    """The adapters that adapters= names. Raises UserError if one of them is missing, damaged or made for different weights, or
-    if merged weights do not fit into memory.
+    """Returns the adapters that adapters= names.
+
+    Raises UserError if an adapter is missing, damaged or made for other weights, or if merged weights do not fit into memory.
     """
     if not config.adapter_paths:
         return []
@@ -83,12 +87,12 @@ def read_adapters(config: ServeConfig, opened: OpenCheckpoint) -> list[Adapter]:
 
 
 def require_room(weights: int, n_merged: int, available: int | None) -> None:
-    """Raises UserError if the checkpoint and n_merged copies of it do not fit into memory. weights: bytes of one copy."""
+    """Raises UserError if the checkpoint and n_merged copies do not fit into memory. `weights` is the bytes of one copy."""
     needed = weights * (1 + n_merged)
     if available is not None and needed > available:
-        raise UserError(f"adapters= has {counted(n_merged, 'LoRA adapter')}, each merged into a copy of the weights: these "
-                        f"and the checkpoint require about {needed / MIB:,.0f} MiB, and {available / MIB:,.0f} MiB are free; "
-                        "serve fewer adapters, or use a smaller dtype=")
+        raise UserError(f"adapters= with {counted(n_merged, 'LoRA adapter')} requires about {needed / MIB:,.0f} MiB, because "
+                        f"each adapter takes a copy of the weights, but only {available / MIB:,.0f} MiB are free: serve fewer "
+                        "adapters, or set a smaller dtype=")
 
 
 def _read(name: str, path: str, opened: OpenCheckpoint, format: StateFormat, config: ServeConfig) -> Adapter:

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
 DIM = "\033[2m"                          # escape codes of a terminal
 NORMAL = "\033[0m"
-SETTINGS = (*SAMPLING_OPTIONS, "sampling", "max_new_tokens", "think", "seed")     # names that /set accepts
+SETTINGS = (*SAMPLING_OPTIONS, "sampling", "max_new_tokens", "think", "seed")     # the names that /set accepts
 
 
 def chat(config: ChatConfig, line: cli.CommandLine) -> None:
@@ -64,7 +64,7 @@ def chat(config: ChatConfig, line: cli.CommandLine) -> None:
     session = Terminal(*_open(config, line))
     interactive = sys.stdin.isatty()
     if interactive:
-        _say("/help lists the commands; Ctrl-D ends")
+        _say("/help lists the commands; Ctrl-D ends the chat")
     turns = _typed_turns() if interactive else (decode(row, "standard input").strip() for row in sys.stdin.buffer)
     failed = False
     for text in turns:
@@ -78,7 +78,6 @@ def chat(config: ChatConfig, line: cli.CommandLine) -> None:
 
 @uncollected()
 def _open(config: ChatConfig, line: cli.CommandLine) -> tuple["Chat", SamplingChoice]:
-    """The conversation, and the SamplingChoice that chooses sampling options for its answers."""
     from rwkv.chat.templates import chat_template
     from rwkv.generation.conversation import Chat
     from rwkv.generation.decoder import decoding_line
@@ -91,7 +90,7 @@ def _open(config: ChatConfig, line: cli.CommandLine) -> tuple["Chat", SamplingCh
     template = chat_template(choice.template)
     think = parse_think(config.think)
     opened.print_notes()
-    template.answer_start(think)          # raises UserError before the model is loaded
+    template.answer_start(think)          # an unsupported think= raises UserError before the model is loaded
     sampling = SamplingChoice(config, line.keys, opened.checkpoint.path, opened.checkpoint.run, template)
     chosen = sampling.for_answers(think)
     _say(f"chat template: {template_line(opened.checkpoint, choice)}")
@@ -106,43 +105,42 @@ def _open(config: ChatConfig, line: cli.CommandLine) -> tuple["Chat", SamplingCh
 
 
 class Terminal:
-    """A conversation in the terminal: answers go to standard output, everything else to standard error.
+    """A conversation in the terminal. Answers go to standard output, and everything else goes to standard error.
 
-    sampling: the object that chooses the sampling options again after /think; None if the options never change.
+    `sampling` chooses the sampling options again after /think. If it is None, the options never change.
     """
 
     def __init__(self, talk: "Chat", sampling: SamplingChoice | None = None) -> None:
         self.talk = talk
         self._sampling = sampling
-        self._overrides: JsonObject = {}             # sampling options changed by /set
+        self._overrides: JsonObject = {}             # the sampling options that /set has changed
         self._max_new_tokens_is_set = False              # whether /set has set max_new_tokens
         self._commands: dict[str, Callable[[str], None]] = {
             "reset": lambda _: self.talk.reset(), "undo": lambda _: self.talk.undo(), "system": self.talk.reset,
-            "retry": lambda _: self._show(self.talk.retry()), "save": self._save, "load": self._load, "think": self._think,
-            "set": self._set, "stats": self._stats, "help": lambda _: _say(self.commands())}
+            "retry": lambda _: self._stream_answer(self.talk.retry()), "save": self._save, "load": self._load,
+            "think": self._think, "set": self._set, "stats": self._stats, "help": lambda _: _say(self.commands())}
 
     def commands(self) -> str:
         return f"commands: /{', /'.join(self._commands)}, /quit"
 
     def turn(self, text: str) -> bool:
-        """Handles a command or a turn of the user. Returns False after an error, which it prints on standard error."""
+        """Handles a command or a turn of the user. Prints an error on standard error, and then returns False."""
         try:
             if text.startswith("/"):
                 name, _, rest = text[1:].partition(" ")
                 if name not in self._commands:
-                    raise UserError(f"unknown command /{name}; {self.commands()}")
+                    raise UserError(f"the command /{name} is unknown; {self.commands()}")
                 self._commands[name](rest.strip())
             else:
-                self._show(self.talk.say(text))
+                self._stream_answer(self.talk.say(text))
             return True
         except UserError as error:
             _say(f"error: {error}")
         except KeyboardInterrupt:        # Ctrl-C during prefill
-            _say("stopped; the turn is discarded")
+            _say("the turn was stopped and is discarded")
         return False
 
-    def _show(self, pieces: Iterator[str]) -> None:
-        """Streams an answer until its end or Ctrl-C."""
+    def _stream_answer(self, pieces: Iterator[str]) -> None:
         import signal
 
         from rwkv.io.signals import StopRequest
@@ -161,7 +159,7 @@ class Terminal:
         if is_empty and not stop.requested:
             _say("the answer is empty")
         if answer.in_thoughts and self.talk.stats.written == self.talk.max_new_tokens:
-            _say(f"max_new_tokens={self.talk.max_new_tokens} cut the thoughts short: /set max_new_tokens=NUMBER")
+            _say(f"max_new_tokens={self.talk.max_new_tokens} cut the thoughts short: use /set max_new_tokens=NUMBER")
 
     def _think(self, text: str) -> None:
         self._set(f"think={text or str(self.talk.think is not True).lower()}")
@@ -181,7 +179,7 @@ class Terminal:
 
         path = from_home(path)
         if not Path(path).is_file():
-            raise UserError(f"/load requires a file that /save wrote; got {path or 'no name'}")
+            raise UserError(f"/load requires a file that /save has written; got {path or 'no name'}")
         try:
             content = Path(path).read_bytes()
         except OSError as error:
@@ -191,19 +189,19 @@ class Terminal:
     def _set(self, text: str) -> None:
         name, equals, value = text.partition("=")
         if not equals or name not in SETTINGS:
-            raise UserError(f"/set takes NAME=VALUE; the names are {', '.join(SETTINGS)}")
+            raise UserError(f"/set requires NAME=VALUE, where NAME must be one of {', '.join(SETTINGS)}")
         if name == "sampling":
             self.talk.sampling = preset(value)
             self._sampling = None
             _say(f"sampling: {value}: {self.talk.sampling}")
         elif name in SAMPLING_OPTIONS:
             metadata = next(item.metadata for item in fields(Sampling) if item.name == name)
-            is_texts = metadata["typed"] == list[str]    # the option is a list of strings; /set gives a single one
+            is_texts = metadata["typed"] == list[str]    # /set gives a single string for an option that takes a list
             option = {name: metadata["read"]([value] if value else []) if is_texts else _from_yaml(name, value)}
             self.talk.sampling = replace(self.talk.sampling, **option)
             self._overrides |= option
         elif name == "think":
-            think = parse_think(ChatConfig(think=_from_yaml(name, value)).think)         # ChatConfig checks the value, as below
+            think = parse_think(ChatConfig(think=_from_yaml(name, value)).think)         # ChatConfig checks the value
             self.talk.template.answer_start(think)
             self.talk.think = think
             self._choose_sampling()
@@ -211,12 +209,12 @@ class Terminal:
             number = _from_yaml(name, value)
             if type(number) is not type(getattr(self.talk, name)):
                 raise UserError(f"{name} must be a whole number; got {value!r}")
-            ChatConfig(**{name: number})
+            ChatConfig(**{name: number})                 # raises UserError for a value out of range
             setattr(self.talk, name, number)
             self._max_new_tokens_is_set |= name == "max_new_tokens"
 
     def _choose_sampling(self) -> None:
-        """Chooses the sampling options of the next answers, except those that /set has changed."""
+        """Chooses the sampling options of the next answers, except the options that /set has changed."""
         if self._sampling is None:
             return
         chosen = self._sampling.for_answers(self.talk.think)
@@ -236,13 +234,13 @@ class Terminal:
 
 
 class _Answer:
-    """Prints an answer while it is generated. in_thoughts: whether the text so far is only thoughts."""
+    """Prints an answer while it is generated. `in_thoughts` is True while the text is only thoughts."""
 
     def __init__(self, template: "ChatTemplate", think: Think) -> None:
         self._parser = ThoughtParser(template.answer_start(think), template.thinks)
         terminal = sys.stdout.isatty()
         self._marks = (DIM, f"{NORMAL}\n") if terminal else ("<think>\n", "\n</think>\n")
-        self._cut = NORMAL if terminal else ""           # printed after thoughts that are cut short
+        self._cut = NORMAL if terminal else ""           # the text to print after thoughts that are cut short
         self.in_thoughts = False
 
     def show(self, piece: str, last: bool = False) -> None:
@@ -260,8 +258,8 @@ class _Answer:
 def _from_yaml(name: str, text: str) -> Any:
     try:
         return yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError):                 # ValueError: from a date such as 2026-02-30
-        raise UserError(f"{name} must be a number, a name, or true or false; got {text!r}") from None
+    except (yaml.YAMLError, ValueError):                 # a date such as 2026-02-30 causes a ValueError
+        raise UserError(f"{name} must be a number, a name, true or false; got {text!r}") from None
 
 
 def _say(text: str) -> None:
@@ -269,12 +267,11 @@ def _say(text: str) -> None:
 
 
 def _typed_turns() -> Iterator[str]:
-    """Turns from the terminal, with history and editing. Raises UserError if prompt_toolkit is missing."""
     try:
         from prompt_toolkit import PromptSession
         from prompt_toolkit.key_binding import KeyBindings
     except ImportError:
-        raise UserError("a chat in a terminal requires prompt_toolkit: pip install prompt_toolkit, or give the turns on "
+        raise UserError("a chat in a terminal requires prompt_toolkit: run pip install prompt_toolkit, or give the turns on "
                         "standard input") from None
     keys = KeyBindings()
     keys.add("escape", "enter")(lambda event: event.current_buffer.insert_text("\n"))
@@ -282,14 +279,14 @@ def _typed_turns() -> Iterator[str]:
     while True:
         try:
             yield session.prompt("> ").strip()
-        except KeyboardInterrupt:        # Ctrl-C clears the line
+        except KeyboardInterrupt:        # Ctrl-C only clears the line
             continue
         except EOFError:
             return
 
 
 def main() -> None:
-    threads.wait_briefly()               # this line and the next must precede the import of torch
+    threads.wait_briefly()               # this call and the next must precede the import of torch
     allocator.use_large_pages()
     cli.run(chat, ChatConfig, "chat", __doc__)
 

@@ -1,4 +1,4 @@
-"""Opens the draft that draft= names, for speculative decoding, and describes it in a line."""
+"""Opens the draft that draft= names for speculative decoding, and describes the draft in a line."""
 
 import sys
 from pathlib import Path
@@ -23,8 +23,11 @@ if TYPE_CHECKING:
 
 
 class OpenDraft(NamedTuple):
-    """A draft, read and checked; its weights are not loaded yet. checkpoint: None for n-grams. dtype: the dtype of the model
-    that the draft is for.
+    """A draft that has been read and checked, but not loaded.
+
+    Attributes:
+        checkpoint: the draft's checkpoint; None for n-grams.
+        dtype: the dtype of the model for which the draft proposes tokens.
     """
 
     name: str
@@ -34,31 +37,34 @@ class OpenDraft(NamedTuple):
     most_tokens: int
 
     def load(self, model: Model) -> tuple[Draft | None, str]:
-        """The draft for this model, and a line about the draft. Returns None as the draft if it is too large, or if decoding is
-        not in C: only the decoding step in C saves the state after each token.
+        """Returns the draft for this model, and a line about the draft. Returns None as the draft if it cannot be used.
+
+        The draft must be small enough. Model and draft must use the decoding step in C, because only this step saves the state
+        after each token.
         """
         if reason := why_not(model):
-            return None, f"{self.name}, ignored: decoding is not in C ({reason})"
+            return None, f"{self.name}, ignored: a draft requires the compiled decoding step ({reason})"
         draft: Draft = NGram(self.most_tokens)
         weights = 0
         if self.checkpoint is not None:
             wkv = operator_for(self.checkpoint.config, "auto", "cpu", computed_in(self.dtype))
             draft_model = RWKV.from_checkpoint(self.checkpoint, wkv, "cpu", self.dtype)
             if reason := why_not(draft_model):
-                return None, f"{self.name}, ignored: the draft's step is not in C ({reason})"
+                return None, f"{self.name}, ignored: the draft cannot use the compiled decoding step ({reason})"
             draft = ModelDraft(draft_model, model, self.tokenizer, self.most_tokens)
             weights = weights_nbytes(self.checkpoint, self.dtype)
         if draft.cost > LARGEST_COST:
             return None, (f"{self.name}, ignored: the draft's step takes about {draft.cost:.0%} of the time of the model's "
-                          "step; use a smaller draft")
+                          "step. Use a smaller draft")
         memory = weights + MOST_ROWS * (1 + self.most_tokens) * state_nbytes(model.config)
         return draft, (f"{draft}: up to {self.most_tokens} tokens per pass, in up to {memory / MIB:,.0f} MiB; pauses while it "
                        f"gains less than {LEAST_GAIN - 1:.0%}, and with more than {MOST_ROWS} sequences")
 
 
 def open_draft(config: DraftedConfig, opened: OpenCheckpoint) -> OpenDraft | None:
-    """The draft that a configuration names. Raises UserError if the draft is missing or damaged, or its vocabulary differs from
-    the model's.
+    """Returns the draft that a configuration names, or None if draft= is not set.
+
+    Raises UserError if the draft is missing or damaged, or if the draft and the model have different vocabularies.
     """
     if config.draft is None:
         return None
@@ -71,7 +77,7 @@ def open_draft(config: DraftedConfig, opened: OpenCheckpoint) -> OpenDraft | Non
 
 
 def load_draft(opened: OpenDraft | None, model: Model) -> Draft | None:
-    """The draft for this model, if any. Prints a line about it on standard error."""
+    """Returns the draft for this model, if any. Prints a line about the draft on standard error."""
     if opened is None:
         return None
     draft, line = opened.load(model)
@@ -80,14 +86,14 @@ def load_draft(opened: OpenDraft | None, model: Model) -> Draft | None:
 
 
 def _require_same_vocabulary(draft: "Checkpoint", opened: OpenCheckpoint) -> None:
-    """Raises UserError unless each token id stands for the same text in draft and model, as far as the draft's file shows."""
+    """Raises UserError if the draft's file shows that a token id stands for different text in draft and model."""
     target = opened.checkpoint
     if draft.vocab_size != target.vocab_size:
-        raise UserError(f"a draft must have the model's vocabulary, {target.vocab_size} tokens; got {draft.vocab_size}")
+        raise UserError(f"a draft must have the model's vocabulary of {target.vocab_size} tokens; got {draft.vocab_size}")
     if draft.tokenizer is None:
         require_tokenizer(draft, opened.tokenizer, "the model's tokenizer")
         return
     tokenizer = Tokenizer.from_dict(draft.tokenizer)
     if tokenizer.hash != opened.tokenizer.hash and tokenizer.tokens_as_bytes() != opened.tokenizer.tokens_as_bytes():
-        raise UserError("a draft must have the model's tokenizer; the draft's file has another tokenizer, whose ids stand for "
-                        "different text")
+        raise UserError("a draft must have the model's tokenizer, but in the draft's file the token ids stand for different "
+                        "text: choose a draft of the same model family")

@@ -40,7 +40,7 @@ def generate(config: GenerateConfig, line: cli.CommandLine) -> None:
     from rwkv.generation.output import run_generation
 
     files = config.out or config.save_state
-    output = unread(sys.stdout) if files else sys.stdout         # files are completed after standard output is closed
+    output = unread(sys.stdout) if files else sys.stdout         # the files must be completed even if nobody reads the output
     with redirect_stdout(output):
         try:
             completed = run_generation(model, tokenizer, config, prompts, context, chosen.sampling, chosen.stop, draft)
@@ -57,7 +57,6 @@ def generate(config: GenerateConfig, line: cli.CommandLine) -> None:
 @uncollected()
 def _open(config: GenerateConfig, line: cli.CommandLine
           ) -> "tuple[RWKV, Tokenizer, list[str], PrefillResult | None, Chosen, Draft | None]":
-    """The model, the tokenizer, the prompts, the context before the prompts, the sampling options, and the draft."""
     from rwkv.checkpoint.option_files import require_files
     from rwkv.generation.options import check_config, prompts_from
 
@@ -79,7 +78,7 @@ def _open(config: GenerateConfig, line: cli.CommandLine
 
 
 def main() -> None:
-    threads.wait_briefly()               # must precede the import of torch
+    threads.wait_briefly()               # this call must precede the import of torch
     cli.run(generate, GenerateConfig, "generate", __doc__)
 
 

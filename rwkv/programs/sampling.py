@@ -1,13 +1,13 @@
-"""Chooses the sampling options. Precedence, highest first:
+"""Chooses the sampling options. The first of these sources that exists has precedence:
 
     the user             sampling=NAME
     the checkpoint       generation_config.json of a directory, with variants for empty thoughts and for tools, or
-                         general.sampling of a GGUF file; for options missing there, the model family's, or else off
-    the model family     for G1 models, their author's advice on answers that begin with thoughts, or with an empty thought;
-                         without thoughts, and for completions without a chat template on a server, the preset for chats
-    the program          its own preset
+                         general.sampling of a GGUF file; missing options come from the model family, or are off
+    the model family     the presets in G1_PRESETS for G1 models, by whether answers begin with thoughts, with an empty
+                         thought, or without thoughts, as a server's completions do
+    the program          the default preset of the program
 
-A single option from the user overrides the same option of the chosen source. Stop strings and the maximum number of tokens come
+A single option of the user overrides the same option of the chosen source. Stop strings and the maximum number of tokens come
 from the checkpoint, unless the user sets them.
 """
 
@@ -26,20 +26,24 @@ from rwkv.errors import UserError
 from rwkv.io.json_types import JsonMapping
 
 SAMPLING_OPTIONS = tuple(item.name for item in fields(Sampling))
-UNCHANGED = Sampling(temperature=1.0, top_p=1.0)         # the model's own distribution
-G1_PRESETS: dict[Think, tuple[str, str]] = {     # preset and purpose, by think
-    True: ("g1_think", "the author's for G1 models whose answers begin with thoughts"),
-    "fake": ("g1_fake", "the author's for G1 models whose answers begin with an empty thought"),
-    False: ("chat", "for G1 models whose answers begin without thoughts")}
+UNCHANGED = Sampling(temperature=1.0, top_p=1.0)         # samples from the model's own distribution
+G1_PRESETS: dict[Think, tuple[str, str]] = {     # the preset and its purpose, by the value of `think`
+    True: ("g1_think", "the author's advice for G1 models if answers begin with thoughts"),
+    "fake": ("g1_fake", "the author's advice for G1 models if answers begin with an empty thought"),
+    False: ("chat", "for G1 models if answers begin without thoughts")}
 G1_TEMPLATES = ("g1", "flower")          # chat templates of G1 models
 
 
 class Chosen(NamedTuple):
     """The chosen sampling options.
 
-    name: a preset, or the file with the options. why: the printed reason; "" if the user chose the preset. overrides: the
-    user's options, as NAME=VALUE. stop, max_new_tokens: the values in the file `source`; () and None if the file does not set
-    them or the user does.
+    Attributes:
+        name: the name of a preset, or of the file with the options.
+        why: the reason to print; "" if the user chose the preset.
+        stop: the stop strings in the file `source`; () if the file has none or the user sets this option.
+        max_new_tokens: the limit in the file `source`; None if the file has none or the user sets this option.
+        source: the name of the checkpoint's file with generation options; "" without such a file.
+        overrides: the user's options, as NAME=VALUE.
     """
 
     sampling: Sampling
@@ -61,9 +65,12 @@ class Chosen(NamedTuple):
 class SamplingChoice:
     """Chooses the sampling options for one checkpoint.
 
-    config: the configuration of a program with sampling options. user_keys: the keys that the user has set. path: the
-    checkpoint's path. run: the configuration of the run that wrote the checkpoint. template: the checkpoint's chat template;
-    None for a program without chat templates.
+    Args:
+        config: the configuration of a program with sampling options.
+        user_keys: the options that the user has set.
+        path: the checkpoint's path.
+        run: the configuration of the run that wrote the checkpoint.
+        template: the checkpoint's chat template; None for a program without chat templates.
     """
 
     def __init__(self, config: Any, user_keys: Collection[str], path: Path, run: JsonMapping | None = None,
@@ -78,9 +85,9 @@ class SamplingChoice:
         self._template = template
 
     def for_answers(self, think: Think = False, tools: bool = False) -> Chosen:
-        """The options for answers that begin as `think` says. tools: whether the conversation has tools.
+        """Returns the options for answers that begin as `think` says. Raises UserError for a wrong option in a file.
 
-        Raises UserError if Sampling rejects an option of a file.
+        `tools` says whether the conversation has tools.
         """
         start = self._answer_start(think)
         settings = self._file_options(start == "fake", tools)
@@ -109,12 +116,12 @@ class SamplingChoice:
         return Chosen(sampling, settings.file.name, f"sets {', '.join(settings.sampling)}{rest}")
 
     def _file_options(self, fake: bool, tools: bool) -> Generation | None:
-        """The options in the checkpoint's file, or else in its base model's file; None if neither file has options."""
+        """Returns the options in the checkpoint's file or in the base model's file, or None if neither file has options."""
         files = (generation_in(Path(name), fake, tools) for name in self._names if name)
         return next(filter(None, files), None)
 
     def _answer_start(self, think: Think) -> Think | None:
-        """How answers begin in the chat template; None without a template, or if the template does not support `think`."""
+        """Returns how answers begin in the chat template, or None if there is no template or `think` is not supported."""
         if self._template is None:
             return None
         try:
@@ -136,6 +143,6 @@ class SamplingChoice:
 
 
 def preset(name: str) -> Sampling:
-    """A preset of configs/sampling. Raises UserError for an unknown name."""
+    """Returns a preset of configs/sampling. Raises UserError for an unknown name."""
     values = cli.preset("sampling", name)
     return Sampling(**{option: values[option] for option in SAMPLING_OPTIONS if option in values})

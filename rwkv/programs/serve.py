@@ -60,8 +60,8 @@ def serve(config: ServeConfig, line: cli.CommandLine) -> None:
     try:
         from rwkv.serving import server
     except ModuleNotFoundError as error:
-        raise UserError(f"serving requires the package {error.name}: in a clone of the repository, run "
-                        "pip install -e '.[serve]'") from None
+        raise UserError(f"serving requires the package {error.name}: run pip install -e '.[serve]' in a clone of the "
+                        "repository") from None
     require_files(config, config.template)
     require_adapters(config)
     say("loading", config.checkpoint)
@@ -69,14 +69,14 @@ def serve(config: ServeConfig, line: cli.CommandLine) -> None:
 
 
 def run_engine(connection: Connection, config: ServeConfig, user_keys: Collection[str]) -> None:
-    """Runs the engine in its own process, the only one that imports torch."""
+    """Runs the engine in a separate process, which alone imports torch."""
     from rwkv.serving.engine import worker
 
     worker.main(connection, config, partial(load, user_keys=user_keys))
 
 
 def load(config: ServeConfig, user_keys: Collection[str] = ()) -> "Loaded":
-    """Loads the model and its adapters. user_keys: the options that the user has set."""
+    """Loads the model and the adapters. `user_keys` has the options that the user has set."""
     import torch
 
     from rwkv.chat.templates import chat_template
@@ -91,7 +91,7 @@ def load(config: ServeConfig, user_keys: Collection[str] = ()) -> "Loaded":
 
     opened = open_checkpoint(config)
     choice = template_choice(opened.checkpoint, config.template)
-    template = chat_template(choice.template)            # errors in templates and adapters are raised before loading
+    template = chat_template(choice.template)            # mistakes in templates and adapters show up before the slow loading
     sampling = SamplingChoice(config, user_keys, opened.checkpoint.path, opened.checkpoint.run, template)
     chosen = {(think, tools): sampling.for_answers(think, tools) for tools in (False, True) for think in BEGUN}
     adapters = read_adapters(config, opened)
@@ -126,9 +126,9 @@ def load(config: ServeConfig, user_keys: Collection[str] = ()) -> "Loaded":
 
 
 def _gpu_lines(model: "Model", config: ServeConfig, copies: int, device: str) -> list[tuple[str, str]]:
-    """Lines on the GPU's memory, on concurrent sequences, and on the warm-up; none on a CPU.
+    """Returns lines on the GPU's memory, concurrent sequences and the warm-up, or no lines on a CPU.
 
-    copies: the number of copies of the weights, one for each merged adapter. Raises UserError if max_rows sequences do not fit.
+    `copies` is the number of copies of the weights for merged adapters. Raises UserError if max_rows sequences do not fit.
     """
     import torch
 
@@ -143,8 +143,8 @@ def _gpu_lines(model: "Model", config: ServeConfig, copies: int, device: str) ->
             rows * (state_nbytes(model.config) + 4 * model.vocab_size)) * (1 + copies)
     free, total = torch.cuda.mem_get_info()
     if size > free:
-        raise UserError(f"max_rows={rows} requires {size / MIB:,.0f} MiB of the GPU's memory besides the weights, and "
-                        f"{free / MIB:,.0f} MiB are free: choose a smaller max_rows")
+        raise UserError(f"max_rows={rows} requires {size / MIB:,.0f} MiB of the GPU's memory besides the weights, but only "
+                        f"{free / MIB:,.0f} MiB are free: set a smaller max_rows=")
     chunks = chunks_on(torch.device(device))
     lines = [("GPU", f"{torch.cuda.get_device_name()}, {total / MIB:,.0f} MiB, {free / MIB:,.0f} MiB free besides the weights"),
              ("concurrency", f"{counted(rows, 'sequence')} in {size / MIB:,.0f} MiB of memory; prompts in chunks of up to "
@@ -156,9 +156,9 @@ def _gpu_lines(model: "Model", config: ServeConfig, copies: int, device: str) ->
 
 
 def _sampling_lines(chosen: Mapping[tuple[Think, bool], Chosen]) -> list[str]:
-    """Lines on the sampling options: one line for most answers, and one for each kind of answer with different options.
+    """Returns lines on the sampling options: one line for most answers, and one for each kind of answer with other options.
 
-    chosen: the options by the value of `think` and by whether the conversation has tools.
+    `chosen` has the options by the value of `think` and by whether the conversation has tools.
     """
     usual = chosen[False, False]
     lines = [f"{usual}; requests may override them"]
@@ -171,17 +171,17 @@ def _sampling_lines(chosen: Mapping[tuple[Think, bool], Chosen]) -> list[str]:
 
 
 def _states_line(config: ServeConfig, size: int) -> str:
-    """A line about saved states. size: the bytes of one state."""
+    """Returns a line about saved states. `size` is the bytes of one state."""
     if config.states_mib * MIB < size and not config.states_dir:
-        return f"off: a saved state requires {size / MIB:.3g} MiB, and states_mib={config.states_mib}"
+        return f"off: a saved state requires {size / MIB:.3g} MiB, but states_mib={config.states_mib}"
     memory = f"{config.states_mib:,} MiB of saved states in memory, {config.states_mib * MIB // size:,}"
     if config.states_dir:
         return f"{memory}, and {config.states_dir_mib:,} MiB in {config.states_dir}"
-    return f"{memory}; evicts the least recently used"
+    return f"{memory}; a full memory evicts the least recently used state"
 
 
 def main() -> None:
-    threads.wait_briefly()               # this line and the next precede the import of torch, in the engine's process too
+    threads.wait_briefly()               # this call and the next must precede the import of torch in the engine's process
     allocator.use_large_pages()
     cli.run(serve, ServeConfig, "serve", __doc__)
 

@@ -81,8 +81,8 @@ from rwkv.errors import UserError
 
 def train(config: TrainConfig, line: cli.CommandLine) -> None:
     for key in (key for key in line.keys if key.startswith("sweep.")):
-        raise UserError(f"{key} requires -m, a sweep: add -m, or leave {key} out")
-    if config.trainer.strategy == "single":       # with several processes, each would report errors
+        raise UserError(f"{key} requires a sweep: add -m to the command line, or leave {key} out")
+    if config.trainer.strategy == "single":       # with several processes, each process would report an error
         from rwkv.training.run.options import check_run
 
         check_run(config, line.keys)
@@ -99,7 +99,7 @@ def sweep(line: cli.CommandLine, jobs: cli.Jobs) -> None:
 
 
 def main() -> None:
-    threads.wait_briefly()               # must precede the import of torch
+    threads.wait_briefly()               # this call must precede the import of torch
     cli.run(train, TrainConfig, "train", __doc__, sweep)
 
 

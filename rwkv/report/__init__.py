@@ -1,7 +1,7 @@
-"""The report of a run or of a sweep: DIR/report.html, one self-contained file, and DIR/report.csv.
+"""Writes the report of a run or a sweep to DIR/report.html, which needs no other files, and to DIR/report.csv.
 
-It is computed only from the files in the run directories (run_files.py), so it can be written again at any time: `python -m
-rwkv.tools.report DIR`.
+A report depends only on the files in the run directories (run_files.py). So `python -m rwkv.tools.report DIR` can write the
+report again at any time.
 """
 
 import math
@@ -21,8 +21,12 @@ TABLE = "report.csv"
 
 
 class Report(NamedTuple):
-    """A written report. page: the path of report.html. sentences: problems, and which kernel has the lowest loss or the highest
-    speed. best: the name of the finished run with the lowest validation loss, and this loss; None if none was measured.
+    """A written report.
+
+    Attributes:
+        page: the path of report.html.
+        sentences: the problems, and the kernel with the lowest loss or the highest speed.
+        best: the name and the loss of the finished run with the lowest validation loss; None without a validation loss.
     """
 
     page: Path
@@ -31,11 +35,11 @@ class Report(NamedTuple):
 
 
 def write(folder: Path, reference: str | None = None) -> Report:
-    """Writes the report on the runs in `folder`. The returned sentences do not list differing options as problems, because the
-    user has just set these options.
+    """Writes the report on the runs in `folder`.
 
-    reference: the kernel to compare the others with; None applies the rule in numbers.py. Raises UserError if there is no run
-    in `folder`, and if no run has the kernel `reference`.
+    `reference` is the kernel with which the other kernels are compared; None applies the rule in numbers.py. The returned
+    sentences do not list differing options as problems, because the user has just set these options. Raises UserError if there
+    is no run in `folder`, or if no run has the kernel `reference`.
     """
     comparison = compare(read(folder), reference)
     write_file(folder / TABLE, lambda file: file.write(as_csv(comparison).encode()))
@@ -52,5 +56,5 @@ def write(folder: Path, reference: str | None = None) -> Report:
 
 
 def table(folder: Path) -> tuple[list[dict[str, object]], list[Path]]:
-    """The rows of report.csv, and the paths of report.html and report.csv."""
+    """Returns the rows of report.csv, and the paths of report.html and report.csv."""
     return rows(compare(read(folder))), [folder / PAGE, folder / TABLE]

@@ -1,4 +1,4 @@
-"""The findings at the beginning of a report: failed runs, wrong kernels, differences in options besides kernel and seed."""
+"""Finds what a report mentions first: failed runs, wrong kernels, and differences in options other than kernel and seed."""
 
 from typing import NamedTuple
 
@@ -7,8 +7,8 @@ from rwkv.report import units
 from rwkv.report.numbers import EARLY, WHEN, Comparison, Kernel, Numbers, column
 from rwkv.report.run_files import Run
 
-MAX_DISTANCE = {"32-true": 1e-3}         # by precision, in nats, within EARLY steps: 100 times the effect of rounding
-MAX_DISTANCE_HALF = 0.1                  # in nats, for other precisions
+MAX_DISTANCE = {"32-true": 1e-3}         # nats within EARLY steps, by precision; 100 times what rounding causes
+MAX_DISTANCE_HALF = 0.1                  # nats within EARLY steps, for other precisions
 BAD = "bad"
 NOTE = "note"
 GOOD = "good"
@@ -20,31 +20,30 @@ class Finding(NamedTuple):
 
 
 def findings(comparison: Comparison) -> list[Finding]:
-    """All findings on a comparison. If only kernel and seed differ, the last finding names the kernels that are equivalent."""
-    differing = [Finding(BAD, f"The runs differ in more than kernel and seed: {key} is {_by_value(values)}.")
-                 for key, values in comparison.options.items()]
-    differing += [Finding(BAD, f"The runs differ in machine or versions: {key} is {_by_value(values)}.")
-                  for key, values in comparison.machines.items()]
+    """Returns all findings on a comparison. If only kernel and seed differ, the last finding names the equivalent kernels."""
+    difference_findings = [Finding(BAD, f"The runs differ in more than kernel and seed: {key} is {_by_value(values)}.")
+                           for key, values in comparison.options.items()]
+    difference_findings += [Finding(BAD, f"The runs differ in machine or versions: {key} is {_by_value(values)}.")
+                            for key, values in comparison.machines.items()]
     damaged = [Finding(BAD, f"{run.name}: {problem}.") for run in comparison.runs for problem in run.damaged]
-    result = [*differing, *damaged, *_lost(comparison)]
+    result = [*difference_findings, *damaged, *_lost_text(comparison)]
     equivalent = []
     for kernel in comparison.kernels:
-        wrong = _distances(kernel, comparison.reference)
-        errors = [sentence for result in comparison.results if (sentence := _largest_error(kernel, result))]
+        problems = _deviations(kernel, comparison.reference)
+        errors = [sentence for result in comparison.results if (sentence := _largest_error_phrase(kernel, result))]
         if errors:
-            wrong.insert(0, Finding(BAD, f"{kernel.label} is wrong: the error of {'; of '.join(errors)}"))
+            problems.insert(0, Finding(BAD, f"{kernel.label} is wrong: the error of {'; of '.join(errors)}"))
         elif warnings := {str(run.measured["wrong"]) for run in kernel.runs if run.measured.get("wrong")}:
-            wrong = [*(Finding(BAD, f"{sentence}.") for sentence in sorted(warnings)), *wrong]
-        result += [*wrong, *_unfinished(kernel)]
-        if not wrong and any(kernel.numbers):
+            problems = [*(Finding(BAD, f"{sentence}.") for sentence in sorted(warnings)), *problems]
+        result += [*problems, *_unfinished_runs(kernel)]
+        if not problems and any(kernel.numbers):
             equivalent.append(kernel)
-    if comparison.reference and not differing and len(equivalent) > 1:
-        result.append(_good(comparison, equivalent))
+    if comparison.reference and not difference_findings and len(equivalent) > 1:
+        result.append(_agreement(comparison, equivalent))
     return result
 
 
-def _lost(comparison: Comparison) -> list[Finding]:
-    """One finding for each distinct fraction of the validation text that a tokenizer loses."""
+def _lost_text(comparison: Comparison) -> list[Finding]:
     by_share: dict[float, list[Numbers]] = {}
     for numbers in (numbers for kernel in comparison.kernels for numbers in kernel.numbers if "val_lost" in numbers):
         by_share.setdefault(numbers["val_lost"], []).append(numbers)
@@ -52,7 +51,7 @@ def _lost(comparison: Comparison) -> list[Finding]:
     for share, runs in by_share.items():
         which = "" if len(runs) == len(comparison.runs) else f" in {len(runs)} of {counted(len(comparison.runs), 'run')}"
         withheld = "" if all("val_bpb" in numbers for numbers in runs) else ", and bits per byte are not reported"
-        sentences.append(f"The tokenizer loses {100 * share:.3g} % of the validation text{which}: the losses exclude it"
+        sentences.append(f"The tokenizer loses {100 * share:.3g} % of the validation text{which}: the losses exclude this part"
                          f"{withheld}.")
     return [Finding(NOTE, sentence) for sentence in sentences]
 
@@ -61,35 +60,34 @@ def _by_value(values: dict[str, list[str]]) -> str:
     return "; ".join(f"{value} in {runs[0] if len(runs) == 1 else f'{len(runs)} runs'}" for value, runs in values.items())
 
 
-def _largest_error(kernel: Kernel, result: str) -> str | None:
-    """A sentence on the largest error of a result, if it exceeds its tolerance; otherwise None."""
-    wrong: list[tuple[float, str, Run]] = []
+def _largest_error_phrase(kernel: Kernel, result: str) -> str | None:
+    """Returns a phrase on the largest error of a result, or None if every error is within the tolerance."""
+    problems: list[tuple[float, str, Run]] = []
     for run, numbers in zip(kernel.runs, kernel.numbers, strict=True):
         for when in WHEN:
             error = numbers.get(column("err", when, result), 0.0)
             if error > run.allowed(when).get(result, float("inf")):
-                wrong.append((error, when, run))
-    if not wrong:
+                problems.append((error, when, run))
+    if not problems:
         return None
-    error, when, run = max(wrong, key=lambda error: error[0])
+    error, when, run = max(problems, key=lambda error: error[0])
     words = f"gradient of {result.removeprefix('grad ')}" if result.startswith("grad ") else f"output {result}"
-    return f"its {words} is {error:.1e} at the {when} of {run.name} (the limit is {run.allowed(when)[result]:.0e})"
+    return f"the {words} is {error:.1e} at the {when} of {run.name} (the limit is {run.allowed(when)[result]:.0e})"
 
 
-def _distances(kernel: Kernel, reference: str | None) -> list[Finding]:
-    """One finding for each run whose early losses differ from the reference's by more than rounding can explain."""
+def _deviations(kernel: Kernel, reference: str | None) -> list[Finding]:
+    """Returns one finding for each run with early losses that differ from the reference's by more than rounding explains."""
     result = []
     for run, numbers in zip(kernel.runs, kernel.numbers, strict=True):
         limit = MAX_DISTANCE.get(run.measured.get("precision", "32-true"), MAX_DISTANCE_HALF)
         distance = numbers.get("difference_early", 0.0)
         if distance > limit:
-            result.append(Finding(BAD, f"{run.name}: its loss deviates from that of {reference} by {distance:.2g} nats within "
+            result.append(Finding(BAD, f"{run.name}: the loss deviates from that of {reference} by {distance:.2g} nats within "
                                        f"{EARLY} steps; equivalent kernels stay within {limit:g}."))
     return result
 
 
-def _unfinished(kernel: Kernel) -> list[Finding]:
-    """One finding for each distinct status other than finished, with its reason."""
+def _unfinished_runs(kernel: Kernel) -> list[Finding]:
     counts: dict[tuple[str, str | None], int] = {}
     for run in kernel.runs:
         counts[run.status, run.reason] = counts.get((run.status, run.reason), 0) + 1
@@ -100,8 +98,8 @@ def _unfinished(kernel: Kernel) -> list[Finding]:
             for (status, reason), count in counts.items() if status != "finished"]
 
 
-def _good(comparison: Comparison, equivalent: list[Kernel]) -> Finding:
-    """States that these kernels agree, except kernels whose runs have no reference run with the same seed."""
+def _agreement(comparison: Comparison, equivalent: list[Kernel]) -> Finding:
+    """Returns the finding that these kernels agree. Only kernels with a reference run of the same seed are compared."""
     compared = [kernel for kernel in equivalent if kernel.values("difference_early")]
     sentence = "Only the kernel and the seed differ"
     if compared:

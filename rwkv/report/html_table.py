@@ -1,4 +1,4 @@
-"""HTML tables for a report. Each column has a header and a function that formats a row's cell."""
+"""Makes the HTML tables of a report. Each column has a header and a function that formats a row's cell."""
 
 from collections.abc import Callable, Sequence
 from html import escape
@@ -6,8 +6,12 @@ from typing import Any, NamedTuple
 
 
 class Column(NamedTuple):
-    """A column. cell: returns the HTML of a row's cell, or "" for an empty one. words: whether the cells contain words, not
-    numbers."""
+    """A column of a table.
+
+    Attributes:
+        cell: returns the HTML of a row's cell, or "" for an empty cell.
+        words: whether the cells contain words instead of numbers.
+    """
 
     header: str
     cell: Callable[[Any], str]
@@ -16,7 +20,7 @@ class Column(NamedTuple):
 
 def table(columns: Sequence[Column], rows: Sequence[Any], style: str = "",
           message_for: Callable[[Any], str | None] = lambda row: None) -> str:
-    """An HTML table; empty columns are omitted. message_for(row): a message that replaces all cells but the first, or None."""
+    """Returns an HTML table without empty columns. A message from message_for(row) replaces all cells but the row's first."""
     messages = [message_for(row) for row in rows]
     cells = [[column.cell(row) for column in columns] if message is None else [columns[0].cell(row)]
              for row, message in zip(rows, messages, strict=True)]
@@ -40,5 +44,5 @@ def text(value: object) -> str:
 
 
 def cell(value: object, formatter: Callable[[Any], str] = str, bad: bool = False) -> str:
-    """An HTML cell with a formatted value; "" for None."""
+    """Returns an HTML cell with a formatted value, or "" for None."""
     return "" if value is None else f"<td{' class=bad' if bad else ''}>{escape(formatter(value))}</td>"

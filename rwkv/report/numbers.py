@@ -1,11 +1,12 @@
-"""The numbers in a report: those of each run, statistics over a kernel's runs, and differences between losses.
+"""Computes the numbers in a report: numbers of each run, statistics over a kernel's runs, and differences between losses.
 
-Throughput and times are medians over a run, after its warm-up. A kernel's number is the median over its runs, one per seed,
-with the minimum and the maximum. The reference is the kernel `reference` or `formula` if one was trained, otherwise the first
-trained kernel of the command line. A run is compared, step by step, with the reference's run of the same seed.
+Throughput and times are medians over a run without the warm-up. A kernel's number is the median over the kernel's runs, one per
+seed, with the minimum and the maximum. The reference is the kernel `reference` or `formula` if the sweep trained one of these,
+otherwise the first trained kernel of the command line. Each run is compared step by step with the reference's run of the same
+seed.
 
-report.csv has a row for each run and three for each kernel: median, minimum and maximum of its runs. Each column is one
-quantity, described by columns(). A field is empty if the quantity was not measured.
+report.csv has a row for each run, and three rows for each kernel: median, minimum and maximum. columns() describes the quantity
+in each column. A field is empty if the quantity was not measured.
 """
 
 import csv
@@ -29,18 +30,18 @@ Numbers = dict[str, float]               # by column of report.csv, without quan
 
 @dataclass
 class Kernel:
-    """The runs of a kernel and their numbers. If runs differ in other options, too, each combination of values is a separate
-    Kernel.
+    """The runs of a kernel, and the numbers of each run.
 
-    label: the kernel's name with the values of these options.
+    If runs differ in other options too, each combination of values is a separate Kernel. `label` is the kernel's name with the
+    values of these options.
     """
 
     label: str
     runs: list[Run]
-    numbers: list[Numbers]               # each run's numbers
+    numbers: list[Numbers]
 
     def finished(self) -> "Kernel":
-        """The same kernel with only its finished runs, for statistics."""
+        """Returns the same kernel with only the finished runs, for statistics."""
         finished = [(run, numbers) for run, numbers in zip(self.runs, self.numbers, strict=True) if run.status == "finished"]
         return Kernel(self.label, [run for run, _ in finished], [numbers for _, numbers in finished])
 
@@ -52,19 +53,21 @@ class Kernel:
         return statistics.median(values) if values else None
 
     def status(self) -> str:
-        """"finished" if any run is finished, otherwise the status of the first run."""
+        """Returns "finished" if any run is finished, otherwise the status of the first run."""
         statuses = [run.status for run in self.runs]
         return "finished" if "finished" in statuses else statuses[0]
 
 
 @dataclass
 class Comparison:
-    """All runs, by kernel, in the order of the command line.
+    """All runs by kernel, in the order of the command line.
 
-    reference: the kernel that the others are compared with; None for a single kernel. results: the operator's outputs and
-    gradients whose errors were measured. differences: for each run's name, |train/loss - the reference's| by step. options: the
-    options other than kernel and seed that differ, with the names of the runs that have each value. machines: the differing
-    machines, versions and commits, likewise.
+    Attributes:
+        reference: the kernel with which the others are compared; None for a single kernel.
+        results: the operator's outputs and gradients with measured errors.
+        differences: for each run's name, the distance between train/loss and the reference's train/loss by step.
+        options: the differing options other than kernel and seed, with the names of the runs that have each value.
+        machines: the differing machines, versions and commits, with the names of the runs that have each value.
     """
 
     kernels: list[Kernel]
@@ -84,17 +87,17 @@ class Comparison:
 
     @property
     def config(self) -> JsonObject:
-        """The options of the first run that has them, by dotted key."""
-        return next((flat(run.config) for run in self.runs if run.config), {})
+        """The options of the first run with a config.yaml, by dotted key."""
+        return next((flatten(run.config) for run in self.runs if run.config), {})
 
 
 def compare(runs: list[Run], reference: str | None = None) -> Comparison:
     """Groups the runs by kernel and compares each with the reference. Raises UserError if `reference` was not trained."""
-    options = differing({run.name: flat(run.config) for run in runs if run.config}, MAY_DIFFER)
-    machines = differing({run.name: run.machine for run in runs if run.machine}, ("date",))
+    options = differing_settings({run.name: flatten(run.config) for run in runs if run.config}, MAY_DIFFER)
+    machines = differing_settings({run.name: run.machine for run in runs if run.machine}, ("date",))
     labels = {}
     for run in runs:
-        config = flat(run.config)
+        config = flatten(run.config)
         labels[run.name] = ", ".join([run.kernel, *(f"{key}={config[key]}" for key in options if key in config)])
     reference = _reference(runs, reference)
     differences = {run.name: _difference(run, runs, labels, reference) for run in runs}
@@ -104,27 +107,28 @@ def compare(runs: list[Run], reference: str | None = None) -> Comparison:
         kernel.numbers = [numbers_of(run, differences[run.name]) for run in kernel.runs]
     if len(kernels) == 1:
         reference = None
-    return Comparison(kernels, reference, _results(runs), differences if reference else {}, options, machines)
+    return Comparison(kernels, reference, _measured_results(runs), differences if reference else {}, options, machines)
 
 
 def numbers_of(run: Run, difference: Curve) -> Numbers:
-    """The numbers of a run. difference: by step, the distance between its loss and the reference's."""
-    validated = max(run.curve("val/loss"), default=-1)       # val/bpb of an earlier step is from before a resumption
+    """Returns the numbers of a run. `difference` is the distance between the run's and the reference's loss by step."""
+    validated = max(run.curve("val/loss"), default=-1)       # an earlier step's val/bpb would be from before a resumption
     numbers = {"steps": max(run.curve("train/loss"), default=None), "val_loss": _last(run.curve("val/loss")),
                "val_bpb": run.curve("val/bpb").get(validated), "val_lost": run.curve("val/lost").get(validated),
                "train_loss": _last(run.curve("train/loss")),
-               "tok_per_sec": _median(after(run.curve("tok_per_sec"), run.measured.get("warm_up", 0)).values()),
+               "tok_per_sec": _median(without_warm_up(run.curve("tok_per_sec"), run.measured.get("warm_up", 0)).values()),
                "peak_mib": max(run.curve("peak_mem").values(), default=None),
-               **{name.replace("/", "_"): _last(run.curve(name)) for name in reward_names()}, **_times(run), **_errors(run)}
+               **{name.replace("/", "_"): _last(run.curve(name)) for name in reward_names()},
+               **_median_times(run), **_largest_errors(run)}
     if difference:
-        worst = max(difference, key=lambda step: (_or_infinite(difference[step]), -step))        # the first of equal ones
+        worst = max(difference, key=lambda step: (_or_infinite(difference[step]), -step))        # first of equal differences
         early = [_or_infinite(value) for step, value in difference.items() if step <= EARLY]
         numbers |= {"difference": difference[worst], "difference_step": worst, "difference_early": max(early, default=None)}
     return {name: float(value) for name, value in numbers.items() if value is not None}
 
 
 def reward_names() -> list[str]:
-    """The names of the metrics for pairs of answers: train/rewards_margin and so on."""
+    """Returns the names of the metrics for pairs of answers: train/rewards_margin and so on."""
     return [f"{split}/{name}" for split in ("train", "val") for name in REWARDS]
 
 
@@ -133,12 +137,11 @@ def learns_pairs(run: Run) -> bool:
 
 
 def unit_of_loss(runs: Iterable[Run]) -> tuple[str, str]:
-    """The unit of the losses, and the kind of item over which they are averaged."""
+    """Returns the unit of the losses, and the kind of item over which the losses are averaged."""
     return ("objective", "pair") if any(map(learns_pairs, runs)) else ("nats", "token")
 
 
-def _times(run: Run) -> dict[str, float | None]:
-    """Median milliseconds of a step, and of the operator's passes in it."""
+def _median_times(run: Run) -> dict[str, float | None]:
     steps = run.measured.get("steps", [])
     return {"step_ms": _median(step["ms"] for step in steps),
             "forward_ms": _median(step["forward_ms"] for step in steps),
@@ -146,11 +149,10 @@ def _times(run: Run) -> dict[str, float | None]:
             "rest_ms": _median(step["ms"] - step["forward_ms"] - step["backward_ms"] for step in steps)}
 
 
-def _errors(run: Run) -> dict[str, float]:
-    """The largest error over all layers, by column: err_start_y, max_start_y, and so on."""
+def _largest_errors(run: Run) -> dict[str, float]:
     worst = {}
     for when in WHEN:
-        for result in _results([run]):
+        for result in _measured_results([run]):
             errors = [layer["errors"][result] for layer in run.layers(when) if result in layer["errors"]]
             if errors:
                 worst[column("err", when, result)] = max(_or_infinite(error["err_ratio"]) for error in errors)
@@ -159,12 +161,14 @@ def _errors(run: Run) -> dict[str, float]:
 
 
 def column(kind: str, when: str, result: str) -> str:
-    """The column of an error, such as err_end_grad_k. kind: "err" for RMS error / RMS, "max" for the largest absolute error."""
+    """Returns the column of an error, such as err_end_grad_k.
+
+    `kind` is "err" for RMS error / RMS, or "max" for the largest absolute error.
+    """
     return f"{kind}_{when}_{result.replace(' ', '_')}"
 
 
-def _results(runs: list[Run]) -> list[str]:
-    """The operator's results whose errors were measured: first the output "y", then each "grad NAME"."""
+def _measured_results(runs: list[Run]) -> list[str]:
     return list(dict.fromkeys(result for run in runs for when in WHEN for layer in run.layers(when)
                               for result in layer["errors"]))
 
@@ -179,8 +183,10 @@ def _reference(runs: list[Run], requested: str | None) -> str | None:
 
 
 def _difference(run: Run, runs: list[Run], labels: dict[str, str], reference: str | None) -> Curve:
-    """By step, the distance between the run's loss and that of the reference with the same seed and options; {} if there is
-    none."""
+    """Returns the distance by step between the run's loss and that of the reference with the same seed and options.
+
+    Returns {} if there is no such reference run.
+    """
     options = labels[run.name].removeprefix(run.kernel)
     counterpart = next((candidate for candidate in runs if candidate.kernel == reference and candidate.seed == run.seed
                         and labels[candidate.name].removeprefix(candidate.kernel) == options), run)
@@ -191,9 +197,11 @@ def _difference(run: Run, runs: list[Run], labels: dict[str, str], reference: st
             for step, loss in run.curve("train/loss").items() if step in reference_losses}
 
 
-def differing(settings: Mapping[str, JsonObject], ignored: Iterable[str]) -> dict[str, dict[str, list[str]]]:
-    """The settings that differ between runs, each with the names of the runs that have each value. settings: the settings of
-    each run."""
+def differing_settings(settings: Mapping[str, JsonObject], ignored: Iterable[str]) -> dict[str, dict[str, list[str]]]:
+    """Returns the settings that differ between runs, each with the names of the runs that have each value.
+
+    `settings` has the settings of each run, by the run's name.
+    """
     keys = dict.fromkeys(key for options in settings.values() for key in options if key not in ignored)
     result: dict[str, dict[str, list[str]]] = {}
     for key in keys:
@@ -205,16 +213,16 @@ def differing(settings: Mapping[str, JsonObject], ignored: Iterable[str]) -> dic
     return result
 
 
-def flat(config: Mapping[str, object], prefix: str = "") -> JsonObject:
+def flatten(config: Mapping[str, object], prefix: str = "") -> JsonObject:
     """Flattens nested options to dotted keys: {"model": {"n_layer": 4}} becomes {"model.n_layer": 4}."""
     options: JsonObject = {}
     for key, value in config.items():
-        options |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+        options |= flatten(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
     return options
 
 
-def after(curve: Curve, warm_up: int) -> Curve:
-    """The curve without the first `warm_up` steps, or the whole curve if it has no later ones."""
+def without_warm_up(curve: Curve, warm_up: int) -> Curve:
+    """Returns the curve without the first `warm_up` steps, or the whole curve if there are no later steps."""
     return {step: value for step, value in curve.items() if step > warm_up} or curve
 
 
@@ -247,8 +255,8 @@ QUANTITIES = {
     "steps": "the last step",
     "val_loss": "last validation loss, in nats per token; for pairs of answers, the objective per pair",
     "val_bpb": "last validation loss, in bits per byte; empty if the tokenizer loses too much of the text",
-    "val_lost": "fraction of the validation text that the tokenizer loses, if any; for precomputed ids, the fraction "
-                "of unknown tokens",
+    "val_lost": "fraction of the validation text that the tokenizer loses, if any, or the fraction of unknown tokens in "
+                "precomputed ids",
     "train_loss": "mean training loss of the last logged interval, in nats per token; for pairs of answers, the objective per "
                   "pair",
     **{f"{split}_{name}": f"{words}, mean over {pairs}" for split, pairs in (
@@ -271,7 +279,7 @@ QUANTITIES = {
 
 
 def columns(results: Iterable[str]) -> dict[str, str]:
-    """The columns of report.csv with their descriptions. results: the operator's output "y" and its gradients "grad NAME"."""
+    """Returns the columns of report.csv with descriptions. `results` has the output "y" and the gradients "grad NAME"."""
     errors = {column(kind, when, result): f"{words} of {result} against float64, at the {when}, in the worst layer"
               for when in WHEN for result in results
               for kind, words in (("err", "RMS error / RMS"), ("max", "largest absolute error"))}
@@ -279,7 +287,7 @@ def columns(results: Iterable[str]) -> dict[str, str]:
 
 
 def rows(comparison: Comparison) -> list[dict[str, object]]:
-    """The rows of report.csv: for each kernel, first its runs and then its statistics."""
+    """Returns the rows of report.csv. Each kernel has first the rows of its runs, and then the rows of statistics."""
     result: list[dict[str, object]] = []
     for kernel in comparison.kernels:
         result += [{"level": "run", "statistic": "value", "kernel": kernel.label, "seed": run.seed, "run": run.name,

@@ -1,6 +1,6 @@
-"""The report as an HTML page: one file without scripts or external resources; every text is escaped.
+"""Renders the report as an HTML page without scripts or external resources. Every text is escaped.
 
-Its style sheet is light or dark as the system prefers, and suits screens of any width, even a telephone's.
+The style sheet is light or dark as the system prefers, and suits screens of any width, even a telephone's.
 """
 
 import statistics
@@ -24,7 +24,7 @@ MACHINE = ("cpu", "gpu", "threads", "system", "python", "torch", "taichi", "trit
            "commit", "date")
 SETTINGS = ("model.n_layer", "model.n_embd", "model.ctx_len", "data.name", "data.tokenizer", "data.batch_size", "optim.lr",
             "trainer.max_steps", "trainer.precision")
-SAMPLES_SHOWN = 3                        # the first sample and the latest ones
+SAMPLES_SHOWN = 3                        # the page shows the first sample and the latest samples
 SPLITS = {"val": "held-out pairs", "train": "last logged step"}
 RUN_COLUMNS = (("steps", "steps", units.count), ("val/loss", "val_loss", "{:.4f}".format),  # header, number, format
                ("train/loss", "train_loss", "{:.4f}".format), ("tokens/s", "tok_per_sec", units.count),
@@ -36,8 +36,8 @@ def render(folder: Path, comparison: Comparison, findings: Sequence[Finding]) ->
     sentences = [f'<p class="verdict">{escape(sentence)}</p>' for sentence in verdict(comparison)]
     body = [f"<h1>{escape(title)}</h1>", _lead(comparison), *sentences, *map(_finding, findings),
             *tuning.changes(comparison.runs), *tuning.answers(comparison.runs), *_summary(comparison),
-            *_preferences(comparison), *_plots(comparison), *_published(comparison), *_errors(comparison), *_runs(comparison),
-            *_samples(comparison), *_setting(comparison), _method(comparison)]
+            *_reward_table(comparison), *_curves_section(comparison), *_published_table(comparison),
+            *_error_table(comparison), *_runs(comparison), *_samples(comparison), *_setting(comparison), _method(comparison)]
     return ('<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
             '<meta name="viewport" content="width=device-width, initial-scale=1">'
             f"<title>{escape(title)}</title><style>{STYLE}{svg.STYLE}{tuning.STYLE}</style></head>\n<body>\n"
@@ -48,7 +48,7 @@ def _lead(comparison: Comparison) -> str:
     config = comparison.config
     keys = [key for key in SETTINGS if key in config]
     if config.get("init_from") and "data.tokenizer" in keys:
-        keys.remove("data.tokenizer")   # the run used the tokenizer of init_from=
+        keys.remove("data.tokenizer")    # the run used the tokenizer of init_from= instead
     settings = ", ".join(f"{key}\u00a0{config[key]}" for key in keys)
     n = config.get("trainer.val_tokens")
     if n is not None:
@@ -74,40 +74,38 @@ def _summary(comparison: Comparison) -> list[str]:
     loss = f"val/loss, {unit_of_loss(comparison.runs)[0]}"
     compared = comparison.reference is not None
     ratio = Column(f"times {comparison.reference}",
-                   lambda kernel: cell(speed_ratio(_shown(kernel), comparison) or None, "{:.2f}".format))
+                   lambda kernel: cell(speed_ratio(_finished_or_all(kernel), comparison) or None, "{:.2f}".format))
     columns = [Column("kernel", _kernel_cell if len(comparison.runs) > 1 else lambda kernel: cell(kernel.label)),
-               _measured(loss, "val_loss", "{:.4f}".format),
-               *([Column("difference", lambda kernel: _difference(_shown(kernel)))] if compared else []),
-               _measured("tokens/s", "tok_per_sec", units.count),
+               _median_column(loss, "val_loss", "{:.4f}".format),
+               *([Column("difference", lambda kernel: _difference_cell(_finished_or_all(kernel)))] if compared else []),
+               _median_column("tokens/s", "tok_per_sec", units.count),
                *([ratio] if compared else []),
-               *(_measured(name, key, units.time) for key, name in (("step_ms", "step"), *PARTS)),
-               _measured("memory", "peak_mib", units.memory)]
+               *(_median_column(name, key, units.time) for key, name in (("step_ms", "step"), *PARTS)),
+               _median_column("memory", "peak_mib", units.memory)]
     return ["<h2>Summary</h2>", table(columns, comparison.kernels, message_for=_missing_reason)]
 
 
 def _kernel_cell(kernel: Kernel) -> str:
-    """A cell with the kernel's name and, below it, the number of finished runs."""
     finished = f"{len(kernel.finished().runs)} of {len(kernel.runs)} finished"
     return f"<td>{escape(kernel.label)}<small>{finished}</small></td>"
 
 
 def _missing_reason(kernel: Kernel) -> str | None:
-    """The message in the row of a kernel without numbers: why it has none, or its status. None for a kernel with numbers."""
+    """Returns the reason or the status of a kernel without numbers, or None for a kernel with numbers."""
     if any(kernel.numbers):
         return None
     return next((run.reason for run in kernel.runs if run.reason), None) or kernel.status()
 
 
-def _shown(kernel: Kernel) -> Kernel:
-    """The finished runs of a kernel, or all if none is finished."""
+def _finished_or_all(kernel: Kernel) -> Kernel:
     finished = kernel.finished()
     return finished if finished.runs else kernel
 
 
-def _measured(header: str, name: str, formatter: Callable[[float], str]) -> Column:
-    """A column with the median over a kernel's runs and, below it, the minimum and the maximum."""
+def _median_column(header: str, name: str, formatter: Callable[[float], str]) -> Column:
+    """Returns a column with the median over a kernel's runs, and with the minimum and the maximum on a second line."""
     def median(kernel: Kernel) -> str:
-        values = _shown(kernel).values(name)
+        values = _finished_or_all(kernel).values(name)
         if not values:
             return ""
         low = formatter(min(values))
@@ -120,26 +118,25 @@ def _measured(header: str, name: str, formatter: Callable[[float], str]) -> Colu
     return Column(header, median)
 
 
-def _preferences(comparison: Comparison) -> list[str]:
-    """The table of rewards, for the held-out pairs and for the pairs of the last logged step."""
+def _reward_table(comparison: Comparison) -> list[str]:
     rows = [(run, numbers, split) for kernel in comparison.kernels
             for run, numbers in zip(kernel.runs, kernel.numbers, strict=True) if learns_pairs(run)
             for split in SPLITS]
     if not rows:
         return []
     headers = ("margin", "accuracy", "reward of chosen", "reward of rejected")
-    columns = [Column("run", lambda row: _name(row[0])), Column("pairs", lambda row: text(SPLITS[row[2]]), words=True),
+    columns = [Column("run", lambda row: _run_name_cell(row[0])), Column("pairs", lambda row: text(SPLITS[row[2]]), words=True),
                *(Column(header, lambda row, name=name: cell(row[1].get(f"{row[2]}_{name}"), "{:.4f}".format))     # type: ignore[misc]
                  for header, name in zip(headers, REWARDS, strict=True))]
     return ["<h2>Preferences</h2>",
-            '<p class="quiet">The reward of an answer is tune.beta times the logarithm of p / p0, where p is the probability '
-            "of the answer under the tuned model, and p0 under the model of init_from=. In this report, a loss is the "
-            "objective per pair.</p>",
+            '<p class="quiet">The reward of an answer is tune.beta times the logarithm of p / p0. Here, p is the answer\'s '
+            "probability under the tuned model, and p0 is the answer's probability under the model of init_from=. In this "
+            "report, a loss is the objective per pair.</p>",
             table(columns, rows)]
 
 
-def _difference(kernel: Kernel) -> str:
-    """A cell with the largest difference in any run and, below it, the largest within the first EARLY steps."""
+def _difference_cell(kernel: Kernel) -> str:
+    """Returns a cell with the largest difference in any run, and with the largest in the first EARLY steps on a second line."""
     largest = kernel.values("difference")
     early = kernel.values("difference_early")
     if not largest or not early:
@@ -148,31 +145,28 @@ def _difference(kernel: Kernel) -> str:
 
 
 def _non_breaking(text: str) -> str:
-    """Replaces spaces by non-breaking ones."""
     return text.replace(" ", "\u00a0")
 
 
-def _name(run: Run) -> str:
-    """A cell with a run's name, such as kernel=conv1d,seed=0, which may wrap after a comma."""
+def _run_name_cell(run: Run) -> str:
     return f"<td>{escape(run.name).replace(',', ',<wbr>')}</td>"
 
 
-def _errors(comparison: Comparison) -> list[str]:
-    """The table of errors in the worst layer and run: RMS error / RMS and, below it, the largest absolute error."""
+def _error_table(comparison: Comparison) -> list[str]:
     kernels = [kernel for kernel in comparison.kernels if kernel.values("err_start_y")]
     if not kernels:
         return []
     rows = [(kernel, when) for kernel in kernels for when in WHEN if kernel.values(column("err", when, "y"))]
     columns = [Column("kernel", lambda row: cell(row[0].label)), Column("when", lambda row: cell(row[1])),
-               *(Column(result, partial(_error, result)) for result in comparison.results)]
+               *(Column(result, partial(_error_cell, result)) for result in comparison.results)]
     return ["<h2>Error of the operator on this run's own data</h2>",
-            '<p class="quiet">Compared with the float64 reference, on the inputs and upstream gradients that the model had at '
-            "the start and at the end of training. A cell has RMS error / RMS and, below it, the largest absolute error, in "
-            f"the worst layer and run. {escape(_ranges(kernels[0].runs[0]))}</p>",
+            '<p class="quiet">The operator is compared with the float64 reference on the inputs and upstream gradients that '
+            "the model had at the start and at the end of training. A cell has RMS error / RMS and, on a second line, the "
+            f"largest absolute error, in the worst layer and run. {escape(_input_ranges_sentence(kernels[0].runs[0]))}</p>",
             table(columns, rows)]
 
 
-def _error(result: str, row: tuple[Kernel, str]) -> str:
+def _error_cell(result: str, row: tuple[Kernel, str]) -> str:
     kernel, when = row
     errors = kernel.values(column("err", when, result))
     if not errors:
@@ -183,8 +177,7 @@ def _error(result: str, row: tuple[Kernel, str]) -> str:
     return f"<td{wrong}>{max(errors):.1e}<small>{max(absolute):.1e}</small></td>"
 
 
-def _ranges(run: Run) -> str:
-    """A sentence with the ranges of the operator's inputs at the end of a run."""
+def _input_ranges_sentence(run: Run) -> str:
     bounds: dict[str, list[tuple[float, float]]] = {}
     for layer in run.layers("end"):
         for name, (low, high) in layer["ranges"].items():
@@ -200,7 +193,7 @@ def _runs(comparison: Comparison) -> list[str]:
     if comparison.is_single:
         return []
     rows = [row for kernel in comparison.kernels for row in zip(kernel.runs, kernel.numbers, strict=True)]
-    columns = [Column("run", lambda row: _name(row[0])), Column("order", lambda row: cell(row[0].order)),
+    columns = [Column("run", lambda row: _run_name_cell(row[0])), Column("order", lambda row: cell(row[0].order)),
                Column("status", lambda row: cell(row[0].status, bad=row[0].status == "failed")),
                *(Column(header, lambda row, key=key, formatter=formatter: cell(row[1].get(key), formatter))      # type: ignore[misc]
                  for header, key, formatter in RUN_COLUMNS),
@@ -208,8 +201,7 @@ def _runs(comparison: Comparison) -> list[str]:
     return ["<h2>Runs</h2>", table(columns, rows)]
 
 
-def _plots(comparison: Comparison) -> list[str]:
-    """The figures for which there are measurements."""
+def _curves_section(comparison: Comparison) -> list[str]:
     unit = " per ".join(unit_of_loss(comparison.runs))
     figures = [_curves(comparison, f"Training loss, {unit}", "training loss", _column("train/loss"), statistics.fmean),
                _curves(comparison, f"Distance of each loss from the loss of {comparison.reference} with the same seed, in nats",
@@ -219,7 +211,7 @@ def _plots(comparison: Comparison) -> list[str]:
                _curves(comparison, "Norm of the gradients, before clipping", "gradient norm", _column("grad_norm"),
                        logarithmic=True),
                _curves(comparison, "Tokens per second", "tokens per second", _column("tok_per_sec"), statistics.fmean),
-               _times(comparison)]         # last, because this figure is lower and would leave a gap
+               _times(comparison)]         # this low figure comes last, because it would leave a gap elsewhere
     if not any(figures):
         return []
     names = [f"<span>{svg.swatch(colour)}{escape(kernel.label)}</span>" for colour, kernel in enumerate(comparison.kernels)
@@ -229,14 +221,14 @@ def _plots(comparison: Comparison) -> list[str]:
 
 
 def _figure(caption: str, figure: str, note: str = "") -> str:
-    """A figure with a caption (HTML) and a note below it; "" without a figure."""
+    """Returns a figure with an HTML caption and a note, or "" if `figure` is empty."""
     paragraph = f'<p class="quiet">{escape(note)}</p>' if note else ""
     return f"<figure><figcaption>{caption}</figcaption>{figure}{paragraph}</figure>" if figure else ""
 
 
 def _curves(comparison: Comparison, caption: str, title: str, curve: Callable[[Run], Curve],
             merge: Callable[[Iterable[float]], float] = max, logarithmic: bool = False, marked: bool = False) -> str:
-    """A figure with a line for each run in its kernel's colour, and a note about kernels whose lines overlap."""
+    """Returns a figure with a line for each run in the kernel's colour, and a note about kernels with overlapping lines."""
     series = [svg.Line(run.name, colour, list(curve(run).items()), merge, marked)
               for colour, kernel in enumerate(comparison.kernels) for run in kernel.runs]
     names = [kernel.label for kernel in comparison.kernels]
@@ -247,8 +239,7 @@ def _curves(comparison: Comparison, caption: str, title: str, curve: Callable[[R
     return _figure(escape(caption), svg.lines(title, "step", series, logarithmic, names), " ".join(notes))
 
 
-def _published(comparison: Comparison) -> list[str]:
-    """The table that compares a run's mean training losses with those of the published run whose recipe it follows."""
+def _published_table(comparison: Comparison) -> list[str]:
     rows = [row for run in comparison.runs for row in _published_rows(run)]
     columns = [Column(header, lambda row, index=index: cell(row[index]))      # type: ignore[misc]
                for index, header in enumerate(("run", "steps", "published", "this run", "difference"))]
@@ -269,19 +260,19 @@ def _published_rows(run: Run) -> Iterator[tuple[str, ...]]:
 
 
 def _column(name: str) -> Callable[[Run], Curve]:
-    """A function that returns a run's curve, or {} if the curve has only one point."""
+    """Returns a function that returns a run's curve, or {} for a curve with only one point."""
     return lambda run: run.curve(name) if len(run.curve(name)) > 1 else {}
 
 
 def _times(comparison: Comparison) -> str:
-    rows = [(kernel.label, _step_parts(kernel, step)) for kernel in map(_shown, comparison.kernels)
+    rows = [(kernel.label, _step_parts(kernel, step)) for kernel in map(_finished_or_all, comparison.kernels)
             if (step := kernel.median("step_ms")) is not None]
     legend = " ".join(f'<span><span class="box b{n}"></span>{escape(name)}</span>' for n, (_, name) in enumerate(PARTS))
     return _figure(f"Time of a step: {legend}", svg.bars("time of a step", units.time, rows))
 
 
 def _step_parts(kernel: Kernel, step: float) -> list[tuple[str, float]]:
-    """Divides the time of a step (`step` ms) into PARTS. Medians do not add up, so the last part is the remainder."""
+    """Divides the time of a step in ms into PARTS. Medians do not add up, so the last part is the remainder."""
     *measured, (_, rest) = PARTS
     parts = [(name, kernel.median(key) or 0.0) for key, name in measured]
     return [*parts, (rest, max(0.0, step - sum(time for _, time in parts)))]
@@ -301,12 +292,12 @@ def _samples(comparison: Comparison) -> list[str]:
 def _setting(comparison: Comparison) -> list[str]:
     measured = next((run for run in comparison.runs if run.machine), None)
     machine = {key: measured.machine[key] for key in MACHINE if key in measured.machine} if measured else {}
-    return ["<h2>Machine and versions</h2>", _pairs(machine) if machine else '<p class="quiet">not recorded</p>',
+    return ["<h2>Machine and versions</h2>", _definition_list(machine) if machine else '<p class="quiet">not recorded</p>',
             f"<details><summary>Options of {'the run' if comparison.is_single else 'the first run'}</summary>"
-            f"{_pairs(comparison.config)}</details>"]
+            f"{_definition_list(comparison.config)}</details>"]
 
 
-def _pairs(values: JsonObject) -> str:
+def _definition_list(values: JsonObject) -> str:
     return "<dl>" + "".join(f"<dt>{escape(key)}</dt><dd>{escape(str(value))}</dd>" for key, value in values.items()) + "</dl>"
 
 
@@ -315,16 +306,16 @@ def _method(comparison: Comparison) -> str:
     warm_up = probed.get("warm_up", 0)
     sentences = [f"Throughput is the median of the logged steps{f' after the first {warm_up}' if warm_up else ''}."]
     if not comparison.is_single:
-        sentences.insert(0, "Numbers are medians over a kernel's runs, with the minimum and the maximum below them.")
+        sentences.insert(0, "Numbers are medians over a kernel's runs. The minimum and the maximum are below each median.")
     if probed:
         sampled = counted(len(probed["steps"]), "sampled step")
-        sentences.append(f"Times are medians of {sampled} of each run after the same warm-up; a "
-                         "step lasts from receiving its batch to the end of the optimiser's step.")
+        sentences.append(f"Times are medians of {sampled} of each run after the same warm-up. A training step begins with the "
+                         "arrival of the batch and ends with the optimiser's step.")
     if comparison.runs[0].order is not None:
         sentences.append("The runs were trained one after the other, each in its own process, in an order shuffled with "
                          "seed 0.")
     return (f'<h2>Method</h2><p class="quiet">{escape(" ".join(sentences))}</p>'
-            f"<details><summary>Columns of report.csv</summary>{_pairs(columns(comparison.results))}</details>")
+            f"<details><summary>Columns of report.csv</summary>{_definition_list(columns(comparison.results))}</details>")
 
 
 COLOURS_OF_LINES = """

@@ -1,7 +1,7 @@
 """Reads the files in the directory of a run or a sweep. A missing file counts as empty.
 
 A report skips damaged parts and lists them in Run.damaged. A resumed run reads metrics.csv and samples.jsonl with the same
-functions, but then damage is an error.
+functions, but these raise an error for a damaged part.
 """
 
 import csv
@@ -26,12 +26,12 @@ METRICS = "metrics.csv"
 KERNEL = "kernel.json"
 SAMPLES = "samples.jsonl"
 SWEEP = "sweep.json"
-TUNED = "tuned.json"                     # in the directory of a run with init_from=
+TUNED = "tuned.json"                     # only runs with init_from= write this file
 Curve = dict[int, float]                 # values by step
 Damaged = list[str]                      # one message for each unreadable part of a file
 
-# Expected structures, for _fits(): a type; a tuple of alternative structures; [structure of every item];
-# [structure, structure] for a pair; {key: structure of its value}; {str: structure of every value}.
+# _fits() compares values with these structures. A structure is a type; a tuple of alternative structures; [structure of every
+# item]; [structure, structure] for a pair; {key: structure of the value}; or {str: structure of every value}.
 NUMBER = (int, float)
 LAYER = {"errors": {str: {"err_ratio": NUMBER, "max": NUMBER}}, "ranges": {str: [NUMBER, NUMBER]}}
 CONFIG_STRUCTURE = {"kernel": {"name": str}, "seed": int, "logger": {str: object}}
@@ -46,9 +46,15 @@ SWEEP_STRUCTURE = [{"name": str, "status": str, "reason": (str, type(None)), "or
 
 @dataclass
 class Run:
-    """What the files of a run contain. order: its position in the shuffled order of a sweep, from 1. metrics: curves by column
-    of metrics.csv. samples: the lines of samples.jsonl. measured: the content of kernel.json
-    (rwkv/training/callbacks/kernel_probe.py). tuned: the content of tuned.json (rwkv/training/callbacks/before_after.py).
+    """The content of a run's files.
+
+    Attributes:
+        order: the run's position in the shuffled order of a sweep, from 1; None outside a sweep.
+        metrics: the curves in metrics.csv, by column.
+        measured: the content of kernel.json, which rwkv/training/callbacks/kernel_probe.py writes.
+        samples: the lines of samples.jsonl.
+        tuned: the content of tuned.json, which rwkv/training/callbacks/before_after.py writes.
+        damaged: one message for each unreadable part of a file.
     """
 
     name: str
@@ -69,7 +75,7 @@ class Run:
 
     @property
     def published(self) -> tuple[list[float], int]:
-        """The mean losses of the published run whose recipe this run follows, and the number of steps in each mean."""
+        """The mean losses of the published run with this run's recipe, and the number of steps in each mean."""
         logger = self.config.get("logger", {})
         losses = logger.get("published_losses")
         steps = logger.get("published_steps")
@@ -77,42 +83,42 @@ class Run:
 
     @property
     def machine(self) -> JsonObject:
-        """Processor, versions and commit, as kernels/machine/hardware.py describes them."""
+        """The processor, versions and commit, as described by kernels/machine/hardware.py."""
         return dict(self.measured.get("machine", {}))
 
     def layers(self, when: str) -> list[JsonObject]:
-        """The operator's errors and input ranges in each layer. when: "start" or "end"."""
+        """Returns the operator's errors and input ranges in each layer. `when` is "start" or "end"."""
         return list(self.measured.get("errors", {}).get(when, {}).get("layers", []))
 
     def allowed(self, when: str) -> dict[str, float]:
-        """For each of the operator's results, the largest RMS error / RMS that the tests allow."""
+        """Returns the largest RMS error / RMS that the tests allow, for each result of the operator."""
         return dict(self.measured.get("errors", {}).get(when, {}).get("allowed", {}))
 
 
 def read(folder: Path) -> list[Run]:
-    """Reads the run in `folder`, or all runs if `folder` holds a sweep or several runs. Raises UserError if there is no run."""
+    """Returns the run in `folder`, or all runs of a sweep or of several subfolders. Raises UserError if there is no run."""
     if (folder / CONFIG).is_file():
         return [_run(folder, folder.name)]
     entries = read_mapping(folder / SWEEP, json.loads, []).get("runs", [])
     if not _fits(entries, SWEEP_STRUCTURE):
-        raise UserError(f"{folder / SWEEP} is damaged: expected a list of runs, each with {', '.join(SWEEP_STRUCTURE[0])}; "
-                        "remove the file for a report of all runs in the folder")
+        raise UserError(f"{folder / SWEEP} is damaged: the file must have a list of runs, each with "
+                        f"{', '.join(SWEEP_STRUCTURE[0])}. Remove the file for a report of all runs in the folder")
     runs = [_sweep_run(folder, entry) for entry in entries] or [
         _run(path.parent, path.parent.name) for path in sorted(folder.glob(f"*/{CONFIG}")) if path.parent.name != LATEST.name]
     if not runs:
-        raise UserError(f"no run in {folder}: expected the directory of a run (with {CONFIG}) or of a sweep (with {SWEEP})")
+        raise UserError(f"there is no run in {folder}: the folder must have the {CONFIG} of a run or the {SWEEP} of a sweep")
     return runs
 
 
 def is_finished(folder: Path) -> bool:
-    """Whether the run in `folder` was trained to its last step and then validated."""
+    """Returns True if the run in `folder` was trained to the last step and then validated."""
     return read_mapping(folder / KERNEL, json.loads, []).get("finished") is True
 
 
 def read_metrics(path: Path, damaged: Damaged | None = None) -> list[dict[str, str]]:
-    """The rows of a metrics.csv that have an integer step. If a killed process left a truncated row, its last values are None.
+    """Returns the rows of a metrics.csv that have an integer step. The missing values of a truncated row are None.
 
-    Raises UserError for a damaged file; with `damaged`, damaged parts are skipped and listed in `damaged` instead.
+    Raises UserError for a damaged file. With `damaged`, the function instead skips damaged parts and lists them there.
     """
     rows: list[dict[str, str]] = []
     if not path.is_file():
@@ -121,18 +127,17 @@ def read_metrics(path: Path, damaged: Damaged | None = None) -> list[dict[str, s
         try:
             rows.extend(csv.DictReader(file))
         except csv.Error as error:
-            _report_damage(path, f"cannot be read after its row {len(rows)}: {error}", damaged)
+            _report_damage(path, f"the rows after row {len(rows)} cannot be read: {error}", damaged)
     with_step = [row for row in rows if re.fullmatch(r"\s*-?\d+\s*", row.get("step") or "")]
     if len(with_step) < len(rows):
-        _report_damage(path, f"has {counted(len(rows) - len(with_step), 'row')} without a step number", damaged)
+        _report_damage(path, f"the file has {counted(len(rows) - len(with_step), 'row')} without a step number", damaged)
     return with_step
 
 
 def read_samples(path: Path, damaged: Damaged | None = None) -> list[JsonObject]:
-    """The lines of a samples.jsonl: step, prompt and text. A last line without a line end, which a killed process left, is
-    skipped.
+    """Returns the lines of a samples.jsonl, with step, prompt and text. Skips a last line that a killed process truncated.
 
-    Raises UserError for a damaged file; with `damaged`, damaged parts are skipped and listed in `damaged` instead.
+    Raises UserError for a damaged file. With `damaged`, the function instead skips damaged parts and lists them there.
     """
     if not path.is_file():
         return []
@@ -149,8 +154,8 @@ def read_samples(path: Path, damaged: Damaged | None = None) -> list[JsonObject]
 
 def _report_damage(path: Path, problem: str, damaged: Damaged | None) -> None:
     if damaged is None:
-        raise UserError(f"{path} is damaged: {problem}; repair or remove the file")
-    damaged.append(f"{path.name}: {problem}; ignoring this part")
+        raise UserError(f"{path} is damaged: {problem}. Repair or remove the file")
+    damaged.append(f"{path.name}: {problem}; the report ignores this part")
 
 
 def _sweep_run(folder: Path, entry: JsonObject) -> Run:
@@ -176,7 +181,7 @@ def _run(folder: Path, name: str) -> Run:
 
 
 def _curves(rows: list[dict[str, str]]) -> dict[str, Curve]:
-    """The columns that contain numbers, as curves. Of a truncated row, the complete values are kept."""
+    """Returns the columns with numbers as curves, including the complete values of a truncated row."""
     curves: dict[str, Curve] = {}
     for row in rows:
         for name, text in row.items():
@@ -195,24 +200,24 @@ def _number(text: Any) -> float | None:
 
 
 def read_mapping(path: Path, parse_text: Callable[[str], object], damaged: Damaged) -> JsonObject:
-    """The mapping that a file contains; {} if the file is missing, or if it is damaged, which is reported in `damaged`."""
+    """Returns the mapping in a file, or {} for a missing or damaged file. A message on the damage goes to `damaged`."""
     if not path.is_file():
         return {}
     try:
         content = parse_text(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
-        damaged.append(f"{path.name}: cannot be read ({' '.join(str(error).split())}); ignoring it")
+        damaged.append(f"{path.name} cannot be read ({' '.join(str(error).split())}); the report ignores this file")
         return {}
     if not isinstance(content, dict):
-        damaged.append(f"{path.name}: must be a mapping; got a {type(content).__name__}; ignoring it")
+        damaged.append(f"{path.name} must be a mapping; got a {type(content).__name__}; the report ignores this file")
         return {}
     return content
 
 
 def _valid_values(content: JsonObject, structure: JsonObject, name: str, damaged: Damaged) -> JsonObject:
-    """The mapping without values of an unexpected structure, which are reported in `damaged`."""
+    """Returns the mapping without values that have an unexpected structure. A message on each such value goes to `damaged`."""
     invalid = [key for key, expected in structure.items() if key in content and not _fits(content[key], expected)]
-    damaged += [f"{name}: the value of {key} is not in the format that training writes; ignoring it" for key in invalid]
+    damaged += [f"{name}: the value of {key} has an unexpected format; the report ignores this value" for key in invalid]
     return {key: value for key, value in content.items() if key not in invalid}
 
 

@@ -1,8 +1,8 @@
-"""SVG figures for a report: lines over steps, and bars. STYLE is their style sheet; page.py defines the colours.
+"""Draws the SVG figures of a report: lines over steps, and bars. STYLE is the style sheet, and page.py defines the colours.
 
-A figure is WIDTH by HEIGHT in its own units, and the page scales it. Values that are not finite are not drawn. A figure of
-lines shows the step under the mouse pointer and each kernel's value there. This needs no script: the plot is divided into
-strips, and the style sheet shows a strip's text while the pointer is over it.
+A figure of lines is WIDTH by HEIGHT units, and the page scales each figure. Values that are not finite are not drawn. A figure
+of lines shows the step under the mouse pointer and each kernel's value at this step. This needs no script, because the plot
+consists of strips, and the style sheet shows a strip's text while the pointer is over the strip.
 """
 
 import math
@@ -27,15 +27,15 @@ svg text { font-size: 12px; fill: var(--quiet); } svg .end { text-anchor: end; }
 STYLE += "".join(f"rect.b{n} {{ fill: var(--b{n}); }}\n" for n in range(3))
 WIDTH = 480
 HEIGHT = 300
-LEFT = 54                                # margins around the plot; the left one may be wider
+LEFT = 54                                # margins around the plot; the left margin may be wider
 RIGHT = 12
 TOP = 10
 BOTTOM = 40
 SMALLEST = 1e-300                        # values up to this are not drawn on a logarithmic axis
-MOST_POINTS = 400                        # points in a line; in longer ones, neighbours are merged
+MOST_POINTS = 400                        # most points in a line; longer lines merge neighbouring points
 COLOURS = 10                             # number of colours in the style sheet
 DASHES = ("", "6 3", "2 3")
-SAME = 1.5                               # lines at most this far apart, about a line's width, look like one
+SAME = 1.5                               # lines at most this far apart (about a line's width) look like one line
 DASH = 9                                 # length of a dash in overlapping lines
 BAR = 18                                 # height of a bar
 GAP = 10                                 # space between two bars
@@ -51,9 +51,12 @@ Point = tuple[float, float]
 
 @dataclass(frozen=True)
 class Line:
-    """A line in a figure. colour: its colour's number; from COLOURS on, colours repeat with dashes. merge: computes one value
-    from the values of neighbouring points that become one. marked: whether every point has a dot. Overlapping lines get
-    alternating dashes, and rings around each other's dots.
+    """A line in a figure. Overlapping lines get alternating dashes, and rings around each other's dots.
+
+    Attributes:
+        colour: the number of the colour; from COLOURS on, colours repeat with dashes.
+        merge: computes one value from the values of neighbouring points that are merged.
+        marked: whether every point has a dot.
     """
 
     name: str
@@ -65,7 +68,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Axis:
-    """An axis: axis(value) is the position of a value. `low` is at position `start`, `high` at `stop`."""
+    """An axis, on which `low` is at position `start` and `high` at position `stop`. A call returns the position of a value."""
 
     low: float
     high: float
@@ -78,8 +81,8 @@ class Axis:
         return self.start + (self.stop - self.start) * (value - low) / (high - low)
 
     def ticks(self) -> list[tuple[float, str]]:
-        """The ticks as (position, text), with as many digits as are needed to tell the numbers apart."""
-        values = _decades(self.low, self.high) if self.logarithmic else _round_steps(self.low, self.high)
+        """Returns the ticks as (position, text), with enough digits to tell the numbers apart."""
+        values = _logarithmic_ticks(self.low, self.high) if self.logarithmic else _linear_ticks(self.low, self.high)
         numbers = [_number(value) for value in values]
         for digits in range(5, 16):
             if len({*numbers}) < len(numbers):
@@ -88,29 +91,32 @@ class Axis:
 
 
 def lines(title: str, x_name: str, series: Sequence[Line], logarithmic: bool = False, names: Sequence[str] = ()) -> str:
-    """A figure of lines; "" if there is nothing to draw. logarithmic: whether the y axis is logarithmic; then only values above
-    SMALLEST are drawn. names: the name of each colour, for the readings under the pointer; if empty, there are no readings.
+    """Returns a figure of lines, or "" if there is nothing to draw.
+
+    Args:
+        logarithmic: whether the y axis is logarithmic; only values above SMALLEST are then drawn.
+        names: the name of each colour, for the readings under the pointer; without names, there are no readings.
     """
-    positioned = _positioned(series, logarithmic)
+    positioned = _lines_with_positions(series, logarithmic)
     if not positioned:
         return ""
     dashes = {id(line): (index, len(group)) for group in _groups(positioned) for index, line in enumerate(group)}
     elements = [_line(line, positions, *dashes[id(line)]) for line, positions in positioned]
     x, y = _axes(series, logarithmic)
-    readings = _readings([(line.colour, _drawable(line, logarithmic)) for line, _ in positioned], names, x)
+    readings = _readings([(line.colour, _points_to_draw(line, logarithmic)) for line, _ in positioned], names, x)
     return _figure(title, HEIGHT, [*_grid(x, y, x_name), *elements, *readings])
 
 
 def overlapping(series: Sequence[Line], logarithmic: bool = False) -> list[list[Line]]:
-    """The groups of two or more lines in `series` that coincide in the figure."""
-    return [group for group in _groups(_positioned(series, logarithmic)) if len(group) > 1]
+    """Returns the groups of two or more lines in `series` that coincide in the figure."""
+    return [group for group in _groups(_lines_with_positions(series, logarithmic)) if len(group) > 1]
 
 
 def bars(title: str, formatter: Callable[[float], str], rows: Sequence[tuple[str, Sequence[tuple[str, float]]]]) -> str:
-    """A figure with a bar for each row, stacked from its parts (name, value), and with their sum at its end; "" if there is
-    nothing to draw.
+    """Returns a figure with a stacked bar for each row, or "" if there is nothing to draw.
 
-    formatter: formats a value with its unit.
+    A bar consists of the row's parts, each with a name and a value. The sum of the values is at the bar's end. `formatter`
+    formats a value with the unit.
     """
     rows = [(name, [(part, value) for part, value in parts if math.isfinite(value) and value >= 0]) for name, parts in rows]
     rows = [(name, parts) for name, parts in rows if parts]
@@ -123,7 +129,7 @@ def bars(title: str, formatter: Callable[[float], str], rows: Sequence[tuple[str
 
 
 def swatch(colour: int) -> str:
-    """A short line in this colour, with its dashes, for a legend."""
+    """Returns a short line in this colour, with the colour's dashes, for a legend."""
     return f'<svg class="swatch" viewBox="0 0 26 10" aria-hidden="true"><path d="M0 5H26" {_stroke(colour)}/></svg>'
 
 
@@ -131,7 +137,7 @@ def _bar(name: str, parts: Sequence[tuple[str, float]], x: Axis, top: float,
          formatter: Callable[[float], str]) -> list[str]:
     middle = top + BAR / 2 + 4
     begin = 0.0
-    short = _shortened(name, 17)
+    short = _shorten(name, 17)
     elements = [f'<text x="{NAMES - 8}" y="{middle:.1f}" class="end">{escape(short)}<title>{escape(name)}</title></text>']
     for n, (part, value) in enumerate(parts):
         width = x(begin + value) - x(begin)
@@ -159,8 +165,10 @@ def _grid(x: Axis, y: Axis, x_name: str) -> list[str]:
 
 
 def _readings(lines: Sequence[tuple[int, Sequence[Point]]], names: Sequence[str], x: Axis) -> list[str]:
-    """The readings under the pointer: one strip of the plot for each step, but at most MOST_STRIPS. Lines of the same colour
-    share a row. lines: the colour and points of each line."""
+    """Returns the readings under the pointer, in at most MOST_STRIPS strips. Lines of the same colour share a row.
+
+    `lines` has the colour and the points of each line.
+    """
     if not names:
         return []
     colours = sorted({colour for colour, _ in lines})[:MOST_ROWS]
@@ -173,7 +181,7 @@ def _readings(lines: Sequence[tuple[int, Sequence[Point]]], names: Sequence[str]
     for step, (low, high) in zip(steps, pairwise(bounds), strict=True):
         rows = [_number(step)]
         for colour in colours:
-            nearest = [_nearest(points, step) for other, points in lines if other == colour]
+            nearest = [_nearest_point(points, step) for other, points in lines if other == colour]
             values = [value for at, value in nearest if low <= at <= high]
             rows.append(" to ".join(dict.fromkeys(map(_number, (min(values), max(values))))) if values else "")
         widest = max(widest, *map(len, rows))
@@ -182,31 +190,31 @@ def _readings(lines: Sequence[tuple[int, Sequence[Point]]], names: Sequence[str]
         strips.append(f'<g class="at"><rect x="{x(low):.1f}" y="{TOP}" width="{x(high) - x(low):.1f}" '
                       f'height="{HEIGHT - BOTTOM - TOP}"/><path class="axis" d="M{x(step):.1f} {TOP}V{HEIGHT - BOTTOM}"/>'
                       f'<text y="{TOP}" class="end">{texts}</text></g>')
-    labels = ["step", *(_shortened(names[colour], 24) for colour in colours)]
+    labels = ["step", *(_shorten(names[colour], 24) for colour in colours)]
     left = WIDTH - RIGHT - 18 - DIGIT * (widest + max(map(len, labels)))
     box = (f'<rect x="{left:.0f}" y="{TOP}" width="{WIDTH - RIGHT - left:.0f}" height="{ROW * len(labels) + 6}"/>'
            f'<text y="{TOP}">' + "".join(f'<tspan x="{left + 6:.0f}" dy="{ROW}">{escape(label)}</tspan>' for label in labels))
     return [f'<g class="readings"><g class="names">{box}</text></g>{"".join(strips)}</g>']
 
 
-def _nearest(points: Sequence[Point], step: float) -> Point:
-    """The point whose step is nearest to `step`. points: sorted by step."""
+def _nearest_point(points: Sequence[Point], step: float) -> Point:
+    """Returns the point with the step nearest to `step`. `points` must be sorted by step."""
     index = bisect_left(points, step, key=lambda point: point[0])
     return min(points[max(0, index - 1):index + 1], key=lambda point: abs(point[0] - step))
 
 
 def _axes(series: Sequence[Line], logarithmic: bool) -> tuple[Axis, Axis]:
-    points = [point for line in series for point in _drawable(line, logarithmic)]
+    points = [point for line in series for point in _points_to_draw(line, logarithmic)]
     xs = [x for x, _ in points]
     ys = [y for _, y in points]
     y = Axis(*_bounds(min(ys), max(ys), logarithmic), HEIGHT - BOTTOM, TOP, logarithmic)
     left = max(LEFT, math.ceil(8 + DIGIT * max(len(number) for _, number in y.ticks())))
-    return Axis(*_widened(min(xs), max(xs)), left, WIDTH - RIGHT), y
+    return Axis(*_widen(min(xs), max(xs)), left, WIDTH - RIGHT), y
 
 
-def _positioned(series: Sequence[Line], logarithmic: bool) -> list[tuple[Line, list[Point]]]:
-    """The lines that have anything to draw, with the positions of their points in the figure, from left to right."""
-    drawable = [(line, points) for line in series if (points := _drawable(line, logarithmic))]
+def _lines_with_positions(series: Sequence[Line], logarithmic: bool) -> list[tuple[Line, list[Point]]]:
+    """Returns the lines that have anything to draw, with the positions of the points in the figure from left to right."""
+    drawable = [(line, points) for line in series if (points := _points_to_draw(line, logarithmic))]
     if not drawable:
         return []
     x, y = _axes(series, logarithmic)
@@ -214,7 +222,7 @@ def _positioned(series: Sequence[Line], logarithmic: bool) -> list[tuple[Line, l
 
 
 def _groups(positioned: Sequence[tuple[Line, list[Point]]]) -> list[list[Line]]:
-    """Groups lines that coincide: wherever both are drawn, a line is at most SAME away from the first line of its group."""
+    """Groups lines that coincide. A line is at most SAME away from the first line of the group, where both are drawn."""
     groups: list[tuple[list[Point], list[Line]]] = []
     for line, positions in positioned:
         group = next((lines for first, lines in groups if _overlap(positions, first)), None)
@@ -226,7 +234,7 @@ def _groups(positioned: Sequence[tuple[Line, list[Point]]]) -> list[list[Line]]:
 
 
 def _overlap(first: list[Point], second: list[Point]) -> bool:
-    """Whether the shorter of two lines coincides with the longer, to within SAME."""
+    """Returns True if the shorter of two lines coincides with the longer line, to within SAME."""
     shorter, longer = sorted((first, second), key=lambda positions: positions[-1][0] - positions[0][0])
     inside = [(x, y) for x, y in shorter if longer[0][0] <= x <= longer[-1][0]]
     heights = np.interp([x for x, _ in inside], [x for x, _ in longer], [y for _, y in longer])
@@ -234,8 +242,7 @@ def _overlap(first: list[Point], second: list[Point]) -> bool:
 
 
 def _line(line: Line, positions: Sequence[Point], index: int, n_overlapping: int) -> str:
-    """The SVG of a line. n_overlapping: how many lines overlap with it, itself included. index: the line's number among
-    these."""
+    """Returns the SVG of a line, which is number `index` in a group of n_overlapping lines that coincide."""
     dots = ""
     if line.marked or len(positions) == 1:
         dots = "".join(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{3 + index}"{HOLLOW if index else ""}/>' for x, y in positions)
@@ -252,8 +259,8 @@ def _stroke(colour: int) -> str:
     return f'class="line c{colour % COLOURS}"' + (f' stroke-dasharray="{dashes}"' if dashes else "")
 
 
-def _drawable(line: Line, logarithmic: bool) -> list[Point]:
-    """The points of a line that can be drawn, sorted by step, and merged so that there are at most MOST_POINTS."""
+def _points_to_draw(line: Line, logarithmic: bool) -> list[Point]:
+    """Returns the points of a line that can be drawn, sorted by step, and merged into at most MOST_POINTS points."""
     points = sorted(point for point in line.points if math.isfinite(point[1]) and (point[1] > SMALLEST or not logarithmic))
     size = max(1, math.ceil(len(points) / MOST_POINTS))
     groups = [points[begin:begin + size] for begin in range(0, len(points), size)]
@@ -265,19 +272,19 @@ def _bounds(low: float, high: float, logarithmic: bool) -> tuple[float, float]:
         lowest = 10.0 ** math.floor(math.log10(low))
         highest = 10.0 ** math.ceil(math.log10(high))
         return lowest, highest if highest > lowest else 10 * lowest
-    low, high = _widened(low, high)
+    low, high = _widen(low, high)
     return low - 0.03 * (high - low), high + 0.03 * (high - low)
 
 
-def _widened(low: float, high: float) -> tuple[float, float]:
-    """The range, widened if it is too narrow for distinct ticks."""
+def _widen(low: float, high: float) -> tuple[float, float]:
+    """Returns the range, which is widened if it is too narrow for distinct ticks."""
     size = max(abs(low), abs(high))
     margin = max(0.5, 1e-6 * size)
     return (low, high) if high - low > 1e-9 * size else (low - margin, high + margin)
 
 
-def _decades(low: float, high: float) -> list[float]:
-    """Ticks of a logarithmic axis: powers of ten, at most about eight; if these are few, also 2 and 5 times each power."""
+def _logarithmic_ticks(low: float, high: float) -> list[float]:
+    """Returns the ticks of a logarithmic axis: at most about eight powers of ten, or 1, 2 and 5 times each of a few powers."""
     first = round(math.log10(low))
     last = round(math.log10(high))
     if last - first <= 2:
@@ -285,8 +292,8 @@ def _decades(low: float, high: float) -> list[float]:
     return [10.0 ** exponent for exponent in range(first, last + 1, max(1, -(-(last - first) // 7)))]
 
 
-def _round_steps(low: float, high: float) -> list[float]:
-    """Ticks of a linear axis: about five multiples of 1, 2 or 5 times a power of ten."""
+def _linear_ticks(low: float, high: float) -> list[float]:
+    """Returns the ticks of a linear axis: about five multiples of 1, 2 or 5 times a power of ten."""
     raw = (high - low) / 5
     size = 10.0 ** math.floor(math.log10(raw))
     step = size * next(factor for factor in (1, 2, 5, 10) if factor * size >= raw * 0.999)
@@ -301,5 +308,5 @@ def _number(value: float, digits: int = 4) -> str:
     return f"{value:,.{digits}g}" if abs(value) < 1e4 else f"{value:,.{digits - 4}f}"
 
 
-def _shortened(name: str, length: int) -> str:
+def _shorten(name: str, length: int) -> str:
     return name if len(name) <= length else f"{name[:length - 1]}…"

@@ -1,4 +1,4 @@
-"""The section of a report on tuning: which weights were trained, and losses and answers before and after."""
+"""Makes the section of a report on tuning, with the trained weights, and with losses and answers before and after."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -20,7 +20,10 @@ STYLE = """
 
 
 def changes(runs: Sequence[Run]) -> list[str]:
-    """A heading, a sentence on each tuned run, and the table of losses before and after tuning; [] if no run was tuned."""
+    """Returns a heading, a sentence on each tuned run, and the table of losses before and after tuning.
+
+    Returns [] if no run was tuned.
+    """
     tuned = [run for run in runs if run.tuned.get("before")]
     if not tuned:
         return []
@@ -31,16 +34,15 @@ def changes(runs: Sequence[Run]) -> list[str]:
             if any(f"{subject}/{measure}" in run.tuned.get(when, {}) for measure in MEASURES for when in WHEN)]
     measures = MEASURES | ({"loss": "loss"} if any(map(_learns_pairs, tuned)) else {})
     columns = [*([Column("run", lambda row: text(row[0].name), words=True)] if several else []),
-               Column("text", _subject, words=True)]
+               Column("text", _subject_cell, words=True)]
     for measure, words in measures.items():
-        columns += [*(Column(f"{words}, {when}", partial(_loss, measure, when)) for when in WHEN),
-                    Column(f"{words}, change", partial(_change, measure))]
+        columns += [*(Column(f"{words}, {when}", partial(_loss_cell, measure, when)) for when in WHEN),
+                    Column(f"{words}, change", partial(_change_cell, measure))]
     return ["<h2>What tuning gained and lost</h2>", *sentences, table(columns, rows)]
 
 
 def answers(runs: Sequence[Run]) -> list[str]:
-    """The table of held-out prompts of a single run, with the data's answers and the model's answers before and after
-    tuning."""
+    """Returns the table of a single run's held-out prompts, with the answers in the data, and the model's before and after."""
     samples = runs[0].tuned.get("samples", []) if len(runs) == 1 else []
     headers = {"prompt": "prompt", "reference": "in the data", **{when: f"model, {when}" for when in WHEN}}
     columns = [Column(header, lambda sample, name=name: _text_cell(sample.get(name)), words=True)      # type: ignore[misc]
@@ -53,14 +55,13 @@ def answers(runs: Sequence[Run]) -> list[str]:
 
 
 def _text_cell(value: str | None) -> str:
-    """A cell with a text, or with a remark if the text is empty or only white space."""
     if value is None or str(value).strip():
         return text(value)
     return f'<td class="text"><small>{"white space" if value else "no text"}</small></td>'
 
 
 def what_was_tuned(run: Run) -> str:
-    """A sentence on what a run trained: the kind and number of values, the base weights' path, and their dtype."""
+    """Returns a sentence on what a run trained: the kind and number of values, and the path and dtype of the base weights."""
     tuned = run.tuned["tuned"]
     values = counted(tuned["trained"], "value")
     if tuned["method"] == "full":
@@ -78,26 +79,26 @@ def _number(value: object) -> str:
 
 
 def _learns_pairs(run: Run) -> bool:
-    """Like numbers.learns_pairs, but from tuned.json alone."""
+    """Returns True if the run learns from pairs. Unlike numbers.learns_pairs, this function reads only tuned.json."""
     return f"val/{REWARDS[0]}" in run.tuned.get("before", {})
 
 
-def _subject(row: tuple[Run, str]) -> str:
+def _subject_cell(row: tuple[Run, str]) -> str:
     run, subject = row
     label = f"{SUBJECTS[subject]} ({run.tuned.get('guard')})" if subject == "guard" else SUBJECTS[subject]
     return text(label + (UNITS_OF_PAIRS[subject] if _learns_pairs(run) else ""))
 
 
-def _loss(measure: str, when: str, row: tuple[Run, str]) -> str:
+def _loss_cell(measure: str, when: str, row: tuple[Run, str]) -> str:
     run, subject = row
     return cell(run.tuned.get(when, {}).get(f"{subject}/{measure}"), f"{{:.{PLACES}f}}".format)
 
 
-def _change(measure: str, row: tuple[Run, str]) -> str:
+def _change_cell(measure: str, row: tuple[Run, str]) -> str:
     run, subject = row
     before, after = (run.tuned.get(when, {}).get(f"{subject}/{measure}") for when in WHEN)
     if before is None or after is None:
         return ""
-    change = round(after - before, PLACES) + 0.0         # a change that rounds to +0.0000 is neither a gain nor a loss
+    change = round(after - before, PLACES) + 0.0         # adding 0.0 turns -0.0 into 0.0, which is neither a gain nor a loss
     word = "gained" if change < 0 else "lost" if change > 0 else "the same"
     return f"<td{' class=bad' if change > 0 else ''}>{change:+.{PLACES}f}<small>{word}</small></td>"

@@ -1,4 +1,4 @@
-"""The result of a sweep in sentences: which kernel is fastest, by how much, and how certain that is."""
+"""States the result of a sweep in sentences: which kernel is fastest, by how much, and how certain the ranking is."""
 
 import math
 
@@ -10,9 +10,9 @@ LOSS = "val_loss"
 
 
 def verdict(comparison: Comparison) -> list[str]:
-    """Sentences on the finished runs; [] for a single kernel or without measurements.
+    """Returns sentences on the finished runs, or [] for a single kernel or without measurements.
 
-    If runs differ in more than kernel and seed, they were made to compare losses, so the sentence on the loss comes first.
+    Runs that differ in more than kernel and seed were made to compare losses, so a sentence on the loss then comes first.
     """
     if len(comparison.kernels) < 2:
         return []
@@ -21,7 +21,7 @@ def verdict(comparison: Comparison) -> list[str]:
 
 
 def _fastest(comparison: Comparison) -> str:
-    ranked = _ranked(comparison, SPEED)
+    ranked = _rank(comparison, SPEED)
     if len(ranked) < 2:
         return ""
     best, *others = reversed(ranked)
@@ -36,17 +36,17 @@ def _fastest(comparison: Comparison) -> str:
 
 
 def _certainty(best: Kernel, others: list[Kernel]) -> str:
-    """A sentence on how certain the ranking by speed is, judging by the spread over a kernel's runs."""
+    """Returns a sentence on how certain the ranking by speed is, judging by the spread over a kernel's runs."""
     if min(len(kernel.values(SPEED)) for kernel in (best, *others)) < 2:
-        return "At least one kernel has only one run, so the variation of its speed is unknown."
+        return "At least one kernel has only one run, so the variation of the speed is unknown."
     close = [kernel.label for kernel in others if max(kernel.values(SPEED)) >= min(best.values(SPEED))]
     if close:
-        return f"Its speeds overlap with those of {' and '.join(close)}, which may be equally fast."
-    return "Its slowest run is faster than every run of the other kernels."
+        return f"The speeds of this kernel overlap with those of {' and '.join(close)}, which may be equally fast."
+    return "The slowest run of this kernel is faster than every run of the other kernels."
 
 
 def _lowest_loss(comparison: Comparison) -> str:
-    ranked = _ranked(comparison, LOSS)
+    ranked = _rank(comparison, LOSS)
     if len(ranked) < 2:
         return ""
     best, *others = ranked
@@ -55,16 +55,15 @@ def _lowest_loss(comparison: Comparison) -> str:
             f"{others[0].label}, has {others[0].median(LOSS):.4f}.")
 
 
-def _ranked(comparison: Comparison, name: str) -> list[Kernel]:
-    """The kernels, each with only its finished runs, sorted by the median of `name`, the smallest first. Kernels without this
-    number are omitted."""
+def _rank(comparison: Comparison, name: str) -> list[Kernel]:
+    """Returns the kernels that have the number `name`, each with only finished runs. The smallest median comes first."""
     medians = [(kernel.finished().median(name), kernel.finished()) for kernel in comparison.kernels]
     measured = [(median, kernel) for median, kernel in medians if median is not None and math.isfinite(median)]
     return [kernel for _, kernel in sorted(measured, key=lambda pair: pair[0])]
 
 
 def speed_ratio(kernel: Kernel, comparison: Comparison) -> float | None:
-    """The kernel's throughput divided by that of the reference with the same options; None if either was not measured."""
+    """Returns the kernel's throughput divided by that of the reference with the same options, or None if either is missing."""
     label = f"{comparison.reference}{kernel.label.removeprefix(kernel.runs[0].kernel)}"
     reference = next((candidate for candidate in comparison.kernels if candidate.label == label), None)
     speed = kernel.median(SPEED)

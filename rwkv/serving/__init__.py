@@ -1,13 +1,15 @@
-"""The HTTP server, with the APIs of OpenAI, Ollama and Anthropic. It runs as two processes: HTTP and the engine.
+"""An HTTP server with the APIs of OpenAI, Ollama and Anthropic, in two processes: one for HTTP and one for the engine.
 
-    server       starts everything; api: routes, authorisation and errors
-    http/        the HTTP layer: connections, errors, request bodies, and checks of the origin
-    endpoints/   one file per API; service: what they share; page.html: a page for trying the server; openapi: /openapi.json
-    schema       request bodies
+    server       starts the engine and the HTTP server
+    api          has the routes, and handles API keys and errors
+    http/        handles connections, request bodies, error responses and checks of the origin
+    endpoints/   has one file per API; service has the objects that all endpoints share
+    schema       declares the request bodies; openapi generates /openapi.json from them
     submission   turns a request's options into sequences for the engine
-    answers      turns generated sequences into OpenAI's objects and events; logprobs: their log-probabilities
-    responses/   OpenAI's Responses API: translates requests and answers, and stores responses
-    states/      clients' saved states, in memory and in files; sharing: several servers that share a folder
-    engine/      worker: the process that loads the model and generates; remote, queue: its counterpart in the HTTP process
-    messages     what the two processes send to each other; metrics, log: what the server reports
+    answers      turns generated sequences into OpenAI's objects and events; logprobs adds the log-probabilities
+    responses/   implements OpenAI's Responses API, and stores responses
+    states/      stores clients' saved states in memory and in files; sharing lets several servers use one folder
+    engine/      has the engine's process (worker), and the code with which the HTTP process uses it (remote, queue)
+    messages     declares the messages between the two processes
+    metrics, log report what the server does; page.html is a web page for trying the server
 """

@@ -1,4 +1,4 @@
-"""Answers: turns the engine's events for one request into OpenAI's objects, sent whole or as server-sent events."""
+"""Turns the engine's events for one request into OpenAI's objects, and sends them at once or as server-sent events."""
 
 import asyncio
 import time
@@ -25,22 +25,26 @@ from rwkv.tokenizer.tokenizers import Tokenizer
 
 REASONS = {"length": "length", "stop": "stop", "end_of_text": "stop", "cancelled": "length", "no_token": "length"}
 LINE_END = "\n"
-# Characters at which some clients split lines, as Python's str.splitlines does. Unescaped "\n" and "\r" occur in JSON only
-# between values, so they can become spaces.
+# Some clients split lines at these characters, as Python's str.splitlines does. JSON has unescaped "\n" and "\r" only between
+# values, so a space can replace them.
 LINE_ENDS = {"\n": " ", "\r": " ", "\u0085": "\\u0085", "\u2028": "\\u2028", "\u2029": "\\u2029"}
 SEND_TIMEOUT = 30                        # seconds after which a client that reads nothing is disconnected
 
 
 @dataclass
 class ResponseSpec:
-    """How the sequences of a request are presented to the client.
+    """A description of how to present a request's sequences to the client.
 
-    before: for each sequence, the text that precedes it in the answer: the echoed prompt or, in a chat, the beginning of the
-    answer that the prompt already contains. n: the number of sequences per prompt; the sequences of a prompt are adjacent.
-    functions: the names of the functions that the answer may call. call_start: the beginning of a tool call, if the prompt ends
-    with one. most_calls: the number of calls that are shown; further calls are dropped. thinks: whether answers may begin with
-    thoughts, whose first characters may be in `before`. continues: as in ThoughtParser. after: for each prompt, the last token
-    ids before it. saves: whether each sequence's final state is saved.
+    Attributes:
+        before: for each sequence, the echoed prompt or, in a chat, the beginning of the answer that the prompt contains.
+        n: the number of sequences per prompt; the sequences of a prompt are adjacent.
+        functions: names of the functions that the answer may call.
+        call_start: the beginning of a tool call, if the prompt ends with one.
+        most_calls: the number of tool calls to show; further calls are dropped.
+        thinks: whether answers may begin with thoughts; the first characters of these may be in `before`.
+        continues: whether the sequences continue thoughts or text, as in ThoughtParser.
+        after: the last token ids of the context before the prompts.
+        saves: whether each sequence's final state is saved.
     """
 
     kind: str                            # "cmpl" or "chatcmpl"
@@ -72,9 +76,9 @@ class ResponseSpec:
 
 
 class Answer:
-    """The ASGI response for the sequences of a ticket. Cancels them when the client disconnects."""
+    """Sends the sequences of a ticket as an ASGI response, and cancels the sequences when the client disconnects."""
 
-    content_type = "text/event-stream; charset=utf-8"            # of streamed answers
+    content_type = "text/event-stream; charset=utf-8"            # the type of streamed answers
 
     def __init__(self, engine: RemoteEngine, ticket: Ticket, spec: ResponseSpec, stream: bool, timeout_s: float) -> None:
         self._engine = engine
@@ -90,8 +94,8 @@ class Answer:
         watcher = asyncio.create_task(self._watch(receive))
         deadline = asyncio.get_running_loop().call_later(self._timeout_s, self._cancel)
         try:
-            await (self._send_stream(send) if self._stream else self._send_whole(scope, receive, send))
-        except (TimeoutError, asyncio.CancelledError):           # CancelledError: the server exits immediately
+            await (self._send_stream(send) if self._stream else self._send_full(scope, receive, send))
+        except (TimeoutError, asyncio.CancelledError):           # a server that exits immediately cancels this task
             scope["state"]["abort"]()
         finally:
             deadline.cancel()
@@ -111,17 +115,17 @@ class Answer:
     def _cancel(self) -> None:
         self._engine.cancel(self._ticket)
 
-    async def _send_whole(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _send_full(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             async for number, event in self._ticket:
-                self._take(number, event)
+                self._add_event(number, event)
         except ApiError as error:
             await self._error_response(error)(scope, receive, send)
             return
         self._complete = True
         await self._finish()
         # An answer with the prompt's log-probabilities takes megabytes. A thread encodes it, so that no other request waits.
-        response = await asyncio.to_thread(self._whole) if self._spec.echo_logprobs else self._whole()
+        response = await asyncio.to_thread(self._full_response) if self._spec.echo_logprobs else self._full_response()
         await self._send(response, scope, receive, send)
 
     async def _send(self, response: Response, scope: Scope, receive: Receive, send: Send) -> None:
@@ -129,20 +133,19 @@ class Answer:
             await response(scope, receive, send)
 
     async def _finish(self) -> None:
-        """A hook for subclasses: called after the last event, before the end of the answer is sent."""
+        """Does nothing. Subclasses may override this hook, which is called before the end of the answer is sent."""
 
     def _client_error(self, error: ApiError) -> ApiError:
-        """Returns the error to send to the client for `error`. A hook for subclasses."""
+        """Returns the error to send to the client for `error`. Subclasses may override this hook."""
         return error
 
     def _error_response(self, error: ApiError) -> Response:
         return self._client_error(error).response()
 
-    def _take(self, number: int, event: Event) -> None:
-        """Adds an event to an answer that is not streamed."""
+    def _add_event(self, number: int, event: Event) -> None:
         self._choices[number].add(event)
 
-    def _whole(self) -> Response:
+    def _full_response(self) -> Response:
         content = self._spec.envelope([choice.whole() for choice in self._choices], stream=False)
         return json_response({**content, "usage": self._usage()})
 
@@ -175,7 +178,7 @@ class Answer:
         yield b"data: [DONE]\n\n"
 
     def _usage(self) -> JsonObject:
-        """Token counts in OpenAI's format. A prompt counts once, even if it has n sequences."""
+        """Returns the token counts in OpenAI's format. A prompt with n sequences counts once."""
         prompt_events = [choice.last for choice in self._choices[::self._spec.n]]
         prompt_tokens = sum(event.prompt_tokens for event in prompt_events)
         new_tokens = sum(choice.last.completion_tokens for choice in self._choices)
@@ -185,7 +188,7 @@ class Answer:
 
 
 class Part(NamedTuple):
-    """A piece of an answer after its thoughts: text with its tokens' log-probabilities, or a tool call."""
+    """A piece of the answer that follows the thoughts: a text with its tokens' log-probabilities, or a tool call."""
 
     text: str
     logprobs: list[Entry]
@@ -193,9 +196,9 @@ class Part(NamedTuple):
 
 
 class _Choice:
-    """One sequence of an answer, as a choice of a completion or a chat completion.
+    """One sequence of an answer, presented as a choice of a completion or a chat completion.
 
-    A chat message has only one content string, in which a line end separates text before a tool call from text after it.
+    A chat message has one content string. A line end separates text before a tool call from text after the call.
     """
 
     def __init__(self, spec: ResponseSpec, number: int, prompt: Sequence[int]) -> None:
@@ -206,21 +209,21 @@ class _Choice:
         self._logprobs: list[Entry] = []
         self._thoughts = ""
         self._answer = ThoughtParser(spec.before[number], spec.thinks, spec.continues) if spec.chat else None
-        self._written = 0                # characters generated so far
+        self._n_chars = 0                # number of characters generated
         before = [*spec.after, *prompt]
         self._tokens = ShownTokens(spec.tokenizer.decoder(before)) if spec.logprobs else None
         self._parser = CallParser(spec.functions, spec.call_start, spec.most_calls) if spec.functions else None
         self._calls: list[JsonObject] = []
         self._has_text = False
         self._after_call = False         # a tool call has ended, and no text has followed yet
-        self._unnamed = ""               # a line end added to the text, but not yet to a token's string
+        self._line_end = ""              # a line end that was added to the text, but not yet to a token's string
         self._decoder = spec.tokenizer.decoder(
             spec.after if spec.echo_logprobs else before if spec.logprobs else ())
         self._offset = 0                 # the text offset of the next token, in characters
         self.last = Event(-1)
 
     def add(self, event: Event) -> None:
-        thoughts, parts = self.parsed(event)
+        thoughts, parts = self.parse(event)
         self._thoughts += thoughts
         for part in parts:
             if part.call:
@@ -244,7 +247,7 @@ class _Choice:
                 "finish_reason": self.reason(self.last), **self._state()}
 
     def first(self) -> list[JsonObject]:
-        """The chunks to send before the first event."""
+        """Returns the chunks to send before the first event."""
         if self._spec.chat:
             return [self._piece({"role": "assistant", "content": self._content}, None, None)]
         if self._content and not self._spec.echo_logprobs:
@@ -253,12 +256,12 @@ class _Choice:
 
     def pieces(self, event: Event) -> list[JsonObject]:
         finished = event.finish_reason is not None
-        if self._spec.echo_logprobs:     # the prompt's log-probabilities come in the last event, so all is sent then
+        if self._spec.echo_logprobs:     # the last event brings the prompt's log-probabilities, which the client gets first
             self.add(event)
             if not finished:
                 return []
             return [{**self._piece(self._content, self._format_logprobs(self._logprobs), self.reason(event)), **self._state()}]
-        thoughts, parts = self.parsed(event)
+        thoughts, parts = self.parse(event)
         pieces = []
         if thoughts:
             pieces.append(self._piece({"reasoning_content": thoughts}, None, None))
@@ -276,40 +279,40 @@ class _Choice:
         return pieces
 
     def _with_line_end(self, part: Part) -> Part:
-        """The part, with a line end before its text if a tool call separates it from earlier text.
+        """Returns the part, with a line end before its text if a tool call separates the text from earlier text.
 
-        The line end is also added to the first token's string, so that the concatenated tokens equal the content.
+        The first token's string gets the line end too, so that the concatenated tokens equal the content.
         """
         text = part.text
         logprobs = part.logprobs
         if text and self._has_text and self._after_call:
             text = f"{LINE_END}{text}"
-            self._unnamed = LINE_END
+            self._line_end = LINE_END
         if text:
             self._has_text = True
             self._after_call = False
-        if self._unnamed and logprobs:
-            logprobs = [with_text(logprobs[0], f"{self._unnamed}{logprobs[0]['text']}"), *logprobs[1:]]
-            self._unnamed = ""
+        if self._line_end and logprobs:
+            logprobs = [with_text(logprobs[0], f"{self._line_end}{logprobs[0]['text']}"), *logprobs[1:]]
+            self._line_end = ""
         return Part(text, logprobs)
 
-    def parsed(self, event: Event) -> tuple[str, list[Part]]:
-        """The thoughts that an event adds, and the event's texts and calls, in the order in which the model wrote them.
+    def parse(self, event: Event) -> tuple[str, list[Part]]:
+        """Returns the thoughts that an event adds, and the event's texts and calls in the order in which the model wrote them.
 
         A token's log-probability belongs to the part whose text contains the token's first character.
         """
         last = event.finish_reason is not None
-        self._written += len(event.text)
+        self._n_chars += len(event.text)
         thoughts = ""
         text = event.text
-        offset = 0                       # in event.text: where the text after the thoughts begins
-        decided = self._written
+        offset = 0                       # offset in the answer at which the text after the thoughts begins
+        decided = self._n_chars
         if self._answer:
             thoughts, text = self._answer.push(event.text, last)
             offset = self._answer.text_place
             decided = self._answer.decided
-        pieces: list[tuple[str, int] | JsonObject] = [(text, self._written - len(text))]
-        spans = [(self._written - len(text), self._written)]
+        pieces: list[tuple[str, int] | JsonObject] = [(text, self._n_chars - len(text))]
+        spans = [(self._n_chars - len(text), self._n_chars)]
         if self._parser:
             self._parser.push(text, last)
             pieces = [piece if isinstance(piece, dict) else (piece[0], piece[1] + offset) for piece in self._parser.parts]
@@ -321,12 +324,13 @@ class _Choice:
         return thoughts, [part for part in self._parts(pieces, decided, last) if part.text or part.logprobs or part.call]
 
     def _parts(self, pieces: list[tuple[str, int] | JsonObject], decided: int, last: bool) -> Iterator[Part]:
-        """Yields each piece with the log-probabilities of its tokens. Tokens after the offset `decided` wait for a later call,
-        unless `last` is set."""
+        """Yields each piece with the log-probabilities of its tokens.
+
+        Tokens after the offset `decided` wait for a later call, unless `last` is set.
+        """
         starts = [piece[1] for piece in pieces if isinstance(piece, tuple)]
 
         def logprobs() -> list[Entry]:
-            """The log-probabilities of the tokens before the next text."""
             if self._tokens is None:
                 return []
             if starts:
@@ -334,7 +338,7 @@ class _Choice:
             return self._tokens.take_rest() if last else self._tokens.take(decided)
 
         if not pieces or isinstance(pieces[0], dict):
-            yield Part("", logprobs())   # the tokens before the call, whose log-probabilities are now known
+            yield Part("", logprobs())   # tokens before the call may have waited for this event
         else:
             starts.pop(0)
         for piece in pieces:
@@ -351,8 +355,10 @@ class _Choice:
                 "finish_reason": reason}
 
     def _state(self) -> JsonObject:
-        """The field `state`, if the request asked for a saved state: the id of the final state, or null for a cancelled
-        sequence."""
+        """Returns the field `state` if the request asked for a saved state, otherwise no field.
+
+        The field holds the final state's id, or null for a cancelled sequence.
+        """
         return {"state": self.last.state and self.last.state.id} if self._spec.saves else {}
 
     def _format_logprobs(self, entries: list[Entry]) -> JsonObject | None:
@@ -360,11 +366,13 @@ class _Choice:
             return None
         if self._spec.chat:
             return {"content": [chat_entry(entry, self._decoder) for entry in entries], "refusal": None}
-        return self._legacy(entries)
+        return self._completion_logprobs(entries)
 
-    def _legacy(self, entries: list[Entry]) -> JsonObject:
-        """The log-probabilities in the format of completions: parallel lists. With echo the prompt's tokens come first; the
-        very first token has no log-probability."""
+    def _completion_logprobs(self, entries: list[Entry]) -> JsonObject:
+        """Returns the log-probabilities in the format of completions, which has parallel lists.
+
+        With echo, the prompt's tokens come first, and the first of them has no log-probability.
+        """
         lists: JsonObject = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         if self._spec.echo_logprobs:
             first = self._prompt[0]
@@ -379,7 +387,7 @@ class _Choice:
             lists["tokens"].append(token_string(entry))
             lists["token_logprobs"].append(entry["logprob"])
             lists["top_logprobs"].append(None if entry["logprob"] is None else top)
-            piece = self._decoder.push(entry["token"])           # may begin inside a character of earlier tokens
+            piece = self._decoder.push(entry["token"])           # a piece may begin inside a character of earlier tokens
             lists["text_offset"].append(self._offset + max(piece.find(entry["text"]), 0))
             self._offset += len(piece)
         return lists
@@ -396,13 +404,13 @@ def _chat_token(entry: Entry, decoder: Decoder) -> JsonObject:
 
 
 def token_string(entry: Entry) -> str:
-    """The token's text, or token_id:ID if the text is not whole characters, so that different tokens have different strings."""
+    """Returns the token's text, or token_id:ID if the text is not whole characters, so that no two tokens share a string."""
     text = entry["text"]
     return text if text and UNKNOWN not in text else f"token_id:{entry['token']}"
 
 
 def one_line(content: JsonObject) -> bytes:
-    """The content as one line of JSON, without the final line end. Line ends, which a msgspec.Raw may have, are replaced."""
+    """Returns the content as one line of JSON without a final line end. Line ends inside a msgspec.Raw are replaced."""
     line = msgspec.json.encode(content)
     for character, escape in LINE_ENDS.items():
         line = line.replace(character.encode(), escape.encode())
@@ -410,6 +418,6 @@ def one_line(content: JsonObject) -> bytes:
 
 
 def sse(content: JsonObject) -> bytes:
-    """The content as a server-sent event, which is named by content["type"] if present."""
+    """Returns the content as a server-sent event. The event's name is content["type"], if present."""
     name = b"event: %s\n" % content["type"].encode() if "type" in content else b""
     return b"%sdata: %s\n\n" % (name, one_line(content))

@@ -1,4 +1,4 @@
-"""The ASGI application: routes, authorisation and errors. The endpoints are in endpoints/, one file per API."""
+"""The ASGI application, with the routes and the handling of API keys and errors. The endpoints are in endpoints/."""
 
 import hmac
 import re
@@ -36,7 +36,7 @@ from rwkv.serving.openapi import Endpoint, Handler
 from rwkv.serving.service import Service
 from rwkv.serving.states.client_states import owner_digest
 
-OPEN_PATHS = ("/", "/health", "/ready")  # need no API key
+OPEN_PATHS = ("/", "/health", "/ready")  # these paths need no API key
 
 
 def application(service: Service) -> ASGIApp:
@@ -46,13 +46,13 @@ def application(service: Service) -> ASGIApp:
     routes = [Route(path, _endpoint(service, handlers), methods=[*handlers]) for path, handlers in paths.items()]
     cors = [Middleware(CORSMiddleware, allow_origins=service.config.cors, allow_methods=["GET", "POST", "DELETE"],
                        allow_headers=["*"], expose_headers=["x-request-id"])] if service.config.cors else []
-    return _logged(Starlette(routes=routes, middleware=cors,
-                             exception_handlers={HTTPException: _http_error, Exception: _internal_error}))
+    return _with_log(Starlette(routes=routes, middleware=cors,
+                               exception_handlers={HTTPException: _http_error, Exception: _internal_error}))
 
 
-def _logged(app: ASGIApp) -> ASGIApp:
+def _with_log(app: ASGIApp) -> ASGIApp:
     async def logged(scope: Scope, receive: Receive, send: Send) -> None:
-        """Logs refused requests. Ignores double and trailing slashes in paths, which a client's base URL may cause."""
+        """Logs refused requests, and ignores double and trailing slashes in paths, which some clients' base URLs cause."""
         async def log_refusal(message: Message) -> None:
             if message["type"] == "http.response.start" and message["status"] >= 400:
                 request = f"{scope['method']} {scope['raw_path'].decode('ascii')}"       # raw_path keeps a line end as %0A
@@ -65,7 +65,7 @@ def _logged(app: ASGIApp) -> ASGIApp:
 
 
 def _endpoint(service: Service, handlers: Mapping[str, Handler]) -> Callable[[Request], Awaitable[ASGIApp]]:
-    """The endpoint of one path. handlers: the handler of each HTTP method; the handler of GET also answers HEAD."""
+    """Returns the ASGI endpoint of one path. `handlers` maps HTTP methods to handlers; GET's handler also answers HEAD."""
     async def endpoint(request: Request) -> ASGIApp:
         try:
             check_origin(service.config, request.headers)
@@ -75,25 +75,24 @@ def _endpoint(service: Service, handlers: Mapping[str, Handler]) -> Callable[[Re
             handler = handlers["GET" if request.method == "HEAD" else request.method]
             return await handler(service, request)
         except ApiError as error:
-            return _refusal(request, error)
+            return _refusal_response(request, error)
         except UserError as error:
-            return _refusal(request, user_error(error))
+            return _refusal_response(request, user_error(error))
         except RecursionError:
-            return _refusal(request, ApiError(400, "the body's objects and lists are nested too deeply"))
+            return _refusal_response(request, ApiError(400, "the body's objects and lists are nested too deeply"))
         except ClientDisconnect:
             return Response(status_code=400)
 
     return endpoint
 
 
-def _refusal(request: Request, error: ApiError) -> Response:
-    """The error as a response. Its message also goes to the log."""
+def _refusal_response(request: Request, error: ApiError) -> Response:
     request.scope["state"]["refusal"] = str(error)
-    return error.response(_error_form(request))
+    return error.response(_error_formatter(request))
 
 
-def _error_form(request: Request) -> Callable[[ApiError], JsonObject] | None:
-    """The function that formats error bodies for the API that the client uses; None for OpenAI's."""
+def _error_formatter(request: Request) -> Callable[[ApiError], JsonObject] | None:
+    """Returns the function that formats error bodies for the client's API, or None for OpenAI's API."""
     if request.url.path.startswith("/v1/messages") or "anthropic-version" in request.headers:
         return anthropic.error_body
     return ollama.error_body if request.url.path.startswith("/api/") else None
@@ -101,7 +100,7 @@ def _error_form(request: Request) -> Callable[[ApiError], JsonObject] | None:
 
 async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    form = _error_form(request)
+    form = _error_formatter(request)
     if error.status_code == 405:
         response = ApiError(405, f"{request.url.path} does not allow {request.method}").response(form)
         response.headers.update(error.headers or {})             # Allow
@@ -112,11 +111,11 @@ async def _http_error(request: Request, error: Exception) -> Response:
 
 
 async def _internal_error(request: Request, error: Exception) -> Response:
-    return ApiError(500, "internal error; see the server's log").response(_error_form(request))
+    return ApiError(500, "the server has an internal error: see the server's log").response(_error_formatter(request))
 
 
 def _authorize(service: Service, request: Request) -> None:
-    """Checks the API key, and sets the request's owner. Raises ApiError for a wrong key."""
+    """Checks the API key and sets the request's owner. Raises ApiError for a wrong key."""
     keys = service.config.api_key
     request.scope["state"]["owner"] = owner_digest("")
     if not keys or request.url.path in OPEN_PATHS:
@@ -126,7 +125,7 @@ def _authorize(service: Service, request: Request) -> None:
     matching = [key for key in keys for value in sent
                 if hmac.compare_digest(value.strip().encode("latin-1", "replace"), key.encode())]
     if not matching:
-        raise ApiError(401, "the request must have one of the server's keys, in the header Authorization: Bearer KEY or "
+        raise ApiError(401, "the request must have one of the server's API keys: send the header Authorization: Bearer KEY or "
                             "x-api-key: KEY", code="invalid_api_key")
     request.scope["state"]["owner"] = owner_digest(matching[0])
 

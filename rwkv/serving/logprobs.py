@@ -1,4 +1,7 @@
-"""Log-probabilities of the shown text: the generated text without tool calls, stop strings and white space before an answer."""
+"""Selects the log-probabilities of the shown text.
+
+The shown text is the generated text without tool calls, stop strings and white space before an answer.
+"""
 
 from collections import deque
 from collections.abc import Sequence
@@ -6,15 +9,15 @@ from collections.abc import Sequence
 from rwkv.generation.request import Entry
 from rwkv.tokenizer.decoders import Decoder
 
-UNKNOWN = "\ufffd"                       # stands for a broken character in a token's text
+UNKNOWN = "\ufffd"                       # the replacement for a broken character in a token's text
 Span = tuple[int, int]                   # start and end in the generated text, in characters
 
 
 class ShownTokens:
-    """Receives the log-probability entries of all generated tokens, and returns those of the shown text. The concatenated
-    texts of these entries equal the shown text.
+    """Receives the log-probability entries of all generated tokens, and returns the entries of the shown tokens.
 
-    Tokens that are parts of one character are shown or hidden together.
+    The concatenated texts of the returned entries equal the shown text. Tokens that are parts of one character are shown or
+    hidden together.
     """
 
     def __init__(self, decoder: Decoder) -> None:
@@ -35,12 +38,12 @@ class ShownTokens:
         self._shown += spans
 
     def take(self, decided: int) -> list[Entry]:
-        """The entries of the shown tokens before the offset `decided`: up to this offset it is known which text is shown."""
+        """Returns the entries of the shown tokens before the offset `decided`. Text after this offset is not yet decided."""
         result: list[Entry] = []
         while self._groups and self._offset + len(self._groups[0][1]) <= decided:
             entries, text = self._groups.popleft()
             shown = "".join(text[max(start - self._offset, 0):max(end - self._offset, 0)] for start, end in self._shown)
-            result += _cut(entries, text, shown)
+            result += _shown_entries(entries, text, shown)
             self._offset += len(text)
         self._shown = [span for span in self._shown if span[1] > self._offset]
         return result
@@ -52,13 +55,16 @@ class ShownTokens:
         return self.take(self._offset + sum(len(text) for _, text in self._groups))
 
 
-def _cut(entries: list[Entry], text: str, shown: str) -> list[Entry]:
-    """The entries of a group of tokens of whose text only the part `shown` is shown. The last token's entry gets that part,
-    without the broken characters (begun by earlier tokens and never completed), which keep their own entries."""
+def _shown_entries(entries: list[Entry], text: str, shown: str) -> list[Entry]:
+    """Returns the entries to show for a group of tokens if only `shown`, a part of the group's text, is shown.
+
+    The last token's entry gets this part. Broken characters, which earlier tokens began and no token completed, keep their own
+    entries.
+    """
     if shown == text:
         return entries
     *earlier, last = entries
-    broken = text.removesuffix(last["text"])     # the broken characters
+    broken = text.removesuffix(last["text"])     # the broken characters before the last token's text
     if not broken or broken.strip(UNKNOWN) or UNKNOWN in last["text"] or not shown.startswith(broken):
         earlier = []
         broken = ""
@@ -69,6 +75,6 @@ def _cut(entries: list[Entry], text: str, shown: str) -> list[Entry]:
 
 
 def with_text(entry: Entry, text: str) -> Entry:
-    """A copy of the entry with a new text for its token, also in the list of the likeliest tokens."""
+    """Returns a copy of the entry in which the token has a new text, also in the list of the likeliest tokens."""
     top = [{**token, "text": text} if token["token"] == entry["token"] else token for token in entry.get("top", ())]
     return {**entry, "text": text, "top": top}

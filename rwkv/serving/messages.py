@@ -1,4 +1,4 @@
-"""The messages between the HTTP process and the engine's process."""
+"""Declares the messages between the HTTP process and the engine's process."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -12,10 +12,13 @@ from rwkv.io.json_types import JsonObject
 
 @dataclass(frozen=True)
 class Turn:
-    """How the conversation of a saved state ended.
+    """A description of how the conversation of a saved state ended.
 
-    role: the role of the last message. tail: the text that the state has read after that message, such as a stop string; the
-    rendered next turn begins with this text. tools, template: digests of the tools and the chat template of the conversation.
+    Attributes:
+        role: the role of the last message.
+        tail: text that the state has read after the last message, such as a stop string; the rendered next turn begins with it.
+        tools: a digest of the conversation's tools.
+        template: a digest of the conversation's chat template.
     """
 
     role: str
@@ -26,13 +29,17 @@ class Turn:
 
 @dataclass(frozen=True)
 class SavedState:
-    """A client's saved state, without its content, which is in the engine's process.
+    """A record of a client's saved state. The engine's process has the state's content.
 
-    id: "" for the state from which all sequences of an adapter begin. owner: a digest of the API key that saved it. tokens: the
-    number of tokens that the state has read; None if the state's file does not say. bytes: the size of the state. last_ids: as
-    in PrefillResult. turn: how the state's conversation ended; None if no conversation is known. refusal: the reason why no
-    model of this server can use the state; None if a model can. model: the name of the adapter that has read it; "" for the
-    checkpoint's model.
+    Attributes:
+        id: the state's id; "" for the state from which all sequences of an adapter begin.
+        owner: a digest of the API key that saved the state.
+        tokens: the number of tokens that the state has read; None if the state's file does not have the number.
+        bytes: the size of the state.
+        last_ids: the last token ids that the state has read; () if unknown.
+        turn: how the state's conversation ended; None if no conversation is known.
+        refusal: the reason why no model of this server can use the state; None if a model can.
+        model: the name of the adapter that has read the state; "" for the checkpoint's model.
     """
 
     id: str
@@ -48,8 +55,13 @@ class SavedState:
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """Facts about the model, for clients. width: the size of the hidden state. trained_tokens: the sequence length in training;
-    None if unknown. device: cpu or cuda."""
+    """Facts about the model for clients.
+
+    Attributes:
+        trained_tokens: the sequence length in training; None if unknown.
+        width: the size of the hidden state.
+        device: cpu or cuda.
+    """
 
     generation: str
     parameters: int
@@ -60,7 +72,7 @@ class ModelInfo:
 
 
 class Defaults(NamedTuple):
-    """The default options of a request. stop: stop strings. max_tokens: None for the server's limit."""
+    """The default options of a request. If `max_tokens` is None, the endpoint's own default applies."""
 
     sampling: Sampling
     stop: tuple[str, ...] = ()
@@ -71,11 +83,14 @@ class Defaults(NamedTuple):
 class Ready:
     """Tells the HTTP process that the model is loaded.
 
-    tokenizer: the tokenizer's definition, for Tokenizer.from_dict. template: the chat template's name. plan: the lines to
-    print, as (subject, text). states: the saved states found in states_dir=. state_bytes: the size of one state. defaults: the
-    default options of requests, by (how the answer begins, whether there are tools); the entry (False, False) also applies to
-    prompts without a chat template. adapters: for each name, the state from which the adapter's sequences begin; None for the
-    empty state.
+    Attributes:
+        tokenizer: the tokenizer's definition, for Tokenizer.from_dict.
+        template: the chat template's name.
+        plan: lines to print, as (subject, text).
+        states: the saved states in the folder states_dir=.
+        state_bytes: the size of one state.
+        defaults: a request's default options, by (`think`, whether there are tools); (False, False) serves plain prompts too.
+        adapters: for each name, the state from which the adapter's sequences begin; None for the empty state.
     """
 
     model_info: ModelInfo
@@ -90,8 +105,12 @@ class Ready:
 
 @dataclass(frozen=True)
 class Failed:
-    """Tells the HTTP process that the engine's process ends. reason: one sentence if a user's mistake caused this, otherwise a
-    traceback. mistake: whether it was a user's mistake."""
+    """Tells the HTTP process that the engine's process ends.
+
+    Attributes:
+        reason: one sentence if the user made a mistake, otherwise a traceback.
+        mistake: whether the user made a mistake.
+    """
 
     reason: str
     mistake: bool
@@ -99,14 +118,19 @@ class Failed:
 
 @dataclass(frozen=True)
 class Generate:
-    """A sequence to generate. id: its number, set by the queue. stream: whether to send the text while it is generated, or all
-    at the end.
+    """Asks the engine to generate one sequence.
 
-    start: the saved state that the sequence continues. save: the record under which the sequence's final state is saved; the
-    engine fills in tokens, bytes and last_ids. model, owner: as in SavedState.
+    Attributes:
+        request: the request, without the context that the engine's process adds.
+        model: the adapter's name; "" for the checkpoint's model.
+        owner: a digest of the client's API key.
+        start: the saved state that the sequence continues.
+        save: the record for the sequence's final state; the engine sets `tokens`, `bytes` and `last_ids`.
+        stream: whether to send the text while it is generated, rather than at the end.
+        id: the sequence's number, which the queue sets.
     """
 
-    request: Request                     # without a context, which only the engine's process has
+    request: Request
     model: str
     owner: str
     start: SavedState | None = None
@@ -122,9 +146,9 @@ class Cancel:
 
 @dataclass(frozen=True)
 class Upload:
-    """A state file to save under the id of `state`. The Reply has `state`, completed with the file's metadata.
+    """Asks the engine to save a state file under the id of `state`. The Reply has `state` with the file's metadata.
 
-    layout: the layout of a tuned state, as in state_layout=.
+    `layout` is the layout of a trained initial state, as in state_layout=.
     """
 
     id: int
@@ -146,7 +170,12 @@ class Drop:
 
 @dataclass(frozen=True)
 class SyncFolder:
-    """What other servers may have changed in states_dir=. new: names of unknown files. lost: ids of states without a file."""
+    """Tells the engine what other servers may have changed in the folder states_dir=.
+
+    Attributes:
+        new: names of unknown files.
+        lost: ids of states without a file.
+    """
 
     id: int
     new: tuple[str, ...]
@@ -155,13 +184,13 @@ class SyncFolder:
 
 @dataclass(frozen=True)
 class FolderChanges:
-    """The result of a SyncFolder. gone: the ids of states whose files were deleted."""
+    """The result of a SyncFolder. `gone` has the ids of states whose files were deleted."""
 
     new: list[SavedState]
     gone: list[str]
 
 
-# Messages to the engine. The sequences of one HTTP request are sent as one list.
+# One list has all sequences of an HTTP request, because they start together.
 ToEngine = list[Generate] | Cancel | Upload | Download | Drop | SyncFolder
 
 ReplyValue = SavedState | bytes | FolderChanges | None
@@ -169,7 +198,12 @@ ReplyValue = SavedState | bytes | FolderChanges | None
 
 @dataclass(frozen=True)
 class Reply:
-    """The answer to an Upload, a Download or a SyncFolder. error: the reason for a failure. state_gone: as in Event."""
+    """The engine's answer to an Upload, a Download or a SyncFolder.
+
+    Attributes:
+        error: the reason for a failure.
+        state_gone: whether the failure is that the state is gone.
+    """
 
     id: int
     value: ReplyValue = None
@@ -179,12 +213,17 @@ class Reply:
 
 @dataclass
 class Event:
-    """What has been generated of a sequence since its last Event. Only the final Event of a sequence has finish_reason, stop,
-    the token counts, prompt_logprobs, state and embedding.
+    """Tells the HTTP process what the engine has generated of a sequence since the last Event.
 
-    stop: the stop string that ended the sequence. proposed_tokens, accepted_tokens: counts of draft tokens. state: the saved
-    final state. error: the reason if the sequence failed. state_gone: whether the sequence failed because the state that it
-    continues is gone.
+    Only the sequence's final Event has finish_reason, stop, the token counts, prompt_logprobs, state and embedding.
+
+    Attributes:
+        stop: the stop string that ended the sequence.
+        proposed_tokens: how many tokens the draft proposed.
+        accepted_tokens: how many proposed tokens were accepted.
+        state: the saved final state.
+        error: the reason why the sequence failed; None if it did not fail.
+        state_gone: whether the sequence failed because the state to continue is gone.
     """
 
     id: int
@@ -206,8 +245,14 @@ class Event:
 
 @dataclass(frozen=True)
 class Step:
-    """The events of one step of the engine. cache_bytes, cache_entries: size of the prefix cache. state_bytes: memory of
-    clients' states. gone: the ids of states evicted or lost since the last Step."""
+    """The events of one step of the engine.
+
+    Attributes:
+        cache_bytes: the memory of the prefix cache.
+        cache_entries: the number of prefixes in the cache.
+        state_bytes: the memory of clients' saved states.
+        gone: ids of the states that were evicted or lost since the last Step.
+    """
 
     events: list[Event]
     cache_bytes: int

@@ -1,4 +1,4 @@
-"""The metrics at /metrics, in Prometheus's format."""
+"""Collects the metrics that /metrics shows in Prometheus's format."""
 
 import time
 from collections.abc import Callable
@@ -12,7 +12,12 @@ SECONDS = (0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 5
 
 
 class Metrics:
-    """Counts and times the engine's events. rows, queue: functions that return how many sequences are running and queued."""
+    """Counts and times the engine's events.
+
+    Args:
+        rows: returns the number of running sequences.
+        queue: returns the number of queued sequences.
+    """
 
     def __init__(self, rows: Callable[[], int], queue: Callable[[], int]) -> None:
         self._registry = registry = CollectorRegistry()
@@ -32,7 +37,7 @@ class Metrics:
         Gauge("timemix_rows", "Running sequences", registry=registry).set_function(rows)
         Gauge("timemix_queue", "Queued sequences", registry=registry).set_function(queue)
         Gauge("timemix_http_resident_bytes", "Memory of the HTTP process", registry=registry).set_function(resident_memory)
-        # By sequence id: the time of the sequence's last event or, before any event, the negated time of its request
+        # Maps a sequence's id to the time of its last event. Before the first event, the value is the request's negated time.
         self._last: dict[int, float] = {}
 
     def begin(self, ids: list[int]) -> None:

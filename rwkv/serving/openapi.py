@@ -1,4 +1,4 @@
-"""The document /openapi.json, derived from the server's endpoints and the schemas of their bodies (rwkv/serving/schema.py)."""
+"""Generates /openapi.json from the server's endpoints and the request bodies that rwkv/serving/schema.py declares."""
 
 import re
 from collections.abc import Awaitable, Callable
@@ -22,22 +22,25 @@ BYTES: JsonObject = {"schema": {"type": "string", "format": "binary"}}
 GENERATION: JsonObject = {"answers": (JSON, EVENTS), "errors": (400, 401, 404, 413, 415, 429, 503)}       # Endpoint fields
 
 
-def _object(**properties: object) -> JsonObject:
-    """The schema of an object that must have all of these properties."""
+def _object_schema(**properties: object) -> JsonObject:
     return {"type": "object", "required": [*properties], "properties": properties}
 
 
 STRING, STRING_OR_NULL = {"type": "string"}, {"type": ["string", "null"]}
 ERRORS = {                               # schemas of error bodies, by API
-    "Error": _object(error=_object(message=STRING, type=STRING, param=STRING_OR_NULL, code=STRING_OR_NULL)),
-    "OllamaError": _object(error=STRING),
-    "AnthropicError": _object(type={"const": "error"}, error=_object(type=STRING, message=STRING))}
+    "Error": _object_schema(error=_object_schema(message=STRING, type=STRING, param=STRING_OR_NULL, code=STRING_OR_NULL)),
+    "OllamaError": _object_schema(error=STRING),
+    "AnthropicError": _object_schema(type={"const": "error"}, error=_object_schema(type=STRING, message=STRING))}
 Handler = Callable[[Service, Request], Awaitable[ASGIApp]]
 
 
 class Endpoint(NamedTuple):
-    """One method of one path. body: the type of the JSON body that requests have. upload: the media type of an alternative
-    body. error: the name of the schema of error bodies.
+    """One HTTP method of one path.
+
+    Attributes:
+        body: the type of the JSON body that requests have.
+        upload: the media type of an alternative to the JSON body.
+        error: the name of the schema of error bodies.
     """
 
     path: str

@@ -1,9 +1,9 @@
-"""Request bodies: the fields with their types and ranges. If OpenAI has a field, its type and range are OpenAI's.
+"""Declares the fields of request bodies, with types and ranges. OpenAI's fields have OpenAI's types and ranges.
 
-OpenAI's fields that do not affect the text are ignored. Unsupported and unknown fields are refused. null in an optional field
-means that the field is absent; so does -1 in seed, max_tokens and top_k, which clients of llama.cpp, LM Studio and vLLM send.
-Clients such as Open WebUI and SillyTavern also send options of Ollama, llama.cpp and vLLM. An option that this server does not
-have must be sent with a value that turns it off.
+The server ignores OpenAI's fields that do not affect the text, and refuses unsupported and unknown fields. An optional field
+with null counts as absent. So does -1 in seed, max_tokens and top_k, because clients of llama.cpp, LM Studio and vLLM send -1.
+Clients such as Open WebUI and SillyTavern also send options of Ollama, llama.cpp and vLLM. A request may have an option that
+this server lacks only with a value that turns the option off.
 """
 
 import math
@@ -32,23 +32,23 @@ TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 Count = Annotated[int, msgspec.Meta(ge=1, le=MOST_ROWS)]
 NewTokens = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 MaxTokens = Annotated[int, msgspec.Meta(ge=-1, le=2**31 - 1)]            # -1 means the server's default
-Seed = Annotated[int, msgspec.Meta(ge=-2**63, le=2**63 - 1)]             # -1 means a random seed
+Seed = Annotated[int, msgspec.Meta(ge=-2**63, le=2**63 - 1)]             # -1 requests a random seed
 Name = Annotated[str, msgspec.Meta(pattern=r"^[a-zA-Z0-9_-]{1,64}$(?!\n)")]       # Python's $ also matches before "\n"
 StateId = Annotated[str, msgspec.Meta(max_length=64)]
 Body = TypeVar("Body")
 
-# Options of samplers that this server does not have, with the values that turn them off
+# This server does not have the samplers with these options. The listed values turn a sampler off.
 OFF: dict[str, tuple[object, ...]] = {
     "mirostat": (0,), "tfs_z": (1,), "typical_p": (1,), "top_a": (0,), "top_n_sigma": (0, -1), "xtc_probability": (0,),
     "dry_multiplier": (0,), "dynatemp_range": (0,), "smoothing_factor": (0,)}
-# Other options that this server does not have, with the values that have no effect
+# This server does not have these options either. The listed values have no effect.
 NEUTRAL: dict[str, tuple[object, ...]] = {
     "min_tokens": (0,), "ignore_eos": (False,), "stop_token_ids": ([],), "include_stop_str_in_output": (False,),
     "skip_special_tokens": (True,), "spaces_between_special_tokens": (True,), "use_beam_search": (False,),
     "length_penalty": (1,), "early_stopping": (False,), "add_generation_prompt": (True,), "continue_final_message": (False,)}
 CONTINUATION = ("add_generation_prompt", "continue_final_message")       # the options in NEUTRAL that chat completions support
-# Options that are ignored: parameters of the samplers in OFF, and options for loading and memory, which have no effect because
-# the size of a state is constant and the model stays loaded
+# The server ignores the parameters of the samplers in OFF. It also ignores options for loading and memory, because the size of
+# a state is constant and the model stays loaded.
 WITHOUT_EFFECT = (
     "mirostat_eta", "mirostat_tau", "xtc_threshold", "dry_base", "dry_allowed_length", "dry_penalty_last_n",
     "dry_sequence_breakers", "dynatemp_exponent", "smoothing_curve", "repeat_last_n", "num_ctx", "num_batch", "num_keep",
@@ -56,7 +56,7 @@ WITHOUT_EFFECT = (
 
 
 Ignored = Any                            # a field that is accepted and has no effect
-Unchecked = Any                          # checked where it is used, by code that can say where a mistake is
+Unchecked = Any                          # the code that uses such a field checks it, and can name the place of a mistake
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
@@ -66,7 +66,7 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class TextFormat(msgspec.Struct, tag="text", tag_field="type", forbid_unknown_fields=True):
-    json_schema: None = None             # as in ObjectFormat
+    json_schema: None = None             # see ObjectFormat
 
 
 class ObjectFormat(msgspec.Struct, tag="json_object", tag_field="type", forbid_unknown_fields=True):
@@ -77,7 +77,7 @@ class JsonSchema(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     name: Name
     description: str | None = None
     schema: JsonObject
-    strict: bool | None = None           # ignored: schemas are always enforced
+    strict: bool | None = None           # ignored, because schemas are always enforced
 
 
 class SchemaFormat(msgspec.Struct, tag="json_schema", tag_field="type", forbid_unknown_fields=True):
@@ -85,14 +85,14 @@ class SchemaFormat(msgspec.Struct, tag="json_schema", tag_field="type", forbid_u
 
 
 class GrammarText(msgspec.Struct, forbid_unknown_fields=True):
-    """A grammar, with the fields of OpenAI's custom tools."""
+    """A grammar. The fields are those of OpenAI's custom tools."""
 
     syntax: Literal["lark", "regex"]
     definition: Annotated[str, msgspec.Meta(min_length=1)]
 
 
-def _field(item: Field) -> tuple[str, object, None]:
-    """The request field for a field of Sampling: its name, its type with range and help text, and its default."""
+def _request_field(item: Field) -> tuple[str, object, None]:
+    """Returns the request field for a field of Sampling: the name, the type with range and help text, and the default."""
     low, high = item.metadata["served"] or (item.metadata["least"], item.metadata["most"])
     limits = msgspec.Meta(ge=low, le=None if high == math.inf else high)
     kinds: dict[object, Any] = {
@@ -102,13 +102,13 @@ def _field(item: Field) -> tuple[str, object, None]:
     return item.name, Annotated[kinds[item.type] | None, msgspec.Meta(description=item.metadata["help"])], None
 
 
-if TYPE_CHECKING:                        # mypy cannot see the fields of a class made at run time
+if TYPE_CHECKING:                        # mypy cannot see the fields of a class that is made at run time
     SamplingFields = msgspec.Struct
 else:
-    SamplingFields = msgspec.defstruct("SamplingFields", map(_field, fields(Sampling)), kw_only=True)
+    SamplingFields = msgspec.defstruct("SamplingFields", map(_request_field, fields(Sampling)), kw_only=True)
 
 
-class Shared(SamplingFields, forbid_unknown_fields=True, kw_only=True):
+class SharedFields(SamplingFields, forbid_unknown_fields=True, kw_only=True):
     """The fields that completions, chat completions and responses share."""
 
     model: str | None = None
@@ -125,23 +125,23 @@ class Shared(SamplingFields, forbid_unknown_fields=True, kw_only=True):
     prompt_cache_retention: Ignored = None
 
     def first_seed(self) -> int:
-        """The seed of the first sequence, from 0 to 2**63 - 1 - MOST_ROWS. Further sequences have the following seeds."""
+        """Returns the seed of the first sequence, from 0 to 2**63 - 1 - MOST_ROWS. Further sequences count up from there."""
         if self.seed is None or self.seed == -1:
             return secrets.randbelow(2**62)
         return self.seed % (2**63 - MOST_ROWS)
 
 
 if TYPE_CHECKING:
-    class ForeignFields(Shared):
-        """Adds the options of other servers, which every request that generates text may have."""
+    class ForeignFields(SharedFields):
+        """Adds the options of other servers. Every request that generates text may have these options."""
 
         repetition_penalty: float | None = None
         repeat_penalty: float | None = None
         repeat_last_n: Any = None
 else:
-    _, *_penalty = next(_field(item) for item in fields(Sampling) if item.name == "repetition_penalty")
+    _, *_penalty = next(_request_field(item) for item in fields(Sampling) if item.name == "repetition_penalty")
     _others = [("repeat_penalty", *_penalty), *((name, Any, None) for name in (*OFF, *NEUTRAL, *WITHOUT_EFFECT))]
-    ForeignFields = msgspec.defstruct("ForeignFields", _others, bases=(Shared,), kw_only=True, forbid_unknown_fields=True)
+    ForeignFields = msgspec.defstruct("ForeignFields", _others, bases=(SharedFields,), kw_only=True, forbid_unknown_fields=True)
 
 
 class Options(ForeignFields, forbid_unknown_fields=True, kw_only=True):
@@ -166,13 +166,15 @@ class Options(ForeignFields, forbid_unknown_fields=True, kw_only=True):
         return stops
 
     def answer_grammar(self) -> Grammar | None:
-        """The grammar from the field grammar, format or response_format; None if the answer may be any text. Raises ApiError if
-        more than one of them is present."""
+        """Returns the grammar from the field grammar, format or response_format, or None if the answer may be any text.
+
+        Raises ApiError if two of these fields are present.
+        """
         formatted = self.response_format is not None and not isinstance(self.response_format, TextFormat)
         used = [name for name, present in (("grammar", self.grammar is not None), ("format", bool(self.format)),
                                            ("response_format", formatted)) if present]
         if len(used) > 1:
-            raise ApiError(400, f"{used[0]} conflicts with {used[1]}: use one of them", used[0])
+            raise ApiError(400, f"{used[0]} conflicts with {used[1]}: send only one of the two", used[0])
         if self.grammar is not None:
             constructor = Grammar.lark if self.grammar.syntax == "lark" else Grammar.regex
             return constructor(self.grammar.definition, "grammar.definition")
@@ -185,20 +187,20 @@ class Options(ForeignFields, forbid_unknown_fields=True, kw_only=True):
         return None
 
     def sampling(self, default: Sampling, tokenizer: Tokenizer) -> Sampling:
-        """The sampling options of the request; `default` applies to options that it does not set.
+        """Returns the sampling options of the request. Options that the request does not set come from `default`.
 
-        Raises UserError for ids outside the vocabulary, and ApiError for an option that this server does not have, unless its
-        value turns it off.
+        Raises UserError for ids outside the vocabulary. Raises ApiError for an option that this server lacks, unless the value
+        turns the option off.
         """
         for options, lacks in ((OFF, "sampler"), (self.neutral, "option")):
             require_off({name: getattr(self, name) for name in options}, options, lacks)
         if self.repeat_penalty is not None and self.repetition_penalty not in (None, self.repeat_penalty):
-            raise ApiError(400, "repeat_penalty conflicts with repetition_penalty: send one of them", "repeat_penalty")
-        own = {"repetition_penalty": 1.0 if self.repeat_last_n == 0 else self.repeat_penalty}
+            raise ApiError(400, "repeat_penalty conflicts with repetition_penalty: send only one of the two", "repeat_penalty")
+        aliases = {"repetition_penalty": 1.0 if self.repeat_last_n == 0 else self.repeat_penalty}
         overrides: JsonObject = {}
         for item in fields(Sampling):
             value = getattr(self, item.name)
-            value = own.get(item.name) if value is None else value
+            value = aliases.get(item.name) if value is None else value
             if value is None:
                 continue
             if item.type in (int, float) and value < item.metadata["least"]:     # OpenAI allows 0; top_k may be -1
@@ -206,13 +208,19 @@ class Options(ForeignFields, forbid_unknown_fields=True, kw_only=True):
             overrides[item.name] = value
         sampling = replace(default, **overrides)
         sampling.check_ids(tokenizer.vocab_size)
-        # Encodes no_penalty here, so that other sequences need not wait while the engine encodes it
+        # Encoding no_penalty here spares the engine this work, for which other sequences would wait
         return replace(sampling, no_penalty=sampling.ids_without_penalty(tokenizer))
 
 
 def require_off(options: JsonMapping, off: Mapping[str, tuple[object, ...]], lacks: str, prefix: str = "") -> None:
-    """Raises ApiError for an option whose value would have an effect. off: for each option, the values without effect. An
-    option whose value is None is absent."""
+    """Raises ApiError for an option whose value would have an effect.
+
+    Args:
+        options: the request's options; None counts as absent.
+        off: for each option, the values that have no effect.
+        lacks: what the server does not have, for the error message: "sampler" or "option".
+        prefix: the path of the options in the request, such as "options.".
+    """
     for name, value in options.items():
         if value is not None and value not in off[name]:
             neutral = msgspec.json.encode(off[name][0]).decode()
@@ -230,7 +238,7 @@ class CompletionRequest(Options, forbid_unknown_fields=True, kw_only=True):
 
 
 THINK_OF_PROMPT: dict[str, Think] = {"open_think": True, "fake_think": "fake", "no_think": False}      # rwkv_generation_prompt
-THINK_OF_EFFORT: dict[str, Think] = {"none": False, "minimal": "fake"}   # True for all other efforts
+THINK_OF_EFFORT: dict[str, Think] = {"none": False, "minimal": "fake"}   # all other efforts mean True
 HINT_OF_EFFORT = {"minimal": "low", "low": "low", "medium": "medium", "high": "high", "xhigh": "high", "max": "high"}
 
 
@@ -248,7 +256,7 @@ class Function(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     name: Name
     description: str | None = None
     parameters: JsonObject | None = None
-    strict: bool | None = None           # true: also enforce the schema in calls that tool_choice does not require
+    strict: bool | None = None           # true enforces the schema even in calls that tool_choice does not require
 
 
 class Tool(msgspec.Struct, forbid_unknown_fields=True):
@@ -270,15 +278,22 @@ class AllowedTools(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class AllowedToolsChoice(msgspec.Struct, tag="allowed_tools", tag_field="type", forbid_unknown_fields=True):
-    """Restricts the tools that the answer may call. The prompt still shows all tools, so that cached prefixes and saved states
-    remain usable."""
+    """Restricts the tools that the answer may call.
+
+    The prompt still shows all tools, so that cached prefixes and saved states remain usable.
+    """
 
     allowed_tools: AllowedTools
 
 
 class Thinking(NamedTuple):
-    """The thinking that a request asks for. think, effort: as in ChatTemplate.render. field: the request's field that decided
-    `think`; "" if none did. wish: whether that field is an effort, which the template need not support.
+    """A request's wish for thoughts.
+
+    Attributes:
+        think: whether and how the answer begins with thoughts, as in ChatTemplate.render.
+        effort: how long the thoughts should be, as in ChatTemplate.render.
+        field: the name of the request's field that decided `think`; "" if no field did.
+        wish: whether `field` is an effort, which is ignored if the template does not support thoughts.
     """
 
     think: Think
@@ -307,25 +322,25 @@ class ChatRequest(Options, forbid_unknown_fields=True, kw_only=True):
     reasoning_effort: Effort | None = None
     think: bool | Literal["", "low", "medium", "high", "max"] | None = None      # Ollama's field: on, off or an effort
     modalities: list[Literal["text"]] | None = None
-    verbosity: Ignored = None            # ignored: preferences about style and speed
+    verbosity: Ignored = None            # the server ignores preferences about style and speed
     prediction: Ignored = None
-    functions: None = None               # not supported, like the fields below
+    functions: None = None               # the server does not support this field and the fields below
     function_call: None = None
     audio: None = None
     web_search_options: None = None
     moderation: None = None
 
     def continues(self) -> bool:
-        """Whether the answer continues the last message. Raises ApiError for conflicting fields."""
+        """Returns whether the answer continues the last message. Raises ApiError for conflicting fields."""
         continues = self.continue_final_message is True
         if self.add_generation_prompt is continues:      # add_generation_prompt is not None and equals `continues`
-            problem = "must be false with continue_final_message=true" if continues else (
+            problem = "must be false, because continue_final_message is true" if continues else (
                 "must be true, unless continue_final_message is true")
             raise ApiError(400, f"add_generation_prompt {problem}", "add_generation_prompt")
         return continues
 
     def callable_tools(self) -> list[tuple[int, Function]]:
-        """The functions that the answer may call, each with its index in `tools`.
+        """Returns the functions that the answer may call, each with its index in `tools`.
 
         Raises ApiError if tool_choice names a function that is not in `tools`.
         """
@@ -333,20 +348,20 @@ class ChatRequest(Options, forbid_unknown_fields=True, kw_only=True):
         choice = self.tool_choice
         names = [function.name for function in functions]
         if isinstance(choice, ToolChoice):
-            allowed = [choice.function.name]
+            allowed_names = [choice.function.name]
         elif isinstance(choice, AllowedToolsChoice):
-            allowed = [tool.function.name for tool in choice.allowed_tools.tools]
+            allowed_names = [tool.function.name for tool in choice.allowed_tools.tools]
         else:
-            allowed = names
-        if unknown := [name for name in allowed if name not in names]:
-            raise ApiError(400, f"tool_choice must name only functions of tools, {', '.join(names)[:200]}; "
+            allowed_names = names
+        if unknown := [name for name in allowed_names if name not in names]:
+            raise ApiError(400, f"tool_choice must name only functions in tools: {', '.join(names)[:200]}; "
                                 f"got {unknown[0][:100]!r}", "tool_choice")
-        return [(place, function) for place, function in enumerate(functions) if function.name in allowed]
+        return [(place, function) for place, function in enumerate(functions) if function.name in allowed_names]
 
     def thinking(self, thinks: bool) -> Thinking:
-        """How the answer begins. thinks: whether the template supports thoughts; if not, an effort has no effect.
+        """Returns whether and how the answer begins with thoughts. Raises ApiError for conflicting fields.
 
-        Raises ApiError for conflicting fields.
+        `thinks` says whether the template supports thoughts. If it does not, an effort has no effect.
         """
         kwargs = self.chat_template_kwargs or TemplateOptions()
         switches = {"chat_template_kwargs.think": None if kwargs.think is None else parse_think(str(kwargs.think).lower()),
@@ -362,8 +377,8 @@ class ChatRequest(Options, forbid_unknown_fields=True, kw_only=True):
             requested[by_effort] = THINK_OF_EFFORT.get(effort, True)
         for first, second in combinations(requested, 2):
             if {requested[first], requested[second]} == {True, False}:
-                raise ApiError(400, f"{second} conflicts with {first}: one asks for thoughts, the other for none; send one of "
-                                    "them", second)
+                raise ApiError(400, f"{second} conflicts with {first}: one field asks for thoughts, and the other asks for "
+                                    "none. Send only one of the two", second)
         field = next(iter(requested), "")
         return Thinking(requested.get(field, False), HINT_OF_EFFORT.get(effort or ""), field, field == by_effort)
 
@@ -375,7 +390,7 @@ class TranslatedChat(ChatRequest, forbid_unknown_fields=True, kw_only=True):
 
 
 class ResponseTool(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
-    """A function that the model may call. In chat completions, these fields are nested in another object."""
+    """A function that the model may call. Chat completions nest the same fields in another object."""
 
     type: Literal["function"]
     name: Name
@@ -393,7 +408,7 @@ class ResponseAllowedTools(msgspec.Struct, tag="allowed_tools", tag_field="type"
     tools: Annotated[list[ResponseToolChoice], msgspec.Meta(min_length=1, max_length=MOST_TOOLS)]
 
 
-# Only message.output_text.logprobs has an effect: thoughts are always complete, and answers have no items of the other kinds
+# Only message.output_text.logprobs has an effect, because thoughts are always complete and answers have no other items
 Included = Literal["message.output_text.logprobs", "reasoning.encrypted_content", "message.input_image.image_url",
                    "file_search_call.results", "web_search_call.results", "web_search_call.action.sources",
                    "computer_call_output.output.image_url", "code_interpreter_call.outputs"]
@@ -401,12 +416,12 @@ Included = Literal["message.output_text.logprobs", "reasoning.encrypted_content"
 
 class Reasoning(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     effort: Effort | None = None
-    summary: Ignored = None              # no effect: thoughts are not summarised
+    summary: Ignored = None              # ignored, because thoughts are not summarised
     generate_summary: Ignored = None
 
 
 class TextOptions(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
-    format: JsonObject | None = None    # checked like response_format
+    format: JsonObject | None = None     # the check is that of response_format
     verbosity: Ignored = None
 
 
@@ -430,16 +445,16 @@ class ResponseRequest(ForeignFields, forbid_unknown_fields=True, kw_only=True):
     top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=20)] | None = None
     metadata: Annotated[dict[str, str], msgspec.Meta(max_length=16)] | None = None
     background: bool | None = None
-    truncation: Literal["auto", "disabled"] | None = None        # no effect: the state's size is constant
+    truncation: Literal["auto", "disabled"] | None = None        # ignored, because the state's size is constant
     max_tool_calls: Ignored = None
-    client_metadata: Ignored = None      # sent by Codex
-    conversation: None = None            # not supported, like the fields below
+    client_metadata: Ignored = None      # Codex sends this field
+    conversation: None = None            # the server does not support this field and the fields below
     prompt: None = None
     context_management: None = None
 
 
 class StateRequest(msgspec.Struct, forbid_unknown_fields=True):
-    """The body of POST /v1/states: a prompt or messages to read, starting from `state` if it is given."""
+    """The body of POST /v1/states: a prompt or messages to read, which may continue `state`."""
 
     prompt: str | list[TokenId] | None = None
     messages: Unchecked = None
@@ -464,20 +479,19 @@ UNSUPPORTED = {
     "functions": "functions is deprecated and not supported by this server: send tools",
     "function_call": "function_call is deprecated and not supported by this server: send tool_choice",
     "modalities": 'modalities must be ["text"]: the model writes only text',
-    "audio": "audio is not supported by this server: the model writes only text",
-    "web_search_options": "web_search_options is not supported by this server: the model cannot search",
+    "audio": "audio is not supported by this server, because the model writes only text",
+    "web_search_options": "web_search_options is not supported by this server, because the model cannot search",
     "moderation": "moderation is not supported by this server",
     "conversation": "conversation is not supported by this server: send previous_response_id",
-    "prompt": "prompt is not supported by this server, which stores no prompts: send instructions and input",
-    "context_management": "context_management is not supported by this server: the state's size is constant",
+    "prompt": "prompt is not supported by this server, because the server stores no prompts: send instructions and input",
+    "context_management": "context_management is not supported by this server, because the state's size is constant",
 }
 
 JSON_TYPES = {"int": "integer", "float": "number", "str": "string", "bool": "boolean"}
 
 
 def read(body: bytes, kind: type[Body]) -> Body:
-    """Decodes a JSON body, which may begin with a byte order mark, as the type `kind`. Raises an ApiError that names the wrong
-    field."""
+    """Decodes a JSON body as the type `kind`, and ignores a byte order mark. Raises ApiError, naming the wrong field."""
     try:
         return msgspec.json.decode(body.removeprefix(BOM_UTF8), type=kind)
     except msgspec.ValidationError as error:
@@ -487,7 +501,7 @@ def read(body: bytes, kind: type[Body]) -> Body:
 
 
 def converted(fields: JsonObject, kind: type[Body]) -> Body:
-    """Converts the fields to the type `kind`. Raises ApiError as read does."""
+    """Converts the fields to the type `kind`. Raises ApiError, naming the wrong field."""
     try:
         return msgspec.convert(fields, kind)
     except msgspec.ValidationError as error:
@@ -505,13 +519,12 @@ def _type_error(error: msgspec.ValidationError, kind: type) -> ApiError:
     if kind in (ChatRequest, ResponseRequest) and field in UNSUPPORTED:
         return ApiError(400, UNSUPPORTED[field], param, "unsupported_parameter")
     where = (path and path[1]) or "the body"
-    problem = re.sub("(?<=xpected )`[^`]*`|(?<=got )`[^`]*`", _json_types, message.partition(" - at ")[0]).replace("`", "")
+    problem = re.sub("(?<=xpected )`[^`]*`|(?<=got )`[^`]*`", _json_type_names, message.partition(" - at ")[0]).replace("`", "")
     text = f"{where}: {problem[:1].lower()}{problem[1:]}"
     return ApiError(400, text, param or None, "unknown_parameter" if unknown else None)
 
 
-def _json_types(match: re.Match[str]) -> str:
-    """Replaces the Python types that a msgspec message names by JSON's names for them."""
+def _json_type_names(match: re.Match[str]) -> str:
     return " or ".join(JSON_TYPES.get(name, name) for name in match[0].strip("`").split(" | "))
 
 

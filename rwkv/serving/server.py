@@ -31,23 +31,23 @@ from rwkv.serving.states.client_states import ClientStates
 from rwkv.serving.states.folder import claim
 from rwkv.tokenizer.tokenizers import Tokenizer
 
-LONG = "a long text. " * 6000            # exceeds SHORT in rwkv/tokenizer/world.py, so that encoding it loads the fast library
+LONG_TEXT = "a long text. " * 6000       # exceeds SHORT in rwkv/tokenizer/world.py, so that encoding it loads the fast library
 AFTER_GRACE = 10                         # seconds allowed for sending the last events
 
 
 def serve(config: ServeConfig, work: Work) -> None:
-    """Serves until a signal such as SIGINT or SIGTERM arrives. If the engine's process, which runs `work`, ends before that,
-    the server exits with status 1.
+    """Serves until a signal such as SIGINT or SIGTERM arrives. Exits with status 1 if the engine's process ends before that.
 
-    Raises UserError, before the model is loaded, for an invalid address or option.
+    `work` is the main function of the engine's process. Raises UserError for an invalid address or option, before the model is
+    loaded.
     """
     if _model_name(config) in config.adapter_paths:
-        raise UserError(f"adapters must not have the checkpoint's name {_model_name(config)!r}: rename the adapter, "
-                        "or the checkpoint with model_name=")
+        raise UserError(f"an adapter conflicts with the checkpoint: both have the name {_model_name(config)!r}. Rename the "
+                        "adapter in adapters=, or rename the checkpoint with model_name=")
     listener = _bind(config)
     lock = claim(Path(config.states_dir)) if config.states_dir else None
-    warning = "" if config.host in LOCAL or config.api_key else "; anyone who reaches it can use it: api_key= is not set"
-    say("address", f"http://{_bracketed(config.host)}:{listener.getsockname()[1]}{warning}")
+    warning = "" if config.host in LOCAL or config.api_key else "; without api_key=, anyone who can connect can use it"
+    say("address", f"http://{_url_host(config.host)}:{listener.getsockname()[1]}{warning}")
     # Until uvicorn handles signals, sys.exit runs the `finally` block that ends the engine's process
     with StopRequest(tuple(number for number in STOPPING if number != signal.SIGINT), lambda number: sys.exit(128 + number)):
         engine = RemoteEngine(config, work)
@@ -76,14 +76,14 @@ def _bind(config: ServeConfig) -> socket.socket:
         listener.listen()                # before this call another server could bind the port
     except OSError as error:
         listener.close()
-        hint = "; use a different port, or port=0 for any free port" if error.errno == errno.EADDRINUSE else ""
+        hint = ". Set port= to another port, or to 0 for any free port" if error.errno == errno.EADDRINUSE else ""
         raise UserError(f"cannot listen on {config.host} port {config.port}: {error.strerror or error}{hint}") from None
     return listener
 
 
 def _run(config: ServeConfig, engine: RemoteEngine, ready: Ready, listener: socket.socket) -> None:
     tokenizer = Tokenizer.from_dict(ready.tokenizer)
-    tokenizer.encode(LONG)               # so that the first long prompt need not wait for the library
+    tokenizer.encode(LONG_TEXT)          # loads the library now, so that the first long prompt need not wait for it
     template = for_tokenizer(chat_template(ready.template), tokenizer)
     compilers = Compilers(ready.tokenizer)
     responses = Responses(config, engine)
@@ -106,14 +106,14 @@ def _run(config: ServeConfig, engine: RemoteEngine, ready: Ready, listener: sock
             service.stopping = True
             asyncio.get_running_loop().call_later(config.grace_s, engine.cancel_all)
 
-    def started() -> None:
+    def on_started() -> None:
         say("ready", ", ".join((service.model, *engine.adapters)))
         say("try", _example(config, listener))
 
-    server = Server(options, started, stop)
+    server = Server(options, on_started, stop)
 
     def engine_ended(reason: str) -> None:
-        say("engine", f"it has stopped ({reason}), and the server stops")
+        say("engine", f"the engine has stopped ({reason}), so the server stops")
         server.should_exit = True
 
     async def main() -> None:
@@ -137,7 +137,7 @@ def _new_event_loop() -> asyncio.AbstractEventLoop:
     try:
         import uvloop
     except ModuleNotFoundError:
-        say("loop", "asyncio; with uvloop (not on Windows) the server answers more requests per second")
+        say("loop", "asyncio. The package uvloop, which Windows lacks, would answer more requests per second")
         return asyncio.new_event_loop()
     return uvloop.new_event_loop()
 
@@ -145,10 +145,10 @@ def _new_event_loop() -> asyncio.AbstractEventLoop:
 def _example(config: ServeConfig, listener: socket.socket) -> str:
     key = ' -H "authorization: Bearer $KEY"' if config.api_key else ''
     body = '{"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 50}'
-    host = "localhost" if config.host in ("0.0.0.0", "::") else _bracketed(config.host)
+    host = "localhost" if config.host in ("0.0.0.0", "::") else _url_host(config.host)
     address = f"http://{host}:{listener.getsockname()[1]}/v1/chat/completions"
     return f"curl {address}{key} -H content-type:application/json -d '{body}'"
 
 
-def _bracketed(host: str) -> str:
+def _url_host(host: str) -> str:
     return f"[{host}]" if ":" in host else host          # IPv6

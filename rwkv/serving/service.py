@@ -1,4 +1,4 @@
-"""What the endpoints share: the Service object, reading a request's body and owner, and resolving model names."""
+"""The Service object that all endpoints share, and functions that read a request's body, owner and model name."""
 
 import asyncio
 from collections.abc import Callable, Mapping
@@ -22,16 +22,22 @@ from rwkv.serving.states.client_states import ClientStates
 from rwkv.tokenizer.tokenizers import Tokenizer
 
 COMPLETION_TOKENS = 16                   # default max_tokens of a completion, as in OpenAI's API
-LATEST = ":latest"                       # suffix of each name in Ollama's list of models
-LONG = 2**16                             # a body with more bytes than this is handled in a thread, not in the event loop
+LATEST = ":latest"                       # the suffix of each name in Ollama's list of models
+LONG_BODY = 2**16                        # a thread handles bodies with more bytes than this
 
 Result = TypeVar("Result")
 
 
 @dataclass
 class Service:
-    """The objects that all handlers share. defaults: as in Ready. model: the id of the checkpoint's model. stopping: whether
-    new requests are refused."""
+    """The objects that all handlers share.
+
+    Attributes:
+        defaults: the default options of requests, as in messages.Ready.
+        model: the id of the checkpoint's model.
+        shared: the folder states_dir=; None without this option.
+        stopping: whether new requests are refused.
+    """
 
     config: ServeConfig
     model_info: ModelInfo
@@ -45,15 +51,15 @@ class Service:
     compilers: Compilers
     model: str
     created: int
-    shared: SharedFolder | None = None   # None without states_dir=
+    shared: SharedFolder | None = None
     stopping: bool = False
 
 
 async def from_body(service: Service, request: Request, work: Callable[[Service, bytes], Result]) -> Result:
-    """Reads the request's body and returns work(service, body). A long body is handled in a thread, so that no other request
-    waits."""
-    sent = await read_json(request, service.config.max_body_mib * MIB)
-    return await asyncio.to_thread(work, service, sent) if len(sent) > LONG else work(service, sent)
+    """Reads the request's body and returns work(service, body). Runs `work` in a thread for a long body, so that no other
+    request waits."""
+    raw_body = await read_json(request, service.config.max_body_mib * MIB)
+    return await asyncio.to_thread(work, service, raw_body) if len(raw_body) > LONG_BODY else work(service, raw_body)
 
 
 def owner(request: Request) -> str:
@@ -62,9 +68,9 @@ def owner(request: Request) -> str:
 
 
 def resolve_adapter(service: Service, name: str | None) -> str:
-    """The adapter that a request names; "" for the checkpoint's model. Raises ApiError for an unknown name.
+    """Returns the adapter that a request names, or "" for the checkpoint's model. Raises ApiError for an unknown name.
 
-    The name may have a prefix that a gateway has added, as in openai/NAME, and may end with ":latest".
+    The name may have a gateway's prefix, as in openai/NAME, and may end with ":latest".
     """
     if name is None:
         return ""
@@ -75,7 +81,7 @@ def resolve_adapter(service: Service, name: str | None) -> str:
         for model_id, adapter in by_id.items():
             if spelling.endswith(f"/{model_id}"):
                 return adapter
-    raise ApiError(404, f"unknown model {name[:100]!r}; this server has {', '.join(map(repr, by_id))}", "model",
+    raise ApiError(404, f"the model {name[:100]!r} is unknown. This server has {', '.join(map(repr, by_id))}", "model",
                    "model_not_found")
 
 

@@ -1,6 +1,6 @@
-"""Several servers that share one states_dir=: before a server answers a request, it checks what others have written or deleted.
+"""Lets several servers share one folder states_dir=. Before a request, a server checks what the others have changed.
 
-States and responses are immutable files with random names and are written atomically, so the servers need no coordination.
+The servers need no coordination, because states and responses are immutable files with random names, written atomically.
 """
 
 import asyncio
@@ -12,24 +12,24 @@ from rwkv.serving.engine.remote import RemoteEngine
 from rwkv.serving.responses.store import Responses
 from rwkv.serving.states.folder import STATE
 
-SETTLED_NS = 50_000_000                  # a folder that changed so few seconds ago may change again without a new time stamp
+SETTLED_NS = 50_000_000                  # within this time after a change, a folder may change again with the same time stamp
 
 
 class SharedFolder:
-    """The folder of states_dir=, as this server last read it."""
+    """The folder states_dir=, as this server last read it."""
 
     def __init__(self, folder: Path, engine: RemoteEngine, responses: Responses) -> None:
         self._folder = folder
         self._engine = engine
         self._responses = responses
-        self._changed = dict[bool, int]()                # by lost_too: the folder's time stamp at the last sync
+        self._changed = dict[bool, int]()                # the folder's time stamp at the last sync, by `lost_too`
         self._syncing = asyncio.Lock()
 
     async def sync(self, lost_too: bool) -> None:
-        """Adds new files. Does nothing if the folder has not changed.
+        """Adds new files to the server's states and responses. Does nothing if the folder has not changed.
 
-        lost_too: whether to also drop states whose files are gone. A request that continues a state does not need this: it
-        notices a missing file itself, and may still find the state in memory.
+        `lost_too` also drops states whose files are gone. A request that continues a state does not need this: the engine
+        notices a missing file, or still has the state in memory.
         """
         async with self._syncing:
             try:
@@ -37,7 +37,7 @@ class SharedFolder:
                 if changed == self._changed.get(lost_too) or self._engine.failed is not None:
                     return
                 names = {*await asyncio.to_thread(os.listdir, self._folder)}
-            except OSError:              # an error is reported when a state is used
+            except OSError:              # the request that uses a state reports the error
                 return
             states = self._engine.states
             new = tuple(name for name in names if (match := STATE.fullmatch(name)) and match[1] not in states)

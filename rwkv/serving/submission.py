@@ -14,7 +14,7 @@ from rwkv.serving.messages import Generate, SavedState, Turn
 from rwkv.serving.schema import Options
 from rwkv.serving.service import Service
 
-NO_LIMIT = -1                            # what clients without a limit send as max_tokens
+NO_LIMIT = -1                            # the value of max_tokens that clients without a limit send
 
 
 async def answer(service: Service, sequences: list[Generate], spec: ResponseSpec, body: Options) -> Answer:
@@ -32,18 +32,20 @@ async def submit(service: Service, sequences: list[Generate]) -> Ticket:
 
 
 def stopping(service: Service, max_tokens: int, stops: tuple[str, ...], field: str = "max_tokens") -> StoppingCriteria:
-    """The stopping criteria. field: the request's name for max_tokens. Raises ApiError if the request asks for more tokens than
-    the server allows."""
+    """Returns the stopping criteria. `field` is the request's name for max_tokens.
+
+    Raises ApiError if the request asks for more tokens than the server allows.
+    """
     if max_tokens > service.config.max_tokens:
         raise ApiError(400, f"{field} must be at most {service.config.max_tokens} on this server; got {max_tokens}", field)
     return StoppingCriteria(max_tokens, stops)
 
 
 def make_sequences(service: Service, body: Options, first: Request, n: int, start: SavedState | None, owner: str, model: str,
-              turn: Turn | None = None) -> list[Generate]:
-    """n sequences that continue `start`. Their seeds are consecutive, beginning with the seed of `first`.
+                   turn: Turn | None = None) -> list[Generate]:
+    """Returns `n` sequences that continue `start`, with consecutive seeds from the seed of `first`.
 
-    Each saves its final state if the body requests it.
+    Each sequence saves its final state if the body has save_state.
     """
     return [Generate(replace(first, seed=first.seed + number), model, owner, start,
                      service.states.new(owner, turn, model) if body.save_state else None, bool(body.stream))
@@ -62,7 +64,7 @@ def prompt_ids(service: Service, prompt: str | list[int], param: str = "prompt",
     if len(ids) > service.config.max_prompt_tokens:
         raise ApiError(400, f"{param} must have at most {counted(service.config.max_prompt_tokens, 'token')} on this server; "
                             f"got {len(ids)}", param, "context_length_exceeded")
-    has_context = start is not None and start.tokens != 0        # a tuned state has read no tokens
+    has_context = start is not None and start.tokens != 0        # a trained initial state has read no tokens
     return ids if ids or has_context else [service.tokenizer.end_of_text]
 
 

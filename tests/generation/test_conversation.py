@@ -313,8 +313,8 @@ def test_turns_from_standard_input(run: Run, typed: Callable[[bytes], None]) -> 
     assert status == 2, "some commands have failed"
     assert output.count("\n") >= 3
     assert "first token after" in error
-    assert "error: /set takes NAME=VALUE; the names are temperature" in error
-    assert "error: unknown command /nope" in error
+    assert "error: /set requires NAME=VALUE, where NAME must be one of temperature" in error
+    assert "error: the command /nope is unknown" in error
     assert [message["role"] for message in json.loads(Path("talk.json").read_text())["messages"]] == ["user", "assistant"]
     status, output, error = run("chat", "checkpoint=model.safetensors", "think=true", "device=cpu")
     assert (status, output) == (2, "")

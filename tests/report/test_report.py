@@ -320,8 +320,8 @@ def test_a_wrong_gradient_is_exposed(folder: Path, capsys: pytest.CaptureFixture
     report.write(folder / "runs")
     assert {row["run"] for row in table(folder / "runs") if row["run"]} == {"conv1d", name}, "runs/latest is no run of its own"
     page = parsed(folder / "runs" / "report.html")
-    assert f"{name} is wrong: the error of its gradient of k is " in page.text
-    assert f"{name}: its loss deviates from that of conv1d by " in page.text
+    assert f"{name} is wrong: the error of the gradient of k is " in page.text
+    assert f"{name}: the loss deviates from that of conv1d by " in page.text
     assert "conv1d is wrong" not in page.text
     right, broken = (next(row for row in table(folder / "runs") if row["kernel"] == kernel) for kernel in ("conv1d", name))
     assert float(broken["err_end_grad_k"]) > 1e-2 > 1e-5 > float(right["err_end_grad_k"])
@@ -498,7 +498,7 @@ def run_of(kernel: str, seed: int = 0, train_loss: Sequence[float] = (3.0, 2.0),
     ([run_of("taichi_v3", commit="d")], ["bad"], "commit is c in kernel=conv1d,seed=0; d in"),
     ([run_of("taichi_v3"), run_of("other_seed", 1, [3.1, 2.1]), run_of("wrong", 0, [3.0, 2.5])], ["bad", "good"],
      "the losses of taichi_v3 equal those of conv1d"),           # a run without a counterpart of the same seed has no part
-    ([run_of("taichi_v3", 0, [3.0, math.nan])], ["bad"], "its loss deviates from that of conv1d"),
+    ([run_of("taichi_v3", 0, [3.0, math.nan])], ["bad"], "the loss deviates from that of conv1d"),
 ], ids=["options", "no options", "commit", "one is wrong", "not a number"])
 def test_findings(others: list[Run], kinds: list[str], said: str) -> None:
     found = findings(compare([run_of("conv1d"), *others]))

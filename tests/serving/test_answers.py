@@ -56,7 +56,7 @@ def items_and_content(tokens: list[bytes], cuts: Any) -> tuple[list[Any], str]:
         for choice in streamed.pieces(event):
             chunks += choice["delta"].get("content") or ""
             entries += choice["logprobs"]["content"] if choice["logprobs"] else []
-        thoughts, parts = parsed.parsed(event)
+        thoughts, parts = parsed.parse(event)
         if thoughts:
             list(output.add_text("reasoning", thoughts, []))
         for part in parts:

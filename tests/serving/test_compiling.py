@@ -41,7 +41,7 @@ def test_a_compile_beyond_its_time_ends_and_others_go_on() -> None:
     async def work(compilers: Compilers) -> None:
         await compilers.check(SHORT, "a")
         before = time.monotonic()
-        with pytest.raises(UserError, match=r"json_schema: .*seconds"):
+        with pytest.raises(UserError, match=r"json_schema must .*seconds"):
             await compilers.check(slow(), "a")
         assert time.monotonic() - before < 30
         with pytest.raises(UserError):                   # known, and not compiled again

@@ -218,7 +218,7 @@ def test_a_server_whose_engine_ends_says_why_and_ends(start: Callable[..., Runni
         os.kill(engine, signal.SIGKILL)
         assert answer.result().json()["error"]["code"] == "engine_ended"
     assert server.process.wait(20) == 1, "what watches the server starts it again"
-    assert "engine     it has stopped (SIGKILL" in server.log
+    assert "engine     the engine has stopped (SIGKILL" in server.log
 
 
 def test_nobody_waits_for_a_long_text_to_be_encoded(server: Running) -> None:
@@ -365,7 +365,7 @@ def test_a_port_is_taken_before_the_model_is_loaded() -> None:
 def test_a_missing_package_is_named_before_the_model_is_loaded() -> None:
     code = "import sys; sys.modules['msgspec'] = None; from rwkv.programs import serve; serve.main()"
     run = subprocess.run([sys.executable, "-c", code, "checkpoint=nothing.pth"], capture_output=True, text=True, cwd=ROOT)
-    said = "error: serving requires the package msgspec: in a clone of the repository, run pip install -e '.[serve]'\n"
+    said = "error: serving requires the package msgspec: run pip install -e '.[serve]' in a clone of the repository\n"
     assert (run.returncode, run.stderr) == (2, said)
 
 

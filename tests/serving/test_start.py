@@ -44,7 +44,7 @@ def test_on_a_gpu_the_plan_has_its_memory_the_concurrency_and_the_warm_up(copies
     step.grow(20 + triton_step.SPARE_SLOTS)
     assert step.nbytes() == expected
     gpu((1 + copies) * expected - 1)
-    with pytest.raises(UserError, match="choose a smaller max_rows"):
+    with pytest.raises(UserError, match="set a smaller max_rows"):
         _gpu_lines(model, ServeConfig(max_rows=20), copies, "cuda")
 
 

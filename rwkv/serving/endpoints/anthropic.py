@@ -1,8 +1,8 @@
 """Anthropic's endpoints /v1/messages and /v1/messages/count_tokens.
 
-A request becomes a ChatRequest, and the events of its sequence become content blocks: thinking, text, tool_use.
-cache_control has no effect, because the server caches every prefix. budget_tokens has no effect, because max_tokens limits
-thoughts and answer together.
+A request becomes a ChatRequest, and the events of the answer become content blocks: thinking, text, tool_use. cache_control has
+no effect, because the server caches every prefix. budget_tokens has no effect, because max_tokens limits thoughts and answer
+together.
 """
 
 import re
@@ -30,7 +30,7 @@ ERRORS = {401: "authentication_error", 403: "permission_error", 404: "not_found_
 NO_TEXT = {"image": "an image", "document": "a document", "container_upload": "a file"}
 NAMES = {"stop": "stop_sequences", "enable_thinking": "thinking", "reasoning_effort": "output_config.effort",
          "response_format": "output_config.format"}
-SIGNATURE = "unsigned"                   # of each thinking block: clients send back only signed blocks
+SIGNATURE = "unsigned"                   # every thinking block needs a signature, because clients send back only signed blocks
 REASONS = {"tool_calls": "tool_use", "length": "max_tokens", "stop": "end_turn"}
 
 
@@ -61,7 +61,7 @@ class Message(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class MessagesRequest(SamplingFields, forbid_unknown_fields=True, kw_only=True):
-    """A request with Anthropic's fields and, in addition, a seed and all sampling options."""
+    """A request with Anthropic's fields, a seed and all sampling options."""
 
     model: str
     messages: list[Message]
@@ -91,13 +91,13 @@ def error_body(error: ApiError) -> JsonObject:
 
 
 async def messages(service: Service, request: Request) -> "MessagesAnswer":
-    sequences, spec, body, rename = await from_body(service, request, partial(_translated, owner=owner(request)))
+    sequences, spec, body, rename = await from_body(service, request, partial(_translate, owner=owner(request)))
     with renaming(rename):
         return MessagesAnswer(service, await submit(service, sequences), spec, body)
 
 
 async def count_tokens(service: Service, request: Request) -> Response:
-    sequences, *_ = await from_body(service, request, partial(_translated, owner=owner(request), counts=True))
+    sequences, *_ = await from_body(service, request, partial(_translate, owner=owner(request), counts=True))
     return json_response({"input_tokens": _prompt_tokens(sequences[0])})
 
 
@@ -111,10 +111,12 @@ def _prompt_tokens(sequence: Generate) -> int:
 Translated = tuple[list[Generate], ResponseSpec, MessagesRequest, Callable[[str], str]]
 
 
-def _translated(service: Service, sent: bytes, owner: str, counts: bool = False) -> Translated:
-    """The sequences for a request, and how to present them. counts: whether the request is for count_tokens, and thus has no
-    max_tokens."""
-    body = read(sent, MessagesRequest)
+def _translate(service: Service, raw_body: bytes, owner: str, counts: bool = False) -> Translated:
+    """Returns the sequences for a request, how to present them, the request, and a function that renames fields in errors.
+
+    `counts` says whether the request is for count_tokens, and thus has no max_tokens.
+    """
+    body = read(raw_body, MessagesRequest)
     if body.max_tokens is None and not counts:
         raise ApiError(400, "max_tokens is required", "max_tokens")
     chat, places = _messages(body)
@@ -129,14 +131,16 @@ def _translated(service: Service, sent: bytes, owner: str, counts: bool = False)
               "reasoning_effort": None if thinking == "disabled" else output.effort,
               "response_format": schema and {"type": "json_schema", "json_schema": schema},
               "continue_final_message": bool(chat) and chat[-1]["role"] == "assistant", **_choice(body.tool_choice)}
-    rename = partial(_renamed, places=places)
+    rename = partial(_client_field, places=places)
     with renaming(rename):
         return *chat_sequences(service, converted(fields, TranslatedChat), owner), body, rename
 
 
-def _renamed(field: str, places: list[str]) -> str:
-    """The client's name for a field of the ChatRequest. places: for each message of the ChatRequest, where it is in the
-    client's request."""
+def _client_field(field: str, places: list[str]) -> str:
+    """Returns the client's name for a field of the ChatRequest.
+
+    `places` has the place of each message of the ChatRequest in the client's request.
+    """
     if place := re.match(r"messages\[(\d+)\]", field):
         return places[int(place[1])] if int(place[1]) < len(places) else field
     if tool := re.match(r"(tools\[\d+\])\.function(\.parameters)?", field):
@@ -148,7 +152,7 @@ def _choice(choice: Choice | None) -> JsonObject:
     if choice is None:
         return {}
     if (choice.type == "tool") != (choice.name is not None):
-        raise ApiError(400, "tool_choice.name is required with tool_choice.type=tool, and conflicts with any other type",
+        raise ApiError(400, "tool_choice.name must be set if tool_choice.type is tool, and must be absent with any other type",
                        "tool_choice.name")
     named = {"type": "function", "function": {"name": choice.name}}
     return {"tool_choice": {"any": "required", "tool": named}.get(choice.type, choice.type),
@@ -158,7 +162,8 @@ def _choice(choice: Choice | None) -> JsonObject:
 def _tool(tool: JsonObject, where: str) -> JsonObject:
     kind = str(tool.get("type") or "custom")
     if kind != "custom":
-        raise ApiError(400, f"{where}.type must be custom: the server runs no tools itself; got {kind[:60]!r}", f"{where}.type")
+        raise ApiError(400, f"{where}.type must be custom, because the server itself runs no tools; got {kind[:60]!r}",
+                       f"{where}.type")
     if not isinstance(tool.get("input_schema"), dict):
         raise ApiError(400, f"{where}.input_schema must be a JSON schema object", f"{where}.input_schema")
     function = {name: tool[name] for name in ("name", "description", "strict") if name in tool}
@@ -166,8 +171,10 @@ def _tool(tool: JsonObject, where: str) -> JsonObject:
 
 
 def _messages(body: MessagesRequest) -> tuple[list[JsonObject], list[str]]:
-    """The messages for a ChatRequest, and for each its place in the client's request. Consecutive turns of one role are
-    merged."""
+    """Returns the messages for a ChatRequest, and the place of each message in the client's request.
+
+    Consecutive turns of the same role become one message.
+    """
     chat: list[JsonObject] = []
     places: list[str] = []
 
@@ -195,7 +202,7 @@ def _messages(body: MessagesRequest) -> tuple[list[JsonObject], list[str]]:
 
 
 def _turns(role: str, content: str | list[JsonObject], where: str) -> Iterator[JsonObject]:
-    """The chat messages for the blocks of one message: each tool result becomes a message of its own."""
+    """Yields the chat messages for the blocks of one message. Each tool result becomes a separate message."""
     turn: JsonObject = {"role": role, "content": []}
     calls = []
     blocks = _text_blocks(content, where) if isinstance(content, str) else content
@@ -209,14 +216,14 @@ def _turns(role: str, content: str | list[JsonObject], where: str) -> Iterator[J
             yield _result(block, place)
         elif kind == "tool_use" and role == "assistant":
             if not isinstance(block.get("name"), str) or not isinstance(block.get("input", {}), dict):
-                raise ApiError(400, f"{place} must have a name and an input, which must be an object", place)
+                raise ApiError(400, f"{place} must have a string as name and an object as input", place)
             calls.append({"id": block.get("id"), "type": "function",
                           "function": {"name": block["name"], "arguments": block.get("input", {})}})
         elif kind == "thinking" and role == "assistant":
             if not isinstance(block.get("thinking"), str):
                 raise ApiError(400, f"{place}.thinking must be a string", place)
             turn["reasoning_content"] = turn.get("reasoning_content", "") + block["thinking"]
-        elif kind != "redacted_thinking" or role != "assistant":         # skips the encrypted thoughts of another model
+        elif kind != "redacted_thinking" or role != "assistant":         # only another model can read encrypted thoughts
             turn["content"] += _text_blocks([block], place)
     if calls:
         turn["tool_calls"] = calls
@@ -233,7 +240,7 @@ def _result(block: JsonObject, where: str) -> JsonObject:
 
 
 def _text_blocks(blocks: object, where: str) -> list[JsonObject]:
-    """The text blocks without other fields, such as cache_control. Raises ApiError for any block that is not text."""
+    """Returns text blocks without other fields, such as cache_control. Raises ApiError for any block that is not text."""
     blocks = [{"type": "text", "text": blocks}] if isinstance(blocks, str) else blocks
     if not isinstance(blocks, list):
         raise ApiError(400, f"{where} must be a string or a list of blocks", where)
@@ -255,16 +262,16 @@ class MessagesAnswer(Answer):
         self._stops = body.stop_sequences or []
         self._shows_thoughts = body.thinking is None or body.thinking.display != "omitted"
         self._blocks: list[JsonObject] = []
-        self._open = False               # more text may be added to the last block
+        self._open = False               # whether the last block may get more text
         self._choice = self._choices[0]
 
     def _error_response(self, error: ApiError) -> Response:
         return error.response(error_body)
 
-    def _take(self, number: int, event: Event) -> None:
+    def _add_event(self, number: int, event: Event) -> None:
         list(self._events(event))
 
-    def _whole(self) -> Response:
+    def _full_response(self) -> Response:
         return json_response({**self._message(), **self._ending(), "content": self._blocks, "usage": self._counts()})
 
     async def _chunks(self) -> AsyncIterator[bytes]:
@@ -298,7 +305,7 @@ class MessagesAnswer(Answer):
                 "cache_read_input_tokens": cached, "output_tokens": usage["completion_tokens"]}
 
     def _events(self, event: Event) -> Iterator[JsonObject]:
-        thoughts, parts = self._choice.parsed(event)
+        thoughts, parts = self._choice.parse(event)
         if thoughts:
             yield from self._add("thinking", thoughts if self._shows_thoughts else "")
         for part in parts:
@@ -308,7 +315,7 @@ class MessagesAnswer(Answer):
                 yield from self._add("text", part.text)
         if event.finish_reason is not None:
             self._choice.last = event
-            if not self._blocks:         # clients read the first block, even of an empty answer
+            if not self._blocks:         # clients read the first block even of an empty answer
                 yield from self._add("text", "")
             yield from self._close()
 

@@ -1,6 +1,6 @@
-"""OpenAI's endpoint /v1/chat/completions.
+"""OpenAI's endpoint /v1/chat/completions, and chat_sequences(), which translates a ChatRequest for the engine.
 
-chat_sequences() translates a ChatRequest for the engine. The other chat APIs translate their requests into a ChatRequest.
+The other chat APIs translate their requests into a ChatRequest.
 """
 
 from collections.abc import Sequence
@@ -28,24 +28,24 @@ from rwkv.serving.schema import AllowedToolsChoice, ChatRequest, TemplateOptions
 from rwkv.serving.service import Service, default_max_tokens, from_body, owner, resolve_adapter
 from rwkv.serving.submission import NO_LIMIT, answer, include_usage, make_sequences, message_ids, prompt_ids, stopping
 
-TEMPLATE_NAMES = {"bot": "flower", "assistant": "g1", "function_calling": "g1"}          # by value of rwkv_prompt_template
+TEMPLATE_NAMES = {"bot": "flower", "assistant": "g1", "function_calling": "g1"}          # by rwkv_prompt_template
 
 
 async def chat_completions(service: Service, request: Request) -> Answer:
-    return await answer(service, *await from_body(service, request, partial(_translated, owner=owner(request))))
+    return await answer(service, *await from_body(service, request, partial(_translate, owner=owner(request))))
 
 
-def _translated(service: Service, sent: bytes, owner: str) -> tuple[list[Generate], ResponseSpec, ChatRequest]:
-    body = read(sent, ChatRequest)
+def _translate(service: Service, raw_body: bytes, owner: str) -> tuple[list[Generate], ResponseSpec, ChatRequest]:
+    body = read(raw_body, ChatRequest)
     return *chat_sequences(service, body, owner), body
 
 
 def chat_sequences(service: Service, body: ChatRequest, owner: str,
-               before: Sequence[int] = ()) -> tuple[list[Generate], ResponseSpec]:
-    """The sequences that answer a chat request, and how to present them. before: the ids of earlier turns, which must end with
-    an answer.
+                   before: Sequence[int] = ()) -> tuple[list[Generate], ResponseSpec]:
+    """Returns the sequences that answer a chat request, and how to present them.
 
-    Raises ApiError and UserError with the field names of a ChatRequest.
+    `before` has the token ids of earlier turns, the last of which must be an answer. Raises ApiError or UserError with field
+    names of a ChatRequest.
     """
     model = resolve_adapter(service, body.model)
     service = _with_template(service, body)
@@ -62,7 +62,7 @@ def chat_sequences(service: Service, body: ChatRequest, owner: str,
         prompt = service.states.continued_prompt(context, body.messages, tools, thinking.think, thinking.effort)
     else:
         prompt = service.states.prompt(context, body.messages, tools, thinking.think, thinking.effort)
-    if call_start and answer_start:      # ends the thoughts that answer_start begins
+    if call_start and answer_start:      # a call must not be inside the thoughts that answer_start begins
         end = thoughts_end(answer_start)
         prompt = f"{prompt}{end}"
         answer_start = f"{answer_start}{end}"
@@ -76,14 +76,14 @@ def chat_sequences(service: Service, body: ChatRequest, owner: str,
     usual = service.defaults[thinking.think, bool(tools)]
     maximum = default_max_tokens(service, usual)["chat"] if maximum in (None, NO_LIMIT) else maximum
     one_call = bool(call_start) or (bool(tools) and body.parallel_tool_calls is False)
-    requested = usual.stop if body.stop is None else body.stops()
-    stops = (*service.template.stop, *requested, *((call_stop(call_start),) if one_call else ()))
+    requested_stops = usual.stop if body.stop is None else body.stops()
+    stops = (*service.template.stop, *requested_stops, *((call_stop(call_start),) if one_call else ()))
     n = body.n or 1
     n_logprobs = (body.top_logprobs or 0) if body.logprobs else None
     ids = prompt_ids(service, [*before, *message_ids(service, prompt, context)], "messages", start)
-    begun = answer_start or ("" if continues else begun_by(prompt))
-    in_text = continues and not begun
-    grammar = _grammar(service, body, bool(tools), call_start, begun, thinking.think is True, in_text)
+    thoughts_start = answer_start or ("" if continues else begun_by(prompt))
+    in_text = continues and not thoughts_start
+    grammar = _grammar(service, body, bool(tools), call_start, thoughts_start, thinking.think is True, in_text)
     first = EngineRequest(ids, body.first_seed(), stopping(service, maximum, stops, limit),
                           body.sampling(usual.sampling, service.tokenizer), n_logprobs, grammar=grammar)
     sequences = make_sequences(service, body, first, n, start, owner, model, service.states.turn_of_answer(tools, start))
@@ -96,15 +96,16 @@ def chat_sequences(service: Service, body: ChatRequest, owner: str,
 
 
 def _answer_to_continue(body: ChatRequest, call_start: str) -> str:
-    """The content of the last message, which the answer continues. call_start: as tools_and_call returns it.
+    """Returns the content of the last message. Raises ApiError or UserError if the answer cannot continue this message.
 
-    Raises ApiError and UserError if the message cannot be continued."""
+    `call_start` is the beginning of a required tool call, or "".
+    """
     messages = check_messages(body.messages)
     last = messages[-1]
     if last["role"] != "assistant" or last.get("tool_calls") or not last["content"]:
         where = f"messages[{len(messages) - 1}]"
-        raise ApiError(400, f"{where}, which the answer continues, must have the role assistant, some text and no tool calls",
-                       where)
+        raise ApiError(400, f"{where} must have the role assistant, some text and no tool calls, because the answer continues "
+                            "this message", where)
     if call_start:
         raise ApiError(400, "tool_choice must be auto or none when the answer continues a message", "tool_choice")
     answer: str = last["content"]
@@ -112,8 +113,10 @@ def _answer_to_continue(body: ChatRequest, call_start: str) -> str:
 
 
 def _with_template(service: Service, body: ChatRequest) -> Service:
-    """The service with a chat template of the kind that rwkv_prompt_template names: the server's own template if it is of that
-    kind, otherwise the one in TEMPLATE_NAMES."""
+    """Returns the service with a chat template of the kind that rwkv_prompt_template names.
+
+    This is the server's own template if the kind matches, otherwise the template in TEMPLATE_NAMES.
+    """
     kwargs = body.chat_template_kwargs or TemplateOptions()
     name = kwargs.rwkv_prompt_template
     default = service.template
@@ -128,16 +131,16 @@ def _with_template(service: Service, body: ChatRequest) -> Service:
 
 
 def _thinking(service: Service, body: ChatRequest, calls: bool) -> Thinking:
-    """How the answer begins. calls: whether the answer must begin with a tool call, and thus without thoughts.
+    """Returns how the answer begins. `calls` says whether the answer must begin with a tool call, and thus without thoughts.
 
-    Raises ApiError if the template does not support the requested thinking; an unsupported effort is ignored.
+    Raises ApiError if the template does not support the requested thinking. Ignores an unsupported effort.
     """
     thinking = body.thinking(service.template.thinks)
     try:
         service.template.answer_start(thinking.think)
         if calls and thinking.think is True:
-            raise UserError("think: conflicts with a tool_choice that requires a call; send tool_choice=auto, or turn "
-                            "thinking off")
+            raise UserError("think: conflicts with a tool_choice that requires a call. Send tool_choice=auto, or turn thinking "
+                            "off")
     except UserError as error:
         if thinking.wish:
             return thinking._replace(think=False)
@@ -146,7 +149,7 @@ def _thinking(service: Service, body: ChatRequest, calls: bool) -> Thinking:
 
 
 def tools_and_call(service: Service, body: ChatRequest) -> tuple[list[JsonObject] | None, str]:
-    """The tools for the template (None for no tools), and how the answer begins if tool_choice requires a call ("" if not).
+    """Returns the tools for the template, and the beginning of a required tool call, or "" if tool_choice requires no call.
 
     Raises ApiError for a tool_choice that the tools or the template do not allow.
     """
@@ -164,15 +167,17 @@ def tools_and_call(service: Service, body: ChatRequest) -> tuple[list[JsonObject
     if mode in (None, "auto"):
         return tools, ""
     if template.call_start is None:
-        raise ApiError(400, f"tool_choice must be auto or none with the chat template {template.name}: the format of tool "
-                            f"calls is known only for g1 and for templates with {START}", "tool_choice")
+        raise ApiError(400, f"tool_choice must be auto or none with the chat template {template.name}, because the format of "
+                            f"tool calls is known only for g1 and for templates with {START}", "tool_choice")
     before, after = template.call_start
     return tools, f"{before}{names[0]}{after}" if len(names) == 1 else before
 
 
 def shown_tools(service: Service, tools: list[Tool] | None) -> list[JsonObject] | None:
-    """The tools as the template expects them: a tool without parameters gets an empty schema. Raises ApiError if the template
-    does not support tools."""
+    """Returns the tools as the template expects them. Raises ApiError if the template does not support tools.
+
+    A tool without parameters gets an empty schema.
+    """
     if not tools:
         return None
     if not service.template.supports_tools:
@@ -185,26 +190,30 @@ def shown_tools(service: Service, tools: list[Tool] | None) -> list[JsonObject] 
     return result
 
 
-def _grammar(service: Service, body: ChatRequest, tools: bool, call_start: str, begun: str, think: bool,
+def _grammar(service: Service, body: ChatRequest, tools: bool, call_start: str, thoughts_start: str, think: bool,
              in_text: bool) -> Grammar | None:
-    """The grammar of the answer; None for any text.
+    """Returns the grammar of the answer, or None if the answer may be any text.
 
-    tools: whether the answer may call tools. call_start: as tools_and_call returns it. begun: the beginning of the answer's
-    thoughts, if the prompt ends with it. think: whether the answer may begin with thoughts. in_text: whether the prompt already
-    contains the beginning of the answer's text; the grammar then constrains only the rest of the text. Raises ApiError if the
-    template's format of tool calls is unknown, and for a JSON format if the text has already begun.
+    Raises ApiError if the template's format of tool calls is unknown, and for a JSON format if the text has already begun.
+
+    Args:
+        tools: whether the answer may call tools.
+        call_start: the beginning of a required tool call, or "".
+        thoughts_start: the beginning of the answer's thoughts, if the prompt ends with such a beginning.
+        think: whether the answer may begin with thoughts.
+        in_text: whether the prompt contains the beginning of the answer's text; the grammar then constrains only the rest.
     """
     answer = body.answer_grammar()
     if answer and in_text and body.grammar is None:
         field = "format" if body.format else "response_format"
-        raise ApiError(400, f"{field} conflicts with continuing an answer, because JSON cannot begin inside its text", field)
+        raise ApiError(400, f"{field} conflicts with continuing an answer, because JSON cannot begin inside a text", field)
     callable_tools = body.callable_tools() if tools else []
     functions = [(function.name, function.parameters or {}, f"tools[{place}].function.parameters")
                  for place, function in callable_tools]
     if tools and (call_start or answer):
         if service.template.call_start is None:
-            raise ApiError(400, "response_format and grammar conflict with tools under the chat template "
-                                f"{service.template.name}, whose format of tool calls is unknown: send tool_choice=none",
+            raise ApiError(400, f"tools conflicts with response_format and grammar, because the chat template "
+                                f"{service.template.name} has an unknown format of tool calls: send tool_choice=none",
                            "tools")
         form = service.template.call_start[0].lstrip(), service.template.call_start[1]
         calls = Grammar.calls(form, functions, f"\n{call_stop(form[0]).lstrip()}", call_start.lstrip())
@@ -216,11 +225,11 @@ def _grammar(service: Service, body: ChatRequest, tools: bool, call_start: str, 
         # A grammar allows no special token, so it cannot allow a call that begins with a special token.
         can_hold = START not in service.tokenizer.special and service.tokenizer.has_bytes
         return Grammar.text_with_calls(strict) if tools and strict and can_hold else None
-    if "</think" in begun:               # the prompt ends with empty thoughts; the last ">" may be missing
-        return answer.after_space() if begun.rstrip().endswith(">") else answer.after_space().after(">")
+    if "</think" in thoughts_start:      # the prompt ends with empty thoughts, of which the last ">" may be missing
+        return answer.after_space() if thoughts_start.rstrip().endswith(">") else answer.after_space().after(">")
     if in_text:
         return answer
-    if begun:
+    if thoughts_start:
         return answer.after_thoughts()
     return answer.after_thoughts(START_OF_THOUGHTS) if think else answer.after_space()
 

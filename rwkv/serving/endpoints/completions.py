@@ -1,4 +1,4 @@
-"""OpenAI's endpoint /v1/completions."""
+"""OpenAI's endpoint /v1/completions, which completes prompts without a chat template."""
 
 from dataclasses import replace
 from functools import partial
@@ -16,20 +16,20 @@ from rwkv.serving.submission import NO_LIMIT, answer, include_usage, make_sequen
 
 
 async def completions(service: Service, request: Request) -> Answer:
-    return await answer(service, *await from_body(service, request, partial(_translated, owner=owner(request))))
+    return await answer(service, *await from_body(service, request, partial(_translate, owner=owner(request))))
 
 
-def _translated(service: Service, sent: bytes, owner: str) -> tuple[list[Generate], ResponseSpec, Options]:
-    body = read(sent, CompletionRequest)
+def _translate(service: Service, raw_body: bytes, owner: str) -> tuple[list[Generate], ResponseSpec, Options]:
+    body = read(raw_body, CompletionRequest)
     return *completion_sequences(service, body, owner), body
 
 
 def completion_sequences(service: Service, body: CompletionRequest, owner: str) -> tuple[list[Generate], ResponseSpec]:
     model = resolve_adapter(service, body.model)
     if body.suffix:
-        raise ApiError(400, "suffix is not supported: an RWKV model reads in one direction", "suffix")
+        raise ApiError(400, "suffix is not supported, because an RWKV model reads in one direction", "suffix")
     if body.best_of not in (None, 1):
-        raise ApiError(400, "best_of must be 1 on this server: use n, and choose by logprobs", "best_of")
+        raise ApiError(400, "best_of must be 1 on this server: send n and logprobs, and choose among the answers", "best_of")
     start = service.states.start(body.state, owner, model)
     prompts = [prompt_ids(service, prompt, start=start) for prompt in _prompts(body)]
     usual = service.defaults[False, False]
@@ -37,10 +37,10 @@ def completion_sequences(service: Service, body: CompletionRequest, owner: str) 
     n = body.n or 1
     echoed = bool(body.echo and body.logprobs is not None)
     if echoed and n * sum(map(len, prompts)) > service.config.max_prompt_tokens:
-        raise ApiError(400, "echo with logprobs requires prompts that together have at most "
-                            f"{service.config.max_prompt_tokens} tokens, each prompt counted n times", "echo")
+        raise ApiError(400, f"echo with logprobs requires prompts with at most {service.config.max_prompt_tokens} tokens in "
+                            "all, where each prompt counts n times", "echo")
     if echoed and not all(prompts):
-        raise ApiError(400, "echo with logprobs requires a prompt, even if state is set", "echo")
+        raise ApiError(400, "echo with logprobs requires a prompt with at least one token, even if state is set", "echo")
     first = EngineRequest("", body.first_seed(), stopping(service, maximum, usual.stop if body.stop is None else body.stops()),
                           body.sampling(usual.sampling, service.tokenizer), body.logprobs, echoed, body.answer_grammar())
     sequences = [sequence for ids in prompts

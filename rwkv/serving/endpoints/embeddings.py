@@ -1,4 +1,4 @@
-"""OpenAI's endpoint /v1/embeddings. EmbeddingAnswer also answers Ollama's requests for embeddings."""
+"""OpenAI's endpoint /v1/embeddings, and EmbeddingAnswer, which also answers Ollama's requests for embeddings."""
 
 import base64
 import sys
@@ -33,26 +33,26 @@ class EmbeddingRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True)
     model: str | None = None
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Annotated[int, msgspec.Meta(ge=1)] | None = None
-    pooling: Pooling | None = None       # default: mean
+    pooling: Pooling | None = None       # None stands for mean
     user: Ignored = None
 
 
 async def embeddings(service: Service, request: Request) -> "EmbeddingAnswer":
-    sequences, render = await from_body(service, request, partial(_translated, owner=owner(request)))
+    sequences, render = await from_body(service, request, partial(_translate, owner=owner(request)))
     return EmbeddingAnswer(service, await submit(service, sequences[:at_once(service)]), sequences, render)
 
 
 Render = Callable[[list[Event]], JsonObject]
 
 
-def _translated(service: Service, sent: bytes, owner: str) -> tuple[list[Generate], Render]:
-    body = read(sent, EmbeddingRequest)
+def _translate(service: Service, raw_body: bytes, owner: str) -> tuple[list[Generate], Render]:
+    body = read(raw_body, EmbeddingRequest)
     model = resolve_adapter(service, body.model)
     sequences = embedding_sequences(service, _inputs(body.input), model, owner, body.dimensions, body.pooling or "mean")
 
     def render(events: list[Event]) -> JsonObject:
         tokens = sum(event.prompt_tokens for event in events)
-        encode = _as_base64 if body.encoding_format == "base64" else list
+        encode = _little_endian_base64 if body.encoding_format == "base64" else list
         return {"object": "list", "model": model or service.model,
                 "data": [{"object": "embedding", "index": index, "embedding": encode(event.embedding or [])}
                          for index, event in enumerate(events)],
@@ -64,7 +64,8 @@ def _translated(service: Service, sent: bytes, owner: str) -> tuple[list[Generat
 def _inputs(value: Any) -> list[str | list[int]]:
     inputs = [value] if isinstance(value, str) or (value and all(isinstance(item, int) for item in value)) else value
     if not (all(isinstance(item, str) for item in inputs) or all(isinstance(item, list) for item in inputs)):
-        raise ApiError(400, "input must be a string, a list of strings, a list of token ids, or a list of id lists", "input")
+        raise ApiError(400, "input must be a string, a list of strings, a list of token ids, or a list of lists of token ids",
+                       "input")
     for place, item in enumerate(inputs):
         if not item:
             where = "input" if isinstance(value, str) else f"input[{place}]"
@@ -73,8 +74,8 @@ def _inputs(value: Any) -> list[str | list[int]]:
 
 
 def embedding_sequences(service: Service, inputs: list[str | list[int]], model: str, owner: str, dimensions: int | None,
-                    pooling: Pooling = "mean") -> list[Generate]:
-    """For each input, a sequence that generates no tokens. Raises ApiError for too many inputs and for wrong dimensions."""
+                        pooling: Pooling = "mean") -> list[Generate]:
+    """Returns a sequence without new tokens for each input. Raises ApiError for too many inputs and for wrong dimensions."""
     width = service.model_info.width
     if not 1 <= len(inputs) <= MOST_INPUTS:
         raise ApiError(400, f"input must have 1 to {MOST_INPUTS} items; got {len(inputs)}", "input")
@@ -90,10 +91,12 @@ def at_once(service: Service) -> int:
 
 
 class EmbeddingAnswer(Answer):
-    """The answer with the embeddings of `sequences`, which are submitted to the engine a few at a time.
+    """An answer with the embeddings of `sequences`. Submits the sequences to the engine a few at a time.
 
-    ticket: the ticket of the first few sequences. render: makes the response body from the last event of each sequence.
-    error_form: as `form` of ApiError.response.
+    Args:
+        ticket: the ticket of the first few sequences.
+        render: makes the response body from the last event of each sequence.
+        error_form: makes the body of an error; None stands for OpenAI's format.
     """
 
     def __init__(self, service: Service, ticket: Ticket, sequences: list[Generate], render: Render,
@@ -109,22 +112,22 @@ class EmbeddingAnswer(Answer):
         super()._cancel()
         self._unsubmitted = []
 
-    async def _send_whole(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _send_full(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            response = json_response(self._render(await self._events()))
+            response = json_response(self._render(await self._last_events()))
         except ApiError as error:
             response = error.response(self._error_form)
         self._complete = True
         await self._send(response, scope, receive, send)
 
-    async def _events(self) -> list[Event]:
-        """The last event of each sequence. Raises ApiError if an input could not be read in time."""
+    async def _last_events(self) -> list[Event]:
         last_events: list[Event] = []
         while True:
             events = {number: event async for number, event in self._ticket if event.finish_reason is not None}
             last_events += [events[number] for number in sorted(events)]
             if any(event.embedding is None for event in last_events):
-                raise ApiError(503, "the input was not read within the server's timeout_s=", code="timeout")
+                raise ApiError(503, "the input requires more time than the server's timeout_s= allows: send less input",
+                               code="timeout")
             if not self._unsubmitted:
                 return last_events
             group = self._unsubmitted[:at_once(self._service)]
@@ -132,8 +135,7 @@ class EmbeddingAnswer(Answer):
             self._ticket = await submit(self._service, group)
 
 
-def _as_base64(vector: list[float]) -> str:
-    """The numbers as little-endian float32, in base64."""
+def _little_endian_base64(vector: list[float]) -> str:
     numbers = array("f", vector)
     if sys.byteorder == "big":
         numbers.byteswap()

@@ -1,4 +1,4 @@
-"""The endpoint /v1/models. Its objects have the fields of both OpenAI and Anthropic, which do not conflict."""
+"""The endpoint /v1/models, which returns objects with the fields of both OpenAI and Anthropic."""
 
 from datetime import UTC, datetime
 
@@ -22,8 +22,10 @@ async def one_model(service: Service, request: Request) -> Response:
 
 
 def _model_object(service: Service, name: str) -> JsonObject:
-    """The object that describes a model. max_model_len is a field of vLLM's. meta has facts about the model and the default
-    options; meta.state_bytes is None if the server has no memory for saved states."""
+    """Returns the object that describes a model. The field max_model_len is vLLM's, and meta is this server's.
+
+    meta.state_bytes is None if the server has no memory for saved states.
+    """
     states = service.states
     usual = service.defaults[False, False]
     meta = {**vars(service.model_info), "template": service.template.name,

@@ -1,7 +1,7 @@
 """Ollama's endpoints /api/chat and /api/generate. ollama_models.py has the rest of Ollama's API.
 
-A request becomes a ChatRequest, or with raw=true a CompletionRequest; the choices of the answer become JSON lines. As in
-Ollama, unknown fields and options are ignored, and answers are streamed by default.
+A request becomes a ChatRequest, or a CompletionRequest with raw=true, and the choices of the answer become JSON lines. As in
+Ollama, the server ignores unknown fields and options, and streams answers by default.
 """
 
 import time
@@ -37,7 +37,7 @@ NAMES = {**{here: f"options.{option}" for option, here in OPTIONS.items()}, "rea
 
 class Model(msgspec.Struct, kw_only=True):
     model: str | None = None
-    name: str | None = None              # older clients send name instead of model
+    name: str | None = None              # older clients send this field instead of model
 
 
 class OllamaRequest(Model, kw_only=True):
@@ -71,8 +71,7 @@ def error_body(error: ApiError) -> JsonObject:
     return {"error": str(error)}
 
 
-def _renamed(field: str) -> str:
-    """Ollama's name for a field of a ChatRequest or a CompletionRequest."""
+def _ollama_field(field: str) -> str:
     first, _, rest = field.partition(".")
     if first == "messages" or first.startswith("messages["):
         return field.replace(".reasoning_content", ".thinking")
@@ -82,7 +81,10 @@ def _renamed(field: str) -> str:
 
 
 def model_id(service: Service, body: Model) -> str:
-    """The id of the model that a request names; the name may end with ":latest". Raises ApiError for an unknown name."""
+    """Returns the id of the model that a request names. Raises ApiError for an unknown name.
+
+    The name may end with ":latest".
+    """
     return resolve_adapter(service, body.model or body.name or None) or service.model
 
 
@@ -101,21 +103,21 @@ async def _respond(service: Service, request: Request, translate: Callable[[Serv
     sequences, spec, body = await from_body(service, request, translate)
     stream = body.stream is not False
     is_chat = isinstance(body, OllamaChat)
-    if not sequences:                    # without a prompt, Ollama only loads the model, or with keep_alive=0 unloads it
+    if not sequences:                    # without a prompt, Ollama only loads the model, or unloads it with keep_alive=0
         reason = "unload" if body.keep_alive in (0, "0", "0s", "0m") else "load"
         line = _line(spec.model, {"content": ""}, is_chat) | {"done": True, "done_reason": reason}
         return Response(msgspec.json.encode(line) + b"\n", media_type=LINES if stream else "application/json")
-    with renaming(_renamed):
+    with renaming(_ollama_field):
         ticket = await submit(service, sequences)
     return OllamaAnswer(service, ticket, spec, stream, is_chat)
 
 
-def _chat(service: Service, sent: bytes, owner: str) -> Translated:
-    body = read(sent, OllamaChat)
+def _chat(service: Service, raw_body: bytes, owner: str) -> Translated:
+    body = read(raw_body, OllamaChat)
     name = model_id(service, body)
     if not body.messages:
         return [], _empty_spec(service, name), body
-    fields = _fields(body, name)
+    fields = _common_fields(body, name)
     fields["messages"] = [_message(message, f"messages[{i}]") for i, message in enumerate(body.messages)]
     fields["tools"] = [{"type": "function", **tool} for tool in body.tools or ()] or None
     last = fields["messages"][-1]
@@ -124,38 +126,38 @@ def _chat(service: Service, sent: bytes, owner: str) -> Translated:
             fields["continue_final_message"] = True
         else:
             fields["messages"].pop()
-    with renaming(_renamed):
+    with renaming(_ollama_field):
         return *chat_sequences(service, converted(fields, TranslatedChat), owner), body
 
 
-def _generate(service: Service, sent: bytes, owner: str) -> Translated:
-    body = read(sent, OllamaGenerate)
+def _generate(service: Service, raw_body: bytes, owner: str) -> Translated:
+    body = read(raw_body, OllamaGenerate)
     name = model_id(service, body)
     if body.suffix:
-        raise ApiError(400, "suffix is not supported: an RWKV model reads in one direction", "suffix")
+        raise ApiError(400, "suffix is not supported, because an RWKV model reads in one direction", "suffix")
     if body.template:
-        raise ApiError(400, "template is not supported: the server applies its own chat template, or none with raw=true",
+        raise ApiError(400, "template is not supported: the server applies its own chat template, or no template with raw=true",
                        "template")
     _refuse_images(body.images, "images")
     if not body.prompt and not (body.raw and body.context):
         return [], _empty_spec(service, name), body
     if body.context:
-        prompt_ids(service, body.context, "context")             # only checks the ids
-    fields = _fields(body, name)
+        prompt_ids(service, body.context, "context")             # raises ApiError for invalid ids
+    fields = _common_fields(body, name)
     prompt = body.prompt or ""
-    with renaming(_renamed):
+    with renaming(_ollama_field):
         if body.raw:
-            return *completion_sequences(service, _raw(service, body, prompt, fields), owner), body
+            return *completion_sequences(service, _completion_request(service, body, prompt, fields), owner), body
         # The context already includes the conversation's system prompt.
         system = [{"role": "system", "content": body.system}] if body.system and not body.context else []
         fields["messages"] = [*system, {"role": "user", "content": prompt}]
         return *chat_sequences(service, converted(fields, TranslatedChat), owner, body.context or ()), body
 
 
-def _raw(service: Service, body: OllamaGenerate, prompt: str, fields: JsonObject) -> CompletionRequest:
-    """The CompletionRequest for raw=true, which completes the prompt without a chat template."""
+def _completion_request(service: Service, body: OllamaGenerate, prompt: str, fields: JsonObject) -> CompletionRequest:
+    """Returns the CompletionRequest for raw=true, which completes the prompt without a chat template."""
     if body.think or body.system:
-        raise ApiError(400, f"{'think' if body.think else 'system'} conflicts with raw, which skips the chat template", "raw")
+        raise ApiError(400, f"{'think' if body.think else 'system'} requires the chat template, and conflicts with raw", "raw")
     for name in ("enable_thinking", "reasoning_effort"):
         fields.pop(name)
     logprobs = fields.pop("logprobs")
@@ -167,8 +169,7 @@ def _raw(service: Service, body: OllamaGenerate, prompt: str, fields: JsonObject
     return converted(fields, CompletionRequest)
 
 
-def _fields(body: OllamaRequest, model: str) -> JsonObject:
-    """The fields of the ChatRequest that /api/chat and /api/generate have in common."""
+def _common_fields(body: OllamaRequest, model: str) -> JsonObject:
     options = {name: value for name, value in (body.options or {}).items() if value is not None}
     require_off({name: options[name] for name in OFF if name in options}, OFF, "sampler", "options.")
     fields = {here: options[option] for option, here in OPTIONS.items() if option in options}
@@ -206,7 +207,7 @@ def _message(message: JsonObject, where: str) -> JsonObject:
 
 def _refuse_images(images: object, where: str) -> None:
     if images:
-        raise ApiError(400, f"{where} must be empty: this model reads only text", where)
+        raise ApiError(400, f"{where} must be empty, because this model reads only text", where)
 
 
 def _empty_spec(service: Service, model: str) -> ResponseSpec:
@@ -214,7 +215,7 @@ def _empty_spec(service: Service, model: str) -> ResponseSpec:
 
 
 def _line(model: str, delta: JsonObject, is_chat: bool) -> JsonObject:
-    """The JSON line for a delta or a message in OpenAI's format."""
+    """Returns the JSON line for a delta or a message in OpenAI's format."""
     text = delta.get("content") or ""
     thinking = delta.get("reasoning_content")
     calls = [{"id": call["id"], "function": {"name": call["function"]["name"],
@@ -237,18 +238,18 @@ class OllamaAnswer(Answer):
         self._first = 0                  # time of the first event, in nanoseconds
         self._text = ""
 
-    def _take(self, number: int, event: Event) -> None:
-        self._note(event)
-        super()._take(number, event)
+    def _add_event(self, number: int, event: Event) -> None:
+        self._record(event)
+        super()._add_event(number, event)
 
-    def _note(self, event: Event) -> None:
+    def _record(self, event: Event) -> None:
         self._first = self._first or time.monotonic_ns()
         self._text += event.text
 
     def _error_response(self, error: ApiError) -> Response:
         return error.response(error_body)
 
-    def _whole(self) -> Response:
+    def _full_response(self) -> Response:
         choice = self._choices[0].whole()
         return json_response({**self._choice_line(choice), **self._end(choice["finish_reason"])})
 
@@ -256,7 +257,7 @@ class OllamaAnswer(Answer):
         reason = None
         try:
             async for _, event in self._ticket:
-                self._note(event)
+                self._record(event)
                 for piece in self._choices[0].pieces(event):
                     reason = piece["finish_reason"]
                     if reason is None:
@@ -268,13 +269,12 @@ class OllamaAnswer(Answer):
             yield one_line(_line(self._spec.model, {}, self._is_chat) | self._end(reason)) + b"\n"
 
     def _choice_line(self, choice: JsonObject) -> JsonObject:
-        """The JSON line for a choice of a chat completion or a completion."""
         delta = choice.get("delta") or choice.get("message") or {"content": choice.get("text")}
         line = _line(self._spec.model, delta, self._is_chat)
         return line | {"logprobs": _entries(choice["logprobs"])} if choice["logprobs"] else line
 
     def _end(self, reason: str | None) -> JsonObject:
-        """The fields of the last line. Durations are in nanoseconds, from the request's start."""
+        """Returns the fields of the last line. Durations are in nanoseconds."""
         usage = self._usage()
         now = time.monotonic_ns()
         first = self._first or now
@@ -288,7 +288,7 @@ class OllamaAnswer(Answer):
 
 
 def _entries(logprobs: JsonObject) -> list[JsonObject]:
-    """Log-probabilities in Ollama's format, one entry per token. logprobs: those of a chat completion or a completion."""
+    """Returns the log-probabilities of a chat completion or a completion in Ollama's format, with one entry per token."""
     if "content" in logprobs:
         entries: list[JsonObject] = logprobs["content"]
         return entries

@@ -1,4 +1,4 @@
-"""Ollama's endpoints for models, /api/tags, /api/show, /api/ps, /api/pull and /api/version, and for embeddings."""
+"""Ollama's endpoints for models (/api/tags, /api/show, /api/ps, /api/pull and /api/version) and for embeddings."""
 
 import hashlib
 import time
@@ -21,8 +21,8 @@ from rwkv.serving.schema import read
 from rwkv.serving.service import LATEST, Service, from_body, owner, resolve_adapter
 from rwkv.serving.submission import encoded, submit
 
-VERSION = "0.12.6"                       # of Ollama's API; clients refuse older versions
-FAR = "2318-01-01T00:00:00Z"             # when the model will be unloaded: Ollama's date for "never" (keep_alive=-1)
+VERSION = "0.12.6"                       # the version of Ollama's API; clients refuse older versions
+NEVER_EXPIRES = "2318-01-01T00:00:00Z"             # Ollama's date for a model that is never unloaded (keep_alive=-1)
 
 
 def _model_entry(service: Service, name: str) -> JsonObject:
@@ -50,17 +50,17 @@ async def running(service: Service, request: Request) -> Response:
     """Lists all models as running, because they stay in memory while the server runs."""
     models = [_model_entry(service, name) for name in (service.model, *service.engine.adapters)]
     for model in models:
-        model |= {"expires_at": FAR, "size_vram": model["size"] if service.model_info.device == "cuda" else 0,
+        model |= {"expires_at": NEVER_EXPIRES, "size_vram": model["size"] if service.model_info.device == "cuda" else 0,
                   "context_length": service.config.max_prompt_tokens}
     return json_response({"models": models})
 
 
 async def show(service: Service, request: Request) -> Response:
-    return await from_body(service, request, _shown)
+    return await from_body(service, request, _describe_model)
 
 
-def _shown(service: Service, sent: bytes) -> Response:
-    name = model_id(service, read(sent, Model))
+def _describe_model(service: Service, raw_body: bytes) -> Response:
+    name = model_id(service, read(raw_body, Model))
     info = service.model_info
     template = service.template
     capabilities = ["completion", *(["tools"] if template.supports_tools else []), *(["thinking"] if template.thinks else [])]
@@ -82,16 +82,16 @@ async def version(service: Service, request: Request) -> Response:
 
 
 async def pull(service: Service, request: Request) -> Response:
-    """Succeeds without doing anything if the server has the model. Raises ApiError if not."""
-    def respond(service: Service, sent: bytes) -> Response:
-        model_id(service, read(sent, Model))
+    """Reports success without any download. Raises ApiError if the server does not have the model."""
+    def respond(service: Service, raw_body: bytes) -> Response:
+        model_id(service, read(raw_body, Model))
         return Response(b'{"status":"success"}\n', media_type=LINES)
 
     return await from_body(service, request, respond)
 
 
 async def unsupported(service: Service, request: Request) -> Response:
-    raise ApiError(400, f"{request.url.path} is not supported: the models are fixed when the server starts")
+    raise ApiError(400, f"{request.url.path} is not supported, because the models are fixed when the server starts")
 
 
 # Embeddings
@@ -122,13 +122,13 @@ Translated = tuple[list[Generate], Render]
 
 async def _respond(service: Service, request: Request, translate: Callable[[Service, bytes], Translated]) -> ASGIApp:
     sequences, render = await from_body(service, request, translate)
-    if not sequences:                    # no input: as for an empty prompt, Ollama only loads the model
+    if not sequences:                    # without an input, Ollama only loads the model
         return json_response(render([]))
     return EmbeddingAnswer(service, await submit(service, sequences[:at_once(service)]), sequences, render, error_body)
 
 
-def _embed(service: Service, sent: bytes, owner: str) -> Translated:
-    body = read(sent, EmbedRequest)
+def _embed(service: Service, raw_body: bytes, owner: str) -> Translated:
+    body = read(raw_body, EmbedRequest)
     name = model_id(service, body)
     start = time.monotonic_ns()
 
@@ -141,8 +141,8 @@ def _embed(service: Service, sent: bytes, owner: str) -> Translated:
     return _input_sequences(service, inputs, name, owner, body.truncate is not False, body.dimensions), render
 
 
-def _embed_prompt(service: Service, sent: bytes, owner: str) -> Translated:
-    body = read(sent, EmbeddingsRequest)
+def _embed_prompt(service: Service, raw_body: bytes, owner: str) -> Translated:
+    body = read(raw_body, EmbeddingsRequest)
     name = model_id(service, body)
     sequences = _input_sequences(service, [body.prompt] if body.prompt else [], name, owner, True, None)
     return sequences, lambda events: {"embedding": events[0].embedding if events else []}
@@ -150,7 +150,6 @@ def _embed_prompt(service: Service, sent: bytes, owner: str) -> Translated:
 
 def _input_sequences(service: Service, inputs: Sequence[str], name: str, owner: str, truncate: bool,
                      dimensions: int | None) -> list[Generate]:
-    """A sequence for each input. truncate: whether to read only the beginning of an input that is too long."""
     if not inputs:
         return []
     ids = [encoded(service.tokenizer.encode, text, f"input[{place}]") for place, text in enumerate(inputs)]

@@ -1,4 +1,4 @@
-"""OpenAI's endpoint /v1/responses."""
+"""OpenAI's endpoint /v1/responses, which rwkv/serving/responses implements."""
 
 from functools import partial
 
@@ -28,10 +28,10 @@ async def make_response(service: Service, request: Request) -> Answer:
     return ResponseAnswer(service.engine, ticket, spec, service.config.timeout_s, prepared, service.responses)
 
 
-def _prepare(service: Service, sent: bytes, owner: str) -> tuple[list[Generate], ResponseSpec, Prepared]:
-    body = read(sent, ResponseRequest)
+def _prepare(service: Service, raw_body: bytes, owner: str) -> tuple[list[Generate], ResponseSpec, Prepared]:
+    body = read(raw_body, ResponseRequest)
     return prepare(body, owner, resolve_adapter(service, body.model), service.responses, service.states,
-                         lambda body: tools_and_call(service, body)[0], lambda body: chat_sequences(service, body, owner))
+                   lambda body: tools_and_call(service, body)[0], lambda body: chat_sequences(service, body, owner))
 
 
 async def count_tokens(service: Service, request: Request) -> Response:
@@ -46,7 +46,7 @@ async def count_tokens(service: Service, request: Request) -> Response:
 
 async def one_response(service: Service, request: Request) -> Response:
     if request.query_params.get("stream") == "true":
-        raise ApiError(400, "stream=true is not possible: this response is already finished", "stream")
+        raise ApiError(400, "stream must not be true, because this response is already finished", "stream")
     return json_response(_stored(service, request).response)
 
 
@@ -58,8 +58,8 @@ async def delete_response(service: Service, request: Request) -> Response:
 
 async def cancel_response(service: Service, request: Request) -> Response:
     _stored(service, request)
-    raise ApiError(400, "this response is already finished. This server runs no responses in the background: to cancel a "
-                        "running response, close its connection")
+    raise ApiError(400, "this response is already finished, because this server runs no responses in the background. Close "
+                        "the connection to cancel a running response")
 
 
 async def response_input(service: Service, request: Request) -> Response:

@@ -1,4 +1,4 @@
-"""The endpoint /v1/states: clients' saved states, made from a prompt, from messages or from a state file."""
+"""The endpoint /v1/states, which saves states after a prompt or messages, or from uploaded state files."""
 
 from functools import partial
 
@@ -22,40 +22,41 @@ from rwkv.serving.submission import message_ids, prompt_ids, submit
 
 
 class StateAnswer(Answer):
-    """The answer that describes the final state of the ticket's only sequence."""
+    """An answer that describes the final state of the ticket's only sequence."""
 
-    def _whole(self) -> Response:
+    def _full_response(self) -> Response:
         state = self._choices[0].last.state
         if state is None:
-            return ApiError(503, "the prompt was not read within the server's timeout_s=", code="timeout").response()
+            return ApiError(503, "the prompt requires more time than the server's timeout_s= allows: send a shorter prompt",
+                            code="timeout").response()
         return json_response({**shown(state, self._spec.model), "usage": self._usage()})
 
 
 async def make_state(service: Service, request: Request) -> ASGIApp:
-    """Saves a state: either an uploaded state file, or the state after a prompt or messages."""
+    """Saves the state after a prompt or messages, or an uploaded state file."""
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() in MEDIA_TYPES:
         limit = max(service.config.max_body_mib * MIB, 2 * service.states.state_bytes + MIB)
         content = await read_body(request, limit)
         layout = request.query_params.get("state_layout")
         if layout not in (None, *STATE_LAYOUTS):
             raise ApiError(400, f"state_layout must be {' or '.join(STATE_LAYOUTS)}; got {layout[:40]!r}", "state_layout")
-        return _state(service, await service.engine.upload(service.states.new(owner(request)), content, layout))
+        return _state_response(service, await service.engine.upload(service.states.new(owner(request)), content, layout))
     sequence = await from_body(service, request, partial(_state_sequence, owner=owner(request)))
     spec = ResponseSpec("state", service.model, False, False, [""], 1, service.tokenizer, saves=True)
     return StateAnswer(service.engine, await submit(service, [sequence]), spec, False, service.config.timeout_s)
 
 
-def _state_sequence(service: Service, sent: bytes, owner: str) -> Generate:
-    """A sequence that generates no tokens, and whose final state is saved."""
-    body = read(sent, StateRequest)
+def _state_sequence(service: Service, raw_body: bytes, owner: str) -> Generate:
+    body = read(raw_body, StateRequest)
     model = resolve_adapter(service, body.model)
     if (body.prompt is None) == (body.messages is None):
-        raise ApiError(400, f"send a prompt, messages, or a state file with the content type {MEDIA_TYPES[0]}", "prompt")
+        raise ApiError(400, "the body must have either prompt or messages, or must be a state file with the content type "
+                            f"{MEDIA_TYPES[0]}", "prompt")
     start = service.states.start(body.state, owner, model)
     turn = None
     if body.messages is None:
         if body.tools:
-            raise ApiError(400, "tools requires messages and conflicts with prompt", "tools")
+            raise ApiError(400, "tools requires messages, and conflicts with prompt", "tools")
         ids = prompt_ids(service, body.prompt or "", start=start)
     else:
         tools = shown_tools(service, body.tools)
@@ -72,7 +73,7 @@ async def list_states(service: Service, request: Request) -> Response:
 
 
 async def one_state(service: Service, request: Request) -> Response:
-    return _state(service, service.states.get(request.path_params["id"], owner(request)))
+    return _state_response(service, service.states.get(request.path_params["id"], owner(request)))
 
 
 async def state_content(service: Service, request: Request) -> Response:
@@ -87,7 +88,7 @@ async def delete_state(service: Service, request: Request) -> Response:
     return json_response({"id": state.id, "object": "state.deleted", "deleted": True})
 
 
-def _state(service: Service, state: SavedState) -> Response:
+def _state_response(service: Service, state: SavedState) -> Response:
     return json_response(shown(state, service.model))
 
 

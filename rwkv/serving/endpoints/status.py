@@ -1,4 +1,4 @@
-"""Endpoints for the server's health and metrics, and the web page for trying it."""
+"""Endpoints for the server's health, for metrics, and for a web page on which to try the server."""
 
 from importlib import resources
 

@@ -1,4 +1,4 @@
-"""vLLM's endpoints for the tokenizer."""
+"""vLLM's endpoints that tokenize and detokenize text, and describe the tokenizer."""
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -14,7 +14,7 @@ from rwkv.tokenizer.decoders import LAST_IDS
 
 
 async def tokenizer_info(service: Service, request: Request) -> Response:
-    """Describes the tokenizer in vLLM's format, for the model type local-completions of lm-evaluation-harness."""
+    """Describes the tokenizer in vLLM's format, as lm-evaluation-harness with the model type local-completions expects."""
     end = service.tokenizer.end_of_text
     name = token_string({"token": end, "text": service.tokenizer.decode([end])})
     return json_response({"tokenizer_class": service.tokenizer.kind, "vocab_size": service.tokenizer.vocab_size,
@@ -23,11 +23,11 @@ async def tokenizer_info(service: Service, request: Request) -> Response:
 
 
 async def tokenize(service: Service, request: Request) -> Response:
-    return await from_body(service, request, _tokenized)
+    return await from_body(service, request, _tokenize)
 
 
-def _tokenized(service: Service, sent: bytes) -> Response:
-    body = read(sent, TokenizeRequest)
+def _tokenize(service: Service, raw_body: bytes) -> Response:
+    body = read(raw_body, TokenizeRequest)
     resolve_adapter(service, body.model)
     ids = encoded(service.tokenizer.encode, body.prompt, "prompt")
     content = {"tokens": ids, "count": len(ids), "max_model_len": service.config.max_prompt_tokens}
@@ -39,11 +39,11 @@ def _tokenized(service: Service, sent: bytes) -> Response:
 
 
 async def detokenize(service: Service, request: Request) -> Response:
-    return await from_body(service, request, _detokenized)
+    return await from_body(service, request, _detokenize)
 
 
-def _detokenized(service: Service, sent: bytes) -> Response:
-    body = read(sent, DetokenizeRequest)
+def _detokenize(service: Service, raw_body: bytes) -> Response:
+    body = read(raw_body, DetokenizeRequest)
     resolve_adapter(service, body.model)
     try:
         return json_response({"prompt": service.tokenizer.decode(body.tokens)})

@@ -1,1 +1,1 @@
-"""The engine's process (worker), and what the HTTP process needs to use it: remote, queue and compiling (of grammars)."""
+"""The engine's process (worker), and the code with which the HTTP process uses it (remote, queue, compiling)."""

@@ -1,9 +1,9 @@
-"""Processes that compile each grammar before the engine's process does, so that one client's schema cannot block other clients.
+"""Compiles each grammar in a separate process before the engine does, so that one client's schema cannot block other clients.
 
-A grammar of a few bytes can take minutes and gigabytes to compile, and only killing the process stops the library. So each
-grammar is first compiled in one of PROCESSES processes. If this takes longer than SECONDS or needs more memory than MEMORY, the
-process is killed and the request refused. Each API key has a queue of grammars; the key with the fewest running compilations is
-next.
+A grammar of a few bytes can take minutes and gigabytes to compile, and only killing the process stops the library. So one of
+PROCESSES processes compiles each grammar first. If the compilation takes longer than SECONDS or needs more memory than MEMORY,
+the server kills the process and refuses the request. Each API key has a queue of grammars. The key with the fewest running
+compilations is next.
 """
 
 import asyncio
@@ -32,40 +32,42 @@ from rwkv.tokenizer.tokenizers import Tokenizer
 PROCESSES = 2
 SECONDS = 5.0                            # time limit for compiling one grammar
 START_S = 120.0                          # time limit for starting a process
-LAST_S = 60                              # CPU seconds per grammar after which the system ends a process that nobody killed
-MEMORY = 512 * MIB                       # most memory for compiling, in addition to what the process has at its start
-RETAINED = 64 * MIB                      # most memory for a compiled grammar in the engine's process
+MAX_CPU_S = 60                           # CPU seconds per grammar after which the system ends a process whose parent has died
+MEMORY = 512 * MIB                       # most memory for compiling, in addition to the process's memory at the start
+MAX_COMPILED = 64 * MIB                  # most memory for a compiled grammar in the engine's process
 MOST_WAITING = 256                       # most grammars in all queues
-REMEMBERED = 256                         # grammars whose result is cached
-WALKS = 12                               # random texts per grammar, to find prefixes that cannot be completed
+MAX_CACHED = 256                         # grammars whose result is cached
+N_WALKS = 12                             # random texts per grammar, to find prefixes that cannot be completed
 
 
 class Compilers:
-    """The processes that compile grammars, and their queues. Call all methods except `close` from the event loop.
+    """The processes that compile grammars, and their queues. All methods except `close` must be called from the event loop.
 
-    tokenizer: as Tokenizer.to_dict returns it."""
+    `tokenizer` is the dictionary that Tokenizer.to_dict returns.
+    """
 
     def __init__(self, tokenizer: JsonObject, seconds: float = SECONDS) -> None:
         self._processes = [_Process(tokenizer, seconds) for _ in range(PROCESSES)]
         self._idle = [*self._processes]
         self._threads = ThreadPoolExecutor(PROCESSES)
         self._waiting: OrderedDict[str, deque[_Job]] = OrderedDict()     # by owner; the owner served last comes last
-        self._running: dict[str, int] = {}               # number of jobs by owner
-        self._reasons: OrderedDict[str, str] = OrderedDict()             # why a grammar is refused; "" if it is accepted
+        self._running: dict[str, int] = {}               # the number of jobs by owner
+        self._reasons: OrderedDict[str, str] = OrderedDict()             # the reason against each grammar; "" if there is none
 
     async def check(self, grammar: Grammar, owner: str) -> None:
-        """Raises UserError, naming the field, if the grammar cannot be used, and ApiError 429 if too many are queued."""
+        """Raises UserError if the grammar cannot be used, and ApiError 429 if too many grammars are queued."""
         key = sha256(repr((grammar.start, grammar.rules, [part.name for part in grammar.parts])).encode()).hexdigest()
         reason = self._reasons.get(key)
         if reason is None:
             if sum(map(len, self._waiting.values())) >= MOST_WAITING:
-                raise ApiError(429, "the server is busy: too many queued grammars", code="queue_full", retry_after=RETRY_AFTER)
+                raise ApiError(429, "the server is busy: too many grammars are queued", code="queue_full",
+                               retry_after=RETRY_AFTER)
             job = _Job(grammar)
             self._waiting.setdefault(owner, deque()).append(job)
             self._start()
             reason = await job.result
             self._reasons[key] = reason
-            if len(self._reasons) > REMEMBERED:
+            if len(self._reasons) > MAX_CACHED:
                 self._reasons.popitem(last=False)
         if reason:
             raise UserError(reason)
@@ -121,24 +123,24 @@ class _Process:
         self._stopped = False
 
     def reason(self, grammar: Grammar) -> str:
-        """The reason for which the grammar is refused; "" if it is accepted. Blocks until the grammar is compiled."""
+        """Returns the reason why the grammar is refused, or "" for an accepted grammar. Blocks during the compilation."""
         where = grammar.parts[0].where
         try:
             if self._process is None and not self._stopped:
-                self._begin()
+                self._start_process()
             if self._stopped:
                 raise EOFError
             self._connection.send(grammar)
             if self._connection.poll(self._seconds):
                 reason: str = self._connection.recv()
                 return reason
-            reason = f"{where}: it must compile within {self._seconds:g} seconds: make it smaller or simpler"
+            reason = f"{where} must compile within {self._seconds:g} seconds: make the grammar smaller or simpler"
         except (EOFError, OSError):
-            reason = f"{where}: it must compile within {MEMORY // MIB} MiB: make it smaller or simpler"
+            reason = f"{where} must compile within {MEMORY // MIB} MiB of memory: make the grammar smaller or simpler"
         self.kill()
         return reason
 
-    def _begin(self) -> None:
+    def _start_process(self) -> None:
         context = multiprocessing.get_context("spawn")
         self._connection, remote_end = context.Pipe()
         self._process = context.Process(target=_main, args=(remote_end, self._tokenizer), daemon=True)
@@ -172,24 +174,24 @@ def _main(connection: Connection, tokenizer: JsonObject) -> None:
     with suppress(EOFError, OSError):    # the HTTP process has ended
         connection.send("ready")
         while True:
-            connection.send(_reason(connection.recv(), loaded))
+            connection.send(_refusal_reason(connection.recv(), loaded))
 
 
-def _reason(grammar: Grammar, tokenizer: Tokenizer) -> str:
-    before = _resident()
+def _refusal_reason(grammar: Grammar, tokenizer: Tokenizer) -> str:
+    before = _resident_bytes()
     _limit_time()
     try:
         libraries = compile_grammar(grammar, tokenizer)
-        require_ends(grammar, libraries, tokenizer, WALKS)
+        require_ends(grammar, libraries, tokenizer, N_WALKS)
     except UserError as error:
         return str(error)
-    if _resident() - before > RETAINED:
-        return f"{grammar.parts[0].where}: it must take at most {RETAINED // MIB} MiB when compiled: make it simpler"
+    if _resident_bytes() - before > MAX_COMPILED:
+        return f"{grammar.parts[0].where} must take at most {MAX_COMPILED // MIB} MiB when compiled: make the grammar simpler"
     return ""
 
 
-def _resident() -> int:
-    """This process's resident memory in bytes; 0 if the system does not report it."""
+def _resident_bytes() -> int:
+    """Returns this process's resident memory in bytes, or 0 if the system does not report it."""
     try:
         return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
     except OSError:
@@ -206,9 +208,9 @@ def _limit_memory() -> None:
 
 
 def _limit_time() -> None:
-    """Makes the system end this process after LAST_S more seconds of CPU time, in case the HTTP process was killed."""
+    """Makes the system end this process after MAX_CPU_S more seconds of CPU time, even if the HTTP process has been killed."""
     if sys.platform != "win32":
         import resource
 
         with suppress(OSError, ValueError):
-            resource.setrlimit(resource.RLIMIT_CPU, (int(process_time()) + LAST_S, resource.RLIM_INFINITY))
+            resource.setrlimit(resource.RLIMIT_CPU, (int(process_time()) + MAX_CPU_S, resource.RLIM_INFINITY))

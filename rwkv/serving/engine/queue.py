@@ -1,5 +1,4 @@
-"""The queue of requests in front of the engine. It limits how many sequences run and how many wait; further requests get status
-429."""
+"""The queue of requests in front of the engine, which limits how many sequences run and how many wait."""
 
 import asyncio
 from collections import deque
@@ -12,7 +11,7 @@ from rwkv.serving.messages import Cancel, Event, Generate, Reply, ToEngine
 
 
 class Ticket:
-    """The sequences of one HTTP request. Iterating yields (index of the sequence, event) until all sequences have finished."""
+    """The sequences of one HTTP request. Iteration yields (index of the sequence, event) until all sequences have finished."""
 
     def __init__(self, sequences: list[Generate]) -> None:
         self.sequences = sequences
@@ -24,21 +23,21 @@ class Ticket:
         self._events.put_nowait(event)
 
     async def __aiter__(self) -> AsyncIterator[tuple[int, Event]]:
-        left = len(self.sequences)
-        while left:
+        n_unfinished = len(self.sequences)
+        while n_unfinished:
             event = await self._events.get()
             if isinstance(event, ApiError):
                 raise event
             if event.error is not None:
                 raise api_error(event)
-            left -= event.finish_reason is not None
+            n_unfinished -= event.finish_reason is not None
             yield self._numbers[event.id], event
 
 
 class Queue:
-    """The queue: at most max_rows sequences run, and at most max_queue more wait. Requests start in order of arrival.
+    """A queue from which requests start in order of arrival. At most max_rows sequences run, and at most max_queue more wait.
 
-    send: a function that sends a message to the engine.
+    `send` sends a message to the engine.
     """
 
     def __init__(self, max_rows: int, max_queue: int, send: Callable[[ToEngine], None]) -> None:
@@ -58,8 +57,10 @@ class Queue:
         return sum(len(ticket.sequences) for ticket in self._queued)
 
     def submit(self, sequences: list[Generate]) -> Ticket:
-        """Queues these sequences, which start together, and returns their ticket. Raises ApiError, with status 429 if the queue
-        is full."""
+        """Queues sequences that start together, and returns their ticket.
+
+        Raises ApiError 429 if the queue is full, and ApiError 400 if the sequences could never run together.
+        """
         if len(sequences) > self._max_rows:
             raise ApiError(400, f"a request must have at most {self._max_rows} sequences; got {len(sequences)}", "n")
         if len(sequences) > self._max_rows + self._max_queue - self.n_running - self.n_queued:
@@ -70,21 +71,23 @@ class Queue:
         return ticket
 
     def start(self) -> None:
-        """Starts queued requests, each as soon as all its sequences may run."""
+        """Starts the next queued requests while there is room for all sequences of the request."""
         while self._queued and self.n_running + len(self._queued[0].sequences) <= self._max_rows:
             ticket = self._queued.popleft()
             self._running.update((sequence.id, ticket) for sequence in ticket.sequences)
             self._send(ticket.sequences)
 
     def cancel(self, ticket: Ticket) -> bool:
-        """Cancels a request: if it is running, at the engine's next step; if it is queued, its client gets status 503. Returns
-        whether it was queued."""
+        """Cancels a request, and returns whether the request was queued.
+
+        A running request ends at the engine's next step. The client of a queued request gets status 503.
+        """
         if ticket.cancelled:
             return False
         ticket.cancelled = True
         if ticket in self._queued:
             self._queued.remove(ticket)
-            ticket.put(ApiError(503, "the request was queued too long, or the server is stopping", code="not_begun",
+            ticket.put(ApiError(503, "the request waited too long in the queue, or the server is stopping", code="not_begun",
                                 retry_after=RETRY_AFTER))
             return True
         for sequence in ticket.sequences:
@@ -93,14 +96,14 @@ class Queue:
         return False
 
     def take_ticket(self, event: Event) -> Ticket:
-        """The ticket to which an event of the engine belongs. After its last event, a sequence leaves the queue."""
+        """Returns the ticket of the event's sequence. Removes the sequence at its last event."""
         ticket = self._running[event.id]
         if event.finish_reason is not None or event.error is not None:
             del self._running[event.id]
         return ticket
 
     def tickets(self) -> set[Ticket]:
-        """The tickets of all unfinished requests."""
+        """Returns the tickets of all unfinished requests."""
         return {*self._running.values(), *self._queued}
 
     def clear(self) -> None:

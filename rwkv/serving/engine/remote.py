@@ -1,7 +1,7 @@
-"""The engine as the HTTP process sees it: starts the engine's process, sends messages to it, and delivers its events.
+"""Starts the engine's process for the HTTP process, sends messages to this process, and delivers the events.
 
-The code runs in the event loop, except for two threads: one receives from the engine's process and one sends to it, so that
-neither a long message nor a long step delays HTTP.
+The code runs in the event loop, except for two threads. One thread receives messages from the engine's process and the other
+sends messages to it, so that neither a long message nor a long step delays HTTP.
 """
 
 import asyncio
@@ -35,18 +35,22 @@ from rwkv.serving.messages import (
     Upload,
 )
 
-STOPPED = "the engine has stopped; see the server's log"
+STOPPED = "the engine has stopped: see the server's log"
 
 Work = Callable[[Connection, ServeConfig], None]         # the main function of the engine's process
 
 
 class RemoteEngine:
-    """Starts the engine's process, whose main function is `work`. At most config.max_rows sequences run, and config.max_queue
-    more are queued.
+    """The engine in its own process, whose main function is `work`.
 
-    states: the clients' saved states, by id; their content is in the engine's process. adapters: as in Ready. failed: the
-    reason why the process has ended; None while it runs. observe: called with each Step, for the metrics. report: called with
-    the reason if the process ends unexpectedly, after all requests have received their error.
+    At most config.max_rows sequences run, and config.max_queue more are queued.
+
+    Attributes:
+        states: the records of clients' saved states, by id.
+        adapters: for each adapter, the state from which the adapter's sequences begin, as in messages.Ready.
+        failed: the reason why the process has ended; None while the process runs.
+        observe: called with each Step, for the metrics.
+        report: called with the reason if the process ends unexpectedly, after all requests have received their error.
     """
 
     def __init__(self, config: ServeConfig, work: Work) -> None:
@@ -72,8 +76,8 @@ class RemoteEngine:
         try:
             message = self._connection.recv()
         except EOFError:
-            raise RuntimeError("the engine's process ended while it was loading the model; the system may have killed it for "
-                               "lack of memory") from None
+            raise RuntimeError("the engine's process ended while it was loading the model. The system may have killed the "
+                               "process for lack of memory") from None
         if isinstance(message, Failed):
             raise UserError(message.reason) if message.mistake else RuntimeError(message.reason)
         assert isinstance(message, Ready)
@@ -82,7 +86,7 @@ class RemoteEngine:
         return message
 
     def attach(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Starts to deliver events, in this event loop."""
+        """Starts to deliver events in this event loop."""
         self._attached = True
         Thread(target=self._receive, args=(loop,), daemon=True).start()
         Thread(target=self._send, daemon=True).start()
@@ -96,30 +100,37 @@ class RemoteEngine:
         return self._queue.n_queued
 
     def submit(self, sequences: list[Generate]) -> Ticket:
-        """Queues these sequences and returns their ticket. Raises ApiError 429 if the queue is full, 503 if the engine has
-        stopped."""
+        """Queues sequences that start together, and returns their ticket.
+
+        Raises ApiError 429 if the queue is full, and ApiError 503 if the engine has stopped.
+        """
         self.require_engine()
         return self._queue.submit(sequences)
 
     async def upload(self, state: SavedState, content: bytes, layout: str | None = None) -> SavedState:
-        """Saves the content of a state file under the id of `state`. Raises ApiError if no model of this server can use it."""
+        """Saves the content of a state file under the id of `state`. Raises ApiError if no model can use the state."""
         saved = await self._request(Upload(next(self._ids), state, content, layout))
         assert isinstance(saved, SavedState)
         return saved
 
     async def download(self, state: SavedState) -> bytes:
-        """The state as the content of a state file. Raises ApiError if the state is gone."""
+        """Returns the content of a state file with this state. Raises ApiError if the state is gone."""
         content = await self._request(Download(next(self._ids), state))
         assert isinstance(content, bytes)
         return content
 
     def drop(self, state: SavedState) -> None:
-        """Frees the state's memory, and deletes its file."""
+        """Frees the state's memory, and deletes the state's file."""
         if self.states.pop(state.id, None) is not None:
             self._outbox.put(Drop(state.id))
 
     async def sync(self, new: tuple[str, ...], lost: tuple[str, ...]) -> None:
-        """Adds states that another server has written, and drops states whose files it has deleted; see SyncFolder."""
+        """Adds states that another server has written, and drops states whose files another server has deleted.
+
+        Args:
+            new: names of unknown files.
+            lost: ids of states without a file.
+        """
         await self._request(SyncFolder(next(self._ids), new, lost))
 
     async def _request(self, message: Upload | Download | SyncFolder) -> ReplyValue:
@@ -133,17 +144,17 @@ class RemoteEngine:
             raise ApiError(503, STOPPED, code="engine_ended")
 
     def cancel(self, ticket: Ticket) -> None:
-        """Cancels the ticket's sequences: running ones at the engine's next step; if they are queued, the client gets 503."""
+        """Cancels the ticket's sequences as Queue.cancel does, and counts queued sequences in the metrics."""
         if self._queue.cancel(ticket):
             self.observe(Step([Event(sequence.id, finish_reason="cancelled") for sequence in ticket.sequences], *self._memory))
-            self._queue.start()                          # the next tickets, which may have fewer sequences, may now fit
+            self._queue.start()                          # a smaller ticket behind the cancelled one may fit now
 
     def cancel_all(self) -> None:
         for ticket in self._queue.tickets():
             self.cancel(ticket)
 
     def close(self) -> None:
-        """Ends the engine's process. Kills it if it is still loading the model, or if a signal interrupts the wait."""
+        """Ends the engine's process. Kills the process if it is still loading the model, or if a signal interrupts the wait."""
         try:
             if self._attached:
                 self._outbox.put(None)
@@ -157,7 +168,7 @@ class RemoteEngine:
             ticket = self._queue.take_ticket(event)
             if event.state is not None:
                 self.states[event.state.id] = event.state
-                if ticket.cancelled:     # no client will learn the state's id
+                if ticket.cancelled:     # no client would learn the state's id
                     self.drop(event.state)
                     event.state = None
             ticket.put(event)
@@ -195,7 +206,7 @@ class RemoteEngine:
         self.report(reason)
 
     def _receive(self, loop: asyncio.AbstractEventLoop) -> None:
-        with suppress(RuntimeError):     # the event loop is closed, because the server ends
+        with suppress(RuntimeError):     # call_soon_threadsafe raises it if the server has closed the event loop
             try:
                 while not isinstance(message := self._connection.recv(), Failed):
                     loop.call_soon_threadsafe(self._resolve if isinstance(message, Reply) else self._deliver, message)

@@ -1,4 +1,4 @@
-"""The engine's process: loads the model and generates. Only one thread uses torch.
+"""The engine's process, which loads the model and generates. Only one thread uses torch.
 
 Loading the model in one thread and generating in another would start two teams of OpenMP threads on the same cores.
 """
@@ -47,12 +47,18 @@ from rwkv.serving.messages import (
 from rwkv.serving.states.store import StateGone, StateStore
 from rwkv.tokenizer.tokenizers import Tokenizer
 
-COMPILING_S = 0.002                      # while idle, seconds between checks whether a grammar is compiled
+COMPILING_S = 0.002                      # seconds between checks, in an idle engine, whether a grammar is compiled
 
 
 class LoadedAdapter(NamedTuple):
-    """A loaded adapter. model: the checkpoint's model, or one with the adapter's weights. start: the state from which its
-    sequences begin. tokens: the number of tokens that this state has read. digest: a hash of the trained values."""
+    """A loaded adapter.
+
+    Attributes:
+        model: the checkpoint's model, or a model with the adapter's weights.
+        start: the state from which the adapter's sequences begin; None for the empty state.
+        tokens: the number of tokens that `start` has read; None if unknown.
+        digest: a hash of the trained values.
+    """
 
     model: Model
     start: PrefillResult | None
@@ -61,8 +67,12 @@ class LoadedAdapter(NamedTuple):
 
 
 class Loaded(NamedTuple):
-    """What `load` returns. adapters: the adapters by name. draft: one draft for all models. The other fields are as in Ready
-    and ModelInfo."""
+    """The result of loading. The fields without a description are those of messages.Ready and messages.ModelInfo.
+
+    Attributes:
+        adapters: the adapters by name.
+        draft: the draft for all models.
+    """
 
     model: Model
     tokenizer: Tokenizer
@@ -80,7 +90,7 @@ Load = Callable[[ServeConfig], Loaded]
 
 
 def main(connection: Connection, config: ServeConfig, load: Load) -> None:
-    """Loads the model, warms it up, sends Ready or Failed, and generates until it receives None or the connection ends."""
+    """Loads the model, warms it up, sends Ready or Failed, and generates until None arrives or the connection ends."""
     for number in STOPPING:              # the HTTP process decides when this process ends
         signal.signal(number, signal.SIG_IGN)
     keep_large_blocks()
@@ -114,7 +124,7 @@ def main(connection: Connection, config: ServeConfig, load: Load) -> None:
 
 
 class _Model(NamedTuple):
-    """A model that requests can name. start: the state from which its sequences begin; None for the empty state."""
+    """A model that requests can name. If `start` is None, the model's sequences begin from the empty state."""
 
     model: Model
     engine: Engine
@@ -122,7 +132,7 @@ class _Model(NamedTuple):
 
 
 class _Job:
-    """A running sequence: the engine's row, and how much of the row's text has been sent."""
+    """A running sequence. Counts how much of the engine's row has been sent."""
 
     def __init__(self, message: Generate, row: Row) -> None:
         self.message = message
@@ -135,14 +145,14 @@ class _Job:
         finished = self.row.complete
         if not finished and not self.message.stream:
             return None
-        # lm-evaluation-harness requests the prompt's log-probabilities, and expects an entry for the token that ends the answer
+        # lm-evaluation-harness requests the prompt's log-probabilities and expects an entry for the token that ends the answer
         shown = len(sample.logprobs) if self.row.request.prompt_logprobs else len(sample.tokens)
         logprobs = sample.logprobs[self._logprobs_sent:shown]
         if not (self.text or logprobs or finished):
             return None
         if self.row.damaged:
-            return Event(self.message.id, error="the logits after the state are not finite: the model had diverged when the "
-                         "state was saved, or the state's file has changed")
+            return Event(self.message.id, error="the logits after the state are not finite: either the model had diverged when "
+                         "the state was saved, or the state's file has changed")
         event = Event(self.message.id, self.text, logprobs)
         self.text = ""
         self._logprobs_sent += len(logprobs)
@@ -174,7 +184,7 @@ class _Job:
 
 
 class _Worker:
-    """Runs the engines: handles new messages before each step, and sends the events after it."""
+    """Runs the engines. Handles new messages before each step, and sends the events after the step."""
 
     def __init__(self, connection: Connection, models: Mapping[str, _Model], tokenizer: Tokenizer, cache: PrefixCache | None,
                  states: StateStore) -> None:
@@ -183,7 +193,8 @@ class _Worker:
         self._tokenizer = tokenizer
         self._cache = cache
         self._states = states
-        self._jobs: dict[Engine, dict[int, _Job]] = {model.engine: {} for model in models.values()}      # by row index
+        # Maps each engine's row indices to the running sequences
+        self._jobs: dict[Engine, dict[int, _Job]] = {model.engine: {} for model in models.values()}
         self._refused: list[Event] = []
         self._compiler = ThreadPoolExecutor(1)           # one thread, so that no running sequence waits for a grammar
         self._compiling: list[tuple[Future[object], list[Generate]]] = []
@@ -197,7 +208,7 @@ class _Worker:
                 message = self._connection.recv()
                 if message is None:
                     return
-                self._take(message)
+                self._handle(message)
                 wait = 0
             for pair in [pair for pair in self._compiling if pair[0].done()]:
                 self._compiling.remove(pair)
@@ -216,7 +227,7 @@ class _Worker:
                 self._connection.send(Step(events, *cached, self._states.nbytes, tuple(gone)))
 
     def _event(self, job: _Job) -> Event | None:
-        """The event to send for a sequence, if any. Before a sequence's last event, saves the final state if requested."""
+        """Returns the event to send for a sequence, if any. Saves the final state, if requested, before the last event."""
         event = job.event()
         saved = job.saved()
         if event is not None and saved is not None:
@@ -225,10 +236,11 @@ class _Worker:
             event.state = saved
         return event
 
-    def _take(self, message: ToEngine) -> None:
-        """Handles one message. The sequences of a request arrive in one message and begin at the same step. So a prompt that
-        they share is read only once, and the last bits of log-probabilities depend on the number of rows but not on the time at
-        which each sequence arrived.
+    def _handle(self, message: ToEngine) -> None:
+        """Handles one message. The sequences of a request arrive in one message and begin at the same step.
+
+        So a shared prompt is read only once. The last bits of log-probabilities depend on the number of rows, but not on the
+        time at which each sequence arrived.
         """
         if isinstance(message, Cancel):
             for job in (job for jobs in self._jobs.values() for job in jobs.values()):
@@ -257,11 +269,13 @@ class _Worker:
             return Reply(message.id, error=str(error), state_gone=isinstance(error, StateGone))
 
     def _upload(self, message: Upload) -> SavedState:
-        """Saves an uploaded state file. A tuned state is assumed to belong to the checkpoint's model, because its file does not
-        name a model."""
+        """Saves an uploaded state file, and returns the state's record.
+
+        The file of a trained initial state does not name a model. The server takes such a state for the checkpoint's model.
+        """
         if not time_states.is_content(message.content):
             if message.layout is not None:
-                raise UserError("state_layout applies only to files with a tuned state: omit state_layout")
+                raise UserError("state_layout requires the file of a trained initial state: omit state_layout for this file")
             return self._states.upload(message.state, message.content)
         model = self._models[""].model
         tuned = time_states.read_content(message.content, model.config, message.layout)

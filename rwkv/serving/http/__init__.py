@@ -1,1 +1,1 @@
-"""The HTTP layer: connections, errors, request bodies, and checks of the origin."""
+"""The HTTP layer, which handles connections, errors, request bodies and checks of the origin."""

@@ -1,4 +1,4 @@
-"""Request bodies: size limit, decompression and charset."""
+"""Reads request bodies: limits their size, decompresses them, and converts JSON to UTF-8."""
 
 import asyncio
 import email.message
@@ -13,14 +13,14 @@ CHARSETS = {"utf-8", "us-ascii", "iso-8859-1", "windows-1252", "utf-16", "utf-16
 
 
 async def read_json(request: Request, limit: int) -> bytes:
-    """The request's JSON body, converted to UTF-8. Raises ApiError as read_body does, and for a wrong charset."""
-    return _as_utf8(request, await read_body(request, limit))
+    """Returns the request's JSON body in UTF-8. Raises ApiError as read_body does, and for a wrong charset."""
+    return _to_utf8(request, await read_body(request, limit))
 
 
 async def read_body(request: Request, limit: int) -> bytes:
-    """The request's body, decompressed. limit: the most bytes, at least 1 MiB.
+    """Returns the request's body, decompressed. `limit` is the most bytes that the body may have, at least 1 MiB.
 
-    Raises ApiError if the body is larger, or if its content-encoding is not gzip.
+    Raises ApiError for a larger body, and for a content-encoding other than gzip.
     """
     too_large = ApiError(413, f"the body must have at most {limit // MIB} MiB", code="body_too_large")
     codings = ",".join(request.headers.getlist("content-encoding")).lower().replace("x-gzip", "gzip").split(",")
@@ -38,39 +38,39 @@ async def read_body(request: Request, limit: int) -> bytes:
         size += len(part)
         if size > limit:
             raise too_large
-    sent = b"".join(parts)
+    body = b"".join(parts)
     if not codings:
-        return sent
-    content = await asyncio.to_thread(_decompressed, sent, limit)
+        return body
+    content = await asyncio.to_thread(_gunzip, body, limit)
     if len(content) > limit:
         raise too_large
     return content
 
 
-def _decompressed(sent: bytes, limit: int) -> bytes:
-    """The content of a gzip file, cut after limit + 1 bytes. Raises ApiError if the file is damaged or incomplete."""
+def _gunzip(body: bytes, limit: int) -> bytes:
+    """Returns the content of a gzip file, cut after limit + 1 bytes. Raises ApiError for a damaged or incomplete file."""
     inflate = zlib.decompressobj(wbits=16 + zlib.MAX_WBITS)
     try:
-        content = inflate.decompress(sent, limit + 1)
+        content = inflate.decompress(body, limit + 1)
         whole = len(content) > limit or (inflate.eof and not inflate.unused_data)
     except zlib.error:
         whole = False
     if not whole:
-        raise ApiError(400, "with content-encoding: gzip, the body must be exactly one complete gzip file")
+        raise ApiError(400, "the body must be exactly one complete gzip file, because content-encoding is gzip")
     return content
 
 
-def _as_utf8(request: Request, sent: bytes) -> bytes:
-    """A JSON body, converted to UTF-8. Raises ApiError if the charset in content-type is unknown, or if the bytes are not valid
-    in this charset."""
+def _to_utf8(request: Request, body: bytes) -> bytes:
+    """Returns a JSON body in UTF-8. Raises ApiError for an unknown charset in content-type, and for bytes that are not valid in
+    the charset."""
     header = email.message.Message()
     header["content-type"] = request.headers.get("content-type", "")
     charset = header.get_content_charset() or "utf-8"
     if charset in ("utf-8", "utf8", "us-ascii"):
-        return sent
+        return body
     if charset not in CHARSETS:
         raise ApiError(415, f"the charset of content-type must be utf-8; got {charset[:100]}", code="unsupported_charset")
     try:
-        return sent.decode(charset).encode()
+        return body.decode(charset).encode()
     except UnicodeError:
         raise ApiError(400, f"the body must be in {charset}, the charset of content-type") from None

@@ -1,7 +1,7 @@
-"""Extends uvicorn: deadlines for headers and bodies, a limit on connections, errors as JSON, and a graceful shutdown.
+"""Extends uvicorn with deadlines for requests, a limit on connections, errors as JSON, and a graceful shutdown.
 
-It also refuses the requests that RFC 9112 says a server must refuse, and gives each request an id, which is returned in the
-header x-request-id.
+The extended server also refuses the requests that a server must refuse by RFC 9112. Each request gets an id, and the answer has
+the id in the header x-request-id.
 """
 
 import asyncio
@@ -30,9 +30,9 @@ REQUEST_ID = re.compile(rb"[!-~]{1,512}")            # the request ids that a cl
 
 
 class Parser:
-    """httptools' parser, made to ignore the header Upgrade, at which httptools would stop and lose the request's body.
+    """A parser that wraps httptools' parser and ignores the header Upgrade, as section 7.8 of RFC 9110 allows.
 
-    RFC 9110, 7.8 allows a server to ignore the header. Java's HttpClient sends `Upgrade: h2c` with every request.
+    httptools stops at this header and would lose the request's body. Java's HttpClient sends `Upgrade: h2c` with every request.
     """
 
     def __init__(self, protocol: "Protocol") -> None:
@@ -41,7 +41,7 @@ class Parser:
 
     def _begin(self) -> None:
         self._inner = httptools.HttpRequestParser(self._protocol)
-        self._inner.set_dangerous_leniencies(lenient_data_after_close=True)      # as in uvicorn, for pipelined requests
+        self._inner.set_dangerous_leniencies(lenient_data_after_close=True)      # uvicorn sets this for pipelined requests
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
@@ -65,16 +65,21 @@ class Parser:
 
 
 class Protocol(HttpToolsProtocol):
-    """One connection. receive_s: seconds within which a whole request must arrive. most: the limit of open connections."""
+    """One connection.
+
+    Attributes:
+        receive_s: seconds within which a whole request must arrive.
+        most: the largest number of open connections.
+    """
 
     receive_s = 30.0
     most = 1024
 
     _deadline: asyncio.TimerHandle | None = None
-    _answered: Any = None                # uvicorn's cycle of the running request; self.cycle is the last one received
+    _answered: Any = None                # uvicorn's cycle of the request being answered; self.cycle is of the last request
     _in_headers = True
     _received = 0
-    _request_id: str | None = None       # id of the request that is being received
+    _request_id: str | None = None       # the id of the request that is being received
     _mistake = "this is not an HTTP request"
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -114,10 +119,10 @@ class Protocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         if self.parser.should_upgrade():
-            return                       # Parser parses the request again, without Upgrade
+            return                       # Parser.feed_data parses the request again, without Upgrade
         self._check_head()
         self._in_headers = False
-        request_id = self._name_request()
+        request_id = self._ensure_request_id()
         self.scope["state"] |= {"abort": self._abort, "request_id": request_id}
         super().on_headers_complete()
         self.cycle.default_headers = [*self.cycle.default_headers, (b"x-request-id", request_id.encode())]
@@ -157,7 +162,7 @@ class Protocol(HttpToolsProtocol):
         raise httptools.HttpParserError(self._mistake)
 
     def _use_path(self) -> None:
-        """If the request's target is a complete URL, replaces it by the URL's path, and the header Host by the URL's host."""
+        """Replaces a target that is a complete URL by the URL's path, and the header Host by the URL's host."""
         target = httptools.parse_url(self.url)
         if target.host is None:
             return
@@ -167,21 +172,19 @@ class Protocol(HttpToolsProtocol):
             host += b":%d" % target.port
         self.headers[:] = [header for header in self.headers if header[0] != b"host"] + [(b"host", host)]
 
-    def _name_request(self) -> str:
-        """The request's id: the client's x-request-id if it is valid, otherwise a new one."""
+    def _ensure_request_id(self) -> str:
         if self._request_id is None:
             sent = next((value for name, value in self.headers or () if name == b"x-request-id"), b"")
             self._request_id = sent.decode() if REQUEST_ID.fullmatch(sent) else f"req_{uuid4().hex}"
         return self._request_id
 
     def _abort(self) -> None:
-        """Closes the connection in the middle of an answer."""
         if self._answered is not None:
-            self._answered.disconnected = True           # otherwise uvicorn reports an incomplete answer
+            self._answered.disconnected = True           # uvicorn would otherwise report an incomplete answer
         self.transport.abort()
 
     def _watch_reader(self, unread_before: int) -> None:
-        """Closes the connection if the client has read nothing since the last call, because unread bytes stay in memory."""
+        """Closes the connection if the client has read nothing since the last call. Unread bytes would stay in memory."""
         unread = self.transport.get_write_buffer_size()
         if unread and unread == unread_before:
             self.transport.abort()
@@ -195,15 +198,15 @@ class Protocol(HttpToolsProtocol):
             self._refuse(ApiError(400, self._mistake))
 
     def _expect_request(self) -> None:
-        """Starts the deadline for receiving a request: when the connection opens, or at the first byte of a later request."""
-        self._deadline = self.loop.call_later(self.receive_s, self._too_slow)
+        """Starts the deadline for receiving a request. Called when the connection opens, and when a later request begins."""
+        self._deadline = self.loop.call_later(self.receive_s, self._end_slow_request)
 
     def _stop_deadline(self) -> None:
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None
 
-    def _too_slow(self) -> None:
+    def _end_slow_request(self) -> None:
         if self._answering:
             self._expect_request()       # a pipelined next request must not end the running answer
         elif not self.transport.is_closing():
@@ -211,31 +214,33 @@ class Protocol(HttpToolsProtocol):
 
     @property
     def _answering(self) -> bool:
-        """Whether a request that was received completely is being answered."""
+        """True while the application answers a request that has arrived completely."""
         return self._answered is not None and not self._answered.response_complete and not self._answered.more_body
 
     def _refuse(self, error: ApiError) -> None:
-        """Closes the connection. Before that, sends the error unless the application has begun to answer this request."""
+        """Sends the error, unless the application has begun to answer this request. Then closes the connection."""
         self._stop_deadline()
         between_requests = self._in_headers and self.cycle is not None and self.cycle.response_complete
         if self.cycle is None or between_requests or not self.cycle.response_started:
             content = msgspec.json.encode(error.body)
             retry = f"retry-after: {error.retry_after}\r\n" if error.retry_after else ""
             head = f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}\r\ncontent-type: application/json\r\n" \
-                   f"content-length: {len(content)}\r\n{retry}x-request-id: {self._name_request()}\r\n" \
+                   f"content-length: {len(content)}\r\n{retry}x-request-id: {self._ensure_request_id()}\r\n" \
                    "connection: close\r\n\r\n"
             self.transport.write(head.encode() + content)
-            say_refused(error.status, "unread", self._name_request(), str(error))
+            say_refused(error.status, "unread", self._ensure_request_id(), str(error))
         self.transport.close()
 
 
 def _send_without_chunks(cycle: Any) -> None:
-    """Prepares an answer over HTTP/1.0, which has no chunks (RFC 9112, 6.1): closing the connection ends a body without
-    content-length."""
+    """Prepares an answer over HTTP/1.0, which has no chunks (RFC 9112, 6.1).
+
+    Without content-length, the end of the connection marks the end of the body.
+    """
     send = cycle.send
     ends_with_connection = False
 
-    async def send_whole(message: Any) -> None:
+    async def send_unchunked(message: Any) -> None:
         nonlocal ends_with_connection
         if message["type"] == "http.response.start":
             ends_with_connection = all(name != b"content-length" for name, _ in message["headers"])
@@ -246,14 +251,15 @@ def _send_without_chunks(cycle: Any) -> None:
             cycle.expected_content_length = len(message["body"])     # uvicorn compares this with the length sent
         await send(message)
 
-    cycle.send = send_whole
+    cycle.send = send_unchunked
 
 
 class Server(uvicorn.Server):
-    """A uvicorn server that stops within the grace period after the first signal, and immediately after a second SIGINT or
-    SIGTERM.
+    """A uvicorn server with a grace period after the first signal. A second SIGINT or SIGTERM stops the server immediately.
 
-    on_start: called once connections are accepted. on_stop: called at each signal.
+    Args:
+        on_start: called when the server accepts connections.
+        on_stop: called at each signal.
     """
 
     def __init__(self, config: uvicorn.Config, on_start: Callable[[], None], on_stop: Callable[[], None]) -> None:
@@ -271,7 +277,7 @@ class Server(uvicorn.Server):
         for number in {*caught_signals(), signal.SIGINT}:
             try:
                 loop.add_signal_handler(number, self._stop, number)
-            except NotImplementedError:  # on Windows
+            except NotImplementedError:  # Windows has no signal handlers of event loops
                 signal.signal(number, lambda number, _: loop.call_soon_threadsafe(self._stop, number))
         yield
 

@@ -1,4 +1,4 @@
-"""HTTP errors: a status code and a message. The body has OpenAI's format, unless the client's API has its own."""
+"""Errors with an HTTP status code and a message. The body has OpenAI's format, unless the client's API has its own format."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -13,14 +13,20 @@ from rwkv.errors import UserError
 from rwkv.io.json_types import JsonObject
 
 TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error", 500: "server_error", 503: "server_error"}
-STATE_GONE = "state_not_found"           # an error code
+STATE_GONE = "state_not_found"           # the error code for a state that was deleted, evicted or lost
 RETRY_AFTER = 1                          # seconds
 SAMPLING_FIELDS = tuple(item.name for item in fields(Sampling))
 PLACE = re.compile(r"[a-z_]\w*(?:\[\d+\]|\.\w+)*")       # messages[1].content
 
 
 class ApiError(Exception):
-    """An error response. param: the request field at fault. code: a name that programs can test. retry_after: in seconds."""
+    """An error response.
+
+    Args:
+        param: the wrong field of the request.
+        code: a name that programs can test.
+        retry_after: seconds after which the client may try again.
+    """
 
     def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None,
                  retry_after: int | None = None) -> None:
@@ -31,7 +37,7 @@ class ApiError(Exception):
                                "code": code}}
 
     def response(self, form: Callable[["ApiError"], JsonObject] | None = None) -> Response:
-        """The error as an HTTP response. form: a function that makes the body; None for OpenAI's format."""
+        """Returns the error as an HTTP response. `form` makes the body; None stands for OpenAI's format."""
         headers = {"retry-after": str(self.retry_after)} if self.retry_after else {}
         if self.status == 415:
             headers["accept-encoding"] = "gzip"
@@ -39,7 +45,7 @@ class ApiError(Exception):
 
 
 def user_error(error: UserError) -> ApiError:
-    """A user's mistake as an ApiError with status 400. The error's param is the field with which the message begins, if any."""
+    """Returns an ApiError with status 400 for a user's mistake. If the message begins with a field, param is this field."""
     message = str(error)
     word = message.split(maxsplit=1)[0].rstrip(":,")
     is_field = word.startswith(("messages", "tools", "response_format", "format", "grammar")) or word in SAMPLING_FIELDS
@@ -48,15 +54,17 @@ def user_error(error: UserError) -> ApiError:
 
 @contextmanager
 def renaming(rename: Callable[[str], str]) -> Iterator[None]:
-    """Renames the fields in errors that are raised inside the `with` block, where a client's request is processed in
-    translated form. rename: returns the client's name for a field."""
+    """Gives fields the client's names in errors from the `with` block, which handles a client's request in translated form.
+
+    `rename` returns the client's name for a field.
+    """
     try:
         yield
     except (ApiError, UserError) as error:
-        raise renamed(error if isinstance(error, ApiError) else user_error(error), rename) from None
+        raise rename_fields(error if isinstance(error, ApiError) else user_error(error), rename) from None
 
 
-def renamed(error: ApiError, rename: Callable[[str], str]) -> ApiError:
+def rename_fields(error: ApiError, rename: Callable[[str], str]) -> ApiError:
     content = error.body["error"]
     message = str(error)
     if begins := PLACE.match(message):

@@ -1,8 +1,8 @@
-"""Cross-origin and DNS-rebinding checks, for a server without API keys.
+"""Checks of the headers Origin and Host, which protect a server without API keys from other sites' web pages.
 
-A web page of any site can send requests to this machine; their header Origin names the site. The site's owner can also make
-its domain point to this machine (DNS rebinding), so that the browser lets the page read the answers; the header Host then
-names that domain.
+A web page of any site can send requests to this machine. The header Origin names the site. The site's owner can also make the
+site's domain point to this machine (DNS rebinding), so that the browser lets the page read the answers. The header Host then
+names the domain.
 """
 
 import ipaddress
@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 from rwkv.config import ServeConfig
 from rwkv.serving.http.errors import ApiError
 
-LOCAL = ("127.0.0.1", "localhost", "::1")        # values of host= with which only this machine can reach the server
+LOCAL = ("127.0.0.1", "localhost", "::1")        # with these values of host=, only this machine can reach the server
 
 
 def check_origin(config: ServeConfig, headers: Mapping[str, str]) -> None:
@@ -25,10 +25,11 @@ def check_origin(config: ServeConfig, headers: Mapping[str, str]) -> None:
     origin = headers.get("origin")
     allowed = [_host(site) for site in config.cors]
     if config.host in LOCAL and host and host not in allowed and not _is_local(host):
-        raise ApiError(403, f"the header Host must name this machine; got {host[:100]!r}: see host=, api_key= and cors= of "
-                            "serve.py", code="wrong_host")
+        raise ApiError(403, f"the header Host must name this machine; got {host[:100]!r}. See the options host=, api_key= and "
+                            "cors= of serve.py", code="wrong_host")
     if origin is not None and _host(origin) not in (host, *allowed):
-        raise ApiError(403, f"pages of {origin[:100]!r} may not use this server: see cors= of serve.py", code="wrong_origin")
+        raise ApiError(403, f"pages of {origin[:100]!r} must not use this server, unless cors= of serve.py names the site",
+                       code="wrong_origin")
 
 
 def _host(origin: str) -> str:
@@ -36,7 +37,7 @@ def _host(origin: str) -> str:
 
 
 def _is_local(host: str) -> bool:
-    """Whether no site on the internet can have this host name: it is an IP address, or a name of this machine or network."""
+    """Returns True for an IP address and for a name of this machine or network. No site on the internet has such a name."""
     try:
         name = urlsplit(f"//{host}").hostname or ""
     except ValueError:

@@ -1,4 +1,4 @@
-"""Turns an answer into a response: its items are sent whole or as streamed events, and stored when the answer is complete."""
+"""Turns an answer into the items of a response, sends them at once or as streamed events, and stores the complete response."""
 
 import secrets
 import time
@@ -18,14 +18,14 @@ from rwkv.serving.responses.store import Responses, Stored
 
 
 class Output:
-    """Builds the items of an answer while it is generated, and yields their events, which do not yet have sequence_number."""
+    """Builds the items of an answer while it is generated. Yields the events of the items, without sequence_number."""
 
     def __init__(self) -> None:
         self.items: list[JsonObject] = []
-        self._open = False               # more text may be added to the last item
+        self._open = False               # whether the last item may get more text
 
     def close(self, status: str) -> Iterator[JsonObject]:
-        """Ends the last item if it is open."""
+        """Ends the last item if it may get more text."""
         if not self._open:
             return
         self._open = False
@@ -53,7 +53,7 @@ class Output:
             yield {"type": "response.reasoning_text.delta", **self._place(), "delta": text}
 
     def begin(self, kind: str) -> Iterator[JsonObject]:
-        """Adds an item without text: a message or thoughts."""
+        """Adds an empty message or empty thoughts."""
         if kind == "message":
             item: JsonObject = {"id": f"msg_{secrets.token_hex(16)}", "type": kind, "role": "assistant"}
             part: JsonObject = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
@@ -93,22 +93,24 @@ class ResponseAnswer(Answer):
         self._id = f"resp_{secrets.token_hex(16)}"
         self._output = Output()
         self._choice = self._choices[0]
-        self._final: JsonObject = {}     # the response, once it is complete
+        self._final: JsonObject = {}     # the complete response
         self._decoder = spec.tokenizer.decoder(spec.after)
 
-    def _take(self, number: int, event: Event) -> None:
+    def _add_event(self, number: int, event: Event) -> None:
         for _ in self._events(event):
             pass
 
     def _client_error(self, error: ApiError) -> ApiError:
-        """If the state of previous_response_id is lost, the returned error asks the client to retry: the retry reads the whole
-        conversation instead."""
+        """Returns an error that asks the client to retry if the state of previous_response_id is lost, otherwise `error`.
+
+        The retry reads the whole conversation instead of continuing the state.
+        """
         if self._prepared.body.previous_response_id is None or error.body["error"]["code"] != STATE_GONE:
             return error
-        return ApiError(503, "the state of previous_response_id has just been lost: send this request again, and the "
-                        "conversation will be read from its beginning", "previous_response_id", "state_lost", RETRY_AFTER)
+        return ApiError(503, "the state of previous_response_id has just been lost. Send this request again: the server will "
+                        "then read the whole conversation", "previous_response_id", "state_lost", RETRY_AFTER)
 
-    def _whole(self) -> Response:
+    def _full_response(self) -> Response:
         return json_response(self._final)
 
     async def _chunks(self) -> AsyncIterator[bytes]:
@@ -135,7 +137,7 @@ class ResponseAnswer(Answer):
         yield numbered({"type": f"response.{self._final['status']}", "response": self._final})
 
     def _events(self, event: Event) -> Iterator[JsonObject]:
-        thoughts, parts = self._choice.parsed(event)
+        thoughts, parts = self._choice.parse(event)
         if thoughts:
             yield from self._output.add_text("reasoning", thoughts, [])
         for part in parts:
@@ -147,7 +149,7 @@ class ResponseAnswer(Answer):
             return
         self._choice.last = event
         status = self._status()
-        if not self._output.items:       # an empty answer has one empty message
+        if not self._output.items:       # clients expect one message even in an empty answer
             yield from self._output.begin("message")
         yield from self._output.close(status)
 
@@ -192,7 +194,7 @@ class ResponseAnswer(Answer):
 
     def _counts(self) -> JsonObject:
         usage = self._usage()
-        # The engine does not count the tokens of thoughts. The text encoded here may have other tokens than those drawn.
+        # The engine does not count the tokens of thoughts. Encoding their text may give other tokens than the sampled ones.
         thoughts = "".join(item["content"][0]["text"] for item in self._output.items if item["type"] == "reasoning")
         return {"input_tokens": usage["prompt_tokens"],
                 "input_tokens_details": {**usage["prompt_tokens_details"], "cache_write_tokens": 0},

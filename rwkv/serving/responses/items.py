@@ -1,4 +1,4 @@
-"""The input and output items of a response: checks and completes them, and turns them into chat messages."""
+"""Checks and completes the input and output items of a response, and turns them into chat messages."""
 
 import secrets
 from collections.abc import Mapping
@@ -7,13 +7,15 @@ from typing import Any
 from rwkv.io.json_types import JsonMapping, JsonObject
 from rwkv.serving.http.errors import ApiError
 
-TEXTS = ("input_text", "output_text", "text", "refusal")         # the content types that are text
+TEXTS = ("input_text", "output_text", "text", "refusal")         # content types that are text
 NO_TEXT = {"input_image": "an image", "input_file": "a file", "input_audio": "audio"}
 
 
 def input_items(items: str | list[JsonObject] | None) -> list[JsonObject]:
-    """The items of a request in complete form: each has an id, and a message's content is a list. Raises an ApiError that names
-    the wrong item."""
+    """Returns the items of a request in complete form. Raises ApiError, naming the wrong item.
+
+    A complete item has an id, and a complete message has a list as its content.
+    """
     if items is None:
         return []
     if isinstance(items, str):
@@ -38,7 +40,8 @@ def _input_item(item: JsonObject, where: str) -> JsonObject:
         output = item.get("output")
         call_id = item.get("call_id")
         if not isinstance(call_id, str) or not isinstance(output, (str, list)):
-            raise ApiError(400, f"{where} must have a string call_id, and an output that is a string or a list of texts", where)
+            raise ApiError(400, f"{where} must have a string call_id and an output, which must be a string or a list of texts",
+                           where)
         if isinstance(output, list):
             output = _contents(output, "user", f"{where}.output")
         return {"id": _id(item, "fco"), "type": kind, "status": "completed", "call_id": call_id, "output": output}
@@ -66,24 +69,24 @@ def _contents(content: Any, role: str, where: str) -> list[JsonObject]:
         raise ApiError(400, f"{where} must be a string or a list of texts", where)
     contents = []
     for i, part in enumerate(content):
-        sort = part.get("type") if isinstance(part, dict) else None
-        if isinstance(sort, str) and sort in NO_TEXT:
-            raise ApiError(400, f"{where}[{i}] must be text; got {NO_TEXT[sort]}", where)
-        text = part.get("refusal" if sort == "refusal" else "text") if isinstance(part, dict) else None
-        if sort not in TEXTS or not isinstance(text, str):
+        type_name = part.get("type") if isinstance(part, dict) else None
+        if isinstance(type_name, str) and type_name in NO_TEXT:
+            raise ApiError(400, f"{where}[{i}] must be text; got {NO_TEXT[type_name]}", where)
+        text = part.get("refusal" if type_name == "refusal" else "text") if isinstance(part, dict) else None
+        if type_name not in TEXTS or not isinstance(text, str):
             raise ApiError(400, f'{where}[{i}] must be a text, {{"type": "{kind}", "text": "..."}}', where)
         contents.append({"type": kind, "text": text, **({"annotations": []} if role == "assistant" else {})})
     return contents
 
 
 def messages_of(items: list[JsonObject]) -> list[JsonObject]:
-    """The items as chat messages. Consecutive thoughts, texts and calls become one assistant message.
+    """Returns the items as chat messages. Consecutive thoughts, texts and calls become one assistant message.
 
-    Two assistant messages without a call between them remain separate. Thoughts without text, such as encrypted thoughts of
+    Two assistant messages without a call between them remain separate. Thoughts without text, such as the encrypted thoughts of
     other servers, are skipped.
     """
     messages: list[JsonObject] = []
-    answer: JsonObject | None = None         # the last message, if it is an assistant message that may be extended
+    answer: JsonObject | None = None         # the last message, if that is an assistant message that may get more items
     for item in items:
         kind = item["type"]
         if kind == "function_call_output":
@@ -113,7 +116,7 @@ def messages_of(items: list[JsonObject]) -> list[JsonObject]:
 
 
 def _begins_answer(answer: JsonObject, kind: str) -> bool:
-    """Whether an item begins a new assistant message: thoughts after text or calls, or text directly after other text."""
+    """Returns True if an item of this kind begins a new assistant message: thoughts after text or calls, or text after text."""
     if kind == "reasoning":
         return bool(answer["content"] or answer.get("tool_calls"))
     return kind == "message" and bool(answer["content"]) and not answer.get("tool_calls")
@@ -124,7 +127,10 @@ def _item_text(item: JsonObject, separator: str = "\n") -> str:
 
 
 def listed(items: list[JsonObject], query: Mapping[str, str]) -> JsonObject:
-    """A page of the list of items, last item first unless the query has order=asc. Raises ApiError for an invalid query."""
+    """Returns a page of the list of items. Raises ApiError for an invalid query.
+
+    The last item comes first, unless the query has order=asc.
+    """
     order = query.get("order", "desc")
     limit = query.get("limit", "20")
     after = query.get("after")

@@ -1,7 +1,7 @@
-"""Translates a request for a response into one for a chat completion, which continues from the previous response's state.
+"""Translates a request for a response into a chat request, which continues from the state of the previous response.
 
-If that state is gone, or if the instructions or tools, which begin the conversation, have changed, the items of all earlier
-responses are read again.
+The instructions and the tools begin a conversation. If they have changed, or if the previous response's state is gone, the
+chat request has the items of all earlier responses, and the model reads them again.
 """
 
 import re
@@ -21,17 +21,17 @@ from rwkv.serving.responses.store import Responses, Stored
 from rwkv.serving.schema import CONTINUATION, NEUTRAL, ChatRequest, ResponseRequest, converted, require_off
 from rwkv.serving.states.client_states import ClientStates
 
-LOGPROBS = "message.output_text.logprobs"        # a value of the field include
+LOGPROBS = "message.output_text.logprobs"        # the value of the field include that requests log-probabilities
 RENAMED = {"messages": "input", "max_completion_tokens": "max_output_tokens", "reasoning_effort": "reasoning.effort",
            "response_format": "text.format"}     # fields of chat completions, with their names in the Responses API
-# Fields that ChatRequest also has, but that are not copied to it unchanged
+# ChatRequest also has these fields, but with other values
 TRANSLATED = ("tools", "tool_choice", "stream_options", "store", "metadata", "save_state", "top_logprobs",
               *CONTINUATION)
 
 
 @dataclass
 class Prepared:
-    """A request with its input items, and its tools as the response repeats them."""
+    """A checked request, with the input items, and with the tools as the response repeats them."""
 
     body: ResponseRequest
     owner: str
@@ -40,25 +40,28 @@ class Prepared:
 
 
 def prepare(body: ResponseRequest, owner: str, model: str, responses: Responses, states: ClientStates,
-        shown_tools: Callable[[ChatRequest], Any],
-        chat: Callable[[ChatRequest], tuple[list[Generate], ResponseSpec]]) -> tuple[list[Generate], ResponseSpec, Prepared]:
-    """The sequences that answer a request, and how to present them. model: as in Generate. shown_tools: a function that returns
-    a chat request's tools as the template expects them. chat: a function that returns a chat request's sequences.
+            template_tools: Callable[[ChatRequest], Any],
+            chat: Callable[[ChatRequest], tuple[list[Generate], ResponseSpec]]
+            ) -> tuple[list[Generate], ResponseSpec, Prepared]:
+    """Returns the sequences that answer a request, and how to present them. Raises ApiError with names of the Responses API.
 
-    Raises ApiError with field names of a ResponseRequest.
+    Args:
+        model: the adapter's name; "" for the checkpoint's model.
+        template_tools: returns a chat request's tools as the chat template expects them.
+        chat: returns a chat request's sequences.
     """
     if body.background:
-        raise ApiError(400, "background is not supported: send stream=true, and read the answer while it is generated",
+        raise ApiError(400, "background is not supported by this server: send stream=true to read the answer early",
                        "background", "unsupported_parameter")
     require_off({name: getattr(body, name) for name in CONTINUATION}, NEUTRAL, "option")
     if body.previous_response_id is not None and body.state is not None:
-        raise ApiError(400, "state conflicts with previous_response_id: send one of them", "state")
+        raise ApiError(400, "state conflicts with previous_response_id: send only one of the two", "state")
     prepared = Prepared(body, owner, input_items(body.input), [msgspec.to_builtins(tool) for tool in body.tools or ()])
     try:
         request = _chat_request(prepared, prepared.input)
         if body.previous_response_id is not None:
             previous = responses.get(body.previous_response_id, owner, "previous_response_id")
-            start = _start(previous, prepared, model, states, shown_tools(request))
+            start = _state_to_continue(previous, prepared, model, states, template_tools(request))
             if start is None:
                 request = _chat_request(prepared, [*_items_up_to(previous, owner, responses), *prepared.input])
             else:
@@ -75,25 +78,26 @@ def prepare(body: ResponseRequest, owner: str, model: str, responses: Responses,
     return sequences, spec, prepared
 
 
-def _start(previous: Stored, prepared: Prepared, model: str, states: ClientStates, tools: Any) -> SavedState | None:
-    """The state from which to continue; None if it is gone, or if the instructions, the tools or the model have changed."""
+def _state_to_continue(previous: Stored, prepared: Prepared, model: str, states: ClientStates, tools: Any) -> SavedState | None:
+    """Returns the state to continue, or None if it is gone or if the instructions, the tools or the model have changed."""
     state = states.states.get(previous.state or "")
-    same = previous.response.get("instructions") == prepared.body.instructions
-    if state is None or state.refusal is not None or state.model != model or not same or not states.can_continue(state, tools):
+    same_instructions = previous.response.get("instructions") == prepared.body.instructions
+    if (state is None or state.refusal is not None or state.model != model or not same_instructions
+            or not states.can_continue(state, tools)):
         return None
     return state
 
 
 def _items_up_to(last: Stored, owner: str, responses: Responses) -> list[JsonObject]:
-    """The input and output items of a response and of all responses before it.
+    """Returns the input and output items of a response and of all earlier responses in the conversation.
 
     Raises ApiError if an earlier response is gone, or if the chain of previous_response_id is a cycle, as in edited files.
     """
     chain = {last.response["id"]: last}
     while (earlier := last.response.get("previous_response_id")) is not None:
         if earlier in chain:
-            raise ApiError(400, "previous_response_id: the earlier stored responses refer to each other in a cycle, at "
-                                f"{earlier}; send the conversation's items as input", "previous_response_id")
+            raise ApiError(400, "previous_response_id must not lead to a cycle, but the stored responses form a cycle at "
+                                f"{earlier}. Send the conversation's items as input", "previous_response_id")
         last = responses.get(earlier, owner, "previous_response_id")
         chain[earlier] = last
     return [item for each in reversed(chain.values()) for item in (*each.input, *input_items(each.response["output"]))]
@@ -115,7 +119,7 @@ def _chat_request(prepared: Prepared, items: list[JsonObject], instructions: boo
         schema = {name: value for name, value in response_format.items() if name != "type"}
         response_format = {"type": "json_schema", "json_schema": schema}
     tools = [{"type": tool.pop("type"), "function": tool} for tool in map(msgspec.to_builtins, body.tools or ())]
-    translated = {"tools": tools or None, "tool_choice": _tool_choice(body),
+    translated = {"tools": tools or None, "tool_choice": _chat_tool_choice(body),
                   "max_completion_tokens": body.max_output_tokens, "logprobs": logprobs or None,
                   "top_logprobs": body.top_logprobs if logprobs else None,
                   "reasoning_effort": body.reasoning.effort if body.reasoning else None,
@@ -124,8 +128,7 @@ def _chat_request(prepared: Prepared, items: list[JsonObject], instructions: boo
     return converted({"messages": messages, **fields, **translated}, ChatRequest)
 
 
-def _tool_choice(body: ResponseRequest) -> Any:
-    """The request's tool_choice in the format that a chat request has."""
+def _chat_tool_choice(body: ResponseRequest) -> Any:
     choice: Any = msgspec.to_builtins(body.tool_choice)
     if not isinstance(choice, dict):
         return choice
@@ -136,7 +139,7 @@ def _tool_choice(body: ResponseRequest) -> Any:
 
 
 def renamed(error: ApiError) -> ApiError:
-    """The error, with a chat request's field name replaced by the name in the Responses API."""
+    """Returns the error with the Responses API's name for the field of a chat request."""
     content = error.body["error"]
     message = content["message"] or ""
     param = content["param"]

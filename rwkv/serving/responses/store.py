@@ -1,4 +1,4 @@
-"""Stored responses: in bounded memory and, with states_dir=, also as files in that folder."""
+"""Stores responses in limited memory and, with states_dir=, also in files."""
 
 import asyncio
 from contextlib import suppress
@@ -18,8 +18,14 @@ from rwkv.serving.states.folder import RESPONSE, files_in
 
 
 class Stored(msgspec.Struct):
-    """A stored response. input: the items of its request. state: the id of its final state. kept: whether the state remains
-    when the response is dropped."""
+    """A stored response.
+
+    Attributes:
+        owner: a digest of the client's API key.
+        input: the items of the request.
+        state: the id of the final state.
+        kept: whether the state remains when the response is dropped.
+    """
 
     owner: str
     response: JsonObject
@@ -29,8 +35,10 @@ class Stored(msgspec.Struct):
 
 
 class Responses:
-    """All stored responses, in at most responses_mib MiB of memory. When memory is full, it evicts the least recently used
-    response, sparing each API key that uses at most an equal share. With states_dir= each response is also a file.
+    """A store of responses in at most responses_mib MiB of memory. With states_dir=, each response also has a file.
+
+    When memory is full, the store evicts the least recently used response. API keys that use at most an equal share lose no
+    responses.
     """
 
     def __init__(self, config: ServeConfig, engine: RemoteEngine) -> None:
@@ -39,14 +47,16 @@ class Responses:
         self._folder = Path(config.states_dir) if config.states_dir else None
         self._stored: dict[str, bytes] = {}
         self._lru = FairLRU[str]()
-        self._on_disk: set[str] = set()  # ids of the responses that have a file
+        self._on_disk: set[str] = set()  # ids of responses that have a file
         self._ignored: set[str] = set()  # names of files that are not responses, or that this server has deleted
         if self._folder:
             self.sync({path.name for path in self._folder.iterdir()})
 
     def sync(self, names: set[str]) -> None:
-        """Adds responses that another server has written, and drops those whose files are gone. names: all files in the
-        folder."""
+        """Adds responses that another server has written, and drops responses whose files are gone.
+
+        `names` has the names of all files in the folder.
+        """
         assert self._folder is not None
         new = [name for name in names if (match := RESPONSE.fullmatch(name)) and name not in self._ignored
                and match[1] not in self._stored]
@@ -67,14 +77,16 @@ class Responses:
                 self._lru.remove(response_id)
 
     def get(self, response_id: str, owner: str, field: str | None = None) -> Stored:
-        """The stored response. field: the request's field that names the response. Raises ApiError if the owner has no such
-        response."""
+        """Returns the stored response. Raises ApiError if the owner has no such response.
+
+        `field` is the request's field that names the response.
+        """
         content = self._stored.get(response_id)
         stored = msgspec.json.decode(content, type=Stored) if content else None
         if stored is None or stored.owner != owner:
-            raise ApiError(404, f"unknown, deleted, evicted or unstored response {response_id[:100]!r}; a response belongs to "
-                                "the API key that created it", field, "response_not_found")
-        with suppress(KeyError):         # it may have been evicted meanwhile, because long requests are handled in a thread
+            raise ApiError(404, f"the response {response_id[:100]!r} is unknown, deleted, evicted or not stored, or belongs to "
+                                "another API key", field, "response_not_found")
+        with suppress(KeyError):         # long requests run in a thread, so the response may have been evicted meanwhile
             self._lru.use(response_id)
         return stored
 
@@ -87,7 +99,7 @@ class Responses:
                 await asyncio.to_thread(write_file, path, lambda file: file.write(content))
                 self._on_disk.add(response_id)
             except OSError as error:
-                say("responses", f"{path} cannot be written: {error}; the response is only in memory")
+                say("responses", f"{path} cannot be written: {error}. The response is only in memory")
         self._remember(response_id, stored.owner, content)
 
     def drop(self, response_id: str) -> None:
@@ -114,14 +126,14 @@ class Responses:
 
 
 def _read(content: bytes, response_id: str) -> Stored:
-    """The response in a file's content. Raises ApiError or a decoding error if the server could not continue it."""
+    """Returns the response in a file's content. Raises ApiError or a decoding error for a file that no server can continue."""
     stored = msgspec.json.decode(content, type=Stored)
     response = stored.response
     optional = (response.get("previous_response_id"), response.get("instructions"))
     if response.get("id") != response_id or not all(isinstance(value, str | None) for value in optional):
-        raise ApiError(400, "its id must be its file's name")
+        raise ApiError(400, "id must be the file's name, and previous_response_id and instructions must be strings or null")
     output = response.get("output")
     if not isinstance(output, list) or not all(isinstance(item, dict) for item in output):
-        raise ApiError(400, "its output must be a list of items")
+        raise ApiError(400, "output must be a list of items")
     input_items(output)
     return msgspec.structs.replace(stored, input=input_items(stored.input))

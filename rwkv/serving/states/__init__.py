@@ -1,2 +1,1 @@
-"""Saved states. client_states: their records, in the HTTP process; store: their content, in the engine's process; folder: their
-files."""
+"""Clients' saved states: client_states in the HTTP process, store in the engine's process, and folder for their files."""

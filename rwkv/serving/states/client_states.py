@@ -1,8 +1,8 @@
-"""Clients' saved states in the HTTP process: who owns a state, which requests may continue it, and with which prompt.
+"""The HTTP process's records of clients' saved states: owners, requests that may continue a state, and the prompts for these.
 
-A conversation's state has read the turns so far; a request that continues it has only the later turns. Since templates render
-the first turn of a conversation differently, the new turns are rendered after a placeholder, which represents the last message
-that was read. Then the rendered text up to and including the placeholder is removed.
+A conversation's state has read the turns so far, and a request that continues the state has only the later turns. Templates
+render the first turn of a conversation differently. So the template renders the new turns after a placeholder message, which
+represents the last message that the state has read. The rendered text up to the end of the placeholder is then removed.
 """
 
 import hashlib
@@ -29,7 +29,7 @@ from rwkv.tokenizer.tokenizers import Tokenizer
 MEDIA_TYPES = ("application/octet-stream", "application/x-safetensors", "application/vnd.safetensors")
 PLACEHOLDER = secrets.token_hex(16)
 CONTINUED = secrets.token_hex(16)        # a placeholder for the answer that a prompt continues
-BEFORE: dict[str, list[JsonObject]] = {      # by the placeholder's role: turns that a template may require before it
+BEFORE: dict[str, list[JsonObject]] = {      # turns that a template may require before a placeholder, by the placeholder's role
     "assistant": [{"role": "user", "content": "."}],
     "tool": [{"role": "user", "content": "."}, {"role": "assistant", "content": "", "tool_calls": [
         {"id": "call_0", "type": "function", "function": {"name": "f", "arguments": {}}}]}]}
@@ -37,9 +37,14 @@ BEFORE: dict[str, list[JsonObject]] = {      # by the placeholder's role: turns 
 
 @dataclass
 class ClientStates:
-    """Finds and describes clients' states; a state is only found for its owner. state_bytes: the size of one state.
+    """Finds and describes clients' states. Only a state's owner can find the state.
 
-    states: the saved states by id. adapters: as in Ready. Both are the RemoteEngine's own mappings, which change while it runs.
+    The mappings `states` and `adapters` belong to RemoteEngine, which changes them while the server runs.
+
+    Attributes:
+        states: the saved states by id.
+        adapters: for each adapter, the state from which the adapter's sequences begin, as in messages.Ready.
+        state_bytes: the size of one state.
     """
 
     config: ServeConfig
@@ -50,35 +55,34 @@ class ClientStates:
     state_bytes: int
 
     def owned_by(self, owner: str) -> list[SavedState]:
-        """The owner's states, the newest first."""
+        """Returns the owner's states, the newest first."""
         states = [state for state in self.states.values() if state.owner == owner]
         return sorted(states, key=lambda state: state.created, reverse=True)
 
     def get(self, state_id: str, owner: str) -> SavedState:
-        """The state with this id. Raises ApiError if the owner has no such state."""
+        """Returns the state with this id. Raises ApiError if the owner has no such state."""
         state = self.states.get(state_id)
         if state is None or state.owner != owner:
-            raise ApiError(404, f"unknown, deleted or evicted state {state_id[:100]!r}; a state belongs to the API key that "
-                                "created it", "state", STATE_GONE)
+            raise ApiError(404, f"the state {state_id[:100]!r} is unknown, deleted or evicted, or belongs to another API key",
+                           "state", STATE_GONE)
         return state
 
     def start(self, state_id: str | None, owner: str, model: str = "") -> SavedState | None:
-        """The state that a request continues. Without state_id, the state from which all sequences of the model begin; None if
-        that is the empty state.
+        """Returns the state that a request continues. Raises ApiError if this model cannot use the state.
 
-        Raises ApiError if the state cannot be used with this model.
+        Without a state_id, returns the state from which all sequences of the model begin, or None for the empty state.
         """
         if state_id is None:
             return self.adapters.get(model)
         state = self.usable(state_id, owner)
         if state.model != model:
             reader = f"the model {state.model!r}" if state.model else "the checkpoint's model"
-            raise ApiError(400, f"state was made by {reader}: set the field model to this model's name", "state",
+            raise ApiError(400, f"state requires the model that made it, {reader}: set the field model to that name", "state",
                            "state_of_another_model")
         return state
 
     def usable(self, state_id: str, owner: str) -> SavedState:
-        """As get(), but also raises ApiError if no model of this server can continue the state."""
+        """Returns the state as get() does, but raises ApiError if no model of this server can continue the state."""
         state = self.get(state_id, owner)
         if state.refusal is not None:
             raise ApiError(400, state.refusal, "state", "state_of_another_model")
@@ -89,27 +93,30 @@ class ClientStates:
         return self.state_bytes <= self.config.states_mib * MIB or self.config.states_dir is not None
 
     def can_continue(self, start: SavedState, tools: Tools) -> bool:
-        """Whether the state has read a conversation with this server's chat template and these tools."""
+        """Returns True if the state has read a conversation with this server's chat template and these tools."""
         return start.turn is not None and start.turn == replace(start.turn, template=_digest(self.template.definition),
                                                                 tools=_digest(tools) if tools else "")
 
     def new(self, owner: str, turn: Turn | None = None, model: str = "") -> SavedState:
-        """The record of a new state, whose content is saved later. Raises ApiError if the server has no memory for states."""
+        """Returns the record of a new state without content. Raises ApiError if the server has no memory for states."""
         if not self.has_room:
-            raise ApiError(400, f"this server saves no states: a state takes {self.state_bytes / MIB:.3g} MiB, and "
-                                f"states_mib={self.config.states_mib}", code="states_disabled")
+            raise ApiError(400, f"this server cannot save states: a state takes {self.state_bytes / MIB:.3g} MiB, but the "
+                                f"server runs with states_mib={self.config.states_mib}", code="states_disabled")
         return SavedState(f"state_{secrets.token_hex(16)}", owner, int(time.time()), None, 0, turn=turn, model=model)
 
     def prompt(self, start: SavedState | None, messages: Sequence[Message], tools: Tools, think: Think = False,
                effort: str | None = None, add_generation_prompt: bool = True) -> str:
-        """The messages, rendered as the continuation of `start`. Raises ApiError or UserError if the messages cannot continue
-        this state."""
+        """Returns the messages, rendered as the continuation of `start`.
+
+        Raises ApiError or UserError if the messages cannot continue this state.
+        """
         render = self.template.render
         turn = start.turn if start else None
         if turn is None:
             return render(messages, add_generation_prompt, tools, think, effort)
         if turn.template != _digest(self.template.definition):
-            raise ApiError(400, "state requires its conversation's chat template; this server uses a different one", "state")
+            raise ApiError(400, "state requires the chat template of the state's conversation, but this server has another "
+                                "template", "state")
         if tools and turn.tools != _digest(tools):
             raise ApiError(400, "tools must be those of the state's conversation: send the same tools, or begin a new "
                                 "conversation", "tools")
@@ -118,15 +125,15 @@ class ClientStates:
         try:
             rendered = render(conversation, add_generation_prompt, tools, think, effort)
         except UserError as error:
-            raise self._shift_place(error, before, tools) from None
+            raise self._renumbered_error(error, before, tools) from None
         return self._after_placeholder(rendered).removeprefix(turn.tail)
 
     def continued_prompt(self, start: SavedState | None, messages: Sequence[Message], tools: Tools, think: Think = False,
                          effort: str | None = None) -> str:
-        """A prompt that ends with the unchanged content of the last message, which is the beginning of an answer.
+        """Returns a prompt that ends with the content of the last message, which is the beginning of an answer.
 
-        A template may close that turn and change its white space. So the template renders a placeholder instead, and the prompt
-        is cut there. Raises ApiError and UserError.
+        A template may close the last turn and change its white space. So the template renders a placeholder instead of the
+        content, and the prompt ends where the placeholder begins. Raises ApiError or UserError if the template cannot do this.
         """
         *earlier, last = check_messages(messages)
         answer = last["content"]
@@ -140,29 +147,31 @@ class ClientStates:
             before = before.removesuffix(begun_by(before))
         return before + marked(self.tokenizer, answer)
 
-    def _shift_place(self, error: UserError, before: list[JsonObject], tools: Tools) -> ApiError | UserError:
-        """The error to raise when the template cannot render `before` followed by the request's messages. If `before` alone
-        fails, the error blames the state; otherwise the error numbers the messages as in the request."""
+    def _renumbered_error(self, error: UserError, before: list[JsonObject], tools: Tools) -> ApiError | UserError:
+        """Returns the error to raise if the template cannot render `before` and then the request's messages.
+
+        If the template cannot even render `before`, the error blames the state. Otherwise the error numbers the messages as in
+        the request.
+        """
         try:
             self.template.render(before, False, tools)
         except UserError:
             role = before[-1]["role"]
-            return ApiError(400, f"state: its conversation ends with a {role} message, which the chat template "
-                            f"{self.template.name} cannot continue: send all messages without state", "state")
+            return ApiError(400, f"state ends with a {role} message, which the chat template {self.template.name} cannot "
+                            "continue: send all messages without state", "state")
         return UserError(re.sub(r"^messages\[(\d+)\]", lambda place: f"messages[{int(place[1]) - len(before)}]", str(error)))
 
     def after(self, ids: Sequence[int], tools: Tools, start: SavedState | None) -> SavedState:
-        """A SavedState for a conversation that ends with an answer and is known only by its token ids."""
+        """Returns a SavedState for a conversation of which only the token ids are known, and which ends with an answer."""
         last_ids = tuple(ids[-LAST_IDS:])
         return SavedState("", "", 0, len(ids), 0, last_ids, self.turn_of_answer(tools, start))
 
     def turn_of_answer(self, tools: Tools, start: SavedState | None) -> Turn:
-        """The Turn of a conversation that continued `start` and ends with the model's answer. The engine's process adds the
-        tail."""
+        """Returns the Turn of a conversation that continued `start` and ends with an answer. The engine adds the tail."""
         return self._turn("assistant", "", tools, start)
 
     def turn_of_messages(self, messages: Sequence[Message], tools: Tools, start: SavedState | None) -> Turn:
-        """The Turn of a conversation that continued `start` and ends with these messages."""
+        """Returns the Turn of a conversation that continued `start` and ends with these messages."""
         role = check_messages(messages)[-1]["role"]
         rendered = self.template.render(_placeholder_messages(role, self.template.supports_tools), False, tools)
         return self._turn(role, self._after_placeholder(rendered), tools, start)
@@ -172,31 +181,31 @@ class ClientStates:
         return Turn(role, tail, _digest(tools) if tools else earlier, _digest(self.template.definition))
 
     def ids(self, text: str, start: SavedState | None) -> list[int]:
-        """The token ids of a rendered conversation that continues `start`. Raises UserError as the tokenizer does."""
+        """Returns the token ids of a rendered conversation that continues `start`. Raises UserError as the tokenizer does."""
         before = self.tokenizer.decode(start.last_ids) if start else ""
         return encode(self.tokenizer, [text], before)[0]
 
     def _after_placeholder(self, rendered: str) -> str:
         _, placeholder, after = rendered.rpartition(PLACEHOLDER)
         if not placeholder:
-            raise ApiError(400, f"state: the chat template {self.template.name} drops earlier messages, so it cannot continue "
-                                "a conversation: send all messages without state", "state")
+            raise ApiError(400, f"state conflicts with the chat template {self.template.name}, which drops earlier messages: "
+                                "send all messages without state", "state")
         return after
 
 
 def _placeholder_messages(role: str, calls: bool) -> list[JsonObject]:
-    """Messages that end with the placeholder, a message of this role. calls: whether the template renders tool calls."""
+    """Returns messages that end with the placeholder in this role. `calls` says whether the template renders tool calls."""
     before = BEFORE.get(role, ())
     return [*(message for message in before if calls or "tool_calls" not in message), {"role": role, "content": PLACEHOLDER}]
 
 
 def owner_digest(key: str) -> str:
-    """A digest of an API key. Unlike the key, it may be written to files."""
+    """Returns a digest of an API key for use in files, which must not contain the key."""
     return hashlib.sha256(b"timemix state " + key.encode()).hexdigest()[:32]
 
 
 def shown(state: SavedState, model: str) -> JsonObject:
-    """The JSON object that describes a state to the client. model: the id of the checkpoint's model."""
+    """Returns the JSON object that describes a state to the client. `model` is the id of the checkpoint's model."""
     return {"id": state.id, "object": "state", "created": state.created,
             "model": None if state.refusal else state.model or model, "tokens": state.tokens, "bytes": state.bytes}
 

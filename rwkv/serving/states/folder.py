@@ -1,5 +1,7 @@
-"""The folder of states_dir=, which several servers may share (rwkv/serving/sharing.py). Only files with the names that a server
-writes are read."""
+"""Locks and lists the folder states_dir=, which several servers may share (rwkv/serving/sharing.py).
+
+Servers read only files with names that a server writes.
+"""
 
 import re
 import stat
@@ -19,11 +21,10 @@ UNFINISHED = re.compile(r"\.(state_[0-9a-f]{32}\.safetensors|resp_[0-9a-f]{32}\.
 
 
 def claim(folder: Path) -> FileLock | None:
-    """Creates the folder if necessary, and locks it if no other server has done so. The server with the lock also deletes files
-    that a killed server left unfinished.
+    """Locks the folder, which is created if necessary. Raises UserError if the folder cannot be used.
 
-    Returns the lock, which holds until it is released or deleted; None for further servers, and if files cannot be locked.
-    Raises UserError if the folder cannot be used.
+    The server with the lock deletes files that a killed server left unfinished. Returns the lock, or None if another server has
+    the lock or if files cannot be locked.
     """
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -43,9 +44,11 @@ def claim(folder: Path) -> FileLock | None:
 
 
 def files_in(folder: Path, name: re.Pattern[str], subject: str, among: Iterable[str]) -> Iterator[tuple[Path, int]]:
-    """Yields (path, size in bytes) of each file whose name matches, the least recently used first.
+    """Yields (path, size in bytes) of each file whose name matches `name`, the least recently used first.
 
-    among: the file names to look at. subject: the subject of log lines about skipped folders, pipes and broken links.
+    Args:
+        subject: the subject of log lines about skipped folders, pipes and broken links.
+        among: the file names to look at.
     """
     files = []
     for path in (folder / file_name for file_name in among):
@@ -53,8 +56,8 @@ def files_in(folder: Path, name: re.Pattern[str], subject: str, among: Iterable[
             continue
         try:
             status = path.stat()
-            reason = "" if stat.S_ISREG(status.st_mode) else "it is not a file"
-        except OSError as error:         # a broken link
+            reason = "" if stat.S_ISREG(status.st_mode) else "not a regular file"
+        except OSError as error:         # stat fails for a broken link
             reason = str(error.strerror)
         if reason:
             say(subject, f"skipped {path}: {reason}")

@@ -1,8 +1,8 @@
-"""The content of clients' saved states, in the engine's process: in bounded memory and, with states_dir=, in a bounded folder.
+"""Stores the content of clients' saved states in the engine's process, in limited memory and optionally in a limited folder.
 
-Without a folder, the least recently used states are evicted when memory is full. With a folder, each state is written when it
-is saved, memory caches the states used last, and the least recently used files are deleted when the folder is full. An API key
-whose states take no more than an equal share of the space loses none to other keys.
+Without states_dir=, the store evicts the least recently used states when memory is full. With states_dir=, the store writes
+each saved state to a file, caches the states used last in memory, and deletes the least recently used files when the folder is
+full. An API key whose states take at most an equal share of the space loses no states to other keys.
 """
 
 import os
@@ -27,15 +27,19 @@ from rwkv.serving.messages import FolderChanges, SavedState, Turn
 from rwkv.serving.states.folder import STATE, files_in
 
 SERVER_KEY = "timemix-serve"             # the key of ServerMetadata in a file's metadata
-MAX_UNWRITTEN = 8                        # most states waiting to be written
+MAX_UNWRITTEN = 8                        # the most states that wait to be written
 
 
 Number = Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
 
 
 class ServerMetadata(msgspec.Struct, omit_defaults=True):
-    """The server's entry in a state file's metadata. adapter: the adapter's digest. name: SavedState.model. The other fields
-    are as in SavedState."""
+    """The server's entry in a state file's metadata. The fields without a description are those of SavedState.
+
+    Attributes:
+        adapter: the digest of the adapter's trained values; None if another program wrote the file.
+        name: the adapter's name, SavedState.model.
+    """
 
     owner: str = ""
     created: Number | None = None
@@ -47,15 +51,17 @@ class ServerMetadata(msgspec.Struct, omit_defaults=True):
 
 
 class StateGone(UserError):
-    """The requested state was evicted or lost."""
+    """Raised if the requested state was evicted or lost."""
 
 
 class StateStore:
-    """The saved states. formats: the StateFormat of each model, by name. digests: the hash of each adapter's trained values, by
-    name.
+    """A store of saved states. folder.claim() must have been called before.
 
-    initial: the states that were in the folder at the start, including those of other models. folder.claim() must have been
-    called before.
+    The attribute `initial` has the states that were in the folder at the start, including states of other models.
+
+    Args:
+        formats: the StateFormat of each model, by name.
+        digests: the hash of each adapter's trained values, by name.
     """
 
     def __init__(self, config: ServeConfig, formats: Mapping[str, StateFormat], digests: Mapping[str, str]) -> None:
@@ -68,28 +74,28 @@ class StateStore:
         self._memory = FairLRU[str]()
         self._files = FairLRU[str]()
         self._unwritten: dict[str, Future[None]] = {}
-        self._writer = ThreadPoolExecutor(1)             # writes in a thread, so that the engine does not wait for the disk
+        self._writer = ThreadPoolExecutor(1)             # a thread, so that the engine does not wait for the disk
         self._gone: list[str] = []
         self._ignored: set[str] = set()                  # names of files that are not states, or that this server has deleted
         self.initial = self._scan(self._folder) if self._folder else []
 
     @property
     def nbytes(self) -> int:
-        """The size of the states in memory, in bytes."""
+        """The size in bytes of the states in memory."""
         return self._memory.total
 
     def put(self, state: SavedState, context: PrefillResult) -> None:
-        self._settle()
+        self._collect_writes()
         if self._folder:
             self._write(self._folder, state, context)
         self._remember(state, context)
 
     def upload(self, state: SavedState, content: bytes) -> SavedState:
-        """Saves the content of a state file under the id of `state`. Raises UserError if no model of this server can use it."""
+        """Saves the content of a state file under the id of `state`. Raises UserError if no model can use the state."""
         try:
             metadata = metadata_of(content)
         except ValueError:
-            metadata = {}                # StateFormat.read will raise an error
+            metadata = {}                # StateFormat.read raises an error that names the file
         entry = _server_metadata(metadata)
         model = self._model_name(entry, metadata)
         context = self._formats[model].read(content, "the file")
@@ -99,32 +105,32 @@ class StateStore:
         return saved
 
     def get(self, state: SavedState) -> PrefillResult:
-        """The content of a saved state. Raises StateGone if it was evicted or lost."""
+        """Returns the content of a saved state. Raises StateGone if the state was evicted or lost."""
         state_id = state.id
-        self._settle()
+        self._collect_writes()
         if state_id in self._files:
             self._files.use(state_id)
         if state_id in self._in_memory:
             self._memory.use(state_id)
             return self._in_memory[state_id]
         if self._folder is None or state_id not in self._files:
-            raise StateGone(f"state {state_id} was evicted: memory for states is full (states_mib=)")
+            raise StateGone(f"state {state_id} was evicted, because the memory for states (states_mib=) is full")
         path = self._path(self._folder, state_id)
         try:
-            self._settle(state_id)
+            self._collect_writes(state_id)
             context = self._formats[state.model].read(path.read_bytes(), str(path))
-            os.utime(path)                               # after a restart, file times are the order of use
+            os.utime(path)                               # a restarted server takes the order of use from the file times
         except (OSError, UserError) as error:
             self._files.remove(state_id)
             self._gone.append(state_id)
             say("states", f"{path} is lost: {error}")
             reason = "has changed or is damaged" if isinstance(error, UserError) else "cannot be read"
-            raise StateGone(f"state {state_id} is lost: its file {reason}") from None
+            raise StateGone(f"state {state_id} is lost, because the state's file {reason}") from None
         self._remember(state, context)
         return context
 
     def content(self, state: SavedState) -> bytes:
-        """The state as a state file's content, without its owner, for the client. Raises StateGone."""
+        """Returns the state as the content of a state file without the owner, for the client. Raises StateGone."""
         return self._content(replace(state, owner=""), self.get(state))
 
     def drop(self, state_id: str) -> None:
@@ -133,13 +139,13 @@ class StateStore:
             self._delete(self._folder, state_id)
 
     def sync(self, new: Iterable[str], lost: Iterable[str]) -> FolderChanges:
-        """Adds states that another server has written to the folder, and drops states whose files it has deleted."""
+        """Adds the states that other servers have written to the folder, and drops those whose files they have deleted."""
         if self._folder is None:
             return FolderChanges([], [])
-        self._settle()
+        self._collect_writes()
         folder = self._folder
-        unknown = [name for name in new if name not in self._ignored and Path(name).stem not in self._files]
-        states = self._scan(folder, [name for name in unknown if (folder / name).is_symlink() or (folder / name).exists()])
+        new_names = [name for name in new if name not in self._ignored and Path(name).stem not in self._files]
+        states = self._scan(folder, [name for name in new_names if (folder / name).is_symlink() or (folder / name).exists()])
         gone = [state_id for state_id in lost if state_id in self._files and state_id not in self._unwritten
                 and not self._path(folder, state_id).exists()]
         for state_id in gone:
@@ -148,7 +154,7 @@ class StateStore:
         return FolderChanges(states, gone)
 
     def take_gone(self) -> list[str]:
-        """Returns and forgets the ids of the states evicted or lost since the last call."""
+        """Returns the ids of the states that were evicted or lost since the last call."""
         gone = self._gone
         self._gone = []
         return gone
@@ -180,22 +186,22 @@ class StateStore:
         self._unwritten[state.id] = self._writer.submit(write_file, self._path(folder, state.id),
                                                         lambda file: file.write(content))
         while len(self._unwritten) > MAX_UNWRITTEN:
-            self._settle(next(iter(self._unwritten)))
+            self._collect_writes(next(iter(self._unwritten)))
 
-    def _settle(self, wanted: str | None = None) -> None:
-        """Handles finished writes, and waits for the write of `wanted`. A state whose write failed stays only in memory."""
+    def _collect_writes(self, awaited_id: str | None = None) -> None:
+        """Handles finished writes, and waits for the write of `awaited_id`. A state whose write failed stays only in memory."""
         for state_id, future in [*self._unwritten.items()]:
-            if not (future.done() or state_id == wanted):
+            if not (future.done() or state_id == awaited_id):
                 continue
             del self._unwritten[state_id]
             if error := future.exception():
-                say("states", f"{state_id} cannot be written to {self._folder}: {error}; the state is only in memory")
+                say("states", f"{state_id} cannot be written to {self._folder}: {error}. The state is only in memory")
                 self._files.remove(state_id)
                 if state_id not in self._in_memory:
                     self._gone.append(state_id)
 
     def _delete(self, folder: Path, state_id: str) -> None:
-        """Deletes a state's file. A pending write is done first, because the writer has only one thread."""
+        """Deletes a state's file. The writer finishes a pending write first, because it has only one thread."""
         self._files.remove(state_id)
         self._unwritten.pop(state_id, None)
         self._ignored.add(self._path(folder, state_id).name)
@@ -206,8 +212,10 @@ class StateStore:
         return folder / f"{state_id}.safetensors"
 
     def _scan(self, folder: Path, names: Iterable[str] | None = None) -> list[SavedState]:
-        """The states in the files with these names, or in all files if names is None. Files that are not states are ignored
-        from now on."""
+        """Returns the states in the files with these names, or in all files if `names` is None.
+
+        Later calls of sync() ignore the files that turn out not to be states.
+        """
         names = [path.name for path in folder.iterdir()] if names is None else [*names]
         self._ignored.update(name for name in names if STATE.fullmatch(name))
         states = []
@@ -236,34 +244,34 @@ class StateStore:
         return replace(state, last_ids=self._formats[model].last_ids(state_id, metadata), model=model)
 
     def _model_name(self, entry: ServerMetadata, metadata: dict[str, str]) -> str:
-        """The name of the model that has read a file's state. Raises UserError if this server does not have that model.
+        """Returns the name of the model that has read a file's state. Raises UserError if this server does not have the model.
 
-        The adapter's digest decides, so that an adapter can be renamed. LoRA adapters that differ only in alpha share a digest;
-        among these, the fingerprint of the weights decides. Models with equal digests and equal fingerprints are equal, and the
-        name in the file decides. A file that another program wrote has only the fingerprint, which several adapters may share.
+        The adapter's digest decides, so that an adapter can be renamed. LoRA adapters that differ only in alpha share a digest.
+        Among these, the fingerprint of the weights decides. If several models also share the fingerprint, they are equal, and
+        the name in the file decides. A file of another program has only the fingerprint, which several adapters may share.
         """
-        same = [name for name, format in self._formats.items() if format.identity["model"] == metadata.get("model")]
+        same_weights = [name for name, format in self._formats.items() if format.identity["model"] == metadata.get("model")]
         if entry.adapter is None:
-            names = same or [""]
+            names = same_weights or [""]
         else:
-            trained = [name for name, digest in self._digests.items() if digest == entry.adapter]
-            names = [name for name in trained if name in same] or trained
+            same_digest = [name for name, digest in self._digests.items() if digest == entry.adapter]
+            names = [name for name in same_digest if name in same_weights] or same_digest
         if not names:
-            raise UserError("the state requires the adapter that read it: load that adapter with adapters=")
+            raise UserError("the state requires the adapter with which it was made: load the adapter with adapters=")
         return entry.name if entry.name in names else names[0]
 
     def _content(self, state: SavedState, context: PrefillResult) -> bytes:
         entry = ServerMetadata(state.owner, state.created, state.tokens, state.bytes, state.turn, self._digests[state.model],
-                      state.model)
+                               state.model)
         return self._formats[state.model].content(context, {SERVER_KEY: msgspec.json.encode(entry).decode()})
 
 
 def _server_metadata(metadata: dict[str, str]) -> ServerMetadata:
-    """The server's entry in a state file's metadata. Raises UserError if it is damaged."""
+    """Returns the server's entry in a state file's metadata. Raises UserError if the entry is damaged."""
     try:
         entry = msgspec.json.decode(metadata.get(SERVER_KEY, "{}"), type=ServerMetadata)
     except (msgspec.MsgspecError, UnicodeError, RecursionError):
         entry = None
     if entry is None or (entry.turn and entry.turn.role not in ROLES):
-        raise UserError("the file's metadata are damaged")
+        raise UserError("the metadata of the state file are damaged")
     return entry
