@@ -1,9 +1,9 @@
 """python -m benchmarks.first_token [--repeats N] [--json FILE]: seconds from the start of generate.py to its first token.
 
-Each measurement starts a new process, which reads a bfloat16 file in the shape of the 169M model and a short prompt. It
-alternates with a process that only imports torch and reads the file into memory: the lower bound. Medians are shown. cold:
-without Taichi's cache of compiled kernels. packed: the file itself is in int4. Linux only. The last line of standard output is
-the result as JSON.
+Each measurement starts a new process, which reads a bfloat16 file in the shape of the 169M model and a short prompt. These
+processes alternate with a process that only imports torch and reads the file into memory, which is the lower bound. The table
+shows medians. "cold" means without Taichi's cache of compiled kernels, "packed" that the file itself is in int4. Runs on Linux
+only. The last line of standard output is the result as JSON.
 """
 
 import os
@@ -77,7 +77,10 @@ def _generate(file: Path, dtype: str) -> list[str]:
 
 
 def _first_output(command: list[str], home: Path) -> float:
-    """Seconds from the start of the process to its first output after the prompt. `home` holds the process's caches."""
+    """Returns the seconds from the start of a process to its first output after the prompt.
+
+    `home` is the folder of the process's caches.
+    """
     home.mkdir(exist_ok=True)
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"} | {"HOME": str(home)}
     began = time.perf_counter()
@@ -90,7 +93,7 @@ def _first_output(command: list[str], home: Path) -> float:
         seconds = time.perf_counter() - began
         process.communicate()
     if process.returncode or len(read) <= echoed:
-        sys.exit(f"no output: {' '.join(command)}")
+        sys.exit(f"the command printed no output: {' '.join(command)}")
     return seconds
 
 

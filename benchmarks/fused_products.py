@@ -1,9 +1,9 @@
 """python -m benchmarks.fused_products [--shape L,C,V,B,T] [--generation rwkv7] [--precision bf16-mixed] [--steps 8]
 
-Whether the fused autograd functions of time and channel mixing should contain the matrix products, as in
-rwkv/model/rwkv4/fused.py and rwkv7/fused.py, or only the operations between them. Prints the time of a bare training step with
-both, alternating in one process on the same weights, and the memory of the activations that a forward pass saves. The last line
-of standard output is the result as JSON.
+Compares fused autograd functions of time and channel mixing that contain the matrix products, as in rwkv/model/rwkv4/fused.py
+and rwkv7/fused.py, with functions that contain only the operations between the products. Prints the time of a bare training
+step, and the memory of the activations that a forward pass saves. The steps of both alternate in one process on the same
+weights. The last line of standard output is the result as JSON.
 """
 
 import time
@@ -45,7 +45,7 @@ def main(argv: list[str] | None = None) -> None:
     x = torch.randint(vocab_size, (B, T))
     results: dict[str, dict[str, Any]] = {"with products": {"ms": []}, "between products": {"ms": []}}
     for number in range(WARM_UP + args.steps):
-        names = sorted(results, reverse=number % 2 == 0)         # the order alternates
+        names = sorted(results, reverse=number % 2 == 0)         # each step reverses the order
         for name in names:
             with _products(name == "with products"):
                 start = time.perf_counter()
@@ -62,7 +62,7 @@ def main(argv: list[str] | None = None) -> None:
 
 @contextmanager
 def _products(inside: bool) -> Iterator[None]:
-    """Within the block, models use the functions that contain the products, or those between products."""
+    """Makes models use, in the `with` block, functions that contain the products, or functions between the products."""
     if inside:
         yield
         return
@@ -72,7 +72,7 @@ def _products(inside: bool) -> Iterator[None]:
 
 def _mix(self: TimeMix, x: Tensor, last_x: Tensor | None, before: Tensor | None, v_first: Tensor | None, packing: Any,
          recompute_x: Callable[[], Tensor]) -> tuple[Tensor, Tensor | None, Tensor]:
-    """TimeMix._recompute_mix without recomputation."""
+    """Replaces TimeMix._recompute_mix, but recomputes nothing."""
     m_r, m_w, m_k, m_v, m_a, m_g = fused.token_shift(x, last_x, *(1 - mu for mu in self._mixes()))
     r, k, v = self.receptance(m_r), self.key(m_k), self.value(m_v)
     inputs = {"w1": m_w, "a1": m_a, "g1": m_g} | ({} if v_first is None else {"v1": m_v})
@@ -82,9 +82,9 @@ def _mix(self: TimeMix, x: Tensor, last_x: Tensor | None, before: Tensor | None,
 
 
 def _saved_bytes(task: LanguageModel, x: Tensor, dtype: torch.dtype) -> int:
-    """The bytes of the tensors that the blocks' forward pass saves for backward, without the parameters."""
+    """Returns the bytes of the tensors that the blocks' forward pass saves for backward, without the parameters."""
     parameters = {parameter.untyped_storage().data_ptr() for parameter in task.parameters()}
-    saved: dict[int, Tensor] = {}        # by address; a tensor that is still referenced keeps its address
+    saved: dict[int, Tensor] = {}        # the keys are addresses, which stay unique while the tensors are referenced
 
     def pack(tensor: Tensor) -> Tensor:
         saved[tensor.untyped_storage().data_ptr()] = tensor

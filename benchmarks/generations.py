@@ -1,15 +1,15 @@
 """python -m benchmarks.generations [--only NAME] [--shakespeare FILE [--nanogpt FOLDER]] [--precision P] [--seeds N,...]
 
-RWKV-7 and RWKV-4, trained for the same time.
+Compares RWKV-7 and RWKV-4 after the same training time.
 
     stdlib              train.py's default run, with model=tiny and with model=rwkv7_tiny
     --shakespeare FILE  experiment=shakespeare_char on that text, with RWKV-4 and with RWKV-7 of the same width and depth
-    --nanogpt FOLDER    also nanoGPT's CPU recipe, whose training time both RWKV get. FOLDER is a clone with
+    --nanogpt FOLDER    nanoGPT's CPU recipe too; both RWKV models then train for nanoGPT's time. FOLDER is a clone with
                         data/shakespeare_char prepared from the same text. --precision 32-true: RWKV in float32, like nanoGPT
 
-Two programs first train alternately, which measures the ratio of their step times. Then the first trains for its own number of
-steps, the second for as many as fit in the same time, with each seed. The last line of standard output is the result as JSON.
---json FILE updates the measured part of FILE and keeps the other, each with its commit. Not on Windows.
+Two programs first train alternately, which measures the ratio of their step times. Then the first trains for a fixed number of
+steps, and the second for as many steps as fit in the same time, with each seed. The last line of standard output is the result
+as JSON. --json FILE updates the measured parts of FILE and keeps the others, each with its commit. Does not run on Windows.
 """
 
 import argparse
@@ -67,9 +67,9 @@ def _seeds(text: str) -> list[str]:
 
 def compare(rwkv4: Sequence[str], rwkv7: Sequence[str], steps: int, seeds: Sequence[str],
             nanogpt: Path | None = None) -> dict[str, Any]:
-    """Each model's final loss and bits per byte, milliseconds per step, and number of steps.
+    """Returns each model's final loss and bits per byte, milliseconds per step, and number of steps.
 
-    nanoGPT, or without it RWKV-4, trains for `steps` steps; the others for as many as fit that time.
+    nanoGPT trains for `steps` steps, or RWKV-4 if nanoGPT is not measured. The others train for the same time.
     """
     options = {"rwkv4": rwkv4, "rwkv7": rwkv7}
     with tempfile.TemporaryDirectory() as scratch:
@@ -88,7 +88,7 @@ def compare(rwkv4: Sequence[str], rwkv7: Sequence[str], steps: int, seeds: Seque
 
 
 def _step_times(folder: Path, options: dict[str, Sequence[str]]) -> dict[str, float]:
-    """The median milliseconds per step of two programs, trained alternately."""
+    """Returns the median milliseconds per step of two programs, trained alternately."""
     first, second = options
     folders = {name: folder / f"timed-{name}" for name in options}
     _turns.beside(train_command(folders[first], *options[first], *_steps(TIMED_STEPS), *NEVER), folder,
@@ -97,7 +97,7 @@ def _step_times(folder: Path, options: dict[str, Sequence[str]]) -> dict[str, fl
 
 
 def _nanogpt_ratio(folder: Path, rwkv4: Sequence[str], nanogpt: Path) -> float:
-    """nanoGPT's step time relative to RWKV-4's, trained alternately."""
+    """Returns nanoGPT's step time relative to RWKV-4's. Both train alternately."""
     out_dir = folder / "timed-beside-nanogpt"
     printed = _turns.beside(train_command(out_dir, *rwkv4, *_steps(TIMED_STEPS), *NEVER), folder,
                             _nanogpt_command(folder, "0", ENDLESS), nanogpt, TURN_S)
@@ -105,7 +105,10 @@ def _nanogpt_ratio(folder: Path, rwkv4: Sequence[str], nanogpt: Path) -> float:
 
 
 def _nanogpt_command(folder: Path, seed: str, steps: int) -> list[str]:
-    """nanoGPT's recipe with a seed, for which its train.py has no option; validated at the end, on as much text as timemix."""
+    """Returns the command of nanoGPT's recipe, with a validation at the end on as much text as timemix's.
+
+    SEEDED sets the seed, because nanoGPT's train.py has no option for the seed.
+    """
     return [sys.executable, "-u", "-c", SEEDED, seed, *NANOGPT, f"--max_iters={steps}", f"--lr_decay_iters={steps}",
             f"--eval_interval={steps}", "--eval_iters=150", f"--out_dir={folder / 'nanogpt'}"]
 
@@ -121,7 +124,7 @@ def _steps(steps: int) -> list[str]:
 
 
 def _ms(out_dir: Path) -> float:
-    """The median milliseconds per step of the run in out_dir."""
+    """Returns the median milliseconds per step of the run in `out_dir`."""
     import yaml
 
     config = yaml.safe_load((out_dir / "config.yaml").read_text(encoding="utf-8"))
