@@ -1,10 +1,14 @@
 """python -m benchmarks.in_place [--shape SHAPE] [--variants VARIANT,...] [--repeats N] [--json FILE]: starts from large files.
 
-For each variant of a random model in a released shape: the size of the file, seconds from the start of generate.py to its first
-output byte, its memory besides the mapped file (the peak of RssAnon, of which importing torch takes 0.15 GiB), and tokens per
-second after the first byte. A variant is DTYPE, a .safetensors in this dtype, or DTYPE/pth, a bfloat16 .pth converted to this
-dtype at each start. These starts alternate with a process that only imports torch and reads the largest file: the lower bound.
-Medians are shown. Linux only. The last line of standard output is the result as JSON.
+Measures variants of a random model in a released shape: the size of the file, the seconds from the start of generate.py to the
+first output byte, the memory besides the mapped file (the peak of RssAnon, of which importing torch takes 0.15 GiB), and the
+tokens per second after the first byte. The table shows medians. Runs on Linux only.
+
+    DTYPE        variant: a .safetensors file in this dtype
+    DTYPE/pth    variant: a bfloat16 .pth file, converted to this dtype at each start
+
+The starts alternate with a process that only imports torch and reads the largest file, which is the lower bound. The last line
+of standard output is the result as JSON.
 """
 
 import os
@@ -36,7 +40,13 @@ GIB = 2**30
 
 
 class Start(NamedTuple):
-    """first_byte: seconds. memory: the peak of RssAnon, bytes. tokens_per_second: after the first byte."""
+    """The measurements of one start.
+
+    Attributes:
+        first_byte: seconds to the first output byte.
+        memory: peak of RssAnon in bytes.
+        tokens_per_second: rate after the first byte.
+    """
 
     first_byte: float
     memory: int
@@ -64,7 +74,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _write(folder: Path, shape: str, variant: str) -> Path:
-    """The file of a variant. All variants with /pth share one."""
+    """Writes the file of a variant, and returns its path. All variants with /pth share one file."""
     dtype, _, suffix = variant.partition("/")
     path = folder / (f"model.{suffix}" if suffix else f"{dtype}.safetensors")
     if not path.exists():
@@ -96,7 +106,10 @@ def _summary(file: Path | None, starts: list[Start]) -> dict[str, float]:
 
 
 def _start(command: list[str], home: Path, echoed: int, tokens: int) -> Start:
-    """Runs a command to its end and measures its Start. echoed: bytes of the prompt that precede the generated text."""
+    """Runs a command to its end, and returns its measurements.
+
+    `echoed` is the number of bytes that the command prints before the generated text.
+    """
     environment = os.environ | {"HOME": str(home)}
     began = time.perf_counter()
     first = last = read = peak = 0.0
@@ -113,12 +126,12 @@ def _start(command: list[str], home: Path, echoed: int, tokens: int) -> Start:
             time.sleep(INTERVAL)
         errors = process.stderr.read() if process.stderr else b""
     if process.returncode or not first:
-        sys.exit(f"no output: {' '.join(command)}\n{errors.decode(errors='replace')}")
+        sys.exit(f"the command printed no output: {' '.join(command)}\n{errors.decode(errors='replace')}")
     return Start(first - began, int(peak), (tokens - 1) / (last - first) if last > first else 0.0)
 
 
 def _anonymous(pid: int) -> int:
-    """The bytes of a process's memory that are not mapped from files; 0 once it has ended."""
+    """Returns the bytes of a process's memory that are not mapped from files, or 0 if the process has ended."""
     try:
         match = re.search(r"RssAnon:\s+(\d+)", Path(f"/proc/{pid}/status").read_text(encoding="utf-8"))
     except OSError:
