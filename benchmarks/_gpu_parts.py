@@ -216,11 +216,10 @@ def right(check: Check) -> None:
     for name in ("rwkv7", "rwkv4"):
         for precision, allowed in (("32-true", 2e-3), ("bf16-mixed", 0.1)):
             with check.measuring(fused=name, precision=precision):
-                _compare_gradients(check, name, precision, allowed)
+                _compare_fused_gradients(check, name, precision, allowed)
 
 
-def _compare_gradients(check: Check, name: str, precision: str, allowed: float) -> None:
-    """Measures the errors of a model's gradients with fused layers and loss, relative to PyTorch's operations in float32."""
+def _compare_fused_gradients(check: Check, name: str, precision: str, allowed: float) -> None:
     shape = Shape(name, 2, 128, 257, 2, 33)
     expected, actual = (_gradients(check, shape, way) for way in (Way("", "32-true", fused=False), Way("", precision)))
     worst = {key: float((actual[key] - exact).norm() / exact.norm().clamp(min=1e-9)) for key, exact in expected.items()}
@@ -285,7 +284,6 @@ def compiled(check: Check) -> None:
 
 
 def _train(check: Check, ways: Sequence[Way]) -> None:
-    """Measures each way for all shapes, one way after the other."""
     for way in ways:
         for shape in TRAINED if check.on_gpu else TRIED:
             if (way.precision == "tf32" or way.graphs) and not check.on_gpu:
@@ -397,12 +395,11 @@ def decode(check: Check) -> None:
         for name, L, C in sizes[-1:] if format.startswith("int") else sizes[:1] if format == "float16" else sizes:
             about = {"model": name, "dtype": format}
             with check.measuring(**about):
-                _decode(check, _random_model(check, L, C, format), about)
+                _measure_decoder(check, _random_model(check, L, C, format), about)
             check._require_life()
 
 
-def _decode(check: Check, model: RWKV, about: dict[str, Any]) -> None:
-    """Measures decoding with the model's decoder, and with tokens drawn on the same device, as in generate.py."""
+def _measure_decoder(check: Check, model: RWKV, about: dict[str, Any]) -> None:
     options = Sampling(temperature=1.0, top_p=0.8)
     for B in (1, 8, 64, 512) if check.on_gpu else (1, 2):
         with check.measuring(**about, rows=B):
@@ -429,7 +426,6 @@ def _decode(check: Check, model: RWKV, about: dict[str, Any]) -> None:
 
 
 def _random_model(check: Check, L: int, C: int, format: str) -> RWKV:
-    """Returns a random model with its weights in the dtype `format`."""
     packed = format.startswith("int")
     dtype = torch.float32 if packed else getattr(torch, format)
     operator = select("wkv7", AUTO, check.device, dtype)
@@ -561,17 +557,16 @@ def programs(check: Check) -> None:
         check.add(program="serve", skipped=f"not installed: {missing}")
     else:
         with check.measuring(program="serve"):
-            _serve(check, saved, device)
+            _request_completion(check, saved, device)
     run_program(check, "train tiny with a probe",
                 *training(check, "probed", "tiny", "trainer.max_steps=20", "trainer.probe=true"))
 
 
-def _serve(check: Check, saved: str, device: str) -> None:
-    """Starts a server, requests one completion, and stops the server."""
+def _request_completion(check: Check, saved: str, device: str) -> None:
     start = time.monotonic()
     with _start(check, "serve.py", saved, device, "port=0") as process:
         try:
-            url = _url_of(process, check.left(60))
+            url = _server_url(process, check.left(60))
             body = json.dumps({"prompt": "The ", "max_tokens": 8}).encode()
             request = urllib.request.Request(f"{url}/v1/completions", body, {"Content-Type": "application/json"})
             with urllib.request.urlopen(request, timeout=check.left(60)) as answer:
@@ -586,8 +581,7 @@ def _serve(check: Check, saved: str, device: str) -> None:
               answer=text, **failed)
 
 
-def _url_of(process: subprocess.Popen[str], seconds: float) -> str:
-    """Returns the address that the server prints when it is ready."""
+def _server_url(process: subprocess.Popen[str], seconds: float) -> str:
     assert process.stdout is not None
     end, lines = time.monotonic() + seconds, ""
     while time.monotonic() < end and (line := process.stdout.readline()):

@@ -70,7 +70,6 @@ def head(loss: str) -> None:
 
 
 def _unchunked_loss(model: RWKV, x: Tensor) -> Tensor:
-    """Returns PyTorch's cross-entropy, with all logits in memory together."""
     logits, _ = model(x)
     return torch.nn.functional.cross_entropy(logits.flatten(0, 1), x.flatten())
 

@@ -31,10 +31,10 @@ def beside(command: list[str], folder: Path, other: list[str], other_folder: Pat
     with tempfile.TemporaryFile("w+", encoding="utf-8") as printed, tempfile.TemporaryFile("w+", encoding="utf-8") as errors:
         with _start(other, other_folder, printed, errors) as peer, _start(command, folder, errors, errors) as main:
             _suspend(peer)
-            while not _has_ended(main, seconds):
+            while not _ends_within(main, seconds):
                 _suspend(main)
                 _continue(peer)
-                if _has_ended(peer, seconds):
+                if _ends_within(peer, seconds):
                     _fail(other, errors)
                 _suspend(peer)
                 _continue(main)
@@ -82,8 +82,7 @@ def _guard(process: subprocess.Popen[str]) -> Iterator[None]:
             guard.kill()
 
 
-def _has_ended(process: subprocess.Popen[str], seconds: float) -> bool:
-    """Waits for the length of one turn. Returns True if the process has ended."""
+def _ends_within(process: subprocess.Popen[str], seconds: float) -> bool:
     try:
         process.wait(seconds)
     except subprocess.TimeoutExpired:

@@ -61,10 +61,10 @@ def _measure(folder: Path, repeats: int) -> dict[str, float]:
     read = [sys.executable, "-c", READ, str(file), str(file.stat().st_size)]
     seconds = defaultdict(list)
     for turn in range(repeats + 1):      # the first start fills Taichi's cache and the page cache
-        times = {"import torch, read": _first_output(read, folder)}
-        times |= {dtype: _first_output(_generate(file, dtype), folder) for dtype in DTYPES}
-        times["int4, packed"] = _first_output(_generate(packed, "int4"), folder)
-        times["float32, cold"] = _first_output(_generate(file, "float32"), folder / f"cold{turn}")
+        times = {"import torch, read": _seconds_to_first_output(read, folder)}
+        times |= {dtype: _seconds_to_first_output(_generate(file, dtype), folder) for dtype in DTYPES}
+        times["int4, packed"] = _seconds_to_first_output(_generate(packed, "int4"), folder)
+        times["float32, cold"] = _seconds_to_first_output(_generate(file, "float32"), folder / f"cold{turn}")
         if turn:
             for name, s in times.items():
                 seconds[name].append(s)
@@ -76,7 +76,7 @@ def _generate(file: Path, dtype: str) -> list[str]:
             f"dtype={dtype}"]
 
 
-def _first_output(command: list[str], home: Path) -> float:
+def _seconds_to_first_output(command: list[str], home: Path) -> float:
     """Returns the seconds from the start of a process to its first output after the prompt.
 
     `home` is the folder of the process's caches.

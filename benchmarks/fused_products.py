@@ -53,7 +53,7 @@ def main(argv: list[str] | None = None) -> None:
                 results[name]["ms"].append(1000 * (time.perf_counter() - start))
     for name, result in results.items():
         with _products(name == "with products"):
-            result["saved_mb"] = _saved_bytes(task, x, dtype) / 1e6
+            result["saved_mb"] = _saved_activation_bytes(task, x, dtype) / 1e6
         result["ms"] = median(result["ms"][WARM_UP:])
         print(f"{name}: {result['ms']:.1f} ms per step, {result['saved_mb']:.0f} MB of saved activations")
     publish({"machine": hardware.describe("cpu"), "shape": args.shape, "generation": args.generation,
@@ -66,13 +66,12 @@ def _products(inside: bool) -> Iterator[None]:
     if inside:
         yield
         return
-    with patch.object(fused, "can_fuse", lambda *layers: False), patch.object(TimeMix, "_recompute_mix", _mix):
+    with patch.object(fused, "can_fuse", lambda *layers: False), patch.object(TimeMix, "_recompute_mix", _plain_mix):
         yield
 
 
-def _mix(self: TimeMix, x: Tensor, last_x: Tensor | None, before: Tensor | None, v_first: Tensor | None, packing: Any,
-         recompute_x: Callable[[], Tensor]) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Replaces TimeMix._recompute_mix, but recomputes nothing."""
+def _plain_mix(self: TimeMix, x: Tensor, last_x: Tensor | None, before: Tensor | None, v_first: Tensor | None, packing: Any,
+               recompute_x: Callable[[], Tensor]) -> tuple[Tensor, Tensor | None, Tensor]:
     m_r, m_w, m_k, m_v, m_a, m_g = fused.token_shift(x, last_x, *(1 - mu for mu in self._mixes()))
     r, k, v = self.receptance(m_r), self.key(m_k), self.value(m_v)
     inputs = {"w1": m_w, "a1": m_a, "g1": m_g} | ({} if v_first is None else {"v1": m_v})
@@ -81,8 +80,7 @@ def _mix(self: TimeMix, x: Tensor, last_x: Tensor | None, before: Tensor | None,
     return self.output(mixed), after, v if v_first is None else v_first
 
 
-def _saved_bytes(task: LanguageModel, x: Tensor, dtype: torch.dtype) -> int:
-    """Returns the bytes of the tensors that the blocks' forward pass saves for backward, without the parameters."""
+def _saved_activation_bytes(task: LanguageModel, x: Tensor, dtype: torch.dtype) -> int:
     parameters = {parameter.untyped_storage().data_ptr() for parameter in task.parameters()}
     saved: dict[int, Tensor] = {}        # the keys are addresses, which stay unique while the tensors are referenced
 

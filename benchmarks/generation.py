@@ -81,7 +81,7 @@ def main(argv: list[str] | None = None) -> int:
         widths = {width: dtype for dtype, width in WIDTHS.items() if dtype in args.dtype}
         rows = []
         for width, dtype in widths.items():
-            measured = compare(_programs(args, Path(folder), width, dtype))
+            measured = compare(_commands(args, Path(folder), width, dtype))
             print(table({"rows": measured}), file=sys.stderr, flush=True)
             rows += measured
     report = {"generation": args.generation, "shape": dict(zip("LCV", shape, strict=True)), "prompt": args.prompt,
@@ -170,8 +170,7 @@ def worker(command: list[str]) -> Iterator[Worker]:
             process.kill()
 
 
-def _programs(args: argparse.Namespace, folder: Path, width: str, dtype: str) -> dict[tuple[str, str], list[str]]:
-    """Returns the commands of all programs that support this width of weights, timemix first."""
+def _commands(args: argparse.Namespace, folder: Path, width: str, dtype: str) -> dict[tuple[str, str], list[str]]:
     sizes = [",".join(map(str, args.batch)), str(args.prompt)]
     files = {("timemix", dtype): (dtype, "model.pth")}
     if args.generation == "rwkv7" and width in IN_BLOCKS:
@@ -213,7 +212,7 @@ def answer(checkpoint: Path, dtype: str, batches: list[int], prompt: int) -> Non
                       "step_bytes": {decode_name(B): step_bytes(model, dtype, B) for B in batches}}), flush=True)
     for line in sys.stdin:
         seconds, _, key = line.rstrip("\n").partition(" ")
-        print(_seconds(works[key][1], float(seconds)), flush=True)
+        print(_mean_seconds(works[key][1], float(seconds)), flush=True)
 
 
 def decode_name(B: int) -> str:
@@ -284,8 +283,7 @@ def _peak_mib() -> float:
     return next((int(line.split()[1]) / 2**10 for line in lines if line.startswith("VmHWM:")), math.nan)
 
 
-def _seconds(function: Callable[[], Any], least: float) -> float:
-    """Returns the mean seconds of calls that take at least `least` seconds together."""
+def _mean_seconds(function: Callable[[], Any], least: float) -> float:
     calls = 0
     began = time.perf_counter()
     while calls == 0 or time.perf_counter() - began < least:

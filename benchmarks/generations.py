@@ -74,12 +74,12 @@ def compare(rwkv4: Sequence[str], rwkv7: Sequence[str], steps: int, seeds: Seque
     options = {"rwkv4": rwkv4, "rwkv7": rwkv7}
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        ms = _step_times(folder, options)
+        ms = _median_step_times(folder, options)
         if nanogpt:
             ms["nanogpt"] = ms["rwkv4"] * _nanogpt_ratio(folder, rwkv4, nanogpt)
         allowed = steps * ms["nanogpt" if nanogpt else "rwkv4"]
         lengths = {name: round(allowed / step_ms) for name, step_ms in ms.items()}
-        runs = {name: [_end(train(folder / f"{name}-{seed}", *options[name], f"seed={seed}", *_steps(lengths[name])))
+        runs = {name: [_final_losses(train(folder / f"{name}-{seed}", *options[name], f"seed={seed}", *_steps(lengths[name])))
                        for seed in seeds] for name in options}
         if nanogpt:
             runs["nanogpt"] = [_nanogpt_end(nanogpt, folder, seed, steps) for seed in seeds]
@@ -87,13 +87,12 @@ def compare(rwkv4: Sequence[str], rwkv7: Sequence[str], steps: int, seeds: Seque
             "mean": {name: {key: mean(run[key] for run in ends) for key in ends[0]} for name, ends in runs.items()}}
 
 
-def _step_times(folder: Path, options: dict[str, Sequence[str]]) -> dict[str, float]:
-    """Returns the median milliseconds per step of two programs, trained alternately."""
+def _median_step_times(folder: Path, options: dict[str, Sequence[str]]) -> dict[str, float]:
     first, second = options
     folders = {name: folder / f"timed-{name}" for name in options}
     _turns.beside(train_command(folders[first], *options[first], *_steps(TIMED_STEPS), *NEVER), folder,
                   train_command(folders[second], *options[second], *_steps(ENDLESS), *NEVER), folder, TURN_S)
-    return {name: _ms(folders[name]) for name in options}
+    return {name: _median_step_ms(folders[name]) for name in options}
 
 
 def _nanogpt_ratio(folder: Path, rwkv4: Sequence[str], nanogpt: Path) -> float:
@@ -101,7 +100,7 @@ def _nanogpt_ratio(folder: Path, rwkv4: Sequence[str], nanogpt: Path) -> float:
     out_dir = folder / "timed-beside-nanogpt"
     printed = _turns.beside(train_command(out_dir, *rwkv4, *_steps(TIMED_STEPS), *NEVER), folder,
                             _nanogpt_command(folder, "0", ENDLESS), nanogpt, TURN_S)
-    return median([float(ms) for ms in re.findall(r"time ([0-9.]+)ms", printed)][WARM:]) / _ms(out_dir)
+    return median([float(ms) for ms in re.findall(r"time ([0-9.]+)ms", printed)][WARM:]) / _median_step_ms(out_dir)
 
 
 def _nanogpt_command(folder: Path, seed: str, steps: int) -> list[str]:
@@ -123,8 +122,7 @@ def _steps(steps: int) -> list[str]:
     return [f"trainer.max_steps={steps}"]
 
 
-def _ms(out_dir: Path) -> float:
-    """Returns the median milliseconds per step of the run in `out_dir`."""
+def _median_step_ms(out_dir: Path) -> float:
     import yaml
 
     config = yaml.safe_load((out_dir / "config.yaml").read_text(encoding="utf-8"))
@@ -132,7 +130,7 @@ def _ms(out_dir: Path) -> float:
     return median(1000 * tokens / float(row["tok_per_sec"]) for row in metrics(out_dir) if row["tok_per_sec"])
 
 
-def _end(run: list[dict[str, str]]) -> dict[str, float]:
+def _final_losses(run: list[dict[str, str]]) -> dict[str, float]:
     last = [row for row in run if row["val/loss"]][-1]
     return {"val_loss": float(last["val/loss"]), "val_bpb": float(last["val/bpb"])}
 

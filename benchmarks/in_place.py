@@ -88,11 +88,11 @@ def _measure(files: dict[str, Path], folder: Path, repeats: int, tokens: int) ->
     read = [sys.executable, "-c", READ, str(largest), str(largest.stat().st_size)]
     starts = defaultdict(list)
     for turn in range(repeats + 1):      # the first start fills the caches
-        measured = {LOWER_BOUND: _start(read, folder, 0, 0)}
+        measured = {LOWER_BOUND: _measure_start(read, folder, 0, 0)}
         for variant, file in files.items():
             generate = [sys.executable, "generate.py", f"checkpoint={file}", "tokenizer=world", f"prompt={PROMPT}",
                         f"max_new_tokens={tokens}", f"dtype={variant.partition('/')[0]}", "device=cpu"]
-            measured[variant] = _start(generate, folder, len(PROMPT), tokens)
+            measured[variant] = _measure_start(generate, folder, len(PROMPT), tokens)
         if turn:
             for variant, start in measured.items():
                 starts[variant].append(start)
@@ -105,7 +105,7 @@ def _summary(file: Path | None, starts: list[Start]) -> dict[str, float]:
             "beside_file_gib": median(memory) / GIB, "tokens_per_second": median(speeds)}
 
 
-def _start(command: list[str], home: Path, echoed: int, tokens: int) -> Start:
+def _measure_start(command: list[str], home: Path, echoed: int, tokens: int) -> Start:
     """Runs a command to its end, and returns its measurements.
 
     `echoed` is the number of bytes that the command prints before the generated text.
@@ -122,7 +122,7 @@ def _start(command: list[str], home: Path, echoed: int, tokens: int) -> Start:
                 read += len(part)
                 last = time.perf_counter()
                 first = first or (last if read > echoed else 0.0)
-            peak = max(peak, _anonymous(process.pid))
+            peak = max(peak, _anonymous_bytes(process.pid))
             time.sleep(INTERVAL)
         errors = process.stderr.read() if process.stderr else b""
     if process.returncode or not first:
@@ -130,8 +130,7 @@ def _start(command: list[str], home: Path, echoed: int, tokens: int) -> Start:
     return Start(first - began, int(peak), (tokens - 1) / (last - first) if last > first else 0.0)
 
 
-def _anonymous(pid: int) -> int:
-    """Returns the bytes of a process's memory that are not mapped from files, or 0 if the process has ended."""
+def _anonymous_bytes(pid: int) -> int:
     try:
         match = re.search(r"RssAnon:\s+(\d+)", Path(f"/proc/{pid}/status").read_text(encoding="utf-8"))
     except OSError:

@@ -46,12 +46,11 @@ def generation(report: Report) -> str:
                    and other["dtype"] in formats.get(peer, [])] for peer in peers]
         table.append([row["what"], row["dtype"], f"{row['tokens_per_s']:.0f}",
                       *(f"{row['tokens_per_s'] / row[limit]:.0%}" if limit in row else "" for limit in ("read", "products")),
-                      *map(_best, theirs), f"{row['first_token_s']:.2f}", f"{row['peak_mib']:.0f}"])
+                      *map(_fastest, theirs), f"{row['first_token_s']:.2f}", f"{row['peak_mib']:.0f}"])
     return markdown(table)
 
 
-def _best(rows: list[Report]) -> str:
-    """Formats the speed and name of a peer's fastest format at a weight width, or "" for a peer without such a format."""
+def _fastest(rows: list[Report]) -> str:
     best = max(rows, key=lambda row: float(row["tokens_per_s"]), default=None)
     return f"{best['tokens_per_s']:.0f} ({best['dtype']})" if best else ""
 
@@ -75,7 +74,6 @@ AROUND = ("Around a step: the time that train.py takes beyond the bare step, mea
 
 
 def _earlier_commits(report: Report) -> str:
-    """Lists the commits of the parts that were measured at an earlier commit."""
     commits = {name: commit for name, commit in report.get("commits", {}).items() if commit != report["machine"]["commit"]}
     return "From earlier commits: " + ", ".join(f"{name} {commit}" for name, commit in commits.items()) + "." if commits else ""
 

@@ -105,11 +105,10 @@ def train(out_dir: Path, *options: str) -> list[dict[str, str]]:
 
 def train_command(out_dir: Path, *options: str) -> list[str]:
     return [sys.executable, str(ROOT / "train.py"), "logger=csv", "trainer=cpu", "trainer.sample_tokens=0",
-            f"out_dir={out_dir.resolve()}", f"data.cache_dir={ROOT / '.cache'}", *map(_absolute_path, options)]
+            f"out_dir={out_dir.resolve()}", f"data.cache_dir={ROOT / '.cache'}", *map(_make_path_absolute, options)]
 
 
-def _absolute_path(option: str) -> str:
-    """Makes the path of data.path= absolute, if the file or folder exists."""
+def _make_path_absolute(option: str) -> str:
     key, _, value = option.partition("=")
     return f"{key}={Path(value).resolve()}" if key == "data.path" and Path(value).exists() else option
 

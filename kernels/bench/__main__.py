@@ -71,7 +71,7 @@ def main(argv: list[str] | None = None) -> int:
     malloc = "tuned" if keep_large_blocks() else "default"
     report: dict[str, Any] = {"op": args.op, "device": args.device, "dtype": args.dtype, "malloc": malloc,
                               "machine": hardware.describe(args.device), "shapes": [], "sweep": []}
-    _progress(_plan(args))
+    _print_progress(_plan(args))
     for kind, shapes in (("shapes", args.shape), ("sweep", args.sweep)):
         for shape in shapes:
             measured = measure(args.op, shape, args.device, args.dtype, args.only, args.seconds)
@@ -119,7 +119,7 @@ def measure(op: str, shape: Shape, device: str, dtype: str, only: list[str], bud
     at = f"{op} {_sizes(sizes)}"
     skipped = {name: reason for name in names if (reason := _skip_reason(case, name, name in only, at))}
     errors, wrong = _verify(case, [name for name in names if name not in skipped], at)
-    _progress(f"{at}: timing {', '.join(errors)}")
+    _print_progress(f"{at}: timing {', '.join(errors)}")
     passes = {(name, part.name): part for name in errors for part in case.passes(name)}
     peak_extra = {key: extra_bytes(part.run, device) for key, part in passes.items()}
     counts = {key: launches(part.run, device) if case.LAUNCHES else None for key, part in passes.items()}
@@ -168,7 +168,7 @@ def _skip_reason(case: BenchCase, name: str, named: bool, at: str) -> str | None
     reason = case.why_not(name)
     if reason or named:
         return reason
-    _progress(f"{at}: estimating the time of {name}")
+    _print_progress(f"{at}: estimating the time of {name}")
     try:
         costs = case.estimate(name)
     except Exception:                    # verification will raise and report the same error
@@ -187,7 +187,7 @@ def _verify(case: BenchCase, names: list[str], at: str) -> tuple[dict[str, float
     errors: dict[str, float] = {}
     wrong: dict[str, str] = {}
     for name in names:
-        _progress(f"{at}: comparing {name} with float64")
+        _print_progress(f"{at}: comparing {name} with float64")
         try:
             worst, misses = case.errors(name)
             reason = ", ".join(f"{result} is off by {miss}" for result, miss in misses.items())
@@ -195,14 +195,13 @@ def _verify(case: BenchCase, names: list[str], at: str) -> tuple[dict[str, float
             reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
         if reason:
             wrong[name] = reason
-            _progress(f"WRONG, not timed: {name}: {reason}")
+            _print_progress(f"WRONG, not timed: {name}: {reason}")
         else:
             errors[name] = max(worst.values())
     return errors, wrong
 
 
-def _progress(line: str) -> None:
-    """Prints progress on standard error, because a slow implementation takes minutes."""
+def _print_progress(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
@@ -255,7 +254,6 @@ def _is_steady(result: dict[str, Any], column: str, measured: dict[str, Any]) ->
 
 
 def _unsteady_note(measured: dict[str, Any]) -> list[str]:
-    """Returns a note if the table omits ratios, or else an empty list."""
     ratios = [(result, column) for result in measured["results"] for column in (*RATIOS, "vs_baseline")
               if result[column] is not None]
     if all(_is_steady(result, column, measured) for result, column in ratios):
@@ -297,7 +295,6 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
 
 
 def _check_options(args: argparse.Namespace, case: type[BenchCase]) -> None:
-    """Raises ValueError for an option that the machine or the operator does not support."""
     if args.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda requires a CUDA device, but torch finds none")
     if args.dtype not in case.DTYPES:

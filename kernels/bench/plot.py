@@ -171,7 +171,6 @@ def _same_width(report: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _size(shape: dict[str, Any]) -> int:
-    """Returns the size of the last axis, which is the x coordinate of a curve."""
     return list(shape["shape"].values())[-1]
 
 

@@ -159,7 +159,7 @@ def _composition(config_name: str, schema: type, overrides: list[str], **more: b
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
 
-    recipes = _recipes(overrides, schema)
+    recipes = _chosen_recipes(overrides, schema)
     others = [override for override in overrides if _split_override(override)[0] not in recipes]
     try:
         for group, settings in recipes.items():
@@ -172,8 +172,7 @@ def _composition(config_name: str, schema: type, overrides: list[str], **more: b
         raise UserError(_first_line(error)) from None
 
 
-def _recipes(overrides: list[str], schema: type) -> dict[str, recipe.Recipe]:
-    """Returns the recipes that the overrides choose, by group."""
+def _chosen_recipes(overrides: list[str], schema: type) -> dict[str, recipe.Recipe]:
     chosen = dict(map(_split_override, overrides)) if schema is TrainConfig else {}
     paths = {key for key, item in options(schema).items() if free_text(item) == PATH}
     return {group: recipe.read(recipe.located(chosen[group], configs.CONFIGS / group), groups(schema)).from_home(paths)
@@ -187,7 +186,6 @@ def _split_override(override: str) -> tuple[str, str]:
 
 def _describe_error(error: "OmegaConfBaseException", schema: type, overrides: list[str],
                     recipes: dict[str, recipe.Recipe]) -> str:
-    """Returns the error message for a value that OmegaConf rejected."""
     key = str(error.full_key or "").partition("[")[0]    # without the index of a list
     values: JsonObject = dict(map(_split_override, overrides))
     if not key:                          # OmegaConf names no option if a list contains something else than mappings

@@ -112,7 +112,6 @@ def read(path: Path, groups: Collection[str]) -> Recipe:
 
 
 def _read_choices(path: Path, defaults: object, groups: Collection[str]) -> dict[str, str]:
-    """Returns the choices in Hydra's list `defaults`, by group."""
     choices: dict[str, str] = {}
     for entry in defaults if isinstance(defaults, list) else [defaults]:
         if entry == "_self_":            # Hydra's mark for the order; a recipe's options always override its choices
