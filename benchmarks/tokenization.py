@@ -72,20 +72,20 @@ def _check_world(world: Any, peer: Peer | None, count: int) -> dict[str, dict[st
     texts = list(unicode_strings(count))
     library = RWKVTokenizer()
     ids = [world.encode(text) for text in texts]
-    checks = {"world and pyrwkv-tokenizer, Unicode": _differences(ids, [library.encode(text) for text in texts])}
+    checks = {"world and pyrwkv-tokenizer, Unicode": _compare(ids, [library.encode(text) for text in texts])}
     if peer:
-        checks["world and rwkv, Unicode"] = _differences(ids, peer({"ids_of": [text.encode().hex() for text in texts]}))
+        checks["world and rwkv, Unicode"] = _compare(ids, peer({"ids_of": [text.encode().hex() for text in texts]}))
     return checks
 
 
 def _check_json(ours: dict[str, Tokenizer], libraries: dict[str, Any], count: int) -> dict[str, dict[str, int]]:
     texts = list(unicode_strings(count))
-    return {f"{name} and tokenizers, Unicode": _differences([ours[name].encode(text) for text in texts],
-                                                            [library.encode(text, add_special_tokens=False).ids for text in texts])
+    return {f"{name} and tokenizers, Unicode": _compare([ours[name].encode(text) for text in texts],
+                                                        [library.encode(text, add_special_tokens=False).ids for text in texts])
             for name, library in libraries.items()}
 
 
-def _differences(ids: list[list[int]], peer_ids: list[list[int]]) -> dict[str, int]:
+def _compare(ids: list[list[int]], peer_ids: list[list[int]]) -> dict[str, int]:
     return {"strings": len(ids), "different": sum(a != b for a, b in zip(ids, peer_ids, strict=True))}
 
 
