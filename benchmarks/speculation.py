@@ -155,7 +155,7 @@ def _alternate(model: RWKV, tokenizer: Tokenizer, requests: Sequence[Request], d
                 steps[drafted] += 1
             seconds[drafted] = time.perf_counter() - began
         if rows[True].sample != rows[False].sample:
-            raise UserError(f"the draft changes the generated text of prompt {i}. This is a bug of timemix: please report it")
+            raise UserError(f"the draft changes the text of prompt {i}. This is a bug of timemix: please report it")
         n = len(rows[True].sample.tokens)
         proposed += rows[True].proposed_tokens
         accepted += rows[True].accepted_tokens
