@@ -183,15 +183,15 @@ class Client:
 
 def read_for(selector: selectors.BaseSelector, seconds: float) -> list[Client]:
     """Reads from all clients for some time. Closes the sockets of the finished clients, and returns these clients."""
-    over = []
+    finished_clients = []
     until = time.perf_counter() + seconds
     while (remaining := until - time.perf_counter()) > 0 and selector.get_map():
         for key, _ in selector.select(remaining):
             if not key.data.read():
                 selector.unregister(key.fileobj)
                 key.data.socket.close()
-                over.append(key.data)
-    return over
+                finished_clients.append(key.data)
+    return finished_clients
 
 
 # Parts
@@ -231,13 +231,13 @@ def rate_over_http(server: Server, texts: int, seconds: float, turn: int) -> tup
         cpu = time.process_time()
         began = time.perf_counter()
         read_for(selector, seconds)
-        took = time.perf_counter() - began
+        elapsed = time.perf_counter() - began
         events = sum(len(client.times) for client in clients) - counted
         cpu = time.process_time() - cpu
         for client in clients:
             client.socket.close()
     time.sleep(0.5)                      # lets the server remove the closed streams' rows
-    return events / took, cpu / took
+    return events / elapsed, cpu / elapsed
 
 
 def peers(checkpoint: Path, dtype: str, args: argparse.Namespace) -> Iterator[dict[str, Any]]:

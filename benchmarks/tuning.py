@@ -100,8 +100,8 @@ def matches(folder: Path, checkpoint: str, questions: Sequence[Pair]) -> float:
 def trained_values(folder: Path, way: str) -> int:
     import torch
 
-    held = torch.load(folder / way / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"]
-    return sum(tensor.numel() for tensor in held.values())
+    tensors = torch.load(folder / way / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"]
+    return sum(tensor.numel() for tensor in tensors.values())
 
 
 def main() -> None:

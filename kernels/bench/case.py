@@ -61,7 +61,7 @@ class BenchCase(ABC):
         SHAPES: default shapes by device; --sweep varies the last size of the first shape.
         SWEEP: default sizes of the last axis for --sweep, by device.
         LAUNCHES: True if launches are counted (profiler.py).
-        numbers: function of the sizes: number of elements of all inputs, results and gradients in memory at the same time.
+        numbers: function of the sizes that returns the number of elements of all inputs, results and gradients.
         baseline: name of the implementation with which all others are compared.
     """
 

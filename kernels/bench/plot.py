@@ -53,16 +53,16 @@ def available() -> bool:
 def draw(folder: Path, reports: Iterable[dict[str, Any]]) -> list[Path]:
     """Writes a figure of every report into `folder`, and returns the files. Prints the reason if a report has no figure."""
     folder.mkdir(parents=True, exist_ok=True)
-    written = []
+    paths = []
     for report in reports:
         name = f"{report['op']}-{report['device']}" + ("" if report["dtype"] == "float32" else f"-{report['dtype']}")
         figure = time_against_size(report)
         if figure is None:
             print(f"{name}: no figure, because fewer than two sizes were measured (--sweep)", file=sys.stderr)
         else:
-            written.append(folder / f"{name}-time.png")
-            figure.savefig(written[-1], dpi=150)
-    return written
+            paths.append(folder / f"{name}-time.png")
+            figure.savefig(paths[-1], dpi=150)
+    return paths
 
 
 def time_against_size(report: dict[str, Any]) -> Any | None:

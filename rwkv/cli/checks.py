@@ -90,12 +90,12 @@ def _example(word: str, schema: type) -> str:
 def close_to(key: str, names: list[str]) -> list[str]:
     """Returns up to three names close to a wrong key: names with the same last part, or else with a similar spelling."""
     last = key.rpartition(".")[2]
-    same = [name for name in names if name.rpartition(".")[2] == last]
-    if same:
-        return get_close_matches(key, same, n=3, cutoff=0.0)
-    whole = get_close_matches(key, names, n=1, cutoff=0.75)
-    if whole:
-        return whole
+    same_leaf = [name for name in names if name.rpartition(".")[2] == last]
+    if same_leaf:
+        return get_close_matches(key, same_leaf, n=3, cutoff=0.0)
+    similar = get_close_matches(key, names, n=1, cutoff=0.75)
+    if similar:
+        return similar
     leaves = get_close_matches(last, [name.rpartition(".")[2] for name in names], n=1, cutoff=0.7)
     candidates = [name for name in names if name.rpartition(".")[2] in leaves]
     return get_close_matches(key, candidates, n=3, cutoff=0.0) or get_close_matches(key, names, n=1)

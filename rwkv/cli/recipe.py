@@ -25,9 +25,9 @@ from rwkv.io.json_types import JsonObject
 from rwkv.io.utf8 import read_text
 
 ENDINGS = (".yaml", ".yml")
-RUN_FILE = "config.yaml"                 # in the directory of a run
-RUN_GROUPS = {"kernel", "model", "data", "optim", "trainer", "logger"}        # groups that the file of every run has
-SINGLE_RUN_OPTIONS = ("out_dir", "resume", "plan")       # options in a run's file that a new run ignores
+RUN_FILE = "config.yaml"                 # name of the recipe in a run's directory
+RUN_GROUPS = {"kernel", "model", "data", "optim", "trainer", "logger"}        # groups in the file of every run
+SINGLE_RUN_OPTIONS = ("out_dir", "resume", "plan")       # a new run ignores these options of a run's file
 REFERENCE = re.compile(r"(\\*)\$\{")      # OmegaConf's interpolation; backslashes escape it
 MAX_DEPTH = 3                            # maximum levels of nesting, more than options have
 DEFAULT = re.compile(r"(?:override\s+)?/?(\w+)")         # a group in an entry of `defaults`
