@@ -11,6 +11,8 @@ PIP := $(BIN)/python -m pip install -q --disable-pip-version-check -c constraint
 OUT ?= gpu-check
 BENCH := $(BIN)/python -m kernels.bench
 RESULTS := benchmarks/results
+GENERATION_1.5B = $(BIN)/python -m benchmarks.generation --generation rwkv7 --shape 24,2048,65536 --dtype bfloat16,int8,int4 \
+	--llama $(LLAMA)/bin/python
 GENERATION := $(BIN)/python -m benchmarks.generation --peers $(PEERS)/bin/python $(if $(RWKV_CPP),--rwkv-cpp $(RWKV_CPP))
 PARALLEL ?= -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 MAIN := conv1d,taichi_v3,reference,torch_scan,taichi_scan,c_v0
@@ -50,6 +52,8 @@ peers: $(PEERS)/installed $(LLAMA)/installed     ## install PyPI's rwkv, transfo
 bench-peers: $(READY_TO_TEST) peers      ## prefill and decoding compared with other programs; RWKV_CPP=FOLDER adds rwkv.cpp
 	$(GENERATION) --json $(RESULTS)/generation-cpu.json
 	$(GENERATION) --generation rwkv7 --llama $(LLAMA)/bin/python --json $(RESULTS)/generation-rwkv7-cpu.json
+	$(GENERATION_1.5B) --json $(RESULTS)/generation-1.5b-cpu.json
+	$(GENERATION_1.5B) --zeros 0.85 --json $(RESULTS)/generation-1.5b-zeros-cpu.json
 	$(BIN)/python -m benchmarks.tables
 
 llama-server: $(LLAMA)/llama-server      ## build llama.cpp's server, for benchmarks/serving.py peers --llama-server: minutes

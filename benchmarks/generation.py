@@ -1,15 +1,18 @@
-"""python -m benchmarks.generation [--generation rwkv7] [--shape L,C,V] [--dtype ...] [--batch 1,8] [--prompt 512] [--json FILE]
+"""python -m benchmarks.generation [--generation rwkv7] [--shape L,C,V] [--zeros FRACTION] [--dtype ...] [--batch 1,8]
+                                [--prompt 512] [--json FILE]
 
 Measures tokens per second of prefill and decode, time to the first token, load time and peak memory for each dtype. Rates are
 compared with two limits, measured in the same run: the bytes that a step must read over this machine's read bandwidth, and the
-model's matrix products alone. The weights are random, because the time does not depend on the values.
+model's matrix products alone. The weights are random. The time depends on the weights in one way, because decoding skips
+weights whose squared-ReLU input is zero. The result has the fraction of zeros, which is about half, or FRACTION with --zeros.
 
 Other programs can be measured on the same weights, with two threads each:
     --peers PYTHON       PyPI's rwkv and, for RWKV-4, transformers, in an environment that has them (make peers)
     --llama PYTHON       llama.cpp, for RWKV-7, in an environment with llama-cpp-python (make peers)
     --rwkv-cpp FOLDER    rwkv.cpp: a checkout that is built (librwkv.so)
 
-For RWKV-7, int8 and int4 also measure GGUF files in Q8_0 and Q4_K_M, whose blocks are multiplied without conversion.
+For RWKV-7, int8 and int4 also measure GGUF files in Q8_0 and Q4_K_M, whose blocks are multiplied without conversion. The blocks
+of Q4_K_M are always random; timemix and llama.cpp multiply by all of them.
 
 Each program and dtype is a process. Processes with the same weight width, such as float32, run alternately, so that only one
 runs at any moment. The last line of standard output is the result as JSON.
@@ -27,7 +30,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from statistics import median
+from statistics import NormalDist, fmean, median
 from typing import Any
 
 import torch
@@ -36,7 +39,7 @@ from torch import Tensor, nn
 
 from benchmarks._gguf import write_q4_k_m
 from benchmarks._main import run_program
-from kernels.arguments import Parser, any_sizes, at_least, existing_folder, path_of, program, sizes_of, some_of
+from kernels.arguments import Parser, any_sizes, at_least, existing_folder, fraction, path_of, program, sizes_of, some_of
 from kernels.bench.results import UnusableFile, output_file, publish
 from kernels.bench.text import aligned
 from kernels.machine import hardware, threads
@@ -77,7 +80,7 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     with tempfile.TemporaryDirectory() as folder:
         shape = args.shape or SHAPES[args.generation]
-        write_files(Path(folder), args, shape)
+        zeros = write_files(Path(folder), args, shape)
         widths = {width: dtype for dtype, width in WIDTHS.items() if dtype in args.dtype}
         rows = []
         for width, dtype in widths.items():
@@ -85,8 +88,9 @@ def main(argv: list[str] | None = None) -> int:
             print(table({"rows": measured}), file=sys.stderr, flush=True)
             rows += measured
     report = {"generation": args.generation, "shape": dict(zip("LCV", shape, strict=True)), "prompt": args.prompt,
-              "rows": rows, "machine": hardware.describe("cpu")}
+              "zeros": zeros, "rows": rows, "machine": hardware.describe("cpu")}
     print(table(report))
+    print(f"squared ReLU: {zeros:.0%} zeros")
     publish(report, args.json)
     return 0
 
@@ -231,14 +235,17 @@ def step_bytes(model: RWKV, dtype: str, B: int) -> float:
     return sum(sizes[name] * bits[name] / 8 for name in sizes if name != "emb.weight") + model.empty_state(B).nbytes()
 
 
-def write_files(folder: Path, args: argparse.Namespace, shape: Sequence[int]) -> None:
-    """Writes a random model in the format of each program. Raises UnusableFile if --rwkv-cpp has no librwkv.so."""
+def write_files(folder: Path, args: argparse.Namespace, shape: Sequence[int]) -> float:
+    """Writes a random model in the format of each program, and returns its zero_fraction.
+
+    Raises UnusableFile if the folder of --rwkv-cpp has no librwkv.so.
+    """
     library = args.rwkv_cpp and next(args.rwkv_cpp.rglob("librwkv.so"), None)
     if args.rwkv_cpp and not library:
         raise UnusableFile(f"{args.rwkv_cpp} contains no librwkv.so: build rwkv.cpp in this folder")
     about = {"generation": args.generation, "rwkv.cpp": str(library)}
     (folder / "model.json").write_text(json.dumps(about), encoding="utf-8")
-    checkpoint = write_checkpoint(folder, args.generation, shape)
+    checkpoint = write_checkpoint(folder, args.generation, shape, args.zeros)
     model = RWKV.from_pretrained(checkpoint)
     if args.peers and args.generation == "rwkv4":
         model.save_pretrained(folder / "huggingface", dtype="float32")
@@ -249,10 +256,14 @@ def write_files(folder: Path, args: argparse.Namespace, shape: Sequence[int]) ->
         write_q4_k_m(folder / "Q8_0.gguf", folder / "Q4_K_M.gguf")
     for name, dtype in GGMF.items() if args.rwkv_cpp else ():
         model.save_pretrained(folder / f"{name}.ggmf", dtype=dtype)
+    return zero_fraction(model)
 
 
-def write_checkpoint(folder: Path, name: str, shape: Sequence[int]) -> Path:
-    """Writes a random model as a .pth in bfloat16, like the published models, and returns its path."""
+def write_checkpoint(folder: Path, name: str, shape: Sequence[int], zeros: float | None = None) -> Path:
+    """Writes a random model as a .pth in bfloat16, like the published models, and returns its path.
+
+    `zeros` is the approximate fraction of squared ReLUs that are zero; None means about half.
+    """
     L, C, V = shape
     torch.manual_seed(0)
     config = ModelConfig(generation=name, n_layer=L, n_embd=C)
@@ -261,8 +272,25 @@ def write_checkpoint(folder: Path, name: str, shape: Sequence[int]) -> Path:
         for parameter in model.parameters():
             if parameter.dim() == 2:
                 parameter.normal_(0, C ** -0.5)
+        if zeros is not None:            # the norm's bias of 1 gives each input of a squared ReLU the mean -shift * C
+            shift = NormalDist(0, 2 ** 0.5).inv_cdf(zeros) / C
+            for block in model.blocks:
+                block.ln2.bias.fill_(1)
+                block.ffn.key.weight.sub_(shift)
     model.save_pretrained(folder / "model.pth", dtype="bfloat16")
     return folder / "model.pth"
+
+
+@torch.inference_mode()
+def zero_fraction(model: RWKV) -> float:
+    """The fraction of the squared ReLUs that are zero, over all layers, for 64 random tokens."""
+    fractions = []
+    hooks = [block.ffn.key.register_forward_hook(lambda *call: fractions.append((call[-1] <= 0).double().mean().item()))
+             for block in model.blocks]
+    prefill(model, torch.randint(model.vocab_size, (1, 64), generator=torch.Generator().manual_seed(0)))
+    for hook in hooks:
+        hook.remove()
+    return fmean(fractions)
 
 
 def table(report: dict[str, Any]) -> str:
@@ -337,6 +365,8 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = Parser("benchmarks.generation", "Speed of prefill and decode.")
     parser.add_argument("--generation", choices=SHAPES, default="rwkv4")
     parser.add_argument("--shape", type=sizes_of("L,C,V"), metavar="L,C,V", help="layers, width, vocabulary")
+    parser.add_argument("--zeros", type=fraction, metavar="FRACTION",
+                        help="make about this fraction of the squared ReLUs zero; 0.8 to 0.9 is usual after training")
     parser.add_argument("--dtype", type=some_of(WIDTHS), default=list(WIDTHS), metavar="NAME,...",
                         help=", ".join(WIDTHS))
     parser.add_argument("--batch", type=any_sizes, default=[1, 8], metavar="B,...")

@@ -4,8 +4,9 @@ Measures variants of a random model in a released shape: the size of the file, t
 first output byte, the memory besides the mapped file (the peak of RssAnon, of which importing torch takes 0.15 GiB), and the
 tokens per second after the first byte. The table shows medians. Runs on Linux only.
 
-    DTYPE        variant: a .safetensors file in this dtype
-    DTYPE/pth    variant: a bfloat16 .pth file, converted to this dtype at each start
+    DTYPE            variant: a .safetensors file in this dtype
+    DTYPE/pth        variant: a bfloat16 .pth file, converted to this dtype at each start
+    DTYPE/convert    variant: `timemix convert` from that .pth to a .safetensors file, with the seconds in total and the memory
 
 The starts alternate with a process that only imports torch and reads the largest file, which is the lower bound. The last line
 of standard output is the result as JSON.
@@ -31,7 +32,8 @@ from kernels.bench.text import aligned
 from kernels.machine import hardware
 from rwkv.checkpoint.files import write_checkpoint
 
-VARIANTS = ("bfloat16", "bfloat16/pth", "int8", "int8/pth", "int4", "int4/pth")
+STARTS = ("bfloat16", "bfloat16/pth", "int8", "int8/pth", "int4", "int4/pth")
+VARIANTS = (*STARTS, "int8/convert", "int4/convert")
 LOWER_BOUND = "import torch, read"
 PROMPT = "The first thing that"
 NEW_TOKENS = 64
@@ -56,7 +58,7 @@ class Start(NamedTuple):
 def main(argv: list[str] | None = None) -> None:
     parser = Parser("benchmarks.in_place", __doc__)
     parser.add_argument("--shape", choices=SHAPES, default="1.5b", metavar="SHAPE", help=f"one of {', '.join(SHAPES)}")
-    parser.add_argument("--variants", type=some_of(VARIANTS), default=VARIANTS, metavar="VARIANT,...",
+    parser.add_argument("--variants", type=some_of(VARIANTS), default=STARTS, metavar="VARIANT,...",
                         help=f"some of {', '.join(VARIANTS)}")
     parser.add_argument("--repeats", type=at_least(1), default=3, metavar="N")
     parser.add_argument("--tokens", type=at_least(2), default=NEW_TOKENS, metavar="N", help="tokens of each text")
@@ -74,8 +76,9 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _write(folder: Path, shape: str, variant: str) -> Path:
-    """Writes the file of a variant, and returns its path. All variants with /pth share one file."""
+    """Writes the file that a variant reads, and returns its path. All variants with a suffix share one .pth file."""
     dtype, _, suffix = variant.partition("/")
+    suffix = suffix and "pth"
     path = folder / (f"model.{suffix}" if suffix else f"{dtype}.safetensors")
     if not path.exists():
         write_checkpoint(random_checkpoint(shape), path, None if suffix else dtype)
@@ -90,8 +93,15 @@ def _measure(files: dict[str, Path], folder: Path, repeats: int, tokens: int) ->
     for turn in range(repeats + 1):      # the first start fills the caches
         measured = {LOWER_BOUND: _measure_start(read, folder, 0, 0)}
         for variant, file in files.items():
+            dtype, _, suffix = variant.partition("/")
+            if suffix == "convert":
+                target = folder / "converted.safetensors"
+                target.unlink(missing_ok=True)
+                convert = [sys.executable, "-m", "rwkv.tools.convert", str(file), str(target), "--dtype", dtype]
+                measured[variant] = _measure_start(convert, folder, 0, 0, wait=True)
+                continue
             generate = [sys.executable, "generate.py", f"checkpoint={file}", "tokenizer=world", f"prompt={PROMPT}",
-                        f"max_new_tokens={tokens}", f"dtype={variant.partition('/')[0]}", "device=cpu"]
+                        f"max_new_tokens={tokens}", f"dtype={dtype}", "device=cpu"]
             measured[variant] = _measure_start(generate, folder, len(PROMPT), tokens)
         if turn:
             for variant, start in measured.items():
@@ -105,15 +115,18 @@ def _summary(file: Path | None, starts: list[Start]) -> dict[str, float]:
             "beside_file_gib": median(memory) / GIB, "tokens_per_second": median(speeds)}
 
 
-def _measure_start(command: list[str], home: Path, echoed: int, tokens: int) -> Start:
+def _measure_start(command: list[str], home: Path, echoed: int, tokens: int, wait: bool = False) -> Start:
     """Runs a command to its end, and returns its measurements.
 
-    `echoed` is the number of bytes that the command prints before the generated text.
+    Args:
+        echoed: number of bytes that the command prints before the generated text.
+        wait: True if first_byte is the time to the end of the command.
     """
     environment = os.environ | {"HOME": str(home)}
     began = time.perf_counter()
     first = last = read = peak = 0.0
-    with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+    with (tempfile.TemporaryFile() as errors,
+          subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=errors) as process):
         assert process.stdout is not None
         os.set_blocking(process.stdout.fileno(), False)
         while process.poll() is None:
@@ -124,9 +137,11 @@ def _measure_start(command: list[str], home: Path, echoed: int, tokens: int) -> 
                 first = first or (last if read > echoed else 0.0)
             peak = max(peak, _anonymous_bytes(process.pid))
             time.sleep(INTERVAL)
-        errors = process.stderr.read() if process.stderr else b""
-    if process.returncode or not first:
-        sys.exit(f"the command printed no output: {' '.join(command)}\n{errors.decode(errors='replace')}")
+        if process.returncode or not (first or wait):
+            errors.seek(0)
+            sys.exit(f"the command printed no output: {' '.join(command)}\n{errors.read().decode(errors='replace')}")
+    if wait:
+        return Start(time.perf_counter() - began, int(peak))
     return Start(first - began, int(peak), (tokens - 1) / (last - first) if last > first else 0.0)
 
 

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from benchmarks._main import run_program
-from benchmarks.generation import PEER_FORMATS, WIDTHS
+from benchmarks.generation import IN_BLOCKS, PEER_FORMATS, WIDTHS
 from kernels.arguments import Parser
 from kernels.bench.results import FOLDER, Report, read_json
 from kernels.bench.text import filled, markdown
@@ -36,18 +36,20 @@ def caption(report: Report) -> str:
 
 def generation(report: Report) -> str:
     """Makes a table of tokens per second by task and dtype: timemix, its percentages of two limits, and each peer's best."""
+    widths = WIDTHS | {name: width for width, name in IN_BLOCKS.items()}
     peers = list(dict.fromkeys(row["of"] for row in report["rows"] if row["of"] != "timemix"))
     table = [["tokens/s", "dtype", "timemix", "of the read bandwidth", "of the matrix products", *peers, "first token s",
               "peak MiB"]]
     ours = [row for row in report["rows"] if row["of"] == "timemix"]
     for row in sorted(ours, key=lambda row: str(row["what"])):
-        formats = PEER_FORMATS[WIDTHS[row["dtype"]]]
+        formats = PEER_FORMATS[widths[row["dtype"]]]
         theirs = [[other for other in report["rows"] if other["of"] == peer and other["what"] == row["what"]
                    and other["dtype"] in formats.get(peer, [])] for peer in peers]
         table.append([row["what"], row["dtype"], f"{row['tokens_per_s']:.0f}",
                       *(f"{row['tokens_per_s'] / row[limit]:.0%}" if limit in row else "" for limit in ("read", "products")),
                       *map(_fastest, theirs), f"{row['first_token_s']:.2f}", f"{row['peak_mib']:.0f}"])
-    return markdown(table)
+    zeros = f"Of the squared ReLUs {report['zeros']:.0%} are zero.\n\n" if "zeros" in report else ""
+    return zeros + markdown(table)
 
 
 def _fastest(rows: list[Report]) -> str:
@@ -161,6 +163,7 @@ def tokenization(report: Report, table: Callable[..., str] = markdown) -> str:
 TABLES: dict[str, tuple[str, Callable[[Report], str]]] = {
     "generation": ("generation-cpu*.json", generation),
     "generation of RWKV-7": ("generation-rwkv7-cpu*.json", generation),
+    "generation of 1.5b": ("generation-1.5b*.json", generation),
     "serving": ("serving-peers-cpu.json", serving),
     "training": ("training-cpu.json", training), "generations": ("generations-cpu.json", generations),
     "positions": ("positions-cpu.json", positions),

@@ -69,6 +69,13 @@ def above_zero(text: str) -> float:
     return number
 
 
+def fraction(text: str) -> float:
+    number = above_zero(text)
+    if number >= 1:
+        raise ArgumentTypeError(f"must be less than 1; got {text!r}")
+    return number
+
+
 def any_sizes(text: str) -> tuple[int, ...]:
     try:
         return tuple(at_least(1)(size) for size in text.split(","))

@@ -1,1 +1,1 @@
-"""Conversations as text: chat templates and tool calls, for training data, the server and the terminal chat."""
+"""Turns conversations into text and back, with chat templates and tool calls, for training data, the server and the chat."""

@@ -1,13 +1,14 @@
-"""Encodes rendered conversations. A special token's name becomes that token if the template wrote it, but remains text if it is
-in a message.
+"""Encodes rendered conversations as token ids.
+
+The name of a special token becomes that token if the template has written the name, but remains text if a message contains it.
 
     template = for_tokenizer(template, tokenizer)
     ids, = encode(tokenizer, [template.render(messages)])
 
-In rendered text, the names that the template wrote look the same as those in messages. So the template from for_tokenizer marks
-the names in messages before it renders them: it replaces the names by random characters that nobody can have typed, and
-`encode` and `without_marks` restore them. Besides whole names, the template marks parts of names at the beginning or end of a
-message, which could be joined into a whole name.
+In rendered text, names from the template look the same as names from messages. So the template from for_tokenizer marks the
+names in messages before rendering: each name is replaced by random characters that nobody can have typed. `encode` and
+`without_marks` restore the names. Besides whole names, the template marks parts of names at the beginning or end of a message,
+because rendering could join two parts into a whole name.
 """
 
 import re
@@ -30,9 +31,9 @@ ENDS_MARKED = re.compile(rf"{MARK.pattern}\s*\Z")
 
 
 def for_tokenizer(template: ChatTemplate, tokenizer: Tokenizer) -> ChatTemplate:
-    """The template or, if the tokenizer has special tokens, a version of it whose rendered text has marks for `encode`.
+    """Returns a MarkingTemplate if the tokenizer has special tokens, and otherwise the template itself.
 
-    With the World tokenizer, bos_token of a jinja2 template is end_of_text, because World uses one token for both.
+    With the World tokenizer, bos_token of a jinja2 template is set to end_of_text, because World uses one token for both.
     """
     if tokenizer.kind == "world" and isinstance(template, JinjaTemplate):
         template.begin_with_end_of_text()
@@ -40,10 +41,10 @@ def for_tokenizer(template: ChatTemplate, tokenizer: Tokenizer) -> ChatTemplate:
 
 
 def encode(tokenizer: Tokenizer, parts: Sequence[str], before: str = "") -> list[list[int]]:
-    """The token ids of each part of a text that a template from for_tokenizer rendered. END becomes the end-of-text token.
+    """Returns the token ids of each part of a text that a template from for_tokenizer has rendered.
 
-    Each part is encoded separately, like a prompt, but no space is added at the beginning of a part that continues a text.
-    before: the text that precedes the parts. Raises UserError as the tokenizer does.
+    END becomes the end-of-text token. Each part is encoded separately, like a prompt, but no space is added at the beginning of
+    a part that continues a text. `before` is the text that precedes the parts. Raises UserError as the tokenizer does.
     """
     return encode_each(tokenizer, [parts], before)[0]
 
@@ -59,20 +60,17 @@ def encode_each(tokenizer: Tokenizer, texts: Sequence[Sequence[str]], before: st
 
 
 class _Piece(NamedTuple):
-    """A piece of text to encode. within: whether it continues a text. skip: how many of its first ids are dropped. ends: ids to
-    put before the piece's ids."""
-
     text: str
-    within: bool = False
-    skip: int = 0
-    ends: tuple[int, ...] = ()
+    within: bool = False                 # True if the piece continues a text
+    skip: int = 0                        # the number of first ids to drop
+    ends: tuple[int, ...] = ()           # ids to put before the ids of the piece
 
 
 def _pieces(tokenizer: Tokenizer, parts: Sequence[str], before: str) -> Iterator[list[_Piece]]:
-    last = _with_private_names(tokenizer, before.rpartition(END)[2])
+    last = _use_private_names(tokenizer, before.rpartition(END)[2])
     for part in parts:
-        first, *rest = [_with_private_names(tokenizer, text) for text in part.split(END)]
-        pieces = _after(tokenizer, last, first)
+        first, *rest = [_use_private_names(tokenizer, text) for text in part.split(END)]
+        pieces = _pieces_after(tokenizer, last, first)
         last = first or last
         for text in rest:
             pieces.append(_Piece(text, ends=(tokenizer.end_of_text,)))
@@ -80,8 +78,11 @@ def _pieces(tokenizer: Tokenizer, parts: Sequence[str], before: str) -> Iterator
         yield pieces
 
 
-def _after(tokenizer: Tokenizer, before: str, text: str) -> list[_Piece]:
-    """Cuts `text` into pieces whose ids continue the ids of `before`. A tokenizer may add a space after a special token."""
+def _pieces_after(tokenizer: Tokenizer, before: str, text: str) -> list[_Piece]:
+    """Cuts `text` into pieces whose ids continue the ids of `before`.
+
+    Cutting is necessary because a tokenizer may add a space after a special token.
+    """
     if not (tokenizer.adds_space and before and text):
         return [_Piece(text)]
     names = [*tokenizer.private.values()]
@@ -92,30 +93,30 @@ def _after(tokenizer: Tokenizer, before: str, text: str) -> list[_Piece]:
     return [_Piece(text[:place], within=True), _Piece(text[place:])]
 
 
-def _with_private_names(tokenizer: Tokenizer, rendered: str) -> str:
-    """The text without marks, and with the tokenizer's private names for the special tokens that the template wrote."""
+def _use_private_names(tokenizer: Tokenizer, rendered: str) -> str:
+    """Removes the marks, and replaces special tokens' names from the template by the tokenizer's private names."""
     private = tokenizer.private
     if not private:
         return rendered
     pattern = _patterns(tuple(private)).mark_or_name
-    return pattern.sub(lambda match: _unmarked(match) if match[1] else private[match[0]], rendered)
+    return pattern.sub(lambda match: _unmark(match) if match[1] else private[match[0]], rendered)
 
 
 def written(rendered: str) -> str:
-    """A rendered text as it is shown to a user, without marks and END."""
+    """Returns a rendered text as a user sees it, without marks and without END, which stands for the end-of-text token."""
     return without_marks(rendered).replace(END, "")
 
 
 def without_marks(rendered: str) -> str:
-    return MARK.sub(_unmarked, rendered)
+    return MARK.sub(_unmark, rendered)
 
 
 def marked(tokenizer: Tokenizer, value: Any) -> Any:
-    """The JSON value, with the names of special tokens in its strings marked as text."""
+    """Returns the JSON value with the names of special tokens in all strings marked as text."""
     if not tokenizer.special:
         return value
     if isinstance(value, str):
-        return _marked(value, _patterns(tuple(tokenizer.special)))
+        return _mark_names(value, _patterns(tuple(tokenizer.special)))
     if isinstance(value, Mapping):
         return {marked(tokenizer, key): item if key == "role" and item in (*ROLES,) else marked(tokenizer, item)
                 for key, item in value.items()}
@@ -123,13 +124,15 @@ def marked(tokenizer: Tokenizer, value: Any) -> Any:
 
 
 def shown(tokenizer: Tokenizer, ids: Sequence[int], after: Sequence[int] = ()) -> str:
-    """The text of `ids` as it is shown to a user, with the names of special tokens. after: the ids that precede them."""
+    """Decodes `ids` for a user, with the names of special tokens. `after` holds the ids that precede `ids`."""
     names = {index: name for name, index in tokenizer.special.items()}
     decoder = tokenizer.decoder(after)
     return "".join(decoder.flush() + names[token] if token in names else decoder.push(token) for token in ids) + decoder.flush()
 
 
 class MarkingTemplate(ChatTemplate):
+    """Renders with another template, and marks the names of special tokens in messages (see the top of this file)."""
+
     def __init__(self, template: ChatTemplate, tokenizer: Tokenizer) -> None:
         self.name = template.name
         self.definition = template.definition
@@ -142,7 +145,7 @@ class MarkingTemplate(ChatTemplate):
 
     def render(self, messages: Sequence[Message], add_generation_prompt: bool = True,
                tools: Tools = None, think: Think = False, effort: str | None = None) -> str:
-        messages = check_messages(messages)              # before marking, so that errors show the original text
+        messages = check_messages(messages)              # precedes marking, so that errors show the original text
         with _errors_without_marks():
             return self._template.render(marked(self._tokenizer, messages), add_generation_prompt,
                                          marked(self._tokenizer, tools), think, effort)
@@ -165,30 +168,27 @@ def _errors_without_marks() -> Iterator[None]:
 
 
 class _Patterns(NamedTuple):
-    """Patterns for the names of special tokens. name: a whole name. mark_or_name: a mark or a whole name. start: the last part
-    of a name, at the beginning of a text. end: the first part of a name, at the end of a text."""
-
-    name: re.Pattern[str]
-    mark_or_name: re.Pattern[str]
-    start: re.Pattern[str]
-    end: re.Pattern[str]
+    name: re.Pattern[str]                # matches a whole name
+    mark_or_name: re.Pattern[str]        # matches a mark or a whole name
+    start: re.Pattern[str]               # matches the last part of a name at the beginning of a text
+    end: re.Pattern[str]                 # matches the first part of a name at the end of a text
 
 
 @lru_cache
 def _patterns(names: tuple[str, ...]) -> _Patterns:
     cuts = [(name[:cut], name[cut:]) for name in names for cut in range(1, len(name))]
-    first_parts = _either(first for first, _ in cuts if not first.isalnum())         # else most words would be marked
-    last_parts = _either(last for _, last in cuts if not last.isalnum())
-    return _Patterns(re.compile(_either(names)), re.compile(f"{MARK.pattern}|{_either(names)}"),
+    first_parts = _alternatives(first for first, _ in cuts if not first.isalnum())       # letters alone would match most words
+    last_parts = _alternatives(last for _, last in cuts if not last.isalnum())
+    return _Patterns(re.compile(_alternatives(names)), re.compile(f"{MARK.pattern}|{_alternatives(names)}"),
                      re.compile(rf"\s*(?!{SECRET})({last_parts})"), re.compile(rf"({first_parts})\s*\Z"))
 
 
-def _either(texts: Iterable[str]) -> str:
-    """A pattern that matches the longest possible of the texts; without texts it matches nothing."""
+def _alternatives(texts: Iterable[str]) -> str:
+    """Returns a pattern that matches the longest possible of the texts. Without texts, the pattern matches nothing."""
     return "|".join(map(re.escape, sorted({*texts}, key=lambda text: (-len(text), text)))) or r"(?!)"
 
 
-def _marked(text: str, patterns: _Patterns) -> str:
+def _mark_names(text: str, patterns: _Patterns) -> str:
     text = patterns.name.sub(lambda name: _mark(name[0]), text)
     if name := patterns.start.match(text):
         text = f"{text[:name.start(1)]}{_mark(name[1])}{text[name.end(1):]}"
@@ -198,9 +198,9 @@ def _marked(text: str, patterns: _Patterns) -> str:
 
 
 def _mark(text: str) -> str:
-    """The mark for `text`. It consists of letters and digits, which templates and JSON do not change."""
+    # A mark has only letters and digits, because templates and JSON do not change these
     return f"{SECRET}{''.join(f'{ord(character):06x}' for character in text)}z"
 
 
-def _unmarked(mark: re.Match[str]) -> str:
+def _unmark(mark: re.Match[str]) -> str:
     return "".join(chr(int(mark[1][place:place + 6], 16)) for place in range(0, len(mark[1]), 6))

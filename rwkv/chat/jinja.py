@@ -1,4 +1,4 @@
-"""Chat templates in jinja2, with the conventions of the transformers library (apply_chat_template), rendered in a sandbox."""
+"""Renders chat templates in jinja2, in a sandbox, with the conventions of transformers' apply_chat_template."""
 
 import json
 import re
@@ -14,7 +14,7 @@ from rwkv.chat.template import END, ChatTemplate, Part
 from rwkv.chat.thoughts import Think, begun_by, with_hint
 from rwkv.errors import UserError
 
-WORLD_END = "<|rwkv_tokenizer_end_of_text|>"             # in templates of flash-linear-attention's checkpoints
+WORLD_END = "<|rwkv_tokenizer_end_of_text|>"             # occurs in flash-linear-attention's templates
 
 A_TOOL = {"type": "function", "function": {"name": "a_name", "description": "A tool.", "parameters": {}}}
 SYSTEM: Message = {"role": "system", "content": "Answer."}
@@ -30,46 +30,47 @@ THOUGHTS_PROMPT = re.compile(r"(\n\nAssistant: ?|\nBot✿)<think>?\s*\Z")  # how
 
 
 class TemplateLimit(UserError):
-    """A template took too much time or memory (rwkv/chat/sandbox.py)."""
+    """Raised if a template takes too much time or memory (rwkv/chat/sandbox.py)."""
 
 
 @contextmanager
-def _refusals_ignored() -> Iterator[None]:
+def _ignore_refusals() -> Iterator[None]:
     try:
         yield
-    except TemplateLimit:                # further attempts would take as long
+    except TemplateLimit:                # is not ignored, because further attempts would take as long
         raise
     except UserError:
         pass
 
 
 class Ending(NamedTuple):
-    """What a template writes after an answer.
+    """The texts that a template writes after an answer."""
 
-    closed: the text after an answer that is the last turn. end: the text between an answer and the next turn, whatever the next
-    turn's role. prompt: the prompt for another answer, if the template writes one at the end of `closed` even when none is
-    requested; otherwise "". stop: as in ChatTemplate.
-    """
-
-    closed: str
-    end: str
-    prompt: str
-    stop: tuple[str, ...]
+    closed: str                          # the text after an answer that is the last turn
+    end: str                             # the text between an answer and the next turn, whatever the role of the next turn
+    prompt: str                          # the prompt that some templates write at the end of `closed` without a request, or ""
+    stop: tuple[str, ...]                # stop strings, as in ChatTemplate
 
 
 class JinjaTemplate(ChatTemplate):
-    """A jinja2 template. Its variables are messages, add_generation_prompt, tools, bos_token, eos_token, enable_thinking (from
-    `think`) and, if there is an `effort`, reasoning_effort.
+    """Renders conversations with a jinja2 template.
 
-    bos_token is empty, because no end_of_text precedes a prompt; after begin_with_end_of_text() it is END. eos_token is END.
-    Some published templates contain the name of World's token 0 instead, which is replaced by END. The template in
-    rwkv-rs/transformers-rwkv, temp/rwkv_chat_template.jinja, needs two more variables: rwkv_generation_prompt is open_think if
-    enable_thinking is true, otherwise fake_think; and a tool message has rwkv_json_content, its content parsed as JSON.
+    The template's variables are messages, add_generation_prompt, tools, bos_token, eos_token, enable_thinking (from `think`)
+    and, if there is an `effort`, reasoning_effort. bos_token is empty, because no end_of_text precedes a prompt, but becomes
+    END after begin_with_end_of_text(). eos_token is END. Some published templates contain the name of World's token 0 instead.
+    This name is replaced by END.
+
+    The template in rwkv-rs/transformers-rwkv, temp/rwkv_chat_template.jinja, requires two more variables.
+    rwkv_generation_prompt is open_think if enable_thinking is true, and otherwise fake_think. The rwkv_json_content of a tool
+    message is the content parsed as JSON.
     """
 
     def __init__(self, text: str, name: str, tool_use: str | None = None) -> None:
-        """text: the template's source. tool_use: the source of the template for conversations with tools; None if `text` serves
-        these, too."""
+        """Compiles the template `text`, and renders small conversations to find which form of content the template expects.
+
+        `tool_use` is the source of a separate template for conversations with tools, if there is one. Raises UserError if the
+        template cannot be used.
+        """
         from jinja2 import TemplateError
 
         from rwkv.chat.sandbox import LimitReached, Sandbox, limited
@@ -85,22 +86,22 @@ class JinjaTemplate(ChatTemplate):
         except (TemplateError, LimitReached, RecursionError, MemoryError) as error:
             raise UserError(f"the chat template {name} is not a jinja2 template: {error}") from None
         if not re.search(r"\bmessages\b", text):
-            raise UserError(f"the chat template {name} does not use `messages`, so the model would not see the conversation: "
-                            "is it a jinja2 template?")
-        self._opening: list[Message] = []                # turns that the template requires before the first user turn
-        self._in_parts: frozenset[str] = frozenset()     # roles whose content must be a list of parts
-        self._unread: frozenset[str] = frozenset()       # roles whose content the template may drop
-        self._find_form()
+            raise UserError(f"the chat template {name} does not use `messages`, so the model would not see the conversation. "
+                            "Use a jinja2 template")
+        self._opening: list[Message] = []                # the template requires these turns before a user turn
+        self._roles_in_parts: frozenset[str] = frozenset()               # their content must be a list of parts
+        self._dropped_roles: frozenset[str] = frozenset()                # the template may drop their content
+        self._find_content_forms()
         self._ending = self._ending_after(self._opening)
         self.stop = self._ending.stop
         if self.supports_tools:
-            with _refusals_ignored():    # turns may have a different format in conversations with tools
+            with _ignore_refusals():     # turns may have a different format in conversations with tools
                 tool_stops = self._ending_after(self._opening, [A_TOOL]).stop
                 self.stop += tuple(stop for stop in tool_stops if stop not in self.stop)
             self.call_start = self._find_call_start()
-        if self._in_parts:               # so that cached tokens of the other format are not used
-            self.definition += f", parts: {sorted(self._in_parts)}"
-        self._tool_use: JinjaTemplate | UserError | None = None  # an error is raised on the first use
+        if self._roles_in_parts:         # changes the definition, so that cached tokens of the other format are not used
+            self.definition += f", parts: {sorted(self._roles_in_parts)}"
+        self._tool_use: JinjaTemplate | UserError | None = None          # an error is raised only when the template is used
         if tool_use is not None:
             try:
                 self._tool_use = JinjaTemplate(tool_use, f"{name} (tool_use)")
@@ -112,54 +113,54 @@ class JinjaTemplate(ChatTemplate):
             self.call_start = self._tool_use.call_start
             self.stop += tuple(stop for stop in self._tool_use.stop if stop not in self.stop)
 
-    def _find_form(self) -> None:
-        """Finds, for each role, whether the template expects content as a string or as a list of parts. Raises UserError if it
-        writes the user's text in neither form."""
-        refused = None
+    def _find_content_forms(self) -> None:
+        """Finds for each role if the template expects content as a string or as a list of parts.
+
+        Raises UserError if the template writes the user's text in neither form.
+        """
+        refusal = None
         lost = False
         for opening, in_parts in product(([], [SYSTEM]), (frozenset[str](), frozenset(ROLES), frozenset({"user"}))):
             self._opening = [*opening]
             try:
-                lost = self._loses("user", in_parts, [*opening, QUESTION], [*opening, QUESTION, ANSWER])
+                lost = self._loses_text("user", in_parts, [*opening, QUESTION], [*opening, QUESTION, ANSWER])
             except TemplateLimit:
                 raise
             except UserError as error:
-                refused = refused or error
+                refusal = refusal or error
                 continue
             if not lost:
                 break
         else:
-            if not lost and refused is not None:
-                raise refused
-            raise UserError(f"the chat template {self.name} must write each message's "
-                            'content, which is a string or a list of parts, {"type": "text", "text": "..."}')
+            if not lost and refusal is not None:
+                raise refusal
+            raise UserError(f"the chat template {self.name} does not write the content of messages: the template must accept "
+                            'a string or a list of parts, {"type": "text", "text": "..."}')
         talk = [*self._opening, QUESTION]
-        self._find_role_form("assistant", [*talk, ANSWER], [*talk, ANSWER, QUESTION])
-        self._find_role_form("system", [INSTRUCTIONS], [INSTRUCTIONS, QUESTION], [INSTRUCTIONS, QUESTION, ANSWER])
-        self._find_role_form("tool", [*talk, CALL, RESULT], [*talk, CALL, RESULT, ANSWER])
+        self._find_role_content("assistant", [*talk, ANSWER], [*talk, ANSWER, QUESTION])
+        self._find_role_content("system", [INSTRUCTIONS], [INSTRUCTIONS, QUESTION], [INSTRUCTIONS, QUESTION, ANSWER])
+        self._find_role_content("tool", [*talk, CALL, RESULT], [*talk, CALL, RESULT, ANSWER])
 
-    def _find_role_form(self, role: str, *talks: Sequence[Message]) -> None:
-        """As _find_form, but for another role. If the template writes the role's text in neither form, the role is added to
-        _unread."""
+    def _find_role_content(self, role: str, *talks: Sequence[Message]) -> None:
+        """Finds the form of the content of one role. Adds the role to _dropped_roles if the template writes neither form."""
         unread = False
-        previous = self._in_parts
+        previous = self._roles_in_parts
         for in_parts in (previous, previous ^ {role}):
-            with _refusals_ignored():    # if the template refuses the role, rendering it will say so
-                unread = self._loses(role, in_parts, *talks)
+            with _ignore_refusals():     # rendering reports a role that the template refuses
+                unread = self._loses_text(role, in_parts, *talks)
                 if not unread:
                     return
-        self._in_parts = previous - {role}
+        self._roles_in_parts = previous - {role}
         if unread:
-            self._unread |= {role}
+            self._dropped_roles |= {role}
 
-    def _loses(self, role: str, in_parts: frozenset[str], *talks: Sequence[Message]) -> bool:
-        """Whether the role's text is missing or changed in all rendered talks. in_parts: the roles whose content is a list of
-        parts.
+    def _loses_text(self, role: str, in_parts: frozenset[str], *talks: Sequence[Message]) -> bool:
+        """Returns True if the role's text is missing or changed in all rendered talks.
 
-        Raises UserError if the template refuses all talks.
+        `in_parts` has the roles whose content is a list of parts. Raises UserError if the template refuses all talks.
         """
-        self._in_parts = in_parts
-        refused = None
+        self._roles_in_parts = in_parts
+        refusal = None
         lost = False
         for talk in talks:
             try:
@@ -168,17 +169,17 @@ class JinjaTemplate(ChatTemplate):
             except TemplateLimit:
                 raise
             except UserError as error:
-                refused = error
+                refusal = error
                 continue
             lost = True
             if all(message["content"] in text for message in talk if message["role"] == role) and not PART.search(text):
                 return False
-        if refused is not None and not lost:
-            raise refused
+        if refusal is not None and not lost:
+            raise refusal
         return lost
 
-    def _select(self, messages: Sequence[Message], tools: Tools) -> "JinjaTemplate":
-        """The template for this conversation: tool_use, if there is one and the conversation has tools, calls or results."""
+    def _select_template(self, messages: Sequence[Message], tools: Tools) -> "JinjaTemplate":
+        """Returns the tool_use template if it exists and the conversation has tools, calls or results; otherwise self."""
         has_calls = any(message["role"] == "tool" or message.get("tool_calls") for message in messages)
         if self._tool_use is None or not (tools or has_calls):
             return self
@@ -193,7 +194,7 @@ class JinjaTemplate(ChatTemplate):
         if tools and not self.supports_tools:
             raise UserError(f"tools: {self.no_tools}")
         messages = check_messages(messages)
-        template = self._select(messages, tools)
+        template = self._select_template(messages, tools)
         if template is not self:
             return template.render(messages, add_generation_prompt, tools, think, effort)
         if think is not True:
@@ -209,26 +210,26 @@ class JinjaTemplate(ChatTemplate):
         return bool(THOUGHTS_PROMPT.search(self._short_prompt(True)))
 
     def begin_with_end_of_text(self) -> None:
-        """Sets bos_token to END, for a tokenizer that uses one token for both the beginning and the end of a text."""
+        """Sets bos_token to END, for a tokenizer that uses one token for the beginning and the end of a text."""
         self._bos_token = END
         if isinstance(self._tool_use, JinjaTemplate):
             self._tool_use.begin_with_end_of_text()
 
     def _require_read(self, messages: Sequence[Message], tools: Tools) -> None:
-        """Raises UserError for a message that the template drops. Only roles in _unread are checked."""
+        """Raises UserError for a message whose content the template drops. Only the roles in _dropped_roles are checked."""
         for i, message in enumerate(messages):
-            if message["role"] not in self._unread or not message["content"]:
+            if message["role"] not in self._dropped_roles or not message["content"]:
                 continue
             empty = [*messages[:i], {**message, "content": ""}, *messages[i + 1:]]
             if self._render(messages, False, tools) == self._render(empty, False, tools):
                 raise UserError(f"messages[{i}]: the chat template {self.name} drops the content of messages with the role "
-                                f"{message['role']}, so the model would not see it")
+                                f"{message['role']}, so the model would not see this content")
 
     def answer_start(self, think: Think = False) -> str:
         start = begun_by(self._short_prompt(think is True))
         closed = "</think" in start
         if think == "fake" and not closed:
-            raise UserError(f"think=fake: the chat template {self.name} cannot write empty thoughts; use think=true or false")
+            raise UserError(f"think=fake: the chat template {self.name} cannot write empty thoughts. Use think=true or false")
         if think is True and (closed or not self.thinks):
             raise UserError(f"think: the chat template {self.name} does not support thoughts")
         return start
@@ -237,10 +238,13 @@ class JinjaTemplate(ChatTemplate):
         return self._render([*self._opening, {"role": "user", "content": "A question."}], True, None, think)
 
     def parts(self, messages: Sequence[Message], tools: Tools = None) -> list[Part]:
-        """As ChatTemplate.parts. An answer is the text that the template writes after the prompt for an answer, up to and
-        including eos_token if the template writes one. Text after eos_token is not learnt."""
+        """Returns the parts that ChatTemplate.parts describes.
+
+        An answer is the text that the template writes after the prompt for an answer, up to and including eos_token if the
+        template writes one. Text after eos_token is not learnt.
+        """
         messages = check_messages(messages)
-        template = self._select(messages, tools)
+        template = self._select_template(messages, tools)
         if template is not self:
             return template.parts(messages, tools)
         whole = self.render(messages, False, tools)
@@ -249,7 +253,7 @@ class JinjaTemplate(ChatTemplate):
         for i, message in enumerate(messages):
             if not is_learnt(message, f"messages[{i}]"):
                 continue
-            begin, end = self._place(whole, messages, i, tools)
+            begin, end = self._answer_span(whole, messages, i, tools)
             if begin < done:
                 raise self._not_found(i)
             eos = whole.rfind(END, begin, end)
@@ -258,8 +262,8 @@ class JinjaTemplate(ChatTemplate):
             done = end
         return [part for part in [*parts, (whole[done:], False)] if part[0]]
 
-    def _place(self, whole: str, messages: Sequence[Message], i: int, tools: Tools) -> tuple[int, int]:
-        """The start and end offsets of answer i in the whole text. The prompt before it may or may not ask for thoughts."""
+    def _answer_span(self, whole: str, messages: Sequence[Message], i: int, tools: Tools) -> tuple[int, int]:
+        """Returns the start and end offsets of answer i in the whole text. The prompt before it may ask for thoughts."""
         after = whole
         if i + 1 < len(messages):
             alone = self._render(messages[:i + 1], False, tools)
@@ -272,9 +276,9 @@ class JinjaTemplate(ChatTemplate):
         raise self._not_found(i)
 
     def _not_found(self, i: int) -> UserError:
-        return UserError(f"messages[{i}]: the chat template {self.name} must write this answer directly after its prompt, and "
-                         "later messages must not change it; otherwise a model cannot learn it. To exclude this answer from "
-                         "learning, give it \"weight\": 0")
+        return UserError(f"messages[{i}]: a model cannot learn this answer, because the chat template {self.name} does not "
+                         "write the answer directly after the prompt, or changes the answer when more messages follow. To "
+                         "exclude this answer from learning, set \"weight\": 0 in the message")
 
     def _render(self, messages: Sequence[Message], prompt: bool, tools: Tools, think: bool = False,
                 effort: str | None = None) -> str:
@@ -289,7 +293,7 @@ class JinjaTemplate(ChatTemplate):
                 message["rwkv_json_content"] = message["content"]
                 with suppress(ValueError, RecursionError):
                     message["rwkv_json_content"] = json.loads(message["content"])
-            if message["role"] in self._in_parts:
+            if message["role"] in self._roles_in_parts:
                 message["content"] = [{"type": "text", "text": message["content"]}]
         variables = {"messages": turns, "add_generation_prompt": prompt, "tools": tools or None, "bos_token": self._bos_token,
                      "eos_token": END, "enable_thinking": think,
@@ -304,29 +308,28 @@ class JinjaTemplate(ChatTemplate):
         except (LimitReached, MemoryError) as error:
             raise TemplateLimit(f"the chat template {self.name} cannot be rendered: {error}") from None
         except (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
-            # errors of the template itself, including raise_exception
+            # these errors come from the template's code, for example from raise_exception
             raise UserError(f"the chat template {self.name} refuses the conversation: {error}") from None
 
     def _ending_after(self, talk: Sequence[Message], tools: Tools = None) -> Ending:
-        """The template's Ending, found by rendering small conversations: their answer is followed by nothing, by a prompt or by
-        a question."""
+        """Finds the template's Ending by rendering small conversations, which end with an answer, a prompt or a question."""
         answer = "An answer that no template contains."
         question = "Another question."
         talk = [*talk, {"role": "user", "content": "A question."}, {"role": "assistant", "content": answer}]
         text = self._render(talk, False, tools)
         closed = text.partition(answer)[2]
         prompted = between = ""
-        with _refusals_ignored():        # some templates do not allow a prompt after an answer
+        with _ignore_refusals():         # some templates do not allow a prompt after an answer
             prompted = self._render(talk, True, tools).partition(answer)[2]
-        with _refusals_ignored():
+        with _ignore_refusals():
             longer = self._render([*talk, {"role": "user", "content": question}], False, tools)
             between = longer.partition(answer)[2].partition(question)[0]
-        end = _end(text, closed, prompted, between)
-        stop = _stop(end, between)
+        end = _answer_end(text, closed, prompted, between)
+        stop = _stop_strings(end, between)
         if end.startswith(closed) and not end.strip():
-            end = closed                 # only the white space that ends a conversation
+            end = closed                 # is only the white space that ends a conversation
         elif closed != prompted and not (end and closed.startswith(end)) and not end.startswith(closed):
-            stop = (*stop, *_stop(closed, ""))
+            stop = (*stop, *_stop_strings(closed, ""))
         last = closed.removeprefix(end) if closed.startswith(end) else ""
         prompt = last if last != END and closed == prompted else ""
         return Ending(closed, end, prompt, stop)
@@ -336,18 +339,21 @@ class JinjaTemplate(ChatTemplate):
         messages: list[Message] = [{"role": "user", "content": "A question."},
                                    {"role": "assistant", "content": "", "tool_calls": [{"id": "call_1", **call}]}]
         text = ""
-        with _refusals_ignored():
+        with _ignore_refusals():
             text = self._render(messages, False, [A_TOOL])
         match = re.search(r'(<tool_call>\s*\{"name":\s*")a_name(",\s*"arguments":\s*)\{"a_key":\s*"a value"\}\}\s*</tool_call>',
                           text)
         return (match[1], match[2]) if match else None
 
 
-def _end(text: str, closed: str, prompted: str, between: str) -> str:
-    """The text that follows an answer, whatever comes next.
+def _answer_end(text: str, closed: str, prompted: str, between: str) -> str:
+    """Returns the text that follows an answer in every conversation.
 
-    text: a rendered conversation that ends with an answer. The other arguments are the texts after that answer: `closed` at the
-    end of the conversation, `prompted` including the prompt for another answer, `between` before a question of the user.
+    Args:
+        text: a rendered conversation that ends with an answer.
+        closed: the text after the answer if the conversation ends there.
+        prompted: the text after the answer if a prompt for another answer follows.
+        between: the text after the answer if a question of the user follows.
     """
     for end in (closed, closed.removesuffix(END)):       # some templates end a conversation with eos_token
         if end and between.startswith(end):
@@ -356,36 +362,37 @@ def _end(text: str, closed: str, prompted: str, between: str) -> str:
         return closed
     differ = next((n for n, (a, b) in enumerate(zip(prompted, between, strict=False)) if a != b), None)
     common = prompted[:differ] if differ is not None else min(prompted, between, key=len)
-    return common[:len(common) - _opening(common, text)]
+    return common[:len(common) - _next_turn_length(common, text)]
 
 
-def _opening(common: str, text: str) -> int:
-    """How many of the last characters of `common` belong to the next turn. common: what follows an answer in all cases, that is
-    the end of the answer and perhaps the first characters with which all turns begin.
+def _next_turn_length(common: str, text: str) -> int:
+    """Returns the number of characters at the end of `common` that belong to the next turn.
 
-    The beginning of a turn is recognised because it also occurs in `text` before the first end. An end has no unclosed bracket:
-    in "<|end|><|" it is "<|end|>". White space alone can be an end.
+    `common` follows every answer, and has the end of the answer and perhaps the first characters of every turn. These
+    characters are recognised because they also occur in `text` before the first end. An end has no unclosed bracket: in
+    "<|end|><|", the end is "<|end|>". White space alone can be an end.
     """
     for n in range(len(common) - 1, 0, -1):
         opening = text.find(common[-n:])
         end = text.find(common[:-n])
-        if 0 <= opening and (opening < end or end < 0) and _unclosed(common[:-n]) is None:
+        if 0 <= opening and (opening < end or end < 0) and _unclosed_bracket(common[:-n]) is None:
             return n
-    unclosed = _unclosed(common)
+    unclosed = _unclosed_bracket(common)
     if unclosed is not None:
         return len(common) - unclosed
     return len(common) if not common.isspace() and text.startswith(common) else 0
 
 
-def _unclosed(text: str) -> int | None:
+def _unclosed_bracket(text: str) -> int | None:
     place = max(text.rfind("<"), text.rfind("["))
     return None if place < 0 or re.search("[>\\]]", text[place:]) else place
 
 
-def _stop(end: str, between: str) -> tuple[str, ...]:
-    """The stop string that ends an answer; () if only eos_token does, at which the engine stops anyway.
+def _stop_strings(end: str, between: str) -> tuple[str, ...]:
+    """Returns the stop string that ends an answer, or () if only eos_token does, because the engine always stops at eos_token.
 
-    If the end is white space, which an answer may also contain, the stop string includes the beginning of the next user turn.
+    If the end is white space, an answer may contain the same white space. The stop string then includes the beginning of the
+    next user turn.
     """
     stop = end.partition(END)[0].strip()
     if not stop and END not in end:

@@ -1,6 +1,6 @@
-"""Messages in OpenAI's format: checks them, and determines which messages a model learns.
+"""Checks messages in OpenAI's format, and determines which messages a model learns.
 
-A conversation is a list of messages, {"role": "user", "content": "..."}; the roles are system, user, assistant and tool.
+A conversation is a list of messages, {"role": "user", "content": "..."}. The roles are system, user, assistant and tool.
 """
 
 import json
@@ -24,13 +24,12 @@ Tools = Sequence[Tool] | None
 
 
 def check_messages(messages: object) -> list[JsonObject]:
-    """The messages in a uniform format: the content of each is a string. Raises UserError that names the field at fault, such
-    as messages[1].content.
+    """Checks the messages, and returns them in a uniform format, in which every content is a string.
 
-    The content may be a list of {"type": "text", "text": "..."}, as in OpenAI's API; the texts are joined with line ends, as in
-    llama.cpp and vLLM. An answer without content gets its refusal, or "". Null and empty fields are dropped, because templates
-    test whether a field is defined. OpenAI's other names are accepted: the role developer for system, function for tool, and
-    function_call for tool_calls.
+    Raises UserError, which names the wrong field, such as messages[1].content. The content may be a list of {"type": "text",
+    "text": "..."}, as in OpenAI's API. These texts are joined with line ends, as in llama.cpp and vLLM. If an answer has
+    no content, the refusal or "" is used. Null and empty fields are dropped, because templates test whether a field is defined.
+    OpenAI's other names are accepted: the role developer for system, function for tool, and function_call for tool_calls.
     """
     if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence) or not messages:
         raise UserError("messages must be a list of at least one message, such as {\"role\": \"user\", \"content\": \"...\"}")
@@ -38,11 +37,11 @@ def check_messages(messages: object) -> list[JsonObject]:
 
 
 def is_learnt(message: Message, where: str) -> bool:
-    """Whether a model learns a message: only answers are learnt, and a field of an answer may exclude it.
+    """Returns True if a model learns this message, which is an answer that no field excludes from learning.
 
-    Such fields are "weight": 0 in OpenAI's and Mistral's format, "loss": false in that of ms-swift and XTuner, "train" or
-    "training": false in axolotl's, and "masked": true in torchtune's. Raises UserError, naming the field, for a weight between
-    0 and 1, and for a field that marks parts of an answer.
+    The excluding fields are "weight": 0 in OpenAI's and Mistral's format, "loss": false in that of ms-swift and XTuner, "train"
+    or "training": false in axolotl's, and "masked": true in torchtune's. Raises UserError, which names the field, for a weight
+    other than 0 and 1, and for a field that selects parts of an answer.
     """
     answer = message["role"] == "assistant"
     learnt = answer
@@ -51,57 +50,57 @@ def is_learnt(message: Message, where: str) -> bool:
         if value is None:
             continue
         if not isinstance(value, (int, float)) or value not in (0, 1):
-            raise UserError(f"{where}.{field} must be 0 or 1 (false or true); got {_shown(value)}")
+            raise UserError(f"{where}.{field} must be 0 or 1 (false or true); got {_excerpt(value)}")
         if not answer and value == 1 and field in ("train", "training", "trainable"):
             raise UserError(f"{where}.{field} requires the role assistant; got {message['role']}")
         learnt = learnt and bool(value) != (field == "masked")
     for field in ("train_detail", "training_detail"):
         if message.get(field):
-            raise UserError(f"{where}.{field} is not supported: an answer is learnt as a whole")
+            raise UserError(f"{where}.{field} is not supported: a model learns whole answers. Remove this field")
     return learnt
 
 
 def _check_message(message: object, where: str) -> JsonObject:
     if not isinstance(message, Mapping):
-        raise UserError(f"{where} must be an object with role and content; got {_shown(message)}")
+        raise UserError(f"{where} must be an object with role and content; got {_excerpt(message)}")
     role = message.get("role")
     role = OTHER_ROLES.get(role, role) if isinstance(role, str) else role
     if not isinstance(role, str) or role not in ROLES:
-        raise UserError(f"{where}.role must be one of {', '.join(ROLES)}; got {_shown(role)}")
+        raise UserError(f"{where}.role must be one of {', '.join(ROLES)}; got {_excerpt(role)}")
     fields = {field: value for field, value in message.items() if value not in EMPTY}
     for field in ("tool_calls", "function_call", "reasoning_content"):
         if field in fields and role != "assistant":
             raise UserError(f"{where}.{field} requires the role assistant; got {role}")
     if not isinstance(fields.get("reasoning_content", ""), str):
-        raise UserError(f"{where}.reasoning_content must be a string; got {_shown(fields['reasoning_content'])}")
+        raise UserError(f"{where}.reasoning_content must be a string; got {_excerpt(fields['reasoning_content'])}")
     call = fields.pop("function_call", None)
     if call is not None and "tool_calls" not in fields:
         fields["tool_calls"] = [{"type": "function", "function": call}]
     if "tool_calls" in fields:
         calls = fields["tool_calls"]
         if not isinstance(calls, list):
-            raise UserError(f"{where}.tool_calls must be a list; got {_shown(calls)}")
+            raise UserError(f"{where}.tool_calls must be a list; got {_excerpt(calls)}")
         fields["tool_calls"] = [_tool_call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(calls)]
     return {**fields, "role": role, "content": _content(message.get("content"), fields.get("refusal"), role, where)}
 
 
 def _tool_call(call: Any, where: str) -> JsonObject:
-    """The tool call with its arguments as an object, as templates expect. In OpenAI's API they are JSON in a string."""
+    """Returns the tool call with its arguments as an object, because templates expect one. OpenAI's API has a JSON string."""
     function = call.get("function", call) if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise UserError(f'{where} must be a call, {{"type": "function", "function": {{"name": "...", "arguments": "{{}}"}}}}; '
-                        f"got {_shown(call)}")
+                        f"got {_excerpt(call)}")
     arguments = function.get("arguments")
     if isinstance(arguments, str):
         arguments = _read_arguments(arguments)
     if arguments is not None and not isinstance(arguments, Mapping):
-        raise UserError(f"{where}.function.arguments must be a JSON object; got {_shown(arguments)}")
+        raise UserError(f"{where}.function.arguments must be a JSON object; got {_excerpt(arguments)}")
     checked = {**function, "arguments": without_surrogates(arguments or {})}
     return {**call, "function": checked} if "function" in call else checked
 
 
 def _read_arguments(text: str) -> JsonMapping | None:
-    """The arguments that a model wrote. So that the chat can continue, text that is not a JSON object becomes an argument."""
+    """Parses the arguments that a model wrote. If the text is not a JSON object, it becomes the argument "arguments"."""
     with suppress(ValueError, RecursionError):
         arguments = json.loads(text or "{}")
         if arguments is None or isinstance(arguments, Mapping):
@@ -115,7 +114,7 @@ def _content(content: object, refusal: object, role: str, where: str) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise UserError(f"{where}.content must be a string or a list of texts; got {_shown(content)}")
+        raise UserError(f"{where}.content must be a string or a list of texts; got {_excerpt(content)}")
     return "\n".join(_text(item, role, f"{where}.content[{i}]") for i, item in enumerate(content))
 
 
@@ -125,10 +124,10 @@ def _text(item: Any, role: str, where: str) -> str:
     if isinstance(kind, str) and kind in NO_TEXT:
         raise UserError(f"{where} must be text; got {NO_TEXT[kind]}")
     if kind not in kinds or not isinstance(item.get(kind), str):
-        raise UserError(f'{where} must be a text, {{"type": "text", "text": "..."}}; got {_shown(item)}')
+        raise UserError(f'{where} must be a text, {{"type": "text", "text": "..."}}; got {_excerpt(item)}')
     text: str = item[kind]
     return text
 
 
-def _shown(value: object) -> str:
+def _excerpt(value: object) -> str:
     return json.dumps(value, ensure_ascii=False, default=repr)[:60]

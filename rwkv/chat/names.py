@@ -1,4 +1,4 @@
-"""Infers a released model's series, and thus its chat template and training sequence length, from the model's name.
+"""Infers the series of a released model from its name. The series determines chat template and training sequence length.
 
     rwkv7-g1k-1.5b-20260930-ctx25600.pth     RWKV-x070-World-0.4B-v2.9-20250107-ctx4096.pth     BlinkDL's files
     rwkv-g1k-3b-temp-5441.pth                                                                   BlinkDL's weekly checkpoints
@@ -24,7 +24,7 @@ FIRST_G1 = "20250307"                    # release day of rwkv7-g1-0.1b; older m
 
 
 class Released(NamedTuple):
-    """A group of releases: G1 models from this letter and day on were trained with sequences of at most `context` tokens."""
+    """States that G1 models from a letter and a day on were trained with sequences of at most `context` tokens."""
 
     letter: str
     day: str
@@ -37,24 +37,27 @@ WORLD_CONTEXT = 4096
 
 
 class Choice(NamedTuple):
-    """The chosen chat template. template: a name for chat_template(). why: the reason for the choice, to be printed."""
+    """A choice of a chat template. `template` is a name for chat_template(), and `why` is the reason, which is printed."""
 
     template: str
     why: str
 
 
 class Length(NamedTuple):
-    """A training sequence length. tokens: the length; None if unknown. why: how it was found, to be printed."""
+    """A training sequence length. `tokens` is None if the length is unknown. `why` is the source, which is printed."""
 
     tokens: int | None
     why: str
 
 
 def choose_template(requested: str | None, path: str, run: JsonObject | None = None) -> Choice:
-    """The requested template; otherwise the one with which the run's conversations were rendered; otherwise the checkpoint's
-    default.
+    """Chooses the requested template, the template that the model was trained with, or the checkpoint's default.
 
-    path: the checkpoint's path. run: the configuration of the training run that wrote it.
+    The first of these that is known is chosen.
+
+    Args:
+        path: the checkpoint's path.
+        run: the configuration of the training run that wrote the checkpoint.
     """
     if requested:
         return Choice(requested, "your template=")
@@ -65,9 +68,9 @@ def choose_template(requested: str | None, path: str, run: JsonObject | None = N
 
 
 def default_template(*names: str | None) -> Choice:
-    """The template in the checkpoint's file or directory (rwkv/chat/metadata.py); otherwise the one of the model's series.
+    """Chooses the template in the checkpoint's file or directory (rwkv/chat/metadata.py), or else that of the model's series.
 
-    names: the checkpoint's path, and its other names.
+    `names` are the checkpoint's path and other names.
     """
     for name in filter(None, names):
         if file := template_file(Path(name)):
@@ -76,10 +79,10 @@ def default_template(*names: str | None) -> Choice:
 
 
 def kind_of(*names: str | None) -> Choice:
-    """The template that BlinkDL uses for the model's series: g1 for the series G0 and G1 and for any RWKV-7 model released
-    since the first G1 model, otherwise world.
+    """Chooses the template that BlinkDL uses for the model's series.
 
-    The series is inferred from the model's name, otherwise from a name inside the file.
+    The template is g1 for the series G0 and G1, and for any RWKV-7 model released since the first G1 model. For other models,
+    the template is world. The series is inferred from the model's name, or else from a name inside the file.
     """
     for name in _descriptive_names(names):
         if match := _SERIES.search(name.lower()):
@@ -92,7 +95,7 @@ def kind_of(*names: str | None) -> Choice:
 
 
 def trained_length(*names: str | None) -> Length:
-    """A model's training sequence length. names: as in default_template."""
+    """Infers the length of the sequences on which a model was trained. `names` are as in default_template."""
     for name in _descriptive_names(names):
         if match := _CONTEXT.search(name.lower()):
             return Length(int(match[1]), f"by the name {name}")
@@ -104,15 +107,15 @@ def trained_length(*names: str | None) -> Length:
         day = _release_day(name)
         if "pile" not in name.lower() and day >= FIRST_G1:
             return Length([series for series in SERIES if series.day <= day][-1].context, "as other models of that time")
-    return Length(None, "not in any name")
+    return Length(None, "the length is not in any name")
 
 
 def _descriptive_names(names: tuple[str | None, ...]) -> Iterator[str]:
-    """The parts of the names that may describe the model, most specific first; then the names inside the files."""
+    """Yields the parts of the names that may describe the model, with the most specific first, and then names in the files."""
     for name in filter(None, names):
         path = Path(name)
         yield path.name
-        if GENERIC.match(path.name.lower()):             # then the directory's name describes the model
+        if GENERIC.match(path.name.lower()):             # the directory's name describes the model instead
             yield path.parent.name
         yield from (part.rpartition("--")[2] for part in path.parts if part.startswith("models--"))      # Hugging Face's cache
         if path.is_symlink():
@@ -122,6 +125,5 @@ def _descriptive_names(names: tuple[str | None, ...]) -> Iterator[str]:
 
 
 def _release_day(name: str) -> str:
-    """The release day in the name of an RWKV-7 model, such as "20260805"; "" if there is none."""
     date = _DATED.search(name.lower())
-    return "".join(date.groups()) if date else ""
+    return "".join(date.groups()) if date else ""        # for example "20260805"

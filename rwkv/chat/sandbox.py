@@ -1,9 +1,9 @@
-"""The jinja2 environment of chat templates. It works like transformers', without access to Python, in bounded time and memory.
+"""Runs chat templates in a jinja2 environment without access to Python, and limits time and memory.
 
-A template comes with a downloaded checkpoint, so it is not trusted. Its loops, calls and operators count against a Limit, so
-that it can neither run for ever nor fill memory, as with `{% for i in range(99999) %}{% for j in range(99999) %}`,
-`{{ "a" * 10 ** 10 }}`, or a string that is doubled repeatedly. jinja2's own sandbox does not limit time and memory
-(https://jinja.palletsprojects.com/en/stable/sandbox/).
+The environment works like that of transformers. A template comes with a downloaded checkpoint, so templates are not trusted.
+Loops, calls and operators count against a Limit. So a template can neither run for ever nor fill memory, as with
+`{% for i in range(99999) %}{% for j in range(99999) %}`, `{{ "a" * 10 ** 10 }}`, or a string that is doubled repeatedly.
+jinja2's own sandbox does not limit time and memory (https://jinja.palletsprojects.com/en/stable/sandbox/).
 """
 
 import json
@@ -37,11 +37,14 @@ WIDE = re.compile(r"\d{5,}|\*")          # matches a large width in a format str
 
 
 class LimitReached(Exception):
-    """A template took too much time or memory. It is not a TemplateError, so that rendering cannot continue after it."""
+    """Raised if a template takes too much time or memory. Not a TemplateError, so that rendering cannot continue."""
 
 
 class Limit:
-    """The time and the characters that one rendering may still use. characters: the length of the conversation."""
+    """Counts down the time and the characters that one rendering may still use.
+
+    `characters` is the length of the conversation.
+    """
 
     def __init__(self, characters: int = 0) -> None:
         self._end = thread_time() + SECONDS
@@ -51,13 +54,13 @@ class Limit:
     def step(self) -> None:
         self._steps += 1
         if self._steps % EVERY == 0 and thread_time() > self._end:
-            raise LimitReached(f"it takes more than {SECONDS:g} seconds")
+            raise LimitReached(f"rendering takes more than {SECONDS:g} seconds")
 
     def make(self, size: int) -> None:
-        """Counts characters, which the template is about to create or has just created."""
+        """Counts `size` characters, which the template is about to create or has just created."""
         self._characters -= size
         if self._characters < 0:
-            raise LimitReached("it creates too much text")
+            raise LimitReached("the template creates too much text")
 
 
 _limit: ContextVar[Limit] = ContextVar("limit")
@@ -74,7 +77,7 @@ def limited(characters: int = 0) -> Iterator[Limit]:
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
-    """The jinja2 environment. Templates must be compiled and rendered inside limited()."""
+    """A jinja2 environment with limits. Templates must be compiled and rendered inside limited()."""
 
     intercepted_binops = frozenset(["+", "*", "**", "%"])
 
@@ -84,7 +87,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         self.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
         self.filters["tojson"] = _tojson
         self.filters |= {name: _counting_filter(name, filter) for name, filter in self.filters.items()}
-        self.filters |= {"counted passes": _passes, "counted text": _text, "joined": _joined}
+        self.filters |= {"counted passes": _count_passes, "counted text": _count_output, "joined": _join_texts}
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         parsed: nodes.Template = _Counting().visit(super()._parse(source, name, filename))
@@ -106,7 +109,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
 
 class GenerationBlock(Extension):
-    """The block {% generation %}, with which some templates mark answers. Its content is rendered as without the block."""
+    """Renders the content of the block {% generation %}, which marks answers in some templates, as without the block."""
 
     tags = {"generation"}                                        # noqa: RUF012
 
@@ -116,46 +119,46 @@ class GenerationBlock(Extension):
 
 
 class _Counting(NodeTransformer):
-    """Rewrites a parsed template: wraps its loops, output, concatenations with ~ and slices in filters that count."""
+    """Wraps the loops, output, concatenations with ~ and slices of a parsed template in filters that count."""
 
     def visit_For(self, node: nodes.For) -> nodes.For:
         self.generic_visit(node)
-        node.iter = _filter(node.iter, "counted passes")
+        node.iter = _wrap(node.iter, "counted passes")
         return node
 
     def visit_Output(self, node: nodes.Output) -> nodes.Output:
         self.generic_visit(node)
-        node.nodes = [_filter(nodes.Const(child.data) if isinstance(child, nodes.TemplateData) else child, "counted text")
+        node.nodes = [_wrap(nodes.Const(child.data) if isinstance(child, nodes.TemplateData) else child, "counted text")
                       for child in node.nodes]
         return node
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
         self.generic_visit(node)
-        return _filter(nodes.List(node.nodes, lineno=node.lineno), "joined")
+        return _wrap(nodes.List(node.nodes, lineno=node.lineno), "joined")
 
     def visit_Getitem(self, node: nodes.Getitem) -> nodes.Node:
         self.generic_visit(node)
-        return _filter(node, "counted text") if isinstance(node.arg, nodes.Slice) else node
+        return _wrap(node, "counted text") if isinstance(node.arg, nodes.Slice) else node
 
 
-def _filter(node: nodes.Node, name: str) -> nodes.Expr:
+def _wrap(node: nodes.Node, name: str) -> nodes.Expr:
     return nodes.Filter(node, name, [], [], None, None, lineno=node.lineno)
 
 
 @pass_context                            # prevents evaluation at compile time
-def _passes(context: Context, value: Iterable[object]) -> Iterator[object]:
+def _count_passes(context: Context, value: Iterable[object]) -> Iterator[object]:
     return _count_items(value)
 
 
 @pass_context
-def _text(context: Context, value: object) -> object:
+def _count_output(context: Context, value: object) -> object:
     _limit.get().step()
     _count_text(value)
     return _count_result(value)
 
 
 @pass_context
-def _joined(context: Context, values: Iterable[object]) -> str:
+def _join_texts(context: Context, values: Iterable[object]) -> str:
     _count_text(values)
     texts = [str(value) for value in values]
     _limit.get().make(sum(map(len, texts)))
@@ -170,7 +173,6 @@ def _count_items(values: Iterable[object]) -> Iterator[object]:
 
 
 def _count_text(value: object) -> None:
-    """Counts the characters of all strings in a value. A list that occurs in it several times is counted each time."""
     limit = _limit.get()
     if isinstance(value, dict):
         value = [*value, *value.values()]
@@ -184,7 +186,7 @@ def _count_text(value: object) -> None:
 
 
 def _count_result(value: object) -> object:
-    """Counts the characters or items of a value and returns it. For an iterator, returns one that counts while it is read."""
+    """Counts the characters or items of a value, and returns the value. A returned iterator counts while it is read."""
     if isinstance(value, (str, list, tuple, dict)):
         _limit.get().make(len(value) * (1 if isinstance(value, str) else ITEM))
     elif isinstance(value, Iterator) and not isinstance(value, LoopContext):
@@ -234,7 +236,7 @@ def _check_operator(operator: str, left: object, right: object) -> None:
     if operator in ("*", "**") and isinstance(left, int) and isinstance(right, int):
         bits = left.bit_length() * max(right, 1) if operator == "**" else left.bit_length() + right.bit_length()
         if bits > BITS:
-            raise LimitReached("it computes a number that is too large")
+            raise LimitReached("the template computes a number that is too large")
     if operator == "%" and isinstance(left, str):
         _check_format(left)
         _count_text(right)
@@ -254,7 +256,7 @@ def _check_method(text: str, name: str, args: tuple[Any, ...], kwargs: dict[str,
     elif name == "replace" and len(args) > 1 and isinstance(args[1], str):
         limit.make(text.count(str(args[0])) * len(args[1]))
     elif name == "translate":
-        raise LimitReached("it calls translate, which is not allowed")
+        raise LimitReached("the template calls translate, which is not allowed")
     elif name in ("format", "format_map"):
         _check_format(text)
         limit.make(text.count("{") * max((len(str(argument)) for argument in arguments), default=0))
@@ -263,12 +265,12 @@ def _check_method(text: str, name: str, args: tuple[Any, ...], kwargs: dict[str,
 
 def _check_width(arguments: Iterable[object]) -> None:
     if any(isinstance(width, (int, float)) and width > WIDTH for width in arguments):
-        raise LimitReached(f"it pads a string to more than {WIDTH} characters")
+        raise LimitReached(f"the template pads a string to more than {WIDTH} characters")
 
 
 def _check_format(text: object) -> None:
     if WIDE.search(str(text)):
-        raise LimitReached("it formats a string with a field that is too wide")
+        raise LimitReached("the template formats a string with a field that is too wide")
 
 
 def _raise_exception(message: str) -> None:
@@ -277,11 +279,11 @@ def _raise_exception(message: str) -> None:
 
 def _strftime_now(format: str) -> str:
     if WIDE.search(format):
-        raise LimitReached("it formats a date with a field that is too wide")
+        raise LimitReached("the template formats a date with a field that is too wide")
     return datetime.now().astimezone().strftime(format)
 
 
 def _tojson(x: object, ensure_ascii: bool = False, indent: int | str | None = None, separators: tuple[str, str] | None = None,
             sort_keys: bool = False) -> str:
-    """The filter tojson as in transformers: unlike jinja2's, it escapes neither non-ASCII letters nor HTML."""
+    """Formats JSON as the filter tojson of transformers does, which escapes neither non-ASCII letters nor HTML."""
     return json.dumps(x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

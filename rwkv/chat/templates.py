@@ -1,16 +1,16 @@
-r"""The chat templates: world, g1, flower, and jinja2 files.
+r"""Defines the chat templates world, g1 and flower, and loads templates from files.
 
-world: the format of the RWKV World models (the model card of BlinkDL/rwkv-7-world on Hugging Face, and API_DEMO_CHAT.py of
+world is the format of the RWKV World models (the model card of BlinkDL/rwkv-7-world on Hugging Face, and API_DEMO_CHAT.py of
 ChatRWKV). A blank line ends a turn, so blank lines inside a message become single line ends:
 
     System: {system}\n\nUser: {user}\n\nAssistant: {answer}\n\nUser: {user}\n\nAssistant:
 
-g1: as world, with thoughts (RWKV7-G1x-templates.txt in BlinkDL/RWKV-LM, RWKV-v7). If an answer's message has
-"reasoning_content", the answer is "<think>\n{thoughts}\n</think>\n{answer}", also in earlier turns; thoughts.py describes how a
+g1 is the format of world, with thoughts (RWKV7-G1x-templates.txt in BlinkDL/RWKV-LM, RWKV-v7). If an answer's message has
+"reasoning_content", the answer is "<think>\n{thoughts}\n</think>\n{answer}", also in earlier turns. thoughts.py describes how a
 prompt asks for thoughts. Generated thoughts may contain blank lines, so an answer ends where the next user turn begins, not at
 a blank line. Tools and calls have the format described in calls.py.
 
-flower: a different format, for G1h and later models (vllm/tokenizers/rwkv_chat.py in rwkv-rs/vllm-rwkv). The character ✿, a
+flower is a different format, for G1h and later models (vllm/tokenizers/rwkv_chat.py in rwkv-rs/vllm-rwkv). The character ✿, a
 token of World, ends a turn, and end_of_text precedes the conversation. Contents, thoughts and tools are as in g1:
 
     System✿{system}✿\nUser✿{user}✿\nBot✿{answer}✿\nUser✿{user}✿\nBot✿<think
@@ -35,10 +35,11 @@ FLOWER = "✿"
 
 
 class Style(NamedTuple):
-    """The format of a template. A turn is the role's name, after_role, space, the text and end; without text, space is omitted.
+    """The format of a template.
 
-    start: precedes the first turn. between: precedes every other turn. assistant: the assistant's name. thinks, stop: as in
-    ChatTemplate.
+    A turn consists of the role's name, after_role, space, the text and end. If the text is empty, space is omitted. `start`
+    precedes the first turn, and `between` precedes every other turn. `assistant` is the name of the assistant's role. `thinks`
+    and `stop` are as in ChatTemplate.
     """
 
     thinks: bool
@@ -58,24 +59,24 @@ STYLES = {"world": Style(thinks=False, stop=("\n\n",)),
 
 
 def chat_template(name: str) -> ChatTemplate:
-    """The template with this name: world, g1, flower or the path of a file, either a jinja2 file or a checkpoint's file that
-    contains a template (rwkv/chat/metadata.py).
+    """Returns the chat template world, g1 or flower, or loads a template from the file at the path `name`.
 
-    Raises UserError for an unknown name and for a file without a template.
+    The file may be a jinja2 file or a checkpoint's file that contains a template (rwkv/chat/metadata.py). Raises UserError for
+    an unknown name and for a file without a template.
     """
     if name in STYLES:
         return TurnTemplate(name)
     file = hub.local(name, "chat template")
     if not file.is_file():
-        raise UserError(f"a chat template must be {', '.join(STYLES)} or a jinja2 file; no file at {name}")
+        raise UserError(f"a chat template must be {', '.join(STYLES)} or a jinja2 file, but there is no file at {name}")
     text = template_in(file)
     if text is None:
-        raise UserError(f"{name} must contain a chat template: use a jinja2 file, or one of {', '.join(STYLES)}")
+        raise UserError(f"{name} contains no chat template. Use a jinja2 file, or one of {', '.join(STYLES)}")
     return JinjaTemplate(text, name, tool_template_in(file))
 
 
 class TurnTemplate(ChatTemplate):
-    """One of the templates world, g1 and flower: each turn is a role and a text, and all turns have the same format."""
+    """Renders conversations in one of the formats world, g1 and flower, in which every turn is a role and a text."""
 
     def __init__(self, name: str) -> None:
         self.name = self.definition = name
@@ -105,12 +106,15 @@ class TurnTemplate(ChatTemplate):
         parts: list[Part] = []
         for i, (head, body, message) in enumerate(turns):
             learnt = is_learnt(message, f"messages[{i - first}]")
-            begun, rest = self._begun(message, body, last=i + 1 == len(turns)) if learnt else ("", body)
+            begun, rest = self._split_beginning(message, body, last=i + 1 == len(turns)) if learnt else ("", body)
             parts += [(f"{head}{begun}", False), (rest, learnt)]
         return parts
 
-    def _begun(self, message: Message, body: str, last: bool) -> tuple[str, str]:
-        """Splits a learnt answer into the beginning that would be in a prompt, and the rest. body: all text after the role."""
+    def _split_beginning(self, message: Message, body: str, last: bool) -> tuple[str, str]:
+        """Splits a learnt answer into the beginning that a prompt would contain, and the rest.
+
+        `body` is all text after the role.
+        """
         start = f"{self._style.space}{BEGUN[self.learns]}"
         if self.learns is True and message.get("reasoning_content"):
             return start, body.removeprefix(start)
@@ -119,7 +123,7 @@ class TurnTemplate(ChatTemplate):
         return "", body
 
     def _turns(self, messages: Sequence[Message], tools: Tools) -> Iterator[tuple[str, str, Message]]:
-        """Yields for each turn: (the text up to and including after_role, the rest of the turn, its message)."""
+        """Yields (the text up to and including after_role, the rest of the turn, the message) for each turn."""
         style = self._style
         shown = messages
         if self.supports_tools:
@@ -132,8 +136,8 @@ class TurnTemplate(ChatTemplate):
                 raise UserError(f"messages[{i}].tool_calls: {self.no_tools}")
             field = next((field for field in ("content", "reasoning_content") if FLOWER in message.get(field, "")), None)
             if style.end == FLOWER and field:
-                raise UserError(f"messages[{i}].{field} must not have a {FLOWER}, which ends a turn in the chat template "
-                                f"{self.name}: remove it, or use the template g1")
+                raise UserError(f"messages[{i}].{field} must not contain the character {FLOWER}, because a turn ends there in "
+                                f"the chat template {self.name}. Remove the character, or use the template g1")
             role = style.assistant if message["role"] == "assistant" else ROLES[message["role"]]
             body = _one_paragraph(message["content"])
             if self.thinks and (thoughts := message.get("reasoning_content")):
@@ -143,10 +147,9 @@ class TurnTemplate(ChatTemplate):
 
     def answer_start(self, think: Think = False) -> str:
         if think and not self.thinks:
-            raise UserError(f"think: the chat template {self.name} does not support thoughts; g1 does")
+            raise UserError(f"think: the chat template {self.name} does not support thoughts. Use g1")
         return BEGUN[think]
 
 
 def _one_paragraph(text: str) -> str:
-    """`text` without blank lines, and without white space at its ends."""
     return re.sub(r"\n(?:[ \t]*\n)+", "\n", text.replace("\r\n", "\n").replace("\r", "\n")).strip()

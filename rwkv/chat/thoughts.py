@@ -1,4 +1,4 @@
-r"""Thoughts before an answer: <think> ... </think>, then the answer.
+r"""Asks for thoughts before an answer, and separates the thoughts, <think> ... </think>, from the answer.
 
 think= determines how a prompt ends. The three ways are BlinkDL's (RWKV7-G1x-templates.txt in BlinkDL/RWKV-LM, RWKV-v7):
 
@@ -29,22 +29,22 @@ def parse_think(option: str) -> Think:
 
 
 def begun_by(prompt: str) -> str:
-    """The beginning of thoughts, or complete empty thoughts, at the end of a prompt; "" if there are none."""
+    """Returns the beginning of thoughts, or the empty thoughts, at the end of a prompt, or "" if there are none."""
     match = _AT_END.search(prompt)
     return match[0] if match else ""
 
 
 def thoughts_end(start: str) -> str:
-    """The text that ends the thoughts that `start` begins. start: as begun_by returns it."""
+    """Returns the text that completes the thoughts in `start`, which is a result of begun_by."""
     bracket = "" if start.rstrip().endswith(">") else ">"
     return f"{bracket}\n" if "</think" in start else f"{bracket}\n{END}\n"
 
 
 def begun_in(answer: str, thinks: bool) -> tuple[str, bool]:
-    """The arguments `start` and `continues` of a ThoughtParser for the rest of an answer that begins with `answer`.
+    """Returns the arguments `start` and `continues` of a ThoughtParser for the rest of an answer that begins with `answer`.
 
-    They are ("<think>", True) if `answer` ends inside thoughts, (a mark, False) directly after a mark that begins or ends
-    thoughts, and otherwise ("", True). thinks: as in ChatTemplate.
+    The arguments are ("<think>", True) if `answer` ends inside thoughts. Directly after a mark that begins or ends thoughts,
+    the arguments are (mark, False), and otherwise ("", True). `thinks` is as in ChatTemplate.
     """
     text = answer.lstrip()
     if not thinks or not text.startswith(BEGUN[True]):
@@ -60,7 +60,7 @@ def begun_in(answer: str, thinks: bool) -> tuple[str, bool]:
 
 
 def with_hint(messages: Sequence[Message], effort: str | None) -> list[Message]:
-    """The messages, with the hint for `effort` appended to the last user message, unless that already ends with a hint."""
+    """Returns the messages with the hint for `effort` at the end of the last user message, unless there already is a hint."""
     result = list(messages)
     last = next((i for i in reversed(range(len(result))) if result[i]["role"] == "user"), None)
     if effort is None or last is None:
@@ -72,7 +72,7 @@ def with_hint(messages: Sequence[Message], effort: str | None) -> list[Message]:
 
 
 def answer_message(start: str, text: str) -> JsonObject:
-    """The assistant's message, with its thoughts in reasoning_content. start: the beginning of thoughts in the prompt."""
+    """Returns the assistant's message, with the thoughts in reasoning_content. `start` begins the thoughts in the prompt."""
     thoughts, content = ThoughtParser(start).push(text, last=True)
     return {"role": "assistant", **({"reasoning_content": thoughts} if thoughts else {}), "content": content.rstrip()}
 
@@ -81,23 +81,27 @@ class ThoughtParser:
     """Separates the thoughts from the text in a streamed answer. The result does not depend on how the answer is split.
 
     Thoughts begin with <think> at the beginning of the answer, and end with </think> or with the answer. White space around
-    them is dropped. start: the beginning of thoughts in the prompt, as begun_by() returns it. thinks: as in ChatTemplate; if
-    False, the whole answer is text, without leading white space. continues: whether the pieces continue thoughts or text that
-    have already begun, as begun_in() says; leading white space is then kept.
+    thoughts is dropped. Offsets count from the first character pushed.
 
-    thinking: whether the last piece ended inside thoughts. text_place: the offset at which the text after the thoughts begins;
-    if it has not begun, the number of characters pushed. decided: the offset up to which the answer has been separated into
-    thoughts and text. Offsets count from the first character pushed.
+    Args:
+        start: the beginning of thoughts in the prompt, as begun_by() returns it.
+        thinks: as in ChatTemplate. If False, the whole answer is text, without leading white space.
+        continues: the pieces continue thoughts or text that have already begun (see begun_in()). Leading white space is kept.
+
+    Attributes:
+        thinking: True if the last piece ended inside thoughts.
+        text_place: the offset at which the text after the thoughts begins, or else the number of characters pushed.
+        decided: the offset up to which the answer has been separated into thoughts and text.
     """
 
     def __init__(self, start: str = "", thinks: bool = True, continues: bool = False) -> None:
         begins = start.startswith(BEGUN[True])
         ends = "</think" in start
         self.thinking = begins and not ends
-        self._looking = thinks and not begins and not continues  # whether <think> may still begin the answer
-        self._skips = ">" if begins and not start.rstrip().endswith(">") else ""        # the rest of the prompt's last mark
-        self._buffer = ""                # characters that may be thoughts or text
-        self._shows = continues          # the current part (thoughts or text) has more than white space
+        self._may_begin = thinks and not begins and not continues        # True while <think> may still begin the answer
+        self._rest_of_mark = ">" if begins and not start.rstrip().endswith(">") else ""  # completes the mark in the prompt
+        self._buffer = ""                # holds characters that may be thoughts or text
+        self._has_content = continues    # True if the current part (thoughts or text) has more than white space
         self._pushed = 0
         self._text_place: int | None = 0 if continues and not self.thinking else None
 
@@ -110,26 +114,25 @@ class ThoughtParser:
         return self._pushed - len(self._buffer) * (not self.thinking)
 
     def push(self, piece: str, last: bool = False) -> tuple[str, str]:
-        """Appends a piece. Returns the thoughts and the text that can now be shown. last: whether the answer ends here."""
+        """Appends a piece, and returns the thoughts and the text that can now be shown. With `last`, the answer ends here."""
         self._buffer += piece
         self._pushed += len(piece)
-        if self._skips and self._buffer:
-            self._buffer = self._buffer.removeprefix(self._skips)
-            self._skips = ""
-        if self._looking and not self._decide_beginning(last):
+        if self._rest_of_mark and self._buffer:
+            self._buffer = self._buffer.removeprefix(self._rest_of_mark)
+            self._rest_of_mark = ""
+        if self._may_begin and not self._decide_beginning(last):
             return "", ""
         thoughts = self._take_thoughts(last) if self.thinking else ""
         return thoughts, "" if self.thinking else self._take_text()
 
     def _decide_beginning(self, last: bool) -> bool:
-        """Decides whether the answer begins with thoughts. Returns False if more text is needed for that."""
         beginning = self._buffer.lstrip()
         if beginning.startswith(START):
             self._buffer = beginning.removeprefix(START)
             self.thinking = True
         elif START.startswith(beginning) and not last:
             return False
-        self._looking = False
+        self._may_begin = False
         return True
 
     def _take_thoughts(self, last: bool) -> str:
@@ -141,20 +144,20 @@ class ThoughtParser:
             certain = len(thoughts) if last else len(thoughts) - begun_at_end(thoughts, (END,))
             self._buffer = thoughts[certain:]
             thoughts = thoughts[:certain]
-        shown = thoughts.rstrip()
+        visible = thoughts.rstrip()
         if not (mark or last):           # the final white space may be inside the thoughts
-            self._buffer = thoughts[len(shown):] + self._buffer
-        if not self._shows:
-            shown = shown.lstrip()
-        self._shows = bool(shown) or self._shows
+            self._buffer = thoughts[len(visible):] + self._buffer
+        if not self._has_content:
+            visible = visible.lstrip()
+        self._has_content = bool(visible) or self._has_content
         if mark:
-            self._shows = False
-        return shown
+            self._has_content = False
+        return visible
 
     def _take_text(self) -> str:
-        text = self._buffer if self._shows else self._buffer.lstrip()
+        text = self._buffer if self._has_content else self._buffer.lstrip()
         self._buffer = ""
-        if text and not self._shows:
-            self._shows = True
+        if text and not self._has_content:
+            self._has_content = True
             self._text_place = self._pushed - len(text)
         return text

@@ -1,1 +1,1 @@
-"""Generation: the engine, prefill, decoding, sampling, stopping and saved states."""
+"""Generates text with a model: the engine, prefill, decoding, sampling, stopping and saved states."""

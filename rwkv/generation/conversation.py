@@ -1,9 +1,9 @@
-"""A conversation with a model: the state is carried from turn to turn, and each turn prefills only its new text.
+"""A Chat is a conversation with a model. Each turn continues from the state of earlier turns, and prefills only new text.
 
 After each prompt and each answer, Chat saves the text read so far with its prefill result. The template always renders the
-whole conversation, and prefill continues from the longest saved prefix of the rendered text: usually the end of the last
-answer, or of an earlier answer after /undo. An answer that the template renders differently from what was generated is
-prefilled again.
+whole conversation, and prefill continues from the longest saved prefix of the rendered text. This prefix usually ends with the
+last answer, or with an earlier answer after /undo. If the template renders an answer differently from the generated text, the
+answer is prefilled again.
 """
 
 import time
@@ -29,25 +29,28 @@ from rwkv.tokenizer.tokenizers import Tokenizer
 
 @dataclass
 class Stats:
-    """Counts and times of one answer: prompt tokens prefilled, tokens generated, seconds to the first token, total seconds,
-    draft tokens proposed, and draft tokens accepted."""
+    """Counts the tokens of one answer, and measures its times."""
 
-    read: int = 0
-    written: int = 0
-    first_s: float = 0.0
-    all_s: float = 0.0
-    proposed: int = 0
-    accepted: int = 0
+    read: int = 0                        # prompt tokens prefilled
+    written: int = 0                     # tokens generated
+    first_s: float = 0.0                 # seconds to the first token
+    all_s: float = 0.0                   # total seconds
+    proposed: int = 0                    # draft tokens proposed
+    accepted: int = 0                    # draft tokens accepted
 
 
 @dataclass
 class Chat:
-    """A conversation: its messages, and the saved prefill results from which the next turn continues.
+    """A conversation with its messages, and with the saved prefill results from which the next turn continues.
 
-    context: the prefill result that precedes the conversation, for example from a state file; None if nothing precedes it.
-    stop: strings that end an answer, in addition to the template's. think: how answers begin; see rwkv/chat/thoughts.py. A
-    message stores its thoughts as reasoning_content; the template decides whether later turns show them. kept_bytes: memory
-    limit of the saved results, in bytes; the oldest are evicted first. draft: as for Engine.
+    A message stores its thoughts as reasoning_content. The template decides whether later turns show these thoughts.
+
+    Attributes:
+        think: the way in which a prompt asks for thoughts (rwkv/chat/thoughts.py).
+        context: the prefill result of the text before the conversation, for example from a state file.
+        kept_bytes: the memory limit of the saved results, in bytes. The oldest results are evicted first.
+        stop: strings that end an answer, in addition to those of the template.
+        draft: as for Engine.
     """
 
     model: Model
@@ -64,26 +67,29 @@ class Chat:
     messages: list[Message] = field(default_factory=list)
     stats: Stats = field(default_factory=Stats)
     _saved_results: list[tuple[str, PrefillResult]] = field(default_factory=list)
-    _weights: WeightsWatch | None = None        # the weights that _saved_results were computed with
+    _weights: WeightsWatch | None = None        # watches the weights that _saved_results depend on
 
     def __post_init__(self) -> None:
         self.template = for_tokenizer(self.template, self.tokenizer)
 
     def say(self, text: str) -> Iterator[str]:
-        """Adds a user turn, prefills it, and returns an iterator that yields the answer piece by piece.
+        """Adds and prefills a user turn, and returns an iterator that yields the answer piece by piece.
 
         The answer is added to the messages when the iterator ends or is closed. Raises UserError if the text cannot be
-        encoded, or if `think` is set and the template has no thoughts. After an error or a KeyboardInterrupt during prefill,
-        the conversation is as before the call.
+        encoded, or if `think` is set and the template does not support thoughts. An error or a KeyboardInterrupt during prefill
+        leaves the conversation unchanged.
         """
         before = [*self.messages]
         self.messages.append({"role": "user", "content": text})
         return self._answer_after(before)
 
     def retry(self) -> Iterator[str]:
-        """Replaces the last answer by a new one, yielded piece by piece. Raises UserError if there is no answer."""
+        """Replaces the last answer, and returns an iterator that yields the new answer piece by piece.
+
+        Raises UserError if there is no answer.
+        """
         if not self.messages or self.messages[-1]["role"] != "assistant":
-            raise UserError("no answer to retry")
+            raise UserError("there is no answer to retry")
         before = [*self.messages]
         self.messages.pop()
         return self._answer_after(before)
@@ -92,20 +98,19 @@ class Chat:
         """Removes the last user turn and its answer. Raises UserError if there is no user turn."""
         turns = [i for i, message in enumerate(self.messages) if message["role"] == "user"]
         if not turns:
-            raise UserError("no turn to undo")
+            raise UserError("there is no turn to undo")
         del self.messages[turns[-1]:]
 
     def reset(self, system: str | None = None) -> None:
-        """Starts a new conversation with this system message. "" means no system message; None keeps the present one."""
+        """Starts a new conversation with a system message. None keeps the present system message, and "" removes it."""
         before = [message for message in self.messages if message["role"] == "system"][:1]
         self.messages = before if system is None else [{"role": "system", "content": system}] if system else []
 
     def load(self, messages: object) -> None:
-        """Replaces the conversation. Raises UserError if the messages are malformed."""
+        """Replaces the messages of the conversation. Raises UserError if the new messages are malformed."""
         self.messages = list(check_messages(messages))
 
     def _answer_after(self, before: list[Message]) -> Iterator[str]:
-        """Prefills the messages and returns an iterator over the answer. If prefill fails, resets the messages to `before`."""
         try:
             engine, row, prompt, started = self._prepare()
         except BaseException:
@@ -114,8 +119,7 @@ class Chat:
         return self._answer(engine, row, prompt, started)
 
     def _prepare(self) -> tuple[Engine, Row, str, float]:
-        """Prefills the conversation. Returns the engine, the row that will hold the answer, the rendered conversation with its
-        marks (rwkv/chat/encoding.py), and the time at which prefill began."""
+        """Prefills the conversation. Returns the engine, the answer's row, the rendered prompt, and the time of the start."""
         started = time.perf_counter()
         if self._weights is None or not self._weights.unchanged():
             self._saved_results = []
@@ -124,7 +128,7 @@ class Chat:
         prefix, context = max(((text, result) for text, result in self._saved_results if prompt.startswith(text)),
                               key=lambda saved: len(saved[0]), default=("", self.context))
         before = prefix or self.tokenizer.decode(context.last_ids if context else ())
-        # Penalties count the whole conversation, so an answer does not depend on which prefix was saved. Drafts read it, too.
+        # Penalties and drafts read the whole conversation, so an answer does not depend on which prefix was saved
         needs_earlier = self.sampling.repetition_penalty != 1 or self.draft is not None
         earlier = encode(self.tokenizer, [prompt])[0] if needs_earlier else ()
         engine = Engine(self.model, self.tokenizer, draft=self.draft)
@@ -141,12 +145,12 @@ class Chat:
         stats = self.stats
         think = self.think
         before = engine.context().last_ids
-        begun = False
+        has_output = False
         try:
             for _, piece in engine:
-                if not begun:
+                if not has_output:
                     stats.first_s = time.perf_counter() - started
-                    begun = True
+                    has_output = True
                 if piece:
                     yield piece
         finally:

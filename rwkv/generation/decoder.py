@@ -1,8 +1,8 @@
-"""Decoders: each step reads one token per row of a batch.
+"""Decoders read one token per row of a batch in each step, and compute the logits that follow.
 
 A CDecoder makes one C call per step, on a CPU (model/decoding/c_step.py). A GpuDecoder replays one CUDA graph per step
-(model/decoding/triton_step.py). A Decoder uses PyTorch: for each block it calls the step function of the RWKV generation
-(model/rwkvN/step.py), which uses the weights without calling modules. If the model has adapters, hooks, replaced layers or
+(model/decoding/triton_step.py). A Decoder uses PyTorch. For each block, Decoder calls the step function of the RWKV generation
+(model/rwkvN/step.py), which reads the weights and calls no module. If the model has adapters, hooks, replaced layers or
 reordered blocks, Decoder calls the model itself.
 """
 
@@ -22,7 +22,7 @@ from rwkv.model.weights_watch import tensors_of
 
 
 def decoder_of(model: Model, state: State) -> "Decoder | CDecoder | GpuDecoder":
-    """The fastest decoder that fits the model."""
+    """Returns the fastest decoder that can run the model, starting from `state`."""
     if why_not(model) is None:
         return CDecoder(model, state)
     if triton_step.why_not(model) is None:
@@ -31,7 +31,7 @@ def decoder_of(model: Model, state: State) -> "Decoder | CDecoder | GpuDecoder":
 
 
 def decoding_line(model: Model) -> str:
-    """The line to print about which implementation computes a decoding step."""
+    """Returns a line for the user that says which implementation computes a decoding step."""
     if model.emb.weight.device.type == "cpu":
         return c_step.decoding_line(model)
     reason = triton_step.why_not(model)
@@ -41,7 +41,7 @@ def decoding_line(model: Model) -> str:
 
 
 class Decoder:
-    """The PyTorch decoder: starts from `state`, which it does not change, and reads tokens (B,) in each step."""
+    """Decodes with PyTorch, starting from `state`, which stays unchanged."""
 
     def __init__(self, model: Model, state: State) -> None:
         self._state = state
@@ -49,7 +49,7 @@ class Decoder:
                          else lambda tokens, state: model.prefill(tokens.unsqueeze(1), state))
 
     def step(self, tokens: Tensor) -> Tensor:
-        """The logits (B,V) after tokens (B,)."""
+        """Reads one token per row, tokens (B,), and returns the logits (B,V) that follow."""
         logits, self._state = self._forward(tokens.to(self._state[0].device), self._state)
         return logits
 
@@ -61,13 +61,13 @@ class Decoder:
         self._state = State.cat([self._state, state])
 
     def state(self, rows: list[int] | None = None) -> State:
-        """The state of these rows, or of all rows if `rows` is None."""
+        """Returns the state of these rows, or of all rows if `rows` is None."""
         return self._state if rows is None else self._state.rows(rows)
 
 
 @torch.inference_mode()
 def _block_steps(model: Model) -> Callable[[Tensor, State], tuple[Tensor, State]]:
-    """A function that runs one token per row through the model, with its present weights and without calling modules."""
+    """Returns a function that runs one token per row through the model's present weights, without calling modules."""
     embedding = embedding_function(model.emb)
     dtype = model.ln_out.weight.dtype
     step = optional_module(model.config, "step").Step
@@ -89,9 +89,9 @@ def _block_steps(model: Model) -> Callable[[Tensor, State], tuple[Tensor, State]
 
 
 class CDecoder:
-    """A decoder whose step is one C call; its logits are float32.
+    """Decodes with one C call per step. The logits are float32.
 
-    A row's state is large (2.4 MB in RWKV-7 0.1b), so it is not copied when other rows join or leave.
+    A row's state is large (2.4 MB in RWKV-7 0.1b), so states are not copied when other rows join or leave.
     """
 
     def __init__(self, model: Model, state: State) -> None:
@@ -106,14 +106,14 @@ class CDecoder:
         self.join(state)
 
     def step(self, tokens: Tensor) -> Tensor:
-        """The logits (B,V) that follow tokens (B,), in memory that the next step overwrites."""
+        """Reads tokens (B,) and returns the logits (B,V) that follow. The next step overwrites the returned tensor."""
         if self._state_rows:
             c = self._shared_step()
             c(tokens.long().contiguous(), self._state_index, self._states, self._workspace(len(self._state_rows)), self._logits)
         return self._logits
 
     def with_state(self, state: State) -> "CDecoder":
-        """A decoder with the weights of this one, for other rows, which begin with `state`."""
+        """Returns a new decoder that shares this decoder's weights. Its rows start from `state`."""
         other = CDecoder(self._model, state)
         other._c_step = self._shared_step()
         other._weights = self._weights
@@ -121,8 +121,10 @@ class CDecoder:
 
     @torch.inference_mode()
     def read(self, prompts: Sequence[Tensor]) -> Tensor:
-        """Reads B prompts in one C call. Returns the logits (B,V) after the last token of each, bit for bit those of single
-        steps, in memory that the next call overwrites."""
+        """Reads B prompts in one C call, and returns the logits (B,V) after the last token of each prompt.
+
+        The logits are bit for bit those of single steps. The next call overwrites the returned tensor.
+        """
         c = self._shared_step()
         lengths = torch.tensor([*map(len, prompts)], device="cpu")
         work = self._workspace(int(lengths.sum()))
@@ -131,11 +133,10 @@ class CDecoder:
 
     @torch.inference_mode()
     def read_ahead(self, sequences: Sequence[Sequence[int]]) -> Tensor:
-        """Reads one sequence per row in one C call. Returns the logits (n,V) after each of the n tokens of all sequences, bit
-        for bit those of single steps.
+        """Reads one sequence per row in one C call, and returns the logits (n,V) after each of the n tokens of all sequences.
 
-        The rows keep their present states. The state after each token is saved until advance() or drop_ahead(); a further call
-        continues from the last saved state.
+        The logits are bit for bit those of single steps. The rows keep their present states. The state after each token is
+        saved until advance() or drop_ahead() is called. A further call continues from the last saved state.
         """
         tokens = [*chain.from_iterable(sequences)]
         free = iter(self._free_places(len(tokens)))
@@ -165,7 +166,7 @@ class CDecoder:
 
     @torch.inference_mode()
     def keep(self, rows: list[int]) -> None:
-        """Keeps only these rows, each once, in this order."""
+        """Keeps only these rows, in this order. No row may be listed twice."""
         self._set_rows([self._state_rows[row] for row in rows], [self._ahead[row] for row in rows])
 
     @torch.inference_mode()
@@ -177,7 +178,7 @@ class CDecoder:
 
     @torch.inference_mode()
     def state(self, rows: list[int] | None = None) -> State:
-        """A copy of the state of these rows, or of all rows if `rows` is None."""
+        """Returns a copy of the state of these rows, or of all rows if `rows` is None."""
         state_rows = self._state_rows if rows is None else [self._state_rows[row] for row in rows]
         parts = self._states.transpose(0, 1).split(self._sizes, 2)
         return self._state_type(*(part[:, state_rows].contiguous().unflatten(2, shape)
@@ -193,7 +194,7 @@ class CDecoder:
         self._work = self._states.new_empty(0)
 
     def _free_places(self, n: int) -> list[int]:
-        """n unused indices in self._states, which is enlarged if it has fewer than n."""
+        """Returns n unused indices of self._states, which grows if necessary."""
         used = {*self._state_rows, *chain.from_iterable(self._ahead)}
         capacity = len(self._states)
         if len(used) + n > capacity:
@@ -203,13 +204,11 @@ class CDecoder:
         return sorted(set(range(len(self._states))) - used)[:n]
 
     def _workspace(self, rows: int) -> Tensor:
-        """The decoder's workspace, large enough for that many rows."""
         if len(self._work) < rows:
             self._work = self._states.new_empty(rows, self._shared_step().size)
         return self._work
 
     def _shared_step(self) -> CStep:
-        """The C step, which all decoders of the model share."""
         if self._c_step is None:
             self._c_step = step_of(self._model)
             self._weights = [tensor.detach() for tensor in tensors_of(self._model)]      # keeps the memory alive for C
@@ -221,9 +220,9 @@ def _on_cpu(numbers: Sequence[int]) -> Tensor:
 
 
 class GpuDecoder:
-    """A decoder whose step is one CUDA graph; its logits are float32, on the GPU.
+    """Decodes by replaying one CUDA graph per step. The logits are float32, on the GPU.
 
-    The graphs and the state slots belong to the model's GpuStep, which all decoders of that model share.
+    All decoders of a model share one GpuStep, which owns the graphs and the memory slots of the states.
     """
 
     def __init__(self, model: Model, state: State, step: triton_step.GpuStep | None = None) -> None:
@@ -235,22 +234,24 @@ class GpuDecoder:
         self.join(state)
 
     def step(self, tokens: Tensor) -> Tensor:
-        """The logits (B,V) that follow tokens (B,)."""
+        """Reads tokens (B,) and returns the logits (B,V) that follow."""
         return self._step(tokens, self._slot_index)
 
     def with_state(self, state: State) -> "GpuDecoder":
-        """A decoder with the weights of this one, for other rows, which begin with `state`."""
+        """Returns a new decoder that shares this decoder's weights. Its rows start from `state`."""
         return GpuDecoder(self._model, state, self._step)
 
     @torch.inference_mode()
     def read(self, prompts: Sequence[Tensor]) -> Tensor:
-        """Reads B prompts in one replay. Returns the logits (B,V) after the last token of each, bit for bit those of single
-        steps."""
+        """Reads B prompts in one replay, and returns the logits (B,V) after the last token of each prompt.
+
+        The logits are bit for bit those of single steps.
+        """
         return self._step.read_prompts(prompts, self._slot_index)
 
     @torch.inference_mode()
     def keep(self, rows: list[int]) -> None:
-        """Keeps only these rows, each once, in this order."""
+        """Keeps only these rows, in this order. No row may be listed twice."""
         slots = [self._slots[row] for row in rows]
         self._step.release([slot for slot in self._slots if slot not in {*slots}])
         self._set_rows(slots)
@@ -263,14 +264,14 @@ class GpuDecoder:
 
     @torch.inference_mode()
     def state(self, rows: list[int] | None = None) -> State:
-        """A copy of the state of these rows, or of all rows if `rows` is None."""
+        """Returns a copy of the state of these rows, or of all rows if `rows` is None."""
         slots = self._slots if rows is None else [self._slots[row] for row in rows]
         return self._state_type(*self._step.read(slots))
 
     def warm_up(self, rows: int) -> None:
-        """Allocates slots for that many rows, and captures a CUDA graph for each bucket of row counts up to that number."""
+        """Allocates state slots for this many rows, and captures a CUDA graph for each bucket of row counts up to `rows`."""
         self._step.reserve(rows)
 
     def _set_rows(self, slots: list[int]) -> None:
-        self._slots[:] = slots                           # in place, because the finalizer releases the slots in this list
+        self._slots[:] = slots           # changes the list in place, because the finalizer holds this list
         self._slot_index = self._step.on_device(slots)

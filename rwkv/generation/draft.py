@@ -1,8 +1,8 @@
-"""Drafts: they propose the next tokens of a row, so that one pass of the model reads several tokens (speculation.py).
+"""Drafts propose the next tokens of a row, so that one pass of the model reads several tokens (speculation.py).
 
-A proposal never changes the sequence; it saves time if the row then draws the proposed token. So a draft model draws with the
-row's own options, penalties and next random numbers: given the same random number, similar distributions mostly yield the same
-token.
+A proposal never changes the sequence. A proposal saves time if the row then draws the proposed token. So a draft model draws
+with the row's own options, penalties and next random numbers: given the same random number, similar distributions mostly yield
+the same token.
 """
 
 from array import array
@@ -30,21 +30,25 @@ STEP_OVERHEAD = 1.25                     # measured: a 0.1b step takes 0.16 of a
 
 
 class Draft(Protocol):
-    """An object that proposes tokens. cost: its time per token, as a fraction of a model step. most_tokens: the limit per
-    pass."""
+    """An object that proposes tokens.
+
+    Attributes:
+        cost: the time to propose one token, as a fraction of the time of a model step.
+        most_tokens: the largest number of tokens proposed per pass.
+    """
 
     cost: float
     most_tokens: int
 
     def propose(self, row: Row, n: int) -> list[int]:
-        """Up to n tokens that may follow the last token drawn in the row; [] if there is nothing to propose."""
+        """Returns up to n tokens that may follow the last token drawn in the row, or [] if there is nothing to propose."""
 
 
 class NGram:
-    """Finds the longest earlier occurrence, in the prompt or the generated text, of the sequence's last tokens, and proposes
-    the tokens that followed it.
+    """Proposes the tokens that followed the last tokens of the sequence at an earlier place in the prompt or generated text.
 
-    Of equally long matches, the latest is used. If fewer tokens than requested follow the match, these tokens are repeated.
+    The longest match is used, and among equally long matches the latest. If fewer tokens than requested follow the match, these
+    tokens are repeated.
     """
 
     cost = 0.0
@@ -52,7 +56,7 @@ class NGram:
     def __init__(self, most_tokens: int = DRAFT_TOKENS) -> None:
         self.most_tokens = most_tokens
         self._ids: WeakKeyDictionary[Row, array[int]] = WeakKeyDictionary()
-        self._drawn: WeakKeyDictionary[Row, int] = WeakKeyDictionary()       # number of the row's generated tokens in _ids
+        self._drawn: WeakKeyDictionary[Row, int] = WeakKeyDictionary()       # counts the row's generated tokens in _ids
 
     def __str__(self) -> str:
         return "n-grams of the prompt and the generated text"
@@ -67,8 +71,11 @@ class NGram:
 
 
 def continuation(ids: np.ndarray, n: int) -> list[int]:
-    """The n tokens after the longest (then latest) earlier match of the end of `ids`; [] if it is shorter than SHORTEST."""
-    ends = np.flatnonzero(ids[:-1] == ids[-1:])          # where the matches end
+    """Returns the n tokens after the longest earlier match of the end of `ids`, or [] if no match has SHORTEST tokens.
+
+    Among equally long matches, the latest is used.
+    """
+    ends = np.flatnonzero(ids[:-1] == ids[-1:])          # the positions where the matches end
     for length in range(2, LONGEST + 1):
         longer = ends[ends >= length - 1]
         if len(longer):
@@ -83,18 +90,23 @@ def continuation(ids: np.ndarray, n: int) -> list[int]:
 
 
 class ModelDraft:
-    """A smaller model with the same vocabulary. It reads the last PROMPT_TOKENS tokens of the prompt, and then the tokens that
-    the row draws. After a long pause it starts again, with the row's last PROMPT_TOKENS tokens.
+    """Proposes the tokens that a smaller model draws.
 
-    target: the model that verifies the proposals. tokenizer: the tokenizer of both models. Raises UserError unless both models
-    have the same vocabulary size and the draft's decoding step is in C.
+    The smaller model reads the last PROMPT_TOKENS tokens of the prompt, and then the tokens that the row draws. After a long
+    pause, reading starts again with the row's last PROMPT_TOKENS tokens. Raises UserError if the vocabulary sizes differ, or if
+    CDecoder cannot run the smaller model.
+
+    Args:
+        model: the smaller model.
+        target: the model that verifies the proposals.
     """
 
     def __init__(self, model: Model, target: Model, tokenizer: Tokenizer, most_tokens: int = DRAFT_TOKENS) -> None:
         if model.vocab_size != target.vocab_size:
-            raise UserError(f"a draft must have the model's vocabulary of {target.vocab_size} tokens; got {model.vocab_size}")
+            raise UserError(f"the draft must have the same vocabulary as the model: the model has {target.vocab_size} tokens, "
+                            f"but the draft has {model.vocab_size}")
         if reason := why_not(model):
-            raise UserError(f"a draft requires a decoding step in C: {reason}")
+            raise UserError(f"the C kernels for decoding, which a draft requires, cannot run this draft: {reason}")
         sizes = [n_parameters(each.config, each.vocab_size) for each in (model, target)]
         self.cost = STEP_OVERHEAD * sizes[0] / sizes[1]
         self.most_tokens = most_tokens
@@ -109,7 +121,7 @@ class ModelDraft:
 
     @torch.inference_mode()
     def propose(self, row: Row, n: int) -> list[int]:
-        """As Draft.propose, but returns [] while more than CHUNK tokens are still unread."""
+        """Returns up to n tokens, as Draft.propose does, or [] while more than CHUNK tokens are still unread."""
         reader = self._readers.get(row)
         if reader is None or reader.is_behind(row.sample.tokens):
             ids = [*row.known_ids[-PROMPT_TOKENS:], *row.sample.tokens][-PROMPT_TOKENS:]
@@ -123,7 +135,7 @@ class ModelDraft:
         for number in row.next_uniform(n):
             uniform = torch.tensor([number], dtype=torch.float64, device="cpu")
             drawn = int(queued_tokens(logits[:, :self._vocab_size], uniform, row.request.sampling, penalties, self._draw))
-            if drawn < 0:                # the logits are not finite
+            if drawn < 0:                # drawn is -1 if the logits are not finite
                 break
             tokens.append(drawn)
             if len(tokens) < n:
@@ -132,36 +144,32 @@ class ModelDraft:
 
 
 class _Reader:
-    """The draft model's position in one row: reads the tokens that the row has drawn, and proposed tokens ahead of them.
-
-    unread: the ids to read first. drawn: the number of tokens that the row has drawn so far.
-    """
+    """Keeps the draft model's position in one row. Reads the tokens that the row has drawn, and then proposed tokens."""
 
     def __init__(self, decoder: CDecoder, unread: list[int], drawn: int) -> None:
         self._decoder = decoder
-        self._unread = unread
-        self._drawn = drawn
-        self._ahead: list[int] = []      # tokens read ahead
+        self._unread = unread            # ids that the draft model has yet to read
+        self._drawn = drawn              # the number of the row's generated tokens that have been read or are in _unread
+        self._ahead: list[int] = []      # proposed tokens that have been read
 
     def is_behind(self, tokens: list[int]) -> bool:
-        """Whether more than PROMPT_TOKENS tokens are unread."""
         return len(self._unread) + len(tokens) - self._drawn > PROMPT_TOKENS
 
     def read(self, tokens: list[int]) -> torch.Tensor | None:
-        """The logits (1,V) after all tokens drawn by the row; None if tokens remain unread, for the next call."""
+        """Reads at most CHUNK tokens. Returns the logits (1,V) after the row's last token, or None if tokens remain unread."""
         self._unread += tokens[self._drawn:]
         self._drawn = len(tokens)
-        pairs = zip(self._ahead, self._unread[:-1], strict=False)        # the last token is always read, for its logits
-        right = len([*takewhile(lambda pair: pair[0] == pair[1], pairs)])
-        self._decoder.advance(0, right)
+        pairs = zip(self._ahead, self._unread[:-1], strict=False)        # the last token is read again to get its logits
+        n_right = len([*takewhile(lambda pair: pair[0] == pair[1], pairs)])
+        self._decoder.advance(0, n_right)
         self._decoder.drop_ahead()
         self._ahead = []
-        chunk = self._unread[right:right + CHUNK]
-        del self._unread[:right + CHUNK]
+        chunk = self._unread[n_right:n_right + CHUNK]
+        del self._unread[:n_right + CHUNK]
         logits = self._decoder.read([torch.tensor(chunk, device="cpu")])
         return None if self._unread else logits
 
     def read_ahead(self, token: int) -> torch.Tensor:
-        """The logits (1,V) after one more token, which the row has not drawn yet."""
+        """Reads a proposed token, which the row has not drawn yet, and returns the logits (1,V) that follow."""
         self._ahead.append(token)
         return self._decoder.read_ahead([[token]])

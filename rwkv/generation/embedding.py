@@ -1,4 +1,4 @@
-"""Embeddings: one vector per text, from the final hidden states (after the last layer norm, before the head)."""
+"""Computes one embedding vector per text from the final hidden states, which are the inputs of the head."""
 
 from collections.abc import Sequence
 from typing import get_args
@@ -16,12 +16,11 @@ from rwkv.tokenizer.tokenizers import Tokenizer
 
 
 def embed(model: Model, tokenizer: Tokenizer, texts: Sequence[str], pooling: Pooling = "mean") -> Tensor:
-    """The float32 embeddings (n,C) of n texts. Each has norm 1, so the dot product of two embeddings is their cosine
-    similarity.
+    """Returns the float32 embeddings (n,C) of n texts. Raises ValueError if a text cannot be encoded, or for unknown pooling.
 
-    pooling: "mean" averages over the text's tokens, "last" takes the last token. An empty text is read as the end-of-text
-    token. A vector does not depend on the other texts. Raises ValueError for any other pooling, and for texts that cannot be
-    encoded.
+    Each embedding has norm 1, so the dot product of two embeddings is their cosine similarity. pooling="mean" averages over the
+    text's tokens, and "last" takes the last token. An empty text is read as the end-of-text token. The other texts do not
+    affect a text's embedding.
     """
     if pooling not in get_args(Pooling):
         raise UserError(f"pooling must be one of {', '.join(get_args(Pooling))}; got {pooling!r}")

@@ -1,6 +1,6 @@
-"""The engine: generates a batch of sequences, one row each, and draws one token per row in each step.
+"""The engine generates a batch of sequences, one row each, and draws one token per row in each step.
 
-Prefill reads a prompt in chunks of many tokens (prefill.py). After that each step reads one token per row (decoder.py), so
+Prefill reads a prompt in chunks of many tokens (prefill.py). After prefill, each step reads one token per row (decoder.py), so
 memory and time per token do not depend on the length of the sequence. With a draft, a step may read and draw several tokens
 of a row (speculation.py). Rows join and leave between steps. A sequence depends only on its prompt, seed and options,
 not on the other rows, the draft or streaming.
@@ -36,12 +36,12 @@ from rwkv.model.weights_watch import WeightsWatch
 from rwkv.tokenizer.decoders import LAST_IDS, require_id
 from rwkv.tokenizer.tokenizers import Tokenizer
 
-WARM_TOKENS = 4                          # tokens that warm_up generates
-WARM_SAMPLINGS = (                       # one for each variant of the GPU draw kernels
+WARM_TOKENS = 4                          # warm_up generates this many tokens
+WARM_SAMPLINGS = (                       # each variant of the GPU draw kernels needs one
     Sampling(), Sampling(temperature=0), Sampling(presence_penalty=0.5), Sampling(top_k=2), Sampling(top_p=1),
     Sampling(top_p=1, min_p=0.1), Sampling(order="rwkv"), Sampling(order="rwkv", top_k=2),
     Sampling(order="rwkv", top_p=1, min_p=0.1))
-WATCH_INTERVAL_GPU = 64                        # steps between checks of the weights; each check synchronises with the GPU
+WATCH_INTERVAL_GPU = 64                  # checks the weights only once in 64 steps, because a check synchronises with the GPU
 
 
 def generate(model: Model, tokenizer: Tokenizer, prompt: str = "", max_new_tokens: int = 200, seed: int = 0,
@@ -50,10 +50,15 @@ def generate(model: Model, tokenizer: Tokenizer, prompt: str = "", max_new_token
              **sampling: Any) -> Iterator[str]:
     """Yields the continuation of `prompt`, without the prompt, in pieces of whole characters as they are generated.
 
-    sampling: the fields of rwkv.config.Sampling. grammar: constrains the text (rwkv/generation/grammar). context: the prefill
-    result of what precedes the prompt. cache, draft: as for Engine. With neither a context nor a prompt, generation starts
-    from the end-of-text token, which also ends a sequence. Raises ValueError if an option is invalid, the prompt cannot be
-    encoded or the tokenizer does not fit the model; the call itself raises, not the iterator.
+    The call raises ValueError, before the iterator is used, if an option is invalid, if the prompt cannot be encoded, or if
+    the tokenizer has more tokens than the model. If there is neither a context nor a prompt, generation starts from the
+    end-of-text token.
+
+    Args:
+        context: the prefill result of the text before the prompt.
+        cache, draft: as for Engine.
+        grammar: constrains the generated text (rwkv/generation/grammar).
+        sampling: fields of rwkv.config.Sampling.
     """
     engine = Engine(model, tokenizer, cache, draft)
     prompt, = strings("prompts", [prompt])
@@ -66,19 +71,20 @@ def generate_batch(model: Model, tokenizer: Tokenizer, prompts: Sequence[str], m
                    seeds: Sequence[int] | None = None, stop: Sequence[str] = (), stop_tokens: Sequence[int] = (),
                    cache: PrefixCache | None = None, logprobs: int = 0, grammar: Grammar | None = None,
                    draft: Draft | None = None, **sampling: Any) -> list[Sample]:
-    """Generates all prompts as one batch. Returns a finished Sample for each, with the text that `generate` yields.
+    """Continues all prompts as one batch, and returns a finished Sample for each prompt. Raises ValueError as `generate` does.
 
     The tokens are exactly those of `generate` for small models, for int8, and for large models on a CPU with C kernels
     (kernels/native). Otherwise PyTorch's matrix products of several rows may differ in the last bits from those of one row, so
     a text may diverge where two tokens are almost equally likely.
 
-    seeds: one per prompt; by default, 0 for all. logprobs: the number of likeliest tokens in each entry of Sample.logprobs; 0
-    for no log-probabilities. Raises ValueError as `generate` does.
+    Args:
+        seeds: one seed per prompt; the default is 0 for all prompts.
+        logprobs: the number of likeliest tokens in each entry of Sample.logprobs; 0 turns log-probabilities off.
     """
     prompts = strings("prompts", prompts)
     seeds = [0] * len(prompts) if seeds is None else whole_numbers("seed", seeds, most=LARGEST_SEED)
     if len(prompts) != len(seeds):
-        raise UserError(f"seeds must have one seed per prompt; got {len(prompts)} prompts and {len(seeds)} seeds")
+        raise UserError(f"seeds must have one seed per prompt, but there are {len(prompts)} prompts and {len(seeds)} seeds")
     stopping = StoppingCriteria(max_new_tokens, stop, stop_tokens)
     options = Sampling(**sampling)
     n_logprobs = whole_number("logprobs", logprobs) or None
@@ -90,35 +96,36 @@ def generate_batch(model: Model, tokenizer: Tokenizer, prompts: Sequence[str], m
 
 
 class Engine:
-    """Generates a batch of sequences, one row each; rows join and leave while it runs. Iterating over the engine yields
-    (row's index, piece of text); a piece may be empty.
+    """Generates a batch of sequences, one row each. Iterating over the engine yields pairs (row's index, piece of text).
 
-    add() adds a row. Its prefill runs between the steps of the other rows, with the work of about Chunks.budget tokens per
-    step. cache: a prefix cache, whose longest matching entry a prompt continues; the results of prefill and of finished
-    sequences are added. draft: the Draft that proposes tokens; it changes no sequence, and is ignored unless the decoding step
-    is in C (see `speculates`). If rwkv/model/weights_watch.py detects that the model's weights have changed, the next step (on
-    a GPU, one of the next 64) uses the new weights with the old states. Not thread-safe. Raises UserError if the tokenizer has
-    more tokens than the model.
+    Rows may join and leave while the engine runs. The prefill of a new row runs between the steps of the other rows, with the
+    work of about Chunks.budget tokens per step. A piece of text may be empty. If the model's weights change
+    (rwkv/model/weights_watch.py), the next step uses the new weights with the old states; on a GPU, one of the next 64 steps
+    does. The engine is not thread-safe. Raises UserError if the tokenizer has more tokens than the model.
+
+    Args:
+        cache: supplies the longest cached prefix of each prompt, and stores the results of prefill and of finished sequences.
+        draft: proposes tokens, which changes no sequence. The draft is used only on a CPU with C kernels (see `speculates`).
     """
 
     def __init__(self, model: Model, tokenizer: Tokenizer, cache: PrefixCache | None = None,
                  draft: Draft | None = None) -> None:
         if tokenizer.vocab_size > model.vocab_size:
-            raise UserError(f"the tokenizer must have at most the model's {model.vocab_size} tokens; got "
-                            f"{tokenizer.vocab_size}")
+            raise UserError(f"the tokenizer does not fit the model: the model has only {model.vocab_size} tokens, but the "
+                            f"tokenizer has {tokenizer.vocab_size}")
         self._model = model
         self._tokenizer = tokenizer
         self._cache = cache
         self._draft = draft
         self._speculation = Speculation(draft) if draft else None
-        self._ahead: dict[int, _Ahead] = {}              # by position; empty between steps
+        self._ahead: dict[int, _ReadAhead] = {}          # the keys are positions; empty between steps
         self._prefills: deque[_SharedPrefill] = deque()  # unfinished prefills, the next one first
-        self._rows: list[Row] = []                       # in the decoder's order; finished rows leave at the next step
+        self._rows: list[Row] = []                       # has the decoder's order; finished rows leave at the next step
         self._logits = torch.empty(0, model.vocab_size, device=model.emb.weight.device)       # (rows, V)
         self._decode_from(model.empty_state(0))
         on_gpu = self._draw_device.type == "cuda"
         self._penalty_table = PenaltyTable(tokenizer.vocab_size, self._draw_device) if on_gpu else None
-        self._drawn: Tensor | None = None                # the last tokens drawn, until the decoder reads them
+        self._drawn: Tensor | None = None                # holds the last tokens drawn, until the decoder reads them
         self._added = 0                                  # rows added so far
         self._chunks = chunks_on(model.emb.weight.device)
         self._steps = 0
@@ -151,20 +158,22 @@ class Engine:
         return row
 
     def warm_up(self, rows: int = 1) -> None:
-        """Runs a prefill and a few steps, so that no later request waits for what is created on first use: compiled kernels,
-        repacked weights, memory, threads; on a GPU also CUDA graphs for up to `rows` rows and all sampling kernels."""
+        """Runs a prefill and a few steps, so that no later request waits for kernels, weights or threads to be prepared.
+
+        On a GPU, this also captures the CUDA graphs for up to `rows` rows, and runs every sampling kernel once.
+        """
         budget, longest, _ = self._chunks
         for tokens in (budget, longest, budget - 1, 1):  # kernels may treat short, odd and one-token chunks differently
             prefill(self._model, torch.zeros(1, tokens, dtype=torch.long, device="cpu"))
-        engine = Engine(self._model, self._tokenizer, draft=self._draft)     # without the cache
-        for n_logprobs in (None, 1):                     # one row, then two
+        engine = Engine(self._model, self._tokenizer, draft=self._draft)         # has no cache, so that nothing is stored
+        for n_logprobs in (None, 1):     # runs steps with one row, and then with two
             engine.add(Request([0], stopping=StoppingCriteria(WARM_TOKENS), n_logprobs=n_logprobs))
             engine.step()
         engine.run()
         for options in WARM_SAMPLINGS if self._draw_device.type == "cuda" else ():
             engine.add(Request([0], stopping=StoppingCriteria(1), sampling=options))
             engine.run()
-        if isinstance(self._decoder, GpuDecoder):        # at the end, because new slots would invalidate the graphs
+        if isinstance(self._decoder, GpuDecoder):        # comes last, because new slots would invalidate the graphs
             self._decoder.warm_up(rows)
 
     @property
@@ -180,12 +189,12 @@ class Engine:
             yield from self.step()
 
     def step(self) -> list[tuple[int, str]]:
-        """Draws one token for each unfinished row whose prefill is done, and with a draft often several. Returns (row's index,
-        piece of text) for each of these rows.
+        """Draws a token for each unfinished row whose prefill is done, and returns (row's index, piece of text) for each.
 
-        Before that, finished rows leave, and prefills advance by the work of about Chunks.budget tokens.
+        With a draft, several tokens may be drawn for a row. Before the draw, finished rows leave, and prefills advance by the
+        work of about Chunks.budget tokens.
         """
-        if not self.unfinished:          # does not remove the last rows, which context() needs
+        if not self.unfinished:          # keeps the last rows, because context() needs them
             return []
         self._steps += 1
         if self._steps % self._watch_interval == 0 and not self._weights.unchanged():
@@ -203,11 +212,10 @@ class Engine:
         return [*pieces.items()]
 
     def _draw_next(self, positions: Sequence[int]) -> list[tuple[int, str]]:
-        """Draws a token for each unfinished row at these positions. Returns (row's index, piece of text) for each."""
         rows = [(position, self._rows[position]) for position in positions]
         pieces = [(row.index, row.end_without_token()) for _, row in rows if row.unfinished and not row.update_forbidden()]
         for position, row in rows:
-            if row.needs_final_context:  # the step has read the row's last token
+            if row.needs_final_context:  # the result is complete now that the step has read the last token
                 self._set_final_context(position)
         unfinished = [(position, row) for position, row in rows if row.unfinished]
         if not unfinished:
@@ -227,10 +235,8 @@ class Engine:
                 self._set_final_context(position)
         return pieces
 
-    def _accept(self, position: int, ahead: "_Ahead") -> bool:
-        """If the row's last token equals the next proposed token, moves the row to the state and logits after that token.
-
-        Returns whether it did."""
+    def _accept(self, position: int, ahead: "_ReadAhead") -> bool:
+        """Moves the row past the next proposed token if the row has drawn that token. Returns True if the row has moved."""
         if not self._rows[position].unfinished or ahead.accepted == len(ahead.draft):
             return False
         assert self._drawn is not None
@@ -250,7 +256,7 @@ class Engine:
             self._ahead = {}
 
     def context(self) -> PrefillResult:
-        """The prefill result of the only row's whole sequence, from which `generate(..., context=...)` can continue."""
+        """Returns the prefill result of the only row's whole sequence. `generate(..., context=...)` can continue from it."""
         row, = self._rows
         if not self._weights.unchanged():
             self._reload_weights()
@@ -264,15 +270,16 @@ class Engine:
                        request.context_key or EMPTY, self._short_prompt_decoder, request.pooling is not None)
 
     def _decode_from(self, state: State) -> None:
-        """Creates the decoder, which starts from `state` and caches values computed from the weights, and a WeightsWatch."""
         self._weights = WeightsWatch(self._model)
         self._decoder = decoder_of(self._model, state)
         self._short_prompt_decoder = self._decoder if isinstance(self._decoder, CDecoder | GpuDecoder) else None
         self._draw_function, self._draw_device = drawing_on(self._model.emb.weight.device, isinstance(self._decoder, CDecoder))
 
     def _reload_weights(self) -> None:
-        """Continues with the model's new weights and restarts unfinished prefills. Rows begun with the old weights no longer
-        put results into the cache."""
+        """Continues with the model's new weights, and restarts unfinished prefills.
+
+        Present rows no longer put results into the cache, because their states mix old and new weights.
+        """
         self._decode_from(self._decoder.state())
         for row in self._rows:
             row.cache = None
@@ -281,11 +288,9 @@ class Engine:
             shared.logprobs.clear()
 
     def _row_result(self, position: int) -> PrefillResult:
-        """A copy of the row's present state and logits, in host memory."""
         return PrefillResult(self._logits[[position]], self._decoder.state([position])).to("cpu")
 
     def _final_context(self, position: int) -> PrefillResult:
-        """_row_result(position) with the row's last ids, which are needed to decode the text that follows."""
         return self._row_result(position)._replace(last_ids=tuple(self._rows[position].last_ids()))
 
     def _prompt_ids(self, request: Request) -> list[int]:
@@ -303,14 +308,13 @@ class Engine:
         if len(positions) == len(self._rows):
             return
         self._logits = self._logits[to_device(torch.tensor(positions, dtype=torch.int64, device="cpu"), self._logits.device)]
-        self._decoder.keep(positions)                    # may overwrite the logits, which have just been copied
+        self._decoder.keep(positions)    # comes after the copy, because it may overwrite the logits
         if self._drawn is not None:
             self._drawn = self._drawn[positions]
         self._rows = [self._rows[position] for position in positions]
 
     def _step_decoder(self, speculate: bool = False) -> None:
-        """Reads the last token of each row. speculate: whether to also read the tokens that the draft proposes, and to set
-        self._ahead."""
+        """Reads the last token of each row. With `speculate`, also reads the tokens that the draft proposes."""
         if self._drawn is not None:
             drafts = self._speculation.propose(self._rows) if speculate and self._speculation and self.speculates else []
             if any(drafts):
@@ -320,24 +324,22 @@ class Engine:
             self._drawn = None
 
     def _read_ahead(self, drafts: Sequence[list[int]]) -> None:
-        """Reads the last token of each row and the tokens proposed after it."""
         assert self._drawn is not None
         decoder = cast(CDecoder, self._decoder)
         sequences = [[token, *draft] for token, draft in zip(self._drawn.tolist(), drafts, strict=True)]
         logits = decoder.read_ahead(sequences).split([*map(len, sequences)])
         self._logits = torch.stack([each[0] for each in logits])
-        self._ahead = {position: _Ahead(draft, logits[position]) for position, draft in enumerate(drafts) if draft}
+        self._ahead = {position: _ReadAhead(draft, logits[position]) for position, draft in enumerate(drafts) if draft}
         for position in range(len(self._rows)):
             decoder.advance(position)
 
     @property
     def speculates(self) -> bool:
-        """Whether the engine uses a draft: it has one, and the decoding step is in C."""
+        """Returns True if the engine has a draft and uses it, which requires a CDecoder."""
         return self._draft is not None and isinstance(self._decoder, CDecoder)
 
     def _advance_prefills(self) -> None:
-        """Advances the prefills one after another, by the work of Chunks.budget tokens in total. Rows whose prefill is done
-        join the batch."""
+        """Advances the prefills by the work of Chunks.budget tokens in total. Rows whose prefill is done join the batch."""
         budget = self._chunks.budget
         results = []
         while self._prefills and self._prefills[0].prefill.next_cost <= budget:
@@ -366,7 +368,7 @@ class Engine:
             self._logits = torch.cat((self._logits, joined.logits))
 
     def _next_prefills(self, budget: int) -> list["_SharedPrefill"]:
-        """Removes the next prefill from the queue, and the short ones behind it that can advance together with it."""
+        """Removes and returns the next prefill in the queue, with the short prefills behind it that can share its pass."""
         batch: list[_SharedPrefill] = []
         tokens = 0
         while self._prefills and self._prefills[0].prefill.next_cost <= budget:
@@ -390,10 +392,10 @@ class Engine:
             row.final_context = context
 
     def _draw(self, positions: Sequence[int]) -> list[int]:
-        """The next token of the row at each position; rows with equal options are drawn together.
+        """Returns the next token of the row at each position. Rows with equal options are drawn together.
 
-        If the logits of a row with a context are not finite, the row is cancelled, because the context's file may be damaged;
-        the returned token is then 0.
+        If the logits of a row with a context are not finite, the context's file may be damaged. The row is then cancelled, and
+        its token is 0.
         """
         rows = [self._rows[position] for position in positions]
         logits = self._logits[:, :self._tokenizer.vocab_size]
@@ -438,7 +440,7 @@ class Engine:
                                              row.request.n_logprobs, row.last_ids()))
 
     def _append_prompt_logprobs(self, shared: "_SharedPrefill") -> None:
-        """Appends the entries of the last chunk. After a long prompt, creating all entries together would take seconds."""
+        """Appends the entries of the last chunk. Creating all entries at the end of a long prompt would take seconds."""
         for chunk_logprobs, *chunk_top in shared.prefill.logprobs:
             start = len(shared.logprobs) + 1
             tokens = shared.prefill.tokens[start:start + len(chunk_logprobs)]
@@ -451,7 +453,6 @@ class Engine:
 
 
 def _mask_forbidden(logits: Tensor, rows: Sequence[Row]) -> Tensor:
-    """The logits (B,V), or a copy of them with -inf for each token that a row's grammar forbids."""
     masks = [(index, row.forbidden) for index, row in enumerate(rows) if row.forbidden is not None]
     if masks:
         logits = logits.clone()
@@ -461,9 +462,8 @@ def _mask_forbidden(logits: Tensor, rows: Sequence[Row]) -> Tensor:
 
 
 @dataclass
-class _Ahead:
-    """The n tokens proposed for a row in the present step. logits: those after the row's last token and each proposal,
-    (n+1,V)."""
+class _ReadAhead:
+    """Holds the n tokens proposed for a row, with the logits (n+1,V) after the row's last token and after each proposal."""
 
     draft: list[int]
     logits: Tensor
@@ -472,7 +472,7 @@ class _Ahead:
 
 @dataclass
 class _SharedPrefill:
-    """A prefill and all rows that have its prompt. request: the first row's request."""
+    """A prefill that serves all rows with the same prompt. `request` is the first row's request."""
 
     prefill: Prefill
     request: Request

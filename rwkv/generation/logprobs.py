@@ -1,4 +1,4 @@
-"""Log-probabilities of tokens, computed from the logits before sampling options are applied, and their entries in an answer."""
+"""Computes log-probabilities of tokens from the logits before sampling options, and formats them as entries of an answer."""
 
 import math
 from collections.abc import Sequence
@@ -11,9 +11,9 @@ from rwkv.tokenizer.tokenizers import Tokenizer
 
 
 def logprobs(logits: Tensor, tokens: Tensor, n: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The log-probabilities (B,) of tokens (B,), the ids (B,n) of the n likeliest tokens, and their log-probabilities (B,n).
+    """Returns log-probabilities (B,) of tokens (B,), and the ids (B,n) and log-probabilities (B,n) of the n likeliest tokens.
 
-    Computes on the device of the logits (B,V); the results are on the CPU.
+    The logits (B,V) may be on a GPU, where the work is then done. The results are on the CPU.
     """
     vocabulary = torch.log_softmax(logits.float(), -1)
     top = vocabulary.topk(min(n, vocabulary.shape[-1]))
@@ -23,7 +23,10 @@ def logprobs(logits: Tensor, tokens: Tensor, n: int) -> tuple[Tensor, Tensor, Te
 
 def entry(tokenizer: Tokenizer, token: int, logprob: Tensor, top_ids: Tensor, top_logprobs: Tensor, n: int | None,
           before: Sequence[int]) -> Entry:
-    """The entry of a token: its text, its log-probability and the n likeliest tokens at its position. before: preceding ids."""
+    """Returns the entry of a token: its text, its log-probability, and the n likeliest tokens at its position.
+
+    `before` holds the ids before the token, on which the token's text may depend.
+    """
     tokens = [token, *top_ids.tolist()[:n]]
     names = tokenizer.names(tokens, before)
     values = [logprob.item(), *top_logprobs.tolist()[:n]]

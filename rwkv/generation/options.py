@@ -1,4 +1,4 @@
-"""generate.py's options: checks, grammar and prompts. Imports no PyTorch."""
+"""Checks the options of generate.py, and reads the grammar and the prompts. This module does not import PyTorch."""
 
 import json
 import sys
@@ -14,16 +14,17 @@ from rwkv.io.utf8 import decode, read_text
 
 
 def check_config(config: GenerateConfig) -> None:
-    """Raises UserError for an invalid option or conflicting options. Needs no model."""
+    """Raises UserError for an invalid option or conflicting options, before a model is loaded."""
     if config.prompt is not None and config.prompts is not None:
-        raise UserError("prompt= conflicts with prompts=: use one of them")
+        raise UserError("prompt= conflicts with prompts=. Use only one of them")
     if config.save_state and (config.prompts is not None or config.num_samples > 1):
-        raise UserError("save_state= conflicts with prompts= and with num_samples above 1: it saves the state of one sequence")
+        raise UserError("save_state= saves the state of a single sequence, so it conflicts with prompts= and with num_samples "
+                        "above 1")
     inputs = config.checkpoint, config.tokenizer, config.prompts
     require_writable("out", config.out, (*inputs, config.state))
     require_writable("save_state", config.save_state, inputs)
     if config.out and config.save_state and Path(config.out).resolve() == Path(config.save_state).resolve():
-        raise UserError("out= and save_state= must name different files, or the state would overwrite the texts")
+        raise UserError("out= and save_state= name the same file, so the state would overwrite the texts. Use different files")
     whole_number("seed", config.seed, most=LARGEST_SEED + 1 - config.num_samples)
     StoppingCriteria(config.max_new_tokens, config.stop, config.stop_tokens)
     if grammar := grammar_from(config):
@@ -31,11 +32,13 @@ def check_config(config: GenerateConfig) -> None:
 
 
 def grammar_from(config: GenerateConfig) -> Grammar | None:
-    """The grammar of json_schema=, grammar= or regex=; None without these options. Raises UserError if several of them are
-    set, or if the file is missing or invalid."""
+    """Returns the grammar that json_schema=, grammar= or regex= defines, or None without these options.
+
+    Raises UserError if several of these options are set, or if the file is missing or invalid.
+    """
     names = [name for name in ("json_schema", "grammar", "regex") if getattr(config, name) is not None]
     if len(names) > 1:
-        raise UserError(f"{names[0]}= conflicts with {' and '.join(f'{name}=' for name in names[1:])}: use one of them")
+        raise UserError(f"{names[0]}= conflicts with {' and '.join(f'{name}=' for name in names[1:])}. Use only one of them")
     if config.regex is not None:
         return Grammar.regex(config.regex)
     if config.grammar is not None:
@@ -51,10 +54,10 @@ def grammar_from(config: GenerateConfig) -> Grammar | None:
 
 
 def prompts_from(config: GenerateConfig) -> list[str]:
-    """The prompt from prompt=TEXT (`-` reads standard input), or the prompts from prompts=FILE, one per line. A line of a
-    .jsonl file must be {"prompt": ...}.
+    """Returns the prompt of prompt=TEXT, or the prompts in the file that prompts= names.
 
-    Raises UserError for a missing file, a file without prompts or an invalid line.
+    With prompt=-, the prompt is read from standard input. A prompts file has one prompt per line. In a .jsonl file, each line
+    is an object {"prompt": ...}. Raises UserError for a missing file, a file without prompts or an invalid line.
     """
     if config.prompts is None:
         if config.prompt == "-":
@@ -62,7 +65,7 @@ def prompts_from(config: GenerateConfig) -> list[str]:
         return [config.prompt or ""]
     path = Path(config.prompts)
     if not path.is_file():
-        raise UserError(f"prompts= must name a file with one prompt per line; no file at {path}")
+        raise UserError(f"prompts= must name a file with one prompt per line, but there is no file at {path}")
     content = path.read_bytes()
     if path.suffix == ".jsonl":
         lines = [(f"{path}, line {number}", line) for number, line in enumerate(content.split(b"\n"), start=1)]
@@ -70,5 +73,5 @@ def prompts_from(config: GenerateConfig) -> list[str]:
     else:
         prompts = [prompt for line in decode(content, str(path)).split("\n") if (prompt := line.removesuffix("\r"))]
     if not prompts:
-        raise UserError(f"prompts={path} must have one prompt per line; it has none")
+        raise UserError(f"prompts={path} has no prompts: the file must have one prompt per line")
     return prompts

@@ -1,8 +1,8 @@
-"""The output of generate.py.
+"""Generates the continuations for generate.py, and writes them.
 
 Standard output gets only the prompts, each followed by its continuation. A single continuation is printed while it is
-generated; several are printed in the order of the prompts. out=FILE gets one JSON object per continuation. Standard error
-gets the speed.
+generated. Several continuations are printed in the order of the prompts. out=FILE gets one JSON object per continuation.
+Standard error gets the speed.
 """
 
 import itertools
@@ -35,10 +35,14 @@ SEPARATOR = "---\n"                      # between two texts on standard output
 def run_generation(model: Model, tokenizer: Tokenizer, config: GenerateConfig, prompts: Sequence[str],
                    context: PrefillResult | None = None, sampling: Sampling | None = None, stop: Sequence[str] = (),
                    draft: Draft | None = None) -> bool:
-    """Generates and writes num_samples continuations per prompt. sampling: replaces the configuration's sampling options.
-    stop: stop strings in addition to the configuration's. draft: as for Engine.
+    """Generates and writes num_samples continuations per prompt, and returns True.
 
-    After a signal such as Ctrl-C it writes what has been generated and returns False.
+    After a signal such as Ctrl-C, the texts generated so far are written, and the function returns False.
+
+    Args:
+        sampling: replaces the sampling options of `config`.
+        stop: stop strings in addition to those of `config`.
+        draft: as for Engine.
     """
     stopping = StoppingCriteria(config.max_new_tokens, (*config.stop, *stop), config.stop_tokens)
     grammar = grammar_from(config)
@@ -47,7 +51,7 @@ def run_generation(model: Model, tokenizer: Tokenizer, config: GenerateConfig, p
     single = len(prompts) * config.num_samples == 1
     with (Path(config.out).open("w", encoding="utf-8") if config.out else nullcontext() as out,
           StopRequest() as request):
-        written = 0
+        n_written = 0
         while batch := list(itertools.islice(jobs, config.batch_size)):
             started = time.perf_counter()
             engine = Engine(model, tokenizer, draft=draft)
@@ -58,7 +62,7 @@ def run_generation(model: Model, tokenizer: Tokenizer, config: GenerateConfig, p
             if config.stream and single:
                 _stream(samples[0], clock, request)
             else:
-                _write_texts(samples, clock, request, written)
+                _write_texts(samples, clock, request, n_written)
             report = clock.report()
             if file := out or (sys.stderr if config.logprobs else None):
                 _write_json(samples, file)
@@ -67,13 +71,12 @@ def run_generation(model: Model, tokenizer: Tokenizer, config: GenerateConfig, p
                 save_context(config.save_state, engine.context(), model, tokenizer)
             if request.requested:
                 return False
-            written += len(batch)
+            n_written += len(batch)
     return True
 
 
 class _Clock:
-    """Iterates over an engine and times it. The first step also prepares the weights, so the rate covers only later steps."""
-
+    # The rate covers only later steps, because the first step also prepares the weights
     def __init__(self, engine: Engine, rows: list[Row], started: float) -> None:
         self._engine = engine
         self._rows = rows
@@ -89,18 +92,17 @@ class _Clock:
         yield from self._engine
 
     def report(self) -> str:
-        """One line with the tokens read and written and the times, and the rates if there were enough tokens."""
         finished = time.perf_counter()
-        read = sum(len(row.prompt_ids) for row in self._rows)
+        n_read = sum(len(row.prompt_ids) for row in self._rows)
         read_s = self._prefill_end - self._started
-        written = self._tokens_written()
-        line = f"read {counted(read, 'token')} in {read_s:.2f} s"
-        if read >= MIN_PREFILL_TOKENS:
-            line += f" ({read / read_s:.0f} tokens/s)"
-        line += f", wrote {written} in {finished - self._prefill_end:.2f} s"
+        n_written = self._tokens_written()
+        line = f"read {counted(n_read, 'token')} in {read_s:.2f} s"
+        if n_read >= MIN_PREFILL_TOKENS:
+            line += f" ({n_read / read_s:.0f} tokens/s)"
+        line += f", wrote {n_written} in {finished - self._prefill_end:.2f} s"
         seconds = finished - self._first_step_end
-        if written > self._first_step_tokens and seconds > 0:
-            line += f" ({(written - self._first_step_tokens) / seconds:.0f} tokens/s after the first)"
+        if n_written > self._first_step_tokens and seconds > 0:
+            line += f" ({(n_written - self._first_step_tokens) / seconds:.0f} tokens/s after the first)"
         if self._engine.speculates:
             accepted = sum(row.accepted_tokens for row in self._rows)
             line += f", {accepted} of {counted(sum(row.proposed_tokens for row in self._rows), 'proposed token')} accepted"
@@ -120,12 +122,11 @@ def _stream(sample: Sample, clock: _Clock, stop: StopRequest) -> None:
     print()
 
 
-def _write_texts(samples: Sequence[Sample], clock: _Clock, stop: StopRequest, written: int) -> None:
-    """Generates the whole batch, then writes it. written: the number of continuations written before."""
+def _write_texts(samples: Sequence[Sample], clock: _Clock, stop: StopRequest, n_written: int) -> None:
     for _ in clock:
         if stop.requested:
             break
-    for number, sample in enumerate(samples, start=written):
+    for number, sample in enumerate(samples, start=n_written):
         print((SEPARATOR if number > 0 else "") + harmless(sample.prompt + sample.text, sys.stdout), flush=True)
 
 

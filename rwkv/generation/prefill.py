@@ -1,12 +1,12 @@
-"""Prefill: reads prompts in chunks of bounded size.
+"""Prefill reads prompts in chunks of bounded size.
 
 A chunk has at most Chunks.longest tokens. Chunks begin at multiples of Chunks.longest from the prompt's start, or where a
 cached prefix ends, so the result does not depend on other prompts. A chunk passes through the blocks in stages. Each stage has
-about the work of Chunks.budget tokens through all blocks; between two stages, other sequences advance.
+about the work of Chunks.budget tokens through all blocks. Between two stages, other sequences advance.
 
-If the model's step is in C, a chunk of at most SHORT_PROMPT tokens is one C call: in PyTorch, reading the weights would cost as
-much as Chunks.weights more tokens. On a GPU such a chunk is one replay of a CUDA graph, which saves the host some 30 launches
-per layer. Several short prompts share a replay: every token's result is bit for bit that of a decoding step, whatever the
+If a CDecoder can run the model, a chunk of at most SHORT_PROMPT tokens is one C call: in PyTorch, reading the weights would
+cost as much as Chunks.weights more tokens. On a GPU such a chunk is one replay of a CUDA graph, which saves the host some 30
+launches per layer. Several short prompts can share a replay, because the results are bit for bit those of decoding steps in any
 batch. Longer prompts run alone, because the matrix-product libraries choose the order of summation by the number of rows.
 """
 
@@ -30,15 +30,11 @@ WEIGHTS_IN_C = 8                         # replaces Chunks.weights where a chunk
 
 
 class Chunks(NamedTuple):
-    """Sizes of prefill on a device, in tokens.
+    """The sizes that prefill uses on a device, in tokens."""
 
-    longest: the most tokens per chunk. budget: the work between two decoding steps, which bounds how long other sequences wait.
-    weights: the cost of reading all weights once, as each chunk does, expressed in tokens of work.
-    """
-
-    longest: int
-    budget: int
-    weights: int
+    longest: int                         # the largest number of tokens per chunk
+    budget: int                          # the work between two decoding steps, which limits how long other sequences wait
+    weights: int                         # reading all weights once, as each chunk does, takes as long as this many tokens
 
 
 ON_CPU = Chunks(512, 32, 48)             # with shorter chunks, prefill is slower per token: by a third at 128
@@ -50,9 +46,10 @@ def chunks_on(device: torch.device) -> Chunks:
 
 
 class PrefillResult(NamedTuple):
-    """The result of prefill for B rows: the logits (B,V) after each row's last token, and the state. Never changed in place.
+    """The result of prefill for B rows: the logits (B,V) after each row's last token, and the state.
 
-    last_ids: if there is one row, the last ids that it has read, on which the text of the next id may depend; () if unknown.
+    The tensors are never changed in place. `last_ids` holds the last ids read, on which the text of the next id may depend, or
+    () if there are several rows or the ids are unknown.
     """
 
     logits: Tensor
@@ -67,19 +64,23 @@ class PrefillResult(NamedTuple):
 
     @staticmethod
     def cat(results: Sequence["PrefillResult"]) -> "PrefillResult":
-        """One result with the rows of all `results`, in order; without last_ids."""
+        """Joins the rows of all results, in order, into one result without last_ids."""
         return PrefillResult(torch.cat([result.logits for result in results]), State.cat([result.state for result in results]))
 
 
 class Prefill:
-    """The prefill of one prompt: each advance() runs one stage, until `result` is no longer None.
+    """Reads one prompt. Each call of advance() runs one stage, and the prompt has been read when `result` is no longer None.
 
-    start: the result, with one row, that the prompt continues. after: the cache key of `start`; different starts need different
-    keys. n_logprobs: the number of likeliest tokens whose log-probabilities are collected at each prompt token, in addition to
-    that token's own (only the first vocab_size tokens count, and no cached prefix is used); None for no log-probabilities.
-    decoder: a decoder of the model, for short chunks; None if neither C nor a GPU graph fits the model. pool_hidden: whether to
-    sum the final hidden states for embeddings (rwkv/generation/embedding.py); the cache is then not used. Raises ValueError if
-    `start` has several rows or belongs to a different model.
+    Raises ValueError if `start` has several rows or belongs to a different model.
+
+    Args:
+        start: the result, with one row, from which the prompt continues.
+        n_logprobs: the number of likeliest tokens to collect at each prompt token, with log-probabilities, in addition to the
+            prompt token itself. None turns log-probabilities off. Any number turns off the use of cached prefixes.
+        vocab_size: the number of tokens, from id 0 on, over which log-probabilities are computed.
+        after: the cache key of `start`. Different starts need different keys.
+        decoder: a decoder of the model for short chunks, or None if the model has neither a CDecoder nor a GpuDecoder.
+        pool_hidden: sums the final hidden states for embeddings (rwkv/generation/embedding.py). The cache is then not used.
     """
 
     def __init__(self, model: Model, tokens: Sequence[int], start: PrefillResult | None = None,
@@ -97,7 +98,7 @@ class Prefill:
         self._n_logprobs = n_logprobs
         self._vocab_size = vocab_size
         self.tokens = list(tokens)
-        self._latest_result = start      # after the tokens read so far
+        self._latest_result = start      # follows the tokens read so far
         self._key = after                # the cache key of _latest_result
         if cache is not None:
             cache.begin(model, after.model)
@@ -110,11 +111,14 @@ class Prefill:
         self.cached = self._position                             # tokens that came from the cache
         self.logprobs: list[tuple[Tensor, Tensor, Tensor]] = []  # return values of logprobs(), until the caller clears them
         self._chunk_run: Iterator[None] | None = None            # the chunk in progress
-        self._decoder = None if pool_hidden else decoder         # a decoder returns no hidden state
+        self._decoder = None if pool_hidden else decoder                 # decoders do not return the hidden states
 
     @property
     def next_cost(self) -> int:
-        """The work of the next stage, in units of one token through all blocks; at most Chunks.budget, and 0 when done."""
+        """Returns the work of the next stage, in units of one token through all blocks.
+
+        The work is at most Chunks.budget, and 0 when the whole prompt has been read.
+        """
         length = self._chunk_end - self._position
         if not length:
             return 0
@@ -124,18 +128,18 @@ class Prefill:
 
     @property
     def joinable_tokens(self) -> int:
-        """The number of tokens in the next chunk if it can be batched with chunks of other prompts; otherwise 0."""
+        """Returns the number of tokens in the next chunk, or 0 if this chunk cannot share a pass with other prompts."""
         length = self._chunk_end - self._position
         joins = isinstance(self._decoder, GpuDecoder) and length <= SHORT_PROMPT and self._n_logprobs is None
         return length if joins else 0
 
     @property
     def result(self) -> PrefillResult | None:
-        """The result, with one row; None until the whole prompt is read."""
+        """Returns the result, which has one row, or None until the whole prompt has been read."""
         return None if self.next_cost else self._latest_result
 
     def advance(self) -> None:
-        """Runs the next stage, and caches the result at the end of a chunk."""
+        """Runs the next stage. The last stage of a chunk also puts the result into the cache."""
         self._chunk_run = self._chunk_run or self._run_chunk()
         try:
             next(self._chunk_run)
@@ -148,7 +152,7 @@ class Prefill:
         return min(len(self.tokens), (self._position // longest + 1) * longest)
 
     def _n_stages(self, length: int) -> int:
-        """The fewest stages such that each runs whole blocks within the budget; one stage per block if no block fits."""
+        """Returns the fewest stages of whole blocks that keep to the budget, or one stage per block if no block fits."""
         L = len(self._model.blocks)
         blocks = self._chunks.budget * L // (self._chunks.weights + length)
         return ceil(L / max(1, blocks))
@@ -158,7 +162,7 @@ class Prefill:
         ids = to_device(self._chunk_ids.unsqueeze(0), self._device)
         state = self._latest_result.state if self._latest_result else None
         if self._decoder is not None and ids.shape[1] <= SHORT_PROMPT:
-            if self._n_logprobs is not None:             # only for logprobs; the state comes from the decoder
+            if self._n_logprobs is not None:             # runs only to collect logprobs, because the decoder has none
                 yield from self._run_blocks(ids, state)
             advance_all([self])
         else:
@@ -166,7 +170,6 @@ class Prefill:
 
     @property
     def _chunk_ids(self) -> Tensor:
-        """The tokens (t,) of the next chunk."""
         return torch.tensor(self.tokens[self._position:self._chunk_end], device="cpu")
 
     def _finish_chunk(self, result: PrefillResult) -> None:
@@ -186,7 +189,7 @@ class Prefill:
                     yield
                 else:
                     hidden, state = result
-        else:                            # a hook on the model may change the logits of all positions
+        else:                            # runs the whole model, because a hook may change the logits of all positions
             hidden, state = model(ids, state)
             head = nn.Identity()
         if self._pool_hidden:
@@ -205,8 +208,10 @@ class Prefill:
 
 @torch.no_grad()
 def advance_all(prompts: Sequence[Prefill]) -> None:
-    """Reads the next chunk of each prompt in one call of the decoder that they share. Several prompts must have
-    joinable_tokens above 0."""
+    """Reads the next chunk of each prompt in one call of the decoder that the prompts share.
+
+    If there are several prompts, each must have joinable_tokens above 0.
+    """
     first = prompts[0]
     assert first._decoder is not None
     states = [prompt._latest_result.state if prompt._latest_result else first._model.empty_state(1) for prompt in prompts]
@@ -217,7 +222,7 @@ def advance_all(prompts: Sequence[Prefill]) -> None:
 
 
 def pooled(prefill: Prefill, pooling: Pooling) -> Tensor:
-    """The float32 embedding (C), of norm 1, after a prefill with pool_hidden=True."""
+    """Returns the embedding (C) of a prompt that was read with pool_hidden=True, as float32 with norm 1."""
     assert prefill.hidden_sum is not None
     assert prefill.last_hidden is not None
     vector = prefill.hidden_sum if pooling == "mean" else prefill.last_hidden.double()

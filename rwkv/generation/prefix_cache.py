@@ -1,7 +1,7 @@
-"""The prefix cache: prefill results, found by the tokens that they have read.
+"""The prefix cache stores prefill results under keys computed from the tokens read.
 
-A result has the same size for every length, so the cache holds many; results on a GPU are moved to host memory. A prompt that
-begins with an earlier prompt, or with an earlier prompt and its answer, continues from that result.
+If a prompt begins with an earlier prompt, or with an earlier prompt and the answer, prefill continues from the earlier result.
+A result has the same size for every length, so the cache can hold many results. Results on a GPU are moved to host memory.
 """
 
 import secrets
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 
 class Key(NamedTuple):
-    """A key of PrefixCache: the model, the owner, the number of tokens, and the hash of the tokens.
+    """A key of PrefixCache, with the number of tokens read and their hash.
 
-    Different models, and different owners, share no entries.
+    `model` and `owner` are names. Entries are never shared between different models or different owners.
     """
 
     length: int = 0
@@ -35,14 +35,15 @@ EMPTY = Key()
 
 
 class PrefixCache:
-    """A cache of at most max_bytes bytes of prefill results, found by the tokens that they have read. It evicts the least
-    recently used result; an owner that stays within its fair share of the cache loses nothing to others.
+    """A cache that holds at most max_bytes bytes of prefill results. Raises UserError if max_bytes is negative.
+
+    A full cache evicts the least recently used result. An owner within the fair share of the cache loses no results to other
+    owners. All methods are thread-safe.
 
     A key has the number of tokens and their polynomial hash, modulo a 127-bit prime and at a random point. Finding the longest
-    match takes one look-up per prompt token, however many entries there are, because the key of a sequence is computed from
-    the key of its prefix. Two prefixes of length n have the same hash with a probability of about n / 2^127. A model's name in
-    the keys stands for one model: its entries are removed when a different model gets the name, and when the weights change.
-    Thread-safe. Raises UserError for a max_bytes below 0.
+    match takes one look-up per prompt token, however many entries there are, because the key of a sequence is computed from the
+    key of its prefix. Two prefixes of length n have the same hash with a probability of about n / 2^127. When a model's name is
+    given to a different model, or when the weights change, begin() removes the entries under this name.
     """
 
     _PRIME = 2**127 - 1
@@ -54,7 +55,7 @@ class PrefixCache:
         self._point = secrets.randbelow(self._PRIME)
         self._entries: dict[Key, PrefillResult] = {}
         self._lru = FairLRU[Key]()
-        self._watches: dict[str, WeightsWatch] = {}                     # by model name
+        self._watches: dict[str, WeightsWatch] = {}                     # the keys are model names
         self._lock = Lock()              # guards all fields above
 
     def __len__(self) -> int:
@@ -76,13 +77,15 @@ class PrefixCache:
             self._watches[name] = WeightsWatch(model)
 
     def key(self, tokens: Sequence[int], after: Key = EMPTY) -> Key:
-        """The key of a prefix followed by `tokens`. after: the key of the prefix."""
+        """Returns the key of the sequence that consists of a prefix with the key `after`, and then `tokens`."""
         *_, last = self._keys(tokens, after)
         return last
 
     def longest(self, tokens: Sequence[int], after: Key = EMPTY) -> tuple[Key, "PrefillResult | None"]:
-        """The key and the result of the longest cached prefix of `tokens`; (after, None) if there is none. after: the key of
-        what precedes `tokens`."""
+        """Returns the key and the result of the longest cached prefix of `tokens`, or (after, None) if no prefix is cached.
+
+        `after` is the key of the sequence before `tokens`.
+        """
         keys = list(self._keys(tokens, after))
         with self._lock:
             longest = next((key for key in reversed(keys) if key in self._entries), None)
@@ -105,7 +108,6 @@ class PrefixCache:
                 self._remove(self._lru.victim(self.max_bytes))
 
     def _keys(self, tokens: Sequence[int], after: Key = EMPTY) -> Iterator[Key]:
-        """The key of each prefix of `tokens`, the empty prefix first. after: the key of what precedes `tokens`."""
         hashes = accumulate(tokens, lambda value, token: (value * self._point + token) % self._PRIME, initial=after.hash)
         return map(Key, count(after.length), hashes, repeat(after.model), repeat(after.owner))
 

@@ -1,6 +1,6 @@
-"""One sequence to generate, with all its options.
+"""A Request describes one sequence to generate, with all options.
 
-Does not import torch, because serve.py's HTTP process creates requests, too.
+This module does not import torch, because the HTTP process of serve.py creates requests, too.
 """
 
 from collections.abc import Sequence
@@ -23,13 +23,16 @@ Entry = JsonObject                       # {"token": id, "text": ..., "logprob":
 class Request:
     """One sequence to generate. Raises UserError for a value that is out of range or of the wrong type.
 
-    prompt: a string or its token ids. n_logprobs: the number of likeliest tokens whose log-probabilities are returned at each
-    token, in addition to the token's own; None for no log-probabilities. prompt_logprobs: whether the prompt tokens except the
-    first get log-probabilities, too. grammar: what constrains the continuation. context: the prefill result of what precedes
-    the prompt. context_key: the cache key of that context, with length 0; a request with a context but without this key does
-    not use the cache. earlier: ids that the context has read; repetition_penalty counts them like the prompt's. keep_context:
-    whether to set Row.final_context when the sequence has ended. pooling: how to compute Row.embedding after prefill; None for
-    no embedding.
+    Attributes:
+        prompt: a text or its token ids.
+        n_logprobs: the number of likeliest tokens returned at each token, besides the token itself, each with a
+            log-probability. None turns log-probabilities off.
+        prompt_logprobs: returns log-probabilities of the prompt tokens, too, except the first.
+        context: the prefill result of the text before the prompt.
+        context_key: the cache key of the context, with length 0. A request with a context and no key does not use the cache.
+        earlier: ids that the context has read. repetition_penalty counts these ids like those of the prompt.
+        keep_context: sets Row.final_context when the sequence has ended.
+        pooling: the way to compute Row.embedding after prefill; None for no embedding.
     """
 
     prompt: str | Sequence[int]
@@ -56,7 +59,7 @@ class Request:
 
     @property
     def prompt_ids(self) -> Sequence[int]:
-        """The prompt's ids; () if the prompt is a string."""
+        """Returns the prompt's ids, or () if the prompt is a string."""
         return () if isinstance(self.prompt, str) else self.prompt
 
     @property
@@ -65,10 +68,10 @@ class Request:
 
     @property
     def n_prompt_logprobs(self) -> int | None:
-        """n_logprobs for the prompt tokens; None unless prompt_logprobs is set."""
+        """Returns n_logprobs for the prompt tokens, or None unless prompt_logprobs is set."""
         return (self.n_logprobs or 0) if self.prompt_logprobs else None
 
     def shares_prefill(self, other: "Request") -> bool:
-        """Whether one prefill can serve both requests, provided that their prompts have the same ids."""
+        """Returns True if one prefill can serve both requests, provided that the prompts have the same ids."""
         return (self.context is other.context and self.context_key == other.context_key and self.pooling == other.pooling
                 and self.n_prompt_logprobs == other.n_prompt_logprobs)

@@ -1,4 +1,4 @@
-"""Rows: a Row is one sequence while it is generated, with its allowed tokens, drawn tokens, text and finish reason."""
+"""A Row is one sequence while the engine generates it. A Sample is the result: the tokens, the text and the finish reason."""
 
 from dataclasses import dataclass, field
 from itertools import takewhile
@@ -27,11 +27,14 @@ RANDOM_BLOCK = 64                        # random numbers generated together
 class Sample:
     """One generated sequence.
 
-    prompt: the prompt's text; "" if the prompt was given as ids. text: the continuation. finish_reason: "length", "stop",
-    "end_of_text", "cancelled", or "no_token" if the grammar and the banned tokens leave no token or the grammar has become too
-    complex; None while the sequence is running. tokens: the ids drawn, without end-of-text and stop tokens. logprobs: if
-    requested, an entry for each token drawn; the probabilities are normalised over the tokens that the grammar allows, before
-    temperature, penalties and the other sampling options.
+    Attributes:
+        prompt: the prompt's text, or "" if the prompt was given as ids.
+        text: the continuation.
+        finish_reason: "length", "stop", "end_of_text", "cancelled", or "no_token" if the grammar and the banned tokens leave no
+            token, or if the grammar has become too complex. None while the sequence is running.
+        tokens: the ids drawn, without end-of-text and stop tokens.
+        logprobs: one entry per token drawn, if requested. The probabilities are normalised over the tokens that the grammar
+            allows, before any sampling option is applied.
     """
 
     prompt: str
@@ -43,14 +46,17 @@ class Sample:
 
 
 class Row:
-    """A running request, with its random numbers, its text decoder and its stop strings.
+    """A request that is being generated, with its random numbers, its text decoder and its stop strings.
 
-    cached_tokens: the number of prompt tokens that came from the cache. prompt_logprobs: if requested, an entry as in
-    Sample.logprobs for each prompt token except the first. embedding: if requested, a vector (C), set after prefill. forbidden:
-    a bool tensor (V), True for tokens that the grammar does not allow next; None without a grammar. final_context: if
-    requested, the prefill result of the whole sequence, including its last token and a stop string; None for a cancelled row.
-    damaged: whether the row was cancelled because its logits were not finite, so that its context may be damaged.
-    proposed_tokens, accepted_tokens: counts of draft tokens.
+    Attributes:
+        cached_tokens: the number of prompt tokens that came from the cache.
+        prompt_logprobs: one entry, as in Sample.logprobs, per prompt token except the first, if requested.
+        embedding (C): the embedding, set after prefill if requested.
+        forbidden (V): True for each token that the grammar does not allow next; None without a grammar.
+        final_context: the prefill result of the whole sequence, including the last token and a stop string, if requested. None
+            for a cancelled row.
+        damaged: True if the row was cancelled because its logits were not finite. The context may then be damaged.
+        proposed_tokens, accepted_tokens: counts of draft tokens.
     """
 
     def __init__(self, index: int, request: Request, prompt_ids: list[int], tokenizer: Tokenizer,
@@ -92,13 +98,13 @@ class Row:
 
     @property
     def complete(self) -> bool:
-        """Whether the row was cancelled, or has finished after prefill and needs no final context."""
+        """Returns True if the row was cancelled, or has finished after prefill and needs no final context."""
         return not self.unfinished and (
             (self.prompt_read and not self.needs_final_context) or self.sample.finish_reason == CANCELLED)
 
     @property
     def needs_final_context(self) -> bool:
-        """Whether the sequence has ended and the requested final_context is missing."""
+        """Returns True if the sequence has ended but the requested final_context is not set yet."""
         ended = self.prompt_read and self.sample.finish_reason not in (None, CANCELLED)
         return self.request.keep_context and self.final_context is None and ended
 
@@ -108,22 +114,21 @@ class Row:
 
     @property
     def stop(self) -> str | None:
-        """The stop string that ended the sequence; None if none did."""
+        """Returns the stop string that ended the sequence, or None if no stop string has."""
         return self._stop_strings.matched
 
     @property
     def read_after_text(self) -> str:
-        """The text that final_context has read beyond the text shown: the stop string, and the rest of the token in which it
-        ends."""
+        """Returns the text that final_context includes after Sample.text: the stop string, and the rest of its last token."""
         return self._stop_strings.rest
 
     @property
     def last_token_unread(self) -> bool:
-        """Whether the sequence ended before its last token was read, so that the state does not include it."""
+        """Returns True if the sequence ended before the last token was read, so that the state does not include this token."""
         return self.last_token_in_text and self.sample.finish_reason != NO_TOKEN
 
     def cancel(self) -> None:
-        """Ends the sequence; the row leaves at the next step."""
+        """Ends the sequence as cancelled. The row leaves at the next step."""
         if not self.complete:
             self.sample.finish_reason = CANCELLED
 
@@ -132,28 +137,28 @@ class Row:
         self.damaged = True
 
     def tokens_read(self) -> list[int]:
-        """The tokens read when the sequence has just ended: the prompt and all tokens drawn except the last."""
+        """Returns the tokens read when the sequence has just ended: the prompt, and all tokens drawn except the last."""
         tokens = self.sample.tokens
         return self.prompt_ids + (tokens[:-1] if self.last_token_in_text else tokens)
 
     def last_ids(self) -> list[int]:
-        """The last ids read or drawn, including those before the prompt."""
+        """Returns the last ids read or drawn, including ids before the prompt."""
         return [*self._preceding_ids, *self.sample.tokens[-LAST_IDS:]][-LAST_IDS:]
 
     @property
     def known_ids(self) -> list[int]:
-        """The ids before the continuation: the known ids of the context, then the prompt's."""
+        """Returns the ids before the continuation: the known ids of the context, then the ids of the prompt."""
         earlier = [*self.request.earlier]
         includes_prompt = earlier[len(earlier) - len(self.prompt_ids):] == self.prompt_ids
         return earlier if includes_prompt else earlier + self.prompt_ids
 
     @property
     def tokens_left(self) -> int:
-        """The number of tokens that can still be drawn."""
+        """Returns the number of tokens that can still be drawn."""
         return self.request.stopping.max_new_tokens - len(self.sample.tokens)
 
     def before_end(self, tokens: list[int]) -> list[int]:
-        """`tokens` up to, and without, the first one that would end the sequence."""
+        """Returns the tokens before the first token that would end the sequence."""
         return [*takewhile(lambda token: token not in self._ends and token not in self._stop_tokens, tokens)]
 
     def uniform(self) -> float:
@@ -161,14 +166,14 @@ class Row:
         return self._uniform.pop()
 
     def next_uniform(self, n: int) -> list[float]:
-        """The numbers that the next n calls of uniform() will return."""
+        """Returns the numbers that the next n calls of uniform() will return."""
         while len(self._uniform) < n:
             numbers = torch.rand(RANDOM_BLOCK, generator=self._generator, dtype=torch.float64, device="cpu")
             self._uniform = numbers.tolist()[::-1] + self._uniform
         return self._uniform[:-n - 1:-1]
 
     def update_forbidden(self) -> bool:
-        """Sets `forbidden` from the grammar. Returns whether any token is allowed by the grammar and not banned."""
+        """Sets `forbidden` from the grammar. Returns False if the grammar and the banned tokens leave no token."""
         if self._matcher is None:
             return True
         mask = self._matcher.allowed()
@@ -182,7 +187,7 @@ class Row:
         return not bool(excluded.all())
 
     def end_without_token(self) -> str:
-        """Ends the sequence because no token is allowed next. Returns the text held back so far."""
+        """Ends the sequence because no token is allowed next. Returns the text that was held back."""
         self.sample.finish_reason = NO_TOKEN
         text = self._flush()
         self.sample.text += text

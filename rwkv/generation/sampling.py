@@ -1,17 +1,17 @@
-"""Sampling: penalties, filters, and one draw per row with the row's own random number.
+"""Sampling applies penalties and filters to the logits, and then draws one token per row with the row's own random number.
 
 With order=hf (as in Hugging Face's transformers) the steps are: logit bias and banned tokens; repetition, presence and
 frequency penalties; temperature; top_k; top_p, as a fraction of the probability that top_k has left; min_p; the draw. With
 order=rwkv (as in ChatRWKV) top_p, top_k and min_p come before the temperature, which then applies to the remaining tokens.
 
-The penalties of a row, for a token in its prompt or its generated text:
+A row's penalties change the logit of each token in the prompt or the generated text:
 
-    logit = logit / repetition_penalty if it is above 0, else logit * repetition_penalty
-    logit = logit - presence_penalty - count * frequency_penalty                if it has been generated
+    logit = logit / repetition_penalty if logit > 0, else logit * repetition_penalty
+    logit = logit - presence_penalty - count * frequency_penalty                only for generated tokens
 
-where count is the number of times that the token has been generated. After each draw all counts are multiplied by
+Here, count is the number of times that the token has been generated. After each draw all counts are multiplied by
 penalty_decay, and then 1 is added to the count of the token drawn. BlinkDL's ChatRWKV, API_DEMO_CHAT.py, does the same with
-`occurrence`; presence_penalty does not decay there either. The tokens of no_penalty are exempt.
+`occurrence`, and presence_penalty does not decay there either. The tokens of no_penalty are exempt.
 
 Legend: B rows, V vocabulary, N candidates after the filters. The options are the fields of rwkv.config.Sampling.
 """
@@ -39,9 +39,10 @@ SHORTLIST = 256                          # candidates sorted first, because sort
 
 @cache
 def drawing_on(device: torch.device, in_c: bool) -> tuple[Draw | None, torch.device]:
-    """The kernels/draw function for logits on this device, or None for PyTorch; and the device on which tokens are drawn.
+    """Returns the function that draws tokens from logits on `device`, and the device on which that function draws.
 
-    in_c: whether the decoding step is in C. Without Triton, tokens are drawn on the CPU even if the logits are on a GPU.
+    The function comes from kernels/draw, or is None, which stands for PyTorch. Without Triton, tokens are drawn on the CPU even
+    if the logits are on a GPU. `in_c` says whether a CDecoder computes the logits.
     """
     name = resolve("draw", AUTO, device)
     if device.type == "cuda" and registry.why_not("draw", name, "cuda") is None:
@@ -50,23 +51,24 @@ def drawing_on(device: torch.device, in_c: bool) -> tuple[Draw | None, torch.dev
 
 
 def draw_filters(options: Sampling) -> Filters:
-    """The filter options, as kernels/draw needs them; the temperature must be above 0."""
+    """Returns the filter options in the format of kernels/draw. The temperature must be above 0."""
     fields = {name: getattr(options, name) for name in Filters._fields if name != "filters_first"}
     return Filters(**fields, filters_first=options.order == "rwkv")
 
 
 @lru_cache(maxsize=64)
 def draw_bias(options: Sampling) -> Bias:
-    """The biases of logit_bias, and -inf for banned tokens, as kernels/draw needs them."""
+    """Returns the biases of logit_bias, and -inf for banned tokens, in the format of kernels/draw."""
     values = [*options.logit_bias.items(), *((token, -math.inf) for token in options.banned)]
     ids = torch.tensor([token for token, _ in values], dtype=torch.int32, device="cpu")
     return Bias(ids, torch.tensor([bias for _, bias in values], dtype=torch.float32, device="cpu"))
 
 
 class Penalties:
-    """The penalties of one row. Memory and time grow with the number of different tokens in its prompt and generated text.
+    """Counts the tokens of one row, and applies the row's penalties to its logits on the CPU.
 
-    exempt: ids that no penalty changes.
+    Memory and time grow with the number of different tokens in the prompt and the generated text. No penalty changes the logits
+    of the ids in `exempt`.
     """
 
     def __init__(self, options: Sampling, prompt: Collection[int] = (), exempt: Collection[int] = ()) -> None:
@@ -103,16 +105,17 @@ class Penalties:
 
     @staticmethod
     def apply_all(logits: Tensor, rows: Sequence["Penalties"]) -> Tensor:
-        """Applies each row's penalties. Returns the float32 logits (B,V); may change the argument in place."""
+        """Applies each row's penalties to the float32 logits (B,V) in place, and returns the logits."""
         for row, penalties in enumerate(rows):
             penalties.apply(logits[row])
         return logits
 
 
 class PenaltyTable:
-    """The penalties of rows whose logits are on a GPU: V counts in float64 and V flags per row, as kernels/draw needs them.
+    """Holds the penalties of all rows whose logits are on a GPU, in the format of kernels/draw.
 
-    A row has a slot in the table from its first draw until it is deleted. A slot takes 9 V bytes.
+    Each row has a slot with V counts in float64 and V flags in uint8, which together take 9 V bytes. A slot is taken at the
+    row's first draw and freed when the row is deleted.
     """
 
     def __init__(self, V: int, device: torch.device) -> None:
@@ -123,11 +126,11 @@ class PenaltyTable:
         self._options = torch.empty(0)
 
     def row(self, options: Sampling, prompt: Collection[int] = (), exempt: Collection[int] = ()) -> "TablePenalties":
-        """The penalties of a new row; the arguments are those of Penalties."""
+        """Returns the penalties of a new row. The arguments are those of Penalties."""
         return TablePenalties(self, options, prompt, exempt)
 
     def slot(self) -> int:
-        """A free slot, zeroed."""
+        """Takes a free slot, sets its counts and flags to 0, and returns its index."""
         if not self._free:
             n = len(self._counts)
             more = max(1, n)
@@ -143,8 +146,7 @@ class PenaltyTable:
         self._flags[slot, to_device(torch.tensor([*ids], dtype=torch.int64), self._flags.device)] |= flag
 
     def release(self, slot: int) -> None:
-        """Frees a slot. Launches no kernel, because the garbage collector may call it in any thread, even while a CUDA graph is
-        being captured."""
+        """Frees a slot without a kernel launch, because the garbage collector may call this during a CUDA graph capture."""
         self._free.append(slot)
 
     def forget_rows(self) -> None:
@@ -152,7 +154,7 @@ class PenaltyTable:
         self._rows = []
 
     def apply(self, logits: Tensor, rows: Sequence["TablePenalties"]) -> Tensor:
-        """The float32 logits (B,V) after each row's penalties have been applied."""
+        """Applies each row's penalties, and returns the changed logits (B,V) in float32."""
         slots, last = to_device(torch.tensor([[row.slot for row in rows], [row.pop_last() for row in rows]]), logits.device)
         if [*rows] != self._rows:
             self._rows = [*rows]
@@ -161,14 +163,14 @@ class PenaltyTable:
 
 
 class TablePenalties:
-    """The penalties of one row in a PenaltyTable."""
+    """Applies the penalties of one row, whose counts are in a PenaltyTable."""
 
     def __init__(self, table: PenaltyTable, options: Sampling, prompt: Collection[int], exempt: Collection[int]) -> None:
         self.table = table
         self.options = (options.repetition_penalty, options.presence_penalty, options.frequency_penalty, options.penalty_decay)
         self._prompt_ids = prompt
         self._exempt_ids = exempt
-        self._uncounted = -1
+        self._uncounted_token = -1
 
     @cached_property
     def slot(self) -> int:
@@ -179,17 +181,17 @@ class TablePenalties:
         return slot
 
     def add(self, token: int) -> None:
-        self._uncounted = token
+        self._uncounted_token = token
 
     def pop_last(self) -> int:
-        """The token that add() received since the last call; -1 if there was none."""
-        last = self._uncounted
-        self._uncounted = -1
+        """Returns the token that add() has received since the last call, or -1 if there was no token."""
+        last = self._uncounted_token
+        self._uncounted_token = -1
         return last
 
     @staticmethod
     def apply_all(logits: Tensor, rows: Sequence["TablePenalties"]) -> Tensor:
-        """As Penalties.apply_all."""
+        """Applies each row's penalties, and returns the changed logits (B,V) in float32."""
         return rows[0].table.apply(logits, rows)
 
 
@@ -198,10 +200,15 @@ AllPenalties = Sequence[Penalties] | Sequence[TablePenalties]
 
 def next_tokens(logits: Tensor, uniform: Tensor, options: Sampling,
                 penalties: AllPenalties | None = None, draw: Draw | None = None) -> Tensor:
-    """The next token of each row, (B,) int64 on the CPU, from logits (B,V) and `uniform` (B,), random numbers in [0, 1).
+    """Draws the next token of each row, and returns the tokens (B,) as int64 on the CPU.
 
-    penalties: the penalties of each row; None if the options set none. draw: the kernels/draw function for the device of the
-    logits; None for PyTorch, which draws on the CPU. Raises UserError if the logits are not finite.
+    Raises UserError if the logits are not finite.
+
+    Args:
+        logits (B,V): the model's logits.
+        uniform (B,): one random number in [0, 1) per row.
+        penalties: one element per row, or None if `options` has no penalties.
+        draw: the kernels/draw function for the device of the logits; None draws with PyTorch on the CPU.
     """
     tokens = to_host([queued_tokens(logits, uniform, options, penalties, draw)])
     if bool((tokens < 0).any()):
@@ -211,8 +218,10 @@ def next_tokens(logits: Tensor, uniform: Tensor, options: Sampling,
 
 def queued_tokens(logits: Tensor, uniform: Tensor, options: Sampling,
                   penalties: AllPenalties | None = None, draw: Draw | None = None) -> Tensor:
-    """As next_tokens, but without synchronising with the GPU: the tokens stay on the device where they were drawn. The token
-    of a row whose logits are not finite is -1."""
+    """Draws as next_tokens does, but without synchronising with the GPU. The tokens stay on the device where they were drawn.
+
+    A row gets the token -1 if its logits are not finite.
+    """
     logits = logits.float()
     if options.temperature == 0:
         logits = adjust_logits(logits, options, penalties)
@@ -223,18 +232,18 @@ def queued_tokens(logits: Tensor, uniform: Tensor, options: Sampling,
         ids, probabilities = distribution(torch.where(finite.unsqueeze(-1), logits, 0.0), options)
         drawn = pick(probabilities, uniform)
         return torch.where(finite, drawn if ids is None else ids.gather(-1, drawn.unsqueeze(-1)).squeeze(-1), -1)
-    if penalties is not None:            # penalties come after the bias
+    if penalties is not None:            # adjust_logits adds the bias, too, because the bias must precede the penalties
         return draw(adjust_logits(logits, options, penalties), uniform, draw_filters(options), NO_BIAS)
     return draw(logits, uniform, draw_filters(options), draw_bias(options))
 
 
 def to_host(drawn: Sequence[Tensor]) -> Tensor:
-    """Concatenates results of queued_tokens and copies them to the CPU: only here does sampling wait for a GPU."""
+    """Concatenates results of queued_tokens and copies them to the CPU. Sampling waits for a GPU only here."""
     return torch.cat([*drawn]).cpu()
 
 
 def adjust_logits(logits: Tensor, options: Sampling, penalties: AllPenalties | None) -> Tensor:
-    """The logits (B,V) after logit_bias, banned tokens and penalties; the argument is not changed."""
+    """Returns the logits (B,V) with logit_bias, banned tokens and penalties applied. The argument is not changed."""
     if options.logit_bias or options.banned or penalties is not None:
         logits = logits.clone()
     for token, bias in options.logit_bias.items():
@@ -243,12 +252,14 @@ def adjust_logits(logits: Tensor, options: Sampling, penalties: AllPenalties | N
         logits.index_fill_(1, to_device(torch.tensor([*options.banned]), logits.device), -torch.inf)
     if not penalties:
         return logits
-    return cast(Any, type(penalties[0])).apply_all(logits, penalties)    # all elements have the same class
+    return cast(Any, type(penalties[0])).apply_all(logits, penalties)    # works because all elements have the same class
 
 
 def distribution(logits: Tensor, options: Sampling) -> tuple[Tensor | None, Tensor]:
-    """Returns the candidates' ids and probabilities, (B,N) each; ids is None if the candidates are the whole vocabulary in
-    order."""
+    """Returns the ids (B,N) and the probabilities (B,N) of the tokens that the filters leave.
+
+    The ids are None if the filters leave the whole vocabulary, whose ids are then in order.
+    """
     ids, candidates = _filter_candidates(logits, options)
     if options.min_p > 0:
         threshold = candidates.amax(-1, keepdim=True) + math.log(options.min_p)
@@ -259,7 +270,7 @@ def distribution(logits: Tensor, options: Sampling) -> tuple[Tensor | None, Tens
 
 
 def pick(probabilities: Tensor, uniform: Tensor) -> Tensor:
-    """The index (B,) at which the cumulative probability of each row (B,N) first exceeds `uniform` (B,).
+    """Returns the index (B,) at which the cumulative probability of each row (B,N) first exceeds `uniform` (B,).
 
     The block that contains the index is found first, because a cumulative sum over a whole vocabulary takes ten times as long.
     """
@@ -272,16 +283,16 @@ def pick(probabilities: Tensor, uniform: Tensor) -> Tensor:
     block = torch.searchsorted(ends, target, right=True).clamp(max=ends.shape[-1] - 1)
     ids = block * BLOCK + torch.arange(min(BLOCK, N), device=block.device)
     cumulative = probabilities.gather(-1, ids.clamp(max=N - 1)).double().masked_fill(ids >= N, 0).cumsum(-1)
-    below_all = cumulative[:, -1:].nextafter(cumulative.new_zeros(1))     # so that no index is past the end
-    inside = torch.minimum(target - (ends - sums).gather(-1, block), below_all)
-    return ids.gather(-1, torch.searchsorted(cumulative, inside, right=True)).squeeze(-1)
+    upper_limit = cumulative[:, -1:].nextafter(cumulative.new_zeros(1))  # keeps every index below the end
+    target_in_block = torch.minimum(target - (ends - sums).gather(-1, block), upper_limit)
+    return ids.gather(-1, torch.searchsorted(cumulative, target_in_block, right=True)).squeeze(-1)
 
 
 def _filter_candidates(logits: Tensor, options: Sampling) -> tuple[Tensor | None, Tensor]:
-    """The ids and logits, (B,N) each, of the tokens that top_k keeps, the likeliest first; a logit is -inf if top_p removes the
-    token.
+    """Returns the ids (B,N) and the logits (B,N) of the tokens that top_k keeps, with the likeliest token first.
 
-    The row's maximum has been subtracted from the logits. If both filters are off, the ids are None and the logits unsorted.
+    A logit is -inf if top_p removes the token. Each row's maximum is subtracted from the logits. If both filters are off, the
+    ids are None and the logits are not sorted.
     """
     V = logits.shape[-1]
     largest = logits.amax(-1, keepdim=True)
@@ -297,7 +308,7 @@ def _filter_candidates(logits: Tensor, options: Sampling) -> tuple[Tensor | None
         return ids, _filter_top_p(scaled(values), _sum_exp(scaled(values)), options.top_p)
     total = _sum_exp(scaled(logits))
     N = SHORTLIST if options.top_p < 1 else top_k
-    while True:                          # until the N likeliest include all tokens that top_p or top_k keeps
+    while True:                          # ends when the N likeliest tokens include all that top_p or top_k keeps
         values, ids = _top_logits(logits, min(N, top_k))
         if N >= top_k or bool((_sum_exp(scaled(values)) >= options.top_p * total).all()):
             return ids, _filter_top_p(scaled(values), total, options.top_p)
@@ -305,9 +316,9 @@ def _filter_candidates(logits: Tensor, options: Sampling) -> tuple[Tensor | None
 
 
 def _top_logits(logits: Tensor, n: int) -> tuple[Tensor, Tensor]:
-    """The n largest logits of each row and their ids, both (B,n); among equal logits, the lowest id comes first.
+    """Returns the n largest logits (B,n) of each row, and their ids (B,n). Among equal logits, the lowest id comes first.
 
-    The logits must not yet be divided by the temperature, because rounding may make different logits equal.
+    The temperature must not have been applied yet, because the division may round different logits to the same number.
     """
     values, ids = logits.topk(n)
     least = values[:, -1:].clamp(min=torch.finfo(logits.dtype).min)          # tokens with -inf are never drawn
@@ -320,12 +331,11 @@ def _top_logits(logits: Tensor, n: int) -> tuple[Tensor, Tensor]:
 
 
 def _sum_exp(logits: Tensor) -> Tensor:
-    """The sum of each row's exponentials, (B,1) float64. No logit may be above 0."""
     return logits.exp().sum(-1, keepdim=True, dtype=torch.float64)
 
 
 def _filter_top_p(ordered: Tensor, total: Tensor, top_p: float) -> Tensor:
-    """The logits (B,N), the likeliest first, with -inf for each token whose predecessors sum to top_p * total or more."""
+    """Returns the logits (B,N), which must be in descending order, with -inf for the tokens that top_p removes."""
     if top_p >= 1:
         return ordered
     weights = ordered.exp().double()
@@ -334,4 +344,4 @@ def _filter_top_p(ordered: Tensor, total: Tensor, top_p: float) -> Tensor:
 
 
 def not_finite() -> UserError:
-    return UserError("the model's logits are not finite: its weights are damaged, or too large for this dtype")
+    return UserError("the model's logits are not finite: the weights are damaged, or too large for this dtype")

@@ -1,16 +1,16 @@
-"""Speculative decoding: one pass of the model reads a row's last token and a draft's proposals for the next ones.
+"""Speculative decoding reads several tokens of a row in one pass of the model: the last token, and a draft's proposals.
 
-The row draws from the logits after each of these tokens as it would without a draft: with its own random numbers, penalties and
-grammar. It continues as long as it draws the proposed token; its state is then the one after the last accepted token. Logits
-and states are bit for bit those of single steps (rwkv/model/decoding), so the sequence is exactly the one without a draft, and
-a rejected token leaves no trace.
+The row draws a token from the logits after each of these tokens, with its own random numbers, penalties and grammar, as without
+a draft. The pass ends for the row when the row draws a different token than the proposed one. The row's state is then the state
+after the last accepted token. Logits and states are bit for bit those of single steps (rwkv/model/decoding), so a draft changes
+no sequence, and a rejected token leaves no trace.
 
-How many tokens are proposed: a pass that reads n tokens, counted over all rows, is assumed to take 1 + PASS_COST (n - 1) times
-as long as a step. If each proposal is right with probability p, k proposals yield 1 + p + ... + p^k tokens on average. Each row
-estimates p from its last passes, starting at FIRST_P, and the draft proposes the number of tokens k that yields the most tokens
-per unit of time. If that is not LEAST_GAIN times as fast as no draft, the row's draft pauses for FIRST_PAUSE tokens. It then
-tries TRIED tokens, and resumes if all are right; otherwise the next pause is twice as long. With more than MOST_ROWS rows
-nothing is proposed, because the tokens of so many rows already share the cost of reading the weights.
+The number of proposed tokens k follows from an estimate. A pass that reads n tokens, counted over all rows, is assumed to take
+1 + PASS_COST (n - 1) times as long as a step. If each proposal is right with probability p, k proposals yield 1 + p + ... + p^k
+tokens on average. Each row estimates p from its last passes, starting at FIRST_P, and k is chosen to yield the most tokens per
+unit of time. If the gain is below LEAST_GAIN, the row's draft pauses for FIRST_PAUSE tokens, and then proposes TRIED tokens.
+The draft resumes if all of these are right; otherwise the next pause is twice as long. With more than MOST_ROWS rows nothing is
+proposed, because the tokens of so many rows already share the cost of reading the weights.
 """
 
 from collections.abc import Sequence
@@ -31,7 +31,10 @@ LARGEST_COST = 0.5                       # limit of Draft.cost: above it, even a
 
 
 class Pace:
-    """Decides how many tokens to propose for one row, by the module's rule. most: the upper limit. cost: as Draft.cost."""
+    """Decides how many tokens to propose for one row, at most `most`. The rule is in the module's docstring.
+
+    `cost` is as in Draft.
+    """
 
     def __init__(self, most: int, cost: float) -> None:
         self._most = most
@@ -39,31 +42,30 @@ class Pace:
         self._accepted, self._proposed = FIRST_P * PRIOR_TOKENS, PRIOR_TOKENS
         self._pauses = 0
         self._wait = 0                   # tokens until the present pause ends
-        self._trying = not self._best(1)         # whether the next proposal decides if the draft resumes
+        self._on_trial = not self._best(1)               # True if the next proposal decides whether the draft resumes
 
     def n(self, rows: int) -> int:
-        """The number of tokens to propose now. rows: the number of rows in the pass."""
+        """Returns the number of tokens to propose in a pass with this many rows. Each call counts as one token of a pause."""
         if rows > MOST_ROWS:
             return 0
         if self._wait:
             self._wait -= 1
             return 0
-        return min(self._most, TRIED) if self._trying else self._best(rows)
+        return min(self._most, TRIED) if self._on_trial else self._best(rows)
 
     def record(self, proposed: int, accepted: int, rejected: bool) -> None:
-        """Records the outcome of a pass. rejected: whether the row drew a token other than the one proposed; if not, it
-        accepted all proposals or ended."""
-        failed = self._trying and rejected
-        if self._trying and not rejected:
+        """Records the outcome of a pass. `rejected` must be True if the row drew a different token than the proposed one."""
+        failed_trial = self._on_trial and rejected
+        if self._on_trial and not rejected:
             self._accepted, self._proposed = FIRST_P * PRIOR_TOKENS, PRIOR_TOKENS
             self._pauses = 0
-            self._trying = False
+            self._on_trial = False
         self._accepted = self._accepted * DECAY + accepted
         self._proposed = self._proposed * DECAY + accepted + rejected
-        if failed or not self._best(1):
+        if failed_trial or not self._best(1):
             self._wait = FIRST_PAUSE << self._pauses
             self._pauses += 1
-            self._trying = True
+            self._on_trial = True
 
     def _best(self, rows: int) -> int:
         p = self._accepted / self._proposed
@@ -77,14 +79,14 @@ class Pace:
 
 
 class Speculation:
-    """Proposes tokens for all rows of an engine, and records which are accepted."""
+    """Proposes tokens for all rows of an engine, and records how many of them are accepted."""
 
     def __init__(self, draft: Draft) -> None:
         self._draft = draft
         self._paces: WeakKeyDictionary[Row, Pace] = WeakKeyDictionary()
 
     def propose(self, rows: Sequence[Row]) -> list[list[int]]:
-        """The tokens proposed for each row, to follow its last token; [] for a row without a proposal."""
+        """Returns the tokens that may follow the last token of each row; [] for a row without a proposal."""
         return [self._proposal(row, len(rows)) if row.unfinished else [] for row in rows]
 
     def record(self, row: Row, proposed: int, accepted: int) -> None:

@@ -1,8 +1,8 @@
-"""Saved states (save_state=FILE, state=FILE): prefill results from which generation can continue.
+"""State files (save_state=FILE, state=FILE) hold prefill results, from which generation can continue.
 
-A state file is a safetensors file with the tensors of the state and the logits. Its metadata has the hashes of the model and
-the tokenizer, the last ids, which are needed to decode the text that follows, and a checksum of all of these. The server's
-files have further metadata, which other programs ignore.
+A state file is a safetensors file with the tensors of the state and the logits. The metadata has the hashes of the model and
+the tokenizer, the last token ids, which are needed to decode the following text, and a checksum of the tensors and the
+metadata. The server writes further metadata, which other programs ignore.
 """
 
 import hashlib
@@ -34,21 +34,25 @@ PARTS = ("model", "tokenizer")           # metadata keys: hashes of the model an
 
 
 def save_context(path: str | Path, context: PrefillResult, model: Model, tokenizer: Tokenizer) -> None:
-    """Writes a state file atomically. Raises OSError if it cannot be written."""
+    """Writes a state file atomically. Raises OSError if the file cannot be written."""
     content = StateFormat.of(model, tokenizer).content(context)
     write_file(Path(path), lambda file: file.write(content))
 
 
 def load_context(path: str | Path, model: Model, tokenizer: Tokenizer) -> PrefillResult:
-    """The prefill result in a state file, with one row. Raises UserError if the file is missing, damaged, or was written with a
-    different model or tokenizer."""
+    """Reads the prefill result, which has one row, from a state file.
+
+    Raises UserError if the file is missing, damaged, or was written with a different model or tokenizer.
+    """
     return StateFormat.of(model, tokenizer).load(path)
 
 
 @torch.no_grad()
 def beginning(model: Model, tokenizer: Tokenizer, state: State) -> PrefillResult:
-    """A context that starts sequences from `state`, which must have one row. last_ids is (); the logits are those after an
-    end-of-text token, from which an empty prompt continues."""
+    """Returns a context that starts sequences from `state`, which must have one row.
+
+    The context's logits follow an end-of-text token, so that an empty prompt can continue. The context's last_ids are ().
+    """
     device = model.emb.weight.device
     start = PrefillResult(torch.empty(1, model.vocab_size, device=device), state.to(device))
     end_of_text = torch.tensor([[tokenizer.end_of_text]], device="cpu")
@@ -56,8 +60,10 @@ def beginning(model: Model, tokenizer: Tokenizer, state: State) -> PrefillResult
 
 
 class StateFormat:
-    """Reads and writes the state files of one model and tokenizer. fingerprint: the hash of the model, which need not be
-    loaded."""
+    """Reads and writes the state files of one model and one tokenizer.
+
+    `fingerprint` is the hash of the model. The model itself need not be loaded.
+    """
 
     def __init__(self, config: ModelConfig, vocab_size: int, fingerprint: str, tokenizer: Tokenizer,
                  device: torch.device | str = "cpu") -> None:
@@ -72,13 +78,13 @@ class StateFormat:
         return cls(model.config, model.vocab_size, model.fingerprint(), tokenizer, model.emb.weight.device)
 
     def content(self, context: PrefillResult, more: Mapping[str, str] | None = None) -> bytes:
-        """The bytes of a state file with this context. more: further metadata."""
+        """Returns the bytes of a state file with this context. `more` is added to the metadata."""
         tensors = {name: tensor.cpu().contiguous() for name, tensor in _named_tensors(context).items()}
         metadata = {**(more or {}), **self.identity, LAST_IDS: json.dumps(context.last_ids)}
         return save(tensors, metadata=metadata | {CHECKSUM: checksum(tensors, metadata)})
 
     def load(self, path: str | Path) -> PrefillResult:
-        """The prefill result in a state file. Raises UserError as load_context does."""
+        """Reads the prefill result from a state file. Raises UserError as load_context does."""
         path = state_file(path)
         try:
             content = path.read_bytes()
@@ -87,40 +93,41 @@ class StateFormat:
         return self.read(content, str(path))
 
     def read(self, content: bytes, name: str) -> PrefillResult:
-        """The prefill result in a state file's bytes. name: how errors name the file. Raises UserError as load_context does."""
+        """Reads the prefill result from the bytes of the state file `name`. Raises UserError as load_context does."""
         try:
             tensors = load(content)
             metadata = metadata_of(content)
         except (SafetensorError, ValueError) as error:
             is_safetensors = content[8:9] == b"{"
-            problem = "it is truncated or damaged" if is_safetensors else "save_state= did not write it"
-            raise UserError(f"{name} cannot be read as a state file: {problem}; name weights as checkpoint=") from error
+            problem = "the file is truncated or damaged" if is_safetensors else "save_state= did not write this file"
+            raise UserError(f"{name} is not a readable state file: {problem}. Weights are loaded with checkpoint=") from error
         self.require_same(name, metadata)
         module = generation(self._config)
         expected = _named_tensors(PrefillResult(torch.empty(1, self._vocab_size), module.empty_state(self._config, 1, "meta")))
         if {name: part.shape for name, part in tensors.items()} != {name: part.shape for name, part in expected.items()}:
-            raise UserError(f"{name} must hold one row's state for this model; its tensors have different names or shapes")
+            raise UserError(f"{name} does not hold a state for this model: the file's tensors have different names or shapes")
         if CHECKSUM not in metadata:
-            raise UserError(f"{name} lacks its checksum: use a file that save_state= or the server wrote, or save the state "
+            raise UserError(f"{name} has no checksum: use a file that save_state= or the server has written, or save the state "
                             "again")
         if metadata[CHECKSUM] != checksum(tensors, metadata):
             raise UserError(f"{name} has changed since it was written (checksum mismatch): use an intact copy, or save the "
                             "state again")
         if not all(tensor.is_floating_point() and tensor.isfinite().all() for tensor in tensors.values()):
-            raise UserError(f"{name} must contain only finite numbers; the model had diverged, or the file has changed")
+            raise UserError(f"{name} contains numbers that are not finite: the model had diverged, or the file has changed")
         logits = tensors.pop("logits").to(self._device)
         state = module.State(**{part: tensor.to(self._device, torch.float32) for part, tensor in tensors.items()})
         return PrefillResult(logits, state, self.last_ids(name, metadata))
 
     def require_same(self, name: str, metadata: Mapping[str, str]) -> None:
-        """Raises UserError if a file with this metadata was written with a different model or tokenizer."""
+        """Raises UserError unless the metadata is that of a state file for this model and this tokenizer."""
         if metadata.get("format") != FORMAT:
-            raise UserError(f"{name} must be a state file of format {FORMAT}; got {metadata.get('format', 'none')}; name "
-                            "weights as checkpoint=")
+            raise UserError(f"{name} must be a state file of the format {FORMAT}; got {metadata.get('format', 'none')}. "
+                            "Weights are loaded with checkpoint=")
         for part in PARTS:
             if metadata.get(part) != self.identity[part]:
-                raise UserError(f"{name} was written with a different {part} (hash {str(metadata.get(part))[:12]}; got "
-                                f"{self.identity[part][:12]}): use the {part} that the state was saved with")
+                raise UserError(f"{name} was written with a different {part}: the file has the hash "
+                                f"{str(metadata.get(part))[:12]}, but the present hash is {self.identity[part][:12]}. Use the "
+                                f"{part} that the state was saved with")
 
     def last_ids(self, name: str, metadata: Mapping[str, str]) -> tuple[int, ...]:
         text = metadata.get(LAST_IDS, "[]")
@@ -128,7 +135,7 @@ class StateFormat:
             ids = whole_numbers(LAST_IDS, json.loads(text))
             return tuple(require_id(token, self._tokenizer.vocab_size) for token in ids)
         except (ValueError, RecursionError):
-            raise UserError(f"{name} is damaged: its {LAST_IDS} must be a list of token ids; got {text[:60]!r}") from None
+            raise UserError(f"{name} is damaged: {LAST_IDS} must be a list of token ids; got {text[:60]!r}") from None
 
 
 def is_state_file(path: str | Path) -> bool:
@@ -141,22 +148,22 @@ def is_state_file(path: str | Path) -> bool:
 
 
 def metadata_of(content: bytes) -> dict[str, str]:
-    """The metadata of a safetensors file, from its first bytes. Raises ValueError unless they contain the whole header."""
+    """Reads the metadata of a safetensors file from its first bytes. Raises ValueError for a bad or incomplete header."""
     length = int.from_bytes(content[:8], "little")
     if len(content) < 8 + length:
-        raise ValueError("its header is truncated")
+        raise ValueError("the header is truncated")
     try:
         header = json.loads(content[8:8 + length])
     except RecursionError:
         header = None
     metadata = header.get("__metadata__", {}) if isinstance(header, dict) else None
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise ValueError("its header is not that of a safetensors file")
+        raise ValueError("the header is not that of a safetensors file")
     return metadata
 
 
 def checksum(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str:
-    """The SHA-256, in hexadecimal, of the tensors and of the metadata except the checksum. The tensors must be contiguous."""
+    """Returns the SHA-256, in hexadecimal, of the contiguous tensors and of the metadata without the checksum."""
     headers = [[name, str(tensor.dtype), [*tensor.shape]] for name, tensor in sorted(tensors.items())]
     pairs = sorted(pair for pair in metadata.items() if pair[0] != CHECKSUM)
     digest = hashlib.sha256(json.dumps([headers, pairs]).encode())

@@ -1,4 +1,4 @@
-"""Stopping criteria: a token limit, stop tokens, and stop strings, which match across pieces of text."""
+"""Decides when a sequence ends: at a token limit, a stop token, or a stop string, which may be split across pieces of text."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,10 +10,10 @@ from rwkv.errors import UserError
 
 @dataclass(frozen=True)
 class StoppingCriteria:
-    """When a sequence ends: after max_new_tokens tokens, before a stop string or stop token, or at an end-of-text token.
+    """Ends a sequence after max_new_tokens tokens, before a stop string or stop token, or at an end-of-text token.
 
-    If a stop string begins with the name of a special token, that token is a stop token too: as a generated token it has no
-    text, so the string could not match. Raises UserError for a value that is out of range or of the wrong type.
+    A special token whose name begins a stop string is a stop token too. When generated, a special token has no text, so the
+    stop string could not match. Raises UserError for a value that is out of range or of the wrong type.
     """
 
     max_new_tokens: int = 200
@@ -25,13 +25,13 @@ class StoppingCriteria:
         object.__setattr__(self, "stop_tokens", whole_numbers("stop_tokens", self.stop_tokens))
         object.__setattr__(self, "stop", strings("stop", self.stop))
         if "" in self.stop:
-            raise UserError("stop must hold no empty string, which would end every sequence immediately")
+            raise UserError("stop must not contain an empty string: an empty string would end every sequence immediately")
 
 
 class StopStrings:
-    """Matches stop strings in streamed text; the result does not depend on how the text is split.
+    """Finds the first stop string in streamed text. The result does not depend on how the text is split into pieces.
 
-    The first complete stop string ends the text; of two that end at the same character, the longer one does.
+    The first complete stop string ends the text. If two stop strings end at the same character, the longer one is used.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
@@ -41,7 +41,10 @@ class StopStrings:
         self.rest = ""                   # the stop string in `matched`, and the text after it
 
     def push(self, piece: str) -> str:
-        """Appends `piece`; returns the text that can be shown now, without a stop string or the beginning of one."""
+        """Appends `piece`, and returns the text that can be shown now.
+
+        The returned text has no stop string, and does not end with the beginning of a stop string.
+        """
         assert self.matched is None, "the text has ended"
         text = self._pending + piece
         matches = [(text.find(stop) + len(stop), text.find(stop), stop) for stop in self._stops if stop in text]
@@ -50,12 +53,12 @@ class StopStrings:
             self._pending = ""
             self.rest = text[start:]
             return text[:start]
-        shown = len(text) - begun_at_end(text, self._stops)
-        self._pending = text[shown:]
-        return text[:shown]
+        n_visible = len(text) - begun_at_end(text, self._stops)
+        self._pending = text[n_visible:]
+        return text[:n_visible]
 
     def flush(self) -> str:
-        """The text held back. To be called at the end of a text that no stop string has ended."""
+        """Returns the text that push() has held back. Call this at the end of a text that no stop string has ended."""
         pending = self._pending
         self._pending = ""
         return pending

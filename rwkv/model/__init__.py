@@ -1,1 +1,1 @@
-"""The models: a folder for each RWKV generation; states, losses, packed weights; fused/ and decoding/ for all generations."""
+"""RWKV language models: a package for each generation, states, losses, packed weights, fused operations and decoding steps."""

@@ -1,9 +1,11 @@
-"""The model of every generation: an embedding, the generation's blocks, a LayerNorm and a head.
+"""The model class that all generations share: an embedding, the generation's blocks, a LayerNorm and a head.
 
-A model reads a whole sequence (T > 1), chunks with the state carried between them, or one token at a time (T = 1); the logits
-are the same. A block's operator, block.att.wkv, is the kernel that mixes time; all kernels use the same weights. A generation
-is a package beside this file, imported by name: rwkv4/ has the interface `Generation` and RWKV-4's architecture. Its optional
-modules, which `OPTIONAL_MODULES` lists, implement the same formulas faster.
+A model can read a whole sequence (T > 1), chunks with the state carried between them, or one token at a time (T = 1). The
+logits are the same in all three cases. The kernel that mixes time, the operator, is `block.att.wkv`. All kernels use the same
+weights.
+
+A generation is a package beside this file, such as rwkv4/, and is imported by name. The package implements the interface
+`Generation`. Its optional modules are listed in `OPTIONAL_MODULES`, and compute the same formulas faster.
 """
 
 import hashlib
@@ -32,31 +34,38 @@ from rwkv.model.state import State
 from rwkv.model.weight_cache import WeightCache
 from rwkv.model.weights_watch import CachedFromWeights
 
-MATRICES = ("matrix", "gate", "embedding")       # optimiser groups: weights of linear layers, embeddings
+MATRICES = ("matrix", "gate", "embedding")       # optimiser groups of linear layers' weights and of embeddings
 TIME_STATE = "att.time_state"            # suffix of the name of a layer's learnt initial state
-OVERRIDABLE = ("forward", "hidden", "hidden_in_parts")          # methods that a subclass may override
+OVERRIDABLE = ("forward", "hidden", "hidden_in_parts")          # is_untouched checks that these methods are not replaced
 SAMPLED = 4096                           # evenly spaced elements of each tensor that the fingerprint reads
 OPTIONAL_MODULES = {                                # optional modules of a generation, for decoding one token at a time
-    "step": "Step: a block's computation without calling its modules; PLAIN: the classes of modules that Step can replace",
-    "step_c": "c_model(model, builder): the structs that the generation's C step reads (decoding/c_step.py)",
-    "step_triton": "launches(model, builder): the kernel launches of one step on a GPU (decoding/triton_step.py)"}
+    "step": "Step computes a block without calling its modules, and PLAIN lists the classes of modules that Step can replace",
+    "step_c": "c_model(model, builder) returns the structs that the generation's C step reads (decoding/c_step.py)",
+    "step_triton": "launches(model, builder) returns the kernel launches of one step on a GPU (decoding/triton_step.py)"}
 
 
 class Layer(Protocol):
-    """A block: an nn.Module with norms ln1 and ln2 (also ln0 in the first block), time mixing att and channel mixing ffn.
+    """A block: an nn.Module with two LayerNorms, ln1 and ln2, time mixing `att` and channel mixing `ffn`.
 
-    att.wkv is the operator. att.time_state is the operator's state before the first token, in generations that can learn it.
+    The first block has a third LayerNorm, ln0. The operator is `att.wkv`. In generations that can learn the operator's state
+    before the first token, `att.time_state` holds that state.
     """
 
     def __call__(self, x: Tensor, before: State | None, carry: object,
                  packing: Packing | None = None) -> tuple[Tensor, State | None, object]:
-        """Returns the new x (B,T,C), this layer's state after x, and the carry for the next block. before: this layer's state
-        before x, or None if empty. carry: the previous block's carry; None for the first block. With a packing (several
-        sequences per row) each sequence starts from the empty state, and the returned state is None."""
+        """Returns the new x (B,T,C), this layer's state after x, and the carry for the next block.
+
+        With a packing, a row holds several sequences. Each sequence then starts from the empty state, and the returned state is
+        None.
+
+        Args:
+            before: this layer's state before x; None stands for the empty state.
+            carry: the previous block's carry; None for the first block.
+        """
 
 
 class Generation(Protocol):
-    """The interface of a generation's package."""
+    """The interface that a generation's package implements."""
 
     NAME: str                            # the generation's name in messages
     OPERATOR: str                        # the folder of kernels/ with the operator of time mixing
@@ -68,31 +77,31 @@ class Generation(Protocol):
 
     @property
     def Block(self) -> Callable[..., nn.Module]:
-        """The class of blocks: Block(config, layer, operator) makes a Layer."""
+        """The class of blocks. Block(config, layer, operator) makes a Layer."""
 
     @property
     def State(self) -> Callable[..., State]:
-        """The generation's subclass of rwkv.model.state.State, built with its tensors as keyword arguments."""
+        """The generation's subclass of rwkv.model.state.State. The constructor takes the tensors as keyword arguments."""
 
     def shapes(self, config: ModelConfig, V: int) -> dict[str, tuple[int, ...]]:
-        """The name and shape of every tensor; parameter counts, checkpoint checks and conversions are derived from it."""
+        """Returns the name and shape of every tensor. Parameter counts, checkpoint checks and conversions use these shapes."""
 
     def resolved(self, config: ModelConfig) -> ModelConfig:
-        """The configuration with its default widths filled in."""
+        """Returns the configuration with its default widths filled in."""
 
     def empty_state(self, config: ModelConfig, B: int, device: torch.device | str = "cpu") -> rwkv.model.state.State:
-        """The state of B rows before the first token: the empty state. If LEARNS_STATE, its `wkv` can be trained."""
+        """Returns the empty state, before the first token, for B rows. If LEARNS_STATE is true, its `wkv` can be trained."""
 
     def init_weights(self, model: "Model") -> None: ...
 
     def group(self, name: str) -> str:
-        """The optimiser's group of a parameter."""
+        """Returns the optimiser group of a parameter."""
 
     def non_negative(self, config: ModelConfig) -> tuple[str, ...]:
-        """The names of linear layers whose inputs are never negative; int8 quantises these inputs without a sign bit."""
+        """Returns the names of linear layers with inputs that are never negative; int8 needs no sign bit for such inputs."""
 
     def operator_work(self, config: ModelConfig) -> int:
-        """The peak number of values per token in the operator's backward pass. For the memory estimate."""
+        """Returns the peak number of values per token in the operator's backward pass, for the memory estimate."""
 
     def saved_activations(self, config: ModelConfig, half: bool) -> float: ...
 
@@ -100,35 +109,35 @@ class Generation(Protocol):
 
 
 class DeepEmbedGeneration(Generation, Protocol):
-    """A generation whose ModelConfig may have a deep_embed_dim."""
+    """A generation that supports DeepEmbed, and thus the option deep_embed_dim of ModelConfig."""
 
     def add_deep_embed(self, model: "Model") -> None:
         """Adds DeepEmbed's tables to a new model."""
 
     def merge(self, model: "Model") -> None:
-        """Merges weights that are separate only for training."""
+        """Merges the weights that are separate only for training."""
 
     def first_carry(self, tokens: Tensor) -> object:
-        """The carry that the first block receives."""
+        """Returns the carry for the first block."""
 
 
 def generation(config: ModelConfig) -> Generation:
-    """The package of the configuration's generation."""
+    """Returns the package of the configuration's generation."""
     return cast(Generation, importlib.import_module(f"rwkv.model.{config.generation}"))
 
 
 def has_optional_module(config: ModelConfig, name: str) -> bool:
-    """Whether the generation has the optional module `name`, a key of OPTIONAL_MODULES."""
+    """Returns True if the generation has the optional module `name`, which must be a key of OPTIONAL_MODULES."""
     return importlib.util.find_spec(f"rwkv.model.{config.generation}.{name}") is not None
 
 
 def optional_module(config: ModelConfig, name: str) -> ModuleType:
-    """The generation's optional module `name`, a key of OPTIONAL_MODULES. It must exist: see has_optional_module."""
+    """Returns the generation's optional module `name`, which must exist (see has_optional_module)."""
     return importlib.import_module(f"rwkv.model.{config.generation}.{name}")
 
 
 def with_learnt_states() -> str:
-    """The names of the generations whose initial state can be trained, joined by "or"."""
+    """Returns the names of the generations whose initial state can be trained, joined by "or"."""
     modules = [generation(ModelConfig(generation=name)) for name in GENERATIONS]
     return " or ".join(module.NAME for module in modules if module.LEARNS_STATE)
 
@@ -138,19 +147,20 @@ def n_parameters(config: ModelConfig, vocab_size: int) -> int:
 
 
 def state_nbytes(config: ModelConfig) -> int:
-    """The memory of one row's state, in bytes."""
+    """Returns the memory of one row's state, in bytes."""
     return generation(config).empty_state(config, 1, "meta").nbytes()
 
 
 def is_linear_weight(name: str, group: str) -> bool:
-    """Whether tensor `name`, of optimiser group `group`, is the weight of a linear layer, not an embedding or a vector."""
+    """Returns True if `name`, of optimiser group `group`, is the weight of a linear layer, not an embedding or a vector."""
     return group in MATRICES and not name.endswith("emb.weight")
 
 
 def fingerprint(generation: Generation, weights: Mapping[str, Tensor | Blocks]) -> str:
-    """SHA-256 of the tensors' names, shapes and some evenly spaced elements rounded to bfloat16; it identifies the model.
+    """Returns a SHA-256 hash that identifies the model.
 
-    It depends neither on the dtype of the weights nor on a learnt initial state.
+    The hash covers the tensors' names, their shapes and some evenly spaced elements rounded to bfloat16. The dtype of the
+    weights and a learnt initial state do not affect the hash.
     """
     digest = hashlib.sha256()
     for name in sorted(weights):
@@ -159,33 +169,36 @@ def fingerprint(generation: Generation, weights: Mapping[str, Tensor | Blocks]) 
         tensor = weights[name]
         shape = (len(tensor.weight), tensor.K) if isinstance(tensor, Blocks) else tuple(tensor.shape)
         step = max(1, math.prod(shape) // SAMPLED)
-        spaced = (tensor.elements_at(torch.arange(0, math.prod(shape), step, device="cpu")) if isinstance(tensor, Blocks)
+        sample = (tensor.elements_at(torch.arange(0, math.prod(shape), step, device="cpu")) if isinstance(tensor, Blocks)
                   else tensor.detach().flatten()[::step])
         digest.update(f"{name} {shape}".encode())
-        digest.update(spaced.to("cpu", torch.bfloat16).view(torch.int16).numpy().tobytes())
+        digest.update(sample.to("cpu", torch.bfloat16).view(torch.int16).numpy().tobytes())
     return digest.hexdigest()
 
 
 def _run_blocks(blocks: Iterable[nn.Module], x: Tensor, carry: object, before: Iterable[State | None],
                 packing: Packing | None = None, give_back: bool = False) -> tuple[Tensor, object, list[State]]:
-    """Returns x, the carry and each block's state after these blocks. give_back: return free memory after each block."""
+    """Returns x, the carry and each block's state after these blocks.
+
+    If `give_back` is true, free memory is returned to the system after each block's forward and backward pass.
+    """
     after: list[State] = []
     for block, layer_state in zip(cast(Iterable[Layer], blocks), before, strict=True):
         x, layer_state, carry = block(x, layer_state, carry, packing)
-        after.append(cast(State, layer_state))           # None with a packing; the caller then ignores it
+        after.append(cast(State, layer_state))           # with a packing the state is None, and the caller ignores it
         if give_back and x.requires_grad:
             give_back_free_blocks()
-            x.register_hook(lambda grad: give_back_free_blocks())        # runs after the next block's backward pass
+            x.register_hook(lambda grad: give_back_free_blocks())        # this hook runs after the next block's backward pass
     return x, carry, after
 
 
 def through_blocks(blocks: nn.ModuleList, x: Tensor) -> Tensor:
-    """The output (B,T,C) of all blocks, from the empty state and the first block's input x. The model must not need a carry."""
+    """Returns the output (B,T,C) of all blocks for the input x, from the empty state. The model must not need a carry."""
     return _run_blocks(blocks, x, None, [None] * len(blocks))[0]
 
 
 def require_own_options(model: ModelConfig, optim: OptimConfig | None = None) -> None:
-    """Raises UserError if an option of `model` or `optim` is set that only other generations have."""
+    """Raises UserError if `model` or `optim` sets an option that only other generations have."""
     groups = {"model": model, "optim": optim or OptimConfig()}
     own = _own_options(generation(model))
     for name in GENERATIONS:
@@ -193,27 +206,29 @@ def require_own_options(model: ModelConfig, optim: OptimConfig | None = None) ->
             group, _, option = key.partition(".")
             default = type(groups[group])()
             if key not in own and getattr(groups[group], option) != getattr(default, option):
-                raise UserError(f"{key} is an option of {name}, and the model is {model.generation}: omit this option, "
-                                "or choose a different model=")
+                raise UserError(f"{key} is an option of {name}, but the model is {model.generation}. Omit this "
+                                "option, or choose a different model with model=")
 
 
 def _own_options(generation: Generation) -> tuple[str, ...]:
-    """The generation's options that not every generation has, as dotted keys."""
     return (*(f"model.{option}" for option in generation.OPTIONS),
             *(f"optim.{option}" for option in generation.LR_SCALES.values()))
 
 
 class _NoInitialisation(TorchFunctionMode):
-    """Skips torch.nn.init: on the meta device it has no effect, and its imports take seconds."""
+    """Skips the functions of torch.nn.init. On the meta device they have no effect, and their imports take seconds."""
 
     def __torch_function__(self, function: Callable[..., object], types: Sequence[type], args: Sequence[object] = (),
                            kwargs: Mapping[str, object] | None = None) -> object:
-        skipped = getattr(function, "__module__", None) == nn.init.__name__
-        return None if skipped else function(*args, **(kwargs or {}))
+        initialises = getattr(function, "__module__", None) == nn.init.__name__
+        return None if initialises else function(*args, **(kwargs or {}))
 
 
 class Model(nn.Module):
-    """model(tokens (B,T) int64, state=None) -> (logits (B,T,V), state); the argument state is not changed."""
+    """An RWKV model of any generation: model(tokens, state) returns the logits (B,T,V) and the new state.
+
+    The tokens (B,T) are int64, and `state` defaults to the initial state. A call does not change its arguments.
+    """
 
     def __init__(self, config: ModelConfig, vocab_size: int, operator: Operator) -> None:
         super().__init__()
@@ -222,9 +237,9 @@ class Model(nn.Module):
         self.config, self.vocab_size, self.operator = config, vocab_size, operator
         self.fingerprint_before: str | None = None       # the fingerprint before quantising or merging
         self.decoding_step = CachedFromWeights()         # the cached CStep or GpuStep
-        self.gives_back = False                          # training: whether to return free memory after each block
-        self.weight_cache: WeightCache | None = None     # training in half precision: the rounded weights
-        self.replay: Callable[[Tensor], Tensor] | None = None    # training: computes through_blocks as a CUDA graph
+        self.gives_back = False                          # true if training returns free memory after each block
+        self.weight_cache: WeightCache | None = None     # the rounded weights, for training in half precision
+        self.replay: Callable[[Tensor], Tensor] | None = None    # in training, computes through_blocks as a CUDA graph
         self.emb = nn.Embedding(vocab_size, config.n_embd)
         self.blocks = nn.ModuleList(self.generation.Block(config, layer, operator) for layer in range(config.n_layer))
         if config.deep_embed_dim:
@@ -234,7 +249,7 @@ class Model(nn.Module):
 
     @classmethod
     def with_weights(cls, config: ModelConfig, operator: Operator, weights: dict[str, Tensor]) -> Self:
-        """A model that uses these tensors without copying them. Nothing else is allocated or initialised."""
+        """Makes a model that uses these tensors without copying them. Nothing else is allocated or initialised."""
         with torch.device("meta"), _NoInitialisation():
             model = cls(config, len(weights["emb.weight"]), operator)
         model.load_state_dict(weights, assign=True)
@@ -249,32 +264,32 @@ class Model(nn.Module):
         return generation(self.config)
 
     def hidden(self, tokens: Tensor, state: State | None = None) -> tuple[Tensor, State]:
-        """The head's input (B,T,C) and the state after the last token."""
-        hidden, layers = self._blocks(tokens, state)
+        """Returns the head's input (B,T,C) and the state after the last token."""
+        hidden, layers = self._hidden_and_states(tokens, state)
         return hidden, State.stack(layers)
 
     def forward_features(self, tokens: Tensor, starts: Tensor | None = None) -> Tensor:
-        """The head's input (B,T,C) without the state, for training; every row starts from the empty state.
+        """Returns the head's input (B,T,C) without the state, for training. Every row starts from the empty state.
 
-        starts (B,T) bool: true at the first token of each sequence, if rows hold several sequences; each starts from the empty
-        state.
+        `starts` (B,T) is a bool tensor for rows that hold several sequences: true at each sequence's first token. Each sequence
+        then starts from the empty state.
         """
         if self.replay is not None and starts is None:
-            x, _, _ = self._embedded(tokens, None)
+            x, _, _ = self._first_block_inputs(tokens, None)
             hidden: Tensor = self.ln_out(self.replay(x))
             return hidden
-        return self._blocks(tokens, None, None if starts is None else Packing(starts))[0]
+        return self._hidden_and_states(tokens, None, None if starts is None else Packing(starts))[0]
 
-    def _blocks(self, tokens: Tensor, state: State | None, packing: Packing | None = None) -> tuple[Tensor, list[State]]:
-        """The head's input (B,T,C) and the state of each layer after the last token."""
-        x, before, carry = self._embedded(tokens, state)
+    def _hidden_and_states(self, tokens: Tensor, state: State | None,
+                           packing: Packing | None = None) -> tuple[Tensor, list[State]]:
+        x, before, carry = self._first_block_inputs(tokens, state)
         x, _, after = _run_blocks(self.blocks, x, carry, before, packing, self.gives_back)
         return self.ln_out(x), after
 
-    def _embedded(self, tokens: Tensor, state: State | None) -> tuple[Tensor, Sequence[State | None], object]:
-        """The first block's input, each layer's state (None: empty), and the carry for the first block."""
+    def _first_block_inputs(self, tokens: Tensor, state: State | None) -> tuple[Tensor, Sequence[State | None], object]:
+        """Returns the first block's input, each layer's state (None for the empty state), and the first block's carry."""
         if tokens.dim() != 2 or tokens.shape[1] == 0:
-            raise ValueError(f"tokens must be (B,T) with T at least 1; got {tuple(tokens.shape)}")
+            raise ValueError(f"tokens must have the shape (B,T) with T at least 1; got {tuple(tokens.shape)}")
         if state is not None:
             self.check_state(state, len(tokens))
         before = [None] * len(self.blocks) if state is None else state.layers()
@@ -283,8 +298,8 @@ class Model(nn.Module):
 
     @torch.no_grad()
     def hidden_in_parts(self, tokens: Tensor, state: State | None, n_parts: int) -> Iterator[tuple[Tensor, State] | None]:
-        """hidden() in n_parts steps of a few blocks each: yields None after each step but the last, then hidden()'s result."""
-        x, before, carry = self._embedded(tokens, state)
+        """Computes hidden() in n_parts steps. Yields None after each step but the last, and then the result."""
+        x, before, carry = self._first_block_inputs(tokens, state)
         after = []
         L = len(self.blocks)
         for part in range(n_parts):
@@ -296,22 +311,22 @@ class Model(nn.Module):
         yield self.ln_out(x), State.stack(after)
 
     def empty_state(self, B: int) -> State:
-        """The initial state of B rows. If it is learnt, gradients flow to its parameters."""
+        """Returns the initial state of B rows. If that state is learnt, gradients flow to its parameters."""
         state = self.zero_state(B, self.emb.weight.device)
         learnt = self.time_states()
         return state.with_wkv(torch.stack(tuple(learnt)).unsqueeze(1).repeat(1, B, 1, 1, 1)) if learnt else state
 
     def zero_state(self, B: int, device: torch.device | str) -> State:
-        """A state of zeros, with as many layers as the model has now: blocks may have been removed or added."""
+        """Returns a state of zeros for the model's present blocks, since blocks may have been removed or added."""
         return self.generation.empty_state(replace(self.config, n_layer=len(self.blocks)), B, device)
 
     def time_states(self) -> list[nn.Parameter]:
-        """The operator's learnt initial state, (H,N,N) for each layer; an empty list if there is none."""
+        """Returns the operator's learnt initial state, (H,N,N) for each layer. The list is empty if there is none."""
         states = [getattr(block.att, "time_state", None) for block in self.blocks]
         return [state for state in states if state is not None]
 
     def set_time_states(self, states: Sequence[Tensor]) -> None:
-        """Sets the operator's initial state, one (H,N,N) for each layer."""
+        """Sets the operator's initial state. `states` has one tensor (H,N,N) for each layer."""
         for block, state in zip(self.blocks, states, strict=True):
             block.get_submodule("att").register_parameter("time_state", nn.Parameter(state))
 
@@ -323,17 +338,20 @@ class Model(nn.Module):
             raise ValueError(f"the state must have the shapes {expected} for this model and {B} rows; got {shapes}")
 
     def is_untouched(self) -> bool:
-        """Whether calling the model equals head(hidden()): no hook, subclass or instance attribute replaces these methods."""
+        """Returns True if calling the model equals head(hidden()).
+
+        The result is False if the model has hooks, or if a subclass or an instance attribute replaces a method in OVERRIDABLE.
+        """
         return untouched(self) and all(getattr(type(self), name) is getattr(Model, name) and name not in vars(self)
                                        for name in OVERRIDABLE)
 
     def init_weights(self) -> Self:
-        """Initialises the weights as the generation prescribes, with torch's global random generator."""
+        """Initialises the weights by the generation's rule, with torch's global random generator."""
         self.generation.init_weights(self)
         return self
 
     def merge(self) -> Self:
-        """Merges weights that are separate only for training (DeepEmbed's); the outputs stay the same."""
+        """Merges the weights that are separate only for training, those of DeepEmbed. The outputs stay the same."""
         if self.config.deep_embed_dim:
             self.fingerprint_before = self.fingerprint()
             cast(DeepEmbedGeneration, self.generation).merge(self)
@@ -341,7 +359,7 @@ class Model(nn.Module):
 
     @torch.no_grad()
     def prefill(self, tokens: Tensor, state: State | None = None) -> tuple[Tensor, State]:
-        """Returns the logits (B,V) after the last of tokens (B,T), T >= 1, and the new state, computed in one parallel pass."""
+        """Computes the logits (B,V) after the last of tokens (B,T), T >= 1, and the new state, in one parallel pass."""
         if not self.is_untouched():          # a hook on the model may read or change the logits of all positions
             logits, state = self(tokens, state)
             return logits[:, -1], state
@@ -349,7 +367,7 @@ class Model(nn.Module):
         return self.head(hidden[:, -1]), state
 
     def fingerprint(self) -> str:
-        """Identifies the model: see the function fingerprint. Quantising and merging do not change it."""
+        """Returns the hash of the function `fingerprint`. Quantising and merging do not change the result."""
         if self.fingerprint_before is not None:
             return self.fingerprint_before
         blocks = {f"{name}.weight": module.packed for name, module in self.named_modules()

@@ -1,8 +1,8 @@
-"""A decorator for autograd functions without a second derivative, and the type of their ctx.
+"""A decorator for autograd functions that have no second derivative, and the type of their ctx.
 
-torch's once_differentiable raises an error only if the incoming gradient requires a gradient. If the incoming gradient is
-constant, torch would silently compute an incomplete second derivative, without the terms of the tensors saved for backward.
-This decorator raises an error in that case, too.
+torch's once_differentiable raises an error only if the incoming gradient requires a gradient. For a constant incoming gradient,
+torch would silently compute an incomplete second derivative, without the terms of the tensors saved for backward. This
+decorator raises an error in that case, too.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from torch.autograd.function import FunctionCtx
 
 if TYPE_CHECKING:
     class Context(FunctionCtx):
-        """The type of ctx in an autograd function: forward may set any attribute, for backward to read."""
+        """The type of ctx in an autograd function. Forward may set any attribute for backward to read."""
 
         saved_tensors: tuple[torch.Tensor, ...]
         needs_input_grad: tuple[bool, ...]
@@ -36,7 +36,7 @@ def first_derivative(backward: Callable[P, Result]) -> Callable[P, Result]:
     @wraps(backward)
     def checked(*args: P.args, **kwargs: P.kwargs) -> Result:
         if torch.is_grad_enabled():
-            raise ValueError("the model and its loss have first derivatives only; create_graph=True is not supported")
+            raise ValueError("create_graph=True is not supported: the model and its loss have only first derivatives")
         return backward(*args, **kwargs)
 
     return checked

@@ -6,7 +6,7 @@ from kernels.backends.torch_private import module_hooks_active
 
 
 def untouched(module: nn.Module) -> bool:
-    """Whether calling the module runs only its class's forward: no hooks, and no `forward` set on the instance."""
-    hooked = (module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    """Returns True if calling the module runs only its class's forward, without hooks or a `forward` set on the instance."""
+    has_hooks = (module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
               or module_hooks_active())
-    return "forward" not in module.__dict__ and not hooked
+    return "forward" not in module.__dict__ and not has_hooks

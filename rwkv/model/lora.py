@@ -1,7 +1,9 @@
-"""Low-rank adapters (LoRA): alpha / rank B A is added to a frozen weight W; A (rank,in) and B (out,rank) are trained.
+"""Low-rank adapters (LoRA) for the linear layers of a model.
 
+The weight of an adapted layer is W + alpha / rank B A. W is frozen; A (rank,in) and B (out,rank) are trained. A starts random,
+and B starts at zero.
 
-Source: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models" (arXiv 2106.09685). A starts random, B at zero.
+Source: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models" (arXiv 2106.09685).
 """
 
 import math
@@ -21,9 +23,9 @@ from rwkv.model.quantized import Int4Linear, Int8Linear
 
 
 class LoraLinear(nn.Module):
-    """A linear layer with an adapter: x (...,in) -> base(x) + alpha / rank B A dropout(x), (...,out).
+    """A linear layer with an adapter. Computes base(x) + alpha / rank B A dropout(x), (...,out), from x (...,in).
 
-    base: nn.Linear without a bias, Int8Linear or Int4Linear.
+    `base` is an Int8Linear, an Int4Linear, or an nn.Linear without a bias.
     """
 
     def __init__(self, base: nn.Module, out_features: int, rank: int, alpha: float, dropout: float) -> None:
@@ -40,10 +42,10 @@ class LoraLinear(nn.Module):
         return self._sum(self.base(x), self.lora_A(self.dropout(x)))
 
     def squared_relu_linear(self, x: Tensor) -> Tensor:
-        """Computes forward(relu(x)^2), and saves x for backward instead of the square."""
+        """Computes forward(relu(x)^2), but saves x for backward instead of the square."""
         if (self.training and self.dropout.p) or not (untouched(self) and untouched(self.lora_A)):
             return self(torch.relu(x).square())
-        square, hidden = _SquareAndDown.apply(product_dtype(x), x, self.lora_A.weight)
+        square, hidden = _SquareAndProduct.apply(product_dtype(x), x, self.lora_A.weight)
         return self._sum(self.base(square), hidden)
 
     def _sum(self, base: Tensor, hidden: Tensor) -> Tensor:
@@ -54,8 +56,8 @@ class LoraLinear(nn.Module):
         return rows.view_as(base)
 
 
-class _SquareAndDown(torch.autograd.Function):
-    """Computes s = relu(x)^2 from x (B,T,in), and its product s A^T (B,T,rank) with A (rank,in)."""
+class _SquareAndProduct(torch.autograd.Function):
+    """Computes s = relu(x)^2 from x (B,T,in), and the product s A^T (B,T,rank) with A (rank,in)."""
 
     @staticmethod
     def forward(ctx: Context, dtype: torch.dtype, x: Tensor, A: Tensor) -> tuple[Tensor, Tensor]:
@@ -73,23 +75,26 @@ class _SquareAndDown(torch.autograd.Function):
 
 
 def adaptable(config: ModelConfig) -> list[str]:
-    """The names of a block's linear layers, such as "att.key"."""
+    """Returns the names of a block's linear layers, such as "att.key"."""
     module, first = generation(config), "blocks.0."
     return [name.removeprefix(first).removesuffix(".weight") for name in module.shapes(config, 1)
             if name.startswith(first) and is_linear_weight(name, module.group(name))]
 
 
 def chosen(config: ModelConfig, modules: Sequence[str]) -> list[str]:
-    """A block's linear layers that get an adapter: `names`, or all if `names` is empty. Raises UserError for unknown names."""
+    """Returns the names of a block's linear layers that get an adapter: `modules`, or all layers if `modules` is empty.
+
+    Raises UserError for an unknown name.
+    """
     layers = adaptable(config)
     for name in modules:
         if name not in layers:
-            raise UserError(f"tune.modules must be among {', '.join(layers)} in {generation(config).NAME}; got {name!r}")
+            raise UserError(f"tune.modules must be names from {', '.join(layers)} in {generation(config).NAME}; got {name!r}")
     return [name for name in layers if not modules or name in modules]
 
 
 def add_adapters(model: Model, modules: Sequence[str], rank: int, alpha: float, dropout: float = 0.0) -> None:
-    """Freezes the model and adds an adapter to each layer that `chosen` returns; A is drawn from torch's global generator."""
+    """Freezes the model, and adds an adapter to each layer that `chosen` returns, with a random A and B = 0."""
     shapes = model.generation.shapes(model.config, model.vocab_size)
     model.requires_grad_(False)
     for layer, block in enumerate(model.blocks):
@@ -99,11 +104,11 @@ def add_adapters(model: Model, modules: Sequence[str], rank: int, alpha: float, 
 
 
 def adapter_of(names: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The adapters' tensors, by their names in the model, such as "blocks.0.att.key.lora_A.weight"."""
+    """Returns the adapters' tensors, by their names in the model, such as "blocks.0.att.key.lora_A.weight"."""
     return {name: tensor for name, tensor in names.items() if ".lora_A." in name or ".lora_B." in name}
 
 
 def merged(weight: Tensor, A: Tensor, B: Tensor, scale: float) -> Tensor:
-    """W + scale B A, in float32 or wider: 16-bit rounding would lose most of the updates of a short training run."""
+    """Returns W + scale B A, in float32 or wider: 16-bit rounding would lose most updates of a short training run."""
     dtype = torch.promote_types(weight.dtype, torch.float32)
     return torch.addmm(weight.to(dtype), B.to(dtype), A.to(dtype), alpha=scale)

@@ -1,13 +1,15 @@
-"""Linear layers with quantised weights: int8 and int4 on a CPU, where inputs are rounded too, and on a GPU (PackedLinear), and
-GGUF's blocks in the file's own format (BlockLinear).
+"""Linear layers with quantised weights.
 
-int8: weights are rounded once, with a scale for each output channel; inputs are rounded at each call. int4: weights are rounded
-in groups of 32, and so are the inputs of a product with few rows (kernels/matvec).
+On a CPU, int8 and int4 layers round inputs as well as weights. On a GPU, PackedLinear rounds only the weights. BlockLinear
+keeps GGUF's blocks in the file's own format.
 
-int8 scales each input row by its own largest magnitude, and the products of integers are exact. So a row's result has the same
-bits in any batch. torch's FBGEMM multiplies many rows, by VNNI instructions if the CPU has them. kernels/matvec multiplies few
-rows, or all rows if torch has no FBGEMM, as on ARM, with the same rounding; it needs no second copy of the weights in FBGEMM's
-layout. Everything else is computed in float32.
+int8 rounds the weights once, with a scale for each output channel, and the inputs at each call. int4 rounds the weights in
+groups of 32, and also the inputs of a product with few rows (kernels/matvec).
+
+int8 scales each input row by the row's own largest magnitude, and the products of integers are exact. So a row's result has the
+same bits in any batch. torch's FBGEMM multiplies many rows, with VNNI instructions if the CPU has them. kernels/matvec
+multiplies few rows, with the same rounding, and needs no second copy of the weights in FBGEMM's layout. Where torch has no
+FBGEMM, as on ARM, kernels/matvec multiplies any number of rows. Everything else is computed in float32.
 """
 
 import sys
@@ -32,7 +34,7 @@ from rwkv.model.base import Model
 from rwkv.model.first_derivative import Context, first_derivative
 from rwkv.model.fused import product_dtype
 
-IN_C = "c_v0"                            # the matvec kernel for few rows in int8, and for GGUF's blocks
+IN_C = "c_v0"                            # the C kernel of kernels/matvec, for few rows in int8 and for GGUF's blocks
 ROWS_IN_C = 64                           # rows per call of the C product; more would not stay in the cache
 UNPACKED = 2**22                         # elements of a matrix that are converted to floating point at a time
 M = TypeVar("M", bound=Model)
@@ -40,19 +42,23 @@ M = TypeVar("M", bound=Model)
 
 @cache
 def matvec_for(format: str) -> MatVec:
-    """The CPU operator that multiplies a few rows by weights in the format `format`."""
+    """Returns the CPU operator that multiplies a few rows by weights in the format `format`."""
     matvec: MatVec = select("matvec", AUTO, "cpu", format)
     return matvec
 
 
 class Int8Linear(nn.Module):
-    """nn.Linear without a bias, with an int8 weight: x (...,K) float32 -> (...,N) float32.
+    """A linear layer without a bias, with an int8 weight: x (...,K) float32 -> (...,N) float32.
 
-    weight (N,K): floating-point, or packed. non_negative: inputs are never negative, as after a ReLU, so no bit is needed for a
-    sign. bits: the size of a rounded input. The default is 8, or 7 on CPUs without VNNI: they add two products in 16 bits,
-    where 8-bit inputs could saturate. in_c: whether the C kernel may multiply few rows. The C kernel reads the row-major
-    weight; the first call with many rows makes a copy in FBGEMM's layout. A packed weight is in a memory-mapped file, and a
-    copy would double the memory, so there the C kernel multiplies any number of rows.
+    The C kernel reads the row-major weight. The first call with many rows makes a copy in FBGEMM's layout. A packed weight
+    comes from a memory-mapped file, and a copy would double the memory, so the C kernel then multiplies any number of rows.
+
+    Args:
+        weight (N,K): a floating-point or packed weight.
+        non_negative: True if inputs are never negative, as after a ReLU, so that no bit is needed for a sign.
+        bits: the size of a rounded input. The default is 8, but 7 on CPUs without VNNI, which add two products in 16 bits and
+            could saturate with 8-bit inputs.
+        in_c: False to multiply few rows with FBGEMM too, not with the C kernel.
     """
 
     format = "int8"
@@ -68,19 +74,19 @@ class Int8Linear(nn.Module):
                   else Int8.of(weight, bits, non_negative))
         self.out_features, self.in_features = packed.weight.shape
         self.rounding = packed.rounding
-        self._rounded = [packed]         # empty once only FBGEMM's copy is in memory
+        self._row_major = [packed]         # the list is empty while only FBGEMM's copy is in memory
         if isinstance(weight, Int8):
             self.packed = packed
 
     def __getstate__(self) -> dict[str, object]:
-        """The attributes without _c_product, which contains the address of this layer's weight."""
+        """Returns the attributes without _c_product, which contains the address of this layer's weight."""
         return {name: value for name, value in vars(self).items() if name != "_c_product"}
 
     def forward(self, x: Tensor) -> Tensor:
         return _product(self, x.float())
 
     def forward_rows(self, rows: Tensor) -> Tensor:
-        """`forward` for rows (B,K) float32, without gradients."""
+        """Computes `forward` for rows (B,K) float32, without gradients."""
         if not self._by_fbgemm:
             return self._matvec.bind(self.packed)(rows.unsqueeze(0))[0]
         largest = self.rounding.largest(rows)
@@ -92,57 +98,56 @@ class Int8Linear(nn.Module):
         return self.unordered()
 
     @cached_property
-    def _ordered(self) -> torch.ScriptObject:
-        """The weight in FBGEMM's layout. If `packed` has not been read, as in training, the row-major weight is freed."""
-        ordered = fbgemm.ordered(self._rounded[0].weight, self._rounded[0].scale)
+    def _fbgemm_weight(self) -> torch.ScriptObject:
+        """The weight in FBGEMM's layout. The row-major weight is freed if `packed` has not been read, as in training."""
+        ordered = fbgemm.ordered(self._row_major[0].weight, self._row_major[0].scale)
         if "packed" not in vars(self):
-            self._rounded.clear()
+            self._row_major.clear()
         return ordered
 
     @cached_property
     def _c_product(self) -> Callable[[Tensor], Tensor]:
-        """`product`, computed by the C kernel."""
         offset, step = self.rounding.offset, torch.tensor(1 / self.rounding.steps, dtype=torch.float32, device="cpu")
         scaled = replace(self.packed, scale=self.packed.scale * step)
         per_step = (1 / step).double()
         product = load("matvec", IN_C).bind([scaled])
 
         def multiply(rows: Tensor) -> Tensor:
-            integers = (rows.double() * per_step + offset).float().round_() - offset     # rounds as FBGEMM's fused multiply-add
+            integers = (rows.double() * per_step + offset).float().round_() - offset     # rounds like FBGEMM's multiply-add
             outputs: list[Tensor] = [product(block.unsqueeze(0))[0] for block in integers.split(ROWS_IN_C)]
             return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
         return multiply
 
     def unordered(self) -> Int8:
-        """The row-major weight; a new copy if only FBGEMM's copy is in memory."""
-        return self._rounded[0] if self._rounded else Int8(*fbgemm.unordered(self._ordered), *self.rounding)
+        """Returns the row-major weight, as a new copy if only FBGEMM's copy is in memory."""
+        return self._row_major[0] if self._row_major else Int8(*fbgemm.unordered(self._fbgemm_weight), *self.rounding)
 
     def parts(self, dtype: torch.dtype) -> Iterator[Tensor]:
         """Yields the whole rounded weight (N,K) in `dtype`, as a single block."""
         yield self.unordered().dense().to(dtype)
 
     def product(self, rows: Tensor) -> Tensor:
-        """The product for rows that are already scaled: rows (B,K) within [-1, 1] -> (B,N)."""
+        """Multiplies rows (B,K) that are already scaled to [-1, 1]. The result is (B,N)."""
         if 0 < len(rows) <= self._most_rows_in_c:
             return self._c_product(rows)
-        return fbgemm.product(rows, 1 / self.rounding.steps, self.rounding.offset, self._ordered)
+        return fbgemm.product(rows, 1 / self.rounding.steps, self.rounding.offset, self._fbgemm_weight)
 
 
 class _RoundedLayer(Protocol):
-    """A linear layer whose weight W (N,K) is quantised, or has a different dtype from the inputs."""
+    """A linear layer with a weight W (N,K) that is quantised or has a different dtype from the inputs."""
 
     out_features: int
 
     def forward_rows(self, rows: Tensor) -> Tensor:
-        """`forward` for rows (n,K), without gradients."""
+        """Computes `forward` for rows (n,K), without gradients."""
 
     def parts(self, dtype: torch.dtype) -> Iterable[Tensor]:
-        """W in `dtype`, in blocks of rows."""
+        """Returns W in `dtype`, in blocks of rows."""
 
 
 class _ForwardRows(torch.autograd.Function):
-    """layer.forward_rows with a gradient, computed as for a product of the unrounded input and the rounded weight.
+    """Computes layer.forward_rows, with the gradient of the product of the unrounded input and the rounded weight.
 
     Nothing is saved for backward, which reads the layer's weight W (N,K) in blocks of rows.
     """
@@ -165,7 +170,7 @@ class _ForwardRows(torch.autograd.Function):
 
 
 def _product(layer: _RoundedLayer, x: Tensor) -> Tensor:
-    """layer.forward_rows for x (...,K), differentiable in x."""
+    """Computes layer.forward_rows for x (...,K), differentiable in x."""
     rows = x.reshape(-1, x.shape[-1])
     trained = torch.is_grad_enabled() and rows.requires_grad
     product: Tensor = _ForwardRows.apply(rows, layer) if trained else layer.forward_rows(rows)
@@ -173,7 +178,7 @@ def _product(layer: _RoundedLayer, x: Tensor) -> Tensor:
 
 
 class _PackedWeight(nn.Module):
-    """Base class of nn.Linear without a bias, with a packed weight W (N,K). Subclasses define forward_rows and parts."""
+    """Base class of linear layers without a bias and with a packed weight W (N,K). Subclasses define forward_rows and parts."""
 
     def __init__(self, packed: Packed) -> None:
         super().__init__()
@@ -188,31 +193,28 @@ class _PackedWeight(nn.Module):
         return _product(cast(_RoundedLayer, self), x)
 
     def _row_blocks(self) -> Iterator[Packed]:
-        """W, still packed, in blocks of rows with about UNPACKED elements each."""
         step = max(1, UNPACKED // self.in_features)
         for start in range(0, self.out_features, step):
             yield self.packed.map(itemgetter(slice(start, start + step)))
 
 
 class PackedLinear(_PackedWeight):
-    """nn.Linear without a bias on a GPU, with W (N,K) packed in int8 or int4: x (...,K) -> (...,N) in the dtype of x.
+    """A linear layer without a bias on a GPU, with W (N,K) packed in int8 or int4: x (...,K) -> (...,N) in the dtype of x.
 
-    Only weights are rounded to integers. Products are in bfloat16, with a block of rows of W unpacked at a time.
+    Only weights are rounded to integers. Products are in bfloat16, and unpack a block of rows of W at a time.
     """
 
     def forward_rows(self, rows: Tensor) -> Tensor:
-        """forward for rows (B,K)."""
         return torch.cat([F.linear(rows.bfloat16(), part) for part in self.parts(torch.bfloat16)], dim=1).to(rows.dtype)
 
     def parts(self, dtype: torch.dtype) -> Iterator[Tensor]:
-        """The rounded weight (N,K) in blocks of rows."""
         return (part.dense(dtype) for part in self._row_blocks())
 
 
 class BFloat16Linear(nn.Linear):
-    """nn.Linear without a bias whose frozen weight (N,K) is in bfloat16: x (...,K) -> (...,N) in the dtype of x.
+    """A linear layer without a bias, with a frozen weight (N,K) in bfloat16: x (...,K) -> (...,N) in the dtype of x.
 
-    Products are in the dtype of x, or in autocast's dtype; the weight is converted to that dtype a block of rows at a time.
+    Products are in the dtype of x, or in autocast's dtype. The weight is converted to that dtype a block of rows at a time.
     """
 
     def __init__(self, weight: Tensor) -> None:
@@ -223,25 +225,23 @@ class BFloat16Linear(nn.Linear):
         return _product(self, x.to(product_dtype(x)))
 
     def forward_rows(self, rows: Tensor) -> Tensor:
-        """forward for rows (B,K)."""
         return torch.cat([F.linear(rows, part) for part in self.parts(rows.dtype)], 1)
 
     def parts(self, dtype: torch.dtype) -> Iterator[Tensor]:
-        """The weight in blocks of rows."""
         return (part.to(dtype) for part in self.weight.split(max(1, UNPACKED // self.in_features)))
 
 
 @torch.no_grad()
 def to_bfloat16(model: M) -> M:
-    """Converts the linear layers' weights and the embedding of a frozen model to bfloat16; products keep the inputs' dtype."""
-    for name in _linears(model):
+    """Converts the linear layers' weights and the embedding of a frozen model to bfloat16. Products keep the inputs' dtype."""
+    for name in _linear_names(model):
         model.set_submodule(name, BFloat16Linear(cast(nn.Linear, model.get_submodule(name)).weight))
-    _halve_embeddings(model)
+    _embeddings_to_bfloat16(model)
     return model
 
 
 def products(layers: Sequence[Int8Linear], inputs: Tensor) -> list[Tensor]:
-    """The outputs (B,N) of n layers, each for its own inputs[i] (B,K). For FBGEMM all inputs are scaled in one operation."""
+    """Returns the outputs (B,N) of n layers, each for its own inputs[i] (B,K). FBGEMM needs only one scaling."""
     if not layers[0]._by_fbgemm:
         return [layer.forward_rows(rows) for layer, rows in zip(layers, inputs.unbind(), strict=True)]
     largest = layers[0].rounding.largest(inputs)
@@ -255,27 +255,35 @@ def to_int8(model: M, head: bool = True, replaced: Callable[[str], object] = lam
             packed: Mapping[str, Packed] = MappingProxyType({})) -> M:
     """Converts the linear layers of a model on a CPU to int8, one at a time, and its embeddings to bfloat16.
 
-    The model can then generate, but be neither trained nor saved. head: whether to convert the head too. replaced(name): called
-    after each layer. later: weight name -> a function that reads the weight; packed: weight name -> the weight in int8. The
-    model contains placeholders for all weights in `later` and `packed`. With `later`, model.fingerprint_before must be set.
-    in_c: as in Int8Linear. Raises UserError if neither FBGEMM nor C can compute int8 products here.
+    The model can then generate, but can be neither trained nor saved. Raises UserError if neither FBGEMM nor C can compute int8
+    products on this machine.
+
+    Args:
+        head: whether to convert the head too.
+        replaced: a function that is called with each layer's name after the layer is converted.
+        later: weight names and functions that read these weights; requires model.fingerprint_before to be set.
+        in_c: the argument of Int8Linear.
+        packed: weight names and weights that are already in int8. The model has placeholders for the weights in `later` and
+            here.
     """
     reasons = [why_not("matvec", name) for name in ("fbgemm", IN_C)]
     if None not in reasons:
-        raise UserError(f"dtype=int8 cannot run here: {'; '.join(filter(None, reasons))}: use dtype=bfloat16 or float32")
+        raise UserError(f"dtype=int8 requires FBGEMM or the C library ({'; '.join(filter(None, reasons))}). Use "
+                        "dtype=bfloat16 or dtype=float32")
     non_negative = model.generation.non_negative(model.config)
 
     def make_layer(name: str, read: Callable[[], Tensor]) -> nn.Module:
         weight = cast(Int8 | None, packed.get(f"{name}.weight"))
         return Int8Linear(read() if weight is None else weight, name.endswith(non_negative), in_c=in_c)
 
-    return _quantised(model, make_layer, later, head, replaced)
+    return _replace_linear_layers(model, make_layer, later, head, replaced)
 
 
 class Int4Linear(_PackedWeight):
-    """nn.Linear without a bias on a CPU, with W (N,K) packed in int4: x (...,K), floating-point -> (...,N) in the dtype of x.
+    """A linear layer without a bias on a CPU, with W (N,K) packed in int4: x (...,K) -> (...,N) in the dtype of x.
 
-    For many rows W is unpacked a block at a time: to bfloat16 if the CPU has bfloat16 product instructions, else to float32.
+    For many rows W is unpacked a block at a time, to bfloat16 if the CPU has bfloat16 product instructions, and else to
+    float32.
     """
 
     def __init__(self, packed: Int4) -> None:
@@ -283,14 +291,12 @@ class Int4Linear(_PackedWeight):
         self._matvec = matvec_for("int4")
 
     def forward_rows(self, rows: Tensor) -> Tensor:
-        """forward for rows (B,K)."""
         if 0 < len(rows) <= MOST_ROWS:
             return self._matvec.bind(self.packed)(rows.unsqueeze(0))[0]
         x = rows.bfloat16() if multiplies(torch.bfloat16) else rows
         return torch.cat([F.linear(x, part) for part in self.parts(x.dtype)], dim=1).to(rows.dtype)
 
     def parts(self, dtype: torch.dtype) -> Iterator[Tensor]:
-        """The rounded weight (N,K) in blocks of rows."""
         unpacked = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
         return (self._matvec.dense(part, unpacked).to(dtype) for part in self._row_blocks())
 
@@ -299,32 +305,30 @@ class Int4Linear(_PackedWeight):
 def to_int4(model: M, packed: Mapping[str, Packed] = MappingProxyType({}),
             later: Mapping[str, Callable[[], Tensor]] = MappingProxyType({}), head: bool = True,
             replaced: Callable[[str], object] = lambda name: None) -> M:
-    """Like to_int8, for int4. Everything but the matrix products is computed in float32."""
+    """Converts a model to int4 as to_int8 does to int8. Everything but the matrix products is computed in float32."""
     def make_layer(name: str, read: Callable[[], Tensor]) -> nn.Module:
         return Int4Linear(cast(Int4 | None, packed.get(f"{name}.weight")) or Int4.of(read()))
 
-    return _quantised(model, make_layer, later, head, replaced)
+    return _replace_linear_layers(model, make_layer, later, head, replaced)
 
 
 class BlockLinear(_PackedWeight):
-    """nn.Linear without a bias on a CPU, with W (N,K) in GGUF's blocks: x (...,K), floating-point -> (...,N) in the dtype of x.
+    """A linear layer without a bias on a CPU, with W (N,K) in GGUF's blocks: x (...,K) -> (...,N) in the dtype of x.
 
     The C kernel reads the blocks directly for any number of rows, so a row's result has the same bits in prefill and decoding.
     """
 
     def forward_rows(self, rows: Tensor) -> Tensor:
-        """forward for rows (B,K)."""
         y: Tensor = load("matvec", IN_C).bind([self.packed])(rows.float().contiguous().unsqueeze(0))[0]
         return y.to(rows.dtype)
 
     def parts(self, dtype: torch.dtype) -> Iterator[Tensor]:
-        """The weight (N,K) in blocks of rows."""
         matvec = matvec_for(self.format)
         return (matvec.dense(part, torch.float32).to(dtype) for part in self._row_blocks())
 
 
 class BlockEmbedding(nn.Module):
-    """nn.Embedding with a weight (V,C) in GGUF's blocks: tokens (...) int64 -> (...,C) float32. Unpacks only these rows."""
+    """An embedding (V,C) in GGUF's blocks: tokens (...) int64 -> (...,C) float32. Only the tokens' rows are unpacked."""
 
     def __init__(self, packed: Blocks) -> None:
         super().__init__()
@@ -342,7 +346,10 @@ class BlockEmbedding(nn.Module):
 
 
 def to_blocks(model: M, blocks: Mapping[str, Blocks]) -> M:
-    """Replaces the placeholders of linear layers and of the embedding. blocks: weight name -> the weight in GGUF's blocks."""
+    """Replaces the placeholders of linear layers and of the embedding by layers with weights in GGUF's blocks.
+
+    `blocks` maps the name of each weight to its blocks.
+    """
     for name, packed in blocks.items():
         module = name.removesuffix(".weight")
         layer = model.get_submodule(module)
@@ -355,36 +362,36 @@ def to_packed(model: M, format: str, device: torch.device | str, packed: Mapping
               later: Mapping[str, Callable[[], Tensor]] = MappingProxyType({})) -> M:
     """Converts the linear layers of a model on a CPU to int8 or int4, one at a time, and moves the model to a GPU.
 
-    format: "int8" or "int4". packed, later: as in to_int8.
+    `format` is "int8" or "int4"; `packed` and `later` are the arguments of to_int8.
     """
     def make_layer(name: str, read: Callable[[], Tensor]) -> nn.Module:
         matrix = packed.get(f"{name}.weight") or FORMATS[format].of(read())
         return PackedLinear(cast(Int8 | Int4, matrix.map(lambda tensor: tensor.contiguous().to(device))))
 
-    return _quantised(model, make_layer, later, True, lambda name: None).to(device)
+    return _replace_linear_layers(model, make_layer, later, True, lambda name: None).to(device)
 
 
-def _quantised(model: M, make_layer: Callable[[str, Callable[[], Tensor]], nn.Module],
+def _replace_linear_layers(model: M, make_layer: Callable[[str, Callable[[], Tensor]], nn.Module],
                later: Mapping[str, Callable[[], Tensor]], head: bool, replaced: Callable[[str], object]) -> M:
-    """Replaces linear layers. make_layer(name, read) makes a layer from the weight that read() returns. Others: see to_int8."""
+    """Replaces linear layers by make_layer(name, read), where read() returns the weight. Other arguments: see to_int8."""
     model.fingerprint_before = model.fingerprint()
-    for name in _linears(model):
+    for name in _linear_names(model):
         layer = cast(nn.Linear, model.get_submodule(name))
         if head or layer is not model.head:
             read = later.get(f"{name}.weight", lambda layer=layer: layer.weight)
             model.set_submodule(name, make_layer(name, read))
-            del layer, read              # both reference the old weight
+            del layer, read              # both refer to the old weight
             replaced(name)
-    _halve_embeddings(model)
+    _embeddings_to_bfloat16(model)
     return model
 
 
-def _halve_embeddings(model: Model) -> None:
+def _embeddings_to_bfloat16(model: Model) -> None:
     for layer in model.modules():
         if isinstance(layer, nn.Embedding):
             layer.weight = nn.Parameter(layer.weight.to(torch.bfloat16), requires_grad=False)
 
 
-def _linears(model: Model) -> list[str]:
-    """The linear layers' names; a list of the layers themselves would keep their weights in memory."""
+def _linear_names(model: Model) -> list[str]:
+    """Returns the linear layers' names, because a list of the layers would keep their weights in memory."""
     return [name for name, layer in model.named_modules() if isinstance(layer, nn.Linear)]

@@ -1,8 +1,10 @@
-"""A cache of rounded weights for training in half precision: converted once per optimiser step, not in every matrix product.
+"""A cache of rounded weights for half-precision training. Each weight is rounded once per optimiser step, not in every product.
 
-Half-precision products need a rounded copy of each float32 weight. A WeightCache makes the copy at its first use, and updates
-all copies in one operation after the weights have changed. The copies take half as much memory as the weights, for the whole
-run. With trainer=fsdp there is no cache, since no process has all weights: an autograd function then converts its weights in
+Half-precision products need a rounded copy of each float32 weight. A WeightCache makes the copy at its first use. After the
+weights have changed, the cache updates all copies in one operation. The copies take half as much memory as the weights, for the
+whole run.
+
+With trainer=fsdp there is no cache, because no process has all weights. Instead, an autograd function converts its weights in
 forward and again in backward, and frees the copies in between.
 """
 
@@ -12,13 +14,13 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-ATTRIBUTE = "_rounded"                   # attribute of a weight that has a cache: its _Copy
-_steps = 0                               # counts optimiser steps, since fused optimisers do not increase Tensor._version
+ATTRIBUTE = "_rounded"                   # the attribute in which a cached weight refers to its _Copy
+_steps = 0                               # optimiser steps are counted, because fused ones do not increase Tensor._version
 _counting = False
 
 
 class _Copy:
-    """A weight's rounded copy, and the weight's state when it was copied. Pickling or copying a weight makes an empty _Copy."""
+    """A weight's rounded copy, and the weight's state when it was copied. A pickled or copied weight gets an empty _Copy."""
 
     def __init__(self, cache: "WeightCache | None" = None) -> None:
         self.cache = cache
@@ -30,10 +32,10 @@ class _Copy:
 
 
 class WeightCache:
-    """The rounded copies of `weights`; each weight references its own in an attribute."""
+    """Holds the rounded copies of `weights`. Each weight refers to its own copy in the attribute `_rounded`."""
 
     def __init__(self, weights: Iterable[Tensor]) -> None:
-        _count_steps()
+        _register_step_counter()
         self._copied: list[tuple[Tensor, _Copy]] = []
         for weight in weights:
             setattr(weight, ATTRIBUTE, _Copy(self))
@@ -49,7 +51,7 @@ class WeightCache:
         return copy.tensor
 
     def update(self) -> None:
-        """Updates the copies if the weights have changed. CUDA graphs require this: they read the copies without copy_of."""
+        """Updates the copies if the weights have changed. CUDA graphs require this, because they do not call copy_of."""
         if any(copy.state != _state(weight) for weight, copy in self._copied):
             self._refresh()
 
@@ -62,20 +64,20 @@ class WeightCache:
 
 
 def rounded(dtype: torch.dtype, weights: Iterable[Tensor]) -> tuple[Tensor, ...]:
-    """The weights in `dtype`: the cached copy of each weight that has one; the others are converted."""
-    return tuple(weight if weight.dtype == dtype else _rounded(weight, dtype) for weight in weights)
+    """Returns the weights in `dtype`: the cached copy where there is one, and a new conversion otherwise."""
+    return tuple(weight if weight.dtype == dtype else _convert(weight, dtype) for weight in weights)
 
 
 def to_save(weights: Iterable[Tensor], multiplied: Iterable[Tensor]) -> tuple[Tensor, ...]:
-    """The tensors that an autograd function saves: for each weight the cached copy, or the weight if there is none.
+    """Returns the tensors that an autograd function saves: each weight's cached copy, or the weight if there is no copy.
 
-    multiplied: the result of `rounded` for the weights. Backward must call `rounded` on the saved tensors.
+    `multiplied` is the result of `rounded` for the weights. Backward must call `rounded` on the saved tensors.
     """
     return tuple(copy if getattr(weight, ATTRIBUTE, None) is not None else weight
                  for weight, copy in zip(weights, multiplied, strict=True))
 
 
-def _rounded(weight: Tensor, dtype: torch.dtype) -> Tensor:
+def _convert(weight: Tensor, dtype: torch.dtype) -> Tensor:
     copy: _Copy | None = getattr(weight, ATTRIBUTE, None)
     return weight.to(dtype) if copy is None or copy.cache is None else copy.cache.copy_of(weight, copy, dtype)
 
@@ -84,13 +86,13 @@ def _state(weight: Tensor) -> tuple[int, int, int]:
     return _steps, weight._version, weight.data_ptr()
 
 
-def _count_steps() -> None:
+def _register_step_counter() -> None:
     global _counting
     if not _counting:
-        register_optimizer_step_post_hook(_count)
+        register_optimizer_step_post_hook(_count_step)
         _counting = True
 
 
-def _count(*_: object) -> None:
+def _count_step(*_: object) -> None:
     global _steps
     _steps += 1

@@ -135,7 +135,7 @@ def test_calls_are_learnt_and_tools_and_results_are_not(tmp_path: Path, form: st
 
 def test_tools_that_a_template_cannot_show_are_named_with_their_line(tmp_path: Path) -> None:
     talk = {"messages": messages("a", "yes")}
-    for template, tool, said in (("world", {"name": "f"}, "tools.*g1"), ("g1", {"x": 1}, r"tools\[0\] must have a name")):
+    for template, tool, said in (("world", {"name": "f"}, "tools.*g1"), ("g1", {"x": 1}, r"tools\[0\] must be .* a name")):
         with pytest.raises(UserError, match=f"line 2: {said}"):
             corpus(tmp_path, [talk, {**talk, "tools": [tool]}], template=template)
 

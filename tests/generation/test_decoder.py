@@ -137,10 +137,10 @@ def test_an_int8_weight_is_in_memory_once_until_two_orders_are_needed() -> None:
     weight = torch.randn(40, 64)
     trained = Int8Linear(weight, in_c=False)
     trained(torch.randn(3, 64))
-    assert not trained._rounded
+    assert not trained._row_major
     read = Int8Linear(weight)
     read(torch.randn(3, 64))
-    assert "_ordered" not in vars(read)
+    assert "_fbgemm_weight" not in vars(read)
     assert torch.equal(read.packed.weight, trained.packed.weight)
     assert torch.equal(read.packed.scale, trained.packed.scale)
 

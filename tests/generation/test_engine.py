@@ -549,13 +549,13 @@ def test_a_model_with_spare_tokens_never_says_them() -> None:
 def watch(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     """Records the shapes of all later prefill chunks; short prompts are then prefilled in chunks too."""
     monkeypatch.setattr(prefill_module, "SHORT_PROMPT", 0)
-    chunks, embedded = [], RWKV._embedded
+    chunks, embedded = [], RWKV._first_block_inputs
 
     def watched(self: RWKV, several: torch.Tensor, state: Any) -> Any:
         chunks.append(tuple(several.shape))
         return embedded(self, several, state)
 
-    monkeypatch.setattr(RWKV, "_embedded", watched)
+    monkeypatch.setattr(RWKV, "_first_block_inputs", watched)
     return chunks
 
 

@@ -1,13 +1,13 @@
-r"""Grammars: constrained decoding with token masks, computed by the library llguidance.
+r"""Grammars constrain generated text with token masks, which the library llguidance computes.
 
 A Grammar defines which texts are allowed: JSON that fits a schema, or the texts of a Lark grammar or regular expression,
 optionally after thoughts or as a tool call. A Matcher follows one sequence and computes the allowed next tokens. An end-of-text
-token is allowed only where the text is complete; no other special token is allowed. Between two JSON tokens at most one line
-end and 32 spaces are allowed, so that no sequence continues with white space forever or contains a blank line, which ends a
-turn in some chat templates.
+token is allowed only where the text is complete. No other special token is allowed. Between two JSON tokens at most one line
+end and 32 spaces are allowed. So no sequence continues with white space forever, or contains a blank line, which ends a turn in
+some chat templates.
 
-Schemas with rules that llguidance cannot enforce are rejected; the error message says where in the schema (`check`). Importing
-this module needs neither torch nor llguidance.
+Grammar.check rejects schemas with rules that llguidance cannot enforce, and names the place in the schema. Importing this
+module requires neither torch nor llguidance.
 """
 
 import json
@@ -26,12 +26,12 @@ from rwkv.io.utf8 import require_unicode
 
 # Without the escape "\/", a string without control characters has only one spelling, so no key can repeat another in disguise.
 JSON_FORM = {"whitespace_pattern": r"\n?[ ]{0,32}", "json_allowed_escapes": 'bfnrtu"\\'}
-SPACE = 'SPACE: /[ \\n]/'                # optional between a template's "Assistant:", or thoughts, and the answer
+SPACE = 'SPACE: /[ \\n]/'                # may stand between a template's "Assistant:", or thoughts, and the answer
 REST = "REST: /(?s:.+)/"
 THOUGHTS = 'thoughts[suffix="</think>"]: /(?s:.*)/'
 TRIES = 500                              # most schemas checked to locate an error
 PLACE_S = 1.0                            # time limit for locating an error, in seconds
-# JSON whose numbers are finite in float64. A number without an exponent has at most 308 digits before the point.
+# Allows JSON whose numbers are finite in float64. A number without an exponent has at most 308 digits before the point.
 FINITE_JSON = r"""start: value
 value: object | array | STRING | NUMBER | "true" | "false" | "null"
 object: "{" (pair ("," pair)*)? "}"
@@ -46,13 +46,12 @@ SCIENTIFIC: /-?(0|[1-9][0-9]{0,17})(\.[0-9]+)?[eE](-[0-9]{1,3}|[+]?0*([1-9]?[0-9
 
 
 class Part(NamedTuple):
-    """A sub-grammar. content: a schema as JSON, or a Lark grammar. where: its name in error messages. name: its name in the
-    rules; two parts have the same name only if they are equal."""
+    """A sub-grammar, which Lark rules refer to by name. Only equal parts have the same name."""
 
     kind: str                            # "json_schema" or "lark_grammar"
-    content: str
-    where: str
-    name: str
+    content: str                         # a schema as JSON, or a Lark grammar
+    where: str                           # the part's name in error messages
+    name: str                            # the part's name in Lark rules
 
     @classmethod
     def of(cls, kind: str, content: str, where: str) -> "Part":
@@ -62,9 +61,9 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class Grammar:
-    """A constraint on a text. start: the right side of Lark's rule `start`, in which @NAME refers to a part.
+    """Defines which texts are allowed. check() raises UserError if llguidance rejects the grammar.
 
-    Grammars can be hashed and pickled. check() raises UserError if llguidance rejects the grammar.
+    Grammars can be hashed and pickled. `start` is the right side of Lark's rule `start`, in which @NAME refers to a part.
     """
 
     start: str
@@ -73,7 +72,7 @@ class Grammar:
 
     @classmethod
     def json_schema(cls, schema: Schema, where: str = "json_schema") -> "Grammar":
-        """A grammar of the JSON texts that are valid under the schema. Raises UserError as require_schema does."""
+        """Returns a grammar of the JSON texts that are valid under the schema. Raises UserError as require_schema does."""
         return cls.only(_schema_part(schema, where))
 
     @classmethod
@@ -82,12 +81,15 @@ class Grammar:
 
     @classmethod
     def lark(cls, text: str, where: str = "grammar") -> "Grammar":
-        """A grammar in llguidance's dialect of Lark."""
+        """Returns a grammar from source text in llguidance's dialect of Lark."""
         return cls.only(Part.of("lark_grammar", text, where))
 
     @classmethod
     def regex(cls, pattern: str, where: str = "regex") -> "Grammar":
-        """A grammar of the texts that a regular expression matches as a whole, in the syntax of Rust's crate regex."""
+        """Returns a grammar of the texts that match a regular expression as a whole.
+
+        The syntax of `pattern` is that of Rust's crate regex.
+        """
         require_unicode(pattern)
         content = json.loads(llguidance_module().LLMatcher.grammar_from_regex(pattern))["grammars"][0]["lark_grammar"]
         return cls.only(Part.of("lark_grammar", content, where))
@@ -95,12 +97,14 @@ class Grammar:
     @classmethod
     def calls(cls, start: tuple[str, str], functions: Sequence[tuple[str, Schema, str]], closing: str,
               written: str = "") -> "Grammar":
-        """A grammar of one call of one function. functions: for each, (name, schema of the arguments, the schema's name in
-        errors).
+        """Returns a grammar of exactly one tool call.
 
-        start: as ChatTemplate.call_start. closing: a text that may follow the call. written: the part of the call that the
-        prompt already ends with; if it is not empty, closing must be a stop string. Since the text is cut at a stop string,
-        the last token may extend beyond it.
+        Args:
+            start: as ChatTemplate.call_start.
+            functions: one tuple (name, schema of the arguments, the schema's name in error messages) per allowed function.
+            closing: a text that may follow the call.
+            written: the part of the call with which the prompt already ends. If `written` is not empty, `closing` must be a
+                stop string. The last token may then extend beyond `closing`, because the text is cut at a stop string.
         """
         heads = [f"{start[0]}{name}{start[1]}" for name, _, _ in functions]
         possible = [(head[len(written):], *function[1:]) for head, function in zip(heads, functions, strict=True)
@@ -113,9 +117,9 @@ class Grammar:
 
     @classmethod
     def text_with_calls(cls, functions: Sequence[tuple[str, Schema, str]]) -> "Grammar":
-        """A grammar of all texts in which each call, {"name": ..., "arguments": ...}, has arguments that fit the schema.
+        """Returns a grammar of all texts in which each call, {"name": ..., "arguments": ...}, fits the function's schema.
 
-        functions: as for `calls`. A call whose first key is not "name" is not constrained.
+        `functions` are as for `calls`. A call whose first key is not "name" is not constrained.
         """
         parts = tuple(_schema_part({**parameters, "type": "object"}, where) for _, parameters, where in functions)
         heads = tuple(rf'head_{part.name}[lazy]: /(?s:.*)\{{\s*"name"\s*:\s*"{name}"\s*,\s*"arguments"\s*:/'
@@ -128,36 +132,41 @@ class Grammar:
                        tuple(dict.fromkeys(self.rules + other.rules)))
 
     def after_space(self) -> "Grammar":
-        """This grammar, optionally after a space or a line end."""
+        """Returns this grammar, in which a space or a line end may precede the text."""
         return replace(self, start=f"SPACE? ({self.start})", rules=(*self.rules, SPACE))
 
     def after(self, text: str) -> "Grammar":
         return replace(self, start=f"{_literal(text)} ({self.start})")
 
     def after_thoughts(self, opening: str = "") -> "Grammar":
-        """This grammar, preceded by any text that ends with </think>. opening: the text that begins the thoughts; if it is not
-        empty, the thoughts are optional."""
+        """Returns this grammar, preceded by thoughts, which are any text that ends with </think>.
+
+        `opening` is the text that begins the thoughts. If `opening` is not empty, the thoughts are optional.
+        """
         head = f"({_literal(opening)} thoughts SPACE?)?" if opening else "thoughts SPACE?"
         return replace(self, start=f"{head} SPACE? ({self.start})", rules=(*self.rules, THOUGHTS, SPACE))
 
     @property
     def definition(self) -> str:
-        """This grammar in llguidance's JSON format. Raises UserError for a schema that cannot be enforced, and says where."""
+        """Returns this grammar in llguidance's JSON format. Raises UserError if a schema cannot be enforced."""
         rules = "\n".join([f"start: {self.start}", *dict.fromkeys(self.rules)])
         parts = [{"name": part.name, part.kind: _enforceable(part) if part.kind == "json_schema" else part.content}
                  for part in dict.fromkeys(self.parts)]
         return json.dumps({"grammars": [{"lark_grammar": rules}, *parts]})
 
     def with_finite_numbers(self) -> "Grammar | None":
-        """A grammar to apply in addition to self, so that all numbers of a text are finite in float64. It is a copy of self in
-        which each schema allows any JSON with finite numbers. None if the schemas already exclude infinite numbers."""
+        """Returns a second grammar to apply together with this grammar, so that all numbers are finite in float64.
+
+        The second grammar is a copy of this grammar in which each schema is replaced by all JSON with finite numbers. Returns
+        None if the schemas already exclude infinite numbers.
+        """
         parts = tuple(part._replace(kind="lark_grammar", content=FINITE_JSON) if part.kind == "json_schema" else part
                       for part in self.parts)
         schemas = [json.loads(part.content) for part in self.parts if part.kind == "json_schema"]
         return replace(self, parts=parts) if any(map(unbounded_numbers, schemas)) else None
 
     def check(self) -> None:
-        """Raises UserError if the grammar cannot be compiled, and says where, or if llguidance is not installed."""
+        """Raises UserError, which names the place, if the grammar cannot be compiled, or if llguidance is not installed."""
         reason = grammar_error(self.definition)
         if not reason:
             return
@@ -184,7 +193,7 @@ def _enforceable(part: Part) -> JsonObject:
     try:
         return {**enforceable(json.loads(part.content), part.where, _is_empty), "x-guidance": JSON_FORM}
     except RecursionError:
-        raise UserError(f"{part.where} is nested too deeply") from None
+        raise UserError(f"{part.where} is nested too deeply for this program") from None
 
 
 def _is_empty(patterns: Sequence[str]) -> bool:
@@ -193,7 +202,10 @@ def _is_empty(patterns: Sequence[str]) -> bool:
 
 
 def _error_place(schema: Schema, reason: str, where: str) -> str:
-    """The path of the innermost schema that has this error on its own, or of an outer schema if TRIES or PLACE_S runs out."""
+    """Returns the path of the innermost schema that has this error on its own.
+
+    If TRIES or PLACE_S runs out, the path is that of an outer schema.
+    """
     root = schema
     tries = TRIES
     deadline = monotonic() + PLACE_S

@@ -1,8 +1,8 @@
-"""Rewrites a JSON schema so that llguidance enforces it correctly.
+"""Rewrites a JSON schema so that llguidance enforces the schema correctly.
 
-`enforceable` returns a schema whose valid texts are all valid under the original; it may allow fewer texts. It adds rules that
-llguidance does not enforce, and removes rules without effect that llguidance rejects. Schemas without a finite instance, such
-as circular references, become `false`: otherwise llguidance would let a text begin that can never end.
+`enforceable` returns a schema whose valid texts are all valid under the original. The new schema may allow fewer texts.
+Rewriting adds rules that llguidance does not enforce, and removes rules without effect that llguidance rejects. Schemas without
+a finite instance, such as circular references, become `false`: otherwise llguidance would let a text begin that can never end.
 
 The dialect is draft 2020-12, with the older keywords that llguidance supports. A `format` that is not enforced here is ignored.
 """
@@ -25,7 +25,7 @@ LARGEST_FLOAT = float(2**63 - 1024)      # llguidance's largest bound of a `numb
 
 NO_LEAP_SECOND = "^[^:]+:[0-9]+:[0-5]"   # allows no second 60, which very few minutes have
 LEAP_YEAR = "([0-9]{2}(0[48]|[2468][048]|[13579][26])|([02468][048]|[13579][26])00)"
-DAY_OF_YEAR = f"^([0-9]{{4}}-(0[13-9]|1[0-2]|02-([01]|2[0-8]))|{LEAP_YEAR}-02-29)"         # 29 February only in leap years
+DAY_OF_YEAR = f"^([0-9]{{4}}-(0[13-9]|1[0-2]|02-([01]|2[0-8]))|{LEAP_YEAR}-02-29)"       # allows 29 February only in leap years
 LENGTHS = r"[^.@]{1,63}(\.[^.@]{1,63})*$"                # a domain with labels of at most 63 characters
 POINTER = "(/([^/~]|~[01])*)*$"
 # Patterns for rules that llguidance does not enforce: an email address has at most 64 characters before the @ and 254 in total
@@ -34,26 +34,29 @@ FORMAT_PATTERNS = {"time": [NO_LEAP_SECOND], "date": [DAY_OF_YEAR], "date-time":
                    "email": [f"^[^@]{{1,64}}@{LENGTHS}", "^.{1,254}$"], "hostname": [f"^{LENGTHS}", "^.{1,253}$"],
                    "json-pointer": [f"^{POINTER}"], "relative-json-pointer": [f"^(0|[1-9][0-9]*)(#$|{POINTER})"],
                    "uri-template": ["^[^']*$"]}
-# For each format that llguidance lacks, a stricter format that it has
+# Each of these formats is missing in llguidance, and is replaced by a stricter format
 NARROWER = {"idn-email": "email", "idn-hostname": "hostname", "iri": "uri", "uri-reference": "uri", "iri-reference": "uri",
             "uri-template": "uri"}
 ENFORCED = ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
 
-IsEmpty = Callable[[Sequence[str]], bool]        # tells whether no text matches all patterns (llguidance's syntax)
+IsEmpty = Callable[[Sequence[str]], bool]        # returns True if no text matches all patterns (in llguidance's syntax)
 
 
 def enforceable(schema: Schema, where: str, is_empty: IsEmpty) -> JsonObject:
-    """The rewritten schema, without the key x-guidance. Raises UserError if it cannot be enforced, and says where."""
+    """Returns the rewritten schema, without the key x-guidance.
+
+    Raises UserError, which names the place, if the schema cannot be enforced.
+    """
     require_keywords(schema, where)
     finite = _Finite(schema)
     if not finite.has_instance(schema):
-        raise UserError(f"{where}: no text is valid: the schema excludes what it requires, or its references are circular")
+        raise UserError(f"{where}: no text is valid, because the schema excludes what it requires or has circular references")
     _require_multiples(schema, where)
     return _Rewriter(schema, finite, is_empty).rewrite(schema, where)
 
 
 def unbounded_numbers(schema: object) -> bool:
-    """Whether the schema allows unbounded numbers, and thus 1e999, which is infinite in float64."""
+    """Returns True if the schema allows unbounded numbers, such as 1e999, which is infinite in float64."""
     return any(map(_may_be_any_number, all_schemas(schema)))
 
 
@@ -75,7 +78,7 @@ def _types(schema: Schema) -> list[str]:
 
 
 class _Finite:
-    """Determines which schemas have a finite valid text. A reference to itself or a schema that requires itself has none."""
+    """Determines which schemas have a finite valid text. A schema that refers to itself or requires itself has none."""
 
     def __init__(self, root: object) -> None:
         self._root = root
@@ -117,7 +120,7 @@ class _Finite:
         return all(map(self.has_instance, first[:int(least)])) and (least <= len(first) or self.has_instance(rest))
 
     def _target(self, reference: str) -> object:
-        """The schema that the reference points to; None if it is not a JSON pointer, or points to nothing in this schema."""
+        """Returns the schema that a JSON pointer refers to, or None for any other reference or if there is no such schema."""
         if reference != "#" and not reference.startswith("#/"):
             return None
         target = self._root
@@ -133,8 +136,10 @@ class _Finite:
 
 
 def _require_multiples(schema: Schema, where: str) -> None:
-    """Raises UserError for a multipleOf that is too large. llguidance multiplies the values of merged schemas in 32 bits, and
-    needs one state for each remainder."""
+    """Raises UserError if a multipleOf is too large.
+
+    llguidance needs one state for each remainder, and multiplies the values of merged schemas in 32 bits.
+    """
     schemas = [sub for sub in all_schemas(schema) if isinstance(sub, Mapping)]
     multiples = {Decimal(str(sub["multipleOf"])) for sub in schemas if "multipleOf" in sub}
     places = max((-multiple.normalize().as_tuple().exponent for multiple in multiples), default=0)       # type: ignore[operator]
@@ -142,14 +147,13 @@ def _require_multiples(schema: Schema, where: str) -> None:
     for multiple in multiples:
         digits = multiple.scaleb(max(-multiple.normalize().as_tuple().exponent, 0))      # type: ignore[operator]
         if digits > MAX_MULTIPLE:
-            raise UserError(f"{where}: multipleOf must be at most {MAX_MULTIPLE}, in units of its last digit; got {multiple}")
+            raise UserError(f"{where}: multipleOf must be at most {MAX_MULTIPLE} units of the last digit; got {multiple}")
     if len(units) > 1 and math.prod(units) >= 2**32 and _is_merged(schemas):
-        raise UserError(f"{where}: the multipleOf values of merged schemas must have a product below 2^32, in units of their "
+        raise UserError(f"{where}: the product of the multipleOf values of merged schemas must be below 2^32 units of the "
                         f"last digit; got {', '.join(map(str, sorted(multiples)))}")
 
 
 def _is_merged(schemas: Sequence[Schema]) -> bool:
-    """Whether llguidance may merge some of these schemas with others."""
     return any(key in sub and (len(sub) > 1 or key == "allOf") for sub in schemas for key in MERGING)
 
 
@@ -159,11 +163,11 @@ class _Rewriter:
         self._finite = finite
         self._is_empty = is_empty
         self._declared = {name for sub in schemas for name in (*sub.get("properties", ()), *sub.get("required", ()))}
-        merged = _is_merged(schemas)
+        may_merge = _is_merged(schemas)
         patterns = any(sub.get("patternProperties") for sub in schemas)
         # llguidance requires that the patterns of merged objects are equal or disjoint
-        self._late_names = {name for sub in schemas for name in _late_names(sub)} if merged and not patterns else None
-        self._keeps_open = merged and patterns
+        self._late_names = {name for sub in schemas for name in _late_names(sub)} if may_merge and not patterns else None
+        self._keeps_open = may_merge and patterns
 
     def rewrite(self, schema: Schema, where: str) -> JsonObject:
         rules = _without_empty_rules(schema)
@@ -193,12 +197,12 @@ class _Rewriter:
         return self.rewrite(schema, where) if isinstance(schema, Mapping) else schema
 
     def _order_names(self, rules: JsonObject) -> None:
-        """Adapts the rules for property names to the order that llguidance enforces: declared names in the order of the schema,
-        then other keys.
+        """Adapts the rules for property names to llguidance, which requires declared names in the schema's order, then others.
 
-        A pattern that matches only declared names is moved to these names: otherwise a comma could be written after which no
+        A pattern that matches only declared names is moved to these names. Otherwise a comma could be written after which no
         key is allowed. Other keys must not begin with a declared name that is no longer allowed: after "forecast" is skipped,
-        "forecasts" is excluded too."""
+        "forecasts" is excluded too.
+        """
         patterns = {rust_pattern(pattern): sub for pattern, sub in rules.get("patternProperties", {}).items()}
         names = {*rules.get("properties", ()), *rules.get("required", ())}
         if patterns and rules.get("additionalProperties") is False:
@@ -208,17 +212,17 @@ class _Rewriter:
         if patterns or "patternProperties" in rules:
             rules["patternProperties"] = patterns
             return
-        late = _late_names(rules)
+        late_names = _late_names(rules)
         other = rules.get("additionalProperties", True)
-        merged = self._late_names is not None
-        if not late or other is False or self._keeps_open or (merged and not _is_any(other)):
+        may_merge = self._late_names is not None
+        if not late_names or other is False or self._keeps_open or (may_merge and not _is_any(other)):
             return
         properties = rules.get("properties", {})
         rules["properties"] = {**properties, **{name: other for name in rules.get("required", ()) if name not in properties}}
-        if self._late_names is not None:                 # each merged schema must allow the names that the others declare
+        if self._late_names is not None:                 # each merged schema must allow the names declared in the others
             possible = "|".join([excluding(self._late_names, set()), *map(escaped, sorted(self._declared))])
         else:
-            possible = excluding(late, names)
+            possible = excluding(late_names, names)
         rules["patternProperties"] = {f"^({possible})$": other}
         rules["additionalProperties"] = False
 
@@ -233,7 +237,7 @@ class _Rewriter:
 
 
 def _late_names(schema: Schema) -> set[str]:
-    """The optional declared names that are no longer allowed once a later name has been written."""
+    """Returns the optional declared names that are no longer allowed once a later name has been written."""
     required = {*schema.get("required", ())}
     names = [*schema.get("properties", ())]
     if not required.difference(names):
@@ -242,21 +246,22 @@ def _late_names(schema: Schema) -> set[str]:
 
 
 def _without_empty_rules(schema: Schema) -> JsonObject:
-    """The schema without the keywords that exclude nothing, some of which llguidance rejects."""
-    always = {"uniqueItems": schema.get("uniqueItems") is False or schema.get("maxItems", 2) <= 1,
-              "not": schema.get("not") is False, "propertyNames": _is_any_name(schema.get("propertyNames")),
-              "dependentRequired": not schema.get("dependentRequired"), "dependentSchemas": not schema.get("dependentSchemas"),
-              "dependencies": not schema.get("dependencies"),
-              "unevaluatedProperties": _is_any(schema.get("unevaluatedProperties")),
-              "unevaluatedItems": _is_any(schema.get("unevaluatedItems")),
-              "minContains": "contains" not in schema, "maxContains": "contains" not in schema,
-              "contains": schema.get("minContains") == 0 and "maxContains" not in schema,
-              "then": "if" not in schema, "else": "if" not in schema,
-              "contentSchema": True, "deprecated": True,
-              "minimum": schema.get("minimum") == -math.inf, "maximum": schema.get("maximum") == math.inf}
-    if always["contains"]:
-        always["minContains"] = True
-    return {key: value for key, value in schema.items() if not always.get(key, False)}
+    # llguidance rejects some keywords even where they exclude nothing
+    has_no_effect = {"uniqueItems": schema.get("uniqueItems") is False or schema.get("maxItems", 2) <= 1,
+                     "not": schema.get("not") is False, "propertyNames": _is_any_name(schema.get("propertyNames")),
+                     "dependentRequired": not schema.get("dependentRequired"),
+                     "dependentSchemas": not schema.get("dependentSchemas"),
+                     "dependencies": not schema.get("dependencies"),
+                     "unevaluatedProperties": _is_any(schema.get("unevaluatedProperties")),
+                     "unevaluatedItems": _is_any(schema.get("unevaluatedItems")),
+                     "minContains": "contains" not in schema, "maxContains": "contains" not in schema,
+                     "contains": schema.get("minContains") == 0 and "maxContains" not in schema,
+                     "then": "if" not in schema, "else": "if" not in schema,
+                     "contentSchema": True, "deprecated": True,
+                     "minimum": schema.get("minimum") == -math.inf, "maximum": schema.get("maximum") == math.inf}
+    if has_no_effect["contains"]:
+        has_no_effect["minContains"] = True
+    return {key: value for key, value in schema.items() if not has_no_effect.get(key, False)}
 
 
 def _is_any(schema: object) -> bool:
@@ -264,7 +269,6 @@ def _is_any(schema: object) -> bool:
 
 
 def _is_any_name(schema: object) -> bool:
-    """Whether a propertyNames schema allows every name."""
     if not isinstance(schema, Mapping):
         return schema is True
     rules = {key: value for key, value in schema.items()
@@ -286,13 +290,15 @@ def _enforce_format(rules: JsonObject) -> None:
 
 
 def _enforce_bounds(rules: JsonObject, where: str) -> None:
-    """Replaces the bounds of numbers by bounds that llguidance represents exactly, in float64 or int64. The range never becomes
-    wider."""
+    """Replaces the bounds of numbers by bounds that llguidance represents exactly, in float64 or int64.
+
+    The range of allowed numbers never becomes wider.
+    """
     types = _types(rules)
     whole = "integer" in types and "number" not in types
     low, low_open = _bound(rules, "minimum", "exclusiveMinimum", max)
     high, high_open = _bound(rules, "maximum", "exclusiveMaximum", min)
-    if "multipleOf" in rules:            # without bounds, with_finite_numbers() could end a number before it is a multiple
+    if "multipleOf" in rules:            # else with_finite_numbers() could end a number before it is a multiple
         low = -LARGEST_FLOAT if low is None else low
         high = LARGEST_FLOAT if high is None else high
     if low is None and high is None:
@@ -325,7 +331,10 @@ def _enforce_bounds(rules: JsonObject, where: str) -> None:
 
 
 def _bound(rules: Schema, key: str, exclusive: str, tighter: Callable[[float, float], float]) -> tuple[float | None, bool]:
-    """The tighter bound of the two keys, and whether it is exclusive. In draft 4 the value of `exclusive` is true or false."""
+    """Returns the tighter bound of the two keys, and True if that bound is exclusive.
+
+    In draft 4, the value of the key `exclusive` is true or false.
+    """
     bound = rules.get(key)
     other = rules.get(exclusive)
     if isinstance(other, bool) or other is None:
@@ -344,8 +353,7 @@ def _float_below(value: float) -> float:
 
 
 def _whole(value: float) -> float:
-    """The same number, as an int if it is whole, because llguidance reads long floats inexactly."""
-    return int(value) if value == int(value) else value
+    return int(value) if value == int(value) else value          # llguidance reads long floats inexactly, but not ints
 
 
 def _float_above(value: float) -> float:

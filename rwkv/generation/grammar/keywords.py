@@ -1,4 +1,4 @@
-"""The keywords of JSON Schema: their allowed values, and the schemas nested in a schema.
+"""Checks the keywords of JSON schemas, and finds the schemas nested in a schema.
 
 `require_schema` and `require_keywords` reject values that are not JSON schemas, and schemas with keywords that no grammar can
 enforce.
@@ -28,15 +28,17 @@ Place = tuple[str | int, ...]
 
 
 def require_schema(schema: object, where: str) -> None:
-    """Raises UserError, naming the place, for a schema that is too large, and for rules that a text could evade by repeating a
-    key or spelling it with other escapes. Takes linear time."""
+    """Raises UserError, which names the place, for a schema that is too large, and for rules that a text could evade.
+
+    A text could evade some rules by repeating a key, or by spelling a key with other escapes. The check takes linear time.
+    """
     if not isinstance(schema, Mapping):
-        raise UserError(f"{where} must be a JSON schema, an object; got {_shown(schema)}")
+        raise UserError(f"{where} must be a JSON schema, which is an object; got {_excerpt(schema)}")
     try:
         _require_size(schema, where)
         _require_safe_keys(schema, where)
     except RecursionError:
-        raise UserError(f"{where} is nested too deeply") from None
+        raise UserError(f"{where} is nested too deeply for this program") from None
 
 
 def _require_size(schema: object, where: str) -> None:
@@ -46,7 +48,7 @@ def _require_size(schema: object, where: str) -> None:
         value = pending.pop()
         count += 1
         if count > MAX_VALUES:
-            raise UserError(f"{where} must have at most {MAX_VALUES} values")
+            raise UserError(f"{where} must have at most {MAX_VALUES} JSON values")
         if isinstance(value, Mapping):
             pending += value.values()
         elif isinstance(value, list):
@@ -69,7 +71,7 @@ def _require_safe_keys(schema: object, where: str) -> None:
 
 
 def inside(schema: object) -> Iterator[tuple[Place, object]]:
-    """Yields (path, nested schema) for each schema directly inside `schema`."""
+    """Yields (path, nested schema) for each schema directly inside `schema`. The path is relative to `schema`."""
     if not isinstance(schema, Mapping):
         return
     for key in BY_NAME:
@@ -136,21 +138,21 @@ KEYWORD_TYPES: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = 
 
 
 def require_keywords(schema: object, where: str) -> None:
-    """Raises UserError for a keyword whose value JSON Schema does not allow, and says where."""
+    """Raises UserError, which names the place, for a keyword whose value JSON Schema does not allow."""
     if not isinstance(schema, Mapping):
         return
     for keys, fits, expected in KEYWORD_TYPES:
         for key in keys:
             if key in schema and not fits(schema[key]):
-                raise UserError(f"{where}: {key} must be {expected}; got {_shown(schema[key])}")
+                raise UserError(f"{where}: {key} must be {expected}; got {_excerpt(schema[key])}")
     most = schema.get("maxProperties", math.inf)
     if most < max(schema.get("minProperties", 0), len({*schema.get("required", ())})):
         raise UserError(f"{where}: maxProperties must not be below minProperties or the number of required names; got {most}")
     if schema.get("format") == "regex":
-        raise UserError(f"{where}: format=regex cannot be enforced: use pattern, or omit format")
+        raise UserError(f"{where}: format=regex cannot be enforced. Use pattern, or omit format")
     for place, sub in inside(schema):
         require_keywords(sub, named(where, place))
 
 
-def _shown(value: object) -> str:
+def _excerpt(value: object) -> str:
     return json.dumps(value, default=repr)[:60]

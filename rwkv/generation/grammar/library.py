@@ -5,11 +5,12 @@ from typing import Protocol
 
 from rwkv.errors import UserError
 
-MISSING = 'grammars and schemas need llguidance, which is not installed: pip install "timemix[serve]" or pip install llguidance'
+MISSING = ('grammars and schemas require llguidance, which is not installed: run pip install "timemix[serve]" or pip install '
+           'llguidance')
 
 
 class LibraryMatcher(Protocol):
-    """The methods of llguidance's LLMatcher that are used here."""
+    """Declares the methods of llguidance's LLMatcher that this program uses."""
 
     def deep_copy(self) -> "LibraryMatcher": ...
     def compute_bitmask(self) -> bytes: ...
@@ -32,10 +33,10 @@ def grammar_error(definition: str) -> str:
 
 
 def sentence(message: str) -> str:
-    """llguidance's error message without the lines that quote the grammar; "" for a warning."""
+    """Returns llguidance's error message without the lines that quote the grammar, or "" for a warning."""
     if message.startswith("WARNING"):
         return ""
     if "coerce_one_of" in message:       # the message suggests this option of llguidance
-        return "oneOf cannot be enforced, because its schemas may overlap: use anyOf"
+        return "oneOf cannot be enforced, because the schemas may overlap. Use anyOf"
     lines = [line.strip() for line in message.strip().splitlines()]
     return " ".join(line for i, line in enumerate(lines) if i == 0 or line.startswith("error:"))

@@ -1,5 +1,7 @@
-"""Matches a grammar against a tokenizer's tokens: computes the allowed next tokens with llguidance, and checks that every text
-that can be begun can be completed."""
+"""Computes which of a tokenizer's tokens a grammar allows next, with llguidance.
+
+`require_ends` rejects grammars with dead ends, which are beginnings of texts that no token can continue.
+"""
 
 from collections.abc import Sequence
 from contextlib import suppress
@@ -22,8 +24,10 @@ BYTES = ByteTokenizer()
 
 
 class Vocabulary:
-    """A tokenizer's vocabulary, as llguidance.TokenizerWrapper expects it: it reads `tokens` and the attributes whose names end
-    in _id or _ids, and calls the object to encode a text."""
+    """Adapts a tokenizer's vocabulary for llguidance.TokenizerWrapper.
+
+    The wrapper reads `tokens` and the attributes whose names end in _id or _ids, and calls the object to encode a text.
+    """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         llguidance = llguidance_module()
@@ -40,10 +44,10 @@ class Vocabulary:
         self.library = llguidance.LLTokenizer(llguidance.TokenizerWrapper(self))
 
     def __call__(self, text: bytes) -> list[int]:
-        """Encodes a text that the grammar prescribes: with the tokenizer if its tokens join to exactly this text, otherwise by
-        longest match.
+        """Encodes a text that the grammar prescribes.
 
-        llguidance's mask then allows only these tokens or, in place of the last one, a longer token that begins with it.
+        The tokenizer encodes the text if the tokens join to exactly this text. Otherwise, the longest matching tokens are used.
+        llguidance's mask then allows only these tokens or, in place of the last token, a longer token that begins with it.
         """
         with suppress(ValueError):
             ids = self._tokenizer.encode_within([text.decode()])[0]
@@ -71,8 +75,10 @@ class Matcher:
         self._ends = {*vocabulary.ends, *{*stop_tokens}.intersection(vocabulary.special_token_ids)}
 
     def allowed(self) -> bytearray | None:
-        """A mask with one bit per token, the lowest bit of each byte first: 1 if the token is allowed. None if no token is
-        allowed."""
+        """Returns a mask of the allowed next tokens, or None if no token is allowed.
+
+        The mask has one bit per token, which is 1 if the token is allowed. The lowest bit of each byte comes first.
+        """
         bits = -1
         for library in self._libraries:
             if library.is_error():
@@ -89,7 +95,7 @@ class Matcher:
 
     @property
     def too_complex(self) -> bool:
-        """Whether llguidance has reached a limit of its work per token."""
+        """Returns True if llguidance has reached one of its limits on the work per token."""
         return any(library.stop_reason() in ("ParserTooComplex", "LexerTooComplex") for library in self._libraries)
 
     @property
@@ -103,21 +109,23 @@ class Matcher:
 
 
 def matcher_of(grammar: Grammar, tokenizer: Tokenizer, stop_tokens: Sequence[int] = ()) -> Matcher:
-    """A matcher for a new sequence. stop_tokens: further tokens that end the sequence. Raises UserError as compiled() does."""
+    """Returns a matcher for a new sequence, which may also end at `stop_tokens`. Raises UserError as compiled() does."""
     libraries = [library.deep_copy() for library in compiled(grammar, tokenizer)]
     return Matcher(libraries, vocabulary(tokenizer), stop_tokens)
 
 
 @lru_cache(maxsize=4)
 def vocabulary(tokenizer: Tokenizer) -> Vocabulary:
-    """The tokenizer's Vocabulary. It is cached, because creating the World tokenizer's takes half a second."""
+    """Returns the tokenizer's Vocabulary from a cache, because creating one takes half a second for the World tokenizer."""
     return Vocabulary(tokenizer)
 
 
 @lru_cache(maxsize=COMPILED)
 def compiled(grammar: Grammar, tokenizer: Tokenizer) -> list[LibraryMatcher]:
-    """llguidance's matchers for the grammar; each sequence needs its own copies. Raises UserError as Grammar.check and
-    require_ends do."""
+    """Returns llguidance's matchers for the grammar, from a cache. Each sequence needs copies of these matchers.
+
+    Raises UserError as Grammar.check and require_ends do.
+    """
     return compile_grammar(grammar, tokenizer)
 
 
@@ -141,19 +149,24 @@ def _library(grammar: Grammar, tokenizer: Tokenizer) -> LibraryMatcher:
 
 
 def require_ends(grammar: Grammar, libraries: Sequence[LibraryMatcher], tokenizer: Tokenizer, walks: int = WALKS) -> None:
-    """Raises UserError if a random walk reaches a dead end, where no token is allowed: the grammar allows a prefix that cannot
-    be completed, or the tokenizer lacks a character. If the tokenizer lacks characters, some walk must also complete a text."""
+    """Raises UserError if random walks reach a dead end, where no token is allowed, or if no walk completes a text.
+
+    At a dead end, the grammar has allowed a prefix that cannot be completed, or the tokenizer lacks a character. A walk need
+    not complete a text if the tokenizer has all characters.
+    """
     vocab = vocabulary(tokenizer)
     walk = partial(_walk, libraries, vocab, grammar)
-    ended = sum(walk(seed, STEPS) for seed in range(walks))
-    if not (ended or vocab.has_all_characters or any(walk(seed, LAST_STEPS, STEPS) for seed in range(LAST_WALKS))):
+    n_completed = sum(walk(seed, STEPS) for seed in range(walks))
+    if not (n_completed or vocab.has_all_characters or any(walk(seed, LAST_STEPS, STEPS) for seed in range(LAST_WALKS))):
         raise UserError(f"{grammar.parts[0].where}: no text can be completed with the tokenizer's {len(vocab.tokens)} tokens")
 
 
 def _walk(libraries: Sequence[LibraryMatcher], vocab: Vocabulary, grammar: Grammar, seed: int, steps: int,
           closing: int | None = None) -> bool:
-    """Draws at most `steps` random tokens. Returns whether they complete a text. closing: the step from which tokens that close
-    a string, list or object are preferred; None for never."""
+    """Draws at most `steps` random tokens. Returns True if these tokens complete a text.
+
+    From the step `closing` on, tokens that close a string, list or object are preferred.
+    """
     draw = Random(seed)
     matcher = Matcher([library.deep_copy() for library in libraries], vocab)
     text = b""
@@ -174,15 +187,12 @@ def _walk(libraries: Sequence[LibraryMatcher], vocab: Vocabulary, grammar: Gramm
 
 
 def _random_token(mask: bytearray, draw: Random) -> int:
-    """A random allowed token. mask: as Matcher.allowed returns it."""
     start = draw.randrange(len(mask))
     byte = next(byte % len(mask) for byte in range(start, start + len(mask)) if mask[byte % len(mask)])
     return byte * 8 + draw.choice([bit for bit in range(8) if mask[byte] >> bit & 1])
 
 
 def _dead_end_reason(grammar: Grammar, text: bytes, vocab: Vocabulary, error: str) -> str:
-    """The reason why no token is allowed after `text`, for an error message: the tokenizer lacks a character, or the grammar
-    allows nothing. error: llguidance's message, or ""."""
     if vocab.has_all_characters:
         reason = f" ({sentence(error).partition(';')[0]})" if error else ""
         return f"nothing may follow {text.decode(errors='replace')[-40:]!r}, so the text could not be completed{reason}"

@@ -1,14 +1,16 @@
-"""Regular expressions: converts ECMA 262 patterns for Rust's crate regex, and builds patterns that exclude given texts."""
+"""Converts regular expressions from ECMA 262 to Rust's crate regex, and builds patterns that exclude given texts."""
 
-# White space and line ends as ECMA 262 defines them; Rust's crate regex defines them differently
+# ECMA 262 defines white space and line ends like this; Rust's crate regex differs
 WHITE_SPACE = r"\t-\r \u{a0}\u{1680}\u{2000}-\u{200a}\u{2028}\u{2029}\u{202f}\u{205f}\u{3000}\u{feff}"
 NUL = r"\x00"                            # excluded in each [^...], or llguidance 1.9.1 lets [^"] match an escaped "
 NO_LINE_END = r"[^\n\r\u{2028}\u{2029}]"
 
 
 def rust_pattern(pattern: str) -> str:
-    """Converts an ECMA 262 pattern for Rust's crate regex, which differs in white space, in the dot, and inside brackets in
-    [, && and ~~."""
+    """Converts an ECMA 262 pattern to the syntax of Rust's crate regex.
+
+    The two differ in white space, in the dot, and, inside brackets, in [, && and ~~.
+    """
     output = []
     in_class = False
     place = 0
@@ -40,7 +42,10 @@ def escaped(text: str) -> str:
 
 
 def excluding(beginnings: set[str], texts: set[str]) -> str:
-    """A pattern that matches, as a whole, any text that begins with none of `beginnings` and equals none of `texts`."""
+    """Returns a pattern for all texts that begin with none of `beginnings` and equal none of `texts`.
+
+    The pattern matches such a text as a whole.
+    """
     following: dict[str, tuple[set[str], set[str]]] = {}
     for i, group in enumerate((beginnings, texts)):
         for text in group:

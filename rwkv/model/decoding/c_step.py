@@ -1,8 +1,8 @@
 """A model's decoding step in one C call. This module builds the structs of numbers and addresses that the C function reads.
 
 The named tuples here and in a generation's step_c.py mirror, field by field, the C structs of csrc/step.h and of the
-generation's csrc/step.c; CStep checks that the sizes agree. The generation's c_model(model, builder) fills them. A model caches
-its CStep, which all decoders share, until its weights change.
+generation's csrc/step.c. CStep checks that the sizes agree. The generation's c_model(model, builder) fills the tuples. A model
+caches its CStep, which all decoders share, until the weights change.
 """
 
 from collections.abc import Iterable, Iterator
@@ -27,15 +27,15 @@ from rwkv.model.weights_watch import exact_copies, is_finite, tensors_of
 
 LANES = 8                                # all widths are multiples of this
 PART = 32                                # offsets in the workspace are multiples of this
-BLOCK = 256                              # inputs in a block of an int4 matrix; prepared inputs are padded to multiples of it
-PREPARED = 3                             # largest number of input vectors prepared in one phase
-COPIED = 2**26                           # maximum bytes of the copies of all bfloat16 matrices with sparse inputs
-DENSE_BY_OUTPUT, SPARSE_BY_INPUT, DENSE_BY_INPUT, SPARSE_BY_OUTPUT = range(4)            # as in step.h
+BLOCK = 256                              # inputs in a block of an int4 matrix; prepared inputs are padded to whole blocks
+PREPARED = 3                             # at most this many input vectors are prepared in one phase
+COPIED = 2**26                           # copies of all bfloat16 matrices with sparse inputs have at most this many bytes
+DENSE_BY_OUTPUT, SPARSE_BY_INPUT, DENSE_BY_INPUT, SPARSE_BY_OUTPUT = range(4)            # step.h has the same numbers
 PACKED = (Int8Linear, Int4Linear, BlockLinear)
 LINEAR = (nn.Linear, *PACKED)
 NORMS = (nn.LayerNorm, nn.GroupNorm)
 EMBEDDINGS = ("float32", "bfloat16", *BLOCKS)            # supported formats of the embedding
-TENSORS = (Tensor, nn.Parameter)         # exact types: a subclass may not own memory
+TENSORS = (Tensor, nn.Parameter)         # subclasses are excluded, because they may not own memory
 
 
 class Norm(NamedTuple):                  # a LayerNorm or a GroupNorm
@@ -61,7 +61,7 @@ NO_NORM = Norm(NOTHING, NOTHING, 0.0)
 NO_MATRIX = Matrix(0, 0, 0, NOTHING)
 
 
-class Common(NamedTuple):                # the fields that all generations' structs begin with
+class Common(NamedTuple):                # all generations' structs begin with these fields
     L: int
     V: int
     C: int
@@ -91,7 +91,10 @@ class Structs(Protocol):
 
 
 class CStep:
-    """The C step of a model with its present weights. own: the tensors made for this step; all others belong to the model."""
+    """The C step of a model with its present weights.
+
+    The attribute `own` has the tensors that are made for this step. All other tensors belong to the model.
+    """
 
     def __init__(self, model: Model) -> None:
         builder = Builder(model)
@@ -99,7 +102,7 @@ class CStep:
         _require_sizes(model.config.generation, structs)
         numbers = list(_numbers(structs))
         model_storages = {tensor.untyped_storage().data_ptr() for tensor in tensors_of(model)}
-        self.own = [part for part in _parts(structs) if isinstance(part, Tensor)
+        self.own = [part for part in _field_values(structs) if isinstance(part, Tensor)
                     and part.untyped_storage().data_ptr() not in model_storages]
         self.size, self.reads_copies = structs.common.size, builder.reads_copies
         self._name, self._structs = f"{model.config.generation}_step", torch.tensor(numbers, device="cpu")
@@ -108,29 +111,32 @@ class CStep:
                  sources: Tensor | None = None, all_logits: bool = False) -> None:
         """Processes R tokens (int64). Token i reads row sources[i] of `states` and writes its new state to row places[i].
 
-        sources: default `places`. A source row keeps its value unless it is also written. A token whose source is the previous
-        token's place continues that token's sequence. work: the workspace, (R,size) or larger. Writes one row (V) to
-        `logits` for the last token of each sequence; with all_logits, for every token.
+        Writes one row (V) to `logits` for the last token of each sequence or, with all_logits, for every token. A token whose
+        source is the previous token's place continues that token's sequence.
+
+        Args:
+            sources: the default is `places`. A source row keeps its value unless some token writes to that row.
+            work: the workspace, (R,size) or larger.
         """
         native.run(self._name, torch.get_num_threads(), self._structs, tokens.numel(), all_logits, tokens,
                    places if sources is None else sources, places, states, work, logits)
 
 
 def step_of(model: Model) -> CStep:
-    """The cached step of a model for which why_not returns None. The model's weights must outlive the step."""
+    """Returns the cached step of a model for which why_not returns None. The model's weights must outlive the step."""
     return model.decoding_step.of(model, CStep)
 
 
 @cache
 def drawing() -> Draw | None:
-    """The fastest token sampler of kernels/draw on this CPU; None if none can run here, and then PyTorch samples."""
+    """Returns the fastest token sampler of kernels/draw on this CPU, or None if PyTorch must sample instead."""
     name = resolve("draw", AUTO)
     function: Draw | None = None if registry.why_not("draw", name) else registry.load("draw", name).draw
     return function
 
 
 def why_not(model: Model) -> str | None:
-    """Why the C step cannot run this model, or None if it can.
+    """Returns the reason why the C step cannot run this model, or None if it can.
 
     C code reads raw addresses and identifies layers by position, so all its assumptions are checked here.
     """
@@ -145,7 +151,7 @@ def why_not(model: Model) -> str | None:
     linears = [layer for layer in model.modules() if isinstance(layer, LINEAR)]
     unsupported = ({_format_of(layer) for layer in linears} - set(FORMATS)) | ({_format_of(model.emb)} - {*EMBEDDINGS})
     if unsupported:
-        return f"weights in {unsupported.pop()}"
+        return f"the step in C does not support weights in {unsupported.pop()}"
     widths = {width for width in (model.config.head_size, *(layer.in_features for layer in linears)) if width % LANES}
     if widths:
         return f"the width {widths.pop()} is not a multiple of {LANES}"
@@ -153,7 +159,7 @@ def why_not(model: Model) -> str | None:
 
 
 def why_changed(model: Model) -> str | None:
-    """Why the model differs from its generation's structure, which compiled steps assume, or None if it does not."""
+    """Returns the reason why compiled steps cannot assume the generation's usual structure, or None if they can."""
     if model.config.deep_embed_dim:
         return "compiled steps do not support DeepEmbed"
     if not is_plain(model):
@@ -172,7 +178,6 @@ def _expected_shapes(model: Model) -> dict[str, tuple[int, ...]]:
 
 
 def _shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    """The shapes of all parameters and buffers, and of the weights of quantised layers, by name."""
     named = chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
     modules = model.named_modules(remove_duplicate=False)
     packed = {f"{name}.weight": (layer.out_features, layer.in_features) for name, layer in modules
@@ -183,15 +188,15 @@ def _shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
 
 
 def is_plain(model: Model) -> bool:
-    """Whether a step may read weights instead of calling modules: all modules are unmodified and of supported classes."""
+    """Returns True if a step may read weights instead of calling modules, because all modules are unmodified and supported."""
     if not has_optional_module(model.config, "step"):
         return False
     kinds = (*PLAIN, *optional_module(model.config, "step").PLAIN)
-    return model.is_untouched() and all(_plain(module, kinds) for module in model.modules() if module is not model)
+    return model.is_untouched() and all(_is_plain_module(module, kinds) for module in model.modules() if module is not model)
 
 
 def are_in_order(model: Model) -> bool:
-    """Whether the blocks of a plain model are in the order that a step expects: only the first block was made for layer 0.
+    """Returns True if the blocks of a plain model are in the order that a step expects: only the first was made for layer 0.
 
     The model itself accepts any order.
     """
@@ -199,8 +204,8 @@ def are_in_order(model: Model) -> bool:
     return len(model.blocks) > 0 and all(fits(block, i == 0) for i, block in enumerate(model.blocks))
 
 
-def _plain(module: nn.Module, kinds: tuple[type, ...]) -> bool:
-    """Whether a step may compute the module from its weights: no hooks, no bias in a linear layer, and a bias in a norm."""
+def _is_plain_module(module: nn.Module, kinds: tuple[type, ...]) -> bool:
+    """Returns True if a step may compute the module from its weights: no hooks, no bias in a linear layer, a bias in a norm."""
     return (type(module) in kinds and untouched(module)
             and not (isinstance(module, nn.Linear) and module.bias is not None)
             and not (isinstance(module, NORMS) and (module.weight is None or module.bias is None))
@@ -208,7 +213,7 @@ def _plain(module: nn.Module, kinds: tuple[type, ...]) -> bool:
 
 
 def decoding_line(model: Model) -> str:
-    """The line of the plan that says whether C or PyTorch computes decoding steps on a CPU."""
+    """Returns the line of the plan that says whether C or PyTorch computes decoding steps on a CPU."""
     reason = why_not(model)
     if reason is not None:
         return f"decoding: PyTorch ({reason})"
@@ -217,7 +222,6 @@ def decoding_line(model: Model) -> str:
 
 
 def _format_of(layer: nn.Module) -> str:
-    """The format of the layer's weights: a format of kernels.matvec, or the name of the weights' dtype."""
     if isinstance(layer, PACKED):
         return layer.format
     if isinstance(layer, BlockEmbedding):
@@ -228,8 +232,8 @@ def _format_of(layer: nn.Module) -> str:
 class Builder:
     """Converts layers to structs for C, and allocates buffers in a row of the workspace.
 
-    If the model is not being trained and bfloat16 can represent its float32 matrices exactly, the builder copies them to
-    bfloat16, so that a step reads half as many bytes.
+    A builder copies float32 matrices to bfloat16 if the model is not being trained and the copies are exact, so that a step
+    reads half as many bytes.
     """
 
     def __init__(self, model: Model) -> None:
@@ -252,7 +256,7 @@ class Builder:
         return offset
 
     def common(self) -> Common:
-        """The common part of the structs. Call it after the generation has allocated all of its own buffers."""
+        """Returns the common part of the structs. The generation must have allocated all its own buffers before this call."""
         model = self._model
         embedding = model.emb
         V, C, L = model.vocab_size, model.config.n_embd, len(model.blocks)
@@ -260,7 +264,7 @@ class Builder:
         x, normal, floats = self.allocate(C), self.allocate(C), self.allocate(PREPARED * widest)
         q = self.allocate(PREPARED * widest // 2)
         state = model.zero_state(1, "meta")
-        size = self._size + (PART // 2 if self._size // (PART // 2) % 2 == 0 else 0)   # an odd number of cache lines
+        size = self._size + (PART // 2 if self._size // (PART // 2) % 2 == 0 else 0)   # size is an odd number of cache lines
         return Common(L, V, C, KINDS[_format_of(embedding)], embedding.weight.detach().contiguous(),
                       self.norm(model.ln_out), self.matrix(model.head), sum(part[:, 0].numel() for part in state), size,
                       x, normal, floats, q, widest)
@@ -270,15 +274,15 @@ class Builder:
         return Norm(self.vector(layer_norm.weight), self.vector(layer_norm.bias), float(layer_norm.eps))
 
     def vector(self, values: Tensor) -> Tensor:
-        """The values as a flat float32 tensor; not copied if they already are one."""
+        """Returns the values as a flat float32 tensor, without a copy if they already have this form."""
         return values.detach().float().flatten().contiguous()
 
     def vectors(self, *values: Tensor) -> Tensor:
-        """Several vectors as one tensor (n,C)."""
+        """Returns several vectors as one tensor (n,C)."""
         return torch.stack([self.vector(each) for each in values])
 
     def matrix(self, layer: nn.Module) -> Matrix:
-        """The struct of a linear layer with weights in any format."""
+        """Returns the struct of a linear layer with weights in any format."""
         if isinstance(layer, PACKED):
             packed = layer.packed.map(Tensor.contiguous)
             weight, scale, shift = (*packed, None, None)[:3]
@@ -291,12 +295,12 @@ class Builder:
         return _matrix(_format_of(linear), linear.weight.detach())
 
     def sparse_matrix(self, layer: nn.Module) -> Matrix:
-        """The struct of a linear layer with sparse inputs, as after a ReLU: in a trained model nine in ten are 0.
+        """Returns the struct of a linear layer with sparse inputs, as after a ReLU: in a trained model nine in ten are 0.
 
-        The step skips the rows of zero inputs in a weight stored by input, (K,N). A weight stored by output is transposed into
-        a copy if it is finite (infinity times 0 is NaN) and memory allows; a bfloat16 weight only if all such weights have at
-        most COPIED bytes. Otherwise the step reads the whole weight in place; for a bfloat16 weight the results are
-        bit-identical.
+        In a weight stored by input, (K,N), the step skips the rows of zero inputs. A weight stored by output is transposed into
+        a copy if it is finite (infinity times 0 is NaN) and memory allows. For a bfloat16 weight, the copies of all such
+        weights must also have at most COPIED bytes. Otherwise the step reads the whole weight in place. For a bfloat16 weight
+        the results are bit-identical.
         """
         if isinstance(layer, PACKED):
             return self.matrix(layer)
@@ -311,7 +315,7 @@ class Builder:
         return _matrix(kind, weight)._replace(order=DENSE_BY_OUTPUT if kind == "float32" else SPARSE_BY_OUTPUT)
 
     def _may_store_by_input(self, weight: Tensor, copy: Tensor | None) -> bool:
-        """Whether the weight (N,K) is stored by input or may be copied. copy: the bfloat16 copy of a float32 weight."""
+        """Returns True if the weight (N,K) is stored by input or may be copied. `copy` is a float32 weight's bfloat16 copy."""
         if weight.T.is_contiguous():
             return True
         available = available_memory()
@@ -320,7 +324,7 @@ class Builder:
         return copy is not None or weight.dtype != torch.bfloat16 or weight.nbytes * len(self._model.blocks) <= COPIED
 
     def low_rank(self, weight: Tensor, order: int) -> Matrix:
-        """The struct for x @ weight (K,N), which is in bfloat16 if that is exact. order: DENSE_BY_INPUT or SPARSE_BY_INPUT."""
+        """Returns the struct for x @ weight (K,N), in bfloat16 if exact. `order` is DENSE_BY_INPUT or SPARSE_BY_INPUT."""
         weight = weight.detach()
         copy = exact_copy(weight) if weight.dtype == torch.float32 else weight
         kind, weight = ("float32", weight) if copy is None else ("bfloat16 as float32", copy)
@@ -333,24 +337,22 @@ def _matrix(kind: str, weight: Tensor) -> Matrix:
 
 
 def _require_sizes(generation: str, model: Structs) -> None:
-    """Raises AssertionError unless each struct has as many fields here as in C."""
     for struct in (model.common.ln_out, model.common.head, model.common, model.layers[0], model):
-        native.require_size(f"{generation}_{type(struct).__name__.lower()}", _count(struct))
+        native.require_size(f"{generation}_{type(struct).__name__.lower()}", _n_fields(struct))
 
 
-def _count(struct: Iterable[object]) -> int:
-    """The number of scalar fields in a struct and its nested structs, without the array of layers at its end."""
-    return sum((_count(part) if hasattr(part, "_fields") else 0) if isinstance(part, tuple) else 1 for part in struct)
+def _n_fields(struct: Iterable[object]) -> int:
+    """Returns the number of scalar fields in a struct and its nested structs, without the array of layers at its end."""
+    return sum((_n_fields(part) if hasattr(part, "_fields") else 0) if isinstance(part, tuple) else 1 for part in struct)
 
 
-def _parts(struct: Iterable[object]) -> Iterator[int | float | Tensor | None]:
-    """The numbers and tensors of a struct and its nested structs, in order."""
+def _field_values(struct: Iterable[object]) -> Iterator[int | float | Tensor | None]:
     for part in struct:
         if isinstance(part, tuple):
-            yield from _parts(part)
+            yield from _field_values(part)
         else:
             yield cast(int | float | Tensor | None, part)
 
 
 def _numbers(struct: Iterable[object]) -> Iterator[int]:
-    return map(native.number, _parts(struct))
+    return map(native.number, _field_values(struct))

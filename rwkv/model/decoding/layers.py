@@ -1,4 +1,4 @@
-"""Layers as plain functions of rows, for decoding, where calling a module costs as much as a small tensor operation."""
+"""Layers as plain functions of rows, for decoding, in which calling a module costs as much as a small tensor operation."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -14,7 +14,7 @@ from rwkv.model.quantized import BlockEmbedding, BlockLinear, Int4Linear, Int8Li
 Products = Callable[[Tensor], list[Tensor]]
 VECTOR = 32                              # a multiple of PyTorch's vector length, in numbers, on every CPU
 PLAIN = (nn.ModuleList, nn.Embedding, nn.LayerNorm, nn.Linear, Int8Linear, Int4Linear, PackedLinear, BlockLinear,
-         BlockEmbedding)                 # layers for which this file has a function, and their containers
+         BlockEmbedding)                 # this file has functions for these layers; nn.ModuleList contains blocks
 
 
 def norm_function(norm: nn.Module) -> Callable[[Tensor], Tensor]:
@@ -32,7 +32,7 @@ def product_function(layer: nn.Module) -> Callable[[Tensor], Tensor]:
 def products_function(*layers: nn.Module) -> Products:
     """Returns n linear layers as one function from their stacked inputs (n,B,K) to their n outputs.
 
-    Int4 layers multiply up to MOST_ROWS rows by kernels.matvec in one call; other layers run one after another.
+    Int4 layers multiply up to MOST_ROWS rows by kernels.matvec in one call. Other layers run one after another.
     """
     if all(isinstance(layer, Int8Linear) for layer in layers):
         return partial(products, cast(list[Int8Linear], layers))
@@ -41,7 +41,7 @@ def products_function(*layers: nn.Module) -> Products:
     if all(isinstance(layer, PackedLinear) for layer in layers):
         packed = cast(tuple[PackedLinear, ...], layers)
         return lambda inputs: [layer.forward_rows(rows) for layer, rows in zip(packed, inputs.unbind(), strict=True)]
-    if any(isinstance(layer, BlockLinear) for layer in layers):          # GGUF files may mix types of blocks within a layer
+    if any(isinstance(layer, BlockLinear) for layer in layers):          # a GGUF file may mix types of blocks in a layer
         functions = [layer.forward_rows if isinstance(layer, BlockLinear) else layer for layer in layers]
         return lambda inputs: [function(rows) for function, rows in zip(functions, inputs.unbind(), strict=True)]
     return _float_products([cast(nn.Linear, layer).weight.detach() for layer in layers])
@@ -55,10 +55,10 @@ def embedding_function(embedding: nn.Module) -> Callable[[Tensor], Tensor]:
 
 
 class LowRank:
-    """n gates f(x A) B, with A (C,D) and B (D,C) for each: inputs (n,B,C) -> n outputs (B,C).
+    """Computes n gates f(x A) B, with A (C,D) and B (D,C) for each gate, from inputs (n,B,C). The n outputs are (B,C).
 
-    f changes the hidden layers (n,B,D) in place. All ranks are zero-padded to the largest one, rounded up to whole vectors:
-    PyTorch computes f of elements after the last whole vector by different code, which rounds differently.
+    f changes the hidden layers (n,B,D) in place. All ranks are zero-padded to the largest rank, rounded up to whole vectors,
+    because PyTorch computes f of elements after the last whole vector by different code, which rounds differently.
     """
 
     def __init__(self, down: Sequence[Tensor], up: Sequence[Tensor]) -> None:

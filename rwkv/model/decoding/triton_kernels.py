@@ -1,16 +1,16 @@
 """Triton kernels for the decoding steps of all generations: one for embedding, LayerNorm and mixes, one for matrix products.
 
-A row is one token; in a decoding step each row belongs to a different sequence. Intermediate values are in two buffers: `wide`
-(rows,size) in float32, and `narrow` (rows,size) in the dtype of the products' inputs; a value has the same offset in all rows.
+A row is one token. In a decoding step each row belongs to a different sequence. Intermediate values are in two buffers: `wide`
+(rows,size) in float32, and `narrow` (rows,size) in the dtype of the products' inputs. A value has the same offset in all rows.
 The recurrent state of a row is states[slots[row]], a float32 vector with the state of layer 0, then of layer 1, and so on.
 
-A row's result depends neither on the other rows nor on their number: each output of a product is summed in the same order,
-BLOCK_K inputs at a time, for every tile size.
+A row's result depends neither on the other rows nor on their number, because each output of a product is summed in the same
+order, BLOCK_K inputs at a time, for every tile size.
 
 Padding rows of a launch use slot 0, which belongs to no sequence. With PREFILL, consecutive rows with the same slot are
-consecutive tokens of one sequence. The mixes and the operator depend on the previous token, so the program of the first row
-computes them for all rows of the sequence, in order. The results are bit-identical to those of one step per token. Slot 0 is
-skipped.
+consecutive tokens of one sequence, and slot 0 is skipped. The mixes and the operator depend on the previous token, so the
+program of the first row computes them for all rows of the sequence, in order. The results are bit-identical to those of one
+step per token.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -20,22 +20,23 @@ import torch
 import triton
 import triton.language as tl
 
-# What a job does with its product. WIDE stores it in the wide buffer, NARROW in the narrow buffer; TANH, SIGMOID, SQUARED_RELU
-# store its activation in the narrow buffer. ADD adds it to the wide buffer; ADD_GATED multiplies it by a gate first.
+# These are a job's actions on its product. WIDE stores the product in the wide buffer, and NARROW in the narrow buffer. TANH,
+# SIGMOID and SQUARED_RELU store the activation in the narrow buffer. ADD adds the product to the wide buffer, and ADD_GATED
+# multiplies the product by a gate first.
 WIDE, NARROW, TANH, SIGMOID, SQUARED_RELU, ADD, ADD_GATED = range(7)
 FIRST_TILE, OUTPUTS, INPUTS, WEIGHT, SCALE, SHIFT, SOURCE, TARGET, ACTION, GATE, FIELDS = range(11)      # columns of `jobs`
-MAX_JOBS = 8                             # per launch
+MAX_JOBS = 8                             # a launch runs at most this many jobs
 BLOCK_K = 128                            # inputs per partial sum; int4 uses its packed blocks of 256
 
 
 def dtype_of(dtype: torch.dtype) -> Any:
-    """The Triton dtype that corresponds to a torch dtype."""
+    """Returns the Triton dtype that corresponds to a torch dtype."""
     return getattr(tl, str(dtype).removeprefix("torch."))
 
 
 @triton.jit
 def begins(slots, row, PREFILL: tl.constexpr):
-    """Whether the row's program computes anything: with PREFILL, only for the first row of a sequence."""
+    """Returns True if the row's program computes anything. With PREFILL, only the first row of a sequence does."""
     if PREFILL:
         slot = tl.load(slots + row)
         return (slot != 0) & (slot != tl.load(slots + row - 1, mask=row > 0, other=0))
@@ -45,7 +46,7 @@ def begins(slots, row, PREFILL: tl.constexpr):
 
 @triton.jit
 def can_continue(slots, row, PREFILL: tl.constexpr):
-    """Whether the next row belongs to the same sequence. `slots` has a further 0 after the last row's slot."""
+    """Returns True if the next row belongs to the same sequence. `slots` has a further 0 after the last row's slot."""
     if PREFILL:
         return tl.load(slots + row) == tl.load(slots + row + 1)
     else:
@@ -54,7 +55,7 @@ def can_continue(slots, row, PREFILL: tl.constexpr):
 
 @triton.jit
 def _layer_norm(x, inside, C, weight, bias, eps, c):
-    """LayerNorm of one row x (BLOCK,), whose first C elements are valid (`inside`)."""
+    """Computes the LayerNorm of one row x (BLOCK,). `inside` marks the first C elements, which are valid."""
     centred = tl.where(inside, x - tl.sum(x, 0) / C, 0.0)
     scale = 1.0 / tl.sqrt(tl.sum(centred * centred, 0) / C + eps)
     return centred * scale * tl.load(weight + c, mask=inside, other=0.0) + tl.load(bias + c, mask=inside, other=0.0)
@@ -64,9 +65,11 @@ def _layer_norm(x, inside, C, weight, bias, eps, c):
 def norm_and_mixes(tokens, slots, embedding, ln0_weight, ln0_bias, eps0, weight, bias, eps, past, wide, narrow, states,
                    V, C, wide_size, narrow_size, state_size, x_offset, mixed_offset, state_offset,
                    EMBED: tl.constexpr, MIXES: tl.constexpr, BLOCK: tl.constexpr, PREFILL: tl.constexpr):
-    """For each row, computes n = LayerNorm(x) and the mixes n + (s - n) past_i, where s is the previous token's n, from the
-    state; then stores n as the new s. With EMBED, x = ln0(embedding[token]) is computed and stored first. An invalid token
-    gives NaN."""
+    """Computes n = LayerNorm(x) and the mixes n + (s - n) past_i of each row. s is the previous token's n, from the state.
+
+    The kernel then stores n as the new s. With EMBED, x = ln0(embedding[token]) is computed and stored first. An invalid token
+    gives NaN.
+    """
     row = tl.program_id(0).to(tl.int64)
     c = tl.arange(0, BLOCK)
     inside = c < C
@@ -106,16 +109,19 @@ def _expand_groups(groups, BLOCK_N: tl.constexpr):
     return tl.reshape(tl.broadcast_to(groups[None, :, :], (8, 8, BLOCK_N)), (64, BLOCK_N))
 
 
-@triton.jit(do_not_specialize=["rows"])  # else rows = 1 and multiples of 16 would be compiled separately
+@triton.jit(do_not_specialize=["rows"])  # otherwise Triton would compile rows = 1 and multiples of 16 separately
 def products(jobs, weights, scales, shifts, wide, narrow, target, wide_size, narrow_size, target_size, rows,
              FORMAT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, DOT: tl.constexpr):
-    """Runs several jobs: products of rows and a matrix W (N,K), y[m,n] = sum_k x[m,k] W[n,k], each with its own offsets and
-    action.
+    """Runs several jobs, each of which computes y[m,n] = sum_k x[m,k] W[n,k] with a matrix W (N,K) and its own action.
 
-    Each tile of BLOCK_N outputs belongs to one job. jobs (MAX_JOBS,FIELDS): a table of jobs; WEIGHT, SCALE and SHIFT are
-    offsets from `weights`, `scales` and `shifts`; in unused rows FIRST_TILE is the number of tiles. target: the buffer that
-    WIDE, ADD and ADD_GATED write to. FORMAT: "float", "int8" with a scale per output, or "int4" as packed by kernels/matvec.
-    DOT: the dtype to which both factors are converted.
+    Each tile of BLOCK_N outputs belongs to one job.
+
+    Args:
+        jobs (MAX_JOBS,FIELDS): a table of jobs. WEIGHT, SCALE and SHIFT are offsets from `weights`, `scales` and `shifts`. In
+            unused rows, FIRST_TILE is the number of tiles.
+        target: the buffer to which WIDE, ADD and ADD_GATED write.
+        FORMAT: "float", "int8" with a scale per output, or "int4" as packed by kernels/matvec.
+        DOT: the dtype to which both factors are converted.
     """
     tile = tl.program_id(0)
     first_tiles = tl.load(jobs + tl.arange(0, 8) * 10)
@@ -130,7 +136,7 @@ def products(jobs, weights, scales, shifts, wide, narrow, target, wide_size, nar
     source = narrow + m * narrow_size + tl.multiple_of(tl.load(job + 6), 8)
     sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     if FORMAT == "int4":
-        word = tl.arange(0, 64)          # in eight groups of 32 inputs, word w of group g has index 8 w + g
+        word = tl.arange(0, 64)          # there are eight groups of 32 inputs; word w of group g has index 8 w + g
         group = word % 8
         inside_block = 32 * group + 2 * (word // 8)
         G = (K + 255) // 256 * 8
@@ -142,7 +148,7 @@ def products(jobs, weights, scales, shifts, wide, narrow, target, wide_size, nar
             words = tl.load(words_ptr, mask=in_n[None, :], other=0).to(tl.int32)
             word_scale = _expand_groups(tl.load(scale + block * 8, mask=in_n[None, :], other=0.0).to(tl.float32), BLOCK_N)
             word_shift = _expand_groups(tl.load(shift + block * 8, mask=in_n[None, :], other=0.0).to(tl.float32), BLOCK_N)
-            for nibble in tl.static_range(4):        # low nibbles of bytes 0 and 1, then high ones, for inputs 16 later
+            for nibble in tl.static_range(4):        # low nibbles of bytes 0 and 1, then high nibbles, for inputs 16 later
                 k = block * 256 + inside_block + (nibble % 2) + 16 * (nibble // 2)
                 x = tl.load(source[:, None] + k[None, :], mask=in_m[:, None] & (k < K)[None, :], other=0.0)
                 q = (words >> (8 * (nibble % 2) + 4 * (nibble // 2))) & 15

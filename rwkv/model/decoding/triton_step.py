@@ -1,9 +1,9 @@
 """A model's decoding step on a GPU: Triton kernels (triton_kernels.py, rwkvN/step_triton.py) in one CUDA graph.
 
 A step reads one token of each sequence. Each sequence has a slot, which holds the recurrent state while the sequence runs. Slot
-0 is for padding rows. A step of n rows runs in the smallest bucket of at least n rows (1, 2, 4, 8, ...). The graph of a bucket
-is captured once, at its first use or at warm-up. Other graphs prefill several short prompts in one run; there each row is a
-prompt token. Captured kernels contain the addresses of their buffers, so when more slots are needed, new buffers are allocated
+0 is for padding rows. A step of n rows runs in the smallest bucket (1, 2, 4, 8, ...) of at least n rows. The graph of a bucket
+is captured once, at its first use or at warm-up. Other graphs prefill several short prompts in one run, and there each row is a
+prompt token. Captured kernels contain the addresses of their buffers. So when more slots are needed, new buffers are allocated
 and the graphs are captured again.
 
 Weights keep the model's format: float32, bfloat16, float16, or packed int8 and int4 (kernels/matvec), which are unpacked in
@@ -35,15 +35,20 @@ WARP = 32                                # threads
 PROMPT_BUCKETS = 16, 64                  # rows of the prefill graphs
 MAX_PROMPT_TOKENS = PROMPT_BUCKETS[-1]
 SPARE_SLOTS = 8                          # slots for prompts in prefill, besides those of running sequences
-MANY_OUTPUTS = 8192                      # minimum outputs of a launch for which larger tiles still occupy every multiprocessor
+MANY_OUTPUTS = 8192                      # from this many outputs of a launch, larger tiles still occupy every multiprocessor
 HALF = (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)
 class Launch:
-    """A kernel launch of a step. grid(rows): the launch grid. constants: the kernel's constexpr arguments, or a function that
-    returns them for a number of rows. takes_rows: whether the kernel's last argument is the number of rows. takes_prefill:
-    whether the kernel has a constexpr argument PREFILL."""
+    """A kernel launch of a step.
+
+    Args:
+        grid: a function from the number of rows to the launch grid.
+        constants: the kernel's constexpr arguments, or a function that returns them for a number of rows.
+        takes_rows: whether the kernel's last argument is the number of rows.
+        takes_prefill: whether the kernel has a constexpr argument PREFILL.
+    """
 
     kernel: Any                          # a function of triton.jit
     grid: Callable[[int], tuple[int, ...]]
@@ -61,7 +66,7 @@ class Launch:
 
 
 def why_not(model: Model) -> str | None:
-    """Why Triton kernels cannot compute the model's step, or None if they can."""
+    """Returns the reason why Triton kernels cannot compute the model's step, or None if they can."""
     device = model.emb.weight.device
     if device.type != "cuda":
         return f"the model is on {device.type}"
@@ -69,12 +74,12 @@ def why_not(model: Model) -> str | None:
 
 
 def step_of(model: Model) -> "GpuStep":
-    """The cached step of a model for which why_not returns None."""
+    """Returns the cached step of a model for which why_not returns None."""
     return model.decoding_step.of(model, GpuStep)
 
 
 def why_not_on_gpu(model: Model) -> str | None:
-    """why_not without the check of the device."""
+    """Returns the result of why_not without the check of the device."""
     if not has_optional_module(model.config, "step_triton"):
         return f"{model.generation.NAME} has no step on a GPU"
     if changed := why_changed(model):
@@ -89,12 +94,12 @@ def why_not_on_gpu(model: Model) -> str | None:
 class GpuStep:
     """The GPU step of a model with its present weights, and the slots of all its sequences.
 
-    states (slots,size): the recurrent states, float32. capacity: the initial number of slots; take() adds more when needed.
-    Several decoders may share a step.
+    The attribute `states` (slots,size) has the recurrent states in float32. `capacity` is the initial number of slots; take()
+    adds more when needed. Several decoders may share a step.
     """
 
     def __init__(self, model: Model, capacity: int = 2) -> None:
-        self._model = weakref.ref(model)                 # weak, because the model caches this step
+        self._model = weakref.ref(model)                 # the reference is weak, because the model caches this step
         self._device = model.emb.weight.device
         self._L = len(model.blocks)
         self._shapes = [part.shape[2:] for part in model.zero_state(1, "meta")]
@@ -115,16 +120,16 @@ class GpuStep:
         states[:n] = self.states
         self.states = states
         self._free += range(n, capacity + 1)
-        self._builder = Builder(model, states, _rows_for(capacity))
+        self._builder = Builder(model, states, _buffer_rows(capacity))
         self.launches: list[Launch] = optional_module(model.config, "step_triton").launches(model, self._builder)
-        self._graphs: dict[int, Callable[[], None]] = {}         # by bucket
+        self._graphs: dict[int, Callable[[], None]] = {}         # maps a bucket to its graph
         self._prompt_graphs: dict[int, Callable[[], None]] = {}
 
     def reserve(self, rows: int) -> None:
         """Makes slots for `rows` sequences and SPARE_SLOTS prompts, and captures all graphs that they can need."""
         if rows + SPARE_SLOTS >= len(self.states):
             self.grow(rows + SPARE_SLOTS)
-        for bucket in reversed(buckets_to(rows)):                # the largest first
+        for bucket in reversed(buckets_to(rows)):                # the largest bucket goes first
             if bucket not in self._graphs:
                 self.capture(bucket)
         for bucket in PROMPT_BUCKETS:
@@ -132,22 +137,22 @@ class GpuStep:
                 self.capture(bucket, prefill=True)
 
     def nbytes(self) -> int:
-        """The memory of slots and buffers, in bytes."""
+        """Returns the memory of slots and buffers, in bytes."""
         return self.states.nbytes + self._builder.nbytes()
 
     def nbytes_for(self, rows: int) -> int:
-        """The memory of slots and buffers for `rows` sequences, in bytes."""
-        buffers = _rows_for(rows + SPARE_SLOTS) * self._builder.nbytes() // len(self._builder.tokens)
+        """Returns the memory of slots and buffers for `rows` sequences, in bytes."""
+        buffers = _buffer_rows(rows + SPARE_SLOTS) * self._builder.nbytes() // len(self._builder.tokens)
         return (rows + SPARE_SLOTS + 1) * self.states[0].nbytes + buffers
 
     def take(self, n: int) -> list[int]:
-        """Reserves n free slots, adding some if needed."""
+        """Reserves n free slots, and adds slots if needed."""
         if n > len(self._free):
             in_use = len(self.states) - 1 - len(self._free)
             self.grow(bucket_of(in_use + n))
-        taken = self._free[:n]
+        new_slots = self._free[:n]
         del self._free[:n]
-        return taken
+        return new_slots
 
     def release(self, slots: Sequence[int]) -> None:
         self._free += slots
@@ -159,7 +164,7 @@ class GpuStep:
             part[index] = tensor.transpose(0, 1).flatten(2).to(part)
 
     def read(self, slots: Sequence[int]) -> list[Tensor]:
-        """Copies of the state tensors, (L,rows,...), whose row i is from slots[i]."""
+        """Returns copies of the state tensors, (L,rows,...), with row i from slots[i]."""
         index = self.on_device(slots)
         return [part[index].transpose(0, 1).contiguous().unflatten(2, shape)
                 for part, shape in zip(self._parts(), self._shapes, strict=True)]
@@ -169,7 +174,6 @@ class GpuStep:
         return to_device(torch.tensor([*slots], dtype=torch.int64, device="cpu"), self._device)
 
     def _parts(self) -> tuple[Tensor, ...]:
-        """Views (slots,L,size) of `states`, one for each tensor of a State."""
         return self.states.view(len(self.states), self._L, -1).split(self._sizes, 2)
 
     def __call__(self, tokens: Tensor, slots: Tensor) -> Tensor:
@@ -181,9 +185,11 @@ class GpuStep:
         return self._builder.logits[:n].clone()          # the next replay overwrites them
 
     def read_prompts(self, prompts: Sequence[Tensor], slots: Tensor) -> Tensor:
-        """Reads n prompts of (t,) int64 tokens each, at most MAX_PROMPT_TOKENS in total; slots (n,) int64, on the GPU. Returns
-        the logits (n,V) after each prompt's last token. The results are bit-identical to those of reading one token per
-        step."""
+        """Reads n prompts of (t,) int64 tokens each, and returns the logits (n,V) after each prompt's last token.
+
+        The prompts have at most MAX_PROMPT_TOKENS in total, and slots (n,) int64 are on the GPU. The results are bit-identical
+        to those of reading one token per step.
+        """
         lengths = torch.tensor([*map(len, prompts)], device="cpu")
         rows = int(lengths.sum())
         bucket = next(bucket for bucket in PROMPT_BUCKETS if bucket >= rows)
@@ -196,7 +202,7 @@ class GpuStep:
         n = len(tokens)
         self._builder.tokens[:n].copy_(to_device(tokens, self._device))
         self._builder.slots[:n].copy_(slots)
-        self._builder.slots[n:bucket + 1].zero_()        # also slots[bucket]: a 0 after the last row ends the last prompt
+        self._builder.slots[n:bucket + 1].zero_()        # slots[bucket] is set too, because 0 ends the last prompt
         replay()
 
     def capture(self, bucket: int, prefill: bool = False) -> Callable[[], None]:
@@ -207,18 +213,18 @@ class GpuStep:
         return graphs[bucket]
 
     def run(self, rows: int, prefill: bool = False) -> None:
-        """Launches the kernels one by one. prefill: whether a sequence may have several rows."""
+        """Launches the kernels one by one. `prefill` tells whether a sequence may have several rows."""
         for launch in self.launches:
             launch.run(rows, prefill)
 
 
 def product_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """The dtype in which tl.dot multiplies inputs of `dtype`. Triton's interpreter, on a CPU, lacks bfloat16 products."""
+    """Returns the dtype in which tl.dot multiplies: float32 on a CPU, because Triton's interpreter lacks bfloat16 products."""
     return torch.float32 if device.type == "cpu" else dtype
 
 
 def warps_for(elements: int, most: int = 4) -> int:
-    """The number of warps of a program that updates `elements` in place, such that it has no more threads than elements.
+    """Returns the number of warps of a program that updates `elements` in place: at most one thread per element.
 
     Additional threads would hold duplicates of elements, and one might load an element after another thread has stored it.
     """
@@ -226,38 +232,37 @@ def warps_for(elements: int, most: int = 4) -> int:
 
 
 def bucket_of(rows: int) -> int:
-    """The smallest power of 2 that is at least `rows`."""
+    """Returns the smallest power of 2 that is at least `rows`."""
     return 1 << (rows - 1).bit_length()
 
 
-def _rows_for(capacity: int) -> int:
-    """The number of rows of the buffers: enough for a step of `capacity` sequences and for the prompts of a prefill."""
+def _buffer_rows(capacity: int) -> int:
     return max(bucket_of(capacity), MAX_PROMPT_TOKENS)
 
 
 def buckets_to(rows: int) -> list[int]:
-    """The buckets that steps of up to `rows` rows use."""
+    """Returns the buckets that steps of up to `rows` rows use."""
     return [2**i for i in range(bucket_of(rows).bit_length())]
 
 
 class Builder:
     """Builds a generation's launches: assigns offsets in the rows of the buffers, and builds the tables of products.
 
-    All offsets must be assigned before the first launch is built, because that allocates the buffers.
+    All offsets must be assigned before the first launch is built, because building a launch allocates the buffers.
     """
 
     def __init__(self, model: Model, states: Tensor, rows: int) -> None:
-        from rwkv.model.decoding import triton_kernels  # imported here, because not every machine has Triton
+        from rwkv.model.decoding import triton_kernels  # this import is here, because not every machine has Triton
 
         self._kernels = triton_kernels
-        self._embedding = model.emb.weight.detach().contiguous()         # not the model, which caches the step
+        self._embedding = model.emb.weight.detach().contiguous()         # no model is kept, because the model caches the step
         self._rows = rows
         self._device = states.device
         (self.V, self.C), self.states, self.state_size = self._embedding.shape, states, states.shape[1]
         self._layer_size = self.state_size // len(model.blocks)
         self._wide_width = 0
         self._narrow_width = 0
-        self._weights: list[list[Job]] = []                      # kept alive: the tables contain their addresses
+        self._weights: list[list[Job]] = []                      # kept in memory, because the tables have their addresses
         self.tokens = torch.zeros(rows, dtype=torch.int64, device=self._device)
         self.slots = torch.zeros(rows + 1, dtype=torch.int64, device=self._device)       # the last element stays 0
         self.logits = torch.zeros(rows, self.V, device=self._device)
@@ -286,7 +291,7 @@ class Builder:
         return torch.zeros(self._rows, self._narrow_width, dtype=self._dtype, device=self._device)
 
     def nbytes(self) -> int:
-        """The memory of the buffers of all rows, in bytes."""
+        """Returns the memory of the buffers of all rows, in bytes."""
         return self.wide_buffer.nbytes + self.narrow_buffer.nbytes + self.logits.nbytes
 
     @property
@@ -298,19 +303,21 @@ class Builder:
         return self.narrow_buffer.shape[1]
 
     def state_offset(self, layer: int) -> int:
-        """The offset of a layer's state in a slot."""
+        """Returns the offset of a layer's state in a slot."""
         return layer * self._layer_size
 
     def vectors(self, *values: Tensor) -> Tensor:
-        """Several vectors as one tensor (n,C) in float32."""
+        """Returns several vectors as one tensor (n,C) in float32."""
         return torch.stack([value.detach().float().flatten() for value in values])
 
     def norm_and_mixes(self, norm: nn.Module, x: int, past: Tensor | None, mixed: int, state: int,
                        ln0: nn.Module | None = None) -> Launch:
-        """A launch that stores n mixes of LayerNorm(x) and the previous token's LayerNorm(x); past=None: stores LayerNorm(x).
+        """Returns a launch that stores n mixes of LayerNorm(x) and the previous token's LayerNorm(x).
 
-        x, mixed, state: offsets in the wide buffer, the narrow buffer and a slot. past (n,C): the weights of the previous
-        token. ln0: given only for the first layer, whose x is ln0(embedding[token]).
+        Args:
+            x, mixed, state: offsets in the wide buffer, the narrow buffer and a slot.
+            past (n,C): the weights of the previous token. With None, the launch stores LayerNorm(x) instead of mixes.
+            ln0: a LayerNorm, only for the first layer, whose x is ln0(embedding[token]).
         """
         layer_norm = cast(nn.LayerNorm, norm)
         first = cast(nn.LayerNorm, ln0 or norm)
@@ -326,8 +333,12 @@ class Builder:
         return Launch(self._kernels.norm_and_mixes, lambda rows: (rows,), args, constants, takes_prefill=True)
 
     def job(self, layer: nn.Module, source: int, target: int, action: int, gate: int = 0) -> "Job":
-        """The job of a linear layer with weights in any format. source, target, gate: offsets in the narrow buffer, in the
-        buffer that the action writes, and in the wide buffer."""
+        """Returns the job of a linear layer with weights in any format.
+
+        Args:
+            source, gate: offsets in the narrow buffer and in the wide buffer.
+            target: an offset in the buffer that the action writes.
+        """
         if isinstance(layer, PackedLinear):
             packed = layer.packed
             weight, scale, *shift = packed
@@ -336,7 +347,7 @@ class Builder:
         return self._float_job(cast(nn.Linear, layer).weight.detach(), source, target, action, gate)
 
     def matrix_job(self, weight: Tensor, source: int, target: int, action: int) -> "Job":
-        """The job for a matrix (N,K), which is zero-padded so that N and K are multiples of ALIGNED."""
+        """Returns the job for a matrix (N,K), which is zero-padded so that N and K are multiples of ALIGNED."""
         N, K = weight.shape
         padded = nn.functional.pad(weight.detach(), (0, -K % ALIGNED, 0, -N % ALIGNED))
         return self._float_job(padded, source, target, action)
@@ -349,7 +360,7 @@ class Builder:
         return Job("float", weight, weight, weight, N, K, source, target, action, gate)
 
     def products(self, *jobs: "Job") -> list[Launch]:
-        """The launches of these jobs, one for each weight format and dtype."""
+        """Returns the launches of these jobs, one for each weight format and dtype."""
         groups: dict[tuple[str, torch.dtype], list[Job]] = {}
         for job in jobs:
             groups.setdefault((job.format, job.weight.dtype), []).append(job)
@@ -377,13 +388,13 @@ class Builder:
         args = (torch.tensor(table, device=self._device), first.weight, first.scale, first.shift, self.wide_buffer,
                 self.narrow_buffer, target, self.wide_size, self.narrow_size, target.shape[1])
         self._weights.append(jobs)
-        return Launch(self._kernels.products, lambda rows: (tiles, -(-rows // _block_m(rows))), args,
-                      lambda rows: {**constants, "BLOCK_M": _block_m(rows)}, takes_rows=True)
+        return Launch(self._kernels.products, lambda rows: (tiles, -(-rows // _rows_per_tile(rows))), args,
+                      lambda rows: {**constants, "BLOCK_M": _rows_per_tile(rows)}, takes_rows=True)
 
 
 @dataclass(frozen=True)
 class Job:
-    """One matrix W (N,K) of a launch of products, and the offsets of its inputs and outputs in a row."""
+    """A matrix W (N,K) in a launch of products, and the offsets of its inputs and outputs in a row."""
 
     format: str
     weight: Tensor
@@ -397,11 +408,10 @@ class Job:
     gate: int
 
 
-def _block_m(rows: int) -> int:
-    """Rows per tile. Tiles of more than 32 rows would use instructions that sum in a different order."""
+def _rows_per_tile(rows: int) -> int:
+    """Returns the rows per tile. Tiles of more than 32 rows would use instructions that sum in a different order."""
     return 16 if rows <= 16 else 32
 
 
 def _offset_from(tensor: Tensor, base: Tensor) -> int:
-    """The offset of `tensor` from `base` in memory, in elements."""
     return (tensor.data_ptr() - base.data_ptr()) // tensor.element_size()

@@ -1,9 +1,11 @@
-"""Fused operations that both generations train with: the token shift, its matrix products and squared ReLU, with gradients.
+"""Fused operations for training all generations: the token shift, its matrix products and squared ReLU, with gradients.
 
-Each function uses few operations and few temporaries. In a training step of a small model a CPU spends a third of the time on
-starting operations and on autograd itself. In a large model the operations between the matrix products are limited by memory
-bandwidth, and autograd's general formulas read and write each tensor several more times. Under autocast everything here is
-computed in the dtype of the matrix products. The callers also contain the plain formulas; `can_fuse` chooses between the two.
+Each function uses few operations and few temporaries. In a training step of a small model, a CPU spends a third of the time on
+starting operations and on autograd itself. In a large model, memory bandwidth limits the operations between the matrix
+products, and autograd's general formulas read and write each tensor several more times.
+
+Under autocast all functions compute in the dtype of the matrix products. The callers also contain the plain formulas;
+`can_fuse` chooses between the two.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,10 +27,13 @@ Tensors = tuple[Tensor, ...]
 
 
 def token_shift(x: Tensor, last_x: Tensor | None, *mus: Tensor, first: Tensor | None = None) -> Tensors:
-    """Returns one (B,T,C) tensor for each mu (1,1,C): mu x_t + (1 - mu) x_{t-1}, in the dtype of the products that read it.
+    """Returns the mix mu x_t + (1 - mu) x_{t-1} of x (B,T,C) for each mu (1,1,C), in the dtype of the matrix products.
 
-    x (B,T,C); last_x (B,C): the step before x, None for zeros; first (B,T,1) bool: steps whose previous step is taken as zeros.
-    x is the only large tensor that is saved for backward, and only if a mu is trained.
+    Backward needs x only if a mu is trained. No other large tensor is saved.
+
+    Args:
+        last_x (B,C): the step before x; None stands for zeros.
+        first (B,T,1): a bool tensor that is true at steps whose previous step counts as zeros.
     """
     dtype = product_dtype(x)
     if torch.is_grad_enabled() and can_use_functions():
@@ -40,29 +45,32 @@ def token_shift(x: Tensor, last_x: Tensor | None, *mus: Tensor, first: Tensor | 
 
 
 def product_dtype(x: Tensor) -> torch.dtype:
-    """The dtype of x in a matrix product: autocast's if that is enabled and x is not float64, otherwise the dtype of x."""
+    """Returns autocast's dtype if autocast is on and x is not float64, else the dtype of x."""
     lower = x.device.type != "meta" and x.dtype != torch.float64 and torch.is_autocast_enabled(x.device.type)
     return torch.get_autocast_dtype(x.device.type) if lower else x.dtype
 
 
 def last(x: Tensor, saved: bool = False) -> Tensor:
-    """The last step (B,C) of x (B,T,C), for the next state. saved: whether x is saved for backward anyway. If so, this is a
-    view; otherwise it is a copy, since a view would keep all of x in memory."""
+    """Returns the last step (B,C) of x (B,T,C), for the next state.
+
+    `saved` tells whether x is saved for backward anyway. If so, the result is a view; otherwise it is a copy, because a view
+    would keep all of x in memory.
+    """
     return x[:, -1] if saved and torch.is_grad_enabled() else x[:, -1].clone()
 
 
 def can_fuse(*layers: nn.Module) -> bool:
-    """Whether these layers' products may be computed without calling the layers.
+    """Returns True if these layers' products may be computed without calling the layers.
 
     The layers must be called if torch.compile (which fuses better), torch.jit.trace, a torch.func transform or a hook must see
-    the calls, if a layer is not a plain nn.Linear, or if a weight is frozen: autograd skips a frozen weight's gradient, fused
-    code does not.
+    the calls, or if a layer is not a plain nn.Linear. They must also be called if a weight is frozen, because autograd skips a
+    frozen weight's gradient, and fused code does not.
     """
     return can_use_functions() and all(map(_is_plain, layers))
 
 
 def can_use_functions() -> bool:
-    """Whether autograd functions may replace the formulas, which torch.compile, torch.jit.trace and torch.func must see."""
+    """Returns True unless torch.compile, torch.jit.trace or torch.func must see the formulas instead of autograd functions."""
     return not (torch.compiler.is_compiling() or torch.jit.is_tracing() or transforms_active())
 
 
@@ -79,7 +87,7 @@ class _Mixes(torch.autograd.Function):
         trained = any(ctx.needs_input_grad[4:])
         ctx.dtype = dtype
         ctx.save_for_backward(x if trained else None, last_x if trained else None, first, *mus)
-        return _shifted(dtype, x, last_x, first, mus)
+        return _shift(dtype, x, last_x, first, mus)
 
     @staticmethod
     @first_derivative
@@ -95,15 +103,18 @@ class _Mixes(torch.autograd.Function):
 
 def recompute_mixes(recompute_x: Callable[[], Tensor], last_x: Tensor | None, mus: Tensors, first: Tensor | None,
                     mixes: Tensors) -> AbstractContextManager[None]:
-    """A context manager for operations on `mixes`, the results of token_shift: backward recomputes them instead of saving them.
+    """Returns a context manager in which backward recomputes `mixes`, the results of token_shift, instead of saving them.
 
-    recompute_x() returns the x given to token_shift; last_x, mus and first are that call's arguments. The caller must keep
-    `mixes` in memory until the context ends.
+    The caller must keep `mixes` in memory until the context ends.
+
+    Args:
+        recompute_x: a function that returns the x given to token_shift.
+        last_x, mus, first: the other arguments given to token_shift.
     """
     if not (torch.is_grad_enabled() and can_use_functions()):
         return nullcontext()
     dtype = mixes[0].dtype
-    size = mixes[0].numel()              # the closures below live until the backward pass and must not reference `mixes`
+    size = mixes[0].numel()              # the closures below live until the backward pass and must not refer to `mixes`
     indices = {mix.data_ptr(): index for index, mix in enumerate(mixes)}
 
     def pack(tensor: Tensor) -> object:
@@ -115,22 +126,22 @@ def recompute_mixes(recompute_x: Callable[[], Tensor], last_x: Tensor | None, mu
         if isinstance(saved, Tensor):
             return saved
         mu, shape = saved
-        (mixed,) = _shifted(dtype, recompute_x(), last_x, first, (mu,))
+        (mixed,) = _shift(dtype, recompute_x(), last_x, first, (mu,))
         return mixed.view(shape)
 
     return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
 
-def _shifted(dtype: torch.dtype, x: Tensor, last_x: Tensor | None, first: Tensor | None, mus: Sequence[Tensor]) -> Tensors:
+def _shift(dtype: torch.dtype, x: Tensor, last_x: Tensor | None, first: Tensor | None, mus: Sequence[Tensor]) -> Tensors:
     x = x.to(dtype)
     previous = _previous_steps(x, last_x, first)
     return _mixes(previous, x - previous, cast(dtype, mus))
 
 
 def squared_relu_linear(layer: nn.Module, x: Tensor) -> Tensor:
-    """Computes layer(relu(x)^2), and saves x for backward instead of the square.
+    """Computes layer(relu(x)^2), but saves x for backward instead of the square.
 
-    A layer whose own backward needs the layer's input must have a method squared_relu_linear; this function then calls it.
+    If the layer's own backward needs the layer's input, the layer must have a method squared_relu_linear, which is then called.
     """
     layer_function = getattr(layer, "squared_relu_linear", None)
     if not can_use_functions():
@@ -175,9 +186,9 @@ class _SquaredRelu(torch.autograd.Function):
 
 
 def mixed_products(x: Tensor, last_x: Tensor | None, mus: Tensors, weights: Tensors) -> Tensors:
-    """Returns one (B,T,O) tensor for each pair of mu (1,1,C) and W (O,C): W mix(x), where mix(x) = mu x_t + (1 - mu) x_{t-1}.
+    """Returns W mix(x), (B,T,O), for each pair of mu (1,1,C) and W (O,C), where mix(x) = mu x_t + (1 - mu) x_{t-1}.
 
-    x (B,T,C); last_x (B,C): the step before x, None for zeros.
+    x is (B,T,C). `last_x` (B,C) is the step before x; None stands for zeros.
     """
     products: Tensors = _MixedProducts.apply(product_dtype(x), x, last_x, *mus, *weights)
     return products
@@ -206,7 +217,6 @@ class _MixedProducts(torch.autograd.Function):
 
 
 def _previous_steps(x: Tensor, last_x: Tensor | None, first: Tensor | None = None) -> Tensor:
-    """For each step of x (B,T,C), the previous step: last_x (B,C) or zeros, then x[:, :-1]; zeros where `first` is true."""
     steps = x[:, :-1]
     previous = pad(steps, (0, 0, 1, 0)) if last_x is None else torch.cat((last_x.unsqueeze(1).to(x.dtype), steps), dim=1)
     return previous if first is None else previous.masked_fill(first, 0)
@@ -221,7 +231,6 @@ def _grad_mus(delta: Tensor, grads: Tensors) -> Tensors:
 
 
 def _grad_x(grads: Tensors, mus: Sequence[Tensor], first: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """The gradients of x and last_x from the gradients of the mixes."""
     grad_x, grad_previous = grads[0] * mus[0], grads[0].clone()
     for grad, mu in zip(grads[1:], mus[1:], strict=True):
         grad_x.addcmul_(grad, mu)
@@ -229,15 +238,15 @@ def _grad_x(grads: Tensors, mus: Sequence[Tensor], first: Tensor | None = None) 
     grad_previous -= grad_x
     if first is not None:
         grad_previous.masked_fill_(first, 0)
-    grad_x[:, :-1].add_(grad_previous[:, 1:])    # += would copy the slice once more
+    grad_x[:, :-1].add_(grad_previous[:, 1:])    # the operator += would copy the slice once more
     return grad_x, grad_previous[:, 0]
 
 
 def mix(dtype: torch.dtype, x: Tensor, last_x: Tensor | None, mus: Tensors,
         to_previous: bool = False) -> tuple[tuple[Tensor | None, ...], Tensors]:
-    """The tensors to save for mix_backward, and the mixes, in `dtype`: mu x_t + (1 - mu) x_{t-1} for each mu.
+    """Returns the tensors to save for mix_backward, and the mixes mu x_t + (1 - mu) x_{t-1} in `dtype`, one for each mu.
 
-    to_previous: the mixes are (1 - mu) x_t + mu x_{t-1}, as in RWKV-7.
+    With to_previous=True, the mixes are (1 - mu) x_t + mu x_{t-1}, as in RWKV-7.
     """
     if backend := backend_for(x, dtype=dtype):
         return backend.mix(dtype, x, last_x, mus, to_previous)
@@ -248,7 +257,7 @@ def mix(dtype: torch.dtype, x: Tensor, last_x: Tensor | None, mus: Tensors,
 
 
 def mix_backward(saved: Sequence[Any], grads: Tensors, to_previous: bool = False) -> tuple[Tensor | None, ...]:
-    """The gradients of x, last_x and each mu from the gradients of the mixes."""
+    """Returns the gradients of x, last_x and each mu from the gradients of the mixes."""
     x, last_x, *mus = saved
     if backend := backend_for(x, dtype=grads[0].dtype):
         return backend.mix_backward(saved, grads, to_previous)
@@ -259,42 +268,46 @@ def mix_backward(saved: Sequence[Any], grads: Tensors, to_previous: bool = False
 
 
 def squared_relu(x: Tensor) -> Tensor:
-    """max(x, 0)^2."""
+    """Returns max(x, 0)^2."""
     backend = backend_for(x)
     return backend.squared_relu(x) if backend else torch.relu(x).square_()
 
 
 def squared_relu_backward(grad: Tensor, x: Tensor) -> Tensor:
-    """The gradient of x from `grad`, the gradient of squared_relu(x)."""
+    """Returns the gradient of x from `grad`, the gradient of squared_relu(x)."""
     if backend := backend_for(x, grad):
         return backend.squared_relu(x, grad)
     return torch.addcmul(grad.new_zeros(()), grad, torch.relu(x), value=2)
 
 
 def wide_sum(tensor: Tensor) -> torch.dtype | None:
-    """The dtype for sums over B and T: float32 for float16, where sums of scaled gradients could overflow; otherwise None."""
+    """Returns the dtype for sums over B and T: float32 for float16, in which sums could overflow, and otherwise None."""
     return torch.float32 if tensor.dtype == torch.float16 else None
 
 
 def product_backward(grad: Tensor, x: Tensor, weight: Tensor, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
-    """The gradients of x (B,T,I) and W (O,I) from `grad`, the gradient of W x (B,T,O). dtype: the dtype of W's gradient;
-    default: the dtype of `weight`, which may be a rounded copy."""
+    """Returns the gradients of x (B,T,I) and W (O,I) from `grad`, the gradient of W x (B,T,O).
+
+    `dtype` is the dtype of W's gradient. The default is the dtype of `weight`, which may be a rounded copy.
+    """
     return grad @ weight, product_in(dtype or weight.dtype, grad.flatten(0, 1).T, x.flatten(0, 1))
 
 
 def product_in(dtype: torch.dtype, left: Tensor, right: Tensor) -> Tensor:
-    """left @ right, in `dtype` if the device's products can return a wider type, otherwise in the factors' dtype, which the
-    caller or autograd then converts."""
+    """Returns left @ right in `dtype`, if products on this device can return a wider dtype.
+
+    Otherwise the result has the factors' dtype, and the caller or autograd converts the result.
+    """
     if left.dtype == dtype or left.device.type not in WIDE_PRODUCTS:
         return left @ right
     return torch.mm(left, right, out_dtype=dtype)
 
 
 def gate_backward(grad: Tensor, gate: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradients of the sigmoid's input and of x, from the gradient of gate * x, where `gate` is the sigmoid's output."""
+    """Returns the gradients of the sigmoid's input and of x from the gradient of gate * x. `gate` is the sigmoid's output."""
     return torch.ops.aten.sigmoid_backward(grad * x, gate), grad * gate
 
 
 def cast(dtype: torch.dtype, tensors: Sequence[Tensor]) -> Tensors:
-    """The tensors in `dtype`. The comparison is cheaper than a call of Tensor.to that returns the same tensor."""
+    """Returns the tensors in `dtype`, without the cost of Tensor.to for those that have this dtype."""
     return tuple(tensor if tensor.dtype == dtype else tensor.to(dtype) for tensor in tensors)

@@ -1,11 +1,11 @@
-"""Selects a fused implementation of the operations between the matrix products: C on a CPU, Triton on a GPU.
+"""Selection of a fused implementation of the operations between the matrix products: C on a CPU, Triton on a GPU.
 
     backend = backend_for(x, dtype=dtype)
     result = backend.mix(...) if backend else ...              # the formulas in PyTorch's operations
 
-A backend is a module with the functions of FusedBackend. Its results and gradients equal those of the formulas beside the call
-up to rounding: a backend computes in float32 and rounds only its results. RWKV-7 has additional fused functions, in
-rwkv7/fused_c.py and fused_triton.py; module_for("rwkv.model.rwkv7.fused_", device) selects between these two modules.
+A backend is a module with the functions of FusedBackend. A backend computes in float32 and rounds only its results. So results
+and gradients equal those of PyTorch's formulas up to rounding. RWKV-7 has additional fused functions, in rwkv7/fused_c.py and
+rwkv7/fused_triton.py; module_for("rwkv.model.rwkv7.fused_", device) selects between these two modules.
 """
 
 import importlib
@@ -25,7 +25,7 @@ Tensors = tuple[Tensor, ...]
 
 
 class FusedBackend(Protocol):
-    """The functions of a fused implementation, with the arguments of the functions of the same names in __init__.py."""
+    """The functions of a fused implementation. Each has the arguments of the function of the same name in __init__.py."""
 
     def supports(self, *tensors: Tensor, dtype: torch.dtype | None = None, N: int = 1) -> bool: ...
 
@@ -38,9 +38,11 @@ class FusedBackend(Protocol):
 
 
 def backend_for(*tensors: Tensor, dtype: torch.dtype | None = None, N: int = 1) -> FusedBackend | None:
-    """The fused implementation for these tensors, or None if there is none.
+    """Returns the fused implementation for these tensors, or None if there is none.
 
-    dtype: the results' dtype; default: the tensors' dtype. N: the number of channels per head, for functions with heads.
+    Args:
+        dtype: the dtype of the results; the default is the tensors' dtype.
+        N: the number of channels per head, for functions with heads.
     """
     backend: FusedBackend | None = module_for("rwkv.model.fused.", tensors[0].device.type)
     return backend if backend is not None and backend.supports(*tensors, dtype=dtype, N=N) else None
@@ -58,25 +60,25 @@ class LossBackend(Protocol):
 
 
 def loss_backend_for(logits: Tensor) -> LossBackend | None:
-    """The fused cross-entropy for these logits (rows,V), or None if there is none."""
+    """Returns the fused cross-entropy for these logits (rows,V), or None if there is none."""
     backend: LossBackend | None = module_for("rwkv.model.fused.loss_", logits.device.type)
     return backend if backend is not None and backend.supports(logits) else None
 
 
 def module_for(prefix: str, device: str) -> Any:
-    """The module named `prefix` + the device type's suffix, or None if it does not exist or cannot run here."""
+    """Returns the module named `prefix` + the device type's suffix, or None if no such module exists or can run here."""
     return _module(prefix + SUFFIXES[device]) if device in SUFFIXES and why_not(device) is None else None
 
 
 def describe(device: str) -> str:
-    """What computes the fused operations on this type of device, in words for a run's plan."""
+    """Describes in words, for the plan of a run, what computes the fused operations on this type of device."""
     reason = why_not(device)
     return {"cpu": "in C", "cuda": "in Triton"}[device] if reason is None else f"in PyTorch's operations: {reason}"
 
 
 @cache
 def why_not(device: str) -> str | None:
-    """Why this type of device has no fused implementation, or None if it has one."""
+    """Returns the reason why this type of device has no fused implementation, or None if there is an implementation."""
     if device == "cpu":
         return native.why_not()
     if device == "cuda":

@@ -1,7 +1,7 @@
 """The CPU implementation of FusedBackend (backend.py), in C: token shift and squared ReLU. csrc/fused.c has the formulas.
 
-A row is one step of one sequence: there are B T rows. All arithmetic is in float32. Gradients of vectors are summed in an order
-that does not depend on the number of threads.
+A row is one step of one sequence, so there are B T rows. All arithmetic is in float32. Gradients of vectors are summed in an
+order that does not depend on the number of threads.
 """
 
 from collections.abc import Sequence
@@ -15,23 +15,26 @@ from kernels.operator import contiguous
 
 MIXES = {(torch.float32, torch.float32): "float32", (torch.bfloat16, torch.bfloat16): "bfloat16",
          (torch.float32, torch.bfloat16): "autocast"}    # suffix of the C function, by the dtypes of x and of the mixes
-MAX_MIXES = 6                            # as in fused.c
+MAX_MIXES = 6                            # fused.c has the same limit
 ROWS = 32                                # rows per task, as in every C file
 PIECE = 2 ** 14                          # elements per task of the squared ReLU, as in fused.c
-SERIAL = 2 ** 14                         # up to this many elements, one thread finishes before a second would wake
+SERIAL = 2 ** 14                         # up to this many elements, one thread finishes before a second thread would wake
 
 Tensors = tuple[Tensor, ...]
 
 
 def supports(*tensors: Tensor, dtype: torch.dtype | None = None, N: int = 1) -> bool:
-    """Whether the C functions support these tensors, which must have one dtype. dtype: the results' dtype. N: ignored."""
+    """Returns True if the C functions support these tensors and results in `dtype`. N is ignored.
+
+    The tensors must have the same dtype, which is also the default of `dtype`.
+    """
     first = tensors[0]
     return (dtype or first.dtype) in DTYPES and all(tensor.dtype == first.dtype for tensor in tensors)
 
 
 def mix(dtype: torch.dtype, x: Tensor, last_x: Tensor | None, mus: Tensors,
         to_previous: bool) -> tuple[tuple[Tensor | None, ...], Tensors]:
-    """See fused.mix."""
+    """Computes fused.mix."""
     x, mus = x.contiguous(), float32_rows(mus, x.shape[-1])
     last_x = None if last_x is None else float32_rows((last_x,), x.shape[-1])[0]
     mixes = tuple(torch.empty_like(x, dtype=dtype) for _ in mus)
@@ -40,7 +43,7 @@ def mix(dtype: torch.dtype, x: Tensor, last_x: Tensor | None, mus: Tensors,
 
 
 def mix_backward(saved: Sequence[Tensor | None], grads: Tensors, to_previous: bool) -> tuple[Tensor | None, ...]:
-    """See fused.mix_backward. The gradient of last_x is None if last_x was None."""
+    """Computes fused.mix_backward. The gradient of last_x is None if last_x was None."""
     x, last_x, *others = saved
     mus = tuple(mu for mu in others if mu is not None)
     assert x is not None
@@ -61,7 +64,7 @@ def _run_mixes(direction: str, x: Tensor, last_x: Tensor | None, mus: Tensors, t
 
 
 def squared_relu(x: Tensor, grad: Tensor | None = None) -> Tensor:
-    """Returns max(x, 0)^2; or, with `grad`, the gradient of max(x, 0)^2, returns the gradient of x."""
+    """Returns max(x, 0)^2. With `grad`, the gradient of that result, returns the gradient of x instead."""
     x = x.contiguous()
     out = torch.empty_like(x)
     n_threads = 1 if x.numel() <= SERIAL else native.threads_for(-(-x.numel() // PIECE))
@@ -70,29 +73,29 @@ def squared_relu(x: Tensor, grad: Tensor | None = None) -> Tensor:
 
 
 def padded(tensors: Tensors, n: int) -> tuple[Tensor | None, ...]:
-    """The tensors, followed by None up to n arguments."""
+    """Returns n arguments: the tensors, then None as often as needed."""
     return *tensors, *[None] * (n - len(tensors))
 
 
 def task_sums(x: Tensor, n: int) -> Tensor:
-    """Uninitialised memory (tasks,n,C) for each task's partial sums of n vectors."""
-    return x.new_empty(_tasks(x), n, x.shape[-1], dtype=torch.float32)
+    """Allocates memory (tasks,n,C), uninitialised, for each task's partial sums of n vectors."""
+    return x.new_empty(_n_tasks(x), n, x.shape[-1], dtype=torch.float32)
 
 
-def _tasks(x: Tensor) -> int:
+def _n_tasks(x: Tensor) -> int:
     return -(-(x.numel() // x.shape[-1]) // ROWS)
 
 
 def threads(x: Tensor) -> int:
-    return 1 if x.numel() <= SERIAL else native.threads_for(_tasks(x))
+    return 1 if x.numel() <= SERIAL else native.threads_for(_n_tasks(x))
 
 
 def float32_rows(tensors: Tensors, C: int) -> Tensors:
-    """Makes the tensors contiguous and float32, as C code requires. Each is a vector (C,) or a state (B,C).
+    """Makes each tensor contiguous and float32, as C code requires. A tensor is a vector (C,) or a state (B,C).
 
     Raises ValueError if a tensor's size is not a multiple of C, because C code would read out of bounds.
     """
     for tensor in tensors:
         if tensor.numel() % C:
-            raise ValueError(f"a vector must have {C} elements; got shape {tuple(tensor.shape)}")
+            raise ValueError(f"a vector must have {C} elements; got the shape {tuple(tensor.shape)}")
     return tuple(contiguous(tensor, torch.float32) for tensor in tensors)

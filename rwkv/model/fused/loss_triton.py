@@ -1,6 +1,7 @@
-"""Cross-entropy and its gradient in Triton, for GPUs: two passes over each row of logits, which the gradient overwrites.
+"""Cross-entropy and its gradient in Triton, for GPUs.
 
-A program computes one row. Arithmetic is in float32; the gradient is rounded to the dtype of the logits.
+A program computes one row of logits in two passes, and overwrites the row with the gradient. Arithmetic is in float32, and the
+gradient is rounded to the dtype of the logits.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -21,12 +22,12 @@ def supports(logits: Tensor) -> bool:
 
 
 def replace_by_gradient(logits: Tensor, targets: Tensor, l2_wrap: float, confidence_penalty: float, ignored: int) -> Tensor:
-    """See loss._replace_by_gradient."""
+    """Computes loss._replace_by_gradient."""
     return _run(logits, targets, l2_wrap, confidence_penalty, ignored, gradient=True)
 
 
 def negative_log_likelihood(logits: Tensor, targets: Tensor, ignored: int) -> Tensor:
-    """The negative log-likelihood summed over the rows whose target is not `ignored`; the logits are not changed."""
+    """Returns the negative log-likelihood summed over the rows whose target is not `ignored`. The logits are not changed."""
     return _run(logits, targets, 0.0, 0.0, ignored, gradient=False)
 
 
@@ -45,7 +46,7 @@ def _cross_entropy(logits, targets, nll, V, l2_wrap, penalty, ignored, GRADIENT:
     row = tl.program_id(0).to(tl.int64)
     x = logits + row * V
     lane = tl.arange(0, BLOCK)
-    largest = tl.full([BLOCK], LEAST_LOGIT, tl.float32)          # one value per lane, as in the next three
+    largest = tl.full([BLOCK], LEAST_LOGIT, tl.float32)          # this and the next three have one value per lane
     index = tl.zeros([BLOCK], tl.int32)
     total = tl.zeros([BLOCK], tl.float32)                        # sum of e^(x - largest)
     weighted = tl.zeros([BLOCK], tl.float32)                     # sum of x e^(x - largest)
@@ -70,7 +71,7 @@ def _cross_entropy(logits, targets, nll, V, l2_wrap, penalty, ignored, GRADIENT:
     if GRADIENT:
         argmax = tl.min(tl.where(largest == top, index, V), 0)
         mean = tl.sum(weighted * scale, 0) / sum_exp             # the expected logit under the prediction
-        tl.debug_barrier()                                       # the target's logit is read before it is overwritten
+        tl.debug_barrier()                                       # the target's logit must be read before it is overwritten
         for first in range(0, V, BLOCK):
             i = first + lane
             value = tl.load(x + i, mask=i < V, other=-float("inf")).to(tl.float32)

@@ -1,8 +1,8 @@
 """The GPU implementation of FusedBackend (backend.py), in Triton: token shift and squared ReLU.
 
-A row is one step of one sequence: there are B T rows. A program computes ROWS rows of BLOCK channels.
-All arithmetic is in float32, and results are rounded once. The gradient of a vector is summed over a program's rows, then over
-the programs in a fixed order, without atomics, so that repeated runs give the same bits.
+A row is one step of one sequence, so there are B T rows. A program computes ROWS rows of BLOCK channels. All arithmetic is in
+float32, and results are rounded once. The gradient of a vector is summed over a program's rows, then over the programs in a
+fixed order, without atomics, so that repeated runs give the same bits.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-any-return"
@@ -21,14 +21,17 @@ ROWS_BACK = 16                           # rows per program of _mix_backward, wh
 BLOCK = 128                              # channels per program of _mix and _mix_backward
 ELEMENTS = 1024                          # elements per program of _squared_relu
 
-SIZES = ("M", "T")                       # not specialised, so that one compilation serves all numbers of rows and steps
+SIZES = ("M", "T")                       # Triton does not specialise these, so one compilation serves all sizes
 ROWS_ALONE = ("M",)
 
 Tensors = tuple[Tensor, ...]
 
 
 def supports(*tensors: Tensor, dtype: torch.dtype | None = None, N: int = 1) -> bool:
-    """Whether the kernels support these tensors, of one dtype, and heads of N channels. dtype: the results' dtype."""
+    """Returns True if the kernels support these tensors, results in `dtype`, and heads of N channels.
+
+    The tensors must have the same dtype, which is also the default of `dtype`.
+    """
     first = tensors[0]
     return (first.dtype in DTYPES and (dtype or first.dtype) in DTYPES and N & (N - 1) == 0
             and all(tensor.dtype == first.dtype for tensor in tensors))
@@ -36,7 +39,7 @@ def supports(*tensors: Tensor, dtype: torch.dtype | None = None, N: int = 1) -> 
 
 def mix(dtype: torch.dtype, x: Tensor, last_x: Tensor | None, mus: Tensors,
         to_previous: bool) -> tuple[tuple[Tensor | None, ...], Tensors]:
-    """See fused.mix."""
+    """Computes fused.mix."""
     x = x.contiguous()
     mus = contiguous(*mus)
     last_x = None if last_x is None else last_x.contiguous()
@@ -49,7 +52,7 @@ def mix(dtype: torch.dtype, x: Tensor, last_x: Tensor | None, mus: Tensors,
 
 
 def mix_backward(saved: Sequence[Any], grads: Tensors, to_previous: bool) -> tuple[Tensor | None, ...]:
-    """See fused.mix_backward. The gradient of last_x is None if last_x was None."""
+    """Computes fused.mix_backward. The gradient of last_x is None if last_x was None."""
     x, last_x, *mus = saved
     _, T, C = x.shape
     rows = x.numel() // C
@@ -64,7 +67,7 @@ def mix_backward(saved: Sequence[Any], grads: Tensors, to_previous: bool) -> tup
 
 
 def squared_relu(x: Tensor, grad: Tensor | None = None) -> Tensor:
-    """Returns max(x, 0)^2; or, with `grad`, the gradient of max(x, 0)^2, returns the gradient of x."""
+    """Returns max(x, 0)^2. With `grad`, the gradient of that result, returns the gradient of x instead."""
     x = x.contiguous()
     out = torch.empty_like(x)
     launch(_squared_relu, (triton.cdiv(x.numel(), ELEMENTS),), x, x if grad is None else grad.contiguous(), out, x.numel(),
@@ -73,7 +76,7 @@ def squared_relu(x: Tensor, grad: Tensor | None = None) -> Tensor:
 
 
 def launch(kernel: Any, grid: tuple[int, ...], x: Tensor, *others: object, num_warps: int) -> None:
-    """Runs a kernel on the device of x; Triton would use the current device. Does nothing if x is empty."""
+    """Runs a kernel on the device of x, because Triton would use the current device. Does nothing if x is empty."""
     if x.numel():
         with torch.cuda.device_of(x):
             kernel[grid](x, *others, num_warps=num_warps, enable_fp_fusion=True)
@@ -84,12 +87,12 @@ def contiguous(*tensors: Tensor) -> Tensors:
 
 
 def or_unused(tensor: Tensor | None, unused: Tensor) -> Tensor:
-    """The tensor, or `unused` instead of None: Triton needs a tensor even for an argument that the kernel does not read."""
+    """Returns the tensor, or `unused` instead of None, because Triton needs a tensor even for an unused argument."""
     return unused if tensor is None else tensor
 
 
 def padded(tensors: Sequence[Tensor], n: int) -> Tensors:
-    """The tensors, and then the first tensor repeated, up to n arguments; the kernel does not read the repetitions."""
+    """Returns n tensors: the given tensors, then repetitions of the first tensor, which the kernel does not read."""
     return *tensors, *[tensors[0]] * (n - len(tensors))
 
 
@@ -103,12 +106,11 @@ def store(x, offsets, value, mask):
     tl.store(x + offsets, value.to(x.dtype.element_ty), mask=mask)
 
 
-# Token shift: previous + (x - previous) mu; with TO_PREVIOUS x + (previous - x) mu
+# The token shift is previous + (x - previous) mu, or x + (previous - x) mu with TO_PREVIOUS.
 
 
 @triton.jit
 def _load_steps(x, last_x, row, c, mask, T, C, LAST: tl.constexpr):
-    """Loads x for these rows, and for each row's previous step."""
     now = load(x, row * C + c, mask)
     first = row % T == 0
     previous = load(x, (row - 1) * C + c, mask & (first == 0))
@@ -148,7 +150,7 @@ def _mix(x, last_x, s0, s1, s2, s3, s4, s5, out, M, T, C, n: tl.constexpr, LAST:
 @triton.jit
 def _add_gradients(s, g, sums, number: tl.constexpr, n: tl.constexpr, row, c, mask, delta, T, C, now, previous, last,
                    TO_PREVIOUS: tl.constexpr):
-    """Adds one mix's contributions to the gradients of x as the current step, x as the next row's previous step, and last_x.
+    """Adds a mix's contributions to the gradients of x, as the current and as the previous step, and of last_x.
 
     Stores this program's partial sum of the gradient of mu.
     """

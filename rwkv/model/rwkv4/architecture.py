@@ -1,6 +1,6 @@
 """RWKV-4's tensors and their shapes, optimiser groups, memory per token, and state. mix.py has the formulas.
 
-V vocabulary, C n_embd, A n_att, F n_ffn, L layers
+The letters are V for the vocabulary size, C for n_embd, A for n_att, F for n_ffn and L for the number of layers.
 """
 
 from collections.abc import Collection
@@ -25,12 +25,12 @@ Shape = tuple[int, ...]
 
 
 def sizes(config: ModelConfig) -> tuple[int, int, int]:
-    """C, A and F: the widths of the residual stream, of time mixing and of channel mixing's hidden layer."""
+    """Returns C, A and F: the widths of the residual stream, of time mixing and of channel mixing's hidden layer."""
     return config.n_embd, config.n_att or config.n_embd, config.n_ffn or 4 * config.n_embd
 
 
 def shapes(config: ModelConfig, V: int) -> dict[str, Shape]:
-    """The name and shape of every tensor of a model, in the model's order."""
+    """Returns the name and shape of every tensor of a model, in the model's order."""
     C, A, F = sizes(config)
     tensors: dict[str, Shape] = {"emb.weight": (V, C)}
     for layer in range(config.n_layer):
@@ -47,32 +47,33 @@ def shapes(config: ModelConfig, V: int) -> dict[str, Shape]:
 
 
 def resolved(config: ModelConfig) -> ModelConfig:
-    """The configuration with n_att and n_ffn filled in where they are None."""
+    """Returns the configuration with n_att and n_ffn filled in where they are None."""
     _, A, F = sizes(config)
     return replace(config, n_att=A, n_ffn=F)
 
 
 def non_negative(config: ModelConfig) -> tuple[str, ...]:
-    """The names of the layers whose inputs are squares, and so never negative."""
+    """Returns the names of the layers whose inputs are squares, and so never negative."""
     return ("ffn.value",)
 
 
 def operator_work(config: ModelConfig) -> int:
-    """The peak number of float32 values per token in the operator of one layer; see kernels/wkv4/README.md."""
+    """Returns the peak number of float32 values per token in the operator of one layer (kernels/wkv4/README.md)."""
     return 8 * sizes(config)[1]
 
 
 def saved_activations(config: ModelConfig, half: bool) -> float:
-    """Float32 values per token that one block saves for backward. half: whether autocast to half precision is on."""
+    """Returns the number of float32 values per token that one block saves for backward. `half` means autocast."""
     C, A, F = sizes(config)
     return 7 * C + 2.5 * A + F if half else 10 * C + 5 * A + 2 * F
 
 
 def saved_when_recomputing(config: ModelConfig, half: bool, layers: Collection[str], vectors: bool) -> float:
-    """saved_activations for a block with frozen weights or packed sequences, which recomputes more.
+    """Returns saved_activations for a block with frozen weights or packed sequences, which recomputes more.
 
-    layers: the linear layers that are trained; their inputs are saved, except that of ffn.value, which is recomputed. vectors:
-    whether vectors are trained too.
+    Args:
+        layers: the linear layers that are trained. Their inputs are saved, but that of ffn.value is recomputed.
+        vectors: whether vectors are trained too.
     """
     C, A, F = sizes(config)
     inputs = {"att.output": A, "ffn.value": 0}
@@ -81,7 +82,7 @@ def saved_when_recomputing(config: ModelConfig, half: bool, layers: Collection[s
 
 
 def group(name: str) -> str:
-    """A parameter's optimiser group: "matrix" (of a block), "gate" (receptance), "embedding" (also the head) or "vector"."""
+    """Returns a parameter's optimiser group: "matrix", "gate" (receptance), "embedding" (also the head) or "vector"."""
     if name in ("emb.weight", "head.weight"):
         return "embedding"
     if not name.endswith(("key.weight", "value.weight", "receptance.weight", "output.weight")):
@@ -98,7 +99,10 @@ class _Tensors(NamedTuple):
 
 
 class State(_Tensors, state.State):
-    """att_x, ffn_x (L,B,C): the last token's inputs of time and channel mixing; a, b, p (L,B,A): WKV's state. All float32."""
+    """RWKV-4's state, in float32.
+
+    att_x and ffn_x (L,B,C) are the last token's inputs of time and channel mixing. a, b and p (L,B,A) are the operator's state.
+    """
 
     __slots__ = ()
 
@@ -108,7 +112,7 @@ class State(_Tensors, state.State):
 
 
 def empty_state(config: ModelConfig, B: int, device: torch.device | str = "cpu") -> State:
-    """The state before the first token, for B rows; its elements do not share memory, so it can be updated in place."""
+    """Returns the state before the first token, for B rows. Elements do not share memory, so in-place updates are possible."""
     (C, A, _), L = sizes(config), config.n_layer
     a, b, p = (part.view(L, B, A) for part in WKVState.empty(L * B, A, device))
     return State(torch.zeros(L, B, C, device=device), a, b, p, torch.zeros(L, B, C, device=device))

@@ -26,7 +26,7 @@ def gated_product(gate: Tensor, x: Tensor, weight: Tensor) -> Tensor:
 
 
 def channel_mixing(x: Tensor, last_x: Tensor | None, mus: Tensors, key: Tensor, receptance: Tensor, value: Tensor) -> Tensor:
-    """Returns sigmoid(R mix_r(x)) * (V max(K mix_k(x), 0)^2), (B,T,C). mus: (mu_k, mu_r). x, last_x: as in mixed_products."""
+    """Returns sigmoid(R mix_r(x)) * (V max(K mix_k(x), 0)^2), (B,T,C). `mus` has mu_k and mu_r."""
     mixed: Tensor = _ChannelMixing.apply(product_dtype(x), x, last_x, *mus, key, receptance, value)
     return mixed
 

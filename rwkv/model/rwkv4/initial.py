@@ -1,4 +1,4 @@
-"""RWKV-4's initialisation. Sources: the RWKV-4 paper (arXiv 2305.13048), appendix E; RWKV-LM, RWKV-v4neo/src/model.py."""
+"""RWKV-4's initialisation, from the RWKV-4 paper (arXiv 2305.13048), appendix E, and RWKV-LM, RWKV-v4neo/src/model.py."""
 
 import math
 from typing import cast
@@ -11,7 +11,7 @@ from rwkv.model.rwkv4.mix import Block, ChannelMix, TimeMix
 
 
 def init_weights(model: Model) -> None:
-    """Initialises a model with torch's global generator: decays over channels and layers, orthogonal or zero matrices."""
+    """Initialises decays over channels and layers, and orthogonal or zero matrices, with torch's global random generator."""
     nn.init.uniform_(model.emb.weight, -1e-4, 1e-4)
     _orthogonal(model.head, scale=0.5)
     for layer, block in enumerate(cast(list[Block], [*model.blocks])):
@@ -20,7 +20,7 @@ def init_weights(model: Model) -> None:
 
 
 def _init_time_mix(att: TimeMix, layer: int, n_layer: int) -> None:
-    rho, sigma = _depth(layer, n_layer)
+    rho, sigma = _rho_and_sigma(layer, n_layer)
     n_att, x = len(att.time_decay), _ramp(att.time_mix_k.shape[-1])
     h = torch.arange(n_att)
     with torch.no_grad():
@@ -34,7 +34,7 @@ def _init_time_mix(att: TimeMix, layer: int, n_layer: int) -> None:
 
 
 def _init_channel_mix(ffn: ChannelMix, layer: int, n_layer: int) -> None:
-    _, sigma = _depth(layer, n_layer)
+    _, sigma = _rho_and_sigma(layer, n_layer)
     with torch.no_grad():
         for mu in (ffn.time_mix_k, ffn.time_mix_r):
             mu.copy_(_ramp(mu.shape[-1]) ** sigma)
@@ -42,8 +42,8 @@ def _init_channel_mix(ffn: ChannelMix, layer: int, n_layer: int) -> None:
     _orthogonal(ffn.key)
 
 
-def _depth(layer: int, n_layer: int) -> tuple[float, float]:
-    """rho, which rises from 0 to 1 over the layers, and sigma, which falls from 1 towards 0: the paper's symbols."""
+def _rho_and_sigma(layer: int, n_layer: int) -> tuple[float, float]:
+    """Returns the paper's rho, which rises from 0 to 1 over the layers, and sigma, which falls from 1 towards 0."""
     return layer / max(n_layer - 1, 1), 1 - layer / n_layer
 
 

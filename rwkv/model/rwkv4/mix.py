@@ -1,12 +1,12 @@
 """RWKV-4's blocks: the formulas of time mixing and channel mixing.
 
-Time mixing reads the past through the operator WKV (kernels/wkv4); channel mixing is the feed-forward half:
+Time mixing reads the past through the operator WKV (kernels/wkv4). Channel mixing is the feed-forward half.
 
     r, k, v = R mix_r(x), K mix_k(x), V mix_v(x)        time:    O (sigmoid(r) * wkv(k, v))
     r, k    = R mix_r(x), K mix_k(x)                    channel: sigmoid(r) * (V relu(k)^2)
 
-with mix(x) = mu x_t + (1 - mu) x_{t-1}.
-Source: the RWKV-4 paper (arXiv 2305.13048), section 3.1; names are those of RWKV-LM, RWKV-v4neo/src/model.py.
+Here mix(x) = mu x_t + (1 - mu) x_{t-1}. The source is the RWKV-4 paper (arXiv 2305.13048), section 3.1; names are those of
+RWKV-LM, RWKV-v4neo/src/model.py.
 """
 
 import torch
@@ -38,7 +38,7 @@ class TimeMix(nn.Module):
 
     def forward(self, x: Tensor, last_x: Tensor | None, before: WKVState | None,
                 packing: Packing | None = None) -> tuple[Tensor, Tensor, WKVState | None]:
-        """With a packing, every sequence starts from the empty state, and the new state of WKV is None."""
+        """Computes time mixing. With a packing, each sequence starts from the empty state, and the new state of WKV is None."""
         mus = self.time_mix_k, self.time_mix_v, self.time_mix_r
         if packing is not None or not fused.can_fuse(self.key, self.value, self.receptance, self.output):
             mix_k, mix_v, mix_r = fused.token_shift(x, last_x, *mus, first=packing.shift_mask if packing else None)
@@ -81,7 +81,7 @@ class ChannelMix(nn.Module):
 
 
 class Block(nn.Module):
-    """Computes x + att(ln1(x)), then x + ffn(ln2(x)); the first block begins by normalising the embedding with ln0."""
+    """Computes x + att(ln1(x)), then x + ffn(ln2(x)). The first block begins by normalising the embedding with ln0."""
 
     def __init__(self, config: ModelConfig, layer: int, wkv: WKV4) -> None:
         super().__init__()
@@ -96,10 +96,10 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, before: State | None, carry: None = None,
                 packing: Packing | None = None) -> tuple[Tensor, State | None, None]:
-        """(x (B,T,C), this layer's state before x, or None if empty) -> (the new x, the state after x, None).
+        """Returns the new x (B,T,C), this layer's state after x, and None, because RWKV-4 needs no carry.
 
-        RWKV-4 needs no carry. packing: for rows of several sequences; each sequence starts from the empty state, and the
-        returned state is None.
+        `before` is this layer's state before x; None stands for the empty state. With a packing, a row holds several sequences.
+        Each sequence then starts from the empty state, and the returned state is None.
         """
         att_x, wkv, ffn_x = (None, None, None) if before is None else (before.att_x, before.wkv, before.ffn_x)
         x = self.ln0(x) if self.first else x

@@ -1,8 +1,8 @@
 """An RWKV-4 block that processes one token of each row, in as few PyTorch operations as possible.
 
-The formulas are those of mix.py at T = 1; tests compare the results. This code is faster: weights are prepared once, one
-operation computes all mixes of time or of channel mixing, and one computes WKV's exponentials both for y and for the next
-state.
+The formulas are those of mix.py at T = 1, and tests compare the results. This code is faster, because weights are prepared
+once, one operation computes all mixes of time or of channel mixing, and one operation computes WKV's exponentials both for y
+and for the next state.
 """
 
 import torch
@@ -13,18 +13,19 @@ from rwkv.model.decoding.layers import norm_function, product_function, products
 from rwkv.model.rwkv4.architecture import State
 from rwkv.model.rwkv4.mix import Block, ChannelMix, TimeMix
 
-PLAIN = (Block, TimeMix, ChannelMix)       # classes of modules that Step replaces
+PLAIN = (Block, TimeMix, ChannelMix)       # Step replaces modules of these classes
 
 
 class Step:
-    """Block.forward for one token per row: (x (B,C), state) -> (x, state). state: a State of one layer, tensors (B,C) or (B,A).
+    """Computes Block.forward for one token per row: (x (B,C), state) -> (x, state).
 
-    Step reads the block's weights and calls no modules. Use it under torch.inference_mode.
+    The state is a State of one layer, with tensors (B,C) or (B,A). Step reads the block's weights and calls no modules. Use it
+    under torch.inference_mode.
     """
 
     @staticmethod
     def fits(block: Block, first: bool) -> bool:
-        """Whether Step can replace this block. first: whether this is the model's first block."""
+        """Returns True if Step can replace this block. `first` tells whether this is the model's first block."""
         return block.first == first and type(block.att.wkv) is WKV4
 
     def __init__(self, block: Block) -> None:
@@ -37,7 +38,7 @@ class Step:
         self._mu = torch.stack((att.time_mix_k[0], att.time_mix_v[0], att.time_mix_r[0]))      # (3,1,C)
         self._ffn_mu = torch.stack((ffn.time_mix_k[0], ffn.time_mix_r[0]))     # (2,1,C)
         u, w = att.time_first.float(), decay_exponent(att.time_decay.float())
-        self._p_offset = torch.stack((torch.zeros_like(w), w)).unsqueeze(1)    # (2,1,A): for y, for the next state
+        self._p_offset = torch.stack((torch.zeros_like(w), w)).unsqueeze(1)    # (2,1,A); 0 is for y, 1 for the next state
         self._k_offset = torch.stack((u, torch.zeros_like(u))).unsqueeze(1)
 
     def __call__(self, x: Tensor, state: State, carry: None = None) -> tuple[Tensor, State, None]:
@@ -54,7 +55,7 @@ class Step:
         return x, state._replace(att_x=normal, a=a, b=b, p=p, ffn_x=ffn_normal), None
 
     def _wkv(self, k: Tensor, v: Tensor, state: State) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """WKV4.step, with y (index 0, from p and u + k) and the next state (index 1, from p + w and k) computed together."""
+        """Computes WKV4.step. Index 0 of `past` and `now` is for y (p, u + k), index 1 for the next state (p + w, k)."""
         past, now = state.p + self._p_offset, k + self._k_offset               # (2,B,A) each
         top = torch.maximum(past, now)
         past, now = past.sub_(top).exp_(), now.sub_(top).exp_()

@@ -1,4 +1,4 @@
-"""RWKV-4's decoding step on a CPU: the structs of csrc/step.c."""
+"""The structs that RWKV-4's decoding step on a CPU reads (csrc/step.c)."""
 
 from typing import NamedTuple, cast
 

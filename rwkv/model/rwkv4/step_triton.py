@@ -1,4 +1,4 @@
-"""RWKV-4's decoding step on a GPU: seven kernel launches per layer. The formulas are at the top of mix.py."""
+"""RWKV-4's decoding step on a GPU, with seven kernel launches per layer. mix.py has the formulas."""
 
 # mypy: disable-error-code="no-untyped-def"
 from typing import cast
@@ -16,7 +16,7 @@ BLOCK = 256                              # channels per program of _wkv
 
 
 def launches(model: Model, builder: Builder) -> list[Launch]:
-    """The kernel launches of one step."""
+    """Returns the kernel launches of one step."""
     blocks = cast(list[Block], [*model.blocks])
     att, ffn = blocks[0].att, blocks[0].ffn
     C, A, F = model.config.n_embd, att.key.out_features, ffn.key.out_features
@@ -48,8 +48,10 @@ def launches(model: Model, builder: Builder) -> list[Launch]:
 @triton.jit
 def _wkv(slots, vectors, wide, narrow, states, wide_size, narrow_size, state_size, state_offset, A, k_offset, v_offset,
          r_offset, y_offset, BLOCK: tl.constexpr, PREFILL: tl.constexpr):
-    """Computes y = sigmoid(r) wkv(k, v) for a block of channels of one row; with PREFILL, of all rows of a sequence. vectors
-    (2,A): the exponents of the decay and time_first."""
+    """Computes y = sigmoid(r) wkv(k, v) for a block of channels of one row or, with PREFILL, of all rows of a sequence.
+
+    `vectors` (2,A) has the exponents of the decay, and time_first.
+    """
     row = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = c < A

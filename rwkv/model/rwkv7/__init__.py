@@ -1,7 +1,7 @@
-"""RWKV-7 "Goose", with the interface rwkv.model.base.Generation.
+"""RWKV-7 "Goose": a package with the interface rwkv.model.base.Generation.
 
-mix.py has the formulas, architecture.py the tensors and their shapes. The other modules compute the same formulas faster:
-fused*.py in training, step*.py for one token at a time.
+mix.py has the formulas, and architecture.py the tensors and their shapes. The other modules compute the same formulas faster:
+fused*.py in training, and step*.py for one token at a time.
 """
 
 from rwkv.model.rwkv7.architecture import (

@@ -1,6 +1,7 @@
 """RWKV-7's constants, tensors and their shapes, optimiser groups, memory per token, and state. mix.py has the formulas.
 
-V vocabulary, C n_embd, H = C/N heads of N = head_size, F n_ffn, L layers, R deep_embed_dim
+The letters are V for the vocabulary size, C for n_embd, H = C/N for the number of heads, N for head_size, F for n_ffn, L for
+the number of layers, and R for deep_embed_dim.
 """
 
 import math
@@ -29,10 +30,10 @@ FASTEST_LOG_W = -0.6065306597126334      # -e^-0.5: log_w of the fastest decay
 LEAST_NORM = 1e-12                       # lower bound of the divisor of kk, as in torch.nn.functional.normalize
 EPS = 64e-5                              # epsilon of the GroupNorm over each head
 
-MIXES = "rwkvag"                         # names of the mixes x_n, in the order of the official files and of the model
+MIXES = "rwkvag"                         # names of the mixes x_n, in the order of the model and of RWKV-LM's files
 LOW_RANK = "wavg"                        # names of the low-rank gates, in the same order
-STEP_MIXES = "rkvwag"                    # the mixes in the order of decoding steps: first those of R, K and V
-GATES = "wagv"                           # the gates in the order of fused code and decoding steps; layer 0 has no v
+STEP_MIXES = "rkvwag"                    # the mixes in the order of decoding steps, which need those of R, K and V first
+GATES = "wagv"                           # the gates in the order of fused code and decoding steps; layer 0 has no gate v
 RANK_FACTORS = {"w": 2.5, "a": 2.5, "v": 1.7, "g": 5.0}
 DEEP_EMBED = ("s_emb.weight", "s_emb_x.weight", "s1", "s2", "s0")        # the tensors of DeepEmbed in a block's ffn
 Shape = tuple[int, ...]
@@ -43,18 +44,18 @@ class Sizes(NamedTuple):
     H: int
     N: int
     F: int
-    ranks: dict[str, int]                # of the low-rank gates
+    ranks: dict[str, int]                # the ranks of the low-rank gates
 
 
 def sizes(config: ModelConfig) -> Sizes:
-    """The widths of a model.
+    """Returns the widths of a model.
 
-    The default rank of a gate is the current official trainer's, a multiple of 32; released files have different ranks. Raises
-    UserError if n_embd is not a multiple of head_size.
+    The default rank of a gate is the one of RWKV-LM's current trainer, a multiple of 32. Published files have different ranks.
+    Raises UserError if n_embd is not a multiple of head_size.
     """
     C, N = config.n_embd, config.head_size
     if C % N:
-        raise UserError(f"model.n_embd must be a multiple of model.head_size, which is {N}; got {C}")
+        raise UserError(f"model.n_embd must be a multiple of model.head_size ({N}); got {C}")
     overrides = {"w": config.decay_low_rank_dim, "a": config.a_low_rank_dim, "v": config.v_low_rank_dim,
                  "g": config.gate_low_rank_dim}
     ranks = {name: rank or max(32, 32 * round(RANK_FACTORS[name] * math.sqrt(C) / 32)) for name, rank in overrides.items()}
@@ -62,7 +63,10 @@ def sizes(config: ModelConfig) -> Sizes:
 
 
 def shapes(config: ModelConfig, V: int) -> dict[str, Shape]:
-    """The name and shape of every tensor of a model, in the model's order, with layer 0's v0, v1 and v2, which are unused."""
+    """Returns the name and shape of every tensor of a model, in the model's order.
+
+    The unused tensors v0, v1 and v2 of layer 0 are included.
+    """
     C, H, N, F, ranks = sizes(config)
     tensors: dict[str, Shape] = {"emb.weight": (V, C)}
     for layer in range(config.n_layer):
@@ -84,21 +88,22 @@ def shapes(config: ModelConfig, V: int) -> dict[str, Shape]:
 
 
 def resolved(config: ModelConfig) -> ModelConfig:
-    """The configuration with n_ffn and the ranks filled in where they are None."""
+    """Returns the configuration with n_ffn and the ranks filled in where they are None."""
     _, _, _, F, ranks = sizes(config)
     return replace(config, n_ffn=F, decay_low_rank_dim=ranks["w"], a_low_rank_dim=ranks["a"], v_low_rank_dim=ranks["v"],
                    gate_low_rank_dim=ranks["g"])
 
 
 def operator_work(config: ModelConfig) -> int:
-    """The peak number of float32 values per token in the operator of one layer, without its saved activations."""
+    """Returns the peak number of float32 values per token in the operator of one layer, without saved activations."""
     return 16 * config.n_embd
 
 
 def saved_activations(config: ModelConfig, half: bool) -> float:
-    """The number of float32 values per token that one block saves for backward. half: whether autocast to half precision is on.
+    """Returns the number of float32 values per token that one block saves for backward.
 
-    The operator saves its inputs (log_w always in float32). In addition, it saves up to two float32 tensors.
+    `half` tells whether autocast to half precision is on. The operator saves its inputs (log_w always in float32) and up to two
+    more float32 tensors.
     """
     C, _, _, F, ranks = sizes(config)
     d, R = sum(ranks.values()), config.deep_embed_dim or 0
@@ -107,12 +112,15 @@ def saved_activations(config: ModelConfig, half: bool) -> float:
 
 
 def saved_when_recomputing(config: ModelConfig, half: bool, layers: Collection[str], vectors: bool) -> float:
-    """saved_activations for a block with frozen weights or packed sequences, which recomputes more. layers: the linear layers
-    that are trained; vectors: whether vectors are trained too.
+    """Returns saved_activations for a block with frozen weights or packed sequences, which recomputes more.
 
     The block saves the inputs of both LayerNorms in float32; r, k, v, the hidden layers of the low-rank gates, and the input of
-    the squared ReLU; if att.output is trained, its input; if mixes are trained, the x from which they are computed. Mixes are
-    recomputed.
+    the squared ReLU; the input of att.output if that layer is trained; and, if mixes are trained, the x from which they are
+    computed. Mixes are recomputed.
+
+    Args:
+        layers: the linear layers that are trained.
+        vectors: whether vectors are trained too.
     """
     C, _, _, F, ranks = sizes(config)
     saved = 3 * C + sum(ranks.values()) + F + ("att.output" in layers) * C
@@ -120,8 +128,11 @@ def saved_when_recomputing(config: ModelConfig, half: bool, layers: Collection[s
 
 
 def group(name: str) -> str:
-    """The optimiser group of a parameter: "matrix" (of a block), "gate" (receptance), "embedding" (also the head), "low rank"
-    or "vector". The first three groups have weight decay."""
+    """Returns the optimiser group of a parameter.
+
+    The groups are "matrix" (of a block), "gate" (receptance), "embedding" (also the head), "low rank" and "vector". The first
+    three groups have weight decay.
+    """
     if name in ("emb.weight", "head.weight") or name.endswith("ffn.s_emb.weight"):
         return "embedding"
     if name.endswith(tuple(f"ffn.{part}" for part in DEEP_EMBED)):
@@ -132,7 +143,7 @@ def group(name: str) -> str:
 
 
 def non_negative(config: ModelConfig) -> tuple[str, ...]:
-    """The names of the layers whose inputs are never negative: squares. None with DeepEmbed: its factors may be negative."""
+    """Returns the names of the layers whose inputs are squares, or none with DeepEmbed, whose factors may be negative."""
     return () if config.deep_embed_dim else ("ffn.value",)
 
 
@@ -143,13 +154,16 @@ class _Tensors(NamedTuple):
 
 
 class State(_Tensors, state.State):
-    """att_x, ffn_x (L,B,C): the last inputs of time and channel mixing; wkv (L,B,H,N,N): the operator's state. All float32."""
+    """RWKV-7's state, in float32.
+
+    att_x and ffn_x (L,B,C) are the last inputs of time and channel mixing. wkv (L,B,H,N,N) is the operator's state.
+    """
 
     __slots__ = ()
 
 
 def empty_state(config: ModelConfig, B: int, device: torch.device | str = "cpu") -> State:
-    """The state before the first token, for B rows."""
+    """Returns the state before the first token, for B rows."""
     (C, H, N, _, _), L = sizes(config), config.n_layer
     return State(torch.zeros(L, B, C, device=device), empty_wkv(L * B, H, N, device).view(L, B, H, N, N),
                  torch.zeros(L, B, C, device=device))

@@ -1,4 +1,4 @@
-"""DeepEmbed, RWKV-7a's addition to channel mixing: in every layer, a matrix for each token. mix.py has the formula."""
+"""DeepEmbed, RWKV-7a's addition to channel mixing: a matrix for each token in every layer. mix.py has the formula."""
 
 from typing import cast
 
@@ -20,7 +20,7 @@ def first_carry(tokens: Tensor) -> Carry:
 
 
 class DeepEmbedChannelMix(ChannelMix):
-    """ChannelMix with DeepEmbed, R = deep_embed_dim. It reads the carry's tokens and, before merge(), their embeddings."""
+    """Channel mixing with DeepEmbed. It reads the carry's tokens and, before merge(), the tokens' embeddings."""
 
     def __init__(self, n_embd: int, n_ffn: int, vocab_size: int, R: int) -> None:
         super().__init__(n_embd, n_ffn)
@@ -39,7 +39,6 @@ class DeepEmbedChannelMix(ChannelMix):
         return self.value(relu * relu * (inner.squeeze(-2) @ self.s2 + self.s0)), fused.last(x)
 
     def _matrices(self, x: Tensor, carry: Carry) -> Tensor:
-        """The matrices E (B,T,R,R) of the tokens."""
         rows = self.s_emb(carry.tokens).to(x.dtype)
         if self.s_emb_x is not None:
             rows = rows + self.s_emb_x(carry.embedded)
@@ -47,7 +46,7 @@ class DeepEmbedChannelMix(ChannelMix):
 
     @torch.no_grad()
     def merge(self, embedding: Tensor, norm: nn.LayerNorm) -> None:
-        """Adds s_emb_x ln0(emb[token]) to each row of s_emb, computed in float32, and drops s_emb_x."""
+        """Adds s_emb_x ln0(emb[token]), computed in float32, to each row of s_emb, and drops s_emb_x."""
         assert self.s_emb_x is not None
         merged = torch.empty_like(self.s_emb.weight)
         weight, bias, matrix = norm.weight.float(), norm.bias.float(), self.s_emb_x.weight.float()
@@ -69,7 +68,7 @@ def add_deep_embed(model: Model) -> None:
 
 
 def merge(model: Model) -> None:
-    """Merges the embedding into every layer's s_emb where this has not been done yet."""
+    """Merges the embedding into every layer's s_emb, except in layers where this has been done already."""
     blocks = cast(list[Block], [*model.blocks])
     for block in blocks:
         ffn = cast(DeepEmbedChannelMix, block.ffn)

@@ -5,7 +5,8 @@
 
 `gates` and `gated` are `inputs` and `output` without the large matrix products, for layers that must be called as modules.
 
-B rows, T steps, C channels in H heads of N, d the rank of a low-rank gate. Formulas: mix.py.
+The letters are B for rows, T for steps, C for channels in H heads of N, and d for the rank of a low-rank gate. mix.py has the
+formulas.
 """
 
 from collections.abc import Iterable, Mapping
@@ -34,11 +35,11 @@ from rwkv.model.fused.backend import module_for
 from rwkv.model.rwkv7.architecture import EPS, FASTEST_LOG_W, GATES, LEAST_NORM, MIXES
 from rwkv.model.weight_cache import rounded, to_save
 
-SQUARES = {"r": "receptance", "k": "key", "v": "value"}          # name of the mix -> its matrix (C,C)
+SQUARES = {"r": "receptance", "k": "key", "v": "value"}          # maps the name of a mix to its matrix (C,C)
 
 
 class _Backend(Protocol):
-    """The functions of fused_c.py and fused_triton.py. The arguments are as in _gates, _gated and their backward functions."""
+    """The functions of fused_c.py and fused_triton.py, with the arguments of _gates, _gated and their backward functions."""
 
     def supports(self, *tensors: Tensor, dtype: torch.dtype | None = None, N: int = 1) -> bool: ...
 
@@ -55,48 +56,47 @@ class _Backend(Protocol):
 
 
 def _backend_for(*tensors: Tensor, N: int) -> _Backend | None:
-    """The device's fused implementation, or None if it does not support these tensors and heads of N channels."""
     backend: _Backend | None = module_for("rwkv.model.rwkv7.fused_", tensors[0].device.type)
     return backend if backend is not None and backend.supports(*tensors, N=N) else None
 
 
 class Parameters(NamedTuple):
-    """The weights that `inputs` reads; in layer 0, v0, v1 and v2 are None."""
+    """The weights that `inputs` reads. In layer 0, v0, v1 and v2 are None."""
 
-    x_r: Tensor                          # (1,1,C), as all x_n
+    x_r: Tensor                          # all x_n are (1,1,C)
     x_w: Tensor
     x_k: Tensor
     x_v: Tensor
     x_a: Tensor
     x_g: Tensor
-    receptance: Tensor                   # (C,C), as the next two
+    receptance: Tensor                   # these three are (C,C)
     key: Tensor
     value: Tensor
-    w1: Tensor                           # (C,d), as the next three
+    w1: Tensor                           # these four are (C,d)
     a1: Tensor
     g1: Tensor
     v1: Tensor | None
-    k_k: Tensor                          # (1,1,C), as the next four
+    k_k: Tensor                          # these five are (1,1,C)
     k_a: Tensor
     w0: Tensor
     a0: Tensor
     v0: Tensor | None
-    w2: Tensor                           # (d,C), as the next three
+    w2: Tensor                           # these four are (d,C)
     a2: Tensor
     g2: Tensor
     v2: Tensor | None
 
 
 class Inputs(NamedTuple):
-    """The results of `inputs`. r, k and v are returned twice: backward receives both gradients of each and adds them."""
+    """The results of `inputs`. r, k and v are returned twice, and backward adds both gradients of each."""
 
-    r: Tensor                            # for the operator: (B,T,H,N), as the next five
+    r: Tensor                            # these six are for the operator: (B,T,H,N)
     log_w: Tensor                        # float32 or wider
     k: Tensor
     v: Tensor
     a: Tensor                            # -kk
     b: Tensor                            # kk * rate
-    output_r: Tensor                     # for `output`: (B,T,C), as the next three
+    output_r: Tensor                     # these four are for `output`: (B,T,C)
     output_k: Tensor
     output_v: Tensor
     output_g: Tensor
@@ -104,7 +104,7 @@ class Inputs(NamedTuple):
 
 
 class Gates(NamedTuple):
-    """log_w (float32 or wider), k, v, a = -kk, b = kk * rate and g, each (B,T,C)."""
+    """The results of `gates`, each (B,T,C): log_w (float32 or wider), k, v, a = -kk, b = kk * rate and g."""
 
     log_w: Tensor
     k: Tensor
@@ -117,7 +117,7 @@ class Gates(NamedTuple):
 def inputs(x: Tensor, last_x: Tensor | None, v_first: Tensor | None, N: int, parameters: Parameters) -> Inputs:
     """Computes the inputs of the operator and of `output` from x (B,T,C).
 
-    last_x (B,C): the step before x, None for zeros; v_first (B,T,C), None in layer 0.
+    `last_x` (B,C) is the step before x; None stands for zeros. `v_first` (B,T,C) is None in layer 0.
     """
     return Inputs(*_Inputs.apply(product_dtype(x), N, x, last_x, v_first, *parameters))
 
@@ -125,8 +125,13 @@ def inputs(x: Tensor, last_x: Tensor | None, v_first: Tensor | None, N: int, par
 def gates(k: Tensor, v: Tensor, v_first: Tensor | None, hidden: Tensors, N: int, vectors: Tensors, matrices: Tensors) -> Gates:
     """Computes the operator's inputs and g from k, v and the hidden layers of the low-rank gates.
 
-    k, v, v_first (B,T,C); hidden: m_w w1, m_a a1, m_g g1[, m_v v1], (B,T,d) each; vectors: k_k, k_a, w0, a0[, v0] (1,1,C);
-    matrices: w2, a2, g2[, v2] (d,C). In layer 0 v_first is None, and the values in brackets are absent.
+    In layer 0 v_first is None, and the values in brackets are absent.
+
+    Args:
+        k, v, v_first (B,T,C): the key, the value, and the value of layer 0.
+        hidden (B,T,d): m_w w1, m_a a1, m_g g1[, m_v v1].
+        vectors (1,1,C): k_k, k_a, w0, a0[, v0].
+        matrices (d,C): w2, a2, g2[, v2].
     """
     return Gates(*_Gates.apply(N, k, v, v_first, len(hidden), *hidden, *vectors, *matrices))
 
@@ -135,20 +140,20 @@ def output(y: Tensor, r: Tensor, k: Tensor, v: Tensor, g: Tensor, r_k: Tensor, w
            matrix: Tensor) -> Tensor:
     """Returns the (B,T,C) result of time mixing: O ((GroupNorm(y) + (sum over the head of r k r_k) v) g).
 
-    y (B,T,H,N); r, k, v, g (B,T,C); r_k (H,N); weight and bias of the normalisation (C,); matrix O (C,C).
+    The shapes are y (B,T,H,N); r, k, v, g (B,T,C); r_k (H,N); the normalisation's weight and bias (C,); the matrix O (C,C).
     """
     product: Tensor = _Output.apply(y, r, k, v, g, r_k, weight, bias, matrix)
     return product
 
 
 def gated(y: Tensor, r: Tensor, k: Tensor, v: Tensor, g: Tensor, r_k: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """The input of O in `output`, for an O that must be called as a module."""
+    """Returns the input of O in `output`, for an O that must be called as a module."""
     product: Tensor = _Gated.apply(y, r, k, v, g, r_k, weight, bias)
     return product
 
 
 def channel_mixing(x: Tensor, last_x: Tensor | None, x_k: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Returns V max(K mix(x), 0)^2, (B,T,C), where mix(x) = x_t + (x_{t-1} - x_t) x_k. x, last_x: as in `inputs`."""
+    """Returns V max(K mix(x), 0)^2, (B,T,C), where mix(x) = x_t + (x_{t-1} - x_t) x_k. x and last_x are as in `inputs`."""
     mixed: Tensor = _ChannelMixing.apply(product_dtype(x), x, last_x, x_k, key, value)
     return mixed
 
@@ -159,24 +164,24 @@ class _Inputs(torch.autograd.Function):
                 *parameters: Tensor | None) -> tuple[Tensor | None, ...]:
         p = dict(zip(Parameters._fields, parameters, strict=True))
         names = GATES[:-1] if v_first is None else GATES
-        weights = _named(p, (*SQUARES.values(), *_matrix_names(1, names)))
+        weights = _select(p, (*SQUARES.values(), *_matrix_names(1, names)))
         multiplied = rounded(dtype, weights)
         squares, downs = multiplied[:len(SQUARES)], multiplied[len(SQUARES):]
-        saved_x, mixes = mix(dtype, x, last_x, _named(p, [f"x_{name}" for name in MIXES]), to_previous=True)
+        saved_x, mixes = mix(dtype, x, last_x, _select(p, [f"x_{name}" for name in MIXES]), to_previous=True)
         m = dict(zip(MIXES, mixes, strict=True))
         r, k, v = (linear(m[name], square) for name, square in zip(SQUARES, squares, strict=True))
         hidden = tuple(m[name] @ down for name, down in zip(names, downs, strict=True))
-        gates, saved_gates = _low_rank_gates(k, v, v_first, hidden, N, _named(p, _vector_names(names)),
-                                             _named(p, _matrix_names(2, names)))
+        gates, saved_gates = _low_rank_gates(k, v, v_first, hidden, N, _select(p, _vector_names(names)),
+                                             _select(p, _matrix_names(2, names)))
         ctx.N, ctx.names, ctx.sizes = N, names, _save(ctx, mixes, saved_x, to_save(weights, multiplied), *saved_gates)
         ctx.dtype, ctx.weight_dtype = dtype, weights[0].dtype
-        operator_inputs = (_by_head(tensor, N) for tensor in (r, *gates[:5]))
+        operator_inputs = (_split_heads(tensor, N) for tensor in (r, *gates[:5]))
         return *operator_inputs, r, gates.k.detach(), gates.v.detach(), gates.g, v.detach() if v_first is None else None
 
     @staticmethod
     @first_derivative
     def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        mixes, saved_x, weights, *saved_gates = _saved(ctx)
+        mixes, saved_x, weights, *saved_gates = _saved_groups(ctx)
         weights = rounded(ctx.dtype, weights)
         squares, downs = weights[:len(SQUARES)], weights[len(SQUARES):]
         grad = Inputs(*grads)
@@ -194,7 +199,7 @@ class _Inputs(torch.autograd.Function):
             grad_m[name], by_name[SQUARES[name]] = product_backward(grad_product, m[name], square, ctx.weight_dtype)
         for name, grad_hidden, down in zip(ctx.names, gate_grads.hidden, downs, strict=True):
             grad_mix, by_name[f"{name}1"] = _row_product_backward(grad_hidden, m[name], down, ctx.weight_dtype)
-            if name in grad_m:           # the mix of v is the input both of V and of v's gate
+            if name in grad_m:           # the mix of v is an input of V and of v's gate
                 grad_m[name] += grad_mix
             else:
                 grad_m[name] = grad_mix
@@ -216,7 +221,7 @@ class _Gates(torch.autograd.Function):
     @staticmethod
     @first_derivative
     def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        grad = _low_rank_gates_backward(SavedGates(*_saved(ctx)), ctx.N, Gates(*grads), (None, None), ctx.weight_dtype)
+        grad = _low_rank_gates_backward(SavedGates(*_saved_groups(ctx)), ctx.N, Gates(*grads), (None, None), ctx.weight_dtype)
         return None, grad.k, grad.v, grad.v_first, None, *grad.hidden, *grad.vectors, *grad.matrices
 
 
@@ -240,7 +245,6 @@ class GateGrads(NamedTuple):
 
 def _low_rank_gates(k: Tensor, v: Tensor, v_first: Tensor | None, hidden: Tensors, N: int, vectors: Tensors,
                     matrices: Tensors) -> tuple[Gates, SavedGates]:
-    """The result of `gates`, and the tensors to save for its backward pass."""
     w2, a2, g2, *v2 = multiplied = rounded(k.dtype, matrices)
     tanh, hidden_a, sigmoid, *hidden_v = torch.tanh(hidden[0]), hidden[1], torch.sigmoid(hidden[2]), *hidden[3:]
     up = tanh, hidden_a, *hidden_v
@@ -252,8 +256,12 @@ def _low_rank_gates(k: Tensor, v: Tensor, v_first: Tensor | None, hidden: Tensor
 
 def _low_rank_gates_backward(saved: SavedGates, N: int, grads: Gates, extra: tuple[Tensor | None, Tensor | None],
                              dtype: torch.dtype) -> GateGrads:
-    """The gradients of all arguments of `gates`. extra: gradients to add to those of the results k and v, or None. dtype: the
-    unrounded matrices' dtype."""
+    """Returns the gradients of all arguments of `gates`.
+
+    Args:
+        extra: further gradients of the results k and v, or None.
+        dtype: the unrounded matrices' dtype.
+    """
     k, v, v_first, inverse = saved.tokens
     assert k is not None
     assert v is not None
@@ -274,11 +282,11 @@ def _low_rank_gates_backward(saved: SavedGates, N: int, grads: Gates, extra: tup
 
 
 def _gates(k: Tensor, v: Tensor, v_first: Tensor | None, z: Tensors, N: int, vectors: Tensors) -> Tensors:
-    """(log_w, k, v, a, b, 1 / |k k_k|) from z = (tanh(m_w w1) w2, (m_a a1) a2[, (m_v v1) v2]) and k_k, k_a, w0, a0[, v0]."""
-    if backend := _backend_for(k, v, *z, *_not_none(v_first), N=N):
+    """Returns (log_w, k, v, a, b, 1 / |k k_k|) from z = (zw, za[, zv]) and the vectors k_k, k_a, w0, a0[, v0]."""
+    if backend := _backend_for(k, v, *z, *_without_none(v_first), N=N):
         return backend.gates(k, v, v_first, z, N, vectors)
     decay, rate, factor = _decay_rate_factor(z, vectors)
-    keys = _by_head(k * vectors[0].to(k.dtype), N)
+    keys = _split_heads(k * vectors[0].to(k.dtype), N)
     inverse = keys.norm(dim=-1, keepdim=True, dtype=decay.dtype).clamp_(min=LEAST_NORM).reciprocal_()
     kk = (keys * inverse).to(k.dtype).flatten(2)
     new_v = v if v_first is None else torch.addcmul(v, v_first - v, _gate(z, vectors))
@@ -288,22 +296,24 @@ def _gates(k: Tensor, v: Tensor, v_first: Tensor | None, z: Tensors, N: int, vec
 def _gates_backward(k: Tensor, v: Tensor, v_first: Tensor | None, z: Tensors, N: int, vectors: Tensors, inverse: Tensor,
                     grads: Tensors, extra: tuple[Tensor | None, Tensor | None] = (None, None),
                     ) -> tuple[tuple[Tensor, Tensor, Tensor | None], Tensors, Tensors]:
-    """The gradients of (k, v, v_first), z and the vectors (C,). grads: the gradients of the results log_w, k, v, a and b.
+    """Returns the gradients of (k, v, v_first), z and the vectors (C,).
 
-    extra: gradients to add to those of the results k and v, or None.
+    Args:
+        grads: the gradients of the results log_w, k, v, a and b.
+        extra: further gradients of the results k and v, or None.
     """
-    if backend := _backend_for(k, v, *z, *_not_none(v_first), N=N):
+    if backend := _backend_for(k, v, *z, *_without_none(v_first), N=N):
         return backend.gates_backward(k, v, v_first, z, N, vectors, inverse, grads, extra)
     grad_log_w, grad_k, grad_v, grad_a, grad_b = grads
     grad_k, grad_v = (grad if other is None else grad + other for grad, other in zip((grad_k, grad_v), extra, strict=True))
     k_k, k_a = cast(k.dtype, vectors[:2])
     decay, rate, factor = _decay_rate_factor(z, vectors)
     grad_zw = torch.ops.aten.sigmoid_backward(grad_log_w * FASTEST_LOG_W, decay)
-    # kk = q / |q| with q = k k_k; a = -kk, b = kk rate, new k = k factor
-    kk = (_by_head(k * k_k, N) * inverse).to(k.dtype).flatten(2)
+    # The formulas are kk = q / |q| with q = k k_k; a = -kk, b = kk rate, new k = k factor.
+    kk = (_split_heads(k * k_k, N) * inverse).to(k.dtype).flatten(2)
     grad_kk = torch.addcmul(-grad_a, grad_b, rate)
-    along = _by_head(grad_kk * kk, N).sum(-1, keepdim=True)
-    _by_head(grad_kk, N).addcmul_(_by_head(kk, N), along, value=-1).mul_(inverse)
+    along = _split_heads(grad_kk * kk, N).sum(-1, keepdim=True)
+    _split_heads(grad_kk, N).addcmul_(_split_heads(kk, N), along, value=-1).mul_(inverse)
     k_grad_k = k * grad_k
     grad_za = torch.ops.aten.sigmoid_backward(torch.addcmul(grad_b * kk, k_grad_k, k_a), rate)
     grad_vectors = (_vector_grad(grad_kk * k), _vector_grad(k_grad_k * (rate - 1)), _vector_grad(grad_zw),
@@ -319,12 +329,12 @@ def _gates_backward(k: Tensor, v: Tensor, v_first: Tensor | None, z: Tensors, N:
 
 
 def _decay_rate_factor(z: Tensors, vectors: Tensors) -> Tensors:
-    """sigmoid(w0 + zw) in float32 or wider, rate = sigmoid(a0 + za), and 1 + (rate - 1) k_a."""
+    """Returns sigmoid(w0 + zw) in float32 or wider, rate = sigmoid(a0 + za), and 1 + (rate - 1) k_a."""
     _, k_a, w0, a0 = vectors[:4]
     dtype = z[0].dtype
     decay = torch.sigmoid(z[0].to(torch.promote_types(dtype, torch.float32)) + w0)
     rate = torch.sigmoid(z[1] + a0.to(dtype))
-    # in float32: rounding k_a (1.02 initially) to half precision would make all factors too small
+    # k_a (1.02 initially) stays float32, because rounding it to half precision would make all factors too small
     return decay, rate, torch.addcmul(1 - k_a, rate, k_a).to(dtype)
 
 
@@ -368,44 +378,44 @@ class _Gated(torch.autograd.Function):
 
 
 def _gated(y: Tensor, r: Tensor, k: Tensor, v: Tensor, g: Tensor, vectors: Tensors) -> Tensor:
-    """(GroupNorm(y) + (sum over the head of r k r_k) v) g, from vectors r_k, weight and bias."""
+    """Returns (GroupNorm(y) + (sum over the head of r k r_k) v) g, from vectors r_k, weight and bias."""
     N = y.shape[-1]
     if backend := _backend_for(y, r, k, v, g, N=N):
         return backend.gated(y, r, k, v, g, N, vectors)
-    ungated, _, _, _, _ = _ungated(y, r, k, v, cast(g.dtype, vectors))
+    ungated, _, _, _, _ = _norm_and_bonus(y, r, k, v, cast(g.dtype, vectors))
     return ungated * g
 
 
 def _gated_backward(y: Tensor, r: Tensor, k: Tensor, v: Tensor, g: Tensor, vectors: Tensors,
                     grad: Tensor) -> tuple[Tensors, Tensors]:
-    """The gradients of y, r, k, v and g, and of the vectors (C,), from `grad`, the gradient of _gated's result."""
+    """Returns the gradients of y, r, k, v, g and the vectors (C,) from `grad`, the gradient of _gated's result."""
     N = y.shape[-1]
     if backend := _backend_for(y, r, k, v, g, N=N):
         return backend.gated_backward(y, r, k, v, g, N, vectors, grad)
     r_k, weight, bias = cast(g.dtype, vectors)
-    ungated, normal, bonus, mean, inverse_std = _ungated(y, r, k, v, (r_k, weight, bias))
+    ungated, normal, bonus, mean, inverse_std = _norm_and_bonus(y, r, k, v, (r_k, weight, bias))
     grad_g, grad_ungated = grad * ungated, grad * g
-    grad_v = (_by_head(grad_ungated, N) * bonus).flatten(2)
-    grad_bonus = (_by_head(grad_ungated, N) * _by_head(v, N)).sum(-1, keepdim=True)
+    grad_v = (_split_heads(grad_ungated, N) * bonus).flatten(2)
+    grad_bonus = (_split_heads(grad_ungated, N) * _split_heads(v, N)).sum(-1, keepdim=True)
     along = grad_bonus * r_k
-    grad_r = (_by_head(k, N) * along).flatten(2)
-    grad_k = (_by_head(r, N) * along).flatten(2)
-    grad_r_k = _vector_grad((_by_head(r * k, N) * grad_bonus).flatten(2))
+    grad_r = (_split_heads(k, N) * along).flatten(2)
+    grad_k = (_split_heads(r, N) * along).flatten(2)
+    grad_r_k = _vector_grad((_split_heads(r * k, N) * grad_bonus).flatten(2))
     grad_vectors = grad_r_k, _vector_grad(normal.mul_(grad_ungated)), _vector_grad(grad_ungated)
-    grad_normal = _by_head(grad_ungated.mul_(weight), N).to(y.dtype)
+    grad_normal = _split_heads(grad_ungated.mul_(weight), N).to(y.dtype)
     grad_y, _, _ = torch.ops.aten.native_layer_norm_backward(grad_normal, y, (N,), mean, inverse_std, None, None,
                                                              (True, False, False))
     return (grad_y, grad_r, grad_k, grad_v, grad_g), grad_vectors
 
 
-def _ungated(y: Tensor, r: Tensor, k: Tensor, v: Tensor, vectors: Tensors) -> Tensors:
-    """GroupNorm(y) + bonus v, the normalised y, bonus = sum of r k r_k over each head, and each head's mean and 1/std."""
+def _norm_and_bonus(y: Tensor, r: Tensor, k: Tensor, v: Tensor, vectors: Tensors) -> Tensors:
+    """Returns GroupNorm(y) + bonus v, the normalised y, bonus = sum of r k r_k per head, and each head's mean and 1/std."""
     N, (r_k, weight, bias) = y.shape[-1], vectors
     normal, mean, inverse_std = torch.native_layer_norm(y, (N,), None, None, EPS)
     normal = normal.to(weight.dtype).flatten(2)
-    bonus = _by_head(r * k, N).mul(r_k).sum(-1, keepdim=True)
+    bonus = _split_heads(r * k, N).mul(r_k).sum(-1, keepdim=True)
     ungated = torch.addcmul(bias, normal, weight)
-    _by_head(ungated, N).addcmul_(bonus, _by_head(v, N))
+    _split_heads(ungated, N).addcmul_(bonus, _split_heads(v, N))
     return ungated, normal, bonus, mean, inverse_std
 
 
@@ -432,46 +442,42 @@ class _ChannelMixing(torch.autograd.Function):
 
 
 def _save(ctx: Context, *groups: Iterable[Tensor | None]) -> list[int]:
-    """Saves groups of tensors for backward. Returns the groups' sizes, which _saved needs."""
+    """Saves groups of tensors for backward. Returns the groups' sizes, which _saved_groups needs."""
     lists = [tuple(group) for group in groups]
     ctx.save_for_backward(*chain(*lists))
     return [len(group) for group in lists]
 
 
-def _saved(ctx: Context) -> list[tuple[Tensor, ...]]:
+def _saved_groups(ctx: Context) -> list[tuple[Tensor, ...]]:
     tensors = iter(ctx.saved_tensors)
     return [tuple(next(tensors) for _ in range(size)) for size in ctx.sizes]
 
 
 def _matrix_names(part: int, gates: str) -> list[str]:
-    """The names of the gates' matrices: w1, a1, g1[, v1] for part 1 and gates "wag[v]"; w2, a2, g2[, v2] for part 2."""
     return [f"{gate}{part}" for gate in gates]
 
 
 def _vector_names(gates: str) -> list[str]:
-    """The names of the vectors: k_k, k_a, and the gates' biases w0, a0[, v0]; g has none."""
     return ["k_k", "k_a", *(f"{gate}0" for gate in gates if gate != "g")]
 
 
-def _named(parameters: Mapping[str, Tensor | None], names: Iterable[str]) -> Tensors:
-    """The parameters with these names, none of which may be None."""
+def _select(parameters: Mapping[str, Tensor | None], names: Iterable[str]) -> Tensors:
     return tuple(parameters[name] for name in names)     # type: ignore[misc]
 
 
-def _not_none(*tensors: Tensor | None) -> Tensors:
+def _without_none(*tensors: Tensor | None) -> Tensors:
     return tuple(tensor for tensor in tensors if tensor is not None)
 
 
-def _by_head(tensor: Tensor, N: int) -> Tensor:
-    """(B,T,C) as (B,T,H,N), without a copy."""
+def _split_heads(tensor: Tensor, N: int) -> Tensor:
     return tensor.unflatten(-1, (-1, N))
 
 
 def _vector_grad(grad: Tensor) -> Tensor:
-    """The gradient (C,) of a vector that was broadcast over B and T: the sum of `grad` (B,T,C)."""
+    """Returns the gradient (C,) of a vector that was broadcast over B and T, from `grad` (B,T,C)."""
     return grad.sum((0, 1), dtype=wide_sum(grad))
 
 
 def _row_product_backward(grad: Tensor, x: Tensor, matrix: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The gradients of x (B,T,d) and M (d,C) from the gradient of x M (B,T,C). dtype: the unrounded matrix's dtype."""
+    """Returns the gradients of x (B,T,d) and M (d,C) from the gradient of x M (B,T,C). `dtype` is M's dtype before rounding."""
     return grad @ matrix.T, product_in(dtype, x.flatten(0, 1).T, grad.flatten(0, 1))

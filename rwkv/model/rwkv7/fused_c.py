@@ -1,7 +1,7 @@
 """RWKV-7's operations between the matrix products, in C, for CPUs. csrc/fused.c has the formulas.
 
-A row is one step of one sequence: there are B T rows. All arithmetic is in float32. Gradients of vectors are summed in an order
-that does not depend on the number of threads.
+A row is one step of one sequence, so there are B T rows. All arithmetic is in float32. Gradients of vectors are summed in an
+order that does not depend on the number of threads.
 """
 
 import torch
@@ -14,7 +14,7 @@ from rwkv.model.fused.c import supports as supports
 
 
 def gates(k: Tensor, v: Tensor, v_first: Tensor | None, z: Tensors, N: int, vectors: Tensors) -> Tensors:
-    """See fused._gates: (log_w, k, v, a, b, 1 / |k k_k|) from z = (zw, za[, zv]) and vectors k_k, k_a, w0, a0[, v0]."""
+    """Computes fused._gates, from z = (zw, za[, zv]) and vectors k_k, k_a, w0, a0[, v0]."""
     H = k.shape[-1] // N
     inverse = k.new_empty(*k.shape[:-1], H, dtype=torch.float32)
     log_w = torch.empty_like(k, dtype=torch.float32)
@@ -28,7 +28,7 @@ def gates(k: Tensor, v: Tensor, v_first: Tensor | None, z: Tensors, N: int, vect
 def gates_backward(k: Tensor, v: Tensor, v_first: Tensor | None, z: Tensors, N: int, vectors: Tensors, inverse: Tensor,
                    grads: Tensors, extra: tuple[Tensor | None, Tensor | None],
                    ) -> tuple[tuple[Tensor, Tensor, Tensor | None], Tensors, Tensors]:
-    """See fused._gates_backward."""
+    """Computes fused._gates_backward."""
     grad_k, grad_v, grad_z = torch.empty_like(k), torch.empty_like(v), tuple(torch.empty_like(part) for part in z)
     grad_first = None if v_first is None else torch.empty_like(v)
     grad_vectors = _empty_vectors(k, 5)
@@ -40,7 +40,7 @@ def gates_backward(k: Tensor, v: Tensor, v_first: Tensor | None, z: Tensors, N: 
 
 
 def gated(y: Tensor, r: Tensor, k: Tensor, v: Tensor, g: Tensor, N: int, vectors: Tensors) -> Tensor:
-    """See fused._gated."""
+    """Computes fused._gated."""
     out = torch.empty_like(r)
     _run("output_forward", r, N, y, r, k, v, g, *float32_rows(vectors, r.shape[-1]), out, *[None] * 7)
     return out
@@ -48,7 +48,7 @@ def gated(y: Tensor, r: Tensor, k: Tensor, v: Tensor, g: Tensor, N: int, vectors
 
 def gated_backward(y: Tensor, r: Tensor, k: Tensor, v: Tensor, g: Tensor, N: int, vectors: Tensors,
                    grad: Tensor) -> tuple[Tensors, Tensors]:
-    """See fused._gated_backward."""
+    """Computes fused._gated_backward."""
     grads = tuple(torch.empty_like(tensor) for tensor in (y, r, k, v, g))
     grad_vectors = _empty_vectors(r, 3)
     _run("output_backward", r, N, y, r, k, v, g, *float32_rows(vectors, r.shape[-1]), grad.contiguous(), *grads,
@@ -62,5 +62,4 @@ def _run(name: str, x: Tensor, N: int, *tensors: Tensor | None) -> None:
 
 
 def _empty_vectors(x: Tensor, n: int) -> Tensor:
-    """Uninitialised memory for n vectors (C,)."""
     return x.new_empty(n, x.shape[-1], dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""RWKV-7's initialisation: RWKV-LM's for the model, this project's own for DeepEmbed."""
+"""RWKV-7's initialisation, which is that of RWKV-LM for the model, and this project's own for DeepEmbed."""
 
 import math
 from typing import cast
@@ -14,7 +14,7 @@ from rwkv.model.rwkv7.mix import Block, ChannelMix, TimeMix
 
 @torch.no_grad()
 def init_weights(model: Model) -> None:
-    """Initialises a model as RWKV-LM does, since quality depends on it. Draws from torch's global generator."""
+    """Initialises a model as RWKV-LM does, since quality depends on it, with torch's global random generator."""
     V, C = model.emb.weight.shape
     nn.init.uniform_(model.emb.weight, -1e-4, 1e-4)
     nn.init.orthogonal_(model.head.weight, gain=0.5 * math.sqrt(max(V / C, 1.0)))
@@ -28,8 +28,8 @@ def _init_time_mix(att: TimeMix, layer: int, L: int) -> None:
     rho, sigma = layer / max(L - 1, 1), 1 - layer / L
     n = torch.arange(C)
     u, line = n / C, n / max(C - 1, 1) - 0.5
-    within = (n % N - (N - 1) / 2) / max((N - 1) / 2, 0.5)               # from -1 to 1 in each head
-    zigzag = within * within.abs()
+    position = (n % N - (N - 1) / 2) / max((N - 1) / 2, 0.5)               # from -1 to 1 in each head
+    zigzag = position * position.abs()
     for names, power in (("rg", 0.2), ("wa", 0.9), ("kv", 0.7)):
         for name in names:
             getattr(att, f"x_{name}").copy_(1 - u ** (power * sigma))
@@ -60,7 +60,7 @@ def _init_channel_mix(ffn: ChannelMix, layer: int, L: int) -> None:
 
 
 def _init_deep_embed(ffn: DeepEmbedChannelMix) -> None:
-    """Initialises DeepEmbed: a new model's outputs are as without DeepEmbed, and s_emb and s_emb_x learn from step 1."""
+    """Initialises DeepEmbed so that a new model's outputs are as without DeepEmbed, and s_emb and s_emb_x learn from step 1."""
     assert ffn.s_emb_x is not None
     nn.init.zeros_(ffn.s_emb.weight)
     nn.init.zeros_(ffn.s_emb_x.weight)

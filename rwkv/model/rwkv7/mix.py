@@ -13,11 +13,11 @@ vocabulary has a matrix E of R x R numbers, and channel mixing of x_t is
 
     V (relu(K m_k)^2 (((x_t s1) E) s2 + s0))                      E = s_emb[token] + s_emb_x ln0(emb[token])
 
-The second summand of E depends only on the token. Training computes it; for inference it is merged into s_emb.
+The second summand of E depends only on the token. Training computes this summand, and inference merges it into s_emb.
 
-Sources: the RWKV-7 paper (arXiv 2503.14456), section 4 and appendix; names, initialisation and optimiser groups: RWKV-LM,
-RWKV-v7/train_temp/src/model.py, whose files contain unused v0, v1 and v2 in layer 0; DeepEmbed: RWKV-LM,
-RWKV-v7/rwkv_v7a_demo.py, which specifies neither its initialisation nor its optimiser groups.
+The source of the formulas is the RWKV-7 paper (arXiv 2503.14456), section 4 and appendix. Names, initialisation and optimiser
+groups are those of RWKV-LM, RWKV-v7/train_temp/src/model.py, whose files contain unused v0, v1 and v2 in layer 0. DeepEmbed is
+from RWKV-LM, RWKV-v7/rwkv_v7a_demo.py, which specifies neither its initialisation nor its optimiser groups.
 """
 from collections.abc import Callable
 from functools import partial
@@ -36,7 +36,7 @@ from rwkv.model.packing import Packing
 from rwkv.model.rwkv7 import fused as rwkv7_fused
 from rwkv.model.rwkv7.architecture import EPS, FASTEST_LOG_W, LEAST_NORM, LOW_RANK, MIXES, State, sizes
 
-Recompute = Callable[[], Tensor]         # recomputes the input of time or channel mixing, in backward
+Recompute = Callable[[], Tensor]         # in backward, recomputes the input of time or channel mixing
 
 
 class TimeMix(nn.Module):
@@ -69,14 +69,14 @@ class TimeMix(nn.Module):
             if name != "g":
                 tensors = {f"{name}0": torch.zeros(1, 1, C), **tensors}
             for full_name, tensor in tensors.items():
-                if self.first and name == "v":           # unused, but present in the official files
+                if self.first and name == "v":           # RWKV-LM's files contain these unused tensors
                     self.register_buffer(full_name, tensor)
                 else:
                     self.register_parameter(full_name, nn.Parameter(tensor))
         self.k_k = nn.Parameter(torch.zeros(1, 1, C))
         self.k_a = nn.Parameter(torch.zeros(1, 1, C))
         self.r_k = nn.Parameter(torch.zeros(H, N))
-        self.register_parameter("time_state", None)              # (H,N,N), S before the first token; None: zeros
+        self.register_parameter("time_state", None)              # (H,N,N), S before the first token; None stands for zeros
         self.receptance = nn.Linear(C, C, bias=False)
         self.key = nn.Linear(C, C, bias=False)
         self.value = nn.Linear(C, C, bias=False)
@@ -86,9 +86,9 @@ class TimeMix(nn.Module):
     def forward(self, x: Tensor, last_x: Tensor | None, before: Tensor | None, v_first: Tensor | None,
                 packing: Packing | None = None,
                 recompute_x: Recompute | None = None) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-        """With a packing, every sequence starts from the initial state, and the returned state is None.
+        """Computes time mixing. With a packing, each sequence starts from the initial state, and the returned state is None.
 
-        recompute_x(): recomputes x in the backward pass, so that x need not be saved.
+        recompute_x() recomputes x in the backward pass, so that x need not be saved.
         """
         before = self._initial_state(len(x)) if before is None else before
         if packing is not None:
@@ -103,28 +103,27 @@ class TimeMix(nn.Module):
         return out, fused.last(x, saved=fuses), after, v_first
 
     def _can_fuse(self) -> bool:
-        """Whether _fused_mix may be used: the layers may be computed without being called, and no weight is frozen.
+        """Returns True if the layers may be computed without being called, and no weight is frozen.
 
         Fused functions would waste time on the gradients of frozen weights.
         """
-        if not fused.can_fuse(self.receptance, self.key, self.value, self.output):       # first: False in torch.compile
+        if not fused.can_fuse(self.receptance, self.key, self.value, self.output):       # torch.compile traces no further
             return False
         trained = all(parameter.requires_grad for parameter in self._parameters.values() if parameter is not None)
-        return (trained or not torch.is_grad_enabled()) and self._has_usual_norm()
+        return (trained or not torch.is_grad_enabled()) and self._has_standard_norm()
 
     def _can_recompute(self) -> bool:
-        """Whether _recompute_mix may be used: gradients are enabled, and autograd functions may replace the formulas."""
-        return fused.can_use_functions() and torch.is_grad_enabled() and self._has_usual_norm()
+        return fused.can_use_functions() and torch.is_grad_enabled() and self._has_standard_norm()
 
-    def _has_usual_norm(self) -> bool:
-        """Whether ln_x is the GroupNorm that the fused functions compute: H groups, EPS, no hooks."""
+    def _has_standard_norm(self) -> bool:
+        """Returns True if ln_x is the GroupNorm that the fused functions compute: H groups, EPS, no hooks."""
         norm = self.ln_x
         return (type(norm) is nn.GroupNorm and untouched(norm) and norm.affine
                 and (norm.num_groups, norm.eps) == (len(self.r_k), EPS))
 
     def _plain_mix(self, x: Tensor, last_x: Tensor | None, before: Tensor | None, v_first: Tensor | None,
                    packing: Packing | None = None) -> tuple[Tensor, Tensor | None, Tensor]:
-        """The formulas at the top of this file. Returns (out, the operator's new state, v_first)."""
+        """Computes the formulas at the top of this file. Returns (out, the operator's new state, v_first)."""
         past = [1 - mu for mu in self._mixes()]
         m_r, m_w, m_k, m_v, m_a, m_g = fused.token_shift(x, last_x, *past, first=packing.shift_mask if packing else None)
         r, k, v = self.receptance(m_r), self.key(m_k), self.value(m_v)
@@ -137,21 +136,20 @@ class TimeMix(nn.Module):
             v_first = v
         else:
             v = v + (v_first - v) * torch.sigmoid(self.v0 + (m_v @ low_rank("v1")) @ low_rank("v2"))
-        keys = self._heads(k * self.k_k)
+        keys = self._split_heads(k * self.k_k)
         kk = normalize(keys.to(torch.promote_types(keys.dtype, torch.float32)), dim=-1, eps=LEAST_NORM)
         kk = kk.to(r.dtype).flatten(2)
         k = (k * (1 + (rate - 1) * self.k_a)).to(r.dtype)
         v, b = v.to(r.dtype), (kk * rate).to(r.dtype)
-        y, after = self._wkv(r, log_w, k, v, -kk, b, before, packing)
-        bonus = (self._heads(r) * self._heads(k) * self.r_k).sum(-1, keepdim=True)
+        y, after = self._apply_operator(r, log_w, k, v, -kk, b, before, packing)
+        bonus = (self._split_heads(r) * self._split_heads(k) * self.r_k).sum(-1, keepdim=True)
         normal = self.ln_x(y.flatten(0, 1).flatten(1)).view_as(x)
-        return self.output((normal + (bonus * self._heads(v)).flatten(2)) * g), after, v_first
+        return self.output((normal + (bonus * self._split_heads(v)).flatten(2)) * g), after, v_first
 
     def _fused_mix(self, x: Tensor, last_x: Tensor | None, before: Tensor | None,
                    v_first: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor]:
-        """Computes _plain_mix in two fused autograd functions and the operator."""
-        inputs = rwkv7_fused.inputs(x, last_x, v_first, self.N, self._inputs(v_first is not None))
-        y, after = self._operator(inputs.r, inputs.log_w, inputs.k, inputs.v, inputs.a, inputs.b, before)
+        inputs = rwkv7_fused.inputs(x, last_x, v_first, self.N, self._input_parameters(v_first is not None))
+        y, after = self._apply_operator_to_heads(inputs.r, inputs.log_w, inputs.k, inputs.v, inputs.a, inputs.b, before)
         out = rwkv7_fused.output(y, inputs.output_r, inputs.output_k, inputs.output_v, inputs.output_g, self.r_k,
                                  self.ln_x.weight, self.ln_x.bias, self.output.weight)
         v_first = inputs.v_first if v_first is None else v_first
@@ -160,8 +158,10 @@ class TimeMix(nn.Module):
 
     def _recompute_mix(self, x: Tensor, last_x: Tensor | None, before: Tensor | None, v_first: Tensor | None,
                        packing: Packing | None, recompute_x: Recompute) -> tuple[Tensor, Tensor | None, Tensor]:
-        """Computes _plain_mix, but saves only these activations: r, k, v, the hidden layers of the gates, the operator's state,
-        and, if O is trained, the input of O. Backward recomputes the operations between the large products.
+        """Computes _plain_mix, but recomputes the operations between the large products in backward.
+
+        Only these activations are saved: r, k, v, the hidden layers of the gates, the operator's state, and, if O is trained,
+        the input of O.
         """
         past = tuple(1 - mu for mu in self._mixes())
         first = packing.shift_mask if packing else None
@@ -176,29 +176,28 @@ class TimeMix(nn.Module):
 
     def _between_products(self, before: Tensor | None, packing: Packing | None, r: Tensor, k: Tensor, v: Tensor,
                           v_first: Tensor | None, *hidden: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The input of O and the operator's new state, from r, k, v and the hidden layers of the gates."""
+        """Returns the input of O and the operator's new state, from r, k, v and the hidden layers of the gates."""
         v_gate = "" if v_first is None else "v"
         biases = [getattr(self, f"{name}0") for name in f"wa{v_gate}"]
         second = [self._low_rank(k.dtype, f"{name}2") for name in f"wag{v_gate}"]
-        # no autocast: int8 layers return float32 even under autocast, and the dtype of k then applies to everything here
+        # autocast is off, because int8 layers return float32 even under autocast, and all products here use the dtype of k
         with torch.autocast(k.device.type, enabled=False):
             hidden = tuple(part.to(k.dtype) for part in hidden)
             gates = rwkv7_fused.gates(k, v, v_first, hidden, self.N, (self.k_k, self.k_a, *biases), tuple(second))
-            y, after = self._wkv(r, gates.log_w, gates.k, gates.v, gates.a, gates.b, before, packing)
+            y, after = self._apply_operator(r, gates.log_w, gates.k, gates.v, gates.a, gates.b, before, packing)
             mixed = rwkv7_fused.gated(y, r, gates.k, gates.v, gates.g, self.r_k, self.ln_x.weight, self.ln_x.bias)
         return mixed, after
 
     def _low_rank(self, dtype: torch.dtype, name: str) -> Tensor:
-        """A gate's matrix, for products in `dtype`. In a quantised model it may be bfloat16 for float32 products."""
+        """Returns a gate's matrix for products in `dtype`. A quantised model may have it in bfloat16 for float32 products."""
         weight: Tensor = getattr(self, name)
         return weight.float() if (weight.dtype, dtype) == (torch.bfloat16, torch.float32) else weight
 
     def _initial_state(self, B: int) -> Tensor | None:
-        """The operator's state before the first token, for B rows; None for zeros."""
         return None if self.time_state is None else self.time_state.repeat(B, 1, 1, 1)
 
-    def _inputs(self, v_gate: bool) -> rwkv7_fused.Parameters:
-        """The parameters of rwkv7_fused.inputs. v_gate: whether to include the gate of v, which layer 0 lacks."""
+    def _input_parameters(self, v_gate: bool) -> rwkv7_fused.Parameters:
+        """Returns the parameters of rwkv7_fused.inputs, with those of the gate of v if `v_gate` is true."""
         weights = {name: getattr(self, name).weight for name in ("receptance", "key", "value")}
         omitted = () if v_gate else ("v0", "v1", "v2")
         vectors: dict[str, Any] = {name: None if name in omitted else getattr(self, name)
@@ -208,24 +207,23 @@ class TimeMix(nn.Module):
     def _mixes(self) -> tuple[Tensor, ...]:
         return tuple(getattr(self, f"x_{name}") for name in MIXES)
 
-    def _heads(self, tensor: Tensor) -> Tensor:
-        """(B,T,C) as (B,T,H,N)."""
+    def _split_heads(self, tensor: Tensor) -> Tensor:
         return tensor.unflatten(-1, (-1, self.N))
 
-    def _wkv(self, r: Tensor, log_w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, before: Tensor | None,
+    def _apply_operator(self, r: Tensor, log_w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, before: Tensor | None,
              packing: Packing | None = None) -> tuple[Tensor, Tensor | None]:
         """Applies the operator to inputs (B,T,C). Returns y (B,T,H,N) and the new state."""
-        r, log_w, k, v, a, b = (self._heads(tensor) for tensor in (r, log_w, k, v, a, b))
+        r, log_w, k, v, a, b = (self._split_heads(tensor) for tensor in (r, log_w, k, v, a, b))
         if packing is not None:
             def each(r: Tensor, log_w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor) -> Tensor:
                 return self.wkv(r, log_w, k, v, a, b, self._initial_state(len(r)))[0]
 
             return packing.each_sequence(each, r, log_w, k, v, a, b), None
-        return self._operator(r, log_w, k, v, a, b, before)
+        return self._apply_operator_to_heads(r, log_w, k, v, a, b, before)
 
-    def _operator(self, r: Tensor, log_w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor,
+    def _apply_operator_to_heads(self, r: Tensor, log_w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor,
                   before: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Applies the operator to inputs (B,T,H,N); for T = 1 without gradients it calls wkv.step, which is faster."""
+        """Applies the operator to inputs (B,T,H,N). For T = 1 without gradients, wkv.step is faster."""
         if r.shape[1] == 1 and before is not None and not torch.is_grad_enabled():
             y, after = self.wkv.step(r[:, 0], log_w[:, 0], k[:, 0], v[:, 0], a[:, 0], b[:, 0], before)
             return y.unsqueeze(1), after
@@ -243,7 +241,7 @@ class ChannelMix(nn.Module):
 
     def forward(self, x: Tensor, last_x: Tensor | None, packing: Packing | None = None,
                 recompute_x: Recompute | None = None) -> tuple[Tensor, Tensor]:
-        """recompute_x: as in TimeMix."""
+        """Computes channel mixing. `recompute_x` is as in TimeMix."""
         if packing is not None or not fused.can_fuse(self.key, self.value):
             past, first = (1 - self.x_k,), packing.shift_mask if packing else None
             mixes = fused.token_shift(x, last_x, *past, first=first)
@@ -254,7 +252,7 @@ class ChannelMix(nn.Module):
 
 
 class Carry(NamedTuple):
-    """The values other than x that a block passes to the next. tokens and embedded are None in a model without DeepEmbed."""
+    """The values other than x that a block passes to the next. Without DeepEmbed, `tokens` and `embedded` are None."""
 
     v_first: Tensor | None = None        # (B,T,C), None before layer 0
     tokens: Tensor | None = None         # (B,T)
@@ -262,7 +260,7 @@ class Carry(NamedTuple):
 
 
 class Block(nn.Module):
-    """Computes x + att(ln1(x)), then x + ffn(ln2(x)); the first block begins by normalising the embedding with ln0."""
+    """Computes x + att(ln1(x)), then x + ffn(ln2(x)). The first block begins by normalising the embedding with ln0."""
 
     def __init__(self, config: ModelConfig, layer: int, wkv: WKV7) -> None:
         super().__init__()
@@ -277,9 +275,10 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, before: State | None, carry: Carry | None = None,
                 packing: Packing | None = None) -> tuple[Tensor, State | None, Carry]:
-        """(x (B,T,C), this layer's state before x, or None if empty, carry) -> (the new x, the state after x, the new carry).
+        """Returns the new x (B,T,C), this layer's state after x, and the new carry.
 
-        packing: for rows of several sequences; each starts from the initial state, and the returned state is None.
+        `before` is this layer's state before x; None stands for the empty state. With a packing, a row holds several sequences.
+        Each sequence then starts from the initial state, and the returned state is None.
         """
         att_x, wkv, ffn_x = (None, None, None) if before is None else before
         x = self.ln0(x) if self.first else x

@@ -9,19 +9,19 @@ from rwkv.model.decoding.layers import LowRank, norm_function, product_function,
 from rwkv.model.rwkv7.architecture import FASTEST_LOG_W, LEAST_NORM, STEP_MIXES, State
 from rwkv.model.rwkv7.mix import Block, ChannelMix, TimeMix
 
-PLAIN = (Block, TimeMix, ChannelMix, nn.GroupNorm)       # classes of modules that Step replaces
+PLAIN = (Block, TimeMix, ChannelMix, nn.GroupNorm)       # Step replaces modules of these classes
 
 
 class Step:
-    """Block.forward for one token per row: (x (B,C), state, v_first (B,C)) -> (x, state, v_first).
+    """Computes Block.forward for one token per row: (x (B,C), state, v_first (B,C)) -> (x, state, v_first).
 
-    state: a State of one layer, with att_x (B,C), wkv (B,H,N,N) and ffn_x (B,C). Step reads the block's weights and calls no
-    modules. Use it under torch.inference_mode.
+    The state is a State of one layer, with att_x (B,C), wkv (B,H,N,N) and ffn_x (B,C). Step reads the block's weights and calls
+    no modules. Use it under torch.inference_mode.
     """
 
     @staticmethod
     def fits(block: Block, first: bool) -> bool:
-        """Whether Step can replace this block. first: whether this is the model's first block, which gets no v_first."""
+        """Returns True if Step can replace this block. The model's first block gets no v_first."""
         att = block.att
         H, N = att.r_k.shape
         return (block.first == att.first == first and (N, H) == (att.N, att.ln_x.num_groups)
@@ -60,16 +60,15 @@ class Step:
             v = v + (v_first - v) * torch.sigmoid(att.v0[0] + v_gate)
         rate = torch.sigmoid(att.a0[0] + a)
         log_w = FASTEST_LOG_W * torch.sigmoid(att.w0[0].float() + w)
-        kk = normalize(self._heads(k * att.k_k[0]).float(), dim=-1, eps=LEAST_NORM)
+        kk = normalize(self._split_heads(k * att.k_k[0]).float(), dim=-1, eps=LEAST_NORM)
         k = k * (1 + (rate - 1) * att.k_a[0])
-        r, k, v, rate = map(self._heads, (r, k, v, rate))
-        y, wkv = WKV7.step(r, self._heads(log_w), k, v, -kk, kk * rate, state.wkv)
+        r, k, v, rate = map(self._split_heads, (r, k, v, rate))
+        y, wkv = WKV7.step(r, self._split_heads(log_w), k, v, -kk, kk * rate, state.wkv)
         bonus = (r * k * att.r_k).sum(-1, keepdim=True)
         y = torch.group_norm(y.flatten(1), len(att.r_k), att.ln_x.weight, att.ln_x.bias, att.ln_x.eps)
         return self._output((y + (bonus * v).flatten(1)) * g), wkv, v_first
 
-    def _heads(self, tensor: Tensor) -> Tensor:
-        """(B,C) as (B,H,N)."""
+    def _split_heads(self, tensor: Tensor) -> Tensor:
         return tensor.unflatten(-1, (-1, self._att.N))
 
 

@@ -1,4 +1,4 @@
-"""RWKV-7's decoding step on a CPU: the structs of csrc/step.c."""
+"""The structs that RWKV-7's decoding step on a CPU reads (csrc/step.c)."""
 
 from typing import Any, NamedTuple, cast
 
@@ -18,7 +18,7 @@ from rwkv.model.decoding.c_step import (
 from rwkv.model.rwkv7.architecture import GATES, STEP_MIXES
 from rwkv.model.rwkv7.mix import Block
 
-CHANNEL_BUFFERS = ("v_first", "r", "k", "v", "zw", "za", "zv", "g", "kk", "y", "out")        # (C,) each, in a workspace row
+CHANNEL_BUFFERS = ("v_first", "r", "k", "v", "zw", "za", "zv", "g", "kk", "y", "out")        # C numbers each in a workspace row
 
 
 class Layer(NamedTuple):

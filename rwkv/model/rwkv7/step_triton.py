@@ -1,4 +1,4 @@
-"""RWKV-7's decoding step on a GPU: eight kernel launches per layer. The formulas are at the top of mix.py.
+"""RWKV-7's decoding step on a GPU, with eight kernel launches per layer. mix.py has the formulas.
 
 norm and mixes    n = LayerNorm(x); the inputs of r, k, v, w, a and g
 products          r, k, v; the gates' hidden layers with their tanh and sigmoid
@@ -29,7 +29,7 @@ ROWS = 64                                # rows of S per tile
 
 
 def launches(model: Model, builder: Builder) -> list[Launch]:
-    """The kernel launches of one step."""
+    """Returns the kernel launches of one step."""
     config = model.config
     blocks = cast(list[Block], [*model.blocks])
     C, N, F = config.n_embd, config.head_size, blocks[0].ffn.key.out_features
@@ -76,8 +76,10 @@ def launches(model: Model, builder: Builder) -> list[Launch]:
 def _wkv(slots, vectors, wide, narrow, states, wide_size, narrow_size, state_size, state_offset, readout_offset, C, eps,
          r_offset, k_offset, v_offset, v_first_offset, z_offset, rate_offset, g_offset, v_gate_offset, y_offset,
          FIRST: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, PREFILL: tl.constexpr):
-    """Computes one head of one row; with PREFILL, of all rows of a sequence. vectors (8,C): k_k, k_a, w0, a0, v0, r_k, the
-    norm's weight and bias."""
+    """Computes one head of one row or, with PREFILL, of all rows of a sequence.
+
+    `vectors` (8,C) has k_k, k_a, w0, a0, v0, r_k, and the norm's weight and bias.
+    """
     row = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * N
     S = states + tl.load(slots + row) * state_size + state_offset + tl.program_id(1) * N * N
@@ -95,8 +97,10 @@ def _wkv(slots, vectors, wide, narrow, states, wide_size, narrow_size, state_siz
 def _advance_head(S, vectors, row_ptr, out_ptr, C, eps, r_offset, k_offset, v_offset, v_first_offset, z_offset, rate_offset,
                   g_offset, v_gate_offset, y_offset, FIRST: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr,
                   ROWS: tl.constexpr):
-    """Updates the head's state S (N,N) for one token, and stores the head's output. row_ptr: the head's channels of the row in
-    the wide buffer; out_ptr: its channels in the narrow buffer."""
+    """Updates the head's state S (N,N) for one token, and stores the head's output.
+
+    `row_ptr` points to the head's channels of the row in the wide buffer, and `out_ptr` to its channels in the narrow buffer.
+    """
     j = tl.arange(0, BLOCK)
     inside = j < N
     vector = vectors + j
@@ -117,7 +121,7 @@ def _advance_head(S, vectors, row_ptr, out_ptr, C, eps, r_offset, k_offset, v_of
         gate = tl.sigmoid(tl.load(row_ptr + v_gate_offset + j, mask=inside, other=0.0)
                           + tl.load(vector + 4 * C, mask=inside, other=0.0))
         v += (tl.load(row_ptr + v_first_offset + j, mask=inside, other=0.0) - v) * gate
-        tl.debug_barrier()               # all threads have loaded v
+        tl.debug_barrier()               # all threads must have loaded v before it is overwritten
         tl.store(row_ptr + v_offset + j, v, mask=inside)
         tl.debug_barrier()               # the loop below loads v row by row
     for first_row in range(0, N, ROWS):
@@ -131,7 +135,7 @@ def _advance_head(S, vectors, row_ptr, out_ptr, C, eps, r_offset, k_offset, v_of
         state = state * w[None, :] + removed[:, None] * (kk * rate)[None, :] + value[:, None] * k[None, :]
         tl.store(S + cells, state, mask=both)
         tl.store(row_ptr + y_offset + i, tl.sum(state * r[None, :], 1), mask=in_i)
-    tl.debug_barrier()                   # y is complete
+    tl.debug_barrier()                   # y must be complete before it is loaded
     y = tl.load(row_ptr + y_offset + j, mask=inside, other=0.0)
     centred = tl.where(inside, y - tl.sum(y, 0) / N, 0.0)
     normal = centred / tl.sqrt(tl.sum(centred * centred, 0) / N + eps)

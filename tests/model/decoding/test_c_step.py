@@ -13,7 +13,7 @@ from kernels import native
 from kernels.matvec import BLOCKS, FORMATS, KQuant
 from kernels.matvec.cases import width
 from rwkv.generation.decoder import CDecoder, Decoder
-from rwkv.model.base import format
+from rwkv.model.base import optional_module
 from rwkv.model.decoding import c_step
 from rwkv.model.decoding.c_step import CStep, step_of, why_not
 from rwkv.pretrained import RWKV
@@ -73,7 +73,7 @@ LONGER: dict[str, Callable[[Any], Any]] = {
 def test_a_field_in_python_alone_is_refused(struct: str, generation: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_in("float32", generation)
     step_of(model)
-    step_c = format(model.config, "step_c")
+    step_c = optional_module(model.config, "step_c")
     made = step_c.c_model
     monkeypatch.setattr(step_c, "c_model", lambda model, builder: LONGER[struct](made(model, builder)))
     with pytest.raises(AssertionError, match=f"{generation}_{struct} must have the same fields"):

@@ -106,7 +106,7 @@ def inputs_of_layer_0(function: Callable[..., Tensors]) -> Function:
 
 
 def fused_inputs(x: Tensor, last_x: Tensor, v_first: Tensor | None, parameters: Parameters) -> Tensors:
-    return rwkv7_fused._not_none(*rwkv7_fused.inputs(x, last_x, v_first, N, parameters))
+    return rwkv7_fused._without_none(*rwkv7_fused.inputs(x, last_x, v_first, N, parameters))
 
 
 def plain_gates(k: Tensor, v: Tensor, v_first: Tensor, w: Tensor, a: Tensor, g: Tensor, m_v: Tensor, k_k: Tensor, k_a: Tensor,
