@@ -283,7 +283,7 @@ def write_checkpoint(folder: Path, name: str, shape: Sequence[int], zeros: float
 
 @torch.inference_mode()
 def zero_fraction(model: RWKV) -> float:
-    """The fraction of the squared ReLUs that are zero, over all layers, for 64 random tokens."""
+    """Returns the fraction of squared ReLUs that are zero, over all layers, for 64 random tokens."""
     fractions = []
     hooks = [block.ffn.key.register_forward_hook(lambda *call: fractions.append((call[-1] <= 0).double().mean().item()))
              for block in model.blocks]
