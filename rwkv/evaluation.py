@@ -57,7 +57,7 @@ class TextScore:
 
 @dataclass(frozen=True)
 class Score:
-    """The results of texts, which are contexts with last words or conversations, added up.
+    """The summed results of several texts. A text is a context with a last word, or a conversation.
 
     Attributes:
         texts: number of texts.
