@@ -1,4 +1,4 @@
-"""Writes random models in llama.cpp's Q4_K_M, a format that the package gguf cannot quantise to."""
+"""Writes random models in llama.cpp's format Q4_K_M, because the package gguf cannot quantise to this format."""
 
 from pathlib import Path
 
@@ -9,14 +9,15 @@ from kernels.matvec import BLOCKS
 from kernels.matvec.cases import random_blocks
 
 LOW_RANK = tuple(f"time_mix_{letter}{part}.weight" for letter in "wavg" for part in "12")
-FINER = ("time_mix_value.weight", "channel_mix_value.weight")            # Q6_K in every second layer
+FINER = ("time_mix_value.weight", "channel_mix_value.weight")            # these matrices are Q6_K in every second layer
 HEAD = "output.weight"
 
 
 def write_q4_k_m(source: Path, target: Path) -> None:
-    """Copies a GGUF file, with random blocks as matrices: Q6_K for the head and half of the value matrices, else Q4_K.
+    """Copies a GGUF file, and replaces its matrices by random blocks.
 
-    Low-rank matrices, and those whose width is not a multiple of a block, are copied unchanged.
+    The head and half of the value matrices become Q6_K, other matrices Q4_K. Low-rank matrices, and matrices whose width is not
+    a multiple of the block size, are copied unchanged.
     """
     import gguf
 

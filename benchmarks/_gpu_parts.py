@@ -43,7 +43,7 @@ from rwkv.generation.request import Request
 from rwkv.generation.sampling import drawing_on, next_tokens
 from rwkv.generation.stopping import StoppingCriteria
 from rwkv.model.base import generation
-from rwkv.model.fused import format as fused_form
+from rwkv.model.fused import format as fused_format
 from rwkv.model.quantized import to_packed
 from rwkv.pretrained import RWKV
 from rwkv.tokenizer.tokenizers import Tokenizer
@@ -52,10 +52,10 @@ from rwkv.training.graphs import Replay
 from rwkv.training.task import LanguageModel
 from rwkv.training.trainer import prepare_blocks
 
-PAUSE = 4_000_000                        # cycles, 2 ms: the GPU waits while the host launches the timed operations
+PAUSE = 4_000_000                        # cycles (2 ms) that the GPU waits while the host launches the timed operations
 SPARE_S = 3.0                            # seconds between a program's limit and its part's deadline
 PROBLEMS = {"wkv7": ((2, 257, 4, 64), (2, 63, 1, 64)), "wkv4": ((3, 257, 96),)}          # shapes of the part `right`
-PER_OPERATION = 500                      # timed launches: a stream holds 1,024 before the host waits
+PER_OPERATION = 500                      # number of timed launches; a stream holds 1,024 before the host waits
 
 
 class Shape(NamedTuple):
@@ -71,18 +71,24 @@ class Shape(NamedTuple):
 
 
 class Way(NamedTuple):
-    """How a training step is computed. fused: with the fused layers; otherwise with PyTorch's operations."""
+    """A way of computing a training step.
+
+    Attributes:
+        options: further fields of TrainerConfig, which must not be modified.
+        fused: True for the fused layers, False for PyTorch's operations.
+        graphs: True if all blocks are replayed as one CUDA graph.
+    """
 
     name: str
     precision: str
-    options: dict[str, Any] = {}         # noqa: RUF012  of TrainerConfig; it is not changed
+    options: dict[str, Any] = {}         # noqa: RUF012
     fused: bool = True
-    graphs: bool = False                 # all blocks replayed as one CUDA graph
+    graphs: bool = False
 
 
 TRAINED = (Shape("rwkv7", 12, 768, 65536, 8, 1024), Shape("rwkv7", 4, 192, 2048, 8, 128),
            Shape("rwkv7", 24, 2048, 65536, 4, 1024), Shape("rwkv4", 12, 768, 50277, 8, 1024))
-TRIED = (Shape("rwkv7", 2, 64, 256, 2, 16), Shape("rwkv4", 2, 64, 256, 2, 16))           # with --device cpu
+TRIED = (Shape("rwkv7", 2, 64, 256, 2, 16), Shape("rwkv4", 2, 64, 256, 2, 16))           # shapes for --device cpu
 WAYS = (Way("bf16", "bf16-mixed"), Way("bf16, graphs", "bf16-mixed", graphs=True),
         Way("bf16, unfused", "bf16-mixed", fused=False), Way("float32", "32-true"), Way("tf32", "tf32"))
 COMPILED = (Way("bf16, compiled", "bf16-mixed", {"compile": True}),)
@@ -92,12 +98,12 @@ WKV4_SHAPES = (8, 1024, 768), (8, 8192, 768), (32, 768, 768), (8, 4096, 4096)
 
 @dataclass
 class Check:
-    """A part's output, device and deadline."""
+    """The output, device and deadline of a part."""
 
     part: str
     rows: Rows
     device: str
-    deadline: float                      # of time.monotonic
+    deadline: float                      # in seconds of time.monotonic
     scratch: Path = field(default_factory=lambda: Path(tempfile.mkdtemp(prefix="gpu-check-")))
 
     @property
@@ -109,10 +115,10 @@ class Check:
 
     @contextlib.contextmanager
     def measuring(self, **about: Any) -> Iterator[None]:
-        """Turns an exception into a row. A GPU fault ends the part."""
+        """Turns an exception in the `with` block into a row. A GPU fault ends the part."""
         try:
             yield
-        except (Exception, SystemExit) as error:         # a benchmark's own programs exit with a sentence
+        except (Exception, SystemExit) as error:         # functions of other benchmarks exit with a message
             self.add(**about, error=f"{type(error).__name__}: {str(error)[:300]}")
             del error
             self._require_life()
@@ -129,7 +135,7 @@ class Check:
         torch.cuda.empty_cache()
 
     def left(self, most: float) -> float:
-        """The time limit of a program, in seconds: at most `most`, and not beyond the part's deadline."""
+        """Returns the time limit of a program in seconds: at most `most`, and not beyond the part's deadline."""
         return max(1.0, min(PATIENCE[self.device] * most, self.deadline - time.monotonic() - SPARE_S))
 
     def peak_mb(self) -> float:
@@ -137,9 +143,11 @@ class Check:
 
 
 def milliseconds(check: Check, call: Callable[[], Any], seconds: float = 0.6, most: int = 50, alone: bool = False) -> float:
-    """The median time of a call in milliseconds. On a GPU it is measured by events, and includes waiting for the host's
-    launches; alone=True measures the GPU's own time: the GPU pauses before the first event while the host launches
-    everything."""
+    """Returns the median time of a call in milliseconds.
+
+    On a GPU, the time is measured by events, and includes waiting for the host's launches. With `alone`, the GPU pauses before
+    the first event while the host launches everything, so that only the GPU's own time is measured.
+    """
     call()
     times: list[float] = []
     end = time.monotonic() + (seconds if check.on_gpu else 0.0)
@@ -183,7 +191,7 @@ def machine(check: Check) -> None:
 
 
 def kernels_of(op: str, check: Check) -> list[str]:
-    """The operator's kernels that run on this device, first the one that kernel=auto selects."""
+    """Returns the operator's kernels that run on this device. The kernel that kernel=auto selects comes first."""
     if not check.on_gpu:
         return ["c_v0"]
     chosen = select(op, AUTO, check.device, torch.bfloat16).name
@@ -208,11 +216,10 @@ def right(check: Check) -> None:
     for name in ("rwkv7", "rwkv4"):
         for precision, allowed in (("32-true", 2e-3), ("bf16-mixed", 0.1)):
             with check.measuring(fused=name, precision=precision):
-                _whole_model(check, name, precision, allowed)
+                _compare_fused_gradients(check, name, precision, allowed)
 
 
-def _whole_model(check: Check, name: str, precision: str, allowed: float) -> None:
-    """The errors of a model's gradients with fused layers and loss, relative to PyTorch's operations in float32."""
+def _compare_fused_gradients(check: Check, name: str, precision: str, allowed: float) -> None:
     shape = Shape(name, 2, 128, 257, 2, 33)
     expected, actual = (_gradients(check, shape, way) for way in (Way("", "32-true", fused=False), Way("", precision)))
     worst = {key: float((actual[key] - exact).norm() / exact.norm().clamp(min=1e-9)) for key, exact in expected.items()}
@@ -221,7 +228,7 @@ def _whole_model(check: Check, name: str, precision: str, allowed: float) -> Non
 
 
 def _gradients(check: Check, shape: Shape, way: Way) -> dict[str, Tensor]:
-    with _forms(way.fused):
+    with _use_fused_layers(way.fused):
         task = new_task(check, shape, way)
         x = torch.randint(shape.V, (shape.B, shape.T), generator=torch.Generator().manual_seed(1)).to(check.device)
         with _autocast(check, way):
@@ -231,15 +238,15 @@ def _gradients(check: Check, shape: Shape, way: Way) -> dict[str, Tensor]:
 
 
 @contextlib.contextmanager
-def _forms(fused: bool) -> Iterator[None]:
-    """Within the block, models use all fused layers or none."""
-    before = dict(fused_form.SUFFIXES)
+def _use_fused_layers(fused: bool) -> Iterator[None]:
+    """Makes models use all fused layers or none in the `with` block."""
+    before = dict(fused_format.SUFFIXES)
     if not fused:
-        fused_form.SUFFIXES.clear()
+        fused_format.SUFFIXES.clear()
     try:
         yield
     finally:
-        fused_form.SUFFIXES.update(before)
+        fused_format.SUFFIXES.update(before)
 
 
 def _autocast(check: Check, way: Way) -> torch.autocast:
@@ -248,7 +255,10 @@ def _autocast(check: Check, way: Way) -> torch.autocast:
 
 
 def new_task(check: Check, shape: Shape, way: Way) -> LanguageModel:
-    """A training task with normally distributed weights: many weights start at zero, and multiplying zeros is faster."""
+    """Returns a training task with normally distributed weights.
+
+    The usual initial weights contain many zeros, which are faster to multiply.
+    """
     set_product_precision(way.precision, torch.device(check.device))
     torch.manual_seed(0)
     config = ModelConfig(generation=shape.generation, n_layer=shape.L, n_embd=shape.C, ctx_len=shape.T)
@@ -274,14 +284,13 @@ def compiled(check: Check) -> None:
 
 
 def _train(check: Check, ways: Sequence[Way]) -> None:
-    """Measures the first way for all shapes, then the other ways."""
     for way in ways:
         for shape in TRAINED if check.on_gpu else TRIED:
             if (way.precision == "tf32" or way.graphs) and not check.on_gpu:
                 continue
             about = {"model": str(shape), "way": way.name}
-            with check.measuring(**about), _forms(way.fused):
-                _training_steps(check, shape, way, about)        # a separate function, so that its tensors are freed
+            with check.measuring(**about), _use_fused_layers(way.fused):
+                _training_steps(check, shape, way, about)        # is a separate function, so that its tensors are freed
             check._require_life()
 
 
@@ -317,7 +326,7 @@ def _training_steps(check: Check, shape: Shape, way: Way, about: dict[str, Any])
     events = sorted((event for event in events if event[2]), key=lambda event: -event[2])
     about |= {"launches": sum(count for _, count, _ in events), "gpu_ms": sum(us for *_, us in events) / 1000,
               "longest": [[key[:60], count, round(us)] for key, count, us in events[:10]]}
-    if not way.options:                  # the host's time, at a batch that does not fill the stream; a graph has one shape
+    if not way.options:                  # measures the host with a small batch, unless a graph fixes the shape
         small = x if way.graphs else x[:1, :16]
         host = []
         for _ in range(5):
@@ -331,7 +340,7 @@ def _training_steps(check: Check, shape: Shape, way: Way, about: dict[str, Any])
 
 
 def wkv7_inputs(check: Check, B: int, T: int, H: int, N: int) -> tuple[list[Tensor], Tensor]:
-    """r, log_w, k, v, a, b with the dtypes that RWKV-7 has in bf16-mixed and requires_grad, and a gradient of y."""
+    """Returns r, log_w, k, v, a and b, with the dtypes of bf16-mixed and requires_grad; and a gradient of y."""
     r, w, k, v, a, b = (torch.randn(B, T, H, N, device=check.device) for _ in range(6))
     kk = torch.nn.functional.normalize(a, dim=-1)
     inputs = [r.bfloat16(), -0.6065306597 * torch.sigmoid(w), k.bfloat16(), v.bfloat16(), (-kk).bfloat16(),
@@ -375,20 +384,22 @@ def _forward_and_backward(check: Check, name: str, shape: list[int], forward: Ca
 
 
 def decode(check: Check) -> None:
-    """Measures the most common cases first. Packed weights pay off for large models, so only the large one is measured with
-    them; float16 costs as much as bfloat16, so only the small one is."""
+    """Measures decoding, the most common cases first.
+
+    Packed weights pay off for large models, so only the large model is measured in int8 and int4. float16 costs as much as
+    bfloat16, so only the small model is measured in float16.
+    """
     tiny, small, large = ("tiny", 2, 64), ("0.1b", 12, 768), ("1.5b", 24, 2048)
     sizes = (small, large) if check.on_gpu else (tiny,)
     for format in ("bfloat16", "int8", "int4", "float16", "float32") if check.on_gpu else ("bfloat16", "float32"):
         for name, L, C in sizes[-1:] if format.startswith("int") else sizes[:1] if format == "float16" else sizes:
             about = {"model": name, "dtype": format}
             with check.measuring(**about):
-                _decode(check, _generating(check, L, C, format), about)
+                _measure_decoder(check, _random_model(check, L, C, format), about)
             check._require_life()
 
 
-def _decode(check: Check, model: RWKV, about: dict[str, Any]) -> None:
-    """Measures decoding as generate.py does it: with the model's decoder, and tokens drawn on the same device."""
+def _measure_decoder(check: Check, model: RWKV, about: dict[str, Any]) -> None:
     options = Sampling(temperature=1.0, top_p=0.8)
     for B in (1, 8, 64, 512) if check.on_gpu else (1, 2):
         with check.measuring(**about, rows=B):
@@ -397,14 +408,14 @@ def _decode(check: Check, model: RWKV, about: dict[str, Any]) -> None:
             draw, _ = drawing_on(model.emb.weight.device, isinstance(decoder, CDecoder))
             tokens, uniform = torch.zeros(B, dtype=torch.long), torch.rand(B, dtype=torch.float64)
 
-            def drawn(logits: Tensor, uniform: Tensor = uniform, draw: Any = draw) -> Tensor:
+            def sample(logits: Tensor, uniform: Tensor = uniform, draw: Any = draw) -> Tensor:
                 return next_tokens(logits, uniform, options, draw=draw)
 
-            logits = decoder.step(drawn(decoder.step(tokens)))
+            logits = decoder.step(sample(decoder.step(tokens)))
             row = {"first_tokens_s": time.perf_counter() - start,
                    "step_ms": milliseconds(check, lambda d=decoder, t=tokens: d.step(t)),
-                   "sampling_ms": milliseconds(check, lambda f=drawn, x=logits: f(x)),
-                   "token_ms": milliseconds(check, lambda f=drawn, d=decoder, t=tokens: f(d.step(t)))}
+                   "sampling_ms": milliseconds(check, lambda f=sample, x=logits: f(x)),
+                   "token_ms": milliseconds(check, lambda f=sample, d=decoder, t=tokens: f(d.step(t)))}
             check.add(**about, rows=B, decoder=type(decoder).__name__, tok_s=1000 * B / row["token_ms"], **row)
             del decoder, logits          # frees the decoder's slots for the next batch size
     for T in (32, 512, 4096) if check.on_gpu else (16,):
@@ -414,8 +425,7 @@ def _decode(check: Check, model: RWKV, about: dict[str, Any]) -> None:
             check.add(**about, prefill=T, ms=ms, tok_s=1000 * T / ms)
 
 
-def _generating(check: Check, L: int, C: int, format: str) -> RWKV:
-    """A random model with its weights in this dtype."""
+def _random_model(check: Check, L: int, C: int, format: str) -> RWKV:
     packed = format.startswith("int")
     dtype = torch.float32 if packed else getattr(torch, format)
     operator = select("wkv7", AUTO, check.device, dtype)
@@ -431,7 +441,7 @@ def _generating(check: Check, L: int, C: int, format: str) -> RWKV:
 
 
 def serve(check: Check) -> None:
-    """Measures concurrent sequences after their prompts: in the engine alone, and over HTTP through serve.py."""
+    """Measures concurrent sequences after their prompts, in the engine alone and over HTTP with serve.py."""
     shape, clients = ((12, 768, 65472), (1, 16, 64)) if check.on_gpu else ((2, 64, 1024), (1, 2))
     seconds = 5.0 if check.on_gpu else 0.5
     checkpoint = write_checkpoint(check.scratch, "rwkv7", shape)
@@ -473,7 +483,7 @@ def _engine(check: Check, checkpoint: Path, vocabulary: Path, texts: Sequence[in
 
 
 def missing_for_server() -> str:
-    """The packages of serve.py that are not installed."""
+    """Lists the packages of serve.py that are not installed."""
     needed = ("starlette", "uvicorn", "httptools", "msgspec", "prometheus_client", "llguidance")
     return ", ".join(name for name in needed if importlib.util.find_spec(name) is None)
 
@@ -482,7 +492,7 @@ def missing_for_server() -> str:
 
 
 def run_program(check: Check, name: str, *command: str, most: float = 60, text: str = "") -> bool:
-    """Runs a program of the project with this standard input, and adds a row with its status, time and last lines of output."""
+    """Runs a program of the project, and adds a row with the status, time and last lines of output. `text` is its input."""
     start = time.monotonic()
     process = _start(check, *command, stdin=subprocess.PIPE)
     try:
@@ -547,17 +557,16 @@ def programs(check: Check) -> None:
         check.add(program="serve", skipped=f"not installed: {missing}")
     else:
         with check.measuring(program="serve"):
-            _serve(check, saved, device)
+            _request_completion(check, saved, device)
     run_program(check, "train tiny with a probe",
                 *training(check, "probed", "tiny", "trainer.max_steps=20", "trainer.probe=true"))
 
 
-def _serve(check: Check, saved: str, device: str) -> None:
-    """Starts a server, requests one completion, and stops the server."""
+def _request_completion(check: Check, saved: str, device: str) -> None:
     start = time.monotonic()
     with _start(check, "serve.py", saved, device, "port=0") as process:
         try:
-            url = _url_of(process, check.left(60))
+            url = _server_url(process, check.left(60))
             body = json.dumps({"prompt": "The ", "max_tokens": 8}).encode()
             request = urllib.request.Request(f"{url}/v1/completions", body, {"Content-Type": "application/json"})
             with urllib.request.urlopen(request, timeout=check.left(60)) as answer:
@@ -572,8 +581,7 @@ def _serve(check: Check, saved: str, device: str) -> None:
               answer=text, **failed)
 
 
-def _url_of(process: subprocess.Popen[str], seconds: float) -> str:
-    """The address that the server prints once it answers."""
+def _server_url(process: subprocess.Popen[str], seconds: float) -> str:
     assert process.stdout is not None
     end, lines = time.monotonic() + seconds, ""
     while time.monotonic() < end and (line := process.stdout.readline()):

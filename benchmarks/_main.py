@@ -1,4 +1,4 @@
-"""Functions shared by the programs of this folder: exit status, reading a text, measuring in parts, requests to a process."""
+"""Functions that the programs of this folder share: exit status, reading a text, measuring in parts, requests to a process."""
 
 import json
 import subprocess
@@ -15,20 +15,20 @@ from rwkv.io import utf8
 
 
 def run_program(main: Callable[[], int | None]) -> NoReturn:
-    """Runs a program's main and exits with its status; a user's mistake prints one sentence and exits with status 2."""
+    """Runs a program's main, and exits with its status. After a user's mistake, prints the message and exits with status 2."""
     sys.exit(exit_status(main, UserError))
 
 
 def read_text(path: Path) -> str:
-    """The whole text of a file. Raises UserError if it cannot be read, is not UTF-8, or is empty."""
+    """Returns the text of a file. Raises UserError if the file cannot be read, is not UTF-8, or is empty."""
     text = utf8.read_text(path, str(path))
     if not text:
-        raise UserError(f"{path} must not be empty: name a file with text")
+        raise UserError(f"{path} must not be empty: give a file with text")
     return text
 
 
 def measure_parts(parts: Mapping[str, Callable[[], Report]], file: Path | None) -> None:
-    """Measures each part, and writes the results to `file`, which keeps its other parts; each part has its commit."""
+    """Measures each part, and updates these parts in `file`. The commit of each part is written too."""
     before = read_json(file) if file and file.exists() else {}
     machine = hardware.describe("cpu")
     report: Report = before | {"machine": machine, "commits": before.get("commits", {})}
@@ -36,15 +36,17 @@ def measure_parts(parts: Mapping[str, Callable[[], Report]], file: Path | None) 
         report[name] = measure()
         report["commits"][name] = machine["commit"]
         print(f"{name}: {json.dumps(report[name])}", flush=True)
-        if file:                         # after each part, so that an interrupted run keeps its measurements
+        if file:                         # saves after each part, so that an interrupted run keeps its measurements
             save(report, file)
     publish(report, file)
 
 
 @contextmanager
 def answering(command: Sequence[str | Path]) -> Iterator[Callable[[Any], Any]]:
-    """Yields a function that sends `command` a request as a JSON line and returns the answer. The process ends with the
-    block."""
+    """Starts `command`, and yields a function that sends a request as a JSON line and returns the answer.
+
+    The process ends with the `with` block.
+    """
     with subprocess.Popen(command, cwd=hardware.ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdin is not None
         assert process.stdout is not None

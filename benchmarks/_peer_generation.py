@@ -1,15 +1,15 @@
-"""_peer_generation.py PEER FORMAT FOLDER BATCHES PROMPT: times prefill and decoding of a different program, on request.
+"""_peer_generation.py PEER FORMAT FOLDER BATCHES PROMPT: times prefill and decoding of another program on request.
 
-    rwkv           PyPI's, on an RWKV-4 or RWKV-7 checkpoint (model.pth): float32, bfloat16, int8 (RWKV-4)
-    transformers   on huggingface/: float32, bfloat16 (RWKV-4)
-    llama.cpp      through PyPI's llama-cpp-python, on GGUF files: F32, F16, BF16, Q8_0, Q4_K_M (RWKV-7)
-    rwkv.cpp       its librwkv.so, on ggmf files: FP32, FP16, Q8_0, Q5_1, Q4_0
+    rwkv           PyPI's package, for an RWKV-4 or RWKV-7 checkpoint (model.pth): float32, bfloat16, int8 (RWKV-4)
+    transformers   for huggingface/: float32, bfloat16 (RWKV-4)
+    llama.cpp      PyPI's llama-cpp-python, for GGUF files: F32, F16, BF16, Q8_0, Q4_K_M (RWKV-7)
+    rwkv.cpp       the library librwkv.so, for ggmf files: FP32, FP16, Q8_0, Q5_1, Q4_0
 
-benchmarks.generation starts this script on the files in FOLDER, in an environment with the peer and without this project.
+benchmarks.generation starts this script with the files in FOLDER, in an environment with the peer and without this project.
 FOLDER/model.json has the architecture and the path of librwkv.so. A work is a timed function: a prefill, or a decoding step.
-The script prints one line of JSON: the seconds of loading and of the first token, the peak memory, and the number of tokens of
-each work by its name. For each line "SECONDS NAME" that it reads, it calls that work for that many seconds, and prints the mean
-seconds of a call. All peers use two threads, or one per core if there are fewer.
+The script first prints one line of JSON: the seconds of loading and of the first token, the peak memory, and the number of
+tokens of each work by name. For each input line "SECONDS NAME" the script calls the named work for that many seconds, and
+prints the mean seconds of a call. All peers use two threads, or one on a single core.
 """
 
 import ctypes
@@ -46,7 +46,7 @@ class Rwkv:
 
         limit_threads()
         strategy = {"float32": "cpu fp32", "bfloat16": "cpu bf16", "int8": "cpu fp32i8"}[dtype]
-        if generation7:                  # the library appends the suffix .pth
+        if generation7:                  # this version of the library appends .pth
             self.model = RWKV(model=str(folder / "model"), strategy=strategy)
         else:
             self.model = RWKV(model=str(folder / "model.pth"), strategy=strategy, verbose=False)
@@ -84,8 +84,10 @@ class Transformers:
 
 
 class LlamaCpp:
-    """llama.cpp through its low-level interface, since the high-level one accepts a single row. A step computes the logits of
-    all rows, a prompt only those of its last token."""
+    """llama.cpp through its low-level interface, because the high-level interface accepts a single row.
+
+    A decoding step computes the logits of all rows. A prefill computes only the logits of the last token.
+    """
 
     def __init__(self, folder, name, batches, prompt):
         import llama_cpp
@@ -131,7 +133,7 @@ class LlamaCpp:
         if self.api.llama_decode(self.context, self.batch):
             raise SystemExit("llama.cpp could not read the tokens")
         if not self.api.llama_get_logits_ith(self.context, -1):
-            raise SystemExit("llama.cpp gave no logits")
+            raise SystemExit("llama.cpp returned no logits")
 
     def _forget(self):
         self.api.llama_memory_clear(self.api.llama_get_memory(self.context), True)

@@ -15,7 +15,7 @@ from rwkv.model.base import generation
 VOCAB_SIZE = 65536
 SHAPES: Mapping[str, tuple[int, int]] = {            # layers, width
     "0.1b": (12, 768), "0.4b": (24, 1024), "1.5b": (24, 2048), "2.9b": (32, 2560), "7.2b": (32, 4096), "13.3b": (61, 4096)}
-BLOCK = 2**20                            # random numbers per matrix; a larger matrix repeats them, rotated each time
+BLOCK = 2**20                            # number of random numbers; a larger matrix repeats them, rotated each time
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class _Random:
 
 
 def random_checkpoint(shape: str) -> Checkpoint:
-    """A bfloat16 checkpoint with a shape of SHAPES; each access generates the tensor again."""
+    """Returns a random bfloat16 checkpoint in one of SHAPES. Each access to a tensor generates the tensor again."""
     n_layer, n_embd = SHAPES[shape]
     config = ModelConfig(generation="rwkv7", n_layer=n_layer, n_embd=n_embd)
     module = generation(config)

@@ -1,8 +1,12 @@
-"""PyPI's `rwkv` tokenizer for benchmarks/tokenization.py, in its own environment and process.
+"""Runs PyPI's `rwkv` tokenizer for benchmarks/tokenization.py, in another environment and process.
 
-Run as a script, so that `rwkv` is PyPI's. It answers each line of standard input, a JSON request, with one line: {"version":
-null}, {"text": FILE} reads a text, {"work": "encode" | "decode"} encodes or decodes it once, {"ids_of": [HEX, ...]} returns the
-ids of byte strings.
+This file is run as a script, so that `import rwkv` finds PyPI's package. Each line of standard input is a JSON request, and is
+answered by one line.
+
+    {"version": null}                 returns the version of the package
+    {"text": FILE}                    reads the text for the next requests
+    {"work": "encode" | "decode"}     encodes or decodes the text once
+    {"ids_of": [HEX, ...]}            returns the token ids of byte strings
 """
 
 import json

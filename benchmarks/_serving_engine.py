@@ -1,5 +1,7 @@
-"""Measures the engine without HTTP, for benchmarks/serving.py. For each line [sequences, seconds] of standard input, the engine
-and the decoder without sampling run alternately for that many seconds; the answer is a line with the tokens per second of both.
+"""Measures the engine without HTTP, for benchmarks/serving.py.
+
+For each line [sequences, seconds] of standard input, the engine and the decoder without sampling run alternately for that many
+seconds. The answer is a line with the tokens per second of both.
 """
 
 import json
@@ -13,7 +15,7 @@ TURN_S = 0.1
 
 
 def main() -> None:
-    threads.wait_briefly()               # as serve.py does, before torch is imported
+    threads.wait_briefly()               # must precede the import of torch, as in serve.py
     allocator.use_large_pages()
     allocator.keep_large_blocks()
 

@@ -1,4 +1,4 @@
-"""Random strings on which tokenizers could differ: every script, mixtures of scripts, long runs of one character."""
+"""Makes random strings on which tokenizers could differ: every script, mixtures of scripts, long runs of one character."""
 
 import random
 from collections.abc import Iterator, Sequence
@@ -9,7 +9,7 @@ RANGES = ((0x20, 0x7F), (0, 0x20), (0x80, 0x250), (0x370, 0x530), (0x600, 0x6FF)
 
 
 def unicode_strings(count: int, seed: int = 0) -> Iterator[str]:
-    """Alternates random words, characters of one script, mixtures, and a run of one character before words."""
+    """Yields in turn random words, characters of one script, mixtures of scripts, and a run of one character before words."""
     choose = random.Random(seed)
     for index in range(count):
         length = choose.randrange(1, 60)

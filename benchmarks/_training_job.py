@@ -1,10 +1,11 @@
-"""Runs one measurement of benchmarks/training.py in its own process. Arguments: steps GENERATION PRECISION | head
-chunked|whole.
+"""Runs one measurement of benchmarks/training.py in a separate process.
 
-steps: milliseconds of a bare training step (loss, gradients, clipping, AdamW) and of its matrix products alone, measured
-alternately until the process is killed. head: milliseconds and peak resident memory (MB more than before the step) of a step
-with the loss in chunks, or with all logits in memory together, for 2 layers of width 256, a vocabulary of 65,536 and 4096
-tokens per step; and the largest difference between the gradients of the two losses, relative to the largest gradient.
+    steps GENERATION PRECISION    milliseconds of a bare training step (loss, gradients, clipping, AdamW) and of its matrix
+                                  products alone, measured alternately until the process is killed
+    head chunked | whole          a step with the loss in chunks, or with all logits in memory together, for 2 layers of width
+                                  256, a vocabulary of 65,536 and 4096 tokens: milliseconds, increase of the peak resident
+                                  memory in MB, and the largest difference between the gradients of both losses, relative to
+                                  the largest gradient
 """
 
 import json
@@ -52,12 +53,12 @@ def head(loss: str) -> None:
     task = new_task(config, vocab_size, torch.float32)
     x = torch.randint(vocab_size, (B, config.ctx_len))
     task.optim.l2_wrap = 0.0             # the plain loss has no workspace
-    losses = {"chunked": lambda: task.loss(x, x), "whole": lambda: _whole(task.model, x)}
+    losses = {"chunked": lambda: task.loss(x, x), "whole": lambda: _unchunked_loss(task.model, x)}
     task.model.hidden(x[:1, :8])[0].sum().backward()     # compiles the kernels
     task.zero_grad(set_to_none=True)
     before = resident_memory()
     start = time.perf_counter()
-    with _watched() as peak:
+    with _memory_peak() as peak:
         losses[loss]().backward()
     seconds = time.perf_counter() - start
     gradients = [parameter.grad.clone() for parameter in task.parameters()]
@@ -68,8 +69,7 @@ def head(loss: str) -> None:
     print(json.dumps({"peak_mb": (peak() - before) / 1e6, "ms": 1000 * seconds, "difference": difference}))
 
 
-def _whole(model: RWKV, x: Tensor) -> Tensor:
-    """The plain loss, with all logits in memory together."""
+def _unchunked_loss(model: RWKV, x: Tensor) -> Tensor:
     logits, _ = model(x)
     return torch.nn.functional.cross_entropy(logits.flatten(0, 1), x.flatten())
 
@@ -83,7 +83,10 @@ def new_task(config: ModelConfig, vocab_size: int, dtype: torch.dtype, optim: Op
 
 def training_step(task: LanguageModel, optimizer: Any, x: Tensor, dtype: torch.dtype,
                   part: Callable[[str], AbstractContextManager[Any]] = nullcontext) -> None:
-    """A bare training step. Each part runs in the context part(name); name is forward, loss, backward or optimiser."""
+    """Runs a training step without Lightning. Each part runs in the context part(name).
+
+    The names of the parts are forward, loss, backward and optimiser.
+    """
     with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
         with part("forward"):
             hidden = task.model.forward_features(x)
@@ -98,8 +101,8 @@ def training_step(task: LanguageModel, optimizer: Any, x: Tensor, dtype: torch.d
 
 
 @contextmanager
-def _watched() -> Iterator[Callable[[], int]]:
-    """Yields a function that returns the largest resident set so far, in bytes, sampled every millisecond."""
+def _memory_peak() -> Iterator[Callable[[], int]]:
+    """Yields a function that returns the peak of the resident memory so far, in bytes. A thread samples every millisecond."""
     samples = [resident_memory()]
     stop = threading.Event()
     watcher = threading.Thread(target=lambda: [samples.append(resident_memory()) for _ in iter(lambda: stop.wait(0.001), True)])

@@ -1,6 +1,6 @@
 """Runs two programs alternately, so that a slow minute of the machine affects both.
 
-Not on Windows, which cannot suspend a process.
+Does not work on Windows, which cannot suspend a process.
 """
 
 import os
@@ -22,19 +22,19 @@ with contextlib.suppress(ProcessLookupError):
 
 
 def beside(command: list[str], folder: Path, other: list[str], other_folder: Path, seconds: float) -> str:
-    """Runs `command` to its end, alternating with `other`: one is suspended while the other runs. Returns the output of
-    `other`.
+    """Runs `command` to its end, alternating with `other`. Returns the output of `other`.
 
-    seconds: length of a turn. It should cover many steps, so that the step interrupted by the suspension does not change the
-    median. Exits with the standard error of `command` if it fails, or of `other` if that ends first.
+    Each program is suspended while the other runs. `seconds` is the length of a turn, which should cover many steps, so that
+    the step interrupted by a suspension does not change the median. Exits with the standard error of `command` if `command`
+    fails, or of `other` if `other` ends first.
     """
     with tempfile.TemporaryFile("w+", encoding="utf-8") as printed, tempfile.TemporaryFile("w+", encoding="utf-8") as errors:
-        with _started(other, other_folder, printed, errors) as peer, _started(command, folder, errors, errors) as main:
+        with _start(other, other_folder, printed, errors) as peer, _start(command, folder, errors, errors) as main:
             _suspend(peer)
-            while not _ended(main, seconds):
+            while not _ends_within(main, seconds):
                 _suspend(main)
                 _continue(peer)
-                if _ended(peer, seconds):
+                if _ends_within(peer, seconds):
                     _fail(other, errors)
                 _suspend(peer)
                 _continue(main)
@@ -45,9 +45,9 @@ def beside(command: list[str], folder: Path, other: list[str], other_folder: Pat
 
 
 def alone(command: list[str], folder: Path) -> str:
-    """Runs `command` to its end and returns its output; exits with its standard error if it fails."""
+    """Runs `command` to its end and returns its output. Exits with its standard error if the command fails."""
     with tempfile.TemporaryFile("w+", encoding="utf-8") as printed, tempfile.TemporaryFile("w+", encoding="utf-8") as errors:
-        with _started(command, folder, printed, errors) as process:
+        with _start(command, folder, printed, errors) as process:
             process.wait()
         if process.returncode:
             _fail(command, errors)
@@ -56,10 +56,10 @@ def alone(command: list[str], folder: Path) -> str:
 
 
 @contextmanager
-def _started(command: list[str], folder: Path, out: IO[str], errors: IO[str]) -> Iterator[subprocess.Popen[str]]:
-    """`command` as a process that is killed when this process ends, even by SIGKILL."""
+def _start(command: list[str], folder: Path, out: IO[str], errors: IO[str]) -> Iterator[subprocess.Popen[str]]:
+    """Starts `command` as a process that is killed when this process ends, even if this process is killed by SIGKILL."""
     with subprocess.Popen(command, cwd=folder, stdout=out, stderr=errors, text=True, start_new_session=True) as process, \
-            _guarded(process):
+            _guard(process):
         try:
             yield process
         finally:
@@ -69,9 +69,11 @@ def _started(command: list[str], folder: Path, out: IO[str], errors: IO[str]) ->
 
 
 @contextmanager
-def _guarded(process: subprocess.Popen[str]) -> Iterator[None]:
-    """Starts a guard that kills `process` and its group, even if suspended, when the current process dies and closes the
-    pipe."""
+def _guard(process: subprocess.Popen[str]) -> Iterator[None]:
+    """Starts a guard process that kills `process` and its group when the current process dies and closes the pipe.
+
+    The guard is needed because a suspended process cannot end itself.
+    """
     command = [sys.executable, "-c", GUARD, str(process.pid)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True) as guard:
         try:
@@ -80,8 +82,7 @@ def _guarded(process: subprocess.Popen[str]) -> Iterator[None]:
             guard.kill()
 
 
-def _ended(process: subprocess.Popen[str], seconds: float) -> bool:
-    """Waits for the length of one turn. Returns whether the process has ended."""
+def _ends_within(process: subprocess.Popen[str], seconds: float) -> bool:
     try:
         process.wait(seconds)
     except subprocess.TimeoutExpired:

@@ -1,9 +1,9 @@
 """python -m benchmarks.first_token [--repeats N] [--json FILE]: seconds from the start of generate.py to its first token.
 
-Each measurement starts a new process, which reads a bfloat16 file in the shape of the 169M model and a short prompt. It
-alternates with a process that only imports torch and reads the file into memory: the lower bound. Medians are shown. cold:
-without Taichi's cache of compiled kernels. packed: the file itself is in int4. Linux only. The last line of standard output is
-the result as JSON.
+Each measurement starts a new process, which reads a bfloat16 file in the shape of the 169M model and a short prompt. These
+processes alternate with a process that only imports torch and reads the file into memory, which is the lower bound. The table
+shows medians. "cold" means without Taichi's cache of compiled kernels, "packed" that the file itself is in int4. Runs on Linux
+only. The last line of standard output is the result as JSON.
 """
 
 import os
@@ -61,10 +61,10 @@ def _measure(folder: Path, repeats: int) -> dict[str, float]:
     read = [sys.executable, "-c", READ, str(file), str(file.stat().st_size)]
     seconds = defaultdict(list)
     for turn in range(repeats + 1):      # the first start fills Taichi's cache and the page cache
-        times = {"import torch, read": _first_output(read, folder)}
-        times |= {dtype: _first_output(_generate(file, dtype), folder) for dtype in DTYPES}
-        times["int4, packed"] = _first_output(_generate(packed, "int4"), folder)
-        times["float32, cold"] = _first_output(_generate(file, "float32"), folder / f"cold{turn}")
+        times = {"import torch, read": _seconds_to_first_output(read, folder)}
+        times |= {dtype: _seconds_to_first_output(_generate(file, dtype), folder) for dtype in DTYPES}
+        times["int4, packed"] = _seconds_to_first_output(_generate(packed, "int4"), folder)
+        times["float32, cold"] = _seconds_to_first_output(_generate(file, "float32"), folder / f"cold{turn}")
         if turn:
             for name, s in times.items():
                 seconds[name].append(s)
@@ -76,8 +76,11 @@ def _generate(file: Path, dtype: str) -> list[str]:
             f"dtype={dtype}"]
 
 
-def _first_output(command: list[str], home: Path) -> float:
-    """Seconds from the start of the process to its first output after the prompt. `home` holds the process's caches."""
+def _seconds_to_first_output(command: list[str], home: Path) -> float:
+    """Returns the seconds from the start of a process to its first output after the prompt.
+
+    `home` is the folder of the process's caches.
+    """
     home.mkdir(exist_ok=True)
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"} | {"HOME": str(home)}
     began = time.perf_counter()
@@ -90,7 +93,7 @@ def _first_output(command: list[str], home: Path) -> float:
         seconds = time.perf_counter() - began
         process.communicate()
     if process.returncode or len(read) <= echoed:
-        sys.exit(f"no output: {' '.join(command)}")
+        sys.exit(f"the command printed no output: {' '.join(command)}")
     return seconds
 
 

@@ -1,9 +1,9 @@
 """python -m benchmarks.fused_products [--shape L,C,V,B,T] [--generation rwkv7] [--precision bf16-mixed] [--steps 8]
 
-Whether the fused autograd functions of time and channel mixing should contain the matrix products, as in
-rwkv/model/rwkv4/fused.py and rwkv7/fused.py, or only the operations between them. Prints the time of a bare training step with
-both, alternating in one process on the same weights, and the memory of the activations that a forward pass saves. The last line
-of standard output is the result as JSON.
+Compares fused autograd functions of time and channel mixing that contain the matrix products, as in rwkv/model/rwkv4/fused.py
+and rwkv7/fused.py, with functions that contain only the operations between the products. Prints the time of a bare training
+step, and the memory of the activations that a forward pass saves. The steps of both alternate in one process on the same
+weights. The last line of standard output is the result as JSON.
 """
 
 import time
@@ -45,7 +45,7 @@ def main(argv: list[str] | None = None) -> None:
     x = torch.randint(vocab_size, (B, T))
     results: dict[str, dict[str, Any]] = {"with products": {"ms": []}, "between products": {"ms": []}}
     for number in range(WARM_UP + args.steps):
-        names = sorted(results, reverse=number % 2 == 0)         # the order alternates
+        names = sorted(results, reverse=number % 2 == 0)         # each step reverses the order
         for name in names:
             with _products(name == "with products"):
                 start = time.perf_counter()
@@ -53,7 +53,7 @@ def main(argv: list[str] | None = None) -> None:
                 results[name]["ms"].append(1000 * (time.perf_counter() - start))
     for name, result in results.items():
         with _products(name == "with products"):
-            result["saved_mb"] = _saved_bytes(task, x, dtype) / 1e6
+            result["saved_mb"] = _saved_activation_bytes(task, x, dtype) / 1e6
         result["ms"] = median(result["ms"][WARM_UP:])
         print(f"{name}: {result['ms']:.1f} ms per step, {result['saved_mb']:.0f} MB of saved activations")
     publish({"machine": hardware.describe("cpu"), "shape": args.shape, "generation": args.generation,
@@ -62,17 +62,16 @@ def main(argv: list[str] | None = None) -> None:
 
 @contextmanager
 def _products(inside: bool) -> Iterator[None]:
-    """Within the block, models use the functions that contain the products, or those between products."""
+    """Makes models use, in the `with` block, functions that contain the products, or functions between the products."""
     if inside:
         yield
         return
-    with patch.object(fused, "can_fuse", lambda *layers: False), patch.object(TimeMix, "_recompute_mix", _mix):
+    with patch.object(fused, "can_fuse", lambda *layers: False), patch.object(TimeMix, "_recompute_mix", _plain_mix):
         yield
 
 
-def _mix(self: TimeMix, x: Tensor, last_x: Tensor | None, before: Tensor | None, v_first: Tensor | None, packing: Any,
-         recompute_x: Callable[[], Tensor]) -> tuple[Tensor, Tensor | None, Tensor]:
-    """TimeMix._recompute_mix without recomputation."""
+def _plain_mix(self: TimeMix, x: Tensor, last_x: Tensor | None, before: Tensor | None, v_first: Tensor | None, packing: Any,
+               recompute_x: Callable[[], Tensor]) -> tuple[Tensor, Tensor | None, Tensor]:
     m_r, m_w, m_k, m_v, m_a, m_g = fused.token_shift(x, last_x, *(1 - mu for mu in self._mixes()))
     r, k, v = self.receptance(m_r), self.key(m_k), self.value(m_v)
     inputs = {"w1": m_w, "a1": m_a, "g1": m_g} | ({} if v_first is None else {"v1": m_v})
@@ -81,10 +80,9 @@ def _mix(self: TimeMix, x: Tensor, last_x: Tensor | None, before: Tensor | None,
     return self.output(mixed), after, v if v_first is None else v_first
 
 
-def _saved_bytes(task: LanguageModel, x: Tensor, dtype: torch.dtype) -> int:
-    """The bytes of the tensors that the blocks' forward pass saves for backward, without the parameters."""
+def _saved_activation_bytes(task: LanguageModel, x: Tensor, dtype: torch.dtype) -> int:
     parameters = {parameter.untyped_storage().data_ptr() for parameter in task.parameters()}
-    saved: dict[int, Tensor] = {}        # by address; a tensor that is still referenced keeps its address
+    saved: dict[int, Tensor] = {}        # the keys are addresses, which stay unique while the tensors are referenced
 
     def pack(tensor: Tensor) -> Tensor:
         saved[tensor.untyped_storage().data_ptr()] = tensor

@@ -1,12 +1,12 @@
 """python -m benchmarks.generation [--generation rwkv7] [--shape L,C,V] [--zeros FRACTION] [--dtype ...] [--batch 1,8]
                                 [--prompt 512] [--json FILE]
 
-Tokens per second of prefill and decode, time to the first token, load time and peak memory for each dtype. Rates are
-compared with their limits in the same run: the bytes that a step must read over this machine's read bandwidth, and the model's
-matrix products alone, on the same weights. The weights are random. The time depends on them in one way: decoding skips weights
-whose squared-ReLU input is zero. The result states the fraction of zeros: about half, or FRACTION with --zeros.
+Measures tokens per second of prefill and decode, time to the first token, load time and peak memory for each dtype. Rates are
+compared with two limits, measured in the same run: the bytes that a step must read over this machine's read bandwidth, and the
+model's matrix products alone. The weights are random. The time depends on the weights in one way, because decoding skips
+weights whose squared-ReLU input is zero. The result has the fraction of zeros, which is about half, or FRACTION with --zeros.
 
-The peers, on the same weights, two threads each:
+Other programs can be measured on the same weights, with two threads each:
     --peers PYTHON       PyPI's rwkv and, for RWKV-4, transformers, in an environment that has them (make peers)
     --llama PYTHON       llama.cpp, for RWKV-7, in an environment with llama-cpp-python (make peers)
     --rwkv-cpp FOLDER    rwkv.cpp: a checkout that is built (librwkv.so)
@@ -14,8 +14,8 @@ The peers, on the same weights, two threads each:
 For RWKV-7, int8 and int4 also measure GGUF files in Q8_0 and Q4_K_M, whose blocks are multiplied without conversion. The blocks
 of Q4_K_M are always random; timemix and llama.cpp multiply by all of them.
 
-Each program and dtype is a process. Processes with the same weight width, such as float32, run alternately: only one at any
-moment. The last line of standard output is the result as JSON.
+Each program and dtype is a process. Processes with the same weight width, such as float32, run alternately, so that only one
+runs at any moment. The last line of standard output is the result as JSON.
 """
 
 import argparse
@@ -59,16 +59,16 @@ PEER_FORMATS = {"32 bits": {"rwkv": ["float32"], "transformers": ["float32"], "l
                             "rwkv.cpp": ["FP16"]},
                 "8 bits": {"rwkv": ["int8"], "llama.cpp": ["Q8_0"], "rwkv.cpp": ["Q8_0"]},
                 "4 to 6 bits": {"llama.cpp": ["Q4_K_M"], "rwkv.cpp": ["Q4_0", "Q5_1"]}}
-LACKING: dict[str, list[tuple[str, str | None]]] = {             # peers that lack this architecture or this format
+LACKING: dict[str, list[tuple[str, str | None]]] = {             # peers that do not support this architecture or this format
     "rwkv4": [("llama.cpp", None)], "rwkv7": [("transformers", None), ("rwkv", "int8")]}
 IN_BLOCKS = {"8 bits": "Q8_0", "4 to 6 bits": "Q4_K_M"}         # the GGUF format that timemix measures at a width, for RWKV-7
 GGUF = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "Q8_0": "q8_0"}
 GGMF = {"FP32": "float32", "FP16": "float16"}
 SHAPES = {"rwkv4": [12, 768, 50277], "rwkv7": [12, 768, 65536]}
-ROUNDS = 5                               # rounds; in each, every program runs each of its works once
+ROUNDS = 5                               # in each round every program runs each of its works once
 THREADS = 2                              # threads of each program
 TURN_S = 0.6                             # seconds per work and round
-LIMIT = "limit of "                      # prefix of a work's name: its matrix products alone
+LIMIT = "limit of "                      # prefix of the name of a work's matrix products
 READ = "read"                            # the work that measures the bandwidth
 Row = dict[str, Any]
 
@@ -84,7 +84,7 @@ def main(argv: list[str] | None = None) -> int:
         widths = {width: dtype for dtype, width in WIDTHS.items() if dtype in args.dtype}
         rows = []
         for width, dtype in widths.items():
-            measured = compare(_programs(args, Path(folder), width, dtype))
+            measured = compare(_commands(args, Path(folder), width, dtype))
             print(table({"rows": measured}), file=sys.stderr, flush=True)
             rows += measured
     report = {"generation": args.generation, "shape": dict(zip("LCV", shape, strict=True)), "prompt": args.prompt,
@@ -96,7 +96,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def compare(programs: dict[tuple[str, str], list[str]]) -> list[Row]:
-    """Measures the programs, (name, format) -> command, alternately. Returns their rows."""
+    """Measures the programs alternately, and returns their rows. `programs` are commands by name and format."""
     with ExitStack() as running:
         workers = {key: running.enter_context(worker(command)) for key, command in programs.items()}
         seconds: dict[tuple[str, str], dict[str, list[float]]] = {
@@ -115,7 +115,7 @@ def compare(programs: dict[tuple[str, str], list[str]]) -> list[Row]:
 
 
 def _limits(worker: "Worker", seconds: dict[str, float], work: str) -> Row:
-    """Tokens per second of a work, of its matrix products alone, and at the bandwidth limit; None where unknown."""
+    """Returns the tokens per second of a work and, if known, of its matrix products alone and at the bandwidth limit."""
     tokens = worker.works[work]
     row = {"tokens_per_s": tokens / seconds[work]}
     if READ in seconds:
@@ -129,7 +129,9 @@ def _limits(worker: "Worker", seconds: dict[str, float], work: str) -> Row:
 class Worker:
     """A process that measures works on request, and is suspended between requests.
 
-    works: the number of tokens of each work, by name. header: the process's first line, as JSON.
+    Attributes:
+        works: number of tokens of each work, by name.
+        header: the first line of the process, parsed from JSON.
     """
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
@@ -139,7 +141,7 @@ class Worker:
         process.send_signal(signal.SIGSTOP)
 
     def seconds(self, work: str) -> float:
-        """The mean seconds of a call."""
+        """Measures a work, and returns the mean seconds of a call."""
         assert self._process.stdin is not None
         self._process.send_signal(signal.SIGCONT)
         self._process.stdin.write(f"{TURN_S} {work}\n")
@@ -149,7 +151,7 @@ class Worker:
         return seconds
 
     def _line(self, start: str = "") -> str:
-        """The next line that begins with `start`; lines that libraries print are skipped. Exits if the process has ended."""
+        """Returns the next line that begins with `start`, skipping the output of libraries. Exits if the process has ended."""
         assert self._process.stdout is not None
         for line in self._process.stdout:
             if line.startswith(start):
@@ -159,8 +161,10 @@ class Worker:
 
 @contextmanager
 def worker(command: list[str]) -> Iterator[Worker]:
-    """Runs the command as a Worker, which ends with the block. Our threads spin as in generate.py
-    (kernels/machine/threads.py)."""
+    """Runs the command as a Worker, which ends with the `with` block.
+
+    timemix's threads spin as in generate.py (kernels/machine/threads.py).
+    """
     environment = {"GOMP_SPINCOUNT": threads.SPINS} | os.environ if command[0] == sys.executable else None
     with subprocess.Popen(command, cwd=hardware.ROOT, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                           text=True) as process:
@@ -170,8 +174,7 @@ def worker(command: list[str]) -> Iterator[Worker]:
             process.kill()
 
 
-def _programs(args: argparse.Namespace, folder: Path, width: str, dtype: str) -> dict[tuple[str, str], list[str]]:
-    """The commands of all programs that have this width of weights, timemix first."""
+def _commands(args: argparse.Namespace, folder: Path, width: str, dtype: str) -> dict[tuple[str, str], list[str]]:
     sizes = [",".join(map(str, args.batch)), str(args.prompt)]
     files = {("timemix", dtype): (dtype, "model.pth")}
     if args.generation == "rwkv7" and width in IN_BLOCKS:
@@ -190,7 +193,7 @@ def _programs(args: argparse.Namespace, folder: Path, width: str, dtype: str) ->
 
 
 def answer(checkpoint: Path, dtype: str, batches: list[int], prompt: int) -> None:
-    """Runs in timemix's Worker process: prints the header, then mean seconds for each line "SECONDS WORK" of standard input."""
+    """Runs in timemix's Worker process. Prints the header, then the mean seconds for each input line "SECONDS WORK"."""
     keep_large_blocks()
     torch.set_num_threads(min(THREADS, torch.get_num_threads()))
     began = time.perf_counter()
@@ -201,7 +204,7 @@ def answer(checkpoint: Path, dtype: str, batches: list[int], prompt: int) -> Non
     began = time.perf_counter()
     decoder_of(model, prefill(model, tokens).state).step(tokens[:, 0])
     first_s = time.perf_counter() - began
-    peak_mib = _peak_mib()               # before the inputs of the matrix products exist
+    peak_mib = _peak_mib()               # is read before the inputs of the matrix products are allocated
     read, read_bytes = hardware.read("cpu")
     works: dict[str, tuple[int, Callable[[], Any]]] = {READ: (1, read)}
     for B in batches:
@@ -213,7 +216,7 @@ def answer(checkpoint: Path, dtype: str, batches: list[int], prompt: int) -> Non
                       "step_bytes": {decode_name(B): step_bytes(model, dtype, B) for B in batches}}), flush=True)
     for line in sys.stdin:
         seconds, _, key = line.rstrip("\n").partition(" ")
-        print(_seconds(works[key][1], float(seconds)), flush=True)
+        print(_mean_seconds(works[key][1], float(seconds)), flush=True)
 
 
 def decode_name(B: int) -> str:
@@ -221,7 +224,7 @@ def decode_name(B: int) -> str:
 
 
 def step_bytes(model: RWKV, dtype: str, B: int) -> float:
-    """The bytes that a step of B rows must read: the state, B rows of the embedding, and all other weights."""
+    """Returns the bytes that a step of B rows must read: the state, B rows of the embedding, and all other weights."""
     if dtype == BLOCKS:
         matrices = sum(layer.packed.nbytes() for layer in model.modules() if isinstance(layer, BlockLinear))
         return matrices + sum(4 * weight.numel() for weight in model.parameters()) + model.empty_state(B).nbytes()
@@ -233,13 +236,13 @@ def step_bytes(model: RWKV, dtype: str, B: int) -> float:
 
 
 def write_files(folder: Path, args: argparse.Namespace, shape: Sequence[int]) -> float:
-    """Writes a random model, also in the format of each participating peer. Returns its zero_fraction.
+    """Writes a random model in the format of each program, and returns its zero_fraction.
 
-    Raises UnusableFile for --rwkv-cpp.
+    Raises UnusableFile if the folder of --rwkv-cpp has no librwkv.so.
     """
     library = args.rwkv_cpp and next(args.rwkv_cpp.rglob("librwkv.so"), None)
     if args.rwkv_cpp and not library:
-        raise UnusableFile(f"there is no librwkv.so in {args.rwkv_cpp}: build rwkv.cpp there")
+        raise UnusableFile(f"{args.rwkv_cpp} contains no librwkv.so: build rwkv.cpp in this folder")
     about = {"generation": args.generation, "rwkv.cpp": str(library)}
     (folder / "model.json").write_text(json.dumps(about), encoding="utf-8")
     checkpoint = write_checkpoint(folder, args.generation, shape, args.zeros)
@@ -257,9 +260,9 @@ def write_files(folder: Path, args: argparse.Namespace, shape: Sequence[int]) ->
 
 
 def write_checkpoint(folder: Path, name: str, shape: Sequence[int], zeros: float | None = None) -> Path:
-    """Writes a random model of the generation as a .pth in bfloat16, like published ones, and returns its path.
+    """Writes a random model as a .pth in bfloat16, like the published models, and returns its path.
 
-    zeros: about this fraction of the squared ReLUs are zero; None: about half.
+    `zeros` is the approximate fraction of squared ReLUs that are zero; None means about half.
     """
     L, C, V = shape
     torch.manual_seed(0)
@@ -280,7 +283,7 @@ def write_checkpoint(folder: Path, name: str, shape: Sequence[int], zeros: float
 
 @torch.inference_mode()
 def zero_fraction(model: RWKV) -> float:
-    """The fraction of the squared ReLUs that are zero, over all layers, for 64 random tokens."""
+    """Returns the fraction of squared ReLUs that are zero, over all layers, for 64 random tokens."""
     fractions = []
     hooks = [block.ffn.key.register_forward_hook(lambda *call: fractions.append((call[-1] <= 0).double().mean().item()))
              for block in model.blocks]
@@ -302,14 +305,13 @@ def _cells(row: Row) -> list[str]:
 
 
 def _peak_mib() -> float:
-    """The process's peak resident memory in MiB; NaN without /proc. getrusage would include the parent's peak."""
+    """Returns the process's peak resident memory in MiB, or NaN without /proc. getrusage would include the parent's peak."""
     status = Path("/proc/self/status")
     lines = status.read_text(encoding="ascii").splitlines() if status.exists() else []
     return next((int(line.split()[1]) / 2**10 for line in lines if line.startswith("VmHWM:")), math.nan)
 
 
-def _seconds(function: Callable[[], Any], least: float) -> float:
-    """Mean seconds of a call, over calls that take at least `seconds` together."""
+def _mean_seconds(function: Callable[[], Any], least: float) -> float:
     calls = 0
     began = time.perf_counter()
     while calls == 0 or time.perf_counter() - began < least:
@@ -325,7 +327,7 @@ def _decode(model: RWKV, B: int) -> Callable[[], Tensor]:
 
 
 def _products(model: nn.Module, rows: int) -> Callable[[], None]:
-    """A function that multiplies `rows` rows by every matrix of the model."""
+    """Returns a function that multiplies `rows` rows by every matrix of the model."""
     products = [_product(module, rows) for module in model.modules() if isinstance(module, LINEAR)]
 
     @torch.inference_mode()
@@ -337,7 +339,7 @@ def _products(model: nn.Module, rows: int) -> Callable[[], None]:
 
 
 def _prefill_products(model: RWKV, rows: int) -> Callable[[], None]:
-    """Like _products, with the head applied to the last position only."""
+    """Returns a function like that of _products, but which applies the head to the last position only."""
     blocks = _products(model.blocks, rows)
     head = _product(model.head, 1)
 

@@ -1,15 +1,15 @@
 """python -m benchmarks.generations [--only NAME] [--shakespeare FILE [--nanogpt FOLDER]] [--precision P] [--seeds N,...]
 
-RWKV-7 and RWKV-4, trained for the same time.
+Compares RWKV-7 and RWKV-4 after the same training time.
 
     stdlib              train.py's default run, with model=tiny and with model=rwkv7_tiny
     --shakespeare FILE  experiment=shakespeare_char on that text, with RWKV-4 and with RWKV-7 of the same width and depth
-    --nanogpt FOLDER    also nanoGPT's CPU recipe, whose training time both RWKV get. FOLDER is a clone with
+    --nanogpt FOLDER    nanoGPT's CPU recipe too; both RWKV models then train for nanoGPT's time. FOLDER is a clone with
                         data/shakespeare_char prepared from the same text. --precision 32-true: RWKV in float32, like nanoGPT
 
-Two programs first train alternately, which measures the ratio of their step times. Then the first trains for its own number of
-steps, the second for as many as fit in the same time, with each seed. The last line of standard output is the result as JSON.
---json FILE updates the measured part of FILE and keeps the other, each with its commit. Not on Windows.
+Two programs first train alternately, which measures the ratio of their step times. Then the first trains for a fixed number of
+steps, and the second for as many steps as fit in the same time, with each seed. The last line of standard output is the result
+as JSON. --json FILE updates the measured parts of FILE and keeps the others, each with its commit. Does not run on Windows.
 """
 
 import argparse
@@ -67,19 +67,19 @@ def _seeds(text: str) -> list[str]:
 
 def compare(rwkv4: Sequence[str], rwkv7: Sequence[str], steps: int, seeds: Sequence[str],
             nanogpt: Path | None = None) -> dict[str, Any]:
-    """Each model's final loss and bits per byte, milliseconds per step, and number of steps.
+    """Returns each model's final loss and bits per byte, milliseconds per step, and number of steps.
 
-    nanoGPT, or without it RWKV-4, trains for `steps` steps; the others for as many as fit that time.
+    nanoGPT trains for `steps` steps, or RWKV-4 if nanoGPT is not measured. The others train for the same time.
     """
     options = {"rwkv4": rwkv4, "rwkv7": rwkv7}
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        ms = _step_times(folder, options)
+        ms = _median_step_times(folder, options)
         if nanogpt:
             ms["nanogpt"] = ms["rwkv4"] * _nanogpt_ratio(folder, rwkv4, nanogpt)
         allowed = steps * ms["nanogpt" if nanogpt else "rwkv4"]
         lengths = {name: round(allowed / step_ms) for name, step_ms in ms.items()}
-        runs = {name: [_end(train(folder / f"{name}-{seed}", *options[name], f"seed={seed}", *_steps(lengths[name])))
+        runs = {name: [_final_losses(train(folder / f"{name}-{seed}", *options[name], f"seed={seed}", *_steps(lengths[name])))
                        for seed in seeds] for name in options}
         if nanogpt:
             runs["nanogpt"] = [_nanogpt_end(nanogpt, folder, seed, steps) for seed in seeds]
@@ -87,25 +87,27 @@ def compare(rwkv4: Sequence[str], rwkv7: Sequence[str], steps: int, seeds: Seque
             "mean": {name: {key: mean(run[key] for run in ends) for key in ends[0]} for name, ends in runs.items()}}
 
 
-def _step_times(folder: Path, options: dict[str, Sequence[str]]) -> dict[str, float]:
-    """The median milliseconds per step of two programs, trained alternately."""
+def _median_step_times(folder: Path, options: dict[str, Sequence[str]]) -> dict[str, float]:
     first, second = options
     folders = {name: folder / f"timed-{name}" for name in options}
     _turns.beside(train_command(folders[first], *options[first], *_steps(TIMED_STEPS), *NEVER), folder,
                   train_command(folders[second], *options[second], *_steps(ENDLESS), *NEVER), folder, TURN_S)
-    return {name: _ms(folders[name]) for name in options}
+    return {name: _median_step_ms(folders[name]) for name in options}
 
 
 def _nanogpt_ratio(folder: Path, rwkv4: Sequence[str], nanogpt: Path) -> float:
-    """nanoGPT's step time relative to RWKV-4's, trained alternately."""
+    """Returns nanoGPT's step time relative to RWKV-4's. Both train alternately."""
     out_dir = folder / "timed-beside-nanogpt"
     printed = _turns.beside(train_command(out_dir, *rwkv4, *_steps(TIMED_STEPS), *NEVER), folder,
                             _nanogpt_command(folder, "0", ENDLESS), nanogpt, TURN_S)
-    return median([float(ms) for ms in re.findall(r"time ([0-9.]+)ms", printed)][WARM:]) / _ms(out_dir)
+    return median([float(ms) for ms in re.findall(r"time ([0-9.]+)ms", printed)][WARM:]) / _median_step_ms(out_dir)
 
 
 def _nanogpt_command(folder: Path, seed: str, steps: int) -> list[str]:
-    """nanoGPT's recipe with a seed, for which its train.py has no option; validated at the end, on as much text as timemix."""
+    """Returns the command of nanoGPT's recipe, with a validation at the end on as much text as timemix's.
+
+    SEEDED sets the seed, because nanoGPT's train.py has no option for the seed.
+    """
     return [sys.executable, "-u", "-c", SEEDED, seed, *NANOGPT, f"--max_iters={steps}", f"--lr_decay_iters={steps}",
             f"--eval_interval={steps}", "--eval_iters=150", f"--out_dir={folder / 'nanogpt'}"]
 
@@ -120,8 +122,7 @@ def _steps(steps: int) -> list[str]:
     return [f"trainer.max_steps={steps}"]
 
 
-def _ms(out_dir: Path) -> float:
-    """The median milliseconds per step of the run in out_dir."""
+def _median_step_ms(out_dir: Path) -> float:
     import yaml
 
     config = yaml.safe_load((out_dir / "config.yaml").read_text(encoding="utf-8"))
@@ -129,7 +130,7 @@ def _ms(out_dir: Path) -> float:
     return median(1000 * tokens / float(row["tok_per_sec"]) for row in metrics(out_dir) if row["tok_per_sec"])
 
 
-def _end(run: list[dict[str, str]]) -> dict[str, float]:
+def _final_losses(run: list[dict[str, str]]) -> dict[str, float]:
     last = [row for row in run if row["val/loss"]][-1]
     return {"val_loss": float(last["val/loss"]), "val_bpb": float(last["val/bpb"])}
 

@@ -1,9 +1,9 @@
 """python -m benchmarks.gpu_check OUT [--budget SECONDS] [--only PART,...] [--device cpu]: all checks of a GPU.
 
-For a GPU machine that is available for only ten minutes. The parts run in order of value, each in its own process with a time
-limit, and a part that does not fit into the remaining budget is not started. Each measurement is a line of OUT/results.jsonl,
-written immediately: a stopped part keeps its measurements. OUT/log.txt has the output of all parts. Several calls with
-different --only= add up in one folder.
+The program is made for a GPU machine that is available for only ten minutes. The parts run in order of value, each in a process
+with a time limit. A part that does not fit into the remaining budget is not started. Each measurement is written immediately as
+a line of OUT/results.jsonl, so that a stopped part keeps its measurements. OUT/log.txt has the output of all parts. Several
+calls with different --only may use the same folder.
 
     machine     rates of matrix products and of a copy; the host's time for one operation
     right       every kernel, every fused layer and the loss compared with float64, in float32 and bfloat16
@@ -19,7 +19,7 @@ different --only= add up in one folder.
     peers       flash-linear-attention, if it is installed; published rates of other programs are in PUBLISHED
     tests       the tests of kernels/
 
-Exit status: 0 all parts succeeded and every result is right; 1 otherwise; 2 no CUDA device, or a wrong argument.
+The exit status is 0 if all parts succeeded and every result is right, 2 without a CUDA device or for a wrong argument, else 1.
 """
 
 import argparse
@@ -42,12 +42,12 @@ from kernels.bench.text import aligned
 from kernels.machine.hardware import ROOT, describe
 
 RESULTS, LOG = "results.jsonl", "log.txt"
-TAIL_LINES = 6                           # of the log, shown for a failed part
-LEAST_S = 5.0                            # a part is not started for less
-BUDGET_S = 540.0                         # within ten minutes
+TAIL_LINES = 6                           # last lines of the log, shown for a failed part
+LEAST_S = 5.0                            # a part is not started if less time is left
+BUDGET_S = 540.0                         # leaves a minute of ten
 PATIENCE = {"cuda": 1.0, "cpu": 4.0}     # factors on BUDGET_S and on the limits of parts
 DEADLINE = "--deadline"                  # option of a part's process: the seconds after which it will be stopped
-PUBLISHED = (                            # by the authors, for other cards
+PUBLISHED = (                            # rates published by the authors, for other GPUs
     {"peer": "RWKV-LM train_temp", "shape": "rwkv7 12x768, 16 x 512", "on": "RTX 5090", "ktok_s": 99.5},
     {"peer": "RWKV-LM", "shape": "rwkv7 7.2b", "on": "32 H100", "mfu": 0.37},
     {"peer": "RWKV-LM", "kernel": "wkv7", "shape": [8, 4096, 64, 64], "on": "H100", "forward_and_backward_ms": 17},
@@ -58,8 +58,11 @@ PUBLISHED = (                            # by the authors, for other cards
 
 
 class Part(NamedTuple):
-    """A part of benchmarks/_gpu_parts.py. The limits add up to more than the budget: few parts reach their limit. A trial on a
-    CPU, possibly a busy one, gets PATIENCE times as long."""
+    """A part of benchmarks/_gpu_parts.py, with a time limit in seconds.
+
+    The limits add up to more than the budget, because few parts reach their limit. On a CPU, which may be busy, the limits are
+    multiplied by PATIENCE.
+    """
 
     name: str
     limit_s: float
@@ -71,7 +74,7 @@ PARTS = (Part("machine", 45), Part("right", 80), Part("train", 150), Part("wkv7"
 
 
 class Rows:
-    """The file of results. Each row is on disk when `add` returns."""
+    """A file of results. Each row is on disk when `add` returns."""
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / RESULTS
@@ -79,12 +82,12 @@ class Rows:
     def add(self, **row: Any) -> None:
         complete = not self.path.exists() or self.path.read_bytes()[-1:] in (b"", b"\n")
         with self.path.open("a", encoding="utf-8") as file:
-            file.write(("" if complete else "\n") + json.dumps(row) + "\n")     # start a new line after a truncated one
+            file.write(("" if complete else "\n") + json.dumps(row) + "\n")     # starts a new line after a truncated line
             file.flush()
             os.fsync(file.fileno())
 
     def read(self) -> list[dict[str, Any]]:
-        """The rows so far, without a truncated line."""
+        """Returns the rows so far, without truncated lines."""
         lines = self.path.read_text(encoding="utf-8").split("\n") if self.path.exists() else []
         rows = []
         for line in filter(None, lines):
@@ -97,10 +100,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _arguments(argv)
     unknown = [name for name in args.only if name not in {part.name for part in PARTS}]
     if unknown:
-        print(f"gpu-check has no part {unknown[0]!r}; there are: {', '.join(part.name for part in PARTS)}")
+        print(f"gpu-check has no part {unknown[0]!r}; the parts are: {', '.join(part.name for part in PARTS)}")
         return 2
     if args.device == "cuda" and not torch.cuda.is_available():
-        print("gpu-check requires a CUDA device, and torch finds none: run it on a GPU machine, or try it with --device cpu")
+        print("gpu-check requires a CUDA device, but torch finds none: use a GPU machine, or --device cpu for a trial")
         return 2
     args.out.mkdir(parents=True, exist_ok=True)
     rows = Rows(args.out)
@@ -116,7 +119,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run_part(part: Part, command: list[str], out: Path, device: str, left_s: float) -> None:
-    """Runs one part within its limit and the remaining seconds, and adds a row with its status."""
+    """Runs a part within its limit and the remaining seconds, and adds a row with the status of the part."""
     rows = Rows(out)
     limit = min(PATIENCE[device] * part.limit_s, left_s)
     if limit < LEAST_S:
@@ -138,8 +141,10 @@ def run_part(part: Part, command: list[str], out: Path, device: str, left_s: flo
 
 
 def ended(command: list[str], limit_s: float, log: BinaryIO) -> str:
-    """Waits for a process. Returns ok, its status, or stopped. At the limit its process group is killed: a survivor would slow
-    down the next part."""
+    """Runs a command, and returns "ok", "failed with status N" or "stopped after N s".
+
+    In the end the process group is killed, because a surviving process would slow down the next part.
+    """
     process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
                                start_new_session=True)
     try:
@@ -154,7 +159,7 @@ def ended(command: list[str], limit_s: float, log: BinaryIO) -> str:
 
 
 def report(rows: Rows) -> int:
-    """Prints the last status of each part, the training steps and the wrong results. Returns the exit status."""
+    """Prints the status of each part, the training steps and the wrong results. Returns the exit status."""
     all_rows = rows.read()
     statuses = {row["part"]: row for row in all_rows if "status" in row and "program" not in row}
     wrong = [row for row in all_rows if row.get("wrong") or "error" in row]

@@ -1,11 +1,15 @@
 """python -m benchmarks.in_place [--shape SHAPE] [--variants VARIANT,...] [--repeats N] [--json FILE]: starts from large files.
 
-For each variant of a random model in a released shape: the size of the file, seconds from the start of generate.py to its first
-output byte, its memory besides the mapped file (the peak of RssAnon, of which importing torch takes 0.15 GiB), and tokens per
-second after the first byte. A variant is DTYPE, a .safetensors in this dtype, or DTYPE/pth, a bfloat16 .pth converted to this
-dtype at each start. DTYPE/convert measures `timemix convert`, from that .pth to a .safetensors: seconds in total, and memory.
-These starts alternate with a process that only imports torch and reads the largest file: the lower bound. Medians are shown.
-Linux only. The last line of standard output is the result as JSON.
+Measures variants of a random model in a released shape: the size of the file, the seconds from the start of generate.py to the
+first output byte, the memory besides the mapped file (the peak of RssAnon, of which importing torch takes 0.15 GiB), and the
+tokens per second after the first byte. The table shows medians. Runs on Linux only.
+
+    DTYPE            variant: a .safetensors file in this dtype
+    DTYPE/pth        variant: a bfloat16 .pth file, converted to this dtype at each start
+    DTYPE/convert    variant: `timemix convert` from that .pth to a .safetensors file, with the seconds in total and the memory
+
+The starts alternate with a process that only imports torch and reads the largest file, which is the lower bound. The last line
+of standard output is the result as JSON.
 """
 
 import os
@@ -38,7 +42,13 @@ GIB = 2**30
 
 
 class Start(NamedTuple):
-    """first_byte: seconds. memory: the peak of RssAnon, bytes. tokens_per_second: after the first byte."""
+    """The measurements of one start.
+
+    Attributes:
+        first_byte: seconds to the first output byte.
+        memory: peak of RssAnon in bytes.
+        tokens_per_second: rate after the first byte.
+    """
 
     first_byte: float
     memory: int
@@ -66,7 +76,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _write(folder: Path, shape: str, variant: str) -> Path:
-    """Writes the file that a variant reads, and returns its path. All variants with a suffix share one .pth."""
+    """Writes the file that a variant reads, and returns its path. All variants with a suffix share one .pth file."""
     dtype, _, suffix = variant.partition("/")
     suffix = suffix and "pth"
     path = folder / (f"model.{suffix}" if suffix else f"{dtype}.safetensors")
@@ -81,18 +91,18 @@ def _measure(files: dict[str, Path], folder: Path, repeats: int, tokens: int) ->
     read = [sys.executable, "-c", READ, str(largest), str(largest.stat().st_size)]
     starts = defaultdict(list)
     for turn in range(repeats + 1):      # the first start fills the caches
-        measured = {LOWER_BOUND: _start(read, folder, 0, 0)}
+        measured = {LOWER_BOUND: _measure_start(read, folder, 0, 0)}
         for variant, file in files.items():
             dtype, _, suffix = variant.partition("/")
             if suffix == "convert":
                 target = folder / "converted.safetensors"
                 target.unlink(missing_ok=True)
                 convert = [sys.executable, "-m", "rwkv.tools.convert", str(file), str(target), "--dtype", dtype]
-                measured[variant] = _start(convert, folder, 0, 0, wait=True)
+                measured[variant] = _measure_start(convert, folder, 0, 0, wait=True)
                 continue
             generate = [sys.executable, "generate.py", f"checkpoint={file}", "tokenizer=world", f"prompt={PROMPT}",
                         f"max_new_tokens={tokens}", f"dtype={dtype}", "device=cpu"]
-            measured[variant] = _start(generate, folder, len(PROMPT), tokens)
+            measured[variant] = _measure_start(generate, folder, len(PROMPT), tokens)
         if turn:
             for variant, start in measured.items():
                 starts[variant].append(start)
@@ -105,10 +115,12 @@ def _summary(file: Path | None, starts: list[Start]) -> dict[str, float]:
             "beside_file_gib": median(memory) / GIB, "tokens_per_second": median(speeds)}
 
 
-def _start(command: list[str], home: Path, echoed: int, tokens: int, wait: bool = False) -> Start:
-    """Runs a command to its end and measures its Start.
+def _measure_start(command: list[str], home: Path, echoed: int, tokens: int, wait: bool = False) -> Start:
+    """Runs a command to its end, and returns its measurements.
 
-    echoed: bytes of the prompt that precede the generated text. wait: whether first_byte is the time to the command's end.
+    Args:
+        echoed: number of bytes that the command prints before the generated text.
+        wait: True if first_byte is the time to the end of the command.
     """
     environment = os.environ | {"HOME": str(home)}
     began = time.perf_counter()
@@ -123,18 +135,17 @@ def _start(command: list[str], home: Path, echoed: int, tokens: int, wait: bool 
                 read += len(part)
                 last = time.perf_counter()
                 first = first or (last if read > echoed else 0.0)
-            peak = max(peak, _anonymous(process.pid))
+            peak = max(peak, _anonymous_bytes(process.pid))
             time.sleep(INTERVAL)
         if process.returncode or not (first or wait):
             errors.seek(0)
-            sys.exit(f"no output: {' '.join(command)}\n{errors.read().decode(errors='replace')}")
+            sys.exit(f"the command printed no output: {' '.join(command)}\n{errors.read().decode(errors='replace')}")
     if wait:
         return Start(time.perf_counter() - began, int(peak))
     return Start(first - began, int(peak), (tokens - 1) / (last - first) if last > first else 0.0)
 
 
-def _anonymous(pid: int) -> int:
-    """The bytes of a process's memory that are not mapped from files; 0 once it has ended."""
+def _anonymous_bytes(pid: int) -> int:
     try:
         match = re.search(r"RssAnon:\s+(\d+)", Path(f"/proc/{pid}/status").read_text(encoding="utf-8"))
     except OSError:

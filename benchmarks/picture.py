@@ -1,8 +1,7 @@
-"""python -m benchmarks.picture SWEEP [FILE.svg]: draws the README's picture, one training curve by several kernels and their
-times.
+"""python -m benchmarks.picture SWEEP [FILE.svg]: draws the README's picture of several kernels' training curves and times.
 
-Left: the training loss of each run of a sweep; the curves coincide. Right: milliseconds of WKV, forward and backward,
-of the same kernels, from benchmarks/results/wkv4-cpu.json. The committed picture shows the sweep
+The left half shows the training loss of each run of a sweep; the curves coincide. The right half shows the milliseconds of the
+same kernels, forward and backward, from benchmarks/results/wkv4-cpu.json. The committed picture shows the sweep
 
     python train.py -m experiment=kernel_ablation data=text data.path=tinyshakespeare.txt seed=0 logger=csv out_dir=SWEEP \\
         kernel=reference,conv1d,torch_scan,taichi_v3,taichi_scan,c_v0 trainer.max_steps=200 trainer.val_every=200
@@ -19,7 +18,7 @@ from rwkv.report import svg, units
 from rwkv.report.page import COLOURS_OF_LINES
 from rwkv.report.run_files import Run, read
 
-WIDTH, HEIGHT, HEAD = 980, 330, 30       # of the picture; HEAD: of a caption above a figure
+WIDTH, HEIGHT, HEAD = 980, 330, 30       # pixels; HEAD is the height of a caption above a figure
 SHAPE = {"B": 8, "C": 768, "T": 1024}
 STYLE = COLOURS_OF_LINES + """
 text { font: 12px system-ui, "Segoe UI", "DejaVu Sans", sans-serif; fill: var(--quiet); }
@@ -40,7 +39,7 @@ def main() -> None:
 
 
 def times(kernels: list[str]) -> list[tuple[str, list[tuple[str, float]]]]:
-    """Milliseconds of each kernel's passes, forward and backward. Raises UnusableFile if one was not measured."""
+    """Returns the milliseconds of each kernel's forward and backward pass. Raises UnusableFile if one was not measured."""
     report = read_json(FOLDER / "wkv4-cpu.json")
     results = next(shape["results"] for shape in report["shapes"] if shape["shape"] == SHAPE)
     return [(name, [(part, _ms(results, name, part)) for part in ("forward", "backward")]) for name in kernels]
@@ -50,7 +49,7 @@ def _ms(results: list[dict[str, Any]], name: str, part: str) -> float:
     for result in results:
         if (result["name"], result["pass"]) == (name, part):
             return float(result["ms"])
-    raise UnusableFile(f"wkv4-cpu.json has no time of {name}: leave it out of the sweep, or measure it with make bench")
+    raise UnusableFile(f"wkv4-cpu.json has no time of {name}: omit this kernel from the sweep, or measure it with make bench")
 
 
 def picture(runs: list[Run], bars: list[tuple[str, list[tuple[str, float]]]]) -> str:

@@ -1,12 +1,12 @@
 """python -m benchmarks.positions [--contexts T,...] [--widths C,...] [--tokens N,...] [--out FOLDER] [OPTION=VALUE ...]
 
 Measures the loss by position in the context for RWKV-4 and RWKV-7. train.py runs for each architecture, width, context length
-and number of tokens, with the same recipe and 8,192 tokens per step. OPTION=VALUE: further options of train.py for all runs,
-such as data=text data.path=FILE. Each run is a folder of --out; a run whose folder has results is not trained again, so that
+and number of tokens, with the same recipe and 8,192 tokens per step. OPTION=VALUE are further options of train.py for all runs,
+such as data=text data.path=FILE. Each run has a folder in --out. A run whose folder has results is not trained again, so that
 the runs can be trained a few at a time.
 
-Prints one row per run in --out: the mean nats per token of the validation split's windows, and the means at positions 0, 1, 2
-to 3, 4 to 7, and so on. The last line of standard output is the result as JSON.
+Prints a row for each run in --out: the mean nats per token of the validation split's windows, and the means at positions 0, 1,
+2 to 3, 4 to 7, and so on. The last line of standard output is the result as JSON.
 """
 
 import argparse
@@ -33,9 +33,9 @@ from rwkv.errors import UserError
 from rwkv.pretrained import RWKV
 
 STEP_TOKENS = 8192
-READ_TOKENS = 65536                      # tokens of the validation split, at most
+READ_TOKENS = 65536                      # maximum tokens of the validation split
 LOSSES = "positions.json"                # file in the folder of a run
-CHUNK = 1024                             # rows of logits computed together
+CHUNK = 1024                             # number of rows whose logits are computed together
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -51,13 +51,13 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def measured(out: Path, generation: str, C: int, T: int, tokens: int, options: list[str]) -> dict[str, Any]:
-    """The run's options and its mean nats per token by position. If its folder has no losses, the run is trained first."""
+    """Returns a run's options and mean nats per token by position. Trains the run first if its folder has no results."""
     folder = out / f"{generation}-{C}-{T}-{tokens}"
     losses = folder / LOSSES
     if losses.exists():
         saved: dict[str, Any] = json.loads(losses.read_text(encoding="utf-8"))
         if saved["options"] != options:
-            raise UserError(f"{folder} has results for the options {saved['options']}; got {options}: name another --out")
+            raise UserError(f"{folder} has results for other options, {saved['options']}; got {options}: give another --out")
         return saved
     train(folder, f"model.generation={generation}", f"model.n_embd={C}", f"model.ctx_len={T}",
           f"data.batch_size={max(1, STEP_TOKENS // T)}", f"trainer.max_tokens={tokens}", "trainer.val_every=1000000", *options)
@@ -70,7 +70,7 @@ def measured(out: Path, generation: str, C: int, T: int, tokens: int, options: l
 
 @torch.no_grad()
 def losses_by_position(folder: Path, T: int) -> list[float]:
-    """The mean nats at each of T positions, over the validation split's windows, each starting from the empty state."""
+    """Returns the mean nats at each of T positions. The means are over the validation windows, each from the empty state."""
     checkpoint = read_checkpoint(folder)
     assert checkpoint.run is not None
     model = RWKV.from_pretrained(folder)
@@ -86,7 +86,7 @@ def losses_by_position(folder: Path, T: int) -> list[float]:
 
 
 def by_octave(losses: list[float]) -> dict[str, float]:
-    """The means over the positions 0, 1, 2 to 3, 4 to 7, and so on."""
+    """Returns the means over the positions 0, 1, 2 to 3, 4 to 7, and so on."""
     means = {}
     first = 0
     while first < len(losses):

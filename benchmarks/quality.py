@@ -1,7 +1,7 @@
 """python -m benchmarks.quality TEXT CHECKPOINT [CHECKPOINT ...] [--tokenizer NAME] [--json FILE]: the cost of quantisation.
 
-Prints bits per byte of the text for each checkpoint in each dtype (a quantised GGUF also in its blocks), and the increase over
-float32. Chunks are so short that they are computed by the same matrix products as decoding, which in int4 round their inputs.
+Prints bits per byte of the text for each checkpoint in each dtype (for a quantised GGUF file also with its blocks), and the
+increase over float32. Chunks are short enough for the matrix products of decoding, which round their inputs in int4.
 The last line of standard output is the result as JSON.
 """
 
@@ -34,12 +34,12 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--tokenizer", type=from_home, metavar="NAME", help="tokenizer of checkpoints that have none")
     parser.add_argument("--json", type=output_file, metavar="FILE")
     args = parser.parse_args(argv)
-    read_text(args.text)                 # refused before anything is measured
+    read_text(args.text)                 # raises UserError before anything is measured
     tokenizers = [tokenizer_of(read_checkpoint(path), args.tokenizer, option="--tokenizer") for path in args.checkpoints]
     for tokenizer in tokenizers:
         _, lost = count_tokens(tokenizer, args.text)
         if lost.too_much:
-            raise UserError(f"{lost.describe(str(args.text))}: bits per byte would leave that out; name a text that it keeps")
+            raise UserError(f"{lost.describe(str(args.text))}. Bits per byte would ignore the lost text: give another text")
     rows = [row for path, tokenizer in zip(args.checkpoints, tokenizers, strict=True)
             for row in _rows(read_checkpoint(path), tokenizer, args.text)]
     report = {"machine": hardware.describe("cpu"), "rows": rows}

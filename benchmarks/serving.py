@@ -1,14 +1,15 @@
 """python -m benchmarks.serving PART [--dtype int8 ...] [--texts 8 32] [--seconds 12] [--shape L,C,V] [--json FILE]
 
-share   tokens/s of streams after their prompts, over HTTP and by the engine alone, alternately; and of the decoder without
-        sampling
-peers   the same for RWKV-7, on an idle machine and with one busy process, alternating with llama.cpp's server on the same
-        weights and requests, if --llama-server names that program (make llama-server); two threads each
+Measures the tokens per second of streams after their prompts. PART is one of
 
-The server is `python serve.py` with random weights in RWKV-4's 169M shape (peers: RWKV-7's 0.1b). Its vocabulary consists of
-whole characters, so that each token is an event; it has 50,304 tokens, a multiple of 64 as in a World vocabulary. The client
-reads with one selector and counts events; its CPU use is printed. Each part takes less than three minutes with these defaults.
-The last line of standard output is the result as JSON.
+    share   alternates requests over HTTP, the engine alone, and the decoder without sampling, with RWKV-4
+    peers   measures HTTP with RWKV-7, on an idle machine and with one busy process, alternating with llama.cpp's server on the
+            same weights and requests if --llama-server names that program (make llama-server); two threads each
+
+The server is `python serve.py` with random weights in RWKV-4's 169M shape, or RWKV-7's 0.1b shape for peers. The vocabulary
+consists of whole characters, so that each token is an event, and has 50,304 tokens for RWKV-4, a multiple of 64 as in a World
+vocabulary. The client reads with one selector, counts events, and prints its CPU use. Each part takes less than three minutes
+with these defaults. The last line of standard output is the result as JSON.
 """
 
 import argparse
@@ -34,11 +35,11 @@ from kernels.bench.results import output_file, publish
 
 ROOT = Path(__file__).parent.parent
 PROMPT = "A prompt of some words, "
-SETTLE_S = 1.0                           # seconds until counting begins
+SETTLE_S = 1.0                           # seconds before events are counted
 VOCABULARY = "vocabulary.txt"
 LLAMA_FORMATS = {"float32": ["F32"], "bfloat16": ["BF16", "F16"], "int8": ["Q8_0"]}
-LLAMA_CONTEXT = 2**15                    # tokens per slot; they cost a recurrent model no memory
-LONGEST = LLAMA_CONTEXT - 100            # tokens of a stream that must not end
+LLAMA_CONTEXT = 2**15                    # tokens per slot, which cost a recurrent model no memory
+LONGEST = LLAMA_CONTEXT - 100            # tokens of a stream that must not end while it is measured
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -47,7 +48,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def run(parts: Mapping[str, Callable[..., Iterator[dict[str, Any]]]], args: argparse.Namespace, generation: str) -> None:
-    """Measures the part args.part with a random checkpoint of the architecture, and writes its rows."""
+    """Measures the part `args.part` with a random checkpoint of the generation, and publishes the rows."""
     from benchmarks.generation import SHAPES, write_checkpoint  # imports torch, which _serving_engine.py must import later
     from kernels.machine import hardware
 
@@ -60,9 +61,9 @@ def run(parts: Mapping[str, Callable[..., Iterator[dict[str, Any]]]], args: argp
 
 
 def write_vocabulary(path: Path, most: int) -> None:
-    """A vocabulary in the World format: the 256 bytes, then as many characters of 3 or 4 bytes as fit."""
+    """Writes a vocabulary in the World format: the 256 bytes, then as many characters of 3 or 4 bytes as fit."""
     singles = [bytes([value]) for value in range(256)]
-    characters = (chr(code) for code in range(0x800, 0x110000) if not 0xD800 <= code < 0xE000)     # all but surrogates
+    characters = (chr(code) for code in range(0x800, 0x110000) if not 0xD800 <= code < 0xE000)     # without surrogates
     letters = list(islice(characters, most - 1 - len(singles)))
     tokens = [repr(single.decode()) if single < b"\x80" else repr(single) for single in singles]
     tokens += [repr(letter) for letter in letters]
@@ -72,7 +73,7 @@ def write_vocabulary(path: Path, most: int) -> None:
 
 
 class Server:
-    """`python serve.py` and its two processes."""
+    """The server `python serve.py`, which has two processes."""
 
     def __init__(self, checkpoint: Path, dtype: str, *options: str) -> None:
         self.process = subprocess.Popen(
@@ -97,7 +98,7 @@ class Server:
             os.kill(pid, number)
 
     def resident(self) -> int:
-        """The resident bytes of both processes, without mapped files."""
+        """Returns the resident bytes of both processes, without mapped files."""
         return sum(1024 * int(line.split()[1]) for pid in self.pids
                    for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("RssAnon"))
 
@@ -110,7 +111,7 @@ class Server:
 
 
 class LlamaServer(Server):
-    """llama.cpp's own server, with one slot per stream."""
+    """The server of llama.cpp, with one slot per stream."""
 
     def __init__(self, program: Path, weights: Path, slots: int, *options: str) -> None:
         with socket.create_server(("127.0.0.1", 0)) as free:
@@ -136,7 +137,7 @@ class LlamaServer(Server):
 
 @contextmanager
 def ended(server: Server) -> Iterator[Server]:
-    """The server, stopped at the end of the block."""
+    """Yields the server, and stops the server at the end of the `with` block."""
     try:
         yield server
     finally:
@@ -150,13 +151,16 @@ def serving(checkpoint: Path, dtype: str, *options: str) -> AbstractContextManag
 
 
 def stream_of(n: int, seed: int, prompt: str | list[int] = PROMPT) -> dict[str, Any]:
-    """A request body. Token 0, which would end the text, is banned; options whose defaults differ in llama.cpp are set."""
+    """Returns a request body. Token 0 is banned, because this token would end the text.
+
+    The body sets the options whose defaults differ in llama.cpp.
+    """
     return {"prompt": prompt, "max_tokens": n, "seed": seed, "stream": True, "logit_bias": {"0": -100}, "temperature": 1,
             "top_p": 1, "top_k": 0, "min_p": 0}
 
 
 class Client:
-    """One stream, and the arrival times of its events. more: further fields of its request."""
+    """A stream, and the arrival times of its events. `more` are further fields of the request."""
 
     def __init__(self, server: Server, n: int, seed: int, hang_up_after: int | None = None, prompt: str | list[int] = PROMPT,
                  **more: Any) -> None:
@@ -169,7 +173,7 @@ class Client:
         self.finished = False
 
     def read(self) -> bool:
-        """Reads the available data. False if the stream has ended, or the client hangs up."""
+        """Reads the available data. Returns False if the stream has ended or the client hangs up."""
         data = self.socket.recv(65536)
         self.status = self.status or data[9:12]
         self.finished = self.finished or b"[DONE]" in data
@@ -178,16 +182,16 @@ class Client:
 
 
 def read_for(selector: selectors.BaseSelector, seconds: float) -> list[Client]:
-    """Reads from all clients for some time; returns the finished ones, whose sockets it has closed."""
-    over = []
+    """Reads from all clients for some time. Closes the sockets of the finished clients, and returns these clients."""
+    finished_clients = []
     until = time.perf_counter() + seconds
     while (remaining := until - time.perf_counter()) > 0 and selector.get_map():
         for key, _ in selector.select(remaining):
             if not key.data.read():
                 selector.unregister(key.fileobj)
                 key.data.socket.close()
-                over.append(key.data)
-    return over
+                finished_clients.append(key.data)
+    return finished_clients
 
 
 # Parts
@@ -214,30 +218,33 @@ def share(checkpoint: Path, dtype: str, args: argparse.Namespace) -> Iterator[di
 
 
 def rate_over_http(server: Server, texts: int, seconds: float, turn: int) -> tuple[float, float]:
-    """Events per second of all streams after their prompts, and the fraction of a core that the client used."""
+    """Returns the events per second of all streams after their prompts, and the fraction of a core that the client used."""
     with selectors.DefaultSelector() as selector:
         clients = [Client(server, LONGEST, 1000 * turn + seed) for seed in range(texts)]
         for client in clients:
             selector.register(client.socket, selectors.EVENT_READ, client)
         while not all(client.times for client in clients):
             if read_for(selector, 0.1):
-                sys.exit(f"a stream ended early, with status {clients[0].status.decode()}")
+                sys.exit(f"a stream ended early; the first stream had the HTTP status {clients[0].status.decode()}")
         read_for(selector, SETTLE_S)
         counted = sum(len(client.times) for client in clients)
         cpu = time.process_time()
         began = time.perf_counter()
         read_for(selector, seconds)
-        took = time.perf_counter() - began
+        elapsed = time.perf_counter() - began
         events = sum(len(client.times) for client in clients) - counted
         cpu = time.process_time() - cpu
         for client in clients:
             client.socket.close()
-    time.sleep(0.5)                      # for the rows to leave
-    return events / took, cpu / took
+    time.sleep(0.5)                      # lets the server remove the closed streams' rows
+    return events / elapsed, cpu / elapsed
 
 
 def peers(checkpoint: Path, dtype: str, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Measures all servers of a width alternately, each without and with a busy process; the other servers are suspended."""
+    """Measures all servers of a weight width alternately, each without and with a busy process.
+
+    The other servers are suspended meanwhile.
+    """
     with ExitStack() as running:
         servers = {("timemix", dtype): running.enter_context(serving(checkpoint, dtype, f"max_rows={max(args.texts)}"))}
         for name in LLAMA_FORMATS[dtype] if args.llama_server else ():
@@ -267,7 +274,7 @@ def peers(checkpoint: Path, dtype: str, args: argparse.Namespace) -> Iterator[di
 
 
 def gguf_of(checkpoint: Path, name: str) -> Path:
-    """The path of the checkpoint and its vocabulary, converted to GGUF."""
+    """Converts the checkpoint and its vocabulary to GGUF, and returns the path."""
     from benchmarks.generation import GGUF
     from rwkv.pretrained import RWKV
     from rwkv.tokenizer.tokenizers import Tokenizer
@@ -291,14 +298,14 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
 
 
 def parsed(parser: Parser, argv: list[str] | None) -> argparse.Namespace:
-    """The parsed arguments; adds those that both server benchmarks share."""
+    """Adds the options that both server benchmarks share, and returns the parsed arguments."""
     parser.add_argument("--dtype", nargs="+", default=["int8"], choices=("float32", "bfloat16", "int8"))
     parser.add_argument("--shape", type=sizes_of("L,C,V"), metavar="L,C,V", help="layers, width, vocabulary")
     parser.add_argument("--llama-server", type=program, metavar="PROGRAM", help="llama.cpp's own server (make llama-server)")
     parser.add_argument("--json", type=output_file, metavar="FILE")
     args = parser.parse_args(argv)
     if args.shape and (args.shape[-1] < 320 or args.shape[-1] % 64):
-        parser.error("--shape: a vocabulary of whole characters must be a multiple of 64, and at least 320")
+        parser.error("the vocabulary in --shape must be a multiple of 64, and at least 320")
     return args
 
 

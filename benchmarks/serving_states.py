@@ -1,12 +1,14 @@
 """python -m benchmarks.serving_states PART [--dtype int8 ...] [--turns 5] [--seconds 60] [--shape L,C,V] [--json FILE]
 
-first     time to the first token after a context of 0, 1,000 and 20,000 tokens (--tokens) and a short question. The context is
-          prefilled, in the prefix cache, a state by its id, or a state's file after a restart (states_dir=); medians of turns.
-          With --llama-server PROGRAM also llama.cpp's server on the same weights: prefilled, cached in a slot, and from a saved
-          slot, before and after a restart
-load      64 clients (--clients) that connect, stream and leave: a third hang up in the middle, half continue a state, have a
-          schema, or both. It alternates with the same load without states and schemas. Prints errors, tokens per second,
-          fairness (Jain's index of the rates of complete streams), and memory at the start, in the middle and at the end
+PART is one of
+
+    first   measures the time to the first token after a context of 0, 1,000 and 20,000 tokens (--tokens) and a short question.
+            The context is prefilled, in the prefix cache, a state by its id, or a state's file after a restart (states_dir=).
+            The table shows medians of the turns. With --llama-server PROGRAM, llama.cpp's server is measured on the same
+            weights: prefilled, cached in a slot, and from a saved slot, before and after a restart.
+    load    runs 64 clients (--clients) that connect, stream and leave. A third hang up in the middle; half continue a state,
+            have a schema, or both. This load alternates with the same load without states and schemas. Prints errors, tokens
+            per second, fairness (Jain's index of the rates of complete streams), and memory at start, middle and end.
 
 The server is `python serve.py` with random weights in RWKV-7's 0.1b shape, each token an event, as in benchmarks/serving.py.
 The last line of standard output is the result as JSON.
@@ -43,7 +45,7 @@ from kernels.arguments import Parser, above_zero, at_least
 
 QUESTION = 8                             # tokens after the context
 STATES = 8                               # states that the clients of `load` continue
-HANG_UP = 0.3                            # share of clients
+HANG_UP = 0.3                            # fraction of clients that hang up
 MIB = 2**20
 LONG = {"type": "json_schema", "json_schema": {"name": "numbers", "schema": {        # longer than any prompt here
     "type": "array", "items": {"type": "integer"}, "minItems": 400}}}
@@ -55,7 +57,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def ask(server: Server, path: str, body: dict[str, Any]) -> Any:
-    """The JSON response. Exits with it if the status is not 200."""
+    """Returns the parsed JSON response. Exits with the response if the status is not 200."""
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=600)
     connection.request("POST", path, json.dumps(body), {"content-type": "application/json"})
     answer = connection.getresponse()
@@ -67,11 +69,11 @@ def ask(server: Server, path: str, body: dict[str, Any]) -> Any:
 
 
 def first_token(server: Server, prompt: list[int], **more: Any) -> float:
-    """Seconds from the request to its first token."""
+    """Returns the seconds from a request to its first token."""
     client = Client(server, 2, 0, prompt=prompt, **more)
     while not client.times:
         if not client.read() and not client.times:
-            sys.exit(f"no token arrived; status {client.status.decode()}")
+            sys.exit(f"no token arrived; the HTTP status is {client.status.decode()}")
     while client.read():
         pass
     client.socket.close()
@@ -109,7 +111,7 @@ def first(checkpoint: Path, dtype: str, args: argparse.Namespace) -> Iterator[di
                     times["state", n].append(first_token(server, texts(QUESTION), state=states[n][turn]))
     with serving(checkpoint, dtype, *options) as server:
         first_token(server, texts(QUESTION))
-        for turn in range(args.turns):           # reads each state from its file once
+        for turn in range(args.turns):           # each turn reads each state from its file once
             for n, ids in states.items():
                 times["state after a restart", n].append(first_token(server, texts(QUESTION), state=ids[turn]))
     yield from _table("timemix", dtype, lengths, times)
@@ -119,22 +121,22 @@ def first(checkpoint: Path, dtype: str, args: argparse.Namespace) -> Iterator[di
 
 def _first_of_llama(program: Path, weights: Path, name: str, lengths: list[int], turns: int,
                     texts: Texts) -> Iterator[dict[str, Any]]:
-    """Measures llama.cpp, which saves states as slot files: the slot is restored, and the same prompt is sent again."""
+    """Measures llama.cpp. Its states are slot files: the slot is restored, and the same prompt is sent again."""
     times: dict[tuple[str, int], list[float]] = defaultdict(list)
     folder = weights.with_name(f"slots-{name}")
     folder.mkdir()
     read = {n: texts(n) for n in lengths if n}
 
-    def restored(server: Server, n: int) -> float:
+    def seconds_restored(server: Server, n: int) -> float:
         began = time.perf_counter()
         ask(server, "/slots/0?action=restore", {"filename": f"{n}.bin"})
         took = time.perf_counter() - began
         return took + first_token(server, read[n] + texts(QUESTION), id_slot=0, cache_prompt=True)
 
-    def started() -> LlamaServer:
+    def start_server() -> LlamaServer:
         return LlamaServer(program, weights, 1, "--slot-save-path", f"{folder}/")
 
-    with ended(started()) as server:
+    with ended(start_server()) as server:
         first_token(server, texts(QUESTION))
         for n, prompt in read.items():
             ask(server, "/completion", {"prompt": prompt, "n_predict": 1, "id_slot": 0, "cache_prompt": True})
@@ -146,17 +148,17 @@ def _first_of_llama(program: Path, weights: Path, name: str, lengths: list[int],
                     ask(server, "/completion", {"prompt": read[n], "n_predict": 1, "id_slot": 0, "cache_prompt": True})
                     times["prefix cache", n].append(
                         first_token(server, read[n] + texts(QUESTION), id_slot=0, cache_prompt=True))
-                    times["state", n].append(restored(server, n))
-    with ended(started()) as server:
+                    times["state", n].append(seconds_restored(server, n))
+    with ended(start_server()) as server:
         first_token(server, texts(QUESTION))
         for _ in range(turns):
             for n in read:
-                times["state after a restart", n].append(restored(server, n))
+                times["state after a restart", n].append(seconds_restored(server, n))
     yield from _table("llama.cpp", name, lengths, times)
 
 
 def _table(of: str, dtype: str, lengths: list[int], seconds: dict[tuple[str, int], list[float]]) -> Iterator[dict[str, Any]]:
-    """Prints milliseconds to the first token, and in brackets their ratio to the case without a context."""
+    """Prints milliseconds to the first token and, in brackets, their ratio to the case without a context. Yields the rows."""
     empty = median(seconds["read anew", 0])
     print(f"\n{of}, {dtype}: milliseconds to the first token, and as a multiple of that after 0 tokens")
     print(f"{'tokens before':24}" + "".join(f"{n:>18,}" for n in lengths))
@@ -188,7 +190,7 @@ def load(checkpoint: Path, dtype: str, args: argparse.Namespace) -> Iterator[dic
     for mixed, clients in ended_clients.items():
         wrong = [client for client in clients if client.status != b"200"
                  or (client.hang_up_after is None and not client.finished)]
-        # measured from the request, since a slow client may read all events of a stream together
+        # rates count from the request, because a slow client may read all events of a stream together
         finished = [client for client in clients if client.finished and client.n >= 32]
         rates = [len(client.times) / (client.times[-1] - client.began) for client in finished]
         row = {"dtype": dtype, "load": "states, schemas, streams, hang-ups" if mixed else "streams, hang-ups",
@@ -204,16 +206,15 @@ def load(checkpoint: Path, dtype: str, args: argparse.Namespace) -> Iterator[dic
 
 
 def jain(rates: list[float]) -> float:
-    """Jain's index of fairness of n rates: 1 if all are equal, 1 / n if all but one are 0."""
+    """Returns Jain's index of fairness of n rates: 1 if all are equal, 1 / n if all but one are 0."""
     return sum(rates) ** 2 / (len(rates) * sum(rate * rate for rate in rates))
 
 
 def _run_load(server: Server, n_clients: int, seconds: float, chance: random.Random,
               states: list[str]) -> tuple[float, list[Client]]:
-    """Runs n_clients concurrent clients for these seconds, replacing those that leave. Returns tokens per second and all
-    clients.
+    """Runs `n_clients` concurrent clients, and replaces clients that leave. Returns tokens per second and all clients.
 
-    states: those that half of the clients continue; without any there are no schemas either.
+    Half of the clients continue a state, have a schema, or both. If `states` is empty, none of them does.
     """
     over: list[Client] = []
     clients: list[Client] = []
@@ -233,7 +234,7 @@ def _run_load(server: Server, n_clients: int, seconds: float, chance: random.Ran
 def _client(server: Server, seed: int, chance: random.Random, states: list[str]) -> Client:
     n = chance.randint(8, 128)
     hang_up = chance.randint(1, max(1, n // 2)) if chance.random() < HANG_UP else None
-    kind = chance.random()               # drawn for both loads, so that their random numbers agree
+    kind = chance.random()               # is drawn in both loads, so that both use the same random numbers
     state = chance.randrange(STATES)
     more: dict[str, Any] = {}
     if states and kind < 0.35:

@@ -3,14 +3,14 @@ python -m benchmarks.speculation --draft TEXT CHECKPOINT DRAFT [--dtypes int8,..
 
 Measures speculative decoding on a CPU, as the option draft= does it.
 
-Without --draft: the time of a pass over 1, 4, 5 or 8 proposed tokens of one sequence, with the logits and the state after each
-token, by default at the 1.5b and 7.2b shapes with random weights. Models of two and four layers are timed alternately, and the
-time of all layers is extrapolated. `cost` is the additional time per token, relative to a step: PASS_COST of
+Without --draft, the program times a pass over 1, 4, 5 or 8 proposed tokens of one sequence, with the logits and the state after
+each token, by default at the 1.5b and 7.2b shapes with random weights. Models of two and four layers are timed alternately, and
+the time of all layers is extrapolated. `cost` is the time of an additional token relative to a step, PASS_COST in
 rwkv/generation/speculation.py.
 
-With --draft: tokens per second of continuing pieces of TEXT, with a draft (ngram, or a checkpoint) and without, alternately, at
-temperatures 0 and 1; the fraction of proposed tokens that were accepted, and tokens per pass. If the draft changes the
-generated text, the program fails. Two models to measure, trained on the standard library:
+With --draft, the program continues pieces of TEXT at temperatures 0 and 1, alternately with and without a draft (ngram, or a
+checkpoint). It measures tokens per second, the fraction of proposed tokens that were accepted, and tokens per pass. The program
+fails if the draft changes the generated text. Two models to measure can be trained on the standard library:
 
     python train.py model=rwkv7_tiny model.n_layer=8 model.n_embd=512 trainer.max_tokens=8000000 out_dir=runs/target
     python train.py model=rwkv7_tiny model.n_layer=4 model.n_embd=192 trainer.max_tokens=8000000 out_dir=runs/draft
@@ -52,9 +52,9 @@ from rwkv.tokenizer.tokenizers import Tokenizer
 
 SHAPES = tuple((*_random_model.SHAPES[name], _random_model.VOCAB_SIZE) for name in ("1.5b", "7.2b"))
 DTYPES = ("bfloat16", "int8", "int4")
-TOKENS = (1, 4, 5, 8)                    # of a pass
-LAYERS = (2, 4)                          # timed
-BUDGET_S = 3.0                           # of each pass
+TOKENS = (1, 4, 5, 8)                    # tokens of a pass
+LAYERS = (2, 4)                          # numbers of layers of the timed models
+BUDGET_S = 3.0                           # seconds of each pass
 PROMPT, WRITTEN = 128, 128               # tokens of a prompt, and of its continuation
 
 
@@ -78,7 +78,7 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
 
 
 def measure_passes(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """A row for each shape and dtype: milliseconds by the number of tokens, and `cost`, the time of an additional token."""
+    """Returns a row for each shape and dtype: milliseconds by number of tokens, and the relative cost of a token."""
     rows = []
     for L, C, V in args.shapes:
         for dtype in args.dtypes:
@@ -98,7 +98,7 @@ def measure_passes(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 @torch.no_grad()
 def random_model(L: int, C: int, V: int, dtype: str) -> RWKV:
-    """A model of RWKV-7 with random weights, made in bfloat16 because of its size."""
+    """Returns an RWKV-7 model with random weights, made in bfloat16 because of its size."""
     config = ModelConfig(generation="rwkv7", n_layer=L, n_embd=C)
     module = generation(config)
     weights = {name: torch.empty(shape, dtype=torch.bfloat16 if len(shape) == 2 else torch.float32).normal_(0, C ** -0.5)
@@ -116,12 +116,12 @@ def _pass(decoder: CDecoder, tokens: Sequence[int]) -> None:
 
 
 def measure_draft(args: argparse.Namespace, text: str, path: str, draft_path: str) -> list[dict[str, Any]]:
-    """A row for each dtype and temperature. Raises UserError if the draft does not fit, or changes a text."""
+    """Returns a row for each dtype and temperature. Raises UserError if the draft does not fit, or changes a text."""
     checkpoint = read_checkpoint(path)
     tokenizer = tokenizer_of(checkpoint, args.tokenizer, option="--tokenizer")
     ids = tokenizer.encode(read_text(Path(text)))
     if len(ids) < args.prompts * PROMPT:
-        raise UserError(f"{text} must have {args.prompts * PROMPT} tokens for {args.prompts} prompts; it has {len(ids)}")
+        raise UserError(f"{text} must have at least {args.prompts * PROMPT} tokens for {args.prompts} prompts; got {len(ids)}")
     starts = [i * (len(ids) - PROMPT) // args.prompts for i in range(args.prompts)]
     rows = []
     for dtype in args.dtypes:
@@ -135,11 +135,11 @@ def measure_draft(args: argparse.Namespace, text: str, path: str, draft_path: st
             requests = [Request(ids[start:start + PROMPT], seed, StoppingCriteria(WRITTEN), Sampling(temperature=temperature))
                         for seed, start in enumerate(starts)]
             rows.append({"draft": str(draft), "dtype": dtype, "temperature": temperature,
-                         **_in_turns(model, tokenizer, requests, draft)})
+                         **_alternate(model, tokenizer, requests, draft)})
     return rows
 
 
-def _in_turns(model: RWKV, tokenizer: Tokenizer, requests: Sequence[Request], draft: Draft) -> dict[str, float]:
+def _alternate(model: RWKV, tokenizer: Tokenizer, requests: Sequence[Request], draft: Draft) -> dict[str, float]:
     ratios, rates, plain_rates = [], [], []
     proposed = accepted = tokens = passes = 0
     for i, request in enumerate(requests):
@@ -155,7 +155,7 @@ def _in_turns(model: RWKV, tokenizer: Tokenizer, requests: Sequence[Request], dr
                 steps[drafted] += 1
             seconds[drafted] = time.perf_counter() - began
         if rows[True].sample != rows[False].sample:
-            raise UserError(f"the draft changes the text of prompt {i}: this is a fault of the program; please report it")
+            raise UserError(f"the draft changes the text of prompt {i}. This is a bug of timemix: please report it")
         n = len(rows[True].sample.tokens)
         proposed += rows[True].proposed_tokens
         accepted += rows[True].accepted_tokens

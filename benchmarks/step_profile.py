@@ -1,8 +1,8 @@
 """python -m benchmarks.step_profile [--generation NAME,...] [--optim NAME,...] [--precision NAME,...] [--shape L,C,B,T,V]
 
-Measures the time of a training step, by part and by operation. Default: both architectures; adamw, muon and normuon; 32-true
-and, on a CPU with fast bfloat16 products, bf16-mixed; the shape of `make train`: 4 layers, 192 wide, 8 windows of 128 tokens, a
-vocabulary of 2,048.
+Measures the time of a training step, by part and by operation. The defaults are both architectures; adamw, muon and normuon;
+32-true and, on a CPU with fast bfloat16 products, bf16-mixed; and the shape of `make train`: 4 layers, 192 wide, 8 windows of
+128 tokens, a vocabulary of 2,048.
 
     parts       forward (all blocks), loss (the head with its loss and gradients), backward (through the blocks), optimiser
                 (clipping, step): milliseconds, medians of --steps bare steps (no Lightning, loader, log or checkpoint)
@@ -13,8 +13,8 @@ vocabulary of 2,048.
     other       copies, casts, sums, the embedding, the softmax of the loss, AdamW
     between     Python, autograd and PyTorch's dispatch: time outside of operations
 
-The shares are measured with PyTorch's profiler, which overstates small operations and the time between them. The
-last line of standard output is the result as JSON.
+The fractions are measured with PyTorch's profiler, which overstates small operations and the time between operations. The last
+line of standard output is the result as JSON.
 """
 
 import argparse
@@ -54,9 +54,9 @@ WARM_UP, PROFILED = 3, 3                 # steps
 LONGEST = 6                              # operations to list
 PART, NATIVE = "part: ", "native::"      # prefixes of recorded names
 Report = dict[str, Any]
-Part = Callable[[str], AbstractContextManager[Any]]      # the context of a part of a step, from the part's name
+Part = Callable[[str], AbstractContextManager[Any]]      # returns the context of a part of a step, given the name
 Step = Callable[[Part], None]
-Times = dict[str, Counter[str]]          # by part, microseconds of each operation
+Times = dict[str, Counter[str]]          # microseconds of each operation, by part
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -72,7 +72,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _precisions(args: argparse.Namespace) -> list[str]:
-    """The given precisions; by default, those with fast products on this CPU. Prints the skipped ones."""
+    """Returns the given precisions, or by default those with fast products on this CPU. Prints why others are skipped."""
     if args.precision:
         return list(args.precision)
     slow = {precision: why_slow(dtype_for(precision), torch.device("cpu")) for precision in PRECISIONS}
@@ -83,7 +83,7 @@ def _precisions(args: argparse.Namespace) -> list[str]:
 
 
 def measure(generation: str, optim: str, precision: str, shape: tuple[int, ...], steps: int) -> Report:
-    """Milliseconds of each part, and the fraction of the step that each kind of operation takes, by part."""
+    """Measures a step. Returns the milliseconds of each part, and the fraction of the step by part and kind of operation."""
     L, C, B, T, V = shape
     config = ModelConfig(generation=generation, n_layer=L, n_embd=C, ctx_len=T)
     dtype = dtype_for(precision)
@@ -108,7 +108,7 @@ def measure(generation: str, optim: str, precision: str, shape: tuple[int, ...],
 
 
 def clocked(run: Step, steps: int) -> dict[str, float]:
-    """The median milliseconds of each part."""
+    """Returns the median milliseconds of each part."""
     times: dict[str, list[float]] = {part: [] for part in PARTS}
 
     @contextmanager
@@ -123,14 +123,16 @@ def clocked(run: Step, steps: int) -> dict[str, float]:
 
 
 def profiled(run: Step) -> Times:
-    """The time of each operation in PROFILED steps, excluding the operations that it calls. Operations inside WKV count as
-    WKV."""
+    """Returns the time of each operation in PROFILED steps, without the operations that it calls.
+
+    Operations inside WKV count as WKV.
+    """
     def part(name: str) -> record_function:
         return record_function(PART + name)
 
-    for _ in range(WARM_UP):             # compiles
+    for _ in range(WARM_UP):             # the first step compiles
         run(part)
-    with quiet(), _native_recorded(), profile(activities=[ProfilerActivity.CPU]) as recorded:
+    with quiet(), _record_native_calls(), profile(activities=[ProfilerActivity.CPU]) as recorded:
         for _ in range(PROFILED):
             run(part)
     times: Times = defaultdict(Counter)
@@ -141,7 +143,7 @@ def profiled(run: Step) -> Times:
 
 
 def _add(event: FunctionEvent, operator: str | None, times: Counter[str]) -> None:
-    """operator: the name of the enclosing WKV operation, if any."""
+    """Adds the times of an event and its children. `operator` is the name of the enclosing WKV operation, if any."""
     operator = operator or (event.name if kind_of(event.name) == "wkv" else None)
     times[operator or event.name] += event.self_cpu_time_total
     for child in event.cpu_children:
@@ -149,8 +151,8 @@ def _add(event: FunctionEvent, operator: str | None, times: Counter[str]) -> Non
 
 
 @contextmanager
-def _native_recorded() -> Iterator[None]:
-    """Records the calls of the C library, which PyTorch's profiler does not see."""
+def _record_native_calls() -> Iterator[None]:
+    """Records the calls of the C library in the `with` block, because PyTorch's profiler does not see them."""
     run = native.run
 
     def recorded(name: str, *arguments: Any) -> None:
@@ -165,7 +167,7 @@ def _native_recorded() -> Iterator[None]:
 
 
 def kind_of(name: str) -> str:
-    """The kind of an operation of the profiler's list: one of KINDS."""
+    """Returns the kind of an operation in the profiler's list, one of KINDS."""
     library, _, operation = name.partition("::")
     if library == "timemix" or name.startswith(NATIVE):
         return "wkv" if operation.startswith("wkv") else "pointwise" if name.startswith(NATIVE) else "other"
@@ -181,7 +183,7 @@ def kind_of(name: str) -> str:
 
 
 def as_text(report: Report) -> str:
-    """The step as a table: a line per part, and a line for the sum."""
+    """Formats a step as a table with a line per part, and a line for the sum."""
     ms = report["ms"]
     shares = report["shares"]
     total = {kind: sum(shares[part][kind] for part in PARTS) for kind in KINDS}
@@ -206,7 +208,7 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    if sys.platform == "linux" and not threads.settings():       # as train.py does; torch reads it when it is imported
+    if sys.platform == "linux" and not threads.settings():       # torch reads GOMP_SPINCOUNT when imported
         os.execve(sys.executable, [sys.executable, "-m", "benchmarks.step_profile", *sys.argv[1:]],
                   {**os.environ, "GOMP_SPINCOUNT": threads.SPINS})
     run_program(main)

@@ -1,7 +1,7 @@
 """python -m benchmarks.tables: writes the tables of docs/benchmarks.md from benchmarks/results/.
 
-This program replaces the page's lines between <!-- NAME: measured --> and <!-- end of NAME: measured -->. Benchmarks also call
-some of the functions here; their parameter `table` formats the rows, as markdown for the page or aligned for a terminal.
+The program replaces the page's lines between <!-- NAME: measured --> and <!-- end of NAME: measured -->. Benchmarks also call
+some of these functions. The parameter `table` formats the rows, in Markdown for the page or aligned for a terminal.
 """
 
 import sys
@@ -22,7 +22,7 @@ def main(argv: Sequence[str] = ()) -> None:
     Parser("benchmarks.tables", __doc__).parse_args(argv)
     text = PAGE.read_text(encoding="utf-8")
     for name, (files, table) in TABLES.items():
-        reports = [read_json(file) for file in sorted(FOLDER.glob(files))]           # of each machine that was measured
+        reports = [read_json(file) for file in sorted(FOLDER.glob(files))]           # one report for each measured machine
         if reports:
             text = filled(text, name, "\n\n".join(f"{caption(report)}\n\n{table(report)}" for report in reports))
     PAGE.write_text(text, encoding="utf-8")
@@ -35,7 +35,7 @@ def caption(report: Report) -> str:
 
 
 def generation(report: Report) -> str:
-    """Tokens per second by task and weight width: timemix's, its percentages of the two limits, and each peer's best."""
+    """Makes a table of tokens per second by task and dtype: timemix, its percentages of two limits, and each peer's best."""
     widths = WIDTHS | {name: width for width, name in IN_BLOCKS.items()}
     peers = list(dict.fromkeys(row["of"] for row in report["rows"] if row["of"] != "timemix"))
     table = [["tokens/s", "dtype", "timemix", "of the read bandwidth", "of the matrix products", *peers, "first token s",
@@ -47,26 +47,25 @@ def generation(report: Report) -> str:
                    and other["dtype"] in formats.get(peer, [])] for peer in peers]
         table.append([row["what"], row["dtype"], f"{row['tokens_per_s']:.0f}",
                       *(f"{row['tokens_per_s'] / row[limit]:.0%}" if limit in row else "" for limit in ("read", "products")),
-                      *map(_best, theirs), f"{row['first_token_s']:.2f}", f"{row['peak_mib']:.0f}"])
+                      *map(_fastest, theirs), f"{row['first_token_s']:.2f}", f"{row['peak_mib']:.0f}"])
     zeros = f"Of the squared ReLUs {report['zeros']:.0%} are zero.\n\n" if "zeros" in report else ""
     return zeros + markdown(table)
 
 
-def _best(rows: list[Report]) -> str:
-    """The speed and name of a peer's fastest format at a weight width; empty if it has none."""
+def _fastest(rows: list[Report]) -> str:
     best = max(rows, key=lambda row: float(row["tokens_per_s"]), default=None)
     return f"{best['tokens_per_s']:.0f} ({best['dtype']})" if best else ""
 
 
 def training(report: Report) -> str:
-    """Tables of a training step: in train.py, bare, and its matrix products alone; and the benchmark's other parts."""
+    """Makes a table of the training steps, and sentences about the other parts of the benchmark."""
     table = [["6 layers, 384 wide, V 8192, 4 x 512 tokens", "tokens/s", "of the matrix products", "ms a step", "around a step"]]
     for part, name in STEPS.items():
         if part in report:
             result = report[part]
             table.append([name, f"{result['tok_per_sec']:,.0f}", f"{result['of_matmuls']:.0%}", f"{result['ms']['step']:.0f}",
                           f"{result['around_a_step']:.1%}"])
-    parts = (markdown(table), AROUND, _losses(report), _head(report), _earlier(report))
+    parts = (markdown(table), AROUND, _losses(report), _head(report), _earlier_commits(report))
     return "\n\n".join(filter(None, parts))
 
 
@@ -76,8 +75,7 @@ AROUND = ("Around a step: the time that train.py takes beyond the bare step, mea
           "step; a negative share is the noise of the two measurements.")
 
 
-def _earlier(report: Report) -> str:
-    """The commits of the parts that were not measured last."""
+def _earlier_commits(report: Report) -> str:
     commits = {name: commit for name, commit in report.get("commits", {}).items() if commit != report["machine"]["commit"]}
     return "From earlier commits: " + ", ".join(f"{name} {commit}" for name, commit in commits.items()) + "." if commits else ""
 
@@ -99,7 +97,7 @@ def _head(report: Report) -> str:
 
 
 def serving(report: Report, table: Callable[..., str] = markdown) -> str:
-    """Tokens per second of streams after their prompts, on an idle machine and with one busy process."""
+    """Makes a table of the tokens per second of streams after their prompts, without and with another busy process."""
     rows = [[row["of"], row["dtype"], f"{row['texts']}", f"{row['quiet']:.0f}", f"{row['busy']:.0f}"] for row in report["rows"]]
     return table([["server", "dtype", "texts", "tokens/s", "beside a busy process"], *rows], left=2)
 
@@ -109,18 +107,18 @@ TRAINED = {"rwkv4": "RWKV-4", "rwkv7": "RWKV-7", "nanogpt": "nanoGPT"}
 
 
 def generations(report: Report, table: Callable[..., str] = markdown) -> str:
-    """The loss and bits per byte of each model, as means over the seeds, after the same training time."""
+    """Makes a table of each model's loss and bits per byte, as means over the seeds, after the same training time."""
     rows = [["mean of the seeds", "", "ms a step", "steps", "val/loss, nats", "val/bpb"]]
     for part, name in PARTS.items():
         results = report.get(part, {"mean": {}})
         for trained, mean in results["mean"].items():
             rows.append([name, TRAINED[trained], f"{results['ms'][trained]:.0f}", f"{results['steps'][trained]}",
                          f"{mean['val_loss']:.4f}", f"{mean['val_bpb']:.4f}"])
-    return "\n\n".join(filter(None, [table(rows, left=2), _earlier(report)]))
+    return "\n\n".join(filter(None, [table(rows, left=2), _earlier_commits(report)]))
 
 
 def positions(report: Report, table: Callable[..., str] = markdown) -> str:
-    """The loss of each run, as the mean over its context and by position, RWKV-7's below RWKV-4's."""
+    """Makes a table of each run's loss, as the mean over the context and by position."""
     places = list(max((run["nats"] for run in report["runs"]), key=len, default={}))
     rows = [["", "tokens", "width", "context", *places]]
     for run in report["runs"]:
@@ -130,14 +128,14 @@ def positions(report: Report, table: Callable[..., str] = markdown) -> str:
 
 
 def first_token(report: Report, table: Callable[..., str] = markdown) -> str:
-    """The seconds to the first token for each way of loading, and their ratio to the first row."""
+    """Makes a table of the seconds to the first token for each way of loading, and their ratio to the first row."""
     least, *_ = report["seconds"].values()
     return table([["", "s", "of the first row"],
                   *([name, f"{seconds:.2f}", f"{seconds / least:.2f}"] for name, seconds in report["seconds"].items())])
 
 
 def tuning(report: Report, table: Callable[..., str] = markdown) -> str:
-    """Per tuning method: the number of trained values, time, memory, and exact matches."""
+    """Makes a table of each tuning method's number of trained values, time, memory, and exact matches."""
     rows = [["", "trained values", "minutes", "peak MB", "exact matches", "of new words"]]
     for row in report["results"]:
         cost = [f"{row['trained']:,}", f"{row['seconds'] / 60:.1f}", f"{row['peak_mem']:.0f}"] if "trained" in row else [""] * 3
@@ -146,14 +144,14 @@ def tuning(report: Report, table: Callable[..., str] = markdown) -> str:
 
 
 def quality(report: Report, table: Callable[..., str] = markdown) -> str:
-    """Bits per byte for each model and dtype."""
+    """Makes a table of the bits per byte for each model and dtype."""
     rows = [[row["generation"], f"{row['parameters']:,}", row["dtype"], f"{row['bits_per_byte']:.4f}", f"{row['more']:+.2%}"]
             for row in report["rows"]]
     return table([["model", "parameters", "dtype", "bits per byte", "more than float32"], *rows], left=3)
 
 
 def tokenization(report: Report, table: Callable[..., str] = markdown) -> str:
-    """MB of text per second for each tokenizer, and the random strings whose ids were compared."""
+    """Makes a table of the MB per second of each tokenizer, and counts the random strings with different ids."""
     rows = [["", "encode MB/s", "decode MB/s", "bytes per token"]]
     for name, speed in report["mb_per_s"].items():
         tokens = report["tokens"][name.rpartition(" ")[2]]

@@ -1,8 +1,8 @@
 """python -m benchmarks.tokenization [--text FILE] [--neox FILE.json] [--peers PYTHON] [--strings N] [--json FILE]
 
-Compares timemix's tokenizers with other libraries. First the ids of N random strings are compared; then encoding and decoding
-of one text are timed alternately, and medians shown. The exit status is 1 if any ids differ. PyPI's `rwkv` runs in the
-environment of `make peers`. The last line of standard output is the result as JSON.
+Compares timemix's tokenizers with other libraries. First the ids of N random strings are compared. Then encoding and decoding
+of one text are timed alternately, and the table shows medians. The exit status is 1 if any ids differ. PyPI's `rwkv` runs in
+the environment of `make peers`. The last line of standard output is the result as JSON.
 """
 
 import argparse
@@ -31,7 +31,7 @@ from rwkv.data.sources.stdlib import read_stdlib
 from rwkv.tokenizer.tokenizers import ByteTokenizer, CharTokenizer, JsonTokenizer, Tokenizer
 
 PEERS = Path(__file__).parent.parent / ".venv-peers" / "bin" / "python"
-PEER = Path(__file__).with_name("_rwkv_tokenizer.py")    # run with -E: PYTHONPATH would make `import rwkv` find our package
+PEER = Path(__file__).with_name("_rwkv_tokenizer.py")    # runs with -E, because PYTHONPATH makes `import rwkv` find timemix
 STDLIB_CHARACTERS = 1_000_000            # bytes of the standard library's sources: the default text
 BPE_SIZE = 8192
 
@@ -57,7 +57,7 @@ def main(argv: list[str] | None = None) -> int:
               "mb_per_s": _speeds(samples, size)}
     print(tables.tokenization(report, aligned), flush=True)
     if peer is None:
-        print("not compared: PyPI's rwkv, which `make peers` installs")
+        print("PyPI's rwkv was not compared: install it with `make peers`")
     publish(report, args.json)
     return 1 if any(check["different"] for check in checks.values()) else 0
 
@@ -72,25 +72,25 @@ def _check_world(world: Any, peer: Peer | None, count: int) -> dict[str, dict[st
     texts = list(unicode_strings(count))
     library = RWKVTokenizer()
     ids = [world.encode(text) for text in texts]
-    checks = {"world and pyrwkv-tokenizer, Unicode": _compared(ids, [library.encode(text) for text in texts])}
+    checks = {"world and pyrwkv-tokenizer, Unicode": _compare(ids, [library.encode(text) for text in texts])}
     if peer:
-        checks["world and rwkv, Unicode"] = _compared(ids, peer({"ids_of": [text.encode().hex() for text in texts]}))
+        checks["world and rwkv, Unicode"] = _compare(ids, peer({"ids_of": [text.encode().hex() for text in texts]}))
     return checks
 
 
 def _check_json(ours: dict[str, Tokenizer], libraries: dict[str, Any], count: int) -> dict[str, dict[str, int]]:
     texts = list(unicode_strings(count))
-    return {f"{name} and tokenizers, Unicode": _compared([ours[name].encode(text) for text in texts],
-                                                         [library.encode(text, add_special_tokens=False).ids for text in texts])
+    return {f"{name} and tokenizers, Unicode": _compare([ours[name].encode(text) for text in texts],
+                                                        [library.encode(text, add_special_tokens=False).ids for text in texts])
             for name, library in libraries.items()}
 
 
-def _compared(ids: list[list[int]], peer_ids: list[list[int]]) -> dict[str, int]:
+def _compare(ids: list[list[int]], peer_ids: list[list[int]]) -> dict[str, int]:
     return {"strings": len(ids), "different": sum(a != b for a, b in zip(ids, peer_ids, strict=True))}
 
 
 def _work(ours: dict[str, Tokenizer], libraries: dict[str, Any], peer: Peer | None, text: str) -> Work:
-    """For each program and direction (encode, decode), a function that processes the whole text once."""
+    """Returns, for each program and direction (encode, decode), a function that processes the whole text once."""
     work: Work = {}
     for name, tokenizer in ours.items():
         _add(work, f"ours, {name}", tokenizer.encode, tokenizer.decode, text, tokenizer.encode(text))

@@ -1,18 +1,17 @@
 """python -m benchmarks.training [--only NAME,...] [--losses STEPS] [--json FILE]
 
-Measures a training step in train.py, the same step bare (no Lightning, loader, log or checkpoint), and its matrix products
-alone, alternately; medians are shown.
+Measures alternately a training step in train.py, the bare step (without Lightning, loader, log and checkpoint), and its matrix
+products alone. The table shows medians.
 
     float32, bfloat16          6 layers, 384 wide, 8192 tokens of vocabulary, 4 windows of 512 (not on Windows)
     rwkv7_float32, rwkv7_bfloat16      the same for RWKV-7
-    losses, rwkv7_losses       with --losses STEPS: the loss after that many of these steps, in float32 and bf16-mixed; tens of
-                               minutes
+    losses, rwkv7_losses       the loss after --losses STEPS of these steps, in float32 and bf16-mixed; takes tens of minutes
     head                       the peak memory of a step with 65,536 tokens of vocabulary, with and without the chunked loss
 
-On a CPU without fast bfloat16 products, which would take hundreds of times as long, the bfloat16 parts are skipped unless
---only names them. `around_a_step` is the time of a step between two checkpoints, plus 1/500 of a checkpoint's time, minus the
-bare step; noise can make it negative. The last line of standard output is the result as JSON. --json FILE updates the measured
-parts of FILE and keeps the others, each with its commit.
+On a CPU without fast bfloat16 products, the bfloat16 parts would take hundreds of times as long, and are skipped unless --only
+names them. `around_a_step` is the time of a step between two checkpoints, plus 1/500 of a checkpoint's time, minus the time of
+the bare step. Noise can make the difference negative. The last line of standard output is the result as JSON. --json FILE
+updates the measured parts of FILE and keeps the others, each with its commit.
 """
 
 import argparse
@@ -40,7 +39,7 @@ SHAPE = ["model.n_layer=6", "model.n_embd=384", "model.ctx_len=512", "data.vocab
 GENERATIONS = {"": "rwkv4", "rwkv7_": "rwkv7"}            # the prefix of a part's name
 PRECISIONS = {"float32": "32-true", "bfloat16": "bf16-mixed"}
 PARTS = ("float32", "bfloat16", "rwkv7_float32", "rwkv7_bfloat16", "head", "losses", "rwkv7_losses")
-IN_BFLOAT16 = ("bfloat16", "losses")     # suffixes of the parts that multiply in bfloat16
+IN_BFLOAT16 = ("bfloat16", "losses")     # suffixes of the parts that compute products in bfloat16
 TOKENS = 4 * 512                         # per step in that shape
 STEPS = {"32-true": 72, "bf16-mixed": 168}       # several turns
 SAVED_EVERY, WARM = 8, 6
@@ -56,7 +55,7 @@ def main(argv: list[str] | None = None) -> None:
 def _parts(args: argparse.Namespace, scratch: Path) -> dict[str, Callable[[], Report]]:
     parts = {f"{prefix}{name}": lambda generation=generation, name=name: throughput(generation, PRECISIONS[name], scratch)
              for prefix, generation in GENERATIONS.items() for name in PRECISIONS}
-    parts["head"] = lambda: {name: _middle_of_three("head", name) for name in ("chunked", "whole")}
+    parts["head"] = lambda: {name: _median_of_three("head", name) for name in ("chunked", "whole")}
     if args.losses:
         parts |= {f"{prefix}losses": lambda generation=generation: losses(args.losses, generation, scratch)
                   for prefix, generation in GENERATIONS.items()}
@@ -68,7 +67,7 @@ def _parts(args: argparse.Namespace, scratch: Path) -> dict[str, Callable[[], Re
 
 
 def throughput(generation: str, precision: str, scratch: Path) -> Report:
-    """ms of a step in train.py, of the bare step and of its matrix products; tokens per second; ratios."""
+    """Returns the milliseconds of a step in train.py, of the bare step and of its products; tokens per second; and ratios."""
     out_dir = scratch / f"{generation}-{precision}"
     command = train_command(out_dir, *SHAPE, f"model.generation={generation}", f"trainer.precision={precision}",
                              f"trainer.max_steps={STEPS[precision]}",
@@ -88,7 +87,7 @@ def _step_times(out_dir: Path) -> Report:
 
 
 def losses(steps: int, generation: str, scratch: Path) -> Report:
-    """Mean train/loss of the last tenth of the steps, by precision."""
+    """Returns the mean train/loss of the last tenth of the steps, by precision."""
     means = {}
     for name, precision in PRECISIONS.items():
         run = train(scratch / f"losses-{generation}-{name}", *SHAPE, f"model.generation={generation}",
@@ -98,7 +97,7 @@ def losses(steps: int, generation: str, scratch: Path) -> Report:
 
 
 def train(out_dir: Path, *options: str) -> list[dict[str, str]]:
-    """Trains a run and returns the rows of its metrics.csv. The run becomes runs/latest of its folder."""
+    """Trains a run, and returns the rows of its metrics.csv. The run becomes runs/latest in the parent of `out_dir`."""
     out_dir.parent.mkdir(parents=True, exist_ok=True)
     _turns.alone(train_command(out_dir, *options), out_dir.parent)
     return metrics(out_dir)
@@ -106,11 +105,10 @@ def train(out_dir: Path, *options: str) -> list[dict[str, str]]:
 
 def train_command(out_dir: Path, *options: str) -> list[str]:
     return [sys.executable, str(ROOT / "train.py"), "logger=csv", "trainer=cpu", "trainer.sample_tokens=0",
-            f"out_dir={out_dir.resolve()}", f"data.cache_dir={ROOT / '.cache'}", *map(_from_any_folder, options)]
+            f"out_dir={out_dir.resolve()}", f"data.cache_dir={ROOT / '.cache'}", *map(_make_path_absolute, options)]
 
 
-def _from_any_folder(option: str) -> str:
-    """The option with an absolute path, if its value is the path of a file or folder."""
+def _make_path_absolute(option: str) -> str:
     key, _, value = option.partition("=")
     return f"{key}={Path(value).resolve()}" if key == "data.path" and Path(value).exists() else option
 
@@ -120,8 +118,8 @@ def metrics(out_dir: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def _middle_of_three(*arguments: str) -> Any:
-    """The result with the median peak of three, because the memory of a process varies by a fifth."""
+def _median_of_three(*arguments: str) -> Any:
+    """Returns the result with the median peak of three runs, because the memory of a process varies by a fifth."""
     runs = [json.loads(_turns.alone(_job_command(*arguments), ROOT).splitlines()[-1]) for _ in range(3)]
     return sorted(runs, key=lambda run: float(run["peak_mb"]))[1]
 

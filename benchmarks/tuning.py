@@ -1,11 +1,13 @@
 """Tunes a small RWKV-7 on a verifiable rule with full, LoRA and state tuning: python -m benchmarks.tuning --out FOLDER.
 
-A question is six words of a list of 500, and the answer is the third of them in capitals. The base model is first trained on
-questions of one to six words: in half of them a system message gives the position of the answer ("System: third"), in the
-others the position is random. So the base follows the instruction, and without one it copies a word, but does not know which. A
-base in FOLDER/base/ is reused. Printed before and after each tuning: exact matches on 100 unseen questions with the same words
-and on 50 with other words, both without a system message; and wall time, trained values and peak memory of the training
-process. The last line of standard output is the result as JSON.
+A question is six words from a list of 500, and the answer is the third word in capitals. The base model is first trained on
+questions of one to six words. In half of the questions a system message gives the position of the answer ("System: third"), in
+the others the position is random. So the base model follows an instruction, but without an instruction it copies a random word.
+A base model in FOLDER/base/ is reused.
+
+Prints exact matches before and after each tuning, on 100 unseen questions with the same words and on 50 with other words, both
+without a system message; and wall time, trained values and peak memory of the training process. The last line of standard
+output is the result as JSON.
 """
 
 import json
@@ -33,7 +35,7 @@ Conversation = list[dict[str, str]]
 
 
 def words(count: int, seed: int) -> list[str]:
-    """Distinct words of two syllables."""
+    """Returns distinct random words of two syllables."""
     chance = random.Random(seed)
     result: dict[str, None] = {}
     while len(result) < count:
@@ -42,7 +44,10 @@ def words(count: int, seed: int) -> list[str]:
 
 
 def any_word(vocabulary: Sequence[str], count: int, chance: random.Random) -> list[Conversation]:
-    """Questions of one to six words, one of which, at random, is the answer; in half a system message gives its position."""
+    """Returns questions of one to six words, with a random word as the answer.
+
+    In half of the conversations a system message gives the position of the answer.
+    """
     conversations = []
     for index in range(count):
         chosen = chance.sample(vocabulary, chance.randint(1, 6))
@@ -57,7 +62,7 @@ def conversation(question: str, answer: str) -> Conversation:
 
 
 def third_word(vocabulary: Sequence[str], count: int, chance: random.Random) -> list[Pair]:
-    """Questions of six words, and the third of them as the answer."""
+    """Returns questions of six words, with the third word as the answer."""
     pairs = []
     for _ in range(count):
         chosen = chance.sample(vocabulary, 6)
@@ -70,14 +75,14 @@ def write(path: Path, conversations: Iterable[Conversation]) -> None:
 
 
 def train(folder: Path, name: str, *options: str) -> float:
-    """Seconds of a run in folder/name."""
+    """Trains a run in folder/name, and returns the seconds."""
     started = time.perf_counter()
     subprocess.run([sys.executable, str(ROOT / "train.py"), *COMMON, *options, f"out_dir={name}"], cwd=folder, check=True)
     return time.perf_counter() - started
 
 
 def matches(folder: Path, checkpoint: str, questions: Sequence[Pair]) -> float:
-    """The fraction of questions whose greedy answer matches exactly."""
+    """Returns the fraction of questions whose greedy answer matches exactly."""
     code = (f"import json, sys; sys.path.insert(0, {str(ROOT)!r})\n"
             "from rwkv import RWKV, Tokenizer\n"
             "from rwkv.generation.engine import generate_batch\n"
@@ -95,8 +100,8 @@ def matches(folder: Path, checkpoint: str, questions: Sequence[Pair]) -> float:
 def trained_values(folder: Path, way: str) -> int:
     import torch
 
-    held = torch.load(folder / way / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"]
-    return sum(tensor.numel() for tensor in held.values())
+    tensors = torch.load(folder / way / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"]
+    return sum(tensor.numel() for tensor in tensors.values())
 
 
 def main() -> None:

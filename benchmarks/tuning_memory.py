@@ -2,10 +2,10 @@
 
     python -m benchmarks.tuning_memory --out FOLDER [--shapes 0.1b] [--ways full lora state] [--bases float32 int4]
 
-The weights are random, in bfloat16 and in the shapes of the released RWKV-7 models; the text is conversations of random words.
-Each run is a train.py process. Printed are the memory that its plan states, and the peak of its resident set (Linux's
-accounting), which includes the program, the libraries and the mapped part of the weights file. program_gb is the plan's figure
-for the program and libraries before the model is loaded. The last line of standard output is the result as JSON.
+The weights are random, in bfloat16 and in the shapes of the released RWKV-7 models. The text is conversations of random words.
+Each run is a train.py process. The program prints the memory that the plan of train.py predicts, and the peak of the process's
+resident memory as measured by Linux, which includes the program, the libraries and the mapped part of the weights file.
+program_gb is the predicted memory of the program and libraries. The last line of standard output is the result as JSON.
 """
 
 import itertools
@@ -29,7 +29,7 @@ OPTIONS = ("data=chat", "data.path=talks.jsonl", "data.tokenizer=world", "data.c
            "trainer=cpu", "trainer.precision=32-true", "trainer.max_steps=2", "trainer.log_every=1", "trainer.sample_every=0",
            "trainer.sample_tokens=0", "data.val_fraction=0.01", "trainer.keep_last=1", "logger=csv",
            "trainer.val_tokens=100")
-# In a separate process, because a child's peak memory includes its parent's at the fork.
+# This code runs in a separate process, because a child's peak memory includes its parent's memory at the fork.
 RANDOM_WEIGHTS = """
 import sys, torch, yaml
 from rwkv.config import ModelConfig
@@ -47,7 +47,7 @@ def write_weights(shape: str, path: Path) -> None:
 
 
 def run(folder: Path, *options: str) -> tuple[float, float, float, float]:
-    """The planned memory, its part for program and libraries, and the measured peak, in GB; and processor seconds."""
+    """Runs train.py. Returns GB of planned memory, GB of program and libraries, GB of the measured peak, and CPU seconds."""
     process = subprocess.Popen([sys.executable, str(ROOT / "train.py"), *OPTIONS, *options], cwd=folder, text=True,
                                stderr=subprocess.PIPE)
     assert process.stderr is not None
@@ -61,7 +61,7 @@ def run(folder: Path, *options: str) -> tuple[float, float, float, float]:
 
 
 def gigabytes(line: str, output: str) -> float:
-    """The number in a line of the plan at the {} of `pattern`."""
+    """Returns the size in GB that the plan `output` has at the {} of `line`."""
     match = re.search(line.format(r"([\d.,]+) (GB|MB)"), output)
     assert match, output
     return float(match[1].replace(",", "")) * (1 if match[2] == "GB" else 1e-3)

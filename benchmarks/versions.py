@@ -1,12 +1,12 @@
 """python -m benchmarks.versions OLD [--turns 3] PROGRAM [ARG ...]
 
-Compares this version with an earlier one: OLD is another checkout of this repository. PROGRAM is a program of both versions,
-a script (train.py) or a module (benchmarks.training). Each turn runs it in both, one after the other, with the Python and the
+Compares this version with an earlier version. OLD is another checkout of this repository. PROGRAM is a program that both have,
+a script (train.py) or a module (benchmarks.training). Each turn runs the program in both versions, with the Python and the
 packages of this process. The order alternates, because a machine may slow down while it is warm.
 
-Prints the median over the turns, in this version and in OLD, of the elapsed seconds, the CPU seconds, and of every number of
-the program's last line if that is JSON, and the median, least and greatest ratio of this version to OLD within a turn. The last
-line of standard output is the result as JSON. Not on Windows.
+Prints, for this version and OLD, the medians of the elapsed seconds, of the CPU seconds, and of every number in the last line
+of the program if that line is JSON; and the median, least and greatest ratio of this version to OLD within a turn. The last
+line of standard output is the result as JSON. Does not run on Windows.
 
     git worktree add ../old 10dbd0e
     python -m benchmarks.versions ../old benchmarks.training --only float32
@@ -47,7 +47,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def run(tree: Path, command: list[str]) -> dict[str, float]:
-    """Runs a program of the checkout `tree`: elapsed seconds, CPU seconds of it and its children, and its JSON's numbers."""
+    """Runs a program of the checkout `tree`. Returns elapsed seconds, CPU seconds, and the numbers of the program's JSON."""
     program = [command[0]] if command[0].endswith(".py") else ["-m", command[0]]
     before, start = os.times(), time.perf_counter()
     process = subprocess.run([sys.executable, *program, *command[1:]], cwd=tree, env=os.environ | {"PYTHONPATH": str(tree)},
@@ -60,7 +60,10 @@ def run(tree: Path, command: list[str]) -> dict[str, float]:
 
 
 def compare(pairs: list[tuple[dict[str, float], dict[str, float]]]) -> dict[str, dict[str, float]]:
-    """The medians of each number that every run has, and its ratios. pairs: for each turn, this version's numbers and OLD's."""
+    """Returns the medians and ratios of the numbers that all runs have.
+
+    `pairs` are, for each turn, the numbers of this version and of OLD.
+    """
     report = {}
     for name in pairs[0][0]:
         if all(numbers.get(name) for pair in pairs for numbers in pair):
@@ -78,7 +81,7 @@ def _last_json(text: str) -> Any:
 
 
 def _numbers(value: Any, name: str = "") -> Iterator[tuple[str, float]]:
-    """Each number of a JSON value, with the keys on the way to it, as in float32.ms.step."""
+    """Yields the path and the value of each number in a JSON value. A path is a name such as float32.ms.step."""
     if isinstance(value, dict | list):
         for key, item in value.items() if isinstance(value, dict) else enumerate(value):
             yield from _numbers(item, f"{name}.{key}".lstrip("."))

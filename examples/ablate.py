@@ -1,4 +1,4 @@
-"""Trains the same model with several kernels, and prints which is the fastest and how far the losses differ.
+"""Trains the same model with several kernels, and prints the speed and the loss of each kernel.
 
 python examples/ablate.py [FOLDER] [--kernels A,B] [--steps N]
 """
@@ -22,7 +22,7 @@ def main() -> None:
                "model.n_layer=2", "model.n_embd=64", "trainer.val_tokens=10000", "trainer.log_every=1",
                f"trainer.max_steps={args.steps}"]
     if subprocess.run(command, check=False).returncode:
-        sys.exit(f"the sweep failed; resume it with: python train.py -m resume=auto out_dir={args.folder}")
+        sys.exit(f"the sweep failed. To resume the sweep, run: python train.py -m resume=auto out_dir={args.folder}")
     print(f"{'kernel':12} {'tokens/s':>9} {'val/loss':>9} {'apart by':>9}")
     for row in medians(args.folder / "report.csv"):
         print(f"{row['kernel']:12} {float(row['tok_per_sec']):9,.0f} {float(row['val_loss']):9.4f} "
@@ -30,7 +30,7 @@ def main() -> None:
 
 
 def medians(file: Path) -> list[dict[str, str]]:
-    """The rows of a report.csv with the median over each kernel's runs."""
+    """Returns the rows of a report.csv with the medians over each kernel's runs."""
     with file.open(newline="", encoding="utf-8") as opened:
         return [row for row in csv.DictReader(opened) if row["statistic"] == "median"]
 

@@ -1,7 +1,7 @@
 """Draws a brick wall from one brick: python examples/brick_padding.py [FILE.png] [--kernel NAME]
 
 Paints a brick of changing colours, 32 x 48 pixels, and pads it by 128 on each side, as the first example of the Taichi
-documentation's page "Accelerate PyTorch with Taichi" does. Has no requirements besides those of the kernels.
+documentation's page "Accelerate PyTorch with Taichi" does. Requires only what the kernels require.
 """
 
 import argparse
@@ -33,7 +33,10 @@ def main() -> None:
 
 
 def brick() -> Tensor:
-    """One brick, (3, HEIGHT, WIDTH) uint8: red grows to the right, green downwards, blue falls; last row and column: mortar."""
+    """Returns a brick (3, HEIGHT, WIDTH) in uint8.
+
+    Red grows to the right, green grows downwards, and blue falls. The last row and column are mortar.
+    """
     down, right = torch.linspace(0, 1, HEIGHT)[:, None], torch.linspace(0, 1, WIDTH)
     colours = torch.stack(torch.broadcast_tensors(0.5 + 0.5 * right, 0.2 + 0.6 * down, 0.8 - 0.6 * right * down))
     colours[:, -1], colours[:, :, -1] = 0.9, 0.9
@@ -41,7 +44,7 @@ def brick() -> Tensor:
 
 
 def png(image: Tensor) -> bytes:
-    """A (3,H,W) uint8 image as a PNG file (PNG specification, third edition): header, pixels, end."""
+    """Encodes an image (3,H,W) in uint8 as a PNG file: header, pixels, end (PNG specification, third edition)."""
     _, height, width = image.shape
     rows = torch.cat((torch.zeros(height, 1, dtype=torch.uint8), image.permute(1, 2, 0).reshape(height, -1)), dim=1)
     header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)       # 8 bits per colour, RGB; no filter

@@ -1,8 +1,9 @@
-"""Starts a server for a checkpoint in another process, and calls it with OpenAI's client: an answer, and a stream.
+"""Starts a server for a checkpoint in another process, and requests an answer and a stream with OpenAI's client.
 
 python examples/serve_and_call.py [CHECKPOINT] [OPTION=VALUE ...]
 
-CHECKPOINT is a file or a run, runs/latest by default; options are serve.py's. Needs pip install -e '.[serve]' openai.
+CHECKPOINT is a file or a run; the default is runs/latest. The options are those of serve.py. The example requires
+pip install -e '.[serve]' openai.
 """
 
 import subprocess
@@ -26,7 +27,7 @@ def main() -> None:
 
 
 def address(server: subprocess.Popen[str]) -> str:
-    """Shows the server's output until the server is ready, and returns its address."""
+    """Prints the server's output until the server is ready, and returns the address of the server."""
     found = ""
     for line in server.stderr or ():
         sys.stderr.write(line)
@@ -35,7 +36,7 @@ def address(server: subprocess.Popen[str]) -> str:
             found = rest.strip()
         if word == "ready":
             return found
-    sys.exit("the server has ended; the lines above say why")
+    sys.exit("the server has ended: the lines above give the reason")
 
 
 def call(url: str) -> None:

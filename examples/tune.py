@@ -1,8 +1,8 @@
-"""Trains a small model, tunes it on conversations with LoRA, and prints the loss on their answers before and after.
+"""Trains a small model, tunes the model on conversations with LoRA, and prints the loss before and after tuning.
 
 python examples/tune.py [FOLDER] [--steps N]
 
-The conversations ask for the first of three words. A released model is tuned by the same command: init_from=FILE.pth.
+The conversations ask for the first of three words. The same options tune a released model: init_from=FILE.pth.
 """
 
 import argparse
@@ -34,7 +34,7 @@ def main() -> None:
 
 
 def write(file: Path, count: int, seed: int) -> None:
-    """Writes conversations of one question and one answer, one per line of JSON."""
+    """Writes conversations of a question and an answer, one per line of JSON."""
     draw = random.Random(seed)
     with file.open("w", encoding="utf-8") as opened:
         for _ in range(count):
@@ -45,7 +45,7 @@ def write(file: Path, count: int, seed: int) -> None:
 
 def train(*options: str) -> None:
     if subprocess.run([sys.executable, ROOT / "train.py", *options], check=False).returncode:
-        sys.exit("training failed; the lines above say why")
+        sys.exit("training failed: the lines above give the reason")
 
 
 def loss(checkpoint: Path, talks: Path) -> float:

@@ -1,4 +1,4 @@
-"""RWKV language models: `from rwkv import RWKV, Tokenizer, generate`. Names are imported on first use."""
+"""The library's public names: `from rwkv import RWKV, Tokenizer, generate`. Each name is imported on first use."""
 
 import importlib
 from typing import TYPE_CHECKING, Any

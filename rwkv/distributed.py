@@ -1,9 +1,9 @@
-"""Training in several processes: launching them, collective operations, and work that rank 0 does for all processes.
+"""Starts and connects the processes of a training run, exchanges values, and runs functions in rank 0 for all processes.
 
     python train.py trainer=ddp trainer.devices=2            starts two processes and waits for them
-    torchrun --nproc-per-node=2 train.py trainer=ddp         torch's launcher starts them, also on several machines
+    torchrun --nproc-per-node=2 train.py trainer=ddp         torch's launcher starts the processes, also on several machines
 
-Either way torch's launcher assigns ranks from 0, passes the command line to each process, and ends all processes when one
+In both cases torch's launcher assigns ranks from 0, passes the command line to each process, and ends all processes when one
 fails.
 """
 
@@ -27,11 +27,11 @@ from rwkv.errors import UserError
 
 T = TypeVar("T")
 RANK0_TIMEOUT = timedelta(days=30)       # rank 0 may tokenise a large corpus while the others wait
-POLL_SECONDS = 0.5                       # interval of checks that the launcher is alive
-SAVE_SECONDS = 30.0                      # time to save after the launcher has died
+POLL_SECONDS = 0.5                       # interval between checks that the launcher is alive
+SAVE_SECONDS = 30.0                      # time for saving after the launcher has died
 LOOPBACK = "127.0.0.1"                   # some machines cannot resolve their own name, or localhost
-CONNECT_TIMEOUT = timedelta(minutes=1)   # long enough: torchrun starts processes when all machines are up
-STORE_TIMEOUT = timedelta(minutes=30)    # as torch's default
+CONNECT_TIMEOUT = timedelta(minutes=1)   # torchrun starts processes only when all machines are up
+STORE_TIMEOUT = timedelta(minutes=30)    # torch's default
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"    # environment variables of gloo and of the launcher
 ADDRESS = "MASTER_ADDR"
 RESTARTS = "TORCHELASTIC_RESTART_COUNT"
@@ -43,20 +43,20 @@ _waiting_group: "distributed.ProcessGroup | None" = None       # group of all pr
 
 
 def launched() -> bool:
-    """Whether torch's launcher started this process."""
+    """Returns True if torch's launcher started this process."""
     return distributed.is_available() and distributed.is_torchelastic_launched()
 
 
 def srun_tasks() -> int:
-    """The number of processes that srun started without torch's launcher; 1 outside SLURM."""
+    """Returns the number of processes that srun started: 1 outside SLURM, or if torch's launcher started this process."""
     return 1 if launched() else int(os.environ.get(TASKS) or 1)
 
 
 def launch(count: int, signals: Iterable[int]) -> int:
-    """Runs this program's command line in `count` local processes. Returns 0, or the first failure's exit status.
+    """Runs this program's command line in `count` local processes, and returns 0 or the exit status of the first failure.
 
-    signals: the signals to pass on to the processes, which then have half a minute to save; the status is then STOPPED. Raises
-    UserError if the processes cannot connect.
+    Raises UserError if the processes cannot connect. `signals` are the signals to pass on to the processes. After such a signal
+    the processes have half a minute to save, and the returned status is `STOPPED`.
     """
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -64,7 +64,7 @@ def launch(count: int, signals: Iterable[int]) -> int:
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     _use_loopback()
-    for name in logging.root.manager.loggerDict:         # silenced: each process prints its own error
+    for name in logging.root.manager.loggerDict:         # their messages would repeat each process's error
         if name.startswith("torch.distributed.elastic"):
             logging.getLogger(name).setLevel(logging.CRITICAL)
     config = LaunchConfig(min_nodes=1, max_nodes=1, nproc_per_node=count, max_restarts=0, run_id=uuid.uuid4().hex,
@@ -78,25 +78,24 @@ def launch(count: int, signals: Iterable[int]) -> int:
     except SignalException:
         return STOPPED
     except RendezvousError as error:
-        raise UserError(f"cannot connect processes on this machine: {_reason(error)}") from None
+        raise UserError(f"cannot connect processes on this machine: {_torch_message(error)}") from None
     return 0
 
 
 def _use_loopback() -> None:
-    """Makes gloo use the loopback interface, unless the user names another interface.
+    """Makes gloo use the loopback interface, unless the user names another. Raises UserError if the interface does not exist.
 
-    By default gloo uses the address of the hostname, which may be missing or blocked by a firewall. Raises UserError if the
-    interface does not exist.
+    By default gloo uses the address of the hostname, which may be missing or blocked by a firewall.
     """
     names = {name for _, name in socket.if_nameindex()} if hasattr(socket, "if_nameindex") else set()
-    for name in names & {"lo", "lo0"}:               # the loopback interface of Linux, of macOS
+    for name in names & {"lo", "lo0"}:               # lo is the loopback interface of Linux, lo0 of macOS
         os.environ.setdefault(GLOO_INTERFACE, name)
     try:
         for name in filter(None, os.environ.get(GLOO_INTERFACE, "").split(",")):
             distributed.ProcessGroupGloo.create_device(interface=name)
     except RuntimeError as error:
-        raise UserError(f"cannot connect processes on this machine: {_reason(error)}; the loopback interface must be up, and "
-                        f"{GLOO_INTERFACE}, if set, must name an interface") from None
+        raise UserError(f"cannot connect processes on this machine: {_torch_message(error)}. The loopback interface must be "
+                        f"up, and {GLOO_INTERFACE}, if set, must name an interface") from None
 
 
 @contextmanager
@@ -105,7 +104,7 @@ def connected() -> Iterator[None]:
 
     Raises UserError if the processes cannot connect, or if another process of the run has ended.
     """
-    threading.Thread(target=_exit_with_parent, args=(os.getppid(),), daemon=True).start()
+    threading.Thread(target=_exit_after_parent, args=(os.getppid(),), daemon=True).start()
     with _exiting_on_signal():
         _connect()
         processes_here = all_gather(socket.gethostname()).count(socket.gethostname())
@@ -115,18 +114,19 @@ def connected() -> Iterator[None]:
     except RuntimeError as error:
         if "peer" not in str(error) and not isinstance(error, distributed.DistError):
             raise
-        raise UserError("another process ended, so this process ended too: continue the run with resume=auto") from None
+        raise UserError("this process ended because another process of the run ended: continue the run with "
+                        "resume=auto") from None
     distributed.destroy_process_group()
 
 
 def _connect() -> None:
-    """Creates torch's default group, from the launcher's environment variables, and the group for work of rank 0."""
+    """Creates torch's default group from the launcher's environment variables, and the group for waiting for rank 0."""
     global _waiting_group
     try:
         _require_address(os.environ.get(ADDRESS, ""))
         store, number, count = next(distributed.rendezvous("env://", timeout=CONNECT_TIMEOUT))
         store.set_timeout(STORE_TIMEOUT)
-        # after a restart, torchrun's store still holds the addresses of the ended processes
+        # the prefix is needed because torchrun's store keeps the addresses of ended processes after a restart
         store = distributed.PrefixStore(f"attempt {os.environ.get(RESTARTS, '0')}", store)
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         distributed.init_process_group(backend, store=store, rank=number, world_size=count)
@@ -134,15 +134,15 @@ def _connect() -> None:
     except ValueError as error:          # such as "environment variable RANK expected, but not set"
         if isinstance(error, UserError):
             raise
-        raise UserError(f"TORCHELASTIC_RUN_ID requires torchrun's other variables ({error}): start the processes with "
-                        "torchrun, or unset this variable") from None
+        raise UserError(f"the environment variable TORCHELASTIC_RUN_ID requires torchrun's other variables ({error}): start "
+                        "the processes with torchrun, or unset TORCHELASTIC_RUN_ID") from None
     except RuntimeError as error:
-        raise UserError(f"cannot connect this process with the others of the run: {_reason(error)}") from None
+        raise UserError(f"this process cannot connect to the other processes of the run: {_torch_message(error)}") from None
 
 
 def _require_address(host: str) -> None:
-    """Waits until the host name of rank 0 resolves, since the cluster may still be starting. Raises UserError after
-    CONNECT_TIMEOUT.
+    """Waits until the host name of rank 0 resolves, because the cluster may still be starting. Raises UserError after
+    `CONNECT_TIMEOUT`.
     """
     start = time.monotonic()
     announced = False
@@ -155,8 +155,9 @@ def _require_address(host: str) -> None:
                 announced = True
                 print(f"waiting    for an address of {ADDRESS}={host}", file=sys.stderr, flush=True)
             if time.monotonic() > start + CONNECT_TIMEOUT.total_seconds():
-                raise UserError(f"{ADDRESS}={host}, the machine with rank 0, has no address here ({error.strerror}): give "
-                                f"torchrun --local-addr=ADDRESS or --master-addr=ADDRESS, on one machine {LOOPBACK}") from None
+                raise UserError(f"this machine cannot resolve {ADDRESS}={host}, the name of the machine with rank 0 "
+                                f"({error.strerror}). Give torchrun --local-addr=ADDRESS or --master-addr=ADDRESS; on a "
+                                f"single machine the ADDRESS is {LOOPBACK}") from None
         time.sleep(POLL_SECONDS)
 
 
@@ -184,26 +185,26 @@ def _exiting_on_signal() -> Iterator[None]:
         writer.close()                   # ends the thread
 
 
-def _reason(error: Exception) -> str:
-    """The first line of an error's text, without the source location and the condition that torch adds."""
+def _torch_message(error: Exception) -> str:
+    """Returns the first line of an error's text, without the source location and the condition that torch adds."""
     return str(error).strip().splitlines()[0].rpartition("] ")[2].removeprefix("ifa != nullptr. ").rstrip(". ")
 
 
 def rank() -> int:
-    """The number of this process, from 0."""
-    return distributed.get_rank() if _connected() else 0
+    """Returns the rank of this process, from 0; 0 without several processes."""
+    return distributed.get_rank() if _has_group() else 0
 
 
 def world_size() -> int:
-    return distributed.get_world_size() if _connected() else 1
+    return distributed.get_world_size() if _has_group() else 1
 
 
 def broadcast_from_rank0(decide: Callable[[], T]) -> T:
     """Calls decide() only in rank 0 and returns its result in all processes.
 
-    If decide() raises an error, rank 0 raises the error and the other processes exit silently, so that it is printed once.
+    If decide() raises an error, rank 0 raises the error and the other processes exit silently, so that only rank 0 prints it.
     """
-    if not _connected():
+    if not _has_group():
         return decide()
     outcome: list[Any] = [None]
     if rank() == 0:
@@ -217,13 +218,13 @@ def broadcast_from_rank0(decide: Callable[[], T]) -> T:
         return value
     if rank() == 0:
         raise error
-    with suppress(RuntimeError):         # let rank 0 print the error before the launcher ends it
+    with suppress(RuntimeError):         # rank 0 must print the error before this process exits and the launcher ends rank 0
         distributed.barrier(_waiting_group)
     sys.exit(FAILED)
 
 
 def fail_together(error: Exception) -> NoReturn:
-    """Raises, in rank 0 only, an error that occurred in all processes; the other processes exit silently."""
+    """Raises in rank 0 an error that occurred in all processes. The other processes exit silently."""
     def fail() -> NoReturn:
         raise error
 
@@ -231,35 +232,36 @@ def fail_together(error: Exception) -> NoReturn:
 
 
 def rank0_first(load: Callable[[], T]) -> T:
-    """Calls load() in rank 0 first, then in the other processes, which use the files that rank 0 wrote."""
+    """Calls load() in rank 0, then in the other processes, which use the files that rank 0 wrote. Returns the result."""
     loaded: list[T] = []
     broadcast_from_rank0(lambda: loaded.append(load()))
     return loaded[0] if loaded else load()
 
 
 def all_gather(value: T) -> list[T]:
-    """The values of all processes, by rank, in every process."""
+    """Returns the values of all processes, in the order of ranks, in every process."""
     values: list[Any] = [value] * world_size()
-    if _connected():
+    if _has_group():
         distributed.all_gather_object(values, value)
     return values
 
 
 def all_sum(*values: float) -> list[float]:
-    """The sum of each value over all processes, computed in float64."""
+    """Returns the sum of each value over all processes, computed in float64."""
     sums = torch.tensor(values, dtype=torch.float64)
-    if _connected():
+    if _has_group():
         distributed.all_reduce(sums)
     return sums.tolist()
 
 
-def _connected() -> bool:
+def _has_group() -> bool:
     return distributed.is_available() and distributed.is_initialized()
 
 
-def _exit_with_parent(parent: int) -> None:
-    """Sends this process SIGTERM when its launcher has died, for example torchrun at SIGUSR1. Otherwise the process would keep
-    running beside the resumed run.
+def _exit_after_parent(parent: int) -> None:
+    """Sends this process SIGTERM when its launcher has died, for example torchrun after SIGUSR1.
+
+    Otherwise the process would keep running beside the resumed run.
     """
     while os.getppid() == parent:
         time.sleep(POLL_SECONDS)

@@ -1,17 +1,16 @@
-"""Errors that are a user's mistake: programs print one sentence and end with status 2. Any other error is a bug."""
+"""The exceptions for a user's mistakes. Programs print their message and end with status 2. Any other exception is a bug."""
 
 
 class UserError(ValueError):
-    """A user's mistake. The message is one sentence: what is wrong, what was expected, what to do."""
+    """A user's mistake. The message says what is wrong, what was expected, and what to do."""
 
 
 class CheckpointError(UserError):
-    """A file is not a complete checkpoint. The message names the file or tensor, what was found and expected, and the likely
-    cause.
-    """
+    """A file that is not a complete checkpoint. The message names the file or tensor, the difference, and the likely cause."""
 
 
 class UnreadableError(CheckpointError):
-    """A checkpoint cannot be read, although it may be sound: the system cannot read the file, or the frozen weights that belong
-    to the checkpoint are missing or have changed.
+    """A checkpoint that cannot be read, although its file may be undamaged.
+
+    Either the system cannot read the file, or the checkpoint's frozen weights, in another file, are missing or have changed.
     """

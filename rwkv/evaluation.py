@@ -1,12 +1,11 @@
-"""Evaluates a model: its loss on a text, read as one sequence, or on the answers of conversations, or its accuracy on last
-words.
+"""Computes a model's loss on a text, its loss on the answers of conversations, or its accuracy on last words (LAMBADA).
 
-A text is evaluated as one sequence that follows the end-of-text token: each token is predicted once, from all tokens before it,
+A text is evaluated as one sequence that follows the end-of-text token. Each token is predicted once, from all tokens before it,
 so bits per byte count every byte of the file. The file and its tokens are streamed (Tokenizer.encode_stream). If the tokenizer
 loses too much of the text (rwkv/tokenizer/lost_bytes.py), metrics per byte or per word are omitted.
 
 A last word is the part of a text after its last space. The word is right if each of its tokens is the most likely token after
-the context and the word's previous tokens, and if the tokens encode the whole word; word perplexity is exp of the mean negative
+the context and the word's previous tokens, and if the tokens encode the whole word. Word perplexity is exp of the mean negative
 log-likelihood of a word. Sources: LAMBADA, Paperno et al. 2016 (arXiv:1606.06031); EleutherAI/lm-evaluation-harness,
 lm_eval/tasks/lambada (split, accuracy, perplexity); BlinkDL/ChatRWKV, v2/benchmark.py (the word is encoded apart from its
 context; each text begins with a newline: start="\\n").
@@ -35,8 +34,13 @@ MAX_LOGITS = 1 << 22                     # maximum logits computed at a time: 16
 
 @dataclass(frozen=True)
 class TextScore:
-    """The score of a text. tokens: the number of predicted tokens. bytes: the text's bytes in UTF-8. nats: the sum of the
-    tokens' negative log-likelihoods. lost: the part of the text that the tokenizer loses.
+    """The loss of a model on a text.
+
+    Attributes:
+        tokens: number of predicted tokens.
+        bytes: length of the text in UTF-8.
+        nats: sum of the tokens' negative log-likelihoods.
+        lost: the part of the text that the tokenizer cannot represent.
     """
 
     tokens: int
@@ -53,10 +57,14 @@ class TextScore:
 
 @dataclass(frozen=True)
 class Score:
-    """Sums over last words or conversations.
+    """The summed results of several texts. A text is a context with a last word, or a conversation.
 
-    texts: their number. tokens: the number of predicted tokens. right: the number of texts with only right predictions. nats:
-    the sum of the tokens' negative log-likelihoods. lost: the part of the predicted text that the tokenizer loses.
+    Attributes:
+        texts: number of texts.
+        tokens: number of predicted tokens.
+        right: number of texts in which every prediction is right.
+        nats: sum of the tokens' negative log-likelihoods.
+        lost: the part of the predicted text that the tokenizer cannot represent.
     """
 
     texts: int = 0
@@ -84,8 +92,11 @@ def _counts(lost: Lost) -> dict[str, int]:
 
 
 class Scored(NamedTuple):
-    """The ids of a sequence. counts: whether each id is predicted (the first is not). lost: the part of the predicted text that
-    the tokenizer loses.
+    """A sequence of token ids to evaluate.
+
+    Attributes:
+        counts: for each id, whether the prediction of this id counts. The first id is never predicted.
+        lost: the part of the predicted text that the tokenizer cannot represent.
     """
 
     ids: list[int]
@@ -94,14 +105,14 @@ class Scored(NamedTuple):
 
     @classmethod
     def ending(cls, context: list[int], ending: list[int], lost: Lost = NOTHING) -> "Scored":
-        """A sequence of a context, at least one id, and an ending, which is predicted."""
+        """Returns the sequence of a context, which has at least one id, and an ending, whose ids are predicted."""
         return cls([*context, *ending], [False] * len(context) + [True] * len(ending), lost)
 
 
 def count_tokens(tokenizer: Tokenizer, path: Path, option: str = "data.path") -> tuple[int, Lost]:
-    """The number of tokens that score_text predicts, at least 1, and the part of the text that the tokenizer loses.
+    """Returns the number of tokens that score_text predicts, and the part of the text that the tokenizer cannot represent.
 
-    option: the option that names the path, for error messages.
+    Raises UserError if there is no token to predict. `option` is the option that names the path, for error messages.
     """
     require_file(path, option)
     counter = LossCounter(tokenizer)
@@ -111,20 +122,20 @@ def count_tokens(tokenizer: Tokenizer, path: Path, option: str = "data.path") ->
         tokens += len(ids)
         lost += counter.count([text], [ids])
     if not tokens:
-        why = lost.describe("it") if lost.bytes else "it is empty"
+        why = lost.describe("the text") if lost.bytes else "the file is empty"
         raise UserError(f"{option}={path} has nothing to predict: {why}")
     return tokens, lost
 
 
 def score_text(model: Model, tokenizer: Tokenizer, path: Path, start: Sequence[int],
                chunk_len: int) -> Iterator[tuple[int, float]]:
-    """Yields, for each chunk, the number of predictions, at most chunk_len, and the sum of their nats.
+    """Yields, for each chunk of at most `chunk_len` tokens, their number and the sum of their negative log-likelihoods.
 
-    start: the ids before the first predicted token, at least one id.
+    `start` are the ids before the first predicted token, at least one.
     """
     state = None
     previous = list(start)
-    for ids in _regrouped(tokenizer.encode_stream(chunks(path)), chunk_len):
+    for ids in _regroup(tokenizer.encode_stream(chunks(path)), chunk_len):
         tokens = torch.tensor([previous + ids], device=model.emb.weight.device)        # (1,T+1)
         with torch.no_grad():
             hidden, state = model.hidden(tokens[:, :-1], state)                      # (1,T,C)
@@ -134,7 +145,10 @@ def score_text(model: Model, tokenizer: Tokenizer, path: Path, start: Sequence[i
 
 
 def score_texts(model: Model, texts: Sequence[Scored], batch_size: int, chunk_len: int) -> Iterator[Score]:
-    """Yields the score of each batch of sequences of similar length. Sequences that lose text count as wrong."""
+    """Yields the score of each batch of sequences of similar length.
+
+    A sequence counts as wrong if the tokenizer cannot represent all of its predicted text.
+    """
     ordered = sorted(texts, key=lambda text: len(text.ids))
     for first in range(0, len(ordered), batch_size):
         batch = ordered[first:first + batch_size]
@@ -145,9 +159,16 @@ def score_texts(model: Model, texts: Sequence[Scored], batch_size: int, chunk_le
 
 
 def score_targets(model: Model, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """For targets (N,) after hidden (N,C): their nats, (N,) float64, and whether each is the most likely token, (N,) bool.
+    """Returns the targets' negative log-likelihoods, and whether each target is the most likely token.
 
-    The logits are computed in chunks of rows.
+    The logits are computed in chunks of rows, to save memory.
+
+    Args:
+        hidden (N,C): the model's output before its head.
+        targets (N,): the id that follows each row.
+
+    Returns:
+        (N,) float64 and (N,) bool.
     """
     nats = []
     right = []
@@ -162,7 +183,10 @@ def score_targets(model: Model, hidden: Tensor, targets: Tensor) -> tuple[Tensor
 @torch.no_grad()
 def score_together(model: Model, context: Sequence[int], endings: Sequence[Sequence[int]], chunk_len: int,
                    batch_size: int) -> tuple[Tensor, Tensor]:
-    """The nats (N,) of N endings after one context, which is prefilled once, and whether all tokens of each are right, (N,)."""
+    """Returns the negative log-likelihoods (N,) of N endings, and whether all tokens of each ending are right (N,).
+
+    All endings follow the same context, which is prefilled once.
+    """
     context_state = None
     for first in range(0, len(context) - 1, chunk_len):
         chunk = torch.tensor([context[first:min(first + chunk_len, len(context) - 1)]], device=model.emb.weight.device)
@@ -178,13 +202,16 @@ def score_together(model: Model, context: Sequence[int], endings: Sequence[Seque
 
 @torch.no_grad()
 def score_batch(model: Model, texts: Sequence[Scored], chunk_len: int, state: State | None = None) -> tuple[Tensor, Tensor]:
-    """For each of B sequences: the nats of its predicted tokens, (B,), and whether all these tokens are right, (B,).
+    """Returns the negative log-likelihood of each sequence's predicted tokens (B,), and whether all of them are right (B,).
 
-    chunk_len: the maximum tokens of a row in one pass. state: the initial states of the rows; None for empty states. Rows are
-    padded on the right, which does not affect earlier positions, because the model is causal.
+    Rows are padded on the right. The padding does not affect earlier positions, because the model is causal.
+
+    Args:
+        chunk_len: maximum number of tokens of a row in one forward pass.
+        state: the initial states of the rows; None for empty states.
     """
     device = model.emb.weight.device
-    tokens, counts = _padded(texts)
+    tokens, counts = _pad(texts)
     targets = tokens[:, 1:]
     nats = torch.zeros(targets.shape, dtype=torch.float64)
     right = torch.ones(targets.shape, dtype=torch.bool)
@@ -199,8 +226,8 @@ def score_batch(model: Model, texts: Sequence[Scored], chunk_len: int, state: St
     return nats.sum(1), right.all(1)
 
 
-def _padded(texts: Sequence[Scored]) -> tuple[Tensor, Tensor]:
-    """The padded tokens (B,T+1), and a mask (B,T): whether each token but the first is predicted."""
+def _pad(texts: Sequence[Scored]) -> tuple[Tensor, Tensor]:
+    """Returns the padded tokens (B,T+1), and for each token but the first whether its prediction counts (B,T)."""
     longest = max(len(text.ids) for text in texts)
     tokens = torch.zeros(len(texts), longest, dtype=torch.long)
     counts = torch.zeros(len(texts), longest - 1, dtype=torch.bool)
@@ -210,8 +237,8 @@ def _padded(texts: Sequence[Scored]) -> tuple[Tensor, Tensor]:
     return tokens, counts
 
 
-def _regrouped(lists: Iterable[list[int]], size: int) -> Iterator[list[int]]:
-    """The same ids, regrouped into lists of `size`; the last list may be shorter."""
+def _regroup(lists: Iterable[list[int]], size: int) -> Iterator[list[int]]:
+    """Yields the same ids in lists of `size`, of which the last may be shorter."""
     rest: list[int] = []
     for ids in lists:
         rest += ids
@@ -224,5 +251,5 @@ def _regrouped(lists: Iterable[list[int]], size: int) -> Iterator[list[int]]:
 
 
 def _exp(value: float) -> float | None:
-    """exp(value); None beyond a float's range, because JSON has no infinity."""
+    """Returns exp(value), or None beyond a float's range, because JSON has no infinity."""
     return math.exp(value) if value < 700 else None

@@ -8,7 +8,10 @@ K = TypeVar("K", bound=Hashable)
 
 
 class FairLRU(Generic[K]):
-    """The policy: sizes and owners of entries, least recently used first. total: the sum of the sizes."""
+    """Records the sizes and owners of a cache's entries, and chooses the entry to evict.
+
+    Iteration starts with the least recently used entry. `total` is the sum of all sizes.
+    """
 
     def __init__(self) -> None:
         self._entries: OrderedDict[K, tuple[str, int]] = OrderedDict()
@@ -26,7 +29,7 @@ class FairLRU(Generic[K]):
         return len(self._entries)
 
     def add(self, key: K, owner: str, size: int) -> None:
-        """Adds an entry as the most recently used, in place of any entry with its key."""
+        """Adds an entry as the most recently used one, and replaces an entry with the same key."""
         self.remove(key)
         self._entries[key] = owner, size
         self._sizes[owner] += size
@@ -47,11 +50,11 @@ class FairLRU(Generic[K]):
             del self._counts[owner], self._sizes[owner]
 
     def victim(self, capacity: int) -> K:
-        """The entry to evict if the total exceeds `capacity`.
+        """Returns the key of the entry to evict when `total` exceeds `capacity`.
 
-        This is the least recently used entry of an owner with more than an equal share. The most recently used entry is evicted
-        only if there is no other entry. So an owner within its share loses nothing to others, and a single owner may use the
-        whole cache.
+        The victim is the least recently used entry of an owner with more than an equal share. The most recently used entry is
+        evicted only if there is no other entry. So other owners cannot evict the entries of an owner within its share, and a
+        single owner may use the whole cache.
         """
         share = capacity / len(self._sizes)
         *others, last = self._entries

@@ -1,11 +1,11 @@
-"""The metadata at the beginning of a GGUF file, llama.cpp's format.
+"""Reads the metadata at the beginning of a GGUF file, llama.cpp's format. The file begins with
 
     magic "GGUF", version 3, number of tensors, number of metadata entries        uint32, uint32, uint64, uint64
-    metadata    key, type, value        an array is stored as the type of its elements, their number, and the elements
+    the metadata entries: key, type, value
 
-A string is stored as the number of its UTF-8 bytes, and the bytes. All numbers are little endian. Source: ggml, docs/gguf.md.
-The reader in the package gguf is not used: that reader reads past the end of a damaged file, and takes 15 times as long for the
-World vocabulary.
+A string is stored as its number of UTF-8 bytes and the bytes. An array is stored as the type of its elements, their number, and
+the elements. All numbers are little endian. Source: ggml, docs/gguf.md. The package gguf is not used, because its reader reads
+past the end of a damaged file, and takes 15 times as long for the World vocabulary.
 """
 
 import mmap
@@ -24,11 +24,11 @@ STRING = 8
 ARRAY = 9
 SPLIT_COUNT = "split.count"
 SPLIT_NAME = re.compile(r"(?P<name>.+)-\d{5}-of-(?P<count>\d{5})\.gguf")
-HEADERS = 4                              # number of cached headers: each part of a model has a header
+HEADERS = 4                              # maximum number of cached headers; each part of a model has a header
 
 
 class Header(NamedTuple):
-    """A file's header. end: the offset at which the metadata end and the tensor descriptions begin."""
+    """The header of a GGUF file. `end` is the offset at which the metadata end and the tensor descriptions begin."""
 
     metadata: dict[str, Any]
     n_tensors: int
@@ -36,9 +36,9 @@ class Header(NamedTuple):
 
 
 def header_of(path: Path) -> Header:
-    """The header of a GGUF file, cached until the file changes. The metadata are shared: callers must not change them.
+    """Returns the header of a GGUF file. Raises CheckpointError if the file is damaged.
 
-    Raises CheckpointError if the file is damaged.
+    Headers are cached until their file changes, so callers must not modify the metadata.
     """
     stat = path.stat()
     return _header(path, stat.st_ino, stat.st_size, stat.st_mtime_ns)
@@ -56,19 +56,22 @@ def _header(path: Path, *_version: int) -> Header:
 
 
 def parts_of(path: Path, metadata: dict[str, Any]) -> list[Path]:
-    """The files of a model, in order. path, metadata: any one of its files. Raises CheckpointError if a file is missing."""
+    """Returns all files of the model to which `path` belongs, in order. Raises CheckpointError if a file is missing.
+
+    `metadata` are those of `path`, which may be any of the files.
+    """
     count = metadata.get(SPLIT_COUNT, 1)
-    if count in (0, 1):                  # 0 is what llama-gguf-split --merge writes
+    if count in (0, 1):                  # llama-gguf-split --merge writes 0
         return [path]
     match = SPLIT_NAME.fullmatch(path.name)
     if match is None or not isinstance(count, int) or int(match["count"]) != count:
-        raise CheckpointError(f"{path} is one of {count} parts of a model, which must be named NAME-00001-of-{count:05}.gguf "
-                              "and so on: restore these names")
+        raise CheckpointError(f"{path} is one of {count} parts of a model. The parts must be named "
+                              f"NAME-00001-of-{count:05}.gguf and so on: restore these names")
     parts = [path.with_name(f"{match['name']}-{number:05}-of-{count:05}.gguf") for number in range(1, count + 1)]
     missing = [part.name for part in parts if not part.is_file()]
     if missing:
-        raise CheckpointError(f"{path} is one of {count} parts of a model, and {missing[0]} is not beside it: is the download "
-                              "incomplete?")
+        raise CheckpointError(f"{path} is one of {count} parts of a model, but the part {missing[0]} is missing from its "
+                              "folder: download that part too")
     return parts
 
 
@@ -81,17 +84,18 @@ class Cursor:
         self.at = at
 
     def metadata(self) -> tuple[dict[str, Any], int]:
-        """Reads a file from its beginning: the metadata, and the number of tensors."""
+        """Reads the header from the beginning of the file. Returns the metadata and the number of tensors."""
         _, version, n_tensors, n_metadata = self.unpack("4sIQQ")
         if version not in VERSIONS:
-            reason = ("it is an early version: convert the model again" if version < VERSIONS[0] else
-                      "it is for big-endian machines" if not version % 2**16 else "it is newer than this program, or damaged")
-            raise CheckpointError(f"{self.path} is a GGUF file of version {version}, expected {VERSIONS[-1]}: {reason}")
+            reason = ("that version is too old: convert the model again" if version < VERSIONS[0] else
+                      "the file is for big-endian machines" if not version % 2**16 else
+                      "the file is newer than this program, or damaged")
+            raise CheckpointError(f"{self.path} is a GGUF file of version {version}; expected {VERSIONS[-1]}: {reason}")
         metadata: dict[str, Any] = {}
         for _ in range(n_metadata):
             key = self.string()
             if key in metadata:
-                raise CheckpointError(f"{self.path} states {key} twice: the file is damaged")
+                raise CheckpointError(f"{self.path} is damaged: its metadata contain {key} twice")
             metadata[key] = self.value(*self.unpack("I"))
         return metadata, n_tensors
 
@@ -101,7 +105,8 @@ class Cursor:
 
     def take(self, count: int) -> memoryview:
         if count > len(self.data) - self.at:
-            raise CheckpointError(f"{self.path} ends in its header: it is truncated or damaged; copy or download it again")
+            raise CheckpointError(f"{self.path} is truncated or damaged: the file ends within its header. Copy or download the "
+                                  "file again")
         self.at += count
         return self.data[self.at - count:self.at]
 
@@ -110,8 +115,7 @@ class Cursor:
         try:
             return text.decode()
         except UnicodeDecodeError as error:
-            raise CheckpointError(f"{self.path} has a string in its header that is not UTF-8 ({error}): the file is "
-                                  "damaged") from error
+            raise CheckpointError(f"{self.path} is damaged: a string in its header is not UTF-8 ({error})") from error
 
     def value(self, type_: int) -> Any:
         if type_ == STRING:
@@ -119,7 +123,7 @@ class Cursor:
         if type_ == ARRAY:
             return self.array(*self.unpack("IQ"))
         if type_ not in SCALARS:
-            raise CheckpointError(f"{self.path} has a value of the unknown type {type_} in its header: the file is damaged")
+            raise CheckpointError(f"{self.path} is damaged: a value in its header has the unknown type {type_}")
         return self.unpack(SCALARS[type_])[0]
 
     def array(self, type_: int, count: int) -> list[Any]:
@@ -127,6 +131,6 @@ class Cursor:
             size = struct.calcsize(f"<{SCALARS[type_]}")
             return [value for value, in struct.iter_unpack(f"<{SCALARS[type_]}", self.take(size * count))]
         if type_ != STRING:
-            raise CheckpointError(f"{self.path} has an array of the type {type_} in its header, expected numbers or strings: "
-                                  "the file is damaged, or newer than this program")
+            raise CheckpointError(f"{self.path} is damaged, or newer than this program: an array in its header has the type "
+                                  f"{type_}; expected numbers or strings")
         return [self.string() for _ in range(count)]

@@ -1,1 +1,1 @@
-"""The benchmark of the kernels: verifies every implementation, then times it; makes tables and figures."""
+"""The benchmark of the kernels. Every implementation is verified and timed, and the results become tables and figures."""

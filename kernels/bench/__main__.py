@@ -1,5 +1,5 @@
-"""python -m kernels.bench OP: verifies each implementation of an operator (timex, wkv4, wkv7, matvec, softmax, pad), then
-times it. A wrong implementation is not timed, and the exit status is 1.
+"""python -m kernels.bench OP: verifies and times each implementation of an operator (timex, wkv4, wkv7, matvec, softmax, pad).
+A wrong implementation is not timed, and makes the exit status 1.
 
     --dtype NAME          dtype of the inputs; default: float32
     --shape SIZES ...     B,C,T for timex and wkv4; B,H,N,T for wkv7; N,K,R for matvec; rows,columns for softmax;
@@ -10,16 +10,21 @@ times it. A wrong implementation is not timed, and the exit status is 1.
     --json FILE           write the result, which python -m kernels.bench.tables and python -m kernels.bench.plot read
     --plot FOLDER         draw the result with matplotlib; implies --sweep, since a curve needs several points
 
-Verified: all elements of the output (and state) and of every gradient, at the timed shape, against the float64 reference
-(case.py explains how that is affordable). Timed: the operator as a user calls it, including autograd; backward alone, on a
-retained graph. The timed calls alternate between all implementations, the machine's limits, and a copy of one input tensor;
-medians are reported. An implementation whose estimated time or memory is too large is skipped with a note, unless --only names
-it. GFLOP/s count B*C*T*(T+1) operations in a pass of timex. In wkv7 they count, for each step and element of the state, 10
-forward and 32 backward. `x limit` is the time relative to a matrix product of as many operations. GB/s count the least possible
-traffic; `of copy` and `of read` divide them by the GB/s of a copy, and of a read by all threads (the limit of matvec). `extra
-MB` is the peak memory beyond inputs and outputs, `launches` the number of kernels or torch operators in a pass (profiler.py).
-`spread` is the distance between the quartiles of the runs, as a fraction of the median. If the spread of either time in a ratio
-exceeds a quarter, the machine was busy, and the table omits the ratio.
+All elements of the output, the state and every gradient are compared with a float64 reference at the timed shape (case.py
+explains why that is affordable). The operator is timed as a user calls it, including autograd. The backward pass is timed
+alone, on a retained graph. The timed calls alternate between all implementations, the machine's limits, and a copy of one input
+tensor. The table shows medians. An implementation whose estimated time or memory is too large is skipped with a note, unless
+--only names it.
+
+    GFLOP/s             timex: B*C*T*(T+1) operations per pass; wkv7: per step and element of the state 10 forward, 32 backward
+    x limit             time relative to a matrix product of as many operations
+    GB/s                the least possible traffic per second
+    of copy, of read    GB/s relative to a copy, and to a read by all threads (the limit of matvec)
+    extra MB            peak memory beyond inputs and outputs
+    launches            number of kernels or torch operators in a pass (profiler.py)
+    spread              distance between the quartiles of the runs, as a fraction of the median
+
+If the spread of either time in a ratio exceeds a quarter, the machine was busy, and the table omits the ratio.
 """
 
 import argparse
@@ -42,14 +47,14 @@ from kernels.machine.allocator import keep_large_blocks
 from kernels.registry import operators, why_not
 from kernels.select import folder
 
-MAX_SECONDS = 6                          # slower or larger implementations are measured only if --only names them
+MAX_SECONDS = 6                          # slower or larger implementations are timed only if --only names them
 MAX_EXTRA_GB = {"cpu": 3, "cuda": 16}
 UNSTEADY = "?"
-MAX_SPREAD = 0.25                        # a ratio is shown only if both times have at most this spread
-# Columns that are ratios to one of the machine's limits, and the limit's name
+MAX_SPREAD = 0.25                        # the table shows a ratio only if both times have at most this spread
+# columns that divide by one of the machine's limits, and the limit's name
 RATIOS = {"x_limit": "matmul", "of_copy": "copy", "of_read": "read", "copies": "copy_one"}
-LIMIT = "limit"                          # a key of the samples is (implementation, pass), or (LIMIT, name) for a limit
-COLUMNS = {                              # a result's columns: heading and format
+LIMIT = "limit"                          # the samples of a limit have the key (LIMIT, name), others (implementation, pass)
+COLUMNS = {                              # the heading and format of each column
     "ms": ("ms", ".3f"), "runs": ("runs", "d"), "spread": ("spread", ".0%"),
     "gflops": ("GFLOP/s", ".1f"),
     "x_limit": ("x limit", ".2f"), "gbs": ("GB/s", ".1f"), "of_copy": ("of copy", ".0%"), "of_read": ("of read", ".0%"),
@@ -66,13 +71,13 @@ def main(argv: list[str] | None = None) -> int:
     malloc = "tuned" if keep_large_blocks() else "default"
     report: dict[str, Any] = {"op": args.op, "device": args.device, "dtype": args.dtype, "malloc": malloc,
                               "machine": hardware.describe(args.device), "shapes": [], "sweep": []}
-    _progress(_plan(args))
+    _print_progress(_plan(args))
     for kind, shapes in (("shapes", args.shape), ("sweep", args.sweep)):
         for shape in shapes:
             measured = measure(args.op, shape, args.device, args.dtype, args.only, args.seconds)
             report[kind].append(measured)
             print(table(report, measured), flush=True)
-            if args.json:                # after each shape, so that an interrupted run keeps its measurements
+            if args.json:                # saves after each shape, so that an interrupted run keeps its measurements
                 save(report, args.json)
     if args.plot:
         plot.draw(args.plot, [report])
@@ -80,10 +85,10 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _plan(args: argparse.Namespace) -> str:
-    """The plan: what will be timed, and for how long, including an untimed call before each timed one."""
+    """Describes what will be timed and for how long, including an untimed call before each timed call."""
     case = case_of(args.op)
     names = [name for name in case.names() if not args.only or name in args.only or name == case.baseline]
-    files = {name: name.split()[0] for name in names}            # "conv1d in one block" requires what conv1d requires
+    files = {name: name.split()[0] for name in names}            # "conv1d in one block" runs where conv1d runs
     runnable = [name for name, file in files.items() if why_not(folder(args.op, file), file, args.device) is None]
     shapes = [*args.shape, *args.sweep]
     timed = 2 * len(runnable) + len(RATIOS)
@@ -95,26 +100,26 @@ def _plan(args: argparse.Namespace) -> str:
 
 
 def _load_warning() -> str | None:
-    """A warning if programs kept more than half of the cores busy in the last minute; otherwise None."""
+    """Returns a warning if programs kept more than half of the cores busy in the last minute, else None."""
     if not hasattr(os, "getloadavg"):    # Windows
         return None
     load = os.getloadavg()[0]
     cores = os.cpu_count() or 1
     if load < cores / 2:
         return None
-    return (f"the machine had a load of {load:.1f} on {cores} cores in the last minute: if it is still busy,\n"
-            "times are too long, and ratios are left out where times vary too much")
+    return (f"the machine had a load of {load:.1f} on {cores} cores in the last minute. If the machine is still busy,\n"
+            "times are too long, and ratios of times that vary too much are omitted")
 
 
 def measure(op: str, shape: Shape, device: str, dtype: str, only: list[str], budget_s: float) -> dict[str, Any]:
-    """Measures one shape, and returns JSON data: limits, results, and why implementations were skipped or are wrong."""
+    """Measures one shape. Returns JSON data: limits, results, and the reasons why implementations were skipped or are wrong."""
     case: BenchCase = case_of(op)(*shape, device, getattr(torch, dtype, dtype))     # a GGUF format is not a torch dtype
     names = [name for name in case.names() if not only or name in only or name == case.baseline]
     sizes = dict(zip(case.AXES, shape, strict=True))
     at = f"{op} {_sizes(sizes)}"
-    skipped = {name: reason for name in names if (reason := _why_not(case, name, name in only, at))}
+    skipped = {name: reason for name in names if (reason := _skip_reason(case, name, name in only, at))}
     errors, wrong = _verify(case, [name for name in names if name not in skipped], at)
-    _progress(f"{at}: timing {', '.join(errors)}")
+    _print_progress(f"{at}: timing {', '.join(errors)}")
     passes = {(name, part.name): part for name in errors for part in case.passes(name)}
     peak_extra = {key: extra_bytes(part.run, device) for key, part in passes.items()}
     counts = {key: launches(part.run, device) if case.LAUNCHES else None for key, part in passes.items()}
@@ -137,7 +142,7 @@ def table(report: dict[str, Any], measured: dict[str, Any]) -> str:
     rows = [["", "", *(COLUMNS[column][0].format(**measured) for column in shown)]]
     rows += [[result["name"], result["pass"], *(_cell(result, column, measured) for column in shown)]
              for result in measured["results"]]
-    notes = _unsteady(measured)
+    notes = _unsteady_note(measured)
     notes += [f"not measured: {reason}" for reason in _group_reasons(measured["skipped"])]
     notes += [f"WRONG, not timed: {name}: {reason}" for name, reason in measured["wrong"].items()]
     return "\n".join((head, aligned(rows, left=2), *notes))
@@ -148,22 +153,25 @@ def _sizes(shape: dict[str, int]) -> str:
 
 
 def _group_reasons(skipped: dict[str, str]) -> list[str]:
-    """Merges the reasons that differ only in the implementation's name: "a, b: is slow"."""
+    """Merges reasons that differ only in the implementation's name: "a, b: is slow"."""
     names: dict[str, list[str]] = {}
     for name, reason in skipped.items():
         names.setdefault(reason.removeprefix(name), []).append(name)
     return [", ".join(group) + (":" if group[1:] else "") + reason for reason, group in names.items()]
 
 
-def _why_not(case: BenchCase, name: str, named: bool, at: str) -> str | None:
-    """Why `name` is skipped: it cannot run, or it would exceed MAX_SECONDS or MAX_EXTRA_GB without being named by --only."""
+def _skip_reason(case: BenchCase, name: str, named: bool, at: str) -> str | None:
+    """Returns the reason for skipping an implementation, or None.
+
+    An implementation named by --only is skipped only if it cannot run. Others must not exceed MAX_SECONDS and MAX_EXTRA_GB.
+    """
     reason = case.why_not(name)
     if reason or named:
         return reason
-    _progress(f"{at}: estimating the time of {name}")
+    _print_progress(f"{at}: estimating the time of {name}")
     try:
         costs = case.estimate(name)
-    except Exception:                    # verification raises the error again, and reports it
+    except Exception:                    # verification will raise and report the same error
         return None
     largest_gb = MAX_EXTRA_GB[case.device]
     limit = None
@@ -175,32 +183,31 @@ def _why_not(case: BenchCase, name: str, named: bool, at: str) -> str | None:
 
 
 def _verify(case: BenchCase, names: list[str], at: str) -> tuple[dict[str, float], dict[str, str]]:
-    """Returns the largest error of each correct implementation, and an explanation for each wrong one."""
+    """Returns the largest error of each correct implementation, and the reason for each wrong implementation."""
     errors: dict[str, float] = {}
     wrong: dict[str, str] = {}
     for name in names:
-        _progress(f"{at}: comparing {name} with float64")
+        _print_progress(f"{at}: comparing {name} with float64")
         try:
             worst, misses = case.errors(name)
             reason = ", ".join(f"{result} is off by {miss}" for result, miss in misses.items())
-        except Exception as error:       # such as a kernel that does not compile: it is reported as wrong
+        except Exception as error:       # such as a kernel that does not compile, which is reported as wrong
             reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
         if reason:
             wrong[name] = reason
-            _progress(f"WRONG, not timed: {name}: {reason}")
+            _print_progress(f"WRONG, not timed: {name}: {reason}")
         else:
             errors[name] = max(worst.values())
     return errors, wrong
 
 
-def _progress(line: str) -> None:
-    """Shows progress on standard error, since a slow implementation takes minutes."""
+def _print_progress(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
 def _times(case: BenchCase, passes: dict[tuple[str, str], Pass], device: str,
            budget_s: float) -> tuple[dict[tuple[str, str], list[float]], dict[str, float]]:
-    """The seconds of every pass and of the machine's limits, measured alternately."""
+    """Measures every pass and the machine's limits alternately. Returns the seconds of each call, and the limits."""
     matmul, flop = hardware.matmul(device)
     copy, copied_bytes = hardware.copy(device)
     read, read_bytes = hardware.read(device)
@@ -236,7 +243,7 @@ def _cell(result: dict[str, Any], column: str, measured: dict[str, Any]) -> str:
 
 
 def _is_steady(result: dict[str, Any], column: str, measured: dict[str, Any]) -> bool:
-    """Whether both times of a ratio varied little; True for columns that are not ratios of two times."""
+    """Returns True if both times of a ratio varied little, and for columns that are not ratios of two times."""
     if column in RATIOS:
         return max(result["spread"], measured["spread"][RATIOS[column]]) <= MAX_SPREAD
     if column != "vs_baseline":
@@ -246,18 +253,17 @@ def _is_steady(result: dict[str, Any], column: str, measured: dict[str, Any]) ->
     return max(result["spread"], baseline["spread"]) <= MAX_SPREAD
 
 
-def _unsteady(measured: dict[str, Any]) -> list[str]:
-    """The note about ratios that were left out, or an empty list."""
+def _unsteady_note(measured: dict[str, Any]) -> list[str]:
     ratios = [(result, column) for result in measured["results"] for column in (*RATIOS, "vs_baseline")
               if result[column] is not None]
     if all(_is_steady(result, column, measured) for result, column in ratios):
         return []
     return [f"{UNSTEADY}: no ratio, because the middle half of its times spreads over more than {MAX_SPREAD:.0%} of the\n"
-            "median; measure again when the machine is idle, or with a larger --seconds"]
+            "median. Measure again when the machine is idle, or with a larger --seconds"]
 
 
-def _sweep(args: argparse.Namespace, case: type[BenchCase]) -> list[Shape]:
-    """The shapes of the sweep that --shape lacks: the first shape, with each size of --sweep or SWEEP as its last size."""
+def _sweep_shapes(args: argparse.Namespace, case: type[BenchCase]) -> list[Shape]:
+    """Returns the first shape with each size of --sweep or SWEEP as its last size, without the shapes of --shape."""
     if args.sweep is None and args.plot is None:
         return []
     shapes = [(*args.shape[0][:-1], length) for length in args.sweep or case.SWEEP[args.device]]
@@ -280,23 +286,23 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     args.dtype = args.dtype or case.DTYPES[0]
     args.shape = args.shape or [*case.SHAPES[args.device]]
     try:
-        _check(args, case)
-        args.sweep = _sweep(args, case)
+        _check_options(args, case)
+        args.sweep = _sweep_shapes(args, case)
         _check_memory(args, case)
     except ValueError as error:
         parser.error(str(error))
     return args
 
 
-def _check(args: argparse.Namespace, case: type[BenchCase]) -> None:
-    """Raises ValueError, before anything is measured, for an option that the machine or the operator does not support."""
+def _check_options(args: argparse.Namespace, case: type[BenchCase]) -> None:
     if args.device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("--device cuda requires a CUDA device, and torch finds none")
+        raise ValueError("--device cuda requires a CUDA device, but torch finds none")
     if args.dtype not in case.DTYPES:
         raise ValueError(f"--dtype of {args.op} must be {' or '.join(case.DTYPES)}; got {args.dtype}")
     for name in args.only:
         if name not in case.names():
-            raise ValueError(f"--only: unknown {args.op} implementation {name!r}; there are: {', '.join(case.names())}")
+            raise ValueError(f"--only names an unknown {args.op} implementation, {name!r}; the choices are: "
+                             f"{', '.join(case.names())}")
     for shape in args.shape:
         if len(shape) != len(case.AXES):
             raise ValueError(f"--shape of {args.op} must be {','.join(case.AXES)}; got {','.join(map(str, shape))}")
@@ -310,8 +316,8 @@ def _check_memory(args: argparse.Namespace, case: type[BenchCase]) -> None:
     for shape in [*args.shape, *args.sweep]:
         needed = case.numbers(*shape) * getattr(torch, args.dtype, torch.float32).itemsize
         if free is not None and needed > free:
-            raise ValueError(f"inputs and results of {args.op} at {','.join(map(str, shape))} need {needed / 1e9:,.1f} GB, and "
-                             f"{free / 1e9:.1f} GB are free on {args.device}: choose a smaller --shape or --sweep")
+            raise ValueError(f"inputs and results of {args.op} at {','.join(map(str, shape))} need {needed / 1e9:,.1f} GB, but "
+                             f"only {free / 1e9:.1f} GB are free on {args.device}: choose a smaller --shape or --sweep")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The benchmark of the product of R rows and a packed matrix at one shape."""
+"""Benchmarks the product of R rows and a packed matrix at one shape."""
 
 from functools import partial
 
@@ -49,7 +49,7 @@ class Case(BenchCase):
         return result, compare.misses(result, cases.tolerance(name, self.format))
 
     def passes(self, name: str) -> list[Pass]:
-        """The product as a decoder calls it, prepared in advance. The least possible traffic is one read of the weights."""
+        """Returns the product as a decoder calls it, prepared in advance. The least traffic is one read of the weights."""
         product = MatVec(name).bind(self.packed)
         x = self.x.unsqueeze(0)
         return [Pass("forward", lambda: product(x), 0, self.packed.nbytes(), reads=True)]

@@ -1,4 +1,4 @@
-"""The benchmark of brick padding at one shape."""
+"""Benchmarks brick padding at one shape."""
 
 from functools import partial
 
@@ -10,7 +10,7 @@ from kernels.pad import BrickPadding, cases
 
 
 class Case(BenchCase):
-    """N tiles (h,w), each course shifted by `offset` pixels, padded by pad_x columns and pad_y rows on each side."""
+    """N tiles (h,w), padded by pad_x columns and pad_y rows on each side. Each course is shifted by `offset` pixels."""
 
     op = "pad"
     AXES = ("N", "h", "w", "offset", "pad_x", "pad_y")
@@ -33,11 +33,11 @@ class Case(BenchCase):
 
     @property
     def sequence(self) -> Tensor:
-        """A tensor as large as the output."""
+        """Returns a tensor as large as the output."""
         return self.reference
 
     def estimate(self, name: str) -> Costs:
-        """Extrapolated from an eighth of the rows, or, for `formula`, which takes microseconds per pixel, from 1/512."""
+        """Extrapolates from an eighth of the rows, or from 1/512 for `formula`, which takes microseconds per pixel."""
         pad = BrickPadding(name)
         pad_x, pad_y = self.padding
         height, width = self.reference.shape[-2:]
@@ -45,7 +45,7 @@ class Case(BenchCase):
         return costs(lambda: pad.wall(self.tile, self.offset, pad_y, pad_x, rows, width), self.device).times(height / rows)
 
     def errors(self, name: str) -> tuple[dict[str, float], dict[str, str]]:
-        """The fraction of wrong pixels; any wrong pixel is an error."""
+        """Returns the fraction of wrong pixels. Any wrong pixel is an error."""
         wrong = float((BrickPadding(name)(self.tile, self.offset, self.padding) != self.reference).float().mean())
         return {"out": wrong}, {"out": f"{wrong:.2%} of the pixels"} if wrong else {}
 

@@ -1,8 +1,8 @@
 """python -m kernels.bench.plot FOLDER [FILE ...]: draws the benchmark's JSON files (default: benchmarks/results/*.json).
 
-OP-DEVICE-time.png shows the time of every implementation against T (or the operator's last axis), and the machine's limits. For
-a file with fewer than two sizes, a message is printed instead. The colour shows the back end (Okabe and Ito's palette, safe for
-colour-blind readers); the shade shows the rung, that is, the number in a name such as cuda_v2.
+OP-DEVICE-time.png shows the time of every implementation against T (or the operator's last axis), and the machine's limits. A
+file with fewer than two sizes has no figure, and a message says so. The colour shows the back end, in Okabe and Ito's palette,
+which is safe for colour-blind readers. The shade shows the version, the number in a name such as cuda_v2.
 """
 
 import importlib.util
@@ -24,8 +24,8 @@ OTHERS = "#222222"
 FLOOR = "#8C8C8C"
 STYLES = {"formula": ":", "reference": ":", "conv1d in one block": "--"}
 AXES = {"T": "T, time steps"}
-CONVOLUTIONS = {"forward": 2, "backward": 4}         # wkv4: convolutions, of B*C*T*(T+1) operations each
-LABEL_GAP = 0.042                        # as a fraction of the axis' height
+CONVOLUTIONS = {"forward": 2, "backward": 4}         # number of wkv4's convolutions, each of B*C*T*(T+1) operations
+LABEL_GAP = 0.042                        # least distance of labels, as a fraction of the axis' height
 
 
 def main(argv: list[str]) -> int:
@@ -40,7 +40,7 @@ def main(argv: list[str]) -> int:
 
 
 def check(folder: Path) -> None:
-    """Creates the folder, and raises UnusableFile if no figure can be written into it."""
+    """Creates the folder. Raises UnusableFile if no figure can be drawn or written into the folder."""
     if not available():
         raise UnusableFile("figures require the package matplotlib, which is not installed (pip install matplotlib)")
     check_folder(folder)
@@ -51,22 +51,22 @@ def available() -> bool:
 
 
 def draw(folder: Path, reports: Iterable[dict[str, Any]]) -> list[Path]:
-    """Writes a figure of every report into `folder` and returns the files; prints why a report has no figure."""
+    """Writes a figure of every report into `folder`, and returns the files. Prints the reason if a report has no figure."""
     folder.mkdir(parents=True, exist_ok=True)
-    written = []
+    paths = []
     for report in reports:
         name = f"{report['op']}-{report['device']}" + ("" if report["dtype"] == "float32" else f"-{report['dtype']}")
         figure = time_against_size(report)
         if figure is None:
             print(f"{name}: no figure, because fewer than two sizes were measured (--sweep)", file=sys.stderr)
         else:
-            written.append(folder / f"{name}-time.png")
-            figure.savefig(written[-1], dpi=150)
-    return written
+            paths.append(folder / f"{name}-time.png")
+            figure.savefig(paths[-1], dpi=150)
+    return paths
 
 
 def time_against_size(report: dict[str, Any]) -> Any | None:
-    """A figure with a log-log panel for each pass; None if fewer than two sizes were measured."""
+    """Returns a figure with a log-log panel for each pass, or None if fewer than two sizes were measured."""
     measured = _same_width(report)
     if len(measured) < 2:
         return None
@@ -78,7 +78,7 @@ def time_against_size(report: dict[str, Any]) -> Any | None:
     sizes = [_size(shape) for shape in measured]
     curves = {part: _curves(measured, part) for part in passes}
     for panel, part in zip(panels, passes, strict=True):
-        for (name, points), style in zip(_floors(report["op"], measured, part).items(), ("-.", "--"), strict=False):
+        for (name, points), style in zip(_lower_bounds(report["op"], measured, part).items(), ("-.", "--"), strict=False):
             panel.plot(list(points), list(points.values()), color=FLOOR, linestyle=style, lw=1.3, label=name, zorder=1)
         panel.legend(frameon=False, loc="upper left", fontsize=9, labelcolor="#666666", handlelength=3)
         for name, points in curves[part].items():
@@ -89,13 +89,13 @@ def time_against_size(report: dict[str, Any]) -> Any | None:
         panel.set_xticks(sizes, list(map(str, sizes)))
         panel.minorticks_off()
     panels[0].margins(y=0.1)
-    for panel, part in zip(panels, passes, strict=True):     # after all curves, which determine the shared axes
+    for panel, part in zip(panels, passes, strict=True):     # labels come last, because all curves determine the shared axes
         _label_curves(panel, curves[part])
     return figure
 
 
 def _figure(title: str, foot: str, n: int) -> tuple[Any, Sequence[Any]]:
-    """An empty figure and its n panels, made without pyplot, which would keep the figure in memory."""
+    """Returns an empty figure and its n panels. pyplot is not used, because it would keep the figure in memory."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 6.2), layout="constrained")
@@ -118,8 +118,8 @@ def _curves(measured: list[dict[str, Any]], part: str) -> dict[str, Points]:
     return curves
 
 
-def _floors(op: str, measured: list[dict[str, Any]], part: str) -> dict[str, Points]:
-    """Lower bounds of the time for each size, at the highest speeds measured in this run."""
+def _lower_bounds(op: str, measured: list[dict[str, Any]], part: str) -> dict[str, Points]:
+    """Returns lower bounds of the time for each size, at the highest speeds measured in this run."""
     if not all(shape["limits"] for shape in measured):
         return {}
     gbs = max(shape["limits"]["copy_gbs"] for shape in measured)
@@ -135,7 +135,7 @@ def _floors(op: str, measured: list[dict[str, Any]], part: str) -> dict[str, Poi
 
 
 def _label_curves(panel: Any, curves: dict[str, Points]) -> None:
-    """Writes each name in its curve's colour in a column on the right, near the curve's end, without overlaps."""
+    """Writes the names of the curves in a column on the right, near the ends of the curves, without overlaps."""
     panel.autoscale_view()
     to_axes = (panel.transScale + panel.transLimits).transform
     ends = {name: (max(points), points[max(points)]) for name, points in curves.items()}
@@ -148,21 +148,21 @@ def _label_curves(panel: Any, curves: dict[str, Points]) -> None:
 
 
 def spread(heights: Sequence[float], gap: float) -> list[float]:
-    """Moves ascending heights apart by at least `gap`; groups that would overlap stay centred on their mean."""
+    """Moves ascending heights apart by at least `gap`. Groups that would overlap stay centred on their mean."""
     groups: list[list[float]] = []                           # groups of original heights
     for height in heights:
         groups.append([height])
-        while len(groups) > 1 and _bottom(groups[-2], gap) + gap * len(groups[-2]) > _bottom(groups[-1], gap):
+        while len(groups) > 1 and _lowest_label(groups[-2], gap) + gap * len(groups[-2]) > _lowest_label(groups[-1], gap):
             groups[-2:] = [groups[-2] + groups[-1]]
-    return [_bottom(group, gap) + gap * index for group in groups for index in range(len(group))]
+    return [_lowest_label(group, gap) + gap * index for group in groups for index in range(len(group))]
 
 
-def _bottom(group: list[float], gap: float) -> float:
+def _lowest_label(group: list[float], gap: float) -> float:
     return sum(group) / len(group) - gap * (len(group) - 1) / 2
 
 
 def _same_width(report: dict[str, Any]) -> list[dict[str, Any]]:
-    """The results whose sizes, except the last (T), equal those of the first shape, sorted by the last size."""
+    """Returns the results whose sizes, except the last (T), equal those of the first shape, sorted by the last size."""
     def width_of(shape: dict[str, Any]) -> list[int]:
         return list(shape["shape"].values())[:-1]
 
@@ -171,16 +171,15 @@ def _same_width(report: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _size(shape: dict[str, Any]) -> int:
-    """The size of the last axis, which is the x coordinate of a curve."""
     return list(shape["shape"].values())[-1]
 
 
 def _colour(name: str) -> str:
-    """The back end's colour; lower rungs (v0 is the lowest) are paler."""
+    """Returns the back end's colour. Earlier versions, such as v0, are paler."""
     from matplotlib.colors import to_hex, to_rgb
 
-    rung = re.search(r"_v(\d+)$", name)
-    share = min(1.0, 0.45 + 0.19 * int(rung[1])) if rung else 1.0
+    version = re.search(r"_v(\d+)$", name)
+    share = min(1.0, 0.45 + 0.19 * int(version[1])) if version else 1.0
     red, green, blue = (1 - share * (1 - channel) for channel in to_rgb(COLOURS.get(name.partition("_")[0], OTHERS)))
     return to_hex((red, green, blue))
 

@@ -1,4 +1,4 @@
-"""Measures a function's peak memory beyond inputs and outputs, and its number of launches, with PyTorch's profiler."""
+"""Measures a function's peak memory beyond inputs and outputs, and counts its launches, with PyTorch's profiler."""
 
 import os
 import sys
@@ -17,7 +17,7 @@ NO_WORK = {f"aten::{name}" for name in ("empty", "empty_strided", "empty_like", 
 
 
 def extra_bytes(run: Callable[[], Any], device: str) -> int:
-    """The peak bytes that torch allocates during run(), minus the tensors that run() returns.
+    """Returns the peak bytes that torch allocates during run(), minus the bytes of the tensors that run() returns.
 
     Tensors that forward saves for backward count, unless they are inputs or outputs.
     """
@@ -35,9 +35,9 @@ def _peak_cuda(run: Callable[[], Any]) -> tuple[int, Any]:
 
 
 def _peak_cpu(run: Callable[[], Any]) -> tuple[int, Any]:
-    """The peak memory on a CPU, where torch has no counter: the largest running sum of the profiler's allocations and releases.
+    """Adds up the profiler's allocations and releases, because torch has no memory counter on a CPU. Returns the largest sum.
 
-    The profiler also reports releases of tensors that were allocated during an earlier profile; these are ignored.
+    Releases of tensors that were allocated before this profile are ignored.
     """
     with quiet(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         result = run()
@@ -54,7 +54,7 @@ def _peak_cpu(run: Callable[[], Any]) -> tuple[int, Any]:
 
 
 def _allocations(tree: list[Any]) -> list[tuple[int, int]]:
-    """The (address, bytes) of all allocations and, with negative bytes, of all releases, in order of time."""
+    """Returns (address, bytes) of all allocations and releases in order of time. Releases have negative bytes."""
     allocations = []
     nodes = list(tree)
     while nodes:
@@ -72,12 +72,11 @@ def _size(result: Any) -> int:
 
 
 def launches(run: Callable[[], Any], device: str) -> int:
-    """The number of kernels, copies and fills that the GPU executes during run(); on a CPU, of operators that compute.
+    """Counts the kernels, copies and fills that the GPU executes during run(), or on a CPU the operators that compute.
 
-    If an operator calls other operators, only these count. An operator that calls none counts as 1, whatever its back end does.
-    Views and allocations do not count.
+    An operator that calls other operators does not count itself. Views and allocations do not count.
     """
-    run()                                # so that a first call's compilation and other work do not count
+    run()                                # the first call may compile, which must not count
     if device == "cuda":
         torch.cuda.synchronize()
     with quiet(), profile(activities=[ProfilerActivity.CUDA if device == "cuda" else ProfilerActivity.CPU]) as recorded:
@@ -87,15 +86,15 @@ def launches(run: Callable[[], Any], device: str) -> int:
     events = recorded.events()
     if device == "cuda":
         return sum(event.device_type == DeviceType.CUDA for event in events)
-    return sum(_computing(event) for event in events if event.cpu_parent is None)
+    return sum(_count_operators(event) for event in events if event.cpu_parent is None)
 
 
-def _computing(event: FunctionEvent) -> int:
-    return sum(map(_computing, event.cpu_children)) or int(_is_operator(event))
+def _count_operators(event: FunctionEvent) -> int:
+    return sum(map(_count_operators, event.cpu_children)) or int(_is_operator(event))
 
 
 def _is_operator(event: FunctionEvent) -> bool:
-    """Whether the event is an operator of torch or of this project, and neither a view nor an allocation."""
+    """Returns True for an operator of torch or of this project that is neither a view nor an allocation."""
     library, _, name = event.name.partition("::")
     if library != "aten" or event.name in NO_WORK:
         return library == "timemix"

@@ -1,4 +1,4 @@
-"""Writes and reads the benchmark's reports, and makes a caption with a report's machine and versions."""
+"""Writes and reads the benchmark's reports, and makes captions with the machine and versions of a report."""
 
 import argparse
 import json
@@ -18,14 +18,14 @@ FOLDER = ROOT / "benchmarks" / "results"
 
 
 class UnusableFile(ValueError):
-    """A file or folder that the user named cannot be read or written; the message is one sentence with the reason."""
+    """A file or folder of the user that cannot be read or written. The message gives the reason."""
 
 
 def exit_status(main: Callable[[], int | None], *mistakes: type[Exception]) -> int:
-    """Runs a program's main and returns its exit status.
+    """Runs a program's main, and returns the exit status.
 
-    For an error about a file or a kernel, or an exception in `mistakes`, it prints the message and returns 2. If standard
-    output has been closed, it returns 1 without a message.
+    After an error about a file or a kernel, or an exception in `mistakes`, the message is printed and the status is 2. If
+    standard output has been closed, the status is 1 and there is no message.
     """
     caught: tuple[type[Exception], ...] = (OSError, UnusableFile, UnknownKernel, KernelUnavailable, *mistakes)
     try:
@@ -60,13 +60,13 @@ def _write(report: Report, file: Path) -> None:
     try:
         file.write_text(json.dumps(report) + "\n", encoding="utf-8")
     except OSError as error:
-        raise UnusableFile(f"cannot write {file} ({error.strerror}); the result is the last line above") from None
+        raise UnusableFile(f"cannot write {file} ({error.strerror}). The result is the last line above") from None
 
 
 def output_file(text: str) -> Path:
-    """The type of an option that names an output file: creates its folder, and checks that the file can be written.
+    """Converts the value of an option to the path of an output file, and creates the file's folder.
 
-    Raises argparse.ArgumentTypeError if it cannot.
+    Raises argparse.ArgumentTypeError if the file cannot be written.
     """
     file = path_of(text)
     try:
@@ -74,34 +74,34 @@ def output_file(text: str) -> Path:
     except UnusableFile as error:
         raise argparse.ArgumentTypeError(str(error)) from None
     if file.is_dir() or (file.exists() and not os.access(file, os.W_OK)):
-        raise argparse.ArgumentTypeError(f"cannot write the file {file}: name another")
+        raise argparse.ArgumentTypeError(f"cannot write the file {file}: give another path")
     return file
 
 
 def check_folder(folder: Path) -> None:
-    """Creates the folder, and raises UnusableFile if no file can be written into it."""
+    """Creates the folder. Raises UnusableFile if no file can be written into the folder."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UnusableFile(f"cannot create the folder {folder} ({error.strerror}): name another") from None
+        raise UnusableFile(f"cannot create the folder {folder} ({error.strerror}): give another path") from None
     if not os.access(folder, os.W_OK):
-        raise UnusableFile(f"cannot write into the folder {folder}: name another")
+        raise UnusableFile(f"cannot write into the folder {folder}: give another path")
 
 
 def read(files: Iterable[str | Path]) -> list[Report]:
-    """The benchmark's reports in `files`, without other JSON. Raises UnusableFile if a file is missing or not JSON."""
+    """Returns the benchmark's reports in `files`, without other JSON. Raises UnusableFile if a file is missing or not JSON."""
     contents = [read_json(Path(file)) for file in files]
     return [content for content in contents if isinstance(content, dict) and content.keys() >= PARTS]
 
 
 def read_json(file: Path) -> Any:
-    """The content of a JSON file. Raises UnusableFile if it is missing or not JSON."""
+    """Reads a JSON file. Raises UnusableFile if the file is missing or not JSON."""
     try:
         return json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
-        raise UnusableFile(f"cannot read {file} ({error.strerror}): name a file that --json has written") from None
+        raise UnusableFile(f"cannot read {file} ({error.strerror}): give a file written with --json") from None
     except ValueError:
-        raise UnusableFile(f"{file} is not JSON: name a file that --json has written") from None
+        raise UnusableFile(f"{file} is not JSON: give a file written with --json") from None
 
 
 def committed() -> list[Path]:
@@ -109,7 +109,7 @@ def committed() -> list[Path]:
 
 
 def caption(report: Report) -> str:
-    """One line with the hardware, the versions, the commit and the date of a report."""
+    """Returns a line with the hardware, the versions, the commit and the date of a report."""
     machine = report["machine"]
     threads = machine.get("threads", 1)
     cpu = f"{machine.get('cpu')}, {threads} thread{'s' if threads > 1 else ''}, malloc {report['malloc']}"

@@ -1,4 +1,4 @@
-"""The benchmark of softmax at one shape."""
+"""Benchmarks softmax at one shape."""
 
 import torch
 from torch import Tensor
@@ -9,7 +9,7 @@ from kernels.softmax import Softmax, cases
 
 
 class Case(BenchCase):
-    """x (rows, columns)."""
+    """The softmax of each row of x (rows, columns)."""
 
     op = "softmax"
     AXES = ("rows", "columns")
@@ -36,7 +36,7 @@ class Case(BenchCase):
         return self.x.detach()
 
     def estimate(self, name: str) -> Costs:
-        """Extrapolated from a sixteenth of the rows."""
+        """Extrapolates from a sixteenth of the rows."""
         softmax = Softmax(name)
         few = self.sequence[::16]
         return costs(lambda: softmax.backward(softmax.forward(few), few), self.device).times(self.rows / len(few))
@@ -46,7 +46,7 @@ class Case(BenchCase):
         return result, compare.misses(result, cases.tolerance(self.dtype, self.x.shape[1]))
 
     def passes(self, name: str) -> list[Pass]:
-        """The forward pass, and the backward pass alone on a retained graph."""
+        """Returns the forward pass, and the backward pass alone on a retained graph."""
         softmax = Softmax(name)
         x = self.x
         y = softmax(x)

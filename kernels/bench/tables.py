@@ -1,7 +1,7 @@
 """python -m kernels.bench.tables [FILE ...]: writes the tables of kernels/OP/README.md from the benchmark's JSON files.
 
-Default: all files in benchmarks/results/, so that a README contains the tables of a CPU and of GPUs, each with its machine and
-versions. In a README this program replaces the lines between <!-- OP: measured --> and <!-- end of OP: measured -->.
+The default is all files in benchmarks/results/, so that a README contains the tables of a CPU and of GPUs. In a README this
+program replaces the lines between <!-- OP: measured --> and <!-- end of OP: measured -->.
 """
 
 import sys
@@ -15,7 +15,7 @@ from kernels.machine.hardware import ROOT
 from kernels.registry import operators
 
 SCANS = ("wkv4", "wkv7")
-COLUMNS = {"x_limit": "x limit", "copies": "x one copy", "extra_mb": "extra MB"}     # shown if all results of a scan have it
+COLUMNS = {"x_limit": "x limit", "copies": "x one copy", "extra_mb": "extra MB"}     # shown if every result has a value
 
 
 def main(argv: list[str]) -> int:
@@ -24,7 +24,8 @@ def main(argv: list[str]) -> int:
     files = parser.parse_args(argv).files
     reports = read(files or committed())
     if not reports:
-        raise UnusableFile(f"no result of python -m kernels.bench in {', '.join(files) or FOLDER}: write one with --json FILE")
+        raise UnusableFile(f"there is no result of python -m kernels.bench in {', '.join(files) or FOLDER}: write one with "
+                           "--json FILE")
     for op in operators():
         readme = ROOT / "kernels" / op / "README.md"
         if readme.exists():
@@ -36,7 +37,7 @@ def main(argv: list[str]) -> int:
 
 
 def rewritten(text: str, reports: Iterable[dict[str, Any]]) -> str:
-    """`text` with a new section for each reported operator whose markers are in `text`."""
+    """Returns `text` with a new section for each reported operator that has a section in `text`."""
     reports = list(reports)
     for op in dict.fromkeys(report["op"] for report in reports):
         text = filled(text, op, "\n\n".join(section(report) for report in reports if report["op"] == op))
@@ -44,7 +45,7 @@ def rewritten(text: str, reports: Iterable[dict[str, Any]]) -> str:
 
 
 def section(report: dict[str, Any]) -> str:
-    """The section of an operator: the machine, a table for each shape, and for a scan over T the growth of the cost with T."""
+    """Makes an operator's section: the machine, a table for each shape, and for wkv4 and wkv7 the growth of the cost with T."""
     shapes = report["shapes"]
     if report["op"] in SCANS:
         tables = [*map(scan_table, shapes), *filter(None, [growth_table(shapes)])]
@@ -54,10 +55,11 @@ def section(report: dict[str, Any]) -> str:
 
 
 def scan_table(measured: dict[str, Any]) -> str:
-    """The table of a scan: times; their ratios to the limit, if operations are counted, and to the copy of one tensor; extra
-    memory; the largest error of a result or a gradient; and the speed of both passes relative to the baseline."""
+    """Makes the table of a scan: times, their ratios to the machine's limit and to the copy of one tensor, extra memory, the
+    largest error of a result or a gradient, and the speed of both passes relative to the baseline.
+    """
     results = _by_name(measured)
-    baseline = _both(results[measured["baseline"]]) if measured["baseline"] in results else None
+    baseline = _total_ms(results[measured["baseline"]]) if measured["baseline"] in results else None
     columns = {column: title for column, title in COLUMNS.items() if all(result[column] for result in measured["results"])}
     checked = ["largest error"] if all(result["err_ratio"] for result in measured["results"]) else []
     speed_of = [f"x {measured['baseline']}"] if baseline else []
@@ -66,7 +68,7 @@ def scan_table(measured: dict[str, Any]) -> str:
         forward = parts["forward"]
         backward = parts["backward"]
         pairs = (f"{_short(forward[column])}, {_short(backward[column])}" for column in columns)
-        speed = [_short(baseline / _both(parts))] if baseline else []
+        speed = [_short(baseline / _total_ms(parts))] if baseline else []
         error = [f"{forward['err_ratio']:.0e}"] if checked else []
         rows.append([name, _ms(forward["ms"]), _ms(backward["ms"]), *pairs, *error, *speed])
     copy_ms = measured["limits"].get("copy_one_ms")
@@ -75,7 +77,7 @@ def scan_table(measured: dict[str, Any]) -> str:
 
 
 def pass_table(measured: dict[str, Any], bound_by_memory: bool) -> str:
-    """Per pass: the time, the fraction of a copy's or matrix product's speed, and the speed relative to the baseline."""
+    """Makes a table with the time of each pass, the fraction of the machine's limit, and the speed relative to the baseline."""
     passes = list(dict.fromkeys(result["pass"] for result in measured["results"]))
     counted = any(result["launches"] is not None for result in measured["results"])
     rows = [["", *passes, *(["launches"] if counted else []), *(["extra MB"] if bound_by_memory else [])]]
@@ -92,7 +94,7 @@ def pass_table(measured: dict[str, Any], bound_by_memory: bool) -> str:
 
 
 def growth_table(shapes: list[dict[str, Any]]) -> str | None:
-    """The cost of the longest T relative to the shortest, at the first shape's other sizes; None if there is only one T."""
+    """Compares the costs of the longest and the shortest T, at the first shape's other sizes. Returns None for a single T."""
     sizes = {axis: size for axis, size in shapes[0]["shape"].items() if axis != "T"}
     same_sizes = [shape for shape in shapes if shape["shape"] == sizes | {"T": shape["shape"]["T"]}]
     same_sizes.sort(key=lambda shape: shape["shape"]["T"])
@@ -122,7 +124,7 @@ def _caption(measured: dict[str, Any]) -> str:
 
 
 def _notes(measured: dict[str, Any]) -> str:
-    """A note that lists the implementations skipped for their time or memory, but not those that cannot run on the device."""
+    """Lists the implementations skipped for their time or memory, but not those that cannot run on the device."""
     slow = [name for name, reason in measured["skipped"].items() if "takes over" in reason]
     return f"\n\nNot measured, for the time or the memory that it takes at this shape: {', '.join(slow)}." if slow else ""
 
@@ -134,7 +136,7 @@ def _by_name(measured: dict[str, Any]) -> dict[str, dict[str, dict[str, Any]]]:
     return results
 
 
-def _both(parts: dict[str, dict[str, Any]]) -> float:
+def _total_ms(parts: dict[str, dict[str, Any]]) -> float:
     return parts["forward"]["ms"] + parts["backward"]["ms"]
 
 
@@ -151,7 +153,7 @@ def _ms(value: float) -> str:
 
 
 def _short(value: float) -> str:
-    """A number with one decimal below 10, otherwise without decimals."""
+    """Formats a number with one decimal below 10, otherwise without decimals."""
     return format(value, ".0f" if value >= 10 else ".1f")
 
 

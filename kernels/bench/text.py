@@ -6,7 +6,7 @@ Rows = Sequence[Sequence[str]]
 
 
 def aligned(rows: Rows, left: int = 1) -> str:
-    """A table with columns two spaces apart: the first `left` columns are left-aligned, the others, numbers, right-aligned."""
+    """Formats a table for the terminal. The first `left` columns are left-aligned, the other columns right-aligned."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ("  ".join(cell.ljust(width) if index < left else cell.rjust(width)
                        for index, (cell, width) in enumerate(zip(row, widths, strict=True))) for row in rows)
@@ -14,14 +14,14 @@ def aligned(rows: Rows, left: int = 1) -> str:
 
 
 def markdown(rows: Rows, left: int = 1) -> str:
-    """A Markdown table, whose heading is the first row."""
+    """Formats a Markdown table. The first row is the heading."""
     heading, *body = rows
     rule = ["---" if index < left else "---:" for index in range(len(heading))]
     return "\n".join(f"| {' | '.join(row)} |" for row in (heading, rule, *body))
 
 
 def filled(text: str, name: str, section: str) -> str:
-    """`text` with `section` between <!-- NAME: measured --> and <!-- end of NAME: measured -->; unchanged without them."""
+    """Replaces the text between <!-- NAME: measured --> and <!-- end of NAME: measured -->, if `text` has these markers."""
     start = f"<!-- {name}: measured -->"
     end = f"<!-- end of {name}: measured -->"
     if start not in text or end not in text:

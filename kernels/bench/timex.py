@@ -1,4 +1,4 @@
-"""The benchmark of TimeX at one shape."""
+"""Benchmarks TimeX at one shape."""
 
 from functools import partial
 
@@ -12,7 +12,7 @@ from kernels.timex import TimeX, cases
 
 
 class Case(BenchCase):
-    """w (C,T) and k (B,C,T)."""
+    """TimeX of w (C,T) and k (B,C,T)."""
 
     op = "timex"
     AXES = ("B", "C", "T")
@@ -41,7 +41,7 @@ class Case(BenchCase):
         return self.k.detach()
 
     def estimate(self, name: str) -> Costs:
-        """Extrapolated from DISTINCT channels."""
+        """Extrapolates from DISTINCT channels."""
         timex = TimeX(name)
         w, k = self.narrow
         sample = costs(lambda: (timex.forward(w, k), timex.backward(w, k, k)), self.device)
@@ -52,7 +52,7 @@ class Case(BenchCase):
         return result, compare.misses(result, cases.tolerance(self.dtype))
 
     def passes(self, name: str) -> list[Pass]:
-        """The forward and backward passes as a user calls them; also grad_w and grad_k if the implementation has them."""
+        """Returns the forward and backward passes as a user calls them, and the implementation's grad_w and grad_k."""
         timex = TimeX(name)
         w = self.w
         k = self.k
@@ -65,7 +65,7 @@ class Case(BenchCase):
                 *self._gradients(timex, flop, w.nbytes + 2 * k.nbytes)]
 
     def _gradients(self, timex: TimeX, flop: int, traffic: int) -> list[Pass]:
-        """The implementation's functions grad_w(k, grad_out) and grad_k(w, grad_out), if it has them."""
+        """Returns the passes grad_w(k, grad_out) and grad_k(w, grad_out), if the implementation has these functions."""
         w, k, grad_out = (timex._pad(tensor, torch.float32) for tensor in (self.w, self.k, self.grad_out))
         inputs = {"grad_w": (k, grad_out), "grad_k": (w, grad_out)}
         implementation = load("timex", timex.name)

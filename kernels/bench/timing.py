@@ -10,18 +10,18 @@ import torch
 
 Key = TypeVar("Key", bound=Hashable)
 
-SHORTEST_S = 0.004       # seconds per sample; a shorter function is repeated within it
+SHORTEST_S = 0.004       # minimum seconds per sample; a shorter function is repeated
 MAX_ROUNDS = 21
-SPINNING_S = 0.015       # longest time that idle OpenMP threads spin (libgomp: 300,000 iterations)
+SPINNING_S = 0.015       # maximum time that idle OpenMP threads spin (libgomp: 300,000 iterations)
 
 
 def interleaved(work: Mapping[Key, Callable[[], Any]], device: str, budget_s: float = 1.0) -> dict[Key, list[float]]:
-    """The seconds per call of every function, sampled round-robin until each function's time budget is spent.
+    """Times the functions in turn until each has spent its time budget. Returns samples of each function's seconds per call.
 
-    Each sample follows an untimed call of the same function, unless a call takes more than a tenth of the budget.
+    Before each sample the function is called untimed, unless a call takes more than a tenth of the budget.
     """
     once = {key: _seconds_warm(function, device, budget_s) for key, function in work.items()}
-    samples: dict[Key, list[float]] = {key: [] for key in work}          # the first calls also map memory
+    samples: dict[Key, list[float]] = {key: [] for key in work}          # the first calls do not count, because they map memory
     repeats = {key: max(1, math.ceil(SHORTEST_S / first)) for key, first in once.items()}
     for _ in range(MAX_ROUNDS):
         for key, function in work.items():
@@ -29,13 +29,13 @@ def interleaved(work: Mapping[Key, Callable[[], Any]], device: str, budget_s: fl
                 if device == "cpu":
                     time.sleep(SPINNING_S)       # waits until the previous function's threads stop spinning
                 if once[key] < budget_s / 10:
-                    function()           # untimed; fills the caches with the function's own data
+                    function()           # fills the caches with the function's own data
                 samples[key].append(seconds(function, device, repeats[key]))
     return samples
 
 
 def spread(samples: Sequence[float]) -> float:
-    """The distance between the quartiles of several runs, as a fraction of their median; 0 for a single run."""
+    """Returns the distance between the quartiles of several runs, as a fraction of their median; 0 for a single run."""
     if len(samples) < 2:
         return 0.0
     lower, middle, upper = quantiles(samples, n=4, method="inclusive")
@@ -43,12 +43,12 @@ def spread(samples: Sequence[float]) -> float:
 
 
 def seconds(function: Callable[[], Any], device: str, repeats: int = 1) -> float:
-    """The mean seconds per call over `repeats` calls, including all work that they launch on the device."""
+    """Returns the mean seconds of `repeats` calls, including all work that the calls launch on the device."""
     return (_seconds_cuda if device == "cuda" else _seconds_cpu)(function, repeats) / repeats
 
 
 def _seconds_warm(function: Callable[[], Any], device: str, budget_s: float) -> float:
-    """The seconds of a second call, since the first may include a compilation; if the first exceeds the budget, its seconds."""
+    """Times a second call, because the first may compile. If the first call exceeds the budget, returns its seconds."""
     once = seconds(function, device)
     return seconds(function, device) if once < budget_s else once
 

@@ -1,4 +1,4 @@
-"""The benchmark of WKV at one shape, from an empty state."""
+"""Benchmarks WKV-4 at one shape, from an empty state."""
 
 from typing import ClassVar
 
@@ -13,7 +13,7 @@ from kernels.wkv4 import WKV4, cases
 
 
 class Case(BenchCase):
-    """k and v (B,T,C); the sizes are given as B,C,T, as for TimeX. Parameters and state are always float32."""
+    """WKV-4 of k and v (B,T,C). The sizes are given as B,C,T, as for TimeX. Parameters and state are always float32."""
 
     op = "wkv4"
     AXES = ("B", "C", "T")
@@ -35,7 +35,7 @@ class Case(BenchCase):
 
     @classmethod
     def names(cls) -> tuple[str, ...]:
-        """The names that `select` accepts; the name of a TimeX kernel means the convolution formula with that kernel inside."""
+        """Returns the names that `select` accepts. The name of a TimeX kernel means the convolution with that kernel."""
         return (cls.baseline, *selectable("wkv4"))
 
     @staticmethod
@@ -51,7 +51,7 @@ class Case(BenchCase):
         return why_not(folder("wkv4", plain), plain, self.device)
 
     def estimate(self, name: str) -> Costs:
-        """Extrapolated from an eighth of the steps; the work of a convolution in one block is quadratic in the steps."""
+        """Extrapolates from an eighth of the steps. A convolution in one block takes quadratic time in the steps."""
         steps = -(-self.T // 8)
         time_decay, time_first, *sequences = self.inputs
         k, v = (sequence.detach()[:, :steps].clone(memory_format=torch.contiguous_format).requires_grad_()
@@ -68,7 +68,7 @@ class Case(BenchCase):
         return result, compare.misses(result, cases.tolerance(self.dtype))
 
     def passes(self, name: str) -> list[Pass]:
-        """The forward pass, and the backward pass alone on a retained graph."""
+        """Returns the forward pass, and the backward pass alone on a retained graph."""
         wkv = self._operator(name, block=self.T)
         nbytes = self.sequence.nbytes
         y = wkv(*self.inputs)[0]

@@ -1,4 +1,4 @@
-"""The benchmark of WKV-7 at one shape: it verifies from a random state, and times from the empty state."""
+"""Benchmarks WKV-7 at one shape. Implementations are verified from a random state, and timed from the empty state."""
 
 from collections.abc import Mapping
 from typing import ClassVar
@@ -17,9 +17,10 @@ FORWARD, BACKWARD = 10, 32   # operations per step and element of the state: 5 m
 
 
 class Case(BenchCase):
-    """Inputs (B,T,H,N); the sizes are given as B,H,N,T, because a sweep varies the last. log_w and state are always float32.
+    """WKV-7 of inputs (B,T,H,N). log_w and state are always float32.
 
-    Heads are independent, so DISTINCT different heads are repeated to fill all B H.
+    The sizes are given as B,H,N,T, because a sweep varies the last size. Heads are independent, so DISTINCT different heads are
+    repeated to fill all B H.
     """
 
     op = "wkv7"
@@ -49,7 +50,7 @@ class Case(BenchCase):
         return self.inputs[3].detach()
 
     def estimate(self, name: str) -> Costs:
-        """Extrapolated from a few steps: time and memory are proportional to T, even if all states are stored."""
+        """Extrapolates from a few steps. Time and memory are proportional to T, even if all states are stored."""
         steps = min(self.T, ESTIMATED_STEPS)
         leaves = [sequence.detach()[:, :steps].clone(memory_format=torch.contiguous_format).requires_grad_()
                   for sequence in self.inputs[:6]]
@@ -64,7 +65,7 @@ class Case(BenchCase):
         return result, compare.misses(result, compare.tolerance(wkv, self.dtype))
 
     def passes(self, name: str) -> list[Pass]:
-        """The forward pass, and the backward pass alone on a retained graph."""
+        """Returns the forward pass, and the backward pass alone on a retained graph."""
         wkv = select("wkv7", name, self.device)
         sequences = self.inputs[:6]
         y, state = wkv(*sequences)
@@ -76,7 +77,7 @@ class Case(BenchCase):
 
 
 def _by_head(results: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors with B and H merged: (B,T,H,N) as (B*H,T,N), (B,H,N,N) as (B*H,N,N)."""
+    """Merges B and H in each tensor: (B,T,H,N) becomes (B*H,T,N), and (B,H,N,N) becomes (B*H,N,N)."""
     return {name: (result if name.endswith("state") else result.transpose(1, 2)).flatten(0, 1)
             for name, result in results.items()}
 

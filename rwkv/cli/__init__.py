@@ -1,11 +1,11 @@
-"""The command line of the programs: checks arguments, composes options with Hydra, reports a user's error in one sentence.
+"""The command line of the programs: checks the arguments, composes the options with Hydra, and reports a user's errors.
 
     arguments.py    sorts the arguments                 configs.py    the folder configs/: groups and their choices
     checks.py       names of options and choices        recipe.py     files of options for experiment= and debug=
     composition.py  Hydra, and the jobs of a sweep      help.py       the page of --help
-    errors.py       exit statuses                       garbage.py    no garbage collection while a program starts
+    errors.py       exit statuses                       garbage.py    turns off garbage collection while a program starts
 
-The options are fields of the dataclasses in rwkv/config/; their values come from configs/NAME.yaml and from the files of its
+The options are fields of the dataclasses in rwkv/config/. The values come from configs/NAME.yaml and from the files of its
 groups. Names are checked before Hydra and torch are imported.
 """
 
@@ -32,10 +32,12 @@ def run(task: Callable[[Config, CommandLine], None], schema: type[Config], confi
         sweep: Callable[[CommandLine, Jobs], None] | None = None) -> None:
     """Composes configs/CONFIG_NAME.yaml with sys.argv into a `schema` and calls task(config, command line).
 
-    about: the first part of --help; None: the docstring of the task's file. sweep: called for -m instead of `task`, with the
-    command line and a function that makes the jobs; None: -m is rejected. A user's error, here or in the task, ends the process
-    with one sentence on standard error and exit status 2. If standard error is closed, the process continues; if standard
-    output is closed, the process ends without a message.
+    A user's error, here or in the task, is printed on standard error and ends the process with exit status 2. If standard
+    output is closed, the process ends without a message. If standard error is closed, the process continues.
+
+    Args:
+        about: the first part of --help; None: the docstring of the task's file.
+        sweep: called instead of `task` for -m, with the command line and a function that makes the jobs; None: -m is an error.
     """
     with redirect_stderr(unread(sys.stderr)), exit_on_user_error():
         line = split(sys.argv[1:], schema)
@@ -45,14 +47,14 @@ def run(task: Callable[[Config, CommandLine], None], schema: type[Config], confi
         check(line, schema)
         is_sweep = any(flag in SWEEP_FLAGS for flag in line.flags)
         if is_sweep and sweep is None:
-            raise UserError("-m requires train.py, the only program with sweeps: omit -m")
+            raise UserError("only train.py supports sweeps: omit -m")
         print_hints(line, schema, is_sweep)
         if line.flags in SHOW_JOB:
             print(as_yaml(compose(line, schema, config_name)), end="", flush=True)
         elif sweep and line.flags and all(flag in SWEEP_FLAGS for flag in line.flags):
             sweep(line, partial(jobs, schema=schema, config_name=config_name))
         elif line.flags:
-            raise UserError(f"{' '.join(line.flags)}: --cfg job must be the only flag")
+            raise UserError(f"--cfg job must be the only flag; got {' '.join(line.flags)}")
         else:
             with uncollected():
                 config = compose(line, schema, config_name)
@@ -60,5 +62,5 @@ def run(task: Callable[[Config, CommandLine], None], schema: type[Config], confi
 
 
 def _docstring(task: Callable[..., None]) -> str:
-    """The docstring of the task's file, from its source because python -OO drops docstrings."""
+    """Reads the docstring of the task's file from the source, because python -OO drops docstrings."""
     return ast.get_docstring(ast.parse(Path(task.__code__.co_filename).read_text(encoding="utf-8"))) or ""

@@ -1,4 +1,4 @@
-"""The arguments of a program: Hydra's overrides, verbatim values, and flags."""
+"""Sorts the arguments of a program into Hydra's overrides, values that Hydra must not parse, and flags."""
 
 import itertools
 import sys
@@ -17,7 +17,13 @@ FLAGS = (*HELP_FLAGS, *SWEEP_FLAGS, *VALUED_FLAGS)
 
 @dataclass(frozen=True)
 class CommandLine:
-    """Overrides for Hydra, verbatim values by key, and flags (-m, --help, --cfg job)."""
+    """The sorted arguments of a program.
+
+    Attributes:
+        overrides: arguments KEY=VALUE that Hydra parses.
+        verbatim: texts and paths by key, which Hydra must not parse.
+        flags: -m, --help and --cfg job.
+    """
 
     overrides: list[str]
     verbatim: dict[str, str | list[str]]
@@ -25,18 +31,18 @@ class CommandLine:
 
     @property
     def keys(self) -> list[str]:
-        """The dotted keys that the user set, and the names of chosen groups."""
+        """Returns the dotted keys that the user set, and the names of the groups with a chosen file."""
         return [override.partition("=")[0].lstrip("+~") for override in self.overrides] + list(self.verbatim)
 
     @property
     def chosen(self) -> list[str]:
-        """The dotted keys that the chosen groups set, such as trainer.accelerator if trainer=cpu is chosen."""
+        """Returns the dotted keys that the chosen files set, such as trainer.accelerator for trainer=cpu."""
         pairs = [override.partition("=")[::2] for override in self.overrides]
         return [option for group, choice in pairs for option in keys_set_by(group.lstrip("+"), choice)]
 
 
 def split(arguments: list[str], schema: type) -> CommandLine:
-    """Sorts the arguments into overrides, verbatim values, and flags."""
+    """Sorts the arguments into overrides, verbatim values, and flags. The options of `schema` say which values are verbatim."""
     line = CommandLine([], {}, [])
     items = options(schema)
     rest = iter(arguments)
@@ -56,13 +62,13 @@ def split(arguments: list[str], schema: type) -> CommandLine:
 
 
 def print_hints(line: CommandLine, schema: type, is_sweep: bool) -> None:
-    """Prints a hint for each verbatim value that looks wrong: A,B with -m, or \\n, which a shell passes as two characters."""
+    """Prints a hint for each verbatim value that looks like a mistake: A,B with -m, or \\n, which is two characters."""
     for key, value in line.verbatim.items():
         if free_text(options(schema)[key]) == PATH:
             continue
         if is_sweep and isinstance(value, str) and "," in value:
-            print(f"{key}={value} is a single value even with -m: names and texts are taken verbatim", file=sys.stderr)
+            print(f"{key}={value} is a single value, even with -m, because names and texts are taken verbatim", file=sys.stderr)
         values = value if isinstance(value, list) else [value]
         if any("\\n" in text and "\n" not in text for text in values):
-            print(f"{key}: \\n is a backslash and an n; for a line end, write {key}=$'\\n' in bash and zsh",
+            print(f"{key} contains a backslash and an n. For a line end, write {key}=$'\\n' in bash and zsh",
                   file=sys.stderr)

@@ -1,4 +1,4 @@
-"""Checks of options and choices by name, before Hydra and torch are imported."""
+"""Checks the names of options and choices before Hydra and torch are imported."""
 
 from difflib import get_close_matches
 from pathlib import Path
@@ -15,7 +15,7 @@ def check(line: CommandLine, schema: type) -> None:
     """Raises UserError for an unknown flag, option or choice of a group."""
     for flag in (flag for flag in line.flags if flag.startswith("-") and flag not in FLAGS):
         name, _, value = flag.lstrip("-").partition("=")
-        raise UserError(f"unknown flag {flag}; options are written without dashes: {_best_match(name, schema)}="
+        raise UserError(f"unknown flag {flag}. Options are written without dashes: {_best_match(name, schema)}="
                         f"{value or 'VALUE'}")
     for override in line.overrides:
         check_override(override, schema)
@@ -24,24 +24,25 @@ def check(line: CommandLine, schema: type) -> None:
 def check_override(override: str, schema: type) -> None:
     key, equals, value = override.partition("=")
     if not equals:
-        raise UserError(f"cannot read {override!r}: options are written key=value, such as {_example(override, schema)}")
+        raise UserError(f"cannot read {override!r}: options must be written as KEY=VALUE, such as {_example(override, schema)}")
     key = key.lstrip("+")
     if key.startswith(recipe.SWEPT):
         return
     if key.startswith(("hydra.", "hydra/")):
-        raise UserError(f"{key} has no effect here: leave it out; -m with sweep.jobs and sweep.launcher starts several runs")
+        raise UserError(f"{key} has no effect here: omit the option. To start several runs, use -m, sweep.jobs= and "
+                        "sweep.launcher=")
     if key == "kernel.name" or key in groups(schema):
         for choice in choices_in(key, value):
             check_choice(key.removesuffix(".name"), choice)
             _check_file(key, choice, schema)
     elif key not in options(schema):
         close = close_to(key, _names(schema))
-        hint = f"did you mean {' or '.join(close)}?" if close else "--help lists them all"
+        hint = f"did you mean {' or '.join(close)}?" if close else "--help lists all options"
         raise UserError(f"unknown option {key}; {hint}")
 
 
 def choices_in(group: str, value: str) -> list[str]:
-    """The choices in a comma-separated value, which is a single choice if it is an existing path."""
+    """Splits a value at its commas into choices. A path of an existing file is a single choice."""
     if group == EXPERIMENT and Path(from_home(value)).exists():
         return [value]
     return [choice.strip() for choice in value.split(",")]
@@ -51,12 +52,13 @@ def _check_file(group: str, choice: str, schema: type) -> None:
     """Raises UserError if a choice's file cannot be read, or sets an unknown option."""
     file = recipe.located(choice, configs.CONFIGS / group)
     if not file.is_file() and (group != EXPERIMENT or not recipe.is_path(choice)):
-        return                           # a kernel, or null, has no file
+        return                           # kernels and null have no file
     settings = recipe.read(file, groups(schema) if group in OPTIONAL else ())
     prefix = "" if group in OPTIONAL or sets_all_groups(file) else f"{group}."
     try:
         for group in settings.choices.keys() & {*OPTIONAL}:
-            raise UserError(f"a recipe cannot set {group}=: copy the options of its file, or set it on the command line")
+            raise UserError(f"a recipe must not choose a file with {group}=: copy that file's options into the recipe, or "
+                            "choose the file on the command line")
         for key in {f"{prefix}{key}" for key in settings.options} - options(schema).keys():
             check_override(f"{key}=", schema)
         for key, value in settings.choices.items():
@@ -66,18 +68,17 @@ def _check_file(group: str, choice: str, schema: type) -> None:
 
 
 def _names(schema: type) -> list[str]:
-    """The names of all options and groups."""
     return [*options(schema), *groups(schema)]
 
 
 def _best_match(name: str, schema: type) -> str:
-    """The only option or group close to a wrong name, such as trainer.max_steps for max-steps; else `name` itself."""
+    """Returns the only option or group close to a wrong name, such as trainer.max_steps for max-steps, or else `name`."""
     close = [] if name in _names(schema) else close_to(name, _names(schema))
     return close[0] if len(close) == 1 else name
 
 
 def _example(word: str, schema: type) -> str:
-    """The right form for a word without "=": the option of that name, or an option that takes the word as a path."""
+    """Returns an example for a word without "=": the option with a similar name, or an option with this word as its path."""
     name = _best_match(word, schema)
     if name in _names(schema):
         return f"{name}=VALUE"
@@ -87,14 +88,14 @@ def _example(word: str, schema: type) -> str:
 
 
 def close_to(key: str, names: list[str]) -> list[str]:
-    """At most three names close to a wrong key: names with the same last part, or else names with a similar spelling."""
+    """Returns up to three names close to a wrong key: names with the same last part, or else with a similar spelling."""
     last = key.rpartition(".")[2]
-    same = [name for name in names if name.rpartition(".")[2] == last]
-    if same:
-        return get_close_matches(key, same, n=3, cutoff=0.0)
-    whole = get_close_matches(key, names, n=1, cutoff=0.75)
-    if whole:
-        return whole
+    same_leaf = [name for name in names if name.rpartition(".")[2] == last]
+    if same_leaf:
+        return get_close_matches(key, same_leaf, n=3, cutoff=0.0)
+    similar = get_close_matches(key, names, n=1, cutoff=0.75)
+    if similar:
+        return similar
     leaves = get_close_matches(last, [name.rpartition(".")[2] for name in names], n=1, cutoff=0.7)
     candidates = [name for name in names if name.rpartition(".")[2] in leaves]
     return get_close_matches(key, candidates, n=3, cutoff=0.0) or get_close_matches(key, names, n=1)

@@ -1,6 +1,6 @@
 """Composes a configuration, or the jobs of a sweep, with Hydra.
 
-Free text and paths (prompt=, data.path=, ...) bypass Hydra's grammar: commas, quotes, equals signs and newlines need no
+Hydra does not parse free text and paths (prompt=, data.path=, ...), so their commas, quotes, equals signs and newlines need no
 escaping.
 """
 
@@ -43,7 +43,7 @@ EXPECTED = {bool: "true or false", int: "a whole number, such as 1000", float: "
 
 @dataclass(frozen=True)
 class Job:
-    """One run of a sweep: its swept options, its complete arguments, and its configuration."""
+    """A run of a sweep: the options that differ between the runs, the complete arguments, and the configuration."""
 
     swept: dict[str, str]
     arguments: list[str]
@@ -54,22 +54,22 @@ Jobs = Callable[[CommandLine], list[Job]]
 
 
 def compose(line: CommandLine, schema: type[Config], config_name: str) -> Config:
-    """The `schema` object for a command line. Raises UserError for a value of the wrong type, and for a sweep."""
+    """Returns the `schema` object for a command line. Raises UserError for a value of the wrong type, and for a sweep."""
     with _hydra(schema, config_name):
         for _, swept in _combinations(line.overrides, schema):
             if swept:
-                raise UserError(f"several values of {', '.join(swept)} require a sweep: train.py -m")
+                raise UserError(f"several values of {', '.join(swept)} require a sweep: use train.py -m")
         return _compose(config_name, schema, line.overrides, line.verbatim)
 
 
 def jobs(line: CommandLine, schema: type, config_name: str) -> list[Job]:
-    """The jobs of a sweep: one for each combination of values, of the command line and an experiment's hydra.sweeper.params.
+    """Returns the jobs of a sweep, one for each combination of values. Raises UserError like check and compose.
 
-    Raises UserError like check and compose.
+    The values are those of the command line and of an experiment's hydra.sweeper.params.
     """
     check(line, schema)
     with _hydra(schema, config_name):
-        params = _params(config_name, schema, line)
+        params = _sweep_overrides(config_name, schema, line)
         for override in params:
             check_override(override, schema)
         verbatim = [f"{key}={value}" for key, values in line.verbatim.items()
@@ -80,7 +80,7 @@ def jobs(line: CommandLine, schema: type, config_name: str) -> list[Job]:
 
 @contextmanager
 def _hydra(schema: type, config_name: str) -> Iterator[None]:
-    """Registers the schema, the kernels and the folder of configurations with Hydra."""
+    """Registers the schema, the kernels and the folder of configurations with Hydra for the `with` block."""
     import hydra
     from hydra.core.config_store import ConfigStore
 
@@ -99,27 +99,27 @@ def as_yaml(config: "DataclassInstance") -> str:
     return text
 
 
-def _params(config_name: str, schema: type, line: CommandLine) -> list[str]:
-    """The configuration's hydra.sweeper.params as overrides, without the keys that the command line sets."""
+def _sweep_overrides(config_name: str, schema: type, line: CommandLine) -> list[str]:
+    """Returns the experiment's hydra.sweeper.params as overrides, except keys that the command line sets."""
     from omegaconf import OmegaConf
 
     single = [override for override in line.overrides if not any(swept for _, swept in _combinations([override], schema))]
-    with _composed(config_name, schema, single, return_hydra_config=True) as composed:
+    with _composition(config_name, schema, single, return_hydra_config=True) as composed:
         params = OmegaConf.select(composed, "hydra.sweeper.params") or {}
     return [f"{key}={value}" for key, value in params.items() if key not in line.keys]
 
 
 def _combinations(overrides: list[str], schema: type) -> list[tuple[list[str], dict[str, str]]]:
-    """For each combination of values: the job's overrides, and its swept options."""
+    """Returns, for each combination of values, the job's overrides and the options with several values."""
     alternatives = [_alternatives(override, schema) for override in overrides]
     return [([text for text, _ in job if text not in NULL_CHOICES],
              {key: value for _, swept in job for key, value in swept.items()}) for job in itertools.product(*alternatives)]
 
 
 def _alternatives(override: str, schema: type) -> list[tuple[str, dict[str, str]]]:
-    """For each value of an override: the override with this value only, and {key: value} if the override has several values."""
-    key, value = _split(override)
-    if key == EXPERIMENT:                # may be a path, which Hydra's grammar rejects
+    """Returns, for each value of an override, the override with this value; and {key: value} if there are several values."""
+    key, value = _split_override(override)
+    if key == EXPERIMENT:                # the value may be a path, which Hydra's grammar rejects
         several = choices_in(key, value)
         return [(f"{key}={choice}", {key: choice} if len(several) > 1 else {}) for choice in several]
     from hydra.core.override_parser.types import Glob
@@ -128,7 +128,7 @@ def _alternatives(override: str, schema: type) -> list[tuple[str, dict[str, str]
     if not item.is_sweep_override():
         return [(override, {})]
     if isinstance(item.value(), Glob):
-        raise UserError(f"{key}={value}: glob() has no effect here; list the values, {key}=A,B")
+        raise UserError(f"{key}={value} must not use glob(): list the values, {key}=A,B")
     return [(f"{item.key_or_group}={value}", {str(item.key_or_group): value}) for value in item.sweep_string_iterator()]
 
 
@@ -146,23 +146,21 @@ def _parse(override: str, schema: type) -> "Override":
 
 
 def _compose(config_name: str, schema: type[Config], overrides: list[str], verbatim: dict[str, str | list[str]]) -> Config:
-    with _composed(config_name, schema, overrides) as composed:
+    with _composition(config_name, schema, overrides) as composed:
         config: Config = build(composed, verbatim)
         return config
 
 
 @contextmanager
-def _composed(config_name: str, schema: type, overrides: list[str], **more: bool) -> Iterator["DictConfig"]:
-    """A context manager that returns Hydra's composition. Raises UserError for any error of Hydra, and for a value of the wrong
-    type, even if the error is detected inside the `with` block.
-    """
+def _composition(config_name: str, schema: type, overrides: list[str], **more: bool) -> Iterator["DictConfig"]:
+    """Yields Hydra's composition. Raises UserError for any error of Hydra, here or inside the `with` block."""
     import hydra
     from hydra.core.config_store import ConfigStore
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
 
-    recipes = _recipes(overrides, schema)
-    others = [override for override in overrides if _split(override)[0] not in recipes]
+    recipes = _chosen_recipes(overrides, schema)
+    others = [override for override in overrides if _split_override(override)[0] not in recipes]
     try:
         for group, settings in recipes.items():
             ConfigStore.instance().store(RECIPE, settings.content, group, "_global_")
@@ -170,29 +168,27 @@ def _composed(config_name: str, schema: type, overrides: list[str], **more: bool
     except (HydraException, OmegaConfBaseException) as error:
         cause = error if isinstance(error, OmegaConfBaseException) else error.__cause__ or error.__context__
         if isinstance(cause, OmegaConfBaseException):
-            raise UserError(_type_error(cause, schema, overrides, recipes)) from None
+            raise UserError(_describe_error(cause, schema, overrides, recipes)) from None
         raise UserError(_first_line(error)) from None
 
 
-def _recipes(overrides: list[str], schema: type) -> dict[str, recipe.Recipe]:
-    """The recipes that the overrides choose, by group."""
-    chosen = dict(map(_split, overrides)) if schema is TrainConfig else {}
+def _chosen_recipes(overrides: list[str], schema: type) -> dict[str, recipe.Recipe]:
+    chosen = dict(map(_split_override, overrides)) if schema is TrainConfig else {}
     paths = {key for key, item in options(schema).items() if free_text(item) == PATH}
     return {group: recipe.read(recipe.located(chosen[group], configs.CONFIGS / group), groups(schema)).from_home(paths)
             for group in OPTIONAL if chosen.get(group, "null") != "null"}
 
 
-def _split(override: str) -> tuple[str, str]:
-    """The key and the value of an override."""
+def _split_override(override: str) -> tuple[str, str]:
     key, _, value = override.lstrip("+").partition("=")
     return key, value
 
 
-def _type_error(error: "OmegaConfBaseException", schema: type, overrides: list[str], recipes: dict[str, recipe.Recipe]) -> str:
-    """The error message for a value that OmegaConf rejected."""
-    key = str(error.full_key or "").partition("[")[0]    # drops the index of a list
-    values: JsonObject = dict(map(_split, overrides))
-    if not key:                          # OmegaConf does not name an option whose list lacks mappings
+def _describe_error(error: "OmegaConfBaseException", schema: type, overrides: list[str],
+                    recipes: dict[str, recipe.Recipe]) -> str:
+    key = str(error.full_key or "").partition("[")[0]    # without the index of a list
+    values: JsonObject = dict(map(_split_override, overrides))
+    if not key:                          # OmegaConf names no option if a list contains something else than mappings
         present = {*values, *itertools.chain.from_iterable(settings.options for settings in recipes.values())}
         key = next((name for name, item in options(schema).items() if name in present and item.type == list[JsonObject]), "")
     where = ""
@@ -208,7 +204,7 @@ def _type_error(error: "OmegaConfBaseException", schema: type, overrides: list[s
 
 
 def _expected_value(key: str, schema: type) -> str | None:
-    """A description of the values that the option accepts; None if only the option's help describes the values."""
+    """Describes the values that an option accepts. Returns None if only the option's help describes them."""
     item = options(schema).get(key)
     if item is None:
         return None
@@ -219,9 +215,7 @@ def _expected_value(key: str, schema: type) -> str | None:
 
 
 def _restore_parser_asserts() -> None:
-    """Compiles Hydra's override parser again, with the assert statements that python -O drops: the parser relies on their side
-    effects.
-    """
+    """Compiles Hydra's override parser again if python -O dropped its assert statements, which have side effects."""
     if sys.flags.optimize == 0:
         return
     from hydra.core.override_parser import overrides_parser, overrides_visitor
@@ -232,8 +226,9 @@ def _restore_parser_asserts() -> None:
 
 
 def build(composed: "DictConfig", verbatim: dict[str, str | list[str]]) -> Any:
-    """The dataclass object of a composed configuration, with the verbatim values set, where null means None except for TEXT
-    options.
+    """Returns the dataclass object of a composed configuration, with the verbatim values.
+
+    The verbatim value null means None, except for options of the kind `TEXT`.
     """
     from omegaconf import OmegaConf
 

@@ -1,7 +1,7 @@
-"""The folder configs/: its groups, their choices, and the options that a choice sets.
+"""Lists the groups in the folder configs/, the choices of each group, and the options that a choice sets.
 
-The group `kernel` has a choice for each implementation of any generation's operator. The files of the groups `experiment` and
-`debug` set options of all groups.
+The group `kernel` has a choice for each implementation of each model generation's operator. The files of the groups
+`experiment` and `debug` set options of all groups.
 """
 
 from dataclasses import fields
@@ -18,28 +18,28 @@ from rwkv.io.json_types import JsonObject
 
 PACKAGE = Path(__file__).resolve().parent.parent
 CONFIGS = PACKAGE / "configs" if (PACKAGE / "configs").is_dir() else PACKAGE.parent / "configs"      # installed, or in a clone
-TIME_MIXING = [name for name in operators() if name.startswith("wkv")]      # one operator for each model generation
+TIME_MIXING = [name for name in operators() if name.startswith("wkv")]      # each model generation has one operator
 KERNELS = tuple(sorted({"auto"}.union(*map(all_names, TIME_MIXING))))       # a model can use the kernels of its own operator
 EXPERIMENT = "experiment"
 OPTIONAL = (EXPERIMENT, "debug")         # groups of train.py that are null by default; their files are recipes
-NULL_CHOICES = tuple(f"{group}=null" for group in OPTIONAL)         # defaults, which Hydra rejects as overrides
-GLOBAL = "# @package _global_"           # in a choice's file: its options have full names, outside the group
+NULL_CHOICES = tuple(f"{group}=null" for group in OPTIONAL)         # Hydra rejects overrides that state the default
+GLOBAL = "# @package _global_"           # a file with this line gives the full names of its options, including the group
 
 
 def groups(schema: type) -> list[str]:
-    """The groups of a program."""
+    """Returns the names of a program's groups."""
     names = {item.name for item in fields(schema)}
     names = names.union(OPTIONAL) if schema is TrainConfig else names & {"kernel", "sampling"}
     return sorted(name for name in names if name == "kernel" or (CONFIGS / name).is_dir())
 
 
 def choices(group: str) -> list[str]:
-    """The names of a group's choices, without null."""
+    """Returns the names of a group's choices, without null."""
     return list(KERNELS) if group == "kernel" else sorted(path.stem for path in (CONFIGS / group).glob("*.yaml"))
 
 
 def sets_all_groups(file: Path) -> bool:
-    """Whether a choice's file sets options of all groups."""
+    """Returns True if a choice's file may set options of all groups."""
     return GLOBAL in file.read_text(encoding="utf-8")
 
 
@@ -50,19 +50,19 @@ def check_choice(group: str, choice: str) -> None:
     if choice not in choices(group) and not (choice == "null" and group in OPTIONAL):
         close = get_close_matches(choice, choices(group), n=1)
         hint = f"did you mean {close[0]}? " if close else ""
-        paths = f"; for your own file give its path, such as ./{choice or 'mine'}.yaml" if group == EXPERIMENT else ""
-        raise UserError(f"unknown {group} {choice!r}; {hint}there are: {', '.join(choices(group))}{paths}")
+        paths = f"; to use your own file, give a path such as ./{choice or 'mine'}.yaml" if group == EXPERIMENT else ""
+        raise UserError(f"unknown {group} {choice!r}; {hint}the choices are: {', '.join(choices(group))}{paths}")
 
 
 def preset(group: str, choice: str) -> JsonObject:
-    """The options that a choice sets, by name. Raises UserError for an unknown choice."""
+    """Returns the options that a choice sets, by name. Raises UserError for an unknown choice."""
     check_choice(group, choice)
     values: JsonObject = yaml.safe_load((CONFIGS / group / f"{choice}.yaml").read_text(encoding="utf-8"))
     return values
 
 
 def keys_set_by(group: str, choice: str) -> list[str]:
-    """The dotted keys that a group's choice sets; [] for null, and for an option outside groups."""
+    """Returns the dotted keys that a group's choice sets; none for null, and for an option that is not a group."""
     if group == "kernel":
         return ["kernel.name"]
     file = recipe.located(choice, CONFIGS / group)

@@ -1,6 +1,4 @@
-"""How a program ends after a user's error, which is printed as one sentence; after an interruption; or when the reader of its
-output has gone.
-"""
+"""Ends a program with a message and an exit status after a user's error or an interruption."""
 
 import atexit
 import io
@@ -14,14 +12,14 @@ from rwkv.errors import UserError
 from rwkv.io import signals
 from rwkv.io.broken_pipe import abandon
 
-READER_GONE = 1                          # exit statuses of programs
+READER_GONE = 1                          # exit status when the reader of standard output has closed it
 USER_ERROR = 2
 INTERRUPTED = 130
 
 
 @contextmanager
 def exit_on_user_error() -> Iterator[None]:
-    """Prints a user's error as one sentence, with exit status 2. Any other error is a bug and keeps its traceback.
+    """Prints the message of a user's error in the `with` block, and exits with status 2. Other errors keep their traceback.
 
     Arguments that are not UTF-8 are a user's error. The signals of rwkv/io/signals.py end the `with` block like Ctrl-C, with
     exit status 130, and are ignored after the block. Characters outside the encoding of standard output are printed as ?.
@@ -38,28 +36,29 @@ def exit_on_user_error() -> Iterator[None]:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(INTERRUPTED)
-    except BrokenPipeError:              # the reader of standard output has gone, as in: train.py --help | head
+    except BrokenPipeError:              # the reader has closed standard output, as in: train.py --help | head
         abandon(sys.stdout)
         sys.exit(READER_GONE)
     except (UserError, UnknownKernel, KernelUnavailable) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(USER_ERROR)
-    except OSError as error:             # such as a full disk, or a folder without permission
+    except OSError as error:             # such as a full disk, or a folder without write permission
         message = f"{error.filename}: {error.strerror}" if error.filename else str(error)
         print(f"error: {message}", file=sys.stderr)
         sys.exit(USER_ERROR)
     finally:
-        atexit.register(signals.ignore)  # runs before the exit functions registered so far: atexit is last in, first out
+        atexit.register(signals.ignore)  # atexit runs this first, before all functions registered so far
 
 
 def _require_utf8(arguments: list[str]) -> None:
-    """Raises UserError for an argument that is not UTF-8: Python decodes it to lone surrogates, which a run cannot write to
-    files.
+    """Raises UserError for an argument that is not UTF-8.
+
+    Python decodes such an argument to lone surrogates, which cannot be written to files.
     """
     for argument in arguments:
         try:
             argument.encode()
         except UnicodeEncodeError:
-            shown = os.fsencode(argument).decode(errors="backslashreplace")
-            raise UserError(f"the argument {shown} must be UTF-8: rename the file, or set PYTHONUTF8=1 if the locale "
+            escaped = os.fsencode(argument).decode(errors="backslashreplace")
+            raise UserError(f"the argument {escaped} must be UTF-8: rename the file, or set PYTHONUTF8=1 if the locale "
                             "is C") from None

@@ -1,4 +1,4 @@
-"""The text of --help: a description of the program, every option with its help and current value, and the groups' choices."""
+"""Makes the text of --help: the program's description, every option with help and current value, and each group's choices."""
 
 import re
 import textwrap
@@ -20,7 +20,7 @@ COLUMN = 30                              # where the text beside a name begins
 
 
 def help_page(line: CommandLine, schema: type, config_name: str, about: str) -> str:
-    """The text of --help: `about`, every option with its current value, and the choices of each group."""
+    """Returns the text of --help: `about`, every option with its current value, and the choices of each group."""
     check(line, schema)
     defaults = (configs.CONFIGS / f"{config_name}.yaml").read_text(encoding="utf-8")
     groups = re.findall(r"^  - (?:optional )?(\w+): ", defaults, re.MULTILINE)
@@ -30,14 +30,20 @@ def help_page(line: CommandLine, schema: type, config_name: str, about: str) -> 
 
 
 def _page(about: str, descriptions: Mapping[str, Mapping[str, str]], items: Mapping[str, Field], config: object) -> str:
-    """Formats the page. descriptions: texts by group and choice. items: options by dotted key. config: the current values."""
+    """Formats the page.
+
+    Args:
+        descriptions: a description of each choice, by group and choice.
+        items: the options by dotted key.
+        config: the object with the current values.
+    """
     lines = [as_typed(about.strip()), "", "Options, OPTION=VALUE, with [current value]:"]
     heading = None
     for key, item in items.items():
         if item.metadata["heading"] not in (None, heading):
             heading = item.metadata["heading"]
             lines += ["", heading]
-        lines += _entry(key, f"{item.metadata['help']}{_shown(attrgetter(key)(config))}")
+        lines += _entry(key, f"{item.metadata['help']}{_in_brackets(attrgetter(key)(config))}")
     lines += ["", "Choices, GROUP=NAME:"]
     for group, texts in descriptions.items():
         for name, text in texts.items():
@@ -47,21 +53,21 @@ def _page(about: str, descriptions: Mapping[str, Mapping[str, str]], items: Mapp
 
 
 def _description(path: Path) -> str:
-    """The first comment of a YAML file other than `# @package`; "" if there is none."""
+    """Returns the first comment of a YAML file other than `# @package`; "" if there is none."""
     comments = [line for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("# ")]
     return next((line[2:] for line in comments if not line.startswith("# @")), "")
 
 
 def _entry(name: str, text: str) -> list[str]:
-    """`  name   text`, with the text at COLUMN or, after a long name, two spaces after the name."""
+    """Formats `  name   text`. The text begins at `COLUMN` or, after a long name, two spaces after the name."""
     head = f"  {name}  ".ljust(COLUMN)
     wrapped = textwrap.wrap(text, WIDTH, initial_indent=head, subsequent_indent=" " * COLUMN, break_long_words=False,
                             break_on_hyphens=False)
     return wrapped or [head.rstrip()]
 
 
-def _shown(value: object) -> str:
-    """` [VALUE]`, as on a command line; empty for None, "" and []."""
+def _in_brackets(value: object) -> str:
+    """Formats a value as ` [VALUE]`. Returns "" for None, "" and []."""
     if value in (None, "", []):
         return ""
     if isinstance(value, (list, tuple)):

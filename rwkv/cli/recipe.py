@@ -1,4 +1,4 @@
-"""Recipes: YAML files with options of a training run, for experiment=.
+"""Reads recipes: YAML files with the options of a training run, for experiment=. A recipe may contain
 
     # any options, in groups or by dotted name
     optim: {lr: 1e-4}
@@ -25,19 +25,25 @@ from rwkv.io.json_types import JsonObject
 from rwkv.io.utf8 import read_text
 
 ENDINGS = (".yaml", ".yml")
-RUN_FILE = "config.yaml"                 # in the directory of a run
-RUN_GROUPS = {"kernel", "model", "data", "optim", "trainer", "logger"}        # groups that the file of every run has
-SINGLE_RUN_OPTIONS = ("out_dir", "resume", "plan")       # options in a run's file that a new run ignores
+RUN_FILE = "config.yaml"                 # name of the recipe in a run's directory
+RUN_GROUPS = {"kernel", "model", "data", "optim", "trainer", "logger"}        # groups in the file of every run
+SINGLE_RUN_OPTIONS = ("out_dir", "resume", "plan")       # a new run ignores these options of a run's file
 REFERENCE = re.compile(r"(\\*)\$\{")      # OmegaConf's interpolation; backslashes escape it
-MAX_DEPTH = 3                            # maximum levels of nesting; options have fewer
+MAX_DEPTH = 3                            # maximum levels of nesting, more than options have
 DEFAULT = re.compile(r"(?:override\s+)?/?(\w+)")         # a group in an entry of `defaults`
 SWEPT = "hydra.sweeper.params."
-MISSING = "???"                          # OmegaConf's mark of a value to be given later, which it would ignore
+MISSING = "???"                          # OmegaConf's placeholder for a value to be given later
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """The content of a recipe: options by dotted key, choices by group, and values for a sweep by option or group."""
+    """The content of a recipe.
+
+    Attributes:
+        options: values by dotted key.
+        choices: names of chosen files by group.
+        swept: values for a sweep, separated by commas, by option or group.
+    """
 
     path: Path
     options: JsonObject
@@ -46,7 +52,7 @@ class Recipe:
 
     @property
     def content(self) -> JsonObject:
-        """The recipe as nested dictionaries, with choices in Hydra's syntax."""
+        """Returns the recipe as nested dictionaries, with the choices in Hydra's syntax."""
         nested: JsonObject = {}
         for key, value in self.options.items():
             *groups, name = key.split(".")
@@ -58,18 +64,18 @@ class Recipe:
         return {**sweeper, **nested, "defaults": [{f"override /{group}": choice} for group, choice in self.choices.items()]}
 
     def from_home(self, paths: Collection[str]) -> "Recipe":
-        """The recipe with a leading ~ expanded in the options that `paths` names."""
+        """Returns the recipe with a leading ~ expanded in the options that `paths` names."""
         expanded = {key: from_home(value) for key, value in self.options.items() if key in paths and isinstance(value, str)}
         return replace(self, options=self.options | expanded)
 
 
 def is_path(choice: str) -> bool:
-    """Whether a choice is the path of a user's file: ./mine.yaml, mine.yml, runs/latest."""
+    """Returns True if a choice is the path of a user's file, such as ./mine.yaml, mine.yml or runs/latest."""
     return choice.endswith(ENDINGS) or "/" in choice or os.sep in choice
 
 
 def located(choice: str, folder: Path) -> Path:
-    """The file of a choice: a name in the built-in `folder`, the path of a file, or the path of a run's directory."""
+    """Returns the file of a choice, which is a name in `folder`, the path of a file, or the path of a run's directory."""
     if not is_path(choice):
         return folder / f"{choice}.yaml"
     path = Path(from_home(choice))
@@ -79,70 +85,69 @@ def located(choice: str, folder: Path) -> Path:
 def read(path: Path, groups: Collection[str]) -> Recipe:
     """Reads a recipe. Raises UserError for a file that cannot be read, is not YAML, sets nothing, or has a duplicate key.
 
-    groups: the names of groups for which the file may give a choice instead of options. Names of options are not checked.
+    The names of options are not checked. `groups` are the groups for which the file may name a choice instead of options.
     """
-    content = _mapping(path)
+    content = _read_mapping(path)
     defaults = content.pop("defaults", [])
-    swept = _swept(path, {key: content.pop(key) for key in [*content] if str(key).partition(".")[0] == "hydra"})
+    swept = _read_swept(path, {key: content.pop(key) for key in [*content] if str(key).partition(".")[0] == "hydra"})
     options: JsonObject = {}
     for key, value in _leaves(content):
         if key in options:
-            raise UserError(f"{path} sets {key} twice: delete one of the two")
+            raise UserError(f"{path} sets {key} twice: delete one of the two lines")
         if value == MISSING:
-            raise UserError(f"{path}: {key} has no value, only {MISSING}: give one, or delete the line")
+            raise UserError(f"{path}: {key} has no value, only the placeholder {MISSING}: give a value, or delete the line")
         options[key] = value
-    choices = _choices(path, defaults or [], groups) if groups else {}         # Hydra reads the defaults of other files
+    choices = _read_choices(path, defaults or [], groups) if groups else {}         # without groups, Hydra reads the defaults
     for key, value in options.items():
         if key in groups and value is not None:
             if key in choices:
-                raise UserError(f"{path} sets {key} twice: delete one of the two")
+                raise UserError(f"{path} sets {key} twice: delete one of the two lines")
             choices[key] = str(value)
     options = {key: value for key, value in options.items() if key not in groups}
     if not (options or choices or swept or (defaults and not groups)):
-        raise UserError(f"{path} sets no option: write options, such as optim: {{lr: 1e-4}}")
+        raise UserError(f"{path} sets no option: write at least one, such as optim: {{lr: 1e-4}}")
     if RUN_GROUPS <= content.keys() and not choices:
-        options = {key: _literal(value) for key, value in options.items() if key not in SINGLE_RUN_OPTIONS}
+        options = {key: _escape_interpolation(value) for key, value in options.items() if key not in SINGLE_RUN_OPTIONS}
     return Recipe(path, options, choices, swept)
 
 
-def _choices(path: Path, defaults: object, groups: Collection[str]) -> dict[str, str]:
-    """The choices of Hydra's list `defaults`, by group."""
+def _read_choices(path: Path, defaults: object, groups: Collection[str]) -> dict[str, str]:
     choices: dict[str, str] = {}
     for entry in defaults if isinstance(defaults, list) else [defaults]:
-        if entry == "_self_":            # Hydra's place for the options; a recipe's always override its choices
+        if entry == "_self_":            # Hydra's mark for the order; a recipe's options always override its choices
             continue
         group, choice = next(iter(entry.items())) if isinstance(entry, dict) and len(entry) == 1 else (None, None)
         match = DEFAULT.fullmatch(str(group))
         if not isinstance(defaults, list) or not isinstance(choice, (str, int, float)) or match is None:
             raise UserError(f"{path}: defaults must be a list of choices, such as [override /model: small]; got {entry!r}")
         if match[1] not in groups:
-            raise UserError(f"{path}: {match[1]} in defaults is not a group: set it as an option, {match[1]}: {choice}")
+            raise UserError(f"{path}: {match[1]} in defaults is not a group. Set the option instead: {match[1]}: {choice}")
         if match[1] in choices:
-            raise UserError(f"{path} sets {match[1]} twice: delete one of the two")
+            raise UserError(f"{path} sets {match[1]} twice: delete one of the two lines")
         choices[match[1]] = str(choice)
     return choices
 
 
-def _swept(path: Path, hydra: JsonObject) -> JsonObject:
-    """The values of hydra.sweeper.params by option. hydra: a recipe's entries for Hydra."""
+def _read_swept(path: Path, hydra: JsonObject) -> JsonObject:
+    """Returns the values of hydra.sweeper.params by option. `hydra` are a recipe's entries for Hydra."""
     swept: JsonObject = {}
     for key, value in _leaves(hydra):
         name = key.removeprefix(SWEPT)
         if value is None and key in ("hydra", SWEPT[:-1]):
             continue
         if name == key:
-            raise UserError(f"{path}: {key} has no effect here: of Hydra's own options only {SWEPT}NAME has")
+            raise UserError(f"{path}: {key} has no effect here. Of Hydra's own options, only {SWEPT}NAME has an effect")
         if isinstance(value, dict):
-            raise UserError(f"{path}: {key} must be values separated by commas, under the option's full name, such as "
+            raise UserError(f"{path}: {key} must be values separated by commas, with the option's full name, such as "
                             'model.n_layer: "2,4"')
         if name in swept:
-            raise UserError(f"{path} sets {key} twice: delete one of the two")
+            raise UserError(f"{path} sets {key} twice: delete one of the two lines")
         swept[name] = value
     return swept
 
 
 def _leaves(content: JsonObject, prefix: str = "") -> Iterator[tuple[str, object]]:
-    """Yields the values by dotted key, down to MAX_DEPTH levels, because a YAML mapping may contain itself."""
+    """Yields each dotted key and its value, down to `MAX_DEPTH` levels, because a YAML mapping may contain itself."""
     for key, value in content.items():
         if isinstance(value, dict) and value and prefix.count(".") < MAX_DEPTH:
             yield from _leaves(value, f"{prefix}{key}.")
@@ -150,18 +155,18 @@ def _leaves(content: JsonObject, prefix: str = "") -> Iterator[tuple[str, object
             yield f"{prefix}{key}", value or None if isinstance(value, dict) else value
 
 
-def _literal(value: object) -> object:
-    """The value with "${" escaped: strings in a run's file are verbatim, not OmegaConf's interpolations."""
+def _escape_interpolation(value: object) -> object:
+    """Returns the value with "${" escaped, because strings in a run's file are verbatim, not OmegaConf's interpolations."""
     return REFERENCE.sub(r"\1\1\\${", value) if isinstance(value, str) else value
 
 
-def _mapping(path: Path) -> JsonObject:
+def _read_mapping(path: Path) -> JsonObject:
     text = read_text(path, str(path))
     try:
         content = yaml.load(text, _UniqueKeys)
     except yaml.MarkedYAMLError as error:
         raise UserError(f"cannot read {path}: {_located_problem(error, text)}") from None
-    except (yaml.YAMLError, ValueError) as error:        # such as a date that does not exist
+    except (yaml.YAMLError, ValueError) as error:        # such as a nonexistent date
         raise UserError(f"cannot read {path}: {str(error).splitlines()[0]}") from None
     if content is None:
         return {}
@@ -180,12 +185,12 @@ def _located_problem(error: yaml.MarkedYAMLError, text: str) -> str:
 
 
 class _UniqueKeys(yaml.SafeLoader):
-    """Raises a MarkedYAMLError for a duplicate key, which YAML forbids and SafeLoader accepts."""
+    """A loader that raises MarkedYAMLError for a duplicate key. YAML forbids duplicate keys, but SafeLoader accepts them."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        seen: set[str] = set()
+        names: set[str] = set()
         for key, _ in node.value:
-            if str(key.value) in seen:
+            if str(key.value) in names:
                 raise yaml.MarkedYAMLError(problem=f"duplicate key {key.value}", problem_mark=key.start_mark)
-            seen.add(str(key.value))
+            names.add(str(key.value))
         return super().construct_mapping(node, deep)

@@ -1,9 +1,10 @@
-"""The options of all programs, with type, default, help and allowed values: one dataclass per config group.
+"""Declares the options of all programs, with type, default, help and allowed values, in a dataclass per config group.
 
-A dataclass checks its values when it is built; for a wrong value it raises UserError with the option's name. rwkv/cli/help.py
-prints the help texts. NAME.py has the options of the program NAME, and configs/NAME.yaml their values; common.py and
-sampling.py have options that several programs share. schema.py: how an option is declared and checked. values.py: parsers and
-checks of single values. Nothing here imports Hydra.
+A dataclass checks its values when it is built, and raises UserError with the option's name for a wrong value. rwkv/cli/help.py
+prints the help texts. Nothing here imports Hydra.
+
+    NAME.py       options of the program NAME                       schema.py    declares and checks options
+    common.py, sampling.py    options that several programs share   values.py    parses and checks single values
 """
 
 from rwkv.config.chat import ChatConfig

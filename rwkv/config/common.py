@@ -1,4 +1,4 @@
-"""Options and values that several programs share."""
+"""Declares options that several programs share."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -7,15 +7,15 @@ from typing import Any, Literal
 from rwkv.config.schema import GRAMMAR, NAME, PATH, option
 
 LARGEST_SEED = 2**63 - 1                 # the largest seed that torch's generators accept
-MIB = 2**20                              # bytes; the unit of options named *_mib
+MIB = 2**20                              # bytes in the unit of the options named *_mib
 BLOCKS = "blocks"                        # dtype=blocks: a GGUF file's quantised blocks, unchanged
 BITS = {"float32": 32, "bfloat16": 16, "float16": 16, "int8": 8, "int4": 5, BLOCKS: 8}     # bits per matrix weight, roughly
 DTYPES = ("auto", *BITS)
-LATEST = Path("runs") / "latest"         # a link to the latest run, which may be one of a sweep's
+LATEST = Path("runs") / "latest"         # a link to the directory of the latest run, also of a sweep
 TEMPLATES = "world, g1, flower or a jinja2 file"        # chat templates, in help texts
 MODEL_TEMPLATE = f"{TEMPLATES}; null: as in training, else the checkpoint's, else guessed from the file's name"
-THINK = ("false", "true", "fake")        # how answers begin (rwkv/chat/thoughts.py)
-NGRAM = "ngram"                          # draft=ngram: drafts without a model
+THINK = ("false", "true", "fake")        # values of think=: how answers begin (rwkv/chat/thoughts.py)
+NGRAM = "ngram"                          # draft=ngram proposes tokens without a draft model
 DRAFT_TOKENS = 8                         # the default of draft_tokens
 STATE_LAYOUTS = ("official", "transposed")
 Pooling = Literal["mean", "last"]        # how embeddings pool hidden states
@@ -61,6 +61,6 @@ class DraftedConfig(SavedModelConfig):
 
 
 def layout_option(source: str) -> Any:
-    """The option `state_layout`: the layout of the tuned states that the option `source` names."""
+    """Declares the option `state_layout`. `source` is the option that names the tuned states of this layout."""
     return option(None, f"layout of a tuned state given with {source}, if its file states none: official (value by key, "
                   "as trainers write it) or transposed (web-rwkv's .st)", one_of=STATE_LAYOUTS)

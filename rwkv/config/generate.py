@@ -10,7 +10,7 @@ from rwkv.config.schema import PATH, TEXT, check_options, option
 @dataclass
 @with_sampling
 class GenerateConfig(DraftedConfig):
-    """The options of generate.py. rwkv/generation/options.py checks which can be combined."""
+    """The options of generate.py. rwkv/generation/options.py rejects options that conflict with each other."""
 
     prompt: str | None = option(None, "prompt; -: read from standard input", heading="Samples", verbatim=TEXT)
     prompts: str | None = option(None, 'file with a prompt per line, or .jsonl with {"prompt": "..."} per line', verbatim=PATH)

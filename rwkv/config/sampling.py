@@ -1,4 +1,4 @@
-"""The sampling options, and their fields in the configurations of generate.py, chat.py and serve.py."""
+"""Declares the sampling options, and adds them to the options of generate.py, chat.py and serve.py."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -11,7 +11,7 @@ from rwkv.config.schema import GRAMMAR, TEXT, option
 from rwkv.config.values import biases, require_one_of, texts_and_ids, texts_or_whole_numbers, whole_number, whole_numbers
 from rwkv.errors import UserError
 
-SMALL = 1e-30                            # bounds of sampling options that keep logits within float32's range
+SMALL = 1e-30                            # bounds of options that scale logits, which keep the logits in float32's range
 LARGE = 1e30
 ORDERS = ("hf", "rwkv")
 
@@ -19,11 +19,13 @@ ORDERS = ("hf", "rwkv")
 def sampling_option(default: Any, help: str, *, least: float | None = None, most: float = math.inf, or_zero: bool = False,
                     served: tuple[float, float] | None = None, one_of: tuple[str, ...] | None = None, typed: Any = None,
                     read: Callable[[Any], Any] | None = None, verbatim: str | None = None) -> Any:
-    """A field of Sampling: an `option` with more metadata.
+    """Returns a field of Sampling, which is an `option` with more metadata.
 
-    or_zero: whether 0 is allowed too. served: the range in HTTP requests, if OpenAI's API has a different range. typed: the
-    type on the command line, if it differs from the field's type. read: the function that converts a value of `typed` to the
-    field's type.
+    Args:
+        or_zero: True if 0 is allowed in addition to the range.
+        served: the range in HTTP requests, if OpenAI's API has a different range.
+        typed: the type on the command line, if different from the field's type.
+        read: a function that converts a value of the type `typed` to the field's type.
     """
     return option(default, help, least=least, most=most, one_of=one_of, verbatim=verbatim,
                   more={"or_zero": or_zero, "served": served, "typed": typed, "read": read})
@@ -31,16 +33,19 @@ def sampling_option(default: Any, help: str, *, least: float | None = None, most
 
 @dataclass(frozen=True)
 class Sampling:
-    """The sampling options, for the command line, HTTP requests, the engine and kernels/draw.
+    """The sampling options of the command line, HTTP requests, the engine and kernels/draw.
 
-    The options of generate.py, chat.py and serve.py and the fields of requests derive from these. Raises UserError for a value
-    out of range or of the wrong type; integers may be NumPy's or torch's.
+    The options of generate.py, chat.py and serve.py and the fields of requests are derived from the fields below. Raises
+    UserError for a value out of range or of the wrong type. Integers may be NumPy's or torch's. Each answer of a conversation,
+    and each sequence that continues a saved state, starts without presence and frequency penalties.
 
-    Penalties (formula: rwkv/generation/sampling.py): repetition_penalty (CTRL, arXiv 1909.05858) applies to tokens of the
-    prompt and the output; presence_penalty and frequency_penalty (OpenAI's API) apply to the output only: each answer of a
-    conversation, and each sequence that continues a saved state, starts without these two. penalty_decay multiplies the counts
-    of frequency_penalty before each new token is counted, as in the demos of RWKV's author. no_penalty: tokens that are exempt
-    from penalties, given as ids or as texts of one or more tokens. Tokens in `banned` are never drawn.
+    Attributes:
+        repetition_penalty: penalty of tokens in the prompt or the output (CTRL, arXiv 1909.05858). The formulas of all
+            penalties are in rwkv/generation/sampling.py.
+        presence_penalty, frequency_penalty: penalties of tokens in the output (OpenAI's API).
+        penalty_decay: factor on the counts of frequency_penalty for each new token, as in the demos of RWKV's author.
+        no_penalty: tokens without penalties, given as ids or as texts of one or more tokens.
+        banned: tokens that are never drawn.
     """
 
     temperature: float = sampling_option(0.8, "temperature; 0: greedy", least=SMALL, most=LARGE, or_zero=True, served=(0, 2))
@@ -80,7 +85,7 @@ class Sampling:
 
     @staticmethod
     def _check(item: Field, value: Any) -> None:
-        """Raises UserError for a value of the wrong type or out of the option's range; whole_number checks integers."""
+        """Raises UserError for a value of the wrong type or out of the option's range, except for integers."""
         limits = item.metadata
         if limits["one_of"]:
             require_one_of(item.name, value, limits["one_of"])
@@ -93,13 +98,13 @@ class Sampling:
             fits = isinstance(number, Real) and (limits["least"] <= number <= limits["most"] or
                                                  (limits["or_zero"] and number == 0))
             if not fits:
-                upto = "" if limits["most"] == math.inf else f" to {limits['most']:g}"
-                raise UserError(f"{item.name} must be {'0, or ' * limits['or_zero']}a number from {limits['least']:g}{upto}; "
+                up_to = "" if limits["most"] == math.inf else f" to {limits['most']:g}"
+                raise UserError(f"{item.name} must be {'0, or ' * limits['or_zero']}a number from {limits['least']:g}{up_to}; "
                                 f"got {number!r}")
 
     @classmethod
     def of(cls, config: Any) -> "Sampling":
-        """The sampling options of a program's configuration. Raises UserError for a value out of range."""
+        """Returns the sampling options of a program's configuration. Raises UserError for a value out of range."""
         values = {}
         for item in fields(cls):
             read = item.metadata["read"]
@@ -109,7 +114,7 @@ class Sampling:
 
     @cached_property
     def key(self) -> tuple[object, ...]:
-        """The options as a hashable tuple."""
+        """Returns the options as a hashable tuple."""
         values = [getattr(self, item.name) for item in fields(self)]
         return tuple(tuple(sorted(value.items())) if isinstance(value, Mapping) else value for value in values)
 
@@ -131,10 +136,10 @@ class Sampling:
                 if isinstance(token, int) and not 0 <= token < vocab_size:
                     raise UserError(f"{name} must hold token ids from 0 to {vocab_size - 1}; got {token}")
         if len({*self.banned}) >= vocab_size:
-            raise UserError(f"banned has all {vocab_size} tokens of the vocabulary: at least one token must be allowed")
+            raise UserError(f"banned contains all {vocab_size} tokens of the vocabulary: at least one token must be allowed")
 
     def ids_without_penalty(self, tokenizer: Any) -> tuple[int, ...]:
-        """The sorted token ids of no_penalty. Raises UserError for a string that the tokenizer cannot encode."""
+        """Returns the sorted token ids of `no_penalty`. Raises UserError for a string that the tokenizer cannot encode."""
         texts = [entry for entry in self.no_penalty if isinstance(entry, str)]
         try:
             encoded = tokenizer.encode_within(texts)
@@ -143,17 +148,17 @@ class Sampling:
         return tuple(sorted({entry for entry in self.no_penalty if isinstance(entry, int)}.union(*encoded)))
 
     def __str__(self) -> str:
-        """The temperature, top_p and the options changed from their defaults: "temperature 0.8, top_p 0.95, order rwkv"."""
-        shown = []
+        """Formats temperature, top_p and all options without their default value: "temperature 0.8, top_p 0.95, order rwkv"."""
+        parts = []
         for item in fields(self):
             value = getattr(self, item.name)
             default = item.default_factory() if item.default_factory is not MISSING else item.default
             if value != default or item.name in ("temperature", "top_p"):
-                shown.append(f"{item.name} {_shown(value)}")
-        return ", ".join(shown)
+                parts.append(f"{item.name} {_format(value)}")
+        return ", ".join(parts)
 
 
-def _shown(value: object) -> str:
+def _format(value: object) -> str:
     if isinstance(value, Mapping):
         return "[" + ",".join(f"{token}:{bias:g}" for token, bias in value.items()) + "]"
     if isinstance(value, tuple):
@@ -162,7 +167,7 @@ def _shown(value: object) -> str:
 
 
 def preset_option(name: str, heading: str = "Sampling") -> Any:
-    """The option `sampling`: the name of a preset, a file in configs/sampling that sets the other sampling options."""
+    """Declares the option `sampling`, which names a preset: a file in configs/sampling with the other sampling options."""
     return option(name, "preset for the options below; default: the checkpoint's or model family's (docs/chat.md)",
                   verbatim=GRAMMAR, heading=heading)
 
@@ -171,7 +176,7 @@ Config = TypeVar("Config")
 
 
 def with_sampling(config: type[Config]) -> type[Config]:
-    """Decorator, placed below @dataclass, that adds the options of Sampling as fields after the field `sampling`."""
+    """Adds the options of Sampling as fields after the field `sampling`. This class decorator is placed below @dataclass."""
     annotations: dict[str, Any] = {}
     for name, kind in config.__annotations__.items():
         annotations[name] = kind

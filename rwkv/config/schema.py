@@ -1,4 +1,4 @@
-"""Declaration and checks of options: fields of dataclasses whose metadata holds the help and the allowed values."""
+"""Declares options as dataclass fields with help and allowed values in their metadata, and checks their values."""
 
 import math
 import operator
@@ -12,23 +12,28 @@ from rwkv.errors import UserError
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-PATH = "path"                            # kinds of free text, taken verbatim from the command line
+PATH = "path"                            # PATH, NAME and TEXT are free text, taken verbatim from the command line
 NAME = "name"
 TEXT = "text"
-GRAMMAR = "grammar"                      # no free text: Hydra parses the value
+GRAMMAR = "grammar"                      # Hydra parses the value
 
 
 def option(default: Any, help: str, *, one_of: Collection[str] | None = None, least: float | None = None,
            most: float = math.inf, above: float | None = None, below: float = math.inf, verbatim: str | None = None,
            filled: bool = False, needs: tuple[str | bool, ...] = (), heading: str | None = None,
            more: Mapping[str, object] | None = None) -> Any:
-    """A dataclass field for one option.
+    """Returns a dataclass field for one option.
 
-    default: the value, or a factory such as list. help: its text in --help. heading: the title in --help above this option and
-    the next ones. one_of, least, most, above and below: the allowed values; None is always allowed. With least, a number must
-    be finite. verbatim: how a typed value is read: PATH (~/ is expanded), NAME, TEXT (null is a string) or GRAMMAR; None:
-    free_text decides. filled: the value must not be empty. needs: (option, value, ...), another option and the values one of
-    which it must have. more: further metadata.
+    Args:
+        default: the value, or a factory such as list.
+        help: the description in --help.
+        one_of, least, most, above, below: the allowed values; None is always allowed. With `least`, a number must be finite.
+        verbatim: how a value on the command line is read: `PATH` (~/ is expanded), `NAME`, `TEXT` (null is a string) or
+            `GRAMMAR`; None: as `free_text` says.
+        filled: True if the value must not be empty.
+        needs: (option, value, ...): the option that this option requires, and the values that the required option may have.
+        heading: the title in --help above this option and the next ones.
+        more: further metadata.
     """
     assert least is not None or most == math.inf, "most requires least"
     assert above is not None or below == math.inf, "below requires above"
@@ -40,7 +45,7 @@ def option(default: Any, help: str, *, one_of: Collection[str] | None = None, le
 
 
 def options(schema: type, prefix: str = "") -> dict[str, Field]:
-    """The options of a dataclass and of the dataclasses nested in it, by dotted key."""
+    """Returns the options of a dataclass and of its nested dataclasses, by dotted key."""
     result: dict[str, Field] = {}
     for item in fields(schema):
         if isinstance(item.type, type) and is_dataclass(item.type):
@@ -51,9 +56,9 @@ def options(schema: type, prefix: str = "") -> dict[str, Field]:
 
 
 def free_text(item: Field) -> str | None:
-    """PATH, NAME or TEXT if the option's value is taken verbatim; None if Hydra's grammar parses it.
+    """Returns `PATH`, `NAME` or `TEXT` if the option's value is taken verbatim, or None if Hydra parses the value.
 
-    By default, a string option without a list of choices is a NAME, taken verbatim.
+    By default, a string option without a list of allowed values is a `NAME`.
     """
     kind: str | None = item.metadata["verbatim"]
     if kind is None and item.type in (str, str | None, list[str]) and not item.metadata["one_of"]:
@@ -62,9 +67,10 @@ def free_text(item: Field) -> str | None:
 
 
 def check_options(config: "DataclassInstance", group: str = "") -> None:
-    """Raises UserError for the first value that its option does not allow. group: the prefix of option names, "model.".
+    """Raises UserError for the first value that its option does not allow.
 
-    Converts True and False to "true" and "false" if the option allows these among other strings: Hydra parses them as booleans.
+    Hydra parses true and false as booleans. If an option allows these words among other strings, its value is converted to a
+    string. `group` is the prefix of the option names, such as "model.".
     """
     for item in fields(config):
         value = getattr(config, item.name)
@@ -72,8 +78,8 @@ def check_options(config: "DataclassInstance", group: str = "") -> None:
         if value is None or not limits:
             continue
         if limits["filled"] and "" in (value if isinstance(value, list) else [value]):
-            raise UserError(f"{group}{item.name} is empty (an unset shell variable?): give a value, or leave "
-                            f"{group}{item.name}= out")
+            raise UserError(f"{group}{item.name} is empty (an unset shell variable?): give a value, or omit "
+                            f"{group}{item.name}=")
         if limits["one_of"]:
             if "true" in limits["one_of"]:
                 value = str(value).lower()
@@ -86,7 +92,10 @@ def check_options(config: "DataclassInstance", group: str = "") -> None:
 
 
 def require_effect(config: "DataclassInstance", user_keys: Iterable[str]) -> None:
-    """Raises UserError for the first option that the user set although it has no effect in this configuration."""
+    """Raises UserError for the first option of the user that has no effect in this configuration.
+
+    `user_keys` are the dotted keys that the user set.
+    """
     schema = options(type(config))
     for key in user_keys:
         needs = schema[key].metadata["needs"] if key in schema else ()
@@ -96,7 +105,7 @@ def require_effect(config: "DataclassInstance", user_keys: Iterable[str]) -> Non
         value = operator.attrgetter(required)(config)
         if value not in allowed:
             group, _, name = required.rpartition(".")
-            shown = group if name in ("name", "method") else required        # data.name is set by data=, tune.method by tune=
+            switch = group if name in ("name", "method") else required        # data.name is set by data=, tune.method by tune=
             value, *allowed = (str(each).lower() if isinstance(each, bool) else each for each in (value, *allowed))
-            raise UserError(f"{key} requires {shown}={' or '.join(allowed)}; got {shown}={value}: leave {key} out, or give "
-                            f"{shown}={allowed[0]}")
+            raise UserError(f"{key} requires {switch}={' or '.join(allowed)}; got {switch}={value}: omit {key}, or give "
+                            f"{switch}={allowed[0]}")

@@ -8,7 +8,7 @@ from rwkv.config.sampling import Sampling, preset_option, with_sampling
 from rwkv.config.schema import PATH, check_options, option
 from rwkv.errors import UserError
 
-NEXT_PAIR = re.compile(r",(?=[^,=/\\]+=)")              # the comma before the next NAME=; paths may contain other commas
+NEXT_PAIR = re.compile(r",(?=[^,=/\\]+=)")              # the comma before the next NAME=, because paths may contain commas
 
 
 @dataclass
@@ -45,25 +45,26 @@ class ServeConfig(DraftedConfig):
                                 "states_dir= also stores them on disk", least=0)
 
     def __post_init__(self) -> None:
-        keys = self.api_key or []        # a YAML file may have a single key, or null
+        keys = self.api_key or []        # a YAML file may contain a single key or null
         self.api_key = [key for key in ([keys] if isinstance(keys, str) else keys) if key != "null"]
         check_options(self)
-        _ = self.adapter_paths           # raises UserError unless all are NAME=PATH
+        _ = self.adapter_paths           # raises UserError for an adapter that is not NAME=PATH
         if self.port > 65535:
             raise UserError(f"port must be from 0 to 65535; got {self.port}")
         if "*" in self.cors and self.api_key:
-            raise UserError("cors=* conflicts with api_key=, because any web page could use this server: name the origins")
+            raise UserError("cors=* conflicts with api_key=, because any web page could use this server: list the allowed "
+                            "origins in cors=")
         Sampling.of(self)
 
     @property
     def adapter_paths(self) -> dict[str, str]:
-        """The adapters' paths by name. Raises UserError unless all are NAME=PATH with different names."""
+        """Returns the adapters' paths by name. Raises UserError unless all are NAME=PATH with different names."""
         paths: dict[str, str] = {}
         for pair in (pair for pairs in self.adapters for pair in NEXT_PAIR.split(pairs)):
             name, _, path = pair.partition("=")
             if not name or not path:
                 raise UserError(f"adapters must be NAME=PATH,...; got {pair!r}")
             if name in paths:
-                raise UserError(f"adapters gives two models the name {name!r}: use different names")
+                raise UserError(f"adapters= gives two models the name {name!r}: use different names")
             paths[name] = path
         return paths

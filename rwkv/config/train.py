@@ -1,4 +1,4 @@
-"""The options of train.py: one dataclass per config group."""
+"""Declares the options of train.py in a dataclass per config group."""
 
 import math
 import operator
@@ -15,29 +15,29 @@ from rwkv.errors import UserError
 PACKAGE = Path(__file__).parent.parent
 SCALED = ("time_mix", "time_decay", "time_first")        # parameters with a learning-rate factor, optim.NAME_lr_scale
 GENERATIONS = tuple(sorted(path.parent.name for path in (PACKAGE / "model").glob("rwkv[0-9]*/__init__.py")))
-SOURCES = tuple(sorted(path.stem for path in (PACKAGE / "data" / "sources").glob("[!_]*.py")))    # kinds of data= with text
-TOKENS = tuple(sorted(path.stem for path in (PACKAGE / "data" / "token_files").glob("[!_]*.py")))    # kinds of data= with ids
-STREAMED = ("jsonl", "hf")               # kinds of data= that data.streaming supports
+SOURCES = tuple(sorted(path.stem for path in (PACKAGE / "data" / "sources").glob("[!_]*.py")))    # values of data= with text
+TOKENS = tuple(sorted(path.stem for path in (PACKAGE / "data" / "token_files").glob("[!_]*.py")))    # values of data= with ids
+STREAMED = ("jsonl", "hf")               # values of data= that data.streaming supports
 ORTHOGONAL = ("muon", "normuon")                         # optimisers that orthogonalise the updates of the blocks' matrices
 EIGHT_BITS = "adamw8bit"                 # the optimiser with 8-bit moments
-GPUS = ("a100", "h100", "h200", "rtx3060", "rtx4090", "rtx5090")         # GPUs that plan= knows
-LENGTHS = ("trainer.max_steps", "trainer.max_tokens", "trainer.epochs")      # options that set the training length
+GPUS = ("a100", "h100", "h200", "rtx3060", "rtx4090", "rtx5090")         # GPUs for which plan= can plan
+LENGTHS = ("trainer.max_steps", "trainer.max_tokens", "trainer.epochs")      # the options that set the training length
 BASES = ("float32", "bfloat16", "int8", "int4")          # dtypes of frozen weights (tune.base)
 PREFERENCES = ("dpo", "ipo")             # objectives that train on pairs of answers
 LIKELIHOOD = ("tune.objective", "likelihood")
 
 
 def given_length(config: "TrainConfig", user_keys: Collection[str]) -> str | None:
-    """The option in LENGTHS that the user has set; None if none is set. Raises UserError if several are set."""
+    """Returns the option in `LENGTHS` that the user has set, or None. Raises UserError if several are set."""
     lengths = [key for key in LENGTHS if key in user_keys and operator.attrgetter(key)(config) is not None]
     if len(lengths) > 1:
-        raise UserError(f"{lengths[0]} conflicts with {lengths[1]}: both set the training length; give one of them")
+        raise UserError(f"{lengths[0]} conflicts with {lengths[1]}, because both set the training length: give one of them")
     return lengths[0] if lengths else None
 
 
 @dataclass
 class ModelConfig:
-    """The sizes of a model. rwkv/model/GENERATION/ lists a generation's options and computes the values of those left null."""
+    """The sizes of a model. rwkv/model/GENERATION/ lists the options of a generation, and computes the values that are null."""
 
     generation: str = option("rwkv4", "architecture; set it with model=NAME", one_of=GENERATIONS, heading="Model")
     n_layer: int = option(4, "number of blocks", least=1, most=10_000)
@@ -104,7 +104,7 @@ class DataConfig:
 class OptimConfig:
     """The optimiser and its learning rates.
 
-    RWKV-LM's learning-rate factors of time_mix_*, time_decay and time_first are 1, 2 and 3 (RWKV-v4neo/src/model.py). l2_wrap
+    The default learning-rate factors of time_mix_*, time_decay and time_first are RWKV-LM's (RWKV-v4neo/src/model.py). l2_wrap
     and confidence_penalty (rwkv/model/loss.py) change gradients, not reported losses. Muon: rwkv/training/optim/muon.py.
     """
 
@@ -134,17 +134,17 @@ class OptimConfig:
     def __post_init__(self) -> None:
         check_options(self, "optim.")
         if not 0 <= self.matrix_momentum < 1:
-            raise UserError(f"optim.matrix_momentum must be from 0 to below 1; got {self.matrix_momentum}")
+            raise UserError(f"optim.matrix_momentum must be at least 0 and below 1; got {self.matrix_momentum}")
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
-            raise UserError(f"optim.betas must be two numbers from 0 to below 1; got {list(self.betas)}")
+            raise UserError(f"optim.betas must be two numbers, each at least 0 and below 1; got {list(self.betas)}")
         if not 0 < self.lr < math.inf:
             raise UserError(f"optim.lr must be a positive finite number; got {self.lr}")
         if not 0 < self.last_lr <= self.lr:
-            raise UserError(f"optim.min_lr must be positive and at most optim.lr, {self.lr}; got {self.min_lr}")
+            raise UserError(f"optim.min_lr must be positive and at most optim.lr={self.lr}; got {self.min_lr}")
 
     @property
     def last_lr(self) -> float:
-        """The final learning rate. The rounding makes 3e-3 / 20 exactly 1.5e-4."""
+        """Returns the final learning rate. The rounding makes 3e-3 / 20 exactly 1.5e-4."""
         return float(f"{self.lr / 20:.6g}") if self.min_lr is None else self.min_lr
 
 
@@ -201,11 +201,11 @@ class TrainerConfig:
         if self.strategy == "single" and (self.devices, self.num_nodes) != (1, 1):
             raise UserError("trainer.devices and trainer.num_nodes require trainer=ddp or trainer=fsdp")
         if self.overfit_batches % self.accumulate:
-            raise UserError(f"trainer.overfit_batches must be a multiple of trainer.accumulate, {self.accumulate}; got "
+            raise UserError(f"trainer.overfit_batches must be a multiple of trainer.accumulate={self.accumulate}; got "
                             f"{self.overfit_batches}")
         if self.strategy == "fsdp" and self.sample_every:
-            raise UserError("trainer.sample_every conflicts with trainer=fsdp, which shards the weights: omit sample_every; "
-                            "the run ends with a sample from its last checkpoint")
+            raise UserError("trainer.sample_every conflicts with trainer=fsdp, because the weights are sharded. Omit "
+                            "trainer.sample_every: the run ends with a sample from its last checkpoint")
 
 
 @dataclass
@@ -232,7 +232,7 @@ class LoggerConfig:
 
 @dataclass
 class SweepConfig:
-    """How the runs of a sweep (train.py -m) are launched."""
+    """The options that say how train.py -m starts the runs of a sweep."""
 
     jobs: int | None = option(None, "runs at a time, each with its share of the CPU threads or its own GPU; null: 1, or "
                               "with submitit all runs", least=1, heading="Sweep, with -m")
@@ -247,12 +247,15 @@ class SweepConfig:
 
 
 LORA = ("tune.method", "lora")
-ENGLISH = "english"                      # tune.guard=english: the text in the package
+ENGLISH = "english"                      # tune.guard=english selects the text in the package
 
 
 @dataclass
 class TuneConfig:
-    """How a model given with init_from= is tuned. LoRA: W + alpha / rank B A (Hu et al. 2021, arXiv 2106.09685)."""
+    """The options that say how the model of init_from= is tuned.
+
+    LoRA adds alpha / rank B A to a matrix W (Hu et al. 2021, arXiv 2106.09685).
+    """
 
     method: str = option("full", "what is trained; set it with tune=NAME", one_of=("full", "lora", "state"), heading="Tuning")
     rank: int = option(16, "LoRA rank", least=1, needs=LORA)
@@ -277,15 +280,16 @@ class TuneConfig:
     def __post_init__(self) -> None:
         check_options(self, "tune.")
         if not self.label_smoothing < 0.5:
-            raise UserError(f"tune.label_smoothing must be from 0 to below 0.5; got {self.label_smoothing}")
+            raise UserError(f"tune.label_smoothing must be at least 0 and below 0.5; got {self.label_smoothing}")
         if not self.dropout < 1:
-            raise UserError(f"tune.dropout must be from 0 to below 1; got {self.dropout}")
+            raise UserError(f"tune.dropout must be at least 0 and below 1; got {self.dropout}")
         if self.method == "full" and self.base != "float32":
-            raise UserError(f"tune.base={self.base} requires tune=lora or state; tune=full trains the weights in float32")
+            raise UserError(f"tune.base={self.base} requires tune=lora or tune=state, because tune=full trains the weights in "
+                            "float32")
 
     @property
     def prefers(self) -> bool:
-        """Whether the objective is a preference loss, which compares the two answers of a pair."""
+        """Returns True if the objective is a preference loss, which compares the two answers of a pair."""
         return self.objective in PREFERENCES
 
 
@@ -315,14 +319,15 @@ class TrainConfig:
         if self.plan in GPUS and self.trainer.accelerator == "cpu":
             raise UserError(f"plan={self.plan} conflicts with trainer.accelerator=cpu: omit one of them")
         if self.trainer.strategy == "fsdp" and self.tune.base in ("int8", "int4"):
-            raise UserError(f"tune.base={self.tune.base} conflicts with trainer=fsdp, which cannot shard packed weights: use "
-                            "tune.base=bfloat16, or trainer=ddp")
+            raise UserError(f"tune.base={self.tune.base} conflicts with trainer=fsdp, because packed weights cannot be "
+                            "sharded: use tune.base=bfloat16 or trainer=ddp")
         if self.tune.prefers:
             self._require_pairs()
         if self.trainer.tbptt and self.data.name == "mix":
             raise UserError("trainer.tbptt conflicts with data=mix, whose windows come from several sources: omit one of them")
         if self.data.streaming and self.trainer.tbptt:
-            raise UserError("trainer.tbptt conflicts with data.streaming, which cuts documents into windows: omit one of them")
+            raise UserError("trainer.tbptt conflicts with data.streaming, because streams cut documents into windows: omit "
+                            "one of them")
         if self.data.streaming and self.trainer.epochs is not None:
             raise UserError("trainer.epochs conflicts with data.streaming, because the length of a stream is unknown: give "
                             "trainer.max_steps or trainer.max_tokens")
@@ -330,29 +335,30 @@ class TrainConfig:
             raise UserError("trainer.tbptt conflicts with tune.dropout, because recomputed segments would draw different "
                             "random numbers: omit one of them")
         if self.trainer.strategy == "fsdp" and self.optim.name == EIGHT_BITS:
-            raise UserError(f"optim={EIGHT_BITS} conflicts with trainer=fsdp, which shards parameters: 8-bit moments require "
-                            "whole parameters: use optim=adamw, or trainer=ddp")
+            raise UserError(f"optim={EIGHT_BITS} conflicts with trainer=fsdp, because 8-bit moments require parameters that "
+                            "are not sharded: use optim=adamw or trainer=ddp")
 
     def _require_pairs(self) -> None:
         objective = f"tune.objective={self.tune.objective}"
         if self.data.name != "chat":
             raise UserError(f"{objective} requires data=chat, with pairs of answers; got data={self.data.name}")
         if self.trainer.tbptt:
-            raise UserError(f"{objective} conflicts with trainer.tbptt, which would cut pairs into segments: omit trainer."
-                            "tbptt, and choose a model.ctx_len that is long enough for a pair")
+            raise UserError(f"{objective} conflicts with trainer.tbptt, because segments would cut pairs: omit trainer.tbptt, "
+                            "and choose a model.ctx_len that is long enough for a pair")
 
     def require_separate_updates(self) -> None:
-        """Raises UserError for the first option that conflicts with trainer.optim_in_backward=true. For a resumed run, call
-        this after merging the saved options with the user's.
+        """Raises UserError for the first option that conflicts with trainer.optim_in_backward=true.
+
+        For a resumed run, merge the saved options with the user's options first.
         """
         trainer, optim = self.trainer, self.optim
         if not trainer.optim_in_backward:
             return
         conflicts = {
-            f"trainer={trainer.strategy} exchanges gradients between processes before they are applied: use trainer=auto":
+            f"trainer={trainer.strategy} exchanges gradients between processes before the update: use trainer=auto":
                 trainer.strategy != "single",
             f"optim={optim.name} updates matrices of one shape together: use optim=adamw": optim.name in ORTHOGONAL,
-            f"optim.grad_clip={optim.grad_clip:g} needs the norm of all gradients: add optim.grad_clip=0": optim.grad_clip > 0,
+            f"optim.grad_clip={optim.grad_clip:g} needs the norm of all gradients: use optim.grad_clip=0": optim.grad_clip > 0,
             f"trainer.accumulate={trainer.accumulate} sums the gradients of several batches: use trainer.accumulate=1":
                 trainer.accumulate > 1,
             f"trainer.tbptt={trainer.tbptt} sums the gradients of its segments: use trainer.tbptt=1 or 0": trainer.tbptt > 1,
@@ -362,7 +368,7 @@ class TrainConfig:
             "trainer.graphs=true computes the gradients of all blocks in one launch: omit trainer.graphs": bool(trainer.graphs)}
         for reason, applies in conflicts.items():
             if applies:
-                raise UserError(f"trainer.optim_in_backward=true updates each weight during the backward pass, and {reason}")
+                raise UserError(f"trainer.optim_in_backward=true updates each weight during the backward pass, but {reason}")
 
     @property
     def only_plans(self) -> bool:
@@ -370,6 +376,6 @@ class TrainConfig:
 
     @property
     def tokens_per_step(self) -> int:
-        """Tokens per optimiser step, over all processes."""
+        """Returns the number of tokens per optimiser step, over all processes."""
         segments = max(1, self.trainer.tbptt)
         return self.data.batch_size * self.model.ctx_len * segments * self.trainer.accumulate

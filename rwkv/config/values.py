@@ -1,4 +1,4 @@
-"""Parsers and checks of single values. Their errors are UserErrors with the option's name."""
+"""Parses and checks single values. Each error is a UserError that begins with the option's name."""
 
 import math
 import operator
@@ -10,7 +10,7 @@ from rwkv.errors import UserError
 
 
 def whole_number(name: str, value: Any, least: int = 0, most: float = math.inf) -> int:
-    """`value` as an int. Raises UserError, with the option's name, unless it is a whole number from `least` to `most`."""
+    """Returns `value` as an int. Raises UserError unless `value` is a whole number from `least` to `most`."""
     try:
         number = operator.index(value)
     except TypeError:
@@ -21,14 +21,14 @@ def whole_number(name: str, value: Any, least: int = 0, most: float = math.inf) 
 
 
 def whole_numbers(name: str, values: Iterable[Any], most: float = math.inf) -> tuple[int, ...]:
-    """`values` as ints. Raises UserError, with the option's name, unless all are whole numbers from 0 to `most`."""
+    """Returns `values` as ints. Raises UserError unless all values are whole numbers from 0 to `most`."""
     if isinstance(values, (str, bytes)) or not isinstance(values, Iterable):
         raise UserError(f"{name} must be a list of whole numbers; got {values!r}")
     return tuple(whole_number(name, value, most=most) for value in values)
 
 
 def strings(name: str, values: Iterable[str]) -> tuple[str, ...]:
-    """`values` as a tuple. Raises UserError, with the option's name, unless it is a list of strings."""
+    """Returns `values` as a tuple. Raises UserError unless `values` is a list of strings."""
     if isinstance(values, (str, bytes)) or not isinstance(values, Iterable):
         raise UserError(f"{name} must be a list of strings; got a {type(values).__name__}")
     values = tuple(values)
@@ -51,7 +51,7 @@ def biases(texts: Iterable[str]) -> dict[int, float]:
 
 
 def texts_and_ids(texts: Iterable[str]) -> list[str | int]:
-    """`texts` as a list in which each string [ID,...] is replaced by its token ids."""
+    """Returns `texts` as a list in which each string [ID,...] is replaced by its token ids."""
     entries: list[str | int] = []
     for text in texts:
         ids = re.fullmatch(r"\[\s*(\d+(?:\s*,\s*\d+)*)\s*\]", text, re.ASCII)
@@ -60,7 +60,7 @@ def texts_and_ids(texts: Iterable[str]) -> list[str | int]:
 
 
 def texts_or_whole_numbers(name: str, values: Any) -> tuple[int | str, ...]:
-    """`values` as a tuple. Raises UserError, with the option's name, unless all are token ids or non-empty strings."""
+    """Returns `values` as a tuple. Raises UserError unless all values are token ids or non-empty strings."""
     if isinstance(values, str):
         values = (values,)
     if not isinstance(values, Iterable) or "" in (values := tuple(values)):

@@ -100,7 +100,7 @@ def test_the_options_of_the_programs_that_it_calls_exist(device: str, monkeypatc
         return not name.startswith("train ") or name == "train rwkv7_tiny"
 
     monkeypatch.setattr(_gpu_parts, "run_program", program)
-    monkeypatch.setattr(_gpu_parts, "_serve", lambda *_: None)
+    monkeypatch.setattr(_gpu_parts, "_request_completion", lambda *_: None)
     check = _gpu_parts.Check("programs", Rows(tmp_path), device, time.monotonic() + 60, tmp_path)
     _gpu_parts.programs(check)
     _gpu_parts.shards(check)
