@@ -392,7 +392,7 @@ def test_a_report_lists_damaged_files(tmp_path: Path, name: str, content: bytes)
 
 def test_a_run_does_not_fail_when_its_report_cannot_be_made(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     finish.write_report(folder)
-    assert "no report: " in capsys.readouterr().err
+    assert "cannot write the report: " in capsys.readouterr().err
 
 
 # The report
