@@ -43,7 +43,7 @@ from rwkv.training.task import LanguageModel, TrainingBatch
 START = 2                                # errors are first measured at this step, counted from 0
 WARM_UP = 20                             # steps before the first timed step; at most a fifth of the run
 SAMPLES = 100                            # timed steps, roughly
-Timestamp = float | torch.cuda.Event          # a timestamp
+Timestamp = float | torch.cuda.Event
 LayerState = tuple[Tensor, ...] | Tensor          # the operator's state in one layer
 Call = Callable[..., tuple[Tensor, LayerState]]          # operator(inputs ..., state) -> (y, state)
 

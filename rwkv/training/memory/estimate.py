@@ -1,9 +1,12 @@
 """Estimates the memory and the disk space that a run needs, from the run's configuration alone.
 
-The table shows the memory of one process, in floats of 4 bytes. N: tokens of one batch in one process; C = n_embd; V:
-vocabulary size; L: layers. From the model's generation: P, the number of parameters (the sum of its shapes); K, a block's saved
-activations per token (saved_activations); W, the operator's working values per token (operator_work); S, the values of a state
-per row:
+The table shows the memory of one process, in floats of 4 bytes. The symbols are:
+
+    N, C, V, L    tokens of one batch in one process, n_embd, vocabulary size, layers
+    P             parameters of the model
+    K             a block's saved activations per token (saved_activations of the model's generation)
+    W             the operator's working values per token (operator_work)
+    S             values of a state per row
 
     weights, gradients, Adam's two moments             4 P; with fsdp each process has its shard, but whole gradients when
                                                        accumulating; with tune=lora or state gradients and moments only
@@ -47,8 +50,7 @@ NARROW = 2                               # a frozen embedding and head take 2 by
 MOMENTS = 2                              # Adam has two moments
 RECOMPUTED = 40                          # values per token / n_embd in the backward pass of a block that recomputes
                                          # what is between its matrix products
-HOLES = 1.25                             # the heap fragments by this factor, on activations and loss, if memory is returned
-                                         # after each block
+HOLES = 1.25                             # a fragmented heap multiplies the memory of activations and loss by this factor
 SMALL_RUN = 5 * 10 ** 8                  # a run of fewer bytes, without the program, does not trade speed for memory
 DATA_WORKER = 100 * 2 ** 20              # unshared bytes of a data-loader process
 MIN_FRACTION = 0.75                      # a run is refused unless this fraction of activations and loss fits
@@ -238,7 +240,7 @@ def moment_bytes_8bit(config: TrainConfig, vocab_size: int) -> int:
 
 
 def frozen_bytes(config: TrainConfig, vocab_size: int) -> int:
-    """Returns the bytes of the frozen weights. If the file is in float32, embedding and head take twice the bytes counted here.
+    """Returns the bytes of the frozen weights. With a float32 file, the embedding and the head take twice as many as counted.
     """
     base = config.tune.base
     shapes = generation(config.model).shapes(config.model, vocab_size)
