@@ -73,7 +73,7 @@ class Muon(torch.optim.Optimizer):
         sizes = [len(group["params"]) for group in self.param_groups]
         if saved_sizes != sizes:
             raise UserError(f"the checkpoint's optimiser has groups of {saved_sizes} parameters, but this run has {sizes}: the "
-                            "checkpoint is from a different recipe or version. To use its weights, start a new run with init_from=")
+                            "checkpoint is from a different recipe or version. Start a new run with the weights, init_from=")
         super().load_state_dict(state_dict)
         self._share_state()
 

@@ -44,7 +44,7 @@ def lr_scale(name: str, scales: Mapping[str, str], optim: OptimConfig) -> float:
 def lr_factor(optim: OptimConfig, max_steps: int) -> Callable[[int], float]:
     """Returns a function of the step that gives the learning rate as a multiple of optim.lr.
 
-    The learning rate rises linearly during the warm-up. Then it follows optim.schedule and ends at optim.last_lr at
+    The learning rate rises linearly during the warm-up. Then optim.schedule, unless constant, lowers it to optim.last_lr at
     `max_steps`.
     """
     lowest = optim.last_lr / optim.lr
