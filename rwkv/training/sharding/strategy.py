@@ -60,7 +60,7 @@ class Sharded(ModelParallelStrategy):
         offload = CPUOffloadPolicy(torch.cuda.is_available()) if self.options.offload else OffloadPolicy()
         common: dict[str, Any] = {"mesh": mesh, "offload_policy": offload,
                                   "shard_placement_fn": lambda weight: _placement(weight, mesh.size())}
-        fully_shard(task, ignored_params={weight for block in model.blocks for weight in _block_matrices(model, block)}, **common)
+        fully_shard(task, ignored_params={weight for block in model.blocks for weight in _matrices(model, block)}, **common)
         for block in model.blocks:
             fully_shard(block, ignored_params={weight for weight in block.parameters() if isinstance(weight, DTensor)},
                         mp_policy=products, reshard_after_forward=self.options.reshard, **common)
@@ -168,7 +168,7 @@ def total_norm(tensors: Iterable[Tensor]) -> Tensor:
     return whole(torch.nn.utils.get_total_norm(tensors))
 
 
-def _block_matrices(model: Model, block: nn.Module) -> list[nn.Parameter]:
+def _matrices(model: Model, block: nn.Module) -> list[nn.Parameter]:
     group = model.generation.group
     return [weight for name, weight in block.named_parameters()
             if weight.dim() == 2 and group(f"blocks.0.{name}".replace(".base.", ".")) != "vector"]
