@@ -35,7 +35,7 @@ def check(wkv: Operator, operator: str, device: torch.device, dtype: torch.dtype
     missing = [part for part in PARTS if not hasattr(cases, part)]
     if missing:
         raise UserError(f"kernel={wkv.name} cannot be compared with the reference before the run: kernels/{operator}/cases.py "
-                        f"must define {', '.join(missing)}. Define these names (kernels/README.md), or omit kernel=")
+                        f"must define {', '.join(missing)} (see kernels/README.md). Define these names, or omit kernel=")
     inputs = cases.inputs(*cases.CHECKED, dtype=dtype, device=str(device))
     try:
         runs = [cases.results(wkv, inputs) for _ in range(RUNS)]
