@@ -26,7 +26,7 @@ FASTER = 1.3                             # the least speed-up that outweighs con
 def device_for(accelerator: str) -> torch.device:
     """Returns the device of trainer.accelerator=auto|cpu|gpu. Raises UserError for gpu if torch finds no GPU."""
     if accelerator == "gpu" and not torch.cuda.is_available():
-        raise UserError("trainer=gpu requires a CUDA device, but torch finds none: use trainer=cpu")
+        raise UserError("trainer=gpu requires a CUDA device, but torch finds no CUDA device: use trainer=cpu")
     return torch.device("cuda" if accelerator != "cpu" and torch.cuda.is_available() else "cpu")
 
 
@@ -107,7 +107,7 @@ def _require_tf32(device: torch.device) -> None:
         raise UserError("trainer.precision=tf32 requires a GPU, but this run is on a CPU: use trainer.precision=32-true")
     if torch.cuda.get_device_capability(device)[0] < TF32_CAPABILITY:
         raise UserError(f"trainer.precision=tf32 requires a GPU of compute capability {TF32_CAPABILITY}.0 or higher, but "
-                        f"{torch.cuda.get_device_name(device)} has a lower one: use trainer.precision=32-true or fp16-mixed")
+                        f"{torch.cuda.get_device_name(device)} is older: use trainer.precision=32-true or fp16-mixed")
 
 
 def why_precision(precision: str, device: torch.device) -> str | None:

@@ -96,7 +96,7 @@ def main(config: TrainConfig, line: cli.CommandLine) -> None:
         if not elsewhere:
             count = process_count(run.config.trainer, run.config.data.batch_size)
         if count > 1 or (run.config.trainer.strategy == "fsdp" and not elsewhere):
-            run.lock.release()           # so that rank 0 can lock the directory
+            run.lock.release()           # rank 0 locks the directory again
             sys.exit(distributed.launch(count, caught_signals()))
         train(run)
 
@@ -123,7 +123,8 @@ def prepare(run: Run) -> Prepared:
     rank_zero_only.rank = distributed.rank()     # type: ignore[attr-defined]
     _set_allocator(config)
     if config.trainer.offload and device.type == "cpu":
-        distributed.fail_together(UserError("trainer.offload=true requires a GPU, but this run is on a CPU: omit the option"))
+        distributed.fail_together(UserError("trainer.offload=true requires a GPU, but this run is on a CPU: omit "
+                                            "trainer.offload="))
     set_product_precision(str(config.trainer.precision), device)
     # Before the data are read, `share` raises UserError if the processes cannot divide the rows
     rows = share(config.data.batch_size, config.trainer.strategy, config.trainer.num_nodes)
@@ -137,7 +138,7 @@ def prepare(run: Run) -> Prepared:
     run = replace(run, config=config, notes=run.notes + notes)
     distributed.broadcast_from_rank0(lambda: require_unfinished(run))
     data.tokenizer.drop_library()
-    give_back_free_blocks()              # because data preparation has freed memory
+    give_back_free_blocks()              # data preparation has freed memory
     kernel_error = None
     if config.kernel.name != AUTO and run.resume_from is None:       # a resumed run names the kernel that auto chose
         kernel_error = distributed.broadcast_from_rank0(lambda: kernel_check.check(

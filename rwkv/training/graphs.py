@@ -71,7 +71,7 @@ def describe(config: TrainConfig, device: torch.device, kernel: str) -> str | No
 
 
 class _Blocks(nn.Module):
-    """A module that computes all blocks from the empty state, because a graph captures modules with tensor arguments."""
+    """A module that computes all blocks from the empty state, as a function of a single tensor."""
 
     def __init__(self, model: Model) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ class Replay:
         self._model = model
         self._capture = capture
         self._graph: Callable[[Tensor], Tensor] | None = None
-        self._expected: tuple[object, ...] | None = None    # shape, dtype and autocast's dtype of the captured call
+        self._expected: tuple[object, ...] | None = None    # the shape, dtype and autocast dtype of the captured call
         self._waiting = False
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -104,7 +104,7 @@ class Replay:
         if self._graph is None or self._expected != _call_key(x):
             return through_blocks(self._model.blocks, x)
         if self._model.weight_cache is not None:
-            self._model.weight_cache.update()            # because a replay reads the cached weights and converts none
+            self._model.weight_cache.update()            # a replay reads the cached weights and converts none
         out: Tensor = self._graph(x)
         self._waiting = True
         out.register_hook(self._read)

@@ -69,7 +69,7 @@ def test_tf32_without_tf32_is_one_sentence(gpu: As) -> None:
     with pytest.raises(UserError, match="requires a GPU, but this run is on a CPU"):
         resolved_precision("tf32", "cpu")
     gpu(7)
-    with pytest.raises(UserError, match=r"8\.0 or higher, but GPU 7\.0 has a lower one"):
+    with pytest.raises(UserError, match=r"8\.0 or higher, but GPU 7\.0 is older"):
         resolved_precision("tf32", "gpu")
 
 

@@ -38,7 +38,7 @@ from rwkv.training.task import LanguageModel
 from rwkv.training.tuning.guard import guard_path, sha256_of
 from rwkv.training.tuning.held_out import continuations, prompts, readable
 
-Measurement = dict[str, float]              # metric name -> value, and "step"
+Measurement = dict[str, float]              # maps metric names and "step" to values
 
 
 class BeforeAfter(Callback):

@@ -103,7 +103,7 @@ class Checkpoints(Callback):
             trainer.strategy.after_save = partial(settle, self.out_dir, self.keep)
 
     def on_train_start(self, trainer: lightning.Trainer, *_: object) -> None:
-        self._saved = (trainer.global_step, False)       # saves this step again only if its validation is repeated
+        self._saved = (trainer.global_step, False)       # this step is saved again only if its validation is repeated
 
     def on_train_batch_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, outputs: STEP_OUTPUT,
                            batch: object, batch_idx: int) -> None:
@@ -146,7 +146,7 @@ class Checkpoints(Callback):
         Otherwise, if the user extends a finished run, Lightning would start a second epoch at the beginning of the data.
         """
         batches = trainer.max_steps * trainer.accumulate_grad_batches
-        if isinstance(trainer.limit_train_batches, int):         # set by trainer.overfit_batches
+        if isinstance(trainer.limit_train_batches, int):         # trainer.overfit_batches sets this
             batches = min(batches, trainer.limit_train_batches)
         progress = checkpoint["loops"]["fit_loop"][TRAINING]
         progress["is_last_batch"] = progress["current"]["ready"] >= batches

@@ -41,8 +41,8 @@ from rwkv.training.kernel_check import sentence
 from rwkv.training.task import LanguageModel, TrainingBatch
 
 START = 2                                # errors are first measured at this step, counted from 0
-WARM_UP = 20                             # steps before the first timed step; at most a fifth of the run
-SAMPLES = 100                            # timed steps, roughly
+WARM_UP = 20                             # the first timed step follows this many steps, or a fifth of a short run
+SAMPLES = 100                            # about this many steps are timed
 Timestamp = float | torch.cuda.Event
 LayerState = tuple[Tensor, ...] | Tensor          # the operator's state in one layer
 Call = Callable[..., tuple[Tensor, LayerState]]          # operator(inputs ..., state) -> (y, state)

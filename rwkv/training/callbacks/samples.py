@@ -52,7 +52,7 @@ class Samples(Callback):
         self._rows: list[Row] = []
         if resumed_at is not None:
             self._rows = [row for row in read_samples(self.path) if row["step"] <= resumed_at]
-        tokenizer.encode(self.prompt)    # so that a prompt that cannot be encoded is reported before the first step
+        tokenizer.encode(self.prompt)    # reports a prompt that cannot be encoded before the first step
 
     def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
         if rank() == 0:
@@ -65,7 +65,7 @@ class Samples(Callback):
             return
         if rank() == 0 and (step % self.every == 0 or step >= trainer.max_steps):
             if pl_module.device.type == "cuda":
-                torch.cuda.synchronize(pl_module.device)         # because unfinished steps count as training time
+                torch.cuda.synchronize(pl_module.device)         # unfinished steps must count as training time
             start = time.perf_counter()
             text = self._generate_sample(cast(Model, pl_module.model), step)
             if text is not None:

@@ -29,8 +29,8 @@ CHUNK = 2 ** 23                          # a multiple of BLOCK; this many number
 WORK = 5                                 # float32 copies of a chunk: two moments, and temporaries for rounding
 SMALLEST_SCALE = torch.finfo(torch.float32).tiny         # prevents a division by 0
 DECADES = 7                              # the levels span the decades from 1 down to 1e-7
-MOMENTS = {"exp_avg": True, "exp_avg_sq": False}         # torch's names, and whether the moment has a sign
-SCALE = "_scale"                         # suffix of a moment's name: the scales of its blocks
+MOMENTS = {"exp_avg": True, "exp_avg_sq": False}         # maps torch's names to True if the moment has a sign
+SCALE = "_scale"                         # a moment's name with this suffix names the scales
 
 
 class AdamW8bit(torch.optim.Optimizer):

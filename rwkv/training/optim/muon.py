@@ -81,7 +81,7 @@ class Muon(torch.optim.Optimizer):
         # Schedules and checkpoints must see one optimiser, so the inner AdamW has the same groups and state
         self._adamw.param_groups = self._adamw_groups()
         self._adamw.state = self.state
-        self._stacks: dict[tuple[str, torch.Size], tuple[Tensor, tuple[Tensor, ...]]] = {}       # stacked state and its views
+        self._stacks: dict[tuple[str, torch.Size], tuple[Tensor, tuple[Tensor, ...]]] = {}       # each stack and its views
 
     def _adamw_groups(self) -> list[dict[str, Any]]:
         return [group for group in self.param_groups if not group["orthogonal"]]

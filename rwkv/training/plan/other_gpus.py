@@ -141,7 +141,7 @@ def plan_on(config: TrainConfig, vocab_size: int, gpu: Gpu) -> Estimate:
     n = trainer.devices * trainer.num_nodes
     sent = exchanged_bytes(config, vocab_size, n)
     link = trainer.link_gbps or (gpu.between if trainer.num_nodes > 1 else gpu.inside)
-    row = nearest(config)
+    row = nearest_measurement(config)
     return Estimate(n, estimate(config, vocab_size, n, round(gpu.gib * GIB)), sent, link,
                     sent * BITS_OF_A_BYTE / (link * 1e9), _compute_seconds(config, vocab_size, n, gpu, row),
                     config.tokens_per_step, row)
@@ -157,7 +157,7 @@ def exchanged_bytes(config: TrainConfig, vocab_size: int, n: int) -> float:
     return (n - 1) / n * (passes * gathered + FLOAT * n_trained(config, vocab_size))
 
 
-def nearest(config: TrainConfig) -> Measured:
+def nearest_measurement(config: TrainConfig) -> Measured:
     """Returns the measured step of the model's generation and precision with the nearest width.
 
     float16 counts as bfloat16. Raises UserError if no step was measured.
@@ -165,8 +165,8 @@ def nearest(config: TrainConfig) -> Measured:
     model, precision = config.model, str(config.trainer.precision).replace("fp16", "bf16")
     candidates = [row for row in MEASURED if (row.generation, row.precision) == (model.generation, precision)]
     if not candidates:
-        raise UserError(f"plan= requires a measured training step, but none of {generation(model).NAME} was measured in "
-                        f"{precision}: omit plan=")
+        raise UserError(f"plan= requires a measured training step, but no step of {generation(model).NAME} in "
+                        f"{precision} was measured: omit plan=")
     return min(candidates, key=lambda row: abs(math.log(row.n_embd / model.n_embd)))
 
 

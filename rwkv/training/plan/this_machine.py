@@ -74,7 +74,7 @@ def _why_from_the_start(run: Run) -> str:
 
 def _needs(run: Run, needs: Needs, kernel: str, kernel_error: str | None, data: Corpus) -> Iterator[tuple[str, str]]:
     config, V, device, _ = needs
-    programs = resident_memory() if device.type == "cpu" else 0       # because the code below reads pages of the data
+    programs = resident_memory() if device.type == "cpu" else 0       # the code below will add pages of the data
     yield from _data(run, data)
     yield from _model(run, V)
     yield from _computation(config, kernel, kernel_error, device, bool(data.conversations))

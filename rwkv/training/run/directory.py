@@ -88,7 +88,7 @@ def require_unused(out_dir: Path, resume: str = "resume=auto") -> None:
                         f"{quote(f'out_dir={out_dir}')}")
     existing = next(folder for folder in (out_dir, *out_dir.absolute().parents) if folder.exists())
     if not os.access(existing, os.W_OK):
-        raise UserError(f"out_dir={out_dir} cannot be created, because {existing} is not writable: choose another out_dir=")
+        raise UserError(f"out_dir={out_dir} cannot be used, because {existing} is not writable: choose another out_dir=")
 
 
 def _is_ignored(path: Path) -> bool:

@@ -12,7 +12,7 @@ from filelock import FileLock
 from rwkv.io.locked import NAME as NAME
 from rwkv.io.locked import lock_folder
 
-PATIENCE = 6.0                           # seconds to wait for the lock, because data workers of a killed run end within 5
+PATIENCE = 6.0                           # seconds to wait for the lock; data workers of a killed run end within 5
 
 
 class RunLock:

@@ -41,7 +41,7 @@ def check_new_run(config: TrainConfig, user_keys: Collection[str]) -> None:
 
 def require_one_beginning(config: TrainConfig) -> None:
     if config.resume is not None and config.init_from is not None:
-        raise UserError("resume= conflicts with init_from=: use resume= to continue a run, or init_from= to start a new run")
+        raise UserError("resume= and init_from= conflict. Use resume= to continue a run, or init_from= to start a new run")
 
 
 def resumed_path(config: TrainConfig) -> Path | None:

@@ -31,7 +31,7 @@ from rwkv.training.tuning.exports import tuned_files
 from rwkv.training.tuning.init_from import NOT_A_SIZE, open_init_checkpoint
 
 FIXED = ("model", "data", "tune", "seed",    # these options and groups must not change on resume
-         "optim.name", "optim.weight_decay", *(f"optim.{name}_lr_scale" for name in SCALED),      # for the parameter groups
+         "optim.name", "optim.weight_decay", *(f"optim.{name}_lr_scale" for name in SCALED),      # parameter groups use these
          "trainer.accumulate",           # the saved data position counts batches
          "trainer.val_tokens")           # losses decide on best.ckpt
 NOT_FIXED = ("data.cache_dir", "data.sample_prompt", "data.tokenize_workers", "data.preview",      # these are exceptions
@@ -62,7 +62,7 @@ def resumed_run(request: Request) -> Run | None:
     try:
         run = _open_run(request, path)
     except ValueError:
-        lock.release()                   # because the traceback would keep the lock alive
+        lock.release()                   # otherwise the traceback would keep the lock alive
         raise
     return run and replace(run, exists=True, lock=lock)
 
@@ -85,7 +85,7 @@ def _open_run(request: Request, path: Path) -> Run | None:
 def _continue(request: Request, out_dir: Path, checkpoint: Checkpoint) -> Run:
     saved = checkpoint.run or {}
     if "trainer" not in saved or checkpoint.path.parent.name != FOLDER:
-        raise UserError(f"resume= requires a checkpoint in a run's directory, but {checkpoint.path} is not in one")
+        raise UserError(f"resume= requires a checkpoint in a run's directory, but {checkpoint.path} is not in such a directory")
     merged = _merge(request, out_dir, saved)
     resumed = Run(out_dir, merged, checkpoint.path, checkpoint.step)
     if merged.trainer.epochs is None:
@@ -93,7 +93,7 @@ def _continue(request: Request, out_dir: Path, checkpoint: Checkpoint) -> Run:
     if merged.init_from is None:
         if not merged.data.tokenizer.endswith(".json"):
             return resumed
-        return replace(resumed, tokenizer=Tokenizer.named(         # has the end-of-text token of the run's start
+        return replace(resumed, tokenizer=Tokenizer.named(         # the end-of-text token must not change on resume
             merged.data.tokenizer, "data.tokenizer", end_of_text=merged.data.end_of_text, like=checkpoint.tokenizer))
     # with tune=lora and tune=state, read_checkpoint has merged the trained values into the weights
     weights = checkpoint if merged.tune.method == "full" else read_checkpoint(merged.init_from)
@@ -125,7 +125,8 @@ def _read_config(path: Path) -> JsonObject:
     try:
         saved = yaml.safe_load(text)
     except (yaml.YAMLError, ValueError) as error:
-        raise UserError(f"{path} is damaged ({' '.join(str(error).split())}): restore it, or use another out_dir=") from None
+        raise UserError(f"{path} is damaged ({' '.join(str(error).split())}): restore the file, or use another "
+                        "out_dir=") from None
     if not isinstance(saved, dict) or not RUN_GROUPS <= saved.keys():
         raise UserError(f"{path} is damaged, because options of a run are missing: restore the file, or use another out_dir=")
     return saved

@@ -44,7 +44,7 @@ class Saving:
         rest = _without_shards(content, tensors)
         assert isinstance(rest, dict)
         folder = path.with_name(f".{path.name}.{content['global_step']}")
-        buffer = io.BytesIO()            # is filled at once, because training changes the content
+        buffer = io.BytesIO()            # training changes the content, so it is serialised now
         if rank() == 0:
             torch.save(rest | {SHARDED: list(tensors)}, buffer)
 

@@ -50,7 +50,7 @@ class Sharded(ModelParallelStrategy):
 
     def setup_environment(self) -> None:
         super().setup_environment()
-        self._group = distributed.new_group(backend="gloo", timeout=RANK0_TIMEOUT)       # for the writer threads
+        self._group = distributed.new_group(backend="gloo", timeout=RANK0_TIMEOUT)       # the writer threads use this group
 
     def shard(self, task: nn.Module, model: Model) -> None:
         """Shards the weights of task.model."""

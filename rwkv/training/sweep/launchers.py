@@ -183,7 +183,7 @@ class SubmititJobs(Launcher):
         if self.cluster not in CLUSTERS:
             raise UserError(f"cluster= in sweep.arguments= must be one of {', '.join(CLUSTERS)}; got {self.cluster}")
         try:
-            with tempfile.TemporaryDirectory() as scratch:       # because submitit creates the folder even if the check fails
+            with tempfile.TemporaryDirectory() as scratch:       # submitit creates the folder even if the check fails
                 self._executor_in(Path(scratch))
         except RuntimeError as error:    # this machine has no srun
             raise UserError(f"sweep.launcher=submitit requires SLURM, but this machine has none ({error}). Use "

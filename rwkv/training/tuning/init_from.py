@@ -19,7 +19,7 @@ from rwkv.model.base import generation, with_learnt_states
 from rwkv.model.lora import chosen
 from rwkv.tokenizer.tokenizers import MADE_FROM_DATA, Tokenizer
 
-NOT_A_SIZE = "ctx_len"                   # the option model.ctx_len, on which no weight depends
+NOT_A_SIZE = "ctx_len"                   # no weight depends on the option model.ctx_len
 
 
 def open_init_checkpoint(config: TrainConfig, user_keys: Collection[str]) -> tuple[TrainConfig, Checkpoint, Tokenizer]:
@@ -48,8 +48,8 @@ def open_init_checkpoint(config: TrainConfig, user_keys: Collection[str]) -> tup
 def require_tunable(config: TrainConfig, checkpoint: Checkpoint) -> None:
     """Raises UserError if tune= does not support the weights of the checkpoint."""
     if checkpoint.time_states and config.tune.method != "state":
-        raise UserError(f"tune={config.tune.method} requires weights without a tuned state, but {checkpoint.path} has one. Use "
-                        "tune=state to train the state further, or use the weights alone")
+        raise UserError(f"tune={config.tune.method} requires weights without a tuned state, but {checkpoint.path} has a "
+                        "tuned state. Use tune=state to train the state further, or use the weights alone")
     if checkpoint.time_states and config.tune.prefers:
         raise UserError(f"tune.objective={config.tune.objective} conflicts with a tuned state, because the reference is the "
                         "model without the state: omit the objective or the state")
@@ -78,5 +78,6 @@ def _tokenizer(data: DataConfig, user_keys: Collection[str], checkpoint: Checkpo
     if data.tokenizer in MADE_FROM_DATA:
         remedy = "omit data.tokenizer=" if checkpoint.tokenizer else "use that tokenizer, data.tokenizer=FILE.json or world"
         raise CheckpointError(f"data.tokenizer={data.tokenizer} makes a tokenizer from the data, but the weights in "
-                              f"{checkpoint.path} ({checkpoint.vocab_size} tokens) were trained with another one: {remedy}")
+                              f"{checkpoint.path} ({checkpoint.vocab_size} tokens) were trained with another tokenizer: "
+                              f"{remedy}")
     return tokenizer_of(checkpoint, data.tokenizer, data.end_of_text, "data.tokenizer")

@@ -60,7 +60,7 @@ def answers(model: Model, batch: Pairs) -> Answers:
     positions = (targets != IGNORED).nonzero()[:, 0]
     token_log_p = log_probabilities(hidden.index_select(0, positions), model.head.weight, targets[positions])
     answer = torch.arange(2 * len(batch.numbers), device=targets.device)
-    mask = batch.answers.flatten()[positions] == answer.unsqueeze(1)     # so that sums have the same order on every device
+    mask = batch.answers.flatten()[positions] == answer.unsqueeze(1)     # masked sums have the same order on all devices
     log_p = torch.where(mask, token_log_p, 0).sum(1)
     return Answers(log_p.view(-1, 2), mask.sum(1).view(-1, 2))
 
