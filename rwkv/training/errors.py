@@ -1,4 +1,4 @@
-"""The errors that end training early."""
+"""Defines the errors that end training early."""
 
 from rwkv.errors import UserError
 

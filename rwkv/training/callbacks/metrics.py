@@ -146,7 +146,7 @@ def peak_memory_mib(device: torch.device, root: Path = Path("/")) -> float:
 
 
 def _peak_kib(status: Path) -> int | None:
-    """Returns VmHWM of /proc/self/status, or None if some sandbox hides the file or the line."""
+    """Returns VmHWM of /proc/self/status, or None if the file or the line is missing, as in some sandboxes."""
     try:
         lines = status.read_text(encoding="utf-8").splitlines()
     except OSError:

@@ -240,8 +240,7 @@ def moment_bytes_8bit(config: TrainConfig, vocab_size: int) -> int:
 
 
 def frozen_bytes(config: TrainConfig, vocab_size: int) -> int:
-    """Returns the bytes of the frozen weights. With a float32 file, the embedding and the head take twice as many as counted.
-    """
+    """Returns the bytes of the frozen weights. With a float32 file, embedding and head take twice as many as counted."""
     base = config.tune.base
     shapes = generation(config.model).shapes(config.model, vocab_size)
     sizes: dict[str, float] = dict.fromkeys(_linear_shapes(config, vocab_size), BITS[base] / 8)

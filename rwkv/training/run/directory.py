@@ -143,8 +143,7 @@ def _back_up(out_dir: Path, folder: Path) -> None:
 
 
 def _point_latest(out_dir: Path) -> None:
-    """Makes runs/latest a symlink to out_dir, or a one-line file where symlinks require privileges. An error is only printed.
-    """
+    """Makes runs/latest a symlink to out_dir, or a one-line file where symlinks require privileges. Only prints errors."""
     target = out_dir.resolve()
     if target.is_relative_to(RUNS.resolve()):
         target = target.relative_to(RUNS.resolve())

@@ -125,8 +125,7 @@ STEPS = (
 
 
 def resolve(config: TrainConfig, stage: Stage, context: Context) -> tuple[TrainConfig, tuple[Note, ...]]:
-    """Applies the steps of `stage`, and returns the configuration and the plan's notes. Raises UserError for invalid options.
-    """
+    """Applies the steps of `stage`. Returns the configuration and the plan's notes. Raises UserError for invalid options."""
     notes = []
     for step in STEPS:
         if step.stage is stage and (step.again or not context.resumed):

@@ -59,7 +59,7 @@ class Saving:
             copies, storage_writer=_Writer(folder, complete), async_stager=_NoStaging(), process_group=group)
 
     def wait_alone(self) -> None:
-        """Waits until the writing has succeeded or failed. Call this method in a process that is about to exit with an error.
+        """Waits until the writing has ended, with or without success. Call this method in a process that exits with an error.
         """
         self._future.exception()
 

@@ -100,8 +100,7 @@ class Sharded(ModelParallelStrategy):
         return (optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer).state_dict()
 
     def save_checkpoint(self, checkpoint: StateDict, filepath: str | Path, storage_options: object = None) -> None:
-        """Waits until the previous checkpoint is complete, and starts writing `checkpoint`. Raises UserError as finish() does.
-        """
+        """Waits until the previous checkpoint is complete, and starts writing this one. Raises UserError as finish() does."""
         self.finish()
         self._saving = Saving(checkpoint, Path(filepath), self._group, self.after_save)
 

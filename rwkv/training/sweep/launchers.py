@@ -57,7 +57,12 @@ class Task:
 
 @dataclass(frozen=True)
 class End:
-    """The end of a run. `status` is the exit status, or negative for a signal. `reason` is the error of a job without one."""
+    """The end of a run.
+
+    Args:
+        status: the exit status, which is negative for a signal.
+        reason: the error of a job that has no exit status.
+    """
 
     name: str
     status: int
