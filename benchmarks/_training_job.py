@@ -91,7 +91,7 @@ def training_step(task: LanguageModel, optimizer: Any, x: Tensor, dtype: torch.d
         with part("forward"):
             hidden = task.model.forward_features(x)
         with part("loss"):
-            loss = task._head_loss(hidden, x)
+            loss = task._loss_at_head(hidden, x)
     with part("backward"):
         loss.backward()
     with part("optimiser"):

@@ -1,1 +1,1 @@
-"""Training. fit.py carries out a training run in five stages; the other files and folders are the parts it uses."""
+"""Trains models. fit.py carries out a training run in five stages and uses the other files and folders."""

@@ -1,8 +1,8 @@
-"""A run's device, number of processes and precision.
+"""Chooses a run's device, number of processes and precision.
 
-trainer.precision defaults to bf16-mixed on a GPU with bfloat16, where matrix products are up to 19 times as fast as in float32,
-and to 32-true elsewhere. trainer.precision=auto chooses bf16-mixed also on a CPU if it is clearly faster there, as measured in
-a few milliseconds of matrix products.
+trainer.precision defaults to bf16-mixed on a GPU with bfloat16, and to 32-true elsewhere. On such a GPU matrix products are up
+to 19 times as fast as in float32. trainer.precision=auto also chooses bf16-mixed on a CPU if a few milliseconds of matrix
+products show that bfloat16 is clearly faster.
 """
 
 import os
@@ -17,33 +17,36 @@ from rwkv.errors import UserError
 
 AUTO = "auto"
 TF32 = "tf32"
-TF32_CAPABILITY = 8                      # first compute capability with TF32
-N = 512                                  # size of the square matrices in timed products
-CALLS = 5                                # timed products
-FASTER = 1.3                             # least speed-up that outweighs converting to bfloat16 and back
+TF32_CAPABILITY = 8                      # the first compute capability with TF32
+N = 512                                  # the size of the square matrices in timed products
+CALLS = 5                                # the number of timed products
+FASTER = 1.3                             # the least speed-up that outweighs converting to bfloat16 and back
 
 
 def device_for(accelerator: str) -> torch.device:
-    """The device of trainer.accelerator=auto|cpu|gpu on this machine. Raises UserError for gpu if torch finds no GPU."""
+    """Returns the device of trainer.accelerator=auto|cpu|gpu. Raises UserError for gpu if torch finds no GPU."""
     if accelerator == "gpu" and not torch.cuda.is_available():
-        raise UserError("trainer=gpu requires a CUDA device, and torch finds none: use trainer=cpu")
+        raise UserError("trainer=gpu requires a CUDA device, but torch finds no CUDA device: use trainer=cpu")
     return torch.device("cuda" if accelerator != "cpu" and torch.cuda.is_available() else "cpu")
 
 
 def process_count(options: TrainerConfig, batch_size: int) -> int:
-    """The number of processes to start on this machine. Raises UserError if the options, GPUs or launcher do not allow it."""
+    """Returns the number of processes to start on this machine.
+
+    Raises UserError if the options conflict with the launcher, the number of GPUs or `batch_size`.
+    """
     if options.strategy == "single":
         return 1
     if (tasks := srun_tasks()) > 1:
-        raise UserError(f"srun started {tasks} tasks, and each would train the whole run: start one task "
-                        "per machine, srun --ntasks-per-node=1 torchrun ... train.py ..., as in docs/scale.md")
+        raise UserError(f"srun started {tasks} tasks, but each task would train the whole run. Start one task per machine: "
+                        "srun --ntasks-per-node=1 torchrun ... train.py ..., as docs/scale.md describes")
     if options.num_nodes > 1:
-        raise UserError("several machines require torchrun, with the same command on each: torchrun --nnodes=N "
+        raise UserError("several machines require torchrun. Run the same command on each machine: torchrun --nnodes=N "
                         "--nproc-per-node=M --rdzv-backend=c10d --rdzv-endpoint=HOST:29500 train.py trainer.num_nodes=N ...")
     gpus = torch.cuda.device_count() if device_for(options.accelerator).type == "cuda" else 0
     count = options.devices or gpus
     if count == 0:
-        raise UserError(f"trainer={options.strategy} on a CPU requires the number of processes: trainer.devices=2")
+        raise UserError(f"trainer={options.strategy} on a CPU requires a number of processes, such as trainer.devices=2")
     if gpus and count > gpus:
         raise UserError(f"trainer.devices must be at most {gpus}, the number of CUDA devices; got {count}")
     _require_multiple(batch_size, count)
@@ -51,9 +54,9 @@ def process_count(options: TrainerConfig, batch_size: int) -> int:
 
 
 def is_planned_elsewhere(config: TrainConfig) -> bool:
-    """Whether the plan is for other machines: plan= names a GPU, or the run needs more devices than this machine has.
+    """Returns True if the plan is for other machines: plan= names a GPU, or the run needs more devices than this machine has.
 
-    Without GPUs, a plan for at most as many processes as there are cores is for this machine, which then starts them.
+    Without GPUs, this machine's devices are its cores. A plan for at most as many processes starts these processes here.
     """
     trainer = config.trainer
     if config.plan in GPUS:
@@ -64,11 +67,15 @@ def is_planned_elsewhere(config: TrainConfig) -> bool:
 
 
 def share(batch_size: int, strategy: str, num_nodes: int) -> int:
-    """The number of a batch's rows for this process. Raises UserError unless the processes divide batch_size evenly."""
+    """Returns the number of a batch's rows for this process.
+
+    Raises UserError if `batch_size` or the number of machines does not divide evenly, or if strategy=single has several
+    processes.
+    """
     count = world_size()
     if count > 1 and strategy == "single":
-        raise UserError("trainer.strategy=single conflicts with the several processes that torchrun started: use trainer=ddp "
-                        "or trainer=fsdp")
+        raise UserError("trainer.strategy=single requires one process, but torchrun started several: use trainer=ddp or "
+                        "trainer=fsdp")
     if count % num_nodes:
         raise UserError(f"the number of processes must be a multiple of trainer.num_nodes={num_nodes}; got {count}")
     _require_multiple(batch_size, count)
@@ -77,12 +84,13 @@ def share(batch_size: int, strategy: str, num_nodes: int) -> int:
 
 def _require_multiple(batch_size: int, count: int) -> None:
     if batch_size % count:
-        raise UserError(f"data.batch_size must be a multiple of the {count} processes, which share the rows; got {batch_size}")
+        raise UserError(f"data.batch_size must be a multiple of {count}, the number of processes; got {batch_size}")
 
 
 def resolved_precision(precision: str | None, accelerator: str) -> str:
-    """The precision, with None and auto resolved for the accelerator. Raises UserError as device_for does, and for tf32 on a
-    device without TF32.
+    """Returns the precision, with None and "auto" replaced by a choice for the accelerator.
+
+    Raises UserError as device_for does, and for tf32 on a device without TF32.
     """
     device = device_for(accelerator) if precision in (None, AUTO, TF32) else None
     if device is None:
@@ -96,14 +104,14 @@ def resolved_precision(precision: str | None, accelerator: str) -> str:
 
 def _require_tf32(device: torch.device) -> None:
     if device.type != "cuda":
-        raise UserError("trainer.precision=tf32 requires a GPU, and this run is on a CPU: use trainer.precision=32-true")
+        raise UserError("trainer.precision=tf32 requires a GPU, but this run is on a CPU: use trainer.precision=32-true")
     if torch.cuda.get_device_capability(device)[0] < TF32_CAPABILITY:
-        raise UserError(f"trainer.precision=tf32 requires a GPU of compute capability {TF32_CAPABILITY}.0 or newer, and "
+        raise UserError(f"trainer.precision=tf32 requires a GPU of compute capability {TF32_CAPABILITY}.0 or higher, but "
                         f"{torch.cuda.get_device_name(device)} is older: use trainer.precision=32-true or fp16-mixed")
 
 
 def why_precision(precision: str, device: torch.device) -> str | None:
-    """A line that explains the precision on a GPU and names the alternatives; None on a CPU."""
+    """Returns a line that explains the precision on a GPU and names the alternatives, or None on a CPU."""
     if device.type != "cuda":
         return None
     if precision == "32-true":
@@ -115,7 +123,7 @@ def why_precision(precision: str, device: torch.device) -> str | None:
 
 
 def set_product_precision(precision: str, device: torch.device) -> None:
-    """Enables or disables TF32 in a GPU's float32 products, for the whole process."""
+    """Enables or disables TF32 in a GPU's float32 products for the whole process."""
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high" if precision == TF32 else "highest")
 
@@ -123,11 +131,10 @@ def set_product_precision(precision: str, device: torch.device) -> None:
 def bfloat16_is_faster(device: torch.device) -> bool:
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
-    return multiplies(torch.bfloat16) and _seconds(torch.float32) > FASTER * _seconds(torch.bfloat16)
+    return multiplies(torch.bfloat16) and _seconds_per_product(torch.float32) > FASTER * _seconds_per_product(torch.bfloat16)
 
 
-def _seconds(dtype: torch.dtype) -> float:
-    """The shortest of CALLS timings of a matrix product on the CPU, after one warm-up."""
+def _seconds_per_product(dtype: torch.dtype) -> float:
     x = torch.ones(N, N, dtype=dtype)
     times = []
     for _ in range(1 + CALLS):
@@ -138,5 +145,5 @@ def _seconds(dtype: torch.dtype) -> float:
 
 
 def dtype_for(precision: str | None) -> torch.dtype:
-    """The dtype of the model's matrix products and of the operator's inputs."""
+    """Returns the dtype of the model's matrix products and of the operator's inputs."""
     return {"bf16-mixed": torch.bfloat16, "fp16-mixed": torch.float16}.get(precision or "", torch.float32)

@@ -1,11 +1,11 @@
-"""The errors that end training early."""
+"""Defines the errors that end training early."""
 
 from rwkv.errors import UserError
 
 
 class Diverged(UserError):
-    """The loss or a weight is not finite. Earlier checkpoints are intact."""
+    """Raised if the loss or a weight is not finite. Earlier checkpoints are intact."""
 
 
 class Interrupted(Exception):
-    """A signal stopped training between two steps, and a checkpoint was saved."""
+    """Raised if a signal stopped training between two steps. A checkpoint has been saved."""

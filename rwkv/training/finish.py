@@ -1,4 +1,4 @@
-"""The end of a run: files of tuned weights, losses, model card, report, and a sample."""
+"""Writes and prints a run's results: files of tuned weights, losses, model card, report, and a sample."""
 
 import sys
 from collections.abc import Mapping
@@ -31,17 +31,17 @@ from rwkv.training.tuning.preferences import REWARDS
 
 
 class Result(NamedTuple):
-    """The results of training.
-
-    metrics: the last validation's metrics by name. compared: lines on the losses before and after tuning; empty without tuning.
-    """
+    """The metrics of the last validation by name, and the lines that compare the losses before and after tuning."""
 
     metrics: Mapping[str, Tensor]
     compared: list[str]
 
 
 def write_results(run: Run, task: LanguageModel, data: Corpus, validated: Corpus, result: Result) -> None:
-    """Writes the tuned files, the card and the report, and prints the losses and a sample. validated: as in fit.Prepared."""
+    """Writes the tuned files, the card and the report, and prints the losses and a sample.
+
+    `validated` is the data with the part of the validation split that validation uses.
+    """
     config = run.config
     trained = {name: whole(weight.detach()) for name, weight in task.model.named_parameters() if weight.requires_grad and
                config.tune.method != "full"}
@@ -57,7 +57,7 @@ def write_results(run: Run, task: LanguageModel, data: Corpus, validated: Corpus
 
 
 def log_losses(result: Result, data: Corpus, part: str | None = None) -> None:
-    """Prints the losses. part: a description of the validated part of the split; None if the whole split was validated."""
+    """Prints the losses. `part` describes the validated part of the split. None stands for the whole split."""
     metrics = result.metrics
     if part is not None:
         log(f"validation used {part}")
@@ -77,7 +77,7 @@ def log_losses(result: Result, data: Corpus, part: str | None = None) -> None:
 
 
 def write_report(out_dir: Path) -> None:
-    """Writes the run's report and prints its warnings. A failure is printed and does not end the run."""
+    """Writes the run's report and prints the report's warnings. An error is printed and does not end the run."""
     if rank() > 0:
         return
     try:
@@ -86,11 +86,11 @@ def write_report(out_dir: Path) -> None:
         for sentence in result.sentences:
             log(labelled("WARNING", sentence, sys.stderr))
     except Exception as error:
-        log(f"no report: {error!r}")
+        log(f"cannot write the report: {error!r}")
 
 
 def show_sample(task: LanguageModel, tokenizer: Tokenizer, config: TrainConfig, out_dir: Path) -> None:
-    """Prints a sample on standard output. On standard error it prints the command for more samples, and any error."""
+    """Prints a sample on standard output, and the command for more samples on standard error. An error is only printed."""
     if rank() > 0:
         return
     model = trained_model(task, config.trainer.strategy, out_dir).eval()
@@ -102,7 +102,7 @@ def show_sample(task: LanguageModel, tokenizer: Tokenizer, config: TrainConfig, 
             for piece in generate(model, tokenizer, prompt, max_new_tokens=config.trainer.sample_tokens, seed=config.seed):
                 print(harmless(piece, sys.stdout), end="", flush=True)
         except Exception as error:
-            log(f"no sample: {error}")
+            log(f"cannot generate a sample: {error}")
         print(flush=True)
     checkpoint_option = quote(f"checkpoint={out_dir}")
     chat = config.data.name == "chat"
@@ -111,7 +111,7 @@ def show_sample(task: LanguageModel, tokenizer: Tokenizer, config: TrainConfig, 
 
 
 def trained_model(task: LanguageModel, strategy: str, out_dir: Path) -> Model:
-    """The trained model in memory, or with trainer=fsdp, which shards the weights, the model in the last checkpoint."""
+    """Returns the trained model, which with trainer=fsdp is read from the last checkpoint, because the weights are sharded."""
     if strategy != "fsdp":
         return task.model
     checkpoint = read_checkpoint(out_dir / LAST)

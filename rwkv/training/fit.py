@@ -1,4 +1,4 @@
-"""One training run in five stages: prepare, plan (which builds the model), build, fit, finish.
+"""Runs one training run in five stages: prepare, plan, build, fit and finish. The stage `plan` also builds the model.
 
 rwkv/programs/train.py calls `main` in each process.
 """
@@ -49,11 +49,14 @@ from rwkv.training.tuning.preferences import REFERENCE, Preferences, write_refer
 
 @dataclass(frozen=True)
 class Prepared:
-    """A run with its length in steps, and the parts that its model is built from.
+    """A run whose length in steps is known, and the parts from which the run's model is built.
 
-    rows: the number of a batch's rows that this process computes. operator: the implementation that kernel= names. kernel_line:
-    the kernel's name, with the reason if kernel=auto chose it. kernel_error: the message of kernel_check.check. validated:
-    `data` with the validation split cut to its validated part.
+    Args:
+        rows: the number of a batch's rows that this process computes.
+        operator: the operator with the kernel that kernel= names.
+        kernel_line: the kernel's name. If kernel=auto chose the kernel, the line also gives the reason.
+        kernel_error: the message that kernel_check.check returned.
+        validated: `data` with the validation split cut to the part that validation uses.
     """
 
     run: Run
@@ -69,13 +72,13 @@ class Prepared:
 
     @property
     def options(self) -> JsonObject:
-        """The resolved options, with the kernel's name, for config.yaml, checkpoints and loggers."""
+        """Returns the resolved options, with the kernel's name, for config.yaml, checkpoints and loggers."""
         return as_plain(self.run.config) | {"kernel": {"name": self.operator.name}}
 
 
 @dataclass(frozen=True)
 class Built:
-    """The objects that train: the model in its LightningModule, Lightning's Trainer, and the loaders."""
+    """The objects that training needs: the LightningModule with the model, Lightning's Trainer, and the data loaders."""
 
     task: LanguageModel
     trainer: lightning.Trainer
@@ -113,16 +116,17 @@ def train(run: Run) -> None:
 
 
 def prepare(run: Run) -> Prepared:
-    """Determines the device, operator, data and length of the run. Raises UserError for a mistake in their options."""
+    """Determines the device, operator, data and length of the run. Raises UserError if one of the options is invalid."""
     config = run.config
     device = device_for(config.trainer.accelerator)
-    # Lightning would take the rank from a batch system's variables, which this process may have inherited
+    # Otherwise Lightning would read the rank from a batch system's variables, which this process may have inherited
     rank_zero_only.rank = distributed.rank()     # type: ignore[attr-defined]
     _set_allocator(config)
     if config.trainer.offload and device.type == "cpu":
-        distributed.fail_together(UserError("trainer.offload=true requires a GPU, and this run is on a CPU: omit that option"))
+        distributed.fail_together(UserError("trainer.offload=true requires a GPU, but this run is on a CPU: omit "
+                                            "trainer.offload="))
     set_product_precision(str(config.trainer.precision), device)
-    # Called before the data are read: raises UserError if the rows cannot be divided among the processes
+    # Before the data are read, `share` raises UserError if the processes cannot divide the rows
     rows = share(config.data.batch_size, config.trainer.strategy, config.trainer.num_nodes)
     operator, kernel_line = kernel_for(config.model, config.kernel.name, device, config.trainer.precision, rows)
     distributed.broadcast_from_rank0(lambda: require(config.logger))
@@ -134,9 +138,9 @@ def prepare(run: Run) -> Prepared:
     run = replace(run, config=config, notes=run.notes + notes)
     distributed.broadcast_from_rank0(lambda: require_unfinished(run))
     data.tokenizer.drop_library()
-    give_back_free_blocks()              # memory that data preparation has freed
+    give_back_free_blocks()              # data preparation has freed memory
     kernel_error = None
-    if config.kernel.name != AUTO and run.resume_from is None:       # a resumed run has the name that auto chose
+    if config.kernel.name != AUTO and run.resume_from is None:       # a resumed run names the kernel that auto chose
         kernel_error = distributed.broadcast_from_rank0(lambda: kernel_check.check(
             operator, generation(config.model).OPERATOR, device, dtype_for(config.trainer.precision)))
     window = len(data.val) if config.trainer.tbptt else config.model.ctx_len
@@ -146,12 +150,8 @@ def prepare(run: Run) -> Prepared:
 
 
 def _set_allocator(config: TrainConfig) -> None:
-    """Applies trainer.malloc, before the model is built and timed.
-
-    With fsdp, "tuned" returns freed blocks too: keeping the blocks of gathered weights would cost the memory that sharding
-    saves.
-    """
     trainer = config.trainer
+    # With fsdp, kept blocks of gathered weights would cost the memory that sharding saves
     if trainer.malloc == "small" or (trainer.malloc == "tuned" and trainer.strategy == "fsdp"):
         return_large_blocks()
     elif trainer.malloc == "tuned":
@@ -162,9 +162,10 @@ def _set_allocator(config: TrainConfig) -> None:
 
 
 def plan(prepared: Prepared) -> LanguageModel:
-    """Prints the plan, for which it may time the model's first steps, and returns the model. With plan= the program ends here.
+    """Prints the plan and returns the LightningModule with the model. With plan= the program ends after the plan.
 
-    Raises UserError, after the plan, if the run does not fit into memory or onto the disk.
+    The plan may require timing the model's first steps. Raises UserError, after printing the plan's first part, if the run does
+    not fit into memory or onto the disk.
     """
     run, device, data = prepared.run, prepared.device, prepared.data
     timed = is_timed(run.config, prepared.needs.vocab_size, device)
@@ -183,7 +184,7 @@ def plan(prepared: Prepared) -> LanguageModel:
 
 
 def new_task(prepared: Prepared) -> LanguageModel:
-    """The LightningModule with the model, its initial weights and how they are trained."""
+    """Returns the LightningModule with the model, the model's initial weights and the settings of the optimiser."""
     run, config, data, validated = prepared.run, prepared.run.config, prepared.data, prepared.validated
     lightning.seed_everything(config.seed, verbose=False)
     model = new_model(config.model, run.init_checkpoint, data.tokenizer, prepared.operator, config.tune)
@@ -204,7 +205,7 @@ def new_task(prepared: Prepared) -> LanguageModel:
 
 
 def build(prepared: Prepared, task: LanguageModel) -> Built:
-    """Creates the run's directory, and returns the objects that train in it."""
+    """Creates the run's directory and returns the objects that training needs."""
     run, config, validated = prepared.run, prepared.run.config, prepared.validated
     distributed.broadcast_from_rank0(lambda: create(run, prepared.options))
     if task.preferences is not None and config.tune.method == "full":
@@ -216,12 +217,9 @@ def build(prepared: Prepared, task: LanguageModel) -> Built:
 
 
 def _store_reference(preferences: Preferences, prepared: Prepared, task: LanguageModel) -> None:
-    """For preference learning with tune=full: in a new run, rank 0 writes the reference log-probabilities; then all processes
-    read them.
-    """
     run, config = prepared.run, prepared.run.config
     path = run.out_dir / REFERENCE
-    if run.resume_from is None:
+    if run.resume_from is None:          # a resumed run finds the file in its directory
         log(f"computing reference log-probabilities of the answers for {path}")
         distributed.broadcast_from_rank0(lambda: write_reference(
             path, task.model, prepared.validated, config.data.batch_size, config.model.ctx_len, prepared.device,
@@ -233,46 +231,42 @@ def _store_reference(preferences: Preferences, prepared: Prepared, task: Languag
 
 
 def fit(built: Built, run: Run) -> Result:
-    """Trains. If the run stops early, prints the command that continues it and ends the program."""
+    """Trains the model. If the run stops early, prints the command that continues the run and ends the program."""
     trainer = built.trainer
     continue_with = f"continue with: {cli.command('train')} resume=auto {quote(f'out_dir={run.out_dir}')}"
     try:
-        _fit(built, run)
+        _run_lightning(built, run)
     except Interrupted:
         log(f"\nstopped at step {trainer.global_step}; {continue_with}")
         sys.exit(cli.INTERRUPTED)
     except KeyboardInterrupt:
         log(f"\nstopped at step {trainer.global_step} without a checkpoint of this step; {continue_with}")
         raise
-    except OSError as error:             # such as a full disk or a deleted folder
+    except OSError as error:             # the disk may be full, or a folder deleted
         where = error.filename or run.out_dir
-        raise UserError(f"training stopped at step {trainer.global_step}: {where}: {error.strerror or error}; once that is "
-                        f"fixed, {continue_with}") from None
+        raise UserError(f"training stopped at step {trainer.global_step}: {where}: {error.strerror or error}. Correct "
+                        f"this error, then {continue_with}") from None
     except Diverged as error:
         write_report(run.out_dir)
         distributed.fail_together(error)
     return Result(trainer.callback_metrics, compared(trainer))
 
 
-def _fit(built: Built, run: Run) -> None:
-    """Runs Lightning's fit. Ctrl-C raises KeyboardInterrupt, whereas Lightning would exit with status 1.
-
-    Raises UserError if a data worker was killed or itself raised UserError.
-    """
+def _run_lightning(built: Built, run: Run) -> None:
     try:
         built.trainer.fit(built.task, built.loaders, ckpt_path=run.resume_from, weights_only=True)
     except SystemExit as error:
-        if isinstance(error.__context__, KeyboardInterrupt):
+        if isinstance(error.__context__, KeyboardInterrupt):     # Lightning turns Ctrl-C into an exit with status 1
             raise error.__context__ from None
         raise
     except (RuntimeError, UserError) as error:
-        raise (worker_error(error) or error) from None
+        raise (worker_error(error) or error) from None           # worker_error knows the error of a data worker
 
 
 # Finish
 
 
 def finish(prepared: Prepared, task: LanguageModel, result: Result) -> None:
-    """Writes and prints the results."""
+    """Writes and prints the run's results."""
     give_back_free_blocks()
     write_results(prepared.run, task, prepared.data, prepared.validated, result)

@@ -1,8 +1,8 @@
-"""Training steps of small models as CUDA graphs: all blocks forward, and all blocks backward, in one launch each.
+"""Replays the blocks of small models as CUDA graphs: one launch computes all blocks forward, and one launch all backward.
 
-In a small model's step a GPU waits for the host, which takes some 26 us to launch each of a layer's 80 operations. A graph
-launches all of them at once, at fixed addresses: the input is copied in, and each replay overwrites the results of the previous
-replay.
+In a training step of a small model, the GPU waits for the host, because the host takes about 26 us to launch each of a layer's
+80 operations. A graph launches all operations at once. The graph's tensors have fixed addresses, so the input is copied to such
+an address, and each replay overwrites the results of the previous replay.
 """
 
 from collections.abc import Callable
@@ -16,22 +16,22 @@ from rwkv.distributed import log, world_size
 from rwkv.errors import UserError
 from rwkv.model.base import Model, through_blocks
 
-CAPTURED = ("cuda_", "triton_")          # kernels that a graph can capture; others synchronise
-# Up to this (tokens of a batch) * n_embd^2, a layer's 80 launches, 26 us each, take longer than its matrix products on a GPU:
-# 72 n_embd^2 FLOP per token at 300 TFLOP/s
+CAPTURED = ("cuda_", "triton_")          # a graph can capture kernels with these prefixes; other kernels synchronise
+# If (tokens of a batch) * n_embd^2 is at most HOST_BOUND, a layer's 80 launches of 26 us take longer than the layer's matrix
+# products, which need 72 n_embd^2 FLOP per token, on a GPU with 300 TFLOP/s
 HOST_BOUND = 2 ** 33
 
 
 def chosen(config: TrainConfig, device: torch.device, kernel: str) -> bool:
-    """Whether to use graphs. Raises UserError if trainer.graphs=true is impossible. kernel: the operator's name."""
+    """Returns True if the run uses graphs. Raises UserError if trainer.graphs=true is impossible."""
     reason = why_not(config, device, kernel)
     if config.trainer.graphs and reason:
-        raise UserError(f"trainer.graphs=true is impossible: {reason}; omit this option")
+        raise UserError(f"trainer.graphs=true is impossible: {reason}. Omit trainer.graphs=")
     return reason is None and (bool(config.trainer.graphs) or (config.trainer.graphs is None and is_small(config)))
 
 
 def why_not(config: TrainConfig, device: torch.device, kernel: str) -> str | None:
-    """The reason why this run's blocks cannot be captured; None if they can."""
+    """Returns the reason why a graph cannot capture this run's blocks, or None if a graph can capture the blocks."""
     trainer = config.trainer
     reasons = {
         "the run is on a CPU": device.type != "cuda",
@@ -52,26 +52,26 @@ def why_not(config: TrainConfig, device: torch.device, kernel: str) -> str | Non
 
 
 def is_small(config: TrainConfig) -> bool:
-    """Whether a step would spend longer launching operations from the host than computing them on the GPU."""
+    """Returns True if the host needs longer to launch a step's operations than the GPU to compute the operations."""
     tokens = config.data.batch_size * config.model.ctx_len
     return tokens * config.model.n_embd ** 2 <= HOST_BOUND
 
 
 def describe(config: TrainConfig, device: torch.device, kernel: str) -> str | None:
-    """A line for the plan of a run on a GPU; None on a CPU."""
+    """Returns the plan's line on CUDA graphs for a run on a GPU, or None on a CPU."""
     if device.type != "cuda":
         return None
     reason = why_not(config, device, kernel)
     if chosen(config, device, kernel):
         return "all blocks are replayed in one launch; trainer.graphs=false launches each operation"
     if reason:
-        return f"none: {reason}"
-    why_off = "trainer.graphs=false" if config.trainer.graphs is False else "the GPU, not the host, is the bottleneck"
-    return f"none: {why_off}"
+        return f"none, because {reason}"
+    why_off = "trainer.graphs is false" if config.trainer.graphs is False else "the GPU, not the host, is the bottleneck"
+    return f"none, because {why_off}"
 
 
 class _Blocks(nn.Module):
-    """A module that computes all blocks, from the empty state, as a function of one tensor."""
+    """A module that computes all blocks from the empty state, as a function of a single tensor."""
 
     def __init__(self, model: Model) -> None:
         super().__init__()
@@ -82,17 +82,17 @@ class _Blocks(nn.Module):
 
 
 class Replay:
-    """A model's blocks, captured at the first call with gradients and replayed for calls of the same shape.
+    """Computes a model's blocks. The first call with gradients captures a graph, and later calls of the same shape replay it.
 
-    Calls run eagerly if they have no gradients or a different shape, or while a replay waits for its backward pass, because a
-    second replay would overwrite its saved activations.
+    A call runs eagerly if its input needs no gradient or has a different shape. While a replay waits for its backward pass,
+    further calls run eagerly too, because a second replay would overwrite the saved activations of the first.
     """
 
     def __init__(self, model: Model, capture: Callable[..., Any] = torch.cuda.make_graphed_callables) -> None:
         self._model = model
         self._capture = capture
         self._graph: Callable[[Tensor], Tensor] | None = None
-        self._expected: tuple[object, ...] | None = None    # shape, dtype and autocast's dtype of the captured call
+        self._expected: tuple[object, ...] | None = None    # the shape, dtype and autocast dtype of the captured call
         self._waiting = False
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -104,7 +104,7 @@ class Replay:
         if self._graph is None or self._expected != _call_key(x):
             return through_blocks(self._model.blocks, x)
         if self._model.weight_cache is not None:
-            self._model.weight_cache.update()            # a replay reads the cached half-precision weights and converts none
+            self._model.weight_cache.update()            # a replay reads the cached weights and converts none
         out: Tensor = self._graph(x)
         self._waiting = True
         out.register_hook(self._read)
@@ -114,9 +114,8 @@ class Replay:
         self._waiting = False
 
     def _capture_graph(self, x: Tensor) -> Callable[[Tensor], Tensor] | None:
-        """The graph; None, with a printed reason, if the capture fails."""
         kind = x.device.type
-        sample = x.detach().clone().requires_grad_()     # not random: a resumed run captures again, and must draw no numbers
+        sample = x.detach().clone().requires_grad_()     # random values would change the generators of a resumed run
         stream = torch.cuda.current_stream() if kind == "cuda" else None
         try:
             with torch.autocast(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind), cache_enabled=False):
@@ -124,7 +123,7 @@ class Replay:
         except RuntimeError as error:
             if stream is not None:
                 torch.cuda.set_stream(stream)            # a failed capture may leave its own stream selected
-            log(f"no CUDA graphs: {str(error).splitlines()[0]}")
+            log(f"CUDA graphs are not used, because the capture failed: {str(error).splitlines()[0]}")
             return None
 
 

@@ -1,6 +1,7 @@
-"""Metric loggers: metrics.csv in the run's directory, and W&B or the Lightning logger of logger._target_. W&B is online if the
-user is logged in, otherwise offline. The user's W&B settings, such as WANDB_PROJECT, override our defaults, and options
-override these settings.
+"""Creates the metric loggers of a run: metrics.csv in the run's directory, and W&B or the Lightning logger of logger._target_.
+
+W&B is online if the user is logged in, and offline otherwise. The user's W&B settings, such as WANDB_PROJECT, override our
+defaults, and options override the user's settings.
 """
 
 import csv
@@ -28,16 +29,16 @@ from rwkv.training.trackers import Filed
 from rwkv.training.tuning.preferences import reward_metrics
 
 COLUMNS = ("train/loss", "val/loss", "val/bpb", "val/lost", "lr", "grad_norm", "tok_per_sec", "peak_mem")
-PROJECT = "timemix"                      # W&B's project by default
-RECORD = Path("wandb", "timemix.json")   # in a run's directory: its W&B run id and the directory's path
+PROJECT = "timemix"                      # the default project
+RECORD = Path("wandb", "timemix.json")   # this file in a run's directory holds the W&B run id and the directory's path
 Mode = Literal["online", "offline", "disabled"]
-GUARD_COLUMNS = ("guard/loss", "guard/bpb")           # metrics of runs with tune.guard
+GUARD_COLUMNS = ("guard/loss", "guard/bpb")           # runs with tune.guard have these metrics
 SAMPLE_COLUMNS = ("step", "prompt", "text")
-SAMPLES_SHOWN = 100                      # maximum rows of W&B's table of samples, which is uploaded whole each time
+SAMPLES_SHOWN = 100                      # limits W&B's table of samples, because each update uploads the whole table
 
 
 def require(config: LoggerConfig) -> None:
-    """Raises UserError early if the logger's package cannot be imported or rejects a name."""
+    """Raises UserError if the logger's package cannot be imported or rejects a name."""
     if config._target_ is not None:
         _custom_logger(config, Filed(config.project, PROJECT, config.group, "run", Path(), continued=False))
         return
@@ -46,21 +47,22 @@ def require(config: LoggerConfig) -> None:
     try:
         wandb = importlib.import_module("wandb")
     except Exception as error:           # a broken installation can raise any exception
-        raise UserError(f"logger=wandb requires the package wandb, which cannot be imported ({error!r}): install it again (pip "
-                        "install --force-reinstall wandb), or use logger=csv") from error
+        raise UserError(f"logger=wandb requires the package wandb, but importing wandb failed ({error!r}). Reinstall the "
+                        "package with pip install --force-reinstall wandb, or use logger=csv") from error
     try:
         names = _Names.of(config, None, "run")
         wandb.Settings(project=names.project, run_group=names.group, run_name=names.name, run_id=_user_setting("run_id"))
     except (wandb.errors.UsageError, ValueError) as error:       # pydantic's ValidationError is a ValueError
-        raise UserError("W&B rejected logger.project, logger.group, logger.run_name or one of its own settings, such as a "
-                        f"WANDB_ variable: {' '.join(str(error).split())}") from None
+        raise UserError("W&B rejected logger.project=, logger.group=, logger.run_name= or a setting of W&B, such as a WANDB_ "
+                        f"variable: {' '.join(str(error).split())}") from None
 
 
 def loggers(config: LoggerConfig, out_dir: Path, run: JsonObject, resumed_at: int | None = None) -> list[Logger]:
-    """The list of loggers that the options choose; empty in processes other than rank 0.
+    """Returns the loggers that the options choose. The list is empty in processes other than rank 0.
 
-    run: the resolved configuration, which W&B shows and filters by. resumed_at: the step of the checkpoint that the run
-    resumes from.
+    Args:
+        run: the resolved configuration, by which W&B shows and filters runs.
+        resumed_at: the step of the checkpoint that the run resumes from.
     """
     if config.name == "none" or rank() > 0:
         return []
@@ -79,15 +81,16 @@ def loggers(config: LoggerConfig, out_dir: Path, run: JsonObject, resumed_at: in
         return [file]
     mode = _mode()
     if mode == "disabled":
-        print("W&B: disabled in its own settings (WANDB_MODE or `wandb disabled`); the metrics are only in metrics.csv",
+        print("W&B is disabled in the user's settings (WANDB_MODE or `wandb disabled`): only metrics.csv holds the metrics",
               file=sys.stderr)
         return [file]
     return [file, _wandb(config, out_dir, run, mode)]
 
 
 def _custom_logger(config: LoggerConfig, filed: Filed) -> Logger:
-    """The logger that logger._target_ names; the classes in trackers.py also get `filed`. Raises UserError if its constructor
-    fails.
+    """Returns the logger that logger._target_ names. Raises UserError if the logger cannot be created.
+
+    `filed` is passed to the classes in trackers.py only.
     """
     module, _, name = str(config._target_).rpartition(".")
     try:
@@ -96,21 +99,21 @@ def _custom_logger(config: LoggerConfig, filed: Filed) -> Logger:
             arguments["filed"] = filed
         logger = getattr(importlib.import_module(module), name)(**arguments)
     except Exception as error:           # another package may raise anything
-        raise UserError(f"logger={config.name} cannot create {config._target_} ({error!r}): install its package, change "
-                        "logger.arguments, or use logger=csv") from error
+        raise UserError(f"logger={config.name} cannot create {config._target_} ({error!r}). Install the logger's package, "
+                        "correct logger.arguments=, or use logger=csv") from error
     if not isinstance(logger, Logger):
-        raise UserError(f"logger._target_ must be a Lightning logger; got {config._target_}: use a class such as "
-                        "lightning.pytorch.loggers.MLFlowLogger")
+        raise UserError(f"logger._target_= must be a Lightning logger, such as lightning.pytorch.loggers.MLFlowLogger; got "
+                        f"{config._target_}")
     return logger
 
 
 def norm_names(n_layer: int) -> tuple[str, ...]:
-    """The metrics of trainer.grad_norms=true: the gradient norm of each part of the model."""
+    """Returns the names of the metrics of trainer.grad_norms=true. Each is the gradient norm of a part of the model."""
     return tuple(f"grad_norm/{part}" for part in ("emb", *(f"blocks.{layer}" for layer in range(n_layer)), "ln_out", "head"))
 
 
 def log_samples(loggers: Iterable[Logger], rows: Sequence[JsonMapping], step: int) -> None:
-    """Logs samples as a table, in loggers that support tables. rows: step, prompt and text of each."""
+    """Logs samples as a table in the loggers that support tables. Each row has the keys step, prompt and text."""
     table = [[row[name] for name in SAMPLE_COLUMNS] for row in rows[-SAMPLES_SHOWN:]]
     for logger in loggers:
         if hasattr(logger, "log_table"):
@@ -118,7 +121,7 @@ def log_samples(loggers: Iterable[Logger], rows: Sequence[JsonMapping], step: in
 
 
 def log_report(config: LoggerConfig, sweep: Path, rows: Sequence[JsonMapping], files: Iterable[Path]) -> None:
-    """Logs a sweep's report as a W&B run in the group of its runs: the rows as a table, and the files as an artifact."""
+    """Logs a sweep's report as a W&B run in the group of the sweep: the rows as a table, and the files as an artifact."""
     if config.name != "wandb":
         return
     import wandb
@@ -139,21 +142,21 @@ def log_report(config: LoggerConfig, sweep: Path, rows: Sequence[JsonMapping], f
         run.log({"report": wandb.Html((sweep / "report.html").read_text(encoding="utf-8"), inject=False),
                  "summary": wandb.Table(columns, table)})
     if mode == "offline":
-        print(f"W&B: offline; {_upload_hint(sweep)}", file=sys.stderr)
+        print(f"W&B is offline: {_upload_hint(sweep)}", file=sys.stderr)
 
 
 class MetricsFile(Logger):
-    """metrics.csv: one row for each step with metrics.
+    """A logger that writes metrics.csv, with one row for each step that has metrics.
 
-    A resumed run drops the rows after its checkpoint; it keeps the columns and appends new ones. Every row names the kernel,
-    since a resumed run may use a different kernel. more: columns that only some runs have.
+    A resumed run drops the rows after the checkpoint, keeps the columns and appends new columns. Every row names the kernel,
+    because a resumed run may use a different kernel. `more` are columns that only some runs have.
     """
 
     def __init__(self, path: Path, kernel: str, more: Sequence[str] = (), resumed_at: int | None = None) -> None:
         super().__init__()
         self.path = path
         self.kernel = kernel
-        earlier = []                     # rows up to the checkpoint, without a truncated last row
+        earlier = []                     # holds the rows up to the checkpoint, without a truncated last row
         if resumed_at is not None:
             earlier = [row for row in read_metrics(path) if None not in row.values() and int(row["step"]) <= resumed_at]
         self.columns = list(dict.fromkeys([*(earlier[0] if earlier else ()), "step", *COLUMNS, "kernel", *more]))
@@ -168,7 +171,7 @@ class MetricsFile(Logger):
         return ""
 
     def log_hyperparams(self, *args: object, **kwargs: object) -> None:
-        """Logs nothing: the configuration is in config.yaml."""
+        """Logs nothing, because config.yaml holds the configuration."""
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         values = {name: metrics[name] for name in self.columns if name in metrics and name != "step"}
@@ -193,9 +196,7 @@ class _Names(NamedTuple):
 
     @classmethod
     def of(cls, config: LoggerConfig, group: str | None, name: str) -> "_Names":
-        """The names from the options, else from the user's W&B settings, else our defaults. group, name: our defaults for
-        these.
-        """
+        """Returns the names: from the options, or else from the user's W&B settings, or else `group`, `name` and PROJECT."""
         return cls(config.project or _user_setting("project") or PROJECT, config.group or _user_setting("run_group") or group,
                    config.run_name or _user_setting("run_name") or name)
 
@@ -203,7 +204,7 @@ class _Names(NamedTuple):
 def _wandb(config: LoggerConfig, out_dir: Path, run: JsonObject, mode: Mode) -> WandbLogger:
     import wandb
 
-    if wandb.run is not None:            # left by an earlier run in this process
+    if wandb.run is not None:            # an earlier run in this process is still open
         wandb.finish()
     earlier_id = _earlier_id(out_dir)
     names = _Names.of(config, out_dir.parent.name if _in_sweep(out_dir) else None, _default_name(out_dir, run))
@@ -216,12 +217,12 @@ def _wandb(config: LoggerConfig, out_dir: Path, run: JsonObject, mode: Mode) -> 
     (out_dir / RECORD).parent.mkdir(exist_ok=True)
     write_file(out_dir / RECORD, lambda file: file.write(json.dumps(record).encode()))
     folder = Path(experiment.dir).parent
-    if mode == "offline" and not _in_sweep(out_dir):     # a sweep prints this once
+    if mode == "offline" and not _in_sweep(out_dir):     # a sweep prints one hint for all runs
         hint = f"`wandb sync {quote(str(folder))}` uploads this run"
         if experiment.id == earlier_id:
-            hint = (f"each part of a resumed run has its own folder; `wandb sync --id {earlier_id} "
-                    f"{quote(str(folder.parent))}/*run-*-{earlier_id}` uploads them into one run")
-        print(f"W&B: offline; {hint}", file=sys.stderr)
+            hint = (f"each part of a resumed run has a separate folder, and `wandb sync --id {earlier_id} "
+                    f"{quote(str(folder.parent))}/*run-*-{earlier_id}` uploads all parts as one run")
+        print(f"W&B is offline: {hint}", file=sys.stderr)
     return logger
 
 
@@ -230,7 +231,7 @@ def _in_sweep(out_dir: Path) -> bool:
 
 
 def _default_name(out_dir: Path, run: JsonObject) -> str:
-    """KERNEL-FOLDER; in a sweep, whose folders are named by the swept options, KERNEL-seedSEED and the other options."""
+    """Returns KERNEL-FOLDER, or in a sweep KERNEL-seedSEED-OPTIONS, where the folder's name gives the options."""
     if not _in_sweep(out_dir):
         return f"{run['kernel']['name']}-{out_dir.name}"
     others = [part for part in out_dir.name.split(",") if not part.startswith(("kernel=", "seed="))]
@@ -238,7 +239,7 @@ def _default_name(out_dir: Path, run: JsonObject) -> str:
 
 
 def _user_setting(setting: str) -> Any:
-    """A setting from a WANDB_* variable or a W&B settings file; None if unset."""
+    """Returns a setting from a WANDB_* variable or a W&B settings file, or None if the user has not set it."""
     import wandb
 
     settings = wandb.setup().settings
@@ -251,54 +252,53 @@ def _silent() -> bool:
 
 
 def _mode() -> Mode:
-    """W&B's mode: the one in the user's W&B settings, or offline if the user is not logged in."""
     import wandb
 
     settings = wandb.setup(wandb.Settings(silent=_silent())).settings
-    if settings._noop:                   # set by mode=disabled
+    if settings._noop:                   # mode=disabled sets this
         return "disabled"
     return "offline" if settings._offline or not _logged_in() else "online"
 
 
 def _earlier_id(out_dir: Path) -> str | None:
-    """The W&B id that a resumed run continues; None for a new run, and for a copy whose original still exists."""
-    record = _record_in(out_dir)
-    if record is None:                   # a run by an earlier version of timemix
-        return _id_of(out_dir)
+    """Returns the W&B id that a resumed run continues, or None for a new run or a copy of a run that still exists."""
+    record = _read_record(out_dir)
+    if record is None:                   # an earlier version of timemix started the run
+        return _last_id(out_dir)
     original = Path(record["out_dir"])
-    if original != out_dir.resolve() and _record_in(original) == record:
-        print(f"W&B: a new run, since {out_dir} is a copy of {original}, which has the id {record['id']}", file=sys.stderr)
+    if original != out_dir.resolve() and _read_record(original) == record:
+        print(f"W&B starts a new run, because {out_dir} is a copy of {original}, which has the id {record['id']}",
+              file=sys.stderr)
         return None
     return str(record["id"])
 
 
-def _record_in(out_dir: Path) -> dict[str, str] | None:
-    """The content of a run's RECORD; None if it is missing or damaged."""
+def _read_record(out_dir: Path) -> dict[str, str] | None:
     try:
         record = json.loads((out_dir / RECORD).read_bytes())
         return {"id": str(record["id"]), "out_dir": str(record["out_dir"])}
-    except (OSError, ValueError, TypeError, KeyError):
+    except (OSError, ValueError, TypeError, KeyError):   # the file is missing or damaged
         return None
 
 
-def _id_of(out_dir: Path) -> str | None:
-    """The id of the last W&B run in a run's directory, from its file name, run-ID.wandb; None without one."""
+def _last_id(out_dir: Path) -> str | None:
+    # W&B names the file of a run run-ID.wandb
     files = sorted((out_dir / "wandb").glob("*run-*-*/run-*.wandb"))
     return files[-1].stem.removeprefix("run-") if files else None
 
 
 def _upload_hint(sweep: Path) -> str:
-    """The commands that upload an offline sweep: one command for the report and all runs, and one for each resumed run."""
     if root := _user_setting("root_dir"):   # this folder may hold other runs too
-        return f"the sweep's runs and report are in {Path(root, 'wandb')}; `wandb sync FOLDER` uploads one of them"
+        return f"the sweep's runs and report are in {Path(root, 'wandb')}, and `wandb sync FOLDER` uploads one of them"
     parts = {folder: sorted(folder.glob("*run-*")) for folder in sorted(sweep.glob("*/wandb"))}
     continued = [folder for folder, several in parts.items() if len(several) > 1]
     shell = quote(str(sweep))
     if not continued:
         return f"`wandb sync {shell}/wandb/*run-* {shell}/*/wandb/*run-*` uploads all runs and the report"
-    whole = [quote(str(several[0])) for several in parts.values() if len(several) == 1]
-    commands = [" ".join(["wandb sync", f"{shell}/wandb/*run-*", *whole]),
-                *(f"wandb sync --id {_id_of(folder.parent)} {quote(str(folder))}/*run-*" for folder in continued)]
+    # One command uploads the report and the runs that were never resumed, and each resumed run has a command of its own
+    unresumed = [quote(str(several[0])) for several in parts.values() if len(several) == 1]
+    commands = [" ".join(["wandb sync", f"{shell}/wandb/*run-*", *unresumed]),
+                *(f"wandb sync --id {_last_id(folder.parent)} {quote(str(folder))}/*run-*" for folder in continued)]
     return f"`{' && '.join(commands)}` uploads all runs and the report"
 
 
@@ -308,6 +308,6 @@ def _logged_in() -> bool:
     try:
         return bool(wandb.login(prompt=False))
     except wandb.errors.AuthenticationError as error:
-        raise UserError(f"W&B rejected the API key ({error}): log in again with `wandb login`, or use logger=csv") from error
-    except wandb.errors.UsageError:      # no key, and no terminal to prompt for one
+        raise UserError(f"W&B rejected the API key ({error}). Log in again with `wandb login`, or use logger=csv") from error
+    except wandb.errors.UsageError:      # there is neither a key nor a terminal to prompt for one
         return False

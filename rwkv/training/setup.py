@@ -1,8 +1,8 @@
-"""Builds the parts of a run before it trains, in this order:
+"""Builds the parts of a run before training, in this order:
 
-    kernel_for    the operator that kernel= names, on this device and in this precision
+    kernel_for    the operator with the kernel that kernel= names, for this device and this precision
     data_for      the tokenised data, after a check that the model fits
-    new_model     the model, with initial weights or those of the file that init_from= names
+    new_model     the model with initial weights, or with the weights of the file that init_from= names
 """
 
 import sys
@@ -32,7 +32,8 @@ from rwkv.training.run.directory import Run
 
 def kernel_for(model: ModelConfig, kernel: str, device: torch.device, precision: str | None,
                rows: int = 1) -> tuple[Operator, str]:
-    """The operator for batches of `rows` rows, and the kernel's name; with kernel=auto also the reason for the choice."""
+    """Returns the operator for batches of `rows` rows, and the kernel's name, with the reason if kernel=auto chose the kernel.
+    """
     dtype = dtype_for(precision)
     size = size_for(model, rows, model.ctx_len)
     wkv = operator_for(model, kernel, device, dtype, size)
@@ -40,11 +41,11 @@ def kernel_for(model: ModelConfig, kernel: str, device: torch.device, precision:
 
 
 def data_for(run: Run, device: torch.device) -> Corpus:
-    """The run's data, tokenised by rank 0.
+    """Returns the run's data, which rank 0 tokenises.
 
-    Raises UserError if the model does not fit into memory, or its checkpoints onto the disk. The check assumes the smallest
-    possible vocabulary, because the size of a vocabulary made from the data is not known yet. With plan= the check comes after
-    the plan.
+    Raises UserError if the model does not fit into memory, or if the checkpoints do not fit onto the disk. The check assumes
+    the smallest possible vocabulary, because the size of a vocabulary made from the data is not known yet. With plan= the check
+    follows the plan.
     """
     config = run.config
     smallest = run.tokenizer.vocab_size if run.tokenizer else 1
@@ -54,9 +55,9 @@ def data_for(run: Run, device: torch.device) -> Corpus:
 
 
 def show_conversations(data: Corpus) -> None:
-    """data.preview: prints two training conversations as the model sees them, with trained text in [[ ]], and exits."""
+    """Prints two training conversations for data.preview and exits. The text in [[ ]] is the text to be learnt."""
     if data.conversations is None:
-        raise UserError("data.preview requires data=chat: it shows conversations")
+        raise UserError("data.preview= requires data=chat, because the preview shows conversations")
     if distributed.rank() == 0:
         print(harmless("\n\n".join(islice(marked(data.conversations[0], data.tokenizer), 2)), sys.stdout))
     sys.exit(0)
@@ -64,8 +65,11 @@ def show_conversations(data: Corpus) -> None:
 
 def new_model(config: ModelConfig, init_checkpoint: Checkpoint | None, tokenizer: Tokenizer, wkv: Operator,
               tune: TuneConfig | None = None) -> Model:
-    """A model to train. config: the sizes, which with init_checkpoint are the file's except for ctx_len. tune: None trains all
-    weights.
+    """Returns a model to train, with initial weights or with the weights of `init_checkpoint`.
+
+    Args:
+        config: the sizes. Given init_checkpoint, all sizes except ctx_len must be those of the file.
+        tune: the tuning options. None trains all weights.
     """
     if init_checkpoint is None:
         return Model(config, tokenizer.vocab_size, wkv).init_weights()
@@ -81,11 +85,11 @@ def new_model(config: ModelConfig, init_checkpoint: Checkpoint | None, tokenizer
 
 
 def _frozen_model(config: ModelConfig, wkv: Operator, checkpoint: Checkpoint, base: str) -> Model:
-    """The frozen model with its blocks' matrices in the dtype `base`. Each conversion frees memory before the next.
+    """Returns the frozen model with the blocks' matrices in the dtype `base`. Each conversion frees memory before the next.
 
-    With base float32, the embedding and the head keep the file's dtype: conversion to float32 would not make bfloat16 weights
-    more exact, and the head's product converts them in chunks. The other bases round the embedding to bfloat16, and base
-    bfloat16 also rounds the head.
+    With base float32, the embedding and the head keep the dtype of the file: conversion to float32 would not make bfloat16
+    weights more exact, and the head's product converts the weights in chunks. The other bases round the embedding to bfloat16,
+    and base bfloat16 also rounds the head.
     """
     group = generation(config).group
     as_in_file = {name for name in checkpoint.weights.stored if group(name) in MATRICES}
@@ -94,12 +98,12 @@ def _frozen_model(config: ModelConfig, wkv: Operator, checkpoint: Checkpoint, ba
     stored = {name: tensor if name in as_in_file else tensor.cast(torch.float32)
               for name, tensor in checkpoint.weights.stored.items()}
 
-    def converted(name: str) -> None:
+    def free_file_pages(name: str) -> None:
         stored[f"{name}.weight"].drop_pages()
         give_back_free_blocks()
 
     model = Model.with_weights(config, wkv, {name: tensor.get() for name, tensor in stored.items()}).requires_grad_(False)
-    stored["emb.weight"].drop_pages()    # verification has read all pages of the file; training reads few
+    stored["emb.weight"].drop_pages()    # verification has read all pages of the file, but training reads few
     if base == "bfloat16":
         return to_bfloat16(model)
     if model.head.weight.dtype == torch.bfloat16:
@@ -109,5 +113,5 @@ def _frozen_model(config: ModelConfig, wkv: Operator, checkpoint: Checkpoint, ba
     if base == "float32":
         return model
     if base == "int4":
-        return to_int4(model, head=False, replaced=converted)
-    return to_int8(model, head=False, replaced=converted, in_c=False)
+        return to_int4(model, head=False, replaced=free_file_pages)
+    return to_int8(model, head=False, replaced=free_file_pages, in_c=False)

@@ -1,10 +1,16 @@
-"""The LightningModule: training and validation steps, metrics, optimiser, gradient clipping and checkpoint entries.
+"""Implements the LightningModule: training and validation steps, metrics, optimiser, gradient clipping and checkpoint entries.
 
-Metrics: train/loss and val/loss in nats per token; val/loss/NAME per source of data=mix; val/bpb, bits per byte of the
-validation text, omitted if the tokenizer loses too much of the text (rwkv/tokenizer/lost_bytes.py); val/lost, the lost
-fraction, if above 0. Validation covers the whole split or its first trainer.val_tokens tokens, as windows, each from the empty
-state, or as conversations, whole or packed into rows. With tune.objective=dpo or ipo the losses are means over pairs, and
-rewards are logged too (tuning/preferences.py).
+The metrics are:
+
+    train/loss, val/loss    nats per token; with tune.objective=dpo or ipo a mean over pairs
+    val/loss/NAME           nats per token of a source of data=mix
+    val/bpb                 bits per byte of the validation text; omitted if the tokenizer loses too much of the text
+                            (rwkv/tokenizer/lost_bytes.py)
+    val/lost                the fraction of the text that the tokenizer loses; omitted if 0
+
+With tune.objective=dpo or ipo, rewards are logged too (tuning/preferences.py). Validation covers the whole split or the first
+trainer.val_tokens tokens. The split consists of windows, each from the empty state, or of conversations, which are whole or
+packed into rows.
 """
 
 import math
@@ -39,7 +45,7 @@ from rwkv.training.tuning.preferences import REWARDS, Preferences
 
 TrainingBatch = tuple[Tensor, Tensor] | Packed | Segments | Pairs
 ValidationBatch = tuple[Tensor, Tensor] | Packed | Whole | Pairs | SourceBatch
-CARRIED = "carried"                      # checkpoint key: states of trainer.tbptt's document streams
+CARRIED = "carried"                      # a checkpoint holds the states of trainer.tbptt's streams under this key
 
 
 class LanguageModel(lightning.LightningModule):
@@ -48,8 +54,10 @@ class LanguageModel(lightning.LightningModule):
     With trainer.tbptt, training batches are Segments instead, and each row's state carries over from the previous step. Batches
     of conversations are Packed.
 
-    entry: a description of the run and of its tokenizer, which every checkpoint stores under the key ENTRY. sources: the names
-    of data=mix's sources. preferences: the preference objective; None for likelihood.
+    Args:
+        entry: a description of the run and the tokenizer, which every checkpoint stores under the key ENTRY.
+        sources: the names of the sources of data=mix.
+        preferences: the preference objective. None means likelihood.
     """
 
     def __init__(self, model: Model, optim: OptimConfig, max_steps: int, val_bytes_per_token: float | None,
@@ -63,11 +71,11 @@ class LanguageModel(lightning.LightningModule):
         self.val_lost = val_lost
         self.entry = dict(entry or {})
         self.carried = Carried()
-        self.loss_scale: LossScale | None = None         # set with trainer.precision=fp16-mixed
+        self.loss_scale: LossScale | None = None         # exists with trainer.precision=fp16-mixed
         self.tuned = not all(parameter.requires_grad for parameter in model.parameters())
         self.strict_loading = not self.tuned     # checkpoints lack frozen weights
-        self.sharded = False             # whether trainer=fsdp shards the weights
-        self.grad_norm: Tensor | None = None     # norm in the last step, before clipping; None without clipping
+        self.sharded = False             # becomes True if trainer=fsdp shards the weights
+        self.grad_norm: Tensor | None = None     # the norm in the last step, before clipping; None without clipping
         self.sources = sources
         self.optim_in_backward = optim_in_backward
         self.preferences = preferences
@@ -94,43 +102,42 @@ class LanguageModel(lightning.LightningModule):
         return self.loss(*batch)
 
     def loss(self, x: Tensor, y: Tensor, starts: Tensor | None = None) -> Tensor:
-        """The mean loss of a batch. starts (B,T) bool: where sequences start in packed rows; None for windows."""
-        return self._head_loss(self.model.forward_features(x, starts), y)
+        """Returns the mean loss of a batch. `starts` (B,T) bool is True where a sequence starts in packed rows."""
+        return self._loss_at_head(self.model.forward_features(x, starts), y)
 
     def segments_loss(self, batch: Segments) -> Tensor:
-        """A batch's loss, weighted so that the mean over a step's processes and batches is the mean over all targets."""
+        """Returns a batch's weighted loss. The mean over a step's processes and batches is then the mean over all targets."""
         hidden, state = forward_segments(self.model, batch.x, batch.starts_document,
                                            self.carried.before(batch.part, self.model, len(batch.x)),
                                            by_block=self.sharded)
         self.carried.after(batch.part, state)
-        return batch.weight * self._head_loss(hidden, batch.y)
+        return batch.weight * self._loss_at_head(hidden, batch.y)
 
     def conversation_loss(self, batch: Whole) -> Tensor:
-        """The mean loss of whole conversations, each from the empty state, in chunks of batch.T tokens."""
+        """Returns the mean loss of whole conversations, each from the empty state, computed in chunks of batch.T tokens."""
         state = self.model.empty_state(len(batch.x))
         nats = torch.zeros((), device=batch.x.device)
         for x, y in zip(batch.x.split(batch.T, 1), batch.y.split(batch.T, 1), strict=True):
             hidden, state = self.model.hidden(x, state)
-            nats = nats + self._head_loss(hidden, y) * (y != IGNORED).sum()
+            nats = nats + self._loss_at_head(hidden, y) * (y != IGNORED).sum()
         return nats / (batch.y != IGNORED).sum().clamp(min=1)
 
-    def _head_loss(self, hidden: Tensor, y: Tensor) -> Tensor:
-        """The mean loss at the head. l2_wrap and confidence_penalty change the loss's gradient, not its value."""
-        optim = self.optim
+    def _loss_at_head(self, hidden: Tensor, y: Tensor) -> Tensor:
+        optim = self.optim               # l2_wrap and confidence_penalty change the gradient of the loss, but not the value
         return head_loss(hidden.flatten(0, 1), self.model.head.weight, y.flatten(), optim.l2_wrap, optim.confidence_penalty)
 
     def on_validation_epoch_start(self) -> None:
-        self._nats = 0.0                 # sums over one validation
+        self._nats = 0.0                 # this and the following are sums over one validation
         self._tokens = 0
         self._rewards = torch.zeros(len(REWARDS))
-        self._source_sums = [[0.0, 0.0] for _ in self.sources]       # each source's nats and tokens
-        self._next_batch: ValidationBatch | None = None  # this process's batch of the next round
+        self._source_sums = [[0.0, 0.0] for _ in self.sources]       # the nats and tokens of each source
+        self._next_batch: ValidationBatch | None = None  # the batch of this process in the next round
 
     def validation_step(self, batch: ValidationBatch, batch_idx: int) -> None:
-        """Validates in rounds: each of the n processes computes one of n batches. The sums are reduced after the last round.
+        """Validates in rounds. In a round, each of the n processes computes one of n batches.
 
-        With trainer=fsdp each forward pass gathers the weights from all processes. So if the last round has fewer batches than
-        processes, the other processes compute the last batch too, but do not count it.
+        With trainer=fsdp each forward pass gathers the weights from all processes. If the last round has fewer batches than
+        processes, the remaining processes compute the last batch too, without counting the result.
         """
         owner = batch_idx % world_size()
         if owner == rank():
@@ -163,7 +170,7 @@ class LanguageModel(lightning.LightningModule):
             self.log(name, value)
 
     def validation_metrics(self) -> dict[str, float]:
-        """The metrics over the batches of all processes since on_validation_epoch_start."""
+        """Returns the metrics over the batches of all processes since on_validation_epoch_start."""
         nats, tokens = all_sum(self._nats, self._tokens)
         loss = nats / max(tokens, 1)
         metrics = {"val/loss": loss}
@@ -191,7 +198,7 @@ class LanguageModel(lightning.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     def on_train_start(self) -> None:
-        """Sets the optimiser's options to this run's, in place of those restored from the checkpoint."""
+        """Sets the optimiser's options to the options of this run, because a checkpoint restores the earlier options."""
         optimizer = self.trainer.optimizers[0]
         schedule = self.trainer.lr_scheduler_configs[0].scheduler
         assert isinstance(schedule, torch.optim.lr_scheduler.LambdaLR)
@@ -208,19 +215,21 @@ class LanguageModel(lightning.LightningModule):
 
     def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Optimizer | LightningOptimizer,
                        optimizer_closure: Callable[[], object] | None = None) -> None:
-        def take() -> None:
+        def take_step() -> None:
             super(LanguageModel, self).optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
 
-        take() if self.loss_scale is None else self.loss_scale.step(take, optimizer)
+        take_step() if self.loss_scale is None else self.loss_scale.step(take_step, optimizer)
 
     def on_after_backward(self) -> None:
-        if self.model.gives_back:        # memory that the first block's backward pass freed
+        if self.model.gives_back:        # the backward pass of the first block has freed memory
             give_back_free_blocks()
 
     def configure_gradient_clipping(self, optimizer: Optimizer, gradient_clip_val: float | None = None,
                                     gradient_clip_algorithm: str | None = None) -> None:
-        """Clips by the total norm. Lightning's own clipping refuses fused optimisers in mixed precision, because of loss
-        scaling; but bf16 has no loss scaling, and with fp16 the optimiser is not fused and gradients are already unscaled here.
+        """Clips gradients by the total norm.
+
+        Lightning's own clipping refuses fused optimisers in mixed precision because of loss scaling. However, bf16 has no loss
+        scaling. With fp16, the optimiser is not fused, and the gradients are already unscaled here.
         """
         if gradient_clip_val:
             gradients = [parameter.grad for parameter in self.parameters() if parameter.grad is not None]
@@ -230,7 +239,7 @@ class LanguageModel(lightning.LightningModule):
 
     def on_save_checkpoint(self, checkpoint: StateDict) -> None:
         checkpoint[ENTRY] = self.entry
-        if self.tuned:                   # frozen weights are in init_from=
+        if self.tuned:                   # the file of init_from= holds the frozen weights
             checkpoint["state_dict"] = {name: parameter.detach() for name, parameter in self.named_parameters()
                                         if parameter.requires_grad}
         carried = self.carried.state_dict()
@@ -238,13 +247,13 @@ class LanguageModel(lightning.LightningModule):
             checkpoint[CARRIED] = carried
 
     def on_load_checkpoint(self, checkpoint: StateDict) -> None:
-        """Raises UserError if the checkpoint's tokenizer differs from this run's: token ids would stand for different text."""
+        """Raises UserError if the tokenizer has changed, because token ids would then stand for different text."""
         saved_tokenizer = checkpoint.get(ENTRY, {}).get("tokenizer")
         if self.entry and saved_tokenizer and saved_tokenizer != self.entry["tokenizer"]:
             saved, current = (Tokenizer.from_dict(description) for description in (saved_tokenizer, self.entry["tokenizer"]))
             if saved.hash == current.hash:
-                raise UserError(f"the run was trained with documents ending at {saved.end_line()}, and now they would end at "
-                                f"{current.end_line()}: omit data.end_of_text to resume")
-            raise UserError(f"the run was trained with a tokenizer of hash {saved.hash[:12]}, and data.tokenizer now has hash "
-                            f"{current.hash[:12]}: the tokenizer's text or file has changed; restore it to resume")
+                raise UserError(f"documents ended with {saved.end_line()} when the run started, but now end with "
+                                f"{current.end_line()}. To resume the run, omit data.end_of_text=")
+            raise UserError(f"the run was trained with a tokenizer of hash {saved.hash[:12]}, but data.tokenizer= now has hash "
+                            f"{current.hash[:12]}. To resume the run, restore the tokenizer's text or file, which has changed")
         self.carried.load_state_dict(checkpoint.get(CARRIED, {}))

@@ -1,16 +1,17 @@
-"""Truncated back-propagation through time: K segments in sequence, with exact gradients through the states between them.
+"""Implements truncated back-propagation through time over K segments, with exact gradients through the states in between.
 
 The state carries over from segment to segment and, without gradients, from step to step. The state is reset where a row's
-segment is the first of a document, or of a chunk of a document. The K states and outputs are saved, but the activations of only
-one segment at a time: the backward pass recomputes all segments but the last. Source: gradient checkpointing over time, arXiv
-1606.03401, with K equal segments. With trainer=fsdp activation checkpointing is per block instead (prepare_blocks in
-trainer.py), and saves the blocks' inputs of all segments, because FSDP gathers weights for a pass through a block, but not for
-a segment that is recomputed in a backward pass.
+segment is the first segment of a document or of a chunk of a document.
+
+The forward pass saves the K states and outputs, but the activations of only one segment at a time: the backward pass recomputes
+all segments except the last. Source: gradient checkpointing over time, arXiv 1606.03401, with K equal segments. With
+trainer=fsdp, each block is checkpointed instead of each segment (prepare_blocks in trainer.py), which saves the blocks' inputs
+of all segments. The reason is that FSDP gathers weights for a pass through a block, but not for a segment that a backward pass
+recomputes.
 
 In half precision each segment converts the weights again. With autocast's cached copy, the gradients of K segments would
-accumulate in half precision, and errors in the matrices would be 1.2 times as large for 16 segments and 1.5 times for 64.
+accumulate in half precision. Errors in the matrices would be 1.2 times as large for 16 segments and 1.5 times for 64 segments.
 """
-
 
 import torch
 from torch import Tensor
@@ -22,10 +23,13 @@ from rwkv.model.base import Model, State
 
 
 def forward_segments(model: Model, x: Tensor, opens: Tensor, state: State, by_block: bool = False) -> tuple[Tensor, State]:
-    """(x (B,K,T), the state before x) -> (the head's input (B,K*T,C), the state after x). opens (B,K): the segments before
-    which the state is reset.
+    """Computes K segments in sequence. Returns the input of the head (B,K*T,C) and the state after x.
 
-    by_block: whether activations are checkpointed per block instead of per segment.
+    Args:
+        x (B,K,T): the token ids of the segments.
+        opens (B,K): True for each segment before which the state is reset.
+        state: the state before x.
+        by_block: True if each block is checkpointed instead of each segment.
     """
     K = x.shape[1]
     empty = model.empty_state(len(x))
@@ -45,9 +49,9 @@ def forward_segments(model: Model, x: Tensor, opens: Tensor, state: State, by_bl
 
 
 class Carried:
-    """The states of this process's document streams between two steps: one State for each accumulated batch of a step.
+    """Carries the states of this process's document streams from step to step: one State for each accumulated batch.
 
-    A checkpoint holds the states of all processes as plain tensors (L,streams,...) on the CPU, in stream order.
+    A checkpoint holds the states of all processes as plain tensors (L,streams,...) on the CPU, in the order of the streams.
     """
 
     def __init__(self) -> None:
@@ -55,9 +59,9 @@ class Carried:
         self._loaded: dict[str, Tensor] = {}
 
     def before(self, part: int, model: Model, B: int) -> State:
-        """The state of this process's B rows before batch `part` of a step."""
+        """Returns the state of this process's B rows before batch `part` of a step."""
         if part not in self._parts and self._loaded:
-            total = B * world_size()     # the rows of all processes' batches
+            total = B * world_size()     # counts the rows of all processes' batches
             rows = slice(part * total + rank(), (part + 1) * total, world_size())
             state: State = model.generation.State(**self._loaded).rows(rows)
             return state.to(model.emb.weight.device)
@@ -67,14 +71,14 @@ class Carried:
         self._parts[part] = state.detach()
 
     def states(self) -> dict[int, State]:
-        """A snapshot of the states, one per accumulated batch of a step."""
+        """Returns a snapshot of the states, by the number of the accumulated batch."""
         return dict(self._parts)
 
     def restore(self, states: dict[int, State]) -> None:
         self._parts = dict(states)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The states of all processes, gathered by a collective operation: each process gets the same result."""
+        """Gathers and returns the states of all processes. This is a collective operation with the same result everywhere."""
         ranks = all_gather([[tensor.cpu() for tensor in self._parts[part]] for part in sorted(self._parts)])
         if not self._parts:
             return {}

@@ -1,7 +1,7 @@
-"""Experiment trackers for configs/logger/: TensorBoard, MLflow and Trackio, with the same run names as W&B.
+"""Connects the experiment trackers of configs/logger/: TensorBoard, MLflow and Trackio. Runs have the same names as in W&B.
 
-The user's settings, such as MLFLOW_TRACKING_URI or TRACKIO_DIR, say where a tracker stores runs. A resumed run continues its
-tracker run, unless its directory is a copy of another run's.
+The user's settings, such as MLFLOW_TRACKING_URI or TRACKIO_DIR, determine where a tracker stores runs. A resumed run continues
+the tracker's run, except in a copy of a run's directory.
 """
 
 import json
@@ -17,12 +17,15 @@ from lightning.pytorch.loggers import Logger, MLFlowLogger, TensorBoardLogger
 from rwkv.io.atomic import write_file
 from rwkv.io.json_types import JsonObject
 
-RECORD = "mlflow.json"                   # in a run's directory: its MLflow run id and the directory's path
+RECORD = "mlflow.json"                   # this file in a run's directory holds the MLflow run id and the directory's path
 
 
 class Filed(NamedTuple):
-    """The names of a tracker run. project: None stands for the tracker's own setting, or else default_project. continued:
-    whether the run is resumed.
+    """The names under which a tracker files a run.
+
+    Args:
+        project: the project. None means the tracker's own setting, or else default_project.
+        continued: True if the run is resumed.
     """
 
     project: str | None
@@ -34,7 +37,7 @@ class Filed(NamedTuple):
 
 
 class TensorBoard(TensorBoardLogger):
-    """Event files in the run's directory, in tensorboard/."""
+    """A logger that writes TensorBoard's event files to tensorboard/ in the run's directory."""
 
     def __init__(self, filed: Filed, **arguments: Any) -> None:
         super().__init__(**{"save_dir": filed.out_dir, "name": None, "version": "tensorboard", "default_hp_metric": False}
@@ -42,7 +45,7 @@ class TensorBoard(TensorBoardLogger):
 
 
 class MLflow(MLFlowLogger):
-    """An MLflow run in MLFLOW_TRACKING_URI, by default ./mlflow.db; its experiment is the project."""
+    """A logger that writes to MLFLOW_TRACKING_URI, by default ./mlflow.db. MLflow's experiment is the project."""
 
     def __init__(self, filed: Filed, **arguments: Any) -> None:
         import mlflow
@@ -56,7 +59,7 @@ class MLflow(MLFlowLogger):
         super().__init__(**settings | arguments)
 
     def log_hyperparams(self, params: JsonObject | Namespace, *more: object, **named: object) -> None:
-        """Logs the options when a run is new, but not when it is resumed: MLflow rejects changes of logged options."""
+        """Logs the options of a new run. The options of a resumed run are not logged, because MLflow rejects changes."""
         if self._continues is not None:
             self.experiment.set_terminated(self.run_id, "RUNNING")
             return
@@ -66,7 +69,7 @@ class MLflow(MLFlowLogger):
 
 
 class Trackio(Logger):
-    """A run of Trackio in TRACKIO_DIR, by default ~/.cache/huggingface/trackio."""
+    """A logger that writes a Trackio run to TRACKIO_DIR, by default ~/.cache/huggingface/trackio."""
 
     def __init__(self, filed: Filed, **arguments: Any) -> None:
         import trackio
@@ -101,9 +104,9 @@ class Trackio(Logger):
 
 
 def _earlier_id(path: Path) -> str | None:
-    """The run's id, from a record; None without a record, and in a copy of a run's directory."""
     try:
         record = json.loads(path.read_bytes())
+        # In a copy of a run's directory, the record names the original directory
         return str(record["id"]) if Path(record["out_dir"]) == path.parent.resolve() else None
     except (OSError, ValueError, TypeError, KeyError):
         return None

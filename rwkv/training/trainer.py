@@ -1,4 +1,4 @@
-"""Lightning's Trainer for a run: callbacks, distributed strategy, precision, activation checkpointing and torch.compile."""
+"""Builds Lightning's Trainer: callbacks, distributed strategy, precision, activation checkpointing and torch.compile."""
 
 import logging
 import warnings
@@ -38,15 +38,19 @@ from rwkv.training.tuning.guard import is_compared
 UNHELPFUL = (".*set_vital", ".*LeafSpec", "Checkpoint directory", ".*does not have many workers", ".*sync_dist=True",
              "The .grad attribute of a Tensor that is not a leaf", ".*should not be instantiated",
              ".*srun. command is available",
-             "FSDP2-wrapped module")     # warnings of libraries about which users can do nothing
+             "FSDP2-wrapped module")     # users can do nothing about these warnings of libraries
 
 
 def build_trainer(run: Run, device: torch.device, loggers: list[Logger], data: Corpus,
                   kernel_error: str | None) -> lightning.Trainer:
-    """A Trainer that counts optimiser steps, validates every val_every steps and after the last one, and stops cleanly.
+    """Returns a Trainer that counts optimiser steps, validates every val_every steps and after the last step, and stops
+    cleanly.
 
-    data: the data for samples, and for a tuned run's losses before and after training. kernel_error: the message of
-    kernel_check.check. Raises UserError if the samples' prompt cannot be encoded.
+    Raises UserError if the prompt of the samples cannot be encoded.
+
+    Args:
+        data: the data for samples, and for the losses of a tuned run before and after training.
+        kernel_error: the message that kernel_check.check returned.
     """
     silence_libraries()
     config = run.config
@@ -64,7 +68,7 @@ def build_trainer(run: Run, device: torch.device, loggers: list[Logger], data: C
         **precision | {"plugins": [VerifiedFiles(), environment(), *precision.get("plugins", [])]},
         max_steps=options.max_steps, max_epochs=-1, accumulate_grad_batches=options.accumulate,
         val_check_interval=options.val_every * options.accumulate, check_val_every_n_epoch=None, num_sanity_val_steps=0,
-        limit_train_batches=options.overfit_batches or None,     # debug=overfit: can the model learn one batch by heart?
+        limit_train_batches=options.overfit_batches or None,     # debug=overfit tests that a model can learn one batch
         gradient_clip_val=config.optim.grad_clip or None, logger=loggers,
         log_every_n_steps=1,
         callbacks=[probe, metrics, ProgressBar(metrics), divergence, *samples,
@@ -76,9 +80,9 @@ def build_trainer(run: Run, device: torch.device, loggers: list[Logger], data: C
 
 
 def _validate_alone(trainer: lightning.Trainer) -> None:
-    """Repeats the last validation, in a resumed run that was stopped or killed during that validation.
+    """Repeats the last validation in a resumed run that was stopped or killed during this validation.
 
-    Lightning's loop would skip this validation, since no steps are left, and the run would end without its last val/loss.
+    No steps are left, so Lightning's loop would skip the validation, and the run would end without the last val/loss.
     """
     loop = trainer.fit_loop
     loop.setup_data()
@@ -99,7 +103,7 @@ def silence_libraries() -> None:
 
 
 def strategy_for(config: TrainerConfig) -> dict[str, Any]:
-    """Lightning's arguments for the processes and their strategy."""
+    """Returns Lightning's arguments for the number of processes and the distributed strategy."""
     shared = {"devices": world_size() // config.num_nodes, "num_nodes": config.num_nodes, "use_distributed_sampler": False}
     if config.strategy == "fsdp":
         return shared | {"strategy": Sharded(config), "inference_mode": False}       # inference tensors cannot be trained later
@@ -107,14 +111,16 @@ def strategy_for(config: TrainerConfig) -> dict[str, Any]:
 
 
 def environment() -> ClusterEnvironment:
-    """The environment that tells Lightning how the processes were launched. Its own guess, from environment variables, is wrong
-    in a batch job: it takes a single process for a SLURM task, and at SIGUSR1 it writes a checkpoint of its own.
+    """Returns the environment that tells Lightning how the processes were launched.
+
+    Lightning guesses the environment from environment variables, and is wrong in a batch job: Lightning takes a single process
+    for a SLURM task, and writes a checkpoint at SIGUSR1.
     """
     return TorchElasticEnvironment() if launched() else LightningEnvironment()
 
 
 def precision_for(config: TrainerConfig, device: torch.device) -> dict[str, Any]:
-    """Lightning's arguments for the precision. On a CPU Lightning's own fp16 would silently be bf16."""
+    """Returns Lightning's arguments for the precision. On a CPU, Lightning's own fp16 would silently be bf16."""
     if config.precision == "fp16-mixed":
         return {"plugins": [MixedPrecision("16-mixed", device.type)]}
     half = dtype_for(config.precision) != torch.float32
@@ -122,32 +128,32 @@ def precision_for(config: TrainerConfig, device: torch.device) -> dict[str, Any]
 
 
 def prepare_blocks(model: Model, config: TrainerConfig) -> Model:
-    """Applies trainer.activation_checkpointing and trainer.compile to each block, whose weights keep their names and values. In
-    half precision, adds a weight cache too.
+    """Applies trainer.activation_checkpointing and trainer.compile to each block, and adds a weight cache in half precision.
 
-    Raises UserError if trainer.compile=true finds no compiler.
+    The weights keep their names and values. Raises UserError if trainer.compile=true finds no compiler.
     """
     if config.compile and (compiler := missing_compiler()):
-        raise UserError(f"trainer.compile=true requires a C++ compiler, and {compiler} is not on the PATH: install it, or "
-                        "omit trainer.compile")
+        raise UserError(f"trainer.compile=true requires a C++ compiler, but {compiler} is not on the PATH. Install a "
+                        "compiler, or omit trainer.compile=")
     if dtype_for(config.precision) != torch.float32 and caches_weights(config):
         model.weight_cache = WeightCache(parameter for parameter in model.parameters() if parameter.requires_grad)
     for block in model.blocks:
         if config.activation_checkpointing or (config.strategy == "fsdp" and config.tbptt):
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
         if config.compile:
-            block.forward = _compiled(block.forward)
+            block.forward = _compile_for_training(block.forward)
     return model
 
 
 def caches_weights(config: TrainerConfig) -> bool:
-    """Whether a half-precision run has a weight cache. With optim_in_backward it has none: each parameter's update would
-    invalidate the whole cache.
+    """Returns True if a half-precision run has a weight cache.
+
+    There is no cache with optim_in_backward, because the update of each parameter would invalidate the whole cache.
     """
     return config.strategy != "fsdp" and not config.compile and not config.optim_in_backward
 
 
-def _compiled(forward: Callable[..., object]) -> Callable[..., object]:
-    """Returns a function that calls `forward`, compiled only with gradients: else torch 2.13 cannot trace autograd.Function."""
+def _compile_for_training(forward: Callable[..., object]) -> Callable[..., object]:
+    # Without gradients, torch 2.13 cannot trace an autograd.Function, so only calls with gradients are compiled
     compiled = torch.compile(forward)
     return lambda *inputs: (compiled if torch.is_grad_enabled() else forward)(*inputs)

@@ -111,10 +111,10 @@ def test_an_answer_needs_no_heavy_import(program: str, argument: str, status: in
 def test_a_directory_that_exists_is_not_overwritten(run: Run) -> None:
     Path("mine").mkdir()
     Path("mine", "thesis.txt").write_text("years of work")
-    one_sentence(run("train", "out_dir=mine"), "out_dir mine contains files")
+    one_sentence(run("train", "out_dir=mine"), "out_dir=mine contains files")
     Path("mine", "config.yaml").write_text("seed: 0")
-    one_sentence(run("train", "out_dir=mine"), "out_dir mine exists already", "resume=auto")
-    one_sentence(run("train", "out_dir=mine/thesis.txt"), "out_dir mine/thesis.txt is a file")
+    one_sentence(run("train", "out_dir=mine"), "out_dir=mine exists already", "resume=auto")
+    one_sentence(run("train", "out_dir=mine/thesis.txt"), "out_dir=mine/thesis.txt is a file")
 
 
 def test_a_new_run_may_find_logs_and_what_a_system_puts_on_a_disk(tmp_path: Path) -> None:
@@ -134,7 +134,7 @@ def test_a_new_run_may_find_logs_and_what_a_system_puts_on_a_disk(tmp_path: Path
 
 def test_what_cannot_be_resumed_is_one_sentence(run: Run) -> None:
     for name in ("nowhere", "nowhere.ckpt"):
-        one_sentence(run("train", f"resume={name}"), "nothing to resume from")
+        one_sentence(run("train", f"resume={name}"), "must be a run's directory")
     Path("foreign.ckpt").write_text("hello")
     small_model().save_pretrained("weights.pth")
     for name in ("foreign.ckpt", "weights.pth"):

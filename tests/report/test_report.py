@@ -144,7 +144,7 @@ def test_a_sweep_goes_on_with_what_is_missing(swept: tuple[int, Path], start: Ca
     assert start("-m", "resume=auto", "out_dir=a, b") == 0
     error = capsys.readouterr().err
     said = {line[:11].strip(): line for line in error.splitlines()}
-    assert "3 runs, 2 to do" in error
+    assert "3 runs, 2 unfinished" in error
     assert "checkpoint=a, b/kernel=" in said["best"].replace("'", "")
     assert "runs/latest" in said["latest"]
     assert said["latest"].endswith("kernel=torch_scan")
@@ -392,7 +392,7 @@ def test_a_report_lists_damaged_files(tmp_path: Path, name: str, content: bytes)
 
 def test_a_run_does_not_fail_when_its_report_cannot_be_made(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     finish.write_report(folder)
-    assert "no report: " in capsys.readouterr().err
+    assert "cannot write the report: " in capsys.readouterr().err
 
 
 # The report

@@ -66,10 +66,10 @@ def test_a_run_on_the_cpu_of_a_machine_with_a_gpu_is_in_float32(gpu: As) -> None
 
 
 def test_tf32_without_tf32_is_one_sentence(gpu: As) -> None:
-    with pytest.raises(UserError, match="requires a GPU, and this run is on a CPU"):
+    with pytest.raises(UserError, match="requires a GPU, but this run is on a CPU"):
         resolved_precision("tf32", "cpu")
     gpu(7)
-    with pytest.raises(UserError, match=r"8\.0 or newer, and GPU 7\.0 is older"):
+    with pytest.raises(UserError, match=r"8\.0 or higher, but GPU 7\.0 is older"):
         resolved_precision("tf32", "gpu")
 
 

@@ -106,7 +106,8 @@ def test_the_model_learns(folder: Path, whole: Done) -> None:
 
 
 def test_the_result_is_said_and_no_library_warns(whole: Done) -> None:
-    for said in ("resume=auto: no run to continue", "val/loss", "val/bpb", "python generate.py checkpoint=whole prompt="):
+    for said in ("resume=auto: there is no run to continue", "val/loss", "val/bpb",
+                 "python generate.py checkpoint=whole prompt="):
         assert said in whole.error
     assert "Warning" not in whole.error
 

@@ -1,1 +1,1 @@
-"""Lightning callbacks, one file for each purpose."""
+"""Defines the Lightning callbacks of a run, one file for each purpose."""

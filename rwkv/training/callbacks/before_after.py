@@ -1,11 +1,11 @@
-"""Measures what tuning gains and breaks: the losses and answers of a tuned run before its first step and after its last.
+"""Measures what tuning gains and breaks: the losses and answers of a tuned run before its first step and after its last step.
 
-It measures two losses, of the validation split and of tune.guard's text, which is read as one sequence (rwkv/evaluation.py),
-and generates greedy continuations of prompts from the validation split. The losses are metrics of step 0 and of the last step:
-val/loss, val/bpb, guard/loss and guard/bpb. All results are in out_dir/tuned.json, for the report.
+The losses are those of the validation split and of the text of tune.guard, which is scored as one sequence
+(rwkv/evaluation.py). The answers are greedy continuations of prompts from the validation split. Loggers receive val/loss,
+val/bpb, guard/loss and guard/bpb at step 0 and at the last step. The file out_dir/tuned.json holds all results for the report.
 
-Checkpoints hold the results from before training, so a resumed run does not measure them again. Random generators are restored
-after each measurement, so training is the same with and without this callback.
+A checkpoint holds the results from before training, so a resumed run does not measure them again. Each measurement restores the
+random generators, so training is the same with and without this callback.
 """
 
 import json
@@ -38,14 +38,14 @@ from rwkv.training.task import LanguageModel
 from rwkv.training.tuning.guard import guard_path, sha256_of
 from rwkv.training.tuning.held_out import continuations, prompts, readable
 
-Measured = dict[str, float]              # metric name -> value, and "step"
+Measurement = dict[str, float]              # maps metric names and "step" to values
 
 
 class BeforeAfter(Callback):
-    """The callback that measures before and after training. Among the callbacks it must precede Checkpoints, so that the last
-    checkpoint has all results.
+    """A callback that measures losses and answers before and after training.
 
-    exclude(seconds) is called with each measurement's duration. Rank 0 measures the guard text and the continuations.
+    This callback must precede Checkpoints in the list of callbacks, so that the last checkpoint holds all results. Rank 0 alone
+    scores the guard text and generates the answers. `exclude` is called with the seconds of the measurement before training.
     """
 
     def __init__(self, config: TrainConfig, data: Corpus, out_dir: Path, exclude: Callable[[float], None]) -> None:
@@ -54,11 +54,11 @@ class BeforeAfter(Callback):
         self.path = out_dir / TUNED
         self.guard = guard_path(config)
         self.guard_sha256 = sha256_of(self.guard)
-        self.before: Measured | None = None
-        self.after: Measured | None = None
+        self.before: Measurement | None = None
+        self.after: Measurement | None = None
         can_sample = config.trainer.sample_tokens > 0 and config.trainer.strategy != "fsdp"
         self.prompts = prompts(data, config.model.ctx_len, config.trainer.sample_tokens) if can_sample else []
-        self.answers: dict[str, list[str]] = {}          # "before" or "after" -> one answer per prompt
+        self.answers: dict[str, list[str]] = {}          # maps "before" and "after" to one answer per prompt
         self._exclude = exclude
 
     def state_dict(self) -> StateDict:
@@ -67,21 +67,21 @@ class BeforeAfter(Callback):
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Raises UserError if the text of tune.guard has changed since the run started."""
         if state_dict["guard"] != self.guard_sha256:
-            raise UserError(f"the text of tune.guard={self.config.tune.guard} has changed since the run started, so its losses "
-                            "before and after cannot be compared: restore the text, then resume")
+            raise UserError(f"the text of tune.guard={self.config.tune.guard} has changed since the run started, so the losses "
+                            "before and after training cannot be compared. Restore the text, then resume")
         self.before, self.after, self.answers = state_dict["before"], state_dict["after"], state_dict["answers"]
 
     def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
-        if trainer.global_step < trainer.max_steps:      # a finished run may be extended
+        if trainer.global_step < trainer.max_steps:      # the user may have extended a finished run
             self.after = None
             self.answers.pop("after", None)
         if self.before is not None:
             self._write(cast(LanguageModel, pl_module))
         elif trainer.global_step:
-            log("guard      no comparison of before and after: nothing was measured before the first step")
+            log("guard      losses are not compared, because they were not measured before the first step")
 
     def on_train_epoch_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
-        """Measures here, not in on_train_start, where StopCleanly installs its signal handlers."""
+        """Measures before the first step. on_train_start would be too early: StopCleanly installs its signal handlers there."""
         if trainer.global_step or self.before is not None:
             return
         start = time.perf_counter()
@@ -90,7 +90,7 @@ class BeforeAfter(Callback):
         gpus = [task.device] if task.device.type == "cuda" else []
         task.eval()
         with torch.random.fork_rng(gpus), torch.no_grad():
-            self.before = self._measure(trainer, task, "before", _validation(trainer, task))
+            self.before = self._measure(trainer, task, "before", _validation_metrics(trainer, task))
         self._write(task)
         task.train()
         self._exclude(time.perf_counter() - start)
@@ -107,7 +107,7 @@ class BeforeAfter(Callback):
         self._write(task)
 
     def describe(self) -> str:
-        """A line with the losses before and after, for the end of the run."""
+        """Returns a line with the losses before and after training, for the end of the run."""
         assert self.before is not None
         assert self.after is not None
         names = {"val/loss": "the validation split", "guard/loss": f"tune.guard={self.config.tune.guard}"}
@@ -117,31 +117,29 @@ class BeforeAfter(Callback):
         return f"nats per token: {'; '.join(changes)}{objective_note}"
 
     def _announce(self, when: str) -> None:
-        """Prints a line above the progress bar."""
         if rank() == 0:
             answers = f" and {counted(len(self.prompts), 'answer')}" if self.prompts else ""
             tqdm.write(labelled("measuring", f"the losses{answers} {when} training", sys.stderr), file=sys.stderr)
 
-    def _measure(self, trainer: lightning.Trainer, task: LanguageModel, when: str, validation: Measured) -> Measured:
+    def _measure(self, trainer: lightning.Trainer, task: LanguageModel, when: str, validation: Measurement) -> Measurement:
         step = trainer.global_step
-        guard: Measured = {}
+        guard: Measurement = {}
         if rank() == 0:
             if self.guard is not None:
                 with trainer.precision_plugin.val_step_context():
                     guard = score_guard(task.model, self.tokenizer, self.guard, self.config.model.ctx_len)
-            self._answer(task.model, when)
+            self._store_answers(task.model, when)
         for logger in trainer.loggers:
             logger.log_metrics((validation if when == "before" else {}) | guard, step)
         return {"step": step} | validation | guard
 
-    def _answer(self, model: Model, when: str) -> None:
-        """Stores the answers. If generation fails, prints the reason on standard error, and training continues."""
+    def _store_answers(self, model: Model, when: str) -> None:
         if not self.prompts:
             return
         try:
             self.answers[when] = continuations(model, self.tokenizer, self.config, self.prompts)
-        except Exception as error:
-            print(f"no answers {when} training: {error}", file=sys.stderr)
+        except Exception as error:       # training must not end because no answers can be generated
+            print(f"cannot generate answers {when} training: {error}", file=sys.stderr)
 
     def _write(self, task: LanguageModel) -> None:
         if rank() > 0:
@@ -150,12 +148,11 @@ class BeforeAfter(Callback):
                     **{when: texts[number] for when, texts in self.answers.items()}}
                    for number, prompt in enumerate(self.prompts)] if self.answers else []
         measured = {"before": self.before, "after": self.after}
-        content = {"tuned": self._tuned(task.model), "guard": self.config.tune.guard if self.guard else None,
+        content = {"tuned": self._tuning_summary(task.model), "guard": self.config.tune.guard if self.guard else None,
                    **{when: losses for when, losses in measured.items() if losses}, "samples": samples}
         write_file(self.path, lambda file: file.write(json.dumps(content, ensure_ascii=False).encode()))
 
-    def _tuned(self, model: Model) -> JsonObject:
-        """The tuning method, the base model, and the number of trained values."""
+    def _tuning_summary(self, model: Model) -> JsonObject:
         tune = self.config.tune
         trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
         lora = {"rank": tune.rank, "alpha": tune.alpha, "modules": chosen(model.config, tune.modules)}
@@ -163,8 +160,11 @@ class BeforeAfter(Callback):
                 **(lora if tune.method == "lora" else {})}
 
 
-def score_guard(model: Model, tokenizer: Tokenizer, path: Path, chunk_len: int) -> Measured:
-    """The metrics guard/loss, in nats per token, and guard/bpb, unless the tokenizer loses too much of the text."""
+def score_guard(model: Model, tokenizer: Tokenizer, path: Path, chunk_len: int) -> Measurement:
+    """Returns the metrics guard/loss, in nats per token, and guard/bpb of the text in the file `path`.
+
+    guard/bpb is missing if the tokenizer loses too much of the text.
+    """
     tokens, lost = count_tokens(tokenizer, path, "tune.guard")
     nats = 0.0
     with bar(total=tokens, desc="guard", unit="token", leave=False) as progress:
@@ -176,8 +176,7 @@ def score_guard(model: Model, tokenizer: Tokenizer, path: Path, chunk_len: int) 
     return {name: float(value) for name, value in metrics.items() if value is not None}
 
 
-def _validation(trainer: lightning.Trainer, task: LanguageModel) -> Measured:
-    """Validates, as Lightning's own loop does, and returns the metrics."""
+def _validation_metrics(trainer: lightning.Trainer, task: LanguageModel) -> Measurement:
     task.on_validation_epoch_start()
     batches = bar(iterable=trainer.val_dataloaders or (), desc="validating", unit="batch", leave=False, disable=rank() > 0)
     for number, batch in enumerate(batches):
@@ -187,6 +186,6 @@ def _validation(trainer: lightning.Trainer, task: LanguageModel) -> Measured:
 
 
 def compared(trainer: lightning.Trainer) -> list[str]:
-    """Lines on the losses before and after tuning; empty without tuning."""
+    """Returns the lines that compare the losses before and after tuning. The list is empty without tuning."""
     return [callback.describe() for callback in trainer.callbacks          # type: ignore[attr-defined]
             if isinstance(callback, BeforeAfter) and callback.after is not None]

@@ -1,14 +1,15 @@
-"""A run's checkpoints, from which it resumes bit-exactly. Each file is written atomically, then read back and verified.
+"""Saves a run's checkpoints, from which the run resumes bit-exactly.
 
     checkpoints/last.ckpt      every trainer.checkpoint_every steps, after the last step, and when training is interrupted
     checkpoints/last-1.ckpt    the checkpoint before last.ckpt, and so on: trainer.keep_last files in all
     checkpoints/best.ckpt      the checkpoint with the lowest val/loss
 
-With trainer=fsdp each checkpoint is a folder, written while training continues (rwkv/training/sharding/saving.py).
+Each file is written atomically, then read back and verified. With trainer=fsdp each checkpoint is a folder, which is written
+while training continues (rwkv/training/sharding/saving.py).
 
-In addition to what Lightning saves (weights, optimiser, schedule, gradient scaler, data position), each checkpoint holds the
-states of all random number generators. Checkpoints are saved only in callback hooks during fit: after fit, the loaders no
-longer know the data position.
+Lightning saves the weights, the optimiser, the schedule, the gradient scaler and the data position. This module adds the states
+of all random number generators. Callback hooks save all checkpoints during fit, because the loaders forget the data position
+after fit.
 """
 
 import itertools
@@ -43,17 +44,17 @@ from rwkv.training.sharding.strategy import Sharded
 BEST = Path(FOLDER) / "best.ckpt"
 NEXT = "next.ckpt"
 DAMAGED = "damaged.ckpt"
-TRAINING = "epoch_loop.batch_progress"                   # keys in the state of Lightning's fit loop
+TRAINING = "epoch_loop.batch_progress"                   # these are keys in the state of Lightning's fit loop
 VALIDATION = "epoch_loop.val_loop.batch_progress"
 
 
 class VerifiedFiles(TorchCheckpointIO):
-    """Lightning's checkpoint I/O with atomic, verified writes."""
+    """Lightning's checkpoint I/O that writes files atomically and verifies them."""
 
     def save_checkpoint(self, checkpoint: StateDict, path: str | Path, storage_options: object = None) -> None:
-        """Raises UserError if the disk is full or the written file cannot be read back."""
+        """Writes a checkpoint. Raises UserError if the disk is full or the written file cannot be read back."""
         target = Path(path)
-        is_folder = target.is_dir()      # a folder of this name remains from a start with trainer=fsdp
+        is_folder = target.is_dir()      # the run was started with trainer=fsdp and left a folder of this name
         try:
             if is_folder:
                 target.rename(replaced_by(target))
@@ -72,9 +73,14 @@ class VerifiedFiles(TorchCheckpointIO):
 
 @dataclass(eq=False)
 class Checkpoints(Callback):
-    """Saves the last and the best checkpoints. If a step ends with a validation, its checkpoint is saved after the validation.
+    """A callback that saves the last and the best checkpoints.
 
-    every, val_every: the intervals of checkpoints and validations, in steps. keep: the number of last checkpoints to keep.
+    If a step ends with a validation, the step's checkpoint is saved after the validation.
+
+    Args:
+        every: the number of steps between checkpoints.
+        val_every: the number of steps between validations.
+        keep: the number of last checkpoints to keep.
     """
 
     out_dir: Path
@@ -84,7 +90,7 @@ class Checkpoints(Callback):
     divergence: Divergence
     best: float = math.inf
     _validating: bool = False
-    _saved: tuple[int, bool] = (0, True)         # step of last.ckpt, and whether that step's validation had ended
+    _saved: tuple[int, bool] = (0, True)         # the step of last.ckpt, and whether that step's validation had ended
 
     def state_dict(self) -> StateDict:
         return {"best": self.best}
@@ -97,7 +103,7 @@ class Checkpoints(Callback):
             trainer.strategy.after_save = partial(settle, self.out_dir, self.keep)
 
     def on_train_start(self, trainer: lightning.Trainer, *_: object) -> None:
-        self._saved = (trainer.global_step, False)       # not saved again, except after a repeated validation
+        self._saved = (trainer.global_step, False)       # this step is saved again only if its validation is repeated
 
     def on_train_batch_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, outputs: STEP_OUTPUT,
                            batch: object, batch_idx: int) -> None:
@@ -105,7 +111,7 @@ class Checkpoints(Callback):
         if (batch_idx + 1) % trainer.accumulate_grad_batches:
             return
         if step >= trainer.max_steps:
-            trainer.should_stop = True   # makes Lightning validate now, whatever val_every is
+            trainer.should_stop = True   # makes Lightning validate now, even if val_every does not divide the step
         elif step % self.every == 0 and not self.validation_follows(trainer):
             self.save_last(trainer)
 
@@ -128,19 +134,19 @@ class Checkpoints(Callback):
 
     def on_save_checkpoint(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule,
                            checkpoint: StateDict) -> None:
-        """Makes an unfinished validation restart from its first batch; Lightning would continue in the middle."""
+        """Makes an unfinished validation restart from its first batch. Lightning would continue in the middle."""
         started = int(self._validating)
         progress = {"ready": started, "started": started, "processed": 0, "completed": 0}
         checkpoint["loops"]["fit_loop"][VALIDATION] = {"total": progress, "current": dict(progress), "is_last_batch": False}
 
     def on_load_checkpoint(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule,
                            checkpoint: StateDict) -> None:
-        """Recomputes, from the run's current length, whether the last batch ended Lightning's epoch, which is the whole run.
+        """Recomputes whether Lightning's only epoch ended with the last batch, because the run's length may have changed.
 
-        If a finished run has been extended, Lightning would otherwise start a second epoch at the beginning of the data.
+        Otherwise, if the user extends a finished run, Lightning would start a second epoch at the beginning of the data.
         """
         batches = trainer.max_steps * trainer.accumulate_grad_batches
-        if isinstance(trainer.limit_train_batches, int):         # set by trainer.overfit_batches
+        if isinstance(trainer.limit_train_batches, int):         # trainer.overfit_batches sets this
             batches = min(batches, trainer.limit_train_batches)
         progress = checkpoint["loops"]["fit_loop"][TRAINING]
         progress["is_last_batch"] = progress["current"]["ready"] >= batches
@@ -149,11 +155,11 @@ class Checkpoints(Callback):
         return trainer.global_step % self.val_every == 0 or trainer.global_step >= trainer.max_steps
 
     def save_last(self, trainer: lightning.Trainer) -> None:
-        """Saves last.ckpt unless it is up to date.
+        """Saves last.ckpt unless the file is up to date.
 
-        A last.ckpt of the same step, saved before the step's validation ended, is replaced. Otherwise the new checkpoint is
-        written as next.ckpt, and `settle` renames it and the older checkpoints. If the run is killed before that, the resumed
-        run calls `settle`.
+        If last.ckpt is of the same step, from before the end of the validation, this method replaces the file. Otherwise the
+        new checkpoint is written as next.ckpt, and `settle` renames all checkpoints. If the run is killed before the renaming,
+        the resumed run calls `settle`.
         """
         current = (trainer.global_step, not self._validating)
         if current == self._saved:
@@ -166,15 +172,16 @@ class Checkpoints(Callback):
             settle(self.out_dir, self.keep)
 
     def finish(self, trainer: lightning.Trainer) -> None:
-        """Waits for a checkpoint that is being written. Raises UserError if it cannot be written."""
+        """Waits until the current checkpoint has been written. Raises UserError if writing fails."""
         if isinstance(trainer.strategy, Sharded):
             trainer.strategy.finish()
 
 
 class RandomState(Callback):
-    """Saves and restores the random number generators of torch, Python and NumPy, for each process.
+    """A callback that saves and restores each process's random number generators of torch, Python and NumPy.
 
-    Processes other than rank 0 reseed in a new run, and when they join a resumed run, so that dropout masks differ by process.
+    A process other than rank 0 is seeded anew in a new run, and when it joins a resumed run, so that dropout masks differ
+    between processes.
     """
 
     def __init__(self, seed: int) -> None:
@@ -188,16 +195,16 @@ class RandomState(Callback):
         self._loaded = state_dict["ranks"]
 
     def on_train_start(self, trainer: lightning.Trainer, *_: object) -> None:
-        if rank() < len(self._loaded):   # not earlier: the setup draws random numbers
+        if rank() < len(self._loaded):   # this hook comes after the setup, which draws random numbers
             _set_random_state(self._loaded[rank()])
         elif rank():
             _seed(int(np.random.SeedSequence((self.seed, rank(), trainer.global_step)).generate_state(1)[0]))
 
 
 def settle(out_dir: Path, keep: int | None = None) -> None:
-    """Renames next.ckpt to last.ckpt, last.ckpt to last-1.ckpt and so on, and removes remains of interrupted writes.
+    """Renames next.ckpt to last.ckpt, last.ckpt to last-1.ckpt and so on, and removes the remains of interrupted writes.
 
-    keep: the number of last checkpoints to keep; None for all.
+    `keep` is the number of last checkpoints to keep. None keeps all of them.
     """
     folder = out_dir / FOLDER
     for temporary in sorted(folder.glob(".*.ckpt.*"), key=lambda path: path.suffix == ".old"):
@@ -211,7 +218,7 @@ def settle(out_dir: Path, keep: int | None = None) -> None:
 
 
 def _recover(temporary: Path, path: Path) -> None:
-    """Finishes replacing `path`, if the program was killed after completing the new checkpoint; else removes the remains."""
+    """Finishes replacing `path` if the program was killed after completing the new checkpoint, or else removes the remains."""
     if temporary.suffix == ".old" and is_checkpoint(temporary) and not is_checkpoint(path):
         temporary.rename(path)
     elif is_sharded(temporary) and temporary.suffix[1:].isdigit():
@@ -221,11 +228,13 @@ def _recover(temporary: Path, path: Path) -> None:
 
 
 def newest_sound(out_dir: Path) -> Checkpoint | None:
-    """The newest sound checkpoint; None without checkpoints. Damaged checkpoints that are newer are renamed, with a warning. If
-    the run ended between its first validation and its first last.ckpt, the only checkpoint is best.ckpt, and it is used.
+    """Returns the newest sound checkpoint, or None without checkpoints.
 
-    Raises UserError if all checkpoints are damaged; they keep their names, so that the next call raises the same error. Raises
-    UnreadableError if a checkpoint cannot be read for another reason.
+    A newer, damaged checkpoint is renamed to damaged.ckpt, with a warning. If the run ended between its first validation and
+    its first last.ckpt, best.ckpt is the only checkpoint and is returned.
+
+    Raises UserError if all checkpoints are damaged. The damaged files keep their names then, so that the next call raises the
+    same error. Raises UnreadableError if a checkpoint cannot be read for another reason.
     """
     damaged: list[tuple[Path, CheckpointError]] = []
     for path in _by_age(out_dir).values():
@@ -239,24 +248,23 @@ def newest_sound(out_dir: Path) -> Checkpoint | None:
             for bad_path, problem in damaged:
                 remove(bad_path.with_name(DAMAGED))
                 bad_path.replace(bad_path.with_name(DAMAGED))
-                print(f"{bad_path} is damaged and now called {DAMAGED}; continuing from the checkpoint before ({problem})",
-                      file=sys.stderr)
+                print(f"{bad_path} is damaged and was renamed to {DAMAGED}. The run continues from an earlier checkpoint "
+                      f"({problem})", file=sys.stderr)
             return checkpoint
     if damaged or (out_dir / FOLDER / DAMAGED).exists():
-        raise UserError(f"every checkpoint in {out_dir / FOLDER} is damaged, so the run cannot be resumed: start a new run, "
-                        f"with init_from={out_dir / BEST} if that file is sound")
+        raise UserError(f"every checkpoint in {out_dir / FOLDER} is damaged, so the run cannot be resumed. Start a new "
+                        f"run, with init_from={out_dir / BEST} if that file is sound")
     return read_checkpoint(out_dir / BEST) if is_checkpoint(out_dir / BEST) else None
 
 
 def _shift(folder: Path) -> None:
-    """Renames last.ckpt to last-1.ckpt, last-1.ckpt to last-2.ckpt and so on up to the first unused name."""
     free = next(age for age in itertools.count() if not (folder / _name(age)).exists())
     for age in range(free, 0, -1):
         (folder / _name(age - 1)).replace(folder / _name(age))
 
 
 def _by_age(out_dir: Path) -> dict[int, Path]:
-    """The paths of the last checkpoints by age: 0 for last.ckpt, the newest, 1 for last-1.ckpt and so on."""
+    """Returns the paths of the last checkpoints by age. last.ckpt has age 0, last-1.ckpt has age 1, and so on."""
     paths = {}
     for path in (out_dir / FOLDER).glob("last*.ckpt"):
         name = re.fullmatch(r"last(?:-(\d+))?\.ckpt", path.name)
@@ -270,15 +278,13 @@ def _name(age: int) -> str:
 
 
 def _write_and_verify(checkpoint: StateDict, file: BinaryIO) -> None:
-    """Writes the checkpoint and reads it back: all checksums must match, and loading must execute no code."""
     torch.save(checkpoint, file)
     file.flush()
-    _torch_file.load(Path(file.name))
+    _torch_file.load(Path(file.name))    # raises CheckpointError if a checksum differs or loading would execute code
 
 
 def _random_state() -> StateDict:
-    """The generators' states in plain containers, loadable with weights_only=True."""
-    kind, keys, *rest = np.random.get_state(legacy=True)
+    kind, keys, *rest = np.random.get_state(legacy=True)         # torch loads plain containers with weights_only=True
     state = {"torch": torch.get_rng_state(), "python": random.getstate(), "numpy": (kind, np.asarray(keys).tolist(), *rest)}
     return state | ({"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {})
 

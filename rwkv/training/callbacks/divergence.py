@@ -18,9 +18,9 @@ from rwkv.training.sharding.strategy import Sharded, total_norm
 
 @dataclass(eq=False)
 class Divergence(Callback):
-    """Raises Diverged for a non-finite loss or weight.
+    """A callback that raises Diverged for a non-finite loss or weight.
 
-    Losses are checked every log_every steps, before a validation and before a checkpoint: checking the loss in each step would
+    Losses are checked every log_every steps, before a validation and before a checkpoint. A check in each step would
     synchronise with the GPU each time.
     """
 
@@ -49,7 +49,7 @@ class Divergence(Callback):
         self._check_losses(trainer)
 
     def require_finite(self, trainer: lightning.Trainer, val_loss: float = 0.0) -> None:
-        """Raises Diverged unless losses and weights are finite. All processes call it before a checkpoint is written."""
+        """Raises Diverged unless losses and weights are finite. All processes must call this before a checkpoint is written."""
         self._check_losses(trainer)
         if not math.isfinite(val_loss):
             raise self._diverged("val/loss", trainer.global_step, self._lr)
@@ -63,7 +63,7 @@ class Divergence(Callback):
         if not self._unchecked:
             return
         losses = torch.stack([loss for _, _, loss in self._unchecked]).tolist()
-        # For each loss, the number of processes in which it is not finite
+        # Each count is the number of processes in which that loss is not finite
         counts = all_sum(*(not math.isfinite(loss) for loss in losses))
         for (step, lr, _), count in zip(self._unchecked, counts, strict=True):
             if count:
@@ -71,6 +71,6 @@ class Divergence(Callback):
         self._unchecked.clear()
 
     def _diverged(self, quantity: str, step: int, lr: float) -> Diverged:
-        return Diverged(f"training diverged: {quantity} is not finite at step {step}, where the learning rate is {lr:.3g}; try "
-                        "a lower optim.lr, a longer optim.warmup_steps or a smaller optim.grad_clip in a new run; the "
-                        f"checkpoints in {self.out_dir} are of earlier steps and intact")
+        return Diverged(f"training diverged: {quantity} is not finite at step {step}, where the learning rate is {lr:.3g}. "
+                        "Start a new run with a lower optim.lr=, a higher optim.warmup_steps= or a lower optim.grad_clip=. "
+                        f"The checkpoints in {self.out_dir} are from earlier steps and intact")

@@ -1,4 +1,4 @@
-"""A clean stop: Ctrl-C, SIGTERM and the other signals of rwkv/io/signals.py stop a run between two steps, with a checkpoint."""
+"""Stops a run cleanly: Ctrl-C, SIGTERM and the other signals of rwkv/io/signals.py stop training between two steps."""
 
 import signal
 from contextlib import suppress
@@ -14,10 +14,10 @@ from rwkv.training.errors import Interrupted
 
 
 class StopCleanly(Callback):
-    """Stops training after the current step, with a checkpoint, at the first signal; a later Ctrl-C stops it immediately.
+    """A callback that stops training at the first signal, after the current step, and saves a checkpoint.
 
-    A signal during a validation stops the validation, with a checkpoint of the state before it; the resumed run repeats the
-    validation.
+    A later Ctrl-C stops training immediately. A signal during a validation stops the validation and saves the state before the
+    validation. The resumed run then repeats the validation.
     """
 
     def __init__(self, checkpoints: Checkpoints) -> None:
@@ -43,7 +43,6 @@ class StopCleanly(Callback):
         self._stop.restore()
 
     def _stop_if_requested(self, trainer: lightning.Trainer) -> None:
-        """Stops all processes when any of them has received a signal."""
         if trainer.strategy.reduce_boolean_decision(self._stop.requested, all=False):
             self.checkpoints.save_last(trainer)
             self.checkpoints.finish(trainer)
@@ -52,4 +51,4 @@ class StopCleanly(Callback):
 
 def _announce_stop(number: int) -> None:
     with suppress(RuntimeError):         # the signal may interrupt a write to standard error
-        log(f"\n{signal.Signals(number).name}: stopping after this step; Ctrl-C now stops at once ...")
+        log(f"\nreceived {signal.Signals(number).name}: training stops after this step; press Ctrl-C to stop at once ...")

@@ -1,15 +1,15 @@
-"""The speed and the error of a run's kernel on the run's own data: out_dir/kernel.json.
+"""Measures the speed and the error of a run's kernel on the run's own data, and writes the results to out_dir/kernel.json.
 
-The file always describes the machine and has the message of kernel_check.py, under `wrong`. trainer.probe=true adds:
-- for about SAMPLES steps after the warm-up, the times of the step and of the operator's forward and backward passes in it. A
-  CPU is measured with a clock, a GPU with CUDA events, which are read after training;
-- errors of the operator's output and gradients in each layer, relative to the float64 reference. They are measured on the
-  inputs and the upstream gradients of two batches: the third step's, and after training the last step's. Before the third
-  step, all gradients that reach the operator are zero, because some matrices are initialised with zeros. If no weight before
-  the operator is trained, as in the first layers of some tuned models, only the output is measured.
+The file always describes the machine. The key `wrong` holds the message of kernel_check.py. trainer.probe=true adds:
+- the times of about SAMPLES steps after the warm-up, and of the operator's forward and backward passes in these steps. A clock
+  measures a CPU, and CUDA events measure a GPU. The events are read after training.
+- the errors of the operator's output and gradients in each layer, relative to the float64 reference. They are measured with the
+  inputs and the upstream gradients of two batches: in the third step, and after training with the last step's batch. Before
+  the third step, all gradients that reach the operator are zero, because some matrices are initialised with zeros. If no
+  weight before the operator is trained, as in the first layers of some tuned models, only the output is measured.
 
 The probe does not change training by a single bit. Errors are measured in an extra pass over half of a batch, which takes less
-memory than a step; its gradients are dropped, and the random generators, which tune.dropout uses, are restored after it.
+memory than a step. The gradients of this pass are dropped, and the random generators, which tune.dropout uses, are restored.
 """
 
 import inspect
@@ -40,16 +40,16 @@ from rwkv.report.run_files import KERNEL, read_mapping
 from rwkv.training.kernel_check import sentence
 from rwkv.training.task import LanguageModel, TrainingBatch
 
-START = 2                                # the step, counted from 0, at which errors are first measured
-WARM_UP = 20                             # steps before the first timed step; at most a fifth of the run
-SAMPLES = 100                            # timed steps, roughly
-Mark = float | torch.cuda.Event          # a timestamp
+START = 2                                # errors are first measured at this step, counted from 0
+WARM_UP = 20                             # the first timed step follows this many steps, or a fifth of a short run
+SAMPLES = 100                            # about this many steps are timed
+Timestamp = float | torch.cuda.Event
 LayerState = tuple[Tensor, ...] | Tensor          # the operator's state in one layer
 Call = Callable[..., tuple[Tensor, LayerState]]          # operator(inputs ..., state) -> (y, state)
 
 
-def mark(device: str) -> Mark:
-    """A timestamp: on a CPU a time; on a GPU an event of the current stream, recorded without synchronising."""
+def timestamp(device: str) -> Timestamp:
+    """Returns a timestamp: a time on a CPU, or on a GPU an event of the current stream, recorded without synchronising."""
     if device != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -57,8 +57,8 @@ def mark(device: str) -> Mark:
     return event
 
 
-def milliseconds(begin: Mark, end: Mark) -> float:
-    """The time between two timestamps. On a GPU this function synchronises, so call it only after training."""
+def milliseconds(begin: Timestamp, end: Timestamp) -> float:
+    """Returns the time between two timestamps. On a GPU this function synchronises, so call it only after training."""
     if isinstance(begin, float):
         assert isinstance(end, float)
         return 1000 * (end - begin)
@@ -68,35 +68,35 @@ def milliseconds(begin: Mark, end: Mark) -> float:
 
 
 class Sample:
-    """The timestamps of a step, and of each forward and backward pass of the operator in it."""
+    """Records the timestamps of a step and of the operator's forward and backward passes in the step."""
 
     def __init__(self, step: int, device: str) -> None:
         self.step = step
         self.device = device
-        self.spans: dict[str, list[tuple[Mark, Mark]]] = {"ms": [], "forward_ms": [], "backward_ms": []}
-        self.begin = mark(device)
+        self.spans: dict[str, list[tuple[Timestamp, Timestamp]]] = {"ms": [], "forward_ms": [], "backward_ms": []}
+        self.begin = timestamp(device)
 
     def end(self) -> None:
-        self.spans["ms"].append((self.begin, mark(self.device)))
+        self.spans["ms"].append((self.begin, timestamp(self.device)))
 
     def as_row(self) -> dict[str, float]:
         return {"step": self.step} | {name: sum(milliseconds(*span) for span in spans) for name, spans in self.spans.items()}
 
     def timed(self, operator: Call, *inputs: object) -> tuple[Tensor, LayerState]:
-        begin = mark(self.device)
+        begin = timestamp(self.device)
         y, state = operator(*inputs)
-        self.spans["forward_ms"].append((begin, mark(self.device)))
+        self.spans["forward_ms"].append((begin, timestamp(self.device)))
         if y.grad_fn is not None:
-            begins: list[Mark] = []
-            y.grad_fn.register_prehook(lambda *_: begins.append(mark(self.device)))
-            y.grad_fn.register_hook(lambda *_: self.spans["backward_ms"].append((begins.pop(), mark(self.device))))
+            begins: list[Timestamp] = []
+            y.grad_fn.register_prehook(lambda *_: begins.append(timestamp(self.device)))
+            y.grad_fn.register_hook(lambda *_: self.spans["backward_ms"].append((begins.pop(), timestamp(self.device))))
         return y, state
 
 
 class Record:
-    """Records one layer's operator in one pass: inputs by name, state, output y, and all gradients.
+    """Calls one layer's operator and records the inputs by name, the state, the output y and the gradients of one pass.
 
-    grads: the inputs' gradients; empty if there are none.
+    `grads` holds the gradients of the inputs. The tuple is empty if the inputs have no gradients.
     """
 
     def __init__(self, operator: Call) -> None:
@@ -121,7 +121,7 @@ class Record:
         self.grad_y = upstream[0]
 
     def errors(self) -> dict[str, dict[str, float]]:
-        """The err_ratio and the largest absolute error of y and, if there are gradients, of each input's gradient."""
+        """Returns the err_ratio and the largest absolute error of y and, if recorded, of each input's gradient."""
         operator_class: Any = type(self.operator)
         reference = operator_class("reference")
         leaves = {name: tensor.double().requires_grad_() for name, tensor in self.inputs.items()}
@@ -140,15 +140,14 @@ class Record:
 
 
 def _double(state: LayerState | None) -> LayerState | None:
-    """A state in float64: a tensor, a named tuple of tensors, or None."""
     if state is None or isinstance(state, Tensor):
         return state if state is None else state.detach().double()
-    named_tuple: Callable[..., LayerState] = type(state)
+    named_tuple: Callable[..., LayerState] = type(state)         # a state is a tensor or a named tuple of tensors
     return named_tuple(*(part.detach().double() for part in state))
 
 
-class Wrapped:
-    """Replaces each layer's operator by wrap(operator, layer) until restore()."""
+class WrappedOperators:
+    """Replaces each layer's operator by wrap(operator, layer) until `restore` is called."""
 
     def __init__(self, pl_module: lightning.LightningModule, wrap: Callable[[Call, int], Call]) -> None:
         self._mixers = _time_mixers(pl_module)
@@ -162,9 +161,11 @@ class Wrapped:
 
 
 class Probe(Callback):
-    """Writes out_dir/kernel.json in rank 0 when training starts, and again when it ends or fails.
+    """A callback that writes out_dir/kernel.json in rank 0 when training starts, and again when training ends or fails.
 
-    exclude(seconds) is called with the duration of each error measurement. kernel_error: the message of kernel_check.check.
+    Args:
+        exclude: called with the seconds of the error measurement at the start.
+        kernel_error: the message that kernel_check.check returned.
     """
 
     def __init__(self, out_dir: Path, options: TrainerConfig, exclude: Callable[[float], None],
@@ -174,12 +175,12 @@ class Probe(Callback):
         self.measured: JsonObject = {}           # the content of kernel.json
         self._exclude = exclude
         self._kernel_error = kernel_error
-        self._disabled = _why_disabled(options)  # why the probe is off; None if it is on
-        self._first_step = 0             # where this process started or resumed the run
+        self._disabled = _why_disabled(options)  # the reason why the probe is off, or None if the probe is on
+        self._first_step = 0             # the step at which this process started or resumed the run
         self._max_steps = 0
         self._samples: list[Sample] = []
-        self._sample: Sample | None = None       # the current step's sample, if it is timed
-        self._wrapped: Wrapped | None = None
+        self._sample: Sample | None = None       # the sample of the current step, if this step is timed
+        self._wrapped_operators: WrappedOperators | None = None
         self._batch: TrainingBatch | None = None
 
     def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
@@ -212,7 +213,7 @@ class Probe(Callback):
         if batch_idx % self.options.accumulate == 0 and is_sampled:
             self._sample = Sample(step, pl_module.device.type)
             sample = self._sample
-            self._wrapped = Wrapped(pl_module, lambda operator, layer: partial(sample.timed, operator))
+            self._wrapped_operators = WrappedOperators(pl_module, lambda operator, layer: partial(sample.timed, operator))
 
     def on_train_batch_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, outputs: STEP_OUTPUT,
                            batch: object, batch_idx: int) -> None:
@@ -234,7 +235,6 @@ class Probe(Callback):
         self._finish()
 
     def _warn(self, measured: JsonObject) -> None:
-        """Prints a line above the progress bar if the kernel is wrong on the run's own data."""
         largest: dict[str, float] = {}
         for layer in measured["layers"]:
             for name, error in layer["errors"].items():
@@ -253,9 +253,9 @@ class Probe(Callback):
             self._write()
 
     def _unwrap(self) -> None:
-        if self._wrapped is not None:
-            self._wrapped.restore()
-        self._wrapped = None
+        if self._wrapped_operators is not None:
+            self._wrapped_operators.restore()
+        self._wrapped_operators = None
         self._sample = None
 
     def _warm_up(self) -> int:
@@ -267,15 +267,15 @@ class Probe(Callback):
 
 
 def measure_errors(trainer: lightning.Trainer, pl_module: lightning.LightningModule, batch: TrainingBatch) -> JsonObject:
-    """For each layer: the operator's errors and the ranges of its inputs, measured in a pass over half of the batch."""
+    """Measures, in a pass over half of the batch, each layer's operator: its errors and the ranges of its inputs."""
     task = cast(LanguageModel, pl_module)
     records = [Record(mixer.wkv) for mixer in _time_mixers(task)]
-    wrapped = Wrapped(task, lambda operator, layer: records[layer])
+    wrapped = WrappedOperators(task, lambda operator, layer: records[layer])
     gpus = [task.device] if task.device.type == "cuda" else []
     try:
         with torch.random.fork_rng(gpus):
             with torch.enable_grad(), trainer.precision_plugin.train_step_context():
-                loss = task.loss(*_half(batch))
+                loss = task.loss(*_first_half(batch))
             torch.autograd.grad(loss, [weight for weight in task.parameters() if weight.requires_grad], allow_unused=True)
     finally:
         wrapped.restore()
@@ -285,15 +285,14 @@ def measure_errors(trainer: lightning.Trainer, pl_module: lightning.LightningMod
             "layers": [{"errors": record.errors(), "ranges": record.ranges()} for record in records]}
 
 
-def _half(batch: TrainingBatch) -> tuple[Tensor, Tensor]:
-    """The first half of a batch's rows; with segments (B,K,T), their first segments."""
+def _first_half(batch: TrainingBatch) -> tuple[Tensor, Tensor]:
+    # A batch of segments (B,K,T) contributes only the first segment of each row
     x, y = (batch.x[:, 0], batch.y[:, 0]) if isinstance(batch, Segments) else batch[:2]
     rows = max(1, len(x) // 2)
     return x[:rows], y[:rows]
 
 
 def _time_mixers(pl_module: lightning.LightningModule) -> list[Any]:
-    """The modules that call the operator, one per layer."""
     return [block.att for block in cast(LanguageModel, pl_module).model.blocks]
 
 
@@ -301,5 +300,5 @@ def _why_disabled(options: TrainerConfig) -> str | None:
     if not options.probe:
         return "off"
     if options.compile:
-        return "trainer.compile=true compiles blocks, in which the operator cannot be measured"
+        return "trainer.compile=true compiles the blocks, so the operator in them cannot be measured"
     return "trainer=fsdp shards the weights over processes" if options.strategy == "fsdp" else None

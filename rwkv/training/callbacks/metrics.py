@@ -1,4 +1,4 @@
-"""Metrics of training steps: loss, learning rate, throughput, gradient norms and memory."""
+"""Measures and logs training steps: loss, learning rate, throughput, gradient norms and memory."""
 
 import statistics
 import sys
@@ -26,19 +26,21 @@ from rwkv.training.tuning.preferences import REWARDS
 
 @dataclass(eq=False)
 class Metrics(Callback):
-    """Logs train/loss, lr, tok_per_sec, grad_norm (before clipping) and peak_mem (MiB, of rank 0) every `log_every` steps.
+    """A callback that logs train/loss, lr, tok_per_sec, grad_norm and peak_mem every `log_every` steps.
 
-    train/loss and, for pairs of answers, train/rewards_* are means over the steps since the previous row; the other metrics are
-    the last step's. Checkpoints hold the sums since the previous row, so that a resumed run logs the same means.
+    The metrics train/loss and, for pairs of answers, train/rewards_* are means over the steps since the previous row of
+    metrics. The other metrics are those of the last step. Checkpoints hold the sums since the previous row, so that a resumed
+    run logs the same means.
 
-    tok_per_sec excludes validation, sampling and the padding of trainer.tbptt's segments. With grad_norms, the gradient norm of
-    each part of the model is logged too. After training, prints the median milliseconds of the logged steps.
+    grad_norm is measured before clipping. peak_mem is the peak memory of rank 0 in MiB. tok_per_sec excludes validation,
+    sampling and the padding of trainer.tbptt's segments. `grad_norms` adds the gradient norm of each part of the model. After
+    training, the callback prints the median milliseconds of the logged steps.
     """
 
     log_every: int
     grad_norms: bool = False
     latest: Mapping[str, float] = field(default_factory=dict)
-    _interval_start: float = 0.0         # time; an interval starts after a logged step or a validation
+    _interval_start: float = 0.0         # the time at which a logged step or a validation last ended
     _interval_tokens: int = 0            # tokens of this interval, with padding
     _interval_unpadded: int = 0          # tokens of this interval, without padding
     _tokens_per_step: int = 0
@@ -50,7 +52,7 @@ class Metrics(Callback):
     _rewards: Tensor = field(default_factory=lambda: torch.zeros(len(REWARDS)))    # sum of these steps' REWARDS
 
     def state_dict(self) -> StateDict:
-        """The sums of all processes (a collective operation)."""
+        """Returns the sums of all processes. This is a collective operation."""
         sums = [float(self._loss), *self._rewards.tolist()]
         return {"steps": self._steps, "ranks": all_gather(sums)}
 
@@ -93,7 +95,7 @@ class Metrics(Callback):
             self._steps, self._loss, self._rewards = 0, 0.0, torch.zeros_like(self._rewards)
 
     def exclude(self, seconds: float) -> None:
-        """Excludes `seconds` of other work from the current interval."""
+        """Excludes `seconds` of other work from the duration of the current interval."""
         self._interval_start += seconds
 
     def teardown(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, stage: str) -> None:
@@ -125,25 +127,26 @@ class Metrics(Callback):
 
 
 def peak_memory_mib(device: torch.device, root: Path = Path("/")) -> float:
-    """The peak memory in MiB: on a GPU, of allocations; on a CPU, of this process's resident set; NaN on Windows.
+    """Returns the peak memory in MiB, or NaN on Windows.
 
-    root: the folder that has proc/.
+    On a GPU, the memory is that of torch's allocations. On a CPU, the memory is this process's resident set. `root` is the
+    folder that contains proc/.
     """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2 ** 20
     if sys.platform == "win32":
-        return float("nan")              # the standard library cannot measure it on Windows
+        return float("nan")              # the standard library cannot measure the peak on Windows
     import resource
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     if sys.platform != "linux":
-        return peak / 2 ** 20            # bytes on macOS, KiB on Linux
+        return peak / 2 ** 20            # macOS counts bytes, and Linux counts KiB
     exact_peak = _peak_kib(root / "proc/self/status")    # getrusage includes the parent's peak from before exec
     return (peak if exact_peak is None else exact_peak) / 2 ** 10
 
 
 def _peak_kib(status: Path) -> int | None:
-    """VmHWM of /proc/self/status; None without such a file or line, as in some sandboxes."""
+    """Returns VmHWM of /proc/self/status, or None if the file or the line is missing, as in some sandboxes."""
     try:
         lines = status.read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -152,7 +155,10 @@ def _peak_kib(status: Path) -> int | None:
 
 
 def gradient_norms(model: Model) -> dict[str, float]:
-    """The 2-norms of the gradients of the model's parts, by loggers.norm_names. Synchronises with the device once."""
+    """Returns the 2-norm of the gradients of each part of the model, by the names in loggers.norm_names.
+
+    This function synchronises with the device once.
+    """
     parts = [model.emb, *model.blocks, model.ln_out, model.head]
     norms = torch.stack([total_norm([parameter.grad for parameter in part.parameters() if parameter.grad is not None])
                          .to(model.emb.weight.device) for part in parts])        # without gradients a norm is on the CPU

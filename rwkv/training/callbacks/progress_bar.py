@@ -1,4 +1,4 @@
-"""The progress bar of a run."""
+"""Shows the progress of a run as a bar, or as lines outside a terminal."""
 
 import math
 import os
@@ -15,9 +15,9 @@ from tqdm import tqdm
 from rwkv.distributed import rank
 from rwkv.training.callbacks.metrics import Metrics
 
-FIRST_LINE = 3.0                         # seconds between lines outside a terminal: at first,
-LAST_LINE = 30.0                         # and later
-UNKNOWN_SIZE = {"ncols": 80, "nrows": 24}           # assumed for a terminal that does not report its size
+FIRST_LINE = 3.0                         # the first interval between lines outside a terminal, in seconds
+LAST_LINE = 30.0                         # the longest such interval, in seconds
+UNKNOWN_SIZE = {"ncols": 80, "nrows": 24}           # a terminal that does not report a size gets this one
 # The bar and the metrics next to it fit into 80 columns
 FORMAT = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
 POSTFIX = {"train/loss": "train {}", "val/loss": "val {}", "tok_per_sec": "{} tokens/s"}
@@ -25,8 +25,9 @@ POSTFIX = {"train/loss": "train {}", "val/loss": "val {}", "tok_per_sec": "{} to
 
 @dataclass(eq=False)
 class ProgressBar(Callback):
-    """Progress bars on standard error, over optimiser steps and validation batches. Outside a terminal, it prints lines
-    instead: every few seconds, and later every half minute.
+    """A callback that shows progress bars of optimiser steps and validation batches on standard error.
+
+    Outside a terminal, the callback prints lines instead: every few seconds at first, and every half minute later.
     """
 
     metrics: Metrics
@@ -34,7 +35,7 @@ class ProgressBar(Callback):
     _validation: tqdm | None = None
 
     def on_train_batch_start(self, trainer: lightning.Trainer, *_: object) -> None:
-        """Creates the bar here, so that its clock starts with the first step."""
+        """Creates the bar in this hook, so that the bar's clock starts with the first step."""
         if rank() == 0 and self._bar is None:
             self._bar = bar(total=trainer.max_steps, initial=trainer.global_step, bar_format=FORMAT)
 
@@ -65,7 +66,7 @@ class ProgressBar(Callback):
     def on_train_end(self, trainer: lightning.Trainer, *_: object) -> None:
         if self._bar is not None:
             self._show(trainer)
-        self._close()                    # the next output starts on its own line
+        self._close()                    # the next output must start on its own line
 
     def teardown(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, stage: str) -> None:
         self._close()
@@ -73,7 +74,7 @@ class ProgressBar(Callback):
     def _show(self, trainer: lightning.Trainer) -> None:
         assert self._bar is not None
         metrics: dict[str, Tensor | float] = {**trainer.callback_metrics, **self.metrics.latest}
-        parts = [text.format(_number(float(metrics[name]))) for name, text in POSTFIX.items() if name in metrics]
+        parts = [text.format(_format_number(float(metrics[name]))) for name, text in POSTFIX.items() if name in metrics]
         self._bar.set_postfix_str(", ".join(parts), refresh=False)
 
     def _close(self) -> None:
@@ -83,13 +84,13 @@ class ProgressBar(Callback):
             self._bar = None
 
 
-def _number(value: float) -> str:
-    """Four significant digits, or all digits before the point: 4.144, 12,345."""
+def _format_number(value: float) -> str:
+    # Shows four significant digits, or all digits before the point: 4.144, 12,345
     return f"{value:,.0f}" if abs(value) >= 999.95 else f"{value:.4g}"
 
 
 def bar(**options: Any) -> tqdm:
-    """A progress bar on standard error; outside a terminal, it prints lines instead."""
+    """Returns a progress bar on standard error that prints lines instead outside a terminal."""
     terminal = sys.stderr.isatty()
     interval = 0.2 if terminal else FIRST_LINE
     has_size = not terminal or os.get_terminal_size(sys.stderr.fileno()).columns > 0
@@ -99,6 +100,6 @@ def bar(**options: Any) -> tqdm:
 
 
 def _advance(bar: tqdm, steps: float) -> None:
-    """Advances the bar. Outside a terminal, each printed line doubles the interval to the next, up to LAST_LINE."""
+    """Advances the bar. Outside a terminal, each printed line doubles the interval to the next line, up to LAST_LINE."""
     if bar.update(steps) and bar.mininterval >= FIRST_LINE:
         bar.mininterval = min(LAST_LINE, 2 * bar.mininterval)

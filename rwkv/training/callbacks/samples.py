@@ -1,7 +1,7 @@
-"""Samples of the model during training: one line of samples.jsonl each, and a table in W&B.
+"""Generates samples during training, and stores each as a line of samples.jsonl and a row of a table in W&B.
 
 All samples continue the same prompt with the same seed, so only the weights differ. Sampling has its own random generator
-(rwkv/generation/engine.py): training draws the same numbers with and without samples.
+(rwkv/generation/engine.py), so training draws the same random numbers with and without samples.
 """
 
 import json
@@ -26,15 +26,18 @@ from rwkv.report.run_files import SAMPLES, read_samples
 from rwkv.tokenizer.tokenizers import Tokenizer
 from rwkv.training.loggers import log_samples
 
-Row = JsonObject                         # step, prompt, and text (the continuation)
+Row = JsonObject                         # has the keys step, prompt and text; text is the continuation
 
 
 class Samples(Callback):
-    """Draws a sample, in rank 0, every sample_every(...) steps and after the last step, before the step's checkpoint is
-    written.
+    """A callback that generates a sample in rank 0 at regular steps and after the last step.
 
-    resumed_at: the step of the checkpoint that the run resumes from; samples of later steps are dropped, since the run repeats
-    these steps. exclude(seconds) is called with each sample's duration. Raises UserError if the prompt cannot be encoded.
+    The sample is stored before the step's checkpoint. Raises UserError if the prompt cannot be encoded.
+
+    Args:
+        resumed_at: the step of the checkpoint that the run resumes from. Samples of later steps are dropped, because the run
+            repeats these steps.
+        exclude: called with the seconds that each sample takes.
     """
 
     def __init__(self, config: TrainConfig, tokenizer: Tokenizer, out_dir: Path, resumed_at: int | None,
@@ -49,7 +52,7 @@ class Samples(Callback):
         self._rows: list[Row] = []
         if resumed_at is not None:
             self._rows = [row for row in read_samples(self.path) if row["step"] <= resumed_at]
-        tokenizer.encode(self.prompt)    # raises before the first step
+        tokenizer.encode(self.prompt)    # reports a prompt that cannot be encoded before the first step
 
     def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
         if rank() == 0:
@@ -62,29 +65,28 @@ class Samples(Callback):
             return
         if rank() == 0 and (step % self.every == 0 or step >= trainer.max_steps):
             if pl_module.device.type == "cuda":
-                torch.cuda.synchronize(pl_module.device)         # steps in flight count as training time
+                torch.cuda.synchronize(pl_module.device)         # unfinished steps must count as training time
             start = time.perf_counter()
-            text = self._text(cast(Model, pl_module.model), step)
+            text = self._generate_sample(cast(Model, pl_module.model), step)
             if text is not None:
                 self._rows.append({"step": step, "prompt": self.prompt, "text": text})
                 append(self.path, _line(self._rows[-1]))
                 log_samples(trainer.loggers, self._rows, step)
             self._exclude(time.perf_counter() - start)
 
-    def _text(self, model: Model, step: int) -> str | None:
-        """A sample; None, with the error on standard error, if generation fails. Training continues."""
+    def _generate_sample(self, model: Model, step: int) -> str | None:
         model.eval()
         try:
             return "".join(generate(model, self.tokenizer, self.prompt, max_new_tokens=self.length, seed=self.seed))
-        except Exception as error:
-            print(f"no sample at step {step}: {error}", file=sys.stderr)
+        except Exception as error:       # training must not end because no sample can be generated
+            print(f"cannot generate a sample at step {step}: {error}", file=sys.stderr)
             return None
         finally:
             model.train()
 
 
 def sample_every(config: TrainerConfig) -> int:
-    """The interval of samples in steps; 0 without samples, as with fsdp, where no process has all weights."""
+    """Returns the number of steps between samples, or 0 for none. With fsdp there are none: no process has all weights."""
     if config.strategy == "fsdp":
         return 0
     return config.val_every if config.sample_every is None else config.sample_every

@@ -1,1 +1,1 @@
-"""The memory of a run: an estimate, the machine's free memory, and options with which a run takes less."""
+"""Estimates the memory of a run, compares it with the machine's free memory, and chooses options that need less memory."""

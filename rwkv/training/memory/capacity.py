@@ -1,4 +1,4 @@
-"""Checks, before a run starts, whether it fits into this machine's free memory and onto the free space of its disk."""
+"""Checks before a run starts that the run fits into this machine's free memory and onto the disk."""
 
 import shutil
 from pathlib import Path
@@ -35,7 +35,7 @@ class Needs(NamedTuple):
 
     @property
     def sharing(self) -> int:
-        """The number of processes that share the memory of `device`: on a CPU all of this machine's processes, on a GPU one."""
+        """Returns the number of processes that share the memory of `device`. On a CPU all of this machine's processes do."""
         return world_size() // self.config.trainer.num_nodes if self.device.type == "cpu" else 1
 
 
@@ -44,66 +44,64 @@ def needs_here(config: TrainConfig, vocab_size: int, device: torch.device) -> Ne
 
 
 def free_memory(device: torch.device, root: Path = Path("/")) -> int | None:
-    """Bytes that can still be allocated on `device`, within the limit of a container; None if unknown. root: the folder that
-    has proc/ and sys/.
+    """Returns the bytes that can still be allocated on `device`, or None if the number is unknown.
+
+    The number respects the memory limit of a container. `root` is the folder that contains proc/ and sys/.
     """
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_memory(root)
 
 
 def free_disk(folder: Path) -> int:
-    """Bytes that can be written into `folder`, which need not exist."""
+    """Returns the bytes that can be written into `folder`. The folder need not exist."""
     folder = folder.absolute()
     return shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.exists())).free
 
 
 def require_capacity(needs: Needs, out_dir: Path) -> None:
-    """Raises UserError if the run needs more than this machine's free memory, or than the free space on out_dir's disk."""
+    """Raises UserError if the run needs more memory than this machine has free, or more disk space than out_dir has free."""
     config, vocab_size, device, memory = needs
-    if device.type == "cuda":            # each process builds the whole model in host memory before it moves to its GPU
+    if device.type == "cuda":            # each process builds the whole model in host memory before moving it to a GPU
         processes = world_size() // config.trainer.num_nodes
         weights = FLOAT * n_parameters(config.model, vocab_size)
-        _require_memory(processes * weights, torch.device("cpu"), processes, "take a smaller model=")
+        _require_memory(processes * weights, torch.device("cpu"), processes, "use a smaller model=")
     _require_memory(needs.sharing * memory.least, device, needs.sharing, _advice(needs))
     _require_disk(config, out_dir, vocab_size)
 
 
 def _require_memory(need: int, device: torch.device, processes: int, remedy: str) -> None:
-    """Raises UserError unless `need` bytes are free, the memory that all `processes` on the device are going to allocate."""
     free = free_memory(device)
     if free is not None and need > free:
         where = "the GPU" if device.type == "cuda" else "this machine"
-        used = _used_already(device, processes)
-        already = f", {readable(used)} of it already in use," if used else ""
-        raise UserError(f"training needs at least {readable(need + used)} of memory{already} and {where} has "
+        used = _resident_bytes(device, processes)
+        already = f", of which {readable(used)} are in use already" if used else ""
+        raise UserError(f"training needs at least {readable(need + used)} of memory{already}, but {where} has only "
                         f"{readable(free)} free: {remedy}")
 
 
-def _used_already(device: torch.device, processes: int) -> int:
-    """The bytes in use by the processes; 0 on a GPU, where nothing is built yet."""
-    return processes * resident_memory() if device.type == "cpu" else 0
+def _resident_bytes(device: torch.device, processes: int) -> int:
+    return processes * resident_memory() if device.type == "cpu" else 0          # a GPU holds no part of the run yet
 
 
 def _require_disk(config: TrainConfig, out_dir: Path, vocab_size: int) -> None:
-    """Raises UserError if checkpoints do not fit onto the disk. Earlier checkpoints, to be replaced, count as free space."""
-    reusable = sum(map(size_on_disk, (out_dir / FOLDER).glob("*.ckpt")))
+    reusable = sum(map(size_on_disk, (out_dir / FOLDER).glob("*.ckpt")))         # the run replaces earlier checkpoints
     need, free = checkpoint_bytes(config, vocab_size), free_disk(out_dir) + reusable
     if need > free:
-        raise UserError(f"{n_checkpoints(config.trainer.keep_last)} checkpoints need {readable(need)} of disk, and "
-                        f"{readable(free)} is free at {out_dir}: free some, set out_dir= on another disk, or use "
-                        "trainer.keep_last=1")
+        raise UserError(f"{n_checkpoints(config.trainer.keep_last)} checkpoints need {readable(need)} of disk space, but only "
+                        f"{readable(free)} are free at {out_dir}. Delete some files, set out_dir= to a folder on another "
+                        "disk, or use trainer.keep_last=1")
 
 
 def _advice(needs: Needs) -> str:
-    """The advice at the end of the error: the first remedy with which the run fits, else an option to reduce."""
+    """Returns the first remedy with which the run fits, or else an option to reduce."""
     config, vocab_size, device, memory = needs
     free = free_memory(device)
     for options, need in remedies(config, vocab_size, world_size(), device.type):
         total = needs.sharing * need
         if free is not None and total <= free:
-            return f"with {options} it would be {readable(total + _used_already(device, needs.sharing))}"
+            return f"with {options} training needs {readable(total + _resident_bytes(device, needs.sharing))}"
     if 2 * memory.workers > memory.total:
-        return "take fewer data.num_workers"
+        return "use a smaller data.num_workers="
     if free is None or needs.sharing * memory.fixed < free:
-        return "take a smaller data.batch_size or model.ctx_len"
+        return "use a smaller data.batch_size= or model.ctx_len="
     adapters = config.tune.method == "lora" and memory.gradients > frozen_bytes(config, vocab_size)
-    return "take a smaller tune.rank" if adapters else "take a smaller model="
+    return "use a smaller tune.rank=" if adapters else "use a smaller model="

@@ -1,9 +1,12 @@
-"""Estimates, from a run's configuration alone, the memory and the disk space that the run needs.
+"""Estimates the memory and the disk space that a run needs, from the run's configuration alone.
 
-The table shows the memory of one process, in floats of 4 bytes. N: tokens of one batch in one process; C = n_embd; V:
-vocabulary size; L: layers. From the model's generation: P, the number of parameters (the sum of its shapes); K, a block's saved
-activations per token (saved_activations); W, the operator's working values per token (operator_work); S, the values of a state
-per row:
+The table shows the memory of one process, in floats of 4 bytes. The symbols are:
+
+    N, C, V, L    tokens of one batch in one process, n_embd, vocabulary size, layers
+    P             parameters of the model
+    K             a block's saved activations per token (saved_activations of the model's generation)
+    W             the operator's working values per token (operator_work)
+    S             values of a state per row
 
     weights, gradients, Adam's two moments             4 P; with fsdp each process has its shard, but whole gradients when
                                                        accumulating; with tune=lora or state gradients and moments only
@@ -43,21 +46,20 @@ from rwkv.training.device import device_for, dtype_for
 from rwkv.training.optim import adamw8bit
 
 FLOAT = 4                                # bytes
-NARROW = 2                               # bytes per value of a frozen embedding and head, as in released files
-MOMENTS = 2                              # Adam's
+NARROW = 2                               # a frozen embedding and head take 2 bytes per value, as in released files
+MOMENTS = 2                              # Adam has two moments
 RECOMPUTED = 40                          # values per token / n_embd in the backward pass of a block that recomputes
                                          # what is between its matrix products
-HOLES = 1.25                             # heap fragmentation: factor on activations and loss where memory is returned after
-                                         # each block
-SMALL_RUN = 5 * 10 ** 8                  # bytes without the program; smaller runs do not trade speed for memory
+HOLES = 1.25                             # a fragmented heap multiplies the memory of activations and loss by this factor
+SMALL_RUN = 5 * 10 ** 8                  # a run of fewer bytes, without the program, does not trade speed for memory
 DATA_WORKER = 100 * 2 ** 20              # unshared bytes of a data-loader process
-MIN_FRACTION = 0.75                      # fraction of activations and loss that must fit; else a run is refused
-BEST, BEING_WRITTEN = 1, 1               # checkpoints on disk in addition to the trainer.keep_last newest
+MIN_FRACTION = 0.75                      # a run is refused unless this fraction of activations and loss fits
+BEST, BEING_WRITTEN = 1, 1               # the disk holds these checkpoints in addition to the trainer.keep_last newest
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes that one process needs for training, in addition to its program and libraries."""
+    """The bytes that training needs in one process, in addition to the program and libraries."""
 
     weights: int
     gradients: int
@@ -68,7 +70,7 @@ class Memory:
 
     @property
     def fixed(self) -> int:
-        """Bytes of weights, gradients and optimiser, which a smaller batch does not reduce."""
+        """Returns the bytes of weights, gradients and optimiser, which a smaller batch does not reduce."""
         return self.weights + self.gradients + self.optimiser
 
     @property
@@ -77,14 +79,17 @@ class Memory:
 
     @property
     def least(self) -> int:
-        """The bytes that must be free. Of activations and loss, which are estimates, only the part MIN_FRACTION counts."""
+        """Returns the bytes that must be free. Only MIN_FRACTION of activations and loss counts, because both are estimates."""
         return self.fixed + round(MIN_FRACTION * (self.total - self.fixed))
 
 
 def estimate(config: TrainConfig, vocab_size: int, processes: int = 1, gpu_memory: int | None = None) -> Memory:
-    """The memory of each of the `processes` that share data.batch_size.
+    """Returns the memory that each process needs.
 
-    gpu_memory: in a plan for other machines, the memory of each process's GPU in bytes; None for this machine's device.
+    Args:
+        processes: the number of processes, which share the rows of data.batch_size.
+        gpu_memory: the bytes of memory of each process's GPU, in a plan for other machines. None stands for this machine's
+            device.
     """
     trainer = config.trainer
     model = generation(config.model)
@@ -122,17 +127,17 @@ def estimate(config: TrainConfig, vocab_size: int, processes: int = 1, gpu_memor
         activations += FLOAT * vocab_size * C // 2 if rounded else _weight_cache_bytes(config, vocab_size, weights)
     if trainer.tbptt:
         activations += N // config.model.ctx_len * state_nbytes(config.model) + FLOAT * 2 * N * C
-    if gpu_memory is None and _has_holes(config):
+    if gpu_memory is None and _fragments_heap(config):
         activations = round(HOLES * activations)
         loss = round(HOLES * loss)
     return Memory(weights, gradients, moments, round(activations), loss, config.data.num_workers * DATA_WORKER)
 
 
 def _loss_bytes(config: TrainConfig, vocab_size: int, N: int, head: int, gpu_memory: int | None) -> int:
-    """The bytes that the loss of N tokens takes. head: the bytes of the head's gradient.
+    """Returns the bytes that the loss of N tokens takes. `head` is the bytes of the head's gradient.
 
-    In half precision, several chunks accumulate into a second gradient of the head. A GPU has one copy of a chunk's logits, in
-    the dtype of the product; a CPU has two in half precision.
+    In half precision, several chunks accumulate into a second gradient of the head. A GPU has one copy of a chunk's logits in
+    the dtype of the product. A CPU has two copies in half precision.
     """
     half = dtype_for(config.trainer.precision) != torch.float32
     device = torch.device("cuda") if gpu_memory else device_for(config.trainer.accelerator)
@@ -147,7 +152,7 @@ def _loss_bytes(config: TrainConfig, vocab_size: int, N: int, head: int, gpu_mem
 
 
 def _weight_cache_bytes(config: TrainConfig, vocab_size: int, weights: int) -> int:
-    """The bytes of the half-precision weight cache (rwkv/model/weight_cache.py). weights: bytes of a process's weights."""
+    """Returns the bytes of the half-precision weight cache. `weights` is the bytes of a process's weights."""
     if not config.trainer.optim_in_backward:
         return weights // 2
     total = FLOAT * n_parameters(config.model, vocab_size) // 2
@@ -155,8 +160,10 @@ def _weight_cache_bytes(config: TrainConfig, vocab_size: int, weights: int) -> i
 
 
 def _fsdp_bytes(config: TrainConfig, vocab_size: int) -> int:
-    """The bytes that a process needs with trainer=fsdp in addition to its shards: the embedding and the head in float32; the
-    current and the prefetched block, and one block's gradients, in the dtype of the products; and their sum in float32.
+    """Returns the bytes that a process needs with trainer=fsdp in addition to the shards.
+
+    The embedding and the head are in float32. The current block, the prefetched block and one block's gradients are in the
+    dtype of the products. The sum of the gradients is in float32.
     """
     itemsize = FLOAT if dtype_for(config.trainer.precision) == torch.float32 else NARROW
     return (FLOAT * n_outside_blocks(config, vocab_size)
@@ -164,12 +171,11 @@ def _fsdp_bytes(config: TrainConfig, vocab_size: int) -> int:
 
 
 def n_outside_blocks(config: TrainConfig, vocab_size: int) -> int:
-    """The number of parameters of the embedding and the head."""
+    """Returns the number of parameters of the embedding and the head."""
     return 2 * vocab_size * config.model.n_embd
 
 
 def _largest_block(config: TrainConfig, vocab_size: int) -> int:
-    """The number of parameters of the largest block."""
     sizes = dict.fromkeys(range(config.model.n_layer), 0)
     for name, shape in generation(config.model).shapes(config.model, vocab_size).items():
         if name.startswith("blocks."):
@@ -178,25 +184,29 @@ def _largest_block(config: TrainConfig, vocab_size: int) -> int:
 
 
 def gives_back(config: TrainConfig, need: Memory) -> bool:
-    """Whether a run returns memory to the system after each block. Large runs on a CPU do, since their heap would fragment."""
-    return _has_holes(config) and need.total > SMALL_RUN
+    """Returns True if a run returns memory to the system after each block, as large runs on a CPU do.
+
+    Otherwise the heap of such a run would fragment.
+    """
+    return _fragments_heap(config) and need.total > SMALL_RUN
 
 
-def _has_holes(config: TrainConfig) -> bool:
+def _fragments_heap(config: TrainConfig) -> bool:
     on_cpu = device_for(config.trainer.accelerator).type == "cpu"
     tuned_malloc = config.trainer.malloc == "tuned" and config.trainer.strategy != "fsdp"
     return on_cpu and sys.platform == "linux" and tuned_malloc and _recomputes(config)
 
 
 def _recomputes(config: TrainConfig) -> bool:
-    """Whether blocks save only the outputs of large matrix products and recompute the rest in backward."""
+    """Returns True if blocks save only the outputs of large matrix products and recompute the rest in the backward pass."""
     packed = config.data.name == "chat" and not config.trainer.tbptt
     return (config.tune.method != "full" or packed) and not config.trainer.compile
 
 
 def _saved_per_token(config: TrainConfig) -> float:
-    """A block's saved activations per token, in float32 values. int8 products return float32 in half precision too."""
+    """Returns a block's saved activations per token, as a number of float32 values."""
     model = generation(config.model)
+    # int8 products return float32 in half precision too
     half = dtype_for(config.trainer.precision) != torch.float32 and config.tune.base != "int8"
     if not _recomputes(config):
         saved: float = model.saved_activations(config.model, half)
@@ -216,7 +226,6 @@ def n_trained(config: TrainConfig, vocab_size: int) -> int:
 
 
 def _trained_sizes(config: TrainConfig, vocab_size: int) -> list[int]:
-    """The size of each trained parameter."""
     tune = config.tune
     if tune.method == "full":
         return [math.prod(shape) for shape in generation(config.model).shapes(config.model, vocab_size).values()]
@@ -231,7 +240,7 @@ def moment_bytes_8bit(config: TrainConfig, vocab_size: int) -> int:
 
 
 def frozen_bytes(config: TrainConfig, vocab_size: int) -> int:
-    """The bytes of the frozen weights. If the file is in float32, embedding and head take twice the bytes counted here."""
+    """Returns the bytes of the frozen weights. With a float32 file, embedding and head take twice as many as counted."""
     base = config.tune.base
     shapes = generation(config.model).shapes(config.model, vocab_size)
     sizes: dict[str, float] = dict.fromkeys(_linear_shapes(config, vocab_size), BITS[base] / 8)
@@ -240,14 +249,12 @@ def frozen_bytes(config: TrainConfig, vocab_size: int) -> int:
 
 
 def _linear_shapes(config: TrainConfig, vocab_size: int) -> dict[str, tuple[int, ...]]:
-    """The names and shapes of the linear layers of all blocks."""
     model = generation(config.model)
     return {name: shape for name, shape in model.shapes(config.model, vocab_size).items()
             if name.startswith("blocks.") and is_linear_weight(name, model.group(name))}
 
 
 def _adapted_shapes(config: TrainConfig, vocab_size: int) -> list[tuple[int, ...]]:
-    """The shapes of the matrices that get an adapter."""
     if config.tune.method != "lora":
         return []
     layers = chosen(config.model, config.tune.modules)
@@ -260,12 +267,12 @@ def n_checkpoints(keep_last: int) -> int:
 
 
 def checkpoint_bytes(config: TrainConfig, vocab_size: int) -> int:
-    """The peak disk use of a run's checkpoints."""
+    """Returns the peak number of bytes that a run's checkpoints take on the disk."""
     return n_checkpoints(config.trainer.keep_last) * one_checkpoint_bytes(config, vocab_size)
 
 
 def one_checkpoint_bytes(config: TrainConfig, vocab_size: int) -> int:
-    """The size of one checkpoint: trained parameters and their moments."""
+    """Returns the bytes of one checkpoint, which holds the trained parameters and the moments."""
     trained = FLOAT * n_trained(config, vocab_size)
     if config.optim.name == EIGHT_BITS:
         return trained + moment_bytes_8bit(config, vocab_size)
@@ -273,7 +280,7 @@ def one_checkpoint_bytes(config: TrainConfig, vocab_size: int) -> int:
 
 
 def readable(size: int | None) -> str:
-    """A human-readable size: 1.2 GB."""
+    """Returns a size in bytes as text, such as 1.2 GB."""
     if size is None:
         return "an unknown amount"
     unit, name = (1e9, "GB") if size >= 1e9 else (1e6, "MB")

@@ -1,4 +1,4 @@
-"""The lines of a plan on the run's memory, with the options that would make the run fit."""
+"""Formats the plan's lines on the run's memory and on the options that would make the run fit."""
 
 import re
 from collections.abc import Iterable, Iterator
@@ -10,11 +10,14 @@ from rwkv.training.memory.remedies import RECOMPUTED, Remedy, Variant, remedies
 
 
 def memory_lines(needs: Needs, programs: int) -> Iterator[tuple[str, str]]:
-    """The plan's lines on the memory of one process. programs: bytes in use by its program and libraries; 0 on a GPU."""
+    """Yields the plan's lines on the memory of one process, each as (subject, text).
+
+    `programs` is the bytes in use by the program and libraries, or 0 on a GPU.
+    """
     config, vocab_size, device, need = needs
     free = free_memory(device)
-    already = f", {readable(programs)} of it already in use" if programs else ""
-    yield "memory", f"about {readable(programs + need.total)} for each process{already}; {readable(free)} is free"
+    already = f", of which {readable(programs)} are in use already" if programs else ""
+    yield "memory", f"about {readable(programs + need.total)} for each process{already}; {readable(free)} are free"
     yield "", ((f"program and libraries {readable(programs)}, " if programs else "")
                + f"weights {readable(need.weights)}, gradients {readable(need.gradients)}, "
                + f"optimiser {readable(need.optimiser)}, loss {readable(need.loss)}"
@@ -29,8 +32,10 @@ def memory_lines(needs: Needs, programs: int) -> Iterator[tuple[str, str]]:
 
 
 def would_fit(candidates: Iterable[Remedy], free: int, programs: int) -> Iterator[tuple[str, str]]:
-    """Yields a line for each remedy that fits into `free` bytes: the memory, `programs` included, and the options. Of remedies
-    that differ only in numbers, only the first is listed.
+    """Yields a line for each remedy with which the run fits into `free` bytes: the memory, `programs` included, and the
+    options.
+
+    If several remedies differ only in numbers, only the first gets a line.
     """
     subject, kinds = "would fit", set()
     for options, need in candidates:

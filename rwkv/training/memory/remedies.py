@@ -1,7 +1,7 @@
-"""Options that would make a run fit into memory.
+"""Suggests options that would make a run fit into memory, in order of cost.
 
-They are in order of cost: first options that keep the training steps identical, then other optimisers, fewer rows per step and
-LoRA; last comes training on more devices.
+The first options keep the training steps identical. Other optimisers, fewer rows per step and LoRA follow. Training on more
+devices comes last.
 """
 
 from collections.abc import Iterator
@@ -14,23 +14,23 @@ from rwkv.errors import UserError
 from rwkv.io.json_types import JsonMapping, JsonObject
 from rwkv.training.memory.estimate import Memory, estimate
 
-MAX_DEVICES = 1024                       # the largest number of devices to try
+MAX_DEVICES = 1024                       # the largest number of devices that is tried
 RECOMPUTED = {"trainer.activation_checkpointing": True}
 IN_BACKWARD = {"trainer.optim_in_backward": True, "optim.grad_clip": 0.0}
 ROUNDED = {"optim.name": EIGHT_BITS}
-GROUPS = {"optim.name": "optim", "tune.method": "tune", "trainer.strategy": "trainer"}       # options that a group's file sets
-Options = JsonMapping                    # dotted key -> value
+GROUPS = {"optim.name": "optim", "tune.method": "tune", "trainer.strategy": "trainer"}       # files of groups set these
+Options = JsonMapping                    # maps dotted keys to values
 
 
 class Remedy(NamedTuple):
-    """A way to save memory. options: a text, as on the command line. need: the bytes of each process, as in Memory.total."""
+    """Options that save memory, as typed on the command line, and the bytes that each process then needs."""
 
     options: str
     need: int
 
 
 class Variant(NamedTuple):
-    """A configuration with some options replaced, and the memory of each process."""
+    """A configuration with some options replaced, and the memory that each process needs."""
 
     config: TrainConfig
     memory: Memory
@@ -38,32 +38,34 @@ class Variant(NamedTuple):
     @classmethod
     def of(cls, config: TrainConfig, options: Options, vocab_size: int, processes: int = 1,
            gpu_memory: int | None = None) -> "Variant":
-        """A variant; the other arguments are as for `estimate`. Raises UserError for options that are invalid together."""
+        """Replaces `options` in `config` and estimates the memory. Raises UserError if the options are invalid together."""
         changed = with_keys(config, options)
         return cls(changed, estimate(changed, vocab_size, processes, gpu_memory))
 
 
 def remedies(config: TrainConfig, vocab_size: int, processes: int, device: str,
              gpu_memory: int | None = None) -> Iterator[Remedy]:
-    """The remedies that are compatible with the other options, whether or not the run then fits.
+    """Yields the remedies that are compatible with the other options. The run need not fit with a remedy.
 
-    processes: the number of processes that share data.batch_size. device: cpu or cuda; only on GPUs do more processes add
-    memory. gpu_memory: as for `estimate`.
+    Args:
+        processes: the number of processes, which share the rows of data.batch_size.
+        device: cpu or cuda. Only on GPUs do more processes add memory.
+        gpu_memory: the bytes of memory of each process's GPU, as for `estimate`.
     """
-    sharded = _sharded(config, processes) if device == "cuda" else ()
+    sharded = _more_gpus(config, processes) if device == "cuda" else ()
     for options in (*_same_steps(config, processes), *_other_steps(config, processes), *sharded):
         new = {key: value for key, value in options.items() if attrgetter(key)(config) != value}
         try:
             variant = Variant.of(config, new, vocab_size, options.get("trainer.devices", processes), gpu_memory)
             variant.config.require_separate_updates()
-        except UserError:                # conflicting options
+        except UserError:                # the options conflict
             continue
         if new:
             yield Remedy(as_typed(new), variant.memory.total)
 
 
 def with_keys(config: TrainConfig, options: Options) -> TrainConfig:
-    """The configuration with these options replaced. Raises UserError for invalid values."""
+    """Returns the configuration with these options replaced. Raises UserError for invalid values."""
     groups: dict[str, JsonObject] = {}
     for key, value in options.items():
         group, _, name = key.partition(".")
@@ -78,7 +80,7 @@ def as_typed(options: Options) -> str:
 
 
 def _same_steps(config: TrainConfig, processes: int) -> Iterator[Options]:
-    """Remedies with identical steps, up to rounding."""
+    # Up to rounding, these options keep the steps identical
     yield RECOMPUTED
     if config.trainer.precision == "32-true":
         yield RECOMPUTED | {"trainer.precision": "bf16-mixed"}
@@ -89,7 +91,7 @@ def _same_steps(config: TrainConfig, processes: int) -> Iterator[Options]:
 
 
 def _other_steps(config: TrainConfig, processes: int) -> Iterator[Options]:
-    """Remedies that change the steps: no clipping, 8-bit moments, fewer rows, or LoRA."""
+    # These options change the steps: no clipping, 8-bit moments, fewer rows, or LoRA
     rounded = {} if config.optim.name in ORTHOGONAL else ROUNDED
     yield RECOMPUTED | IN_BACKWARD
     yield RECOMPUTED | rounded
@@ -102,8 +104,8 @@ def _other_steps(config: TrainConfig, processes: int) -> Iterator[Options]:
         yield RECOMPUTED | {"tune.method": "lora", "tune.base": "bfloat16"}
 
 
-def _sharded(config: TrainConfig, processes: int) -> Iterator[Options]:
-    """Remedies that shard weights, gradients and moments over more and more GPUs, with at least one row each."""
+def _more_gpus(config: TrainConfig, processes: int) -> Iterator[Options]:
+    """Yields options that shard weights, gradients and moments over more and more GPUs, with at least one row for each GPU."""
     count = 2 * processes if config.trainer.strategy == "fsdp" else 2
     while count <= MAX_DEVICES:
         rows = max(config.data.batch_size, count)

@@ -1,8 +1,8 @@
 """Chooses options that reduce the memory of a new run with init_from=.
 
-First comes gradient accumulation: a step is split into passes of a few rows. The data order and the weights of targets do not
-change, so the step is the same, but takes a fraction of the memory for activations. If the run would still exceed the free
-memory, freed memory blocks are returned to the system; if the run exceeds it even then, activations are recomputed too.
+The first choice is gradient accumulation, which splits a step into passes of a few rows. The data order and the weights of
+targets do not change, so the step is the same, but activations take a fraction of the memory. If the run would still exceed the
+free memory, the run returns freed memory blocks to the system. If even that does not suffice, the run recomputes activations.
 """
 
 from collections.abc import Collection
@@ -12,16 +12,16 @@ from rwkv.training.device import device_for
 from rwkv.training.memory.estimate import SMALL_RUN, readable
 from rwkv.training.memory.remedies import Options, Variant, as_typed, with_keys
 
-PASS_TOKENS = 512                        # least tokens of a pass on a CPU, for full-speed matrix products
+PASS_TOKENS = 512                        # on a CPU, passes with fewer tokens have slower matrix products
 SMALLER: tuple[Options, ...] = ({"trainer.malloc": "small"},
                                 {"trainer.malloc": "small", "trainer.activation_checkpointing": True})
 
 
 def with_passes(config: TrainConfig, vocab_size: int, user_keys: Collection[str]) -> tuple[TrainConfig, str | None]:
-    """The configuration with steps split into the smallest passes of at least PASS_TOKENS, and a note for the plan.
+    """Splits the steps into the smallest passes of at least PASS_TOKENS, and returns the configuration and a note for the plan.
 
-    Steps are split only in a single process on a CPU, if no other option counts batches, and if weights are frozen or the run
-    needs more memory than SMALL_RUN.
+    Only a single process on a CPU splits steps, and only if no other option counts batches. In addition, weights must be
+    frozen, or the run must need more memory than SMALL_RUN.
     """
     rows, trainer = config.data.batch_size, config.trainer
     counts_batches = (trainer.tbptt or trainer.overfit_batches or trainer.strategy != "single" or trainer.optim_in_backward
@@ -34,23 +34,22 @@ def with_passes(config: TrainConfig, vocab_size: int, user_keys: Collection[str]
         return config, None
     accumulate = trainer.accumulate * rows // pass_rows
     options = {"data.batch_size": pass_rows, "trainer.accumulate": accumulate}
-    return with_keys(config, options), (f"accumulates the {rows * trainer.accumulate} rows of a step in passes of {pass_rows}: "
+    return with_keys(config, options), (f"a step accumulates {rows * trainer.accumulate} rows in passes of {pass_rows}: "
                                         f"{as_typed(options)} (same step, less memory)")
 
 
 def same_step(config: TrainConfig, run: TrainConfig) -> bool:
-    """Whether with_passes has split the steps of `run`, and a step of `config` has as many rows as a step of `run`."""
+    """Returns True if with_passes has split the steps of `run`, and a step of `config` has as many rows as a step of `run`."""
     rows, run_rows = (each.data.batch_size * each.trainer.accumulate for each in (config, run))
     return run.init_from is not None and run.data.batch_size < config.data.batch_size and rows == run_rows
 
 
 def fit_memory(config: TrainConfig, vocab_size: int, user_keys: Collection[str],
                free: int | None) -> tuple[TrainConfig, str | None]:
-    """The configuration with the first options in SMALLER with which the run fits into `free` bytes, or else with the last of
-    SMALLER; and a note for the plan.
+    """Replaces options so that the run fits into `free` bytes, and returns the configuration and a note for the plan.
 
-    Returns the configuration unchanged, and None, if the run fits, if the user has set one of these options, or if free is None
-    (unknown).
+    The new options are the first in SMALLER with which the run fits, or else the last. The configuration is returned unchanged,
+    with None, if the run fits already, if the user has set one of these options, or if `free` is None, which means unknown.
     """
     need = Variant.of(config, {}, vocab_size).memory.total
     if free is None or need <= free or not {*user_keys}.isdisjoint(SMALLER[-1]):
@@ -59,4 +58,4 @@ def fit_memory(config: TrainConfig, vocab_size: int, user_keys: Collection[str],
         smaller = Variant.of(config, options, vocab_size)
         if smaller.memory.total <= free:
             break
-    return smaller.config, f"{as_typed(options)} (slower): otherwise training needs {readable(need)}; {readable(free)} is free"
+    return smaller.config, f"{as_typed(options)} (slower): otherwise training needs {readable(need)}; {readable(free)} are free"

@@ -1,1 +1,1 @@
-"""Optimisers, their parameter groups and schedule, and the loss scale of float16."""
+"""Provides the optimisers, their parameter groups and schedule, and the loss scale of float16."""

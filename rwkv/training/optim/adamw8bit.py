@@ -1,13 +1,15 @@
-"""AdamW with both moments in 8 bits, which take a quarter of float32's memory. The update itself is torch's AdamW in float32.
+"""Implements AdamW with both moments in 8 bits. The moments take a quarter of the memory that float32 moments take.
 
-A moment is quantised in blocks of BLOCK numbers: each number is an 8-bit code for one of 256 levels, times the largest
-magnitude of its block. The levels are dense near 0: each decade from 1 down to 1e-7 is divided into equal steps, and has twice
-as many steps as the next lower decade. Source: Dettmers et al., "8-bit Optimizers via Block-wise Quantization" (arXiv
-2110.02861), section 2. A second moment above 0 is never rounded to 0, because the next small gradient would then cause a large
-step: Li et al., "Memory Efficient Optimizers with 4-bit States" (arXiv 2309.01507), section 4. Parameters of fewer than LEAST
-numbers, such as a block's vectors, have float32 moments, as do parameters whose size is not a multiple of BLOCK.
+The update is torch's AdamW in float32. A moment is quantised in blocks of BLOCK numbers. Each number is an 8-bit code for one
+of 256 levels, times the largest magnitude of the block. The levels are dense near 0: each decade from 1 down to 1e-7 is divided
+into equal steps, and has twice as many steps as the next lower decade. Source: Dettmers et al., "8-bit Optimizers via
+Block-wise Quantization" (arXiv 2110.02861), section 2.
 
-The state consists of plain tensors, so that checkpoints can be read without another library.
+A second moment above 0 is never rounded to 0, because the next small gradient would then cause a large step. Source: Li et al.,
+"Memory Efficient Optimizers with 4-bit States" (arXiv 2309.01507), section 4.
+
+Parameters of fewer than LEAST numbers, such as a block's vectors, have float32 moments. So do parameters whose size is not a
+multiple of BLOCK. The state consists of plain tensors, so that checkpoints can be read without another library.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,18 +23,18 @@ from torch.optim.optimizer import ParamsT
 
 from rwkv.io.json_types import StateDict
 
-BLOCK = 256                              # numbers in a block, which share a scale
-LEAST = 4096                             # minimum size of a parameter with 8-bit moments
-CHUNK = 2 ** 23                          # numbers updated at a time, a multiple of BLOCK; bounds float32 copies
+BLOCK = 256                              # a block has this many numbers, which share a scale
+LEAST = 4096                             # smaller parameters have no 8-bit moments
+CHUNK = 2 ** 23                          # a multiple of BLOCK; this many numbers at a time are updated, to bound float32 copies
 WORK = 5                                 # float32 copies of a chunk: two moments, and temporaries for rounding
-SMALLEST_SCALE = torch.finfo(torch.float32).tiny         # least scale of a block, against division by 0
-DECADES = 7                              # decades of levels, from 1 down to 1e-7
-MOMENTS = {"exp_avg": True, "exp_avg_sq": False}         # torch's names, and whether the moment has a sign
-SCALE = "_scale"                         # suffix of a moment's name: the scales of its blocks
+SMALLEST_SCALE = torch.finfo(torch.float32).tiny         # prevents a division by 0
+DECADES = 7                              # the levels span the decades from 1 down to 1e-7
+MOMENTS = {"exp_avg": True, "exp_avg_sq": False}         # maps torch's names to True if the moment has a sign
+SCALE = "_scale"                         # a moment's name with this suffix names the scales
 
 
 class AdamW8bit(torch.optim.Optimizer):
-    """AdamW with 8-bit moments. groups, lr, betas and eps are as for torch.optim.AdamW. The parameters must be contiguous."""
+    """AdamW with 8-bit moments. The arguments are as for torch.optim.AdamW, and the parameters must be contiguous."""
 
     def __init__(self, groups: ParamsT, lr: float, betas: tuple[float, float], eps: float,
                  fused: bool = True) -> None:
@@ -51,7 +53,7 @@ class AdamW8bit(torch.optim.Optimizer):
         return loss
 
     def load_state_dict(self, state_dict: StateDict) -> None:
-        """Loads the state unconverted: torch's own method would convert the codes to the parameters' dtype."""
+        """Loads the state without conversion. torch's own method would convert the codes to the parameters' dtype."""
         super().load_state_dict(state_dict | {"state": {}})
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         for number, state in state_dict["state"].items():
@@ -72,12 +74,12 @@ class AdamW8bit(torch.optim.Optimizer):
 
 
 def is_in_8_bits(numbers: int) -> bool:
-    """Whether a parameter of this size has 8-bit moments."""
+    """Returns True if a parameter with this many numbers has 8-bit moments."""
     return numbers >= LEAST and numbers % BLOCK == 0
 
 
 def moment_bytes(numbers: int) -> float:
-    """The bytes of both moments of a parameter."""
+    """Returns the bytes of both moments of a parameter with this many numbers."""
     return len(MOMENTS) * numbers * (1 + 4 / BLOCK if is_in_8_bits(numbers) else 4)
 
 
@@ -95,7 +97,7 @@ def _initial_state(parameter: Tensor) -> dict[str, Tensor]:
 
 
 def _moments_in_chunks(state: dict[str, Tensor], numbers: int) -> Iterator[tuple[dict[str, Tensor], slice]]:
-    """Yields each chunk's moments in float32, which the caller updates in place, and its slice; then stores the moments."""
+    """Yields the float32 moments and the slice of each chunk. The caller updates the moments in place before the next chunk."""
     if not is_in_8_bits(numbers):
         yield {name: state[name] for name in MOMENTS}, slice(0, numbers)
         return
@@ -109,22 +111,22 @@ def _moments_in_chunks(state: dict[str, Tensor], numbers: int) -> Iterator[tuple
 
 
 def quantized(numbers: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
-    """numbers (n,) float32 -> (the nearest levels' codes (n,) uint8, scales (n / BLOCK,))."""
+    """Quantises numbers (n,) float32. Returns the codes (n,) uint8 of the nearest levels, and the scales (n / BLOCK,)."""
     blocks = numbers.view(-1, BLOCK)
     scales = torch.linalg.vector_norm(blocks, torch.inf, 1)
     normal = blocks / scales.clamp(min=SMALLEST_SCALE).unsqueeze(1)
-    return torch.bucketize(normal, _limits(signed, numbers.device), out_int32=True).to(torch.uint8).view(-1), scales
+    return torch.bucketize(normal, _upper_limits(signed, numbers.device), out_int32=True).to(torch.uint8).view(-1), scales
 
 
 def dequantized(codes: Tensor, scales: Tensor, signed: bool) -> Tensor:
-    """The inverse of `quantized`: returns the numbers, (n,) float32, that codes and scales stand for."""
+    """Inverts `quantized`. Returns the numbers (n,) float32 for codes (n,) uint8 and scales (n / BLOCK,)."""
     levels = _levels(signed, codes.device)
     return (levels[codes.int()].view(-1, BLOCK) * scales.unsqueeze(1)).view(-1)
 
 
 @cache
 def _levels(signed: bool, device: torch.device) -> Tensor:
-    """The 256 levels in ascending order: 0, 1 and the midpoints of the steps."""
+    # The 256 levels are 0, 1 and the midpoints of the steps
     levels = [torch.tensor([0.0, 1.0])]
     for decade in range(DECADES):
         edges = torch.linspace(0.1, 1, 2 ** (DECADES - signed - decade) + 1)
@@ -134,12 +136,10 @@ def _levels(signed: bool, device: torch.device) -> Tensor:
 
 
 @cache
-def _limits(signed: bool, device: torch.device) -> Tensor:
-    """The upper limits (255,) of all levels but the last: midpoints to the next level. Without a sign, only 0 itself is rounded
-    to 0.
-    """
+def _upper_limits(signed: bool, device: torch.device) -> Tensor:
+    # The upper limit of a level is the midpoint to the next level; the last level has none
     levels = _levels(signed, device)
     limits = (levels[1:] + levels[:-1]) / 2
-    if not signed:
+    if not signed:                       # only 0 itself is rounded to 0
         limits[0] = 0
     return limits

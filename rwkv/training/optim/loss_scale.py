@@ -1,7 +1,8 @@
-"""For trainer.precision=fp16-mixed: repeats a step whose gradients overflow, with smaller loss scales, until it succeeds.
+"""Repeats a step of trainer.precision=fp16-mixed whose gradients overflow, with smaller and smaller loss scales.
 
-torch's GradScaler skips such a step and halves the loss scale. A skipped step uses up its data and its position in the schedule
-without changing a weight. So here the step's batches are recomputed, with trainer.tbptt from the states before the step.
+torch's GradScaler skips such a step and halves the loss scale. A skipped step uses up data and a position in the schedule
+without changing a weight. Therefore this module recomputes the step's batches. With trainer.tbptt, the recomputation begins
+with the states before the step.
 """
 
 from collections.abc import Callable
@@ -15,11 +16,11 @@ from lightning.pytorch.strategies import ParallelStrategy
 from rwkv.training.errors import Diverged
 from rwkv.training.tbptt import Carried
 
-MAX_ATTEMPTS = 30                        # attempts per step; by then the initial scale, 2^16, is far below 1
+MAX_ATTEMPTS = 30                        # after so many attempts, the initial scale of 2^16 is far below 1
 
 
 class LossScale:
-    """Stores the batches of the current step and repeats it if gradients overflow. scaler: a GradScaler."""
+    """Stores the batches of the current step and repeats the step if gradients overflow."""
 
     def __init__(self, trainer: lightning.Trainer, scaler: torch.amp.GradScaler, carried: Carried) -> None:
         self._trainer, self._scaler, self._carried = trainer, scaler, carried
@@ -27,30 +28,29 @@ class LossScale:
         self._states = carried.states()
 
     def begin(self, batch: object, batch_idx: int) -> None:
-        """Records a batch; called before each batch of a step."""
+        """Records a batch. Call this method before each batch of a step."""
         if batch_idx % self._trainer.accumulate_grad_batches == 0:
             self._batches, self._states = [], self._carried.states()
         self._batches.append((batch, batch_idx))
 
-    def step(self, take: Callable[[], None], optimizer: torch.optim.Optimizer | LightningOptimizer) -> None:
-        """Calls take() until the scaler does not skip the step. take() computes the step's last batch and steps the optimiser.
+    def step(self, take_step: Callable[[], None], optimizer: torch.optim.Optimizer | LightningOptimizer) -> None:
+        """Calls take_step() until the scaler does not skip the step. Raises Diverged after MAX_ATTEMPTS attempts.
 
-        Raises Diverged after MAX_ATTEMPTS attempts.
+        `take_step` computes the step's last batch and steps the optimiser.
         """
         for attempt in range(MAX_ATTEMPTS):
             if attempt:
                 self._compute_earlier_batches(optimizer)
             scale = self._scaler.get_scale()
-            take()
+            take_step()
             if self._scaler.get_scale() >= scale:        # only a skipped step lowers the scale
                 return
         step, scale = self._trainer.global_step + 1, self._scaler.get_scale()
         raise Diverged(f"training diverged: at step {step} the gradients in float16 are not finite, even with a loss scale of "
-                       f"{scale:.3g}; try a lower optim.lr or trainer.precision=bf16-mixed in a new run; the checkpoints of "
-                       "earlier steps are intact")
+                       f"{scale:.3g}. Start a new run with a lower optim.lr= or with trainer.precision=bf16-mixed. The "
+                       "checkpoints of earlier steps are intact")
 
     def _compute_earlier_batches(self, optimizer: torch.optim.Optimizer | LightningOptimizer) -> None:
-        """Recomputes the gradients of all batches of the step but the last, as Lightning's loop does."""
         optimizer.zero_grad()
         self._carried.restore(self._states)
         strategy = self._trainer.strategy

@@ -1,4 +1,4 @@
-"""The optimisers by name, their parameter groups and the learning-rate schedule."""
+"""Provides the optimisers by name, the parameter groups and the learning-rate schedule."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -15,11 +15,10 @@ from rwkv.training.optim.muon import Muon
 
 
 def parameter_groups(model: Model, optim: OptimConfig) -> list[dict[str, Any]]:
-    """The optimiser's groups of parameters; a group has one learning rate and weight decay. Vectors and low-rank matrices do
-    not decay.
+    """Returns the optimiser's parameter groups, each with one learning rate and one weight decay.
 
-    muon and normuon orthogonalise the updates of the blocks' matrices, except of the gates: AdamW trains these as well, at a
-    lower cost.
+    Vectors and low-rank matrices have no weight decay. muon and normuon orthogonalise the updates of the blocks' matrices,
+    except for the gates, which AdamW trains equally well at a lower cost.
     """
     groups: dict[tuple[float, float, bool], list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
@@ -37,13 +36,17 @@ def parameter_groups(model: Model, optim: OptimConfig) -> list[dict[str, Any]]:
 
 
 def lr_scale(name: str, scales: Mapping[str, str], optim: OptimConfig) -> float:
-    """The learning rate of a parameter as a multiple of optim.lr. scales: LR_SCALES of the model's generation."""
+    """Returns a parameter's learning rate as a multiple of optim.lr. `scales` is LR_SCALES of the model's generation."""
     last = name.rpartition(".")[2]
     return next((float(getattr(optim, option)) for begin, option in scales.items() if last.startswith(begin)), 1.0)
 
 
 def lr_factor(optim: OptimConfig, max_steps: int) -> Callable[[int], float]:
-    """The learning rate at a step as a multiple of optim.lr: a linear warm-up, then optim.schedule to min_lr at max_steps."""
+    """Returns a function of the step that gives the learning rate as a multiple of optim.lr.
+
+    The learning rate rises linearly during the warm-up. Then optim.schedule, unless constant, lowers it to optim.last_lr at
+    `max_steps`.
+    """
     lowest = optim.last_lr / optim.lr
 
     def factor(step: int) -> float:
@@ -62,9 +65,8 @@ def lr_factor(optim: OptimConfig, max_steps: int) -> Callable[[int], float]:
 def update_in_backward(optimizer: torch.optim.Optimizer) -> None:
     """Makes each backward pass update a parameter as soon as its gradient is complete, and then free the gradient.
 
-    The optimiser's own step then has no gradients and changes nothing. The optimiser's options, state and checkpoints are the
-    same as without this function. The optimiser must not make the update of a parameter depend on the gradients of other
-    parameters.
+    The optimiser's own step then has no gradients and changes nothing. The optimiser's options, state and checkpoints stay the
+    same. The update of a parameter must not depend on the gradients of other parameters.
     """
     for number, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
@@ -72,8 +74,7 @@ def update_in_backward(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _update_alone(optimizer: torch.optim.Optimizer, number: int, parameter: Tensor) -> None:
-    """Updates one parameter of group `number`. Looks up the group in each call, because load_state_dict replaces groups."""
-    groups = optimizer.param_groups
+    groups = optimizer.param_groups      # load_state_dict replaces groups, so each call looks up the group
     optimizer.param_groups = [groups[number] | {"params": [parameter]}]
     try:
         optimizer.step()

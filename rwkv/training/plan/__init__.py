@@ -1,1 +1,1 @@
-"""The plan of a run, printed before training starts: for this machine, or for GPUs that this machine lacks."""
+"""Prints the plan of a run before training starts: for this machine, or for GPUs that this machine lacks."""

@@ -1,4 +1,4 @@
-"""Estimates how long a run takes, from two timed training steps, or roughly from the speed of one matrix product."""
+"""Estimates how long a run takes: from two timed training steps, or roughly from the speed of one matrix product."""
 
 import sys
 import time
@@ -17,21 +17,22 @@ from rwkv.model.base import n_parameters
 from rwkv.training.device import dtype_for
 from rwkv.training.task import LanguageModel
 
-TIMED_STEPS = 2                          # steps that are timed, after one warm-up step
-LONG_STEP = 5                            # seconds; if the first pass takes longer, a line shows progress
-PATIENCE = 20                            # seconds that the timed steps may take
-OVERHEAD = 2                             # step time, relative to that of its matrix products
-FORWARD = 1 / 3                          # forward pass as a fraction of a training step
-UNITS = (("days", 86400), ("hours", 3600), ("minutes", 60))     # a duration uses the first unit of which it has two or more
+TIMED_STEPS = 2                          # this many steps are timed after one warm-up step
+LONG_STEP = 5                            # if the first pass takes more seconds, a line shows progress
+PATIENCE = 20                            # the timed steps may take this many seconds
+OVERHEAD = 2                             # a step takes this many times as long as the step's matrix products
+FORWARD = 1 / 3                          # the forward pass takes this fraction of a training step
+UNITS = (("days", 86400), ("hours", 3600), ("minutes", 60))     # a duration is in the first unit that makes it two or more
 
 
 def show(lines: Iterable[tuple[str, str]]) -> None:
+    """Prints lines of the plan, each given as (subject, text), on standard error."""
     for subject, text in lines:
         log(labelled(subject, text, sys.stderr))
 
 
 def is_timed(config: TrainConfig, vocab_size: int, device: torch.device) -> bool:
-    """Whether training steps are timed: with plan=timed, or if that takes few seconds. All processes get the same result."""
+    """Returns True, equally in all processes, if training steps are timed: with plan=timed, or if that takes a few seconds."""
     if config.trainer.strategy == "fsdp":                # a whole model may not fit into one process
         return False
     if config.plan == "timed":
@@ -43,7 +44,7 @@ def is_timed(config: TrainConfig, vocab_size: int, device: torch.device) -> bool
 
 
 def in_words(seconds: float) -> str:
-    """A duration: about 40 s, about 1.5 minutes."""
+    """Returns a duration in words, such as "about 40 s" or "about 1.5 minutes"."""
     if seconds < 60:
         return f"about {max(1, round(seconds))} s"
     name, unit = next(((name, unit) for name, unit in UNITS if seconds >= 2 * unit), UNITS[-1])
@@ -51,28 +52,29 @@ def in_words(seconds: float) -> str:
 
 
 def equivalent_steps(config: TrainConfig, steps: int, validated_tokens: int) -> tuple[float, float]:
-    """The time of training and the time of all validations, as multiples of a plain training step's time."""
-    recomputed = 1 - 1 / max(1, config.trainer.tbptt)        # fraction of segments that run their forward pass twice
-    reference = config.tune.prefers and config.tune.method != "full"             # the reference model's forward pass
+    """Returns the durations of training and of all validations, as multiples of the duration of a plain training step."""
+    recomputed = 1 - 1 / max(1, config.trainer.tbptt)        # this fraction of segments runs the forward pass twice
+    reference = config.tune.prefers and config.tune.method != "full"             # the reference model runs a forward pass
     validation = FORWARD * (1 + reference) * validated_tokens / config.tokens_per_step
     return steps * (1 + FORWARD * recomputed + FORWARD * reference), validation
 
 
 def product_parameters(model: ModelConfig, vocab_size: int) -> int:
-    """The number of parameters in matrix products: all but the embedding."""
+    """Returns the number of parameters in matrix products, which are all parameters except the embedding."""
     return n_parameters(model, vocab_size) - vocab_size * model.n_embd
 
 
 def estimated_seconds(config: TrainConfig, vocab_size: int, device: torch.device) -> float:
-    """The time of an optimiser step, estimated within a factor of two or three from the measured speed of one matrix product.
+    """Estimates the seconds of an optimiser step from the measured speed of one matrix product.
 
-    A token takes 2 operations per parameter in the forward pass and 4 in the backward pass.
+    The estimate is right within a factor of two or three. It assumes that a token takes 2 operations per parameter in the
+    forward pass and 4 operations in the backward pass.
     """
     operations = 6.0 * product_parameters(config.model, vocab_size) * config.tokens_per_step
     if config.trainer.activation_checkpointing:
         operations *= 1 + FORWARD
     dtype = dtype_for(config.trainer.precision)
-    rows = 512 if device.type == "cuda" else 64          # enough for each; on a CPU, 512 rows in float16 take a second
+    rows = 512 if device.type == "cuda" else 64          # on a CPU, 512 rows in float16 would take a second
     x = torch.ones(rows, 1024, dtype=dtype, device=device)
     w = torch.ones(1024, 1024, dtype=dtype, device=device)
     seconds = []
@@ -85,9 +87,10 @@ def estimated_seconds(config: TrainConfig, vocab_size: int, device: torch.device
 
 def seconds_per_step(task: LanguageModel, config: TrainConfig, device: torch.device,
                      conversations: tuple[Tokenised, Tokenised] | None) -> float:
-    """The measured seconds of an optimiser step's forward and backward passes. Compiles the kernels; the model does not change.
+    """Measures the seconds of the forward and backward passes of an optimiser step.
 
-    With conversations, the timed batch is their first rows, where only answers are targets.
+    The measurement compiles the kernels and does not change the model. If there are conversations, the timed batch consists of
+    their first rows, in which only answers are targets.
     """
     rows = config.data.batch_size // world_size()
     x = torch.zeros(rows, config.model.ctx_len, dtype=torch.long, device=device)

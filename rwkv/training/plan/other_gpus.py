@@ -1,5 +1,7 @@
-"""The plan of a run on GPUs that this machine lacks: plan=h100 names the GPU, and trainer.devices and
-trainer.num_nodes give the number of GPUs. Nothing is trained and no model is built.
+"""Plans a run on GPUs that this machine lacks, without building the model.
+
+An option such as plan=h100 names the GPU, and trainer.devices and trainer.num_nodes give the number of GPUs. The plan has these
+lines:
 
     memory      the formulas of memory/estimate.py, and CONTEXT per process
     exchange    the bytes that each of n devices sends in a step of a model with P parameters:
@@ -49,16 +51,21 @@ from rwkv.training.setup import data_for
 
 GIB = 2 ** 30
 CONTEXT = 6 * 10 ** 8                    # bytes of the CUDA context and library buffers per process
-DISK = 10 ** 9                           # write speed of a machine, bytes/s
-RECOMPUTED = 4 / 3                       # step time with activation checkpointing, relative to the time without it
+DISK = 10 ** 9                           # a machine writes this many bytes per second
+RECOMPUTED = 4 / 3                       # activation checkpointing multiplies the time of a step by this factor
 BITS_OF_A_BYTE = 8
 NVLINK = "NVLink"
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU. gib: usable memory. teraflops: the vendor's peak for dense bfloat16. inside: Gbit/s per direction to other GPUs of
-    the same machine. between: Gbit/s per direction to other machines, the GPU's share of a typical network.
+    """The properties of a GPU that determine the plan.
+
+    Args:
+        gib: the usable memory in GiB.
+        teraflops: the vendor's peak rate for dense bfloat16.
+        inside: the Gbit/s in each direction to other GPUs of the same machine.
+        between: the Gbit/s in each direction to other machines, as the GPU's share of a typical network.
     """
 
     name: str
@@ -75,7 +82,7 @@ MEASURED_ON = "h200"
 
 
 class Measured(NamedTuple):
-    """A measured step of B rows of T tokens on one H200, kernel=auto: a row of benchmarks/results/training-h200.json."""
+    """A measured step of B rows of T tokens on one H200 with kernel=auto, from benchmarks/results/training-h200.json."""
 
     generation: str
     precision: str
@@ -106,7 +113,7 @@ MEASURED = (
 
 @dataclass(frozen=True)
 class Estimate:
-    """The estimate of a step. Bytes and seconds are one device's; tokens are counted over all devices."""
+    """The estimate of a step. Bytes and seconds are those of one device, and tokens are those of all devices."""
 
     devices: int
     need: Memory
@@ -119,29 +126,29 @@ class Estimate:
 
     @property
     def memory(self) -> int:
-        """The memory of a process, its CUDA context included."""
+        """Returns the bytes that a process needs, including the CUDA context."""
         return self.need.total + CONTEXT
 
     @property
     def tokens_per_second(self) -> tuple[float, float]:
-        """The speed if exchange and computation do not overlap, and the speed if they overlap fully."""
+        """Returns two speeds: without overlap of exchange and computation, and with full overlap."""
         return (self.tokens / (self.compute_s + self.exchange_s), self.tokens / max(self.compute_s, self.exchange_s))
 
 
 def plan_on(config: TrainConfig, vocab_size: int, gpu: Gpu) -> Estimate:
-    """The estimate of a run on `gpu`. data.batch_size must be a multiple of the number of devices."""
+    """Estimates a step on `gpu`. data.batch_size must be a multiple of the number of devices."""
     trainer = config.trainer
     n = trainer.devices * trainer.num_nodes
     sent = exchanged_bytes(config, vocab_size, n)
     link = trainer.link_gbps or (gpu.between if trainer.num_nodes > 1 else gpu.inside)
-    row = nearest(config)
+    row = nearest_measurement(config)
     return Estimate(n, estimate(config, vocab_size, n, round(gpu.gib * GIB)), sent, link,
                     sent * BITS_OF_A_BYTE / (link * 1e9), _compute_seconds(config, vocab_size, n, gpu, row),
                     config.tokens_per_step, row)
 
 
 def exchanged_bytes(config: TrainConfig, vocab_size: int, n: int) -> float:
-    """The bytes that each of n devices sends in a step."""
+    """Returns the bytes that each of n devices sends in a step."""
     if config.trainer.strategy != "fsdp":
         return 2 * (n - 1) / n * FLOAT * n_trained(config, vocab_size)
     P, outside = n_parameters(config.model, vocab_size), n_outside_blocks(config, vocab_size)
@@ -150,19 +157,22 @@ def exchanged_bytes(config: TrainConfig, vocab_size: int, n: int) -> float:
     return (n - 1) / n * (passes * gathered + FLOAT * n_trained(config, vocab_size))
 
 
-def nearest(config: TrainConfig) -> Measured:
-    """The measured run of the model's generation and precision whose width is nearest. float16 counts as bfloat16."""
+def nearest_measurement(config: TrainConfig) -> Measured:
+    """Returns the measured step of the model's generation and precision with the nearest width.
+
+    float16 counts as bfloat16. Raises UserError if no step was measured.
+    """
     model, precision = config.model, str(config.trainer.precision).replace("fp16", "bf16")
     candidates = [row for row in MEASURED if (row.generation, row.precision) == (model.generation, precision)]
     if not candidates:
-        raise UserError(f"plan= requires a measured training step, and no step was measured of {generation(model).NAME} in "
-                        f"{precision}: omit plan=")
+        raise UserError(f"plan= requires a measured training step, but no step of {generation(model).NAME} in "
+                        f"{precision} was measured: omit plan=")
     return min(candidates, key=lambda row: abs(math.log(row.n_embd / model.n_embd)))
 
 
 def _compute_seconds(config: TrainConfig, vocab_size: int, n: int, gpu: Gpu, row: Measured) -> float:
-    """Seconds for the passes of a step: the GPU's time or the host's, whichever is longer."""
-    measured = replace(config.model, n_layer=row.n_layer, n_embd=row.n_embd, **_unset_widths(config))
+    # The passes of a step take as long as the GPU or the host, whichever is slower
+    measured = replace(config.model, n_layer=row.n_layer, n_embd=row.n_embd, **_default_widths(config))
     rate = row.tokens_per_second * product_parameters(measured, row.vocab_size) * gpu.teraflops / GPUS[MEASURED_ON].teraflops
     on_gpu = config.tokens_per_step / n * product_parameters(config.model, vocab_size) / rate
     passes = config.trainer.accumulate * max(1, config.trainer.tbptt)
@@ -170,14 +180,14 @@ def _compute_seconds(config: TrainConfig, vocab_size: int, n: int, gpu: Gpu, row
     return max(on_gpu, on_host) * (RECOMPUTED if config.trainer.activation_checkpointing else 1)
 
 
-def _unset_widths(config: TrainConfig) -> dict[str, Any]:
-    """None for each width whose default follows n_embd, so that the measured model's n_embd determines these widths."""
+def _default_widths(config: TrainConfig) -> dict[str, Any]:
+    # The defaults of these widths follow n_embd, so None lets the measured model's n_embd determine them
     return dict.fromkeys((*(name for name in vars(config.model) if name.endswith("_low_rank_dim")), "n_att", "n_ffn",
                           "deep_embed_dim"))
 
 
 def announce(run: Run) -> None:
-    """Prints the plan on standard error. Raises UserError if the run does not fit into a device's memory."""
+    """Prints the plan on standard error. Raises UserError if the run does not fit into the memory of a device."""
     data = data_for(run, torch.device("cpu"))
     config, _ = resolve(_with_devices(run.config), Stage.DATA, Context(data=data))
     vocab_size = run.vocab_size(data.tokenizer)
@@ -185,19 +195,18 @@ def announce(run: Run) -> None:
     config, warning = with_whole_rows(config)
     result = plan_on(config, vocab_size, gpu)
     lines = [("data", data.describe()), *([("WARNING", warning)] if warning else []),
-             *_lines(config, vocab_size, gpu, why, result), *_length(config, result, data)]
+             *_plan_lines(config, vocab_size, gpu, why, result), *_length_lines(config, result, data)]
     for subject, text in lines:
         log(labelled(subject, text, sys.stderr))
     capacity = round(gpu.gib * GIB)
     if result.memory > capacity:
-        remedy = next((text for _, text in _fitting(config, vocab_size, result.devices, gpu)), None)
+        remedy = next((text for _, text in _remedy_lines(config, vocab_size, result.devices, gpu)), None)
         fail_together(UserError(
-            f"training needs {readable(result.memory)} of memory on each GPU and the {gpu.name} has {readable(capacity)}: "
-            + (f"it would be {remedy}" if remedy else "take a smaller model= or model.ctx_len")))
+            f"training needs {readable(result.memory)} of memory on each GPU, but the {gpu.name} has {readable(capacity)}: "
+            + (f"training needs {remedy}" if remedy else "use a smaller model= or model.ctx_len=")))
 
 
 def _with_devices(config: TrainConfig) -> TrainConfig:
-    """The configuration with the number of GPUs per machine. Raises UserError if that number is unknown."""
     if config.trainer.devices:
         return config
     if not torch.cuda.is_available():
@@ -206,7 +215,7 @@ def _with_devices(config: TrainConfig) -> TrainConfig:
 
 
 def chosen_gpu(plan: str) -> tuple[Gpu, str]:
-    """The GPU that plan= names, else this machine's GPU, else MEASURED_ON; and the reason for the choice."""
+    """Returns the GPU that plan= names, or else this machine's GPU, or else MEASURED_ON, and the reason for the choice."""
     if plan in GPUS:
         return GPUS[plan], f"plan={plan}"
     if torch.cuda.is_available():
@@ -217,29 +226,29 @@ def chosen_gpu(plan: str) -> tuple[Gpu, str]:
 
 
 def with_whole_rows(config: TrainConfig) -> tuple[TrainConfig, str | None]:
-    """The configuration with data.batch_size rounded up to a multiple of the number of devices, and a warning if it changed."""
+    """Rounds data.batch_size up to a multiple of the number of devices. Returns the configuration, and a warning if changed."""
     n = config.trainer.devices * config.trainer.num_nodes
     rows = config.data.batch_size
     if rows % n == 0:
         return config, None
     rounded = -(-rows // n) * n
     return (replace(config, data=replace(config.data, batch_size=rounded)),
-            f"data.batch_size must be a multiple of the {n:,} processes, which share its rows; got {rows}: this plan is for "
+            f"data.batch_size must be a multiple of {n:,}, the number of processes; got {rows}. This plan is for "
             f"data.batch_size={rounded}")
 
 
-def _lines(config: TrainConfig, vocab_size: int, gpu: Gpu, why: str, result: Estimate) -> Iterator[tuple[str, str]]:
+def _plan_lines(config: TrainConfig, vocab_size: int, gpu: Gpu, why: str, result: Estimate) -> Iterator[tuple[str, str]]:
     trainer = config.trainer
     yield "model", (f"{generation(config.model).NAME}, {counted(config.model.n_layer, 'layer')}, {config.model.n_embd} wide, "
                     f"{n_parameters(config.model, vocab_size):,} parameters, vocabulary {vocab_size}")
     machines = f": {trainer.devices} on each of {counted(trainer.num_nodes, 'machine')}" if trainer.num_nodes > 1 else ""
     yield "devices", f"{result.devices:,} x {gpu.name} ({why}){machines}, trainer={trainer.strategy}, {trainer.precision}"
-    yield from _memory(config, vocab_size, gpu, result)
+    yield from _memory_lines(config, vocab_size, gpu, result)
     source = "trainer.link_gbps" if trainer.link_gbps else "assumed; set trainer.link_gbps to change it"
     if result.devices > 1:
         yield "exchange", (f"{readable(round(result.exchanged))} sent by each device in a step: {result.exchange_s:.3g} s at "
                            f"{result.link_gbps:g} Gbit/s ({source}); {result.compute_s:.3g} s of computation")
-    yield "speed", _speed(config, vocab_size, gpu, result)
+    yield "speed", _speed_text(config, vocab_size, gpu, result)
     size = one_checkpoint_bytes(config, vocab_size)
     writers = trainer.num_nodes if trainer.strategy == "fsdp" else 1
     yield "checkpoint", (f"{readable(size)}, written in {in_words(size / writers / DISK)} at {readable(DISK)}/s "
@@ -247,22 +256,22 @@ def _lines(config: TrainConfig, vocab_size: int, gpu: Gpu, why: str, result: Est
                          f"{readable(n_checkpoints(trainer.keep_last) * size)} for {n_checkpoints(trainer.keep_last)}")
 
 
-def _memory(config: TrainConfig, vocab_size: int, gpu: Gpu, result: Estimate) -> Iterator[tuple[str, str]]:
+def _memory_lines(config: TrainConfig, vocab_size: int, gpu: Gpu, result: Estimate) -> Iterator[tuple[str, str]]:
     capacity = round(gpu.gib * GIB)
     need = result.need
     yield "memory", f"about {readable(result.memory)} of the {readable(capacity)} of each device, by formula"
     yield "", (f"weights {readable(need.weights)}, gradients {readable(need.gradients)}, optimiser {readable(need.optimiser)}, "
                f"activations {readable(need.activations)}, loss {readable(need.loss)}, CUDA {readable(CONTEXT)} (assumed)")
     if result.memory > capacity:
-        yield from _fitting(config, vocab_size, result.devices, gpu)
+        yield from _remedy_lines(config, vocab_size, result.devices, gpu)
 
 
-def _fitting(config: TrainConfig, vocab_size: int, n: int, gpu: Gpu) -> list[tuple[str, str]]:
+def _remedy_lines(config: TrainConfig, vocab_size: int, n: int, gpu: Gpu) -> list[tuple[str, str]]:
     capacity = round(gpu.gib * GIB)
     return list(would_fit(remedies(config, vocab_size, n, "cuda", capacity), capacity - CONTEXT, CONTEXT))
 
 
-def _speed(config: TrainConfig, vocab_size: int, gpu: Gpu, result: Estimate) -> str:
+def _speed_text(config: TrainConfig, vocab_size: int, gpu: Gpu, result: Estimate) -> str:
     low, high = result.tokens_per_second
     row, measured_on = result.measured, GPUS[MEASURED_ON]
     span = f"{low:,.0f}" if round(low) == round(high) else f"{low:,.0f} to {high:,.0f}"
@@ -278,7 +287,7 @@ def _speed(config: TrainConfig, vocab_size: int, gpu: Gpu, result: Estimate) -> 
             f"{row.tokens_per_second:,.0f} tokens/s{scaled}")
 
 
-def _length(config: TrainConfig, result: Estimate, data: Corpus) -> Iterator[tuple[str, str]]:
+def _length_lines(config: TrainConfig, result: Estimate, data: Corpus) -> Iterator[tuple[str, str]]:
     low, high = (config.trainer.max_steps * result.tokens / speed for speed in result.tokens_per_second)
     span = in_words(low) if in_words(low) == in_words(high) else f"{in_words(high)} to {in_words(low).removeprefix('about ')}"
     yield "training", (f"{counted(config.trainer.max_steps, 'step')} of {counted(result.tokens, 'token')}: "

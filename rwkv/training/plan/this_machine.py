@@ -1,8 +1,8 @@
-"""The plan of a run, printed before training starts: settings, and the memory, disk and time that the run needs.
+"""Prints the plan of a run before training starts: the settings, and the memory, disk and time that the run needs.
 
-Sizes come from formulas (rwkv/training/memory/) and are printed before the model is built and before a run that does not fit
-is refused. The duration comes from two timed training steps, which do not change the model. If the steps would take longer than
-PATIENCE, the duration is estimated from the speed of a matrix product, unless plan=timed.
+Sizes come from formulas (rwkv/training/memory/). The sizes are printed before the model is built, and before a run that does
+not fit is refused. The duration comes from two timed training steps, which do not change the model. If the timed steps would
+take longer than PATIENCE, the duration is estimated from the speed of a matrix product, except with plan=timed.
 """
 
 import math
@@ -37,15 +37,17 @@ from rwkv.training.task import LanguageModel
 from rwkv.training.tuning import guard
 from rwkv.training.tuning.overlap import warn_of_split
 
-EXCESS = 0.1                             # a larger excess of the validation split over data.val_fraction gives a warning
-LONG_VALIDATION = 1 / 3                  # fraction of the time beyond which the plan mentions validation
+EXCESS = 0.1                             # a validation split that exceeds data.val_fraction by more than this gets a warning
+LONG_VALIDATION = 1 / 3                  # the plan mentions validation that takes more than this fraction of the time
 
 
 def announce_needs(run: Run, needs: Needs, kernel: str, kernel_error: str | None, data: Corpus, timed: bool) -> None:
-    """Prints on standard error, before the model is built, the run's settings and the memory and disk that the run needs.
+    """Prints the run's settings and the memory and disk that the run needs, before the model is built.
 
-    kernel: the kernel's name, with the reason if kernel=auto chose it. kernel_error: the message of kernel_check.check. timed:
-    the result of is_timed.
+    Args:
+        kernel: the kernel's name. If kernel=auto chose the kernel, the text also gives the reason.
+        kernel_error: the message that kernel_check.check returned.
+        timed: the result of is_timed.
     """
     if rank() > 0:
         return
@@ -57,28 +59,28 @@ def announce_needs(run: Run, needs: Needs, kernel: str, kernel_error: str | None
 
 
 def announce_training(run: Run, device: torch.device, data: Corpus, task: LanguageModel | None = None) -> None:
-    """Prints how long the run will take. task: the model whose steps are timed; None to estimate the duration instead."""
+    """Prints how long the run will take. `task` has the model whose steps are timed. None means a rough estimate."""
     if rank() == 0:
         show(_training(run, device, task, data))
 
 
 def _why_from_the_start(run: Run) -> str:
     if not run.exists:
-        return "resume=auto: no run to continue, starting a new one"
+        return "resume=auto: there is no run to continue, so a new run starts"
     backup = backup_folder(run)
-    return (f"WARNING    the run in {run.out_dir} ended before its first checkpoint: it restarts at step 0"
-            + (f"; its earlier output moves to {backup}" if backup else ""))
+    return (f"WARNING    the run in {run.out_dir} ended before the first checkpoint and restarts at step 0"
+            + (f"; the earlier output moves to {backup}" if backup else ""))
 
 
 def _needs(run: Run, needs: Needs, kernel: str, kernel_error: str | None, data: Corpus) -> Iterator[tuple[str, str]]:
     config, V, device, _ = needs
-    programs = resident_memory() if device.type == "cpu" else 0       # measured before the code below reads pages of the data
+    programs = resident_memory() if device.type == "cpu" else 0       # the code below will add pages of the data
     yield from _data(run, data)
     yield from _model(run, V)
     yield from _computation(config, kernel, kernel_error, device, bool(data.conversations))
     yield from memory_lines(needs, programs)
     checkpoints = counted(n_checkpoints(config.trainer.keep_last), "checkpoint")
-    yield "disk", f"{readable(checkpoint_bytes(config, V))} for {checkpoints}; {readable(free_disk(run.out_dir))} is free"
+    yield "disk", f"{readable(checkpoint_bytes(config, V))} for {checkpoints}; {readable(free_disk(run.out_dir))} are free"
 
 
 def _data(run: Run, data: Corpus) -> Iterator[tuple[str, str]]:
@@ -93,9 +95,9 @@ def _data(run: Run, data: Corpus) -> Iterator[tuple[str, str]]:
         yield "WARNING", overlap
     if data.val_share > config.data.val_fraction + EXCESS:
         unit = "whole documents, with all their copies" if data.copies else "whole documents"
-        yield "WARNING", (f"validation has {100 * data.val_share:.3g} % of the text instead of data.val_fraction, "
-                          f"{100 * config.data.val_fraction:g} %: the split is by {unit}; cut up the longest documents, "
-                          "or change the documents' order or names")
+        yield "WARNING", (f"validation has {100 * data.val_share:.3g} % of the text, but data.val_fraction is "
+                          f"{100 * config.data.val_fraction:g} %, because the split is by {unit}. Divide the longest "
+                          "documents, or change the documents' order or names")
     if end := data.tokenizer.end_line():
         yield "sequences", f"end with {end}"
     if config.trainer.tbptt:
@@ -108,12 +110,11 @@ def _data(run: Run, data: Corpus) -> Iterator[tuple[str, str]]:
 
 
 def _model(run: Run, V: int) -> Iterator[tuple[str, str]]:
-    """Lines on the model, where its weights come from, and how they are trained."""
     config = run.config
     yield "model", (f"{generation(config.model).NAME}, {counted(config.model.n_layer, 'layer')}, {config.model.n_embd} wide, "
                     f"{n_parameters(config.model, V):,} parameters, vocabulary {V}")
     if run.init_checkpoint is not None and run.resume_from is None:
-        yield "weights", f"from {run.init_checkpoint.path}, which gives sizes and tokenizer; the optimiser is new"
+        yield "weights", f"{run.init_checkpoint.path} gives weights, sizes and tokenizer; the optimiser starts new"
         if run.init_checkpoint.time_states:
             yield "state", run.init_checkpoint.begins or f"tuned state of {run.init_checkpoint.path}"
     if config.tune.method != "full":
@@ -137,7 +138,7 @@ def _computation(config: TrainConfig, kernel: str, kernel_error: str | None, dev
     if device.type == "cpu" and world_size() == 1 and (hint := _thread_hint()):
         yield "hint", hint
     if slow := why_slow(dtype_for(config.trainer.precision), device):
-        yield "WARNING", f"trainer.precision={config.trainer.precision}: {slow}; omit trainer.precision, or use auto"
+        yield "WARNING", f"trainer.precision={config.trainer.precision}: {slow}. Omit trainer.precision=, or use auto"
     if why := why_precision(str(config.trainer.precision), device):
         yield "precision", f"{config.trainer.precision}: {why}"
     if config.optim.name in ORTHOGONAL:
@@ -147,7 +148,6 @@ def _computation(config: TrainConfig, kernel: str, kernel_error: str | None, dev
 
 
 def _sources(config: TrainConfig, data: Corpus) -> Iterator[tuple[str, str]]:
-    """A line on each source of data=mix, with its epochs in the whole run, and a warning for too many epochs."""
     total = config.trainer.max_steps * config.tokens_per_step
     for part in data.parts:
         stream = part.corpus.stream
@@ -159,12 +159,11 @@ def _sources(config: TrainConfig, data: Corpus) -> Iterator[tuple[str, str]]:
         yield "source", (f"{part.name}: {part.corpus.source}; {split}{part.corpus.sizes.val_tokens:,} validation tokens; "
                          f"{100 * part.share:.3g} % of the training tokens{passes}")
         if epochs > MAX_EPOCHS:
-            yield "WARNING", (f"{part.name} is used for {epochs:,.1f} epochs, and beyond {MAX_EPOCHS} little is learnt: give "
-                              "this source a smaller weight or more text")
+            yield "WARNING", (f"{part.name} is used for {epochs:,.1f} epochs, but a model learns little after {MAX_EPOCHS}: "
+                              "give this source a smaller weight or more text")
 
 
 def _documents(config: TrainConfig, data: Corpus) -> Iterator[tuple[str, str]]:
-    """Warnings of what makes a split bad: copies of documents, and separators inside documents."""
     if data.copies:
         kind = "document"
         if data.conversations:
@@ -173,27 +172,25 @@ def _documents(config: TrainConfig, data: Corpus) -> Iterator[tuple[str, str]]:
         if data.copies == number - 1:
             yield "WARNING", f"all {kind}s have the same text, so val/loss measures memorisation"
         else:
-            yield "copies", f"{counted(data.copies, kind)} repeat others; all copies of a {kind} are in the same split"
+            yield "copies", f"{counted(data.copies, kind)} repeat others; the copies of a {kind} are all in the same split"
     if data.repeated > EXCESS:
         yield "WARNING", (f"{100 * data.repeated:.0f} % of the validation text, line by line, is in the training text too, so "
-                          "val/loss measures memorisation: remove the copies"
+                          "val/loss measures memorisation. Remove the copies"
                           + ("" if config.data.separator else ", or set data.separator= to the text between documents"))
     if data.marks:
         yield "WARNING", separators.describe(data.marks, config.data.name in ("text", "jsonl", "hf"))
 
 
 def _thread_hint() -> str | None:
-    """A hint if the run and other programs have more threads than cores."""
     others = threads.competing()
     cores = os.cpu_count() or 1
     free = max(1, cores - others)
     if others == 0 or torch.get_num_threads() <= free:
         return None
-    return f"other programs use {min(others, cores)} of {counted(cores, 'core')}: try OMP_NUM_THREADS={free}"
+    return f"other programs use {min(others, cores)} of {counted(cores, 'core')}, so OMP_NUM_THREADS={free} may be faster"
 
 
 def _template(run: Run) -> str:
-    """The chat template and where it comes from."""
     option = run.config.data.template
     choice = Choice("world", "the default of a new model")
     if run.init_checkpoint is not None:
@@ -202,17 +199,16 @@ def _template(run: Run) -> str:
 
 
 def _tuning(run: Run, trained: int) -> Iterator[tuple[str, str]]:
-    """Lines on what is trained, and on how rounding makes the weights that losses are measured with differ from the file's."""
     tune, base = run.config.tune, run.init_checkpoint
     line = f"{tune.method}: {trained:,} trained values with frozen weights in {tune.base}"
     if base is None or tune.base == "float32" or is_exact(base, tune.base):
         yield "tuning", line
         return
-    yield "tuning", (f"{line}; losses are measured with the rounded weights, and programs load the originals from "
+    yield "tuning", (f"{line}; losses are measured with the rounded weights, but programs load the original weights from "
                      f"{run.config.init_from}")
-    if (left := surviving(base, tune.base)) < 1:
-        yield "WARNING", (f"tune.base={tune.base} rounds the adapters of {run.config.init_from} too: {left:.0%} of what they "
-                          "have learnt is left; tune.base=float32 keeps all of it")
+    if (remaining := surviving(base, tune.base)) < 1:
+        yield "WARNING", (f"tune.base={tune.base} also rounds the adapters of {run.config.init_from} and keeps only "
+                          f"{remaining:.0%} of what the adapters have learnt. tune.base=float32 keeps everything")
 
 
 def _objective(tune: TuneConfig) -> str:
@@ -224,7 +220,7 @@ def _objective(tune: TuneConfig) -> str:
 
 
 def _blocks(compiled: bool, method: str, conversations: bool, device: str) -> str:
-    """A line on how training computes blocks, as fused.can_fuse and fused.backend choose. method: the value of tune.method."""
+    """Returns a line on how training computes blocks, as fused.can_fuse and fused.backend choose."""
     if compiled:
         return "plain formulas: trainer.compile=true fuses them"
     why = ""
@@ -243,13 +239,13 @@ def _training(run: Run, device: torch.device, task: LanguageModel | None, data: 
     steps = trainer.max_steps - first_step
     per_epoch = steps_per_epoch(config, data)
     val_tokens = min(data.sizes.val_tokens, trainer.val_tokens or data.sizes.val_tokens)
-    # A tuning run also validates before its first step
+    # A tuned run also validates before the first step
     validations = -(-steps // trainer.val_every) + (guard.is_compared(config) and not first_step)
     training, validation = equivalent_steps(config, steps, val_tokens * validations)
     if task is not None:
         duration = in_words((training + validation) * seconds_per_step(task, config, device, data.conversations))
     elif trainer.strategy == "fsdp":
-        duration = "duration unknown (steps are not timed with fsdp)"
+        duration = "of unknown duration (with fsdp steps are not timed)"
     else:
         seconds = estimated_seconds(config, run.vocab_size(data.tokenizer), device)
         estimated = in_words((training + validation) * seconds).removeprefix("about ")
@@ -270,7 +266,6 @@ def _training(run: Run, device: torch.device, task: LanguageModel | None, data: 
 
 
 def _length(trainer: TrainerConfig, steps: int) -> str:
-    """The remaining steps, with the epochs if the length was given in epochs."""
     if not trainer.epochs:
         return counted(steps, "step")
     total = f"{counted(trainer.epochs, 'epoch')}, {counted(trainer.max_steps, 'step')}"
@@ -278,26 +273,24 @@ def _length(trainer: TrainerConfig, steps: int) -> str:
 
 
 def _length_warnings(config: TrainConfig, epochs: float, conversations: bool) -> Iterator[tuple[str, str]]:
-    """Warnings if answers are repeated until the model memorises them, or if the run ends during warm-up."""
     steps = config.trainer.max_steps
     warmup = config.optim.warmup_steps
     if conversations and epochs > MAX_EPOCHS and not config.trainer.overfit_batches:
-        yield "WARNING", (f"training runs for {epochs:,.1f} epochs, and beyond {MAX_EPOCHS} a model memorises answers: use "
+        yield "WARNING", (f"training runs for {epochs:,.1f} epochs, but a model memorises answers after {MAX_EPOCHS}: use "
                           "trainer.epochs=2 or more conversations")
     if config.init_from is not None and steps <= warmup:
-        yield "WARNING", (f"little is learnt: the run's {steps:,} steps are all within optim.warmup_steps={warmup}; use more "
-                          "data, a smaller data.batch_size or a lower optim.warmup_steps")
+        yield "WARNING", (f"the model will learn little, because the run has {steps:,} steps and optim.warmup_steps={warmup}: "
+                          "use more data, a smaller data.batch_size= or a lower optim.warmup_steps=")
 
 
 def validated_part(val_tokens: int | None, whole: int) -> str | None:
-    """A description of the part of the validation split that trainer.val_tokens selects; None if it selects all of it."""
+    """Describes the part of the validation split that trainer.val_tokens selects. Returns None if the whole split is used."""
     if val_tokens is None or val_tokens >= whole:
         return None
     return f"the first {val_tokens:,} of {counted(whole, 'token')} (trainer.val_tokens)"
 
 
 def _validation(val_tokens: int | None, whole: int, times: int, time_share: float) -> Iterator[tuple[str, str]]:
-    """A line on validation if it uses only a part of the split, or takes more than LONG_VALIDATION of the time."""
     part = validated_part(val_tokens, whole)
     if part is None and time_share <= LONG_VALIDATION:
         return

@@ -1,5 +1,6 @@
-"""The model card of a run, README.md in its directory and in adapter/: base model, data, command, losses, licence, and how to
-load it.
+"""Writes the model card of a run as README.md in the run's directory and in adapter/.
+
+The card gives the base model, the data, the commands, the losses, the licence, and the commands that load the model.
 """
 
 import shlex
@@ -23,9 +24,11 @@ def command() -> str:
 
 
 def write_card(run: Run, data: Corpus, metrics: Mapping[str, Tensor], compared: Sequence[str]) -> None:
-    """Writes the cards at the end of a run. If the run was resumed, the commands so far are read from its earlier card.
+    """Writes the cards at the end of a run. In a resumed run, the earlier commands come from the earlier card.
 
-    metrics: the last validation's metrics. compared: lines on the losses before and after tuning.
+    Args:
+        metrics: the metrics of the last validation.
+        compared: the lines that compare the losses before and after tuning.
     """
     config, file = run.config, run.out_dir / card.FILE
     method = config.tune.method
@@ -53,6 +56,6 @@ def write_card(run: Run, data: Corpus, metrics: Mapping[str, Tensor], compared: 
 
 
 def _write(file: Path, text: str) -> None:
-    """Writes a card, unless the folder has a card that was written by hand."""
+    # A card that the user wrote is kept
     if not file.exists() or card.is_ours(file):
         write_file(file, lambda opened: opened.write(text.encode()))

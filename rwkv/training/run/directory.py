@@ -1,4 +1,7 @@
-"""A run's directory: config.yaml, checkpoints/, metrics.csv and so on. runs/latest points to the newest run."""
+"""Creates the directory of a run, which holds config.yaml, checkpoints/, metrics.csv and so on.
+
+runs/latest points to the newest run.
+"""
 
 import itertools
 import json
@@ -22,16 +25,16 @@ from rwkv.report.run_files import KERNEL, METRICS, SAMPLES, SWEEP, TUNED, read_m
 from rwkv.tokenizer.tokenizers import Tokenizer
 from rwkv.training.run.lock import RunLock
 
-if TYPE_CHECKING:                        # importing it loads PyTorch
+if TYPE_CHECKING:                        # this import would load PyTorch
     from rwkv.checkpoint.files import Checkpoint
 
 RUNS = LATEST.parent
 CONFIG_FILE = "config.yaml"
-LOGS = (".log", ".out", ".err", "log", "out", "err", "stdout", "stderr")       # names and suffixes of files with program output
+LOGS = (".log", ".out", ".err", "log", "out", "err", "stdout", "stderr")       # names and suffixes of files that hold output
 
 
 class Note(NamedTuple):
-    """A line of the plan on an option whose value the program chose."""
+    """A line of the plan that explains an option whose value the program chose."""
 
     subject: str
     text: str
@@ -39,12 +42,16 @@ class Note(NamedTuple):
 
 @dataclass(frozen=True)
 class Run:
-    """A run's directory and its configuration, and the checkpoint and step that it resumes from (None for a new run).
+    """The directory and the configuration of a run, and the state in which the run starts.
 
-    init_checkpoint: with init_from=, the source of the weights. tokenizer: with init_from=, the tokenizer for the data.
-    notes: lines of the plan on the values that the program chose (rwkv/training/run/resolve.py).
-    exists: whether the directory belongs to this run already. lock: the lock on the directory, which a resumed run holds, and a
-    new run after `create`.
+    Args:
+        resume_from: the checkpoint that the run resumes from, or None for a new run.
+        resume_step: the step of that checkpoint.
+        init_checkpoint: the source of the weights with init_from=.
+        tokenizer: the tokenizer for the data with init_from=.
+        notes: lines of the plan on the values that the program chose (rwkv/training/run/resolve.py).
+        exists: True if the directory belongs to this run already.
+        lock: the lock on the directory. A resumed run holds the lock from the start, and a new run after `create`.
     """
 
     out_dir: Path
@@ -58,58 +65,55 @@ class Run:
     lock: RunLock = field(default_factory=RunLock, compare=False, repr=False)
 
     def vocab_size(self, tokenizer: Tokenizer) -> int:
-        """The model's vocabulary size: the base model's, which may exceed the tokenizer's; for a new model, the tokenizer's."""
+        """Returns the vocabulary size of the base model, which may exceed the tokenizer's, or else of the tokenizer."""
         return self.init_checkpoint.vocab_size if self.init_checkpoint else tokenizer.vocab_size
 
 
 def new_folder(kind: str = "") -> Path:
-    """A path in runs/, named by the time to the microsecond."""
+    """Returns a path in runs/ that is named by the time to the microsecond."""
     return RUNS / f"{kind}{datetime.now():%Y-%m-%d_%H-%M-%S-%f}"
 
 
 def require_unused(out_dir: Path, resume: str = "resume=auto") -> None:
-    """Raises UserError if the directory is not writable, or has files other than a lock, logs and system files.
+    """Raises UserError if the directory is not writable, or contains files other than a lock, logs and system files.
 
-    resume: the option that continues a run, for the error message.
+    `resume` is the option that continues a run, for the error message.
     """
     if out_dir.exists() and not out_dir.is_dir():
-        raise UserError(f"out_dir {out_dir} is a file: choose another out_dir")
+        raise UserError(f"out_dir={out_dir} is a file, but must be a folder: choose another out_dir=")
     if out_dir.exists() and not all(map(_is_ignored, out_dir.iterdir())):
         if not any((out_dir / name).is_file() for name in (CONFIG_FILE, SWEEP)):
-            raise UserError(f"out_dir {out_dir} contains files that are not a run's: choose another out_dir")
-        raise UserError(f"out_dir {out_dir} exists already: choose another out_dir, or continue with {resume} "
+            raise UserError(f"out_dir={out_dir} contains files that do not belong to a run: choose another out_dir=")
+        raise UserError(f"out_dir={out_dir} exists already. Choose another out_dir=, or continue with {resume} "
                         f"{quote(f'out_dir={out_dir}')}")
     existing = next(folder for folder in (out_dir, *out_dir.absolute().parents) if folder.exists())
     if not os.access(existing, os.W_OK):
-        raise UserError(f"cannot write into out_dir {out_dir}: {existing} is not writable; choose another out_dir")
+        raise UserError(f"out_dir={out_dir} cannot be used, because {existing} is not writable: choose another out_dir=")
 
 
 def _is_ignored(path: Path) -> bool:
-    """Whether a new run's directory may already contain `path`: a hidden file, lost+found, or a log, such as that of ">
-    out_dir/log".
-    """
+    """Returns True if a new run's directory may already contain `path`: a hidden file, lost+found, or a file with output."""
     if (path.name.startswith(".") and path.name != ".git") or path.name == "lost+found":
         return True
     return path.is_file() and (path.suffix in LOGS or path.name in LOGS or _is_own_output(path))
 
 
 def _is_own_output(path: Path) -> bool:
-    """Whether this process's standard output or error is redirected to the file."""
-    try:
+    try:                                 # the user may have redirected this process's output to a file in the folder
         return any(os.path.samestat(path.stat(), os.fstat(descriptor)) for descriptor in (1, 2))
     except OSError:                      # standard output or error is closed
         return False
 
 
 def create(run: Run, resolved: JsonObject) -> None:
-    """Creates the directory, writes the resolved configuration and points runs/latest to it."""
+    """Creates the directory, writes the resolved configuration and makes runs/latest point to the run."""
     try:
         run.out_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(f"cannot create out_dir {run.out_dir}: {error.strerror}") from None
+        raise UserError(f"out_dir={run.out_dir} cannot be created: {error.strerror}") from None
     run.lock.hold(run.out_dir)
     if not run.exists:
-        require_unused(run.out_dir)      # checked again: another process may have used it since open_run
+        require_unused(run.out_dir)      # another process may have used the directory since open_run
     backup = backup_folder(run)
     if backup is not None:
         _back_up(run.out_dir, backup)
@@ -118,8 +122,9 @@ def create(run: Run, resolved: JsonObject) -> None:
 
 
 def backup_folder(run: Run) -> Path | None:
-    """The folder for the earlier output of a run that restarts without a checkpoint: out_dir/unsaved-1, or the next free
-    number. None if there is no output.
+    """Returns the folder for the earlier output of a run that restarts without a checkpoint, or None without such output.
+
+    The folder is out_dir/unsaved-1, or the next name with a free number.
     """
     if not run.exists or run.resume_from is not None:
         return None
@@ -130,18 +135,15 @@ def backup_folder(run: Run) -> Path | None:
 
 
 def _back_up(out_dir: Path, folder: Path) -> None:
-    """Moves a run's output into `folder`, with a copy of its configuration."""
     folder.mkdir()
-    shutil.copy(out_dir / CONFIG_FILE, folder)
+    shutil.copy(out_dir / CONFIG_FILE, folder)           # the output moves, but the run still needs its configuration
     for path in (out_dir / name for name in (METRICS, SAMPLES, KERNEL, TUNED, report.PAGE, report.TABLE, "wandb")):
         if path.exists():
             path.rename(folder / path.name)
 
 
 def _point_latest(out_dir: Path) -> None:
-    """Makes runs/latest a symlink to out_dir, or a one-line file where symlinks require privileges. Failures are only
-    printed.
-    """
+    """Makes runs/latest a symlink to out_dir, or a one-line file where symlinks require privileges. Only prints errors."""
     target = out_dir.resolve()
     if target.is_relative_to(RUNS.resolve()):
         target = target.relative_to(RUNS.resolve())
@@ -154,7 +156,7 @@ def _point_latest(out_dir: Path) -> None:
                 LATEST.unlink()          # Windows cannot replace a link to a directory
             write_file(LATEST, lambda file: file.write(f"{target}\n".encode()))
     except OSError as error:
-        print(f"{LATEST} does not point to this run ({error.strerror}): name it with {quote(f'out_dir={out_dir}')}",
+        print(f"{LATEST} cannot point to this run ({error.strerror}). To name the run, use {quote(f'out_dir={out_dir}')}",
               file=sys.stderr)
 
 
@@ -169,6 +171,6 @@ def _replace_link(link: Path, target: Path) -> None:
 
 
 def as_plain(config: TrainConfig) -> JsonObject:
-    """The configuration as dictionaries and lists, for YAML, checkpoints and W&B."""
-    plain: JsonObject = json.loads(json.dumps(asdict(config)))         # makes tuples lists
+    """Returns the configuration as dictionaries and lists, for YAML, checkpoints and W&B."""
+    plain: JsonObject = json.loads(json.dumps(asdict(config)))         # turns tuples into lists
     return plain

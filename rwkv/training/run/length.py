@@ -1,8 +1,8 @@
-"""The length of a run in steps: trainer.max_steps, or computed from trainer.max_tokens or trainer.epochs.
+"""Computes the length of a run in steps from trainer.max_steps, trainer.max_tokens or trainer.epochs.
 
-Optimisers and schedules count steps, published recipes (experiment=) count tokens, and tuning on conversations counts epochs.
+Optimisers and schedules count steps. Published recipes (experiment=) count tokens, and tuning on conversations counts epochs.
 Epochs are converted to steps once the data are known. An epoch is a pass over all windows, all rows of conversations, or all
-segments of trainer.tbptt's streams. A step may span two epochs; the last step completes the last epoch.
+segments of trainer.tbptt's streams. A step may span two epochs, and the last step completes the last epoch.
 """
 
 from collections.abc import Collection
@@ -15,15 +15,15 @@ from rwkv.data.pairs import rows_of
 from rwkv.data.prepare import Corpus
 from rwkv.data.windows import Windows
 
-ROUNDING = 1e-9                          # tolerance for epochs * steps per epoch, which may be fractions
-CHAT_EPOCHS = 2.0                        # default epochs of a new run on conversations
-MAX_EPOCHS = 4                           # beyond these, text is memorised
+ROUNDING = 1e-9                          # epochs * steps per epoch may exceed a whole number by this rounding error
+CHAT_EPOCHS = 2.0                        # a new run on conversations has this many epochs by default
+MAX_EPOCHS = 4                           # with more epochs, a model memorises text
 
 
 def steps_per_epoch(config: TrainConfig, data: Corpus) -> float:
-    """The number of optimiser steps in one epoch; fractional if the epoch's rows do not fill the last step.
+    """Returns the number of optimiser steps in one epoch. The number is a fraction if the rows do not fill the last step.
 
-    For streams, the number is an estimate, or infinity if their length is unknown.
+    For streams, the number is an estimate, or infinity if the length of a stream is unknown.
     """
     if data.streams:
         return sum(inf if stream.tokens is None else stream.tokens for stream, _ in data.streams) / config.tokens_per_step
@@ -36,7 +36,7 @@ def steps_per_epoch(config: TrainConfig, data: Corpus) -> float:
 
 
 def with_steps_of_epochs(config: TrainConfig, data: Corpus) -> TrainConfig:
-    """The configuration with the fewest max_steps that complete trainer.epochs; unchanged without epochs."""
+    """Sets max_steps to the fewest steps that complete trainer.epochs. Without epochs, the configuration is unchanged."""
     epochs = config.trainer.epochs
     if epochs is None:
         return config
@@ -45,8 +45,9 @@ def with_steps_of_epochs(config: TrainConfig, data: Corpus) -> TrainConfig:
 
 
 def with_max_steps(config: TrainConfig, user_keys: Collection[str]) -> TrainConfig:
-    """The configuration with only one length option, and with max_steps computed from trainer.max_tokens. A length that the
-    user gives overrides the length of an experiment or of a resumed run.
+    """Returns the configuration with a single length option, and with max_steps computed from trainer.max_tokens if set.
+
+    A length that the user gives overrides the length of an experiment or of a resumed run.
     """
     user_length = given_length(config, user_keys)
     trainer = config.trainer
@@ -59,7 +60,7 @@ def with_max_steps(config: TrainConfig, user_keys: Collection[str]) -> TrainConf
 
 
 def with_default_length(config: TrainConfig, chosen: Collection[str]) -> TrainConfig:
-    """A new run's configuration, with CHAT_EPOCHS for conversations, unless the user or a group sets a length."""
+    """Sets the epochs of a new run on conversations to CHAT_EPOCHS, unless the user or a group sets a length."""
     if config.data.name != "chat" or not set(LENGTHS).isdisjoint(chosen):
         return config
     return replace(config, trainer=replace(config.trainer, epochs=CHAT_EPOCHS))

@@ -1,4 +1,7 @@
-"""A lock on a run's directory: one process at a time trains the run. The system releases the lock when its process ends."""
+"""Locks a run's directory, so that only one process at a time trains the run.
+
+The operating system releases the lock when the process ends.
+"""
 
 import sys
 from pathlib import Path
@@ -9,23 +12,23 @@ from filelock import FileLock
 from rwkv.io.locked import NAME as NAME
 from rwkv.io.locked import lock_folder
 
-PATIENCE = 6.0                           # seconds to wait for the lock: data workers of a killed run end within 5
+PATIENCE = 6.0                           # seconds to wait for the lock; data workers of a killed run end within 5
 
 
 class RunLock:
-    """A lock, held from hold() until release() or until the object is deleted. A pickled copy does not hold the lock."""
+    """A lock that is held from hold() until release() or until the object is deleted. A pickled copy does not hold the lock."""
 
     def __init__(self) -> None:
         self._lock: FileLock | None = None
 
     def hold(self, out_dir: Path) -> None:
-        """Locks an existing directory. Raises UserError if another process, or another RunLock in this process, holds the lock.
+        """Locks an existing directory. Raises UserError if another process or another RunLock holds the lock.
 
-        If the directory's file system has no locks, warns on standard error that the run is not protected.
+        If the file system does not support locks, this method prints a warning on standard error.
         """
         if self._lock is None:
-            in_use = (f"another process is training the run in {out_dir}: wait until it ends or stop it, or choose another "
-                      "out_dir")
+            in_use = (f"another process is training the run in {out_dir}. Wait until that process ends, stop that process, or "
+                      "choose another out_dir=")
             self._lock = lock_folder(out_dir, PATIENCE, in_use, lambda reason: _warn_unprotected(out_dir, reason))
 
     def release(self) -> None:

@@ -1,4 +1,4 @@
-"""Opens a run: a new run, or a resumed one (rwkv/training/run/resume.py)."""
+"""Opens a run: a new run, or a resumed run (rwkv/training/run/resume.py)."""
 
 from collections.abc import Collection
 from dataclasses import replace
@@ -14,9 +14,11 @@ from rwkv.training.tuning.init_from import open_init_checkpoint
 
 
 def open_run(config: TrainConfig, user_keys: Collection[str] = (), chosen: Collection[str] = ()) -> Run:
-    """A new run, or the run that `resume` names. Nothing is written yet.
+    """Returns a new run, or the run that `resume` names, without writing anything.
 
-    user_keys: the keys that the user set on the command line. chosen: the options that the groups among these keys set.
+    Args:
+        user_keys: the keys that the user set on the command line.
+        chosen: the options that the groups among these keys set.
     """
     require_one_beginning(config)
     if config.resume is not None:

@@ -1,4 +1,4 @@
-"""The checks of a run's options that do not require PyTorch, which takes seconds to import."""
+"""Checks a run's options without PyTorch, because importing PyTorch takes seconds."""
 
 from collections.abc import Collection
 from pathlib import Path
@@ -13,9 +13,9 @@ from rwkv.training.tuning import guard
 
 
 def check_run(config: TrainConfig, user_keys: Collection[str]) -> None:
-    """Raises UserError for the first mistake. user_keys: the keys that the user set on the command line.
+    """Raises UserError for the first mistake. `user_keys` are the keys that the user set on the command line.
 
-    The options of a resumed run are checked when the run is opened, together with its saved options.
+    The options of a resumed run are checked when the run is opened, together with the saved options.
     """
     require_one_beginning(config)
     if config.resume is None or resumed_path(config) is None:
@@ -24,14 +24,14 @@ def check_run(config: TrainConfig, user_keys: Collection[str]) -> None:
 
 
 def check_new_run(config: TrainConfig, user_keys: Collection[str]) -> None:
-    """Raises UserError for options without effect, options that conflict and missing files."""
+    """Raises UserError for options without effect, options that conflict, and missing files."""
     require_effect(config, user_keys)
     given_length(config, user_keys)
     config.require_separate_updates()
     check_data(config.data, config.init_from is None or "data.tokenizer" in user_keys,
                config.init_from is None or config.data.template is not None)
     if config.init_from is None:
-        _require_new_weights(config, user_keys)
+        _reject_tuning_options(config, user_keys)
         return
     locate(config.init_from)
     general_text = guard.guard_path(config)
@@ -41,13 +41,13 @@ def check_new_run(config: TrainConfig, user_keys: Collection[str]) -> None:
 
 def require_one_beginning(config: TrainConfig) -> None:
     if config.resume is not None and config.init_from is not None:
-        raise UserError("resume=, which continues a run, conflicts with init_from=, which starts a new run: omit one of them")
+        raise UserError("resume= and init_from= conflict. Use resume= to continue a run, or init_from= to start a new run")
 
 
 def resumed_path(config: TrainConfig) -> Path | None:
-    """The path that `resume` names, a run's directory or a checkpoint in one; None if resume=auto finds no run.
+    """Returns the path that `resume` names, or None if resume=auto finds no run.
 
-    Raises UserError if resume=PATH is neither of the two.
+    The path is a run's directory, or a checkpoint in such a directory. Raises UserError if resume=PATH is neither.
     """
     auto = config.resume == "auto"
     path = Path(config.out_dir) if auto and config.out_dir else follow(LATEST if auto else Path(str(config.resume)))
@@ -59,14 +59,13 @@ def resumed_path(config: TrainConfig) -> Path | None:
 
 
 def nothing_at(config: TrainConfig) -> UserError:
-    return UserError(f"nothing to resume from at {config.resume!r}: expected a run's directory or a checkpoint in one")
+    return UserError(f"resume={config.resume} must be a run's directory, or a checkpoint in such a directory")
 
 
-def _require_new_weights(config: TrainConfig, user_keys: Collection[str]) -> None:
-    """Raises UserError for options that require init_from=."""
+def _reject_tuning_options(config: TrainConfig, user_keys: Collection[str]) -> None:
     if "tune.guard" in user_keys:
-        raise UserError("tune.guard requires a base model: init_from=FILE")
+        raise UserError("tune.guard= requires a base model: set init_from=FILE")
     if config.tune.method != "full":
-        raise UserError(f"tune={config.tune.method} requires a base model: init_from=FILE")
+        raise UserError(f"tune={config.tune.method} requires a base model: set init_from=FILE")
     if config.tune.prefers:
-        raise UserError(f"tune.objective={config.tune.objective} requires a base model: init_from=FILE")
+        raise UserError(f"tune.objective={config.tune.objective} requires a base model: set init_from=FILE")

@@ -1,4 +1,4 @@
-"""Default learning rates of a new run, which depend on the model's width, or with init_from= on tune=.
+"""Chooses the default learning rates of a new run by the model's width, or with init_from= by tune=.
 
 Options set by the user, an experiment or a debug run take precedence.
 """
@@ -9,37 +9,36 @@ from typing import Any
 
 from rwkv.config import ORTHOGONAL, OptimConfig, TrainConfig
 
-WIDEST = 384                             # channels; in wider models the default optim.lr is inversely proportional to width
-TUNING_DEFAULTS: dict[str, dict[str, Any]] = {             # options of optim, by tune.method; docs/tune.md has the sources
+WIDEST = 384                             # with more channels, the default optim.lr is inversely proportional to the width
+TUNING_DEFAULTS: dict[str, dict[str, Any]] = {             # optim options by tune.method; docs/tune.md has the sources
     "full": {"lr": 1e-5, "schedule": "constant", "warmup_steps": 10},
     "lora": {"lr": 2e-4, "schedule": "constant", "warmup_steps": 10},
     "state": {"lr": 0.1, "min_lr": 0.01, "schedule": "cosine", "warmup_steps": 10},
 }
-SLOWER = 0.1                             # factor on the defaults of lr and min_lr for preference objectives (dpo, ipo)
+SLOWER = 0.1                             # preference objectives (dpo, ipo) multiply the defaults of lr and min_lr by this
 
 
 def with_default_rates(config: TrainConfig, chosen: Collection[str]) -> tuple[TrainConfig, tuple[str, ...]]:
-    """The configuration with this run's defaults for the optim options, and the names of the options that got them.
+    """Sets this run's default optim options. Returns the configuration and the names of the options that were set.
 
-    chosen: the options that the user, an experiment or a debug run has set.
+    `chosen` are the options that the user, an experiment or a debug run has set.
     """
     if config.init_from is None:
-        return _by_width(config, chosen)
-    return _by_tuning(config, chosen)
+        return _with_rate_for_width(config, chosen)
+    return _with_rates_for_tuning(config, chosen)
 
 
-def _by_width(config: TrainConfig, chosen: Collection[str]) -> tuple[TrainConfig, tuple[str, ...]]:
-    """The default of optim.lr by width. muon and normuon have no such default: optim.lr is only for vectors and embeddings."""
+def _with_rate_for_width(config: TrainConfig, chosen: Collection[str]) -> tuple[TrainConfig, tuple[str, ...]]:
+    # With muon and normuon, optim.lr is only for vectors and embeddings and does not depend on the width
     if config.model.n_embd <= WIDEST or config.optim.name in ORTHOGONAL or "optim.lr" in chosen:
         return config, ()
     lr = float(f"{OptimConfig.lr * WIDEST / config.model.n_embd:.2g}")
     return replace(config, optim=replace(config.optim, lr=lr)), ("lr",)
 
 
-def _by_tuning(config: TrainConfig, chosen: Collection[str]) -> tuple[TrainConfig, tuple[str, ...]]:
-    """Defaults by tune.method. If lr is set, min_lr gets no default here."""
+def _with_rates_for_tuning(config: TrainConfig, chosen: Collection[str]) -> tuple[TrainConfig, tuple[str, ...]]:
     overrides = {name for name in TUNING_DEFAULTS[config.tune.method] if f"optim.{name}" in chosen}
-    if "lr" in overrides:
+    if "lr" in overrides:                # a default of min_lr might exceed the user's lr
         overrides.add("min_lr")
     values = {name: value for name, value in TUNING_DEFAULTS[config.tune.method].items() if name not in overrides}
     if config.tune.prefers:
@@ -50,9 +49,9 @@ def _by_tuning(config: TrainConfig, chosen: Collection[str]) -> tuple[TrainConfi
 
 
 def describe(config: TrainConfig, names: Collection[str]) -> str:
-    """A line of the plan on these defaults."""
+    """Returns the plan's line on these defaults."""
     values = ", ".join(f"optim.{name}={getattr(config.optim, name)}" for name in names)
     if config.init_from is None:
         return f"{values}, the default for {config.model.n_embd} channels; up to {WIDEST} channels lr is {OptimConfig.lr}"
     objective = f" tune.objective={config.tune.objective}" if config.tune.prefers else ""
-    return f"{values} (defaults of tune={config.tune.method}{objective} with init_from=; docs/tune.md gives the sources)"
+    return f"{values} (defaults of tune={config.tune.method}{objective} with init_from=; the sources are in docs/tune.md)"

@@ -1,8 +1,9 @@
-"""Chooses the options that the user left open, in one ordered list of steps: (config, context) -> (config, note).
+"""Chooses the options that the user left open, in one ordered list of steps.
 
-Each step sees the choices of earlier ones: the number of passes depends on the length of sequences, and the memory on the
-precision and the passes. The steps are applied at different stages of a run's start: the command line is checked before the
-base model is opened, and epochs are converted to steps once the data are read.
+A step is a function from (config, context) to (config, note). Each step sees the choices of earlier steps: the number of passes
+depends on the length of sequences, and the memory depends on the precision and the passes. The steps belong to different stages
+of a run's start. For example, the command line is checked before the base model is opened, and epochs are converted to steps
+once the data have been read.
 """
 
 from collections.abc import Callable, Collection
@@ -26,7 +27,7 @@ Choice = tuple[TrainConfig, Note | None]
 
 
 class Stage(Enum):
-    """The stage of a run's start at which a step is applied, named after what is known by then."""
+    """The stage of a run's start at which a step is applied. Each name says what is known by then."""
 
     COMMAND_LINE = "the command line alone"
     BASE = "the base model of init_from= too, if there is one"
@@ -35,11 +36,15 @@ class Stage(Enum):
 
 @dataclass(frozen=True)
 class Context:
-    """What the steps know in addition to the configuration.
+    """The facts on which the steps depend in addition to the configuration.
 
-    user_keys: the keys that the user set on the command line. chosen: the options that the groups among these keys set.
-    base, tokenizer: the base model of init_from= and its tokenizer, in a new run. data: the data, in Stage.DATA only. resumed:
-    whether the configuration is a resumed run's, with its saved options.
+    Args:
+        user_keys: the keys that the user set on the command line.
+        chosen: the options that the groups among these keys set.
+        base: the base model of init_from=, in a new run.
+        tokenizer: the tokenizer of the base model, in a new run.
+        data: the data, in Stage.DATA only.
+        resumed: True if the configuration has the saved options of a resumed run.
     """
 
     user_keys: Collection[str] = ()
@@ -51,7 +56,7 @@ class Context:
 
 
 class Step(NamedTuple):
-    """One step. again: whether it is applied to resumed runs too, to the saved options merged with the command line's."""
+    """A step that chooses options. If `again` is True, the step applies to resumed runs too."""
 
     stage: Stage
     choose: Callable[[TrainConfig, Context], Choice]
@@ -120,7 +125,7 @@ STEPS = (
 
 
 def resolve(config: TrainConfig, stage: Stage, context: Context) -> tuple[TrainConfig, tuple[Note, ...]]:
-    """The configuration after the steps of `stage`, and the notes for the plan. Raises UserError for impossible options."""
+    """Applies the steps of `stage`. Returns the configuration and the plan's notes. Raises UserError for invalid options."""
     notes = []
     for step in STEPS:
         if step.stage is stage and (step.again or not context.resumed):

@@ -1,5 +1,6 @@
-"""Resumes a run with its saved configuration. Options on the command line override the saved ones, except FIXED options: a
-change of these would make it a different run, and is refused.
+"""Resumes a run with the saved configuration.
+
+Options on the command line override saved options. FIXED options must not change, because a change would make a different run.
 """
 
 from collections.abc import Collection
@@ -29,16 +30,16 @@ from rwkv.training.run.resolve import Context, Stage, resolve
 from rwkv.training.tuning.exports import tuned_files
 from rwkv.training.tuning.init_from import NOT_A_SIZE, open_init_checkpoint
 
-FIXED = ("model", "data", "tune", "seed",    # options and groups that must not change on resume
-         "optim.name", "optim.weight_decay", *(f"optim.{name}_lr_scale" for name in SCALED),      # options of parameter groups
+FIXED = ("model", "data", "tune", "seed",    # these options and groups must not change on resume
+         "optim.name", "optim.weight_decay", *(f"optim.{name}_lr_scale" for name in SCALED),      # parameter groups use these
          "trainer.accumulate",           # the saved data position counts batches
          "trainer.val_tokens")           # losses decide on best.ckpt
-NOT_FIXED = ("data.cache_dir", "data.sample_prompt", "data.tokenize_workers", "data.preview",      # exceptions
-             "data.path", "data.sources")        # data may have moved; the loader rejects different data
+NOT_FIXED = ("data.cache_dir", "data.sample_prompt", "data.tokenize_workers", "data.preview",      # these are exceptions
+             "data.path", "data.sources")        # the user may have moved the data; the loader rejects different data
 
 
 class Request(NamedTuple):
-    """A command line: its configuration, the keys that the user set, and the options that the groups among these keys set."""
+    """The configuration of a command line, the keys that the user set, and the options that the groups among these keys set."""
 
     config: TrainConfig
     user_keys: Collection[str]
@@ -46,7 +47,10 @@ class Request(NamedTuple):
 
 
 def resumed_run(request: Request) -> Run | None:
-    """The run that `resume` names, at its newest sound checkpoint or at the named one; None if resume=auto finds no run."""
+    """Returns the run that `resume` names, or None if resume=auto finds no run.
+
+    The run resumes from the checkpoint that `resume` names, or else from the newest sound checkpoint.
+    """
     config = request.config
     path = resumed_path(config)
     if path is None:
@@ -71,7 +75,7 @@ def _open_run(request: Request, path: Path) -> Run | None:
         checkpoint = newest_sound(path)
         if checkpoint is not None:
             return _continue(request, path.resolve(), checkpoint)
-    if (path / CONFIG_FILE).is_file():
+    if (path / CONFIG_FILE).is_file():   # without a checkpoint, the run starts again at step 0
         return _restart(request, path.resolve())
     if request.config.resume == "auto":
         return None
@@ -81,7 +85,7 @@ def _open_run(request: Request, path: Path) -> Run | None:
 def _continue(request: Request, out_dir: Path, checkpoint: Checkpoint) -> Run:
     saved = checkpoint.run or {}
     if "trainer" not in saved or checkpoint.path.parent.name != FOLDER:
-        raise UserError(f"nothing to resume from at {checkpoint.path}: this is not a checkpoint in a run's directory")
+        raise UserError(f"resume= requires a checkpoint in a run's directory, but {checkpoint.path} is not in such a directory")
     merged = _merge(request, out_dir, saved)
     resumed = Run(out_dir, merged, checkpoint.path, checkpoint.step)
     if merged.trainer.epochs is None:
@@ -89,7 +93,7 @@ def _continue(request: Request, out_dir: Path, checkpoint: Checkpoint) -> Run:
     if merged.init_from is None:
         if not merged.data.tokenizer.endswith(".json"):
             return resumed
-        return replace(resumed, tokenizer=Tokenizer.named(         # with the end-of-text token of the run's start
+        return replace(resumed, tokenizer=Tokenizer.named(         # the end-of-text token must not change on resume
             merged.data.tokenizer, "data.tokenizer", end_of_text=merged.data.end_of_text, like=checkpoint.tokenizer))
     # with tune=lora and tune=state, read_checkpoint has merged the trained values into the weights
     weights = checkpoint if merged.tune.method == "full" else read_checkpoint(merged.init_from)
@@ -105,11 +109,10 @@ def require_unfinished(run: Run) -> None:
     finished = is_finished(run.out_dir) and all(path.exists() for path in tuned_files(run.config, run.out_dir))
     if step > trainer.max_steps or finished:
         more = "max_steps" if trainer.epochs is None else "epochs"
-        raise UserError(f"the run in {run.out_dir} is finished at step {step}: to train longer, set trainer.{more}=MORE")
+        raise UserError(f"the run in {run.out_dir} is finished at step {step}: to train longer, increase trainer.{more}=")
 
 
 def _restart(request: Request, out_dir: Path) -> Run:
-    """The run restarted at step 0 with its saved configuration, because it has no checkpoint."""
     merged = _merge(request, out_dir, _read_config(out_dir / CONFIG_FILE))
     if merged.init_from is None:
         return Run(out_dir, merged)
@@ -118,35 +121,36 @@ def _restart(request: Request, out_dir: Path) -> Run:
 
 
 def _read_config(path: Path) -> JsonObject:
-    """A run's config.yaml. Raises UserError if it is damaged."""
     text = read_text(path, str(path))
     try:
         saved = yaml.safe_load(text)
     except (yaml.YAMLError, ValueError) as error:
-        raise UserError(f"{path} is damaged ({' '.join(str(error).split())}): restore it, or choose another out_dir") from None
+        raise UserError(f"{path} is damaged ({' '.join(str(error).split())}): restore the file, or use another "
+                        "out_dir=") from None
     if not isinstance(saved, dict) or not RUN_GROUPS <= saved.keys():
-        raise UserError(f"{path} is damaged: it must have the options that a run writes; restore it, or choose another out_dir")
+        raise UserError(f"{path} is damaged, because options of a run are missing: restore the file, or use another out_dir=")
     return saved
 
 
 def _merge(request: Request, out_dir: Path, saved: JsonObject) -> TrainConfig:
-    """The run's saved configuration, overridden by the command line. Raises UserError if a FIXED option differs, and if options
-    conflict.
+    """Returns the saved configuration with the command line's overrides.
+
+    Raises UserError if a FIXED option differs, or if options conflict.
     """
     config, user_keys, chosen = request
     merged = _from_plain(saved)
     overrides = [*user_keys, *_group_options(chosen, user_keys, merged.init_from)]
     for key in overrides:
         if key.startswith(("resume", "out_dir", "experiment", "debug", "hydra")) or is_dataclass(attrgetter(key)(config)):
-            continue                     # options of this start, not of the run
+            continue                     # these options belong to this start, not to the run
         old = attrgetter(key)(merged)
         new = attrgetter(key)(config)
         if key == "data.batch_size" and same_step(config, merged):
-            continue                     # the run splits these rows into several passes
+            continue                     # the run splits the same rows into several passes
         if old != new and key not in NOT_FIXED and not {key, key.split(".")[0]}.isdisjoint(FIXED):
             saved_value = "null" if old is None else old
-            raise UserError(f"the run in {out_dir} has {key}={saved_value}, which is fixed: to resume, omit {key}= or the "
-                            "group that sets this option; or start a new run")
+            raise UserError(f"the run in {out_dir} has {key}={saved_value}, which must not change. To resume, omit {key}= or "
+                            "the group that sets this option. Otherwise start a new run")
         if key == "trainer.precision" and new in (None, AUTO):
             continue                     # the run keeps its saved precision
         group, _, name = key.rpartition(".")
@@ -158,7 +162,7 @@ def _merge(request: Request, out_dir: Path, saved: JsonObject) -> TrainConfig:
 
 
 def _group_options(chosen: Collection[str], user_keys: Collection[str], init_from: str | None) -> list[str]:
-    """The options set by groups, without a length if the user gives one, and without sizes if init_from's file gives them."""
+    """Returns the options set by groups that override saved options: no length or size that the user or the file determines."""
     user_length = not set(LENGTHS).isdisjoint(user_keys)
     options = [option for option in chosen if not (option in LENGTHS and user_length)]
     if init_from is None or "model" in user_keys:
@@ -167,23 +171,22 @@ def _group_options(chosen: Collection[str], user_keys: Collection[str], init_fro
 
 
 def _from_plain(plain: JsonObject) -> TrainConfig:
-    """The inverse of as_plain. Raises UserError for unknown options, invalid values, and values of the wrong type."""
+    """Inverts as_plain. Raises UserError for unknown options, invalid values, and values of the wrong type."""
     try:
-        config: TrainConfig = _instance(TrainConfig, plain)
+        config: TrainConfig = _build_dataclass(TrainConfig, plain)
     except (TypeError, AttributeError) as error:
-        raise UserError(f"the run's saved options are damaged ({error}): restore config.yaml or the checkpoint, or start a new "
+        raise UserError(f"the run's saved options are damaged ({error}). Restore config.yaml or the checkpoint, or start a new "
                         "run") from None
     return config
 
 
-def _instance(kind: type, plain: JsonObject, prefix: str = "") -> Any:
-    """An instance of the dataclass `kind`, whose fields may be dataclasses. prefix: of the options' names, for errors."""
+def _build_dataclass(kind: type, plain: JsonObject, prefix: str = "") -> Any:
     defaults = vars(kind())
     names = plain.keys()
     unknown = [name for name in names if name not in defaults]
     if unknown:
-        raise UserError(f"the run has the option {prefix}{unknown[0]}, which this version of timemix lacks: resume it in the "
-                        "version that started it, or start a new run with its weights, init_from=")
+        raise UserError(f"the run has the option {prefix}{unknown[0]}, which this version of timemix does not have. Resume the "
+                        "run with the version that started the run, or start a new run with init_from=")
     groups = {name: type(default) for name, default in defaults.items() if is_dataclass(default)}
-    return kind(**{name: _instance(groups[name], value, f"{name}.") if name in groups else
+    return kind(**{name: _build_dataclass(groups[name], value, f"{name}.") if name in groups else
                    tuple(value) if isinstance(value, list) else value for name, value in plain.items()})

@@ -1,1 +1,1 @@
-"""trainer=fsdp: the strategy that shards the weights, and its checkpoints."""
+"""Implements trainer=fsdp: the strategy that shards the weights, and the sharded checkpoints."""

@@ -1,7 +1,7 @@
 """Writes a checkpoint of trainer=fsdp (rwkv/checkpoint/formats/_fsdp_folder.py) while training continues.
 
-Each process writes its own file, in a folder with a temporary name. Then rank 0 marks the folder as complete and renames it. So
-if the run is killed at any moment, the previous checkpoint remains, or the new checkpoint if it was complete.
+Each process writes a file into a folder with a temporary name. Then rank 0 marks the folder as complete and renames the folder.
+If the run is killed before the mark, the previous checkpoint remains. After the mark, the new checkpoint remains.
 """
 
 import io
@@ -29,22 +29,22 @@ from rwkv.io.json_types import StateDict
 
 
 class Saving:
-    """A checkpoint that is being written to `path`."""
+    """A checkpoint that is being written to `path`. The constructor copies the content and starts the writing.
+
+    Args:
+        content: a dictionary of DTensors, and of other values that are equal in all processes.
+        group: a process group of all processes, for the writer threads.
+        completed: a function that a writer thread of rank 0 calls after renaming the folder.
+    """
 
     def __init__(self, content: StateDict, path: Path, group: distributed.ProcessGroup,
                  completed: Callable[[], None]) -> None:
-        """Copies the content and starts writing it. content: a dictionary of DTensors and of other values, which are equal in
-        all processes.
-
-        group: a process group of all processes, for the writer threads. completed: called in a writer thread of rank 0, after
-        the folder is renamed.
-        """
         self.path = path
         tensors: dict[Place, DTensor] = {}
         rest = _without_shards(content, tensors)
         assert isinstance(rest, dict)
         folder = path.with_name(f".{path.name}.{content['global_step']}")
-        buffer = io.BytesIO()            # filled here, since training changes the content
+        buffer = io.BytesIO()            # training changes the content, so it is serialised now
         if rank() == 0:
             torch.save(rest | {SHARDED: list(tensors)}, buffer)
 
@@ -54,37 +54,36 @@ class Saving:
             replace_folder(folder, path)
             completed()
 
-        copies = {name_of(place): _copy(tensor) for place, tensor in tensors.items()}
+        copies = {name_of(place): _copy_to_host(tensor) for place, tensor in tensors.items()}
         self._future: Future[object] = dcp.async_save(       # type: ignore[assignment]
-            copies, storage_writer=_Writer(folder, complete), async_stager=_Copied(), process_group=group)
+            copies, storage_writer=_Writer(folder, complete), async_stager=_NoStaging(), process_group=group)
 
     def wait_alone(self) -> None:
-        """Waits until the checkpoint is complete or has failed, in a process that is about to exit with an error."""
+        """Waits until the writing has ended, with or without success. Call this method in a process that exits with an error.
+        """
         self._future.exception()
 
     def wait(self) -> None:
-        """Waits until the checkpoint is complete: a collective operation. Raises UserError if it cannot be written."""
+        """Waits until the checkpoint is complete. Raises UserError if writing fails. This is a collective operation."""
         try:
             self._future.result()
         except CheckpointException as error:
             problem = next(iter(error.failures.values()))[0]
-            if "peer" in str(problem):   # gloo: another process has ended
+            if "peer" in str(problem):   # gloo reports that another process has ended
                 raise RuntimeError(str(problem)) from None
             fail_together(unwritable(self.path, problem))
 
 
-def _copy(tensor: DTensor) -> DTensor:
-    """A copy in host memory. Muon's momenta are views of one storage, and torch's own copy of a view includes the whole
-    storage.
-    """
+def _copy_to_host(tensor: DTensor) -> DTensor:
+    # Muon's momenta are views of one storage, and torch's own copy of a view would include the whole storage
     on_cpu = tensor.to_local().device.type == "cpu"
     copied = tensor.detach().clone() if on_cpu else tensor.detach().cpu()
     assert isinstance(copied, DTensor)
     return copied
 
 
-class _Copied(AsyncStager):
-    """A stager for torch's async_save that does nothing, because the tensors are copies already."""
+class _NoStaging(AsyncStager):
+    """A stager for torch's async_save that copies nothing, because the tensors are copies already."""
 
     _synchronize_after_execute = False
 
@@ -97,7 +96,10 @@ class _Copied(AsyncStager):
 
 
 class _Writer(HuggingFaceStorageWriter):
-    """Writes the shards. complete(sums) is called in rank 0 after all processes have written; sums: file name -> sum_of."""
+    """Writes the shards. After all processes have written, rank 0 calls complete(sums).
+
+    `sums` maps the name of each file to the result of sum_of.
+    """
 
     def __init__(self, folder: Path, complete: Callable[[dict[str, tuple[int, int]]], None]) -> None:
         super().__init__(str(folder), save_distributed=True)
@@ -117,15 +119,15 @@ class _Writer(HuggingFaceStorageWriter):
 
 
 def _without_shards(content: object, tensors: dict[Place, DTensor], place: Place = ()) -> object:
-    """A copy of `content`, nested dictionaries and lists, without its DTensors; these are put into `tensors`."""
+    """Moves the DTensors of nested dictionaries and lists into `tensors`, and returns a copy of `content` without them."""
     if isinstance(content, dict):
-        return {key: _without_shards(value, tensors, (*place, key)) for key, value in _split(content, tensors, place)}
+        return {key: _without_shards(value, tensors, (*place, key)) for key, value in _move_tensors(content, tensors, place)}
     if isinstance(content, list):
         return [_without_shards(value, tensors, (*place, number)) for number, value in enumerate(content)]
     return content
 
 
-def _split(content: dict[str | int, object], tensors: dict[Place, DTensor],
+def _move_tensors(content: dict[str | int, object], tensors: dict[Place, DTensor],
            place: Place) -> Iterator[tuple[str | int, object]]:
     for key, value in content.items():
         if isinstance(value, DTensor):
@@ -135,13 +137,13 @@ def _split(content: dict[str | int, object], tensors: dict[Place, DTensor],
 
 
 def unwritable(path: Path, error: BaseException) -> UserError:
-    """The error for a checkpoint that cannot be written."""
-    reason = getattr(_cause(error), "strerror", None) or str(error).splitlines()[0]
-    return UserError(f"cannot write the checkpoint {path.parent / LAST.name}: {reason}; earlier checkpoints are intact: "
-                     f"make room, and continue with resume=auto {quote(f'out_dir={path.parent.parent}')}")
+    """Returns the error for a checkpoint that cannot be written."""
+    reason = getattr(_root_cause(error), "strerror", None) or str(error).splitlines()[0]
+    return UserError(f"the checkpoint {path.parent / LAST.name} cannot be written: {reason}. Earlier checkpoints are intact. "
+                     f"Make room on the disk, then continue with resume=auto {quote(f'out_dir={path.parent.parent}')}")
 
 
-def _cause(error: BaseException) -> BaseException:
+def _root_cause(error: BaseException) -> BaseException:
     while error.__context__ is not None and not isinstance(error, OSError):
         error = error.__context__
     return error

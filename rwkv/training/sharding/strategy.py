@@ -1,11 +1,11 @@
-"""trainer=fsdp: torch's FSDP2. Each process holds a shard of every weight, its gradient and the optimiser's state.
+"""Implements trainer=fsdp with torch's FSDP2. Each process holds a shard of every weight, gradient and optimiser state.
 
-A block's matrices are gathered, in the dtype of the products, while the block is computed; after the block's backward pass the
-gradients are reduce-scattered. Everything else (the embedding, the head, vectors, adapters, trained states) stays gathered in
-float32 during a step, because it is used outside of blocks or must not be rounded.
+While a block is computed, the block's matrices are gathered in the dtype of the products. After the block's backward pass, the
+gradients are reduce-scattered. All other parameters (embedding, head, vectors, adapters, trained states) stay gathered in
+float32 during a step, because they are used outside of blocks or must not be rounded.
 
-Lightning's ModelParallelStrategy creates the device mesh and sets up the model. Checkpoints and gradient accumulation are ours:
-Lightning writes checkpoints in place, blocking training, and reduces gradients after every batch.
+Lightning's ModelParallelStrategy creates the device mesh and sets up the model. This module replaces Lightning's checkpoints,
+which block training and are written in place, and Lightning's gradient accumulation, which reduces gradients after every batch.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -36,11 +36,11 @@ from rwkv.model.base import Model
 from rwkv.training.device import dtype_for
 from rwkv.training.sharding.saving import Saving
 
-WEIGHTS, STATES = "state_dict", "optimizer_states"       # keys of Lightning's checkpoints
+WEIGHTS, STATES = "state_dict", "optimizer_states"       # Lightning's checkpoints have these keys
 
 
 class Sharded(ModelParallelStrategy):
-    """The strategy of trainer=fsdp. after_save: called in a thread of rank 0 when a checkpoint is complete."""
+    """The Lightning strategy of trainer=fsdp. A thread of rank 0 calls `after_save` when a checkpoint is complete."""
 
     def __init__(self, options: TrainerConfig) -> None:
         super().__init__(data_parallel_size=world_size(), tensor_parallel_size=1)
@@ -50,7 +50,7 @@ class Sharded(ModelParallelStrategy):
 
     def setup_environment(self) -> None:
         super().setup_environment()
-        self._group = distributed.new_group(backend="gloo", timeout=RANK0_TIMEOUT)       # for the writer threads
+        self._group = distributed.new_group(backend="gloo", timeout=RANK0_TIMEOUT)       # the writer threads use this group
 
     def shard(self, task: nn.Module, model: Model) -> None:
         """Shards the weights of task.model."""
@@ -75,7 +75,7 @@ class Sharded(ModelParallelStrategy):
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Disables gradient reduction in the `with` block: for all batches of a step but the last."""
+        """Disables gradient reduction in the `with` block, for all batches of a step except the last."""
         assert isinstance(self.model, FSDPModule)
         self.model.set_requires_gradient_sync(False)
         try:
@@ -84,9 +84,7 @@ class Sharded(ModelParallelStrategy):
             self.model.set_requires_gradient_sync(True)
 
     def reshard(self) -> None:
-        """Frees gathered weights, so that parameters() are shards: after a validation, weights outside of blocks are still
-        gathered.
-        """
+        """Frees gathered weights, so that parameters() are shards. A validation leaves weights outside of blocks gathered."""
         assert isinstance(self.model, nn.Module)
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
@@ -107,7 +105,10 @@ class Sharded(ModelParallelStrategy):
         self._saving = Saving(checkpoint, Path(filepath), self._group, self.after_save)
 
     def finish(self) -> None:
-        """Waits for the checkpoint that is being written (a collective operation). Raises UserError if it cannot be written."""
+        """Waits until the current checkpoint has been written. Raises UserError if writing fails.
+
+        This is a collective operation.
+        """
         saving, self._saving = self._saving, None
         if saving is not None:
             saving.wait()
@@ -121,7 +122,7 @@ class Sharded(ModelParallelStrategy):
         return True
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> StateDict:
-        """A checkpoint's dictionary with this process's shards; any number of processes may have written the checkpoint."""
+        """Returns a checkpoint's dictionary with this process's shards. Any number of processes may have written the file."""
         path = Path(checkpoint_path)
         if path.is_dir():
             return _fsdp_folder.read(path, lambda place, shape, dtype: _empty_shard(self._parameter(place), shape, dtype))
@@ -144,7 +145,7 @@ class Sharded(ModelParallelStrategy):
             optimizer.load_state_dict(state)
 
     def _parameter(self, place: _fsdp_folder.Place) -> DTensor:
-        """The parameter whose weight or optimiser state is at this place in a checkpoint."""
+        """Returns the parameter whose weight or optimiser state is at this place in a checkpoint."""
         if place[0] == WEIGHTS:
             assert self.lightning_module is not None
             parameter: Tensor = self.lightning_module.get_parameter(str(place[1]))
@@ -157,30 +158,28 @@ class Sharded(ModelParallelStrategy):
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """The full tensor in all processes, if `tensor` is sharded (a collective operation); else `tensor`, unchanged."""
+    """Returns the full tensor in all processes if `tensor` is sharded, by a collective operation, or else `tensor`."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def total_norm(tensors: Iterable[Tensor]) -> Tensor:
-    """The 2-norm of all tensors together, sharded or not."""
+    """Returns the 2-norm of all tensors together. The tensors may be sharded."""
     return whole(torch.nn.utils.get_total_norm(tensors))
 
 
 def _matrices(model: Model, block: nn.Module) -> list[nn.Parameter]:
-    """The weights that are gathered per block."""
     group = model.generation.group
     return [weight for name, weight in block.named_parameters()
             if weight.dim() == 2 and group(f"blocks.0.{name}".replace(".base.", ".")) != "vector"]
 
 
 def _placement(weight: Tensor, processes: int) -> Shard | None:
-    """The placement of a weight: None for its first axis; with shape (1,1,C) a Shard of the last axis, if torch can do that."""
+    # None shards the first axis. Weights of shape (1,1,C) are sharded along the last axis if torch supports that
     use_last = weight.dim() > 1 and weight.shape[0] == 1 and weight.shape[-1] % processes == 0
     return Shard(weight.dim() - 1) if use_last else None
 
 
 def _shard_of(parameter: DTensor, value: Tensor) -> DTensor:
-    """This process's shard of a full tensor, placed like the parameter."""
     share = _empty_shard(parameter, tuple(value.shape), value.dtype)
     sizes, offsets = compute_local_shape_and_global_offset(share.shape, share.device_mesh, share.placements)
     slices = tuple(slice(offset, offset + size) for size, offset in zip(sizes, offsets, strict=True))
@@ -189,7 +188,7 @@ def _shard_of(parameter: DTensor, value: Tensor) -> DTensor:
 
 
 def _empty_shard(parameter: DTensor, shape: tuple[int, ...], dtype: torch.dtype) -> DTensor:
-    """An uninitialised tensor with the parameter's device and placement; its unsharded axes may be shorter."""
+    """Returns an uninitialised tensor with the parameter's device and placement. Unsharded axes may be shorter."""
     part = parameter.detach()[tuple(slice(None if size == whole else size)
                                     for size, whole in zip(shape, parameter.shape, strict=True))]
     share = torch.empty_like(part, dtype=dtype)

@@ -1,1 +1,1 @@
-"""Sweeps: many runs, each in its own process or batch job."""
+"""Runs sweeps, which are many runs, each in a separate process or batch job."""

@@ -1,11 +1,12 @@
-"""One run of a sweep in its own process: `python rwkv/training/sweep/child.py REASON_FILE OPTION ...`.
+"""Trains one run of a sweep in a separate process: `python rwkv/training/sweep/child.py REASON_FILE OPTION ...`.
 
-Runs train.py with the options. --share=THREADS,GPU before them sets the process's number of threads and its GPU; either may be
-empty. If an error ends the run, it is written in one line to REASON_FILE, for the sweep's report; of several processes, the
-first that fails writes its error. When standard input, a pipe from the sweep, is closed, the run saves and stops, so that it
-does not outlive a killed sweep. This file does not import torch, since train.py must first set variables that torch reads at
-import. Outside of functions this file imports no other module of timemix, since submitit pickles the class `Submitted` by value
-for other machines.
+This program runs train.py with the options. A first option --share=THREADS,GPU sets the number of threads and the GPU of the
+process. Either of the two may be empty. If an error ends the run, the program writes the error in one line to REASON_FILE, for
+the sweep's report. If the run has several processes, the first process that fails writes the error. Standard input is a pipe
+from the sweep. When the pipe is closed, the run saves and stops, so that no run outlives a killed sweep.
+
+This file does not import torch, because train.py must first set variables that torch reads at import. Outside of functions this
+file imports no other module of timemix, because submitit pickles the class `Submitted` by value for other machines.
 """
 
 import _thread
@@ -22,15 +23,15 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[3]
-PROGRAM = ROOT / "train.py"              # only in a clone; an installed package runs rwkv.programs.train
-USER_ERROR = 2                           # exit status of a program that has printed a UserError
+PROGRAM = ROOT / "train.py"              # exists only in a clone; an installed package runs rwkv.programs.train
+USER_ERROR = 2                           # a program that has printed a UserError exits with this status
 SHARE = "--share="
-CONFIG_FILE = "config.yaml"              # in the directory of a started run
+CONFIG_FILE = "config.yaml"              # exists in the directory of a run that has started
 POLL_SECONDS = 0.2
 
 
 def run(reason_file: Path) -> None:
-    """Runs train.py in this process. Raises whatever train.py raises, SystemExit included."""
+    """Runs train.py in this process. Raises every exception that train.py raises, including SystemExit."""
     try:
         if PROGRAM.is_file():
             runpy.run_path(str(PROGRAM), run_name="__main__")
@@ -44,7 +45,7 @@ def run(reason_file: Path) -> None:
 
 
 def reason_of(error: BaseException) -> str | None:
-    """The error in one line; None for an exit without an error. For SystemExit, the error is the exception's context."""
+    """Returns the error in one line, or None for an exit without an error. The error behind a SystemExit is its context."""
     if not isinstance(error, SystemExit):
         return _one_line(f"{type(error).__name__}: {error}")
     cause = error.__context__
@@ -58,7 +59,7 @@ def _one_line(text: str) -> str:
 
 
 def run_options(folder: Path, arguments: list[str]) -> list[str]:
-    """The options of train.py that start the run in `folder`, or resume it if it has started."""
+    """Returns the options of train.py that start the run in `folder`, or that resume a run that has started."""
     started = (folder / CONFIG_FILE).is_file()
     options = [argument for argument in arguments if not (started and argument.startswith("init_from="))]
     keys = {argument.partition("=")[0] for argument in options}
@@ -67,7 +68,7 @@ def run_options(folder: Path, arguments: list[str]) -> list[str]:
 
 
 def stop_with_parent() -> None:
-    """Sends this process SIGTERM when its standard input is closed."""
+    """Sends SIGTERM to this process when standard input is closed."""
     def watch() -> None:
         while os.read(0, 1):
             pass
@@ -80,13 +81,13 @@ def stop_with_parent() -> None:
 
 
 class Submitted:
-    """A run as a submitit job: a call trains in a process and returns the process's exit status.
+    """A run as a submitit job. A call trains the run in a process and returns the exit status of the process.
 
     Shortly before the job's time limit, submitit calls checkpoint(), which stops the run cleanly and requeues the job.
+    `program` is the command line that starts this file.
     """
 
     def __init__(self, program: list[str], folder: Path, arguments: list[str], log_file: Path) -> None:
-        """program: the command line of this file. folder: the run's directory."""
         self.program = program
         self.folder = folder
         self.arguments = arguments
@@ -120,17 +121,17 @@ class Submitted:
         self._status = process.wait()
 
     def _stop(self) -> None:
-        """Makes the run save and stop. May interrupt __call__ anywhere, so it acquires no lock that __call__ uses."""
+        # This method may interrupt __call__ anywhere, so it must not acquire a lock that __call__ uses
         if self._status is None:
             assert self._process is not None
-            with suppress(ProcessLookupError):           # the process has ended already
+            with suppress(ProcessLookupError):           # the process may have ended already
                 os.kill(self._process.pid, signal.SIGTERM)
         while self._status is None:
             time.sleep(POLL_SECONDS)
 
 
 def main() -> None:
-    sys.path[0] = str(ROOT)              # as when train.py is started directly
+    sys.path[0] = str(ROOT)              # equals sys.path[0] of a train.py that is started directly
     reason_file, *sys.argv[1:] = sys.argv[1:]
     if sys.argv[1:] and sys.argv[1].startswith(SHARE):
         from kernels.machine import shares

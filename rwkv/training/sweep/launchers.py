@@ -1,7 +1,8 @@
-"""Launchers of a sweep's runs: local processes, or jobs of a batch system through submitit.
+"""Launches the runs of a sweep as local processes, or through submitit as jobs of a batch system.
 
-Both start rwkv/training/sweep/child.py in a new session: a terminal's Ctrl-C reaches only the sweep, which passes it on. A
-run's standard error goes to its log file; if the run is a local process, it is also shown.
+Both launchers start rwkv/training/sweep/child.py in a new session, so Ctrl-C in a terminal reaches only the sweep. The sweep
+passes the signal on to the runs. The standard error of a run is written to a log file. The sweep also prints the standard error
+of local processes.
 """
 
 import importlib
@@ -31,15 +32,19 @@ from rwkv.io.lines import broken
 from rwkv.io.signals import POLL_SECONDS
 from rwkv.training.sweep import child
 
-DAY = 24 * 60                            # minutes; the default time limit of a job
-CANCEL_SECONDS = 60                      # a cancelled job counts as ended after this, even without SLURM accounting
-CLUSTERS = {"slurm": "SlurmJob", "local": "LocalJob"}    # the classes of submitit's jobs
+DAY = 24 * 60                            # the default time limit of a job, in minutes
+CANCEL_SECONDS = 60                      # after so many seconds a cancelled job counts as ended, even without SLURM accounting
+CLUSTERS = {"slurm": "SlurmJob", "local": "LocalJob"}    # maps clusters to submitit's job classes
 
 
 @dataclass(frozen=True)
 class Task:
-    """A run to start. program: the command line of child.py. arguments: train.py's options, which follow `program`. folder: the
-    run's directory. number: the run's position in the order of starts, printed before its output.
+    """A run to start.
+
+    Args:
+        program: the command line of child.py, without options.
+        arguments: the options of train.py, which follow `program`.
+        number: the run's position in the order of starts, which is printed before the run's output.
     """
 
     name: str
@@ -52,7 +57,12 @@ class Task:
 
 @dataclass(frozen=True)
 class End:
-    """The end of a run. status: exit status, negative for a signal. reason: the error of a job without an exit status."""
+    """The end of a run.
+
+    Args:
+        status: the exit status, which is negative for a signal.
+        reason: the error of a job that has no exit status.
+    """
 
     name: str
     status: int
@@ -60,45 +70,45 @@ class End:
 
 
 class JobRejected(UserError):
-    """The batch system rejected a job: it never accepts such a job, or accepts no more jobs at present."""
+    """Raised if the batch system rejects a job, because it never accepts such a job or accepts no more jobs at present."""
 
 
 class Launcher(ABC):
-    """Starts runs and waits for them to end. places: the number of runs that may run at a time."""
+    """Starts runs and waits for their end. At most `places` runs may run at a time."""
 
     places: int
 
     @abstractmethod
     def start(self, task: Task, earlier_job: str | None) -> str | None:
-        """Starts a run, or attaches to its job from an earlier sweep process if the job still runs. Returns the job's id, if
-        any.
+        """Starts a run, or attaches to the run's earlier job if that job still runs. Returns the id of the job, if any.
 
-        Raises JobRejected.
+        Raises JobRejected if the batch system rejects the job.
         """
 
     @abstractmethod
     def ends(self) -> list[End]:
-        """The runs that ended since the last call. If there are none, waits up to POLL_SECONDS for one to end."""
+        """Returns the runs that have ended since the last call. Without such a run, waits up to POLL_SECONDS for an end."""
 
     @abstractmethod
     def stop(self, number: int) -> None:
-        """Passes the signal on to all runs. Called by signal handlers."""
+        """Passes the signal on to all runs. Signal handlers call this method."""
 
     @abstractmethod
     def close(self) -> None:
-        """Stops all runs, after an error of the sweep itself."""
+        """Stops all runs after an error in the sweep."""
 
 
 class Processes(Launcher):
-    """Launches runs as local processes. Concurrent runs share out the threads, and each has its own GPU.
+    """Launches runs as local processes. Concurrent runs divide the threads, and each run has a GPU to itself.
 
-    threads: the number of threads of all concurrent runs together. gpus: the number of GPUs, one for each run; 0 if runs need
-    none.
+    Args:
+        threads: the number of threads of all concurrent runs together.
+        gpus: the number of GPUs, or 0 if the runs need no GPU.
     """
 
     def __init__(self, jobs: int, threads: int, gpus: int) -> None:
         if gpus and jobs > gpus:
-            raise UserError(f"sweep.jobs must be at most {gpus}, the number of GPUs, one for each run; got {jobs}")
+            raise UserError(f"sweep.jobs must be at most {gpus}, the number of GPUs, because each run needs a GPU; got {jobs}")
         self.places = jobs
         self.threads = max(1, threads // jobs)
         self._free_gpus = [*range(gpus)]
@@ -109,7 +119,7 @@ class Processes(Launcher):
     def start(self, task: Task, earlier_job: str | None) -> str | None:
         gpu = self._free_gpus.pop(0) if self._free_gpus else None
         share = [f"{child.SHARE}{self.threads},{'' if gpu is None else gpu}"] if self.places > 1 else []
-        merged = _same_output()
+        merged = _share_output()
         output = None if merged or self.places == 1 else tempfile.TemporaryFile("w+", encoding="utf-8")       # noqa: SIM115
         process = subprocess.Popen(
             [*task.program, *share, *child.run_options(task.folder, task.arguments)],
@@ -131,7 +141,7 @@ class Processes(Launcher):
         return [end]
 
     def stop(self, number: int) -> None:
-        if sys.platform != "win32":      # Windows sends Ctrl-C to all processes of a console itself
+        if sys.platform != "win32":      # Windows already sends Ctrl-C to all processes of a console
             for process, _ in list(self._running.values()):
                 process.send_signal(number)
 
@@ -141,13 +151,13 @@ class Processes(Launcher):
             thread.join()
 
     def _follow(self, task: Task, process: subprocess.Popen[str], output: IO[str] | None, gpu: int | None) -> None:
-        """Prints and logs the output of a run until it ends."""
+        """Prints and logs the output of a run until the run ends."""
         prefix = f"[{task.number}] " if self.places > 1 else ""
         with process:
-            for line in _logged(process.stdout or process.stderr or (), task.log_file):
+            for line in _tee(process.stdout or process.stderr or (), task.log_file):
                 if not prefix or line.strip():
                     self._print(prefix + broken(line.rstrip("\n"), sys.stderr), sys.stderr)
-            status = process.wait()      # before its standard input is closed, which would stop it
+            status = process.wait()      # leaving the block closes standard input, which would stop the run
         if output is not None:
             output.seek(0)
             self._print(output.read().rstrip("\n"), sys.stdout)
@@ -158,36 +168,36 @@ class Processes(Launcher):
         with self._printing:
             try:
                 print(text, file=stream, flush=True)
-            except BrokenPipeError:      # the reader has closed the pipe
+            except BrokenPipeError:      # the reader of the output has closed the pipe
                 abandon(stream)
 
 
 class SubmititJobs(Launcher):
-    """Launches runs as SLURM jobs, or with cluster=local as submitit's local processes. The runs survive this process."""
+    """Launches runs as SLURM jobs, or with cluster=local as local processes of submitit. The runs survive this process."""
 
     def __init__(self, jobs: int, arguments: Iterable[str], folder: Path) -> None:
         try:
             self._submitit = importlib.import_module("submitit")
             importlib.import_module("cloudpickle").register_pickle_by_value(child)
         except ImportError as error:
-            raise UserError(f"sweep.launcher=submitit requires the package submitit ({error}): pip install "
-                            "'timemix[slurm]'") from None
+            raise UserError(f"sweep.launcher=submitit requires the package submitit ({error}). Install the package with pip "
+                            "install 'timemix[slurm]'") from None
         self.places = jobs
-        self._arguments = _values(arguments)
+        self._arguments = _parse_arguments(arguments)
         self.cluster = str(self._arguments.pop("cluster", "slurm"))
         if self.cluster not in CLUSTERS:
-            raise UserError(f"sweep.arguments=cluster=NAME must be one of {', '.join(CLUSTERS)}; got {self.cluster}")
+            raise UserError(f"cluster= in sweep.arguments= must be one of {', '.join(CLUSTERS)}; got {self.cluster}")
         try:
-            with tempfile.TemporaryDirectory() as scratch:       # submitit would create its folder even if the check fails
+            with tempfile.TemporaryDirectory() as scratch:       # submitit creates the folder even if the check fails
                 self._executor_in(Path(scratch))
         except RuntimeError as error:    # this machine has no srun
-            raise UserError(f"sweep.launcher=submitit finds no SLURM here ({error}); without SLURM use sweep.jobs=K, or "
-                            "sweep.arguments=cluster=local") from None
-        except Exception as error:       # AssertionError, NameError and others
-            raise UserError(f"submitit rejected sweep.arguments: {str(error).partition(chr(10))[0]}") from None
+            raise UserError(f"sweep.launcher=submitit requires SLURM, but this machine has none ({error}). Use "
+                            "sweep.jobs=K, or sweep.arguments=cluster=local") from None
+        except Exception as error:       # submitit raises AssertionError, NameError and others
+            raise UserError(f"submitit rejected sweep.arguments=: {str(error).partition(chr(10))[0]}") from None
         self._folder = folder / "%j"
         self._jobs: dict[str, Any] = {}
-        self._stopped: float | None = None               # when the jobs were cancelled
+        self._stopped: float | None = None               # the time at which the jobs were cancelled
 
     def _executor_in(self, folder: Path) -> Any:
         executor = self._submitit.AutoExecutor(folder, cluster=self.cluster)
@@ -195,7 +205,7 @@ class SubmititJobs(Launcher):
         return executor
 
     def start(self, task: Task, earlier_job: str | None) -> str | None:
-        job = self._earlier(earlier_job) if earlier_job is not None else None
+        job = self._running_job(earlier_job) if earlier_job is not None else None
         if job is None:
             run = child.Submitted(task.program, task.folder, task.arguments, task.log_file)
             try:
@@ -210,7 +220,7 @@ class SubmititJobs(Launcher):
         if not ended:
             time.sleep(POLL_SECONDS)
         if self._stopped is not None and time.monotonic() - self._stopped > CANCEL_SECONDS:
-            self.stop(signal.SIGTERM)    # cancelled again: a job may have missed it while being requeued
+            self.stop(signal.SIGTERM)    # a requeued job may have missed the first cancellation
             ends = [End(name, cli.INTERRUPTED) for name in self._jobs]
             self._jobs.clear()
             return ends
@@ -226,27 +236,30 @@ class SubmititJobs(Launcher):
     def close(self) -> None:
         self.stop(signal.SIGTERM)
 
-    def _earlier(self, job_id: str) -> Any:
-        """The job with this id; None if it has ended."""
+    def _running_job(self, job_id: str) -> Any:
         job = getattr(self._submitit, CLUSTERS[self.cluster])(self._folder, job_id)
         return None if self._has_ended(job) else job
 
     def _has_ended(self, job: Any) -> bool:
-        if self.cluster == "local" and job._process is None:     # of an earlier process: submitit checks only the result
+        if self.cluster == "local" and job._process is None:     # submitit checks only the result of an earlier job
             return job.paths.result_pickle.exists() or not _is_running(int(job.job_id))
         return bool(job.done())
 
     def _end(self, name: str, job: Any) -> End:
         try:
             return End(name, int(job.result()))
-        except Exception as error:       # the job was cancelled, or its machine has failed
+        except Exception as error:       # the job was cancelled, or the job's machine has failed
             lines = [line for line in str(error).splitlines() if line.strip()]
             return End(name, 1, f"job {job.job_id} ({job.state}): {lines[-1].strip() if lines else type(error).__name__}")
 
 
 def launcher_for(config: SweepConfig, runs: int, folder: Path, gpus: int) -> Launcher:
-    """The launcher that the options choose. runs: the number of runs to do. folder: the folder for submitit's files. gpus: the
-    number of local GPUs, 0 if the runs use none. Raises UserError for options that this machine does not support.
+    """Returns the launcher that the options choose. Raises UserError for options that this machine does not support.
+
+    Args:
+        runs: the number of unfinished runs.
+        folder: the folder for submitit's files.
+        gpus: the number of local GPUs, or 0 if the runs use no GPU.
     """
     if config.launcher == "submitit":
         return SubmititJobs(config.jobs or max(1, runs), config.arguments, folder)
@@ -255,8 +268,8 @@ def launcher_for(config: SweepConfig, runs: int, folder: Path, gpus: int) -> Lau
     return Processes(config.jobs or 1, torch.get_num_threads(), gpus)
 
 
-def _values(arguments: Iterable[str]) -> JsonObject:
-    """Parses NAME=VALUE arguments, whose values are YAML. Raises UserError for any other argument."""
+def _parse_arguments(arguments: Iterable[str]) -> JsonObject:
+    """Parses arguments of the form NAME=VALUE with YAML values. Raises UserError for any other argument."""
     values = {}
     for text in arguments:
         name, equals, value = text.partition("=")
@@ -265,12 +278,12 @@ def _values(arguments: Iterable[str]) -> JsonObject:
         except yaml.YAMLError:
             equals = ""
         if not name or not equals:
-            raise UserError(f"sweep.arguments must be NAME=VALUE, such as timeout_min=60; got {text!r}")
+            raise UserError(f"sweep.arguments= must have the form NAME=VALUE, such as timeout_min=60; got {text!r}")
     return values
 
 
-def _logged(lines: Iterable[str], path: Path) -> Iterable[str]:
-    """Yields the lines and also writes them to a file. If the disk is full, the file lacks lines, but the run continues."""
+def _tee(lines: Iterable[str], path: Path) -> Iterable[str]:
+    """Yields the lines and also writes the lines to a file. If the disk is full, the file lacks lines."""
     file: IO[str] | None = None
     with suppress(OSError):
         file = path.open("w", encoding="utf-8", buffering=1)
@@ -284,11 +297,10 @@ def _logged(lines: Iterable[str], path: Path) -> Iterable[str]:
             file.close()
 
 
-def _same_output() -> bool:
-    """Whether standard output and standard error are the same terminal, file or pipe."""
-    try:
+def _share_output() -> bool:
+    try:                                 # the two may be the same terminal, file or pipe
         return os.path.sameopenfile(sys.stdout.fileno(), sys.stderr.fileno())
-    except OSError:                      # one of the two is closed or not a file
+    except OSError:                      # one of the two is closed or is not a file
         return False
 
 

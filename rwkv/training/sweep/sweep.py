@@ -1,16 +1,19 @@
-"""A sweep: `python train.py -m kernel=conv1d,taichi_v3 seed=0,1`, each run in its own process, sweep.jobs at a time.
+"""Runs a sweep, such as `python train.py -m kernel=conv1d,taichi_v3 seed=0,1`.
 
-    DIR/sweep.json            all runs, each with its status; rewritten after each run
+Each run has a separate process, and sweep.jobs processes run at a time. A sweep writes these files:
+
+    DIR/sweep.json            all runs with their status; rewritten after each run
     DIR/NAME/                 the directory of a run, named by the options in which the runs differ: kernel=conv1d,seed=0
     DIR/logs/NAME.txt         the standard error of the run
     DIR/logs/NAME.reason.txt  the error that ended the run, if one did (child.py)
     DIR/logs/JOB/             submitit's files, with sweep.launcher=submitit
     DIR/report.html           the report on all runs, and report.csv (rwkv/report/)
 
-The order is shuffled with ORDER_SEED, so that a slow hour of the machine does not hit only one kernel. The report names kernels
-that cannot run here and runs that failed; the other runs are trained regardless. Ctrl-C is passed on to the current runs, which
-save and stop. `python train.py -m resume=auto out_dir=DIR` keeps finished runs and resumes the others from their last
-checkpoints; more options add runs. launchers.py starts the processes.
+The order is shuffled with ORDER_SEED, so that a slow hour of the machine does not affect only one kernel. If a kernel cannot
+run here or a run fails, the other runs are trained regardless, and the report names the kernel or the run. Ctrl-C is passed on
+to the current runs, which save and stop. The command `python train.py -m resume=auto out_dir=DIR` keeps finished runs and
+resumes all other runs from the last checkpoints. Further options on this command line add runs. launchers.py starts the
+processes.
 """
 
 import json
@@ -49,16 +52,20 @@ UNAVAILABLE = "unavailable"
 STOPPED = "stopped"
 WAITING = "waiting"
 RESUME = "-m resume=auto"
-SWEEP_OPTIONS = ("out_dir", "resume")    # options of the sweep; each run has its own values
-SETTINGS = "sweep."                      # prefix of the sweep's own options, which are not passed to runs
-SOME_FAILED = 1                          # exit statuses of a sweep
-NONE_RAN = 2
+SWEEP_OPTIONS = ("out_dir", "resume")    # the sweep has these options, and each run has values of its own
+SETTINGS = "sweep."                      # options with this prefix belong to the sweep and are not passed to runs
+SOME_FAILED = 1                          # the exit status of a sweep with failed runs
+NONE_RAN = 2                             # the exit status of a sweep of which no run finished or failed
 
 
 @dataclass
 class Entry:
-    """A run of a sweep. swept: the run's values of the options in which runs differ. order: the run's position in the shuffled
-    order, from 1. job: the id of the run's submitit job.
+    """A run of a sweep, as stored in sweep.json.
+
+    Args:
+        swept: the run's values of the options in which the runs differ.
+        order: the run's position in the shuffled order, counted from 1.
+        job: the id of the run's submitit job.
     """
 
     name: str
@@ -75,10 +82,13 @@ class Entry:
 
 @dataclass
 class Sweep:
-    """A sweep: the entries of sweep.json, in the order of the command line, and each run's configuration by name.
+    """A sweep with the entries of sweep.json and the configuration of each run.
 
-    settings: the options sweep.*, by which this process starts runs. setting_overrides: the same options as typed on the
-    command line.
+    Args:
+        settings: the options sweep.*, by which this process starts runs.
+        setting_overrides: the same options as typed on the command line.
+        entries: the entries in the order of the command line.
+        configs: the configurations by the names of the runs.
     """
 
     folder: Path
@@ -96,8 +106,9 @@ class Sweep:
 
 
 def run(line: cli.CommandLine, jobs_of: cli.Jobs) -> None:
-    """Trains all unfinished runs and writes the report. Exit status: 0; 1 if a run failed; 2 if no kernel can run here; 130
-    after Ctrl-C.
+    """Trains all unfinished runs, writes the report and exits.
+
+    The exit status is 0, or 1 if a run failed, or 2 if no kernel can run here, or 130 after Ctrl-C.
     """
     sweep = opened(line, jobs_of)
     launcher = open_launcher(sweep)
@@ -105,7 +116,7 @@ def run(line: cli.CommandLine, jobs_of: cli.Jobs) -> None:
     sweep.folder.mkdir(parents=True, exist_ok=True)
     lock.hold(sweep.folder)
     if "resume" not in line.verbatim:
-        require_unused(sweep.folder, RESUME)     # checked again: another process may have used the folder before the lock
+        require_unused(sweep.folder, RESUME)     # another process may have used the folder before the lock
     sweep.save()
     try:
         stopped = train_all(sweep, launcher)
@@ -116,12 +127,12 @@ def run(line: cli.CommandLine, jobs_of: cli.Jobs) -> None:
 
 
 def train_all(sweep: Sweep, launcher: Launcher) -> bool:
-    """Trains the unfinished runs, launcher.places at a time. Returns whether a signal stopped the training."""
+    """Trains the unfinished runs, launcher.places at a time. Returns True if a signal stopped the training."""
     to_do = _to_do(sweep)
-    log(labelled("sweep", f"{sweep.folder}: {counted(len(sweep.entries), 'run')}, {len(to_do)} to do, in random order "
+    log(labelled("sweep", f"{sweep.folder}: {counted(len(sweep.entries), 'run')}, {len(to_do)} unfinished, in random order "
                  f"(seed {ORDER_SEED}){_concurrency(launcher)}", sys.stderr))
     waiting = deque(enumerate(to_do, start=1))
-    running: dict[str, tuple[Entry, float]] = {}         # current runs and their start times
+    running: dict[str, tuple[Entry, float]] = {}         # maps names to current runs and start times
     with StopRequest(on_signal=launcher.stop, every_signal=True) as stop:
         try:
             while running or (waiting and not stop.requested):
@@ -132,11 +143,11 @@ def train_all(sweep: Sweep, launcher: Launcher) -> bool:
                         running[entry.name] = (entry, time.monotonic())
                         try:
                             entry.job = launcher.start(_task(sweep, entry, number), entry.job)
-                        except JobRejected as error:     # perhaps the user has as many jobs as allowed
+                        except JobRejected as error:     # the user may already have as many jobs as allowed
                             del running[entry.name]
                             if not running:
                                 raise
-                            log(f"{error}\nat most {counted(len(running), 'job')} at a time from now on")
+                            log(f"{error}\nfrom now on the sweep runs at most {counted(len(running), 'job')} at a time")
                             launcher.places = len(running)
                             waiting.appendleft((number, entry))
                             break
@@ -148,12 +159,12 @@ def train_all(sweep: Sweep, launcher: Launcher) -> bool:
                 for end in launcher.ends() if running else ():
                     entry, start = running.pop(end.name)
                     entry.seconds = time.monotonic() - start
-                    _store(sweep, entry, end, stop.requested)
+                    _store_result(sweep, entry, end, stop.requested)
                     sweep.save()
                     if entry.status == STOPPED:
                         waiting.clear()
         finally:
-            if running:                  # an error of the sweep itself, such as a full disk
+            if running:                  # the sweep has failed, for example because the disk is full
                 launcher.close()
     return stop.requested
 
@@ -163,7 +174,6 @@ def _to_do(sweep: Sweep) -> list[Entry]:
 
 
 def _concurrency(launcher: Launcher) -> str:
-    """A phrase for the plan with the number of concurrent runs; empty for one."""
     if launcher.places == 1:
         return ""
     threads = f" with {counted(launcher.threads, 'thread')} each" if isinstance(launcher, Processes) else ""
@@ -171,7 +181,7 @@ def _concurrency(launcher: Launcher) -> str:
 
 
 def open_launcher(sweep: Sweep) -> Launcher:
-    """The launcher that the settings name. Raises UserError for settings that conflict with the runs or this machine."""
+    """Returns the launcher that the settings name. Raises UserError if settings conflict with the runs or this machine."""
     to_do = [sweep.configs[entry.name] for entry in _to_do(sweep)]
     gpus = 0
     if sweep.settings.launcher == "local" and (sweep.settings.jobs or 1) > 1:
@@ -182,13 +192,13 @@ def open_launcher(sweep: Sweep) -> Launcher:
         on_gpu = [config for config in to_do if device_for(config.trainer.accelerator).type == "cuda"]
         gpus = torch.cuda.device_count() if on_gpu else 0
         if any(config.trainer.strategy != "single" for config in on_gpu):
-            raise UserError("sweep.jobs, which gives each run one GPU, conflicts with trainer=ddp and trainer=fsdp, which "
-                            "use several: omit sweep.jobs or trainer=")
+            raise UserError("sweep.jobs= conflicts with trainer=ddp and trainer=fsdp, because sweep.jobs= gives each run only "
+                            "one GPU: omit sweep.jobs= or trainer=")
     return launcher_for(sweep.settings, len(to_do), sweep.folder / LOGS, gpus)
 
 
 def opened(line: cli.CommandLine, jobs_of: cli.Jobs) -> Sweep:
-    """A new sweep, or the sweep that `resume` continues, with the runs that the command line adds."""
+    """Returns a new sweep, or the sweep that `resume` continues together with the runs that the command line adds."""
     options = {key: value for key, value in line.verbatim.items() if key in SWEEP_OPTIONS}
     rest = cli.CommandLine(line.overrides, {key: value for key, value in line.verbatim.items() if key not in options}, [])
     new_jobs = jobs_of(rest)
@@ -199,34 +209,34 @@ def opened(line: cli.CommandLine, jobs_of: cli.Jobs) -> Sweep:
     if "resume" not in options:
         require_unused(folder, RESUME)
     elif options["resume"] != "auto" or "out_dir" not in options:
-        raise UserError("to continue a sweep, use resume=auto out_dir=DIR with the directory of the sweep")
+        raise UserError("resuming a sweep requires resume=auto out_dir=DIR with the directory of the sweep")
     else:
         entries = read(folder)
         if not entries and not adds_runs:
-            raise UserError(f"no sweep to continue in {folder}: this folder has no {run_files.SWEEP}")
+            raise UserError(f"out_dir={folder} must be the directory of a sweep, but has no {run_files.SWEEP}")
         if not entries:
             require_unused(folder, RESUME)
     jobs = [job for entry in entries for job in jobs_of(cli.split(entry.arguments, TrainConfig))]
     configs = {entry.name: job.config for entry, job in zip(entries, jobs, strict=True)}
     sweep = Sweep(folder, settings, setting_overrides, entries, configs)
     if adds_runs or not entries:
-        _add(sweep, new_jobs)
+        _add_runs(sweep, new_jobs)
     return sweep
 
 
 def _settings(jobs: list[cli.Job], line: cli.CommandLine) -> tuple[SweepConfig, list[str]]:
-    """The options sweep.*, both parsed and as typed on the command line. Raises UserError if one of them has several values."""
+    """Returns the options sweep.*, both parsed and as typed. Raises UserError if such an option has several values."""
     for key in (key for job in jobs for key in job.swept if key.startswith(SETTINGS)):
-        raise UserError(f"{key} must be one value: it is a setting of the sweep, not of its runs")
+        raise UserError(f"{key}= must be a single value, because this option belongs to the sweep and not to a run")
     require_effect(jobs[0].config, [key for key in line.keys if key.startswith(SETTINGS)])
     arguments = [f"sweep.arguments={value}" for value in line.verbatim.get("sweep.arguments", [])]
     return jobs[0].config.sweep, [text for text in line.overrides if text.startswith(SETTINGS)] + arguments
 
 
 def read(folder: Path) -> list[Entry]:
-    """The entries of DIR/sweep.json, updated for runs that finished after the file was written; [] without the file.
+    """Reads the entries of DIR/sweep.json, or returns [] without the file. Raises UserError if the file is damaged.
 
-    Raises UserError if the file is damaged.
+    A run that finished after the file was written gets the status FINISHED.
     """
     if not (folder / run_files.SWEEP).is_file():
         return []
@@ -238,7 +248,7 @@ def read(folder: Path) -> list[Entry]:
     except (ValueError, TypeError, KeyError):
         sound = False
     if not sound:
-        raise UserError(f"{path} is damaged, or from another version: restore it, or start the sweep in another out_dir")
+        raise UserError(f"{path} is damaged or from another version: restore the file, or start the sweep in another out_dir=")
     for entry in entries:
         if entry.status == FINISHED or run_files.is_finished(folder / entry.name):
             entry.status = FINISHED
@@ -246,13 +256,13 @@ def read(folder: Path) -> list[Entry]:
     return entries
 
 
-def _add(sweep: Sweep, jobs: list[cli.Job]) -> None:
-    """Adds the runs that the sweep does not have yet. Raises UserError if it has a run of the same name with other options."""
+def _add_runs(sweep: Sweep, jobs: list[cli.Job]) -> None:
+    """Adds new runs to the sweep. Raises UserError if the sweep has a run of the same name with different options."""
     entries = {entry.name: entry for entry in sweep.entries}
     added = []
     for job in jobs:
         if job.config.only_plans:
-            raise UserError("plan=true conflicts with a sweep, which trains: omit -m to plan one run, or omit plan=true "
+            raise UserError("plan=true conflicts with -m, because a sweep trains: omit -m to plan a single run, or plan=true "
                             "to train")
         arguments = [argument for argument in job.arguments if not argument.startswith(SETTINGS)]
         entry = Entry(name_of(job), job.swept, arguments, job.config.kernel.name, job.config.seed)
@@ -265,8 +275,8 @@ def _add(sweep: Sweep, jobs: list[cli.Job]) -> None:
             added.append(entry)
             sweep.configs[entry.name] = job.config
         elif sorted(entries[entry.name].arguments) != sorted(entry.arguments):
-            raise UserError(f"the sweep in {sweep.folder} has {entry.name} with different options: give the same options, or "
-                            "another out_dir")
+            raise UserError(f"the sweep in {sweep.folder} has {entry.name} with different options: use the same options, or "
+                            "another out_dir=")
     _require_possible([sweep.configs[entry.name] for entry in added])
     shuffled = random.Random(ORDER_SEED).sample(added, len(added))
     for order, entry in enumerate(shuffled, start=len(sweep.entries) + 1):
@@ -275,8 +285,9 @@ def _add(sweep: Sweep, jobs: list[cli.Job]) -> None:
 
 
 def _require_possible(configs: list[TrainConfig]) -> None:
-    """Raises UserError or UnknownKernel if a run has a kernel or an option of a different model generation. Kernels that this
-    machine cannot run are accepted here and reported when their run starts.
+    """Raises UserError or UnknownKernel if a run has a kernel or an option of a different model generation.
+
+    This function accepts kernels that this machine cannot run. The start of the run reports such a kernel.
     """
     if not configs:
         return
@@ -291,30 +302,28 @@ def _require_possible(configs: list[TrainConfig]) -> None:
 
 
 def _require_kernel(config: TrainConfig) -> None:
-    """Checks a run's kernel. Raises the errors of kernel_for, and with init_from=, whose file
-    determines the generation, those of read_checkpoint.
-    """
+    """Checks a run's kernel. Raises the errors of kernel_for, and with init_from= the errors of read_checkpoint."""
     from rwkv.checkpoint.files import read_checkpoint
     from rwkv.training.device import device_for
     from rwkv.training.run.resolve import Context, Stage, resolve
     from rwkv.training.setup import kernel_for
 
     if config.init_from is not None:
-        config = replace(config, model=read_checkpoint(config.init_from).config)
+        config = replace(config, model=read_checkpoint(config.init_from).config)     # the file determines the generation
     config, _ = resolve(config, Stage.BASE, Context())
     kernel_for(config.model, config.kernel.name, device_for(config.trainer.accelerator), config.trainer.precision)
 
 
 def name_of(job: cli.Job) -> str:
-    """The name of the run and of its directory; characters other than letters, digits and .,=+- become _."""
+    """Returns the name of the run and of the run's directory. Characters other than letters, digits and .,=+- become _."""
     text = ",".join(f"{key}={value}" for key, value in job.swept.items())
     return re.sub(r"[^\w.,=+-]", "_", text) or f"kernel={job.config.kernel.name}"
 
 
 def _is_available(sweep: Sweep, entry: Entry) -> bool:
-    """Whether this machine can run the kernel. If not, stores the reason in the entry."""
+    """Returns True if this machine can run the kernel. Otherwise stores the reason in the entry."""
     if sweep.settings.launcher == "submitit":
-        return True                      # the job's machine checks the kernel
+        return True                      # the machine of the job checks the kernel
     try:
         with suppress(CheckpointError):  # a resumed run does not read init_from=; a new run reports the error
             _require_kernel(sweep.configs[entry.name])
@@ -327,7 +336,7 @@ def _is_available(sweep: Sweep, entry: Entry) -> bool:
 
 
 def _task(sweep: Sweep, entry: Entry, number: int) -> Task:
-    log_file, reason_file = _files(sweep, entry)
+    log_file, reason_file = _log_files(sweep, entry)
     log_file.parent.mkdir(exist_ok=True)
     if entry.job is None:
         reason_file.unlink(missing_ok=True)
@@ -335,14 +344,12 @@ def _task(sweep: Sweep, entry: Entry, number: int) -> Task:
     return Task(entry.name, program, sweep.folder / entry.name, entry.arguments, log_file, number)
 
 
-def _files(sweep: Sweep, entry: Entry) -> tuple[Path, Path]:
-    """The paths of a run's log, which is its standard error, and of the file with the error that ended the run."""
+def _log_files(sweep: Sweep, entry: Entry) -> tuple[Path, Path]:
     logs = sweep.folder / LOGS
     return logs / f"{entry.name}.txt", logs / f"{entry.name}.reason.txt"
 
 
-def _store(sweep: Sweep, entry: Entry, end: End, stop_requested: bool) -> None:
-    """Stores the result of a run in its entry."""
+def _store_result(sweep: Sweep, entry: Entry, end: End, stop_requested: bool) -> None:
     entry.reason = entry.job = None
     if end.status == 0:
         entry.status = FINISHED
@@ -350,12 +357,12 @@ def _store(sweep: Sweep, entry: Entry, end: End, stop_requested: bool) -> None:
         entry.status = STOPPED
     else:
         entry.status = FAILED
-        entry.reason = end.reason or reason_of(end.status, *reversed(_files(sweep, entry)))
+        entry.reason = end.reason or reason_of(end.status, *reversed(_log_files(sweep, entry)))
         log(f"failed: {entry.name}: {entry.reason}")
 
 
 def reason_of(status: int, reason_file: Path, log_file: Path) -> str:
-    """The reason why a run failed: the signal that ended it, the error in reason_file, or the last line of the log."""
+    """Returns the reason why a run failed: a signal, or else the error in reason_file, or else the last line of the log."""
     if status < 0:
         return f"ended by {end_of(status)}"
     if reason_file.is_file():
@@ -366,7 +373,7 @@ def reason_of(status: int, reason_file: Path, log_file: Path) -> str:
 
 
 def conclude(sweep: Sweep) -> None:
-    """Writes the report to the sweep's directory, logs it, and prints how to continue an unfinished sweep."""
+    """Writes and logs the report of a sweep, and prints the command that continues an unfinished sweep."""
     result = report.write(sweep.folder)
     counts = [f"{sweep.count(status)} {word}" for status, word in (
         (FINISHED, "finished"), (FAILED, "failed"), (UNAVAILABLE, "cannot run here"), (STOPPED, "stopped"), (WAITING, "to do"))
@@ -386,7 +393,6 @@ def conclude(sweep: Sweep) -> None:
 
 
 def _log_best(folder: Path, best: tuple[str, float] | None) -> None:
-    """Prints the run with the lowest validation loss, and which run runs/latest is."""
     if best is not None:
         name, loss = best
         more = f"{cli.command('generate')} {quote(f'checkpoint={folder / name}')} prompt=..."

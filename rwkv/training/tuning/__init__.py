@@ -1,1 +1,1 @@
-"""Runs that tune the weights of init_from=: tune=full|lora|state."""
+"""Tunes the weights of init_from= with tune=full|lora|state."""

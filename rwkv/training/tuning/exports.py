@@ -1,9 +1,9 @@
 """Writes the results of tune=lora and tune=state beside the run's checkpoints, for timemix and other programs.
 
     adapter/adapter_model.safetensors, adapter_config.json     LoRA in the layout of the PEFT library
-    state.safetensors                                          a state for state= of generate.py, with the frozen weights' file
-    time_state.pth                                             the same state as blocks.i.att.time_state (H,N,N), value by key:
-                                                               RWKV-PEFT's layout (rwkvt/operator/rwkvop.py, x070)
+    state.safetensors                                          a state for state= of generate.py, to use with the frozen weights
+    time_state.pth                                             the same state as blocks.i.att.time_state (H,N,N), value by key,
+                                                               in RWKV-PEFT's layout (rwkvt/operator/rwkvop.py, x070)
 """
 
 import json
@@ -26,7 +26,7 @@ from rwkv.tokenizer.tokenizers import Tokenizer
 
 
 def tuned_files(config: TrainConfig, out_dir: Path) -> list[Path]:
-    """The files that a run writes at its end."""
+    """Returns the paths of the files that a run with this tune.method writes at the end."""
     names = {"lora": ["adapter/adapter_model.safetensors", "adapter/adapter_config.json"],
              "state": ["state.safetensors", "time_state.pth"]}
     return [out_dir / name for name in names.get(config.tune.method, [])]
@@ -34,8 +34,9 @@ def tuned_files(config: TrainConfig, out_dir: Path) -> list[Path]:
 
 def write_tuned(model: Model, trained: Mapping[str, Tensor], tokenizer: Tokenizer, config: TrainConfig,
                 out_dir: Path) -> list[Path]:
-    """Writes the files and returns the list of paths to print, which is empty with tune=full. trained: the trained parameters
-    by name.
+    """Writes the files and returns the paths to print. With tune=full, there are none.
+
+    `trained` maps names to trained parameters.
     """
     if config.tune.method == "lora":
         return [_write_adapter(model, trained, config, *tuned_files(config, out_dir))]
@@ -57,7 +58,7 @@ def _write_adapter(model: Model, trained: Mapping[str, Tensor], config: TrainCon
 
 @torch.no_grad()
 def _write_state(model: Model, tokenizer: Tokenizer, as_state: Path, as_pth: Path) -> list[Path]:
-    """Writes the tuned state in both formats. state.safetensors also has the logits after end_of_text, for empty prompts."""
+    # state.safetensors also holds the logits after end_of_text, for empty prompts
     first = torch.tensor([[tokenizer.end_of_text]], device=model.emb.weight.device)
     save_context(as_state, PrefillResult(model.prefill(first)[0], model.empty_state(1)), model, tokenizer)
     tensors = {f"blocks.{layer}.{TIME_STATE}": Stored.of(TIME_STATE, str(as_pth), state.detach().cpu())

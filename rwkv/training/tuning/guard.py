@@ -1,6 +1,6 @@
-"""The general text of tune.guard=: a run with init_from= measures the loss of this text before and after tuning.
+"""Chooses the general text of tune.guard=, whose loss a run with init_from= measures before and after tuning.
 
-The text is unrelated to the task: if its loss rises, tuning has broken something.
+The text is unrelated to the task. If the loss of the text rises, tuning has damaged other abilities of the model.
 """
 
 import hashlib
@@ -15,18 +15,21 @@ from rwkv.tokenizer.tokenizers import Tokenizer
 
 
 def is_compared(config: TrainConfig) -> bool:
-    """Whether a run measures losses before and after training."""
+    """Returns True if a run measures losses before and after training."""
     tuned = config.data.name == "chat" or config.tune.method != "full" or bool(config.tune.guard)
     return config.init_from is not None and tuned
 
 
 def wants_guard(config: TrainConfig, user_keys: Collection[str]) -> bool:
-    """Whether a new run measures the general text: with data=chat, tune= or tune.guard=, but not in continued pretraining."""
+    """Returns True if a new run measures the general text: with data=chat, tune= or tune.guard=.
+
+    Continued pretraining does not measure the general text.
+    """
     return config.data.name == "chat" or config.tune.method != "full" or not {"tune", "tune.guard"}.isdisjoint(user_keys)
 
 
 def guard_path(config: TrainConfig) -> Path | None:
-    """The file of the general text; None without a text, and with fsdp, where no process has all weights."""
+    """Returns the file of the general text, or None without a text. With fsdp there is none: no process has all weights."""
     guard = config.tune.guard
     if not guard or config.trainer.strategy == "fsdp":
         return None
@@ -34,10 +37,10 @@ def guard_path(config: TrainConfig) -> Path | None:
 
 
 def with_guard(config: TrainConfig, tokenizer: Tokenizer, user_keys: Collection[str]) -> tuple[TrainConfig, str | None]:
-    """A new run's configuration, and a note for the plan. tune.guard becomes null if wants_guard is false, or if the tokenizer
-    cannot encode ENGLISH.
+    """Sets tune.guard of a new run to null if the run measures no general text. Returns the configuration and a plan's note.
 
-    Raises UserError if the file of tune.guard is unreadable or empty, or cannot be encoded.
+    tune.guard also becomes null if the tokenizer cannot encode ENGLISH. Raises UserError if the file of tune.guard is
+    unreadable or empty, or cannot be encoded.
     """
     from rwkv.evaluation import count_tokens
 
@@ -51,14 +54,14 @@ def with_guard(config: TrainConfig, tokenizer: Tokenizer, user_keys: Collection[
         count_tokens(tokenizer, path, "tune.guard")
     except ValueError as error:
         if config.tune.guard == ENGLISH:
-            return without, f"none: the tokenizer cannot encode the text of tune.guard={ENGLISH} ({error})"
+            return without, f"none, because the tokenizer cannot encode the text of tune.guard={ENGLISH} ({error})"
         option = f"tune.guard={path}"
         raise UserError(str(error) if option in str(error) else f"{option} cannot be encoded: {error}") from None
     return config, None
 
 
 def describe(config: TrainConfig) -> str:
-    """A line of the plan on what is measured before and after training."""
+    """Returns the plan's line on the losses that are measured before and after training."""
     if guard_path(config) is not None:
         return f"before and after, the losses of the validation split and of the text of tune.guard={config.tune.guard}"
     why = " (trainer=fsdp shards the weights)" if config.tune.guard else ""
@@ -66,7 +69,7 @@ def describe(config: TrainConfig) -> str:
 
 
 def sha256_of(path: Path | None) -> str | None:
-    """The hash of the text in the file; None without a file. Raises UserError if the file cannot be read."""
+    """Returns the SHA-256 of the file, or None without a file. Raises UserError if the file cannot be read."""
     if path is None:
         return None
     with open_file(path, "tune.guard") as file:

@@ -1,6 +1,7 @@
-"""Prompts from the validation split of a tuned run, and the model's continuations of them before and after training.
+"""Selects prompts from the validation split of a tuned run, and generates the model's continuations of these prompts.
 
-The prompt of a conversation is everything before the first trained answer; the prompt of a document is its beginning.
+The prompt of a conversation is everything before the first trained answer. The prompt of a document is the document's
+beginning.
 """
 
 from collections.abc import Iterator
@@ -22,21 +23,22 @@ from rwkv.model.base import Model
 from rwkv.tokenizer.tokenizers import Tokenizer
 
 N_PROMPTS = 3
-SEARCHED = 1000                          # documents or conversations searched for N_PROMPTS
-DOCUMENT_PROMPT = 32                     # tokens in a document's prompt, but at most half of the document
+SEARCHED = 1000                          # at most this many documents or conversations are searched for prompts
+DOCUMENT_PROMPT = 32                     # the prompt of a document has this many tokens, but at most half of the document
 
 
 class Prompt(NamedTuple):
-    """The ids of a prompt and of its reference continuation in the data."""
+    """The token ids of a prompt and of the reference continuation in the data."""
 
     ids: list[int]
     reference: list[int]
 
 
 def prompts(data: Corpus, longest: int, length: int) -> list[Prompt]:
-    """N_PROMPTS prompts from the validation split: the first prompts of at most `longest` tokens, then the first longer ones.
+    """Returns N_PROMPTS prompts from the validation split.
 
-    length: the number of tokens in the reference continuation of a document; for a conversation, it is the whole answer.
+    The first prompts of at most `longest` tokens are preferred to longer prompts. The reference continuation of a document has
+    at most `length` tokens. The reference continuation of a conversation is the whole answer.
     """
     all_prompts = _conversation_prompts(data.conversations[1]) if data.conversations else _document_prompts(data.val, length)
     candidates = islice((prompt for prompt in all_prompts if prompt.ids and prompt.reference), SEARCHED)
@@ -50,7 +52,7 @@ def prompts(data: Corpus, longest: int, length: int) -> list[Prompt]:
 
 
 def continuations(model: Model, tokenizer: Tokenizer, config: TrainConfig, held_out: list[Prompt]) -> list[str]:
-    """The greedy continuation of each prompt, at most trainer.sample_tokens long. Raises ValueError as Engine does."""
+    """Returns the greedy continuation of each prompt, at most trainer.sample_tokens long. Raises ValueError as Engine does."""
     stop = template_of(config.data).stop if config.data.name == "chat" else ()
     engine = Engine(model, tokenizer)
     stopping = StoppingCriteria(config.trainer.sample_tokens, stop)
@@ -60,12 +62,12 @@ def continuations(model: Model, tokenizer: Tokenizer, config: TrainConfig, held_
 
 
 def readable(tokenizer: Tokenizer, ids: list[int]) -> str:
-    """The text of ids, without end_of_text."""
+    """Returns the text of the token ids, without end_of_text."""
     return shown(tokenizer, [token for token in ids if token != tokenizer.end_of_text])
 
 
 def _conversation_prompts(split: Tokenised) -> Iterator[Prompt]:
-    """Yields prompts from conversations; of each pair of answers, uses only the chosen answer."""
+    # Of each pair of answers, only the chosen answer is used
     for begin, end in islice(_spans(split.tokens), 0, None, 2 if split.paired else 1):
         is_target = split.learnt[begin:end].astype(bool)
         answer = int(is_target.argmax())
@@ -82,6 +84,6 @@ def _document_prompts(tokens: TokenArray, length: int) -> Iterator[Prompt]:
 
 
 def _spans(tokens: TokenArray) -> Iterator[tuple[int, int]]:
-    """The spans (start, end) of the first SEARCHED documents or conversations; an array without starts is one span."""
+    """Yields (start, end) of the first SEARCHED documents or conversations. An array without starts is one document."""
     starts = tokens.starts[:SEARCHED + 1].tolist() or [0]
     return pairwise(starts if len(starts) > SEARCHED else [*starts, len(tokens)])

@@ -1,7 +1,7 @@
-"""train.py init_from=PATH: a new run with the weights of a checkpoint, and with a new optimiser, schedule and data.
+"""Opens the checkpoint of init_from=, whose weights a new run trains with a new optimiser, schedule and data.
 
-The checkpoint gives the sizes, and the tokenizer if it has one; ctx_len, on which no weight depends, is the run's own. Options
-on the command line that conflict with the checkpoint are refused; options set by experiment= or debug= are overridden.
+The checkpoint determines the sizes, except ctx_len, on which no weight depends. If the checkpoint has a tokenizer, the run uses
+it. Options on the command line that conflict with the checkpoint are refused. Options of experiment= or debug= are overridden.
 """
 
 from collections.abc import Collection
@@ -19,14 +19,14 @@ from rwkv.model.base import generation, with_learnt_states
 from rwkv.model.lora import chosen
 from rwkv.tokenizer.tokenizers import MADE_FROM_DATA, Tokenizer
 
-NOT_A_SIZE = "ctx_len"                   # the option model.ctx_len, on which no weight depends
+NOT_A_SIZE = "ctx_len"                   # no weight depends on the option model.ctx_len
 
 
 def open_init_checkpoint(config: TrainConfig, user_keys: Collection[str]) -> tuple[TrainConfig, Checkpoint, Tokenizer]:
-    """The configuration with the checkpoint's sizes, the checkpoint, and the tokenizer for the data.
+    """Returns the configuration with the checkpoint's sizes, the checkpoint, and the tokenizer for the data.
 
-    user_keys: the keys that the user set on the command line. Raises CheckpointError if the file cannot be read, or if one
-    of these keys conflicts with it.
+    `user_keys` are the keys that the user set on the command line. Raises CheckpointError if the file cannot be read, or if one
+    of these keys conflicts with the file.
     """
     checkpoint = read_checkpoint(str(config.init_from))
     model = replace(checkpoint.config, ctx_len=config.model.ctx_len)
@@ -35,7 +35,7 @@ def open_init_checkpoint(config: TrainConfig, user_keys: Collection[str]) -> tup
     data = replace(config.data, template=template) if config.data.name == "chat" else config.data
     config = replace(config, model=model, data=data)
     on_hub = hub.parse(str(config.init_from)) is not None
-    if on_hub or config.tune.method != "full":           # the name must stand for the same file later and on other machines
+    if on_hub or config.tune.method != "full":           # the name must mean the same file later and on other machines
         pinned = hub.fetched(str(config.init_from)).pinned if on_hub else str(checkpoint.path.resolve())
         config = replace(config, init_from=pinned)
     if config.tune.state is not None:
@@ -46,17 +46,17 @@ def open_init_checkpoint(config: TrainConfig, user_keys: Collection[str]) -> tup
 
 
 def require_tunable(config: TrainConfig, checkpoint: Checkpoint) -> None:
-    """Raises UserError if tune= does not support these weights."""
+    """Raises UserError if tune= does not support the weights of the checkpoint."""
     if checkpoint.time_states and config.tune.method != "state":
-        raise UserError(f"{checkpoint.path} has a tuned state beside its weights: use tune=state to train the state further; "
-                        f"for tune={config.tune.method} use the weights without it")
+        raise UserError(f"tune={config.tune.method} requires weights without a tuned state, but {checkpoint.path} has a "
+                        "tuned state. Use tune=state to train the state further, or use the weights alone")
     if checkpoint.time_states and config.tune.prefers:
         raise UserError(f"tune.objective={config.tune.objective} conflicts with a tuned state, because the reference is the "
-                        "weights alone: omit the objective or the state")
+                        "model without the state: omit the objective or the state")
     if config.tune.method == "lora":
         chosen(config.model, config.tune.modules)
     if config.tune.method == "state" and not generation(config.model).LEARNS_STATE:
-        raise UserError(f"tune=state requires {with_learnt_states()}, and {checkpoint.path} is "
+        raise UserError(f"tune=state requires {with_learnt_states()}, but {checkpoint.path} is "
                         f"{generation(config.model).NAME}: use tune=lora")
 
 
@@ -64,19 +64,20 @@ def _require_sizes(config: ModelConfig, saved: ModelConfig, user_keys: Collectio
     sizes, saved_sizes = (vars(generation(model).resolved(model)) for model in (config, saved))
     for name, size in sizes.items():
         if name != NOT_A_SIZE and size != saved_sizes[name] and not {"model", f"model.{name}"}.isdisjoint(user_keys):
-            raise CheckpointError(f"model.{name} is {size} on the command line and {saved_sizes[name]} in "
+            raise CheckpointError(f"model.{name} is {size} on the command line, but {saved_sizes[name]} in "
                                   f"{checkpoint.path}: omit model= to use the file's sizes")
 
 
 def _tokenizer(data: DataConfig, user_keys: Collection[str], checkpoint: Checkpoint) -> Tokenizer:
-    """The checkpoint's tokenizer, or the one that data.tokenizer names. Raises CheckpointError if the two differ."""
+    """Returns the checkpoint's tokenizer or the tokenizer of data.tokenizer. Raises CheckpointError if the two differ."""
     assumed = assumed_tokenizer(checkpoint)
     if "data.tokenizer" not in user_keys and (checkpoint.tokenizer or assumed):
         if assumed:
             log(f"tokenizer  {assumed} (guessed from the vocabulary size of {checkpoint.path}, {checkpoint.vocab_size:,})")
         return tokenizer_of(checkpoint, None, data.end_of_text, "data.tokenizer")
     if data.tokenizer in MADE_FROM_DATA:
-        remedy = "omit data.tokenizer" if checkpoint.tokenizer else "use their tokenizer: data.tokenizer=FILE.json or world"
-        raise CheckpointError(f"data.tokenizer={data.tokenizer} makes a tokenizer from the data, and the weights in "
-                              f"{checkpoint.path} ({checkpoint.vocab_size} tokens) were trained with a different one: {remedy}")
+        remedy = "omit data.tokenizer=" if checkpoint.tokenizer else "use that tokenizer, data.tokenizer=FILE.json or world"
+        raise CheckpointError(f"data.tokenizer={data.tokenizer} makes a tokenizer from the data, but the weights in "
+                              f"{checkpoint.path} ({checkpoint.vocab_size} tokens) were trained with another tokenizer: "
+                              f"{remedy}")
     return tokenizer_of(checkpoint, data.tokenizer, data.end_of_text, "data.tokenizer")

@@ -1,4 +1,4 @@
-"""Warns if validation uses text on which another timemix run has trained the weights of init_from=."""
+"""Warns if the validation text includes text on which another timemix run has trained the weights of init_from=."""
 
 from pathlib import Path
 
@@ -6,13 +6,13 @@ from rwkv.checkpoint.files import Checkpoint
 from rwkv.config import DataConfig
 from rwkv.io.json_types import JsonObject
 
-LAST_PART = ("binidx", "datatrove", "stdlib", "text")     # a smaller data.val_fraction selects a subset of a larger one
+LAST_PART = ("binidx", "datatrove", "stdlib", "text")     # a smaller data.val_fraction selects part of a larger split
 
 
 def warn_of_split(data: DataConfig, sha256: str, base: Checkpoint | None) -> str | None:
-    """A warning if the run that trained the base weights split the same data differently; None otherwise.
+    """Returns a warning if the run that trained the base weights split the same data differently, or else None.
 
-    sha256: the hash of this run's data. Two runs have the same data if the SHA-256 or the path is equal.
+    Two runs have the same data if the SHA-256 or the path is equal. `sha256` is the SHA-256 of this run's data.
     """
     base_data = (base.run or {}).get("data") if base is not None else None
     if base is None or not isinstance(base_data, dict):
@@ -24,7 +24,7 @@ def warn_of_split(data: DataConfig, sha256: str, base: Checkpoint | None) -> str
     if data.val_fraction == fraction or inside:
         return None
     return (f"the weights of {base.path} were trained on a part of the validation text: that run had "
-            f"data.val_fraction={fraction:g}, and this one has {data.val_fraction:g}; use data.val_fraction={fraction:g} to "
+            f"data.val_fraction={fraction:g}, but this run has {data.val_fraction:g}. Use data.val_fraction={fraction:g} to "
             "validate on unseen text")
 
 

@@ -1,18 +1,21 @@
-"""tune.objective=dpo and ipo: make the chosen answer of a pair more probable than the rejected one.
+"""Implements tune.objective=dpo and ipo, which make the chosen answer of a pair more probable than the rejected answer.
 
-log p(y) is the sum of the log-probabilities of an answer's tokens under the trained model, and log p_reference(y) their sum
-under the reference, the model that init_from= names:
+log p(y) is the sum of the log-probabilities of an answer's tokens under the trained model. log p_reference(y) is the same sum
+under the reference, which is the model that init_from= names. The chosen answer is c, and the rejected answer is d:
 
-    r(y) = beta (log p(y) - log p_reference(y))          the reward of an answer, chosen c or rejected d
+    r(y) = beta (log p(y) - log p_reference(y))          the reward of an answer
     dpo  = -(1 - e) log sigmoid(r(c) - r(d)) - e log sigmoid(r(d) - r(c))           e = tune.label_smoothing
     ipo  = ((r(c) / |c| - r(d) / |d|) / beta - 1 / (2 beta))^2                     |y|: the number of tokens
 
-The loss is dpo or ipo, plus tune.sft_weight times -log p(c) / |c|. Sources: Rafailov et al., "Direct Preference Optimization"
-(arXiv 2305.18290), (7); label smoothing: Mitchell, "A note on DPO with noisy preferences"; Azar et al. (arXiv 2310.12036),
-(17), per token as in TRL; the chosen answer's loss: Pang et al. (arXiv 2404.19733), (1).
+The loss is dpo or ipo, plus tune.sft_weight times -log p(c) / |c|. The sources are:
 
-With tune=lora and state an extra forward pass computes the reference, with the tuned parameters disabled. With tune=full the
-reference is computed once, before the first step, and stored in the run's file REFERENCE.
+    dpo                Rafailov et al., "Direct Preference Optimization" (arXiv 2305.18290), (7)
+    label smoothing    Mitchell, "A note on DPO with noisy preferences"
+    ipo                Azar et al. (arXiv 2310.12036), (17), per token as in TRL
+    sft_weight         Pang et al. (arXiv 2404.19733), (1)
+
+With tune=lora and tune=state, an extra forward pass with the tuned parameters disabled computes the reference. With tune=full,
+the reference is computed once before the first step and stored in the run's file REFERENCE.
 """
 
 from collections.abc import Iterator, Mapping
@@ -35,8 +38,8 @@ from rwkv.io.atomic import write_file
 from rwkv.model.base import TIME_STATE, Model
 from rwkv.model.loss import IGNORED, log_probabilities
 
-REWARDS = ("rewards_margin", "rewards_accuracy", "rewards_chosen", "rewards_rejected")    # logged as train/NAME and val/NAME
-REFERENCE = "reference.safetensors"      # tensors train and val (pairs,2): log p_reference of chosen and rejected
+REWARDS = ("rewards_margin", "rewards_accuracy", "rewards_chosen", "rewards_rejected")    # metrics train/NAME and val/NAME
+REFERENCE = "reference.safetensors"      # has tensors train and val (pairs,2): log p_reference of chosen and rejected
 
 
 def reward_metrics() -> list[str]:
@@ -44,26 +47,26 @@ def reward_metrics() -> list[str]:
 
 
 class Answers(NamedTuple):
-    """P pairs of answers, in each pair the chosen answer first. log_p: (P,2) float32. lengths: (P,2), in tokens."""
+    """The log-probabilities log_p (P,2) float32 and the lengths (P,2) in tokens of P pairs of answers, chosen answers first."""
 
     log_p: Tensor
     lengths: Tensor
 
 
 def answers(model: Model, batch: Pairs) -> Answers:
-    """The log-probabilities of a batch's answers."""
+    """Computes the log-probabilities and the lengths of a batch's answers."""
     hidden = model.forward_features(batch.x, batch.starts).flatten(0, 1)
     targets = batch.y.flatten()
     positions = (targets != IGNORED).nonzero()[:, 0]
     token_log_p = log_probabilities(hidden.index_select(0, positions), model.head.weight, targets[positions])
     answer = torch.arange(2 * len(batch.numbers), device=targets.device)
-    mask = batch.answers.flatten()[positions] == answer.unsqueeze(1)     # masked sums add in the same order on every device
+    mask = batch.answers.flatten()[positions] == answer.unsqueeze(1)     # masked sums have the same order on all devices
     log_p = torch.where(mask, token_log_p, 0).sum(1)
     return Answers(log_p.view(-1, 2), mask.sum(1).view(-1, 2))
 
 
 def losses(log_p: Tensor, reference: Tensor, lengths: Tensor, tune: TuneConfig) -> Tensor:
-    """The losses (P,) of the pairs. log_p, reference, lengths: each (P,2), for the chosen and the rejected answer."""
+    """Returns the losses (P,) of P pairs. The tensors log_p, reference and lengths are (P,2), chosen answers first."""
     ratios = log_p - reference
     if tune.objective == "ipo":
         per_token = ratios / lengths
@@ -77,7 +80,7 @@ def losses(log_p: Tensor, reference: Tensor, lengths: Tensor, tune: TuneConfig) 
 
 
 def rewards(log_p: Tensor, reference: Tensor, tune: TuneConfig) -> Tensor:
-    """The means (4,) of REWARDS over the pairs."""
+    """Returns the means (4,) of REWARDS over the pairs."""
     chosen, rejected = (tune.beta * (log_p.detach() - reference)).unbind(1)
     return torch.stack([chosen - rejected, (chosen > rejected).float(), chosen, rejected]).mean(1)
 
@@ -85,18 +88,18 @@ def rewards(log_p: Tensor, reference: Tensor, tune: TuneConfig) -> Tensor:
 class Preferences:
     """The preference objective of a run.
 
-    stored: the reference's log-probabilities by split; None computes them with the tuned parameters disabled.
+    `stored` maps each split to the reference log-probabilities. None computes the reference with the tuned parameters disabled.
     """
 
     def __init__(self, tune: TuneConfig, stored: Mapping[str, Tensor] | None = None) -> None:
         self.tune, self.stored = tune, stored
 
     def read_reference(self, path: Path, data: Corpus) -> None:
-        """Loads the reference that write_reference wrote. Raises UserError as the function read_reference does."""
+        """Loads the reference that write_reference has written. Raises UserError as the function read_reference does."""
         self.stored = read_reference(path, data)
 
     def loss(self, model: Model, batch: Pairs, split: str) -> tuple[Tensor, Tensor]:
-        """The mean loss of a batch, and the means (4,) of REWARDS. split: train or val, which the batch is from."""
+        """Returns the mean loss and the means (4,) of REWARDS of a batch. `split` is the batch's split, train or val."""
         reference = self._reference(model, batch, split)
         log_p, lengths = answers(model, batch)
         return losses(log_p, reference, lengths, self.tune).mean(), rewards(log_p, reference, self.tune)
@@ -110,7 +113,7 @@ class Preferences:
 
 @contextmanager
 def without_tuning(model: Model) -> Iterator[None]:
-    """Makes the model compute, in the `with` block, without adapters and from an empty initial state."""
+    """Makes the model compute without adapters and from an empty initial state in the `with` block."""
     tuned = [parameter for name, parameter in model.named_parameters() if ".lora_B." in name or name.endswith(TIME_STATE)]
     saved = [parameter.data for parameter in tuned]
     try:
@@ -125,7 +128,10 @@ def without_tuning(model: Model) -> Iterator[None]:
 @torch.no_grad()
 def write_reference(path: Path, model: Model, data: Corpus, batch_size: int, ctx_len: int, device: torch.device,
                     dtype: torch.dtype) -> None:
-    """Writes the log-probabilities of all pairs, NaN for pairs that training skips. dtype: float32 or autocast's dtype."""
+    """Writes the reference log-probabilities of all pairs. Pairs that training skips get NaN.
+
+    `dtype` is float32 or the dtype of autocast.
+    """
     assert data.conversations is not None
     model.to(device)
     log_p = {}
@@ -142,14 +148,14 @@ def write_reference(path: Path, model: Model, data: Corpus, batch_size: int, ctx
 
 
 def read_reference(path: Path, data: Corpus) -> dict[str, Tensor]:
-    """The file's tensors. Raises UserError if the file is missing or damaged, or belongs to different pairs."""
+    """Reads the file's tensors. Raises UserError if the file is missing or damaged, or belongs to different pairs."""
     assert data.conversations is not None
     try:
         log_p = load_file(path)
     except (OSError, SafetensorError) as error:
-        raise UserError(f"the run requires {path}, the reference log-probabilities, which cannot be read ({error}): restore "
-                        "this file or start a new run with init_from=") from None
+        raise UserError(f"the reference log-probabilities in {path} cannot be read ({error}): restore the file, or start a new "
+                        "run with init_from=") from None
     sizes = {name: (len(split.tokens.starts) // 2, 2) for name, split in zip(SPLITS, data.conversations, strict=True)}
     if {name: tuple(tensor.shape) for name, tensor in log_p.items()} != sizes:
-        raise UserError(f"{path} does not match the pairs of data.path: restore it, or start a new run with init_from=")
+        raise UserError(f"{path} does not match the pairs of data.path=: restore the file, or start a new run with init_from=")
     return log_p

@@ -150,5 +150,5 @@ def test_a_stop_that_cannot_be_saved_is_said_and_loses_nothing_that_was(folder: 
     done = finish(process)
     assert done.status == 2, done.error
     assert "Traceback" not in done.error
-    assert done.error.splitlines()[-1].startswith(f"error: cannot write the checkpoint {run}/checkpoints/last.ckpt: ")
+    assert done.error.splitlines()[-1].startswith(f"error: the checkpoint {run}/checkpoints/last.ckpt cannot be written: ")
     assert torch.tensor(list(losses(run))).diff().eq(1).all()

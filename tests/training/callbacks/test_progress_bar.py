@@ -61,4 +61,4 @@ def test_the_bar_fits_into_a_terminal_of_80_columns() -> None:
 
 @pytest.mark.parametrize(("value", "shown"), [(4.14398, "4.144"), (2379.26, "2,379"), (12345.6, "12,346")])
 def test_numbers_beside_the_bar_have_no_power_of_ten(value: float, shown: str) -> None:
-    assert progress_bar._number(value) == shown
+    assert progress_bar._format_number(value) == shown

@@ -72,7 +72,7 @@ def test_the_memory_of_this_process_can_be_told(tmp_path: Path) -> None:
 def test_a_model_that_cannot_fit_is_refused_before_anything_is_done(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     with_memory(8 * GB, 10 * GB, monkeypatch)
     one_sentence(run("train", "model=7b", "trainer=cpu"),
-                 "GB of memory, 10.0 GB of it already in use", "8.0 GB free", "model=")
+                 "GB of memory, of which 10.0 GB are in use already", "8.0 GB free", "model=")
     assert not list(Path().iterdir())
 
 
@@ -107,11 +107,11 @@ def with_memory(free: int, used: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("free", "remedy"), [
-    (7, "with trainer.activation_checkpointing=true it would be 3.4 GB"),
-    (2, "with trainer.activation_checkpointing=true data.batch_size=4 trainer.accumulate=8 it would be 1.9 GB"),
+    (7, "with trainer.activation_checkpointing=true training needs 3.4 GB"),
+    (2, "with trainer.activation_checkpointing=true data.batch_size=4 trainer.accumulate=8 training needs 1.9 GB"),
     (1, "with trainer.activation_checkpointing=true optim=adamw8bit trainer.optim_in_backward=true optim.grad_clip=0 "
-        "data.batch_size=1 it would be 917 MB"),
-    (0.5, "take a smaller model="),
+        "data.batch_size=1 training needs 917 MB"),
+    (0.5, "use a smaller model="),
 ])
 def test_the_remedy_is_the_least_that_helps(free: float, remedy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     config = configured(12, 768, 32, 512)
@@ -130,8 +130,8 @@ def test_the_remedy_is_the_least_that_helps(free: float, remedy: str, monkeypatc
 def test_where_no_option_suffices_the_advice_is_what_to_lessen(monkeypatch: pytest.MonkeyPatch) -> None:
     wide, busy = configured(1, 64, 1, 10**7), configured(1, 64, 1, 16)
     busy.data.num_workers = 1000
-    assert str(fits(wide, GB, 2048, monkeypatch)).endswith("take a smaller data.batch_size or model.ctx_len")
-    assert str(fits(busy, GB, 2048, monkeypatch)).endswith("take fewer data.num_workers")
+    assert str(fits(wide, GB, 2048, monkeypatch)).endswith("use a smaller data.batch_size= or model.ctx_len=")
+    assert str(fits(busy, GB, 2048, monkeypatch)).endswith("use a smaller data.num_workers=")
 
 
 def test_a_run_is_refused_only_if_three_quarters_of_the_estimate_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:

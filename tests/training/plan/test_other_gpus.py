@@ -17,7 +17,16 @@ from rwkv.errors import UserError
 from rwkv.model.base import n_parameters
 from rwkv.training.device import is_planned_elsewhere
 from rwkv.training.memory.estimate import estimate, one_checkpoint_bytes
-from rwkv.training.plan.other_gpus import GIB, GPUS, MEASURED, Measured, exchanged_bytes, nearest, plan_on, with_whole_rows
+from rwkv.training.plan.other_gpus import (
+    GIB,
+    GPUS,
+    MEASURED,
+    Measured,
+    exchanged_bytes,
+    nearest_measurement,
+    plan_on,
+    with_whole_rows,
+)
 from rwkv.training.run.options import check_new_run
 
 ROOT = Path(__file__).parents[3]
@@ -92,7 +101,7 @@ def test_small_passes_wait_for_the_host() -> None:
                                                ("rwkv7_13.3b", 2048), ("7b", 768)])
 def test_the_nearest_width_is_taken(model: str, n_embd: int) -> None:
     config = composed("train", f"model={model}", "trainer.precision=bf16-mixed")
-    assert (nearest(config).n_embd, nearest(config).generation) == (n_embd, config.model.generation)
+    assert (nearest_measurement(config).n_embd, nearest_measurement(config).generation) == (n_embd, config.model.generation)
 
 
 @pytest.mark.parametrize(("arguments", "elsewhere"), [

@@ -249,7 +249,7 @@ def test_a_damaged_last_checkpoint_is_said_and_the_one_before_it_used(whole: Pat
     damage(last)
     assert newest_sound(tmp_path).step == expected < STEPS
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"{last} is damaged and now called damaged.ckpt; continuing from the checkpoint before")
+    assert line.startswith(f"{last} is damaged and was renamed to damaged.ckpt. The run continues from an earlier checkpoint")
 
 
 @pytest.mark.programs
@@ -273,8 +273,8 @@ def test_a_full_disk_stops_the_run_and_leaves_what_there_was(folder: Path, whole
     limit = len(before["last.ckpt"]) // 2
     done = finish(forked(folder, "resume=auto", f"out_dir={tmp_path}", f"trainer.max_steps={STEPS + 30}", largest=limit))
     assert done.status == 2
-    assert done.error.splitlines()[-1].startswith(f"error: cannot write the checkpoint {tmp_path}/checkpoints/last.ckpt: ")
-    assert "make room, and continue with resume=auto" in done.error
+    assert done.error.splitlines()[-1].startswith(f"error: the checkpoint {tmp_path}/checkpoints/last.ckpt cannot be written: ")
+    assert "then continue with resume=auto" in done.error
     assert before == {path.name: path.read_bytes() for path in (tmp_path / "checkpoints").iterdir()}
 
 

@@ -357,7 +357,7 @@ def test_a_full_disk_is_one_sentence_of_one_process(folder: Path) -> None:
     with pytest.raises(ChildFailedError):
         in_processes(2, with_a_full_disk, folder)
     (error,) = errors_of(folder, 0)
-    assert "cannot write the checkpoint full/checkpoints/last.ckpt: File too large" in error
+    assert "the checkpoint full/checkpoints/last.ckpt cannot be written: File too large" in error
     assert errors_of(folder, 1) == []
     assert newest_sound(folder / "full") is None
 

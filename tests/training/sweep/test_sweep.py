@@ -246,7 +246,7 @@ def opened(*arguments: str) -> sweep.Sweep:
 
 
 @pytest.mark.parametrize(("arguments", "words"), [
-    (("sweep.jobs=0",), ("sweep.jobs", "at least 1")), (("sweep.jobs=1,2",), ("sweep.jobs", "one value")),
+    (("sweep.jobs=0",), ("sweep.jobs", "at least 1")), (("sweep.jobs=1,2",), ("sweep.jobs", "single value")),
     (("sweep.launcher=joblib",), ("sweep.launcher", "local, submitit")),
     (("sweep.arguments=timeout_min=3",), ("sweep.arguments", "sweep.launcher=submitit")),
     (("hydra/launcher=joblib",), ("hydra/launcher", "sweep.jobs"))])

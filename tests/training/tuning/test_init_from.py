@@ -43,7 +43,7 @@ def test_a_run_begins_with_a_file_and_can_be_resumed(run: Run, tmp_path: Path, t
     model = save(tokenizer, tmp_path / "model", spare_rows=3)
     status, _, said = run("train", "init_from=model", "optim.lr=1e-9", "optim.min_lr=1e-9", *FAST)
     assert status == 0
-    assert "weights    from model, which gives sizes and tokenizer" in said
+    assert "weights    model gives weights, sizes and tokenizer" in said
     read = read_checkpoint(tmp_path / "out")
     assert read.config == replace(model.config, ctx_len=16)
     assert (read.tokenizer_hash, read.vocab_size) == (tokenizer.hash, tokenizer.vocab_size + 3)

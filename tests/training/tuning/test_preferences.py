@@ -208,7 +208,7 @@ def test_a_run_without_its_reference_is_not_continued(folder: Path, run: Run) ->
     Path("out/reference.safetensors").unlink()
     status, _, error = run("train", *OPTIONS[:-1], "tune=full", "resume=out", "trainer.max_steps=4")
     assert status == 2
-    assert "error: the run requires out/reference.safetensors" in error.replace(str(folder) + "/", "")
+    assert "error: the reference log-probabilities in out/reference.safetensors" in error.replace(str(folder) + "/", "")
     after = content(Path("out/checkpoints/last.ckpt"))
     assert all(same(before[key], after[key]) for key in before)
 
