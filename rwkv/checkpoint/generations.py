@@ -102,8 +102,7 @@ def tuned_kind(names: Collection[str]) -> str | None:
     if names and all(name.endswith(TIME_STATE) for name in names):
         return ("a tuned state, not weights. It is an initial state for the weights that it was trained with: pass those "
                 "weights as checkpoint= and this file as state=; for serve.py pass adapters=NAME=FILE; for train.py pass the "
-                "weights as "
-                "init_from= and this file as tune.state=")
+                "weights as init_from= and this file as tune.state=")
     if any(re.search(r"\.(lora_[AB]|lora_magnitude_vector|miss_block|disha|bone)\b", name) for name in names):
         return ("an adapter such as LoRA, which changes the weights that it was trained with: pass those weights as "
                 "checkpoint= and the adapter as lora=; for serve.py pass adapters=NAME=PATH; for training merge the adapter "
@@ -147,8 +146,7 @@ def config_of(path: Path, generation: ModuleType, tensors: Mapping[str, Stored],
         generation.model.resolved(config)        # rejects inconsistent sizes
     except UserError as error:
         raise CheckpointError(f"{path} has tensors of sizes that are impossible in {generation.model.NAME} "
-                              f"({error}). "
-                              "Was the file converted wrongly?") from error
+                              f"({error}). Was the file converted wrongly?") from error
     return config, matrix("emb.weight")[0]
 
 

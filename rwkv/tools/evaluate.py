@@ -76,7 +76,7 @@ def main(config: EvaluateConfig, line: cli.CommandLine) -> None:
         try:
             out.write_text(text, encoding="utf-8")
         except OSError as error:
-            raise UserError(f"cannot write out={out}: {error.strerror}; the result is only on standard output") from error
+            raise UserError(f"cannot write out={out}: {error.strerror}. The result is only on standard output") from error
 
 
 def evaluate_text(path: Path, tokenizer: Tokenizer, start: Sequence[int], chunk_len: int, tokens: int, lost: Lost,
@@ -95,7 +95,7 @@ def evaluate_text(path: Path, tokenizer: Tokenizer, start: Sequence[int], chunk_
 
 
 def evaluate(task: str, texts: Sequence["evaluation.Scored"], config: EvaluateConfig, model: "Model") -> JsonObject:
-    """Scores tokenised texts and returns the metrics. task: last_word or answers."""
+    """Scores tokenised texts and returns the metrics. `task` is last_word or answers."""
     from rwkv import evaluation
 
     started = time.perf_counter()
@@ -119,9 +119,9 @@ def _warn_lost(lost: Lost, text: str) -> None:
 
 
 def _files(config: EvaluateConfig) -> tuple[Path, Path | None]:
-    """The paths in data.path= and out=. Raises UserError if a file is missing or out= cannot be written."""
+    """Returns the paths in data.path= and out=. Raises UserError if a file is missing or out= cannot be written."""
     if not config.data.path:
-        raise UserError("evaluate requires data.path=FILE, a UTF-8 text, or FILE.jsonl with lines of "
+        raise UserError("evaluate requires data.path=FILE: a UTF-8 text, or FILE.jsonl with lines such as "
                         '{"text": "..."}')
     require_writable("out", config.out, (config.checkpoint, config.tokenizer, config.data.path))
     require_files(config, config.data.template)
@@ -130,13 +130,13 @@ def _files(config: EvaluateConfig) -> tuple[Path, Path | None]:
 
 
 def _bar(total: int, unit: str) -> tqdm:
-    """A progress bar on standard error. Outside a terminal it prints a line every 30 seconds."""
+    """Returns a progress bar on standard error. Outside a terminal it prints a line every 30 seconds."""
     interval = 0.2 if sys.stderr.isatty() else 30.0
     return tqdm(total=total, unit=unit, mininterval=interval, maxinterval=2 * interval, dynamic_ncols=True, file=sys.stderr)
 
 
-def _advance(bar: tqdm, count: int, shown: str) -> None:
-    bar.set_postfix_str(shown, refresh=False)
+def _advance(bar: tqdm, count: int, postfix: str) -> None:
+    bar.set_postfix_str(postfix, refresh=False)
     bar.update(count)
 
 
