@@ -142,7 +142,7 @@ def _rwkv_peft(path: Path, config: ModelConfig, weights: Mapping[str, Stored], a
     modules, others = _by_module(tensors)
     if not modules:
         raise CheckpointError(f"{path} is not an adapter: it has no tensor that ends in .lora_A, .lora_B, .disha or .bone")
-    initial = _pissa_initial(path.with_name(INIT_PISSA))
+    initial = _read_initial_pissa(path.with_name(INIT_PISSA))
     is_lora = any("lora_A" in parts for parts in modules.values())
     if is_lora and not initial and alpha is None:
         raise UserError(f"{path} does not state LoRA's alpha: pass the value from the training run, such as "
@@ -191,8 +191,7 @@ def _by_module(tensors: Mapping[str, Stored]) -> tuple[dict[str, dict[str, Store
     return modules, others
 
 
-def _pissa_initial(path: Path) -> dict[str, tuple[Stored, Stored]]:
-    """Reads PiSSA's initial A and B of each module from init_pissa.pth; {} if the file is missing."""
+def _read_initial_pissa(path: Path) -> dict[str, tuple[Stored, Stored]]:
     tensors = pth.read(path).tensors if path.is_file() else {}
     ends = ".init_lora_A", ".init_lora_B"
     names = [name.removesuffix(ends[0]) for name in tensors if name.endswith(ends[0])]

@@ -188,7 +188,6 @@ class _Moments:
         self.windows = [torch.zeros(width, width, device="cpu") for width in widths]
 
     def add_input(self, module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        """Adds the layer's inputs; this is a forward pre-hook."""
         self.add(inputs[0])
 
     def add(self, x: Tensor) -> None:

@@ -162,7 +162,7 @@ def require_supported(where: str | Path, stated: JsonMapping, constants: Mapping
     for name, expected in constants.items():
         value = stated.get(name)
         values = value if isinstance(value, list) else [value]
-        if any(item is not None and not any(_equal(item, right) for right in expected) for item in values):
+        if any(item is not None and not any(_equal_up_to_rounding(item, right) for right in expected) for item in values):
             raise CheckpointError(f"{where}: {name} must be {' or '.join(json.dumps(right) for right in expected)}; got "
                                   f"{json.dumps(value)[:60]}, which is not supported")
     for name, feature in features.items():
@@ -171,8 +171,7 @@ def require_supported(where: str | Path, stated: JsonMapping, constants: Mapping
                                   "this program does not support")
 
 
-def _equal(value: object, right: Any) -> bool:
-    """Returns True if the values are equal; numbers may differ by float32 rounding."""
+def _equal_up_to_rounding(value: object, right: Any) -> bool:
     if isinstance(right, bool | str) or isinstance(value, bool) or not isinstance(value, int | float):
         return type(value) is type(right) and bool(value == right)
     return math.isclose(value, right, rel_tol=1e-6)

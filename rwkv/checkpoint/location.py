@@ -77,7 +77,6 @@ def follow(path: Path) -> Path:
 
 
 def _newest_run(folder: Path) -> Path | None:
-    """Returns the run in a folder, or in a sweep in it, that saved last.ckpt most recently; None if no run has one."""
     saved = [*folder.glob(f"*/{LAST}"), *folder.glob(f"*/*/{LAST}")]
     return max(saved, key=lambda last: last.stat().st_mtime_ns).parents[1] if saved else None
 

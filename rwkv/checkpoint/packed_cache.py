@@ -48,7 +48,6 @@ def entry_of(path: Path, dtype: str) -> Path:
 
 
 def _files_of(path: Path) -> list[Path]:
-    """Returns the files of a checkpoint: all files in its directory, or all parts of a split file."""
     if path.is_dir():
         return sorted(file for file in path.iterdir() if file.is_file())
     if match := PART.search(path.name):

@@ -141,15 +141,14 @@ def _official_names() -> tuple[dict[str, str], dict[str, str], dict[str, str]]:
     """Maps to official names: Hugging Face names outside layers, names within a layer, and llama.cpp's names."""
     config = ModelConfig(generation="rwkv7", n_layer=1, n_embd=1, head_size=1)
     block = [name.removeprefix("blocks.0.") for name in model.shapes(config, 1) if name.startswith("blocks.0.")]
-    layers = {_hugging_face_name(name): name + TRANSPOSED * name.endswith(LOW_RANK) for name in block}
-    layers |= {_transformers_rwkv_name(name): name for name in block} | TRANSFORMERS_RWKV_EARLIER
+    layers = {_fla_layer_name(name): name + TRANSPOSED * name.endswith(LOW_RANK) for name in block}
+    layers |= {_transformers_rwkv_layer_name(name): name for name in block} | TRANSFORMERS_RWKV_EARLIER
     gguf = {name: official for official, name in GGUF.items()} | {_gguf_name(name): name for name in (*block, f"att.{JOINED}")}
     top = {name: official for names in (HUGGING_FACE, TRANSFORMERS_RWKV_TOP) for official, name in names.items()}
     return top, layers, gguf
 
 
-def _hugging_face_name(name: str) -> str:
-    """Returns fla's tensor name within a layer, for an official name within a block."""
+def _fla_layer_name(name: str) -> str:
     part, _, rest = name.partition(".")
     if part == "att" and (match := re.fullmatch(r"([wavg])([012])", rest)):
         rest = f"{match[1]}_lora.lora." + {"0": "2.bias", "1": "0.weight", "2": "2.weight"}[match[2]]
@@ -159,8 +158,7 @@ def _hugging_face_name(name: str) -> str:
     return f"{HUGGING_FACE_LAYERS[part]}.{rest}"
 
 
-def _transformers_rwkv_name(name: str) -> str:
-    """Returns transformers-rwkv's tensor name within a layer, for an official name within a block."""
+def _transformers_rwkv_layer_name(name: str) -> str:
     part, _, rest = name.partition(".")
     head, dot, tail = rest.partition(".")
     if part == "att":
@@ -169,7 +167,6 @@ def _transformers_rwkv_name(name: str) -> str:
 
 
 def _gguf_name(name: str) -> str:
-    """Returns llama.cpp's tensor name within a block, for an official name within a block."""
     stem, suffix = (name.rpartition(".")[::2]) if name.endswith((".weight", ".bias")) else (name, "weight")
     layer = GGUF_LAYERS.get(stem) or f"time_mix_{stem.removeprefix('att.')}"
     return f"{layer}.{suffix}"
@@ -298,7 +295,7 @@ def _to_hugging_face(tensors: Mapping[str, Stored]) -> dict[str, Stored]:
             vector = len(tensor.shape) == 3 and not rest.startswith("att.x_")
             tensor = tensor.viewed(tensor.shape[-1:]) if vector else tensor
             tensor = tensor.transposed() if rest.endswith(LOW_RANK) else tensor
-            converted[f"model.layers.{layer}.{_hugging_face_name(rest)}"] = tensor
+            converted[f"model.layers.{layer}.{_fla_layer_name(rest)}"] = tensor
     return converted
 
 
@@ -314,7 +311,7 @@ def _to_transformers_rwkv(tensors: Mapping[str, Stored]) -> dict[str, Stored]:
         elif name not in model.UNUSED:
             _, layer, rest = name.split(".", 2)
             tensor = tensor.viewed(tensor.shape[-1:]) if len(tensor.shape) == 3 else tensor
-            converted[f"model.layers.{layer}.{_transformers_rwkv_name(rest)}"] = tensor
+            converted[f"model.layers.{layer}.{_transformers_rwkv_layer_name(rest)}"] = tensor
     return converted
 
 

@@ -182,7 +182,7 @@ def fitted(path: Path, tensors: Mapping[str, Stored], config: ModelConfig | None
     Raises CheckpointError if the states do not match a model with these sizes.
     """
     shapes = {name: _without_row(tensor.shape) for name, tensor in tensors.items()}
-    L, shape = (len(shapes), next(iter(shapes.values()))) if config is None else _expected_sizes(path, config)
+    L, shape = (len(shapes), next(iter(shapes.values()))) if config is None else _layer_count_and_state_shape(path, config)
     expected = [f"blocks.{layer}.{TIME_STATE}" for layer in range(L)]
     if sorted(tensors) != sorted(expected) or set(shapes.values()) != {shape} or not _is_state(shape):
         model = f"the model has {L} layers of {shape[0]} heads of size {shape[1]}: the state belongs to a different model"
@@ -193,8 +193,7 @@ def fitted(path: Path, tensors: Mapping[str, Stored], config: ModelConfig | None
     return [tensor.cast(torch.float32) for tensor in stored]
 
 
-def _expected_sizes(path: Path, config: ModelConfig) -> tuple[int, tuple[int, ...]]:
-    """Returns the model's number of layers, and the shape (H,N,N) of a layer's state."""
+def _layer_count_and_state_shape(path: Path, config: ModelConfig) -> tuple[int, tuple[int, ...]]:
     module = generation(config)
     if not module.LEARNS_STATE:
         raise CheckpointError(f"{path} contains a tuned state, which requires {with_learnt_states()}, but the model is "

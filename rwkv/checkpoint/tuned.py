@@ -138,7 +138,6 @@ def surviving(checkpoint: "Checkpoint", dtype: str) -> float:
 
 
 def _rounding_function(dtype: str) -> Callable[[Tensor], Tensor]:
-    """Returns a function that rounds a float32 matrix to `dtype` and returns it in float32."""
     if dtype in DTYPES:
         return lambda matrix: matrix.to(DTYPES[dtype]).float()
     if dtype in ("int8", "int4"):

@@ -141,14 +141,14 @@ def _fetch_unless_path(name: str | Path, noun: str) -> Fetched | None:
 def _fetch(name: Name, noun: str) -> Fetched:
     hub = _client(name, noun)
     if name.revision and COMMIT.fullmatch(name.revision) and name.path.endswith(FILES) and not PART.search(name.path):
-        path = _snapshots(hub, name.repository) / name.revision / name.path
+        path = _snapshots_folder(hub, name.repository) / name.revision / name.path
         if path.is_file():               # a commit never changes, so no request is needed
             return Fetched(path, str(name))
     contents = contents_of(name, noun)
     target, needed = choose(name, contents, noun)
     if CARD in contents.files and CARD not in needed:            # the card states the licence
         needed.insert(0, CARD)
-    folder = _snapshots(hub, name.repository) / contents.commit
+    folder = _snapshots_folder(hub, name.repository) / contents.commit
     is_cached = all((folder / file).is_file() for file in needed)
     if not is_cached:
         _download(hub, name, folder, needed)
@@ -196,7 +196,7 @@ def _reason(hub: ModuleType, error: Exception) -> str:
 
 
 def _cached_contents(hub: ModuleType, name: Name, noun: str, reason: str) -> Contents:
-    snapshots = _snapshots(hub, name.repository)
+    snapshots = _snapshots_folder(hub, name.repository)
     revision = name.revision or MAIN
     ref = snapshots.parent / "refs" / revision
     commit = ref.read_text().strip() if ref.is_file() else revision
@@ -229,22 +229,21 @@ def choose(name: Name, contents: Contents, noun: str = "checkpoint") -> tuple[st
         beside = [file for file in inside if file.endswith(BESIDE) and not file.endswith(INDEX) and
                   (file in direct or file.startswith(f"{prefix}additional_chat_templates/"))]
         return name.path, [*beside, weights]
-    single = _first_parts(file for file in direct if file.endswith(WEIGHTS))
+    single = _without_later_parts(file for file in direct if file.endswith(WEIGHTS))
     if len(single) == 1:
         return single[0], _parts_of(single[0], files)
     folders = [file.rpartition("/")[0] for file in inside if file.rpartition("/")[2] in MARKS]
-    _raise_ambiguous(name, [*single, *folders] or _first_parts(file for file in inside if file.endswith(WEIGHTS)), noun)
+    _raise_ambiguous(name, [*single, *folders] or _without_later_parts(file for file in inside if file.endswith(WEIGHTS)), noun)
 
 
 def offers(contents: Contents) -> list[str]:
     """Returns the paths in a repository that can be read as a model or adapter; "" is the repository itself."""
     folders = [file.rpartition("/")[0] for file in contents.files if file.rpartition("/")[2] in MARKS]
     files = [file for file in contents.files if file.endswith(WEIGHTS) and file.rpartition("/")[0] not in folders]
-    return sorted([*folders, *_first_parts(files)])
+    return sorted([*folders, *_without_later_parts(files)])
 
 
-def _first_parts(files: Iterable[str]) -> list[str]:
-    """Returns the files, sorted, with only the first part of a split GGUF."""
+def _without_later_parts(files: Iterable[str]) -> list[str]:
     return [file for file in sorted(files) if not PART.search(file) or "-00001-of-" in file]
 
 
@@ -259,7 +258,7 @@ def _choose_quantisation(name: Name, files: list[str]) -> str:
         return [quantisation.upper() for quantisation in QUANTISATION.findall(PART.sub("", PurePosixPath(file).name))]
 
     requested = str(name.quantisation).upper()
-    chosen = [file for file in _first_parts(files) if requested in quantisations(file)]
+    chosen = [file for file in _without_later_parts(files) if requested in quantisations(file)]
     if len(chosen) == 1:
         return chosen[0]
     if chosen:
@@ -320,8 +319,7 @@ def _download(hub: ModuleType, name: Name, folder: Path, files: list[str]) -> No
                               "continue the download")
 
 
-def _snapshots(hub: ModuleType, repository: str) -> Path:
-    """Returns the folder in huggingface_hub's cache that contains one folder per commit of the repository."""
+def _snapshots_folder(hub: ModuleType, repository: str) -> Path:
     return Path(hub.constants.HF_HUB_CACHE) / f"models--{repository.replace('/', '--')}" / "snapshots"
 
 

@@ -29,7 +29,7 @@ def broken(line: str, stream: TextIO) -> str:
 
     Returns the line unchanged if it has no label, or if the stream is not a terminal or is wide enough.
     """
-    width = _width(stream)
+    width = _terminal_width(stream)
     if width is None or len(line) <= width or width < NARROWEST or not re.fullmatch(r"\w* +", line[:COLUMN]):
         return line
     return "\n".join(textwrap.wrap(line, width, subsequent_indent=" " * COLUMN, break_long_words=False, break_on_hyphens=False))
@@ -37,7 +37,7 @@ def broken(line: str, stream: TextIO) -> str:
 
 def hung(line: str, indent: int, stream: TextIO) -> str:
     """Wraps a line if the terminal is too narrow. Continuation lines are indented by `indent` columns."""
-    width = _width(stream)
+    width = _terminal_width(stream)
     if width is None or len(line) <= width or width < NARROWEST:
         return line
     return "\n".join(textwrap.wrap(line, width, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False))
@@ -45,7 +45,7 @@ def hung(line: str, indent: int, stream: TextIO) -> str:
 
 def wrapped(text: str, stream: TextIO) -> str:
     """Wraps a text without columns if the terminal is too narrow."""
-    width = _width(stream)
+    width = _terminal_width(stream)
     if width is None or len(text) <= width or width < NARROWEST:
         return text
     return textwrap.fill(text, width, break_long_words=False, break_on_hyphens=False)
@@ -60,8 +60,7 @@ def harmless(text: str, stream: TextIO) -> str:
     return text.translate(CONTROLS) if stream.isatty() else text
 
 
-def _width(stream: TextIO) -> int | None:
-    """Returns the width of the stream's terminal in columns; None if the stream is not a terminal."""
+def _terminal_width(stream: TextIO) -> int | None:
     try:
         return os.get_terminal_size(stream.fileno()).columns
     except (OSError, ValueError):        # io.UnsupportedOperation, for a stream without a file, is a subclass of both

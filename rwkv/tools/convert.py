@@ -54,7 +54,7 @@ def main(arguments: list[str] | None = None) -> None:
         elif options.lora_alpha is not None:
             raise UserError("--lora-alpha requires --lora")
         if options.calibrate is not None:
-            _require_calibration(options.calibrate, options.dtype, format)
+            _require_calibration_options(options.calibrate, options.dtype, format)
         if _is_state(options):
             convert_state(options.source, options.target, options.state_layout)
             return
@@ -63,8 +63,7 @@ def main(arguments: list[str] | None = None) -> None:
                 options.layout, options.lora, options.lora_alpha, command, options.by_input, options.calibrate)
 
 
-def _require_calibration(text: Path, dtype: str | None, format: str) -> None:
-    """Raises UserError unless --calibrate has a readable text, --dtype int4 and .safetensors."""
+def _require_calibration_options(text: Path, dtype: str | None, format: str) -> None:
     if (format, dtype) != ("safetensors", "int4"):
         raise UserError(f"--calibrate requires --dtype int4 and .safetensors; got {dtype or 'no --dtype'} and {format}")
     require_file(text, "--calibrate")
@@ -120,7 +119,7 @@ def convert(source: Path, target: Path, dtype: str | None = None, format: str | 
 
     name = format or formats.by_suffix(target)
     if calibrate is not None:
-        _require_calibration(calibrate, dtype, name)
+        _require_calibration_options(calibrate, dtype, name)
     checkpoint = read_checkpoint(source)
     if calibrate is not None:
         _require_unpacked(checkpoint)
@@ -166,7 +165,6 @@ def _require_unpacked(checkpoint: "Checkpoint") -> None:
 
 
 def _calibrate(checkpoint: "Checkpoint", text: Path) -> "Checkpoint":
-    """Rounds the matrices for a text and returns the new checkpoint. Prints a line about the tokens read and the rounding."""
     from rwkv.checkpoint.calibration import calibrated, describe, read_ids
     from rwkv.checkpoint.files import tokenizer_of
 

@@ -42,7 +42,7 @@ if TYPE_CHECKING:                        # these modules import PyTorch
 
 
 def main(config: EvaluateConfig, line: cli.CommandLine) -> None:
-    path, out = _files(config)
+    path, out = _data_and_output_paths(config)
     from rwkv import evaluation
     from rwkv.pretrained import open_checkpoint, template_choice, template_line
     from rwkv.tools._scored_texts import holds_answers, read_answers, read_last_words
@@ -118,8 +118,7 @@ def _warn_lost(lost: Lost, text: str) -> None:
         print(f"WARNING: {lost.describe(text)}; {effect}", file=sys.stderr)
 
 
-def _files(config: EvaluateConfig) -> tuple[Path, Path | None]:
-    """Returns the paths in data.path= and out=. Raises UserError if a file is missing or out= cannot be written."""
+def _data_and_output_paths(config: EvaluateConfig) -> tuple[Path, Path | None]:
     if not config.data.path:
         raise UserError("evaluate requires data.path=FILE: a UTF-8 text, or FILE.jsonl with lines such as "
                         '{"text": "..."}')

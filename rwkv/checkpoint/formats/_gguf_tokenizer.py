@@ -95,7 +95,7 @@ def tokenizer_in(path: Path, metadata: JsonObject) -> JsonObject | None:
     if kind in NO_MODEL:
         return None
     if kind == "rwkv":
-        return {"kind": "world", "vocabulary": _world_vocabulary(path, *_tokens(path, metadata))}
+        return {"kind": "world", "vocabulary": _world_vocabulary_text(path, *_tokens(path, metadata))}
     if kind != "gpt2":
         raise CheckpointError(f"{path} contains a tokenizer of the kind {kind!r}, but only rwkv (the World vocabulary) and "
                               "gpt2 (byte-level BPE) are supported: convert the model's original files instead")
@@ -105,7 +105,7 @@ def tokenizer_in(path: Path, metadata: JsonObject) -> JsonObject | None:
     if metadata.get(f"{GGML}pre") != PRE_TOKENIZER:
         raise CheckpointError(f"{path} contains a byte-level BPE with the pre-tokenizer {metadata.get(f'{GGML}pre')!r}, "
                               f"but only {PRE_TOKENIZER!r} is supported: convert the model's original files instead")
-    content = _bpe_definition(path, *_tokens(path, metadata), metadata.get(f"{GGML}merges"))
+    content = _bpe_tokenizer_json(path, *_tokens(path, metadata), metadata.get(f"{GGML}merges"))
     return special.definition_with_ends(json.dumps(content), [ends])
 
 
@@ -121,8 +121,7 @@ def _is_list_of(kind: type, values: object) -> bool:
     return isinstance(values, list) and all(isinstance(value, kind) for value in values)
 
 
-def _world_vocabulary(path: Path, texts: list[str], types: list[int]) -> str:
-    """Returns the World vocabulary as the text of a vocabulary file."""
+def _world_vocabulary_text(path: Path, texts: list[str], types: list[int]) -> str:
     try:
         tokens = [_parse_repr(text) if type_ == NORMAL else b"" for text, type_ in zip(texts, types, strict=True)]
     except ValueError as error:
@@ -140,8 +139,7 @@ def _parse_repr(text: str) -> bytes:
     return re.sub(rb"\\(x..|.)", unescape, text.encode("ascii"), flags=re.DOTALL)
 
 
-def _bpe_definition(path: Path, texts: list[str], types: list[int], merges: Any) -> JsonObject:
-    """Returns the tokenizer as the content of a tokenizer.json."""
+def _bpe_tokenizer_json(path: Path, texts: list[str], types: list[int], merges: Any) -> JsonObject:
     if not _is_list_of(str, merges):
         raise CheckpointError(f"{path} has a byte-level BPE without {GGML}merges. Was the file converted wrongly?")
     added = [{"id": index, "content": text, "special": type_ == CONTROL, "normalized": False, **PLAIN_ADDED}

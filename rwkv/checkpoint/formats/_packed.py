@@ -181,7 +181,6 @@ def _join_parts(name: str, tensors: Mapping[str, Stored]) -> PackedMatrix:
 
 
 def _block_kind(parts: list[Stored]) -> type[Blocks] | None:
-    """Returns the kind of GGUF's blocks that a matrix with these parts has; None if it has another format."""
     weight = parts[0]
     if len(parts) > 1 or weight.by_input or len(weight.shape) != 3 or weight.dtype != torch.uint8:
         return None

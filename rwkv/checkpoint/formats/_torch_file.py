@@ -126,7 +126,7 @@ def save(file: BinaryIO, content: object) -> None:
         _add_bytes(archive, "data.pkl", structure)
         _add_bytes(archive, "byteorder", sys.byteorder.encode())
         for key, tensor in enumerate(tensors):
-            with _entry(archive, f"data/{key}", tensor.nbytes) as entry:
+            with _open_entry(archive, f"data/{key}", tensor.nbytes) as entry:
                 tensor.pass_on(lambda data, entry=entry: entry.write(raw(data)))         # type: ignore[misc]
         _add_bytes(archive, "version", b"3\n")
 
@@ -169,12 +169,11 @@ class _Pickler(pickle.Pickler):
 
 
 def _add_bytes(archive: zipfile.ZipFile, name: str, data: bytes) -> None:
-    with _entry(archive, name, len(data)) as entry:
+    with _open_entry(archive, name, len(data)) as entry:
         entry.write(data)
 
 
-def _entry(archive: zipfile.ZipFile, name: str, size: int) -> IO[bytes]:
-    """Opens a zip entry of `size` bytes, which the caller writes and closes."""
+def _open_entry(archive: zipfile.ZipFile, name: str, size: int) -> IO[bytes]:
     entry = zipfile.ZipInfo(f"archive/{name}", EPOCH)
     entry.file_size = size
     large = FIELD_HEADER + 16 if entry.file_size * 1.05 > zipfile.ZIP64_LIMIT else 0     # zipfile adds this for 64-bit sizes

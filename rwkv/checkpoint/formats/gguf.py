@@ -140,7 +140,7 @@ def write(path: Path, outgoing: Outgoing) -> None:
     tensors = {name: _with_type(generation, tensor, outgoing.quantised)
                for name, tensor in generation.laid_out(outgoing.tensors, "gguf").items()}
     metadata = _metadata(generation, outgoing, tensors) | tokenizer
-    write_file(path, lambda file: _write(library, file, generation.GGUF_ARCHITECTURE, metadata, tensors))
+    write_file(path, lambda file: _write_with_package(library, file, generation.GGUF_ARCHITECTURE, metadata, tensors))
 
 
 def _with_type(generation: ModuleType, tensor: Stored, quantised: str | None) -> tuple[Stored, str]:
@@ -167,9 +167,8 @@ def _metadata(generation: ModuleType, outgoing: Outgoing, tensors: dict[str, tup
             ENTRY: json.dumps(outgoing.entry | {"tokenizer": None})}
 
 
-def _write(package: ModuleType, file: BinaryIO, architecture: str, metadata: JsonObject,
+def _write_with_package(package: ModuleType, file: BinaryIO, architecture: str, metadata: JsonObject,
            tensors: dict[str, tuple[Stored, str]]) -> None:
-    """Writes the file with the gguf package's writer, with one tensor in memory at a time."""
     writer = package.GGUFWriter(None, architecture)
     adders = {str: writer.add_string, bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32,
               list: writer.add_array}

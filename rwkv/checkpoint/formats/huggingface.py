@@ -74,7 +74,7 @@ def read(path: Path) -> Content:
     require_supported(path / CONFIG, config, CONSTANTS | generation.HUGGING_FACE_CONSTANTS,
                       FEATURES | generation.HUGGING_FACE_FEATURES)
     content = _weights(path)
-    declared = _sizes(path / CONFIG, config, generation.HUGGING_FACE_SIZES)
+    declared = _declared_sizes(path / CONFIG, config, generation.HUGGING_FACE_SIZES)
     length = declared.pop("ctx_len", None)
     if isinstance(length, int) and length > 0:
         declared["ctx_len"] = length
@@ -86,8 +86,7 @@ def read(path: Path) -> Content:
                    tied=config.get("tie_word_embeddings") is True, notes=[*content.notes, *unread(path / CONFIG, others)])
 
 
-def _sizes(path: Path, config: JsonObject, sizes: dict[str, str]) -> JsonObject:
-    """Returns the sizes in config.json, by their names in ModelConfig. Raises CheckpointError if two values contradict."""
+def _declared_sizes(path: Path, config: JsonObject, sizes: dict[str, str]) -> JsonObject:
     declared: JsonObject = {}
     for key, name in sizes.items():
         value = config.get(key)
@@ -134,7 +133,7 @@ def _write(folder: Path, outgoing: Outgoing) -> None:
     tensors = generation_of(outgoing.config).laid_out(outgoing.tensors, arrangement)
     metadata = {ENTRY: json.dumps(outgoing.entry)}
     write_file(folder / WEIGHTS, lambda file: safetensors.write_tensors(file, tensors.values(), metadata))
-    for name, text in _texts(outgoing).items():
+    for name, text in _texts_by_file_name(outgoing).items():
         write_file(folder / name, lambda file, text=text: file.write(text.encode()))     # type: ignore[misc]
 
 
@@ -145,8 +144,7 @@ def _dtype_for_config(outgoing: Outgoing) -> torch.dtype:
     return functools.reduce(torch.promote_types, dtypes)
 
 
-def _texts(outgoing: Outgoing) -> dict[str, str]:
-    """Returns the text of each file in the directory other than the weights, by name."""
+def _texts_by_file_name(outgoing: Outgoing) -> dict[str, str]:
     tokenizer = outgoing.entry.get("tokenizer") or {}
     in_json = tokenizer.get("kind") == "json" and isinstance(tokenizer.get("definition"), str)
     ends = (special.ends_of(tokenizer) if in_json else []) or [0]
@@ -228,7 +226,7 @@ def _weights(path: Path) -> Content:
 
 
 def _has_shards(index: Path) -> bool:
-    return any((index.parent / file).is_file() for file in {*_places(index).values()})
+    return any((index.parent / file).is_file() for file in {*_file_by_tensor(index).values()})
 
 
 def _are_same(first: Content, second: Content) -> bool:
@@ -244,7 +242,7 @@ def _read_file(path: Path) -> Content:
 
 
 def _shards(index: Path) -> Content:
-    places = _places(index)
+    places = _file_by_tensor(index)
     shards: dict[str, Content] = {}
     for file in sorted({*places.values()}):
         if not (index.parent / file).is_file():
@@ -258,8 +256,7 @@ def _shards(index: Path) -> Content:
     return Content(index.parent, {name: shards[file].tensors[name] for name, file in places.items()})
 
 
-def _places(index: Path) -> dict[str, str]:
-    """Returns the name of the file that contains each tensor, from an index file."""
+def _file_by_tensor(index: Path) -> dict[str, str]:
     places = _json(index).get("weight_map")
     if not isinstance(places, dict) or not all(isinstance(file, str) and Path(file).name == file for file in places.values()):
         raise CheckpointError(f"{index} must have a weight_map from tensors to files in the same folder, as transformers "
