@@ -141,7 +141,7 @@ def _rwkv_peft(path: Path, config: ModelConfig, weights: Mapping[str, Stored], a
     tensors = formats.recognise(path).read(path).tensors
     modules, others = _by_module(tensors)
     if not modules:
-        raise CheckpointError(f"{path} is not an adapter: it has no tensor that ends in .lora_A, .lora_B, .disha or .bone")
+        raise CheckpointError(f"{path} is not an adapter: no tensor's name ends in .lora_A, .lora_B, .disha or .bone")
     initial = _read_initial_pissa(path.with_name(INIT_PISSA))
     is_lora = any("lora_A" in parts for parts in modules.values())
     if is_lora and not initial and alpha is None:
@@ -163,7 +163,7 @@ def _rwkv_peft(path: Path, config: ModelConfig, weights: Mapping[str, Stored], a
         else:
             block = next(iter(parts.values()))
             if len(block.shape) == 2 and "bone" in parts:
-                raise CheckpointError(f"{path} has {module}.bone {block.shape}, which is an early form of MiSS: it is not "
+                raise CheckpointError(f"{path} has {module}.bone {block.shape}, an early form of MiSS that is not "
                                       "supported")
             change = partial(miss, M=block) if len(block.shape) == 2 else partial(bat, M=block, by_row=False)
         name, changed = _official_change(path, module, config, weights, change)

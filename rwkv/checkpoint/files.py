@@ -67,12 +67,12 @@ class Weights(Mapping[str, Tensor]):
 
 @dataclass
 class Checkpoint:
-    """A checkpoint: the weights by official name and, if the file has them, the tokenizer's definition and the run's
-    configuration.
+    """A checkpoint: the weights, and from some files the tokenizer's definition and the run's configuration.
 
     Pickling stores only the path, and unpickling reads the file again.
 
     Attributes:
+        weights: the tensors by official name.
         packed: the matrices that the file stores packed.
         fingerprint: the result of Model.fingerprint before the weights were packed; None if the file does not state it.
         unadapted: the original values of the matrices into which `weights` merges adapters.
@@ -101,8 +101,7 @@ class Checkpoint:
         return read_checkpoint, (self.path,)
 
     def stored_in(self, dtype: str | None) -> dict[str, Stored]:
-        """Returns the tensors in `dtype`, except those that the generation requires in float32. With None, keeps the file's
-        dtypes."""
+        """Returns the tensors in `dtype` (None: the file's), except those that the generation requires in float32."""
         if dtype is None:
             return dict(self.weights.stored)
         float32 = generation(self.config).KEPT_FLOAT32
@@ -110,8 +109,10 @@ class Checkpoint:
                 for name, tensor in self.weights.stored.items()}
 
     def tensors(self, dtype: str, device: str = "cpu", mmap: bool = False) -> dict[str, Tensor]:
-        """Reads the tensors of stored_in(dtype) onto `device`. With `mmap` on a CPU, maps the tensors that the file stores in
-        `dtype`."""
+        """Reads the tensors of stored_in(dtype) onto `device`.
+
+        With `mmap` on a CPU, the tensors that the file stores in `dtype` are mapped.
+        """
         tensors = {name: tensor.get(copy=not mmap).to(device) for name, tensor in self.stored_in(dtype).items()}
         if torch.device(device).type == "cpu":           # decoding on a CPU can use matrices that the file stores transposed
             return tensors
@@ -156,10 +157,10 @@ def read_checkpoint(path: str | Path) -> Checkpoint:
 
 
 def with_adapter(base: Checkpoint, path: str | Path, alpha: float | None = None) -> Checkpoint:
-    """Returns the checkpoint `base` with another program's adapter merged into it. `alpha` is LoRA's alpha if the file lacks
-    it.
+    """Returns the checkpoint `base` with another program's adapter merged into it. Raises UserError if LoRA's alpha is missing.
 
-    Raises CheckpointError for an adapter of another model or of an unsupported kind, UserError if alpha is missing.
+    Raises CheckpointError for an adapter of another model or of an unsupported kind. `alpha` is LoRA's alpha if the file lacks
+    it.
     """
     path = locate(path)
     try:
@@ -204,8 +205,8 @@ def read_tuned(path: str | Path, base: Checkpoint, alpha: float | None = None) -
             adapter = adapters.read(path, base.config, base.weights.stored, alpha)
             return _with_adapter(base, adapter), f"{tuned.digest(content)} {alpha}"
         if not tuned.is_tuned(content.entry):
-            raise CheckpointError(f"{path} is not a run with tune=state or tune=lora: expected its directory, a .ckpt in it, "
-                                  "or a state file")
+            raise CheckpointError(f"{path} is not a run with tune=state or tune=lora: expected the directory of such a "
+                                  "run, a .ckpt in the directory, or a state file")
         return _apply_tuned(content, base), tuned.digest(content)
     except OSError as error:
         raise UnreadableError(f"cannot read {path}: {error.strerror or error}") from error
@@ -233,8 +234,7 @@ def _apply_tuned(content: Content, user_base: Checkpoint | None = None) -> Check
 def write_checkpoint(checkpoint: Checkpoint, path: str | Path, dtype: str | None = None, format: str | None = None,
                      progress: Callable[[int, int], object] = lambda count, total: None, layout: str | None = None,
                      source: str | None = None, command: str | None = None, by_input: bool = False) -> None:
-    """Writes a checkpoint with one tensor in memory at a time. Raises UserError as save_pretrained does, before writing
-    anything.
+    """Writes a checkpoint with one tensor in memory at a time. Raises UserError, as save_pretrained does, before writing.
 
     Args:
         dtype: the dtype or block format to write; None keeps the dtype of each tensor.
@@ -343,7 +343,7 @@ def _interpret(content: Content) -> Checkpoint:
     if content.tied and "emb.weight" in tensors:
         tied = tensors["emb.weight"].renamed("head.weight")
         if "head.weight" in tensors and not same_numbers(tensors["head.weight"], tied):
-            raise CheckpointError(f"{path} sets tie_word_embeddings, but its head differs from its embedding: correct "
+            raise CheckpointError(f"{path} sets tie_word_embeddings, but the head differs from the embedding: correct "
                                   "config.json")
         tensors["head.weight"] = tied
     tuned_states = time_states.taken(tensors) if module.model.LEARNS_STATE else {}
@@ -384,8 +384,7 @@ def _with_entry(checkpoint: Checkpoint, entry: JsonObject) -> Checkpoint:
 
 
 class _ReleasingWeights(Mapping[str, Tensor]):
-    """Maps names to tensors. Each tensor is valid only until the next one is read, because then its mapped pages are
-    released."""
+    """Maps names to tensors. Reading a tensor releases the mapped pages of the previous one, which is then invalid."""
 
     def __init__(self, stored: Mapping[str, Stored]) -> None:
         self._stored = stored

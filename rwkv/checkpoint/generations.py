@@ -70,8 +70,7 @@ def recognise(path: Path, tensors: Mapping[str, Stored],
               declared: JsonMapping) -> tuple[ModuleType, dict[str, Stored]]:
     """Returns the generation that a file's tensors belong to, and the tensors in the official layout, by official name.
 
-    `declared` has the sizes that the file states (Content.declared). Raises CheckpointError if no generation recognises the
-    tensors.
+    `declared` has the sizes that the file states. Raises CheckpointError if no generation recognises the tensors.
     """
     for generation in generations():
         official = _by_official_name(path, tensors, generation)
@@ -100,9 +99,9 @@ def _by_official_name(path: Path, tensors: Mapping[str, Stored], generation: Mod
 def tuned_kind(names: Collection[str]) -> str | None:
     """Describes a file that contains only adapters or states, and how to use it. Returns None for other tensor names."""
     if names and all(name.endswith(TIME_STATE) for name in names):
-        return ("a tuned state, not weights. It is an initial state for the weights that it was trained with: pass those "
-                "weights as checkpoint= and this file as state=; for serve.py pass adapters=NAME=FILE; for train.py pass the "
-                "weights as init_from= and this file as tune.state=")
+        return ("a tuned state, which is an initial state for the weights that it was trained with: pass those weights as "
+                "checkpoint= and this file as state=; for serve.py pass adapters=NAME=FILE; for train.py pass the weights as "
+                "init_from= and this file as tune.state=")
     if any(re.search(r"\.(lora_[AB]|lora_magnitude_vector|miss_block|disha|bone)\b", name) for name in names):
         return ("an adapter such as LoRA, which changes the weights that it was trained with: pass those weights as "
                 "checkpoint= and the adapter as lora=; for serve.py pass adapters=NAME=PATH; for training merge the adapter "
@@ -132,7 +131,7 @@ def config_of(path: Path, generation: ModuleType, tensors: Mapping[str, Stored],
     """Infers the configuration and the vocabulary size from the tensors' shapes."""
     def matrix(name: str) -> Shape:
         if name not in tensors:
-            raise CheckpointError(f"{path} is not a complete {generation.model.NAME} checkpoint: it lacks {name}. It contains "
+            raise CheckpointError(f"{path} is not a complete {generation.model.NAME} checkpoint: {name} is missing. The file contains "
                                   f"{_describe_names(tensors)}")
         if len(tensors[name].shape) != 2 or 0 in tensors[name].shape:
             raise CheckpointError(f"{path}: {name} must be a matrix; got {tensors[name].shape}. Was the file "
@@ -188,19 +187,19 @@ def require_sizes(path: Path, stated: JsonMapping, config: ModelConfig, vocab_si
     sizes = {**vars(config), "vocab_size": vocab_size, "n_heads": config.n_embd // config.head_size}
     for name, size in sizes.items():
         if name != "ctx_len" and name in stated and stated[name] != size:
-            raise CheckpointError(f"{path} states {name}={stated[name]!r}, but the shapes of the tensors give {size}: do they "
-                                  "come from different models?")
+            raise CheckpointError(f"{path} states {name}={stated[name]!r}, but the shapes of the tensors give {size}: do "
+                                  "they come from different models?")
 
 
 def fit(path: Path, generation: ModuleType, tensors: Mapping[str, Stored], config: ModelConfig,
         vocab_size: int) -> dict[str, Stored]:
-    """Returns the tensors in the model's order and shapes. Raises CheckpointError if one is missing, surplus or of a wrong
-    shape."""
+    """Returns the tensors in the model's order and shapes. Raises CheckpointError for a missing, surplus or misshapen
+    tensor."""
     expected: dict[str, Shape] = generation.model.shapes(config, vocab_size)
     missing = [name for name in expected if name not in tensors]
     if missing:
         raise CheckpointError(f"{path} lacks {len(missing)} of {len(expected)} tensors, such as {missing[0]} "
-                              f"{expected[missing[0]]}: it is not a complete {generation.model.NAME} checkpoint, or it was "
+                              f"{expected[missing[0]]}: the file is not a complete {generation.model.NAME} checkpoint, or was "
                               "converted wrongly")
     surplus = sorted(tensors.keys() - expected.keys())
     if surplus:

@@ -152,20 +152,20 @@ class Stored:
         return packed
 
     def pass_on(self, use: Callable[[Tensor], object]) -> None:
-        """Reads the tensor and calls use(tensor), which must not keep a reference to it. Raises CheckpointError as get()
-        does."""
+        """Reads the tensor and calls use(tensor), which must not keep a reference to the tensor.
+
+        Raises CheckpointError as get() does.
+        """
         data = self.data()
         use(self._convert(data).contiguous())
         self._release(data)
 
     def peek(self) -> Tensor:
-        """Reads the tensor without checking that it is finite. The caller must not keep the result, and must call drop_pages()
-        afterwards."""
+        """Reads the tensor, which may not be finite. The caller must not keep it, and must call drop_pages() afterwards."""
         return self.data().cpu().to(self.dtype).reshape(self.shape)
 
     def drop_pages(self) -> None:
-        """Releases the pages of a mapped tensor, which must be unmodified. The next access reads the pages from the file
-        again."""
+        """Releases the pages of a mapped, unmodified tensor. The next access reads the pages from the file again."""
         if self.mapped:
             release(self.data())
 

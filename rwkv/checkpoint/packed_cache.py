@@ -56,8 +56,7 @@ def _files_of(path: Path) -> list[Path]:
 
 
 def sample(path: Path) -> str:
-    """Returns a hash of a file's size, its beginning, its end and some blocks between; of all the bytes if the file is
-    small."""
+    """Returns a hash of a file's size, beginning, end and some blocks between; of the whole content if the file is small."""
     size = path.stat().st_size
     digest = hashlib.sha256(str(size).encode())
     with path.open("rb") as file:
@@ -112,8 +111,7 @@ def write(checkpoint: Checkpoint, dtype: str) -> Checkpoint:
 
 
 def _make_room(needed: int, entry: Path) -> None:
-    """Deletes incomplete files of killed processes, and the least recently used entries until `needed` bytes fit into
-    MAX_BYTES."""
+    """Deletes incomplete files of killed processes, and the least recently used entries while MAX_BYTES is exceeded."""
     used = []
     for file in entry.parent.iterdir():
         with suppress(OSError):          # another process may delete the file first

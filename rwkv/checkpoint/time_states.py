@@ -164,8 +164,7 @@ def read_content(content: bytes, config: ModelConfig, layout: str | None = None)
 
 
 def write(states: TimeStates, path: Path) -> str:
-    """Writes a file with only states, and returns the layout that its suffix implies. Raises UserError for an unknown
-    suffix."""
+    """Writes a file with only states, and returns the layout of its suffix. Raises UserError for an unknown suffix."""
     if path.suffix == ".st":
         tensors = {name: tensor.transposed() for name, tensor in named(states.layers, torch.float16).items()}
         write_file(path, lambda file: write_tensors(file, tensors.values(), {}))
@@ -203,8 +202,7 @@ def _layer_count_and_state_shape(path: Path, config: ModelConfig) -> tuple[int, 
 
 
 def _infer_layout(path: Path) -> tuple[str, str]:
-    """Infers the layout from the file format, and also returns the reason. Raises UserError if the format allows both
-    layouts."""
+    """Infers the layout from the file format, and also returns the reason. Raises UserError if both layouts are possible."""
     if _torch_file.recognises(path):
         return OFFICIAL, "a file of torch.save, as trainers write"
     if path.suffix in WEB_RWKV:

@@ -92,7 +92,7 @@ def applied(content: Content, base: Mapping[str, Stored], config: ModelConfig) -
     if states:
         missing = [layer for layer in range(config.n_layer) if f"{layer}.{TIME_STATE}" not in states]
         if missing:
-            raise CheckpointError(f"{content.path} is damaged: it lacks blocks.{missing[0]}.{TIME_STATE}")
+            raise CheckpointError(f"{content.path} is damaged: the file lacks blocks.{missing[0]}.{TIME_STATE}")
         shape = tuple(generation(config).empty_state(config, 1, "meta").named()["wkv"].shape[2:])
         for name, tensor in states.items():
             _require_shape(content.path, f"blocks.{name}", tensor, shape)
@@ -103,7 +103,7 @@ def applied(content: Content, base: Mapping[str, Stored], config: ModelConfig) -
         if match := ADAPTER.fullmatch(name):
             pairs.setdefault(f"{match[1]}.weight", {})[match[2]] = tensor
     if not pairs or any(pair.keys() != {"A", "B"} or name not in base for name, pair in pairs.items()):
-        raise CheckpointError(f"{content.path} is damaged: its adapters for these weights are incomplete")
+        raise CheckpointError(f"{content.path} is damaged: the adapters for these weights are incomplete")
     for name, pair in pairs.items():
         rows, columns = base[name].shape
         _require_shape(content.path, f"{name.removesuffix('.weight')}.lora_A.weight", pair["A"], (tune["rank"], columns))

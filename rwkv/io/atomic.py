@@ -1,5 +1,4 @@
-"""Writes files atomically: into a temporary file in the target's folder, which is flushed to the disk and renamed to the
-target.
+"""Writes files atomically. A temporary file in the target's folder is written, flushed to the disk, and renamed to the target.
 
 After a crash the target is either the complete old file or the complete new one. Symbolic links are followed. Devices and pipes
 are written directly.

@@ -1,5 +1,6 @@
-"""Downloads models by name from the Hugging Face Hub. Every option for a checkpoint, state, adapter, tokenizer or template
-accepts these names:
+"""Downloads models by name from the Hugging Face Hub.
+
+Every option for a checkpoint, state, adapter, tokenizer or template accepts these names:
 
     ORG/REPO                 a repository with config.json or adapter_config.json, or with only one weights file
     ORG/REPO/PATH            a file or a directory inside the repository
@@ -90,8 +91,7 @@ class Contents(NamedTuple):
 
 
 def parse(text: str | Path) -> Name | None:
-    """Parses a name on the Hub. Returns None for a path on disk. Raises CheckpointError if hf:// or an address contains no
-    name."""
+    """Parses a name on the Hub; None for a path on disk. Raises CheckpointError if hf:// or an address contains no name."""
     text = text.as_posix() if isinstance(text, Path) else text
     scheme = SCHEME.match(text)
     body = text[scheme.end():].partition("?")[0].rstrip("/") if scheme else text
@@ -174,7 +174,7 @@ def contents_of(name: Name, noun: str = "checkpoint") -> Contents:
     try:
         info = hub.HfApi(library_name="timemix").model_info(name.repository, revision=name.revision, files_metadata=True)
     except errors.GatedRepoError:
-        raise CheckpointError(f"{name.repository} is gated: accept its terms at {hub.constants.ENDPOINT}/{name.repository}, "
+        raise CheckpointError(f"{name.repository} is gated: accept the terms at {hub.constants.ENDPOINT}/{name.repository}, "
                               "and log in with `hf auth login` or set HF_TOKEN") from None
     except errors.RepositoryNotFoundError:
         raise CheckpointError(f"there is no {noun} at {name}: no such path exists, and {hub.constants.ENDPOINT} has no "

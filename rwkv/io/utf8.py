@@ -50,8 +50,9 @@ def decode(content: bytes, name: str) -> str:
 
 
 def chunks(path: Path, on_bytes: Callable[[bytes], object] = len, option: str = "data.path") -> Iterator[str]:
-    """Yields the text of a file in chunks. Raises UserError if the file is unreadable or not UTF-8, or has a page of zero
-    bytes.
+    """Yields the text of a file in chunks.
+
+    Raises UserError if the file is unreadable or not UTF-8, or has a page of zero bytes.
 
     Args:
         on_bytes: is called with each block of bytes.
@@ -116,7 +117,7 @@ def require_unicode(text: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise WrongCharacter(error.start, "half a surrogate pair, which UTF-8 cannot encode: remove it") from None
+        raise WrongCharacter(error.start, "half a surrogate pair, which UTF-8 cannot encode: remove this character") from None
 
 
 def without_surrogates(value: Any) -> Any:

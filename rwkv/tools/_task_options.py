@@ -24,10 +24,10 @@ KNOWN = {*LENGTHS, WHOLE_LENGTH, "until", "do_sample", *SAMPLING}
 
 
 def engine_options(task: JsonObject, prompt_tokens: Callable[[], int]) -> JsonObject:
-    """Returns the options for generate_batch. `prompt_tokens` counts the prompt's tokens. Raises UserError for an invalid
-    value.
+    """Returns the options for generate_batch. Raises UserError for an invalid value.
 
     Decoding is greedy unless the task's options ask for sampling. Unknown options are ignored with a warning on standard error.
+    `prompt_tokens` counts the prompt's tokens.
     """
     options = {name: value for name, value in task.items() if value is not None}
     unknown = options.keys() - KNOWN
@@ -45,8 +45,7 @@ def engine_options(task: JsonObject, prompt_tokens: Callable[[], int]) -> JsonOb
 
 
 def seeds_of(requests: Sequence[str], first: int) -> list[int]:
-    """Returns a seed for each request: `first`, and the next numbers for repetitions of a request, so that their answers
-    differ."""
+    """Returns a seed for each request: `first`, and the next numbers for repetitions, so that their answers differ."""
     repetitions: Counter[str] = Counter()
     seeds = []
     for request in requests:

@@ -102,8 +102,7 @@ def _without_files(entries: list[str]) -> str:
 
 
 def words(command: str, module: str) -> list[str]:
-    """Returns the words that may follow a command: OPTION=VALUE for options with listed values, OPTION= for others, and
-    flags."""
+    """Returns the words that may follow a command: OPTION=VALUE if values are listed, otherwise OPTION=, and flags."""
     if command == "completion":
         return list(SHELLS)
     if command not in SCHEMAS:

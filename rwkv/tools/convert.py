@@ -150,7 +150,7 @@ def convert(source: Path, target: Path, dtype: str | None = None, format: str | 
         write_checkpoint(checkpoint, target, dtype, name, progress, layout, str(source), command, by_input)
     _log(f"written: {target} ({name})")
     if checkpoint.tokenizer and name in WITHOUT_TOKENIZER:
-        _log(f"{target} does not contain the tokenizer: the format {name} cannot store it")
+        _log(f"{target} does not contain the tokenizer: the format {name} cannot store a tokenizer")
 
 
 def _require_unpacked(checkpoint: "Checkpoint") -> None:

@@ -141,7 +141,7 @@ def _advance(bar: tqdm, count: int, postfix: str) -> None:
 
 def _require_finite(nats: float) -> None:
     if not math.isfinite(nats):
-        raise UserError("the model's predictions are not finite numbers: its training diverged, or its weights are damaged")
+        raise UserError("the model's predictions are not finite: the training diverged, or the weights are damaged")
 
 
 if __name__ == "__main__":

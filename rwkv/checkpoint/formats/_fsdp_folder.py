@@ -59,8 +59,7 @@ def write_complete(folder: Path, sums: Mapping[str, tuple[int, int]]) -> None:
 
 
 def read_rest(folder: Path) -> Dictionary:
-    """Reads the dictionary without the sharded tensors. Raises CheckpointError if a file in the folder is missing or
-    damaged."""
+    """Reads the dictionary without the sharded tensors. Raises CheckpointError if a file is missing or damaged."""
     try:
         sums = json.loads((folder / COMPLETE).read_bytes())
         damaged = [name for name, expected in sums.items() if list(sum_of(folder / name)) != list(expected)]
@@ -70,7 +69,7 @@ def read_rest(folder: Path) -> Dictionary:
     except (ValueError, AttributeError, TypeError) as error:
         raise CheckpointError(f"{folder / COMPLETE} is damaged ({error}): copy the checkpoint again") from None
     if damaged or REST not in sums:
-        raise CheckpointError(f"{folder / (damaged or [REST])[0]} is truncated or damaged: its checksum differs from the "
+        raise CheckpointError(f"{folder / (damaged or [REST])[0]} is truncated or damaged: the checksum differs from the "
                               f"checksum in {COMPLETE}. Copy the checkpoint again")
     return _torch_file.load(folder / REST)
 

@@ -43,7 +43,8 @@ def read_header(path: Path, data: memoryview) -> tuple[JsonObject, list[TensorIn
     for tensor in tensors:
         if tensor.start % alignment or tensor.end > len(cursor.data):
             raise CheckpointError(f"{path} has {len(cursor.data)} bytes, but its header places {tensor.name} {tensor.shape} at "
-                                  f"bytes {tensor.start} to {tensor.end}: the file is truncated or damaged. Copy it again")
+                                  f"bytes {tensor.start} to {tensor.end}: the file is truncated or damaged. Copy the "
+                                  "file again")
     return metadata, tensors
 
 

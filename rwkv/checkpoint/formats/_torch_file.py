@@ -48,7 +48,7 @@ def recognises(path: Path) -> bool:
 
 
 def load(path: Path) -> Dictionary:
-    """Reads the file's dictionary, with mapped tensors if it is a zip; executes nothing. Raises CheckpointError for other
+    """Reads the file's dictionary without executing anything; tensors of a zip are mapped. Raises CheckpointError for other
     content."""
     mapped = first_bytes(path, 2) == ZIP
     if mapped:
@@ -62,11 +62,11 @@ def load(path: Path) -> Dictionary:
         if OTHER_OBJECTS in str(error):          # _require_plain cannot inspect files from before zip
             raise CheckpointError(f"{path} contains objects other than tensors, and loading them would execute code: save only "
                                   "the tensors, with torch.save(model.state_dict(), FILE)") from error
-        raise CheckpointError(f"{path} cannot be read as a checkpoint: it is truncated, damaged, or not a file of plain "
+        raise CheckpointError(f"{path} cannot be read as a checkpoint: the file is truncated, damaged, or not made of plain "
                               "tensors written by torch.save. Other objects are rejected, because loading them would "
                               "execute code") from error
     if not isinstance(content, dict):
-        raise CheckpointError(f"{path} is not a checkpoint: it contains a {type(content).__name__}, not tensors by name")
+        raise CheckpointError(f"{path} is not a checkpoint: the file contains a {type(content).__name__}, not tensors by name")
     return content
 
 
@@ -82,10 +82,10 @@ def _require_plain(path: Path) -> None:
 
 
 def weights_in(path: Path, content: Mapping[object, object]) -> Mapping[object, object]:
-    """Returns the dictionary of tensors in a loaded file: `content` itself, or one nested in it, as in {"model": weights,
-    "step": 7}.
+    """Returns the dictionary of tensors in a loaded file: `content` itself, or a dictionary nested in it.
 
-    Raises CheckpointError if several nested dictionaries contain tensors.
+    In {"model": weights, "step": 7}, for example, that is `weights`. Raises CheckpointError if several nested dictionaries
+    contain tensors.
     """
     if any(map(_is_weight, content.items())):
         return content
@@ -210,8 +210,8 @@ def _check_zip(path: Path) -> None:
     except CheckpointError:
         raise
     except Exception as error:           # zipfile raises many error classes for damaged files
-        raise CheckpointError(f"{path} cannot be read as a checkpoint: it is truncated or damaged ({error}). Copy or download "
-                              "it again") from error
+        raise CheckpointError(f"{path} cannot be read as a checkpoint: the file is truncated or damaged ({error}). Copy or "
+                              "download the file again") from error
 
 
 def _has_checksum(file: io.BufferedReader, lock: Lock, entry: zipfile.ZipInfo) -> bool:

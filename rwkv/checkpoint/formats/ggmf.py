@@ -128,7 +128,7 @@ def _read_tensor(path: Path, file: BinaryIO, bytes_: Tensor) -> Stored:
     end = start + math.prod(shape) * dtype.itemsize
     if end > len(bytes_) or end == start:
         raise CheckpointError(f"{path} has {len(bytes_) - start} bytes left, but {name} {shape} requires {end - start}: the "
-                              "file is truncated or damaged. Copy or download it again")
+                              "file is truncated or damaged. Copy or download the file again")
     file.seek(end)
     data = bytes_[start:end]
     return Stored(name, str(path), shape, dtype, lambda: _copy_data(str(path), name, data, dtype))
@@ -156,5 +156,5 @@ def _dtype(path: Path, index: int, subject: str) -> torch.dtype:
 def _read(path: Path, file: BinaryIO, count: int) -> bytes:
     read = file.read(count)
     if len(read) < count:
-        raise CheckpointError(f"{path} is truncated: it ends in the middle of a header. Copy or download it again")
+        raise CheckpointError(f"{path} ends in the middle of a header. Copy or download the truncated file again")
     return read

@@ -122,8 +122,7 @@ def _sizes_and_notes(path: Path, metadata: JsonObject) -> tuple[JsonObject, list
 
 
 def dtype_for(tensor: Stored, group: str, dtype: str | None) -> torch.dtype:
-    """Returns the dtype to convert a tensor of this group to: float32 for vectors. Matrices to be quantised keep their
-    dtype."""
+    """Returns the dtype to convert a tensor of this group to: float32 for vectors, no change for matrices to be quantised."""
     if group == "vector":
         return torch.float32
     return tensor.dtype if dtype is None or dtype in QUANTISED["gguf"] else DTYPES_BY_NAME[dtype]

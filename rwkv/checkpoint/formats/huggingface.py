@@ -201,14 +201,13 @@ def _config(path: Path) -> tuple[JsonObject, ModuleType]:
 
 
 def _weights(path: Path) -> Content:
-    """Reads the weights in a directory. Raises CheckpointError if there are none, or if several files have different
-    weights."""
+    """Reads the weights in a directory. Raises CheckpointError if there are none, or if several files differ."""
     whole = [name for name in WHOLE if (path / name).is_file()]
     indices = [name for name in INDICES if (path / name).is_file()]
     if whole:                            # a download by name pattern may include an index without its shards
         bare = [name for name in indices if not _has_shards(path / name)]
         if any(name.partition(".")[0] == whole[0].partition(".")[0] for name in bare):
-            raise CheckpointError(f"{path} contains {whole[0]}, and {bare[0]} without the shards that it lists: remove the "
+            raise CheckpointError(f"{path} contains {whole[0]}, and {bare[0]} without the shards listed there: remove the "
                                   "outdated file, or complete the download")
         indices = [name for name in indices if name not in bare]
     if not whole and not indices:
@@ -293,7 +292,7 @@ def _json(path: Path) -> JsonObject:
     try:
         content = json.loads(_text(path))
     except (json.JSONDecodeError, RecursionError) as error:
-        raise CheckpointError(f"{path} is not JSON, so it is damaged or incomplete ({error})") from error
+        raise CheckpointError(f"{path} is damaged or incomplete: the content is not JSON ({error})") from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} must contain a JSON object; got a {type(content).__name__}")
     return content
@@ -303,4 +302,4 @@ def _text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
-        raise CheckpointError(f"{path} is damaged: it is not UTF-8 text ({error})") from error
+        raise CheckpointError(f"{path} is damaged: the content is not UTF-8 text ({error})") from error

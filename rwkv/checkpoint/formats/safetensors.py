@@ -43,8 +43,8 @@ def read(path: Path) -> Content:
     except CheckpointError:
         raise
     except Exception as error:           # the library raises exceptions of many classes
-        raise CheckpointError(f"{path} cannot be read as .safetensors: it is truncated, damaged or of a newer version "
-                              f"({error}). Copy or download it again") from error
+        raise CheckpointError(f"{path} cannot be read as .safetensors: the file is truncated, damaged or too new "
+                              f"({error}). Copy or download the file again") from error
     entry = entry_in(path, metadata)
     _packed.require_known_version(path, entry)
     tensors, packed = _packed.joined(_packed.by_output(tensors))
