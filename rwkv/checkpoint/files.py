@@ -34,7 +34,7 @@ WORLD_VOCABULARY = 65536
 SUGGESTED = {50277: "20B_tokenizer.json (the Pile models have 50277 tokens, those of GPT-NeoX)"}
 WITH_STATES = ("pth", "safetensors", "st")               # these formats can hold tuned states besides weights
 PACKED = formats.QUANTISED["safetensors"]                # weights in these formats stay packed in memory
-DEFAULT_CTX_LEN = 1024                   # is used if neither the file nor its name states a length; no shape depends on it
+DEFAULT_CTX_LEN = 1024                   # applies if neither the file nor its name states a length; no shape depends on it
 
 
 class Weights(Mapping[str, Tensor]):
@@ -93,9 +93,9 @@ class Checkpoint:
     fingerprint: str | None = None
     unadapted: Mapping[str, Stored] = field(default_factory=dict)
     data_sha256: str | None = None
-    notes: list[str] = field(default_factory=list)           # each is a message about a value that was assumed or ignored
+    notes: list[str] = field(default_factory=list)           # messages about values that were assumed or ignored
     about: str = ""
-    begins: str = ""                     # is a message if the weights' file also contains time_states
+    begins: str = ""                     # a message if the weights' file also contains time_states
 
     def __reduce__(self) -> tuple[object, ...]:
         return read_checkpoint, (self.path,)

@@ -131,8 +131,8 @@ def config_of(path: Path, generation: ModuleType, tensors: Mapping[str, Stored],
     """Infers the configuration and the vocabulary size from the tensors' shapes."""
     def matrix(name: str) -> Shape:
         if name not in tensors:
-            raise CheckpointError(f"{path} is not a complete {generation.model.NAME} checkpoint: {name} is missing. The file contains "
-                                  f"{_describe_names(tensors)}")
+            raise CheckpointError(f"{path} is not a complete {generation.model.NAME} checkpoint: {name} is missing. "
+                                  f"The file contains {_describe_names(tensors)}")
         if len(tensors[name].shape) != 2 or 0 in tensors[name].shape:
             raise CheckpointError(f"{path}: {name} must be a matrix; got {tensors[name].shape}. Was the file "
                                   "converted wrongly?")

@@ -55,7 +55,7 @@ EMBED = ".ffn.s_emb.weight"
 EMBED_X = ".ffn.s_emb_x.weight"
 HEAD_SIZE = 64                           # the head size of every released model
 JOINED = f"x_{model.MIXES}"
-TRANSPOSED = "_transposed"               # is added, while reading, to the name of a low-rank matrix that is stored transposed
+TRANSPOSED = "_transposed"               # reading adds this to the name of a low-rank matrix that is stored transposed
 LOW_RANK = tuple(f".{name}{part}" for name in model.LOW_RANK for part in "12")
 VECTOR = rf".*\.(x_[{model.MIXES}]|w0|a0|v0|k_k|k_a|s0)"
 
@@ -75,7 +75,7 @@ HUGGING_FACE_CONSTANTS = {
     "layer_types": ("linear_attention", "rwkv", "rwkv7"), "architecture_version": ("rwkv7",), "rescale_every": (0,)}
 HUGGING_FACE_UNUSED = ("attn_mode", "hidden_ratio", "fuse_norm", "fuse_cross_entropy", "fuse_linear_cross_entropy",
                        "use_l2warp", "wkv_mode", "group_norm_epsilon")
-GROUP_NORM = "group_norm_epsilon"        # is a key of config.json; the default is head_dim times norm_eps
+GROUP_NORM = "group_norm_epsilon"        # a key of config.json; the default is head_dim times norm_eps
 HUGGING_FACE_FEATURES = {"use_deep_embed": "RWKV-8's DeepEmbed", "attn": "layers of softmax attention",
                          "embedding_layer_norm_fused": "an embedding that ln0 is merged into"}
 HUGGING_FACE = {"emb.weight": "model.embeddings.weight", "ln_out.weight": "model.norm.weight",
@@ -83,8 +83,8 @@ HUGGING_FACE = {"emb.weight": "model.embeddings.weight", "ln_out.weight": "model
 HUGGING_FACE_LAYERS = {"ln0": "pre_norm", "ln1": "attn_norm", "ln2": "ffn_norm", "att": "attn", "ffn": "ffn"}
 HUGGING_FACE_ATTENTION = {"receptance": "r_proj", "key": "k_proj", "value": "v_proj", "output": "o_proj", "ln_x": "g_norm"}
 
-TRANSFORMERS_RWKV = "transformers-rwkv"  # is a value of layout= and the name of that layout
-TRANSFORMERS_RWKV_TYPE = "rwkv"          # is model_type in config.json, which also has architecture_version
+TRANSFORMERS_RWKV = "transformers-rwkv"  # a value of layout=, and the name of that layout
+TRANSFORMERS_RWKV_TYPE = "rwkv"          # model_type in config.json, which also has architecture_version
 TRANSFORMERS_RWKV_TOP = {"emb.weight": "model.embed_tokens.weight", "ln_out.weight": "model.norm.weight",
                          "ln_out.bias": "model.norm.bias", "head.weight": "lm_head.weight",
                          "blocks.0.ln0.weight": "model.embedding_norm.weight", "blocks.0.ln0.bias": "model.embedding_norm.bias"}
@@ -107,7 +107,7 @@ GGUF = {"emb.weight": "token_embd.weight", "blocks.0.ln0.weight": "token_embd_no
 GGUF_LAYERS = {"ln1": "attn_norm", "ln2": "attn_norm_2", "att.ln_x": "time_mix_ln", f"att.{JOINED}": "time_mix_lerp_fused",
                "ffn.x_k": "channel_mix_lerp_k", "ffn.key": "channel_mix_key", "ffn.value": "channel_mix_value"}
 GGUF_FLOAT32 = r".*\.time_mix_(w[12]|lerp_fused)\.weight"           # llama.cpp's converter also keeps all vectors float32
-GGUF_UNQUANTISED = r".*\.time_mix_([wavg][12]|lerp_fused)\.weight"  # llama.cpp's quantizer leaves the same ones
+GGUF_UNQUANTISED = r".*\.time_mix_([wavg][12]|lerp_fused)\.weight"  # llama.cpp's quantizer does not quantise these, either
 
 
 def recognises(tensors: Mapping[str, Stored]) -> bool:

@@ -5,7 +5,7 @@ from typing import Any, TextIO, cast
 
 
 def unread(stream: TextIO | None) -> TextIO:
-    """Wraps an output stream so that a failed write raises no error. All further output is discarded.
+    """Wraps an output stream so that a failed write raises no error, and later output is discarded.
 
     raise_unwritten() raises the error later. `stream` is None if the program was started without this stream; then all output
     is discarded.
@@ -19,7 +19,7 @@ def unread(stream: TextIO | None) -> TextIO:
 class _Unread:
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
-        self.problem: OSError | None = None              # is why output was discarded; None if the reader disappeared
+        self.problem: OSError | None = None              # the reason why output was discarded; None if the reader disappeared
 
     def write(self, text: str) -> int:
         try:

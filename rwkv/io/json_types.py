@@ -3,6 +3,6 @@
 from collections.abc import Mapping
 from typing import Any
 
-JsonObject = dict[str, Any]              # is the content of a JSON or YAML file, a manifest, or metadata
-JsonMapping = Mapping[str, Any]          # is the same, but read-only
-StateDict = dict[str, Any]               # is what state_dict() of a loader, optimiser, callback or checkpoint returns
+JsonObject = dict[str, Any]              # the content of a JSON or YAML file, a manifest, or metadata
+JsonMapping = Mapping[str, Any]          # the same content, but read-only
+StateDict = dict[str, Any]               # the result of state_dict(), or a whole checkpoint

@@ -85,7 +85,7 @@ def consume_interruptibly(items: Iterable[T], work: Callable[[Iterator[T]], obje
         try:
             work(items_until_interrupted())
             outcome.set_result(None)
-        except BaseException as error:   # a panic in a Rust library, for example, is no Exception
+        except BaseException as error:   # a panic in a Rust library, for example, is no subclass of Exception
             outcome.set_exception(error)
 
     thread = threading.Thread(target=run, daemon=True)

@@ -16,7 +16,7 @@ from rwkv.io.json_types import JsonObject
 
 MAX_NEW_TOKENS = 256                     # this is the harness's default
 LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")      # the first one given applies
-WHOLE_LENGTH = "max_length"              # is the length of prompt plus answer, and precedes all LENGTHS
+WHOLE_LENGTH = "max_length"              # length of prompt plus answer; this option precedes all LENGTHS
 SAMPLED = {"temperature": 1.0, "top_p": 1.0}     # a task that samples uses the model's own distribution by default
 GREEDY = {"temperature": 0.0}
 SAMPLING = {item.name for item in fields(Sampling)}
@@ -67,8 +67,7 @@ def _max_new_tokens(options: JsonObject, prompt_tokens: Callable[[], int]) -> in
     prompt = prompt_tokens()
     if length <= prompt:
         raise UserError(f"a task's max_length includes the prompt, so max_length must exceed {prompt} tokens; got {length}. "
-                        "To "
-                        "count only the answer, use max_gen_toks")
+                        "To count only the answer, use max_gen_toks")
     return length - prompt
 
 

@@ -36,7 +36,7 @@ from rwkv.model.base import generation, is_linear_weight
 
 VERSION = 2                              # the entry `timemix` states it; version 1 stored int4 as groups and stated nothing
 WITH_BLOCKS = 3                          # files with GGUF's blocks have this version
-EMBEDDING = "emb.weight"                 # an embedding's name ends so
+EMBEDDING = "emb.weight"                 # an embedding's name ends in this
 SCALE, SHIFT = ".scale", ".shift"        # these are added to a matrix's name
 BY_INPUT = ".by_input"
 KIND_BY_BYTES = {kind.bytes_per_block: kind for kind in BLOCKS.values()}
@@ -67,7 +67,7 @@ def version(content: Outgoing) -> int:
 
 
 def _format_to_write(content: Outgoing, name: str) -> str:
-    """Returns the format of a matrix in the file: its present packed format if that has the dtype to write."""
+    """Returns the format of a matrix in the new file: the source's packed format if that has the dtype to write."""
     matrix = content.packed.get(name)
     return matrix.format if matrix is not None and matrix.dtype == content.quantised else str(content.quantised)
 

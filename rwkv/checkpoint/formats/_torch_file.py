@@ -37,7 +37,7 @@ LENGTHS = struct.Struct("<HH")           # the header's last fields are the leng
 READ_BYTES = 1 << 20                     # a checksum is computed over this many bytes at a time
 FIELD_HEADER = 4                         # an extra field's header has this many bytes
 EPOCH = (1980, 1, 1, 0, 0, 0)            # this is zip's earliest date, fixed so that equal weights give equal files
-OTHER_OBJECTS = "Unsupported"            # is in torch's message about a class or operation that it refuses to execute
+OTHER_OBJECTS = "Unsupported"            # torch's message contains this if it refuses to execute a class or operation
 Dictionary = dict[Any, Any]              # the content of a file written by torch.save
 STORAGES = {torch.float32: torch.FloatStorage, torch.float16: torch.HalfStorage, torch.bfloat16: torch.BFloat16Storage}
 
