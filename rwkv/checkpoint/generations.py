@@ -177,7 +177,7 @@ def _equal_up_to_rounding(value: object, right: Any) -> bool:
 
 
 def unread(where: str | Path, others: JsonMapping) -> list[str]:
-    """Returns a message about the unknown configuration keys that are set, in a list; [] if there are none."""
+    """Returns a list with one message about unknown configuration keys that are set; [] if there are none."""
     names = [name for name, value in others.items() if value not in (None, False, 0, "", [], {})]
     return [f"{where} has {', '.join(names)}, which this program ignores"] if names else []
 

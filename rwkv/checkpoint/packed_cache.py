@@ -111,7 +111,7 @@ def write(checkpoint: Checkpoint, dtype: str) -> Checkpoint:
 
 
 def _make_room(needed: int, entry: Path) -> None:
-    """Deletes incomplete files of killed processes, and the least recently used entries while MAX_BYTES is exceeded."""
+    """Deletes incomplete files of killed processes, and the least recently used entries until `needed` bytes fit."""
     used = []
     for file in entry.parent.iterdir():
         with suppress(OSError):          # another process may delete the file first

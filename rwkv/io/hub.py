@@ -91,7 +91,7 @@ class Contents(NamedTuple):
 
 
 def parse(text: str | Path) -> Name | None:
-    """Parses a name on the Hub; None for a path on disk. Raises CheckpointError if hf:// or an address contains no name."""
+    """Parses a name on the Hub; a path on disk gives None. Raises CheckpointError if hf:// or an address contains no name."""
     text = text.as_posix() if isinstance(text, Path) else text
     scheme = SCHEME.match(text)
     body = text[scheme.end():].partition("?")[0].rstrip("/") if scheme else text
@@ -127,7 +127,7 @@ def local(name: str | Path, noun: str = "checkpoint") -> Path:
 
 
 def fetched(name: str | Path, noun: str = "checkpoint") -> Fetched:
-    """Downloads a name as local() does, and also returns the name pinned to a commit; for a path, the absolute path."""
+    """Downloads a name as local() does, and also returns the name pinned to a commit, or the absolute path of a path."""
     return _fetch_unless_path(name, noun) or Fetched(Path(name), str(Path(name).resolve()))
 
 

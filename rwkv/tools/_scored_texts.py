@@ -32,7 +32,7 @@ def read_last_words(tokenizer: Tokenizer, path: Path, start: Sequence[int]) -> l
 
 
 def holds_answers(path: Path) -> bool:
-    """Returns True if the file contains conversations. If the first line is invalid, read_last_words reports the error."""
+    """Returns True if the file contains conversations. An invalid first line gives False; read_last_words reports it."""
     require_file(path)
     with suppress(UserError):
         return path.suffix == ".jsonl" and holds_conversations(path)

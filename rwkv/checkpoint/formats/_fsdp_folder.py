@@ -54,7 +54,7 @@ def sum_of(path: Path) -> tuple[int, int]:
 
 
 def write_complete(folder: Path, sums: Mapping[str, tuple[int, int]]) -> None:
-    """Writes complete.json. `sums` maps the name of each other file to its sum_of."""
+    """Writes complete.json. `sums` has the result of sum_of for each other file, by name."""
     write_file(folder / COMPLETE, lambda file: file.write(json.dumps(sums).encode()))
 
 
@@ -85,7 +85,7 @@ def open_shards(folder: Path) -> "HuggingFaceStorageReader":
 
 
 def sizes(reader: Any) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Returns the shape and dtype of each sharded tensor, by the name_of its place."""
+    """Returns the shape and dtype of each sharded tensor. The keys are made by name_of."""
     return {name: (tuple(each.size), each.properties.dtype)
             for name, each in reader.read_metadata().state_dict_metadata.items()}
 
@@ -100,7 +100,7 @@ def fill(reader: "HuggingFaceStorageReader", tensors: Mapping[str, Tensor]) -> N
 
 
 def weights(folder: Path, places: Iterable[Place]) -> dict[str, Stored]:
-    """Returns those of the tensors at `places` that are weights, by their names in the state_dict."""
+    """Returns the weights among the tensors at `places`, by their names in the state_dict."""
     reader = open_shards(folder)
     shapes = sizes(reader)
 

@@ -49,7 +49,8 @@ def package(purpose: str) -> ModuleType:
 
 
 def block_type(number: int, where: str) -> Block:
-    """Returns the type with this number. Raises CheckpointError, which names the tensor by `where`, for an unreadable type."""
+    """Returns the type with this number. Raises CheckpointError for an unreadable type; `where` is the tensor in the
+    message."""
     if number in PLAIN:
         return PLAIN[number]
     try:
@@ -94,7 +95,7 @@ def reader(type_: str, shape: tuple[int, ...], bytes_: Tensor) -> Callable[[], T
 
 
 def round_to_blocks(matrix: Tensor, type_: str) -> Tensor:
-    """Rounds a float32 matrix to this block type, or to float16 if blocks do not divide the rows."""
+    """Rounds a float32 matrix to this block type, or to float16 if the row length is no multiple of the block length."""
     gguf = package(f"writing {type_}")
     kind = gguf.GGMLQuantizationType[type_]
     if matrix.shape[-1] % gguf.GGML_QUANT_SIZES[kind][0]:

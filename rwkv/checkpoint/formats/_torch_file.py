@@ -48,7 +48,7 @@ def recognises(path: Path) -> bool:
 
 
 def load(path: Path) -> Dictionary:
-    """Reads the file's dictionary without executing anything; tensors of a zip are mapped. Raises CheckpointError for other
+    """Reads the file's dictionary and executes nothing; a zip's tensors are mapped. Raises CheckpointError for other
     content."""
     mapped = first_bytes(path, 2) == ZIP
     if mapped:
@@ -237,7 +237,10 @@ def _has_checksum(file: io.BufferedReader, lock: Lock, entry: zipfile.ZipInfo) -
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Returns True if the tensor is dense, in memory, and no larger than its storage, unlike a tensor with strides of 0."""
+    """Returns True if the tensor is dense, in memory, and no larger than its storage.
+
+    A tensor with strides of 0 is larger than its storage, and could claim terabytes.
+    """
     if tensor.layout != torch.strided or tensor.device.type != "cpu" or tensor.is_quantized:
         return False
     return tensor.numel() * tensor.element_size() <= tensor.untyped_storage().nbytes()

@@ -55,7 +55,7 @@ def recognises(path: Path) -> bool:
 
 
 def read(path: Path) -> Content:
-    """Reads a model from a single file or from the parts of a split one. `path` may be any part; the first has the metadata."""
+    """Reads a model from one file, or from all parts of a split model. `path` may be any part; the first has the metadata."""
     metadata, tensors = _read_part(path)
     parts = parts_of(path, metadata)
     if parts[0] != path:
