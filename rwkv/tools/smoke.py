@@ -1,4 +1,4 @@
-"""Runs a smoke test of a model: loads it, prefills, compares with the reference, generates, trains two steps; prints PASS or FAIL.
+"""Runs a smoke test of a model: loads, prefills, compares with the reference, generates, trains two steps, prints PASS or FAIL.
 
   python -m rwkv.tools.smoke                            tiny models, one of each generation
   python -m rwkv.tools.smoke FILE.pth --dtype bfloat16
