@@ -186,7 +186,7 @@ class Stored:
         if is_finite(min(result, data, key=Tensor.element_size)):          # testing the narrower one suffices
             return
         if is_finite(data):
-            raise CheckpointError(f"{self.source}: {self.name} contains {data.abs().max().item():g}, which is too large for "
+            raise CheckpointError(f"{self.source}: {self.name} has values up to {data.abs().max().item():g}, too large for "
                                   f"{result.dtype}: choose float32 or bfloat16")
         n_bad = int((~data.isfinite()).sum())
         raise CheckpointError(f"{self.source}: {n_bad} of the {data.numel()} values of {self.name} are not finite: the file is "

@@ -262,12 +262,12 @@ def laid_out(tensors: Mapping[str, Stored], format: str) -> dict[str, Stored]:
         converted = _to_hugging_face(tensors)
     elif format == "official":
         converted = {name if name == "head.weight" else OFFICIAL_PREFIX + name: tensor
-                for name, tensor in _with_directory_epsilon(tensors).items()}
+                     for name, tensor in _with_directory_epsilon(tensors).items()}
     elif format == TRANSFORMERS_RWKV:
         converted = _to_transformers_rwkv(tensors)
     elif format == "st":
         converted = {name: tensor.transposed() if name.endswith((*LOW_RANK, TIME_STATE)) else tensor
-                for name, tensor in tensors.items()}
+                     for name, tensor in tensors.items()}
     elif format == "ggmf":
         converted = _join_mixes({name: tensor for name, tensor in tensors.items() if name not in model.UNUSED})
     else:

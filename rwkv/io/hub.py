@@ -42,7 +42,7 @@ WEIGHTS = (".pth", ".safetensors", ".gguf", ".st", ".ckpt", ".bin", ".ggmf")
 FILES = (*WEIGHTS, ".pt", ".json", ".txt", ".jinja", ".jinja2")                # ORG/NAME with such a suffix is a path
 MARKS = ("config.json", "adapter_config.json")           # a directory with one of these is a model or adapter
 DIRECTORY_WEIGHTS = ("model.safetensors", "pytorch_model.bin", "model.safetensors.index.json", "pytorch_model.bin.index.json",
-                "adapter_model.safetensors", "adapter_model.bin")              # the preferred file is first
+                     "adapter_model.safetensors", "adapter_model.bin")         # the preferred file is first
 INDEX = ".index.json"
 BESIDE = (".json", ".jinja", ".txt", ".model", ".md")    # a directory's other files have these suffixes
 

@@ -133,29 +133,29 @@ def lines(report: JsonObject) -> list[str]:
         return f"{PROBLEM if problem else ' '} {subject:12}{text}"
 
     missing = report["missing"]
-    report_lines = [line("timemix", f"{report['timemix']}, commit {report.get('commit')}"),
+    table = [line("timemix", f"{report['timemix']}, commit {report.get('commit')}"),
              line("python", f"{report['python']} on {report['system']}"),
              *(line("package", f"all programs require {name}: pip install {name}", True) for name in missing[""])]
     for extra, names in missing.items():
         if extra and names:
             remedy = f"pip install {' '.join(names)}" if extra in ALWAYS else f"in a clone, pip install -e '.[{extra}]'"
-            report_lines.append(line(extra, f"{FEATURES[extra]} requires {', '.join(names)}: {remedy}"))
-    report_lines.append(line("versions", ", ".join(f"{name} {version}" for name, version in report["packages"].items())))
+            table.append(line(extra, f"{FEATURES[extra]} requires {', '.join(names)}: {remedy}"))
+    table.append(line("versions", ", ".join(f"{name} {version}" for name, version in report["packages"].items())))
     if "torch_error" in report:
-        return [*report_lines, line("torch", f"cannot be imported: {report['torch_error']}", True)]
+        return [*table, line("torch", f"cannot be imported: {report['torch_error']}", True)]
     memory = f", {report['free_bytes'] / 2**30:.1f} GiB of memory free" if report["free_bytes"] else ""
-    report_lines += [line("cpu", f"{report['cpu']}, {counted(report['threads'], 'thread')}{memory}"),
+    table += [line("cpu", f"{report['cpu']}, {counted(report['threads'], 'thread')}{memory}"),
               *(line("cpu", reason) for reason in report["slow_dtypes"]),
               line("C library", report["c_library_missing"] or f"runs, with {report['c_library']}", not report["c_library"]),
               *(line("gpu", name) for name in report["gpus"]), *([line("gpu", report["no_gpu"])] if report["no_gpu"] else [])]
     for op, by_device in report["kernels"].items():
         for device, state in by_device.items():
             auto = f"; auto is {state['auto']}" if state["auto"] else ""
-            report_lines.append(line(op, f"on {device}: {', '.join(state['run']) or 'none'}{auto}", not state["run"]))
+            table.append(line(op, f"on {device}: {', '.join(state['run']) or 'none'}{auto}", not state["run"]))
             if state["elsewhere"]:
-                report_lines.append(line("", f"  not for {device}: {', '.join(state['elsewhere'])}"))
-            report_lines += [line("", f"  not {name}: {reason}") for name, reason in state["not"].items()]
-    return report_lines
+                table.append(line("", f"  not for {device}: {', '.join(state['elsewhere'])}"))
+            table += [line("", f"  not {name}: {reason}") for name, reason in state["not"].items()]
+    return table
 
 
 if __name__ == "__main__":

@@ -49,8 +49,7 @@ def package(purpose: str) -> ModuleType:
 
 
 def block_type(number: int, where: str) -> Block:
-    """Returns the type with this number. Raises CheckpointError for an unreadable type; `where` is the tensor in the
-    message."""
+    """Returns the type with this number. Raises CheckpointError, with `where` as the tensor's name, for an unreadable type."""
     if number in PLAIN:
         return PLAIN[number]
     try:

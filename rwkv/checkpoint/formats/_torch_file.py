@@ -48,8 +48,7 @@ def recognises(path: Path) -> bool:
 
 
 def load(path: Path) -> Dictionary:
-    """Reads the file's dictionary and executes nothing; a zip's tensors are mapped. Raises CheckpointError for other
-    content."""
+    """Reads the file's dictionary, and executes nothing; a zip's tensors are mapped. Raises CheckpointError for other files."""
     mapped = first_bytes(path, 2) == ZIP
     if mapped:
         _check_zip(path)

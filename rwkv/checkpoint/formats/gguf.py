@@ -167,7 +167,7 @@ def _metadata(generation: ModuleType, outgoing: Outgoing, tensors: dict[str, tup
 
 
 def _write_with_package(package: ModuleType, file: BinaryIO, architecture: str, metadata: JsonObject,
-           tensors: dict[str, tuple[Stored, str]]) -> None:
+                        tensors: dict[str, tuple[Stored, str]]) -> None:
     writer = package.GGUFWriter(None, architecture)
     adders = {str: writer.add_string, bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32,
               list: writer.add_array}
@@ -189,6 +189,6 @@ def _write_with_package(package: ModuleType, file: BinaryIO, architecture: str, 
 
 def _quantise(package: ModuleType, tensor: Stored, data: Tensor, type_: str) -> np.ndarray:
     if (largest := data.abs().max().item()) > STEPS[type_] * torch.finfo(torch.float16).max:
-        raise CheckpointError(f"{tensor.source}: {tensor.name} contains {largest:g}, which is too large for {type_.lower()}: "
+        raise CheckpointError(f"{tensor.source}: {tensor.name} has values up to {largest:g}, too large for {type_.lower()}: "
                               "choose another dtype")
     return package.quants.quantize(data.numpy(), package.GGMLQuantizationType[type_])
