@@ -193,8 +193,7 @@ def require_sizes(path: Path, stated: JsonMapping, config: ModelConfig, vocab_si
 
 def fit(path: Path, generation: ModuleType, tensors: Mapping[str, Stored], config: ModelConfig,
         vocab_size: int) -> dict[str, Stored]:
-    """Returns the tensors in the model's order and shapes. Raises CheckpointError if tensors are missing, surplus or
-    misshapen."""
+    """Returns the tensors in the model's order and shapes. Raises CheckpointError for missing, surplus or misshapen tensors."""
     expected: dict[str, Shape] = generation.model.shapes(config, vocab_size)
     missing = [name for name in expected if name not in tensors]
     if missing:
