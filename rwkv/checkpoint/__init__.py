@@ -1,1 +1,1 @@
-"""Checkpoints: reads and writes weights in files of every format."""
+"""Reads and writes checkpoints: model weights in files of every supported format."""

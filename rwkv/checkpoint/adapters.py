@@ -1,4 +1,4 @@
-"""Adapters trained by other programs. They are merged into the base weights, in float32, whenever a weight is read.
+"""Reads adapters that other programs trained. They are merged into the base weights, in float32, whenever a weight is read.
 
     FILE.pth, .safetensors       RWKV-PEFT: LoRA as X.lora_A (r,in) and X.lora_B (out,r), without alpha; PiSSA if init_pissa.pth
                                  is in the same folder; MiSS, under its former names, as X.disha or X.bone
@@ -6,7 +6,7 @@
                                  DoRA; PiSSA; MiSS
 
 X is the path of a linear layer in any supported layout. Other tensors in RWKV-PEFT's files are fully trained weights, which
-replace the model's; in PEFT directories (modules_to_save) they are rejected.
+replace the model's. Such tensors in a PEFT directory (modules_to_save) are rejected.
 
     LoRA    W + s B A                                    s = alpha / r; rsLoRA: alpha / sqrt(r); arXiv 2106.09685, 2312.03732
     DoRA    m (W + s B A) / |W + s B A|                  |.|: the norm of each row; arXiv 2402.09353
@@ -45,7 +45,7 @@ PARTS = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "lora_magni
          "disha", "bone")
 PART = re.compile(rf"(.+)\.({'|'.join(PARTS)})(?:\.default)?(?:\.weight)?")
 PEFT_TYPES = ("LORA", "MISS", "BONE")
-PLAIN = (True, False, "gaussian", "eva", "orthogonal", "mica")   # init_lora_weights values that leave the base unchanged
+PLAIN = (True, False, "gaussian", "eva", "orthogonal", "mica")   # these values of init_lora_weights leave the base unchanged
 REFUSED = {"modules_to_save": "whole modules beside the adapters", "trainable_token_indices": "trained rows of the embedding",
            "layer_replication": "repeated layers", "target_parameters": "adapters of tensors other than linear layers",
            "fan_in_fan_out": "transposed layers", "lora_bias": "biases", "use_qalora": "QALoRA", "use_bdlora": "BD-LoRA",
@@ -57,8 +57,14 @@ Change = Callable[[Tensor], Tensor]      # maps a matrix (out,in), in float32 or
 
 @dataclass(frozen=True)
 class Adapter:
-    """An adapter file. about: its kind, for messages. changes: the change of each adapted matrix, by official name. tensors:
-    the file's tensors, by the names in the file. whole: complete weights that replace the model's."""
+    """An adapter that was read from a file.
+
+    Attributes:
+        about: the kind of adapter, for messages.
+        changes: the change of each adapted matrix, by official name.
+        tensors: the file's tensors, by the names that the file uses.
+        whole: complete weights that replace the model's.
+    """
 
     path: Path
     about: str
@@ -68,7 +74,7 @@ class Adapter:
 
 
 def is_directory(path: Path) -> bool:
-    """Whether the path is a PEFT directory that contains only an adapter, not a whole model."""
+    """Returns True if the path is a PEFT directory that contains only an adapter, not a whole model."""
     return (path / CONFIG).is_file() and not (path / "config.json").is_file()
 
 
@@ -77,23 +83,28 @@ def has_adapter(tensors: Mapping[str, Stored]) -> bool:
 
 
 def base_of(path: Path) -> str:
-    """The base model that a PEFT directory names. Raises CheckpointError if it names none."""
+    """Returns the name of the base model that a PEFT directory states. Raises CheckpointError if it states none."""
     name = _config(path).get("base_model_name_or_path")
     if not isinstance(name, str) or not name:
-        raise CheckpointError(f"{path} is a LoRA adapter that does not name its base model: pass the model as checkpoint= and "
+        raise CheckpointError(f"{path} is a LoRA adapter and does not name the base model: pass the model as checkpoint= and "
                               "the adapter as lora=")
     return name
 
 
 def read(path: Path, config: ModelConfig, weights: Mapping[str, Stored], alpha: float | None = None) -> Adapter:
-    """Reads the adapter at `path`. config, weights: the base model's. alpha: LoRA's alpha if the file lacks it.
+    """Reads the adapter at `path`.
 
-    Raises CheckpointError for an adapter of another model or of an unsupported kind, UserError if alpha is missing or
-    given twice.
+    Raises CheckpointError for an adapter of another model or of an unsupported kind, UserError if alpha is missing or given
+    twice.
+
+    Args:
+        config: the base model's configuration.
+        weights: the base model's weights.
+        alpha: LoRA's alpha if the file lacks it.
     """
     if path.is_dir():
         if alpha is not None:
-            raise UserError(f"lora_alpha conflicts with {path / CONFIG}, which states it: omit it")
+            raise UserError(f"lora_alpha conflicts with {path / CONFIG}, which states alpha: omit lora_alpha")
         return _peft(path, config, weights)
     return _rwkv_peft(path, config, weights, alpha)
 
@@ -106,16 +117,17 @@ def _peft(path: Path, config: ModelConfig, weights: Mapping[str, Stored]) -> Ada
                               f"{', '.join(PEFT_TYPES)}")
     for key, feature in REFUSED.items():
         if config_json.get(key):
-            raise CheckpointError(f"{path / CONFIG} has {key} {json.dumps(config_json[key])[:60]}: {feature} cannot be merged")
+            raise CheckpointError(f"{path / CONFIG} sets {key} to {json.dumps(config_json[key])[:60]}: {feature} cannot be "
+                                  "merged")
     if config_json.get("bias", "none") != "none":
-        raise CheckpointError(f"{path / CONFIG} has bias {config_json['bias']!r}, but layers of these models have no biases")
+        raise CheckpointError(f"{path / CONFIG} sets bias to {config_json['bias']!r}, but the layers of RWKV have no biases")
     file = next((path / name for name in WEIGHTS if (path / name).is_file()), None)
     if file is None:
         raise CheckpointError(f"{path} contains {CONFIG} but no weights: expected {' or '.join(WEIGHTS)}")
     tensors = (pth if _torch_file.recognises(file) else safetensors).read(file).tensors
-    modules, whole = _modules(tensors)
+    modules, whole = _by_module(tensors)
     if whole:
-        raise CheckpointError(f"{file} has {whole[0]}, which is not part of an adapter: whole modules cannot be merged")
+        raise CheckpointError(f"{file} contains {whole[0]}, which is not part of an adapter: whole modules cannot be merged")
     changes = {}
     for module, parts in modules.items():
         make = partial(_peft_lora, config_json) if kind == "LORA" else partial(_peft_miss, config_json)
@@ -127,17 +139,17 @@ def _peft(path: Path, config: ModelConfig, weights: Mapping[str, Stored]) -> Ada
 
 def _rwkv_peft(path: Path, config: ModelConfig, weights: Mapping[str, Stored], alpha: float | None) -> Adapter:
     tensors = formats.recognise(path).read(path).tensors
-    modules, others = _modules(tensors)
+    modules, others = _by_module(tensors)
     if not modules:
-        raise CheckpointError(f"{path} is not an adapter: it has no tensor that ends in .lora_A, .lora_B, .disha or .bone")
-    initial = _pissa_initial(path.with_name(INIT_PISSA))
+        raise CheckpointError(f"{path} is not an adapter: no tensor's name ends in .lora_A, .lora_B, .disha or .bone")
+    initial = _read_initial_pissa(path.with_name(INIT_PISSA))
     is_lora = any("lora_A" in parts for parts in modules.values())
     if is_lora and not initial and alpha is None:
-        raise UserError(f"{path} does not state alpha (RWKV-PEFT never does): pass the value that it was trained with, such as "
-                        f"lora_alpha=32; for PiSSA, put {INIT_PISSA} in the same folder")
+        raise UserError(f"{path} does not state LoRA's alpha: pass the value from the training run, such as "
+                        f"lora_alpha=32; for PiSSA, put {INIT_PISSA} into the same folder")
     if alpha is not None and (initial or not is_lora):
-        reason = f"PiSSA has no alpha (the folder contains {INIT_PISSA})" if initial else "MiSS has no alpha"
-        raise UserError(f"lora_alpha conflicts with {path}: {reason}; omit it")
+        reason = f"PiSSA has no alpha, and the folder contains {INIT_PISSA}" if initial else "MiSS has no alpha"
+        raise UserError(f"lora_alpha conflicts with {path}: {reason}. Omit lora_alpha")
     changes = {}
     for module, parts in modules.items():
         if is_lora:
@@ -151,7 +163,8 @@ def _rwkv_peft(path: Path, config: ModelConfig, weights: Mapping[str, Stored], a
         else:
             block = next(iter(parts.values()))
             if len(block.shape) == 2 and "bone" in parts:
-                raise CheckpointError(f"{path} has {module}.bone {block.shape}, an unsupported early form of MiSS")
+                raise CheckpointError(f"{path} has {module}.bone {block.shape}, an early form of MiSS that is not "
+                                      "supported")
             change = partial(miss, M=block) if len(block.shape) == 2 else partial(bat, M=block, by_row=False)
         name, changed = _official_change(path, module, config, weights, change)
         changes[name] = changed
@@ -159,15 +172,15 @@ def _rwkv_peft(path: Path, config: ModelConfig, weights: Mapping[str, Stored], a
     whole = {official(name): tensors[name] for name in others}
     for name, tensor in whole.items():
         if name not in weights or tensor.count != weights[name].count:
-            raise CheckpointError(f"{path} has {name} {tensor.shape}, which the model lacks: the adapter belongs to a "
-                                  "different model")
+            raise CheckpointError(f"{path} has {name} {tensor.shape}, but the model has no such tensor: the adapter belongs "
+                                  "to a different model")
     kind = "PiSSA" if initial else "LoRA" if is_lora else "MiSS"
     replacements = {name: tensor.renamed(name).viewed(weights[name].shape) for name, tensor in whole.items()}
     return Adapter(path, f"{kind} of RWKV-PEFT", changes, tensors, replacements)
 
 
-def _modules(tensors: Mapping[str, Stored]) -> tuple[dict[str, dict[str, Stored]], list[str]]:
-    """The parts of each module's adapter, by the module's path, and the names of all other tensors."""
+def _by_module(tensors: Mapping[str, Stored]) -> tuple[dict[str, dict[str, Stored]], list[str]]:
+    """Returns the adapter parts of each module, by the module's path, and the names of all other tensors."""
     modules: dict[str, dict[str, Stored]] = {}
     others = []
     for name, tensor in tensors.items():
@@ -178,8 +191,7 @@ def _modules(tensors: Mapping[str, Stored]) -> tuple[dict[str, dict[str, Stored]
     return modules, others
 
 
-def _pissa_initial(path: Path) -> dict[str, tuple[Stored, Stored]]:
-    """PiSSA's initial A and B of each module, from init_pissa.pth; {} if the file is missing."""
+def _read_initial_pissa(path: Path) -> dict[str, tuple[Stored, Stored]]:
     tensors = pth.read(path).tensors if path.is_file() else {}
     ends = ".init_lora_A", ".init_lora_B"
     names = [name.removesuffix(ends[0]) for name in tensors if name.endswith(ends[0])]
@@ -213,24 +225,27 @@ def _peft_lora(config_json: JsonMapping, path: Path, module: str, parts: Mapping
 def _peft_miss(config_json: JsonMapping, path: Path, module: str, parts: Mapping[str, Stored]) -> Change:
     M = parts.get("miss_block") or parts.get("bone_block")
     if M is None or len(parts) > 1:
-        raise CheckpointError(f"{path} has {module}.{next(iter(parts))} in a MiSS adapter: expected only miss_block")
+        raise CheckpointError(f"{path} is a MiSS adapter but has {module}.{next(iter(parts))}: expected only miss_block")
     return partial(bat, M=M, by_row=True) if len(M.shape) == 3 else partial(miss, M=M)
 
 
 def _factors(path: Path, module: str, parts: Mapping[str, Stored]) -> tuple[Stored, Stored]:
-    """LoRA's factors A (r,in) and B (out,r); for an embedding A (r,V) and B (C,r)."""
+    """Returns LoRA's factors A (r,in) and B (out,r), or an embedding's A (r,V) and B (C,r)."""
     A = parts.get("lora_A") or parts.get("lora_embedding_A")
     B = parts.get("lora_B") or parts.get("lora_embedding_B")
     if A is None or B is None:
         raise CheckpointError(f"{path} has only {', '.join(parts)} for {module}: the adapter is incomplete")
     if len(A.shape) != 2 or len(B.shape) != 2 or A.shape[0] != B.shape[1] or not A.shape[0]:
-        raise CheckpointError(f"{path} has A {A.shape} and B {B.shape} for {module}, whose shapes do not match")
+        raise CheckpointError(f"{path} has A {A.shape} and B {B.shape} for {module}: these shapes do not match")
     return A, B
 
 
 def _official_change(path: Path, module: str, config: ModelConfig, weights: Mapping[str, Stored],
                      change: Change) -> tuple[str, Change]:
-    """The official name of a module's matrix, and the change to apply to it. change: the change in the adapter's own layout."""
+    """Returns the official name of a module's matrix, and `change` as a change of that matrix.
+
+    `change` is defined in the adapter's own layout.
+    """
     generation = generation_of(config)
     parts = module.split(".")
     for start in range(len(parts)):
@@ -244,12 +259,12 @@ def _official_change(path: Path, module: str, config: ModelConfig, weights: Mapp
             shape = weights[name].shape
             _require_shape(path, module, change, shape[::-1] if name != official_name else shape)
             return name, partial(_change_layout, change, name != official_name, factor)
-    raise CheckpointError(f"{path} has an adapter of {module}, which the model does not have: the adapter belongs to a "
+    raise CheckpointError(f"{path} has an adapter of {module}, but the model has no such layer: the adapter belongs to a "
                           "different model")
 
 
 def _change_layout(change: Change, transposed: bool, factor: float, W: Tensor) -> Tensor:
-    """Applies a change to W that is defined in the adapter's layout, where the matrix is W / factor, transposed or not."""
+    """Applies to W a change that is defined for the matrix W / factor, transposed or not."""
     matrix = W.T if transposed else W
     result = change(matrix / factor) * factor
     return result.T if transposed else result
@@ -261,12 +276,12 @@ def _require_shape(path: Path, module: str, change: Change, shape: tuple[int, ..
     except (RuntimeError, ValueError):
         fits = False
     if not fits:
-        raise CheckpointError(f"{path} has an adapter of {module} that does not fit a matrix of shape {list(shape)}: the "
-                              "adapter belongs to a different model")
+        raise CheckpointError(f"{path}: the adapter of {module} does not fit a matrix of shape {list(shape)}. The adapter "
+                              "belongs to a different model")
 
 
 def changed(weight: Stored, change: Change) -> Stored:
-    """The adapted weight; the change is applied each time it is read."""
+    """Returns the adapted weight. The change is applied each time the weight is read."""
     def data() -> Tensor:
         with torch.no_grad():
             W = weight.get()
@@ -275,10 +290,10 @@ def changed(weight: Stored, change: Change) -> Stored:
     return replace(weight, dtype=torch.float32, data=data, mapped=False)
 
 
-# The kinds of change; W is (out,in)
+# The functions below are the kinds of change. Their W is (out,in)
 
 
-def _like(W: Tensor, part: Stored) -> Tensor:
+def _read_like(W: Tensor, part: Stored) -> Tensor:
     return torch.empty(part.shape, dtype=W.dtype, device="meta") if W.is_meta else part.get().to(W.dtype)
 
 
@@ -287,21 +302,21 @@ def _compose(first: Change, second: Change, W: Tensor) -> Tensor:
 
 
 def lora(W: Tensor, A: Stored, B: Stored, scale: float) -> Tensor:
-    return torch.addmm(W, _like(W, B), _like(W, A), alpha=scale)
+    return torch.addmm(W, _read_like(W, B), _read_like(W, A), alpha=scale)
 
 
 def embedding_lora(W: Tensor, A: Stored, B: Stored, scale: float) -> Tensor:
-    return torch.addmm(W, _like(W, A).T, _like(W, B).T, alpha=scale)
+    return torch.addmm(W, _read_like(W, A).T, _read_like(W, B).T, alpha=scale)
 
 
 def dora(W: Tensor, A: Stored, B: Stored, scale: float, m: Stored) -> Tensor:
-    """LoRA with each row of the result scaled to norm m (out,)."""
+    """Applies LoRA, and then scales each row of the result to the norm m (out,)."""
     direction = lora(W, A, B, scale)
-    return _like(W, m).view(-1, 1) * direction / direction.norm(dim=1, keepdim=True)
+    return _read_like(W, m).view(-1, 1) * direction / direction.norm(dim=1, keepdim=True)
 
 
 def subtract_largest(W: Tensor, rank: int) -> Tensor:
-    """W with its `rank` largest singular values set to zero."""
+    """Returns W with its `rank` largest singular values set to zero."""
     if W.is_meta:
         return W
     U, S, Vh = torch.linalg.svd(W, full_matrices=False)
@@ -314,15 +329,15 @@ def miss(W: Tensor, M: Stored) -> Tensor:
     rank, width = M.shape
     if out % width:
         raise ValueError(f"the number of rows must be a multiple of {width}; got {out}")
-    return W + _like(W, M).repeat(-(-inputs // rank), out // width)[:inputs].T
+    return W + _read_like(W, M).repeat(-(-inputs // rank), out // width)[:inputs].T
 
 
 def bat(W: Tensor, M: Stored, by_row: bool) -> Tensor:
-    """The bat variant of MiSS. M: (n,r,r), one block for each row of r by r blocks of W (by_row), or for each column."""
+    """Applies the bat variant of MiSS with M (n,r,r), which has one block per row (`by_row`) or column of W's blocks (r,r)."""
     out, inputs = W.shape
     rank = M.shape[-1]
     blocks = W.reshape(out // rank, rank, inputs // rank, rank).permute(0, 2, 1, 3)      # (out/r,in/r,r,r)
-    M_blocks = _like(W, M)
+    M_blocks = _read_like(W, M)
     M_blocks = M_blocks[:, None] if by_row else M_blocks[None]
     if M_blocks.shape[0 if by_row else 1] != blocks.shape[0 if by_row else 1]:
         raise ValueError("the number of blocks in M does not match W")

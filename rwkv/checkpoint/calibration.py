@@ -1,8 +1,8 @@
-"""int4 that is calibrated on a text: matrices in GGUF's 4-bit blocks, rounded so that their outputs change least on that text.
+"""Calibrates int4 on a text: rounds the matrices to GGUF's 4-bit blocks so that their outputs change least on that text.
 
-The blocks process the text one after another. Only the current block has its weights in memory, in float32, with the second
-moments of its layers' inputs, for which kernels/matvec/_calibrated.py rounds its matrices. The next block's input is the output
-of the rounded block.
+The blocks of the model process the text one after another. Only the current block has its weights in memory, in float32,
+together with the second moments of its layers' inputs. kernels/matvec/_calibrated.py rounds the matrices for these moments. The
+output of the rounded block is the next block's input.
 """
 
 import math
@@ -29,18 +29,18 @@ from rwkv.tokenizer.lost_bytes import NOTHING, LossCounter
 from rwkv.tokenizer.tokenizers import Tokenizer
 
 OPTION = "--calibrate"
-TOKENS = 8192                            # of the text, at most
+TOKENS = 8192                            # at most this many tokens of the text are read
 MIN_TOKENS = 1024
-SEQUENCE = 512                           # tokens, of which each sequence begins with the end-of-text token
-WINDOW = 2048                            # inputs that share a matrix of moments: that of 8192 would take 256 MiB
+SEQUENCE = 512                           # tokens per sequence; the first is the end-of-text token
+WINDOW = 2048                            # inputs that share a matrix of moments; one for 8192 inputs would take 256 MiB
 HEAD = "head.weight"
-BITS, HEAD_BITS = 4, 5                   # of a matrix's integers; the head's errors are not corrected by a later layer
+BITS, HEAD_BITS = 4, 5                   # per integer; the head has more, because no later layer corrects its errors
 
 
 def read_ids(path: Path, tokenizer: Tokenizer) -> Tensor:
-    """Sequences (R,SEQUENCE) of the first TOKENS tokens of a text.
+    """Reads the first TOKENS tokens of a text and returns them as sequences (R,SEQUENCE).
 
-    Raises UserError if it is missing, too short, not UTF-8, or if the tokenizer loses too much of it.
+    Raises UserError if the file is missing, too short or not UTF-8, or if the tokenizer loses too much of the text.
     """
     require_file(path, OPTION)
     counter, lost = LossCounter(tokenizer), NOTHING
@@ -51,19 +51,20 @@ def read_ids(path: Path, tokenizer: Tokenizer) -> Tensor:
         if len(ids) >= TOKENS:
             break
     if lost.too_much:
-        raise UserError(f"{OPTION}={path} does not suit the model's tokenizer: {lost.describe('the text')}; choose "
+        raise UserError(f"{OPTION}={path} does not suit the model's tokenizer: {lost.describe('the text')}. Choose "
                         "another text")
     if len(ids) < MIN_TOKENS:
-        raise UserError(f"{OPTION} requires a text of at least {MIN_TOKENS:,} tokens; {path} has {len(ids):,}")
+        raise UserError(f"{OPTION} requires a text of at least {MIN_TOKENS:,} tokens, but {path} has {len(ids):,}")
     length = SEQUENCE - 1
     rows = torch.tensor(ids[:min(len(ids), TOKENS) // length * length]).view(-1, length)
     return F.pad(rows, (1, 0), value=tokenizer.end_of_text)
 
 
 def calibrated(checkpoint: Checkpoint, ids: Tensor) -> Checkpoint:
-    """The checkpoint with its matrices packed for the sequences ids (R,T).
+    """Returns the checkpoint with its matrices packed for the sequences ids (R,T).
 
-    A matrix is packed when it is first read; reading in the model's order is fastest. Only int4 in .safetensors can store them.
+    A matrix is packed when it is first read. Reading in the model's order is fastest. Only int4 in .safetensors can store the
+    result.
     """
     group = generation(checkpoint.config).group
     stored = checkpoint.weights.stored
@@ -75,7 +76,7 @@ def calibrated(checkpoint: Checkpoint, ids: Tensor) -> Checkpoint:
 
 
 def describe(checkpoint: Checkpoint) -> str:
-    """The formats of a calibrated checkpoint's matrices, and why, and the bits per weight of the matrices."""
+    """Describes the formats of a calibrated checkpoint's matrices, the reason for them, and the bits per weight."""
     matrices = checkpoint.packed
     small = next((matrix for matrix in matrices.values() if matrix.format.endswith("_0")), None)
     formats = sorted({matrix.format.upper() for name, matrix in matrices.items() if name != HEAD})
@@ -88,30 +89,33 @@ def describe(checkpoint: Checkpoint) -> str:
 
 
 class _Calibrator:
-    """Runs the sequences ids (R,T) through the model, with one block's weights in memory at a time. formats: by matrix name."""
+    """Runs the sequences ids (R,T) through the model, with one block's weights in memory at a time.
+
+    `formats` maps the names of matrices to their packed formats.
+    """
 
     def __init__(self, checkpoint: Checkpoint, ids: Tensor, formats: Mapping[str, str]) -> None:
-        self._stored, self._ids, self._forms = checkpoint.weights.stored, ids, formats
+        self._stored, self._ids, self._formats = checkpoint.weights.stored, ids, formats
         config = checkpoint.config
         absent = {name: torch.empty(tensor.shape, device="meta") for name, tensor in self._stored.items()}
         self._model = Model.with_weights(config, operator_for(config, AUTO, "cpu", torch.float32), absent).requires_grad_(False)
-        self._matrices: dict[str, Blocks] = {}           # of the part that was read last
-        self._sequences: list[tuple[Tensor, object]] = []        # x (1,T,C) of each, and its carry, before the next part
-        self._next = 0                   # part: a block, or after the last one the head
+        self._matrices: dict[str, Blocks] = {}           # the matrices of the part that was read last
+        self._sequences: list[tuple[Tensor, object]] = []        # the input x (1,T,C) of the next part, and its carry
+        self._next = 0                   # the number of the next part: a block, or the head after all blocks
 
     @torch.no_grad()
     def matrix(self, name: str) -> Blocks:
-        """The matrix of that name. Raises CheckpointError if the model's activations are not finite."""
+        """Returns the matrix `name`, packed. Raises CheckpointError if the model's activations are not finite."""
         if name not in self._matrices:
             part = len(self._model.blocks) if name == HEAD else int(name.split(".")[1])
             if part < self._next or not self._sequences:
-                self._begin()
+                self._restart()
             while self._next <= part:
-                self._read(self._next)
+                self._quantise_part(self._next)
                 self._next += 1
         return self._matrices[name]
 
-    def _begin(self) -> None:
+    def _restart(self) -> None:
         config = self._model.config
         embedding = self._stored["emb.weight"].get()
         self._sequences = []
@@ -120,20 +124,20 @@ class _Calibrator:
             self._sequences.append((F.embedding(row, embedding).float(), carry))
         self._next = 0
 
-    def _read(self, part: int) -> None:
+    def _quantise_part(self, part: int) -> None:
         if part == len(self._model.blocks):
-            self._matrices = {HEAD: self._head()}
+            self._matrices = {HEAD: self._quantise_head()}
             self._sequences = []
         else:
-            self._matrices = self._block(part)
+            self._matrices = self._quantise_block(part)
 
-    def _block(self, part: int) -> dict[str, Blocks]:
-        """The matrices of a block, and its output in place of its input."""
+    def _quantise_block(self, part: int) -> dict[str, Blocks]:
+        """Returns the packed matrices of a block, and replaces the sequences by the output of the block."""
         prefix = f"blocks.{part}."
         module = self._model.blocks[part]
         self._load(module, prefix)
         layers = {f"{prefix}{name}.weight": cast(nn.Linear, layer) for name, layer in module.named_modules()
-                  if f"{prefix}{name}.weight" in self._forms}
+                  if f"{prefix}{name}.weight" in self._formats}
         moments = {name: _Moments(layer.in_features) for name, layer in layers.items()}
         with ExitStack() as hooks:
             for name, layer in layers.items():
@@ -142,7 +146,7 @@ class _Calibrator:
                 module(x, None, carry)
         matrices: dict[str, Blocks] = {}
         for name, layer in layers.items():
-            matrices[name] = self._quantised(name, layer.weight, moments.pop(name))
+            matrices[name] = self._quantise_matrix(name, layer.weight, moments.pop(name))
             layer.weight = nn.Parameter(matrices[name].dense(), requires_grad=False)
         for index, (x, carry) in enumerate(self._sequences):
             x, _, carry = module(x, None, carry)
@@ -150,24 +154,24 @@ class _Calibrator:
         module.to("meta")
         return matrices
 
-    def _head(self) -> Blocks:
+    def _quantise_head(self) -> Blocks:
         norm = self._model.ln_out
         self._load(norm, "ln_out.")
         moments = _Moments(self._model.config.n_embd)
         for x, _ in self._sequences:
             moments.add(norm(x))
         matrices: list[Blocks] = []
-        self._stored[HEAD].pass_on(lambda weight: matrices.append(self._quantised(HEAD, weight, moments)))
+        self._stored[HEAD].pass_on(lambda weight: matrices.append(self._quantise_matrix(HEAD, weight, moments)))
         return matrices[0]
 
-    def _quantised(self, name: str, weight: Tensor, moments: "_Moments") -> Blocks:
+    def _quantise_matrix(self, name: str, weight: Tensor, moments: "_Moments") -> Blocks:
         if not all(window.isfinite().all() for window in moments.windows):
             raise CheckpointError(f"the inputs of {name} are not finite on the text of {OPTION}: the training of "
                                   f"{self._stored[name].source} diverged, or the file is damaged")
-        packed = quantise(weight, moments.windows, self._forms[name])
+        packed = quantise(weight, moments.windows, self._formats[name])
         if not packed.is_finite():
-            raise CheckpointError(f"{self._stored[name].source}: {name} is too large for {packed.format.upper()}: omit "
-                                  f"{OPTION}")
+            raise CheckpointError(f"{self._stored[name].source}: the values of {name} are too large for "
+                                  f"{packed.format.upper()}: omit {OPTION}")
         return packed
 
     def _load(self, module: nn.Module, prefix: str) -> None:
@@ -177,17 +181,16 @@ class _Calibrator:
 
 
 class _Moments:
-    """The sums of x x^T over a layer's inputs x (K), in windows of WINDOW inputs."""
+    """Sums x x^T over the inputs x (K) of a layer, in windows of WINDOW inputs."""
 
     def __init__(self, K: int) -> None:
         widths = [min(WINDOW, K - start) for start in range(0, K, WINDOW)]
         self.windows = [torch.zeros(width, width, device="cpu") for width in widths]
 
     def add_input(self, module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        """The forward pre-hook of the layer."""
         self.add(inputs[0])
 
     def add(self, x: Tensor) -> None:
-        """x (...,K)"""
+        """Adds the inputs x (...,K)."""
         for window, part in zip(self.windows, x.flatten(0, -2).float().split(WINDOW, 1), strict=True):
             window.addmm_(part.T, part)

@@ -1,7 +1,7 @@
-"""Model cards, the README.md of a directory: the base weights, the training data, and how to load the model.
+"""Writes and reads model cards, the README.md of a directory: the base weights, the training data, and how to load the model.
 
 The front matter follows the Hugging Face Hub (license, base_model, library_name, tags). The licence is copied from the base
-model's card; if it has none, the card states none.
+model's card. If that card has no licence, neither has the new card.
 """
 
 import re
@@ -15,7 +15,7 @@ from rwkv.io import hub
 from rwkv.io.json_types import JsonObject
 
 FILE = hub.CARD
-MARK = "<!-- written by timemix -->"     # a card that contains this line may be overwritten
+MARK = "<!-- written by timemix -->"     # this program overwrites a card only if it contains this line
 LOADING = "## How to load it"
 FRONT = re.compile(r"---\n(.*?)\n---\n", re.DOTALL)
 COMMANDS = re.compile(r"## Command\n\n((?:    .*\n)+)")
@@ -23,8 +23,15 @@ COMMANDS = re.compile(r"## Command\n\n((?:    .*\n)+)")
 
 @dataclass(frozen=True)
 class Card:
-    """The content of a model card. base: the name of the base weights. data: lines with a name and a hash. losses: lines of
-    text. commands: the commands that produced the model. loads: commands and code that load the model."""
+    """The content of a model card; str() returns its text.
+
+    Attributes:
+        base: the name of the base weights.
+        data: lines with the name and the hash of a data file.
+        losses: lines of text about losses.
+        commands: the commands that produced the model.
+        loads: commands and code that load the model.
+    """
 
     title: str
     base: str | None = None
@@ -55,40 +62,43 @@ class Card:
 
 
 def is_ours(file: Path) -> bool:
-    """Whether this program wrote the card: whether it still contains MARK."""
+    """Returns True if this program wrote the card, which then still contains MARK."""
     return file.name == FILE and file.is_file() and MARK in file.read_text(encoding="utf-8", errors="replace")
 
 
 def licence_of(path: str | Path) -> str | None:
-    """The licence in the model card of a directory, or of a file's folder; None if no card states one."""
+    """Returns the licence in the model card of a directory, or of a file's folder; None if no card states one."""
     path = Path(path)
     folders = [path if path.is_dir() else path.parent]
-    folders += [folder for folder in path.parents if folder.parent.name == "snapshots"]          # the Hub's cache
-    folders += [path.parent.parent] * (path.parent.name == "checkpoints")                        # a run's folder
+    folders += [folder for folder in path.parents if folder.parent.name == "snapshots"]          # in the Hub's cache
+    folders += [path.parent.parent] * (path.parent.name == "checkpoints")                        # in a run's directory
     for folder in folders:
         front = _front(folder / FILE)
-        if isinstance(stated := front.get("license"), str):
-            return stated
+        if isinstance(value := front.get("license"), str):
+            return value
     return None
 
 
 def commands_in(file: Path) -> list[str]:
-    """The commands in a card that this program wrote; [] for any other file."""
+    """Returns the commands in a card that this program wrote; [] for any other file."""
     match = COMMANDS.search(file.read_text(encoding="utf-8")) if is_ours(file) else None
     return [line.removeprefix("    ") for line in match[1].splitlines()] if match else []
 
 
 def loading(name: str) -> list[str]:
-    """How to load the checkpoint `name`: a command and a line of Python."""
+    """Returns a command and a line of Python that load the checkpoint `name`."""
     return [f"timemix generate checkpoint={name} prompt=...",
             f'RWKV.from_pretrained("{name}")           # from rwkv import RWKV']
 
 
 def of_directory(name: str, path: Path, source: str | None = None, command: str | None = None) -> str:
-    """The card of a Hugging Face directory `name` with the weights from `path`.
+    """Returns the card of a Hugging Face directory. If the weights are from a run's directory, the card extends the run's card.
 
-    source: the name that the user gave. command: the command that writes the directory. If the weights are from a run's
-    directory, the card extends the run's own.
+    Args:
+        name: the name of the directory.
+        path: the file or directory with the weights.
+        source: the name of the weights that the user gave.
+        command: the command that writes the directory.
     """
     loads = loading(name)
     run_card = path.parent.parent / FILE
@@ -97,7 +107,7 @@ def of_directory(name: str, path: Path, source: str | None = None, command: str 
         if command and (match := COMMANDS.search(text)):
             text = f"{text[:match.end()]}    {command}\n{text[match.end():]}"
         return text + f"{LOADING}\n\n" + "".join(f"    {line}\n" for line in loads)
-    if not path.exists():                # a model in memory: its base is unknown
+    if not path.exists():                # the base of a model in memory is unknown
         return str(Card(name, loads=loads))
     base = source or path.name
     pinned = hub.fetched(base).pinned if hub.parse(base) else base

@@ -1,4 +1,4 @@
-"""What a file format's read() returns (Content), and what its write() accepts (Outgoing)."""
+"""Defines what the read() of a file format returns (Content) and what its write() accepts (Outgoing)."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -11,15 +11,18 @@ from rwkv.config import ModelConfig
 from rwkv.errors import CheckpointError
 from rwkv.io.json_types import JsonMapping, JsonObject
 
-ENTRY = "timemix"                        # the key of this program's entry (files.describe) in a file's metadata
+ENTRY = "timemix"                        # files.describe makes the entry that has this key in a file's metadata
 
 
 @dataclass(frozen=True)
 class PackedMatrix:
-    """A matrix W of `shape` (N,K) that a file stores in a packed format of kernels/matvec. format: the name of that format.
+    """A matrix W (N,K) that a file stores in a packed format of kernels/matvec.
 
-    read(): the packed matrix: a view of the mapped file, or a copy if `repacked`. repacked: the file's layout differs from that
-    of kernels/matvec; `timemix convert` writes a file that needs no copy.
+    Attributes:
+        format: the name of the packed format.
+        read: returns the packed matrix, as a view of the mapped file, or as a copy if `repacked`.
+        repacked: the file's layout differs from the layout of kernels/matvec. `timemix convert` writes a file that needs no
+            copy.
     """
 
     format: str
@@ -29,17 +32,22 @@ class PackedMatrix:
 
     @property
     def dtype(self) -> str:
-        """The dtype of files that have such matrices: int8 or int4."""
+        """Returns the dtype, int8 or int4, of a file that stores this matrix."""
         return "int4" if self.format in BLOCKS else self.format
 
 
 @dataclass
 class Content:
-    """What a file contains: its tensors by the names in the file, this program's entry, and other metadata.
+    """What a file contains: its tensors, its metadata, and the entry `timemix` that this program adds.
 
-    declared: sizes that the file states, by their names in ModelConfig, and vocab_size; also constants that the tensors assume,
-    such as an epsilon, by the generation's names. tied: the head shares the embedding's weights. packed: the matrices that the
-    file stores packed; `tensors` has them as float32. notes: messages about values that were assumed or ignored.
+    Attributes:
+        tensors: the tensors, by the names that the file uses.
+        entry: the value of the entry `timemix`; None if another program wrote the file.
+        declared: the sizes that the file states, by their names in ModelConfig, and vocab_size. Also has constants that the
+            tensors assume, such as an epsilon, by the generation's names.
+        tied: the head shares the weights of the embedding.
+        packed: the matrices that the file stores packed. `tensors` has the same matrices as float32.
+        notes: messages about values that were assumed or ignored.
     """
 
     path: Path
@@ -55,12 +63,14 @@ class Content:
 
 @dataclass
 class Outgoing:
-    """What a file format writes: tensors by official name, in the dtypes to write, and this program's entry.
+    """What a file format writes: the tensors by official name, in the dtypes to write, and the entry `timemix`.
 
-    quantised: the block format of the large matrices, one of formats.QUANTISED; None keeps the dtypes of `tensors`. packed: the
-    matrices that the source file stores packed. layout: the layout of a Hugging Face directory, one of formats.LAYOUTS.
-    card: the text of its README.md. by_input: whether to store matrices with sparse inputs transposed, as decoding on a CPU
-    reads them.
+    Attributes:
+        quantised: the block format of the large matrices, one of formats.QUANTISED. None keeps the dtypes of `tensors`.
+        layout: the layout of a Hugging Face directory, one of formats.LAYOUTS.
+        packed: the matrices that the source file stores packed.
+        card: the text of the README.md in a Hugging Face directory.
+        by_input: stores the matrices with sparse inputs transposed, which makes decoding on a CPU faster.
     """
 
     tensors: dict[str, Stored]
@@ -75,19 +85,18 @@ class Outgoing:
 
 
 def plain_entry(path: Path, entry: object) -> JsonObject:
-    """Returns this program's entry. Raises CheckpointError if it is not a dictionary."""
+    """Returns the entry `timemix` unchanged. Raises CheckpointError if the entry is not a dictionary."""
     if not isinstance(entry, dict):
-        raise CheckpointError(f"{path}: the entry {ENTRY} must be a dictionary; got a {type(entry).__name__}: was it written "
-                              "by another program?")
+        raise CheckpointError(f"the entry {ENTRY} in {path} must be a dictionary; got a {type(entry).__name__}. Was the file "
+                              "written by another program?")
     return entry
 
 
 def entry_in(path: Path, metadata: JsonMapping) -> JsonObject | None:
-    """This program's entry in a file's metadata, or None. Raises CheckpointError if it is not a JSON object."""
+    """Returns the entry `timemix` in a file's metadata, or None. Raises CheckpointError if it is not a JSON object."""
     if ENTRY not in metadata:
         return None
     try:
         return plain_entry(path, json.loads(metadata[ENTRY]))
     except (TypeError, json.JSONDecodeError, RecursionError) as error:
-        raise CheckpointError(f"{path} has a {ENTRY} entry in its metadata that is not JSON ({error}): the file is "
-                              "damaged") from error
+        raise CheckpointError(f"{path} is damaged: the entry {ENTRY} in the metadata is not JSON ({error})") from error

@@ -1,8 +1,10 @@
-"""Reads and writes checkpoints in every format of formats/. No pickle is executed; a checkpoint is read completely or rejected.
+"""Reads and writes checkpoints in every format of formats/, without executing a pickle.
 
     checkpoint = read_checkpoint(path)           # checks names, shapes and sizes; the data stays in the file
     checkpoint.weights["emb.weight"]             # reads the tensor, and checks that it is finite
     write_checkpoint(checkpoint, "model.safetensors", dtype="bfloat16")      # one tensor at a time; atomic
+
+A checkpoint is read completely or rejected.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -27,16 +29,16 @@ from rwkv.io.json_types import JsonObject
 from rwkv.model.base import fingerprint, generation
 from rwkv.tokenizer.tokenizers import Tokenizer, end_option
 
-MAX_UNUSED_ROWS = 255                    # in an embedding: models round the vocabulary size up to a multiple of, say, 256
+MAX_UNUSED_ROWS = 255                    # an embedding may have this many more rows than tokens: some models round the size up
 WORLD_VOCABULARY = 65536
 SUGGESTED = {50277: "20B_tokenizer.json (the Pile models have 50277 tokens, those of GPT-NeoX)"}
-WITH_STATES = ("pth", "safetensors", "st")               # formats that can hold tuned states besides weights
-PACKED = formats.QUANTISED["safetensors"]                # formats of kernels/matvec: their weights stay packed in memory
-DEFAULT_CTX_LEN = 1024                   # if neither the file nor its name states it; no weight's shape depends on it
+WITH_STATES = ("pth", "safetensors", "st")               # these formats can hold tuned states besides weights
+PACKED = formats.QUANTISED["safetensors"]                # weights in these formats stay packed in memory
+DEFAULT_CTX_LEN = 1024                   # applies if neither the file nor its name states a length; no shape depends on it
 
 
 class Weights(Mapping[str, Tensor]):
-    """Tensors by official name, in the model's order and shapes. Each access reads the tensor from the file."""
+    """Maps official names to tensors, in the model's order and shapes. Each access reads the tensor from the file."""
 
     def __init__(self, stored: Mapping[str, Stored]) -> None:
         self.stored = dict(stored)
@@ -59,18 +61,23 @@ class Weights(Mapping[str, Tensor]):
 
     @property
     def count(self) -> int:
-        """The number of weights."""
+        """Returns the number of weights."""
         return sum(tensor.count for tensor in self.stored.values())
 
 
 @dataclass
 class Checkpoint:
-    """A checkpoint: weights by official name and, if the file has them, the tokenizer's definition and the run's configuration.
+    """A checkpoint: the weights, and from some files the tokenizer's definition and the run's configuration.
 
-    packed: the matrices that the file stores packed. fingerprint: Model.fingerprint of the weights before they were packed;
-    None if the file does not state it. unadapted: the original values of matrices into which `weights` merges adapters. about:
-    the kind of adapter, if another program trained it. data_sha256: the hash of the run's training data. Pickling stores only
-    the path; unpickling reads the file again.
+    Pickling stores only the path, and unpickling reads the file again.
+
+    Attributes:
+        weights: the tensors by official name.
+        packed: the matrices that the file stores packed.
+        fingerprint: the result of Model.fingerprint before the weights were packed; None if the file does not state it.
+        unadapted: the original values of the matrices into which `weights` merges adapters.
+        about: the kind of adapter, if another program trained it.
+        data_sha256: the hash of the run's training data.
     """
 
     path: Path
@@ -81,7 +88,7 @@ class Checkpoint:
     run: JsonObject | None = None
     step: int = 0
     tokenizer_hash: str | None = None
-    time_states: list[Stored] | None = None      # each layer's state before the first token, (H,N,N), if it was trained
+    time_states: list[Stored] | None = None      # each layer's tuned initial state (H,N,N); None without one
     packed: Mapping[str, PackedMatrix] = field(default_factory=dict)
     fingerprint: str | None = None
     unadapted: Mapping[str, Stored] = field(default_factory=dict)
@@ -94,7 +101,7 @@ class Checkpoint:
         return read_checkpoint, (self.path,)
 
     def stored_in(self, dtype: str | None) -> dict[str, Stored]:
-        """The tensors in `dtype`, except those that the generation requires in float32; None: in the file's dtypes."""
+        """Returns the tensors in `dtype` (None: the file's), except those that the generation requires in float32."""
         if dtype is None:
             return dict(self.weights.stored)
         float32 = generation(self.config).KEPT_FLOAT32
@@ -102,9 +109,12 @@ class Checkpoint:
                 for name, tensor in self.weights.stored.items()}
 
     def tensors(self, dtype: str, device: str = "cpu", mmap: bool = False) -> dict[str, Tensor]:
-        """The tensors of stored_in(dtype) on `device`. mmap: on a CPU, map the tensors that the file stores in `dtype`."""
+        """Reads the tensors of stored_in(dtype) onto `device`.
+
+        With `mmap` on a CPU, the tensors that the file stores in `dtype` are mapped.
+        """
         tensors = {name: tensor.get(copy=not mmap).to(device) for name, tensor in self.stored_in(dtype).items()}
-        if torch.device(device).type == "cpu":           # CPU decoding reads matrices stored by input
+        if torch.device(device).type == "cpu":           # decoding on a CPU can use matrices that the file stores transposed
             return tensors
         return {name: tensor.contiguous() for name, tensor in tensors.items()}
 
@@ -122,7 +132,7 @@ def checkpoint_of(weights: Mapping[str, Tensor], tokenizer: Tokenizer | None = N
 
 
 def describe(run: JsonObject, vocab_size: int, tokenizer: Tokenizer | None) -> JsonObject:
-    """The entry that this program adds to a checkpoint file. It has only plain containers, so loading it executes nothing."""
+    """Returns the entry `timemix` of a checkpoint file. It has only plain containers, so that loading it executes nothing."""
     return {"format": 1, "run": run, "vocab_size": vocab_size, "tokenizer": tokenizer and tokenizer.to_dict(),
             "tokenizer_hash": tokenizer and tokenizer.hash}
 
@@ -130,7 +140,7 @@ def describe(run: JsonObject, vocab_size: int, tokenizer: Tokenizer | None) -> J
 def read_checkpoint(path: str | Path) -> Checkpoint:
     """Reads a file, a Hugging Face directory, or the last checkpoint of a run's directory.
 
-    Raises CheckpointError. Its message names the file or tensor, the actual and the expected value, and the likely cause.
+    Raises CheckpointError. The message names the file or tensor, the actual and the expected value, and the likely cause.
     """
     path = locate(path)
     try:
@@ -138,7 +148,7 @@ def read_checkpoint(path: str | Path) -> Checkpoint:
             return with_adapter(_base_of(path), path)
         content = formats.recognise(path).read(path)
         if tuned.is_tuned(content.entry):
-            return _tuned(content)
+            return _apply_tuned(content)
         if adapters.has_adapter(content.tensors) and "emb.weight" not in content.tensors:
             raise CheckpointError(f"{path} is {tuned_kind(content.tensors)}")
         return _interpret(content)
@@ -147,9 +157,10 @@ def read_checkpoint(path: str | Path) -> Checkpoint:
 
 
 def with_adapter(base: Checkpoint, path: str | Path, alpha: float | None = None) -> Checkpoint:
-    """The checkpoint `base` with another program's adapter merged into it. alpha: LoRA's alpha if the file lacks it.
+    """Returns the checkpoint `base` with another program's adapter merged into it. Raises UserError if LoRA's alpha is missing.
 
-    Raises CheckpointError for an adapter of another model or of an unsupported kind, UserError if alpha is missing.
+    Raises CheckpointError for an adapter of another model or of an unsupported kind. `alpha` is LoRA's alpha if the file lacks
+    it.
     """
     path = locate(path)
     try:
@@ -178,10 +189,11 @@ def _base_of(path: Path) -> Checkpoint:
 
 
 def read_tuned(path: str | Path, base: Checkpoint, alpha: float | None = None) -> tuple[Checkpoint, str]:
-    """Reads a tuned checkpoint onto the weights of `base`, and returns it with a digest of the trained values.
+    """Reads a tuned checkpoint onto the weights of `base`, and returns it with a hash of the trained values.
 
-    path: the directory of a run with tune=lora or tune=state, a .ckpt in it, or another program's adapter. Raises
-    CheckpointError as read_checkpoint does, and for any other kind of run or other base weights than the run's.
+    `path` is the directory of a run with tune=lora or tune=state, a .ckpt in that directory, or another program's adapter.
+    Raises CheckpointError as read_checkpoint does, for any other kind of run, and if the run was trained on weights other than
+    `base`.
     """
     path = locate(path)
     try:
@@ -193,23 +205,20 @@ def read_tuned(path: str | Path, base: Checkpoint, alpha: float | None = None) -
             adapter = adapters.read(path, base.config, base.weights.stored, alpha)
             return _with_adapter(base, adapter), f"{tuned.digest(content)} {alpha}"
         if not tuned.is_tuned(content.entry):
-            raise CheckpointError(f"{path} is not a run with tune=state or tune=lora: expected its directory, a .ckpt in it, "
-                                  "or a state file")
-        return _tuned(content, base), tuned.digest(content)
+            raise CheckpointError(f"{path} is not a run with tune=state or tune=lora: expected the directory of such a "
+                                  "run, a .ckpt in the directory, or a state file")
+        return _apply_tuned(content, base), tuned.digest(content)
     except OSError as error:
         raise UnreadableError(f"cannot read {path}: {error.strerror or error}") from error
 
 
-def _tuned(content: Content, user_base: Checkpoint | None = None) -> Checkpoint:
-    """The checkpoint of a run that trained adapters or a state, applied to the frozen weights.
-
-    user_base: the frozen weights; None reads them from the file that the run names.
-    """
+def _apply_tuned(content: Content, user_base: Checkpoint | None = None) -> Checkpoint:
+    """Applies the adapters or the state of a run to the frozen weights: `user_base`, or else the file that the run names."""
     entry = content.entry or {}
     try:
         source = entry["run"]["init_from"]
         base = user_base or read_checkpoint(source)
-        if hub.parse(source):            # other files in its directory, such as a chat template, are found by this path
+        if hub.parse(source):            # a chat template, for example, is looked for beside this path
             entry = {**entry, "run": {**entry["run"], "init_from": str(base.path)}}
     except CheckpointError as error:
         raise UnreadableError(f"cannot read the base weights of {content.path}: {error}") from error
@@ -225,18 +234,23 @@ def _tuned(content: Content, user_base: Checkpoint | None = None) -> Checkpoint:
 def write_checkpoint(checkpoint: Checkpoint, path: str | Path, dtype: str | None = None, format: str | None = None,
                      progress: Callable[[int, int], object] = lambda count, total: None, layout: str | None = None,
                      source: str | None = None, command: str | None = None, by_input: bool = False) -> None:
-    """Writes a checkpoint with one tensor in memory at a time. After each it calls progress(tensor's bytes, total bytes).
+    """Writes a checkpoint with one tensor in memory at a time. Raises UserError, as save_pretrained does, before writing.
 
-    layout: the layout of a Hugging Face directory, one of formats.LAYOUTS. source, command: the name of the source and the
-    conversion command, for the model card. by_input: store matrices with sparse inputs transposed; requires bfloat16 in
-    .safetensors. Raises UserError as save_pretrained does, before anything is written.
+    Args:
+        dtype: the dtype or block format to write; None keeps the dtype of each tensor.
+        format: the name of a format; None infers it from the suffix of `path`.
+        progress: is called after each tensor with the tensor's bytes and the total bytes.
+        layout: the layout of a Hugging Face directory, one of formats.LAYOUTS.
+        source: the name of the source, for the model card.
+        command: the conversion command, for the model card.
+        by_input: stores matrices with sparse inputs transposed; requires bfloat16 in .safetensors.
     """
     path = Path(path)
     format = format or formats.by_suffix(path)
     module = formats.load(format)
     if checkpoint.time_states and (format not in WITH_STATES or dtype in PACKED):
-        raise UserError(f"{checkpoint.path} contains a tuned state besides its weights, which {dtype or format} cannot "
-                        f"hold: choose one of {', '.join(WITH_STATES)}, or convert only its weights")
+        raise UserError(f"{checkpoint.path} contains a tuned state besides the weights, but {dtype or format} cannot hold "
+                        f"both: choose one of {', '.join(WITH_STATES)}, or convert only the weights")
     if layout is not None and format != "huggingface":
         raise UserError(f"the layout {layout} requires a Hugging Face directory: choose a name without a suffix instead of "
                         f"{path.name}, or omit the layout")
@@ -249,7 +263,7 @@ def write_checkpoint(checkpoint: Checkpoint, path: str | Path, dtype: str | None
         blocks = "".join(f"; in {name} also {', '.join(dtypes)}" for name, dtypes in formats.QUANTISED.items())
         raise UserError(f"dtype must be one of {', '.join(DTYPES)}{blocks}; got {dtype!r}")
     if by_input and (format, dtype) != ("safetensors", "bfloat16"):
-        raise UserError(f"by-input requires bfloat16 in .safetensors; got {dtype or 'the dtypes of the original'} in {format}")
+        raise UserError(f"by-input requires bfloat16 and .safetensors; got {dtype or 'the original dtypes'} and {format}")
     if hasattr(module, "dtype_for"):
         group = generation(checkpoint.config).group
         tensors = {name: tensor.cast(module.dtype_for(tensor, group(name), dtype))
@@ -273,14 +287,15 @@ def write_checkpoint(checkpoint: Checkpoint, path: str | Path, dtype: str | None
 
 
 def require_tokenizer(checkpoint: Checkpoint, tokenizer: Tokenizer, name: str) -> None:
-    """Raises CheckpointError if the weights were not trained with `tokenizer`. name: the tokenizer's name, for the message.
+    """Raises CheckpointError if the weights were not trained with `tokenizer`. `name` is the tokenizer's name for the message.
 
-    Compares hashes if the file states one, otherwise vocabulary sizes, of which the checkpoint's may be slightly larger.
+    Compares the hashes if the file states one. Otherwise compares the vocabulary sizes; the checkpoint's may be slightly
+    larger.
     """
     if checkpoint.tokenizer_hash is not None and checkpoint.tokenizer_hash != tokenizer.hash:
-        raise CheckpointError(f"{name} is not the tokenizer that {checkpoint.path} was trained with (SHA-256 "
-                              f"{tokenizer.hash[:12]}, expected {str(checkpoint.tokenizer_hash)[:12]}): its ids stand for "
-                              "different text")
+        raise CheckpointError(f"{name} is not the tokenizer that {checkpoint.path} was trained with: the SHA-256 is "
+                              f"{tokenizer.hash[:12]}, but {str(checkpoint.tokenizer_hash)[:12]} was expected. The ids stand "
+                              "for different text")
     _require_vocabulary(checkpoint, tokenizer, name)
     if checkpoint.tokenizer_hash is None and tokenizer.vocab_size + MAX_UNUSED_ROWS < checkpoint.vocab_size:
         raise CheckpointError(f"{name} has {tokenizer.vocab_size} tokens, but {checkpoint.path} has {checkpoint.vocab_size}: "
@@ -288,17 +303,20 @@ def require_tokenizer(checkpoint: Checkpoint, tokenizer: Tokenizer, name: str) -
 
 
 def assumed_tokenizer(checkpoint: Checkpoint) -> str | None:
-    """"world" if the file contains no tokenizer and the vocabulary has the World models' size, otherwise None."""
+    """Returns "world" if the file contains no tokenizer and the vocabulary has the World models' size, otherwise None."""
     return "world" if checkpoint.tokenizer is None and checkpoint.vocab_size == WORLD_VOCABULARY else None
 
 
 def tokenizer_of(checkpoint: Checkpoint, name: str | None = None, end_of_text: str | None = None,
                  option: str = "tokenizer") -> Tokenizer:
-    """The tokenizer called `name` (as in Tokenizer.named), by default the one in the checkpoint, or else assumed_tokenizer's.
+    """Returns the tokenizer called `name`, by default the checkpoint's own, or else the one from assumed_tokenizer.
 
-    end_of_text: the text of the end-of-text token, by default the one that the checkpoint or else the tokenizer's file states.
-    option: the option that set the name, for error messages. Raises UserError if there is no tokenizer, or if its hash or size
-    does not match the checkpoint.
+    Raises UserError if there is no tokenizer, or if its hash or size does not match the checkpoint.
+
+    Args:
+        name: a name as in Tokenizer.named.
+        end_of_text: the end-of-text token; by default the token that the checkpoint states, or else the tokenizer's file.
+        option: the option that set the name, for error messages.
     """
     name = assumed_tokenizer(checkpoint) if name is None else name
     if name is not None:
@@ -314,8 +332,8 @@ def tokenizer_of(checkpoint: Checkpoint, name: str | None = None, end_of_text: s
 
 def _require_vocabulary(checkpoint: Checkpoint, tokenizer: Tokenizer, name: str = "the tokenizer") -> None:
     if tokenizer.vocab_size > checkpoint.vocab_size:
-        raise CheckpointError(f"{name} has {tokenizer.vocab_size} tokens and {checkpoint.path} {checkpoint.vocab_size}: they "
-                              "do not match")
+        raise CheckpointError(f"{name} has {tokenizer.vocab_size} tokens, but {checkpoint.path} has {checkpoint.vocab_size}: "
+                              "use the tokenizer that the weights were trained with")
 
 
 def _interpret(content: Content) -> Checkpoint:
@@ -325,10 +343,10 @@ def _interpret(content: Content) -> Checkpoint:
     if content.tied and "emb.weight" in tensors:
         tied = tensors["emb.weight"].renamed("head.weight")
         if "head.weight" in tensors and not same_numbers(tensors["head.weight"], tied):
-            raise CheckpointError(f"{path} sets tie_word_embeddings, but its head differs from its embedding: correct "
+            raise CheckpointError(f"{path} sets tie_word_embeddings, but the head differs from the embedding: correct "
                                   "config.json")
         tensors["head.weight"] = tied
-    learnt = time_states.taken(tensors) if module.model.LEARNS_STATE else {}
+    tuned_states = time_states.taken(tensors) if module.model.LEARNS_STATE else {}
     length = content.declared.get("ctx_len") or trained_length(str(path)).tokens or DEFAULT_CTX_LEN
     config, vocab_size = config_of(path, module, tensors, length)
     require_sizes(path, content.declared, config, vocab_size)
@@ -336,15 +354,15 @@ def _interpret(content: Content) -> Checkpoint:
     packed = {name: matrix for name, matrix in content.packed.items() if name in weights}
     checkpoint = Checkpoint(path, config, vocab_size, weights, content.tokenizer, step=content.step, packed=packed,
                             notes=content.notes)
-    if learnt:
-        checkpoint = replace(checkpoint, time_states=time_states.fitted(path, learnt, config), begins=(
-            f"each sequence begins with the tuned state in {path}, which was transposed if the file's low-rank matrices "
-            "are"))
+    if tuned_states:
+        checkpoint = replace(checkpoint, time_states=time_states.fitted(path, tuned_states, config), begins=(
+            f"each sequence begins with the tuned state in {path}. The state was transposed if the file's low-rank "
+            "matrices are"))
     return checkpoint if content.entry is None else _with_entry(checkpoint, content.entry)
 
 
 def _with_entry(checkpoint: Checkpoint, entry: JsonObject) -> Checkpoint:
-    """Adds what the entry `timemix` states to the checkpoint. Raises CheckpointError if it contradicts the weights."""
+    """Adds the facts in the entry `timemix` to the checkpoint. Raises CheckpointError if they contradict the weights."""
     path = checkpoint.path
     try:
         config = ModelConfig(**entry["run"]["model"])
@@ -354,19 +372,19 @@ def _with_entry(checkpoint: Checkpoint, entry: JsonObject) -> Checkpoint:
         weights_fingerprint = entry.get("fingerprint")
         data_sha256 = entry.get("data_sha256")
     except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise CheckpointError(f"{path} has a {ENTRY} entry that this version cannot read ({error!r}): was it written by a "
-                              "newer version?") from error
+        raise CheckpointError(f"the entry {ENTRY} in {path} cannot be read ({error!r}). Was the file written by a newer "
+                              "version of this program?") from error
     require_sizes(path, stated, checkpoint.config, checkpoint.vocab_size)
     optional_texts = (tokenizer_hash, weights_fingerprint, data_sha256)
     if not isinstance(tokenizer, dict | None) or not all(isinstance(text, str | None) for text in optional_texts):
-        raise CheckpointError(f"{path} has a {ENTRY} entry whose tokenizer, tokenizer_hash, fingerprint or data_sha256 has a "
-                              "wrong type: the file is damaged")
+        raise CheckpointError(f"{path} is damaged: in the entry {ENTRY}, the tokenizer, tokenizer_hash, fingerprint or "
+                              "data_sha256 has a wrong type")
     return replace(checkpoint, config=config, run=entry["run"], tokenizer=tokenizer or checkpoint.tokenizer,
                    tokenizer_hash=tokenizer_hash, fingerprint=weights_fingerprint, data_sha256=data_sha256)
 
 
-class _Peeked(Mapping[str, Tensor]):
-    """Tensors by name. Each is valid only until the next one is read, when its mapped pages are released."""
+class _ReleasingWeights(Mapping[str, Tensor]):
+    """Maps names to tensors. Reading a tensor releases the mapped pages of the previous one, which is then invalid."""
 
     def __init__(self, stored: Mapping[str, Stored]) -> None:
         self._stored = stored
@@ -386,8 +404,8 @@ class _Peeked(Mapping[str, Tensor]):
 
 
 def fingerprint_of(checkpoint: Checkpoint) -> str:
-    """Model.fingerprint of the checkpoint's weights, with one tensor in memory at a time."""
-    return fingerprint(generation(checkpoint.config), _Peeked(checkpoint.weights.stored))
+    """Computes Model.fingerprint of the checkpoint's weights, with one tensor in memory at a time."""
+    return fingerprint(generation(checkpoint.config), _ReleasingWeights(checkpoint.weights.stored))
 
 
 def _with_progress(tensor: Stored, progress: Callable[[int], object]) -> Stored:

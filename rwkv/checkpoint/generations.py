@@ -1,13 +1,14 @@
-"""The generations of RWKV whose checkpoints are supported, each in a module rwkvN.py in this folder, and common checks.
+"""Finds the generations of RWKV whose checkpoints are supported, and has the checks that they share.
 
+Each generation has a module rwkvN.py in this folder. Official names and shapes are those of the .pth files that RWKV-LM writes.
 A generation's module has
 
     model                          the module of the same name in rwkv/model/, which states names and shapes
     official_name                  converts another program's tensor name to the official one
-    recognises                     whether tensors by official name belong to this generation
+    recognises                     returns True if tensors with these official names belong to the generation
     arranged, laid_out             convert tensors of any format to the official layout, and back to a format's layout
-    directory_factor               the official matrix divided by that in a Hugging Face directory
-    widths, has_many_forms         the sizes that follow from tensors' shapes; whether a vector's shape varies between files
+    directory_factor               returns the official matrix divided by the matrix in a Hugging Face directory
+    widths, has_many_forms         infer sizes from tensors' shapes; tell if a vector's shape varies between files
     EXTENSIONS                     later versions, which are not supported, each with a pattern that matches its tensors' names
     HUGGING_FACE_TYPE, HUGGING_FACE_SIZES, hugging_face_config          for config.json
     HUGGING_FACE_OTHER_TYPES       other values of model_type, written by other programs
@@ -41,11 +42,11 @@ from rwkv.model.base import TIME_STATE
 
 Shape = tuple[int, ...]
 
-# Parts of tensor names that wrappers add: torch.compile, activation checkpointing, FSDP, DeepSpeed, data parallelism
+# These parts of tensor names are added by torch.compile, activation checkpointing, FSDP, DeepSpeed and data parallelism
 WRAPPERS = frozenset(("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_fpw_module", "_forward_module",
                       "module"))
 
-# Unsupported versions of RWKV, with patterns of tensor names that only they have, for error messages
+# An unsupported version of RWKV is named in the error message if a tensor's name matches its pattern
 OTHER_VERSIONS = {"RWKV-1": r"tok_emb\.weight|.*\.time_(w|alpha|beta|gamma)", "RWKV-2": r".*\.time_mix",
                   "RWKV-6": r".*\.time_(maa|decay_w)\w*", "RWKV-5": r".*\.(time_faaaa|time_mix_g|ln_x\.weight|gate\.weight)"}
 
@@ -67,19 +68,19 @@ def supported() -> str:
 
 def recognise(path: Path, tensors: Mapping[str, Stored],
               declared: JsonMapping) -> tuple[ModuleType, dict[str, Stored]]:
-    """The generation to which a file's tensors belong, and the tensors by official name and in the official layout.
+    """Returns the generation that a file's tensors belong to, and the tensors in the official layout, by official name.
 
-    declared: the sizes that the file states (Content.declared). Raises CheckpointError if no generation recognises the tensors.
+    `declared` has the sizes that the file states. Raises CheckpointError if no generation recognises the tensors.
     """
     for generation in generations():
-        official = _official(path, tensors, generation)
+        official = _by_official_name(path, tensors, generation)
         if generation.recognises(official):
             return generation, generation.arranged(official, declared)
-    raise CheckpointError(_unrecognised(path, tensors))
+    raise CheckpointError(_explain_unrecognised(path, tensors))
 
 
-def _official(path: Path, tensors: Mapping[str, Stored], generation: ModuleType) -> dict[str, Stored]:
-    """The tensors by official name. Removes WRAPPERS and the prefix that emb.weight has.
+def _by_official_name(path: Path, tensors: Mapping[str, Stored], generation: ModuleType) -> dict[str, Stored]:
+    """Returns the tensors by official name, without WRAPPERS and without the prefix that emb.weight has.
 
     Such prefixes are Lightning's "model.", Hugging Face's "rwkv." and PEFT's "base_model.model.".
     """
@@ -90,51 +91,51 @@ def _official(path: Path, tensors: Mapping[str, Stored], generation: ModuleType)
     for file_name, tensor in tensors.items():
         name = names[file_name].removeprefix(prefix)
         if name in official:
-            raise CheckpointError(f"{path} contains the tensor {name} twice, also as {file_name}: the file is ambiguous")
+            raise CheckpointError(f"{path} contains the tensor {name} twice, once as {file_name}: the file is ambiguous")
         official[name] = tensor.renamed(name)
     return official
 
 
 def tuned_kind(names: Collection[str]) -> str | None:
-    """Describes a file with these tensors and how to use it, if it contains only adapters or states; otherwise None."""
+    """Describes a file that contains only adapters or states, and how to use it. Returns None for other tensor names."""
     if names and all(name.endswith(TIME_STATE) for name in names):
-        return ("a tuned state, the initial state of sequences on the weights that it was trained with: pass the weights "
-                "as checkpoint= and this file as state=; for serve.py pass adapters=NAME=FILE; for train.py pass the weights "
-                "as "
+        return ("a tuned state, which is an initial state for the weights that it was trained with: pass those weights as "
+                "checkpoint= and this file as state=; for serve.py pass adapters=NAME=FILE; for train.py pass the weights as "
                 "init_from= and this file as tune.state=")
     if any(re.search(r"\.(lora_[AB]|lora_magnitude_vector|miss_block|disha|bone)\b", name) for name in names):
-        return ("an adapter such as LoRA, which changes the weights that it was trained with: pass the weights as checkpoint= "
-                "and the adapter as lora=; for serve.py pass adapters=NAME=PATH; for training merge them with timemix convert "
-                "--lora")
+        return ("an adapter such as LoRA, which changes the weights that it was trained with: pass those weights as "
+                "checkpoint= and the adapter as lora=; for serve.py pass adapters=NAME=PATH; for training merge the adapter "
+                "with timemix convert --lora")
     if {"logits", "att_x", "ffn_x"} <= set(names):
-        return ("a saved state, which continues a sequence on the weights that computed it: pass the weights as checkpoint= "
-                "and this file as state=")
+        return ("a saved state, which continues a sequence on the weights that computed it: pass those weights as "
+                "checkpoint= and this file as state=")
     return None
 
 
-def _unrecognised(path: Path, tensors: Mapping[str, Stored]) -> str:
+def _explain_unrecognised(path: Path, tensors: Mapping[str, Stored]) -> str:
     extensions = {version: pattern for generation in generations() for version, pattern in generation.EXTENSIONS.items()}
     for version, pattern in {**extensions, **OTHER_VERSIONS}.items():
         for name in tensors:
             if re.fullmatch(pattern, name):
-                return f"{path} is an {version} checkpoint (it has {name}): this program runs {supported()}"
+                return f"{path} is an {version} checkpoint, because it has {name}. This program runs {supported()}"
     if kind := tuned_kind(tensors):
         return f"{path} is {kind}"
     for name, tensor in tensors.items():
         if name.endswith(".time_first") and len(tensor.shape) == 2 and tensor.shape[1] == 1:
-            return (f"{path} is an RWKV-3 checkpoint (its {name} is {tensor.shape}, not {tensor.shape[:1]}): this program runs "
-                    f"{supported()}")
-    return f"{path} is not a checkpoint of {supported()}: it contains {_some(tensors)}"
+            return (f"{path} is an RWKV-3 checkpoint, because {name} is {tensor.shape} instead of {tensor.shape[:1]}. "
+                    f"This program runs {supported()}")
+    return f"{path} is not a checkpoint of {supported()}: it contains {_describe_names(tensors)}"
 
 
 def config_of(path: Path, generation: ModuleType, tensors: Mapping[str, Stored], ctx_len: int) -> tuple[ModelConfig, int]:
-    """The configuration and the vocabulary size, inferred from the tensors' shapes."""
+    """Infers the configuration and the vocabulary size from the tensors' shapes."""
     def matrix(name: str) -> Shape:
         if name not in tensors:
-            raise CheckpointError(f"{path} is not a complete {generation.model.NAME} checkpoint: it lacks {name}; it contains "
-                                  f"{_some(tensors)}")
+            raise CheckpointError(f"{path} is not a complete {generation.model.NAME} checkpoint: {name} is missing. "
+                                  f"The file contains {_describe_names(tensors)}")
         if len(tensors[name].shape) != 2 or 0 in tensors[name].shape:
-            raise CheckpointError(f"{path}: {name} is {tensors[name].shape}, expected a matrix: was it converted wrongly?")
+            raise CheckpointError(f"{path}: {name} must be a matrix; got {tensors[name].shape}. Was the file "
+                                  "converted wrongly?")
         return tensors[name].shape
 
     n_layer = len({match[1] for name in tensors if (match := re.match(r"blocks\.(\d+)\.", name))})
@@ -143,9 +144,8 @@ def config_of(path: Path, generation: ModuleType, tensors: Mapping[str, Stored],
         config = ModelConfig(generation=generation.__name__.rpartition(".")[2], **sizes)
         generation.model.resolved(config)        # rejects inconsistent sizes
     except UserError as error:
-        raise CheckpointError(f"{path} has tensors of sizes that are impossible in {generation.model.NAME}: was it converted "
-                              "wrongly? "
-                              f"({error})") from error
+        raise CheckpointError(f"{path} has tensors of sizes that are impossible in {generation.model.NAME} "
+                              f"({error}). Was the file converted wrongly?") from error
     return config, matrix("emb.weight")[0]
 
 
@@ -153,30 +153,31 @@ def require_supported(where: str | Path, stated: JsonMapping, constants: Mapping
                       features: Mapping[str, str]) -> None:
     """Raises CheckpointError if a configuration describes a model that this program computes differently.
 
-    constants, features: in the format of HUGGING_FACE_CONSTANTS and HUGGING_FACE_FEATURES. In `stated`, a constant may be a
-    list with one value per layer.
+    Args:
+        stated: the configuration; a constant may be a list with one value per layer.
+        constants: the supported values of each key, as in HUGGING_FACE_CONSTANTS.
+        features: unsupported features, as in HUGGING_FACE_FEATURES.
     """
     for name, expected in constants.items():
         value = stated.get(name)
         values = value if isinstance(value, list) else [value]
-        if any(item is not None and not any(_equal(item, right) for right in expected) for item in values):
+        if any(item is not None and not any(_equal_up_to_rounding(item, right) for right in expected) for item in values):
             raise CheckpointError(f"{where}: {name} must be {' or '.join(json.dumps(right) for right in expected)}; got "
-                                  f"{json.dumps(value)[:60]}, which this program does not support")
+                                  f"{json.dumps(value)[:60]}, which is not supported")
     for name, feature in features.items():
         if stated.get(name):
-            raise CheckpointError(f"{where} has {name} {json.dumps(stated[name])[:60]}: the model uses {feature}, which "
+            raise CheckpointError(f"{where} sets {name} to {json.dumps(stated[name])[:60]}: the model uses {feature}, which "
                                   "this program does not support")
 
 
-def _equal(value: object, right: Any) -> bool:
-    """Whether the values are equal, where numbers may differ by float32 rounding."""
+def _equal_up_to_rounding(value: object, right: Any) -> bool:
     if isinstance(right, bool | str) or isinstance(value, bool) or not isinstance(value, int | float):
         return type(value) is type(right) and bool(value == right)
     return math.isclose(value, right, rel_tol=1e-6)
 
 
 def unread(where: str | Path, others: JsonMapping) -> list[str]:
-    """A message about unknown configuration keys that are set; [] if there are none."""
+    """Returns a list with one message about unknown configuration keys that are set; [] if there are none."""
     names = [name for name, value in others.items() if value not in (None, False, 0, "", [], {})]
     return [f"{where} has {', '.join(names)}, which this program ignores"] if names else []
 
@@ -186,26 +187,26 @@ def require_sizes(path: Path, stated: JsonMapping, config: ModelConfig, vocab_si
     sizes = {**vars(config), "vocab_size": vocab_size, "n_heads": config.n_embd // config.head_size}
     for name, size in sizes.items():
         if name != "ctx_len" and name in stated and stated[name] != size:
-            raise CheckpointError(f"{path} states {name}={stated[name]!r}, but its tensors have {size}: they come from "
-                                  "different models")
+            raise CheckpointError(f"{path} states {name}={stated[name]!r}, but the shapes of the tensors give {size}: do "
+                                  "they come from different models?")
 
 
 def fit(path: Path, generation: ModuleType, tensors: Mapping[str, Stored], config: ModelConfig,
         vocab_size: int) -> dict[str, Stored]:
-    """The tensors in the model's order and shapes. Raises CheckpointError for a missing or surplus tensor or a wrong shape."""
+    """Returns the tensors in the model's order and shapes. Raises CheckpointError for missing, surplus or misshapen tensors."""
     expected: dict[str, Shape] = generation.model.shapes(config, vocab_size)
     missing = [name for name in expected if name not in tensors]
     if missing:
-        raise CheckpointError(f"{path} lacks the tensor {missing[0]} {expected[missing[0]]}, and {len(missing)} of "
-                              f"{len(expected)} in all: it is not a complete {generation.model.NAME} checkpoint, or it was "
+        raise CheckpointError(f"{path} lacks {len(missing)} of {len(expected)} tensors, such as {missing[0]} "
+                              f"{expected[missing[0]]}: the file is not a complete {generation.model.NAME} checkpoint, or was "
                               "converted wrongly")
     surplus = sorted(tensors.keys() - expected.keys())
     if surplus:
         more = f" and {len(surplus) - 1} more" if surplus[1:] else ""
         if kind := tuned_kind(surplus):
             raise CheckpointError(f"{path} contains weights and also {kind}")
-        raise CheckpointError(f"{path} has the tensor {surplus[0]}{more} which {generation.model.NAME} does not have: is it "
-                              "another RWKV version, or an extension of it?")
+        raise CheckpointError(f"{path} has the tensor {surplus[0]}{more}, unknown in {generation.model.NAME}: is the file of "
+                              "another RWKV version or of an extension?")
     for name, shape in expected.items():
         _require_fit(path, tensors[name], shape, generation.has_many_forms(name))
     stored = {name: tensors[name].viewed(shape) for name, shape in expected.items()}
@@ -214,16 +215,16 @@ def fit(path: Path, generation: ModuleType, tensors: Mapping[str, Stored], confi
 
 def _require_fit(path: Path, tensor: Stored, shape: Shape, many_forms: bool) -> None:
     if tensor.dtype not in (*DTYPES.values(), torch.float64):
-        raise CheckpointError(f"{path}: the dtype of {tensor.name} must be one of {', '.join(DTYPES)}; got {tensor.dtype}: "
-                              "quantised weights are not supported here")
+        raise CheckpointError(f"{path}: the dtype of {tensor.name} must be one of {', '.join(DTYPES)}; got {tensor.dtype}. "
+                              "Quantised weights of this kind are not supported")
     if tensor.shape != shape and not (many_forms and _squeezed(tensor.shape) == _squeezed(shape)):
-        raise CheckpointError(f"{path}: {tensor.name} is {tensor.shape}, expected {shape} to match the other tensors: was "
-                              "the file converted wrongly?")
+        raise CheckpointError(f"{path}: the shape of {tensor.name} must be {shape} to match the other tensors; got "
+                              f"{tensor.shape}. Was the file converted wrongly?")
 
 
 def _squeezed(shape: Shape) -> Shape:
     return tuple(size for size in shape if size != 1)
 
 
-def _some(names: Collection[str]) -> str:
+def _describe_names(names: Collection[str]) -> str:
     return f"{len(names)} tensors ({', '.join(list(names)[:3])}, ...)" if names else "nothing"

@@ -1,7 +1,8 @@
-"""Tensors in files, with known shape and dtype, whose data is read on demand, from a memory mapping where possible.
+"""Tensors in files: the name, shape and dtype are known at once, and the data is read on demand.
 
-A tensor whose dtype does not change is a view of the mapping, without a copy. If the dtype changes, the mapped pages are
-released after each tensor's conversion, so that the source and the result are never in memory completely at the same time.
+The data is mapped into memory where possible. If the dtype does not change, a tensor is a view of the mapping, without a copy.
+If the dtype changes, the mapped pages are released after each tensor is converted. So the whole source and the whole result are
+never in memory at the same time.
 """
 
 import ctypes
@@ -22,20 +23,23 @@ from rwkv.errors import CheckpointError
 from rwkv.model.weights_watch import is_finite
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-SAMPLED = 4096                           # number of elements to compare in same_numbers
+SAMPLED = 4096                           # same_numbers compares this many elements
 MADV_DONTNEED = 4                        # Linux: discards pages; unmodified pages of a private mapping are read again on access
 
 
 @dataclass
 class Lending:
-    """lent: a caller has a view of the mapped tensor, so its pages must not be released. All copies of a Stored share it."""
+    """Records that a caller has a view of a mapped tensor (`lent`), so that the tensor's pages must not be released.
+
+    All copies of a Stored share one Lending.
+    """
 
     lent: bool = False
 
 
 @dataclass(frozen=True)
 class BlockData:
-    """The data of a tensor in GGUF's blocks. Calling it dequantises them to float32 and then releases the mapped pages."""
+    """The blocks of a GGUF tensor. Calling it dequantises them to float32 and then releases the mapped pages."""
 
     packed: Blocks
 
@@ -47,11 +51,14 @@ class BlockData:
 
 @dataclass
 class Stored:
-    """The tensor `name` in the file `source`: data() reads it as stored, get() returns it in `shape` and `dtype`.
+    """The tensor `name` in the file `source`: get() reads it and returns it in `shape` and `dtype`.
 
-    mapped: whether data() is a view of the mapped file, not a copy. blocks: the type of the file's quantised blocks; None if
-    not quantised. by_input: the file has the transpose of this matrix, so data() is a non-contiguous view, and so is get() if
-    the dtype does not change.
+    Attributes:
+        data: reads the tensor in the shape and dtype that the file has.
+        mapped: data() returns a view of the mapped file, not a copy.
+        blocks: the GGUF type of the file's quantised blocks; None if the tensor is not quantised.
+        by_input: the file has the transpose of this matrix. Then data() returns a non-contiguous view, and so does get() if the
+            dtype does not change.
     """
 
     name: str
@@ -87,33 +94,34 @@ class Stored:
         return replace(self, dtype=dtype)
 
     def transposed(self) -> "Stored":
-        """The transpose of a matrix or of a stack of matrices. A vector is returned unchanged; `fit` rejects it later."""
+        """Returns the transpose of a matrix or of a stack of matrices, and a vector unchanged (generations.fit rejects it)."""
         if len(self.shape) < 2:
             return self
         *several, rows, columns = self.shape
         return replace(self, shape=(*several, columns, rows), data=lambda: self.data().reshape(self.shape).mT, by_input=False)
 
     def scaled(self, factor: float) -> "Stored":
-        """The tensor times `factor`, computed in float32 and then rounded to `dtype`."""
+        """Returns the tensor times `factor`. The product is computed in float32 and then rounded to `dtype`."""
         return replace(self, data=lambda: self.data().float() * factor, mapped=False)
 
     def part(self, index: int, name: str, shape: tuple[int, ...]) -> "Stored":
-        """The slice `index` along the first axis, renamed."""
+        """Returns the slice `index` along the first axis, under a new name."""
         return replace(self, name=name, shape=shape, data=lambda: self.data().reshape(self.shape)[index])
 
     @classmethod
     def joined(cls, name: str, parts: "list[Stored]", shape: tuple[int, ...]) -> "Stored":
-        """The concatenation of `parts`, in the widest of their dtypes."""
+        """Concatenates `parts` in the widest of their dtypes."""
         dtype = functools.reduce(torch.promote_types, (part.dtype for part in parts))
         return cls(name, parts[0].source, shape, dtype, lambda: torch.cat([part.get().flatten() for part in parts]))
 
     def get(self, copy: bool = False) -> Tensor:
-        """Reads the tensor, which the caller may keep; it is contiguous unless by_input. copy=True: never a view of the file.
+        """Reads the tensor and returns it for the caller to keep; it is contiguous unless by_input.
 
-        Raises CheckpointError if a value is not finite or is too large for `dtype`.
+        Raises CheckpointError if a value is not finite or is too large for `dtype`. With copy=True the result is never a view
+        of the file.
         """
         data = self.data()
-        result = self._converted(data)
+        result = self._convert(data)
         if copy and result.data_ptr() == data.data_ptr():
             result = result.clone()
         if result.data_ptr() == data.data_ptr():
@@ -123,17 +131,17 @@ class Stored:
         return result
 
     def has_blocks(self) -> bool:
-        """Whether in_blocks() returns a matrix, not None."""
+        """Returns True if in_blocks() returns a matrix, not None."""
         return isinstance(self.data, BlockData) and self.shape == (len(self.data.packed.weight), self.data.packed.K)
 
     def packed_nbytes(self) -> int:
-        """The size in bytes of in_blocks(), or of get() if in_blocks() is None."""
+        """Returns the size in bytes of the matrix from in_blocks(), or of the tensor from get() if in_blocks() is None."""
         return cast(BlockData, self.data).packed.nbytes() if self.has_blocks() else self.nbytes
 
     def in_blocks(self) -> Blocks | None:
-        """The file's quantised blocks, mapped, if kernels/matvec can multiply them and no adapter changes them; otherwise None.
+        """Returns the file's quantised blocks as a mapped matrix that kernels/matvec can multiply.
 
-        Raises CheckpointError if a value is not finite.
+        Returns None if the tensor has no such blocks or an adapter changes it. Raises CheckpointError if a value is not finite.
         """
         if not self.has_blocks():
             return None
@@ -144,9 +152,12 @@ class Stored:
         return packed
 
     def pass_on(self, use: Callable[[Tensor], object]) -> None:
-        """Reads the tensor and calls use(tensor), which must not keep a reference to it. Raises CheckpointError as get does."""
+        """Reads the tensor and calls use(tensor), which must not keep a reference to the tensor.
+
+        Raises CheckpointError as get() does.
+        """
         data = self.data()
-        use(self._converted(data).contiguous())
+        use(self._convert(data).contiguous())
         self._release(data)
 
     def peek(self) -> Tensor:
@@ -154,11 +165,11 @@ class Stored:
         return self.data().cpu().to(self.dtype).reshape(self.shape)
 
     def drop_pages(self) -> None:
-        """Releases the pages of a mapped tensor; they are read again on access. The tensor must be unmodified."""
+        """Releases the pages of a mapped, unmodified tensor. The next access reads the pages from the file again."""
         if self.mapped:
             release(self.data())
 
-    def _converted(self, data: Tensor) -> Tensor:
+    def _convert(self, data: Tensor) -> Tensor:
         result = data.cpu().to(self.dtype)
         if not (self.by_input and result.shape == self.shape and result.dtype == data.dtype):
             result = result.contiguous().view(self.shape)
@@ -172,31 +183,31 @@ class Stored:
     def _require_finite(self, data: Tensor, result: Tensor) -> None:
         if not data.dtype.is_floating_point:
             return
-        if is_finite(min(result, data, key=Tensor.element_size)):          # the narrower: it is finite only if both are
+        if is_finite(min(result, data, key=Tensor.element_size)):          # testing the narrower one suffices
             return
         if is_finite(data):
-            raise CheckpointError(f"{self.source}: {self.name} reaches {data.abs().max().item():g}, more than {result.dtype} "
-                                  "can hold: choose float32 or bfloat16")
+            raise CheckpointError(f"{self.source}: {self.name} has values up to {data.abs().max().item():g}, too large for "
+                                  f"{result.dtype}: choose float32 or bfloat16")
         n_bad = int((~data.isfinite()).sum())
-        raise CheckpointError(f"{self.source}: {self.name} is not finite in {n_bad} of {data.numel()} values: the file is "
-                              "damaged, or the training that wrote it had diverged")
+        raise CheckpointError(f"{self.source}: {n_bad} of the {data.numel()} values of {self.name} are not finite: the file is "
+                              "damaged, or the training run had diverged")
 
 
 def same_numbers(first: Stored, second: Stored) -> bool:
-    """Whether evenly spaced elements of two tensors are equal after rounding to the narrower of their dtypes."""
+    """Returns True if evenly spaced elements of two tensors are equal after rounding to the narrower dtype."""
     if first.shape != second.shape:
         return False
-    sampled = []
+    samples = []
     for tensor in (first, second):
         data = tensor.data().flatten()
-        sampled.append(data[::max(1, data.numel() // SAMPLED)].clone())
+        samples.append(data[::max(1, data.numel() // SAMPLED)].clone())
         tensor.drop_pages()
-    narrow = min(sampled, key=Tensor.element_size).dtype
-    return torch.equal(*(elements.to(narrow) for elements in sampled))
+    narrow = min(samples, key=Tensor.element_size).dtype
+    return torch.equal(*(elements.to(narrow) for elements in samples))
 
 
 def raw(tensor: Tensor) -> Any:
-    """A contiguous tensor's bytes, as a memoryview without a copy."""
+    """Returns the bytes of a contiguous tensor as a memoryview, without a copy."""
     return tensor.view(-1).view(torch.uint8).numpy().data
 
 

@@ -9,17 +9,17 @@ from rwkv.config import LATEST
 from rwkv.errors import CheckpointError
 from rwkv.io import hub
 
-ADAPTER = "adapter_config.json"          # PEFT's
-WEIGHT_SUFFIXES = (*hub.WEIGHTS, ".pt")         # suffixes of files with weights
-FOLDER = "checkpoints"                   # the folder in a run's directory
+ADAPTER = "adapter_config.json"          # the file that marks a PEFT directory
+WEIGHT_SUFFIXES = (*hub.WEIGHTS, ".pt")         # a file with one of these suffixes contains weights
+FOLDER = "checkpoints"                   # the folder of a run's checkpoints, in the run's directory
 LAST = Path(FOLDER) / "last.ckpt"
-COMPLETE = "complete.json"               # a file in checkpoints of trainer=fsdp, which are folders (formats/_fsdp_folder.py)
+COMPLETE = "complete.json"               # trainer=fsdp writes this file into a checkpoint's folder (formats/_fsdp_folder.py)
 
 
 def locate(path: str | Path) -> Path:
-    """The path of a checkpoint: a file or Hugging Face directory itself, or the last checkpoint in a run's directory.
+    """Returns the path of a checkpoint: a file, a Hugging Face directory, or the last checkpoint in a run's directory.
 
-    A name on the Hub is downloaded (rwkv/io/hub.py).
+    Downloads a name on the Hub (rwkv/io/hub.py). Raises CheckpointError if there is no checkpoint, or if a folder has several.
     """
     path = follow(hub.local(path))
     last = path / LAST
@@ -27,42 +27,42 @@ def locate(path: str | Path) -> Path:
         if is_checkpoint(last):
             return last
         if runs := sorted(path.glob(f"*/{LAST}")):
-            raise CheckpointError(f"{path} is a folder of runs: name one of them, such as {runs[0].parents[1]}")
+            raise CheckpointError(f"{path} is a folder of runs: name one run, such as {runs[0].parents[1]}")
         return _single_file(path)
     if not path.exists():
-        raise CheckpointError(f"no checkpoint at {path}: expected a file, a Hugging Face directory, a run of train.py, or a "
-                              "name on the Hub such as ORG/REPO/FILE.pth")
+        raise CheckpointError(f"there is no checkpoint at {path}: expected a file, a Hugging Face directory, a run of "
+                              "train.py, or a name on the Hub such as ORG/REPO/FILE.pth")
     return path
 
 
 def is_sharded(path: Path) -> bool:
-    """Whether the path is a complete checkpoint of trainer=fsdp."""
+    """Returns True if the path is a complete checkpoint of trainer=fsdp."""
     return (path / COMPLETE).is_file()
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether the path is a file or a checkpoint of trainer=fsdp."""
+    """Returns True if the path is a file or a checkpoint of trainer=fsdp."""
     return path.is_file() or is_sharded(path)
 
 
 def _single_file(folder: Path) -> Path:
-    """The only file with weights in a folder, or the first part of a split GGUF."""
+    """Returns the only file with weights in a folder, or the first part of a split GGUF."""
     files = [file for file in sorted(folder.iterdir()) if file.suffix in WEIGHT_SUFFIXES and file.is_file()
              and not re.search(r"-(?!00001-)\d{5}-of-\d{5}\.gguf$", file.name)]
     if len(files) == 1:
         return files[0]
     if files:
         names = ", ".join(file.name for file in files[:4]) + (", ..." if files[4:] else "")
-        raise CheckpointError(f"{folder} contains {len(files)} files with weights: name one of them ({names})")
-    raise CheckpointError(f"no checkpoint in {folder}: expected a run's {folder / LAST}, a Hugging Face directory's "
+        raise CheckpointError(f"{folder} contains {len(files)} files with weights: name one file ({names})")
+    raise CheckpointError(f"there is no checkpoint in {folder}: expected a run's {folder / LAST}, a Hugging Face directory's "
                           "config.json, or one file with weights")
 
 
 def follow(path: Path) -> Path:
-    """The run that runs/latest points to; any other path is returned unchanged.
+    """Returns the run that runs/latest points to, and any other path unchanged.
 
-    runs/latest is a link, or a file with the run's name where creating links requires special rights. If the run no longer
-    exists, the most recently trained run in the folder is used instead, and standard error reports it.
+    runs/latest is a link, or a file with the run's name if the user may not create links. If that run no longer exists, the
+    most recently trained run in the folder is used instead, and a line on standard error says so.
     """
     if path.name != LATEST.name:
         return path
@@ -77,11 +77,10 @@ def follow(path: Path) -> Path:
 
 
 def _newest_run(folder: Path) -> Path | None:
-    """The run in a folder, or in a sweep in it, that saved its last checkpoint most recently; None if no run has one."""
     saved = [*folder.glob(f"*/{LAST}"), *folder.glob(f"*/*/{LAST}")]
     return max(saved, key=lambda last: last.stat().st_mtime_ns).parents[1] if saved else None
 
 
 @cache
 def _report_replacement(link: Path, run: Path) -> None:
-    print(f"{link} names a run that no longer exists: using {run}, the newest", file=sys.stderr, flush=True)
+    print(f"{link} names a run that no longer exists: using the newest run, {run}", file=sys.stderr, flush=True)

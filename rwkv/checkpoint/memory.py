@@ -1,4 +1,4 @@
-"""The memory that a model's weights need on a CPU, and whether they fit."""
+"""Computes how much memory a model's weights need on a CPU, and checks that they fit."""
 
 from rwkv.checkpoint.files import Checkpoint
 from rwkv.config import BITS, BLOCKS
@@ -6,12 +6,15 @@ from rwkv.errors import UserError
 from rwkv.model.base import generation, is_linear_weight
 
 GIB = 2**30
-SMALL = GIB                              # bytes: weights up to this size are always accepted
-SMALLER = ("bfloat16", "int8", "int4")   # dtypes to suggest, largest first
+SMALL = GIB                              # weights of at most this many bytes are always accepted
+SMALLER = ("bfloat16", "int8", "int4")   # an error message suggests the first of these that fits
 
 
 def weights_nbytes(checkpoint: Checkpoint, dtype: str, on_cpu: bool = True) -> int:
-    """The bytes of memory for weights in `dtype`. On a CPU a mapped embedding does not count: only few of its rows are read."""
+    """Returns the number of bytes that the weights need in `dtype`.
+
+    With `on_cpu`, a mapped embedding does not count, because only a few of its rows are read.
+    """
     if dtype == BLOCKS:
         return sum(tensor.packed_nbytes() for tensor in checkpoint.weights.stored.values())
     group = generation(checkpoint.config).group
@@ -25,12 +28,12 @@ def weights_nbytes(checkpoint: Checkpoint, dtype: str, on_cpu: bool = True) -> i
 
 
 def require_memory(checkpoint: Checkpoint, dtype: str, available: int | None) -> None:
-    """Raises UserError if the weights do not fit into `available` bytes (None: unknown). Suggests one that fits."""
+    """Raises UserError if the weights do not fit into `available` bytes (None: unknown), and suggests a dtype that fits."""
     needed = weights_nbytes(checkpoint, dtype)
     if available is None or needed <= max(available, SMALL):
         return
     fitting = [(smaller, size) for smaller in SMALLER if (size := weights_nbytes(checkpoint, smaller)) <= available]
-    remedy = "no dtype fits: free memory, or use a smaller model"
+    remedy = "no dtype fits; free memory, or use a smaller model"
     if fitting:
         smaller, size = fitting[0]
         remedy = f"dtype={smaller} requires {size / GIB:.1f} GiB"

@@ -16,9 +16,9 @@ from rwkv.tokenizer.tokenizers import Tokenizer
 
 
 def require_files(config: SavedModelConfig, template: str | None = None, state: str | None = None) -> None:
-    """Raises UserError for the first file that is missing; downloads files that are named by their path on the Hub.
+    """Raises UserError for the first missing file; downloads files that are named by their path on the Hub.
 
-    template, state: the values of the options with these names.
+    `template` and `state` are the values of the options with these names.
     """
     locate(config.checkpoint)
     if config.lora is not None:
@@ -47,14 +47,17 @@ def _require_draft(config: DraftedConfig) -> None:
 
 
 def require_adapters(config: ServeConfig) -> None:
-    """Raises UserError for the first path of adapters= that does not exist."""
+    """Raises UserError for the first path in adapters= that does not exist."""
     for name, path in config.adapter_paths.items():
         with errors_of(f"adapters={name}=..."):
             locate(from_home(path))
 
 
 def on_disk(config: ServeConfig) -> ServeConfig:
-    """The configuration with names on the Hub replaced by the paths of the downloaded files, for use in a different process."""
+    """Returns the configuration with each name on the Hub replaced by the path of the downloaded file.
+
+    A different process can then read the files without access to the Hub.
+    """
     def path(name: str | None, noun: str) -> str | None:
         return name if name is None or hub.parse(name) is None else str(hub.local(name, noun))
 
@@ -67,7 +70,7 @@ def on_disk(config: ServeConfig) -> ServeConfig:
 
 
 def _model_id(checkpoint: str) -> str | None:
-    """The model's id for clients: the name of the repository or file for a checkpoint on the Hub, None for a path."""
+    """Returns the id that clients use for a model on the Hub: the name of the repository or file. Returns None for a path."""
     pinned = hub.parse(hub.fetched(checkpoint).pinned) if hub.parse(checkpoint) else None
     if pinned is None:
         return None

@@ -1,12 +1,13 @@
-"""The cache of quantised checkpoints in the user's cache folder (cache_packed=true).
+"""Caches quantised checkpoints in the user's cache folder (cache_packed=true).
 
     KEY.safetensors     a checkpoint in int8 or int4, as `timemix convert --dtype` writes it
-    KEY.json            a sample of that file, and the parts of the checkpoint that it cannot contain
+    KEY.json            a sample of that file, and the parts of the checkpoint that .safetensors cannot contain
 
-KEY is the beginning of a SHA-256 over VERSION, the dtype, and the name (in a directory), size, modification time and sample of
-each of the checkpoint's files. A sample is the hash of a file's first and last MiB and of evenly spaced blocks between them. A
-change elsewhere that preserves size and time goes unnoticed. An entry whose sample differs from that in KEY.json is damaged,
-and is written again. The cache has at most MAX_BYTES; the least recently used entries are deleted.
+KEY is the beginning of a SHA-256. The hash covers VERSION, the dtype, and for each of the checkpoint's files the size, the
+modification time, a sample and, in a directory, the name. A sample is the hash of a file's first and last MiB and of evenly
+spaced blocks between them. A change outside the sample that preserves size and time goes unnoticed. If an entry's sample
+differs from the sample in KEY.json, the entry is damaged and is written again. The cache has at most MAX_BYTES; the least
+recently used entries are deleted.
 """
 
 import hashlib
@@ -26,10 +27,10 @@ from rwkv.io.atomic import write_file
 from rwkv.io.cache import json_bytes, read_json
 
 MAX_BYTES = 32 * 2**30
-ENDS = 2**20                             # bytes at each end of a file that its sample covers
+ENDS = 2**20                             # a sample covers this many bytes at each end of a file
 BLOCKS, BLOCK = 64, 2**16                # the number of blocks between them, and the bytes in each
-PART = re.compile(r"-\d{5}-of-\d{5}(?=\.)")              # in the name of one part of a split file
-ABANDONED = 24 * 3600                    # seconds after which an incomplete file is deleted
+PART = re.compile(r"-\d{5}-of-\d{5}(?=\.)")              # this is in the name of each part of a split file
+ABANDONED = 24 * 3600                    # an incomplete file is deleted after this many seconds
 
 
 def folder() -> Path:
@@ -37,7 +38,7 @@ def folder() -> Path:
 
 
 def entry_of(path: Path, dtype: str) -> Path:
-    """The path of the packed format of the checkpoint at `path`; the file may not exist."""
+    """Returns the path of the cached copy, in `dtype`, of the checkpoint at `path`. The file may not exist."""
     digest = hashlib.sha256(f"{VERSION} {dtype}".encode())
     for file in _files_of(path):
         status = file.stat()
@@ -47,7 +48,6 @@ def entry_of(path: Path, dtype: str) -> Path:
 
 
 def _files_of(path: Path) -> list[Path]:
-    """The files of a checkpoint: all files in its directory, or all parts of a split file."""
     if path.is_dir():
         return sorted(file for file in path.iterdir() if file.is_file())
     if match := PART.search(path.name):
@@ -56,7 +56,7 @@ def _files_of(path: Path) -> list[Path]:
 
 
 def sample(path: Path) -> str:
-    """A digest of a file's size, beginning, end and some blocks between; of the whole content if the file is small."""
+    """Returns a hash of a file's size, beginning, end and some blocks between; of the whole content if the file is small."""
     size = path.stat().st_size
     digest = hashlib.sha256(str(size).encode())
     with path.open("rb") as file:
@@ -70,7 +70,7 @@ def sample(path: Path) -> str:
 
 
 def read(path: Path, dtype: str) -> Checkpoint | None:
-    """Reads the packed format of the checkpoint at `path`; None if it is missing or damaged."""
+    """Reads the cached copy of the checkpoint at `path`. Returns None if the copy is missing or damaged."""
     entry = entry_of(path, dtype)
     about = read_json(entry.with_suffix(".json"))
     try:
@@ -84,14 +84,14 @@ def read(path: Path, dtype: str) -> Checkpoint | None:
 
 
 def can_hold(checkpoint: Checkpoint) -> bool:
-    """Whether the cache can contain the checkpoint: one without adapters and tuned states."""
+    """Returns True if the cache can contain the checkpoint: it has no adapters and no tuned state."""
     return not (checkpoint.unadapted or checkpoint.about or checkpoint.time_states is not None)
 
 
 def write(checkpoint: Checkpoint, dtype: str) -> Checkpoint:
-    """Writes the packed format of a checkpoint for which can_hold is true, and returns it.
+    """Writes a checkpoint to the cache and returns the checkpoint with the packed weights. Requires can_hold(checkpoint).
 
-    Raises UserError if it cannot be written.
+    Raises UserError if the file cannot be written.
     """
     entry = entry_of(checkpoint.path, dtype)
     needed = checkpoint.weights.count * BITS[dtype] // 8
@@ -100,22 +100,21 @@ def write(checkpoint: Checkpoint, dtype: str) -> Checkpoint:
         _make_room(needed, entry)
         if (free := shutil.disk_usage(entry.parent).free) < needed:
             raise UserError(f"cache_packed=true requires {needed / 2**30:.1f} GiB in {entry.parent}, but only "
-                            f"{free / 2**30:.1f} GiB are free: omit it")
+                            f"{free / 2**30:.1f} GiB are free: free space, or omit cache_packed=true")
         write_checkpoint(checkpoint, entry, dtype)
         about = {"sample": sample(entry), "run": checkpoint.run, "step": checkpoint.step, "notes": checkpoint.notes}
         write_file(entry.with_suffix(".json"), lambda file: file.write(json_bytes(about)))
     except OSError as error:
-        raise UserError(f"cache_packed=true cannot write {entry}: {error.strerror or error}; omit it") from None
+        raise UserError(f"cache_packed=true cannot write {entry}: {error.strerror or error}. Omit cache_packed=true") from None
     packed = read_checkpoint(entry)
     return replace(checkpoint, weights=packed.weights, packed=packed.packed, fingerprint=packed.fingerprint)
 
 
 def _make_room(needed: int, entry: Path) -> None:
-    """Deletes the least recently used entries until `needed` bytes fit into MAX_BYTES, and incomplete files of killed
-    processes."""
+    """Deletes incomplete files of killed processes, and the least recently used entries until `needed` bytes fit."""
     used = []
     for file in entry.parent.iterdir():
-        with suppress(OSError):          # another process may delete it first
+        with suppress(OSError):          # another process may delete the file first
             status = file.stat()
             if file.name.startswith(".") and time.time() - status.st_mtime > ABANDONED:
                 file.unlink()

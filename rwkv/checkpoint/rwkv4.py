@@ -1,4 +1,4 @@
-"""RWKV-4's checkpoints: recognises its tensors, converts names from and to Hugging Face's, and infers sizes from shapes.
+"""Recognises RWKV-4's checkpoints, converts names from and to Hugging Face's, and infers sizes from shapes.
 
 Official names and shapes are those of rwkv/model/rwkv4. GGUF does not support RWKV-4: llama.cpp runs only RWKV-6 and 7.
 """
@@ -18,7 +18,7 @@ from rwkv.model.base import Generation
 if TYPE_CHECKING:                        # so that mypy reports missing names
     _GENERATION: Generation = model
 
-FOREIGN = r".*\.(time_mix_g|(gate|ln_x)\.weight)"         # names unique to RWKV-5, which also has time_first and time_mix_k
+FOREIGN = r".*\.(time_mix_g|(gate|ln_x)\.weight)"         # only RWKV-5 has these names; it also has time_first and time_mix_k
 
 GGUF_ARCHITECTURE = None
 HUGGING_FACE_TYPE = "rwkv"               # model_type in config.json
@@ -35,7 +35,7 @@ OFFICIAL = {hugging_face: official for official, hugging_face in HUGGING_FACE.it
 
 
 def recognises(tensors: Mapping[str, Stored]) -> bool:
-    """Whether these tensors are RWKV-4's: they include time_first and time_mix_k, but no name unique to RWKV-5.
+    """Returns True if the tensors are RWKV-4's: they include time_first and time_mix_k, but no name unique to RWKV-5.
 
     RWKV-3 has the same names, but its time_first is [C,1]. In RWKV-4 only time_decay has that shape, in some files.
     """
@@ -46,7 +46,7 @@ def recognises(tensors: Mapping[str, Stored]) -> bool:
 
 
 def official_name(name: str) -> str:
-    """Converts a Hugging Face name to the official one. A prefix is kept, and an official name is returned unchanged."""
+    """Converts a Hugging Face name to the official one. Keeps a prefix, and returns an official name unchanged."""
     return ".".join(OFFICIAL.get(part, part) for part in name.split("."))
 
 
@@ -55,7 +55,7 @@ def arranged(tensors: dict[str, Stored], declared: JsonMapping) -> dict[str, Sto
 
 
 def laid_out(tensors: Mapping[str, Stored], format: str) -> dict[str, Stored]:
-    """The tensors under the names that `format` uses: RwkvForCausalLM's for huggingface, otherwise official names."""
+    """Returns the tensors under the names that `format` uses: RwkvForCausalLM's for huggingface, otherwise official names."""
     if format != "huggingface":
         return dict(tensors)
     names = {name: ".".join(HUGGING_FACE.get(part, part) for part in name.split(".")) for name in tensors}
@@ -64,10 +64,10 @@ def laid_out(tensors: Mapping[str, Stored], format: str) -> dict[str, Stored]:
 
 
 def hugging_face_config(config: ModelConfig, vocab_size: int, dtype: torch.dtype) -> JsonObject:
-    """The part of config.json that describes the architecture.
+    """Returns the part of config.json that describes the architecture.
 
     With rescale_every=6, RwkvConfig's default, transformers halves weights in memory after every 6 layers, which keeps float16
-    activations small. A state_dict saved from such a model contains halved weights without saying so. 0 disables it.
+    activations small. A state_dict that such a model saves contains halved weights without saying so. 0 disables rescaling.
     """
     C, A, F = model.sizes(config)
     return {"architectures": ["RwkvForCausalLM"], "model_type": HUGGING_FACE_TYPE, "vocab_size": vocab_size,
@@ -77,16 +77,16 @@ def hugging_face_config(config: ModelConfig, vocab_size: int, dtype: torch.dtype
 
 
 def widths(matrix: Callable[[str], tuple[int, ...]], names: Collection[str]) -> dict[str, int]:
-    """The model's widths, by their names in ModelConfig. matrix(name): the shape (rows, columns) of a matrix."""
+    """Returns the model's widths, by their names in ModelConfig. `matrix` returns a matrix's shape (rows, columns) by name."""
     return {"n_embd": matrix("emb.weight")[1], "n_att": matrix("blocks.0.att.key.weight")[0],
             "n_ffn": matrix("blocks.0.ffn.key.weight")[0]}
 
 
 def has_many_forms(name: str) -> bool:
-    """Whether the tensor is a vector that some files store as [C] and others as [C,1] or [1,1,C]."""
+    """Returns True if the tensor is a vector that some files store as [C] and others as [C,1] or [1,1,C]."""
     return ".time_" in name
 
 
 def directory_factor(name: str, config: ModelConfig) -> float:
-    """The official matrix divided by the one in a Hugging Face directory: always 1."""
+    """Returns the official matrix divided by the matrix in a Hugging Face directory, which is always 1."""
     return 1.0

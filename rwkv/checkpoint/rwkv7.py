@@ -1,18 +1,18 @@
-"""RWKV-7's checkpoints: recognises its tensors, and converts their names and layouts from and to each format.
+"""Recognises RWKV-7's checkpoints, and converts their names and layouts from and to each format.
 
-Official names and shapes are those of rwkv/model/rwkv7. The other formats have:
+Official names and shapes are those of rwkv/model/rwkv7, as in the .pth files of RWKV-LM. The other formats have:
 
     huggingface    fla's names; w1 .. g2 transposed, as weights of linear layers; k_k, k_a, the biases and ffn.x_k are [C]
     official       a Hugging Face directory of transformers' branch: official names and shapes; all names but head.weight begin
                    with rwkv7.
     transformers-rwkv      a Hugging Face directory of transformers-rwkv: names as in transformers' linear attention; all
-                   vectors are [C] or [1,1,C]; low-rank matrices as in official files
+                   vectors are [C] or [1,1,C]; low-rank matrices as in RWKV-LM's files
     st             web-rwkv's .safetensors: official names; w1 .. g2 and tuned states transposed, as the shapes of w1 .. g2 show
     ggmf           official names; x_r .. x_g joined as x_rwkvag [6,1,C]; w1 .. g2 transposed
     gguf           llama.cpp's names; joined and transposed as in ggmf, x_rwkvag as [6,1,1,C]; r_k and all vectors are [C]
 
-RWKV-7a's tensors (DeepEmbed) have only official names. If s_emb_x is missing, it has been merged into s_emb, and is read as
-zeros. use_deep_embed in a Hugging Face directory is a different feature: RWKV-8's table outside the file.
+RWKV-7a's tensors (DeepEmbed) have only official names. If s_emb_x is missing, it was merged into s_emb, and is read as zeros.
+use_deep_embed in a Hugging Face directory is a different feature: RWKV-8's table outside the file.
 
 Layer 0's v0, v1 and v2 are unused, but programs differ in whether files must contain them. The official trainer requires them,
 so they are written to .pth, .ckpt, .safetensors and directories of transformers' branch. fla and transformers-rwkv have no such
@@ -21,9 +21,9 @@ GGUF, with the rank of a1; its converter and this module write copies of a0, a1 
 read as zeros.
 
 The group norm's epsilon is 64e-5 in the official code, rwkv.cpp, llama.cpp and transformers-rwkv. In other Hugging Face
-directories it is 1e-5 times head_dim, the same only for heads of size 64. For a group norm of y with epsilon e, norm(y; e) =
-norm(c y; c^2 e), and y is linear in the receptance. So reading or writing such a directory scales the receptance by c, and r_k,
-which multiplies only it, by 1/c.
+directories it is 1e-5 times head_dim, which is the same only for heads of size 64. For a group norm of y with epsilon e,
+norm(y; e) = norm(c y; c^2 e), and y is linear in the receptance. So reading or writing such a directory scales the receptance
+by c, and r_k, which multiplies only the receptance, by 1/c.
 
 Sources: RWKV-LM, RWKV-v7/train_temp; flash-linear-attention, utils/convert_from_rwkv7.py and fla/models/rwkv7; rwkv.cpp,
 python/convert_pytorch_to_ggml.py and rwkv_model_loading.inc; rwkv-rs/transformers-rwkv, temp/rwkv_pth2st.py; llama.cpp,
@@ -49,18 +49,18 @@ from rwkv.model.rwkv7.architecture import EPS
 if TYPE_CHECKING:                        # so that mypy reports missing names
     _GENERATION: DeepEmbedGeneration = model
 
-# Unsupported later versions, which also have r_k, with patterns of tensor names that RWKV-7 lacks; the latest version is first
+# Later versions, which are not supported, also have r_k; RWKV-7 has no tensor that matches these patterns. The latest is first
 EXTENSIONS = {"RWKV-8": r".*\.(rosa|rosa_qkv)\..*|.*\.(enn|ennk)(\.weight)?", "RWKV-7b (DEA)": r".*\.qkv\..*"}
 EMBED = ".ffn.s_emb.weight"
 EMBED_X = ".ffn.s_emb_x.weight"
 HEAD_SIZE = 64                           # the head size of every released model
 JOINED = f"x_{model.MIXES}"
-TRANSPOSED = "_transposed"               # temporary suffix in the name of a low-rank matrix that is stored transposed
+TRANSPOSED = "_transposed"               # reading adds this to the name of a low-rank matrix that is stored transposed
 LOW_RANK = tuple(f".{name}{part}" for name in model.LOW_RANK for part in "12")
 VECTOR = rf".*\.(x_[{model.MIXES}]|w0|a0|v0|k_k|k_a|s0)"
 
 HUGGING_FACE_TYPE = "rwkv7"              # model_type in config.json
-HUGGING_FACE_OTHER_TYPES = ("rwkv7_native", "rwkv7_hf_adapter")      # rwkv7-hf, with fla's tensors
+HUGGING_FACE_OTHER_TYPES = ("rwkv7_native", "rwkv7_hf_adapter")      # rwkv7-hf writes these, with fla's tensors
 OFFICIAL_PREFIX = "rwkv7."
 RANKS = {"decay_low_rank_dim": "w1", "a_low_rank_dim": "a1", "v_low_rank_dim": "v1", "gate_low_rank_dim": "g1"}
 HUGGING_FACE_SIZES = {"num_hidden_layers": "n_layer", "hidden_size": "n_embd", "intermediate_size": "n_ffn",
@@ -75,7 +75,7 @@ HUGGING_FACE_CONSTANTS = {
     "layer_types": ("linear_attention", "rwkv", "rwkv7"), "architecture_version": ("rwkv7",), "rescale_every": (0,)}
 HUGGING_FACE_UNUSED = ("attn_mode", "hidden_ratio", "fuse_norm", "fuse_cross_entropy", "fuse_linear_cross_entropy",
                        "use_l2warp", "wkv_mode", "group_norm_epsilon")
-GROUP_NORM = "group_norm_epsilon"        # a key of config.json; by default head_dim times norm_eps
+GROUP_NORM = "group_norm_epsilon"        # a key of config.json; the default is head_dim times norm_eps
 HUGGING_FACE_FEATURES = {"use_deep_embed": "RWKV-8's DeepEmbed", "attn": "layers of softmax attention",
                          "embedding_layer_norm_fused": "an embedding that ln0 is merged into"}
 HUGGING_FACE = {"emb.weight": "model.embeddings.weight", "ln_out.weight": "model.norm.weight",
@@ -83,8 +83,8 @@ HUGGING_FACE = {"emb.weight": "model.embeddings.weight", "ln_out.weight": "model
 HUGGING_FACE_LAYERS = {"ln0": "pre_norm", "ln1": "attn_norm", "ln2": "ffn_norm", "att": "attn", "ffn": "ffn"}
 HUGGING_FACE_ATTENTION = {"receptance": "r_proj", "key": "k_proj", "value": "v_proj", "output": "o_proj", "ln_x": "g_norm"}
 
-TRANSFORMERS_RWKV = "transformers-rwkv"  # a value of layout=, and the layout that it stands for
-TRANSFORMERS_RWKV_TYPE = "rwkv"          # model_type in its config.json, which also has architecture_version
+TRANSFORMERS_RWKV = "transformers-rwkv"  # a value of layout=, and the name of that layout
+TRANSFORMERS_RWKV_TYPE = "rwkv"          # model_type in config.json, which also has architecture_version
 TRANSFORMERS_RWKV_TOP = {"emb.weight": "model.embed_tokens.weight", "ln_out.weight": "model.norm.weight",
                          "ln_out.bias": "model.norm.bias", "head.weight": "lm_head.weight",
                          "blocks.0.ln0.weight": "model.embedding_norm.weight", "blocks.0.ln0.bias": "model.embedding_norm.bias"}
@@ -106,18 +106,18 @@ GGUF = {"emb.weight": "token_embd.weight", "blocks.0.ln0.weight": "token_embd_no
         "head.weight": "output.weight"}
 GGUF_LAYERS = {"ln1": "attn_norm", "ln2": "attn_norm_2", "att.ln_x": "time_mix_ln", f"att.{JOINED}": "time_mix_lerp_fused",
                "ffn.x_k": "channel_mix_lerp_k", "ffn.key": "channel_mix_key", "ffn.value": "channel_mix_value"}
-GGUF_FLOAT32 = r".*\.time_mix_(w[12]|lerp_fused)\.weight"           # and all vectors, as llama.cpp's converter does
-GGUF_UNQUANTISED = r".*\.time_mix_([wavg][12]|lerp_fused)\.weight"  # as in llama.cpp's quantizer
+GGUF_FLOAT32 = r".*\.time_mix_(w[12]|lerp_fused)\.weight"           # llama.cpp's converter also keeps all vectors float32
+GGUF_UNQUANTISED = r".*\.time_mix_([wavg][12]|lerp_fused)\.weight"  # llama.cpp's quantizer does not quantise these, either
 
 
 def recognises(tensors: Mapping[str, Stored]) -> bool:
-    """Whether tensors with these names are RWKV-7's: they include r_k, but no name that only later versions have."""
+    """Returns True if tensors with these names are RWKV-7's: they include r_k, but no name that only later versions have."""
     extended = any(re.fullmatch(pattern, name) for pattern in EXTENSIONS.values() for name in tensors)
     return any(name.endswith(".att.r_k") for name in tensors) and not extended
 
 
 def official_name(name: str) -> str:
-    """Converts another program's tensor name to the official one. A prefix is kept, and an official name is returned unchanged.
+    """Converts another program's tensor name to the official one. Keeps a prefix, and returns an official name unchanged.
 
     Adds TRANSPOSED to the name of a low-rank matrix that fla stores transposed.
     """
@@ -138,18 +138,17 @@ def official_name(name: str) -> str:
 
 @cache
 def _official_names() -> tuple[dict[str, str], dict[str, str], dict[str, str]]:
-    """Mappings to official names: from Hugging Face names outside layers, from those within a layer, and from llama.cpp's."""
+    """Maps to official names: Hugging Face names outside layers, names within a layer, and llama.cpp's names."""
     config = ModelConfig(generation="rwkv7", n_layer=1, n_embd=1, head_size=1)
     block = [name.removeprefix("blocks.0.") for name in model.shapes(config, 1) if name.startswith("blocks.0.")]
-    layers = {_hugging_face_name(name): name + TRANSPOSED * name.endswith(LOW_RANK) for name in block}
-    layers |= {_transformers_rwkv_name(name): name for name in block} | TRANSFORMERS_RWKV_EARLIER
+    layers = {_fla_layer_name(name): name + TRANSPOSED * name.endswith(LOW_RANK) for name in block}
+    layers |= {_transformers_rwkv_layer_name(name): name for name in block} | TRANSFORMERS_RWKV_EARLIER
     gguf = {name: official for official, name in GGUF.items()} | {_gguf_name(name): name for name in (*block, f"att.{JOINED}")}
     top = {name: official for names in (HUGGING_FACE, TRANSFORMERS_RWKV_TOP) for official, name in names.items()}
     return top, layers, gguf
 
 
-def _hugging_face_name(name: str) -> str:
-    """fla's tensor name within a layer, for an official name within a block."""
+def _fla_layer_name(name: str) -> str:
     part, _, rest = name.partition(".")
     if part == "att" and (match := re.fullmatch(r"([wavg])([012])", rest)):
         rest = f"{match[1]}_lora.lora." + {"0": "2.bias", "1": "0.weight", "2": "2.weight"}[match[2]]
@@ -159,8 +158,7 @@ def _hugging_face_name(name: str) -> str:
     return f"{HUGGING_FACE_LAYERS[part]}.{rest}"
 
 
-def _transformers_rwkv_name(name: str) -> str:
-    """transformers-rwkv's tensor name within a layer, for an official name within a block."""
+def _transformers_rwkv_layer_name(name: str) -> str:
     part, _, rest = name.partition(".")
     head, dot, tail = rest.partition(".")
     if part == "att":
@@ -169,17 +167,16 @@ def _transformers_rwkv_name(name: str) -> str:
 
 
 def _gguf_name(name: str) -> str:
-    """llama.cpp's tensor name within a block, for an official name within a block."""
     stem, suffix = (name.rpartition(".")[::2]) if name.endswith((".weight", ".bias")) else (name, "weight")
     layer = GGUF_LAYERS.get(stem) or f"time_mix_{stem.removeprefix('att.')}"
     return f"{layer}.{suffix}"
 
 
 def arranged(tensors: dict[str, Stored], declared: JsonMapping) -> dict[str, Stored]:
-    """Converts tensors from the layout of any format to the official one.
+    """Converts tensors from the layout of any format to the official layout.
 
-    declared: the sizes that the file states. Its head_size splits GGUF's r_k [C] into heads. Its v_low_rank_dim, by default the
-    rank of a1, is the rank of layer 0's v1 if no layer has a v1.
+    `declared` has the sizes that the file states. head_size splits GGUF's r_k [C] into heads. v_low_rank_dim is the rank of
+    layer 0's v1 if no layer has a v1; the default is the rank of a1.
     """
     factor = math.sqrt(EPS / declared.get(GROUP_NORM, EPS))
     joined = any(name.endswith(f".{JOINED}") for name in tensors)
@@ -201,16 +198,18 @@ def arranged(tensors: dict[str, Stored], declared: JsonMapping) -> dict[str, Sto
 
 
 def _are_transposed(tensors: Mapping[str, Stored]) -> bool:
-    """Whether the low-rank matrices' shapes show that all of them are stored transposed, as web-rwkv's are."""
+    """Returns True if the low-rank matrices' shapes show that all of them are stored transposed, as web-rwkv's are."""
     C = tensors["emb.weight"].shape[-1:] if "emb.weight" in tensors else ()
     shapes = [tensor.shape if name.endswith("2") else tensor.shape[::-1] for name, tensor in tensors.items()
-              if name.endswith(LOW_RANK)]                # (C,rank) if the file's matrices are transposed
+              if name.endswith(LOW_RANK)]                # these are (C,rank) if the file's matrices are transposed
     return all(shape[:1] == C for shape in shapes) and any(shape[1:] != C for shape in shapes)
 
 
 def _scale_receptance(tensors: dict[str, Stored], factor: float) -> dict[str, Stored]:
-    """Multiplies the receptance by `factor` and divides r_k by it. The model stays the same if its group norm's epsilon is
-    scaled by the square of `factor`."""
+    """Multiplies the receptance by `factor` and divides r_k by it.
+
+    The model stays the same if its group norm's epsilon is scaled by the square of `factor`.
+    """
     factors = {".att.receptance.weight": factor, ".att.r_k": 1 / factor}
     scaled = {name: tensor.scaled(factors[end]) for name, tensor in tensors.items()
               if (end := name[name.find(".att."):]) in factors}
@@ -224,7 +223,7 @@ def _split_heads(tensor: Stored, head_size: Any) -> Stored:
 
 
 def _missing_v0_v1_v2(tensors: Mapping[str, Stored], declared: JsonMapping) -> dict[str, Stored]:
-    """Zeros for whichever of layer 0's v0, v1 and v2 are missing; {} if a0 or a1, which give their sizes, are missing."""
+    """Returns zeros for the missing ones of layer 0's v0, v1 and v2; {} if a0 or a1, which give the sizes, are missing."""
     bias, matrix = (tensors.get(name.replace(".v", ".a")) for name in model.UNUSED[:2])
     if bias is None or matrix is None or len(matrix.shape) != 2 or not bias.shape:
         return {}
@@ -239,7 +238,7 @@ def _missing_v0_v1_v2(tensors: Mapping[str, Stored], declared: JsonMapping) -> d
 
 
 def _missing_embeddings(tensors: Mapping[str, Stored]) -> dict[str, Stored]:
-    """A zero s_emb_x for each layer without one: such a file has it merged into s_emb."""
+    """Returns a zero s_emb_x for each layer without one, because such a file has s_emb_x merged into s_emb."""
     zeros: dict[str, Stored] = {}
     embedding = tensors.get("emb.weight")
     for name, table in tensors.items():
@@ -258,22 +257,22 @@ def laid_out(tensors: Mapping[str, Stored], format: str) -> dict[str, Stored]:
     if format not in ("huggingface", "official", TRANSFORMERS_RWKV, "ggmf", "gguf", "st"):
         return {name: tensor.renamed(name) for name, tensor in tensors.items()}
     if any(name.endswith(EMBED) for name in tensors):
-        raise UserError("RWKV-7a (DeepEmbed) requires .pth, .ckpt or .safetensors: choose one of these")
+        raise UserError("RWKV-7a (DeepEmbed) can be stored only in .pth, .ckpt or .safetensors: choose one of these formats")
     if format == "huggingface":
-        laid = _laid_out_for_hugging_face(tensors)
+        converted = _to_hugging_face(tensors)
     elif format == "official":
-        laid = {name if name == "head.weight" else OFFICIAL_PREFIX + name: tensor
-                for name, tensor in _with_directory_epsilon(tensors).items()}
+        converted = {name if name == "head.weight" else OFFICIAL_PREFIX + name: tensor
+                     for name, tensor in _with_directory_epsilon(tensors).items()}
     elif format == TRANSFORMERS_RWKV:
-        laid = _laid_out_for_transformers_rwkv(tensors)
+        converted = _to_transformers_rwkv(tensors)
     elif format == "st":
-        laid = {name: tensor.transposed() if name.endswith((*LOW_RANK, TIME_STATE)) else tensor
-                for name, tensor in tensors.items()}
+        converted = {name: tensor.transposed() if name.endswith((*LOW_RANK, TIME_STATE)) else tensor
+                     for name, tensor in tensors.items()}
     elif format == "ggmf":
-        laid = _join_mixes({name: tensor for name, tensor in tensors.items() if name not in model.UNUSED})
+        converted = _join_mixes({name: tensor for name, tensor in tensors.items() if name not in model.UNUSED})
     else:
-        laid = _laid_out_for_gguf(tensors)
-    return {name: tensor.renamed(name) for name, tensor in laid.items()}
+        converted = _to_gguf(tensors)
+    return {name: tensor.renamed(name) for name, tensor in converted.items()}
 
 
 def _with_directory_epsilon(tensors: Mapping[str, Stored]) -> dict[str, Stored]:
@@ -282,72 +281,71 @@ def _with_directory_epsilon(tensors: Mapping[str, Stored]) -> dict[str, Stored]:
 
 
 def group_norm_epsilon(head_size: int) -> float:
-    """The group norm's epsilon that a Hugging Face directory assumes for this head size."""
+    """Returns the group norm's epsilon that a Hugging Face directory assumes for this head size."""
     return head_size * NORM_EPS if head_size != HEAD_SIZE else EPS
 
 
-def _laid_out_for_hugging_face(tensors: Mapping[str, Stored]) -> dict[str, Stored]:
-    laid: dict[str, Stored] = {}
+def _to_hugging_face(tensors: Mapping[str, Stored]) -> dict[str, Stored]:
+    converted: dict[str, Stored] = {}
     for name, tensor in _with_directory_epsilon(tensors).items():
         if name in HUGGING_FACE:
-            laid[HUGGING_FACE[name]] = tensor
+            converted[HUGGING_FACE[name]] = tensor
         elif name not in model.UNUSED:
             _, layer, rest = name.split(".", 2)
             vector = len(tensor.shape) == 3 and not rest.startswith("att.x_")
             tensor = tensor.viewed(tensor.shape[-1:]) if vector else tensor
             tensor = tensor.transposed() if rest.endswith(LOW_RANK) else tensor
-            laid[f"model.layers.{layer}.{_hugging_face_name(rest)}"] = tensor
-    return laid
+            converted[f"model.layers.{layer}.{_fla_layer_name(rest)}"] = tensor
+    return converted
 
 
-def _laid_out_for_transformers_rwkv(tensors: Mapping[str, Stored]) -> dict[str, Stored]:
-    """The tensors in transformers-rwkv's layout. Raises UserError for head sizes other than 64, which it does not support."""
+def _to_transformers_rwkv(tensors: Mapping[str, Stored]) -> dict[str, Stored]:
     head_size = tensors["blocks.0.att.r_k"].shape[1]
     if head_size != HEAD_SIZE:
         raise UserError(f"the layout {TRANSFORMERS_RWKV} requires head size {HEAD_SIZE}; got {head_size}: choose a different "
                         "layout")
-    laid: dict[str, Stored] = {}
+    converted: dict[str, Stored] = {}
     for name, tensor in tensors.items():
         if name in TRANSFORMERS_RWKV_TOP:
-            laid[TRANSFORMERS_RWKV_TOP[name]] = tensor
+            converted[TRANSFORMERS_RWKV_TOP[name]] = tensor
         elif name not in model.UNUSED:
             _, layer, rest = name.split(".", 2)
             tensor = tensor.viewed(tensor.shape[-1:]) if len(tensor.shape) == 3 else tensor
-            laid[f"model.layers.{layer}.{_transformers_rwkv_name(rest)}"] = tensor
-    return laid
+            converted[f"model.layers.{layer}.{_transformers_rwkv_layer_name(rest)}"] = tensor
+    return converted
 
 
 def _join_mixes(tensors: Mapping[str, Stored]) -> dict[str, Stored]:
     """Transposes low-rank matrices, and replaces each block's x_r .. x_g by one tensor x_rwkvag [6,1,C] at x_r's position."""
-    laid: dict[str, Stored] = {}
+    converted: dict[str, Stored] = {}
     for name, tensor in tensors.items():
         if name.endswith(".att.x_r"):
             stem = name.removesuffix("x_r")
             parts = [tensors[f"{stem}x_{letter}"] for letter in model.MIXES]
-            laid[stem + JOINED] = Stored.joined(stem + JOINED, parts, (len(parts), 1, tensor.shape[-1]))
+            converted[stem + JOINED] = Stored.joined(stem + JOINED, parts, (len(parts), 1, tensor.shape[-1]))
         elif ".att.x_" not in name:
-            laid[name] = tensor.transposed() if name.endswith(LOW_RANK) else tensor
-    return laid
+            converted[name] = tensor.transposed() if name.endswith(LOW_RANK) else tensor
+    return converted
 
 
-def _laid_out_for_gguf(tensors: Mapping[str, Stored]) -> dict[str, Stored]:
+def _to_gguf(tensors: Mapping[str, Stored]) -> dict[str, Stored]:
     copies = {name: tensors[name.replace(".v", ".a")] for name in model.UNUSED}
-    laid: dict[str, Stored] = {}
+    converted: dict[str, Stored] = {}
     for name, tensor in _join_mixes({**tensors, **copies}).items():
         if name in GGUF:
-            laid[GGUF[name]] = tensor
+            converted[GGUF[name]] = tensor
             continue
         _, layer, rest = name.split(".", 2)
         if rest.endswith(JOINED):
             tensor = tensor.viewed((*tensor.shape[:1], 1, *tensor.shape[1:]))
         elif model.group(name) == "vector":
             tensor = tensor.viewed((tensor.count,))
-        laid[f"blk.{layer}.{_gguf_name(rest)}"] = tensor
-    return laid
+        converted[f"blk.{layer}.{_gguf_name(rest)}"] = tensor
+    return converted
 
 
 def hugging_face_config(config: ModelConfig, vocab_size: int, dtype: torch.dtype, layout: str = "fla") -> JsonObject:
-    """The part of config.json that describes the architecture."""
+    """Returns the part of config.json that describes the architecture."""
     config = model.resolved(config)
     epsilon = {GROUP_NORM: group_norm_epsilon(config.head_size)} if config.head_size != HEAD_SIZE else {}
     shared = {"model_type": HUGGING_FACE_TYPE, "vocab_size": vocab_size, "max_position_embeddings": config.ctx_len,
@@ -367,8 +365,10 @@ def hugging_face_config(config: ModelConfig, vocab_size: int, dtype: torch.dtype
 
 
 def widths(matrix: Callable[[str], tuple[int, ...]], names: Collection[str]) -> dict[str, int]:
-    """The model's widths, by their names in ModelConfig. matrix(name): a matrix's shape (rows, columns). names: of all
-    tensors."""
+    """Returns the model's widths, by their names in ModelConfig.
+
+    `matrix` returns a matrix's shape (rows, columns) by name. `names` are the names of all tensors.
+    """
     deep = {"deep_embed_dim": matrix("blocks.0.ffn.s1")[1]} if any(name.endswith(EMBED) for name in names) else {}
     return {**deep, "n_embd": matrix("emb.weight")[1], "n_ffn": matrix("blocks.0.ffn.key.weight")[0],
             "head_size": matrix("blocks.0.att.r_k")[1],
@@ -376,11 +376,11 @@ def widths(matrix: Callable[[str], tuple[int, ...]], names: Collection[str]) -> 
 
 
 def has_many_forms(name: str) -> bool:
-    """Whether the tensor is a vector that some files store as [C] and others as [1,1,C]."""
+    """Returns True if the tensor is a vector that some files store as [C] and others as [1,1,C]."""
     return re.fullmatch(VECTOR, name) is not None
 
 
 def directory_factor(name: str, config: ModelConfig) -> float:
-    """The official matrix divided by the one in a Hugging Face directory with the default epsilon."""
+    """Returns the official matrix divided by the matrix in a Hugging Face directory with the default epsilon."""
     epsilon = group_norm_epsilon(model.resolved(config).head_size)
     return math.sqrt(EPS / epsilon) if name.endswith(".att.receptance.weight") else 1.0

@@ -1,11 +1,11 @@
-"""Tuned states: each layer's initial state S, trained by tune=state or another program.
+"""Reads and writes tuned states: each layer's initial state S, trained by tune=state or another program.
 
     torch.save     blocks.i.att.time_state (H,N,N), value by key: from official trainers, RWKV-PEFT, RWKV-Runner, tune=state
     .st, .state    the same names, key by value: for web-rwkv and ai00, whose converter transposes the states
 
 Such a file states neither its layout nor the weights that it was trained on. The layout is inferred from the file format. If
-the file also contains weights, it is inferred from their low-rank matrices, which the same converter transposes. A .safetensors
-with only states may have either layout.
+the file also contains weights, the layout is inferred from their low-rank matrices, which the same converter transposes. A
+.safetensors with only states may have either layout.
 
 Sources: RWKV-PEFT, rwkvt/rwkv7/att.py; RWKV-Runner, backend-python/utils/rwkv.py (load_rwkv_state); web-rwkv,
 assets/scripts/convert_safetensors.py and src/runtime/v7.rs (read_state).
@@ -34,13 +34,18 @@ from rwkv.model.state import State
 
 OFFICIAL, TRANSPOSED = STATE_LAYOUTS
 AXES = {OFFICIAL: "value by key", TRANSPOSED: "key by value"}
-WEB_RWKV = (".st", ".state")             # suffixes of web-rwkv's files
+WEB_RWKV = (".st", ".state")             # web-rwkv's files have these suffixes
 
 
 @dataclass(frozen=True)
 class TimeStates:
-    """A tuned state from a file. layers: each layer's state (H,N,N), value by key. layout: the file's; why: how it was
-    inferred."""
+    """A tuned state from a file.
+
+    Attributes:
+        layers: each layer's state (H,N,N), value by key.
+        layout: the layout in the file.
+        why: how the layout was inferred.
+    """
 
     path: Path
     layers: list[Stored]
@@ -49,16 +54,16 @@ class TimeStates:
 
     @property
     def line(self) -> str:
-        """The line about the tuned state in a program's plan."""
+        """Returns the line about the tuned state in a program's plan."""
         return f"tuned state in {self.path}, read as {self.layout} ({AXES[self.layout]}): {self.why}"
 
     def state(self, config: ModelConfig) -> State:
-        """The state before the first token, for a batch of one. Raises CheckpointError if a value is not finite."""
+        """Returns the state before the first token, for a batch of one. Raises CheckpointError if a value is not finite."""
         wkv = torch.stack([layer.get(copy=True) for layer in self.layers])
         return generation(config).empty_state(config, 1).with_wkv(wkv.unsqueeze(1))
 
     def digest(self) -> str:
-        """A hash of the values, independent of the file's layout and dtype."""
+        """Returns a hash of the values, which does not depend on the file's layout and dtype."""
         hashed = hashlib.sha256()
         for layer in self.layers:
             hashed.update(layer.get().numpy().tobytes())
@@ -72,9 +77,9 @@ def layer_names(names: Collection[str]) -> dict[str, str]:
 
 
 def is_file(path: Path) -> bool:
-    """Whether the file contains only states. Raises CheckpointError if it cannot be read.
+    """Returns True if the file contains only states. Raises CheckpointError if it cannot be read.
 
-    A file of torch.save that names no state is not read further, since that would verify the checksums of all its weights.
+    A file of torch.save that names no state is not read further, because reading verifies the checksums of all its weights.
     """
     if formats.first_bytes(path, 2) == _torch_file.ZIP and not _names_a_state(path):
         return False
@@ -86,13 +91,13 @@ def _names_a_state(path: Path) -> bool:
     try:
         with zipfile.ZipFile(path) as archive:
             pickles = [archive.read(name) for name in archive.namelist() if name.endswith("data.pkl")]
-    except Exception:                    # zipfile raises many error classes for damaged files, which reading will report
+    except Exception:                    # zipfile raises many error classes; reading will report the damage
         return False
     return any(TIME_STATE.encode() in pickled for pickled in pickles)
 
 
 def is_content(content: bytes) -> bool:
-    """Whether these bytes are a file of torch.save, or a .safetensors with only states."""
+    """Returns True if these bytes are a file of torch.save, or a .safetensors with only states."""
     if content[:2] in (_torch_file.ZIP, *_torch_file.PICKLES):
         return True
     try:
@@ -108,30 +113,33 @@ def taken(tensors: dict[str, Stored]) -> dict[str, Stored]:
 
 
 def named(layers: Sequence[Stored], dtype: torch.dtype = torch.float32) -> dict[str, Stored]:
-    """The layers' states by official name."""
+    """Returns the layers' states by official name."""
     names = [f"blocks.{layer}.{TIME_STATE}" for layer in range(len(layers))]
     return {name: tensor.renamed(name).cast(dtype) for name, tensor in zip(names, layers, strict=True)}
 
 
 def read(path: Path, config: ModelConfig | None, layout: str | None = None) -> TimeStates:
-    """Reads a tuned state. config: the model's, or None to accept any model. layout: None infers it from the file format.
+    """Reads a tuned state. Raises CheckpointError for a different kind of file or a state of a different model.
 
-    Raises CheckpointError for a different kind of file or a state of a different model, UserError if the layout is unknown.
+    Raises UserError if the layout is unknown.
+
+    Args:
+        config: the model's configuration; None accepts any model.
+        layout: the layout in the file; None infers it from the file format.
     """
     content = formats.recognise(path).read(path)
     names = layer_names(content.tensors)
     if content.entry is not None:
-        raise CheckpointError(f"{path} is a run's checkpoint, not the file of a tuned state: pass it as checkpoint=, or pass "
-                              "the "
-                              "run's time_state.pth here")
+        raise CheckpointError(f"{path} is a run's checkpoint, not the file of a tuned state: pass the checkpoint as "
+                              "checkpoint=, or pass the run's time_state.pth here")
     others = [name for name in content.tensors if name not in names]
     if not names or others:
-        raise CheckpointError(f"{path} is not a tuned state, which contains only blocks.i.{TIME_STATE}: "
-                              f"{_other_content(content.tensors, others)}")
+        raise CheckpointError(f"{path} is not a tuned state. A tuned state contains only blocks.i.{TIME_STATE}, but "
+                              f"{_describe_other_content(content.tensors, others)}")
     if len({*names.values()}) < len(names):
-        raise CheckpointError(f"{path} contains several states ({', '.join([*names][:3])}, ...): save one of them alone")
+        raise CheckpointError(f"{path} contains several states ({', '.join([*names][:3])}, ...): save one state alone")
     if layout is None:
-        layout, why = _inferred_layout(path)
+        layout, why = _infer_layout(path)
     else:
         why = f"state_layout={layout}"
     return TimeStates(path, fitted(path, {names[name]: tensor for name, tensor in content.tensors.items()}, config, layout),
@@ -139,7 +147,10 @@ def read(path: Path, config: ModelConfig | None, layout: str | None = None) -> T
 
 
 def read_content(content: bytes, config: ModelConfig, layout: str | None = None) -> TimeStates:
-    """Like read, from a file's content instead of a path. Error messages say "the file". The values are copies."""
+    """Reads a tuned state from a file's content instead of a path. The values are copies.
+
+    Raises the errors of read(); their messages say "the file".
+    """
     with TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         path = Path(folder) / "file"
         path.write_bytes(content)
@@ -153,7 +164,7 @@ def read_content(content: bytes, config: ModelConfig, layout: str | None = None)
 
 
 def write(states: TimeStates, path: Path) -> str:
-    """Writes a file with only states. Returns the layout that its suffix implies. Raises UserError for an unknown suffix."""
+    """Writes a file with only states, and returns the layout of its suffix. Raises UserError for an unknown suffix."""
     if path.suffix == ".st":
         tensors = {name: tensor.transposed() for name, tensor in named(states.layers, torch.float16).items()}
         write_file(path, lambda file: write_tensors(file, tensors.values(), {}))
@@ -165,34 +176,33 @@ def write(states: TimeStates, path: Path) -> str:
 
 
 def fitted(path: Path, tensors: Mapping[str, Stored], config: ModelConfig | None, layout: str = OFFICIAL) -> list[Stored]:
-    """The layers' states, value by key in float32. tensors: by name, as layer_names returns them.
+    """Returns the layers' states, value by key in float32. `tensors` has the names that layer_names returns.
 
-    Raises CheckpointError if they do not match a model of these sizes.
+    Raises CheckpointError if the states do not match a model with these sizes.
     """
     shapes = {name: _without_row(tensor.shape) for name, tensor in tensors.items()}
-    L, shape = (len(shapes), next(iter(shapes.values()))) if config is None else _expected(path, config)
+    L, shape = (len(shapes), next(iter(shapes.values()))) if config is None else _layer_count_and_state_shape(path, config)
     expected = [f"blocks.{layer}.{TIME_STATE}" for layer in range(L)]
     if sorted(tensors) != sorted(expected) or set(shapes.values()) != {shape} or not _is_state(shape):
         model = f"the model has {L} layers of {shape[0]} heads of size {shape[1]}: the state belongs to a different model"
-        raise CheckpointError(f"{path} contains a state of {_sizes(shapes)}, and "
+        raise CheckpointError(f"{path} contains a state of {_describe_sizes(shapes)}, but "
                               + (model if config else "all heads of a model must have the same size"))
     stored = [tensors[name].viewed(shapes[name]) for name in expected]
     stored = [tensor.transposed() for tensor in stored] if layout == TRANSPOSED else stored
     return [tensor.cast(torch.float32) for tensor in stored]
 
 
-def _expected(path: Path, config: ModelConfig) -> tuple[int, tuple[int, ...]]:
-    """The model's number of layers, and the shape (H,N,N) of a layer's state."""
+def _layer_count_and_state_shape(path: Path, config: ModelConfig) -> tuple[int, tuple[int, ...]]:
     module = generation(config)
     if not module.LEARNS_STATE:
-        raise CheckpointError(f"{path} contains a tuned state, which requires {with_learnt_states()}; the model is "
+        raise CheckpointError(f"{path} contains a tuned state, which requires {with_learnt_states()}, but the model is "
                               f"{module.NAME}")
     config = module.resolved(config)
     return config.n_layer, tuple(module.empty_state(config, 1, "meta").named()["wkv"].shape[2:])
 
 
-def _inferred_layout(path: Path) -> tuple[str, str]:
-    """Infers the layout from the file format; also returns the reason. Raises UserError if the format allows both layouts."""
+def _infer_layout(path: Path) -> tuple[str, str]:
+    """Infers the layout from the file format, and also returns the reason. Raises UserError if both layouts are possible."""
     if _torch_file.recognises(path):
         return OFFICIAL, "a file of torch.save, as trainers write"
     if path.suffix in WEB_RWKV:
@@ -201,14 +211,14 @@ def _inferred_layout(path: Path) -> tuple[str, str]:
                     f"state_layout={TRANSPOSED} ({AXES[TRANSPOSED]}, as in web-rwkv's .st)")
 
 
-def _other_content(names: Collection[str], others: list[str]) -> str:
+def _describe_other_content(names: Collection[str], others: list[str]) -> str:
     if "emb.weight" in names or any(name.endswith(".emb.weight") for name in names):
-        return "it contains weights: pass them as checkpoint="
+        return "the file contains weights: pass them as checkpoint="
     if kind := tuned_kind(names):
-        return f"it is {kind}"
+        return f"the file is {kind}"
     if not others:
-        return "it contains no tensors"
-    return f"it contains {others[0]}" + (f" and {len(others) - 1} more" if others[1:] else "")
+        return "the file contains no tensors"
+    return f"the file contains {others[0]}" + (f" and {len(others) - 1} more" if others[1:] else "")
 
 
 def _without_row(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -219,8 +229,7 @@ def _is_state(shape: tuple[int, ...]) -> bool:
     return len(shape) == 3 and shape[1] == shape[2]
 
 
-def _sizes(shapes: Mapping[str, tuple[int, ...]]) -> str:
-    """Describes the sizes of a state, for an error message."""
+def _describe_sizes(shapes: Mapping[str, tuple[int, ...]]) -> str:
     name, shape = next(iter(shapes.items()))
     odd = next((name for name in shapes if shapes[name] != shape), None)
     if not _is_state(shape):

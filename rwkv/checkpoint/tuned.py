@@ -1,7 +1,7 @@
-"""Checkpoints of runs with tune=lora or tune=state: the trained values, and the path of the frozen weights.
+"""Reads checkpoints of runs with tune=lora or tune=state, which have the trained values and the path of the frozen weights.
 
-Adapters are merged when a matrix is read. The sum is float32, even if the frozen weights are stored in 16 bits. Rounding it to
-bfloat16 or int8 loses part of the adapters' change (`surviving`).
+Adapters are merged when a matrix is read. The sum is float32, even if the frozen weights are stored in 16 bits. Rounding the
+sum to bfloat16 or int8 loses part of the adapters' change (`surviving`).
 """
 
 import hashlib
@@ -28,52 +28,54 @@ from rwkv.model.lora import merged
 if TYPE_CHECKING:
     from rwkv.checkpoint.files import Checkpoint
 
-MEASURED = 8                             # `surviving` reads about this many adapted matrices
+MEASURED = 8                             # `surviving` reads at most this many adapted matrices
 ADAPTER = re.compile(r".*?(blocks\.\d+\..+)\.lora_([AB])\.weight")
 
 
 def is_tuned(entry: JsonObject | None) -> bool:
-    """Whether the entry `timemix` describes a run with tune=lora or tune=state."""
+    """Returns True if the entry `timemix` describes a run with tune=lora or tune=state."""
     run = (entry or {}).get("run")
     tune = run.get("tune") if isinstance(run, dict) else None
     return isinstance(tune, dict) and tune.get("method", "full") != "full"
 
 
 def without_base(run: JsonObject) -> JsonObject:
-    """A run's configuration as stored with merged weights: without tune and init_from."""
+    """Returns a run's configuration as it is stored with merged weights: without tune and init_from."""
     return {name: value for name, value in run.items() if name not in ("tune", "init_from")} if is_tuned({"run": run}) else run
 
 
 def without_tune(run: JsonObject) -> JsonObject:
-    """A run's configuration without tune, for weights into which another adapter is merged. init_from stays, because its name
-    selects the default chat template."""
+    """Returns a run's configuration without tune, for weights into which another adapter is merged.
+
+    init_from stays, because its name selects the default chat template.
+    """
     return {name: value for name, value in run.items() if name != "tune"}
 
 
 def identity(checkpoint: "Checkpoint") -> str:
-    """A fingerprint that identifies the frozen weights and is cheap to compute."""
+    """Returns a fingerprint that identifies the frozen weights and is cheap to compute."""
     weights_fingerprint = fingerprint(generation(checkpoint.config), checkpoint.weights)
     for tensor in checkpoint.weights.stored.values():
-        tensor.drop_pages()              # the fingerprint's elements are spread over all pages
+        tensor.drop_pages()              # the fingerprint reads elements in all pages
     return weights_fingerprint
 
 
 def require_same(path: Path, base: "Checkpoint", entry: JsonObject, by_user: bool = False) -> None:
     """Raises UnreadableError if the weights `base` are not the frozen weights of the run.
 
-    by_user: whether the user named the file with the weights, rather than the run's configuration.
+    `by_user` is True if the user named the file with the weights, False if the run's configuration did.
     """
     if entry.get("base") == identity(base):
         return
     source = entry["run"]["init_from"]
     if by_user:
-        raise UnreadableError(f"{path} was trained on the weights in {source}, but those in {base.path} differ: use the base "
-                              "that it was trained on")
+        raise UnreadableError(f"{path} was trained on the weights in {source}, but the weights in {base.path} differ: use the "
+                              "weights in the first file")
     raise UnreadableError(f"{path} was trained on the weights in {source}, which have changed since: restore that file")
 
 
 def digest(content: Content) -> str:
-    """A hash of the trained tensors. The server tells adapters apart by it."""
+    """Returns a hash of the trained tensors. The server tells adapters apart by this hash."""
     hashed = hashlib.sha256()
     for name, tensor in sorted(content.tensors.items()):
         hashed.update(f"{name} {tensor.shape}".encode())
@@ -90,7 +92,7 @@ def applied(content: Content, base: Mapping[str, Stored], config: ModelConfig) -
     if states:
         missing = [layer for layer in range(config.n_layer) if f"{layer}.{TIME_STATE}" not in states]
         if missing:
-            raise CheckpointError(f"{content.path} lacks blocks.{missing[0]}.{TIME_STATE}: the file is damaged")
+            raise CheckpointError(f"{content.path} is damaged: the file lacks blocks.{missing[0]}.{TIME_STATE}")
         shape = tuple(generation(config).empty_state(config, 1, "meta").named()["wkv"].shape[2:])
         for name, tensor in states.items():
             _require_shape(content.path, f"blocks.{name}", tensor, shape)
@@ -101,29 +103,29 @@ def applied(content: Content, base: Mapping[str, Stored], config: ModelConfig) -
         if match := ADAPTER.fullmatch(name):
             pairs.setdefault(f"{match[1]}.weight", {})[match[2]] = tensor
     if not pairs or any(pair.keys() != {"A", "B"} or name not in base for name, pair in pairs.items()):
-        raise CheckpointError(f"{content.path} has no complete set of adapters for these weights: the file is damaged")
+        raise CheckpointError(f"{content.path} is damaged: the adapters for these weights are incomplete")
     for name, pair in pairs.items():
         rows, columns = base[name].shape
         _require_shape(content.path, f"{name.removesuffix('.weight')}.lora_A.weight", pair["A"], (tune["rank"], columns))
         _require_shape(content.path, f"{name.removesuffix('.weight')}.lora_B.weight", pair["B"], (rows, tune["rank"]))
     scale = tune["alpha"] / tune["rank"]
-    return dict(base) | {name: _merged(base[name], pair["A"], pair["B"], scale) for name, pair in pairs.items()}, None
+    return dict(base) | {name: _merge_on_read(base[name], pair["A"], pair["B"], scale) for name, pair in pairs.items()}, None
 
 
 def is_exact(checkpoint: "Checkpoint", dtype: str) -> bool:
-    """Whether all matrices already have this dtype, so that converting to it rounds nothing."""
+    """Returns True if all matrices already have this dtype, so that converting to it rounds nothing."""
     group = generation(checkpoint.config).group
     matrices = (tensor for name, tensor in checkpoint.weights.stored.items() if group(name) in MATRICES)
     return all(tensor.dtype == DTYPES.get(dtype) for tensor in matrices)
 
 
 def surviving(checkpoint: "Checkpoint", dtype: str) -> float:
-    """The fraction of the adapters' change that survives rounding the merged matrices to `dtype`, from 0 to 1.
+    """Returns the fraction of the adapters' change that survives rounding the merged matrices to `dtype`, from 0 to 1.
 
-    It is 1 - |(round(W + D) - round(W)) - D| / |D|, over a sample of at most MEASURED matrices W and their changes D; 1 without
-    adapters. dtype: a name in stored.DTYPES, int8, int4, or one of GGUF's block types.
+    The fraction is 1 - |(round(W + D) - round(W)) - D| / |D|, over at most MEASURED matrices W and their changes D. Without
+    adapters it is 1. `dtype` is a name in lazy_tensors.DTYPES, int8, int4, or one of GGUF's block types.
     """
-    rounded, names = _rounding(dtype), sorted(checkpoint.unadapted)
+    rounded, names = _rounding_function(dtype), sorted(checkpoint.unadapted)
     changed = lost = 0.0
     with torch.no_grad():
         for name in names[::-(-len(names) // MEASURED) or 1]:
@@ -135,8 +137,7 @@ def surviving(checkpoint: "Checkpoint", dtype: str) -> float:
     return max(0.0, 1 - math.sqrt(lost / changed)) if changed else 1.0
 
 
-def _rounding(dtype: str) -> Callable[[Tensor], Tensor]:
-    """A function that rounds a float32 matrix to `dtype` and returns it in float32."""
+def _rounding_function(dtype: str) -> Callable[[Tensor], Tensor]:
     if dtype in DTYPES:
         return lambda matrix: matrix.to(DTYPES[dtype]).float()
     if dtype in ("int8", "int4"):
@@ -146,11 +147,11 @@ def _rounding(dtype: str) -> Callable[[Tensor], Tensor]:
 
 def _require_shape(path: Path, name: str, tensor: Stored, shape: tuple[int, ...]) -> None:
     if tensor.shape != shape:
-        raise CheckpointError(f"{path}: the shape of {name} must be {list(shape)}, to match the base weights; got "
-                              f"{list(tensor.shape)}: the file is damaged")
+        raise CheckpointError(f"{path} is damaged: the shape of {name} must be {list(shape)} to match the base weights; got "
+                              f"{list(tensor.shape)}")
 
 
-def _merged(weight: Stored, A: Stored, B: Stored, scale: float) -> Stored:
+def _merge_on_read(weight: Stored, A: Stored, B: Stored, scale: float) -> Stored:
     def data() -> Tensor:
         with torch.no_grad():
             return merged(weight.get(), A.get(), B.get(), scale)

@@ -1,1 +1,1 @@
-"""Files, streams and signals: atomic writes, cache files, UTF-8, JSON lines, output streams whose reader may disappear."""
+"""Reads and writes files and streams, and handles signals: atomic writes, cache files, UTF-8, JSON lines, broken pipes."""

@@ -1,6 +1,6 @@
-"""Atomic writes: writes a temporary file in the target's folder, flushes it to the disk, and renames it to the target.
+"""Writes files atomically. A temporary file in the target's folder is written, flushed to the disk, and renamed to the target.
 
-After a crash the target is either the complete old file or the complete new one. Symbolic links are followed; devices and pipes
+After a crash the target is either the complete old file or the complete new one. Symbolic links are followed. Devices and pipes
 are written directly.
 """
 
@@ -13,9 +13,11 @@ from typing import BinaryIO
 
 
 def write_file(path: Path, write: Callable[[BinaryIO], object]) -> None:
-    """Calls write(file) and puts the result at `path` atomically: a failure leaves the old file intact. Creates missing
-    folders."""
-    if path.exists() and not path.is_file():             # a device or pipe: a rename would replace it
+    """Calls write(file) and puts the result at `path` atomically. Creates missing folders.
+
+    If writing fails, the old file is unchanged.
+    """
+    if path.exists() and not path.is_file():             # a rename would replace a device or pipe
         with path.open("wb") as file:
             write(file)
         return
@@ -30,7 +32,7 @@ def write_file(path: Path, write: Callable[[BinaryIO], object]) -> None:
         temporary.replace(path)
         sync_folder(path.parent)
     except OSError as error:
-        if error.filename in (None, str(temporary)):     # the error of a full disk names no file
+        if error.filename in (None, str(temporary)):     # a full disk's error names no file
             error.filename = str(path)
         raise
     finally:
@@ -38,12 +40,12 @@ def write_file(path: Path, write: Callable[[BinaryIO], object]) -> None:
 
 
 def append(path: Path, content: bytes) -> None:
-    """Appends to a file. If it fails, the OSError contains the file's name."""
+    """Appends to a file. If this fails, the OSError contains the file's name."""
     try:
         with path.open("ab") as file:
             file.write(content)
     except OSError as error:
-        error.filename = str(path)       # the error of a full disk names no file
+        error.filename = str(path)       # a full disk's error names no file
         raise
 
 
@@ -52,7 +54,7 @@ def write_folder(path: Path, write: Callable[[Path], None]) -> None:
     path = Path(os.path.realpath(path))
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    shutil.rmtree(temporary, ignore_errors=True)         # left by a killed process that had the same pid
+    shutil.rmtree(temporary, ignore_errors=True)         # a killed process with the same pid may have left it
     temporary.mkdir()
     try:
         write(temporary)
@@ -70,7 +72,7 @@ def write_folder(path: Path, write: Callable[[Path], None]) -> None:
 
 
 def replace_folder(folder: Path, path: Path) -> None:
-    """Renames a finished folder to `path`, replacing an old file or folder.
+    """Renames a finished folder to `path`, and replaces an old file or folder.
 
     If the process is killed meanwhile, both remain, and the old one may be named replaced_by(path).
     """
@@ -85,13 +87,15 @@ def replace_folder(folder: Path, path: Path) -> None:
 
 
 def replaced_by(path: Path) -> Path:
-    """The temporary path of the old file or folder during replace_folder."""
+    """Returns the temporary path of the old file or folder during replace_folder."""
     return path.with_name(f".{path.name}.old")
 
 
 def remove(path: Path) -> None:
-    """Deletes a file or folder, if it exists. Renames a folder first, so that a kill leaves no partial folder under this
-    name."""
+    """Deletes a file or folder, if it exists.
+
+    Renames a folder first, so that a kill during the deletion leaves no partial folder under this name.
+    """
     if not path.is_dir():
         path.unlink(missing_ok=True)
         return
@@ -102,7 +106,7 @@ def remove(path: Path) -> None:
 
 
 def size_on_disk(path: Path) -> int:
-    """The size in bytes of a file, or of all files in a folder."""
+    """Returns the size in bytes of a file, or of all files in a folder."""
     files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
     return sum(file.stat().st_size for file in files)
 

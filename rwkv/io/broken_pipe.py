@@ -1,16 +1,17 @@
-"""Output streams whose reader may disappear: `2>&1 | head`, a tee that ends, a terminal that closes."""
+"""Wraps output streams whose reader may disappear, as with `2>&1 | head`, a tee that ends, or a terminal that closes."""
 
 import os
 from typing import Any, TextIO, cast
 
 
 def unread(stream: TextIO | None) -> TextIO:
-    """Wraps an output stream. After a failed write, further output is discarded, and raise_unwritten() raises the error.
+    """Wraps an output stream so that a failed write raises no error, and later output is discarded.
 
-    stream: None if the program was started without this stream; then all output is discarded.
+    raise_unwritten() raises the error later. `stream` is None if the program was started without this stream; then all output
+    is discarded.
     """
     if stream is None:
-        null = os.open(os.devnull, os.O_WRONLY)          # never closed, like the standard stream that it stands for
+        null = os.open(os.devnull, os.O_WRONLY)          # it stays open, like a standard stream
         stream = os.fdopen(null, "w", encoding="utf-8", closefd=False)
     return cast(TextIO, _Unread(stream))
 
@@ -18,7 +19,7 @@ def unread(stream: TextIO | None) -> TextIO:
 class _Unread:
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
-        self.problem: OSError | None = None              # why output was discarded; None if the reader disappeared
+        self.problem: OSError | None = None              # the reason why output was discarded; None if the reader disappeared
 
     def write(self, text: str) -> int:
         try:
@@ -43,7 +44,7 @@ class _Unread:
 
 
 def raise_unwritten(stream: TextIO) -> None:
-    """Raises OSError if a stream from unread() discarded output although its reader had not disappeared, as on a full disk."""
+    """Raises OSError if a stream from unread() discarded output while its reader was present, as on a full disk."""
     if isinstance(stream, _Unread) and stream.problem is not None:
         raise OSError(stream.problem.errno, stream.problem.strerror, "standard output")
 

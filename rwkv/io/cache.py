@@ -1,4 +1,4 @@
-"""Cache files: written atomically, even by concurrent processes, and with checksums that are verified on reading."""
+"""Reads and writes cache files. Concurrent processes may write them, and reading verifies their checksums."""
 
 import hashlib
 import json
@@ -12,7 +12,7 @@ from rwkv.io.atomic import write_file
 
 
 def write(path: Path, write_to: Callable[[BinaryIO], object]) -> None:
-    """Like write_file, but raises UserError if the file cannot be written."""
+    """Writes a file as write_file does, but raises UserError if it cannot be written."""
     try:
         write_file(path, write_to)
     except OSError as error:
@@ -20,8 +20,8 @@ def write(path: Path, write_to: Callable[[BinaryIO], object]) -> None:
 
 
 def cannot_write(path: Path, error: OSError) -> str:
-    """The message for a UserError about a folder or file in data.cache_dir that cannot be written."""
-    return f"cannot write {path}: {error.strerror}; data.cache_dir must be a writable folder with free space"
+    """Returns the message for a UserError about a path in data.cache_dir that cannot be written."""
+    return f"cannot write {path}: {error.strerror}. data.cache_dir must be a writable folder with free space"
 
 
 def write_bytes(path: Path, content: bytes) -> None:
@@ -34,12 +34,12 @@ def write_json(path: Path, content: object) -> None:
 
 
 def json_bytes(content: object) -> bytes:
-    """The bytes of the file that write_json writes."""
+    """Returns the bytes of the file that write_json writes."""
     return json.dumps({"crc32": _checksum(content), "content": content}).encode()
 
 
 def read_json(path: Path) -> Any:
-    """The content that write_json wrote; None if the file is missing or damaged."""
+    """Returns the content that write_json wrote; None if the file is missing or damaged."""
     try:
         entry = json.loads(path.read_text(encoding="utf-8"))
         return entry["content"] if entry["crc32"] == _checksum(entry["content"]) else None
@@ -48,7 +48,7 @@ def read_json(path: Path) -> Any:
 
 
 def sha256(parts: Iterable[str]) -> str:
-    """The SHA-256 of strings, encoded as UTF-8 and joined by zero bytes."""
+    """Returns the SHA-256 of strings, encoded as UTF-8 and joined by zero bytes."""
     hashed = hashlib.sha256()
     separator = b""
     for part in parts:

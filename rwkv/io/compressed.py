@@ -1,4 +1,4 @@
-"""Reads compressed files, recognised by suffix: .gz, and .zst, which requires the package zstandard."""
+"""Reads compressed files with the suffix .gz or .zst. The suffix .zst requires the package zstandard."""
 
 import gzip
 import io
@@ -9,15 +9,15 @@ from typing import Any, BinaryIO, cast
 from rwkv.errors import UserError
 
 COMPRESSED = (".gz", ".zst")
-BROKEN = (OSError, EOFError, zlib.error)         # exceptions for a damaged or truncated file
-BLOCK = 1 << 17                          # number of compressed bytes to read at a time
+BROKEN = (OSError, EOFError, zlib.error)         # a damaged or truncated file raises one of these
+BLOCK = 1 << 17                          # the number of compressed bytes that are read at a time
 
 
 def decompressed(raw: BinaryIO, path: Path) -> BinaryIO:
-    """A stream of the decompressed content of `raw`, a file open for reading bytes. Without the suffix .gz or .zst, returns
-    `raw` itself.
+    """Returns a stream of the decompressed content of `raw`, or `raw` itself without the suffix .gz or .zst.
 
-    Reading a damaged file raises one of BROKEN. Raises UserError for .zst if the package is not installed.
+    `raw` is a file that is open for reading bytes. Reading a damaged file raises one of BROKEN. Raises UserError for .zst if
+    the package is not installed.
     """
     if path.suffix == ".gz":
         return cast(BinaryIO, gzip.GzipFile(fileobj=raw))
@@ -27,7 +27,7 @@ def decompressed(raw: BinaryIO, path: Path) -> BinaryIO:
 
 
 class _Zstandard(io.RawIOBase):
-    """Reads consecutive zstandard frames. The package's own reader does not detect a truncated frame."""
+    """Reads consecutive zstandard frames, and detects a truncated frame, which the package's own reader does not."""
 
     def __init__(self, raw: BinaryIO, path: Path) -> None:
         try:
@@ -48,7 +48,7 @@ class _Zstandard(io.RawIOBase):
             self._compressed = self._compressed or self._raw.read(BLOCK)
             if not self._compressed:
                 if self._frame is not None:
-                    raise EOFError("its last zstandard frame is cut off")
+                    raise EOFError("the last zstandard frame is cut off")
                 return 0
             self._frame = self._frame or self._library.ZstdDecompressor().decompressobj()
             try:

@@ -1,4 +1,6 @@
-"""Names on the Hugging Face Hub, accepted by every option for a checkpoint, state, adapter, tokenizer or template.
+"""Downloads models by name from the Hugging Face Hub.
+
+Every option for a checkpoint, state, adapter, tokenizer or template accepts these names:
 
     ORG/REPO                 a repository with config.json or adapter_config.json, or with only one weights file
     ORG/REPO/PATH            a file or a directory inside the repository
@@ -26,28 +28,33 @@ from rwkv.errors import CheckpointError
 
 EXTRA = "pip install huggingface_hub"
 MAIN = "main"
-SHOWN = 4                                # number of names to list in an error message
+SHOWN = 4                                # an error message lists at most this many names
 CARD = "README.md"
-RUNS = "runs/"                           # a path, even if the folder does not exist yet
+RUNS = "runs/"                           # this begins a path, even if the folder does not exist yet
 COMMIT = re.compile(r"[0-9a-f]{40}")
 SCHEME = re.compile(r"(hf:|(?:https?:/+)?(?:www\.)?(?:huggingface\.co|hf\.co)(?=/))/*")
 REPOSITORY = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@(refs/(?:pr|convert)/[\w.-]+|[^/:@]+))?"
                         r"(?:/([^:@]*))?((?:[:@][^:@]+)*)")
-ON_A_PAGE = re.compile(r"(?:blob|resolve|raw|tree)/([^/]+)(?:/(.*))?")         # the path part of a browser's address
+ON_A_PAGE = re.compile(r"(?:blob|resolve|raw|tree)/([^/]+)(?:/(.*))?")         # matches the path in a browser's address
 PART = re.compile(r"-\d{5}-of-\d{5}(?=\.gguf\Z)")
 QUANTISATION = re.compile(r"(?<![A-Za-z0-9])(?:IQ\d\w*|Q\d\w*|T?BF16|F16|F32|MXFP4)(?![A-Za-z0-9_])", re.IGNORECASE)
 WEIGHTS = (".pth", ".safetensors", ".gguf", ".st", ".ckpt", ".bin", ".ggmf")
-FILES = (*WEIGHTS, ".pt", ".json", ".txt", ".jinja", ".jinja2")                # ORG/NAME with such a suffix is a path on disk
+FILES = (*WEIGHTS, ".pt", ".json", ".txt", ".jinja", ".jinja2")                # ORG/NAME with such a suffix is a path
 MARKS = ("config.json", "adapter_config.json")           # a directory with one of these is a model or adapter
 DIRECTORY_WEIGHTS = ("model.safetensors", "pytorch_model.bin", "model.safetensors.index.json", "pytorch_model.bin.index.json",
-                "adapter_model.safetensors", "adapter_model.bin")              # a directory's weights, in order of preference
+                     "adapter_model.safetensors", "adapter_model.bin")         # the preferred file is first
 INDEX = ".index.json"
-BESIDE = (".json", ".jinja", ".txt", ".model", ".md")    # suffixes of a directory's other files
+BESIDE = (".json", ".jinja", ".txt", ".model", ".md")    # a directory's other files have these suffixes
 
 
 class Name(NamedTuple):
-    """A name on the Hub. path: within the repository; "" for the repository itself. quantisation: selects a GGUF file.
-    revision: None for main."""
+    """A name on the Hub.
+
+    Attributes:
+        path: the path within the repository; "" is the repository itself.
+        quantisation: selects a GGUF file by its quantisation, such as Q4_K_M.
+        revision: a branch, a tag or a commit; None is main.
+    """
 
     repository: str
     path: str = ""
@@ -61,16 +68,22 @@ class Name(NamedTuple):
 
 
 class Fetched(NamedTuple):
-    """A downloaded file or directory. path: on disk. pinned: its name with the commit, which always denotes the same
-    content."""
+    """A downloaded file or directory: its path on disk, and its name with the commit (`pinned`).
+
+    The pinned name always stands for the same content.
+    """
 
     path: Path
     pinned: str
 
 
 class Contents(NamedTuple):
-    """The files of a repository at a commit. files: their sizes in bytes (None if unknown) by path. offline: why the list is
-    from the cache; None if it is from the Hub."""
+    """The files of a repository at a commit.
+
+    Attributes:
+        files: the sizes in bytes by path; None is an unknown size.
+        offline: the reason why the list is from the cache; None if it is from the Hub.
+    """
 
     commit: str
     files: Mapping[str, int | None]
@@ -78,7 +91,7 @@ class Contents(NamedTuple):
 
 
 def parse(text: str | Path) -> Name | None:
-    """Parses a name on the Hub; None for a path on disk. Raises CheckpointError if hf:// or an address contains no name."""
+    """Parses a name on the Hub; a path on disk gives None. Raises CheckpointError if hf:// or an address contains no name."""
     text = text.as_posix() if isinstance(text, Path) else text
     scheme = SCHEME.match(text)
     body = text[scheme.end():].partition("?")[0].rstrip("/") if scheme else text
@@ -104,21 +117,21 @@ def parse(text: str | Path) -> Name | None:
 
 
 def local(name: str | Path, noun: str = "checkpoint") -> Path:
-    """Downloads a name on the Hub and returns its path on disk. Other paths are returned unchanged, even missing ones.
+    """Downloads a name on the Hub and returns its path on disk. Returns other paths unchanged, even missing ones.
 
-    noun: what error messages call the file. Raises CheckpointError if the Hub has no such file, if it is unreachable and the
-    file is not cached, or if huggingface_hub is not installed.
+    `noun` is what error messages call the file. Raises CheckpointError if the Hub has no such file, if the Hub is unreachable
+    and the file is not cached, or if huggingface_hub is not installed.
     """
-    download = _fetched_unless_path(name, noun)
+    download = _fetch_unless_path(name, noun)
     return Path(name) if download is None else download.path
 
 
 def fetched(name: str | Path, noun: str = "checkpoint") -> Fetched:
-    """Like `local`, but also returns the name pinned to a commit; for a path on disk, the absolute path."""
-    return _fetched_unless_path(name, noun) or Fetched(Path(name), str(Path(name).resolve()))
+    """Downloads a name as local() does, and also returns the name pinned to a commit, or the absolute path of a path."""
+    return _fetch_unless_path(name, noun) or Fetched(Path(name), str(Path(name).resolve()))
 
 
-def _fetched_unless_path(name: str | Path, noun: str) -> Fetched | None:
+def _fetch_unless_path(name: str | Path, noun: str) -> Fetched | None:
     if Path(name).exists() or (parsed := parse(name)) is None:
         return None
     return _fetch(parsed, noun)
@@ -128,14 +141,14 @@ def _fetched_unless_path(name: str | Path, noun: str) -> Fetched | None:
 def _fetch(name: Name, noun: str) -> Fetched:
     hub = _client(name, noun)
     if name.revision and COMMIT.fullmatch(name.revision) and name.path.endswith(FILES) and not PART.search(name.path):
-        path = _snapshots(hub, name.repository) / name.revision / name.path
+        path = _snapshots_folder(hub, name.repository) / name.revision / name.path
         if path.is_file():               # a commit never changes, so no request is needed
             return Fetched(path, str(name))
     contents = contents_of(name, noun)
     target, needed = choose(name, contents, noun)
-    if CARD in contents.files and CARD not in needed:            # it states the licence
+    if CARD in contents.files and CARD not in needed:            # the card states the licence
         needed.insert(0, CARD)
-    folder = _snapshots(hub, name.repository) / contents.commit
+    folder = _snapshots_folder(hub, name.repository) / contents.commit
     is_cached = all((folder / file).is_file() for file in needed)
     if not is_cached:
         _download(hub, name, folder, needed)
@@ -161,16 +174,16 @@ def contents_of(name: Name, noun: str = "checkpoint") -> Contents:
     try:
         info = hub.HfApi(library_name="timemix").model_info(name.repository, revision=name.revision, files_metadata=True)
     except errors.GatedRepoError:
-        raise CheckpointError(f"{name.repository} is gated: accept its terms at {hub.constants.ENDPOINT}/{name.repository}, "
+        raise CheckpointError(f"{name.repository} is gated: accept the terms at {hub.constants.ENDPOINT}/{name.repository}, "
                               "and log in with `hf auth login` or set HF_TOKEN") from None
     except errors.RepositoryNotFoundError:
-        raise CheckpointError(f"no {noun} at {name}: there is no such path, and {hub.constants.ENDPOINT} has no repository "
-                              f"{name.repository}: check the name; for a private one, log in with `hf auth login` or set "
-                              "HF_TOKEN") from None
+        raise CheckpointError(f"there is no {noun} at {name}: no such path exists, and {hub.constants.ENDPOINT} has no "
+                              f"repository {name.repository}. Check the name. For a private repository, log in with "
+                              "`hf auth login` or set HF_TOKEN") from None
     except errors.RevisionNotFoundError:
         raise CheckpointError(f"{name.repository} has no revision {name.revision!r}: name a branch, a tag or a whole commit, "
-                              "or omit it for main") from None
-    except (*errors.HfHubHTTPError.__bases__, OSError) as error:     # the base class is the HTTP library's own error
+                              "or omit the revision for main") from None
+    except (*errors.HfHubHTTPError.__bases__, OSError) as error:     # the base class is the HTTP library's error
         return _cached_contents(hub, name, noun, _reason(hub, error))
     return Contents(info.sha, {file.rfilename: file.size for file in info.siblings})
 
@@ -183,20 +196,20 @@ def _reason(hub: ModuleType, error: Exception) -> str:
 
 
 def _cached_contents(hub: ModuleType, name: Name, noun: str, reason: str) -> Contents:
-    snapshots = _snapshots(hub, name.repository)
+    snapshots = _snapshots_folder(hub, name.repository)
     revision = name.revision or MAIN
     ref = snapshots.parent / "refs" / revision
     commit = ref.read_text().strip() if ref.is_file() else revision
     folder = snapshots / commit
     if not folder.is_dir():
-        raise CheckpointError(f"no {noun} at {name}: there is no such path, {reason}, and it is not in the cache "
-                              f"{snapshots.parent.parent}")
+        raise CheckpointError(f"there is no {noun} at {name}: no such path exists, {reason}, and the cache "
+                              f"{snapshots.parent.parent} does not contain the repository")
     files = {path.relative_to(folder).as_posix(): path.stat().st_size for path in folder.rglob("*") if path.is_file()}
     return Contents(commit, files, reason)
 
 
 def choose(name: Name, contents: Contents, noun: str = "checkpoint") -> tuple[str, list[str]]:
-    """The path of the file or directory that a name refers to, and the files to download for it; an index of shards is last.
+    """Returns the path of the file or directory that a name refers to, and the files to download; an index of shards is last.
 
     Raises CheckpointError if no file or directory matches, or several do.
     """
@@ -208,7 +221,7 @@ def choose(name: Name, contents: Contents, noun: str = "checkpoint") -> tuple[st
     if not inside:
         _raise_not_found(name, contents, noun)
     if name.quantisation:
-        chosen = _quantised(name, [file for file in inside if file.endswith(".gguf")])
+        chosen = _choose_quantisation(name, [file for file in inside if file.endswith(".gguf")])
         return chosen, _parts_of(chosen, files)
     direct = [file for file in inside if "/" not in file.removeprefix(prefix)]
     weights = next((prefix + file for file in DIRECTORY_WEIGHTS if prefix + file in files), None)
@@ -216,22 +229,21 @@ def choose(name: Name, contents: Contents, noun: str = "checkpoint") -> tuple[st
         beside = [file for file in inside if file.endswith(BESIDE) and not file.endswith(INDEX) and
                   (file in direct or file.startswith(f"{prefix}additional_chat_templates/"))]
         return name.path, [*beside, weights]
-    single = _first_parts(file for file in direct if file.endswith(WEIGHTS))
+    single = _without_later_parts(file for file in direct if file.endswith(WEIGHTS))
     if len(single) == 1:
         return single[0], _parts_of(single[0], files)
     folders = [file.rpartition("/")[0] for file in inside if file.rpartition("/")[2] in MARKS]
-    _raise_ambiguous(name, [*single, *folders] or _first_parts(file for file in inside if file.endswith(WEIGHTS)), noun)
+    _raise_ambiguous(name, [*single, *folders] or _without_later_parts(file for file in inside if file.endswith(WEIGHTS)), noun)
 
 
 def offers(contents: Contents) -> list[str]:
-    """The paths in a repository that can be read as a model or adapter: files and directories; "" is the repository itself."""
+    """Returns the paths in a repository that can be read as a model or adapter; "" is the repository itself."""
     folders = [file.rpartition("/")[0] for file in contents.files if file.rpartition("/")[2] in MARKS]
     files = [file for file in contents.files if file.endswith(WEIGHTS) and file.rpartition("/")[0] not in folders]
-    return sorted([*folders, *_first_parts(files)])
+    return sorted([*folders, *_without_later_parts(files)])
 
 
-def _first_parts(files: Iterable[str]) -> list[str]:
-    """The files, sorted; of a split GGUF only the first part."""
+def _without_later_parts(files: Iterable[str]) -> list[str]:
     return [file for file in sorted(files) if not PART.search(file) or "-00001-of-" in file]
 
 
@@ -241,21 +253,21 @@ def _parts_of(file: str, files: Collection[str]) -> list[str]:
     return sorted(other for other in files if PART.sub("", other) == PART.sub("", file))
 
 
-def _quantised(name: Name, files: list[str]) -> str:
+def _choose_quantisation(name: Name, files: list[str]) -> str:
     def quantisations(file: str) -> list[str]:
         return [quantisation.upper() for quantisation in QUANTISATION.findall(PART.sub("", PurePosixPath(file).name))]
 
     requested = str(name.quantisation).upper()
-    chosen = [file for file in _first_parts(files) if requested in quantisations(file)]
+    chosen = [file for file in _without_later_parts(files) if requested in quantisations(file)]
     if len(chosen) == 1:
         return chosen[0]
     if chosen:
-        raise CheckpointError(f"{name.repository} has several GGUF files in {requested}: name one of them, such "
+        raise CheckpointError(f"{name.repository} has several GGUF files in {requested}: name one file, such "
                               f"as {_examples(name, chosen)}")
     available = sorted({quantisation for file in files for quantisation in quantisations(file)})
     raise CheckpointError(f"{name.repository} has no GGUF file in {requested}: " +
-                          (f"there are {', '.join(available)}" if available else
-                           "it has no GGUF file with a quantisation in its name"))
+                          (f"choose from {', '.join(available)}" if available else
+                           "no GGUF file there has a quantisation in its name"))
 
 
 def _raise_not_found(name: Name, contents: Contents, noun: str) -> NoReturn:
@@ -265,17 +277,17 @@ def _raise_not_found(name: Name, contents: Contents, noun: str) -> NoReturn:
     file_name = name.path.lower().rpartition("/")[2]
     close += [by_file_name[match] for match in get_close_matches(file_name, by_file_name, n=1, cutoff=0.6)]
     nearest = [by_name[file] for file in dict.fromkeys(close)][:SHOWN - 1]
-    where = f"the cache (used because {contents.offline})" if contents.offline else name.repository
+    where = f"the cache, which is used because {contents.offline}," if contents.offline else name.repository
     hint = f"did you mean {_examples(name, nearest, ' or ')}?" if nearest else \
-        f"it has {_examples(name, offers(contents) or sorted(contents.files))}"
-    raise CheckpointError(f"no {noun} at {name}: {where} has no {name.path}; {hint}")
+        f"available are {_examples(name, offers(contents) or sorted(contents.files))}"
+    raise CheckpointError(f"there is no {noun} at {name}: {where} has no {name.path}; {hint}")
 
 
 def _raise_ambiguous(name: Name, names: list[str], noun: str) -> NoReturn:
     if not names:
         raise CheckpointError(f"{name} has no weights in a supported format: expected config.json with model.safetensors, or "
-                              f"one of {', '.join(WEIGHTS)}")
-    raise CheckpointError(f"{name} contains {len(names)} possible files or directories: name the {noun}, such as "
+                              f"a file with one of the suffixes {', '.join(WEIGHTS)}")
+    raise CheckpointError(f"{name} contains {len(names)} files or directories that fit: name one {noun}, such as "
                           f"{_examples(name, names)}")
 
 
@@ -303,12 +315,11 @@ def _download(hub: ModuleType, name: Name, folder: Path, files: list[str]) -> No
                               "the download") from None
     missing = [file for file in files if not (folder / file).is_file()]
     if missing:
-        raise CheckpointError(f"the download of {name} is incomplete: {missing[0]} is missing; repeat the command to "
+        raise CheckpointError(f"the download of {name} is incomplete: {missing[0]} is missing. Repeat the command to "
                               "continue the download")
 
 
-def _snapshots(hub: ModuleType, repository: str) -> Path:
-    """The folder in huggingface_hub's cache that contains one folder per commit of the repository."""
+def _snapshots_folder(hub: ModuleType, repository: str) -> Path:
     return Path(hub.constants.HF_HUB_CACHE) / f"models--{repository.replace('/', '--')}" / "snapshots"
 
 
@@ -317,13 +328,15 @@ def _client(name: Name, noun: str) -> ModuleType:
         importlib.import_module("huggingface_hub.constants")
         return importlib.import_module("huggingface_hub")
     except ModuleNotFoundError as error:
-        raise CheckpointError(f"no {noun} at {name}: there is no such path, and a name on the Hugging Face Hub requires the "
-                              f"package {error.name}: {EXTRA}") from None
+        raise CheckpointError(f"there is no {noun} at {name}: no such path exists, and a name on the Hugging Face Hub requires "
+                              f"the package {error.name}: {EXTRA}") from None
 
 
 class Cached(NamedTuple):
-    """A model or adapter in the cache. name: its name on the Hub; the revision is the commit if no branch or tag refers to
-    this."""
+    """A model or adapter in the cache.
+
+    `name` is its name on the Hub. The revision is the commit if no branch or tag refers to this commit.
+    """
 
     name: Name
     size: int                            # bytes
@@ -331,7 +344,7 @@ class Cached(NamedTuple):
 
 
 def cached() -> list[Cached]:
-    """The models and adapters in the cache, sorted by repository."""
+    """Returns the models and adapters in the cache, sorted by repository."""
     hub = _client(Name("the cache"), "model")
     models = []
     for snapshots in sorted(Path(hub.constants.HF_HUB_CACHE).glob("models--*/snapshots")):
@@ -349,7 +362,7 @@ def cached() -> list[Cached]:
 
 
 def size_of(contents: Contents, offer: str) -> int:
-    """The size in bytes of a file and the other parts of a split file, or of all files in a directory."""
+    """Returns the size in bytes of a file and the other parts of a split file, or of all files in a directory."""
     files = _parts_of(offer, contents.files) if offer in contents.files else \
         [file for file in contents.files if file.startswith(f"{offer}/" if offer else "")]
     return sum(contents.files[file] or 0 for file in files)

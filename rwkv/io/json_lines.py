@@ -1,4 +1,4 @@
-r"""JSON lines: one object per line, in training data, prompts, evaluation texts and samples.
+r"""Parses JSON lines, one object per line, in training data, prompts, evaluation texts and samples.
 
 Callers read the lines from a file in binary mode, so that they end only at "\n". str.splitlines() would also split at form
 feeds, U+2028, U+2029 and U+0085, which a JSON string may contain.
@@ -15,7 +15,7 @@ from rwkv.io.utf8 import WrongCharacter, decode, require_unicode
 def parse(line: bytes, where: str) -> JsonObject:
     """Parses the JSON object on a line, which may begin with a byte order mark. Raises UserError for anything but an object.
 
-    where: the file and the line's number, for the error message.
+    `where` is the file and the line's number, for the error message.
     """
     text = decode(line, where)
     try:
@@ -42,11 +42,11 @@ def _object(pairs: list[tuple[str, Any]]) -> JsonObject:
 
 
 def text_of(entry: JsonObject, key: str, where: str) -> str:
-    """The string under `key`. Raises UserError if it is missing or not valid Unicode."""
+    """Returns the string under `key`. Raises UserError if it is missing or not valid Unicode."""
     text = entry.get(key)
     if not isinstance(text, str):
-        actual = f"{key!r} is {json.dumps(text)[:60]}" if key in entry else f"it has {', '.join(entry)[:60] or 'nothing'}"
-        raise UserError(f'{where} has no string {key!r}: expected an object such as {{"{key}": "..."}}; {actual}')
+        actual = f"{key!r} is {json.dumps(text)[:60]}" if key in entry else f"the line has {', '.join(entry)[:60] or 'no keys'}"
+        raise UserError(f'{where} has no string {key!r}: expected an object such as {{"{key}": "..."}}, but {actual}')
     try:
         require_unicode(text)
     except WrongCharacter as error:

@@ -1,4 +1,4 @@
-"""Formats printed lines: a label in a first column and a text in a second one; numbers with nouns."""
+"""Formats printed lines, with a label in a first column and a text in a second column, and numbers with nouns."""
 
 import os
 import re
@@ -8,16 +8,19 @@ from typing import TextIO
 COLUMN = 11                              # the column at which the text begins
 NARROWEST = 40                           # lines are not wrapped in terminals narrower than this
 CONTROLS = {code: chr(0x2400 + code) for code in range(32) if chr(code) not in "\t\n\r"} | {0x7F: "\u2421"} \
-    | dict.fromkeys(range(0x80, 0xA0), "\N{REPLACEMENT CHARACTER}")              # what a terminal shows instead
+    | dict.fromkeys(range(0x80, 0xA0), "\N{REPLACEMENT CHARACTER}")              # a terminal shows these instead
 
 
 def counted(n: float, noun: str) -> str:
-    """A number with its noun: 1 step, 1,500 steps, 0.5 epochs. noun: the singular, whose plural must end in s."""
+    """Returns a number with its noun: 1 step, 1,500 steps, 0.5 epochs. The plural of `noun` must end in s."""
     return f"{n:,.15g} {noun}{'s' * (n != 1)}"
 
 
 def labelled(subject: str, text: str, stream: TextIO) -> str:
-    """A line with a label and a text, without a line end, wrapped if `stream` is a terminal that is too narrow."""
+    """Returns a line with a label and a text, without a line end.
+
+    The line is wrapped if `stream` is a terminal that is too narrow.
+    """
     return broken(f"{subject:<{COLUMN}}{text}", stream)
 
 
@@ -26,38 +29,39 @@ def broken(line: str, stream: TextIO) -> str:
 
     Returns the line unchanged if it has no label, or if the stream is not a terminal or is wide enough.
     """
-    width = _width(stream)
+    width = _terminal_width(stream)
     if width is None or len(line) <= width or width < NARROWEST or not re.fullmatch(r"\w* +", line[:COLUMN]):
         return line
     return "\n".join(textwrap.wrap(line, width, subsequent_indent=" " * COLUMN, break_long_words=False, break_on_hyphens=False))
 
 
 def hung(line: str, indent: int, stream: TextIO) -> str:
-    """Wraps a line if the terminal is too narrow for it. Continuation lines are indented by `indent` columns."""
-    width = _width(stream)
+    """Wraps a line if the terminal is too narrow. Continuation lines are indented by `indent` columns."""
+    width = _terminal_width(stream)
     if width is None or len(line) <= width or width < NARROWEST:
         return line
     return "\n".join(textwrap.wrap(line, width, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False))
 
 
 def wrapped(text: str, stream: TextIO) -> str:
-    """Wraps a text without columns if the terminal is too narrow for it."""
-    width = _width(stream)
+    """Wraps a text without columns if the terminal is too narrow."""
+    width = _terminal_width(stream)
     if width is None or len(text) <= width or width < NARROWEST:
         return text
     return textwrap.fill(text, width, break_long_words=False, break_on_hyphens=False)
 
 
 def harmless(text: str, stream: TextIO) -> str:
-    """Makes untrusted text, such as a model's, safe to print. For a terminal, control characters, which could move the cursor
-    or change settings, are replaced by symbols; for files and pipes the text is unchanged.
+    """Makes untrusted text, such as a model's, safe to print.
+
+    For a terminal, control characters are replaced by symbols, because they could move the cursor or change settings. For files
+    and pipes the text is unchanged.
     """
     return text.translate(CONTROLS) if stream.isatty() else text
 
 
-def _width(stream: TextIO) -> int | None:
-    """The width of the stream's terminal in columns; None if it is not a terminal."""
+def _terminal_width(stream: TextIO) -> int | None:
     try:
         return os.get_terminal_size(stream.fileno()).columns
-    except (OSError, ValueError):        # a stream without a file raises io.UnsupportedOperation, a subclass of both
+    except (OSError, ValueError):        # io.UnsupportedOperation, for a stream without a file, is a subclass of both
         return None

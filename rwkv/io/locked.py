@@ -1,4 +1,4 @@
-"""A lock on a folder, which one process can hold at a time. The operating system releases it when the process ends."""
+"""Locks a folder so that only one process can use it. The operating system releases the lock when the process ends."""
 
 import warnings
 from collections.abc import Callable
@@ -20,7 +20,7 @@ def lock_folder(folder: Path, patience: float, in_use: str, unprotected: Callabl
     lock = FileLock(folder / NAME, thread_local=False)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")          # unprotected() is called instead of the library's warning
+            warnings.simplefilter("ignore")          # unprotected() replaces the library's warning
             lock.acquire(timeout=patience, poll_interval=0.05)
     except Timeout:
         if not isinstance(lock, SoftFileLock):

@@ -8,21 +8,23 @@ from rwkv.errors import UserError
 
 WEIGHTS = (".ckpt", ".pth", ".safetensors", ".bin", ".gguf")
 BESIDE = ("config.json", "config.yaml", "tokenizer.json", "tokenizer_config.json", "kernel.json", "metrics.csv",
-          "samples.jsonl", "report.html")                # other files in a run or Hugging Face directory
+          "samples.jsonl", "report.html")                # a run or Hugging Face directory also has these
 
 
 def require_writable(option: str, file: str | Path | None, read: Iterable[str | Path | None] = ()) -> None:
     """Raises UserError if `file` cannot be written, or if the program also reads it.
 
-    option: the option that names the file, for error messages. read: files and folders that the program reads; None is ignored.
+    Args:
+        option: the option that names the file, for error messages.
+        read: the files and folders that the program reads; None is ignored.
     """
     if file is None:
         return
     path = Path(file)
     if path.is_dir() or not path.parent.is_dir():
-        raise UserError(f"cannot write {option}={path}: it is a folder, or the folder {path.parent} does not exist")
+        raise UserError(f"cannot write {option}={path}: the path is a folder, or the folder {path.parent} does not exist")
     if not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise UserError(f"cannot write {option}={path}: it, or its folder, is not writable for this user; choose a different "
+        raise UserError(f"cannot write {option}={path}: this user may not write to the file or folder. Choose a different "
                         "file")
     for source in read:
         if source and path.exists() and Path(source).exists() and _is_input(path, Path(source)):
@@ -31,7 +33,7 @@ def require_writable(option: str, file: str | Path | None, read: Iterable[str | 
 
 
 def _is_input(path: Path, source: Path) -> bool:
-    """Whether `path` is the file `source`, or belongs to a checkpoint or run in the folder `source`."""
+    """Returns True if `path` is the file `source`, or belongs to a checkpoint or run in the folder `source`."""
     if not source.is_dir():
         return path.samefile(source)
     is_content = path.suffix in WEIGHTS or path.name in BESIDE

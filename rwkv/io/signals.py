@@ -1,10 +1,11 @@
-"""Handles signals that ask a program to stop: Ctrl-C, SIGTERM, SIGHUP when a terminal closes, and those that batch systems send
-before a job's time limit (SIGUSR1, SIGUSR2, SIGXCPU).
+"""Handles signals that ask a program to stop: Ctrl-C, SIGTERM, SIGHUP when a terminal closes, and SIGUSR1, SIGUSR2 and SIGXCPU.
+
+Batch systems send the last three before a job's time limit.
 
     with raising(): ...                    a signal ends the block with an exception, as Ctrl-C does
     with StopRequest() as stop: ...        a signal sets stop.requested, which the program polls whenever it can stop
 
-A signal that was ignored when the program started (nohup ignores SIGHUP) stays ignored, except Ctrl-C: shells start background
+A signal that was ignored when the program started (nohup ignores SIGHUP) stays ignored, except Ctrl-C. Shells start background
 commands with Ctrl-C ignored, and a user who sends it anyway wants the program to end.
 """
 
@@ -17,13 +18,13 @@ from types import FrameType, TracebackType
 from typing import Any, Self, TypeVar
 
 T = TypeVar("T")
-POLL_SECONDS = 0.2                       # time between checks for a signal
+POLL_SECONDS = 0.2                       # the time between checks for a signal
 NAMES = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGXCPU")
 STOPPING = tuple(getattr(signal, name) for name in NAMES if hasattr(signal, name))       # Windows has only the first two
 
 
 class Signalled(KeyboardInterrupt):
-    """One of the signals STOPPING has arrived. name: the signal's name."""
+    """Reports that one of the signals STOPPING has arrived. `name` is the signal's name."""
 
     def __init__(self, number: int) -> None:
         self.name = signal.Signals(number).name
@@ -32,8 +33,10 @@ class Signalled(KeyboardInterrupt):
 
 @contextmanager
 def raising() -> Iterator[None]:
-    """Inside the block, the first of the signals STOPPING raises Signalled, and Ctrl-C raises KeyboardInterrupt. Has no effect
-    outside the main thread."""
+    """Raises Signalled for the first of the signals STOPPING inside the block, and KeyboardInterrupt for Ctrl-C.
+
+    Has no effect outside the main thread.
+    """
     previous: dict[int, Any] = {}
     if threading.current_thread() is threading.main_thread():
         previous = {number: signal.signal(number, _raise) for number in caught_signals() if number != signal.SIGINT}
@@ -47,32 +50,32 @@ def raising() -> Iterator[None]:
 
 
 def _raise(number: int, frame: FrameType | None) -> None:
-    ignore()                             # further signals, such as a closing terminal sends, would interrupt the clean-up
+    ignore()                             # a closing terminal sends further signals, which would interrupt the clean-up
     raise Signalled(number)
 
 
 def ignore() -> None:
-    """Ignores the signals STOPPING except Ctrl-C. They could change the exit status of a program that is ending."""
+    """Ignores the signals STOPPING except Ctrl-C, because they could change the exit status of a program that is ending."""
     for number in STOPPING:
         if number != signal.SIGINT:
             signal.signal(number, signal.SIG_IGN)
 
 
 def caught_signals() -> list[int]:
-    """The signals in STOPPING that are not ignored."""
+    """Returns the signals in STOPPING that are not ignored."""
     return [number for number in STOPPING if signal.getsignal(number) != signal.SIG_IGN]
 
 
 def consume_interruptibly(items: Iterable[T], work: Callable[[Iterator[T]], object]) -> None:
     """Runs work(items) in a thread, so that a signal can interrupt a library that handles none. Re-raises errors of `work`.
 
-    On interruption the thread gets no further items. If it still runs a second later, it is abandoned, and ends with the
-    process.
+    On interruption the thread gets no further items. If the thread still runs a second later, it is abandoned, and ends with
+    the process.
     """
     interrupted = threading.Event()
     outcome: Future[None] = Future()
 
-    def stoppable() -> Iterator[T]:
+    def items_until_interrupted() -> Iterator[T]:
         for item in items:
             if interrupted.is_set():
                 raise InterruptedError
@@ -80,15 +83,15 @@ def consume_interruptibly(items: Iterable[T], work: Callable[[Iterator[T]], obje
 
     def run() -> None:
         try:
-            work(stoppable())
+            work(items_until_interrupted())
             outcome.set_result(None)
-        except BaseException as error:   # such as a panic in a Rust library
+        except BaseException as error:   # a panic in a Rust library, for example, is no subclass of Exception
             outcome.set_exception(error)
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     try:
-        while thread.is_alive():         # without a timeout, a signal just before the wait would be missed
+        while thread.is_alive():         # without a timeout, join() would miss a signal just before the wait
             thread.join(POLL_SECONDS)
         outcome.result()
     except KeyboardInterrupt:
@@ -98,7 +101,7 @@ def consume_interruptibly(items: Iterable[T], work: Callable[[Iterator[T]], obje
 
 
 def end_of(status: int) -> str:
-    """Why a process ended, from the exit status that Python reports: `SIGSEGV`, or `exit status 3`."""
+    """Returns why a process ended, from the exit status that Python reports: `SIGSEGV`, or `exit status 3`."""
     if status >= 0:
         return f"exit status {status}"
     name = signal.Signals(-status).name
@@ -106,7 +109,7 @@ def end_of(status: int) -> str:
 
 
 class StopRequest:
-    """Records that a signal has asked the program to stop: the first one sets `requested` and calls on_signal(number).
+    """Records that a signal has asked the program to stop. The first signal sets `requested` and calls on_signal(number).
 
     After that, further signals have no effect, except that Ctrl-C raises KeyboardInterrupt. With every_signal=True every signal
     is handled like the first. Use it in a `with` block, or call install() and restore(). Works only in the main thread.

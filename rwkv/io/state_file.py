@@ -8,11 +8,11 @@ from rwkv.io import hub
 
 
 def state_file(path: str | Path) -> Path:
-    """The path of a state file, downloaded if `path` is a name on the Hub. Raises UserError if it does not exist."""
+    """Returns the path of a state file, and downloads a name on the Hub. Raises UserError if it does not exist."""
     file = hub.local(path, "state file")
     if file.is_dir():
-        raise UserError(f"{path} is a directory: name the state file in it, such as {file / 'state.safetensors'}")
+        raise UserError(f"{path} is a directory: name a state file, such as {file / 'state.safetensors'}")
     if not file.is_file():
         generate = as_typed("python generate.py")
-        raise UserError(f"no state file at {path}: {generate} writes one with save_state={path}")
+        raise UserError(f"there is no state file at {path}: to write this file, run {generate} with save_state={path}")
     return file

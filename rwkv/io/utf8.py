@@ -11,20 +11,25 @@ from rwkv.errors import UserError
 
 GZIP = b"\x1f\x8b"
 UTF16 = (b"\xff\xfe", b"\xfe\xff")
-BINARY = re.compile(rb"[\0-\x07\x0e-\x1a\x1c-\x1f]")     # control characters that do not occur in text
-BEGINNING = 4096                         # bytes from which the kind of a file is guessed
-BLOCK = 1 << 16                          # number of bytes that `chunks` reads at a time
-HOLE = bytes(4096)                       # a page of a file that was never written
+BINARY = re.compile(rb"[\0-\x07\x0e-\x1a\x1c-\x1f]")     # these control characters do not occur in text
+BEGINNING = 4096                         # the kind of a file is guessed from this many bytes
+BLOCK = 1 << 16                          # `chunks` reads this many bytes at a time
+HOLE = bytes(4096)                       # a page of a file is zero if it was never written
 
 
 def read_text(path: Path, name: str) -> str:
-    """The text of a file, without a byte order mark. name: the file, for errors. Raises UserError if it is unreadable or not
-    UTF-8."""
+    """Returns the text of a file, without a byte order mark. `name` is the file's name for errors.
+
+    Raises UserError if the file is unreadable or not UTF-8.
+    """
     return decode(read_bytes(path, name), name)
 
 
 def read_bytes(path: Path, name: str, most: int = -1) -> bytes:
-    """The first `most` bytes of a file, by default all. name: the file, for errors. Raises UserError if it cannot be read."""
+    """Returns the first `most` bytes of a file, by default all. `name` is the file's name for errors.
+
+    Raises UserError if the file cannot be read.
+    """
     try:
         with path.open("rb") as file:
             return file.read(most)
@@ -33,7 +38,10 @@ def read_bytes(path: Path, name: str, most: int = -1) -> bytes:
 
 
 def decode(content: bytes, name: str) -> str:
-    """Decodes a file's content, without a byte order mark. name: the file, for errors. Raises UserError if it is not UTF-8."""
+    """Decodes a file's content, without a byte order mark. `name` is the file's name for errors.
+
+    Raises UserError if the content is not UTF-8.
+    """
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -42,12 +50,16 @@ def decode(content: bytes, name: str) -> str:
 
 
 def chunks(path: Path, on_bytes: Callable[[bytes], object] = len, option: str = "data.path") -> Iterator[str]:
-    """Yields the text of a file in chunks. on_bytes: called with each block of bytes. option: names the path in errors.
+    """Yields the text of a file in chunks.
 
-    Raises UserError if the file cannot be read, is not UTF-8, or has a page of zero bytes.
+    Raises UserError if the file is unreadable or not UTF-8, or has a page of zero bytes.
+
+    Args:
+        on_bytes: is called with each block of bytes.
+        option: the option that names the path, for errors.
     """
     beginning = rest = b""
-    before = 0                           # number of bytes before `rest`
+    before = 0                           # the number of bytes before `rest`
     more = True
     with open_file(path, option) as file:
         while more:
@@ -61,8 +73,8 @@ def chunks(path: Path, on_bytes: Callable[[bytes], object] = len, option: str = 
             except UnicodeDecodeError as error:
                 raise UserError(not_utf8(f"{option}={path}", before + error.start, data[error.start], beginning)) from None
             if HOLE in data:
-                raise UserError(f"{option}={path} is incomplete: from its byte {before + data.find(HOLE)} on there are at "
-                                f"least {len(HOLE)} zero bytes; copy or download it again, or convert it if it is not text")
+                raise UserError(f"{option}={path} is incomplete: from byte {before + data.find(HOLE)} on there are at "
+                                f"least {len(HOLE)} zero bytes. Copy or download the file again, or convert it to text")
             if text:
                 yield text
             rest = data[used:]
@@ -70,7 +82,7 @@ def chunks(path: Path, on_bytes: Callable[[bytes], object] = len, option: str = 
 
 
 def open_file(path: Path, option: str = "data.path") -> BufferedReader:
-    """Opens a file for reading bytes. option: names the path in errors. Raises UserError if it cannot be opened."""
+    """Opens a file for reading bytes. Raises UserError, with `option` as the path's option, if it cannot be opened."""
     try:
         return path.open("rb")
     except OSError as error:
@@ -80,12 +92,15 @@ def open_file(path: Path, option: str = "data.path") -> BufferedReader:
 def require_file(path: Path, option: str = "data.path") -> None:
     """Raises UserError if the path is not a file that can be opened repeatedly."""
     if path.exists() and not path.is_file():
-        raise UserError(f"{option}={path} must be a file, not a folder or a pipe, because it is read twice")
+        raise UserError(f"{option}={path} must be a file, not a folder or a pipe, because the program reads it twice")
     open_file(path, option).close()
 
 
 class WrongCharacter(UserError):
-    """The character at index `place` of a text cannot be encoded. problem: what the character is, and what to do."""
+    """Reports that the character at index `place` of a text cannot be encoded.
+
+    `problem` states what the character is, and what to do.
+    """
 
     def __init__(self, place: int, problem: str) -> None:
         super().__init__(f"character {place} of the text is {problem}")
@@ -93,7 +108,7 @@ class WrongCharacter(UserError):
         self.problem = problem
 
     def after(self, characters: int) -> "WrongCharacter":
-        """The same error for a longer text, in which `characters` characters precede this text."""
+        """Returns the same error for a longer text, in which `characters` characters precede this text."""
         return WrongCharacter(characters + self.place, self.problem)
 
 
@@ -102,11 +117,11 @@ def require_unicode(text: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise WrongCharacter(error.start, "half a surrogate pair, which UTF-8 cannot encode: remove it") from None
+        raise WrongCharacter(error.start, "half a surrogate pair, which UTF-8 cannot encode: remove this character") from None
 
 
 def without_surrogates(value: Any) -> Any:
-    """A copy of a JSON value in whose strings each unpaired surrogate is replaced by U+FFFD."""
+    """Returns a copy of a JSON value with each unpaired surrogate in its strings replaced by U+FFFD."""
     if isinstance(value, str):
         return value.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
     if isinstance(value, Mapping):
@@ -115,16 +130,21 @@ def without_surrogates(value: Any) -> Any:
 
 
 def not_utf8(name: str, place: int, value: int, content: bytes) -> str:
-    """The message for a file that is not UTF-8. place, value: the offset and value of the first invalid byte. content: the
-    file's first bytes."""
-    return f"{name} is not UTF-8: its byte {place} is {value:#04x}; {_advice(content[:BEGINNING])}"
+    """Returns the message for a file that is not UTF-8.
+
+    Args:
+        place: the offset of the first invalid byte.
+        value: the value of the first invalid byte.
+        content: the file's first bytes.
+    """
+    return f"{name} is not UTF-8: byte {place} is {value:#04x}. {_advice(content[:BEGINNING])}"
 
 
 def _advice(beginning: bytes) -> str:
     if beginning.startswith(GZIP):
-        return "it is compressed with gzip: decompress it, for instance with: gzip -dc FILE > NEW_FILE"
+        return "The file is compressed with gzip: decompress it, for instance with: gzip -dc FILE > NEW_FILE"
     if beginning.startswith(UTF16):
-        return "it is UTF-16: convert it, for instance with: iconv -f utf-16 -t utf-8 FILE > NEW_FILE"
+        return "The file is UTF-16: convert it, for instance with: iconv -f utf-16 -t utf-8 FILE > NEW_FILE"
     if BINARY.search(beginning):
-        return "it is a binary file: expected text in UTF-8"
-    return "convert it, for instance from Latin-1 with: iconv -f latin1 -t utf-8 FILE > NEW_FILE"
+        return "The file is binary: expected text in UTF-8"
+    return "Convert the file, for instance from Latin-1 with: iconv -f latin1 -t utf-8 FILE > NEW_FILE"

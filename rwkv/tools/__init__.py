@@ -1,1 +1,1 @@
-"""Tools that run as `python -m rwkv.tools.NAME`."""
+"""Has the tools that run as `python -m rwkv.tools.NAME`."""

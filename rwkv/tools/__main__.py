@@ -1,7 +1,7 @@
 """`timemix COMMAND [ARGUMENT...]`, also `python -m rwkv.tools COMMAND ...`: runs any program of this project.
 
-The commands are the names of the programs in rwkv/programs and rwkv/tools (whose other modules are not programs), and kernels
-and bench, which stand for `python -m kernels` and `python -m kernels.bench`.
+The commands are the names of the programs in rwkv/programs and rwkv/tools, and kernels and bench, which stand for `python -m
+kernels` and `python -m kernels.bench`. Other modules in the two folders are not programs.
 """
 
 import ast
@@ -19,7 +19,7 @@ from rwkv.commands import as_typed
 from rwkv.io.lines import hung
 
 FOLDERS = (Path(__file__).parent.parent / "programs", Path(__file__).parent)
-PROGRAM = 'if __name__ == "__main__":'     # the line that marks a file as a program
+PROGRAM = 'if __name__ == "__main__":'     # this line marks a file as a program
 COMMANDS = {path.stem: f"rwkv.{folder.name}.{path.stem}" for folder in FOLDERS for path in sorted(folder.glob("[a-z]*.py"))
             if PROGRAM in path.read_text(encoding="utf-8")}
 COMMANDS |= {"kernels": "kernels.__main__", "bench": "kernels.bench.__main__"}
@@ -35,8 +35,8 @@ def main() -> None:
                                for name, module in COMMANDS.items())]), flush=True)
     elif (command := command.replace("-", "_")) not in COMMANDS:
         close = get_close_matches(command, COMMANDS, n=1)
-        hint = f"did you mean {close[0]}? " if close else ""
-        print(f"error: unknown command {command!r}; {hint}the commands are: {', '.join(COMMANDS)}", file=sys.stderr)
+        hint = f"Did you mean {close[0]}? " if close else ""
+        print(f"error: unknown command {command!r}. {hint}The commands are: {', '.join(COMMANDS)}", file=sys.stderr)
         sys.exit(UNKNOWN)
     else:
         threads.wait_briefly()           # must be called before torch is imported
@@ -46,7 +46,7 @@ def main() -> None:
 
 
 def _first_sentence(module: str) -> str:
-    """The first sentence of a module's docstring, without the command before it. Does not import the module."""
+    """Returns the first sentence of a module's docstring, without the command before it, and without importing the module."""
     spec = find_spec(module)
     assert spec is not None
     assert spec.origin is not None

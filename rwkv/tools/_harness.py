@@ -1,7 +1,7 @@
-"""The adapter that makes a checkpoint a model of EleutherAI's lm-evaluation-harness.
+"""Makes a checkpoint a model of EleutherAI's lm-evaluation-harness.
 
 A context that several continuations share, as in multiple choice, is prefilled only once. Contexts may have any length, so
-texts are not split into windows; for other models, the harness splits them.
+texts are not split into windows. The harness splits texts only for other models.
 
 Source: EleutherAI/lm-evaluation-harness, lm_eval/api/model.py (the methods of a model) and lm_eval/models/huggingface.py (the
 token that precedes a text).
@@ -29,8 +29,9 @@ Pair = tuple[object, list[int], list[int]]  # (texts, context ids, continuation 
 
 
 class Timemix(TemplateLM):
-    """The model `timemix`. Log-likelihoods are in nats. batch_size: rows per forward pass. chunk_len: tokens of a row per
-    pass.
+    """Implements the harness's model `timemix`, with log-likelihoods in nats.
+
+    A forward pass reads `chunk_len` tokens of each of `batch_size` rows.
     """
 
     def __init__(self, checkpoint: str = "runs/latest", tokenizer: str | None = None, kernel: str = "auto",
@@ -95,7 +96,7 @@ class Timemix(TemplateLM):
         return totals
 
     def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[str]:
-        """The generated answers. Repetitions of a request have consecutive seeds, beginning with --seed."""
+        """Returns the generated answers. Repetitions of a request have consecutive seeds, beginning with --seed."""
         answers: list[str] = [""] * len(requests)
         by_options: dict[str, list[int]] = {}
         options = [engine_options(request.args[1], partial(self._count, request.args[0])) for request in requests]

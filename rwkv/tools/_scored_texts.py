@@ -17,19 +17,22 @@ from rwkv.tokenizer.tokenizers import Tokenizer
 
 
 def read_last_words(tokenizer: Tokenizer, path: Path, start: Sequence[int]) -> list[Scored]:
-    """Reads lines {"text": ...}; each text's last word is scored. Raises UserError with the number of the first bad line."""
+    """Reads lines {"text": ...} and marks each text's last word as scored.
+
+    Raises UserError with the number of the first bad line.
+    """
     require_file(path)
     counter = LossCounter(tokenizer)
     with open_file(path) as file:
         words = [_last_word(tokenizer, counter, line, f"line {number} of data.path={path}", start)
                  for number, line in enumerate(file, start=1) if line.strip()]
     if not words:
-        raise UserError(f"data.path={path} is empty: expected lines of " '{"text": "..."}')
+        raise UserError(f"data.path={path} is empty: expected lines such as " '{"text": "..."}')
     return words
 
 
 def holds_answers(path: Path) -> bool:
-    """Whether the file contains conversations. False if the first line is invalid: read_last_words will report the error."""
+    """Returns True if the file contains conversations. An invalid first line gives False; read_last_words reports it."""
     require_file(path)
     with suppress(UserError):
         return path.suffix == ".jsonl" and holds_conversations(path)
@@ -59,18 +62,18 @@ def read_answers(tokenizer: Tokenizer, path: Path, template: ChatTemplate) -> li
         is_scored = [is_answer for piece, is_answer in pieces for _ in piece]
         conversations.append(Scored(ids, [False, *is_scored[1:]], lost))
     if not conversations:
-        raise UserError(f"data.path={path} must have a conversation with an answer on each line; got none")
+        raise UserError(f"data.path={path} must have a conversation with an answer on each line, but contains no answer")
     return conversations
 
 
 def _last_word(tokenizer: Tokenizer, counter: LossCounter, line: bytes, where: str, start: Sequence[int]) -> Scored:
     context, _, word = text_of(parse(line, where), "text", where).rstrip().rpartition(" ")
     if not context.strip():
-        raise UserError(f"{where} must have at least two words, to predict the last one")
+        raise UserError(f"{where} must have at least two words, because the last word is predicted")
     try:
         before = tokenizer.encode(context)
         whole = tokenizer.encode(f"{context} {word}")
-        can_continue = whole[:len(before)] == before          # False if a token spans the context's end
+        can_continue = whole[:len(before)] == before          # this is False if a token spans the context's end
         ids = whole[len(before):] if can_continue else tokenizer.encode(f" {word}")
         return Scored.ending([*start, *before], ids, counter.count([f" {word}"], [ids]))
     except ValueError as error:

@@ -14,19 +14,20 @@ from rwkv.config import LARGEST_SEED, Sampling
 from rwkv.errors import UserError
 from rwkv.io.json_types import JsonObject
 
-MAX_NEW_TOKENS = 256                     # the harness's default
-LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")      # in order of precedence
-WHOLE_LENGTH = "max_length"              # length of prompt plus answer; precedes all LENGTHS
-SAMPLED = {"temperature": 1.0, "top_p": 1.0}     # defaults if a task samples: the model's own distribution
+MAX_NEW_TOKENS = 256                     # this is the harness's default
+LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")      # the first one given applies
+WHOLE_LENGTH = "max_length"              # length of prompt plus answer; this option precedes all LENGTHS
+SAMPLED = {"temperature": 1.0, "top_p": 1.0}     # a task that samples uses the model's own distribution by default
 GREEDY = {"temperature": 0.0}
 SAMPLING = {item.name for item in fields(Sampling)}
 KNOWN = {*LENGTHS, WHOLE_LENGTH, "until", "do_sample", *SAMPLING}
 
 
 def engine_options(task: JsonObject, prompt_tokens: Callable[[], int]) -> JsonObject:
-    """The options for generate_batch. prompt_tokens(): the prompt's number of tokens. Raises UserError for an invalid value.
+    """Returns the options for generate_batch. Raises UserError for an invalid value.
 
     Decoding is greedy unless the task's options ask for sampling. Unknown options are ignored with a warning on standard error.
+    `prompt_tokens` counts the prompt's tokens.
     """
     options = {name: value for name, value in task.items() if value is not None}
     unknown = options.keys() - KNOWN
@@ -44,7 +45,7 @@ def engine_options(task: JsonObject, prompt_tokens: Callable[[], int]) -> JsonOb
 
 
 def seeds_of(requests: Sequence[str], first: int) -> list[int]:
-    """A seed for each request: `first`, but the next numbers for repetitions of the request, so that their answers differ."""
+    """Returns a seed for each request: `first`, and the next numbers for repetitions, so that their answers differ."""
     repetitions: Counter[str] = Counter()
     seeds = []
     for request in requests:
@@ -65,9 +66,8 @@ def _max_new_tokens(options: JsonObject, prompt_tokens: Callable[[], int]) -> in
         return length
     prompt = prompt_tokens()
     if length <= prompt:
-        raise UserError(f"a task's max_length includes the prompt, so it must be more than its {prompt} tokens; got {length}: "
-                        "use "
-                        "max_gen_toks, which counts only the answer")
+        raise UserError(f"a task's max_length includes the prompt, so max_length must exceed {prompt} tokens; got {length}. "
+                        "To count only the answer, use max_gen_toks")
     return length - prompt
 
 

@@ -17,7 +17,7 @@ from rwkv.cli import exit_on_user_error
 from rwkv.config import ChatConfig, EvaluateConfig, GenerateConfig, ServeConfig, TrainConfig, options
 
 SCHEMAS = {"chat": ChatConfig, "evaluate": EvaluateConfig, "generate": GenerateConfig, "serve": ServeConfig,
-           "train": TrainConfig}         # the schemas of programs whose arguments are OPTION=VALUE
+           "train": TrainConfig}         # the arguments of these programs are OPTION=VALUE
 SHELLS = ("bash", "zsh", "fish")
 BASH = """\
 _timemix() {{
@@ -81,11 +81,11 @@ def script(shell: str) -> str:
     if shell == "fish":
         lines = [f"complete -c timemix -n __fish_use_subcommand -f -a {shlex.quote(' '.join(table))}"]
         for name, entries in table.items():
-            seen = f"__fish_seen_subcommand_from {name}"
-            lines.append(f"complete -c timemix -n '{seen}' -a {shlex.quote(' '.join(entries))}")
+            condition = f"__fish_seen_subcommand_from {name}"
+            lines.append(f"complete -c timemix -n '{condition}' -a {shlex.quote(' '.join(entries))}")
             if without_files := _without_files(entries):
                 matches = f'string match -qr "{without_files}" -- (commandline -ct)'
-                lines.append(f"complete -c timemix -n '{seen}; and {matches}' -f")
+                lines.append(f"complete -c timemix -n '{condition}; and {matches}' -f")
         return "\n".join(lines) + "\n"
     listed = shlex.quote(" ".join(table)) if shell == "bash" else " ".join(table)
     cases = "\n".join(f"        {name}) words={shlex.quote(' '.join(entries))} ;;" if shell == "bash" else
@@ -94,7 +94,7 @@ def script(shell: str) -> str:
 
 
 def _without_files(entries: list[str]) -> str:
-    """A pattern for words that fish must not complete as files: option names, and OPTION=VALUE if the values are listed."""
+    """Returns a pattern for words that fish must not complete as files: option names, and OPTION=VALUE if values are listed."""
     listed = sorted({entry.partition("=")[0] for entry in entries if entry.partition("=")[2]})
     patterns = [f"^({'|'.join(listed)})="] if listed else []
     names_options = any("=" in entry and not entry.startswith("-") for entry in entries)
@@ -102,7 +102,7 @@ def _without_files(entries: list[str]) -> str:
 
 
 def words(command: str, module: str) -> list[str]:
-    """The words that may follow a command: OPTION=VALUE for options with listed values, OPTION= for others, and flags."""
+    """Returns the words that may follow a command: OPTION=VALUE if values are listed, otherwise OPTION=, and flags."""
     if command == "completion":
         return list(SHELLS)
     if command not in SCHEMAS:
@@ -118,8 +118,7 @@ def words(command: str, module: str) -> list[str]:
 
 
 def _flags(module: str) -> Iterator[str]:
-    """The flags of a program that uses argparse, from its source: --FLAG=VALUE for flags with listed values, --FLAG for
-    others."""
+    """Yields the flags of a program that uses argparse, from its source: --FLAG=VALUE for listed values, --FLAG for others."""
     spec = find_spec(module)
     assert spec is not None
     assert spec.origin is not None
@@ -138,7 +137,7 @@ def _flags(module: str) -> Iterator[str]:
 
 
 def _values(choices: ast.expr | None, modules: dict[str, str]) -> Sequence[str]:
-    """The values in an argument `choices=`, if it is a literal or a constant of rwkv.config; otherwise ()."""
+    """Returns the values in an argument `choices=`, if it is a literal or a constant of rwkv.config; otherwise ()."""
     if isinstance(choices, (ast.Tuple, ast.List)):
         return [str(item.value) for item in choices.elts if isinstance(item, ast.Constant)]
     if isinstance(choices, ast.Name) and modules.get(choices.id) == config.__name__:

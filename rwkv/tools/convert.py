@@ -1,7 +1,7 @@
 """python -m rwkv.tools.convert IN OUT [--dtype DTYPE] [--format FORMAT] [--tokenizer NAME]: Converts weights between formats.
 
-It converts one tensor at a time, so it needs memory only for the largest tensor; --calibrate needs memory for one layer.
-OUT is written atomically.
+It converts one tensor at a time, so it needs memory only for the largest tensor; --calibrate needs memory for one layer. OUT is
+written atomically.
 """
 
 import argparse
@@ -25,12 +25,12 @@ from rwkv.io.lines import counted
 from rwkv.io.utf8 import require_file
 from rwkv.tokenizer.tokenizers import Tokenizer
 
-if TYPE_CHECKING:                        # this module imports PyTorch
+if TYPE_CHECKING:                        # files.py imports PyTorch
     from rwkv.checkpoint.files import Checkpoint
 
-# Options that apply to weights only
+# These options apply to weights only
 WEIGHT_OPTIONS = ("dtype", "calibrate", "format", "layout", "lora", "lora_alpha", "tokenizer", "end_of_text")
-WITHOUT_TOKENIZER = ("pth", "ggmf")      # formats that cannot contain a tokenizer
+WITHOUT_TOKENIZER = ("pth", "ggmf")      # these formats cannot contain a tokenizer
 
 EPILOG = """IN's format is detected from its content: .pth, .ckpt, .safetensors, ggmf, GGUF, a Hugging Face or a run directory.
 OUT's suffix chooses the format: .pth, .ckpt, .safetensors; .st for web-rwkv and ai00, in float16; .bin or .ggmf for
@@ -45,7 +45,7 @@ DTYPES = ("float32", "float16", "bfloat16", *chain(*formats.QUANTISED.values()))
 def main(arguments: list[str] | None = None) -> None:
     options = _parser().parse_args(arguments)
     with exit_on_user_error():
-        locate(options.source)           # before the import of PyTorch, which takes seconds
+        locate(options.source)           # reports an error before PyTorch is imported, which takes seconds
         format = options.format or formats.by_suffix(options.target)
         if options.tokenizer is not None:
             Tokenizer.check_named(options.tokenizer, "--tokenizer")
@@ -54,7 +54,7 @@ def main(arguments: list[str] | None = None) -> None:
         elif options.lora_alpha is not None:
             raise UserError("--lora-alpha requires --lora")
         if options.calibrate is not None:
-            _require_calibration(options.calibrate, options.dtype, format)
+            _require_calibration_options(options.calibrate, options.dtype, format)
         if _is_state(options):
             convert_state(options.source, options.target, options.state_layout)
             return
@@ -63,15 +63,14 @@ def main(arguments: list[str] | None = None) -> None:
                 options.layout, options.lora, options.lora_alpha, command, options.by_input, options.calibrate)
 
 
-def _require_calibration(text: Path, dtype: str | None, format: str) -> None:
-    """Raises UserError unless --calibrate has a readable text, --dtype int4 and .safetensors."""
+def _require_calibration_options(text: Path, dtype: str | None, format: str) -> None:
     if (format, dtype) != ("safetensors", "int4"):
         raise UserError(f"--calibrate requires --dtype int4 and .safetensors; got {dtype or 'no --dtype'} and {format}")
     require_file(text, "--calibrate")
 
 
 def _is_state(options: argparse.Namespace) -> bool:
-    """Whether IN is a tuned state. Raises UserError if an option requires weights and IN is a state, or the reverse."""
+    """Returns True if IN is a tuned state. Raises UserError for an option of weights with a state, or the reverse."""
     from rwkv.checkpoint import time_states
 
     source = locate(options.source)
@@ -86,33 +85,41 @@ def _is_state(options: argparse.Namespace) -> bool:
 
 
 def convert_state(source: Path, target: Path, layout: str | None = None) -> None:
-    """Converts the tuned state `source`, in this layout (None infers it), to `target`: a .pth or, for web-rwkv, an .st."""
+    """Converts the tuned state `source` to `target`, a .pth or, for web-rwkv, an .st. With None, `layout` is inferred."""
     from rwkv.checkpoint import time_states
 
     states = time_states.read(locate(source), None, layout)
     _log(states.line)
-    written = time_states.write(states, target)
-    _log(f"written: {target} ({written}, {time_states.AXES[written]})")
+    written_layout = time_states.write(states, target)
+    _log(f"written: {target} ({written_layout}, {time_states.AXES[written_layout]})")
 
 
 def convert(source: Path, target: Path, dtype: str | None = None, format: str | None = None,
             tokenizer: str | None = None, end_of_text: str | None = None, layout: str | None = None,
             lora: str | Path | None = None, lora_alpha: float | None = None, command: str | None = None,
             by_input: bool = False, calibrate: Path | None = None) -> None:
-    """Converts the checkpoint `source` to `target`. dtype: None keeps each tensor's dtype. format: None: by target's suffix.
+    """Converts the checkpoint `source` to `target`.
 
-    tokenizer: the name, as in Tokenizer.named, of the tokenizer to write with the weights; by default the source's tokenizer,
-    if any. end_of_text: the end-of-text token of a .json tokenizer; by default the token that the source states, or else the
-    tokenizer's file. layout: the layout of an RWKV-7 Hugging Face directory, one of LAYOUTS. lora, lora_alpha: an adapter to
-    merge, and the adapter's alpha if its file lacks one. command: the conversion command, for the model card. by_input: as in
-    write_checkpoint. calibrate: the file of a text for which int4 in .safetensors is rounded.
+    Args:
+        dtype: the dtype to write; None keeps each tensor's dtype.
+        format: the name of target's format; None infers it from the suffix.
+        tokenizer: the tokenizer to write with the weights, a name as in Tokenizer.named; by default the source's tokenizer, if
+            any.
+        end_of_text: the end-of-text token of a .json tokenizer; by default the token that the source states, or else the
+            tokenizer's file.
+        layout: the layout of an RWKV-7 Hugging Face directory, one of LAYOUTS.
+        lora: an adapter to merge.
+        lora_alpha: the adapter's alpha if its file lacks one.
+        command: the conversion command, for the model card.
+        by_input: stores matrices with sparse inputs transposed, as in write_checkpoint.
+        calibrate: the file of a text for which int4 in .safetensors is rounded.
     """
     from rwkv.checkpoint.files import read_checkpoint, tokenizer_of, with_adapter, write_checkpoint
     from rwkv.model.base import generation, n_parameters
 
     name = format or formats.by_suffix(target)
     if calibrate is not None:
-        _require_calibration(calibrate, dtype, name)
+        _require_calibration_options(calibrate, dtype, name)
     checkpoint = read_checkpoint(source)
     if calibrate is not None:
         _require_unpacked(checkpoint)
@@ -130,11 +137,11 @@ def convert(source: Path, target: Path, dtype: str | None = None, format: str | 
          f"{n_parameters(config, checkpoint.vocab_size):,} parameters, vocabulary {checkpoint.vocab_size}")
     if checkpoint.unadapted:
         _log(_adapter_line(checkpoint, dtype))
-    with suppress(UserError):            # ignores an unknown end-of-text token
+    with suppress(UserError):            # an unknown end-of-text token is not an error here
         if checkpoint.tokenizer and (end := tokenizer_of(checkpoint).end_line()):
             _log(f"sequences end with {end}")
     if calibrate is not None:
-        checkpoint = _calibrated(checkpoint, calibrate)
+        checkpoint = _calibrate(checkpoint, calibrate)
     with tqdm(unit="B", unit_scale=True, unit_divisor=1024, dynamic_ncols=True, delay=0.5, file=sys.stderr) as bar:
         def progress(count: int, total: int) -> None:
             bar.total = total
@@ -143,22 +150,21 @@ def convert(source: Path, target: Path, dtype: str | None = None, format: str | 
         write_checkpoint(checkpoint, target, dtype, name, progress, layout, str(source), command, by_input)
     _log(f"written: {target} ({name})")
     if checkpoint.tokenizer and name in WITHOUT_TOKENIZER:
-        _log(f"{target} does not contain the tokenizer: the format {name} cannot store it")
+        _log(f"{target} does not contain the tokenizer: the format {name} cannot store a tokenizer")
 
 
 def _require_unpacked(checkpoint: "Checkpoint") -> None:
     """Raises UserError if the weights are packed in int8 or int4; warns if they are quantised in another way."""
     if checkpoint.packed:
         dtype = next(iter(checkpoint.packed.values())).dtype
-        raise UserError(f"--calibrate requires weights that are not packed; {checkpoint.path} has them in {dtype}: convert the "
-                        "original")
+        raise UserError(f"--calibrate requires weights that are not packed, but {checkpoint.path} has {dtype} weights: convert "
+                        "the original")
     if blocks := sorted({str(tensor.blocks).upper() for tensor in checkpoint.weights.stored.values() if tensor.blocks}):
-        _log(f"WARNING: {checkpoint.path} is quantised ({', '.join(blocks)}), and --calibrate rounds it a second time: convert "
-             "the original")
+        _log(f"WARNING: {checkpoint.path} is quantised ({', '.join(blocks)}), and --calibrate rounds the weights a second "
+             "time: convert the original")
 
 
-def _calibrated(checkpoint: "Checkpoint", text: Path) -> "Checkpoint":
-    """The checkpoint with its matrices rounded for a text. Prints a line on the tokens that were read, and on the rounding."""
+def _calibrate(checkpoint: "Checkpoint", text: Path) -> "Checkpoint":
     from rwkv.checkpoint.calibration import calibrated, describe, read_ids
     from rwkv.checkpoint.files import tokenizer_of
 
@@ -196,9 +202,8 @@ def _parser() -> Parser:
                         help="another program's LoRA adapter to merge: a PEFT directory or an RWKV-PEFT file")
     parser.add_argument("--lora-alpha", metavar="NUMBER", type=above_zero,
                         help="LoRA's alpha, if the adapter's file does not state it")
-    parser.add_argument("--state-layout", choices=STATE_LAYOUTS, metavar="LAYOUT", help="layout of a tuned state IN, if it "
-                                                                                        "cannot be "
-                        f"inferred: {' or '.join(STATE_LAYOUTS)}")
+    parser.add_argument("--state-layout", choices=STATE_LAYOUTS, metavar="LAYOUT", help="layout of a tuned state IN, if the "
+                        f"layout cannot be inferred: {' or '.join(STATE_LAYOUTS)}")
     parser.add_argument("--tokenizer", metavar="NAME", type=from_home,
                         help="tokenizer to write: world, FILE.json or FILE.txt; default: IN's")
     parser.add_argument("--end-of-text", metavar="TEXT", help="end-of-text token of FILE.json; default: IN's or FILE.json's")

@@ -19,8 +19,8 @@ from rwkv.errors import UserError
 from rwkv.io.json_types import JsonObject
 from rwkv.io.lines import counted, hung
 
-# Packages by the extra that installs them. "": packages that all programs require. ALWAYS: extras that are installed by
-# default, though optional, or unavailable for some versions of Python.
+# Each key is the optional extra that installs these packages; all programs require the packages under "". The extras in ALWAYS
+# are installed by default, though they are optional, or unavailable for some versions of Python.
 PACKAGES: dict[str, tuple[str, ...]] = {
     "": ("torch", "numpy", "tokenizers", "safetensors", "lightning", "torchdata", "pyyaml", "filelock", "tqdm", "hydra-core",
          "jinja2", "wandb"),
@@ -34,7 +34,7 @@ FEATURES = {"taichi": "kernels taichi_*", "triton": "kernels triton_*", "plot": 
             "zst": ".jsonl.zst files", "serve": "timemix serve"}
 ALWAYS = ("taichi", "world", "chat", "hub")
 PROBLEM = "!"
-INDENT = 14                              # the column at which a line's text begins
+INDENT = 14                              # a line's text begins at this column
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -59,7 +59,10 @@ def write_json(file: Path, content: JsonObject) -> None:
 
 
 def findings() -> JsonObject:
-    """The report, as plain data. If PyTorch cannot be imported, "torch_error" states why, and PyTorch's entries are missing."""
+    """Returns the report as plain data.
+
+    If PyTorch cannot be imported, "torch_error" states why, and PyTorch's entries are missing.
+    """
     versions = {name: _version(name) for names in PACKAGES.values() for name in names}
     report: JsonObject = {
         "timemix": _version("timemix") or "a clone", "python": platform.python_version(),
@@ -97,7 +100,7 @@ def _why_no_gpu(torch: ModuleType) -> str:
 
 
 def _kernels(devices: list[str]) -> JsonObject:
-    """For each operator and device: what kernel=auto chooses, the kernels that run, and why the other kernels do not."""
+    """Returns, for each operator and device, what kernel=auto chooses, which kernels run, and why others do not."""
     import torch
 
     from kernels.registry import names, operators, why_not
@@ -116,7 +119,7 @@ def _kernels(devices: list[str]) -> JsonObject:
 
 
 def _is_for(op: str, name: str, device: str) -> bool:
-    """Whether the kernel declares support for the device; True if a package that the kernel requires is not installed."""
+    """Returns True if the kernel declares support for the device, or if a package that the kernel requires is not installed."""
     from kernels.registry import KernelUnavailable, load
 
     try:
@@ -130,29 +133,29 @@ def lines(report: JsonObject) -> list[str]:
         return f"{PROBLEM if problem else ' '} {subject:12}{text}"
 
     missing = report["missing"]
-    shown = [line("timemix", f"{report['timemix']}, commit {report.get('commit')}"),
+    table = [line("timemix", f"{report['timemix']}, commit {report.get('commit')}"),
              line("python", f"{report['python']} on {report['system']}"),
              *(line("package", f"all programs require {name}: pip install {name}", True) for name in missing[""])]
     for extra, names in missing.items():
         if extra and names:
             remedy = f"pip install {' '.join(names)}" if extra in ALWAYS else f"in a clone, pip install -e '.[{extra}]'"
-            shown.append(line(extra, f"{FEATURES[extra]} requires {', '.join(names)}: {remedy}"))
-    shown.append(line("versions", ", ".join(f"{name} {version}" for name, version in report["packages"].items())))
+            table.append(line(extra, f"{FEATURES[extra]} requires {', '.join(names)}: {remedy}"))
+    table.append(line("versions", ", ".join(f"{name} {version}" for name, version in report["packages"].items())))
     if "torch_error" in report:
-        return [*shown, line("torch", f"cannot be imported: {report['torch_error']}", True)]
+        return [*table, line("torch", f"cannot be imported: {report['torch_error']}", True)]
     memory = f", {report['free_bytes'] / 2**30:.1f} GiB of memory free" if report["free_bytes"] else ""
-    shown += [line("cpu", f"{report['cpu']}, {counted(report['threads'], 'thread')}{memory}"),
+    table += [line("cpu", f"{report['cpu']}, {counted(report['threads'], 'thread')}{memory}"),
               *(line("cpu", reason) for reason in report["slow_dtypes"]),
               line("C library", report["c_library_missing"] or f"runs, with {report['c_library']}", not report["c_library"]),
               *(line("gpu", name) for name in report["gpus"]), *([line("gpu", report["no_gpu"])] if report["no_gpu"] else [])]
     for op, by_device in report["kernels"].items():
         for device, state in by_device.items():
             auto = f"; auto is {state['auto']}" if state["auto"] else ""
-            shown.append(line(op, f"on {device}: {', '.join(state['run']) or 'none'}{auto}", not state["run"]))
+            table.append(line(op, f"on {device}: {', '.join(state['run']) or 'none'}{auto}", not state["run"]))
             if state["elsewhere"]:
-                shown.append(line("", f"  not for {device}: {', '.join(state['elsewhere'])}"))
-            shown += [line("", f"  not {name}: {reason}") for name, reason in state["not"].items()]
-    return shown
+                table.append(line("", f"  not for {device}: {', '.join(state['elsewhere'])}"))
+            table += [line("", f"  not {name}: {reason}") for name, reason in state["not"].items()]
+    return table
 
 
 if __name__ == "__main__":

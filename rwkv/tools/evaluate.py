@@ -42,7 +42,7 @@ if TYPE_CHECKING:                        # these modules import PyTorch
 
 
 def main(config: EvaluateConfig, line: cli.CommandLine) -> None:
-    path, out = _files(config)
+    path, out = _data_and_output_paths(config)
     from rwkv import evaluation
     from rwkv.pretrained import open_checkpoint, template_choice, template_line
     from rwkv.tools._scored_texts import holds_answers, read_answers, read_last_words
@@ -76,7 +76,7 @@ def main(config: EvaluateConfig, line: cli.CommandLine) -> None:
         try:
             out.write_text(text, encoding="utf-8")
         except OSError as error:
-            raise UserError(f"cannot write out={out}: {error.strerror}; the result is only on standard output") from error
+            raise UserError(f"cannot write out={out}: {error.strerror}. The result is only on standard output") from error
 
 
 def evaluate_text(path: Path, tokenizer: Tokenizer, start: Sequence[int], chunk_len: int, tokens: int, lost: Lost,
@@ -95,7 +95,7 @@ def evaluate_text(path: Path, tokenizer: Tokenizer, start: Sequence[int], chunk_
 
 
 def evaluate(task: str, texts: Sequence["evaluation.Scored"], config: EvaluateConfig, model: "Model") -> JsonObject:
-    """Scores tokenised texts and returns the metrics. task: last_word or answers."""
+    """Scores tokenised texts and returns the metrics. `task` is last_word or answers."""
     from rwkv import evaluation
 
     started = time.perf_counter()
@@ -118,10 +118,9 @@ def _warn_lost(lost: Lost, text: str) -> None:
         print(f"WARNING: {lost.describe(text)}; {effect}", file=sys.stderr)
 
 
-def _files(config: EvaluateConfig) -> tuple[Path, Path | None]:
-    """The paths in data.path= and out=. Raises UserError if a file is missing or out= cannot be written."""
+def _data_and_output_paths(config: EvaluateConfig) -> tuple[Path, Path | None]:
     if not config.data.path:
-        raise UserError("evaluate requires data.path=FILE, a UTF-8 text, or FILE.jsonl with lines of "
+        raise UserError("evaluate requires data.path=FILE: a UTF-8 text, or FILE.jsonl with lines such as "
                         '{"text": "..."}')
     require_writable("out", config.out, (config.checkpoint, config.tokenizer, config.data.path))
     require_files(config, config.data.template)
@@ -130,19 +129,19 @@ def _files(config: EvaluateConfig) -> tuple[Path, Path | None]:
 
 
 def _bar(total: int, unit: str) -> tqdm:
-    """A progress bar on standard error. Outside a terminal it prints a line every 30 seconds."""
+    """Returns a progress bar on standard error. Outside a terminal it prints a line every 30 seconds."""
     interval = 0.2 if sys.stderr.isatty() else 30.0
     return tqdm(total=total, unit=unit, mininterval=interval, maxinterval=2 * interval, dynamic_ncols=True, file=sys.stderr)
 
 
-def _advance(bar: tqdm, count: int, shown: str) -> None:
-    bar.set_postfix_str(shown, refresh=False)
+def _advance(bar: tqdm, count: int, postfix: str) -> None:
+    bar.set_postfix_str(postfix, refresh=False)
     bar.update(count)
 
 
 def _require_finite(nats: float) -> None:
     if not math.isfinite(nats):
-        raise UserError("the model's predictions are not finite numbers: its training diverged, or its weights are damaged")
+        raise UserError("the model's predictions are not finite: the training diverged, or the weights are damaged")
 
 
 if __name__ == "__main__":

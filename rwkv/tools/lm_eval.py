@@ -18,7 +18,7 @@ from rwkv.errors import UserError
 
 
 def command_line(arguments: Sequence[str]) -> list[str]:
-    """The harness's arguments: the given ones with the command `run`, and with --model timemix unless they name a model."""
+    """Returns the harness's arguments: `arguments` with the command `run`, and with --model timemix if they name no model."""
     rest = list(arguments[1:] if arguments[:1] == ["run"] else arguments)
     has_model = any(argument in ("-M", "--model") or argument.startswith("--model=") for argument in rest)
     return ["run", *([] if has_model else ["--model", "timemix"]), *rest]

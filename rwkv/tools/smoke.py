@@ -1,4 +1,4 @@
-"""Smoke test of a model: loads it, prefills, compares with the reference, generates, trains two steps; prints PASS or FAIL.
+"""Runs a smoke test of a model: loads, prefills, compares with the reference, generates, trains two steps, prints PASS or FAIL.
 
   python -m rwkv.tools.smoke                            tiny models, one of each generation
   python -m rwkv.tools.smoke FILE.pth --dtype bfloat16
@@ -32,10 +32,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 PROMPT = "The quick brown fox"
-TOKENS = 16                              # number of tokens to generate
-TRAINABLE = 50_000_000                   # number of parameters of the largest model to train
+TOKENS = 16                              # this many tokens are generated
+TRAINABLE = 50_000_000                   # models with more parameters are not trained
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.1, "int8": 0.1, "int4": 0.5,
-             "blocks": 1e-2}              # for logits, relative to their standard deviation
+             "blocks": 1e-2}              # each is relative to the standard deviation of the logits
 LEARNING_RATE = 1e-3
 
 
@@ -113,7 +113,7 @@ class _Checks:
             finding = check()
             passed = True
             details = None
-        except Exception as error:       # a failed check, unless it is a user's mistake
+        except Exception as error:       # the check has failed, unless the error is a user's mistake
             if name == "load" and isinstance(error, (UserError, UnknownKernel, KernelUnavailable)):
                 raise
             finding = f"{type(error).__name__}: {error}".splitlines()[0]
@@ -170,7 +170,8 @@ class _Checks:
         difference = float((logits - expected).abs().max() / expected.std())
         allowed = TOLERANCE[self._dtype]
         if not difference <= allowed:
-            raise ArithmeticError(f"{name} and {reference} differ by {difference:.2g} of the logits' spread, above {allowed:g}")
+            raise ArithmeticError(f"{name} and {reference} differ by {difference:.2g} of the logits' spread; the "
+                                  f"limit is {allowed:g}")
         return f"{name} and {reference} differ by {difference:.1g} of the logits' spread"
 
     def _generate(self) -> str:
@@ -178,7 +179,7 @@ class _Checks:
 
         texts = ["".join(generate(self._model, self._tokenizer, PROMPT, TOKENS, seed=1)) for _ in range(2)]
         if texts[0] != texts[1]:
-            raise ArithmeticError(f"the same seed generated {texts[0]!r} and {texts[1]!r}")
+            raise ArithmeticError(f"the same seed generated two texts, {texts[0]!r} and {texts[1]!r}")
         return f"{texts[0]!r}"
 
     def _train(self) -> str:

@@ -267,7 +267,7 @@ def test_weights_beyond_float16_are_refused(tmp_path: Path, text: Path) -> None:
     with torch.no_grad():
         model.head.weight.mul_(1e9)
     model.save_pretrained(path, ByteTokenizer())
-    with pytest.raises(CheckpointError, match=r"head\.weight is too large for"):
+    with pytest.raises(CheckpointError, match=r"head\.weight are too large for"):
         convert.convert(path, tmp_path / "out.safetensors", "int4", calibrate=text)
 
 

@@ -47,7 +47,7 @@ def checkpoint(tmp_path: Path) -> Path:
     (("num_samples=2", "save_state=x"), "save_state="),
     (("prompt=a", "out=x", "save_state=./x"), "different files"),
     *(pytest.param(*more, marks=pytest.mark.thorough) for more in (
-        (("checkpoint=several",), "name one of them"),
+        (("checkpoint=several",), "name one file"),
         (("kernel=nonsense",), "nonsense"),
         (("logit_bias=a:1",), "logit_bias"),
         (("max_new_tokens=-1",), "max_new_tokens"),

@@ -1,4 +1,4 @@
-"""File formats for weights, one module per format.
+"""Defines the file formats for weights, with one module per format.
 
     pth           a file written by torch.save: the official .pth, zipped or not, with time_mix [1,1,C] or [C], and any prefix
     ckpt          this program's Lightning checkpoint: weights, and the entry `timemix` with the configuration and the tokenizer
@@ -9,10 +9,10 @@
     gguf          llama.cpp's format, also quantised, with the tokenizer; RWKV-7 only
 
 A format module has SUFFIXES ("": a directory), recognises(path), read(path) -> Content and write(path, Outgoing). If the format
-restricts dtypes, it has dtype_for(tensor, group, dtype), where group is the generation's group() of the tensor's name. The
-names and layouts of a format's tensors are defined by the generation (rwkv/checkpoint/rwkvN.py). Reading detects the format
-from the content; writing chooses it by suffix. Modules named _NAME are shared by several formats. This file does not import
-PyTorch.
+restricts dtypes, the module also has dtype_for(tensor, group, dtype); group is what the generation's group() returns for the
+tensor's name. The generation (rwkv/checkpoint/rwkvN.py) defines the names and layouts of a format's tensors. Reading detects
+the format from the content, and writing chooses it by the suffix. Modules named _NAME are shared by several formats. This file
+does not import PyTorch.
 """
 
 import ast
@@ -27,8 +27,8 @@ from rwkv.errors import CheckpointError, UserError
 QUANTISED = {"gguf": ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0"), "safetensors": ("int8", "int4")}     # block formats
 LAYOUTS = ("fla", "official", "transformers-rwkv")         # layouts of RWKV-7's Hugging Face directories
 TEXT = frozenset(b"\t\n\r") | frozenset(range(32, 127))
-BYTES_SHOWN = 16                         # first bytes to show of an unknown file; in every format some are not TEXT
-# What a file that begins with these bytes is, and the remedy
+BYTES_SHOWN = 16                         # an error shows this many bytes of an unknown file; in every format some are not TEXT
+# A file that begins with these bytes is not a checkpoint: what it is, and what to do
 NOT_WEIGHTS = {
     b"version https://git-lfs": "a Git LFS pointer, not the file: fetch it with git lfs pull, or download it",
     b"# xet version": "a Xet pointer, not the file: fetch it with git xet, or download it",
@@ -42,25 +42,25 @@ def names() -> list[str]:
 
 
 def load(name: str) -> ModuleType:
-    """The module of a format. Raises UserError for an unknown name."""
+    """Returns the module of a format. Raises UserError for an unknown name."""
     if name not in names():
         raise UserError(f"the format must be one of {', '.join(names())}; got {name!r}")
     return importlib.import_module(f"{__name__}.{name}")
 
 
 def recognise(path: Path) -> ModuleType:
-    """The format of an existing file or directory. Raises CheckpointError for an unknown format."""
+    """Returns the format module of an existing file or directory. Raises CheckpointError for an unknown format."""
     require_no_pointer(path)
     if path.is_file() and len(start := first_bytes(path, BYTES_SHOWN)) >= 8 and TEXT.issuperset(start):
-        raise CheckpointError(f"{path} is a text file that begins with {start!r}: name a file with weights")
+        raise CheckpointError(f"{path} is a text file and begins with {start!r}: name a file with weights")
     for format in map(load, names()):
         if format.recognises(path):
             return format
     if path.is_dir():
         raise CheckpointError(f"{path} contains no checkpoint: expected a Hugging Face directory with a config.json")
     start = first_bytes(path, BYTES_SHOWN)
-    content = f"begins with {start!r}" if start else "is empty (0 bytes): was the copy or download interrupted?"
-    raise CheckpointError(f"{path} cannot be read as a checkpoint: it {content}; expected a file written by torch.save, "
+    content = f"the file begins with {start!r}" if start else "the file is empty (0 bytes); was the copy interrupted?"
+    raise CheckpointError(f"{path} cannot be read as a checkpoint: {content}. Expected a file written by torch.save, "
                           ".safetensors, rwkv.cpp's ggmf, or GGUF")
 
 
@@ -75,7 +75,7 @@ def require_no_pointer(path: Path) -> None:
 
 @cache
 def suffixes() -> dict[str, str]:
-    """The format of each suffix. SUFFIXES are read from the modules' source, because importing them would import PyTorch."""
+    """Maps each suffix to its format. Reads SUFFIXES from the modules' source, because importing them would import PyTorch."""
     result: dict[str, str] = {}
     for name in names():
         source = (Path(__file__).parent / f"{name}.py").read_text(encoding="utf-8")
@@ -86,11 +86,11 @@ def suffixes() -> dict[str, str]:
 
 
 def by_suffix(path: Path) -> str:
-    """The name of the format that a path's suffix stands for. Raises UserError for an unknown suffix."""
+    """Returns the name of the format that a path's suffix stands for. Raises UserError for an unknown suffix."""
     suffix = "" if path.is_dir() else path.suffix
     if suffix not in suffixes():
         known = ", ".join(suffix or "no suffix" for suffix in suffixes())
-        raise UserError(f"{path.name} must have a suffix that implies its format ({known}); otherwise name the format "
+        raise UserError(f"{path.name} must have a suffix that implies its format ({known}). Otherwise name the format "
                         f"({', '.join(names())})")
     return suffixes()[suffix]
 

@@ -1,4 +1,4 @@
-"""A checkpoint of trainer=fsdp: a folder with one file per process, written by torch.distributed.checkpoint.
+"""Reads a checkpoint of trainer=fsdp, which is a folder with one file per process, written by torch.distributed.checkpoint.
 
     shard-00001-....safetensors, ...     rows of the weights and of the optimiser's state, one file per process
     rest.pt                              the rest of a .ckpt's dictionary; "sharded" lists the places of these tensors in it
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint import HuggingFaceStorageReader
 
 REST = "rest.pt"
-SHARDED = "sharded"                      # the key of the list of places in REST
+SHARDED = "sharded"                      # REST has the list of places under this key
 WEIGHTS = "state_dict"                   # a weight's place begins with this key
 
 Place = tuple[str | int, ...]
@@ -44,7 +44,7 @@ def name_of(place: Place) -> str:
 
 
 def sum_of(path: Path) -> tuple[int, int]:
-    """The size and the CRC-32 of a file."""
+    """Returns the size and the CRC-32 of a file."""
     size = checksum = 0
     with path.open("rb") as file:
         while chunk := file.read(READ_BYTES):
@@ -54,28 +54,28 @@ def sum_of(path: Path) -> tuple[int, int]:
 
 
 def write_complete(folder: Path, sums: Mapping[str, tuple[int, int]]) -> None:
-    """Writes complete.json. sums: sum_of each of the other files, by name."""
+    """Writes complete.json. `sums` has the result of sum_of for each other file, by name."""
     write_file(folder / COMPLETE, lambda file: file.write(json.dumps(sums).encode()))
 
 
 def read_rest(folder: Path) -> Dictionary:
-    """The dictionary without the sharded tensors. Raises CheckpointError if a file in the folder is missing or damaged."""
+    """Reads the dictionary without the sharded tensors. Raises CheckpointError if a file is missing or damaged."""
     try:
         sums = json.loads((folder / COMPLETE).read_bytes())
         damaged = [name for name, expected in sums.items() if list(sum_of(folder / name)) != list(expected)]
     except FileNotFoundError as error:
-        raise CheckpointError(f"{folder} lacks {Path(error.filename).name}: it was copied or deleted only in part; copy it "
-                              "again") from None
+        raise CheckpointError(f"{folder} lacks {Path(error.filename).name}: the folder was copied or deleted only in part. "
+                              "Copy the checkpoint again") from None
     except (ValueError, AttributeError, TypeError) as error:
-        raise CheckpointError(f"{folder / COMPLETE} is damaged ({error}); copy the checkpoint again") from None
+        raise CheckpointError(f"{folder / COMPLETE} is damaged ({error}): copy the checkpoint again") from None
     if damaged or REST not in sums:
-        raise CheckpointError(f"{folder / (damaged or [REST])[0]} is truncated or damaged: its checksum differs from that in "
-                              f"{COMPLETE}; copy the checkpoint again")
+        raise CheckpointError(f"{folder / (damaged or [REST])[0]} is truncated or damaged: the checksum differs from the "
+                              f"checksum in {COMPLETE}. Copy the checkpoint again")
     return _torch_file.load(folder / REST)
 
 
 def open_shards(folder: Path) -> "HuggingFaceStorageReader":
-    """torch's reader of the folder's shards, which reads their headers only once."""
+    """Returns torch's reader of the folder's shards, changed so that it reads their headers only once."""
     from torch.distributed.checkpoint import HuggingFaceStorageReader
 
     reader = HuggingFaceStorageReader(str(folder))
@@ -85,22 +85,22 @@ def open_shards(folder: Path) -> "HuggingFaceStorageReader":
 
 
 def sizes(reader: Any) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """The shape and dtype of each sharded tensor, by name_of its place."""
+    """Returns the shape and dtype of each sharded tensor. The keys are made by name_of."""
     return {name: (tuple(each.size), each.properties.dtype)
             for name, each in reader.read_metadata().state_dict_metadata.items()}
 
 
 def fill(reader: "HuggingFaceStorageReader", tensors: Mapping[str, Tensor]) -> None:
-    """Reads shards into `tensors`, which are named by name_of. Into a DTensor it reads only this process's shard."""
+    """Reads shards into `tensors`, whose keys are made by name_of. A DTensor receives only this process's shard."""
     from torch.distributed import checkpoint
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")          # about the missing process group
+        warnings.simplefilter("ignore")          # torch warns about the missing process group
         checkpoint.load(dict(tensors), storage_reader=reader, no_dist=True)
 
 
 def weights(folder: Path, places: Iterable[Place]) -> dict[str, Stored]:
-    """Those of `places` that are weights, by their names in the state_dict."""
+    """Returns the weights among the tensors at `places`, by their names in the state_dict."""
     reader = open_shards(folder)
     shapes = sizes(reader)
 
@@ -119,9 +119,9 @@ def weights(folder: Path, places: Iterable[Place]) -> dict[str, Stored]:
 
 
 def read(folder: Path, empty: Callable[[Place, tuple[int, ...], torch.dtype], Tensor]) -> Dictionary:
-    """The dictionary that a single process would have written to a .ckpt.
+    """Returns the dictionary that a single process would have written to a .ckpt. Raises CheckpointError as read_rest does.
 
-    empty(place, shape, dtype): returns a tensor, possibly a DTensor, to read into. Raises CheckpointError as read_rest does.
+    `empty(place, shape, dtype)` returns a tensor, possibly a DTensor, to read into.
     """
     content = read_rest(folder)
     reader = open_shards(folder)
@@ -134,7 +134,7 @@ def read(folder: Path, empty: Callable[[Place, tuple[int, ...], torch.dtype], Te
 
 
 def read_whole(folder: Path) -> Dictionary:
-    """As read(), into ordinary tensors."""
+    """Reads the dictionary as read() does, into ordinary tensors."""
     return read(folder, lambda place, shape, dtype: torch.empty(shape, dtype=dtype))
 
 
@@ -145,7 +145,7 @@ def value_at(content: Dictionary, place: Place) -> Any:
 
 
 def insert(content: Any, place: Place, value: Any) -> None:
-    """Puts a value into nested dictionaries and lists. Creates missing dictionaries."""
+    """Stores a value in nested dictionaries and lists, and creates missing dictionaries."""
     *path, last = place
     for key in path:
         content = content.setdefault(key, {}) if isinstance(content, dict) else content[key]

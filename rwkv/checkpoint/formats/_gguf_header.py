@@ -1,4 +1,4 @@
-"""The header of a GGUF file: the metadata (rwkv/gguf.py), and the offset of each tensor's data.
+"""Reads the header of a GGUF file: the metadata (rwkv/gguf.py), and the offset of each tensor's data.
 
     tensor      name, number of dimensions, dimensions from the innermost, type, offset from the start of the data
     data        at the next multiple of general.alignment (32), each tensor at a multiple of it
@@ -21,7 +21,7 @@ MOST_DIMENSIONS = 4
 
 
 class TensorInfo(NamedTuple):
-    """A tensor's name, shape and type. Its data are the file's bytes from `start` to `end`."""
+    """A tensor's name, shape and type. The tensor's data is the file's bytes from `start` to `end`."""
 
     name: str
     shape: tuple[int, ...]
@@ -31,34 +31,34 @@ class TensorInfo(NamedTuple):
 
 
 def read_header(path: Path, data: memoryview) -> tuple[JsonObject, list[TensorInfo]]:
-    """The metadata and the tensors of a file. data: the file's bytes. Raises CheckpointError if the header is damaged."""
+    """Reads the metadata and the tensors' headers from the file's bytes. Raises CheckpointError if the header is damaged."""
     metadata, n_tensors, end = header_of(path)
     alignment = metadata.get(ALIGNMENT_KEY, ALIGNMENT)
     if not isinstance(alignment, int) or alignment < 8 or alignment & (alignment - 1):
-        raise CheckpointError(f"{path}: {ALIGNMENT_KEY} must be a power of two >= 8; got {alignment!r}: the file is damaged")
+        raise CheckpointError(f"{path} is damaged: {ALIGNMENT_KEY} must be a power of two >= 8; got {alignment!r}")
     cursor = Cursor(path, data, end)
-    relative = [_tensor(path, cursor) for _ in range(n_tensors)]
+    relative = [_read_tensor(path, cursor) for _ in range(n_tensors)]
     start = -(-cursor.at // alignment) * alignment
     tensors = [tensor._replace(start=start + tensor.start, end=start + tensor.end) for tensor in relative]
     for tensor in tensors:
         if tensor.start % alignment or tensor.end > len(cursor.data):
             raise CheckpointError(f"{path} has {len(cursor.data)} bytes, but its header places {tensor.name} {tensor.shape} at "
-                                  f"bytes {tensor.start} to {tensor.end}: it is truncated or damaged; copy it again")
+                                  f"bytes {tensor.start} to {tensor.end}: the file is truncated or damaged. Copy the "
+                                  "file again")
     return metadata, tensors
 
 
-def _tensor(path: Path, cursor: Cursor) -> TensorInfo:
-    """The next tensor. Its start and end are relative to the start of the data."""
+def _read_tensor(path: Path, cursor: Cursor) -> TensorInfo:
+    """Reads the next tensor's header. The start and end are relative to the start of the data."""
     name = cursor.string()
     (n_dimensions,) = cursor.unpack("I")
     if not 1 <= n_dimensions <= MOST_DIMENSIONS:
-        raise CheckpointError(f"{path}: {name} has {n_dimensions} dimensions, expected 1 to {MOST_DIMENSIONS}: the file is "
-                              "damaged")
+        raise CheckpointError(f"{path} is damaged: {name} must have 1 to {MOST_DIMENSIONS} dimensions; got "
+                              f"{n_dimensions}")
     shape = cursor.unpack(f"{n_dimensions}Q")[::-1]
     number, start = cursor.unpack("IQ")
     type_, elements, nbytes = block_type(number, f"{path}: {name}")
     if shape[-1] % elements or 0 in shape:
-        raise CheckpointError(f"{path}: {name} is {shape} in {type_}, expected row lengths that are multiples of {elements}: "
-                              "the file is "
-                              "damaged")
+        raise CheckpointError(f"{path} is damaged: {name} is {shape} in {type_}, which requires a row length that is a "
+                              f"multiple of {elements}")
     return TensorInfo(name, shape, type_, start, start + math.prod(shape) // elements * nbytes)

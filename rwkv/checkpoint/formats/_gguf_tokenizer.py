@@ -1,4 +1,4 @@
-"""Tokenizers in GGUF's metadata: the World vocabulary (`rwkv`), byte-level BPE with GPT-2's pre-tokenizer (`gpt2`), or none.
+"""Converts tokenizers to and from GGUF's metadata: the World vocabulary (`rwkv`), and byte-level BPE like GPT-2's (`gpt2`).
 
     tokenizer.ggml.model, .tokens, .token_type      rwkv: each token is Python's repr of its bytes, without b and quotes;
                                                     gpt2: each token is the byte-level encoding of its bytes
@@ -23,11 +23,11 @@ from rwkv.tokenizer.world import Vocabulary
 
 GGML = "tokenizer.ggml."
 JSON = "tokenizer.huggingface.json"
-NORMAL = 1                               # a value of token_type, like the next three
+NORMAL = 1                               # this and the next three are values of token_type
 CONTROL = 3
 USER_DEFINED = 4
 UNUSED = 5
-WORLD_START = "<s>"                      # GGUF's text for id 0, for which the World vocabulary has no token
+WORLD_START = "<s>"                      # GGUF requires a text for id 0, but the World vocabulary has no token 0
 PRE_TOKENIZER = "gpt-2"
 ENDS = tuple(f"{GGML}{name}_token_id" for name in ("eos", "eot", "eom"))
 BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
@@ -39,7 +39,7 @@ ESCAPES = {b"t": b"\t", b"n": b"\n", b"r": b"\r"}
 
 
 def metadata_of(outgoing: Outgoing) -> JsonObject:
-    """The metadata that describes the tokenizer. Raises UserError for a tokenizer that GGUF cannot represent."""
+    """Returns the metadata that describes the tokenizer. Raises UserError for a tokenizer that GGUF cannot represent."""
     definition = outgoing.entry.get("tokenizer")
     if definition is None:
         return {f"{GGML}model": NO_MODEL[0]}
@@ -58,8 +58,8 @@ def metadata_of(outgoing: Outgoing) -> JsonObject:
         metadata = {f"{GGML}model": "gpt2", f"{GGML}pre": PRE_TOKENIZER, f"{GGML}merges": merges,
                     JSON: definition["definition"]}
     else:
-        raise UserError(f"GGUF cannot hold the tokenizer {definition['kind']}, only the World vocabulary (world) or a "
-                        "byte-level BPE (bpe): choose another format")
+        raise UserError(f"GGUF cannot hold the tokenizer {definition['kind']}: choose another format, or a tokenizer with "
+                        "the World vocabulary (world) or a byte-level BPE (bpe)")
     spare = range(len(tokens), outgoing.vocab_size)
     return {**metadata, f"{GGML}tokens": tokens + [f"[PAD{index}]" for index in spare],
             f"{GGML}token_type": types + [UNUSED for _ in spare], f"{GGML}bos_token_id": ends[0],
@@ -67,7 +67,7 @@ def metadata_of(outgoing: Outgoing) -> JsonObject:
 
 
 def _bpe_tokens(parsed: JsonObject) -> tuple[list[str], list[int]]:
-    """The texts and types of all ids. Raises UserError for a tokenizer that GGUF cannot represent."""
+    """Returns the texts and types of all ids. Raises UserError for a tokenizer that GGUF cannot represent."""
     model = parsed["model"]
     added = parsed.get("added_tokens") or []
     pre_tokenizer = parsed.get("pre_tokenizer") or {}
@@ -90,22 +90,22 @@ def _bpe_tokens(parsed: JsonObject) -> tuple[list[str], list[int]]:
 
 
 def tokenizer_in(path: Path, metadata: JsonObject) -> JsonObject | None:
-    """The tokenizer's definition, or None if the file has none. Raises CheckpointError for an unsupported kind."""
+    """Returns the tokenizer's definition, or None if the file has none. Raises CheckpointError for an unsupported kind."""
     kind = metadata.get(f"{GGML}model", NO_MODEL[0])
     if kind in NO_MODEL:
         return None
     if kind == "rwkv":
-        return {"kind": "world", "vocabulary": _world_vocabulary(path, *_tokens(path, metadata))}
+        return {"kind": "world", "vocabulary": _world_vocabulary_text(path, *_tokens(path, metadata))}
     if kind != "gpt2":
-        raise CheckpointError(f"{path} contains a tokenizer of the kind {kind!r}, expected rwkv (the World vocabulary) or gpt2 "
-                              "(byte-level BPE): convert the model's original files instead")
+        raise CheckpointError(f"{path} contains a tokenizer of the kind {kind!r}, but only rwkv (the World vocabulary) and "
+                              "gpt2 (byte-level BPE) are supported: convert the model's original files instead")
     ends = [metadata[key] for key in ENDS if isinstance(metadata.get(key), int)]
     if isinstance(metadata.get(JSON), str):
         return special.definition_with_ends(metadata[JSON], [ends])
     if metadata.get(f"{GGML}pre") != PRE_TOKENIZER:
         raise CheckpointError(f"{path} contains a byte-level BPE with the pre-tokenizer {metadata.get(f'{GGML}pre')!r}, "
-                              f"expected {PRE_TOKENIZER!r}: convert the model's original files instead")
-    content = _bpe_definition(path, *_tokens(path, metadata), metadata.get(f"{GGML}merges"))
+                              f"but only {PRE_TOKENIZER!r} is supported: convert the model's original files instead")
+    content = _bpe_tokenizer_json(path, *_tokens(path, metadata), metadata.get(f"{GGML}merges"))
     return special.definition_with_ends(json.dumps(content), [ends])
 
 
@@ -113,7 +113,7 @@ def _tokens(path: Path, metadata: JsonObject) -> tuple[list[str], list[int]]:
     tokens = metadata.get(f"{GGML}tokens")
     types = metadata.get(f"{GGML}token_type")
     if not _is_list_of(str, tokens) or not _is_list_of(int, types) or len(tokens) != len(types):      # type: ignore[arg-type]
-        raise CheckpointError(f"{path} must have as many {GGML}tokens as {GGML}token_type: was it converted wrongly?")
+        raise CheckpointError(f"{path} must have as many {GGML}tokens as {GGML}token_type. Was the file converted wrongly?")
     return tokens, types         # type: ignore[return-value]
 
 
@@ -121,18 +121,17 @@ def _is_list_of(kind: type, values: object) -> bool:
     return isinstance(values, list) and all(isinstance(value, kind) for value in values)
 
 
-def _world_vocabulary(path: Path, texts: list[str], types: list[int]) -> str:
-    """The World vocabulary as the text of a vocabulary file."""
+def _world_vocabulary_text(path: Path, texts: list[str], types: list[int]) -> str:
     try:
         tokens = [_parse_repr(text) if type_ == NORMAL else b"" for text, type_ in zip(texts, types, strict=True)]
     except ValueError as error:
-        raise CheckpointError(f"{path} has a token that is not the repr of bytes ({error}): was it "
-                              "converted wrongly?") from error
+        raise CheckpointError(f"{path} has a token that is not the repr of bytes ({error}). Was the "
+                              "file converted wrongly?") from error
     return Vocabulary(tokens).to_text()
 
 
 def _parse_repr(text: str) -> bytes:
-    """The bytes whose repr is b"text". Raises ValueError if there are none."""
+    """Decodes the escapes in `text`, which is the repr of bytes without b and quotes. Raises ValueError if it is not."""
     def unescape(match: re.Match[bytes]) -> bytes:
         escape = match[1]
         return bytes([int(escape[1:], 16)]) if len(escape) == 3 else ESCAPES.get(escape, escape)
@@ -140,10 +139,9 @@ def _parse_repr(text: str) -> bytes:
     return re.sub(rb"\\(x..|.)", unescape, text.encode("ascii"), flags=re.DOTALL)
 
 
-def _bpe_definition(path: Path, texts: list[str], types: list[int], merges: Any) -> JsonObject:
-    """The tokenizer as the content of a tokenizer.json."""
+def _bpe_tokenizer_json(path: Path, texts: list[str], types: list[int], merges: Any) -> JsonObject:
     if not _is_list_of(str, merges):
-        raise CheckpointError(f"{path} has no {GGML}merges for its byte-level BPE: was it converted wrongly?")
+        raise CheckpointError(f"{path} has a byte-level BPE without {GGML}merges. Was the file converted wrongly?")
     added = [{"id": index, "content": text, "special": type_ == CONTROL, "normalized": False, **PLAIN_ADDED}
              for index, (text, type_) in enumerate(zip(texts, types, strict=True)) if type_ in (CONTROL, USER_DEFINED)]
     vocab = {text: index for index, (text, type_) in enumerate(zip(texts, types, strict=True)) if type_ != UNUSED}

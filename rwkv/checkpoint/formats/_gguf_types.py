@@ -1,4 +1,4 @@
-"""GGUF's tensor types. Each stores neighbouring elements of a row in blocks of a fixed number of bytes.
+"""Reads and writes GGUF's tensor types. Each type stores neighbouring elements of a row in blocks of a fixed number of bytes.
 
 This program itself reads F32, F16, BF16 and the block formats of kernels/matvec (Q4_0 to Q8_0, Q4_K, Q5_K and Q6_K). All other
 types, such as Q2_K, Q3_K, IQ4_XS and IQ4_NL, require the package gguf of llama.cpp's authors, which dequantises to float32.
@@ -35,12 +35,12 @@ IN_BLOCKS = {2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8_0", 12: "Q4_K", 
 PLAIN = {0: Block("F32", 1, 4), 1: Block("F16", 1, 2), 30: Block("BF16", 1, 2), 28: Block("F64", 1, 8),
          **{number: Block(name, BLOCKS[name.lower()].elements, BLOCKS[name.lower()].bytes_per_block)
             for number, name in IN_BLOCKS.items()}}
-DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}    # torch has these types
-BLOCKS_PER_ROW = 32                      # the package dequantises 16 rows at a time; this many blocks fit the CPU's cache
+DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}    # torch reads these
+BLOCKS_PER_ROW = 32                      # the package dequantises 16 rows at a time; such rows fit the CPU's cache
 
 
 def package(purpose: str) -> ModuleType:
-    """The package gguf. Raises UserError if it is not installed."""
+    """Imports the package gguf. Raises UserError if it is not installed."""
     try:
         import gguf
     except ImportError as error:
@@ -49,22 +49,22 @@ def package(purpose: str) -> ModuleType:
 
 
 def block_type(number: int, where: str) -> Block:
-    """The type with this number. where: names the tensor in error messages. Raises CheckpointError for an unreadable type."""
+    """Returns the type with this number. Raises CheckpointError, with `where` as the tensor's name, for an unreadable type."""
     if number in PLAIN:
         return PLAIN[number]
     try:
         block = _package_block(number)
     except ImportError as error:
-        raise CheckpointError(f"{where} is quantised (GGUF's type {number}), and reading it {PACKAGE}") from error
+        raise CheckpointError(f"{where} is quantised in GGUF's type {number}, and reading this type {PACKAGE}") from error
     if block is None:
-        raise CheckpointError(f"{where} is {_name(number)}, which the installed package gguf cannot dequantise: upgrade it, or "
-                              "convert the original weights again, as Q8_0 or BF16")
+        raise CheckpointError(f"{where} is {_name(number)}, which the installed package gguf cannot dequantise: upgrade gguf, "
+                              "or convert the original weights again, to Q8_0 or BF16")
     return block
 
 
 @cache
 def _package_block(number: int) -> Block | None:
-    """The type with this number; None if the package does not know it or cannot dequantise it."""
+    """Returns the type with this number; None if the package does not know it or cannot dequantise it."""
     import gguf
 
     try:
@@ -87,14 +87,14 @@ def _name(number: int) -> str:
 
 
 def reader(type_: str, shape: tuple[int, ...], bytes_: Tensor) -> Callable[[], Tensor]:
-    """A function that dequantises a tensor's mapped blocks to float32 and then releases the mapped pages."""
+    """Returns a function that dequantises a tensor's mapped blocks to float32 and then releases the mapped pages."""
     if kind := BLOCKS.get(type_.lower()):
         return BlockData(kind(bytes_.view(-1, shape[-1] // kind.elements * kind.bytes_per_block)))
     return partial(_dequantise_by_package, type_, bytes_)
 
 
 def round_to_blocks(matrix: Tensor, type_: str) -> Tensor:
-    """A float32 matrix rounded to this block type, or to float16 if its row length is not a multiple of the block length."""
+    """Rounds a float32 matrix to this block type, or to float16 if the row length is no multiple of the block length."""
     gguf = package(f"writing {type_}")
     kind = gguf.GGMLQuantizationType[type_]
     if matrix.shape[-1] % gguf.GGML_QUANT_SIZES[kind][0]:

@@ -1,4 +1,4 @@
-"""Packed matrices in .safetensors, laid out as kernels/matvec reads them, so that a mapped file needs no copy.
+"""Reads and writes packed matrices in .safetensors, laid out as kernels/matvec reads them, so that a mapped file needs no copy.
 
     int8    NAME          (N,K) I8
             NAME.scale    (N) F32
@@ -7,10 +7,11 @@
             NAME.shift    (N,G) BF16
 
 An int4 matrix whose G is not a multiple of 8 is stored in the layout of kernels.matvec.Int4.groups: NAME is (N,G,16) U8, one
-group after another, two integers per byte. Files of version 1 store every matrix so. Such matrices are repacked on reading.
+group after another, two integers per byte. Files of version 1 store every matrix in that layout. Such matrices are repacked on
+reading.
 
 int4 that is calibrated (rwkv/checkpoint/calibration.py) has GGUF's blocks: NAME is (N,blocks of a row,bytes of a block) U8. The
-bytes of a block tell its kind.
+number of bytes in a block tells the kind of block.
 
 A bfloat16 matrix with sparse inputs may be stored by input: the file then has its transpose, NAME.by_input, and no NAME.
 
@@ -33,27 +34,27 @@ from rwkv.errors import CheckpointError, UserError
 from rwkv.io.json_types import JsonObject
 from rwkv.model.base import generation, is_linear_weight
 
-VERSION = 2                              # stated in the entry `timemix`; version 1 stored int4 as groups and stated no version
-WITH_BLOCKS = 3                          # the version of files with GGUF's blocks
-EMBEDDING = "emb.weight"                 # the end of an embedding's name
-SCALE, SHIFT = ".scale", ".shift"        # added to a matrix's name
+VERSION = 2                              # the entry `timemix` states it; version 1 stored int4 as groups and stated nothing
+WITH_BLOCKS = 3                          # files with GGUF's blocks have this version
+EMBEDDING = "emb.weight"                 # an embedding's name ends in this
+SCALE, SHIFT = ".scale", ".shift"        # these are added to a matrix's name
 BY_INPUT = ".by_input"
 KIND_BY_BYTES = {kind.bytes_per_block: kind for kind in BLOCKS.values()}
 
 
 def outgoing(content: Outgoing) -> list[Stored]:
-    """The tensors to write, in the model's order; the parts of its packed format replace each linear layer's matrix."""
+    """Returns the tensors to write, in the model's order, with each linear layer's matrix replaced by its packed parts."""
     assert content.quantised is not None
     group = generation(content.config).group
 
-    @lru_cache(maxsize=1)                # a matrix's parts are read in succession, so it is packed once
+    @lru_cache(maxsize=1)                # a matrix's parts are read in succession, so that each matrix is packed once
     def packed(name: str) -> tuple[Tensor, ...]:
-        return _arranged(_packed(content, name))
+        return _split_packed(_pack(content, name))
 
     stored: list[Stored] = []
     for name, tensor in content.tensors.items():
         if is_linear_weight(name, group(name)):
-            stored += _parts(name, tensor.shape, _form(content, name), packed)
+            stored += _stored_parts(name, tensor.shape, _format_to_write(content, name), packed)
         elif name.endswith(EMBEDDING) or (group(name) == "low rank" and tensor.dtype == torch.bfloat16):
             stored.append(tensor.cast(torch.bfloat16))
         else:
@@ -62,16 +63,16 @@ def outgoing(content: Outgoing) -> list[Stored]:
 
 
 def version(content: Outgoing) -> int:
-    return WITH_BLOCKS if any(_form(content, name) in BLOCKS for name in content.packed) else VERSION
+    return WITH_BLOCKS if any(_format_to_write(content, name) in BLOCKS for name in content.packed) else VERSION
 
 
-def _form(content: Outgoing, name: str) -> str:
-    """The format in which a matrix is written: as it is packed already, if that has the dtype to write."""
+def _format_to_write(content: Outgoing, name: str) -> str:
+    """Returns the format of a matrix in the new file: the source's packed format if that has the dtype to write."""
     matrix = content.packed.get(name)
     return matrix.format if matrix is not None and matrix.dtype == content.quantised else str(content.quantised)
 
 
-def _packed(content: Outgoing, name: str) -> Packed:
+def _pack(content: Outgoing, name: str) -> Packed:
     matrix = content.packed.get(name)
     if matrix is not None and matrix.dtype == content.quantised:
         stored = matrix.read()
@@ -83,7 +84,7 @@ def _packed(content: Outgoing, name: str) -> Packed:
     return packed[0]
 
 
-def _arranged(packed: Packed) -> tuple[Tensor, ...]:
+def _split_packed(packed: Packed) -> tuple[Tensor, ...]:
     if isinstance(packed, Int4) and not _is_interleaved(packed.K):
         return packed.groups()
     return tuple(packed)
@@ -93,7 +94,7 @@ def _is_interleaved(K: int) -> bool:
     return K % (GROUP * TOGETHER) == 0
 
 
-def _parts(name: str, shape: tuple[int, ...], format: str, packed: Callable[[str], tuple[Tensor, ...]]) -> list[Stored]:
+def _stored_parts(name: str, shape: tuple[int, ...], format: str, packed: Callable[[str], tuple[Tensor, ...]]) -> list[Stored]:
     N, K = shape
     if format == "int8":
         return [Stored(name, name, (N, K), torch.int8, lambda: packed(name)[0]),
@@ -112,35 +113,35 @@ def _parts(name: str, shape: tuple[int, ...], format: str, packed: Callable[[str
 
 
 def stored_by_input(content: Outgoing) -> list[Stored]:
-    """The tensors to write, where matrices with sparse inputs are transposed and renamed NAME.by_input."""
+    """Returns the tensors to write, with each matrix that has sparse inputs transposed and renamed NAME.by_input."""
     sparse = tuple(f"{layer}.weight" for layer in generation(content.config).non_negative(content.config))
     return [tensor.transposed().renamed(name + BY_INPUT) if name.endswith(sparse) else tensor
             for name, tensor in content.tensors.items()]
 
 
 def by_output(tensors: Mapping[str, Stored]) -> dict[str, Stored]:
-    """The file's tensors, where those named NAME.by_input are transposed back, without a copy, and named NAME."""
-    return {name.removesuffix(BY_INPUT): _transposed(tensor) if name.endswith(BY_INPUT) else tensor
+    """Returns the file's tensors, with each NAME.by_input transposed back, without a copy, and renamed NAME."""
+    return {name.removesuffix(BY_INPUT): _transpose_back(tensor) if name.endswith(BY_INPUT) else tensor
             for name, tensor in tensors.items()}
 
 
-def _transposed(tensor: Stored) -> Stored:
+def _transpose_back(tensor: Stored) -> Stored:
     return replace(tensor.transposed(), name=tensor.name.removesuffix(BY_INPUT), by_input=True)
 
 
 def require_known_version(path: Path, entry: JsonObject | None) -> None:
     version = ((entry or {}).get("packed") or {}).get("version", 1)
     if version not in range(1, WITH_BLOCKS + 1):
-        raise CheckpointError(f"{path} has packed matrices of version {version}, this program reads 1 to {WITH_BLOCKS}: was "
-                              "it written by a newer version?")
+        raise CheckpointError(f"{path} has packed matrices of version {version}, but this program reads 1 to {WITH_BLOCKS}: "
+                              "was the file written by a newer version?")
 
 
 def joined(tensors: Mapping[str, Stored]) -> tuple[dict[str, Stored], dict[str, PackedMatrix]]:
-    """The file's tensors, with each packed matrix as one float32 tensor, and the packed matrices themselves.
+    """Returns the file's tensors, with each packed matrix as one float32 tensor, and the packed matrices themselves.
 
-    Raises CheckpointError if a part of a matrix is missing or does not fit.
+    Raises CheckpointError if a part of a matrix is missing or has a wrong shape or dtype.
     """
-    packed = {name: _matrix(name, tensors) for name, tensor in tensors.items()
+    packed = {name: _join_parts(name, tensors) for name, tensor in tensors.items()
               if name + SCALE in tensors or not tensor.dtype.is_floating_point}
     part_names = {name + end for name in packed for end in ("", SCALE, SHIFT)}
     whole = {name: tensor for name, tensor in tensors.items() if name not in part_names}
@@ -157,11 +158,11 @@ def _dense(matrix: PackedMatrix) -> Tensor:
     return matrix.read().dense()
 
 
-def _matrix(name: str, tensors: Mapping[str, Stored]) -> PackedMatrix:
+def _join_parts(name: str, tensors: Mapping[str, Stored]) -> PackedMatrix:
     parts = [tensors[name + end] for end in ("", SCALE, SHIFT) if name + end in tensors]
     weight = parts[0]
     kinds = [(part.shape, part.dtype) for part in parts]
-    if (kind := _kind_of(parts)) is not None:
+    if (kind := _block_kind(parts)) is not None:
         N, size, _ = weight.shape
         return PackedMatrix(kind.format, (N, size * kind.elements), lambda: kind(weight.get().flatten(1)))
     N, size = (*weight.shape, 0, 0)[:2]
@@ -173,14 +174,13 @@ def _matrix(name: str, tensors: Mapping[str, Stored]) -> PackedMatrix:
     if kinds == [((N, size, GROUP // 2), torch.uint8), *[((N, size), torch.bfloat16)] * 2]:
         K = size * GROUP
         return PackedMatrix("int4", (N, K), lambda: Int4.from_groups(_read(parts), K), _is_interleaved(K))
-    raise CheckpointError(f"{weight.source}: {name} is {weight.dtype} of shape {weight.shape}, expected int8, (N,K) in "
-                          f"torch.int8 with {name}.scale (N) in float32, or int4, (N,G/8,8,8) in torch.int16 or (N,G,16) in "
-                          f"torch.uint8 with {name}.scale and {name}.shift (N,G) in bfloat16, or GGUF's blocks (N,blocks,bytes "
-                          "of a block) in torch.uint8: other quantised weights are not supported")
+    raise CheckpointError(f"{weight.source}: {name} is {weight.dtype} of shape {weight.shape}, which is not supported. "
+                          f"Expected int8, (N,K) in torch.int8 with {name}.scale (N) in float32; or int4, (N,G/8,8,8) in "
+                          f"torch.int16 or (N,G,16) in torch.uint8 with {name}.scale and {name}.shift (N,G) in bfloat16; or "
+                          "GGUF's blocks, (N,blocks,bytes of a block) in torch.uint8")
 
 
-def _kind_of(parts: list[Stored]) -> type[Blocks] | None:
-    """The kind of GGUF's blocks that a matrix of these parts has; None if it has another format."""
+def _block_kind(parts: list[Stored]) -> type[Blocks] | None:
     weight = parts[0]
     if len(parts) > 1 or weight.by_input or len(weight.shape) != 3 or weight.dtype != torch.uint8:
         return None

@@ -1,7 +1,7 @@
-"""Files of torch.save, read without executing the pickle and written one tensor at a time.
+"""Reads files of torch.save without executing the pickle, and writes them one tensor at a time.
 
-Since torch 1.6 they are zips of uncompressed entries. data.pkl has the structure and refers to storages by number; data/0,
-data/1, ... are the storages, aligned to 64 bytes so that they can be mapped; version and byteorder follow. Source: PyTorch,
+Since torch 1.6 they are zips of uncompressed entries. data.pkl has the structure and refers to storages by number. data/0,
+data/1, ... are the storages, aligned to 64 bytes so that they can be mapped. version and byteorder follow. Source: PyTorch,
 torch/serialization.py and caffe2/serialize/inline_container.cc.
 """
 
@@ -31,24 +31,24 @@ from rwkv.errors import CheckpointError
 ZIP = b"PK"
 PICKLES = tuple(bytes([0x80, protocol]) for protocol in (2, 3, 4, 5))
 ALIGNMENT = 64
-PADDING_ID = 0x4246                      # "FB", the zip extra field that pads to the next multiple of ALIGNMENT
-LOCAL_HEADER = 30                        # bytes of zip's local file header before its name
-LENGTHS = struct.Struct("<HH")           # the header's last fields: the lengths of the name and of the extra fields after it
-READ_BYTES = 1 << 20                     # read at a time to compute a checksum
-FIELD_HEADER = 4                         # bytes of an extra field's header
-EPOCH = (1980, 1, 1, 0, 0, 0)            # zip's earliest date, fixed so that equal weights give equal files
-OTHER_OBJECTS = "Unsupported"            # occurs in torch's message about a class or operation that it refuses to execute
+PADDING_ID = 0x4246                      # "FB" marks the zip extra field that pads to a multiple of ALIGNMENT
+LOCAL_HEADER = 30                        # zip's local file header has this many bytes before the name
+LENGTHS = struct.Struct("<HH")           # the header's last fields are the lengths of the name and of the extra fields
+READ_BYTES = 1 << 20                     # a checksum is computed over this many bytes at a time
+FIELD_HEADER = 4                         # an extra field's header has this many bytes
+EPOCH = (1980, 1, 1, 0, 0, 0)            # this is zip's earliest date, fixed so that equal weights give equal files
+OTHER_OBJECTS = "Unsupported"            # torch's message contains this if it refuses to execute a class or operation
 Dictionary = dict[Any, Any]              # the content of a file written by torch.save
 STORAGES = {torch.float32: torch.FloatStorage, torch.float16: torch.HalfStorage, torch.bfloat16: torch.BFloat16Storage}
 
 
 def recognises(path: Path) -> bool:
-    """Whether the file is a zip, or a pickle as torch.save wrote it before version 1.6."""
+    """Returns True if the file is a zip, or a pickle as torch.save wrote it before version 1.6."""
     return path.is_file() and first_bytes(path, 2) in (ZIP, *PICKLES)
 
 
 def load(path: Path) -> Dictionary:
-    """The file's dictionary; tensors are mapped if it is a zip. Executes nothing. Raises CheckpointError for other content."""
+    """Reads the file's dictionary, and executes nothing; a zip's tensors are mapped. Raises CheckpointError for other files."""
     mapped = first_bytes(path, 2) == ZIP
     if mapped:
         _check_zip(path)
@@ -57,15 +57,15 @@ def load(path: Path) -> Dictionary:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")      # torch warns about pickles of other programs; the error below suffices
             content = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
-    except Exception as error:                   # torch has no error class for damaged files
-        if OTHER_OBJECTS in str(error):          # in a file from before zip, which _require_plain cannot inspect
-            raise CheckpointError(f"{path} contains objects other than tensors, and loading them would execute code: save the "
-                                  "tensors alone, torch.save(model.state_dict(), FILE)") from error
-        raise CheckpointError(f"{path} cannot be read as a checkpoint: it is truncated, damaged, or not a file of plain "
-                              "tensors written by torch.save (other objects are rejected, because loading them would "
-                              "execute code)") from error
+    except Exception as error:                   # torch raises no common error class for damaged files
+        if OTHER_OBJECTS in str(error):          # _require_plain cannot inspect files from before zip
+            raise CheckpointError(f"{path} contains objects other than tensors, and loading them would execute code: save only "
+                                  "the tensors, with torch.save(model.state_dict(), FILE)") from error
+        raise CheckpointError(f"{path} cannot be read as a checkpoint: the file is truncated, damaged, or not made of plain "
+                              "tensors written by torch.save. Other objects are rejected, because loading them would "
+                              "execute code") from error
     if not isinstance(content, dict):
-        raise CheckpointError(f"{path} is not a checkpoint: it contains a {type(content).__name__}, not tensors by name")
+        raise CheckpointError(f"{path} is not a checkpoint: the file contains a {type(content).__name__}, not tensors by name")
     return content
 
 
@@ -73,28 +73,29 @@ def _require_plain(path: Path) -> None:
     """Raises CheckpointError if the file contains objects other than tensors and plain containers. Ignores damaged files."""
     try:
         others = sorted(torch.serialization.get_unsafe_globals_in_checkpoint(path))
-    except Exception:                    # a damaged pickle: torch.load reports it
+    except Exception:                    # torch.load reports a damaged pickle
         return
     if others:
         raise CheckpointError(f"{path} contains objects of {', '.join(others[:3])}, and loading them would execute code: save "
-                              "the tensors alone, torch.save(model.state_dict(), FILE)")
+                              "only the tensors, with torch.save(model.state_dict(), FILE)")
 
 
 def weights_in(path: Path, content: Mapping[object, object]) -> Mapping[object, object]:
-    """The dictionary of tensors in a loaded file: `content` itself, or one nested in it, as in {"model": weights, "step": 7}.
+    """Returns the dictionary of tensors in a loaded file: `content` itself, or a dictionary nested in it.
 
-    Raises CheckpointError if several nested dictionaries contain tensors.
+    In {"model": weights, "step": 7}, for example, that is `weights`. Raises CheckpointError if several nested dictionaries
+    contain tensors.
     """
     if any(map(_is_weight, content.items())):
         return content
     nested = {name: value for name, value in content.items() if isinstance(value, Mapping) and _holds_weights(value)}
     if len(nested) > 1:
-        raise CheckpointError(f"{path} has several sets of weights ({', '.join(map(str, nested))}): save one of them alone")
+        raise CheckpointError(f"{path} has several sets of weights ({', '.join(map(str, nested))}): save one set alone")
     return weights_in(path, *nested.values()) if nested else content
 
 
 def _holds_weights(content: Mapping[object, object]) -> bool:
-    """Whether a dictionary, or one nested in it, contains tensors whose names have a dot."""
+    """Returns True if a dictionary, or one nested in it, contains tensors whose names have a dot."""
     return any(_is_weight(item) or (isinstance(item[1], Mapping) and _holds_weights(item[1])) for item in content.items())
 
 
@@ -104,33 +105,33 @@ def _is_weight(item: tuple[object, object]) -> bool:
 
 
 def stored(path: Path, content: Mapping[object, object]) -> dict[str, Stored]:
-    """The tensors in a dictionary that was loaded. Raises CheckpointError if a value is not a plain tensor."""
+    """Returns the tensors in a loaded dictionary. Raises CheckpointError if a value is not a plain tensor."""
     mapped = first_bytes(path, 2) == ZIP
     result = {}
     for name, tensor in content.items():
         if not isinstance(name, str) or not isinstance(tensor, Tensor):
-            raise CheckpointError(f"{path} is not a checkpoint: its {name} is a {type(tensor).__name__}, not a tensor")
-        if not _plain(tensor):
-            raise CheckpointError(f"{path}: {name} must be a plain tensor with all data of its shape {tuple(tensor.shape)}: "
-                                  "sparse, quantised and expanded tensors are not supported")
+            raise CheckpointError(f"{path} is not a checkpoint: {name} is a {type(tensor).__name__}, not a tensor")
+        if not _is_plain(tensor):
+            raise CheckpointError(f"{path}: {name} must be a plain tensor with all data of its shape {tuple(tensor.shape)}. "
+                                  "Sparse, quantised and expanded tensors are not supported")
         result[name] = Stored.of(name, str(path), tensor, mapped)
     return result
 
 
 def save(file: BinaryIO, content: object) -> None:
-    """Writes a dict or list (nested too) whose tensors are `Stored` objects, with one tensor in memory at a time."""
+    """Writes nested dicts and lists, whose tensors are `Stored` objects, with one tensor in memory at a time."""
     structure, tensors = pickled(content)
     with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
         _add_bytes(archive, "data.pkl", structure)
         _add_bytes(archive, "byteorder", sys.byteorder.encode())
         for key, tensor in enumerate(tensors):
-            with _entry(archive, f"data/{key}", tensor.nbytes) as entry:
+            with _open_entry(archive, f"data/{key}", tensor.nbytes) as entry:
                 tensor.pass_on(lambda data, entry=entry: entry.write(raw(data)))         # type: ignore[misc]
         _add_bytes(archive, "version", b"3\n")
 
 
 def pickled(content: object) -> tuple[bytes, list[Stored]]:
-    """The content of data.pkl, and the tensors that it refers to by number."""
+    """Returns the content of data.pkl, and the tensors that data.pkl refers to by number."""
     buffer = io.BytesIO()
     pickler = _Pickler(buffer, protocol=2)
     pickler.dump(content)
@@ -167,15 +168,14 @@ class _Pickler(pickle.Pickler):
 
 
 def _add_bytes(archive: zipfile.ZipFile, name: str, data: bytes) -> None:
-    with _entry(archive, name, len(data)) as entry:
+    with _open_entry(archive, name, len(data)) as entry:
         entry.write(data)
 
 
-def _entry(archive: zipfile.ZipFile, name: str, size: int) -> IO[bytes]:
-    """Begins a zip entry of `size` bytes, which the caller writes and closes."""
+def _open_entry(archive: zipfile.ZipFile, name: str, size: int) -> IO[bytes]:
     entry = zipfile.ZipInfo(f"archive/{name}", EPOCH)
     entry.file_size = size
-    large = FIELD_HEADER + 16 if entry.file_size * 1.05 > zipfile.ZIP64_LIMIT else 0     # zipfile's field for 64-bit sizes
+    large = FIELD_HEADER + 16 if entry.file_size * 1.05 > zipfile.ZIP64_LIMIT else 0     # zipfile adds this for 64-bit sizes
     assert archive.fp is not None
     start = archive.fp.tell() + LOCAL_HEADER + len(entry.filename) + large + FIELD_HEADER
     padding = -start % ALIGNMENT
@@ -187,21 +187,21 @@ def _check_zip(path: Path) -> None:
     """Raises CheckpointError if an entry is incomplete, has a wrong checksum or is compressed.
 
     torch.load checks neither length nor checksum, and a flipped bit would change a weight. torch never compresses entries,
-    because it maps them; a compressed entry could be an attack, since it may expand to far more memory than the file's size.
+    because it maps them. A compressed entry could be an attack, since it may expand to far more memory than the file's size.
     """
     try:
         with path.open("rb") as file, zipfile.ZipFile(file) as archive:
             if not any(name.endswith("data.pkl") for name in archive.namelist()):
-                raise CheckpointError(f"{path} is a zip that torch.save did not write: unpack it, and name its content")
+                raise CheckpointError(f"{path} is a zip that torch.save did not write: unpack the zip, and name its content")
             if any(name.endswith("/constants.pkl") for name in archive.namelist()):
-                raise CheckpointError(f"{path} is a TorchScript program, which contains code: save its weights alone, "
+                raise CheckpointError(f"{path} is a TorchScript program and contains code: save only the weights, with "
                                       "torch.save(model.state_dict(), FILE)")
             for entry in archive.infolist():
                 if entry.compress_type != zipfile.ZIP_STORED or entry.file_size != entry.compress_size:
-                    raise CheckpointError(f"{path} is a compressed zip, which torch.save does not write: unpack it, and name "
-                                          "its content")
+                    raise CheckpointError(f"{path} is a compressed zip, which torch.save does not write: unpack the zip, and "
+                                          "name its content")
                 archive.open(entry).close()              # compares the entry's header with the directory
-            entries = [entry for entry in archive.infolist() if entry.CRC]       # 0: torch wrote no checksum
+            entries = [entry for entry in archive.infolist() if entry.CRC]       # a CRC of 0 means that torch wrote none
             with ThreadPoolExecutor(torch.get_num_threads()) as pool:
                 are_right = list(pool.map(partial(_has_checksum, file, Lock()), entries))
         if False in are_right:
@@ -209,14 +209,14 @@ def _check_zip(path: Path) -> None:
     except CheckpointError:
         raise
     except Exception as error:           # zipfile raises many error classes for damaged files
-        raise CheckpointError(f"{path} cannot be read as a checkpoint: it is truncated or damaged ({error}); copy or download "
-                              "it again") from error
+        raise CheckpointError(f"{path} cannot be read as a checkpoint: the file is truncated or damaged ({error}). Copy or "
+                              "download the file again") from error
 
 
 def _has_checksum(file: io.BufferedReader, lock: Lock, entry: zipfile.ZipInfo) -> bool:
-    """Whether the data of an uncompressed entry matches the entry's checksum.
+    """Returns True if the data of an uncompressed entry matches the entry's checksum.
 
-    All threads read from one open file, under a lock: opening the path again might open a file that has replaced it.
+    All threads read from one open file, under a lock, because opening the path again might open a file that has replaced it.
     """
     buffer = memoryview(bytearray(READ_BYTES))
     header_end = entry.header_offset + LOCAL_HEADER
@@ -235,8 +235,11 @@ def _has_checksum(file: io.BufferedReader, lock: Lock, entry: zipfile.ZipInfo) -
     return checksum == entry.CRC
 
 
-def _plain(tensor: Tensor) -> bool:
-    """Whether the tensor is dense, in memory, and no larger than its storage: with strides of 0 it could claim terabytes."""
+def _is_plain(tensor: Tensor) -> bool:
+    """Returns True if the tensor is dense, in memory, and no larger than its storage.
+
+    A tensor with strides of 0 is larger than its storage, and could claim terabytes.
+    """
     if tensor.layout != torch.strided or tensor.device.type != "cpu" or tensor.is_quantized:
         return False
     return tensor.numel() * tensor.element_size() <= tensor.untyped_storage().nbytes()

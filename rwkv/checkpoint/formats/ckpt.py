@@ -1,6 +1,6 @@
-"""This program's .ckpt, a Lightning checkpoint: weights in state_dict, and the entry `timemix`, made of plain containers.
+"""Reads and writes this program's .ckpt, a Lightning checkpoint: the weights in state_dict, and the entry `timemix`.
 
-With trainer=fsdp a .ckpt is a folder (_fsdp_folder.py).
+The entry consists of plain containers. With trainer=fsdp a .ckpt is a folder (_fsdp_folder.py).
 """
 
 from dataclasses import replace
@@ -13,7 +13,7 @@ from rwkv.errors import CheckpointError
 from rwkv.io.atomic import write_file
 
 SUFFIXES = (".ckpt",)
-PREFIX = "model."                        # Lightning's prefix, from the attribute LanguageModel.model in rwkv/training/task.py
+PREFIX = "model."                        # Lightning adds it for the attribute LanguageModel.model in rwkv/training/task.py
 
 
 def recognises(path: Path) -> bool:
@@ -34,7 +34,7 @@ def parse(path: Path, content: Dictionary) -> Content:
     tensors = content.get("state_dict", {} if entry else weights_in(path, content))
     step = content.get("global_step", 0)
     if not isinstance(tensors, dict) or not isinstance(step, int):
-        raise CheckpointError(f"{path} has a state_dict or a global_step of a wrong type: was it written by a newer version?")
+        raise CheckpointError(f"{path} has a state_dict or a global_step of a wrong type. Was it written by a newer version?")
     return Content(path, stored(path, tensors), entry, step=step)
 
 

@@ -1,13 +1,13 @@
-"""ggmf, rwkv.cpp's format, in FP32 and FP16: versions 100 and 101, which differ only in quantised tensors.
+"""Reads and writes ggmf, rwkv.cpp's format, in FP32 and FP16: versions 100 and 101, which differ only in quantised tensors.
 
     header    magic 0x67676d66, version, n_vocab, n_embed, n_layer, data_type                    int32 each
     tensor    dim_count, key_length, data_type, the shape with its dimensions reversed, key, data        until the end
 
-FP16 files store vectors, and RWKV-7's r_k, in FP32. RWKV-4's vectors are [C], RWKV-7's as in the official files;
-rwkv/checkpoint/rwkv7.py describes other differences of RWKV-7's files. time_decay is stored as -exp(time_decay), rounded to
-float32 by torch.exp. Reading a file and writing it again preserves these values bit for bit. Writing time_decay and reading it
-again may change it by less than 1e-7 (relative to values above 1), to a number with the same float32 exponential. Integers and
-floats are little endian. Source: RWKV/rwkv.cpp, docs/FILE_FORMAT.md and python/convert_pytorch_to_ggml.py.
+FP16 files store vectors, and RWKV-7's r_k, in FP32. RWKV-4's vectors are [C]. RWKV-7's vectors have the shapes of RWKV-LM's
+.pth files; rwkv/checkpoint/rwkv7.py describes other differences of RWKV-7's files. time_decay is stored as -exp(time_decay),
+rounded to float32 by torch.exp. Reading a file and writing it again preserves these values bit for bit. Writing time_decay and
+reading it again may change it by less than 1e-7 (relative to values above 1), to a number with the same float32 exponential.
+Integers and floats are little endian. Source: RWKV/rwkv.cpp, docs/FILE_FORMAT.md and python/convert_pytorch_to_ggml.py.
 """
 
 import math
@@ -43,12 +43,12 @@ def recognises(path: Path) -> bool:
 
 def read(path: Path) -> Content:
     with path.open("rb") as file:
-        declared = _header(path, file)
+        declared = _read_header(path, file)
         length = path.stat().st_size
         bytes_ = torch.from_file(str(path), shared=False, size=length, dtype=torch.uint8)
         tensors: dict[str, Stored] = {}
         while file.tell() < length:
-            tensor = _tensor(path, file, bytes_)
+            tensor = _read_tensor(path, file, bytes_)
             if tensor.name in tensors:
                 raise CheckpointError(f"{path} contains the tensor {tensor.name} twice: the file is ambiguous")
             tensors[tensor.name] = tensor
@@ -56,7 +56,7 @@ def read(path: Path) -> Content:
 
 
 def dtype_for(tensor: Stored, group: str, dtype: str | None) -> torch.dtype:
-    """The dtype to write a tensor of this group in; only matrices may be FP16. Raises UserError for a dtype that ggmf lacks."""
+    """Returns the dtype to write a tensor of this group in; only matrices may be FP16. Raises UserError for other dtypes."""
     if group == "vector":
         return torch.float32
     chosen = DTYPES_BY_NAME[dtype] if dtype else tensor.dtype
@@ -75,7 +75,7 @@ def _write(file: BinaryIO, outgoing: Outgoing) -> None:
     dtype = outgoing.tensors["emb.weight"].dtype
     file.write(HEADER.pack(MAGIC, VERSIONS[-1], outgoing.vocab_size, config.n_embd, config.n_layer, DTYPES.index(dtype)))
     for tensor in generation_of(config).laid_out(outgoing.tensors, "ggmf").values():
-        shape = tensor.shape[-1:] if ".time_" in tensor.name else tensor.shape           # RWKV-4: [1,1,C] to [C]
+        shape = tensor.shape[-1:] if ".time_" in tensor.name else tensor.shape           # RWKV-4's [1,1,C] becomes [C]
         key = tensor.name.encode()
         file.write(TENSOR.pack(len(shape), len(key), DTYPES.index(tensor.dtype)))
         file.write(struct.pack(f"<{len(shape)}I", *reversed(shape)) + key)
@@ -84,14 +84,14 @@ def _write(file: BinaryIO, outgoing: Outgoing) -> None:
 
 
 def stored_decay(decay: Tensor) -> Tensor:
-    """The values that rwkv.cpp stores for time_decay."""
+    """Returns the values that rwkv.cpp stores for time_decay."""
     return -torch.exp(decay)
 
 
 def raw_decay(stored: Tensor) -> Tensor:
-    """The float32 time_decay whose stored_decay is closest to `stored`, usually equal.
+    """Returns the float32 time_decay whose stored_decay is closest to `stored`, and usually equal.
 
-    The rounded logarithm may be off by one or two steps, so the two floats on each side of it are tried, too.
+    The rounded logarithm may be off by one or two steps, so the two floats on each side are tried, too.
     """
     logarithm = torch.log(-stored.double()).float()
     candidates = [logarithm]
@@ -105,43 +105,43 @@ def raw_decay(stored: Tensor) -> Tensor:
     return candidate.gather(0, distance.argmin(0, keepdim=True))[0]
 
 
-def _header(path: Path, file: BinaryIO) -> dict[str, int]:
+def _read_header(path: Path, file: BinaryIO) -> dict[str, int]:
     magic, version, n_vocab, n_embd, n_layer, dtype = HEADER.unpack(_read(path, file, HEADER.size))
     assert magic == MAGIC
     if version not in VERSIONS:
-        raise CheckpointError(f"{path} is a ggmf file of version {version}, expected {VERSIONS[0]} or {VERSIONS[1]}: it is "
-                              "damaged, or newer than this program")
+        raise CheckpointError(f"{path} is a ggmf file of version {version}, but this program reads {VERSIONS[0]} and "
+                              f"{VERSIONS[1]}: the file is damaged, or newer than this program")
     _dtype(path, dtype, "the header")
     return {"vocab_size": n_vocab, "n_embd": n_embd, "n_layer": n_layer}
 
 
-def _tensor(path: Path, file: BinaryIO, bytes_: Tensor) -> Stored:
+def _read_tensor(path: Path, file: BinaryIO, bytes_: Tensor) -> Stored:
     """Reads the header of the next tensor and skips its data, which stays in the mapping `bytes_`."""
     dim_count, key_length, dtype_index = TENSOR.unpack(_read(path, file, TENSOR.size))
     if not 1 <= dim_count <= 3 or not 1 <= key_length <= LONGEST_KEY:
-        raise CheckpointError(f"{path} has an invalid tensor header at byte {file.tell() - TENSOR.size} ({dim_count} "
-                              f"dimensions, a name of {key_length} bytes): the file is damaged")
+        raise CheckpointError(f"{path} is damaged: the tensor header at byte {file.tell() - TENSOR.size} is invalid ("
+                              f"{dim_count} dimensions, a name of {key_length} bytes)")
     shape = struct.unpack(f"<{dim_count}I", _read(path, file, 4 * dim_count))[::-1]
     name = _read(path, file, key_length).decode("utf-8", "backslashreplace")
     dtype = _dtype(path, dtype_index, name)
     start = file.tell()
     end = start + math.prod(shape) * dtype.itemsize
     if end > len(bytes_) or end == start:
-        raise CheckpointError(f"{path} has {len(bytes_) - start} bytes left where {name} {shape} needs {end - start}: it is "
-                              "truncated or damaged; copy or download it again")
+        raise CheckpointError(f"{path} has {len(bytes_) - start} bytes left, but {name} {shape} requires {end - start}: the "
+                              "file is truncated or damaged. Copy or download the file again")
     file.seek(end)
     data = bytes_[start:end]
-    return Stored(name, str(path), shape, dtype, lambda: _data(str(path), name, data, dtype))
+    return Stored(name, str(path), shape, dtype, lambda: _copy_data(str(path), name, data, dtype))
 
 
-def _data(path: str, name: str, mapped: Tensor, dtype: torch.dtype) -> Tensor:
-    """The tensor's data, copied because it need not be aligned in the file."""
+def _copy_data(path: str, name: str, mapped: Tensor, dtype: torch.dtype) -> Tensor:
+    """Copies the tensor's data, because it may not be aligned in the file."""
     copy = mapped.clone().view(dtype)
     release(mapped)
     if not name.endswith(DECAY):
         return copy
     if not bool((copy < 0).all()):
-        raise CheckpointError(f"{path}: all values of {name}, which are -exp(time_decay), must be negative: the file "
+        raise CheckpointError(f"{path}: all values of {name} must be negative, because they are -exp(time_decay): the file "
                               "is damaged, or was converted wrongly")
     return raw_decay(copy.float()).to(dtype)
 
@@ -150,11 +150,11 @@ def _dtype(path: Path, index: int, subject: str) -> torch.dtype:
     if index < len(DTYPES):
         return DTYPES[index]
     kind = f"quantised ({BLOCK_TYPES[index]})" if index in BLOCK_TYPES else f"of the unknown type {index}"
-    raise CheckpointError(f"{path}: {subject} is {kind}, expected FP32 or FP16: convert the original file instead")
+    raise CheckpointError(f"{path}: {subject} is {kind}, but must be FP32 or FP16: convert the original file instead")
 
 
 def _read(path: Path, file: BinaryIO, count: int) -> bytes:
     read = file.read(count)
     if len(read) < count:
-        raise CheckpointError(f"{path} ends in the middle of a tensor's header: it is truncated; copy or download it again")
+        raise CheckpointError(f"{path} ends in the middle of a header. Copy or download the truncated file again")
     return read

@@ -1,12 +1,12 @@
-"""GGUF, llama.cpp's format. Reads the usual tensor types itself, and others with the package gguf. Writes F32, F16, BF16, Q4_0,
-Q4_1, Q5_0, Q5_1 and Q8_0, always with that package. The tokenizer and the entry `timemix` are in the metadata.
+"""Reads and writes GGUF, llama.cpp's format, with the tokenizer and the entry `timemix` in the metadata.
 
-rwkv/checkpoint/rwkv7.py has the tensors' names and layouts. As in llama.cpp's converter, vectors and a few small matrices are
-always F32. As in its quantizer, vectors and low-rank matrices are not quantised, a matrix whose row length is not a multiple of
-32 is F16, and the head has more bits than the other matrices: Q8_0 here, because the package cannot write the quantizer's Q6_K.
-context_length is the constant that the converter writes, because RWKV has no limit; the entry `timemix` states ctx_len.
-Quantised blocks are dequantised to float32, or mapped unchanged (Stored.in_blocks). To read a model that llama-gguf-split has
-split, name any of its files.
+Reads the usual tensor types itself, and others with the package gguf. Writes F32, F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1 and Q8_0,
+always with that package. rwkv/checkpoint/rwkv7.py has the tensors' names and layouts. As in llama.cpp's converter, vectors and
+a few small matrices are always F32. As in llama.cpp's quantizer, vectors and low-rank matrices are not quantised, a matrix
+whose row length is not a multiple of 32 is F16, and the head has more bits than the other matrices: Q8_0 here, because the
+package cannot write the quantizer's Q6_K. context_length is the constant that the converter writes, because RWKV has no limit;
+the entry `timemix` states ctx_len. Quantised blocks are dequantised to float32, or mapped unchanged (Stored.in_blocks). To read
+a model that llama-gguf-split has split, name any of its files.
 
 Sources: llama.cpp, conversion/rwkv.py, src/llama-quant.cpp, src/models/rwkv7.cpp and tools/gguf-split; ggml, docs/gguf.md.
 """
@@ -36,13 +36,13 @@ from rwkv.io.json_types import JsonObject
 
 SUFFIXES = (".gguf",)
 TYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
-FILE_TYPES = {"F32": 0, "F16": 1, "BF16": 32,                       # general.file_type for the type of most tensors
+FILE_TYPES = {"F32": 0, "F16": 1, "BF16": 32,                       # general.file_type states the type of most tensors
               "Q4_0": 2, "Q4_1": 3, "Q5_0": 8, "Q5_1": 9, "Q8_0": 7}
 QUANTIZATION_VERSION = 2
 BLOCK = 32
 HEAD = "output.weight"
 HEAD_TYPE = "Q8_0"
-STEPS = {"Q4_0": 8, "Q4_1": 1, "Q5_0": 16, "Q5_1": 1, "Q8_0": 127}          # a block's largest value / float16's
+STEPS = {"Q4_0": 8, "Q4_1": 1, "Q5_0": 16, "Q5_1": 1, "Q8_0": 127}          # the largest value of a block / that of float16
 CONTEXT_LENGTH = 1 << 20
 SPLIT_NUMBER = "split.no"
 SPLIT_TENSORS = "split.tensors.count"
@@ -55,7 +55,7 @@ def recognises(path: Path) -> bool:
 
 
 def read(path: Path) -> Content:
-    """Reads a model from a single file, or from the parts of a split one. path: any part; the first one has the metadata."""
+    """Reads a model from one file, or from all parts of a split model. `path` may be any part; the first has the metadata."""
     metadata, tensors = _read_part(path)
     parts = parts_of(path, metadata)
     if parts[0] != path:
@@ -64,19 +64,18 @@ def read(path: Path) -> Content:
         part_metadata, part_tensors = _read_part(part)
         if part_metadata.get(SPLIT_COUNT) != len(parts) or part_metadata.get(SPLIT_NUMBER) != number:
             raise CheckpointError(f"{part} is part {part_metadata.get(SPLIT_NUMBER)} of {part_metadata.get(SPLIT_COUNT)}, "
-                                  f"expected {number} of {len(parts)}, counted from 0: the files are not parts of the same "
-                                  "model")
+                                  f"but must be part {number} of {len(parts)}, counted from 0: the files are not parts of "
+                                  "the same model")
         if duplicates := sorted(tensors.keys() & part_tensors.keys()):
             raise CheckpointError(f"{part} and another part both contain the tensor {duplicates[0]}: the files are not parts "
                                   "of the same model")
         tensors |= part_tensors
     stated = metadata.get(SPLIT_TENSORS, len(tensors))
     if len(parts) > 1 and stated != len(tensors):
-        raise CheckpointError(f"{parts[0]} states {stated} tensors, but the parts contain {len(tensors)}: they are not parts "
-                              "of "
-                              "the same model")
+        raise CheckpointError(f"{parts[0]} states {stated} tensors, but the parts contain {len(tensors)}: the files are not "
+                              "parts of the same model")
     tokenizer = _gguf_tokenizer.tokenizer_in(parts[0], metadata)
-    declared, notes = _declared(parts[0], metadata)
+    declared, notes = _sizes_and_notes(parts[0], metadata)
     return Content(path, tensors, entry_in(parts[0], metadata), declared, tokenizer, notes=notes)
 
 
@@ -97,13 +96,15 @@ def _read_part(path: Path) -> tuple[JsonObject, dict[str, Stored]]:
     return metadata, tensors
 
 
-def _declared(path: Path, metadata: JsonObject) -> tuple[JsonObject, list[str]]:
-    """The sizes in the metadata, and messages about assumed and ignored keys. Raises CheckpointError for other
-    architectures."""
+def _sizes_and_notes(path: Path, metadata: JsonObject) -> tuple[JsonObject, list[str]]:
+    """Returns the sizes in the metadata, and messages about assumed and ignored keys.
+
+    Raises CheckpointError for other architectures.
+    """
     architecture = metadata.get("general.architecture")
     architectures = {module.GGUF_ARCHITECTURE: module for module in generations() if module.GGUF_ARCHITECTURE}
     if not isinstance(architecture, str) or architecture not in architectures:
-        raise CheckpointError(f"{path} is a GGUF file with the architecture {architecture!r}: expected "
+        raise CheckpointError(f"{path} is a GGUF file with the architecture {architecture!r}, which is not supported: expected "
                               f"{' or '.join(architectures)}")
     generation = architectures[architecture]
     prefix = f"{architecture}."
@@ -121,7 +122,7 @@ def _declared(path: Path, metadata: JsonObject) -> tuple[JsonObject, list[str]]:
 
 
 def dtype_for(tensor: Stored, group: str, dtype: str | None) -> torch.dtype:
-    """The dtype to convert a tensor of this group to: float32 for vectors. Matrices that will be quantised keep their dtype."""
+    """Returns the dtype to convert a tensor of this group to: float32 for vectors, no change for matrices to be quantised."""
     if group == "vector":
         return torch.float32
     return tensor.dtype if dtype is None or dtype in QUANTISED["gguf"] else DTYPES_BY_NAME[dtype]
@@ -135,14 +136,14 @@ def write(path: Path, outgoing: Outgoing) -> None:
                         ".safetensors, .pth, or rwkv.cpp's .bin")
     library = package("writing GGUF")
     tokenizer = _gguf_tokenizer.metadata_of(outgoing)
-    tensors = {name: _typed(generation, tensor, outgoing.quantised)
+    tensors = {name: _with_type(generation, tensor, outgoing.quantised)
                for name, tensor in generation.laid_out(outgoing.tensors, "gguf").items()}
     metadata = _metadata(generation, outgoing, tensors) | tokenizer
-    write_file(path, lambda file: _write(library, file, generation.GGUF_ARCHITECTURE, metadata, tensors))
+    write_file(path, lambda file: _write_with_package(library, file, generation.GGUF_ARCHITECTURE, metadata, tensors))
 
 
-def _typed(generation: ModuleType, tensor: Stored, quantised: str | None) -> tuple[Stored, str]:
-    """The tensor, cast for writing, and the GGUF type to write it as."""
+def _with_type(generation: ModuleType, tensor: Stored, quantised: str | None) -> tuple[Stored, str]:
+    """Returns the tensor, cast for writing, and the GGUF type to write it as."""
     if len(tensor.shape) == 1 or re.fullmatch(generation.GGUF_FLOAT32, tensor.name):
         return tensor.cast(torch.float32), "F32"
     if quantised is None or re.fullmatch(generation.GGUF_UNQUANTISED, tensor.name):
@@ -157,7 +158,7 @@ def _metadata(generation: ModuleType, outgoing: Outgoing, tensors: dict[str, tup
     most = outgoing.quantised.upper() if outgoing.quantised else tensors[HEAD][1]
     config = generation.model.resolved(outgoing.config)
     sizes = {"context_length": CONTEXT_LENGTH, "vocab_size": outgoing.vocab_size,
-             "attention.head_count": 0,                          # llama.cpp requires it, but ignores it
+             "attention.head_count": 0,                          # llama.cpp requires this key, but ignores its value
              "attention.layer_norm_epsilon": LAYER_NORM_EPSILON,
              **{key: getattr(config, name) for key, name in generation.GGUF_SIZES.items()}}
     general = {"general.file_type": FILE_TYPES[most], "general.quantization_version": QUANTIZATION_VERSION}
@@ -165,9 +166,8 @@ def _metadata(generation: ModuleType, outgoing: Outgoing, tensors: dict[str, tup
             ENTRY: json.dumps(outgoing.entry | {"tokenizer": None})}
 
 
-def _write(package: ModuleType, file: BinaryIO, architecture: str, metadata: JsonObject,
-           tensors: dict[str, tuple[Stored, str]]) -> None:
-    """Writes the file with the gguf package's writer, with one tensor in memory at a time."""
+def _write_with_package(package: ModuleType, file: BinaryIO, architecture: str, metadata: JsonObject,
+                        tensors: dict[str, tuple[Stored, str]]) -> None:
     writer = package.GGUFWriter(None, architecture)
     adders = {str: writer.add_string, bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32,
               list: writer.add_array}
@@ -184,11 +184,11 @@ def _write(package: ModuleType, file: BinaryIO, architecture: str, metadata: Jso
     writer.write_ti_data_to_file()
     for tensor, type_ in tensors.values():
         tensor.pass_on(lambda data, type_=type_, tensor=tensor: writer.write_tensor_data(      # type: ignore[misc]
-            _blocks(package, tensor, data, type_) if type_ in STEPS else np.frombuffer(raw(data), np.uint8)))
+            _quantise(package, tensor, data, type_) if type_ in STEPS else np.frombuffer(raw(data), np.uint8)))
 
 
-def _blocks(package: ModuleType, tensor: Stored, data: Tensor, type_: str) -> np.ndarray:
+def _quantise(package: ModuleType, tensor: Stored, data: Tensor, type_: str) -> np.ndarray:
     if (largest := data.abs().max().item()) > STEPS[type_] * torch.finfo(torch.float16).max:
-        raise CheckpointError(f"{tensor.source}: {tensor.name} reaches {largest:g}, more than {type_.lower()} can hold: choose "
-                              "another dtype")
+        raise CheckpointError(f"{tensor.source}: {tensor.name} has values up to {largest:g}, too large for {type_.lower()}: "
+                              "choose another dtype")
     return package.quants.quantize(data.numpy(), package.GGMLQuantizationType[type_])

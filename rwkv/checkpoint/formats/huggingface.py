@@ -1,9 +1,9 @@
-"""Hugging Face directories: config.json, weights in one file or in shards, and the tokenizer. The tokenizer is a
-tokenizer.json, or the World vocabulary in a text file as in fla's directories.
+"""Reads and writes Hugging Face directories: config.json, weights in one file or in shards, and the tokenizer.
 
-RWKV-4's tensors have transformers' names. RWKV-7's directories have one of three layouts: that of fla (the default of layout=),
-of transformers' branch for RWKV-7, or of transformers-rwkv. In the last two the World vocabulary is a tokenizer.json
-(rwkv/tokenizer/world_json.py). Directories of rwkv7-hf (model_type rwkv7_native) have fla's tensors.
+The tokenizer is a tokenizer.json, or the World vocabulary in a text file as in fla's directories. RWKV-4's tensors have
+transformers' names. RWKV-7's directories have the layout of fla (the default of layout=), of transformers' branch for RWKV-7,
+or of transformers-rwkv. In the last two the World vocabulary is a tokenizer.json (rwkv/tokenizer/world_json.py). Directories of
+rwkv7-hf (model_type rwkv7_native) have fla's tensors.
 
 With a tokenizer.json, the end-of-text tokens are those in the first of generation_config.json, config.json,
 tokenizer_config.json and special_tokens_map.json that names a valid one, or else those of ends_by_rule in
@@ -36,7 +36,7 @@ from rwkv.io.json_types import JsonObject
 from rwkv.model.base import MATRICES
 from rwkv.tokenizer import special, world_json
 
-SUFFIXES = ("",)                         # a directory
+SUFFIXES = ("",)                         # the empty suffix stands for a directory
 TOKENIZER = "tokenizer.json"
 WEIGHTS = "model.safetensors"
 SPECIAL_TOKENS = "special_tokens_map.json"
@@ -48,8 +48,8 @@ HEADS = ("lm_head.weight", "head.weight")
 ADAPTERS = ("adapter_model.safetensors", "adapter_model.bin")
 FEATURES = {"quantization_config": "weights quantised by another program", "pruned_heads": "pruned heads",
             "final_logit_softcapping": "capped logits", "rope_scaling": "rotary positions"}
-CONSTANTS = {"hidden_act": ("sqrelu", "relu2", "relu_squared", "squared_relu")}          # channel mixing: max(x, 0)^2
-# Keys in any transformers model's config.json that do not affect the computation
+CONSTANTS = {"hidden_act": ("sqrelu", "relu2", "relu_squared", "squared_relu")}          # all of these names mean max(x, 0)^2
+# Any transformers model's config.json may have these keys, which do not affect the computation
 UNUSED = frozenset((
     "architectures", "model_type", "auto_map", "transformers_version", "torch_dtype", "dtype", "use_cache",
     "tie_word_embeddings", "initializer_range", "_name_or_path", "name_or_path", "tokenizer_class", "return_dict",
@@ -62,7 +62,7 @@ UNUSED = frozenset((
     "typical_p", "repetition_penalty", "length_penalty", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size",
     "bad_words_ids", "num_return_sequences", "remove_invalid_values", "exponential_decay_length_penalty", "suppress_tokens",
     "begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id", "unsloth_version", "torch_version"))
-UNUSED_ENDS = ("_token_id", "_token", "_dropout")        # suffixes of other keys that do not affect it
+UNUSED_ENDS = ("_token_id", "_token", "_dropout")        # keys with these suffixes do not affect it, either
 
 
 def recognises(path: Path) -> bool:
@@ -74,7 +74,7 @@ def read(path: Path) -> Content:
     require_supported(path / CONFIG, config, CONSTANTS | generation.HUGGING_FACE_CONSTANTS,
                       FEATURES | generation.HUGGING_FACE_FEATURES)
     content = _weights(path)
-    declared = _declared(path / CONFIG, config, generation.HUGGING_FACE_SIZES)
+    declared = _declared_sizes(path / CONFIG, config, generation.HUGGING_FACE_SIZES)
     length = declared.pop("ctx_len", None)
     if isinstance(length, int) and length > 0:
         declared["ctx_len"] = length
@@ -86,25 +86,24 @@ def read(path: Path) -> Content:
                    tied=config.get("tie_word_embeddings") is True, notes=[*content.notes, *unread(path / CONFIG, others)])
 
 
-def _declared(path: Path, config: JsonObject, sizes: dict[str, str]) -> JsonObject:
-    """The sizes in config.json, by their names in ModelConfig. Raises CheckpointError if two values contradict."""
+def _declared_sizes(path: Path, config: JsonObject, sizes: dict[str, str]) -> JsonObject:
     declared: JsonObject = {}
     for key, name in sizes.items():
         value = config.get(key)
         if value is None:
             continue
         if key == "value_dim" and isinstance(value, list) and all(width == value[0] for width in value):
-            value = value[0] if value else None          # a list with one value per layer
+            value = value[0] if value else None          # the list has one value per layer
         if declared.setdefault(name, value) != value:
-            raise CheckpointError(f"{path} has {key} {value}, but {declared[name]} under another key: such models are "
-                                  "not supported")
+            raise CheckpointError(f"{path} sets {key} to {value}, but another key sets the same size to {declared[name]}: such "
+                                  "models are not supported")
     return declared
 
 
 def _epsilon(path: Path, config: JsonObject, generation: ModuleType, ours: bool) -> dict[str, float]:
-    """The epsilon of the group norm, with its key in config.json; {} if it is the generation's default.
+    """Returns the epsilon of the group norm, with its key in config.json; {} if it is the generation's default.
 
-    ours: whether this program wrote the file, so that a missing key means the default.
+    `ours` is True if this program wrote the file. Then a missing key means the default.
     """
     key = getattr(generation, "GROUP_NORM", None)
     head_size = config.get("head_dim") or config.get("head_size")
@@ -119,7 +118,7 @@ def _epsilon(path: Path, config: JsonObject, generation: ModuleType, ours: bool)
 
 
 def write(path: Path, outgoing: Outgoing) -> None:
-    """Writes the directory. Raises UserError if it contains other files, or if the generation has no layout `layout`."""
+    """Writes the directory. Raises UserError if it contains other files, or if the generation lacks the layout."""
     if outgoing.layout not in (None, *LAYOUTS):
         raise UserError(f"the layout of a Hugging Face directory must be one of {', '.join(LAYOUTS)}; got {outgoing.layout!r}")
     generation = generation_of(outgoing.config)
@@ -134,24 +133,23 @@ def _write(folder: Path, outgoing: Outgoing) -> None:
     tensors = generation_of(outgoing.config).laid_out(outgoing.tensors, arrangement)
     metadata = {ENTRY: json.dumps(outgoing.entry)}
     write_file(folder / WEIGHTS, lambda file: safetensors.write_tensors(file, tensors.values(), metadata))
-    for name, text in _texts(outgoing).items():
+    for name, text in _texts_by_file_name(outgoing).items():
         write_file(folder / name, lambda file, text=text: file.write(text.encode()))     # type: ignore[misc]
 
 
-def _stated_dtype(outgoing: Outgoing) -> torch.dtype:
-    """The widest dtype of the matrices, for config.json: loading in a narrower one would round merged adapters (float32)."""
+def _dtype_for_config(outgoing: Outgoing) -> torch.dtype:
+    """Returns the widest dtype of the matrices, because loading in a narrower one would round merged adapters (float32)."""
     group = generation_of(outgoing.config).model.group
     dtypes = (tensor.dtype for name, tensor in outgoing.tensors.items() if group(name) in MATRICES)
     return functools.reduce(torch.promote_types, dtypes)
 
 
-def _texts(outgoing: Outgoing) -> dict[str, str]:
-    """The text of each file in the directory other than the weights, by name."""
+def _texts_by_file_name(outgoing: Outgoing) -> dict[str, str]:
     tokenizer = outgoing.entry.get("tokenizer") or {}
     in_json = tokenizer.get("kind") == "json" and isinstance(tokenizer.get("definition"), str)
     ends = (special.ends_of(tokenizer) if in_json else []) or [0]
     ids = {"bos_token_id": ends[0], "eos_token_id": ends if len(ends) > 1 else ends[0]}
-    dtype = _stated_dtype(outgoing)
+    dtype = _dtype_for_config(outgoing)
     layout = {} if outgoing.layout is None else {"layout": outgoing.layout}
     config = {**generation_of(outgoing.config).hugging_face_config(outgoing.config, outgoing.vocab_size, dtype, **layout),
               **ids, "tie_word_embeddings": False, "use_cache": True, "torch_dtype": str(dtype).removeprefix("torch.")}
@@ -182,11 +180,11 @@ def _texts(outgoing: Outgoing) -> dict[str, str]:
 
 def _require_ours(path: Path) -> None:
     if path.is_file():
-        raise UserError(f"{path} must be a directory; got a file: choose another name")
+        raise UserError(f"{path} must be a directory, but is a file: choose another name")
     others = sorted(file.name for file in path.iterdir() if file.name not in OURS and not card.is_ours(file)) \
         if path.is_dir() else []
     if others:
-        raise UserError(f"{path} contains {others[0]}, which is not part of this checkpoint: choose an empty directory")
+        raise UserError(f"{path} contains {others[0]}, which is not part of a checkpoint: choose an empty directory")
 
 
 def _config(path: Path) -> tuple[JsonObject, ModuleType]:
@@ -197,41 +195,41 @@ def _config(path: Path) -> tuple[JsonObject, ModuleType]:
     if generation is None:
         expected = " or ".join(repr(module.HUGGING_FACE_TYPE) for module in generations())
         version = f"an RWKV-{kind[4:]}" if isinstance(kind, str) and kind.startswith("rwkv") else "no RWKV"
-        raise CheckpointError(f"{path.parent} is {version} checkpoint (config.json has model_type {kind!r}, expected "
-                              f"{expected}): this program runs {supported()}")
+        raise CheckpointError(f"{path.parent} is {version} checkpoint: config.json has model_type {kind!r}, but {expected} is "
+                              f"expected. This program runs {supported()}")
     return config, generation
 
 
 def _weights(path: Path) -> Content:
-    """The weights in a directory. Raises CheckpointError if there are none, or if files differ, since one may be outdated."""
+    """Reads the weights in a directory. Raises CheckpointError if there are none, or if several files differ."""
     whole = [name for name in WHOLE if (path / name).is_file()]
     indices = [name for name in INDICES if (path / name).is_file()]
-    if whole:                            # a download by pattern may include an index without its shards
+    if whole:                            # a download by name pattern may include an index without its shards
         bare = [name for name in indices if not _has_shards(path / name)]
         if any(name.partition(".")[0] == whole[0].partition(".")[0] for name in bare):
-            raise CheckpointError(f"{path} contains {whole[0]}, and {bare[0]} without the shards that it lists: remove the "
+            raise CheckpointError(f"{path} contains {whole[0]}, and {bare[0]} without the shards listed there: remove the "
                                   "outdated file, or complete the download")
         indices = [name for name in indices if name not in bare]
     if not whole and not indices:
         others = sorted(file.name for file in path.iterdir() if file.suffix in WEIGHT_SUFFIXES and file.name not in ADAPTERS)
-        hint = f"; it contains {', '.join(others[:3])}: name one of these files" if others else "; is the download incomplete?"
+        hint = f". To read {', '.join(others[:3])}, name the file itself" if others else ". Is the download incomplete?"
         raise CheckpointError(f"{path} contains config.json but no weights: expected {' or '.join((*WHOLE, *INDICES))}{hint}")
     if (path / ADAPTER).is_file():
-        raise CheckpointError(f"{path} contains both an adapter ({ADAPTER}) and weights: move one of them to another directory")
+        raise CheckpointError(f"{path} contains both an adapter ({ADAPTER}) and weights: move the adapter to another directory")
     contents = {name: _read_file(path / name) if name in whole else _shards(path / name) for name in (*whole, *indices)}
     (first_name, content), *duplicates = contents.items()
     for name, duplicate in duplicates:
         if not _are_same(content, duplicate):
-            raise CheckpointError(f"{path} contains different weights in {first_name} and in {name}: remove the outdated file")
+            raise CheckpointError(f"{path} contains different weights in {first_name} and {name}: remove the outdated file")
     return content
 
 
 def _has_shards(index: Path) -> bool:
-    return any((index.parent / file).is_file() for file in {*_places(index).values()})
+    return any((index.parent / file).is_file() for file in {*_file_by_tensor(index).values()})
 
 
 def _are_same(first: Content, second: Content) -> bool:
-    """Whether two files contain the same weights, up to rounding. Either may lack the head, which can be tied."""
+    """Returns True if two files contain the same weights, up to rounding. Either may lack the head, which can be tied."""
     if any(not name.endswith(HEADS) for name in first.tensors.keys() ^ second.tensors.keys()):
         return False
     return all(same_numbers(tensor, second.tensors[name]) for name, tensor in first.tensors.items() if name in second.tensors)
@@ -243,11 +241,11 @@ def _read_file(path: Path) -> Content:
 
 
 def _shards(index: Path) -> Content:
-    places = _places(index)
+    places = _file_by_tensor(index)
     shards: dict[str, Content] = {}
     for file in sorted({*places.values()}):
         if not (index.parent / file).is_file():
-            raise CheckpointError(f"{index.parent} lacks the shard {file}, which {index.name} names: is the download "
+            raise CheckpointError(f"{index.parent} lacks the shard {file}, which {index.name} lists: is the download "
                                   "incomplete?")
         shards[file] = _read_file(index.parent / file)
     for name, file in places.items():
@@ -257,8 +255,7 @@ def _shards(index: Path) -> Content:
     return Content(index.parent, {name: shards[file].tensors[name] for name, file in places.items()})
 
 
-def _places(index: Path) -> dict[str, str]:
-    """The name of the file that contains each tensor, from an index file."""
+def _file_by_tensor(index: Path) -> dict[str, str]:
     places = _json(index).get("weight_map")
     if not isinstance(places, dict) or not all(isinstance(file, str) and Path(file).name == file for file in places.values()):
         raise CheckpointError(f"{index} must have a weight_map from tensors to files in the same folder, as transformers "
@@ -269,7 +266,7 @@ def _places(index: Path) -> dict[str, str]:
 def _tokenizer_definition(folder: Path) -> JsonObject | None:
     if (folder / TOKENIZER).is_file():
         text = _text(folder / TOKENIZER)
-        stated = [*_stated_ends(folder)]
+        stated = [*_declared_end_tokens(folder)]
         if (vocabulary := world_json.vocabulary_in(text)) is not None:
             return {"kind": "world", "vocabulary": vocabulary}
         return special.definition_with_ends(text, stated)
@@ -278,8 +275,8 @@ def _tokenizer_definition(folder: Path) -> JsonObject | None:
     return None
 
 
-def _stated_ends(folder: Path) -> Iterator[list[int | str]]:
-    """The ids or names of end-of-text tokens in each file that may state them, in transformers' order."""
+def _declared_end_tokens(folder: Path) -> Iterator[list[int | str]]:
+    """Yields the ids or names of end-of-text tokens from each file that may state them, in transformers' order."""
     for name in (GENERATION_CONFIG, CONFIG):
         ids = _json(folder / name).get("eos_token_id") if (folder / name).is_file() else None
         ids = ids if isinstance(ids, list) else [ids]
@@ -295,7 +292,7 @@ def _json(path: Path) -> JsonObject:
     try:
         content = json.loads(_text(path))
     except (json.JSONDecodeError, RecursionError) as error:
-        raise CheckpointError(f"{path} is not JSON ({error}): the file is damaged or incomplete") from error
+        raise CheckpointError(f"{path} is damaged or incomplete: the content is not JSON ({error})") from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} must contain a JSON object; got a {type(content).__name__}")
     return content
@@ -305,4 +302,4 @@ def _text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
-        raise CheckpointError(f"{path} is not UTF-8 text ({error}): the file is damaged") from error
+        raise CheckpointError(f"{path} is damaged: the content is not UTF-8 text ({error})") from error

@@ -1,5 +1,7 @@
-"""The official .pth: a dictionary of tensors by name, possibly nested (DeepSpeed's {"module": ...}, {"model": ...}). Also reads
-Lightning's layout (ckpt.py)."""
+"""Reads and writes the official .pth: a dictionary of tensors by name.
+
+The dictionary may be nested (DeepSpeed's {"module": ...}, {"model": ...}). Also reads Lightning's layout (ckpt.py).
+"""
 
 from pathlib import Path
 
@@ -23,5 +25,5 @@ def read(path: Path) -> Content:
 
 
 def write(path: Path, outgoing: Outgoing) -> None:
-    """Writes only the tensors: the official layout has no metadata."""
+    """Writes only the tensors, because the official layout has no metadata."""
     write_file(path, lambda file: _torch_file.save(file, outgoing.tensors))

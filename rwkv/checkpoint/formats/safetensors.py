@@ -1,9 +1,9 @@
-""".safetensors: tensors by official name, and the entry `timemix` as JSON in the metadata. For int8 and int4 see _packed.py.
+"""Reads and writes .safetensors: tensors by official name, and the entry `timemix` as JSON in the metadata.
 
     8 bytes: N, little endian      N bytes: JSON {name: {dtype, shape, data_offsets}}      the data, in that order
 
-Source: huggingface/safetensors, README. That library reads files and checks the header; this module writes them, one tensor at
-a time.
+_packed.py describes int8 and int4. Source: huggingface/safetensors, README. That library reads files and checks the header.
+This module writes them, one tensor at a time.
 """
 
 import json
@@ -27,7 +27,7 @@ SUFFIXES = (".safetensors",)
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "U8": torch.uint8,
           "I8": torch.int8, "I16": torch.int16}
 LENGTH = struct.Struct("<Q")             # the header's length
-ALIGNMENT = 64                           # bytes: a cache line and the widest vector register
+ALIGNMENT = 64                           # a cache line and the widest vector register have this many bytes
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -43,8 +43,8 @@ def read(path: Path) -> Content:
     except CheckpointError:
         raise
     except Exception as error:           # the library raises exceptions of many classes
-        raise CheckpointError(f"{path} cannot be read as .safetensors: it is truncated, damaged or of a newer version "
-                              f"({error}); copy or download it again") from error
+        raise CheckpointError(f"{path} cannot be read as .safetensors: the file is truncated, damaged or too new "
+                              f"({error}). Copy or download the file again") from error
     entry = entry_in(path, metadata)
     _packed.require_known_version(path, entry)
     tensors, packed = _packed.joined(_packed.by_output(tensors))
@@ -63,7 +63,8 @@ def write(path: Path, outgoing: Outgoing) -> None:
 def write_tensors(file: BinaryIO, tensors: Iterable[Stored], metadata: dict[str, str]) -> None:
     """Writes tensors so that as many as possible begin at a multiple of ALIGNMENT, although the format allows no gaps.
 
-    Those whose size is not a multiple of ALIGNMENT are last, the widest dtypes first, which aligns them to their element size.
+    Tensors whose size is not a multiple of ALIGNMENT are last. The widest dtypes precede, so that each is aligned to its
+    element size.
     """
     ordered = sorted(tensors, key=lambda tensor: tensor.nbytes % ALIGNMENT and ALIGNMENT - tensor.dtype.itemsize)
     header: JsonObject = {"__metadata__": {"format": "pt"} | metadata}
@@ -93,6 +94,6 @@ def _reader(path: Path, file: Any, name: str) -> Callable[[], Tensor]:
         try:
             return file.get_tensor(name)
         except Exception as error:       # the library detects some kinds of damage only here
-            raise CheckpointError(f"{path}: {name} cannot be read: the file is damaged ({error})") from error
+            raise CheckpointError(f"{path} is damaged: {name} cannot be read ({error})") from error
 
     return tensor

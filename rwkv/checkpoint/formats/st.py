@@ -1,6 +1,7 @@
-""".st: .safetensors for web-rwkv and ai00. Official names; all tensors are float16; w1 .. g2 and tuned states are transposed.
+"""Writes .st, which is .safetensors for web-rwkv and ai00: all tensors are float16; w1 .. g2 and tuned states are transposed.
 
-It is read like any other .safetensors: the shapes of w1 .. g2 show that they are transposed. It has no entry `timemix`.
+The names are the official ones. Reading is the same as for .safetensors, because the shapes of w1 .. g2 show that they are
+transposed. The file has no entry `timemix`.
 
 Source: web-rwkv, assets/scripts/convert_safetensors.py, and src/runtime/loader.rs, which reads only float16.
 """
@@ -22,7 +23,7 @@ __all__ = ["dtype_for", "read", "recognises", "write"]
 
 
 def dtype_for(tensor: Stored, group: str, dtype: str | None) -> torch.dtype:
-    """Always float16. Raises UserError if `dtype` is a different one."""
+    """Returns float16. Raises UserError if `dtype` is a different one."""
     if dtype not in (None, "float16"):
         raise UserError(f"the dtype of .st must be float16, as web-rwkv requires; got {dtype}")
     return torch.float16
