@@ -85,7 +85,7 @@ def test_an_argument_that_is_not_utf8_is_one_sentence(run: Run, program: str) ->
 @pytest.mark.parametrize(("arguments", "said"), [
     (["model.n_att=8"], "model.n_att is an option of rwkv4"),
     (["optim.time_first_lr_scale=2"], "optim.time_first_lr_scale is an option of rwkv4"),
-    (["model.head_size=50", "kernel=reference"], "model.head_size, which is 50"),
+    (["model.head_size=50", "kernel=reference"], "a multiple of model.head_size (50)"),
     (["kernel=conv1d"], "conv1d computes the operator of RWKV-4, but the model is RWKV-7. Choose a kernel from auto, "),
 ])
 def test_what_is_of_another_generation_is_one_sentence(run: Run, tmp_path: Path, arguments: list[str], said: str) -> None:
