@@ -106,7 +106,7 @@ class ModelDraft:
             raise UserError(f"the draft must have the same vocabulary as the model: the model has {target.vocab_size} tokens, "
                             f"but the draft has {model.vocab_size}")
         if reason := why_not(model):
-            raise UserError(f"the C kernels for decoding, which a draft requires, cannot run this draft: {reason}")
+            raise UserError(f"a draft model requires the C kernels, which cannot run this draft model: {reason}")
         sizes = [n_parameters(each.config, each.vocab_size) for each in (model, target)]
         self.cost = STEP_OVERHEAD * sizes[0] / sizes[1]
         self.most_tokens = most_tokens

@@ -147,7 +147,7 @@ class _Process:
         self._process.start()
         remote_end.close()
         if not self._connection.poll(START_S):
-            raise RuntimeError("the process for compiling grammars does not start")
+            raise RuntimeError("the process that compiles grammars did not start")
         self._connection.recv()
 
     def stop(self) -> None:
