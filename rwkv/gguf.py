@@ -90,7 +90,8 @@ class Cursor:
             reason = ("this version is too old. Convert the original model to GGUF again" if version < VERSIONS[0] else
                       "the file is for big-endian machines" if not version % 2**16 else
                       "the file is newer than this program, or damaged")
-            raise CheckpointError(f"{self.path} must have GGUF version {VERSIONS[-1]}; got {version}: {reason}")
+            raise CheckpointError(f"{self.path} must have GGUF version {VERSIONS[0]} or {VERSIONS[-1]}; got {version}: "
+                                  f"{reason}")
         metadata: dict[str, Any] = {}
         for _ in range(n_metadata):
             key = self.string()

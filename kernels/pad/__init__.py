@@ -130,7 +130,7 @@ def sides(padding: Padding) -> tuple[int, int, int, int]:
     """Returns (left, top, right, bottom), in the order of torchvision.transforms.Pad, from one, two or four numbers."""
     numbers = tuple(padding) if isinstance(padding, Sequence) else (padding,)
     if len(numbers) not in (1, 2, 4) or any(not isinstance(number, int) or number < 0 for number in numbers):
-        raise ValueError("padding must be a whole number of at least 0, or such numbers as (horizontal, vertical) or (left, "
+        raise ValueError("padding must be one, two or four whole numbers of at least 0: n, (horizontal, vertical) or (left, "
                          f"top, right, bottom); got {padding}")
     left, top, right, bottom = numbers * (4 // len(numbers))
     return left, top, right, bottom

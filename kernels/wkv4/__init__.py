@@ -108,7 +108,8 @@ class WKV4(Operator):
                              f"got {', '.join(str(tuple(part.shape)) for part in state)}")
         self.check_dtype(time_decay.dtype, time_first.dtype, k.dtype, v.dtype)
         if k.dtype != torch.float64 and torch.float64 in (v.dtype, time_decay.dtype, time_first.dtype):
-            raise ValueError(f"WKV4 computes in float64 only if k is float64, but k is {k.dtype}: cast all inputs to one dtype")
+            raise ValueError(f"WKV4 computes in float64 only if k is float64, but k is {k.dtype}: cast all inputs to "
+                             "the same dtype")
         self.check_device(k.device)
 
     @staticmethod

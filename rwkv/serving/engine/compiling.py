@@ -60,7 +60,7 @@ class Compilers:
         reason = self._reasons.get(key)
         if reason is None:
             if sum(map(len, self._waiting.values())) >= MOST_WAITING:
-                raise ApiError(429, "the server is busy: too many grammars are queued", code="queue_full",
+                raise ApiError(429, "the server is busy: too many grammars are queued. Try again later", code="queue_full",
                                retry_after=RETRY_AFTER)
             job = _Job(grammar)
             self._waiting.setdefault(owner, deque()).append(job)

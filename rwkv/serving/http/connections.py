@@ -90,7 +90,7 @@ class Protocol(HttpToolsProtocol):
         super().connection_made(transport)
         self._expect_request()
         if len(self.connections) > self.most:
-            self._refuse(ApiError(503, "the server has too many connections", retry_after=RETRY_AFTER))
+            self._refuse(ApiError(503, "the server has too many open connections. Try again later", retry_after=RETRY_AFTER))
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_deadline()
