@@ -26,7 +26,7 @@ from typing import NamedTuple
 from benchmarks import tables
 from benchmarks._main import run_program
 from benchmarks._random_model import SHAPES, random_checkpoint
-from benchmarks.first_token import READ, ROOT
+from benchmarks.first_token import ROOT
 from kernels.arguments import Parser, at_least, some_of
 from kernels.bench.results import output_file, publish
 from kernels.bench.text import aligned
@@ -36,6 +36,12 @@ from rwkv.checkpoint.files import write_checkpoint
 STARTS = ("bfloat16", "bfloat16/pth", "int8", "int8/pth", "int4", "int4/pth")
 VARIANTS = (*STARTS, "int8/convert", "int4/convert")
 LOWER_BOUND = "import torch, read"
+READ = """import sys, torch
+buffer = bytearray(2**26)
+with open(sys.argv[1], "rb", buffering=0) as file:
+    while file.readinto(buffer):
+        pass
+print(".", flush=True)"""
 PROMPT = "The first thing that"
 NEW_TOKENS = 64
 INTERVAL = 0.01                          # seconds between two samples of a process's memory
@@ -88,7 +94,7 @@ def _write(folder: Path, shape: str, variant: str) -> Path:
 
 def _measure(files: dict[str, Path], folder: Path, repeats: int, tokens: int) -> dict[str, list[Start]]:
     largest = max(files.values(), key=lambda file: file.stat().st_size)
-    read = [sys.executable, "-c", READ, str(largest), str(largest.stat().st_size)]
+    read = [sys.executable, "-c", READ, str(largest)]
     starts = defaultdict(list)
     for turn in range(repeats + 1):      # the first start fills the caches
         measured = {LOWER_BOUND: _measure_start(read, folder, 0, 0)}
