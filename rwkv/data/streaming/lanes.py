@@ -259,8 +259,8 @@ class StreamLoader:
         rows = self.layout.rows * self.layout.world
         if state.get("rows") != rows:
             raise UserError("with data.streaming, a resumed run must have the same number of rows per batch: the run began "
-                            f"with {state.get('rows', 'no')} rows, but now there are {rows}. Change data.batch_size or "
-                            "the number of processes")
+                            f"with {state.get('rows', 'no')} rows, but now there are {rows}. Restore the earlier "
+                            "data.batch_size and number of processes")
         self._state = state if "turns" in state else None
         self._continues = self._state is not None
 
