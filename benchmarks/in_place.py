@@ -23,6 +23,7 @@ from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
+from benchmarks import tables
 from benchmarks._main import run_program
 from benchmarks._random_model import SHAPES, random_checkpoint
 from benchmarks.first_token import READ, ROOT
@@ -70,8 +71,7 @@ def main(argv: list[str] | None = None) -> None:
         starts = _measure(files, Path(folder), args.repeats, args.tokens)
         report = {"machine": hardware.describe("cpu"), "shape": args.shape,
                   "variants": {variant: _summary(files.get(variant), each) for variant, each in starts.items()}}
-    rows = [[variant, *(f"{value:.2f}" for value in each.values())] for variant, each in report["variants"].items()]     # type: ignore
-    print(aligned([["variant", "file, GiB", "first byte, s", "beside the file, GiB", "tokens/s"], *rows]), flush=True)
+    print(tables.in_place(report, aligned), flush=True)
     publish(report, args.json)
 
 

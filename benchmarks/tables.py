@@ -134,6 +134,14 @@ def first_token(report: Report, table: Callable[..., str] = markdown) -> str:
                   *([name, f"{seconds:.2f}", f"{seconds / least:.2f}"] for name, seconds in report["seconds"].items())])
 
 
+def in_place(report: Report, table: Callable[..., str] = markdown) -> str:
+    """Returns the start of generate.py for each kind of file: seconds to the first byte, and memory besides the file."""
+    rows = [[name, f"{row['file_gib']:.2f}" if row["file_gib"] else "", f"{row['first_byte_s']:.2f}",
+             f"{row['beside_file_gib']:.2f}", f"{row['tokens_per_second']:.1f}" if row["tokens_per_second"] else ""]
+            for name, row in report["variants"].items()]
+    return table([[report["shape"], "file, GiB", "first byte, s", "besides the file, GiB", "tokens/s"], *rows])
+
+
 def tuning(report: Report, table: Callable[..., str] = markdown) -> str:
     """Makes a table of each tuning method's number of trained values, time, memory, and exact matches."""
     rows = [["", "trained values", "minutes", "peak MB", "exact matches", "of new words"]]
@@ -167,7 +175,8 @@ TABLES: dict[str, tuple[str, Callable[[Report], str]]] = {
     "serving": ("serving-peers-cpu.json", serving),
     "training": ("training-cpu.json", training), "generations": ("generations-cpu.json", generations),
     "positions": ("positions-cpu.json", positions),
-    "first token": ("first-token-cpu.json", first_token), "quality": ("quality.json", quality),
+    "first token": ("first-token-cpu.json", first_token), "large files": ("in-place-*-cpu.json", in_place),
+    "quality": ("quality.json", quality),
     "tuning": ("tuning-cpu.json", tuning),
     "tokenization": ("tokenization.json", tokenization)}
 

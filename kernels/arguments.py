@@ -124,5 +124,5 @@ def program(text: str) -> Path:
     """Returns the path of the program that `text` names by a path or by a name on the PATH."""
     path = shutil.which(from_home(text))
     if path is None:
-        raise ArgumentTypeError(f"there is no executable program {text}: check the path or the PATH")
+        raise ArgumentTypeError(f"there is no executable program {text}: check the path, or the environment variable PATH")
     return Path(path)

@@ -51,7 +51,7 @@ def errors(actual: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> dic
 
 def misses(errors: Mapping[str, float], tolerance: Mapping[str, float]) -> dict[str, str]:
     """Returns a text with the error and the tolerance for each result whose error exceeds the tolerance, by name."""
-    return {name: f"{error:.1e}, allowed are {tolerance[name]:.1e}"
+    return {name: f"{error:.1e}, but at most {tolerance[name]:.1e} is allowed"
             for name, error in errors.items() if not error <= tolerance[name]}
 
 

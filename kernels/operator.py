@@ -319,5 +319,5 @@ class _Backward(_ReverseOnly):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> NoReturn:
-        raise ValueError("the operators of kernels/ have no second derivative: compute the derivative with a formula in "
-                         "PyTorch's own operations")
+        raise ValueError("the operators of kernels/ have no second derivative: write the formula with PyTorch's own "
+                         "operations")

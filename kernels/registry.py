@@ -200,7 +200,7 @@ def _is_installed(package: str) -> bool:
 def _package_missing(name: str, package: str) -> str:
     last = LAST_PYTHON.get(package, sys.version_info[:2])
     if sys.version_info[:2] > last:
-        return f"{name} requires the package {package}, which supports Python up to {last[0]}.{last[1]} (use that version)"
+        return f"{name} requires the package {package}, which supports Python up to {last[0]}.{last[1]} (use an earlier Python)"
     return f"{name} requires the package {package}, which is not installed (pip install {package})"
 
 

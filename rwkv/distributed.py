@@ -95,7 +95,7 @@ def _use_loopback() -> None:
             distributed.ProcessGroupGloo.create_device(interface=name)
     except RuntimeError as error:
         raise UserError(f"cannot connect processes on this machine: {_torch_message(error)}. The loopback interface must be "
-                        f"up, and {GLOO_INTERFACE}, if set, must name an interface") from None
+                        f"up, and {GLOO_INTERFACE}, if set, must name an existing network interface") from None
 
 
 @contextmanager
@@ -134,8 +134,8 @@ def _connect() -> None:
     except ValueError as error:          # such as "environment variable RANK expected, but not set"
         if isinstance(error, UserError):
             raise
-        raise UserError(f"the environment variable TORCHELASTIC_RUN_ID requires torchrun's other variables ({error}): start "
-                        "the processes with torchrun, or unset TORCHELASTIC_RUN_ID") from None
+        raise UserError(f"the environment variable TORCHELASTIC_RUN_ID is set, but torchrun's other variables are missing or "
+                        f"invalid ({error}). Start the processes with torchrun, or unset TORCHELASTIC_RUN_ID") from None
     except RuntimeError as error:
         raise UserError(f"this process cannot connect to the other processes of the run: {_torch_message(error)}") from None
 
@@ -156,8 +156,8 @@ def _require_address(host: str) -> None:
                 print(f"waiting    for an address of {ADDRESS}={host}", file=sys.stderr, flush=True)
             if time.monotonic() > start + CONNECT_TIMEOUT.total_seconds():
                 raise UserError(f"this machine cannot resolve {ADDRESS}={host}, the name of the machine with rank 0 "
-                                f"({error.strerror}). Give torchrun --local-addr=ADDRESS or --master-addr=ADDRESS; on a "
-                                f"single machine the ADDRESS is {LOOPBACK}") from None
+                                f"({error.strerror}). Start torchrun with --local-addr=ADDRESS or --master-addr=ADDRESS. On "
+                                f"a single machine, ADDRESS is {LOOPBACK}") from None
         time.sleep(POLL_SECONDS)
 
 

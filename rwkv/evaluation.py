@@ -123,7 +123,7 @@ def count_tokens(tokenizer: Tokenizer, path: Path, option: str = "data.path") ->
         lost += counter.count([text], [ids])
     if not tokens:
         why = lost.describe("the text") if lost.bytes else "the file is empty"
-        raise UserError(f"{option}={path} has nothing to predict: {why}")
+        raise UserError(f"{option}={path} has no tokens to predict: {why}")
     return tokens, lost
 
 

@@ -48,7 +48,7 @@ def header_of(path: Path) -> Header:
 def _header(path: Path, *_version: int) -> Header:
     with path.open("rb") as file:
         if file.read(len(MAGIC)) != MAGIC:
-            raise CheckpointError(f"{path} is not a GGUF file: it is damaged, or its download is incomplete")
+            raise CheckpointError(f"{path} is not a GGUF file: the file is damaged, or its download is incomplete")
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped, memoryview(mapped) as data:
             cursor = Cursor(path, data)
             metadata, n_tensors = cursor.metadata()
@@ -66,7 +66,7 @@ def parts_of(path: Path, metadata: dict[str, Any]) -> list[Path]:
     match = SPLIT_NAME.fullmatch(path.name)
     if match is None or not isinstance(count, int) or int(match["count"]) != count:
         raise CheckpointError(f"{path} is one of {count} parts of a model. The parts must be named "
-                              f"NAME-00001-of-{count:05}.gguf and so on: restore these names")
+                              f"NAME-00001-of-{count:05}.gguf and so on. Rename the files to this form")
     parts = [path.with_name(f"{match['name']}-{number:05}-of-{count:05}.gguf") for number in range(1, count + 1)]
     missing = [part.name for part in parts if not part.is_file()]
     if missing:
@@ -87,15 +87,16 @@ class Cursor:
         """Reads the header from the beginning of the file. Returns the metadata and the number of tensors."""
         _, version, n_tensors, n_metadata = self.unpack("4sIQQ")
         if version not in VERSIONS:
-            reason = ("that version is too old: convert the model again" if version < VERSIONS[0] else
+            reason = ("this version is too old. Convert the original model to GGUF again" if version < VERSIONS[0] else
                       "the file is for big-endian machines" if not version % 2**16 else
                       "the file is newer than this program, or damaged")
-            raise CheckpointError(f"{self.path} is a GGUF file of version {version}; expected {VERSIONS[-1]}: {reason}")
+            raise CheckpointError(f"{self.path} must have GGUF version {VERSIONS[0]} or {VERSIONS[-1]}; got {version}: "
+                                  f"{reason}")
         metadata: dict[str, Any] = {}
         for _ in range(n_metadata):
             key = self.string()
             if key in metadata:
-                raise CheckpointError(f"{self.path} is damaged: its metadata contain {key} twice")
+                raise CheckpointError(f"{self.path} is damaged: its metadata contains {key} twice")
             metadata[key] = self.value(*self.unpack("I"))
         return metadata, n_tensors
 
@@ -131,6 +132,6 @@ class Cursor:
             size = struct.calcsize(f"<{SCALARS[type_]}")
             return [value for value, in struct.iter_unpack(f"<{SCALARS[type_]}", self.take(size * count))]
         if type_ != STRING:
-            raise CheckpointError(f"{self.path} is damaged, or newer than this program: an array in its header has the type "
-                                  f"{type_}; expected numbers or strings")
+            raise CheckpointError(f"{self.path} is damaged, or newer than this program: an array in its header must contain "
+                                  f"numbers or strings; got the type {type_}")
         return [self.string() for _ in range(count)]

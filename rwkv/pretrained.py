@@ -176,11 +176,12 @@ class RWKV(Model):
         """
         quantised = next((layer for layer in self.modules() if isinstance(layer, Int8Linear | Int4Linear | BlockLinear)), None)
         if quantised is not None:
-            raise UserError(f"a model in {quantised.format} cannot be saved, because its matrices are quantised. Load the "
-                            "model with dtype=float32 or dtype=bfloat16 and save that; .safetensors can store int8 and int4")
+            raise UserError(f"a model loaded in {quantised.format} cannot be saved, because its matrices are quantised. Load "
+                            "the model with dtype=float32 or dtype=bfloat16 before saving. To save a quantised file, choose a "
+                            ".safetensors path and dtype=int8 or dtype=int4")
         if self.time_states():
-            raise UserError("save_pretrained cannot write the model's tuned state. Save the base model, or use timemix "
-                            "convert, which writes weights and state as .pth, .safetensors or .st")
+            raise UserError("save_pretrained cannot save the model's tuned state. Save the base model, or "
+                            "use timemix convert, which writes the weights and the state as .pth, .safetensors or .st")
         checkpoint = checkpoint_of(self.state_dict(), tokenizer, self.config, "the model")
         write_checkpoint(checkpoint, path, dtype, format)
 
@@ -265,7 +266,8 @@ class OpenCheckpoint(NamedTuple):
         path = state_file(state)
         if is_state_file(path):
             if layout is not None:
-                raise UserError(f"state_layout= requires a tuned state, but save_state= wrote {path}. Omit state_layout=")
+                raise UserError(f"state_layout= requires a file with a tuned state, but {path} was written by "
+                                "save_state=. Omit state_layout=")
             model = self.model()
             return model, load_context(path, model, self.tokenizer)
         tuned = time_states.read(path, self.checkpoint.config, layout)
@@ -384,8 +386,8 @@ def repacked(checkpoint: Checkpoint, dtype: str) -> list[str]:
     """Returns a line if the file's matrices in `dtype` are in the memory order of an earlier version of timemix, else []."""
     if not any(matrix.repacked for matrix in checkpoint.packed.values() if matrix.format == dtype):
         return []
-    return [f"{checkpoint.path} has {dtype} matrices in the memory order of an earlier version, so each start takes more "
-            "memory and time. Convert the file once to a new .safetensors with timemix convert"]
+    return [f"{checkpoint.path} has {dtype} matrices in the memory order of an earlier timemix version, so each start takes "
+            "more memory and time. Convert the file once to a new .safetensors file with timemix convert"]
 
 
 def computed_in(dtype: str) -> torch.dtype:

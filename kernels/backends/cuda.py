@@ -153,7 +153,7 @@ def _nvrtc() -> ctypes.CDLL:
             library = ctypes.CDLL(str(file))
             library.nvrtcGetErrorString.restype = ctypes.c_char_p
             return library
-    raise KernelUnavailable("CUDA kernels require NVRTC, but libnvrtc is not installed: pip install nvidia-cuda-nvrtc")
+    raise KernelUnavailable("CUDA kernels require NVRTC, but libnvrtc is not installed: run pip install nvidia-cuda-nvrtc")
 
 
 def _nvrtc_files() -> list[Path]:

@@ -179,8 +179,8 @@ def _ensure_started(device: torch.device) -> None:
         except RuntimeError as error:
             raise KernelUnavailable(f"Taichi cannot start on {_name(arch)} ({error}): use another kernel") from error
     if ti.cfg.arch != arch:
-        raise KernelUnavailable(f"Taichi has one arch per process, and already runs on {_name(ti.cfg.arch)}, not on "
-                                f"{_name(arch)}: use another process, or another kernel")
+        raise KernelUnavailable(f"Taichi supports only one arch per process, and this process already uses "
+                                f"{_name(ti.cfg.arch)}, not {_name(arch)}: use another process, or another kernel")
     if ti.lang.impl.get_runtime().default_ip != ti.i32:
         raise KernelUnavailable("Taichi was started with a default_ip other than ti.i32, which these kernels require: call "
                                 "ti.init without default_ip, or use another kernel")

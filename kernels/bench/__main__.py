@@ -298,14 +298,15 @@ def _check_options(args: argparse.Namespace, case: type[BenchCase]) -> None:
     if args.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda requires a CUDA device, but torch finds none")
     if args.dtype not in case.DTYPES:
-        raise ValueError(f"--dtype of {args.op} must be {' or '.join(case.DTYPES)}; got {args.dtype}")
+        raise ValueError(f"--dtype must be {' or '.join(case.DTYPES)} for {args.op}; got {args.dtype}")
     for name in args.only:
         if name not in case.names():
             raise ValueError(f"--only names an unknown {args.op} implementation, {name!r}; the choices are: "
                              f"{', '.join(case.names())}")
     for shape in args.shape:
         if len(shape) != len(case.AXES):
-            raise ValueError(f"--shape of {args.op} must be {','.join(case.AXES)}; got {','.join(map(str, shape))}")
+            raise ValueError(f"--shape must have the sizes {','.join(case.AXES)} for {args.op}; got "
+                             f"{','.join(map(str, shape))}")
     if args.plot:
         plot.check(args.plot)
 
@@ -316,8 +317,9 @@ def _check_memory(args: argparse.Namespace, case: type[BenchCase]) -> None:
     for shape in [*args.shape, *args.sweep]:
         needed = case.numbers(*shape) * getattr(torch, args.dtype, torch.float32).itemsize
         if free is not None and needed > free:
-            raise ValueError(f"inputs and results of {args.op} at {','.join(map(str, shape))} need {needed / 1e9:,.1f} GB, but "
-                             f"only {free / 1e9:.1f} GB are free on {args.device}: choose a smaller --shape or --sweep")
+            raise ValueError(f"{args.op} with the shape {','.join(map(str, shape))} requires {needed / 1e9:,.1f} GB for "
+                             f"inputs and results, but only {free / 1e9:.1f} GB are free on {args.device}: choose a smaller "
+                             "--shape or --sweep")
 
 
 if __name__ == "__main__":

@@ -58,7 +58,7 @@ def draw(folder: Path, reports: Iterable[dict[str, Any]]) -> list[Path]:
         name = f"{report['op']}-{report['device']}" + ("" if report["dtype"] == "float32" else f"-{report['dtype']}")
         figure = time_against_size(report)
         if figure is None:
-            print(f"{name}: no figure, because fewer than two sizes were measured (--sweep)", file=sys.stderr)
+            print(f"{name}: no figure, because fewer than two sizes were measured (use --sweep)", file=sys.stderr)
         else:
             paths.append(folder / f"{name}-time.png")
             figure.savefig(paths[-1], dpi=150)

@@ -60,7 +60,7 @@ def _write(report: Report, file: Path) -> None:
     try:
         file.write_text(json.dumps(report) + "\n", encoding="utf-8")
     except OSError as error:
-        raise UnusableFile(f"cannot write {file} ({error.strerror}). The result is the last line above") from None
+        raise UnusableFile(f"cannot write {file} ({error.strerror}). The result is in the last line printed above") from None
 
 
 def output_file(text: str) -> Path:

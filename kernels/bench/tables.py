@@ -24,8 +24,8 @@ def main(argv: list[str]) -> int:
     files = parser.parse_args(argv).files
     reports = read(files or committed())
     if not reports:
-        raise UnusableFile(f"there is no result of python -m kernels.bench in {', '.join(files) or FOLDER}: write one with "
-                           "--json FILE")
+        raise UnusableFile(f"there are no results from python -m kernels.bench in {', '.join(files) or FOLDER}: write a "
+                           "result with --json FILE")
     for op in operators():
         readme = ROOT / "kernels" / op / "README.md"
         if readme.exists():

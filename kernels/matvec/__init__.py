@@ -367,12 +367,12 @@ class MatVec(Operator):
         if packed.format not in self.requires.formats:
             raise ValueError(f"{self.name} does not support the format {packed.format}: use another implementation")
         if x.dim() == 0 or x.shape[-1] != packed.K or not x.is_floating_point():
-            raise ValueError(f"MatVec: x must be floating-point (...,{packed.K}); got {x.dtype} of shape {tuple(x.shape)}")
+            raise ValueError(f"MatVec: x must be a floating-point tensor (...,{packed.K}); got {x.dtype} {tuple(x.shape)}")
         self.check_dtype(x.dtype)
         if x.device != packed.weight.device:
             raise ValueError(f"MatVec: x must be on {packed.weight.device}, the device of W; got {x.device}")
         if x.requires_grad and torch.is_grad_enabled():
-            raise ValueError("MatVec has no gradient: pass x.detach(), or call it under torch.no_grad()")
+            raise ValueError("MatVec has no gradient: pass x.detach(), or call MatVec under torch.no_grad()")
         self.check_device(x.device)
 
 
@@ -384,7 +384,8 @@ def groups_of(K: int) -> int:
 def pack(weight: Tensor, format: str) -> Packed:
     """Packs a floating-point W (N,K) in the named format. Raises ValueError for other formats or shapes, or as Int8.of does."""
     if format not in FORMATS or weight.dim() != 2:
-        raise ValueError(f"pack requires W (N,K) and one of {', '.join(FORMATS)}; got {tuple(weight.shape)} and {format!r}")
+        raise ValueError(f"pack requires a matrix W (N,K) and a format from {', '.join(FORMATS)}; got the shape "
+                         f"{tuple(weight.shape)} and the format {format!r}")
     return FORMATS[format].of(weight)
 
 
@@ -401,7 +402,7 @@ def quantise(weight: Tensor, moments: Sequence[Tensor], format: str) -> Blocks:
     elements = BLOCKS[format].elements
     widths = [len(moment) for moment in moments]
     if sum(widths) != weight.shape[1] or any(width % elements for width in widths):
-        raise ValueError(f"the widths of moments must be multiples of {elements} with the sum {weight.shape[1]}; got {widths}")
+        raise ValueError(f"the widths of moments must be multiples of {elements} and add up to {weight.shape[1]}; got {widths}")
     return BLOCKS[format](_calibrated.quantise(weight.detach(), moments, format))
 
 

@@ -71,7 +71,7 @@ class BrickPadding(Operator):
         if tile.dtype not in self.requires.dtypes:
             raise ValueError(f"BrickPadding: the dtype must be {' or '.join(map(str, self.requires.dtypes))}; got {tile.dtype}")
         if tile.requires_grad and torch.is_grad_enabled():
-            raise ValueError("BrickPadding has no gradient: pass tile.detach(), or call it under torch.no_grad()")
+            raise ValueError("BrickPadding has no gradient: pass tile.detach(), or use BrickPadding under torch.no_grad()")
         self.check_device(tile.device)
 
 
@@ -122,7 +122,7 @@ class BrickPad:
         pairs = zip(reversed(tile.shape[:-2]), reversed(image.shape[:-2]), strict=False)
         if tile.dim() > image.dim() or any(of_tile not in (1, of_image) for of_tile, of_image in pairs):
             raise ValueError(f"a tile of shape {tuple(tile.shape)} does not fit an image of shape {tuple(image.shape)}: "
-                             "the tile's sizes before the height must be 1 or those of the image")
+                             "each of the tile's sizes before the height must be 1 or the same as in the image")
         return tile
 
 
@@ -130,8 +130,8 @@ def sides(padding: Padding) -> tuple[int, int, int, int]:
     """Returns (left, top, right, bottom), in the order of torchvision.transforms.Pad, from one, two or four numbers."""
     numbers = tuple(padding) if isinstance(padding, Sequence) else (padding,)
     if len(numbers) not in (1, 2, 4) or any(not isinstance(number, int) or number < 0 for number in numbers):
-        raise ValueError("padding must be one number, (horizontal, vertical) or (left, top, right, bottom), and not negative; "
-                         f"got {padding}")
+        raise ValueError("padding must be one, two or four whole numbers of at least 0: n, (horizontal, vertical) or (left, "
+                         f"top, right, bottom); got {padding}")
     left, top, right, bottom = numbers * (4 // len(numbers))
     return left, top, right, bottom
 

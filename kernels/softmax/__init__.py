@@ -32,7 +32,7 @@ class Softmax(Operator):
 
     def __call__(self, x: Tensor) -> Tensor:
         if x.dim() == 0 or not x.is_floating_point():
-            raise ValueError(f"Softmax: x must be floating-point, (..., M); got {x.dtype} of shape {tuple(x.shape)}")
+            raise ValueError(f"Softmax: x must be a floating-point tensor (..., M); got {x.dtype} {tuple(x.shape)}")
         self.check_dtype(x.dtype)
         self.check_device(x.device)
         y, = self._function(x)

@@ -62,7 +62,7 @@ class TimeX(Operator):
         if not (w.is_floating_point() and k.is_floating_point()):
             raise ValueError(f"TimeX: w and k must be floating-point tensors; got {w.dtype} and {k.dtype}")
         if w.device != k.device:
-            raise ValueError(f"TimeX: w and k must be on one device; got {w.device} and {k.device}")
+            raise ValueError(f"TimeX: w and k must be on the same device; got {w.device} and {k.device}")
         self.check_dtype(w.dtype, k.dtype)
         self.check_device(k.device)
 

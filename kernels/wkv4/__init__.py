@@ -99,16 +99,17 @@ class WKV4(Operator):
                 "WKV4: time_decay and time_first must be (C,), and k and v must be (B,T,C); got "
                 f"{tuple(time_decay.shape)}, {tuple(time_first.shape)}, {tuple(k.shape)}, {tuple(v.shape)}")
         if not (k.is_floating_point() and v.is_floating_point()):
-            raise ValueError(f"WKV4: k and v must be floating-point; got {k.dtype} and {v.dtype}")
+            raise ValueError(f"WKV4: k and v must be floating-point tensors; got {k.dtype} and {v.dtype}")
         if any(tensor.device != k.device for tensor in (time_decay, time_first, v, *(state or ()))):
             raise ValueError("WKV4: all tensors and the state must be on the device of k, "
                              f"{k.device}: move the other tensors to that device")
         if state is not None and any(part.shape != (k.shape[0], k.shape[2]) for part in state):
-            raise ValueError(f"WKV4: the state must be three tensors (B,C) = {(k.shape[0], k.shape[2])}; "
+            raise ValueError(f"WKV4: the state must be three tensors with the shape (B,C) = {(k.shape[0], k.shape[2])}; "
                              f"got {', '.join(str(tuple(part.shape)) for part in state)}")
         self.check_dtype(time_decay.dtype, time_first.dtype, k.dtype, v.dtype)
         if k.dtype != torch.float64 and torch.float64 in (v.dtype, time_decay.dtype, time_first.dtype):
-            raise ValueError(f"WKV4 computes in float64 only if k is float64, but k is {k.dtype}: cast all inputs to one dtype")
+            raise ValueError(f"WKV4 computes in float64 only if k is float64, but k is {k.dtype}: cast all inputs to "
+                             "the same dtype")
         self.check_device(k.device)
 
     @staticmethod

@@ -38,7 +38,7 @@ def requires(timex: str, block: int = BLOCK) -> Requires:
     inner = TimeX(timex).requires
     if not inner.wkv:
         raise UnknownKernel(f"{timex} is too inaccurate for WKV: its error is relative to the largest e^k of a row, and "
-                            "e^k spans many orders of magnitude: choose another kernel")
+                            "e^k spans many orders of magnitude. Choose another kernel")
     if block < 1:
         raise ValueError(f"block must be at least 1 step; got {block}")
     return replace(inner, dtypes=tuple(dtype for dtype in inner.dtypes if dtype in REQUIRES.dtypes))   # e^k overflows float16

@@ -113,7 +113,7 @@ class WKV7(Operator):
             raise ValueError(f"WKV7: tensors must be floating-point; got {', '.join(str(each.dtype) for each in sequences)}")
         B, _, H, N = v.shape
         if state is not None and state.shape != (B, H, N, N):
-            raise ValueError(f"WKV7: the state must be (B,H,N,N) = {(B, H, N, N)}; got {tuple(state.shape)}")
+            raise ValueError(f"WKV7: the state must have the shape (B,H,N,N) = {(B, H, N, N)}; got {tuple(state.shape)}")
         if any(tensor.device != v.device for tensor in (*sequences, *([] if state is None else [state]))):
             raise ValueError(f"WKV7: all tensors and the state must be on the device of v, {v.device}: move the other tensors "
                              "to that device")

@@ -103,10 +103,10 @@ class ModelDraft:
 
     def __init__(self, model: Model, target: Model, tokenizer: Tokenizer, most_tokens: int = DRAFT_TOKENS) -> None:
         if model.vocab_size != target.vocab_size:
-            raise UserError(f"the draft must have the same vocabulary as the model: the model has {target.vocab_size} tokens, "
-                            f"but the draft has {model.vocab_size}")
+            raise UserError(f"a draft must have the same vocabulary size as the model, {target.vocab_size}; got "
+                            f"{model.vocab_size}")
         if reason := why_not(model):
-            raise UserError(f"the C kernels for decoding, which a draft requires, cannot run this draft: {reason}")
+            raise UserError(f"a draft model requires the C kernels, which cannot run this draft model: {reason}")
         sizes = [n_parameters(each.config, each.vocab_size) for each in (model, target)]
         self.cost = STEP_OVERHEAD * sizes[0] / sizes[1]
         self.most_tokens = most_tokens

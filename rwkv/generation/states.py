@@ -99,21 +99,22 @@ class StateFormat:
             metadata = metadata_of(content)
         except (SafetensorError, ValueError) as error:
             is_safetensors = content[8:9] == b"{"
-            problem = "the file is truncated or damaged" if is_safetensors else "save_state= did not write this file"
-            raise UserError(f"{name} is not a readable state file: {problem}. Weights are loaded with checkpoint=") from error
+            problem = "the file is truncated or damaged" if is_safetensors else "the file was not written by save_state="
+            raise UserError(f"{name} is not a readable state file: {problem}. To load weights, use checkpoint=") from error
         self.require_same(name, metadata)
         module = generation(self._config)
         expected = _named_tensors(PrefillResult(torch.empty(1, self._vocab_size), module.empty_state(self._config, 1, "meta")))
         if {name: part.shape for name, part in tensors.items()} != {name: part.shape for name, part in expected.items()}:
-            raise UserError(f"{name} does not hold a state for this model: the file's tensors have different names or shapes")
+            raise UserError(f"{name} does not contain a state for this model: the names or shapes of the tensors do not match")
         if CHECKSUM not in metadata:
-            raise UserError(f"{name} has no checksum: use a file that save_state= or the server has written, or save the state "
+            raise UserError(f"{name} has no checksum. Use a file written by save_state= or by the server, or save the state "
                             "again")
         if metadata[CHECKSUM] != checksum(tensors, metadata):
-            raise UserError(f"{name} has changed since it was written (checksum mismatch): use an intact copy, or save the "
+            raise UserError(f"{name} has changed since it was written (checksum mismatch). Use an unchanged copy, or save the "
                             "state again")
         if not all(tensor.is_floating_point() and tensor.isfinite().all() for tensor in tensors.values()):
-            raise UserError(f"{name} contains numbers that are not finite: the model had diverged, or the file has changed")
+            raise UserError(f"{name} contains numbers that are not finite: the model had diverged when the state was saved, or "
+                            "the file has changed since")
         logits = tensors.pop("logits").to(self._device)
         state = module.State(**{part: tensor.to(self._device, torch.float32) for part, tensor in tensors.items()})
         return PrefillResult(logits, state, self.last_ids(name, metadata))
@@ -121,13 +122,13 @@ class StateFormat:
     def require_same(self, name: str, metadata: Mapping[str, str]) -> None:
         """Raises UserError unless the metadata is that of a state file for this model and this tokenizer."""
         if metadata.get("format") != FORMAT:
-            raise UserError(f"{name} must be a state file of the format {FORMAT}; got {metadata.get('format', 'none')}. "
-                            "Weights are loaded with checkpoint=")
+            raise UserError(f"{name} must be a state file with the format {FORMAT}; got {metadata.get('format', 'no format')}. "
+                            "To load weights, use checkpoint=")
         for part in PARTS:
             if metadata.get(part) != self.identity[part]:
-                raise UserError(f"{name} was written with a different {part}: the file has the hash "
-                                f"{str(metadata.get(part))[:12]}, but the present hash is {self.identity[part][:12]}. Use the "
-                                f"{part} that the state was saved with")
+                raise UserError(f"{name} was saved with a different {part}, whose hash is {str(metadata.get(part))[:12]}. The "
+                                f"hash of the current {part} is {self.identity[part][:12]}. Use the {part} with which the "
+                                "state was saved")
 
     def last_ids(self, name: str, metadata: Mapping[str, str]) -> tuple[int, ...]:
         text = metadata.get(LAST_IDS, "[]")
@@ -158,7 +159,7 @@ def metadata_of(content: bytes) -> dict[str, str]:
         header = None
     metadata = header.get("__metadata__", {}) if isinstance(header, dict) else None
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise ValueError("the header is not that of a safetensors file")
+        raise ValueError("the file does not have a safetensors header")
     return metadata
 
 

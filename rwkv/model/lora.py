@@ -89,7 +89,8 @@ def chosen(config: ModelConfig, modules: Sequence[str]) -> list[str]:
     layers = adaptable(config)
     for name in modules:
         if name not in layers:
-            raise UserError(f"tune.modules must be names from {', '.join(layers)} in {generation(config).NAME}; got {name!r}")
+            raise UserError(f"tune.modules must name only layers of {generation(config).NAME} ({', '.join(layers)}); "
+                            f"got {name!r}")
     return [name for name in layers if not modules or name in modules]
 
 

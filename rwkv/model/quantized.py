@@ -268,8 +268,8 @@ def to_int8(model: M, head: bool = True, replaced: Callable[[str], object] = lam
     """
     reasons = [why_not("matvec", name) for name in ("fbgemm", IN_C)]
     if None not in reasons:
-        raise UserError(f"dtype=int8 requires FBGEMM or the C library ({'; '.join(filter(None, reasons))}). Use "
-                        "dtype=bfloat16 or dtype=float32")
+        raise UserError(f"dtype=int8 requires FBGEMM or the C library, but neither can run here "
+                        f"({'; '.join(filter(None, reasons))}). Use dtype=bfloat16 or dtype=float32")
     non_negative = model.generation.non_negative(model.config)
 
     def make_layer(name: str, read: Callable[[], Tensor]) -> nn.Module:

@@ -91,8 +91,8 @@ def require_room(weights: int, n_merged: int, available: int | None) -> None:
     needed = weights * (1 + n_merged)
     if available is not None and needed > available:
         raise UserError(f"adapters= with {counted(n_merged, 'LoRA adapter')} requires about {needed / MIB:,.0f} MiB, because "
-                        f"each adapter takes a copy of the weights, but only {available / MIB:,.0f} MiB are free: serve fewer "
-                        "adapters, or set a smaller dtype=")
+                        f"each adapter needs its own copy of the weights, but only {available / MIB:,.0f} MiB are free: serve "
+                        "fewer adapters, or set a smaller dtype=")
 
 
 def _read(name: str, path: str, opened: OpenCheckpoint, format: StateFormat, config: ServeConfig) -> Adapter:

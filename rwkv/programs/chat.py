@@ -137,7 +137,7 @@ class Terminal:
         except UserError as error:
             _say(f"error: {error}")
         except KeyboardInterrupt:        # Ctrl-C during prefill
-            _say("the turn was stopped and is discarded")
+            _say("the turn was stopped and discarded")
         return False
 
     def _stream_answer(self, pieces: Iterator[str]) -> None:
@@ -159,7 +159,8 @@ class Terminal:
         if is_empty and not stop.requested:
             _say("the answer is empty")
         if answer.in_thoughts and self.talk.stats.written == self.talk.max_new_tokens:
-            _say(f"max_new_tokens={self.talk.max_new_tokens} cut the thoughts short: use /set max_new_tokens=NUMBER")
+            _say(f"max_new_tokens={self.talk.max_new_tokens} cut the thoughts short: raise this limit with "
+                 "/set max_new_tokens=NUMBER")
 
     def _think(self, text: str) -> None:
         self._set(f"think={text or str(self.talk.think is not True).lower()}")
@@ -179,7 +180,7 @@ class Terminal:
 
         path = from_home(path)
         if not Path(path).is_file():
-            raise UserError(f"/load requires a file that /save has written; got {path or 'no name'}")
+            raise UserError(f"/load requires an existing file that /save has written; got {path or 'no name'}")
         try:
             content = Path(path).read_bytes()
         except OSError as error:
@@ -271,8 +272,8 @@ def _typed_turns() -> Iterator[str]:
         from prompt_toolkit import PromptSession
         from prompt_toolkit.key_binding import KeyBindings
     except ImportError:
-        raise UserError("a chat in a terminal requires prompt_toolkit: run pip install prompt_toolkit, or give the turns on "
-                        "standard input") from None
+        raise UserError("a chat in a terminal requires prompt_toolkit: run pip install prompt_toolkit, or send the turns "
+                        "through standard input") from None
     keys = KeyBindings()
     keys.add("escape", "enter")(lambda event: event.current_buffer.insert_text("\n"))
     session: Any = PromptSession(key_bindings=keys)

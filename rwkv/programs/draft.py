@@ -89,11 +89,11 @@ def _require_same_vocabulary(draft: "Checkpoint", opened: OpenCheckpoint) -> Non
     """Raises UserError if the draft's file shows that a token id stands for different text in draft and model."""
     target = opened.checkpoint
     if draft.vocab_size != target.vocab_size:
-        raise UserError(f"a draft must have the model's vocabulary of {target.vocab_size} tokens; got {draft.vocab_size}")
+        raise UserError(f"a draft must have the same vocabulary size as the model, {target.vocab_size}; got {draft.vocab_size}")
     if draft.tokenizer is None:
         require_tokenizer(draft, opened.tokenizer, "the model's tokenizer")
         return
     tokenizer = Tokenizer.from_dict(draft.tokenizer)
     if tokenizer.hash != opened.tokenizer.hash and tokenizer.tokens_as_bytes() != opened.tokenizer.tokens_as_bytes():
-        raise UserError("a draft must have the model's tokenizer, but in the draft's file the token ids stand for different "
-                        "text: choose a draft of the same model family")
+        raise UserError("a draft must have the same tokenizer as the model, but in this draft the token ids stand for "
+                        "different text. Choose a draft from the same model family")

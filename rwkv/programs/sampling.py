@@ -112,7 +112,8 @@ class SamplingChoice:
         try:
             sampling = replace(base, **settings.sampling)
         except UserError as error:
-            raise UserError(f"{settings.file}: {error}: correct it, or set a preset, such as sampling={self._preset}") from None
+            raise UserError(f"{settings.file}: {error}. Correct this file, or set a preset such as "
+                            f"sampling={self._preset}") from None
         return Chosen(sampling, settings.file.name, f"sets {', '.join(settings.sampling)}{rest}")
 
     def _file_options(self, fake: bool, tools: bool) -> Generation | None:

@@ -143,7 +143,7 @@ def _gpu_lines(model: "Model", config: ServeConfig, copies: int, device: str) ->
             rows * (state_nbytes(model.config) + 4 * model.vocab_size)) * (1 + copies)
     free, total = torch.cuda.mem_get_info()
     if size > free:
-        raise UserError(f"max_rows={rows} requires {size / MIB:,.0f} MiB of the GPU's memory besides the weights, but only "
+        raise UserError(f"max_rows={rows} requires {size / MIB:,.0f} MiB of GPU memory besides the weights, but only "
                         f"{free / MIB:,.0f} MiB are free: set a smaller max_rows=")
     chunks = chunks_on(torch.device(device))
     lines = [("GPU", f"{torch.cuda.get_device_name()}, {total / MIB:,.0f} MiB, {free / MIB:,.0f} MiB free besides the weights"),

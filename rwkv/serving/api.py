@@ -102,7 +102,7 @@ async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     form = _error_formatter(request)
     if error.status_code == 405:
-        response = ApiError(405, f"{request.url.path} does not allow {request.method}").response(form)
+        response = ApiError(405, f"{request.url.path} does not accept the method {request.method}").response(form)
         response.headers.update(error.headers or {})             # Allow
         return response
     if error.status_code == 404:
@@ -111,7 +111,7 @@ async def _http_error(request: Request, error: Exception) -> Response:
 
 
 async def _internal_error(request: Request, error: Exception) -> Response:
-    return ApiError(500, "the server has an internal error: see the server's log").response(_error_formatter(request))
+    return ApiError(500, "an internal error occurred: see the server's log").response(_error_formatter(request))
 
 
 def _authorize(service: Service, request: Request) -> None:
@@ -125,8 +125,8 @@ def _authorize(service: Service, request: Request) -> None:
     matching = [key for key in keys for value in sent
                 if hmac.compare_digest(value.strip().encode("latin-1", "replace"), key.encode())]
     if not matching:
-        raise ApiError(401, "the request must have one of the server's API keys: send the header Authorization: Bearer KEY or "
-                            "x-api-key: KEY", code="invalid_api_key")
+        raise ApiError(401, 'the request must contain one of the server\'s API keys. Send the header "Authorization: Bearer '
+                            'KEY" or "x-api-key: KEY"', code="invalid_api_key")
     request.scope["state"]["owner"] = owner_digest(matching[0])
 
 

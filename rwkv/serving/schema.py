@@ -162,7 +162,8 @@ class Options(ForeignFields, forbid_unknown_fields=True, kw_only=True):
     def stops(self) -> tuple[str, ...]:
         stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         if len(stops) > self.most_stops or any(not 1 <= len(stop) <= LONGEST_STOP for stop in stops):
-            raise ApiError(400, f"stop must have at most {self.most_stops} strings of 1 to {LONGEST_STOP} characters", "stop")
+            raise ApiError(400, f"stop must have at most {self.most_stops} strings, each with 1 to {LONGEST_STOP} characters",
+                           "stop")
         return stops
 
     def answer_grammar(self) -> Grammar | None:
@@ -224,7 +225,8 @@ def require_off(options: JsonMapping, off: Mapping[str, tuple[object, ...]], lac
     for name, value in options.items():
         if value is not None and value not in off[name]:
             neutral = msgspec.json.encode(off[name][0]).decode()
-            raise ApiError(400, f"{prefix}{name} must be {neutral}: this server has no such {lacks}", f"{prefix}{name}")
+            raise ApiError(400, f"{prefix}{name} must be {neutral}, because this server does not support this {lacks}",
+                           f"{prefix}{name}")
 
 
 class CompletionRequest(Options, forbid_unknown_fields=True, kw_only=True):
@@ -354,7 +356,7 @@ class ChatRequest(Options, forbid_unknown_fields=True, kw_only=True):
         else:
             allowed_names = names
         if unknown := [name for name in allowed_names if name not in names]:
-            raise ApiError(400, f"tool_choice must name only functions in tools: {', '.join(names)[:200]}; "
+            raise ApiError(400, f"tool_choice must name only functions that are in tools ({', '.join(names)[:200]}); "
                                 f"got {unknown[0][:100]!r}", "tool_choice")
         return [(place, function) for place, function in enumerate(functions) if function.name in allowed_names]
 
@@ -377,8 +379,8 @@ class ChatRequest(Options, forbid_unknown_fields=True, kw_only=True):
             requested[by_effort] = THINK_OF_EFFORT.get(effort, True)
         for first, second in combinations(requested, 2):
             if {requested[first], requested[second]} == {True, False}:
-                raise ApiError(400, f"{second} conflicts with {first}: one field asks for thoughts, and the other asks for "
-                                    "none. Send only one of the two", second)
+                raise ApiError(400, f"{second} conflicts with {first}: one field turns thinking on, and the other turns "
+                                    "thinking off. Send only one of the two", second)
         field = next(iter(requested), "")
         return Thinking(requested.get(field, False), HINT_OF_EFFORT.get(effort or ""), field, field == by_effort)
 

@@ -46,7 +46,7 @@ def serve(config: ServeConfig, work: Work) -> None:
                         "adapter in adapters=, or rename the checkpoint with model_name=")
     listener = _bind(config)
     lock = claim(Path(config.states_dir)) if config.states_dir else None
-    warning = "" if config.host in LOCAL or config.api_key else "; without api_key=, anyone who can connect can use it"
+    warning = "" if config.host in LOCAL or config.api_key else "; without api_key=, anyone who can connect can use the server"
     say("address", f"http://{_url_host(config.host)}:{listener.getsockname()[1]}{warning}")
     # Until uvicorn handles signals, sys.exit runs the `finally` block that ends the engine's process
     with StopRequest(tuple(number for number in STOPPING if number != signal.SIGINT), lambda number: sys.exit(128 + number)):

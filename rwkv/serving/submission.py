@@ -60,7 +60,7 @@ def prompt_ids(service: Service, prompt: str | list[int], param: str = "prompt",
         ids = prompt
         if max(ids, default=0) >= service.tokenizer.vocab_size:
             last = service.tokenizer.vocab_size - 1
-            raise ApiError(400, f"{param} must hold token ids from 0 to {last}; got {max(ids)}", param)
+            raise ApiError(400, f"{param} must contain token ids from 0 to {last}; got {max(ids)}", param)
     if len(ids) > service.config.max_prompt_tokens:
         raise ApiError(400, f"{param} must have at most {counted(service.config.max_prompt_tokens, 'token')} on this server; "
                             f"got {len(ids)}", param, "context_length_exceeded")

@@ -71,7 +71,7 @@ def test_several_calls_add_up(tmp_path: Path) -> None:
     assert gpu_check.report(rows) == 1
     rows.add(part="train", status="ok", seconds=3)
     assert gpu_check.report(rows) == 0
-    rows.add(part="right", kernel="cuda_v3", wrong={"y": "2e-3, allowed are 5e-6"})
+    rows.add(part="right", kernel="cuda_v3", wrong={"y": "2e-3, but at most 5e-6 is allowed"})
     assert gpu_check.report(rows) == 1
 
 

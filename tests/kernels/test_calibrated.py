@@ -97,7 +97,7 @@ def test_windows_are_rounded_for_themselves(format: str) -> None:
 @each_format
 def test_windows_must_be_whole_blocks_of_all_columns(format: str) -> None:
     for widths in ((256,), (250, 262), (512, 256)):
-        with pytest.raises(ValueError, match="the sum 512"):
+        with pytest.raises(ValueError, match="add up to 512"):
             quantise(matrix(), [torch.eye(width) for width in widths], format)
 
 

@@ -193,7 +193,7 @@ def _enforceable(part: Part) -> JsonObject:
     try:
         return {**enforceable(json.loads(part.content), part.where, _is_empty), "x-guidance": JSON_FORM}
     except RecursionError:
-        raise UserError(f"{part.where} is nested too deeply for this program") from None
+        raise UserError(f"{part.where} is nested too deeply: use fewer levels of nesting") from None
 
 
 def _is_empty(patterns: Sequence[str]) -> bool:

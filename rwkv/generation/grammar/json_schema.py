@@ -50,7 +50,8 @@ def enforceable(schema: Schema, where: str, is_empty: IsEmpty) -> JsonObject:
     require_keywords(schema, where)
     finite = _Finite(schema)
     if not finite.has_instance(schema):
-        raise UserError(f"{where}: no text is valid, because the schema excludes what it requires or has circular references")
+        raise UserError(f"{where}: no JSON value can satisfy the schema, because the schema excludes what it requires, or "
+                        "because its references form an endless loop")
     _require_multiples(schema, where)
     return _Rewriter(schema, finite, is_empty).rewrite(schema, where)
 
@@ -147,10 +148,11 @@ def _require_multiples(schema: Schema, where: str) -> None:
     for multiple in multiples:
         digits = multiple.scaleb(max(-multiple.normalize().as_tuple().exponent, 0))      # type: ignore[operator]
         if digits > MAX_MULTIPLE:
-            raise UserError(f"{where}: multipleOf must be at most {MAX_MULTIPLE} units of the last digit; got {multiple}")
+            raise UserError(f"{where}: multipleOf, written without its decimal point, must be at most {MAX_MULTIPLE}; got "
+                            f"{multiple}")
     if len(units) > 1 and math.prod(units) >= 2**32 and _is_merged(schemas):
-        raise UserError(f"{where}: the product of the multipleOf values of merged schemas must be below 2^32 units of the "
-                        f"last digit; got {', '.join(map(str, sorted(multiples)))}")
+        raise UserError(f"{where}: the multipleOf values of schemas that apply together, scaled to whole numbers by the same "
+                        f"power of ten, must have a product below 2^32; got {', '.join(map(str, sorted(multiples)))}")
 
 
 def _is_merged(schemas: Sequence[Schema]) -> bool:
@@ -372,6 +374,6 @@ def _require_exact(rules: Schema, where: str) -> None:
             elif isinstance(value, float) and not math.isfinite(value):
                 raise UserError(f"{where}: {key} must contain only finite numbers")
             elif isinstance(value, int) and abs(value) > 2**53 and (abs(value) > 2**1000 or int(float(value)) != value):
-                raise UserError(f"{where}: {key} must contain only whole numbers up to 2^53; got {value}"[:200])
+                raise UserError(f"{where}: {key} must contain only whole numbers from -2^53 to 2^53; got {value}"[:200])
 
 

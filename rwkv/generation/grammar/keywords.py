@@ -33,12 +33,12 @@ def require_schema(schema: object, where: str) -> None:
     A text could evade some rules by repeating a key, or by spelling a key with other escapes. The check takes linear time.
     """
     if not isinstance(schema, Mapping):
-        raise UserError(f"{where} must be a JSON schema, which is an object; got {_excerpt(schema)}")
+        raise UserError(f"{where} must be a JSON schema, written as a JSON object; got {_excerpt(schema)}")
     try:
         _require_size(schema, where)
         _require_safe_keys(schema, where)
     except RecursionError:
-        raise UserError(f"{where} is nested too deeply for this program") from None
+        raise UserError(f"{where} is nested too deeply: use fewer levels of nesting") from None
 
 
 def _require_size(schema: object, where: str) -> None:
@@ -48,7 +48,7 @@ def _require_size(schema: object, where: str) -> None:
         value = pending.pop()
         count += 1
         if count > MAX_VALUES:
-            raise UserError(f"{where} must have at most {MAX_VALUES} JSON values")
+            raise UserError(f"{where} must contain at most {MAX_VALUES} JSON values")
         if isinstance(value, Mapping):
             pending += value.values()
         elif isinstance(value, list):
@@ -61,7 +61,8 @@ def _require_safe_keys(schema: object, where: str) -> None:
     least = schema.get("minProperties", 0)
     required = schema.get("required", [])
     if isinstance(least, int) and isinstance(required, list) and least > max(1, len({*map(str, required)})):
-        raise UserError(f"{where}: minProperties must be at most 1, or at most the number of required names; got {least}")
+        raise UserError(f"{where}: minProperties must be at most 1 or the number of required properties, whichever is larger; "
+                        f"got {least}")
     names = schema.get("properties")
     more = schema.get("additionalProperties", True)
     if isinstance(names, Mapping) and more is not False and any(CONTROL.search(name) for name in names):
@@ -122,8 +123,9 @@ def _are_types(value: object) -> bool:
 
 KEYWORD_TYPES: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
     (("type",), _are_types, f"one of {', '.join(TYPES)}, or a list of them"),
-    (("required",), _are_names, "a list of names, next to properties"),
-    (BY_NAME, lambda value: isinstance(value, Mapping) and all(map(is_schema, value.values())), "an object of schemas"),
+    (("required",), _are_names, 'a list of property names, at the same level as "properties"'),
+    (BY_NAME, lambda value: isinstance(value, Mapping) and all(map(is_schema, value.values())),
+     "an object whose values are schemas"),
     (("allOf", "anyOf", "oneOf"), lambda value: bool(value) and _are_schemas(value), "a list of at least one schema"),
     (("prefixItems",), _are_schemas, "a list of schemas"),
     (("items",), lambda value: is_schema(value) or _are_schemas(value), "a schema"),
@@ -147,9 +149,10 @@ def require_keywords(schema: object, where: str) -> None:
                 raise UserError(f"{where}: {key} must be {expected}; got {_excerpt(schema[key])}")
     most = schema.get("maxProperties", math.inf)
     if most < max(schema.get("minProperties", 0), len({*schema.get("required", ())})):
-        raise UserError(f"{where}: maxProperties must not be below minProperties or the number of required names; got {most}")
+        raise UserError(f"{where}: maxProperties must be at least minProperties and at least the number of required "
+                        f"properties; got {most}")
     if schema.get("format") == "regex":
-        raise UserError(f"{where}: format=regex cannot be enforced. Use pattern, or omit format")
+        raise UserError(f'{where}: the format "regex" cannot be enforced. Use the keyword "pattern", or omit "format"')
     for place, sub in inside(schema):
         require_keywords(sub, named(where, place))
 

@@ -158,7 +158,8 @@ def require_ends(grammar: Grammar, libraries: Sequence[LibraryMatcher], tokenize
     walk = partial(_walk, libraries, vocab, grammar)
     n_completed = sum(walk(seed, STEPS) for seed in range(walks))
     if not (n_completed or vocab.has_all_characters or any(walk(seed, LAST_STEPS, STEPS) for seed in range(LAST_WALKS))):
-        raise UserError(f"{grammar.parts[0].where}: no text can be completed with the tokenizer's {len(vocab.tokens)} tokens")
+        raise UserError(f"{grammar.parts[0].where}: the tokenizer's {len(vocab.tokens)} tokens cannot complete any allowed "
+                        "text")
 
 
 def _walk(libraries: Sequence[LibraryMatcher], vocab: Vocabulary, grammar: Grammar, seed: int, steps: int,
@@ -195,7 +196,7 @@ def _random_token(mask: bytearray, draw: Random) -> int:
 def _dead_end_reason(grammar: Grammar, text: bytes, vocab: Vocabulary, error: str) -> str:
     if vocab.has_all_characters:
         reason = f" ({sentence(error).partition(';')[0]})" if error else ""
-        return f"nothing may follow {text.decode(errors='replace')[-40:]!r}, so the text could not be completed{reason}"
+        return f"no text may follow {text.decode(errors='replace')[-40:]!r}, so the text could not be completed{reason}"
     libraries = [_library(each, BYTES) for each in (grammar, grammar.with_finite_numbers()) if each]
     matcher = Matcher([library.deep_copy() for library in libraries], vocabulary(BYTES))
     n = 0

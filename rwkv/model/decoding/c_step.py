@@ -141,7 +141,7 @@ def why_not(model: Model) -> str | None:
     C code reads raw addresses and identifies layers by position, so all its assumptions are checked here.
     """
     if not has_optional_module(model.config, "step_c"):
-        return f"{model.generation.NAME} has no step in C"
+        return f"{model.generation.NAME} has no decoding step in C"
     tensors = tensors_of(model)
     devices = {tensor.device.type for tensor in tensors} - {"cpu"}
     if devices:
@@ -151,7 +151,7 @@ def why_not(model: Model) -> str | None:
     linears = [layer for layer in model.modules() if isinstance(layer, LINEAR)]
     unsupported = ({_format_of(layer) for layer in linears} - set(FORMATS)) | ({_format_of(model.emb)} - {*EMBEDDINGS})
     if unsupported:
-        return f"the step in C does not support weights in {unsupported.pop()}"
+        return f"the decoding step in C does not support {unsupported.pop()} weights"
     widths = {width for width in (model.config.head_size, *(layer.in_features for layer in linears)) if width % LANES}
     if widths:
         return f"the width {widths.pop()} is not a multiple of {LANES}"
@@ -161,7 +161,7 @@ def why_not(model: Model) -> str | None:
 def why_changed(model: Model) -> str | None:
     """Returns the reason why compiled steps cannot assume the generation's usual structure, or None if they can."""
     if model.config.deep_embed_dim:
-        return "compiled steps do not support DeepEmbed"
+        return "compiled decoding steps do not support DeepEmbed"
     if not is_plain(model):
         return "the model has adapters, hooks or unsupported layers"
     if not are_in_order(model):

@@ -81,7 +81,7 @@ def step_of(model: Model) -> "GpuStep":
 def why_not_on_gpu(model: Model) -> str | None:
     """Returns the result of why_not without the check of the device."""
     if not has_optional_module(model.config, "step_triton"):
-        return f"{model.generation.NAME} has no step on a GPU"
+        return f"{model.generation.NAME} has no decoding step on a GPU"
     if changed := why_changed(model):
         return changed
     linears = [layer for layer in model.modules() if isinstance(layer, nn.Linear | PackedLinear)]

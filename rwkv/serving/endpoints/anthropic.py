@@ -152,7 +152,7 @@ def _choice(choice: Choice | None) -> JsonObject:
     if choice is None:
         return {}
     if (choice.type == "tool") != (choice.name is not None):
-        raise ApiError(400, "tool_choice.name must be set if tool_choice.type is tool, and must be absent with any other type",
+        raise ApiError(400, 'tool_choice.name must be set if tool_choice.type is "tool", and must be absent otherwise',
                        "tool_choice.name")
     named = {"type": "function", "function": {"name": choice.name}}
     return {"tool_choice": {"any": "required", "tool": named}.get(choice.type, choice.type),
@@ -162,7 +162,7 @@ def _choice(choice: Choice | None) -> JsonObject:
 def _tool(tool: JsonObject, where: str) -> JsonObject:
     kind = str(tool.get("type") or "custom")
     if kind != "custom":
-        raise ApiError(400, f"{where}.type must be custom, because the server itself runs no tools; got {kind[:60]!r}",
+        raise ApiError(400, f'{where}.type must be "custom", because this server does not run tools itself; got {kind[:60]!r}',
                        f"{where}.type")
     if not isinstance(tool.get("input_schema"), dict):
         raise ApiError(400, f"{where}.input_schema must be a JSON schema object", f"{where}.input_schema")
@@ -216,7 +216,7 @@ def _turns(role: str, content: str | list[JsonObject], where: str) -> Iterator[J
             yield _result(block, place)
         elif kind == "tool_use" and role == "assistant":
             if not isinstance(block.get("name"), str) or not isinstance(block.get("input", {}), dict):
-                raise ApiError(400, f"{place} must have a string as name and an object as input", place)
+                raise ApiError(400, f'{place} must have a string "name" and an object "input"', place)
             calls.append({"id": block.get("id"), "type": "function",
                           "function": {"name": block["name"], "arguments": block.get("input", {})}})
         elif kind == "thinking" and role == "assistant":
@@ -243,13 +243,14 @@ def _text_blocks(blocks: object, where: str) -> list[JsonObject]:
     """Returns text blocks without other fields, such as cache_control. Raises ApiError for any block that is not text."""
     blocks = [{"type": "text", "text": blocks}] if isinstance(blocks, str) else blocks
     if not isinstance(blocks, list):
-        raise ApiError(400, f"{where} must be a string or a list of blocks", where)
+        raise ApiError(400, f"{where} must be a string or a list of content blocks", where)
     for block in blocks:
         kind = block.get("type") if isinstance(block, dict) else None
         if isinstance(kind, str) and kind in NO_TEXT:
             raise ApiError(400, f"{where} must be text; got {NO_TEXT[kind]}", where)
         if kind != "text" or not isinstance(block.get("text"), str):
-            raise ApiError(400, f"{where} must be a text block; got a block of type {str(kind)[:60]!r}", where)
+            raise ApiError(400, f'{where} must be {{"type": "text", "text": "..."}}; got a block whose type is '
+                                f"{str(kind)[:60]!r}", where)
     return [{"type": "text", "text": block["text"]} for block in blocks]
 
 

@@ -104,10 +104,10 @@ def _answer_to_continue(body: ChatRequest, call_start: str) -> str:
     last = messages[-1]
     if last["role"] != "assistant" or last.get("tool_calls") or not last["content"]:
         where = f"messages[{len(messages) - 1}]"
-        raise ApiError(400, f"{where} must have the role assistant, some text and no tool calls, because the answer continues "
-                            "this message", where)
+        raise ApiError(400, f"{where} must have the role assistant, some text and no tool calls, because the request asks the "
+                            "model to continue this message", where)
     if call_start:
-        raise ApiError(400, "tool_choice must be auto or none when the answer continues a message", "tool_choice")
+        raise ApiError(400, "tool_choice must be auto or none when the answer continues the last message", "tool_choice")
     answer: str = last["content"]
     return answer
 
@@ -139,8 +139,8 @@ def _thinking(service: Service, body: ChatRequest, calls: bool) -> Thinking:
     try:
         service.template.answer_start(thinking.think)
         if calls and thinking.think is True:
-            raise UserError("think: conflicts with a tool_choice that requires a call. Send tool_choice=auto, or turn thinking "
-                            "off")
+            raise UserError("think: thinking conflicts with a tool_choice that requires a tool call. Send tool_choice=auto, or "
+                            "turn thinking off")
     except UserError as error:
         if thinking.wish:
             return thinking._replace(think=False)
@@ -167,8 +167,9 @@ def tools_and_call(service: Service, body: ChatRequest) -> tuple[list[JsonObject
     if mode in (None, "auto"):
         return tools, ""
     if template.call_start is None:
-        raise ApiError(400, f"tool_choice must be auto or none with the chat template {template.name}, because the format of "
-                            f"tool calls is known only for g1 and for templates with {START}", "tool_choice")
+        raise ApiError(400, "tool_choice must be auto or none, because the format of tool calls is unknown for the chat "
+                            f"template {template.name}. The format is known only for g1 and for templates that contain {START}",
+                       "tool_choice")
     before, after = template.call_start
     return tools, f"{before}{names[0]}{after}" if len(names) == 1 else before
 
@@ -206,14 +207,15 @@ def _grammar(service: Service, body: ChatRequest, tools: bool, call_start: str, 
     answer = body.answer_grammar()
     if answer and in_text and body.grammar is None:
         field = "format" if body.format else "response_format"
-        raise ApiError(400, f"{field} conflicts with continuing an answer, because JSON cannot begin inside a text", field)
+        raise ApiError(400, f"{field} conflicts with continuing the last message, because JSON cannot begin inside a text",
+                       field)
     callable_tools = body.callable_tools() if tools else []
     functions = [(function.name, function.parameters or {}, f"tools[{place}].function.parameters")
                  for place, function in callable_tools]
     if tools and (call_start or answer):
         if service.template.call_start is None:
-            raise ApiError(400, f"tools conflicts with response_format and grammar, because the chat template "
-                                f"{service.template.name} has an unknown format of tool calls: send tool_choice=none",
+            raise ApiError(400, "tools conflicts with response_format and grammar, because the format of tool calls is unknown "
+                                f"for the chat template {service.template.name}. Send tool_choice=none",
                            "tools")
         form = service.template.call_start[0].lstrip(), service.template.call_start[1]
         calls = Grammar.calls(form, functions, f"\n{call_stop(form[0]).lstrip()}", call_start.lstrip())

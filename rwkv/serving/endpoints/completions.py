@@ -27,9 +27,10 @@ def _translate(service: Service, raw_body: bytes, owner: str) -> tuple[list[Gene
 def completion_sequences(service: Service, body: CompletionRequest, owner: str) -> tuple[list[Generate], ResponseSpec]:
     model = resolve_adapter(service, body.model)
     if body.suffix:
-        raise ApiError(400, "suffix is not supported, because an RWKV model reads in one direction", "suffix")
+        raise ApiError(400, "suffix is not supported, because an RWKV model reads text only from left to right", "suffix")
     if body.best_of not in (None, 1):
-        raise ApiError(400, "best_of must be 1 on this server: send n and logprobs, and choose among the answers", "best_of")
+        raise ApiError(400, "best_of must be 1, because this server does not rank answers. Request several answers with n and "
+                            "logprobs, and choose the best one in your program", "best_of")
     start = service.states.start(body.state, owner, model)
     prompts = [prompt_ids(service, prompt, start=start) for prompt in _prompts(body)]
     usual = service.defaults[False, False]
@@ -37,8 +38,8 @@ def completion_sequences(service: Service, body: CompletionRequest, owner: str) 
     n = body.n or 1
     echoed = bool(body.echo and body.logprobs is not None)
     if echoed and n * sum(map(len, prompts)) > service.config.max_prompt_tokens:
-        raise ApiError(400, f"echo with logprobs requires prompts with at most {service.config.max_prompt_tokens} tokens in "
-                            "all, where each prompt counts n times", "echo")
+        raise ApiError(400, f"echo with logprobs requires that all prompts together, each counted n times, have at most "
+                            f"{service.config.max_prompt_tokens} tokens", "echo")
     if echoed and not all(prompts):
         raise ApiError(400, "echo with logprobs requires a prompt with at least one token, even if state is set", "echo")
     first = EngineRequest("", body.first_seed(), stopping(service, maximum, usual.stop if body.stop is None else body.stops()),
@@ -60,7 +61,7 @@ def _prompts(body: CompletionRequest) -> list[str | list[int]]:
     if all(isinstance(item, int) for item in prompt):
         return [list(prompt)]                                    # type: ignore[arg-type]
     if len(prompt) * (body.n or 1) > MOST_ROWS:
-        raise ApiError(400, f"a request must have at most {MOST_ROWS} sequences", "prompt")
+        raise ApiError(400, f"a request must have at most {MOST_ROWS} sequences (the number of prompts times n)", "prompt")
     if not (all(isinstance(item, str) for item in prompt) or all(isinstance(item, list) and item for item in prompt)):
         raise ApiError(400, "prompt must be a string, a list of strings, a list of token ids, or a list of non-empty lists of "
                             "token ids", "prompt")

@@ -134,9 +134,9 @@ def _generate(service: Service, raw_body: bytes, owner: str) -> Translated:
     body = read(raw_body, OllamaGenerate)
     name = model_id(service, body)
     if body.suffix:
-        raise ApiError(400, "suffix is not supported, because an RWKV model reads in one direction", "suffix")
+        raise ApiError(400, "suffix is not supported, because an RWKV model reads text only from left to right", "suffix")
     if body.template:
-        raise ApiError(400, "template is not supported: the server applies its own chat template, or no template with raw=true",
+        raise ApiError(400, "template is not supported: the server always uses its own chat template, or none if raw is true",
                        "template")
     _refuse_images(body.images, "images")
     if not body.prompt and not (body.raw and body.context):
@@ -157,7 +157,8 @@ def _generate(service: Service, raw_body: bytes, owner: str) -> Translated:
 def _completion_request(service: Service, body: OllamaGenerate, prompt: str, fields: JsonObject) -> CompletionRequest:
     """Returns the CompletionRequest for raw=true, which completes the prompt without a chat template."""
     if body.think or body.system:
-        raise ApiError(400, f"{'think' if body.think else 'system'} requires the chat template, and conflicts with raw", "raw")
+        raise ApiError(400, f"{'think' if body.think else 'system'} conflicts with raw, which turns off the chat template",
+                       "raw")
     for name in ("enable_thinking", "reasoning_effort"):
         fields.pop(name)
     logprobs = fields.pop("logprobs")

@@ -58,8 +58,8 @@ async def delete_response(service: Service, request: Request) -> Response:
 
 async def cancel_response(service: Service, request: Request) -> Response:
     _stored(service, request)
-    raise ApiError(400, "this response is already finished, because this server runs no responses in the background. Close "
-                        "the connection to cancel a running response")
+    raise ApiError(400, "this response cannot be cancelled, because the response is already finished. To cancel a running "
+                        "response, close its connection")
 
 
 async def response_input(service: Service, request: Request) -> Response:

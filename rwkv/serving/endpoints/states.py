@@ -50,13 +50,13 @@ def _state_sequence(service: Service, raw_body: bytes, owner: str) -> Generate:
     body = read(raw_body, StateRequest)
     model = resolve_adapter(service, body.model)
     if (body.prompt is None) == (body.messages is None):
-        raise ApiError(400, "the body must have either prompt or messages, or must be a state file with the content type "
-                            f"{MEDIA_TYPES[0]}", "prompt")
+        raise ApiError(400, 'the body must have either "prompt" or "messages", or must be a state file, sent with the content '
+                            f"type {MEDIA_TYPES[0]}", "prompt")
     start = service.states.start(body.state, owner, model)
     turn = None
     if body.messages is None:
         if body.tools:
-            raise ApiError(400, "tools requires messages, and conflicts with prompt", "tools")
+            raise ApiError(400, "tools conflicts with prompt: send the conversation as messages", "tools")
         ids = prompt_ids(service, body.prompt or "", start=start)
     else:
         tools = shown_tools(service, body.tools)

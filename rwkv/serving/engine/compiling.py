@@ -60,7 +60,7 @@ class Compilers:
         reason = self._reasons.get(key)
         if reason is None:
             if sum(map(len, self._waiting.values())) >= MOST_WAITING:
-                raise ApiError(429, "the server is busy: too many grammars are queued", code="queue_full",
+                raise ApiError(429, "the server is busy: too many grammars are queued. Try again later", code="queue_full",
                                retry_after=RETRY_AFTER)
             job = _Job(grammar)
             self._waiting.setdefault(owner, deque()).append(job)
@@ -147,7 +147,7 @@ class _Process:
         self._process.start()
         remote_end.close()
         if not self._connection.poll(START_S):
-            raise RuntimeError("the process for compiling grammars does not start")
+            raise RuntimeError("the process that compiles grammars did not start")
         self._connection.recv()
 
     def stop(self) -> None:

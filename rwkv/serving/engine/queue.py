@@ -62,9 +62,11 @@ class Queue:
         Raises ApiError 429 if the queue is full, and ApiError 400 if the sequences could never run together.
         """
         if len(sequences) > self._max_rows:
-            raise ApiError(400, f"a request must have at most {self._max_rows} sequences; got {len(sequences)}", "n")
+            raise ApiError(400, f"a request must have at most {self._max_rows} sequences (n for each prompt); got "
+                                f"{len(sequences)}", "n")
         if len(sequences) > self._max_rows + self._max_queue - self.n_running - self.n_queued:
-            raise ApiError(429, "the server is busy: its queue is full", code="queue_full", retry_after=RETRY_AFTER)
+            raise ApiError(429, "the server is busy: its queue is full. Try again later", code="queue_full",
+                           retry_after=RETRY_AFTER)
         ticket = Ticket([replace(sequence, id=next(self._ids)) for sequence in sequences])
         self._queued.append(ticket)
         self.start()

@@ -275,7 +275,7 @@ class _Worker:
         """
         if not time_states.is_content(message.content):
             if message.layout is not None:
-                raise UserError("state_layout requires the file of a trained initial state: omit state_layout for this file")
+                raise UserError("state_layout requires a file with a trained initial state. Omit state_layout for this file")
             return self._states.upload(message.state, message.content)
         model = self._models[""].model
         tuned = time_states.read_content(message.content, model.config, message.layout)

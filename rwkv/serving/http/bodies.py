@@ -22,7 +22,7 @@ async def read_body(request: Request, limit: int) -> bytes:
 
     Raises ApiError for a larger body, and for a content-encoding other than gzip.
     """
-    too_large = ApiError(413, f"the body must have at most {limit // MIB} MiB", code="body_too_large")
+    too_large = ApiError(413, f"the body must be at most {limit // MIB} MiB", code="body_too_large")
     codings = ",".join(request.headers.getlist("content-encoding")).lower().replace("x-gzip", "gzip").split(",")
     codings = [coding.strip() for coding in codings if coding.strip() not in ("", "identity")]
     if codings not in ([], ["gzip"]):
@@ -73,4 +73,4 @@ def _to_utf8(request: Request, body: bytes) -> bytes:
     try:
         return body.decode(charset).encode()
     except UnicodeError:
-        raise ApiError(400, f"the body must be in {charset}, the charset of content-type") from None
+        raise ApiError(400, f"the body must be valid {charset}, which is the charset in content-type") from None

@@ -90,7 +90,7 @@ class Protocol(HttpToolsProtocol):
         super().connection_made(transport)
         self._expect_request()
         if len(self.connections) > self.most:
-            self._refuse(ApiError(503, "the server has too many connections", retry_after=RETRY_AFTER))
+            self._refuse(ApiError(503, "the server has too many open connections. Try again later", retry_after=RETRY_AFTER))
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_deadline()
@@ -108,7 +108,7 @@ class Protocol(HttpToolsProtocol):
                 self._expect_request()
         super().data_received(data)
         if self._in_headers and self._received > MOST_HEADERS and not self.transport.is_closing():
-            self._refuse(ApiError(431, f"the headers must have at most {MOST_HEADERS} bytes"))
+            self._refuse(ApiError(431, f"the headers must be at most {MOST_HEADERS} bytes in total"))
 
     def _start_asgi_task(self, cycle: Any, app: Any) -> None:
         self._answered = cycle
@@ -153,9 +153,9 @@ class Protocol(HttpToolsProtocol):
         if version not in ("1.0", "1.1"):
             self._mistake = "the HTTP version must be 1.0 or 1.1"
         elif len(hosts) > 1 or b"" in hosts or (version == "1.1" and not hosts):
-            self._mistake = "a request must have exactly one header Host, which must not be empty"
+            self._mistake = "a request must have exactly one Host header, and the Host header must not be empty"
         elif codings not in ([], [b"chunked"]) or (codings and version == "1.0"):
-            self._mistake = "transfer-encoding must be chunked or absent; HTTP/1.0 has no transfer-encoding"
+            self._mistake = "transfer-encoding must be chunked or absent; in HTTP/1.0, transfer-encoding must be absent"
         else:
             self._use_path()
             return

@@ -25,10 +25,11 @@ def check_origin(config: ServeConfig, headers: Mapping[str, str]) -> None:
     origin = headers.get("origin")
     allowed = [_host(site) for site in config.cors]
     if config.host in LOCAL and host and host not in allowed and not _is_local(host):
-        raise ApiError(403, f"the header Host must name this machine; got {host[:100]!r}. See the options host=, api_key= and "
-                            "cors= of serve.py", code="wrong_host")
+        raise ApiError(403, f"the Host header must name this machine; got {host[:100]!r}. To allow other hosts, set host=, "
+                            "api_key= or cors= of serve.py", code="wrong_host")
     if origin is not None and _host(origin) not in (host, *allowed):
-        raise ApiError(403, f"pages of {origin[:100]!r} must not use this server, unless cors= of serve.py names the site",
+        raise ApiError(403, f"web pages from {origin[:100]!r} may not use this server. To allow this site, add its address to "
+                            "cors= of serve.py",
                        code="wrong_origin")
 
 

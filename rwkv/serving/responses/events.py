@@ -107,8 +107,9 @@ class ResponseAnswer(Answer):
         """
         if self._prepared.body.previous_response_id is None or error.body["error"]["code"] != STATE_GONE:
             return error
-        return ApiError(503, "the state of previous_response_id has just been lost. Send this request again: the server will "
-                        "then read the whole conversation", "previous_response_id", "state_lost", RETRY_AFTER)
+        return ApiError(503, "the saved state of the response in previous_response_id was just lost. Send the same request "
+                        "again: the server will then read the whole conversation", "previous_response_id", "state_lost",
+                        RETRY_AFTER)
 
     def _full_response(self) -> Response:
         return json_response(self._final)

@@ -34,13 +34,14 @@ def _input_item(item: JsonObject, where: str) -> JsonObject:
     if kind == "function_call":
         names = {name: item.get(name) for name in ("call_id", "name", "arguments")}
         if not all(isinstance(value, str) for value in names.values()):
-            raise ApiError(400, f"{where} must have the strings call_id, name and arguments", where)
+            raise ApiError(400, f'{where} must have the strings "call_id", "name" and "arguments"', where)
         return {"id": _id(item, "fc"), "type": kind, "status": "completed", **names}
     if kind == "function_call_output":
         output = item.get("output")
         call_id = item.get("call_id")
         if not isinstance(call_id, str) or not isinstance(output, (str, list)):
-            raise ApiError(400, f"{where} must have a string call_id and an output, which must be a string or a list of texts",
+            raise ApiError(400, f'{where} must have a string "call_id", and an "output" that is a string or a list of text '
+                                'parts',
                            where)
         if isinstance(output, list):
             output = _contents(output, "user", f"{where}.output")
@@ -49,7 +50,8 @@ def _input_item(item: JsonObject, where: str) -> JsonObject:
         parts = item.get("content") or []
         if not isinstance(parts, list) or not all(isinstance(part, dict) and isinstance(part.get("text"), str)
                                                   for part in parts):
-            raise ApiError(400, f"{where}.content must be a list of {{\"type\": \"reasoning_text\", \"text\": \"...\"}}", where)
+            raise ApiError(400, f'{where}.content must be a list of objects such as {{"type": "reasoning_text", "text": '
+                                '"..."}', where)
         return {"id": _id(item, "rs"), "type": kind, "summary": [], "status": "completed",
                 "content": [{"type": "reasoning_text", "text": part["text"]} for part in parts]}
     raise ApiError(400, f"{where}.type must be message, function_call, function_call_output or reasoning", where,
@@ -66,7 +68,7 @@ def _contents(content: Any, role: str, where: str) -> list[JsonObject]:
     if isinstance(content, str):
         content = [{"type": kind, "text": content}]
     if not isinstance(content, list):
-        raise ApiError(400, f"{where} must be a string or a list of texts", where)
+        raise ApiError(400, f"{where} must be a string or a list of text parts", where)
     contents = []
     for i, part in enumerate(content):
         type_name = part.get("type") if isinstance(part, dict) else None
@@ -74,7 +76,7 @@ def _contents(content: Any, role: str, where: str) -> list[JsonObject]:
             raise ApiError(400, f"{where}[{i}] must be text; got {NO_TEXT[type_name]}", where)
         text = part.get("refusal" if type_name == "refusal" else "text") if isinstance(part, dict) else None
         if type_name not in TEXTS or not isinstance(text, str):
-            raise ApiError(400, f'{where}[{i}] must be a text, {{"type": "{kind}", "text": "..."}}', where)
+            raise ApiError(400, f'{where}[{i}] must be a text part such as {{"type": "{kind}", "text": "..."}}', where)
         contents.append({"type": kind, "text": text, **({"annotations": []} if role == "assistant" else {})})
     return contents
 

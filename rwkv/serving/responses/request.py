@@ -51,8 +51,8 @@ def prepare(body: ResponseRequest, owner: str, model: str, responses: Responses,
         chat: returns a chat request's sequences.
     """
     if body.background:
-        raise ApiError(400, "background is not supported by this server: send stream=true to read the answer early",
-                       "background", "unsupported_parameter")
+        raise ApiError(400, "background is not supported by this server. To read the answer while the model writes, send "
+                            "stream=true", "background", "unsupported_parameter")
     require_off({name: getattr(body, name) for name in CONTINUATION}, NEUTRAL, "option")
     if body.previous_response_id is not None and body.state is not None:
         raise ApiError(400, "state conflicts with previous_response_id: send only one of the two", "state")
@@ -96,7 +96,7 @@ def _items_up_to(last: Stored, owner: str, responses: Responses) -> list[JsonObj
     chain = {last.response["id"]: last}
     while (earlier := last.response.get("previous_response_id")) is not None:
         if earlier in chain:
-            raise ApiError(400, "previous_response_id must not lead to a cycle, but the stored responses form a cycle at "
+            raise ApiError(400, "previous_response_id leads to an endless loop: the stored responses refer back to "
                                 f"{earlier}. Send the conversation's items as input", "previous_response_id")
         last = responses.get(earlier, owner, "previous_response_id")
         chain[earlier] = last
@@ -108,7 +108,7 @@ def _chat_request(prepared: Prepared, items: list[JsonObject], instructions: boo
     system = [{"role": "system", "content": body.instructions}] if body.instructions and instructions else []
     messages = [*system, *messages_of(items)]
     if not messages:
-        raise ApiError(400, "input must be a string, or a list of at least one item", "input")
+        raise ApiError(400, "input must be a string, or a list with at least one item", "input")
     names = [name for name in body.__struct_fields__ if name in ChatRequest.__struct_fields__ and name not in TRANSLATED]
     fields = {name: msgspec.to_builtins(value) for name in names if (value := getattr(body, name)) is not None}
     logprobs = bool(body.top_logprobs) or LOGPROBS in (body.include or ())

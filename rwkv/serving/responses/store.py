@@ -84,7 +84,7 @@ class Responses:
         content = self._stored.get(response_id)
         stored = msgspec.json.decode(content, type=Stored) if content else None
         if stored is None or stored.owner != owner:
-            raise ApiError(404, f"the response {response_id[:100]!r} is unknown, deleted, evicted or not stored, or belongs to "
+            raise ApiError(404, f"the response {response_id[:100]!r} was never stored, was deleted or evicted, or belongs to "
                                 "another API key", field, "response_not_found")
         with suppress(KeyError):         # long requests run in a thread, so the response may have been evicted meanwhile
             self._lru.use(response_id)
@@ -131,9 +131,9 @@ def _read(content: bytes, response_id: str) -> Stored:
     response = stored.response
     optional = (response.get("previous_response_id"), response.get("instructions"))
     if response.get("id") != response_id or not all(isinstance(value, str | None) for value in optional):
-        raise ApiError(400, "id must be the file's name, and previous_response_id and instructions must be strings or null")
+        raise ApiError(400, "id must match the file's name, and previous_response_id and instructions must be strings or null")
     output = response.get("output")
     if not isinstance(output, list) or not all(isinstance(item, dict) for item in output):
-        raise ApiError(400, "output must be a list of items")
+        raise ApiError(400, "output must be a list of objects")
     input_items(output)
     return msgspec.structs.replace(stored, input=input_items(stored.input))

@@ -63,8 +63,8 @@ class ClientStates:
         """Returns the state with this id. Raises ApiError if the owner has no such state."""
         state = self.states.get(state_id)
         if state is None or state.owner != owner:
-            raise ApiError(404, f"the state {state_id[:100]!r} is unknown, deleted or evicted, or belongs to another API key",
-                           "state", STATE_GONE)
+            raise ApiError(404, f"the state {state_id[:100]!r} was never saved, was deleted or evicted, or belongs to another "
+                                "API key", "state", STATE_GONE)
         return state
 
     def start(self, state_id: str | None, owner: str, model: str = "") -> SavedState | None:
@@ -77,8 +77,8 @@ class ClientStates:
         state = self.usable(state_id, owner)
         if state.model != model:
             reader = f"the model {state.model!r}" if state.model else "the checkpoint's model"
-            raise ApiError(400, f"state requires the model that made it, {reader}: set the field model to that name", "state",
-                           "state_of_another_model")
+            raise ApiError(400, f'state requires the model that made the state, {reader}: set "model" to the name of this '
+                                'model', "state", "state_of_another_model")
         return state
 
     def usable(self, state_id: str, owner: str) -> SavedState:
@@ -115,11 +115,11 @@ class ClientStates:
         if turn is None:
             return render(messages, add_generation_prompt, tools, think, effort)
         if turn.template != _digest(self.template.definition):
-            raise ApiError(400, "state requires the chat template of the state's conversation, but this server has another "
-                                "template", "state")
+            raise ApiError(400, "state requires the chat template with which its conversation began, but this server uses a "
+                                "different template", "state")
         if tools and turn.tools != _digest(tools):
-            raise ApiError(400, "tools must be those of the state's conversation: send the same tools, or begin a new "
-                                "conversation", "tools")
+            raise ApiError(400, "tools must be the same as those of the saved conversation. Send the same tools, or begin a "
+                                "new conversation", "tools")
         before = _placeholder_messages(turn.role, self.template.supports_tools)
         conversation = [*before, *check_messages(messages)]
         try:
@@ -141,8 +141,8 @@ class ClientStates:
         rendered = self.prompt(start, [*earlier, {**last, "content": CONTINUED}], tools, think, effort, False)
         before, placeholder, after = rendered.partition(CONTINUED)
         if not placeholder or CONTINUED in after:
-            raise ApiError(400, f"messages[{len(earlier)}] cannot be continued: the chat template {self.template.name} must "
-                                "render an answer exactly once", f"messages[{len(earlier)}]")
+            raise ApiError(400, f"messages[{len(earlier)}] cannot be continued, because the chat template {self.template.name} "
+                                "omits or repeats the text of this message", f"messages[{len(earlier)}]")
         if answer.lstrip().startswith(BEGUN[True]):         # replaces the empty thoughts that the template renders
             before = before.removesuffix(begun_by(before))
         return before + marked(self.tokenizer, answer)
@@ -158,7 +158,7 @@ class ClientStates:
         except UserError:
             role = before[-1]["role"]
             return ApiError(400, f"state ends with a {role} message, which the chat template {self.template.name} cannot "
-                            "continue: send all messages without state", "state")
+                            "continue. Send the whole conversation as messages, without state", "state")
         return UserError(re.sub(r"^messages\[(\d+)\]", lambda place: f"messages[{int(place[1]) - len(before)}]", str(error)))
 
     def after(self, ids: Sequence[int], tools: Tools, start: SavedState | None) -> SavedState:
@@ -188,8 +188,8 @@ class ClientStates:
     def _after_placeholder(self, rendered: str) -> str:
         _, placeholder, after = rendered.rpartition(PLACEHOLDER)
         if not placeholder:
-            raise ApiError(400, f"state conflicts with the chat template {self.template.name}, which drops earlier messages: "
-                                "send all messages without state", "state")
+            raise ApiError(400, f"state conflicts with the chat template {self.template.name}, which drops earlier messages. "
+                                "Send the whole conversation as messages, without state", "state")
         return after
 
 

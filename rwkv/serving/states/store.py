@@ -125,7 +125,7 @@ class StateStore:
             self._gone.append(state_id)
             say("states", f"{path} is lost: {error}")
             reason = "has changed or is damaged" if isinstance(error, UserError) else "cannot be read"
-            raise StateGone(f"state {state_id} is lost, because the state's file {reason}") from None
+            raise StateGone(f"state {state_id} is lost, because its file {reason}") from None
         self._remember(state, context)
         return context
 
@@ -257,7 +257,7 @@ class StateStore:
             same_digest = [name for name, digest in self._digests.items() if digest == entry.adapter]
             names = [name for name in same_digest if name in same_weights] or same_digest
         if not names:
-            raise UserError("the state requires the adapter with which it was made: load the adapter with adapters=")
+            raise UserError("the state requires the adapter with which the state was made: load that adapter with adapters=")
         return entry.name if entry.name in names else names[0]
 
     def _content(self, state: SavedState, context: PrefillResult) -> bytes:
@@ -273,5 +273,5 @@ def _server_metadata(metadata: dict[str, str]) -> ServerMetadata:
     except (msgspec.MsgspecError, UnicodeError, RecursionError):
         entry = None
     if entry is None or (entry.turn and entry.turn.role not in ROLES):
-        raise UserError("the metadata of the state file are damaged")
+        raise UserError("the metadata in the state file is damaged")
     return entry
