@@ -20,8 +20,8 @@ from rwkv.io.cache import sha256
 from rwkv.io.json_types import JsonObject
 from rwkv.io.lines import counted
 
-PATH = ("a .parquet, .arrow, .json, .csv or .tsv file, a folder or a pattern of them, a folder that save_to_disk made, or a "
-        "dataset's name")
+PATH = ("a .parquet, .arrow, .json, .csv or .tsv file, a folder or a pattern of them, a folder that save_to_disk made, or the "
+        "name of a dataset on the Hugging Face Hub")
 LOCAL = False
 FORMATS = {".parquet": "parquet", ".json": "json", ".jsonl": "json", ".csv": "csv", ".tsv": "csv", ".arrow": "arrow"}
 STRINGS = ("string", "large_string", "string_view")

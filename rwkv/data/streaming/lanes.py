@@ -130,8 +130,8 @@ class Lanes:
         self._reader = self._reader or self._stream.read(block.position)
         rows = list(itertools.islice(self._reader, self._streamed.config.shuffle_buffer))
         if not rows and not block.number:
-            raise UserError(f"data.path={self._streamed.config.path} became shorter while the run was reading. Restore the "
-                            "data and continue the run with resume=auto")
+            raise UserError(f"data.path={self._streamed.config.path} became shorter while the run was reading the data. "
+                            "Restore the data and continue the run with resume=auto")
         digest = hashlib.blake2b(digest_size=8)
         for row in rows:
             content = row.encoded()

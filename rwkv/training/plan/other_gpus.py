@@ -203,7 +203,7 @@ def announce(run: Run) -> None:
         remedy = next((text for _, text in _remedy_lines(config, vocab_size, result.devices, gpu)), None)
         fail_together(UserError(
             f"training needs {readable(result.memory)} of memory on each GPU, but the {gpu.name} has {readable(capacity)}: "
-            + (f"training needs {remedy}" if remedy else "use a smaller model= or model.ctx_len=")))
+            + (f"training needs only {remedy}" if remedy else "use a smaller model= or model.ctx_len=")))
 
 
 def _with_devices(config: TrainConfig) -> TrainConfig:

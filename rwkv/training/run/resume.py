@@ -152,7 +152,7 @@ def _merge(request: Request, out_dir: Path, saved: JsonObject) -> TrainConfig:
         if old != new and key not in NOT_FIXED and not {key, key.split(".")[0]}.isdisjoint(FIXED):
             saved_value = "null" if old is None else old
             raise UserError(f"the run in {out_dir} began with {key}={saved_value}, which cannot change. To resume the run, "
-                            f"omit {key}=, or omit the group that sets {key}. To change {key}, start a new run")
+                            f"omit {key}= and any group (such as model=) that sets {key}. To change {key}, start a new run")
         if key == "trainer.precision" and new in (None, AUTO):
             continue                     # the run keeps its saved precision
         group, _, name = key.rpartition(".")

@@ -276,8 +276,8 @@ def _add_runs(sweep: Sweep, jobs: list[cli.Job]) -> None:
             added.append(entry)
             sweep.configs[entry.name] = job.config
         elif sorted(entries[entry.name].arguments) != sorted(entry.arguments):
-            raise UserError(f"the sweep in {sweep.folder} already has a run {entry.name} with different options: use the same "
-                            "options, or another out_dir=")
+            raise UserError(f"the sweep in {sweep.folder} already has a run named {entry.name} with different options: use the "
+                            "same options, or another out_dir=")
     _require_possible([sweep.configs[entry.name] for entry in added])
     shuffled = random.Random(ORDER_SEED).sample(added, len(added))
     for order, entry in enumerate(shuffled, start=len(sweep.entries) + 1):
