@@ -23,7 +23,7 @@ def read_text(path: Path) -> str:
     """Returns the text of a file. Raises UserError if the file cannot be read, is not UTF-8, or is empty."""
     text = utf8.read_text(path, str(path))
     if not text:
-        raise UserError(f"{path} must not be empty: give a file with text")
+        raise UserError(f"{path} must not be empty: pass a file with text")
     return text
 
 

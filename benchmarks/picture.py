@@ -49,7 +49,8 @@ def _ms(results: list[dict[str, Any]], name: str, part: str) -> float:
     for result in results:
         if (result["name"], result["pass"]) == (name, part):
             return float(result["ms"])
-    raise UnusableFile(f"wkv4-cpu.json has no time of {name}: omit this kernel from the sweep, or measure it with make bench")
+    raise UnusableFile(f"wkv4-cpu.json has no time for the kernel {name}: omit this kernel from the sweep, or measure the "
+                       "kernel with make bench")
 
 
 def picture(runs: list[Run], bars: list[tuple[str, list[tuple[str, float]]]]) -> str:

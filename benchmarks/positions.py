@@ -57,7 +57,8 @@ def measured(out: Path, generation: str, C: int, T: int, tokens: int, options: l
     if losses.exists():
         saved: dict[str, Any] = json.loads(losses.read_text(encoding="utf-8"))
         if saved["options"] != options:
-            raise UserError(f"{folder} has results for other options, {saved['options']}; got {options}: give another --out")
+            raise UserError(f"{folder} has results for different options ({saved['options']}); got {options}: choose another "
+                            "--out")
         return saved
     train(folder, f"model.generation={generation}", f"model.n_embd={C}", f"model.ctx_len={T}",
           f"data.batch_size={max(1, STEP_TOKENS // T)}", f"trainer.max_tokens={tokens}", "trainer.val_every=1000000", *options)

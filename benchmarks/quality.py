@@ -39,7 +39,7 @@ def main(argv: list[str] | None = None) -> None:
     for tokenizer in tokenizers:
         _, lost = count_tokens(tokenizer, args.text)
         if lost.too_much:
-            raise UserError(f"{lost.describe(str(args.text))}. Bits per byte would ignore the lost text: give another text")
+            raise UserError(f"{lost.describe(str(args.text))}. Bits per byte would ignore the lost text: use another text")
     rows = [row for path, tokenizer in zip(args.checkpoints, tokenizers, strict=True)
             for row in _rows(read_checkpoint(path), tokenizer, args.text)]
     report = {"machine": hardware.describe("cpu"), "rows": rows}

@@ -127,7 +127,7 @@ def measure_draft(args: argparse.Namespace, text: str, path: str, draft_path: st
     for dtype in args.dtypes:
         model = RWKV.from_pretrained(path, dtype=dtype)
         if reason := why_not(model):
-            raise UserError(f"a draft requires a decoding step in C: {reason}")
+            raise UserError(f"a draft requires decoding by the compiled C code: {reason}")
         draft: Draft = NGram()
         if draft_path != NGRAM:
             draft = ModelDraft(RWKV.from_pretrained(draft_path, dtype=dtype), model, tokenizer)

@@ -70,5 +70,5 @@ def print_hints(line: CommandLine, schema: type, is_sweep: bool) -> None:
             print(f"{key}={value} is a single value, even with -m, because names and texts are taken verbatim", file=sys.stderr)
         values = value if isinstance(value, list) else [value]
         if any("\\n" in text and "\n" not in text for text in values):
-            print(f"{key} contains a backslash and an n. For a line end, write {key}=$'\\n' in bash and zsh",
+            print(f"{key} contains a backslash and an n. For a line break, write {key}=$'\\n' in bash and zsh",
                   file=sys.stderr)

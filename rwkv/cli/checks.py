@@ -57,8 +57,8 @@ def _check_file(group: str, choice: str, schema: type) -> None:
     prefix = "" if group in OPTIONAL or sets_all_groups(file) else f"{group}."
     try:
         for group in settings.choices.keys() & {*OPTIONAL}:
-            raise UserError(f"a recipe must not choose a file with {group}=: copy that file's options into the recipe, or "
-                            "choose the file on the command line")
+            raise UserError(f"a recipe must not contain {group}=: copy the options of the {group} file into the recipe, or "
+                            f"pass {group}= on the command line")
         for key in {f"{prefix}{key}" for key in settings.options} - options(schema).keys():
             check_override(f"{key}=", schema)
         for key, value in settings.choices.items():

@@ -128,7 +128,7 @@ def _alternatives(override: str, schema: type) -> list[tuple[str, dict[str, str]
     if not item.is_sweep_override():
         return [(override, {})]
     if isinstance(item.value(), Glob):
-        raise UserError(f"{key}={value} must not use glob(): list the values, {key}=A,B")
+        raise UserError(f"{key}={value} must not use glob(): list the values as {key}=A,B")
     return [(f"{item.key_or_group}={value}", {str(item.key_or_group): value}) for value in item.sweep_string_iterator()]
 
 

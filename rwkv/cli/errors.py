@@ -60,5 +60,5 @@ def _require_utf8(arguments: list[str]) -> None:
             argument.encode()
         except UnicodeEncodeError:
             escaped = os.fsencode(argument).decode(errors="backslashreplace")
-            raise UserError(f"the argument {escaped} must be UTF-8: rename the file, or set PYTHONUTF8=1 if the locale "
-                            "is C") from None
+            raise UserError(f"the argument {escaped} must be valid UTF-8: rename the file, or set PYTHONUTF8=1 if the locale "
+                            'is "C"') from None

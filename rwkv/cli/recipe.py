@@ -105,7 +105,7 @@ def read(path: Path, groups: Collection[str]) -> Recipe:
             choices[key] = str(value)
     options = {key: value for key, value in options.items() if key not in groups}
     if not (options or choices or swept or (defaults and not groups)):
-        raise UserError(f"{path} sets no option: write at least one, such as optim: {{lr: 1e-4}}")
+        raise UserError(f"{path} sets no option: write at least one option, such as optim: {{lr: 1e-4}}")
     if RUN_GROUPS <= content.keys() and not choices:
         options = {key: _escape_interpolation(value) for key, value in options.items() if key not in SINGLE_RUN_OPTIONS}
     return Recipe(path, options, choices, swept)
@@ -119,9 +119,10 @@ def _read_choices(path: Path, defaults: object, groups: Collection[str]) -> dict
         group, choice = next(iter(entry.items())) if isinstance(entry, dict) and len(entry) == 1 else (None, None)
         match = DEFAULT.fullmatch(str(group))
         if not isinstance(defaults, list) or not isinstance(choice, (str, int, float)) or match is None:
-            raise UserError(f"{path}: defaults must be a list of choices, such as [override /model: small]; got {entry!r}")
+            raise UserError(f'{path}: "defaults" must be a list of choices, such as [override /model: small]; got {entry!r}')
         if match[1] not in groups:
-            raise UserError(f"{path}: {match[1]} in defaults is not a group. Set the option instead: {match[1]}: {choice}")
+            raise UserError(f'{path}: {match[1]} in "defaults" is not a group. Set the option outside "defaults", as '
+                            f"{match[1]}: {choice}")
         if match[1] in choices:
             raise UserError(f"{path} sets {match[1]} twice: delete one of the two lines")
         choices[match[1]] = str(choice)
@@ -138,8 +139,8 @@ def _read_swept(path: Path, hydra: JsonObject) -> JsonObject:
         if name == key:
             raise UserError(f"{path}: {key} has no effect here. Of Hydra's own options, only {SWEPT}NAME has an effect")
         if isinstance(value, dict):
-            raise UserError(f"{path}: {key} must be values separated by commas, with the option's full name, such as "
-                            'model.n_layer: "2,4"')
+            raise UserError(f"{path}: {key} must not contain groups. Write each option's full name, and its values separated "
+                            'by commas, such as model.n_layer: "2,4"')
         if name in swept:
             raise UserError(f"{path} sets {key} twice: delete one of the two lines")
         swept[name] = value

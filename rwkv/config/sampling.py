@@ -91,7 +91,7 @@ class Sampling:
             require_one_of(item.name, value, limits["one_of"])
         if item.type == Mapping[int, float]:
             if not isinstance(value, Mapping):
-                raise UserError(f"{item.name} must be a dict of token ids and numbers; got {value!r}")
+                raise UserError(f"{item.name} must be a dict that maps token ids to numbers; got {value!r}")
         elif limits["least"] is None:
             return
         for number in value.values() if isinstance(value, Mapping) else [value]:
@@ -134,7 +134,7 @@ class Sampling:
         for name in ("logit_bias", "banned", "no_penalty"):
             for token in getattr(self, name):
                 if isinstance(token, int) and not 0 <= token < vocab_size:
-                    raise UserError(f"{name} must hold token ids from 0 to {vocab_size - 1}; got {token}")
+                    raise UserError(f"{name} must contain only token ids from 0 to {vocab_size - 1}; got {token}")
         if len({*self.banned}) >= vocab_size:
             raise UserError(f"banned contains all {vocab_size} tokens of the vocabulary: at least one token must be allowed")
 

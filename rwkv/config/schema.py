@@ -78,7 +78,7 @@ def check_options(config: "DataclassInstance", group: str = "") -> None:
         if value is None or not limits:
             continue
         if limits["filled"] and "" in (value if isinstance(value, list) else [value]):
-            raise UserError(f"{group}{item.name} is empty (an unset shell variable?): give a value, or omit "
+            raise UserError(f"{group}{item.name} is empty, perhaps because a shell variable is not set: give a value, or omit "
                             f"{group}{item.name}=")
         if limits["one_of"]:
             if "true" in limits["one_of"]:
@@ -107,5 +107,5 @@ def require_effect(config: "DataclassInstance", user_keys: Iterable[str]) -> Non
             group, _, name = required.rpartition(".")
             switch = group if name in ("name", "method") else required        # data.name is set by data=, tune.method by tune=
             value, *allowed = (str(each).lower() if isinstance(each, bool) else each for each in (value, *allowed))
-            raise UserError(f"{key} requires {switch}={' or '.join(allowed)}; got {switch}={value}: omit {key}, or give "
+            raise UserError(f"{key} requires {switch}={' or '.join(allowed)}; got {switch}={value}: omit {key}, or set "
                             f"{switch}={allowed[0]}")

@@ -63,8 +63,8 @@ class ServeConfig(DraftedConfig):
         for pair in (pair for pairs in self.adapters for pair in NEXT_PAIR.split(pairs)):
             name, _, path = pair.partition("=")
             if not name or not path:
-                raise UserError(f"adapters must be NAME=PATH,...; got {pair!r}")
+                raise UserError(f"adapters must have the form NAME=PATH or NAME=PATH,NAME=PATH,...; got {pair!r}")
             if name in paths:
-                raise UserError(f"adapters= gives two models the name {name!r}: use different names")
+                raise UserError(f"adapters= uses the name {name!r} twice: give each adapter a different name")
             paths[name] = path
         return paths

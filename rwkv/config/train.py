@@ -31,7 +31,8 @@ def given_length(config: "TrainConfig", user_keys: Collection[str]) -> str | Non
     """Returns the option in `LENGTHS` that the user has set, or None. Raises UserError if several are set."""
     lengths = [key for key in LENGTHS if key in user_keys and operator.attrgetter(key)(config) is not None]
     if len(lengths) > 1:
-        raise UserError(f"{lengths[0]} conflicts with {lengths[1]}, because both set the training length: give one of them")
+        raise UserError(f"{lengths[0]} conflicts with {lengths[1]}, because both set the training length: use only one of "
+                        "these options")
     return lengths[0] if lengths else None
 
 
@@ -227,7 +228,7 @@ class LoggerConfig:
         if self._target_ is None:
             require_one_of("logger.name", self.name, ("wandb", "csv", "none"))
         if bool(self.published_losses) != bool(self.published_steps):
-            raise UserError("logger.published_losses and logger.published_steps require each other: give both or neither")
+            raise UserError("logger.published_losses and logger.published_steps require each other: set both or neither")
 
 
 @dataclass
@@ -317,23 +318,24 @@ class TrainConfig:
         check_options(self)
         whole_number("seed", self.seed, most=2**32 - 1)          # the largest seed that NumPy's generator accepts
         if self.plan in GPUS and self.trainer.accelerator == "cpu":
-            raise UserError(f"plan={self.plan} conflicts with trainer.accelerator=cpu: omit one of them")
+            raise UserError(f"plan={self.plan} conflicts with trainer.accelerator=cpu: omit one of these options")
         if self.trainer.strategy == "fsdp" and self.tune.base in ("int8", "int4"):
-            raise UserError(f"tune.base={self.tune.base} conflicts with trainer=fsdp, because packed weights cannot be "
+            raise UserError(f"tune.base={self.tune.base} conflicts with trainer=fsdp, because int8 and int4 weights cannot be "
                             "sharded: use tune.base=bfloat16 or trainer=ddp")
         if self.tune.prefers:
             self._require_pairs()
         if self.trainer.tbptt and self.data.name == "mix":
-            raise UserError("trainer.tbptt conflicts with data=mix, whose windows come from several sources: omit one of them")
+            raise UserError("trainer.tbptt conflicts with data=mix, whose windows come from several sources: omit one of these "
+                            "options")
         if self.data.streaming and self.trainer.tbptt:
-            raise UserError("trainer.tbptt conflicts with data.streaming, because streams cut documents into windows: omit "
-                            "one of them")
+            raise UserError("trainer.tbptt conflicts with data.streaming, because streams cut documents into windows: omit one "
+                            "of these options")
         if self.data.streaming and self.trainer.epochs is not None:
-            raise UserError("trainer.epochs conflicts with data.streaming, because the length of a stream is unknown: give "
+            raise UserError("trainer.epochs conflicts with data.streaming, because the length of a stream is unknown: set "
                             "trainer.max_steps or trainer.max_tokens")
         if self.trainer.tbptt and self.tune.dropout:
             raise UserError("trainer.tbptt conflicts with tune.dropout, because recomputed segments would draw different "
-                            "random numbers: omit one of them")
+                            "random numbers: omit one of these options")
         if self.trainer.strategy == "fsdp" and self.optim.name == EIGHT_BITS:
             raise UserError(f"optim={EIGHT_BITS} conflicts with trainer=fsdp, because 8-bit moments require parameters that "
                             "are not sharded: use optim=adamw or trainer=ddp")
@@ -341,10 +343,10 @@ class TrainConfig:
     def _require_pairs(self) -> None:
         objective = f"tune.objective={self.tune.objective}"
         if self.data.name != "chat":
-            raise UserError(f"{objective} requires data=chat, with pairs of answers; got data={self.data.name}")
+            raise UserError(f"{objective} requires data=chat with pairs of answers; got data={self.data.name}")
         if self.trainer.tbptt:
-            raise UserError(f"{objective} conflicts with trainer.tbptt, because segments would cut pairs: omit trainer.tbptt, "
-                            "and choose a model.ctx_len that is long enough for a pair")
+            raise UserError(f"{objective} conflicts with trainer.tbptt, because segments would cut pairs apart: omit "
+                            "trainer.tbptt, and choose a model.ctx_len that is long enough for a pair")
 
     def require_separate_updates(self) -> None:
         """Raises UserError for the first option that conflicts with trainer.optim_in_backward=true.

@@ -34,7 +34,7 @@ def strings(name: str, values: Iterable[str]) -> tuple[str, ...]:
     values = tuple(values)
     for value in values:
         if not isinstance(value, str):
-            raise UserError(f"{name} must be a list of strings; got {value!r} in it")
+            raise UserError(f"{name} must be a list of strings; got the item {value!r}")
     return values
 
 

@@ -145,7 +145,7 @@ class DataModule(LightningDataModule):
         if state_dict.get("shares", {}) != shares:
             before, now = (", ".join(f"{name} {100 * share:.4g} %" for name, share in each.items())
                            for each in (state_dict.get("shares", {}), shares))
-            raise UserError(f"a resumed run must have the same data.sources as before, {before}; got {now}. Pass the same "
+            raise UserError(f"a resumed run must have the same data.sources as before ({before}); got {now}. Pass the same "
                             "names and weights, or begin a new run with init_from=")
         if state_dict["sha256"] != self.corpus.sha256:
             raise UserError(f"the data have changed since the run began: the SHA-256 was {state_dict['sha256'][:12]} and is "
@@ -182,8 +182,9 @@ def worker_error(error: BaseException) -> UserError | None:
     if ended is None:
         return None
     end = f"killed ({ended[1]})" if ended[1] else "killed"
-    return UserError(f"a process that loads batches was {end}, perhaps because memory was full. Continue the run with "
-                     "resume=auto and fewer data.num_workers. With data.num_workers=0, the training process loads the batches")
+    return UserError(f"a process that loads batches was {end}, perhaps because the machine ran out of memory. Continue the run "
+                     "with resume=auto and a smaller data.num_workers. With data.num_workers=0, the training process loads the "
+                     "batches")
 
 
 def _ignore_interrupts() -> None:

@@ -42,10 +42,10 @@ def _check_tokenizer(config: DataConfig) -> None:
                         f"whole text. Set data.tokenizer to {NAMES}")
     if config.name in TOKENS and name in MADE_FROM_DATA:
         raise UserError(f"data={config.name} conflicts with data.tokenizer={name}, because the data already are token ids. "
-                        "Pass the tokenizer that made the ids, data.tokenizer=world, FILE.json or FILE.txt")
+                        "Pass the tokenizer that made the ids with data.tokenizer=world, FILE.json or FILE.txt")
     if name not in MADE_FROM_DATA:
         names = NAMES if config.name in TOKENS else f"{', '.join(MADE_FROM_DATA)}, {NAMES}"
         Tokenizer.check_named(name, "data.tokenizer", names)
     elif config.end_of_text is not None:
-        raise UserError("data.end_of_text requires a tokenizer.json file, but the tokenizer of "
-                        f"data.tokenizer={name} is made from the data. Omit data.end_of_text")
+        raise UserError(f"data.end_of_text requires a tokenizer.json file, but data.tokenizer={name} makes a tokenizer from "
+                        "the data. Omit data.end_of_text")

@@ -63,11 +63,11 @@ class PairRows(ConversationRows):
         included = np.flatnonzero(differs & (pair_lengths <= ctx_len))
         self.left_out = self.n_pairs - self.equal - len(included)
         if not differs.any():
-            raise UserError("the chosen and the rejected answer of a pair must differ, but they are equal in all "
+            raise UserError("the chosen and rejected answers of a pair must differ, but are equal in all "
                             f"{counted(self.n_pairs, 'pair')} of the training or validation split")
         if not len(included):
             raise UserError(f"no pair of answers fits into model.ctx_len={ctx_len} tokens: the shortest pair has "
-                            f"{pair_lengths[differs].min()}. Raise model.ctx_len")
+                            f"{pair_lengths[differs].min()} tokens. Raise model.ctx_len")
         self._n_tokens = int(pair_lengths[included].sum())
         rows = packed_rows(pair_lengths[included].tolist(), ctx_len)
         self._rows = [[int(sequence) for number in row for sequence in (2 * included[number], 2 * included[number] + 1)]

@@ -190,7 +190,7 @@ def _from_stream(config: DataConfig, ctx_len: int, tokenizer: Tokenizer | None) 
     stream, streamed, val = hold_out(config, tokenizer)
     if len(val.tokens) < ctx_len + 1:
         raise UserError(f"the validation text is shorter than one context: the first data.val_documents={config.val_documents} "
-                        f"documents have {counted(len(val.tokens), 'token')}, but model.ctx_len={ctx_len} requires "
+                        f"documents have {counted(len(val.tokens), 'token')}, but model.ctx_len={ctx_len} requires at least "
                         f"{ctx_len + 1}. Raise data.val_documents or lower model.ctx_len")
     left = "" if streamed.tokens is None else f", with about {float(f'{streamed.tokens:.2g}'):,.0f} training tokens"
     about = f"{stream.about}{left}, read while training; the first {counted(config.val_documents, 'document')} for validation"
@@ -231,9 +231,9 @@ def _without_copies(parts: Sequence[CorpusPart], sources: Sequence[MixedSource],
             val = without(corpus.val, left_out)
             with naming(part.name):
                 if len(val) < ctx_len + 1:
-                    raise UserError(f"{int(left_out.sum()):,} of {counted(len(left_out), 'validation document')} are in the "
-                                    "training text of other sources, so too few documents are left for validation. Remove the "
-                                    "copies")
+                    raise UserError(f"{int(left_out.sum()):,} of {counted(len(left_out), 'validation document')} are also in "
+                                    "the training text of other sources, so too few documents are left for validation. Remove "
+                                    "these documents from the other sources")
             removed = without(corpus.val, ~left_out)
             size = corpus.sizes.val_bytes - sum(len(text.encode()) for text in decoded(removed, 0, len(removed), tokenizer))
             sizes = replace(corpus.sizes, val_tokens=len(val), val_bytes=max(size, 1))
@@ -325,7 +325,8 @@ def _require_context(ctx_len: int, train: int, val: int, about: str = "", lost: 
         if tokens < ctx_len + 1:
             reason = f", and {split_lost.describe('the text')}" if split_lost.bytes else ""
             raise UserError(f"the {split} text is shorter than one context: it has {about}{counted(tokens, 'token')}, but "
-                            f"model.ctx_len={ctx_len} requires {ctx_len + 1}{reason}. Use more text or lower model.ctx_len")
+                            f"model.ctx_len={ctx_len} requires at least {ctx_len + 1}{reason}. Use more text or lower "
+                            "model.ctx_len")
 
 
 def _tokenizer(config: DataConfig, sources: Sequence[tuple[Source, float]], key: str, cache: Path) -> Tokenizer:

@@ -260,8 +260,8 @@ class SegmentIterator(Iterator[BatchPlan]):
         now = self.sampler.layout.streams
         if before != now:
             raise UserError("with trainer.tbptt, a resumed run must have the same number of document streams: the run began "
-                            f"with {before or 'no'} streams, but now there are {now}. Change data.batch_size, "
-                            "trainer.accumulate or the number of processes")
+                            f"with {before or 'no'} streams, but now there are {now}. Restore the earlier data.batch_size, "
+                            "trainer.accumulate and number of processes")
         self._batches = state["batches"]
         self._positions.load_state_dict(state["lanes"])
         if self._batches % self.sampler.layout.parts:

@@ -131,7 +131,7 @@ class ShuffleIterator(Iterator[list[int]]):
         """Restores the position. Raises UserError if the run began with trainer.tbptt."""
         if "drawn" not in state:
             raise UserError("the run began with trainer.tbptt and cannot resume without trainer.tbptt. Omit the option "
-                            "trainer.tbptt=, so that the run keeps the earlier value")
+                            "trainer.tbptt=, and the run will keep the earlier value")
         self.drawn = state["drawn"]
 
 

@@ -93,7 +93,7 @@ def named_end(parsed: JsonMapping, name: str, source: str, option: str) -> list[
     special = special_tokens(parsed)
     index = vocabulary(parsed).get(name)
     if index is None or (len(name) == 1 and name not in special):
-        raise UserError(f"{option} must be a special token of {source}, which has {_name_list(special)}; got {name!r}")
+        raise UserError(f"{option} must be a special token of {source} ({_name_list(special)}); got {name!r}")
     return [index]
 
 
@@ -101,7 +101,7 @@ def no_end(parsed: JsonMapping, source: str, option: str) -> UserError:
     """Returns the error for a file that does not determine which token ends a text."""
     special = special_tokens(parsed)
     candidates = [name for name in ENDS if name in special]
-    reason = f"has {' and '.join(candidates)}" if candidates else f"has neither {END_OF_TEXT} nor another known name"
+    reason = f"has {' and '.join(candidates)}" if candidates else f"has neither {END_OF_TEXT} nor another known end token"
     return UserError(f"{source} {reason}, so the file does not determine which token ends a text. Name the token with "
                      f"{option}=TEXT. The special tokens are {_name_list(special)}")
 

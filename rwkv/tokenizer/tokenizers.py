@@ -184,7 +184,7 @@ class Tokenizer(ABC):
             case {"kind": "world", "vocabulary": str(text)}:
                 tokenizer = WorldTokenizer(text)
             case _:
-                raise UserError("the definition of a tokenizer must have the kind byte, char, json or world, and a vocabulary")
+                raise UserError("a tokenizer definition must have a vocabulary, and the kind must be byte, char, json or world")
         return _reject_option(tokenizer, end_of_text, option)
 
     @staticmethod
@@ -282,9 +282,9 @@ class CharTokenizer(Tokenizer):
     def _encode(self, text: str) -> list[int]:
         if unknown := sorted({*text} - self._ids.keys()):
             shown = ", ".join(map(repr, unknown[:10])) + (f" and {len(unknown) - 10} more" if len(unknown) > 10 else "")
-            raise UserError(f"the char tokenizer cannot encode {shown}, because the text from which it was made has only "
-                            f"{len(self.characters)} other characters. Remove these characters from the text, or train with "
-                            "data.tokenizer=byte or bpe")
+            raise UserError(f"the char tokenizer cannot encode {shown}, because its vocabulary has only the "
+                            f"{len(self.characters)} characters of the text from which the tokenizer was made. Remove these "
+                            "characters from the text, or train with data.tokenizer=byte or data.tokenizer=bpe")
         return [self._ids[character] for character in text]
 
     @cached_property
@@ -321,7 +321,8 @@ class JsonTokenizer(Tokenizer):
         if not chosen:
             raise special.no_end(parsed, source, option)
         if not {*chosen} <= {*tokens.values()}:
-            raise UserError(f"{source} may be damaged: the vocabulary must contain all tokens that end a text; got {chosen}")
+            raise UserError(f"{source} may be damaged: the vocabulary must contain all tokens that end a text, but lacks some "
+                            f"of the ids {chosen}")
         ending = {name: index for name, index in tokens.items() if index in chosen}
         self.special = special.special_tokens(parsed) | ending
         renamed = special.with_private_names(parsed, self.special)
@@ -379,8 +380,8 @@ class JsonTokenizer(Tokenizer):
         decoder = json.loads(self._library.to_str()).get("decoder") or {"type": "none"}
         kinds = [step["type"] for step in decoder.get("decoders", [decoder])]
         if not {*kinds} <= {*JOINING}:
-            raise UserError("grammars require a tokenizer in which the bytes of a token do not depend on other tokens, but "
-                            f"this tokenizer has the decoder {', '.join(kinds)}")
+            raise UserError("grammars require a tokenizer whose tokens always stand for the same bytes, but this tokenizer has "
+                            f"the decoder {', '.join(kinds)}")
         names = [self._library.id_to_token(index) or "" for index in range(self.vocab_size)]
         matches = [BYTE_TOKEN.fullmatch(name) for name in names]
         plain = next((index for index, byte in enumerate(matches) if not byte and index not in self._skipped), None)
@@ -409,7 +410,7 @@ class JsonTokenizer(Tokenizer):
         A signal can interrupt the library's computation only in the main thread.
         """
         if vocab_size < 257:
-            raise UserError(f"data.vocab_size must be at least 257, which is {END_OF_TEXT} and the 256 bytes; got {vocab_size}")
+            raise UserError(f"data.vocab_size must be at least 257, for {END_OF_TEXT} and the 256 bytes; got {vocab_size}")
         library = tokenizers.Tokenizer(tokenizers.models.BPE())
         library.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
         library.decoder = tokenizers.decoders.ByteLevel()
@@ -456,8 +457,8 @@ class WorldTokenizer(Tokenizer):
 
 def _reject_option(tokenizer: Tokenizer, end_of_text: str | None, option: str) -> Tokenizer:
     if end_of_text is not None:
-        raise UserError(f"{option} requires a tokenizer.json, but the {tokenizer.kind} tokenizer always ends a text with token "
-                        f"0. Omit {option}")
+        raise UserError(f"{option} requires a tokenizer.json file, but the {tokenizer.kind} tokenizer always ends a text with "
+                        f"token 0. Omit {option}")
     return tokenizer
 
 

@@ -27,7 +27,7 @@ LAST_ID = 0xFFFF
 SHORT = 2 ** 16                          # characters: 30 ms in Python, while loading the library takes 300 ms and 230 MB
 PYRWKV = PACKAGES[0]
 PLAIN = re.compile(r"""([0-9]+) (?:'([^'\\]+)'|"([^"\\]+)") ([0-9]+)""").fullmatch      # most lines have no escapes
-SLOW = (f"{PYRWKV} is not installed, so the World vocabulary encodes about 30 times slower. With a Python before 3.14, run "
+SLOW = (f"{PYRWKV} is not installed, so the World vocabulary encodes about 30 times slower. With Python 3.13 or earlier, run "
         f"pip install {PYRWKV}")
 
 
@@ -56,8 +56,8 @@ class Vocabulary:
         values = {*tokens.values()}
         missing = [value for value in range(256) if bytes([value]) not in values]
         if missing:
-            raise UserError(f"{source} is not a World vocabulary, or is truncated: {len(missing)} of the 256 single bytes are "
-                            f"missing, the first of them {missing[0]:#04x}")
+            raise UserError(f"{source} is not a World vocabulary, or is truncated: {len(missing)} of the 256 single-byte "
+                            f"tokens are missing, and the first missing byte is {missing[0]:#04x}")
         return cls([tokens.get(index, b"") for index in range(1 + max(tokens))])
 
     def to_text(self) -> str:
@@ -125,7 +125,7 @@ def installed() -> Path:
                 if path.name == f"{NAME}.txt" and path.is_file():
                     return path
     raise UserError(f"the World vocabulary requires {NAME}.txt, but no installed package contains this file. Pass the path of "
-                    f"the file instead of world. With a Python before 3.14, you can also run pip install {PYRWKV}")
+                    f'the file instead of "world". With Python 3.13 or earlier, you can also run pip install {PYRWKV}')
 
 
 def _parse_line(line: str) -> tuple[int, bytes] | None:
@@ -147,8 +147,8 @@ def _parse_line(line: str) -> tuple[int, bytes] | None:
 
 def _line_error(line: str, entry: tuple[int, bytes] | None, where: str) -> UserError:
     if entry is None:
-        return UserError(f"{where} must have an id, a Python string and its length in bytes, such as 3 '\\x02' 1, because "
-                         f"the file is read as a World vocabulary; got {line[:60]!r}")
+        return UserError(f"{where} must have an id, a Python string and the length of the string in bytes, such as 3 '\\x02' "
+                         f"1, because the file is read as a World vocabulary; got {line[:60]!r}")
     if not 1 <= entry[0] <= LAST_ID:
         return UserError(f"{where} must have an id from 1 to {LAST_ID}; got {entry[0]}")
     return UserError(f"{where} has the id {entry[0]}, but an earlier line has the same id")

@@ -38,15 +38,16 @@ def process_count(options: TrainerConfig, batch_size: int) -> int:
     if options.strategy == "single":
         return 1
     if (tasks := srun_tasks()) > 1:
-        raise UserError(f"srun started {tasks} tasks, but each task would train the whole run. Start one task per machine: "
-                        "srun --ntasks-per-node=1 torchrun ... train.py ..., as docs/scale.md describes")
+        raise UserError(f"srun started {tasks} tasks, but each task would train the whole model by itself. Start one task per "
+                        "machine: srun --ntasks-per-node=1 torchrun ... train.py ... (see docs/scale.md)")
     if options.num_nodes > 1:
-        raise UserError("several machines require torchrun. Run the same command on each machine: torchrun --nnodes=N "
-                        "--nproc-per-node=M --rdzv-backend=c10d --rdzv-endpoint=HOST:29500 train.py trainer.num_nodes=N ...")
+        raise UserError("training on several machines requires torchrun. Run the same command on each machine: torchrun "
+                        "--nnodes=N --nproc-per-node=M --rdzv-backend=c10d --rdzv-endpoint=HOST:29500 train.py "
+                        "trainer.num_nodes=N ...")
     gpus = torch.cuda.device_count() if device_for(options.accelerator).type == "cuda" else 0
     count = options.devices or gpus
     if count == 0:
-        raise UserError(f"trainer={options.strategy} on a CPU requires a number of processes, such as trainer.devices=2")
+        raise UserError(f"trainer={options.strategy} on a CPU requires the number of processes, such as trainer.devices=2")
     if gpus and count > gpus:
         raise UserError(f"trainer.devices must be at most {gpus}, the number of CUDA devices; got {count}")
     _require_multiple(batch_size, count)
@@ -74,8 +75,8 @@ def share(batch_size: int, strategy: str, num_nodes: int) -> int:
     """
     count = world_size()
     if count > 1 and strategy == "single":
-        raise UserError("trainer.strategy=single requires one process, but torchrun started several: use trainer=ddp or "
-                        "trainer=fsdp")
+        raise UserError("trainer.strategy=single requires one process, but torchrun started several processes: use trainer=ddp "
+                        "or trainer=fsdp")
     if count % num_nodes:
         raise UserError(f"the number of processes must be a multiple of trainer.num_nodes={num_nodes}; got {count}")
     _require_multiple(batch_size, count)
@@ -106,7 +107,7 @@ def _require_tf32(device: torch.device) -> None:
     if device.type != "cuda":
         raise UserError("trainer.precision=tf32 requires a GPU, but this run is on a CPU: use trainer.precision=32-true")
     if torch.cuda.get_device_capability(device)[0] < TF32_CAPABILITY:
-        raise UserError(f"trainer.precision=tf32 requires a GPU of compute capability {TF32_CAPABILITY}.0 or higher, but "
+        raise UserError(f"trainer.precision=tf32 requires a GPU with compute capability {TF32_CAPABILITY}.0 or higher, but "
                         f"{torch.cuda.get_device_name(device)} is older: use trainer.precision=32-true or fp16-mixed")
 
 

@@ -244,8 +244,8 @@ def fit(built: Built, run: Run) -> Result:
         raise
     except OSError as error:             # the disk may be full, or a folder deleted
         where = error.filename or run.out_dir
-        raise UserError(f"training stopped at step {trainer.global_step}: {where}: {error.strerror or error}. Correct "
-                        f"this error, then {continue_with}") from None
+        raise UserError(f"training stopped at step {trainer.global_step}: {where}: {error.strerror or error}. Fix this error, "
+                        f"then {continue_with}") from None
     except Diverged as error:
         write_report(run.out_dir)
         distributed.fail_together(error)

@@ -26,7 +26,7 @@ def chosen(config: TrainConfig, device: torch.device, kernel: str) -> bool:
     """Returns True if the run uses graphs. Raises UserError if trainer.graphs=true is impossible."""
     reason = why_not(config, device, kernel)
     if config.trainer.graphs and reason:
-        raise UserError(f"trainer.graphs=true is impossible: {reason}. Omit trainer.graphs=")
+        raise UserError(f"trainer.graphs=true cannot be used, because {reason}. Omit trainer.graphs=")
     return reason is None and (bool(config.trainer.graphs) or (config.trainer.graphs is None and is_small(config)))
 
 
@@ -38,16 +38,16 @@ def why_not(config: TrainConfig, device: torch.device, kernel: str) -> str | Non
         "trainer=ddp and trainer=fsdp exchange gradients and weights between blocks":
             trainer.strategy == "fsdp" or world_size() > 1,
         "trainer.tbptt carries states from segment to segment": trainer.tbptt > 0,
-        "packed rows of conversations start sequences at different positions": config.data.name == "chat",
+        "data=chat packs conversations into rows at different positions": config.data.name == "chat",
         f"tune={config.tune.method} freezes weights": config.tune.method != "full",
         "a model with DeepEmbed reads the tokens in each block": bool(config.model.deep_embed_dim),
-        "trainer.accumulate adds to gradients, and a replay overwrites them": trainer.accumulate > 1,
+        "trainer.accumulate adds up gradients, but a CUDA graph overwrites them": trainer.accumulate > 1,
         "trainer.optim_in_backward updates weights between blocks": trainer.optim_in_backward,
         "trainer.activation_checkpointing recomputes blocks": trainer.activation_checkpointing,
         "trainer.compile replaces the blocks": trainer.compile,
         "trainer.probe measures each block": trainer.probe,
         "trainer.precision=fp16-mixed scales the loss": trainer.precision == "fp16-mixed",
-        f"kernel={kernel} cannot be captured": not kernel.startswith(CAPTURED)}
+        f"kernel={kernel} cannot be captured in a CUDA graph": not kernel.startswith(CAPTURED)}
     return next((reason for reason, applies in reasons.items() if applies), None)
 
 

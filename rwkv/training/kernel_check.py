@@ -34,8 +34,9 @@ def check(wkv: Operator, operator: str, device: torch.device, dtype: torch.dtype
     cases = importlib.import_module(f"kernels.{operator}.cases")
     missing = [part for part in PARTS if not hasattr(cases, part)]
     if missing:
-        raise UserError(f"kernel={wkv.name} cannot be compared with the reference before the run: kernels/{operator}/cases.py "
-                        f"must define {', '.join(missing)} (see kernels/README.md). Define these names, or omit kernel=")
+        raise UserError(f"kernel={wkv.name} must be compared with the reference before the run, but "
+                        f"kernels/{operator}/cases.py does not define {', '.join(missing)}. Define these names (see "
+                        "kernels/README.md), or omit kernel=")
     inputs = cases.inputs(*cases.CHECKED, dtype=dtype, device=str(device))
     try:
         runs = [cases.results(wkv, inputs) for _ in range(RUNS)]

@@ -47,14 +47,14 @@ def require(config: LoggerConfig) -> None:
     try:
         wandb = importlib.import_module("wandb")
     except Exception as error:           # a broken installation can raise any exception
-        raise UserError(f"logger=wandb requires the package wandb, but importing wandb failed ({error!r}). Reinstall the "
-                        "package with pip install --force-reinstall wandb, or use logger=csv") from error
+        raise UserError(f"logger=wandb requires the package wandb, but importing wandb failed ({error!r}). Reinstall wandb "
+                        "with pip install --force-reinstall wandb, or use logger=csv") from error
     try:
         names = _Names.of(config, None, "run")
         wandb.Settings(project=names.project, run_group=names.group, run_name=names.name, run_id=_user_setting("run_id"))
     except (wandb.errors.UsageError, ValueError) as error:       # pydantic's ValidationError is a ValueError
-        raise UserError("W&B rejected logger.project=, logger.group=, logger.run_name= or a setting of W&B, such as a WANDB_ "
-                        f"variable: {' '.join(str(error).split())}") from None
+        raise UserError("W&B rejected logger.project=, logger.group=, logger.run_name= or a W&B setting, such as a WANDB_ "
+                        f"environment variable: {' '.join(str(error).split())}") from None
 
 
 def loggers(config: LoggerConfig, out_dir: Path, run: JsonObject, resumed_at: int | None = None) -> list[Logger]:
@@ -102,8 +102,8 @@ def _custom_logger(config: LoggerConfig, filed: Filed) -> Logger:
         raise UserError(f"logger={config.name} cannot create {config._target_} ({error!r}). Install the logger's package, "
                         "correct logger.arguments=, or use logger=csv") from error
     if not isinstance(logger, Logger):
-        raise UserError(f"logger._target_= must be a Lightning logger, such as lightning.pytorch.loggers.MLFlowLogger; got "
-                        f"{config._target_}")
+        raise UserError("logger._target_= must name a Lightning logger class, such as lightning.pytorch.loggers.MLFlowLogger; "
+                        f"got {config._target_}")
     return logger
 
 

@@ -252,8 +252,9 @@ class LanguageModel(lightning.LightningModule):
         if self.entry and saved_tokenizer and saved_tokenizer != self.entry["tokenizer"]:
             saved, current = (Tokenizer.from_dict(description) for description in (saved_tokenizer, self.entry["tokenizer"]))
             if saved.hash == current.hash:
-                raise UserError(f"documents ended with {saved.end_line()} when the run started, but now end with "
-                                f"{current.end_line()}. To resume the run, omit data.end_of_text=")
-            raise UserError(f"the run was trained with a tokenizer of hash {saved.hash[:12]}, but data.tokenizer= now has hash "
-                            f"{current.hash[:12]}. To resume the run, restore the tokenizer's text or file, which has changed")
+                raise UserError(f"documents ended with {saved.end_line() or '<|endoftext|>'} when the run started, but now end "
+                                f"with {current.end_line() or '<|endoftext|>'}. To resume the run, omit data.end_of_text=")
+            raise UserError(f"the run was trained with a tokenizer whose hash is {saved.hash[:12]}, but the hash of "
+                            f"data.tokenizer= is now {current.hash[:12]}. To resume the run, restore the original tokenizer "
+                            "file, or the text from which the tokenizer was made")
         self.carried.load_state_dict(checkpoint.get(CARRIED, {}))

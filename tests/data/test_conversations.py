@@ -223,9 +223,9 @@ def test_a_wrong_file_is_named(tmp_path: Path, content: bytes, said: str) -> Non
 
 
 @pytest.mark.parametrize(("line", "said"), [
-    ("{", "line 2 is not JSON"), ({"text": "a"}, "line 2: a conversation must have messages, conversations, or p"),
+    ("{", "line 2 is not JSON"), ({"text": "a"}, 'line 2: a conversation must have the fields "messages", "con'),
     ({"messages": [{"role": "user"}]}, r"line 2: messages\[0\]\.content must be a string"),
-    ({"messages": [{"role": "user", "content": "a"}]}, "line 2: the conversation has no message of the assistant"),
+    ({"messages": [{"role": "user", "content": "a"}]}, "line 2: the conversation has no assistant message"),
     ({"conversations": [{"from": "he", "value": "a"}]}, r"line 2: conversations\[0\]\.from must be one of"),
     ({"prompt": "a", "completion": "\0"}, "line 2: .*U\\+0000"),
     ({"messages": [*messages("a", "b")[:1], {"role": "assistant", "content": "b", "weight": 0.5}]},
@@ -237,10 +237,11 @@ def test_a_wrong_file_is_named(tmp_path: Path, content: bytes, said: str) -> Non
      r"line 2: conversations\[1\]\.value"),
     ({"conversations": [{"from": "human", "value": "a"}, {"from": "function_call", "value": "f()"}]},
      r"line 2: conversations\[1\]\.value must be a tool call"),
-    ({"conversation": [{"human": "a", "assistant": "b"}]}, r"line 2: conversation\[0\] must have role or from; got human"),
+    ({"conversation": [{"human": "a", "assistant": "b"}]},
+     r'line 2: conversation\[0\] must have the field "role" or "from"; got human'),
     ({"messages": None}, "line 2: messages must be a list.*got null"),
     ({"prompt": "a", "chosen": "b"}, "line 2: .*got prompt, chosen"),
-    ({"question": "a", "context": "c", "answer": "b"}, "line 2: the fields question and answer conflict with context"),
+    ({"question": "a", "context": "c", "answer": "b"}, 'line 2: the fields "question" and "answer" conflict with "context"'),
     ({"prompt": "a", "completion": 4}, "line 2: completion must be a string"),
 ])
 def test_a_bad_line_is_named(tmp_path: Path, line: Any, said: str) -> None:

@@ -209,5 +209,5 @@ def test_pairs_of_equal_answers_are_left_out_and_counted(tmp_path: Path) -> None
 def test_where_all_answers_are_equal_there_is_nothing_to_prefer(tmp_path: Path) -> None:
     found = corpus(tmp_path, [entry | {"rejected": entry["chosen"]} for entry in ENTRIES])
     assert found.conversations is not None
-    with pytest.raises(UserError, match="the chosen and the rejected answer of a pair must differ"):
+    with pytest.raises(UserError, match="the chosen and rejected answers of a pair must differ"):
         rows_of(found.conversations[0], 80)

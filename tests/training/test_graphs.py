@@ -53,7 +53,7 @@ def test_a_cpu_has_none_and_says_nothing() -> None:
 def test_a_run_that_cannot_be_captured_has_none_and_is_told_why(config: TrainConfig, kernel: str, words: str) -> None:
     assert not graphs.chosen(config, GPU, kernel)
     assert words in str(graphs.describe(config, GPU, kernel))
-    with pytest.raises(UserError, match=f"trainer.graphs=true is impossible: .*{words}"):
+    with pytest.raises(UserError, match=f"trainer.graphs=true cannot be used, because .*{words}"):
         graphs.chosen(replace(config, trainer=replace(config.trainer, graphs=True)), GPU, kernel)
 
 

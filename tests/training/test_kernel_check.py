@@ -45,7 +45,7 @@ def test_a_kernel_whose_threads_race_is_named(spoilt: str) -> None:
 @pytest.mark.parametrize("part", PARTS)
 def test_an_operator_whose_cases_lack_a_part_is_named(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(cases, part)
-    with pytest.raises(UserError, match=rf"wkv4/cases\.py must define {part} "):
+    with pytest.raises(UserError, match=rf"wkv4/cases\.py does not define {part}\. "):
         check(select("wkv4", "reference"), "wkv4", torch.device("cpu"), torch.float32)
 
 

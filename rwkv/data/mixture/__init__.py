@@ -57,7 +57,8 @@ def mixed_sources(config: DataConfig) -> list[MixedSource]:
     names = [source.name for source in sources]
     duplicate = next((name for name in names if names.count(name) > 1), None)
     if duplicate is not None:
-        raise UserError(f"the names in data.sources must be unique; got {duplicate} twice. Add name: NAME to an entry")
+        raise UserError(f"the names in data.sources must be unique; got {duplicate} twice. Add name: NAME to one of these "
+                        "entries")
     return sources
 
 
@@ -86,8 +87,8 @@ def _check_entry(entry: object, where: str) -> None:
     for key in entry:
         if key not in ENTRIES:
             close = get_close_matches(str(key), ENTRIES, n=1)
-            raise UserError(f"{where} has the unknown entry {key}. "
-                            + (f"Did you mean {close[0]}?" if close else f"The known entries are {', '.join(ENTRIES)}"))
+            raise UserError(f"{where} has the unknown key {key}. "
+                            + (f"Did you mean {close[0]}?" if close else f"The known keys are {', '.join(ENTRIES)}"))
     weight = entry.get("weight")
     if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not 0 < weight < math.inf:
         raise UserError(f"{where}.weight must be a positive finite number; got {weight!r}")
@@ -96,8 +97,8 @@ def _check_entry(entry: object, where: str) -> None:
         raise UserError(f"{where}.val_fraction must be a number between 0 and 1; got {fraction}")
     name = str(entry.get("name") or "")
     if not re.fullmatch(r"[^\s/,\"]*", name):
-        raise UserError(f"{where}.name must not contain spaces, commas, slashes or quotes, because it becomes part of the "
-                        f"names of metrics; got {name}")
+        raise UserError(f"{where}.name must not contain spaces, commas, slashes or quotes, because the name becomes part of "
+                        f"the names of metrics; got {name}")
 
 
 def _config_of(entry: JsonObject, config: DataConfig, where: str) -> DataConfig:
@@ -129,7 +130,8 @@ def _infer_kind(path: str | None, where: str) -> str:
         return "binidx"
     elif not folder.exists() and re.fullmatch(r"[\w.-]+/[\w.-]+", path):         # looks like a dataset's name on the Hub
         return "hf"
-    raise UserError(f"{where}: the kind of data cannot be inferred from the path {path}. Add data: {'|'.join(KINDS)}")
+    raise UserError(f"{where}: the kind of data cannot be inferred from the path {path}. Add data: {'|'.join(KINDS)} to the "
+                    "entry")
 
 
 def _kind_by_suffix(name: str) -> str | None:

@@ -49,8 +49,8 @@ JSON_ENDINGS = (".json", ".json.gz")     # are read from a folder only if it has
 LISTS = ("messages", "conversations", "conversation", "items", "interactions")
 PAIRS = (("prompt", "completion"), ("prompt", "response"), ("instruction", "output"), ("instruction", "response"),
          ("question", "answer"), ("query", "response"))
-FIELDS = ("messages, conversations, or prompt and completion (or instruction and output, question and answer, query and "
-         "response)")
+FIELDS = ('"messages", "conversations", or "prompt" and "completion" (or "instruction" and "output", "question" and "answer", '
+          '"query" and "response")')
 ANSWERS = ("chosen", "rejected")         # a pair's two answers
 ROLES = {"human": "user", "user": "user", "prompter": "user", "gpt": "assistant", "assistant": "assistant",
          "chatgpt": "assistant", "bot": "assistant", "model": "assistant", "ai": "assistant", "system": "system",
@@ -177,7 +177,7 @@ def parts_of(entry: JsonObject, where: str, template: ChatTemplate) -> list[Part
     except UserError as error:
         raise UserError(f"{where}: {error}") from None
     if not any(message["role"] == "assistant" for message in messages):
-        raise UserError(f"{where}: the conversation has no message of the assistant, so there is no answer to learn")
+        raise UserError(f"{where}: the conversation has no assistant message, so there is no answer to learn")
     return parts
 
 
@@ -196,8 +196,8 @@ def _pair_messages(entry: JsonObject) -> tuple[list[JsonObject], list[JsonObject
              if value not in EMPTY or field in ANSWERS}
     missing = [field for field in ANSWERS if entry.get(field) is None]
     if missing:
-        raise UserError("a pair of answers must have the fields prompt, chosen and rejected, or whole conversations as chosen "
-                        f"and rejected; got no {' and no '.join(missing)}")
+        raise UserError('a pair of answers must have the fields "prompt", "chosen" and "rejected", or whole conversations in '
+                        f"\"chosen\" and \"rejected\"; got no {' and no '.join(missing)}")
     question = _pair_prompt(fields)
     both = [_conversation_ending_in(fields, field, question) for field in ANSWERS]
     most = min(map(len, both)) - 1                       # the last message of each conversation is the answer
@@ -205,12 +205,12 @@ def _pair_messages(entry: JsonObject) -> tuple[list[JsonObject], list[JsonObject
     while shared < most and _are_equal_messages(both[0][shared], both[1][shared]):
         shared += 1
     if not all(any(_are_equal_messages(message, other) for other in both[0][:shared]) for message in question):
-        raise UserError("whole conversations in chosen and rejected must both begin with the messages of the prompt")
+        raise UserError('whole conversations in "chosen" and "rejected" must both begin with the messages of the prompt')
     for field, messages in zip(ANSWERS, both, strict=True):
         if not shared:
-            raise UserError("chosen and rejected must answer the same question, but their first messages differ")
+            raise UserError('"chosen" and "rejected" must answer the same question, but their first messages differ')
         if messages[-1]["role"] != "assistant":
-            raise UserError(f"{field} must end with an answer of the assistant, but the last message has the role "
+            raise UserError(f"{field} must end with an assistant message, but its last message has the role "
                             f"{messages[-1]['role']}")
     unlearnt = entry.get("weight", 1) == 0
     chosen, rejected = ([*_as_context(messages[:shared]), *(_as_context(messages[shared:]) if unlearnt else messages[shared:])]
@@ -239,8 +239,8 @@ def _conversation_ending_in(fields: JsonObject, field: str, question: list[JsonO
     messages = _as_messages("assistant", [answer] if isinstance(answer, dict) else answer, field)
     if messages[0]["role"] == "assistant":
         if not any(message["role"] != "system" for message in question):
-            raise UserError(f"{field} contains only the answer, but there is no prompt. Add a prompt, or make chosen and "
-                            "rejected lists of all messages")
+            raise UserError(f'{field} contains only the answer, but there is no prompt. Add the field "prompt", or make '
+                            '"chosen" and "rejected" lists of all messages')
         return [*question, *messages]
     if question and question[0]["role"] == "system" and messages[0]["role"] != "system":
         return [question[0], *messages]
@@ -260,10 +260,11 @@ def _entry_messages(entry: JsonObject) -> list[JsonObject]:
     elif empty := next((field for field in LISTS if field in entry), None):
         raise UserError(f"{empty} must be a list of at least one message; got {json.dumps(entry[empty])}")
     elif all(field in fields for field in ANSWERS):
-        raise UserError("a pair of answers, chosen and rejected, requires tune.objective=dpo. Set this option, or rename "
-                        "chosen to completion to learn only the chosen answer")
+        raise UserError('a pair of answers, "chosen" and "rejected", requires tune.objective=dpo. Set this option, or rename '
+                        '"chosen" to "completion" to learn only the chosen answer')
     else:
-        raise UserError(f"a conversation must have {FIELDS}; got {', '.join(entry)[:120] or 'nothing'}. Rename the fields")
+        raise UserError(f"a conversation must have the fields {FIELDS}; got {', '.join(entry)[:120] or 'nothing'}. Rename the "
+                        "fields")
     messages = _with_system(messages, fields, first=name != "messages")
     weight = fields.get("weight", 1)
     if not isinstance(weight, (int, float)) or weight not in (0, 1):
@@ -286,8 +287,8 @@ def _prompt_messages(fields: JsonObject, question_field: str, answer_field: str)
     more = next((field for field in ("input", "context") if field in fields), None)
     if more is not None:
         if question_field != "instruction" or not isinstance(question, str) or not isinstance(fields[more], str):
-            raise UserError(f"the fields {question_field} and {answer_field} conflict with {more}. Put the whole prompt into "
-                            f"{question_field}, or rename the fields to instruction, input and output")
+            raise UserError(f'the fields "{question_field}" and "{answer_field}" conflict with "{more}". Put the whole prompt '
+                            f'into "{question_field}", or rename the fields to "instruction", "input" and "output"')
         question = f"{question}\n{fields[more]}"
     messages = []
     for turn in fields.get("history", []):
@@ -301,7 +302,7 @@ def _as_messages(role: str, content: object, name: str) -> list[JsonObject]:
     if isinstance(content, str):
         return [{"role": role, "content": content}]
     if not isinstance(content, list):
-        raise UserError(f"{name} must be a string, or a list of messages; got {_excerpt(content)}")
+        raise UserError(f"{name} must be a string or a list of messages; got {_excerpt(content)}")
     return _parse_messages(content, name)
 
 
@@ -311,14 +312,15 @@ def _as_context(messages: list[JsonObject]) -> list[JsonObject]:
 
 def _parse_messages(turns: object, name: str) -> list[JsonObject]:
     if not isinstance(turns, list) or not turns:
-        raise UserError(f"{name} must be a list of at least one object with role and content, or from and value; got "
-                        f"{_excerpt(turns)}")
+        raise UserError(f'{name} must be a list of at least one object with "role" and "content", or with "from" and "value"; '
+                        f"got {_excerpt(turns)}")
     return [_parse_message(turn, f"{name}[{i}]") for i, turn in enumerate(turns)]
 
 
 def _parse_message(turn: object, where: str) -> JsonObject:
     if not isinstance(turn, dict):
-        raise UserError(f"{where} must be an object with role and content, or from and value; got {_excerpt(turn)}")
+        raise UserError(f'{where} must be an object with "role" and "content", or with "from" and "value"; got '
+                        f"{_excerpt(turn)}")
     fields = {field: value for field, value in turn.items() if value is not None}
     role_field = "from" if "from" in fields and "role" not in fields else "role"
     content_field = next((field for field in ("content", "value", "text") if field in fields),
@@ -327,7 +329,7 @@ def _parse_message(turn: object, where: str) -> JsonObject:
     content = fields.get(content_field)
     role_key = role.strip().lower() if isinstance(role, str) else ""
     if role is None:
-        raise UserError(f"{where} must have role or from; got {', '.join(turn)[:60] or 'nothing'}")
+        raise UserError(f"{where} must have the field \"role\" or \"from\"; got {', '.join(turn)[:60] or 'nothing'}")
     if role_key not in ROLES:
         raise UserError(f"{where}.{role_field} must be one of {', '.join(ROLES)}; got {_excerpt(role)}")
     names = {role_field: "role", content_field: "content"}
@@ -338,7 +340,7 @@ def _parse_message(turn: object, where: str) -> JsonObject:
     without_content = any(message.get(field) not in EMPTY for field in INSTEAD_OF_CONTENT)
     answers = message["role"] == "assistant" and content is None and without_content
     if not isinstance(content, (str, list)) and not answers:
-        raise UserError(f"{where}.{content_field} must be a string, or a list of text parts; got {_excerpt(content)}")
+        raise UserError(f"{where}.{content_field} must be a string or a list of text parts; got {_excerpt(content)}")
     return message
 
 
@@ -360,7 +362,8 @@ def _entry_tools(entry: JsonObject) -> list[JsonObject] | None:
         tools = [{"type": "function", "function": function} for function in functions]
     tools = [_parse_if_json(tool) for tool in tools] if isinstance(tools, list) else tools
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise UserError(f"tools must be a list of objects, or that list as JSON in a string; got {_excerpt(entry['tools'])}")
+        raise UserError("tools must be a list of objects, or a string that contains such a list as JSON; got "
+                        f"{_excerpt(entry['tools'])}")
     return tools or None
 
 

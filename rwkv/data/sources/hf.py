@@ -20,8 +20,8 @@ from rwkv.io.cache import sha256
 from rwkv.io.json_types import JsonObject
 from rwkv.io.lines import counted
 
-PATH = ("a .parquet, .arrow, .json, .csv or .tsv file, a folder or a pattern of them, a folder that save_to_disk made, or a "
-        "dataset's name")
+PATH = ("a .parquet, .arrow, .json, .csv or .tsv file, a folder or a pattern of them, a folder that save_to_disk made, or the "
+        "name of a dataset on the Hugging Face Hub")
 LOCAL = False
 FORMATS = {".parquet": "parquet", ".json": "json", ".jsonl": "json", ".csv": "csv", ".tsv": "csv", ".arrow": "arrow"}
 STRINGS = ("string", "large_string", "string_view")
@@ -98,7 +98,7 @@ def reason(error: Exception) -> str:
 
 
 def _no_column(config: DataConfig, columns: list[str]) -> UserError:
-    return UserError(f"data.path={config.path} has no column of strings {config.field!r}, but has the columns "
+    return UserError(f"data.path={config.path} has no string column {config.field!r}, but has the columns "
                      f"{', '.join(columns) or '(none)'}. Choose a column with data.field=NAME")
 
 
@@ -162,7 +162,8 @@ def _text_options(path: str, separator: str) -> JsonObject:
     header = pandas.read_csv(path, sep=separator, nrows=1, header=None, dtype=str, keep_default_na=False)
     names = header.iloc[0].tolist()
     if duplicate := next((name for name in names if names.count(name) > 1), None):
-        raise UserError(f"data.path={path} has {names.count(duplicate)} columns {duplicate!r}. Rename all except one of them")
+        raise UserError(f"data.path={path} has {names.count(duplicate)} columns named {duplicate!r}. Rename all but one of "
+                        "them")
     columns = pandas.read_csv(path, sep=separator, nrows=0).columns
     features = datasets.Features({name: datasets.Value("string") for name in columns})
     return {"features": features, "sep": separator, "keep_default_na": False, "na_filter": False}

@@ -78,8 +78,8 @@ def is_list(path: Path) -> bool:
     beginning = _read_beginning(path)
     kind = next((kind for magic, kind in OTHER_FILES.items() if beginning.startswith(magic)), None)
     if kind:
-        raise UserError(f"data.path={path} is {kind}, but must be JSON lines or one JSON list, uncompressed, .gz or .zst. "
-                        "`datasets` and pandas write JSON lines with to_json")
+        raise UserError(f"data.path={path} is {kind}, but must contain JSON lines or one JSON list, either uncompressed or in "
+                        "a .gz or .zst file. The method to_json of `datasets` and pandas writes JSON lines")
     return beginning.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
 
 
@@ -101,8 +101,8 @@ def _list_entries(path: Path) -> Iterator[tuple[JsonObject, str, int]]:
     try:
         content = loads(text)
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{path} begins with [ but is not a JSON list ({error}). Write one JSON list, or one JSON object per "
-                        "line") from None
+        raise UserError(f'{path} begins with "[", but is not a JSON list ({error}). The file must contain one JSON list, or '
+                        "one JSON object per line") from None
     for number, entry in enumerate(content, start=1):
         where = f"{path}, entry {number}"
         if not isinstance(entry, dict):
@@ -133,5 +133,5 @@ def text_in(entry: JsonObject, field: str, where: str) -> str:
         raise UserError(f"{where} has no field {field!r}. Name the field that contains the text with "
                         f"data.field={'|'.join(texts[:5]) or 'NAME'}")
     if not isinstance(entry[field], str):
-        raise UserError(f"{where} must have a string in the field {field!r}; got {json.dumps(entry[field])[:60]}")
+        raise UserError(f"{where}: the field {field!r} must be a string; got {json.dumps(entry[field])[:60]}")
     return text_of(entry, field, where)

@@ -61,7 +61,7 @@ def hold_out(config: DataConfig, tokenizer: Tokenizer) -> tuple[Stream, Streamed
     begins, read = reader.position(), reader.size
     if next(reader, None) is None:
         raise UserError(f"data.path={config.path} has {counted(len(rows), 'document')}, but the first "
-                        f"data.val_documents={config.val_documents} are for validation, so none is left for training. Lower "
+                        f"data.val_documents={config.val_documents} are for validation, so none are left for training. Lower "
                         "data.val_documents")
     encoded = TextEncoder(stream, tokenizer, config.separator).encode(rows)
     texts = [text for row in encoded for text in row.texts]

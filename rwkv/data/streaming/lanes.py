@@ -130,8 +130,8 @@ class Lanes:
         self._reader = self._reader or self._stream.read(block.position)
         rows = list(itertools.islice(self._reader, self._streamed.config.shuffle_buffer))
         if not rows and not block.number:
-            raise UserError(f"data.path={self._streamed.config.path} became shorter while the run was reading. Restore the "
-                            "data and continue the run with resume=auto")
+            raise UserError(f"data.path={self._streamed.config.path} became shorter while the run was reading the data. "
+                            "Restore the data and continue the run with resume=auto")
         digest = hashlib.blake2b(digest_size=8)
         for row in rows:
             content = row.encoded()
@@ -259,8 +259,8 @@ class StreamLoader:
         rows = self.layout.rows * self.layout.world
         if state.get("rows") != rows:
             raise UserError("with data.streaming, a resumed run must have the same number of rows per batch: the run began "
-                            f"with {state.get('rows', 'no')} rows, but now there are {rows}. Change data.batch_size or "
-                            "the number of processes")
+                            f"with {state.get('rows', 'no')} rows, but now there are {rows}. Restore the earlier "
+                            "data.batch_size and number of processes")
         self._state = state if "turns" in state else None
         self._continues = self._state is not None
 

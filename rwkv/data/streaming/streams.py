@@ -167,7 +167,7 @@ class Dataset(Stream):
 
     def text(self, row: Row) -> str:
         if row.content is not None and not isinstance(row.content, str):
-            raise UserError(f"{row.where} must have a string in the column {self.config.field!r}; got {str(row.content)[:60]}")
+            raise UserError(f"{row.where}: the column {self.config.field!r} must contain a string; got {str(row.content)[:60]}")
         return row.content or ""
 
 

@@ -38,8 +38,8 @@ PARTS = re.compile(r"[_.-]?(?:part|shard)?[_.-]?(?P<number>\d+)(?:[_.-]of[_.-](?
 def files(path: str | None) -> list[TokenFile]:
     """Finds the token files that data.path names. Raises UserError if a file is missing."""
     if not path:
-        raise UserError("data=binidx requires data.path=NAME, where the files are NAME.bin and NAME.idx or the parts "
-                        "NAME_00000.bin, ...")
+        raise UserError("data=binidx requires data.path=NAME for the files NAME.bin and NAME.idx, or for the parts "
+                        "NAME_00000.bin, NAME_00000.idx, ...")
     base = path.removesuffix(".bin").removesuffix(".idx")
     if Path(path).is_dir() or (glob.has_magic(path) and not Path(f"{base}.bin").exists()):
         bases = {str(file.with_suffix("")) for _, file in matching(path, (".bin", ".idx")) if file.suffix in (".bin", ".idx")}
@@ -65,15 +65,15 @@ def _part_names(base: Path) -> list[str]:
     matched = {name: match for name, rest in names.items() if (match := PARTS.fullmatch(rest))}
     kinds = {match["kind"] for match in matched.values()} | {*megatron_names}
     if len(kinds) > 1:
-        raise UserError(f"data.path={base} is ambiguous, because these files match: "
-                        f"{', '.join(sorted([*megatron_names, *matched])[:6])}. Pass more of the name, or a pattern")
+        raise UserError(f"data.path={base} is ambiguous, because several files match: "
+                        f"{', '.join(sorted([*megatron_names, *matched])[:6])}. Pass a longer part of the name, or a pattern")
     numbers = {int(match["number"]) for match in matched.values()}
     most = max((int(match["of"]) for match in matched.values() if match["of"]), default=0)
     first, last = min(numbers, default=0), max(numbers, default=-1)
     absent = {*range(first, max(last + 1, first + most))} - numbers
     if absent:
         raise UserError(f"data.path={base}: part {min(absent)} is missing, but {min(matched)} exists. To train without the "
-                        "missing part, pass the existing parts as a pattern")
+                        "missing part, pass a pattern that matches the existing parts")
     return [str(base.with_name(name)) for name in (*megatron_names, *matched)]
 
 
@@ -85,17 +85,17 @@ def read_index(path: Path) -> Index:
         raise UserError(f"{path} has fairseq's older format TNTIDX, which is not supported. Create the file again with "
                         "Megatron-LM")
     if data[:9] != MAGIC or len(data) < HEADER:
-        raise UserError(f"{path} is not the index of a .bin file: an index must begin with MMIDIDX and a header")
+        raise UserError(f'{path} is not the index of a .bin file: an index must begin with "MMIDIDX" and a complete header')
     version, code, sequences, documents = (int.from_bytes(data[start:stop], "little")
                                            for start, stop in ((9, 17), (17, 18), (18, 26), (26, 34)))
     if version != 1 or code not in DTYPES:
-        raise UserError(f"{path} has version {version} and ids of type {code}, but must have version 1 and a type in "
+        raise UserError(f"{path} has version {version} and id type {code}, but must have version 1 and one of the id types "
                         f"{', '.join(map(str, DTYPES))} (uint8, int8, int16, int32, int64, uint16)")
     expected = HEADER + 12 * sequences + 8 * documents
     size = path.stat().st_size
     if size not in (expected, expected + sequences):         # Megatron may add a mode of one byte per sequence
-        raise UserError(f"{path} is truncated or damaged: the file must have {expected} bytes for {sequences} sequences in "
-                        f"{documents} entries; got {size}")
+        raise UserError(f"{path} is truncated or damaged: the file must have {expected} bytes for {sequences} sequences and "
+                        f"{documents} document entries; got {size}")
     return _read_tables(path, DTYPES[code], sequences, documents)
 
 
@@ -107,7 +107,7 @@ def _read_tables(path: Path, dtype: str, sequences: int, documents: int) -> Inde
         firsts = np.fromfile(file, "<i8", documents)
     begins = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
     if not np.array_equal(places, begins[:-1] * np.dtype(dtype).itemsize) or (lengths < 0).any():
-        raise UserError(f"{path} is damaged or not an index of Megatron: the sequences are not contiguous in the .bin file")
+        raise UserError(f"{path} is damaged or not a Megatron index file: the sequences are not contiguous in the .bin file")
     if not documents or firsts[0] != 0 or firsts[-1] != sequences or (np.diff(firsts) < 0).any():
         raise UserError(f"{path} is damaged: the documents do not span the sequences 0 to {sequences}")
     return Index(dtype, int(begins[-1]), np.unique(begins[firsts[:-1]]))

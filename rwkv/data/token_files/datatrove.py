@@ -32,14 +32,13 @@ def files(path: str | None) -> list[TokenFile]:
     if not shards:
         raise UserError(f"data.path={path} has no .ds files")
     if all(any(shard.name.endswith(stage) for shard in shards) for stage in STAGES):
-        raise UserError(f"data.path={path} contains shards before and after shuffling. Choose the shuffled shards "
-                        f"with data.path='{path.rstrip('/')}/**/*{STAGES[1]}'")
+        raise UserError(f"data.path={path} contains both unshuffled and shuffled shards. Choose the shuffled shards with "
+                        f"data.path='{path.rstrip('/')}/**/*{STAGES[1]}'")
     for shard in shards:
         if not _with_ending(shard, ".index").is_file():
-            raise UserError(f"data.path={path} has no file {shard.name}.index, but the ends of the documents are in this file")
+            raise UserError(f"data.path={path} has no file {shard.name}.index, which must contain the ends of the documents")
         if _with_ending(shard, ".loss").exists():
-            raise UserError(f"{shard}.loss selects the ids to learn, but this is not supported. Remove the file to learn "
-                            "all ids")
+            raise UserError(f"{shard}.loss selects the ids to learn, which is not supported. Remove the file to learn all ids")
     return [TokenFile("datatrove", shard, _with_ending(shard, ".index"), partial(read_index, shard), _read_metadata(shard)[0])
             for shard in shards]
 
@@ -57,8 +56,8 @@ def read_index(shard: Path) -> Index:
     size = shard.stat().st_size
     itemsize = _read_metadata(shard)[1] or (size // tokens if tokens and size % tokens == 0 else 2)
     if itemsize not in DTYPES:
-        raise UserError(f"{shard} and the index do not match: the shard has {size} bytes for {tokens} ids, but an id must have "
-                        "2 or 4 bytes")
+        raise UserError(f"{shard} and its index do not match: the shard has {size} bytes for {tokens} ids, but each id must "
+                        "have 2 or 4 bytes")
     return Index(DTYPES[itemsize], tokens, np.unique(np.append(0, ends[:-1])))
 
 

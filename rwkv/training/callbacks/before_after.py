@@ -68,7 +68,7 @@ class BeforeAfter(Callback):
         """Raises UserError if the text of tune.guard has changed since the run started."""
         if state_dict["guard"] != self.guard_sha256:
             raise UserError(f"the text of tune.guard={self.config.tune.guard} has changed since the run started, so the losses "
-                            "before and after training cannot be compared. Restore the text, then resume")
+                            "before and after training cannot be compared. Restore the text, then resume the run")
         self.before, self.after, self.answers = state_dict["before"], state_dict["after"], state_dict["answers"]
 
     def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:

@@ -248,12 +248,12 @@ def newest_sound(out_dir: Path) -> Checkpoint | None:
             for bad_path, problem in damaged:
                 remove(bad_path.with_name(DAMAGED))
                 bad_path.replace(bad_path.with_name(DAMAGED))
-                print(f"{bad_path} is damaged and was renamed to {DAMAGED}. The run continues from an earlier checkpoint "
-                      f"({problem})", file=sys.stderr)
+                print(f"{bad_path} is damaged ({problem}) and was renamed to {DAMAGED}. The run continues from an earlier "
+                      "checkpoint", file=sys.stderr)
             return checkpoint
     if damaged or (out_dir / FOLDER / DAMAGED).exists():
-        raise UserError(f"every checkpoint in {out_dir / FOLDER} is damaged, so the run cannot be resumed. Start a new "
-                        f"run, with init_from={out_dir / BEST} if that file is sound")
+        raise UserError(f"every checkpoint in {out_dir / FOLDER} is damaged, so the run cannot be resumed. Start a new run: "
+                        f"init_from={out_dir / BEST} begins with the best weights, if this file is intact")
     return read_checkpoint(out_dir / BEST) if is_checkpoint(out_dir / BEST) else None
 
 

@@ -73,7 +73,7 @@ def _require_memory(need: int, device: torch.device, processes: int, remedy: str
     if free is not None and need > free:
         where = "the GPU" if device.type == "cuda" else "this machine"
         used = _resident_bytes(device, processes)
-        already = f", of which {readable(used)} are in use already" if used else ""
+        already = f", of which this run already uses {readable(used)}" if used else ""
         raise UserError(f"training needs at least {readable(need + used)} of memory{already}, but {where} has only "
                         f"{readable(free)} free: {remedy}")
 
@@ -87,8 +87,8 @@ def _require_disk(config: TrainConfig, out_dir: Path, vocab_size: int) -> None:
     need, free = checkpoint_bytes(config, vocab_size), free_disk(out_dir) + reusable
     if need > free:
         raise UserError(f"{n_checkpoints(config.trainer.keep_last)} checkpoints need {readable(need)} of disk space, but only "
-                        f"{readable(free)} are free at {out_dir}. Delete some files, set out_dir= to a folder on another "
-                        "disk, or use trainer.keep_last=1")
+                        f"{readable(free)} is free at {out_dir}. Delete some files, set out_dir= to a folder on another disk, "
+                        "or use trainer.keep_last=1")
 
 
 def _advice(needs: Needs) -> str:
@@ -98,7 +98,7 @@ def _advice(needs: Needs) -> str:
     for options, need in remedies(config, vocab_size, world_size(), device.type):
         total = needs.sharing * need
         if free is not None and total <= free:
-            return f"with {options} training needs {readable(total + _resident_bytes(device, needs.sharing))}"
+            return f"training needs only {readable(total + _resident_bytes(device, needs.sharing))} with {options}"
     if 2 * memory.workers > memory.total:
         return "use a smaller data.num_workers="
     if free is None or needs.sharing * memory.fixed < free:

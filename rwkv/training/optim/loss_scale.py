@@ -46,7 +46,7 @@ class LossScale:
             if self._scaler.get_scale() >= scale:        # only a skipped step lowers the scale
                 return
         step, scale = self._trainer.global_step + 1, self._scaler.get_scale()
-        raise Diverged(f"training diverged: at step {step} the gradients in float16 are not finite, even with a loss scale of "
+        raise Diverged(f"training diverged: the float16 gradients of step {step} are not finite, even with a loss scale of "
                        f"{scale:.3g}. Start a new run with a lower optim.lr= or with trainer.precision=bf16-mixed. The "
                        "checkpoints of earlier steps are intact")
 

@@ -72,8 +72,9 @@ class Muon(torch.optim.Optimizer):
         saved_sizes = [len(group["params"]) for group in state_dict["param_groups"]]
         sizes = [len(group["params"]) for group in self.param_groups]
         if saved_sizes != sizes:
-            raise UserError(f"the checkpoint's optimiser has groups of {saved_sizes} parameters, but this run has {sizes}: the "
-                            "checkpoint is from a different recipe or version. Start a new run with the weights, init_from=")
+            raise UserError(f"the checkpoint's optimiser has parameter groups of sizes {saved_sizes}, but this run's optimiser "
+                            f"has groups of sizes {sizes}: the checkpoint is from a different recipe or version. To keep the "
+                            "weights, start a new run with init_from=")
         super().load_state_dict(state_dict)
         self._share_state()
 

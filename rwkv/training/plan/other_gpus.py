@@ -165,8 +165,8 @@ def nearest_measurement(config: TrainConfig) -> Measured:
     model, precision = config.model, str(config.trainer.precision).replace("fp16", "bf16")
     candidates = [row for row in MEASURED if (row.generation, row.precision) == (model.generation, precision)]
     if not candidates:
-        raise UserError(f"plan= requires a measured training step, but no step of {generation(model).NAME} in "
-                        f"{precision} was measured: omit plan=")
+        raise UserError(f"plan= requires measured training steps, but timemix has none for {generation(model).NAME} in "
+                        f"{precision}: omit plan=")
     return min(candidates, key=lambda row: abs(math.log(row.n_embd / model.n_embd)))
 
 
@@ -203,14 +203,15 @@ def announce(run: Run) -> None:
         remedy = next((text for _, text in _remedy_lines(config, vocab_size, result.devices, gpu)), None)
         fail_together(UserError(
             f"training needs {readable(result.memory)} of memory on each GPU, but the {gpu.name} has {readable(capacity)}: "
-            + (f"training needs {remedy}" if remedy else "use a smaller model= or model.ctx_len=")))
+            + (f"training needs only {remedy}" if remedy else "use a smaller model= or model.ctx_len=")))
 
 
 def _with_devices(config: TrainConfig) -> TrainConfig:
     if config.trainer.devices:
         return config
     if not torch.cuda.is_available():
-        raise UserError("a plan for GPUs requires the number of GPUs per machine, such as trainer.devices=8")
+        raise UserError("a plan for GPUs requires the number of GPUs per machine: set trainer.devices=, such as "
+                        "trainer.devices=8")
     return with_keys(config, {"trainer.devices": torch.cuda.device_count()})
 
 

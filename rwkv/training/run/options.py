@@ -59,7 +59,7 @@ def resumed_path(config: TrainConfig) -> Path | None:
 
 
 def nothing_at(config: TrainConfig) -> UserError:
-    return UserError(f"resume={config.resume} must be a run's directory, or a checkpoint in such a directory")
+    return UserError(f"resume={config.resume} must be a run's directory, or a checkpoint in such a directory, but is neither")
 
 
 def _reject_tuning_options(config: TrainConfig, user_keys: Collection[str]) -> None:

@@ -85,7 +85,8 @@ def _open_run(request: Request, path: Path) -> Run | None:
 def _continue(request: Request, out_dir: Path, checkpoint: Checkpoint) -> Run:
     saved = checkpoint.run or {}
     if "trainer" not in saved or checkpoint.path.parent.name != FOLDER:
-        raise UserError(f"resume= requires a checkpoint in a run's directory, but {checkpoint.path} is not in such a directory")
+        raise UserError(f"resume= requires a checkpoint in a run's directory, but {checkpoint.path} is not in such a "
+                        "directory. To start a new run with the checkpoint's weights, use init_from=")
     merged = _merge(request, out_dir, saved)
     resumed = Run(out_dir, merged, checkpoint.path, checkpoint.step)
     if merged.trainer.epochs is None:
@@ -109,7 +110,7 @@ def require_unfinished(run: Run) -> None:
     finished = is_finished(run.out_dir) and all(path.exists() for path in tuned_files(run.config, run.out_dir))
     if step > trainer.max_steps or finished:
         more = "max_steps" if trainer.epochs is None else "epochs"
-        raise UserError(f"the run in {run.out_dir} is finished at step {step}: to train longer, increase trainer.{more}=")
+        raise UserError(f"the run in {run.out_dir} finished at step {step}: to train longer, increase trainer.{more}=")
 
 
 def _restart(request: Request, out_dir: Path) -> Run:
@@ -128,7 +129,8 @@ def _read_config(path: Path) -> JsonObject:
         raise UserError(f"{path} is damaged ({' '.join(str(error).split())}): restore the file, or use another "
                         "out_dir=") from None
     if not isinstance(saved, dict) or not RUN_GROUPS <= saved.keys():
-        raise UserError(f"{path} is damaged, because options of a run are missing: restore the file, or use another out_dir=")
+        raise UserError(f"{path} is damaged, because it lacks some of the run's options: restore the file, or use another "
+                        "out_dir=")
     return saved
 
 
@@ -149,8 +151,8 @@ def _merge(request: Request, out_dir: Path, saved: JsonObject) -> TrainConfig:
             continue                     # the run splits the same rows into several passes
         if old != new and key not in NOT_FIXED and not {key, key.split(".")[0]}.isdisjoint(FIXED):
             saved_value = "null" if old is None else old
-            raise UserError(f"the run in {out_dir} has {key}={saved_value}, which must not change. To resume, omit {key}= or "
-                            "the group that sets this option. Otherwise start a new run")
+            raise UserError(f"the run in {out_dir} began with {key}={saved_value}, which cannot change. To resume the run, "
+                            f"omit {key}= and any group (such as model=) that sets {key}. To change {key}, start a new run")
         if key == "trainer.precision" and new in (None, AUTO):
             continue                     # the run keeps its saved precision
         group, _, name = key.rpartition(".")
@@ -186,7 +188,7 @@ def _build_dataclass(kind: type, plain: JsonObject, prefix: str = "") -> Any:
     unknown = [name for name in names if name not in defaults]
     if unknown:
         raise UserError(f"the run has the option {prefix}{unknown[0]}, which this version of timemix does not have. Resume the "
-                        "run with the version that started the run, or start a new run with init_from=")
+                        "run with the version of timemix that started the run, or start a new run with init_from=")
     groups = {name: type(default) for name, default in defaults.items() if is_dataclass(default)}
     return kind(**{name: _build_dataclass(groups[name], value, f"{name}.") if name in groups else
                    tuple(value) if isinstance(value, list) else value for name, value in plain.items()})

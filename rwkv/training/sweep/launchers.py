@@ -191,8 +191,8 @@ class SubmititJobs(Launcher):
             with tempfile.TemporaryDirectory() as scratch:       # submitit creates the folder even if the check fails
                 self._executor_in(Path(scratch))
         except RuntimeError as error:    # this machine has no srun
-            raise UserError(f"sweep.launcher=submitit requires SLURM, but this machine has none ({error}). Use "
-                            "sweep.jobs=K, or sweep.arguments=cluster=local") from None
+            raise UserError(f"sweep.launcher=submitit requires SLURM, but this machine does not have SLURM ({error}). To run "
+                            "on this machine, use sweep.jobs=K or sweep.arguments=cluster=local") from None
         except Exception as error:       # submitit raises AssertionError, NameError and others
             raise UserError(f"submitit rejected sweep.arguments=: {str(error).partition(chr(10))[0]}") from None
         self._folder = folder / "%j"

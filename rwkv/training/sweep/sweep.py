@@ -209,11 +209,11 @@ def opened(line: cli.CommandLine, jobs_of: cli.Jobs) -> Sweep:
     if "resume" not in options:
         require_unused(folder, RESUME)
     elif options["resume"] != "auto" or "out_dir" not in options:
-        raise UserError("resuming a sweep requires resume=auto out_dir=DIR with the directory of the sweep")
+        raise UserError("resuming a sweep requires resume=auto out_dir=DIR, where DIR is the sweep's directory")
     else:
         entries = read(folder)
         if not entries and not adds_runs:
-            raise UserError(f"out_dir={folder} must be the directory of a sweep, but has no {run_files.SWEEP}")
+            raise UserError(f"out_dir={folder} must be the directory of a sweep, but contains no {run_files.SWEEP}")
         if not entries:
             require_unused(folder, RESUME)
     jobs = [job for entry in entries for job in jobs_of(cli.split(entry.arguments, TrainConfig))]
@@ -227,7 +227,7 @@ def opened(line: cli.CommandLine, jobs_of: cli.Jobs) -> Sweep:
 def _settings(jobs: list[cli.Job], line: cli.CommandLine) -> tuple[SweepConfig, list[str]]:
     """Returns the options sweep.*, both parsed and as typed. Raises UserError if such an option has several values."""
     for key in (key for job in jobs for key in job.swept if key.startswith(SETTINGS)):
-        raise UserError(f"{key}= must be a single value, because this option belongs to the sweep and not to a run")
+        raise UserError(f"{key}= must have a single value, because this option applies to the whole sweep, not to one run")
     require_effect(jobs[0].config, [key for key in line.keys if key.startswith(SETTINGS)])
     arguments = [f"sweep.arguments={value}" for value in line.verbatim.get("sweep.arguments", [])]
     return jobs[0].config.sweep, [text for text in line.overrides if text.startswith(SETTINGS)] + arguments
@@ -248,7 +248,8 @@ def read(folder: Path) -> list[Entry]:
     except (ValueError, TypeError, KeyError):
         sound = False
     if not sound:
-        raise UserError(f"{path} is damaged or from another version: restore the file, or start the sweep in another out_dir=")
+        raise UserError(f"{path} is damaged, or is from another version of timemix: restore the file, or start the sweep in "
+                        "another out_dir=")
     for entry in entries:
         if entry.status == FINISHED or run_files.is_finished(folder / entry.name):
             entry.status = FINISHED
@@ -262,8 +263,8 @@ def _add_runs(sweep: Sweep, jobs: list[cli.Job]) -> None:
     added = []
     for job in jobs:
         if job.config.only_plans:
-            raise UserError("plan=true conflicts with -m, because a sweep trains: omit -m to plan a single run, or plan=true "
-                            "to train")
+            raise UserError("plan=true conflicts with -m, because a sweep always trains: omit -m to plan a single run, or omit "
+                            "plan=true to train")
         arguments = [argument for argument in job.arguments if not argument.startswith(SETTINGS)]
         entry = Entry(name_of(job), job.swept, arguments, job.config.kernel.name, job.config.seed)
         if entry.name not in entries:
@@ -275,8 +276,8 @@ def _add_runs(sweep: Sweep, jobs: list[cli.Job]) -> None:
             added.append(entry)
             sweep.configs[entry.name] = job.config
         elif sorted(entries[entry.name].arguments) != sorted(entry.arguments):
-            raise UserError(f"the sweep in {sweep.folder} has {entry.name} with different options: use the same options, or "
-                            "another out_dir=")
+            raise UserError(f"the sweep in {sweep.folder} already has a run named {entry.name} with different options: use the "
+                            "same options, or another out_dir=")
     _require_possible([sweep.configs[entry.name] for entry in added])
     shuffled = random.Random(ORDER_SEED).sample(added, len(added))
     for order, entry in enumerate(shuffled, start=len(sweep.entries) + 1):

@@ -48,11 +48,12 @@ def open_init_checkpoint(config: TrainConfig, user_keys: Collection[str]) -> tup
 def require_tunable(config: TrainConfig, checkpoint: Checkpoint) -> None:
     """Raises UserError if tune= does not support the weights of the checkpoint."""
     if checkpoint.time_states and config.tune.method != "state":
-        raise UserError(f"tune={config.tune.method} requires weights without a tuned state, but {checkpoint.path} has a "
-                        "tuned state. Use tune=state to train the state further, or use the weights alone")
+        raise UserError(f"tune={config.tune.method} requires weights without a tuned state (a trained initial state), but "
+                        f"{checkpoint.path} has a tuned state. Use tune=state to train the state further, or use a file with "
+                        "only the weights")
     if checkpoint.time_states and config.tune.prefers:
-        raise UserError(f"tune.objective={config.tune.objective} conflicts with a tuned state, because the reference is the "
-                        "model without the state: omit the objective or the state")
+        raise UserError(f"tune.objective={config.tune.objective} conflicts with a tuned state (a trained initial state), "
+                        "because the reference model has no such state: omit tune.objective=, or start without the tuned state")
     if config.tune.method == "lora":
         chosen(config.model, config.tune.modules)
     if config.tune.method == "state" and not generation(config.model).LEARNS_STATE:
@@ -76,8 +77,8 @@ def _tokenizer(data: DataConfig, user_keys: Collection[str], checkpoint: Checkpo
             log(f"tokenizer  {assumed} (guessed from the vocabulary size of {checkpoint.path}, {checkpoint.vocab_size:,})")
         return tokenizer_of(checkpoint, None, data.end_of_text, "data.tokenizer")
     if data.tokenizer in MADE_FROM_DATA:
-        remedy = "omit data.tokenizer=" if checkpoint.tokenizer else "use that tokenizer, data.tokenizer=FILE.json or world"
+        remedy = "omit data.tokenizer=" if checkpoint.tokenizer else "pass it with data.tokenizer=FILE.json or world"
         raise CheckpointError(f"data.tokenizer={data.tokenizer} makes a tokenizer from the data, but the weights in "
-                              f"{checkpoint.path} ({checkpoint.vocab_size} tokens) were trained with another tokenizer: "
-                              f"{remedy}")
+                              f"{checkpoint.path} (vocabulary of {checkpoint.vocab_size} tokens) were trained with another "
+                              f"tokenizer: {remedy}")
     return tokenizer_of(checkpoint, data.tokenizer, data.end_of_text, "data.tokenizer")

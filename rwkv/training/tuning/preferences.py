@@ -157,5 +157,6 @@ def read_reference(path: Path, data: Corpus) -> dict[str, Tensor]:
                         "run with init_from=") from None
     sizes = {name: (len(split.tokens.starts) // 2, 2) for name, split in zip(SPLITS, data.conversations, strict=True)}
     if {name: tuple(tensor.shape) for name, tensor in log_p.items()} != sizes:
-        raise UserError(f"{path} does not match the pairs of data.path=: restore the file, or start a new run with init_from=")
+        raise UserError(f"{path} does not match the pairs in data.path=: restore the original file or pairs, or start a new "
+                        "run with init_from=")
     return log_p

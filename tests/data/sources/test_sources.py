@@ -227,7 +227,7 @@ def test_a_part_may_be_empty_but_not_all_and_a_column_has_one_name(config: DataC
     refuses(of_kind(config, "hf", tmp_path / "parts" / "0.parquet"), "has no rows")
     for ending, separator in (("csv", ","), ("tsv", "\t")):
         (tmp_path / f"t.{ending}").write_text(f"text{separator}text\n" + f"a{separator}b\n" * 60)
-        refuses(of_kind(config, "hf", tmp_path / f"t.{ending}"), "2 columns 'text'")
+        refuses(of_kind(config, "hf", tmp_path / f"t.{ending}"), "2 columns named 'text'")
 
 
 @pytest.mark.skipif(not importlib.util.find_spec("datasets"), reason="no library `datasets`: pip install -e '.[hf]'")
@@ -418,7 +418,7 @@ def test_what_only_resembles_a_mark_is_none() -> None:
 WRONG_LINES: dict[str, tuple[bytes, tuple[str, ...]]] = {
     "not JSON": (b'{"text": "a"}\n\n{"text": \n', ("line 3",)), "no object": (b'{"text": "a"}\n["b"]\n', ("line 2",)),
     "no field": (b'{"body": "a", "n": 1}\n', ("line 1 ", "data.field=body")),
-    "no string": (b'{"text": 7}\n', ("line 1 ", "'text'")),
+    "no string": (b'{"text": 7}\n', ("line 1: ", "'text'")),
     "latin-1": (b'{"text": "a"}\n{"text": "\xe9"}\n', ("line 2 ", "byte 10 ")),
     "half a pair": (b'{"text": "a"}\n{"text": "\\ud800"}\n', ("line 2",)), "empty": (b"", ()), "blank": (b"\n\n", ()),
     "a list cut off": (b'[{"text": "a"},', ()), "a list of Latin-1": (b'[{"text": "\xe4"}]', ("UTF-8",)),

@@ -290,7 +290,7 @@ def test_a_file_that_has_changed_is_one_sentence(tmp_path: Path, change: str) ->
 
 @pytest.mark.parametrize(("content", "options", "named"), [
     (lines_of(TEXTS[:10]), {}, ("10 documents", "data.val_documents=10")),
-    (lines_of(["a"] * 40), {"val_documents": 5}, ("data.val_documents=5", "10 tokens", "requires 17")),
+    (lines_of(["a"] * 40), {"val_documents": 5}, ("data.val_documents=5", "10 tokens", "requires at least 17")),
     (b"", {}, ("is empty",)), (b'[{"text": "a"}]', {}, ("JSON list", "data.streaming")), (b"PAR1", {}, ("Parquet",)),
     (lines_of(TEXTS), {"field": "body"}, ("data.field=text",)),
     (lines_of([*TEXTS[:10], *([""] * 30)]), {}, ("no text to train on", "empty")),

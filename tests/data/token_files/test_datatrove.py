@@ -65,7 +65,7 @@ def test_empty_documents_and_longer_ones_than_a_window_are_read(config: DataConf
 
 @pytest.mark.parametrize(("spoil", "named"), [
     ("no index", ("a.ds.index",)), ("cut index", ("a.ds.index", "truncated")), ("order", ("a.ds.index", "ascend")),
-    ("cut ids", ("a.ds",)), ("ids", ("a.ds contains the id 300", "data.tokenizer")), ("both", ("shuffling", "_shuffled.ds")),
+    ("cut ids", ("a.ds",)), ("ids", ("a.ds contains the id 300", "data.tokenizer")), ("both", ("unshuffled", "_shuffled.ds")),
     ("loss", ("a.ds.loss",)), ("none", ("data.path=", ".ds")), ("empty", ("a.ds is empty",)), ("bpe", ("data.tokenizer",)),
     ("size", ("a.ds", "do not match")), ("no path", ("data.path",))])
 def test_wrong_files_are_named(config: DataConfig, tmp_path: Path, spoil: str, named: tuple[str, ...]) -> None:

@@ -72,7 +72,7 @@ def test_the_memory_of_this_process_can_be_told(tmp_path: Path) -> None:
 def test_a_model_that_cannot_fit_is_refused_before_anything_is_done(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     with_memory(8 * GB, 10 * GB, monkeypatch)
     one_sentence(run("train", "model=7b", "trainer=cpu"),
-                 "GB of memory, of which 10.0 GB are in use already", "8.0 GB free", "model=")
+                 "GB of memory, of which this run already uses 10.0 GB", "8.0 GB free", "model=")
     assert not list(Path().iterdir())
 
 
@@ -107,10 +107,10 @@ def with_memory(free: int, used: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("free", "remedy"), [
-    (7, "with trainer.activation_checkpointing=true training needs 3.4 GB"),
-    (2, "with trainer.activation_checkpointing=true data.batch_size=4 trainer.accumulate=8 training needs 1.9 GB"),
-    (1, "with trainer.activation_checkpointing=true optim=adamw8bit trainer.optim_in_backward=true optim.grad_clip=0 "
-        "data.batch_size=1 training needs 917 MB"),
+    (7, "training needs only 3.4 GB with trainer.activation_checkpointing=true"),
+    (2, "training needs only 1.9 GB with trainer.activation_checkpointing=true data.batch_size=4 trainer.accumulate=8"),
+    (1, "training needs only 917 MB with trainer.activation_checkpointing=true optim=adamw8bit trainer.optim_in_backward=true "
+        "optim.grad_clip=0 data.batch_size=1"),
     (0.5, "use a smaller model="),
 ])
 def test_the_remedy_is_the_least_that_helps(free: float, remedy: str, monkeypatch: pytest.MonkeyPatch) -> None:

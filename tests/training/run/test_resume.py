@@ -249,7 +249,8 @@ def test_a_damaged_last_checkpoint_is_said_and_the_one_before_it_used(whole: Pat
     damage(last)
     assert newest_sound(tmp_path).step == expected < STEPS
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"{last} is damaged and was renamed to damaged.ckpt. The run continues from an earlier checkpoint")
+    assert line.startswith(f"{last} is damaged (")
+    assert line.endswith(") and was renamed to damaged.ckpt. The run continues from an earlier checkpoint")
 
 
 @pytest.mark.programs
