@@ -81,7 +81,8 @@ def _description(tool: Tool, where: str) -> JsonObject:
         return {**result, "arguments": parameters}       # the keys are argument names, because this is no JSON schema
     arguments = parameters.get("properties", {})
     if not isinstance(arguments, Mapping):
-        raise UserError(f"{where}.function.parameters.properties must be an object of schemas")
+        raise UserError(f"{where}.function.parameters.properties must be an object that maps each argument's name to its JSON "
+                        "schema")
     required = parameters.get("required", [])
     result["arguments"] = arguments
     if isinstance(required, list) and 0 < len(required) < len(arguments):

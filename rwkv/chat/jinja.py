@@ -87,7 +87,7 @@ class JinjaTemplate(ChatTemplate):
             raise UserError(f"the chat template {name} is not a jinja2 template: {error}") from None
         if not re.search(r"\bmessages\b", text):
             raise UserError(f"the chat template {name} does not use `messages`, so the model would not see the conversation. "
-                            "Use a jinja2 template")
+                            "Use a jinja2 template that writes `messages`")
         self._opening: list[Message] = []                # the template requires these turns before a user turn
         self._roles_in_parts: frozenset[str] = frozenset()               # their content must be a list of parts
         self._dropped_roles: frozenset[str] = frozenset()                # the template may drop their content
@@ -222,14 +222,15 @@ class JinjaTemplate(ChatTemplate):
                 continue
             empty = [*messages[:i], {**message, "content": ""}, *messages[i + 1:]]
             if self._render(messages, False, tools) == self._render(empty, False, tools):
-                raise UserError(f"messages[{i}]: the chat template {self.name} drops the content of messages with the role "
+                raise UserError(f"messages[{i}]: the chat template {self.name} omits the content of messages with the role "
                                 f"{message['role']}, so the model would not see this content")
 
     def answer_start(self, think: Think = False) -> str:
         start = begun_by(self._short_prompt(think is True))
         closed = "</think" in start
         if think == "fake" and not closed:
-            raise UserError(f"think=fake: the chat template {self.name} cannot write empty thoughts. Use think=true or false")
+            raise UserError(f"think=fake: the chat template {self.name} cannot write an empty thought. Use think=true or "
+                            "think=false")
         if think is True and (closed or not self.thinks):
             raise UserError(f"think: the chat template {self.name} does not support thoughts")
         return start
@@ -309,7 +310,7 @@ class JinjaTemplate(ChatTemplate):
             raise TemplateLimit(f"the chat template {self.name} cannot be rendered: {error}") from None
         except (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
             # these errors come from the template's code, for example from raise_exception
-            raise UserError(f"the chat template {self.name} refuses the conversation: {error}") from None
+            raise UserError(f"the chat template {self.name} rejects the conversation: {error}") from None
 
     def _ending_after(self, talk: Sequence[Message], tools: Tools = None) -> Ending:
         """Finds the template's Ending by rendering small conversations, which end with an answer, a prompt or a question."""

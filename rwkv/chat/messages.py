@@ -56,13 +56,13 @@ def is_learnt(message: Message, where: str) -> bool:
         learnt = learnt and bool(value) != (field == "masked")
     for field in ("train_detail", "training_detail"):
         if message.get(field):
-            raise UserError(f"{where}.{field} is not supported: a model learns whole answers. Remove this field")
+            raise UserError(f"{where}.{field} is not supported, because a model always learns whole answers. Remove this field")
     return learnt
 
 
 def _check_message(message: object, where: str) -> JsonObject:
     if not isinstance(message, Mapping):
-        raise UserError(f"{where} must be an object with role and content; got {_excerpt(message)}")
+        raise UserError(f"{where} must be an object with \"role\" and \"content\"; got {_excerpt(message)}")
     role = message.get("role")
     role = OTHER_ROLES.get(role, role) if isinstance(role, str) else role
     if not isinstance(role, str) or role not in ROLES:
@@ -88,8 +88,8 @@ def _tool_call(call: Any, where: str) -> JsonObject:
     """Returns the tool call with its arguments as an object, because templates expect one. OpenAI's API has a JSON string."""
     function = call.get("function", call) if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise UserError(f'{where} must be a call, {{"type": "function", "function": {{"name": "...", "arguments": "{{}}"}}}}; '
-                        f"got {_excerpt(call)}")
+        raise UserError(f'{where} must be a tool call, such as {{"type": "function", "function": {{"name": "...", '
+                        f'"arguments": "{{}}"}}}}; got {_excerpt(call)}')
     arguments = function.get("arguments")
     if isinstance(arguments, str):
         arguments = _read_arguments(arguments)
@@ -114,7 +114,7 @@ def _content(content: object, refusal: object, role: str, where: str) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise UserError(f"{where}.content must be a string or a list of texts; got {_excerpt(content)}")
+        raise UserError(f"{where}.content must be a string or a list of text parts; got {_excerpt(content)}")
     return "\n".join(_text(item, role, f"{where}.content[{i}]") for i, item in enumerate(content))
 
 
@@ -124,7 +124,7 @@ def _text(item: Any, role: str, where: str) -> str:
     if isinstance(kind, str) and kind in NO_TEXT:
         raise UserError(f"{where} must be text; got {NO_TEXT[kind]}")
     if kind not in kinds or not isinstance(item.get(kind), str):
-        raise UserError(f'{where} must be a text, {{"type": "text", "text": "..."}}; got {_excerpt(item)}')
+        raise UserError(f'{where} must be a text part, such as {{"type": "text", "text": "..."}}; got {_excerpt(item)}')
     text: str = item[kind]
     return text
 

@@ -256,7 +256,7 @@ def _check_method(text: str, name: str, args: tuple[Any, ...], kwargs: dict[str,
     elif name == "replace" and len(args) > 1 and isinstance(args[1], str):
         limit.make(text.count(str(args[0])) * len(args[1]))
     elif name == "translate":
-        raise LimitReached("the template calls translate, which is not allowed")
+        raise LimitReached("the template calls the string method translate, which is not allowed")
     elif name in ("format", "format_map"):
         _check_format(text)
         limit.make(text.count("{") * max((len(str(argument)) for argument in arguments), default=0))
@@ -270,7 +270,7 @@ def _check_width(arguments: Iterable[object]) -> None:
 
 def _check_format(text: object) -> None:
     if WIDE.search(str(text)):
-        raise LimitReached("the template formats a string with a field that is too wide")
+        raise LimitReached("the template formats a string with too large a field width")
 
 
 def _raise_exception(message: str) -> None:
@@ -279,7 +279,7 @@ def _raise_exception(message: str) -> None:
 
 def _strftime_now(format: str) -> str:
     if WIDE.search(format):
-        raise LimitReached("the template formats a date with a field that is too wide")
+        raise LimitReached("the template formats a date with too large a field width")
     return datetime.now().astimezone().strftime(format)
 
 

@@ -86,8 +86,8 @@ def base_of(path: Path) -> str:
     """Returns the name of the base model that a PEFT directory states. Raises CheckpointError if it states none."""
     name = _config(path).get("base_model_name_or_path")
     if not isinstance(name, str) or not name:
-        raise CheckpointError(f"{path} is a LoRA adapter and does not name the base model: pass the model as checkpoint= and "
-                              "the adapter as lora=")
+        raise CheckpointError(f"{path} is a LoRA adapter that does not name its base model: pass the base model as checkpoint= "
+                              "and the adapter as lora=")
     return name
 
 
@@ -104,7 +104,7 @@ def read(path: Path, config: ModelConfig, weights: Mapping[str, Stored], alpha: 
     """
     if path.is_dir():
         if alpha is not None:
-            raise UserError(f"lora_alpha conflicts with {path / CONFIG}, which states alpha: omit lora_alpha")
+            raise UserError(f"lora_alpha conflicts with {path / CONFIG}, which already sets alpha: omit lora_alpha")
         return _peft(path, config, weights)
     return _rwkv_peft(path, config, weights, alpha)
 
@@ -113,21 +113,22 @@ def _peft(path: Path, config: ModelConfig, weights: Mapping[str, Stored]) -> Ada
     config_json = _config(path)
     kind = config_json.get("peft_type")
     if kind not in PEFT_TYPES:
-        raise CheckpointError(f"{path} is a {kind} adapter of PEFT, which is not supported: expected one of "
+        raise CheckpointError(f"{path} is a PEFT adapter of type {kind}, which is not supported: the type must be one of "
                               f"{', '.join(PEFT_TYPES)}")
     for key, feature in REFUSED.items():
         if config_json.get(key):
             raise CheckpointError(f"{path / CONFIG} sets {key} to {json.dumps(config_json[key])[:60]}: {feature} cannot be "
                                   "merged")
     if config_json.get("bias", "none") != "none":
-        raise CheckpointError(f"{path / CONFIG} sets bias to {config_json['bias']!r}, but the layers of RWKV have no biases")
+        raise CheckpointError(f"{path / CONFIG} sets bias to {config_json['bias']!r}, but RWKV layers have no biases")
     file = next((path / name for name in WEIGHTS if (path / name).is_file()), None)
     if file is None:
-        raise CheckpointError(f"{path} contains {CONFIG} but no weights: expected {' or '.join(WEIGHTS)}")
+        raise CheckpointError(f"{path} contains {CONFIG} but no weights: expected {' or '.join(WEIGHTS)} in the same folder")
     tensors = (pth if _torch_file.recognises(file) else safetensors).read(file).tensors
     modules, whole = _by_module(tensors)
     if whole:
-        raise CheckpointError(f"{file} contains {whole[0]}, which is not part of an adapter: whole modules cannot be merged")
+        raise CheckpointError(f"{file} contains {whole[0]}, which is not part of an adapter. Only adapters can be merged, not "
+                              "whole modules")
     changes = {}
     for module, parts in modules.items():
         make = partial(_peft_lora, config_json) if kind == "LORA" else partial(_peft_miss, config_json)
@@ -141,12 +142,12 @@ def _rwkv_peft(path: Path, config: ModelConfig, weights: Mapping[str, Stored], a
     tensors = formats.recognise(path).read(path).tensors
     modules, others = _by_module(tensors)
     if not modules:
-        raise CheckpointError(f"{path} is not an adapter: no tensor's name ends in .lora_A, .lora_B, .disha or .bone")
+        raise CheckpointError(f"{path} is not an adapter: no tensor name ends in .lora_A, .lora_B, .disha or .bone")
     initial = _read_initial_pissa(path.with_name(INIT_PISSA))
     is_lora = any("lora_A" in parts for parts in modules.values())
     if is_lora and not initial and alpha is None:
-        raise UserError(f"{path} does not state LoRA's alpha: pass the value from the training run, such as "
-                        f"lora_alpha=32; for PiSSA, put {INIT_PISSA} into the same folder")
+        raise UserError(f"{path} does not state LoRA's alpha: pass the value that the adapter was trained with, such as "
+                        f"lora_alpha=32. For a PiSSA adapter, put {INIT_PISSA} into the same folder")
     if alpha is not None and (initial or not is_lora):
         reason = f"PiSSA has no alpha, and the folder contains {INIT_PISSA}" if initial else "MiSS has no alpha"
         raise UserError(f"lora_alpha conflicts with {path}: {reason}. Omit lora_alpha")
@@ -157,13 +158,13 @@ def _rwkv_peft(path: Path, config: ModelConfig, weights: Mapping[str, Stored], a
             change: Change = partial(lora, A=A, B=B, scale=1.0 if initial else (alpha or 0) / A.shape[0])
             if initial:
                 if module not in initial:
-                    raise CheckpointError(f"{path.with_name(INIT_PISSA)} lacks {module}: do the two files come from the same "
-                                          "training run?")
+                    raise CheckpointError(f"{path.with_name(INIT_PISSA)} lacks {module}, which {path.name} contains. The two "
+                                          "files may come from different training runs")
                 change = partial(_compose, partial(lora, A=initial[module][0], B=initial[module][1], scale=-1.0), change)
         else:
             block = next(iter(parts.values()))
             if len(block.shape) == 2 and "bone" in parts:
-                raise CheckpointError(f"{path} has {module}.bone {block.shape}, an early form of MiSS that is not "
+                raise CheckpointError(f"{path}: {module}.bone has shape {block.shape}, an early form of MiSS that is not "
                                       "supported")
             change = partial(miss, M=block) if len(block.shape) == 2 else partial(bat, M=block, by_row=False)
         name, changed = _official_change(path, module, config, weights, change)
@@ -172,8 +173,8 @@ def _rwkv_peft(path: Path, config: ModelConfig, weights: Mapping[str, Stored], a
     whole = {official(name): tensors[name] for name in others}
     for name, tensor in whole.items():
         if name not in weights or tensor.count != weights[name].count:
-            raise CheckpointError(f"{path} has {name} {tensor.shape}, but the model has no such tensor: the adapter belongs "
-                                  "to a different model")
+            raise CheckpointError(f"{path} contains {name} of shape {tensor.shape}, but the model has no such tensor: the "
+                                  "adapter belongs to a different model")
     kind = "PiSSA" if initial else "LoRA" if is_lora else "MiSS"
     replacements = {name: tensor.renamed(name).viewed(weights[name].shape) for name, tensor in whole.items()}
     return Adapter(path, f"{kind} of RWKV-PEFT", changes, tensors, replacements)
@@ -210,8 +211,8 @@ def _peft_lora(config_json: JsonMapping, path: Path, module: str, parts: Mapping
     scale = alpha / (math.sqrt(rank) if config_json.get("use_rslora") else rank)
     initialisation = config_json.get("init_lora_weights", True)
     if initialisation not in (*PLAIN, "pissa"):
-        raise CheckpointError(f"{path / CONFIG} has init_lora_weights {initialisation!r}, which changes the base weights: "
-                              "convert the adapter with PEFT's path_initial_model_for_weight_conversion")
+        raise CheckpointError(f"{path / CONFIG} sets init_lora_weights to {initialisation!r}, so the adapter was trained on "
+                              "changed base weights: convert the adapter with PEFT's path_initial_model_for_weight_conversion")
     if "lora_magnitude_vector" in parts:
         return partial(dora, A=A, B=B, scale=scale, m=parts["lora_magnitude_vector"])
     if config_json.get("use_dora"):
@@ -225,7 +226,7 @@ def _peft_lora(config_json: JsonMapping, path: Path, module: str, parts: Mapping
 def _peft_miss(config_json: JsonMapping, path: Path, module: str, parts: Mapping[str, Stored]) -> Change:
     M = parts.get("miss_block") or parts.get("bone_block")
     if M is None or len(parts) > 1:
-        raise CheckpointError(f"{path} is a MiSS adapter but has {module}.{next(iter(parts))}: expected only miss_block")
+        raise CheckpointError(f"{path} is a MiSS adapter, but {module} has {', '.join(parts)}: expected only miss_block")
     return partial(bat, M=M, by_row=True) if len(M.shape) == 3 else partial(miss, M=M)
 
 
@@ -236,7 +237,7 @@ def _factors(path: Path, module: str, parts: Mapping[str, Stored]) -> tuple[Stor
     if A is None or B is None:
         raise CheckpointError(f"{path} has only {', '.join(parts)} for {module}: the adapter is incomplete")
     if len(A.shape) != 2 or len(B.shape) != 2 or A.shape[0] != B.shape[1] or not A.shape[0]:
-        raise CheckpointError(f"{path} has A {A.shape} and B {B.shape} for {module}: these shapes do not match")
+        raise CheckpointError(f"{path}: for {module}, the shapes of A {A.shape} and B {B.shape} do not match")
     return A, B
 
 
@@ -259,7 +260,7 @@ def _official_change(path: Path, module: str, config: ModelConfig, weights: Mapp
             shape = weights[name].shape
             _require_shape(path, module, change, shape[::-1] if name != official_name else shape)
             return name, partial(_change_layout, change, name != official_name, factor)
-    raise CheckpointError(f"{path} has an adapter of {module}, but the model has no such layer: the adapter belongs to a "
+    raise CheckpointError(f"{path} has an adapter for {module}, but the model has no such layer: the adapter belongs to a "
                           "different model")
 
 
@@ -276,8 +277,8 @@ def _require_shape(path: Path, module: str, change: Change, shape: tuple[int, ..
     except (RuntimeError, ValueError):
         fits = False
     if not fits:
-        raise CheckpointError(f"{path}: the adapter of {module} does not fit a matrix of shape {list(shape)}. The adapter "
-                              "belongs to a different model")
+        raise CheckpointError(f"{path}: the adapter for {module} does not fit the model's matrix of shape {list(shape)}. The "
+                              "adapter belongs to a different model")
 
 
 def changed(weight: Stored, change: Change) -> Stored:

@@ -166,8 +166,8 @@ class _Calibrator:
 
     def _quantise_matrix(self, name: str, weight: Tensor, moments: "_Moments") -> Blocks:
         if not all(window.isfinite().all() for window in moments.windows):
-            raise CheckpointError(f"the inputs of {name} are not finite on the text of {OPTION}: the training of "
-                                  f"{self._stored[name].source} diverged, or the file is damaged")
+            raise CheckpointError(f"{self._stored[name].source}: on the {OPTION} text, the inputs of {name} are not finite. "
+                                  "The training run diverged, or the file is damaged")
         packed = quantise(weight, moments.windows, self._formats[name])
         if not packed.is_finite():
             raise CheckpointError(f"{self._stored[name].source}: the values of {name} are too large for "

@@ -87,8 +87,8 @@ class Outgoing:
 def plain_entry(path: Path, entry: object) -> JsonObject:
     """Returns the entry `timemix` unchanged. Raises CheckpointError if the entry is not a dictionary."""
     if not isinstance(entry, dict):
-        raise CheckpointError(f"the entry {ENTRY} in {path} must be a dictionary; got a {type(entry).__name__}. Was the file "
-                              "written by another program?")
+        raise CheckpointError(f"the entry {ENTRY} in {path} must be a dictionary; got a {type(entry).__name__}. Another "
+                              "program may have written the file")
     return entry
 
 
@@ -99,4 +99,4 @@ def entry_in(path: Path, metadata: JsonMapping) -> JsonObject | None:
     try:
         return plain_entry(path, json.loads(metadata[ENTRY]))
     except (TypeError, json.JSONDecodeError, RecursionError) as error:
-        raise CheckpointError(f"{path} is damaged: the entry {ENTRY} in the metadata is not JSON ({error})") from error
+        raise CheckpointError(f"{path} is damaged: the metadata entry {ENTRY} is not JSON ({error})") from error

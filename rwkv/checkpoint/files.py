@@ -184,7 +184,7 @@ def _base_of(path: Path) -> Checkpoint:
     try:
         return read_checkpoint(name)
     except CheckpointError as error:
-        raise UnreadableError(f"{path} is an adapter of {name}, which cannot be read ({error}): pass the base as "
+        raise UnreadableError(f"{path} is an adapter for {name}, which cannot be read ({error}): pass the base model as "
                               "checkpoint= and the adapter as lora=") from error
 
 
@@ -205,8 +205,8 @@ def read_tuned(path: str | Path, base: Checkpoint, alpha: float | None = None) -
             adapter = adapters.read(path, base.config, base.weights.stored, alpha)
             return _with_adapter(base, adapter), f"{tuned.digest(content)} {alpha}"
         if not tuned.is_tuned(content.entry):
-            raise CheckpointError(f"{path} is not a run with tune=state or tune=lora: expected the directory of such a "
-                                  "run, a .ckpt in the directory, or a state file")
+            raise CheckpointError(f"{path} is not a run with tune=state or tune=lora: expected the directory of such a run, a "
+                                  ".ckpt file in that directory, or a state file")
         return _apply_tuned(content, base), tuned.digest(content)
     except OSError as error:
         raise UnreadableError(f"cannot read {path}: {error.strerror or error}") from error
@@ -249,11 +249,11 @@ def write_checkpoint(checkpoint: Checkpoint, path: str | Path, dtype: str | None
     format = format or formats.by_suffix(path)
     module = formats.load(format)
     if checkpoint.time_states and (format not in WITH_STATES or dtype in PACKED):
-        raise UserError(f"{checkpoint.path} contains a tuned state besides the weights, but {dtype or format} cannot hold "
-                        f"both: choose one of {', '.join(WITH_STATES)}, or convert only the weights")
+        raise UserError(f"{checkpoint.path} contains weights and a tuned state, but {dtype or format} can store only the "
+                        f"weights: choose one of {', '.join(WITH_STATES)}, or convert the base weights alone")
     if layout is not None and format != "huggingface":
-        raise UserError(f"the layout {layout} requires a Hugging Face directory: choose a name without a suffix instead of "
-                        f"{path.name}, or omit the layout")
+        raise UserError(f"the layout {layout} requires a Hugging Face directory; got the file name {path.name}. Omit the "
+                        "suffix from the name, or omit the layout")
     block_formats = formats.QUANTISED.get(format, ())
     packed_dtypes = {matrix.dtype for matrix in checkpoint.packed.values()}
     if dtype is None and len(packed_dtypes) == 1 and packed_dtypes <= {*block_formats}:
@@ -263,7 +263,8 @@ def write_checkpoint(checkpoint: Checkpoint, path: str | Path, dtype: str | None
         blocks = "".join(f"; in {name} also {', '.join(dtypes)}" for name, dtypes in formats.QUANTISED.items())
         raise UserError(f"dtype must be one of {', '.join(DTYPES)}{blocks}; got {dtype!r}")
     if by_input and (format, dtype) != ("safetensors", "bfloat16"):
-        raise UserError(f"by-input requires bfloat16 and .safetensors; got {dtype or 'the original dtypes'} and {format}")
+        raise UserError("by-input requires the dtype bfloat16 and the format .safetensors; got "
+                        f"{dtype or 'the original dtypes'} and {format}")
     if hasattr(module, "dtype_for"):
         group = generation(checkpoint.config).group
         tensors = {name: tensor.cast(module.dtype_for(tensor, group(name), dtype))
@@ -294,12 +295,12 @@ def require_tokenizer(checkpoint: Checkpoint, tokenizer: Tokenizer, name: str) -
     """
     if checkpoint.tokenizer_hash is not None and checkpoint.tokenizer_hash != tokenizer.hash:
         raise CheckpointError(f"{name} is not the tokenizer that {checkpoint.path} was trained with: the SHA-256 is "
-                              f"{tokenizer.hash[:12]}, but {str(checkpoint.tokenizer_hash)[:12]} was expected. The ids stand "
-                              "for different text")
+                              f"{tokenizer.hash[:12]}, but {str(checkpoint.tokenizer_hash)[:12]} was expected. The two "
+                              "tokenizers give the same token ids different meanings")
     _require_vocabulary(checkpoint, tokenizer, name)
     if checkpoint.tokenizer_hash is None and tokenizer.vocab_size + MAX_UNUSED_ROWS < checkpoint.vocab_size:
-        raise CheckpointError(f"{name} has {tokenizer.vocab_size} tokens, but {checkpoint.path} has {checkpoint.vocab_size}: "
-                              "use the tokenizer that the weights were trained with")
+        raise CheckpointError(f"{name} has {tokenizer.vocab_size} tokens, but the vocabulary of {checkpoint.path} has "
+                              f"{checkpoint.vocab_size}: use the tokenizer that the weights were trained with")
 
 
 def assumed_tokenizer(checkpoint: Checkpoint) -> str | None:
@@ -332,8 +333,8 @@ def tokenizer_of(checkpoint: Checkpoint, name: str | None = None, end_of_text: s
 
 def _require_vocabulary(checkpoint: Checkpoint, tokenizer: Tokenizer, name: str = "the tokenizer") -> None:
     if tokenizer.vocab_size > checkpoint.vocab_size:
-        raise CheckpointError(f"{name} has {tokenizer.vocab_size} tokens, but {checkpoint.path} has {checkpoint.vocab_size}: "
-                              "use the tokenizer that the weights were trained with")
+        raise CheckpointError(f"{name} has {tokenizer.vocab_size} tokens, but the vocabulary of {checkpoint.path} has "
+                              f"{checkpoint.vocab_size}: use the tokenizer that the weights were trained with")
 
 
 def _interpret(content: Content) -> Checkpoint:
@@ -343,8 +344,8 @@ def _interpret(content: Content) -> Checkpoint:
     if content.tied and "emb.weight" in tensors:
         tied = tensors["emb.weight"].renamed("head.weight")
         if "head.weight" in tensors and not same_numbers(tensors["head.weight"], tied):
-            raise CheckpointError(f"{path} sets tie_word_embeddings, but the head differs from the embedding: correct "
-                                  "config.json")
+            raise CheckpointError(f"{path} sets tie_word_embeddings to true, but the output head and the embedding differ: set "
+                                  "tie_word_embeddings to false in config.json")
         tensors["head.weight"] = tied
     tuned_states = time_states.taken(tensors) if module.model.LEARNS_STATE else {}
     length = content.declared.get("ctx_len") or trained_length(str(path)).tokens or DEFAULT_CTX_LEN
@@ -372,13 +373,13 @@ def _with_entry(checkpoint: Checkpoint, entry: JsonObject) -> Checkpoint:
         weights_fingerprint = entry.get("fingerprint")
         data_sha256 = entry.get("data_sha256")
     except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise CheckpointError(f"the entry {ENTRY} in {path} cannot be read ({error!r}). Was the file written by a newer "
-                              "version of this program?") from error
+        raise CheckpointError(f"the entry {ENTRY} in {path} cannot be read ({error!r}). A newer version of this program may "
+                              "have written the file") from error
     require_sizes(path, stated, checkpoint.config, checkpoint.vocab_size)
     optional_texts = (tokenizer_hash, weights_fingerprint, data_sha256)
     if not isinstance(tokenizer, dict | None) or not all(isinstance(text, str | None) for text in optional_texts):
         raise CheckpointError(f"{path} is damaged: in the entry {ENTRY}, the tokenizer, tokenizer_hash, fingerprint or "
-                              "data_sha256 has a wrong type")
+                              "data_sha256 has the wrong type")
     return replace(checkpoint, config=config, run=entry["run"], tokenizer=tokenizer or checkpoint.tokenizer,
                    tokenizer_hash=tokenizer_hash, fingerprint=weights_fingerprint, data_sha256=data_sha256)
 

@@ -91,7 +91,8 @@ def _by_official_name(path: Path, tensors: Mapping[str, Stored], generation: Mod
     for file_name, tensor in tensors.items():
         name = names[file_name].removeprefix(prefix)
         if name in official:
-            raise CheckpointError(f"{path} contains the tensor {name} twice, once as {file_name}: the file is ambiguous")
+            raise CheckpointError(f"{path} contains the tensor {name} twice, once under the name {file_name}: the file is "
+                                  "ambiguous")
         official[name] = tensor.renamed(name)
     return official
 
@@ -99,15 +100,15 @@ def _by_official_name(path: Path, tensors: Mapping[str, Stored], generation: Mod
 def tuned_kind(names: Collection[str]) -> str | None:
     """Describes a file that contains only adapters or states, and how to use it. Returns None for other tensor names."""
     if names and all(name.endswith(TIME_STATE) for name in names):
-        return ("a tuned state, which is an initial state for the weights that it was trained with: pass those weights as "
-                "checkpoint= and this file as state=; for serve.py pass adapters=NAME=FILE; for train.py pass the weights as "
+        return ("a tuned state, which is an initial state for the weights that it was trained with. Pass those weights as "
+                "checkpoint= and this file as state=; for serve.py, pass adapters=NAME=FILE; for train.py, pass the weights as "
                 "init_from= and this file as tune.state=")
     if any(re.search(r"\.(lora_[AB]|lora_magnitude_vector|miss_block|disha|bone)\b", name) for name in names):
-        return ("an adapter such as LoRA, which changes the weights that it was trained with: pass those weights as "
-                "checkpoint= and the adapter as lora=; for serve.py pass adapters=NAME=PATH; for training merge the adapter "
+        return ("an adapter such as LoRA, which changes the weights that it was trained with. Pass those weights as "
+                "checkpoint= and the adapter as lora=; for serve.py, pass adapters=NAME=PATH; for training, merge the adapter "
                 "with timemix convert --lora")
     if {"logits", "att_x", "ffn_x"} <= set(names):
-        return ("a saved state, which continues a sequence on the weights that computed it: pass those weights as "
+        return ("a saved state, which continues a sequence with the weights that computed it. Pass those weights as "
                 "checkpoint= and this file as state=")
     return None
 
@@ -117,14 +118,14 @@ def _explain_unrecognised(path: Path, tensors: Mapping[str, Stored]) -> str:
     for version, pattern in {**extensions, **OTHER_VERSIONS}.items():
         for name in tensors:
             if re.fullmatch(pattern, name):
-                return f"{path} is an {version} checkpoint, because it has {name}. This program runs {supported()}"
+                return f"{path} is an {version} checkpoint, because it contains {name}. This program runs {supported()}"
     if kind := tuned_kind(tensors):
         return f"{path} is {kind}"
     for name, tensor in tensors.items():
         if name.endswith(".time_first") and len(tensor.shape) == 2 and tensor.shape[1] == 1:
-            return (f"{path} is an RWKV-3 checkpoint, because {name} is {tensor.shape} instead of {tensor.shape[:1]}. "
-                    f"This program runs {supported()}")
-    return f"{path} is not a checkpoint of {supported()}: it contains {_describe_names(tensors)}"
+            return (f"{path} is an RWKV-3 checkpoint, because {name} has shape {tensor.shape}, not {tensor.shape[:1]}. This "
+                    f"program runs {supported()}")
+    return f"{path} is not an RWKV checkpoint: the file contains {_describe_names(tensors)}. This program runs {supported()}"
 
 
 def config_of(path: Path, generation: ModuleType, tensors: Mapping[str, Stored], ctx_len: int) -> tuple[ModelConfig, int]:
@@ -134,8 +135,8 @@ def config_of(path: Path, generation: ModuleType, tensors: Mapping[str, Stored],
             raise CheckpointError(f"{path} is not a complete {generation.model.NAME} checkpoint: {name} is missing. "
                                   f"The file contains {_describe_names(tensors)}")
         if len(tensors[name].shape) != 2 or 0 in tensors[name].shape:
-            raise CheckpointError(f"{path}: {name} must be a matrix; got {tensors[name].shape}. Was the file "
-                                  "converted wrongly?")
+            raise CheckpointError(f"{path}: {name} must be a matrix; got shape {tensors[name].shape}. The file may have been "
+                                  "converted incorrectly")
         return tensors[name].shape
 
     n_layer = len({match[1] for name in tensors if (match := re.match(r"blocks\.(\d+)\.", name))})
@@ -144,8 +145,8 @@ def config_of(path: Path, generation: ModuleType, tensors: Mapping[str, Stored],
         config = ModelConfig(generation=generation.__name__.rpartition(".")[2], **sizes)
         generation.model.resolved(config)        # rejects inconsistent sizes
     except UserError as error:
-        raise CheckpointError(f"{path} has tensors of sizes that are impossible in {generation.model.NAME} "
-                              f"({error}). Was the file converted wrongly?") from error
+        raise CheckpointError(f"{path} has tensor sizes that are impossible in {generation.model.NAME} ({error}). The file may "
+                              "have been converted incorrectly") from error
     return config, matrix("emb.weight")[0]
 
 
@@ -187,8 +188,8 @@ def require_sizes(path: Path, stated: JsonMapping, config: ModelConfig, vocab_si
     sizes = {**vars(config), "vocab_size": vocab_size, "n_heads": config.n_embd // config.head_size}
     for name, size in sizes.items():
         if name != "ctx_len" and name in stated and stated[name] != size:
-            raise CheckpointError(f"{path} states {name}={stated[name]!r}, but the shapes of the tensors give {size}: do "
-                                  "they come from different models?")
+            raise CheckpointError(f"{path} states {name}={stated[name]!r}, but the shapes of the tensors imply {size}. The "
+                                  "configuration and the weights may come from different models")
 
 
 def fit(path: Path, generation: ModuleType, tensors: Mapping[str, Stored], config: ModelConfig,
@@ -199,14 +200,14 @@ def fit(path: Path, generation: ModuleType, tensors: Mapping[str, Stored], confi
     if missing:
         raise CheckpointError(f"{path} lacks {len(missing)} of {len(expected)} tensors, such as {missing[0]} "
                               f"{expected[missing[0]]}: the file is not a complete {generation.model.NAME} checkpoint, or was "
-                              "converted wrongly")
+                              "converted incorrectly")
     surplus = sorted(tensors.keys() - expected.keys())
     if surplus:
         more = f" and {len(surplus) - 1} more" if surplus[1:] else ""
         if kind := tuned_kind(surplus):
             raise CheckpointError(f"{path} contains weights and also {kind}")
-        raise CheckpointError(f"{path} has the tensor {surplus[0]}{more}, unknown in {generation.model.NAME}: is the file of "
-                              "another RWKV version or of an extension?")
+        raise CheckpointError(f"{path} has the tensor {surplus[0]}{more}, unknown in {generation.model.NAME}. The file may be "
+                              "from another RWKV version or from an extension")
     for name, shape in expected.items():
         _require_fit(path, tensors[name], shape, generation.has_many_forms(name))
     stored = {name: tensors[name].viewed(shape) for name, shape in expected.items()}
@@ -219,7 +220,7 @@ def _require_fit(path: Path, tensor: Stored, shape: Shape, many_forms: bool) -> 
                               "Quantised weights of this kind are not supported")
     if tensor.shape != shape and not (many_forms and _squeezed(tensor.shape) == _squeezed(shape)):
         raise CheckpointError(f"{path}: the shape of {tensor.name} must be {shape} to match the other tensors; got "
-                              f"{tensor.shape}. Was the file converted wrongly?")
+                              f"{tensor.shape}. The file may have been converted incorrectly")
 
 
 def _squeezed(shape: Shape) -> Shape:

@@ -190,7 +190,7 @@ class Stored:
                                   f"{result.dtype}: choose float32 or bfloat16")
         n_bad = int((~data.isfinite()).sum())
         raise CheckpointError(f"{self.source}: {n_bad} of the {data.numel()} values of {self.name} are not finite: the file is "
-                              "damaged, or the training run had diverged")
+                              "damaged, or the training run diverged")
 
 
 def same_numbers(first: Stored, second: Stored) -> bool:

@@ -54,8 +54,8 @@ def _single_file(folder: Path) -> Path:
     if files:
         names = ", ".join(file.name for file in files[:4]) + (", ..." if files[4:] else "")
         raise CheckpointError(f"{folder} contains {len(files)} files with weights: name one file ({names})")
-    raise CheckpointError(f"there is no checkpoint in {folder}: expected a run's {folder / LAST}, a Hugging Face directory's "
-                          "config.json, or one file with weights")
+    raise CheckpointError(f"there is no checkpoint in {folder}: expected {folder / LAST} from a training run, the config.json "
+                          "of a Hugging Face directory, or one file with weights")
 
 
 def follow(path: Path) -> Path:
@@ -83,4 +83,4 @@ def _newest_run(folder: Path) -> Path | None:
 
 @cache
 def _report_replacement(link: Path, run: Path) -> None:
-    print(f"{link} names a run that no longer exists: using the newest run, {run}", file=sys.stderr, flush=True)
+    print(f"{link} points to a run that no longer exists: using the newest run, {run}", file=sys.stderr, flush=True)

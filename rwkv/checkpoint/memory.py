@@ -33,9 +33,9 @@ def require_memory(checkpoint: Checkpoint, dtype: str, available: int | None) ->
     if available is None or needed <= max(available, SMALL):
         return
     fitting = [(smaller, size) for smaller in SMALLER if (size := weights_nbytes(checkpoint, smaller)) <= available]
-    remedy = "no dtype fits; free memory, or use a smaller model"
+    remedy = "no dtype fits. Free memory, or use a smaller model"
     if fitting:
         smaller, size = fitting[0]
-        remedy = f"dtype={smaller} requires {size / GIB:.1f} GiB"
+        remedy = f"pass dtype={smaller}, which requires {size / GIB:.1f} GiB"
     raise UserError(f"{checkpoint.path} in {dtype} requires {needed / GIB:.1f} GiB of memory, but only {available / GIB:.1f} "
                     f"GiB are free: {remedy}")

@@ -100,7 +100,7 @@ def write(checkpoint: Checkpoint, dtype: str) -> Checkpoint:
         _make_room(needed, entry)
         if (free := shutil.disk_usage(entry.parent).free) < needed:
             raise UserError(f"cache_packed=true requires {needed / 2**30:.1f} GiB in {entry.parent}, but only "
-                            f"{free / 2**30:.1f} GiB are free: free space, or omit cache_packed=true")
+                            f"{free / 2**30:.1f} GiB are free: delete other files, or omit cache_packed=true")
         write_checkpoint(checkpoint, entry, dtype)
         about = {"sample": sample(entry), "run": checkpoint.run, "step": checkpoint.step, "notes": checkpoint.notes}
         write_file(entry.with_suffix(".json"), lambda file: file.write(json_bytes(about)))

@@ -302,8 +302,8 @@ def _to_hugging_face(tensors: Mapping[str, Stored]) -> dict[str, Stored]:
 def _to_transformers_rwkv(tensors: Mapping[str, Stored]) -> dict[str, Stored]:
     head_size = tensors["blocks.0.att.r_k"].shape[1]
     if head_size != HEAD_SIZE:
-        raise UserError(f"the layout {TRANSFORMERS_RWKV} requires head size {HEAD_SIZE}; got {head_size}: choose a different "
-                        "layout")
+        raise UserError(f"the layout {TRANSFORMERS_RWKV} requires a head size of {HEAD_SIZE}; got {head_size}: choose a "
+                        "different layout")
     converted: dict[str, Stored] = {}
     for name, tensor in tensors.items():
         if name in TRANSFORMERS_RWKV_TOP:

@@ -130,14 +130,15 @@ def read(path: Path, config: ModelConfig | None, layout: str | None = None) -> T
     content = formats.recognise(path).read(path)
     names = layer_names(content.tensors)
     if content.entry is not None:
-        raise CheckpointError(f"{path} is a run's checkpoint, not the file of a tuned state: pass the checkpoint as "
-                              "checkpoint=, or pass the run's time_state.pth here")
+        raise CheckpointError(f"{path} is the checkpoint of a training run, not a tuned state: pass this file as checkpoint=, "
+                              "or pass the run's time_state.pth as the tuned state")
     others = [name for name in content.tensors if name not in names]
     if not names or others:
         raise CheckpointError(f"{path} is not a tuned state. A tuned state contains only blocks.i.{TIME_STATE}, but "
                               f"{_describe_other_content(content.tensors, others)}")
     if len({*names.values()}) < len(names):
-        raise CheckpointError(f"{path} contains several states ({', '.join([*names][:3])}, ...): save one state alone")
+        raise CheckpointError(f"{path} contains several states ({', '.join([*names][:3])}, ...): save each state in its own "
+                              "file")
     if layout is None:
         layout, why = _infer_layout(path)
     else:
@@ -170,7 +171,7 @@ def write(states: TimeStates, path: Path) -> str:
         write_file(path, lambda file: write_tensors(file, tensors.values(), {}))
         return TRANSPOSED
     if path.suffix != ".pth":
-        raise UserError(f"the file of a tuned state must end in .pth, or in .st for web-rwkv; got {path.name}")
+        raise UserError(f"the name of a tuned-state file must end in .pth, or in .st for web-rwkv; got {path.name}")
     write_file(path, lambda file: _torch_file.save(file, named(states.layers)))
     return OFFICIAL
 
@@ -185,7 +186,7 @@ def fitted(path: Path, tensors: Mapping[str, Stored], config: ModelConfig | None
     expected = [f"blocks.{layer}.{TIME_STATE}" for layer in range(L)]
     if sorted(tensors) != sorted(expected) or set(shapes.values()) != {shape} or not _is_state(shape):
         model = f"the model has {L} layers of {shape[0]} heads of size {shape[1]}: the state belongs to a different model"
-        raise CheckpointError(f"{path} contains a state of {_describe_sizes(shapes)}, but "
+        raise CheckpointError(f"{path} contains a state with {_describe_sizes(shapes)}, but "
                               + (model if config else "all heads of a model must have the same size"))
     stored = [tensors[name].viewed(shapes[name]) for name in expected]
     stored = [tensor.transposed() for tensor in stored] if layout == TRANSPOSED else stored

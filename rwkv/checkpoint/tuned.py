@@ -70,8 +70,9 @@ def require_same(path: Path, base: "Checkpoint", entry: JsonObject, by_user: boo
     source = entry["run"]["init_from"]
     if by_user:
         raise UnreadableError(f"{path} was trained on the weights in {source}, but the weights in {base.path} differ: use the "
-                              "weights in the first file")
-    raise UnreadableError(f"{path} was trained on the weights in {source}, which have changed since: restore that file")
+                              f"weights in {source}")
+    raise UnreadableError(f"{path} was trained on the weights in {source}, which have changed since then: restore the original "
+                          "weights in that file")
 
 
 def digest(content: Content) -> str:

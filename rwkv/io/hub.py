@@ -181,8 +181,8 @@ def contents_of(name: Name, noun: str = "checkpoint") -> Contents:
                               f"repository {name.repository}. Check the name. For a private repository, log in with "
                               "`hf auth login` or set HF_TOKEN") from None
     except errors.RevisionNotFoundError:
-        raise CheckpointError(f"{name.repository} has no revision {name.revision!r}: name a branch, a tag or a whole commit, "
-                              "or omit the revision for main") from None
+        raise CheckpointError(f"{name.repository} has no revision {name.revision!r}: name a branch, a tag or a full commit "
+                              "hash, or omit the revision to use main") from None
     except (*errors.HfHubHTTPError.__bases__, OSError) as error:     # the base class is the HTTP library's error
         return _cached_contents(hub, name, noun, _reason(hub, error))
     return Contents(info.sha, {file.rfilename: file.size for file in info.siblings})
@@ -279,7 +279,7 @@ def _raise_not_found(name: Name, contents: Contents, noun: str) -> NoReturn:
     nearest = [by_name[file] for file in dict.fromkeys(close)][:SHOWN - 1]
     where = f"the cache, which is used because {contents.offline}," if contents.offline else name.repository
     hint = f"did you mean {_examples(name, nearest, ' or ')}?" if nearest else \
-        f"available are {_examples(name, offers(contents) or sorted(contents.files))}"
+        f"available: {_examples(name, offers(contents) or sorted(contents.files))}"
     raise CheckpointError(f"there is no {noun} at {name}: {where} has no {name.path}; {hint}")
 
 
@@ -301,7 +301,7 @@ def _shards(index: Path, folder: PurePosixPath) -> list[str]:
         places = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         return sorted({str(folder / PurePosixPath(file).name) for file in places.values()})
     except (ValueError, KeyError, TypeError, AttributeError):
-        raise CheckpointError(f"{index} must have a weight_map from tensors to files") from None
+        raise CheckpointError(f"{index} must have a weight_map that maps tensors to files") from None
 
 
 def _download(hub: ModuleType, name: Name, folder: Path, files: list[str]) -> None:
@@ -328,8 +328,8 @@ def _client(name: Name, noun: str) -> ModuleType:
         importlib.import_module("huggingface_hub.constants")
         return importlib.import_module("huggingface_hub")
     except ModuleNotFoundError as error:
-        raise CheckpointError(f"there is no {noun} at {name}: no such path exists, and a name on the Hugging Face Hub requires "
-                              f"the package {error.name}: {EXTRA}") from None
+        raise CheckpointError(f"there is no {noun} at {name}: no such path exists, and downloading from the Hugging Face Hub "
+                              f"requires the package {error.name}: {EXTRA}") from None
 
 
 class Cached(NamedTuple):

@@ -24,8 +24,8 @@ def require_writable(option: str, file: str | Path | None, read: Iterable[str | 
     if path.is_dir() or not path.parent.is_dir():
         raise UserError(f"cannot write {option}={path}: the path is a folder, or the folder {path.parent} does not exist")
     if not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise UserError(f"cannot write {option}={path}: this user may not write to the file or folder. Choose a different "
-                        "file")
+        raise UserError(f"cannot write {option}={path}: you have no permission to write to this file or folder. Choose a "
+                        "different file")
     for source in read:
         if source and path.exists() and Path(source).exists() and _is_input(path, Path(source)):
             raise UserError(f"{option}={path} would overwrite a file that this command reads from {source}: choose a "

@@ -14,5 +14,5 @@ def state_file(path: str | Path) -> Path:
         raise UserError(f"{path} is a directory: name a state file, such as {file / 'state.safetensors'}")
     if not file.is_file():
         generate = as_typed("python generate.py")
-        raise UserError(f"there is no state file at {path}: to write this file, run {generate} with save_state={path}")
+        raise UserError(f"there is no state file at {path}. To create this file, run {generate} with save_state={path}")
     return file

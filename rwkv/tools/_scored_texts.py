@@ -62,14 +62,14 @@ def read_answers(tokenizer: Tokenizer, path: Path, template: ChatTemplate) -> li
         is_scored = [is_answer for piece, is_answer in pieces for _ in piece]
         conversations.append(Scored(ids, [False, *is_scored[1:]], lost))
     if not conversations:
-        raise UserError(f"data.path={path} must have a conversation with an answer on each line, but contains no answer")
+        raise UserError(f"data.path={path} must have a conversation with an answer on each line, but has no answer at all")
     return conversations
 
 
 def _last_word(tokenizer: Tokenizer, counter: LossCounter, line: bytes, where: str, start: Sequence[int]) -> Scored:
     context, _, word = text_of(parse(line, where), "text", where).rstrip().rpartition(" ")
     if not context.strip():
-        raise UserError(f"{where} must have at least two words, because the last word is predicted")
+        raise UserError(f"{where} must have at least two words, because the last word is predicted from the others")
     try:
         before = tokenizer.encode(context)
         whole = tokenizer.encode(f"{context} {word}")

@@ -157,11 +157,11 @@ def _require_unpacked(checkpoint: "Checkpoint") -> None:
     """Raises UserError if the weights are packed in int8 or int4; warns if they are quantised in another way."""
     if checkpoint.packed:
         dtype = next(iter(checkpoint.packed.values())).dtype
-        raise UserError(f"--calibrate requires weights that are not packed, but {checkpoint.path} has {dtype} weights: convert "
-                        "the original")
+        raise UserError(f"--calibrate requires unpacked weights, but {checkpoint.path} has {dtype} weights: pass the "
+                        "checkpoint that this file was converted from")
     if blocks := sorted({str(tensor.blocks).upper() for tensor in checkpoint.weights.stored.values() if tensor.blocks}):
         _log(f"WARNING: {checkpoint.path} is quantised ({', '.join(blocks)}), and --calibrate rounds the weights a second "
-             "time: convert the original")
+             "time. To avoid this, pass the checkpoint that this file was converted from")
 
 
 def _calibrate(checkpoint: "Checkpoint", text: Path) -> "Checkpoint":

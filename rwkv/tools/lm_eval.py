@@ -30,8 +30,8 @@ def main() -> None:
         try:
             import lm_eval.__main__ as harness
         except ImportError as error:
-            raise UserError(f"the harness cannot be imported ({error}): in a clone of the repository, run "
-                            "pip install -e '.[lm-eval]'") from None
+            raise UserError(f"lm_eval cannot be imported ({error}): in a clone of this project's repository, run pip install "
+                            "-e '.[lm-eval]'") from None
         from rwkv.tools import _harness
 
         _harness.register()

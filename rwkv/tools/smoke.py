@@ -170,16 +170,16 @@ class _Checks:
         difference = float((logits - expected).abs().max() / expected.std())
         allowed = TOLERANCE[self._dtype]
         if not difference <= allowed:
-            raise ArithmeticError(f"{name} and {reference} differ by {difference:.2g} of the logits' spread; the "
-                                  f"limit is {allowed:g}")
-        return f"{name} and {reference} differ by {difference:.1g} of the logits' spread"
+            raise ArithmeticError(f"{name} and {reference} differ by {difference:.2g} standard deviations of the logits; "
+                                  f"the limit is {allowed:g}")
+        return f"{name} and {reference} differ by {difference:.1g} standard deviations of the logits"
 
     def _generate(self) -> str:
         from rwkv.generation.engine import generate
 
         texts = ["".join(generate(self._model, self._tokenizer, PROMPT, TOKENS, seed=1)) for _ in range(2)]
         if texts[0] != texts[1]:
-            raise ArithmeticError(f"the same seed generated two texts, {texts[0]!r} and {texts[1]!r}")
+            raise ArithmeticError(f"the same seed generated two different texts, {texts[0]!r} and {texts[1]!r}")
         return f"{texts[0]!r}"
 
     def _train(self) -> str:
@@ -204,7 +204,8 @@ class _Checks:
             loss.backward()
             optimiser.step()
         if not losses[2] < losses[0]:
-            raise ArithmeticError(f"the loss went from {losses[0]:.4f} to {losses[2]:.4f} in two steps on one batch")
+            raise ArithmeticError(f"the loss did not decrease in two steps on one batch: it was "
+                                  f"{losses[0]:.4f}, then {losses[2]:.4f}")
         return f"the loss of one batch went from {losses[0]:.3f} to {losses[2]:.3f}" + ("" if is_small else f" ({path.name})")
 
 

@@ -266,7 +266,7 @@ def test_half_an_adapter_and_a_damaged_description_are_refused(folder: Path, tmp
     adapter = write_peft(tmp_path / "adapter", {"base_model.model.blocks.0.att.key.lora_A.weight": random(R, C)})
     with pytest.raises(CheckpointError, match="the adapter is incomplete"):
         with_adapter(base, adapter)
-    with pytest.raises(CheckpointError, match="pass the model as checkpoint"):
+    with pytest.raises(CheckpointError, match="pass the base model as checkpoint"):
         read_checkpoint(adapter)
     (adapter / "adapter_config.json").write_text("{")
     with pytest.raises(CheckpointError, match="not JSON"):

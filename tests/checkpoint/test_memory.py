@@ -28,7 +28,7 @@ def on_paper(n_layer: int, n_embd: int) -> Checkpoint:
 
 
 @pytest.mark.parametrize(("dtype", "free", "said"), [
-    ("bfloat16", 22, "bfloat16 requires 24.1 GiB of memory, but only 22.0 GiB are free: dtype=int8 requires 12.4 GiB"),
+    ("bfloat16", 22, "requires 24.1 GiB of memory, but only 22.0 GiB are free: pass dtype=int8, which requires 12.4 GiB"),
     ("bfloat16", 10, "dtype=int4"), ("float32", 30, "dtype=bfloat16"), ("int4", 6, "no dtype fits")])
 def test_the_error_names_the_largest_dtype_that_fits(dtype: str, free: int, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pretrained, "available_memory", lambda: free * GIB)

@@ -86,7 +86,7 @@ def test_a_written_directory_computes_the_same_elsewhere(tmp_path: Path, head_si
     model = model_of(head_size)
     model.save_pretrained(tmp_path / "model.pth")
     if layout == "transformers-rwkv" and head_size != 64:
-        with pytest.raises(UserError, match="head size 64"):
+        with pytest.raises(UserError, match="head size of 64"):
             write_checkpoint(read_checkpoint(tmp_path / "model.pth"), tmp_path / "model", layout=layout)
         return
     convert.main([str(tmp_path / "model.pth"), str(tmp_path / "model"), "--layout", layout])

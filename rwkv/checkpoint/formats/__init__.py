@@ -30,11 +30,11 @@ TEXT = frozenset(b"\t\n\r") | frozenset(range(32, 127))
 BYTES_SHOWN = 16                         # an error shows this many bytes of an unknown file; in every format some are not TEXT
 # A file that begins with these bytes is not a checkpoint: what it is, and what to do
 NOT_WEIGHTS = {
-    b"version https://git-lfs": "a Git LFS pointer, not the file: fetch it with git lfs pull, or download it",
-    b"# xet version": "a Xet pointer, not the file: fetch it with git xet, or download it",
-    b"<!doctype html": "a web page: download the file itself", b"<html": "a web page: download the file itself",
-    b"\x1f\x8b": "compressed by gzip: unpack it", b"7z\xbc\xaf": "a 7z archive: unpack it",
-    b"Rar!": "a RAR archive: unpack it", b"\x28\xb5\x2f\xfd": "compressed by zstd: unpack it"}
+    b"version https://git-lfs": "a Git LFS pointer, not the file itself: run git lfs pull, or download the file",
+    b"# xet version": "a Xet pointer, not the file itself: fetch the file with git xet, or download the file",
+    b"<!doctype html": "a web page, not the file: download the file", b"<html": "a web page, not the file: download the file",
+    b"\x1f\x8b": "compressed with gzip: decompress the file", b"7z\xbc\xaf": "a 7z archive: unpack the archive",
+    b"Rar!": "a RAR archive: unpack the archive", b"\x28\xb5\x2f\xfd": "compressed with zstd: decompress the file"}
 
 
 def names() -> list[str]:
@@ -52,16 +52,16 @@ def recognise(path: Path) -> ModuleType:
     """Returns the format module of an existing file or directory. Raises CheckpointError for an unknown format."""
     require_no_pointer(path)
     if path.is_file() and len(start := first_bytes(path, BYTES_SHOWN)) >= 8 and TEXT.issuperset(start):
-        raise CheckpointError(f"{path} is a text file and begins with {start!r}: name a file with weights")
+        raise CheckpointError(f"{path} is a text file that begins with {start!r}: expected a file with weights")
     for format in map(load, names()):
         if format.recognises(path):
             return format
     if path.is_dir():
         raise CheckpointError(f"{path} contains no checkpoint: expected a Hugging Face directory with a config.json")
     start = first_bytes(path, BYTES_SHOWN)
-    content = f"the file begins with {start!r}" if start else "the file is empty (0 bytes); was the copy interrupted?"
-    raise CheckpointError(f"{path} cannot be read as a checkpoint: {content}. Expected a file written by torch.save, "
-                          ".safetensors, rwkv.cpp's ggmf, or GGUF")
+    content = f"the file begins with {start!r}" if start else "the file is empty (0 bytes). The copy may have been interrupted"
+    raise CheckpointError(f"{path} cannot be read as a checkpoint: {content}. Expected a file in one of these formats: "
+                          "torch.save, .safetensors, ggmf (rwkv.cpp) or GGUF")
 
 
 def require_no_pointer(path: Path) -> None:
@@ -90,8 +90,8 @@ def by_suffix(path: Path) -> str:
     suffix = "" if path.is_dir() else path.suffix
     if suffix not in suffixes():
         known = ", ".join(suffix or "no suffix" for suffix in suffixes())
-        raise UserError(f"{path.name} must have a suffix that implies its format ({known}). Otherwise name the format "
-                        f"({', '.join(names())})")
+        raise UserError(f"{path.name} must have a suffix that implies a format ({known}). With any other suffix, name the "
+                        f"format ({', '.join(names())})")
     return suffixes()[suffix]
 
 

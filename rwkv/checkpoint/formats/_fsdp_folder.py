@@ -64,8 +64,8 @@ def read_rest(folder: Path) -> Dictionary:
         sums = json.loads((folder / COMPLETE).read_bytes())
         damaged = [name for name, expected in sums.items() if list(sum_of(folder / name)) != list(expected)]
     except FileNotFoundError as error:
-        raise CheckpointError(f"{folder} lacks {Path(error.filename).name}: the folder was copied or deleted only in part. "
-                              "Copy the checkpoint again") from None
+        raise CheckpointError(f"{folder} lacks {Path(error.filename).name}: the folder was only partly copied, or partly "
+                              "deleted. Copy the checkpoint again") from None
     except (ValueError, AttributeError, TypeError) as error:
         raise CheckpointError(f"{folder / COMPLETE} is damaged ({error}): copy the checkpoint again") from None
     if damaged or REST not in sums:

@@ -59,6 +59,6 @@ def _read_tensor(path: Path, cursor: Cursor) -> TensorInfo:
     number, start = cursor.unpack("IQ")
     type_, elements, nbytes = block_type(number, f"{path}: {name}")
     if shape[-1] % elements or 0 in shape:
-        raise CheckpointError(f"{path} is damaged: {name} is {shape} in {type_}, which requires a row length that is a "
-                              f"multiple of {elements}")
+        raise CheckpointError(f"{path} is damaged: {name} has shape {shape} and type {type_}, which requires a row length that "
+                              f"is a multiple of {elements}")
     return TensorInfo(name, shape, type_, start, start + math.prod(shape) // elements * nbytes)

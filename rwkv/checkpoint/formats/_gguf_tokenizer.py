@@ -58,8 +58,8 @@ def metadata_of(outgoing: Outgoing) -> JsonObject:
         metadata = {f"{GGML}model": "gpt2", f"{GGML}pre": PRE_TOKENIZER, f"{GGML}merges": merges,
                     JSON: definition["definition"]}
     else:
-        raise UserError(f"GGUF cannot hold the tokenizer {definition['kind']}: choose another format, or a tokenizer with "
-                        "the World vocabulary (world) or a byte-level BPE (bpe)")
+        raise UserError(f"GGUF cannot store a tokenizer of type {definition['kind']}: choose another format, or a tokenizer "
+                        "with the World vocabulary (world) or byte-level BPE (bpe)")
     spare = range(len(tokens), outgoing.vocab_size)
     return {**metadata, f"{GGML}tokens": tokens + [f"[PAD{index}]" for index in spare],
             f"{GGML}token_type": types + [UNUSED for _ in spare], f"{GGML}bos_token_id": ends[0],
@@ -80,8 +80,8 @@ def _bpe_tokens(parsed: JsonObject) -> tuple[list[str], list[int]]:
         "added tokens that absorb spaces": any(token.get(name) for token in added for name in PLAIN_ADDED)}
     for difference, is_present in differences.items():
         if is_present:
-            raise UserError(f"GGUF can hold only a byte-level BPE like GPT-2's, but this tokenizer has {difference}: choose "
-                            "another format, or omit the tokenizer")
+            raise UserError(f"GGUF can store only byte-level BPE tokenizers like GPT-2's, but this tokenizer has {difference}: "
+                            "choose another format, or omit the tokenizer")
     names = {index: text for text, index in model["vocab"].items()} | {token["id"]: token["content"] for token in added}
     types = {token["id"]: CONTROL if token["special"] else USER_DEFINED for token in added}
     ids = range(1 + max(names))
@@ -97,14 +97,15 @@ def tokenizer_in(path: Path, metadata: JsonObject) -> JsonObject | None:
     if kind == "rwkv":
         return {"kind": "world", "vocabulary": _world_vocabulary_text(path, *_tokens(path, metadata))}
     if kind != "gpt2":
-        raise CheckpointError(f"{path} contains a tokenizer of the kind {kind!r}, but only rwkv (the World vocabulary) and "
-                              "gpt2 (byte-level BPE) are supported: convert the model's original files instead")
+        raise CheckpointError(f"{path} contains a tokenizer of type {kind!r}, but only rwkv (the World vocabulary) and gpt2 "
+                              "(byte-level BPE) are supported: use the checkpoint that this GGUF file was converted from")
     ends = [metadata[key] for key in ENDS if isinstance(metadata.get(key), int)]
     if isinstance(metadata.get(JSON), str):
         return special.definition_with_ends(metadata[JSON], [ends])
     if metadata.get(f"{GGML}pre") != PRE_TOKENIZER:
-        raise CheckpointError(f"{path} contains a byte-level BPE with the pre-tokenizer {metadata.get(f'{GGML}pre')!r}, "
-                              f"but only {PRE_TOKENIZER!r} is supported: convert the model's original files instead")
+        raise CheckpointError(f"{path} contains a byte-level BPE tokenizer with the pre-tokenizer "
+                              f"{metadata.get(f'{GGML}pre')!r}, but only {PRE_TOKENIZER!r} is supported: use the checkpoint "
+                              "that this GGUF file was converted from")
     content = _bpe_tokenizer_json(path, *_tokens(path, metadata), metadata.get(f"{GGML}merges"))
     return special.definition_with_ends(json.dumps(content), [ends])
 
@@ -113,7 +114,8 @@ def _tokens(path: Path, metadata: JsonObject) -> tuple[list[str], list[int]]:
     tokens = metadata.get(f"{GGML}tokens")
     types = metadata.get(f"{GGML}token_type")
     if not _is_list_of(str, tokens) or not _is_list_of(int, types) or len(tokens) != len(types):      # type: ignore[arg-type]
-        raise CheckpointError(f"{path} must have as many {GGML}tokens as {GGML}token_type. Was the file converted wrongly?")
+        raise CheckpointError(f"{path} must have as many {GGML}tokens as {GGML}token_type. The file may have been converted "
+                              "incorrectly")
     return tokens, types         # type: ignore[return-value]
 
 
@@ -125,8 +127,8 @@ def _world_vocabulary_text(path: Path, texts: list[str], types: list[int]) -> st
     try:
         tokens = [_parse_repr(text) if type_ == NORMAL else b"" for text, type_ in zip(texts, types, strict=True)]
     except ValueError as error:
-        raise CheckpointError(f"{path} has a token that is not the repr of bytes ({error}). Was the "
-                              "file converted wrongly?") from error
+        raise CheckpointError(f"{path} has a token that is not the repr of a bytes object ({error}). The file may have been "
+                              "converted incorrectly") from error
     return Vocabulary(tokens).to_text()
 
 
@@ -141,7 +143,8 @@ def _parse_repr(text: str) -> bytes:
 
 def _bpe_tokenizer_json(path: Path, texts: list[str], types: list[int], merges: Any) -> JsonObject:
     if not _is_list_of(str, merges):
-        raise CheckpointError(f"{path} has a byte-level BPE without {GGML}merges. Was the file converted wrongly?")
+        raise CheckpointError(f"{path} has a byte-level BPE tokenizer without {GGML}merges. The file may have been converted "
+                              "incorrectly")
     added = [{"id": index, "content": text, "special": type_ == CONTROL, "normalized": False, **PLAIN_ADDED}
              for index, (text, type_) in enumerate(zip(texts, types, strict=True)) if type_ in (CONTROL, USER_DEFINED)]
     vocab = {text: index for index, (text, type_) in enumerate(zip(texts, types, strict=True)) if type_ != UNUSED}

@@ -55,10 +55,10 @@ def block_type(number: int, where: str) -> Block:
     try:
         block = _package_block(number)
     except ImportError as error:
-        raise CheckpointError(f"{where} is quantised in GGUF's type {number}, and reading this type {PACKAGE}") from error
+        raise CheckpointError(f"{where} is quantised in GGUF type {number}. Reading this type {PACKAGE}") from error
     if block is None:
-        raise CheckpointError(f"{where} is {_name(number)}, which the installed package gguf cannot dequantise: upgrade gguf, "
-                              "or convert the original weights again, to Q8_0 or BF16")
+        raise CheckpointError(f"{where} is {_name(number)}, which the installed gguf package cannot dequantise. Upgrade the "
+                              "package (pip install -U gguf), or convert the unquantised weights to Q8_0 or BF16")
     return block
 
 

@@ -100,8 +100,8 @@ def _stored_parts(name: str, shape: tuple[int, ...], format: str, packed: Callab
         return [Stored(name, name, (N, K), torch.int8, lambda: packed(name)[0]),
                 Stored(name + SCALE, name, (N,), torch.float32, lambda: packed(name)[1])]
     if K % GROUP:
-        raise UserError(f"int4 in .safetensors requires row lengths that are multiples of {GROUP}; {name} has rows of {K}: "
-                        "choose another dtype")
+        raise UserError(f"int4 in .safetensors requires row lengths that are multiples of {GROUP}, but the rows of {name} have "
+                        f"length {K}: choose another dtype")
     if kind := BLOCKS.get(format):
         return [Stored(name, name, (N, K // kind.elements, kind.bytes_per_block), torch.uint8, lambda: packed(name)[0])]
     G = K // GROUP
@@ -132,8 +132,8 @@ def _transpose_back(tensor: Stored) -> Stored:
 def require_known_version(path: Path, entry: JsonObject | None) -> None:
     version = ((entry or {}).get("packed") or {}).get("version", 1)
     if version not in range(1, WITH_BLOCKS + 1):
-        raise CheckpointError(f"{path} has packed matrices of version {version}, but this program reads 1 to {WITH_BLOCKS}: "
-                              "was the file written by a newer version?")
+        raise CheckpointError(f"{path} has packed matrices of format version {version}, but this program reads versions 1 to "
+                              f"{WITH_BLOCKS}. A newer version of this program may have written the file")
 
 
 def joined(tensors: Mapping[str, Stored]) -> tuple[dict[str, Stored], dict[str, PackedMatrix]]:
@@ -175,9 +175,9 @@ def _join_parts(name: str, tensors: Mapping[str, Stored]) -> PackedMatrix:
         K = size * GROUP
         return PackedMatrix("int4", (N, K), lambda: Int4.from_groups(_read(parts), K), _is_interleaved(K))
     raise CheckpointError(f"{weight.source}: {name} is {weight.dtype} of shape {weight.shape}, which is not supported. "
-                          f"Expected int8, (N,K) in torch.int8 with {name}.scale (N) in float32; or int4, (N,G/8,8,8) in "
-                          f"torch.int16 or (N,G,16) in torch.uint8 with {name}.scale and {name}.shift (N,G) in bfloat16; or "
-                          "GGUF's blocks, (N,blocks,bytes of a block) in torch.uint8")
+                          f"Expected one of: int8, (N,K) in torch.int8 with {name}.scale (N) in float32; int4, (N,G/8,8,8) in "
+                          f"torch.int16 or (N,G,16) in torch.uint8 with {name}.scale and {name}.shift (N,G) in bfloat16; GGUF "
+                          "blocks, (N,blocks,bytes of a block) in torch.uint8")
 
 
 def _block_kind(parts: list[Stored]) -> type[Blocks] | None:

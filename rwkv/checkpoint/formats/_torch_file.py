@@ -59,13 +59,14 @@ def load(path: Path) -> Dictionary:
             content = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except Exception as error:                   # torch raises no common error class for damaged files
         if OTHER_OBJECTS in str(error):          # _require_plain cannot inspect files from before zip
-            raise CheckpointError(f"{path} contains objects other than tensors, and loading them would execute code: save only "
-                                  "the tensors, with torch.save(model.state_dict(), FILE)") from error
+            raise CheckpointError(f"{path} contains objects other than tensors, and loading such objects would execute code. "
+                                  "Save only the tensors: torch.save(model.state_dict(), FILE)") from error
         raise CheckpointError(f"{path} cannot be read as a checkpoint: the file is truncated, damaged, or not made of plain "
                               "tensors written by torch.save. Other objects are rejected, because loading them would "
                               "execute code") from error
     if not isinstance(content, dict):
-        raise CheckpointError(f"{path} is not a checkpoint: the file contains a {type(content).__name__}, not tensors by name")
+        raise CheckpointError(f"{path} is not a checkpoint: the file contains a {type(content).__name__}, not a dictionary of "
+                              "tensors")
     return content
 
 
@@ -76,8 +77,8 @@ def _require_plain(path: Path) -> None:
     except Exception:                    # torch.load reports a damaged pickle
         return
     if others:
-        raise CheckpointError(f"{path} contains objects of {', '.join(others[:3])}, and loading them would execute code: save "
-                              "only the tensors, with torch.save(model.state_dict(), FILE)")
+        raise CheckpointError(f"{path} contains objects of {', '.join(others[:3])}, and loading such objects would execute "
+                              "code. Save only the tensors: torch.save(model.state_dict(), FILE)")
 
 
 def weights_in(path: Path, content: Mapping[object, object]) -> Mapping[object, object]:
@@ -90,7 +91,8 @@ def weights_in(path: Path, content: Mapping[object, object]) -> Mapping[object, 
         return content
     nested = {name: value for name, value in content.items() if isinstance(value, Mapping) and _holds_weights(value)}
     if len(nested) > 1:
-        raise CheckpointError(f"{path} has several sets of weights ({', '.join(map(str, nested))}): save one set alone")
+        raise CheckpointError(f"{path} has several sets of weights ({', '.join(map(str, nested))}): save each set in its own "
+                              "file")
     return weights_in(path, *nested.values()) if nested else content
 
 
@@ -112,8 +114,8 @@ def stored(path: Path, content: Mapping[object, object]) -> dict[str, Stored]:
         if not isinstance(name, str) or not isinstance(tensor, Tensor):
             raise CheckpointError(f"{path} is not a checkpoint: {name} is a {type(tensor).__name__}, not a tensor")
         if not _is_plain(tensor):
-            raise CheckpointError(f"{path}: {name} must be a plain tensor with all data of its shape {tuple(tensor.shape)}. "
-                                  "Sparse, quantised and expanded tensors are not supported")
+            raise CheckpointError(f"{path}: {name} must be a plain tensor that stores all values of its shape "
+                                  f"{tuple(tensor.shape)}. Sparse, quantised and expanded tensors are not supported")
         result[name] = Stored.of(name, str(path), tensor, mapped)
     return result
 
@@ -192,14 +194,15 @@ def _check_zip(path: Path) -> None:
     try:
         with path.open("rb") as file, zipfile.ZipFile(file) as archive:
             if not any(name.endswith("data.pkl") for name in archive.namelist()):
-                raise CheckpointError(f"{path} is a zip that torch.save did not write: unpack the zip, and name its content")
+                raise CheckpointError(f"{path} is a zip archive that torch.save did not write: unpack the archive, and pass "
+                                      "the checkpoint in it")
             if any(name.endswith("/constants.pkl") for name in archive.namelist()):
-                raise CheckpointError(f"{path} is a TorchScript program and contains code: save only the weights, with "
+                raise CheckpointError(f"{path} is a TorchScript program, which contains code. Save only the weights: "
                                       "torch.save(model.state_dict(), FILE)")
             for entry in archive.infolist():
                 if entry.compress_type != zipfile.ZIP_STORED or entry.file_size != entry.compress_size:
-                    raise CheckpointError(f"{path} is a compressed zip, which torch.save does not write: unpack the zip, and "
-                                          "name its content")
+                    raise CheckpointError(f"{path} is a compressed zip archive, which torch.save does not write: unpack the "
+                                          "archive, and pass the checkpoint in it")
                 archive.open(entry).close()              # compares the entry's header with the directory
             entries = [entry for entry in archive.infolist() if entry.CRC]       # a CRC of 0 means that torch wrote none
             with ThreadPoolExecutor(torch.get_num_threads()) as pool:

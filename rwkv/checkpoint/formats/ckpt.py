@@ -34,7 +34,8 @@ def parse(path: Path, content: Dictionary) -> Content:
     tensors = content.get("state_dict", {} if entry else weights_in(path, content))
     step = content.get("global_step", 0)
     if not isinstance(tensors, dict) or not isinstance(step, int):
-        raise CheckpointError(f"{path} has a state_dict or a global_step of a wrong type. Was it written by a newer version?")
+        raise CheckpointError(f"{path} has a state_dict or a global_step of the wrong type. A newer version of this program "
+                              "may have written the file")
     return Content(path, stored(path, tensors), entry, step=step)
 
 

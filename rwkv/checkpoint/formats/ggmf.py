@@ -61,7 +61,7 @@ def dtype_for(tensor: Stored, group: str, dtype: str | None) -> torch.dtype:
         return torch.float32
     chosen = DTYPES_BY_NAME[dtype] if dtype else tensor.dtype
     if chosen not in DTYPES:
-        raise UserError("the dtype of ggmf must be float32 or float16; got "
+        raise UserError("the dtype of a ggmf file must be float32 or float16; got "
                         f"{dtype or str(tensor.dtype).removeprefix('torch.')}")
     return chosen
 
@@ -109,8 +109,8 @@ def _read_header(path: Path, file: BinaryIO) -> dict[str, int]:
     magic, version, n_vocab, n_embd, n_layer, dtype = HEADER.unpack(_read(path, file, HEADER.size))
     assert magic == MAGIC
     if version not in VERSIONS:
-        raise CheckpointError(f"{path} is a ggmf file of version {version}, but this program reads {VERSIONS[0]} and "
-                              f"{VERSIONS[1]}: the file is damaged, or newer than this program")
+        raise CheckpointError(f"{path} is a ggmf file with version {version}, but this program reads versions {VERSIONS[0]} "
+                              f"and {VERSIONS[1]}: the file is damaged, or newer than this program")
     _dtype(path, dtype, "the header")
     return {"vocab_size": n_vocab, "n_embd": n_embd, "n_layer": n_layer}
 
@@ -141,8 +141,8 @@ def _copy_data(path: str, name: str, mapped: Tensor, dtype: torch.dtype) -> Tens
     if not name.endswith(DECAY):
         return copy
     if not bool((copy < 0).all()):
-        raise CheckpointError(f"{path}: all values of {name} must be negative, because they are -exp(time_decay): the file "
-                              "is damaged, or was converted wrongly")
+        raise CheckpointError(f"{path}: all values of {name} must be negative, because they are -exp(time_decay). The file is "
+                              "damaged, or was converted incorrectly")
     return raw_decay(copy.float()).to(dtype)
 
 
@@ -150,11 +150,12 @@ def _dtype(path: Path, index: int, subject: str) -> torch.dtype:
     if index < len(DTYPES):
         return DTYPES[index]
     kind = f"quantised ({BLOCK_TYPES[index]})" if index in BLOCK_TYPES else f"of the unknown type {index}"
-    raise CheckpointError(f"{path}: {subject} is {kind}, but must be FP32 or FP16: convert the original file instead")
+    raise CheckpointError(f"{path}: {subject} is {kind}, but must be FP32 or FP16: use the FP32 or FP16 file that this file "
+                          "was made from")
 
 
 def _read(path: Path, file: BinaryIO, count: int) -> bytes:
     read = file.read(count)
     if len(read) < count:
-        raise CheckpointError(f"{path} ends in the middle of a header. Copy or download the truncated file again")
+        raise CheckpointError(f"{path} is truncated: the file ends in the middle of a header. Copy or download the file again")
     return read

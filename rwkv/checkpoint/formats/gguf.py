@@ -115,8 +115,8 @@ def _sizes_and_notes(path: Path, metadata: JsonObject) -> tuple[JsonObject, list
     notes = unread(path, {key: value for key, value in stated.items() if key not in known_keys})
     if HEAD_SIZE_KEY in generation.GGUF_SIZES and HEAD_SIZE_KEY not in stated:
         declared["head_size"] = generation.HEAD_SIZE
-        notes.append(f"{path} lacks {architecture}.{HEAD_SIZE_KEY}: assuming heads of {generation.HEAD_SIZE}, as in every "
-                     "released model")
+        notes.append(f"{path} lacks {architecture}.{HEAD_SIZE_KEY}: assuming a head size of {generation.HEAD_SIZE}, as in "
+                     "every released model")
     tokens = metadata.get("tokenizer.ggml.tokens")
     return declared | ({"vocab_size": len(tokens)} if isinstance(tokens, list) else {}), notes
 
@@ -132,7 +132,7 @@ def write(path: Path, outgoing: Outgoing) -> None:
     """Writes the file. Raises UserError if GGUF lacks the generation or tokenizer, or if the package gguf is missing."""
     generation = generation_of(outgoing.config)
     if generation.GGUF_ARCHITECTURE is None:
-        raise UserError(f"GGUF does not support {generation.model.NAME}: llama.cpp runs only RWKV-6 and 7; choose "
+        raise UserError(f"GGUF does not support {generation.model.NAME}, because llama.cpp runs only RWKV-6 and 7: choose "
                         ".safetensors, .pth, or rwkv.cpp's .bin")
     library = package("writing GGUF")
     tokenizer = _gguf_tokenizer.metadata_of(outgoing)

@@ -95,8 +95,8 @@ def _declared_sizes(path: Path, config: JsonObject, sizes: dict[str, str]) -> Js
         if key == "value_dim" and isinstance(value, list) and all(width == value[0] for width in value):
             value = value[0] if value else None          # the list has one value per layer
         if declared.setdefault(name, value) != value:
-            raise CheckpointError(f"{path} sets {key} to {value}, but another key sets the same size to {declared[name]}: such "
-                                  "models are not supported")
+            raise CheckpointError(f"{path} sets {key} to {value}, but another key sets the same size to {declared[name]}. "
+                                  "Models in which these sizes differ are not supported")
     return declared
 
 
@@ -123,7 +123,7 @@ def write(path: Path, outgoing: Outgoing) -> None:
         raise UserError(f"the layout of a Hugging Face directory must be one of {', '.join(LAYOUTS)}; got {outgoing.layout!r}")
     generation = generation_of(outgoing.config)
     if outgoing.layout is not None and not hasattr(generation, "OFFICIAL_PREFIX"):
-        raise UserError(f"{generation.model.NAME} has only one layout of Hugging Face directory: omit the layout")
+        raise UserError(f"{generation.model.NAME} has only one layout for Hugging Face directories: omit the layout")
     _require_ours(path)
     write_folder(path, lambda folder: _write(folder, outgoing))
 
@@ -194,7 +194,7 @@ def _config(path: Path) -> tuple[JsonObject, ModuleType]:
                        if kind in (module.HUGGING_FACE_TYPE, *module.HUGGING_FACE_OTHER_TYPES)), None)
     if generation is None:
         expected = " or ".join(repr(module.HUGGING_FACE_TYPE) for module in generations())
-        version = f"an RWKV-{kind[4:]}" if isinstance(kind, str) and kind.startswith("rwkv") else "no RWKV"
+        version = f"an RWKV-{kind[4:]}" if isinstance(kind, str) and kind.startswith("rwkv") else "not an RWKV"
         raise CheckpointError(f"{path.parent} is {version} checkpoint: config.json has model_type {kind!r}, but {expected} is "
                               f"expected. This program runs {supported()}")
     return config, generation
@@ -207,12 +207,12 @@ def _weights(path: Path) -> Content:
     if whole:                            # a download by name pattern may include an index without its shards
         bare = [name for name in indices if not _has_shards(path / name)]
         if any(name.partition(".")[0] == whole[0].partition(".")[0] for name in bare):
-            raise CheckpointError(f"{path} contains {whole[0]}, and {bare[0]} without the shards listed there: remove the "
-                                  "outdated file, or complete the download")
+            raise CheckpointError(f"{path} contains {whole[0]}, and also {bare[0]} without the shards that {bare[0]} lists: "
+                                  "remove the outdated file, or complete the download")
         indices = [name for name in indices if name not in bare]
     if not whole and not indices:
         others = sorted(file.name for file in path.iterdir() if file.suffix in WEIGHT_SUFFIXES and file.name not in ADAPTERS)
-        hint = f". To read {', '.join(others[:3])}, name the file itself" if others else ". Is the download incomplete?"
+        hint = f". To read {', '.join(others[:3])}, name the file itself" if others else ". The download may be incomplete"
         raise CheckpointError(f"{path} contains config.json but no weights: expected {' or '.join((*WHOLE, *INDICES))}{hint}")
     if (path / ADAPTER).is_file():
         raise CheckpointError(f"{path} contains both an adapter ({ADAPTER}) and weights: move the adapter to another directory")
@@ -245,21 +245,21 @@ def _shards(index: Path) -> Content:
     shards: dict[str, Content] = {}
     for file in sorted({*places.values()}):
         if not (index.parent / file).is_file():
-            raise CheckpointError(f"{index.parent} lacks the shard {file}, which {index.name} lists: is the download "
-                                  "incomplete?")
+            raise CheckpointError(f"{index.parent} lacks the shard {file}, which {index.name} lists. The download may be "
+                                  "incomplete")
         shards[file] = _read_file(index.parent / file)
     for name, file in places.items():
         if name not in shards[file].tensors:
-            raise CheckpointError(f"{shards[file].path} lacks the tensor {name}, which {index.name} lists: do the files "
-                                  "come from the same checkpoint?")
+            raise CheckpointError(f"{shards[file].path} lacks the tensor {name}, which {index.name} lists. The files may come "
+                                  "from different checkpoints")
     return Content(index.parent, {name: shards[file].tensors[name] for name, file in places.items()})
 
 
 def _file_by_tensor(index: Path) -> dict[str, str]:
     places = _json(index).get("weight_map")
     if not isinstance(places, dict) or not all(isinstance(file, str) and Path(file).name == file for file in places.values()):
-        raise CheckpointError(f"{index} must have a weight_map from tensors to files in the same folder, as transformers "
-                              "writes it")
+        raise CheckpointError(f"{index} must have a weight_map that maps each tensor to a file in the same folder, as "
+                              "transformers writes it")
     return places
 
 

@@ -43,7 +43,7 @@ def read(path: Path) -> Content:
     except CheckpointError:
         raise
     except Exception as error:           # the library raises exceptions of many classes
-        raise CheckpointError(f"{path} cannot be read as .safetensors: the file is truncated, damaged or too new "
+        raise CheckpointError(f"{path} cannot be read as .safetensors: the file is truncated, damaged or in a newer format "
                               f"({error}). Copy or download the file again") from error
     entry = entry_in(path, metadata)
     _packed.require_known_version(path, entry)

@@ -25,7 +25,7 @@ __all__ = ["dtype_for", "read", "recognises", "write"]
 def dtype_for(tensor: Stored, group: str, dtype: str | None) -> torch.dtype:
     """Returns float16. Raises UserError if `dtype` is a different one."""
     if dtype not in (None, "float16"):
-        raise UserError(f"the dtype of .st must be float16, as web-rwkv requires; got {dtype}")
+        raise UserError(f"the dtype of a .st file must be float16, as web-rwkv requires; got {dtype}")
     return torch.float16
 
 
