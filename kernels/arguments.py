@@ -22,10 +22,10 @@ class Parser(argparse.ArgumentParser):
     modules as subcommands sets `shown`, in order to print the subcommand's name instead of "python -m MODULE".
     """
 
-    shown: ClassVar[Callable[[str], str]] = str
+    rewrite_usage: ClassVar[Callable[[str], str]] = str
 
     def __init__(self, module: str, description: str | None, epilog: str | None = None) -> None:
-        super().__init__(prog=Parser.shown(f"python -m {module}"), description=Parser.shown(description or ""), epilog=epilog,
+        super().__init__(prog=Parser.rewrite_usage(f"python -m {module}"), description=Parser.rewrite_usage(description or ""), epilog=epilog,
                          formatter_class=argparse.RawDescriptionHelpFormatter)
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:

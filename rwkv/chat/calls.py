@@ -28,7 +28,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 from uuid import uuid4
 
-from rwkv.chat.markers import begun_at_end
+from rwkv.chat.markers import partial_mark_length
 from rwkv.chat.messages import Message, Tool, Tools
 from rwkv.errors import UserError
 from rwkv.io.json_types import JsonObject
@@ -240,7 +240,7 @@ class CallParser:
         elif last:
             place = len(self._buffer)
         else:
-            place = len(self._buffer) - begun_at_end(self._buffer, (self._end_mark,))
+            place = len(self._buffer) - partial_mark_length(self._buffer, (self._end_mark,))
         return _text_step(place)
 
     def _show_json(self, nesting: "_Nesting", last: bool) -> _Step | None:
@@ -386,7 +386,7 @@ def _text_step(length: int) -> _Step | None:
 
 def _certain_length(text: str) -> int:
     """Returns the length of `text` without a partial opening mark at the end, and without white space before this mark."""
-    return len(text[:len(text) - begun_at_end(text, OPENINGS)].rstrip())
+    return len(text[:len(text) - partial_mark_length(text, OPENINGS)].rstrip())
 
 
 def _after_space(text: str, place: int) -> int:

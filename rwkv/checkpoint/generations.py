@@ -176,7 +176,7 @@ def _equal_up_to_rounding(value: object, right: Any) -> bool:
     return math.isclose(value, right, rel_tol=1e-6)
 
 
-def unread(where: str | Path, others: JsonMapping) -> list[str]:
+def unknown_key_notes(where: str | Path, others: JsonMapping) -> list[str]:
     """Returns a list with one message about unknown configuration keys that are set; [] if there are none."""
     names = [name for name, value in others.items() if value not in (None, False, 0, "", [], {})]
     return [f"{where} has {', '.join(names)}, which this program ignores"] if names else []

@@ -23,7 +23,7 @@ from rwkv.config import ModelConfig
 from rwkv.errors import CheckpointError, UnreadableError
 from rwkv.io.json_types import JsonObject
 from rwkv.model.base import MATRICES, TIME_STATE, fingerprint, generation
-from rwkv.model.lora import merged
+from rwkv.model.lora import merge_adapter
 
 if TYPE_CHECKING:
     from rwkv.checkpoint.files import Checkpoint
@@ -83,7 +83,7 @@ def digest(content: Content) -> str:
     return hashed.hexdigest()
 
 
-def applied(content: Content, base: Mapping[str, Stored], config: ModelConfig) -> tuple[dict[str, Stored], list[Stored] | None]:
+def apply_trained_values(content: Content, base: Mapping[str, Stored], config: ModelConfig) -> tuple[dict[str, Stored], list[Stored] | None]:
     """Applies trained values to the base. Returns the weights, with adapters merged on reading, and each layer's state or None.
 
     Merged matrices are float32, whatever the base's dtype. Raises CheckpointError if a tensor is missing or has a wrong shape.
@@ -119,7 +119,7 @@ def is_exact(checkpoint: "Checkpoint", dtype: str) -> bool:
     return all(tensor.dtype == DTYPES.get(dtype) for tensor in matrices)
 
 
-def surviving(checkpoint: "Checkpoint", dtype: str) -> float:
+def surviving_fraction(checkpoint: "Checkpoint", dtype: str) -> float:
     """Returns the fraction of the adapters' change that survives rounding the merged matrices to `dtype`, from 0 to 1.
 
     The fraction is 1 - |(round(W + D) - round(W)) - D| / |D|, over at most MEASURED matrices W and their changes D. Without
@@ -154,6 +154,6 @@ def _require_shape(path: Path, name: str, tensor: Stored, shape: tuple[int, ...]
 def _merge_on_read(weight: Stored, A: Stored, B: Stored, scale: float) -> Stored:
     def data() -> Tensor:
         with torch.no_grad():
-            return merged(weight.get(), A.get(), B.get(), scale)
+            return merge_adapter(weight.get(), A.get(), B.get(), scale)
 
     return replace(weight, dtype=torch.float32, data=data, mapped=False)

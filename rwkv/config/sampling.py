@@ -103,7 +103,7 @@ class Sampling:
                                 f"got {number!r}")
 
     @classmethod
-    def of(cls, config: Any) -> "Sampling":
+    def from_config(cls, config: Any) -> "Sampling":
         """Returns the sampling options of a program's configuration. Raises UserError for a value out of range."""
         values = {}
         for item in fields(cls):

@@ -55,7 +55,7 @@ def options(schema: type, prefix: str = "") -> dict[str, Field]:
     return result
 
 
-def free_text(item: Field) -> str | None:
+def free_text_kind(item: Field) -> str | None:
     """Returns `PATH`, `NAME` or `TEXT` if the option's value is taken verbatim, or None if Hydra parses the value.
 
     By default, a string option without a list of allowed values is a `NAME`.

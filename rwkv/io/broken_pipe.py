@@ -4,7 +4,7 @@ import os
 from typing import Any, TextIO, cast
 
 
-def unread(stream: TextIO | None) -> TextIO:
+def discard_when_unread(stream: TextIO | None) -> TextIO:
     """Wraps an output stream so that a failed write raises no error, and later output is discarded.
 
     raise_unwritten() raises the error later. `stream` is None if the program was started without this stream; then all output

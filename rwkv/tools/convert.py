@@ -165,22 +165,22 @@ def _require_unpacked(checkpoint: "Checkpoint") -> None:
 
 
 def _calibrate(checkpoint: "Checkpoint", text: Path) -> "Checkpoint":
-    from rwkv.checkpoint.calibration import calibrated, describe, read_ids
+    from rwkv.checkpoint.calibration import calibrate, describe, read_ids
     from rwkv.checkpoint.files import tokenizer_of
 
     ids = read_ids(text, tokenizer_of(checkpoint, option="--tokenizer"))
-    result = calibrated(checkpoint, ids)
+    result = calibrate(checkpoint, ids)
     _log(f"int4, calibrated on {ids.numel():,} tokens of {text}: {describe(result)}")
     return result
 
 
 def _adapter_line(checkpoint: "Checkpoint", dtype: str | None) -> str:
-    from rwkv.checkpoint.tuned import surviving
+    from rwkv.checkpoint.tuned import surviving_fraction
 
     merged = f"adapters merged into the weights of {counted(len(checkpoint.unadapted), 'layer')}"
     if dtype in (None, "float32"):
         return f"{merged}, in float32"
-    return f"{merged} and rounded to {dtype}: {surviving(checkpoint, str(dtype)):.0%} of their training survives"
+    return f"{merged} and rounded to {dtype}: {surviving_fraction(checkpoint, str(dtype)):.0%} of their training survives"
 
 
 def _parser() -> Parser:

@@ -20,15 +20,15 @@ from rwkv.checkpoint.tuned import identity
 from rwkv.config import TrainConfig
 from rwkv.data.loaders import DataModule, require_workers, worker_error
 from rwkv.data.prepare import Corpus
-from rwkv.data.validation import with_part
+from rwkv.data.validation import limit_validation
 from rwkv.distributed import log
 from rwkv.errors import UserError
 from rwkv.io.json_types import JsonObject
 from rwkv.io.signals import caught_signals
 from rwkv.model.base import generation
 from rwkv.training import graphs, kernel_check
-from rwkv.training.callbacks.before_after import compared
-from rwkv.training.device import device_for, dtype_for, is_planned_elsewhere, process_count, set_product_precision, share
+from rwkv.training.callbacks.before_after import comparison_lines
+from rwkv.training.device import device_for, dtype_for, is_planned_elsewhere, process_count, set_product_precision, rows_per_process
 from rwkv.training.errors import Diverged, Interrupted
 from rwkv.training.finish import Result, write_report, write_results
 from rwkv.training.loggers import loggers, require
@@ -86,8 +86,8 @@ class Built:
 
 
 def main(config: TrainConfig, line: cli.CommandLine) -> None:
-    if distributed.launched():
-        with distributed.connected():
+    if distributed.is_launched():
+        with distributed.connect_processes():
             train(distributed.broadcast_from_rank0(lambda: open_run(config, line.keys, line.chosen)))
     else:
         run = open_run(config, line.keys, line.chosen)
@@ -127,7 +127,7 @@ def prepare(run: Run) -> Prepared:
                                             "trainer.offload="))
     set_product_precision(str(config.trainer.precision), device)
     # Before the data are read, `share` raises UserError if the processes cannot divide the rows
-    rows = share(config.data.batch_size, config.trainer.strategy, config.trainer.num_nodes)
+    rows = rows_per_process(config.data.batch_size, config.trainer.strategy, config.trainer.num_nodes)
     operator, kernel_line = kernel_for(config.model, config.kernel.name, device, config.trainer.precision, rows)
     distributed.broadcast_from_rank0(lambda: require(config.logger))
     require_workers(config.data.num_workers)
@@ -144,8 +144,8 @@ def prepare(run: Run) -> Prepared:
         kernel_error = distributed.broadcast_from_rank0(lambda: kernel_check.check(
             operator, generation(config.model).OPERATOR, device, dtype_for(config.trainer.precision)))
     window = len(data.val) if config.trainer.tbptt else config.model.ctx_len
-    return Prepared(run, device, rows, operator, kernel_line, kernel_error, graphs.chosen(config, device, operator.name), data,
-                    with_part(data, config.trainer.val_tokens, window),
+    return Prepared(run, device, rows, operator, kernel_line, kernel_error, graphs.uses_graphs(config, device, operator.name), data,
+                    limit_validation(data, config.trainer.val_tokens, window),
                     needs_here(config, run.vocab_size(data.tokenizer), device))
 
 
@@ -249,7 +249,7 @@ def fit(built: Built, run: Run) -> Result:
     except Diverged as error:
         write_report(run.out_dir)
         distributed.fail_together(error)
-    return Result(trainer.callback_metrics, compared(trainer))
+    return Result(trainer.callback_metrics, comparison_lines(trainer))
 
 
 def _run_lightning(built: Built, run: Run) -> None:

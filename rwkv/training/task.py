@@ -39,8 +39,8 @@ from rwkv.model.loss import IGNORED, head_loss
 from rwkv.tokenizer.tokenizers import Tokenizer
 from rwkv.training.optim.loss_scale import LossScale
 from rwkv.training.optim.optimisers import OPTIMISERS, lr_factor, parameter_groups, update_in_backward
-from rwkv.training.sharding.strategy import Sharded, total_norm
-from rwkv.training.tbptt import Carried, forward_segments
+from rwkv.training.sharding.strategy import ShardedStrategy, total_norm
+from rwkv.training.tbptt import CarriedStates, forward_segments
 from rwkv.training.tuning.preferences import REWARDS, Preferences
 
 TrainingBatch = tuple[Tensor, Tensor] | Packed | Segments | Pairs
@@ -70,7 +70,7 @@ class LanguageModel(lightning.LightningModule):
         self.val_bytes_per_token = val_bytes_per_token
         self.val_lost = val_lost
         self.entry = dict(entry or {})
-        self.carried = Carried()
+        self.carried = CarriedStates()
         self.loss_scale: LossScale | None = None         # exists with trainer.precision=fp16-mixed
         self.tuned = not all(parameter.requires_grad for parameter in model.parameters())
         self.strict_loading = not self.tuned     # checkpoints lack frozen weights
@@ -83,7 +83,7 @@ class LanguageModel(lightning.LightningModule):
         self.on_validation_epoch_start()
 
     def configure_model(self) -> None:
-        if isinstance(self.trainer.strategy, Sharded):
+        if isinstance(self.trainer.strategy, ShardedStrategy):
             self.sharded = True
             self.trainer.strategy.shard(self, self.model)
 

@@ -48,7 +48,7 @@ def forward_segments(model: Model, x: Tensor, opens: Tensor, state: State, by_bl
     return torch.cat(outputs, 1), state
 
 
-class Carried:
+class CarriedStates:
     """Carries the states of this process's document streams from step to step: one State for each accumulated batch.
 
     A checkpoint holds the states of all processes as plain tensors (L,streams,...) on the CPU, in the order of the streams.

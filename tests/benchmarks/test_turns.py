@@ -28,7 +28,7 @@ def clock(ticks: int, to: str = "sys.stdout") -> list[str]:
 
 @pytest.mark.thorough
 def test_neither_runs_while_the_other_does(tmp_path: Path) -> None:
-    printed = _turns.beside(clock(100, f"open({str(tmp_path / 'main')!r}, 'a')"), tmp_path, clock(10**6), tmp_path, SECONDS)
+    printed = _turns.run_alternately(clock(100, f"open({str(tmp_path / 'main')!r}, 'a')"), tmp_path, clock(10**6), tmp_path, SECONDS)
     main, other = ([float(time) for time in text.split()] for text in ((tmp_path / "main").read_text(), printed))
     assert len(main) == 100
     assert other
@@ -54,7 +54,7 @@ def test_neither_survives_the_benchmark(name: str, tmp_path: Path) -> None:
                                              (["-c", "import time; time.sleep(60)"], ["-c", "import no_such_thing"])])
 def test_the_error_of_a_program_that_fails_is_shown(main: list[str], other: list[str], tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="no_such_thing"):
-        _turns.beside([sys.executable, *main], tmp_path, [sys.executable, *other], tmp_path, SECONDS)
+        _turns.run_alternately([sys.executable, *main], tmp_path, [sys.executable, *other], tmp_path, SECONDS)
 
 
 @pytest.mark.parametrize(("program", "args"), [

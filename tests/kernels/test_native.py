@@ -230,7 +230,7 @@ def test_a_kernel_that_the_library_lacks_is_named(tmp_path: Path) -> None:
 def test_a_kernel_that_is_not_built_is_listed_as_that(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(listing.not_built(op, name) is None for op in registry.operators() for name in registry.names(op))
     monkeypatch.setattr(native, "not_built", lambda file: "softmax_c_v9" if file.name == "c_v0.py" else None)
-    assert listing.here("wkv7", "c_v0", ["cpu"]) == "no"
+    assert listing.runnable_devices("wkv7", "c_v0", ["cpu"]) == "no"
     described = listing.describe("wkv7", "c_v0", ["cpu"])
     assert described.endswith("Not here: the kernel is not built: the library does not contain softmax_c_v9 (run make native).")
 

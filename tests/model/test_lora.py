@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kernels.matvec import Int4
 from rwkv.errors import UserError
-from rwkv.model.lora import LoraLinear, add_adapters, merged
+from rwkv.model.lora import LoraLinear, add_adapters, merge_adapter
 from rwkv.model.quantized import BFloat16Linear, Int4Linear, Int8Linear, to_bfloat16, to_int4, to_int8
 from rwkv.pretrained import RWKV
 
@@ -107,7 +107,7 @@ def test_merged_adapters_give_the_same_logits(generation: str) -> None:
     apart, _ = model(ids)
     for name, layer in list(model.named_modules()):
         if isinstance(layer, LoraLinear):
-            weight = merged(layer.base.weight, layer.lora_A.weight, layer.lora_B.weight, layer.scale)
+            weight = merge_adapter(layer.base.weight, layer.lora_A.weight, layer.lora_B.weight, layer.scale)
             layer.base.weight = torch.nn.Parameter(weight)
             model.set_submodule(name, layer.base)
     same_logits(model, model(ids)[0], apart, in_float32=2 * model.config.n_layer)        # each merged matrix is

@@ -22,7 +22,7 @@ from rwkv.checkpoint.content import Content, Outgoing
 from rwkv.checkpoint.formats import first_bytes
 from rwkv.checkpoint.generations import generation_of
 from rwkv.checkpoint.lazy_tensors import DTYPES as DTYPES_BY_NAME
-from rwkv.checkpoint.lazy_tensors import Stored, raw, release
+from rwkv.checkpoint.lazy_tensors import Stored, bytes_view, release
 from rwkv.errors import CheckpointError, UserError
 from rwkv.io.atomic import write_file
 
@@ -80,7 +80,7 @@ def _write(file: BinaryIO, outgoing: Outgoing) -> None:
         file.write(TENSOR.pack(len(shape), len(key), DTYPES.index(tensor.dtype)))
         file.write(struct.pack(f"<{len(shape)}I", *reversed(shape)) + key)
         is_decay = tensor.name.endswith(DECAY)
-        tensor.pass_on(lambda data, is_decay=is_decay: file.write(raw(stored_decay(data) if is_decay else data)))
+        tensor.pass_on(lambda data, is_decay=is_decay: file.write(bytes_view(stored_decay(data) if is_decay else data)))
 
 
 def stored_decay(decay: Tensor) -> Tensor:

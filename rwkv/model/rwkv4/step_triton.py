@@ -8,7 +8,7 @@ import triton.language as tl
 
 from kernels.wkv4 import decay_exponent
 from rwkv.model.base import Model
-from rwkv.model.decoding.triton_kernels import ADD, ADD_GATED, SQUARED_RELU, WIDE, begins, can_continue
+from rwkv.model.decoding.triton_kernels import ADD, ADD_GATED, SQUARED_RELU, WIDE, starts_sequence, can_continue
 from rwkv.model.decoding.triton_step import Builder, Launch
 from rwkv.model.rwkv4.mix import Block
 
@@ -61,7 +61,7 @@ def _wkv(slots, vectors, wide, narrow, states, wide_size, narrow_size, state_siz
     a = tl.load(state_ptr, mask=inside, other=0.0)
     b = tl.load(state_ptr + A, mask=inside, other=0.0)
     p = tl.load(state_ptr + 2 * A, mask=inside, other=0.0)
-    active = begins(slots, row, PREFILL)
+    active = starts_sequence(slots, row, PREFILL)
     while active:
         row_ptr = wide + row * wide_size + c
         k = tl.load(row_ptr + k_offset, mask=inside, other=0.0)

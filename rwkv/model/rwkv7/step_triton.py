@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from rwkv.model.base import Model
-from rwkv.model.decoding.triton_kernels import ADD, NARROW, SIGMOID, SQUARED_RELU, TANH, WIDE, begins, can_continue
+from rwkv.model.decoding.triton_kernels import ADD, NARROW, SIGMOID, SQUARED_RELU, TANH, WIDE, starts_sequence, can_continue
 from rwkv.model.decoding.triton_step import Builder, Launch, warps_for
 from rwkv.model.rwkv7 import architecture
 from rwkv.model.rwkv7.architecture import GATES, STEP_MIXES
@@ -83,7 +83,7 @@ def _wkv(slots, vectors, wide, narrow, states, wide_size, narrow_size, state_siz
     row = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * N
     S = states + tl.load(slots + row) * state_size + state_offset + tl.program_id(1) * N * N
-    active = begins(slots, row, PREFILL)
+    active = starts_sequence(slots, row, PREFILL)
     while active:
         row_ptr = wide + row * wide_size + first
         out_ptr = narrow + row * narrow_size + readout_offset + first

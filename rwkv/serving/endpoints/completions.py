@@ -11,12 +11,12 @@ from rwkv.serving.http.errors import ApiError
 from rwkv.serving.messages import Generate
 from rwkv.serving.openapi import GENERATION, Endpoint
 from rwkv.serving.schema import MOST_ROWS, CompletionRequest, Options, read
-from rwkv.serving.service import Service, default_max_tokens, from_body, owner, resolve_adapter
-from rwkv.serving.submission import NO_LIMIT, answer, include_usage, make_sequences, prompt_ids, stopping
+from rwkv.serving.service import Service, default_max_tokens, handle_body, owner, resolve_adapter
+from rwkv.serving.submission import NO_LIMIT, answer, include_usage, make_sequences, prompt_ids, stopping_criteria
 
 
 async def completions(service: Service, request: Request) -> Answer:
-    return await answer(service, *await from_body(service, request, partial(_translate, owner=owner(request))))
+    return await answer(service, *await handle_body(service, request, partial(_translate, owner=owner(request))))
 
 
 def _translate(service: Service, raw_body: bytes, owner: str) -> tuple[list[Generate], ResponseSpec, Options]:
@@ -41,7 +41,7 @@ def completion_sequences(service: Service, body: CompletionRequest, owner: str) 
                             "all, where each prompt counts n times", "echo")
     if echoed and not all(prompts):
         raise ApiError(400, "echo with logprobs requires a prompt with at least one token, even if state is set", "echo")
-    first = EngineRequest("", body.first_seed(), stopping(service, maximum, usual.stop if body.stop is None else body.stops()),
+    first = EngineRequest("", body.first_seed(), stopping_criteria(service, maximum, usual.stop if body.stop is None else body.stops()),
                           body.sampling(usual.sampling, service.tokenizer), body.logprobs, echoed, body.answer_grammar())
     sequences = [sequence for ids in prompts
                  for sequence in make_sequences(service, body, replace(first, prompt=ids), n, start, owner, model)]

@@ -10,14 +10,14 @@ from rwkv.config import MIB, STATE_LAYOUTS
 from rwkv.generation.request import Request as EngineRequest
 from rwkv.generation.stopping import StoppingCriteria
 from rwkv.serving.answers import Answer, ResponseSpec
-from rwkv.serving.endpoints.chat import shown_tools
+from rwkv.serving.endpoints.chat import template_tools
 from rwkv.serving.http.bodies import read_body
 from rwkv.serving.http.errors import ApiError, json_response
 from rwkv.serving.messages import Generate, SavedState
 from rwkv.serving.openapi import FILE, GENERATION, Endpoint
 from rwkv.serving.schema import StateRequest, read
-from rwkv.serving.service import Service, from_body, owner, resolve_adapter
-from rwkv.serving.states.client_states import MEDIA_TYPES, shown
+from rwkv.serving.service import Service, handle_body, owner, resolve_adapter
+from rwkv.serving.states.client_states import MEDIA_TYPES, describe_state
 from rwkv.serving.submission import message_ids, prompt_ids, submit
 
 
@@ -29,7 +29,7 @@ class StateAnswer(Answer):
         if state is None:
             return ApiError(503, "the prompt requires more time than the server's timeout_s= allows: send a shorter prompt",
                             code="timeout").response()
-        return json_response({**shown(state, self._spec.model), "usage": self._usage()})
+        return json_response({**describe_state(state, self._spec.model), "usage": self._usage()})
 
 
 async def make_state(service: Service, request: Request) -> ASGIApp:
@@ -41,7 +41,7 @@ async def make_state(service: Service, request: Request) -> ASGIApp:
         if layout not in (None, *STATE_LAYOUTS):
             raise ApiError(400, f"state_layout must be {' or '.join(STATE_LAYOUTS)}; got {layout[:40]!r}", "state_layout")
         return _state_response(service, await service.engine.upload(service.states.new(owner(request)), content, layout))
-    sequence = await from_body(service, request, partial(_state_sequence, owner=owner(request)))
+    sequence = await handle_body(service, request, partial(_state_sequence, owner=owner(request)))
     spec = ResponseSpec("state", service.model, False, False, [""], 1, service.tokenizer, saves=True)
     return StateAnswer(service.engine, await submit(service, [sequence]), spec, False, service.config.timeout_s)
 
@@ -59,7 +59,7 @@ def _state_sequence(service: Service, raw_body: bytes, owner: str) -> Generate:
             raise ApiError(400, "tools requires messages, and conflicts with prompt", "tools")
         ids = prompt_ids(service, body.prompt or "", start=start)
     else:
-        tools = shown_tools(service, body.tools)
+        tools = template_tools(service, body.tools)
         prompt = service.states.prompt(start, body.messages, tools, add_generation_prompt=False)
         turn = service.states.turn_of_messages(body.messages, tools, start)
         ids = message_ids(service, prompt, start)
@@ -68,7 +68,7 @@ def _state_sequence(service: Service, raw_body: bytes, owner: str) -> Generate:
 
 
 async def list_states(service: Service, request: Request) -> Response:
-    states = [shown(state, service.model) for state in service.states.owned_by(owner(request))]
+    states = [describe_state(state, service.model) for state in service.states.owned_by(owner(request))]
     return json_response({"object": "list", "data": states, "has_more": False})
 
 
@@ -89,7 +89,7 @@ async def delete_state(service: Service, request: Request) -> Response:
 
 
 def _state_response(service: Service, state: SavedState) -> Response:
-    return json_response(shown(state, service.model))
+    return json_response(describe_state(state, service.model))
 
 
 ENDPOINTS = (
