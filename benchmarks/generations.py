@@ -91,7 +91,7 @@ def _median_step_times(folder: Path, options: dict[str, Sequence[str]]) -> dict[
     first, second = options
     folders = {name: folder / f"timed-{name}" for name in options}
     _turns.run_alternately(train_command(folders[first], *options[first], *_steps(TIMED_STEPS), *NEVER), folder,
-                  train_command(folders[second], *options[second], *_steps(ENDLESS), *NEVER), folder, TURN_S)
+                           train_command(folders[second], *options[second], *_steps(ENDLESS), *NEVER), folder, TURN_S)
     return {name: _median_step_ms(folders[name]) for name in options}
 
 
@@ -99,7 +99,7 @@ def _nanogpt_ratio(folder: Path, rwkv4: Sequence[str], nanogpt: Path) -> float:
     """Returns nanoGPT's step time relative to RWKV-4's. Both train alternately."""
     out_dir = folder / "timed-beside-nanogpt"
     printed = _turns.run_alternately(train_command(out_dir, *rwkv4, *_steps(TIMED_STEPS), *NEVER), folder,
-                            _nanogpt_command(folder, "0", ENDLESS), nanogpt, TURN_S)
+                                     _nanogpt_command(folder, "0", ENDLESS), nanogpt, TURN_S)
     return median([float(ms) for ms in re.findall(r"time ([0-9.]+)ms", printed)][WARM:]) / _median_step_ms(out_dir)
 
 

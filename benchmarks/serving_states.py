@@ -34,12 +34,12 @@ from benchmarks.serving import (
     Client,
     LlamaServer,
     Server,
-    stopped_at_exit,
-    write_gguf,
     parse_arguments,
     read_for,
     run,
     serving,
+    stopped_at_exit,
+    write_gguf,
 )
 from kernels.arguments import Parser, above_zero, at_least
 

@@ -103,7 +103,7 @@ def random_model(L: int, C: int, V: int, dtype: str) -> RWKV:
     module = generation(config)
     weights = {name: torch.empty(shape, dtype=torch.bfloat16 if len(shape) == 2 else torch.float32).normal_(0, C ** -0.5)
                for name, shape in module.shapes(config, V).items()}
-    model = RWKV.with_weights(module.resolved(config), select(module.OPERATOR, "reference"), weights)
+    model = RWKV.with_weights(module.with_default_widths(config), select(module.OPERATOR, "reference"), weights)
     model = model.requires_grad_(False).eval()
     if dtype == "bfloat16":
         return model.to(torch.bfloat16)

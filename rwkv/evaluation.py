@@ -182,7 +182,7 @@ def score_targets(model: Model, hidden: Tensor, targets: Tensor) -> tuple[Tensor
 
 @torch.no_grad()
 def score_endings(model: Model, context: Sequence[int], endings: Sequence[Sequence[int]], chunk_len: int,
-                   batch_size: int) -> tuple[Tensor, Tensor]:
+                  batch_size: int) -> tuple[Tensor, Tensor]:
     """Returns the negative log-likelihoods (N,) of N endings, and whether all tokens of each ending are right (N,).
 
     All endings follow the same context, which is prefilled once.

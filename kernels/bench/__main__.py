@@ -41,7 +41,7 @@ from kernels.bench.case import BenchCase, Pass, Shape, case_of
 from kernels.bench.profiler import extra_bytes, launches
 from kernels.bench.results import exit_status, output_file, save
 from kernels.bench.text import aligned
-from kernels.bench.timing import time_alternately, spread
+from kernels.bench.timing import spread, time_alternately
 from kernels.machine import hardware
 from kernels.machine.allocator import keep_large_blocks
 from kernels.registry import operators, why_not

@@ -223,7 +223,7 @@ def _apply_tuned(content: Content, user_base: Checkpoint | None = None) -> Check
     except CheckpointError as error:
         raise UnreadableError(f"cannot read the base weights of {content.path}: {error}") from error
     tuned.require_same(content.path, base, entry, user_base is not None)
-    config = generation(base.config).resolved(base.config)
+    config = generation(base.config).with_default_widths(base.config)
     stored = base.weights.stored
     weights, states = tuned.apply_trained_values(content, stored, config)
     unadapted = {name: stored[name] for name, tensor in weights.items() if tensor is not stored[name]}
@@ -366,7 +366,7 @@ def _with_entry(checkpoint: Checkpoint, entry: JsonObject) -> Checkpoint:
     path = checkpoint.path
     try:
         config = ModelConfig(**entry["run"]["model"])
-        stated = asdict(generation(config).resolved(config)) | {"vocab_size": entry["vocab_size"]}
+        stated = asdict(generation(config).with_default_widths(config)) | {"vocab_size": entry["vocab_size"]}
         tokenizer = entry["tokenizer"]
         tokenizer_hash = entry.get("tokenizer_hash")
         weights_fingerprint = entry.get("fingerprint")

@@ -6,9 +6,9 @@ A generation's module has
     model                          the module of the same name in rwkv/model/, which states names and shapes
     official_name                  converts another program's tensor name to the official one
     recognises                     returns True if tensors with these official names belong to the generation
-    arranged, laid_out             convert tensors of any format to the official layout, and back to a format's layout
+    to_official_layout, to_format_layout             convert tensors of any format to the official layout, and back to a format's layout
     directory_factor               returns the official matrix divided by the matrix in a Hugging Face directory
-    widths, has_many_forms         infer sizes from tensors' shapes; tell if a vector's shape varies between files
+    widths, has_several_shapes         infer sizes from tensors' shapes; tell if a vector's shape varies between files
     EXTENSIONS                     later versions, which are not supported, each with a pattern that matches its tensors' names
     HUGGING_FACE_TYPE, HUGGING_FACE_SIZES, hugging_face_config          for config.json
     HUGGING_FACE_OTHER_TYPES       other values of model_type, written by other programs
@@ -75,7 +75,7 @@ def recognise(path: Path, tensors: Mapping[str, Stored],
     for generation in generations():
         official = _by_official_name(path, tensors, generation)
         if generation.recognises(official):
-            return generation, generation.arranged(official, declared)
+            return generation, generation.to_official_layout(official, declared)
     raise CheckpointError(_explain_unrecognised(path, tensors))
 
 
@@ -142,7 +142,7 @@ def config_of(path: Path, generation: ModuleType, tensors: Mapping[str, Stored],
     sizes = {"n_layer": n_layer, **generation.widths(matrix, tensors), "ctx_len": ctx_len}
     try:
         config = ModelConfig(generation=generation.__name__.rpartition(".")[2], **sizes)
-        generation.model.resolved(config)        # rejects inconsistent sizes
+        generation.model.with_default_widths(config)        # rejects inconsistent sizes
     except UserError as error:
         raise CheckpointError(f"{path} has tensors of sizes that are impossible in {generation.model.NAME} "
                               f"({error}). Was the file converted wrongly?") from error
@@ -208,7 +208,7 @@ def fit(path: Path, generation: ModuleType, tensors: Mapping[str, Stored], confi
         raise CheckpointError(f"{path} has the tensor {surplus[0]}{more}, unknown in {generation.model.NAME}: is the file of "
                               "another RWKV version or of an extension?")
     for name, shape in expected.items():
-        _require_fit(path, tensors[name], shape, generation.has_many_forms(name))
+        _require_fit(path, tensors[name], shape, generation.has_several_shapes(name))
     stored = {name: tensors[name].viewed(shape) for name, shape in expected.items()}
     return {name: tensor.cast(torch.float32) if tensor.dtype == torch.float64 else tensor for name, tensor in stored.items()}
 

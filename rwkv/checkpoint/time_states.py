@@ -197,7 +197,7 @@ def _layer_count_and_state_shape(path: Path, config: ModelConfig) -> tuple[int, 
     if not module.LEARNS_STATE:
         raise CheckpointError(f"{path} contains a tuned state, which requires {names_with_learnt_state()}, but the model is "
                               f"{module.NAME}")
-    config = module.resolved(config)
+    config = module.with_default_widths(config)
     return config.n_layer, tuple(module.empty_state(config, 1, "meta").named()["wkv"].shape[2:])
 
 

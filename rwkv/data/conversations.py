@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from rwkv.chat.encoding import encode, encode_each, for_tokenizer, decode_with_special_names, visible_text
+from rwkv.chat.encoding import decode_with_special_names, encode, encode_each, for_tokenizer, visible_text
 from rwkv.config import DataConfig
 from rwkv.data.files import crc32
 from rwkv.data.shards import SPLITS, dtype_of

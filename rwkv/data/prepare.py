@@ -32,7 +32,7 @@ from rwkv.data import shards, token_files
 from rwkv.data.conversations import Tokenised, tokenise
 from rwkv.data.documents.source import Source
 from rwkv.data.mixture import MixedSource, mixed_sources, prefix_errors
-from rwkv.data.mixture.copies import decode_chunks, copies_in_training, remove_documents
+from rwkv.data.mixture.copies import copies_in_training, decode_chunks, remove_documents
 from rwkv.data.options import check_data
 from rwkv.data.sources import open_source
 from rwkv.data.streaming.encoding import Streamed, hold_out

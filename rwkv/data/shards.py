@@ -31,7 +31,7 @@ from tqdm import tqdm
 from rwkv.data.documents.copies import repeated_share
 from rwkv.data.documents.separators import marks
 from rwkv.data.documents.source import Source
-from rwkv.data.files import crc32, size_and_mtime, is_unchanged
+from rwkv.data.files import crc32, is_unchanged, size_and_mtime
 from rwkv.data.token_array import DocumentOffsets, Part, TokenArray
 from rwkv.errors import UserError
 from rwkv.io.cache import cannot_write, read_json, sha256, write, write_bytes, write_json

@@ -22,7 +22,7 @@ def limit_validation(corpus: Corpus, val_tokens: int | None, reach: int) -> Corp
         return corpus
     if corpus.parts:
         return join_sources([part._replace(corpus=limit_validation(part.corpus, ceil(val_tokens * part.share), reach))
-                      for part in corpus.parts])
+                             for part in corpus.parts])
     if corpus.conversations is None:
         val = corpus.val.first(val_tokens + 1)
         text = corpus.tokenizer.decode(val[:].tolist()).encode()

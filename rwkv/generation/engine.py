@@ -26,7 +26,15 @@ from rwkv.generation.prefill import SHORT_PROMPT, Prefill, PrefillResult, advanc
 from rwkv.generation.prefix_cache import EMPTY, PrefixCache
 from rwkv.generation.request import Request
 from rwkv.generation.row import CANCELLED, Row, Sample
-from rwkv.generation.sampling import Penalties, PenaltyTable, TablePenalties, draw_function_on, not_finite_error, queue_tokens, to_host
+from rwkv.generation.sampling import (
+    Penalties,
+    PenaltyTable,
+    TablePenalties,
+    draw_function_on,
+    not_finite_error,
+    queue_tokens,
+    to_host,
+)
 from rwkv.generation.speculation import Speculation
 from rwkv.generation.stopping import StoppingCriteria
 from rwkv.io.json_types import JsonObject

@@ -22,7 +22,7 @@ def logprobs(logits: Tensor, tokens: Tensor, n: int) -> tuple[Tensor, Tensor, Te
 
 
 def logprob_entry(tokenizer: Tokenizer, token: int, logprob: Tensor, top_ids: Tensor, top_logprobs: Tensor, n: int | None,
-          before: Sequence[int]) -> Entry:
+                  before: Sequence[int]) -> Entry:
     """Returns the entry of a token: its text, its log-probability, and the n likeliest tokens at its position.
 
     `before` holds the ids before the token, on which the token's text may depend.

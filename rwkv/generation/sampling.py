@@ -217,7 +217,7 @@ def next_tokens(logits: Tensor, uniform: Tensor, options: Sampling,
 
 
 def queue_tokens(logits: Tensor, uniform: Tensor, options: Sampling,
-                  penalties: AllPenalties | None = None, draw: Draw | None = None) -> Tensor:
+                 penalties: AllPenalties | None = None, draw: Draw | None = None) -> Tensor:
     """Draws as next_tokens does, but without synchronising with the GPU. The tokens stay on the device where they were drawn.
 
     A row gets the token -1 if its logits are not finite.

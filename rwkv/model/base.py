@@ -237,7 +237,7 @@ class Model(nn.Module):
         self.config, self.vocab_size, self.operator = config, vocab_size, operator
         self.fingerprint_before: str | None = None       # the fingerprint before quantising or merging
         self.decoding_step = CachedFromWeights()         # the cached CStep or GpuStep
-        self.gives_back = False                          # true if training returns free memory after each block
+        self.returns_free_memory = False                          # true if training returns free memory after each block
         self.weight_cache: WeightCache | None = None     # the rounded weights, for training in half precision
         self.replay: Callable[[Tensor], Tensor] | None = None    # in training, computes through_blocks as a CUDA graph
         self.emb = nn.Embedding(vocab_size, config.n_embd)
@@ -283,7 +283,7 @@ class Model(nn.Module):
     def _hidden_and_states(self, tokens: Tensor, state: State | None,
                            packing: Packing | None = None) -> tuple[Tensor, list[State]]:
         x, before, carry = self._first_block_inputs(tokens, state)
-        x, _, after = _run_blocks(self.blocks, x, carry, before, packing, self.gives_back)
+        x, _, after = _run_blocks(self.blocks, x, carry, before, packing, self.returns_free_memory)
         return self.ln_out(x), after
 
     def _first_block_inputs(self, tokens: Tensor, state: State | None) -> tuple[Tensor, Sequence[State | None], object]:
@@ -343,7 +343,7 @@ class Model(nn.Module):
         The result is False if the model has hooks, or if a subclass or an instance attribute replaces a method in OVERRIDABLE.
         """
         return is_unmodified(self) and all(getattr(type(self), name) is getattr(Model, name) and name not in vars(self)
-                                       for name in OVERRIDABLE)
+                                           for name in OVERRIDABLE)
 
     def init_weights(self) -> Self:
         """Initialises the weights by the generation's rule, with torch's global random generator."""

@@ -77,7 +77,7 @@ def read_adapters(config: ServeConfig, opened: OpenCheckpoint) -> list[Adapter]:
         return []
     base = opened.checkpoint
     identity = base.fingerprint or fingerprint(generation(base.config), base.weights)
-    format = StateFormat(generation(base.config).resolved(base.config), base.vocab_size, identity, opened.tokenizer,
+    format = StateFormat(generation(base.config).with_default_widths(base.config), base.vocab_size, identity, opened.tokenizer,
                          opened.device)
     adapters = [_read(name, from_home(path), opened, format, config) for name, path in config.adapter_paths.items()]
     n_merged = sum(adapter.merged is not None for adapter in adapters)

@@ -21,9 +21,9 @@ from kernels.machine import allocator, threads
 from rwkv import cli
 from rwkv.cli.garbage import without_garbage_collection
 from rwkv.config import GenerateConfig
-from rwkv.io.broken_pipe import abandon, raise_unwritten, discard_when_unread
+from rwkv.io.broken_pipe import abandon, discard_when_unread, raise_unwritten
 from rwkv.io.lines import wrap_text
-from rwkv.programs.sampling import ChosenSampling, SamplingChoice
+from rwkv.programs.sampling import SamplingChoice
 
 if TYPE_CHECKING:
     from rwkv.generation.draft import Draft

@@ -101,7 +101,7 @@ def load(config: ServeConfig, user_keys: Collection[str] = ()) -> "Loaded":
     weights = opened.nbytes()
     row = state_nbytes(model.config) + 4 * model.vocab_size
     if why_not(model) is None:
-        weights += sum(tensor.nbytes for tensor in step_of(model).own)
+        weights += sum(tensor.nbytes for tensor in step_of(model).own_tensors)
     draft, draft_line = opened_draft.load(model) if opened_draft else (None, "")
     loaded = {}
     for adapter in adapters:

@@ -28,12 +28,19 @@ from rwkv.io.signals import caught_signals
 from rwkv.model.base import generation
 from rwkv.training import graphs, kernel_check
 from rwkv.training.callbacks.before_after import comparison_lines
-from rwkv.training.device import device_for, dtype_for, is_planned_elsewhere, process_count, set_product_precision, rows_per_process
+from rwkv.training.device import (
+    device_for,
+    dtype_for,
+    is_planned_elsewhere,
+    process_count,
+    rows_per_process,
+    set_product_precision,
+)
 from rwkv.training.errors import Diverged, Interrupted
 from rwkv.training.finish import Result, write_report, write_results
 from rwkv.training.loggers import loggers, require
 from rwkv.training.memory.capacity import Needs, needs_here, require_capacity
-from rwkv.training.memory.estimate import gives_back
+from rwkv.training.memory.estimate import returns_free_memory
 from rwkv.training.plan import other_gpus
 from rwkv.training.plan.duration import is_timed
 from rwkv.training.plan.this_machine import announce_needs, announce_training
@@ -189,7 +196,7 @@ def new_task(prepared: Prepared) -> LanguageModel:
     lightning.seed_everything(config.seed, verbose=False)
     model = new_model(config.model, run.init_checkpoint, data.tokenizer, prepared.operator, config.tune)
     model = prepare_blocks(model, config.trainer)
-    model.gives_back = gives_back(config, prepared.needs.memory)
+    model.returns_free_memory = returns_free_memory(config, prepared.needs.memory)
     if prepared.use_graphs:
         model.replay = graphs.Replay(model)
     entry = describe(prepared.options, model.vocab_size, data.tokenizer) | {"data_sha256": data.sha256}

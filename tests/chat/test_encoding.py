@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizer_files import KINDS, LETTERS, chatml
 
-from rwkv.chat.encoding import encode, for_tokenizer, mark_special_names, decode_with_special_names, remove_marks
+from rwkv.chat.encoding import decode_with_special_names, encode, for_tokenizer, mark_special_names, remove_marks
 from rwkv.chat.jinja import JinjaTemplate
 from rwkv.chat.template import ChatTemplate
 from rwkv.chat.templates import chat_template

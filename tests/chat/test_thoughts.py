@@ -4,7 +4,16 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from rwkv.chat.thoughts import END, START, ThoughtParser, answer_message, thoughts_at_end, parser_arguments, thoughts_end, with_hint
+from rwkv.chat.thoughts import (
+    END,
+    START,
+    ThoughtParser,
+    answer_message,
+    parser_arguments,
+    thoughts_at_end,
+    thoughts_end,
+    with_hint,
+)
 
 ANSWERS: list[tuple[str, str, str, str]] = [     # end of the prompt, generated text, reasoning, answer
     ("", "Yes.", "", "Yes."), ("", " \n Yes.", "", "Yes."), ("", "", "", ""),

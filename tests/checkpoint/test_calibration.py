@@ -76,7 +76,7 @@ def test_the_model_is_the_file_s_blocks(tmp_path: Path, text: Path, generation: 
     stepped = torch.stack([decoder.step(ids[:, t]).clone() for t in range(9)], 1)
     for logits in (loaded(ids)[0], stepped):
         assert (logits - expected).abs().max() < 1e-3 * expected.abs().max()
-    assert max(part.numel() for part in step_of(loaded).own) < sizes["n_embd"] * sizes["n_embd"]
+    assert max(part.numel() for part in step_of(loaded).own_tensors) < sizes["n_embd"] * sizes["n_embd"]
     content = target.read_bytes()
     assert all(layer.packed.weight.numpy().tobytes() in content for layer in layers.values())         # type: ignore[union-attr]
 

@@ -76,7 +76,7 @@ def test_every_matrix_is_read_in_the_file_s_own_bytes(mixed: Path) -> None:
         assert weight.untyped_storage().nbytes() == len(content)         # that of the mapping
         assert weight.numpy().tobytes() in content
     step = step_of(model)
-    assert max(tensor.numel() for tensor in step.own) < WIDTH * WIDTH
+    assert max(tensor.numel() for tensor in step.own_tensors) < WIDTH * WIDTH
     addresses = set(step._structs.tolist())
     assert all(layer.packed.weight.data_ptr() in addresses for layer in layers)       # type: ignore[union-attr]
     assert decoding_line(model).startswith("decoding: C, one call per token")

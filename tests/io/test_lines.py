@@ -6,7 +6,7 @@ from io import StringIO
 
 import pytest
 
-from rwkv.io.lines import COLUMN, wrap_labelled, counted, escape_controls, labelled_line, wrap_text
+from rwkv.io.lines import COLUMN, counted, escape_controls, labelled_line, wrap_labelled, wrap_text
 
 TEXT = "4 layers, 192 wide, 2,712,576 parameters, vocabulary 2048, from " + "a_long_path/" * 8
 

@@ -452,7 +452,7 @@ def test_arm_computes_steps(on_arm: Emulated, generation: str, format: str) -> N
     widths = {"n_embd": matvec_cases.width(format, 64), "n_ffn": matvec_cases.width(format, 96)}
     model = in_format(small_model("reference", generation=generation, **widths), format)
     step = step_of(model)
-    on_arm.reachable = [*step.own, *tensors_of(model)]
+    on_arm.reachable = [*step.own_tensors, *tensors_of(model)]
     together, alone = (CDecoder(model, model.empty_state(rows)) for rows in (5, 1))
     reference, several = Decoder(exact(model), model.empty_state(5)), tokens(model, B=5, T=3)
     close = 5e-3 if issubclass(matvec.FORMATS[format], matvec.KQuant) else 2e-5

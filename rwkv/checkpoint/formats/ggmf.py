@@ -74,7 +74,7 @@ def _write(file: BinaryIO, outgoing: Outgoing) -> None:
     config = outgoing.config
     dtype = outgoing.tensors["emb.weight"].dtype
     file.write(HEADER.pack(MAGIC, VERSIONS[-1], outgoing.vocab_size, config.n_embd, config.n_layer, DTYPES.index(dtype)))
-    for tensor in generation_of(config).laid_out(outgoing.tensors, "ggmf").values():
+    for tensor in generation_of(config).to_format_layout(outgoing.tensors, "ggmf").values():
         shape = tensor.shape[-1:] if ".time_" in tensor.name else tensor.shape           # RWKV-4's [1,1,C] becomes [C]
         key = tensor.name.encode()
         file.write(TENSOR.pack(len(shape), len(key), DTYPES.index(tensor.dtype)))

@@ -137,7 +137,7 @@ def write(path: Path, outgoing: Outgoing) -> None:
     library = package("writing GGUF")
     tokenizer = _gguf_tokenizer.metadata_of(outgoing)
     tensors = {name: _with_type(generation, tensor, outgoing.quantised)
-               for name, tensor in generation.laid_out(outgoing.tensors, "gguf").items()}
+               for name, tensor in generation.to_format_layout(outgoing.tensors, "gguf").items()}
     metadata = _metadata(generation, outgoing, tensors) | tokenizer
     write_file(path, lambda file: _write_with_package(library, file, generation.GGUF_ARCHITECTURE, metadata, tensors))
 
@@ -156,7 +156,7 @@ def _with_type(generation: ModuleType, tensor: Stored, quantised: str | None) ->
 def _metadata(generation: ModuleType, outgoing: Outgoing, tensors: dict[str, tuple[Stored, str]]) -> JsonObject:
     architecture = generation.GGUF_ARCHITECTURE
     most = outgoing.quantised.upper() if outgoing.quantised else tensors[HEAD][1]
-    config = generation.model.resolved(outgoing.config)
+    config = generation.model.with_default_widths(outgoing.config)
     sizes = {"context_length": CONTEXT_LENGTH, "vocab_size": outgoing.vocab_size,
              "attention.head_count": 0,                          # llama.cpp requires this key, but ignores its value
              "attention.layer_norm_epsilon": LAYER_NORM_EPSILON,

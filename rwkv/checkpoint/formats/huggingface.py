@@ -130,7 +130,7 @@ def write(path: Path, outgoing: Outgoing) -> None:
 
 def _write(folder: Path, outgoing: Outgoing) -> None:
     arrangement = outgoing.layout if outgoing.layout not in (None, "fla") else "huggingface"
-    tensors = generation_of(outgoing.config).laid_out(outgoing.tensors, arrangement)
+    tensors = generation_of(outgoing.config).to_format_layout(outgoing.tensors, arrangement)
     metadata = {ENTRY: json.dumps(outgoing.entry)}
     write_file(folder / WEIGHTS, lambda file: safetensors.write_tensors(file, tensors.values(), metadata))
     for name, text in _texts_by_file_name(outgoing).items():

@@ -23,7 +23,7 @@ CHUNK = 1 << 16                          # ids decoded at a time
 
 
 def copies_in_training(splits: Sequence[tuple[TokenArray, TokenArray]], identities: Sequence[str], tokenizer: Tokenizer,
-                      cache: Path) -> list[np.ndarray]:
+                       cache: Path) -> list[np.ndarray]:
     """Finds the validation documents of each source that are in the training split of another source.
 
     Returns a mask (D,) per source, which is true for these documents.

@@ -22,7 +22,7 @@ import numpy as np
 from tqdm import tqdm
 
 from rwkv.config import DataConfig
-from rwkv.data.files import crc32, size_and_mtime, is_unchanged
+from rwkv.data.files import crc32, is_unchanged, size_and_mtime
 from rwkv.data.token_array import DocumentOffsets, Part, TokenArray
 from rwkv.errors import UserError
 from rwkv.io.cache import read_json, sha256, write, write_json

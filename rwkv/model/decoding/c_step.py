@@ -102,8 +102,8 @@ class CStep:
         _require_sizes(model.config.generation, structs)
         numbers = list(_numbers(structs))
         model_storages = {tensor.untyped_storage().data_ptr() for tensor in tensors_of(model)}
-        self.own = [part for part in _field_values(structs) if isinstance(part, Tensor)
-                    and part.untyped_storage().data_ptr() not in model_storages]
+        self.own_tensors = [part for part in _field_values(structs) if isinstance(part, Tensor)
+                            and part.untyped_storage().data_ptr() not in model_storages]
         self.size, self.reads_copies = structs.common.size, builder.reads_copies
         self._name, self._structs = f"{model.config.generation}_step", torch.tensor(numbers, device="cpu")
 

@@ -8,7 +8,7 @@ import triton.language as tl
 
 from kernels.wkv4 import decay_exponent
 from rwkv.model.base import Model
-from rwkv.model.decoding.triton_kernels import ADD, ADD_GATED, SQUARED_RELU, WIDE, starts_sequence, can_continue
+from rwkv.model.decoding.triton_kernels import ADD, ADD_GATED, SQUARED_RELU, WIDE, can_continue, starts_sequence
 from rwkv.model.decoding.triton_step import Builder, Launch
 from rwkv.model.rwkv4.mix import Block
 

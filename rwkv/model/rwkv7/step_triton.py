@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from rwkv.model.base import Model
-from rwkv.model.decoding.triton_kernels import ADD, NARROW, SIGMOID, SQUARED_RELU, TANH, WIDE, starts_sequence, can_continue
+from rwkv.model.decoding.triton_kernels import ADD, NARROW, SIGMOID, SQUARED_RELU, TANH, WIDE, can_continue, starts_sequence
 from rwkv.model.decoding.triton_step import Builder, Launch, warps_for
 from rwkv.model.rwkv7 import architecture
 from rwkv.model.rwkv7.architecture import GATES, STEP_MIXES

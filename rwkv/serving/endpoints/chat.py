@@ -15,7 +15,7 @@ from rwkv.chat.encoding import for_tokenizer
 from rwkv.chat.messages import check_messages
 from rwkv.chat.templates import chat_template
 from rwkv.chat.thoughts import START as START_OF_THOUGHTS
-from rwkv.chat.thoughts import thoughts_at_end, parser_arguments, thoughts_end
+from rwkv.chat.thoughts import parser_arguments, thoughts_at_end, thoughts_end
 from rwkv.errors import UserError
 from rwkv.generation.grammar import Grammar
 from rwkv.generation.request import Request as EngineRequest

@@ -12,7 +12,7 @@ from starlette.types import ASGIApp
 
 from rwkv.config import BITS
 from rwkv.io.json_types import JsonObject
-from rwkv.serving.endpoints.embeddings import EmbeddingAnswer, Render, group_size, embedding_sequences
+from rwkv.serving.endpoints.embeddings import EmbeddingAnswer, Render, embedding_sequences, group_size
 from rwkv.serving.endpoints.ollama import GENERATED, OPTIONS, Model, error_body, model_id
 from rwkv.serving.http.errors import ApiError, json_response
 from rwkv.serving.messages import Event, Generate

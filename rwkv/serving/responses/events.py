@@ -168,7 +168,7 @@ class ResponseAnswer(Answer):
         self._final = self._response()
         if body.store is not False:
             await self._responses.put(StoredResponse(self._prepared.owner, self._final, self._prepared.input,
-                                             state.id if state else None, bool(body.save_state)))
+                                                     state.id if state else None, bool(body.save_state)))
 
     def _response(self, status: str | None = None) -> JsonObject:
         body = self._prepared.body

@@ -35,7 +35,7 @@ from rwkv.checkpoint.location import FOLDER, LAST, is_checkpoint, is_sharded
 from rwkv.data.loaders import worker_error
 from rwkv.distributed import all_gather, rank
 from rwkv.errors import CheckpointError, UnreadableError, UserError
-from rwkv.io.atomic import remove, replace_folder, old_path_during_replace, write_file
+from rwkv.io.atomic import old_path_during_replace, remove, replace_folder, write_file
 from rwkv.io.json_types import StateDict
 from rwkv.training.callbacks.divergence import Divergence
 from rwkv.training.sharding.saving import write_error

@@ -18,9 +18,9 @@ from rwkv.training.memory.estimate import (
     Memory,
     checkpoint_bytes,
     estimate,
+    format_bytes,
     frozen_bytes,
     n_checkpoints,
-    format_bytes,
 )
 from rwkv.training.memory.remedies import remedies
 

@@ -40,7 +40,7 @@ import torch
 
 from rwkv.config import BITS, EIGHT_BITS, TrainConfig
 from rwkv.model.base import generation, is_linear_weight, n_parameters, state_nbytes
-from rwkv.model.lora import linear_layer_names, layers_to_adapt
+from rwkv.model.lora import layers_to_adapt, linear_layer_names
 from rwkv.model.loss import rows_per_chunk, rows_per_chunk_on_gpu
 from rwkv.training.device import device_for, dtype_for
 from rwkv.training.optim import adamw8bit
@@ -183,7 +183,7 @@ def _largest_block(config: TrainConfig, vocab_size: int) -> int:
     return max(sizes.values())
 
 
-def gives_back(config: TrainConfig, need: Memory) -> bool:
+def returns_free_memory(config: TrainConfig, need: Memory) -> bool:
     """Returns True if a run returns memory to the system after each block, as large runs on a CPU do.
 
     Otherwise the heap of such a run would fragment.

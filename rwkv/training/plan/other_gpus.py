@@ -36,11 +36,11 @@ from rwkv.training.memory.estimate import (
     FLOAT,
     Memory,
     estimate,
+    format_bytes,
     n_checkpoints,
     n_outside_blocks,
     n_trained,
     one_checkpoint_bytes,
-    format_bytes,
 )
 from rwkv.training.memory.lines import fitting_remedy_lines
 from rwkv.training.memory.remedies import remedies, with_keys

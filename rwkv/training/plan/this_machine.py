@@ -28,9 +28,9 @@ from rwkv.model.fused import backend as fused_backend
 from rwkv.training import graphs
 from rwkv.training.device import dtype_for, why_precision
 from rwkv.training.memory.capacity import Needs, free_disk
-from rwkv.training.memory.estimate import checkpoint_bytes, n_checkpoints, n_trained, format_bytes
+from rwkv.training.memory.estimate import checkpoint_bytes, format_bytes, n_checkpoints, n_trained
 from rwkv.training.memory.lines import memory_lines
-from rwkv.training.plan.duration import equivalent_steps, estimated_seconds, format_duration, seconds_per_step, print_lines
+from rwkv.training.plan.duration import equivalent_steps, estimated_seconds, format_duration, print_lines, seconds_per_step
 from rwkv.training.run.directory import Run, backup_folder
 from rwkv.training.run.length import MAX_EPOCHS, steps_per_epoch
 from rwkv.training.task import LanguageModel

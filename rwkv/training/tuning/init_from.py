@@ -61,7 +61,7 @@ def require_tunable(config: TrainConfig, checkpoint: Checkpoint) -> None:
 
 
 def _require_sizes(config: ModelConfig, saved: ModelConfig, user_keys: Collection[str], checkpoint: Checkpoint) -> None:
-    sizes, saved_sizes = (vars(generation(model).resolved(model)) for model in (config, saved))
+    sizes, saved_sizes = (vars(generation(model).with_default_widths(model)) for model in (config, saved))
     for name, size in sizes.items():
         if name != NOT_A_SIZE and size != saved_sizes[name] and not {"model", f"model.{name}"}.isdisjoint(user_keys):
             raise CheckpointError(f"model.{name} is {size} on the command line, but {saved_sizes[name]} in "

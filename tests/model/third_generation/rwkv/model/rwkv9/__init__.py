@@ -19,7 +19,7 @@ def shapes(config, V):
     return {"emb.weight": (V, C), **blocks, "ln_out.weight": (C,), "ln_out.bias": (C,), "head.weight": (V, C)}
 
 
-def resolved(config):
+def with_default_widths(config):
     return config
 
 
