@@ -104,7 +104,7 @@ class EvaluatedSequence(NamedTuple):
     lost: Lost = NOTHING
 
     @classmethod
-    def ending(cls, context: list[int], ending: list[int], lost: Lost = NOTHING) -> "Scored":
+    def with_ending(cls, context: list[int], ending: list[int], lost: Lost = NOTHING) -> "EvaluatedSequence":
         """Returns the sequence of a context, which has at least one id, and an ending, whose ids are predicted."""
         return cls([*context, *ending], [False] * len(context) + [True] * len(ending), lost)
 
@@ -193,7 +193,7 @@ def score_endings(model: Model, context: Sequence[int], endings: Sequence[Sequen
         _, context_state = model.hidden(chunk, context_state)
     scores = []
     for first in range(0, len(endings), batch_size):
-        texts = [EvaluatedSequence.ending([context[-1]], [*ending]) for ending in endings[first:first + batch_size]]
+        texts = [EvaluatedSequence.with_ending([context[-1]], [*ending]) for ending in endings[first:first + batch_size]]
         state = None if context_state is None else context_state.rows([0] * len(texts))
         scores.append(score_batch(model, texts, chunk_len, state))
     nats, right = zip(*scores, strict=True)

@@ -215,8 +215,8 @@ class OpenCheckpoint(NamedTuple):
             notes.append(("dtype", self.dtype_line))
         if self.checkpoint.state_note:
             notes.append(("state", self.checkpoint.state_note))
-        if self.checkpoint.about:
-            notes.append(("adapter", f"{self.checkpoint.about} at {self.checkpoint.path} is merged into the matrices of "
+        if self.checkpoint.adapter_kind:
+            notes.append(("adapter", f"{self.checkpoint.adapter_kind} at {self.checkpoint.path} is merged into the matrices of "
                           f"{counted(len(self.checkpoint.unadapted), 'layer')}"))
         if self.assumed:
             notes.append(("tokenizer", f"{self.assumed} (guessed from the vocabulary size, {self.checkpoint.vocab_size:,})"))

@@ -1,6 +1,6 @@
 """Converts tool calls to and from text.
 
-shown() writes tools, calls and results into messages. CallParser finds the calls in an answer. The written format is that of
+write_tools() writes tools, calls and results into messages. CallParser finds the calls in an answer. The written format is that of
 the G1 models, "Function call" in RWKV-v7/RWKV7-G1x-templates.txt of BlinkDL/RWKV-LM (July 2026). The system prompt ends with
 the tools, a call is an answer, and the result of a call is a turn of the user:
 
@@ -13,7 +13,7 @@ the tools, a call is an answer, and the result of a call is a turn of the user:
 
 The templates file has at most one call per answer. Several calls are written as a list, [{"name": ...}, ...], as in these
 models' training data, Salesforce/xlam-function-calling-60k (BlinkDL in issue 308 of RWKV-LM). The tool descriptions in the
-templates file do not say which arguments are required. shown() adds "required" if some arguments are optional.
+templates file do not say which arguments are required. write_tools() adds "required" if some arguments are optional.
 
 CallParser finds calls in these formats:
 - the format above, also without the fence or its end, or with **Tool Call:** before the fence (as in April 2026);
@@ -38,10 +38,10 @@ START, END = "<tool_call>", "</tool_call>"
 FENCE = "```"
 REQUEST = "Return only a JSON function call."
 RESULT = "Function output:"
-CALL_START = (f'{FENCE}json\n{{"name":"', '","arguments":')     # ChatTemplate.call_start for the format of shown()
+CALL_START = (f'{FENCE}json\n{{"name":"', '","arguments":')     # ChatTemplate.call_start for the format of write_tools()
 
 
-def shown(messages: Sequence[Message], tools: Tools = None) -> list[JsonObject]:
+def write_tools(messages: Sequence[Message], tools: Tools = None) -> list[JsonObject]:
     """Returns the messages with the tools, calls and results written into the contents.
 
     `messages` must come from check_messages. The tools are written at the end of the system message, which is added if the

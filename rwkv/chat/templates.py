@@ -127,7 +127,7 @@ class TurnTemplate(ChatTemplate):
         style = self._style
         shown = messages
         if self.supports_tools:
-            shown = calls.shown(messages, tools)
+            shown = calls.write_tools(messages, tools)
         elif tools:
             raise UserError(f"tools: {self.no_tools}")
         before = style.start

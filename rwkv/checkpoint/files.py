@@ -76,7 +76,7 @@ class Checkpoint:
         packed: the matrices that the file stores packed.
         fingerprint: the result of Model.fingerprint before the weights were packed; None if the file does not state it.
         unadapted: the original values of the matrices into which `weights` merges adapters.
-        about: the kind of adapter, if another program trained it.
+        adapter_kind: the kind of adapter, if another program trained it.
         data_sha256: the hash of the run's training data.
     """
 
@@ -94,7 +94,7 @@ class Checkpoint:
     unadapted: Mapping[str, Stored] = field(default_factory=dict)
     data_sha256: str | None = None
     notes: list[str] = field(default_factory=list)           # messages about values that were assumed or ignored
-    about: str = ""
+    adapter_kind: str = ""
     state_note: str = ""                     # a message if the weights' file also contains time_states
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -176,7 +176,7 @@ def _with_adapter(base: Checkpoint, adapter: adapters.Adapter) -> Checkpoint:
     unadapted = {name: stored[name] for name in changed}
     run = {"model": asdict(base.config), **(base.run or {}), "init_from": str(base.path)}
     return replace(base, path=adapter.path, weights=Weights(weights), packed={}, fingerprint=None, run=tuned.without_tune(run),
-                   unadapted={**unadapted, **base.unadapted}, about=adapter.about)
+                   unadapted={**unadapted, **base.unadapted}, adapter_kind=adapter.about)
 
 
 def _base_of(path: Path) -> Checkpoint:
@@ -355,7 +355,7 @@ def _interpret(content: Content) -> Checkpoint:
     checkpoint = Checkpoint(path, config, vocab_size, weights, content.tokenizer, step=content.step, packed=packed,
                             notes=content.notes)
     if tuned_states:
-        checkpoint = replace(checkpoint, time_states=time_states.fit_states(path, tuned_states, config), begins=(
+        checkpoint = replace(checkpoint, time_states=time_states.fit_states(path, tuned_states, config), state_note=(
             f"each sequence begins with the tuned state in {path}. The state was transposed if the file's low-rank "
             "matrices are"))
     return checkpoint if content.entry is None else _with_entry(checkpoint, content.entry)

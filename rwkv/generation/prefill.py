@@ -183,7 +183,7 @@ class Prefill:
     def _run_blocks(self, ids: Tensor, state: State | None) -> Generator[None, None, PrefillResult]:
         model = self._model
         head: nn.Module = model.head
-        if model.is_untouched() or self._pool_hidden:
+        if model.is_unmodified() or self._pool_hidden:
             for result in model.hidden_in_parts(ids, state, self._n_stages(ids.shape[1])):
                 if result is None:
                     yield

@@ -100,4 +100,4 @@ class Speculation:
         if pace is None:
             pace = self._paces[row] = Pace(self._draft.most_tokens, self._draft.cost)
         n = min(pace.n_tokens(rows), row.tokens_left - 1)
-        return row.before_end(self._draft.propose(row, n)) if n > 0 else []
+        return row.tokens_before_end(self._draft.propose(row, n)) if n > 0 else []

@@ -35,7 +35,7 @@ PARTS = ("model", "tokenizer")           # metadata keys: hashes of the model an
 
 def save_context(path: str | Path, context: PrefillResult, model: Model, tokenizer: Tokenizer) -> None:
     """Writes a state file atomically. Raises OSError if the file cannot be written."""
-    content = StateFormat.of(model, tokenizer).content(context)
+    content = StateFormat.of(model, tokenizer).serialize(context)
     write_file(Path(path), lambda file: file.write(content))
 
 

@@ -36,7 +36,7 @@ from rwkv.model.weights_watch import CachedFromWeights
 
 MATRICES = ("matrix", "gate", "embedding")       # optimiser groups of linear layers' weights and of embeddings
 TIME_STATE = "att.time_state"            # suffix of the name of a layer's learnt initial state
-OVERRIDABLE = ("forward", "hidden", "hidden_in_parts")          # is_untouched checks that these methods are not replaced
+OVERRIDABLE = ("forward", "hidden", "hidden_in_parts")          # is_unmodified checks that these methods are not replaced
 SAMPLED = 4096                           # evenly spaced elements of each tensor that the fingerprint reads
 OPTIONAL_MODULES = {                                # optional modules of a generation, for decoding one token at a time
     "step": "Step computes a block without calling its modules, and PLAIN lists the classes of modules that Step can replace",

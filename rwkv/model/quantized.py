@@ -161,7 +161,7 @@ class _ForwardRows(torch.autograd.Function):
     @first_derivative
     def backward(ctx: Context, grad: Tensor) -> tuple[Tensor, None]:
         total, first = None, 0
-        for block in ctx.layer.parts(grad.dtype):
+        for block in ctx.layer.row_blocks(grad.dtype):
             columns = grad[:, first:first + len(block)]
             total = columns @ block if total is None else total.addmm_(columns, block)
             first += len(block)

@@ -54,7 +54,7 @@ class Adapter:
     @property
     def about(self) -> str:
         if self.merged is not None:
-            kind = self.merged.about or "LoRA"
+            kind = self.merged.adapter_kind or "LoRA"
             return f"{kind} {self.path}, merged into a copy of the weights, which runs in a separate batch"
         return f"state {self.path}, the start of sequences that run in the same batch as the checkpoint's sequences"
 

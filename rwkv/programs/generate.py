@@ -23,7 +23,7 @@ from rwkv.cli.garbage import without_garbage_collection
 from rwkv.config import GenerateConfig
 from rwkv.io.broken_pipe import abandon, discard_when_unread, raise_unwritten
 from rwkv.io.lines import wrap_text
-from rwkv.programs.sampling import SamplingChoice
+from rwkv.programs.sampling import ChosenSampling, SamplingChoice
 
 if TYPE_CHECKING:
     from rwkv.generation.draft import Draft
@@ -56,7 +56,7 @@ def generate(config: GenerateConfig, line: cli.CommandLine) -> None:
 
 @without_garbage_collection()
 def _open(config: GenerateConfig, line: cli.CommandLine
-          ) -> "tuple[RWKV, Tokenizer, list[str], PrefillResult | None, Chosen, Draft | None]":
+          ) -> "tuple[RWKV, Tokenizer, list[str], PrefillResult | None, ChosenSampling, Draft | None]":
     from rwkv.checkpoint.option_files import require_files
     from rwkv.generation.options import check_config, prompts_from
 

@@ -48,7 +48,7 @@ def make_sequences(service: Service, body: Options, first: Request, n: int, star
     Each sequence saves its final state if the body has save_state.
     """
     return [Generate(replace(first, seed=first.seed + number), model, owner, start,
-                     service.states.new(owner, turn, model) if body.save_state else None, bool(body.stream))
+                     service.states.new_state(owner, turn, model) if body.save_state else None, bool(body.stream))
             for number in range(n)]
 
 
@@ -69,7 +69,7 @@ def prompt_ids(service: Service, prompt: str | list[int], param: str = "prompt",
 
 
 def message_ids(service: Service, rendered: str, start: SavedState | None) -> list[int]:
-    return prompt_ids(service, encode_field(lambda text: service.states.ids(text, start), rendered, "messages"), "messages", start)
+    return prompt_ids(service, encode_field(lambda text: service.states.encode_text(text, start), rendered, "messages"), "messages", start)
 
 
 def encode_field(encoder: Callable[[str], list[int]], text: str, param: str) -> list[int]:

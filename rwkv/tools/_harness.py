@@ -65,7 +65,7 @@ class Timemix(TemplateLM):
         results: dict[int, tuple[float, bool]] = {}
         with tqdm(total=len(requests), desc="loglikelihood", disable=disable_tqdm) as bar:
             for batch in _batches(alone, lambda index: len(requests[index][1]) + len(requests[index][2]), self._rows):
-                scored = [EvaluatedSequence.ending(*requests[index][1:]) for index in batch]
+                scored = [EvaluatedSequence.with_ending(*requests[index][1:]) for index in batch]
                 results |= zip(batch, _results(*score_batch(self._model, scored, self._chunk_len)), strict=True)
                 bar.update(len(batch))
             for shared, indices in by_context.items():
@@ -87,7 +87,7 @@ class Timemix(TemplateLM):
         totals: list[float] = [0.0] * len(pairs)
         with tqdm(total=len(pairs), desc="loglikelihood_rolling", disable=disable_tqdm) as bar:
             for batch in _batches(range(len(pairs)), lambda index: len(pairs[index][2]), self._rows):
-                nats, _ = score_batch(self._model, [EvaluatedSequence.ending(*pairs[index][1:]) for index in batch], self._chunk_len)
+                nats, _ = score_batch(self._model, [EvaluatedSequence.with_ending(*pairs[index][1:]) for index in batch], self._chunk_len)
                 for index, value in zip(batch, nats.tolist(), strict=True):
                     totals[index] = -value
                 bar.update(len(batch))

@@ -75,6 +75,6 @@ def _last_word(tokenizer: Tokenizer, counter: LossCounter, line: bytes, where: s
         whole = tokenizer.encode(f"{context} {word}")
         can_continue = whole[:len(before)] == before          # this is False if a token spans the context's end
         ids = whole[len(before):] if can_continue else tokenizer.encode(f" {word}")
-        return EvaluatedSequence.ending([*start, *before], ids, counter.count([f" {word}"], [ids]))
+        return EvaluatedSequence.with_ending([*start, *before], ids, counter.count([f" {word}"], [ids]))
     except ValueError as error:
         raise UserError(f"{where}: {error}") from None

@@ -130,8 +130,8 @@ def convert(source: Path, target: Path, dtype: str | None = None, format: str | 
         checkpoint = replace(checkpoint, tokenizer=chosen.to_dict(), tokenizer_hash=chosen.hash)
     for note in checkpoint.notes:
         _log(f"WARNING: {note}")
-    if checkpoint.begins:
-        _log(checkpoint.begins)
+    if checkpoint.state_note:
+        _log(checkpoint.state_note)
     config = checkpoint.config
     _log(f"{checkpoint.path}: {generation(config).NAME}, {counted(config.n_layer, 'layer')}, {config.n_embd} wide, "
          f"{n_parameters(config, checkpoint.vocab_size):,} parameters, vocabulary {checkpoint.vocab_size}")

@@ -51,7 +51,7 @@ def write_results(run: Run, task: LanguageModel, data: Corpus, validated: Corpus
             log(f"tuned: {path}")
     log_losses(result, validated, validated_part(config.trainer.val_tokens, data.sizes.val_tokens))
     if rank() == 0:
-        write_card(run, data, result.metrics, result.compared)
+        write_card(run, data, result.metrics, result.comparison_lines)
     write_report(run.out_dir)
     show_sample(task, data.tokenizer, config, run.out_dir)
 
@@ -72,7 +72,7 @@ def log_losses(result: Result, data: Corpus, part: str | None = None) -> None:
     if data.parts:
         losses = (f"{part.name} {metrics[source_metric(part.name)]:.4f}" for part in data.parts)
         log(wrap_text(f"val/loss by source: {', '.join(losses)}", sys.stderr))
-    for line in result.compared:
+    for line in result.comparison_lines:
         log(wrap_text(line, sys.stderr))
 
 

@@ -58,7 +58,7 @@ class CarriedStates:
         self._parts: dict[int, State] = {}
         self._loaded: dict[str, Tensor] = {}
 
-    def before(self, part: int, model: Model, B: int) -> State:
+    def state_before(self, part: int, model: Model, B: int) -> State:
         """Returns the state of this process's B rows before batch `part` of a step."""
         if part not in self._parts and self._loaded:
             total = B * world_size()     # counts the rows of all processes' batches
@@ -67,7 +67,7 @@ class CarriedStates:
             return state.to(model.emb.weight.device)
         return self._parts.get(part) or model.empty_state(B)
 
-    def after(self, part: int, state: State) -> None:
+    def set_state_after(self, part: int, state: State) -> None:
         self._parts[part] = state.detach()
 
     def states(self) -> dict[int, State]:

@@ -412,7 +412,7 @@ def emulated(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 def on_arm(emulated: Emulated, monkeypatch: pytest.MonkeyPatch) -> Emulated:
     for module, name, ours in ((native, "run", emulated), (native, "why_not", lambda: None),
                                (native, "threads_for", lambda tasks: min(tasks, 3)),
-                               (quantized, "multiplies", lambda dtype: False)):
+                               (quantized, "multiplies_natively", lambda dtype: False)):
         monkeypatch.setattr(module, name, ours)
     return emulated
 

@@ -68,7 +68,7 @@ class Conversation(NamedTuple):
         val: True if the conversation is in the validation split.
         where: the file and the line, for error messages.
         weight: the number of bytes read for the conversation.
-        copy, moved: as in copies.Placed. A pair of answers is a copy if either of its conversations is a copy.
+        copy, moved: as in copies.Placement. A pair of answers is a copy if either of its conversations is a copy.
     """
 
     parts: list[Part]

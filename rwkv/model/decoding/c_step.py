@@ -192,7 +192,7 @@ def is_plain(model: Model) -> bool:
     if not has_optional_module(model.config, "step"):
         return False
     kinds = (*PLAIN, *optional_module(model.config, "step").PLAIN)
-    return model.is_untouched() and all(_is_plain_module(module, kinds) for module in model.modules() if module is not model)
+    return model.is_unmodified() and all(_is_plain_module(module, kinds) for module in model.modules() if module is not model)
 
 
 def are_in_order(model: Model) -> bool:

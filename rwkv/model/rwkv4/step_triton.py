@@ -20,9 +20,9 @@ def launches(model: Model, builder: Builder) -> list[Launch]:
     blocks = cast(list[Block], [*model.blocks])
     att, ffn = blocks[0].att, blocks[0].ffn
     C, A, F = model.config.n_embd, att.key.out_features, ffn.key.out_features
-    x, gate = builder.wide(C), builder.wide(C)
-    k, v, r = (builder.wide(A) for _ in range(3))
-    mixed, y, relu = builder.narrow(3 * C), builder.narrow(A), builder.narrow(F)
+    x, gate = builder.allocate_wide(C), builder.allocate_wide(C)
+    k, v, r = (builder.allocate_wide(A) for _ in range(3))
+    mixed, y, relu = builder.allocate_narrow(3 * C), builder.allocate_narrow(A), builder.allocate_narrow(F)
     steps = []
     for number, block in enumerate(blocks):
         att, ffn = block.att, block.ffn

@@ -218,7 +218,7 @@ class TimeMix(nn.Module):
             def each(r: Tensor, log_w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor) -> Tensor:
                 return self.wkv(r, log_w, k, v, a, b, self._initial_state(len(r)))[0]
 
-            return packing.each_sequence(each, r, log_w, k, v, a, b), None
+            return packing.apply_per_sequence(each, r, log_w, k, v, a, b), None
         return self._apply_operator_to_heads(r, log_w, k, v, a, b, before)
 
     def _apply_operator_to_heads(self, r: Tensor, log_w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor,

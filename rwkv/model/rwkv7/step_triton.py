@@ -34,9 +34,9 @@ def launches(model: Model, builder: Builder) -> list[Launch]:
     blocks = cast(list[Block], [*model.blocks])
     C, N, F = config.n_embd, config.head_size, blocks[0].ffn.key.out_features
     ranks = {name: max(getattr(block.att, f"{name}1").shape[1] for block in blocks) for name in GATES}
-    x, r, k, v, v_first, z, rate, g, v_gate, y = (builder.wide(C) for _ in range(10))
-    mixed, readout, relu = builder.narrow(6 * C), builder.narrow(C), builder.narrow(F)
-    hidden = {name: builder.narrow(rank) for name, rank in ranks.items()}
+    x, r, k, v, v_first, z, rate, g, v_gate, y = (builder.allocate_wide(C) for _ in range(10))
+    mixed, readout, relu = builder.allocate_narrow(6 * C), builder.allocate_narrow(C), builder.allocate_narrow(F)
+    hidden = {name: builder.allocate_narrow(rank) for name, rank in ranks.items()}
     targets = {"w": z, "a": rate, "g": g, "v": v_gate}
     hidden_actions = {"w": TANH, "a": NARROW, "g": SIGMOID, "v": NARROW}
     sources = {name: mixed + i * C for i, name in enumerate(STEP_MIXES)}

@@ -54,8 +54,8 @@ def chat_sequences(service: Service, body: ChatRequest, owner: str,
     tools, call_start = tools_and_call(service, body)
     thinking = _thinking(service, body, bool(call_start))
     answer_start = service.template.answer_start(thinking.think)
-    start = service.states.start(body.state, owner, model)
-    context = service.states.after(before, tools, start) if before else start
+    start = service.states.start_state(body.state, owner, model)
+    context = service.states.context_of_ids(before, tools, start) if before else start
     continues = False
     if body.continues():
         answer_start, continues = parser_arguments(_answer_to_continue(body, call_start), service.template.thinks)

@@ -30,7 +30,7 @@ def completion_sequences(service: Service, body: CompletionRequest, owner: str) 
         raise ApiError(400, "suffix is not supported, because an RWKV model reads in one direction", "suffix")
     if body.best_of not in (None, 1):
         raise ApiError(400, "best_of must be 1 on this server: send n and logprobs, and choose among the answers", "best_of")
-    start = service.states.start(body.state, owner, model)
+    start = service.states.start_state(body.state, owner, model)
     prompts = [prompt_ids(service, prompt, start=start) for prompt in _prompts(body)]
     usual = service.defaults[False, False]
     maximum = default_max_tokens(service, usual)["completions"] if body.max_tokens in (None, NO_LIMIT) else body.max_tokens

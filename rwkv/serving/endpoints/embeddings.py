@@ -81,7 +81,7 @@ def embedding_sequences(service: Service, inputs: list[str | list[int]], model: 
         raise ApiError(400, f"input must have 1 to {MOST_INPUTS} items; got {len(inputs)}", "input")
     if dimensions not in (None, width):
         raise ApiError(400, f"dimensions must be {width}, the width of the model; got {dimensions}", "dimensions")
-    start = service.states.start(None, owner, model)
+    start = service.states.start_state(None, owner, model)
     return [Generate(EngineRequest(prompt_ids(service, text, f"input[{place}]", start), stopping=StoppingCriteria(0),
                                    pooling=pooling), model, owner, start) for place, text in enumerate(inputs)]
 

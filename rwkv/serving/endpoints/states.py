@@ -40,7 +40,7 @@ async def make_state(service: Service, request: Request) -> ASGIApp:
         layout = request.query_params.get("state_layout")
         if layout not in (None, *STATE_LAYOUTS):
             raise ApiError(400, f"state_layout must be {' or '.join(STATE_LAYOUTS)}; got {layout[:40]!r}", "state_layout")
-        return _state_response(service, await service.engine.upload(service.states.new(owner(request)), content, layout))
+        return _state_response(service, await service.engine.upload(service.states.new_state(owner(request)), content, layout))
     sequence = await handle_body(service, request, partial(_state_sequence, owner=owner(request)))
     spec = ResponseSpec("state", service.model, False, False, [""], 1, service.tokenizer, saves=True)
     return StateAnswer(service.engine, await submit(service, [sequence]), spec, False, service.config.timeout_s)
@@ -52,7 +52,7 @@ def _state_sequence(service: Service, raw_body: bytes, owner: str) -> Generate:
     if (body.prompt is None) == (body.messages is None):
         raise ApiError(400, "the body must have either prompt or messages, or must be a state file with the content type "
                             f"{MEDIA_TYPES[0]}", "prompt")
-    start = service.states.start(body.state, owner, model)
+    start = service.states.start_state(body.state, owner, model)
     turn = None
     if body.messages is None:
         if body.tools:
@@ -64,7 +64,7 @@ def _state_sequence(service: Service, raw_body: bytes, owner: str) -> Generate:
         turn = service.states.turn_of_messages(body.messages, tools, start)
         ids = message_ids(service, prompt, start)
     return Generate(EngineRequest(ids, stopping=StoppingCriteria(0)), model, owner, start,
-                    service.states.new(owner, turn, model))
+                    service.states.new_state(owner, turn, model))
 
 
 async def list_states(service: Service, request: Request) -> Response:
@@ -77,7 +77,7 @@ async def one_state(service: Service, request: Request) -> Response:
 
 
 async def state_content(service: Service, request: Request) -> Response:
-    state = service.states.usable(request.path_params["id"], owner(request))
+    state = service.states.get_usable(request.path_params["id"], owner(request))
     headers = {"content-disposition": f'attachment; filename="{state.id}.safetensors"'}
     return Response(await service.engine.download(state), media_type=MEDIA_TYPES[0], headers=headers)
 

@@ -116,7 +116,7 @@ def _model(run: Run, V: int) -> Iterator[tuple[str, str]]:
     if run.init_checkpoint is not None and run.resume_from is None:
         yield "weights", f"{run.init_checkpoint.path} gives weights, sizes and tokenizer; the optimiser starts new"
         if run.init_checkpoint.time_states:
-            yield "state", run.init_checkpoint.begins or f"tuned state of {run.init_checkpoint.path}"
+            yield "state", run.init_checkpoint.state_note or f"tuned state of {run.init_checkpoint.path}"
     if config.tune.method != "full":
         yield from _tuning(run, n_trained(config, V))
     if config.tune.prefers:

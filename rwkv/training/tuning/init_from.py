@@ -40,7 +40,7 @@ def open_init_checkpoint(config: TrainConfig, user_keys: Collection[str]) -> tup
         config = replace(config, init_from=pinned)
     if config.tune.state is not None:
         state = time_states.read(state_file(config.tune.state), checkpoint.config)
-        checkpoint = replace(checkpoint, time_states=state.layers, begins=state.line)
+        checkpoint = replace(checkpoint, time_states=state.layers, state_note=state.line)
     require_tunable(config, checkpoint)
     return config, checkpoint, _tokenizer(config.data, user_keys, checkpoint)
 
