@@ -8,7 +8,7 @@ from rwkv.cli.garbage import without_garbage_collection
 
 ENDING = """\
 import gc, sys
-from rwkv.cli.garbage import uncollected
+from rwkv.cli.garbage import without_garbage_collection
 
 class Ring:
     def __init__(self):
@@ -17,7 +17,7 @@ class Ring:
     def __del__(self):
         print("ended", flush=True)
 
-with uncollected():
+with without_garbage_collection():
     ring = Ring()
 gc.collect()
 print("running", flush=True)

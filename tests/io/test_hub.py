@@ -118,7 +118,7 @@ def test_a_repository_offers_its_directories_and_files() -> None:
 
 # Downloads, each in a process of its own, since huggingface_hub reads its variables when it is imported
 
-FETCH = "import sys; from rwkv.io.hub import fetched\nfor name in {names!r}: print(*fetched(name)[:2])"
+FETCH = "import sys; from rwkv.io.hub import fetch\nfor name in {names!r}: print(*fetch(name)[:2])"
 REFUSED = "from rwkv.io.hub import local\ntry: local({name!r})\nexcept ValueError as error: print(error)"
 
 
