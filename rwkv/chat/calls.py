@@ -1,8 +1,8 @@
 """Converts tool calls to and from text.
 
-write_tools() writes tools, calls and results into messages. CallParser finds the calls in an answer. The written format is that of
-the G1 models, "Function call" in RWKV-v7/RWKV7-G1x-templates.txt of BlinkDL/RWKV-LM (July 2026). The system prompt ends with
-the tools, a call is an answer, and the result of a call is a turn of the user:
+write_tools() writes tools, calls and results into messages. CallParser finds the calls in an answer. The written format is
+that of the G1 models, "Function call" in RWKV-v7/RWKV7-G1x-templates.txt of BlinkDL/RWKV-LM (July 2026). The system prompt ends
+with the tools, a call is an answer, and the result of a call is a turn of the user:
 
     System: Tools:\\n[\\n{"name":"weather","description":"...","arguments":{"city":{"type":"string"}}}\\n]\\n
     Return only a JSON function call.

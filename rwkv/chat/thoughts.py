@@ -35,7 +35,7 @@ def thoughts_at_end(prompt: str) -> str:
 
 
 def thoughts_end(start: str) -> str:
-    """Returns the text that completes the thoughts in `start`, which is a result of begun_by."""
+    """Returns the text that completes the thoughts in `start`, which is a result of thoughts_at_end."""
     bracket = "" if start.rstrip().endswith(">") else ">"
     return f"{bracket}\n" if "</think" in start else f"{bracket}\n{END}\n"
 
@@ -84,9 +84,10 @@ class ThoughtParser:
     thoughts is dropped. Offsets count from the first character pushed.
 
     Args:
-        start: the beginning of thoughts in the prompt, as begun_by() returns it.
+        start: the beginning of thoughts in the prompt, as thoughts_at_end() returns it.
         thinks: as in ChatTemplate. If False, the whole answer is text, without leading white space.
-        continues: the pieces continue thoughts or text that have already begun (see begun_in()). Leading white space is kept.
+        continues: the pieces continue thoughts or text that have already begun (see parser_arguments()). Leading white space is
+            kept.
 
     Attributes:
         thinking: True if the last piece ended inside thoughts.

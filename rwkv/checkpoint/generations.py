@@ -6,9 +6,10 @@ A generation's module has
     model                          the module of the same name in rwkv/model/, which states names and shapes
     official_name                  converts another program's tensor name to the official one
     recognises                     returns True if tensors with these official names belong to the generation
-    to_official_layout, to_format_layout             convert tensors of any format to the official layout, and back to a format's layout
+    to_official_layout             converts tensors of any format to the official layout
+    to_format_layout               converts tensors of the official layout to a format's layout
     directory_factor               returns the official matrix divided by the matrix in a Hugging Face directory
-    widths, has_several_shapes         infer sizes from tensors' shapes; tell if a vector's shape varies between files
+    widths, has_several_shapes     infer sizes from tensors' shapes; tell if a vector's shape varies between files
     EXTENSIONS                     later versions, which are not supported, each with a pattern that matches its tensors' names
     HUGGING_FACE_TYPE, HUGGING_FACE_SIZES, hugging_face_config          for config.json
     HUGGING_FACE_OTHER_TYPES       other values of model_type, written by other programs
@@ -142,7 +143,7 @@ def config_of(path: Path, generation: ModuleType, tensors: Mapping[str, Stored],
     sizes = {"n_layer": n_layer, **generation.widths(matrix, tensors), "ctx_len": ctx_len}
     try:
         config = ModelConfig(generation=generation.__name__.rpartition(".")[2], **sizes)
-        generation.model.with_default_widths(config)        # rejects inconsistent sizes
+        generation.model.with_default_widths(config)     # rejects inconsistent sizes
     except UserError as error:
         raise CheckpointError(f"{path} has tensors of sizes that are impossible in {generation.model.NAME} "
                               f"({error}). Was the file converted wrongly?") from error

@@ -320,7 +320,7 @@ def _gzip_bpb(source: Source) -> float:
 
 
 def _file_entry(path: Path) -> JsonObject:
-    now = time.time_ns()                 # must be before the file is read: `unchanged` compares it with the file's timestamp
+    now = time.time_ns()                 # must be before the file is read: `is_unchanged` compares it with the file's timestamp
     checksum = crc32(path)
     return {"stamp": size_and_mtime(path), "time": now, "crc32": checksum}
 

@@ -238,7 +238,7 @@ def queue_tokens(logits: Tensor, uniform: Tensor, options: Sampling,
 
 
 def to_host(drawn: Sequence[Tensor]) -> Tensor:
-    """Concatenates results of queued_tokens and copies them to the CPU. Sampling waits for a GPU only here."""
+    """Concatenates results of queue_tokens and copies them to the CPU. Sampling waits for a GPU only here."""
     return torch.cat([*drawn]).cpu()
 
 

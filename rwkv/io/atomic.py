@@ -74,7 +74,7 @@ def write_folder(path: Path, write: Callable[[Path], None]) -> None:
 def replace_folder(folder: Path, path: Path) -> None:
     """Renames a finished folder to `path`, and replaces an old file or folder.
 
-    If the process is killed meanwhile, both remain, and the old one may be named replaced_by(path).
+    If the process is killed meanwhile, both remain, and the old one may be named old_path_during_replace(path).
     """
     sync_folder(folder)
     old = old_path_during_replace(path)

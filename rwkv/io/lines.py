@@ -25,7 +25,7 @@ def labelled_line(subject: str, text: str, stream: TextIO) -> str:
 
 
 def wrap_labelled(line: str, stream: TextIO) -> str:
-    """Wraps a line that `labelled` made, possibly in a different process, so that all its text is in the second column.
+    """Wraps a line that `labelled_line` made, possibly in a different process, so that all its text is in the second column.
 
     Returns the line unchanged if it has no label, or if the stream is not a terminal or is wide enough.
     """

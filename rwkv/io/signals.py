@@ -2,7 +2,7 @@
 
 Batch systems send the last three before a job's time limit.
 
-    with raising(): ...                    a signal ends the block with an exception, as Ctrl-C does
+    with raise_on_signal(): ...            a signal ends the block with an exception, as Ctrl-C does
     with StopRequest() as stop: ...        a signal sets stop.requested, which the program polls whenever it can stop
 
 A signal that was ignored when the program started (nohup ignores SIGHUP) stays ignored, except Ctrl-C. Shells start background

@@ -237,9 +237,9 @@ class Model(nn.Module):
         self.config, self.vocab_size, self.operator = config, vocab_size, operator
         self.fingerprint_before: str | None = None       # the fingerprint before quantising or merging
         self.decoding_step = CachedFromWeights()         # the cached CStep or GpuStep
-        self.returns_free_memory = False                          # true if training returns free memory after each block
+        self.returns_free_memory = False                 # true if training returns free memory after each block
         self.weight_cache: WeightCache | None = None     # the rounded weights, for training in half precision
-        self.replay: Callable[[Tensor], Tensor] | None = None    # in training, computes through_blocks as a CUDA graph
+        self.replay: Callable[[Tensor], Tensor] | None = None    # in training, computes run_all_blocks as a CUDA graph
         self.emb = nn.Embedding(vocab_size, config.n_embd)
         self.blocks = nn.ModuleList(self.generation.Block(config, layer, operator) for layer in range(config.n_layer))
         if config.deep_embed_dim:
@@ -360,7 +360,7 @@ class Model(nn.Module):
     @torch.no_grad()
     def prefill(self, tokens: Tensor, state: State | None = None) -> tuple[Tensor, State]:
         """Computes the logits (B,V) after the last of tokens (B,T), T >= 1, and the new state, in one parallel pass."""
-        if not self.is_unmodified():          # a hook on the model may read or change the logits of all positions
+        if not self.is_unmodified():     # a hook on the model may read or change the logits of all positions
             logits, state = self(tokens, state)
             return logits[:, -1], state
         hidden, state = self.hidden(tokens, state)

@@ -94,7 +94,7 @@ def layers_to_adapt(config: ModelConfig, modules: Sequence[str]) -> list[str]:
 
 
 def add_adapters(model: Model, modules: Sequence[str], rank: int, alpha: float, dropout: float = 0.0) -> None:
-    """Freezes the model, and adds an adapter to each layer that `chosen` returns, with a random A and B = 0."""
+    """Freezes the model, and adds an adapter to each layer that `layers_to_adapt` returns, with a random A and B = 0."""
     shapes = model.generation.shapes(model.config, model.vocab_size)
     model.requires_grad_(False)
     for layer, block in enumerate(model.blocks):

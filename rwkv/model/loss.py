@@ -90,7 +90,7 @@ def rows_per_chunk(vocab_size: int, frozen: bool = False, device: torch.device =
 
 
 def rows_per_chunk_on_gpu(vocab_size: int, itemsize: int, memory: int) -> int:
-    """Returns the result of rows_at_once for a GPU with `memory` bytes."""
+    """Returns the result of rows_per_chunk for a GPU with `memory` bytes."""
     return max(LEAST_ROWS, int(CHUNK_SHARE * memory) // (itemsize * vocab_size) // LEAST_ROWS * LEAST_ROWS)
 
 

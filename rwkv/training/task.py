@@ -221,7 +221,7 @@ class LanguageModel(lightning.LightningModule):
         take_step() if self.loss_scale is None else self.loss_scale.step(take_step, optimizer)
 
     def on_after_backward(self) -> None:
-        if self.model.returns_free_memory:        # the backward pass of the first block has freed memory
+        if self.model.returns_free_memory:       # the backward pass of the first block has freed memory
             give_back_free_blocks()
 
     def configure_gradient_clipping(self, optimizer: Optimizer, gradient_clip_val: float | None = None,

@@ -54,7 +54,7 @@ def size_and_checksum(path: Path) -> tuple[int, int]:
 
 
 def write_complete(folder: Path, sums: Mapping[str, tuple[int, int]]) -> None:
-    """Writes complete.json. `sums` has the result of sum_of for each other file, by name."""
+    """Writes complete.json. `sums` has the result of size_and_checksum for each other file, by name."""
     write_file(folder / COMPLETE, lambda file: file.write(json.dumps(sums).encode()))
 
 

@@ -126,7 +126,7 @@ def save(file: BinaryIO, content: object) -> None:
         _add_bytes(archive, "byteorder", sys.byteorder.encode())
         for key, tensor in enumerate(tensors):
             with _open_entry(archive, f"data/{key}", tensor.nbytes) as entry:
-                tensor.pass_on(lambda data, entry=entry: entry.write(bytes_view(data)))         # type: ignore[misc]
+                tensor.pass_on(lambda data, entry=entry: entry.write(bytes_view(data)))  # type: ignore[misc]
         _add_bytes(archive, "version", b"3\n")
 
 

@@ -115,7 +115,7 @@ def _read_beginning(path: Path) -> bytes:
         try:
             block: bytes = decompressed_stream(raw, path).read(BLOCK)
             return block
-        except BROKEN:                   # `unbroken` will report the damage when it reads the lines
+        except BROKEN:                   # `read_lines` will report the damage when it reads the lines
             return b""
 
 

@@ -1,6 +1,6 @@
 """Rewrites a JSON schema so that llguidance enforces the schema correctly.
 
-`enforceable` returns a schema whose valid texts are all valid under the original. The new schema may allow fewer texts.
+`rewrite_schema` returns a schema whose valid texts are all valid under the original. The new schema may allow fewer texts.
 Rewriting adds rules that llguidance does not enforce, and removes rules without effect that llguidance rejects. Schemas without
 a finite instance, such as circular references, become `false`: otherwise llguidance would let a text begin that can never end.
 

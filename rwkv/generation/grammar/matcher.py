@@ -109,7 +109,7 @@ class Matcher:
 
 
 def matcher_of(grammar: Grammar, tokenizer: Tokenizer, stop_tokens: Sequence[int] = ()) -> Matcher:
-    """Returns a matcher for a new sequence, which may also end at `stop_tokens`. Raises UserError as compiled() does."""
+    """Returns a matcher for a new sequence, which may also end at `stop_tokens`. Raises UserError as cached_matchers() does."""
     libraries = [library.deep_copy() for library in cached_matchers(grammar, tokenizer)]
     return Matcher(libraries, vocabulary(tokenizer), stop_tokens)
 

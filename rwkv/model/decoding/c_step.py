@@ -93,7 +93,7 @@ class Structs(Protocol):
 class CStep:
     """The C step of a model with its present weights.
 
-    The attribute `own` has the tensors that are made for this step. All other tensors belong to the model.
+    The attribute `own_tensors` has the tensors that are made for this step. All other tensors belong to the model.
     """
 
     def __init__(self, model: Model) -> None:

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 from rwkv.config import ServeConfig
 from rwkv.serving.http.errors import ApiError
 
-LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1")        # with these values of host=, only this machine can reach the server
+LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1")  # with these values of host=, only this machine can reach the server
 
 
 def check_origin(config: ServeConfig, headers: Mapping[str, str]) -> None:

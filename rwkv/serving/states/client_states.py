@@ -143,7 +143,7 @@ class ClientStates:
         if not placeholder or CONTINUED in after:
             raise ApiError(400, f"messages[{len(earlier)}] cannot be continued: the chat template {self.template.name} must "
                                 "render an answer exactly once", f"messages[{len(earlier)}]")
-        if answer.lstrip().startswith(THOUGHT_STARTS[True]):         # replaces the empty thoughts that the template renders
+        if answer.lstrip().startswith(THOUGHT_STARTS[True]):     # replaces the empty thoughts that the template renders
             before = before.removesuffix(thoughts_at_end(before))
         return before + mark_special_names(self.tokenizer, answer)
 

@@ -158,8 +158,8 @@ class Checkpoints(Callback):
         """Saves last.ckpt unless the file is up to date.
 
         If last.ckpt is of the same step, from before the end of the validation, this method replaces the file. Otherwise the
-        new checkpoint is written as next.ckpt, and `settle` renames all checkpoints. If the run is killed before the renaming,
-        the resumed run calls `settle`.
+        new checkpoint is written as next.ckpt, and `rotate_checkpoints` renames all checkpoints. If the run is killed before
+        the renaming, the resumed run calls `rotate_checkpoints`.
         """
         current = (trainer.global_step, not self._validating)
         if current == self._saved:

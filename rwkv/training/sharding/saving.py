@@ -98,7 +98,7 @@ class _NoStaging(AsyncStager):
 class _Writer(HuggingFaceStorageWriter):
     """Writes the shards. After all processes have written, rank 0 calls complete(sums).
 
-    `sums` maps the name of each file to the result of sum_of.
+    `sums` maps the name of each file to the result of size_and_checksum.
     """
 
     def __init__(self, folder: Path, complete: Callable[[dict[str, tuple[int, int]]], None]) -> None:
