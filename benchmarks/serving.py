@@ -249,7 +249,8 @@ def peers(checkpoint: Path, dtype: str, args: argparse.Namespace) -> Iterator[di
         servers = {("timemix", dtype): running.enter_context(serving(checkpoint, dtype, f"max_rows={max(args.texts)}"))}
         for name in LLAMA_FORMATS[dtype] if args.llama_server else ():
             weights = write_gguf(checkpoint, name)
-            servers["llama.cpp", name] = running.enter_context(stopped_at_exit(LlamaServer(args.llama_server, weights, max(args.texts))))
+            server = LlamaServer(args.llama_server, weights, max(args.texts))
+            servers["llama.cpp", name] = running.enter_context(stopped_at_exit(server))
         company = running.enter_context(subprocess.Popen([sys.executable, "-c", "while True: pass"]))
         running.callback(company.kill)
         company.send_signal(signal.SIGSTOP)

@@ -201,7 +201,8 @@ def score_endings(model: Model, context: Sequence[int], endings: Sequence[Sequen
 
 
 @torch.no_grad()
-def score_batch(model: Model, texts: Sequence[EvaluatedSequence], chunk_len: int, state: State | None = None) -> tuple[Tensor, Tensor]:
+def score_batch(model: Model, texts: Sequence[EvaluatedSequence], chunk_len: int,
+                state: State | None = None) -> tuple[Tensor, Tensor]:
     """Returns the negative log-likelihood of each sequence's predicted tokens (B,), and whether all of them are right (B,).
 
     Rows are padded on the right. The padding does not affect earlier positions, because the model is causal.

@@ -79,7 +79,8 @@ def launches(run: Callable[[], Any], device: str) -> int:
     run()                                # the first call may compile, which must not count
     if device == "cuda":
         torch.cuda.synchronize()
-    with silence_profiler(), profile(activities=[ProfilerActivity.CUDA if device == "cuda" else ProfilerActivity.CPU]) as recorded:
+    activity = ProfilerActivity.CUDA if device == "cuda" else ProfilerActivity.CPU
+    with silence_profiler(), profile(activities=[activity]) as recorded:
         run()
         if device == "cuda":
             torch.cuda.synchronize()

@@ -35,7 +35,8 @@ class Case(BenchCase):
         self.dtype = dtype
         self.T = T
         *sequences, state = cases.inputs(1, T, min(B * H, DISTINCT), N, dtype=dtype, device=device)
-        all_heads = [repeat_channels(sequence[0], B * H, 1).view(T, B, H, N).transpose(0, 1).contiguous() for sequence in sequences]
+        all_heads = [repeat_channels(sequence[0], B * H, 1).view(T, B, H, N).transpose(0, 1).contiguous()
+                     for sequence in sequences]
         all_heads.append(repeat_channels(state[0], B * H, 0).view(B, H, N, N))
         self.inputs = tuple(tensor.requires_grad_() for tensor in all_heads)
         self.grad_y = torch.randn_like(self.sequence)

@@ -7,7 +7,7 @@ The name of a special token becomes that token if the template has written the n
 
 In rendered text, names from the template look the same as names from messages. So the template from for_tokenizer marks the
 names in messages before rendering: each name is replaced by random characters that nobody can have typed. `encode` and
-`without_marks` restore the names. Besides whole names, the template marks parts of names at the beginning or end of a message,
+`remove_marks` restore the names. Besides whole names, the template marks parts of names at the beginning or end of a message,
 because rendering could join two parts into a whole name.
 """
 
@@ -118,7 +118,8 @@ def mark_special_names(tokenizer: Tokenizer, value: Any) -> Any:
     if isinstance(value, str):
         return _mark_names(value, _patterns(tuple(tokenizer.special)))
     if isinstance(value, Mapping):
-        return {mark_special_names(tokenizer, key): item if key == "role" and item in (*ROLES,) else mark_special_names(tokenizer, item)
+        return {mark_special_names(tokenizer, key):
+                item if key == "role" and item in (*ROLES,) else mark_special_names(tokenizer, item)
                 for key, item in value.items()}
     return [mark_special_names(tokenizer, item) for item in value] if isinstance(value, (list, tuple)) else value
 
@@ -153,7 +154,8 @@ class MarkingTemplate(ChatTemplate):
     def parts(self, messages: Sequence[Message], tools: Tools = None) -> list[Part]:
         messages = check_messages(messages)
         with _errors_without_marks():
-            return self._template.parts(mark_special_names(self._tokenizer, messages), mark_special_names(self._tokenizer, tools))
+            return self._template.parts(mark_special_names(self._tokenizer, messages),
+                                        mark_special_names(self._tokenizer, tools))
 
     def answer_start(self, think: Think = False) -> str:
         return self._template.answer_start(think)

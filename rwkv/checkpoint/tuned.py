@@ -1,7 +1,7 @@
 """Reads checkpoints of runs with tune=lora or tune=state, which have the trained values and the path of the frozen weights.
 
 Adapters are merged when a matrix is read. The sum is float32, even if the frozen weights are stored in 16 bits. Rounding the
-sum to bfloat16 or int8 loses part of the adapters' change (`surviving`).
+sum to bfloat16 or int8 loses part of the adapters' change (`surviving_fraction`).
 """
 
 import hashlib
@@ -28,7 +28,7 @@ from rwkv.model.lora import merge_adapter
 if TYPE_CHECKING:
     from rwkv.checkpoint.files import Checkpoint
 
-MEASURED = 8                             # `surviving` reads at most this many adapted matrices
+MEASURED = 8                             # `surviving_fraction` reads at most this many adapted matrices
 ADAPTER = re.compile(r".*?(blocks\.\d+\..+)\.lora_([AB])\.weight")
 
 
@@ -83,7 +83,8 @@ def digest(content: Content) -> str:
     return hashed.hexdigest()
 
 
-def apply_trained_values(content: Content, base: Mapping[str, Stored], config: ModelConfig) -> tuple[dict[str, Stored], list[Stored] | None]:
+def apply_trained_values(content: Content, base: Mapping[str, Stored],
+                         config: ModelConfig) -> tuple[dict[str, Stored], list[Stored] | None]:
     """Applies trained values to the base. Returns the weights, with adapters merged on reading, and each layer's state or None.
 
     Merged matrices are float32, whatever the base's dtype. Raises CheckpointError if a tensor is missing or has a wrong shape.

@@ -226,7 +226,8 @@ def _decode_with_ends(ids: list[int], before: list[int], tokenizer: Tokenizer) -
         else:
             pieces[-1].append(token)
     first, *others = pieces
-    return "<end of text>".join([decode_with_special_names(tokenizer, first, before), *(decode_with_special_names(tokenizer, piece) for piece in others)])
+    return "<end of text>".join([decode_with_special_names(tokenizer, first, before),
+                                 *(decode_with_special_names(tokenizer, piece) for piece in others)])
 
 
 def packed_rows(lengths: Sequence[int], T: int) -> list[list[int]]:

@@ -235,8 +235,8 @@ def _without_copies(parts: Sequence[CorpusPart], sources: Sequence[MixedSource],
                                     "training text of other sources, so too few documents are left for validation. Remove the "
                                     "copies")
             removed = remove_documents(corpus.val, ~left_out)
-            size = corpus.sizes.val_bytes - sum(len(text.encode()) for text in decode_chunks(removed, 0, len(removed), tokenizer))
-            sizes = replace(corpus.sizes, val_tokens=len(val), val_bytes=max(size, 1))
+            removed_bytes = sum(len(text.encode()) for text in decode_chunks(removed, 0, len(removed), tokenizer))
+            sizes = replace(corpus.sizes, val_tokens=len(val), val_bytes=max(corpus.sizes.val_bytes - removed_bytes, 1))
             about = f"{corpus.source}; without {counted(int(left_out.sum()), 'document')} that other sources train on"
             corpus = replace(corpus, val=val, sizes=sizes, source=about)
         changed.append(part._replace(corpus=corpus))

@@ -281,7 +281,8 @@ class Engine:
         self._weights = WeightsWatch(self._model)
         self._decoder = decoder_of(self._model, state)
         self._short_prompt_decoder = self._decoder if isinstance(self._decoder, CDecoder | GpuDecoder) else None
-        self._draw_function, self._draw_device = draw_function_on(self._model.emb.weight.device, isinstance(self._decoder, CDecoder))
+        self._draw_function, self._draw_device = draw_function_on(self._model.emb.weight.device,
+                                                                  isinstance(self._decoder, CDecoder))
 
     def _reload_weights(self) -> None:
         """Continues with the model's new weights, and restarts unfinished prefills.
@@ -445,7 +446,7 @@ class Engine:
         for index, logprob, top_ids, top_logprobs in zip(wanted, *logprobs(logits[wanted], drawn, n), strict=True):
             row = rows[index]
             row.sample.logprobs.append(logprob_entry(self._tokenizer, tokens[index], logprob, top_ids, top_logprobs,
-                                             row.request.n_logprobs, row.last_ids()))
+                                                     row.request.n_logprobs, row.last_ids()))
 
     def _append_prompt_logprobs(self, shared: "_SharedPrefill") -> None:
         """Appends the entries of the last chunk. Creating all entries at the end of a long prompt would take seconds."""
@@ -456,7 +457,7 @@ class Engine:
                 position = len(shared.logprobs) + 1
                 before = shared.prefill.tokens[max(0, position - LAST_IDS):position]
                 shared.logprobs.append(logprob_entry(self._tokenizer, token, logprob, top_ids, top_logprobs,
-                                             shared.request.n_logprobs, before))
+                                                     shared.request.n_logprobs, before))
         shared.prefill.logprobs.clear()
 
 

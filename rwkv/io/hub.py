@@ -356,7 +356,8 @@ def cached_models() -> list[Cached]:
                         None if revision == MAIN else revision)
             sizes = {path.relative_to(folder).as_posix(): path.stat().st_size for path in folder.rglob("*") if path.is_file()}
             contents = Contents(folder.name, sizes)
-            models += [Cached(name._replace(path=offer), size_of(contents, offer), folder / offer) for offer in model_paths(contents)
+            models += [Cached(name._replace(path=offer), size_of(contents, offer), folder / offer)
+                       for offer in model_paths(contents)
                        if offer in sizes or any((folder / offer / file).is_file() for file in DIRECTORY_WEIGHTS)]
     return models
 

@@ -71,7 +71,8 @@ def chunks(path: Path, on_bytes: Callable[[bytes], object] = len, option: str = 
             try:
                 text, used = codecs.utf_8_decode(data, "strict", not more)
             except UnicodeDecodeError as error:
-                raise UserError(not_utf8_message(f"{option}={path}", before + error.start, data[error.start], beginning)) from None
+                raise UserError(not_utf8_message(f"{option}={path}", before + error.start, data[error.start],
+                                                 beginning)) from None
             if HOLE in data:
                 raise UserError(f"{option}={path} is incomplete: from byte {before + data.find(HOLE)} on there are at "
                                 f"least {len(HOLE)} zero bytes. Copy or download the file again, or convert it to text")

@@ -40,7 +40,8 @@ def generate(config: GenerateConfig, line: cli.CommandLine) -> None:
     from rwkv.generation.output import run_generation
 
     files = config.out or config.save_state
-    output = discard_when_unread(sys.stdout) if files else sys.stdout         # the files must be completed even if nobody reads the output
+    # The files must be completed even if nobody reads the output
+    output = discard_when_unread(sys.stdout) if files else sys.stdout
     with redirect_stdout(output):
         try:
             completed = run_generation(model, tokenizer, config, prompts, context, chosen.sampling, chosen.stop, draft)

@@ -121,8 +121,8 @@ def load(config: ServeConfig, user_keys: Collection[str] = ()) -> "Loaded":
             *_gpu_lines(model, config, copies, opened.device),
             ("states", _states_line(config, row))]
     defaults = {kind: Defaults(each.sampling, each.stop, each.max_new_tokens) for kind, each in chosen.items()}
-    return Loaded(model, opened.tokenizer, choice.template, plan, row, defaults, trained_length_of(opened.checkpoint).tokens, loaded,
-                  opened.dtype, draft)
+    return Loaded(model, opened.tokenizer, choice.template, plan, row, defaults, trained_length_of(opened.checkpoint).tokens,
+                  loaded, opened.dtype, draft)
 
 
 def _gpu_lines(model: "Model", config: ServeConfig, copies: int, device: str) -> list[tuple[str, str]]:

@@ -141,7 +141,8 @@ def _difference_cell(kernel: Kernel) -> str:
     early = kernel.values("difference_early")
     if not largest or not early:
         return ""
-    return f"<td>{units.small_number(max(largest))}<small>{units.small_number(max(early))} in {_non_breaking(f'{EARLY} steps')}</small></td>"
+    return (f"<td>{units.small_number(max(largest))}<small>{units.small_number(max(early))} in "
+            f"{_non_breaking(f'{EARLY} steps')}</small></td>")
 
 
 def _non_breaking(text: str) -> str:

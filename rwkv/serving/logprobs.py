@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from rwkv.generation.request import Entry
 from rwkv.tokenizer.decoders import Decoder
 
-REPLACEMENT_CHARACTER = "\ufffd"                       # the replacement for a broken character in a token's text
+REPLACEMENT_CHARACTER = "\ufffd"         # the replacement for a broken character in a token's text
 Span = tuple[int, int]                   # start and end in the generated text, in characters
 
 
@@ -65,7 +65,8 @@ def _shown_entries(entries: list[Entry], text: str, shown: str) -> list[Entry]:
         return entries
     *earlier, last = entries
     broken = text.removesuffix(last["text"])     # the broken characters before the last token's text
-    if not broken or broken.strip(REPLACEMENT_CHARACTER) or REPLACEMENT_CHARACTER in last["text"] or not shown.startswith(broken):
+    if (not broken or broken.strip(REPLACEMENT_CHARACTER) or REPLACEMENT_CHARACTER in last["text"]
+            or not shown.startswith(broken)):
         earlier = []
         broken = ""
     rest = shown.removeprefix(broken)

@@ -69,7 +69,8 @@ def prompt_ids(service: Service, prompt: str | list[int], param: str = "prompt",
 
 
 def message_ids(service: Service, rendered: str, start: SavedState | None) -> list[int]:
-    return prompt_ids(service, encode_field(lambda text: service.states.encode_text(text, start), rendered, "messages"), "messages", start)
+    ids = encode_field(lambda text: service.states.encode_text(text, start), rendered, "messages")
+    return prompt_ids(service, ids, "messages", start)
 
 
 def encode_field(encoder: Callable[[str], list[int]], text: str, param: str) -> list[int]:

@@ -87,7 +87,8 @@ class Timemix(TemplateLM):
         totals: list[float] = [0.0] * len(pairs)
         with tqdm(total=len(pairs), desc="loglikelihood_rolling", disable=disable_tqdm) as bar:
             for batch in _batches(range(len(pairs)), lambda index: len(pairs[index][2]), self._rows):
-                nats, _ = score_batch(self._model, [EvaluatedSequence.with_ending(*pairs[index][1:]) for index in batch], self._chunk_len)
+                scored = [EvaluatedSequence.with_ending(*pairs[index][1:]) for index in batch]
+                nats, _ = score_batch(self._model, scored, self._chunk_len)
                 for index, value in zip(batch, nats.tolist(), strict=True):
                     totals[index] = -value
                 bar.update(len(batch))

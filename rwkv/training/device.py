@@ -131,7 +131,8 @@ def set_product_precision(precision: str, device: torch.device) -> None:
 def bfloat16_is_faster(device: torch.device) -> bool:
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
-    return multiplies_natively(torch.bfloat16) and _seconds_per_product(torch.float32) > FASTER * _seconds_per_product(torch.bfloat16)
+    return (multiplies_natively(torch.bfloat16)
+            and _seconds_per_product(torch.float32) > FASTER * _seconds_per_product(torch.bfloat16))
 
 
 def _seconds_per_product(dtype: torch.dtype) -> float:

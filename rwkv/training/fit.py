@@ -133,7 +133,7 @@ def prepare(run: Run) -> Prepared:
         distributed.fail_together(UserError("trainer.offload=true requires a GPU, but this run is on a CPU: omit "
                                             "trainer.offload="))
     set_product_precision(str(config.trainer.precision), device)
-    # Before the data are read, `share` raises UserError if the processes cannot divide the rows
+    # Before the data are read, `rows_per_process` raises UserError if the processes cannot divide the rows
     rows = rows_per_process(config.data.batch_size, config.trainer.strategy, config.trainer.num_nodes)
     operator, kernel_line = kernel_for(config.model, config.kernel.name, device, config.trainer.precision, rows)
     distributed.broadcast_from_rank0(lambda: require(config.logger))
@@ -151,8 +151,8 @@ def prepare(run: Run) -> Prepared:
         kernel_error = distributed.broadcast_from_rank0(lambda: kernel_check.check(
             operator, generation(config.model).OPERATOR, device, dtype_for(config.trainer.precision)))
     window = len(data.val) if config.trainer.tbptt else config.model.ctx_len
-    return Prepared(run, device, rows, operator, kernel_line, kernel_error, graphs.uses_graphs(config, device, operator.name), data,
-                    limit_validation(data, config.trainer.val_tokens, window),
+    return Prepared(run, device, rows, operator, kernel_line, kernel_error, graphs.uses_graphs(config, device, operator.name),
+                    data, limit_validation(data, config.trainer.val_tokens, window),
                     needs_here(config, run.vocab_size(data.tokenizer), device))
 
 

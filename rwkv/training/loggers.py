@@ -74,7 +74,8 @@ def loggers(config: LoggerConfig, out_dir: Path, run: JsonObject, resumed_at: in
     if config._target_ is not None:
         group = out_dir.parent.name if _in_sweep(out_dir) else None
         logger = _custom_logger(config, TrackerRun(config.project, PROJECT, config.group or group,
-                                      config.run_name or _default_name(out_dir, run), out_dir, resumed_at is not None))
+                                                   config.run_name or _default_name(out_dir, run), out_dir,
+                                                   resumed_at is not None))
         logger.log_hyperparams(run)
         return [file, logger]
     if config.name == "csv":

@@ -59,7 +59,8 @@ def show_conversations(data: Corpus) -> None:
     if data.conversations is None:
         raise UserError("data.preview= requires data=chat, because the preview shows conversations")
     if distributed.rank() == 0:
-        print(escape_controls("\n\n".join(islice(annotated_conversations(data.conversations[0], data.tokenizer), 2)), sys.stdout))
+        conversations = annotated_conversations(data.conversations[0], data.tokenizer)
+        print(escape_controls("\n\n".join(islice(conversations, 2)), sys.stdout))
     sys.exit(0)
 
 

@@ -106,7 +106,8 @@ def strategy_for(config: TrainerConfig) -> dict[str, Any]:
     """Returns Lightning's arguments for the number of processes and the distributed strategy."""
     shared = {"devices": world_size() // config.num_nodes, "num_nodes": config.num_nodes, "use_distributed_sampler": False}
     if config.strategy == "fsdp":
-        return shared | {"strategy": ShardedStrategy(config), "inference_mode": False}       # inference tensors cannot be trained later
+        # Inference tensors cannot be trained later
+        return shared | {"strategy": ShardedStrategy(config), "inference_mode": False}
     return shared | ({"strategy": DDPStrategy()} if config.strategy == "ddp" and is_launched() else {})
 
 

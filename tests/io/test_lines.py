@@ -23,7 +23,8 @@ def test_a_terminal_breaks_a_line_between_words_and_keeps_the_column(columns: in
     fcntl.ioctl(there, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
     with os.fdopen(there, "w") as stream:
         first, *others = labelled_line("model", TEXT, stream).splitlines()
-        assert wrap_labelled(labelled_line("model", TEXT, StringIO()), stream).splitlines() == [first, *others], "as a sweep shows a run's"
+        unwrapped = labelled_line("model", TEXT, StringIO())
+        assert wrap_labelled(unwrapped, stream).splitlines() == [first, *others], "as a sweep shows a run's"
         assert wrap_labelled(TEXT, stream) == TEXT, "a text of the model"
         lines = wrap_text(TEXT, stream).splitlines()
     os.close(here)

@@ -83,7 +83,8 @@ def read(path: Path) -> Content:
              *generation.HUGGING_FACE_CONSTANTS, *generation.HUGGING_FACE_FEATURES}
     others = {name: value for name, value in config.items() if name not in known_keys and not name.endswith(UNUSED_ENDS)}
     return replace(content, path=path, declared=declared, tokenizer=_tokenizer_definition(path),
-                   tied=config.get("tie_word_embeddings") is True, notes=[*content.notes, *unknown_key_notes(path / CONFIG, others)])
+                   tied=config.get("tie_word_embeddings") is True,
+                   notes=[*content.notes, *unknown_key_notes(path / CONFIG, others)])
 
 
 def _declared_sizes(path: Path, config: JsonObject, sizes: dict[str, str]) -> JsonObject:

@@ -54,6 +54,7 @@ def exclusion_pattern(beginnings: set[str], texts: set[str]) -> str:
     may_end = "" not in texts
     if not following:
         return "(?s:.*)" if may_end else "(?s:.+)"
-    alternatives = [f"{escaped(first)}{exclusion_pattern(*rests)}" for first, rests in sorted(following.items()) if "" not in rests[0]]
+    alternatives = [f"{escaped(first)}{exclusion_pattern(*rests)}"
+                    for first, rests in sorted(following.items()) if "" not in rests[0]]
     alternatives.append(f"[^{NUL}{''.join(map(escaped, sorted(following)))}](?s:.*)")
     return f"({'|'.join(alternatives)}){'?' if may_end else ''}"

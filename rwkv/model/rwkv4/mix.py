@@ -52,7 +52,10 @@ class TimeMix(nn.Module):
     def _wkv(self, k: Tensor, v: Tensor, before: WKVState | None,
              packing: Packing | None = None) -> tuple[Tensor, WKVState | None]:
         if packing is not None:
-            return packing.apply_per_sequence(lambda k, v: self.wkv(self.time_decay, self.time_first, k, v, None)[0], k, v), None
+            def each(k: Tensor, v: Tensor) -> Tensor:
+                return self.wkv(self.time_decay, self.time_first, k, v, None)[0]
+
+            return packing.apply_per_sequence(each, k, v), None
         if k.shape[1] == 1 and before is not None and not torch.is_grad_enabled():
             y, after = self.wkv.step(self.time_decay, self.time_first, k[:, 0], v[:, 0], before)
             return y.unsqueeze(1), after

@@ -248,7 +248,8 @@ class ChannelMix(nn.Module):
             with fused.recompute_mixes(recompute_x or (lambda: x), last_x, past, first, mixes):
                 k = self.key(*mixes)
             return fused.squared_relu_linear(self.value, k), fused.last_step(x)
-        return rwkv7_fused.channel_mixing(x, last_x, self.x_k, self.key.weight, self.value.weight), fused.last_step(x, saved=True)
+        y = rwkv7_fused.channel_mixing(x, last_x, self.x_k, self.key.weight, self.value.weight)
+        return y, fused.last_step(x, saved=True)
 
 
 class Carry(NamedTuple):

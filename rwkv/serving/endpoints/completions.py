@@ -41,7 +41,8 @@ def completion_sequences(service: Service, body: CompletionRequest, owner: str) 
                             "all, where each prompt counts n times", "echo")
     if echoed and not all(prompts):
         raise ApiError(400, "echo with logprobs requires a prompt with at least one token, even if state is set", "echo")
-    first = EngineRequest("", body.first_seed(), stopping_criteria(service, maximum, usual.stop if body.stop is None else body.stops()),
+    stops = usual.stop if body.stop is None else body.stops()
+    first = EngineRequest("", body.first_seed(), stopping_criteria(service, maximum, stops),
                           body.sampling(usual.sampling, service.tokenizer), body.logprobs, echoed, body.answer_grammar())
     sequences = [sequence for ids in prompts
                  for sequence in make_sequences(service, body, replace(first, prompt=ids), n, start, owner, model)]

@@ -78,7 +78,8 @@ def prepare(body: ResponseRequest, owner: str, model: str, responses: Responses,
     return sequences, spec, prepared
 
 
-def _state_to_continue(previous: StoredResponse, prepared: PreparedRequest, model: str, states: ClientStates, tools: Any) -> SavedState | None:
+def _state_to_continue(previous: StoredResponse, prepared: PreparedRequest, model: str, states: ClientStates,
+                       tools: Any) -> SavedState | None:
     """Returns the state to continue, or None if it is gone or if the instructions, the tools or the model have changed."""
     state = states.states.get(previous.state or "")
     same_instructions = previous.response.get("instructions") == prepared.body.instructions

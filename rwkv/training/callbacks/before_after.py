@@ -144,7 +144,8 @@ class BeforeAfter(Callback):
     def _write(self, task: LanguageModel) -> None:
         if rank() > 0:
             return
-        samples = [{"prompt": visible_text(self.tokenizer, prompt.ids), "reference": visible_text(self.tokenizer, prompt.reference),
+        samples = [{"prompt": visible_text(self.tokenizer, prompt.ids),
+                    "reference": visible_text(self.tokenizer, prompt.reference),
                     **{when: texts[number] for when, texts in self.answers.items()}}
                    for number, prompt in enumerate(self.prompts)] if self.answers else []
         measured = {"before": self.before, "after": self.after}

@@ -86,9 +86,9 @@ def _require_disk(config: TrainConfig, out_dir: Path, vocab_size: int) -> None:
     reusable = sum(map(size_on_disk, (out_dir / FOLDER).glob("*.ckpt")))         # the run replaces earlier checkpoints
     need, free = checkpoint_bytes(config, vocab_size), free_disk(out_dir) + reusable
     if need > free:
-        raise UserError(f"{n_checkpoints(config.trainer.keep_last)} checkpoints need {format_bytes(need)} of disk space, but only "
-                        f"{format_bytes(free)} are free at {out_dir}. Delete some files, set out_dir= to a folder on another "
-                        "disk, or use trainer.keep_last=1")
+        raise UserError(f"{n_checkpoints(config.trainer.keep_last)} checkpoints need {format_bytes(need)} of disk space, but "
+                        f"only {format_bytes(free)} are free at {out_dir}. Delete some files, set out_dir= to a folder on "
+                        "another disk, or use trainer.keep_last=1")
 
 
 def _advice(needs: Needs) -> str:

@@ -58,4 +58,5 @@ def fit_memory(config: TrainConfig, vocab_size: int, user_keys: Collection[str],
         smaller = Variant.of(config, options, vocab_size)
         if smaller.memory.total <= free:
             break
-    return smaller.config, f"{format_options(options)} (slower): otherwise training needs {format_bytes(need)}; {format_bytes(free)} are free"
+    return smaller.config, (f"{format_options(options)} (slower): otherwise training needs {format_bytes(need)}; "
+                            f"{format_bytes(free)} are free")

@@ -202,7 +202,8 @@ def announce(run: Run) -> None:
     if result.memory > capacity:
         remedy = next((text for _, text in _remedy_lines(config, vocab_size, result.devices, gpu)), None)
         fail_together(UserError(
-            f"training needs {format_bytes(result.memory)} of memory on each GPU, but the {gpu.name} has {format_bytes(capacity)}: "
+            f"training needs {format_bytes(result.memory)} of memory on each GPU, but the {gpu.name} has "
+            f"{format_bytes(capacity)}: "
             + (f"training needs {remedy}" if remedy else "use a smaller model= or model.ctx_len=")))
 
 
@@ -246,8 +247,8 @@ def _plan_lines(config: TrainConfig, vocab_size: int, gpu: Gpu, why: str, result
     yield from _memory_lines(config, vocab_size, gpu, result)
     source = "trainer.link_gbps" if trainer.link_gbps else "assumed; set trainer.link_gbps to change it"
     if result.devices > 1:
-        yield "exchange", (f"{format_bytes(round(result.exchanged))} sent by each device in a step: {result.exchange_s:.3g} s at "
-                           f"{result.link_gbps:g} Gbit/s ({source}); {result.compute_s:.3g} s of computation")
+        yield "exchange", (f"{format_bytes(round(result.exchanged))} sent by each device in a step: {result.exchange_s:.3g} s "
+                           f"at {result.link_gbps:g} Gbit/s ({source}); {result.compute_s:.3g} s of computation")
     yield "speed", _speed_text(config, vocab_size, gpu, result)
     size = one_checkpoint_bytes(config, vocab_size)
     writers = trainer.num_nodes if trainer.strategy == "fsdp" else 1
@@ -260,8 +261,9 @@ def _memory_lines(config: TrainConfig, vocab_size: int, gpu: Gpu, result: Estima
     capacity = round(gpu.gib * GIB)
     need = result.need
     yield "memory", f"about {format_bytes(result.memory)} of the {format_bytes(capacity)} of each device, by formula"
-    yield "", (f"weights {format_bytes(need.weights)}, gradients {format_bytes(need.gradients)}, optimiser {format_bytes(need.optimiser)}, "
-               f"activations {format_bytes(need.activations)}, loss {format_bytes(need.loss)}, CUDA {format_bytes(CONTEXT)} (assumed)")
+    yield "", (f"weights {format_bytes(need.weights)}, gradients {format_bytes(need.gradients)}, "
+               f"optimiser {format_bytes(need.optimiser)}, activations {format_bytes(need.activations)}, "
+               f"loss {format_bytes(need.loss)}, CUDA {format_bytes(CONTEXT)} (assumed)")
     if result.memory > capacity:
         yield from _remedy_lines(config, vocab_size, result.devices, gpu)
 
@@ -288,7 +290,7 @@ def _speed_text(config: TrainConfig, vocab_size: int, gpu: Gpu, result: Estimate
 
 
 def _length_lines(config: TrainConfig, result: Estimate, data: Corpus) -> Iterator[tuple[str, str]]:
-    low, high = (config.trainer.max_steps * result.tokens / speed for speed in result.tokens_per_second)
-    span = format_duration(low) if format_duration(low) == format_duration(high) else f"{format_duration(high)} to {format_duration(low).removeprefix('about ')}"
+    low, high = (format_duration(config.trainer.max_steps * result.tokens / speed) for speed in result.tokens_per_second)
+    span = low if low == high else f"{high} to {low.removeprefix('about ')}"
     yield "training", (f"{counted(config.trainer.max_steps, 'step')} of {counted(result.tokens, 'token')}: "
                        f"{counted(config.trainer.max_steps * result.tokens, 'token')}, {span} without validation")

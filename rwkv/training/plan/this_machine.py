@@ -80,7 +80,8 @@ def _needs(run: Run, needs: Needs, kernel: str, kernel_error: str | None, data: 
     yield from _computation(config, kernel, kernel_error, device, bool(data.conversations))
     yield from memory_lines(needs, programs)
     checkpoints = counted(n_checkpoints(config.trainer.keep_last), "checkpoint")
-    yield "disk", f"{format_bytes(checkpoint_bytes(config, V))} for {checkpoints}; {format_bytes(free_disk(run.out_dir))} are free"
+    yield "disk", (f"{format_bytes(checkpoint_bytes(config, V))} for {checkpoints}; "
+                   f"{format_bytes(free_disk(run.out_dir))} are free")
 
 
 def _data(run: Run, data: Corpus) -> Iterator[tuple[str, str]]:

@@ -129,8 +129,8 @@ def run(line: cli.CommandLine, jobs_of: cli.Jobs) -> None:
 def train_all(sweep: Sweep, launcher: Launcher) -> bool:
     """Trains the unfinished runs, launcher.places at a time. Returns True if a signal stopped the training."""
     to_do = _to_do(sweep)
-    log(labelled_line("sweep", f"{sweep.folder}: {counted(len(sweep.entries), 'run')}, {len(to_do)} unfinished, in random order "
-                      f"(seed {ORDER_SEED}){_concurrency(launcher)}", sys.stderr))
+    log(labelled_line("sweep", f"{sweep.folder}: {counted(len(sweep.entries), 'run')}, {len(to_do)} unfinished, in random "
+                      f"order (seed {ORDER_SEED}){_concurrency(launcher)}", sys.stderr))
     waiting = deque(enumerate(to_do, start=1))
     running: dict[str, tuple[Entry, float]] = {}         # maps names to current runs and start times
     with StopRequest(on_signal=launcher.stop, every_signal=True) as stop:

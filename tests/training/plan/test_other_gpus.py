@@ -40,8 +40,9 @@ def configured(row: MeasuredStep, B: int, **trainer: Any) -> TrainConfig:
 
 
 def test_the_measured_rows_are_those_of_the_results() -> None:
-    stored = {MeasuredStep(row["generation"], row["precision"], row["n_layer"], row["n_embd"], row["vocab_size"], row["batch_size"],
-                           row["ctx_len"], row["ms"], row["host_ms"]) for row in ROWS if row["kernel"] == "auto"}
+    stored = {MeasuredStep(row["generation"], row["precision"], row["n_layer"], row["n_embd"], row["vocab_size"],
+                           row["batch_size"], row["ctx_len"], row["ms"], row["host_ms"])
+              for row in ROWS if row["kernel"] == "auto"}
     assert set(MEASURED) <= stored
     assert tuple(GPUS) == options.GPUS
 
