@@ -108,8 +108,8 @@ class LanguageModel(lightning.LightningModule):
     def segments_loss(self, batch: Segments) -> Tensor:
         """Returns a batch's weighted loss. The mean over a step's processes and batches is then the mean over all targets."""
         hidden, state = forward_segments(self.model, batch.x, batch.starts_document,
-                                           self.carried.state_before(batch.part, self.model, len(batch.x)),
-                                           by_block=self.sharded)
+                                         self.carried.state_before(batch.part, self.model, len(batch.x)),
+                                         by_block=self.sharded)
         self.carried.set_state_after(batch.part, state)
         return batch.weight * self._loss_at_head(hidden, batch.y)
 
