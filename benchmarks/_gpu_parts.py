@@ -40,7 +40,7 @@ from rwkv.generation.decoder import CDecoder, decoder_of
 from rwkv.generation.engine import Engine
 from rwkv.generation.prefill import prefill
 from rwkv.generation.request import Request
-from rwkv.generation.sampling import drawing_on, next_tokens
+from rwkv.generation.sampling import draw_function_on, next_tokens
 from rwkv.generation.stopping import StoppingCriteria
 from rwkv.model.base import generation
 from rwkv.model.fused import format as fused_format
@@ -405,7 +405,7 @@ def _measure_decoder(check: Check, model: RWKV, about: dict[str, Any]) -> None:
         with check.measuring(**about, rows=B):
             start = time.perf_counter()
             decoder = decoder_of(model, model.empty_state(B))
-            draw, _ = drawing_on(model.emb.weight.device, isinstance(decoder, CDecoder))
+            draw, _ = draw_function_on(model.emb.weight.device, isinstance(decoder, CDecoder))
             tokens, uniform = torch.zeros(B, dtype=torch.long), torch.rand(B, dtype=torch.float64)
 
             def sample(logits: Tensor, uniform: Tensor = uniform, draw: Any = draw) -> Tensor:

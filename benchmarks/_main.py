@@ -42,7 +42,7 @@ def measure_parts(parts: Mapping[str, Callable[[], Report]], file: Path | None) 
 
 
 @contextmanager
-def answering(command: Sequence[str | Path]) -> Iterator[Callable[[Any], Any]]:
+def answering_process(command: Sequence[str | Path]) -> Iterator[Callable[[Any], Any]]:
     """Starts `command`, and yields a function that sends a request as a JSON line and returns the answer.
 
     The process ends with the `with` block.

@@ -45,4 +45,4 @@ def random_checkpoint(shape: str) -> Checkpoint:
     module = generation(config)
     tensors = {name: Stored(name, "random weights", size, torch.bfloat16, _Random(name, size, seed))
                for seed, (name, size) in enumerate(module.shapes(config, VOCAB_SIZE).items())}
-    return Checkpoint(Path("random weights"), module.resolved(config), VOCAB_SIZE, Weights(tensors))
+    return Checkpoint(Path("random weights"), module.with_default_widths(config), VOCAB_SIZE, Weights(tensors))

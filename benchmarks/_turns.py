@@ -21,7 +21,7 @@ with contextlib.suppress(ProcessLookupError):
 """
 
 
-def beside(command: list[str], folder: Path, other: list[str], other_folder: Path, seconds: float) -> str:
+def run_alternately(command: list[str], folder: Path, other: list[str], other_folder: Path, seconds: float) -> str:
     """Runs `command` to its end, alternating with `other`. Returns the output of `other`.
 
     Each program is suspended while the other runs. `seconds` is the length of a turn, which should cover many steps, so that
@@ -44,7 +44,7 @@ def beside(command: list[str], folder: Path, other: list[str], other_folder: Pat
         return printed.read()
 
 
-def alone(command: list[str], folder: Path) -> str:
+def run_to_end(command: list[str], folder: Path) -> str:
     """Runs `command` to its end and returns its output. Exits with its standard error if the command fails."""
     with tempfile.TemporaryFile("w+", encoding="utf-8") as printed, tempfile.TemporaryFile("w+", encoding="utf-8") as errors:
         with _start(command, folder, printed, errors) as process:

@@ -90,16 +90,16 @@ def compare(rwkv4: Sequence[str], rwkv7: Sequence[str], steps: int, seeds: Seque
 def _median_step_times(folder: Path, options: dict[str, Sequence[str]]) -> dict[str, float]:
     first, second = options
     folders = {name: folder / f"timed-{name}" for name in options}
-    _turns.beside(train_command(folders[first], *options[first], *_steps(TIMED_STEPS), *NEVER), folder,
-                  train_command(folders[second], *options[second], *_steps(ENDLESS), *NEVER), folder, TURN_S)
+    _turns.run_alternately(train_command(folders[first], *options[first], *_steps(TIMED_STEPS), *NEVER), folder,
+                           train_command(folders[second], *options[second], *_steps(ENDLESS), *NEVER), folder, TURN_S)
     return {name: _median_step_ms(folders[name]) for name in options}
 
 
 def _nanogpt_ratio(folder: Path, rwkv4: Sequence[str], nanogpt: Path) -> float:
     """Returns nanoGPT's step time relative to RWKV-4's. Both train alternately."""
     out_dir = folder / "timed-beside-nanogpt"
-    printed = _turns.beside(train_command(out_dir, *rwkv4, *_steps(TIMED_STEPS), *NEVER), folder,
-                            _nanogpt_command(folder, "0", ENDLESS), nanogpt, TURN_S)
+    printed = _turns.run_alternately(train_command(out_dir, *rwkv4, *_steps(TIMED_STEPS), *NEVER), folder,
+                                     _nanogpt_command(folder, "0", ENDLESS), nanogpt, TURN_S)
     return median([float(ms) for ms in re.findall(r"time ([0-9.]+)ms", printed)][WARM:]) / _median_step_ms(out_dir)
 
 
@@ -113,7 +113,7 @@ def _nanogpt_command(folder: Path, seed: str, steps: int) -> list[str]:
 
 
 def _nanogpt_end(nanogpt: Path, folder: Path, seed: str, steps: int) -> dict[str, float]:
-    printed = _turns.alone(_nanogpt_command(folder, seed, steps), nanogpt)
+    printed = _turns.run_to_end(_nanogpt_command(folder, seed, steps), nanogpt)
     loss = float(re.findall(r"val loss ([0-9.]+)", printed)[-1])
     return {"val_loss": loss, "val_bpb": loss / math.log(2)}          # a character of this text is a byte
 

@@ -131,7 +131,7 @@ def run_part(part: Part, command: list[str], out: Path, device: str, left_s: flo
         log.write(f"\n=== {part.name}\n".encode())
         log.flush()
         before = log.tell()
-        status = ended([*command, str(out), "--device", device, DEADLINE, str(limit)], limit, log)
+        status = run_command([*command, str(out), "--device", device, DEADLINE, str(limit)], limit, log)
     rows.add(part=part.name, status=status, seconds=round(time.monotonic() - start, 1))
     print(f"{part.name}: {status} in {time.monotonic() - start:.0f} s", flush=True)
     if status != "ok":
@@ -140,7 +140,7 @@ def run_part(part: Part, command: list[str], out: Path, device: str, left_s: flo
             print("\n".join(log.read().decode(errors="replace").splitlines()[-TAIL_LINES:]), flush=True)
 
 
-def ended(command: list[str], limit_s: float, log: BinaryIO) -> str:
+def run_command(command: list[str], limit_s: float, log: BinaryIO) -> str:
     """Runs a command, and returns "ok", "failed with status N" or "stopped after N s".
 
     In the end the process group is killed, because a surviving process would slow down the next part.

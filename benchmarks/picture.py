@@ -55,7 +55,7 @@ def _ms(results: list[dict[str, Any]], name: str, part: str) -> float:
 
 def picture(runs: list[Run], bars: list[tuple[str, list[tuple[str, float]]]]) -> str:
     drawn = [svg.Line(run.kernel, colour, list(run.curve("train/loss").items())) for colour, run in enumerate(runs)]
-    same = [line for group in svg.overlapping(drawn) for line in group]
+    same = [line for group in svg.overlapping_lines(drawn) for line in group]
     words = f"{len(same)} kernels, one curve: training loss, nats per token" if same else "training loss, nats per token"
     shape = " x ".join(str(size) for size in (SHAPE["B"], SHAPE["T"], SHAPE["C"]))
     return (f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" '

@@ -41,7 +41,7 @@ CHUNK = 1024                             # number of rows whose logits are compu
 def main(argv: list[str] | None = None) -> None:
     args = _arguments(argv)
     for tokens, T, C, generation in product(args.tokens, args.contexts, args.widths, args.generation):
-        run = measured(args.out, generation, C, T, tokens, args.options)
+        run = measure_run(args.out, generation, C, T, tokens, args.options)
         print(f"{generation}, {C} wide, context {T}, {tokens:,} tokens: {run['nats']['mean']:.4f} nats", flush=True)
     runs = [json.loads(file.read_text(encoding="utf-8")) for file in args.out.glob(f"*/{LOSSES}")]
     report = {"machine": hardware.describe("cpu"),
@@ -50,7 +50,7 @@ def main(argv: list[str] | None = None) -> None:
     publish(report, args.json)
 
 
-def measured(out: Path, generation: str, C: int, T: int, tokens: int, options: list[str]) -> dict[str, Any]:
+def measure_run(out: Path, generation: str, C: int, T: int, tokens: int, options: list[str]) -> dict[str, Any]:
     """Returns a run's options and mean nats per token by position. Trains the run first if its folder has no results."""
     folder = out / f"{generation}-{C}-{T}-{tokens}"
     losses = folder / LOSSES

@@ -21,7 +21,7 @@ from rwkv.errors import UserError
 from rwkv.evaluation import TextScore, count_tokens, score_text
 from rwkv.model.base import n_parameters
 from rwkv.model.operators import operator_for
-from rwkv.pretrained import RWKV, computed_in
+from rwkv.pretrained import RWKV, compute_dtype
 from rwkv.tokenizer.tokenizers import Tokenizer
 
 DTYPES = ("float32", "bfloat16", "int8", "int4")
@@ -58,7 +58,7 @@ def _rows(checkpoint: Checkpoint, tokenizer: Tokenizer, text: Path) -> list[dict
 
 
 def _bits_per_byte(checkpoint: Checkpoint, dtype: str, tokenizer: Tokenizer, text: Path) -> float:
-    model = RWKV.from_checkpoint(checkpoint, operator_for(checkpoint.config, "auto", "cpu", computed_in(dtype)), dtype=dtype)
+    model = RWKV.from_checkpoint(checkpoint, operator_for(checkpoint.config, "auto", "cpu", compute_dtype(dtype)), dtype=dtype)
     passes = list(score_text(model, tokenizer, text, [tokenizer.end_of_text], MOST_ROWS))
     score = TextScore(sum(count for count, _ in passes), text.stat().st_size, sum(nats for _, nats in passes))
     bits: float = score.as_dict()["bits_per_byte"]

@@ -29,7 +29,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks._main import answering, run_program
+from benchmarks._main import answering_process, run_program
 from kernels.arguments import Parser, above_zero, at_least, program, sizes_of
 from kernels.bench.results import output_file, publish
 
@@ -136,7 +136,7 @@ class LlamaServer(Server):
 
 
 @contextmanager
-def ended(server: Server) -> Iterator[Server]:
+def stopped_at_exit(server: Server) -> Iterator[Server]:
     """Yields the server, and stops the server at the end of the `with` block."""
     try:
         yield server
@@ -147,10 +147,10 @@ def ended(server: Server) -> Iterator[Server]:
 
 
 def serving(checkpoint: Path, dtype: str, *options: str) -> AbstractContextManager[Server]:
-    return ended(Server(checkpoint, dtype, *options))
+    return stopped_at_exit(Server(checkpoint, dtype, *options))
 
 
-def stream_of(n: int, seed: int, prompt: str | list[int] = PROMPT) -> dict[str, Any]:
+def request_body(n: int, seed: int, prompt: str | list[int] = PROMPT) -> dict[str, Any]:
     """Returns a request body. Token 0 is banned, because this token would end the text.
 
     The body sets the options whose defaults differ in llama.cpp.
@@ -167,7 +167,7 @@ class Client:
         self.began = time.perf_counter()
         self.n = n
         self.hang_up_after = hang_up_after
-        self.socket = server.connect({**stream_of(n, seed, prompt), **more})
+        self.socket = server.connect({**request_body(n, seed, prompt), **more})
         self.times: list[float] = []
         self.status = b""
         self.finished = False
@@ -199,7 +199,7 @@ def read_for(selector: selectors.BaseSelector, seconds: float) -> list[Client]:
 
 def share(checkpoint: Path, dtype: str, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     engine = [sys.executable, "-m", "benchmarks._serving_engine", checkpoint, dtype, checkpoint.with_name(VOCABULARY)]
-    with answering(engine) as alone, serving(checkpoint, dtype) as server:
+    with answering_process(engine) as alone, serving(checkpoint, dtype) as server:
         for texts in args.texts:
             rates: dict[str, list[float]] = {"http": [], "engine": [], "decoder": []}
             busy: list[float] = []
@@ -248,8 +248,9 @@ def peers(checkpoint: Path, dtype: str, args: argparse.Namespace) -> Iterator[di
     with ExitStack() as running:
         servers = {("timemix", dtype): running.enter_context(serving(checkpoint, dtype, f"max_rows={max(args.texts)}"))}
         for name in LLAMA_FORMATS[dtype] if args.llama_server else ():
-            weights = gguf_of(checkpoint, name)
-            servers["llama.cpp", name] = running.enter_context(ended(LlamaServer(args.llama_server, weights, max(args.texts))))
+            weights = write_gguf(checkpoint, name)
+            server = LlamaServer(args.llama_server, weights, max(args.texts))
+            servers["llama.cpp", name] = running.enter_context(stopped_at_exit(server))
         company = running.enter_context(subprocess.Popen([sys.executable, "-c", "while True: pass"]))
         running.callback(company.kill)
         company.send_signal(signal.SIGSTOP)
@@ -273,7 +274,7 @@ def peers(checkpoint: Path, dtype: str, args: argparse.Namespace) -> Iterator[di
                 yield row
 
 
-def gguf_of(checkpoint: Path, name: str) -> Path:
+def write_gguf(checkpoint: Path, name: str) -> Path:
     """Converts the checkpoint and its vocabulary to GGUF, and returns the path."""
     from benchmarks.generation import GGUF
     from rwkv.pretrained import RWKV
@@ -294,10 +295,10 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--seconds", type=above_zero, default=12, metavar="S",
                         help="measured seconds of HTTP, and of the engine alone, over all turns")
     parser.add_argument("--turns", type=at_least(1), default=3, metavar="N")
-    return parsed(parser, argv)
+    return parse_arguments(parser, argv)
 
 
-def parsed(parser: Parser, argv: list[str] | None) -> argparse.Namespace:
+def parse_arguments(parser: Parser, argv: list[str] | None) -> argparse.Namespace:
     """Adds the options that both server benchmarks share, and returns the parsed arguments."""
     parser.add_argument("--dtype", nargs="+", default=["int8"], choices=("float32", "bfloat16", "int8"))
     parser.add_argument("--shape", type=sizes_of("L,C,V"), metavar="L,C,V", help="layers, width, vocabulary")

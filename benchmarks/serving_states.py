@@ -34,12 +34,12 @@ from benchmarks.serving import (
     Client,
     LlamaServer,
     Server,
-    ended,
-    gguf_of,
-    parsed,
+    parse_arguments,
     read_for,
     run,
     serving,
+    stopped_at_exit,
+    write_gguf,
 )
 from kernels.arguments import Parser, above_zero, at_least
 
@@ -116,7 +116,7 @@ def first(checkpoint: Path, dtype: str, args: argparse.Namespace) -> Iterator[di
                 times["state after a restart", n].append(first_token(server, texts(QUESTION), state=ids[turn]))
     yield from _table("timemix", dtype, lengths, times)
     for name in LLAMA_FORMATS[dtype] if args.llama_server else ():
-        yield from _first_of_llama(args.llama_server, gguf_of(checkpoint, name), name, lengths, args.turns, texts)
+        yield from _first_of_llama(args.llama_server, write_gguf(checkpoint, name), name, lengths, args.turns, texts)
 
 
 def _first_of_llama(program: Path, weights: Path, name: str, lengths: list[int], turns: int,
@@ -136,7 +136,7 @@ def _first_of_llama(program: Path, weights: Path, name: str, lengths: list[int],
     def start_server() -> LlamaServer:
         return LlamaServer(program, weights, 1, "--slot-save-path", f"{folder}/")
 
-    with ended(start_server()) as server:
+    with stopped_at_exit(start_server()) as server:
         first_token(server, texts(QUESTION))
         for n, prompt in read.items():
             ask(server, "/completion", {"prompt": prompt, "n_predict": 1, "id_slot": 0, "cache_prompt": True})
@@ -149,7 +149,7 @@ def _first_of_llama(program: Path, weights: Path, name: str, lengths: list[int],
                     times["prefix cache", n].append(
                         first_token(server, read[n] + texts(QUESTION), id_slot=0, cache_prompt=True))
                     times["state", n].append(seconds_restored(server, n))
-    with ended(start_server()) as server:
+    with stopped_at_exit(start_server()) as server:
         first_token(server, texts(QUESTION))
         for _ in range(turns):
             for n in read:
@@ -259,7 +259,7 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--clients", type=at_least(1), default=64, metavar="N")
     parser.add_argument("--seconds", type=above_zero, default=60, metavar="S", help="of each load, over all turns")
     parser.add_argument("--turns", type=at_least(1), default=5, metavar="N")
-    return parsed(parser, argv)
+    return parse_arguments(parser, argv)
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ from benchmarks._main import read_text, run_program
 from kernels.arguments import Parser, at_least, from_home, sizes_of, some_of
 from kernels.bench.results import output_file, publish
 from kernels.bench.text import aligned
-from kernels.bench.timing import interleaved
+from kernels.bench.timing import time_alternately
 from kernels.machine import allocator, hardware, threads
 from kernels.select import select
 from rwkv.checkpoint.files import read_checkpoint, tokenizer_of
@@ -87,7 +87,7 @@ def measure_passes(args: argparse.Namespace) -> list[dict[str, Any]]:
                 model = random_model(layers, C, V, dtype)
                 for n in TOKENS:
                     work[layers, n] = partial(_pass, CDecoder(model, model.empty_state(1)), [*range(n)])
-            seconds = {key: median(samples) for key, samples in interleaved(work, "cpu", BUDGET_S).items()}
+            seconds = {key: median(samples) for key, samples in time_alternately(work, "cpu", BUDGET_S).items()}
             few, many = LAYERS
             ms = {n: 1000 * (seconds[few, n] + (L - few) * (seconds[many, n] - seconds[few, n]) / (many - few))
                   for n in TOKENS}
@@ -103,7 +103,7 @@ def random_model(L: int, C: int, V: int, dtype: str) -> RWKV:
     module = generation(config)
     weights = {name: torch.empty(shape, dtype=torch.bfloat16 if len(shape) == 2 else torch.float32).normal_(0, C ** -0.5)
                for name, shape in module.shapes(config, V).items()}
-    model = RWKV.with_weights(module.resolved(config), select(module.OPERATOR, "reference"), weights)
+    model = RWKV.with_weights(module.with_default_widths(config), select(module.OPERATOR, "reference"), weights)
     model = model.requires_grad_(False).eval()
     if dtype == "bfloat16":
         return model.to(torch.bfloat16)

@@ -35,7 +35,7 @@ from benchmarks._main import run_program
 from benchmarks._training_job import new_task, training_step
 from kernels import native
 from kernels.arguments import Parser, at_least, sizes_of, some_of
-from kernels.bench.profiler import quiet
+from kernels.bench.profiler import silence_profiler
 from kernels.bench.results import output_file, publish
 from kernels.bench.text import aligned
 from kernels.machine import hardware, threads
@@ -94,7 +94,7 @@ def measure(generation: str, optim: str, precision: str, shape: tuple[int, ...],
     def run(part: Part) -> None:
         training_step(task, optimizer, x, dtype, part)
 
-    times = profiled(run)
+    times = profile_operations(run)
     total = sum(sum(operations.values()) for operations in times.values())
     shares: dict[str, Counter[str]] = {part: Counter() for part in PARTS}
     longest: Counter[str] = Counter()
@@ -103,11 +103,11 @@ def measure(generation: str, optim: str, precision: str, shape: tuple[int, ...],
             shares[part][kind_of(name)] += microseconds / total
             longest[f"{part}: {name}"] += microseconds / total
     return {"generation": generation, "optim": optim, "precision": precision, "kernel": task.model.operator.name,
-            "ms": clocked(run, steps), "shares": {part: {kind: shares[part][kind] for kind in KINDS} for part in PARTS},
+            "ms": time_parts(run, steps), "shares": {part: {kind: shares[part][kind] for kind in KINDS} for part in PARTS},
             "products": sum(share["products"] for share in shares.values()), "longest": dict(longest.most_common(LONGEST))}
 
 
-def clocked(run: Step, steps: int) -> dict[str, float]:
+def time_parts(run: Step, steps: int) -> dict[str, float]:
     """Returns the median milliseconds of each part."""
     times: dict[str, list[float]] = {part: [] for part in PARTS}
 
@@ -122,7 +122,7 @@ def clocked(run: Step, steps: int) -> dict[str, float]:
     return {name: median(samples[WARM_UP:]) for name, samples in times.items()}
 
 
-def profiled(run: Step) -> Times:
+def profile_operations(run: Step) -> Times:
     """Returns the time of each operation in PROFILED steps, without the operations that it calls.
 
     Operations inside WKV count as WKV.
@@ -132,7 +132,7 @@ def profiled(run: Step) -> Times:
 
     for _ in range(WARM_UP):             # the first step compiles
         run(part)
-    with quiet(), _record_native_calls(), profile(activities=[ProfilerActivity.CPU]) as recorded:
+    with silence_profiler(), _record_native_calls(), profile(activities=[ProfilerActivity.CPU]) as recorded:
         for _ in range(PROFILED):
             run(part)
     times: Times = defaultdict(Counter)

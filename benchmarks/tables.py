@@ -11,7 +11,7 @@ from benchmarks._main import run_program
 from benchmarks.generation import IN_BLOCKS, PEER_FORMATS, WIDTHS
 from kernels.arguments import Parser
 from kernels.bench.results import FOLDER, Report, read_json
-from kernels.bench.text import filled, markdown
+from kernels.bench.text import fill_section, markdown
 from kernels.machine.hardware import ROOT
 from rwkv.io.lines import counted
 
@@ -24,7 +24,7 @@ def main(argv: Sequence[str] = ()) -> None:
     for name, (files, table) in TABLES.items():
         reports = [read_json(file) for file in sorted(FOLDER.glob(files))]           # one report for each measured machine
         if reports:
-            text = filled(text, name, "\n\n".join(f"{caption(report)}\n\n{table(report)}" for report in reports))
+            text = fill_section(text, name, "\n\n".join(f"{caption(report)}\n\n{table(report)}" for report in reports))
     PAGE.write_text(text, encoding="utf-8")
 
 

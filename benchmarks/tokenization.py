@@ -20,12 +20,12 @@ import tokenizers
 from pyrwkv_tokenizer import RWKVTokenizer
 
 from benchmarks import tables
-from benchmarks._main import answering, read_text, run_program
+from benchmarks._main import answering_process, read_text, run_program
 from benchmarks._strings import unicode_strings
 from kernels.arguments import Parser, at_least, existing_file, program
 from kernels.bench.results import output_file, publish
 from kernels.bench.text import aligned
-from kernels.bench.timing import interleaved
+from kernels.bench.timing import time_alternately
 from kernels.machine import hardware
 from rwkv.data.sources.stdlib import read_stdlib
 from rwkv.tokenizer.tokenizers import ByteTokenizer, CharTokenizer, JsonTokenizer, Tokenizer
@@ -46,9 +46,9 @@ def main(argv: list[str] | None = None) -> int:
     ours = _ours(text, args.neox)
     libraries = {name: tokenizers.Tokenizer.from_str(it.definition) for name, it in ours.items()
                  if isinstance(it, JsonTokenizer)}
-    with answering([args.peers.absolute(), "-E", PEER]) if args.peers.exists() else nullcontext() as peer:
+    with answering_process([args.peers.absolute(), "-E", PEER]) if args.peers.exists() else nullcontext() as peer:
         checks = {**_check_world(ours["world"], peer, args.strings), **_check_json(ours, libraries, args.strings)}
-        samples = interleaved(_work(ours, libraries, peer, text), "cpu")
+        samples = time_alternately(_work(ours, libraries, peer, text), "cpu")
         versions = {name: metadata.version(name) for name in ("tokenizers", "pyrwkv-tokenizer")}
         versions |= {"rwkv": peer({"version": None})} if peer else {}
     tokens = {name: len(tokenizer.encode(text)) for name, tokenizer in ours.items()}

@@ -72,7 +72,7 @@ def throughput(generation: str, precision: str, scratch: Path) -> Report:
     command = train_command(out_dir, *SHAPE, f"model.generation={generation}", f"trainer.precision={precision}",
                              f"trainer.max_steps={STEPS[precision]}",
                              f"trainer.checkpoint_every={SAVED_EVERY}")
-    printed = _turns.beside(command, scratch, _job_command("steps", generation, precision), ROOT, TURNS[precision])
+    printed = _turns.run_alternately(command, scratch, _job_command("steps", generation, precision), ROOT, TURNS[precision])
     alone = [json.loads(line) for line in printed.splitlines() if line.endswith("}")][WARM:]
     ms = _step_times(out_dir) | {name: median(step[name] for step in alone) for name in ("bare", "matmuls")}
     return {"precision": precision, "ms": ms, "tok_per_sec": 1000 * TOKENS / ms["step"],
@@ -99,7 +99,7 @@ def losses(steps: int, generation: str, scratch: Path) -> Report:
 def train(out_dir: Path, *options: str) -> list[dict[str, str]]:
     """Trains a run, and returns the rows of its metrics.csv. The run becomes runs/latest in the parent of `out_dir`."""
     out_dir.parent.mkdir(parents=True, exist_ok=True)
-    _turns.alone(train_command(out_dir, *options), out_dir.parent)
+    _turns.run_to_end(train_command(out_dir, *options), out_dir.parent)
     return metrics(out_dir)
 
 
@@ -120,7 +120,7 @@ def metrics(out_dir: Path) -> list[dict[str, str]]:
 
 def _median_of_three(*arguments: str) -> Any:
     """Returns the result with the median peak of three runs, because the memory of a process varies by a fifth."""
-    runs = [json.loads(_turns.alone(_job_command(*arguments), ROOT).splitlines()[-1]) for _ in range(3)]
+    runs = [json.loads(_turns.run_to_end(_job_command(*arguments), ROOT).splitlines()[-1]) for _ in range(3)]
     return sorted(runs, key=lambda run: float(run["peak_mb"]))[1]
 
 

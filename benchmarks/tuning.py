@@ -43,7 +43,7 @@ def words(count: int, seed: int) -> list[str]:
     return list(result)
 
 
-def any_word(vocabulary: Sequence[str], count: int, chance: random.Random) -> list[Conversation]:
+def base_conversations(vocabulary: Sequence[str], count: int, chance: random.Random) -> list[Conversation]:
     """Returns questions of one to six words, with a random word as the answer.
 
     In half of the conversations a system message gives the position of the answer.
@@ -61,7 +61,7 @@ def conversation(question: str, answer: str) -> Conversation:
     return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
 
 
-def third_word(vocabulary: Sequence[str], count: int, chance: random.Random) -> list[Pair]:
+def third_word_pairs(vocabulary: Sequence[str], count: int, chance: random.Random) -> list[Pair]:
     """Returns questions of six words, with the third word as the answer."""
     pairs = []
     for _ in range(count):
@@ -118,10 +118,10 @@ def main() -> None:
     check_folder(folder)
     known = words(500, 1)
     other = words(100, 2)
-    write(folder / "base.jsonl", any_word(known, 40_000, chance))
-    write(folder / "rule.jsonl", (conversation(*pair) for pair in third_word(known, options.pairs, chance)))
-    same = third_word(known, 100, chance)
-    new = third_word([word for word in other if word not in known], 50, chance)
+    write(folder / "base.jsonl", base_conversations(known, 40_000, chance))
+    write(folder / "rule.jsonl", (conversation(*pair) for pair in third_word_pairs(known, options.pairs, chance)))
+    same = third_word_pairs(known, 100, chance)
+    new = third_word_pairs([word for word in other if word not in known], 50, chance)
     if not (folder / "base").exists():
         train(folder, "base", *MODEL, "data=chat", "data.path=base.jsonl", "data.tokenizer=byte", "data.val_fraction=0.002",
               f"trainer.max_steps={options.base_steps}", "optim.lr=3e-3")

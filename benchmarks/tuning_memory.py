@@ -17,7 +17,7 @@ import sys
 from pathlib import Path
 
 from benchmarks._main import run_program
-from benchmarks.tuning import ROOT, conversation, third_word, words, write
+from benchmarks.tuning import ROOT, conversation, third_word_pairs, words, write
 from kernels.arguments import Parser, at_least, path_of
 from kernels.bench.results import check_folder, output_file, publish
 from kernels.machine import hardware
@@ -81,7 +81,7 @@ def main() -> None:
     results = []
     folder = options.out.resolve()
     check_folder(folder)
-    write(folder / "talks.jsonl", (conversation(*pair) for pair in third_word(words(500, 1), 2000, random.Random(0))))
+    write(folder / "talks.jsonl", (conversation(*pair) for pair in third_word_pairs(words(500, 1), 2000, random.Random(0))))
     for shape in options.shapes:
         weights = folder / f"{shape}.pth"
         if not weights.exists():

@@ -32,7 +32,8 @@ def show() -> None:
     devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
     for op in operators():
         print(f"{op}: {idea(op, '__init__')}\n")
-        rows = [("", "runs on", "here"), *((name, runs_on(op, name), here(op, name, devices)) for name in names(op))]
+        rows = [("", "runs on", "here"),
+                *((name, runs_on(op, name), runnable_devices(op, name, devices)) for name in names(op))]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         for row in rows:
             head = "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + "  "
@@ -50,7 +51,7 @@ def runs_on(op: str, name: str) -> str:
         return "?"
 
 
-def here(op: str, name: str, devices: Sequence[str]) -> str:
+def runnable_devices(op: str, name: str, devices: Sequence[str]) -> str:
     if not_built(op, name):
         return "no"
     return " ".join(device for device in devices if why_not(op, name, device) is None) or "no"
@@ -58,7 +59,8 @@ def here(op: str, name: str, devices: Sequence[str]) -> str:
 
 def describe(op: str, name: str, devices: Sequence[str]) -> str:
     reasons = [why_not(op, name, device) for device in devices]
-    return idea(op, name) + (f" Not here: {reasons[0] or not_built(op, name)}." if here(op, name, devices) == "no" else "")
+    runs_nowhere = runnable_devices(op, name, devices) == "no"
+    return idea(op, name) + (f" Not here: {reasons[0] or not_built(op, name)}." if runs_nowhere else "")
 
 
 def not_built(op: str, name: str) -> str | None:

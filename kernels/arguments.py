@@ -18,15 +18,16 @@ from typing import Any, ClassVar, NoReturn
 class Parser(argparse.ArgumentParser):
     """Parses the arguments of python -m MODULE. A usage error prints one line on standard error, and ends with status 2.
 
-    `shown` is a function that is applied to the usage and the description before they are printed. A program that offers other
-    modules as subcommands sets `shown`, in order to print the subcommand's name instead of "python -m MODULE".
+    `rewrite_usage` is a function that is applied to the usage and the description before they are printed. A program that
+    offers other modules as subcommands sets `rewrite_usage`, in order to print the subcommand's name instead of
+    "python -m MODULE".
     """
 
-    shown: ClassVar[Callable[[str], str]] = str
+    rewrite_usage: ClassVar[Callable[[str], str]] = str
 
     def __init__(self, module: str, description: str | None, epilog: str | None = None) -> None:
-        super().__init__(prog=Parser.shown(f"python -m {module}"), description=Parser.shown(description or ""), epilog=epilog,
-                         formatter_class=argparse.RawDescriptionHelpFormatter)
+        super().__init__(prog=Parser.rewrite_usage(f"python -m {module}"), description=Parser.rewrite_usage(description or ""),
+                         epilog=epilog, formatter_class=argparse.RawDescriptionHelpFormatter)
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         arguments, unknown = self.parse_known_args(args, namespace)

@@ -9,16 +9,16 @@ INSTALLED = "timemix"                    # the installed command, which starts e
 IN_A_CLONE = re.compile(r"python (?:-m rwkv\.tools\.(\w+)|-m kernels\.(bench)\b(?!\.)|-m (kernels)\b(?!\.)|(\w+)\.py\b)")
 
 
-def as_typed(text: str) -> str:
+def commands_as_typed(text: str) -> str:
     """Returns `text` with `timemix train` for `python train.py` if the user typed timemix, else `text` unchanged."""
-    return as_installed(text) if sys.argv[0].startswith(f"{INSTALLED} ") else text
+    return commands_as_installed(text) if sys.argv[0].startswith(f"{INSTALLED} ") else text
 
 
-def as_installed(text: str) -> str:
+def commands_as_installed(text: str) -> str:
     return IN_A_CLONE.sub(lambda match: f"{INSTALLED} {match[match.lastindex or 0]}", text)
 
 
 def command(program: str) -> str:
     """Returns the command that starts a program: `python train.py` in a clone, `timemix train` if installed or typed so."""
     clone_command = f"python {program}.py"
-    return as_typed(clone_command) if (CLONE / f"{program}.py").is_file() else as_installed(clone_command)
+    return commands_as_typed(clone_command) if (CLONE / f"{program}.py").is_file() else commands_as_installed(clone_command)

@@ -42,14 +42,14 @@ STOPPED = 130                            # exit status after a signal
 _waiting_group: "distributed.ProcessGroup | None" = None       # group of all processes, with RANK0_TIMEOUT
 
 
-def launched() -> bool:
+def is_launched() -> bool:
     """Returns True if torch's launcher started this process."""
     return distributed.is_available() and distributed.is_torchelastic_launched()
 
 
 def srun_tasks() -> int:
     """Returns the number of processes that srun started: 1 outside SLURM, or if torch's launcher started this process."""
-    return 1 if launched() else int(os.environ.get(TASKS) or 1)
+    return 1 if is_launched() else int(os.environ.get(TASKS) or 1)
 
 
 def launch(count: int, signals: Iterable[int]) -> int:
@@ -99,7 +99,7 @@ def _use_loopback() -> None:
 
 
 @contextmanager
-def connected() -> Iterator[None]:
+def connect_processes() -> Iterator[None]:
     """Connects the launched processes for the `with` block, and divides each machine's cores among its processes.
 
     Raises UserError if the processes cannot connect, or if another process of the run has ended.

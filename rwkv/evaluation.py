@@ -91,7 +91,7 @@ def _counts(lost: Lost) -> dict[str, int]:
     return {"lost_bytes": lost.bytes, "unknown_tokens": lost.unknown}
 
 
-class Scored(NamedTuple):
+class EvaluatedSequence(NamedTuple):
     """A sequence of token ids to evaluate.
 
     Attributes:
@@ -104,7 +104,7 @@ class Scored(NamedTuple):
     lost: Lost = NOTHING
 
     @classmethod
-    def ending(cls, context: list[int], ending: list[int], lost: Lost = NOTHING) -> "Scored":
+    def with_ending(cls, context: list[int], ending: list[int], lost: Lost = NOTHING) -> "EvaluatedSequence":
         """Returns the sequence of a context, which has at least one id, and an ending, whose ids are predicted."""
         return cls([*context, *ending], [False] * len(context) + [True] * len(ending), lost)
 
@@ -144,7 +144,7 @@ def score_text(model: Model, tokenizer: Tokenizer, path: Path, start: Sequence[i
         previous = ids[-1:]
 
 
-def score_texts(model: Model, texts: Sequence[Scored], batch_size: int, chunk_len: int) -> Iterator[Score]:
+def score_texts(model: Model, texts: Sequence[EvaluatedSequence], batch_size: int, chunk_len: int) -> Iterator[Score]:
     """Yields the score of each batch of sequences of similar length.
 
     A sequence counts as wrong if the tokenizer cannot represent all of its predicted text.
@@ -181,8 +181,8 @@ def score_targets(model: Model, hidden: Tensor, targets: Tensor) -> tuple[Tensor
 
 
 @torch.no_grad()
-def score_together(model: Model, context: Sequence[int], endings: Sequence[Sequence[int]], chunk_len: int,
-                   batch_size: int) -> tuple[Tensor, Tensor]:
+def score_endings(model: Model, context: Sequence[int], endings: Sequence[Sequence[int]], chunk_len: int,
+                  batch_size: int) -> tuple[Tensor, Tensor]:
     """Returns the negative log-likelihoods (N,) of N endings, and whether all tokens of each ending are right (N,).
 
     All endings follow the same context, which is prefilled once.
@@ -193,7 +193,7 @@ def score_together(model: Model, context: Sequence[int], endings: Sequence[Seque
         _, context_state = model.hidden(chunk, context_state)
     scores = []
     for first in range(0, len(endings), batch_size):
-        texts = [Scored.ending([context[-1]], [*ending]) for ending in endings[first:first + batch_size]]
+        texts = [EvaluatedSequence.with_ending([context[-1]], [*ending]) for ending in endings[first:first + batch_size]]
         state = None if context_state is None else context_state.rows([0] * len(texts))
         scores.append(score_batch(model, texts, chunk_len, state))
     nats, right = zip(*scores, strict=True)
@@ -201,7 +201,8 @@ def score_together(model: Model, context: Sequence[int], endings: Sequence[Seque
 
 
 @torch.no_grad()
-def score_batch(model: Model, texts: Sequence[Scored], chunk_len: int, state: State | None = None) -> tuple[Tensor, Tensor]:
+def score_batch(model: Model, texts: Sequence[EvaluatedSequence], chunk_len: int,
+                state: State | None = None) -> tuple[Tensor, Tensor]:
     """Returns the negative log-likelihood of each sequence's predicted tokens (B,), and whether all of them are right (B,).
 
     Rows are padded on the right. The padding does not affect earlier positions, because the model is causal.
@@ -226,7 +227,7 @@ def score_batch(model: Model, texts: Sequence[Scored], chunk_len: int, state: St
     return nats.sum(1), right.all(1)
 
 
-def _pad(texts: Sequence[Scored]) -> tuple[Tensor, Tensor]:
+def _pad(texts: Sequence[EvaluatedSequence]) -> tuple[Tensor, Tensor]:
     """Returns the padded tokens (B,T+1), and for each token but the first whether its prediction counts (B,T)."""
     longest = max(len(text.ids) for text in texts)
     tokens = torch.zeros(len(texts), longest, dtype=torch.long)

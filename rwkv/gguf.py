@@ -35,7 +35,7 @@ class Header(NamedTuple):
     end: int
 
 
-def header_of(path: Path) -> Header:
+def gguf_header(path: Path) -> Header:
     """Returns the header of a GGUF file. Raises CheckpointError if the file is damaged.
 
     Headers are cached until their file changes, so callers must not modify the metadata.
@@ -55,7 +55,7 @@ def _header(path: Path, *_version: int) -> Header:
             return Header(metadata, n_tensors, cursor.at)
 
 
-def parts_of(path: Path, metadata: dict[str, Any]) -> list[Path]:
+def model_parts(path: Path, metadata: dict[str, Any]) -> list[Path]:
     """Returns all files of the model to which `path` belongs, in order. Raises CheckpointError if a file is missing.
 
     `metadata` are those of `path`, which may be any of the files.

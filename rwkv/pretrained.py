@@ -31,12 +31,12 @@ from rwkv.checkpoint.files import (
 from rwkv.checkpoint.lazy_tensors import Stored
 from rwkv.checkpoint.location import locate
 from rwkv.checkpoint.memory import GIB, require_memory, weights_nbytes
-from rwkv.checkpoint.tuned import surviving
+from rwkv.checkpoint.tuned import surviving_fraction
 from rwkv.config import BLOCKS, DTYPES, SavedModelConfig
 from rwkv.errors import UserError
 from rwkv.generation.prefill import PrefillResult
-from rwkv.generation.states import beginning, is_state_file, load_context
-from rwkv.io.lines import counted, wrapped
+from rwkv.generation.states import context_of_state, is_state_file, load_context
+from rwkv.io.lines import counted, wrap_text
 from rwkv.io.state_file import state_file
 from rwkv.model.base import MATRICES, Model, generation, is_linear_weight
 from rwkv.model.operators import operator_for
@@ -83,11 +83,11 @@ class RWKV(Model):
         if trainable and dtype not in ("float32", "bfloat16"):
             raise UserError(f"trainable=True requires dtype=float32 or dtype=bfloat16; got dtype={dtype}")
         checkpoint = _read_with_adapter(path, lora, lora_alpha)
-        dtype, line = resolved_dtype(dtype, device, checkpoint)
+        dtype, line = resolve_dtype(dtype, device, checkpoint)
         for note in [*checkpoint.notes, *([line] if dtype == "float32" and line else [])]:
             warnings.warn(note, stacklevel=2)
-        wkv = operator_for(checkpoint.config, kernel, device, computed_in(dtype))
-        for note in [*rounded_adapters(checkpoint, dtype), *repacked(checkpoint, dtype)]:
+        wkv = operator_for(checkpoint.config, kernel, device, compute_dtype(dtype))
+        for note in [*adapter_rounding_lines(checkpoint, dtype), *old_memory_order_lines(checkpoint, dtype)]:
             warnings.warn(note, stacklevel=2)
         if trainable:
             model = cls.with_weights(checkpoint.config, wkv, checkpoint.tensors(dtype, device))
@@ -210,21 +210,21 @@ class OpenCheckpoint(NamedTuple):
         The notes tell of slow matrix products, a chosen dtype, a guessed tokenizer, end-of-text tokens and losses by rounding.
         """
         notes = [("WARNING", note) for note in self.checkpoint.notes]
-        if slow := why_slow(computed_in(self.dtype), torch.device(self.device)):
+        if slow := why_slow(compute_dtype(self.dtype), torch.device(self.device)):
             notes.append(("WARNING", f"dtype={self.dtype} is slow: {slow}. Use dtype=float32, int8 or int4"))
         if self.dtype_line:
             notes.append(("dtype", self.dtype_line))
-        if self.checkpoint.begins:
-            notes.append(("state", self.checkpoint.begins))
-        if self.checkpoint.about:
-            notes.append(("adapter", f"{self.checkpoint.about} at {self.checkpoint.path} is merged into the matrices of "
+        if self.checkpoint.state_note:
+            notes.append(("state", self.checkpoint.state_note))
+        if self.checkpoint.adapter_kind:
+            notes.append(("adapter", f"{self.checkpoint.adapter_kind} at {self.checkpoint.path} is merged into the matrices of "
                           f"{counted(len(self.checkpoint.unadapted), 'layer')}"))
         if self.assumed:
             notes.append(("tokenizer", f"{self.assumed} (guessed from the vocabulary size, {self.checkpoint.vocab_size:,})"))
         if end := self.tokenizer.end_line():
             notes.append(("sequences", f"end with {end}"))
-        rounding = [*second_rounding(self.checkpoint, self.dtype), *rounded_adapters(self.checkpoint, self.dtype),
-                    *repacked(self.checkpoint, self.dtype), *self._packing_lines()]
+        rounding = [*requantisation_lines(self.checkpoint, self.dtype), *adapter_rounding_lines(self.checkpoint, self.dtype),
+                    *old_memory_order_lines(self.checkpoint, self.dtype), *self._packing_lines()]
         return notes + [("weights", line) for line in rounding]
 
     def print_notes(self) -> None:
@@ -234,7 +234,7 @@ class OpenCheckpoint(NamedTuple):
         if self.device == "cpu" and needed >= GIB and free is not None:
             notes.append(("memory", f"the weights need {needed / GIB:.1f} GiB, and {free / GIB:.1f} GiB are free"))
         for label, note in notes:
-            print(wrapped(f"{label}: {note}", sys.stderr), file=sys.stderr)
+            print(wrap_text(f"{label}: {note}", sys.stderr), file=sys.stderr)
 
     def nbytes(self) -> int:
         """Returns the size of the weights in bytes, including memory-mapped weights."""
@@ -272,9 +272,9 @@ class OpenCheckpoint(NamedTuple):
             return model, load_context(path, model, self.tokenizer)
         tuned = time_states.read(path, self.checkpoint.config, layout)
         state_before = tuned.state(self.checkpoint.config)
-        print(wrapped(f"state: {tuned.line}", sys.stderr), file=sys.stderr)
+        print(wrap_text(f"state: {tuned.line}", sys.stderr), file=sys.stderr)
         model = self.model()
-        return model, beginning(model, self.tokenizer, state_before)
+        return model, context_of_state(model, self.tokenizer, state_before)
 
 
 def open_checkpoint(config: SavedModelConfig) -> OpenCheckpoint:
@@ -289,9 +289,9 @@ def open_checkpoint(config: SavedModelConfig) -> OpenCheckpoint:
     may_cache = config.cache_packed and not adapters and device == "cpu" and dtype in PACKED
     cached = packed_cache.read(locate(config.checkpoint), dtype) if may_cache else None
     checkpoint = cached or _read_with_adapter(config.checkpoint, config.lora, config.lora_alpha)
-    dtype, line = resolved_dtype(dtype, device, checkpoint)
+    dtype, line = resolve_dtype(dtype, device, checkpoint)
     caches = may_cache and _is_packed_on_loading(checkpoint, device, dtype) and packed_cache.can_hold(checkpoint)
-    wkv = operator_for(checkpoint.config, config.kernel.name, device, computed_in(dtype))
+    wkv = operator_for(checkpoint.config, config.kernel.name, device, compute_dtype(dtype))
     tokenizer = tokenizer_of(checkpoint, config.tokenizer, config.end_of_text)
     assumed = assumed_tokenizer(checkpoint) if config.tokenizer is None else None
     return OpenCheckpoint(checkpoint, wkv, tokenizer, device, dtype, assumed, caches, line)
@@ -324,7 +324,7 @@ def _has_half_low_rank(checkpoint: Checkpoint, name: str) -> bool:
     return generation(checkpoint.config).group(name) == "low rank" and not checkpoint.config.deep_embed_dim
 
 
-def resolved_dtype(dtype: str, device: str, checkpoint: Checkpoint) -> tuple[str, str | None]:
+def resolve_dtype(dtype: str, device: str, checkpoint: Checkpoint) -> tuple[str, str | None]:
     """Returns the dtype for inference, and a line to print about this dtype or None.
 
     On a CPU, auto resolves to blocks if the file has blocks that kernels/matvec multiplies. Otherwise auto resolves to the
@@ -364,7 +364,7 @@ def blocks_of(checkpoint: Checkpoint) -> dict[str, Blocks]:
     return {name: packed for name, tensor in candidates.items() if (packed := tensor.in_blocks()) is not None}
 
 
-def second_rounding(checkpoint: Checkpoint, dtype: str) -> list[str]:
+def requantisation_lines(checkpoint: Checkpoint, dtype: str) -> list[str]:
     """Returns a line with the error of requantising a matrix of a quantised file to `dtype`, or [] for other files."""
     stored = checkpoint.weights.stored[REQUANTISED]
     if dtype not in PACKED or stored.blocks is None:
@@ -374,15 +374,15 @@ def second_rounding(checkpoint: Checkpoint, dtype: str) -> list[str]:
     return [f"{dtype} requantises the file's {stored.blocks}: {REQUANTISED} changes by {error:.1%}"]
 
 
-def rounded_adapters(checkpoint: Checkpoint, dtype: str) -> list[str]:
+def adapter_rounding_lines(checkpoint: Checkpoint, dtype: str) -> list[str]:
     """Returns a line with the fraction of the training that survives rounding merged adapters to `dtype`, or [] for no loss."""
-    share = surviving(checkpoint, "float32" if dtype == BLOCKS else dtype)       # merged matrices cannot be in blocks
+    share = surviving_fraction(checkpoint, "float32" if dtype == BLOCKS else dtype)      # merged matrices cannot be in blocks
     if share > ALL_SURVIVES:
         return []
     return [f"{dtype} rounds the merged adapters: {share:.0%} of their training survives; dtype=float32 keeps all of it"]
 
 
-def repacked(checkpoint: Checkpoint, dtype: str) -> list[str]:
+def old_memory_order_lines(checkpoint: Checkpoint, dtype: str) -> list[str]:
     """Returns a line if the file's matrices in `dtype` are in the memory order of an earlier version of timemix, else []."""
     if not any(matrix.repacked for matrix in checkpoint.packed.values() if matrix.format == dtype):
         return []
@@ -390,7 +390,7 @@ def repacked(checkpoint: Checkpoint, dtype: str) -> list[str]:
             "more memory and time. Convert the file once to a new .safetensors file with timemix convert"]
 
 
-def computed_in(dtype: str) -> torch.dtype:
+def compute_dtype(dtype: str) -> torch.dtype:
     """Returns the dtype of the operator's inputs in a model of this dtype."""
     return torch.float32 if dtype in (*PACKED, BLOCKS) else getattr(torch, dtype)
 
@@ -401,12 +401,12 @@ def template_choice(checkpoint: Checkpoint, name: str | None = None) -> Choice:
 
 def template_line(checkpoint: Checkpoint, choice: Choice) -> str:
     """Returns a line with the chat template and the trained context length, each with its reason."""
-    length = trained_with(checkpoint)
+    length = trained_length_of(checkpoint)
     length_note = f"; trained on sequences of up to {length.tokens:,} tokens ({length.why})" if length.tokens else ""
     return f"{choice.template} ({choice.why}){length_note}"
 
 
-def trained_with(checkpoint: Checkpoint) -> Length:
+def trained_length_of(checkpoint: Checkpoint) -> Length:
     length = trained_length(str(checkpoint.path), (checkpoint.run or {}).get("init_from"))
     ctx_len = checkpoint.config.ctx_len
     if ctx_len in (length.tokens, DEFAULT_CTX_LEN):          # writers write the default if they do not know the length

@@ -17,7 +17,7 @@ def why_not() -> str | None:
         "FBGEMM requires an x86 CPU and a torch that contains FBGEMM (use a different kernel)"
 
 
-def ordered(weight: Tensor, scale: Tensor) -> torch.ScriptObject:
+def pack_weight(weight: Tensor, scale: Tensor) -> torch.ScriptObject:
     """Packs W into FBGEMM's layout. `weight` contains integers (N,K), and `scale` one factor per row (N,)."""
     zeros = torch.zeros(len(weight), dtype=torch.int64, device="cpu")
     with warnings.catch_warnings():      # torch 2.13 deprecates quantized tensors, but linear_prepack accepts nothing else
@@ -27,7 +27,7 @@ def ordered(weight: Tensor, scale: Tensor) -> torch.ScriptObject:
     return packed
 
 
-def unordered(weight: torch.ScriptObject) -> tuple[Tensor, Tensor]:
+def unpack_weight(weight: torch.ScriptObject) -> tuple[Tensor, Tensor]:
     """Returns copies of the integers (N,K) and the scales (N,) of a packed weight."""
     quantized: Tensor = torch.ops.quantized.linear_unpack(weight)[0]
     return quantized.int_repr(), quantized.q_per_channel_scales().float()

@@ -19,7 +19,7 @@ EXP2 = (1.0, 0.6931471805599453, 0.2402265069591007, 0.05550410866482158, 0.0096
         0.00015403530393381606)          # polynomial of 2^f for |f| <= 1/2, accurate to 1e-8
 
 
-class Stored(NamedTuple):
+class Storage(NamedTuple):
     """Taichi's type of an array of vectors of a dtype, and functions that convert a vector from and to float32."""
 
     array: Any
@@ -27,14 +27,14 @@ class Stored(NamedTuple):
     write: Any
 
 
-def stored(dtype: torch.dtype, lanes: int) -> Stored:
+def storage_of(dtype: torch.dtype, lanes: int) -> Storage:
     """Returns how vectors of `lanes` elements of `dtype` (float32 or bfloat16) are stored."""
     if dtype == torch.bfloat16:
-        return Stored(ti.types.ndarray(dtype=ti.types.vector(lanes, ti.i16), ndim=1), from_bfloat16, to_bfloat16)
-    return Stored(ti.types.ndarray(dtype=ti.types.vector(lanes, ti.f32), ndim=1), identity, identity)
+        return Storage(ti.types.ndarray(dtype=ti.types.vector(lanes, ti.i16), ndim=1), from_bfloat16, to_bfloat16)
+    return Storage(ti.types.ndarray(dtype=ti.types.vector(lanes, ti.f32), ndim=1), identity, identity)
 
 
-def cut(tensor: Tensor, C: int) -> Tensor:
+def crop_channels(tensor: Tensor, C: int) -> Tensor:
     """Returns the first C channels of each row, without the padding to whole vectors."""
     return tensor if tensor.shape[-1] == C else tensor[..., :C]
 

@@ -41,7 +41,7 @@ from kernels.bench.case import BenchCase, Pass, Shape, case_of
 from kernels.bench.profiler import extra_bytes, launches
 from kernels.bench.results import exit_status, output_file, save
 from kernels.bench.text import aligned
-from kernels.bench.timing import interleaved, spread
+from kernels.bench.timing import spread, time_alternately
 from kernels.machine import hardware
 from kernels.machine.allocator import keep_large_blocks
 from kernels.registry import operators, why_not
@@ -215,7 +215,7 @@ def _times(case: BenchCase, passes: dict[tuple[str, str], Pass], device: str,
     target = source.clone()
     limits = {"matmul": matmul, "copy": copy, "read": read, "copy_one": lambda: target.copy_(source)}
     work = {(LIMIT, name): run for name, run in limits.items()} | {key: one.run for key, one in passes.items()}
-    samples = interleaved(work, device, budget_s)
+    samples = time_alternately(work, device, budget_s)
     seconds = {name: median(samples[LIMIT, name]) for name in limits}
     return samples, {"matmul_gflops": flop / seconds["matmul"] / 1e9, "copy_gbs": copied_bytes / seconds["copy"] / 1e9,
                      "read_gbs": read_bytes / seconds["read"] / 1e9, "copy_one_ms": seconds["copy_one"] * 1e3}

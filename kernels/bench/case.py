@@ -113,7 +113,7 @@ def costs(passes: Callable[[], Any], device: str) -> Costs:
     return Costs(min(seconds(passes, device) for _ in range(2)), peak_extra)
 
 
-def repeated(tensor: Tensor, C: int, dim: int) -> Tensor:
+def repeat_channels(tensor: Tensor, C: int, dim: int) -> Tensor:
     """Repeats the channels of `tensor` along `dim`, up to C channels."""
     return tensor.index_select(dim, torch.arange(C, device=tensor.device) % tensor.shape[dim])
 
@@ -126,5 +126,5 @@ def errors_of_repeated(results: Mapping[str, Tensor], reference: Mapping[str, Te
     errors: dict[str, float] = {}
     for name, exact in reference.items():
         actual = results[name]
-        errors |= compare.errors({name: actual}, {name: repeated(exact, actual.shape[dim], dim)})
+        errors |= compare.errors({name: actual}, {name: repeat_channels(exact, actual.shape[dim], dim)})
     return errors

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from kernels.arguments import Parser, path_of
-from kernels.bench.results import UnusableFile, caption, check_folder, committed, exit_status, read
+from kernels.bench.results import UnusableFile, caption, check_folder, committed_reports, exit_status, read
 from kernels.timex import cases as timex_cases
 
 Points = dict[int, float]                # size of the last axis (T for timex and wkv4) -> milliseconds
@@ -34,7 +34,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("files", nargs="*")
     arguments = parser.parse_args(argv)
     check(arguments.folder)
-    for path in draw(arguments.folder, read(arguments.files or committed())):
+    for path in draw(arguments.folder, read(arguments.files or committed_reports())):
         print(path)
     return 0
 
@@ -141,13 +141,13 @@ def _label_curves(panel: Any, curves: dict[str, Points]) -> None:
     ends = {name: (max(points), points[max(points)]) for name, points in curves.items()}
     names = sorted(ends, key=lambda name: ends[name][1])
     heights = [to_axes(ends[name])[1] for name in names]
-    for name, height in zip(names, spread(heights, LABEL_GAP), strict=True):
+    for name, height in zip(names, spread_apart(heights, LABEL_GAP), strict=True):
         panel.annotate(name, ends[name], xytext=(1.04, height), xycoords="data", textcoords="axes fraction",
                        color=_colour(name), fontsize=9, va="center", annotation_clip=False,
                        arrowprops={"arrowstyle": "-", "color": _colour(name), "lw": 0.5, "alpha": 0.5, "shrinkB": 3})
 
 
-def spread(heights: Sequence[float], gap: float) -> list[float]:
+def spread_apart(heights: Sequence[float], gap: float) -> list[float]:
     """Moves ascending heights apart by at least `gap`. Groups that would overlap stay centred on their mean."""
     groups: list[list[float]] = []                           # groups of original heights
     for height in heights:

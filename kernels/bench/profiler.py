@@ -39,7 +39,7 @@ def _peak_cpu(run: Callable[[], Any]) -> tuple[int, Any]:
 
     Releases of tensors that were allocated before this profile are ignored.
     """
-    with quiet(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+    with silence_profiler(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         result = run()
     live: dict[int, int] = {}                # address -> size
     live_bytes = peak = 0
@@ -79,7 +79,8 @@ def launches(run: Callable[[], Any], device: str) -> int:
     run()                                # the first call may compile, which must not count
     if device == "cuda":
         torch.cuda.synchronize()
-    with quiet(), profile(activities=[ProfilerActivity.CUDA if device == "cuda" else ProfilerActivity.CPU]) as recorded:
+    activity = ProfilerActivity.CUDA if device == "cuda" else ProfilerActivity.CPU
+    with silence_profiler(), profile(activities=[activity]) as recorded:
         run()
         if device == "cuda":
             torch.cuda.synchronize()
@@ -103,7 +104,7 @@ def _is_operator(event: FunctionEvent) -> bool:
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
+def silence_profiler() -> Iterator[None]:
     """Discards the messages that the profiler's C++ library writes to standard error when it starts and stops."""
     sys.stderr.flush()
     before = os.dup(2)

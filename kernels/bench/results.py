@@ -104,7 +104,7 @@ def read_json(file: Path) -> Any:
         raise UnusableFile(f"{file} is not JSON: give a file written with --json") from None
 
 
-def committed() -> list[Path]:
+def committed_reports() -> list[Path]:
     return sorted(FOLDER.glob("*.json"))
 
 

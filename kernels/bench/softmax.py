@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from kernels import compare
-from kernels.bench.case import DISTINCT, BenchCase, Costs, Pass, costs, errors_of_repeated, repeated
+from kernels.bench.case import DISTINCT, BenchCase, Costs, Pass, costs, errors_of_repeated, repeat_channels
 from kernels.softmax import Softmax, cases
 
 
@@ -23,7 +23,7 @@ class Case(BenchCase):
         self.dtype = dtype
         self.rows = rows
         distinct = cases.inputs(min(rows, DISTINCT), columns, dtype=dtype, device=device)
-        self.x = repeated(distinct, rows, 0).requires_grad_()
+        self.x = repeat_channels(distinct, rows, 0).requires_grad_()
         self.grad_y = torch.randn_like(self.sequence)
         self.reference = cases.results(Softmax("formula"), distinct.double())
 

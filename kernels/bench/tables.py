@@ -9,8 +9,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from kernels.arguments import Parser
-from kernels.bench.results import FOLDER, UnusableFile, caption, committed, exit_status, read
-from kernels.bench.text import filled, markdown
+from kernels.bench.results import FOLDER, UnusableFile, caption, committed_reports, exit_status, read
+from kernels.bench.text import fill_section, markdown
 from kernels.machine.hardware import ROOT
 from kernels.registry import operators
 
@@ -22,7 +22,7 @@ def main(argv: list[str]) -> int:
     parser = Parser("kernels.bench.tables", __doc__)
     parser.add_argument("files", nargs="*")
     files = parser.parse_args(argv).files
-    reports = read(files or committed())
+    reports = read(files or committed_reports())
     if not reports:
         raise UnusableFile(f"there are no results from python -m kernels.bench in {', '.join(files) or FOLDER}: write a "
                            "result with --json FILE")
@@ -30,17 +30,17 @@ def main(argv: list[str]) -> int:
         readme = ROOT / "kernels" / op / "README.md"
         if readme.exists():
             before = readme.read_text(encoding="utf-8")
-            after = rewritten(before, reports)
+            after = rewrite_sections(before, reports)
             readme.write_text(after, encoding="utf-8")
             print(f"{readme.relative_to(ROOT)}: {'rewritten' if after != before else 'unchanged'}")
     return 0
 
 
-def rewritten(text: str, reports: Iterable[dict[str, Any]]) -> str:
+def rewrite_sections(text: str, reports: Iterable[dict[str, Any]]) -> str:
     """Returns `text` with a new section for each reported operator that has a section in `text`."""
     reports = list(reports)
     for op in dict.fromkeys(report["op"] for report in reports):
-        text = filled(text, op, "\n\n".join(section(report) for report in reports if report["op"] == op))
+        text = fill_section(text, op, "\n\n".join(section(report) for report in reports if report["op"] == op))
     return text
 
 

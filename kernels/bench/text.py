@@ -20,7 +20,7 @@ def markdown(rows: Rows, left: int = 1) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in (heading, rule, *body))
 
 
-def filled(text: str, name: str, section: str) -> str:
+def fill_section(text: str, name: str, section: str) -> str:
     """Replaces the text between <!-- NAME: measured --> and <!-- end of NAME: measured -->, if `text` has these markers."""
     start = f"<!-- {name}: measured -->"
     end = f"<!-- end of {name}: measured -->"

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from kernels import compare
-from kernels.bench.case import DISTINCT, BenchCase, Costs, Pass, costs, errors_of_repeated, repeated
+from kernels.bench.case import DISTINCT, BenchCase, Costs, Pass, costs, errors_of_repeated, repeat_channels
 from kernels.registry import load
 from kernels.timex import TimeX, cases
 
@@ -27,8 +27,8 @@ class Case(BenchCase):
         self.shape = (B, C, T)
         w, k = cases.inputs(B, min(C, DISTINCT), T, dtype, device)
         self.narrow = w, k
-        self.w = repeated(w, C, 0).requires_grad_()
-        self.k = repeated(k, C, 1).requires_grad_()
+        self.w = repeat_channels(w, C, 0).requires_grad_()
+        self.k = repeat_channels(k, C, 1).requires_grad_()
         self.grad_out = torch.randn_like(self.sequence)
         self.reference = cases.results(TimeX("formula"), w.double(), k.double())
 

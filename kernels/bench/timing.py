@@ -15,7 +15,7 @@ MAX_ROUNDS = 21
 SPINNING_S = 0.015       # maximum time that idle OpenMP threads spin (libgomp: 300,000 iterations)
 
 
-def interleaved(work: Mapping[Key, Callable[[], Any]], device: str, budget_s: float = 1.0) -> dict[Key, list[float]]:
+def time_alternately(work: Mapping[Key, Callable[[], Any]], device: str, budget_s: float = 1.0) -> dict[Key, list[float]]:
     """Times the functions in turn until each has spent its time budget. Returns samples of each function's seconds per call.
 
     Before each sample the function is called untimed, unless a call takes more than a tenth of the budget.

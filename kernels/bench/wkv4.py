@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from kernels import compare
-from kernels.bench.case import DISTINCT, BenchCase, Costs, Pass, costs, errors_of_repeated, repeated
+from kernels.bench.case import DISTINCT, BenchCase, Costs, Pass, costs, errors_of_repeated, repeat_channels
 from kernels.registry import why_not
 from kernels.select import folder, select, selectable
 from kernels.wkv4 import WKV4, cases
@@ -28,7 +28,7 @@ class Case(BenchCase):
         self.T = T
         time_decay, time_first, k, v, _ = cases.inputs(B, T, min(C, DISTINCT), device=device)
         narrow = time_decay, time_first, k.to(dtype), v.to(dtype)
-        time_decay, time_first, k, v = (repeated(tensor, C, -1).requires_grad_() for tensor in narrow)
+        time_decay, time_first, k, v = (repeat_channels(tensor, C, -1).requires_grad_() for tensor in narrow)
         self.inputs = time_decay, time_first, k, v
         self.grad_y = torch.randn_like(self.sequence)
         self.reference = cases.results(WKV4("reference"), cases.double((*narrow, None)))

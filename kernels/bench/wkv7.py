@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kernels import compare
-from kernels.bench.case import DISTINCT, BenchCase, Costs, Pass, costs, errors_of_repeated, repeated
+from kernels.bench.case import DISTINCT, BenchCase, Costs, Pass, costs, errors_of_repeated, repeat_channels
 from kernels.select import select
 from kernels.wkv7 import WKV7, cases
 
@@ -35,8 +35,9 @@ class Case(BenchCase):
         self.dtype = dtype
         self.T = T
         *sequences, state = cases.inputs(1, T, min(B * H, DISTINCT), N, dtype=dtype, device=device)
-        all_heads = [repeated(sequence[0], B * H, 1).view(T, B, H, N).transpose(0, 1).contiguous() for sequence in sequences]
-        all_heads.append(repeated(state[0], B * H, 0).view(B, H, N, N))
+        all_heads = [repeat_channels(sequence[0], B * H, 1).view(T, B, H, N).transpose(0, 1).contiguous()
+                     for sequence in sequences]
+        all_heads.append(repeat_channels(state[0], B * H, 0).view(B, H, N, N))
         self.inputs = tuple(tensor.requires_grad_() for tensor in all_heads)
         self.grad_y = torch.randn_like(self.sequence)
         self.reference = _by_head(cases.results(_reference_in_pieces, cases.double((*sequences, state))))

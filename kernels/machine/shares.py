@@ -6,7 +6,7 @@ THREADS = "OMP_NUM_THREADS"              # limits the threads of torch's and thi
 GPUS = "CUDA_VISIBLE_DEVICES"
 
 
-def take(threads: int | None, gpu: int | None) -> None:
+def limit_process(threads: int | None, gpu: int | None) -> None:
     """Limits this process to `threads` threads, unless the user has set a number, and to one GPU.
 
     Call this function before torch is imported. `gpu` is an index among the GPUs in CUDA_VISIBLE_DEVICES, as torch counts them.

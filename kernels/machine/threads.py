@@ -38,7 +38,7 @@ def _use_one_thread() -> None:
     torch.set_num_threads(1)
 
 
-def competing() -> int:
+def competing_threads() -> int:
     """Returns the number of other programs' threads that are running or waiting for a core, or 0 if the number is unknown.
 
     The result is the least of five samples.

@@ -14,6 +14,6 @@ REQUIRES = Requires(devices=("cpu",), formats=("int8",), why_not=fbgemm.why_not)
 
 def bind(weights: Sequence[Packed]) -> Callable[[Tensor], list[Tensor]]:
     products = [partial(fbgemm.product, step=1.0, offset=packed.rounding.offset,
-                        weight=fbgemm.ordered(packed.weight, packed.scale))
+                        weight=fbgemm.pack_weight(packed.weight, packed.scale))
                 for packed in weights if isinstance(packed, Int8)]
     return lambda x: [product(rows) for product, rows in zip(products, x.unbind(), strict=True)]

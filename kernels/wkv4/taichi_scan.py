@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kernels.backends.lanes import by_lane, cut, identity, stored
+from kernels.backends.lanes import by_lane, crop_channels, identity, storage_of
 from kernels.backends.taichi import BLOCK, launch, share, shares, ti
 from kernels.registry import Requires
 
@@ -54,7 +54,7 @@ def forward(time_decay: Tensor, time_first: Tensor, k: Tensor, v: Tensor,
     state = time_decay.new_empty(3, len(k), k.shape[-1])
     kernels = (_forward_cuda,) if k.is_cuda else _forward_kernels(k.dtype)
     _launch(kernels, FORWARD, k.shape, (time_decay, time_first, a, b, p), k, v, y, state)
-    return cut(y, C), *(cut(part, C).clone() for part in state)
+    return crop_channels(y, C), *(crop_channels(part, C).clone() for part in state)
 
 
 def backward(time_decay: Tensor, time_first: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, p: Tensor,
@@ -73,7 +73,7 @@ def backward(time_decay: Tensor, time_first: Tensor, k: Tensor, v: Tensor, a: Te
             k, v, grad_y, grad_k, grad_v, grads, states, floats(CHUNK * SAVED * at_once))
     grad_decay, grad_first, grad_a, grad_b = grads
     gradients = grad_decay.sum(0), grad_first.sum(0), grad_k, grad_v, grad_a.clone(), grad_b.clone()
-    return tuple(cut(grad, C) for grad in gradients)
+    return tuple(crop_channels(grad, C) for grad in gradients)
 
 
 def _rows(tensor: Tensor, lanes: int) -> Tensor:
@@ -99,7 +99,7 @@ def _launch(kernels: tuple[Any, ...], lanes: int, shape: torch.Size, small: tupl
 @cache
 def _forward_kernels(dtype: torch.dtype) -> tuple[Any, Any]:
     """Returns the kernels for one thread and for several threads, for k, v and y of `dtype`."""
-    Rows, read, write = stored(dtype, FORWARD)
+    Rows, read, write = storage_of(dtype, FORWARD)
 
     @ti.kernel
     def serial(small: Forward, k: Rows, v: Rows, y: Rows, state: Forward, B: int, T: int, C: int):
@@ -126,7 +126,7 @@ def _forward_cuda(small: Flat, k: Flat, v: Flat, y: Flat, state: Flat, B: int, T
 @cache
 def _backward_kernels(dtype: torch.dtype) -> tuple[Any, Any]:
     """Returns the kernels for one and for several threads, for k, v, grad_y and the gradients of k and v of `dtype`."""
-    Rows, read, write = stored(dtype, BACKWARD)
+    Rows, read, write = storage_of(dtype, BACKWARD)
 
     @ti.kernel
     def serial(small: Backward, k: Rows, v: Rows, grad_y: Rows, grad_k: Rows, grad_v: Rows,

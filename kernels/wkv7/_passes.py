@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.backends.lanes import exp, stored
+from kernels.backends.lanes import exp, storage_of
 from kernels.backends.taichi import BLOCK, launch, share, shares, ti
 from kernels.registry import Requires
 
@@ -96,7 +96,7 @@ def aligned(*tensors: Tensor) -> tuple[Tensor, ...]:
 @cache
 def _forward_kernel(dtype: torch.dtype, version: Version) -> Any:
     """Returns the forward kernel for r, k, v, a, b and y of `dtype`. The argument M is the number of vectors in a head."""
-    Rows, read, write = stored(dtype, LANES)
+    Rows, read, write = storage_of(dtype, LANES)
     update = version.step
     stage = version.stage or _stage_columns
     outside = version.outside
@@ -140,7 +140,7 @@ def _forward_kernel(dtype: torch.dtype, version: Version) -> Any:
 @cache
 def _backward_kernel(dtype: torch.dtype, version: Version) -> Any:
     """Returns the backward kernel for r, k, v, a, b, grad_y and gradients of `dtype`. M is as in _forward_kernel."""
-    Rows, read, write = stored(dtype, LANES)
+    Rows, read, write = storage_of(dtype, LANES)
     update = version.step
     stage = version.stage or _stage_columns
     outside = version.outside

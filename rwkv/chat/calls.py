@@ -1,8 +1,8 @@
 """Converts tool calls to and from text.
 
-shown() writes tools, calls and results into messages. CallParser finds the calls in an answer. The written format is that of
-the G1 models, "Function call" in RWKV-v7/RWKV7-G1x-templates.txt of BlinkDL/RWKV-LM (July 2026). The system prompt ends with
-the tools, a call is an answer, and the result of a call is a turn of the user:
+write_tools() writes tools, calls and results into messages. CallParser finds the calls in an answer. The written format is
+that of the G1 models, "Function call" in RWKV-v7/RWKV7-G1x-templates.txt of BlinkDL/RWKV-LM (July 2026). The system prompt ends
+with the tools, a call is an answer, and the result of a call is a turn of the user:
 
     System: Tools:\\n[\\n{"name":"weather","description":"...","arguments":{"city":{"type":"string"}}}\\n]\\n
     Return only a JSON function call.
@@ -13,7 +13,7 @@ the tools, a call is an answer, and the result of a call is a turn of the user:
 
 The templates file has at most one call per answer. Several calls are written as a list, [{"name": ...}, ...], as in these
 models' training data, Salesforce/xlam-function-calling-60k (BlinkDL in issue 308 of RWKV-LM). The tool descriptions in the
-templates file do not say which arguments are required. shown() adds "required" if some arguments are optional.
+templates file do not say which arguments are required. write_tools() adds "required" if some arguments are optional.
 
 CallParser finds calls in these formats:
 - the format above, also without the fence or its end, or with **Tool Call:** before the fence (as in April 2026);
@@ -28,7 +28,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 from uuid import uuid4
 
-from rwkv.chat.markers import begun_at_end
+from rwkv.chat.markers import partial_mark_length
 from rwkv.chat.messages import Message, Tool, Tools
 from rwkv.errors import UserError
 from rwkv.io.json_types import JsonObject
@@ -38,10 +38,10 @@ START, END = "<tool_call>", "</tool_call>"
 FENCE = "```"
 REQUEST = "Return only a JSON function call."
 RESULT = "Function output:"
-CALL_START = (f'{FENCE}json\n{{"name":"', '","arguments":')     # ChatTemplate.call_start for the format of shown()
+CALL_START = (f'{FENCE}json\n{{"name":"', '","arguments":')     # ChatTemplate.call_start for the format of write_tools()
 
 
-def shown(messages: Sequence[Message], tools: Tools = None) -> list[JsonObject]:
+def write_tools(messages: Sequence[Message], tools: Tools = None) -> list[JsonObject]:
     """Returns the messages with the tools, calls and results written into the contents.
 
     `messages` must come from check_messages. The tools are written at the end of the system message, which is added if the
@@ -241,7 +241,7 @@ class CallParser:
         elif last:
             place = len(self._buffer)
         else:
-            place = len(self._buffer) - begun_at_end(self._buffer, (self._end_mark,))
+            place = len(self._buffer) - partial_mark_length(self._buffer, (self._end_mark,))
         return _text_step(place)
 
     def _show_json(self, nesting: "_Nesting", last: bool) -> _Step | None:
@@ -387,7 +387,7 @@ def _text_step(length: int) -> _Step | None:
 
 def _certain_length(text: str) -> int:
     """Returns the length of `text` without a partial opening mark at the end, and without white space before this mark."""
-    return len(text[:len(text) - begun_at_end(text, OPENINGS)].rstrip())
+    return len(text[:len(text) - partial_mark_length(text, OPENINGS)].rstrip())
 
 
 def _after_space(text: str, place: int) -> int:

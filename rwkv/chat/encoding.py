@@ -7,7 +7,7 @@ The name of a special token becomes that token if the template has written the n
 
 In rendered text, names from the template look the same as names from messages. So the template from for_tokenizer marks the
 names in messages before rendering: each name is replaced by random characters that nobody can have typed. `encode` and
-`without_marks` restore the names. Besides whole names, the template marks parts of names at the beginning or end of a message,
+`remove_marks` restore the names. Besides whole names, the template marks parts of names at the beginning or end of a message,
 because rendering could join two parts into a whole name.
 """
 
@@ -102,28 +102,29 @@ def _use_private_names(tokenizer: Tokenizer, rendered: str) -> str:
     return pattern.sub(lambda match: _unmark(match) if match[1] else private[match[0]], rendered)
 
 
-def written(rendered: str) -> str:
+def visible_text(rendered: str) -> str:
     """Returns a rendered text as a user sees it, without marks and without END, which stands for the end-of-text token."""
-    return without_marks(rendered).replace(END, "")
+    return remove_marks(rendered).replace(END, "")
 
 
-def without_marks(rendered: str) -> str:
+def remove_marks(rendered: str) -> str:
     return MARK.sub(_unmark, rendered)
 
 
-def marked(tokenizer: Tokenizer, value: Any) -> Any:
+def mark_special_names(tokenizer: Tokenizer, value: Any) -> Any:
     """Returns the JSON value with the names of special tokens in all strings marked as text."""
     if not tokenizer.special:
         return value
     if isinstance(value, str):
         return _mark_names(value, _patterns(tuple(tokenizer.special)))
     if isinstance(value, Mapping):
-        return {marked(tokenizer, key): item if key == "role" and item in (*ROLES,) else marked(tokenizer, item)
+        return {mark_special_names(tokenizer, key):
+                item if key == "role" and item in (*ROLES,) else mark_special_names(tokenizer, item)
                 for key, item in value.items()}
-    return [marked(tokenizer, item) for item in value] if isinstance(value, (list, tuple)) else value
+    return [mark_special_names(tokenizer, item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
-def shown(tokenizer: Tokenizer, ids: Sequence[int], after: Sequence[int] = ()) -> str:
+def decode_with_special_names(tokenizer: Tokenizer, ids: Sequence[int], after: Sequence[int] = ()) -> str:
     """Decodes `ids` for a user, with the names of special tokens. `after` holds the ids that precede `ids`."""
     names = {index: name for name, index in tokenizer.special.items()}
     decoder = tokenizer.decoder(after)
@@ -147,13 +148,14 @@ class MarkingTemplate(ChatTemplate):
                tools: Tools = None, think: Think = False, effort: str | None = None) -> str:
         messages = check_messages(messages)              # precedes marking, so that errors show the original text
         with _errors_without_marks():
-            return self._template.render(marked(self._tokenizer, messages), add_generation_prompt,
-                                         marked(self._tokenizer, tools), think, effort)
+            return self._template.render(mark_special_names(self._tokenizer, messages), add_generation_prompt,
+                                         mark_special_names(self._tokenizer, tools), think, effort)
 
     def parts(self, messages: Sequence[Message], tools: Tools = None) -> list[Part]:
         messages = check_messages(messages)
         with _errors_without_marks():
-            return self._template.parts(marked(self._tokenizer, messages), marked(self._tokenizer, tools))
+            return self._template.parts(mark_special_names(self._tokenizer, messages),
+                                        mark_special_names(self._tokenizer, tools))
 
     def answer_start(self, think: Think = False) -> str:
         return self._template.answer_start(think)
@@ -164,7 +166,7 @@ def _errors_without_marks() -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        raise type(error)(without_marks(str(error))) from None
+        raise type(error)(remove_marks(str(error))) from None
 
 
 class _Patterns(NamedTuple):

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from rwkv.chat.messages import ROLES, Message, Tools, check_messages, is_learnt
 from rwkv.chat.template import END, ChatTemplate, Part
-from rwkv.chat.thoughts import Think, begun_by, with_hint
+from rwkv.chat.thoughts import Think, thoughts_at_end, with_hint
 from rwkv.errors import UserError
 
 WORLD_END = "<|rwkv_tokenizer_end_of_text|>"             # occurs in flash-linear-attention's templates
@@ -226,7 +226,7 @@ class JinjaTemplate(ChatTemplate):
                                 f"{message['role']}, so the model would not see this content")
 
     def answer_start(self, think: Think = False) -> str:
-        start = begun_by(self._short_prompt(think is True))
+        start = thoughts_at_end(self._short_prompt(think is True))
         closed = "</think" in start
         if think == "fake" and not closed:
             raise UserError(f"think=fake: the chat template {self.name} cannot write an empty thought. Use think=true or "

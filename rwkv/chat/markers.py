@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 
-def begun_at_end(text: str, marks: Iterable[str]) -> int:
+def partial_mark_length(text: str, marks: Iterable[str]) -> int:
     """Returns the length of the longest incomplete mark at the end of `text`, or 0 if there is none."""
     return max((length for mark in marks for length in range(1, min(len(mark), len(text) + 1)) if text.endswith(mark[:length])),
                default=0)

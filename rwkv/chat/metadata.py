@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from rwkv.errors import UserError
-from rwkv.gguf import MAGIC, header_of, parts_of
+from rwkv.gguf import MAGIC, gguf_header, model_parts
 from rwkv.io.json_types import JsonObject
 from rwkv.io.utf8 import read_text
 
@@ -145,7 +145,7 @@ def _is_gguf(path: Path) -> bool:
 
 
 def _gguf_metadata(path: Path) -> JsonObject:
-    return header_of(parts_of(path, header_of(path).metadata)[0]).metadata
+    return gguf_header(model_parts(path, gguf_header(path).metadata)[0]).metadata
 
 
 def _read_json(file: Path) -> JsonObject:

@@ -23,7 +23,7 @@ _CONTEXT = re.compile(r"(?<![a-z0-9])ctx(\d{3,7})(?!\d)")
 FIRST_G1 = "20250307"                    # release day of rwkv7-g1-0.1b; older models belong to the World or Pile series
 
 
-class Released(NamedTuple):
+class ReleaseGroup(NamedTuple):
     """States that G1 models from a letter and a day on were trained with sequences of at most `context` tokens."""
 
     letter: str
@@ -31,8 +31,8 @@ class Released(NamedTuple):
     context: int
 
 
-SERIES = (Released("", FIRST_G1, 4096), Released("b", "20251202", 8192), Released("h", "20260701", 10240),
-          Released("i", "20260801", 16384), Released("k", "20260901", 25600))
+SERIES = (ReleaseGroup("", FIRST_G1, 4096), ReleaseGroup("b", "20251202", 8192), ReleaseGroup("h", "20260701", 10240),
+          ReleaseGroup("i", "20260801", 16384), ReleaseGroup("k", "20260901", 25600))
 WORLD_CONTEXT = 4096
 
 
@@ -75,10 +75,10 @@ def default_template(*names: str | None) -> Choice:
     for name in filter(None, names):
         if file := template_file(Path(name)):
             return Choice(str(file), "from the checkpoint")
-    return kind_of(*names)
+    return template_of_series(*names)
 
 
-def kind_of(*names: str | None) -> Choice:
+def template_of_series(*names: str | None) -> Choice:
     """Chooses the template that BlinkDL uses for the model's series.
 
     The template is g1 for the series G0 and G1, and for any RWKV-7 model released since the first G1 model. For other models,

@@ -27,7 +27,7 @@ from rwkv.chat.jinja import JinjaTemplate
 from rwkv.chat.messages import ROLES, Message, Tools, check_messages, is_learnt
 from rwkv.chat.metadata import template_in, tool_template_in
 from rwkv.chat.template import END, ChatTemplate, Part
-from rwkv.chat.thoughts import BEGUN, Think, thoughts_end, with_hint
+from rwkv.chat.thoughts import THOUGHT_STARTS, Think, thoughts_end, with_hint
 from rwkv.errors import UserError
 from rwkv.io import hub
 
@@ -115,7 +115,7 @@ class TurnTemplate(ChatTemplate):
 
         `body` is all text after the role.
         """
-        start = f"{self._style.space}{BEGUN[self.learns]}"
+        start = f"{self._style.space}{THOUGHT_STARTS[self.learns]}"
         if self.learns is True and message.get("reasoning_content"):
             return start, body.removeprefix(start)
         if self.learns == "fake" and last and not message.get("reasoning_content"):
@@ -127,7 +127,7 @@ class TurnTemplate(ChatTemplate):
         style = self._style
         shown = messages
         if self.supports_tools:
-            shown = calls.shown(messages, tools)
+            shown = calls.write_tools(messages, tools)
         elif tools:
             raise UserError(f"tools: {self.no_tools}")
         before = style.start
@@ -148,7 +148,7 @@ class TurnTemplate(ChatTemplate):
     def answer_start(self, think: Think = False) -> str:
         if think and not self.thinks:
             raise UserError(f"think: the chat template {self.name} does not support thoughts. Use g1")
-        return BEGUN[think]
+        return THOUGHT_STARTS[think]
 
 
 def _one_paragraph(text: str) -> str:

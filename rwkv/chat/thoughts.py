@@ -11,14 +11,14 @@ import re
 from collections.abc import Sequence
 from typing import Literal
 
-from rwkv.chat.markers import begun_at_end
+from rwkv.chat.markers import partial_mark_length
 from rwkv.chat.messages import Message
 from rwkv.io.json_types import JsonObject
 
 Think = bool | Literal["fake"]
 
 START, END = "<think>", "</think>"
-BEGUN: dict[Think, str] = {False: "", True: "<think", "fake": "<think></think"}
+THOUGHT_STARTS: dict[Think, str] = {False: "", True: "<think", "fake": "<think></think"}
 HINTS = {"low": " (think a bit)", "medium": " (think)", "high": " (think a lot)"}         # BlinkDL's; appended to a message
 _AT_END = re.compile(r"<think>?(\s*</think>?)?\s*\Z")
 
@@ -28,28 +28,28 @@ def parse_think(option: str) -> Think:
     return "fake" if option == "fake" else option == "true"
 
 
-def begun_by(prompt: str) -> str:
+def thoughts_at_end(prompt: str) -> str:
     """Returns the beginning of thoughts, or the empty thoughts, at the end of a prompt, or "" if there are none."""
     match = _AT_END.search(prompt)
     return match[0] if match else ""
 
 
 def thoughts_end(start: str) -> str:
-    """Returns the text that completes the thoughts in `start`, which is a result of begun_by."""
+    """Returns the text that completes the thoughts in `start`, which is a result of thoughts_at_end."""
     bracket = "" if start.rstrip().endswith(">") else ">"
     return f"{bracket}\n" if "</think" in start else f"{bracket}\n{END}\n"
 
 
-def begun_in(answer: str, thinks: bool) -> tuple[str, bool]:
+def parser_arguments(answer: str, thinks: bool) -> tuple[str, bool]:
     """Returns the arguments `start` and `continues` of a ThoughtParser for the rest of an answer that begins with `answer`.
 
     The arguments are ("<think>", True) if `answer` ends inside thoughts. Directly after a mark that begins or ends thoughts,
     the arguments are (mark, False), and otherwise ("", True). `thinks` is as in ChatTemplate.
     """
     text = answer.lstrip()
-    if not thinks or not text.startswith(BEGUN[True]):
+    if not thinks or not text.startswith(THOUGHT_STARTS[True]):
         return "", True
-    if begun_by(text) == text:
+    if thoughts_at_end(text) == text:
         return text, False
     if not text.startswith(START):       # a longer word, such as <thinking>
         return "", True
@@ -84,9 +84,10 @@ class ThoughtParser:
     thoughts is dropped. Offsets count from the first character pushed.
 
     Args:
-        start: the beginning of thoughts in the prompt, as begun_by() returns it.
+        start: the beginning of thoughts in the prompt, as thoughts_at_end() returns it.
         thinks: as in ChatTemplate. If False, the whole answer is text, without leading white space.
-        continues: the pieces continue thoughts or text that have already begun (see begun_in()). Leading white space is kept.
+        continues: the pieces continue thoughts or text that have already begun (see parser_arguments()). Leading white space is
+            kept.
 
     Attributes:
         thinking: True if the last piece ended inside thoughts.
@@ -95,7 +96,7 @@ class ThoughtParser:
     """
 
     def __init__(self, start: str = "", thinks: bool = True, continues: bool = False) -> None:
-        begins = start.startswith(BEGUN[True])
+        begins = start.startswith(THOUGHT_STARTS[True])
         ends = "</think" in start
         self.thinking = begins and not ends
         self._may_begin = thinks and not begins and not continues        # True while <think> may still begin the answer
@@ -141,7 +142,7 @@ class ThoughtParser:
             self.thinking = False
             self._buffer = rest
         else:
-            certain = len(thoughts) if last else len(thoughts) - begun_at_end(thoughts, (END,))
+            certain = len(thoughts) if last else len(thoughts) - partial_mark_length(thoughts, (END,))
             self._buffer = thoughts[certain:]
             thoughts = thoughts[:certain]
         visible = thoughts.rstrip()

@@ -82,7 +82,7 @@ def has_adapter(tensors: Mapping[str, Stored]) -> bool:
     return any(PART.fullmatch(name) for name in tensors)
 
 
-def base_of(path: Path) -> str:
+def base_name(path: Path) -> str:
     """Returns the name of the base model that a PEFT directory states. Raises CheckpointError if it states none."""
     name = _config(path).get("base_model_name_or_path")
     if not isinstance(name, str) or not name:
@@ -281,7 +281,7 @@ def _require_shape(path: Path, module: str, change: Change, shape: tuple[int, ..
                               "adapter belongs to a different model")
 
 
-def changed(weight: Stored, change: Change) -> Stored:
+def adapt_weight(weight: Stored, change: Change) -> Stored:
     """Returns the adapted weight. The change is applied each time the weight is read."""
     def data() -> Tensor:
         with torch.no_grad():

@@ -60,7 +60,7 @@ def read_ids(path: Path, tokenizer: Tokenizer) -> Tensor:
     return F.pad(rows, (1, 0), value=tokenizer.end_of_text)
 
 
-def calibrated(checkpoint: Checkpoint, ids: Tensor) -> Checkpoint:
+def calibrate(checkpoint: Checkpoint, ids: Tensor) -> Checkpoint:
     """Returns the checkpoint with its matrices packed for the sequences ids (R,T).
 
     A matrix is packed when it is first read. Reading in the model's order is fastest. Only int4 in .safetensors can store the

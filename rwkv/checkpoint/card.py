@@ -85,13 +85,13 @@ def commands_in(file: Path) -> list[str]:
     return [line.removeprefix("    ") for line in match[1].splitlines()] if match else []
 
 
-def loading(name: str) -> list[str]:
+def loading_commands(name: str) -> list[str]:
     """Returns a command and a line of Python that load the checkpoint `name`."""
     return [f"timemix generate checkpoint={name} prompt=...",
             f'RWKV.from_pretrained("{name}")           # from rwkv import RWKV']
 
 
-def of_directory(name: str, path: Path, source: str | None = None, command: str | None = None) -> str:
+def directory_card(name: str, path: Path, source: str | None = None, command: str | None = None) -> str:
     """Returns the card of a Hugging Face directory. If the weights are from a run's directory, the card extends the run's card.
 
     Args:
@@ -100,7 +100,7 @@ def of_directory(name: str, path: Path, source: str | None = None, command: str 
         source: the name of the weights that the user gave.
         command: the command that writes the directory.
     """
-    loads = loading(name)
+    loads = loading_commands(name)
     run_card = path.parent.parent / FILE
     if path.parent.name == "checkpoints" and is_ours(run_card):
         text = run_card.read_text(encoding="utf-8").partition(LOADING)[0]
@@ -110,7 +110,7 @@ def of_directory(name: str, path: Path, source: str | None = None, command: str 
     if not path.exists():                # the base of a model in memory is unknown
         return str(Card(name, loads=loads))
     base = source or path.name
-    pinned = hub.fetched(base).pinned if hub.parse(base) else base
+    pinned = hub.fetch(base).pinned if hub.parse(base) else base
     return str(Card(name, pinned, licence_of(path), commands=[command] if command else [], loads=loads))
 
 

@@ -76,7 +76,7 @@ class Checkpoint:
         packed: the matrices that the file stores packed.
         fingerprint: the result of Model.fingerprint before the weights were packed; None if the file does not state it.
         unadapted: the original values of the matrices into which `weights` merges adapters.
-        about: the kind of adapter, if another program trained it.
+        adapter_kind: the kind of adapter, if another program trained it.
         data_sha256: the hash of the run's training data.
     """
 
@@ -94,8 +94,8 @@ class Checkpoint:
     unadapted: Mapping[str, Stored] = field(default_factory=dict)
     data_sha256: str | None = None
     notes: list[str] = field(default_factory=list)           # messages about values that were assumed or ignored
-    about: str = ""
-    begins: str = ""                     # a message if the weights' file also contains time_states
+    adapter_kind: str = ""
+    state_note: str = ""                 # a message if the weights' file also contains time_states
 
     def __reduce__(self) -> tuple[object, ...]:
         return read_checkpoint, (self.path,)
@@ -171,16 +171,16 @@ def with_adapter(base: Checkpoint, path: str | Path, alpha: float | None = None)
 
 def _with_adapter(base: Checkpoint, adapter: adapters.Adapter) -> Checkpoint:
     stored = base.weights.stored
-    changed = {name: adapters.changed(stored[name], change) for name, change in adapter.changes.items()}
+    changed = {name: adapters.adapt_weight(stored[name], change) for name, change in adapter.changes.items()}
     weights = {**stored, **adapter.whole, **changed}
     unadapted = {name: stored[name] for name in changed}
     run = {"model": asdict(base.config), **(base.run or {}), "init_from": str(base.path)}
     return replace(base, path=adapter.path, weights=Weights(weights), packed={}, fingerprint=None, run=tuned.without_tune(run),
-                   unadapted={**unadapted, **base.unadapted}, about=adapter.about)
+                   unadapted={**unadapted, **base.unadapted}, adapter_kind=adapter.about)
 
 
 def _base_of(path: Path) -> Checkpoint:
-    name = adapters.base_of(path)
+    name = adapters.base_name(path)
     try:
         return read_checkpoint(name)
     except CheckpointError as error:
@@ -223,9 +223,9 @@ def _apply_tuned(content: Content, user_base: Checkpoint | None = None) -> Check
     except CheckpointError as error:
         raise UnreadableError(f"cannot read the base weights of {content.path}: {error}") from error
     tuned.require_same(content.path, base, entry, user_base is not None)
-    config = generation(base.config).resolved(base.config)
+    config = generation(base.config).with_default_widths(base.config)
     stored = base.weights.stored
-    weights, states = tuned.applied(content, stored, config)
+    weights, states = tuned.apply_trained_values(content, stored, config)
     unadapted = {name: stored[name] for name, tensor in weights.items() if tensor is not stored[name]}
     return _with_entry(replace(base, path=content.path, step=content.step, weights=Weights(weights), time_states=states,
                                packed={}, config=config, unadapted={**unadapted, **base.unadapted}), entry)
@@ -271,7 +271,7 @@ def write_checkpoint(checkpoint: Checkpoint, path: str | Path, dtype: str | None
                    for name, tensor in checkpoint.weights.stored.items()}
     else:
         tensors = checkpoint.stored_in(None if quantised else dtype)
-    tensors |= time_states.named(checkpoint.time_states or [], torch.float16 if format == "st" else torch.float32)
+    tensors |= time_states.states_by_name(checkpoint.time_states or [], torch.float16 if format == "st" else torch.float32)
     total = sum(tensor.nbytes for tensor in tensors.values())
     packed = {name: _read_with_progress(matrix, partial(progress, tensors[name].nbytes, total))
               for name, matrix in checkpoint.packed.items()}
@@ -282,7 +282,7 @@ def write_checkpoint(checkpoint: Checkpoint, path: str | Path, dtype: str | None
               "data_sha256": checkpoint.data_sha256}
     if quantised in PACKED:
         entry["fingerprint"] = checkpoint.fingerprint or fingerprint_of(checkpoint)
-    text = card.of_directory(path.name, checkpoint.path, source, command) if format == "huggingface" else ""
+    text = card.directory_card(path.name, checkpoint.path, source, command) if format == "huggingface" else ""
     module.write(path, Outgoing(tensors, checkpoint.config, checkpoint.vocab_size, entry, quantised, layout, packed, text,
                                 by_input))
 
@@ -347,7 +347,7 @@ def _interpret(content: Content) -> Checkpoint:
             raise CheckpointError(f"{path} sets tie_word_embeddings to true, but the output head and the embedding differ: set "
                                   "tie_word_embeddings to false in config.json")
         tensors["head.weight"] = tied
-    tuned_states = time_states.taken(tensors) if module.model.LEARNS_STATE else {}
+    tuned_states = time_states.pop_states(tensors) if module.model.LEARNS_STATE else {}
     length = content.declared.get("ctx_len") or trained_length(str(path)).tokens or DEFAULT_CTX_LEN
     config, vocab_size = config_of(path, module, tensors, length)
     require_sizes(path, content.declared, config, vocab_size)
@@ -356,7 +356,7 @@ def _interpret(content: Content) -> Checkpoint:
     checkpoint = Checkpoint(path, config, vocab_size, weights, content.tokenizer, step=content.step, packed=packed,
                             notes=content.notes)
     if tuned_states:
-        checkpoint = replace(checkpoint, time_states=time_states.fitted(path, tuned_states, config), begins=(
+        checkpoint = replace(checkpoint, time_states=time_states.fit_states(path, tuned_states, config), state_note=(
             f"each sequence begins with the tuned state in {path}. The state was transposed if the file's low-rank "
             "matrices are"))
     return checkpoint if content.entry is None else _with_entry(checkpoint, content.entry)
@@ -367,7 +367,7 @@ def _with_entry(checkpoint: Checkpoint, entry: JsonObject) -> Checkpoint:
     path = checkpoint.path
     try:
         config = ModelConfig(**entry["run"]["model"])
-        stated = asdict(generation(config).resolved(config)) | {"vocab_size": entry["vocab_size"]}
+        stated = asdict(generation(config).with_default_widths(config)) | {"vocab_size": entry["vocab_size"]}
         tokenizer = entry["tokenizer"]
         tokenizer_hash = entry.get("tokenizer_hash")
         weights_fingerprint = entry.get("fingerprint")

@@ -6,9 +6,10 @@ A generation's module has
     model                          the module of the same name in rwkv/model/, which states names and shapes
     official_name                  converts another program's tensor name to the official one
     recognises                     returns True if tensors with these official names belong to the generation
-    arranged, laid_out             convert tensors of any format to the official layout, and back to a format's layout
+    to_official_layout             converts tensors of any format to the official layout
+    to_format_layout               converts tensors of the official layout to a format's layout
     directory_factor               returns the official matrix divided by the matrix in a Hugging Face directory
-    widths, has_many_forms         infer sizes from tensors' shapes; tell if a vector's shape varies between files
+    widths, has_several_shapes     infer sizes from tensors' shapes; tell if a vector's shape varies between files
     EXTENSIONS                     later versions, which are not supported, each with a pattern that matches its tensors' names
     HUGGING_FACE_TYPE, HUGGING_FACE_SIZES, hugging_face_config          for config.json
     HUGGING_FACE_OTHER_TYPES       other values of model_type, written by other programs
@@ -75,7 +76,7 @@ def recognise(path: Path, tensors: Mapping[str, Stored],
     for generation in generations():
         official = _by_official_name(path, tensors, generation)
         if generation.recognises(official):
-            return generation, generation.arranged(official, declared)
+            return generation, generation.to_official_layout(official, declared)
     raise CheckpointError(_explain_unrecognised(path, tensors))
 
 
@@ -143,7 +144,7 @@ def config_of(path: Path, generation: ModuleType, tensors: Mapping[str, Stored],
     sizes = {"n_layer": n_layer, **generation.widths(matrix, tensors), "ctx_len": ctx_len}
     try:
         config = ModelConfig(generation=generation.__name__.rpartition(".")[2], **sizes)
-        generation.model.resolved(config)        # rejects inconsistent sizes
+        generation.model.with_default_widths(config)     # rejects inconsistent sizes
     except UserError as error:
         raise CheckpointError(f"{path} has tensor sizes that are impossible in {generation.model.NAME} ({error}). The file may "
                               "have been converted incorrectly") from error
@@ -177,7 +178,7 @@ def _equal_up_to_rounding(value: object, right: Any) -> bool:
     return math.isclose(value, right, rel_tol=1e-6)
 
 
-def unread(where: str | Path, others: JsonMapping) -> list[str]:
+def unknown_key_notes(where: str | Path, others: JsonMapping) -> list[str]:
     """Returns a list with one message about unknown configuration keys that are set; [] if there are none."""
     names = [name for name, value in others.items() if value not in (None, False, 0, "", [], {})]
     return [f"{where} has {', '.join(names)}, which this program ignores"] if names else []
@@ -209,7 +210,7 @@ def fit(path: Path, generation: ModuleType, tensors: Mapping[str, Stored], confi
         raise CheckpointError(f"{path} has the tensor {surplus[0]}{more}, unknown in {generation.model.NAME}. The file may be "
                               "from another RWKV version or from an extension")
     for name, shape in expected.items():
-        _require_fit(path, tensors[name], shape, generation.has_many_forms(name))
+        _require_fit(path, tensors[name], shape, generation.has_several_shapes(name))
     stored = {name: tensors[name].viewed(shape) for name, shape in expected.items()}
     return {name: tensor.cast(torch.float32) if tensor.dtype == torch.float64 else tensor for name, tensor in stored.items()}
 

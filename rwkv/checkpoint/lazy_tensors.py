@@ -206,7 +206,7 @@ def same_numbers(first: Stored, second: Stored) -> bool:
     return torch.equal(*(elements.to(narrow) for elements in samples))
 
 
-def raw(tensor: Tensor) -> Any:
+def bytes_view(tensor: Tensor) -> Any:
     """Returns the bytes of a contiguous tensor as a memoryview, without a copy."""
     return tensor.view(-1).view(torch.uint8).numpy().data
 

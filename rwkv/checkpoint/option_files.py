@@ -71,7 +71,7 @@ def on_disk(config: ServeConfig) -> ServeConfig:
 
 def _model_id(checkpoint: str) -> str | None:
     """Returns the id that clients use for a model on the Hub: the name of the repository or file. Returns None for a path."""
-    pinned = hub.parse(hub.fetched(checkpoint).pinned) if hub.parse(checkpoint) else None
+    pinned = hub.parse(hub.fetch(checkpoint).pinned) if hub.parse(checkpoint) else None
     if pinned is None:
         return None
     path = PurePosixPath(pinned.path or pinned.repository)

@@ -85,7 +85,7 @@ def read(path: Path, dtype: str) -> Checkpoint | None:
 
 def can_hold(checkpoint: Checkpoint) -> bool:
     """Returns True if the cache can contain the checkpoint: it has no adapters and no tuned state."""
-    return not (checkpoint.unadapted or checkpoint.about or checkpoint.time_states is not None)
+    return not (checkpoint.unadapted or checkpoint.adapter_kind or checkpoint.time_states is not None)
 
 
 def write(checkpoint: Checkpoint, dtype: str) -> Checkpoint:

@@ -50,11 +50,11 @@ def official_name(name: str) -> str:
     return ".".join(OFFICIAL.get(part, part) for part in name.split("."))
 
 
-def arranged(tensors: dict[str, Stored], declared: JsonMapping) -> dict[str, Stored]:
+def to_official_layout(tensors: dict[str, Stored], declared: JsonMapping) -> dict[str, Stored]:
     return tensors
 
 
-def laid_out(tensors: Mapping[str, Stored], format: str) -> dict[str, Stored]:
+def to_format_layout(tensors: Mapping[str, Stored], format: str) -> dict[str, Stored]:
     """Returns the tensors under the names that `format` uses: RwkvForCausalLM's for huggingface, otherwise official names."""
     if format != "huggingface":
         return dict(tensors)
@@ -82,7 +82,7 @@ def widths(matrix: Callable[[str], tuple[int, ...]], names: Collection[str]) -> 
             "n_ffn": matrix("blocks.0.ffn.key.weight")[0]}
 
 
-def has_many_forms(name: str) -> bool:
+def has_several_shapes(name: str) -> bool:
     """Returns True if the tensor is a vector that some files store as [C] and others as [C,1] or [1,1,C]."""
     return ".time_" in name
 

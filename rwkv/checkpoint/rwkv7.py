@@ -172,7 +172,7 @@ def _gguf_name(name: str) -> str:
     return f"{layer}.{suffix}"
 
 
-def arranged(tensors: dict[str, Stored], declared: JsonMapping) -> dict[str, Stored]:
+def to_official_layout(tensors: dict[str, Stored], declared: JsonMapping) -> dict[str, Stored]:
     """Converts tensors from the layout of any format to the official layout.
 
     `declared` has the sizes that the file states. head_size splits GGUF's r_k [C] into heads. v_low_rank_dim is the rank of
@@ -249,7 +249,7 @@ def _missing_embeddings(tensors: Mapping[str, Stored]) -> dict[str, Stored]:
     return zeros
 
 
-def laid_out(tensors: Mapping[str, Stored], format: str) -> dict[str, Stored]:
+def to_format_layout(tensors: Mapping[str, Stored], format: str) -> dict[str, Stored]:
     """Converts tensors to the names and layout of `format`, which may also be a layout of a Hugging Face directory.
 
     Raises UserError for a model with DeepEmbed if the format does not support it.
@@ -346,7 +346,7 @@ def _to_gguf(tensors: Mapping[str, Stored]) -> dict[str, Stored]:
 
 def hugging_face_config(config: ModelConfig, vocab_size: int, dtype: torch.dtype, layout: str = "fla") -> JsonObject:
     """Returns the part of config.json that describes the architecture."""
-    config = model.resolved(config)
+    config = model.with_default_widths(config)
     epsilon = {GROUP_NORM: group_norm_epsilon(config.head_size)} if config.head_size != HEAD_SIZE else {}
     shared = {"model_type": HUGGING_FACE_TYPE, "vocab_size": vocab_size, "max_position_embeddings": config.ctx_len,
               "num_hidden_layers": config.n_layer, "hidden_size": config.n_embd, "intermediate_size": config.n_ffn,
@@ -375,12 +375,12 @@ def widths(matrix: Callable[[str], tuple[int, ...]], names: Collection[str]) -> 
             **{size: matrix(f"blocks.0.att.{name}")[1] for size, name in RANKS.items()}}
 
 
-def has_many_forms(name: str) -> bool:
+def has_several_shapes(name: str) -> bool:
     """Returns True if the tensor is a vector that some files store as [C] and others as [1,1,C]."""
     return re.fullmatch(VECTOR, name) is not None
 
 
 def directory_factor(name: str, config: ModelConfig) -> float:
     """Returns the official matrix divided by the matrix in a Hugging Face directory with the default epsilon."""
-    epsilon = group_norm_epsilon(model.resolved(config).head_size)
+    epsilon = group_norm_epsilon(model.with_default_widths(config).head_size)
     return math.sqrt(EPS / epsilon) if name.endswith(".att.receptance.weight") else 1.0

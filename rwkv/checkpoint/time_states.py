@@ -29,7 +29,7 @@ from rwkv.checkpoint.lazy_tensors import Stored
 from rwkv.config import STATE_LAYOUTS, ModelConfig
 from rwkv.errors import CheckpointError, UserError
 from rwkv.io.atomic import write_file
-from rwkv.model.base import TIME_STATE, generation, with_learnt_states
+from rwkv.model.base import TIME_STATE, generation, names_with_learnt_state
 from rwkv.model.state import State
 
 OFFICIAL, TRANSPOSED = STATE_LAYOUTS
@@ -107,12 +107,12 @@ def is_content(content: bytes) -> bool:
     return bool(names) and len(layer_names(names)) == len(names)
 
 
-def taken(tensors: dict[str, Stored]) -> dict[str, Stored]:
+def pop_states(tensors: dict[str, Stored]) -> dict[str, Stored]:
     """Removes the tuned states from a checkpoint's tensors, and returns them by official name."""
     return {name: tensors.pop(name) for name, official in layer_names(tensors).items() if name == official}
 
 
-def named(layers: Sequence[Stored], dtype: torch.dtype = torch.float32) -> dict[str, Stored]:
+def states_by_name(layers: Sequence[Stored], dtype: torch.dtype = torch.float32) -> dict[str, Stored]:
     """Returns the layers' states by official name."""
     names = [f"blocks.{layer}.{TIME_STATE}" for layer in range(len(layers))]
     return {name: tensor.renamed(name).cast(dtype) for name, tensor in zip(names, layers, strict=True)}
@@ -143,7 +143,7 @@ def read(path: Path, config: ModelConfig | None, layout: str | None = None) -> T
         layout, why = _infer_layout(path)
     else:
         why = f"state_layout={layout}"
-    return TimeStates(path, fitted(path, {names[name]: tensor for name, tensor in content.tensors.items()}, config, layout),
+    return TimeStates(path, fit_states(path, {names[name]: tensor for name, tensor in content.tensors.items()}, config, layout),
                       layout, why)
 
 
@@ -167,16 +167,16 @@ def read_content(content: bytes, config: ModelConfig, layout: str | None = None)
 def write(states: TimeStates, path: Path) -> str:
     """Writes a file with only states, and returns the layout of its suffix. Raises UserError for an unknown suffix."""
     if path.suffix == ".st":
-        tensors = {name: tensor.transposed() for name, tensor in named(states.layers, torch.float16).items()}
+        tensors = {name: tensor.transposed() for name, tensor in states_by_name(states.layers, torch.float16).items()}
         write_file(path, lambda file: write_tensors(file, tensors.values(), {}))
         return TRANSPOSED
     if path.suffix != ".pth":
         raise UserError(f"the name of a tuned-state file must end in .pth, or in .st for web-rwkv; got {path.name}")
-    write_file(path, lambda file: _torch_file.save(file, named(states.layers)))
+    write_file(path, lambda file: _torch_file.save(file, states_by_name(states.layers)))
     return OFFICIAL
 
 
-def fitted(path: Path, tensors: Mapping[str, Stored], config: ModelConfig | None, layout: str = OFFICIAL) -> list[Stored]:
+def fit_states(path: Path, tensors: Mapping[str, Stored], config: ModelConfig | None, layout: str = OFFICIAL) -> list[Stored]:
     """Returns the layers' states, value by key in float32. `tensors` has the names that layer_names returns.
 
     Raises CheckpointError if the states do not match a model with these sizes.
@@ -196,9 +196,9 @@ def fitted(path: Path, tensors: Mapping[str, Stored], config: ModelConfig | None
 def _layer_count_and_state_shape(path: Path, config: ModelConfig) -> tuple[int, tuple[int, ...]]:
     module = generation(config)
     if not module.LEARNS_STATE:
-        raise CheckpointError(f"{path} contains a tuned state, which requires {with_learnt_states()}, but the model is "
+        raise CheckpointError(f"{path} contains a tuned state, which requires {names_with_learnt_state()}, but the model is "
                               f"{module.NAME}")
-    config = module.resolved(config)
+    config = module.with_default_widths(config)
     return config.n_layer, tuple(module.empty_state(config, 1, "meta").named()["wkv"].shape[2:])
 
 

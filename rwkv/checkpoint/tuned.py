@@ -1,7 +1,7 @@
 """Reads checkpoints of runs with tune=lora or tune=state, which have the trained values and the path of the frozen weights.
 
 Adapters are merged when a matrix is read. The sum is float32, even if the frozen weights are stored in 16 bits. Rounding the
-sum to bfloat16 or int8 loses part of the adapters' change (`surviving`).
+sum to bfloat16 or int8 loses part of the adapters' change (`surviving_fraction`).
 """
 
 import hashlib
@@ -23,12 +23,12 @@ from rwkv.config import ModelConfig
 from rwkv.errors import CheckpointError, UnreadableError
 from rwkv.io.json_types import JsonObject
 from rwkv.model.base import MATRICES, TIME_STATE, fingerprint, generation
-from rwkv.model.lora import merged
+from rwkv.model.lora import merge_adapter
 
 if TYPE_CHECKING:
     from rwkv.checkpoint.files import Checkpoint
 
-MEASURED = 8                             # `surviving` reads at most this many adapted matrices
+MEASURED = 8                             # `surviving_fraction` reads at most this many adapted matrices
 ADAPTER = re.compile(r".*?(blocks\.\d+\..+)\.lora_([AB])\.weight")
 
 
@@ -84,7 +84,8 @@ def digest(content: Content) -> str:
     return hashed.hexdigest()
 
 
-def applied(content: Content, base: Mapping[str, Stored], config: ModelConfig) -> tuple[dict[str, Stored], list[Stored] | None]:
+def apply_trained_values(content: Content, base: Mapping[str, Stored],
+                         config: ModelConfig) -> tuple[dict[str, Stored], list[Stored] | None]:
     """Applies trained values to the base. Returns the weights, with adapters merged on reading, and each layer's state or None.
 
     Merged matrices are float32, whatever the base's dtype. Raises CheckpointError if a tensor is missing or has a wrong shape.
@@ -120,7 +121,7 @@ def is_exact(checkpoint: "Checkpoint", dtype: str) -> bool:
     return all(tensor.dtype == DTYPES.get(dtype) for tensor in matrices)
 
 
-def surviving(checkpoint: "Checkpoint", dtype: str) -> float:
+def surviving_fraction(checkpoint: "Checkpoint", dtype: str) -> float:
     """Returns the fraction of the adapters' change that survives rounding the merged matrices to `dtype`, from 0 to 1.
 
     The fraction is 1 - |(round(W + D) - round(W)) - D| / |D|, over at most MEASURED matrices W and their changes D. Without
@@ -155,6 +156,6 @@ def _require_shape(path: Path, name: str, tensor: Stored, shape: tuple[int, ...]
 def _merge_on_read(weight: Stored, A: Stored, B: Stored, scale: float) -> Stored:
     def data() -> Tensor:
         with torch.no_grad():
-            return merged(weight.get(), A.get(), B.get(), scale)
+            return merge_adapter(weight.get(), A.get(), B.get(), scale)
 
     return replace(weight, dtype=torch.float32, data=data, mapped=False)

@@ -21,11 +21,11 @@ from rwkv.cli.checks import check
 from rwkv.cli.composition import Config, Job, Jobs, as_yaml, build, compose, jobs
 from rwkv.cli.configs import CONFIGS, KERNELS, choices, groups, preset
 from rwkv.cli.errors import INTERRUPTED, USER_ERROR, exit_on_user_error
-from rwkv.cli.garbage import uncollected
+from rwkv.cli.garbage import without_garbage_collection
 from rwkv.cli.help import help_page
 from rwkv.commands import command
 from rwkv.errors import UserError
-from rwkv.io.broken_pipe import unread
+from rwkv.io.broken_pipe import discard_when_unread
 
 
 def run(task: Callable[[Config, CommandLine], None], schema: type[Config], config_name: str, about: str | None,
@@ -39,7 +39,7 @@ def run(task: Callable[[Config, CommandLine], None], schema: type[Config], confi
         about: the first part of --help; None: the docstring of the task's file.
         sweep: called instead of `task` for -m, with the command line and a function that makes the jobs; None: -m is an error.
     """
-    with redirect_stderr(unread(sys.stderr)), exit_on_user_error():
+    with redirect_stderr(discard_when_unread(sys.stderr)), exit_on_user_error():
         line = split(sys.argv[1:], schema)
         if any(flag in HELP_FLAGS for flag in line.flags):
             print(help_page(line, schema, config_name, about or _docstring(task)), flush=True)
@@ -56,7 +56,7 @@ def run(task: Callable[[Config, CommandLine], None], schema: type[Config], confi
         elif line.flags:
             raise UserError(f"--cfg job must be the only flag; got {' '.join(line.flags)}")
         else:
-            with uncollected():
+            with without_garbage_collection():
                 config = compose(line, schema, config_name)
             task(config, line)
 

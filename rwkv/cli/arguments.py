@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from kernels.arguments import from_home
 from rwkv.cli.configs import NULL_CHOICES, keys_set_by
-from rwkv.config import PATH, TrainConfig, free_text, options
+from rwkv.config import PATH, TrainConfig, free_text_kind, options
 
 SHOW_JOB = (["--cfg", "job"], ["-c", "job"])
 HELP_FLAGS = ("--help", "-h")
@@ -49,7 +49,7 @@ def split(arguments: list[str], schema: type) -> CommandLine:
     for argument in rest:
         key, equals, value = argument.partition("=")
         key = key.lstrip("+")
-        kind = free_text(items[key]) if equals and key in items else None
+        kind = free_text_kind(items[key]) if equals and key in items else None
         if kind and items[key].type == list[str]:
             line.verbatim[key] = [*line.verbatim.get(key, []), value]
         elif kind:
@@ -64,7 +64,7 @@ def split(arguments: list[str], schema: type) -> CommandLine:
 def print_hints(line: CommandLine, schema: type, is_sweep: bool) -> None:
     """Prints a hint for each verbatim value that looks like a mistake: A,B with -m, or \\n, which is two characters."""
     for key, value in line.verbatim.items():
-        if free_text(options(schema)[key]) == PATH:
+        if free_text_kind(options(schema)[key]) == PATH:
             continue
         if is_sweep and isinstance(value, str) and "," in value:
             print(f"{key}={value} is a single value, even with -m, because names and texts are taken verbatim", file=sys.stderr)

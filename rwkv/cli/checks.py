@@ -32,16 +32,16 @@ def check_override(override: str, schema: type) -> None:
         raise UserError(f"{key} has no effect here: omit the option. To start several runs, use -m, sweep.jobs= and "
                         "sweep.launcher=")
     if key == "kernel.name" or key in groups(schema):
-        for choice in choices_in(key, value):
+        for choice in split_choices(key, value):
             check_choice(key.removesuffix(".name"), choice)
             _check_file(key, choice, schema)
     elif key not in options(schema):
-        close = close_to(key, _names(schema))
+        close = similar_names(key, _names(schema))
         hint = f"did you mean {' or '.join(close)}?" if close else "--help lists all options"
         raise UserError(f"unknown option {key}; {hint}")
 
 
-def choices_in(group: str, value: str) -> list[str]:
+def split_choices(group: str, value: str) -> list[str]:
     """Splits a value at its commas into choices. A path of an existing file is a single choice."""
     if group == EXPERIMENT and Path(from_home(value)).exists():
         return [value]
@@ -50,7 +50,7 @@ def choices_in(group: str, value: str) -> list[str]:
 
 def _check_file(group: str, choice: str, schema: type) -> None:
     """Raises UserError if a choice's file cannot be read, or sets an unknown option."""
-    file = recipe.located(choice, configs.CONFIGS / group)
+    file = recipe.choice_file(choice, configs.CONFIGS / group)
     if not file.is_file() and (group != EXPERIMENT or not recipe.is_path(choice)):
         return                           # kernels and null have no file
     settings = recipe.read(file, groups(schema) if group in OPTIONAL else ())
@@ -73,7 +73,7 @@ def _names(schema: type) -> list[str]:
 
 def _best_match(name: str, schema: type) -> str:
     """Returns the only option or group close to a wrong name, such as trainer.max_steps for max-steps, or else `name`."""
-    close = [] if name in _names(schema) else close_to(name, _names(schema))
+    close = [] if name in _names(schema) else similar_names(name, _names(schema))
     return close[0] if len(close) == 1 else name
 
 
@@ -87,7 +87,7 @@ def _example(word: str, schema: type) -> str:
     return "kernel=conv1d"
 
 
-def close_to(key: str, names: list[str]) -> list[str]:
+def similar_names(key: str, names: list[str]) -> list[str]:
     """Returns up to three names close to a wrong key: names with the same last part, or else with a similar spelling."""
     last = key.rpartition(".")[2]
     same_leaf = [name for name in names if name.rpartition(".")[2] == last]

@@ -19,9 +19,9 @@ import yaml
 
 from rwkv.cli import configs, recipe
 from rwkv.cli.arguments import CommandLine
-from rwkv.cli.checks import check, check_override, choices_in
+from rwkv.cli.checks import check, check_override, split_choices
 from rwkv.cli.configs import EXPERIMENT, KERNELS, NULL_CHOICES, OPTIONAL, groups
-from rwkv.config import PATH, TEXT, TrainConfig, free_text, options
+from rwkv.config import PATH, TEXT, TrainConfig, free_text_kind, options
 from rwkv.errors import UserError
 from rwkv.io.json_types import JsonObject
 
@@ -120,7 +120,7 @@ def _alternatives(override: str, schema: type) -> list[tuple[str, dict[str, str]
     """Returns, for each value of an override, the override with this value; and {key: value} if there are several values."""
     key, value = _split_override(override)
     if key == EXPERIMENT:                # the value may be a path, which Hydra's grammar rejects
-        several = choices_in(key, value)
+        several = split_choices(key, value)
         return [(f"{key}={choice}", {key: choice} if len(several) > 1 else {}) for choice in several]
     from hydra.core.override_parser.types import Glob
 
@@ -174,8 +174,8 @@ def _composition(config_name: str, schema: type, overrides: list[str], **more: b
 
 def _chosen_recipes(overrides: list[str], schema: type) -> dict[str, recipe.Recipe]:
     chosen = dict(map(_split_override, overrides)) if schema is TrainConfig else {}
-    paths = {key for key, item in options(schema).items() if free_text(item) == PATH}
-    return {group: recipe.read(recipe.located(chosen[group], configs.CONFIGS / group), groups(schema)).from_home(paths)
+    paths = {key for key, item in options(schema).items() if free_text_kind(item) == PATH}
+    return {group: recipe.read(recipe.choice_file(chosen[group], configs.CONFIGS / group), groups(schema)).from_home(paths)
             for group in OPTIONAL if chosen.get(group, "null") != "null"}
 
 
@@ -238,7 +238,7 @@ def build(composed: "DictConfig", verbatim: dict[str, str | list[str]]) -> Any:
     for key, value in verbatim.items():
         group, _, name = key.rpartition(".")
         target = operator.attrgetter(group)(config) if group else config
-        is_null = value == "null" and free_text(items[key]) != TEXT
+        is_null = value == "null" and free_text_kind(items[key]) != TEXT
         if is_null and type(None) not in get_args(items[key].type):
             raise UserError(CANNOT_BE_NULL.format(key))
         setattr(target, name, None if is_null else value)

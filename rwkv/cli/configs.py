@@ -65,7 +65,7 @@ def keys_set_by(group: str, choice: str) -> list[str]:
     """Returns the dotted keys that a group's choice sets; none for null, and for an option that is not a group."""
     if group == "kernel":
         return ["kernel.name"]
-    file = recipe.located(choice, CONFIGS / group)
+    file = recipe.choice_file(choice, CONFIGS / group)
     if not file.is_file():
         return []
     settings = recipe.read(file, groups(TrainConfig) if group in OPTIONAL else ())

@@ -27,7 +27,7 @@ def exit_on_user_error() -> Iterator[None]:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
     try:
-        with signals.raising():
+        with signals.raise_on_signal():
             _require_utf8(sys.argv[1:])
             yield
     except signals.Signalled as signalled:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def uncollected() -> Iterator[None]:
+def without_garbage_collection() -> Iterator[None]:
     """Disables garbage collection in the `with` block, and afterwards excludes all existing objects from collection.
 
     Importing torch and reading a vocabulary create a million permanent objects. Scanning these objects again and again takes an

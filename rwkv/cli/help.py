@@ -12,7 +12,7 @@ from rwkv.cli.arguments import CommandLine
 from rwkv.cli.checks import check
 from rwkv.cli.composition import compose
 from rwkv.cli.configs import KERNELS, choices
-from rwkv.commands import as_typed
+from rwkv.commands import commands_as_typed
 from rwkv.config import options
 
 WIDTH = 80                               # columns of the page
@@ -37,7 +37,7 @@ def _page(about: str, descriptions: Mapping[str, Mapping[str, str]], items: Mapp
         items: the options by dotted key.
         config: the object with the current values.
     """
-    lines = [as_typed(about.strip()), "", "Options, OPTION=VALUE, with [current value]:"]
+    lines = [commands_as_typed(about.strip()), "", "Options, OPTION=VALUE, with [current value]:"]
     heading = None
     for key, item in items.items():
         if item.metadata["heading"] not in (None, heading):
@@ -48,7 +48,7 @@ def _page(about: str, descriptions: Mapping[str, Mapping[str, str]], items: Mapp
     for group, texts in descriptions.items():
         for name, text in texts.items():
             lines += _entry(f"{group}={name}", text)
-    lines += _entry("kernel=", f"{', '.join(KERNELS)}; descriptions: {as_typed('python -m kernels')}")
+    lines += _entry("kernel=", f"{', '.join(KERNELS)}; descriptions: {commands_as_typed('python -m kernels')}")
     return "\n".join(lines)
 
 

@@ -74,7 +74,7 @@ def is_path(choice: str) -> bool:
     return choice.endswith(ENDINGS) or "/" in choice or os.sep in choice
 
 
-def located(choice: str, folder: Path) -> Path:
+def choice_file(choice: str, folder: Path) -> Path:
     """Returns the file of a choice, which is a name in `folder`, the path of a file, or the path of a run's directory."""
     if not is_path(choice):
         return folder / f"{choice}.yaml"

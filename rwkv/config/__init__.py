@@ -26,7 +26,7 @@ from rwkv.config.common import (
 from rwkv.config.evaluate import EvaluateConfig
 from rwkv.config.generate import GenerateConfig
 from rwkv.config.sampling import Sampling
-from rwkv.config.schema import PATH, TEXT, free_text, options, require_effect
+from rwkv.config.schema import PATH, TEXT, free_text_kind, options, require_effect
 from rwkv.config.serve import ServeConfig
 from rwkv.config.train import (
     EIGHT_BITS,
@@ -48,6 +48,6 @@ from rwkv.config.train import (
     TrainConfig,
     TrainerConfig,
     TuneConfig,
-    given_length,
+    length_option,
 )
 from rwkv.config.values import strings, whole_number, whole_numbers

@@ -24,4 +24,4 @@ class ChatConfig(DraftedConfig):
 
     def __post_init__(self) -> None:
         check_options(self)
-        Sampling.of(self)
+        Sampling.from_config(self)

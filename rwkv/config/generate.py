@@ -35,4 +35,4 @@ class GenerateConfig(DraftedConfig):
 
     def __post_init__(self) -> None:
         check_options(self)
-        Sampling.of(self)
+        Sampling.from_config(self)

@@ -103,7 +103,7 @@ class Sampling:
                                 f"got {number!r}")
 
     @classmethod
-    def of(cls, config: Any) -> "Sampling":
+    def from_config(cls, config: Any) -> "Sampling":
         """Returns the sampling options of a program's configuration. Raises UserError for a value out of range."""
         values = {}
         for item in fields(cls):
@@ -182,7 +182,7 @@ def with_sampling(config: type[Config]) -> type[Config]:
         annotations[name] = kind
         for item in fields(Sampling) if name == "sampling" else ():
             typed = item.metadata["typed"]
-            metadata = {**item.metadata, "least": None}          # Sampling.of checks the range
+            metadata = {**item.metadata, "least": None}          # Sampling.from_config checks the range
             annotations[item.name] = typed or item.type
             setattr(config, item.name, field(default_factory=list, metadata=metadata) if typed else
                     field(default=item.default, metadata=metadata))

@@ -29,7 +29,7 @@ def option(default: Any, help: str, *, one_of: Collection[str] | None = None, le
         help: the description in --help.
         one_of, least, most, above, below: the allowed values; None is always allowed. With `least`, a number must be finite.
         verbatim: how a value on the command line is read: `PATH` (~/ is expanded), `NAME`, `TEXT` (null is a string) or
-            `GRAMMAR`; None: as `free_text` says.
+            `GRAMMAR`; None: as `free_text_kind` says.
         filled: True if the value must not be empty.
         needs: (option, value, ...): the option that this option requires, and the values that the required option may have.
         heading: the title in --help above this option and the next ones.
@@ -55,7 +55,7 @@ def options(schema: type, prefix: str = "") -> dict[str, Field]:
     return result
 
 
-def free_text(item: Field) -> str | None:
+def free_text_kind(item: Field) -> str | None:
     """Returns `PATH`, `NAME` or `TEXT` if the option's value is taken verbatim, or None if Hydra parses the value.
 
     By default, a string option without a list of allowed values is a `NAME`.

@@ -54,7 +54,7 @@ class ServeConfig(DraftedConfig):
         if "*" in self.cors and self.api_key:
             raise UserError("cors=* conflicts with api_key=, because any web page could use this server: list the allowed "
                             "origins in cors=")
-        Sampling.of(self)
+        Sampling.from_config(self)
 
     @property
     def adapter_paths(self) -> dict[str, str]:

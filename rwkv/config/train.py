@@ -27,7 +27,7 @@ PREFERENCES = ("dpo", "ipo")             # objectives that train on pairs of ans
 LIKELIHOOD = ("tune.objective", "likelihood")
 
 
-def given_length(config: "TrainConfig", user_keys: Collection[str]) -> str | None:
+def length_option(config: "TrainConfig", user_keys: Collection[str]) -> str | None:
     """Returns the option in `LENGTHS` that the user has set, or None. Raises UserError if several are set."""
     lengths = [key for key in LENGTHS if key in user_keys and operator.attrgetter(key)(config) is not None]
     if len(lengths) > 1:

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from rwkv.chat.encoding import encode, encode_each, for_tokenizer, shown, written
+from rwkv.chat.encoding import decode_with_special_names, encode, encode_each, for_tokenizer, visible_text
 from rwkv.config import DataConfig
 from rwkv.data.files import crc32
 from rwkv.data.shards import SPLITS, dtype_of
@@ -145,7 +145,7 @@ def _write_tokens(config: DataConfig, tokenizer: Tokenizer, folder: Path, pairs:
         copies += conversation.copy
         split = SPLITS[conversation.val]
         for (rendered, is_learnt), part in zip(conversation.parts, part_ids, strict=True):
-            text = written(rendered)
+            text = visible_text(rendered)
             lost[split][is_learnt] += counter.count([text], [part])
             content = text.encode()
             sizes[split]["bytes"] += len(content)
@@ -204,7 +204,7 @@ def _read_split(folder: Path, manifest: JsonObject, split: str) -> Tokenised:
                      manifest["left_out"], manifest["copies"])
 
 
-def marked(split: Tokenised, tokenizer: Tokenizer) -> Iterator[str]:
+def annotated_conversations(split: Tokenised, tokenizer: Tokenizer) -> Iterator[str]:
     """Yields the text of each conversation, with learnt text in [[ ]] and with end_of_text as "<end of text>"."""
     for begin, end in pairwise(split.tokens.bounds.tolist()):
         pairs = zip(split.learnt[begin:end].tolist(), split.tokens[begin:end].tolist(), strict=True)
@@ -226,7 +226,8 @@ def _decode_with_ends(ids: list[int], before: list[int], tokenizer: Tokenizer) -
         else:
             pieces[-1].append(token)
     first, *others = pieces
-    return "<end of text>".join([shown(tokenizer, first, before), *(shown(tokenizer, piece) for piece in others)])
+    return "<end of text>".join([decode_with_special_names(tokenizer, first, before),
+                                 *(decode_with_special_names(tokenizer, piece) for piece in others)])
 
 
 def packed_rows(lengths: Sequence[int], T: int) -> list[list[int]]:
@@ -262,7 +263,7 @@ class ConversationRows(Dataset[Packed]):
         self.ctx_len = ctx_len
         self._bounds = tokens.bounds
         lengths = np.diff(self._bounds) - 1                      # the last id, end_of_text, is only a target
-        self.cut = longer_than(tokens, ctx_len)
+        self.cut = count_longer_than(tokens, ctx_len)
         self._lengths = np.minimum(lengths, ctx_len)
         self._n_tokens = int(self._lengths.sum())            # counts the tokens in all rows
         self._rows = packed_rows(self._lengths.tolist(), ctx_len)
@@ -336,7 +337,7 @@ class WholeConversations(Dataset[Whole]):
         return Whole(torch.from_numpy(x), torch.from_numpy(y), self.ctx_len)
 
 
-def longer_than(tokens: TokenArray, ctx_len: int) -> int:
+def count_longer_than(tokens: TokenArray, ctx_len: int) -> int:
     """Returns the number of conversations that are longer than a row of `ctx_len` positions."""
     return int((np.diff(tokens.bounds) - 1 > ctx_len).sum())
 

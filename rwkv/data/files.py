@@ -36,7 +36,7 @@ class Content(NamedTuple):
     fingerprint: int
 
 
-def matching(path: str, endings: Sequence[str]) -> list[tuple[str, Path]]:
+def find_files(path: str, endings: Sequence[str]) -> list[tuple[str, Path]]:
     """Returns the (name, file) of each file that `path` names, sorted by path.
 
     Raises UserError if there is no file, or if a link leads to a missing file.
@@ -61,7 +61,7 @@ def matching(path: str, endings: Sequence[str]) -> list[tuple[str, Path]]:
     return [(file.relative_to(root).as_posix(), file) for file in files]
 
 
-def natural(name: str) -> list[tuple[int, str]]:
+def natural_key(name: str) -> list[tuple[int, str]]:
     """Returns a sort key that orders numbers in names by their value, so that part-2 comes before part-10."""
     return [(int(number or 0), text) for text, number in re.findall(r"(\D*)(\d*)", name)]
 
@@ -88,7 +88,7 @@ def names_and_hashes(files: Sequence[tuple[str, Path]], cache: Path, text: bool 
     return [part for (name, _), content in zip(files, file_contents, strict=True) for part in (name, content.sha256)]
 
 
-def stamp(path: Path) -> list[int]:
+def size_and_mtime(path: Path) -> list[int]:
     """Returns the size of a file in bytes and its modification time in ns. Raises UserError if the file is missing."""
     try:
         status = path.stat()
@@ -97,9 +97,9 @@ def stamp(path: Path) -> list[int]:
     return [status.st_size, status.st_mtime_ns]
 
 
-def unchanged(path: Path, entry: JsonObject) -> bool:
+def is_unchanged(path: Path, entry: JsonObject) -> bool:
     """Returns True if the size and the timestamps prove that the file has not changed since `entry` was created."""
-    return stamp(path) == entry["stamp"] and entry["stamp"][1] + SETTLED < entry["time"]
+    return size_and_mtime(path) == entry["stamp"] and entry["stamp"][1] + SETTLED < entry["time"]
 
 
 def crc32(path: Path) -> int:
@@ -111,10 +111,10 @@ def crc32(path: Path) -> int:
 
 
 def _entry(path: Path, previous: JsonObject | None, text: bool) -> JsonObject:
-    if previous and unchanged(path, previous):
+    if previous and is_unchanged(path, previous):
         return previous
     now = time.time_ns()
-    return {"stamp": stamp(path), "time": now, **_read_content(path, text)._asdict()}
+    return {"stamp": size_and_mtime(path), "time": now, **_read_content(path, text)._asdict()}
 
 
 def _read_content(path: Path, text: bool) -> Content:

@@ -29,7 +29,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from rwkv.config import DataConfig
-from rwkv.data.conversations import RowSampler, WholeConversations, longer_than
+from rwkv.data.conversations import RowSampler, WholeConversations, count_longer_than
 from rwkv.data.mixture.windows import MixedValidation, MixedWindows, MixSampler, seed_of
 from rwkv.data.pairs import rows_of
 from rwkv.data.prepare import Corpus
@@ -130,7 +130,7 @@ class DataModule(LightningDataModule):
                               generator=_own_generator(self.seed))
         windows: Any = Windows(self.corpus.val, self.ctx_len, partial=True)
         if self.corpus.conversations:
-            whole = self.tbptt and longer_than(self.corpus.val, self.ctx_len)
+            whole = self.tbptt and count_longer_than(self.corpus.val, self.ctx_len)
             val = self.corpus.conversations[1]
             windows = WholeConversations(val.tokens, val.learnt, self.ctx_len) if whole else rows_of(val, self.ctx_len)
         return DataLoader(windows, self.config.batch_size, collate_fn=_unchanged, generator=_own_generator(self.seed))

@@ -1,7 +1,7 @@
 """Checks the data options before any data is read. This module does not import PyTorch."""
 
 from rwkv.config import SOURCES, STREAMED, TOKENS, DataConfig
-from rwkv.data.mixture import mixed_sources, naming
+from rwkv.data.mixture import mixed_sources, prefix_errors
 from rwkv.data.sources import check_path
 from rwkv.data.sources.chat import template_of
 from rwkv.data.token_files import open_files
@@ -20,7 +20,7 @@ def check_data(config: DataConfig, tokenizer: bool = True, template: bool = True
             raise UserError(f"data=mix conflicts with data.path={config.path}, because each entry of data.sources has its own "
                             "path. Omit data.path")
         for source in mixed_sources(config):
-            with naming(source.name):
+            with prefix_errors(source.name):
                 check_data(source.config, tokenizer, template)
         return
     if config.streaming and config.name not in STREAMED:

@@ -31,8 +31,8 @@ from rwkv.config import TOKENS, DataConfig
 from rwkv.data import shards, token_files
 from rwkv.data.conversations import Tokenised, tokenise
 from rwkv.data.documents.source import Source
-from rwkv.data.mixture import MixedSource, mixed_sources, naming
-from rwkv.data.mixture.copies import decoded, trained_elsewhere, without
+from rwkv.data.mixture import MixedSource, mixed_sources, prefix_errors
+from rwkv.data.mixture.copies import copies_in_training, decode_chunks, remove_documents
 from rwkv.data.options import check_data
 from rwkv.data.sources import open_source
 from rwkv.data.streaming.encoding import Streamed, hold_out
@@ -40,7 +40,7 @@ from rwkv.data.token_array import TokenArray, TokensInMemory
 from rwkv.distributed import log
 from rwkv.errors import UserError
 from rwkv.io.cache import read_json, sha256, write_json
-from rwkv.io.lines import counted, labelled
+from rwkv.io.lines import counted, labelled_line
 from rwkv.tokenizer.lost_bytes import NOTHING, WITHHELD, Lost, percent
 from rwkv.tokenizer.split import last_line_end, pieces
 from rwkv.tokenizer.tokenizers import MADE_FROM_DATA, CharTokenizer, JsonTokenizer, Tokenizer
@@ -206,16 +206,16 @@ def _from_sources(config: DataConfig, ctx_len: int, tokenizer: Tokenizer | None,
     if tokenizer is None:
         texts = []
         for source in sources:
-            with naming(source.name):
+            with prefix_errors(source.name):
                 texts.append((open_source(source.config, cache), source.share))
         identity = [part for source, (text, share) in zip(sources, texts, strict=True)
                     for part in (str(source.config.val_fraction), text.sha256, str(share))]
         tokenizer = _tokenizer(config, texts, sha256(identity)[:16], cache)
     parts = []
     for source in sources:
-        with naming(source.name):
+        with prefix_errors(source.name):
             parts.append(CorpusPart(source.name, source.share, prepare(source.config, ctx_len, tokenizer)))
-    return mixed(_without_held_out(parts) if config.streaming else _without_copies(parts, sources, ctx_len, cache))
+    return join_sources(_without_held_out(parts) if config.streaming else _without_copies(parts, sources, ctx_len, cache))
 
 
 def _without_copies(parts: Sequence[CorpusPart], sources: Sequence[MixedSource], ctx_len: int, cache: Path) -> list[CorpusPart]:
@@ -225,18 +225,18 @@ def _without_copies(parts: Sequence[CorpusPart], sources: Sequence[MixedSource],
     identities = [f"{part.corpus.sha256} {source.config.name} {source.config.val_fraction} {tokenizer.data_key}"
                   for part, source in zip(parts, sources, strict=True)]
     changed = []
-    for part, left_out in zip(parts, trained_elsewhere(splits, identities, tokenizer, cache), strict=True):
+    for part, left_out in zip(parts, copies_in_training(splits, identities, tokenizer, cache), strict=True):
         corpus = part.corpus
         if left_out.any():
-            val = without(corpus.val, left_out)
-            with naming(part.name):
+            val = remove_documents(corpus.val, left_out)
+            with prefix_errors(part.name):
                 if len(val) < ctx_len + 1:
                     raise UserError(f"{int(left_out.sum()):,} of {counted(len(left_out), 'validation document')} are also in "
                                     "the training text of other sources, so too few documents are left for validation. Remove "
                                     "these documents from the other sources")
-            removed = without(corpus.val, ~left_out)
-            size = corpus.sizes.val_bytes - sum(len(text.encode()) for text in decoded(removed, 0, len(removed), tokenizer))
-            sizes = replace(corpus.sizes, val_tokens=len(val), val_bytes=max(size, 1))
+            removed = remove_documents(corpus.val, ~left_out)
+            removed_bytes = sum(len(text.encode()) for text in decode_chunks(removed, 0, len(removed), tokenizer))
+            sizes = replace(corpus.sizes, val_tokens=len(val), val_bytes=max(corpus.sizes.val_bytes - removed_bytes, 1))
             about = f"{corpus.source}; without {counted(int(left_out.sum()), 'document')} that other sources train on"
             corpus = replace(corpus, val=val, sizes=sizes, source=about)
         changed.append(part._replace(corpus=corpus))
@@ -251,7 +251,7 @@ def _without_held_out(parts: Sequence[CorpusPart]) -> list[CorpusPart]:
             for part, stream in zip(parts, streams, strict=True)]
 
 
-def mixed(parts: Sequence[CorpusPart]) -> Corpus:
+def join_sources(parts: Sequence[CorpusPart]) -> Corpus:
     """Returns the corpus of data=mix, which joins its sources.
 
     Sizes are sums. gzip_bpb and the fraction of unknown ids are means, weighted by each source's bytes of validation text.
@@ -272,8 +272,8 @@ def mixed(parts: Sequence[CorpusPart]) -> Corpus:
     for corpus in corpora:
         marks.update(corpus.marks)
     uncertain = any(corpus.unknown is not None for corpus in corpora)
-    return Corpus(corpora[0].tokenizer, TokenArray.joined([corpus.train for corpus in corpora]),
-                  TokenArray.joined([corpus.val for corpus in corpora]), sizes, f"{len(parts)} sources",
+    return Corpus(corpora[0].tokenizer, TokenArray.concatenate([corpus.train for corpus in corpora]),
+                  TokenArray.concatenate([corpus.val for corpus in corpora]), sizes, f"{len(parts)} sources",
                   sha256(text for part in parts for text in (part.name, part.corpus.sha256)),
                   unknown=mean(corpus.val_lost for corpus in corpora) if uncertain else None,
                   copies=sum(corpus.copies for corpus in corpora), marks=marks, parts=tuple(parts))
@@ -340,7 +340,7 @@ def _tokenizer(config: DataConfig, sources: Sequence[tuple[Source, float]], key:
     definition = read_json(path)
     if definition:
         return Tokenizer.from_dict(definition)
-    log(labelled("loading", f"the text, to make a {config.tokenizer} tokenizer", sys.stderr))
+    log(labelled_line("loading", f"the text, to make a {config.tokenizer} tokenizer", sys.stderr))
     tokenizer = JsonTokenizer.train(_sample(sources), config.vocab_size) if config.tokenizer == "bpe" else _characters(sources)
     write_json(path, tokenizer.to_dict())
     return tokenizer

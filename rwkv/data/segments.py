@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, Sampler
 
-from rwkv.data.conversations import longer_than
+from rwkv.data.conversations import count_longer_than
 from rwkv.data.prepare import Corpus
 from rwkv.data.token_array import TokenArray
 from rwkv.data.windows import Permutations, StepLayout
@@ -280,7 +280,7 @@ def describe(corpus: Corpus, ctx_len: int, streams: int, K: int) -> str:
     """Returns the line in a run's plan about the streams, the documents, the segments and the padding."""
     chunks = chunks_of(corpus, ctx_len, streams)
     divided = f", divided into {counted(len(chunks), 'chunk')}" if len(chunks) > chunks.documents else ""
-    longer = longer_than(corpus.val, ctx_len) if corpus.conversations else 0
+    longer = count_longer_than(corpus.val, ctx_len) if corpus.conversations else 0
     validation = f"; validation reads conversations whole, {longer:,} of them longer than model.ctx_len" if longer else ""
     documents = counted(chunks.documents, "document")
     segments = counted(int(chunks.segments.sum()), "segment")

@@ -31,7 +31,7 @@ from tqdm import tqdm
 from rwkv.data.documents.copies import repeated_share
 from rwkv.data.documents.separators import marks
 from rwkv.data.documents.source import Source
-from rwkv.data.files import crc32, stamp, unchanged
+from rwkv.data.files import crc32, is_unchanged, size_and_mtime
 from rwkv.data.token_array import DocumentOffsets, Part, TokenArray
 from rwkv.errors import UserError
 from rwkv.io.cache import cannot_write, read_json, sha256, write, write_bytes, write_json
@@ -133,7 +133,7 @@ def read_manifest(folder: Path) -> JsonObject | None:
         return None
     for name, entry in manifest["files"].items():
         path = folder / name
-        if not path.is_file() or not (unchanged(path, entry) or crc32(path) == entry["crc32"]):
+        if not path.is_file() or not (is_unchanged(path, entry) or crc32(path) == entry["crc32"]):
             return None
     return manifest
 
@@ -320,9 +320,9 @@ def _gzip_bpb(source: Source) -> float:
 
 
 def _file_entry(path: Path) -> JsonObject:
-    now = time.time_ns()                 # must be before the file is read: `unchanged` compares it with the file's timestamp
+    now = time.time_ns()                 # must be before the file is read: `is_unchanged` compares it with the file's timestamp
     checksum = crc32(path)
-    return {"stamp": stamp(path), "time": now, "crc32": checksum}
+    return {"stamp": size_and_mtime(path), "time": now, "crc32": checksum}
 
 
 def dtype_of(tokenizer: Tokenizer) -> np.dtype:

@@ -69,7 +69,7 @@ class TokenArray:
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces or [np.empty(0, np.uint16)])
 
     @staticmethod
-    def joined(arrays: Sequence["TokenArray"]) -> "TokenArray":
+    def concatenate(arrays: Sequence["TokenArray"]) -> "TokenArray":
         """Concatenates arrays. Either all of them must be in files, or all must be in memory."""
         if arrays and isinstance(arrays[0], TokensInMemory):
             begins = accumulate(map(len, arrays), initial=0)

@@ -7,10 +7,10 @@ from math import ceil
 from operator import itemgetter
 
 from rwkv.data.conversations import Tokenised
-from rwkv.data.prepare import Corpus, mixed
+from rwkv.data.prepare import Corpus, join_sources
 
 
-def with_part(corpus: Corpus, val_tokens: int | None, reach: int) -> Corpus:
+def limit_validation(corpus: Corpus, val_tokens: int | None, reach: int) -> Corpus:
     """Restricts the validation split to its first `val_tokens` predicted tokens.
 
     Returns the corpus unchanged if `val_tokens` is None or the split is shorter. Each source of data=mix keeps its share of the
@@ -21,8 +21,8 @@ def with_part(corpus: Corpus, val_tokens: int | None, reach: int) -> Corpus:
     if val_tokens is None or val_tokens + 1 >= len(corpus.val):
         return corpus
     if corpus.parts:
-        return mixed([part._replace(corpus=with_part(part.corpus, ceil(val_tokens * part.share), reach))
-                      for part in corpus.parts])
+        return join_sources([part._replace(corpus=limit_validation(part.corpus, ceil(val_tokens * part.share), reach))
+                             for part in corpus.parts])
     if corpus.conversations is None:
         val = corpus.val.first(val_tokens + 1)
         text = corpus.tokenizer.decode(val[:].tolist()).encode()

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from rwkv.chat.encoding import encode, for_tokenizer, marked
+from rwkv.chat.encoding import encode, for_tokenizer, mark_special_names
 from rwkv.chat.messages import Message, check_messages
 from rwkv.chat.template import ChatTemplate
 from rwkv.chat.thoughts import Think, answer_message
@@ -155,7 +155,7 @@ class Chat:
                     yield piece
         finally:
             answer = self.tokenizer.decode(sample.tokens, before)
-            self._save_result(prompt + marked(self.tokenizer, answer), engine.context())
+            self._save_result(prompt + mark_special_names(self.tokenizer, answer), engine.context())
             if self.template.thinks:
                 self.messages.append(answer_message(self.template.answer_start(think), sample.text))
             else:

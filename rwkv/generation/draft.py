@@ -17,7 +17,7 @@ from rwkv.config import DRAFT_TOKENS
 from rwkv.errors import UserError
 from rwkv.generation.decoder import CDecoder
 from rwkv.generation.row import Row
-from rwkv.generation.sampling import Penalties, drawing_on, queued_tokens
+from rwkv.generation.sampling import Penalties, draw_function_on, queue_tokens
 from rwkv.model.base import Model, n_parameters
 from rwkv.model.decoding.c_step import why_not
 from rwkv.tokenizer.tokenizers import Tokenizer
@@ -112,7 +112,7 @@ class ModelDraft:
         self.most_tokens = most_tokens
         self._model = model
         self._vocab_size = tokenizer.vocab_size
-        self._draw, _ = drawing_on(torch.device("cpu"), in_c=True)
+        self._draw, _ = draw_function_on(torch.device("cpu"), in_c=True)
         self._readers: WeakKeyDictionary[Row, _Reader] = WeakKeyDictionary()
         self._decoder = CDecoder(model, model.empty_state(0))
 
@@ -134,7 +134,7 @@ class ModelDraft:
         penalties = [row.penalties] if isinstance(row.penalties, Penalties) else None
         for number in row.next_uniform(n):
             uniform = torch.tensor([number], dtype=torch.float64, device="cpu")
-            drawn = int(queued_tokens(logits[:, :self._vocab_size], uniform, row.request.sampling, penalties, self._draw))
+            drawn = int(queue_tokens(logits[:, :self._vocab_size], uniform, row.request.sampling, penalties, self._draw))
             if drawn < 0:                # drawn is -1 if the logits are not finite
                 break
             tokens.append(drawn)

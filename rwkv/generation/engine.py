@@ -21,12 +21,20 @@ from rwkv.errors import UserError
 from rwkv.generation.decoder import CDecoder, GpuDecoder, decoder_of
 from rwkv.generation.draft import Draft
 from rwkv.generation.grammar import Grammar
-from rwkv.generation.logprobs import entry, logprobs
-from rwkv.generation.prefill import SHORT_PROMPT, Prefill, PrefillResult, advance_all, chunks_on, pooled, prefill
+from rwkv.generation.logprobs import logprob_entry, logprobs
+from rwkv.generation.prefill import SHORT_PROMPT, Prefill, PrefillResult, advance_all, chunks_on, pool_embedding, prefill
 from rwkv.generation.prefix_cache import EMPTY, PrefixCache
 from rwkv.generation.request import Request
 from rwkv.generation.row import CANCELLED, Row, Sample
-from rwkv.generation.sampling import Penalties, PenaltyTable, TablePenalties, drawing_on, not_finite, queued_tokens, to_host
+from rwkv.generation.sampling import (
+    Penalties,
+    PenaltyTable,
+    TablePenalties,
+    draw_function_on,
+    not_finite_error,
+    queue_tokens,
+    to_host,
+)
 from rwkv.generation.speculation import Speculation
 from rwkv.generation.stopping import StoppingCriteria
 from rwkv.io.json_types import JsonObject
@@ -273,7 +281,8 @@ class Engine:
         self._weights = WeightsWatch(self._model)
         self._decoder = decoder_of(self._model, state)
         self._short_prompt_decoder = self._decoder if isinstance(self._decoder, CDecoder | GpuDecoder) else None
-        self._draw_function, self._draw_device = drawing_on(self._model.emb.weight.device, isinstance(self._decoder, CDecoder))
+        self._draw_function, self._draw_device = draw_function_on(self._model.emb.weight.device,
+                                                                  isinstance(self._decoder, CDecoder))
 
     def _reload_weights(self) -> None:
         """Continues with the model's new weights, and restarts unfinished prefills.
@@ -359,7 +368,7 @@ class Engine:
                     row.prompt_read = True
                     row.prompt_logprobs = shared.logprobs
                     if row.request.pooling is not None:
-                        row.embedding = pooled(shared.prefill, row.request.pooling)
+                        row.embedding = pool_embedding(shared.prefill, row.request.pooling)
                 self._rows += shared.rows
                 results += [result] * len(shared.rows)
         if results:
@@ -414,11 +423,11 @@ class Engine:
             if len(group) < len(rows):
                 group_logits = logits[to_device(torch.tensor(indices, device="cpu"), logits.device)]
             uniform = torch.tensor([row.uniform() for row in group], dtype=torch.float64, device="cpu")
-            queued.append(queued_tokens(group_logits, uniform, options, penalties, self._draw_function))
+            queued.append(queue_tokens(group_logits, uniform, options, penalties, self._draw_function))
         for index, token in zip(chain.from_iterable(groups.values()), to_host(queued).tolist(), strict=True):
             row = rows[index]
             if token < 0 and row.request.context is None:
-                raise not_finite()
+                raise not_finite_error()
             if token < 0:
                 row.cancel_damaged()
                 continue
@@ -436,8 +445,8 @@ class Engine:
         drawn = torch.tensor([tokens[index] for index in wanted], device="cpu")
         for index, logprob, top_ids, top_logprobs in zip(wanted, *logprobs(logits[wanted], drawn, n), strict=True):
             row = rows[index]
-            row.sample.logprobs.append(entry(self._tokenizer, tokens[index], logprob, top_ids, top_logprobs,
-                                             row.request.n_logprobs, row.last_ids()))
+            row.sample.logprobs.append(logprob_entry(self._tokenizer, tokens[index], logprob, top_ids, top_logprobs,
+                                                     row.request.n_logprobs, row.last_ids()))
 
     def _append_prompt_logprobs(self, shared: "_SharedPrefill") -> None:
         """Appends the entries of the last chunk. Creating all entries at the end of a long prompt would take seconds."""
@@ -447,8 +456,8 @@ class Engine:
             for token, logprob, top_ids, top_logprobs in zip(tokens, chunk_logprobs, *chunk_top, strict=True):
                 position = len(shared.logprobs) + 1
                 before = shared.prefill.tokens[max(0, position - LAST_IDS):position]
-                shared.logprobs.append(entry(self._tokenizer, token, logprob, top_ids, top_logprobs,
-                                             shared.request.n_logprobs, before))
+                shared.logprobs.append(logprob_entry(self._tokenizer, token, logprob, top_ids, top_logprobs,
+                                                     shared.request.n_logprobs, before))
         shared.prefill.logprobs.clear()
 
 

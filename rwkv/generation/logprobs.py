@@ -21,8 +21,8 @@ def logprobs(logits: Tensor, tokens: Tensor, n: int) -> tuple[Tensor, Tensor, Te
     return chosen.cpu(), top.indices.cpu(), top.values.cpu()
 
 
-def entry(tokenizer: Tokenizer, token: int, logprob: Tensor, top_ids: Tensor, top_logprobs: Tensor, n: int | None,
-          before: Sequence[int]) -> Entry:
+def logprob_entry(tokenizer: Tokenizer, token: int, logprob: Tensor, top_ids: Tensor, top_logprobs: Tensor, n: int | None,
+                  before: Sequence[int]) -> Entry:
     """Returns the entry of a token: its text, its log-probability, and the n likeliest tokens at its position.
 
     `before` holds the ids before the token, on which the token's text may depend.

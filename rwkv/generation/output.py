@@ -23,7 +23,7 @@ from rwkv.generation.request import Request
 from rwkv.generation.row import Row, Sample
 from rwkv.generation.states import save_context
 from rwkv.generation.stopping import StoppingCriteria
-from rwkv.io.lines import counted, harmless
+from rwkv.io.lines import counted, escape_controls
 from rwkv.io.signals import StopRequest
 from rwkv.model.base import Model
 from rwkv.tokenizer.tokenizers import Tokenizer
@@ -46,7 +46,7 @@ def run_generation(model: Model, tokenizer: Tokenizer, config: GenerateConfig, p
     """
     stopping = StoppingCriteria(config.max_new_tokens, (*config.stop, *stop), config.stop_tokens)
     grammar = grammar_from(config)
-    sampling = sampling or Sampling.of(config)
+    sampling = sampling or Sampling.from_config(config)
     jobs = ((prompt, config.seed + sample) for prompt in prompts for sample in range(config.num_samples))
     single = len(prompts) * config.num_samples == 1
     with (Path(config.out).open("w", encoding="utf-8") if config.out else nullcontext() as out,
@@ -113,10 +113,10 @@ class _Clock:
 
 
 def _stream(sample: Sample, clock: _Clock, stop: StopRequest) -> None:
-    print(harmless(sample.prompt, sys.stdout), end="", flush=True)
+    print(escape_controls(sample.prompt, sys.stdout), end="", flush=True)
     for _, piece in clock:
         if piece:
-            print(harmless(piece, sys.stdout), end="", flush=True)
+            print(escape_controls(piece, sys.stdout), end="", flush=True)
         if stop.requested:
             break
     print()
@@ -127,7 +127,7 @@ def _write_texts(samples: Sequence[Sample], clock: _Clock, stop: StopRequest, n_
         if stop.requested:
             break
     for number, sample in enumerate(samples, start=n_written):
-        print((SEPARATOR if number > 0 else "") + harmless(sample.prompt + sample.text, sys.stdout), flush=True)
+        print((SEPARATOR if number > 0 else "") + escape_controls(sample.prompt + sample.text, sys.stdout), flush=True)
 
 
 def _write_json(samples: Sequence[Sample], file: TextIO) -> None:

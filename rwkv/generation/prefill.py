@@ -183,7 +183,7 @@ class Prefill:
     def _run_blocks(self, ids: Tensor, state: State | None) -> Generator[None, None, PrefillResult]:
         model = self._model
         head: nn.Module = model.head
-        if model.is_untouched() or self._pool_hidden:
+        if model.is_unmodified() or self._pool_hidden:
             for result in model.hidden_in_parts(ids, state, self._n_stages(ids.shape[1])):
                 if result is None:
                     yield
@@ -221,7 +221,7 @@ def advance_all(prompts: Sequence[Prefill]) -> None:
         prompt._finish_chunk(PrefillResult(logits[row:row + 1], state.rows(slice(row, row + 1))))
 
 
-def pooled(prefill: Prefill, pooling: Pooling) -> Tensor:
+def pool_embedding(prefill: Prefill, pooling: Pooling) -> Tensor:
     """Returns the embedding (C) of a prompt that was read with pool_hidden=True, as float32 with norm 1."""
     assert prefill.hidden_sum is not None
     assert prefill.last_hidden is not None

@@ -157,7 +157,7 @@ class Row:
         """Returns the number of tokens that can still be drawn."""
         return self.request.stopping.max_new_tokens - len(self.sample.tokens)
 
-    def before_end(self, tokens: list[int]) -> list[int]:
+    def tokens_before_end(self, tokens: list[int]) -> list[int]:
         """Returns the tokens before the first token that would end the sequence."""
         return [*takewhile(lambda token: token not in self._ends and token not in self._stop_tokens, tokens)]
 

@@ -31,14 +31,14 @@ from kernels.draw import NO_BIAS, Bias, Draw, Filters, penalize
 from kernels.select import AUTO, resolve
 from rwkv.config import Sampling
 from rwkv.errors import UserError
-from rwkv.model.decoding.c_step import drawing
+from rwkv.model.decoding.c_step import token_sampler
 
 BLOCK = 512                              # tokens per partial sum of probabilities
 SHORTLIST = 256                          # candidates sorted first, because sorting a whole vocabulary takes milliseconds
 
 
 @cache
-def drawing_on(device: torch.device, in_c: bool) -> tuple[Draw | None, torch.device]:
+def draw_function_on(device: torch.device, in_c: bool) -> tuple[Draw | None, torch.device]:
     """Returns the function that draws tokens from logits on `device`, and the device on which that function draws.
 
     The function comes from kernels/draw, or is None, which stands for PyTorch. Without Triton, tokens are drawn on the CPU even
@@ -47,7 +47,7 @@ def drawing_on(device: torch.device, in_c: bool) -> tuple[Draw | None, torch.dev
     name = resolve("draw", AUTO, device)
     if device.type == "cuda" and registry.why_not("draw", name, "cuda") is None:
         return registry.load("draw", name).draw, device
-    return drawing() if in_c or device.type != "cpu" else None, torch.device("cpu")
+    return token_sampler() if in_c or device.type != "cpu" else None, torch.device("cpu")
 
 
 def draw_filters(options: Sampling) -> Filters:
@@ -210,14 +210,14 @@ def next_tokens(logits: Tensor, uniform: Tensor, options: Sampling,
         penalties: one element per row, or None if `options` has no penalties.
         draw: the kernels/draw function for the device of the logits; None draws with PyTorch on the CPU.
     """
-    tokens = to_host([queued_tokens(logits, uniform, options, penalties, draw)])
+    tokens = to_host([queue_tokens(logits, uniform, options, penalties, draw)])
     if bool((tokens < 0).any()):
-        raise not_finite()
+        raise not_finite_error()
     return tokens
 
 
-def queued_tokens(logits: Tensor, uniform: Tensor, options: Sampling,
-                  penalties: AllPenalties | None = None, draw: Draw | None = None) -> Tensor:
+def queue_tokens(logits: Tensor, uniform: Tensor, options: Sampling,
+                 penalties: AllPenalties | None = None, draw: Draw | None = None) -> Tensor:
     """Draws as next_tokens does, but without synchronising with the GPU. The tokens stay on the device where they were drawn.
 
     A row gets the token -1 if its logits are not finite.
@@ -238,7 +238,7 @@ def queued_tokens(logits: Tensor, uniform: Tensor, options: Sampling,
 
 
 def to_host(drawn: Sequence[Tensor]) -> Tensor:
-    """Concatenates results of queued_tokens and copies them to the CPU. Sampling waits for a GPU only here."""
+    """Concatenates results of queue_tokens and copies them to the CPU. Sampling waits for a GPU only here."""
     return torch.cat([*drawn]).cpu()
 
 
@@ -343,5 +343,5 @@ def _filter_top_p(ordered: Tensor, total: Tensor, top_p: float) -> Tensor:
     return ordered.masked_fill(before >= top_p * total, -torch.inf)
 
 
-def not_finite() -> UserError:
+def not_finite_error() -> UserError:
     return UserError("the model's logits are not finite: the weights are damaged, or too large for this dtype")

@@ -44,7 +44,7 @@ class Pace:
         self._wait = 0                   # tokens until the present pause ends
         self._on_trial = not self._best(1)               # True if the next proposal decides whether the draft resumes
 
-    def n(self, rows: int) -> int:
+    def n_tokens(self, rows: int) -> int:
         """Returns the number of tokens to propose in a pass with this many rows. Each call counts as one token of a pause."""
         if rows > MOST_ROWS:
             return 0
@@ -99,5 +99,5 @@ class Speculation:
         pace = self._paces.get(row)
         if pace is None:
             pace = self._paces[row] = Pace(self._draft.most_tokens, self._draft.cost)
-        n = min(pace.n(rows), row.tokens_left - 1)
-        return row.before_end(self._draft.propose(row, n)) if n > 0 else []
+        n = min(pace.n_tokens(rows), row.tokens_left - 1)
+        return row.tokens_before_end(self._draft.propose(row, n)) if n > 0 else []

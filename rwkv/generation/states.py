@@ -35,7 +35,7 @@ PARTS = ("model", "tokenizer")           # metadata keys: hashes of the model an
 
 def save_context(path: str | Path, context: PrefillResult, model: Model, tokenizer: Tokenizer) -> None:
     """Writes a state file atomically. Raises OSError if the file cannot be written."""
-    content = StateFormat.of(model, tokenizer).content(context)
+    content = StateFormat.of(model, tokenizer).serialize(context)
     write_file(Path(path), lambda file: file.write(content))
 
 
@@ -48,7 +48,7 @@ def load_context(path: str | Path, model: Model, tokenizer: Tokenizer) -> Prefil
 
 
 @torch.no_grad()
-def beginning(model: Model, tokenizer: Tokenizer, state: State) -> PrefillResult:
+def context_of_state(model: Model, tokenizer: Tokenizer, state: State) -> PrefillResult:
     """Returns a context that starts sequences from `state`, which must have one row.
 
     The context's logits follow an end-of-text token, so that an empty prompt can continue. The context's last_ids are ().
@@ -77,7 +77,7 @@ class StateFormat:
     def of(cls, model: Model, tokenizer: Tokenizer) -> Self:
         return cls(model.config, model.vocab_size, model.fingerprint(), tokenizer, model.emb.weight.device)
 
-    def content(self, context: PrefillResult, more: Mapping[str, str] | None = None) -> bytes:
+    def serialize(self, context: PrefillResult, more: Mapping[str, str] | None = None) -> bytes:
         """Returns the bytes of a state file with this context. `more` is added to the metadata."""
         tensors = {name: tensor.cpu().contiguous() for name, tensor in _named_tensors(context).items()}
         metadata = {**(more or {}), **self.identity, LAST_IDS: json.dumps(context.last_ids)}

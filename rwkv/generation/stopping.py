@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rwkv.chat.markers import begun_at_end
+from rwkv.chat.markers import partial_mark_length
 from rwkv.config import strings, whole_number, whole_numbers
 from rwkv.errors import UserError
 
@@ -53,7 +53,7 @@ class StopStrings:
             self._pending = ""
             self.rest = text[start:]
             return text[:start]
-        n_visible = len(text) - begun_at_end(text, self._stops)
+        n_visible = len(text) - partial_mark_length(text, self._stops)
         self._pending = text[n_visible:]
         return text[:n_visible]
 

@@ -74,10 +74,10 @@ def write_folder(path: Path, write: Callable[[Path], None]) -> None:
 def replace_folder(folder: Path, path: Path) -> None:
     """Renames a finished folder to `path`, and replaces an old file or folder.
 
-    If the process is killed meanwhile, both remain, and the old one may be named replaced_by(path).
+    If the process is killed meanwhile, both remain, and the old one may be named old_path_during_replace(path).
     """
     sync_folder(folder)
-    old = replaced_by(path)
+    old = old_path_during_replace(path)
     remove(old)
     if path.exists():
         path.rename(old)
@@ -86,7 +86,7 @@ def replace_folder(folder: Path, path: Path) -> None:
     remove(old)
 
 
-def replaced_by(path: Path) -> Path:
+def old_path_during_replace(path: Path) -> Path:
     """Returns the temporary path of the old file or folder during replace_folder."""
     return path.with_name(f".{path.name}.old")
 

@@ -4,7 +4,7 @@ import os
 from typing import Any, TextIO, cast
 
 
-def unread(stream: TextIO | None) -> TextIO:
+def discard_when_unread(stream: TextIO | None) -> TextIO:
     """Wraps an output stream so that a failed write raises no error, and later output is discarded.
 
     raise_unwritten() raises the error later. `stream` is None if the program was started without this stream; then all output
@@ -44,7 +44,7 @@ class _Unread:
 
 
 def raise_unwritten(stream: TextIO) -> None:
-    """Raises OSError if a stream from unread() discarded output while its reader was present, as on a full disk."""
+    """Raises OSError if a stream from discard_when_unread() has discarded output in spite of a reader, as on a full disk."""
     if isinstance(stream, _Unread) and stream.problem is not None:
         raise OSError(stream.problem.errno, stream.problem.strerror, "standard output")
 

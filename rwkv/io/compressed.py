@@ -13,7 +13,7 @@ BROKEN = (OSError, EOFError, zlib.error)         # a damaged or truncated file r
 BLOCK = 1 << 17                          # the number of compressed bytes that are read at a time
 
 
-def decompressed(raw: BinaryIO, path: Path) -> BinaryIO:
+def decompressed_stream(raw: BinaryIO, path: Path) -> BinaryIO:
     """Returns a stream of the decompressed content of `raw`, or `raw` itself without the suffix .gz or .zst.
 
     `raw` is a file that is open for reading bytes. Reading a damaged file raises one of BROKEN. Raises UserError for .zst if

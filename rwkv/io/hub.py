@@ -67,7 +67,7 @@ class Name(NamedTuple):
         return f"{self.repository}{path}{quantisation}{f'@{self.revision}' if self.revision else ''}"
 
 
-class Fetched(NamedTuple):
+class Download(NamedTuple):
     """A downloaded file or directory: its path on disk, and its name with the commit (`pinned`).
 
     The pinned name always stands for the same content.
@@ -126,24 +126,24 @@ def local(name: str | Path, noun: str = "checkpoint") -> Path:
     return Path(name) if download is None else download.path
 
 
-def fetched(name: str | Path, noun: str = "checkpoint") -> Fetched:
+def fetch(name: str | Path, noun: str = "checkpoint") -> Download:
     """Downloads a name as local() does, and also returns the name pinned to a commit, or the absolute path of a path."""
-    return _fetch_unless_path(name, noun) or Fetched(Path(name), str(Path(name).resolve()))
+    return _fetch_unless_path(name, noun) or Download(Path(name), str(Path(name).resolve()))
 
 
-def _fetch_unless_path(name: str | Path, noun: str) -> Fetched | None:
+def _fetch_unless_path(name: str | Path, noun: str) -> Download | None:
     if Path(name).exists() or (parsed := parse(name)) is None:
         return None
     return _fetch(parsed, noun)
 
 
 @functools.cache
-def _fetch(name: Name, noun: str) -> Fetched:
+def _fetch(name: Name, noun: str) -> Download:
     hub = _client(name, noun)
     if name.revision and COMMIT.fullmatch(name.revision) and name.path.endswith(FILES) and not PART.search(name.path):
         path = _snapshots_folder(hub, name.repository) / name.revision / name.path
         if path.is_file():               # a commit never changes, so no request is needed
-            return Fetched(path, str(name))
+            return Download(path, str(name))
     contents = contents_of(name, noun)
     target, needed = choose(name, contents, noun)
     if CARD in contents.files and CARD not in needed:            # the card states the licence
@@ -164,7 +164,7 @@ def _fetch(name: Name, noun: str) -> Fetched:
     source = f"from the cache{f', because {contents.offline}' if contents.offline else ''}" if is_cached else \
         f"{size / 1e6:,.1f} MB from {hub.constants.ENDPOINT}"
     print(f"hub: {name}: {source}: {folder / target}", file=sys.stderr, flush=True)
-    return Fetched(folder / target, pinned)
+    return Download(folder / target, pinned)
 
 
 def contents_of(name: Name, noun: str = "checkpoint") -> Contents:
@@ -236,7 +236,7 @@ def choose(name: Name, contents: Contents, noun: str = "checkpoint") -> tuple[st
     _raise_ambiguous(name, [*single, *folders] or _without_later_parts(file for file in inside if file.endswith(WEIGHTS)), noun)
 
 
-def offers(contents: Contents) -> list[str]:
+def model_paths(contents: Contents) -> list[str]:
     """Returns the paths in a repository that can be read as a model or adapter; "" is the repository itself."""
     folders = [file.rpartition("/")[0] for file in contents.files if file.rpartition("/")[2] in MARKS]
     files = [file for file in contents.files if file.endswith(WEIGHTS) and file.rpartition("/")[0] not in folders]
@@ -271,7 +271,7 @@ def _choose_quantisation(name: Name, files: list[str]) -> str:
 
 
 def _raise_not_found(name: Name, contents: Contents, noun: str) -> NoReturn:
-    by_name = {file.lower(): file for file in (*contents.files, *offers(contents)) if file}
+    by_name = {file.lower(): file for file in (*contents.files, *model_paths(contents)) if file}
     by_file_name = {file.rpartition("/")[2]: file for file in by_name}
     close = get_close_matches(name.path.lower(), by_name, n=SHOWN - 1, cutoff=0.6)
     file_name = name.path.lower().rpartition("/")[2]
@@ -279,7 +279,7 @@ def _raise_not_found(name: Name, contents: Contents, noun: str) -> NoReturn:
     nearest = [by_name[file] for file in dict.fromkeys(close)][:SHOWN - 1]
     where = f"the cache, which is used because {contents.offline}," if contents.offline else name.repository
     hint = f"did you mean {_examples(name, nearest, ' or ')}?" if nearest else \
-        f"available: {_examples(name, offers(contents) or sorted(contents.files))}"
+        f"available: {_examples(name, model_paths(contents) or sorted(contents.files))}"
     raise CheckpointError(f"there is no {noun} at {name}: {where} has no {name.path}; {hint}")
 
 
@@ -343,7 +343,7 @@ class Cached(NamedTuple):
     path: Path
 
 
-def cached() -> list[Cached]:
+def cached_models() -> list[Cached]:
     """Returns the models and adapters in the cache, sorted by repository."""
     hub = _client(Name("the cache"), "model")
     models = []
@@ -356,7 +356,8 @@ def cached() -> list[Cached]:
                         None if revision == MAIN else revision)
             sizes = {path.relative_to(folder).as_posix(): path.stat().st_size for path in folder.rglob("*") if path.is_file()}
             contents = Contents(folder.name, sizes)
-            models += [Cached(name._replace(path=offer), size_of(contents, offer), folder / offer) for offer in offers(contents)
+            models += [Cached(name._replace(path=offer), size_of(contents, offer), folder / offer)
+                       for offer in model_paths(contents)
                        if offer in sizes or any((folder / offer / file).is_file() for file in DIRECTORY_WEIGHTS)]
     return models
 

@@ -16,16 +16,16 @@ def counted(n: float, noun: str) -> str:
     return f"{n:,.15g} {noun}{'s' * (n != 1)}"
 
 
-def labelled(subject: str, text: str, stream: TextIO) -> str:
+def labelled_line(subject: str, text: str, stream: TextIO) -> str:
     """Returns a line with a label and a text, without a line end.
 
     The line is wrapped if `stream` is a terminal that is too narrow.
     """
-    return broken(f"{subject:<{COLUMN}}{text}", stream)
+    return wrap_labelled(f"{subject:<{COLUMN}}{text}", stream)
 
 
-def broken(line: str, stream: TextIO) -> str:
-    """Wraps a line that `labelled` made, possibly in a different process, so that all its text is in the second column.
+def wrap_labelled(line: str, stream: TextIO) -> str:
+    """Wraps a line that `labelled_line` made, possibly in a different process, so that all its text is in the second column.
 
     Returns the line unchanged if it has no label, or if the stream is not a terminal or is wide enough.
     """
@@ -35,7 +35,7 @@ def broken(line: str, stream: TextIO) -> str:
     return "\n".join(textwrap.wrap(line, width, subsequent_indent=" " * COLUMN, break_long_words=False, break_on_hyphens=False))
 
 
-def hung(line: str, indent: int, stream: TextIO) -> str:
+def wrap_hanging(line: str, indent: int, stream: TextIO) -> str:
     """Wraps a line if the terminal is too narrow. Continuation lines are indented by `indent` columns."""
     width = _terminal_width(stream)
     if width is None or len(line) <= width or width < NARROWEST:
@@ -43,7 +43,7 @@ def hung(line: str, indent: int, stream: TextIO) -> str:
     return "\n".join(textwrap.wrap(line, width, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False))
 
 
-def wrapped(text: str, stream: TextIO) -> str:
+def wrap_text(text: str, stream: TextIO) -> str:
     """Wraps a text without columns if the terminal is too narrow."""
     width = _terminal_width(stream)
     if width is None or len(text) <= width or width < NARROWEST:
@@ -51,7 +51,7 @@ def wrapped(text: str, stream: TextIO) -> str:
     return textwrap.fill(text, width, break_long_words=False, break_on_hyphens=False)
 
 
-def harmless(text: str, stream: TextIO) -> str:
+def escape_controls(text: str, stream: TextIO) -> str:
     """Makes untrusted text, such as a model's, safe to print.
 
     For a terminal, control characters are replaced by symbols, because they could move the cursor or change settings. For files

@@ -2,7 +2,7 @@
 
 Batch systems send the last three before a job's time limit.
 
-    with raising(): ...                    a signal ends the block with an exception, as Ctrl-C does
+    with raise_on_signal(): ...            a signal ends the block with an exception, as Ctrl-C does
     with StopRequest() as stop: ...        a signal sets stop.requested, which the program polls whenever it can stop
 
 A signal that was ignored when the program started (nohup ignores SIGHUP) stays ignored, except Ctrl-C. Shells start background
@@ -32,7 +32,7 @@ class Signalled(KeyboardInterrupt):
 
 
 @contextmanager
-def raising() -> Iterator[None]:
+def raise_on_signal() -> Iterator[None]:
     """Raises Signalled for the first of the signals STOPPING inside the block, and KeyboardInterrupt for Ctrl-C.
 
     Has no effect outside the main thread.
@@ -100,7 +100,7 @@ def consume_interruptibly(items: Iterable[T], work: Callable[[Iterator[T]], obje
         raise
 
 
-def end_of(status: int) -> str:
+def describe_exit(status: int) -> str:
     """Returns why a process ended, from the exit status that Python reports: `SIGSEGV`, or `exit status 3`."""
     if status >= 0:
         return f"exit status {status}"

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from rwkv.commands import as_typed
+from rwkv.commands import commands_as_typed
 from rwkv.errors import UserError
 from rwkv.io import hub
 
@@ -13,6 +13,6 @@ def state_file(path: str | Path) -> Path:
     if file.is_dir():
         raise UserError(f"{path} is a directory: name a state file, such as {file / 'state.safetensors'}")
     if not file.is_file():
-        generate = as_typed("python generate.py")
+        generate = commands_as_typed("python generate.py")
         raise UserError(f"there is no state file at {path}. To create this file, run {generate} with save_state={path}")
     return file

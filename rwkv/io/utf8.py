@@ -46,7 +46,7 @@ def decode(content: bytes, name: str) -> str:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         place = error.start + len(content) - len(error.object)       # error.object has no byte order mark
-        raise UserError(not_utf8(name, place, content[place], content)) from None
+        raise UserError(not_utf8_message(name, place, content[place], content)) from None
 
 
 def chunks(path: Path, on_bytes: Callable[[bytes], object] = len, option: str = "data.path") -> Iterator[str]:
@@ -71,7 +71,8 @@ def chunks(path: Path, on_bytes: Callable[[bytes], object] = len, option: str = 
             try:
                 text, used = codecs.utf_8_decode(data, "strict", not more)
             except UnicodeDecodeError as error:
-                raise UserError(not_utf8(f"{option}={path}", before + error.start, data[error.start], beginning)) from None
+                raise UserError(not_utf8_message(f"{option}={path}", before + error.start, data[error.start],
+                                                 beginning)) from None
             if HOLE in data:
                 raise UserError(f"{option}={path} is incomplete or not text: there are at least {len(HOLE)} zero bytes from "
                                 f"byte {before + data.find(HOLE)} on. Copy or download the file again, or convert the file to "
@@ -108,7 +109,7 @@ class WrongCharacter(UserError):
         self.place = place
         self.problem = problem
 
-    def after(self, characters: int) -> "WrongCharacter":
+    def shifted(self, characters: int) -> "WrongCharacter":
         """Returns the same error for a longer text, in which `characters` characters precede this text."""
         return WrongCharacter(characters + self.place, self.problem)
 
@@ -130,7 +131,7 @@ def without_surrogates(value: Any) -> Any:
     return [without_surrogates(item) for item in value] if isinstance(value, list) else value
 
 
-def not_utf8(name: str, place: int, value: int, content: bytes) -> str:
+def not_utf8_message(name: str, place: int, value: int, content: bytes) -> str:
     """Returns the message for a file that is not UTF-8.
 
     Args:

@@ -28,7 +28,7 @@ from kernels.matvec import Blocks
 from kernels.operator import Operator
 from rwkv.config import GENERATIONS, ModelConfig, OptimConfig
 from rwkv.errors import UserError
-from rwkv.model.hooks import untouched
+from rwkv.model.hooks import is_unmodified
 from rwkv.model.packing import Packing
 from rwkv.model.state import State
 from rwkv.model.weight_cache import WeightCache
@@ -36,7 +36,7 @@ from rwkv.model.weights_watch import CachedFromWeights
 
 MATRICES = ("matrix", "gate", "embedding")       # optimiser groups of linear layers' weights and of embeddings
 TIME_STATE = "att.time_state"            # suffix of the name of a layer's learnt initial state
-OVERRIDABLE = ("forward", "hidden", "hidden_in_parts")          # is_untouched checks that these methods are not replaced
+OVERRIDABLE = ("forward", "hidden", "hidden_in_parts")          # is_unmodified checks that these methods are not replaced
 SAMPLED = 4096                           # evenly spaced elements of each tensor that the fingerprint reads
 OPTIONAL_MODULES = {                                # optional modules of a generation, for decoding one token at a time
     "step": "Step computes a block without calling its modules, and PLAIN lists the classes of modules that Step can replace",
@@ -86,7 +86,7 @@ class Generation(Protocol):
     def shapes(self, config: ModelConfig, V: int) -> dict[str, tuple[int, ...]]:
         """Returns the name and shape of every tensor. Parameter counts, checkpoint checks and conversions use these shapes."""
 
-    def resolved(self, config: ModelConfig) -> ModelConfig:
+    def with_default_widths(self, config: ModelConfig) -> ModelConfig:
         """Returns the configuration with its default widths filled in."""
 
     def empty_state(self, config: ModelConfig, B: int, device: torch.device | str = "cpu") -> rwkv.model.state.State:
@@ -136,7 +136,7 @@ def optional_module(config: ModelConfig, name: str) -> ModuleType:
     return importlib.import_module(f"rwkv.model.{config.generation}.{name}")
 
 
-def with_learnt_states() -> str:
+def names_with_learnt_state() -> str:
     """Returns the names of the generations whose initial state can be trained, joined by "or"."""
     modules = [generation(ModelConfig(generation=name)) for name in GENERATIONS]
     return " or ".join(module.NAME for module in modules if module.LEARNS_STATE)
@@ -192,7 +192,7 @@ def _run_blocks(blocks: Iterable[nn.Module], x: Tensor, carry: object, before: I
     return x, carry, after
 
 
-def through_blocks(blocks: nn.ModuleList, x: Tensor) -> Tensor:
+def run_all_blocks(blocks: nn.ModuleList, x: Tensor) -> Tensor:
     """Returns the output (B,T,C) of all blocks for the input x, from the empty state. The model must not need a carry."""
     return _run_blocks(blocks, x, None, [None] * len(blocks))[0]
 
@@ -237,9 +237,9 @@ class Model(nn.Module):
         self.config, self.vocab_size, self.operator = config, vocab_size, operator
         self.fingerprint_before: str | None = None       # the fingerprint before quantising or merging
         self.decoding_step = CachedFromWeights()         # the cached CStep or GpuStep
-        self.gives_back = False                          # true if training returns free memory after each block
+        self.returns_free_memory = False                 # true if training returns free memory after each block
         self.weight_cache: WeightCache | None = None     # the rounded weights, for training in half precision
-        self.replay: Callable[[Tensor], Tensor] | None = None    # in training, computes through_blocks as a CUDA graph
+        self.replay: Callable[[Tensor], Tensor] | None = None    # in training, computes run_all_blocks as a CUDA graph
         self.emb = nn.Embedding(vocab_size, config.n_embd)
         self.blocks = nn.ModuleList(self.generation.Block(config, layer, operator) for layer in range(config.n_layer))
         if config.deep_embed_dim:
@@ -283,7 +283,7 @@ class Model(nn.Module):
     def _hidden_and_states(self, tokens: Tensor, state: State | None,
                            packing: Packing | None = None) -> tuple[Tensor, list[State]]:
         x, before, carry = self._first_block_inputs(tokens, state)
-        x, _, after = _run_blocks(self.blocks, x, carry, before, packing, self.gives_back)
+        x, _, after = _run_blocks(self.blocks, x, carry, before, packing, self.returns_free_memory)
         return self.ln_out(x), after
 
     def _first_block_inputs(self, tokens: Tensor, state: State | None) -> tuple[Tensor, Sequence[State | None], object]:
@@ -337,13 +337,13 @@ class Model(nn.Module):
         if shapes != expected:
             raise ValueError(f"the state must have the shapes {expected} for this model and {B} rows; got {shapes}")
 
-    def is_untouched(self) -> bool:
+    def is_unmodified(self) -> bool:
         """Returns True if calling the model equals head(hidden()).
 
         The result is False if the model has hooks, or if a subclass or an instance attribute replaces a method in OVERRIDABLE.
         """
-        return untouched(self) and all(getattr(type(self), name) is getattr(Model, name) and name not in vars(self)
-                                       for name in OVERRIDABLE)
+        return is_unmodified(self) and all(getattr(type(self), name) is getattr(Model, name) and name not in vars(self)
+                                           for name in OVERRIDABLE)
 
     def init_weights(self) -> Self:
         """Initialises the weights by the generation's rule, with torch's global random generator."""
@@ -360,7 +360,7 @@ class Model(nn.Module):
     @torch.no_grad()
     def prefill(self, tokens: Tensor, state: State | None = None) -> tuple[Tensor, State]:
         """Computes the logits (B,V) after the last of tokens (B,T), T >= 1, and the new state, in one parallel pass."""
-        if not self.is_untouched():          # a hook on the model may read or change the logits of all positions
+        if not self.is_unmodified():     # a hook on the model may read or change the logits of all positions
             logits, state = self(tokens, state)
             return logits[:, -1], state
         hidden, state = self.hidden(tokens, state)

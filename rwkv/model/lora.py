@@ -18,7 +18,7 @@ from rwkv.errors import UserError
 from rwkv.model.base import Model, generation, is_linear_weight
 from rwkv.model.first_derivative import Context, first_derivative
 from rwkv.model.fused import product_backward, product_dtype, squared_relu, squared_relu_backward
-from rwkv.model.hooks import untouched
+from rwkv.model.hooks import is_unmodified
 from rwkv.model.quantized import Int4Linear, Int8Linear
 
 
@@ -43,13 +43,13 @@ class LoraLinear(nn.Module):
 
     def squared_relu_linear(self, x: Tensor) -> Tensor:
         """Computes forward(relu(x)^2), but saves x for backward instead of the square."""
-        if (self.training and self.dropout.p) or not (untouched(self) and untouched(self.lora_A)):
+        if (self.training and self.dropout.p) or not (is_unmodified(self) and is_unmodified(self.lora_A)):
             return self(torch.relu(x).square())
         square, hidden = _SquareAndProduct.apply(product_dtype(x), x, self.lora_A.weight)
         return self._sum(self.base(square), hidden)
 
     def _sum(self, base: Tensor, hidden: Tensor) -> Tensor:
-        if base.dtype != hidden.dtype or not untouched(self.lora_B):
+        if base.dtype != hidden.dtype or not is_unmodified(self.lora_B):
             product: Tensor = self.lora_B(hidden)
             return base + self.scale * product.to(base.dtype)
         rows = torch.addmm(base.flatten(0, -2), hidden.flatten(0, -2), self.lora_B.weight.T, alpha=self.scale)
@@ -74,19 +74,19 @@ class _SquareAndProduct(torch.autograd.Function):
         return None, squared_relu_backward(grad_square + grad_square_from_A, x), grad_A
 
 
-def adaptable(config: ModelConfig) -> list[str]:
+def linear_layer_names(config: ModelConfig) -> list[str]:
     """Returns the names of a block's linear layers, such as "att.key"."""
     module, first = generation(config), "blocks.0."
     return [name.removeprefix(first).removesuffix(".weight") for name in module.shapes(config, 1)
             if name.startswith(first) and is_linear_weight(name, module.group(name))]
 
 
-def chosen(config: ModelConfig, modules: Sequence[str]) -> list[str]:
+def layers_to_adapt(config: ModelConfig, modules: Sequence[str]) -> list[str]:
     """Returns the names of a block's linear layers that get an adapter: `modules`, or all layers if `modules` is empty.
 
     Raises UserError for an unknown name.
     """
-    layers = adaptable(config)
+    layers = linear_layer_names(config)
     for name in modules:
         if name not in layers:
             raise UserError(f"tune.modules must name only layers of {generation(config).NAME} ({', '.join(layers)}); "
@@ -95,21 +95,21 @@ def chosen(config: ModelConfig, modules: Sequence[str]) -> list[str]:
 
 
 def add_adapters(model: Model, modules: Sequence[str], rank: int, alpha: float, dropout: float = 0.0) -> None:
-    """Freezes the model, and adds an adapter to each layer that `chosen` returns, with a random A and B = 0."""
+    """Freezes the model, and adds an adapter to each layer that `layers_to_adapt` returns, with a random A and B = 0."""
     shapes = model.generation.shapes(model.config, model.vocab_size)
     model.requires_grad_(False)
     for layer, block in enumerate(model.blocks):
-        for name in chosen(model.config, modules):
+        for name in layers_to_adapt(model.config, modules):
             out_features = shapes[f"blocks.{layer}.{name}.weight"][0]
             block.set_submodule(name, LoraLinear(block.get_submodule(name), out_features, rank, alpha, dropout))
 
 
-def adapter_of(names: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def adapter_tensors(names: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Returns the adapters' tensors, by their names in the model, such as "blocks.0.att.key.lora_A.weight"."""
     return {name: tensor for name, tensor in names.items() if ".lora_A." in name or ".lora_B." in name}
 
 
-def merged(weight: Tensor, A: Tensor, B: Tensor, scale: float) -> Tensor:
+def merge_adapter(weight: Tensor, A: Tensor, B: Tensor, scale: float) -> Tensor:
     """Returns W + scale B A, in float32 or wider: 16-bit rounding would lose most updates of a short training run."""
     dtype = torch.promote_types(weight.dtype, torch.float32)
     return torch.addmm(weight.to(dtype), B.to(dtype), A.to(dtype), alpha=scale)

@@ -77,7 +77,7 @@ def _log_probabilities(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tenso
     return -cross_entropy(_logits(hidden, weight).float(), targets, reduction="none")
 
 
-def rows_at_once(vocab_size: int, frozen: bool = False, device: torch.device = CPU, itemsize: int = 4) -> int:
+def rows_per_chunk(vocab_size: int, frozen: bool = False, device: torch.device = CPU, itemsize: int = 4) -> int:
     """Returns the number of rows of the (N,V) logits in one chunk.
 
     Args:
@@ -85,12 +85,12 @@ def rows_at_once(vocab_size: int, frozen: bool = False, device: torch.device = C
         itemsize: the bytes per logit; only chunks on a GPU depend on this.
     """
     if device.type == "cuda":
-        return rows_on_gpu(vocab_size, itemsize, torch.cuda.get_device_properties(device).total_memory)
+        return rows_per_chunk_on_gpu(vocab_size, itemsize, torch.cuda.get_device_properties(device).total_memory)
     return max(LEAST_FROZEN if frozen else LEAST_ROWS, CHUNK_LOGITS // vocab_size)
 
 
-def rows_on_gpu(vocab_size: int, itemsize: int, memory: int) -> int:
-    """Returns the result of rows_at_once for a GPU with `memory` bytes."""
+def rows_per_chunk_on_gpu(vocab_size: int, itemsize: int, memory: int) -> int:
+    """Returns the result of rows_per_chunk for a GPU with `memory` bytes."""
     return max(LEAST_ROWS, int(CHUNK_SHARE * memory) // (itemsize * vocab_size) // LEAST_ROWS * LEAST_ROWS)
 
 
@@ -151,7 +151,7 @@ def _grad_hidden(grad_logits: Tensor, weight: Tensor) -> Tensor:
 
 
 def _chunks(hidden: Tensor, weight: Tensor, frozen: bool = False) -> Iterator[slice]:
-    rows = rows_at_once(len(weight), frozen, hidden.device, hidden.element_size())
+    rows = rows_per_chunk(len(weight), frozen, hidden.device, hidden.element_size())
     return (slice(start, start + rows) for start in range(0, len(hidden), rows))
 
 

@@ -58,7 +58,7 @@ class Packing:
         self.inverse_order = torch.empty_like(self.order)
         self.inverse_order[self.order] = torch.arange(len(self.order), device=starts.device)
 
-    def each_sequence(self, function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+    def apply_per_sequence(self, function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
         """Applies `function` to each sequence of tensors (B,T,...). The result is (B,T,...).
 
         `function` is called once for each group of p sequences, with tensors (p,t,...). Shorter sequences are padded at the end

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kernels.backends import fbgemm
-from kernels.machine.cpu import multiplies
+from kernels.machine.cpu import multiplies_natively
 from kernels.matvec import FORMATS, MOST_ROWS, Blocks, Int4, Int8, MatVec, Packed
 from kernels.registry import load, why_not
 from kernels.select import AUTO, select
@@ -69,7 +69,7 @@ class Int8Linear(nn.Module):
         self._by_fbgemm = self._matvec.name == "fbgemm"
         in_c = in_c and self._by_fbgemm and why_not("matvec", IN_C) is None
         self._most_rows_in_c = 0 if not in_c else sys.maxsize if isinstance(weight, Int8) else MOST_ROWS
-        bits = bits or (8 if multiplies(torch.int8) else 7)
+        bits = bits or (8 if multiplies_natively(torch.int8) else 7)
         packed = (replace(weight, bits=bits, non_negative=non_negative) if isinstance(weight, Int8)
                   else Int8.of(weight, bits, non_negative))
         self.out_features, self.in_features = packed.weight.shape
@@ -95,12 +95,12 @@ class Int8Linear(nn.Module):
     @cached_property
     def packed(self) -> Int8:
         """The row-major weight, which kernels/matvec reads."""
-        return self.unordered()
+        return self.row_major_weight()
 
     @cached_property
     def _fbgemm_weight(self) -> torch.ScriptObject:
         """The weight in FBGEMM's layout. The row-major weight is freed if `packed` has not been read, as in training."""
-        ordered = fbgemm.ordered(self._row_major[0].weight, self._row_major[0].scale)
+        ordered = fbgemm.pack_weight(self._row_major[0].weight, self._row_major[0].scale)
         if "packed" not in vars(self):
             self._row_major.clear()
         return ordered
@@ -119,13 +119,13 @@ class Int8Linear(nn.Module):
 
         return multiply
 
-    def unordered(self) -> Int8:
+    def row_major_weight(self) -> Int8:
         """Returns the row-major weight, as a new copy if only FBGEMM's copy is in memory."""
-        return self._row_major[0] if self._row_major else Int8(*fbgemm.unordered(self._fbgemm_weight), *self.rounding)
+        return self._row_major[0] if self._row_major else Int8(*fbgemm.unpack_weight(self._fbgemm_weight), *self.rounding)
 
-    def parts(self, dtype: torch.dtype) -> Iterator[Tensor]:
+    def row_blocks(self, dtype: torch.dtype) -> Iterator[Tensor]:
         """Yields the whole rounded weight (N,K) in `dtype`, as a single block."""
-        yield self.unordered().dense().to(dtype)
+        yield self.row_major_weight().dense().to(dtype)
 
     def product(self, rows: Tensor) -> Tensor:
         """Multiplies rows (B,K) that are already scaled to [-1, 1]. The result is (B,N)."""
@@ -142,7 +142,7 @@ class _RoundedLayer(Protocol):
     def forward_rows(self, rows: Tensor) -> Tensor:
         """Computes `forward` for rows (n,K), without gradients."""
 
-    def parts(self, dtype: torch.dtype) -> Iterable[Tensor]:
+    def row_blocks(self, dtype: torch.dtype) -> Iterable[Tensor]:
         """Returns W in `dtype`, in blocks of rows."""
 
 
@@ -161,7 +161,7 @@ class _ForwardRows(torch.autograd.Function):
     @first_derivative
     def backward(ctx: Context, grad: Tensor) -> tuple[Tensor, None]:
         total, first = None, 0
-        for block in ctx.layer.parts(grad.dtype):
+        for block in ctx.layer.row_blocks(grad.dtype):
             columns = grad[:, first:first + len(block)]
             total = columns @ block if total is None else total.addmm_(columns, block)
             first += len(block)
@@ -205,9 +205,9 @@ class PackedLinear(_PackedWeight):
     """
 
     def forward_rows(self, rows: Tensor) -> Tensor:
-        return torch.cat([F.linear(rows.bfloat16(), part) for part in self.parts(torch.bfloat16)], dim=1).to(rows.dtype)
+        return torch.cat([F.linear(rows.bfloat16(), part) for part in self.row_blocks(torch.bfloat16)], dim=1).to(rows.dtype)
 
-    def parts(self, dtype: torch.dtype) -> Iterator[Tensor]:
+    def row_blocks(self, dtype: torch.dtype) -> Iterator[Tensor]:
         return (part.dense(dtype) for part in self._row_blocks())
 
 
@@ -225,9 +225,9 @@ class BFloat16Linear(nn.Linear):
         return _product(self, x.to(product_dtype(x)))
 
     def forward_rows(self, rows: Tensor) -> Tensor:
-        return torch.cat([F.linear(rows, part) for part in self.parts(rows.dtype)], 1)
+        return torch.cat([F.linear(rows, part) for part in self.row_blocks(rows.dtype)], 1)
 
-    def parts(self, dtype: torch.dtype) -> Iterator[Tensor]:
+    def row_blocks(self, dtype: torch.dtype) -> Iterator[Tensor]:
         return (part.to(dtype) for part in self.weight.split(max(1, UNPACKED // self.in_features)))
 
 
@@ -293,10 +293,10 @@ class Int4Linear(_PackedWeight):
     def forward_rows(self, rows: Tensor) -> Tensor:
         if 0 < len(rows) <= MOST_ROWS:
             return self._matvec.bind(self.packed)(rows.unsqueeze(0))[0]
-        x = rows.bfloat16() if multiplies(torch.bfloat16) else rows
-        return torch.cat([F.linear(x, part) for part in self.parts(x.dtype)], dim=1).to(rows.dtype)
+        x = rows.bfloat16() if multiplies_natively(torch.bfloat16) else rows
+        return torch.cat([F.linear(x, part) for part in self.row_blocks(x.dtype)], dim=1).to(rows.dtype)
 
-    def parts(self, dtype: torch.dtype) -> Iterator[Tensor]:
+    def row_blocks(self, dtype: torch.dtype) -> Iterator[Tensor]:
         unpacked = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
         return (self._matvec.dense(part, unpacked).to(dtype) for part in self._row_blocks())
 
@@ -322,7 +322,7 @@ class BlockLinear(_PackedWeight):
         y: Tensor = load("matvec", IN_C).bind([self.packed])(rows.float().contiguous().unsqueeze(0))[0]
         return y.to(rows.dtype)
 
-    def parts(self, dtype: torch.dtype) -> Iterator[Tensor]:
+    def row_blocks(self, dtype: torch.dtype) -> Iterator[Tensor]:
         matvec = matvec_for(self.format)
         return (matvec.dense(part, torch.float32).to(dtype) for part in self._row_blocks())
 

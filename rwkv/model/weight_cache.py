@@ -68,7 +68,7 @@ def rounded(dtype: torch.dtype, weights: Iterable[Tensor]) -> tuple[Tensor, ...]
     return tuple(weight if weight.dtype == dtype else _convert(weight, dtype) for weight in weights)
 
 
-def to_save(weights: Iterable[Tensor], multiplied: Iterable[Tensor]) -> tuple[Tensor, ...]:
+def tensors_to_save(weights: Iterable[Tensor], multiplied: Iterable[Tensor]) -> tuple[Tensor, ...]:
     """Returns the tensors that an autograd function saves: each weight's cached copy, or the weight if there is no copy.
 
     `multiplied` is the result of `rounded` for the weights. Backward must call `rounded` on the saved tensors.

@@ -18,12 +18,12 @@ from rwkv.checkpoint.option_files import errors_of
 from rwkv.config import MIB, ServeConfig
 from rwkv.errors import UserError
 from rwkv.generation.prefill import PrefillResult
-from rwkv.generation.states import StateFormat, beginning, is_state_file
+from rwkv.generation.states import StateFormat, context_of_state, is_state_file
 from rwkv.io import hub
 from rwkv.io.lines import counted
 from rwkv.model.base import Model, fingerprint, generation
 from rwkv.model.state import State
-from rwkv.pretrained import RWKV, OpenCheckpoint, rounded_adapters
+from rwkv.pretrained import RWKV, OpenCheckpoint, adapter_rounding_lines
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Adapter:
     @property
     def about(self) -> str:
         if self.merged is not None:
-            kind = self.merged.about or "LoRA"
+            kind = self.merged.adapter_kind or "LoRA"
             return f"{kind} {self.path}, merged into a copy of the weights, which runs in a separate batch"
         return f"state {self.path}, the start of sequences that run in the same batch as the checkpoint's sequences"
 
@@ -65,7 +65,7 @@ class Adapter:
         if self.context is not None:
             return base, self.context
         assert self.state is not None
-        return base, beginning(base, opened.tokenizer, self.state)
+        return base, context_of_state(base, opened.tokenizer, self.state)
 
 
 def read_adapters(config: ServeConfig, opened: OpenCheckpoint) -> list[Adapter]:
@@ -77,7 +77,7 @@ def read_adapters(config: ServeConfig, opened: OpenCheckpoint) -> list[Adapter]:
         return []
     base = opened.checkpoint
     identity = base.fingerprint or fingerprint(generation(base.config), base.weights)
-    format = StateFormat(generation(base.config).resolved(base.config), base.vocab_size, identity, opened.tokenizer,
+    format = StateFormat(generation(base.config).with_default_widths(base.config), base.vocab_size, identity, opened.tokenizer,
                          opened.device)
     adapters = [_read(name, from_home(path), opened, format, config) for name, path in config.adapter_paths.items()]
     n_merged = sum(adapter.merged is not None for adapter in adapters)
@@ -107,7 +107,7 @@ def _read(name: str, path: str, opened: OpenCheckpoint, format: StateFormat, con
         checkpoint, digest = read_tuned(path, opened.checkpoint, config.lora_alpha)
         require_tokenizer(checkpoint, opened.tokenizer, "the server's tokenizer")
         if checkpoint.time_states is None:
-            return Adapter(name, path, digest, merged=checkpoint, notes=tuple(rounded_adapters(checkpoint, opened.dtype)))
+            return Adapter(name, path, digest, merged=checkpoint, notes=tuple(adapter_rounding_lines(checkpoint, opened.dtype)))
         state = generation(checkpoint.config).empty_state(checkpoint.config, 1)
         states = torch.stack([layer.get().float() for layer in checkpoint.time_states])
         return Adapter(name, path, digest, state=state.with_wkv(states.unsqueeze(1)))

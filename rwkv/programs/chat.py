@@ -38,11 +38,11 @@ from kernels.arguments import from_home
 from kernels.machine import allocator, threads
 from rwkv import cli
 from rwkv.chat.thoughts import Think, ThoughtParser, parse_think
-from rwkv.cli.garbage import uncollected
+from rwkv.cli.garbage import without_garbage_collection
 from rwkv.config import ChatConfig, Sampling
 from rwkv.errors import UserError
 from rwkv.io.json_types import JsonObject
-from rwkv.io.lines import counted, harmless, wrapped
+from rwkv.io.lines import counted, escape_controls, wrap_text
 from rwkv.io.utf8 import decode
 from rwkv.programs.sampling import SAMPLING_OPTIONS, SamplingChoice, preset
 
@@ -76,7 +76,7 @@ def chat(config: ChatConfig, line: cli.CommandLine) -> None:
         sys.exit(cli.USER_ERROR)
 
 
-@uncollected()
+@without_garbage_collection()
 def _open(config: ChatConfig, line: cli.CommandLine) -> tuple["Chat", SamplingChoice]:
     from rwkv.chat.templates import chat_template
     from rwkv.generation.conversation import Chat
@@ -245,7 +245,7 @@ class _Answer:
         self.in_thoughts = False
 
     def show(self, piece: str, last: bool = False) -> None:
-        thoughts, text = self._parser.push(harmless(piece, sys.stdout), last)
+        thoughts, text = self._parser.push(escape_controls(piece, sys.stdout), last)
         before = self._marks[0] if thoughts and not self.in_thoughts else ""
         self.in_thoughts = self.in_thoughts or bool(thoughts)
         after = self._marks[1] if self.in_thoughts and text else ""
@@ -264,7 +264,7 @@ def _from_yaml(name: str, text: str) -> Any:
 
 
 def _say(text: str) -> None:
-    print(wrapped(text, sys.stderr), file=sys.stderr, flush=True)
+    print(wrap_text(text, sys.stderr), file=sys.stderr, flush=True)
 
 
 def _typed_turns() -> Iterator[str]:

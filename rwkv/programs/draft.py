@@ -11,11 +11,11 @@ from rwkv.config import MIB, NGRAM, DraftedConfig
 from rwkv.errors import UserError
 from rwkv.generation.draft import Draft, ModelDraft, NGram
 from rwkv.generation.speculation import LARGEST_COST, LEAST_GAIN, MOST_ROWS
-from rwkv.io.lines import wrapped
+from rwkv.io.lines import wrap_text
 from rwkv.model.base import Model, state_nbytes
 from rwkv.model.decoding.c_step import why_not
 from rwkv.model.operators import operator_for
-from rwkv.pretrained import RWKV, OpenCheckpoint, computed_in
+from rwkv.pretrained import RWKV, OpenCheckpoint, compute_dtype
 from rwkv.tokenizer.tokenizers import Tokenizer
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ class OpenDraft(NamedTuple):
         draft: Draft = NGram(self.most_tokens)
         weights = 0
         if self.checkpoint is not None:
-            wkv = operator_for(self.checkpoint.config, "auto", "cpu", computed_in(self.dtype))
+            wkv = operator_for(self.checkpoint.config, "auto", "cpu", compute_dtype(self.dtype))
             draft_model = RWKV.from_checkpoint(self.checkpoint, wkv, "cpu", self.dtype)
             if reason := why_not(draft_model):
                 return None, f"{self.name}, ignored: the draft cannot use the compiled decoding step ({reason})"
@@ -81,7 +81,7 @@ def load_draft(opened: OpenDraft | None, model: Model) -> Draft | None:
     if opened is None:
         return None
     draft, line = opened.load(model)
-    print(wrapped(f"draft: {line}", sys.stderr), file=sys.stderr)
+    print(wrap_text(f"draft: {line}", sys.stderr), file=sys.stderr)
     return draft
 
 

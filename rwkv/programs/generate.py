@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING
 
 from kernels.machine import allocator, threads
 from rwkv import cli
-from rwkv.cli.garbage import uncollected
+from rwkv.cli.garbage import without_garbage_collection
 from rwkv.config import GenerateConfig
-from rwkv.io.broken_pipe import abandon, raise_unwritten, unread
-from rwkv.io.lines import wrapped
-from rwkv.programs.sampling import Chosen, SamplingChoice
+from rwkv.io.broken_pipe import abandon, discard_when_unread, raise_unwritten
+from rwkv.io.lines import wrap_text
+from rwkv.programs.sampling import ChosenSampling, SamplingChoice
 
 if TYPE_CHECKING:
     from rwkv.generation.draft import Draft
@@ -40,23 +40,24 @@ def generate(config: GenerateConfig, line: cli.CommandLine) -> None:
     from rwkv.generation.output import run_generation
 
     files = config.out or config.save_state
-    output = unread(sys.stdout) if files else sys.stdout         # the files must be completed even if nobody reads the output
+    # The files must be completed even if nobody reads the output
+    output = discard_when_unread(sys.stdout) if files else sys.stdout
     with redirect_stdout(output):
         try:
             completed = run_generation(model, tokenizer, config, prompts, context, chosen.sampling, chosen.stop, draft)
         except BrokenPipeError:          # the reader of standard output has gone, as in: generate.py | head
             abandon(sys.stdout)
             return
-    print(wrapped(f"sampling: {chosen}", sys.stderr), file=sys.stderr)
-    print(wrapped(decoding_line(model), sys.stderr), file=sys.stderr)
+    print(wrap_text(f"sampling: {chosen}", sys.stderr), file=sys.stderr)
+    print(wrap_text(decoding_line(model), sys.stderr), file=sys.stderr)
     raise_unwritten(output)
     if not completed:
         sys.exit(cli.INTERRUPTED)
 
 
-@uncollected()
+@without_garbage_collection()
 def _open(config: GenerateConfig, line: cli.CommandLine
-          ) -> "tuple[RWKV, Tokenizer, list[str], PrefillResult | None, Chosen, Draft | None]":
+          ) -> "tuple[RWKV, Tokenizer, list[str], PrefillResult | None, ChosenSampling, Draft | None]":
     from rwkv.checkpoint.option_files import require_files
     from rwkv.generation.options import check_config, prompts_from
 

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from rwkv import cli
 from rwkv.chat.metadata import Generation, generation_in
-from rwkv.chat.names import Choice, kind_of
+from rwkv.chat.names import Choice, template_of_series
 from rwkv.chat.template import ChatTemplate
 from rwkv.chat.thoughts import Think
 from rwkv.config import Sampling
@@ -34,7 +34,7 @@ G1_PRESETS: dict[Think, tuple[str, str]] = {     # the preset and its purpose, b
 G1_TEMPLATES = ("g1", "flower")          # chat templates of G1 models
 
 
-class Chosen(NamedTuple):
+class ChosenSampling(NamedTuple):
     """The chosen sampling options.
 
     Attributes:
@@ -75,7 +75,7 @@ class SamplingChoice:
 
     def __init__(self, config: Any, user_keys: Collection[str], path: Path, run: JsonMapping | None = None,
                  template: ChatTemplate | None = None) -> None:
-        self._configured = Sampling.of(config)
+        self._configured = Sampling.from_config(config)
         self._preset: str = config.sampling
         self._preset_is_set = "sampling" in user_keys
         self._user_keys = user_keys
@@ -84,7 +84,7 @@ class SamplingChoice:
         self._names = (str(path), (run or {}).get("init_from"))
         self._template = template
 
-    def for_answers(self, think: Think = False, tools: bool = False) -> Chosen:
+    def for_answers(self, think: Think = False, tools: bool = False) -> ChosenSampling:
         """Returns the options for answers that begin as `think` says. Raises UserError for a wrong option in a file.
 
         `tools` says whether the conversation has tools.
@@ -100,11 +100,11 @@ class SamplingChoice:
         return chosen._replace(stop=() if "stop" in self._user_keys else settings.stop, source=settings.file.name,
                                max_new_tokens=None if "max_new_tokens" in self._user_keys else settings.max_new_tokens)
 
-    def _sampling(self, start: Think | None, settings: Generation | None) -> Chosen:
+    def _sampling(self, start: Think | None, settings: Generation | None) -> ChosenSampling:
         if self._preset_is_set:
-            return Chosen(self._configured, self._preset)
+            return ChosenSampling(self._configured, self._preset)
         family = self._family_preset(start)
-        default = family or Chosen(self._configured, self._preset, "preset")
+        default = family or ChosenSampling(self._configured, self._preset, "preset")
         if settings is None or not settings.sampling:
             return default
         base = UNCHANGED if family is None and settings.draws else default.sampling
@@ -114,7 +114,7 @@ class SamplingChoice:
         except UserError as error:
             raise UserError(f"{settings.file}: {error}. Correct this file, or set a preset such as "
                             f"sampling={self._preset}") from None
-        return Chosen(sampling, settings.file.name, f"sets {', '.join(settings.sampling)}{rest}")
+        return ChosenSampling(sampling, settings.file.name, f"sets {', '.join(settings.sampling)}{rest}")
 
     def _file_options(self, fake: bool, tools: bool) -> Generation | None:
         """Returns the options in the checkpoint's file or in the base model's file, or None if neither file has options."""
@@ -131,16 +131,16 @@ class SamplingChoice:
             return None
         return "fake" if "</think" in start else bool(start)
 
-    def _family_preset(self, start: Think | None) -> Chosen | None:
+    def _family_preset(self, start: Think | None) -> ChosenSampling | None:
         if self._template is None or start is None:
             return None
-        family = kind_of(*self._names)
+        family = template_of_series(*self._names)
         if self._template.name in G1_TEMPLATES and family.template != "g1":
             family = Choice("g1", f"the chat template is {self._template.name}")
         if family.template != "g1":
             return None
         name, purpose = G1_PRESETS[start]
-        return Chosen(preset(name), name, f"{purpose}; {family.why}")
+        return ChosenSampling(preset(name), name, f"{purpose}; {family.why}")
 
 
 def preset(name: str) -> Sampling:

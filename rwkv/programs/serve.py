@@ -42,11 +42,11 @@ from typing import TYPE_CHECKING
 
 from kernels.machine import allocator, threads
 from rwkv import cli
-from rwkv.chat.thoughts import BEGUN, Think
+from rwkv.chat.thoughts import THOUGHT_STARTS, Think
 from rwkv.config import MIB, ServeConfig
 from rwkv.errors import UserError
 from rwkv.io.lines import counted
-from rwkv.programs.sampling import Chosen, SamplingChoice
+from rwkv.programs.sampling import ChosenSampling, SamplingChoice
 from rwkv.serving.log import say
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ def load(config: ServeConfig, user_keys: Collection[str] = ()) -> "Loaded":
     from rwkv.generation.decoder import decoding_line
     from rwkv.model.base import n_parameters, state_nbytes
     from rwkv.model.decoding.c_step import step_of, why_not
-    from rwkv.pretrained import open_checkpoint, template_choice, template_line, trained_with
+    from rwkv.pretrained import open_checkpoint, template_choice, template_line, trained_length_of
     from rwkv.programs.adapters import read_adapters
     from rwkv.programs.draft import open_draft
     from rwkv.serving.engine.worker import Loaded, LoadedAdapter
@@ -93,7 +93,7 @@ def load(config: ServeConfig, user_keys: Collection[str] = ()) -> "Loaded":
     choice = template_choice(opened.checkpoint, config.template)
     template = chat_template(choice.template)            # mistakes in templates and adapters show up before the slow loading
     sampling = SamplingChoice(config, user_keys, opened.checkpoint.path, opened.checkpoint.run, template)
-    chosen = {(think, tools): sampling.for_answers(think, tools) for tools in (False, True) for think in BEGUN}
+    chosen = {(think, tools): sampling.for_answers(think, tools) for tools in (False, True) for think in THOUGHT_STARTS}
     adapters = read_adapters(config, opened)
     opened_draft = open_draft(config, opened)
     model = opened.model()
@@ -101,7 +101,7 @@ def load(config: ServeConfig, user_keys: Collection[str] = ()) -> "Loaded":
     weights = opened.nbytes()
     row = state_nbytes(model.config) + 4 * model.vocab_size
     if why_not(model) is None:
-        weights += sum(tensor.nbytes for tensor in step_of(model).own)
+        weights += sum(tensor.nbytes for tensor in step_of(model).own_tensors)
     draft, draft_line = opened_draft.load(model) if opened_draft else (None, "")
     loaded = {}
     for adapter in adapters:
@@ -121,8 +121,8 @@ def load(config: ServeConfig, user_keys: Collection[str] = ()) -> "Loaded":
             *_gpu_lines(model, config, copies, opened.device),
             ("states", _states_line(config, row))]
     defaults = {kind: Defaults(each.sampling, each.stop, each.max_new_tokens) for kind, each in chosen.items()}
-    return Loaded(model, opened.tokenizer, choice.template, plan, row, defaults, trained_with(opened.checkpoint).tokens, loaded,
-                  opened.dtype, draft)
+    return Loaded(model, opened.tokenizer, choice.template, plan, row, defaults, trained_length_of(opened.checkpoint).tokens,
+                  loaded, opened.dtype, draft)
 
 
 def _gpu_lines(model: "Model", config: ServeConfig, copies: int, device: str) -> list[tuple[str, str]]:
@@ -155,7 +155,7 @@ def _gpu_lines(model: "Model", config: ServeConfig, copies: int, device: str) ->
     return lines
 
 
-def _sampling_lines(chosen: Mapping[tuple[Think, bool], Chosen]) -> list[str]:
+def _sampling_lines(chosen: Mapping[tuple[Think, bool], ChosenSampling]) -> list[str]:
     """Returns lines on the sampling options: one line for most answers, and one for each kind of answer with other options.
 
     `chosen` has the options by the value of `think` and by whether the conversation has tools.

@@ -106,8 +106,8 @@ def _agreement(comparison: Comparison, equivalent: list[Kernel]) -> Finding:
         early = max(max(kernel.values("difference_early")) for kernel in compared)
         largest = max(max(kernel.values("difference")) for kernel in compared)
         sentence += (f", and the losses of {', '.join(kernel.label for kernel in compared)} equal those of "
-                     f"{comparison.reference} up to rounding: at most {units.tiny(early)} nats apart in the first {EARLY} "
-                     f"steps, {units.tiny(largest)} in all")
+                     f"{comparison.reference} up to rounding: at most {units.small_number(early)} nats apart in the first "
+                     f"{EARLY} steps, {units.small_number(largest)} in all")
     measured = [kernel.label for kernel in equivalent if kernel.values("err_end_y")]
     results = "outputs" if comparison.results == ["y"] else "outputs and gradients"
     errors = f" The {results} of {', '.join(measured)} are within the tests' tolerances." if measured else ""

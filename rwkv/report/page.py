@@ -28,7 +28,7 @@ SAMPLES_SHOWN = 3                        # the page shows the first sample and t
 SPLITS = {"val": "held-out pairs", "train": "last logged step"}
 RUN_COLUMNS = (("steps", "steps", units.count), ("val/loss", "val_loss", "{:.4f}".format),  # header, number, format
                ("train/loss", "train_loss", "{:.4f}".format), ("tokens/s", "tok_per_sec", units.count),
-               ("largest difference", "difference", units.tiny), ("at step", "difference_step", units.count))
+               ("largest difference", "difference", units.small_number), ("at step", "difference_step", units.count))
 
 
 def render(folder: Path, comparison: Comparison, findings: Sequence[Finding]) -> str:
@@ -141,7 +141,8 @@ def _difference_cell(kernel: Kernel) -> str:
     early = kernel.values("difference_early")
     if not largest or not early:
         return ""
-    return f"<td>{units.tiny(max(largest))}<small>{units.tiny(max(early))} in {_non_breaking(f'{EARLY} steps')}</small></td>"
+    return (f"<td>{units.small_number(max(largest))}<small>{units.small_number(max(early))} in "
+            f"{_non_breaking(f'{EARLY} steps')}</small></td>")
 
 
 def _non_breaking(text: str) -> str:
@@ -233,7 +234,7 @@ def _curves(comparison: Comparison, caption: str, title: str, curve: Callable[[R
               for colour, kernel in enumerate(comparison.kernels) for run in kernel.runs]
     names = [kernel.label for kernel in comparison.kernels]
     overlaps = {tuple(dict.fromkeys(names[line.colour] for line in group))
-                for group in svg.overlapping(series, logarithmic)}
+                for group in svg.overlapping_lines(series, logarithmic)}
     notes = [f"{', '.join(labels[:-1])} and {labels[-1]} overlap: their dashes alternate."
              for labels in sorted(overlaps) if len(labels) > 1]
     return _figure(escape(caption), svg.lines(title, "step", series, logarithmic, names), " ".join(notes))

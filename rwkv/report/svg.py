@@ -107,7 +107,7 @@ def lines(title: str, x_name: str, series: Sequence[Line], logarithmic: bool = F
     return _figure(title, HEIGHT, [*_grid(x, y, x_name), *elements, *readings])
 
 
-def overlapping(series: Sequence[Line], logarithmic: bool = False) -> list[list[Line]]:
+def overlapping_lines(series: Sequence[Line], logarithmic: bool = False) -> list[list[Line]]:
     """Returns the groups of two or more lines in `series` that coincide in the figure."""
     return [group for group in _groups(_lines_with_positions(series, logarithmic)) if len(group) > 1]
 

@@ -20,7 +20,7 @@ def count(number: float) -> str:
     return f"{number:,.0f}" if float(number).is_integer() else three_digits(number)
 
 
-def tiny(number: float) -> str:
+def small_number(number: float) -> str:
     """Formats a difference or an error so that the order of magnitude is visible: 0, 1.2e-7, 0.25."""
     if number == 0 or 0.001 <= abs(number):
         return f"{number:.3g}"

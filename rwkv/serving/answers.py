@@ -18,7 +18,7 @@ from rwkv.io.json_types import JsonObject
 from rwkv.serving.engine.queue import Ticket
 from rwkv.serving.engine.remote import RemoteEngine
 from rwkv.serving.http.errors import ApiError, json_response
-from rwkv.serving.logprobs import UNKNOWN, ShownTokens, with_text
+from rwkv.serving.logprobs import REPLACEMENT_CHARACTER, ShownTokens, replace_text
 from rwkv.serving.messages import Event
 from rwkv.tokenizer.decoders import Decoder
 from rwkv.tokenizer.tokenizers import Tokenizer
@@ -292,7 +292,7 @@ class _Choice:
             self._has_text = True
             self._after_call = False
         if self._line_end and logprobs:
-            logprobs = [with_text(logprobs[0], f"{self._line_end}{logprobs[0]['text']}"), *logprobs[1:]]
+            logprobs = [replace_text(logprobs[0], f"{self._line_end}{logprobs[0]['text']}"), *logprobs[1:]]
             self._line_end = ""
         return Part(text, logprobs)
 
@@ -398,7 +398,7 @@ def chat_entry(entry: Entry, decoder: Decoder) -> JsonObject:
 
 
 def _chat_token(entry: Entry, decoder: Decoder) -> JsonObject:
-    whole = bool(entry["text"]) and UNKNOWN not in entry["text"]
+    whole = bool(entry["text"]) and REPLACEMENT_CHARACTER not in entry["text"]
     content = entry["text"].encode() if whole else decoder.bytes_of(entry["token"])
     return {"token": token_string(entry), "logprob": entry["logprob"], "bytes": list(content) if content else None}
 
@@ -406,7 +406,7 @@ def _chat_token(entry: Entry, decoder: Decoder) -> JsonObject:
 def token_string(entry: Entry) -> str:
     """Returns the token's text, or token_id:ID if the text is not whole characters, so that no two tokens share a string."""
     text = entry["text"]
-    return text if text and UNKNOWN not in text else f"token_id:{entry['token']}"
+    return text if text and REPLACEMENT_CHARACTER not in text else f"token_id:{entry['token']}"
 
 
 def one_line(content: JsonObject) -> bytes:

@@ -2,11 +2,11 @@
 
 import sys
 
-from rwkv.io.lines import labelled
+from rwkv.io.lines import labelled_line
 
 
 def say(subject: str, text: str) -> None:
-    print(labelled(subject, text, sys.stderr), file=sys.stderr, flush=True)
+    print(labelled_line(subject, text, sys.stderr), file=sys.stderr, flush=True)
 
 
 def say_refused(status: int, request: str, request_id: str, reason: str = "") -> None:

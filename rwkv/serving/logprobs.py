@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from rwkv.generation.request import Entry
 from rwkv.tokenizer.decoders import Decoder
 
-UNKNOWN = "\ufffd"                       # the replacement for a broken character in a token's text
+REPLACEMENT_CHARACTER = "\ufffd"         # the replacement for a broken character in a token's text
 Span = tuple[int, int]                   # start and end in the generated text, in characters
 
 
@@ -65,16 +65,17 @@ def _shown_entries(entries: list[Entry], text: str, shown: str) -> list[Entry]:
         return entries
     *earlier, last = entries
     broken = text.removesuffix(last["text"])     # the broken characters before the last token's text
-    if not broken or broken.strip(UNKNOWN) or UNKNOWN in last["text"] or not shown.startswith(broken):
+    if (not broken or broken.strip(REPLACEMENT_CHARACTER) or REPLACEMENT_CHARACTER in last["text"]
+            or not shown.startswith(broken)):
         earlier = []
         broken = ""
     rest = shown.removeprefix(broken)
     if not rest:
         return earlier
-    return [*earlier, with_text(last, rest)]
+    return [*earlier, replace_text(last, rest)]
 
 
-def with_text(entry: Entry, text: str) -> Entry:
+def replace_text(entry: Entry, text: str) -> Entry:
     """Returns a copy of the entry in which the token has a new text, also in the list of the likeliest tokens."""
     top = [{**token, "text": text} if token["token"] == entry["token"] else token for token in entry.get("top", ())]
     return {**entry, "text": text, "top": top}

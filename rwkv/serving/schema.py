@@ -502,7 +502,7 @@ def read(body: bytes, kind: type[Body]) -> Body:
         raise ApiError(400, f"the body must be JSON: {error}") from None
 
 
-def converted(fields: JsonObject, kind: type[Body]) -> Body:
+def convert(fields: JsonObject, kind: type[Body]) -> Body:
     """Converts the fields to the type `kind`. Raises ApiError, naming the wrong field."""
     try:
         return msgspec.convert(fields, kind)

@@ -20,7 +20,7 @@ from rwkv.serving.api import application
 from rwkv.serving.engine.compiling import Compilers
 from rwkv.serving.engine.remote import RemoteEngine, Work
 from rwkv.serving.http.connections import Protocol, Server
-from rwkv.serving.http.origins import LOCAL
+from rwkv.serving.http.origins import LOCAL_HOSTS
 from rwkv.serving.log import say
 from rwkv.serving.messages import Ready
 from rwkv.serving.metrics import Metrics
@@ -46,7 +46,8 @@ def serve(config: ServeConfig, work: Work) -> None:
                         "adapter in adapters=, or rename the checkpoint with model_name=")
     listener = _bind(config)
     lock = claim(Path(config.states_dir)) if config.states_dir else None
-    warning = "" if config.host in LOCAL or config.api_key else "; without api_key=, anyone who can connect can use the server"
+    is_open = config.host not in LOCAL_HOSTS and not config.api_key
+    warning = "; without api_key=, anyone who can connect can use the server" if is_open else ""
     say("address", f"http://{_url_host(config.host)}:{listener.getsockname()[1]}{warning}")
     # Until uvicorn handles signals, sys.exit runs the `finally` block that ends the engine's process
     with StopRequest(tuple(number for number in STOPPING if number != signal.SIGINT), lambda number: sys.exit(128 + number)):

@@ -55,7 +55,7 @@ class Service:
     stopping: bool = False
 
 
-async def from_body(service: Service, request: Request, work: Callable[[Service, bytes], Result]) -> Result:
+async def handle_body(service: Service, request: Request, work: Callable[[Service, bytes], Result]) -> Result:
     """Reads the request's body and returns work(service, body). Runs `work` in a thread for a long body, so that no other
     request waits."""
     raw_body = await read_json(request, service.config.max_body_mib * MIB)

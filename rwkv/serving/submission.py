@@ -31,7 +31,7 @@ async def submit(service: Service, sequences: list[Generate]) -> Ticket:
     return ticket
 
 
-def stopping(service: Service, max_tokens: int, stops: tuple[str, ...], field: str = "max_tokens") -> StoppingCriteria:
+def stopping_criteria(service: Service, max_tokens: int, stops: tuple[str, ...], field: str = "max_tokens") -> StoppingCriteria:
     """Returns the stopping criteria. `field` is the request's name for max_tokens.
 
     Raises ApiError if the request asks for more tokens than the server allows.
@@ -48,14 +48,14 @@ def make_sequences(service: Service, body: Options, first: Request, n: int, star
     Each sequence saves its final state if the body has save_state.
     """
     return [Generate(replace(first, seed=first.seed + number), model, owner, start,
-                     service.states.new(owner, turn, model) if body.save_state else None, bool(body.stream))
+                     service.states.new_state(owner, turn, model) if body.save_state else None, bool(body.stream))
             for number in range(n)]
 
 
 def prompt_ids(service: Service, prompt: str | list[int], param: str = "prompt", start: SavedState | None = None) -> list[int]:
     if isinstance(prompt, str):
         context = start.last_ids if start else ()
-        ids = encoded(lambda text: service.tokenizer.encode_after(text, context), prompt, param)
+        ids = encode_field(lambda text: service.tokenizer.encode_after(text, context), prompt, param)
     else:
         ids = prompt
         if max(ids, default=0) >= service.tokenizer.vocab_size:
@@ -69,10 +69,11 @@ def prompt_ids(service: Service, prompt: str | list[int], param: str = "prompt",
 
 
 def message_ids(service: Service, rendered: str, start: SavedState | None) -> list[int]:
-    return prompt_ids(service, encoded(lambda text: service.states.ids(text, start), rendered, "messages"), "messages", start)
+    ids = encode_field(lambda text: service.states.encode_text(text, start), rendered, "messages")
+    return prompt_ids(service, ids, "messages", start)
 
 
-def encoded(encoder: Callable[[str], list[int]], text: str, param: str) -> list[int]:
+def encode_field(encoder: Callable[[str], list[int]], text: str, param: str) -> list[int]:
     try:
         return encoder(text)
     except UserError as error:

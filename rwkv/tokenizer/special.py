@@ -72,7 +72,7 @@ def ends_by_first_rule(parsed: JsonMapping) -> list[int]:
     return [0] if 0 in special_tokens(parsed).values() else []
 
 
-def stated_ends(parsed: JsonMapping, stated: Iterable[int | str]) -> list[int]:
+def declared_ends(parsed: JsonMapping, stated: Iterable[int | str]) -> list[int]:
     """Returns the ids of the tokens that another file declares as ends of text, by id or name, and that can be ends.
 
     A token that is neither special nor in ENDS or ENDS_OF_TURNS is ordinary text. Some programs declare such a token by
@@ -85,7 +85,7 @@ def stated_ends(parsed: JsonMapping, stated: Iterable[int | str]) -> list[int]:
     return list(dict.fromkeys(index for index in indices if index in ending and index is not None))
 
 
-def named_end(parsed: JsonMapping, name: str, source: str, option: str) -> list[int]:
+def end_named_by_user(parsed: JsonMapping, name: str, source: str, option: str) -> list[int]:
     """Returns the id of the token that the user names as the end of a text, as a list.
 
     Raises UserError if the token is missing, or is a single character that is not special.
@@ -97,7 +97,7 @@ def named_end(parsed: JsonMapping, name: str, source: str, option: str) -> list[
     return [index]
 
 
-def no_end(parsed: JsonMapping, source: str, option: str) -> UserError:
+def unknown_end_error(parsed: JsonMapping, source: str, option: str) -> UserError:
     """Returns the error for a file that does not determine which token ends a text."""
     special = special_tokens(parsed)
     candidates = [name for name in ENDS if name in special]
@@ -120,7 +120,7 @@ def definition_with_ends(text: str, stated: Iterable[Iterable[int | str]]) -> Js
     """
     try:
         parsed = json.loads(text)
-        ends: list[int] = next(filter(None, (stated_ends(parsed, each) for each in stated)), [])
+        ends: list[int] = next(filter(None, (declared_ends(parsed, each) for each in stated)), [])
         return definition(text, ends or ends_by_rule(parsed), ends_by_first_rule(parsed))
     except (ValueError, RecursionError, LookupError, TypeError, AttributeError):         # JsonTokenizer will raise the error
         return {"kind": "json", "definition": text}

@@ -95,7 +95,7 @@ class Tokenizer(ABC):
             require_unicode(text)
             return self._encode(text)
         except WrongCharacter as error:
-            raise error.after(before) from None
+            raise error.shifted(before) from None
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         return [self.encode(text) for text in texts]
@@ -242,7 +242,7 @@ def end_option(option: str) -> str:
 
 
 def _vocabulary_file(name: str) -> str | Path:
-    return world.installed() if name == "world" else hub.local(name, "tokenizer")
+    return world.installed_vocabulary() if name == "world" else hub.local(name, "tokenizer")
 
 
 def _file_label(path: str | Path) -> str:
@@ -317,9 +317,9 @@ class JsonTokenizer(Tokenizer):
         parsed, tokens = _parse(text, source)
         chosen = ends(parsed) if callable(ends) else [*ends]
         if end_of_text is not None:
-            chosen = special.named_end(parsed, end_of_text, source, option)
+            chosen = special.end_named_by_user(parsed, end_of_text, source, option)
         if not chosen:
-            raise special.no_end(parsed, source, option)
+            raise special.unknown_end_error(parsed, source, option)
         if not {*chosen} <= {*tokens.values()}:
             raise UserError(f"{source} may be damaged: the vocabulary must contain all tokens that end a text, but lacks some "
                             f"of the ids {chosen}")

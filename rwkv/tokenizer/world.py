@@ -113,7 +113,7 @@ class Vocabulary:
             return WorldTokenizer(str(path))
 
 
-def installed() -> Path:
+def installed_vocabulary() -> Path:
     """Returns the path of the vocabulary's file in an installed package. The package is not imported.
 
     Raises UserError if no installed package has the file.

@@ -15,8 +15,8 @@ from pathlib import Path
 from kernels.arguments import Parser
 from kernels.machine import threads
 from rwkv.cli import exit_on_user_error
-from rwkv.commands import as_typed
-from rwkv.io.lines import hung
+from rwkv.commands import commands_as_typed
+from rwkv.io.lines import wrap_hanging
 
 FOLDERS = (Path(__file__).parent.parent / "programs", Path(__file__).parent)
 PROGRAM = 'if __name__ == "__main__":'     # this line marks a file as a program
@@ -31,7 +31,7 @@ def main() -> None:
     if command in ("--help", "-h"):
         with exit_on_user_error():
             print("\n".join(["timemix COMMAND [ARGUMENT...]; timemix COMMAND --help lists the arguments", "",
-                             *(hung(f"  {name:12}{_first_sentence(module)}", 14, sys.stdout)
+                             *(wrap_hanging(f"  {name:12}{_first_sentence(module)}", 14, sys.stdout)
                                for name, module in COMMANDS.items())]), flush=True)
     elif (command := command.replace("-", "_")) not in COMMANDS:
         close = get_close_matches(command, COMMANDS, n=1)
@@ -41,7 +41,7 @@ def main() -> None:
     else:
         threads.wait_briefly()           # must be called before torch is imported
         sys.argv = [f"timemix {command}", *arguments]
-        Parser.shown = as_typed
+        Parser.rewrite_usage = commands_as_typed
         runpy.run_module(COMMANDS[command], run_name="__main__")
 
 

@@ -19,7 +19,7 @@ from tqdm import tqdm
 from kernels.arguments import from_home
 from rwkv.checkpoint.files import read_checkpoint, tokenizer_of
 from rwkv.errors import UserError
-from rwkv.evaluation import Scored, score_batch, score_together
+from rwkv.evaluation import EvaluatedSequence, score_batch, score_endings
 from rwkv.generation.engine import generate_batch
 from rwkv.pretrained import RWKV
 from rwkv.tokenizer.lost_bytes import LossCounter
@@ -65,13 +65,13 @@ class Timemix(TemplateLM):
         results: dict[int, tuple[float, bool]] = {}
         with tqdm(total=len(requests), desc="loglikelihood", disable=disable_tqdm) as bar:
             for batch in _batches(alone, lambda index: len(requests[index][1]) + len(requests[index][2]), self._rows):
-                scored = [Scored.ending(*requests[index][1:]) for index in batch]
+                scored = [EvaluatedSequence.with_ending(*requests[index][1:]) for index in batch]
                 results |= zip(batch, _results(*score_batch(self._model, scored, self._chunk_len)), strict=True)
                 bar.update(len(batch))
             for shared, indices in by_context.items():
                 if len(indices) > 1:
                     endings = [requests[index][2] for index in indices]
-                    nats, right = score_together(self._model, shared, endings, self._chunk_len, self._rows)
+                    nats, right = score_endings(self._model, shared, endings, self._chunk_len, self._rows)
                     results |= zip(indices, _results(nats, right), strict=True)
                     bar.update(len(indices))
         for index, (texts, _context, _ids) in enumerate(requests):
@@ -87,7 +87,8 @@ class Timemix(TemplateLM):
         totals: list[float] = [0.0] * len(pairs)
         with tqdm(total=len(pairs), desc="loglikelihood_rolling", disable=disable_tqdm) as bar:
             for batch in _batches(range(len(pairs)), lambda index: len(pairs[index][2]), self._rows):
-                nats, _ = score_batch(self._model, [Scored.ending(*pairs[index][1:]) for index in batch], self._chunk_len)
+                scored = [EvaluatedSequence.with_ending(*pairs[index][1:]) for index in batch]
+                nats, _ = score_batch(self._model, scored, self._chunk_len)
                 for index, value in zip(batch, nats.tolist(), strict=True):
                     totals[index] = -value
                 bar.update(len(batch))

@@ -130,8 +130,8 @@ def convert(source: Path, target: Path, dtype: str | None = None, format: str | 
         checkpoint = replace(checkpoint, tokenizer=chosen.to_dict(), tokenizer_hash=chosen.hash)
     for note in checkpoint.notes:
         _log(f"WARNING: {note}")
-    if checkpoint.begins:
-        _log(checkpoint.begins)
+    if checkpoint.state_note:
+        _log(checkpoint.state_note)
     config = checkpoint.config
     _log(f"{checkpoint.path}: {generation(config).NAME}, {counted(config.n_layer, 'layer')}, {config.n_embd} wide, "
          f"{n_parameters(config, checkpoint.vocab_size):,} parameters, vocabulary {checkpoint.vocab_size}")
@@ -165,22 +165,22 @@ def _require_unpacked(checkpoint: "Checkpoint") -> None:
 
 
 def _calibrate(checkpoint: "Checkpoint", text: Path) -> "Checkpoint":
-    from rwkv.checkpoint.calibration import calibrated, describe, read_ids
+    from rwkv.checkpoint.calibration import calibrate, describe, read_ids
     from rwkv.checkpoint.files import tokenizer_of
 
     ids = read_ids(text, tokenizer_of(checkpoint, option="--tokenizer"))
-    result = calibrated(checkpoint, ids)
+    result = calibrate(checkpoint, ids)
     _log(f"int4, calibrated on {ids.numel():,} tokens of {text}: {describe(result)}")
     return result
 
 
 def _adapter_line(checkpoint: "Checkpoint", dtype: str | None) -> str:
-    from rwkv.checkpoint.tuned import surviving
+    from rwkv.checkpoint.tuned import surviving_fraction
 
     merged = f"adapters merged into the weights of {counted(len(checkpoint.unadapted), 'layer')}"
     if dtype in (None, "float32"):
         return f"{merged}, in float32"
-    return f"{merged} and rounded to {dtype}: {surviving(checkpoint, str(dtype)):.0%} of their training survives"
+    return f"{merged} and rounded to {dtype}: {surviving_fraction(checkpoint, str(dtype)):.0%} of their training survives"
 
 
 def _parser() -> Parser:

@@ -17,7 +17,7 @@ from kernels.arguments import Parser, path_of
 from rwkv.cli import exit_on_user_error
 from rwkv.errors import UserError
 from rwkv.io.json_types import JsonObject
-from rwkv.io.lines import counted, hung
+from rwkv.io.lines import counted, wrap_hanging
 
 # Each key is the optional extra that installs these packages; all programs require the packages under "". The extras in ALWAYS
 # are installed by default, though they are optional, or unavailable for some versions of Python.
@@ -44,7 +44,7 @@ def main(arguments: list[str] | None = None) -> int:
     with exit_on_user_error():
         report = findings()
         for line in lines(report):
-            print(hung(line, INDENT, sys.stdout))
+            print(wrap_hanging(line, INDENT, sys.stdout))
         sys.stdout.flush()
         if file is not None:
             write_json(file, report)

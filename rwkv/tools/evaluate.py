@@ -94,7 +94,7 @@ def evaluate_text(path: Path, tokenizer: Tokenizer, start: Sequence[int], chunk_
     return {"task": "text", **score.as_dict(), "seconds": time.perf_counter() - started}
 
 
-def evaluate(task: str, texts: Sequence["evaluation.Scored"], config: EvaluateConfig, model: "Model") -> JsonObject:
+def evaluate(task: str, texts: Sequence["evaluation.EvaluatedSequence"], config: EvaluateConfig, model: "Model") -> JsonObject:
     """Scores tokenised texts and returns the metrics. `task` is last_word or answers."""
     from rwkv import evaluation
 

@@ -32,7 +32,7 @@ def _local_models() -> list[tuple[str, int, str]]:
     """Returns the name, the size in bytes and a note for each run and each downloaded model."""
     runs = sorted(path for path in LATEST.parent.glob(f"*/{LAST}") if path.parents[1].name != LATEST.name)
     return [*((str(path.parents[1]), size_on_disk(path), "a run") for path in runs),
-            *((str(each.name), each.size, "downloaded") for each in hub.cached())]
+            *((str(each.name), each.size, "downloaded") for each in hub.cached_models())]
 
 
 def _hub_models(text: str) -> list[tuple[str, int, str]]:
@@ -40,10 +40,10 @@ def _hub_models(text: str) -> list[tuple[str, int, str]]:
     if name is None or Path(text).exists():
         raise UserError(f"NAME must be a repository on the Hub, such as ORG/REPO; got {text}")
     contents = hub.contents_of(name)
-    offers = [offer for offer in hub.offers(contents) if f"{offer}/".startswith(f"{name.path}/" if name.path else "")]
+    offers = [offer for offer in hub.model_paths(contents) if f"{offer}/".startswith(f"{name.path}/" if name.path else "")]
     if not offers:
         raise UserError(f"{name} has {counted(len(contents.files), 'file')}, but no supported model")
-    downloaded = {(each.name.repository, each.path.as_posix().partition("/snapshots/")[2]) for each in hub.cached()}
+    downloaded = {(each.name.repository, each.path.as_posix().partition("/snapshots/")[2]) for each in hub.cached_models()}
     notes = {offer: "downloaded" if (name.repository, f"{contents.commit}/{offer}".rstrip("/")) in downloaded else ""
              for offer in offers}
     return [(str(name._replace(path=offer)), hub.size_of(contents, offer), note) for offer, note in notes.items()]

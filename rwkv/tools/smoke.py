@@ -24,7 +24,7 @@ from rwkv.cli import exit_on_user_error
 from rwkv.config import DTYPES, GENERATIONS, KernelConfig, SavedModelConfig
 from rwkv.errors import UserError
 from rwkv.io.json_types import JsonObject
-from rwkv.io.lines import hung
+from rwkv.io.lines import wrap_hanging
 from rwkv.io.output_file import require_writable
 from rwkv.tools.doctor import findings, write_json
 
@@ -123,7 +123,7 @@ class _Checks:
         self._results.append({"checkpoint": self._path.name, "check": name, "passed": passed, "finding": finding,
                               "seconds": round(seconds, 3), "traceback": details})
         line = f"{'ok  ' if passed else 'FAIL'} {self._path.name} {name} ({seconds:.1f} s): {finding}"
-        print(hung(line, 5, sys.stdout), flush=True)
+        print(wrap_hanging(line, 5, sys.stdout), flush=True)
         return passed
 
     def _load(self) -> str:

@@ -10,9 +10,9 @@ import time
 
 import torch
 
-from kernels.machine.cpu import multiplies
+from kernels.machine.cpu import multiplies_natively
 from rwkv.config import GPUS, TrainConfig, TrainerConfig
-from rwkv.distributed import launched, srun_tasks, world_size
+from rwkv.distributed import is_launched, srun_tasks, world_size
 from rwkv.errors import UserError
 
 AUTO = "auto"
@@ -62,12 +62,12 @@ def is_planned_elsewhere(config: TrainConfig) -> bool:
     trainer = config.trainer
     if config.plan in GPUS:
         return True
-    if not config.only_plans or launched() or trainer.strategy == "single" or trainer.accelerator == "cpu":
+    if not config.only_plans or is_launched() or trainer.strategy == "single" or trainer.accelerator == "cpu":
         return False
     return trainer.num_nodes > 1 or trainer.devices > (torch.cuda.device_count() or os.cpu_count() or 1)
 
 
-def share(batch_size: int, strategy: str, num_nodes: int) -> int:
+def rows_per_process(batch_size: int, strategy: str, num_nodes: int) -> int:
     """Returns the number of a batch's rows for this process.
 
     Raises UserError if `batch_size` or the number of machines does not divide evenly, or if strategy=single has several
@@ -88,7 +88,7 @@ def _require_multiple(batch_size: int, count: int) -> None:
         raise UserError(f"data.batch_size must be a multiple of {count}, the number of processes; got {batch_size}")
 
 
-def resolved_precision(precision: str | None, accelerator: str) -> str:
+def resolve_precision(precision: str | None, accelerator: str) -> str:
     """Returns the precision, with None and "auto" replaced by a choice for the accelerator.
 
     Raises UserError as device_for does, and for tf32 on a device without TF32.
@@ -132,7 +132,8 @@ def set_product_precision(precision: str, device: torch.device) -> None:
 def bfloat16_is_faster(device: torch.device) -> bool:
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
-    return multiplies(torch.bfloat16) and _seconds_per_product(torch.float32) > FASTER * _seconds_per_product(torch.bfloat16)
+    return (multiplies_natively(torch.bfloat16)
+            and _seconds_per_product(torch.float32) > FASTER * _seconds_per_product(torch.bfloat16))
 
 
 def _seconds_per_product(dtype: torch.dtype) -> float:

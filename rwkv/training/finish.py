@@ -17,14 +17,14 @@ from rwkv.data.mixture import source_metric
 from rwkv.data.prepare import Corpus
 from rwkv.distributed import log, rank
 from rwkv.generation.engine import generate
-from rwkv.io.broken_pipe import unread
-from rwkv.io.lines import harmless, labelled, wrapped
+from rwkv.io.broken_pipe import discard_when_unread
+from rwkv.io.lines import escape_controls, labelled_line, wrap_text
 from rwkv.model.base import Model
 from rwkv.tokenizer.tokenizers import Tokenizer
 from rwkv.training.plan.this_machine import validated_part
 from rwkv.training.run.card import write_card
 from rwkv.training.run.directory import Run
-from rwkv.training.sharding.strategy import whole
+from rwkv.training.sharding.strategy import full_tensor
 from rwkv.training.task import LanguageModel
 from rwkv.training.tuning.exports import write_tuned
 from rwkv.training.tuning.preferences import REWARDS
@@ -34,7 +34,7 @@ class Result(NamedTuple):
     """The metrics of the last validation by name, and the lines that compare the losses before and after tuning."""
 
     metrics: Mapping[str, Tensor]
-    compared: list[str]
+    comparison_lines: list[str]
 
 
 def write_results(run: Run, task: LanguageModel, data: Corpus, validated: Corpus, result: Result) -> None:
@@ -43,7 +43,7 @@ def write_results(run: Run, task: LanguageModel, data: Corpus, validated: Corpus
     `validated` is the data with the part of the validation split that validation uses.
     """
     config = run.config
-    trained = {name: whole(weight.detach()) for name, weight in task.model.named_parameters() if weight.requires_grad and
+    trained = {name: full_tensor(weight.detach()) for name, weight in task.model.named_parameters() if weight.requires_grad and
                config.tune.method != "full"}
     if rank() == 0:
         model = task.model if config.tune.method != "state" else trained_model(task, config.trainer.strategy, run.out_dir)
@@ -51,7 +51,7 @@ def write_results(run: Run, task: LanguageModel, data: Corpus, validated: Corpus
             log(f"tuned: {path}")
     log_losses(result, validated, validated_part(config.trainer.val_tokens, data.sizes.val_tokens))
     if rank() == 0:
-        write_card(run, data, result.metrics, result.compared)
+        write_card(run, data, result.metrics, result.comparison_lines)
     write_report(run.out_dir)
     show_sample(task, data.tokenizer, config, run.out_dir)
 
@@ -68,12 +68,12 @@ def log_losses(result: Result, data: Corpus, part: str | None = None) -> None:
     if "val/bpb" in metrics:
         loss += f", val/bpb {metrics['val/bpb']:.4f} bits per byte (gzip -9 of the same text: {data.sizes.gzip_bpb:.4f})"
     lost = data.describe_lost()
-    log(wrapped(f"{loss}; {lost}" if lost else loss, sys.stderr))
+    log(wrap_text(f"{loss}; {lost}" if lost else loss, sys.stderr))
     if data.parts:
         losses = (f"{part.name} {metrics[source_metric(part.name)]:.4f}" for part in data.parts)
-        log(wrapped(f"val/loss by source: {', '.join(losses)}", sys.stderr))
-    for line in result.compared:
-        log(wrapped(line, sys.stderr))
+        log(wrap_text(f"val/loss by source: {', '.join(losses)}", sys.stderr))
+    for line in result.comparison_lines:
+        log(wrap_text(line, sys.stderr))
 
 
 def write_report(out_dir: Path) -> None:
@@ -84,7 +84,7 @@ def write_report(out_dir: Path) -> None:
         result = report.write(out_dir)
         log(f"report: {result.page}")
         for sentence in result.sentences:
-            log(labelled("WARNING", sentence, sys.stderr))
+            log(labelled_line("WARNING", sentence, sys.stderr))
     except Exception as error:
         log(f"cannot write the report: {error!r}")
 
@@ -96,11 +96,11 @@ def show_sample(task: LanguageModel, tokenizer: Tokenizer, config: TrainConfig, 
     model = trained_model(task, config.trainer.strategy, out_dir).eval()
     log("\nsample:")
     prompt = config.data.sample_prompt
-    with redirect_stdout(unread(sys.stdout)):
-        print(harmless(prompt, sys.stdout), end="")
+    with redirect_stdout(discard_when_unread(sys.stdout)):
+        print(escape_controls(prompt, sys.stdout), end="")
         try:
             for piece in generate(model, tokenizer, prompt, max_new_tokens=config.trainer.sample_tokens, seed=config.seed):
-                print(harmless(piece, sys.stdout), end="", flush=True)
+                print(escape_controls(piece, sys.stdout), end="", flush=True)
         except Exception as error:
             log(f"cannot generate a sample: {error}")
         print(flush=True)

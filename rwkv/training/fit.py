@@ -20,20 +20,27 @@ from rwkv.checkpoint.tuned import identity
 from rwkv.config import TrainConfig
 from rwkv.data.loaders import DataModule, require_workers, worker_error
 from rwkv.data.prepare import Corpus
-from rwkv.data.validation import with_part
+from rwkv.data.validation import limit_validation
 from rwkv.distributed import log
 from rwkv.errors import UserError
 from rwkv.io.json_types import JsonObject
 from rwkv.io.signals import caught_signals
 from rwkv.model.base import generation
 from rwkv.training import graphs, kernel_check
-from rwkv.training.callbacks.before_after import compared
-from rwkv.training.device import device_for, dtype_for, is_planned_elsewhere, process_count, set_product_precision, share
+from rwkv.training.callbacks.before_after import comparison_lines
+from rwkv.training.device import (
+    device_for,
+    dtype_for,
+    is_planned_elsewhere,
+    process_count,
+    rows_per_process,
+    set_product_precision,
+)
 from rwkv.training.errors import Diverged, Interrupted
 from rwkv.training.finish import Result, write_report, write_results
 from rwkv.training.loggers import loggers, require
 from rwkv.training.memory.capacity import Needs, needs_here, require_capacity
-from rwkv.training.memory.estimate import gives_back
+from rwkv.training.memory.estimate import returns_free_memory
 from rwkv.training.plan import other_gpus
 from rwkv.training.plan.duration import is_timed
 from rwkv.training.plan.this_machine import announce_needs, announce_training
@@ -86,8 +93,8 @@ class Built:
 
 
 def main(config: TrainConfig, line: cli.CommandLine) -> None:
-    if distributed.launched():
-        with distributed.connected():
+    if distributed.is_launched():
+        with distributed.connect_processes():
             train(distributed.broadcast_from_rank0(lambda: open_run(config, line.keys, line.chosen)))
     else:
         run = open_run(config, line.keys, line.chosen)
@@ -126,8 +133,8 @@ def prepare(run: Run) -> Prepared:
         distributed.fail_together(UserError("trainer.offload=true requires a GPU, but this run is on a CPU: omit "
                                             "trainer.offload="))
     set_product_precision(str(config.trainer.precision), device)
-    # Before the data are read, `share` raises UserError if the processes cannot divide the rows
-    rows = share(config.data.batch_size, config.trainer.strategy, config.trainer.num_nodes)
+    # Before the data are read, `rows_per_process` raises UserError if the processes cannot divide the rows
+    rows = rows_per_process(config.data.batch_size, config.trainer.strategy, config.trainer.num_nodes)
     operator, kernel_line = kernel_for(config.model, config.kernel.name, device, config.trainer.precision, rows)
     distributed.broadcast_from_rank0(lambda: require(config.logger))
     require_workers(config.data.num_workers)
@@ -144,8 +151,8 @@ def prepare(run: Run) -> Prepared:
         kernel_error = distributed.broadcast_from_rank0(lambda: kernel_check.check(
             operator, generation(config.model).OPERATOR, device, dtype_for(config.trainer.precision)))
     window = len(data.val) if config.trainer.tbptt else config.model.ctx_len
-    return Prepared(run, device, rows, operator, kernel_line, kernel_error, graphs.chosen(config, device, operator.name), data,
-                    with_part(data, config.trainer.val_tokens, window),
+    return Prepared(run, device, rows, operator, kernel_line, kernel_error, graphs.uses_graphs(config, device, operator.name),
+                    data, limit_validation(data, config.trainer.val_tokens, window),
                     needs_here(config, run.vocab_size(data.tokenizer), device))
 
 
@@ -189,7 +196,7 @@ def new_task(prepared: Prepared) -> LanguageModel:
     lightning.seed_everything(config.seed, verbose=False)
     model = new_model(config.model, run.init_checkpoint, data.tokenizer, prepared.operator, config.tune)
     model = prepare_blocks(model, config.trainer)
-    model.gives_back = gives_back(config, prepared.needs.memory)
+    model.returns_free_memory = returns_free_memory(config, prepared.needs.memory)
     if prepared.use_graphs:
         model.replay = graphs.Replay(model)
     entry = describe(prepared.options, model.vocab_size, data.tokenizer) | {"data_sha256": data.sha256}
@@ -249,7 +256,7 @@ def fit(built: Built, run: Run) -> Result:
     except Diverged as error:
         write_report(run.out_dir)
         distributed.fail_together(error)
-    return Result(trainer.callback_metrics, compared(trainer))
+    return Result(trainer.callback_metrics, comparison_lines(trainer))
 
 
 def _run_lightning(built: Built, run: Run) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from rwkv.config import TrainConfig
 from rwkv.distributed import log, world_size
 from rwkv.errors import UserError
-from rwkv.model.base import Model, through_blocks
+from rwkv.model.base import Model, run_all_blocks
 
 CAPTURED = ("cuda_", "triton_")          # a graph can capture kernels with these prefixes; other kernels synchronise
 # If (tokens of a batch) * n_embd^2 is at most HOST_BOUND, a layer's 80 launches of 26 us take longer than the layer's matrix
@@ -22,7 +22,7 @@ CAPTURED = ("cuda_", "triton_")          # a graph can capture kernels with thes
 HOST_BOUND = 2 ** 33
 
 
-def chosen(config: TrainConfig, device: torch.device, kernel: str) -> bool:
+def uses_graphs(config: TrainConfig, device: torch.device, kernel: str) -> bool:
     """Returns True if the run uses graphs. Raises UserError if trainer.graphs=true is impossible."""
     reason = why_not(config, device, kernel)
     if config.trainer.graphs and reason:
@@ -62,7 +62,7 @@ def describe(config: TrainConfig, device: torch.device, kernel: str) -> str | No
     if device.type != "cuda":
         return None
     reason = why_not(config, device, kernel)
-    if chosen(config, device, kernel):
+    if uses_graphs(config, device, kernel):
         return "all blocks are replayed in one launch; trainer.graphs=false launches each operation"
     if reason:
         return f"none, because {reason}"
@@ -78,7 +78,7 @@ class _Blocks(nn.Module):
         self.blocks = model.blocks
 
     def forward(self, x: Tensor) -> Tensor:
-        return through_blocks(self.blocks, x)
+        return run_all_blocks(self.blocks, x)
 
 
 class Replay:
@@ -97,12 +97,12 @@ class Replay:
 
     def __call__(self, x: Tensor) -> Tensor:
         if not (torch.is_grad_enabled() and x.requires_grad) or self._waiting:
-            return through_blocks(self._model.blocks, x)
+            return run_all_blocks(self._model.blocks, x)
         if self._expected is None:
             self._graph = self._capture_graph(x)
             self._expected = _call_key(x)
         if self._graph is None or self._expected != _call_key(x):
-            return through_blocks(self._model.blocks, x)
+            return run_all_blocks(self._model.blocks, x)
         if self._model.weight_cache is not None:
             self._model.weight_cache.update()            # a replay reads the cached weights and converts none
         out: Tensor = self._graph(x)

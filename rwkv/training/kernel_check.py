@@ -47,10 +47,10 @@ def check(wkv: Operator, operator: str, device: torch.device, dtype: torch.dtype
     expected = cases.results(select(operator, "reference", device), cases.double(inputs))
     failures = [misses(errors(actual, expected), tolerance(wkv, dtype)) for actual in runs]
     where = f"in {sum(map(bool, failures))} of {RUNS} runs of one case"
-    return sentence(wkv.name, next(filter(None, failures), {}), where)
+    return mismatch_message(wkv.name, next(filter(None, failures), {}), where)
 
 
-def sentence(kernel: str, failures: dict[str, str], where: str) -> str | None:
+def mismatch_message(kernel: str, failures: dict[str, str], where: str) -> str | None:
     """Returns the message for the failures that kernels.compare.misses returned, or None if there are no failures."""
     if not failures:
         return None

@@ -25,7 +25,7 @@ from rwkv.errors import UserError
 from rwkv.io.atomic import append, write_file
 from rwkv.io.json_types import JsonMapping, JsonObject
 from rwkv.report.run_files import METRICS, SWEEP, read_metrics
-from rwkv.training.trackers import Filed
+from rwkv.training.trackers import TrackerRun
 from rwkv.training.tuning.preferences import reward_metrics
 
 COLUMNS = ("train/loss", "val/loss", "val/bpb", "val/lost", "lr", "grad_norm", "tok_per_sec", "peak_mem")
@@ -40,7 +40,7 @@ SAMPLES_SHOWN = 100                      # limits W&B's table of samples, becaus
 def require(config: LoggerConfig) -> None:
     """Raises UserError if the logger's package cannot be imported or rejects a name."""
     if config._target_ is not None:
-        _custom_logger(config, Filed(config.project, PROJECT, config.group, "run", Path(), continued=False))
+        _custom_logger(config, TrackerRun(config.project, PROJECT, config.group, "run", Path(), continued=False))
         return
     if config.name != "wandb":
         return
@@ -73,8 +73,9 @@ def loggers(config: LoggerConfig, out_dir: Path, run: JsonObject, resumed_at: in
     file = MetricsFile(out_dir / METRICS, run["kernel"]["name"], (*sources, *guard, *rewards, *norms), resumed_at)
     if config._target_ is not None:
         group = out_dir.parent.name if _in_sweep(out_dir) else None
-        logger = _custom_logger(config, Filed(config.project, PROJECT, config.group or group,
-                                      config.run_name or _default_name(out_dir, run), out_dir, resumed_at is not None))
+        logger = _custom_logger(config, TrackerRun(config.project, PROJECT, config.group or group,
+                                                   config.run_name or _default_name(out_dir, run), out_dir,
+                                                   resumed_at is not None))
         logger.log_hyperparams(run)
         return [file, logger]
     if config.name == "csv":
@@ -87,7 +88,7 @@ def loggers(config: LoggerConfig, out_dir: Path, run: JsonObject, resumed_at: in
     return [file, _wandb(config, out_dir, run, mode)]
 
 
-def _custom_logger(config: LoggerConfig, filed: Filed) -> Logger:
+def _custom_logger(config: LoggerConfig, filed: TrackerRun) -> Logger:
     """Returns the logger that logger._target_ names. Raises UserError if the logger cannot be created.
 
     `filed` is passed to the classes in trackers.py only.
@@ -95,7 +96,7 @@ def _custom_logger(config: LoggerConfig, filed: Filed) -> Logger:
     module, _, name = str(config._target_).rpartition(".")
     try:
         arguments = {key: yaml.safe_load(value) for key, _, value in (text.partition("=") for text in config.arguments)}
-        if module == Filed.__module__:
+        if module == TrackerRun.__module__:
             arguments["filed"] = filed
         logger = getattr(importlib.import_module(module), name)(**arguments)
     except Exception as error:           # another package may raise anything

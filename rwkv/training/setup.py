@@ -16,10 +16,10 @@ from kernels.select import AUTO, why_auto
 from rwkv import distributed
 from rwkv.checkpoint.files import Checkpoint
 from rwkv.config import ModelConfig, TuneConfig
-from rwkv.data.conversations import marked
+from rwkv.data.conversations import annotated_conversations
 from rwkv.data.prepare import Corpus, prepare
 from rwkv.errors import UserError
-from rwkv.io.lines import harmless
+from rwkv.io.lines import escape_controls
 from rwkv.model.base import MATRICES, Model, generation
 from rwkv.model.lora import add_adapters
 from rwkv.model.operators import operator_for, size_for
@@ -59,7 +59,8 @@ def show_conversations(data: Corpus) -> None:
     if data.conversations is None:
         raise UserError("data.preview= requires data=chat, because the preview shows conversations")
     if distributed.rank() == 0:
-        print(harmless("\n\n".join(islice(marked(data.conversations[0], data.tokenizer), 2)), sys.stdout))
+        conversations = annotated_conversations(data.conversations[0], data.tokenizer)
+        print(escape_controls("\n\n".join(islice(conversations, 2)), sys.stdout))
     sys.exit(0)
 
 

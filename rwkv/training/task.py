@@ -39,8 +39,8 @@ from rwkv.model.loss import IGNORED, head_loss
 from rwkv.tokenizer.tokenizers import Tokenizer
 from rwkv.training.optim.loss_scale import LossScale
 from rwkv.training.optim.optimisers import OPTIMISERS, lr_factor, parameter_groups, update_in_backward
-from rwkv.training.sharding.strategy import Sharded, total_norm
-from rwkv.training.tbptt import Carried, forward_segments
+from rwkv.training.sharding.strategy import ShardedStrategy, total_norm
+from rwkv.training.tbptt import CarriedStates, forward_segments
 from rwkv.training.tuning.preferences import REWARDS, Preferences
 
 TrainingBatch = tuple[Tensor, Tensor] | Packed | Segments | Pairs
@@ -70,7 +70,7 @@ class LanguageModel(lightning.LightningModule):
         self.val_bytes_per_token = val_bytes_per_token
         self.val_lost = val_lost
         self.entry = dict(entry or {})
-        self.carried = Carried()
+        self.carried = CarriedStates()
         self.loss_scale: LossScale | None = None         # exists with trainer.precision=fp16-mixed
         self.tuned = not all(parameter.requires_grad for parameter in model.parameters())
         self.strict_loading = not self.tuned     # checkpoints lack frozen weights
@@ -83,7 +83,7 @@ class LanguageModel(lightning.LightningModule):
         self.on_validation_epoch_start()
 
     def configure_model(self) -> None:
-        if isinstance(self.trainer.strategy, Sharded):
+        if isinstance(self.trainer.strategy, ShardedStrategy):
             self.sharded = True
             self.trainer.strategy.shard(self, self.model)
 
@@ -108,9 +108,9 @@ class LanguageModel(lightning.LightningModule):
     def segments_loss(self, batch: Segments) -> Tensor:
         """Returns a batch's weighted loss. The mean over a step's processes and batches is then the mean over all targets."""
         hidden, state = forward_segments(self.model, batch.x, batch.starts_document,
-                                           self.carried.before(batch.part, self.model, len(batch.x)),
-                                           by_block=self.sharded)
-        self.carried.after(batch.part, state)
+                                         self.carried.state_before(batch.part, self.model, len(batch.x)),
+                                         by_block=self.sharded)
+        self.carried.set_state_after(batch.part, state)
         return batch.weight * self._loss_at_head(hidden, batch.y)
 
     def conversation_loss(self, batch: Whole) -> Tensor:
@@ -221,7 +221,7 @@ class LanguageModel(lightning.LightningModule):
         take_step() if self.loss_scale is None else self.loss_scale.step(take_step, optimizer)
 
     def on_after_backward(self) -> None:
-        if self.model.gives_back:        # the backward pass of the first block has freed memory
+        if self.model.returns_free_memory:       # the backward pass of the first block has freed memory
             give_back_free_blocks()
 
     def configure_gradient_clipping(self, optimizer: Optimizer, gradient_clip_val: float | None = None,

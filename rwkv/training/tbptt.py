@@ -48,7 +48,7 @@ def forward_segments(model: Model, x: Tensor, opens: Tensor, state: State, by_bl
     return torch.cat(outputs, 1), state
 
 
-class Carried:
+class CarriedStates:
     """Carries the states of this process's document streams from step to step: one State for each accumulated batch.
 
     A checkpoint holds the states of all processes as plain tensors (L,streams,...) on the CPU, in the order of the streams.
@@ -58,7 +58,7 @@ class Carried:
         self._parts: dict[int, State] = {}
         self._loaded: dict[str, Tensor] = {}
 
-    def before(self, part: int, model: Model, B: int) -> State:
+    def state_before(self, part: int, model: Model, B: int) -> State:
         """Returns the state of this process's B rows before batch `part` of a step."""
         if part not in self._parts and self._loaded:
             total = B * world_size()     # counts the rows of all processes' batches
@@ -67,7 +67,7 @@ class Carried:
             return state.to(model.emb.weight.device)
         return self._parts.get(part) or model.empty_state(B)
 
-    def after(self, part: int, state: State) -> None:
+    def set_state_after(self, part: int, state: State) -> None:
         self._parts[part] = state.detach()
 
     def states(self) -> dict[int, State]:

@@ -20,7 +20,7 @@ from rwkv.io.json_types import JsonObject
 RECORD = "mlflow.json"                   # this file in a run's directory holds the MLflow run id and the directory's path
 
 
-class Filed(NamedTuple):
+class TrackerRun(NamedTuple):
     """The names under which a tracker files a run.
 
     Args:
@@ -39,7 +39,7 @@ class Filed(NamedTuple):
 class TensorBoard(TensorBoardLogger):
     """A logger that writes TensorBoard's event files to tensorboard/ in the run's directory."""
 
-    def __init__(self, filed: Filed, **arguments: Any) -> None:
+    def __init__(self, filed: TrackerRun, **arguments: Any) -> None:
         super().__init__(**{"save_dir": filed.out_dir, "name": None, "version": "tensorboard", "default_hp_metric": False}
                          | arguments)
 
@@ -47,7 +47,7 @@ class TensorBoard(TensorBoardLogger):
 class MLflow(MLFlowLogger):
     """A logger that writes to MLFLOW_TRACKING_URI, by default ./mlflow.db. MLflow's experiment is the project."""
 
-    def __init__(self, filed: Filed, **arguments: Any) -> None:
+    def __init__(self, filed: TrackerRun, **arguments: Any) -> None:
         import mlflow
         from mlflow.environment_variables import MLFLOW_EXPERIMENT_NAME
 
@@ -71,7 +71,7 @@ class MLflow(MLFlowLogger):
 class Trackio(Logger):
     """A logger that writes a Trackio run to TRACKIO_DIR, by default ~/.cache/huggingface/trackio."""
 
-    def __init__(self, filed: Filed, **arguments: Any) -> None:
+    def __init__(self, filed: TrackerRun, **arguments: Any) -> None:
         import trackio
 
         super().__init__()

@@ -18,7 +18,7 @@ from kernels.registry import missing_compiler
 from rwkv.checkpoint.location import FOLDER
 from rwkv.config import TrainerConfig
 from rwkv.data.prepare import Corpus
-from rwkv.distributed import launched, world_size
+from rwkv.distributed import is_launched, world_size
 from rwkv.errors import UserError
 from rwkv.model.base import Model
 from rwkv.model.weight_cache import WeightCache
@@ -32,7 +32,7 @@ from rwkv.training.callbacks.progress_bar import ProgressBar
 from rwkv.training.callbacks.samples import Samples, sample_every
 from rwkv.training.device import dtype_for
 from rwkv.training.run.directory import Run
-from rwkv.training.sharding.strategy import Sharded
+from rwkv.training.sharding.strategy import ShardedStrategy
 from rwkv.training.tuning.guard import is_compared
 
 UNHELPFUL = (".*set_vital", ".*LeafSpec", "Checkpoint directory", ".*does not have many workers", ".*sync_dist=True",
@@ -106,8 +106,9 @@ def strategy_for(config: TrainerConfig) -> dict[str, Any]:
     """Returns Lightning's arguments for the number of processes and the distributed strategy."""
     shared = {"devices": world_size() // config.num_nodes, "num_nodes": config.num_nodes, "use_distributed_sampler": False}
     if config.strategy == "fsdp":
-        return shared | {"strategy": Sharded(config), "inference_mode": False}       # inference tensors cannot be trained later
-    return shared | ({"strategy": DDPStrategy()} if config.strategy == "ddp" and launched() else {})
+        # Inference tensors cannot be trained later
+        return shared | {"strategy": ShardedStrategy(config), "inference_mode": False}
+    return shared | ({"strategy": DDPStrategy()} if config.strategy == "ddp" and is_launched() else {})
 
 
 def environment() -> ClusterEnvironment:
@@ -116,7 +117,7 @@ def environment() -> ClusterEnvironment:
     Lightning guesses the environment from environment variables, and is wrong in a batch job: Lightning takes a single process
     for a SLURM task, and writes a checkpoint at SIGUSR1.
     """
-    return TorchElasticEnvironment() if launched() else LightningEnvironment()
+    return TorchElasticEnvironment() if is_launched() else LightningEnvironment()
 
 
 def precision_for(config: TrainerConfig, device: torch.device) -> dict[str, Any]:

@@ -28,7 +28,8 @@ def clock(ticks: int, to: str = "sys.stdout") -> list[str]:
 
 @pytest.mark.thorough
 def test_neither_runs_while_the_other_does(tmp_path: Path) -> None:
-    printed = _turns.beside(clock(100, f"open({str(tmp_path / 'main')!r}, 'a')"), tmp_path, clock(10**6), tmp_path, SECONDS)
+    printed = _turns.run_alternately(clock(100, f"open({str(tmp_path / 'main')!r}, 'a')"), tmp_path, clock(10**6), tmp_path,
+                                     SECONDS)
     main, other = ([float(time) for time in text.split()] for text in ((tmp_path / "main").read_text(), printed))
     assert len(main) == 100
     assert other
@@ -39,7 +40,8 @@ def test_neither_runs_while_the_other_does(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", [pytest.param("SIGTERM", marks=pytest.mark.thorough), "SIGKILL"])
 def test_neither_survives_the_benchmark(name: str, tmp_path: Path) -> None:
     """One of the two processes runs, the other is suspended; each holds a lock as long as it is alive."""
-    code = f"from benchmarks import _turns\n_turns.beside({LOCKS}, {str(tmp_path)!r}, {LOCKS}, {str(tmp_path)!r}, {SECONDS})"
+    code = ("from benchmarks import _turns\n"
+            f"_turns.run_alternately({LOCKS}, {str(tmp_path)!r}, {LOCKS}, {str(tmp_path)!r}, {SECONDS})")
     with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT) as benchmark:
         while sum(path.stat().st_size for path in tmp_path.iterdir()) < 2:
             time.sleep(0.02)
@@ -54,7 +56,7 @@ def test_neither_survives_the_benchmark(name: str, tmp_path: Path) -> None:
                                              (["-c", "import time; time.sleep(60)"], ["-c", "import no_such_thing"])])
 def test_the_error_of_a_program_that_fails_is_shown(main: list[str], other: list[str], tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="no_such_thing"):
-        _turns.beside([sys.executable, *main], tmp_path, [sys.executable, *other], tmp_path, SECONDS)
+        _turns.run_alternately([sys.executable, *main], tmp_path, [sys.executable, *other], tmp_path, SECONDS)
 
 
 @pytest.mark.parametrize(("program", "args"), [

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from rwkv.chat import sandbox
-from rwkv.chat.encoding import for_tokenizer, written
+from rwkv.chat.encoding import for_tokenizer, visible_text
 from rwkv.chat.jinja import JinjaTemplate
 from rwkv.chat.messages import check_messages
 from rwkv.chat.templates import chat_template
@@ -33,7 +33,7 @@ PARTS = "{% for p in m.content %}{% if p.type == 'text' %}{{ p.text }}{% endif %
 def test_no_text_is_lost(content: str) -> None:
     template = JinjaTemplate(LOOP.replace("CONTENT", content), "t.jinja")
     assert template.render(TALK) == f"{TEXT}<assistant>"
-    assert written(for_tokenizer(template, ByteTokenizer()).render(TALK)) == f"{TEXT}<assistant>"
+    assert visible_text(for_tokenizer(template, ByteTokenizer()).render(TALK)) == f"{TEXT}<assistant>"
     assert [part for part, learnt in template.parts(TALK[:3]) if learnt] == ["Blue.@end\n"]
     assert template.stop == ("@end",)
 

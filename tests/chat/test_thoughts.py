@@ -4,7 +4,16 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from rwkv.chat.thoughts import END, START, ThoughtParser, answer_message, begun_by, begun_in, thoughts_end, with_hint
+from rwkv.chat.thoughts import (
+    END,
+    START,
+    ThoughtParser,
+    answer_message,
+    parser_arguments,
+    thoughts_at_end,
+    thoughts_end,
+    with_hint,
+)
 
 ANSWERS: list[tuple[str, str, str, str]] = [     # end of the prompt, generated text, reasoning, answer
     ("", "Yes.", "", "Yes."), ("", " \n Yes.", "", "Yes."), ("", "", "", ""),
@@ -49,7 +58,7 @@ def test_an_answer_that_is_cut_and_continued_has_the_same_thoughts_and_text(answ
         if START.startswith(begun.strip()):
             continue                     # too short to decide
         first = ThoughtParser().push(begun, last=True)
-        start, continues = begun_in(begun, thinks=True)
+        start, continues = parser_arguments(begun, thinks=True)
         parser = ThoughtParser(start, continues=continues)
         pairs = [*(parser.push(piece) for piece in rest), parser.push("", last=True)]
         second = ["".join(pair[part] for pair in pairs) for part in (0, 1)]
@@ -81,7 +90,7 @@ def test_without_thoughts_all_is_text() -> None:
     ("Assistant: <think", "<think"), ("Assistant: <think>\n</think", "<think>\n</think"), ("bot\n<think>\n\n</think>\n\n",
      "<think>\n\n</think>\n\n"), ("<think>\n", "<think>\n"), ("Assistant:", ""), ("<think>a</think>", ""), ("<thinking", "")])
 def test_the_beginning_of_thoughts_is_found_in_a_prompt(prompt: str, begun: str) -> None:
-    assert begun_by(prompt) == begun
+    assert thoughts_at_end(prompt) == begun
 
 
 @pytest.mark.parametrize(("start", "ended"), [

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from kernels import native
 from kernels.matvec import Blocks, Int4, quantise
 from rwkv.checkpoint import calibration
-from rwkv.checkpoint.calibration import SEQUENCE, calibrated, read_ids
+from rwkv.checkpoint.calibration import SEQUENCE, calibrate, read_ids
 from rwkv.checkpoint.files import read_checkpoint
 from rwkv.config import SavedModelConfig
 from rwkv.errors import CheckpointError, UserError
@@ -22,7 +22,7 @@ from rwkv.generation.decoder import CDecoder
 from rwkv.model.base import is_linear_weight
 from rwkv.model.decoding.c_step import step_of
 from rwkv.model.quantized import BlockLinear
-from rwkv.pretrained import RWKV, open_checkpoint, resolved_dtype
+from rwkv.pretrained import RWKV, open_checkpoint, resolve_dtype
 from rwkv.tokenizer.tokenizers import ByteTokenizer
 from rwkv.tools import convert
 
@@ -76,7 +76,7 @@ def test_the_model_is_the_file_s_blocks(tmp_path: Path, text: Path, generation: 
     stepped = torch.stack([decoder.step(ids[:, t]).clone() for t in range(9)], 1)
     for logits in (loaded(ids)[0], stepped):
         assert (logits - expected).abs().max() < 1e-3 * expected.abs().max()
-    assert max(part.numel() for part in step_of(loaded).own) < sizes["n_embd"] * sizes["n_embd"]
+    assert max(part.numel() for part in step_of(loaded).own_tensors) < sizes["n_embd"] * sizes["n_embd"]
     content = target.read_bytes()
     assert all(layer.packed.weight.numpy().tobytes() in content for layer in layers.values())         # type: ignore[union-attr]
 
@@ -140,7 +140,7 @@ def test_the_moments_are_those_of_the_text(tmp_path: Path, text: Path, monkeypat
         return ((difference @ M) * difference).sum().item()
 
     monkeypatch.setattr(calibration, "quantise", compared)
-    for matrix in calibrated(read_checkpoint(path), read_ids(text, ByteTokenizer())).packed.values():
+    for matrix in calibrate(read_checkpoint(path), read_ids(text, ByteTokenizer())).packed.values():
         matrix.read()
     assert len(errors) == 2 * 6 + 1
     assert all(new < 0.9 * old for new, old in errors)
@@ -163,11 +163,11 @@ def test_it_is_copied_to_the_bit_and_converted_back(tmp_path: Path, text: Path) 
 def test_matrices_may_be_read_in_any_order(tmp_path: Path, text: Path) -> None:
     _, path = original(tmp_path, "rwkv7")
     ids = read_ids(text, ByteTokenizer())
-    packed = calibrated(read_checkpoint(path), ids).packed
+    packed = calibrate(read_checkpoint(path), ids).packed
     first = {name: matrix.read().weight.clone() for name, matrix in packed.items()}
     for name in (*reversed(packed), KEY):
         assert torch.equal(packed[name].read().weight, first[name])
-    assert torch.equal(calibrated(read_checkpoint(path), ids).packed[KEY].read().weight, first[KEY])
+    assert torch.equal(calibrate(read_checkpoint(path), ids).packed[KEY].read().weight, first[KEY])
 
 
 def test_a_line_names_the_text_and_the_forms(tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -189,10 +189,10 @@ def test_int4_and_auto_are_its_blocks_and_a_line_says_so(tmp_path: Path, text: P
         lines = [line for label, line in opened.lines() if label == "dtype"]
         assert lines == [] if dtype == "blocks" else "Q4_0, Q5_0" in lines[0]
         assert not [line for label, line in opened.lines() if label == "weights"]
-    assert resolved_dtype("int4", "cpu", read_checkpoint(path)) == ("int4", None)
-    assert resolved_dtype("int4", "cuda", read_checkpoint(target)) == ("int4", None)
+    assert resolve_dtype("int4", "cpu", read_checkpoint(path)) == ("int4", None)
+    assert resolve_dtype("int4", "cuda", read_checkpoint(target)) == ("int4", None)
     monkeypatch.setattr("rwkv.pretrained.why_not", lambda operator, name: "no C kernels for plan9 on vax")
-    assert resolved_dtype("int4", "cpu", read_checkpoint(target)) == ("int4", None)
+    assert resolve_dtype("int4", "cpu", read_checkpoint(target)) == ("int4", None)
     opened = open_checkpoint(SavedModelConfig(checkpoint=str(target), device="cpu", dtype="int4"))
     assert any("requantises" in line for label, line in opened.lines() if label == "weights")
 

@@ -20,7 +20,7 @@ from rwkv.generation.decoder import CDecoder, Decoder, decoding_line
 from rwkv.model.decoding.c_step import step_of
 from rwkv.model.quantized import BlockEmbedding, BlockLinear
 from rwkv.model.rwkv7 import UNUSED
-from rwkv.pretrained import RWKV, blocks_of, open_checkpoint, resolved_dtype
+from rwkv.pretrained import RWKV, blocks_of, open_checkpoint, resolve_dtype
 
 pytestmark = pytest.mark.skipif(native.why_not() is not None, reason=str(native.why_not()))
 WIDTH = 256                              # of a block of the k-quants
@@ -76,7 +76,7 @@ def test_every_matrix_is_read_in_the_file_s_own_bytes(mixed: Path) -> None:
         assert weight.untyped_storage().nbytes() == len(content)         # that of the mapping
         assert weight.numpy().tobytes() in content
     step = step_of(model)
-    assert max(tensor.numel() for tensor in step.own) < WIDTH * WIDTH
+    assert max(tensor.numel() for tensor in step.own_tensors) < WIDTH * WIDTH
     addresses = set(step._structs.tolist())
     assert all(layer.packed.weight.data_ptr() in addresses for layer in layers)       # type: ignore[union-attr]
     assert decoding_line(model).startswith("decoding: C, one call per token")
@@ -154,7 +154,7 @@ def test_blocks_without_a_product_for_them_are_dequantised(plain: Path, tmp_path
 def test_without_the_library_blocks_are_dequantised_and_a_line_says_so(mixed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rwkv.pretrained.why_not", lambda operator, name: "no C kernels for plan9 on vax")
     for dtype in ("auto", "blocks"):
-        name, line = resolved_dtype(dtype, "cpu", read_checkpoint(mixed))
+        name, line = resolve_dtype(dtype, "cpu", read_checkpoint(mixed))
         assert name == "float32"
         assert "plan9" in str(line)
     with pytest.warns(UserWarning, match="dequantised"):
@@ -164,7 +164,7 @@ def test_without_the_library_blocks_are_dequantised_and_a_line_says_so(mixed: Pa
 
 def test_blocks_need_a_cpu(mixed: Path) -> None:
     with pytest.raises(UserError, match="requires a CPU"):
-        resolved_dtype("blocks", "cuda", read_checkpoint(mixed))
+        resolve_dtype("blocks", "cuda", read_checkpoint(mixed))
 
 
 def test_a_scale_that_is_not_finite_is_refused(mixed: Path, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from refusals import refuses
 from rwkv.checkpoint.files import read_checkpoint
 from rwkv.errors import CheckpointError
 from rwkv.model.rwkv7 import UNUSED
-from rwkv.pretrained import RWKV, second_rounding
+from rwkv.pretrained import RWKV, requantisation_lines
 
 WRITTEN = ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0")
 WIDTH = 256                              # of a block of the k-quants
@@ -134,12 +134,12 @@ def test_what_a_block_cannot_hold_is_refused(tmp_path: Path, dtype: str) -> None
 def test_the_error_of_a_second_rounding_is_measured_and_said(plain: Path, tmp_path: Path, kind: str, dtype: str, least: float,
                                                              most: float) -> None:
     file = rewritten(plain, tmp_path / "model.gguf", kind)
-    (line,) = second_rounding(read_checkpoint(file), dtype)
+    (line,) = requantisation_lines(read_checkpoint(file), dtype)
     assert kind in line
     assert dtype in line
     assert least < float(line.split()[-1].rstrip("%")) / 100 < most
 
 
 def test_files_in_numbers_are_rounded_once(plain: Path, tmp_path: Path) -> None:
-    assert second_rounding(read_checkpoint(plain), "int4") == []
-    assert second_rounding(read_checkpoint(rewritten(plain, tmp_path / "model.gguf", "Q4_K")), "bfloat16") == []
+    assert requantisation_lines(read_checkpoint(plain), "int4") == []
+    assert requantisation_lines(read_checkpoint(rewritten(plain, tmp_path / "model.gguf", "Q4_K")), "bfloat16") == []

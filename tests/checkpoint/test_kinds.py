@@ -31,7 +31,7 @@ from rwkv.checkpoint.files import read_checkpoint
 from rwkv.config import ModelConfig
 from rwkv.generation.engine import generate
 from rwkv.generation.prefill import prefill
-from rwkv.generation.states import beginning, load_context, save_context
+from rwkv.generation.states import context_of_state, load_context, save_context
 from rwkv.model.rwkv7 import UNUSED
 from rwkv.pretrained import RWKV
 from rwkv.programs.serve import load
@@ -234,7 +234,7 @@ def test_serve(folder: Path, run: Run, kind: str) -> None:
         assert_logits(model, expected)
         return
     context = load_context(folder / "saved.safetensors", expected, BYTES) if name == "saved" else \
-        beginning(expected, BYTES, expected.empty_state(1))
+        context_of_state(expected, BYTES, expected.empty_state(1))
     torch.testing.assert_close(start.state, context.state, rtol=0, atol=1e-6)
     torch.testing.assert_close(start.logits, context.logits, rtol=0, atol=1e-4)
 

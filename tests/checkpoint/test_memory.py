@@ -24,7 +24,7 @@ def on_paper(n_layer: int, n_embd: int) -> Checkpoint:
 
     tensors = {name: Stored(name, "", shape, torch.bfloat16, data, mapped=True)
                for name, shape in generation(config).shapes(config, 65536).items()}
-    return Checkpoint(Path("large.pth"), generation(config).resolved(config), 65536, Weights(tensors))
+    return Checkpoint(Path("large.pth"), generation(config).with_default_widths(config), 65536, Weights(tensors))
 
 
 @pytest.mark.parametrize(("dtype", "free", "said"), [

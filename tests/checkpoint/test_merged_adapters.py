@@ -11,10 +11,10 @@ from torch import Tensor
 from tuned_runs import write_run
 
 from rwkv.checkpoint.files import read_checkpoint
-from rwkv.checkpoint.tuned import is_exact, surviving
+from rwkv.checkpoint.tuned import is_exact, surviving_fraction
 from rwkv.generation.decoder import decoder_of
 from rwkv.model.decoding.c_step import is_plain
-from rwkv.pretrained import RWKV, rounded_adapters
+from rwkv.pretrained import RWKV, adapter_rounding_lines
 from rwkv.tools import convert
 
 SCALE = 4.0                              # alpha / rank of write_run
@@ -121,8 +121,8 @@ def test_a_conversion_that_rounds_says_what_is_left(folder: Path, tmp_path: Path
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8", "int4"])
 def test_a_model_in_a_dtype_that_rounds_says_what_is_left(folder: Path, dtype: str) -> None:
     checkpoint = read_checkpoint(folder / "bfloat16")
-    (line,) = rounded_adapters(checkpoint, dtype)
-    assert f"{surviving(checkpoint, dtype):.0%}" in line
+    (line,) = adapter_rounding_lines(checkpoint, dtype)
+    assert f"{surviving_fraction(checkpoint, dtype):.0%}" in line
     with pytest.warns(UserWarning, match=dtype):
         RWKV.from_pretrained(folder / "bfloat16", dtype=dtype)
 
@@ -131,9 +131,9 @@ def test_where_nothing_is_lost_nothing_is_said(folder: Path, tmp_path: Path) -> 
     base = folder / "bfloat16.safetensors"
     write_run(tmp_path / "nothing", base, "lora", adapters(base, 0.0))
     write_run(tmp_path / "much", base, "lora", adapters(base, 30.0))
-    assert rounded_adapters(read_checkpoint(folder / "bfloat16"), "float32") == []
+    assert adapter_rounding_lines(read_checkpoint(folder / "bfloat16"), "float32") == []
     for path in (base, tmp_path / "nothing", tmp_path / "much"):
-        assert rounded_adapters(read_checkpoint(path), "bfloat16") == [], path
+        assert adapter_rounding_lines(read_checkpoint(path), "bfloat16") == [], path
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         RWKV.from_pretrained(folder / "bfloat16")
@@ -148,7 +148,7 @@ def test_adapters_on_adapters_are_all_there(folder: Path, tmp_path: Path) -> Non
     for name in NAMES:
         weights[name] += more[name] - read_checkpoint(base).weights[name].double()
     holds(tmp_path / "second", weights)
-    lefts = [surviving(read_checkpoint(path), "bfloat16") for path in (folder / "bfloat16", tmp_path / "second")]
+    lefts = [surviving_fraction(read_checkpoint(path), "bfloat16") for path in (folder / "bfloat16", tmp_path / "second")]
     assert lefts[1] == pytest.approx(lefts[0], abs=0.02)
 
 

@@ -133,7 +133,7 @@ def test_the_least_recently_used_are_deleted(model_file: Path, monkeypatch: pyte
 
 def test_weights_with_adapters_are_not_cached(model_file: Path) -> None:
     start = opened(model_file, cached=False)
-    assert not packed_cache.can_hold(start.checkpoint.__class__(**{**vars(start.checkpoint), "about": "LoRA"}))
+    assert not packed_cache.can_hold(start.checkpoint.__class__(**{**vars(start.checkpoint), "adapter_kind": "LoRA"}))
     assert not opened(model_file, "bfloat16").caches
 
 

@@ -158,7 +158,7 @@ def test_matrices_are_the_mapped_file_at_whole_cache_lines(tmp_path: Path, gener
         assert any(part.data_ptr() in each for each in ranges)
         assert part.data_ptr() % 64 == 0
     if why_not(model) is None:
-        assert sum(part.nbytes for part in step_of(model).own) < 2**16
+        assert sum(part.nbytes for part in step_of(model).own_tensors) < 2**16
 
 
 @linux
@@ -179,7 +179,7 @@ def test_bfloat16_by_input_is_the_same_model_without_a_copy(tmp_path: Path, gene
         monkeypatch.setattr(c_step, "COPIED", 0)
         state = model.empty_state(2)
         assert torch.equal(CDecoder(model, state).step(ids[:, 0]), CDecoder(expected, state).step(ids[:, 0]))
-        assert sum(part.nbytes for part in step_of(model).own) < 2**16
+        assert sum(part.nbytes for part in step_of(model).own_tensors) < 2**16
     watch = WeightsWatch(model)
     value.view(torch.int16).numpy()[:] = 0
     assert not watch.unchanged()

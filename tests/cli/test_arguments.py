@@ -12,7 +12,7 @@ from programs import PROGRAMS, Run, composed
 
 from kernels import arguments as program_arguments
 from rwkv import cli
-from rwkv.config import GenerateConfig, TrainConfig, free_text, options
+from rwkv.config import GenerateConfig, TrainConfig, free_text_kind, options
 from rwkv.tools import convert
 
 HARD = ("", "a,b", "a=b", "'", '"', "it's", "${seed}", "${x}", "$(ls) `ls`", "[1, 2", "{a: b}", "line\nline\n", " space ", "\\",
@@ -37,7 +37,7 @@ def test_free_text_is_taken_as_it_is(text: str) -> None:
 
 
 TEXTS = [(program, key) for program, (_, schema) in PROGRAMS.items() for key, item in options(schema).items()
-         if free_text(item)]
+         if free_text_kind(item)]
 
 
 @pytest.mark.parametrize("program", PROGRAMS)

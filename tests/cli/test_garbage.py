@@ -4,11 +4,11 @@ import gc
 import subprocess
 import sys
 
-from rwkv.cli.garbage import uncollected
+from rwkv.cli.garbage import without_garbage_collection
 
 ENDING = """\
 import gc, sys
-from rwkv.cli.garbage import uncollected
+from rwkv.cli.garbage import without_garbage_collection
 
 class Ring:
     def __init__(self):
@@ -17,7 +17,7 @@ class Ring:
     def __del__(self):
         print("ended", flush=True)
 
-with uncollected():
+with without_garbage_collection():
     ring = Ring()
 gc.collect()
 print("running", flush=True)
@@ -26,7 +26,7 @@ print("running", flush=True)
 
 def test_nothing_is_collected_inside_and_all_is_after() -> None:
     assert gc.isenabled()
-    with uncollected():
+    with without_garbage_collection():
         assert not gc.isenabled()
     assert gc.isenabled()
     gc.unfreeze()
@@ -35,7 +35,7 @@ def test_nothing_is_collected_inside_and_all_is_after() -> None:
 def test_a_collector_that_is_off_stays_off() -> None:
     gc.disable()
     try:
-        with uncollected():
+        with without_garbage_collection():
             pass
         assert not gc.isenabled()
     finally:

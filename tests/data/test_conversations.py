@@ -14,7 +14,7 @@ from models import each_generation, small_model
 from tokenizer_files import chatml
 
 from rwkv.config import DataConfig, OptimConfig, TrainerConfig
-from rwkv.data.conversations import ConversationRows, Packed, RowSampler, Whole, marked, packed_rows
+from rwkv.data.conversations import ConversationRows, Packed, RowSampler, Whole, annotated_conversations, packed_rows
 from rwkv.data.loaders import DataModule
 from rwkv.data.prepare import Corpus, prepare
 from rwkv.data.segments import DocumentChunks, SegmentDataset, SegmentSampler
@@ -64,7 +64,7 @@ def test_what_is_learnt_is_the_answers_letter_by_letter(talks: Corpus) -> None:
         assert split.tokens[:].tolist() == ids
         assert split.learnt[:].tolist() == flags
         assert split.learnt_bytes == sum(flags) - len(chosen)        # without end_of_text
-    assert next(marked(train, talks.tokenizer)) == "User: One?\n\nAssistant:[[ 1\n\n<end of text>]]"
+    assert next(annotated_conversations(train, talks.tokenizer)) == "User: One?\n\nAssistant:[[ 1\n\n<end of text>]]"
 
 
 @pytest.mark.parametrize("line", [
@@ -87,7 +87,7 @@ def test_all_forms_are_the_same_conversation(tmp_path: Path, line: Any) -> None:
 
 def shown(found: Corpus) -> list[str]:
     assert found.conversations is not None
-    return list(marked(found.conversations[0], found.tokenizer))
+    return list(annotated_conversations(found.conversations[0], found.tokenizer))
 
 
 @pytest.mark.parametrize(("line", "text"), [
@@ -147,7 +147,7 @@ def test_an_end_of_text_that_the_template_names_ends_the_conversation_once(tmp_p
     found = corpus(tmp_path, lines, tokenizer=str(tmp_path / "tokenizer.json"), template=str(tmp_path / "t.jinja"),
                    end_of_text="<|im_end|>")
     assert found.conversations is not None
-    assert [*marked(found.conversations[0], found.tokenizer)] == ["c<end of text>[[d<end of text>]]"]
+    assert [*annotated_conversations(found.conversations[0], found.tokenizer)] == ["c<end of text>[[d<end of text>]]"]
 
 
 @pytest.mark.parametrize(("template", "text"), [
@@ -263,7 +263,7 @@ def test_special_tokens_that_the_template_writes_are_tokens(tmp_path: Path) -> N
     assert [learnt[place] for place, token in enumerate(ids) if token in (start, end)] == [0, 0, 0, 1]
     assert found.sizes.train_bytes == len("<|im_start|>user\na <|im_end|> b<|im_end|>\n<|im_start|>assistant\n"
                                           "c <|im_start|><|im_end|>\n")
-    shown, = marked(found.conversations[0], found.tokenizer) if found.conversations else ()
+    shown, = annotated_conversations(found.conversations[0], found.tokenizer) if found.conversations else ()
     assert shown.startswith("<|im_start|>user\na <|im_end|> b<|im_end|>\n<|im_start|>assistant\n[[c <|im_start|><|im_end|>")
 
 

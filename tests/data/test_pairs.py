@@ -13,11 +13,11 @@ from token_arrays import token_array_of
 
 from rwkv.chat.templates import chat_template
 from rwkv.config import DataConfig
-from rwkv.data.conversations import Rows, marked
+from rwkv.data.conversations import Rows, annotated_conversations
 from rwkv.data.pairs import PairRows, Pairs, rows_of
 from rwkv.data.prepare import Corpus, prepare
 from rwkv.data.sources.chat import parts_of_pair
-from rwkv.data.validation import with_part
+from rwkv.data.validation import limit_validation
 from rwkv.errors import UserError
 from rwkv.model.loss import IGNORED
 from rwkv.tokenizer.tokenizers import ByteTokenizer
@@ -123,7 +123,7 @@ def test_both_texts_of_a_pair_are_in_one_split(tmp_path: Path) -> None:
     assert (len(train.tokens.starts), len(val.tokens.starts)) == (18, 6)
     assert train.left_out == 4           # texts
     for split in found.conversations:
-        texts = [*marked(split, ByteTokenizer())]
+        texts = [*annotated_conversations(split, ByteTokenizer())]
         questions = [text.partition("[[")[0] for text in texts]
         assert questions[::2] == questions[1::2]
         assert all("no" in text.partition("[[")[2] for text in texts[1::2])
@@ -145,7 +145,7 @@ def test_pairs_and_conversations_of_one_file_are_cached_apart(tmp_path: Path) ->
 @pytest.mark.parametrize("val_tokens", [1, 60, 10_000])
 def test_a_part_of_the_held_out_pairs_is_whole_pairs(tmp_path: Path, val_tokens: int) -> None:
     whole = corpus(tmp_path, ENTRIES, val_fraction=0.5)
-    part = with_part(whole, val_tokens, 64)
+    part = limit_validation(whole, val_tokens, 64)
     assert part.conversations is not None
     assert part.conversations[1].paired
     assert len(part.conversations[1].tokens.starts) % 2 == 0

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from rwkv.config import DataConfig
 from rwkv.data.conversations import ConversationRows
 from rwkv.data.prepare import Corpus, prepare
-from rwkv.data.validation import with_part
+from rwkv.data.validation import limit_validation
 from rwkv.data.windows import Windows
 
 LINE = "größer als — 你好, and then plain text\n"
@@ -38,7 +38,7 @@ def talks(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
 
 @given(st.integers(1, 6000), st.integers(1, 70))
 def test_the_part_is_the_beginning_of_the_split(text: Corpus, tokens: int, ctx_len: int) -> None:
-    part, whole = with_part(text, tokens, ctx_len), text.val[:].tolist()
+    part, whole = limit_validation(text, tokens, ctx_len), text.val[:].tolist()
     expected = whole[:tokens + 1]
     assert part.val[:].tolist() == expected
     assert part.val.starts.tolist() == [start for start in text.val.starts.tolist() if start < len(expected)]
@@ -57,7 +57,7 @@ def test_the_part_is_the_beginning_of_the_split(text: Corpus, tokens: int, ctx_l
 @given(st.integers(1, 900), st.sampled_from([8, 64, 512]))
 def test_of_conversations_it_has_whole_ones_with_an_answer(talks: Corpus, tokens: int, ctx_len: int) -> None:
     """The first conversation's answer begins after 270 bytes: a row of 64 does not reach it."""
-    part = with_part(talks, tokens, ctx_len)
+    part = limit_validation(talks, tokens, ctx_len)
     assert part.conversations is not None
     assert talks.conversations is not None
     ids, learnt, *_ = part.conversations[1]
@@ -71,9 +71,9 @@ def test_of_conversations_it_has_whole_ones_with_an_answer(talks: Corpus, tokens
 
 
 def test_nothing_is_cut_where_nothing_is_asked(text: Corpus, talks: Corpus) -> None:
-    assert with_part(text, None, 16) is text
-    assert with_part(talks, 10**9, 16) is talks
+    assert limit_validation(text, None, 16) is text
+    assert limit_validation(talks, 10**9, 16) is talks
 
 
 def test_the_cache_is_the_same(text: Corpus, tmp_path: Path) -> None:
-    assert with_part(text, 10, 16).sha256 == text.sha256
+    assert limit_validation(text, 10, 16).sha256 == text.sha256

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from formats import check_step
+from fused_backends import check_step
 from models import each_generation, exact, small_model, tokens
 from triton_interpreter import patch_language_once
 

@@ -11,7 +11,7 @@ from models import assert_same_state, each_generation, in_format, small_model, t
 from torch import Tensor
 
 from kernels import native
-from kernels.machine.cpu import multiplies
+from kernels.machine.cpu import multiplies_natively
 from kernels.registry import why_not
 from rwkv.errors import UserError
 from rwkv.generation.decoder import CDecoder, Decoder, decoder_of
@@ -85,7 +85,7 @@ def test_the_state_that_it_was_given_is_not_changed(generation: str) -> None:
     assert all(map(torch.equal, taken, kept))
 
 
-WITHOUT_VNNI = pytest.mark.skipif(not multiplies(torch.int8), reason="8 bits saturate on a CPU without VNNI")
+WITHOUT_VNNI = pytest.mark.skipif(not multiplies_natively(torch.int8), reason="8 bits saturate on a CPU without VNNI")
 
 
 @pytest.fixture(params=["fbgemm", "c_v0"])

@@ -343,7 +343,7 @@ def paced(right: Callable[[int], bool], n: int, cost: float = 0.0, rows: int = 1
     right."""
     pace, drawn, time, k = Pace(8, cost), 0, 0.0, 0
     while drawn < n:
-        k = pace.n(rows)
+        k = pace.n_tokens(rows)
         accepted = 0
         while accepted < k and right(drawn + accepted):
             accepted += 1
@@ -382,8 +382,8 @@ def test_a_text_that_becomes_predictable_is_noticed() -> None:
 
 
 def test_many_rows_have_no_draft() -> None:
-    assert Pace(8, 0.0).n(MOST_ROWS + 1) == 0
-    fewer = [Pace(8, 0.0).n(rows) for rows in range(1, 5)]
+    assert Pace(8, 0.0).n_tokens(MOST_ROWS + 1) == 0
+    fewer = [Pace(8, 0.0).n_tokens(rows) for rows in range(1, 5)]
     assert fewer == sorted(fewer, reverse=True)
     model = model_in()
     requests = [Request("abab", seed, StoppingCriteria(N)) for seed in range(MOST_ROWS + 1)]

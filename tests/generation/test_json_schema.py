@@ -12,7 +12,7 @@ from models import small_model
 from rwkv.errors import UserError
 from rwkv.generation.engine import generate_batch
 from rwkv.generation.grammar import Grammar
-from rwkv.generation.grammar.matcher import compiled, matcher_of, require_ends
+from rwkv.generation.grammar.matcher import cached_matchers, matcher_of, require_ends
 from rwkv.generation.grammar.patterns import rust_pattern
 from rwkv.tokenizer.tokenizers import ByteTokenizer, CharTokenizer
 
@@ -231,7 +231,7 @@ def test_a_tokenizer_with_the_characters_of_this_schema_is_enough() -> None:
 def test_a_grammar_without_ends_is_refused() -> None:
     for grammar in (Grammar.lark('start: "a" B\nB: /x/ & /y/'), Grammar.lark('start: "a" b | "c"\nb: "b" b')):
         with pytest.raises(UserError):
-            require_ends(grammar, compiled(grammar, BYTES), BYTES)
+            require_ends(grammar, cached_matchers(grammar, BYTES), BYTES)
 
 
 def test_more_parts_than_ten_have_their_own_names() -> None:

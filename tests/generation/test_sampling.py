@@ -23,7 +23,7 @@ from rwkv.generation.sampling import (
     next_tokens,
     pick,
 )
-from rwkv.model.decoding.c_step import drawing
+from rwkv.model.decoding.c_step import token_sampler
 
 PROBABILITIES = (0.1, 0.4, 0.2, 0.3)         # most likely first: 1, 3, 2, 0
 DRAWS = 20_000
@@ -33,9 +33,9 @@ PLAIN = {"temperature": 1.0, "top_p": 1.0}
 @pytest.fixture(scope="module", params=["torch", "native"])
 def draw(request: pytest.FixtureRequest) -> Draw | None:
     """The arguments of next_tokens."""
-    if request.param == "native" and drawing() is None:
+    if request.param == "native" and token_sampler() is None:
         pytest.skip("no implementation of kernels/draw runs on this CPU")
-    return drawing() if request.param == "native" else None
+    return token_sampler() if request.param == "native" else None
 
 
 def draws(draw: Draw | None, logits: Tensor, n: int = DRAWS, **options: Any) -> Tensor:

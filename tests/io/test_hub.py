@@ -8,7 +8,7 @@ import pytest
 from hub_server import HubServer, Repository, environment, hub_server, python
 
 from rwkv.errors import CheckpointError
-from rwkv.io.hub import Contents, Name, choose, local, offers, parse
+from rwkv.io.hub import Contents, Name, choose, local, model_paths, parse
 
 INDEX = json.dumps({"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}}).encode()
 REPOSITORIES = {
@@ -111,14 +111,14 @@ def test_what_a_repository_lacks_is_answered_with_what_it_has(text: str, said: s
 
 
 def test_a_repository_offers_its_directories_and_files() -> None:
-    assert offers(contents("org/releases")) == ["rwkv7-a", "rwkv7-b"]
-    assert offers(contents("org/whole")) == [""]
-    assert offers(contents("org/gguf-parts")) == ["Q8_0/m-Q8_0-00001-of-00002.gguf"]
+    assert model_paths(contents("org/releases")) == ["rwkv7-a", "rwkv7-b"]
+    assert model_paths(contents("org/whole")) == [""]
+    assert model_paths(contents("org/gguf-parts")) == ["Q8_0/m-Q8_0-00001-of-00002.gguf"]
 
 
 # Downloads, each in a process of its own, since huggingface_hub reads its variables when it is imported
 
-FETCH = "import sys; from rwkv.io.hub import fetched\nfor name in {names!r}: print(*fetched(name)[:2])"
+FETCH = "import sys; from rwkv.io.hub import fetch\nfor name in {names!r}: print(*fetch(name)[:2])"
 REFUSED = "from rwkv.io.hub import local\ntry: local({name!r})\nexcept ValueError as error: print(error)"
 
 

@@ -6,7 +6,7 @@ from io import StringIO
 
 import pytest
 
-from rwkv.io.lines import COLUMN, broken, counted, harmless, labelled, wrapped
+from rwkv.io.lines import COLUMN, counted, escape_controls, labelled_line, wrap_labelled, wrap_text
 
 TEXT = "4 layers, 192 wide, 2,712,576 parameters, vocabulary 2048, from " + "a_long_path/" * 8
 
@@ -22,10 +22,11 @@ def test_a_terminal_breaks_a_line_between_words_and_keeps_the_column(columns: in
     here, there = pty.openpty()
     fcntl.ioctl(there, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
     with os.fdopen(there, "w") as stream:
-        first, *others = labelled("model", TEXT, stream).splitlines()
-        assert broken(labelled("model", TEXT, StringIO()), stream).splitlines() == [first, *others], "as a sweep shows a run's"
-        assert broken(TEXT, stream) == TEXT, "a text of the model"
-        lines = wrapped(TEXT, stream).splitlines()
+        first, *others = labelled_line("model", TEXT, stream).splitlines()
+        unwrapped = labelled_line("model", TEXT, StringIO())
+        assert wrap_labelled(unwrapped, stream).splitlines() == [first, *others], "as a sweep shows a run's"
+        assert wrap_labelled(TEXT, stream) == TEXT, "a text of the model"
+        lines = wrap_text(TEXT, stream).splitlines()
     os.close(here)
     assert " ".join(lines) == TEXT
     assert all(len(line) <= columns or " " not in line for line in lines)
@@ -40,14 +41,14 @@ def test_a_terminal_breaks_a_line_between_words_and_keeps_the_column(columns: in
 def test_control_characters_of_a_model_s_text_do_not_reach_a_terminal() -> None:
     here, there = os.openpty()
     with os.fdopen(there, "w") as stream:
-        assert harmless("a\x1b[2J\tb\x9b1m\x7f\nc", stream) == "a\u241b[2J\tb\ufffd1m\u2421\nc"
+        assert escape_controls("a\x1b[2J\tb\x9b1m\x7f\nc", stream) == "a\u241b[2J\tb\ufffd1m\u2421\nc"
     os.close(here)
-    assert harmless("a\x1b[2J", StringIO()) == "a\x1b[2J"
+    assert escape_controls("a\x1b[2J", StringIO()) == "a\x1b[2J"
 
 
 def test_a_file_gets_one_line() -> None:
-    assert labelled("model", TEXT, StringIO()) == f"{'model':{COLUMN}}{TEXT}"
-    assert wrapped(TEXT, StringIO()) == TEXT
+    assert labelled_line("model", TEXT, StringIO()) == f"{'model':{COLUMN}}{TEXT}"
+    assert wrap_text(TEXT, StringIO()) == TEXT
 
 
 @pytest.mark.parametrize(("n", "said"), [(0, "0 steps"), (1, "1 step"), (1.0, "1 step"), (1500, "1,500 steps"),

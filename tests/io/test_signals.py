@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from rwkv.io.signals import STOPPING, Signalled, StopRequest, consume_interruptibly, raising
+from rwkv.io.signals import STOPPING, Signalled, StopRequest, consume_interruptibly, raise_on_signal
 
 pytestmark = [pytest.mark.skipif(sys.platform == "win32", reason="Windows has two of these signals"),
               pytest.mark.usefixtures("handlers")]
@@ -48,14 +48,14 @@ def test_an_ignored_signal_stays_ignored_but_for_ctrl_c() -> None:
     """nohup ignores SIGHUP; a shell without job control ignores SIGINT in what it starts in the background."""
     for number in STOPPING:
         signal.signal(number, signal.SIG_IGN)
-    with raising(), StopRequest() as stop:
+    with raise_on_signal(), StopRequest() as stop:
         for number in STOPPING:
             if number != signal.SIGINT:
                 send(number)
         assert not stop.requested
         send(signal.SIGINT)
         assert stop.requested
-    with raising(), pytest.raises(KeyboardInterrupt):
+    with raise_on_signal(), pytest.raises(KeyboardInterrupt):
         send(signal.SIGINT)
     assert {signal.getsignal(number) for number in STOPPING} == {signal.SIG_IGN}
 
@@ -63,7 +63,7 @@ def test_an_ignored_signal_stays_ignored_but_for_ctrl_c() -> None:
 @pytest.mark.parametrize("number", [number for number in STOPPING if number != signal.SIGINT])
 def test_outside_of_a_request_a_signal_interrupts_and_its_repetition_does_not(number: int) -> None:
     before = signal.getsignal(number)
-    with raising():
+    with raise_on_signal():
         with pytest.raises(Signalled) as signalled:
             send(number)
         for later in STOPPING:           # while the program cleans up

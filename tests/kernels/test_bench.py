@@ -325,11 +325,11 @@ def test_every_implementation_has_an_idea_of_its_own() -> None:
 
 def test_the_tables_are_those_of_the_committed_results() -> None:
     """Each operator's README is what python -m kernels.bench.tables writes."""
-    reports = tables.read(tables.committed())
+    reports = tables.read(tables.committed_reports())
     assert {report["op"] for report in reports} == set(registry.operators())
     for op in registry.operators():
         text = (ROOT / "kernels" / op / "README.md").read_text(encoding="utf-8")
-        assert text == tables.rewritten(text, reports)
+        assert text == tables.rewrite_sections(text, reports)
         assert text.count(f"<!-- {op}: measured -->") == text.count(f"<!-- end of {op}: measured -->") == 1
 
 
@@ -346,10 +346,10 @@ def test_figures_from_a_report(tmp_path: Path) -> None:
 
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=15).map(sorted))
 def test_names_beside_curves_do_not_overlap(heights: list[float]) -> None:
-    apart = plot.spread(heights, 0.05)
+    apart = plot.spread_apart(heights, 0.05)
     assert all(above - below >= 0.05 - 1e-9 for below, above in pairwise(apart))
     assert sum(apart) == pytest.approx(sum(heights), abs=1e-6)
-    assert plot.spread([0.0, 1.0], 0.05) == [0.0, 1.0]
+    assert plot.spread_apart([0.0, 1.0], 0.05) == [0.0, 1.0]
 
 
 # A new kernel is one file

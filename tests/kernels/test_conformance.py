@@ -191,14 +191,14 @@ class OfPad(OfTimeX):
 
 
 class OfMatVec(OfTimeX):
-    """In float32; tests/kernels/test_matvec.py has the other forms."""
+    """In float32; tests/kernels/test_matvec.py has the other formats."""
 
     kind, reference, file = MatVec, "reference", "torch_linear"
     differentiable = False
     shapes, empty_shapes, medium, time = matvec_cases.SHAPES, matvec_cases.EMPTY_SHAPES, (3, 20, 63), ()
 
     def names(self) -> Iterable[str]:
-        return [name for name in names("matvec") if "float32" in load("matvec", name).REQUIRES.forms]
+        return [name for name in names("matvec") if "float32" in load("matvec", name).REQUIRES.formats]
 
     def inputs(self, shape: Any, dtype: torch.dtype, device: str, seed: int = 0) -> Inputs:
         x, packed = matvec_cases.inputs(*shape, dtype=dtype, device=device, seed=seed)

@@ -230,7 +230,7 @@ def test_a_kernel_that_the_library_lacks_is_named(tmp_path: Path) -> None:
 def test_a_kernel_that_is_not_built_is_listed_as_that(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(listing.not_built(op, name) is None for op in registry.operators() for name in registry.names(op))
     monkeypatch.setattr(native, "not_built", lambda file: "softmax_c_v9" if file.name == "c_v0.py" else None)
-    assert listing.here("wkv7", "c_v0", ["cpu"]) == "no"
+    assert listing.runnable_devices("wkv7", "c_v0", ["cpu"]) == "no"
     described = listing.describe("wkv7", "c_v0", ["cpu"])
     assert described.endswith("Not here: the kernel is not built: the library does not contain softmax_c_v9 (run make native).")
 
@@ -412,7 +412,7 @@ def emulated(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 def on_arm(emulated: Emulated, monkeypatch: pytest.MonkeyPatch) -> Emulated:
     for module, name, ours in ((native, "run", emulated), (native, "why_not", lambda: None),
                                (native, "threads_for", lambda tasks: min(tasks, 3)),
-                               (quantized, "multiplies", lambda dtype: False)):
+                               (quantized, "multiplies_natively", lambda dtype: False)):
         monkeypatch.setattr(module, name, ours)
     return emulated
 
@@ -452,7 +452,7 @@ def test_arm_computes_steps(on_arm: Emulated, generation: str, format: str) -> N
     widths = {"n_embd": matvec_cases.width(format, 64), "n_ffn": matvec_cases.width(format, 96)}
     model = in_format(small_model("reference", generation=generation, **widths), format)
     step = step_of(model)
-    on_arm.reachable = [*step.own, *tensors_of(model)]
+    on_arm.reachable = [*step.own_tensors, *tensors_of(model)]
     together, alone = (CDecoder(model, model.empty_state(rows)) for rows in (5, 1))
     reference, several = Decoder(exact(model), model.empty_state(5)), tokens(model, B=5, T=3)
     close = 5e-3 if issubclass(matvec.FORMATS[format], matvec.KQuant) else 2e-5

@@ -8,7 +8,7 @@ import torch
 from stubs import stub
 
 from kernels import registry, select
-from kernels.bench.results import committed, read
+from kernels.bench.results import committed_reports, read
 from kernels.machine import triton
 from kernels.machine.hardware import ROOT
 from kernels.registry import KernelUnavailable, UnknownKernel
@@ -158,7 +158,7 @@ def test_the_rule_agrees_with_the_committed_results(key: tuple[str, str, str]) -
     auto is for machines without one.
     """
     operator = key[0]
-    reports = [report for report in read(committed())
+    reports = [report for report in read(committed_reports())
                if (report["op"], report["device"], report["dtype"]) == key
                and any(result["name"].split()[0] == select.RULES[key].order[0]
                        for shape in report["shapes"] for result in shape["results"])]
@@ -176,7 +176,7 @@ def test_the_rule_agrees_with_the_committed_results(key: tuple[str, str, str]) -
 
 def test_the_rules_by_size_hold_every_measured_size() -> None:
     for (op, device, dtype), orders in select.BY_SIZE.items():
-        shapes = [measured["shape"] for report in read(committed())
+        shapes = [measured["shape"] for report in read(committed_reports())
                   if (report["op"], report["device"], report["dtype"]) == (op, device, dtype) for measured in report["shapes"]]
         assert set(orders) == {select.Size(sizes["B"] * sizes["H"], sizes["T"]) for sizes in shapes}
 

@@ -12,5 +12,5 @@ def level(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> st
     """Simulates a CPU with only the instructions of that level."""
     monkeypatch.setattr(native, "level", lambda: request.param)
     if not request.param.startswith("avx512"):           # PyTorch's products in int8 then take 7 bits of an input
-        monkeypatch.setattr(quantized, "multiplies", lambda dtype: False)
+        monkeypatch.setattr(quantized, "multiplies_natively", lambda dtype: False)
     return str(request.param)

@@ -136,7 +136,7 @@ def test_several_chunks_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
     hidden, targets = torch.randn(700, 8), torch.randint(20, (700,))
     grads = []
     for rows in (64, 1024):
-        monkeypatch.setattr(loss, "rows_at_once", lambda *_, rows=rows: rows)
+        monkeypatch.setattr(loss, "rows_per_chunk", lambda *_, rows=rows: rows)
         weight = torch.nn.Parameter(torch.randn(20, 8, generator=torch.Generator().manual_seed(1)))
         with torch.autocast("cpu", HALF):
             loss.head_loss(hidden.requires_grad_(), weight, targets).backward()

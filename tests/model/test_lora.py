@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kernels.matvec import Int4
 from rwkv.errors import UserError
-from rwkv.model.lora import LoraLinear, add_adapters, merged
+from rwkv.model.lora import LoraLinear, add_adapters, merge_adapter
 from rwkv.model.quantized import BFloat16Linear, Int4Linear, Int8Linear, to_bfloat16, to_int4, to_int8
 from rwkv.pretrained import RWKV
 
@@ -107,7 +107,7 @@ def test_merged_adapters_give_the_same_logits(generation: str) -> None:
     apart, _ = model(ids)
     for name, layer in list(model.named_modules()):
         if isinstance(layer, LoraLinear):
-            weight = merged(layer.base.weight, layer.lora_A.weight, layer.lora_B.weight, layer.scale)
+            weight = merge_adapter(layer.base.weight, layer.lora_A.weight, layer.lora_B.weight, layer.scale)
             layer.base.weight = torch.nn.Parameter(weight)
             model.set_submodule(name, layer.base)
     same_logits(model, model(ids)[0], apart, in_float32=2 * model.config.n_layer)        # each merged matrix is
@@ -161,7 +161,7 @@ def test_gradients_reach_adapters_through_frozen_weights_in_other_dtypes(generat
     exact.emb.weight.data = model.emb.weight.float()
     for name, layer in model.named_modules():
         if isinstance(layer, (BFloat16Linear, Int8Linear, Int4Linear)):
-            exact.get_submodule(name).weight.data = torch.cat(list(layer.parts(torch.float32)))
+            exact.get_submodule(name).weight.data = torch.cat(list(layer.row_blocks(torch.float32)))
     expected, found = gradients_of_adapters(exact), gradients_of_adapters(model)
     assert ((found - expected).norm() / expected.norm()).item() < (1e-4 if base == "bfloat16" else 0.1)
 
@@ -179,7 +179,7 @@ def test_the_gradient_of_an_input_is_that_of_the_rounded_weight(layer: Callable[
     torch.manual_seed(1)
     linear = layer(torch.randn(300, 70))
     x, grad = torch.randn(2, 40, 70, requires_grad=True), torch.randn(2, 40, 300)
-    weight = torch.cat(list(linear.parts(torch.float32)))
+    weight = torch.cat(list(linear.row_blocks(torch.float32)))
     (found,) = torch.autograd.grad(linear(x), x, grad)
     torch.testing.assert_close(found, grad @ weight, rtol=1e-5, atol=1e-4)
 

@@ -31,7 +31,7 @@ from parity.cases import Case7, random_weights
 from parity.exchange import ENVIRONMENT, PYTHON, PYTHON_LLAMA, versions
 from safetensors.torch import save_file
 
-from kernels.bench.text import filled, markdown
+from kernels.bench.text import fill_section, markdown
 from kernels.machine import hardware
 from kernels.matvec import pack
 from rwkv.checkpoint import time_states
@@ -487,7 +487,8 @@ def main(arguments: list[str]) -> int:
         content = {"machine": machine, "peers": peers, "passed": ok, "rows": rows}
         options.json.write_text(json.dumps(content) + "\n", encoding="utf-8")
     if options.page:
-        PAGE.write_text(filled(PAGE.read_text(encoding="utf-8"), "files", section(rows, peers, machine)), encoding="utf-8")
+        page = fill_section(PAGE.read_text(encoding="utf-8"), "files", section(rows, peers, machine))
+        PAGE.write_text(page, encoding="utf-8")
     return 0 if ok else 1
 
 

@@ -45,7 +45,7 @@ def test_the_tests_try_every_option() -> None:
 @pytest.mark.parametrize("program", SAMPLERS)
 def test_the_command_line_takes_every_option(program: str) -> None:
     config = composed(program, "sampling=default", *(f"{name}={on_the_command_line(name)}" for name in NAMES))
-    assert Sampling.of(config) == Sampling(**OTHER_OPTIONS)
+    assert Sampling.from_config(config) == Sampling(**OTHER_OPTIONS)
 
 
 def test_requests_take_every_option() -> None:
@@ -116,13 +116,13 @@ def test_a_preset_sets_what_its_file_says_and_given_options_override_it(program:
     config = composed(program, f"sampling={preset}", "top_k=7")
     said = cli.preset("sampling", preset)
     assert config.sampling == said.pop("sampling") == preset
-    assert Sampling.of(config) == Sampling(**{**said, "top_k": 7})
+    assert Sampling.from_config(config) == Sampling(**{**said, "top_k": 7})
 
 
 def test_the_presets_of_g1_are_those_of_its_author() -> None:
-    assert Sampling.of(composed("chat", "sampling=g1_think")) == Sampling(
+    assert Sampling.from_config(composed("chat", "sampling=g1_think")) == Sampling(
         0.96, 32, 0.76, presence_penalty=1.0, frequency_penalty=0.1, penalty_decay=0.988)
-    assert Sampling.of(composed("serve", "sampling=g1_fake")) == Sampling(1.0, 32, 0.28)
+    assert Sampling.from_config(composed("serve", "sampling=g1_fake")) == Sampling(1.0, 32, 0.28)
 
 
 def test_a_preset_that_there_is_not_is_one_sentence(run: Run) -> None:

@@ -16,7 +16,7 @@ from rwkv.chat.templates import chat_template
 from rwkv.chat.thoughts import Think
 from rwkv.config import ChatConfig, Sampling
 from rwkv.errors import UserError
-from rwkv.programs.sampling import Chosen, SamplingChoice, preset
+from rwkv.programs.sampling import ChosenSampling, SamplingChoice, preset
 
 THINK, FAKE, CHAT = (preset(name) for name in ("g1_think", "g1_fake", "chat"))
 G1K = "rwkv7-g1k-1.5b-20260930-ctx25600.pth"
@@ -26,7 +26,7 @@ THINKING_JINJA = ("{% for m in messages %}{{ m.content }}\n{% endfor %}{% if add
                   "{{ '<think>' if enable_thinking else '<think></think>' }}{% endif %}")
 
 
-def chosen(path: str | Path, think: Think, run: Any = None, template: str | None = None, given: Any = None) -> Chosen:
+def chosen(path: str | Path, think: Think, run: Any = None, template: str | None = None, given: Any = None) -> ChosenSampling:
     """given: the options that the user gave, as chat.py composes them with its preset."""
     config = ChatConfig(**{"temperature": 1.0, "top_p": 0.3, **(given or {})})
     named = chat_template(choose_template(template, str(path), run).template)
@@ -71,7 +71,7 @@ def test_the_file_counts_before_the_kind_and_the_user_before_the_file(tmp_path: 
     assert chosen("runs/latest", True, {"init_from": str(folder)}).sampling == of_file
     assert chosen(folder, True, given={"top_k": 5}).sampling == replace(of_file, top_k=5)
     assert chosen(folder, "fake").sampling == replace(FAKE, temperature=0.7, top_k=20)
-    assert chosen(folder, True, given={"sampling": "chat"}) == Chosen(CHAT, "chat", source="generation_config.json")
+    assert chosen(folder, True, given={"sampling": "chat"}) == ChosenSampling(CHAT, "chat", source="generation_config.json")
     (folder / "generation_config.json").write_text(json.dumps({"do_sample": True, "top_p": 7}))
     with pytest.raises(UserError) as error:
         chosen(folder, True)

@@ -80,7 +80,7 @@ def test_overlapping_lines_alternate() -> None:
     rounded = [(step, value + 1e-7) for step, value in curve]
     drawn = [svg.Line("a", 0, curve), svg.Line("b", 1, rounded), svg.Line("c", 2, rounded[:100]),
              svg.Line("d", 3, [(0, 3.0), (299, 4.0)])]
-    assert [[line.name for line in group] for group in svg.overlapping(drawn)] == [["a", "b", "c"]]
+    assert [[line.name for line in group] for group in svg.overlapping_lines(drawn)] == [["a", "b", "c"]]
     figure = ElementTree.fromstring(svg.lines("a", "x", drawn))
     dashes = [(group.get("stroke-dasharray"), group.get("stroke-dashoffset")) for group in figure.iter("g")]
     assert len(set(dashes[:3])) == 3
@@ -100,7 +100,7 @@ def test_a_long_run_is_drawn_with_few_points_and_keeps_its_peak() -> None:
     (units.time, 3250, "3.25 s"), (units.time, 812.4, "812 ms"), (units.time, 999.7, "1.00 s"), (units.time, 0.0123, "12.3 µs"),
     (units.time, 250_000, "4.17 min"), (units.memory, 812, "812 MiB"), (units.memory, 1536, "1.50 GiB"),
     (units.count, 12345.6, "12,346"), (units.count, 3.257, "3.26"), (units.count, 300, "300"),
-    (units.tiny, 0, "0"), (units.tiny, 1.23e-7, "1.2e-7"), (units.tiny, 0.25, "0.25")])
+    (units.small_number, 0, "0"), (units.small_number, 1.23e-7, "1.2e-7"), (units.small_number, 0.25, "0.25")])
 def test_numbers_are_written_as_people_read_them(form: Callable[[float], str], number: float, text: str) -> None:
     assert form(number) == text
 

@@ -71,7 +71,7 @@ def test_a_prompt_ends_with_the_text_whatever_the_template_does_to_it(name: str,
 def test_a_special_token_s_name_in_the_text_is_text() -> None:
     template = for_tokenizer(JinjaTemplate(TEMPLATE, "chatml"), TOKENIZER)
     states = ClientStates(ServeConfig(), {}, {}, TOKENIZER, template, 1)
-    ids = states.ids(states.continued_prompt(None, chat("bad<|im_end|>"), None), None)
+    ids = states.encode_text(states.continued_prompt(None, chat("bad<|im_end|>"), None), None)
     assert ids.count(END) == 1
     assert TOKENIZER.decode(ids).endswith("bad<|im_end|>")
 

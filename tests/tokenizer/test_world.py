@@ -126,7 +126,7 @@ def test_a_dropped_library_is_loaded_again(tokenizer: WorldTokenizer) -> None:
 @pytest.mark.thorough
 def test_a_files_layout_does_not_matter(tokenizer: WorldTokenizer, tmp_path: Path) -> None:
     path = tmp_path / "other.txt"
-    path.write_bytes(world.installed().read_bytes().replace(b"\n", b"\r\n") + b"\n\n")
+    path.write_bytes(world.installed_vocabulary().read_bytes().replace(b"\n", b"\r\n") + b"\n\n")
     assert Tokenizer.named(str(path)).hash == tokenizer.hash
 
 

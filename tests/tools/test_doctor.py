@@ -118,7 +118,7 @@ COMPLETIONS = [                          # a line, and what it must and must not
     ("timemix train optim=a", {"adamw", "adam"}, {"muon"}), ("timemix train kernel=taichi_v", {"taichi_v3"}, {"conv1d"}),
     ("timemix train trainer.max_st", {"trainer.max_steps="}, {"trainer.devices="}),
     ("timemix train optim.compile=x -", {"-m", "--help"}, {"optim="}),
-    ("timemix convert --for", {"--format", "--layout"}, {"--dtype="}), ("timemix smoke --dt", {"--dtype="}, {"--device="}),
+    ("timemix convert --for", {"--format"}, {"--dtype="}), ("timemix smoke --dt", {"--dtype="}, {"--device="}),
     ("timemix smoke --dtype=", {"bfloat16", "int4"}, {"cuda"}), ("timemix smoke --kernel=conv", {"conv1d"}, {"torch_scan"}),
     ("timemix completion z", {"zsh"}, {"bash"}),
     ("timemix generate checkpoint=some.f", {"some.file"}, {"dtype="})]

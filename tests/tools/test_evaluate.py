@@ -173,7 +173,7 @@ def test_a_word_that_the_model_would_write_is_right(words_model: RWKV) -> None:
     for _ in range(3):
         likely.append(int(words_model(torch.tensor([context + likely]))[0][0, -1].argmax()))
     other = [*likely[:-1], (likely[-1] + 1) % SPACED.vocab_size]
-    words = [evaluation.Scored.ending(context, ids) for ids in (likely[:1], likely, other)]
+    words = [evaluation.EvaluatedSequence.with_ending(context, ids) for ids in (likely[:1], likely, other)]
     assert [score.right for score in evaluation.score_texts(words_model, words, 1, 100)] == [1, 1, 0]
 
 

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer as Definition
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from rwkv.errors import UserError
-from rwkv.evaluation import Scored, score_batch, score_together
+from rwkv.evaluation import EvaluatedSequence, score_batch, score_endings
 from rwkv.tokenizer.tokenizers import JsonTokenizer
 from rwkv.tools._task_options import engine_options, seeds_of
 from rwkv.tools.lm_eval import command_line
@@ -92,9 +92,9 @@ def test_repetitions_of_a_request_have_seeds_of_their_own() -> None:
 def test_endings_of_one_context_are_scored_as_each_alone(generation: str, length: int) -> None:
     model = small_model(generation=generation)
     context, *endings = [tokens(model, 1, T, seed)[0].tolist() for seed, T in enumerate((length, 3, 1, 5))]
-    nats, right = score_together(model, context, endings, chunk_len=4, batch_size=2)
+    nats, right = score_endings(model, context, endings, chunk_len=4, batch_size=2)
     for ending, one, whole in zip(endings, nats, right, strict=True):
-        text = Scored(context + ending, [False] * len(context) + [True] * len(ending))
+        text = EvaluatedSequence(context + ending, [False] * len(context) + [True] * len(ending))
         alone, alone_right = score_batch(model, [text], chunk_len=100)
         torch.testing.assert_close(one, alone[0], rtol=0, atol=1e-4)
         assert whole == alone_right[0]

@@ -84,7 +84,7 @@ def test_two_processes_speak_with_one_voice(one: Done, two: Done) -> None:
 
 def impatient(rank: int, folder: Path, port: int) -> None:
     os.environ.update(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT=str(port))
-    with processes.connected():
+    with processes.connect_processes():
         distributed.distributed_c10d._set_pg_timeout(timedelta(seconds=1))
         found = processes.broadcast_from_rank0(lambda: time.sleep(3) or "tokenised")
         (folder / f"{rank}.txt").write_text(found)
@@ -104,7 +104,7 @@ def ends_once(folder: Path) -> None:
     """One of two processes, of which the second ends at its first start, and is the later one at its second."""
     if (folder / "ended").exists() and os.environ["RANK"] == "1":
         time.sleep(1)
-    with processes.connected():
+    with processes.connect_processes():
         first_start = not (folder / "ended").exists()
         processes.all_gather(None)
         if first_start and processes.rank() == 1:
@@ -126,7 +126,7 @@ def alone(address: str, port: int) -> None:
     os.environ.update(RANK="1", WORLD_SIZE="2", MASTER_ADDR=address, MASTER_PORT=str(port))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     processes.CONNECT_TIMEOUT = timedelta(seconds=0 if address != "127.0.0.1" else 60)
-    with cli.exit_on_user_error(), processes.connected():
+    with cli.exit_on_user_error(), processes.connect_processes():
         pass
 
 

@@ -29,15 +29,15 @@ def with_trainer(**options: Any) -> TrainConfig:
 def test_a_small_run_on_a_gpu_has_graphs_and_a_large_one_only_if_asked() -> None:
     large = replace(SMALL, model=ModelConfig(n_embd=2048, ctx_len=4096))
     asked = replace(large, trainer=TrainerConfig(graphs=True))
-    assert graphs.chosen(SMALL, GPU, "cuda_v3")
-    assert not graphs.chosen(large, GPU, "cuda_v3")
-    assert graphs.chosen(asked, GPU, "triton_scan")
+    assert graphs.uses_graphs(SMALL, GPU, "cuda_v3")
+    assert not graphs.uses_graphs(large, GPU, "cuda_v3")
+    assert graphs.uses_graphs(asked, GPU, "triton_scan")
     assert "bottleneck" in str(graphs.describe(large, GPU, "cuda_v3"))
     assert "trainer.graphs=false" in str(graphs.describe(SMALL, GPU, "cuda_v3"))
 
 
 def test_a_cpu_has_none_and_says_nothing() -> None:
-    assert not graphs.chosen(SMALL, CPU, "c_v0")
+    assert not graphs.uses_graphs(SMALL, CPU, "c_v0")
     assert graphs.describe(SMALL, CPU, "c_v0") is None
 
 
@@ -51,10 +51,10 @@ def test_a_cpu_has_none_and_says_nothing() -> None:
     (replace(SMALL, model=ModelConfig(generation="rwkv7", deep_embed_dim=4)), "cuda_v3", "DeepEmbed")],
     ids=lambda value: str(value)[:20])
 def test_a_run_that_cannot_be_captured_has_none_and_is_told_why(config: TrainConfig, kernel: str, words: str) -> None:
-    assert not graphs.chosen(config, GPU, kernel)
+    assert not graphs.uses_graphs(config, GPU, kernel)
     assert words in str(graphs.describe(config, GPU, kernel))
     with pytest.raises(UserError, match=f"trainer.graphs=true cannot be used, because .*{words}"):
-        graphs.chosen(replace(config, trainer=replace(config.trainer, graphs=True)), GPU, kernel)
+        graphs.uses_graphs(replace(config, trainer=replace(config.trainer, graphs=True)), GPU, kernel)
 
 
 # Replays

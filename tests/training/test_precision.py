@@ -13,7 +13,7 @@ from rwkv.errors import UserError
 from rwkv.model import loss
 from rwkv.pretrained import default_dtype
 from rwkv.training import device
-from rwkv.training.device import dtype_for, resolved_precision, set_product_precision, why_precision
+from rwkv.training.device import dtype_for, resolve_precision, set_product_precision, why_precision
 from rwkv.training.memory.estimate import estimate
 from rwkv.training.run.directory import as_plain
 from rwkv.training.run.opening import open_run
@@ -48,7 +48,7 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("accelerator", ["auto", "gpu"])
 def test_on_a_gpu(gpu: As, major: int, asked: str | None, resolved: str, accelerator: str) -> None:
     gpu(major)
-    assert resolved_precision(asked, accelerator) == resolved
+    assert resolve_precision(asked, accelerator) == resolved
 
 
 @pytest.mark.parametrize(("asked", "resolved"), [(None, "32-true"), ("32-true", "32-true"), ("bf16-mixed", "bf16-mixed")])
@@ -56,21 +56,21 @@ def test_on_a_gpu(gpu: As, major: int, asked: str | None, resolved: str, acceler
 def test_on_a_cpu_the_default_is_float32(no_gpu: None, asked: str | None, resolved: str, fast: bool,
                                          monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "bfloat16_is_faster", lambda device: fast)
-    assert resolved_precision(asked, "auto") == resolved
+    assert resolve_precision(asked, "auto") == resolved
 
 
 def test_a_run_on_the_cpu_of_a_machine_with_a_gpu_is_in_float32(gpu: As) -> None:
     gpu()
-    assert resolved_precision(None, "cpu") == "32-true"
+    assert resolve_precision(None, "cpu") == "32-true"
     assert default_dtype("cpu") == "float32"
 
 
 def test_tf32_without_tf32_is_one_sentence(gpu: As) -> None:
     with pytest.raises(UserError, match="requires a GPU, but this run is on a CPU"):
-        resolved_precision("tf32", "cpu")
+        resolve_precision("tf32", "cpu")
     gpu(7)
     with pytest.raises(UserError, match=r"8\.0 or higher, but GPU 7\.0 is older"):
-        resolved_precision("tf32", "gpu")
+        resolve_precision("tf32", "gpu")
 
 
 def test_tf32_is_float32_with_shorter_products(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,11 +119,11 @@ def test_a_resumed_run_keeps_its_precision(gpu: As, tmp_path: Path, before: str,
 def test_a_gpu_has_as_many_rows_at_once_as_a_share_of_its_memory_holds(gpu: As, memory: float, V: int, itemsize: int,
                                                                        least: int) -> None:
     gpu(memory=memory)
-    rows = loss.rows_at_once(V, device=GPU, itemsize=itemsize)
+    rows = loss.rows_per_chunk(V, device=GPU, itemsize=itemsize)
     assert rows >= least
     assert rows % loss.LEAST_ROWS == 0
     assert rows == loss.LEAST_ROWS or rows * V * itemsize <= loss.CHUNK_SHARE * memory
-    assert loss.rows_at_once(V) == max(256, 2 ** 21 // V), "on a CPU"
+    assert loss.rows_per_chunk(V) == max(256, 2 ** 21 // V), "on a CPU"
 
 
 def test_the_estimate_counts_the_chunk_of_the_device(gpu: As) -> None:

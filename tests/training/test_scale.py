@@ -10,7 +10,7 @@ from torch import Tensor
 from rwkv.config import OptimConfig, TrainerConfig
 from rwkv.distributed import all_gather, all_sum, broadcast_from_rank0, rank, rank0_first, world_size
 from rwkv.errors import UserError
-from rwkv.training.device import process_count, share
+from rwkv.training.device import process_count, rows_per_process
 from rwkv.training.task import LanguageModel
 from rwkv.training.trainer import prepare_blocks
 
@@ -82,4 +82,4 @@ def test_processes_that_cannot_be_get_a_sentence(options: dict[str, object], nam
 def test_a_single_process_agrees_with_itself() -> None:
     assert (rank(), world_size(), all_gather(3), all_sum(1.5, 2), broadcast_from_rank0(lambda: 4), rank0_first(lambda: 5)) == (
         0, 1, [3], [1.5, 2.0], 4, 5)
-    assert share(6, "single", 1) == 6
+    assert rows_per_process(6, "single", 1) == 6

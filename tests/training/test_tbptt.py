@@ -79,7 +79,7 @@ def test_another_document_before_changes_nothing_to_the_bit(generation: str) -> 
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
     read = read._replace(x=read.x[:, 2:], y=read.y[:, 2:], starts_document=read.starts_document[:, 2:])
-    task.carried.after(0, task.model.empty_state(B).each(partial(torch.full_like, fill_value=torch.nan)))
+    task.carried.set_state_after(0, task.model.empty_state(B).each(partial(torch.full_like, fill_value=torch.nan)))
     assert_same_gradients(gradients(task, task.training_step(read, 0)), expected, 1e-6)
 
 
@@ -118,14 +118,14 @@ def test_the_state_goes_on_to_the_next_step_without_gradient(generation: str) ->
     whole, after = task.model.hidden(read.x.flatten(1))
     whole = task.loss(read.x.flatten(1), read.y.flatten(1))
     assert (found[0] + found[1]).item() / 2 == pytest.approx(whole.item(), abs=1e-6)
-    carried = task.carried.before(0, task.model, B)
+    carried = task.carried.state_before(0, task.model, B)
     assert_same_state(carried, after.detach(), 1e-5)
     assert not any(part.requires_grad for part in carried)
     _, before = task.model.hidden(read.x[:, :2].flatten(1))
     hidden, _ = task.model.hidden(read.x[:, 2:].flatten(1), before.detach())
     cut = torch.nn.functional.cross_entropy(task.model.head(hidden).flatten(0, 1), steps[1].y.flatten())
     task.optim.l2_wrap = 0.0
-    task.carried.after(0, before)
+    task.carried.set_state_after(0, before)
     assert_same_gradients(gradients(task, task.training_step(steps[1], 0)), gradients(task, cut), 1e-5)
 
 

@@ -43,7 +43,7 @@ def name_of(place: Place) -> str:
     return "/".join(map(str, place))
 
 
-def sum_of(path: Path) -> tuple[int, int]:
+def size_and_checksum(path: Path) -> tuple[int, int]:
     """Returns the size and the CRC-32 of a file."""
     size = checksum = 0
     with path.open("rb") as file:
@@ -54,7 +54,7 @@ def sum_of(path: Path) -> tuple[int, int]:
 
 
 def write_complete(folder: Path, sums: Mapping[str, tuple[int, int]]) -> None:
-    """Writes complete.json. `sums` has the result of sum_of for each other file, by name."""
+    """Writes complete.json. `sums` has the result of size_and_checksum for each other file, by name."""
     write_file(folder / COMPLETE, lambda file: file.write(json.dumps(sums).encode()))
 
 
@@ -62,7 +62,7 @@ def read_rest(folder: Path) -> Dictionary:
     """Reads the dictionary without the sharded tensors. Raises CheckpointError if a file is missing or damaged."""
     try:
         sums = json.loads((folder / COMPLETE).read_bytes())
-        damaged = [name for name, expected in sums.items() if list(sum_of(folder / name)) != list(expected)]
+        damaged = [name for name, expected in sums.items() if list(size_and_checksum(folder / name)) != list(expected)]
     except FileNotFoundError as error:
         raise CheckpointError(f"{folder} lacks {Path(error.filename).name}: the folder was only partly copied, or partly "
                               "deleted. Copy the checkpoint again") from None
@@ -90,7 +90,7 @@ def sizes(reader: Any) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
             for name, each in reader.read_metadata().state_dict_metadata.items()}
 
 
-def fill(reader: "HuggingFaceStorageReader", tensors: Mapping[str, Tensor]) -> None:
+def read_into(reader: "HuggingFaceStorageReader", tensors: Mapping[str, Tensor]) -> None:
     """Reads shards into `tensors`, whose keys are made by name_of. A DTensor receives only this process's shard."""
     from torch.distributed import checkpoint
 
@@ -110,7 +110,7 @@ def weights(folder: Path, places: Iterable[Place]) -> dict[str, Stored]:
 
         def data() -> Tensor:
             whole = torch.empty(shape, dtype=dtype)
-            fill(reader, {name: whole})
+            read_into(reader, {name: whole})
             return whole
 
         return Stored(str(place[1]), str(folder), shape, dtype, data)
@@ -127,7 +127,7 @@ def read(folder: Path, empty: Callable[[Place, tuple[int, ...], torch.dtype], Te
     reader = open_shards(folder)
     shapes = sizes(reader)
     tensors = {place: empty(place, *shapes[name_of(place)]) for place in content.pop(SHARDED)}
-    fill(reader, {name_of(place): tensor for place, tensor in tensors.items()})
+    read_into(reader, {name_of(place): tensor for place, tensor in tensors.items()})
     for place, tensor in tensors.items():
         insert(content, place, tensor)
     return content

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from rwkv.checkpoint.formats._gguf_types import block_type
 from rwkv.errors import CheckpointError
-from rwkv.gguf import Cursor, header_of
+from rwkv.gguf import Cursor, gguf_header
 from rwkv.io.json_types import JsonObject
 
 ALIGNMENT_KEY = "general.alignment"
@@ -32,7 +32,7 @@ class TensorInfo(NamedTuple):
 
 def read_header(path: Path, data: memoryview) -> tuple[JsonObject, list[TensorInfo]]:
     """Reads the metadata and the tensors' headers from the file's bytes. Raises CheckpointError if the header is damaged."""
-    metadata, n_tensors, end = header_of(path)
+    metadata, n_tensors, end = gguf_header(path)
     alignment = metadata.get(ALIGNMENT_KEY, ALIGNMENT)
     if not isinstance(alignment, int) or alignment < 8 or alignment & (alignment - 1):
         raise CheckpointError(f"{path} is damaged: {ALIGNMENT_KEY} must be a power of two >= 8; got {alignment!r}")

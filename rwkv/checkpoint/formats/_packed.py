@@ -42,7 +42,7 @@ BY_INPUT = ".by_input"
 KIND_BY_BYTES = {kind.bytes_per_block: kind for kind in BLOCKS.values()}
 
 
-def outgoing(content: Outgoing) -> list[Stored]:
+def packed_tensors(content: Outgoing) -> list[Stored]:
     """Returns the tensors to write, in the model's order, with each linear layer's matrix replaced by its packed parts."""
     assert content.quantised is not None
     group = generation(content.config).group
@@ -112,7 +112,7 @@ def _stored_parts(name: str, shape: tuple[int, ...], format: str, packed: Callab
             Stored(name + SHIFT, name, (N, G), torch.bfloat16, lambda: packed(name)[2])]
 
 
-def stored_by_input(content: Outgoing) -> list[Stored]:
+def tensors_by_input(content: Outgoing) -> list[Stored]:
     """Returns the tensors to write, with each matrix that has sparse inputs transposed and renamed NAME.by_input."""
     sparse = tuple(f"{layer}.weight" for layer in generation(content.config).non_negative(content.config))
     return [tensor.transposed().renamed(name + BY_INPUT) if name.endswith(sparse) else tensor
@@ -136,7 +136,7 @@ def require_known_version(path: Path, entry: JsonObject | None) -> None:
                               f"{WITH_BLOCKS}. A newer version of this program may have written the file")
 
 
-def joined(tensors: Mapping[str, Stored]) -> tuple[dict[str, Stored], dict[str, PackedMatrix]]:
+def join_packed(tensors: Mapping[str, Stored]) -> tuple[dict[str, Stored], dict[str, PackedMatrix]]:
     """Returns the file's tensors, with each packed matrix as one float32 tensor, and the packed matrices themselves.
 
     Raises CheckpointError if a part of a matrix is missing or has a wrong shape or dtype.

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, _utils
 
 from rwkv.checkpoint.formats import first_bytes
-from rwkv.checkpoint.lazy_tensors import Stored, raw
+from rwkv.checkpoint.lazy_tensors import Stored, bytes_view
 from rwkv.errors import CheckpointError
 
 ZIP = b"PK"
@@ -106,7 +106,7 @@ def _is_weight(item: tuple[object, object]) -> bool:
     return isinstance(name, str) and "." in name and isinstance(value, Tensor)
 
 
-def stored(path: Path, content: Mapping[object, object]) -> dict[str, Stored]:
+def stored_tensors(path: Path, content: Mapping[object, object]) -> dict[str, Stored]:
     """Returns the tensors in a loaded dictionary. Raises CheckpointError if a value is not a plain tensor."""
     mapped = first_bytes(path, 2) == ZIP
     result = {}
@@ -122,17 +122,17 @@ def stored(path: Path, content: Mapping[object, object]) -> dict[str, Stored]:
 
 def save(file: BinaryIO, content: object) -> None:
     """Writes nested dicts and lists, whose tensors are `Stored` objects, with one tensor in memory at a time."""
-    structure, tensors = pickled(content)
+    structure, tensors = pickle_structure(content)
     with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
         _add_bytes(archive, "data.pkl", structure)
         _add_bytes(archive, "byteorder", sys.byteorder.encode())
         for key, tensor in enumerate(tensors):
             with _open_entry(archive, f"data/{key}", tensor.nbytes) as entry:
-                tensor.pass_on(lambda data, entry=entry: entry.write(raw(data)))         # type: ignore[misc]
+                tensor.pass_on(lambda data, entry=entry: entry.write(bytes_view(data)))  # type: ignore[misc]
         _add_bytes(archive, "version", b"3\n")
 
 
-def pickled(content: object) -> tuple[bytes, list[Stored]]:
+def pickle_structure(content: object) -> tuple[bytes, list[Stored]]:
     """Returns the content of data.pkl, and the tensors that data.pkl refers to by number."""
     buffer = io.BytesIO()
     pickler = _Pickler(buffer, protocol=2)

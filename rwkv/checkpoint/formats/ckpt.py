@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rwkv.checkpoint.content import ENTRY, Content, Outgoing, plain_entry
 from rwkv.checkpoint.formats import _fsdp_folder, _torch_file
-from rwkv.checkpoint.formats._torch_file import Dictionary, load, stored, weights_in
+from rwkv.checkpoint.formats._torch_file import Dictionary, load, stored_tensors, weights_in
 from rwkv.errors import CheckpointError
 from rwkv.io.atomic import write_file
 
@@ -36,7 +36,7 @@ def parse(path: Path, content: Dictionary) -> Content:
     if not isinstance(tensors, dict) or not isinstance(step, int):
         raise CheckpointError(f"{path} has a state_dict or a global_step of the wrong type. A newer version of this program "
                               "may have written the file")
-    return Content(path, stored(path, tensors), entry, step=step)
+    return Content(path, stored_tensors(path, tensors), entry, step=step)
 
 
 def write(path: Path, outgoing: Outgoing) -> None:

@@ -22,7 +22,7 @@ from rwkv.checkpoint.content import Content, Outgoing
 from rwkv.checkpoint.formats import first_bytes
 from rwkv.checkpoint.generations import generation_of
 from rwkv.checkpoint.lazy_tensors import DTYPES as DTYPES_BY_NAME
-from rwkv.checkpoint.lazy_tensors import Stored, raw, release
+from rwkv.checkpoint.lazy_tensors import Stored, bytes_view, release
 from rwkv.errors import CheckpointError, UserError
 from rwkv.io.atomic import write_file
 
@@ -74,13 +74,13 @@ def _write(file: BinaryIO, outgoing: Outgoing) -> None:
     config = outgoing.config
     dtype = outgoing.tensors["emb.weight"].dtype
     file.write(HEADER.pack(MAGIC, VERSIONS[-1], outgoing.vocab_size, config.n_embd, config.n_layer, DTYPES.index(dtype)))
-    for tensor in generation_of(config).laid_out(outgoing.tensors, "ggmf").values():
+    for tensor in generation_of(config).to_format_layout(outgoing.tensors, "ggmf").values():
         shape = tensor.shape[-1:] if ".time_" in tensor.name else tensor.shape           # RWKV-4's [1,1,C] becomes [C]
         key = tensor.name.encode()
         file.write(TENSOR.pack(len(shape), len(key), DTYPES.index(tensor.dtype)))
         file.write(struct.pack(f"<{len(shape)}I", *reversed(shape)) + key)
         is_decay = tensor.name.endswith(DECAY)
-        tensor.pass_on(lambda data, is_decay=is_decay: file.write(raw(stored_decay(data) if is_decay else data)))
+        tensor.pass_on(lambda data, is_decay=is_decay: file.write(bytes_view(stored_decay(data) if is_decay else data)))
 
 
 def stored_decay(decay: Tensor) -> Tensor:

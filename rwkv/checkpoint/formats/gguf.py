@@ -26,11 +26,11 @@ from rwkv.checkpoint.content import ENTRY, Content, Outgoing, entry_in
 from rwkv.checkpoint.formats import QUANTISED, _gguf_tokenizer, first_bytes
 from rwkv.checkpoint.formats._gguf_header import read_header
 from rwkv.checkpoint.formats._gguf_types import DTYPES, package, reader
-from rwkv.checkpoint.generations import generation_of, generations, require_supported, unread
+from rwkv.checkpoint.generations import generation_of, generations, require_supported, unknown_key_notes
 from rwkv.checkpoint.lazy_tensors import DTYPES as DTYPES_BY_NAME
-from rwkv.checkpoint.lazy_tensors import Stored, raw
+from rwkv.checkpoint.lazy_tensors import Stored, bytes_view
 from rwkv.errors import CheckpointError, UserError
-from rwkv.gguf import MAGIC, SPLIT_COUNT, parts_of
+from rwkv.gguf import MAGIC, SPLIT_COUNT, model_parts
 from rwkv.io.atomic import write_file
 from rwkv.io.json_types import JsonObject
 
@@ -57,7 +57,7 @@ def recognises(path: Path) -> bool:
 def read(path: Path) -> Content:
     """Reads a model from one file, or from all parts of a split model. `path` may be any part; the first has the metadata."""
     metadata, tensors = _read_part(path)
-    parts = parts_of(path, metadata)
+    parts = model_parts(path, metadata)
     if parts[0] != path:
         metadata, tensors = _read_part(parts[0])
     for number, part in enumerate(parts[1:], start=1):
@@ -112,7 +112,7 @@ def _sizes_and_notes(path: Path, metadata: JsonObject) -> tuple[JsonObject, list
     require_supported(path, stated, generation.GGUF_CONSTANTS, {})
     declared = {name: stated[key] for key, name in generation.GGUF_SIZES.items() if key in stated}
     known_keys = {*generation.GGUF_SIZES, *generation.GGUF_CONSTANTS, *generation.GGUF_UNUSED}
-    notes = unread(path, {key: value for key, value in stated.items() if key not in known_keys})
+    notes = unknown_key_notes(path, {key: value for key, value in stated.items() if key not in known_keys})
     if HEAD_SIZE_KEY in generation.GGUF_SIZES and HEAD_SIZE_KEY not in stated:
         declared["head_size"] = generation.HEAD_SIZE
         notes.append(f"{path} lacks {architecture}.{HEAD_SIZE_KEY}: assuming a head size of {generation.HEAD_SIZE}, as in "
@@ -137,7 +137,7 @@ def write(path: Path, outgoing: Outgoing) -> None:
     library = package("writing GGUF")
     tokenizer = _gguf_tokenizer.metadata_of(outgoing)
     tensors = {name: _with_type(generation, tensor, outgoing.quantised)
-               for name, tensor in generation.laid_out(outgoing.tensors, "gguf").items()}
+               for name, tensor in generation.to_format_layout(outgoing.tensors, "gguf").items()}
     metadata = _metadata(generation, outgoing, tensors) | tokenizer
     write_file(path, lambda file: _write_with_package(library, file, generation.GGUF_ARCHITECTURE, metadata, tensors))
 
@@ -156,7 +156,7 @@ def _with_type(generation: ModuleType, tensor: Stored, quantised: str | None) ->
 def _metadata(generation: ModuleType, outgoing: Outgoing, tensors: dict[str, tuple[Stored, str]]) -> JsonObject:
     architecture = generation.GGUF_ARCHITECTURE
     most = outgoing.quantised.upper() if outgoing.quantised else tensors[HEAD][1]
-    config = generation.model.resolved(outgoing.config)
+    config = generation.model.with_default_widths(outgoing.config)
     sizes = {"context_length": CONTEXT_LENGTH, "vocab_size": outgoing.vocab_size,
              "attention.head_count": 0,                          # llama.cpp requires this key, but ignores its value
              "attention.layer_norm_epsilon": LAYER_NORM_EPSILON,
@@ -184,7 +184,7 @@ def _write_with_package(package: ModuleType, file: BinaryIO, architecture: str, 
     writer.write_ti_data_to_file()
     for tensor, type_ in tensors.values():
         tensor.pass_on(lambda data, type_=type_, tensor=tensor: writer.write_tensor_data(      # type: ignore[misc]
-            _quantise(package, tensor, data, type_) if type_ in STEPS else np.frombuffer(raw(data), np.uint8)))
+            _quantise(package, tensor, data, type_) if type_ in STEPS else np.frombuffer(bytes_view(data), np.uint8)))
 
 
 def _quantise(package: ModuleType, tensor: Stored, data: Tensor, type_: str) -> np.ndarray:

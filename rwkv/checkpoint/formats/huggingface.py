@@ -27,7 +27,7 @@ from rwkv.chat.metadata import CONFIG, GENERATION_CONFIG, TOKENIZER_CONFIG
 from rwkv.checkpoint import card
 from rwkv.checkpoint.content import ENTRY, Content, Outgoing
 from rwkv.checkpoint.formats import LAYOUTS, _torch_file, pth, require_no_pointer, safetensors
-from rwkv.checkpoint.generations import generation_of, generations, require_supported, supported, unread
+from rwkv.checkpoint.generations import generation_of, generations, require_supported, supported, unknown_key_notes
 from rwkv.checkpoint.lazy_tensors import same_numbers
 from rwkv.checkpoint.location import ADAPTER, WEIGHT_SUFFIXES
 from rwkv.errors import CheckpointError, UserError
@@ -83,7 +83,8 @@ def read(path: Path) -> Content:
              *generation.HUGGING_FACE_CONSTANTS, *generation.HUGGING_FACE_FEATURES}
     others = {name: value for name, value in config.items() if name not in known_keys and not name.endswith(UNUSED_ENDS)}
     return replace(content, path=path, declared=declared, tokenizer=_tokenizer_definition(path),
-                   tied=config.get("tie_word_embeddings") is True, notes=[*content.notes, *unread(path / CONFIG, others)])
+                   tied=config.get("tie_word_embeddings") is True,
+                   notes=[*content.notes, *unknown_key_notes(path / CONFIG, others)])
 
 
 def _declared_sizes(path: Path, config: JsonObject, sizes: dict[str, str]) -> JsonObject:
@@ -130,7 +131,7 @@ def write(path: Path, outgoing: Outgoing) -> None:
 
 def _write(folder: Path, outgoing: Outgoing) -> None:
     arrangement = outgoing.layout if outgoing.layout not in (None, "fla") else "huggingface"
-    tensors = generation_of(outgoing.config).laid_out(outgoing.tensors, arrangement)
+    tensors = generation_of(outgoing.config).to_format_layout(outgoing.tensors, arrangement)
     metadata = {ENTRY: json.dumps(outgoing.entry)}
     write_file(folder / WEIGHTS, lambda file: safetensors.write_tensors(file, tensors.values(), metadata))
     for name, text in _texts_by_file_name(outgoing).items():

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rwkv.checkpoint.content import ENTRY, Content, Outgoing
 from rwkv.checkpoint.formats import _torch_file, ckpt
-from rwkv.checkpoint.formats._torch_file import load, stored, weights_in
+from rwkv.checkpoint.formats._torch_file import load, stored_tensors, weights_in
 from rwkv.io.atomic import write_file
 
 SUFFIXES = (".pth",)
@@ -21,7 +21,7 @@ def read(path: Path) -> Content:
     content = load(path)
     if ENTRY in content or isinstance(content.get("state_dict"), dict):
         return ckpt.parse(path, content)
-    return Content(path, stored(path, weights_in(path, content)))
+    return Content(path, stored_tensors(path, weights_in(path, content)))
 
 
 def write(path: Path, outgoing: Outgoing) -> None:

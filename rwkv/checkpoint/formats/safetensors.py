@@ -18,7 +18,7 @@ from torch import Tensor
 
 from rwkv.checkpoint.content import ENTRY, Content, Outgoing, entry_in
 from rwkv.checkpoint.formats import _packed, first_bytes
-from rwkv.checkpoint.lazy_tensors import Stored, raw
+from rwkv.checkpoint.lazy_tensors import Stored, bytes_view
 from rwkv.errors import CheckpointError
 from rwkv.io.atomic import write_file
 from rwkv.io.json_types import JsonObject
@@ -47,7 +47,7 @@ def read(path: Path) -> Content:
                               f"({error}). Copy or download the file again") from error
     entry = entry_in(path, metadata)
     _packed.require_known_version(path, entry)
-    tensors, packed = _packed.joined(_packed.by_output(tensors))
+    tensors, packed = _packed.join_packed(_packed.by_output(tensors))
     return Content(path, tensors, entry, packed=packed)
 
 
@@ -55,7 +55,7 @@ def write(path: Path, outgoing: Outgoing) -> None:
     tensors, entry = list(outgoing.tensors.values()), outgoing.entry
     format = outgoing.quantised or ("bfloat16" if outgoing.by_input else None)
     if format is not None:
-        tensors = _packed.outgoing(outgoing) if outgoing.quantised else _packed.stored_by_input(outgoing)
+        tensors = _packed.packed_tensors(outgoing) if outgoing.quantised else _packed.tensors_by_input(outgoing)
         entry = entry | {"packed": {"form": format, "version": _packed.version(outgoing)}}
     write_file(path, lambda file: write_tensors(file, tensors, {ENTRY: json.dumps(entry)}))
 
@@ -77,7 +77,7 @@ def write_tensors(file: BinaryIO, tensors: Iterable[Stored], metadata: dict[str,
     text += b" " * (-(LENGTH.size + len(text)) % ALIGNMENT)
     file.write(LENGTH.pack(len(text)) + text)
     for tensor in ordered:
-        tensor.pass_on(lambda data: file.write(raw(data)))
+        tensor.pass_on(lambda data: file.write(bytes_view(data)))
 
 
 def _stored(path: Path, file: Any, name: str) -> Stored:

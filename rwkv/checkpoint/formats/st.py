@@ -31,5 +31,5 @@ def dtype_for(tensor: Stored, group: str, dtype: str | None) -> torch.dtype:
 
 def write(path: Path, outgoing: Outgoing) -> None:
     """Writes the file. Raises UserError for RWKV-7a, which web-rwkv cannot run."""
-    tensors = generation_of(outgoing.config).laid_out(outgoing.tensors, "st")
+    tensors = generation_of(outgoing.config).to_format_layout(outgoing.tensors, "st")
     write_file(path, lambda file: write_tensors(file, tensors.values(), {}))

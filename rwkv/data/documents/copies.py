@@ -37,7 +37,7 @@ def fingerprint(chunks: Iterable[str]) -> int:
     return running_hash.value()
 
 
-class Placed(NamedTuple):
+class Placement(NamedTuple):
     """The split that a document is assigned to.
 
     Attributes:
@@ -63,7 +63,7 @@ class Splitter:
         self._by_number = in_validation(fraction)
         self._val: dict[int, bool] = {}
 
-    def place(self, *fingerprints: int) -> Placed:
+    def place(self, *fingerprints: int) -> Placement:
         """Assigns the next document, which is a copy if any of its fingerprints has occurred before.
 
         `fingerprints` has one entry per text of the document. A pair of answers has two texts.
@@ -75,10 +75,10 @@ class Splitter:
         val = next(self._by_document) if original_val is None else original_val
         for value in fingerprints:
             self._val.setdefault(value, val)
-        return Placed(val, original_val is not None, val != val_by_number)
+        return Placement(val, original_val is not None, val != val_by_number)
 
 
-def place_in_order(fingerprints: Sequence[int], sizes: Sequence[int], fraction: float) -> list[Placed]:
+def place_in_order(fingerprints: Sequence[int], sizes: Sequence[int], fraction: float) -> list[Placement]:
     """Assigns the first documents, up to `fraction` of all bytes, and their copies to validation, and the others to training.
 
     `sizes` are the bytes of the documents, at least two of which must differ.
@@ -92,7 +92,7 @@ def place_in_order(fingerprints: Sequence[int], sizes: Sequence[int], fraction: 
     placed = []
     for number, value in enumerate(fingerprints):
         val = value in validated
-        placed.append(Placed(val, value in seen, val != (number < first_numbers)))
+        placed.append(Placement(val, value in seen, val != (number < first_numbers)))
         seen.add(value)
     return placed
 

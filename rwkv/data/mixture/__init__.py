@@ -73,7 +73,7 @@ def source_metric(name: str) -> str:
 
 
 @contextmanager
-def naming(source: str) -> Iterator[None]:
+def prefix_errors(source: str) -> Iterator[None]:
     """Adds the source's name to the message of a UserError that is raised inside the block."""
     try:
         yield

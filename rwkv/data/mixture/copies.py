@@ -22,8 +22,8 @@ COMPARED = "text"                        # is part of the cache key, because ear
 CHUNK = 1 << 16                          # ids decoded at a time
 
 
-def trained_elsewhere(splits: Sequence[tuple[TokenArray, TokenArray]], identities: Sequence[str], tokenizer: Tokenizer,
-                      cache: Path) -> list[np.ndarray]:
+def copies_in_training(splits: Sequence[tuple[TokenArray, TokenArray]], identities: Sequence[str], tokenizer: Tokenizer,
+                       cache: Path) -> list[np.ndarray]:
     """Finds the validation documents of each source that are in the training split of another source.
 
     Returns a mask (D,) per source, which is true for these documents.
@@ -41,11 +41,11 @@ def trained_elsewhere(splits: Sequence[tuple[TokenArray, TokenArray]], identitie
     return copies
 
 
-def without(tokens: TokenArray, left_out: np.ndarray) -> TokenArray:
+def remove_documents(tokens: TokenArray, left_out: np.ndarray) -> TokenArray:
     """Returns the tokens without the documents for which `left_out` (D,) is true."""
     bounds = tokens.bounds.tolist()
     edges = np.flatnonzero(np.diff((~left_out).astype(np.int8), prepend=0, append=0)).reshape(-1, 2).tolist()
-    return TokenArray.joined([tokens.between(bounds[first], bounds[last]) for first, last in edges])
+    return TokenArray.concatenate([tokens.between(bounds[first], bounds[last]) for first, last in edges])
 
 
 def _cached_hashes(tokens: TokenArray, identity: str, tokenizer: Tokenizer, cache: Path) -> np.ndarray:
@@ -66,11 +66,11 @@ def document_hashes(tokens: TokenArray, tokenizer: Tokenizer) -> np.ndarray:
     """Returns the 64-bit hash of each document's text: (D,) uint64."""
     hashes = np.empty(len(tokens.starts), np.uint64)
     for number, (begin, end) in enumerate(pairwise(tokens.bounds.tolist())):
-        hashes[number] = fingerprint(decoded(tokens, begin, end, tokenizer))
+        hashes[number] = fingerprint(decode_chunks(tokens, begin, end, tokenizer))
     return hashes
 
 
-def decoded(tokens: TokenArray, begin: int, end: int, tokenizer: Tokenizer) -> Iterator[str]:
+def decode_chunks(tokens: TokenArray, begin: int, end: int, tokenizer: Tokenizer) -> Iterator[str]:
     """Yields the text of the ids [begin, end) in chunks, without end_of_text."""
     decoder = tokenizer.decoder()
     for start in range(begin, end, CHUNK):

@@ -124,7 +124,7 @@ class SourceTurns(Iterator[tuple[int, int]]):
         """Plans a block. `taken` is the number of each source's windows in earlier blocks."""
         self._block = block
         self._before = [*taken]
-        self._turns = mixed_block(self.shares, taken, self.seed, block)
+        self._turns = plan_block(self.shares, taken, self.seed, block)
         self._after = [*taken]
         for source, _ in self._turns:
             self._after[source] += 1
@@ -137,7 +137,7 @@ class SourceTurns(Iterator[tuple[int, int]]):
         self._begin(state["block"], state["taken"])
 
 
-def mixed_block(shares: Sequence[float], taken: Sequence[int], seed: int, block: int) -> list[tuple[int, int]]:
+def plan_block(shares: Sequence[float], taken: Sequence[int], seed: int, block: int) -> list[tuple[int, int]]:
     """Returns the source of each of a block's BLOCK windows, and the window's number within that source.
 
     `taken` is the number of each source's windows in earlier blocks.

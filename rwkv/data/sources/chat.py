@@ -35,9 +35,9 @@ from rwkv.chat.template import END, ChatTemplate, Part
 from rwkv.chat.templates import chat_template
 from rwkv.chat.thoughts import parse_think
 from rwkv.config import DataConfig
-from rwkv.data.documents.copies import Placed, Splitter, fingerprint
+from rwkv.data.documents.copies import Placement, Splitter, fingerprint
 from rwkv.data.documents.source import Document, Source, chunks_of
-from rwkv.data.files import matching, names_and_hashes
+from rwkv.data.files import find_files, names_and_hashes
 from rwkv.data.sources.jsonl import ENDINGS, entries, files
 from rwkv.errors import UserError
 from rwkv.io.cache import sha256
@@ -68,7 +68,7 @@ class Conversation(NamedTuple):
         val: True if the conversation is in the validation split.
         where: the file and the line, for error messages.
         weight: the number of bytes read for the conversation.
-        copy, moved: as in copies.Placed. A pair of answers is a copy if either of its conversations is a copy.
+        copy, moved: as in copies.Placement. A pair of answers is a copy if either of its conversations is a copy.
     """
 
     parts: list[Part]
@@ -104,7 +104,7 @@ def source(config: DataConfig, cache: Path) -> Source:
 def _select_files(path: str) -> tuple[list[tuple[str, Path]], int]:
     if not Path(path).is_dir():
         return files(path), 0
-    names = [file.name for _, file in matching(path, (*ENDINGS, *JSON_ENDINGS))]
+    names = [file.name for _, file in find_files(path, (*ENDINGS, *JSON_ENDINGS))]
     others = sum(name.endswith(JSON_ENDINGS) for name in names)
     return (files(path, JSON_ENDINGS), 0) if others == len(names) else (files(path), others)
 
@@ -140,7 +140,7 @@ def conversations(config: DataConfig, template: ChatTemplate | None = None, pair
         for entry, where, weight in entries(path):
             texts = parts_of_pair(entry, where, template) if pairs else (parts_of(entry, where, template),)
             is_learnt = all(any(flag for _, flag in parts) for parts in texts)
-            place = Placed(False, False, False)
+            place = Placement(False, False, False)
             if is_learnt:
                 place = splitter.place(*(fingerprint(text for text, _ in parts) for parts in texts))
             learnt += is_learnt

@@ -13,7 +13,7 @@ from typing import Any
 from rwkv.config import DataConfig
 from rwkv.data.documents.copies import split_documents
 from rwkv.data.documents.source import Source
-from rwkv.data.files import contents, matching, natural
+from rwkv.data.files import contents, find_files, natural_key
 from rwkv.data.sources.jsonl import between_separators
 from rwkv.errors import UserError
 from rwkv.io.cache import sha256
@@ -56,7 +56,7 @@ def _load_rows(config: DataConfig) -> Any:
         return datasets.load_dataset(name, split=split, **options)
 
 
-def streamed(config: DataConfig) -> Any:
+def open_streamed(config: DataConfig) -> Any:
     """Returns the text column as an IterableDataset of the library `datasets`, whose state_dict is the position."""
     path = str(config.path)
     with _import_datasets(path) as datasets:
@@ -109,7 +109,7 @@ def local_files(path: str) -> list[tuple[str, Path]]:
     """
     if Path(path).exists() or glob.has_magic(path):
         with suppress(UserError):        # the library may support other files
-            return [(name, file) for name, file in matching(path, tuple(FORMATS)) if file.suffix in FORMATS]
+            return [(name, file) for name, file in find_files(path, tuple(FORMATS)) if file.suffix in FORMATS]
     return []
 
 
@@ -129,7 +129,7 @@ def _load_arguments(config: DataConfig) -> tuple[str, JsonObject]:
     if suffix not in FORMATS or Path(path).is_dir():
         return path, only
     is_pattern = glob.has_magic(path) and not Path(path).exists()
-    files = sorted((str(file) for _, file in matching(path, ())), key=natural) if is_pattern else [path]
+    files = sorted((str(file) for _, file in find_files(path, ())), key=natural_key) if is_pattern else [path]
     name = re.split(r"[\[+]", split)[0].strip()
     options = _text_options(files[0], SEPARATORS[suffix]) if suffix in SEPARATORS else {}
     return FORMATS[suffix], {"data_files": {name: [*map(glob.escape, files)]}, **options, **only}

@@ -13,10 +13,10 @@ from rwkv.config import DataConfig
 from rwkv.data.documents.copies import split_documents
 from rwkv.data.documents.separators import Text, separate
 from rwkv.data.documents.source import Source, chunks_of
-from rwkv.data.files import matching, names_and_hashes
+from rwkv.data.files import find_files, names_and_hashes
 from rwkv.errors import UserError
 from rwkv.io.cache import sha256
-from rwkv.io.compressed import BROKEN, COMPRESSED, decompressed
+from rwkv.io.compressed import BROKEN, COMPRESSED, decompressed_stream
 from rwkv.io.json_lines import loads, parse, text_of
 from rwkv.io.json_types import JsonObject
 from rwkv.io.utf8 import decode, open_file
@@ -58,7 +58,7 @@ def files(path: str, endings: Sequence[str] = ENDINGS) -> list[tuple[str, Path]]
 
     `endings` are the suffixes of the files to read if `path` is a folder.
     """
-    named = [(name, file) for name, file in matching(path, endings) if file.stat().st_size]
+    named = [(name, file) for name, file in find_files(path, endings) if file.stat().st_size]
     if not named:
         raise UserError(f"data.path={path} is empty. Pass a file that contains text")
     return named
@@ -86,9 +86,9 @@ def is_list(path: Path) -> bool:
 def lines(path: Path) -> Iterator[tuple[bytes, str, int]]:
     """Yields (line, where, bytes read) for each non-blank line of a file."""
     with open_file(path) as raw:
-        file = decompressed(raw, path)
+        file = decompressed_stream(raw, path)
         before = 0
-        for number, line in enumerate(unbroken(file, path), start=1):
+        for number, line in enumerate(read_lines(file, path), start=1):
             if line.strip():
                 at = before + len(line) if file is raw else raw.tell()
                 yield line, f"{path}, line {number}", at - before
@@ -97,7 +97,7 @@ def lines(path: Path) -> Iterator[tuple[bytes, str, int]]:
 
 def _list_entries(path: Path) -> Iterator[tuple[JsonObject, str, int]]:
     with open_file(path) as raw:
-        text = decode(b"".join(unbroken(decompressed(raw, path), path)), str(path))
+        text = decode(b"".join(read_lines(decompressed_stream(raw, path), path)), str(path))
     try:
         content = loads(text)
     except (ValueError, RecursionError) as error:
@@ -113,13 +113,13 @@ def _list_entries(path: Path) -> Iterator[tuple[JsonObject, str, int]]:
 def _read_beginning(path: Path) -> bytes:
     with open_file(path) as raw:
         try:
-            block: bytes = decompressed(raw, path).read(BLOCK)
+            block: bytes = decompressed_stream(raw, path).read(BLOCK)
             return block
-        except BROKEN:                   # `unbroken` will report the damage when it reads the lines
+        except BROKEN:                   # `read_lines` will report the damage when it reads the lines
             return b""
 
 
-def unbroken(file: Any, path: Path) -> Iterator[bytes]:
+def read_lines(file: Any, path: Path) -> Iterator[bytes]:
     """Yields the lines of a file. Raises UserError if compressed content is damaged or truncated."""
     try:
         yield from file

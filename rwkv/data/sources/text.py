@@ -10,7 +10,7 @@ from rwkv.config import DataConfig
 from rwkv.data.documents.copies import place_in_order, split_documents
 from rwkv.data.documents.separators import separate
 from rwkv.data.documents.source import Document, Source, rank, validation_begins
-from rwkv.data.files import Content, contents, matching, names_and_hashes
+from rwkv.data.files import Content, contents, find_files, names_and_hashes
 from rwkv.errors import UserError
 from rwkv.io.cache import sha256
 from rwkv.io.lines import counted
@@ -21,7 +21,7 @@ LOCAL = True
 
 
 def source(config: DataConfig, cache: Path) -> Source:
-    files = [(name, path) for name, path in matching(str(config.path), (".txt",)) if path.stat().st_size]
+    files = [(name, path) for name, path in find_files(str(config.path), (".txt",)) if path.stat().st_size]
     if not files:
         raise UserError(f"data.path={config.path} contains no text. Pass a file with text in UTF-8")
     files.sort(key=lambda pair: rank(pair[0]))

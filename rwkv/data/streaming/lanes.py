@@ -251,7 +251,7 @@ class StreamLoader:
         states = [state for state in gathered if state is not None]
         if len(states) < len(gathered):  # nothing has been read yet
             return {"rows": self.layout.rows * self.layout.world}
-        sources = [joined([state["sources"][number] for state in states]) for number in range(len(states[0]["sources"]))]
+        sources = [join_states([state["sources"][number] for state in states]) for number in range(len(states[0]["sources"]))]
         return {"rows": self.layout.rows * self.layout.world, "turns": states[0]["turns"], "sources": sources}
 
     def load_state_dict(self, state: StateDict) -> None:
@@ -269,7 +269,7 @@ def _unchanged(item: Item) -> Item:
     return item
 
 
-def joined(states: Sequence[JsonMapping]) -> StateDict:
+def join_states(states: Sequence[JsonMapping]) -> StateDict:
     """Joins the states of all processes: the positions of all lanes, the oldest block, and the hashes since that block."""
     oldest = min(states, key=lambda state: state["block"][:2])
     hashes = [state["hashes"] for state in states if state["block"][:2] == oldest["block"][:2]]

@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from rwkv.config import DataConfig
-from rwkv.data.files import natural
+from rwkv.data.files import natural_key
 from rwkv.data.sources import hf, jsonl
 from rwkv.errors import UserError
 from rwkv.io.cache import sha256
-from rwkv.io.compressed import BROKEN, decompressed
+from rwkv.io.compressed import BROKEN, decompressed_stream
 from rwkv.io.json_lines import parse
 from rwkv.io.lines import counted
 from rwkv.io.utf8 import open_file
@@ -83,7 +83,7 @@ class JsonLines(Stream):
 
     def __init__(self, config: DataConfig) -> None:
         path = str(config.path)
-        named = sorted(jsonl.files(path), key=lambda pair: natural(pair[0]))
+        named = sorted(jsonl.files(path), key=lambda pair: natural_key(pair[0]))
         self.files = [file for _, file in named]
         self.field = config.field
         self.about = f"{self.files[0].name if len(named) == 1 else f'{len(named)} files of {path}'}, field {config.field}"
@@ -117,9 +117,9 @@ class LineReader(Reader):
                 raise UserError(f"data.streaming conflicts with {path}, because the file is a JSON list. Write one object per "
                                 "line, or omit data.streaming")
             with open_file(path) as raw:
-                file = decompressed(raw, path)
+                file = decompressed_stream(raw, path)
                 _skip_bytes(file, raw, self._place[1], path)
-                for line in jsonl.unbroken(file, path):
+                for line in jsonl.read_lines(file, path):
                     self._place[1] += len(line)
                     self._place[2] += 1
                     self.size = self._before + (self._place[1] if file is raw else raw.tell())
@@ -174,7 +174,7 @@ class Dataset(Stream):
 class DatasetReader(Reader):
     def __init__(self, config: DataConfig, position: Position | None) -> None:
         self._config = config
-        self._data = hf.streamed(config)
+        self._data = hf.open_streamed(config)
         self._number = 0
         if position is not None:
             self._number, state = position

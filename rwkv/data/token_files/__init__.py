@@ -22,7 +22,7 @@ import numpy as np
 from tqdm import tqdm
 
 from rwkv.config import DataConfig
-from rwkv.data.files import crc32, stamp, unchanged
+from rwkv.data.files import crc32, is_unchanged, size_and_mtime
 from rwkv.data.token_array import DocumentOffsets, Part, TokenArray
 from rwkv.errors import UserError
 from rwkv.io.cache import read_json, sha256, write, write_json
@@ -109,7 +109,7 @@ def read(files: Sequence[TokenFile], tokenizer: Tokenizer, val_fraction: float, 
         hashes.append(np.load(places.hashes))
         arrays.append(TokenArray([Part(file.ids, entry["dtype"], 0, entry["tokens"])],
                                  DocumentOffsets(places.starts, 0, len(hashes[-1]), 0)))
-    whole = TokenArray.joined(arrays)
+    whole = TokenArray.concatenate(arrays)
     digest = entries[0]["sha256"] if len(entries) == 1 else sha256(entry["sha256"] for entry in entries)
     starts = whole.starts
     cut, first = _validation_start(starts, len(whole), val_fraction, files[0].ids)
@@ -173,7 +173,7 @@ def _read_or_scan(file: TokenFile, tokenizer: Tokenizer, cache: Path) -> tuple[J
     entry = read_json(cached)
     sources = (("bin", file.ids), ("idx", file.index_file))
     valid = entry and all(path.is_file() for path in places) and _checksums(places) == entry["places"] and all(
-        unchanged(path, {"stamp": entry[name], "time": entry["time"]}) for name, path in sources)
+        is_unchanged(path, {"stamp": entry[name], "time": entry["time"]}) for name, path in sources)
     return entry if entry and valid else _scan_file(file, tokenizer, cached, places), places
 
 
@@ -182,7 +182,7 @@ def _checksums(places: Places) -> list[int]:
 
 
 def _scan_file(file: TokenFile, tokenizer: Tokenizer, cached: Path, places: Places) -> JsonObject:
-    entry = {"time": time.time_ns(), "bin": stamp(file.ids), "idx": stamp(file.index_file)}
+    entry = {"time": time.time_ns(), "bin": size_and_mtime(file.ids), "idx": size_and_mtime(file.index_file)}
     index = file.read_index()
     ids = _map_ids(file, index)
     scanned = _scan_ids(ids)

@@ -24,7 +24,7 @@ from pathlib import Path
 
 import numpy as np
 
-from rwkv.data.files import matching, natural
+from rwkv.data.files import find_files, natural_key
 from rwkv.data.token_files import Index, TokenFile
 from rwkv.errors import UserError
 from rwkv.io.utf8 import open_file
@@ -42,18 +42,18 @@ def files(path: str | None) -> list[TokenFile]:
                         "NAME_00000.bin, NAME_00000.idx, ...")
     base = path.removesuffix(".bin").removesuffix(".idx")
     if Path(path).is_dir() or (glob.has_magic(path) and not Path(f"{base}.bin").exists()):
-        bases = {str(file.with_suffix("")) for _, file in matching(path, (".bin", ".idx")) if file.suffix in (".bin", ".idx")}
+        bases = {str(file.with_suffix("")) for _, file in find_files(path, (".bin", ".idx")) if file.suffix in (".bin", ".idx")}
     elif Path(f"{base}.bin").is_file() or Path(f"{base}.idx").is_file():
         bases = {base}
     else:
         bases = {*_part_names(Path(base))} or {base}
-    pairs = [Path(f"{base}{suffix}") for base in sorted(bases, key=natural) for suffix in (".bin", ".idx")]
+    pairs = [Path(f"{base}{suffix}") for base in sorted(bases, key=natural_key) for suffix in (".bin", ".idx")]
     missing = [file.name for file in pairs if not file.is_file()]
     if missing or not bases:
         raise UserError(f"data.path={path} has no {' and no '.join(missing[:4]) or '.bin file'}, but data=binidx requires "
                         "NAME.bin and NAME.idx")
     return [TokenFile("binidx", Path(f"{base}.bin"), Path(f"{base}.idx"), partial(read_index, Path(f"{base}.idx")))
-            for base in sorted(bases, key=natural)]
+            for base in sorted(bases, key=natural_key)]
 
 
 def _part_names(base: Path) -> list[str]:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from rwkv.data.files import matching, natural
+from rwkv.data.files import find_files, natural_key
 from rwkv.data.token_files import Index, TokenFile
 from rwkv.errors import UserError
 from rwkv.io.utf8 import read_bytes
@@ -28,7 +28,8 @@ def files(path: str | None) -> list[TokenFile]:
     """Finds the shards that data.path names. Raises UserError if a file is missing."""
     if not path:
         raise UserError("data=datatrove requires data.path, which must be a .ds file, a folder of .ds files, or a pattern")
-    shards = [file for _, file in sorted(matching(path, (".ds",)), key=lambda pair: natural(pair[0])) if file.suffix == ".ds"]
+    named = sorted(find_files(path, (".ds",)), key=lambda pair: natural_key(pair[0]))
+    shards = [file for _, file in named if file.suffix == ".ds"]
     if not shards:
         raise UserError(f"data.path={path} has no .ds files")
     if all(any(shard.name.endswith(stage) for shard in shards) for stage in STAGES):

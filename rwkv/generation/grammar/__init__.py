@@ -18,8 +18,8 @@ from time import monotonic
 from typing import NamedTuple
 
 from rwkv.errors import UserError
-from rwkv.generation.grammar.json_schema import enforceable, unbounded_numbers
-from rwkv.generation.grammar.keywords import DEFINITIONS, Schema, inside, named, require_schema
+from rwkv.generation.grammar.json_schema import allows_unbounded_numbers, rewrite_schema
+from rwkv.generation.grammar.keywords import DEFINITIONS, Schema, nested_schemas, require_schema, schema_path
 from rwkv.generation.grammar.library import grammar_error, llguidance_module
 from rwkv.io.json_types import JsonObject
 from rwkv.io.utf8 import require_unicode
@@ -163,7 +163,7 @@ class Grammar:
         parts = tuple(part._replace(kind="lark_grammar", content=FINITE_JSON) if part.kind == "json_schema" else part
                       for part in self.parts)
         schemas = [json.loads(part.content) for part in self.parts if part.kind == "json_schema"]
-        return replace(self, parts=parts) if any(map(unbounded_numbers, schemas)) else None
+        return replace(self, parts=parts) if any(map(allows_unbounded_numbers, schemas)) else None
 
     def check(self) -> None:
         """Raises UserError, which names the place, if the grammar cannot be compiled, or if llguidance is not installed."""
@@ -191,7 +191,7 @@ def _schema_part(schema: Schema, where: str) -> Part:
 
 def _enforceable(part: Part) -> JsonObject:
     try:
-        return {**enforceable(json.loads(part.content), part.where, _is_empty), "x-guidance": JSON_FORM}
+        return {**rewrite_schema(json.loads(part.content), part.where, _is_empty), "x-guidance": JSON_FORM}
     except RecursionError:
         raise UserError(f"{part.where} is nested too deeply: use fewer levels of nesting") from None
 
@@ -212,14 +212,14 @@ def _error_place(schema: Schema, reason: str, where: str) -> str:
     narrower = True
     while narrower:
         narrower = False
-        for place, sub in inside(schema):
+        for place, sub in nested_schemas(schema):
             tries -= 1
             if tries < 0 or monotonic() > deadline:
                 return where
             definitions = {key: root[key] for key in DEFINITIONS if key in root and place[0] not in DEFINITIONS}
             if isinstance(sub, Mapping) and _schema_error({**definitions, **sub}) == reason:
                 schema = sub
-                where = named(where, place)
+                where = schema_path(where, place)
                 narrower = True
                 break
     return where

@@ -1,6 +1,6 @@
 """Rewrites a JSON schema so that llguidance enforces the schema correctly.
 
-`enforceable` returns a schema whose valid texts are all valid under the original. The new schema may allow fewer texts.
+`rewrite_schema` returns a schema whose valid texts are all valid under the original. The new schema may allow fewer texts.
 Rewriting adds rules that llguidance does not enforce, and removes rules without effect that llguidance rejects. Schemas without
 a finite instance, such as circular references, become `false`: otherwise llguidance would let a text begin that can never end.
 
@@ -14,7 +14,7 @@ from urllib.parse import unquote
 
 from rwkv.errors import UserError
 from rwkv.generation.grammar.keywords import ALONE, BY_NAME, IN_LIST, TYPES, Schema, all_schemas, is_schema, require_keywords
-from rwkv.generation.grammar.patterns import escaped, excluding, rust_pattern
+from rwkv.generation.grammar.patterns import escaped, exclusion_pattern, rust_pattern
 from rwkv.io.json_types import JsonObject
 
 MERGING = ("allOf", "anyOf", "oneOf", "$ref")            # keys whose schemas llguidance may merge with their siblings
@@ -42,7 +42,7 @@ ENFORCED = ("date-time", "time", "date", "duration", "email", "hostname", "ipv4"
 IsEmpty = Callable[[Sequence[str]], bool]        # returns True if no text matches all patterns (in llguidance's syntax)
 
 
-def enforceable(schema: Schema, where: str, is_empty: IsEmpty) -> JsonObject:
+def rewrite_schema(schema: Schema, where: str, is_empty: IsEmpty) -> JsonObject:
     """Returns the rewritten schema, without the key x-guidance.
 
     Raises UserError, which names the place, if the schema cannot be enforced.
@@ -56,7 +56,7 @@ def enforceable(schema: Schema, where: str, is_empty: IsEmpty) -> JsonObject:
     return _Rewriter(schema, finite, is_empty).rewrite(schema, where)
 
 
-def unbounded_numbers(schema: object) -> bool:
+def allows_unbounded_numbers(schema: object) -> bool:
     """Returns True if the schema allows unbounded numbers, such as 1e999, which is infinite in float64."""
     return any(map(_may_be_any_number, all_schemas(schema)))
 
@@ -208,7 +208,7 @@ class _Rewriter:
         patterns = {rust_pattern(pattern): sub for pattern, sub in rules.get("patternProperties", {}).items()}
         names = {*rules.get("properties", ()), *rules.get("required", ())}
         if patterns and rules.get("additionalProperties") is False:
-            other = f"^{excluding(set(), names)}$"
+            other = f"^{exclusion_pattern(set(), names)}$"
             for pattern in [pattern for pattern in patterns if self._is_empty([pattern, other])]:
                 self._move_to_names(rules, pattern, patterns.pop(pattern), names)
         if patterns or "patternProperties" in rules:
@@ -222,9 +222,9 @@ class _Rewriter:
         properties = rules.get("properties", {})
         rules["properties"] = {**properties, **{name: other for name in rules.get("required", ()) if name not in properties}}
         if self._late_names is not None:                 # each merged schema must allow the names declared in the others
-            possible = "|".join([excluding(self._late_names, set()), *map(escaped, sorted(self._declared))])
+            possible = "|".join([exclusion_pattern(self._late_names, set()), *map(escaped, sorted(self._declared))])
         else:
-            possible = excluding(late_names, names)
+            possible = exclusion_pattern(late_names, names)
         rules["patternProperties"] = {f"^({possible})$": other}
         rules["additionalProperties"] = False
 

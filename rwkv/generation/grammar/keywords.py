@@ -67,11 +67,11 @@ def _require_safe_keys(schema: object, where: str) -> None:
     more = schema.get("additionalProperties", True)
     if isinstance(names, Mapping) and more is not False and any(CONTROL.search(name) for name in names):
         raise UserError(f"{where}: a property name with a control character requires additionalProperties=false")
-    for place, sub in inside(schema):
-        _require_safe_keys(sub, named(where, place))
+    for place, sub in nested_schemas(schema):
+        _require_safe_keys(sub, schema_path(where, place))
 
 
-def inside(schema: object) -> Iterator[tuple[Place, object]]:
+def nested_schemas(schema: object) -> Iterator[tuple[Place, object]]:
     """Yields (path, nested schema) for each schema directly inside `schema`. The path is relative to `schema`."""
     if not isinstance(schema, Mapping):
         return
@@ -86,13 +86,13 @@ def inside(schema: object) -> Iterator[tuple[Place, object]]:
             yield (key,), schema[key]
 
 
-def named(where: str, place: Sequence[str | int]) -> str:
+def schema_path(where: str, place: Sequence[str | int]) -> str:
     return where + "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in place)
 
 
 def all_schemas(schema: object) -> Iterator[object]:
     yield schema
-    for _, sub in inside(schema):
+    for _, sub in nested_schemas(schema):
         yield from all_schemas(sub)
 
 
@@ -153,8 +153,8 @@ def require_keywords(schema: object, where: str) -> None:
                         f"properties; got {most}")
     if schema.get("format") == "regex":
         raise UserError(f'{where}: the format "regex" cannot be enforced. Use the keyword "pattern", or omit "format"')
-    for place, sub in inside(schema):
-        require_keywords(sub, named(where, place))
+    for place, sub in nested_schemas(schema):
+        require_keywords(sub, schema_path(where, place))
 
 
 def _excerpt(value: object) -> str:

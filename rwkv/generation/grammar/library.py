@@ -29,10 +29,10 @@ def llguidance_module() -> ModuleType:
 
 
 def grammar_error(definition: str) -> str:
-    return sentence(llguidance_module().LLMatcher.validate_grammar(definition))
+    return short_message(llguidance_module().LLMatcher.validate_grammar(definition))
 
 
-def sentence(message: str) -> str:
+def short_message(message: str) -> str:
     """Returns llguidance's error message without the lines that quote the grammar, or "" for a warning."""
     if message.startswith("WARNING"):
         return ""

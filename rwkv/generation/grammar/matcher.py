@@ -10,7 +10,7 @@ from random import Random
 
 from rwkv.errors import UserError
 from rwkv.generation.grammar import Grammar
-from rwkv.generation.grammar.library import LibraryMatcher, llguidance_module, sentence
+from rwkv.generation.grammar.library import LibraryMatcher, llguidance_module, short_message
 from rwkv.tokenizer.tokenizers import ByteTokenizer, Tokenizer
 
 COMPILED = 32                            # compiled grammars in the cache
@@ -109,8 +109,8 @@ class Matcher:
 
 
 def matcher_of(grammar: Grammar, tokenizer: Tokenizer, stop_tokens: Sequence[int] = ()) -> Matcher:
-    """Returns a matcher for a new sequence, which may also end at `stop_tokens`. Raises UserError as compiled() does."""
-    libraries = [library.deep_copy() for library in compiled(grammar, tokenizer)]
+    """Returns a matcher for a new sequence, which may also end at `stop_tokens`. Raises UserError as cached_matchers() does."""
+    libraries = [library.deep_copy() for library in cached_matchers(grammar, tokenizer)]
     return Matcher(libraries, vocabulary(tokenizer), stop_tokens)
 
 
@@ -121,7 +121,7 @@ def vocabulary(tokenizer: Tokenizer) -> Vocabulary:
 
 
 @lru_cache(maxsize=COMPILED)
-def compiled(grammar: Grammar, tokenizer: Tokenizer) -> list[LibraryMatcher]:
+def cached_matchers(grammar: Grammar, tokenizer: Tokenizer) -> list[LibraryMatcher]:
     """Returns llguidance's matchers for the grammar, from a cache. Each sequence needs copies of these matchers.
 
     Raises UserError as Grammar.check and require_ends do.
@@ -144,7 +144,7 @@ def _library(grammar: Grammar, tokenizer: Tokenizer) -> LibraryMatcher:
                                                    limits=limits)
     if library.is_error():
         grammar.check()
-        raise UserError(f"{grammar.parts[0].where}: {sentence(library.get_error())}")
+        raise UserError(f"{grammar.parts[0].where}: {short_message(library.get_error())}")
     return library
 
 
@@ -195,7 +195,7 @@ def _random_token(mask: bytearray, draw: Random) -> int:
 
 def _dead_end_reason(grammar: Grammar, text: bytes, vocab: Vocabulary, error: str) -> str:
     if vocab.has_all_characters:
-        reason = f" ({sentence(error).partition(';')[0]})" if error else ""
+        reason = f" ({short_message(error).partition(';')[0]})" if error else ""
         return f"no text may follow {text.decode(errors='replace')[-40:]!r}, so the text could not be completed{reason}"
     libraries = [_library(each, BYTES) for each in (grammar, grammar.with_finite_numbers()) if each]
     matcher = Matcher([library.deep_copy() for library in libraries], vocabulary(BYTES))

@@ -41,7 +41,7 @@ def escaped(text: str) -> str:
                    for character in text)
 
 
-def excluding(beginnings: set[str], texts: set[str]) -> str:
+def exclusion_pattern(beginnings: set[str], texts: set[str]) -> str:
     """Returns a pattern for all texts that begin with none of `beginnings` and equal none of `texts`.
 
     The pattern matches such a text as a whole.
@@ -54,6 +54,7 @@ def excluding(beginnings: set[str], texts: set[str]) -> str:
     may_end = "" not in texts
     if not following:
         return "(?s:.*)" if may_end else "(?s:.+)"
-    alternatives = [f"{escaped(first)}{excluding(*rests)}" for first, rests in sorted(following.items()) if "" not in rests[0]]
+    alternatives = [f"{escaped(first)}{exclusion_pattern(*rests)}"
+                    for first, rests in sorted(following.items()) if "" not in rests[0]]
     alternatives.append(f"[^{NUL}{''.join(map(escaped, sorted(following)))}](?s:.*)")
     return f"({'|'.join(alternatives)}){'?' if may_end else ''}"

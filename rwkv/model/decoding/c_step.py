@@ -21,7 +21,7 @@ from kernels.matvec import BLOCKS, FORMATS, KINDS, Int8, exact_copy
 from kernels.select import AUTO, resolve
 from rwkv.model.base import Model, has_optional_module, optional_module
 from rwkv.model.decoding.layers import PLAIN
-from rwkv.model.hooks import untouched
+from rwkv.model.hooks import is_unmodified
 from rwkv.model.quantized import BlockEmbedding, BlockLinear, Int4Linear, Int8Linear, PackedLinear
 from rwkv.model.weights_watch import exact_copies, is_finite, tensors_of
 
@@ -93,7 +93,7 @@ class Structs(Protocol):
 class CStep:
     """The C step of a model with its present weights.
 
-    The attribute `own` has the tensors that are made for this step. All other tensors belong to the model.
+    The attribute `own_tensors` has the tensors that are made for this step. All other tensors belong to the model.
     """
 
     def __init__(self, model: Model) -> None:
@@ -102,8 +102,8 @@ class CStep:
         _require_sizes(model.config.generation, structs)
         numbers = list(_numbers(structs))
         model_storages = {tensor.untyped_storage().data_ptr() for tensor in tensors_of(model)}
-        self.own = [part for part in _field_values(structs) if isinstance(part, Tensor)
-                    and part.untyped_storage().data_ptr() not in model_storages]
+        self.own_tensors = [part for part in _field_values(structs) if isinstance(part, Tensor)
+                            and part.untyped_storage().data_ptr() not in model_storages]
         self.size, self.reads_copies = structs.common.size, builder.reads_copies
         self._name, self._structs = f"{model.config.generation}_step", torch.tensor(numbers, device="cpu")
 
@@ -128,7 +128,7 @@ def step_of(model: Model) -> CStep:
 
 
 @cache
-def drawing() -> Draw | None:
+def token_sampler() -> Draw | None:
     """Returns the fastest token sampler of kernels/draw on this CPU, or None if PyTorch must sample instead."""
     name = resolve("draw", AUTO)
     function: Draw | None = None if registry.why_not("draw", name) else registry.load("draw", name).draw
@@ -192,7 +192,7 @@ def is_plain(model: Model) -> bool:
     if not has_optional_module(model.config, "step"):
         return False
     kinds = (*PLAIN, *optional_module(model.config, "step").PLAIN)
-    return model.is_untouched() and all(_is_plain_module(module, kinds) for module in model.modules() if module is not model)
+    return model.is_unmodified() and all(_is_plain_module(module, kinds) for module in model.modules() if module is not model)
 
 
 def are_in_order(model: Model) -> bool:
@@ -206,7 +206,7 @@ def are_in_order(model: Model) -> bool:
 
 def _is_plain_module(module: nn.Module, kinds: tuple[type, ...]) -> bool:
     """Returns True if a step may compute the module from its weights: no hooks, no bias in a linear layer, a bias in a norm."""
-    return (type(module) in kinds and untouched(module)
+    return (type(module) in kinds and is_unmodified(module)
             and not (isinstance(module, nn.Linear) and module.bias is not None)
             and not (isinstance(module, NORMS) and (module.weight is None or module.bias is None))
             and not (isinstance(module, nn.Embedding) and module.max_norm is not None))
@@ -218,7 +218,7 @@ def decoding_line(model: Model) -> str:
     if reason is not None:
         return f"decoding: PyTorch ({reason})"
     copies = ", with bfloat16 copies of its matrices (exact)" if step_of(model).reads_copies else ""
-    return f"decoding: C, one call per token{copies}{'; sampling in C' if drawing() else ''}"
+    return f"decoding: C, one call per token{copies}{'; sampling in C' if token_sampler() else ''}"
 
 
 def _format_of(layer: nn.Module) -> str:

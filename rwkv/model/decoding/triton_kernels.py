@@ -35,7 +35,7 @@ def dtype_of(dtype: torch.dtype) -> Any:
 
 
 @triton.jit
-def begins(slots, row, PREFILL: tl.constexpr):
+def starts_sequence(slots, row, PREFILL: tl.constexpr):
     """Returns True if the row's program computes anything. With PREFILL, only the first row of a sequence does."""
     if PREFILL:
         slot = tl.load(slots + row)
@@ -80,7 +80,7 @@ def norm_and_mixes(tokens, slots, embedding, ln0_weight, ln0_bias, eps0, weight,
     else:
         state_ptr = states + tl.load(slots + row) * state_size + state_offset + c
         last = tl.load(state_ptr, mask=inside, other=0.0)
-        active = begins(slots, row, PREFILL)
+        active = starts_sequence(slots, row, PREFILL)
         while active:
             x_ptr = wide + row * wide_size + x_offset + c
             if EMBED:

@@ -270,13 +270,13 @@ class Builder:
         self._dtype = torch.bfloat16 if weight is None else weight.dtype
         self._dot = triton_kernels.dtype_of(product_dtype(self._dtype, self._device))
 
-    def wide(self, width: int) -> int:
+    def allocate_wide(self, width: int) -> int:
         """Reserves `width` numbers in each row of the wide buffer, and returns their offset."""
         offset = self._wide_width
         self._wide_width += -(-width // OFFSET_ALIGNMENT) * OFFSET_ALIGNMENT
         return offset
 
-    def narrow(self, width: int) -> int:
+    def allocate_narrow(self, width: int) -> int:
         """Reserves `width` numbers in each row of the narrow buffer (the products' inputs), and returns their offset."""
         offset = self._narrow_width
         self._narrow_width += -(-width // OFFSET_ALIGNMENT) * OFFSET_ALIGNMENT

@@ -19,8 +19,8 @@ from torch.nn.functional import linear, pad
 from kernels.backends.torch_private import transforms_active
 from rwkv.model.first_derivative import Context, first_derivative
 from rwkv.model.fused.backend import backend_for
-from rwkv.model.hooks import untouched
-from rwkv.model.weight_cache import rounded, to_save
+from rwkv.model.hooks import is_unmodified
+from rwkv.model.weight_cache import rounded, tensors_to_save
 
 WIDE_PRODUCTS = ("cuda",)                # devices whose half-precision products can return float32
 Tensors = tuple[Tensor, ...]
@@ -50,7 +50,7 @@ def product_dtype(x: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(x.device.type) if lower else x.dtype
 
 
-def last(x: Tensor, saved: bool = False) -> Tensor:
+def last_step(x: Tensor, saved: bool = False) -> Tensor:
     """Returns the last step (B,C) of x (B,T,C), for the next state.
 
     `saved` tells whether x is saved for backward anyway. If so, the result is a view; otherwise it is a copy, because a view
@@ -75,7 +75,7 @@ def can_use_functions() -> bool:
 
 
 def _is_plain(layer: nn.Module) -> bool:
-    return (type(layer) is nn.Linear and layer.bias is None and untouched(layer)
+    return (type(layer) is nn.Linear and layer.bias is None and is_unmodified(layer)
             and type(layer.weight) in (nn.Parameter, Tensor)
             and (layer.weight.requires_grad or not torch.is_grad_enabled()))
 
@@ -159,7 +159,7 @@ class _SquaredReluLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Context, dtype: torch.dtype, x: Tensor, weight: Tensor) -> Tensor:
         (multiplied,) = rounded(dtype, (weight,))
-        ctx.save_for_backward(x, *to_save((weight,), (multiplied,)))
+        ctx.save_for_backward(x, *tensors_to_save((weight,), (multiplied,)))
         ctx.dtype, ctx.weight_dtype = dtype, weight.dtype
         return linear(squared_relu(x).to(dtype), multiplied)
 
@@ -200,7 +200,7 @@ class _MixedProducts(torch.autograd.Function):
         mus, weights = others[:len(others) // 2], others[len(others) // 2:]
         multiplied = rounded(dtype, weights)
         saved, mixes = mix(dtype, x, last_x, mus)
-        ctx.save_for_backward(*mixes, *to_save(weights, multiplied), *saved)
+        ctx.save_for_backward(*mixes, *tensors_to_save(weights, multiplied), *saved)
         ctx.dtype, ctx.weight_dtype = dtype, weights[0].dtype
         return tuple(map(linear, mixes, multiplied))
 

@@ -17,11 +17,11 @@ from rwkv.model.rwkv4.architecture import (
     group,
     non_negative,
     operator_work,
-    resolved,
     saved_activations,
     saved_when_recomputing,
     shapes,
     sizes,
+    with_default_widths,
 )
 from rwkv.model.rwkv4.initial import init_weights
 from rwkv.model.rwkv4.mix import Block

@@ -46,7 +46,7 @@ def shapes(config: ModelConfig, V: int) -> dict[str, Shape]:
     return tensors | {"ln_out.weight": (C,), "ln_out.bias": (C,), "head.weight": (V, C)}
 
 
-def resolved(config: ModelConfig) -> ModelConfig:
+def with_default_widths(config: ModelConfig) -> ModelConfig:
     """Returns the configuration with n_att and n_ffn filled in where they are None."""
     _, A, F = sizes(config)
     return replace(config, n_att=A, n_ffn=F)

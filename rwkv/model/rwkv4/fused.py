@@ -16,7 +16,7 @@ from rwkv.model.fused import (
     squared_relu,
     squared_relu_backward,
 )
-from rwkv.model.weight_cache import rounded, to_save
+from rwkv.model.weight_cache import rounded, tensors_to_save
 
 
 def gated_product(gate: Tensor, x: Tensor, weight: Tensor) -> Tensor:
@@ -37,7 +37,7 @@ class _GatedProduct(torch.autograd.Function):
         gate = torch.sigmoid(gate)
         (multiplied,) = rounded(gate.dtype, (weight,))
         gated = gate * x
-        ctx.save_for_backward(gate, x, gated, *to_save((weight,), (multiplied,)))
+        ctx.save_for_backward(gate, x, gated, *tensors_to_save((weight,), (multiplied,)))
         ctx.weight_dtype = weight.dtype
         return linear(gated, multiplied)
 
@@ -60,7 +60,7 @@ class _ChannelMixing(torch.autograd.Function):
         gate = linear(mix_r, receptance).sigmoid_()
         hidden = squared_relu(k)
         kv = linear(hidden, value)
-        ctx.save_for_backward(mix_k, mix_r, k, hidden, gate, kv, *to_save(weights, multiplied), *saved)
+        ctx.save_for_backward(mix_k, mix_r, k, hidden, gate, kv, *tensors_to_save(weights, multiplied), *saved)
         ctx.weight_dtype = weights[0].dtype
         return gate * kv
 

@@ -43,16 +43,19 @@ class TimeMix(nn.Module):
         if packing is not None or not fused.can_fuse(self.key, self.value, self.receptance, self.output):
             mix_k, mix_v, mix_r = fused.token_shift(x, last_x, *mus, first=packing.shift_mask if packing else None)
             y, after = self._wkv(self.key(mix_k), self.value(mix_v), before, packing)
-            return self.output(torch.sigmoid(self.receptance(mix_r)) * y), fused.last(x), after
+            return self.output(torch.sigmoid(self.receptance(mix_r)) * y), fused.last_step(x), after
         weights = self.key.weight, self.value.weight, self.receptance.weight
         k, v, r = fused.mixed_products(x, last_x, mus, weights)
         y, after = self._wkv(k, v, before)
-        return rwkv4_fused.gated_product(r, y, self.output.weight), fused.last(x, saved=True), after
+        return rwkv4_fused.gated_product(r, y, self.output.weight), fused.last_step(x, saved=True), after
 
     def _wkv(self, k: Tensor, v: Tensor, before: WKVState | None,
              packing: Packing | None = None) -> tuple[Tensor, WKVState | None]:
         if packing is not None:
-            return packing.each_sequence(lambda k, v: self.wkv(self.time_decay, self.time_first, k, v, None)[0], k, v), None
+            def each(k: Tensor, v: Tensor) -> Tensor:
+                return self.wkv(self.time_decay, self.time_first, k, v, None)[0]
+
+            return packing.apply_per_sequence(each, k, v), None
         if k.shape[1] == 1 and before is not None and not torch.is_grad_enabled():
             y, after = self.wkv.step(self.time_decay, self.time_first, k[:, 0], v[:, 0], before)
             return y.unsqueeze(1), after
@@ -75,9 +78,9 @@ class ChannelMix(nn.Module):
         if packing is not None or not fused.can_fuse(self.key, self.receptance, self.value):
             mix_k, mix_r = fused.token_shift(x, last_x, *mus, first=packing.shift_mask if packing else None)
             mixed = fused.squared_relu_linear(self.value, self.key(mix_k))
-            return torch.sigmoid(self.receptance(mix_r)) * mixed, fused.last(x)
+            return torch.sigmoid(self.receptance(mix_r)) * mixed, fused.last_step(x)
         weights = self.key.weight, self.receptance.weight, self.value.weight
-        return rwkv4_fused.channel_mixing(x, last_x, mus, *weights), fused.last(x, saved=True)
+        return rwkv4_fused.channel_mixing(x, last_x, mus, *weights), fused.last_step(x, saved=True)
 
 
 class Block(nn.Module):

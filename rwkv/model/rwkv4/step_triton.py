@@ -8,7 +8,7 @@ import triton.language as tl
 
 from kernels.wkv4 import decay_exponent
 from rwkv.model.base import Model
-from rwkv.model.decoding.triton_kernels import ADD, ADD_GATED, SQUARED_RELU, WIDE, begins, can_continue
+from rwkv.model.decoding.triton_kernels import ADD, ADD_GATED, SQUARED_RELU, WIDE, can_continue, starts_sequence
 from rwkv.model.decoding.triton_step import Builder, Launch
 from rwkv.model.rwkv4.mix import Block
 
@@ -20,9 +20,9 @@ def launches(model: Model, builder: Builder) -> list[Launch]:
     blocks = cast(list[Block], [*model.blocks])
     att, ffn = blocks[0].att, blocks[0].ffn
     C, A, F = model.config.n_embd, att.key.out_features, ffn.key.out_features
-    x, gate = builder.wide(C), builder.wide(C)
-    k, v, r = (builder.wide(A) for _ in range(3))
-    mixed, y, relu = builder.narrow(3 * C), builder.narrow(A), builder.narrow(F)
+    x, gate = builder.allocate_wide(C), builder.allocate_wide(C)
+    k, v, r = (builder.allocate_wide(A) for _ in range(3))
+    mixed, y, relu = builder.allocate_narrow(3 * C), builder.allocate_narrow(A), builder.allocate_narrow(F)
     steps = []
     for number, block in enumerate(blocks):
         att, ffn = block.att, block.ffn
@@ -61,7 +61,7 @@ def _wkv(slots, vectors, wide, narrow, states, wide_size, narrow_size, state_siz
     a = tl.load(state_ptr, mask=inside, other=0.0)
     b = tl.load(state_ptr + A, mask=inside, other=0.0)
     p = tl.load(state_ptr + 2 * A, mask=inside, other=0.0)
-    active = begins(slots, row, PREFILL)
+    active = starts_sequence(slots, row, PREFILL)
     while active:
         row_ptr = wide + row * wide_size + c
         k = tl.load(row_ptr + k_offset, mask=inside, other=0.0)

@@ -20,11 +20,11 @@ from rwkv.model.rwkv7.architecture import (
     group,
     non_negative,
     operator_work,
-    resolved,
     saved_activations,
     saved_when_recomputing,
     shapes,
     sizes,
+    with_default_widths,
 )
 from rwkv.model.rwkv7.deep_embed import add_deep_embed, first_carry, merge
 from rwkv.model.rwkv7.initial import init_weights

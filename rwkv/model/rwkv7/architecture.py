@@ -87,7 +87,7 @@ def shapes(config: ModelConfig, V: int) -> dict[str, Shape]:
     return tensors | {"ln_out.weight": (C,), "ln_out.bias": (C,), "head.weight": (V, C)}
 
 
-def resolved(config: ModelConfig) -> ModelConfig:
+def with_default_widths(config: ModelConfig) -> ModelConfig:
     """Returns the configuration with n_ffn and the ranks filled in where they are None."""
     _, _, _, F, ranks = sizes(config)
     return replace(config, n_ffn=F, decay_low_rank_dim=ranks["w"], a_low_rank_dim=ranks["a"], v_low_rank_dim=ranks["v"],

@@ -36,7 +36,7 @@ class DeepEmbedChannelMix(ChannelMix):
         (mixed,) = fused.token_shift(x, last_x, 1 - self.x_k, first=packing.shift_mask if packing else None)
         relu = torch.relu(self.key(mixed))
         inner = (x @ self.s1).unsqueeze(-2) @ self._matrices(x, carry)           # (B,T,1,R)
-        return self.value(relu * relu * (inner.squeeze(-2) @ self.s2 + self.s0)), fused.last(x)
+        return self.value(relu * relu * (inner.squeeze(-2) @ self.s2 + self.s0)), fused.last_step(x)
 
     def _matrices(self, x: Tensor, carry: Carry) -> Tensor:
         rows = self.s_emb(carry.tokens).to(x.dtype)

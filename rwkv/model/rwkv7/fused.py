@@ -33,7 +33,7 @@ from rwkv.model.fused import (
 )
 from rwkv.model.fused.backend import module_for
 from rwkv.model.rwkv7.architecture import EPS, FASTEST_LOG_W, GATES, LEAST_NORM, MIXES
-from rwkv.model.weight_cache import rounded, to_save
+from rwkv.model.weight_cache import rounded, tensors_to_save
 
 SQUARES = {"r": "receptance", "k": "key", "v": "value"}          # maps the name of a mix to its matrix (C,C)
 
@@ -173,7 +173,7 @@ class _Inputs(torch.autograd.Function):
         hidden = tuple(m[name] @ down for name, down in zip(names, downs, strict=True))
         gates, saved_gates = _low_rank_gates(k, v, v_first, hidden, N, _select(p, _vector_names(names)),
                                              _select(p, _matrix_names(2, names)))
-        ctx.N, ctx.names, ctx.sizes = N, names, _save(ctx, mixes, saved_x, to_save(weights, multiplied), *saved_gates)
+        ctx.N, ctx.names, ctx.sizes = N, names, _save(ctx, mixes, saved_x, tensors_to_save(weights, multiplied), *saved_gates)
         ctx.dtype, ctx.weight_dtype = dtype, weights[0].dtype
         operator_inputs = (_split_heads(tensor, N) for tensor in (r, *gates[:5]))
         return *operator_inputs, r, gates.k.detach(), gates.v.detach(), gates.g, v.detach() if v_first is None else None
@@ -250,7 +250,7 @@ def _low_rank_gates(k: Tensor, v: Tensor, v_first: Tensor | None, hidden: Tensor
     up = tanh, hidden_a, *hidden_v
     z = tuple(part @ matrix for part, matrix in zip(up, (w2, a2, *v2), strict=True))
     log_w, new_k, new_v, a, b, inverse = _gates(k, v, v_first, z, N, vectors)
-    saved = SavedGates((k, v, v_first, inverse), (sigmoid,), up, z, vectors, to_save(matrices, multiplied))
+    saved = SavedGates((k, v, v_first, inverse), (sigmoid,), up, z, vectors, tensors_to_save(matrices, multiplied))
     return Gates(log_w, new_k, new_v, a, b, sigmoid @ g2), saved
 
 
@@ -349,7 +349,7 @@ class _Output(torch.autograd.Function):
         vectors = r_k, weight, bias
         (multiplied,) = rounded(g.dtype, (matrix,))
         gated = _gated(y, r, k, v, g, vectors)
-        ctx.save_for_backward(y, r, k, v, g, gated, *vectors, *to_save((matrix,), (multiplied,)))
+        ctx.save_for_backward(y, r, k, v, g, gated, *vectors, *tensors_to_save((matrix,), (multiplied,)))
         ctx.weight_dtype = matrix.dtype
         return linear(gated, multiplied)
 
@@ -426,7 +426,7 @@ class _ChannelMixing(torch.autograd.Function):
         key, value = multiplied = rounded(dtype, weights)
         k = linear(mixed, key)
         hidden = squared_relu(k)
-        ctx.save_for_backward(mixed, k, hidden, *to_save(weights, multiplied), *saved)
+        ctx.save_for_backward(mixed, k, hidden, *tensors_to_save(weights, multiplied), *saved)
         ctx.weight_dtype = weights[0].dtype
         return linear(hidden, value)
 

@@ -31,7 +31,7 @@ from torch.utils.checkpoint import checkpoint
 from kernels.wkv7 import WKV7
 from rwkv.config import ModelConfig
 from rwkv.model import fused
-from rwkv.model.hooks import untouched
+from rwkv.model.hooks import is_unmodified
 from rwkv.model.packing import Packing
 from rwkv.model.rwkv7 import fused as rwkv7_fused
 from rwkv.model.rwkv7.architecture import EPS, FASTEST_LOG_W, LEAST_NORM, LOW_RANK, MIXES, State, sizes
@@ -100,7 +100,7 @@ class TimeMix(nn.Module):
             out, after, v_first = self._recompute_mix(x, last_x, before, v_first, packing, recompute_x or (lambda: x))
         else:
             out, after, v_first = self._plain_mix(x, last_x, before, v_first, packing)
-        return out, fused.last(x, saved=fuses), after, v_first
+        return out, fused.last_step(x, saved=fuses), after, v_first
 
     def _can_fuse(self) -> bool:
         """Returns True if the layers may be computed without being called, and no weight is frozen.
@@ -118,7 +118,7 @@ class TimeMix(nn.Module):
     def _has_standard_norm(self) -> bool:
         """Returns True if ln_x is the GroupNorm that the fused functions compute: H groups, EPS, no hooks."""
         norm = self.ln_x
-        return (type(norm) is nn.GroupNorm and untouched(norm) and norm.affine
+        return (type(norm) is nn.GroupNorm and is_unmodified(norm) and norm.affine
                 and (norm.num_groups, norm.eps) == (len(self.r_k), EPS))
 
     def _plain_mix(self, x: Tensor, last_x: Tensor | None, before: Tensor | None, v_first: Tensor | None,
@@ -218,7 +218,7 @@ class TimeMix(nn.Module):
             def each(r: Tensor, log_w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor) -> Tensor:
                 return self.wkv(r, log_w, k, v, a, b, self._initial_state(len(r)))[0]
 
-            return packing.each_sequence(each, r, log_w, k, v, a, b), None
+            return packing.apply_per_sequence(each, r, log_w, k, v, a, b), None
         return self._apply_operator_to_heads(r, log_w, k, v, a, b, before)
 
     def _apply_operator_to_heads(self, r: Tensor, log_w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor,
@@ -247,8 +247,9 @@ class ChannelMix(nn.Module):
             mixes = fused.token_shift(x, last_x, *past, first=first)
             with fused.recompute_mixes(recompute_x or (lambda: x), last_x, past, first, mixes):
                 k = self.key(*mixes)
-            return fused.squared_relu_linear(self.value, k), fused.last(x)
-        return rwkv7_fused.channel_mixing(x, last_x, self.x_k, self.key.weight, self.value.weight), fused.last(x, saved=True)
+            return fused.squared_relu_linear(self.value, k), fused.last_step(x)
+        y = rwkv7_fused.channel_mixing(x, last_x, self.x_k, self.key.weight, self.value.weight)
+        return y, fused.last_step(x, saved=True)
 
 
 class Carry(NamedTuple):

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from rwkv.model.base import Model
-from rwkv.model.decoding.triton_kernels import ADD, NARROW, SIGMOID, SQUARED_RELU, TANH, WIDE, begins, can_continue
+from rwkv.model.decoding.triton_kernels import ADD, NARROW, SIGMOID, SQUARED_RELU, TANH, WIDE, can_continue, starts_sequence
 from rwkv.model.decoding.triton_step import Builder, Launch, warps_for
 from rwkv.model.rwkv7 import architecture
 from rwkv.model.rwkv7.architecture import GATES, STEP_MIXES
@@ -34,9 +34,9 @@ def launches(model: Model, builder: Builder) -> list[Launch]:
     blocks = cast(list[Block], [*model.blocks])
     C, N, F = config.n_embd, config.head_size, blocks[0].ffn.key.out_features
     ranks = {name: max(getattr(block.att, f"{name}1").shape[1] for block in blocks) for name in GATES}
-    x, r, k, v, v_first, z, rate, g, v_gate, y = (builder.wide(C) for _ in range(10))
-    mixed, readout, relu = builder.narrow(6 * C), builder.narrow(C), builder.narrow(F)
-    hidden = {name: builder.narrow(rank) for name, rank in ranks.items()}
+    x, r, k, v, v_first, z, rate, g, v_gate, y = (builder.allocate_wide(C) for _ in range(10))
+    mixed, readout, relu = builder.allocate_narrow(6 * C), builder.allocate_narrow(C), builder.allocate_narrow(F)
+    hidden = {name: builder.allocate_narrow(rank) for name, rank in ranks.items()}
     targets = {"w": z, "a": rate, "g": g, "v": v_gate}
     hidden_actions = {"w": TANH, "a": NARROW, "g": SIGMOID, "v": NARROW}
     sources = {name: mixed + i * C for i, name in enumerate(STEP_MIXES)}
@@ -83,7 +83,7 @@ def _wkv(slots, vectors, wide, narrow, states, wide_size, narrow_size, state_siz
     row = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * N
     S = states + tl.load(slots + row) * state_size + state_offset + tl.program_id(1) * N * N
-    active = begins(slots, row, PREFILL)
+    active = starts_sequence(slots, row, PREFILL)
     while active:
         row_ptr = wide + row * wide_size + first
         out_ptr = narrow + row * narrow_size + readout_offset + first

@@ -18,11 +18,11 @@ from rwkv.io.json_types import JsonObject
 from rwkv.serving.answers import Answer, ResponseSpec, sse
 from rwkv.serving.endpoints.chat import chat_sequences
 from rwkv.serving.engine.queue import Ticket
-from rwkv.serving.http.errors import ApiError, json_response, renaming
+from rwkv.serving.http.errors import ApiError, json_response, rename_error_fields
 from rwkv.serving.messages import Event, Generate
 from rwkv.serving.openapi import GENERATION, Endpoint
-from rwkv.serving.schema import Effort, Ignored, NewTokens, SamplingFields, Seed, TranslatedChat, converted, read
-from rwkv.serving.service import Service, from_body, owner
+from rwkv.serving.schema import Effort, Ignored, NewTokens, SamplingFields, Seed, TranslatedChat, convert, read
+from rwkv.serving.service import Service, handle_body, owner
 from rwkv.serving.submission import submit
 
 ERRORS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error",
@@ -91,13 +91,13 @@ def error_body(error: ApiError) -> JsonObject:
 
 
 async def messages(service: Service, request: Request) -> "MessagesAnswer":
-    sequences, spec, body, rename = await from_body(service, request, partial(_translate, owner=owner(request)))
-    with renaming(rename):
+    sequences, spec, body, rename = await handle_body(service, request, partial(_translate, owner=owner(request)))
+    with rename_error_fields(rename):
         return MessagesAnswer(service, await submit(service, sequences), spec, body)
 
 
 async def count_tokens(service: Service, request: Request) -> Response:
-    sequences, *_ = await from_body(service, request, partial(_translate, owner=owner(request), counts=True))
+    sequences, *_ = await handle_body(service, request, partial(_translate, owner=owner(request), counts=True))
     return json_response({"input_tokens": _prompt_tokens(sequences[0])})
 
 
@@ -132,8 +132,8 @@ def _translate(service: Service, raw_body: bytes, owner: str, counts: bool = Fal
               "response_format": schema and {"type": "json_schema", "json_schema": schema},
               "continue_final_message": bool(chat) and chat[-1]["role"] == "assistant", **_choice(body.tool_choice)}
     rename = partial(_client_field, places=places)
-    with renaming(rename):
-        return *chat_sequences(service, converted(fields, TranslatedChat), owner), body, rename
+    with rename_error_fields(rename):
+        return *chat_sequences(service, convert(fields, TranslatedChat), owner), body, rename
 
 
 def _client_field(field: str, places: list[str]) -> str:

@@ -15,7 +15,7 @@ from rwkv.chat.encoding import for_tokenizer
 from rwkv.chat.messages import check_messages
 from rwkv.chat.templates import chat_template
 from rwkv.chat.thoughts import START as START_OF_THOUGHTS
-from rwkv.chat.thoughts import begun_by, begun_in, thoughts_end
+from rwkv.chat.thoughts import parser_arguments, thoughts_at_end, thoughts_end
 from rwkv.errors import UserError
 from rwkv.generation.grammar import Grammar
 from rwkv.generation.request import Request as EngineRequest
@@ -25,14 +25,14 @@ from rwkv.serving.http.errors import ApiError
 from rwkv.serving.messages import Generate
 from rwkv.serving.openapi import GENERATION, Endpoint
 from rwkv.serving.schema import AllowedToolsChoice, ChatRequest, TemplateOptions, Thinking, Tool, read
-from rwkv.serving.service import Service, default_max_tokens, from_body, owner, resolve_adapter
-from rwkv.serving.submission import NO_LIMIT, answer, include_usage, make_sequences, message_ids, prompt_ids, stopping
+from rwkv.serving.service import Service, default_max_tokens, handle_body, owner, resolve_adapter
+from rwkv.serving.submission import NO_LIMIT, answer, include_usage, make_sequences, message_ids, prompt_ids, stopping_criteria
 
 TEMPLATE_NAMES = {"bot": "flower", "assistant": "g1", "function_calling": "g1"}          # by rwkv_prompt_template
 
 
 async def chat_completions(service: Service, request: Request) -> Answer:
-    return await answer(service, *await from_body(service, request, partial(_translate, owner=owner(request))))
+    return await answer(service, *await handle_body(service, request, partial(_translate, owner=owner(request))))
 
 
 def _translate(service: Service, raw_body: bytes, owner: str) -> tuple[list[Generate], ResponseSpec, ChatRequest]:
@@ -54,11 +54,11 @@ def chat_sequences(service: Service, body: ChatRequest, owner: str,
     tools, call_start = tools_and_call(service, body)
     thinking = _thinking(service, body, bool(call_start))
     answer_start = service.template.answer_start(thinking.think)
-    start = service.states.start(body.state, owner, model)
-    context = service.states.after(before, tools, start) if before else start
+    start = service.states.start_state(body.state, owner, model)
+    context = service.states.context_of_ids(before, tools, start) if before else start
     continues = False
     if body.continues():
-        answer_start, continues = begun_in(_answer_to_continue(body, call_start), service.template.thinks)
+        answer_start, continues = parser_arguments(_answer_to_continue(body, call_start), service.template.thinks)
         prompt = service.states.continued_prompt(context, body.messages, tools, thinking.think, thinking.effort)
     else:
         prompt = service.states.prompt(context, body.messages, tools, thinking.think, thinking.effort)
@@ -81,10 +81,10 @@ def chat_sequences(service: Service, body: ChatRequest, owner: str,
     n = body.n or 1
     n_logprobs = (body.top_logprobs or 0) if body.logprobs else None
     ids = prompt_ids(service, [*before, *message_ids(service, prompt, context)], "messages", start)
-    thoughts_start = answer_start or ("" if continues else begun_by(prompt))
+    thoughts_start = answer_start or ("" if continues else thoughts_at_end(prompt))
     in_text = continues and not thoughts_start
     grammar = _grammar(service, body, bool(tools), call_start, thoughts_start, thinking.think is True, in_text)
-    first = EngineRequest(ids, body.first_seed(), stopping(service, maximum, stops, limit),
+    first = EngineRequest(ids, body.first_seed(), stopping_criteria(service, maximum, stops, limit),
                           body.sampling(usual.sampling, service.tokenizer), n_logprobs, grammar=grammar)
     sequences = make_sequences(service, body, first, n, start, owner, model, service.states.turn_of_answer(tools, start))
     functions = [function.name for _, function in body.callable_tools()] if tools else []
@@ -159,7 +159,7 @@ def tools_and_call(service: Service, body: ChatRequest) -> tuple[list[JsonObject
         if choice not in (None, "none"):
             raise ApiError(400, "tool_choice requires tools", "tool_choice")
         return None, ""
-    tools = shown_tools(service, body.tools)
+    tools = template_tools(service, body.tools)
     if choice == "none":
         return None, ""
     names = [function.name for _, function in body.callable_tools()]
@@ -174,7 +174,7 @@ def tools_and_call(service: Service, body: ChatRequest) -> tuple[list[JsonObject
     return tools, f"{before}{names[0]}{after}" if len(names) == 1 else before
 
 
-def shown_tools(service: Service, tools: list[Tool] | None) -> list[JsonObject] | None:
+def template_tools(service: Service, tools: list[Tool] | None) -> list[JsonObject] | None:
     """Returns the tools as the template expects them. Raises ApiError if the template does not support tools.
 
     A tool without parameters gets an empty schema.

@@ -11,12 +11,12 @@ from rwkv.serving.http.errors import ApiError
 from rwkv.serving.messages import Generate
 from rwkv.serving.openapi import GENERATION, Endpoint
 from rwkv.serving.schema import MOST_ROWS, CompletionRequest, Options, read
-from rwkv.serving.service import Service, default_max_tokens, from_body, owner, resolve_adapter
-from rwkv.serving.submission import NO_LIMIT, answer, include_usage, make_sequences, prompt_ids, stopping
+from rwkv.serving.service import Service, default_max_tokens, handle_body, owner, resolve_adapter
+from rwkv.serving.submission import NO_LIMIT, answer, include_usage, make_sequences, prompt_ids, stopping_criteria
 
 
 async def completions(service: Service, request: Request) -> Answer:
-    return await answer(service, *await from_body(service, request, partial(_translate, owner=owner(request))))
+    return await answer(service, *await handle_body(service, request, partial(_translate, owner=owner(request))))
 
 
 def _translate(service: Service, raw_body: bytes, owner: str) -> tuple[list[Generate], ResponseSpec, Options]:
@@ -31,7 +31,7 @@ def completion_sequences(service: Service, body: CompletionRequest, owner: str) 
     if body.best_of not in (None, 1):
         raise ApiError(400, "best_of must be 1, because this server does not rank answers. Request several answers with n and "
                             "logprobs, and choose the best one in your program", "best_of")
-    start = service.states.start(body.state, owner, model)
+    start = service.states.start_state(body.state, owner, model)
     prompts = [prompt_ids(service, prompt, start=start) for prompt in _prompts(body)]
     usual = service.defaults[False, False]
     maximum = default_max_tokens(service, usual)["completions"] if body.max_tokens in (None, NO_LIMIT) else body.max_tokens
@@ -42,7 +42,8 @@ def completion_sequences(service: Service, body: CompletionRequest, owner: str) 
                             f"{service.config.max_prompt_tokens} tokens", "echo")
     if echoed and not all(prompts):
         raise ApiError(400, "echo with logprobs requires a prompt with at least one token, even if state is set", "echo")
-    first = EngineRequest("", body.first_seed(), stopping(service, maximum, usual.stop if body.stop is None else body.stops()),
+    stops = usual.stop if body.stop is None else body.stops()
+    first = EngineRequest("", body.first_seed(), stopping_criteria(service, maximum, stops),
                           body.sampling(usual.sampling, service.tokenizer), body.logprobs, echoed, body.answer_grammar())
     sequences = [sequence for ids in prompts
                  for sequence in make_sequences(service, body, replace(first, prompt=ids), n, start, owner, model)]

@@ -21,7 +21,7 @@ from rwkv.serving.http.errors import ApiError, json_response
 from rwkv.serving.messages import Event, Generate
 from rwkv.serving.openapi import GENERATION, Endpoint
 from rwkv.serving.schema import Ignored, TokenId, read
-from rwkv.serving.service import Service, from_body, owner, resolve_adapter
+from rwkv.serving.service import Service, handle_body, owner, resolve_adapter
 from rwkv.serving.submission import prompt_ids, submit
 
 MOST_INPUTS = 2048                       # most inputs in one request, as in OpenAI's API
@@ -38,8 +38,8 @@ class EmbeddingRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True)
 
 
 async def embeddings(service: Service, request: Request) -> "EmbeddingAnswer":
-    sequences, render = await from_body(service, request, partial(_translate, owner=owner(request)))
-    return EmbeddingAnswer(service, await submit(service, sequences[:at_once(service)]), sequences, render)
+    sequences, render = await handle_body(service, request, partial(_translate, owner=owner(request)))
+    return EmbeddingAnswer(service, await submit(service, sequences[:group_size(service)]), sequences, render)
 
 
 Render = Callable[[list[Event]], JsonObject]
@@ -81,12 +81,12 @@ def embedding_sequences(service: Service, inputs: list[str | list[int]], model: 
         raise ApiError(400, f"input must have 1 to {MOST_INPUTS} items; got {len(inputs)}", "input")
     if dimensions not in (None, width):
         raise ApiError(400, f"dimensions must be {width}, the width of the model; got {dimensions}", "dimensions")
-    start = service.states.start(None, owner, model)
+    start = service.states.start_state(None, owner, model)
     return [Generate(EngineRequest(prompt_ids(service, text, f"input[{place}]", start), stopping=StoppingCriteria(0),
                                    pooling=pooling), model, owner, start) for place, text in enumerate(inputs)]
 
 
-def at_once(service: Service) -> int:
+def group_size(service: Service) -> int:
     return min(AT_ONCE, service.config.max_rows)
 
 
@@ -130,7 +130,7 @@ class EmbeddingAnswer(Answer):
                                code="timeout")
             if not self._unsubmitted:
                 return last_events
-            group = self._unsubmitted[:at_once(self._service)]
+            group = self._unsubmitted[:group_size(self._service)]
             self._unsubmitted = self._unsubmitted[len(group):]
             self._ticket = await submit(self._service, group)
 

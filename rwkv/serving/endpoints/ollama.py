@@ -20,11 +20,11 @@ from rwkv.serving.answers import Answer, ResponseSpec, one_line
 from rwkv.serving.endpoints.chat import chat_sequences
 from rwkv.serving.endpoints.completions import completion_sequences
 from rwkv.serving.engine.queue import Ticket
-from rwkv.serving.http.errors import ApiError, json_response, renaming
+from rwkv.serving.http.errors import ApiError, json_response, rename_error_fields
 from rwkv.serving.messages import Event, Generate
 from rwkv.serving.openapi import GENERATION, JSON, LINES, Endpoint
-from rwkv.serving.schema import OFF, CompletionRequest, TokenId, TranslatedChat, Unchecked, converted, read, require_off
-from rwkv.serving.service import Service, from_body, owner, resolve_adapter
+from rwkv.serving.schema import OFF, CompletionRequest, TokenId, TranslatedChat, Unchecked, convert, read, require_off
+from rwkv.serving.service import Service, handle_body, owner, resolve_adapter
 from rwkv.serving.submission import prompt_ids, submit
 
 GENERATED: JsonObject = {**GENERATION, "answers": (JSON, LINES), "error": "OllamaError"}         # fields of an Endpoint
@@ -100,14 +100,14 @@ Translated = tuple[list[Generate], ResponseSpec, OllamaRequest]
 
 
 async def _respond(service: Service, request: Request, translate: Callable[[Service, bytes], Translated]) -> ASGIApp:
-    sequences, spec, body = await from_body(service, request, translate)
+    sequences, spec, body = await handle_body(service, request, translate)
     stream = body.stream is not False
     is_chat = isinstance(body, OllamaChat)
     if not sequences:                    # without a prompt, Ollama only loads the model, or unloads it with keep_alive=0
         reason = "unload" if body.keep_alive in (0, "0", "0s", "0m") else "load"
         line = _line(spec.model, {"content": ""}, is_chat) | {"done": True, "done_reason": reason}
         return Response(msgspec.json.encode(line) + b"\n", media_type=LINES if stream else "application/json")
-    with renaming(_ollama_field):
+    with rename_error_fields(_ollama_field):
         ticket = await submit(service, sequences)
     return OllamaAnswer(service, ticket, spec, stream, is_chat)
 
@@ -126,8 +126,8 @@ def _chat(service: Service, raw_body: bytes, owner: str) -> Translated:
             fields["continue_final_message"] = True
         else:
             fields["messages"].pop()
-    with renaming(_ollama_field):
-        return *chat_sequences(service, converted(fields, TranslatedChat), owner), body
+    with rename_error_fields(_ollama_field):
+        return *chat_sequences(service, convert(fields, TranslatedChat), owner), body
 
 
 def _generate(service: Service, raw_body: bytes, owner: str) -> Translated:
@@ -145,13 +145,13 @@ def _generate(service: Service, raw_body: bytes, owner: str) -> Translated:
         prompt_ids(service, body.context, "context")             # raises ApiError for invalid ids
     fields = _common_fields(body, name)
     prompt = body.prompt or ""
-    with renaming(_ollama_field):
+    with rename_error_fields(_ollama_field):
         if body.raw:
             return *completion_sequences(service, _completion_request(service, body, prompt, fields), owner), body
         # The context already includes the conversation's system prompt.
         system = [{"role": "system", "content": body.system}] if body.system and not body.context else []
         fields["messages"] = [*system, {"role": "user", "content": prompt}]
-        return *chat_sequences(service, converted(fields, TranslatedChat), owner, body.context or ()), body
+        return *chat_sequences(service, convert(fields, TranslatedChat), owner, body.context or ()), body
 
 
 def _completion_request(service: Service, body: OllamaGenerate, prompt: str, fields: JsonObject) -> CompletionRequest:
@@ -167,7 +167,7 @@ def _completion_request(service: Service, body: OllamaGenerate, prompt: str, fie
     if fields["max_tokens"] is None:
         fields["max_tokens"] = service.config.max_tokens
     fields["prompt"] = [*body.context, *service.tokenizer.encode_after(prompt, body.context)] if body.context else prompt
-    return converted(fields, CompletionRequest)
+    return convert(fields, CompletionRequest)
 
 
 def _common_fields(body: OllamaRequest, model: str) -> JsonObject:

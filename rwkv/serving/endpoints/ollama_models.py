@@ -12,14 +12,14 @@ from starlette.types import ASGIApp
 
 from rwkv.config import BITS
 from rwkv.io.json_types import JsonObject
-from rwkv.serving.endpoints.embeddings import EmbeddingAnswer, Render, at_once, embedding_sequences
+from rwkv.serving.endpoints.embeddings import EmbeddingAnswer, Render, embedding_sequences, group_size
 from rwkv.serving.endpoints.ollama import GENERATED, OPTIONS, Model, error_body, model_id
 from rwkv.serving.http.errors import ApiError, json_response
 from rwkv.serving.messages import Event, Generate
 from rwkv.serving.openapi import LINES, Endpoint
 from rwkv.serving.schema import read
-from rwkv.serving.service import LATEST, Service, from_body, owner, resolve_adapter
-from rwkv.serving.submission import encoded, submit
+from rwkv.serving.service import LATEST, Service, handle_body, owner, resolve_adapter
+from rwkv.serving.submission import encode_field, submit
 
 VERSION = "0.12.6"                       # the version of Ollama's API; clients refuse older versions
 NEVER_EXPIRES = "2318-01-01T00:00:00Z"             # Ollama's date for a model that is never unloaded (keep_alive=-1)
@@ -56,7 +56,7 @@ async def running(service: Service, request: Request) -> Response:
 
 
 async def show(service: Service, request: Request) -> Response:
-    return await from_body(service, request, _describe_model)
+    return await handle_body(service, request, _describe_model)
 
 
 def _describe_model(service: Service, raw_body: bytes) -> Response:
@@ -87,7 +87,7 @@ async def pull(service: Service, request: Request) -> Response:
         model_id(service, read(raw_body, Model))
         return Response(b'{"status":"success"}\n', media_type=LINES)
 
-    return await from_body(service, request, respond)
+    return await handle_body(service, request, respond)
 
 
 async def unsupported(service: Service, request: Request) -> Response:
@@ -121,10 +121,10 @@ Translated = tuple[list[Generate], Render]
 
 
 async def _respond(service: Service, request: Request, translate: Callable[[Service, bytes], Translated]) -> ASGIApp:
-    sequences, render = await from_body(service, request, translate)
+    sequences, render = await handle_body(service, request, translate)
     if not sequences:                    # without an input, Ollama only loads the model
         return json_response(render([]))
-    return EmbeddingAnswer(service, await submit(service, sequences[:at_once(service)]), sequences, render, error_body)
+    return EmbeddingAnswer(service, await submit(service, sequences[:group_size(service)]), sequences, render, error_body)
 
 
 def _embed(service: Service, raw_body: bytes, owner: str) -> Translated:
@@ -152,7 +152,7 @@ def _input_sequences(service: Service, inputs: Sequence[str], name: str, owner: 
                      dimensions: int | None) -> list[Generate]:
     if not inputs:
         return []
-    ids = [encoded(service.tokenizer.encode, text, f"input[{place}]") for place, text in enumerate(inputs)]
+    ids = [encode_field(service.tokenizer.encode, text, f"input[{place}]") for place, text in enumerate(inputs)]
     if truncate:
         ids = [tokens[:service.config.max_prompt_tokens] for tokens in ids]
     return embedding_sequences(service, list(ids), resolve_adapter(service, name), owner, dimensions)

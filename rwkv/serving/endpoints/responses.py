@@ -11,24 +11,24 @@ from rwkv.serving.http.errors import ApiError, json_response
 from rwkv.serving.messages import Generate
 from rwkv.serving.openapi import GENERATION, Endpoint
 from rwkv.serving.responses.events import ResponseAnswer
-from rwkv.serving.responses.items import listed
-from rwkv.serving.responses.request import Prepared, prepare, renamed
-from rwkv.serving.responses.store import Stored
+from rwkv.serving.responses.items import page_of_items
+from rwkv.serving.responses.request import PreparedRequest, prepare, to_responses_error
+from rwkv.serving.responses.store import StoredResponse
 from rwkv.serving.schema import ResponseRequest, read
-from rwkv.serving.service import Service, from_body, owner, resolve_adapter
+from rwkv.serving.service import Service, handle_body, owner, resolve_adapter
 from rwkv.serving.submission import submit
 
 
 async def make_response(service: Service, request: Request) -> Answer:
-    sequences, spec, prepared = await from_body(service, request, partial(_prepare, owner=owner(request)))
+    sequences, spec, prepared = await handle_body(service, request, partial(_prepare, owner=owner(request)))
     try:
         ticket = await submit(service, sequences)
     except ApiError as error:
-        raise renamed(error) from None
+        raise to_responses_error(error) from None
     return ResponseAnswer(service.engine, ticket, spec, service.config.timeout_s, prepared, service.responses)
 
 
-def _prepare(service: Service, raw_body: bytes, owner: str) -> tuple[list[Generate], ResponseSpec, Prepared]:
+def _prepare(service: Service, raw_body: bytes, owner: str) -> tuple[list[Generate], ResponseSpec, PreparedRequest]:
     body = read(raw_body, ResponseRequest)
     return prepare(body, owner, resolve_adapter(service, body.model), service.responses, service.states,
                    lambda body: tools_and_call(service, body)[0], lambda body: chat_sequences(service, body, owner))
@@ -37,9 +37,9 @@ def _prepare(service: Service, raw_body: bytes, owner: str) -> tuple[list[Genera
 async def count_tokens(service: Service, request: Request) -> Response:
     """Counts a request's input tokens, including the tokens of the response or state that the request continues."""
     try:
-        (sequence, *_), *_ = await from_body(service, request, partial(_prepare, owner=owner(request)))
+        (sequence, *_), *_ = await handle_body(service, request, partial(_prepare, owner=owner(request)))
     except ApiError as error:
-        raise renamed(error) from None
+        raise to_responses_error(error) from None
     count = len(sequence.request.prompt_ids) + ((sequence.start and sequence.start.tokens) or 0)
     return json_response({"object": "response.input_tokens", "input_tokens": count})
 
@@ -63,10 +63,10 @@ async def cancel_response(service: Service, request: Request) -> Response:
 
 
 async def response_input(service: Service, request: Request) -> Response:
-    return json_response(listed(_stored(service, request).input, request.query_params))
+    return json_response(page_of_items(_stored(service, request).input, request.query_params))
 
 
-def _stored(service: Service, request: Request) -> Stored:
+def _stored(service: Service, request: Request) -> StoredResponse:
     return service.responses.get(request.path_params["id"], owner(request))
 
 

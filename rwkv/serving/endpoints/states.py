@@ -10,14 +10,14 @@ from rwkv.config import MIB, STATE_LAYOUTS
 from rwkv.generation.request import Request as EngineRequest
 from rwkv.generation.stopping import StoppingCriteria
 from rwkv.serving.answers import Answer, ResponseSpec
-from rwkv.serving.endpoints.chat import shown_tools
+from rwkv.serving.endpoints.chat import template_tools
 from rwkv.serving.http.bodies import read_body
 from rwkv.serving.http.errors import ApiError, json_response
 from rwkv.serving.messages import Generate, SavedState
 from rwkv.serving.openapi import FILE, GENERATION, Endpoint
 from rwkv.serving.schema import StateRequest, read
-from rwkv.serving.service import Service, from_body, owner, resolve_adapter
-from rwkv.serving.states.client_states import MEDIA_TYPES, shown
+from rwkv.serving.service import Service, handle_body, owner, resolve_adapter
+from rwkv.serving.states.client_states import MEDIA_TYPES, describe_state
 from rwkv.serving.submission import message_ids, prompt_ids, submit
 
 
@@ -29,7 +29,7 @@ class StateAnswer(Answer):
         if state is None:
             return ApiError(503, "the prompt requires more time than the server's timeout_s= allows: send a shorter prompt",
                             code="timeout").response()
-        return json_response({**shown(state, self._spec.model), "usage": self._usage()})
+        return json_response({**describe_state(state, self._spec.model), "usage": self._usage()})
 
 
 async def make_state(service: Service, request: Request) -> ASGIApp:
@@ -40,8 +40,8 @@ async def make_state(service: Service, request: Request) -> ASGIApp:
         layout = request.query_params.get("state_layout")
         if layout not in (None, *STATE_LAYOUTS):
             raise ApiError(400, f"state_layout must be {' or '.join(STATE_LAYOUTS)}; got {layout[:40]!r}", "state_layout")
-        return _state_response(service, await service.engine.upload(service.states.new(owner(request)), content, layout))
-    sequence = await from_body(service, request, partial(_state_sequence, owner=owner(request)))
+        return _state_response(service, await service.engine.upload(service.states.new_state(owner(request)), content, layout))
+    sequence = await handle_body(service, request, partial(_state_sequence, owner=owner(request)))
     spec = ResponseSpec("state", service.model, False, False, [""], 1, service.tokenizer, saves=True)
     return StateAnswer(service.engine, await submit(service, [sequence]), spec, False, service.config.timeout_s)
 
@@ -52,23 +52,23 @@ def _state_sequence(service: Service, raw_body: bytes, owner: str) -> Generate:
     if (body.prompt is None) == (body.messages is None):
         raise ApiError(400, 'the body must have either "prompt" or "messages", or must be a state file, sent with the content '
                             f"type {MEDIA_TYPES[0]}", "prompt")
-    start = service.states.start(body.state, owner, model)
+    start = service.states.start_state(body.state, owner, model)
     turn = None
     if body.messages is None:
         if body.tools:
             raise ApiError(400, "tools conflicts with prompt: send the conversation as messages", "tools")
         ids = prompt_ids(service, body.prompt or "", start=start)
     else:
-        tools = shown_tools(service, body.tools)
+        tools = template_tools(service, body.tools)
         prompt = service.states.prompt(start, body.messages, tools, add_generation_prompt=False)
         turn = service.states.turn_of_messages(body.messages, tools, start)
         ids = message_ids(service, prompt, start)
     return Generate(EngineRequest(ids, stopping=StoppingCriteria(0)), model, owner, start,
-                    service.states.new(owner, turn, model))
+                    service.states.new_state(owner, turn, model))
 
 
 async def list_states(service: Service, request: Request) -> Response:
-    states = [shown(state, service.model) for state in service.states.owned_by(owner(request))]
+    states = [describe_state(state, service.model) for state in service.states.owned_by(owner(request))]
     return json_response({"object": "list", "data": states, "has_more": False})
 
 
@@ -77,7 +77,7 @@ async def one_state(service: Service, request: Request) -> Response:
 
 
 async def state_content(service: Service, request: Request) -> Response:
-    state = service.states.usable(request.path_params["id"], owner(request))
+    state = service.states.get_usable(request.path_params["id"], owner(request))
     headers = {"content-disposition": f'attachment; filename="{state.id}.safetensors"'}
     return Response(await service.engine.download(state), media_type=MEDIA_TYPES[0], headers=headers)
 
@@ -89,7 +89,7 @@ async def delete_state(service: Service, request: Request) -> Response:
 
 
 def _state_response(service: Service, state: SavedState) -> Response:
-    return json_response(shown(state, service.model))
+    return json_response(describe_state(state, service.model))
 
 
 ENDPOINTS = (

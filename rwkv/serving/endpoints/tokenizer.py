@@ -8,8 +8,8 @@ from rwkv.serving.answers import token_string
 from rwkv.serving.http.errors import ApiError, json_response
 from rwkv.serving.openapi import GENERATION, Endpoint
 from rwkv.serving.schema import DetokenizeRequest, TokenizeRequest, read
-from rwkv.serving.service import Service, from_body, resolve_adapter
-from rwkv.serving.submission import encoded
+from rwkv.serving.service import Service, handle_body, resolve_adapter
+from rwkv.serving.submission import encode_field
 from rwkv.tokenizer.decoders import LAST_IDS
 
 
@@ -23,13 +23,13 @@ async def tokenizer_info(service: Service, request: Request) -> Response:
 
 
 async def tokenize(service: Service, request: Request) -> Response:
-    return await from_body(service, request, _tokenize)
+    return await handle_body(service, request, _tokenize)
 
 
 def _tokenize(service: Service, raw_body: bytes) -> Response:
     body = read(raw_body, TokenizeRequest)
     resolve_adapter(service, body.model)
-    ids = encoded(service.tokenizer.encode, body.prompt, "prompt")
+    ids = encode_field(service.tokenizer.encode, body.prompt, "prompt")
     content = {"tokens": ids, "count": len(ids), "max_model_len": service.config.max_prompt_tokens}
     if body.return_token_strs:
         content["token_strs"] = [token_string({"token": token, "text": name})
@@ -39,7 +39,7 @@ def _tokenize(service: Service, raw_body: bytes) -> Response:
 
 
 async def detokenize(service: Service, request: Request) -> Response:
-    return await from_body(service, request, _detokenize)
+    return await handle_body(service, request, _detokenize)
 
 
 def _detokenize(service: Service, raw_body: bytes) -> Response:

@@ -15,7 +15,7 @@ from threading import Thread
 
 from rwkv.config import ServeConfig
 from rwkv.errors import UserError
-from rwkv.io.signals import end_of
+from rwkv.io.signals import describe_exit
 from rwkv.serving.engine.queue import Queue, Ticket, api_error
 from rwkv.serving.http.errors import ApiError
 from rwkv.serving.messages import (
@@ -213,7 +213,7 @@ class RemoteEngine:
                 reason = message.reason
             except (EOFError, OSError):
                 self._process.join(1)
-                reason = end_of(self._process.exitcode or 0)
+                reason = describe_exit(self._process.exitcode or 0)
             loop.call_soon_threadsafe(self._fail, reason)
 
     def _send(self) -> None:

@@ -19,11 +19,11 @@ from rwkv.config import MIB, ServeConfig
 from rwkv.errors import UserError
 from rwkv.generation.draft import Draft
 from rwkv.generation.engine import Engine
-from rwkv.generation.grammar.matcher import compiled
+from rwkv.generation.grammar.matcher import cached_matchers
 from rwkv.generation.prefill import PrefillResult
 from rwkv.generation.prefix_cache import Key, PrefixCache
 from rwkv.generation.row import Row
-from rwkv.generation.states import StateFormat, beginning
+from rwkv.generation.states import StateFormat, context_of_state
 from rwkv.io.signals import STOPPING
 from rwkv.model.base import Model, n_parameters
 from rwkv.serving.log import say
@@ -253,7 +253,7 @@ class _Worker:
         elif isinstance(message, (Upload, Download, SyncFolder)):
             self._connection.send(self._reply(message))
         elif (grammar := message[0].request.grammar) is not None:
-            self._compiling.append((self._compiler.submit(compiled, grammar, self._tokenizer), message))
+            self._compiling.append((self._compiler.submit(cached_matchers, grammar, self._tokenizer), message))
         else:
             for sequence in message:
                 self._begin(sequence)
@@ -279,7 +279,7 @@ class _Worker:
             return self._states.upload(message.state, message.content)
         model = self._models[""].model
         tuned = time_states.read_content(message.content, model.config, message.layout)
-        context = beginning(model, self._tokenizer, tuned.state(model.config))
+        context = context_of_state(model, self._tokenizer, tuned.state(model.config))
         say("states", f"{message.state.id}: {tuned.line}")
         state = replace(message.state, bytes=context.nbytes(), last_ids=context.last_ids, tokens=0)
         self._states.put(state, context)

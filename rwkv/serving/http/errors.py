@@ -53,7 +53,7 @@ def user_error(error: UserError) -> ApiError:
 
 
 @contextmanager
-def renaming(rename: Callable[[str], str]) -> Iterator[None]:
+def rename_error_fields(rename: Callable[[str], str]) -> Iterator[None]:
     """Gives fields the client's names in errors from the `with` block, which handles a client's request in translated form.
 
     `rename` returns the client's name for a field.

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 from rwkv.config import ServeConfig
 from rwkv.serving.http.errors import ApiError
 
-LOCAL = ("127.0.0.1", "localhost", "::1")        # with these values of host=, only this machine can reach the server
+LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1")  # with these values of host=, only this machine can reach the server
 
 
 def check_origin(config: ServeConfig, headers: Mapping[str, str]) -> None:
@@ -24,7 +24,7 @@ def check_origin(config: ServeConfig, headers: Mapping[str, str]) -> None:
     host = headers.get("host", "")
     origin = headers.get("origin")
     allowed = [_host(site) for site in config.cors]
-    if config.host in LOCAL and host and host not in allowed and not _is_local(host):
+    if config.host in LOCAL_HOSTS and host and host not in allowed and not _is_local(host):
         raise ApiError(403, f"the Host header must name this machine; got {host[:100]!r}. To allow other hosts, set host=, "
                             "api_key= or cors= of serve.py", code="wrong_host")
     if origin is not None and _host(origin) not in (host, *allowed):

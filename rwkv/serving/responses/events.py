@@ -13,8 +13,8 @@ from rwkv.serving.engine.queue import Ticket
 from rwkv.serving.engine.remote import RemoteEngine
 from rwkv.serving.http.errors import RETRY_AFTER, STATE_GONE, ApiError, json_response
 from rwkv.serving.messages import Event
-from rwkv.serving.responses.request import Prepared
-from rwkv.serving.responses.store import Responses, Stored
+from rwkv.serving.responses.request import PreparedRequest
+from rwkv.serving.responses.store import Responses, StoredResponse
 
 
 class Output:
@@ -85,7 +85,7 @@ class Output:
 
 
 class ResponseAnswer(Answer):
-    def __init__(self, engine: RemoteEngine, ticket: Ticket, spec: ResponseSpec, timeout_s: float, prepared: Prepared,
+    def __init__(self, engine: RemoteEngine, ticket: Ticket, spec: ResponseSpec, timeout_s: float, prepared: PreparedRequest,
                  responses: Responses) -> None:
         super().__init__(engine, ticket, spec, bool(prepared.body.stream), timeout_s)
         self._prepared = prepared
@@ -168,8 +168,8 @@ class ResponseAnswer(Answer):
         state = self._choice.last.state
         self._final = self._response()
         if body.store is not False:
-            await self._responses.put(Stored(self._prepared.owner, self._final, self._prepared.input,
-                                             state.id if state else None, bool(body.save_state)))
+            await self._responses.put(StoredResponse(self._prepared.owner, self._final, self._prepared.input,
+                                                     state.id if state else None, bool(body.save_state)))
 
     def _response(self, status: str | None = None) -> JsonObject:
         body = self._prepared.body

@@ -128,7 +128,7 @@ def _item_text(item: JsonObject, separator: str = "\n") -> str:
     return separator.join(part["text"] for part in item.get("content") or ())
 
 
-def listed(items: list[JsonObject], query: Mapping[str, str]) -> JsonObject:
+def page_of_items(items: list[JsonObject], query: Mapping[str, str]) -> JsonObject:
     """Returns a page of the list of items. Raises ApiError for an invalid query.
 
     The last item comes first, unless the query has order=asc.

@@ -17,8 +17,8 @@ from rwkv.serving.answers import ResponseSpec
 from rwkv.serving.http.errors import ApiError
 from rwkv.serving.messages import Generate, SavedState
 from rwkv.serving.responses.items import input_items, messages_of
-from rwkv.serving.responses.store import Responses, Stored
-from rwkv.serving.schema import CONTINUATION, NEUTRAL, ChatRequest, ResponseRequest, converted, require_off
+from rwkv.serving.responses.store import Responses, StoredResponse
+from rwkv.serving.schema import CONTINUATION, NEUTRAL, ChatRequest, ResponseRequest, convert, require_off
 from rwkv.serving.states.client_states import ClientStates
 
 LOGPROBS = "message.output_text.logprobs"        # the value of the field include that requests log-probabilities
@@ -30,7 +30,7 @@ TRANSLATED = ("tools", "tool_choice", "stream_options", "store", "metadata", "sa
 
 
 @dataclass
-class Prepared:
+class PreparedRequest:
     """A checked request, with the input items, and with the tools as the response repeats them."""
 
     body: ResponseRequest
@@ -42,7 +42,7 @@ class Prepared:
 def prepare(body: ResponseRequest, owner: str, model: str, responses: Responses, states: ClientStates,
             template_tools: Callable[[ChatRequest], Any],
             chat: Callable[[ChatRequest], tuple[list[Generate], ResponseSpec]]
-            ) -> tuple[list[Generate], ResponseSpec, Prepared]:
+            ) -> tuple[list[Generate], ResponseSpec, PreparedRequest]:
     """Returns the sequences that answer a request, and how to present them. Raises ApiError with names of the Responses API.
 
     Args:
@@ -56,7 +56,7 @@ def prepare(body: ResponseRequest, owner: str, model: str, responses: Responses,
     require_off({name: getattr(body, name) for name in CONTINUATION}, NEUTRAL, "option")
     if body.previous_response_id is not None and body.state is not None:
         raise ApiError(400, "state conflicts with previous_response_id: send only one of the two", "state")
-    prepared = Prepared(body, owner, input_items(body.input), [msgspec.to_builtins(tool) for tool in body.tools or ()])
+    prepared = PreparedRequest(body, owner, input_items(body.input), [msgspec.to_builtins(tool) for tool in body.tools or ()])
     try:
         request = _chat_request(prepared, prepared.input)
         if body.previous_response_id is not None:
@@ -71,14 +71,15 @@ def prepare(body: ResponseRequest, owner: str, model: str, responses: Responses,
             request.save_state = True
         sequences, spec = chat(request)
     except ApiError as error:
-        raise renamed(error) from None
+        raise to_responses_error(error) from None
     except UserError as error:
         field = re.split(r"[^a-z_]", str(error))[0]
-        raise renamed(ApiError(400, str(error), field if field in ChatRequest.__struct_fields__ else None)) from None
+        raise to_responses_error(ApiError(400, str(error), field if field in ChatRequest.__struct_fields__ else None)) from None
     return sequences, spec, prepared
 
 
-def _state_to_continue(previous: Stored, prepared: Prepared, model: str, states: ClientStates, tools: Any) -> SavedState | None:
+def _state_to_continue(previous: StoredResponse, prepared: PreparedRequest, model: str, states: ClientStates,
+                       tools: Any) -> SavedState | None:
     """Returns the state to continue, or None if it is gone or if the instructions, the tools or the model have changed."""
     state = states.states.get(previous.state or "")
     same_instructions = previous.response.get("instructions") == prepared.body.instructions
@@ -88,7 +89,7 @@ def _state_to_continue(previous: Stored, prepared: Prepared, model: str, states:
     return state
 
 
-def _items_up_to(last: Stored, owner: str, responses: Responses) -> list[JsonObject]:
+def _items_up_to(last: StoredResponse, owner: str, responses: Responses) -> list[JsonObject]:
     """Returns the input and output items of a response and of all earlier responses in the conversation.
 
     Raises ApiError if an earlier response is gone, or if the chain of previous_response_id is a cycle, as in edited files.
@@ -103,7 +104,7 @@ def _items_up_to(last: Stored, owner: str, responses: Responses) -> list[JsonObj
     return [item for each in reversed(chain.values()) for item in (*each.input, *input_items(each.response["output"]))]
 
 
-def _chat_request(prepared: Prepared, items: list[JsonObject], instructions: bool = True) -> ChatRequest:
+def _chat_request(prepared: PreparedRequest, items: list[JsonObject], instructions: bool = True) -> ChatRequest:
     body = prepared.body
     system = [{"role": "system", "content": body.instructions}] if body.instructions and instructions else []
     messages = [*system, *messages_of(items)]
@@ -125,7 +126,7 @@ def _chat_request(prepared: Prepared, items: list[JsonObject], instructions: boo
                   "reasoning_effort": body.reasoning.effort if body.reasoning else None,
                   "response_format": response_format}
     translated = {name: value for name, value in translated.items() if value is not None}
-    return converted({"messages": messages, **fields, **translated}, ChatRequest)
+    return convert({"messages": messages, **fields, **translated}, ChatRequest)
 
 
 def _chat_tool_choice(body: ResponseRequest) -> Any:
@@ -138,7 +139,7 @@ def _chat_tool_choice(body: ResponseRequest) -> Any:
     return {"type": "allowed_tools", "allowed_tools": {"mode": choice["mode"], "tools": tools}}
 
 
-def renamed(error: ApiError) -> ApiError:
+def to_responses_error(error: ApiError) -> ApiError:
     """Returns the error with the Responses API's name for the field of a chat request."""
     content = error.body["error"]
     message = content["message"] or ""

@@ -17,7 +17,7 @@ from rwkv.serving.responses.items import input_items
 from rwkv.serving.states.folder import RESPONSE, files_in
 
 
-class Stored(msgspec.Struct):
+class StoredResponse(msgspec.Struct):
     """A stored response.
 
     Attributes:
@@ -76,13 +76,13 @@ class Responses:
                 self._stored.pop(response_id, None)
                 self._lru.remove(response_id)
 
-    def get(self, response_id: str, owner: str, field: str | None = None) -> Stored:
+    def get(self, response_id: str, owner: str, field: str | None = None) -> StoredResponse:
         """Returns the stored response. Raises ApiError if the owner has no such response.
 
         `field` is the request's field that names the response.
         """
         content = self._stored.get(response_id)
-        stored = msgspec.json.decode(content, type=Stored) if content else None
+        stored = msgspec.json.decode(content, type=StoredResponse) if content else None
         if stored is None or stored.owner != owner:
             raise ApiError(404, f"the response {response_id[:100]!r} was never stored, was deleted or evicted, or belongs to "
                                 "another API key", field, "response_not_found")
@@ -90,7 +90,7 @@ class Responses:
             self._lru.use(response_id)
         return stored
 
-    async def put(self, stored: Stored) -> None:
+    async def put(self, stored: StoredResponse) -> None:
         response_id = stored.response["id"]
         content = msgspec.json.encode(stored)
         if self._folder:
@@ -105,7 +105,7 @@ class Responses:
     def drop(self, response_id: str) -> None:
         content = self._stored.pop(response_id)
         self._lru.remove(response_id)
-        stored = msgspec.json.decode(content, type=Stored)
+        stored = msgspec.json.decode(content, type=StoredResponse)
         state = self._engine.states.get(stored.state or "")
         if state is not None and not stored.kept:
             self._engine.drop(state)
@@ -125,9 +125,9 @@ class Responses:
             self.drop(self._lru.victim(self._limit))
 
 
-def _read(content: bytes, response_id: str) -> Stored:
+def _read(content: bytes, response_id: str) -> StoredResponse:
     """Returns the response in a file's content. Raises ApiError or a decoding error for a file that no server can continue."""
-    stored = msgspec.json.decode(content, type=Stored)
+    stored = msgspec.json.decode(content, type=StoredResponse)
     response = stored.response
     optional = (response.get("previous_response_id"), response.get("instructions"))
     if response.get("id") != response_id or not all(isinstance(value, str | None) for value in optional):

@@ -13,10 +13,10 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from rwkv.chat.encoding import encode, marked
+from rwkv.chat.encoding import encode, mark_special_names
 from rwkv.chat.messages import Message, Tools, check_messages
 from rwkv.chat.template import ChatTemplate
-from rwkv.chat.thoughts import BEGUN, Think, begun_by
+from rwkv.chat.thoughts import THOUGHT_STARTS, Think, thoughts_at_end
 from rwkv.config import MIB, ServeConfig
 from rwkv.errors import UserError
 from rwkv.io.json_types import JsonObject
@@ -67,21 +67,21 @@ class ClientStates:
                                 "API key", "state", STATE_GONE)
         return state
 
-    def start(self, state_id: str | None, owner: str, model: str = "") -> SavedState | None:
+    def start_state(self, state_id: str | None, owner: str, model: str = "") -> SavedState | None:
         """Returns the state that a request continues. Raises ApiError if this model cannot use the state.
 
         Without a state_id, returns the state from which all sequences of the model begin, or None for the empty state.
         """
         if state_id is None:
             return self.adapters.get(model)
-        state = self.usable(state_id, owner)
+        state = self.get_usable(state_id, owner)
         if state.model != model:
             reader = f"the model {state.model!r}" if state.model else "the checkpoint's model"
             raise ApiError(400, f'state requires the model that made the state, {reader}: set "model" to the name of this '
                                 'model', "state", "state_of_another_model")
         return state
 
-    def usable(self, state_id: str, owner: str) -> SavedState:
+    def get_usable(self, state_id: str, owner: str) -> SavedState:
         """Returns the state as get() does, but raises ApiError if no model of this server can continue the state."""
         state = self.get(state_id, owner)
         if state.refusal is not None:
@@ -97,7 +97,7 @@ class ClientStates:
         return start.turn is not None and start.turn == replace(start.turn, template=_digest(self.template.definition),
                                                                 tools=_digest(tools) if tools else "")
 
-    def new(self, owner: str, turn: Turn | None = None, model: str = "") -> SavedState:
+    def new_state(self, owner: str, turn: Turn | None = None, model: str = "") -> SavedState:
         """Returns the record of a new state without content. Raises ApiError if the server has no memory for states."""
         if not self.has_room:
             raise ApiError(400, f"this server cannot save states: a state takes {self.state_bytes / MIB:.3g} MiB, but the "
@@ -143,9 +143,9 @@ class ClientStates:
         if not placeholder or CONTINUED in after:
             raise ApiError(400, f"messages[{len(earlier)}] cannot be continued, because the chat template {self.template.name} "
                                 "omits or repeats the text of this message", f"messages[{len(earlier)}]")
-        if answer.lstrip().startswith(BEGUN[True]):         # replaces the empty thoughts that the template renders
-            before = before.removesuffix(begun_by(before))
-        return before + marked(self.tokenizer, answer)
+        if answer.lstrip().startswith(THOUGHT_STARTS[True]):         # replaces the empty thoughts that the template renders
+            before = before.removesuffix(thoughts_at_end(before))
+        return before + mark_special_names(self.tokenizer, answer)
 
     def _renumbered_error(self, error: UserError, before: list[JsonObject], tools: Tools) -> ApiError | UserError:
         """Returns the error to raise if the template cannot render `before` and then the request's messages.
@@ -161,7 +161,7 @@ class ClientStates:
                             "continue. Send the whole conversation as messages, without state", "state")
         return UserError(re.sub(r"^messages\[(\d+)\]", lambda place: f"messages[{int(place[1]) - len(before)}]", str(error)))
 
-    def after(self, ids: Sequence[int], tools: Tools, start: SavedState | None) -> SavedState:
+    def context_of_ids(self, ids: Sequence[int], tools: Tools, start: SavedState | None) -> SavedState:
         """Returns a SavedState for a conversation of which only the token ids are known, and which ends with an answer."""
         last_ids = tuple(ids[-LAST_IDS:])
         return SavedState("", "", 0, len(ids), 0, last_ids, self.turn_of_answer(tools, start))
@@ -180,7 +180,7 @@ class ClientStates:
         earlier = start.turn.tools if start and start.turn else ""
         return Turn(role, tail, _digest(tools) if tools else earlier, _digest(self.template.definition))
 
-    def ids(self, text: str, start: SavedState | None) -> list[int]:
+    def encode_text(self, text: str, start: SavedState | None) -> list[int]:
         """Returns the token ids of a rendered conversation that continues `start`. Raises UserError as the tokenizer does."""
         before = self.tokenizer.decode(start.last_ids) if start else ""
         return encode(self.tokenizer, [text], before)[0]
@@ -204,7 +204,7 @@ def owner_digest(key: str) -> str:
     return hashlib.sha256(b"timemix state " + key.encode()).hexdigest()[:32]
 
 
-def shown(state: SavedState, model: str) -> JsonObject:
+def describe_state(state: SavedState, model: str) -> JsonObject:
     """Returns the JSON object that describes a state to the client. `model` is the id of the checkpoint's model."""
     return {"id": state.id, "object": "state", "created": state.created,
             "model": None if state.refusal else state.model or model, "tokens": state.tokens, "bytes": state.bytes}

@@ -263,7 +263,7 @@ class StateStore:
     def _content(self, state: SavedState, context: PrefillResult) -> bytes:
         entry = ServerMetadata(state.owner, state.created, state.tokens, state.bytes, state.turn, self._digests[state.model],
                                state.model)
-        return self._formats[state.model].content(context, {SERVER_KEY: msgspec.json.encode(entry).decode()})
+        return self._formats[state.model].serialize(context, {SERVER_KEY: msgspec.json.encode(entry).decode()})
 
 
 def _server_metadata(metadata: dict[str, str]) -> ServerMetadata:

@@ -28,15 +28,15 @@ from rwkv.errors import UserError
 from rwkv.evaluation import TextScore, count_tokens, score_text
 from rwkv.io.atomic import write_file
 from rwkv.io.json_types import JsonObject, StateDict
-from rwkv.io.lines import counted, labelled
+from rwkv.io.lines import counted, labelled_line
 from rwkv.model.base import Model
-from rwkv.model.lora import chosen
+from rwkv.model.lora import layers_to_adapt
 from rwkv.report.run_files import TUNED
 from rwkv.tokenizer.tokenizers import Tokenizer
 from rwkv.training.callbacks.progress_bar import bar
 from rwkv.training.task import LanguageModel
 from rwkv.training.tuning.guard import guard_path, sha256_of
-from rwkv.training.tuning.held_out import continuations, prompts, readable
+from rwkv.training.tuning.held_out import generate_continuations, select_prompts, visible_text
 
 Measurement = dict[str, float]              # maps metric names and "step" to values
 
@@ -57,7 +57,7 @@ class BeforeAfter(Callback):
         self.before: Measurement | None = None
         self.after: Measurement | None = None
         can_sample = config.trainer.sample_tokens > 0 and config.trainer.strategy != "fsdp"
-        self.prompts = prompts(data, config.model.ctx_len, config.trainer.sample_tokens) if can_sample else []
+        self.prompts = select_prompts(data, config.model.ctx_len, config.trainer.sample_tokens) if can_sample else []
         self.answers: dict[str, list[str]] = {}          # maps "before" and "after" to one answer per prompt
         self._exclude = exclude
 
@@ -119,7 +119,7 @@ class BeforeAfter(Callback):
     def _announce(self, when: str) -> None:
         if rank() == 0:
             answers = f" and {counted(len(self.prompts), 'answer')}" if self.prompts else ""
-            tqdm.write(labelled("measuring", f"the losses{answers} {when} training", sys.stderr), file=sys.stderr)
+            tqdm.write(labelled_line("measuring", f"the losses{answers} {when} training", sys.stderr), file=sys.stderr)
 
     def _measure(self, trainer: lightning.Trainer, task: LanguageModel, when: str, validation: Measurement) -> Measurement:
         step = trainer.global_step
@@ -137,14 +137,15 @@ class BeforeAfter(Callback):
         if not self.prompts:
             return
         try:
-            self.answers[when] = continuations(model, self.tokenizer, self.config, self.prompts)
+            self.answers[when] = generate_continuations(model, self.tokenizer, self.config, self.prompts)
         except Exception as error:       # training must not end because no answers can be generated
             print(f"cannot generate answers {when} training: {error}", file=sys.stderr)
 
     def _write(self, task: LanguageModel) -> None:
         if rank() > 0:
             return
-        samples = [{"prompt": readable(self.tokenizer, prompt.ids), "reference": readable(self.tokenizer, prompt.reference),
+        samples = [{"prompt": visible_text(self.tokenizer, prompt.ids),
+                    "reference": visible_text(self.tokenizer, prompt.reference),
                     **{when: texts[number] for when, texts in self.answers.items()}}
                    for number, prompt in enumerate(self.prompts)] if self.answers else []
         measured = {"before": self.before, "after": self.after}
@@ -155,7 +156,7 @@ class BeforeAfter(Callback):
     def _tuning_summary(self, model: Model) -> JsonObject:
         tune = self.config.tune
         trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-        lora = {"rank": tune.rank, "alpha": tune.alpha, "modules": chosen(model.config, tune.modules)}
+        lora = {"rank": tune.rank, "alpha": tune.alpha, "modules": layers_to_adapt(model.config, tune.modules)}
         return {"method": tune.method, "base": str(self.config.init_from), "dtype": tune.base, "trained": trained,
                 **(lora if tune.method == "lora" else {})}
 
@@ -185,7 +186,7 @@ def _validation_metrics(trainer: lightning.Trainer, task: LanguageModel) -> Meas
     return task.validation_metrics()
 
 
-def compared(trainer: lightning.Trainer) -> list[str]:
+def comparison_lines(trainer: lightning.Trainer) -> list[str]:
     """Returns the lines that compare the losses before and after tuning. The list is empty without tuning."""
     return [callback.describe() for callback in trainer.callbacks          # type: ignore[attr-defined]
             if isinstance(callback, BeforeAfter) and callback.after is not None]

@@ -35,11 +35,11 @@ from rwkv.checkpoint.location import FOLDER, LAST, is_checkpoint, is_sharded
 from rwkv.data.loaders import worker_error
 from rwkv.distributed import all_gather, rank
 from rwkv.errors import CheckpointError, UnreadableError, UserError
-from rwkv.io.atomic import remove, replace_folder, replaced_by, write_file
+from rwkv.io.atomic import old_path_during_replace, remove, replace_folder, write_file
 from rwkv.io.json_types import StateDict
 from rwkv.training.callbacks.divergence import Divergence
-from rwkv.training.sharding.saving import unwritable
-from rwkv.training.sharding.strategy import Sharded
+from rwkv.training.sharding.saving import write_error
+from rwkv.training.sharding.strategy import ShardedStrategy
 
 BEST = Path(FOLDER) / "best.ckpt"
 NEXT = "next.ckpt"
@@ -57,12 +57,12 @@ class VerifiedFiles(TorchCheckpointIO):
         is_folder = target.is_dir()      # the run was started with trainer=fsdp and left a folder of this name
         try:
             if is_folder:
-                target.rename(replaced_by(target))
+                target.rename(old_path_during_replace(target))
             write_file(target, lambda file: _write_and_verify(checkpoint, file))
             if is_folder:
-                remove(replaced_by(target))
+                remove(old_path_during_replace(target))
         except (OSError, RuntimeError, CheckpointError) as error:        # torch turns a full disk into a RuntimeError
-            raise worker_error(error) or unwritable(target, error) from None
+            raise worker_error(error) or write_error(target, error) from None
 
     def load_checkpoint(self, path: str | Path, *arguments: Any, **options: Any) -> StateDict:
         if Path(path).is_dir():
@@ -99,8 +99,8 @@ class Checkpoints(Callback):
         self.best = state_dict["best"]
 
     def setup(self, trainer: lightning.Trainer, *_: object, **__: object) -> None:
-        if isinstance(trainer.strategy, Sharded):
-            trainer.strategy.after_save = partial(settle, self.out_dir, self.keep)
+        if isinstance(trainer.strategy, ShardedStrategy):
+            trainer.strategy.after_save = partial(rotate_checkpoints, self.out_dir, self.keep)
 
     def on_train_start(self, trainer: lightning.Trainer, *_: object) -> None:
         self._saved = (trainer.global_step, False)       # this step is saved again only if its validation is repeated
@@ -158,8 +158,8 @@ class Checkpoints(Callback):
         """Saves last.ckpt unless the file is up to date.
 
         If last.ckpt is of the same step, from before the end of the validation, this method replaces the file. Otherwise the
-        new checkpoint is written as next.ckpt, and `settle` renames all checkpoints. If the run is killed before the renaming,
-        the resumed run calls `settle`.
+        new checkpoint is written as next.ckpt, and `rotate_checkpoints` renames all checkpoints. If the run is killed before
+        the renaming, the resumed run calls `rotate_checkpoints`.
         """
         current = (trainer.global_step, not self._validating)
         if current == self._saved:
@@ -168,12 +168,12 @@ class Checkpoints(Callback):
         same_step = trainer.global_step == self._saved[0]
         trainer.save_checkpoint(self.out_dir / FOLDER / (LAST.name if same_step else NEXT))
         self._saved = current
-        if rank() == 0 and not isinstance(trainer.strategy, Sharded):
-            settle(self.out_dir, self.keep)
+        if rank() == 0 and not isinstance(trainer.strategy, ShardedStrategy):
+            rotate_checkpoints(self.out_dir, self.keep)
 
     def finish(self, trainer: lightning.Trainer) -> None:
         """Waits until the current checkpoint has been written. Raises UserError if writing fails."""
-        if isinstance(trainer.strategy, Sharded):
+        if isinstance(trainer.strategy, ShardedStrategy):
             trainer.strategy.finish()
 
 
@@ -201,7 +201,7 @@ class RandomState(Callback):
             _seed(int(np.random.SeedSequence((self.seed, rank(), trainer.global_step)).generate_state(1)[0]))
 
 
-def settle(out_dir: Path, keep: int | None = None) -> None:
+def rotate_checkpoints(out_dir: Path, keep: int | None = None) -> None:
     """Renames next.ckpt to last.ckpt, last.ckpt to last-1.ckpt and so on, and removes the remains of interrupted writes.
 
     `keep` is the number of last checkpoints to keep. None keeps all of them.
@@ -227,7 +227,7 @@ def _recover(temporary: Path, path: Path) -> None:
         remove(temporary)
 
 
-def newest_sound(out_dir: Path) -> Checkpoint | None:
+def newest_sound_checkpoint(out_dir: Path) -> Checkpoint | None:
     """Returns the newest sound checkpoint, or None without checkpoints.
 
     A newer, damaged checkpoint is renamed to damaged.ckpt, with a warning. If the run ended between its first validation and

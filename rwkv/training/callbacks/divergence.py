@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rwkv.distributed import all_sum
 from rwkv.training.errors import Diverged
-from rwkv.training.sharding.strategy import Sharded, total_norm
+from rwkv.training.sharding.strategy import ShardedStrategy, total_norm
 
 
 @dataclass(eq=False)
@@ -53,7 +53,7 @@ class Divergence(Callback):
         self._check_losses(trainer)
         if not math.isfinite(val_loss):
             raise self._diverged("val/loss", trainer.global_step, self._lr)
-        if isinstance(trainer.strategy, Sharded):
+        if isinstance(trainer.strategy, ShardedStrategy):
             trainer.strategy.reshard()
         norm = total_norm([weight.detach() for weight in trainer.lightning_module.parameters()])
         if all_sum(not norm.isfinite())[0]:

@@ -35,9 +35,9 @@ from rwkv.data.segments import Segments
 from rwkv.distributed import rank
 from rwkv.io.atomic import write_file
 from rwkv.io.json_types import JsonObject
-from rwkv.io.lines import labelled
+from rwkv.io.lines import labelled_line
 from rwkv.report.run_files import KERNEL, read_mapping
-from rwkv.training.kernel_check import sentence
+from rwkv.training.kernel_check import mismatch_message
 from rwkv.training.task import LanguageModel, TrainingBatch
 
 START = 2                                # errors are first measured at this step, counted from 0
@@ -240,9 +240,9 @@ class Probe(Callback):
             for name, error in layer["errors"].items():
                 largest[name] = max(largest.get(name, 0.0), error["err_ratio"])
         where = f"on the run's data at step {measured['step']}"
-        message = sentence(self.measured["kernel"], misses(largest, measured["allowed"]), where)
+        message = mismatch_message(self.measured["kernel"], misses(largest, measured["allowed"]), where)
         if message:
-            tqdm.write(labelled("WARNING", message, sys.stderr), file=sys.stderr)
+            tqdm.write(labelled_line("WARNING", message, sys.stderr), file=sys.stderr)
 
     def _finish(self) -> None:
         if self.measured:

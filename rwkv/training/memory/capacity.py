@@ -18,9 +18,9 @@ from rwkv.training.memory.estimate import (
     Memory,
     checkpoint_bytes,
     estimate,
+    format_bytes,
     frozen_bytes,
     n_checkpoints,
-    readable,
 )
 from rwkv.training.memory.remedies import remedies
 
@@ -73,9 +73,9 @@ def _require_memory(need: int, device: torch.device, processes: int, remedy: str
     if free is not None and need > free:
         where = "the GPU" if device.type == "cuda" else "this machine"
         used = _resident_bytes(device, processes)
-        already = f", of which this run already uses {readable(used)}" if used else ""
-        raise UserError(f"training needs at least {readable(need + used)} of memory{already}, but {where} has only "
-                        f"{readable(free)} free: {remedy}")
+        already = f", of which this run already uses {format_bytes(used)}" if used else ""
+        raise UserError(f"training needs at least {format_bytes(need + used)} of memory{already}, but {where} has only "
+                        f"{format_bytes(free)} free: {remedy}")
 
 
 def _resident_bytes(device: torch.device, processes: int) -> int:
@@ -86,9 +86,9 @@ def _require_disk(config: TrainConfig, out_dir: Path, vocab_size: int) -> None:
     reusable = sum(map(size_on_disk, (out_dir / FOLDER).glob("*.ckpt")))         # the run replaces earlier checkpoints
     need, free = checkpoint_bytes(config, vocab_size), free_disk(out_dir) + reusable
     if need > free:
-        raise UserError(f"{n_checkpoints(config.trainer.keep_last)} checkpoints need {readable(need)} of disk space, but only "
-                        f"{readable(free)} is free at {out_dir}. Delete some files, set out_dir= to a folder on another disk, "
-                        "or use trainer.keep_last=1")
+        raise UserError(f"{n_checkpoints(config.trainer.keep_last)} checkpoints need {format_bytes(need)} of disk space, but "
+                        f"only {format_bytes(free)} is free at {out_dir}. Delete some files, set out_dir= to a folder on "
+                        "another disk, or use trainer.keep_last=1")
 
 
 def _advice(needs: Needs) -> str:
@@ -98,7 +98,7 @@ def _advice(needs: Needs) -> str:
     for options, need in remedies(config, vocab_size, world_size(), device.type):
         total = needs.sharing * need
         if free is not None and total <= free:
-            return f"training needs only {readable(total + _resident_bytes(device, needs.sharing))} with {options}"
+            return f"training needs only {format_bytes(total + _resident_bytes(device, needs.sharing))} with {options}"
     if 2 * memory.workers > memory.total:
         return "use a smaller data.num_workers="
     if free is None or needs.sharing * memory.fixed < free:

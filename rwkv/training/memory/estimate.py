@@ -40,8 +40,8 @@ import torch
 
 from rwkv.config import BITS, EIGHT_BITS, TrainConfig
 from rwkv.model.base import generation, is_linear_weight, n_parameters, state_nbytes
-from rwkv.model.lora import adaptable, chosen
-from rwkv.model.loss import rows_at_once, rows_on_gpu
+from rwkv.model.lora import layers_to_adapt, linear_layer_names
+from rwkv.model.loss import rows_per_chunk, rows_per_chunk_on_gpu
 from rwkv.training.device import device_for, dtype_for
 from rwkv.training.optim import adamw8bit
 
@@ -143,9 +143,9 @@ def _loss_bytes(config: TrainConfig, vocab_size: int, N: int, head: int, gpu_mem
     device = torch.device("cuda") if gpu_memory else device_for(config.trainer.accelerator)
     itemsize = NARROW if half and device.type == "cuda" else FLOAT
     if gpu_memory:
-        rows = min(N, rows_on_gpu(vocab_size, itemsize, gpu_memory))
+        rows = min(N, rows_per_chunk_on_gpu(vocab_size, itemsize, gpu_memory))
     else:
-        rows = min(N, rows_at_once(vocab_size, config.tune.method != "full", device, itemsize))
+        rows = min(N, rows_per_chunk(vocab_size, config.tune.method != "full", device, itemsize))
     copies = 2 if half and device.type == "cpu" else 1
     summands = 2 if half and (device.type == "cpu" or rows < N) else 1
     return copies * itemsize * vocab_size * rows + summands * head
@@ -183,7 +183,7 @@ def _largest_block(config: TrainConfig, vocab_size: int) -> int:
     return max(sizes.values())
 
 
-def gives_back(config: TrainConfig, need: Memory) -> bool:
+def returns_free_memory(config: TrainConfig, need: Memory) -> bool:
     """Returns True if a run returns memory to the system after each block, as large runs on a CPU do.
 
     Otherwise the heap of such a run would fragment.
@@ -213,9 +213,9 @@ def _saved_per_token(config: TrainConfig) -> float:
         return saved
     match config.tune.method:
         case "full":
-            layers = adaptable(config.model)
+            layers = linear_layer_names(config.model)
         case "lora":
-            layers = chosen(config.model, config.tune.modules)
+            layers = layers_to_adapt(config.model, config.tune.modules)
         case _:
             layers = []
     return model.saved_when_recomputing(config.model, half, layers, config.tune.method == "full")
@@ -257,7 +257,7 @@ def _linear_shapes(config: TrainConfig, vocab_size: int) -> dict[str, tuple[int,
 def _adapted_shapes(config: TrainConfig, vocab_size: int) -> list[tuple[int, ...]]:
     if config.tune.method != "lora":
         return []
-    layers = chosen(config.model, config.tune.modules)
+    layers = layers_to_adapt(config.model, config.tune.modules)
     return [shape for name, shape in _linear_shapes(config, vocab_size).items()
             if name.split(".", 2)[2].removesuffix(".weight") in layers]
 
@@ -279,7 +279,7 @@ def one_checkpoint_bytes(config: TrainConfig, vocab_size: int) -> int:
     return (1 + MOMENTS) * trained
 
 
-def readable(size: int | None) -> str:
+def format_bytes(size: int | None) -> str:
     """Returns a size in bytes as text, such as 1.2 GB."""
     if size is None:
         return "an unknown amount"

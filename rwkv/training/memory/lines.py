@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 
 from rwkv.distributed import world_size
 from rwkv.training.memory.capacity import Needs, free_memory
-from rwkv.training.memory.estimate import readable
+from rwkv.training.memory.estimate import format_bytes
 from rwkv.training.memory.remedies import RECOMPUTED, Remedy, Variant, remedies
 
 
@@ -16,22 +16,22 @@ def memory_lines(needs: Needs, programs: int) -> Iterator[tuple[str, str]]:
     """
     config, vocab_size, device, need = needs
     free = free_memory(device)
-    already = f", of which {readable(programs)} are in use already" if programs else ""
-    yield "memory", f"about {readable(programs + need.total)} for each process{already}; {readable(free)} are free"
-    yield "", ((f"program and libraries {readable(programs)}, " if programs else "")
-               + f"weights {readable(need.weights)}, gradients {readable(need.gradients)}, "
-               + f"optimiser {readable(need.optimiser)}, loss {readable(need.loss)}"
-               + (f", data workers {readable(need.workers)}" if need.workers else ""))
+    already = f", of which {format_bytes(programs)} are in use already" if programs else ""
+    yield "memory", f"about {format_bytes(programs + need.total)} for each process{already}; {format_bytes(free)} are free"
+    yield "", ((f"program and libraries {format_bytes(programs)}, " if programs else "")
+               + f"weights {format_bytes(need.weights)}, gradients {format_bytes(need.gradients)}, "
+               + f"optimiser {format_bytes(need.optimiser)}, loss {format_bytes(need.loss)}"
+               + (f", data workers {format_bytes(need.workers)}" if need.workers else ""))
     option, = RECOMPUTED
     value = not config.trainer.activation_checkpointing
     alternative = Variant.of(config, {option: value}, vocab_size, world_size()).memory
-    yield "", (f"activations {readable(need.activations)}; {readable(alternative.activations)} with "
+    yield "", (f"activations {format_bytes(need.activations)}; {format_bytes(alternative.activations)} with "
                f"{option}={str(value).lower()}")
     if free is not None and need.total > free:
-        yield from would_fit(remedies(config, vocab_size, world_size(), device.type), free, programs)
+        yield from fitting_remedy_lines(remedies(config, vocab_size, world_size(), device.type), free, programs)
 
 
-def would_fit(candidates: Iterable[Remedy], free: int, programs: int) -> Iterator[tuple[str, str]]:
+def fitting_remedy_lines(candidates: Iterable[Remedy], free: int, programs: int) -> Iterator[tuple[str, str]]:
     """Yields a line for each remedy with which the run fits into `free` bytes: the memory, `programs` included, and the
     options.
 
@@ -41,6 +41,6 @@ def would_fit(candidates: Iterable[Remedy], free: int, programs: int) -> Iterato
     for options, need in candidates:
         kind = re.sub(r" data.batch_size=.*|\d+", "", options)
         if need <= free and kind not in kinds:
-            yield subject, f"{readable(programs + need)} with {options}"
+            yield subject, f"{format_bytes(programs + need)} with {options}"
             kinds.add(kind)
             subject = ""

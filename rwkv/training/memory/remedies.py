@@ -61,7 +61,7 @@ def remedies(config: TrainConfig, vocab_size: int, processes: int, device: str,
         except UserError:                # the options conflict
             continue
         if new:
-            yield Remedy(as_typed(new), variant.memory.total)
+            yield Remedy(format_options(new), variant.memory.total)
 
 
 def with_keys(config: TrainConfig, options: Options) -> TrainConfig:
@@ -73,7 +73,7 @@ def with_keys(config: TrainConfig, options: Options) -> TrainConfig:
     return replace(config, **{group: replace(getattr(config, group), **values) for group, values in groups.items()})
 
 
-def as_typed(options: Options) -> str:
+def format_options(options: Options) -> str:
     texts = {key: str(value).lower() if isinstance(value, bool) else f"{value:g}" if isinstance(value, float) else value
              for key, value in options.items()}
     return " ".join(f"{GROUPS.get(key, key)}={value}" for key, value in texts.items())

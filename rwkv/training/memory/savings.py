@@ -9,8 +9,8 @@ from collections.abc import Collection
 
 from rwkv.config import TrainConfig
 from rwkv.training.device import device_for
-from rwkv.training.memory.estimate import SMALL_RUN, readable
-from rwkv.training.memory.remedies import Options, Variant, as_typed, with_keys
+from rwkv.training.memory.estimate import SMALL_RUN, format_bytes
+from rwkv.training.memory.remedies import Options, Variant, format_options, with_keys
 
 PASS_TOKENS = 512                        # on a CPU, passes with fewer tokens have slower matrix products
 SMALLER: tuple[Options, ...] = ({"trainer.malloc": "small"},
@@ -35,7 +35,7 @@ def with_passes(config: TrainConfig, vocab_size: int, user_keys: Collection[str]
     accumulate = trainer.accumulate * rows // pass_rows
     options = {"data.batch_size": pass_rows, "trainer.accumulate": accumulate}
     return with_keys(config, options), (f"a step accumulates {rows * trainer.accumulate} rows in passes of {pass_rows}: "
-                                        f"{as_typed(options)} (same step, less memory)")
+                                        f"{format_options(options)} (same step, less memory)")
 
 
 def same_step(config: TrainConfig, run: TrainConfig) -> bool:
@@ -58,4 +58,5 @@ def fit_memory(config: TrainConfig, vocab_size: int, user_keys: Collection[str],
         smaller = Variant.of(config, options, vocab_size)
         if smaller.memory.total <= free:
             break
-    return smaller.config, f"{as_typed(options)} (slower): otherwise training needs {readable(need)}; {readable(free)} are free"
+    return smaller.config, (f"{format_options(options)} (slower): otherwise training needs {format_bytes(need)}; "
+                            f"{format_bytes(free)} are free")

@@ -73,21 +73,21 @@ class AdamW8bit(torch.optim.Optimizer):
         state["step"] += 1
 
 
-def is_in_8_bits(numbers: int) -> bool:
+def has_8bit_moments(numbers: int) -> bool:
     """Returns True if a parameter with this many numbers has 8-bit moments."""
     return numbers >= LEAST and numbers % BLOCK == 0
 
 
 def moment_bytes(numbers: int) -> float:
     """Returns the bytes of both moments of a parameter with this many numbers."""
-    return len(MOMENTS) * numbers * (1 + 4 / BLOCK if is_in_8_bits(numbers) else 4)
+    return len(MOMENTS) * numbers * (1 + 4 / BLOCK if has_8bit_moments(numbers) else 4)
 
 
 def _initial_state(parameter: Tensor) -> dict[str, Tensor]:
     numbers, device = parameter.numel(), parameter.device
     state = {"step": torch.zeros((), device=device)}
     for name, signed in MOMENTS.items():
-        if is_in_8_bits(numbers):
+        if has_8bit_moments(numbers):
             zero = int((_levels(signed, device) == 0).nonzero())
             state[name] = torch.full((numbers,), zero, dtype=torch.uint8, device=device)
             state[name + SCALE] = torch.zeros(numbers // BLOCK, device=device)
@@ -98,7 +98,7 @@ def _initial_state(parameter: Tensor) -> dict[str, Tensor]:
 
 def _moments_in_chunks(state: dict[str, Tensor], numbers: int) -> Iterator[tuple[dict[str, Tensor], slice]]:
     """Yields the float32 moments and the slice of each chunk. The caller updates the moments in place before the next chunk."""
-    if not is_in_8_bits(numbers):
+    if not has_8bit_moments(numbers):
         yield {name: state[name] for name in MOMENTS}, slice(0, numbers)
         return
     for start in range(0, numbers, CHUNK):

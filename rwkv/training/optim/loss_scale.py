@@ -14,7 +14,7 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import ParallelStrategy
 
 from rwkv.training.errors import Diverged
-from rwkv.training.tbptt import Carried
+from rwkv.training.tbptt import CarriedStates
 
 MAX_ATTEMPTS = 30                        # after so many attempts, the initial scale of 2^16 is far below 1
 
@@ -22,7 +22,7 @@ MAX_ATTEMPTS = 30                        # after so many attempts, the initial s
 class LossScale:
     """Stores the batches of the current step and repeats the step if gradients overflow."""
 
-    def __init__(self, trainer: lightning.Trainer, scaler: torch.amp.GradScaler, carried: Carried) -> None:
+    def __init__(self, trainer: lightning.Trainer, scaler: torch.amp.GradScaler, carried: CarriedStates) -> None:
         self._trainer, self._scaler, self._carried = trainer, scaler, carried
         self._batches: list[tuple[object, int]] = []
         self._states = carried.states()

@@ -12,7 +12,7 @@ from rwkv.config import ModelConfig, TrainConfig
 from rwkv.data.conversations import Tokenised
 from rwkv.data.pairs import rows_of
 from rwkv.distributed import log, world_size
-from rwkv.io.lines import labelled
+from rwkv.io.lines import labelled_line
 from rwkv.model.base import n_parameters
 from rwkv.training.device import dtype_for
 from rwkv.training.task import LanguageModel
@@ -25,10 +25,10 @@ FORWARD = 1 / 3                          # the forward pass takes this fraction 
 UNITS = (("days", 86400), ("hours", 3600), ("minutes", 60))     # a duration is in the first unit that makes it two or more
 
 
-def show(lines: Iterable[tuple[str, str]]) -> None:
+def print_lines(lines: Iterable[tuple[str, str]]) -> None:
     """Prints lines of the plan, each given as (subject, text), on standard error."""
     for subject, text in lines:
-        log(labelled(subject, text, sys.stderr))
+        log(labelled_line(subject, text, sys.stderr))
 
 
 def is_timed(config: TrainConfig, vocab_size: int, device: torch.device) -> bool:
@@ -43,7 +43,7 @@ def is_timed(config: TrainConfig, vocab_size: int, device: torch.device) -> bool
     return seconds / config.trainer.accumulate / max(1, config.trainer.tbptt) <= PATIENCE
 
 
-def in_words(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """Returns a duration in words, such as "about 40 s" or "about 1.5 minutes"."""
     if seconds < 60:
         return f"about {max(1, round(seconds))} s"
@@ -109,7 +109,7 @@ def seconds_per_step(task: LanguageModel, config: TrainConfig, device: torch.dev
         loss.item()                      # waits for the device
         seconds.append(time.perf_counter() - start)
         if step == 0 and seconds[0] > LONG_STEP:
-            show([("timing", f"the first of {1 + TIMED_STEPS} passes took {in_words(seconds[0])}")])
+            print_lines([("timing", f"the first of {1 + TIMED_STEPS} passes took {format_duration(seconds[0])}")])
         if step == 0 and seconds[0] > PATIENCE and config.plan != "timed":
             break
     task.zero_grad(set_to_none=True)

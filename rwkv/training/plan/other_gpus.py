@@ -29,22 +29,22 @@ from rwkv.config import TrainConfig
 from rwkv.data.prepare import Corpus
 from rwkv.distributed import fail_together, log
 from rwkv.errors import UserError
-from rwkv.io.lines import counted, labelled
+from rwkv.io.lines import counted, labelled_line
 from rwkv.model.base import generation, n_parameters
 from rwkv.training.device import dtype_for
 from rwkv.training.memory.estimate import (
     FLOAT,
     Memory,
     estimate,
+    format_bytes,
     n_checkpoints,
     n_outside_blocks,
     n_trained,
     one_checkpoint_bytes,
-    readable,
 )
-from rwkv.training.memory.lines import would_fit
+from rwkv.training.memory.lines import fitting_remedy_lines
 from rwkv.training.memory.remedies import remedies, with_keys
-from rwkv.training.plan.duration import in_words, product_parameters
+from rwkv.training.plan.duration import format_duration, product_parameters
 from rwkv.training.run.directory import Run
 from rwkv.training.run.resolve import Context, Stage, resolve
 from rwkv.training.setup import data_for
@@ -81,7 +81,7 @@ GPUS = {"a100": Gpu("A100 80 GB", 79, 312, 2400, 200), "h100": Gpu("H100", 79, 9
 MEASURED_ON = "h200"
 
 
-class Measured(NamedTuple):
+class MeasuredStep(NamedTuple):
     """A measured step of B rows of T tokens on one H200 with kernel=auto, from benchmarks/results/training-h200.json."""
 
     generation: str
@@ -100,15 +100,15 @@ class Measured(NamedTuple):
 
 
 MEASURED = (
-    Measured("rwkv7", "bf16-mixed", 12, 768, 65536, 8, 1024, 153.3, 132.8),
-    Measured("rwkv7", "bf16-mixed", 24, 2048, 65536, 4, 1024, 288.1, 239.6),
-    Measured("rwkv7", "32-true", 12, 768, 65536, 8, 1024, 252.6, 116.4),
-    Measured("rwkv7", "32-true", 24, 2048, 65536, 4, 1024, 918.2, 216.6),
-    Measured("rwkv7", "tf32", 12, 768, 65536, 8, 1024, 169.0, 91.5),
-    Measured("rwkv7", "tf32", 24, 2048, 65536, 4, 1024, 354.4, 204.2),
-    Measured("rwkv4", "bf16-mixed", 12, 768, 50277, 8, 1024, 115.3, 81.6),
-    Measured("rwkv4", "32-true", 12, 768, 50277, 8, 1024, 173.9, 63.2),
-    Measured("rwkv4", "tf32", 12, 768, 50277, 8, 1024, 82.0, 65.1))
+    MeasuredStep("rwkv7", "bf16-mixed", 12, 768, 65536, 8, 1024, 153.3, 132.8),
+    MeasuredStep("rwkv7", "bf16-mixed", 24, 2048, 65536, 4, 1024, 288.1, 239.6),
+    MeasuredStep("rwkv7", "32-true", 12, 768, 65536, 8, 1024, 252.6, 116.4),
+    MeasuredStep("rwkv7", "32-true", 24, 2048, 65536, 4, 1024, 918.2, 216.6),
+    MeasuredStep("rwkv7", "tf32", 12, 768, 65536, 8, 1024, 169.0, 91.5),
+    MeasuredStep("rwkv7", "tf32", 24, 2048, 65536, 4, 1024, 354.4, 204.2),
+    MeasuredStep("rwkv4", "bf16-mixed", 12, 768, 50277, 8, 1024, 115.3, 81.6),
+    MeasuredStep("rwkv4", "32-true", 12, 768, 50277, 8, 1024, 173.9, 63.2),
+    MeasuredStep("rwkv4", "tf32", 12, 768, 50277, 8, 1024, 82.0, 65.1))
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ class Estimate:
     exchange_s: float
     compute_s: float
     tokens: int
-    measured: Measured
+    measured: MeasuredStep
 
     @property
     def memory(self) -> int:
@@ -157,7 +157,7 @@ def exchanged_bytes(config: TrainConfig, vocab_size: int, n: int) -> float:
     return (n - 1) / n * (passes * gathered + FLOAT * n_trained(config, vocab_size))
 
 
-def nearest_measurement(config: TrainConfig) -> Measured:
+def nearest_measurement(config: TrainConfig) -> MeasuredStep:
     """Returns the measured step of the model's generation and precision with the nearest width.
 
     float16 counts as bfloat16. Raises UserError if no step was measured.
@@ -170,7 +170,7 @@ def nearest_measurement(config: TrainConfig) -> Measured:
     return min(candidates, key=lambda row: abs(math.log(row.n_embd / model.n_embd)))
 
 
-def _compute_seconds(config: TrainConfig, vocab_size: int, n: int, gpu: Gpu, row: Measured) -> float:
+def _compute_seconds(config: TrainConfig, vocab_size: int, n: int, gpu: Gpu, row: MeasuredStep) -> float:
     # The passes of a step take as long as the GPU or the host, whichever is slower
     measured = replace(config.model, n_layer=row.n_layer, n_embd=row.n_embd, **_default_widths(config))
     rate = row.tokens_per_second * product_parameters(measured, row.vocab_size) * gpu.teraflops / GPUS[MEASURED_ON].teraflops
@@ -197,12 +197,13 @@ def announce(run: Run) -> None:
     lines = [("data", data.describe()), *([("WARNING", warning)] if warning else []),
              *_plan_lines(config, vocab_size, gpu, why, result), *_length_lines(config, result, data)]
     for subject, text in lines:
-        log(labelled(subject, text, sys.stderr))
+        log(labelled_line(subject, text, sys.stderr))
     capacity = round(gpu.gib * GIB)
     if result.memory > capacity:
         remedy = next((text for _, text in _remedy_lines(config, vocab_size, result.devices, gpu)), None)
         fail_together(UserError(
-            f"training needs {readable(result.memory)} of memory on each GPU, but the {gpu.name} has {readable(capacity)}: "
+            f"training needs {format_bytes(result.memory)} of memory on each GPU, but the {gpu.name} has "
+            f"{format_bytes(capacity)}: "
             + (f"training needs only {remedy}" if remedy else "use a smaller model= or model.ctx_len=")))
 
 
@@ -247,29 +248,30 @@ def _plan_lines(config: TrainConfig, vocab_size: int, gpu: Gpu, why: str, result
     yield from _memory_lines(config, vocab_size, gpu, result)
     source = "trainer.link_gbps" if trainer.link_gbps else "assumed; set trainer.link_gbps to change it"
     if result.devices > 1:
-        yield "exchange", (f"{readable(round(result.exchanged))} sent by each device in a step: {result.exchange_s:.3g} s at "
-                           f"{result.link_gbps:g} Gbit/s ({source}); {result.compute_s:.3g} s of computation")
+        yield "exchange", (f"{format_bytes(round(result.exchanged))} sent by each device in a step: {result.exchange_s:.3g} s "
+                           f"at {result.link_gbps:g} Gbit/s ({source}); {result.compute_s:.3g} s of computation")
     yield "speed", _speed_text(config, vocab_size, gpu, result)
     size = one_checkpoint_bytes(config, vocab_size)
     writers = trainer.num_nodes if trainer.strategy == "fsdp" else 1
-    yield "checkpoint", (f"{readable(size)}, written in {in_words(size / writers / DISK)} at {readable(DISK)}/s "
+    yield "checkpoint", (f"{format_bytes(size)}, written in {format_duration(size / writers / DISK)} at {format_bytes(DISK)}/s "
                          f"{'by each machine' if writers > 1 else 'by one process'} (assumed); "
-                         f"{readable(n_checkpoints(trainer.keep_last) * size)} for {n_checkpoints(trainer.keep_last)}")
+                         f"{format_bytes(n_checkpoints(trainer.keep_last) * size)} for {n_checkpoints(trainer.keep_last)}")
 
 
 def _memory_lines(config: TrainConfig, vocab_size: int, gpu: Gpu, result: Estimate) -> Iterator[tuple[str, str]]:
     capacity = round(gpu.gib * GIB)
     need = result.need
-    yield "memory", f"about {readable(result.memory)} of the {readable(capacity)} of each device, by formula"
-    yield "", (f"weights {readable(need.weights)}, gradients {readable(need.gradients)}, optimiser {readable(need.optimiser)}, "
-               f"activations {readable(need.activations)}, loss {readable(need.loss)}, CUDA {readable(CONTEXT)} (assumed)")
+    yield "memory", f"about {format_bytes(result.memory)} of the {format_bytes(capacity)} of each device, by formula"
+    yield "", (f"weights {format_bytes(need.weights)}, gradients {format_bytes(need.gradients)}, "
+               f"optimiser {format_bytes(need.optimiser)}, activations {format_bytes(need.activations)}, "
+               f"loss {format_bytes(need.loss)}, CUDA {format_bytes(CONTEXT)} (assumed)")
     if result.memory > capacity:
         yield from _remedy_lines(config, vocab_size, result.devices, gpu)
 
 
 def _remedy_lines(config: TrainConfig, vocab_size: int, n: int, gpu: Gpu) -> list[tuple[str, str]]:
     capacity = round(gpu.gib * GIB)
-    return list(would_fit(remedies(config, vocab_size, n, "cuda", capacity), capacity - CONTEXT, CONTEXT))
+    return list(fitting_remedy_lines(remedies(config, vocab_size, n, "cuda", capacity), capacity - CONTEXT, CONTEXT))
 
 
 def _speed_text(config: TrainConfig, vocab_size: int, gpu: Gpu, result: Estimate) -> str:
@@ -289,7 +291,7 @@ def _speed_text(config: TrainConfig, vocab_size: int, gpu: Gpu, result: Estimate
 
 
 def _length_lines(config: TrainConfig, result: Estimate, data: Corpus) -> Iterator[tuple[str, str]]:
-    low, high = (config.trainer.max_steps * result.tokens / speed for speed in result.tokens_per_second)
-    span = in_words(low) if in_words(low) == in_words(high) else f"{in_words(high)} to {in_words(low).removeprefix('about ')}"
+    low, high = (format_duration(config.trainer.max_steps * result.tokens / speed) for speed in result.tokens_per_second)
+    span = low if low == high else f"{high} to {low.removeprefix('about ')}"
     yield "training", (f"{counted(config.trainer.max_steps, 'step')} of {counted(result.tokens, 'token')}: "
                        f"{counted(config.trainer.max_steps * result.tokens, 'token')}, {span} without validation")

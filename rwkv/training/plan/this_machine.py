@@ -15,7 +15,7 @@ from kernels.machine import threads
 from kernels.machine.cpu import matrix_dtype, why_slow
 from kernels.machine.memory import resident_memory
 from rwkv.chat.names import Choice, choose_template
-from rwkv.checkpoint.tuned import is_exact, surviving
+from rwkv.checkpoint.tuned import is_exact, surviving_fraction
 from rwkv.config import ORTHOGONAL, TrainConfig, TrainerConfig, TuneConfig
 from rwkv.data import segments
 from rwkv.data.documents import separators
@@ -28,9 +28,9 @@ from rwkv.model.fused import backend as fused_backend
 from rwkv.training import graphs
 from rwkv.training.device import dtype_for, why_precision
 from rwkv.training.memory.capacity import Needs, free_disk
-from rwkv.training.memory.estimate import checkpoint_bytes, n_checkpoints, n_trained, readable
+from rwkv.training.memory.estimate import checkpoint_bytes, format_bytes, n_checkpoints, n_trained
 from rwkv.training.memory.lines import memory_lines
-from rwkv.training.plan.duration import equivalent_steps, estimated_seconds, in_words, seconds_per_step, show
+from rwkv.training.plan.duration import equivalent_steps, estimated_seconds, format_duration, print_lines, seconds_per_step
 from rwkv.training.run.directory import Run, backup_folder
 from rwkv.training.run.length import MAX_EPOCHS, steps_per_epoch
 from rwkv.training.task import LanguageModel
@@ -53,15 +53,15 @@ def announce_needs(run: Run, needs: Needs, kernel: str, kernel_error: str | None
         return
     if run.config.resume is not None and run.resume_from is None:
         log(_why_from_the_start(run))
-    show(_needs(run, needs, kernel, kernel_error, data))
+    print_lines(_needs(run, needs, kernel, kernel_error, data))
     if timed or not run.config.only_plans:
-        show([("building", f"the model{', and timing its first steps' if timed else ''}")])
+        print_lines([("building", f"the model{', and timing its first steps' if timed else ''}")])
 
 
 def announce_training(run: Run, device: torch.device, data: Corpus, task: LanguageModel | None = None) -> None:
     """Prints how long the run will take. `task` has the model whose steps are timed. None means a rough estimate."""
     if rank() == 0:
-        show(_training(run, device, task, data))
+        print_lines(_training(run, device, task, data))
 
 
 def _why_from_the_start(run: Run) -> str:
@@ -80,7 +80,8 @@ def _needs(run: Run, needs: Needs, kernel: str, kernel_error: str | None, data: 
     yield from _computation(config, kernel, kernel_error, device, bool(data.conversations))
     yield from memory_lines(needs, programs)
     checkpoints = counted(n_checkpoints(config.trainer.keep_last), "checkpoint")
-    yield "disk", f"{readable(checkpoint_bytes(config, V))} for {checkpoints}; {readable(free_disk(run.out_dir))} are free"
+    yield "disk", (f"{format_bytes(checkpoint_bytes(config, V))} for {checkpoints}; "
+                   f"{format_bytes(free_disk(run.out_dir))} are free")
 
 
 def _data(run: Run, data: Corpus) -> Iterator[tuple[str, str]]:
@@ -116,7 +117,7 @@ def _model(run: Run, V: int) -> Iterator[tuple[str, str]]:
     if run.init_checkpoint is not None and run.resume_from is None:
         yield "weights", f"{run.init_checkpoint.path} gives weights, sizes and tokenizer; the optimiser starts new"
         if run.init_checkpoint.time_states:
-            yield "state", run.init_checkpoint.begins or f"tuned state of {run.init_checkpoint.path}"
+            yield "state", run.init_checkpoint.state_note or f"tuned state of {run.init_checkpoint.path}"
     if config.tune.method != "full":
         yield from _tuning(run, n_trained(config, V))
     if config.tune.prefers:
@@ -182,7 +183,7 @@ def _documents(config: TrainConfig, data: Corpus) -> Iterator[tuple[str, str]]:
 
 
 def _thread_hint() -> str | None:
-    others = threads.competing()
+    others = threads.competing_threads()
     cores = os.cpu_count() or 1
     free = max(1, cores - others)
     if others == 0 or torch.get_num_threads() <= free:
@@ -206,7 +207,7 @@ def _tuning(run: Run, trained: int) -> Iterator[tuple[str, str]]:
         return
     yield "tuning", (f"{line}; losses are measured with the rounded weights, but programs load the original weights from "
                      f"{run.config.init_from}")
-    if (remaining := surviving(base, tune.base)) < 1:
+    if (remaining := surviving_fraction(base, tune.base)) < 1:
         yield "WARNING", (f"tune.base={tune.base} also rounds the adapters of {run.config.init_from} and keeps only "
                           f"{remaining:.0%} of what the adapters have learnt. tune.base=float32 keeps everything")
 
@@ -243,12 +244,12 @@ def _training(run: Run, device: torch.device, task: LanguageModel | None, data: 
     validations = -(-steps // trainer.val_every) + (guard.is_compared(config) and not first_step)
     training, validation = equivalent_steps(config, steps, val_tokens * validations)
     if task is not None:
-        duration = in_words((training + validation) * seconds_per_step(task, config, device, data.conversations))
+        duration = format_duration((training + validation) * seconds_per_step(task, config, device, data.conversations))
     elif trainer.strategy == "fsdp":
         duration = "of unknown duration (with fsdp steps are not timed)"
     else:
         seconds = estimated_seconds(config, run.vocab_size(data.tokenizer), device)
-        estimated = in_words((training + validation) * seconds).removeprefix("about ")
+        estimated = format_duration((training + validation) * seconds).removeprefix("about ")
         duration = f"very roughly {estimated} (from the speed of a matrix product; plan=timed measures steps)"
 
     passes = steps / per_epoch

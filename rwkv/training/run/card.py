@@ -37,7 +37,7 @@ def write_card(run: Run, data: Corpus, metrics: Mapping[str, Tensor], compared: 
         bits = f", val/bpb {float(metrics['val/bpb']):.4f}" if "val/bpb" in metrics else ""
         losses.append(f"after {config.trainer.max_steps:,} steps: val/loss {float(metrics['val/loss']):.4f}{bits}")
     name = run.out_dir.name
-    loads = card.loading(name)
+    loads = card.loading_commands(name)
     if method == "state":
         loads.insert(0, f"timemix generate checkpoint={config.init_from} state={name}/state.safetensors prompt=...")
     base = config.init_from

@@ -9,7 +9,7 @@ from collections.abc import Collection
 from dataclasses import replace
 from math import ceil, inf
 
-from rwkv.config import LENGTHS, TrainConfig, given_length
+from rwkv.config import LENGTHS, TrainConfig, length_option
 from rwkv.data import segments
 from rwkv.data.pairs import rows_of
 from rwkv.data.prepare import Corpus
@@ -49,7 +49,7 @@ def with_max_steps(config: TrainConfig, user_keys: Collection[str]) -> TrainConf
 
     A length that the user gives overrides the length of an experiment or of a resumed run.
     """
-    user_length = given_length(config, user_keys)
+    user_length = length_option(config, user_keys)
     trainer = config.trainer
     if user_length:
         trainer = replace(trainer, max_tokens=trainer.max_tokens if user_length == "trainer.max_tokens" else None,

@@ -4,7 +4,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 from rwkv.checkpoint.location import FOLDER, follow, is_checkpoint, locate
-from rwkv.config import LATEST, TrainConfig, given_length, require_effect
+from rwkv.config import LATEST, TrainConfig, length_option, require_effect
 from rwkv.data.options import check_data
 from rwkv.errors import UserError
 from rwkv.io.utf8 import require_file
@@ -26,7 +26,7 @@ def check_run(config: TrainConfig, user_keys: Collection[str]) -> None:
 def check_new_run(config: TrainConfig, user_keys: Collection[str]) -> None:
     """Raises UserError for options without effect, options that conflict, and missing files."""
     require_effect(config, user_keys)
-    given_length(config, user_keys)
+    length_option(config, user_keys)
     config.require_separate_updates()
     check_data(config.data, config.init_from is None or "data.tokenizer" in user_keys,
                config.init_from is None or config.data.template is not None)
@@ -55,10 +55,10 @@ def resumed_path(config: TrainConfig) -> Path | None:
         return path
     if auto:
         return None
-    raise nothing_at(config)
+    raise resume_error(config)
 
 
-def nothing_at(config: TrainConfig) -> UserError:
+def resume_error(config: TrainConfig) -> UserError:
     return UserError(f"resume={config.resume} must be a run's directory, or a checkpoint in such a directory, but is neither")
 
 

@@ -15,7 +15,7 @@ from rwkv.checkpoint.files import Checkpoint
 from rwkv.config import TrainConfig
 from rwkv.data.prepare import Corpus
 from rwkv.tokenizer.tokenizers import Tokenizer
-from rwkv.training.device import AUTO, device_for, is_planned_elsewhere, resolved_precision
+from rwkv.training.device import AUTO, device_for, is_planned_elsewhere, resolve_precision
 from rwkv.training.memory.capacity import free_memory
 from rwkv.training.memory.savings import fit_memory, with_passes
 from rwkv.training.run import rates
@@ -86,7 +86,7 @@ def one_length(config: TrainConfig, context: Context) -> Choice:
 def precision(config: TrainConfig, context: Context) -> Choice:
     value = config.trainer.precision
     if not is_planned_elsewhere(config):
-        value = resolved_precision(value, config.trainer.accelerator)
+        value = resolve_precision(value, config.trainer.accelerator)
     elif value in (None, AUTO):
         value = "bf16-mixed"
     return replace(config, trainer=replace(config.trainer, precision=value)), None

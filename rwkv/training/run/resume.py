@@ -20,12 +20,12 @@ from rwkv.io.json_types import JsonObject
 from rwkv.io.utf8 import read_text
 from rwkv.report.run_files import is_finished
 from rwkv.tokenizer.tokenizers import Tokenizer
-from rwkv.training.callbacks.checkpoints import newest_sound, settle
+from rwkv.training.callbacks.checkpoints import newest_sound_checkpoint, rotate_checkpoints
 from rwkv.training.device import AUTO
 from rwkv.training.memory.savings import same_step
 from rwkv.training.run.directory import CONFIG_FILE, Run, as_plain
 from rwkv.training.run.lock import RunLock
-from rwkv.training.run.options import nothing_at, resumed_path
+from rwkv.training.run.options import resume_error, resumed_path
 from rwkv.training.run.resolve import Context, Stage, resolve
 from rwkv.training.tuning.exports import tuned_files
 from rwkv.training.tuning.init_from import NOT_A_SIZE, open_init_checkpoint
@@ -71,15 +71,15 @@ def _open_run(request: Request, path: Path) -> Run | None:
     if is_checkpoint(path):
         return _continue(request, path.resolve().parent.parent, read_checkpoint(path))
     if (path / FOLDER).is_dir():
-        settle(path)
-        checkpoint = newest_sound(path)
+        rotate_checkpoints(path)
+        checkpoint = newest_sound_checkpoint(path)
         if checkpoint is not None:
             return _continue(request, path.resolve(), checkpoint)
     if (path / CONFIG_FILE).is_file():   # without a checkpoint, the run starts again at step 0
         return _restart(request, path.resolve())
     if request.config.resume == "auto":
         return None
-    raise nothing_at(request.config)
+    raise resume_error(request.config)
 
 
 def _continue(request: Request, out_dir: Path, checkpoint: Checkpoint) -> Run:

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 
-from rwkv.checkpoint.formats._fsdp_folder import REST, SHARDED, Place, name_of, sum_of, write_complete
+from rwkv.checkpoint.formats._fsdp_folder import REST, SHARDED, Place, name_of, size_and_checksum, write_complete
 from rwkv.checkpoint.location import LAST
 from rwkv.distributed import fail_together, rank
 from rwkv.errors import UserError
@@ -50,7 +50,7 @@ class Saving:
 
         def complete(sums: dict[str, tuple[int, int]]) -> None:
             write_file(folder / REST, lambda file: file.write(buffer.getbuffer()))
-            write_complete(folder, sums | {REST: sum_of(folder / REST)})
+            write_complete(folder, sums | {REST: size_and_checksum(folder / REST)})
             replace_folder(folder, path)
             completed()
 
@@ -71,7 +71,7 @@ class Saving:
             problem = next(iter(error.failures.values()))[0]
             if "peer" in str(problem):   # gloo reports that another process has ended
                 raise RuntimeError(str(problem)) from None
-            fail_together(unwritable(self.path, problem))
+            fail_together(write_error(self.path, problem))
 
 
 def _copy_to_host(tensor: DTensor) -> DTensor:
@@ -98,7 +98,7 @@ class _NoStaging(AsyncStager):
 class _Writer(HuggingFaceStorageWriter):
     """Writes the shards. After all processes have written, rank 0 calls complete(sums).
 
-    `sums` maps the name of each file to the result of sum_of.
+    `sums` maps the name of each file to the result of size_and_checksum.
     """
 
     def __init__(self, folder: Path, complete: Callable[[dict[str, tuple[int, int]]], None]) -> None:
@@ -109,7 +109,7 @@ class _Writer(HuggingFaceStorageWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> futures.Future[list[WriteResult]]:
         results = super().write_data(plan, planner).wait()
         names = {result.storage_data.relative_path for result in results}
-        sums = {name: sum_of(self._folder / name) for name in names}
+        sums = {name: size_and_checksum(self._folder / name) for name in names}
         done: futures.Future[list[WriteResult]] = futures.Future()
         done.set_result([replace(result, storage_data=sums) for result in results])
         return done
@@ -136,7 +136,7 @@ def _move_tensors(content: dict[str | int, object], tensors: dict[Place, DTensor
             yield key, value
 
 
-def unwritable(path: Path, error: BaseException) -> UserError:
+def write_error(path: Path, error: BaseException) -> UserError:
     """Returns the error for a checkpoint that cannot be written."""
     reason = getattr(_root_cause(error), "strerror", None) or str(error).splitlines()[0]
     return UserError(f"the checkpoint {path.parent / LAST.name} cannot be written: {reason}. Earlier checkpoints are intact. "

@@ -39,7 +39,7 @@ from rwkv.training.sharding.saving import Saving
 WEIGHTS, STATES = "state_dict", "optimizer_states"       # Lightning's checkpoints have these keys
 
 
-class Sharded(ModelParallelStrategy):
+class ShardedStrategy(ModelParallelStrategy):
     """The Lightning strategy of trainer=fsdp. A thread of rank 0 calls `after_save` when a checkpoint is complete."""
 
     def __init__(self, options: TrainerConfig) -> None:
@@ -157,14 +157,14 @@ class Sharded(ModelParallelStrategy):
         return parameter
 
 
-def whole(tensor: Tensor) -> Tensor:
+def full_tensor(tensor: Tensor) -> Tensor:
     """Returns the full tensor in all processes if `tensor` is sharded, by a collective operation, or else `tensor`."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def total_norm(tensors: Iterable[Tensor]) -> Tensor:
     """Returns the 2-norm of all tensors together. The tensors may be sharded."""
-    return whole(torch.nn.utils.get_total_norm(tensors))
+    return full_tensor(torch.nn.utils.get_total_norm(tensors))
 
 
 def _matrices(model: Model, block: nn.Module) -> list[nn.Parameter]:

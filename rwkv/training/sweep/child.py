@@ -137,7 +137,7 @@ def main() -> None:
         from kernels.machine import shares
 
         threads, gpu = (int(text) if text else None for text in sys.argv.pop(1).removeprefix(SHARE).split(","))
-        shares.take(threads, gpu)
+        shares.limit_process(threads, gpu)
     if stat.S_ISFIFO(os.fstat(0).st_mode):
         stop_with_parent()
     run(Path(reason_file))

@@ -28,7 +28,7 @@ from rwkv.config import SweepConfig
 from rwkv.errors import UserError
 from rwkv.io.broken_pipe import abandon
 from rwkv.io.json_types import JsonObject
-from rwkv.io.lines import broken
+from rwkv.io.lines import wrap_labelled
 from rwkv.io.signals import POLL_SECONDS
 from rwkv.training.sweep import child
 
@@ -156,7 +156,7 @@ class Processes(Launcher):
         with process:
             for line in _tee(process.stdout or process.stderr or (), task.log_file):
                 if not prefix or line.strip():
-                    self._print(prefix + broken(line.rstrip("\n"), sys.stderr), sys.stderr)
+                    self._print(prefix + wrap_labelled(line.rstrip("\n"), sys.stderr), sys.stderr)
             status = process.wait()      # leaving the block closes standard input, which would stop the run
         if output is not None:
             output.seek(0)

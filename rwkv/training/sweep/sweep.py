@@ -34,8 +34,8 @@ from rwkv.checkpoint.location import follow
 from rwkv.config import LATEST, SweepConfig, TrainConfig, require_effect
 from rwkv.errors import CheckpointError, UserError
 from rwkv.io.atomic import write_file
-from rwkv.io.lines import counted, labelled
-from rwkv.io.signals import STOPPING, StopRequest, end_of
+from rwkv.io.lines import counted, labelled_line
+from rwkv.io.signals import STOPPING, StopRequest, describe_exit
 from rwkv.report import run_files
 from rwkv.training.run.directory import new_folder, require_unused
 from rwkv.training.run.lock import RunLock
@@ -110,7 +110,7 @@ def run(line: cli.CommandLine, jobs_of: cli.Jobs) -> None:
 
     The exit status is 0, or 1 if a run failed, or 2 if no kernel can run here, or 130 after Ctrl-C.
     """
-    sweep = opened(line, jobs_of)
+    sweep = open_sweep(line, jobs_of)
     launcher = open_launcher(sweep)
     lock = RunLock()
     sweep.folder.mkdir(parents=True, exist_ok=True)
@@ -129,8 +129,8 @@ def run(line: cli.CommandLine, jobs_of: cli.Jobs) -> None:
 def train_all(sweep: Sweep, launcher: Launcher) -> bool:
     """Trains the unfinished runs, launcher.places at a time. Returns True if a signal stopped the training."""
     to_do = _to_do(sweep)
-    log(labelled("sweep", f"{sweep.folder}: {counted(len(sweep.entries), 'run')}, {len(to_do)} unfinished, in random order "
-                 f"(seed {ORDER_SEED}){_concurrency(launcher)}", sys.stderr))
+    log(labelled_line("sweep", f"{sweep.folder}: {counted(len(sweep.entries), 'run')}, {len(to_do)} unfinished, in random "
+                      f"order (seed {ORDER_SEED}){_concurrency(launcher)}", sys.stderr))
     waiting = deque(enumerate(to_do, start=1))
     running: dict[str, tuple[Entry, float]] = {}         # maps names to current runs and start times
     with StopRequest(on_signal=launcher.stop, every_signal=True) as stop:
@@ -197,7 +197,7 @@ def open_launcher(sweep: Sweep) -> Launcher:
     return launcher_for(sweep.settings, len(to_do), sweep.folder / LOGS, gpus)
 
 
-def opened(line: cli.CommandLine, jobs_of: cli.Jobs) -> Sweep:
+def open_sweep(line: cli.CommandLine, jobs_of: cli.Jobs) -> Sweep:
     """Returns a new sweep, or the sweep that `resume` continues together with the runs that the command line adds."""
     options = {key: value for key, value in line.verbatim.items() if key in SWEEP_OPTIONS}
     rest = cli.CommandLine(line.overrides, {key: value for key, value in line.verbatim.items() if key not in options}, [])
@@ -211,7 +211,7 @@ def opened(line: cli.CommandLine, jobs_of: cli.Jobs) -> Sweep:
     elif options["resume"] != "auto" or "out_dir" not in options:
         raise UserError("resuming a sweep requires resume=auto out_dir=DIR, where DIR is the sweep's directory")
     else:
-        entries = read(folder)
+        entries = read_entries(folder)
         if not entries and not adds_runs:
             raise UserError(f"out_dir={folder} must be the directory of a sweep, but contains no {run_files.SWEEP}")
         if not entries:
@@ -233,7 +233,7 @@ def _settings(jobs: list[cli.Job], line: cli.CommandLine) -> tuple[SweepConfig, 
     return jobs[0].config.sweep, [text for text in line.overrides if text.startswith(SETTINGS)] + arguments
 
 
-def read(folder: Path) -> list[Entry]:
+def read_entries(folder: Path) -> list[Entry]:
     """Reads the entries of DIR/sweep.json, or returns [] without the file. Raises UserError if the file is damaged.
 
     A run that finished after the file was written gets the status FINISHED.
@@ -365,7 +365,7 @@ def _store_result(sweep: Sweep, entry: Entry, end: End, stop_requested: bool) ->
 def reason_of(status: int, reason_file: Path, log_file: Path) -> str:
     """Returns the reason why a run failed: a signal, or else the error in reason_file, or else the last line of the log."""
     if status < 0:
-        return f"ended by {end_of(status)}"
+        return f"ended by {describe_exit(status)}"
     if reason_file.is_file():
         return reason_file.read_text(encoding="utf-8")
     text = log_file.read_text(encoding="utf-8", errors="replace") if log_file.is_file() else ""
@@ -379,11 +379,11 @@ def conclude(sweep: Sweep) -> None:
     counts = [f"{sweep.count(status)} {word}" for status, word in (
         (FINISHED, "finished"), (FAILED, "failed"), (UNAVAILABLE, "cannot run here"), (STOPPED, "stopped"), (WAITING, "to do"))
         if sweep.count(status)]
-    log("\n" + labelled("sweep", ", ".join(counts), sys.stderr))
+    log("\n" + labelled_line("sweep", ", ".join(counts), sys.stderr))
     for sentence in result.sentences:
-        log(labelled("", sentence, sys.stderr))
+        log(labelled_line("", sentence, sys.stderr))
     _log_best(sweep.folder, result.best)
-    log(labelled("report", str(result.page), sys.stderr))
+    log(labelled_line("report", str(result.page), sys.stderr))
     if sweep.count(STOPPED) + sweep.count(WAITING) + sweep.count(FAILED):
         options = ["resume=auto", quote(f"out_dir={sweep.folder}"), *map(quote, sweep.setting_overrides)]
         log(f"continue with: {cli.command('train')} -m {' '.join(options)}")
@@ -397,10 +397,10 @@ def _log_best(folder: Path, best: tuple[str, float] | None) -> None:
     if best is not None:
         name, loss = best
         more = f"{cli.command('generate')} {quote(f'checkpoint={folder / name}')} prompt=..."
-        log(labelled("best", f"{name} has the lowest val/loss, {loss:.4f}: {more}", sys.stderr))
+        log(labelled_line("best", f"{name} has the lowest val/loss, {loss:.4f}: {more}", sys.stderr))
     latest = follow(LATEST).resolve()
     if latest.parent == folder.resolve():
-        log(labelled("latest", f"{LATEST} is the run trained last, {latest.name}", sys.stderr))
+        log(labelled_line("latest", f"{LATEST} is the run trained last, {latest.name}", sys.stderr))
 
 
 def status_of(sweep: Sweep, stopped: bool) -> int:

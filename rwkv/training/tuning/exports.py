@@ -21,7 +21,7 @@ from rwkv.generation.prefill import PrefillResult
 from rwkv.generation.states import save_context
 from rwkv.io.atomic import write_file
 from rwkv.model.base import TIME_STATE, Model
-from rwkv.model.lora import adapter_of, chosen
+from rwkv.model.lora import adapter_tensors, layers_to_adapt
 from rwkv.tokenizer.tokenizers import Tokenizer
 
 
@@ -47,9 +47,9 @@ def _write_adapter(model: Model, trained: Mapping[str, Tensor], config: TrainCon
                    description: Path) -> Path:
     tune = config.tune
     tensors = {f"base_model.model.{name}": tensor.detach().cpu().contiguous()
-               for name, tensor in adapter_of(trained).items()}
+               for name, tensor in adapter_tensors(trained).items()}
     settings = {"peft_type": "LORA", "r": tune.rank, "lora_alpha": tune.alpha, "lora_dropout": tune.dropout, "bias": "none",
-                "target_modules": chosen(model.config, tune.modules), "fan_in_fan_out": False, "inference_mode": True,
+                "target_modules": layers_to_adapt(model.config, tune.modules), "fan_in_fan_out": False, "inference_mode": True,
                 "base_model_name_or_path": config.init_from}
     write_file(weights, lambda file: file.write(save(tensors, {"format": "pt"})))
     write_file(description, lambda file: file.write(json.dumps(settings, indent=2).encode() + b"\n"))

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rwkv.chat.encoding import shown
+from rwkv.chat.encoding import decode_with_special_names
 from rwkv.config import Sampling, TrainConfig
 from rwkv.data.conversations import Tokenised
 from rwkv.data.prepare import Corpus
@@ -34,7 +34,7 @@ class Prompt(NamedTuple):
     reference: list[int]
 
 
-def prompts(data: Corpus, longest: int, length: int) -> list[Prompt]:
+def select_prompts(data: Corpus, longest: int, length: int) -> list[Prompt]:
     """Returns N_PROMPTS prompts from the validation split.
 
     The first prompts of at most `longest` tokens are preferred to longer prompts. The reference continuation of a document has
@@ -51,7 +51,7 @@ def prompts(data: Corpus, longest: int, length: int) -> list[Prompt]:
     return [*fitting, *longer][:N_PROMPTS]
 
 
-def continuations(model: Model, tokenizer: Tokenizer, config: TrainConfig, held_out: list[Prompt]) -> list[str]:
+def generate_continuations(model: Model, tokenizer: Tokenizer, config: TrainConfig, held_out: list[Prompt]) -> list[str]:
     """Returns the greedy continuation of each prompt, at most trainer.sample_tokens long. Raises ValueError as Engine does."""
     stop = template_of(config.data).stop if config.data.name == "chat" else ()
     engine = Engine(model, tokenizer)
@@ -61,9 +61,9 @@ def continuations(model: Model, tokenizer: Tokenizer, config: TrainConfig, held_
     return [row.sample.text for row in rows]
 
 
-def readable(tokenizer: Tokenizer, ids: list[int]) -> str:
+def visible_text(tokenizer: Tokenizer, ids: list[int]) -> str:
     """Returns the text of the token ids, without end_of_text."""
-    return shown(tokenizer, [token for token in ids if token != tokenizer.end_of_text])
+    return decode_with_special_names(tokenizer, [token for token in ids if token != tokenizer.end_of_text])
 
 
 def _conversation_prompts(split: Tokenised) -> Iterator[Prompt]:

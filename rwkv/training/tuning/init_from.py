@@ -15,8 +15,8 @@ from rwkv.distributed import log
 from rwkv.errors import CheckpointError, UserError
 from rwkv.io import hub
 from rwkv.io.state_file import state_file
-from rwkv.model.base import generation, with_learnt_states
-from rwkv.model.lora import chosen
+from rwkv.model.base import generation, names_with_learnt_state
+from rwkv.model.lora import layers_to_adapt
 from rwkv.tokenizer.tokenizers import MADE_FROM_DATA, Tokenizer
 
 NOT_A_SIZE = "ctx_len"                   # no weight depends on the option model.ctx_len
@@ -36,11 +36,11 @@ def open_init_checkpoint(config: TrainConfig, user_keys: Collection[str]) -> tup
     config = replace(config, model=model, data=data)
     on_hub = hub.parse(str(config.init_from)) is not None
     if on_hub or config.tune.method != "full":           # the name must mean the same file later and on other machines
-        pinned = hub.fetched(str(config.init_from)).pinned if on_hub else str(checkpoint.path.resolve())
+        pinned = hub.fetch(str(config.init_from)).pinned if on_hub else str(checkpoint.path.resolve())
         config = replace(config, init_from=pinned)
     if config.tune.state is not None:
         state = time_states.read(state_file(config.tune.state), checkpoint.config)
-        checkpoint = replace(checkpoint, time_states=state.layers, begins=state.line)
+        checkpoint = replace(checkpoint, time_states=state.layers, state_note=state.line)
     require_tunable(config, checkpoint)
     return config, checkpoint, _tokenizer(config.data, user_keys, checkpoint)
 
@@ -55,14 +55,14 @@ def require_tunable(config: TrainConfig, checkpoint: Checkpoint) -> None:
         raise UserError(f"tune.objective={config.tune.objective} conflicts with a tuned state (a trained initial state), "
                         "because the reference model has no such state: omit tune.objective=, or start without the tuned state")
     if config.tune.method == "lora":
-        chosen(config.model, config.tune.modules)
+        layers_to_adapt(config.model, config.tune.modules)
     if config.tune.method == "state" and not generation(config.model).LEARNS_STATE:
-        raise UserError(f"tune=state requires {with_learnt_states()}, but {checkpoint.path} is "
+        raise UserError(f"tune=state requires {names_with_learnt_state()}, but {checkpoint.path} is "
                         f"{generation(config.model).NAME}: use tune=lora")
 
 
 def _require_sizes(config: ModelConfig, saved: ModelConfig, user_keys: Collection[str], checkpoint: Checkpoint) -> None:
-    sizes, saved_sizes = (vars(generation(model).resolved(model)) for model in (config, saved))
+    sizes, saved_sizes = (vars(generation(model).with_default_widths(model)) for model in (config, saved))
     for name, size in sizes.items():
         if name != NOT_A_SIZE and size != saved_sizes[name] and not {"model", f"model.{name}"}.isdisjoint(user_keys):
             raise CheckpointError(f"model.{name} is {size} on the command line, but {saved_sizes[name]} in "

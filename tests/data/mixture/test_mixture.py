@@ -21,7 +21,7 @@ from rwkv.data.mixture.windows import MixSampler
 from rwkv.data.options import check_data
 from rwkv.data.prepare import prepare
 from rwkv.data.token_array import TokenArray
-from rwkv.data.validation import with_part
+from rwkv.data.validation import limit_validation
 from rwkv.data.windows import ShuffleSampler
 from rwkv.errors import UserError
 
@@ -171,7 +171,7 @@ def test_a_tokenizer_is_made_from_the_text_of_all_sources(folder: Path) -> None:
 
 def test_part_of_validation_is_part_of_each_source(folder: Path) -> None:
     corpus = prepare(mix({"path": "a.jsonl", "weight": 3}, {"path": "b.txt"}), 16)
-    part = with_part(corpus, 100, 16)
+    part = limit_validation(corpus, 100, 16)
     assert [len(one.corpus.val) for one in part.parts] == [76, 26]
     assert part.val[:].tolist() == [*corpus.parts[0].corpus.val[:76].tolist(), *corpus.parts[1].corpus.val[:26].tolist()]
 

@@ -18,7 +18,7 @@ from rwkv import cli
 from rwkv.config import SOURCES, TOKENS, DataConfig
 from rwkv.data.documents.separators import describe, marks, separate
 from rwkv.data.documents.source import Document, in_validation
-from rwkv.data.files import matching
+from rwkv.data.files import find_files
 from rwkv.data.prepare import Corpus, prepare
 from rwkv.data.sources import open_source
 from rwkv.data.sources.stdlib import read_stdlib
@@ -119,7 +119,7 @@ def test_links_read_no_file_twice(config: DataConfig, tmp_path: Path, pattern: s
         (folder / "text.txt").write_text(folder.name)
     for name, target in (("again", "."), ("again2", "."), ("copy", "shelf"), ("more", elsewhere), ("a.txt", "shelf/text.txt")):
         (books / name).symlink_to(target)
-    names = [name for name, _ in matching(str(books / pattern), (".txt",))]
+    names = [name for name, _ in find_files(str(books / pattern), (".txt",))]
     assert names == ["more/text.txt", "shelf/text.txt"]
     train, val = texts(of_kind(config, "text", books / pattern))
     assert sorted(train + val) == ["elsewhere", "shelf"]

@@ -24,7 +24,7 @@ from rwkv.data.documents.copies import fingerprint
 from rwkv.data.loaders import _init_worker
 from rwkv.data.options import check_data
 from rwkv.data.prepare import prepare
-from rwkv.data.streaming.lanes import StreamLoader, joined
+from rwkv.data.streaming.lanes import StreamLoader, join_states
 from rwkv.data.streaming.streams import ENDS, open_stream
 from rwkv.data.windows import StepLayout
 from rwkv.errors import UserError
@@ -226,7 +226,7 @@ def test_a_stream_continues_with_another_number_of_processes(config: DataConfig,
     for each in begun:
         read(itertools.islice(each, 23))
     states = [each.state_dict() for each in begun]       # without a group of processes, each has its own alone
-    state = plain(states[0] | {"sources": [joined([one["sources"][0] for one in states])]})
+    state = plain(states[0] | {"sources": [join_states([one["sources"][0] for one in states])]})
     continued = [loader(config, rank=rank, world=after) for rank in range(after)]
     for each in continued:
         each.load_state_dict(state)

@@ -104,7 +104,8 @@ def test_a_matrix_that_is_read_where_it_lies_gives_the_bits_of_its_copy_by_input
         step = CStep(model)
         decoder = CDecoder(model, model.empty_state(7))
         decoder._c_step, decoder._weights = step, []
-        steps.append((sum(tensor.nbytes for tensor in step.own), [decoder.step(several[:, t]).clone() for t in range(3)]))
+        steps.append((sum(tensor.nbytes for tensor in step.own_tensors),
+                      [decoder.step(several[:, t]).clone() for t in range(3)]))
     (with_copy, expected), (in_place, logits) = steps
     assert in_place <= with_copy - 3 * 2 * 40 * 1032
     for right, read in zip(expected, logits, strict=True):

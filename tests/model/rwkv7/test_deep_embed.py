@@ -15,7 +15,7 @@ from rwkv.errors import CheckpointError, UserError
 from rwkv.generation.decoder import Decoder, decoder_of
 from rwkv.generation.engine import generate_batch
 from rwkv.model.base import n_parameters
-from rwkv.model.lora import adaptable
+from rwkv.model.lora import linear_layer_names
 from rwkv.model.rwkv7 import DEEP_EMBED
 from rwkv.pretrained import RWKV
 from rwkv.tokenizer.tokenizers import ByteTokenizer
@@ -165,7 +165,7 @@ def test_packed_texts_are_read_as_each_alone(model: RWKV) -> None:
 
 def test_its_tables_get_no_adapter(model: RWKV) -> None:
     layers = "att.receptance", "att.key", "att.value", "att.output", "ffn.key", "ffn.value"
-    assert adaptable(model.config) == list(layers)
+    assert linear_layer_names(model.config) == list(layers)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "int8"])

@@ -20,7 +20,7 @@ from rwkv.checkpoint.files import checkpoint_of
 from rwkv.config import ModelConfig, OptimConfig
 from rwkv.errors import UserError
 from rwkv.model.base import n_parameters
-from rwkv.model.rwkv7 import UNUSED, State, resolved, shapes
+from rwkv.model.rwkv7 import UNUSED, State, shapes, with_default_widths
 from rwkv.pretrained import RWKV
 from rwkv.training.optim.optimisers import parameter_groups
 
@@ -132,7 +132,7 @@ def test_parameters_have_the_official_names_and_shapes() -> None:
 
 @pytest.mark.parametrize(("n_embd", "ranks"), [(64, (32, 32, 32, 32)), (768, (64, 64, 32, 128)), (4096, (160, 160, 96, 320))])
 def test_ranks_that_are_not_given_are_the_trainers(n_embd: int, ranks: tuple[int, ...]) -> None:
-    found = resolved(ModelConfig(generation="rwkv7", n_embd=n_embd))
+    found = with_default_widths(ModelConfig(generation="rwkv7", n_embd=n_embd))
     assert (found.decay_low_rank_dim, found.a_low_rank_dim, found.v_low_rank_dim, found.gate_low_rank_dim) == ranks
     assert found.n_ffn == 4 * n_embd
 

@@ -8,7 +8,7 @@ from programs import composed
 
 from rwkv.config import OptimConfig, TrainConfig, TrainerConfig
 from rwkv.training.memory.estimate import estimate
-from rwkv.training.memory.lines import would_fit
+from rwkv.training.memory.lines import fitting_remedy_lines
 from rwkv.training.memory.remedies import remedies
 from rwkv.training.run.options import check_new_run
 
@@ -26,7 +26,7 @@ def test_what_is_advised_can_be_typed_and_takes_the_memory_that_is_said() -> Non
 
 
 def advised(config: TrainConfig, free: int, device: str = "cuda") -> list[str]:
-    return [line for _, line in would_fit(remedies(config, V, 1, device, free), free, 0)]
+    return [line for _, line in fitting_remedy_lines(remedies(config, V, 1, device, free), free, 0)]
 
 
 @pytest.mark.parametrize(("gib", "first", "others"), [

@@ -38,9 +38,9 @@ def without_bfloat16(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """As on a CPU without AVX-512 BF16, of whatever maker."""
     with monkeypatch.context() as patched:
         patched.setattr(torch.cpu, "get_capabilities", dict)
-        cpu.multiplies.cache_clear()
+        cpu.multiplies_natively.cache_clear()
         yield
-    cpu.multiplies.cache_clear()
+    cpu.multiplies_natively.cache_clear()
 
 
 class Multiplied(TorchDispatchMode):
@@ -123,7 +123,7 @@ def test_muons_directions_are_the_same_within_rounding(shape: tuple[int, ...], w
     exact = orthogonal(matrices)
     with monkeypatch.context() as patched:               # undone before the fixture's own
         patched.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": True})
-        cpu.multiplies.cache_clear()
+        cpu.multiplies_natively.cache_clear()
         rounded = orthogonal(matrices)
     assert (exact.dtype, rounded.dtype) == (torch.float32, torch.bfloat16)
     assert (exact - rounded.float()).norm() < 0.05 * exact.norm()

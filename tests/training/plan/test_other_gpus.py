@@ -21,7 +21,7 @@ from rwkv.training.plan.other_gpus import (
     GIB,
     GPUS,
     MEASURED,
-    Measured,
+    MeasuredStep,
     exchanged_bytes,
     nearest_measurement,
     plan_on,
@@ -34,27 +34,28 @@ ROWS = json.loads((ROOT / "benchmarks/results/training-h200.json").read_text())[
 H200 = GPUS["h200"]
 
 
-def configured(row: Measured, B: int, **trainer: Any) -> TrainConfig:
+def configured(row: MeasuredStep, B: int, **trainer: Any) -> TrainConfig:
     return TrainConfig(model=ModelConfig(row.generation, n_layer=row.n_layer, n_embd=row.n_embd, ctx_len=row.T),
                        data=DataConfig(batch_size=B), trainer=TrainerConfig(precision=row.precision, **trainer))
 
 
 def test_the_measured_rows_are_those_of_the_results() -> None:
-    stored = {Measured(row["generation"], row["precision"], row["n_layer"], row["n_embd"], row["vocab_size"], row["batch_size"],
-                       row["ctx_len"], row["ms"], row["host_ms"]) for row in ROWS if row["kernel"] == "auto"}
+    stored = {MeasuredStep(row["generation"], row["precision"], row["n_layer"], row["n_embd"], row["vocab_size"],
+                           row["batch_size"], row["ctx_len"], row["ms"], row["host_ms"])
+              for row in ROWS if row["kernel"] == "auto"}
     assert set(MEASURED) <= stored
     assert tuple(GPUS) == options.GPUS
 
 
 @pytest.mark.parametrize("row", MEASURED, ids=str)
-def test_on_the_gpu_that_was_measured_the_plan_has_the_measured_speed(row: Measured) -> None:
+def test_on_the_gpu_that_was_measured_the_plan_has_the_measured_speed(row: MeasuredStep) -> None:
     result = plan_on(configured(row, row.B), row.vocab_size, H200)
     assert result.measured == row
     assert result.tokens_per_second == pytest.approx((row.tokens_per_second,) * 2, rel=1e-6)
 
 
 @pytest.mark.parametrize("row", MEASURED, ids=str)
-def test_the_formulas_of_memory_are_near_what_was_measured_on_a_gpu(row: Measured) -> None:
+def test_the_formulas_of_memory_are_near_what_was_measured_on_a_gpu(row: MeasuredStep) -> None:
     """The measured loop freed the gradients before the next forward pass, and a run frees them after it."""
     stored = next(each for each in ROWS if each["kernel"] == "auto"
                   and (each["generation"], each["precision"], each["n_layer"]) == (row.generation, row.precision, row.n_layer))

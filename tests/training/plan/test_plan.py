@@ -98,7 +98,7 @@ def test_the_plan_tells_of_copies_marks_and_another_split(run: Run) -> None:
 def test_another_program_that_computes_is_seen() -> None:
     with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as other:
         try:
-            assert any(threads.competing() for _ in range(100))
+            assert any(threads.competing_threads() for _ in range(100))
         finally:
             other.kill()
 
@@ -141,7 +141,7 @@ def test_tuning_that_ends_in_its_warm_up_is_said(init_from: str | None, steps: i
 @pytest.mark.parametrize(("seconds", "said"), [(0.001, "1 s"), (0.9, "54 s"), (1.5, "1.5 minutes"), (60, "60.0 minutes"),
                                                (150, "2.5 hours"), (2900, "2.0 days")])
 def test_a_duration_has_a_unit_of_its_size(seconds: float, said: str) -> None:
-    assert duration.in_words(60 * seconds) == f"about {said}"
+    assert duration.format_duration(60 * seconds) == f"about {said}"
 
 
 def test_segments_that_are_computed_twice_take_their_time() -> None:

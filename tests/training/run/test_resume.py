@@ -38,7 +38,7 @@ from rwkv.config import LoggerConfig, ModelConfig, OptimConfig, TrainConfig, Tra
 from rwkv.errors import UserError
 from rwkv.pretrained import RWKV
 from rwkv.report.run_files import is_finished
-from rwkv.training.callbacks.checkpoints import RandomState, VerifiedFiles, newest_sound, settle
+from rwkv.training.callbacks.checkpoints import RandomState, VerifiedFiles, newest_sound_checkpoint, rotate_checkpoints
 from rwkv.training.optim.optimisers import lr_factor, parameter_groups
 from rwkv.training.run.directory import as_plain
 from rwkv.training.run.opening import open_run
@@ -247,7 +247,7 @@ def test_a_damaged_last_checkpoint_is_said_and_the_one_before_it_used(whole: Pat
     last = tmp_path / "checkpoints" / "last.ckpt"
     expected = read_checkpoint(last.with_name("last-1.ckpt")).step
     damage(last)
-    assert newest_sound(tmp_path).step == expected < STEPS
+    assert newest_sound_checkpoint(tmp_path).step == expected < STEPS
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"{last} is damaged (")
     assert line.endswith(") and was renamed to damaged.ckpt. The run continues from an earlier checkpoint")
@@ -312,10 +312,10 @@ def killed_while_renaming(run: Path, keep: int, saved: int, cut: int) -> Path:
     """After `saved` checkpoints one more is written, and the renaming stops after `cut` of its steps."""
     for number in range(saved):
         write(run, number)
-        settle(run, keep)
+        rotate_checkpoints(run, keep)
     write(run, saved)
     with killed_after(cut, "replace"), contextlib.suppress(KeyboardInterrupt):
-        settle(run, keep)
+        rotate_checkpoints(run, keep)
     return run
 
 
@@ -323,7 +323,7 @@ def killed_while_renaming(run: Path, keep: int, saved: int, cut: int) -> Path:
 def test_a_kill_while_checkpoints_are_renamed_loses_none_of_the_newest(tmp_path_factory: pytest.TempPathFactory, keep: int,
                                                                        saved: int, cut: int) -> None:
     run = killed_while_renaming(tmp_path_factory.mktemp("run"), keep, saved, cut)
-    settle(run, keep)
+    rotate_checkpoints(run, keep)
     names = ["last.ckpt", *(f"last-{age}.ckpt" for age in range(1, keep))]
     kept = [int((run / "checkpoints" / name).read_text()) for name in names if (run / "checkpoints" / name).is_file()]
     assert kept[0] == saved
@@ -337,27 +337,27 @@ def test_a_resume_after_such_a_kill_loses_none_whatever_keep_last_is(tmp_path_fa
                                                                      saved: int, cut: int) -> None:
     """It does not know keep_last yet; the next checkpoint that is saved does."""
     run = killed_while_renaming(tmp_path_factory.mktemp("run"), keep, saved, cut)
-    settle(run)
+    rotate_checkpoints(run)
     assert set(range(saved + 1)[-keep:]) <= {int(path.read_text()) for path in (run / "checkpoints").iterdir()}
     write(run, saved + 1)
-    settle(run, keep)
+    rotate_checkpoints(run, keep)
     names = sorted(path.name for path in (run / "checkpoints").iterdir())
     assert names == sorted(["last.ckpt", *(f"last-{age}.ckpt" for age in range(1, keep))][:saved + 2])
 
 
 def test_a_checkpoint_that_a_user_named_stays(tmp_path: Path) -> None:
     write(tmp_path, 0)
-    settle(tmp_path, 1)
+    rotate_checkpoints(tmp_path, 1)
     (tmp_path / "checkpoints" / "last-good.ckpt").write_text("mine")
     write(tmp_path, 1)
-    settle(tmp_path, 1)
+    rotate_checkpoints(tmp_path, 1)
     assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {"last.ckpt", "last-good.ckpt"}
 
 
 def test_what_a_killed_write_leaves_is_removed(tmp_path: Path) -> None:
     write(tmp_path, 0)
     (tmp_path / "checkpoints" / ".next.ckpt.123").write_text("half of it")
-    settle(tmp_path, 2)
+    rotate_checkpoints(tmp_path, 2)
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["last.ckpt"]
 
 

@@ -45,7 +45,7 @@ from rwkv.errors import CheckpointError, UserError
 from rwkv.io.atomic import remove
 from rwkv.tools.convert import convert
 from rwkv.training import fit
-from rwkv.training.callbacks.checkpoints import newest_sound, settle
+from rwkv.training.callbacks.checkpoints import newest_sound_checkpoint, rotate_checkpoints
 from rwkv.training.run.opening import open_run
 from rwkv.training.task import LanguageModel
 from rwkv.training.tuning.exports import tuned_files
@@ -77,7 +77,7 @@ def work(folder: Path, cases: list[Case]) -> None:
     os.chdir(folder)
     Path(f"pid-{os.environ['RANK']}").write_text(str(os.getpid()))
     torch.set_num_threads(1)
-    with processes.connected():
+    with processes.connect_processes():
         for case in cases:
             line = cli.split(list(case), TrainConfig)
             config = composed("train", *case)
@@ -202,7 +202,7 @@ def test_a_damaged_shard_is_noticed_and_the_checkpoint_before_it_taken(runs: Pat
     damage(shard)
     with pytest.raises(CheckpointError, match=shard.name):
         read_checkpoint(last)
-    found = newest_sound(tmp_path / "run")
+    found = newest_sound_checkpoint(tmp_path / "run")
     assert found is not None
     assert found.step == 10
     assert "damaged.ckpt" in capsys.readouterr().err
@@ -236,7 +236,7 @@ def test_a_kill_at_any_moment_leaves_the_last_complete_checkpoint(tmp_path: Path
     checkpoints = tmp_path / "checkpoints"
     for name, complete in left.items():
         folder_of(checkpoints / name, name, complete)
-    settle(tmp_path)
+    rotate_checkpoints(tmp_path)
     assert {path.name: (path / "shard.safetensors").read_text() for path in checkpoints.iterdir()} == expected
 
 
@@ -336,7 +336,7 @@ def test_an_error_of_one_process_ends_all_with_its_sentence(folder: Path) -> Non
     assert failed.value.get_first_failure()[1].exitcode == cli.USER_ERROR
     assert errors_of(folder, 1) == ["error: the second process met an error"]
     assert all("another process" in line for line in errors_of(folder, 0))
-    found = newest_sound(folder / "failed")
+    found = newest_sound_checkpoint(folder / "failed")
     assert found is not None
     assert found.step == 5
 
@@ -359,7 +359,7 @@ def test_a_full_disk_is_one_sentence_of_one_process(folder: Path) -> None:
     (error,) = errors_of(folder, 0)
     assert "the checkpoint full/checkpoints/last.ckpt cannot be written: File too large" in error
     assert errors_of(folder, 1) == []
-    assert newest_sound(folder / "full") is None
+    assert newest_sound_checkpoint(folder / "full") is None
 
 
 @pytest.mark.soak
@@ -435,8 +435,8 @@ def test_kills_cost_only_the_steps_since_the_last_checkpoint(folder: Path, kills
         aim = round(110 * (kill + chance.random()) / kills)
         ranks = list(range(4)) if all_of_them else [chance.randrange(4)]
         complete = trained_until_killed(folder, name, aim, ranks, all_of_them, chance.uniform(0, 0.3))
-        settle(folder / name)
-        found = newest_sound(folder / name)
+        rotate_checkpoints(folder / name)
+        found = newest_sound_checkpoint(folder / name)
         assert (found.step if found else 0) >= complete
     in_processes(4, work, folder, [(*LONG, f"out_dir={name}", "resume=auto")])
     assert_same_training(folder / name, folder / "whole")

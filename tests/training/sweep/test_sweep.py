@@ -242,7 +242,7 @@ def test_runs_end_with_their_sweep(tmp_path: Path, end: str) -> None:
 
 def opened(*arguments: str) -> sweep.Sweep:
     line = cli.split(["-m", *arguments], TrainConfig)
-    return sweep.opened(line, lambda line: cli.jobs(line, TrainConfig, "train"))
+    return sweep.open_sweep(line, lambda line: cli.jobs(line, TrainConfig, "train"))
 
 
 @pytest.mark.parametrize(("arguments", "words"), [

@@ -18,11 +18,11 @@ def official_name(name):
     return name
 
 
-def arranged(tensors, declared):
+def to_official_layout(tensors, declared):
     return tensors
 
 
-def laid_out(tensors, format):
+def to_format_layout(tensors, format):
     return dict(tensors)
 
 
@@ -35,7 +35,7 @@ def widths(matrix, names):
     return {"n_embd": matrix("emb.weight")[1]}
 
 
-def has_many_forms(name):
+def has_several_shapes(name):
     return False
 
 

@@ -19,7 +19,7 @@ def shapes(config, V):
     return {"emb.weight": (V, C), **blocks, "ln_out.weight": (C,), "ln_out.bias": (C,), "head.weight": (V, C)}
 
 
-def resolved(config):
+def with_default_widths(config):
     return config
 
 
@@ -66,7 +66,7 @@ class TimeMix(nn.Module):
         if packing is None:
             y, after = self.wkv(self.decay, k, before)
         else:
-            y, after = packing.each_sequence(lambda k: self.wkv(self.decay, k)[0], k), None
+            y, after = packing.apply_per_sequence(lambda k: self.wkv(self.decay, k)[0], k), None
         return self.output(torch.sigmoid(self.receptance(x)) * y), after
 
 
