@@ -212,7 +212,8 @@ def _peft_lora(config_json: JsonMapping, path: Path, module: str, parts: Mapping
     initialisation = config_json.get("init_lora_weights", True)
     if initialisation not in (*PLAIN, "pissa"):
         raise CheckpointError(f"{path / CONFIG} sets init_lora_weights to {initialisation!r}, so the adapter was trained on "
-                              "changed base weights: convert the adapter with PEFT's path_initial_model_for_weight_conversion")
+                              "changed base weights: save the adapter again with path_initial_model_for_weight_conversion in "
+                              "PEFT's save_pretrained")
     if "lora_magnitude_vector" in parts:
         return partial(dora, A=A, B=B, scale=scale, m=parts["lora_magnitude_vector"])
     if config_json.get("use_dora"):

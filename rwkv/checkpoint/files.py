@@ -31,7 +31,7 @@ from rwkv.tokenizer.tokenizers import Tokenizer, end_option
 
 MAX_UNUSED_ROWS = 255                    # an embedding may have this many more rows than tokens: some models round the size up
 WORLD_VOCABULARY = 65536
-SUGGESTED = {50277: "20B_tokenizer.json (the Pile models have 50277 tokens, those of GPT-NeoX)"}
+SUGGESTED = {50277: "20B_tokenizer.json (models trained on the Pile use this GPT-NeoX tokenizer)"}
 WITH_STATES = ("pth", "safetensors", "st")               # these formats can hold tuned states besides weights
 PACKED = formats.QUANTISED["safetensors"]                # weights in these formats stay packed in memory
 DEFAULT_CTX_LEN = 1024                   # applies if neither the file nor its name states a length; no shape depends on it
@@ -358,7 +358,7 @@ def _interpret(content: Content) -> Checkpoint:
     if tuned_states:
         checkpoint = replace(checkpoint, time_states=time_states.fit_states(path, tuned_states, config), state_note=(
             f"each sequence begins with the tuned state in {path}. The state was transposed if the file's low-rank "
-            "matrices are"))
+            "matrices are transposed"))
     return checkpoint if content.entry is None else _with_entry(checkpoint, content.entry)
 
 

@@ -30,8 +30,8 @@ def locate(path: str | Path) -> Path:
             raise CheckpointError(f"{path} is a folder of runs: name one run, such as {runs[0].parents[1]}")
         return _single_file(path)
     if not path.exists():
-        raise CheckpointError(f"there is no checkpoint at {path}: expected a file, a Hugging Face directory, a run of "
-                              "train.py, or a name on the Hub such as ORG/REPO/FILE.pth")
+        raise CheckpointError(f"there is no checkpoint at {path}: expected a file, a Hugging Face directory, a run directory "
+                              "of train.py, or a name on the Hub such as ORG/REPO/FILE.pth")
     return path
 
 

@@ -267,7 +267,7 @@ def _choose_quantisation(name: Name, files: list[str]) -> str:
     available = sorted({quantisation for file in files for quantisation in quantisations(file)})
     raise CheckpointError(f"{name.repository} has no GGUF file in {requested}: " +
                           (f"choose from {', '.join(available)}" if available else
-                           "no GGUF file there has a quantisation in its name"))
+                           "no GGUF file in this repository has a quantisation in its name"))
 
 
 def _raise_not_found(name: Name, contents: Contents, noun: str) -> NoReturn:

@@ -74,9 +74,9 @@ def chunks(path: Path, on_bytes: Callable[[bytes], object] = len, option: str = 
                 raise UserError(not_utf8_message(f"{option}={path}", before + error.start, data[error.start],
                                                  beginning)) from None
             if HOLE in data:
-                raise UserError(f"{option}={path} is incomplete or not text: there are at least {len(HOLE)} zero bytes from "
-                                f"byte {before + data.find(HOLE)} on. Copy or download the file again, or convert the file to "
-                                "UTF-8 text")
+                raise UserError(f"{option}={path} is incomplete or not text: there are at least {len(HOLE)} zero bytes, "
+                                f"starting at byte {before + data.find(HOLE)}. Copy or download the file again, or convert the "
+                                "file to UTF-8 text")
             if text:
                 yield text
             rest = data[used:]

@@ -62,7 +62,8 @@ def read_answers(tokenizer: Tokenizer, path: Path, template: ChatTemplate) -> li
         is_scored = [is_answer for piece, is_answer in pieces for _ in piece]
         conversations.append(EvaluatedSequence(ids, [False, *is_scored[1:]], lost))
     if not conversations:
-        raise UserError(f"data.path={path} must have a conversation with an answer on each line, but has no answer at all")
+        raise UserError(f"data.path={path} must have a conversation with an answer on each line, but the file contains no "
+                        "answer")
     return conversations
 
 

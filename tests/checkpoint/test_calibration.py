@@ -241,7 +241,7 @@ def test_packed_weights_are_not_calibrated(tmp_path: Path, text: Path) -> None:
     plain = tmp_path / "int4.safetensors"
     convert.convert(path, plain, "int4")
     for source in (plain, converted(path, text)):
-        with pytest.raises(UserError, match="convert the original"):
+        with pytest.raises(UserError, match="pass the checkpoint that this file was converted from"):
             convert.convert(source, tmp_path / "again.safetensors", "int4", calibrate=text)
     assert not (tmp_path / "again.safetensors").exists()
 

@@ -157,7 +157,7 @@ class Harmful:
 
 
 def test_a_missing_file_says_what_to_give(tmp_path: Path) -> None:
-    refuses(tmp_path / "absent.pth", "a file, a Hugging Face directory, a run of train.py")
+    refuses(tmp_path / "absent.pth", "a file, a Hugging Face directory, a run directory of train.py")
     refuses(tmp_path, "last.ckpt")
 
 

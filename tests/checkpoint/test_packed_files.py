@@ -190,7 +190,7 @@ def test_bfloat16_by_input_is_the_same_model_without_a_copy(tmp_path: Path, gene
 def test_by_input_requires_bfloat16(tmp_path: Path) -> None:
     _, path = saved(tmp_path, "rwkv7")
     for target, dtype in (("a.safetensors", "int8"), ("a.pth", "bfloat16"), ("a.safetensors", None)):
-        with pytest.raises(UserError, match="requires bfloat16"):
+        with pytest.raises(UserError, match="requires the dtype bfloat16"):
             convert.convert(path, tmp_path / target, dtype, by_input=True)
 
 
