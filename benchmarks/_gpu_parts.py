@@ -43,7 +43,7 @@ from rwkv.generation.request import Request
 from rwkv.generation.sampling import draw_function_on, next_tokens
 from rwkv.generation.stopping import StoppingCriteria
 from rwkv.model.base import generation
-from rwkv.model.fused import format as fused_format
+from rwkv.model.fused import backend as fused_backend
 from rwkv.model.quantized import to_packed
 from rwkv.pretrained import RWKV
 from rwkv.tokenizer.tokenizers import Tokenizer
@@ -240,13 +240,13 @@ def _gradients(check: Check, shape: Shape, way: Way) -> dict[str, Tensor]:
 @contextlib.contextmanager
 def _use_fused_layers(fused: bool) -> Iterator[None]:
     """Makes models use all fused layers or none in the `with` block."""
-    before = dict(fused_format.SUFFIXES)
+    before = dict(fused_backend.SUFFIXES)
     if not fused:
-        fused_format.SUFFIXES.clear()
+        fused_backend.SUFFIXES.clear()
     try:
         yield
     finally:
-        fused_format.SUFFIXES.update(before)
+        fused_backend.SUFFIXES.update(before)
 
 
 def _autocast(check: Check, way: Way) -> torch.autocast:
