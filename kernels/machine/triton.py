@@ -34,7 +34,7 @@ def _no_compiler() -> str | None:
         return None
     build = importlib.import_module("triton.knobs").build        # build.cc comes from the variable CC
     if not (build.cc or build.impl or any(map(shutil.which, COMPILERS))):
-        return f"Triton requires a C compiler, but neither {' nor '.join(COMPILERS)} is on the PATH (apt install gcc)"
+        return f"Triton requires a C compiler, but the PATH has no {' or '.join(COMPILERS)} (apt install gcc)"
     header = Path(_headers()) / "Python.h"
     return None if header.is_file() else f"Triton requires Python's headers, but {header} is missing (apt install python3-dev)"
 

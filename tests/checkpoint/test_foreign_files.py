@@ -186,7 +186,7 @@ def test_other_files_say_what_they_are(model: RWKV, tmp_path: Path) -> None:
     np.save(tmp_path / "array.npy", np.zeros(3))
     for name, content, said in (("array.safetensors", (tmp_path / "array.npy").read_bytes(), "NUMPY"),
                                 ("empty.safetensors", b"", "empty (0 bytes)"), ("model.onnx", ONNX, "pytorch"),
-                                ("early.gguf", b"GGUF" + bytes([1, 0, 0, 0]) + bytes(60), "version 1"),
+                                ("early.gguf", b"GGUF" + bytes([1, 0, 0, 0]) + bytes(60), "got 1"),
                                 ("big.gguf", b"GGUF" + bytes([0, 0, 0, 3]) + bytes(60), "big-endian"),
                                 ("page.pth", b'<?xml version="1.0"?><Error><Code>AccessDenied</Code></Error>', "text")):
         (tmp_path / name).write_bytes(content)

@@ -229,7 +229,7 @@ def test_rwkv7_hfs_directory_is_read(tmp_path: Path) -> None:
     assert_near(logits(RWKV.from_pretrained(tmp_path / "model", "reference"), ids), logits(model, ids))
     assert Tokenizer.from_dict(read_checkpoint(tmp_path / "model").tokenizer or {}).hash == WORLD.hash
     path.write_text(json.dumps(config | native | {"attention_hidden_size": 512}))
-    refuses(tmp_path / "model", "attention_hidden_size 512")
+    refuses(tmp_path / "model", "attention_hidden_size to 512")
 
 
 def test_forms_are_for_directories_of_rwkv_7(tmp_path: Path) -> None:

@@ -376,12 +376,12 @@ def test_other_tokenizers_are_refused_before_anything_is_written(tmp_path: Path,
 
 
 @pytest.mark.parametrize(("old", "new", "said"), [
-    (b"GGUF\3", b"GGUF\4", "version 4"), (b"\5\0\0\0\0\0\0\0rwkv7", b"\5\0\0\0\0\0\0\0llama", "llama"),
+    (b"GGUF\3", b"GGUF\4", "got 4"), (b"\5\0\0\0\0\0\0\0rwkv7", b"\5\0\0\0\0\0\0\0llama", "llama"),
     (b"gpt2", b"bert", "bert"), (b"gpt-2", b"llama", "llama"),
     (b"wkv.head_size\4\0\0\0\x08", b"wkv.head_size\4\0\0\0\x04", "head_size=8"),
     (b"blk.1.time_mix_w0.weight", b"blk.1.time_mix_w9.weight", "blocks.1.att.w0"),
     (b"token_embd.weight\2\0\0\0\x10", b"token_embd.weight\2\0\0\0\x11", "got 17"),
-    (b"output_norm.bias\1\0\0\0", b"output_norm.bias\x09\0\0\0", "9 dimensions"),
+    (b"output_norm.bias\1\0\0\0", b"output_norm.bias\x09\0\0\0", "got 9"),
     (b"output_norm.bias\1\0\0\0\x10\0\0\0\0\0\0\0\0", b"output_norm.bias\1\0\0\0\x10\0\0\0\0\0\0\0\x0c", "Q4_K"),
     (b"tokenizer.ggml.tokens\x09\0\0\0\x08\0\0\0", b"tokenizer.ggml.tokens\x09\0\0\0\x0d\0\0\0", "type 13")])
 def test_a_gguf_header_that_is_wrong_is_refused(tmp_path: Path, old: bytes, new: bytes, said: str) -> None:

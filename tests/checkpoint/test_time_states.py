@@ -106,8 +106,8 @@ def test_what_no_file_says_is_asked_for(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(("states", "said"), [
-    (learnt(L=2), "2 layers of 2 heads of size 64, and the model has 3 layers of 2 heads of size 64"),
-    (learnt(H=4, N=32), "3 layers of 4 heads of size 32, and the model has 3 layers of 2 heads of size 64"),
+    (learnt(L=2), "2 layers of 2 heads of size 64, but the model has 3 layers of 2 heads of size 64"),
+    (learnt(H=4, N=32), "3 layers of 4 heads of size 32, but the model has 3 layers of 2 heads of size 64"),
     ({**learnt(), "blocks.1.att.time_state": torch.zeros(2, 64, 32)}, "several shapes"),
     ({name: state[0] for name, state in learnt().items()}, "an unexpected shape"),
     ({name: state for name, state in learnt(L=4).items() if "1" not in name}, "lacks layer 1"),

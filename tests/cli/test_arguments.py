@@ -78,7 +78,7 @@ def test_null_is_no_path_and_no_name_but_a_text() -> None:
     (r"checkpoint=C:\new", False)])
 def test_a_backslash_and_an_n_are_told_from_a_line_end(run: Run, argument: str, hinted: bool) -> None:
     _, _, error = run("generate", "checkpoint=missing.pth", argument)
-    assert ("line end" in error) == hinted
+    assert ("line break" in error) == hinted
 
 
 @pytest.mark.parametrize("text", ["~/x", "~"])

@@ -118,7 +118,7 @@ def test_triton_requires_a_compiler_and_pythons_headers(gpu_with_triton: Fake, m
     gpu_with_triton((9, 0))
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setattr(triton, "COMPILERS", ("no-such-compiler",))
-    assert "no no-such-compiler on the PATH" in str(triton.why_not())
+    assert "no no-such-compiler" in str(triton.why_not())
     monkeypatch.setenv("CC", "cc")
     assert triton.why_not() is None
     monkeypatch.setattr(triton, "_headers", lambda: "/nowhere")

@@ -56,7 +56,7 @@ MISTAKES = (
     ((TRAIN, *TALKS, "data.think=true"), "data.think"),
     ((TRAIN, "data.field=x"), "data.field"),
     ((TRAIN, "trainer.max_steps=3", "trainer.epochs=2"), "trainer.epochs"),
-    ((TRAIN, "resume=nothing"), "'nothing'"),
+    ((TRAIN, "resume=nothing"), "resume=nothing "),
     ((TRAIN, "resume=auto", "init_from=text.txt"), "resume="),
     ((TRAIN, "resume=auto", "out_dir=new", "tune=lora"), "init_from="),
     ((TRAIN, "out_dir=used"), "used"),
