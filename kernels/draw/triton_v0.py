@@ -182,7 +182,7 @@ def _logit_of_likeliest(row, numbers, V, k, BLOCK: tl.constexpr, PARTS: tl.const
     tl.debug_barrier()                   # waits until all threads have read this memory, which the list overwrites
     low = tl.full([], -2147483648, tl.int64)
     high = tl.full([], 2147483647, tl.int64)
-    while low < high:                    # binary search for the largest key that k parts reach
+    while low < high:                    # binary search: the largest key with k part maxima at or above
         middle = (low + high + 1) >> 1
         reached = tl.sum((in_parts & (keys >= middle)).to(tl.int32), 0) >= k
         low = tl.where(reached, middle, low)

@@ -95,7 +95,7 @@ class Checkpoint:
     data_sha256: str | None = None
     notes: list[str] = field(default_factory=list)           # messages about values that were assumed or ignored
     adapter_kind: str = ""
-    state_note: str = ""                 # a message if the weights' file also contains time_states
+    state_note: str = ""                 # a line for the user if the file of the weights also contains time_states
 
     def __reduce__(self) -> tuple[object, ...]:
         return read_checkpoint, (self.path,)

@@ -129,7 +129,9 @@ class _HeadLoss(torch.autograd.Function):
 
 
 def _logits(hidden: Tensor, weight: Tensor) -> Tensor:
-    """Computes hidden (rows,C) W^T. A frozen W (V,C) of another dtype is converted NARROW_ROWS rows at a time."""
+    """Returns the logits (rows,V), hidden W^T, for hidden (rows,C) and W (V,C).
+
+    If W is frozen and has another dtype than hidden, NARROW_ROWS rows of W are converted at a time."""
     if weight.dtype == hidden.dtype:
         return hidden @ weight.T
     if torch.is_grad_enabled():

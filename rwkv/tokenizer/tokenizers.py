@@ -63,7 +63,10 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def to_dict(self) -> JsonObject:
-        """Returns the complete definition for `from_dict`: the entry `kind`, and further entries that are strings or lists."""
+        """Returns the tokenizer as a dictionary for `from_dict`.
+
+        The value of "kind" names the class. The other values are strings or lists.
+        """
 
     @abstractmethod
     def _encode(self, text: str) -> list[int]:
@@ -124,7 +127,10 @@ class Tokenizer(ABC):
         """Frees the memory of the library that encodes long texts. The next long text loads the library again."""
 
     def decode(self, ids: Iterable[int], after: Sequence[int] = ()) -> str:
-        """Returns the text of `ids` after the ids `after`. Raises UserError if an id is outside the vocabulary."""
+        """Decodes `ids`, which follow the ids `after`, and returns only the text of `ids`.
+
+        Raises UserError if an id is outside the vocabulary.
+        """
         return self.decoder(after).decode(ids)
 
     def decode_start(self, ids: Sequence[int]) -> str:

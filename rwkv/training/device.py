@@ -124,7 +124,7 @@ def why_precision(precision: str, device: torch.device) -> str | None:
 
 
 def set_product_precision(precision: str, device: torch.device) -> None:
-    """Enables or disables TF32 in a GPU's float32 products for the whole process."""
+    """Enables TF32 in float32 matrix products on a GPU if `precision` is tf32; otherwise disables TF32."""
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high" if precision == TF32 else "highest")
 

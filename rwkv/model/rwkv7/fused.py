@@ -35,7 +35,7 @@ from rwkv.model.fused.backend import module_for
 from rwkv.model.rwkv7.architecture import EPS, FASTEST_LOG_W, GATES, LEAST_NORM, MIXES
 from rwkv.model.weight_cache import rounded, tensors_to_save
 
-SQUARES = {"r": "receptance", "k": "key", "v": "value"}          # maps the name of a mix to its matrix (C,C)
+SQUARES = {"r": "receptance", "k": "key", "v": "value"}          # names of mixes, and of the (C,C) matrices that multiply them
 
 
 class _Backend(Protocol):

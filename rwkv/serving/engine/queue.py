@@ -98,7 +98,7 @@ class Queue:
         return False
 
     def take_ticket(self, event: Event) -> Ticket:
-        """Returns the ticket of the event's sequence. Removes the sequence at its last event."""
+        """Returns the ticket of the event's sequence, and forgets the sequence if the event is its last."""
         ticket = self._running[event.id]
         if event.finish_reason is not None or event.error is not None:
             del self._running[event.id]

@@ -18,7 +18,7 @@ async def read_json(request: Request, limit: int) -> bytes:
 
 
 async def read_body(request: Request, limit: int) -> bytes:
-    """Returns the request's body, decompressed. `limit` is the most bytes that the body may have, at least 1 MiB.
+    """Returns the request's body, decompressed. `limit` is the maximum size of the body in bytes.
 
     Raises ApiError for a larger body, and for a content-encoding other than gzip.
     """

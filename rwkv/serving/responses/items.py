@@ -34,7 +34,7 @@ def _input_item(item: JsonObject, where: str) -> JsonObject:
     if kind == "function_call":
         names = {name: item.get(name) for name in ("call_id", "name", "arguments")}
         if not all(isinstance(value, str) for value in names.values()):
-            raise ApiError(400, f'{where} must have the strings "call_id", "name" and "arguments"', where)
+            raise ApiError(400, f'{where} must have the fields "call_id", "name" and "arguments", each a string', where)
         return {"id": _id(item, "fc"), "type": kind, "status": "completed", **names}
     if kind == "function_call_output":
         output = item.get("output")

@@ -162,7 +162,7 @@ class ClientStates:
         return UserError(re.sub(r"^messages\[(\d+)\]", lambda place: f"messages[{int(place[1]) - len(before)}]", str(error)))
 
     def context_of_ids(self, ids: Sequence[int], tools: Tools, start: SavedState | None) -> SavedState:
-        """Returns a SavedState for a conversation of which only the token ids are known, and which ends with an answer."""
+        """Returns a SavedState for the conversation with these token ids. Its messages are unknown; the last is an answer."""
         last_ids = tuple(ids[-LAST_IDS:])
         return SavedState("", "", 0, len(ids), 0, last_ids, self.turn_of_answer(tools, start))
 
