@@ -63,8 +63,8 @@ class ClientStates:
         """Returns the state with this id. Raises ApiError if the owner has no such state."""
         state = self.states.get(state_id)
         if state is None or state.owner != owner:
-            raise ApiError(404, f"the state {state_id[:100]!r} was never saved, was deleted or evicted, or belongs to another "
-                                "API key", "state", STATE_GONE)
+            raise ApiError(404, f"the state {state_id[:100]!r} is unknown, deleted or evicted, or belongs to another API key",
+                           "state", STATE_GONE)
         return state
 
     def start_state(self, state_id: str | None, owner: str, model: str = "") -> SavedState | None:

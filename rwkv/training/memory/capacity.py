@@ -73,7 +73,7 @@ def _require_memory(need: int, device: torch.device, processes: int, remedy: str
     if free is not None and need > free:
         where = "the GPU" if device.type == "cuda" else "this machine"
         used = _resident_bytes(device, processes)
-        already = f", of which this run already uses {format_bytes(used)}" if used else ""
+        already = f", {format_bytes(used)} of it already in use" if used else ""
         raise UserError(f"training needs at least {format_bytes(need + used)} of memory{already}, but {where} has only "
                         f"{format_bytes(free)} free: {remedy}")
 

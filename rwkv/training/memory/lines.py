@@ -16,8 +16,8 @@ def memory_lines(needs: Needs, programs: int) -> Iterator[tuple[str, str]]:
     """
     config, vocab_size, device, need = needs
     free = free_memory(device)
-    already = f", of which {format_bytes(programs)} are in use already" if programs else ""
-    yield "memory", f"about {format_bytes(programs + need.total)} for each process{already}; {format_bytes(free)} are free"
+    already = f", {format_bytes(programs)} of it already in use" if programs else ""
+    yield "memory", f"about {format_bytes(programs + need.total)} for each process{already}; {format_bytes(free)} is free"
     yield "", ((f"program and libraries {format_bytes(programs)}, " if programs else "")
                + f"weights {format_bytes(need.weights)}, gradients {format_bytes(need.gradients)}, "
                + f"optimiser {format_bytes(need.optimiser)}, loss {format_bytes(need.loss)}"

@@ -59,4 +59,4 @@ def fit_memory(config: TrainConfig, vocab_size: int, user_keys: Collection[str],
         if smaller.memory.total <= free:
             break
     return smaller.config, (f"{format_options(options)} (slower): otherwise training needs {format_bytes(need)}; "
-                            f"{format_bytes(free)} are free")
+                            f"{format_bytes(free)} is free")

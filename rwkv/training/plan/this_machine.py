@@ -81,7 +81,7 @@ def _needs(run: Run, needs: Needs, kernel: str, kernel_error: str | None, data: 
     yield from memory_lines(needs, programs)
     checkpoints = counted(n_checkpoints(config.trainer.keep_last), "checkpoint")
     yield "disk", (f"{format_bytes(checkpoint_bytes(config, V))} for {checkpoints}; "
-                   f"{format_bytes(free_disk(run.out_dir))} are free")
+                   f"{format_bytes(free_disk(run.out_dir))} is free")
 
 
 def _data(run: Run, data: Corpus) -> Iterator[tuple[str, str]]:
@@ -188,7 +188,7 @@ def _thread_hint() -> str | None:
     free = max(1, cores - others)
     if others == 0 or torch.get_num_threads() <= free:
         return None
-    return f"other programs use {min(others, cores)} of {counted(cores, 'core')}, so OMP_NUM_THREADS={free} may be faster"
+    return f"other programs use {min(others, cores)} of {counted(cores, 'core')}: try OMP_NUM_THREADS={free}"
 
 
 def _template(run: Run) -> str:

@@ -72,7 +72,7 @@ def test_the_memory_of_this_process_can_be_told(tmp_path: Path) -> None:
 def test_a_model_that_cannot_fit_is_refused_before_anything_is_done(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     with_memory(8 * GB, 10 * GB, monkeypatch)
     one_sentence(run("train", "model=7b", "trainer=cpu"),
-                 "GB of memory, of which this run already uses 10.0 GB", "8.0 GB free", "model=")
+                 "GB of memory, 10.0 GB of it already in use", "8.0 GB free", "model=")
     assert not list(Path().iterdir())
 
 
