@@ -34,7 +34,7 @@ from rwkv.checkpoint.memory import GIB, require_memory, weights_nbytes
 from rwkv.checkpoint.tuned import surviving_fraction
 from rwkv.config import BLOCKS, DTYPES, SavedModelConfig
 from rwkv.errors import UserError
-from rwkv.generation.prefill import PrefillResult
+from rwkv.generation.prefix_cache import PrefillResult
 from rwkv.generation.states import context_of_state, is_state_file, load_context
 from rwkv.io.lines import counted, wrap_text
 from rwkv.io.state_file import state_file

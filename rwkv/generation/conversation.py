@@ -18,7 +18,7 @@ from rwkv.config import Sampling
 from rwkv.errors import UserError
 from rwkv.generation.draft import Draft
 from rwkv.generation.engine import Engine
-from rwkv.generation.prefill import PrefillResult
+from rwkv.generation.prefix_cache import PrefillResult
 from rwkv.generation.request import Request
 from rwkv.generation.row import Row
 from rwkv.generation.stopping import StoppingCriteria

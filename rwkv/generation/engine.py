@@ -22,8 +22,8 @@ from rwkv.generation.decoder import CDecoder, GpuDecoder, decoder_of
 from rwkv.generation.draft import Draft
 from rwkv.generation.grammar import Grammar
 from rwkv.generation.logprobs import logprob_entry, logprobs
-from rwkv.generation.prefill import SHORT_PROMPT, Prefill, PrefillResult, advance_all, chunks_on, pool_embedding, prefill
-from rwkv.generation.prefix_cache import EMPTY, PrefixCache
+from rwkv.generation.prefill import SHORT_PROMPT, Prefill, advance_all, chunks_on, pool_embedding, prefill
+from rwkv.generation.prefix_cache import EMPTY, PrefillResult, PrefixCache
 from rwkv.generation.request import Request
 from rwkv.generation.row import CANCELLED, Row, Sample
 from rwkv.generation.sampling import (

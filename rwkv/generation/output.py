@@ -18,7 +18,7 @@ from rwkv.config import GenerateConfig, Sampling
 from rwkv.generation.draft import Draft
 from rwkv.generation.engine import Engine
 from rwkv.generation.options import grammar_from
-from rwkv.generation.prefill import PrefillResult
+from rwkv.generation.prefix_cache import PrefillResult
 from rwkv.generation.request import Request
 from rwkv.generation.row import Row, Sample
 from rwkv.generation.states import save_context

@@ -21,7 +21,7 @@ from kernels.backends.transfer import to_device
 from rwkv.config import Pooling
 from rwkv.generation.decoder import CDecoder, GpuDecoder
 from rwkv.generation.logprobs import logprobs
-from rwkv.generation.prefix_cache import EMPTY, Key, PrefixCache
+from rwkv.generation.prefix_cache import EMPTY, Key, PrefillResult, PrefixCache
 from rwkv.model.base import Model, State
 
 LOGPROB_ROWS = 32                        # prompt tokens whose log-probabilities are computed together
@@ -43,29 +43,6 @@ ON_GPU = Chunks(4096, 2048, 300)         # an H100 multiplies some 300 rows in t
 
 def chunks_on(device: torch.device) -> Chunks:
     return ON_GPU if device.type == "cuda" else ON_CPU
-
-
-class PrefillResult(NamedTuple):
-    """The result of prefill for B rows: the logits (B,V) after each row's last token, and the state.
-
-    The tensors are never changed in place. `last_ids` holds the last ids read, on which the text of the next id may depend, or
-    () if there are several rows or the ids are unknown.
-    """
-
-    logits: Tensor
-    state: State
-    last_ids: tuple[int, ...] = ()
-
-    def nbytes(self) -> int:
-        return self.logits.nbytes + self.state.nbytes()
-
-    def to(self, device: torch.device | str) -> "PrefillResult":
-        return self._replace(logits=self.logits.to(device), state=self.state.to(device))
-
-    @staticmethod
-    def cat(results: Sequence["PrefillResult"]) -> "PrefillResult":
-        """Joins the rows of all results, in order, into one result without last_ids."""
-        return PrefillResult(torch.cat([result.logits for result in results]), State.cat([result.state for result in results]))
 
 
 class Prefill:

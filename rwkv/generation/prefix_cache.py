@@ -8,15 +8,38 @@ import secrets
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, count, repeat
 from threading import Lock
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
 
 from rwkv.errors import UserError
 from rwkv.fair_lru import FairLRU
-from rwkv.model.base import Model
+from rwkv.model.base import Model, State
 from rwkv.model.weights_watch import WeightsWatch
 
-if TYPE_CHECKING:
-    from rwkv.generation.prefill import PrefillResult
+
+class PrefillResult(NamedTuple):
+    """The result of prefill for B rows: the logits (B,V) after each row's last token, and the state.
+
+    The tensors are never changed in place. `last_ids` holds the last ids read, on which the text of the next id may depend, or
+    () if there are several rows or the ids are unknown.
+    """
+
+    logits: Tensor
+    state: State
+    last_ids: tuple[int, ...] = ()
+
+    def nbytes(self) -> int:
+        return self.logits.nbytes + self.state.nbytes()
+
+    def to(self, device: torch.device | str) -> "PrefillResult":
+        return self._replace(logits=self.logits.to(device), state=self.state.to(device))
+
+    @staticmethod
+    def cat(results: Sequence["PrefillResult"]) -> "PrefillResult":
+        """Joins the rows of all results, in order, into one result without last_ids."""
+        return PrefillResult(torch.cat([result.logits for result in results]), State.cat([result.state for result in results]))
 
 
 class Key(NamedTuple):

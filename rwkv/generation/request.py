@@ -13,8 +13,7 @@ from rwkv.generation.stopping import StoppingCriteria
 from rwkv.io.json_types import JsonObject
 
 if TYPE_CHECKING:
-    from rwkv.generation.prefill import PrefillResult
-    from rwkv.generation.prefix_cache import Key
+    from rwkv.generation.prefix_cache import Key, PrefillResult
 
 Entry = JsonObject                       # {"token": id, "text": ..., "logprob": ..., "top": [likeliest tokens, same keys]}
 

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from rwkv.generation.grammar.matcher import Matcher, matcher_of
-from rwkv.generation.prefill import PrefillResult
-from rwkv.generation.prefix_cache import PrefixCache
+from rwkv.generation.prefix_cache import PrefillResult, PrefixCache
 from rwkv.generation.request import Entry, Request
 from rwkv.generation.sampling import Penalties, TablePenalties
 from rwkv.generation.stopping import StopStrings

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from rwkv.config import ModelConfig, whole_numbers
 from rwkv.errors import UserError
-from rwkv.generation.prefill import PrefillResult, prefill
+from rwkv.generation.prefill import prefill
+from rwkv.generation.prefix_cache import PrefillResult
 from rwkv.io.atomic import write_file
 from rwkv.io.state_file import state_file
 from rwkv.model.base import Model, generation

@@ -17,7 +17,7 @@ from rwkv.checkpoint.files import Checkpoint, read_tuned, require_tokenizer
 from rwkv.checkpoint.option_files import errors_of
 from rwkv.config import MIB, ServeConfig
 from rwkv.errors import UserError
-from rwkv.generation.prefill import PrefillResult
+from rwkv.generation.prefix_cache import PrefillResult
 from rwkv.generation.states import StateFormat, context_of_state, is_state_file
 from rwkv.io import hub
 from rwkv.io.lines import counted

@@ -27,7 +27,7 @@ from rwkv.programs.sampling import ChosenSampling, SamplingChoice
 
 if TYPE_CHECKING:
     from rwkv.generation.draft import Draft
-    from rwkv.generation.prefill import PrefillResult
+    from rwkv.generation.prefix_cache import PrefillResult
     from rwkv.pretrained import RWKV
     from rwkv.tokenizer.tokenizers import Tokenizer
 

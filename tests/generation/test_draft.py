@@ -18,8 +18,7 @@ from rwkv.generation.decoder import CDecoder
 from rwkv.generation.draft import Draft, ModelDraft, NGram, continuation
 from rwkv.generation.engine import Engine, generate, generate_batch
 from rwkv.generation.grammar import Grammar
-from rwkv.generation.prefill import PrefillResult
-from rwkv.generation.prefix_cache import PrefixCache
+from rwkv.generation.prefix_cache import PrefillResult, PrefixCache
 from rwkv.generation.request import Request
 from rwkv.generation.row import NO_TOKEN, Row
 from rwkv.generation.speculation import MOST_ROWS, Pace

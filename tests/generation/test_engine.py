@@ -19,8 +19,8 @@ from rwkv.errors import UserError
 from rwkv.generation import prefill as prefill_module
 from rwkv.generation.decoder import CDecoder
 from rwkv.generation.engine import Engine, generate, generate_batch
-from rwkv.generation.prefill import Prefill, PrefillResult, prefill
-from rwkv.generation.prefix_cache import PrefixCache
+from rwkv.generation.prefill import Prefill, prefill
+from rwkv.generation.prefix_cache import PrefillResult, PrefixCache
 from rwkv.generation.request import Request
 from rwkv.generation.row import Row, Sample
 from rwkv.generation.sampling import Sampling, next_tokens

@@ -20,8 +20,7 @@ from rwkv.errors import UserError
 from rwkv.generation.draft import Draft
 from rwkv.generation.engine import Engine
 from rwkv.generation.grammar.matcher import cached_matchers
-from rwkv.generation.prefill import PrefillResult
-from rwkv.generation.prefix_cache import Key, PrefixCache
+from rwkv.generation.prefix_cache import Key, PrefillResult, PrefixCache
 from rwkv.generation.row import Row
 from rwkv.generation.states import StateFormat, context_of_state
 from rwkv.io.signals import STOPPING

@@ -19,7 +19,7 @@ from rwkv.chat.messages import ROLES
 from rwkv.config import MIB, ServeConfig
 from rwkv.errors import UserError
 from rwkv.fair_lru import FairLRU
-from rwkv.generation.prefill import PrefillResult
+from rwkv.generation.prefix_cache import PrefillResult
 from rwkv.generation.states import LONGEST_HEADER, StateFormat, metadata_of
 from rwkv.io.atomic import write_file
 from rwkv.serving.log import say
