@@ -376,7 +376,8 @@ def requantisation_lines(checkpoint: Checkpoint, dtype: str) -> list[str]:
 
 def adapter_rounding_lines(checkpoint: Checkpoint, dtype: str) -> list[str]:
     """Returns a line with the fraction of the training that survives rounding merged adapters to `dtype`, or [] for no loss."""
-    share = surviving_fraction(checkpoint, "float32" if dtype == BLOCKS else dtype)      # merged matrices cannot be in blocks
+    kept_dtype = "float32" if dtype == BLOCKS else dtype                 # merged matrices cannot be in blocks
+    share = surviving_fraction(checkpoint.weights.stored, checkpoint.unadapted, kept_dtype)
     if share > ALL_SURVIVES:
         return []
     return [f"{dtype} rounds the merged adapters: {share:.0%} of their training survives; dtype=float32 keeps all of it"]

@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rwkv.checkpoint.files import describe, read_checkpoint
-from rwkv.checkpoint.tuned import identity
+from rwkv.checkpoint.files import describe, fingerprint_of, read_checkpoint
 
 
 def write_run(folder: Path, base: Path, method: str, trained: dict[str, Tensor], alpha: float = 8.0, **entry: Any) -> None:
@@ -16,7 +15,7 @@ def write_run(folder: Path, base: Path, method: str, trained: dict[str, Tensor],
     checkpoint = read_checkpoint(base)
     run = {"model": asdict(checkpoint.config), "init_from": str(base), "tune": {"method": method, "rank": 2, "alpha": alpha}}
     described = {**describe(run, checkpoint.vocab_size, None), "tokenizer": checkpoint.tokenizer,
-                 "tokenizer_hash": checkpoint.tokenizer_hash, "base": identity(checkpoint), **entry}
+                 "tokenizer_hash": checkpoint.tokenizer_hash, "base": fingerprint_of(checkpoint), **entry}
     path = folder / "checkpoints" / "last.ckpt"
     path.parent.mkdir(parents=True)
     torch.save({"state_dict": {f"model.{name}": tensor for name, tensor in trained.items()}, "timemix": described}, path)

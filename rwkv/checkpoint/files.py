@@ -222,13 +222,28 @@ def _apply_tuned(content: Content, user_base: Checkpoint | None = None) -> Check
             entry = {**entry, "run": {**entry["run"], "init_from": str(base.path)}}
     except CheckpointError as error:
         raise UnreadableError(f"cannot read the base weights of {content.path}: {error}") from error
-    tuned.require_same(content.path, base, entry, user_base is not None)
+    _require_base(content.path, base, entry, user_base is not None)
     config = generation(base.config).with_default_widths(base.config)
     stored = base.weights.stored
     weights, states = tuned.apply_trained_values(content, stored, config)
     unadapted = {name: stored[name] for name, tensor in weights.items() if tensor is not stored[name]}
     return _with_entry(replace(base, path=content.path, step=content.step, weights=Weights(weights), time_states=states,
                                packed={}, config=config, unadapted={**unadapted, **base.unadapted}), entry)
+
+
+def _require_base(path: Path, base: Checkpoint, entry: JsonObject, by_user: bool) -> None:
+    """Raises UnreadableError if the weights `base` are not the frozen weights of the run.
+
+    `by_user` is True if the user named the file with the weights, False if the run's configuration did.
+    """
+    if entry.get("base") == fingerprint_of(base):
+        return
+    source = entry["run"]["init_from"]
+    if by_user:
+        raise UnreadableError(f"{path} was trained on the weights in {source}, but the weights in {base.path} differ: use the "
+                              f"weights in {source}")
+    raise UnreadableError(f"{path} was trained on the weights in {source}, which have changed since then: restore the original "
+                          "weights in that file")
 
 
 def write_checkpoint(checkpoint: Checkpoint, path: str | Path, dtype: str | None = None, format: str | None = None,

@@ -10,7 +10,6 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -20,13 +19,10 @@ from rwkv.checkpoint.content import Content
 from rwkv.checkpoint.formats._gguf_types import round_to_blocks
 from rwkv.checkpoint.lazy_tensors import DTYPES, Stored
 from rwkv.config import ModelConfig
-from rwkv.errors import CheckpointError, UnreadableError
+from rwkv.errors import CheckpointError
 from rwkv.io.json_types import JsonObject
-from rwkv.model.base import MATRICES, TIME_STATE, fingerprint, generation
+from rwkv.model.base import MATRICES, TIME_STATE, generation
 from rwkv.model.lora import merge_adapter
-
-if TYPE_CHECKING:
-    from rwkv.checkpoint.files import Checkpoint
 
 MEASURED = 8                             # `surviving_fraction` reads at most this many adapted matrices
 ADAPTER = re.compile(r".*?(blocks\.\d+\..+)\.lora_([AB])\.weight")
@@ -50,29 +46,6 @@ def without_tune(run: JsonObject) -> JsonObject:
     init_from stays, because its name selects the default chat template.
     """
     return {name: value for name, value in run.items() if name != "tune"}
-
-
-def identity(checkpoint: "Checkpoint") -> str:
-    """Returns a fingerprint that identifies the frozen weights and is cheap to compute."""
-    weights_fingerprint = fingerprint(generation(checkpoint.config), checkpoint.weights)
-    for tensor in checkpoint.weights.stored.values():
-        tensor.drop_pages()              # the fingerprint reads elements in all pages
-    return weights_fingerprint
-
-
-def require_same(path: Path, base: "Checkpoint", entry: JsonObject, by_user: bool = False) -> None:
-    """Raises UnreadableError if the weights `base` are not the frozen weights of the run.
-
-    `by_user` is True if the user named the file with the weights, False if the run's configuration did.
-    """
-    if entry.get("base") == identity(base):
-        return
-    source = entry["run"]["init_from"]
-    if by_user:
-        raise UnreadableError(f"{path} was trained on the weights in {source}, but the weights in {base.path} differ: use the "
-                              f"weights in {source}")
-    raise UnreadableError(f"{path} was trained on the weights in {source}, which have changed since then: restore the original "
-                          "weights in that file")
 
 
 def digest(content: Content) -> str:
@@ -114,25 +87,25 @@ def apply_trained_values(content: Content, base: Mapping[str, Stored],
     return dict(base) | {name: _merge_on_read(base[name], pair["A"], pair["B"], scale) for name, pair in pairs.items()}, None
 
 
-def is_exact(checkpoint: "Checkpoint", dtype: str) -> bool:
+def is_exact(weights: Mapping[str, Stored], config: ModelConfig, dtype: str) -> bool:
     """Returns True if all matrices already have this dtype, so that converting to it rounds nothing."""
-    group = generation(checkpoint.config).group
-    matrices = (tensor for name, tensor in checkpoint.weights.stored.items() if group(name) in MATRICES)
+    group = generation(config).group
+    matrices = (tensor for name, tensor in weights.items() if group(name) in MATRICES)
     return all(tensor.dtype == DTYPES.get(dtype) for tensor in matrices)
 
 
-def surviving_fraction(checkpoint: "Checkpoint", dtype: str) -> float:
+def surviving_fraction(weights: Mapping[str, Stored], unadapted: Mapping[str, Stored], dtype: str) -> float:
     """Returns the fraction of the adapters' change that survives rounding the merged matrices to `dtype`, from 0 to 1.
 
-    The fraction is 1 - |(round(W + D) - round(W)) - D| / |D|, over at most MEASURED matrices W and their changes D. Without
-    adapters it is 1. `dtype` is a name in lazy_tensors.DTYPES, int8, int4, or one of GGUF's block types.
+    The fraction is 1 - |(round(W + D) - round(W)) - D| / |D|, over at most MEASURED matrices W of `unadapted`, W + D of
+    `weights`. Without adapters it is 1. `dtype` is a name in lazy_tensors.DTYPES, int8, int4, or one of GGUF's block types.
     """
-    rounded, names = _rounding_function(dtype), sorted(checkpoint.unadapted)
+    rounded, names = _rounding_function(dtype), sorted(unadapted)
     changed = lost = 0.0
     with torch.no_grad():
         for name in names[::-(-len(names) // MEASURED) or 1]:
-            after = checkpoint.weights.stored[name].get().float()
-            before = checkpoint.unadapted[name].get().float()
+            after = weights[name].get().float()
+            before = unadapted[name].get().float()
             change = after - before
             changed += float(change.square().sum())
             lost += float((rounded(after) - rounded(before) - change).square().sum())

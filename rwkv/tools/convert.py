@@ -180,7 +180,8 @@ def _adapter_line(checkpoint: "Checkpoint", dtype: str | None) -> str:
     merged = f"adapters merged into the weights of {counted(len(checkpoint.unadapted), 'layer')}"
     if dtype in (None, "float32"):
         return f"{merged}, in float32"
-    return f"{merged} and rounded to {dtype}: {surviving_fraction(checkpoint, str(dtype)):.0%} of their training survives"
+    survives = surviving_fraction(checkpoint.weights.stored, checkpoint.unadapted, str(dtype))
+    return f"{merged} and rounded to {dtype}: {survives:.0%} of their training survives"
 
 
 def _parser() -> Parser:

@@ -15,8 +15,7 @@ from kernels.machine.allocator import give_back_free_blocks, keep_large_blocks, 
 from kernels.operator import Operator
 from kernels.select import AUTO
 from rwkv import cli, distributed
-from rwkv.checkpoint.files import describe
-from rwkv.checkpoint.tuned import identity
+from rwkv.checkpoint.files import describe, fingerprint_of
 from rwkv.config import TrainConfig
 from rwkv.data.loaders import DataModule, require_workers, worker_error
 from rwkv.data.prepare import Corpus
@@ -201,7 +200,7 @@ def new_task(prepared: Prepared) -> LanguageModel:
         model.replay = graphs.Replay(model)
     entry = describe(prepared.options, model.vocab_size, data.tokenizer) | {"data_sha256": data.sha256}
     if config.tune.method != "full" and run.init_checkpoint is not None:
-        entry["base"] = identity(run.init_checkpoint)
+        entry["base"] = fingerprint_of(run.init_checkpoint)
     return LanguageModel(model, config.optim, config.trainer.max_steps, validated.val_bytes_per_token, validated.val_lost,
                          entry=entry, sources=[part.name for part in validated.parts],
                          optim_in_backward=config.trainer.optim_in_backward,

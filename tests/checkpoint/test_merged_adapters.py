@@ -122,7 +122,7 @@ def test_a_conversion_that_rounds_says_what_is_left(folder: Path, tmp_path: Path
 def test_a_model_in_a_dtype_that_rounds_says_what_is_left(folder: Path, dtype: str) -> None:
     checkpoint = read_checkpoint(folder / "bfloat16")
     (line,) = adapter_rounding_lines(checkpoint, dtype)
-    assert f"{surviving_fraction(checkpoint, dtype):.0%}" in line
+    assert f"{surviving_fraction(checkpoint.weights.stored, checkpoint.unadapted, dtype):.0%}" in line
     with pytest.warns(UserWarning, match=dtype):
         RWKV.from_pretrained(folder / "bfloat16", dtype=dtype)
 
@@ -148,10 +148,12 @@ def test_adapters_on_adapters_are_all_there(folder: Path, tmp_path: Path) -> Non
     for name in NAMES:
         weights[name] += more[name] - read_checkpoint(base).weights[name].double()
     holds(tmp_path / "second", weights)
-    lefts = [surviving_fraction(read_checkpoint(path), "bfloat16") for path in (folder / "bfloat16", tmp_path / "second")]
+    checkpoints = [read_checkpoint(path) for path in (folder / "bfloat16", tmp_path / "second")]
+    lefts = [surviving_fraction(each.weights.stored, each.unadapted, "bfloat16") for each in checkpoints]
     assert lefts[1] == pytest.approx(lefts[0], abs=0.02)
 
 
 def test_matrices_are_exact_in_the_dtype_of_their_file_alone(folder: Path) -> None:
     files = ("bfloat16.safetensors", "float32.safetensors", "bfloat16")
-    assert [is_exact(read_checkpoint(folder / name), "bfloat16") for name in files] == [True, False, False]
+    checkpoints = [read_checkpoint(folder / name) for name in files]
+    assert [is_exact(each.weights.stored, each.config, "bfloat16") for each in checkpoints] == [True, False, False]

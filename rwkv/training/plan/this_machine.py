@@ -202,12 +202,12 @@ def _template(run: Run) -> str:
 def _tuning(run: Run, trained: int) -> Iterator[tuple[str, str]]:
     tune, base = run.config.tune, run.init_checkpoint
     line = f"{tune.method}: {trained:,} trained values with frozen weights in {tune.base}"
-    if base is None or tune.base == "float32" or is_exact(base, tune.base):
+    if base is None or tune.base == "float32" or is_exact(base.weights.stored, base.config, tune.base):
         yield "tuning", line
         return
     yield "tuning", (f"{line}; losses are measured with the rounded weights, but programs load the original weights from "
                      f"{run.config.init_from}")
-    if (remaining := surviving_fraction(base, tune.base)) < 1:
+    if (remaining := surviving_fraction(base.weights.stored, base.unadapted, tune.base)) < 1:
         yield "WARNING", (f"tune.base={tune.base} also rounds the adapters of {run.config.init_from} and keeps only "
                           f"{remaining:.0%} of what the adapters have learnt. tune.base=float32 keeps everything")
 
