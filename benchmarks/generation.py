@@ -3,8 +3,8 @@
 
 Measures tokens per second of prefill and decode, time to the first token, load time and peak memory for each dtype. Rates are
 compared with two limits, measured in the same run: the bytes that a step must read over this machine's read bandwidth, and the
-model's matrix products alone. The weights are random. The time depends on the weights in one way, because decoding skips
-weights whose squared-ReLU input is zero. The result has the fraction of zeros, which is about half, or FRACTION with --zeros.
+model's matrix products alone. The weights are random. Only one property of the weights affects the time: decoding skips weights
+whose squared-ReLU input is zero. The result states the fraction of zeros: about half, or FRACTION with --zeros.
 
 Other programs can be measured on the same weights, with two threads each:
     --peers PYTHON       PyPI's rwkv and, for RWKV-4, transformers, in an environment that has them (make peers)
@@ -12,7 +12,7 @@ Other programs can be measured on the same weights, with two threads each:
     --rwkv-cpp FOLDER    rwkv.cpp: a checkout that is built (librwkv.so)
 
 For RWKV-7, int8 and int4 also measure GGUF files in Q8_0 and Q4_K_M, whose blocks are multiplied without conversion. The blocks
-of Q4_K_M are always random; timemix and llama.cpp multiply by all of them.
+of Q4_K_M are random in any case, because both programs multiply by all blocks, whatever their inputs.
 
 Each program and dtype is a process. Processes with the same weight width, such as float32, run alternately, so that only one
 runs at any moment. The last line of standard output is the result as JSON.
