@@ -149,7 +149,7 @@ class CallParser:
 
     Args:
         start: the beginning of the answer, if the prompt ends with it.
-        most: the number of calls after which no text is shown.
+        most: the number of calls after which the rest of the answer is dropped.
 
     Attributes:
         parts: the calls, and the texts with their offsets, that the last push() returned, in order.
@@ -217,6 +217,7 @@ class CallParser:
         return text
 
     def _next_step(self, last: bool) -> _Step | None:
+        """Returns the next decision, or None if more text is needed to decide."""
         if self.full:
             return _Step(0, len(self._buffer))
         if not self._has_begun:
