@@ -78,7 +78,7 @@ def _description(tool: Tool, where: str) -> JsonObject:
         raise UserError(f"{where}.function.parameters must be a JSON schema object")
     result = {key: function[key] for key in ("name", "description") if key in function}
     if "properties" not in parameters and not isinstance(parameters.get("type"), str):
-        return {**result, "arguments": parameters}       # the keys are argument names, because this is no JSON schema
+        return {**result, "arguments": parameters}       # not a JSON schema: the keys are argument names
     arguments = parameters.get("properties", {})
     if not isinstance(arguments, Mapping):
         raise UserError(f"{where}.function.parameters.properties must be an object that maps each argument's name to its JSON "
