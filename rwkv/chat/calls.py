@@ -78,7 +78,7 @@ def _description(tool: Tool, where: str) -> JsonObject:
         raise UserError(f"{where}.function.parameters must be a JSON schema object")
     result = {key: function[key] for key in ("name", "description") if key in function}
     if "properties" not in parameters and not isinstance(parameters.get("type"), str):
-        return {**result, "arguments": parameters}       # the keys are argument names, because this is no JSON schema
+        return {**result, "arguments": parameters}       # not a JSON schema: the keys are argument names
     arguments = parameters.get("properties", {})
     if not isinstance(arguments, Mapping):
         raise UserError(f"{where}.function.parameters.properties must be an object that maps each argument's name to its JSON "
@@ -149,7 +149,7 @@ class CallParser:
 
     Args:
         start: the beginning of the answer, if the prompt ends with it.
-        most: the number of calls after which no text is shown.
+        most: the number of calls after which the rest of the answer is dropped.
 
     Attributes:
         parts: the calls, and the texts with their offsets, that the last push() returned, in order.
@@ -217,6 +217,7 @@ class CallParser:
         return text
 
     def _next_step(self, last: bool) -> _Step | None:
+        """Returns the next decision, or None if more text is needed to decide."""
         if self.full:
             return _Step(0, len(self._buffer))
         if not self._has_begun:

@@ -114,7 +114,7 @@ class JinjaTemplate(ChatTemplate):
             self.stop += tuple(stop for stop in self._tool_use.stop if stop not in self.stop)
 
     def _find_content_forms(self) -> None:
-        """Finds for each role if the template expects content as a string or as a list of parts.
+        """Finds, for each role, whether the template expects content as a string or as a list of parts.
 
         Raises UserError if the template writes the user's text in neither form.
         """

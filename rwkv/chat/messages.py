@@ -100,7 +100,10 @@ def _tool_call(call: Any, where: str) -> JsonObject:
 
 
 def _read_arguments(text: str) -> JsonMapping | None:
-    """Parses the arguments that a model wrote. If the text is not a JSON object, it becomes the argument "arguments"."""
+    """Parses the arguments that a model wrote.
+
+    Text that is not a JSON object becomes the argument "arguments", so that the chat can continue.
+    """
     with suppress(ValueError, RecursionError):
         arguments = json.loads(text or "{}")
         if arguments is None or isinstance(arguments, Mapping):

@@ -145,7 +145,8 @@ def _is_gguf(path: Path) -> bool:
 
 
 def _gguf_metadata(path: Path) -> JsonObject:
-    return gguf_header(model_parts(path, gguf_header(path).metadata)[0]).metadata
+    first = model_parts(path, gguf_header(path).metadata)[0]     # the first file of a model has the model's metadata
+    return gguf_header(first).metadata
 
 
 def _read_json(file: Path) -> JsonObject:

@@ -1,4 +1,4 @@
-"""Infers the series of a released model from its name. The series determines chat template and training sequence length.
+"""Infers a released model's series, and thus its chat template and training sequence length, from the model's name.
 
     rwkv7-g1k-1.5b-20260930-ctx25600.pth     RWKV-x070-World-0.4B-v2.9-20250107-ctx4096.pth     BlinkDL's files
     rwkv-g1k-3b-temp-5441.pth                                                                   BlinkDL's weekly checkpoints
@@ -24,7 +24,7 @@ FIRST_G1 = "20250307"                    # release day of rwkv7-g1-0.1b; older m
 
 
 class ReleaseGroup(NamedTuple):
-    """States that G1 models from a letter and a day on were trained with sequences of at most `context` tokens."""
+    """A group of G1 models, from a letter and a day on, trained with sequences of at most `context` tokens."""
 
     letter: str
     day: str

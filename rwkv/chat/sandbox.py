@@ -178,7 +178,7 @@ def _count_text(value: object) -> None:
         value = [*value, *value.values()]
     if isinstance(value, (list, tuple)):
         limit.make(len(value))
-        for item in value:
+        for item in value:               # counts a list again each time that it occurs in the value
             limit.step()
             _count_text(item)
     elif isinstance(value, str):

@@ -53,9 +53,9 @@ class Style(NamedTuple):
 
 
 STYLES = {"world": Style(thinks=False, stop=("\n\n",)),
-         "g1": Style(thinks=True, stop=("\n\nUser:",)),
-         "flower": Style(thinks=True, stop=(FLOWER,), assistant="Bot", start=END, after_role=FLOWER, space="", end=FLOWER,
-                        between="\n")}
+          "g1": Style(thinks=True, stop=("\n\nUser:",)),
+          "flower": Style(thinks=True, stop=(FLOWER,), assistant="Bot", start=END, after_role=FLOWER, space="", end=FLOWER,
+                          between="\n")}
 
 
 def chat_template(name: str) -> ChatTemplate:

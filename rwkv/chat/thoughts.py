@@ -127,6 +127,7 @@ class ThoughtParser:
         return thoughts, "" if self.thinking else self._take_text()
 
     def _decide_beginning(self, last: bool) -> bool:
+        """Decides if the answer begins with thoughts. Returns False if more text is needed to decide."""
         beginning = self._buffer.lstrip()
         if beginning.startswith(START):
             self._buffer = beginning.removeprefix(START)

@@ -29,7 +29,7 @@ from rwkv.tokenizer.tokenizers import Tokenizer
 
 @dataclass
 class Stats:
-    """Counts the tokens of one answer, and measures its times."""
+    """The token counts and the times of one answer."""
 
     read: int = 0                        # prompt tokens prefilled
     written: int = 0                     # tokens generated
@@ -119,7 +119,7 @@ class Chat:
         return self._answer(engine, row, prompt, started)
 
     def _prepare(self) -> tuple[Engine, Row, str, float]:
-        """Prefills the conversation. Returns the engine, the answer's row, the rendered prompt, and the time of the start."""
+        """Prefills the conversation. Returns the engine, the answer's row, the marked prompt, and the time of the start."""
         started = time.perf_counter()
         if self._weights is None or not self._weights.unchanged():
             self._saved_results = []

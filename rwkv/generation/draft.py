@@ -159,7 +159,7 @@ class _Reader:
         """Reads at most CHUNK tokens. Returns the logits (1,V) after the row's last token, or None if tokens remain unread."""
         self._unread += tokens[self._drawn:]
         self._drawn = len(tokens)
-        pairs = zip(self._ahead, self._unread[:-1], strict=False)        # the last token is read again to get its logits
+        pairs = zip(self._ahead, self._unread[:-1], strict=False)        # the last token is always read, to get its logits
         n_right = len([*takewhile(lambda pair: pair[0] == pair[1], pairs)])
         self._decoder.advance(0, n_right)
         self._decoder.drop_ahead()

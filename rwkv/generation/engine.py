@@ -45,7 +45,7 @@ from rwkv.tokenizer.decoders import LAST_IDS, require_id
 from rwkv.tokenizer.tokenizers import Tokenizer
 
 WARM_TOKENS = 4                          # warm_up generates this many tokens
-WARM_SAMPLINGS = (                       # each variant of the GPU draw kernels needs one
+WARM_SAMPLINGS = (                       # one for each variant of the GPU draw kernels
     Sampling(), Sampling(temperature=0), Sampling(presence_penalty=0.5), Sampling(top_k=2), Sampling(top_p=1),
     Sampling(top_p=1, min_p=0.1), Sampling(order="rwkv"), Sampling(order="rwkv", top_k=2),
     Sampling(order="rwkv", top_p=1, min_p=0.1))

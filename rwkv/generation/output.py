@@ -76,7 +76,11 @@ def run_generation(model: Model, tokenizer: Tokenizer, config: GenerateConfig, p
 
 
 class _Clock:
-    # The rate covers only later steps, because the first step also prepares the weights
+    """Iterates over an engine, and times it.
+
+    The reported rate covers only later steps, because the first step also prepares the weights.
+    """
+
     def __init__(self, engine: Engine, rows: list[Row], started: float) -> None:
         self._engine = engine
         self._rows = rows

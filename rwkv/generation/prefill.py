@@ -75,7 +75,7 @@ class Prefill:
         self._n_logprobs = n_logprobs
         self._vocab_size = vocab_size
         self.tokens = list(tokens)
-        self._latest_result = start      # follows the tokens read so far
+        self._latest_result = start      # the result after the tokens read so far
         self._key = after                # the cache key of _latest_result
         if cache is not None:
             cache.begin(model, after.model)
@@ -88,7 +88,7 @@ class Prefill:
         self.cached = self._position                             # tokens that came from the cache
         self.logprobs: list[tuple[Tensor, Tensor, Tensor]] = []  # return values of logprobs(), until the caller clears them
         self._chunk_run: Iterator[None] | None = None            # the chunk in progress
-        self._decoder = None if pool_hidden else decoder                 # decoders do not return the hidden states
+        self._decoder = None if pool_hidden else decoder         # decoders do not return the hidden states
 
     @property
     def next_cost(self) -> int:
@@ -139,7 +139,7 @@ class Prefill:
         ids = to_device(self._chunk_ids.unsqueeze(0), self._device)
         state = self._latest_result.state if self._latest_result else None
         if self._decoder is not None and ids.shape[1] <= SHORT_PROMPT:
-            if self._n_logprobs is not None:             # runs only to collect logprobs, because the decoder has none
+            if self._n_logprobs is not None:             # only for logprobs, because decoders return only the last logits
                 yield from self._run_blocks(ids, state)
             advance_all([self])
         else:

@@ -45,7 +45,10 @@ class Pace:
         self._on_trial = not self._best(1)               # True if the next proposal decides whether the draft resumes
 
     def n_tokens(self, rows: int) -> int:
-        """Returns the number of tokens to propose in a pass with this many rows. Each call counts as one token of a pause."""
+        """Returns the number of tokens to propose in a pass with this many rows.
+
+        During a pause, each call with at most MOST_ROWS rows counts as one token.
+        """
         if rows > MOST_ROWS:
             return 0
         if self._wait:

@@ -10,7 +10,7 @@ from rwkv.errors import UserError
 
 @dataclass(frozen=True)
 class StoppingCriteria:
-    """Ends a sequence after max_new_tokens tokens, before a stop string or stop token, or at an end-of-text token.
+    """Defines when a sequence ends: after max_new_tokens tokens, before a stop string or stop token, or at end-of-text.
 
     A special token whose name begins a stop string is a stop token too. When generated, a special token has no text, so the
     stop string could not match. Raises UserError for a value that is out of range or of the wrong type.

@@ -117,9 +117,10 @@ class Grammar:
 
     @classmethod
     def text_with_calls(cls, functions: Sequence[tuple[str, Schema, str]]) -> "Grammar":
-        """Returns a grammar of all texts in which each call, {"name": ..., "arguments": ...}, fits the function's schema.
+        """Returns a grammar of all texts in which the arguments of each call fit the function's schema.
 
-        `functions` are as for `calls`. A call whose first key is not "name" is not constrained.
+        `functions` are as for `calls`. A call is {"name": ..., "arguments": ...}. A call whose first key is not "name" is not
+        constrained.
         """
         parts = tuple(_schema_part({**parameters, "type": "object"}, where) for _, parameters, where in functions)
         heads = tuple(rf'head_{part.name}[lazy]: /(?s:.*)\{{\s*"name"\s*:\s*"{name}"\s*,\s*"arguments"\s*:/'
