@@ -77,9 +77,9 @@ def read_adapters(config: ServeConfig, opened: OpenCheckpoint) -> list[Adapter]:
         return []
     base = opened.checkpoint
     identity = base.fingerprint or fingerprint(generation(base.config), base.weights)
-    format = StateFormat(generation(base.config).with_default_widths(base.config), base.vocab_size, identity, opened.tokenizer,
-                         opened.device)
-    adapters = [_read(name, from_home(path), opened, format, config) for name, path in config.adapter_paths.items()]
+    state_format = StateFormat(generation(base.config).with_default_widths(base.config), base.vocab_size, identity,
+                               opened.tokenizer, opened.device)
+    adapters = [_read(name, from_home(path), opened, state_format, config) for name, path in config.adapter_paths.items()]
     n_merged = sum(adapter.merged is not None for adapter in adapters)
     if n_merged:
         require_room(opened.nbytes(), n_merged, available_memory())
@@ -95,11 +95,11 @@ def require_room(weights: int, n_merged: int, available: int | None) -> None:
                         "fewer adapters, or set a smaller dtype=")
 
 
-def _read(name: str, path: str, opened: OpenCheckpoint, format: StateFormat, config: ServeConfig) -> Adapter:
+def _read(name: str, path: str, opened: OpenCheckpoint, state_format: StateFormat, config: ServeConfig) -> Adapter:
     with errors_of(f"adapters={name}=..."):
         path = str(hub.local(path, "adapter"))
         if Path(path).is_file() and is_state_file(path):
-            context = format.load(path)
+            context = state_format.load(path)
             return Adapter(name, path, _digest(context), context=context)
         if Path(path).is_file() and time_states.is_file(Path(path)):
             tuned = time_states.read(Path(path), opened.checkpoint.config, config.state_layout)

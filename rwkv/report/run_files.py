@@ -1,7 +1,7 @@
 """Reads the files in the directory of a run or a sweep. A missing file counts as empty.
 
 A report skips damaged parts and lists them in Run.damaged. A resumed run reads metrics.csv and samples.jsonl with the same
-functions, but these raise an error for a damaged part.
+functions, which then raise an error for a damaged part.
 """
 
 import csv

@@ -56,8 +56,10 @@ class Service:
 
 
 async def handle_body(service: Service, request: Request, work: Callable[[Service, bytes], Result]) -> Result:
-    """Reads the request's body and returns work(service, body). Runs `work` in a thread for a long body, so that no other
-    request waits."""
+    """Reads the request's body and returns work(service, body).
+
+    Runs `work` in a thread if the body is long, so that no other request waits.
+    """
     raw_body = await read_json(request, service.config.max_body_mib * MIB)
     return await asyncio.to_thread(work, service, raw_body) if len(raw_body) > LONG_BODY else work(service, raw_body)
 

@@ -28,7 +28,7 @@ class SharedFolder:
     async def sync(self, lost_too: bool) -> None:
         """Adds new files to the server's states and responses. Does nothing if the folder has not changed.
 
-        `lost_too` also drops states whose files are gone. A request that continues a state does not need this: the engine
+        With `lost_too`, also drops states whose files are gone. A request that continues a state does not need this: the engine
         notices a missing file, or still has the state in memory.
         """
         async with self._syncing:

@@ -38,7 +38,7 @@ def completion_sequences(service: Service, body: CompletionRequest, owner: str) 
     n = body.n or 1
     echoed = bool(body.echo and body.logprobs is not None)
     if echoed and n * sum(map(len, prompts)) > service.config.max_prompt_tokens:
-        raise ApiError(400, f"echo with logprobs requires that all prompts together, each counted n times, have at most "
+        raise ApiError(400, "echo with logprobs requires that all prompts together, each counted n times, have at most "
                             f"{service.config.max_prompt_tokens} tokens", "echo")
     if echoed and not all(prompts):
         raise ApiError(400, "echo with logprobs requires a prompt with at least one token, even if state is set", "echo")

@@ -22,7 +22,7 @@ from rwkv.serving.service import LATEST, Service, handle_body, owner, resolve_ad
 from rwkv.serving.submission import encode_field, submit
 
 VERSION = "0.12.6"                       # the version of Ollama's API; clients refuse older versions
-NEVER_EXPIRES = "2318-01-01T00:00:00Z"             # Ollama's date for a model that is never unloaded (keep_alive=-1)
+NEVER_EXPIRES = "2318-01-01T00:00:00Z"   # Ollama's date for a model that is never unloaded (keep_alive=-1)
 
 
 def _model_entry(service: Service, name: str) -> JsonObject:

@@ -18,7 +18,7 @@ async def read_json(request: Request, limit: int) -> bytes:
 
 
 async def read_body(request: Request, limit: int) -> bytes:
-    """Returns the request's body, decompressed. `limit` is the maximum size of the body in bytes.
+    """Returns the request's body, decompressed. `limit` is the maximum size of the body in bytes, at least 1 MiB.
 
     Raises ApiError for a larger body, and for a content-encoding other than gzip.
     """
@@ -61,8 +61,10 @@ def _gunzip(body: bytes, limit: int) -> bytes:
 
 
 def _to_utf8(request: Request, body: bytes) -> bytes:
-    """Returns a JSON body in UTF-8. Raises ApiError for an unknown charset in content-type, and for bytes that are not valid in
-    the charset."""
+    """Returns a JSON body in UTF-8.
+
+    Raises ApiError for an unknown charset in content-type, and for bytes that are not valid in the charset.
+    """
     header = email.message.Message()
     header["content-type"] = request.headers.get("content-type", "")
     charset = header.get_content_charset() or "utf-8"

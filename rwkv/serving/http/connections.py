@@ -76,7 +76,7 @@ class Protocol(HttpToolsProtocol):
     most = 1024
 
     _deadline: asyncio.TimerHandle | None = None
-    _answered: Any = None                # uvicorn's cycle of the request being answered; self.cycle is of the last request
+    _answered: Any = None                # uvicorn's cycle of the request being answered; self.cycle is the last one received
     _in_headers = True
     _received = 0
     _request_id: str | None = None       # the id of the request that is being received

@@ -13,7 +13,7 @@ from rwkv.errors import UserError
 from rwkv.io.json_types import JsonObject
 
 TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error", 500: "server_error", 503: "server_error"}
-STATE_GONE = "state_not_found"           # the error code for a state that was deleted, evicted or lost
+STATE_GONE = "state_not_found"           # the error code for an unknown, deleted, evicted or lost state
 RETRY_AFTER = 1                          # seconds
 SAMPLING_FIELDS = tuple(item.name for item in fields(Sampling))
 PLACE = re.compile(r"[a-z_]\w*(?:\[\d+\]|\.\w+)*")       # messages[1].content

@@ -29,8 +29,7 @@ def check_origin(config: ServeConfig, headers: Mapping[str, str]) -> None:
                             "api_key= or cors= of serve.py", code="wrong_host")
     if origin is not None and _host(origin) not in (host, *allowed):
         raise ApiError(403, f"web pages from {origin[:100]!r} may not use this server. To allow this site, add its address to "
-                            "cors= of serve.py",
-                       code="wrong_origin")
+                            "cors= of serve.py", code="wrong_origin")
 
 
 def _host(origin: str) -> str:

@@ -41,8 +41,7 @@ def _input_item(item: JsonObject, where: str) -> JsonObject:
         call_id = item.get("call_id")
         if not isinstance(call_id, str) or not isinstance(output, (str, list)):
             raise ApiError(400, f'{where} must have a string "call_id", and an "output" that is a string or a list of text '
-                                'parts',
-                           where)
+                                'parts', where)
         if isinstance(output, list):
             output = _contents(output, "user", f"{where}.output")
         return {"id": _id(item, "fco"), "type": kind, "status": "completed", "call_id": call_id, "output": output}

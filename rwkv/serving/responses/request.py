@@ -24,7 +24,7 @@ from rwkv.serving.states.client_states import ClientStates
 LOGPROBS = "message.output_text.logprobs"        # the value of the field include that requests log-probabilities
 RENAMED = {"messages": "input", "max_completion_tokens": "max_output_tokens", "reasoning_effort": "reasoning.effort",
            "response_format": "text.format"}     # fields of chat completions, with their names in the Responses API
-# ChatRequest also has these fields, but with other values
+# ChatRequest also has these fields. The chat request omits them, or gets other values
 TRANSLATED = ("tools", "tool_choice", "stream_options", "store", "metadata", "save_state", "top_logprobs",
               *CONTINUATION)
 

@@ -38,7 +38,7 @@ class Responses:
     """A store of responses in at most responses_mib MiB of memory. With states_dir=, each response also has a file.
 
     When memory is full, the store evicts the least recently used response. API keys that use at most an equal share lose no
-    responses.
+    responses to other keys.
     """
 
     def __init__(self, config: ServeConfig, engine: RemoteEngine) -> None:

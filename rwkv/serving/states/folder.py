@@ -23,8 +23,8 @@ UNFINISHED = re.compile(r"\.(state_[0-9a-f]{32}\.safetensors|resp_[0-9a-f]{32}\.
 def claim(folder: Path) -> FileLock | None:
     """Locks the folder, which is created if necessary. Raises UserError if the folder cannot be used.
 
-    The server with the lock deletes files that a killed server left unfinished. Returns the lock, or None if another server has
-    the lock or if files cannot be locked.
+    The server with the lock deletes files that a killed server left unfinished. Returns the lock, which holds until it is
+    released or garbage-collected, or None if another server has the lock or if files cannot be locked.
     """
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)

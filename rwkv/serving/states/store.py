@@ -250,7 +250,8 @@ class StateStore:
         Among these, the fingerprint of the weights decides. If several models also share the fingerprint, they are equal, and
         the name in the file decides. A file of another program has only the fingerprint, which several adapters may share.
         """
-        same_weights = [name for name, format in self._formats.items() if format.identity["model"] == metadata.get("model")]
+        same_weights = [name for name, state_format in self._formats.items()
+                        if state_format.identity["model"] == metadata.get("model")]
         if entry.adapter is None:
             names = same_weights or [""]
         else:
