@@ -157,10 +157,10 @@ def read_checkpoint(path: str | Path) -> Checkpoint:
 
 
 def with_adapter(base: Checkpoint, path: str | Path, alpha: float | None = None) -> Checkpoint:
-    """Returns the checkpoint `base` with another program's adapter merged into it. Raises UserError if LoRA's alpha is missing.
+    """Returns the checkpoint `base` with another program's adapter merged into it.
 
-    Raises CheckpointError for an adapter of another model or of an unsupported kind. `alpha` is LoRA's alpha if the file lacks
-    it.
+    `alpha` is LoRA's alpha if the file lacks it. Raises CheckpointError for an adapter of another model or of an unsupported
+    kind, UserError if alpha is missing or given twice.
     """
     path = locate(path)
     try:

@@ -9,7 +9,7 @@ A generation's module has
     to_official_layout             converts tensors of any format to the official layout
     to_format_layout               converts tensors of the official layout to a format's layout
     directory_factor               returns the official matrix divided by the matrix in a Hugging Face directory
-    widths, has_several_shapes     infer sizes from tensors' shapes; tell if a vector's shape varies between files
+    widths, has_several_shapes     infer sizes from tensors' shapes; tell whether a vector's shape varies between files
     EXTENSIONS                     later versions, which are not supported, each with a pattern that matches its tensors' names
     HUGGING_FACE_TYPE, HUGGING_FACE_SIZES, hugging_face_config          for config.json
     HUGGING_FACE_OTHER_TYPES       other values of model_type, written by other programs
@@ -215,11 +215,11 @@ def fit(path: Path, generation: ModuleType, tensors: Mapping[str, Stored], confi
     return {name: tensor.cast(torch.float32) if tensor.dtype == torch.float64 else tensor for name, tensor in stored.items()}
 
 
-def _require_fit(path: Path, tensor: Stored, shape: Shape, many_forms: bool) -> None:
+def _require_fit(path: Path, tensor: Stored, shape: Shape, several_shapes: bool) -> None:
     if tensor.dtype not in (*DTYPES.values(), torch.float64):
         raise CheckpointError(f"{path}: the dtype of {tensor.name} must be one of {', '.join(DTYPES)}; got {tensor.dtype}. "
                               "Quantised weights of this kind are not supported")
-    if tensor.shape != shape and not (many_forms and _squeezed(tensor.shape) == _squeezed(shape)):
+    if tensor.shape != shape and not (several_shapes and _squeezed(tensor.shape) == _squeezed(shape)):
         raise CheckpointError(f"{path}: the shape of {tensor.name} must be {shape} to match the other tensors; got "
                               f"{tensor.shape}. The file may have been converted incorrectly")
 

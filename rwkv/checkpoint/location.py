@@ -19,7 +19,8 @@ COMPLETE = "complete.json"               # trainer=fsdp writes this file into a 
 def locate(path: str | Path) -> Path:
     """Returns the path of a checkpoint: a file, a Hugging Face directory, or the last checkpoint in a run's directory.
 
-    Downloads a name on the Hub (rwkv/io/hub.py). Raises CheckpointError if there is no checkpoint, or if a folder has several.
+    If `path` is a name on the Hub, downloads the checkpoint (rwkv/io/hub.py). Raises CheckpointError if there is no
+    checkpoint, or if a folder has several.
     """
     path = follow(hub.local(path))
     last = path / LAST

@@ -13,7 +13,7 @@ SMALLER = ("bfloat16", "int8", "int4")   # an error message suggests the first o
 def weights_nbytes(checkpoint: Checkpoint, dtype: str, on_cpu: bool = True) -> int:
     """Returns the number of bytes that the weights need in `dtype`.
 
-    With `on_cpu`, a mapped embedding does not count, because only a few of its rows are read.
+    With `on_cpu`, a mapped embedding does not count unless `dtype` is float32, because only a few of its rows are read.
     """
     if dtype == BLOCKS:
         return sum(tensor.packed_nbytes() for tensor in checkpoint.weights.stored.values())

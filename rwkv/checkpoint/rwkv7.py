@@ -252,7 +252,7 @@ def _missing_embeddings(tensors: Mapping[str, Stored]) -> dict[str, Stored]:
 def to_format_layout(tensors: Mapping[str, Stored], format: str) -> dict[str, Stored]:
     """Converts tensors to the names and layout of `format`, which may also be a layout of a Hugging Face directory.
 
-    Raises UserError for a model with DeepEmbed if the format does not support it.
+    Raises UserError if `format` does not support the model's DeepEmbed or head size.
     """
     if format not in ("huggingface", "official", TRANSFORMERS_RWKV, "ggmf", "gguf", "st"):
         return {name: tensor.renamed(name) for name, tensor in tensors.items()}

@@ -119,9 +119,9 @@ def states_by_name(layers: Sequence[Stored], dtype: torch.dtype = torch.float32)
 
 
 def read(path: Path, config: ModelConfig | None, layout: str | None = None) -> TimeStates:
-    """Reads a tuned state. Raises CheckpointError for a different kind of file or a state of a different model.
+    """Reads a tuned state.
 
-    Raises UserError if the layout is unknown.
+    Raises CheckpointError for a different kind of file or a state of a different model, UserError if the layout is unknown.
 
     Args:
         config: the model's configuration; None accepts any model.

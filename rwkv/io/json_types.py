@@ -1,4 +1,4 @@
-"""Names the types of parsed JSON and of state dicts, without types for their keys and values."""
+"""Defines types for parsed JSON and for state dicts, whose values are not typed further."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -8,7 +8,7 @@ from rwkv.io import hub
 
 
 def state_file(path: str | Path) -> Path:
-    """Returns the path of a state file, and downloads a name on the Hub. Raises UserError if it does not exist."""
+    """Returns the path of a state file, downloaded if `path` is a name on the Hub. Raises UserError if it does not exist."""
     file = hub.local(path, "state file")
     if file.is_dir():
         raise UserError(f"{path} is a directory: name a state file, such as {file / 'state.safetensors'}")

@@ -84,7 +84,7 @@ def chunks(path: Path, on_bytes: Callable[[bytes], object] = len, option: str = 
 
 
 def open_file(path: Path, option: str = "data.path") -> BufferedReader:
-    """Opens a file for reading bytes. Raises UserError, with `option` as the path's option, if it cannot be opened."""
+    """Opens a file for reading bytes. Raises UserError, which names `option`, if it cannot be opened."""
     try:
         return path.open("rb")
     except OSError as error:

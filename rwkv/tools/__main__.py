@@ -1,7 +1,7 @@
 """`timemix COMMAND [ARGUMENT...]`, also `python -m rwkv.tools COMMAND ...`: runs any program of this project.
 
-The commands are the names of the programs in rwkv/programs and rwkv/tools, and kernels and bench, which stand for `python -m
-kernels` and `python -m kernels.bench`. Other modules in the two folders are not programs.
+The commands are the names of the programs in rwkv/programs and rwkv/tools, and kernels and bench, which stand for
+`python -m kernels` and `python -m kernels.bench`. Other modules in the two folders are not programs.
 """
 
 import ast

@@ -85,7 +85,10 @@ def _is_state(options: argparse.Namespace) -> bool:
 
 
 def convert_state(source: Path, target: Path, layout: str | None = None) -> None:
-    """Converts the tuned state `source` to `target`, a .pth or, for web-rwkv, an .st. With None, `layout` is inferred."""
+    """Converts the tuned state `source` to `target`, a .pth or, for web-rwkv, an .st.
+
+    `layout` is the layout of `source`; None infers it from the file format.
+    """
     from rwkv.checkpoint import time_states
 
     states = time_states.read(locate(source), None, layout)
@@ -185,7 +188,7 @@ def _adapter_line(checkpoint: "Checkpoint", dtype: str | None) -> str:
 
 
 def _parser() -> Parser:
-    epilog = f"{EPILOG}\nDTYPE is one of {', '.join(DTYPES)}; LAYOUT is one of {', '.join(formats.LAYOUTS)}."
+    epilog = f"{EPILOG}\nDTYPE is one of {', '.join(DTYPES)}."
     parser = Parser("rwkv.tools.convert", (__doc__ or "").partition(": ")[2], epilog)
     parser.add_argument("source", metavar="IN", type=path_of, help="the checkpoint to read: a file or a directory")
     parser.add_argument("target", metavar="OUT", type=path_of, help="the file or the directory to write")

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 PROMPT = "The quick brown fox"
 TOKENS = 16                              # this many tokens are generated
-TRAINABLE = 50_000_000                   # models with more parameters are not trained
+TRAINABLE = 50_000_000                   # a tiny model is trained instead of one with more parameters
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.1, "int8": 0.1, "int4": 0.5,
              "blocks": 1e-2}              # each is relative to the standard deviation of the logits
 LEARNING_RATE = 1e-3

@@ -170,7 +170,7 @@ def test_matrices_may_be_read_in_any_order(tmp_path: Path, text: Path) -> None:
     assert torch.equal(calibrate(read_checkpoint(path), ids).packed[KEY].read().weight, first[KEY])
 
 
-def test_a_line_names_the_text_and_the_forms(tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_line_names_the_text_and_the_formats(tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _, path = original(tmp_path)
     converted(path, text)
     line = next(line for line in capsys.readouterr().err.splitlines() if "calibrated" in line)

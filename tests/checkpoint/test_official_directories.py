@@ -69,7 +69,7 @@ def assert_near(actual: np.ndarray, expected: np.ndarray, relative: float = 2e-5
 
 
 @pytest.mark.parametrize("head_size", [64, 128, ONE_HEAD])
-def test_transformers_form_is_read(tmp_path: Path, head_size: int) -> None:
+def test_transformers_layout_is_read(tmp_path: Path, head_size: int) -> None:
     """Its group norm has head_dim norm_eps as its epsilon."""
     model = model_of(head_size)
     tensors = theirs(tmp_path / "model", model)
@@ -148,7 +148,7 @@ def in_transformers_rwkv(folder: Path, model: RWKV, **config: Any) -> dict[str, 
     return tensors
 
 
-def test_transformers_rwkvs_form_is_read_and_written(tmp_path: Path) -> None:
+def test_transformers_rwkvs_layout_is_read_and_written(tmp_path: Path) -> None:
     model = model_of()
     expected = in_transformers_rwkv(tmp_path / "theirs", model)
     ids = tokens(model, B=1, T=16)
@@ -232,7 +232,7 @@ def test_rwkv7_hfs_directory_is_read(tmp_path: Path) -> None:
     refuses(tmp_path / "model", "attention_hidden_size to 512")
 
 
-def test_forms_are_for_directories_of_rwkv_7(tmp_path: Path) -> None:
+def test_layouts_are_for_directories_of_rwkv_7(tmp_path: Path) -> None:
     model_of().save_pretrained(tmp_path / "model.pth")
     small_model("reference").save_pretrained(tmp_path / "four.pth")
     for name, out in (("model.pth", "out.safetensors"), ("four.pth", "out")):

@@ -25,7 +25,7 @@ from types import ModuleType
 from rwkv.errors import CheckpointError, UserError
 
 QUANTISED = {"gguf": ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0"), "safetensors": ("int8", "int4")}     # block formats
-LAYOUTS = ("fla", "official", "transformers-rwkv")         # layouts of RWKV-7's Hugging Face directories
+LAYOUTS = ("fla", "official", "transformers-rwkv")       # layouts of RWKV-7's Hugging Face directories
 TEXT = frozenset(b"\t\n\r") | frozenset(range(32, 127))
 BYTES_SHOWN = 16                         # an error shows this many bytes of an unknown file; in every format some are not TEXT
 # A file that begins with these bytes is not a checkpoint: what it is, and what to do

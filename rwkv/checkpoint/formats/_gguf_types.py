@@ -35,7 +35,7 @@ IN_BLOCKS = {2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8_0", 12: "Q4_K", 
 PLAIN = {0: Block("F32", 1, 4), 1: Block("F16", 1, 2), 30: Block("BF16", 1, 2), 28: Block("F64", 1, 8),
          **{number: Block(name, BLOCKS[name.lower()].elements, BLOCKS[name.lower()].bytes_per_block)
             for number, name in IN_BLOCKS.items()}}
-DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}    # torch reads these
+DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}    # torch has these types
 BLOCKS_PER_ROW = 32                      # the package dequantises 16 rows at a time; such rows fit the CPU's cache
 
 
@@ -94,7 +94,7 @@ def reader(type_: str, shape: tuple[int, ...], bytes_: Tensor) -> Callable[[], T
 
 
 def round_to_blocks(matrix: Tensor, type_: str) -> Tensor:
-    """Rounds a float32 matrix to this block type, or to float16 if the row length is no multiple of the block length."""
+    """Rounds a float32 matrix to this block type, or to float16 if its row length is not a multiple of the block's."""
     gguf = package(f"writing {type_}")
     kind = gguf.GGMLQuantizationType[type_]
     if matrix.shape[-1] % gguf.GGML_QUANT_SIZES[kind][0]:

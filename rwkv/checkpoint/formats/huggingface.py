@@ -124,7 +124,7 @@ def write(path: Path, outgoing: Outgoing) -> None:
         raise UserError(f"the layout of a Hugging Face directory must be one of {', '.join(LAYOUTS)}; got {outgoing.layout!r}")
     generation = generation_of(outgoing.config)
     if outgoing.layout is not None and not hasattr(generation, "OFFICIAL_PREFIX"):
-        raise UserError(f"{generation.model.NAME} has only one layout for Hugging Face directories: omit --layout")
+        raise UserError(f"{generation.model.NAME} has only one layout for Hugging Face directories: omit the layout")
     _require_ours(path)
     write_folder(path, lambda folder: _write(folder, outgoing))
 

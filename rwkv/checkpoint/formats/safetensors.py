@@ -63,7 +63,7 @@ def write(path: Path, outgoing: Outgoing) -> None:
 def write_tensors(file: BinaryIO, tensors: Iterable[Stored], metadata: dict[str, str]) -> None:
     """Writes tensors so that as many as possible begin at a multiple of ALIGNMENT, although the format allows no gaps.
 
-    Tensors whose size is not a multiple of ALIGNMENT are last. The widest dtypes precede, so that each is aligned to its
+    Tensors whose size is not a multiple of ALIGNMENT are last, the widest dtypes first, so that each tensor is aligned to its
     element size.
     """
     ordered = sorted(tensors, key=lambda tensor: tensor.nbytes % ALIGNMENT and ALIGNMENT - tensor.dtype.itemsize)
