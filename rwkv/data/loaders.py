@@ -121,8 +121,9 @@ class DataModule(LightningDataModule):
     def val_dataloader(self) -> DataLoader:
         """Returns a loader of batches (x, y), each (B,T), or of Packed, Pairs, Whole or SourceBatch.
 
-        Every token except the first one of each source is a target exactly once. The last batch may be smaller. With tbptt, a
-        batch is Whole if any conversation is longer than ctx_len, because an answer may begin after ctx_len.
+        Unless the data are conversations, every token except the first one of each source is a target exactly once. The last
+        batch may be smaller. With tbptt, a batch is Whole if any conversation is longer than ctx_len, because an answer may
+        begin after ctx_len.
         """
         if self.corpus.parts:
             mixed = MixedValidation([Windows(part.corpus.val, self.ctx_len, partial=True) for part in self.corpus.parts])

@@ -1,4 +1,4 @@
-"""Prepares the data of a configuration, which are tokenised once, into memory-mapped files in data.cache_dir.
+"""Tokenises the data of a configuration once, into memory-mapped files in data.cache_dir.
 
     corpus = prepare(config.data, config.model.ctx_len)
     corpus.tokenizer, corpus.train, corpus.val, corpus.sizes
@@ -128,7 +128,7 @@ class Corpus:
 
     @property
     def learnt(self) -> TokenArray | None:
-        """Returns 1 for each training token that is a target, otherwise 0. Returns None if all tokens are targets."""
+        """Returns a 1 for each training token that is a target and a 0 for each other one, or None if all are targets."""
         return self.conversations[0].learnt if self.conversations else None
 
     @property

@@ -80,8 +80,8 @@ class BatchPlan(NamedTuple):
 class DocumentChunks:
     """Divides documents that are longer than one stream's share of all segments into chunks.
 
-    `segments` (P,) becomes the number of segments in each chunk. `learnt` has a 1 for each token of a conversation that is a
-    target. `learnt` is None for documents, because all their tokens are targets.
+    `segments` (P,) is the number of segments in each chunk. `learnt` has a 1 for each token of a conversation that is a target,
+    and is None for documents, because all their tokens are targets.
     """
 
     def __init__(self, tokens: TokenArray, end_of_text: int, ctx_len: int, streams: int,
@@ -259,9 +259,9 @@ class SegmentIterator(Iterator[BatchPlan]):
         before = len(state["lanes"]["left"]) if "lanes" in state else 0
         now = self.sampler.layout.streams
         if before != now:
+            remedy = "Restore the earlier data.batch_size and trainer.accumulate" if before else "Omit trainer.tbptt"
             raise UserError("with trainer.tbptt, a resumed run must have the same number of document streams: the run began "
-                            f"with {before or 'no'} streams, but now there are {now}. Restore the earlier data.batch_size, "
-                            "trainer.accumulate and number of processes")
+                            f"with {before or 'no'} streams, but now there are {now}. {remedy}")
         self._batches = state["batches"]
         self._positions.load_state_dict(state["lanes"])
         if self._batches % self.sampler.layout.parts:

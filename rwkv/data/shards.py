@@ -267,7 +267,7 @@ def _pieces(source: Source, split: SafeSplit) -> Iterator[Piece]:
 
 
 def _create_shard(shard: Shard, tokenizer: Tokenizer, counter: LossCounter, folder: Path,
-           dtype: np.dtype) -> tuple[JsonObject, int]:
+                  dtype: np.dtype) -> tuple[JsonObject, int]:
     """Creates the files of a shard if they are missing or damaged. Returns the entry and the weight for the progress bar."""
     path = folder / f"{shard.number:05}.json"
     entry = read_json(path)

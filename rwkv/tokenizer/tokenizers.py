@@ -190,7 +190,7 @@ class Tokenizer(ABC):
             case {"kind": "world", "vocabulary": str(text)}:
                 tokenizer = WorldTokenizer(text)
             case _:
-                raise UserError("a tokenizer definition must have a vocabulary, and the kind must be byte, char, json or world")
+                raise UserError("a tokenizer definition must have the kind byte, char, json or world, and its vocabulary")
         return _reject_option(tokenizer, end_of_text, option)
 
     @staticmethod
@@ -431,8 +431,8 @@ class JsonTokenizer(Tokenizer):
 class WorldTokenizer(Tokenizer):
     """A tokenizer with the RWKV World vocabulary.
 
-    vocab_size is 65536, as in the released models: the number of ids in use (0 to 65529), rounded up to a multiple of
-    64. Unused ids decode to nothing. `text` is the content of a vocabulary file, and `source` is its name in error messages.
+    vocab_size is 65536, as in the released models: the number of ids in use (0 to 65529), rounded up to a multiple of 64.
+    Unused ids decode to nothing. `text` is the content of a vocabulary file, and `source` is its name in error messages.
     """
 
     kind = "world"
@@ -480,7 +480,7 @@ def _ends_of_same(text: str, like: JsonMapping | None) -> Sequence[int] | Rule |
 
 
 def _parse(text: str, source: str) -> tuple[JsonObject, dict[str, int]]:
-    """Parses a tokenizer.json and its vocabulary. Raises UserError with the library's message if parts are missing."""
+    """Returns a parsed tokenizer.json and its vocabulary. Raises UserError with the library's message if parts are missing."""
     with _as_user_error(f"{source} is not a `tokenizers` JSON file"):
         try:
             parsed = json.loads(text)
@@ -494,7 +494,7 @@ def _parse(text: str, source: str) -> tuple[JsonObject, dict[str, int]]:
 def _continuation_steps(parsed: JsonObject) -> JsonObject:
     """Returns the normalizer and pre_tokenizer for a text that continues another text, so that no space is added before it.
 
-    A step after the text has been split into words acts on every word, so such a step is not changed.
+    A step that comes after the text has been split into words acts on every word, so such a step is not changed.
     """
     cut = parsed.get("pre_tokenizer")
     if cut is not None and cut["type"] == "Sequence":
@@ -518,7 +518,8 @@ def _without_space(step: JsonObject | None) -> JsonObject | None:
 def _encode_each(library: tokenizers.Tokenizer, texts: Sequence[str]) -> list[list[int]]:
     for text in texts:
         require_unicode(text)
-    with _as_user_error("the tokenizer cannot encode the text"):     # encode_batch with offsets takes twice the time
+    # encode_batch also returns offsets, which takes twice the time and far more memory
+    with _as_user_error("the tokenizer cannot encode the text"):
         return [encoding.ids for encoding in library.encode_batch_fast(list(texts), add_special_tokens=False)]
 
 

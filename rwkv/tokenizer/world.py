@@ -43,7 +43,7 @@ class Vocabulary:
     def parse(cls, text: str, source: str) -> "Vocabulary":
         """Parses the text of a vocabulary file. Raises UserError with the number of the first invalid line.
 
-        A line has an id, a Python literal (str or bytes) and the length of the literal in bytes.
+        A line has an id, a token as a Python literal (str or bytes), and the length of the token in bytes.
         """
         tokens: dict[int, bytes] = {}
         for number, line in enumerate(text.split("\n"), start=1):
@@ -89,6 +89,7 @@ class Vocabulary:
         return ids
 
     def _uses_library(self, characters: int) -> bool:
+        """Returns True if the library is installed, and is already loaded or worth loading for a text of this length."""
         return ("_library" in vars(self) or characters > SHORT) and self._library is not None
 
     def drop_library(self) -> None:
@@ -155,7 +156,7 @@ def _line_error(line: str, entry: tuple[int, bytes] | None, where: str) -> UserE
 
 
 def _lengths_by_prefix(tokens: dict[bytes, int]) -> dict[bytes, tuple[int, ...]]:
-    """Returns for each pair of first bytes the lengths of the tokens that begin with the pair, in descending order to 1."""
+    """Returns for each pair of first bytes the lengths of the tokens that begin with it, in descending order. The last is 1."""
     lengths: defaultdict[bytes, set[int]] = defaultdict(lambda: {1})
     for token in tokens:
         lengths[token[:2]].add(len(token))

@@ -29,7 +29,7 @@ CHARACTER_OF = {value: character for character, value in BYTE_OF.items()}
 
 
 def vocabulary_in(text: str) -> str | None:
-    """Converts a tokenizer.json to the text of a World vocabulary's file. Returns None if it has no such vocabulary."""
+    """Converts a tokenizer.json to the text of a World vocabulary's file. Returns None if it has none or is damaged."""
     if '"WordLevel"' not in text and f'"{TRIE}"' not in text:            # the caller parses other vocabularies
         return None
     try:

@@ -319,7 +319,7 @@ def test_a_batch_has_the_answers_as_targets(talks: Corpus) -> None:
 def test_a_long_conversation_is_cut(talks: Corpus) -> None:
     rows = rows_of(talks, 30)
     assert rows.cut == 2
-    assert "2 of these conversations are longer than model.ctx_len=30" in rows.describe()
+    assert "2 of these conversations are longer than model.ctx_len=30 and are truncated" in rows.describe()
 
 
 def learner(generation: str) -> LanguageModel:

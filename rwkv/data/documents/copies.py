@@ -87,12 +87,12 @@ def place_in_order(fingerprints: Sequence[int], sizes: Sequence[int], fraction: 
     for value, size in zip(fingerprints, sizes, strict=True):
         total_sizes[value] = total_sizes.get(value, 0) + size
     validated = {*list(total_sizes)[:count_reaching(fraction, [*total_sizes.values()])]}
-    first_numbers = count_reaching(fraction, sizes)
+    val_count = count_reaching(fraction, sizes)
     seen: set[int] = set()
     placed = []
     for number, value in enumerate(fingerprints):
         val = value in validated
-        placed.append(Placement(val, value in seen, val != (number < first_numbers)))
+        placed.append(Placement(val, value in seen, val != (number < val_count)))
         seen.add(value)
     return placed
 

@@ -57,7 +57,7 @@ ROLES = {"human": "user", "user": "user", "prompter": "user", "gpt": "assistant"
          "developer": "system", "tool": "tool", "function": "tool", "observation": "tool", "function_response": "tool",
          "tool_response": "tool", "ipython": "tool", "function_call": "assistant", "tool_call": "assistant"}
 CALLS = ("function_call", "tool_call")   # roles whose text is a tool call, or a list of calls, in JSON
-INSTEAD_OF_CONTENT = ("tool_calls", "function_call", "refusal", "reasoning_content")
+INSTEAD_OF_CONTENT = ("tool_calls", "function_call", "refusal", "reasoning_content")       # in an assistant's message
 
 
 class Conversation(NamedTuple):
@@ -135,7 +135,7 @@ def conversations(config: DataConfig, template: ChatTemplate | None = None, pair
     learnt = 0
     others = 0
     splitter = Splitter(config.val_fraction)
-    pending: list[Conversation] = []     # waits until two conversations differ
+    pending: list[Conversation] = []     # the first ones, held back until two of them differ
     for _, path in _select_files(str(config.path))[0]:
         for entry, where, weight in entries(path):
             texts = parts_of_pair(entry, where, template) if pairs else (parts_of(entry, where, template),)
@@ -356,7 +356,7 @@ def _parse_calls(content: object, where: str) -> list[JsonObject]:
 def _entry_tools(entry: JsonObject) -> list[JsonObject] | None:
     tools = _parse_if_json(entry.get("tools"))
     if tools in EMPTY:
-        functions = _parse_if_json(entry.get("functions"))
+        functions = _parse_if_json(entry.get("functions"))       # OpenAI's older name for tools
         if not isinstance(functions, list):
             return None
         tools = [{"type": "function", "function": function} for function in functions]

@@ -68,7 +68,7 @@ def _several_files_source(files: list[tuple[str, Path]], file_contents: list[Con
 
 
 def _separated_source(files: list[tuple[str, Path]], config: DataConfig, separator: str, cache: Path) -> Source:
-    """Returns the source of the texts between separators, which are split into train and val like those of data=jsonl."""
+    """Returns the source of the texts between separators, which are split like the documents of data=jsonl."""
     def documents() -> Iterator[Document]:
         texts = separate(((chunks(path), str(path), None) for _, path in files), separator, str(config.path))
         return split_documents(texts, config.val_fraction, str(config.path))

@@ -258,9 +258,9 @@ class StreamLoader:
         """Restores the position. Raises UserError if the run had a different number of rows per batch."""
         rows = self.layout.rows * self.layout.world
         if state.get("rows") != rows:
+            remedy = "Restore the earlier data.batch_size" if "rows" in state else "Omit data.streaming"
             raise UserError("with data.streaming, a resumed run must have the same number of rows per batch: the run began "
-                            f"with {state.get('rows', 'no')} rows, but now there are {rows}. Restore the earlier "
-                            "data.batch_size and number of processes")
+                            f"with {state.get('rows', 'no')} rows, but now there are {rows}. {remedy}")
         self._state = state if "turns" in state else None
         self._continues = self._state is not None
 

@@ -78,7 +78,7 @@ def open_stream(config: DataConfig) -> Stream:
 class JsonLines(Stream):
     """A stream of the lines of one or several files.
 
-    A position consists of the number of a file and of the bytes and lines before the position in this file.
+    A position is the number of a file, and the numbers of bytes and lines before the position in this file.
     """
 
     def __init__(self, config: DataConfig) -> None:

@@ -257,6 +257,7 @@ def _document_offsets(ids: np.ndarray, starts: np.ndarray, end_of_text: int) -> 
 
 
 def _validation_start(places: np.ndarray, tokens: int, val_fraction: float, path: Path) -> tuple[int, int]:
+    """Returns the offset of the first validation id, and the number of documents before it."""
     target = int(tokens * (1 - val_fraction))
     if len(places) > 1:
         first = int(np.clip(np.searchsorted(places, target), 1, len(places) - 1))

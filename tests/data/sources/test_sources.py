@@ -345,8 +345,8 @@ WRONG_TEXT: dict[str, tuple[bytes | None, tuple[str, ...]]] = {
     "gzip": (gzip.compress(b"a\n" * 99), ("byte 1 ", "gzip -dc")),
     "binary": (b"\x7fELF\0" + bytes(range(256)), ("byte 133 ",)),
     "half a character": (("a" * 70_000 + "é").encode()[:-1], ("byte 70000 ",)),
-    "a page of zeros at its end": (b"text " * 3000 + bytes(9000), ("incomplete", "byte 15000", "zero bytes")),
-    "a page of zeros inside": (b"text\n" * 1000 + bytes(70_000) + b"text\n" * 1000, ("incomplete", "byte 5000")),
+    "a page of zeros at its end": (b"text " * 3000 + bytes(9000), ("incomplete", "byte 15000. ", "zero bytes")),
+    "a page of zeros inside": (b"text\n" * 1000 + bytes(70_000) + b"text\n" * 1000, ("incomplete", "byte 5000. ")),
     "short": (b"abcdefghij" * 10, ("model.ctx_len=16",)), "U+0000": (b"ab\0c" * 99, ("text.txt", "character 2 ")),
 }
 
