@@ -219,7 +219,7 @@ class GpuStep:
 
 
 def product_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """Returns the dtype in which tl.dot multiplies: float32 on a CPU, because Triton's interpreter lacks bfloat16 products."""
+    """Returns tl.dot's dtype for inputs of `dtype`: float32 on a CPU, since Triton's interpreter lacks bfloat16 products."""
     return torch.float32 if device.type == "cpu" else dtype
 
 
