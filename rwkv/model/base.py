@@ -38,7 +38,7 @@ MATRICES = ("matrix", "gate", "embedding")       # optimiser groups of linear la
 TIME_STATE = "att.time_state"            # suffix of the name of a layer's learnt initial state
 OVERRIDABLE = ("forward", "hidden", "hidden_in_parts")          # is_unmodified checks that these methods are not replaced
 SAMPLED = 4096                           # evenly spaced elements of each tensor that the fingerprint reads
-OPTIONAL_MODULES = {                                # optional modules of a generation, for decoding one token at a time
+OPTIONAL_MODULES = {                     # optional modules of a generation, for decoding one token at a time
     "step": "Step computes a block without calling its modules, and PLAIN lists the classes of modules that Step can replace",
     "step_c": "c_model(model, builder) returns the structs that the generation's C step reads (decoding/c_step.py)",
     "step_triton": "launches(model, builder) returns the kernel launches of one step on a GPU (decoding/triton_step.py)"}
@@ -298,7 +298,7 @@ class Model(nn.Module):
 
     @torch.no_grad()
     def hidden_in_parts(self, tokens: Tensor, state: State | None, n_parts: int) -> Iterator[tuple[Tensor, State] | None]:
-        """Computes hidden() in n_parts steps. Yields None after each step but the last, and then the result."""
+        """Computes hidden() in n_parts steps of a few blocks. Yields None after each step but the last, and then the result."""
         x, before, carry = self._first_block_inputs(tokens, state)
         after = []
         L = len(self.blocks)
@@ -367,7 +367,7 @@ class Model(nn.Module):
         return self.head(hidden[:, -1]), state
 
     def fingerprint(self) -> str:
-        """Returns the hash of the function `fingerprint`. Quantising and merging do not change the result."""
+        """Returns the hash that identifies the model (the function `fingerprint`). Quantising and merging do not change it."""
         if self.fingerprint_before is not None:
             return self.fingerprint_before
         blocks = {f"{name}.weight": module.packed for name, module in self.named_modules()

@@ -1,4 +1,4 @@
-"""Cross-entropy fused with the head: only one chunk of rows of the (B*T,V) logits is in memory at a time.
+"""Cross-entropy fused with the head: only one chunk of rows of the (B*T,V) logits, with its gradient, is in memory at a time.
 
 Forward computes the gradients together with the loss, chunk by chunk, and backward only scales them by the incoming gradient.
 L2Wrap is scaled too, so its strength is right under loss scaling and gradient accumulation. Half-precision products use the
@@ -131,7 +131,8 @@ class _HeadLoss(torch.autograd.Function):
 def _logits(hidden: Tensor, weight: Tensor) -> Tensor:
     """Returns the logits (rows,V), hidden W^T, for hidden (rows,C) and W (V,C).
 
-    If W is frozen and has another dtype than hidden, NARROW_ROWS rows of W are converted at a time."""
+    If W is frozen and has another dtype than hidden, NARROW_ROWS rows of W are converted at a time.
+    """
     if weight.dtype == hidden.dtype:
         return hidden @ weight.T
     if torch.is_grad_enabled():
@@ -216,7 +217,7 @@ def _argmax(x: Tensor) -> Tensor:
     On a CPU amax is 20 times faster than argmax. So amax finds the block with the largest element, and argmax searches only
     there.
     """
-    if x.shape[1] <= 4 * ARGMAX_BLOCK:   # a single argmax is faster here
+    if x.shape[1] <= 4 * ARGMAX_BLOCK:   # a single argmax is faster for short rows
         return x.argmax(-1, keepdim=True)
     whole = x.shape[1] // ARGMAX_BLOCK * ARGMAX_BLOCK
     maxima = [x[:, :whole].unflatten(1, (-1, ARGMAX_BLOCK)).amax(-1)]

@@ -73,7 +73,7 @@ class Packing:
 
 
 class _SplitIntoGroups(torch.autograd.Function):
-    """Gathers each group's steps from the flattened rows (B T,...). Padding gets no gradient."""
+    """Gathers each group's steps from the flattened rows (B T,...). Padding gets no gradient, since its results are dropped."""
 
     @staticmethod
     def forward(ctx: Context, packing: Packing, steps: Tensor) -> tuple[Tensor, ...]:

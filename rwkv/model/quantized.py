@@ -74,7 +74,7 @@ class Int8Linear(nn.Module):
                   else Int8.of(weight, bits, non_negative))
         self.out_features, self.in_features = packed.weight.shape
         self.rounding = packed.rounding
-        self._row_major = [packed]         # the list is empty while only FBGEMM's copy is in memory
+        self._row_major = [packed]       # the list is empty while only FBGEMM's copy is in memory
         if isinstance(weight, Int8):
             self.packed = packed
 
@@ -113,7 +113,7 @@ class Int8Linear(nn.Module):
         product = load("matvec", IN_C).bind([scaled])
 
         def multiply(rows: Tensor) -> Tensor:
-            integers = (rows.double() * per_step + offset).float().round_() - offset     # rounds like FBGEMM's multiply-add
+            integers = (rows.double() * per_step + offset).float().round_() - offset     # rounds as FBGEMM's fused multiply-add
             outputs: list[Tensor] = [product(block.unsqueeze(0))[0] for block in integers.split(ROWS_IN_C)]
             return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
@@ -178,7 +178,7 @@ def _product(layer: _RoundedLayer, x: Tensor) -> Tensor:
 
 
 class _PackedWeight(nn.Module):
-    """Base class of linear layers without a bias and with a packed weight W (N,K). Subclasses define forward_rows and parts."""
+    """Base class of linear layers without a bias, with a packed weight W (N,K). Subclasses add forward_rows and row_blocks."""
 
     def __init__(self, packed: Packed) -> None:
         super().__init__()
@@ -192,7 +192,7 @@ class _PackedWeight(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return _product(cast(_RoundedLayer, self), x)
 
-    def _row_blocks(self) -> Iterator[Packed]:
+    def _packed_blocks(self) -> Iterator[Packed]:
         step = max(1, UNPACKED // self.in_features)
         for start in range(0, self.out_features, step):
             yield self.packed.map(itemgetter(slice(start, start + step)))
@@ -208,7 +208,7 @@ class PackedLinear(_PackedWeight):
         return torch.cat([F.linear(rows.bfloat16(), part) for part in self.row_blocks(torch.bfloat16)], dim=1).to(rows.dtype)
 
     def row_blocks(self, dtype: torch.dtype) -> Iterator[Tensor]:
-        return (part.dense(dtype) for part in self._row_blocks())
+        return (part.dense(dtype) for part in self._packed_blocks())
 
 
 class BFloat16Linear(nn.Linear):
@@ -241,7 +241,7 @@ def to_bfloat16(model: M) -> M:
 
 
 def products(layers: Sequence[Int8Linear], inputs: Tensor) -> list[Tensor]:
-    """Returns the outputs (B,N) of n layers, each for its own inputs[i] (B,K). FBGEMM needs only one scaling."""
+    """Returns the outputs (B,N) of n layers, each for its own inputs[i] (B,K). FBGEMM's inputs are scaled together."""
     if not layers[0]._by_fbgemm:
         return [layer.forward_rows(rows) for layer, rows in zip(layers, inputs.unbind(), strict=True)]
     largest = layers[0].rounding.largest(inputs)
@@ -264,7 +264,7 @@ def to_int8(model: M, head: bool = True, replaced: Callable[[str], object] = lam
         later: weight names and functions that read these weights; requires model.fingerprint_before to be set.
         in_c: the argument of Int8Linear.
         packed: weight names and weights that are already in int8. The model has placeholders for the weights in `later` and
-            here.
+            in `packed`.
     """
     reasons = [why_not("matvec", name) for name in ("fbgemm", IN_C)]
     if None not in reasons:
@@ -282,7 +282,7 @@ def to_int8(model: M, head: bool = True, replaced: Callable[[str], object] = lam
 class Int4Linear(_PackedWeight):
     """A linear layer without a bias on a CPU, with W (N,K) packed in int4: x (...,K) -> (...,N) in the dtype of x.
 
-    For many rows W is unpacked a block at a time, to bfloat16 if the CPU has bfloat16 product instructions, and else to
+    For many rows W is unpacked a block at a time, to bfloat16 if the CPU has bfloat16 product instructions, otherwise to
     float32.
     """
 
@@ -298,7 +298,7 @@ class Int4Linear(_PackedWeight):
 
     def row_blocks(self, dtype: torch.dtype) -> Iterator[Tensor]:
         unpacked = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
-        return (self._matvec.dense(part, unpacked).to(dtype) for part in self._row_blocks())
+        return (self._matvec.dense(part, unpacked).to(dtype) for part in self._packed_blocks())
 
 
 @torch.no_grad()
@@ -324,7 +324,7 @@ class BlockLinear(_PackedWeight):
 
     def row_blocks(self, dtype: torch.dtype) -> Iterator[Tensor]:
         matvec = matvec_for(self.format)
-        return (matvec.dense(part, torch.float32).to(dtype) for part in self._row_blocks())
+        return (matvec.dense(part, torch.float32).to(dtype) for part in self._packed_blocks())
 
 
 class BlockEmbedding(nn.Module):
@@ -372,7 +372,7 @@ def to_packed(model: M, format: str, device: torch.device | str, packed: Mapping
 
 
 def _replace_linear_layers(model: M, make_layer: Callable[[str, Callable[[], Tensor]], nn.Module],
-               later: Mapping[str, Callable[[], Tensor]], head: bool, replaced: Callable[[str], object]) -> M:
+                           later: Mapping[str, Callable[[], Tensor]], head: bool, replaced: Callable[[str], object]) -> M:
     """Replaces linear layers by make_layer(name, read), where read() returns the weight. Other arguments: see to_int8."""
     model.fingerprint_before = model.fingerprint()
     for name in _linear_names(model):

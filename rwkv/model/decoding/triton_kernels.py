@@ -20,9 +20,9 @@ import torch
 import triton
 import triton.language as tl
 
-# These are a job's actions on its product. WIDE stores the product in the wide buffer, and NARROW in the narrow buffer. TANH,
-# SIGMOID and SQUARED_RELU store the activation in the narrow buffer. ADD adds the product to the wide buffer, and ADD_GATED
-# multiplies the product by a gate first.
+# A job's actions. WIDE stores the product in the wide buffer, and NARROW in the narrow buffer. TANH, SIGMOID and SQUARED_RELU
+# store the activation in the narrow buffer. ADD adds the product to the wide buffer, and ADD_GATED multiplies it by a gate
+# first.
 WIDE, NARROW, TANH, SIGMOID, SQUARED_RELU, ADD, ADD_GATED = range(7)
 FIRST_TILE, OUTPUTS, INPUTS, WEIGHT, SCALE, SHIFT, SOURCE, TARGET, ACTION, GATE, FIELDS = range(11)      # columns of `jobs`
 MAX_JOBS = 8                             # a launch runs at most this many jobs

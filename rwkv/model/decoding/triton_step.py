@@ -187,8 +187,8 @@ class GpuStep:
     def read_prompts(self, prompts: Sequence[Tensor], slots: Tensor) -> Tensor:
         """Reads n prompts of (t,) int64 tokens each, and returns the logits (n,V) after each prompt's last token.
 
-        The prompts have at most MAX_PROMPT_TOKENS in total, and slots (n,) int64 are on the GPU. The results are bit-identical
-        to those of reading one token per step.
+        The prompts have at most MAX_PROMPT_TOKENS tokens in total, and `slots` (n,) int64 is on the GPU. The results are
+        bit-identical to those of reading one token per step.
         """
         lengths = torch.tensor([*map(len, prompts)], device="cpu")
         rows = int(lengths.sum())
@@ -219,7 +219,7 @@ class GpuStep:
 
 
 def product_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """Returns the dtype in which tl.dot multiplies: float32 on a CPU, because Triton's interpreter lacks bfloat16 products."""
+    """Returns tl.dot's dtype for inputs of `dtype`: float32 on a CPU, since Triton's interpreter lacks bfloat16 products."""
     return torch.float32 if device.type == "cpu" else dtype
 
 
@@ -255,7 +255,7 @@ class Builder:
         from rwkv.model.decoding import triton_kernels  # this import is here, because not every machine has Triton
 
         self._kernels = triton_kernels
-        self._embedding = model.emb.weight.detach().contiguous()         # no model is kept, because the model caches the step
+        self._embedding = model.emb.weight.detach().contiguous()         # the model is not kept, because it caches the step
         self._rows = rows
         self._device = states.device
         (self.V, self.C), self.states, self.state_size = self._embedding.shape, states, states.shape[1]

@@ -47,7 +47,7 @@ def mix(dtype: torch.dtype, x: Tensor, last_x: Tensor | None, mus: Tensors,
     rows = x.numel() // C
     mixes = x.new_empty(len(mus), *x.shape, dtype=dtype)
     launch(_mix, (triton.cdiv(rows, ROWS), triton.cdiv(C, BLOCK)), x, or_unused(last_x, x), *padded(mus, MAX_MIXES), mixes,
-            rows, T, C, len(mus), last_x is not None, to_previous, ROWS, BLOCK, num_warps=4)
+           rows, T, C, len(mus), last_x is not None, to_previous, ROWS, BLOCK, num_warps=4)
     return (x, last_x, *mus), mixes.unbind()
 
 
@@ -61,8 +61,8 @@ def mix_backward(saved: Sequence[Any], grads: Tensors, to_previous: bool) -> tup
     grad_last_x = None if last_x is None else torch.empty_like(last_x)
     sums = x.new_empty(programs, len(mus), C, dtype=torch.float32)
     launch(_mix_backward, (programs, triton.cdiv(C, BLOCK)), x, or_unused(last_x, x), *padded(tuple(mus), MAX_MIXES),
-            *padded(contiguous(*grads), MAX_MIXES), grad_x, or_unused(grad_last_x, x), sums,
-            rows, T, C, len(mus), last_x is not None, to_previous, ROWS_BACK, BLOCK, num_warps=8)
+           *padded(contiguous(*grads), MAX_MIXES), grad_x, or_unused(grad_last_x, x), sums,
+           rows, T, C, len(mus), last_x is not None, to_previous, ROWS_BACK, BLOCK, num_warps=8)
     return grad_x, grad_last_x, *sums.sum(0).view(len(mus), 1, 1, C).unbind()
 
 
@@ -71,7 +71,7 @@ def squared_relu(x: Tensor, grad: Tensor | None = None) -> Tensor:
     x = x.contiguous()
     out = torch.empty_like(x)
     launch(_squared_relu, (triton.cdiv(x.numel(), ELEMENTS),), x, x if grad is None else grad.contiguous(), out, x.numel(),
-            grad is not None, ELEMENTS, num_warps=4)
+           grad is not None, ELEMENTS, num_warps=4)
     return out
 
 

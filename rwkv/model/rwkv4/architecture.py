@@ -63,7 +63,10 @@ def operator_work(config: ModelConfig) -> int:
 
 
 def saved_activations(config: ModelConfig, half: bool) -> float:
-    """Returns the number of float32 values per token that one block saves for backward. `half` means autocast."""
+    """Returns the number of float32 values per token that one block saves for backward.
+
+    `half` tells whether autocast to half precision is on.
+    """
     C, A, F = sizes(config)
     return 7 * C + 2.5 * A + F if half else 10 * C + 5 * A + 2 * F
 

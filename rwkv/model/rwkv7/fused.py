@@ -282,7 +282,10 @@ def _low_rank_gates_backward(saved: SavedGates, N: int, grads: Gates, extra: tup
 
 
 def _gates(k: Tensor, v: Tensor, v_first: Tensor | None, z: Tensors, N: int, vectors: Tensors) -> Tensors:
-    """Returns (log_w, k, v, a, b, 1 / |k k_k|) from z = (zw, za[, zv]) and the vectors k_k, k_a, w0, a0[, v0]."""
+    """Returns (log_w, k, v, a, b, 1 / |k k_k|) from z = (zw, za[, zv]) and the vectors k_k, k_a, w0, a0[, v0].
+
+    zw = tanh(m_w w1) w2, za = (m_a a1) a2 and zv = (m_v v1) v2.
+    """
     if backend := _backend_for(k, v, *z, *_without_none(v_first), N=N):
         return backend.gates(k, v, v_first, z, N, vectors)
     decay, rate, factor = _decay_rate_factor(z, vectors)

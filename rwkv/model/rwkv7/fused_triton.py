@@ -31,8 +31,8 @@ def gates(k: Tensor, v: Tensor, v_first: Tensor | None, z: Tensors, N: int, vect
     new_v = v if v_first is None else torch.empty_like(v)
     R = _rows_per_program(N)
     launch(_gates, (triton.cdiv(rows, R), H), k, v, v if v_first is None else v_first.contiguous(), *padded(z, 3),
-            *padded(contiguous(*vectors), 5), inverse, log_w, new_k, new_v, a, b, rows, H, N, v_first is not None, R,
-            num_warps=4)
+           *padded(contiguous(*vectors), 5), inverse, log_w, new_k, new_v, a, b, rows, H, N, v_first is not None, R,
+           num_warps=4)
     return log_w, new_k, new_v, a, b, inverse
 
 
@@ -50,9 +50,9 @@ def gates_backward(k: Tensor, v: Tensor, v_first: Tensor | None, z: Tensors, N: 
     grads = contiguous(*grads)
     extra_k, extra_v = (None if grad is None else grad.contiguous() for grad in extra)
     launch(_gates_backward, (programs, H), k, v, v if v_first is None else v_first.contiguous(), *padded(z, 3),
-            *padded(contiguous(*vectors), 5), inverse, *grads, or_unused(extra_k, k), or_unused(extra_v, v), grad_k, grad_v,
-            or_unused(grad_first, v), *padded(grad_z, 3), sums, rows, H, N, len(vectors), v_first is not None,
-            extra_k is not None, extra_v is not None, R, num_warps=4)
+           *padded(contiguous(*vectors), 5), inverse, *grads, or_unused(extra_k, k), or_unused(extra_v, v), grad_k, grad_v,
+           or_unused(grad_first, v), *padded(grad_z, 3), sums, rows, H, N, len(vectors), v_first is not None,
+           extra_k is not None, extra_v is not None, R, num_warps=4)
     return (grad_k, grad_v, grad_first), grad_z, sums.sum(0).unbind()
 
 

@@ -28,7 +28,7 @@ def _init_time_mix(att: TimeMix, layer: int, L: int) -> None:
     rho, sigma = layer / max(L - 1, 1), 1 - layer / L
     n = torch.arange(C)
     u, line = n / C, n / max(C - 1, 1) - 0.5
-    position = (n % N - (N - 1) / 2) / max((N - 1) / 2, 0.5)               # from -1 to 1 in each head
+    position = (n % N - (N - 1) / 2) / max((N - 1) / 2, 0.5)             # from -1 to 1 in each head
     zigzag = position * position.abs()
     for names, power in (("rg", 0.2), ("wa", 0.9), ("kv", 0.7)):
         for name in names:

@@ -211,7 +211,7 @@ class TimeMix(nn.Module):
         return tensor.unflatten(-1, (-1, self.N))
 
     def _apply_operator(self, r: Tensor, log_w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, before: Tensor | None,
-             packing: Packing | None = None) -> tuple[Tensor, Tensor | None]:
+                        packing: Packing | None = None) -> tuple[Tensor, Tensor | None]:
         """Applies the operator to inputs (B,T,C). Returns y (B,T,H,N) and the new state."""
         r, log_w, k, v, a, b = (self._split_heads(tensor) for tensor in (r, log_w, k, v, a, b))
         if packing is not None:
@@ -222,7 +222,7 @@ class TimeMix(nn.Module):
         return self._apply_operator_to_heads(r, log_w, k, v, a, b, before)
 
     def _apply_operator_to_heads(self, r: Tensor, log_w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor,
-                  before: Tensor | None) -> tuple[Tensor, Tensor | None]:
+                                 before: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Applies the operator to inputs (B,T,H,N). For T = 1 without gradients, wkv.step is faster."""
         if r.shape[1] == 1 and before is not None and not torch.is_grad_enabled():
             y, after = self.wkv.step(r[:, 0], log_w[:, 0], k[:, 0], v[:, 0], a[:, 0], b[:, 0], before)

@@ -21,7 +21,7 @@ class Step:
 
     @staticmethod
     def fits(block: Block, first: bool) -> bool:
-        """Returns True if Step can replace this block. The model's first block gets no v_first."""
+        """Returns True if Step can replace this block. `first` means the model's first block, which gets no v_first."""
         att = block.att
         H, N = att.r_k.shape
         return (block.first == att.first == first and (N, H) == (att.N, att.ln_x.num_groups)

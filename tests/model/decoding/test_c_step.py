@@ -30,7 +30,7 @@ def usual(format: str) -> Any:
     return pytest.mark.thorough if format in BLOCKS and format not in USUAL_BLOCKS else ()
 
 
-FORMS_HERE = [pytest.param(format, marks=usual(format)) for format in FORMATS]
+FORMATS_HERE = [pytest.param(format, marks=usual(format)) for format in FORMATS]
 
 
 def model_in(format: str, generation: str, sizes: str = "whole blocks", **others: int) -> RWKV:
@@ -114,7 +114,7 @@ def test_a_matrix_that_is_read_where_it_lies_gives_the_bits_of_its_copy_by_input
 
 @in_c
 @each_generation
-@pytest.mark.parametrize("format", FORMS_HERE)
+@pytest.mark.parametrize("format", FORMATS_HERE)
 @torch.no_grad()
 def test_no_number_becomes_finite_that_was_not(level: str, format: str, generation: str) -> None:
     """Or a model that overflows would write random text instead of an error. The rows beside it stay as they are."""
@@ -140,7 +140,7 @@ def test_a_number_that_is_no_token_gives_nan(generation: str) -> None:
 
 @in_c
 @each_generation
-@pytest.mark.parametrize("format", FORMS_HERE)
+@pytest.mark.parametrize("format", FORMATS_HERE)
 @torch.no_grad()
 def test_a_row_is_the_same_to_the_bit_alone_and_beside_others(level: str, format: str, generation: str) -> None:
     """The numbers of rows cover every tile size."""
@@ -156,7 +156,7 @@ def test_a_row_is_the_same_to_the_bit_alone_and_beside_others(level: str, format
 
 @in_c
 @each_generation
-@pytest.mark.parametrize("format", FORMS_HERE)
+@pytest.mark.parametrize("format", FORMATS_HERE)
 @torch.no_grad()
 def test_a_text_read_in_one_call_has_the_bits_of_its_steps(level: str, format: str, generation: str) -> None:
     """Each of several texts, from a state that is not empty, and with other places in memory between theirs."""
@@ -273,7 +273,7 @@ def test_nothing_is_written_beyond_the_ends(level: str, format: str, vocab_size:
     step, state = step_of(model), sum(part[:, 0].numel() for part in model.empty_state(1))
     states, work, logits = torch.full((3, state), 7.0), torch.full((3, step.size), 7.0), torch.full((3, vocab_size), 7.0)
     for layer, part in zip(states[1].view(len(model.blocks), -1), (torch.cat([part.flatten() for part in layer])
-                                                                  for layer in model.empty_state(1).layers()), strict=True):
+                                                                   for layer in model.empty_state(1).layers()), strict=True):
         layer.copy_(part)
     step(torch.tensor([0]), torch.tensor([1]), states, work[1:], logits[1:])
     for whole in (states, work, logits):
