@@ -25,11 +25,11 @@ COMPILERS = {"darwin": "clang++", "win32": "cl"}     # torch.compile's default C
 
 
 class UnknownKernel(ValueError):
-    """Is raised if the operator has no implementation of a name."""
+    """Raised if the operator has no implementation of this name."""
 
 
 class KernelUnavailable(RuntimeError):
-    """Is raised if an implementation cannot run here.
+    """Raised if an implementation cannot run here.
 
     Args:
         reason: the cause and the remedy, which begin the message.
@@ -176,7 +176,7 @@ def runnable(op: str, device: str = "cpu") -> list[str]:
 
 def _missing_requirement(requires: Requires, packages: tuple[str, ...], device: str) -> str | None:
     if "triton" in packages and device == "cuda":
-        from kernels.machine import triton  # the import is here, because it imports torch
+        from kernels.machine import triton  # imported here, because the module imports torch
 
         if reason := triton.why_not():
             return reason

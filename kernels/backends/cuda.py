@@ -92,7 +92,7 @@ class Source:
 def compile_cubin(source: Source, arch: str) -> tuple[bytes, str]:
     """Compiles `source` for `arch`, such as "sm_90", without a device, and returns (cubin, ptxas's report).
 
-    Raises KernelUnavailable if there is no compiler. If the file does not compile, the error contains the compiler's log.
+    Raises KernelUnavailable if there is no compiler, or, with the compiler's log, if the file does not compile.
     """
     nvrtc = _nvrtc()
     options = ["--std=c++17", f"--gpu-architecture={arch}", f"--include-path={source.path.parent}", "--ptxas-options=-v",
@@ -225,12 +225,12 @@ def _library(source: Source, device: int) -> ctypes.c_void_p:
     library = ctypes.c_void_p()
     cubin = _cached_cubin(source, f"sm_{major}{minor}")
     _check(_driver().cuLibraryLoadData(ctypes.byref(library), cubin, None, None, 0, None, None, 0),
-             f"cuda:{device} could not load {source.path.name}")
+           f"cuda:{device} could not load {source.path.name}")
     return library
 
 
 def _allow_shared(kernel: ctypes.c_void_p, device: int, shared: int) -> None:
-    """Raises the kernel's limit of shared memory to `shared` bytes. Other launches may need more, so the limit never sinks."""
+    """Raises the kernel's limit of shared memory to `shared` bytes. Never lowers it, because other launches may need more."""
     driver = _driver()
     before = ctypes.c_int()
     driver.cuKernelGetAttribute(ctypes.byref(before), MAX_DYNAMIC_SHARED, kernel, device)

@@ -13,7 +13,7 @@ from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, profile
 
 NO_WORK = {f"aten::{name}" for name in ("empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "resize_",
-                                         "promote_types", "result_type")}
+                                        "promote_types", "result_type")}
 
 
 def extra_bytes(run: Callable[[], Any], device: str) -> int:
@@ -35,9 +35,10 @@ def _peak_cuda(run: Callable[[], Any]) -> tuple[int, Any]:
 
 
 def _peak_cpu(run: Callable[[], Any]) -> tuple[int, Any]:
-    """Adds up the profiler's allocations and releases, because torch has no memory counter on a CPU. Returns the largest sum.
+    """Returns the peak memory of run() on a CPU, where torch has no memory counter, and the result of run().
 
-    Releases of tensors that were allocated before this profile are ignored.
+    The peak is the largest running sum of the profiler's allocations and releases. Releases of tensors that were allocated
+    before this profile are ignored.
     """
     with silence_profiler(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         result = run()

@@ -20,7 +20,7 @@ def penalize(logits: Tensor, counts: Tensor, flags: Tensor, slots: Tensor, token
 
     Args:
         slots (B,): the sequences' slots, int64.
-        tokens (B,): the last tokens drawn, int64; -1 counts no token.
+        tokens (B,): the last tokens drawn, int64; -1 for none.
         options (B,4): repetition, presence and frequency penalty, and the factor by which counts decay with each token,
             float64.
     """

@@ -47,5 +47,5 @@ def use_large_pages() -> None:
 
 
 def give_back_free_blocks() -> None:
-    """Returns the memory of freed blocks to the system, if the C library supports it (glibc)."""
+    """Gives the memory of freed blocks back to the system, if the C library has malloc_trim (glibc)."""
     _call("malloc_trim", 0)

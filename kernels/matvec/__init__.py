@@ -44,7 +44,7 @@ Bound = Callable[[Tensor], list[Tensor]]
 
 @dataclass(frozen=True, eq=False)
 class Packed:
-    """A matrix W (N,K) in one format, which can be iterated over its tensors.
+    """A matrix W (N,K) in one format. Iterating over it yields its tensors.
 
     The first fields are tensors, each with N as the first axis. The other fields are numbers.
     """

@@ -22,12 +22,12 @@ from torch import Tensor
 
 GROUP = 32
 BLOCK = 256                              # elements of a k-quant's block, each of whose groups has a scale
-MAX_CODE = 63                               # the largest 6-bit number for a group's scale or minimum in a k-quant
+MAX_CODE = 63                            # the largest 6-bit number for a group's scale or minimum in a k-quant
 DAMPING = 0.01                           # this fraction of the diagonal's mean is added to M's diagonal: M may be singular
 ROWS = 2048                              # rows of W that are quantised at a time
 RANGES = (0.9, 0.93, 0.96, 0.98, 1.0, 1.02, 1.05, 1.08, 1.12)         # ranges tried, relative to that of a group
 REFINEMENTS = 3                          # times that least squares refine a block's two float16 numbers
-SMALLEST_HALF = 2.0**-24                         # the smallest positive float16
+SMALLEST_HALF = 2.0**-24                 # the smallest positive float16
 SOLVABLE = 1e-6                          # smallest relative determinant for which least squares are numerically sound
 
 
@@ -95,7 +95,7 @@ class Symmetric:
         self.max_q, self.middle = 2**bits - 1, 2**(bits - 1)
 
     def fit(self, weight: Tensor, importance: Tensor) -> Scales:
-        largest = weight.gather(1, weight.abs().argmax(1, keepdim=True))         # +middle does not exist, so this is -middle
+        largest = weight.gather(1, weight.abs().argmax(1, keepdim=True))         # maps to -middle: +middle does not exist
         least, best = torch.full_like(largest, torch.inf), torch.full_like(largest, torch.nan)    # NaN: W is too large
         for factor in (sign * factor for factor in RANGES for sign in (1, -1)):
             q = self._integers(weight, -largest * (factor / self.middle))

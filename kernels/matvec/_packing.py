@@ -24,7 +24,7 @@ def int8(weight: Tensor) -> tuple[Tensor, Tensor]:
     N, K = weight.shape
     q = torch.empty(N, K, dtype=torch.int8, device="cpu")
     scale = torch.empty(N, dtype=torch.float32, device="cpu")
-    exact = _supported_by_c(weight)
+    exact = _convert_for_c(weight)
     if exact is not None:
         native.run(f"matvec_int8_{DTYPES[exact.dtype]}", native.threads_for(N), N, K, exact, q, scale)
         return q, scale
@@ -52,7 +52,7 @@ def int4(weight: Tensor, symmetric: bool) -> Groups:
     q = torch.empty(N, G, GROUP // 2, dtype=torch.uint8, device="cpu")
     scale = torch.empty(N, G, dtype=torch.bfloat16, device="cpu")
     shift = torch.empty_like(scale)
-    exact = _supported_by_c(weight)
+    exact = _convert_for_c(weight)
     if exact is not None:
         native.run(f"matvec_int4_{DTYPES[exact.dtype]}", native.threads_for(N), *weight.shape, symmetric, len(FRACTIONS),
                    exact, FRACTIONS, q, scale, shift)
@@ -121,7 +121,8 @@ def finite_scales(weight: Tensor, nbytes: int, halves: tuple[int, ...]) -> bool:
     return not any(bool((blocks[:, at + 1] & 0x7C == 0x7C).any()) for at in halves)      # the second byte contains the exponent
 
 
-def _supported_by_c(weight: Tensor) -> Tensor | None:
+def _convert_for_c(weight: Tensor) -> Tensor | None:
+    """Returns W in a dtype and layout that C supports, or None if PyTorch must pack W."""
     if native.why_not() is not None or weight.device.type != "cpu":
         return None
     weight = weight.detach()

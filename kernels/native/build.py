@@ -29,8 +29,8 @@ FLAGS = ("-O2", "-g0", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", NOT_
          "-Wno-unused-command-line-argument")
 SANITIZED = (*(flag for flag in FLAGS if flag != NOT_SANITIZED), "-O1", "-fsanitize=undefined")
 LEVEL_FLAGS = {"avx2": ("-mavx2", "-mfma", "-mf16c"),
-            "avx512": ("-mavx2", "-mfma", "-mf16c", "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512vnni"),
-            "neon": (), "neondot": ("-Xclang", "-target-feature", "-Xclang", "+dotprod")}
+               "avx512": ("-mavx2", "-mfma", "-mf16c", "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512vnni"),
+               "neon": (), "neondot": ("-Xclang", "-target-feature", "-Xclang", "+dotprod")}
 LEVEL_FLAGS["avx512bf16"] = (*LEVEL_FLAGS["avx512"], "-mavx512bf16")
 
 

@@ -1,8 +1,8 @@
 """One pass over a row computes the largest element and the sum online, and a second pass writes the result.
 
 The sum is always relative to the largest element so far. A warp computes a row of up to 1024 columns, and a block of several
-warps computes a longer row. Threads combine their results by
-warp shuffles and then in shared memory. Four columns are loaded at a time, whatever the alignment of the row.
+warps computes a longer row. Threads combine their results by warp shuffles and then in shared memory. Four columns are loaded
+at a time, whatever the alignment of the row.
 """
 
 from torch import Tensor, empty_like

@@ -1,4 +1,4 @@
-"""This package computes WKV, RWKV-4's time mixing: a weighted average of v with weights that decay with the lag.
+"""This package computes WKV, the operator of RWKV-4's time mixing: an average of v with weights that decay with the lag.
 
 With w = -exp(time_decay) < 0 and u = time_first, in each channel:
 
@@ -15,9 +15,9 @@ is exact only if all k of a row lie within 60 of each other (timex.py). Otherwis
 Source: the RWKV-4 paper (arXiv 2305.13048), equations 16 to 18 and appendix D for the scaled state.
 
 An implementation is a file in this folder with REQUIRES, forward(time_decay, time_first, k, v, a, b, p) -> (y, a, b, p) and
-backward(time_decay, time_first, k, v, a, b, p, y, grad_y, grad_a, grad_b) -> the gradients of all inputs
-except p. If REQUIRES.dtypes includes bfloat16, k, v, y, grad_y and the gradients of k and v may be bfloat16. All other tensors
-are float32. `step` below computes single steps for every implementation.
+backward(time_decay, time_first, k, v, a, b, p, y, grad_y, grad_a, grad_b) -> the gradients of all inputs except p. If
+REQUIRES.dtypes includes bfloat16, k, v, y, grad_y and the gradients of k and v may be bfloat16. All other tensors are float32.
+`step` below computes single steps for every implementation.
 """
 
 from functools import partial

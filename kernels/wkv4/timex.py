@@ -1,6 +1,6 @@
 """WKV is computed as the quotient of two TimeX convolutions with the same weights, by any TimeX implementation.
 
-In the unrolled recurrence, step t-n has in step t the weight e^u at lag 0 and e^((n-1)w) at lag n >= 1. If W is the table of
+In the unrolled recurrence, the weight of step t-n in step t is e^u at lag 0, and e^((n-1)w) at lag n >= 1. If W is the table of
 these weights, y = TimeX(W, e^k v) / TimeX(W, e^k). A single call computes both convolutions with the inputs stacked. T is
 divided into blocks of N steps, which are additional rows of that call. The exact state is carried from block to block, which
 makes the work O(T N) instead of O(T^2), and limits the range of the exponents to that within a block.

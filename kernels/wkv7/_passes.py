@@ -224,7 +224,7 @@ def _backward_kernel(dtype: torch.dtype, version: Version) -> Any:
                             o = columns + (s * M + x) * 6
                             before = strip_before(s, matrix + x * M * LANES, history, M)
                             gk_t, gb_t, g_t = update(scratch, flat, G, G, before, rows + s * 6 * M, M,
-                                                      scratch[o + 3], scratch[o + 2], scratch[o + 5], BACKWARDS, True, True)
+                                                     scratch[o + 3], scratch[o + 2], scratch[o + 5], BACKWARDS, True, True)
                             grad_log_w[i] = g_t if ti.static(outside) else scratch[o + 4] * g_t
                             grad_k[i] = write(scratch[o + 5] * gk_t if ti.static(outside) else gk_t)
                             grad_b[i] = write(scratch[o + 5] * gb_t if ti.static(outside) else gb_t)

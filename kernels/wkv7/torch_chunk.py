@@ -95,7 +95,8 @@ def _forward(sequences: Sequences, state: Tensor, activations: Tensor | None = N
 def _spread_nan(sequences: Sequences, y: Tensor, state: Tensor) -> None:
     """Sets all results that depend on a nonfinite input to NaN.
 
-    r affects y of the same step, v affects a row of the state, and the other inputs affect a head.
+    r affects y of the same step, number i of v affects row i of the state and number i of y, and the other inputs affect the
+    whole head.
     """
     r, log_w, k, v, a, b = (0 * sequence for sequence in sequences)
     since = (v + (log_w + k + a + b).sum(-1, keepdim=True)).cumsum(1)
@@ -268,7 +269,7 @@ def _windows(c: int, like: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _store_input_gradients(W: Tensor, grad_queries: Tensor, grad_keys: Tensor, grad_v: Tensor, grad_log_w: Tensor,
-                  gradients: Sequences) -> None:
+                           gradients: Sequences) -> None:
     grad_r, grad_log_w_rows, grad_k, grad_v_rows, grad_a, grad_b = gradients
     *batch, c, _ = grad_r.shape
     W, grad_queries, grad_keys = (stack.unflatten(0, batch) for stack in (W, grad_queries, grad_keys))

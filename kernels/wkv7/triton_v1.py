@@ -118,7 +118,7 @@ def backward(r: Tensor, log_w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tenso
 
 
 def _factors(r: Tensor, log_w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor,
-              grad_y: Tensor | None = None) -> tuple[Factors, Factors]:
+             grad_y: Tensor | None = None) -> tuple[Factors, Factors]:
     """Returns the factors of the forward pass and of the backward pass through the chunks.
 
     Without grad_y, only the forward factors are valid. With grad_y, the forward factors cannot be used to compute y.

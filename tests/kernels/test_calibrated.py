@@ -132,6 +132,6 @@ def test_the_weight_is_not_changed(format: str) -> None:
         assert torch.equal(weight, before)
 
 
-def test_the_form_follows_from_the_length_of_rows() -> None:
+def test_the_format_follows_from_the_length_of_rows() -> None:
     assert [calibrated_format(K, bits) for K in (256, 768, 192, 32) for bits in (4, 5)] == [
         "q4_k", "q5_k", "q4_k", "q5_k", "q4_0", "q5_0", "q4_0", "q5_0"]

@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.compiles, pytest.mark.usefixtures("poisoned_memory")]
 CUDA = [name for name in names("timex") if name.startswith("cuda_")]
 # (B, C, T): whole tiles, more than a block's batches, more than a block's steps
 SHAPES = (*cases.SHAPES[:-1], (3, 2, 256), (33, 1, 300), (1, 2, 1030))
-RUNGS = SHAPES[1::2]                      # of the rungs below the last one in make test; the others in make soak
+FEWER = SHAPES[1::2]                      # for the versions before the last in make test; the others in make soak
 BROKEN = Source(cuda_host.__file__, "broken.cu")
 N = 32
 OF = conformance.ADAPTERS["timex"]
@@ -35,7 +35,7 @@ def timex(request: pytest.FixtureRequest, host: Host) -> Iterator[TimeX]:
 
 
 @pytest.mark.parametrize(("name", "shape", "order"), [
-    pytest.param(name, shape, order, id=f"{name}-{shape}", marks=[] if name == CUDA[-1] or shape in RUNGS else pytest.mark.soak)
+    pytest.param(name, shape, order, id=f"{name}-{shape}", marks=[] if name == CUDA[-1] or shape in FEWER else pytest.mark.soak)
     for name in CUDA for shape, order in zip(SHAPES, cycle(ORDERS[:2]), strict=False)])
 def test_output_and_gradients(name: str, shape: tuple[int, int, int], order: str, host: Host) -> None:
     with on_the_cpu(host, order):

@@ -23,12 +23,12 @@ def matvec(request: pytest.FixtureRequest) -> MatVec:
     return MatVec(request.param)
 
 
-def forms_of(matvec: MatVec) -> list[str]:
+def formats_of(matvec: MatVec) -> list[str]:
     return list(matvec.requires.formats)
 
 
-def test_every_form_at_every_shape(matvec: MatVec) -> None:
-    for format in forms_of(matvec):
+def test_every_format_at_every_shape(matvec: MatVec) -> None:
+    for format in formats_of(matvec):
         for shape in cases.SHAPES:
             x, packed = cases.inputs(*shape, format=format)
             found = errors({"y": matvec(x, packed)}, {"y": cases.expected(x, packed)})
@@ -36,7 +36,7 @@ def test_every_form_at_every_shape(matvec: MatVec) -> None:
 
 
 def test_a_row_does_not_depend_on_the_rows_beside_it(matvec: MatVec) -> None:
-    for format in forms_of(matvec):
+    for format in formats_of(matvec):
         for shape in ((8, 33, 100), (5, 9, 4100), (17, 64, 768)):
             x, packed = cases.inputs(*shape, format=format)
             together = matvec(x, packed)
@@ -61,7 +61,7 @@ def test_tiles_of_every_size_have_the_bits_of_single_rows(format: str, level: st
 
 
 def test_several_products_at_once_are_the_same_to_the_bit(matvec: MatVec) -> None:
-    for format in forms_of(matvec):
+    for format in formats_of(matvec):
         weights = [cases.inputs(1, N, 96, format, seed=N)[1] for N in (5, 64, 7, 33, 1)]
         x = torch.randn(5, 3, weights[0].K)
         for y, rows, packed in zip(matvec.bind(*weights)(x), x, weights, strict=True):
@@ -69,13 +69,13 @@ def test_several_products_at_once_are_the_same_to_the_bit(matvec: MatVec) -> Non
 
 
 def test_a_row_that_is_not_finite_gives_no_finite_number(matvec: MatVec) -> None:
-    for format, bad in product(forms_of(matvec), (float("nan"), float("inf"), -float("inf"))):
+    for format, bad in product(formats_of(matvec), (float("nan"), float("inf"), -float("inf"))):
         x, packed = cases.inputs(3, 20, 768, format=format)
         x[1, 700] = bad
         assert matvec(x, packed).isfinite().sum(1).tolist() == [20, 0, 20], format
 
 
-def test_a_form_that_an_implementation_lacks_is_one_sentence() -> None:
+def test_a_format_that_an_implementation_lacks_is_one_sentence() -> None:
     x, packed = cases.inputs(2, 3, 64, "int4")
     with pytest.raises(ValueError, match="int4"):
         MatVec("torch_linear")(x, packed)
@@ -146,7 +146,7 @@ def test_a_packed_matrix_is_a_value() -> None:
     assert torch.equal(MatVec("c_v0")(x, copied), MatVec("c_v0")(x, packed))
 
 
-def test_a_float_that_has_the_form_already_is_not_copied() -> None:
+def test_a_float_that_has_the_format_already_is_not_copied() -> None:
     weight = torch.randn(4, 8)
     assert pack(weight, "float32").weight.data_ptr() == weight.data_ptr()
 
@@ -159,7 +159,7 @@ def test_what_cannot_be_packed_is_one_sentence(weight: torch.Tensor, format: str
 
 
 def test_a_sum_of_nothing_is_0(matvec: MatVec) -> None:
-    for format in forms_of(matvec):
+    for format in formats_of(matvec):
         x, packed = cases.inputs(2, 3, 0, format)
         assert torch.equal(matvec(x, packed), torch.zeros(2, 3))
 
@@ -262,7 +262,7 @@ def test_the_largest_integers_of_a_k_quant_overflow_nowhere(level: str, rows: in
     for format in ("q4_k", "q5_k", "q6_k"):
         blocks = torch.full((6, BLOCKS[format].bytes_per_block), 255, dtype=torch.uint8)
         scale = torch.tensor([1.0], dtype=torch.float16).view(torch.uint8)
-        if format == "q6_k":               # -32 times -128 everywhere
+        if format == "q6_k":             # -32 times -128 everywhere
             blocks[:] = torch.tensor([*[0] * 192, *[128] * 16, *scale.tolist()], dtype=torch.uint8)
         else:
             blocks[:, :2], blocks[:, 2:4] = scale, 0

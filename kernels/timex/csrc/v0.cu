@@ -1,4 +1,4 @@
-// Rung 0: the formula. One output per thread; all reads from global memory.
+// Version 0: the formula. One output per thread; all reads from global memory.
 //
 // Adjacent threads compute adjacent t, so they read the same k and adjacent w.
 

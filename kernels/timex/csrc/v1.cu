@@ -1,4 +1,4 @@
-// Rung 1: rows in shared memory. A block computes a tile of one row's outputs from a staged copy of their common inputs.
+// Version 1: rows in shared memory. A block computes a tile of one row's outputs from a staged copy of their common inputs.
 //
 // All three products have the same formula, total += window[i + j] * x[j], with i in a tile of outputs and j in STEP inputs:
 //     forward   window of w, x = k           i counts t downwards from the end of its tile

@@ -1,4 +1,4 @@
-// Rung 2: float4. A thread computes T_GROUP = 4 outputs and loads four values at a time from global and shared memory.
+// Version 2: float4. A thread computes T_GROUP = 4 outputs and loads four values at a time from global and shared memory.
 //
 // All three products have the same formula, total[i] += window[i + j] * x[j], with i in a tile of outputs and j in STEP inputs:
 //     forward   window of w, x = k           i counts t downwards from the end of its tile

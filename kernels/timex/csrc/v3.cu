@@ -1,4 +1,4 @@
-// Rung 3: batch groups. A thread computes T_GROUP outputs of B_GROUP batches, which reuse the same w.
+// Version 3: batch groups. A thread computes T_GROUP outputs of B_GROUP batches, which reuse the same w.
 //
 // All three products have the same formula, total[i] += window[i + j] * x[j], with i in a tile of outputs and j in STEP inputs:
 //     forward   window of w, x = k           i counts t downwards from the end of its tile

@@ -1,4 +1,4 @@
-// Rung 4: tensor cores. A float32 product is the sum of three tf32 products of its operands' high and low parts.
+// Version 4: tensor cores. A float32 product is the sum of three tf32 products of its operands' high and low parts.
 //
 //     forward   out[t] = eps + sum_u W[t - u] k[u]      a Toeplitz matrix, the same for all b, times the columns k[b]
 //   grad_k    grad_k[t] = sum_u W[u - t] grad_out[u]   the same, with the matrix transposed

@@ -1,4 +1,4 @@
-// Rung 0: the recurrence as written. A thread processes one row of a head's state; everything stays in global memory.
+// Version 0: the recurrence as written. A thread processes one row of a head's state; everything stays in global memory.
 //
 // Backward uses one block per head. For each chunk, from the last to the first, it recomputes the states into `history`, row by
 // row. Then, for each step, its threads process rows of G (gv, gsa), synchronise, and process columns (gr, gk, gb, gw, ga, and the

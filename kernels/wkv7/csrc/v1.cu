@@ -1,4 +1,4 @@
-// Rung 1: a row of the state in each thread's registers, a step's vectors in shared memory. A block processes one head.
+// Version 1: a row of the state in each thread's registers, a step's vectors in shared memory. A block processes one head.
 //
 // Backward also uses one block per head. Thread n holds row n of G, for gv and gsa, and column n of G, for the other gradients, so
 // that all sums stay within a thread, at the cost of computing G twice. Before that, thread n recomputes column n of S through the

@@ -1,4 +1,4 @@
-// Rung 3: enough threads. Each thread holds a tile of 4 x N / LANES numbers in registers. Backward consists of two kernels; one,
+// Version 3: enough threads. Each thread holds a tile of 4 x N / LANES numbers in registers. Backward consists of two kernels; one,
 // backward_keys, processes all chunks in parallel.
 //
 //   tile      4 rows of a matrix M by N / LANES columns. A number loaded from shared memory is used in 4 products. The LANES

@@ -1,4 +1,4 @@
-// Shared by all rungs: loads and stores in float32 or, with BFLOAT16, in bfloat16; and the index of a head's step in (B,T,H,N).
+// Shared by all versions: loads and stores in float32 or, with BFLOAT16, in bfloat16; and the index of a head's step in (B,T,H,N).
 #pragma once
 
 #if BFLOAT16
