@@ -22,7 +22,7 @@ LONG_STEP = 5                            # if the first pass takes more seconds,
 PATIENCE = 20                            # the timed steps may take this many seconds
 OVERHEAD = 2                             # a step takes this many times as long as the step's matrix products
 FORWARD = 1 / 3                          # the forward pass takes this fraction of a training step
-UNITS = (("days", 86400), ("hours", 3600), ("minutes", 60))     # the first unit in which a duration is at least 2
+UNITS = (("days", 86400), ("hours", 3600), ("minutes", 60))     # a duration uses the first unit that makes it 2 or more
 
 
 def print_lines(lines: Iterable[tuple[str, str]]) -> None:
