@@ -70,8 +70,8 @@ def is_planned_elsewhere(config: TrainConfig) -> bool:
 def rows_per_process(batch_size: int, strategy: str, num_nodes: int) -> int:
     """Returns the number of a batch's rows for this process.
 
-    Raises UserError if `batch_size` or the number of machines does not divide evenly, or if strategy=single has several
-    processes.
+    Raises UserError if the number of processes is not a multiple of `num_nodes` or does not divide `batch_size`, or if
+    strategy=single has several processes.
     """
     count = world_size()
     if count > 1 and strategy == "single":

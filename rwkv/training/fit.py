@@ -132,7 +132,7 @@ def prepare(run: Run) -> Prepared:
         distributed.fail_together(UserError("trainer.offload=true requires a GPU, but this run is on a CPU: omit "
                                             "trainer.offload="))
     set_product_precision(str(config.trainer.precision), device)
-    # Before the data are read, `rows_per_process` raises UserError if the processes cannot divide the rows
+    # Called before the data are read: raises UserError if the rows cannot be divided among the processes
     rows = rows_per_process(config.data.batch_size, config.trainer.strategy, config.trainer.num_nodes)
     operator, kernel_line = kernel_for(config.model, config.kernel.name, device, config.trainer.precision, rows)
     distributed.broadcast_from_rank0(lambda: require(config.logger))

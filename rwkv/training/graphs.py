@@ -115,7 +115,8 @@ class Replay:
 
     def _capture_graph(self, x: Tensor) -> Callable[[Tensor], Tensor] | None:
         kind = x.device.type
-        sample = x.detach().clone().requires_grad_()     # random values would change the generators of a resumed run
+        # The sample is not random: a resumed run captures again, and must not advance the random generators
+        sample = x.detach().clone().requires_grad_()
         stream = torch.cuda.current_stream() if kind == "cuda" else None
         try:
             with torch.autocast(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind), cache_enabled=False):

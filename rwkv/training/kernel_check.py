@@ -42,7 +42,7 @@ def check(wkv: Operator, operator: str, device: torch.device, dtype: torch.dtype
         runs = [cases.results(wkv, inputs) for _ in range(RUNS)]
     except KernelUnavailable:
         raise
-    except Exception as error:           # the kernel may support the run's shape; if not, the run raises an error too
+    except Exception as error:           # the kernel may support only the run's shape; if not, the run raises an error too
         return f"kernel={wkv.name} could not be compared with the reference before the run: {' '.join(str(error).split())}"
     expected = cases.results(select(operator, "reference", device), cases.double(inputs))
     failures = [misses(errors(actual, expected), tolerance(wkv, dtype)) for actual in runs]

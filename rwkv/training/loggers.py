@@ -88,16 +88,16 @@ def loggers(config: LoggerConfig, out_dir: Path, run: JsonObject, resumed_at: in
     return [file, _wandb(config, out_dir, run, mode)]
 
 
-def _custom_logger(config: LoggerConfig, filed: TrackerRun) -> Logger:
+def _custom_logger(config: LoggerConfig, tracker_run: TrackerRun) -> Logger:
     """Returns the logger that logger._target_ names. Raises UserError if the logger cannot be created.
 
-    `filed` is passed to the classes in trackers.py only.
+    `tracker_run` is passed to the classes in trackers.py only.
     """
     module, _, name = str(config._target_).rpartition(".")
     try:
         arguments = {key: yaml.safe_load(value) for key, _, value in (text.partition("=") for text in config.arguments)}
         if module == TrackerRun.__module__:
-            arguments["filed"] = filed
+            arguments["tracker_run"] = tracker_run
         logger = getattr(importlib.import_module(module), name)(**arguments)
     except Exception as error:           # another package may raise anything
         raise UserError(f"logger={config.name} cannot create {config._target_} ({error!r}). Install the logger's package, "

@@ -32,8 +32,7 @@ from rwkv.training.run.directory import Run
 
 def kernel_for(model: ModelConfig, kernel: str, device: torch.device, precision: str | None,
                rows: int = 1) -> tuple[Operator, str]:
-    """Returns the operator for batches of `rows` rows, and the kernel's name, with the reason if kernel=auto chose the kernel.
-    """
+    """Returns the operator for batches of `rows` rows, and the kernel's name, with the reason if kernel=auto chose it."""
     dtype = dtype_for(precision)
     size = size_for(model, rows, model.ctx_len)
     wkv = operator_for(model, kernel, device, dtype, size)

@@ -102,7 +102,7 @@ class LanguageModel(lightning.LightningModule):
         return self.loss(*batch)
 
     def loss(self, x: Tensor, y: Tensor, starts: Tensor | None = None) -> Tensor:
-        """Returns the mean loss of a batch. `starts` (B,T) bool is True where a sequence starts in packed rows."""
+        """Returns the mean loss of a batch. `starts` (B,T) bool: where sequences start in packed rows; None for windows."""
         return self._loss_at_head(self.model.forward_features(x, starts), y)
 
     def segments_loss(self, batch: Segments) -> Tensor:
@@ -127,7 +127,7 @@ class LanguageModel(lightning.LightningModule):
         return head_loss(hidden.flatten(0, 1), self.model.head.weight, y.flatten(), optim.l2_wrap, optim.confidence_penalty)
 
     def on_validation_epoch_start(self) -> None:
-        self._nats = 0.0                 # this and the following are sums over one validation
+        self._nats = 0.0                 # this and the next three are sums over one validation
         self._tokens = 0
         self._rewards = torch.zeros(len(REWARDS))
         self._source_sums = [[0.0, 0.0] for _ in self.sources]       # the nats and tokens of each source

@@ -21,7 +21,7 @@ RECORD = "mlflow.json"                   # this file in a run's directory holds 
 
 
 class TrackerRun(NamedTuple):
-    """The names under which a tracker files a run.
+    """The names under which a tracker stores a run, and whether it continues an earlier one.
 
     Args:
         project: the project. None means the tracker's own setting, or else default_project.
@@ -39,23 +39,23 @@ class TrackerRun(NamedTuple):
 class TensorBoard(TensorBoardLogger):
     """A logger that writes TensorBoard's event files to tensorboard/ in the run's directory."""
 
-    def __init__(self, filed: TrackerRun, **arguments: Any) -> None:
-        super().__init__(**{"save_dir": filed.out_dir, "name": None, "version": "tensorboard", "default_hp_metric": False}
+    def __init__(self, tracker_run: TrackerRun, **arguments: Any) -> None:
+        super().__init__(**{"save_dir": tracker_run.out_dir, "name": None, "version": "tensorboard", "default_hp_metric": False}
                          | arguments)
 
 
 class MLflow(MLFlowLogger):
     """A logger that writes to MLFLOW_TRACKING_URI, by default ./mlflow.db. MLflow's experiment is the project."""
 
-    def __init__(self, filed: TrackerRun, **arguments: Any) -> None:
+    def __init__(self, tracker_run: TrackerRun, **arguments: Any) -> None:
         import mlflow
         from mlflow.environment_variables import MLFLOW_EXPERIMENT_NAME
 
-        self._record = filed.out_dir / RECORD
-        self._continues = _earlier_id(self._record) if filed.continued else None
-        settings = {"experiment_name": filed.project or MLFLOW_EXPERIMENT_NAME.get() or filed.default_project,
-                    "run_name": filed.name, "tracking_uri": mlflow.get_tracking_uri(), "run_id": self._continues,
-                    "tags": {"group": filed.group} if filed.group else None}
+        self._record = tracker_run.out_dir / RECORD
+        self._continues = _earlier_id(self._record) if tracker_run.continued else None
+        settings = {"experiment_name": tracker_run.project or MLFLOW_EXPERIMENT_NAME.get() or tracker_run.default_project,
+                    "run_name": tracker_run.name, "tracking_uri": mlflow.get_tracking_uri(), "run_id": self._continues,
+                    "tags": {"group": tracker_run.group} if tracker_run.group else None}
         super().__init__(**settings | arguments)
 
     def log_hyperparams(self, params: JsonObject | Namespace, *more: object, **named: object) -> None:
@@ -71,14 +71,14 @@ class MLflow(MLFlowLogger):
 class Trackio(Logger):
     """A logger that writes a Trackio run to TRACKIO_DIR, by default ~/.cache/huggingface/trackio."""
 
-    def __init__(self, filed: TrackerRun, **arguments: Any) -> None:
+    def __init__(self, tracker_run: TrackerRun, **arguments: Any) -> None:
         import trackio
 
         super().__init__()
         self._trackio = trackio
         self._arguments: JsonObject = {
-            "project": filed.project or filed.default_project, "name": filed.name, "group": filed.group, "embed": False,
-            "resume": "allow" if filed.continued else "never"} | arguments
+            "project": tracker_run.project or tracker_run.default_project, "name": tracker_run.name,
+            "group": tracker_run.group, "embed": False, "resume": "allow" if tracker_run.continued else "never"} | arguments
         self._run: Any = None
 
     @property

@@ -43,8 +43,7 @@ UNHELPFUL = (".*set_vital", ".*LeafSpec", "Checkpoint directory", ".*does not ha
 
 def build_trainer(run: Run, device: torch.device, loggers: list[Logger], data: Corpus,
                   kernel_error: str | None) -> lightning.Trainer:
-    """Returns a Trainer that counts optimiser steps, validates every val_every steps and after the last step, and stops
-    cleanly.
+    """Returns a Trainer that counts optimiser steps, validates every val_every steps and after the last, and stops cleanly.
 
     Raises UserError if the prompt of the samples cannot be encoded.
 

@@ -38,7 +38,7 @@ from rwkv.training.task import LanguageModel
 from rwkv.training.tuning.guard import guard_path, sha256_of
 from rwkv.training.tuning.held_out import generate_continuations, select_prompts, visible_text
 
-Measurement = dict[str, float]              # maps metric names and "step" to values
+Measurement = dict[str, float]           # maps metric names and "step" to values
 
 
 class BeforeAfter(Callback):

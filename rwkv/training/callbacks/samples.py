@@ -52,7 +52,7 @@ class Samples(Callback):
         self._rows: list[Row] = []
         if resumed_at is not None:
             self._rows = [row for row in read_samples(self.path) if row["step"] <= resumed_at]
-        tokenizer.encode(self.prompt)    # reports a prompt that cannot be encoded before the first step
+        tokenizer.encode(self.prompt)    # a prompt that cannot be encoded must raise before the first step
 
     def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
         if rank() == 0:

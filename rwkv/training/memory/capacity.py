@@ -35,7 +35,7 @@ class Needs(NamedTuple):
 
     @property
     def sharing(self) -> int:
-        """Returns the number of processes that share the memory of `device`. On a CPU all of this machine's processes do."""
+        """Returns the number of processes that share the memory of `device`: all of this machine on a CPU, one on a GPU."""
         return world_size() // self.config.trainer.num_nodes if self.device.type == "cpu" else 1
 
 

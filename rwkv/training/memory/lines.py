@@ -32,8 +32,7 @@ def memory_lines(needs: Needs, programs: int) -> Iterator[tuple[str, str]]:
 
 
 def fitting_remedy_lines(candidates: Iterable[Remedy], free: int, programs: int) -> Iterator[tuple[str, str]]:
-    """Yields a line for each remedy with which the run fits into `free` bytes: the memory, `programs` included, and the
-    options.
+    """Yields a line for each remedy that fits into `free` bytes, with the memory, `programs` included, and the options.
 
     If several remedies differ only in numbers, only the first gets a line.
     """

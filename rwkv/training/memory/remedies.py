@@ -18,7 +18,7 @@ MAX_DEVICES = 1024                       # the largest number of devices that is
 RECOMPUTED = {"trainer.activation_checkpointing": True}
 IN_BACKWARD = {"trainer.optim_in_backward": True, "optim.grad_clip": 0.0}
 ROUNDED = {"optim.name": EIGHT_BITS}
-GROUPS = {"optim.name": "optim", "tune.method": "tune", "trainer.strategy": "trainer"}       # files of groups set these
+GROUPS = {"optim.name": "optim", "tune.method": "tune", "trainer.strategy": "trainer"}       # a group's file sets these options
 Options = JsonMapping                    # maps dotted keys to values
 
 

@@ -25,7 +25,7 @@ from rwkv.io.json_types import StateDict
 
 BLOCK = 256                              # a block has this many numbers, which share a scale
 LEAST = 4096                             # smaller parameters have no 8-bit moments
-CHUNK = 2 ** 23                          # a multiple of BLOCK; this many numbers at a time are updated, to bound float32 copies
+CHUNK = 2 ** 23                          # numbers updated at a time, which bounds the float32 copies; a multiple of BLOCK
 WORK = 5                                 # float32 copies of a chunk: two moments, and temporaries for rounding
 SMALLEST_SCALE = torch.finfo(torch.float32).tiny         # prevents a division by 0
 DECADES = 7                              # the levels span the decades from 1 down to 1e-7
@@ -97,7 +97,7 @@ def _initial_state(parameter: Tensor) -> dict[str, Tensor]:
 
 
 def _moments_in_chunks(state: dict[str, Tensor], numbers: int) -> Iterator[tuple[dict[str, Tensor], slice]]:
-    """Yields the float32 moments and the slice of each chunk. The caller updates the moments in place before the next chunk."""
+    """Yields each chunk's float32 moments and slice, then stores the moments, which the caller has updated in place."""
     if not has_8bit_moments(numbers):
         yield {name: state[name] for name in MOMENTS}, slice(0, numbers)
         return

@@ -148,7 +148,7 @@ def orthogonal(matrices: Tensor) -> Tensor:
     The dtype of the result is that of kernels.machine.cpu.matrix_dtype. Singular values far below the largest stay below 1. The
     norm of a matrix may be 1e-7 to 1e9. Outside of this range the result tends to 0.
     """
-    x, gram = _with_unit_norm(matrices.to(matrix_dtype(matrices.device)))
+    x, gram = _bound_norm(matrices.to(matrix_dtype(matrices.device)))
     for number, (a, b, c) in enumerate(POLAR_EXPRESS):
         gram = _gram(x) if number else gram
         factor = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
@@ -156,7 +156,7 @@ def orthogonal(matrices: Tensor) -> Tensor:
     return x
 
 
-def _with_unit_norm(x: Tensor) -> tuple[Tensor, Tensor]:
+def _bound_norm(x: Tensor) -> tuple[Tensor, Tensor]:
     """Scales x and its Gram matrix A by the bound sqrt(norm_F(A)), so that the spectral norm of x is at most 1."""
     gram = _gram(x)
     scale = (MARGIN * gram.norm(dim=(1, 2), keepdim=True).clamp(min=SMALLEST_NORM)).rsqrt()

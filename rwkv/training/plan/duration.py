@@ -22,7 +22,7 @@ LONG_STEP = 5                            # if the first pass takes more seconds,
 PATIENCE = 20                            # the timed steps may take this many seconds
 OVERHEAD = 2                             # a step takes this many times as long as the step's matrix products
 FORWARD = 1 / 3                          # the forward pass takes this fraction of a training step
-UNITS = (("days", 86400), ("hours", 3600), ("minutes", 60))     # a duration is in the first unit that makes it two or more
+UNITS = (("days", 86400), ("hours", 3600), ("minutes", 60))     # a duration uses the first unit that makes it 2 or more
 
 
 def print_lines(lines: Iterable[tuple[str, str]]) -> None:
@@ -32,7 +32,7 @@ def print_lines(lines: Iterable[tuple[str, str]]) -> None:
 
 
 def is_timed(config: TrainConfig, vocab_size: int, device: torch.device) -> bool:
-    """Returns True, equally in all processes, if training steps are timed: with plan=timed, or if that takes a few seconds."""
+    """Returns True if training steps are timed: with plan=timed, or if that takes only seconds. All processes agree."""
     if config.trainer.strategy == "fsdp":                # a whole model may not fit into one process
         return False
     if config.plan == "timed":

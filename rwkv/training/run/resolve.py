@@ -56,7 +56,7 @@ class Context:
 
 
 class Step(NamedTuple):
-    """A step that chooses options. If `again` is True, the step applies to resumed runs too."""
+    """A step that chooses options. If `again` is True, it also applies to the merged options of a resumed run."""
 
     stage: Stage
     choose: Callable[[TrainConfig, Context], Choice]

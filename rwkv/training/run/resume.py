@@ -164,7 +164,7 @@ def _merge(request: Request, out_dir: Path, saved: JsonObject) -> TrainConfig:
 
 
 def _group_options(chosen: Collection[str], user_keys: Collection[str], init_from: str | None) -> list[str]:
-    """Returns the options set by groups that override saved options: no length or size that the user or the file determines."""
+    """Returns the options set by groups, without a length if the user gives one, and without sizes if init_from= gives them."""
     user_length = not set(LENGTHS).isdisjoint(user_keys)
     options = [option for option in chosen if not (option in LENGTHS and user_length)]
     if init_from is None or "model" in user_keys:

@@ -59,8 +59,7 @@ class Saving:
             copies, storage_writer=_Writer(folder, complete), async_stager=_NoStaging(), process_group=group)
 
     def wait_alone(self) -> None:
-        """Waits until the writing has ended, with or without success. Call this method in a process that exits with an error.
-        """
+        """Waits until the writing has succeeded or failed. Call this method in a process that exits with an error."""
         self._future.exception()
 
     def wait(self) -> None:
@@ -128,7 +127,7 @@ def _without_shards(content: object, tensors: dict[Place, DTensor], place: Place
 
 
 def _move_tensors(content: dict[str | int, object], tensors: dict[Place, DTensor],
-           place: Place) -> Iterator[tuple[str | int, object]]:
+                  place: Place) -> Iterator[tuple[str | int, object]]:
     for key, value in content.items():
         if isinstance(value, DTensor):
             tensors[*place, key] = value

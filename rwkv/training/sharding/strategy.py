@@ -122,7 +122,7 @@ class ShardedStrategy(ModelParallelStrategy):
         return True
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> StateDict:
-        """Returns a checkpoint's dictionary with this process's shards. Any number of processes may have written the file."""
+        """Returns a checkpoint's dictionary with this process's shards. Any number of processes may have written it."""
         path = Path(checkpoint_path)
         if path.is_dir():
             return _fsdp_folder.read(path, lambda place, shape, dtype: _empty_shard(self._parameter(place), shape, dtype))

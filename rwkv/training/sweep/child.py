@@ -131,7 +131,7 @@ class Submitted:
 
 
 def main() -> None:
-    sys.path[0] = str(ROOT)              # equals sys.path[0] of a train.py that is started directly
+    sys.path[0] = str(ROOT)              # as if train.py were started directly
     reason_file, *sys.argv[1:] = sys.argv[1:]
     if sys.argv[1:] and sys.argv[1].startswith(SHARE):
         from kernels.machine import shares

@@ -119,7 +119,7 @@ class Processes(Launcher):
     def start(self, task: Task, earlier_job: str | None) -> str | None:
         gpu = self._free_gpus.pop(0) if self._free_gpus else None
         share = [f"{child.SHARE}{self.threads},{'' if gpu is None else gpu}"] if self.places > 1 else []
-        merged = _share_output()
+        merged = _streams_share_output()
         output = None if merged or self.places == 1 else tempfile.TemporaryFile("w+", encoding="utf-8")       # noqa: SIM115
         process = subprocess.Popen(
             [*task.program, *share, *child.run_options(task.folder, task.arguments)],
@@ -283,7 +283,7 @@ def _parse_arguments(arguments: Iterable[str]) -> JsonObject:
 
 
 def _tee(lines: Iterable[str], path: Path) -> Iterable[str]:
-    """Yields the lines and also writes the lines to a file. If the disk is full, the file lacks lines."""
+    """Yields the lines and also writes them to a file. If the disk is full, the file lacks lines, but the run continues."""
     file: IO[str] | None = None
     with suppress(OSError):
         file = path.open("w", encoding="utf-8", buffering=1)
@@ -297,8 +297,8 @@ def _tee(lines: Iterable[str], path: Path) -> Iterable[str]:
             file.close()
 
 
-def _share_output() -> bool:
-    try:                                 # the two may be the same terminal, file or pipe
+def _streams_share_output() -> bool:
+    try:                                 # both streams may be the same terminal, file or pipe
         return os.path.sameopenfile(sys.stdout.fileno(), sys.stderr.fileno())
     except OSError:                      # one of the two is closed or is not a file
         return False

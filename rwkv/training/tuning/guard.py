@@ -37,7 +37,7 @@ def guard_path(config: TrainConfig) -> Path | None:
 
 
 def with_guard(config: TrainConfig, tokenizer: Tokenizer, user_keys: Collection[str]) -> tuple[TrainConfig, str | None]:
-    """Sets tune.guard of a new run to null if the run measures no general text. Returns the configuration and a plan's note.
+    """Sets tune.guard to null if a new run measures no general text. Returns the configuration and a note for the plan.
 
     tune.guard also becomes null if the tokenizer cannot encode ENGLISH. Raises UserError if the file of tune.guard is
     unreadable or empty, or cannot be encoded.
