@@ -46,7 +46,7 @@ class Rwkv:
 
         limit_threads()
         strategy = {"float32": "cpu fp32", "bfloat16": "cpu bf16", "int8": "cpu fp32i8"}[dtype]
-        if generation7:                  # this version of the library appends .pth
+        if generation7:                  # for RWKV-7, the library appends .pth
             self.model = RWKV(model=str(folder / "model"), strategy=strategy)
         else:
             self.model = RWKV(model=str(folder / "model.pth"), strategy=strategy, verbose=False)

@@ -93,7 +93,7 @@ def _seconds_to_first_output(command: list[str], home: Path) -> float:
         seconds = time.perf_counter() - began
         process.communicate()
     if process.returncode or len(read) <= echoed:
-        sys.exit(f"the command printed no output: {' '.join(command)}")
+        sys.exit(f"the command failed or printed no output: {' '.join(command)}")
     return seconds
 
 

@@ -180,15 +180,15 @@ def _commands(args: argparse.Namespace, folder: Path, width: str, dtype: str) ->
     if args.generation == "rwkv7" and width in IN_BLOCKS:
         name = IN_BLOCKS[width]
         files["timemix", name] = (BLOCKS, f"{name}.gguf")
-    ours = {key: [sys.executable, "-m", "benchmarks.generation", "--measure", dtype, "--checkpoint", str(folder / file),
-                  "--batch", sizes[0], "--prompt", sizes[1]] for key, (dtype, file) in files.items()}
+    ours = {key: [sys.executable, "-m", "benchmarks.generation", "--measure", format, "--checkpoint", str(folder / file),
+                  "--batch", sizes[0], "--prompt", sizes[1]] for key, (format, file) in files.items()}
     pythons = {"rwkv": args.peers, "transformers": args.peers, "llama.cpp": args.llama,
                "rwkv.cpp": args.rwkv_cpp and sys.executable}
     script = str(hardware.ROOT / "benchmarks" / "_peer_generation.py")
     lacking = LACKING[args.generation]
-    peers = {(peer, dtype): [str(pythons[peer]), "-I", script, peer, dtype, str(folder), *sizes]
-             for peer, dtypes in PEER_FORMATS[width].items() for dtype in dtypes
-             if pythons[peer] and (peer, None) not in lacking and (peer, dtype) not in lacking}
+    peers = {(peer, format): [str(pythons[peer]), "-I", script, peer, format, str(folder), *sizes]
+             for peer, formats in PEER_FORMATS[width].items() for format in formats
+             if pythons[peer] and (peer, None) not in lacking and (peer, format) not in lacking}
     return {**ours, **peers}
 
 

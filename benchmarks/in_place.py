@@ -145,7 +145,7 @@ def _measure_start(command: list[str], home: Path, echoed: int, tokens: int, wai
             time.sleep(INTERVAL)
         if process.returncode or not (first or wait):
             errors.seek(0)
-            sys.exit(f"the command printed no output: {' '.join(command)}\n{errors.read().decode(errors='replace')}")
+            sys.exit(f"the command failed or printed no output: {' '.join(command)}\n{errors.read().decode(errors='replace')}")
     if wait:
         return Start(time.perf_counter() - began, int(peak))
     return Start(first - began, int(peak), (tokens - 1) / (last - first) if last > first else 0.0)

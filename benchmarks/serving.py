@@ -266,10 +266,10 @@ def peers(checkpoint: Path, dtype: str, args: argparse.Namespace) -> Iterator[di
                     rates[key]["busy"].append(rate_over_http(server, texts, args.seconds / args.turns, turn)[0])
                     company.send_signal(signal.SIGSTOP)
                     server.signal(signal.SIGSTOP)
-            for (of, dtype), measured in rates.items():
-                row = {"of": of, "dtype": dtype, "texts": texts,
+            for (of, format), measured in rates.items():
+                row = {"of": of, "dtype": format, "texts": texts,
                        **{name: median(samples) for name, samples in measured.items()}}
-                print(f"{of:10}{dtype:9}{texts:3} texts: {row['quiet']:.0f} tokens/s, beside a busy process {row['busy']:.0f} "
+                print(f"{of:10}{format:9}{texts:3} texts: {row['quiet']:.0f} tokens/s, beside a busy process {row['busy']:.0f} "
                       f"({row['busy'] / row['quiet']:.0%})", flush=True)
                 yield row
 

@@ -135,7 +135,7 @@ def first_token(report: Report, table: Callable[..., str] = markdown) -> str:
 
 
 def in_place(report: Report, table: Callable[..., str] = markdown) -> str:
-    """Returns the start of generate.py for each kind of file: seconds to the first byte, and memory besides the file."""
+    """Makes a table of the starts of generate.py by kind of file: seconds to the first byte, and memory besides the file."""
     rows = [[name, f"{row['file_gib']:.2f}" if row["file_gib"] else "", f"{row['first_byte_s']:.2f}",
              f"{row['beside_file_gib']:.2f}", f"{row['tokens_per_second']:.1f}" if row["tokens_per_second"] else ""]
             for name, row in report["variants"].items()]

@@ -188,7 +188,7 @@ def _describe_error(error: "OmegaConfBaseException", schema: type, overrides: li
                     recipes: dict[str, recipe.Recipe]) -> str:
     key = str(error.full_key or "").partition("[")[0]    # without the index of a list
     values: JsonObject = dict(map(_split_override, overrides))
-    if not key:                          # OmegaConf names no option if a list contains something else than mappings
+    if not key:                          # OmegaConf names no option if a list contains something other than mappings
         present = {*values, *itertools.chain.from_iterable(settings.options for settings in recipes.values())}
         key = next((name for name, item in options(schema).items() if name in present and item.type == list[JsonObject]), "")
     where = ""

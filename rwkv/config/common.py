@@ -11,7 +11,7 @@ MIB = 2**20                              # bytes in the unit of the options name
 BLOCKS = "blocks"                        # dtype=blocks: a GGUF file's quantised blocks, unchanged
 BITS = {"float32": 32, "bfloat16": 16, "float16": 16, "int8": 8, "int4": 5, BLOCKS: 8}     # bits per matrix weight, roughly
 DTYPES = ("auto", *BITS)
-LATEST = Path("runs") / "latest"         # a link to the directory of the latest run, also of a sweep
+LATEST = Path("runs") / "latest"         # a link to the latest run's directory; a sweep's runs count too
 TEMPLATES = "world, g1, flower or a jinja2 file"        # chat templates, in help texts
 MODEL_TEMPLATE = f"{TEMPLATES}; null: as in training, else the checkpoint's, else guessed from the file's name"
 THINK = ("false", "true", "fake")        # values of think=: how answers begin (rwkv/chat/thoughts.py)

@@ -85,7 +85,7 @@ class Sampling:
 
     @staticmethod
     def _check(item: Field, value: Any) -> None:
-        """Raises UserError for a value of the wrong type or out of the option's range, except for integers."""
+        """Raises UserError for a wrong type or a value out of range, except for integers, which whole_number checks."""
         limits = item.metadata
         if limits["one_of"]:
             require_one_of(item.name, value, limits["one_of"])

@@ -34,7 +34,7 @@ class Package7:
         states = [(name, tensor) for name, tensor in torch.load(model).items() if name.endswith(".att.time_state")]
         if not states:
             return read.row(tokens, None)[0]
-        _, begin = read.row(tokens[:1], None)            # a state of its format
+        _, begin = read.row(tokens[:1], None)            # a state in the package's format
         begin = [torch.zeros_like(part) for part in begin]
         for layer, (_, tensor) in enumerate(states):
             begin[3 * layer + 1] = tensor.float()

@@ -65,7 +65,7 @@ DEEP = 32                                # of RWKV-7a; its author's demo has no 
 class Kind:
     """A kind of file: its path, the weights that it holds for float64, the program that made it, and one that runs it.
 
-    form: of a Hugging Face directory. epsilon: of the norm of each head. tokens: the case whose tokens are read. base: the
+    layout: of a Hugging Face directory. epsilon: of the norm of each head. tokens: the case whose tokens are read. base: the
     weights that an adapter or a state at `path` is for. alpha: of an adapter that does not state it. peer_reads: the file that
     the peer reads in place of `path`. Weights may have blocks.i.att.time_state, value by key, with which a text begins.
     """
@@ -75,7 +75,7 @@ class Kind:
     weights: Callable[[], Weights]
     made_by: str = "torch.save"
     peer: str | None = None
-    form: str | None = None
+    layout: str | None = None
     epsilon: float = 64e-5
     tokens: str = "small"
     base: Path | None = None
@@ -354,7 +354,7 @@ def written_again(folder: Path, kind: Kind, checkpoint: Checkpoint, logits: ndar
         return {"written": "the same", "read back": bounded(apart(ours(kind.read(target), tokens), logits), 0.0)}
     dtype = None if (type_ := blocks_of(kind)) is None else type_.lower() if type_.lower() in WRITTEN_BLOCKS else "q8_0"
     try:
-        write_checkpoint(checkpoint, target, dtype=dtype, layout=kind.form)
+        write_checkpoint(checkpoint, target, dtype=dtype, layout=kind.layout)
     except UserError as error:
         return {"written": f"refused: {error}"}
     again = read_checkpoint(target)
