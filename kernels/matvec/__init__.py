@@ -9,8 +9,8 @@ In one line of PyTorch: x @ W.T. Each format of W is a class. q are integers:
     int8                  W[n,k] = scale[n] q[n,k], |q| <= 127. Each row of x is rounded to multiples of the row's scale
     int4                  W[n,k] = scale[n,g] q[n,k] + shift[n,g], 0 <= q <= 15, g = k // 32. Each group of 32 numbers of x is
                           rounded to multiples of 1/127 of the group's largest magnitude
-    q8_0 ... q6_k         blocks as in GGUF files (BLOCKS), which `pack` does not make. For k-quants, each group of 256 numbers
-                          of x is rounded to multiples of 1/16383 of the group's largest magnitude
+    q8_0 ... q6_k         blocks as in GGUF files (BLOCKS), which `pack` does not make. For k-quants, each group of 16 numbers
+                          of x is rounded to multiples of 1/127 of the group's largest magnitude
 
 In every format the order of summation is the same for all R, so the bits of a row's result do not depend on the other rows. In
 int8 the sums are of integers, so that all implementations give the same bits.
@@ -36,8 +36,7 @@ from kernels.matvec._packing import exact_copy as exact_copy
 from kernels.operator import Operator
 
 TOGETHER = 8                             # int4 groups whose words are interleaved, so that a vector contains one word of each
-LARGEST = 127                            # int4: largest integer of a rounded group of x; 16 * 15 * 127 < 2^15
-WORD_LEVELS = 16383                      # k-quants: largest integer of a rounded group of x; 32 * 4096 * 16383 < 2^31
+LARGEST = 127                            # int4 and k-quants: largest integer of a rounded group of x; 16 * 15 * 127 < 2^15
 MOST_ROWS = 16                           # for more rows, an ordinary matrix product is faster
 Bound = Callable[[Tensor], list[Tensor]]
 
@@ -211,13 +210,18 @@ class Int4(Packed):
         return weight.flatten(1)[:, :self.K].to(dtype)
 
     def rounded(self, x: Tensor) -> tuple[Tensor, None]:
-        groups = pad(x.float(), (0, -self.K % GROUP)).unflatten(-1, (-1, GROUP))
-        step = groups.abs().amax(-1, keepdim=True).clamp_(min=SMALLEST).div_(LARGEST)
-        return (groups / step).round_().mul_(step).flatten(-2)[..., :self.K], None
+        return _round_groups(x, GROUP), None
 
     @property
     def K(self) -> int:
         return self.width
+
+
+def _round_groups(x: Tensor, size: int) -> Tensor:
+    """Rounds each group of `size` neighbours in x (...,K) to LARGEST steps of its largest magnitude."""
+    groups = pad(x.float(), (0, -x.shape[-1] % size)).unflatten(-1, (-1, size))
+    step = groups.abs().amax(-1, keepdim=True).clamp_(min=SMALLEST).div_(LARGEST)
+    return (groups / step).round_().mul_(step).flatten(-2)[..., :x.shape[-1]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -261,14 +265,13 @@ class Blocks(Packed):
 
 
 class KQuant(Blocks):
-    """W as blocks of 256 elements, in groups of 32 or 16 elements with a scale each."""
+    """W as blocks of 256 elements, in groups of 32 or 16 elements with a scale each. `inputs` of x share a scale."""
 
     elements = 256
+    inputs: ClassVar[int] = 16
 
     def rounded(self, x: Tensor) -> tuple[Tensor, None]:
-        groups = x.float().unflatten(-1, (-1, self.elements))
-        step = groups.abs().amax(-1, keepdim=True).clamp_(min=SMALLEST).div_(WORD_LEVELS)
-        return (groups / step).round_().mul_(step).flatten(-2), None
+        return _round_groups(x, self.inputs), None
 
 
 class Q8_0(Blocks):

@@ -10,7 +10,7 @@ from kernels.matvec import FORMATS, GROUP, KINDS, TOGETHER, BFloat16, Blocks, In
 from kernels.registry import Requires
 
 REQUIRES = Requires(devices=("cpu",), why_not=native.why_not, formats=tuple(FORMATS))
-BLOCK = TOGETHER * GROUP                 # int4: numbers of a row in a block
+BLOCK = TOGETHER * GROUP                 # numbers of a row in a block of int4 or of a k-quant
 SMALL = 2**16                            # products up to which one thread finishes before a second would wake
 
 
@@ -63,18 +63,13 @@ def _inputs(x: Tensor, packed: Packed) -> tuple[Tensor, Tensor]:
         return x, x.bfloat16()
     if isinstance(packed, Int8):
         return x, (x + packed.rounding.offset).to(torch.uint8)
-    if isinstance(packed, KQuant):
-        R, K = x.shape
-        floats = x.new_empty(R, K // BLOCK * 2 * TOGETHER)
-        words = x.new_empty(R, K, dtype=torch.int16)
-        native.run("matvec_round_to_words", native.threads_for(R), R, K, x, words, floats)
-        return floats, words
-    if isinstance(packed, Int4):
-        R = len(x)
-        K = _padded_K(packed)
-        floats = x.new_empty(R, K // BLOCK * 2 * TOGETHER)
+    if isinstance(packed, Int4 | KQuant):
+        R, K = len(x), _padded_K(packed)
+        per_block = 2 * BLOCK // (KQuant.inputs if isinstance(packed, KQuant) else GROUP)
+        floats = x.new_empty(R, K // BLOCK * per_block)
         q = x.new_empty(R, K, dtype=torch.uint8)
-        native.run("matvec_arrange", 1, R * (K // BLOCK), torch.nn.functional.pad(x, (0, K - packed.K)), q, floats)
+        native.run("matvec_arrange", native.threads_for(R), KINDS[packed.format], R, K, per_block,
+                   torch.nn.functional.pad(x, (0, K - packed.K)) if K > packed.K else x, q, floats)
         return floats, q
     return x, x
 

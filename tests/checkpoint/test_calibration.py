@@ -75,7 +75,7 @@ def test_the_model_is_the_file_s_blocks(tmp_path: Path, text: Path, generation: 
     decoder = CDecoder(loaded, loaded.empty_state(2))
     stepped = torch.stack([decoder.step(ids[:, t]).clone() for t in range(9)], 1)
     for logits in (loaded(ids)[0], stepped):
-        assert (logits - expected).abs().max() < 1e-3 * expected.abs().max()
+        assert (logits - expected).abs().max() < 2e-2 * expected.abs().max()
     assert max(part.numel() for part in step_of(loaded).own_tensors) < sizes["n_embd"] * sizes["n_embd"]
     content = target.read_bytes()
     assert all(layer.packed.weight.numpy().tobytes() in content for layer in layers.values())         # type: ignore[union-attr]
@@ -91,7 +91,7 @@ def test_a_model_with_deep_embed(tmp_path: Path, text: Path) -> None:
     loaded, dense = (RWKV.from_pretrained(target, "reference", dtype=dtype) for dtype in ("int4", "float32"))
     assert loaded.fingerprint() == dense.fingerprint()
     expected = dense(ids)[0]
-    assert (loaded(ids)[0] - expected).abs().max() < 1e-3 * expected.abs().max()
+    assert (loaded(ids)[0] - expected).abs().max() < 2e-2 * expected.abs().max()
 
 
 @each_generation

@@ -11,25 +11,24 @@
 //
 // s and t belong to a group, of 32 or, in Q6_K, of 16. Source of the layouts: ggml, src/ggml-common.h and the package gguf.
 //
-// Blocks of 32 are unpacked to floats in registers and multiplied by the float32 x. k-quants are unpacked to the integers s q,
-// which fit into 13 bits, and multiplied by an x of 15 bits: a block's products are summed exactly, and then scaled.
+// Blocks of 32 are unpacked to floats in registers and multiplied by the float32 x. k-quants are unpacked to their integers q, and
+// multiplied by an x of 8 bits: the products of a sub-block, 16 elements, are summed exactly, and then scaled.
 
 #include "tile.h"
 #include "../../native/csrc/threads.h"
 
 enum {
     SMALL_BLOCK = 32,
-    PART = 64,                           // k-quants: elements unpacked at a time
-    WORDS = 2 * WIDE,                    // integers of 16 bits in a vector
-    VECTORS = PART / WORDS,              // of a part
+    VECTORS = BLOCK / (4 * WIDE),        // k-quants: vectors of bytes in a block
+    SETS = SUB_BLOCKS / WIDE,            // vectors of sums of a block's sub-blocks
     ROWS_TOGETHER = 64,                  // rows of x that stay in the cache beside W
 };
 
 typedef uint8_t VECTOR(16) bytes16;
 typedef uint8_t VECTOR(32) bytes32;
+typedef int8_t VECTOR(16) integers16;
 typedef int8_t VECTOR(32) integers32;
-typedef uint8_t VECTOR(WORDS) narrow;
-typedef int32_t VECTOR(16) ints16;
+typedef uint16_t VECTOR(2 * WIDE) words;
 
 INLINE float load_half(const uint8_t *p) {
     _Float16 x;
@@ -126,35 +125,29 @@ INLINE void tile_small(const struct product *p, int rows, int columns, const str
 
 // k-quants
 
-// A block's scales: s of each group, twice in 32 bits, as a factor of two integers of 16 bits; t of each group; d and m.
+// A block's scales: s and t of each sub-block, in the order of the elements (Q6_K has no t); d and m.
 struct scales {
-    ints16 s;                            // Q4_K, Q5_K: the first eight
-    ints t;
+    integers16 s, t;
     float d, m;
 };
 
-INLINE ints16 twice(ints16 x) { return (x & 0xFFFF) | x << 16; }
-
-// Q4_K and Q5_K: eight s and eight t of 6 bits in 12 bytes
+// Q4_K and Q5_K: eight s and eight t of 6 bits in 12 bytes, each of two sub-blocks
 INLINE void read_six_bits(const uint8_t *p, struct scales *scales) {
-    uint32_t words[3], s[4] = {0}, t[2];
+    uint32_t words[3], s[4] = {0}, t[4] = {0};
     memcpy(words, p, sizeof words);
     s[0] = words[0] & 0x3F3F3F3F, s[1] = (words[2] & 0x0F0F0F0F) | (words[0] >> 2 & 0x30303030);
     t[0] = words[1] & 0x3F3F3F3F, t[1] = (words[2] >> 4 & 0x0F0F0F0F) | (words[1] >> 2 & 0x30303030);
-    bytes16 s_bytes;
-    uint8_t VECTOR(8) t_bytes;
-    memcpy(&s_bytes, s, sizeof s_bytes);
-    memcpy(&t_bytes, t, sizeof t_bytes);
-    scales->s = twice(__builtin_convertvector(s_bytes, ints16));
-    scales->t = __builtin_convertvector(t_bytes, ints);
+    integers16 once;
+    memcpy(&once, s, sizeof once);
+    scales->s = __builtin_shufflevector(once, once, 0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7);
+    memcpy(&once, t, sizeof once);
+    scales->t = __builtin_shufflevector(once, once, 0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7);
 }
 
 INLINE struct scales read_scales(enum kind kind, const uint8_t *block) {
-    struct scales scales = {.t = (ints)0, .m = 0.0f};
+    struct scales scales = {.t = (integers16)0, .m = 0.0f};
     if (kind == W_Q6_K) {
-        int8_t VECTOR(16) s;
-        memcpy(&s, block + 192, sizeof s);
-        scales.s = twice(__builtin_convertvector(s, ints16));
+        memcpy(&scales.s, block + 192, sizeof scales.s);
         scales.d = load_half(block + 208);
         return scales;
     }
@@ -163,72 +156,149 @@ INLINE struct scales read_scales(enum kind kind, const uint8_t *block) {
     return scales;
 }
 
-// s for a vector of Q4_K or Q5_K, which is within group g, and of Q6_K, which starts with group g
-INLINE pairs factor_of_group(const struct scales *scales, int g) { return (pairs)(wide_ints)(scales->s[g]); }
-
-INLINE pairs factor_of_16(const struct scales *scales, int g) {
-#ifdef __AVX512F__
-    wide_ints low = (wide_ints)(scales->s[g]), high = (wide_ints)(scales->s[g + 1]);
-    return (pairs)__builtin_shufflevector(low, high, 0, 1, 2, 3, 4, 5, 6, 7, 24, 25, 26, 27, 28, 29, 30, 31);
-#else
-    return factor_of_group(scales, g);
-#endif
-}
-
-INLINE pairs load_words(const uint8_t *p) {
-    narrow x;
+// A vector of bytes has one group of 32 or, with AVX-512, an even and an odd one. Returns the bytes p[0..31] for each.
+INLINE words load_for_groups(const uint8_t *p) {
+    bytes32 x;
     memcpy(&x, p, sizeof x);
-    return __builtin_convertvector(x, pairs);
-}
-
-// s q (Q6_K: s (q - 32)) of elements 64 part to 64 part + 63 of a block
-INLINE void unpack_part(enum kind kind, const uint8_t *block, const struct scales *scales, int part, pairs *w) {
-    UNROLL for (int v = 0; v < VECTORS / 2; v++) {
-        pairs low, high;
-        if (kind == W_Q6_K) {
-            const uint8_t *four_bits = block + part / 2 * 64 + v * WORDS;
-            pairs first = load_words(four_bits), second = load_words(four_bits + 32);
-            pairs two_bits = load_words(block + 128 + part / 2 * 32 + v * WORDS) >> part % 2 * 4;
-            low = (part % 2 ? first >> 4 : first & 15) | (two_bits & 3) << 4;
-            high = (part % 2 ? second >> 4 : second & 15) | (two_bits >> 2 & 3) << 4;
-            int g = part * 4 + v * WORDS / 16;
-            w[v] = (low - 32) * factor_of_16(scales, g), w[VECTORS / 2 + v] = (high - 32) * factor_of_16(scales, g + 2);
-            continue;
-        }
-        pairs four_bits = load_words(block + (kind == W_Q4_K ? 16 : 48) + part * 32 + v * WORDS);
-        low = four_bits & 15, high = four_bits >> 4;
-        if (kind == W_Q5_K) {
-            pairs bits = load_words(block + 16 + v * WORDS) >> 2 * part;
-            low |= (bits & 1) << 4, high |= (bits & 2) << 3;
-        }
-        w[v] = low * factor_of_group(scales, 2 * part);
-        w[VECTORS / 2 + v] = high * factor_of_group(scales, 2 * part + 1);
-    }
-}
-
-// Adds the products of integers of 16 bits to sums of 32 bits.
-INLINE wide_ints add_products(wide_ints sums, pairs x, pairs w) {
-#if defined __AVX512F__
-    __asm__("vpdpwssd %1, %2, %0" : "+v"(sums) : "vm"(x), "v"(w));       // clang makes two instructions of the intrinsic
-    return sums;
-#elif defined __AVX2__
-    return sums + (wide_ints)_mm256_madd_epi16((__m256i)x, (__m256i)w);
+#ifdef __AVX512F__
+    return (words)__builtin_shufflevector(x, x, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15,
+                                          16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 29, 30, 31,
+                                          0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15,
+                                          16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 29, 30, 31);
 #else
-    int16x8_t x_halves[2], w_halves[2];
-    int32x4_t four_sums[2];
-    memcpy(x_halves, &x, sizeof x);
-    memcpy(w_halves, &w, sizeof w);
-    memcpy(four_sums, &sums, sizeof sums);
-    UNROLL for (int half = 0; half < 2; half++) {
-        four_sums[0] = vmlal_s16(four_sums[0], vget_low_s16(x_halves[half]), vget_low_s16(w_halves[half]));
-        four_sums[1] = vmlal_high_s16(four_sums[1], x_halves[half], w_halves[half]);
-    }
-    memcpy(&sums, four_sums, sizeof sums);
-    return sums;
+    return (words)x;
 #endif
 }
 
-// y = sum over blocks of d x_scale sum(s q x_integer) - m sum over groups of t sum(x)
+// `even` for the even groups of vector v, `odd` for the odd ones
+INLINE words for_groups(uint16_t even, uint16_t odd, int v) {
+#ifdef __AVX512F__
+    (void)v;
+    words x;
+    x.lo = (uint16_t VECTOR(WIDE))even, x.hi = (uint16_t VECTOR(WIDE))odd;
+    return x;
+#else
+    return (words)(v % 2 ? odd : even);
+#endif
+}
+
+INLINE bytes and_bytes(words x, uint8_t mask) { return (bytes)x & (bytes)(int8_t)mask; }
+
+// q of elements 4 WIDE v to 4 WIDE (v + 1) - 1 of a block, none negative
+INLINE bytes integers_at(enum kind kind, const uint8_t *block, int v) {
+    int first = v * 4 * WIDE, part = first / 64;         // a part: 64 elements, two groups
+    if (kind == W_Q6_K) {
+        words low;
+        memcpy(&low, block + part / 2 * 64 + first % 64, sizeof low);
+        words two_bits = load_for_groups(block + 128 + part / 2 * 32) >> (for_groups(0, 2, v) + (uint16_t)(part % 2 * 4));
+        return and_bytes(low >> (uint16_t)(part % 2 * 4), 15) | and_bytes(two_bits << 4, 48);
+    }
+    words low = load_for_groups(block + (kind == W_Q4_K ? 16 : 48) + part * 32);
+    bytes q = and_bytes(low >> for_groups(0, 4, v), 15);
+    if (kind == W_Q4_K) return q;
+    words fifth = load_for_groups(block + 16) & for_groups((uint16_t)(0x101 << 2 * part), (uint16_t)(0x202 << 2 * part), v);
+    return q | (((bytes)fifth != 0) & 16);
+}
+
+// Every lane of four bytes belongs to one sub-block: from a block's bytes in order, four vectors of a set at a time, vector c gets
+// elements 4c to 4c + 3 of each sub-block, in the order of sub_block_lane.
+INLINE void arrange_sub_blocks(bytes *x) {
+    for (bytes *set = x; set < x + VECTORS; set += 4) {
+        wide_ints a = (wide_ints)set[0], b = (wide_ints)set[1], c = (wide_ints)set[2], d = (wide_ints)set[3];
+        wide_ints ab_low = zip_low(a, b), ab_high = zip_high(a, b), cd_low = zip_low(c, d), cd_high = zip_high(c, d);
+        set[0] = (bytes)zip_low_pairs(ab_low, cd_low), set[1] = (bytes)zip_high_pairs(ab_low, cd_low);
+        set[2] = (bytes)zip_low_pairs(ab_high, cd_high), set[3] = (bytes)zip_high_pairs(ab_high, cd_high);
+    }
+}
+
+// Converts a number of each sub-block to floats in the order of sub_block_lane.
+INLINE void arrange_scales(integers16 numbers, wide *x) {
+#ifdef __AVX512F__
+    numbers = __builtin_shufflevector(numbers, numbers, 0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+    x[0] = __builtin_convertvector(numbers, wide);
+#else
+    numbers = __builtin_shufflevector(numbers, numbers, 0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15);
+    x[0] = __builtin_convertvector(numbers.lo, wide), x[1] = __builtin_convertvector(numbers.hi, wide);
+#endif
+}
+
+// A block of W for the products of tile_k
+struct unpacked {
+    bytes q[VECTORS];
+    wide scales[SETS], shifts[SETS];
+};
+
+INLINE struct unpacked unpack_k(enum kind kind, const uint8_t *block) {
+    struct unpacked w;
+    struct scales scales = read_scales(kind, block);
+    UNROLL for (int v = 0; v < VECTORS; v++) w.q[v] = integers_at(kind, block, v);
+    arrange_sub_blocks(w.q);
+    arrange_scales(scales.s, w.scales);
+    if (kind != W_Q6_K) arrange_scales(scales.t, w.shifts);
+    UNROLL for (int set = 0; set < SETS; set++) {
+        w.scales[set] *= scales.d;
+        w.shifts[set] = kind == W_Q6_K ? w.scales[set] * -32.0f : w.shifts[set] * -scales.m;
+    }
+    return w;
+}
+
+#ifdef __AVX512F__
+
+typedef bytes unaligned_bytes __attribute__((aligned(1)));
+typedef wide unaligned_wide __attribute__((aligned(4)));
+
+// Returns acc + scale x_scale sum(q x_integer) + shift sum(x) of a block, lane by lane. x: the sub-blocks' scales, then their sums.
+// In assembly, as in int4.
+INLINE wide add_block_k(enum kind kind, wide acc, const struct unpacked *w, const uint8_t *q, const float *x) {
+    wide_ints dot = (wide_ints)0;
+    const unaligned_bytes *values = (const unaligned_bytes *)q;
+    const unaligned_wide *scales_and_sums = (const unaligned_wide *)x;
+    (void)kind;
+    __asm__ volatile(
+        "vpdpbusd %[x0], %[w0], %[dot]\n\t"
+        "vpdpbusd %[x1], %[w1], %[dot]\n\t"
+        "vpdpbusd %[x2], %[w2], %[dot]\n\t"
+        "vpdpbusd %[x3], %[w3], %[dot]\n\t"
+        "vfmadd231ps %[sums], %[shifts], %[acc]\n\t"
+        "vcvtdq2ps %[dot], %[dot]\n\t"
+        "vmulps %[x_scales], %[dot], %[dot]\n\t"
+        "vfmadd231ps %[scales], %[dot], %[acc]"
+        : [acc] "+&v"(acc), [dot] "+&v"(dot)
+        : [w0] "v"(w->q[0]), [w1] "v"(w->q[1]), [w2] "v"(w->q[2]), [w3] "v"(w->q[3]), [scales] "v"(w->scales[0]),
+          [shifts] "v"(w->shifts[0]), [x0] "m"(values[0]), [x1] "m"(values[1]), [x2] "m"(values[2]), [x3] "m"(values[3]),
+          [x_scales] "m"(scales_and_sums[0]), [sums] "m"(scales_and_sums[1]));
+    return acc;
+}
+
+#else
+
+INLINE wide_ints dot_of_set(enum kind kind, const bytes *w, const uint8_t *q) {
+    wide_ints dot = (wide_ints)0;
+#ifdef __AVX2__
+    pairs sums[4];                       // of two products; 16 bits have room for eight of Q5_K, four of Q6_K
+    UNROLL for (int c = 0; c < 4; c++) sums[c] = multiply_pairs(w[c], load_bytes(q + c * 4 * WIDE, 4 * WIDE));
+    sums[0] += sums[1], sums[2] += sums[3];
+    if (kind != W_Q6_K) return add_pairs(dot, sums[0] + sums[2]);
+    return add_pairs(add_pairs(dot, sums[0]), sums[2]);
+#else
+    (void)kind;
+    UNROLL for (int c = 0; c < 4; c++) dot = dot_add(dot, w[c], load_bytes(q + c * 4 * WIDE, 4 * WIDE));
+    return dot;
+#endif
+}
+
+INLINE wide add_block_k(enum kind kind, wide acc, const struct unpacked *w, const uint8_t *q, const float *x) {
+    UNROLL for (int set = 0; set < SETS; set++) {
+        wide dot = __builtin_convertvector(dot_of_set(kind, w->q + 4 * set, q + set * 16 * WIDE), wide);
+        acc = wide_fma(w->shifts[set], load_wide(x + SUB_BLOCKS + set * WIDE, WIDE), acc);
+        acc = wide_fma(w->scales[set], dot * load_wide(x + set * WIDE, WIDE), acc);
+    }
+    return acc;
+}
+
+#endif
+
+// y = sum over sub-blocks of d s x_scale sum(q x_integer) - m t sum(x); Q6_K: - 32 d s sum(x)
 INLINE void tile_k(const struct product *p, int rows, int columns, const struct piece *piece) {
     int64_t blocks = p->K / BLOCK;
     wide acc[MAX_ROWS][COLUMNS];
@@ -237,36 +307,12 @@ INLINE void tile_k(const struct product *p, int rows, int columns, const struct 
     const float *x = p->x + piece->first * p->x_row;
     for (int64_t block = piece->k / BLOCK; block < piece->end / BLOCK; block++)
         UNROLL for (int j = 0; j < columns; j++) {
-            const uint8_t *w = (const uint8_t *)p->w + (piece->ns[j] * blocks + block) * block_bytes(p->kind);
-            prefetch_block(p->kind, piece, w);
-            struct scales scales = read_scales(p->kind, w);
-            wide_ints dot[MAX_ROWS];
-            UNROLL for (int i = 0; i < rows; i++) dot[i] = (wide_ints)0;
-            UNROLL for (int part = 0; part < BLOCK / PART; part++) {
-                pairs weights[VECTORS];
-                unpack_part(p->kind, w, &scales, part, weights);
-                UNROLL for (int i = 0; i < rows; i++)
-                    UNROLL for (int v = 0; v < VECTORS; v++) {
-                        pairs values;
-                        memcpy(&values, q + i * p->q_row + 2 * (block * BLOCK + part * PART + v * WORDS), sizeof values);
-                        dot[i] = add_products(dot[i], values, weights[v]);
-                    }
-            }
-            floats shift = __builtin_convertvector(scales.t, floats) * -scales.m;
-            UNROLL for (int i = 0; i < rows; i++) {
-                const float *sums_and_scale = x + i * p->x_row + block * 16;
-                wide factor = wide_splat(sums_and_scale[8] * scales.d);
-                acc[i][j] = wide_fma(__builtin_convertvector(dot[i], wide), factor, acc[i][j]);
-                if (p->kind == W_Q6_K) continue;
-#ifdef __AVX512F__
-                wide shifts, sums;
-                shifts.lo = shift, shifts.hi = splat(0.0f);
-                sums.lo = load(sums_and_scale), sums.hi = splat(0.0f);
-                acc[i][j] = wide_fma(shifts, sums, acc[i][j]);
-#else
-                acc[i][j] = wide_fma(shift, load(sums_and_scale), acc[i][j]);
-#endif
-            }
+            const uint8_t *packed = (const uint8_t *)p->w + (piece->ns[j] * blocks + block) * block_bytes(p->kind);
+            prefetch_block(p->kind, piece, packed);
+            struct unpacked w = unpack_k(p->kind, packed);
+            UNROLL for (int i = 0; i < rows; i++)
+                acc[i][j] = add_block_k(p->kind, acc[i][j], &w, q + i * p->q_row + block * BLOCK,
+                                        x + i * p->x_row + block * 2 * SUB_BLOCKS);
         }
     store_sums(p, rows, columns, piece, acc);
 }
@@ -280,7 +326,7 @@ INLINE void tile_k(const struct product *p, int rows, int columns, const struct 
             specialized.R = p->R - r < ROWS_TOGETHER ? p->R - r : ROWS_TOGETHER; \
             specialized.x = p->x + r * p->x_row, specialized.q = p->q + r * p->q_row, specialized.y = p->y + r * p->y_row; \
             matmul_range(&specialized, begin, end, tile, block_bytes(w_kind) * BLOCK / block_size(w_kind), \
-                         is_small(w_kind) ? 4 : 2); \
+                         is_small(w_kind) ? 4 : 0); \
         } \
     } \
     static void unpack_##name(const uint8_t *w, int64_t K, float *row) { \
@@ -295,15 +341,16 @@ INLINE void unpack_block(enum kind kind, const uint8_t *block, float *y) {
         return;
     }
     struct scales scales = read_scales(kind, block);
-    UNROLL for (int part = 0; part < BLOCK / PART; part++) {
-        pairs weights[VECTORS];
-        unpack_part(kind, block, &scales, part, weights);
-        UNROLL for (int v = 0; v < VECTORS; v++)
-            UNROLL for (int half = 0; half < 2; half++) {
-                int16_t VECTOR(WIDE) words = half ? weights[v].hi : weights[v].lo;
-                float shift = scales.m * (float)scales.t[2 * part + v / (VECTORS / 2)];
-                wide_store(y + part * PART + v * WORDS + half * WIDE, __builtin_convertvector(words, wide) * scales.d - shift);
-            }
+    UNROLL for (int v = 0; v < VECTORS; v++) {
+        bytes q = integers_at(kind, block, v);
+        if (kind == W_Q6_K) q -= 32;
+        UNROLL for (int part = 0; part < 4; part++) {
+            int first = v * 4 * WIDE + part * WIDE, sub_block = first / SUB_BLOCK;
+            int8_t VECTOR(WIDE) some;
+            memcpy(&some, (const char *)&q + part * WIDE, sizeof some);
+            wide integers = __builtin_convertvector(some, wide) * (float)scales.s[sub_block];
+            wide_store(y + first, integers * scales.d + (0.0f - scales.m * (float)scales.t[sub_block]));      // -0 + 0 is 0
+        }
     }
 }
 
@@ -382,21 +429,3 @@ static void check_rows(struct tasks *tasks, int64_t thread) {
 }
 
 ENTRY(matvec_check_scales, struct scales_call) { parallel_for(check_rows, call, threads); }
-
-// Rounds rows x (R,K) for products with k-quants: q (R,K) of 16 bits, and 16 floats of y for each block. A task is a row.
-struct words_call {
-    int64_t R, K;
-    const float *x;
-    uint8_t *q;
-    float *y;
-};
-
-static void round_rows(struct tasks *tasks, int64_t thread) {
-    const struct words_call *call = tasks->call;
-    (void)thread;
-    for (int64_t r; (r = next_task(tasks)) < call->R;)
-        prepare_input(W_Q4_K, call->x + r * call->K, call->K, 0, call->K, 0, 0, call->y + r * (call->K / BLOCK * 16),
-                      call->q + r * 2 * call->K);
-}
-
-ENTRY(matvec_round_to_words, struct words_call) { parallel_for(round_rows, call, threads); }

@@ -1,4 +1,4 @@
-// kernels/matvec: products, int4 inputs, and unpacking of int4 weights.
+// kernels/matvec: products, their inputs in blocks, and unpacking of int4 weights.
 
 #include "products.h"
 #include "../../native/csrc/threads.h"
@@ -29,18 +29,25 @@ static void multiply(struct tasks *tasks, int64_t thread) {
 
 ENTRY(matvec, struct call) { parallel_for(multiply, call, threads); }
 
-// Quantizes whole blocks of x for an int4 product: BLOCK bytes of q and 16 floats of y for each (prepare_input).
+// Quantizes rows x (R,K) of whole blocks for products with int4 or k-quants (prepare_input). q: K bytes of each row; y: `floats`
+// numbers of each block. A task is a row.
 struct arrange_call {
-    int64_t blocks;
+    int64_t kind, R, K, floats;
     const float *x;
     uint8_t *q;
     float *y;
 };
 
-ENTRY(matvec_arrange, struct arrange_call) {
-    (void)threads;
-    prepare_input(W_INT4, call->x, call->blocks * BLOCK, 0, call->blocks * BLOCK, 0, 0, call->y, call->q);
+static void arrange_rows(struct tasks *tasks, int64_t thread) {
+    const struct arrange_call *call = tasks->call;
+    int64_t K = call->K;
+    (void)thread;
+    for (int64_t r; (r = next_task(tasks)) < call->R;)
+        prepare_input((enum kind)call->kind, call->x + r * K, K, 0, K, 0, 0, call->y + r * (K / BLOCK) * call->floats,
+                      call->q + r * K);
 }
+
+ENTRY(matvec_arrange, struct arrange_call) { parallel_for(arrange_rows, call, threads); }
 
 // Unpacks int4 to W (N,K): integer times scale plus shift of its group. A task is a row.
 struct unpack_call {

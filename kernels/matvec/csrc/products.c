@@ -2,51 +2,6 @@
 
 #include "tile.h"
 
-// Dot products of unsigned x (0 to 127; to 255 with AVX-512) and signed w: multiply_pairs sums two neighbouring products, which
-// fits into 16 bits; dot_add adds four to a 32-bit sum.
-#if defined __AVX512F__
-INLINE wide_ints dot_add(wide_ints sums, bytes x, bytes w) {
-    return (wide_ints)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)x, (__m512i)w);
-}
-#elif defined __AVX2__
-INLINE pairs multiply_pairs(bytes x, bytes w) { return (pairs)_mm256_maddubs_epi16((__m256i)x, (__m256i)w); }
-
-INLINE wide_ints dot_add(wide_ints sums, bytes x, bytes w) {
-    return sums + (wide_ints)_mm256_madd_epi16((__m256i)multiply_pairs(x, w), _mm256_set1_epi16(1));
-}
-#else
-INLINE pairs multiply_pairs(bytes x, bytes w) {
-    int8x16_t x_halves[2], w_halves[2];
-    int16x8_t sums[2];
-    memcpy(x_halves, &x, sizeof x);
-    memcpy(w_halves, &w, sizeof w);
-    UNROLL for (int half = 0; half < 2; half++)
-        sums[half] = vpaddq_s16(vmull_s8(vget_low_s8(x_halves[half]), vget_low_s8(w_halves[half])),
-                                vmull_high_s8(x_halves[half], w_halves[half]));
-    pairs result;
-    memcpy(&result, sums, sizeof result);
-    return result;
-}
-
-INLINE wide_ints dot_add(wide_ints sums, bytes x, bytes w) {
-    int32x4_t four_sums[2];
-    memcpy(four_sums, &sums, sizeof sums);
-#ifdef __ARM_FEATURE_DOTPROD
-    int8x16_t x_halves[2], w_halves[2];
-    memcpy(x_halves, &x, sizeof x);
-    memcpy(w_halves, &w, sizeof w);
-    UNROLL for (int half = 0; half < 2; half++) four_sums[half] = vdotq_s32(four_sums[half], x_halves[half], w_halves[half]);
-#else
-    pairs pairwise = multiply_pairs(x, w);
-    int16x8_t eight[2];
-    memcpy(eight, &pairwise, sizeof pairwise);
-    UNROLL for (int half = 0; half < 2; half++) four_sums[half] = vpadalq_s16(four_sums[half], eight[half]);
-#endif
-    memcpy(&sums, four_sums, sizeof sums);
-    return sums;
-}
-#endif
-
 INLINE int64_t element_size(enum kind kind) { return kind == W_FLOAT32 ? 4 : kind == W_INT8 ? 1 : 2; }
 
 INLINE wide load_weights(enum kind kind, const void *p, int64_t n) {
@@ -619,30 +574,25 @@ INLINE void quantize_block(const float *x, uint8_t *q, float *y, int64_t K, int6
     }
 }
 
-// Quantizes a block of a row x for a product with k-quants to WORD_LEVELS steps of its largest magnitude. q: integers of 16 bits;
-// y: the sums of eight neighbouring groups of 32, then the scale; NaN if the block has a NaN.
-INLINE void quantize_to_words(const float *x, uint8_t *q, float *y, int64_t block) {
-    x += block * BLOCK, q += 2 * block * BLOCK, y += block * 16;
-    floats largest = splat(0.0f);
-    ints is_nan = (ints)0;
-    for (int k = 0; k < BLOCK; k += 8) {
-        floats values = load(x + k);
-        is_nan |= values != values;
-        largest = max(__builtin_elementwise_abs(values), largest);
+// Quantizes a block of a row x for a product with k-quants, each sub-block to 127 steps of its largest magnitude. q and y: the
+// sub-blocks' integers, scales and sums in the order of sub_block_lane, NaN for one that has a NaN.
+INLINE void quantize_sub_blocks(const float *x, uint8_t *q, float *y, int64_t block) {
+    x += block * BLOCK, q += block * BLOCK, y += block * 2 * SUB_BLOCKS;
+    for (int n = 0; n < SUB_BLOCKS; n++) {
+        floats low = load(x + n * SUB_BLOCK), high = load(x + n * SUB_BLOCK + 8);
+        float top = max_magnitude(max(__builtin_elementwise_abs(low), __builtin_elementwise_abs(high)),
+                                  (low != low) | (high != high));
+        ints halves[2] = {__builtin_convertvector(round_even(low * (127.0f / top)), ints),
+                          __builtin_convertvector(round_even(high * (127.0f / top)), ints)};
+        int8_t integers[SUB_BLOCK];      // of NaN, 0
+        int32_t total = 0;
+        UNROLL for (int e = 0; e < SUB_BLOCK; e++) total += integers[e] = (int8_t)halves[e / 8][e % 8];
+        float step = top / 127.0f;
+        int lane = sub_block_lane(n);
+        UNROLL for (int c = 0; c < 4; c++) memcpy(q + lane / WIDE * 16 * WIDE + c * 4 * WIDE + lane % WIDE * 4, integers + 4 * c, 4);
+        y[lane] = step;
+        y[SUB_BLOCKS + lane] = (float)total * step;
     }
-    float top = max_magnitude(largest, is_nan), step = top / WORD_LEVELS;
-    for (int g = 0; g < 8; g++) {
-        ints sums = (ints)0;
-        UNROLL for (int v = 0; v < 4; v++) {
-            int k = g * GROUP + v * 8;
-            ints levels = __builtin_convertvector(round_even(load(x + k) * (WORD_LEVELS / top)), ints);
-            int16_t VECTOR(8) words = __builtin_convertvector(levels, int16_t VECTOR(8));
-            memcpy(q + 2 * k, &words, sizeof words);
-            sums += __builtin_convertvector(words, ints);
-        }
-        y[g] = (float)__builtin_reduce_add(sums) * step;
-    }
-    y[8] = step;
 }
 
 void prepare_input(enum kind kind, const float *x, int64_t K, int64_t first, int64_t n, int64_t levels, int64_t offset,
@@ -652,5 +602,5 @@ void prepare_input(enum kind kind, const float *x, int64_t K, int64_t first, int
     if (kind == W_INT4)
         for (int64_t block = first / BLOCK; block * BLOCK < first + n; block++) quantize_block(x, q, floats, K, block);
     if (kind >= W_Q4_K)
-        for (int64_t block = first / BLOCK; block * BLOCK < first + n; block++) quantize_to_words(x, q, floats, block);
+        for (int64_t block = first / BLOCK; block * BLOCK < first + n; block++) quantize_sub_blocks(x, q, floats, block);
 }

@@ -12,19 +12,20 @@
 enum kind {
     W_FLOAT32, W_BFLOAT16, WX_BFLOAT16, W_INT8, W_INT4,
     W_Q8_0, W_Q4_0, W_Q4_1, W_Q5_0, W_Q5_1,      // blocks of 32; x stays float32
-    W_Q4_K, W_Q5_K, W_Q6_K,                      // blocks of 256; x is rounded to integers of 15 bits
+    W_Q4_K, W_Q5_K, W_Q6_K,                      // blocks of 256; x is rounded to integers of 8 bits
 };
 enum {
     GROUP = 32,              // int4: neighbours that share a scale
     BLOCK = 8 * GROUP,       // int4: eight groups, interleaved; k-quants: a block
+    SUB_BLOCK = 16,          // k-quants: neighbours of x that share a scale
+    SUB_BLOCKS = BLOCK / SUB_BLOCK,
     COLUMN_TILE = 32,        // W stored by input: outputs in a tile, a cache line in bfloat16
     SPARSE_TILE = 128,       // sparse product: outputs in a tile, four cache lines in bfloat16
 };
-#define WORD_LEVELS 16383.0f             // of x beside k-quants; a lane's sum of 32 products by up to 4096 fits into 32 bits
 
 // A product's operands. x (R,K) has rows x_row numbers apart. Kinds that round x read the output of prepare_input instead: q, the
-// rounded x, with rows q_row bytes apart, and x, which then holds a row's scale (int8), its groups' scales and sums (int4), or its
-// groups' sums and blocks' scales (k-quants).
+// rounded x, with rows q_row bytes apart, and x, which then holds a row's scale (int8), or the scales and sums of each block's
+// groups (int4) or sub-blocks (k-quants).
 struct product {
     enum kind kind;
     const void *w, *scale, *shift;       // W (N,K); scale and shift as in Packed

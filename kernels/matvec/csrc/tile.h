@@ -63,6 +63,80 @@ INLINE bytes load_bytes(const void *p, int64_t n) {
     return x;
 }
 
+// Dot products of unsigned x (0 to 127; to 255 with AVX-512) and signed w: multiply_pairs sums two neighbouring products, which
+// fits into 16 bits; dot_add adds four to a 32-bit sum.
+#if defined __AVX512F__
+INLINE wide_ints dot_add(wide_ints sums, bytes x, bytes w) {
+    return (wide_ints)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)x, (__m512i)w);
+}
+#elif defined __AVX2__
+INLINE pairs multiply_pairs(bytes x, bytes w) { return (pairs)_mm256_maddubs_epi16((__m256i)x, (__m256i)w); }
+
+INLINE wide_ints add_pairs(wide_ints sums, pairs x) {
+    return sums + (wide_ints)_mm256_madd_epi16((__m256i)x, _mm256_set1_epi16(1));
+}
+
+INLINE wide_ints dot_add(wide_ints sums, bytes x, bytes w) { return add_pairs(sums, multiply_pairs(x, w)); }
+#else
+INLINE pairs multiply_pairs(bytes x, bytes w) {
+    int8x16_t x_halves[2], w_halves[2];
+    int16x8_t sums[2];
+    memcpy(x_halves, &x, sizeof x);
+    memcpy(w_halves, &w, sizeof w);
+    UNROLL for (int half = 0; half < 2; half++)
+        sums[half] = vpaddq_s16(vmull_s8(vget_low_s8(x_halves[half]), vget_low_s8(w_halves[half])),
+                                vmull_high_s8(x_halves[half], w_halves[half]));
+    pairs result;
+    memcpy(&result, sums, sizeof result);
+    return result;
+}
+
+INLINE wide_ints dot_add(wide_ints sums, bytes x, bytes w) {
+    int32x4_t four_sums[2];
+    memcpy(four_sums, &sums, sizeof sums);
+#ifdef __ARM_FEATURE_DOTPROD
+    int8x16_t x_halves[2], w_halves[2];
+    memcpy(x_halves, &x, sizeof x);
+    memcpy(w_halves, &w, sizeof w);
+    UNROLL for (int half = 0; half < 2; half++) four_sums[half] = vdotq_s32(four_sums[half], x_halves[half], w_halves[half]);
+#else
+    pairs pairwise = multiply_pairs(x, w);
+    int16x8_t eight[2];
+    memcpy(eight, &pairwise, sizeof pairwise);
+    UNROLL for (int half = 0; half < 2; half++) four_sums[half] = vpadalq_s16(four_sums[half], eight[half]);
+#endif
+    memcpy(&sums, four_sums, sizeof sums);
+    return sums;
+}
+#endif
+
+// Interleave two vectors' 32-bit or 64-bit elements in each 128 bits: zip_low the first half of them, zip_high the second.
+#ifdef __AVX512F__
+INLINE wide_ints zip_low(wide_ints a, wide_ints b) {
+    return __builtin_shufflevector(a, b, 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29);
+}
+INLINE wide_ints zip_high(wide_ints a, wide_ints b) {
+    return __builtin_shufflevector(a, b, 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31);
+}
+INLINE wide_ints zip_low_pairs(wide_ints a, wide_ints b) {
+    return __builtin_shufflevector(a, b, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29);
+}
+INLINE wide_ints zip_high_pairs(wide_ints a, wide_ints b) {
+    return __builtin_shufflevector(a, b, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
+}
+#else
+INLINE wide_ints zip_low(wide_ints a, wide_ints b) { return __builtin_shufflevector(a, b, 0, 8, 1, 9, 4, 12, 5, 13); }
+INLINE wide_ints zip_high(wide_ints a, wide_ints b) { return __builtin_shufflevector(a, b, 2, 10, 3, 11, 6, 14, 7, 15); }
+INLINE wide_ints zip_low_pairs(wide_ints a, wide_ints b) { return __builtin_shufflevector(a, b, 0, 1, 8, 9, 4, 5, 12, 13); }
+INLINE wide_ints zip_high_pairs(wide_ints a, wide_ints b) { return __builtin_shufflevector(a, b, 2, 3, 10, 11, 6, 7, 14, 15); }
+#endif
+
+// k-quants: the lane of sub-block n among those of a block's sums. zip_low and zip_high put there 4 bytes of each.
+INLINE int sub_block_lane(int n) {
+    int in_128_bits = WIDE / 4, in_set = n % WIDE;
+    return n / WIDE * WIDE + in_set % in_128_bits * 4 + in_set / in_128_bits;
+}
+
 // A part of a tile: inputs k to end - 1 of rows ns[j] of W, j < columns, and of the rows of x that start at row `first`.
 struct piece {
     int64_t ns[COLUMNS], first, k, end;

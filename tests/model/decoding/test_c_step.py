@@ -43,14 +43,15 @@ def model_in(format: str, generation: str, sizes: str = "whole blocks", **others
 @pytest.mark.parametrize("format", [pytest.param(format, marks=usual(format)) for format in BLOCKS])
 @torch.no_grad()
 def test_steps_with_blocks_are_the_models_in_float64(level: str, format: str, generation: str) -> None:
-    """With k-quants, a last bit may round an input to its other neighbour, a step of 15 bits away."""
+    """With k-quants, a last bit may round an input to its other neighbour, in some rows, which are off from then on."""
     model = model_in(format, generation)
     several = tokens(model, B=3, T=6)
     decoder, reference = CDecoder(model, model.empty_state(3)), Decoder(exact(model), model.empty_state(3))
-    off = torch.stack([(decoder.step(several[:, t]) - reference.step(several[:, t])).abs().amax(-1) for t in range(6)]).amax(0)
-    close = 5e-3 if issubclass(FORMATS[format], KQuant) else 2e-5
-    assert off.max() <= close
-    assert_same_state(decoder.state(), reference.state(), 5 * close)
+    off = torch.stack([(decoder.step(several[:, t]) - reference.step(several[:, t])).abs().amax(-1) for t in range(6)])
+    rounds_inputs = issubclass(FORMATS[format], KQuant)
+    assert (off.amin(1) if rounds_inputs else off).max() <= 2e-5
+    assert off.max() <= (0.1 if rounds_inputs else 2e-5)
+    assert_same_state(decoder.state(), reference.state(), 0.1 if rounds_inputs else 1e-4)
 
 
 def longer(struct: Any) -> Any:
