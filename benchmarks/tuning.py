@@ -86,7 +86,7 @@ def matches(folder: Path, checkpoint: str, questions: Sequence[Pair]) -> float:
     code = (f"import json, sys; sys.path.insert(0, {str(ROOT)!r})\n"
             "from rwkv import RWKV, Tokenizer\n"
             "from rwkv.generation.engine import generate_batch\n"
-            "from rwkv.chat.templates import chat_template\n"
+            "from rwkv.chat.turn_templates import chat_template\n"
             "template = chat_template('world')\n"
             f"model, questions = RWKV.from_pretrained({checkpoint!r}), json.load(sys.stdin)\n"
             "prompts = [template.render([{'role': 'user', 'content': question}]) for question, _ in questions]\n"

@@ -35,9 +35,9 @@ from rwkv.checkpoint.tuned import surviving_fraction
 from rwkv.config import BLOCKS, DTYPES, SavedModelConfig
 from rwkv.errors import UserError
 from rwkv.generation.prefix_cache import PrefillResult
-from rwkv.generation.states import context_of_state, is_state_file, load_context
+from rwkv.generation.state_files import context_of_state, is_state_file, load_context
 from rwkv.io.lines import counted, wrap_text
-from rwkv.io.state_file import state_file
+from rwkv.io.state_path import state_path
 from rwkv.model.base import MATRICES, Model, generation, is_linear_weight
 from rwkv.model.operators import operator_for
 from rwkv.model.quantized import IN_C, BlockLinear, Int4Linear, Int8Linear, to_blocks, to_int4, to_int8, to_packed
@@ -263,7 +263,7 @@ class OpenCheckpoint(NamedTuple):
         """
         if state is None:
             return self.model(), None
-        path = state_file(state)
+        path = state_path(state)
         if is_state_file(path):
             if layout is not None:
                 raise UserError(f"state_layout= requires a file with a tuned state, but {path} was written by "

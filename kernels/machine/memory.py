@@ -29,6 +29,19 @@ def resident_memory(root: Path = Path("/")) -> int:
     return 0
 
 
+def peak_memory(root: Path = Path("/")) -> float:
+    """Returns the largest number of bytes of memory that this process has used so far, or NaN on Windows."""
+    if sys.platform == "win32":
+        return float("nan")              # the standard library cannot measure the peak on Windows
+    for line in _lines(root / "proc/self/status"):
+        if line.startswith("VmHWM:"):    # some sandboxes lack this line
+            return 1024 * int(line.split()[1])
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss        # on Linux includes the parent's peak from before exec
+    return 1024 * peak if sys.platform == "linux" else peak          # macOS counts bytes
+
+
 def _free_in_cgroups(root: Path) -> Iterator[int]:
     """Yields the bytes left in each control group with a limit, from this process's own group up to the mount point.
 

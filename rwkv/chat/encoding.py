@@ -18,9 +18,9 @@ from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any, NamedTuple
 
+from rwkv.chat.interface import END, ChatTemplate, Part
 from rwkv.chat.jinja import JinjaTemplate
 from rwkv.chat.messages import ROLES, Message, Tools, check_messages
-from rwkv.chat.template import END, ChatTemplate, Part
 from rwkv.chat.thoughts import Think
 from rwkv.errors import UserError
 from rwkv.tokenizer.tokenizers import Tokenizer

@@ -9,8 +9,8 @@ from functools import cached_property
 from itertools import product
 from typing import NamedTuple
 
+from rwkv.chat.interface import END, ChatTemplate, Part
 from rwkv.chat.messages import ROLES, Message, Tools, check_messages, is_learnt
-from rwkv.chat.template import END, ChatTemplate, Part
 from rwkv.chat.thoughts import Think, thoughts_at_end, with_hint
 from rwkv.errors import UserError
 

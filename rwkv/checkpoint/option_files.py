@@ -6,12 +6,12 @@ from dataclasses import replace
 from pathlib import PurePosixPath
 
 from kernels.arguments import from_home
-from rwkv.chat.templates import chat_template
+from rwkv.chat.turn_templates import chat_template
 from rwkv.checkpoint.location import locate
 from rwkv.config import DRAFT_TOKENS, NGRAM, DraftedConfig, SavedModelConfig, ServeConfig
 from rwkv.errors import UserError
 from rwkv.io import hub
-from rwkv.io.state_file import state_file
+from rwkv.io.state_path import state_path
 from rwkv.tokenizer.tokenizers import Tokenizer
 
 
@@ -33,7 +33,7 @@ def require_files(config: SavedModelConfig, template: str | None = None, state: 
         chat_template(template)
     layout = getattr(config, "state_layout", None)
     if state is not None:
-        state_file(state)
+        state_path(state)
     elif layout is not None and not getattr(config, "adapters", None):
         raise UserError("state_layout requires state=")
 

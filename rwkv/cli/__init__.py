@@ -1,9 +1,9 @@
 """The command line of the programs: checks the arguments, composes the options with Hydra, and reports a user's errors.
 
     arguments.py    sorts the arguments                 configs.py    the folder configs/: groups and their choices
-    checks.py       names of options and choices        recipe.py     files of options for experiment= and debug=
+    option_names.py checks the names, and suggests      recipe.py     files of options for experiment= and debug=
     composition.py  Hydra, and the jobs of a sweep      help.py       the page of --help
-    errors.py       exit statuses                       garbage.py    turns off garbage collection while a program starts
+    exits.py        exit statuses                       garbage.py    turns off garbage collection while a program starts
 
 The options are fields of the dataclasses in rwkv/config/. The values come from configs/NAME.yaml and from the files of its
 groups. Names are checked before Hydra and torch are imported.
@@ -17,12 +17,12 @@ from functools import partial
 from pathlib import Path
 
 from rwkv.cli.arguments import HELP_FLAGS, SHOW_JOB, SWEEP_FLAGS, CommandLine, print_hints, split
-from rwkv.cli.checks import check
 from rwkv.cli.composition import Config, Job, Jobs, as_yaml, build, compose, jobs
 from rwkv.cli.configs import CONFIGS, KERNELS, choices, groups, preset
-from rwkv.cli.errors import INTERRUPTED, USER_ERROR, exit_on_user_error
+from rwkv.cli.exits import INTERRUPTED, USER_ERROR, exit_on_user_error
 from rwkv.cli.garbage import without_garbage_collection
 from rwkv.cli.help import help_page
+from rwkv.cli.option_names import check
 from rwkv.commands import command
 from rwkv.errors import UserError
 from rwkv.io.broken_pipe import discard_when_unread

@@ -19,8 +19,8 @@ import yaml
 
 from rwkv.cli import configs, recipe
 from rwkv.cli.arguments import CommandLine
-from rwkv.cli.checks import check, check_override, split_choices
 from rwkv.cli.configs import EXPERIMENT, KERNELS, NULL_CHOICES, OPTIONAL, groups
+from rwkv.cli.option_names import check, check_override, split_choices
 from rwkv.config import PATH, TEXT, TrainConfig, free_text_kind, options
 from rwkv.errors import UserError
 from rwkv.io.json_types import JsonObject

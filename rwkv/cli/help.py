@@ -9,9 +9,9 @@ from pathlib import Path
 
 from rwkv.cli import configs
 from rwkv.cli.arguments import CommandLine
-from rwkv.cli.checks import check
 from rwkv.cli.composition import compose
 from rwkv.cli.configs import KERNELS, choices
+from rwkv.cli.option_names import check
 from rwkv.commands import commands_as_typed
 from rwkv.config import options
 

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from rwkv.chat.encoding import encode, for_tokenizer, mark_special_names
+from rwkv.chat.interface import ChatTemplate
 from rwkv.chat.messages import Message, check_messages
-from rwkv.chat.template import ChatTemplate
 from rwkv.chat.thoughts import Think, answer_message
 from rwkv.config import Sampling
 from rwkv.errors import UserError

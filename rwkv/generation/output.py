@@ -21,7 +21,7 @@ from rwkv.generation.options import grammar_from
 from rwkv.generation.prefix_cache import PrefillResult
 from rwkv.generation.request import Request
 from rwkv.generation.row import Row, Sample
-from rwkv.generation.states import save_context
+from rwkv.generation.state_files import save_context
 from rwkv.generation.stopping import StoppingCriteria
 from rwkv.io.lines import counted, escape_controls
 from rwkv.io.signals import StopRequest

@@ -18,7 +18,7 @@ from rwkv.checkpoint.option_files import errors_of
 from rwkv.config import MIB, ServeConfig
 from rwkv.errors import UserError
 from rwkv.generation.prefix_cache import PrefillResult
-from rwkv.generation.states import StateFormat, context_of_state, is_state_file
+from rwkv.generation.state_files import StateFormat, context_of_state, is_state_file
 from rwkv.io import hub
 from rwkv.io.lines import counted
 from rwkv.model.base import Model, fingerprint, generation

@@ -47,7 +47,7 @@ from rwkv.io.utf8 import decode
 from rwkv.programs.sampling import SAMPLING_OPTIONS, SamplingChoice, preset
 
 if TYPE_CHECKING:
-    from rwkv.chat.template import ChatTemplate
+    from rwkv.chat.interface import ChatTemplate
     from rwkv.generation.conversation import Chat
 
 DIM = "\033[2m"                          # escape codes of a terminal
@@ -78,7 +78,7 @@ def chat(config: ChatConfig, line: cli.CommandLine) -> None:
 
 @without_garbage_collection()
 def _open(config: ChatConfig, line: cli.CommandLine) -> tuple["Chat", SamplingChoice]:
-    from rwkv.chat.templates import chat_template
+    from rwkv.chat.turn_templates import chat_template
     from rwkv.generation.conversation import Chat
     from rwkv.generation.decoder import decoding_line
     from rwkv.pretrained import open_checkpoint, template_choice, template_line

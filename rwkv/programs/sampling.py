@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rwkv import cli
+from rwkv.chat.interface import ChatTemplate
 from rwkv.chat.metadata import Generation, generation_in
 from rwkv.chat.names import Choice, template_of_series
-from rwkv.chat.template import ChatTemplate
 from rwkv.chat.thoughts import Think
 from rwkv.config import Sampling
 from rwkv.errors import UserError

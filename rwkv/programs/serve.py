@@ -79,7 +79,7 @@ def load(config: ServeConfig, user_keys: Collection[str] = ()) -> "Loaded":
     """Loads the model and the adapters. `user_keys` has the options that the user has set."""
     import torch
 
-    from rwkv.chat.templates import chat_template
+    from rwkv.chat.turn_templates import chat_template
     from rwkv.generation.decoder import decoding_line
     from rwkv.model.base import n_parameters, state_nbytes
     from rwkv.model.decoding.c_step import step_of, why_not

@@ -11,7 +11,7 @@ from pathlib import Path
 import uvicorn
 
 from rwkv.chat.encoding import for_tokenizer
-from rwkv.chat.templates import chat_template
+from rwkv.chat.turn_templates import chat_template
 from rwkv.config import ServeConfig
 from rwkv.errors import UserError
 from rwkv.io.lines import counted

@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from starlette.requests import Request
 
-from rwkv.chat.template import ChatTemplate
+from rwkv.chat.interface import ChatTemplate
 from rwkv.chat.thoughts import Think
 from rwkv.config import MIB, ServeConfig
 from rwkv.serving.engine.compiling import Compilers

@@ -5,7 +5,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from rwkv.chat.encoding import encode, for_tokenizer, visible_text
-from rwkv.chat.template import ChatTemplate
+from rwkv.chat.interface import ChatTemplate
 from rwkv.data.sources.chat import holds_conversations, parts_of
 from rwkv.data.sources.jsonl import entries
 from rwkv.errors import UserError

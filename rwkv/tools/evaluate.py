@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 from tqdm import tqdm
 
 from rwkv import cli
-from rwkv.chat.templates import chat_template
+from rwkv.chat.turn_templates import chat_template
 from rwkv.checkpoint.option_files import require_files
 from rwkv.config import EvaluateConfig
 from rwkv.errors import UserError

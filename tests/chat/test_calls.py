@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rwkv.chat.calls import CALL_START, CallParser
-from rwkv.chat.templates import chat_template
+from rwkv.chat.turn_templates import chat_template
 from rwkv.errors import UserError
 
 CITY = {"city": {"type": "string"}}

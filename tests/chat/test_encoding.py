@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from tokenizer_files import KINDS, LETTERS, chatml
 
 from rwkv.chat.encoding import decode_with_special_names, encode, for_tokenizer, mark_special_names, remove_marks
+from rwkv.chat.interface import ChatTemplate
 from rwkv.chat.jinja import JinjaTemplate
-from rwkv.chat.template import ChatTemplate
-from rwkv.chat.templates import chat_template
+from rwkv.chat.turn_templates import chat_template
 from rwkv.errors import UserError
 from rwkv.tokenizer.lost_bytes import LossCounter
 from rwkv.tokenizer.tokenizers import ByteTokenizer, JsonTokenizer, Tokenizer

@@ -13,11 +13,11 @@ import jinja2
 import pytest
 
 from rwkv.chat.encoding import encode, for_tokenizer
+from rwkv.chat.interface import ChatTemplate
 from rwkv.chat.jinja import JinjaTemplate
 from rwkv.chat.messages import Message
-from rwkv.chat.template import ChatTemplate
-from rwkv.chat.templates import chat_template
 from rwkv.chat.thoughts import Think
+from rwkv.chat.turn_templates import chat_template
 from rwkv.errors import UserError
 from rwkv.tokenizer.tokenizers import Tokenizer
 

@@ -10,7 +10,7 @@ from rwkv.chat import sandbox
 from rwkv.chat.encoding import for_tokenizer, visible_text
 from rwkv.chat.jinja import JinjaTemplate
 from rwkv.chat.messages import check_messages
-from rwkv.chat.templates import chat_template
+from rwkv.chat.turn_templates import chat_template
 from rwkv.errors import UserError
 from rwkv.tokenizer.tokenizers import ByteTokenizer
 

@@ -10,7 +10,7 @@ import pytest
 from rwkv.chat.encoding import encode
 from rwkv.chat.metadata import Generation, generation_in
 from rwkv.chat.names import default_template
-from rwkv.chat.templates import chat_template
+from rwkv.chat.turn_templates import chat_template
 from rwkv.errors import UserError
 from rwkv.tokenizer.tokenizers import ByteTokenizer
 

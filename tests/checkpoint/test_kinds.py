@@ -31,7 +31,7 @@ from rwkv.checkpoint.files import read_checkpoint
 from rwkv.config import ModelConfig
 from rwkv.generation.engine import generate
 from rwkv.generation.prefill import prefill
-from rwkv.generation.states import context_of_state, load_context, save_context
+from rwkv.generation.state_files import context_of_state, load_context, save_context
 from rwkv.model.rwkv7 import UNUSED
 from rwkv.pretrained import RWKV
 from rwkv.programs.serve import load

@@ -13,7 +13,7 @@ from training_runs import SMALL, TEXT
 from tuned_runs import write_run
 
 from rwkv.generation.prefill import prefill
-from rwkv.generation.states import save_context
+from rwkv.generation.state_files import save_context
 from rwkv.tokenizer.tokenizers import ByteTokenizer
 
 pytestmark = pytest.mark.programs

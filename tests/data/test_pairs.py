@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from token_arrays import token_array_of
 
-from rwkv.chat.templates import chat_template
+from rwkv.chat.turn_templates import chat_template
 from rwkv.config import DataConfig
 from rwkv.data.conversations import Rows, annotated_conversations
 from rwkv.data.pairs import PairRows, Pairs, rows_of

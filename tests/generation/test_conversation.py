@@ -14,7 +14,7 @@ from programs import Run, one_sentence
 from tokenizer_files import chatml, sentencepiece_bpe
 
 from rwkv.chat.encoding import encode
-from rwkv.chat.templates import chat_template
+from rwkv.chat.turn_templates import chat_template
 from rwkv.config import Sampling
 from rwkv.errors import UserError
 from rwkv.generation.conversation import Chat

@@ -9,7 +9,7 @@ from models import following, small_model
 from programs import Run, composed, one_sentence
 
 from kernels import native
-from rwkv.chat.templates import chat_template
+from rwkv.chat.turn_templates import chat_template
 from rwkv.config import Sampling
 from rwkv.generation.conversation import Chat
 from rwkv.generation.draft import NGram

@@ -24,7 +24,7 @@ from rwkv.generation.prefix_cache import PrefillResult, PrefixCache
 from rwkv.generation.request import Request
 from rwkv.generation.row import Row, Sample
 from rwkv.generation.sampling import Sampling, next_tokens
-from rwkv.generation.states import load_context, save_context
+from rwkv.generation.state_files import load_context, save_context
 from rwkv.generation.stopping import StoppingCriteria
 from rwkv.pretrained import RWKV
 from rwkv.tokenizer.tokenizers import ByteTokenizer, CharTokenizer, JsonTokenizer, Tokenizer

@@ -10,7 +10,7 @@ from models import each_generation, in_format, small_model
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from rwkv.chat.templates import chat_template
+from rwkv.chat.turn_templates import chat_template
 from rwkv.generation.conversation import Chat
 from rwkv.generation.decoder import decoder_of
 from rwkv.generation.engine import Engine, generate

@@ -12,8 +12,8 @@ from programs import Run, caller
 from serving_runs import serving
 
 from rwkv.chat.names import choose_template
-from rwkv.chat.templates import chat_template
 from rwkv.chat.thoughts import Think
+from rwkv.chat.turn_templates import chat_template
 from rwkv.config import ChatConfig, Sampling
 from rwkv.errors import UserError
 from rwkv.programs.sampling import ChosenSampling, SamplingChoice, preset

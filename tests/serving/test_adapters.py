@@ -22,7 +22,7 @@ from rwkv.config import KernelConfig, ServeConfig
 from rwkv.errors import UserError
 from rwkv.generation.engine import generate, generate_batch
 from rwkv.generation.prefill import prefill
-from rwkv.generation.states import load_context, save_context
+from rwkv.generation.state_files import load_context, save_context
 from rwkv.pretrained import RWKV, open_checkpoint
 from rwkv.programs.adapters import read_adapters, require_room
 from rwkv.tokenizer.tokenizers import ByteTokenizer

@@ -13,8 +13,8 @@ import pytest
 from serving_runs import Running
 from test_limits import refused
 
-from rwkv.chat.template import END
-from rwkv.chat.templates import chat_template
+from rwkv.chat.interface import END
+from rwkv.chat.turn_templates import chat_template
 from rwkv.serving.schema import (
     ChatRequest,
     CompletionRequest,

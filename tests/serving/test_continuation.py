@@ -11,9 +11,9 @@ from test_special_tokens import END, TEMPLATE, TOKENIZER
 from test_tools import TOOLS
 
 from rwkv.chat.encoding import for_tokenizer
+from rwkv.chat.interface import ChatTemplate
 from rwkv.chat.jinja import JinjaTemplate
-from rwkv.chat.template import ChatTemplate
-from rwkv.chat.templates import chat_template
+from rwkv.chat.turn_templates import chat_template
 from rwkv.config import ServeConfig
 from rwkv.errors import UserError
 from rwkv.serving.http.errors import ApiError

@@ -13,7 +13,7 @@ import torch
 from serving_runs import LETTERS, Running, wait_until
 
 from rwkv.generation.prefill import prefill
-from rwkv.generation.states import save_context
+from rwkv.generation.state_files import save_context
 from rwkv.pretrained import RWKV
 from rwkv.tokenizer.tokenizers import ByteTokenizer
 

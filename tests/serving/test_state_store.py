@@ -18,13 +18,13 @@ from safetensors.torch import load, save
 from serving_runs import LETTERS, Running, post, reset, serving, wait_until
 from test_limits import BODIES, refused
 
-from rwkv.chat.templates import chat_template
+from rwkv.chat.turn_templates import chat_template
 from rwkv.config import Sampling, ServeConfig
 from rwkv.errors import UserError
 from rwkv.generation.engine import Engine, generate, generate_batch
 from rwkv.generation.prefill import prefill
 from rwkv.generation.request import Request
-from rwkv.generation.states import CHECKSUM, StateFormat, checksum, load_context, metadata_of, save_context
+from rwkv.generation.state_files import CHECKSUM, StateFormat, checksum, load_context, metadata_of, save_context
 from rwkv.generation.stopping import StoppingCriteria
 from rwkv.pretrained import RWKV
 from rwkv.serving.http.errors import ApiError

@@ -8,7 +8,7 @@ import httpx
 import pytest
 from serving_runs import Running
 
-from rwkv.chat.templates import chat_template
+from rwkv.chat.turn_templates import chat_template
 
 if TYPE_CHECKING:
     import openai

@@ -16,7 +16,7 @@ from programs import Run, one_sentence
 from tokenizer_files import KINDS
 
 from rwkv import evaluation
-from rwkv.chat.templates import chat_template
+from rwkv.chat.turn_templates import chat_template
 from rwkv.errors import UserError
 from rwkv.io import utf8
 from rwkv.pretrained import RWKV

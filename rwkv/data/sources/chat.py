@@ -30,10 +30,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from rwkv.chat.interface import END, ChatTemplate, Part
 from rwkv.chat.messages import EMPTY
-from rwkv.chat.template import END, ChatTemplate, Part
-from rwkv.chat.templates import chat_template
 from rwkv.chat.thoughts import parse_think
+from rwkv.chat.turn_templates import chat_template
 from rwkv.config import DataConfig
 from rwkv.data.documents.copies import Placement, Splitter, fingerprint
 from rwkv.data.documents.source import Document, Source, chunks_of

@@ -18,9 +18,9 @@ from time import monotonic
 from typing import NamedTuple
 
 from rwkv.errors import UserError
-from rwkv.generation.grammar.json_schema import allows_unbounded_numbers, rewrite_schema
-from rwkv.generation.grammar.keywords import DEFINITIONS, Schema, nested_schemas, require_schema, schema_path
 from rwkv.generation.grammar.library import grammar_error, llguidance_module
+from rwkv.generation.grammar.schema_checks import DEFINITIONS, Schema, nested_schemas, require_schema, schema_path
+from rwkv.generation.grammar.schema_rewrites import allows_unbounded_numbers, rewrite_schema
 from rwkv.io.json_types import JsonObject
 from rwkv.io.utf8 import require_unicode
 

@@ -13,9 +13,9 @@ from starlette.requests import Request
 from rwkv.chat.calls import START, call_stop
 from rwkv.chat.encoding import for_tokenizer
 from rwkv.chat.messages import check_messages
-from rwkv.chat.templates import chat_template
 from rwkv.chat.thoughts import START as START_OF_THOUGHTS
 from rwkv.chat.thoughts import parser_arguments, thoughts_at_end, thoughts_end
+from rwkv.chat.turn_templates import chat_template
 from rwkv.errors import UserError
 from rwkv.generation.grammar import Grammar
 from rwkv.generation.request import Request as EngineRequest

@@ -22,7 +22,7 @@ from rwkv.generation.engine import Engine
 from rwkv.generation.grammar.matcher import cached_matchers
 from rwkv.generation.prefix_cache import Key, PrefillResult, PrefixCache
 from rwkv.generation.row import Row
-from rwkv.generation.states import StateFormat, context_of_state
+from rwkv.generation.state_files import StateFormat, context_of_state
 from rwkv.io.signals import STOPPING
 from rwkv.model.base import Model, n_parameters
 from rwkv.serving.log import say

@@ -14,8 +14,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from rwkv.chat.encoding import encode, mark_special_names
+from rwkv.chat.interface import ChatTemplate
 from rwkv.chat.messages import Message, Tools, check_messages
-from rwkv.chat.template import ChatTemplate
 from rwkv.chat.thoughts import THOUGHT_STARTS, Think, thoughts_at_end
 from rwkv.config import MIB, ServeConfig
 from rwkv.errors import UserError

@@ -20,7 +20,7 @@ from rwkv.config import MIB, ServeConfig
 from rwkv.errors import UserError
 from rwkv.fair_lru import FairLRU
 from rwkv.generation.prefix_cache import PrefillResult
-from rwkv.generation.states import LONGEST_HEADER, StateFormat, metadata_of
+from rwkv.generation.state_files import LONGEST_HEADER, StateFormat, metadata_of
 from rwkv.io.atomic import write_file
 from rwkv.serving.log import say
 from rwkv.serving.messages import FolderChanges, SavedState, Turn

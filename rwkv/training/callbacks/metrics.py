@@ -1,11 +1,9 @@
 """Measures and logs training steps: loss, learning rate, throughput, gradient norms and memory."""
 
 import statistics
-import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import cast
 
 import lightning
@@ -14,6 +12,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
 
+from kernels.machine.memory import peak_memory
 from rwkv.distributed import all_gather, all_sum, log, rank, world_size
 from rwkv.io.json_types import StateDict
 from rwkv.io.lines import counted
@@ -126,32 +125,11 @@ class Metrics(Callback):
         self._interval_unpadded = 0
 
 
-def peak_memory_mib(device: torch.device, root: Path = Path("/")) -> float:
-    """Returns the peak memory in MiB, or NaN on Windows.
-
-    On a GPU, the memory is that of torch's allocations. On a CPU, the memory is this process's resident set. `root` is the
-    folder that contains proc/.
-    """
+def peak_memory_mib(device: torch.device) -> float:
+    """Returns the peak memory in MiB: of torch's allocations on a GPU, of this process on a CPU. Returns NaN on Windows."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2 ** 20
-    if sys.platform == "win32":
-        return float("nan")              # the standard library cannot measure the peak on Windows
-    import resource
-
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    if sys.platform != "linux":
-        return peak / 2 ** 20            # macOS counts bytes, and Linux counts KiB
-    exact_peak = _peak_kib(root / "proc/self/status")    # getrusage includes the parent's peak from before exec
-    return (peak if exact_peak is None else exact_peak) / 2 ** 10
-
-
-def _peak_kib(status: Path) -> int | None:
-    """Returns VmHWM of /proc/self/status, or None if the file or the line is missing, as in some sandboxes."""
-    try:
-        lines = status.read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return None
-    return next((int(line.split()[1]) for line in lines if line.startswith("VmHWM:")), None)
+    return peak_memory() / 2 ** 20
 
 
 def gradient_norms(model: Model) -> dict[str, float]:

@@ -18,7 +18,7 @@ from rwkv.checkpoint.formats import _torch_file
 from rwkv.checkpoint.lazy_tensors import Stored
 from rwkv.config import TrainConfig
 from rwkv.generation.prefix_cache import PrefillResult
-from rwkv.generation.states import save_context
+from rwkv.generation.state_files import save_context
 from rwkv.io.atomic import write_file
 from rwkv.model.base import TIME_STATE, Model
 from rwkv.model.lora import adapter_tensors, layers_to_adapt

@@ -14,7 +14,7 @@ from rwkv.config import DataConfig, ModelConfig, TrainConfig
 from rwkv.distributed import log
 from rwkv.errors import CheckpointError, UserError
 from rwkv.io import hub
-from rwkv.io.state_file import state_file
+from rwkv.io.state_path import state_path
 from rwkv.model.base import generation, names_with_learnt_state
 from rwkv.model.lora import layers_to_adapt
 from rwkv.tokenizer.tokenizers import MADE_FROM_DATA, Tokenizer
@@ -39,7 +39,7 @@ def open_init_checkpoint(config: TrainConfig, user_keys: Collection[str]) -> tup
         pinned = hub.fetch(str(config.init_from)).pinned if on_hub else str(checkpoint.path.resolve())
         config = replace(config, init_from=pinned)
     if config.tune.state is not None:
-        state = time_states.read(state_file(config.tune.state), checkpoint.config)
+        state = time_states.read(state_path(config.tune.state), checkpoint.config)
         checkpoint = replace(checkpoint, time_states=state.layers, state_note=state.line)
     require_tunable(config, checkpoint)
     return config, checkpoint, _tokenizer(config.data, user_keys, checkpoint)

@@ -11,15 +11,15 @@ from models import small_model, tokens
 from programs import Run
 from training_runs import OWN, SMALL, TEXT, content, losses, rows, same
 
+from kernels.machine.memory import peak_memory
 from rwkv.config import TrainConfig, TrainerConfig
 from rwkv.errors import UserError
 from rwkv.report.run_files import read_samples
 from rwkv.tokenizer.tokenizers import ByteTokenizer, CharTokenizer
-from rwkv.training.callbacks.metrics import gradient_norms, peak_memory_mib
+from rwkv.training.callbacks.metrics import gradient_norms
 from rwkv.training.callbacks.samples import Samples, sample_every
 from rwkv.training.loggers import COLUMNS, MetricsFile, norm_names
 
-CPU = torch.device("cpu")
 PROMPT = "line 7, ${x}: "
 BRIEF = (*SMALL, "logger=csv", "kernel=conv1d", "model.ctx_len=16", "trainer.max_steps=5", "trainer.sample_tokens=6",
          f"data.sample_prompt={PROMPT}")
@@ -132,4 +132,4 @@ def test_peak_memory_without_what_proc_says(tmp_path: Path, status: str | None) 
     if status is not None:
         (tmp_path / "proc/self").mkdir(parents=True)
         (tmp_path / "proc/self/status").write_text(status)
-    assert 0.9 < peak_memory_mib(CPU, tmp_path) / peak_memory_mib(CPU) < 100
+    assert 0.9 < peak_memory(tmp_path) / peak_memory() < 100

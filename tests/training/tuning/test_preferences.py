@@ -15,7 +15,7 @@ from programs import Run, one_sentence
 from safetensors.torch import load_file
 from training_runs import assert_same_training, content, done_here, forked, kill_after, losses, same
 
-from rwkv.chat.templates import chat_template
+from rwkv.chat.turn_templates import chat_template
 from rwkv.config import DataConfig, TuneConfig
 from rwkv.data.conversations import Tokenised
 from rwkv.data.pairs import PairRows, Pairs

@@ -16,7 +16,7 @@ from training_runs import OF_PROBE, assert_same_training, finish, losses, start
 from rwkv.checkpoint.files import read_checkpoint
 from rwkv.config import DataConfig, ModelConfig, TrainConfig, TrainerConfig, TuneConfig
 from rwkv.errors import CheckpointError, UserError
-from rwkv.generation.states import load_context
+from rwkv.generation.state_files import load_context
 from rwkv.model.lora import add_adapters
 from rwkv.pretrained import RWKV
 from rwkv.tokenizer.tokenizers import ByteTokenizer

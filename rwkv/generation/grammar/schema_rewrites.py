@@ -13,8 +13,17 @@ from decimal import Decimal
 from urllib.parse import unquote
 
 from rwkv.errors import UserError
-from rwkv.generation.grammar.keywords import ALONE, BY_NAME, IN_LIST, TYPES, Schema, all_schemas, is_schema, require_keywords
 from rwkv.generation.grammar.patterns import escaped, exclusion_pattern, rust_pattern
+from rwkv.generation.grammar.schema_checks import (
+    ALONE,
+    BY_NAME,
+    IN_LIST,
+    TYPES,
+    Schema,
+    all_schemas,
+    is_schema,
+    require_keywords,
+)
 from rwkv.io.json_types import JsonObject
 
 MERGING = ("allOf", "anyOf", "oneOf", "$ref")            # keys whose schemas llguidance may merge with their siblings

@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rwkv.chat.encoding import encode
+from rwkv.chat.interface import END, ChatTemplate
 from rwkv.chat.jinja import JinjaTemplate
 from rwkv.chat.messages import check_messages, is_learnt
-from rwkv.chat.template import END, ChatTemplate
-from rwkv.chat.templates import chat_template
 from rwkv.chat.thoughts import Think, answer_message
+from rwkv.chat.turn_templates import chat_template
 from rwkv.config import DataConfig
 from rwkv.data.sources.chat import template_of
 from rwkv.errors import UserError

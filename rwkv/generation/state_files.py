@@ -21,7 +21,7 @@ from rwkv.errors import UserError
 from rwkv.generation.prefill import prefill
 from rwkv.generation.prefix_cache import PrefillResult
 from rwkv.io.atomic import write_file
-from rwkv.io.state_file import state_file
+from rwkv.io.state_path import state_path
 from rwkv.model.base import Model, generation
 from rwkv.model.state import State
 from rwkv.tokenizer.decoders import require_id
@@ -86,7 +86,7 @@ class StateFormat:
 
     def load(self, path: str | Path) -> PrefillResult:
         """Reads the prefill result from a state file. Raises UserError as load_context does."""
-        path = state_file(path)
+        path = state_path(path)
         try:
             content = path.read_bytes()
         except OSError as error:

@@ -1,4 +1,4 @@
-"""Finds files of saved states, which rwkv/generation/states.py reads and writes."""
+"""Finds the files of saved states, which rwkv/generation/state_files.py reads and writes."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ from rwkv.errors import UserError
 from rwkv.io import hub
 
 
-def state_file(path: str | Path) -> Path:
+def state_path(path: str | Path) -> Path:
     """Returns the path of a state file, downloaded if `path` is a name on the Hub. Raises UserError if it does not exist."""
     file = hub.local(path, "state file")
     if file.is_dir():

@@ -9,7 +9,7 @@ from safetensors.torch import load, save
 
 from rwkv.errors import UserError
 from rwkv.generation.prefill import prefill
-from rwkv.generation.states import CHECKSUM, load_context, metadata_of, save_context
+from rwkv.generation.state_files import CHECKSUM, load_context, metadata_of, save_context
 from rwkv.model.quantized import to_int8
 from rwkv.pretrained import RWKV
 from rwkv.tokenizer.tokenizers import ByteTokenizer, CharTokenizer

@@ -23,10 +23,10 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from rwkv.chat import calls
+from rwkv.chat.interface import END, ChatTemplate, Part
 from rwkv.chat.jinja import JinjaTemplate
 from rwkv.chat.messages import ROLES, Message, Tools, check_messages, is_learnt
 from rwkv.chat.metadata import template_in, tool_template_in
-from rwkv.chat.template import END, ChatTemplate, Part
 from rwkv.chat.thoughts import THOUGHT_STARTS, Think, thoughts_end, with_hint
 from rwkv.errors import UserError
 from rwkv.io import hub
