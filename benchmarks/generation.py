@@ -352,9 +352,7 @@ def _prefill_products(model: RWKV, rows: int) -> Callable[[], None]:
 
 def _product(module: nn.Linear | Int8Linear | Int4Linear | BlockLinear, rows: int) -> Callable[[], Tensor]:
     x = torch.rand(rows, module.in_features)
-    if isinstance(module, Int8Linear):
-        return lambda: module.product(x)
-    if isinstance(module, Int4Linear | BlockLinear):
+    if isinstance(module, Int8Linear | Int4Linear | BlockLinear):
         return lambda: module.forward_rows(x)
     weight = module.weight.detach()
     x = x.to(weight.dtype)

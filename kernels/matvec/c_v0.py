@@ -11,12 +11,35 @@ from kernels.registry import Requires
 
 REQUIRES = Requires(devices=("cpu",), why_not=native.why_not, formats=tuple(FORMATS))
 BLOCK = TOGETHER * GROUP                 # numbers of a row in a block of int4 or of a k-quant
+CACHED = 2**19                           # int8: elements of x per call that stay in the cache; at least 64 rows
 SMALL = 2**16                            # products up to which one thread finishes before a second would wake
 
 
 def bind(weights: Sequence[Packed]) -> Callable[[Tensor], list[Tensor]]:
     products = [_product(packed) for packed in weights]
     return lambda x: [product(rows) for product, rows in zip(products, x, strict=True)]
+
+
+def int8_product(packed: Int8) -> Callable[[Tensor], Tensor]:
+    """Returns a function that computes y (R,N) from a contiguous float32 x (R,K), which it rounds as FBGEMM does."""
+    N, K = packed.weight.shape
+    most_rows = max(64, CACHED // K)
+    offset = packed.rounding.offset
+    step = torch.tensor(1 / packed.rounding.steps, dtype=torch.float32, device="cpu")
+    per_step, scale = (1 / step).item(), packed.scale * step
+
+    def product(x: Tensor) -> Tensor:
+        R = len(x)
+        q, largest, y = x.new_empty(R, K, dtype=torch.uint8), x.new_empty(R, 1), x.new_empty(R, N)
+        native.run("matvec_quantize", native.threads_for(R), R, K, packed.non_negative, offset, per_step, x, q, largest)
+        for rows in (slice(first, first + most_rows) for first in range(0, R, most_rows)):
+            n = len(q[rows])
+            threads = 1 if N * K * n <= SMALL else native.threads_for(N)
+            native.run("matvec", threads, KINDS["int8"], N, K, n, 1, K, offset, True, threads,
+                       packed.weight, scale, None, largest[rows], q[rows], y[rows])
+        return y
+
+    return product
 
 
 def dense(packed: Packed, dtype: torch.dtype) -> Tensor:
@@ -47,7 +70,7 @@ def _product(packed: Packed) -> Callable[[Tensor], Tensor]:
         floats, q = _inputs(x, packed)
         y = x.new_empty(R, N)
         threads = 1 if N * K * R <= SMALL else native.threads_for(N)
-        native.run("matvec", threads, KINDS[packed.format], N, K, R, floats.shape[1], K * q.itemsize, offset, threads,
+        native.run("matvec", threads, KINDS[packed.format], N, K, R, floats.shape[1], K * q.itemsize, offset, False, threads,
                    weight, scale, shift, floats, q, y)
         return y
 

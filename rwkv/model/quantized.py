@@ -7,13 +7,11 @@ int8 rounds the weights once, with a scale for each output channel, and the inpu
 groups of 32, and also the inputs of a product with few rows (kernels/matvec).
 
 int8 scales each input row by the row's own largest magnitude, and the products of integers are exact. So a row's result has the
-same bits in any batch. torch's FBGEMM multiplies many rows, with VNNI instructions if the CPU has them. kernels/matvec
-multiplies few rows, with the same rounding, and needs no second copy of the weights in FBGEMM's layout. Where torch has no
-FBGEMM, as on ARM, kernels/matvec multiplies any number of rows. Everything else is computed in float32.
+same bits in any batch. The C kernel of kernels/matvec computes the products. In training, and without the C library, FBGEMM
+does, with the same rounding, from a copy of the weights in its own layout. Everything else is computed in float32.
 """
 
-import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import cache, cached_property
 from operator import itemgetter
@@ -34,8 +32,7 @@ from rwkv.model.base import Model
 from rwkv.model.first_derivative import Context, first_derivative
 from rwkv.model.fused import product_dtype
 
-IN_C = "c_v0"                            # the C kernel of kernels/matvec, for few rows in int8 and for GGUF's blocks
-ROWS_IN_C = 64                           # rows per call of the C product; more would not stay in the cache
+IN_C = "c_v0"                            # the C kernel of kernels/matvec, for int8 and GGUF's blocks
 UNPACKED = 2**22                         # elements of a matrix that are converted to floating point at a time
 M = TypeVar("M", bound=Model)
 
@@ -50,15 +47,14 @@ def matvec_for(format: str) -> MatVec:
 class Int8Linear(nn.Module):
     """A linear layer without a bias, with an int8 weight: x (...,K) float32 -> (...,N) float32.
 
-    The C kernel reads the row-major weight. The first call with many rows makes a copy in FBGEMM's layout. A packed weight
-    comes from a memory-mapped file, and a copy would double the memory, so the C kernel then multiplies any number of rows.
+    The C kernel reads the row-major weight. FBGEMM, which multiplies as fast, would need a copy in its own layout.
 
     Args:
         weight (N,K): a floating-point or packed weight.
         non_negative: True if inputs are never negative, as after a ReLU, so that no bit is needed for a sign.
         bits: the size of a rounded input. The default is 8, but 7 on CPUs without VNNI, which add two products in 16 bits and
             could saturate with 8-bit inputs.
-        in_c: False to multiply few rows with FBGEMM too, not with the C kernel.
+        in_c: False to multiply with FBGEMM where torch has it, not with the C kernel.
     """
 
     format = "int8"
@@ -67,8 +63,7 @@ class Int8Linear(nn.Module):
         super().__init__()
         self._matvec = matvec_for("int8")
         self._by_fbgemm = self._matvec.name == "fbgemm"
-        in_c = in_c and self._by_fbgemm and why_not("matvec", IN_C) is None
-        self._most_rows_in_c = 0 if not in_c else sys.maxsize if isinstance(weight, Int8) else MOST_ROWS
+        self._in_c = in_c and why_not("matvec", IN_C) is None
         bits = bits or (8 if multiplies_natively(torch.int8) else 7)
         packed = (replace(weight, bits=bits, non_negative=non_negative) if isinstance(weight, Int8)
                   else Int8.of(weight, bits, non_negative))
@@ -87,10 +82,12 @@ class Int8Linear(nn.Module):
 
     def forward_rows(self, rows: Tensor) -> Tensor:
         """Computes `forward` for rows (B,K) float32, without gradients."""
+        if self._in_c:
+            return self._c_product(rows.contiguous())
         if not self._by_fbgemm:
             return self._matvec.bind(self.packed)(rows.unsqueeze(0))[0]
         largest = self.rounding.largest(rows)
-        return self.product(rows / largest).mul_(largest)
+        return fbgemm.product(rows / largest, 1 / self.rounding.steps, self.rounding.offset, self._fbgemm_weight).mul_(largest)
 
     @cached_property
     def packed(self) -> Int8:
@@ -107,17 +104,8 @@ class Int8Linear(nn.Module):
 
     @cached_property
     def _c_product(self) -> Callable[[Tensor], Tensor]:
-        offset, step = self.rounding.offset, torch.tensor(1 / self.rounding.steps, dtype=torch.float32, device="cpu")
-        scaled = replace(self.packed, scale=self.packed.scale * step)
-        per_step = (1 / step).double()
-        product = load("matvec", IN_C).bind([scaled])
-
-        def multiply(rows: Tensor) -> Tensor:
-            integers = (rows.double() * per_step + offset).float().round_() - offset     # rounds as FBGEMM's fused multiply-add
-            outputs: list[Tensor] = [product(block.unsqueeze(0))[0] for block in integers.split(ROWS_IN_C)]
-            return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-
-        return multiply
+        product: Callable[[Tensor], Tensor] = load("matvec", IN_C).int8_product(self.packed)
+        return product
 
     def row_major_weight(self) -> Int8:
         """Returns the row-major weight, as a new copy if only FBGEMM's copy is in memory."""
@@ -126,12 +114,6 @@ class Int8Linear(nn.Module):
     def row_blocks(self, dtype: torch.dtype) -> Iterator[Tensor]:
         """Yields the whole rounded weight (N,K) in `dtype`, as a single block."""
         yield self.row_major_weight().dense().to(dtype)
-
-    def product(self, rows: Tensor) -> Tensor:
-        """Multiplies rows (B,K) that are already scaled to [-1, 1]. The result is (B,N)."""
-        if 0 < len(rows) <= self._most_rows_in_c:
-            return self._c_product(rows)
-        return fbgemm.product(rows, 1 / self.rounding.steps, self.rounding.offset, self._fbgemm_weight)
 
 
 class _RoundedLayer(Protocol):
@@ -238,15 +220,6 @@ def to_bfloat16(model: M) -> M:
         model.set_submodule(name, BFloat16Linear(cast(nn.Linear, model.get_submodule(name)).weight))
     _embeddings_to_bfloat16(model)
     return model
-
-
-def products(layers: Sequence[Int8Linear], inputs: Tensor) -> list[Tensor]:
-    """Returns the outputs (B,N) of n layers, each for its own inputs[i] (B,K). FBGEMM's inputs are scaled together."""
-    if not layers[0]._by_fbgemm:
-        return [layer.forward_rows(rows) for layer, rows in zip(layers, inputs.unbind(), strict=True)]
-    largest = layers[0].rounding.largest(inputs)
-    return [layer.product(rows).mul_(scale)
-            for layer, rows, scale in zip(layers, (inputs / largest).unbind(), largest.unbind(), strict=True)]
 
 
 @torch.no_grad()

@@ -200,14 +200,27 @@ INLINE bytes integers_at(enum kind kind, const uint8_t *block, int v) {
     return q | (((bytes)fifth != 0) & 16);
 }
 
+// Interleave the low or high halves of each 128 bits of two vectors.
+#ifdef __AVX512F__
+INLINE wide_ints zip_low(wide_ints a, wide_ints b) {
+    return __builtin_shufflevector(a, b, 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29);
+}
+INLINE wide_ints zip_high(wide_ints a, wide_ints b) {
+    return __builtin_shufflevector(a, b, 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31);
+}
+#else
+INLINE wide_ints zip_low(wide_ints a, wide_ints b) { return __builtin_shufflevector(a, b, 0, 8, 1, 9, 4, 12, 5, 13); }
+INLINE wide_ints zip_high(wide_ints a, wide_ints b) { return __builtin_shufflevector(a, b, 2, 10, 3, 11, 6, 14, 7, 15); }
+#endif
+
 // Every lane of four bytes belongs to one sub-block: from a block's bytes in order, four vectors of a set at a time, vector c gets
 // elements 4c to 4c + 3 of each sub-block, in the order of sub_block_lane.
 INLINE void arrange_sub_blocks(bytes *x) {
     for (bytes *set = x; set < x + VECTORS; set += 4) {
         wide_ints a = (wide_ints)set[0], b = (wide_ints)set[1], c = (wide_ints)set[2], d = (wide_ints)set[3];
         wide_ints ab_low = zip_low(a, b), ab_high = zip_high(a, b), cd_low = zip_low(c, d), cd_high = zip_high(c, d);
-        set[0] = (bytes)zip_low_pairs(ab_low, cd_low), set[1] = (bytes)zip_high_pairs(ab_low, cd_low);
-        set[2] = (bytes)zip_low_pairs(ab_high, cd_high), set[3] = (bytes)zip_high_pairs(ab_high, cd_high);
+        set[0] = (bytes)every(2, 0, ab_low, cd_low), set[1] = (bytes)every(2, 1, ab_low, cd_low);
+        set[2] = (bytes)every(2, 0, ab_high, cd_high), set[3] = (bytes)every(2, 1, ab_high, cd_high);
     }
 }
 

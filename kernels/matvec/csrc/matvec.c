@@ -5,7 +5,7 @@
 
 // Arguments, in the order of c_v0.py. The N outputs are divided into `parts` tasks.
 struct call {
-    int64_t kind, N, K, R, x_row, q_row, offset, parts;
+    int64_t kind, N, K, R, x_row, q_row, offset, apply_x_scale, parts;
     const void *w, *scale, *shift;
     const float *x;
     const uint8_t *q;
@@ -17,7 +17,7 @@ static void multiply(struct tasks *tasks, int64_t thread) {
     const struct product product = {
         .kind = (enum kind)call->kind, .w = call->w, .scale = call->scale, .shift = call->shift, .x = call->x, .q = call->q,
         .y = call->y, .R = call->R, .K = call->K, .x_row = call->x_row, .q_row = call->q_row, .y_row = call->N,
-        .offset = call->offset,
+        .offset = call->offset, .apply_x_scale = (int)call->apply_x_scale,
     };
     int64_t part_size = (call->N + call->parts - 1) / call->parts;
     (void)thread;
@@ -48,6 +48,62 @@ static void arrange_rows(struct tasks *tasks, int64_t thread) {
 }
 
 ENTRY(matvec_arrange, struct arrange_call) { parallel_for(arrange_rows, call, threads); }
+
+// Rounds rows x (R,K) for products with int8 as FBGEMM does: q = round(x / largest per_step + offset), where largest (R) is each
+// row's largest magnitude, or its largest number if none is negative. A task is a row.
+typedef double doubles VECTOR(8);
+
+struct quantize_call {
+    int64_t R, K, non_negative, offset;
+    double per_step;
+    const float *x;
+    uint8_t *q;
+    float *largest;
+};
+
+INLINE floats load_first_floats(const float *x, int64_t n) {
+    floats values = splat(0.0f);
+    for (int64_t l = 0; l < n; l++) values[l] = x[l];
+    return values;
+}
+
+// Returns the row's largest magnitude, or its largest number if none is negative; NaN if x has a NaN.
+INLINE float find_largest(const float *x, int64_t K, int64_t non_negative) {
+    floats largest[2] = {splat(0.0f), splat(0.0f)};
+    ints is_nan = (ints)0;
+    for (int64_t k = 0, v = 0; k < K; k += 8, v ^= 1) {
+        floats values = K - k >= 8 ? load(x + k) : load_first_floats(x + k, K - k);
+        is_nan |= values != values;
+        largest[v] = max(non_negative ? values : __builtin_elementwise_abs(values), largest[v]);
+    }
+    return max_magnitude(max(largest[0], largest[1]), is_nan);
+}
+
+INLINE uint8_t VECTOR(8) quantize_8(floats x, float largest, double per_step, double offset) {
+    doubles steps = __builtin_convertvector(x / largest, doubles) * per_step;
+    floats levels = round_even(__builtin_convertvector(steps + offset, floats));
+    return __builtin_convertvector(__builtin_convertvector(levels, ints), uint8_t VECTOR(8));
+}
+
+static void quantize_rows(struct tasks *tasks, int64_t thread) {
+    const struct quantize_call *call = tasks->call;
+    int64_t K = call->K, whole = K / 8 * 8;
+    (void)thread;
+    for (int64_t r; (r = next_task(tasks)) < call->R;) {
+        const float *x = call->x + r * K;
+        uint8_t *q = call->q + r * K;
+        float largest = find_largest(x, K, call->non_negative);
+        for (int64_t k = 0; k < whole; k += 8) {
+            uint8_t VECTOR(8) eight = quantize_8(load(x + k), largest, call->per_step, (double)call->offset);
+            memcpy(q + k, &eight, sizeof eight);
+        }
+        uint8_t VECTOR(8) rest = quantize_8(load_first_floats(x + whole, K - whole), largest, call->per_step, (double)call->offset);
+        for (int64_t k = whole; k < K; k++) q[k] = rest[k - whole];
+        call->largest[r] = largest;
+    }
+}
+
+ENTRY(matvec_quantize, struct quantize_call) { parallel_for(quantize_rows, call, threads); }
 
 // Unpacks int4 to W (N,K): integer times scale plus shift of its group. A task is a row.
 struct unpack_call {

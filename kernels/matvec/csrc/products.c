@@ -66,6 +66,13 @@ INLINE void tile_bfloat16(const struct product *p, int rows, int columns, const 
 
 #endif
 
+// Sums the elements of each of WIDE vectors: lane i gets the sum of x[i].
+INLINE wide_ints sum_each(wide_ints *x) {
+    UNROLL for (int step = 1; step < WIDE; step *= 2)
+        UNROLL for (int i = 0; i < WIDE / step; i += 2) x[i / 2] = every(step, 0, x[i], x[i + 1]) + every(step, 1, x[i], x[i + 1]);
+    return x[0];
+}
+
 // zero_point: sums of offset times W, to be subtracted from acc.
 INLINE void accumulate_int8(const struct product *p, int rows, int columns, const int8_t *const *w, const uint8_t *q, int64_t k,
                             int64_t n, const struct piece *piece, wide_ints (*acc)[COLUMNS], wide_ints *zero_point) {
@@ -94,12 +101,14 @@ INLINE void tile_int8(const struct product *p, int rows, int columns, const stru
         save_sums(piece, rows + 1, columns, (wide (*)[COLUMNS])acc);
         return;
     }
-    UNROLL for (int j = 0; j < columns; j++)
-        UNROLL for (int i = 0; i < rows; i++) {
-            float total = (float)hsum_ints(acc[i][j] - zero_point[j]) * ((const float *)p->scale)[piece->ns[j]];
-            if (p->apply_x_scale) total *= p->x[(first + i) * p->x_row];
-            p->y[(first + i) * p->y_row + piece->ns[j]] = total;
-        }
+    wide x_scales = wide_splat(1.0f);
+    if (p->apply_x_scale) UNROLL for (int i = 0; i < rows; i++) x_scales[i] = p->x[(first + i) * p->x_row];
+    UNROLL for (int j = 0; j < columns; j++) {
+        wide_ints terms[WIDE];
+        UNROLL for (int i = 0; i < WIDE; i++) terms[i] = i < rows ? acc[i][j] - zero_point[j] : (wide_ints)0;
+        wide totals = __builtin_convertvector(sum_each(terms), wide) * ((const float *)p->scale)[piece->ns[j]] * x_scales;
+        UNROLL for (int i = 0; i < rows; i++) p->y[(first + i) * p->y_row + piece->ns[j]] = totals[i];
+    }
 }
 
 #ifdef __AVX512F__
@@ -408,27 +417,6 @@ void matmul_sparse(const struct product *p, int64_t N, int64_t begin, int64_t en
 // The rows of x are rounded once for IN_ORDER_TILES tiles of W, IN_ORDER_INPUTS inputs at a time.
 enum { PAIRS = WIDE, PREFETCH_BLOCKS = 4, IN_ORDER_INPUTS = 512, IN_ORDER_TILES = 16 };
 
-// Every second block of `step` lanes of a, with those of b between them.
-INLINE wide_ints every(int step, int odd, wide_ints a, wide_ints b) {
-#ifdef __AVX512F__
-    if (step == 1) return odd ? __builtin_shufflevector(a, b, 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31)
-                              : __builtin_shufflevector(a, b, 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30);
-    if (step == 2) return odd ? __builtin_shufflevector(a, b, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31)
-                              : __builtin_shufflevector(a, b, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29);
-    if (step == 4) return odd ? __builtin_shufflevector(a, b, 4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31)
-                              : __builtin_shufflevector(a, b, 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27);
-    return odd ? __builtin_shufflevector(a, b, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31)
-               : __builtin_shufflevector(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23);
-#else
-    if (step == 1) return odd ? __builtin_shufflevector(a, b, 1, 9, 3, 11, 5, 13, 7, 15)
-                              : __builtin_shufflevector(a, b, 0, 8, 2, 10, 4, 12, 6, 14);
-    if (step == 2) return odd ? __builtin_shufflevector(a, b, 2, 3, 10, 11, 6, 7, 14, 15)
-                              : __builtin_shufflevector(a, b, 0, 1, 8, 9, 4, 5, 12, 13);
-    return odd ? __builtin_shufflevector(a, b, 4, 5, 6, 7, 12, 13, 14, 15)
-               : __builtin_shufflevector(a, b, 0, 1, 2, 3, 8, 9, 10, 11);
-#endif
-}
-
 // Transposes a matrix of WIDE x WIDE: rows become lanes.
 INLINE void transpose_wide(wide_ints *rows) {
     UNROLL for (int step = 1; step < WIDE; step *= 2)
@@ -515,14 +503,6 @@ INLINE void round_to_bfloat16(const float *x, float *rounded, uint8_t *q) {
 #else
     (void)q, store(rounded, from_bfloat16(half));
 #endif
-}
-
-// Largest of 8 lanes, at least 1e-30; NaN where any lane of `is_nan` is set, since max() drops a NaN.
-INLINE float max_magnitude(floats largest, ints is_nan) {
-    if (any(is_nan)) return __builtin_nanf("");
-    float top = 1e-30f;
-    UNROLL for (int l = 0; l < 8; l++) top = largest[l] > top ? largest[l] : top;
-    return top;
 }
 
 // Quantizes a row x (K) to `levels` steps of its largest magnitude, plus the offset, into q. Returns the scale: NaN if x has a

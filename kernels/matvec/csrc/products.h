@@ -74,5 +74,13 @@ void matmul_in_order(const struct product *p, int64_t begin, int64_t end);
 void prepare_input(enum kind kind, const float *x, int64_t K, int64_t first, int64_t n, int64_t levels, int64_t offset,
                    float *floats, uint8_t *q);
 
+// Largest of 8 lanes, at least 1e-30; NaN where any lane of `is_nan` is set, since max() drops a NaN.
+INLINE float max_magnitude(floats largest, ints is_nan) {
+    if (any(is_nan)) return __builtin_nanf("");
+    float top = 1e-30f;
+    UNROLL for (int l = 0; l < 8; l++) top = largest[l] > top ? largest[l] : top;
+    return top;
+}
+
 // int4: the scales or shifts of a block's eight groups.
 INLINE floats load_groups(const void *p, int64_t block) { return load_as(BFLOAT16, p, block * 8); }

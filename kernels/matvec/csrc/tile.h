@@ -27,8 +27,6 @@ INLINE wide wide_fma(wide a, wide b, wide c) { return __builtin_elementwise_fma(
 INLINE wide wide_splat(float x) { return (wide)x; }
 INLINE void wide_store(float *p, wide x) { memcpy(p, &x, sizeof x); }
 
-INLINE int32_t hsum_ints(wide_ints x) { return __builtin_reduce_add(x); }
-
 #ifdef __AVX512F__
 INLINE float wide_hsum(wide x) { return hsum(x.lo + x.hi); }
 #else
@@ -110,28 +108,28 @@ INLINE wide_ints dot_add(wide_ints sums, bytes x, bytes w) {
 }
 #endif
 
-// Interleave two vectors' 32-bit or 64-bit elements in each 128 bits: zip_low the first half of them, zip_high the second.
+// Every second block of `step` lanes of a, with those of b between them.
+INLINE wide_ints every(int step, int odd, wide_ints a, wide_ints b) {
 #ifdef __AVX512F__
-INLINE wide_ints zip_low(wide_ints a, wide_ints b) {
-    return __builtin_shufflevector(a, b, 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29);
-}
-INLINE wide_ints zip_high(wide_ints a, wide_ints b) {
-    return __builtin_shufflevector(a, b, 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31);
-}
-INLINE wide_ints zip_low_pairs(wide_ints a, wide_ints b) {
-    return __builtin_shufflevector(a, b, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29);
-}
-INLINE wide_ints zip_high_pairs(wide_ints a, wide_ints b) {
-    return __builtin_shufflevector(a, b, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
-}
+    if (step == 1) return odd ? __builtin_shufflevector(a, b, 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31)
+                              : __builtin_shufflevector(a, b, 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30);
+    if (step == 2) return odd ? __builtin_shufflevector(a, b, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31)
+                              : __builtin_shufflevector(a, b, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29);
+    if (step == 4) return odd ? __builtin_shufflevector(a, b, 4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31)
+                              : __builtin_shufflevector(a, b, 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27);
+    return odd ? __builtin_shufflevector(a, b, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31)
+               : __builtin_shufflevector(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23);
 #else
-INLINE wide_ints zip_low(wide_ints a, wide_ints b) { return __builtin_shufflevector(a, b, 0, 8, 1, 9, 4, 12, 5, 13); }
-INLINE wide_ints zip_high(wide_ints a, wide_ints b) { return __builtin_shufflevector(a, b, 2, 10, 3, 11, 6, 14, 7, 15); }
-INLINE wide_ints zip_low_pairs(wide_ints a, wide_ints b) { return __builtin_shufflevector(a, b, 0, 1, 8, 9, 4, 5, 12, 13); }
-INLINE wide_ints zip_high_pairs(wide_ints a, wide_ints b) { return __builtin_shufflevector(a, b, 2, 3, 10, 11, 6, 7, 14, 15); }
+    if (step == 1) return odd ? __builtin_shufflevector(a, b, 1, 9, 3, 11, 5, 13, 7, 15)
+                              : __builtin_shufflevector(a, b, 0, 8, 2, 10, 4, 12, 6, 14);
+    if (step == 2) return odd ? __builtin_shufflevector(a, b, 2, 3, 10, 11, 6, 7, 14, 15)
+                              : __builtin_shufflevector(a, b, 0, 1, 8, 9, 4, 5, 12, 13);
+    return odd ? __builtin_shufflevector(a, b, 4, 5, 6, 7, 12, 13, 14, 15)
+               : __builtin_shufflevector(a, b, 0, 1, 2, 3, 8, 9, 10, 11);
 #endif
+}
 
-// k-quants: the lane of sub-block n among those of a block's sums. zip_low and zip_high put there 4 bytes of each.
+// k-quants: the lane of sub-block n among those of a block's sums. arrange_sub_blocks puts there 4 bytes of each.
 INLINE int sub_block_lane(int n) {
     int in_128_bits = WIDE / 4, in_set = n % WIDE;
     return n / WIDE * WIDE + in_set % in_128_bits * 4 + in_set / in_128_bits;

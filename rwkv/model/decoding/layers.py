@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kernels.matvec import MOST_ROWS
-from rwkv.model.quantized import BlockEmbedding, BlockLinear, Int4Linear, Int8Linear, PackedLinear, matvec_for, products
+from rwkv.model.quantized import BlockEmbedding, BlockLinear, Int4Linear, Int8Linear, PackedLinear, matvec_for
 
 Products = Callable[[Tensor], list[Tensor]]
 VECTOR = 32                              # a multiple of PyTorch's vector length, in numbers, on every CPU
@@ -34,12 +34,10 @@ def products_function(*layers: nn.Module) -> Products:
 
     Int4 layers multiply up to MOST_ROWS rows by kernels.matvec in one call. Other layers run one after another.
     """
-    if all(isinstance(layer, Int8Linear) for layer in layers):
-        return partial(products, cast(list[Int8Linear], layers))
     if all(isinstance(layer, Int4Linear) for layer in layers):
         return _int4_products(cast(tuple[Int4Linear, ...], layers))
-    if all(isinstance(layer, PackedLinear) for layer in layers):
-        packed = cast(tuple[PackedLinear, ...], layers)
+    if all(isinstance(layer, Int8Linear | PackedLinear) for layer in layers):
+        packed = cast(tuple[Int8Linear | PackedLinear, ...], layers)
         return lambda inputs: [layer.forward_rows(rows) for layer, rows in zip(packed, inputs.unbind(), strict=True)]
     if any(isinstance(layer, BlockLinear) for layer in layers):          # a GGUF file may mix types of blocks in a layer
         functions = [layer.forward_rows if isinstance(layer, BlockLinear) else layer for layer in layers]
