@@ -1,4 +1,4 @@
-"""Values cached from weights always match the model's current weights, however those were changed."""
+"""Tests that values cached from weights match the model's current weights, however the weights were changed."""
 
 import copy
 import pickle
@@ -29,7 +29,7 @@ Change = Callable[[RWKV, str, Tensor], None]
 
 
 def frozen(dtype: str = "float32", generation: str = "rwkv4") -> RWKV:
-    """Its matrices in float32 have exact copies in bfloat16."""
+    """Returns a frozen model whose float32 matrices have exact copies in bfloat16."""
     model = small_model("reference", vocab_size=256, generation=generation, n_embd=64, n_ffn=96, n_layer=2)
     return in_format(model.bfloat16().float(), dtype)
 
@@ -78,10 +78,10 @@ CHANGES = [in_place, under_inference_mode, new_data, through_data, replaced, loa
 @each_generation
 @pytest.mark.parametrize(("dtype", "allowed"), [
     ("float32", 1e-4), ("bfloat16", 0.1), ("int8", 0.1), ("int4", 0.1),
-    pytest.param("float64", 1e-4, marks=pytest.mark.thorough)])          # which PyTorch decodes, and not C
+    pytest.param("float64", 1e-4, marks=pytest.mark.thorough)])          # PyTorch decodes this dtype, because C cannot
 @torch.no_grad()
 def test_decoding_and_the_model_agree_after_any_change_of_any_weight(dtype: str, allowed: float, generation: str) -> None:
-    """In an engine that goes on, and in a new decoder. Each weight is changed in one of the ways, and then put back."""
+    """A running engine and a new decoder follow the change. Each weight is changed in one of several ways and then restored."""
     model = frozen(dtype, generation)
     engine = Engine(model, BYTES)
     rows = engine.add_all([Request("ab", 0, StoppingCriteria(1000), Sampling(banned=(BYTES.end_of_text,)))])
@@ -107,9 +107,9 @@ def test_what_was_read_with_other_weights_is_not_taken_from_a_cache() -> None:
     model.blocks[0].att.output.weight.mul_(-3)
     assert list(generate(model, BYTES, cache=cache, **options)) == list(generate(model, BYTES, **options))
     before = [*chat.messages]
-    again = Chat(model, BYTES, chat.template, Sampling(), 3, seed=chat.seed)
-    again.load(before)
-    assert list(chat.say("and?")) == list(again.say("and?"))
+    second_chat = Chat(model, BYTES, chat.template, Sampling(), 3, seed=chat.seed)
+    second_chat.load(before)
+    assert list(chat.say("and?")) == list(second_chat.say("and?"))
 
 
 @torch.no_grad()
