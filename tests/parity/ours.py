@@ -1,4 +1,4 @@
-"""The outputs of our model and of the float64 one, in the form of the peers' outputs."""
+"""Computes the outputs of our model and of the float64 model, in the form of the peers' outputs."""
 
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from rwkv.pretrained import RWKV
 
 
 def ours(case: Case | Case7, path: Path, kernel: str, n_greedy: int = GREEDY) -> dict[str, ndarray]:
-    """The outputs from the checkpoint at `path` under `kernel`."""
+    """Returns the outputs of our model from the checkpoint at `path` under `kernel`."""
     model = RWKV.from_pretrained(path, kernel)
 
     def forward(tokens: ndarray, state: State | None) -> tuple[ndarray, State]:
@@ -33,7 +33,7 @@ def of_ours(state: State) -> dict[str, ndarray]:
 
 
 def float64(case: Case | Case7) -> dict[str, ndarray]:
-    """NumPy's outputs in float64 for the same weights."""
+    """Returns the outputs of the NumPy model in float64 for the same weights."""
     if isinstance(case, Case7):
         return outputs(NumpyRWKV7(random_weights(case)), of_numpy_7, random_tokens(case), list(case.chunks), GREEDY)
     return outputs(NumpyRWKV4(random_weights(case)), of_numpy, random_tokens(case), list(case.chunks), GREEDY)
