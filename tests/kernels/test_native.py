@@ -148,7 +148,7 @@ def test_every_level_computes_the_operators(level: str, monkeypatch: pytest.Monk
 
 def results_of_both() -> list[Tensor]:
     actual = [wkv4_cases.results(wkv4.WKV4("c_v0"), wkv4_cases.inputs(3, 70, 100)),
-             wkv7_cases.results(wkv7.WKV7("c_v0"), wkv7_cases.inputs(2, 37, 3, 16))]
+              wkv7_cases.results(wkv7.WKV7("c_v0"), wkv7_cases.inputs(2, 37, 3, 16))]
     return [tensor for results in actual for tensor in results.values()]
 
 

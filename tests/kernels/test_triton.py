@@ -66,7 +66,7 @@ def interpreted(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Returns the output of a pytest process that interprets every kernel."""
     test = f"{TESTS / 'triton_interpreted.py'}::test_every_kernel"
     done = run_python(["-m", "pytest", test, "--no-header", "--tb=short", "-rA"], tmp_path_factory.mktemp("interpreted"),
-                    interpret=True)
+                      interpret=True)
     return done.stdout + done.stderr
 
 

@@ -46,7 +46,8 @@ def in_order(*places: int) -> Change:
 
 
 ORDERS = {"swapped": (0, 2, 1), "first swapped": (1, 0, 2), "reversed": (2, 1, 0), "repeated": (0, 1, 1, 2),
-         "first repeated": (0, 0, 1, 2), "last dropped": (0, 1), "first dropped": (1, 2), "one left": (0,), "thrice": (1, 1, 1)}
+          "first repeated": (0, 0, 1, 2), "last dropped": (0, 1), "first dropped": (1, 2), "one left": (0,),
+          "thrice": (1, 1, 1)}
 
 
 @each_generation

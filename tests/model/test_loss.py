@@ -32,7 +32,7 @@ def problem(N: int, C: int = 6, V: int = 11, ignored: int = 0) -> tuple[Tensor, 
 
 
 def exact_loss(hidden: Tensor, weight: Tensor, targets: Tensor, l2_wrap: float,
-          confidence_penalty: float = 0.0) -> tuple[Tensor, Tensor, Tensor]:
+               confidence_penalty: float = 0.0) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the loss and its gradients as computed by autograd in float64.
 
     L2Wrap adds the gradient of l2_wrap / 2 times the mean square of the largest logits.
@@ -47,7 +47,7 @@ def exact_loss(hidden: Tensor, weight: Tensor, targets: Tensor, l2_wrap: float,
 
 
 def fused_loss(hidden: Tensor, weight: Tensor, targets: Tensor, l2_wrap: float, scale: float = 1.0,
-          confidence_penalty: float = 0.0) -> tuple[Tensor, ...]:
+               confidence_penalty: float = 0.0) -> tuple[Tensor, ...]:
     hidden, weight = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
     value = head_loss(hidden, weight, targets, l2_wrap, confidence_penalty)
     (value * scale).backward()
