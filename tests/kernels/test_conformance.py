@@ -46,12 +46,12 @@ class TimeXAdapter:
     """
 
     kind: type[Operator] = TimeX
-    reference, file = "formula", "conv1d"        # the reference; an implementation that runs everywhere
+    reference, file = "formula", "conv1d"        # `file` names an implementation that runs everywhere
     dtypes: tuple[torch.dtype, ...] = (torch.float32, *HALF)
     differentiable = True
     shapes, empty_shapes = timex_cases.SHAPES, timex_cases.EMPTY_SHAPES
     medium: Any = (3, 32, 63)                    # not a multiple of anything, with more than one vector of channels
-    small: Any = (2, 3, 9)                       # for torch.compile and what runs an operator many times
+    small: Any = (2, 3, 9)                       # for torch.compile, and for tests that run an operator many times
     time: Any = (("w", -1), ("k", -1))            # the axis of time of each input that has one
     long: Any = (3, 4, 192)                      # with 192 steps
     value = "k"                                  # the input that the output is proportional to
@@ -78,11 +78,11 @@ class TimeXAdapter:
     def tolerance(self, dtype: torch.dtype) -> dict[str, float]:
         return timex_cases.tolerance(dtype)
 
-    def allowed(self, operator: Any, dtype: torch.dtype) -> dict[str, float]:
+    def allowed_errors(self, operator: Any, dtype: torch.dtype) -> dict[str, float]:
         """Returns the tolerances of this implementation, which may be larger than the operator's in some dtypes."""
         return self.tolerance(dtype)
 
-    def refused(self) -> list[Inputs]:
+    def invalid_inputs(self) -> list[Inputs]:
         w, k = torch.ones(3, 4), torch.ones(2, 3, 4)
         return [(w, w), (w, torch.ones(2, 3, 5)), (w.t(), k), (w, k.long()), (w.to("meta"), k)]
 
@@ -116,7 +116,7 @@ class WKV4Adapter(TimeXAdapter):
     def tolerance(self, dtype: torch.dtype) -> dict[str, float]:
         return wkv_cases.tolerance(dtype) if dtype != torch.float64 else dict.fromkeys(wkv_cases.tolerance(), 1e-12)
 
-    def refused(self) -> list[Inputs]:
+    def invalid_inputs(self) -> list[Inputs]:
         good = self.inputs((2, 4, 3), torch.float32, "cpu")
         wrong = {0: (4,), 1: (4,), 2: (2, 5, 3), 3: (2, 4), 4: (1, 3), 5: (2, 4), 6: (3, 2, 3)}
         shaped = [(*good[:i], torch.ones(shape), *good[i + 1:]) for i, shape in wrong.items()]
@@ -141,10 +141,10 @@ class WKV7Adapter(TimeXAdapter):
     def tolerance(self, dtype: torch.dtype) -> dict[str, float]:
         return wkv7_cases.tolerance(dtype)
 
-    def allowed(self, operator: Any, dtype: torch.dtype) -> dict[str, float]:
+    def allowed_errors(self, operator: Any, dtype: torch.dtype) -> dict[str, float]:
         return compare.tolerance(operator, dtype)
 
-    def refused(self) -> list[Inputs]:
+    def invalid_inputs(self) -> list[Inputs]:
         good = self.inputs((2, 4, 3, 8), torch.float32, "cpu")
         shaped = [(*good[:i], torch.ones(2, 4, 3, 7), *good[i + 1:]) for i in range(6)]
         return [*shaped, (*good[:6], torch.ones(2, 3, 8, 7)), (*good[:2], good[2].long(), *good[3:]),
@@ -165,7 +165,7 @@ class SoftmaxAdapter(TimeXAdapter):
     def tolerance(self, dtype: torch.dtype) -> dict[str, float]:
         return softmax_cases.tolerance(dtype)
 
-    def refused(self) -> list[Inputs]:
+    def invalid_inputs(self) -> list[Inputs]:
         return [(torch.tensor(1.0),), (torch.ones(2, 3, dtype=torch.int64),)]
 
 
@@ -188,7 +188,7 @@ class PadAdapter(TimeXAdapter):
     def tolerance(self, dtype: torch.dtype) -> dict[str, float]:
         return {"out": 0.0}
 
-    def refused(self) -> list[Inputs]:
+    def invalid_inputs(self) -> list[Inputs]:
         return [(torch.ones(3), 1, 1), (torch.ones(3, 4, dtype=torch.float64), 1, 1), (torch.ones(0, 4), 1, 1),
                 (torch.ones(3, 4, requires_grad=True), 1, 1), (torch.ones(3, 4), 1, -1), (torch.ones(3, 4), 1, 1.5)]
 
@@ -219,7 +219,7 @@ class MatVecAdapter(TimeXAdapter):
     def tolerance(self, dtype: torch.dtype) -> dict[str, float]:
         return matvec_cases.tolerance("c_v0", "float32", dtype)
 
-    def refused(self) -> list[Inputs]:
+    def invalid_inputs(self) -> list[Inputs]:
         x, weight = self.inputs((2, 3, 8), torch.float32, "cpu")
         return [(x[:, :7], weight), (x.long(), weight), (x.to("meta"), weight), (x.requires_grad_(), weight)]
 
@@ -246,7 +246,7 @@ def case(request: pytest.FixtureRequest, device: str) -> tuple[Any, Any]:
 
 
 def wrong(adapter: Any, operator: Any, inputs: Inputs, dtype: torch.dtype = torch.float32) -> dict[str, str]:
-    return misses(errors(adapter.results(operator, inputs), expected(adapter, inputs)), adapter.allowed(operator, dtype))
+    return misses(errors(adapter.results(operator, inputs), expected(adapter, inputs)), adapter.allowed_errors(operator, dtype))
 
 
 @remembered
@@ -321,10 +321,10 @@ def scales(T: int) -> dict[str, Tensor]:
 def profiles(T: int) -> dict[str, tuple[Tensor, Tensor]]:
     """Returns pairs by name: scales of the value (T,), and weights of the steps in the loss (T,)."""
     step, steady = torch.arange(T), torch.ones(T)
-    of_both = {f"{what}: {name}": (scale if "value" in what else steady, scale if "loss" in what else steady)
+    by_name = {f"{what}: {name}": (scale if "value" in what else steady, scale if "loss" in what else steady)
                for name, scale in scales(T).items() for what in ("value", "loss", "value and loss")}
     read, parts = step < T * 3 // 4, (step < T // 5) | ((step >= T // 2) & (step < T * 3 // 4))
-    return of_both | {"the end is not read": (steady, read.float()), "two parts are read": (steady, parts.float()),
+    return by_name | {"the end is not read": (steady, read.float()), "two parts are read": (steady, parts.float()),
                       "loud, quiet, not read": (scales(T)["loud, quiet"], read * scales(T)["loud, quiet"])}
 
 
@@ -570,7 +570,7 @@ def test_autocast_does_not_reach_inside(case: tuple[Any, Any], device: str) -> N
 
 @each_operator
 def test_wrong_inputs_are_refused(adapter: Any) -> None:
-    for inputs in adapter.refused():
+    for inputs in adapter.invalid_inputs():
         with pytest.raises(ValueError):                          # noqa: PT011  each operator has its own message
             adapter.call(adapter.kind(adapter.reference), *inputs)
 

@@ -53,7 +53,7 @@ with_zig = pytest.mark.skipif(zig() is None, reason="needs zig's compiler (make 
 
 @pytest.mark.parametrize("target", native.TARGETS, ids=lambda target: f"{target.system}-{target.machine}")
 def test_a_library_is_of_its_sources(target: native.Target) -> None:
-    """If a source has changed, `make native` must be run again."""
+    """After a change of a source, `make native` must be run again."""
     is_current = build.sources_id().encode() in target.path.read_bytes()
     assert is_current, "run make native"
 

@@ -104,11 +104,11 @@ def test_a_mistake_in_a_kernel_s_file_is_one_sentence(tmp_path: Path) -> None:
     shutil.copytree(Path(registry.__file__).parent, tmp_path / "kernels", ignore=shutil.ignore_patterns("__pycache__"))
     for name, (text, _) in MISTAKES.items():
         (tmp_path / "kernels" / "timex" / f"{name}.py").write_text(text, encoding="utf-8")
-    found = subprocess.run([sys.executable, "-c", CALLS, *MISTAKES], cwd=tmp_path, capture_output=True, text=True, check=True)
-    errors_by_name = dict(line.split(" ", 1) for line in found.stdout.splitlines())
-    assert all(expected_text in errors_by_name[name] for name, (_, expected_text) in MISTAKES.items()), found.stdout
-    listed = subprocess.run([sys.executable, "-m", "kernels"], cwd=tmp_path, capture_output=True, text=True, check=True).stdout
-    assert all(name in listed for name in (*MISTAKES, "formula"))
+    done = subprocess.run([sys.executable, "-c", CALLS, *MISTAKES], cwd=tmp_path, capture_output=True, text=True, check=True)
+    errors_by_name = dict(line.split(" ", 1) for line in done.stdout.splitlines())
+    assert all(expected_text in errors_by_name[name] for name, (_, expected_text) in MISTAKES.items()), done.stdout
+    listing = subprocess.run([sys.executable, "-m", "kernels"], cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+    assert all(name in listing for name in (*MISTAKES, "formula"))
 
 
 def test_what_computes_in_float64_is_named() -> None:
@@ -148,12 +148,12 @@ def test_a_device_that_is_not_there_is_named(without_gpu: None) -> None:
 
 def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with stub(compiled=True) as name:
-        for found in ("/bin/g++", None):
-            monkeypatch.setattr(registry.shutil, "which", lambda compiler, found=found: found)
+        for path in ("/bin/g++", None):
+            monkeypatch.setattr(registry.shutil, "which", lambda compiler, path=path: path)
             monkeypatch.setattr(registry, "COMPILERS", {})
             registry.why_not.cache_clear()
             reason = registry.why_not("timex", name)
-            assert reason is None if found else "g++ is not on the PATH" in str(reason)
+            assert reason is None if path else "g++ is not on the PATH" in str(reason)
 
 
 def test_a_torch_that_does_not_script_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,9 +23,9 @@ pytestmark = [pytest.mark.programs, pytest.mark.skipif(importlib.util.find_spec(
 
 TESTS = Path(__file__).parent
 KERNELS = [(op, name) for op in operators() for name in names(op) if name.startswith("triton_")]
-SHARED = {80: 163 * 1024, 90: 227 * 1024}        # bytes that a block can have on an A100, an H100 ...
-SHARED_ANYWHERE = 99 * 1024                      # ... and on every GPU since
-REGISTERS = 65536                                # of a multiprocessor
+SHARED = {80: 163 * 1024, 90: 227 * 1024}        # bytes per block on an A100 and an H100
+SHARED_ANYWHERE = 99 * 1024                      # bytes per block on every GPU since
+REGISTERS = 65536                                # per multiprocessor
 # The architecture; True if each kernel was compiled once; the resources of each cubin, by kernel and constants
 Cubins = tuple[int, bool, dict[str, dict[str, Any]]]
 
@@ -55,8 +55,8 @@ def test_wkv7_takes_what_the_table_says(arch: int, tmp_path: Path) -> None:
     for kernel, taken in triton_resources.measure(arch, heads, tmp_path).items():
         assert kernel in table, f"{kernel} is not in the table: {triton_resources.WRITE}"
         if version == triton_resources.version():
-            more = [is_ > was for is_, was in zip(taken, table[kernel], strict=True)]
-            assert not any(more), f"{kernel}: {taken}, more than {table[kernel]}; if that is meant: {triton_resources.WRITE}"
+            exceeds = [now > before for now, before in zip(taken, table[kernel], strict=True)]
+            assert not any(exceeds), f"{kernel}: {taken}, more than {table[kernel]}; if that is meant: {triton_resources.WRITE}"
         assert taken.shared <= SHARED_ANYWHERE, kernel
         assert taken.spilled == 0 or "float32" in kernel.head, kernel
 
@@ -86,7 +86,7 @@ def test_under_the_interpreter(tmp_path: Path) -> None:
 def test_every_kernel_compiles(cubins: Cubins) -> None:
     arch, once, needs_by_kernel = cubins
     kernels = [name.split()[0] for name in needs_by_kernel]
-    widths = 3 if arch == 90 else 2              # and dtypes
+    widths = 3 if arch == 90 else 2              # the widths and dtypes of `launches`
     constants = {"convolve": 6, "correlate": 2, "forward": widths, "backward": widths,
                  "softmax": 3, "gradient": 3, "softmax_in_blocks": 1, "gradient_in_blocks": 1,
                  "recurrence": 4, "rows": 2, "keys": 2, "prepare": 4, "scan": 6, "gradients": 2}

@@ -53,8 +53,8 @@ def the_sum(time_decay: Tensor, time_first: Tensor, k: Tensor, v: Tensor, state:
     weight = torch.where(lag[..., None] >= 0, exponent.exp(), 0.0)
     before = torch.exp(state.p[:, None] + steps[:, None] * w)                              # (B,T,C)
     num, den = before * state.a[:, None] + (weight * v[:, None]).sum(2), before * state.b[:, None] + weight.sum(2)
-    kept, added = torch.exp(state.p + T * w), torch.exp(k + (T - 1 - steps)[:, None] * w)
-    a, b = kept * state.a + (added * v).sum(1), kept * state.b + added.sum(1)
+    decayed, added = torch.exp(state.p + T * w), torch.exp(k + (T - 1 - steps)[:, None] * w)
+    a, b = decayed * state.a + (added * v).sum(1), decayed * state.b + added.sum(1)
     return num / den, WKVState(a, b, torch.zeros_like(b))
 
 

@@ -37,7 +37,7 @@ def reference(inputs: cases.WKV7Inputs) -> dict[str, Tensor]:
     return cases.results(WKV7("reference"), cases.double(inputs))
 
 
-def changed(inputs: cases.WKV7Inputs, **new: Tensor) -> cases.WKV7Inputs:
+def replace(inputs: cases.WKV7Inputs, **new: Tensor) -> cases.WKV7Inputs:
     return tuple(new.get(name, tensor) for name, tensor in zip(cases.NAMES, inputs, strict=True))
 
 
@@ -53,14 +53,14 @@ def test_k_of_0_and_a_direction_of_norm_0(wkv7: WKV7, device: str) -> None:
     inputs = cases.inputs(2, 70, 1, 64, device=device)
     zero = torch.zeros_like(inputs[0])
     for new in ({"k": zero}, {"a": zero, "b": zero}, {"r": zero}, {"v": zero}, {"state": torch.zeros_like(inputs[6])}):
-        assert not wrong(wkv7, changed(inputs, **new)), list(new)
+        assert not wrong(wkv7, replace(inputs, **new)), list(new)
 
 
 def test_the_same_direction_at_every_step(wkv7: WKV7, device: str) -> None:
-    """A text that repeats one token causes this. With the full rate and hardly any decay, sums of powers lose digits."""
+    """A text that repeats one token has such inputs; at the full rate and nearly without decay, sums of powers lose digits."""
     inputs = cases.inputs(1, 150, 2, 64, log_w=cases.SLOWEST, device=device)
     same = inputs[4][:, :1].expand_as(inputs[4]).contiguous()
-    assert not wrong(wkv7, changed(inputs, a=same, b=-same), slow_decay=True)
+    assert not wrong(wkv7, replace(inputs, a=same, b=-same), slow_decay=True)
 
 
 def test_heads_of_another_width(wkv7: WKV7, device: str) -> None:
@@ -118,7 +118,7 @@ def test_where_nothing_is_read_and_where_nothing_has_come(wkv7: WKV7, device: st
     v, state = inputs[3].clone(), torch.zeros_like(inputs[6])
     v[:, :first_v] = 0
     v[:, first_v + 5:] *= 1e6
-    leaves = [tensor.detach().requires_grad_() for tensor in changed(inputs, v=v, state=state)]
+    leaves = [tensor.detach().requires_grad_() for tensor in replace(inputs, v=v, state=state)]
     y, _ = wkv7(*leaves)
     grads = dict(zip(cases.NAMES, torch.autograd.grad(y[:, :read].square().sum(), leaves), strict=True))
     for name in cases.NAMES[:6]:
@@ -134,7 +134,7 @@ def test_nan_stays_in_its_head_and_reaches_no_earlier_step(wkv7: WKV7, device: s
     for name in cases.NAMES[:6]:
         bad = inputs[cases.NAMES.index(name)].clone()
         bad[1, t, 0, 5] = float("nan")
-        y, _ = wkv7(*changed(inputs, **{name: bad}))
+        y, _ = wkv7(*replace(inputs, **{name: bad}))
         assert torch.equal(y[0], expected[0]), name
         assert torch.equal(y[1, :, 1], expected[1, :, 1]), name
         assert torch.equal(y[1, :t, 0], expected[1, :t, 0]), name

@@ -37,7 +37,7 @@ def wrong(op: str, name: str, shape: tuple[int, ...], dtype: torch.dtype = torch
     operator, inputs = adapter.kind(name), adapter.inputs(shape, dtype, "cpu")
     actual = adapter.results(operator, inputs)
     assert next(iter(actual.values())).dtype == dtype
-    return misses(errors(actual, test_conformance.expected(adapter, inputs)), adapter.allowed(operator, dtype))
+    return misses(errors(actual, test_conformance.expected(adapter, inputs)), adapter.allowed_errors(operator, dtype))
 
 
 @pytest.fixture(autouse=True)

@@ -234,7 +234,7 @@ def test_the_epsilon_of_rwkv7s_group_norm_is_read_everywhere() -> None:
 @pytest.mark.parametrize("default", ["device", "dtype"])
 @torch.no_grad()
 def test_a_default_device_or_dtype_changes_no_bit(default: str, generation: str) -> None:
-    """Tensors that C reads must be made on the CPU and in C's dtypes, whatever the defaults are."""
+    """Tensors for C are made on the CPU and in C's dtypes, whatever the defaults are."""
     model = frozen(generation)
     options: dict[str, Any] = {"max_new_tokens": 8, "temperature": 0.7, "top_p": 0.9, "repetition_penalty": 1.1,
                                "presence_penalty": 0.2, "logprobs": 2}

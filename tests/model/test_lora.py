@@ -18,7 +18,7 @@ ROUNDING: dict[str, Callable[..., RWKV]] = {
     "bfloat16": to_bfloat16, "int8": lambda model: to_int8(model, head=False), "int4": lambda model: to_int4(model, head=False)}
 
 
-def adapted(generation: str, modules: tuple[str, ...] = (), **options: float) -> RWKV:
+def adapted_model(generation: str, modules: tuple[str, ...] = (), **options: float) -> RWKV:
     model = small_model(generation=generation)
     add_adapters(model, modules, rank=2, alpha=6.0, **options)
     for name, parameter in model.named_parameters():
@@ -27,7 +27,7 @@ def adapted(generation: str, modules: tuple[str, ...] = (), **options: float) ->
     return model
 
 
-def with_state(**sizes: int) -> RWKV:
+def model_with_state(**sizes: int) -> RWKV:
     model = small_model(generation="rwkv7", **sizes).requires_grad_(False)
     shape = model.empty_state(1).wkv.shape
     model.set_time_states(list(0.3 * torch.randn(shape[0], *shape[2:], generator=torch.Generator().manual_seed(3))))
@@ -74,14 +74,14 @@ def check_gradients(model: RWKV, starts: Tensor | None = None) -> None:
 @each_generation
 @pytest.mark.parametrize("method", ["full", "lora"])
 def test_gradients_against_finite_differences(generation: str, method: str) -> None:
-    check_gradients(adapted(generation) if method == "lora" else small_model(generation=generation))
+    check_gradients(adapted_model(generation) if method == "lora" else small_model(generation=generation))
 
 
 @each_generation
 @pytest.mark.parametrize("method", ["full", "lora"])
 def test_gradients_of_rows_of_several_texts_are_those_of_the_texts_alone(generation: str, method: str) -> None:
     """Packed rows and single texts are computed by different forms of the backward pass, or beside other rows."""
-    model = adapted(generation) if method == "lora" else small_model(generation=generation)
+    model = adapted_model(generation) if method == "lora" else small_model(generation=generation)
     model.double()
     ids, weights = tokens(model, B=1, T=9), torch.randn(9, model.config.n_embd, dtype=torch.float64)
     starts = torch.zeros(1, 9, dtype=torch.bool)
@@ -97,12 +97,12 @@ def test_gradients_of_rows_of_several_texts_are_those_of_the_texts_alone(generat
 def test_states_gradients_against_finite_differences(packed: bool) -> None:
     starts = torch.zeros(2, 9, dtype=torch.bool)
     starts[0, [0, 4]] = True
-    check_gradients(with_state(), starts if packed else None)
+    check_gradients(model_with_state(), starts if packed else None)
 
 
 @each_generation
 def test_merged_adapters_give_the_same_logits(generation: str) -> None:
-    model = adapted(generation, ("att.key", "ffn.value")).double().eval()
+    model = adapted_model(generation, ("att.key", "ffn.value")).double().eval()
     ids = tokens(model)
     separate, _ = model(ids)
     for name, layer in list(model.named_modules()):
@@ -132,7 +132,7 @@ def test_another_module_is_refused() -> None:
 
 def test_a_learnt_state_is_read_before_the_first_token() -> None:
     """Logits are compared in one pass, token by token, and packed, where each text begins with the learnt state."""
-    model = with_state().double()
+    model = model_with_state().double()
     ids = tokens(model, T=8)
     whole, _ = model(ids)
     assert not torch.allclose(whole, small_model(generation="rwkv7").double()(ids)[0], atol=1e-2)
@@ -149,7 +149,7 @@ def test_a_learnt_state_is_read_before_the_first_token() -> None:
 
 
 def test_a_learnt_state_is_no_part_of_the_fingerprint() -> None:
-    assert with_state().fingerprint() == small_model(generation="rwkv7").fingerprint()
+    assert model_with_state().fingerprint() == small_model(generation="rwkv7").fingerprint()
 
 
 @pytest.mark.parametrize("base", ["bfloat16", "int8", "int4"])

@@ -173,7 +173,7 @@ def test_tokens_of_another_shape_are_refused(shape: tuple[int, ...]) -> None:
         small_model()(torch.zeros(shape, dtype=torch.long))
 
 
-# RWKV-7 normalises each head, and with it the rounding of a head whose output is small: the wider a head, the more even.
+# RWKV-7 normalises each head, which magnifies the rounding of a head with small outputs. Wide heads have more even outputs.
 IN_BF16 = {"rwkv4": ({}, 0.1), "rwkv7": ({"n_embd": 32, "head_size": 32}, 0.25)}
 
 

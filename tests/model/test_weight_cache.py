@@ -33,16 +33,16 @@ def optimizer_step(optimiser: type[torch.optim.Optimizer], **options: Any) -> Ca
     return change
 
 
-def loaded(parameters: list[nn.Parameter]) -> None:
+def load_state(parameters: list[nn.Parameter]) -> None:
     nn.ParameterList(parameters).load_state_dict({str(i): torch.full_like(p, i) for i, p in enumerate(parameters)})
 
 
-def replaced(parameters: list[nn.Parameter]) -> None:
+def replace_data(parameters: list[nn.Parameter]) -> None:
     for parameter in parameters:
         parameter.data = parameter.data + 1
 
 
-def written(parameters: list[nn.Parameter]) -> None:
+def write_in_place(parameters: list[nn.Parameter]) -> None:
     with torch.no_grad():
         for parameter in parameters:
             parameter[0, 0] += 1
@@ -50,7 +50,7 @@ def written(parameters: list[nn.Parameter]) -> None:
 
 @pytest.mark.parametrize("change", [optimizer_step(torch.optim.AdamW, fused=True),
                                     optimizer_step(torch.optim.AdamW, foreach=True),
-                                    optimizer_step(torch.optim.SGD), loaded, replaced, written],
+                                    optimizer_step(torch.optim.SGD), load_state, replace_data, write_in_place],
                          ids=["fused AdamW", "AdamW", "SGD", "load_state_dict", ".data =", "in place"])
 def test_a_copy_follows_every_change(change: Callable[[list[nn.Parameter]], None]) -> None:
     parameters = weights()

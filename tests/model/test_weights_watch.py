@@ -51,27 +51,27 @@ def through_data(model: RWKV, name: str, weight: Tensor) -> None:
     weight.data.copy_(1 - weight)
 
 
-def replaced(model: RWKV, name: str, weight: Tensor) -> None:
+def replace_parameter(model: RWKV, name: str, weight: Tensor) -> None:
     module, _, last = name.rpartition(".")
     setattr(model.get_submodule(module), last, nn.Parameter(1 - weight, requires_grad=False))
 
 
-def loaded(model: RWKV, name: str, weight: Tensor) -> None:
+def load_state(model: RWKV, name: str, weight: Tensor) -> None:
     model.load_state_dict({name: 1 - weight}, strict=False)
 
 
-def assigned(model: RWKV, name: str, weight: Tensor) -> None:
+def assign_state(model: RWKV, name: str, weight: Tensor) -> None:
     model.load_state_dict({name: 1 - weight}, strict=False, assign=True)
 
 
-def fused_step(model: RWKV, name: str, weight: Tensor) -> None:
+def run_fused_step(model: RWKV, name: str, weight: Tensor) -> None:
     model.requires_grad_(True)
     weight.grad = torch.ones_like(weight)
     torch.optim.AdamW([weight], lr=0.5, fused=True).step()
     model.requires_grad_(False)
 
 
-CHANGES = [in_place, under_inference_mode, new_data, through_data, replaced, loaded, assigned, fused_step]
+CHANGES = [in_place, under_inference_mode, new_data, through_data, replace_parameter, load_state, assign_state, run_fused_step]
 
 
 @pytest.mark.compiles
@@ -94,7 +94,7 @@ def test_decoding_and_the_model_agree_after_any_change_of_any_weight(dtype: str,
         expected = model.prefill(token, state)[0].float()
         for logits in (engine.context().logits, decoder_of(model, state).step(token[0])):
             assert (logits.float() - expected).abs().max() < allowed * max(1.0, float(expected.abs().max())), name
-        replaced(model, name, 1 - before)
+        replace_parameter(model, name, 1 - before)
 
 
 @torch.no_grad()
@@ -161,7 +161,7 @@ def test_what_is_kept_keeps_no_weight_in_memory() -> None:
     step_of(model)
     for name in list(dict(model.named_parameters())):
         storage = StorageWeakRef(model.get_parameter(name).untyped_storage())
-        replaced(model, name, model.get_parameter(name))
+        replace_parameter(model, name, model.get_parameter(name))
         assert storage.expired(), name
 
 

@@ -78,7 +78,7 @@ CASES_7 = {
 
 
 def sizes(case: Case | Case7) -> dict[str, tuple[int, ...]]:
-    """Every parameter's official name and shape."""
+    """Returns the official names and shapes of all parameters."""
     return sizes_7(case) if isinstance(case, Case7) else sizes_4(case)
 
 

@@ -234,7 +234,7 @@ def adapter_kinds(folder: Path) -> Iterator[Kind]:
     run("rwkv", [save("peft", path, folder / "peft")])
     for kind in ("lora", "rslora", "dora", "pissa", "miss"):
         merged = folder / "peft" / f"merged-{kind}.pth"
-        yield Kind(f"PEFT's {kind}", folder / "peft" / kind, partial(of_torch, merged), "peft", "rwkv", base=path,
+        yield Kind(f"PEFT's {kind}", folder / "peft" / kind, partial(load_weights, merged), "peft", "rwkv", base=path,
                    peer_reads=merged)
     random, rank, alpha = np.random.default_rng(4), 4, 8.0
     changed, parts = weights(), {}
@@ -250,7 +250,7 @@ def adapter_kinds(folder: Path) -> Iterator[Kind]:
                peer_reads=folder / "merged.pth")
 
 
-def of_torch(path: Path) -> Weights:
+def load_weights(path: Path) -> Weights:
     return {name: tensor.float().numpy() for name, tensor in torch.load(path, weights_only=True).items()}
 
 
@@ -287,10 +287,10 @@ def run(environment: str, jobs: list[dict[str, Any]]) -> None:
     if not python.exists():
         return
     while jobs:
-        listed = Path(jobs[0]["result"]).parent / f"{environment} jobs.json"
-        listed.write_text(json.dumps(jobs), encoding="utf-8")
-        variables = {"RWKV_V7_ON": "1", "TRITON_INTERPRET": "1", "HF_MODULES_CACHE": str(listed.parent)}
-        done = subprocess.run([python, "-I", file_peers.__file__, listed], env=os.environ | ENVIRONMENT | variables,
+        jobs_file = Path(jobs[0]["result"]).parent / f"{environment} jobs.json"
+        jobs_file.write_text(json.dumps(jobs), encoding="utf-8")
+        variables = {"RWKV_V7_ON": "1", "TRITON_INTERPRET": "1", "HF_MODULES_CACHE": str(jobs_file.parent)}
+        done = subprocess.run([python, "-I", file_peers.__file__, jobs_file], env=os.environ | ENVIRONMENT | variables,
                               capture_output=True, text=True)
         if done.returncode == 0:
             return
@@ -319,20 +319,20 @@ def peers_logits(folder: Path, kinds: list[Kind], rwkv_lm: Path | None) -> None:
 
 def row(folder: Path, kind: Kind) -> dict[str, Any]:
     """Returns the results of a kind: each number with its bound, or a reason."""
-    found: dict[str, Any] = {"file": kind.name, "made by": kind.made_by}
+    result: dict[str, Any] = {"file": kind.name, "made by": kind.made_by}
     if not kind.path.exists():
-        return found | {"absent": failure(kind.path) or f"{kind.made_by} is not here"}
+        return result | {"absent": failure(kind.path) or f"{kind.made_by} is not here"}
     try:
         checkpoint = kind.read(kind.path)
     except UserError as error:
-        return found | {"read": f"refused: {error}"}
+        return result | {"read": f"refused: {error}"}
     tokens = np.load(folder / f"{kind.tokens}.npy")
     logits = ours(checkpoint, tokens)
     exact = exact_logits(kind, tokens)
-    found |= {"read": "yes", "float64": bounded(apart(logits, exact), TO_FLOAT64)}
-    found |= beside_peer(folder, kind, logits, exact)
-    found |= written_again(folder, kind, checkpoint, logits, tokens)
-    return found | (rounded_again(checkpoint) if blocks_of(kind) else {})
+    result |= {"read": "yes", "float64": bounded(apart(logits, exact), TO_FLOAT64)}
+    result |= beside_peer(folder, kind, logits, exact)
+    result |= written_again(folder, kind, checkpoint, logits, tokens)
+    return result | (rounded_again(checkpoint) if blocks_of(kind) else {})
 
 
 def blocks_of(kind: Kind) -> str | None:
@@ -346,9 +346,9 @@ def beside_peer(folder: Path, kind: Kind, logits: ndarray, exact: ndarray) -> di
     if not result.exists():
         return {"peer": f"{kind.peer} is absent", "reason": failure(result) or "not installed"}
     theirs = np.load(result)
-    of_peer = apart(theirs, exact)
-    bound = TO_FLOAT64 + OF_PEER * min(of_peer, MOST_OF_PEER.get(kind.peer, 1e-4))
-    return {"peer": kind.peer, "to the peer": bounded(apart(logits, theirs), bound), "the peer to float64": of_peer}
+    peer_error = apart(theirs, exact)
+    bound = TO_FLOAT64 + OF_PEER * min(peer_error, MOST_OF_PEER.get(kind.peer, 1e-4))
+    return {"peer": kind.peer, "to the peer": bounded(apart(logits, theirs), bound), "the peer to float64": peer_error}
 
 
 def written_again(folder: Path, kind: Kind, checkpoint: Checkpoint, logits: ndarray, tokens: ndarray) -> dict[str, Any]:
@@ -375,7 +375,7 @@ def written_again(folder: Path, kind: Kind, checkpoint: Checkpoint, logits: ndar
 def rounded_again(checkpoint: Checkpoint) -> dict[str, Any]:
     """Returns the relative error of the matrices in int8 and int4, compared with the numbers in the file."""
     group = generation(checkpoint.config).group
-    found = {}
+    result = {}
     for form in ("int8", "int4"):
         error = total = 0.0
         for name in checkpoint.weights:
@@ -383,8 +383,8 @@ def rounded_again(checkpoint: Checkpoint) -> dict[str, Any]:
                 exact = checkpoint.weights[name].float()
                 error += float((pack(exact, form).dense() - exact).square().sum())
                 total += float(exact.square().sum())
-        found[form] = math.sqrt(error / total)
-    return found
+        result[form] = math.sqrt(error / total)
+    return result
 
 
 def ours(checkpoint: Checkpoint, tokens: ndarray) -> ndarray:
@@ -404,10 +404,10 @@ def exact_logits(kind: Kind, tokens: ndarray) -> ndarray:
     return logits
 
 
-def apart(found: ndarray, expected: ndarray) -> float:
-    if found.shape != expected.shape:
+def apart(actual: ndarray, expected: ndarray) -> float:
+    if actual.shape != expected.shape:
         return math.inf
-    return float(np.linalg.norm(found.astype(np.float64) - expected) / np.linalg.norm(expected))
+    return float(np.linalg.norm(actual.astype(np.float64) - expected) / np.linalg.norm(expected))
 
 
 def bounded(value: float, bound: float) -> dict[str, float]:
@@ -421,13 +421,13 @@ def failure(result: Path) -> str | None:
     return re.sub(r" \(/\S+\)", "", file.read_text(encoding="utf-8").splitlines()[0])          # removes paths of this machine
 
 
-def passed(found: dict[str, Any]) -> bool:
-    numbers = [value for value in found.values() if isinstance(value, dict)]
-    refused = any(str(found.get(name, "")).startswith("refused") for name in ("read", "written"))
+def passed(result: dict[str, Any]) -> bool:
+    numbers = [value for value in result.values() if isinstance(value, dict)]
+    refused = any(str(result.get(name, "")).startswith("refused") for name in ("read", "written"))
     return not refused and all(each["difference"] <= each["allowed"] for each in numbers)
 
 
-def shown(value: Any) -> str:
+def format_value(value: Any) -> str:
     if isinstance(value, dict):
         return "0" if value["difference"] == 0 else f"{value['difference']:.1e}" + (
             "" if value["difference"] <= value["allowed"] else f" > {value['allowed']:.1e} !")
@@ -438,30 +438,30 @@ def table(rows: list[dict[str, Any]]) -> list[list[str]]:
     heads = ["file", "made by", "read", "float64", "peer", "to the peer", "the peer to float64", "written", "read back", "int8",
              "int4"]
     lines = [heads]
-    for found in rows:
-        percent = {name: f"{found[name]:.1%}" for name in ("int8", "int4") if name in found}
-        absent = {"read": f"absent: {found['absent']}"} if "absent" in found else {}
-        lines.append([shown((found | percent | absent).get(name, "")) for name in heads])
+    for result in rows:
+        percent = {name: f"{result[name]:.1%}" for name in ("int8", "int4") if name in result}
+        absent = {"read": f"absent: {result['absent']}"} if "absent" in result else {}
+        lines.append([format_value((result | percent | absent).get(name, "")) for name in heads])
     return lines
 
 
 def with_earlier(rows: list[dict[str, Any]], earlier: dict[str, Any]) -> list[dict[str, Any]]:
     """Returns the rows, and replaces rows of missing programs by those of earlier results."""
-    def complete(found: dict[str, Any]) -> bool:
-        return "absent" not in found and "reason" not in found
+    def complete(result: dict[str, Any]) -> bool:
+        return "absent" not in result and "reason" not in result
 
-    before = {found["file"]: found for found in earlier.get("rows", []) if complete(found)}
+    before = {result["file"]: result for result in earlier.get("rows", []) if complete(result)}
     when = "commit {commit}, {date:.10}".format(**earlier["machine"]) if earlier else ""
-    present = {found["file"] for found in rows if complete(found)}
-    absent = [found for found in rows if found["file"] not in present | before.keys()]
-    kept = [{"measured at": when, **found} for name, found in before.items() if name not in present]
-    return [*(found for found in rows if complete(found)), *absent, *kept]
+    present = {result["file"] for result in rows if complete(result)}
+    absent = [result for result in rows if result["file"] not in present | before.keys()]
+    earlier_rows = [{"measured at": when, **result} for name, result in before.items() if name not in present]
+    return [*(result for result in rows if complete(result)), *absent, *earlier_rows]
 
 
 def section(rows: list[dict[str, Any]], peers: dict[str, str], machine: dict[str, Any]) -> str:
-    absent = [f"{found['file']}: {found['peer']} ({found['reason']})." for found in rows if "reason" in found]
-    for when in sorted({found["measured at"] for found in rows if "measured at" in found}):
-        absent.append(f"{'; '.join(found['file'] for found in rows if found.get('measured at') == when)}: measured at {when}.")
+    absent = [f"{result['file']}: {result['peer']} ({result['reason']})." for result in rows if "reason" in result]
+    for when in sorted({result["measured at"] for result in rows if "measured at" in result}):
+        absent.append(f"{'; '.join(each['file'] for each in rows if each.get('measured at') == when)}: measured at {when}.")
     return "\n\n".join((
         f"{machine['cpu']}; torch {machine['torch']}; commit {machine['commit']}, {machine['date'][:10]}. Peers: "
         + (", ".join(f"{name} {version}" for name, version in peers.items()) or "none") + ".",

@@ -25,9 +25,10 @@ if TYPE_CHECKING:
 Forward = Callable[[ndarray, Any], tuple[ndarray, Any]]
 FORMS = ("whole", "chunked", "one by one")
 # Official parts of names, and those of transformers.
-RENAMED = (("emb.", "rwkv.embeddings."), ("blocks.", "rwkv.blocks."), ("ln_out.", "rwkv.ln_out."), (".ln0.", ".pre_ln."),
-           (".att.", ".attention."), (".ffn.", ".feed_forward."), ("time_mix_k", "time_mix_key"),
-           ("time_mix_v", "time_mix_value"), ("time_mix_r", "time_mix_receptance"))
+TRANSFORMERS_NAMES = (
+    ("emb.", "rwkv.embeddings."), ("blocks.", "rwkv.blocks."), ("ln_out.", "rwkv.ln_out."), (".ln0.", ".pre_ln."),
+    (".att.", ".attention."), (".ffn.", ".feed_forward."), ("time_mix_k", "time_mix_key"), ("time_mix_v", "time_mix_value"),
+    ("time_mix_r", "time_mix_receptance"))
 
 
 def outputs(forward: Forward, values: Callable[[Any], dict[str, ndarray]], tokens: ndarray, chunks: list[int],
@@ -55,11 +56,11 @@ def read(forward: Forward, tokens: ndarray, lengths: list[int]) -> tuple[ndarray
 
 def greedy(forward: Forward, logits: ndarray, state: Any, n: int) -> ndarray:
     """Returns the n next tokens (B,n); `logits` (B,V) select the first."""
-    chosen = [logits.argmax(-1)]
-    while len(chosen) < n:
-        logits, state = forward(chosen[-1][:, None], state)
-        chosen.append(logits[:, -1].argmax(-1))
-    return np.stack(chosen, axis=1)
+    next_tokens = [logits.argmax(-1)]
+    while len(next_tokens) < n:
+        logits, state = forward(next_tokens[-1][:, None], state)
+        next_tokens.append(logits[:, -1].argmax(-1))
+    return np.stack(next_tokens, axis=1)
 
 
 def state_values(att_x: ndarray, a: ndarray, b: ndarray, p: ndarray, ffn_x: ndarray) -> dict[str, ndarray]:
@@ -189,12 +190,12 @@ def from_official(weights: dict[str, torch.Tensor]) -> Any:
     config = RwkvConfig(vocab_size=V, hidden_size=C, attention_hidden_size=A, intermediate_size=F, rescale_every=0,
                         num_hidden_layers=sum(name.endswith("ln1.weight") for name in weights))
     model = RwkvForCausalLM(config)
-    model.load_state_dict({renamed(name): tensor for name, tensor in weights.items()})
+    model.load_state_dict({transformers_name(name): tensor for name, tensor in weights.items()})
     return model
 
 
-def renamed(name: str) -> str:
-    for official, theirs in RENAMED:
+def transformers_name(name: str) -> str:
+    for official, theirs in TRANSFORMERS_NAMES:
         name = name.replace(official, theirs)
     return name
 

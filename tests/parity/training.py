@@ -49,7 +49,7 @@ CASES: dict[str, Case | Case7] = {
 EXPERIMENTS = {"rwkv4": "rwkv4_original", "rwkv7": "rwkv7_minipile"}
 BOUNDS = {"gradients": 3e-4, "first": 1e-6, "losses": 1e-5, "rates": 1e-12, "weights": 0.02}
 WORLD = "RWKV-v7/rwkv_vocab_v20230424.txt"
-PUBLISHED, WITHIN = 11.1937, 0.01        # the first loss, and the bound for its difference between texts
+PUBLISHED, WITHIN = 11.1937, 0.01        # the first loss, and how much it may differ on another text
 FIRST = ModelConfig(generation="rwkv7", n_layer=12, n_embd=768, ctx_len=512)
 CONTROL = "ours, another rate"
 Found = Mapping[str, ndarray]
@@ -109,21 +109,21 @@ def ours(folder: Path, weights: Path, optim: OptimConfig) -> Found:
     configured = task.configure_optimizers()
     optimizer, schedule = configured["optimizer"], configured["lr_scheduler"]["scheduler"]
     named = dict(task.model.named_parameters())
-    found: dict[str, Any] = {"losses": [], **{f"rate: {name}": [] for name in named}}
+    results: dict[str, Any] = {"losses": [], **{f"rate: {name}": [] for name in named}}
     for step, batch in enumerate(torch.from_numpy(np.load(folder / "tokens.npy"))):
         rates = {id(parameter): group["lr"] for group in optimizer.param_groups for parameter in group["params"]}
         loss = task.training_step((batch[:, :-1], batch[:, 1:]), step)
         optimizer.zero_grad()
         loss.backward()
-        found["losses"].append(loss.item())
+        results["losses"].append(loss.item())
         for name, parameter in named.items():
-            found[f"rate: {name}"].append(rates[id(parameter)])
+            results[f"rate: {name}"].append(rates[id(parameter)])
             if step == 0 and parameter.grad is not None:
-                found[f"gradient: {name}"] = parameter.grad.clone().numpy()
+                results[f"gradient: {name}"] = parameter.grad.clone().numpy()
         torch.nn.utils.clip_grad_norm_(task.parameters(), optim.grad_clip)
         optimizer.step()
         schedule.step()
-    return {name: np.asarray(value) for name, value in found.items()} | {
+    return {name: np.asarray(value) for name, value in results.items()} | {
         f"weight: {name}": parameter.detach().numpy() for name, parameter in named.items()}
 
 

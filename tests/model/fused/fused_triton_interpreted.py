@@ -38,7 +38,7 @@ def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_each_function_computes_the_formulas(dtype: torch.dtype, shape: tuple[int, int, int, int]) -> None:
     torch.manual_seed(0)
     for name, (function, inputs) in test_fused_c.cases(dtype, *shape).items():
-        test_fused_c.check(dtype, function(*inputs), test_fused_c.of_float64(function, inputs), name)
+        test_fused_c.check(dtype, function(*inputs), test_fused_c.in_float64(function, inputs), name)
 
 
 def relative_errors(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:

@@ -68,9 +68,9 @@ def cases(dtype: torch.dtype, B: int, T: int, H: int, N: int) -> dict[str, tuple
     wide, C = torch.float32, H * N
     x, row, vector = (B, T, C), (B, C), (1, 1, C)
     by_name: dict[str, tuple[Function, list[Tensor]]] = {
-        f"{n} mixes of {of}": (mixing(n, of == "before"), [*tensors(dtype, x, row), *tensors(wide, *[vector] * n),
-                                                           *tensors(dtype, *[x] * n)])
-        for n, of in ((1, "before"), (2, "x"), (3, "x"), (6, "before"))}
+        f"{n} mixes of {source}": (mixing(n, source == "before"), [*tensors(dtype, x, row), *tensors(wide, *[vector] * n),
+                                                                   *tensors(dtype, *[x] * n)])
+        for n, source in ((1, "before"), (2, "x"), (3, "x"), (6, "before"))}
     for n, n_more in itertools.product((2, 3), (0, 2)):
         by_name[f"{n} gates, {n_more} more gradients"] = gating(N, n, n_more), [
             *tensors(dtype, *[x] * (3 + n)), *tensors(wide, *[vector] * (n + 2), x), *tensors(dtype, *[x] * 6)]
@@ -80,7 +80,7 @@ def cases(dtype: torch.dtype, B: int, T: int, H: int, N: int) -> dict[str, tuple
     return by_name
 
 
-def of_float64(function: Function, inputs: list[Tensor]) -> tuple[Tensor | None, ...]:
+def in_float64(function: Function, inputs: list[Tensor]) -> tuple[Tensor | None, ...]:
     return function(*(tensor.double() for tensor in inputs))
 
 
@@ -98,7 +98,7 @@ def check(dtype: torch.dtype, actual: tuple[Tensor | None, ...], expected: tuple
 def test_every_level_computes_the_formulas(level: str, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     for name, (function, inputs) in cases(dtype, 2, 40, 2, 64).items():
-        check(dtype, function(*inputs), of_float64(function, inputs), name)
+        check(dtype, function(*inputs), in_float64(function, inputs), name)
 
 
 @pytest.mark.thorough
@@ -108,7 +108,7 @@ def test_every_level_computes_the_formulas(level: str, dtype: torch.dtype) -> No
 def test_any_shape(dtype: torch.dtype, B: int, T: int, H: int, N: int) -> None:
     torch.manual_seed(N)
     for name, (function, inputs) in cases(dtype, B, T, H, N + 1).items():
-        check(dtype, function(*inputs), of_float64(function, inputs), name)
+        check(dtype, function(*inputs), in_float64(function, inputs), name)
 
 
 def test_autocast_mixes_float32_into_bfloat16() -> None:
@@ -117,7 +117,7 @@ def test_autocast_mixes_float32_into_bfloat16() -> None:
     saved, (mixed,) = fused.mix(torch.bfloat16, x, last_x, (mu,))
     grad_x, grad_last_x, grad_mu = fused.mix_backward(saved, (grad,))
     assert (mixed.dtype, grad_x is not None and grad_x.dtype) == (torch.bfloat16, torch.float32)
-    expected = of_float64(mixing(1), [x, last_x, mu, grad])
+    expected = in_float64(mixing(1), [x, last_x, mu, grad])
     check(torch.bfloat16, (mixed, grad_x, grad_last_x, grad_mu), expected, "autocast")
 
 

@@ -17,7 +17,7 @@ import pytest
 pytestmark = [pytest.mark.programs, pytest.mark.skipif(importlib.util.find_spec("triton") is None,
                                                        reason="Triton is not installed (pip install -e '.[triton]')")]
 TESTS = Path(__file__).parent
-REGISTERS = 65536                        # of a multiprocessor
+REGISTERS = 65536                        # per multiprocessor
 
 
 def run_python(folder: Path, *command: Any, **variables: str) -> str:

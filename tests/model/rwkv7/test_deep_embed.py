@@ -38,18 +38,18 @@ def model() -> RWKV:
 
 
 @pytest.fixture
-def saved(model: RWKV, tmp_path: Path) -> Path:
+def model_file(model: RWKV, tmp_path: Path) -> Path:
     torch.save(model.state_dict(), tmp_path / "rwkv7a.pth")
     return tmp_path / "rwkv7a.pth"
 
 
 @torch.no_grad()
-def test_logits_are_those_of_the_formula_merged_or_not(model: RWKV, saved: Path) -> None:
+def test_logits_are_those_of_the_formula_merged_or_not(model: RWKV, model_file: Path) -> None:
     ids = tokens(model, T=40)
     expected = in_float64(model, ids)
     without = {name: weight for name, weight in model.state_dict().items() if name not in TENSORS}
     assert np.abs(NumpyRWKV7({name: weight.numpy() for name, weight in without.items()})(ids.numpy())[0] - expected).max() > 0.1
-    for loaded in (model, RWKV.from_pretrained(saved, "reference")):
+    for loaded in (model, RWKV.from_pretrained(model_file, "reference")):
         first, state = loaded(ids[:, :23])
         rest, after = loaded(ids[:, 23:], state)
         np.testing.assert_allclose(torch.cat([first, rest], 1).numpy(), expected, rtol=0, atol=4e-5)
@@ -58,8 +58,8 @@ def test_logits_are_those_of_the_formula_merged_or_not(model: RWKV, saved: Path)
         np.testing.assert_allclose(loaded.head(hidden).numpy(), expected, rtol=0, atol=4e-5)
 
 
-def test_merging_drops_what_it_has_added_and_the_model_is_the_same_model(model: RWKV, saved: Path) -> None:
-    merged = RWKV.from_pretrained(saved, "reference")
+def test_merging_drops_what_it_has_added_and_the_model_is_the_same_model(model: RWKV, model_file: Path) -> None:
+    merged = RWKV.from_pretrained(model_file, "reference")
     assert set(model.state_dict()) - set(merged.state_dict()) == {name for name in TENSORS if "s_emb_x" in name}
     assert merged.fingerprint() == model.fingerprint()
     assert merged.merge().fingerprint() == model.fingerprint()
@@ -68,11 +68,11 @@ def test_merging_drops_what_it_has_added_and_the_model_is_the_same_model(model: 
 
 @pytest.mark.parametrize(("dtype", "allowed"), [("bfloat16", 0.05), ("int8", 0.05), ("int4", 0.3)])
 @torch.no_grad()
-def test_other_dtypes_are_near(model: RWKV, saved: Path, dtype: str, allowed: float) -> None:
+def test_other_dtypes_are_near(model: RWKV, model_file: Path, dtype: str, allowed: float) -> None:
     """With DeepEmbed the second product of the feed-forward half has inputs of either sign, and without it none is negative."""
     ids = tokens(model, T=16)
     expected = in_float64(model, ids)
-    logits = RWKV.from_pretrained(saved, "reference", dtype=dtype)(ids)[0].float().numpy()
+    logits = RWKV.from_pretrained(model_file, "reference", dtype=dtype)(ids)[0].float().numpy()
     assert np.sqrt(((logits - expected) ** 2).mean()) < allowed * expected.std()
 
 
@@ -80,17 +80,17 @@ def test_other_dtypes_are_near(model: RWKV, saved: Path, dtype: str, allowed: fl
 
 
 @pytest.mark.parametrize("name", ["again.pth", "again.safetensors", "again.ckpt"])
-def test_files_are_written_as_they_were_read(model: RWKV, saved: Path, tmp_path: Path, name: str) -> None:
-    write_checkpoint(read_checkpoint(saved), tmp_path / name)
+def test_files_are_written_as_they_were_read(model: RWKV, model_file: Path, tmp_path: Path, name: str) -> None:
+    write_checkpoint(read_checkpoint(model_file), tmp_path / name)
     loaded = read_checkpoint(tmp_path / name)
-    assert loaded.config == read_checkpoint(saved).config
+    assert loaded.config == read_checkpoint(model_file).config
     assert all(torch.equal(loaded.weights[name], weight) for name, weight in model.state_dict().items())
 
 
 @torch.no_grad()
-def test_a_merged_model_is_written_with_nothing_left_to_merge(model: RWKV, saved: Path, tmp_path: Path) -> None:
+def test_a_merged_model_is_written_with_nothing_left_to_merge(model: RWKV, model_file: Path, tmp_path: Path) -> None:
     """The author's code requires s_emb_x, but programs that write merged files leave it out."""
-    RWKV.from_pretrained(saved, "reference").save_pretrained(tmp_path / "merged.pth")
+    RWKV.from_pretrained(model_file, "reference").save_pretrained(tmp_path / "merged.pth")
     loaded = torch.load(tmp_path / "merged.pth")
     assert all(not loaded[name].any() for name in TENSORS if "s_emb_x" in name)
     torch.save({name: weight for name, weight in loaded.items() if "s_emb_x" not in name}, tmp_path / "without.pth")
@@ -101,19 +101,19 @@ def test_a_merged_model_is_written_with_nothing_left_to_merge(model: RWKV, saved
 
 
 @torch.no_grad()
-def test_int4_files_keep_the_tables_in_bfloat16(model: RWKV, saved: Path, tmp_path: Path) -> None:
-    write_checkpoint(read_checkpoint(saved), tmp_path / "model.safetensors", dtype="int4")
+def test_int4_files_keep_the_tables_in_bfloat16(model: RWKV, model_file: Path, tmp_path: Path) -> None:
+    write_checkpoint(read_checkpoint(model_file), tmp_path / "model.safetensors", dtype="int4")
     assert read_checkpoint(tmp_path / "model.safetensors").weights.stored[TENSORS[0]].dtype == torch.bfloat16
     ids = tokens(model)
     packed, rounded = (RWKV.from_pretrained(path, "reference", dtype="int4")(ids)[0] for path in (
-        tmp_path / "model.safetensors", saved))
+        tmp_path / "model.safetensors", model_file))
     torch.testing.assert_close(packed, rounded, rtol=0, atol=0.1)
 
 
 @pytest.mark.parametrize(("name", "form"), [("model.gguf", None), ("model.bin", None), ("model", "fla"), ("model", "official")])
-def test_formats_without_a_place_for_it_are_refused(saved: Path, tmp_path: Path, name: str, form: str | None) -> None:
+def test_formats_without_a_place_for_it_are_refused(model_file: Path, tmp_path: Path, name: str, form: str | None) -> None:
     with pytest.raises(UserError):
-        write_checkpoint(read_checkpoint(saved), tmp_path / name, layout=form)
+        write_checkpoint(read_checkpoint(model_file), tmp_path / name, layout=form)
     assert not (tmp_path / name).exists()
 
 
@@ -169,8 +169,8 @@ def test_its_tables_get_no_adapter(model: RWKV) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "int8"])
-def test_texts_are_those_of_whole_passes(saved: Path, dtype: str) -> None:
-    loaded, tokenizer = RWKV.from_pretrained(saved, "reference", dtype=dtype), ByteTokenizer()
+def test_texts_are_those_of_whole_passes(model_file: Path, dtype: str) -> None:
+    loaded, tokenizer = RWKV.from_pretrained(model_file, "reference", dtype=dtype), ByteTokenizer()
     assert isinstance(decoder_of(loaded, loaded.empty_state(1)), Decoder)
     samples = generate_batch(loaded, tokenizer, ["One", "Another one"], 12, temperature=0)
     for prompt, sample in zip(("One", "Another one"), samples, strict=True):
