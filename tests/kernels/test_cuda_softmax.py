@@ -14,7 +14,7 @@ from kernels.softmax import Softmax, cases
 pytestmark = [pytest.mark.compiles, pytest.mark.usefixtures("poisoned_memory")]
 CUDA = [name for name in names("softmax") if name.startswith("cuda_")]
 ADAPTER = conformance.ADAPTERS["softmax"]
-BLOCKS = ((1, 1024), (2, 1025), (1, 40_003))         # longest row of a warp; block of 2 or more warps; 32 warps, two rounds
+BLOCKS = ((1, 1024), (2, 1025), (1, 40_003))         # the longest row of a warp; 3 warps; 32 warps in two rounds
 
 
 @pytest.fixture(params=CUDA)
