@@ -230,7 +230,7 @@ each_operator = pytest.mark.parametrize("adapter", ADAPTERS.values(), ids=ADAPTE
 
 
 CASES = [implementation(op, name, (adapter, name)) for op, adapter in ADAPTERS.items() for name in adapter.names()]
-# Files differ in their registration only by the tensors that c_, cuda_ and triton_ kernels save, so the others run in make soak
+# Registrations differ only where c_, cuda_ and triton_ kernels save tensors of their own, so make soak tests most of the others
 REGISTRATION_CASES = [
     one for each in CASES for adapter, name in each.values
     for one in ([each] if name in (adapter.reference, adapter.file) or name.startswith(("c_", "cuda_", "triton_"))

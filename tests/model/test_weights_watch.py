@@ -150,6 +150,7 @@ def test_copies_are_exact_and_made_once() -> None:
 
 
 def test_a_copy_of_a_model_keeps_nothing_of_its_own() -> None:
+    """A copy of a model does not share the cached decoding step of the original."""
     model = frozen()
     step = step_of(model)
     assert step_of(copy.deepcopy(model)) is not step
@@ -157,6 +158,7 @@ def test_a_copy_of_a_model_keeps_nothing_of_its_own() -> None:
 
 
 def test_what_is_kept_keeps_no_weight_in_memory() -> None:
+    """The decoding step that is cached for a model does not keep replaced weights in memory."""
     model = frozen()
     step_of(model)
     for name in list(dict(model.named_parameters())):
@@ -166,6 +168,7 @@ def test_what_is_kept_keeps_no_weight_in_memory() -> None:
 
 
 def test_there_are_none_where_a_number_would_change() -> None:
+    """exact_copies() returns None if a weight does not fit bfloat16."""
     model = frozen()
     model.head.weight[:] = 1 + 2**-20
     assert exact_copies(matrices(model)) is None
@@ -173,6 +176,7 @@ def test_there_are_none_where_a_number_would_change() -> None:
 
 
 def test_there_are_none_of_weights_whose_changes_are_not_counted() -> None:
+    """exact_copies() returns None for weights made in inference mode, because PyTorch does not count their changes."""
     model = frozen()
     with torch.inference_mode():
         model.head.weight = nn.Parameter(model.head.weight.clone(), requires_grad=False)
@@ -180,6 +184,7 @@ def test_there_are_none_of_weights_whose_changes_are_not_counted() -> None:
 
 
 def test_there_are_none_where_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """exact_copies() returns None if memory does not suffice."""
     model = frozen()
     monkeypatch.setattr(weights_watch, "available_memory", lambda: 1000)
     assert exact_copies(matrices(model)) is None

@@ -59,6 +59,7 @@ def test_logits_are_those_of_the_formula_merged_or_not(model: RWKV, model_file: 
 
 
 def test_merging_drops_what_it_has_added_and_the_model_is_the_same_model(model: RWKV, model_file: Path) -> None:
+    """Merging drops only s_emb_x and keeps the fingerprint; n_parameters() counts the tensors of the unmerged model."""
     merged = RWKV.from_pretrained(model_file, "reference")
     assert set(model.state_dict()) - set(merged.state_dict()) == {name for name in TENSORS if "s_emb_x" in name}
     assert merged.fingerprint() == model.fingerprint()
@@ -134,6 +135,7 @@ def test_a_damaged_file_names_the_tensor(model: RWKV, tmp_path: Path, changes: d
 
 
 def test_it_begins_as_the_model_without_it_and_learns() -> None:
+    """A new model has the logits of the model without DeepEmbed, and all tensors of DeepEmbed get gradients in training."""
     model = deep_embed_model(vocab_size=20).init_weights()
     without = {name: weight for name, weight in model.state_dict().items() if name not in TENSORS}
     plain = small_model("reference", 20, generation="rwkv7", n_embd=64, head_size=32)
@@ -164,6 +166,7 @@ def test_packed_texts_are_read_as_each_alone(model: RWKV) -> None:
 
 
 def test_its_tables_get_no_adapter(model: RWKV) -> None:
+    """LoRA adapts the linear layers, but not the tables of DeepEmbed."""
     layers = "att.receptance", "att.key", "att.value", "att.output", "ffn.key", "ffn.value"
     assert linear_layer_names(model.config) == list(layers)
 
