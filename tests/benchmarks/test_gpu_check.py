@@ -1,4 +1,4 @@
-"""gpu_check continues after a failed part, and keeps the measurements of a stopped part."""
+"""Tests that gpu_check continues after a failed part, and keeps the measurements of a stopped part."""
 
 import json
 import os
@@ -15,7 +15,7 @@ from benchmarks.gpu_check import Part, Rows, run_part
 from rwkv import cli
 from rwkv.config import ChatConfig, EvaluateConfig, GenerateConfig, TrainConfig
 
-MEASURES = """
+SLOW_PART = """
 import subprocess, sys, time
 from pathlib import Path
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"])
@@ -30,24 +30,24 @@ with (Path(sys.argv[1]) / "results.jsonl").open("a") as file:
 
 def test_a_part_that_is_stopped_keeps_its_rows_and_leaves_no_process(tmp_path: Path,
                                                                      capsys: pytest.CaptureFixture[str]) -> None:
-    run_part(Part("slow", 1000), [sys.executable, "-c", MEASURES], tmp_path, "cpu", 6.0)
+    run_part(Part("slow", 1000), [sys.executable, "-c", SLOW_PART], tmp_path, "cpu", 6.0)
     rows = Rows(tmp_path).read()
     assert [row.get("ms") or row.get("error") or row["status"][:7] for row in rows] == [1.5, "illegal address", "stopped"]
     child = int((tmp_path / "child").read_text())
     end = time.monotonic() + 10
-    while time.monotonic() < end and _runs(child):
+    while time.monotonic() < end and _is_running(child):
         time.sleep(0.05)
-    assert not _runs(child)
+    assert not _is_running(child)
     run_part(Part("next", 1000), [sys.executable, "-c", "print('well')"], tmp_path, "cpu", 60.0)
     run_part(Part("late", 1000), [sys.executable, "-c", "raise SystemExit(1)"], tmp_path, "cpu", 1.0)
     assert gpu_check.report(Rows(tmp_path)) == 1
-    shown = capsys.readouterr().out
-    assert all(words in shown for words in ("next", "not started, the budget is spent", "cuda_v9", "NOT all well"))
+    output = capsys.readouterr().out
+    assert all(words in output for words in ("next", "not started, the budget is spent", "cuda_v9", "NOT all well"))
     assert "well" in (tmp_path / "log.txt").read_text()
     assert len(list(tmp_path.iterdir())) <= 3 <= 8
 
 
-def _runs(process: int) -> bool:
+def _is_running(process: int) -> bool:
     try:
         os.kill(process, 0)
     except ProcessLookupError:
@@ -59,9 +59,9 @@ def _runs(process: int) -> bool:
 def test_a_part_that_fails_shows_the_end_of_its_output(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_part(Part("bad", 100), [sys.executable, "-c", "raise SystemExit('no such device')"], tmp_path, "cpu", 60.0)
     run_part(Part("bad again", 100), [sys.executable, "-c", "raise SystemExit(3)"], tmp_path, "cpu", 60.0)
-    shown = capsys.readouterr().out
-    assert "no such device" in shown
-    assert "status 3" in shown
+    output = capsys.readouterr().out
+    assert "no such device" in output
+    assert "status 3" in output
     assert gpu_check.report(Rows(tmp_path)) == 1
 
 
@@ -93,10 +93,10 @@ def test_every_part_is_one_of_its_process_and_its_docstring() -> None:
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_the_options_of_the_programs_that_it_calls_exist(device: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Without this test, an invalid call of a program would first be noticed on a GPU."""
-    called: list[tuple[str, ...]] = []
+    commands: list[tuple[str, ...]] = []
 
     def program(_: _gpu_parts.Check, name: str, *command: str, **__: Any) -> bool:
-        called.append(command)
+        commands.append(command)
         return not name.startswith("train ") or name == "train rwkv7_tiny"
 
     monkeypatch.setattr(_gpu_parts, "run_program", program)
@@ -106,7 +106,7 @@ def test_the_options_of_the_programs_that_it_calls_exist(device: str, monkeypatc
     _gpu_parts.shards(check)
     schemas = {"train.py": TrainConfig, "generate.py": GenerateConfig, "chat.py": ChatConfig,
                "rwkv.tools.evaluate": EvaluateConfig}
-    programs = [command[1:] if command[0] == "-m" else command for command in called]
+    programs = [command[1:] if command[0] == "-m" else command for command in commands]
     assert {name for name, *_ in programs} == set(schemas)
     for name, *options in programs:
         cli.check(cli.split(options, schemas[name]), schemas[name])

@@ -1,4 +1,4 @@
-"""benchmarks/speculation.py: it measures real passes and generated texts."""
+"""Tests that benchmarks/speculation.py measures real passes and generated texts."""
 
 import json
 from pathlib import Path
@@ -25,7 +25,7 @@ def _short(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def pair(tmp_path: Path) -> tuple[str, str, str]:
-    """The paths of a text, of a model that continues it, and of a different model."""
+    """Returns the paths of a text, of a model that continues the text, and of a different model."""
     circle = "abcdefghijklmn"
     (tmp_path / "text.txt").write_text(circle * 20)
     following(256, [*f"{circle}a".encode()], n_embd=64).save_pretrained(tmp_path / "model.ckpt", ByteTokenizer())

@@ -1,4 +1,4 @@
-"""benchmarks/step_profile.py: the profile of a training step."""
+"""Tests benchmarks/step_profile.py, which profiles a training step."""
 
 import json
 
@@ -13,8 +13,8 @@ TINY = (2, 64, 2, 16, 64)
 @pytest.mark.parametrize(("generation", "optim", "precision"), [
     ("rwkv4", "adamw", "32-true"), pytest.param("rwkv7", "normuon", "bf16-mixed", marks=pytest.mark.thorough)])
 def test_every_operation_is_of_a_part_and_a_kind(generation: str, optim: str, precision: str) -> None:
-    found = step_profile.measure(generation, optim, precision, TINY, steps=2)
-    shares = found["shares"]
+    profile = step_profile.measure(generation, optim, precision, TINY, steps=2)
+    shares = profile["shares"]
     total = {kind: sum(shares[part][kind] for part in PARTS) for kind in KINDS}
     assert sum(total.values()) == pytest.approx(1)
     assert all(total.values())
@@ -22,8 +22,8 @@ def test_every_operation_is_of_a_part_and_a_kind(generation: str, optim: str, pr
     assert not shares["loss"]["wkv"]
     assert bool(shares["optimiser"]["products"]) == (optim == "normuon")
     assert all(shares[part]["products"] for part in ("forward", "loss", "backward"))
-    assert found["products"] == pytest.approx(total["products"])
-    assert all(found["ms"][part] > 0 for part in PARTS)
+    assert profile["products"] == pytest.approx(total["products"])
+    assert all(profile["ms"][part] > 0 for part in PARTS)
 
 
 def test_a_line_for_each_part_and_json_at_the_end(capsys: pytest.CaptureFixture[str]) -> None:

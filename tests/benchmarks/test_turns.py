@@ -1,5 +1,7 @@
-"""benchmarks/_turns.py runs two programs alternately, never at the same time. Also: the tables of docs/benchmarks.md, and
-invalid options of benchmarks."""
+"""Tests that benchmarks/_turns.py runs two programs alternately and never at the same time.
+
+The tables of docs/benchmarks.md and the errors for invalid options of benchmarks are tested as well.
+"""
 
 import signal
 import subprocess
@@ -18,8 +20,8 @@ ROOT = Path(__file__).parent.parent.parent
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="there is no SIGSTOP")
 CLOCK = "import time\nfor _ in range({}):\n    print(time.monotonic(), flush=True, file={}); time.sleep(0.01)"
 
-LOCKS = [sys.executable, "-c", "import fcntl, os, time\nwith open(str(os.getpid()), 'w') as file:\n"
-         "    fcntl.flock(file, fcntl.LOCK_EX); file.write('.'); file.flush(); time.sleep(600)"]
+HOLD_LOCK = [sys.executable, "-c", "import fcntl, os, time\nwith open(str(os.getpid()), 'w') as file:\n"
+             "    fcntl.flock(file, fcntl.LOCK_EX); file.write('.'); file.flush(); time.sleep(600)"]
 
 
 def clock(ticks: int, to: str = "sys.stdout") -> list[str]:
@@ -28,20 +30,20 @@ def clock(ticks: int, to: str = "sys.stdout") -> list[str]:
 
 @pytest.mark.thorough
 def test_neither_runs_while_the_other_does(tmp_path: Path) -> None:
-    printed = _turns.run_alternately(clock(100, f"open({str(tmp_path / 'main')!r}, 'a')"), tmp_path, clock(10**6), tmp_path,
-                                     SECONDS)
-    main, other = ([float(time) for time in text.split()] for text in ((tmp_path / "main").read_text(), printed))
+    output = _turns.run_alternately(clock(100, f"open({str(tmp_path / 'main')!r}, 'a')"), tmp_path, clock(10**6), tmp_path,
+                                    SECONDS)
+    main, other = ([float(time) for time in text.split()] for text in ((tmp_path / "main").read_text(), output))
     assert len(main) == 100
     assert other
     runs = "".join(program for _, program in sorted([(time, "m") for time in main] + [(time, "o") for time in other]))
-    assert runs.count("mo") + runs.count("om") < len(runs) / 3       # a turn has many ticks: single ticks do not alternate
+    assert runs.count("mo") + runs.count("om") < len(runs) / 3       # a turn has many ticks, so single ticks do not alternate
 
 
 @pytest.mark.parametrize("name", [pytest.param("SIGTERM", marks=pytest.mark.thorough), "SIGKILL"])
 def test_neither_survives_the_benchmark(name: str, tmp_path: Path) -> None:
     """One of the two processes runs, the other is suspended; each holds a lock as long as it is alive."""
     code = ("from benchmarks import _turns\n"
-            f"_turns.run_alternately({LOCKS}, {str(tmp_path)!r}, {LOCKS}, {str(tmp_path)!r}, {SECONDS})")
+            f"_turns.run_alternately({HOLD_LOCK}, {str(tmp_path)!r}, {HOLD_LOCK}, {str(tmp_path)!r}, {SECONDS})")
     with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT) as benchmark:
         while sum(path.stat().st_size for path in tmp_path.iterdir()) < 2:
             time.sleep(0.02)

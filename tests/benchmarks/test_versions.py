@@ -1,4 +1,4 @@
-"""benchmarks.versions runs one program of two checkouts in turns, and compares the numbers of its JSON."""
+"""Tests that benchmarks.versions compares the numbers in the JSON of one program in two checkouts."""
 
 from pathlib import Path
 

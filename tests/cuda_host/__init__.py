@@ -1,11 +1,12 @@
-"""CUDA C++ on a CPU, for tests: a .cu file compiled by g++ under AddressSanitizer and UBSan, its launches run as processes.
+"""Executes CUDA C++ on a CPU for tests: g++ compiles a .cu file with AddressSanitizer and UBSan, and each launch is a process.
 
-    with on_the_cpu(host, order="descending"):           # host: a fixture of conftest.py, which skips where why_not() says so
-        TimeX("cuda_v3")(w, k)           # w and k on the CPU; the implementation's own Python, its own .cu
+    with on_the_cpu(host, order="descending"):           # the fixture `host` of conftest.py skips if why_not() returns a reason
+        TimeX("cuda_v3")(w, k)           # w and k are on the CPU; the Python and .cu files are the implementation's own
 
-Only Source.launch is replaced: the wrapper's padding, grids, kernel names and arguments are what is tested. A launch gets
-copies of its tensors, of their exact size and alignment; what the sanitizers find, a wrong number or type of arguments, and
-a barrier that not all threads reach are a LaunchError with the report. cuda_host.h and cuda_host.cpp say the rest.
+Only Source.launch is replaced, so that padding, grids, kernel names and arguments of the implementation are tested. A launch
+gets copies of its tensors with the same size and alignment. A LaunchError with a report is raised for errors that the
+sanitizers find, for a wrong number or type of arguments, and for a barrier that not all threads reach. cuda_host.h and
+cuda_host.cpp describe the rest.
 """
 
 import re
@@ -30,7 +31,7 @@ ORDERS = ("ascending", "descending", "shuffled")
 COMPILER = shutil.which("g++")
 FLAGS = ("-std=c++17", "-g", "-Wall", "-Werror", "-Wno-unknown-pragmas", "-Wno-unused-function", "-fno-strict-aliasing")
 SANITIZED = ("-O1", "-ftrivial-auto-var-init=pattern", "-fsanitize=address,undefined", "-fsanitize-sections=cuda_shared",
-             "-fno-sanitize-recover=all")        # the file under test, but not the scheduler, which is ours and would be slow
+             "-fno-sanitize-recover=all")        # not for the scheduler, which would be slow
 RUN_OPTIONS = {"ASAN_OPTIONS": "detect_leaks=0:detect_stack_use_after_return=0", "UBSAN_OPTIONS": "print_stacktrace=1"}
 KERNEL = re.compile(r'extern\s+"C"\s+__global__\s+void\s+(?:__launch_bounds__\s*\([^()]*\)\s*)?(\w+)\s*\(')
 DYNAMIC_SHARED = re.compile(r"extern\s+__shared__\s+(?:(?:__align__|alignas)\s*\(\d+\)\s+)?([\w ]+?)\s+(\w+)\s*\[\s*\]\s*;")
@@ -38,12 +39,12 @@ NUMBERS = {"int": ("i", "i"), "float": ("f", "f")}       # type: letter of cuda_
 
 
 class LaunchError(Exception):
-    """What a sanitizer, the scheduler or the compiler had to say."""
+    """Contains the report of a sanitizer, the scheduler or the compiler."""
 
 
 @cache
 def why_not() -> str | None:
-    """None where kernels can be executed here, otherwise what is missing."""
+    """Returns None if kernels can be executed here, or a sentence that says what is missing."""
     if sys.platform != "linux" or not COMPILER:
         return "CUDA kernels are executed on Linux with g++"
     with tempfile.TemporaryDirectory() as folder:
@@ -57,7 +58,7 @@ def why_not() -> str | None:
 
 
 class Host:
-    """Compiles each source once into `folder`, and runs launches."""
+    """Compiles each source once, into `folder`, and runs launches."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -66,7 +67,7 @@ class Host:
         self.runtime = cache(self._runtime)
 
     def launch(self, source: Source, kernel: str, grid: object, block: object, *args: object, shared: int = 0) -> None:
-        """Source.launch, on the CPU: the same arguments, and the same effect on the tensors among them."""
+        """Does what Source.launch does, on the CPU: it takes the same arguments and writes to the same tensors."""
         request = _request(kernel, grid, block, shared, ORDERS.index(self.order), args)
         done = subprocess.run([self.program(source)], input=request, capture_output=True, check=False, env=RUN_OPTIONS)
         if done.returncode:
@@ -74,12 +75,12 @@ class Host:
         _write_back([arg for arg in args if isinstance(arg, Tensor)], bytearray(done.stdout))
 
     def _program(self, source: Source) -> Path:
-        """The file and its headers, rewritten where CUDA has syntax that C++ has not, with a table of its kernels."""
+        """Compiles the file and its headers with a table of its kernels; syntax that exists only in CUDA is rewritten."""
         folder = self.folder / f"{source.path.stem}-{len(list(self.folder.iterdir()))}"
         folder.mkdir()
         texts = dict(source.texts())
         for name, text in texts.items():
-            replacement = HERE / name    # a header of inline assembly has a counterpart in C++ of the same name here
+            replacement = HERE / name    # replaces inline assembly by C++
             text = replacement.read_text(encoding="utf-8") if replacement.exists() else text
             (folder / name).write_text(DYNAMIC_SHARED.sub(r"\1* const \2 = (\1*)cuda_host::dynamic_shared;", text))
         table = "".join(f'describe<{name}>("{name}"), ' for name in kernel_names(source))
@@ -99,11 +100,11 @@ def kernel_names(source: Source) -> list[str]:
 
 @contextmanager
 def on_the_cpu(host: Host, order: str = ORDERS[0]) -> Iterator[None]:
-    """Inside the `with`, CUDA implementations run on CPU tensors, a block's threads taking turns in `order`."""
+    """Lets CUDA implementations run on CPU tensors within the block; the threads of a CUDA block take turns in `order`."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(host, "order", order)
         patch.setattr(Source, "launch", lambda source, *args, **options: host.launch(source, *args, **options))
-        patch.setattr("kernels.operator.check", lambda *args: None)        # it would refuse a machine without a GPU
+        patch.setattr("kernels.operator.check", lambda *args: None)        # the check refuses a machine without a GPU
         yield
 
 
@@ -139,7 +140,7 @@ def _write_back(tensors: list[Tensor], data: bytearray) -> None:
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """As .data: autograd is not to think that a kernel which reads what it saved has changed it."""
+    """Returns the bytes of the tensor through .data, so that autograd does not count a write as a change of a saved tensor."""
     return tensor.data.view(-1).view(torch.uint8)
 
 

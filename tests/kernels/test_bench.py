@@ -1,4 +1,4 @@
-"""The programs beside the kernels: benchmark, listing, tables, figures; and a new kernel, which is one file."""
+"""Tests the programs in kernels/: the benchmark, the listing, the tables and the figures. A new kernel needs one file only."""
 
 import json
 import shutil
@@ -35,12 +35,12 @@ ROOT = hardware.ROOT
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     for module, name, value in ((timing, "MAX_ROUNDS", 2), (hardware, "MATMUL_N", {"cpu": 64}),
                                 (hardware, "COPY_BYTES", {"cpu": 2**16}),
-                                (__main__, "keep_large_blocks", lambda: True)):      # else for the rest of the process
+                                (__main__, "keep_large_blocks", lambda: True)):      # it would affect all later tests
         monkeypatch.setattr(module, name, value)
 
 
 def run(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, dict]:
-    """The exit status, standard output, and the result as data."""
+    """Runs the benchmark and returns its exit status, its standard output and the JSON that it writes."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "result.json"
         code = __main__.main([*args, "--json", str(file)])
@@ -82,7 +82,7 @@ def test_a_result_is_printed_where_its_file_cannot_be_written(tmp_path: Path, ca
 
 
 def test_what_is_timed_and_how_long_that_takes_is_said_first() -> None:
-    """The kernels that run here, the shapes with the sweep's, and twice the seconds of each pass and limit."""
+    """The plan names the kernels that run here and all shapes, and allows twice --seconds for each pass and each limit."""
     options = "--only", "torch_native,triton_v0", "--shape", "3,5", "--sweep", "7,9", "--seconds", "4"
     plan = __main__._plan(__main__._arguments(["softmax", *options]))
     assert plan.splitlines()[0] == "softmax on cpu in float32, rows,columns = 3,5 3,7 3,9: torch_native"
@@ -101,7 +101,7 @@ def test_a_sweep_in_half_precision(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.thorough
 def test_a_kernel_of_wkv7_that_mixes_up_rows_of_the_batch_is_not_timed(capsys: pytest.CaptureFixture[str]) -> None:
-    """Though every row holds the same few heads."""
+    """The benchmark notices the mistake although every row holds the same few heads."""
     def forward(*inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         y, state = wkv7_reference.forward(*inputs)
         return y.roll(1, 0), state
@@ -155,7 +155,7 @@ def test_extra_memory_is_the_peak_less_the_result() -> None:
         a = x.clone()
         b = a.clone()
         del a
-        return b.clone()                     # beside b; a is gone
+        return b.clone()                     # b still exists, but a does not
 
     assert extra_bytes(x.clone, "cpu") == 0
     assert extra_bytes(lambda: (x.clone(), x.clone()), "cpu") == 0
@@ -164,7 +164,10 @@ def test_extra_memory_is_the_peak_less_the_result() -> None:
 
 
 def test_launches_are_the_operators_that_compute() -> None:
-    """Views, allocations and contiguous() of a contiguous tensor count as 0; an operator of ours as those it calls, or 1."""
+    """Views, allocations and contiguous() of a contiguous tensor count as 0.
+
+    A registered operator of kernels/ counts as the operators that it calls, or as 1 if it calls none that count.
+    """
     w, k = timex_cases.inputs(2, 3, 16)
     assert launches(lambda: (w.t().contiguous() + 1).exp(), "cpu") == 3
     assert launches(lambda: torch.zeros(3, 4).view(4, 3).contiguous(), "cpu") == 1
@@ -231,7 +234,7 @@ def test_err_ratio() -> None:
 # A user's mistakes
 
 
-@pytest.mark.parametrize(("args", "named"), [
+@pytest.mark.parametrize(("args", "expected_word"), [
     ("convolution", "convolution"), ("timex --shape 2,3", "--shape"), ("timex --shape 2,0,3", "--shape"),
     ("timex --shape a,b,c", "--shape"), ("timex --seconds -1", "--seconds"), ("timex --sweep 8,0", "--sweep"),
     ("timex --dtype uint8", "--dtype"), ("timex --only nonsense", "nonsense"),
@@ -239,11 +242,12 @@ def test_err_ratio() -> None:
     ("timex --plot FILE/new", "FILE"),
 ])
 def test_a_wrong_option_is_refused_before_anything_is_measured(
-        args: str, named: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        args: str, expected_word: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
+        capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(tmp_path)
     Path("FILE").write_text("not a folder")
-    error = refused(args.split(), monkeypatch, capsys)
-    assert named in error
+    error = usage_error(args.split(), monkeypatch, capsys)
+    assert expected_word in error
 
 
 @pytest.mark.skipif(hardware.free_bytes("cpu") is None, reason="this system does not tell its free memory")
@@ -252,16 +256,16 @@ def test_a_wrong_option_is_refused_before_anything_is_measured(
 def test_what_does_not_fit_into_memory_is_refused_before_anything_is_measured(
         op: str, option: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     sizes = ["100000"] * len(case_of(op).AXES) if option == "--shape" else [str(10**13)]
-    refused([op, option, ",".join(sizes)], monkeypatch, capsys)
+    usage_error([op, option, ",".join(sizes)], monkeypatch, capsys)
 
 
 @pytest.mark.parametrize("argument", ["dtype=bfloat16", "--dtpe=bfloat16", "dtype"])
 def test_an_unknown_argument_is_refused_with_the_option_that_is_near(argument: str, monkeypatch: pytest.MonkeyPatch,
                                                                      capsys: pytest.CaptureFixture[str]) -> None:
-    assert "--dtype" in refused(["timex", argument], monkeypatch, capsys).partition(argument)[2]
+    assert "--dtype" in usage_error(["timex", argument], monkeypatch, capsys).partition(argument)[2]
 
 
-def refused(arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
+def usage_error(arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
     monkeypatch.setattr(__main__, "measure", lambda *_: pytest.fail("it was measured"))
     with pytest.raises(SystemExit) as status:
         __main__.main(arguments)
@@ -299,7 +303,7 @@ def test_a_mistake_ends_a_program_with_its_sentence(mistake: Exception, capsys: 
 def test_a_closed_pipe_is_no_error(command: str) -> None:
     with subprocess.Popen([sys.executable, "-m", *command.split()], cwd=ROOT, stdout=subprocess.PIPE,
                           stderr=subprocess.PIPE) as process:
-        process.stdout.close()           # before anything is written
+        process.stdout.close()           # the program has written nothing yet
         assert process.stderr.read() == b""
 
 
@@ -314,7 +318,7 @@ def test_the_listing_names_everything_and_fits_the_screen(capsys: pytest.Capture
 
 
 def test_every_implementation_has_an_idea_of_its_own() -> None:
-    """A version may have the same idea in each back end."""
+    """Kernels of different back ends may share an idea, but kernels of one back end may not."""
     ideas = {(op, name): listing.idea(op, name) for op in registry.operators() for name in registry.names(op)}
     assert all(10 < len(idea) < 200 and idea.endswith(".") for idea in ideas.values()), ideas
     assert len({(op, name.partition("_")[0], idea) for (op, name), idea in ideas.items()}) == len(ideas)
@@ -370,9 +374,9 @@ assert not tables.main([])
 
 @pytest.mark.programs
 def test_a_new_kernel_is_one_file(tmp_path: Path) -> None:
-    """In a copy of kernels/ it is listed, selected by name, verified, timed and in the tables by being there.
+    """A file that is added to a copy of kernels/ is listed, selected by name, verified, timed and written into the tables.
 
-    The conformance tests and kernel= take their names from the same registry.
+    The conformance tests and the option kernel= take their names from the same registry.
     """
     shutil.copytree(ROOT / "kernels", tmp_path / "kernels", ignore=shutil.ignore_patterns("__pycache__"))
     formula_py = (ROOT / "kernels" / "timex" / "formula.py").read_text(encoding="utf-8")

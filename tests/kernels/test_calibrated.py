@@ -1,4 +1,4 @@
-"""Matrices in GGUF's blocks that are rounded for given inputs: the bytes beside an independent reader, and the errors."""
+"""Tests the rounding of matrices to GGUF's blocks for given inputs: another reader decodes them, and errors are bounded."""
 
 import gguf
 import numpy as np
@@ -19,7 +19,7 @@ def matrix(seed: int = 0, rows: int = N) -> Tensor:
 
 
 def moments(seed: int = 1) -> Tensor:
-    """Of 2,000 inputs that depend on each other and are of different sizes."""
+    """Returns the second moments (K,K) of 2,000 inputs that are correlated and differ in size."""
     generator = torch.Generator().manual_seed(seed)
     mix = torch.eye(K) + 0.5 * torch.randn(K, K, generator=generator) / K**0.5
     x = torch.randn(2000, K, generator=generator) @ mix * torch.rand(K, generator=generator)
@@ -31,7 +31,7 @@ def rounded(weight: Tensor, M: Tensor, format: str) -> Tensor:
 
 
 def error(weight: Tensor, values: Tensor, M: Tensor) -> float:
-    """The mean squared error of the products, relative to theirs."""
+    """Returns the mean square of the products' errors, relative to the mean square of the products with `weight`."""
     difference = weight - values
     return (((difference @ M) * difference).sum() / ((weight @ M) * weight).sum()).item()
 
@@ -47,7 +47,7 @@ def test_another_reader_has_the_same_values(format: str) -> None:
 
 @each_format
 def test_its_error_is_at_most_that_of_plain_rounding(format: str) -> None:
-    """Of int4, which has more bits, or of GGUF's own blocks of 32 as the package gguf makes them."""
+    """k-quants are compared with int4, which has more bits, and blocks of 32 with those that the package gguf makes."""
     weight, plain = matrix(), torch.eye(K)
     if format.endswith("0"):
         kind = gguf.GGMLQuantizationType[format.upper()]
@@ -59,7 +59,7 @@ def test_its_error_is_at_most_that_of_plain_rounding(format: str) -> None:
 
 @each_format
 def test_calibration_changes_products_less(format: str) -> None:
-    """The importance of each input helps, and what inputs have in common more."""
+    """The mean square of each input reduces the error, and the moments of all pairs of inputs reduce it further."""
     weight, M = matrix(), moments()
     plain, by_importance, by_moments = (error(weight, rounded(weight, part, format), M)
                                         for part in (torch.eye(K), M.diagonal().diag(), M))
@@ -68,7 +68,7 @@ def test_calibration_changes_products_less(format: str) -> None:
 
 @pytest.mark.parametrize("format", ["q4_0", "q5_0"])
 def test_blocks_of_32_are_packed_again_to_the_bit(format: str) -> None:
-    """Their largest value is the lowest integer times the scale."""
+    """In such a block the value of the largest magnitude is the scale times the lowest integer."""
     weight = matrix()
     kind = gguf.GGMLQuantizationType[format.upper()]
     blocks = gguf.quantize(weight.numpy(), kind)
@@ -103,12 +103,15 @@ def test_windows_must_be_whole_blocks_of_all_columns(format: str) -> None:
 
 @each_format
 def test_unusual_weights_and_inputs(format: str) -> None:
-    """Zeros, one sign, one outlier, tiny and bfloat16 weights; inputs that are never seen, always the same, or huge."""
+    """Zeros stay zeros, and errors stay small for weights of one sign, with an outlier, tiny or in bfloat16.
+
+    Inputs may be constant, huge or tiny, and some or all of them may never occur.
+    """
     ones = torch.ones(K, 1)
-    half_seen = torch.cat((torch.ones(K // 2), torch.zeros(K // 2))).diag()
+    half_zero = torch.cat((torch.ones(K // 2), torch.zeros(K // 2))).diag()
     outlier = matrix()
     outlier[3, 5] = 1000.0
-    for M in (torch.zeros(K, K), torch.eye(K), ones @ ones.T, half_seen, 1e12 * moments(), 1e30 * moments(), 1e-30 * moments()):
+    for M in (torch.zeros(K, K), torch.eye(K), ones @ ones.T, half_zero, 1e12 * moments(), 1e30 * moments(), 1e-30 * moments()):
         assert torch.equal(rounded(torch.zeros(N, K), M, format), torch.zeros(N, K))
         for weight in (matrix(), matrix().abs(), -matrix().abs(), outlier, 1e-5 * matrix(), matrix().bfloat16(),
                        torch.full((N, K), 0.3)):
@@ -119,7 +122,7 @@ def test_unusual_weights_and_inputs(format: str) -> None:
 
 @each_format
 def test_weights_that_are_too_large_are_not_finite(format: str) -> None:
-    """Not zeros, which no check would notice."""
+    """Such weights must not become zeros, which no check would notice."""
     assert not quantise(1e8 * matrix(), [moments()], format).is_finite()
 
 

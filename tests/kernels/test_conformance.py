@@ -1,7 +1,7 @@
-"""The properties of every operator, for each of its implementations: results, gradients, sizes of 0, strides, registration.
+"""Tests what all operators have in common, for each implementation: results, gradients, sizes of 0, strides, registration.
 
-An implementation is a file in the operator's folder, and is tested by being there. An operator is tested by its adapter below;
-what is particular to it is in its own test file. Needs nothing but torch, pytest and the back ends.
+Every implementation in an operator's folder is tested automatically. Each operator has an adapter below; properties of a single
+operator are tested in the operator's own file. The tests require only torch, pytest and the back ends.
 """
 
 import copy
@@ -35,20 +35,23 @@ from kernels.wkv7 import cases as wkv7_cases
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
-Inputs = tuple[Any, ...]         # tensors, numbers last
+Inputs = tuple[Any, ...]         # tensors first, then numbers
 HALF = (torch.bfloat16, torch.float16)
 
 
-class OfTimeX:
-    """An adapter: how this file makes the operator's inputs, calls it, and judges the results. Inputs are a flat tuple."""
+class TimeXAdapter:
+    """Makes the inputs of TimeX, calls it and sets its tolerances; the adapters of other operators override what differs.
+
+    Inputs are a flat tuple.
+    """
 
     kind: type[Operator] = TimeX
-    reference, file = "formula", "conv1d"        # the reference; an implementation that runs everywhere
+    reference, file = "formula", "conv1d"        # `file` names an implementation that runs everywhere
     dtypes: tuple[torch.dtype, ...] = (torch.float32, *HALF)
     differentiable = True
     shapes, empty_shapes = timex_cases.SHAPES, timex_cases.EMPTY_SHAPES
     medium: Any = (3, 32, 63)                    # not a multiple of anything, with more than one vector of channels
-    small: Any = (2, 3, 9)                       # for torch.compile and what runs an operator many times
+    small: Any = (2, 3, 9)                       # for torch.compile, and for tests that run an operator many times
     time: Any = (("w", -1), ("k", -1))            # the axis of time of each input that has one
     long: Any = (3, 4, 192)                      # with 192 steps
     value = "k"                                  # the input that the output is proportional to
@@ -69,22 +72,22 @@ class OfTimeX:
         return timex_cases.results(operator, *inputs)
 
     def expected(self, inputs: Inputs) -> dict[str, Tensor]:
-        """The reference's results, in float64."""
+        """Returns the reference's results in float64."""
         return self.results(self.kind(self.reference), each_tensor(Tensor.double, inputs))
 
     def tolerance(self, dtype: torch.dtype) -> dict[str, float]:
         return timex_cases.tolerance(dtype)
 
-    def allowed(self, operator: Any, dtype: torch.dtype) -> dict[str, float]:
-        """The tolerance of this implementation, which may have a form of its own in the dtype."""
+    def allowed_errors(self, operator: Any, dtype: torch.dtype) -> dict[str, float]:
+        """Returns the tolerances of this implementation, which may be larger than the operator's in some dtypes."""
         return self.tolerance(dtype)
 
-    def refused(self) -> list[Inputs]:
+    def invalid_inputs(self) -> list[Inputs]:
         w, k = torch.ones(3, 4), torch.ones(2, 3, 4)
         return [(w, w), (w, torch.ones(2, 3, 5)), (w.t(), k), (w, k.long()), (w.to("meta"), k)]
 
 
-class OfWKV(OfTimeX):
+class WKV4Adapter(TimeXAdapter):
     kind, reference, file = WKV4, "reference", "torch_scan"
     shapes, empty_shapes, medium = wkv_cases.SHAPES, wkv_cases.EMPTY_SHAPES, (3, 63, 20)
     time, long, value = (("k", 1), ("v", 1)), (3, 192, 4), "v"
@@ -96,31 +99,31 @@ class OfWKV(OfTimeX):
         return select("wkv4", name, device) if name in self.names() else WKV4(name)
 
     def inputs(self, shape: Any, dtype: torch.dtype, device: str, seed: int = 0) -> Inputs:
-        """Only k and v are ever in half precision."""
+        """Makes inputs of which only k and v may be in half precision."""
         wide = torch.float32 if dtype in HALF else dtype
         time_decay, time_first, k, v, state = wkv_cases.inputs(*shape, dtype=wide, device=device, seed=seed)
         return time_decay, time_first, k.to(dtype), v.to(dtype), *state
 
     def call(self, operator: Any, *inputs: Any) -> tuple[Tensor, ...]:
-        """a/b and p + log b: a and b are at a scale, p, that has no gradient."""
+        """Returns y, a/b and p + log b, because a and b depend on the scale p, which has no gradient."""
         y, (a, b, p) = operator(*inputs[:4], WKVState(*inputs[4:]))
         return y, a / b, p + b.log()
 
     def results(self, operator: Any, inputs: Inputs) -> dict[str, Tensor]:
-        of = "y and state" if inputs[2].numel() else "state"
-        return wkv_cases.results(operator, (*inputs[:4], WKVState(*inputs[4:])), of)
+        loss_of = "y and state" if inputs[2].numel() else "state"
+        return wkv_cases.results(operator, (*inputs[:4], WKVState(*inputs[4:])), loss_of)
 
     def tolerance(self, dtype: torch.dtype) -> dict[str, float]:
         return wkv_cases.tolerance(dtype) if dtype != torch.float64 else dict.fromkeys(wkv_cases.tolerance(), 1e-12)
 
-    def refused(self) -> list[Inputs]:
+    def invalid_inputs(self) -> list[Inputs]:
         good = self.inputs((2, 4, 3), torch.float32, "cpu")
         wrong = {0: (4,), 1: (4,), 2: (2, 5, 3), 3: (2, 4), 4: (1, 3), 5: (2, 4), 6: (3, 2, 3)}
         shaped = [(*good[:i], torch.ones(shape), *good[i + 1:]) for i, shape in wrong.items()]
         return [*shaped, (*good[:2], good[2].long(), *good[3:]), (good[0].to("meta"), *good[1:])]
 
 
-class OfWKV7(OfTimeX):
+class WKV7Adapter(TimeXAdapter):
     kind, reference, file = WKV7, "reference", "reference"
     shapes, empty_shapes = wkv7_cases.SHAPES, wkv7_cases.EMPTY_SHAPES
     medium, small = (2, 37, 3, 20), (1, 3, 2, 4)
@@ -138,17 +141,17 @@ class OfWKV7(OfTimeX):
     def tolerance(self, dtype: torch.dtype) -> dict[str, float]:
         return wkv7_cases.tolerance(dtype)
 
-    def allowed(self, operator: Any, dtype: torch.dtype) -> dict[str, float]:
+    def allowed_errors(self, operator: Any, dtype: torch.dtype) -> dict[str, float]:
         return compare.tolerance(operator, dtype)
 
-    def refused(self) -> list[Inputs]:
+    def invalid_inputs(self) -> list[Inputs]:
         good = self.inputs((2, 4, 3, 8), torch.float32, "cpu")
         shaped = [(*good[:i], torch.ones(2, 4, 3, 7), *good[i + 1:]) for i in range(6)]
         return [*shaped, (*good[:6], torch.ones(2, 3, 8, 7)), (*good[:2], good[2].long(), *good[3:]),
                 (good[0].to("meta"), *good[1:]), tuple(tensor[0] for tensor in good)]
 
 
-class OfSoftmax(OfTimeX):
+class SoftmaxAdapter(TimeXAdapter):
     kind, reference, file = Softmax, "formula", "torch_native"
     shapes, empty_shapes, medium = softmax_cases.SHAPES, softmax_cases.EMPTY_SHAPES, (3, 4, 63)
     time = ()
@@ -162,11 +165,11 @@ class OfSoftmax(OfTimeX):
     def tolerance(self, dtype: torch.dtype) -> dict[str, float]:
         return softmax_cases.tolerance(dtype)
 
-    def refused(self) -> list[Inputs]:
+    def invalid_inputs(self) -> list[Inputs]:
         return [(torch.tensor(1.0),), (torch.ones(2, 3, dtype=torch.int64),)]
 
 
-class OfPad(OfTimeX):
+class PadAdapter(TimeXAdapter):
     kind, reference, file = BrickPadding, "formula", "torch_strips"
     dtypes, differentiable = pad_cases.DTYPES, False
     shapes, empty_shapes, medium, time = pad_cases.CASES, pad_cases.EMPTY, pad_cases.Case((3, 5, 31), 7, (9, 4, 11, 3)), ()
@@ -178,20 +181,20 @@ class OfPad(OfTimeX):
         return {"out": operator(*inputs)}
 
     def expected(self, inputs: Inputs) -> dict[str, Tensor]:
-        """The formula in one line of PyTorch: formula.py would take minutes."""
+        """Computes the formula in one line of PyTorch, because formula.py would take minutes."""
         (tile, offset, (left, top, right, bottom)), (h, w) = inputs, inputs[0].shape[-2:]
         return {"out": pad_cases.one_line(tile, offset, top, left, top + h + bottom, left + w + right)}
 
     def tolerance(self, dtype: torch.dtype) -> dict[str, float]:
         return {"out": 0.0}
 
-    def refused(self) -> list[Inputs]:
+    def invalid_inputs(self) -> list[Inputs]:
         return [(torch.ones(3), 1, 1), (torch.ones(3, 4, dtype=torch.float64), 1, 1), (torch.ones(0, 4), 1, 1),
                 (torch.ones(3, 4, requires_grad=True), 1, 1), (torch.ones(3, 4), 1, -1), (torch.ones(3, 4), 1, 1.5)]
 
 
-class OfMatVec(OfTimeX):
-    """In float32; tests/kernels/test_matvec.py has the other formats."""
+class MatVecAdapter(TimeXAdapter):
+    """Tests matvec in float32 only; tests/kernels/test_matvec.py tests the other formats."""
 
     kind, reference, file = MatVec, "reference", "torch_linear"
     differentiable = False
@@ -216,92 +219,98 @@ class OfMatVec(OfTimeX):
     def tolerance(self, dtype: torch.dtype) -> dict[str, float]:
         return matvec_cases.tolerance("c_v0", "float32", dtype)
 
-    def refused(self) -> list[Inputs]:
+    def invalid_inputs(self) -> list[Inputs]:
         x, weight = self.inputs((2, 3, 8), torch.float32, "cpu")
         return [(x[:, :7], weight), (x.long(), weight), (x.to("meta"), weight), (x.requires_grad_(), weight)]
 
 
-ADAPTERS = {adapter.kind.folder: adapter for adapter in (OfTimeX(), OfWKV(), OfWKV7(), OfSoftmax(), OfPad(), OfMatVec())}
-each_operator = pytest.mark.parametrize("of", ADAPTERS.values(), ids=ADAPTERS)
+ADAPTERS = {item.kind.folder: item for item in (TimeXAdapter(), WKV4Adapter(), WKV7Adapter(), SoftmaxAdapter(), PadAdapter(),
+                                                MatVecAdapter())}
+each_operator = pytest.mark.parametrize("adapter", ADAPTERS.values(), ids=ADAPTERS)
 
 
-CASES = [implementation(op, name, (of, name)) for op, of in ADAPTERS.items() for name in of.names()]
-# Registration is the same for every file, but for the tensors that a file keeps for its backward: c_v0, cuda_ and triton_
-REGISTERED = [one for each in CASES for of, name in each.values
-              for one in ([each] if name in (of.reference, of.file) or name.startswith(("c_", "cuda_", "triton_"))
-                          else in_soak(each))]
+CASES = [implementation(op, name, (adapter, name)) for op, adapter in ADAPTERS.items() for name in adapter.names()]
+# Registrations differ only where c_, cuda_ and triton_ kernels save tensors of their own, so make soak tests most of the others
+REGISTRATION_CASES = [
+    one for each in CASES for adapter, name in each.values
+    for one in ([each] if name in (adapter.reference, adapter.file) or name.startswith(("c_", "cuda_", "triton_"))
+                else in_soak(each))]
 SCANS_IN_SOAK = [one for each in CASES for one in (in_soak(each) if "compile_scan" in each.id else [each])]
 
 
 @pytest.fixture(params=compiled_in_soak(CASES))
 def case(request: pytest.FixtureRequest, device: str) -> tuple[Any, Any]:
-    """An adapter and one implementation of its operator."""
-    of, name = request.param
-    return of, of.make(name, device)
+    """Returns an adapter and one implementation of its operator."""
+    adapter, name = request.param
+    return adapter, adapter.make(name, device)
 
 
-def wrong(of: Any, operator: Any, inputs: Inputs, dtype: torch.dtype = torch.float32) -> dict[str, str]:
-    return misses(errors(of.results(operator, inputs), expected(of, inputs)), of.allowed(operator, dtype))
+def wrong(adapter: Any, operator: Any, inputs: Inputs, dtype: torch.dtype = torch.float32) -> dict[str, str]:
+    return misses(errors(adapter.results(operator, inputs), expected(adapter, inputs)), adapter.allowed_errors(operator, dtype))
 
 
 @remembered
-def expected(of: Any, inputs: Inputs) -> dict[str, Tensor]:
-    return of.expected(inputs)
+def expected(adapter: Any, inputs: Inputs) -> dict[str, Tensor]:
+    return adapter.expected(inputs)
 
 
 def each_tensor(function: Callable[[Tensor], Tensor], inputs: Inputs) -> Inputs:
     return tuple(function(value) if isinstance(value, Tensor) else value for value in inputs)
 
 
-def leaves_of(of: Any, inputs: Inputs) -> tuple[list[Tensor], Inputs]:
-    """The inputs that have a gradient as leaves of autograd, and all inputs with those among them."""
-    leaves = [value.detach().clone().requires_grad_() for value in inputs[:len(of.kind.gradients)]]
+def leaves_of(adapter: Any, inputs: Inputs) -> tuple[list[Tensor], Inputs]:
+    """Returns the inputs that have a gradient as leaves of autograd, and all inputs with these leaves in their places."""
+    leaves = [value.detach().clone().requires_grad_() for value in inputs[:len(adapter.kind.gradients)]]
     return leaves, (*leaves, *inputs[len(leaves):])
 
 
 def along(axis: int, values: Tensor, like: Tensor) -> Tensor:
-    """The values (T,) in the shape that multiplies `like` along its axis of time."""
+    """Reshapes `values` (T,) so that they multiply `like` along its time axis."""
     return values.to(like).view([-1 if i == axis % like.dim() else 1 for i in range(like.dim())])
 
 
-def by_step(of: Any, operator: Any, inputs: Inputs, weights: Tensor) -> dict[str, Tensor]:
-    """The output, and the gradients of what has an axis of time (w aside, a row of lags), as (T,...).
+def by_step(adapter: Any, operator: Any, inputs: Inputs, weights: Tensor) -> dict[str, Tensor]:
+    """Returns the output and the gradients of the inputs that have a time axis, all of them as (T,...).
 
-    weights (T,): those of the steps of the output in the loss.
+    The gradient of w is left out, because its axis counts lags. `weights` (T,) are those of the output's steps in the loss.
     """
-    axes = {name: axis for name, axis in of.time if name != "w"}
-    leaves, given = leaves_of(of, inputs)
-    output = of.call(operator, *given)[0]
+    axes = {name: axis for name, axis in adapter.time if name != "w"}
+    leaves, arguments = leaves_of(adapter, inputs)
+    output = adapter.call(operator, *arguments)[0]
     random = torch.randn(output.shape, generator=torch.Generator().manual_seed(1)).to(output)
-    seen = random * along(axes["k"], weights, output)
-    grads = torch.autograd.grad(output, [leaves[of.kind._names.index(name)] for name in axes], seen)
-    found = {"output": output.detach()} | {f"grad {name}": grad for name, grad in zip(axes, grads, strict=True)}
-    return {name: tensor.movedim(axes["k"], 0) for name, tensor in found.items()}
+    grad_output = random * along(axes["k"], weights, output)
+    grads = torch.autograd.grad(output, [leaves[adapter.kind._names.index(name)] for name in axes], grad_output)
+    actual = {"output": output.detach()} | {f"grad {name}": grad for name, grad in zip(axes, grads, strict=True)}
+    return {name: tensor.movedim(axes["k"], 0) for name, tensor in actual.items()}
 
 
 @remembered
-def exact_by_step(of: Any, inputs: Inputs, weights: Tensor) -> dict[str, Tensor]:
-    return by_step(of, of.kind(of.reference), each_tensor(Tensor.double, inputs), weights)
+def exact_by_step(adapter: Any, inputs: Inputs, weights: Tensor) -> dict[str, Tensor]:
+    return by_step(adapter, adapter.kind(adapter.reference), each_tensor(Tensor.double, inputs), weights)
 
 
-def wrong_steps(of: Any, operator: Any, inputs: Inputs, scale: Tensor, weights: Tensor) -> dict[str, float]:
-    """The largest error of a step, relative to that step's size, of each result where one is above 1e-4.
+def wrong_steps(adapter: Any, operator: Any, inputs: Inputs, scale: Tensor, weights: Tensor) -> dict[str, float]:
+    """Returns the largest relative error of any step, for each result in which that error exceeds 1e-4.
 
-    scale (T,): what the value is multiplied by; weights as of by_step. Where the reference is 0, any error is infinite.
+    An error is relative to the norm of its step in the reference; if that is 0, any error is infinite.
+
+    Args:
+        scale (T,): the input `adapter.value` is multiplied by it.
+        weights (T,): weights of the output's steps in the loss.
     """
-    i, axis = of.kind._names.index(of.value), dict(of.time)[of.value]
+    i, axis = adapter.kind._names.index(adapter.value), dict(adapter.time)[adapter.value]
     scaled = *inputs[:i], inputs[i] * along(axis, scale, inputs[i]), *inputs[i + 1:]
-    found = by_step(of, operator, scaled, weights)
-    exact = exact_by_step(of, scaled, weights)
+    actual = by_step(adapter, operator, scaled, weights)
+    exact = exact_by_step(adapter, scaled, weights)
     worst = {}
     for name in exact:
-        size, error = (tensor.flatten(1).norm(dim=1) for tensor in (exact[name], found[name] - exact[name]))
+        size, error = (tensor.flatten(1).norm(dim=1) for tensor in (exact[name], actual[name] - exact[name]))
         worst[name] = float(torch.where(error > 0, error / size, 0.0).max())
     return {name: error for name, error in worst.items() if not error <= 1e-4}
 
 
 def scales(T: int) -> dict[str, Tensor]:
-    """(T,) each: loud steps are a million times louder than quiet ones."""
+    """Returns scales (T,) by name, in which loud steps are a million times as large as quiet ones."""
     step = torch.arange(T)
     island = (step >= T // 3) & (step < T // 3 + 7)
     first = step < T // 2
@@ -310,18 +319,18 @@ def scales(T: int) -> dict[str, Tensor]:
 
 
 def profiles(T: int) -> dict[str, tuple[Tensor, Tensor]]:
-    """Scales of the value, and weights of the steps in the loss."""
+    """Returns pairs by name: scales of the value (T,), and weights of the steps in the loss (T,)."""
     step, steady = torch.arange(T), torch.ones(T)
-    of_both = {f"{what}: {name}": (scale if "value" in what else steady, scale if "loss" in what else steady)
+    by_name = {f"{what}: {name}": (scale if "value" in what else steady, scale if "loss" in what else steady)
                for name, scale in scales(T).items() for what in ("value", "loss", "value and loss")}
     read, parts = step < T * 3 // 4, (step < T // 5) | ((step >= T // 2) & (step < T * 3 // 4))
-    return of_both | {"the end is not read": (steady, read.float()), "two parts are read": (steady, parts.float()),
+    return by_name | {"the end is not read": (steady, read.float()), "two parts are read": (steady, parts.float()),
                       "loud, quiet, not read": (scales(T)["loud, quiet"], read * scales(T)["loud, quiet"])}
 
 
-def skip_without_steps(of: Any, operator: Any) -> None:
-    """Skips what has no axis of time, and implementations whose error is that of the largest number of a row."""
-    if not of.time:
+def skip_without_steps(adapter: Any, operator: Any) -> None:
+    """Skips operators without a time axis, and implementations whose errors are relative to the largest number of a row."""
+    if not adapter.time:
         pytest.skip("no time")
     if not operator.requires.wkv:
         pytest.skip(f"{operator.name} declares wkv=False")
@@ -337,35 +346,35 @@ def test_every_operator_has_an_adapter() -> None:
 
 @pytest.mark.parametrize("case", SCANS_IN_SOAK, indirect=True)
 def test_results_at_every_shape(case: tuple[Any, Any], device: str) -> None:
-    """Outputs and gradients, in the operator's first dtype."""
-    of, operator = case
-    for shape in of.shapes:
-        assert not wrong(of, operator, of.inputs(shape, of.dtypes[0], device), of.dtypes[0]), shape
+    """Outputs and gradients are compared in the operator's first dtype."""
+    adapter, operator = case
+    for shape in adapter.shapes:
+        assert not wrong(adapter, operator, adapter.inputs(shape, adapter.dtypes[0], device), adapter.dtypes[0]), shape
 
 
 @pytest.mark.compiles
 @pytest.mark.parametrize("case", [each for each in CASES if "compile_scan" in each.id], indirect=True)
 def test_results_of_a_compiled_scan_at_one_shape(case: tuple[Any, Any], device: str) -> None:
-    """Each shape takes seconds to compile: the others wait for make soak."""
-    of, operator = case
-    assert not wrong(of, operator, of.inputs(of.shapes[0], of.dtypes[0], device), of.dtypes[0])
+    """Each shape takes seconds to compile, so the other shapes are tested in make soak."""
+    adapter, operator = case
+    assert not wrong(adapter, operator, adapter.inputs(adapter.shapes[0], adapter.dtypes[0], device), adapter.dtypes[0])
 
 
 @pytest.mark.parametrize("case", SCANS_IN_SOAK, indirect=True)
 @pytest.mark.parametrize("shapes", [pytest.param(slice(1, None, 3), id="some", marks=pytest.mark.thorough),
                                     pytest.param(slice(None), id="every", marks=pytest.mark.soak)])
 def test_results_in_every_dtype(case: tuple[Any, Any], shapes: slice, device: str) -> None:
-    of, operator = case
-    for dtype in of.dtypes[1:]:
-        for shape in of.shapes[shapes]:
-            assert not wrong(of, operator, of.inputs(shape, dtype, device), dtype), (shape, dtype)
+    adapter, operator = case
+    for dtype in adapter.dtypes[1:]:
+        for shape in adapter.shapes[shapes]:
+            assert not wrong(adapter, operator, adapter.inputs(shape, dtype, device), dtype), (shape, dtype)
 
 
 def test_dtypes_are_those_of_the_inputs(case: tuple[Any, Any], device: str) -> None:
-    of, operator = case
-    for dtype in of.dtypes:
-        leaves, inputs = leaves_of(of, of.inputs(of.shapes[1], dtype, device))
-        outputs = of.call(operator, *inputs)
+    adapter, operator = case
+    for dtype in adapter.dtypes:
+        leaves, inputs = leaves_of(adapter, adapter.inputs(adapter.shapes[1], dtype, device))
+        outputs = adapter.call(operator, *inputs)
         assert outputs[0].dtype == dtype
         if leaves:
             grads = torch.autograd.grad(sum(output.sum() for output in outputs), leaves)
@@ -373,218 +382,221 @@ def test_dtypes_are_those_of_the_inputs(case: tuple[Any, Any], device: str) -> N
 
 
 def test_float64_is_exact_or_refused(case: tuple[Any, Any], device: str) -> None:
-    """Never computed in float32 unasked."""
-    of, operator = case
-    inputs = of.inputs(of.medium, torch.float64, device)
+    """No implementation silently computes in float32."""
+    adapter, operator = case
+    inputs = adapter.inputs(adapter.medium, torch.float64, device)
     if torch.float64 in operator.requires.dtypes:
-        assert not wrong(of, operator, inputs, torch.float64)
+        assert not wrong(adapter, operator, inputs, torch.float64)
     else:
         with pytest.raises(ValueError, match="float64"):
-            of.results(operator, inputs)
+            adapter.results(operator, inputs)
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("of", [of for of in ADAPTERS.values() if of.differentiable], ids=lambda of: of.kind.folder)
-def test_gradcheck_of_the_reference(of: Any, device: str) -> None:
-    """The other gradients are compared with its own."""
-    operator = of.kind(of.reference)
-    _, inputs = leaves_of(of, of.inputs(of.small, torch.float64, device))
-    assert torch.autograd.gradcheck(lambda *given: of.call(operator, *given), inputs, fast_mode=False)
+@pytest.mark.parametrize("adapter", [adapter for adapter in ADAPTERS.values() if adapter.differentiable],
+                         ids=lambda adapter: adapter.kind.folder)
+def test_gradcheck_of_the_reference(adapter: Any, device: str) -> None:
+    """The gradients of all other implementations are compared with those of the reference."""
+    operator = adapter.kind(adapter.reference)
+    _, inputs = leaves_of(adapter, adapter.inputs(adapter.small, torch.float64, device))
+    assert torch.autograd.gradcheck(lambda *arguments: adapter.call(operator, *arguments), inputs, fast_mode=False)
 
 
 def test_a_size_of_0_gives_an_empty_tensor(case: tuple[Any, Any], device: str) -> None:
-    """And gradients as of the reference: zeros, and the state's as they came."""
-    of, operator = case
-    for shape in of.empty_shapes:
-        inputs = of.inputs(shape, torch.float32, device)
-        results, right = of.results(operator, inputs), of.results(of.kind(of.reference), inputs)
+    """Gradients equal those of the reference: they are zeros, except that the state's gradient is passed through."""
+    adapter, operator = case
+    for shape in adapter.empty_shapes:
+        inputs = adapter.inputs(shape, torch.float32, device)
+        results, right = adapter.results(operator, inputs), adapter.results(adapter.kind(adapter.reference), inputs)
         assert same_bits(results, right)
         assert next(iter(results.values())).numel() == 0
 
 
 def test_the_same_bits_twice(case: tuple[Any, Any], device: str) -> None:
-    of, operator = case
-    inputs = of.inputs(of.shapes[-1], torch.float32, device)
-    assert same_bits(of.results(operator, inputs), of.results(operator, inputs))
+    adapter, operator = case
+    inputs = adapter.inputs(adapter.shapes[-1], torch.float32, device)
+    assert same_bits(adapter.results(operator, inputs), adapter.results(operator, inputs))
 
 
 def test_inputs_are_left_as_they_were_and_are_not_the_outputs(case: tuple[Any, Any], device: str) -> None:
-    of, operator = case
-    inputs = of.inputs(of.medium, torch.float32, device)
+    adapter, operator = case
+    inputs = adapter.inputs(adapter.medium, torch.float32, device)
     before = each_tensor(torch.clone, inputs)
-    of.results(operator, inputs)
-    output = of.call(operator, *inputs)[0]
+    adapter.results(operator, inputs)
+    output = adapter.call(operator, *inputs)[0]
     output += 1
     tensors = [pair for pair in zip(inputs, before, strict=True) if isinstance(pair[0], Tensor)]
     assert all(torch.equal(*pair) for pair in tensors)
 
 
 def test_strided_inputs(case: tuple[Any, Any], device: str) -> None:
-    of, operator = case
-    inputs = of.inputs(of.medium, torch.float32, device)
+    adapter, operator = case
+    inputs = adapter.inputs(adapter.medium, torch.float32, device)
     strided = each_tensor(lambda tensor: torch.stack((tensor, tensor), -1)[..., 0], inputs)
     turned = each_tensor(lambda tensor: tensor.transpose(0, -1).contiguous().transpose(0, -1), inputs)
-    contiguous = of.results(operator, inputs)
-    assert same_bits(contiguous, of.results(operator, strided))
-    assert same_bits(contiguous, of.results(operator, turned))
+    contiguous = adapter.results(operator, inputs)
+    assert same_bits(contiguous, adapter.results(operator, strided))
+    assert same_bits(contiguous, adapter.results(operator, turned))
 
 
 def test_inputs_inside_a_larger_buffer(case: tuple[Any, Any], device: str) -> None:
-    """Nothing beside the inputs is read (it is NaN), and an address that vector loads do not take is no trouble."""
+    """The NaN around the inputs is not read, and addresses that are not aligned for vector loads cause no error."""
     def inside(tensor: Tensor, offset: int) -> Tensor:
         buffer = tensor.new_full((tensor.numel() + 2 * offset,), float("nan"))
         return buffer[offset:offset + tensor.numel()].view(tensor.shape).copy_(tensor)
 
-    of, operator = case
-    inputs = of.inputs(of.medium, torch.float32, device)
+    adapter, operator = case
+    inputs = adapter.inputs(adapter.medium, torch.float32, device)
     for offset in (1, 64):
-        assert not wrong(of, operator, each_tensor(partial(inside, offset=offset), inputs)), offset
+        assert not wrong(adapter, operator, each_tensor(partial(inside, offset=offset), inputs)), offset
 
 
 def test_an_expanded_gradient(case: tuple[Any, Any], device: str) -> None:
-    """output.sum() sends back a single number with strides of 0."""
-    of, operator = case
-    if not of.differentiable:
+    """The gradient of output.sum() is a single number that is expanded with strides of 0."""
+    adapter, operator = case
+    if not adapter.differentiable:
         pytest.skip("no gradient")
-    inputs = of.inputs(of.medium, torch.float32, device)
-    leaves, given = leaves_of(of, inputs)
-    exact, wide = leaves_of(of, each_tensor(Tensor.double, inputs))
-    grads = torch.autograd.grad(of.call(operator, *given)[0].sum(), leaves)
-    right = torch.autograd.grad(of.call(of.kind(of.reference), *wide)[0].sum(), exact)
+    inputs = adapter.inputs(adapter.medium, torch.float32, device)
+    leaves, arguments = leaves_of(adapter, inputs)
+    exact, wide = leaves_of(adapter, each_tensor(Tensor.double, inputs))
+    grads = torch.autograd.grad(adapter.call(operator, *arguments)[0].sum(), leaves)
+    right = torch.autograd.grad(adapter.call(adapter.kind(adapter.reference), *wide)[0].sum(), exact)
     scale = max(float(grad.abs().max()) for grad in right) + 1
     assert all((grad - other).abs().max() <= 3e-5 * scale for grad, other in zip(grads, right, strict=True))
 
 
 def test_causality(case: tuple[Any, Any], device: str) -> None:
-    """Neither a later input nor a longer lag reaches an earlier step: not one bit, where the sum is over time.
+    """No later input and no longer lag changes a bit of an earlier step.
 
-    An implementation that declares wkv=False may be off by rounding of the largest product, here 7e3 beside results of about
-    8; the convolution form shares a scale within a block of 64 steps, so its earlier steps there are off by rounding.
+    An implementation that declares wkv=False may be off by the rounding of the largest product, which is 7e3 here beside
+    results of about 8. The change begins at a multiple of 64 steps, because the convolution form shares one scale within a
+    block of 64: earlier steps of the same block would be off by rounding.
     """
-    of, operator = case
-    if not of.time:
+    adapter, operator = case
+    if not adapter.time:
         pytest.skip("no time")
     t, T = 128, 192
-    inputs = of.inputs(of.long, torch.float32, device)
+    inputs = adapter.inputs(adapter.long, torch.float32, device)
     value, allowed = (1e3, 0.0) if operator.requires.wkv else (10.0, 1e-6 * t * 100)
     changed = list(inputs)
-    for name, axis in of.time:
-        i = of.kind._names.index(name)
+    for name, axis in adapter.time:
+        i = adapter.kind._names.index(name)
         changed[i] = inputs[i].clone()
         later = changed[i].narrow(axis, t, T - t) if name != "w" else changed[i].narrow(axis, 0, T - t)
-        later.fill_(value if of.kind is TimeX else 3.0) if name != "log_w" else later.mul_(0.5)
-    axis = dict(of.time)["k"]
-    y, other = (of.call(operator, *given)[0].narrow(axis, 0, t) for given in (inputs, changed))
+        later.fill_(value if adapter.kind is TimeX else 3.0) if name != "log_w" else later.mul_(0.5)
+    axis = dict(adapter.time)["k"]
+    y, other = (adapter.call(operator, *arguments)[0].narrow(axis, 0, t) for arguments in (inputs, changed))
     assert (y - other).abs().max() <= allowed
 
 
 @pytest.mark.thorough
 def test_a_scale_that_changes_along_time(case: tuple[Any, Any], device: str) -> None:
-    """Each step's error is small beside that step's own size, and 0 where the reference is; also where a loss reads a part."""
-    of, operator = case
-    skip_without_steps(of, operator)
-    inputs = of.inputs(of.medium, torch.float32, device)
-    for name, profile in profiles(inputs[of.kind._names.index("k")].shape[dict(of.time)["k"]]).items():
-        assert not wrong_steps(of, operator, inputs, *profile), name
+    """Each step's error is small relative to that step, and 0 where the reference is 0, also if the loss reads few steps."""
+    adapter, operator = case
+    skip_without_steps(adapter, operator)
+    inputs = adapter.inputs(adapter.medium, torch.float32, device)
+    for name, profile in profiles(inputs[adapter.kind._names.index("k")].shape[dict(adapter.time)["k"]]).items():
+        assert not wrong_steps(adapter, operator, inputs, *profile), name
 
 
 def test_no_later_step_reaches_a_gradient(case: tuple[Any, Any], device: str) -> None:
-    """Where the loss reads the first steps alone, what comes after has a gradient of 0, and changes no bit before.
+    """If the loss reads only the first steps, later inputs have a gradient of 0 and change no bit of earlier steps.
 
-    So texts that share a row stay apart. (WKV4's k is left as it is: the convolution form shares its scale within a block of 64
-    steps.)
+    Texts that share a row therefore do not affect each other. WKV4's k is not changed, because the convolution form shares one
+    scale within a block of 64 steps.
     """
-    of, operator = case
-    skip_without_steps(of, operator)
+    adapter, operator = case
+    skip_without_steps(adapter, operator)
     t, T = 100, 192
-    inputs = of.inputs(of.long, torch.float32, device)
+    inputs = adapter.inputs(adapter.long, torch.float32, device)
     weights, changed = (torch.arange(T) < t).float(), list(inputs)
-    for name, axis in of.time:
-        if name == of.value or of.kind is WKV7:
-            i = of.kind._names.index(name)
+    for name, axis in adapter.time:
+        if name == adapter.value or adapter.kind is WKV7:
+            i = adapter.kind._names.index(name)
             changed[i] = inputs[i].clone()
-            changed[i].narrow(axis, t, T - t).mul_(1e6 if name == of.value else 0.5)
-    found, other = (by_step(of, operator, tuple(given), weights) for given in (inputs, changed))
-    for name in found:
-        assert torch.equal(found[name][:t], other[name][:t]), name
-        assert name == "output" or not (found[name][t:].any() or other[name][t:].any()), name
+            changed[i].narrow(axis, t, T - t).mul_(1e6 if name == adapter.value else 0.5)
+    actual, other = (by_step(adapter, operator, tuple(arguments), weights) for arguments in (inputs, changed))
+    for name in actual:
+        assert torch.equal(actual[name][:t], other[name][:t]), name
+        assert name == "output" or not (actual[name][t:].any() or other[name][t:].any()), name
 
 
 @pytest.mark.compiles
-@pytest.mark.parametrize("case", REGISTERED, indirect=True)
+@pytest.mark.parametrize("case", REGISTRATION_CASES, indirect=True)
 def test_opcheck(case: tuple[Any, Any], device: str) -> None:
-    """Schema, fake and autograd registration: torch.compile relies on them."""
-    of, operator = case
+    """torch.compile relies on the schema and on the fake and autograd registrations that opcheck tests."""
+    adapter, operator = case
     registered = operator._function._registered
-    inputs = of.inputs(of.small if of.differentiable else of.medium, torch.float32, device)
-    if of.differentiable:
-        _, inputs = leaves_of(of, inputs)
-    elif of.kind is BrickPadding:
+    inputs = adapter.inputs(adapter.small if adapter.differentiable else adapter.medium, torch.float32, device)
+    if adapter.differentiable:
+        _, inputs = leaves_of(adapter, inputs)
+    elif adapter.kind is BrickPadding:
         inputs = inputs[0], 1, 2, 2, 7, 8
-    elif of.kind is MatVec:
+    elif adapter.kind is MatVec:
         inputs = inputs[0], "float32", [inputs[1]], []
     torch.library.opcheck(registered, inputs)
 
 
 @pytest.mark.compiles
-@pytest.mark.parametrize("case", REGISTERED, indirect=True)
+@pytest.mark.parametrize("case", REGISTRATION_CASES, indirect=True)
 def test_compiles_without_a_graph_break(case: tuple[Any, Any], device: str) -> None:
-    torch.compiler.reset()               # it compiles one function a limited number of times, and here comes each kernel
-    of, operator = case
-    leaves, given = leaves_of(of, of.inputs(of.small if of.differentiable else of.medium, torch.float32, device))
-    rest = given[len(leaves):]
+    torch.compiler.reset()               # torch.compile limits the compilations of one function, and each kernel needs one
+    adapter, operator = case
+    leaves, arguments = leaves_of(
+        adapter, adapter.inputs(adapter.small if adapter.differentiable else adapter.medium, torch.float32, device))
+    rest = arguments[len(leaves):]
 
     def function(*inputs: Any) -> Tensor:
-        return sum(compare.loss(output) for output in of.call(operator, 2 * inputs[0], *inputs[1:]))
+        return sum(compare.loss(output) for output in adapter.call(operator, 2 * inputs[0], *inputs[1:]))
 
     plain = function(*leaves, *rest)
     compiled = torch.compile(function, fullgraph=True, backend="aot_eager")(*leaves, *rest)
     torch.testing.assert_close(compiled, plain, rtol=1e-6, atol=0)
     if leaves:
-        grads = [torch.autograd.grad(found, leaves) for found in (compiled, plain)]
+        grads = [torch.autograd.grad(actual, leaves) for actual in (compiled, plain)]
         assert all(compare.err_ratio(*pair) <= 1e-6 for pair in zip(*grads, strict=True))
 
 
 def test_autocast_does_not_reach_inside(case: tuple[Any, Any], device: str) -> None:
-    """Float32 inputs are computed in float32 whatever dtype products outside are in; backward inside of autocast, too."""
-    of, operator = case
-    inputs = of.inputs(of.medium, torch.float32, device)
-    plain = of.results(operator, inputs)
+    """Float32 inputs are computed in float32 under autocast, in the backward pass as well."""
+    adapter, operator = case
+    inputs = adapter.inputs(adapter.medium, torch.float32, device)
+    plain = adapter.results(operator, inputs)
     with torch.autocast(device, torch.bfloat16):
-        found = of.results(operator, inputs)
-    found.pop(compare.LOG_SIZE, None)    # the test computes that one itself
-    assert same_bits(found, plain)
+        actual = adapter.results(operator, inputs)
+    actual.pop(compare.LOG_SIZE, None)    # cases.results computes it outside the operator
+    assert same_bits(actual, plain)
 
 
 @each_operator
-def test_wrong_inputs_are_refused(of: Any) -> None:
-    for inputs in of.refused():
-        with pytest.raises(ValueError):                          # noqa: PT011  the operator's own
-            of.call(of.kind(of.reference), *inputs)
+def test_wrong_inputs_are_refused(adapter: Any) -> None:
+    for inputs in adapter.invalid_inputs():
+        with pytest.raises(ValueError):                          # noqa: PT011  each operator has its own message
+            adapter.call(adapter.kind(adapter.reference), *inputs)
 
 
 @each_operator
-def test_an_unknown_name_lists_the_known_ones(of: Any) -> None:
-    with pytest.raises(UnknownKernel, match=of.reference):
-        of.kind("nonsense")
+def test_an_unknown_name_lists_the_known_ones(adapter: Any) -> None:
+    with pytest.raises(UnknownKernel, match=adapter.reference):
+        adapter.kind("nonsense")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
 @pytest.mark.parametrize(("op", "name"), [(op, name) for op in ADAPTERS for name in names(op) if name.startswith("cuda")])
 def test_a_kernel_that_cannot_run_names_its_device_and_what_does_run(op: str, name: str) -> None:
-    of = ADAPTERS[op]
+    adapter = ADAPTERS[op]
     try:
-        operator = of.kind(name)
+        operator = adapter.kind(name)
     except KernelUnavailable:
         pytest.skip("its package is not installed")
-    with pytest.raises(KernelUnavailable, match=f"{name}.*cuda.*{of.reference}"):
-        of.call(operator, *of.inputs(of.medium, torch.float32, "cpu"))
+    with pytest.raises(KernelUnavailable, match=f"{name}.*cuda.*{adapter.reference}"):
+        adapter.call(operator, *adapter.inputs(adapter.medium, torch.float32, "cpu"))
 
 
 @each_operator
-def test_copies_are_the_same_operator(of: Any) -> None:
-    """A model is deep-copied and pickled with the operator inside."""
-    operator = of.kind(of.file)
+def test_copies_are_the_same_operator(adapter: Any) -> None:
+    """Deep-copying or pickling a model copies the operators inside."""
+    operator = adapter.kind(adapter.file)
     for again in (copy.deepcopy(operator), pickle.loads(pickle.dumps(operator))):
-        assert repr(again) == repr(operator) == f"{of.kind.__name__}({of.file!r})"
+        assert repr(again) == repr(operator) == f"{adapter.kind.__name__}({adapter.file!r})"
         assert again._function is operator._function

@@ -1,6 +1,8 @@
-"""Every CUDA source compiles for sm_80, 90 and 120 and uses what cuda_resources.txt says (kernels/backends/cuda.py). No GPU.
+"""Tests without a GPU that every CUDA source compiles, and that it takes no more resources than cuda_resources.txt states.
 
-For sm_80 and sm_120, for wide heads, and by nvcc, in make soak."""
+make test compiles for sm_90; make soak compiles for sm_80 and sm_120, for wide heads, and with nvcc. The launches and the
+cache of kernels/backends/cuda.py are tested as well.
+"""
 
 import contextlib
 import ctypes
@@ -18,14 +20,14 @@ from kernels.backends import cuda
 from kernels.backends.cuda import Source, compile_cubin, compiler_version
 from kernels.registry import KernelUnavailable
 
-NVCC = shutil.which("nvcc") if shutil.which("g++") else None         # it does nothing without a host compiler
+NVCC = shutil.which("nvcc") if shutil.which("g++") else None         # nvcc requires a host compiler
 pytestmark = pytest.mark.compiles
 WRITE = f"PYTHONPATH=. python tests/cuda_resources.py > tests/{TABLE.name}"
 
 
 @pytest.fixture(scope="module")
 def nvrtc() -> str:
-    """Its version; skips where it is not installed."""
+    """Returns the version of NVRTC, or skips the test if NVRTC is not installed."""
     try:
         return compiler_version()
     except KernelUnavailable as error:
@@ -34,7 +36,7 @@ def nvrtc() -> str:
 
 @pytest.fixture
 def source(tmp_path: Path) -> Source:
-    """A file of two kernels and a header, with a macro."""
+    """Returns a source file that has two kernels, a header and a macro."""
     (tmp_path / "twice.cuh").write_text("static __device__ float twice(float x) { return 2 * x; }\n")
     (tmp_path / "small.cu").write_text('#include "twice.cuh"\n'
                                        'extern "C" __global__ void first(float* x) { x[0] = twice(x[N]); }\n'
@@ -57,15 +59,15 @@ def test_every_file_belongs_to_an_implementation() -> None:
 @pytest.mark.parametrize("source", [pytest.param(source, id=name_of(source), marks=[pytest.mark.soak] * is_wide(source))
                                     for source in sources()])
 def test_registers_shared_memory_and_spills(source: Source, arch: str, nvrtc: str) -> None:
-    """No more than the table's, by the compiler that wrote it; what is not in it spills nothing."""
+    """A kernel takes no more than the table states for this compiler version; kernels not in the table spill nothing."""
     version, table = read_table()
     for kernel, taken in measure(source, arch).items():
         allowed = table.get(kernel)
         if allowed is None:
             assert taken.spilled == 0, f"{kernel} spills: write the reason into the source, and the table by {WRITE}"
         elif version == nvrtc:
-            more = [is_ > was for is_, was in zip(taken, allowed, strict=True)]
-            assert not any(more), f"{kernel} takes {taken}, more than {allowed}; if that is meant: {WRITE}"
+            exceeds = [now > before for now, before in zip(taken, allowed, strict=True)]
+            assert not any(exceeds), f"{kernel} takes {taken}, more than {allowed}; if that is meant: {WRITE}"
 
 
 def test_the_table_has_no_kernel_that_is_not_there() -> None:
@@ -77,7 +79,7 @@ def test_the_table_has_no_kernel_that_is_not_there() -> None:
 @pytest.mark.skipif(not NVCC, reason="needs nvcc and g++")
 @pytest.mark.parametrize("source", sources(), ids=name_of)
 def test_nvcc_agrees(source: Source, tmp_path: Path) -> None:
-    """The other front end, with its warnings: what it takes, a user with a toolkit can profile and debug."""
+    """nvcc accepts every source without a warning, so that a user with a CUDA toolkit can profile and debug it."""
     assert NVCC
     macros = [f"-D{name}={value}" for name, value in source.macros.items()]
     done = subprocess.run([NVCC, "-arch=sm_80", "-cubin", "-std=c++17", "-Werror", "all-warnings", *macros,
@@ -179,7 +181,7 @@ int cuGetErrorName(int error, const char **name) {
 
 @pytest.fixture
 def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ctypes.CDLL]:
-    """A driver that records its calls, in place of NVIDIA's, and a device of capability 8.0 whose memory is the CPU's."""
+    """Replaces NVIDIA's driver by one that records its calls; the device has capability 8.0 and its memory is the CPU's."""
     compiler = shutil.which("cc") or shutil.which("gcc")
     if compiler is None:
         pytest.skip("needs a C compiler")
@@ -200,7 +202,7 @@ def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ctypes.C
 
 
 def test_a_launch(source: Source, cache: Path, nvrtc: str, driver: ctypes.CDLL) -> None:
-    """The calls of the driver: the context once, the cubin once, each handle and number as a kernel's parameter has it."""
+    """The context is retained once and the cubin loaded once, and the driver gets every handle and number as it is."""
     x = torch.zeros(3)
     source.launch("second", (5, 2), 32, x, 2, 0.5)
     source.launch("second", 7, (8, 4, 2), x, -3 + 4, -1.5, shared=64)

@@ -1,6 +1,6 @@
-"""Every CUDA implementation of TimeX, executed on the CPU under sanitizers (tests/cuda_host): its own Python, its own .cu.
+"""Executes every CUDA implementation of TimeX on the CPU under sanitizers (tests/cuda_host), with its own Python and .cu files.
 
-They are held to the conformance suite's properties, with a block's threads in several orders.
+The tests are those of the conformance suite, with the threads of a block in several orders.
 """
 
 from collections.abc import Callable, Iterator
@@ -22,24 +22,25 @@ pytestmark = [pytest.mark.compiles, pytest.mark.usefixtures("poisoned_memory")]
 CUDA = [name for name in names("timex") if name.startswith("cuda_")]
 # (B, C, T): whole tiles, more than a block's batches, more than a block's steps
 SHAPES = (*cases.SHAPES[:-1], (3, 2, 256), (33, 1, 300), (1, 2, 1030))
-FEWER = SHAPES[1::2]                      # for the versions before the last in make test; the others in make soak
+QUICK_SHAPES = SHAPES[1::2]                      # make test runs these for all versions but the last
 BROKEN = Source(cuda_host.__file__, "broken.cu")
 N = 32
-OF = conformance.ADAPTERS["timex"]
+ADAPTER = conformance.ADAPTERS["timex"]
 
 
-@pytest.fixture(params=[*in_soak(*map(pytest.param, CUDA[:-1])), CUDA[-1]])         # the last is the one for use
+@pytest.fixture(params=[*in_soak(*map(pytest.param, CUDA[:-1])), CUDA[-1]])         # users run the last version
 def timex(request: pytest.FixtureRequest, host: Host) -> Iterator[TimeX]:
     with on_the_cpu(host, "shuffled"):
         yield TimeX(request.param)
 
 
 @pytest.mark.parametrize(("name", "shape", "order"), [
-    pytest.param(name, shape, order, id=f"{name}-{shape}", marks=[] if name == CUDA[-1] or shape in FEWER else pytest.mark.soak)
+    pytest.param(name, shape, order, id=f"{name}-{shape}",
+                 marks=[] if name == CUDA[-1] or shape in QUICK_SHAPES else pytest.mark.soak)
     for name in CUDA for shape, order in zip(SHAPES, cycle(ORDERS[:2]), strict=False)])
 def test_output_and_gradients(name: str, shape: tuple[int, int, int], order: str, host: Host) -> None:
     with on_the_cpu(host, order):
-        assert not conformance.wrong(OF, TimeX(name), OF.inputs(shape, torch.float32, "cpu"))
+        assert not conformance.wrong(ADAPTER, TimeX(name), ADAPTER.inputs(shape, torch.float32, "cpu"))
 
 
 @pytest.mark.parametrize("test", [
@@ -47,7 +48,7 @@ def test_output_and_gradients(name: str, shape: tuple[int, int, int], order: str
     conformance.test_inputs_are_left_as_they_were_and_are_not_the_outputs,
     conformance.test_inputs_inside_a_larger_buffer, conformance.test_an_expanded_gradient], ids=lambda test: test.__name__)
 def test_conforms(timex: TimeX, test: Callable[[tuple[object, TimeX], str], None]) -> None:
-    test((OF, timex), "cpu")
+    test((ADAPTER, timex), "cpu")
 
 
 def test_eps_is_added_to_every_element(timex: TimeX) -> None:
@@ -64,11 +65,11 @@ def test_the_same_bits_in_every_order(name: str, host: Host) -> None:
 
 
 def test_half_precision(timex: TimeX) -> None:
-    assert not conformance.wrong(OF, timex, OF.inputs((3, 5, 11), torch.bfloat16, "cpu"), torch.bfloat16)
+    assert not conformance.wrong(ADAPTER, timex, ADAPTER.inputs((3, 5, 11), torch.bfloat16, "cpu"), torch.bfloat16)
 
 
-def broken(host: Host, kernel: str, order: str = "ascending", *args: object) -> torch.Tensor:
-    """What a kernel of broken.cu makes of 0, 1, ..., 31."""
+def run_broken(host: Host, kernel: str, order: str = "ascending", *args: object) -> torch.Tensor:
+    """Runs a kernel of broken.cu on 0, 1, ..., 31, or on `args`, and returns its output."""
     x, y = torch.arange(float(N)), torch.empty(N)
     with on_the_cpu(host, order):
         BROKEN.launch(kernel, 1, N, *(args or (x, y, N)), shared=4 * N)  # type: ignore[arg-type]
@@ -88,7 +89,7 @@ def broken(host: Host, kernel: str, order: str = "ascending", *args: object) -> 
 ])
 def test_a_mistake_is_reported(host: Host, kernel: str, report: str) -> None:
     with pytest.raises(LaunchError, match=f"(?s){kernel}.*{report}"):
-        broken(host, kernel)
+        run_broken(host, kernel)
 
 
 @pytest.mark.parametrize(("args", "report"), [
@@ -98,19 +99,19 @@ def test_a_mistake_is_reported(host: Host, kernel: str, report: str) -> None:
 ])
 def test_wrong_arguments_are_reported(host: Host, args: tuple[object, ...], report: str) -> None:
     with pytest.raises(LaunchError, match=report):
-        broken(host, "reverses", "ascending", *args)
+        run_broken(host, "reverses", "ascending", *args)
 
 
 def test_a_missing_barrier_shows_in_one_order_or_the_other(host: Host) -> None:
     right = torch.arange(N).div(2, rounding_mode="floor")
-    assert [torch.equal(broken(host, "lacks_a_barrier", order), right) for order in ORDERS] == [True, False, False]
+    assert [torch.equal(run_broken(host, "lacks_a_barrier", order), right) for order in ORDERS] == [True, False, False]
 
 
 def test_shared_memory_starts_as_nan(host: Host) -> None:
-    assert broken(host, "never_writes_shared_memory").isnan().all()
+    assert run_broken(host, "never_writes_shared_memory").isnan().all()
 
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_barriers_and_shuffles(host: Host, order: str) -> None:
-    assert torch.equal(broken(host, "reverses", order), torch.arange(float(N)).flip(0))
-    assert torch.equal(broken(host, "sums", order), torch.full((N,), N * (N - 1) / 2))
+    assert torch.equal(run_broken(host, "reverses", order), torch.arange(float(N)).flip(0))
+    assert torch.equal(run_broken(host, "sums", order), torch.full((N,), N * (N - 1) / 2))

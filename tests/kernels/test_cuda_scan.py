@@ -1,4 +1,4 @@
-"""The scans in CUDA, executed on the CPU under sanitizers (tests/cuda_host), against the properties of every scan."""
+"""Executes the CUDA scans on the CPU under sanitizers (tests/cuda_host), and tests them like every scan."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -16,7 +16,7 @@ from kernels.wkv4 import WKV4, cases
 pytestmark = [pytest.mark.compiles, pytest.mark.skipif(not COMPILER, reason="needs g++ with its sanitizers"),
               pytest.mark.usefixtures("poisoned_memory")]
 CUDA = [name for name in names("wkv4") if name.startswith("cuda_")]
-SEGMENTS = ((2, 300, 3), (1, 131, 33), (1, 128, 64))     # (B, T, C): chunks of 128 steps, blocks of 32 channels, whole and not
+SEGMENTS = ((2, 300, 3), (1, 131, 33), (1, 128, 64))   # (B, T, C): full and partial chunks of 128 steps, blocks of 32
 ALLOWED = {"+-5": 1e-5, "+-230": 3e-5}
 
 
@@ -36,8 +36,8 @@ def test_output_state_and_gradients(name: str, shape: tuple[int, int, int], spre
     time_decay, time_first, k, v, state = cases.inputs(*shape, k_spread, with_state)
     inputs = time_decay, time_first, k, v, state if with_state else None
     with on_the_cpu(host, order):
-        found = errors(cases.results(WKV4(name), inputs), properties.reference(inputs))
-    assert max(found.values()) <= ALLOWED[spread], found
+        actual = errors(cases.results(WKV4(name), inputs), properties.reference(inputs))
+    assert max(actual.values()) <= ALLOWED[spread], actual
 
 
 @pytest.mark.parametrize(("test", "arguments"), [
@@ -45,7 +45,7 @@ def test_output_state_and_gradients(name: str, shape: tuple[int, int, int], spre
     (properties.test_range_of_the_convolution_form, ()), (properties.test_whole_is_chunks_is_steps, ()),
     (properties.test_a_k_of_minus_infinity_weighs_nothing, ()), (properties.test_one_state_has_many_forms, ()),
     (properties.test_finite_at_any_spread, ("+-1e7",)),
-    *((properties.test_gradients_of_each_output_alone, (of,)) for of in ("y", "state")),
+    *((properties.test_gradients_of_each_output_alone, (output,)) for output in ("y", "state")),
     *((properties.test_the_first_step_is_its_own_v, (first,)) for first in (0.0, -200.0)),
     *((properties.test_what_is_not_finite_shows_from_its_step_on, (where, value)) for where in "kv"
       for value in (math.nan, math.inf)),
@@ -62,13 +62,13 @@ def test_conforms(scan: WKV4, test: Callable[[tuple[object, WKV4], str], None]) 
 
 
 def test_half_precision(scan: WKV4) -> None:
-    of = conformance.ADAPTERS["wkv4"]
-    assert not conformance.wrong(of, scan, of.inputs((3, 63, 4), torch.bfloat16, "cpu"), torch.bfloat16)
+    adapter = conformance.ADAPTERS["wkv4"]
+    assert not conformance.wrong(adapter, scan, adapter.inputs((3, 63, 4), torch.bfloat16, "cpu"), torch.bfloat16)
 
 
 def test_a_slow_decay_over_many_chunks(scan: WKV4) -> None:
     """The decay of one step, rounded to float32 and raised to the 3000th power, would be off by 1e-4."""
     _, time_first, k, v, state = cases.inputs(1, 3000, 2)
     inputs = torch.full((2,), -9.0), time_first, k, v, state
-    found = errors(cases.results(scan, inputs), properties.reference(inputs))
-    assert max(found.values()) <= 5e-6, found
+    actual = errors(cases.results(scan, inputs), properties.reference(inputs))
+    assert max(actual.values()) <= 5e-6, actual

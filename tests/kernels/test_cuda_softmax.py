@@ -1,4 +1,4 @@
-"""cuda_v0, executed on the CPU under sanitizers (tests/cuda_host), is held to the properties of every softmax."""
+"""Executes the CUDA softmax on the CPU under sanitizers (tests/cuda_host), and tests it like every softmax."""
 
 from collections.abc import Callable, Iterator
 
@@ -13,8 +13,8 @@ from kernels.softmax import Softmax, cases
 
 pytestmark = [pytest.mark.compiles, pytest.mark.usefixtures("poisoned_memory")]
 CUDA = [name for name in names("softmax") if name.startswith("cuda_")]
-OF = conformance.ADAPTERS["softmax"]
-BLOCKS = ((1, 1024), (2, 1025), (1, 40_003))         # a warp's longest row; a block of 3 warps, of 32 that go round twice
+ADAPTER = conformance.ADAPTERS["softmax"]
+BLOCKS = ((1, 1024), (2, 1025), (1, 40_003))         # the longest row of a warp; 3 warps; 32 warps in two rounds
 
 
 @pytest.fixture(params=CUDA)
@@ -27,9 +27,9 @@ def softmax(request: pytest.FixtureRequest, host: Host) -> Iterator[Softmax]:
 @pytest.mark.parametrize("shape", [*cases.SHAPES, *BLOCKS], ids=str)
 @pytest.mark.parametrize("name", CUDA)
 def test_output_and_gradient(name: str, shape: tuple[int, ...], order: str, host: Host) -> None:
-    """Rows that start at any multiple of 4 bytes, more rows than a block has, and less."""
+    """The shapes have rows that start at any multiple of 4 bytes, and more or fewer rows than a block."""
     with on_the_cpu(host, order):
-        assert not conformance.wrong(OF, Softmax(name), OF.inputs(shape, torch.float32, "cpu"))
+        assert not conformance.wrong(ADAPTER, Softmax(name), ADAPTER.inputs(shape, torch.float32, "cpu"))
 
 
 @pytest.mark.parametrize("M", [8, 100, 1030])
@@ -46,11 +46,11 @@ def test_the_result_may_be_written_to(softmax: Softmax) -> None:
     conformance.test_an_expanded_gradient, conformance.test_inputs_inside_a_larger_buffer,
     conformance.test_float64_is_exact_or_refused], ids=lambda test: test.__name__)
 def test_conforms(softmax: Softmax, test: Callable[[tuple[object, Softmax], str], None]) -> None:
-    test((OF, softmax), "cpu")
+    test((ADAPTER, softmax), "cpu")
 
 
 def test_half_precision(softmax: Softmax) -> None:
-    assert not conformance.wrong(OF, softmax, OF.inputs((5, 63), torch.bfloat16, "cpu"), torch.bfloat16)
+    assert not conformance.wrong(ADAPTER, softmax, ADAPTER.inputs((5, 63), torch.bfloat16, "cpu"), torch.bfloat16)
 
 
 @pytest.mark.parametrize("M", [100, 5000])

@@ -1,6 +1,6 @@
-"""The CUDA ladder of WKV-7, executed on the CPU under sanitizers (tests/cuda_host): its own Python, its own .cu.
+"""Executes every CUDA version of WKV-7 on the CPU under sanitizers (tests/cuda_host), with its own Python and .cu files.
 
-Held to the properties of every implementation, with a block's threads in two orders.
+The tests are those of every implementation, with the threads of a block in two orders.
 """
 
 from collections.abc import Callable, Iterator
@@ -19,72 +19,72 @@ from kernels.wkv7 import WKV7, cases
 pytestmark = [pytest.mark.compiles, pytest.mark.usefixtures("poisoned_memory")]
 CUDA = [name for name in names("wkv7") if name.startswith("cuda_")]
 SHAPES = [(1, 11, 1, 64), (2, 1, 3, 64), (1, 129, 2, 64), (1, 63, 1, 64), (1, 16, 1, 64), (1, 64, 1, 64)]      # (B, T, H, N)
-QUICK = {(name, SHAPES[0]) for name in CUDA} | {(CUDA[-1], shape) for shape in SHAPES[:3]}       # the others in make soak
-SHORT = dict.fromkeys(CUDA, 70) | {"cuda_v0": 20, "cuda_v1": 20, "cuda_v2": 20}       # steps: a whole chunk and a part of one
+QUICK_CASES = {(name, SHAPES[0]) for name in CUDA} | {(CUDA[-1], shape) for shape in SHAPES[:3]}     # make soak runs the others
+STEPS = dict.fromkeys(CUDA, 70) | {"cuda_v0": 20, "cuda_v1": 20, "cuda_v2": 20}       # one full chunk and a partial one
 
 
-class OfWKV7(conformance.OfWKV7):
-    """With N = 64 alone, since a program is compiled for each N."""
+class WKV7Adapter(conformance.WKV7Adapter):
+    """Uses N = 64 only, because each N requires a compilation."""
 
     medium, long = (1, 19, 2, 64), (1, 192, 1, 64)
 
 
-OF = OfWKV7()
+ADAPTER = WKV7Adapter()
 
 
 @pytest.fixture(autouse=True)
 def few_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A block of cuda_v3 takes several chunks, of one head and of another."""
+    """Limits cuda_v3 to so few blocks that a block computes several chunks, of more than one head."""
     monkeypatch.setattr(load("wkv7", "cuda_v3"), "BLOCKS", 4)
 
 
-@pytest.fixture(params=[*in_soak(*map(pytest.param, CUDA[:-1])), CUDA[-1]])         # the last is the one for use
+@pytest.fixture(params=[*in_soak(*map(pytest.param, CUDA[:-1])), CUDA[-1]])         # users run the last version
 def wkv7(request: pytest.FixtureRequest, host: Host) -> Iterator[WKV7]:
     with on_the_cpu(host, "shuffled"):
         yield WKV7(request.param)
 
 
 @pytest.mark.parametrize(("name", "shape"), [
-    pytest.param(name, shape, id=f"{name}-{shape}", marks=[] if (name, shape) in QUICK else pytest.mark.soak)
+    pytest.param(name, shape, id=f"{name}-{shape}", marks=[] if (name, shape) in QUICK_CASES else pytest.mark.soak)
     for name in CUDA for shape in SHAPES])
 def test_output_state_and_gradients(name: str, shape: tuple[int, ...], host: Host) -> None:
-    """Right, and the same bits in whatever order the threads run."""
-    inputs, results = OF.inputs(shape, torch.float32, "cpu"), []
+    """Results are correct, and the order of the threads changes no bit."""
+    inputs, results = ADAPTER.inputs(shape, torch.float32, "cpu"), []
     for order in ORDERS[:2]:
         with on_the_cpu(host, order):
-            results.append(OF.results(WKV7(name), inputs))
-    assert not misses(errors(results[0], OF.expected(inputs)), OF.tolerance(torch.float32))
+            results.append(ADAPTER.results(WKV7(name), inputs))
+    assert not misses(errors(results[0], ADAPTER.expected(inputs)), ADAPTER.tolerance(torch.float32))
     assert conformance.same_bits(*results)
 
 
 def test_the_ends_of_the_range_of_decay_and_zeros(wkv7: WKV7) -> None:
-    """A head for each."""
-    inputs = cases.inputs(1, SHORT[wkv7.name], 5, 64)
+    """Each head tests one end or one kind of zeros."""
+    inputs = cases.inputs(1, STEPS[wkv7.name], 5, 64)
     _, log_w, k, _, a, b, _ = inputs
     for head, end in enumerate((cases.FASTEST, cases.SLOWEST, 0.0)):
         log_w[:, :, head] = end
     k[:, :, 3] = 0
     for tensor in (a, b):
         tensor[:, :, 4] = 0
-    found, exact = cases.results(wkv7, inputs), OF.expected(inputs)
+    actual, exact = cases.results(wkv7, inputs), ADAPTER.expected(inputs)
     for head in range(5):
-        axis = {name: 1 if "state" in name else 2 for name in found}
-        of_head = [{name: tensor.select(axis[name], head) for name, tensor in results.items()} for results in (found, exact)]
+        axis = {name: 1 if "state" in name else 2 for name in actual}
+        of_head = [{name: tensor.select(axis[name], head) for name, tensor in results.items()} for results in (actual, exact)]
         assert not misses(errors(*of_head), cases.tolerance()), head
 
 
 @pytest.mark.soak
 def test_bfloat16_in_heads_that_are_padded(wkv7: WKV7) -> None:
-    inputs = OF.inputs((1, SHORT[wkv7.name], 2, 20), torch.bfloat16, "cpu")
+    inputs = ADAPTER.inputs((1, STEPS[wkv7.name], 2, 20), torch.bfloat16, "cpu")
     results = cases.results(wkv7, inputs)
     assert {name: result.dtype for name, result in results.items() if result.dtype == torch.float32}.keys() == {
         "state", "grad log_w", "grad state"}
-    assert not conformance.wrong(OF, wkv7, inputs, torch.bfloat16)
+    assert not conformance.wrong(ADAPTER, wkv7, inputs, torch.bfloat16)
 
 
 def test_forward_alone_gives_the_same_bits(wkv7: WKV7) -> None:
-    """It keeps nothing, in a kernel of its own."""
-    inputs = cases.inputs(1, SHORT[wkv7.name], 1, 64)
+    """The forward pass without gradients is a separate kernel that saves nothing."""
+    inputs = cases.inputs(1, STEPS[wkv7.name], 1, 64)
     results = cases.results(wkv7, inputs)
     y, state = wkv7(*inputs)
     assert torch.equal(y, results["y"])
@@ -103,14 +103,14 @@ def test_properties(wkv7: WKV7, test: Callable[[WKV7, str], None]) -> None:
     conformance.test_inputs_are_left_as_they_were_and_are_not_the_outputs,
     conformance.test_inputs_inside_a_larger_buffer, conformance.test_an_expanded_gradient], ids=lambda test: test.__name__)
 def test_conforms(wkv7: WKV7, test: Callable[[tuple[object, WKV7], str], None]) -> None:
-    test((OF, wkv7), "cpu")
+    test((ADAPTER, wkv7), "cpu")
 
 
 def test_a_scale_that_changes_along_time(wkv7: WKV7) -> None:
-    T = SHORT[wkv7.name]
-    inputs, profiles = OF.inputs((1, T, 1, 64), torch.float32, "cpu"), conformance.profiles(T)
+    T = STEPS[wkv7.name]
+    inputs, profiles = ADAPTER.inputs((1, T, 1, 64), torch.float32, "cpu"), conformance.profiles(T)
     for name in ("value: quiet, loud", "loss: loud, quiet", "two parts are read"):
-        assert not conformance.wrong_steps(OF, wkv7, inputs, *profiles[name]), name
+        assert not conformance.wrong_steps(ADAPTER, wkv7, inputs, *profiles[name]), name
 
 
 @pytest.mark.parametrize("name", CUDA[1:])

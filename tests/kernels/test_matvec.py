@@ -1,4 +1,4 @@
-"""Every implementation of matvec in every format, its independence of the number of rows, and the packed formats themselves."""
+"""Tests every implementation of matvec in every format, its independence of the number of rows, and the packed formats."""
 
 from itertools import product
 
@@ -31,8 +31,8 @@ def test_every_format_at_every_shape(matvec: MatVec) -> None:
     for format in formats_of(matvec):
         for shape in cases.SHAPES:
             x, packed = cases.inputs(*shape, format=format)
-            found = errors({"y": matvec(x, packed)}, {"y": cases.expected(x, packed)})
-            assert not misses(found, cases.tolerance(matvec.name, format)), (format, shape)
+            actual = errors({"y": matvec(x, packed)}, {"y": cases.expected(x, packed)})
+            assert not misses(actual, cases.tolerance(matvec.name, format)), (format, shape)
 
 
 def test_a_row_does_not_depend_on_the_rows_beside_it(matvec: MatVec) -> None:
@@ -48,8 +48,10 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(matvec: MatVec) -> None:
 @each_level
 @pytest.mark.parametrize("format", FORMATS)
 def test_tiles_of_every_size_have_the_bits_of_single_rows(format: str, level: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One to eight rows in a tile, several tiles, and rows so long that a tile reads them in pieces, also with more outputs
-    than a thread saves sums for."""
+    """The cases have one to eight rows in a tile, several tiles, and rows so long that a tile reads them in pieces.
+
+    The last case has more outputs than a thread saves sums for.
+    """
     monkeypatch.setattr(native, "level", lambda: level)
     monkeypatch.setattr(native, "threads_for", lambda tasks: 1)
     matvec = MatVec("c_v0")
@@ -82,7 +84,7 @@ def test_a_format_that_an_implementation_lacks_is_one_sentence() -> None:
 
 
 def test_int8_is_the_same_to_the_bit_in_all_implementations() -> None:
-    """The largest whole numbers in all places, where a sum of floats would lose some, and one of 16 bits would overflow."""
+    """All integers are as large as possible, so that a sum in float32 would round and a sum in 16 bits would overflow."""
     for non_negative in (True, False):
         packed = Int8.of(torch.full((3, 9000), -0.5), non_negative=non_negative)
         able = [name for name in runnable("matvec") if "int8" in MatVec(name).requires.formats]
@@ -94,18 +96,18 @@ def test_int8_is_the_same_to_the_bit_in_all_implementations() -> None:
 @pytest.mark.parametrize("rows", [1, 5])
 def test_int4_of_the_largest_numbers_overflows_nowhere(rows: int) -> None:
     x, weight = torch.ones(rows, 512), torch.ones(3, 512)
-    weight[:, ::GROUP] = 0.0             # so that a group has a range, and all else in it the largest integer
+    weight[:, ::GROUP] = 0.0             # gives each group a range, in which all other elements are the largest integer
     packed = pack(weight, "int4")
     for signed in (x, -x):
         torch.testing.assert_close(MatVec("c_v0")(signed, packed), MatVec("reference")(signed, packed))
 
 
 def rounding(weight: torch.Tensor, format: str) -> torch.Tensor:
-    """The norm, for each row (K,) of W, of what rounding to the format changes.
+    """Returns a bound of the norm of the rounding errors, for each row (K,) of W.
 
-    Rounding to bfloat16's 8 bits changes an element by at most 2^-8 of it. Rounding to steps of a size s changes it by
-    s / sqrt(12) in the root mean square, if it falls anywhere in a step with the same chance; the sum of K such squares is
-    above its mean by at most five of its standard deviations, sqrt(0.8 / K) of the mean each.
+    Rounding to bfloat16 changes an element by at most 2^-8 of its value. Rounding to steps of size s causes an RMS error of
+    s / sqrt(12) if all places within a step are equally likely. The sum of K such squares exceeds its mean by at most five
+    standard deviations; a standard deviation is sqrt(0.8 / K) of the mean.
     """
     K = weight.shape[1]
     if format in ("float32", "bfloat16"):
@@ -204,10 +206,10 @@ def test_packing_does_not_depend_on_torch_s_default_dtype(default: torch.dtype) 
     expected = [_packing.int8(weight), _packing.int4(weight, False)]
     torch.set_default_dtype(default)
     try:
-        found = [_packing.int8(weight), _packing.int4(weight, False)]
+        actual = [_packing.int8(weight), _packing.int4(weight, False)]
     finally:
         torch.set_default_dtype(torch.float32)
-    for ours, theirs in zip(found, expected, strict=True):
+    for ours, theirs in zip(actual, expected, strict=True):
         for one, other in zip(ours, theirs, strict=True):
             assert one.dtype == other.dtype
             assert torch.equal(one, other)
@@ -217,7 +219,7 @@ def test_packing_does_not_depend_on_torch_s_default_dtype(default: torch.dtype) 
 
 
 def gguf_values(packed: torch.Tensor, format: str) -> torch.Tensor:
-    """W (N,K) as the package of llama.cpp's authors dequantises it."""
+    """Returns W (N,K) as dequantised by gguf, the package of llama.cpp's authors."""
     return torch.from_numpy(gguf.dequantize(packed.numpy(), gguf.GGMLQuantizationType[format.upper()]))
 
 
@@ -232,7 +234,7 @@ def test_blocks_are_unpacked_to_the_bits_of_the_package_gguf(format: str, level:
         assert torch.equal(packed.dense(), expected)
         in_c = MatVec("c_v0").dense(packed, torch.float32)
         assert torch.equal(in_c, expected)
-        assert torch.equal(in_c.view(torch.int32), packed.dense().view(torch.int32))      # -0 is not 0
+        assert torch.equal(in_c.view(torch.int32), packed.dense().view(torch.int32))      # distinguishes -0 from 0
         assert torch.equal(MatVec("c_v0").dense(packed, torch.bfloat16), expected.bfloat16())
 
 
@@ -240,7 +242,7 @@ def test_blocks_are_unpacked_to_the_bits_of_the_package_gguf(format: str, level:
 @each_level
 @pytest.mark.parametrize("format", BLOCKS)
 def test_products_with_blocks_at_every_level(format: str, level: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also beside the products in float64 of x as it is: k-quants round it to 8 bits, and nothing rounds the blocks again."""
+    """Products are also compared with float64 products of unrounded inputs: only k-quants round inputs, namely to 8 bits."""
     monkeypatch.setattr(native, "level", lambda: level)
     matvec = MatVec("c_v0")
     for R, N, K in ((1, 7, 32), (15, 33, 768), (70, 5, 2048)):
@@ -284,7 +286,7 @@ def test_a_scale_that_is_not_finite_is_noticed(in_c: bool, monkeypatch: pytest.M
 
 @in_c
 def test_blocks_are_read_in_place_at_any_address() -> None:
-    """A mapped file's tensors begin at multiples of 32 bytes, and blocks anywhere."""
+    """A mapped file's tensors begin at multiples of 32 bytes, but its blocks begin anywhere."""
     for format in BLOCKS:
         x, packed = cases.inputs(3, 5, 512, format)
         for offset in (1, 2, 6):

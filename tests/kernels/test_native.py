@@ -1,6 +1,6 @@
-"""kernels/native: the libraries are of their sources, every level and every number of threads computes the same operator.
+"""Tests kernels/native: libraries match their sources, and results are correct at every level and number of threads.
 
-The code for ARM runs under qemu, in make soak.
+make soak also runs the code for ARM under qemu.
 """
 
 import ctypes
@@ -39,11 +39,11 @@ from rwkv.model.weights_watch import tensors_of
 AVAILABLE = native.why_not() is None
 in_c = pytest.mark.skipif(not AVAILABLE, reason=str(native.why_not()))
 QEMU = "qemu-aarch64-static"
-RUN = native.run
+NATIVE_RUN = native.run
 
 
 def zig() -> str | None:
-    """The Python that has zig's compiler: that of make native, or this one."""
+    """Returns the Python that has zig's compiler: the one of make native or this one, or None."""
     own = build.ROOT / ".venv-zig" / "bin" / "python"
     return str(own) if own.exists() else sys.executable if importlib.util.find_spec("ziglang") else None
 
@@ -53,9 +53,9 @@ with_zig = pytest.mark.skipif(zig() is None, reason="needs zig's compiler (make 
 
 @pytest.mark.parametrize("target", native.TARGETS, ids=lambda target: f"{target.system}-{target.machine}")
 def test_a_library_is_of_its_sources(target: native.Target) -> None:
-    """Else `make native` has to be run again."""
-    is_of_them = build.sources_id().encode() in target.path.read_bytes()
-    assert is_of_them, "run make native"
+    """After a change of a source, `make native` must be run again."""
+    is_current = build.sources_id().encode() in target.path.read_bytes()
+    assert is_current, "run make native"
 
 
 @pytest.mark.soak
@@ -66,9 +66,9 @@ def test_the_compiler_makes_the_same_bytes_in_another_folder(target: native.Targ
         shutil.copytree(build.ROOT / package, tmp_path / package, ignore=shutil.ignore_patterns("lib", "__pycache__"))
     subprocess.run([sys.executable, "-m", "kernels.native.build", "--zig", str(zig()), f"{target.system}-{target.machine}"],
                    check=True, cwd=tmp_path)
-    made = tmp_path / target.path.relative_to(build.ROOT)
-    is_the_same = made.read_bytes() == target.path.read_bytes()
-    assert is_the_same
+    rebuilt = tmp_path / target.path.relative_to(build.ROOT)
+    is_equal = rebuilt.read_bytes() == target.path.read_bytes()
+    assert is_equal
 
 
 @pytest.mark.soak
@@ -76,14 +76,15 @@ def test_the_compiler_makes_the_same_bytes_in_another_folder(target: native.Targ
 @with_zig
 @in_c
 def test_nothing_undefined_happens_in_c(tmp_path: Path) -> None:
-    """The tests of everything in C, with a library that ends the process at undefined behaviour (UBSan)."""
+    """Runs the tests of all C code with a library that ends the process at undefined behaviour (UBSan)."""
     for package in ("kernels", "rwkv", "tests"):
         shutil.copytree(build.ROOT / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(build.ROOT / "pyproject.toml", tmp_path)
     here = native._here()
     subprocess.run([sys.executable, "-m", "kernels.native.build", "--sanitize", "--zig", str(zig()),
                     f"{here.system}-{here.machine}"], check=True, cwd=tmp_path)
-    assert b"csrc/products.c" in (tmp_path / here.path.relative_to(build.ROOT)).read_bytes()     # its lines name sources
+    # UBSan stores the names of the sources in the library
+    assert b"csrc/products.c" in (tmp_path / here.path.relative_to(build.ROOT)).read_bytes()
     tests = ("model/decoding/test_c_step.py", "model/fused/test_fused_c.py", "kernels/test_matvec.py",
              "kernels/test_conformance.py", "generation/test_sampling.py")
     subprocess.run([sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-k", "not taichi and not triton",
@@ -99,28 +100,28 @@ def test_what_cannot_be_built_is_one_sentence(arguments: list[str], capsys: pyte
 
 
 def wkv4_misses(dtype: torch.dtype = torch.float32) -> dict[str, str]:
-    """More channels than whole vectors, more steps than whole chunks."""
-    found = {}
+    """Returns the errors above the tolerance, with partial vectors of channels and partial chunks of steps."""
+    actual = {}
     for shape, spread in (((2, 70, 37), 5.0), ((1, 33, 3), 1.0)):
         inputs = wkv4_cases.inputs(*shape, spread)
         inputs = (*inputs[:2], inputs[2].to(dtype), inputs[3].to(dtype), inputs[4])
         expected = wkv4_cases.results(wkv4.WKV4("reference"), wkv4_cases.double(inputs))
-        found |= misses(errors(wkv4_cases.results(wkv4.WKV4("c_v0"), inputs), expected), wkv4_cases.tolerance(dtype))
-    return found
+        actual |= misses(errors(wkv4_cases.results(wkv4.WKV4("c_v0"), inputs), expected), wkv4_cases.tolerance(dtype))
+    return actual
 
 
 def wkv7_misses(dtype: torch.dtype = torch.float32) -> dict[str, str]:
-    """Over whole chunks and a piece of one; 24 channels are padded."""
-    found = {}
+    """Returns the errors above the tolerance, with full chunks and a partial one; heads of 24 channels are padded."""
+    actual = {}
     for N in (24, 64):
         inputs = wkv7_cases.inputs(2, 37, 2, N, dtype=dtype)
         expected = wkv7_cases.results(wkv7.WKV7("reference"), wkv7_cases.double(inputs))
-        found |= misses(errors(wkv7_cases.results(wkv7.WKV7("c_v0"), inputs), expected), wkv7_cases.tolerance(dtype))
-    return found
+        actual |= misses(errors(wkv7_cases.results(wkv7.WKV7("c_v0"), inputs), expected), wkv7_cases.tolerance(dtype))
+    return actual
 
 
 def rounded_as_by_torch() -> bool:
-    """Whether y of a step that adds two numbers, to a state of one column, is what PyTorch has in bfloat16; one y is NaN."""
+    """Returns True if bfloat16 outputs that are sums of two numbers are rounded as by PyTorch; one output is NaN."""
     r, log_w, k, v, a, b = torch.zeros(6, 1, 1, 1, 64)
     r[..., 0] = k[..., 0] = 1.0
     state = torch.zeros(1, 1, 64, 64)
@@ -145,10 +146,10 @@ def test_every_level_computes_the_operators(level: str, monkeypatch: pytest.Monk
     check_time_mixing()
 
 
-def of_both() -> list[Tensor]:
-    found = [wkv4_cases.results(wkv4.WKV4("c_v0"), wkv4_cases.inputs(3, 70, 100)),
-             wkv7_cases.results(wkv7.WKV7("c_v0"), wkv7_cases.inputs(2, 37, 3, 16))]
-    return [tensor for results in found for tensor in results.values()]
+def results_of_both() -> list[Tensor]:
+    actual = [wkv4_cases.results(wkv4.WKV4("c_v0"), wkv4_cases.inputs(3, 70, 100)),
+              wkv7_cases.results(wkv7.WKV7("c_v0"), wkv7_cases.inputs(2, 37, 3, 16))]
+    return [tensor for results in actual for tensor in results.values()]
 
 
 @pytest.fixture
@@ -161,33 +162,33 @@ def threads() -> Iterator[Callable[[int], None]]:
 @in_c
 def test_any_number_of_threads_gives_the_bits_of_one(threads: Callable[[int], None]) -> None:
     threads(1)
-    of_one = of_both()
+    single = results_of_both()
     for n in (2, 5, 3):
         threads(n)
-        assert all(all(map(torch.equal, of_both(), of_one)) for _ in range(20))
+        assert all(all(map(torch.equal, results_of_both(), single)) for _ in range(20))
 
 
 @in_c
 def test_two_callers_at_once_do_not_disturb_each_other(threads: Callable[[int], None]) -> None:
     threads(1)
-    expected, found = of_both(), []
+    expected, actual = results_of_both(), []
     threads(3)
 
     def work() -> None:
-        torch.set_num_threads(3)         # of this thread, in torch
-        found.extend(all(map(torch.equal, of_both(), expected)) for _ in range(20))
+        torch.set_num_threads(3)         # torch has this setting per thread
+        actual.extend(all(map(torch.equal, results_of_both(), expected)) for _ in range(20))
 
     callers = [threading.Thread(target=work) for _ in range(3)]
     for caller in callers:
         caller.start()
     for caller in callers:
         caller.join()
-    assert len(found) == 60
-    assert all(found)
+    assert len(actual) == 60
+    assert all(actual)
 
 
 def in_child(queue: Any) -> None:
-    """With the kernels alone: torch's own threads do not survive a fork."""
+    """Runs a kernel on three threads, without PyTorch's threads, because these do not survive a fork."""
     torch.set_num_threads(1)
     inputs = wkv4_cases.inputs(3, 70, 100)
     native.threads_for = lambda tasks: 3  # type: ignore[assignment]
@@ -210,7 +211,7 @@ def test_a_forked_child_has_threads_of_its_own(threads: Callable[[int], None]) -
 
 
 def next_choice(operator: str) -> str:
-    """The first of the rule's kernels after the one in C that can run here: Taichi's where it is installed, else PyTorch's."""
+    """Returns the first kernel in the rule's order, after the C kernel, that can run here."""
     in_c, *others = rule(operator, "cpu", torch.float32).order
     assert in_c == "c_v0"
     return next(name for name in others if why_not(operator, name) is None)
@@ -218,7 +219,7 @@ def next_choice(operator: str) -> str:
 
 @in_c
 def test_a_kernel_that_the_library_lacks_is_named(tmp_path: Path) -> None:
-    """By the name that its file calls, also where an f-string goes on after it."""
+    """not_built() reads the name from the call in the kernel's file, also if the name begins an f-string."""
     file = tmp_path / "c_v9.py"
     for called, missing in (('"wkv7_forward_float32"', None), ('f"wkv7_{direction}_{FORMS[r.dtype]}"', None),
                             ('"timex_c_v9"', "timex_c_v9"), ('\n        f"timex_c_v9_{kind}"', "timex_c_v9_")):
@@ -236,7 +237,7 @@ def test_a_kernel_that_is_not_built_is_listed_as_that(monkeypatch: pytest.Monkey
 
 
 def test_the_build_needs_no_torch(tmp_path: Path) -> None:
-    """make native runs it in an environment of ziglang alone."""
+    """make native runs the build in an environment that has only ziglang."""
     (tmp_path / "torch.py").write_text("raise ImportError('no torch here')\n")
     code = (f"import sys; sys.path[:0] = [{str(tmp_path)!r}, '.']\n"
             "from kernels.native import build; print(len(build.sources()))")
@@ -304,7 +305,7 @@ def test_a_size_that_is_not_exported_is_a_sentence() -> None:
 @in_c
 @torch.no_grad()
 def test_a_field_in_c_alone_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A struct of arguments, and one inside a model's struct, each compiled with one field more."""
+    """A struct of arguments, and a struct inside a model's struct, are compiled with an additional field."""
     model = small_model("reference", generation="rwkv7")
     level = str(native.level())
     for source in build.sources():
@@ -345,18 +346,18 @@ def test_a_cpu_without_the_instructions_takes_another_kernel(unavailable: pytest
     assert resolve("wkv7", "auto") == next_choice("wkv7")
 
 
-# The code for ARM, in an emulator. The calls go to a program of the same sources, which needs no C library of ARM.
+# The code for ARM runs in an emulator, in a static program of the same sources, so that no C library for ARM is required.
 
 
 def entries(level: str) -> list[str]:
-    """The functions that Python calls: the names that the library for ARM has."""
+    """Returns the names of the functions that the library for ARM exports for Python."""
     library = native.Target("aarch64", "linux").path.read_bytes()
     names = {name.decode() for name in re.findall(rb"\0(\w+_%s)(?=\0)" % level.encode(), library)}
     return sorted(name for name in names if not name.startswith("size_of_"))
 
 
-class Emulated:
-    """native.run on ARM. reachable: tensors whose addresses may stand in a tensor of int64."""
+class Emulator:
+    """Executes calls of native.run on ARM. `reachable` has the tensors whose addresses an int64 argument may contain."""
 
     def __init__(self, folder: Path, level: str) -> None:
         self._program, self._file, self._level = folder / "native_calls", folder / "call", level
@@ -404,12 +405,12 @@ def integers(*numbers: int) -> bytes:
 
 
 @pytest.fixture(scope="module", params=native.LEVELS["aarch64"])
-def emulated(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Emulated:
-    return Emulated(tmp_path_factory.mktemp("arm"), request.param)
+def emulated(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Emulator:
+    return Emulator(tmp_path_factory.mktemp("arm"), request.param)
 
 
 @pytest.fixture
-def on_arm(emulated: Emulated, monkeypatch: pytest.MonkeyPatch) -> Emulated:
+def on_arm(emulated: Emulator, monkeypatch: pytest.MonkeyPatch) -> Emulator:
     for module, name, ours in ((native, "run", emulated), (native, "why_not", lambda: None),
                                (native, "threads_for", lambda tasks: min(tasks, 3)),
                                (quantized, "multiplies_natively", lambda dtype: False)):
@@ -420,18 +421,18 @@ def on_arm(emulated: Emulated, monkeypatch: pytest.MonkeyPatch) -> Emulated:
 with_qemu = pytest.mark.skipif(shutil.which(QEMU) is None, reason=f"needs {QEMU} (qemu-user-static)")
 
 
-def marked(test: Any) -> Any:
+def arm_test(test: Any) -> Any:
     return pytest.mark.soak(with_zig(with_qemu(test)))
 
 
-@marked
-def test_arm_computes_time_mixing(on_arm: Emulated) -> None:
+@arm_test
+def test_arm_computes_time_mixing(on_arm: Emulator) -> None:
     check_time_mixing()
 
 
-@marked
-def test_arm_computes_products(on_arm: Emulated) -> None:
-    """In every format, and rows alone as beside others."""
+@arm_test
+def test_arm_computes_products(on_arm: Emulator) -> None:
+    """Every format is tested, and a row alone has the same bits as among other rows."""
     for format in matvec.FORMATS:
         for shape in ((1, 7, 13), (5, 9, 100), (9, 20, 600)):
             x, packed = matvec_cases.inputs(*shape, format=format)
@@ -443,12 +444,15 @@ def test_arm_computes_products(on_arm: Emulated) -> None:
         assert torch.equal(matvec.MatVec("c_v0").dense(packed, dtype), packed.dense(dtype))
 
 
-@marked
+@arm_test
 @torch.no_grad()
 @pytest.mark.parametrize("generation", ["rwkv4", "rwkv7"])
 @pytest.mark.parametrize("format", matvec.FORMATS)
-def test_arm_computes_steps(on_arm: Emulated, generation: str, format: str) -> None:
-    """Those of the reference in float64; a row alone as beside others, and three tokens in one call as in three."""
+def test_arm_computes_steps(on_arm: Emulator, generation: str, format: str) -> None:
+    """Steps are compared with the reference in float64.
+
+    A row alone has the same bits as among other rows, and three tokens in one call have the same bits as in three calls.
+    """
     widths = {"n_embd": matvec_cases.width(format, 64), "n_ffn": matvec_cases.width(format, 96)}
     model = in_format(small_model("reference", generation=generation, **widths), format)
     step = step_of(model)
@@ -464,31 +468,31 @@ def test_arm_computes_steps(on_arm: Emulated, generation: str, format: str) -> N
     assert torch.equal(CDecoder(model, model.empty_state(5)).read(several), logits)
 
 
-@marked
+@arm_test
 @torch.no_grad()
 @pytest.mark.parametrize("generation", ["rwkv4", "rwkv7"])
 @pytest.mark.parametrize("dtype", ["int8", "int4"])
-def test_arm_reads_prompts(on_arm: Emulated, without_fbgemm: None, generation: str, dtype: str) -> None:
-    """Of few and many rows, with torch's products in int8 away: near those of the model in float32."""
+def test_arm_reads_prompts(on_arm: Emulator, without_fbgemm: None, generation: str, dtype: str) -> None:
+    """Logits of few and of many rows are near those of the float32 model, without PyTorch's int8 products."""
     model = small_model("reference", generation=generation, n_embd=64, n_ffn=96).requires_grad_(False).eval()
     several = tokens(model, B=2, T=20)
     exact = [model(several[:, :T])[0] for T in (3, 20)]
     model = in_format(model, dtype)
     for logits in exact:
-        found = model(several[:, :logits.shape[1]])[0]
-        assert (found - logits).norm() / logits.norm() < {"int8": 0.1, "int4": 0.3}[dtype]
+        actual = model(several[:, :logits.shape[1]])[0]
+        assert (actual - logits).norm() / logits.norm() < {"int8": 0.1, "int4": 0.3}[dtype]
         if dtype == "int8":
-            torch.testing.assert_close(model(several[1:, :logits.shape[1]])[0][0], found[1], rtol=0, atol=1e-5)
+            torch.testing.assert_close(model(several[1:, :logits.shape[1]])[0][0], actual[1], rtol=0, atol=1e-5)
 
 
-@marked
-def test_arm_draws(on_arm: Emulated) -> None:
-    """The tokens of this machine's C."""
+@arm_test
+def test_arm_draws(on_arm: Emulator) -> None:
+    """The tokens equal those of the C code for this machine."""
     logits = 3 * torch.randn(6, 2000, generator=torch.Generator().manual_seed(0))
     uniform = torch.rand(6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     for filters in (Filters(), Filters(0.7, top_k=40), Filters(1.2, top_p=0.9), Filters(min_p=0.1),
                     Filters(2.0, 50, 0.8, 0.05, True)):
-        on_arm_drawn = c_draw.draw(logits, uniform, filters, NO_BIAS)
+        arm_tokens = c_draw.draw(logits, uniform, filters, NO_BIAS)
         with pytest.MonkeyPatch.context() as here:
-            here.setattr(native, "run", RUN)
-            assert torch.equal(on_arm_drawn, c_draw.draw(logits, uniform, filters, NO_BIAS))
+            here.setattr(native, "run", NATIVE_RUN)
+            assert torch.equal(arm_tokens, c_draw.draw(logits, uniform, filters, NO_BIAS))

@@ -1,4 +1,4 @@
-"""kernels/operator.py: both ways of a call give the same bits, and modes, traces and profilers see the registered operator."""
+"""Tests kernels/operator.py: both call paths give the same bits; modes, traces and profilers see the registered operator."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,12 +24,12 @@ wkv = WKV4("torch_scan")
 
 
 class Called(RuntimeError):
-    """The registered operator was called."""
+    """Is raised when the registered operator is called."""
 
 
 @pytest.fixture
 def double(monkeypatch: pytest.MonkeyPatch) -> Iterator[Function]:
-    """2 x, and its gradient; the registered form only raises Called."""
+    """Yields a function that computes 2 x and its gradient; its registered operator only raises Called."""
     def raises(*inputs: Tensor) -> Tensor:
         raise Called
 
@@ -59,31 +59,31 @@ def test_plain_tensors_do_not_go_through_the_dispatcher(double: Function) -> Non
         assert torch.equal(double(torch.nn.Parameter(x))[0], 2 * x)
 
 
-class Watching(TorchDispatchMode):
+class PassThrough(TorchDispatchMode):
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return function(*args, **(kwargs or {}))
 
 
-class OfAUser(Tensor):
+class UserTensor(Tensor):
     pass
 
 
 @contextmanager
-def profiled() -> Iterator[None]:
+def profiler() -> Iterator[None]:
     with profile(activities=[ProfilerActivity.CPU]):
         yield
 
 
-@pytest.mark.parametrize("watching", [Watching, FakeTensorMode, profiled], ids=("a dispatch mode", "a fake mode", "a profiler"))
-def test_in_a_mode_the_registered_operator_is_called(double: Function, watching: Callable[[], Any]) -> None:
+@pytest.mark.parametrize("mode", [PassThrough, FakeTensorMode, profiler], ids=("a dispatch mode", "a fake mode", "a profiler"))
+def test_in_a_mode_the_registered_operator_is_called(double: Function, mode: Callable[[], Any]) -> None:
     x = torch.randn(3)
-    with watching(), pytest.raises(Called):
+    with mode(), pytest.raises(Called):
         double(x)
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 @pytest.mark.parametrize("call", [
-    lambda operator: operator(torch.randn(3).as_subclass(OfAUser)),
+    lambda operator: operator(torch.randn(3).as_subclass(UserTensor)),
     lambda operator: make_fx(operator)(torch.randn(3)),
     lambda operator: torch.jit.trace(lambda x: operator(x), torch.randn(3)),
 ], ids=("a subclass", "make_fx", "a trace"))
@@ -96,20 +96,20 @@ TIME_DECAY, TIME_FIRST, _, V, _ = cases.inputs(3, 9, 2)
 W, _ = timex_cases.inputs(1, 9, 2)
 
 
-def of_wkv(k: Tensor) -> Tensor:
+def run_wkv4(k: Tensor) -> Tensor:
     return wkv(TIME_DECAY, TIME_FIRST, k, V[:len(k)])[0]
 
 
-def of_timex(k: Tensor) -> Tensor:
+def run_timex(k: Tensor) -> Tensor:
     return TimeX("conv1d")(W, k)
 
 
-each_operator = pytest.mark.parametrize("operator", [of_wkv, of_timex], ids=("wkv4", "timex"))
+each_operator = pytest.mark.parametrize("operator", [run_wkv4, run_timex], ids=("wkv4", "timex"))
 
 
 @each_operator
 def test_function_transforms(operator: Callable[[Tensor], Tensor]) -> None:
-    """The gradient of all samples, of each sample, and of each output, as autograd has them."""
+    """torch.func gives the gradients of autograd: of all samples, of each sample, and of one output."""
     k = torch.randn(3, 9, 2, generator=torch.Generator().manual_seed(0))
 
     def loss(k: Tensor) -> Tensor:
@@ -126,7 +126,7 @@ def test_function_transforms(operator: Callable[[Tensor], Tensor]) -> None:
 
 @pytest.mark.parametrize("name", [implementation("wkv4", "c_v0")])
 def test_jacobians_without_grad_mode(name: str) -> None:
-    """A kernel that reads addresses gets plain tensors, not those of a transform."""
+    """A kernel that reads addresses gets plain tensors instead of the wrappers of a transform."""
     k = torch.randn(3, 9, 2, generator=torch.Generator().manual_seed(0))
 
     def out(k: Tensor) -> Tensor:
@@ -138,7 +138,7 @@ def test_jacobians_without_grad_mode(name: str) -> None:
 
 
 @each_operator
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")     # torch's own jvp calls it
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")     # torch's own jvp uses torch.jit
 @pytest.mark.parametrize("transform", [
     lambda operator, k: torch.func.jvp(operator, (k,), (k,)),
     lambda operator, k: torch.func.jacfwd(operator)(k),
@@ -152,7 +152,7 @@ def test_forward_mode_is_refused(operator: Callable[[Tensor], Tensor], transform
 @each_operator
 @pytest.mark.parametrize("loss", [torch.sum, lambda out: out.square().sum()], ids=("a constant gradient", "another"))
 def test_the_gradient_cannot_be_differentiated_again(operator: Callable[[Tensor], Tensor], loss: Callable[..., Tensor]) -> None:
-    """Also where the gradient that comes in depends on nothing."""
+    """The error is raised even if the incoming gradient is constant."""
     k = torch.ones(1, 9, 2, requires_grad=True)
     grad, = torch.autograd.grad(loss(operator(k)), k, create_graph=True)
     with pytest.raises(ValueError, match="second derivative"):

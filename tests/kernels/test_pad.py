@@ -1,6 +1,6 @@
-"""Every implementation of brick padding against the formula, to the pixel; the transform in the workers of a DataLoader.
+"""Compares every implementation of brick padding with the formula, pixel by pixel; DataLoader workers run the transform.
 
-A new file in kernels/pad/ is tested by being there. Needs nothing but torch, pytest, hypothesis and the back ends.
+Every file in kernels/pad/ is tested automatically. The tests require only torch, pytest, hypothesis and the back ends.
 """
 
 import math
@@ -29,8 +29,8 @@ pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 ROOT = Path(__file__).parent.parent.parent
 FORMULA = BrickPadding("formula")
-BAND = 256                           # bytes on each side of what an implementation allocates
-MARK = 85                            # of what fills them
+GUARD = 256                           # bytes on each side of a tensor that an implementation allocates
+MARK = 85                            # the value of these bytes
 
 
 @pytest.fixture(params=implementations("pad"), scope="module")
@@ -56,21 +56,21 @@ def expected(tile: Tensor, case: Case) -> Tensor:
        left=st.integers(-10**12, 10**12) | st.integers(-200, 200), dtype=st.sampled_from(cases.DTYPES))
 def test_any_part_of_the_wall(pad: BrickPadding, device: str, h: int, w: int, height: int, width: int, offset: int, top: int,
                               left: int, dtype: torch.dtype) -> None:
-    """Wherever the first tile is, far outside as well, so that all coordinates are negative, or none."""
+    """The first tile may lie anywhere, also so far outside that all coordinates are negative, or that none is."""
     tile = cases.tile((2, h, w), dtype, device)
     where = offset, top, left, height, width
     assert torch.equal(pad.wall(tile, *where), cases.one_line(tile, *where))
 
 
 def test_a_high_wall_of_a_wide_tile(pad: BrickPadding, device: str) -> None:
-    """The last course's shift, before it is taken modulo the width, has more than 32 bits."""
+    """The shift of the last course exceeds 32 bits before it is reduced modulo the width."""
     tile = cases.tile((1, 300_000), device=device)
     where = 299_999, 0, 0, 8000, 1
     assert torch.equal(pad.wall(tile, *where), cases.one_line(tile, *where))
 
 
-def pages_formula(tile: Tensor, offset: int, pad_x: int, pad_y: int) -> Tensor:
-    """As the Taichi page has it: rows counted from below, a brick found by two vectors, (w, 0) and (offset, h)."""
+def page_formula(tile: Tensor, offset: int, pad_x: int, pad_y: int) -> Tensor:
+    """Computes the formula as the Taichi page states it: rows count from below, and (w, 0) and (offset, h) span the bricks."""
     h, w = tile.shape
     height, width = h + 2 * pad_y, w + 2 * pad_x
     image = torch.empty(height, width)
@@ -84,9 +84,9 @@ def pages_formula(tile: Tensor, offset: int, pad_x: int, pad_y: int) -> Tensor:
 
 
 def test_the_formula_is_the_pages(device: str) -> None:
-    """The page's rows start 2 pad_y lower than a padding's, whose middle is the tile."""
+    """The page's rows start 2 pad_y further down than those of a padding, which has the tile in its middle."""
     tile = cases.tile((4, 3))
-    page = pages_formula(tile, 2, 8, 7)
+    page = page_formula(tile, 2, 8, 7)
     assert torch.equal(FORMULA.wall(tile, 2, 3 * 7, 8, *page.shape), page)
     assert torch.equal(FORMULA(tile, 2, (8, 7))[7:11, 8:11], tile)
 
@@ -95,20 +95,20 @@ def test_the_formula_is_the_pages(device: str) -> None:
 @pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
 def test_nothing_is_written_beside_what_was_allocated(pad: BrickPadding, dtype: torch.dtype, device: str,
                                                       monkeypatch: pytest.MonkeyPatch) -> None:
-    new_empty, bands = Tensor.new_empty, []
+    new_empty, guards = Tensor.new_empty, []
 
-    def between_bands(like: Tensor, *shape: int) -> Tensor:
+    def with_guards(like: Tensor, *shape: int) -> Tensor:
         out = new_empty(like, *shape)
-        memory = torch.full((out.nbytes + 2 * BAND,), MARK, dtype=torch.uint8, device=like.device)
-        bands.append((memory[:BAND], memory[BAND + out.nbytes:]))
-        return memory[BAND:BAND + out.nbytes].view(like.dtype).view(out.shape).copy_(out)
+        memory = torch.full((out.nbytes + 2 * GUARD,), MARK, dtype=torch.uint8, device=like.device)
+        guards.append((memory[:GUARD], memory[GUARD + out.nbytes:]))
+        return memory[GUARD:GUARD + out.nbytes].view(like.dtype).view(out.shape).copy_(out)
 
-    monkeypatch.setattr(Tensor, "new_empty", between_bands)
+    monkeypatch.setattr(Tensor, "new_empty", with_guards)
     for case in cases.CASES:
         tile = cases.tile(case.tile, dtype, device)
         assert torch.equal(pad(tile, case.offset, case.padding), expected(tile, case))
-    assert pad.name == "torch_index" or len(bands) >= len(cases.CASES), "torch_index allocates by what it computes"
-    assert all(bool((band == MARK).all()) for both in bands for band in both)
+    assert pad.name == "torch_index" or len(guards) >= len(cases.CASES), "torch_index allocates by what it computes"
+    assert all(bool((guard == MARK).all()) for both in guards for guard in both)
 
 
 @pytest.mark.implementation("pad", "taichi_v0", device="cpu")
@@ -187,8 +187,8 @@ def test_a_transform_survives_pickling() -> None:
     assert repr(again) == "BrickPad(tile (4, 5), offset=2, padding=(3, 3, 3, 3), kernel='torch_index')"
 
 
-def loaded(transform: Callable[[Tensor], Tensor], method: str) -> Iterator[tuple[Tensor, Tensor]]:
-    """What a worker, started by `method`, makes of each of eight images, and the image."""
+def run_in_worker(transform: Callable[[Tensor], Tensor], method: str) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yields eight images transformed by a worker that was started by `method`, each with the original image."""
     if method not in multiprocessing.get_all_start_methods():
         pytest.skip(f"this system does not {method}")
     images = [cases.tile((3, 8, 6), torch.uint8, seed=seed) for seed in range(8)]
@@ -202,9 +202,9 @@ def loaded(transform: Callable[[Tensor], Tensor], method: str) -> Iterator[tuple
                                                 *in_soak(implementation("pad", "taichi_v0", "taichi_v0", "spawn"))])
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_workers_of_a_data_loader(kernel: str, method: str) -> None:
-    """A fork, Linux' own way until Python 3.14, with the default kernel; and Taichi, started anew by each worker."""
+    """The default kernel runs in a forked worker, as on Linux before Python 3.14, and Taichi in a worker that is spawned."""
     assert BrickPad(None, 5)._pad.name == "torch_strips"
-    for padded, image in loaded(BrickPad(None, 5, 9, kernel), method):
+    for padded, image in run_in_worker(BrickPad(None, 5, 9, kernel), method):
         assert torch.equal(padded, FORMULA(image, 5, 9))
 
 
@@ -217,8 +217,8 @@ def test_a_worker_forked_from_a_running_taichi_says_so_and_does_not_hang() -> No
         pytest.skip("this system does not fork")
     transform, image = BrickPad(None, 5, 9, "taichi_v0"), cases.tile((3, 8, 6))
     transform(image)
-    with (ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as workers,        # a DataLoader takes 5 s to end after
-          pytest.raises(KernelUnavailable)):      # any error
+    with (ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as workers,        # a DataLoader would take 5 s to end
+          pytest.raises(KernelUnavailable)):      # after any error
         workers.submit(transform, image).result(timeout=60)
 
 
@@ -230,12 +230,12 @@ def test_the_benchmark_notices_one_wrong_pixel(monkeypatch: pytest.MonkeyPatch) 
     assert case.errors("torch_strips") == ({"out": 0.0}, {})
     forward = BrickPadding.forward
 
-    def one_wrong(*inputs: object) -> Tensor:
+    def with_wrong_pixel(*inputs: object) -> Tensor:
         out = forward(*inputs)
         out[1, 2, 3] = 255
         return out
 
-    monkeypatch.setattr(BrickPadding, "forward", one_wrong)
+    monkeypatch.setattr(BrickPadding, "forward", with_wrong_pixel)
     assert case.errors("torch_strips")[1] == {"out": "0.07% of the pixels"}
 
 

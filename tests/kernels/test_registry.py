@@ -1,4 +1,4 @@
-"""What an implementation declares is what TimeX does about it: padding, cropping, casting, or one sentence of refusal."""
+"""Tests that operators follow what an implementation declares: they pad and crop, or refuse the input with one sentence."""
 
 import shutil
 import subprocess
@@ -22,10 +22,10 @@ from kernels.wkv7 import WKV7
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 
-def recording(seen: list[tuple[int, ...]]) -> dict[str, object]:
-    """The formula as an implementation that notes the shapes it is given."""
+def recording_stub(shapes: list[tuple[int, ...]]) -> dict[str, object]:
+    """Returns the formula as an implementation that appends the shapes of its inputs to a list."""
     def forward(w: Tensor, k: Tensor, eps: float) -> Tensor:
-        seen.append(tuple(k.shape))
+        shapes.append(tuple(k.shape))
         assert w.is_contiguous()
         assert k.is_contiguous()
         assert not (w.requires_grad)
@@ -33,7 +33,7 @@ def recording(seen: list[tuple[int, ...]]) -> dict[str, object]:
         return formula.forward(w, k, eps)
 
     def backward(w: Tensor, k: Tensor, grad_out: Tensor) -> tuple[Tensor, Tensor]:
-        seen.append(tuple(grad_out.shape))
+        shapes.append(tuple(grad_out.shape))
         return formula.backward(w, k, grad_out)
 
     return {"forward": forward, "backward": backward}
@@ -41,42 +41,42 @@ def recording(seen: list[tuple[int, ...]]) -> dict[str, object]:
 
 @pytest.mark.parametrize(("shape", "padded"), [((3, 5, 11), (3, 5, 12)), ((8, 5, 12), (8, 5, 12)), ((1, 1, 1), (1, 1, 4))])
 def test_steps_are_padded_to_the_declared_multiple(shape: tuple[int, ...], padded: tuple[int, ...]) -> None:
-    seen: list[tuple[int, ...]] = []
+    shapes: list[tuple[int, ...]] = []
     w, k = cases.inputs(*shape)
-    with stub(**recording(seen), T_multiple=4) as name:
+    with stub(**recording_stub(shapes), T_multiple=4) as name:
         results = cases.results(TimeX(name), w, k, 0.25)
-    assert seen == [padded, padded]
+    assert shapes == [padded, padded]
     expected = cases.results(TimeX("formula"), w.double(), k.double(), 0.25)
     assert not misses(errors(results, expected), cases.tolerance(torch.float32))
 
 
 def test_padding_inside_wkv() -> None:
-    seen: list[tuple[int, ...]] = []
-    with stub(**recording(seen), T_multiple=16) as name:
+    shapes: list[tuple[int, ...]] = []
+    with stub(**recording_stub(shapes), T_multiple=16) as name:
         wkv = WKV4("timex", timex=name)
         inputs = torch.zeros(3), torch.zeros(3), torch.randn(1, 70, 3), torch.randn(1, 70, 3)
         y, _ = wkv(*inputs)
-    assert seen == [(2, 3, 64), (2, 3, 16)]
+    assert shapes == [(2, 3, 64), (2, 3, 16)]
     torch.testing.assert_close(y, WKV4("reference")(*inputs)[0])
 
 
 def test_what_an_implementation_does_not_take_is_refused_with_a_sentence() -> None:
-    """A dtype that it does not compute in, and a place in a quotient, where its error is unsound."""
-    with stub(**recording([])) as name:
-        refused(lambda: TimeX(name)(*cases.inputs(2, 3, 4, dtype=torch.float64)), f"{name} does not compute in float64")
+    """An implementation refuses a dtype that it does not support, and a use in WKV4 if it declares wkv=False."""
+    with stub(**recording_stub([])) as name:
+        assert_refused(lambda: TimeX(name)(*cases.inputs(2, 3, 4, dtype=torch.float64)), f"{name} does not compute in float64")
         wide = torch.zeros(3, dtype=torch.float64)
-        refused(lambda: WKV4("timex", timex=name)(wide, wide, *(torch.zeros(1, 2, 3),) * 2), "float64")
-    with stub(**recording([]), wkv=False) as name:
-        refused(lambda: WKV4("timex", timex=name), name)
+        assert_refused(lambda: WKV4("timex", timex=name)(wide, wide, *(torch.zeros(1, 2, 3),) * 2), "float64")
+    with stub(**recording_stub([]), wkv=False) as name:
+        assert_refused(lambda: WKV4("timex", timex=name), name)
     wide, narrow = (torch.zeros(1, 2, 3, 4, dtype=dtype) for dtype in (torch.float64, torch.float32))
-    refused(lambda: WKV7("reference")(narrow, *(wide,) * 5), "cast all inputs")
-    refused(lambda: WKV4("reference")(*(wide[0, 0, 0],) * 2, narrow[0], wide[0]), "cast all inputs")
+    assert_refused(lambda: WKV7("reference")(narrow, *(wide,) * 5), "cast all inputs")
+    assert_refused(lambda: WKV4("reference")(*(wide[0, 0, 0],) * 2, narrow[0], wide[0]), "cast all inputs")
 
 
-def refused(call: Callable[[], object], said: str) -> None:
-    with pytest.raises(ValueError) as error:                     # noqa: PT011  of every kind
+def assert_refused(call: Callable[[], object], expected_text: str) -> None:
+    with pytest.raises(ValueError) as error:                     # noqa: PT011  the subclasses differ
         call()
-    assert said in str(error.value)
+    assert expected_text in str(error.value)
 
 
 MISTAKES = {
@@ -86,7 +86,7 @@ MISTAKES = {
     "stumbling": ("import torch\ntorch.tensr\n", "line 2: AttributeError"),
     "unbuilt": ("from kernels import native\nfrom kernels.timex.formula import REQUIRES, backward\n\n"
                 "def forward(w, k, eps):\n    native.run('timex_unbuilt', 1)\n", "run make native")}
-ASKED = """
+CALLS = """
 import sys, torch
 from kernels import registry
 from kernels.timex import TimeX
@@ -100,19 +100,19 @@ for name in sys.argv[1:]:
 
 @pytest.mark.programs
 def test_a_mistake_in_a_kernel_s_file_is_one_sentence(tmp_path: Path) -> None:
-    """And python -m kernels lists all others."""
+    """python -m kernels still lists all kernels."""
     shutil.copytree(Path(registry.__file__).parent, tmp_path / "kernels", ignore=shutil.ignore_patterns("__pycache__"))
     for name, (text, _) in MISTAKES.items():
         (tmp_path / "kernels" / "timex" / f"{name}.py").write_text(text, encoding="utf-8")
-    found = subprocess.run([sys.executable, "-c", ASKED, *MISTAKES], cwd=tmp_path, capture_output=True, text=True, check=True)
-    told = dict(line.split(" ", 1) for line in found.stdout.splitlines())
-    assert all(said in told[name] for name, (_, said) in MISTAKES.items()), found.stdout
-    listed = subprocess.run([sys.executable, "-m", "kernels"], cwd=tmp_path, capture_output=True, text=True, check=True).stdout
-    assert all(name in listed for name in (*MISTAKES, "formula"))
+    done = subprocess.run([sys.executable, "-c", CALLS, *MISTAKES], cwd=tmp_path, capture_output=True, text=True, check=True)
+    errors_by_name = dict(line.split(" ", 1) for line in done.stdout.splitlines())
+    assert all(expected_text in errors_by_name[name] for name, (_, expected_text) in MISTAKES.items()), done.stdout
+    listing = subprocess.run([sys.executable, "-m", "kernels"], cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+    assert all(name in listing for name in (*MISTAKES, "formula"))
 
 
 def test_what_computes_in_float64_is_named() -> None:
-    """Of the same operator: softmax has no conv1d."""
+    """The error names only kernels of the same operator: softmax has no conv1d."""
     with stub("softmax") as narrow, pytest.raises(ValueError, match=narrow) as error:
         Softmax(narrow)(torch.zeros(2, 3, dtype=torch.float64))
     named = str(error.value).rpartition("use one of ")[2].split(", ")
@@ -130,7 +130,7 @@ def test_a_missing_package_is_named_with_its_remedy() -> None:
 
 
 def test_a_part_of_a_missing_package_is_named_with_its_remedy() -> None:
-    """The package may be missing altogether, in which case looking for its part raises."""
+    """If the parent package is missing, the search for the part raises an exception."""
     with stub(packages=("no_such_package.part",)) as name:
         assert registry.why_not("timex", name) == (
             f"{name} requires the package no_such_package.part, which is not installed (pip install no_such_package.part)")
@@ -148,12 +148,12 @@ def test_a_device_that_is_not_there_is_named(without_gpu: None) -> None:
 
 def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with stub(compiled=True) as name:
-        for found in ("/bin/g++", None):
-            monkeypatch.setattr(registry.shutil, "which", lambda compiler, found=found: found)
+        for path in ("/bin/g++", None):
+            monkeypatch.setattr(registry.shutil, "which", lambda compiler, path=path: path)
             monkeypatch.setattr(registry, "COMPILERS", {})
             registry.why_not.cache_clear()
             reason = registry.why_not("timex", name)
-            assert reason is None if found else "g++ is not on the PATH" in str(reason)
+            assert reason is None if path else "g++ is not on the PATH" in str(reason)
 
 
 def test_a_torch_that_does_not_script_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,7 +165,7 @@ def test_a_torch_that_does_not_script_is_named(monkeypatch: pytest.MonkeyPatch) 
 
 def test_an_error_inside_an_implementation_is_not_taken_for_a_missing_package(tmp_path: Path,
                                                                               monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only ModuleNotFoundError means that something is not installed; anything else is told as it is."""
+    """Only ModuleNotFoundError means that a package is missing; every other error is reported as it is."""
     (tmp_path / "broken.py").write_text("import torch\nfrom torch import no_such_name\n")
     monkeypatch.setattr(timex, "__path__", [str(tmp_path)])
     monkeypatch.setattr(registry, "names", lambda op: ("broken",))

@@ -1,4 +1,4 @@
-"""kernels/select.py: names to operators, the rule of `auto`, and the errors for names and devices."""
+"""Tests kernels/select.py: the selection by name, the rules of `auto`, and the errors for names and devices."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,14 +15,14 @@ from kernels.registry import KernelUnavailable, UnknownKernel
 from kernels.wkv4 import WKV4, cases
 
 Fake = Callable[[tuple[int, int]], None]
-NOISE = 1.1              # two kernels this close to each other are equally fast
+NOISE = 1.1              # kernels whose times differ by at most this factor count as equally fast
 TOO_OLD = "Triton requires a GPU of compute capability 8.0 or newer, but this GPU has 7.5"
 WKV_RULES = {key: rule for key, rule in select.RULES.items() if key[0] == "wkv4"}
 
 
 @pytest.fixture
 def with_stubs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """select finds stubs made in the test."""
+    """Lets select find the stubs of a test."""
     monkeypatch.setattr(select, "names", lambda operator: registry.names(operator))
 
 
@@ -55,7 +55,7 @@ def test_a_convolution_that_is_unsound_in_a_quotient_is_refused(with_stubs: None
 
 
 def test_auto_takes_the_first_that_runs_and_says_what_is_away_and_not_measured(without_gpu: None) -> None:
-    """Here nothing does, and it is the last. float16 has bfloat16's rule."""
+    """Without a GPU `auto` takes the last kernel of the order. float16 has the rule of bfloat16."""
     (first, *_, last), measured, _ = select.RULES["wkv4", "cuda", "bfloat16"]
     away = registry.why_not("wkv4", first, "cuda")
     assert measured
@@ -67,7 +67,7 @@ def test_auto_takes_the_first_that_runs_and_says_what_is_away_and_not_measured(w
     (256, 4096, "cuda_v2"), (512, 4096, "cuda_v2"), (10_000, 8192, "cuda_v2")])
 def test_auto_of_wkv7_follows_the_nearest_measured_size(heads: int, steps: int, first: str,
                                                         monkeypatch: pytest.MonkeyPatch) -> None:
-    """In bfloat16 on a GPU; the line names the measurement. float32 was measured at one number of heads."""
+    """The rule depends on the size only for bfloat16 on a GPU, and its line names the measurement."""
     pytest.importorskip("triton")
     monkeypatch.setattr(select, "why_not", lambda *args: None)
     size = select.Size(heads, steps)
@@ -152,10 +152,10 @@ def test_every_rule_ends_with_a_kernel_that_runs_everywhere_and_needs_no_compile
 
 @pytest.mark.parametrize("key", [key for key in select.RULES if key[0] in ("wkv4", "wkv7")], ids=str)
 def test_the_rule_agrees_with_the_committed_results(key: tuple[str, str, str]) -> None:
-    """At every measured shape the first of the order, both passes together, is the fastest or within NOISE of it.
+    """At every measured shape the first kernel of the order is the fastest or within NOISE of it, both passes together.
 
-    Reports without it, of before it was written, do not count. Compared with kernels that need no C++ compiler:
-    auto is for machines without one.
+    Older reports without this kernel do not count, and neither do kernels that need a C++ compiler, because `auto` must work on
+    machines without one.
     """
     operator = key[0]
     reports = [report for report in read(committed_reports())
@@ -166,7 +166,7 @@ def test_the_rule_agrees_with_the_committed_results(key: tuple[str, str, str]) -
     for measured in (measured for report in reports for measured in report["shapes"]):
         ms: dict[str, float] = {}
         for result in measured["results"]:
-            name = result["name"].split()[0]             # "(prototype)" may follow
+            name = result["name"].split()[0]             # "(prototype)" may follow the name
             ms[name] = ms.get(name, 0.0) + result["ms"]
         fastest = min(ms[name] for name in ms if not needs_a_compiler(name, operator))
         sizes = measured["shape"]
@@ -190,7 +190,7 @@ def test_auto_runs_here() -> None:
 
 @pytest.mark.parametrize("name", ["nonsense", "timex", "torch_native"])
 def test_an_unknown_kernel_lists_those_that_run_here(name: str) -> None:
-    """`timex` is the file of the convolution form, torch_native a softmax."""
+    """`timex` is the file of the convolution form, and torch_native is a softmax, so WKV4 accepts neither."""
     with pytest.raises(UnknownKernel) as error:
         select.select("wkv4", name)
     assert str(error.value).split(": ")[1].split(", ") == ["auto", *runnable_here()]

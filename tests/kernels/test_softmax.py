@@ -1,6 +1,6 @@
-"""Every softmax implementation against the float64 formula and, on what is not finite, against torch.softmax.
+"""Compares every softmax implementation with the float64 formula, and with torch.softmax on inputs that are not finite.
 
-A new file in kernels/softmax/ is tested by being there. Needs nothing but torch, pytest and the back ends.
+Every file in kernels/softmax/ is tested automatically. The tests require only torch, pytest and the back ends.
 """
 
 import random
@@ -16,7 +16,7 @@ from kernels.softmax import Softmax, cases
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 FORMULA = Softmax("formula")
-RTOL = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}      # on special rows, whose every element counts
+RTOL = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}      # on special rows, where each element is compared
 
 
 @pytest.fixture(params=compiled_in_soak(implementations("softmax")))
@@ -38,9 +38,9 @@ def test_formula_is_one_line_of_pytorch(shape: tuple[int, ...]) -> None:
 
 
 def test_the_longest_row(softmax: Softmax, device: str) -> None:
-    """A quarter of a million terms: all within 1e-6, but for those that add up vector after vector.
+    """With a quarter of a million terms all errors are within 1e-6, except for kernels that add vectors one after another.
 
-    Those are PyTorch, compiled or not, and Taichi where LLVM makes no more chains of it (a Xeon: 3.5e-6).
+    These are the kernels of PyTorch, compiled or not, and of Taichi where LLVM adds in a single chain (3.5e-6 on a Xeon).
     """
     x = cases.inputs(1, cases.LONGEST, device=device)
     M = cases.LONGEST if softmax.name.startswith(("torch", "taichi")) else 1
@@ -50,7 +50,7 @@ def test_the_longest_row(softmax: Softmax, device: str) -> None:
 @pytest.mark.parametrize("dtype", RTOL, ids=str)
 @pytest.mark.parametrize("M", [8, 100, 1030])
 def test_what_is_not_finite_is_as_in_torch(softmax: Softmax, M: int, dtype: torch.dtype, device: str) -> None:
-    """-inf, nothing but -inf, +inf, NaN, the largest numbers there are: the same NaN, the same zeros."""
+    """Rows with -inf, only -inf, +inf, NaN or the largest numbers have the same NaN and the same zeros as in PyTorch."""
     x = cases.special_rows(M, device, dtype).requires_grad_()
     y, expected, grad_y = softmax(x), torch.softmax(x, -1), torch.randn_like(x)
     torch.testing.assert_close(y, expected, rtol=RTOL[dtype], atol=1e-37, equal_nan=True)
@@ -60,7 +60,7 @@ def test_what_is_not_finite_is_as_in_torch(softmax: Softmax, M: int, dtype: torc
 
 
 def test_any_shape_adds_up_to_one_wherever_it_lies(softmax: Softmax, device: str) -> None:
-    """A constant added to a row changes nothing but roundings of x."""
+    """Adding a constant to a row changes the result only by the rounding of x."""
     draw = random.Random(0)
     for seed in range(10):
         shape = [draw.randint(1, 9) for _ in range(draw.randint(0, 3))]
@@ -72,7 +72,7 @@ def test_any_shape_adds_up_to_one_wherever_it_lies(softmax: Softmax, device: str
 
 
 def test_the_result_may_be_written_to(softmax: Softmax, device: str) -> None:
-    """It is neither the input nor, for autograd, a view of anything."""
+    """The result does not share the input's memory and is no view for autograd."""
     x = cases.inputs(2, 3, 4, device=device).requires_grad_()
     y = softmax(x)
     y[0] += 1

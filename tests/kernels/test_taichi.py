@@ -1,4 +1,4 @@
-"""Taichi is started in one way, whatever its variables say and wherever its cache is to lie, and ends without a crash."""
+"""Tests that Taichi starts with the same settings whatever its environment variables and its cache folder, without a crash."""
 
 import os
 import subprocess
@@ -30,7 +30,7 @@ except KernelUnavailable:
 
 
 def softmax(before: str = "", **variables: str) -> str:
-    """What a process prints that computes it with these variables."""
+    """Computes a softmax in a process with these environment variables, and returns what the process prints."""
     done = subprocess.run([sys.executable, "-c", CODE.format(root=str(ROOT), before=before)], capture_output=True, text=True,
                           env={**os.environ, **variables}, timeout=100, check=False)
     assert (done.returncode, done.stderr) == (0, "")
@@ -43,7 +43,7 @@ def softmax(before: str = "", **variables: str) -> str:
     pytest.param({"TI_DEFAULT_FP": "f64", "TI_KERNEL_PROFILER": "1", "TI_FAST_MATH": "0", "TI_REAL_MATRIX_SCALARIZE": "1"},
                  marks=pytest.mark.soak)], ids=str)
 def test_taichis_variables_change_nothing(variables: dict[str, str]) -> None:
-    """Nor has a process without a home a crash."""
+    """The process has no home folder either, and ends without an error."""
     assert softmax("import os\nfor name in ('HOME', 'XDG_CACHE_HOME'): os.environ.pop(name, None)", **variables) == ""
 
 
@@ -64,7 +64,7 @@ def folder_with_a_file(path: Path) -> None:
     pytest.param(folder_with_a_file, id="folder", marks=pytest.mark.soak), pytest.param(os.mkfifo, id="fifo"),
     pytest.param(lambda path: path.symlink_to("/no/such/file"), id="dangling", marks=pytest.mark.soak)])
 def test_a_cache_whose_list_is_no_file_is_not_used(tmp_path: Path, make: Callable[[Path], None]) -> None:
-    """Taichi would abort, or wait for ever."""
+    """With such a cache Taichi itself would abort or wait for ever."""
     make(tmp_path / "ticache.tcb")
     assert softmax(TI_OFFLINE_CACHE_FILE_PATH=str(tmp_path)) == ""
     assert len(list(tmp_path.iterdir())) == 1
@@ -77,8 +77,8 @@ def test_the_cache_lies_where_taichis_variable_says(tmp_path: Path) -> None:
     assert not (tmp_path / "none").exists()
 
 
-@pytest.mark.parametrize("other", [pytest.param("default_fp=ti.f64", marks=pytest.mark.soak), "default_ip=ti.i64"])
-def test_a_taichi_of_other_numbers_is_refused(other: str) -> None:
-    """That somebody else started: compiling for 64-bit integers would abort the process."""
-    start = f"import taichi as ti\nti.init(arch=ti.cpu, {other}, log_level=ti.ERROR, offline_cache=False)"
+@pytest.mark.parametrize("option", [pytest.param("default_fp=ti.f64", marks=pytest.mark.soak), "default_ip=ti.i64"])
+def test_a_taichi_of_other_numbers_is_refused(option: str) -> None:
+    """Other code may have started Taichi with 64-bit defaults, and compiling for 64-bit integers would abort the process."""
+    start = f"import taichi as ti\nti.init(arch=ti.cpu, {option}, log_level=ti.ERROR, offline_cache=False)"
     assert softmax(start).splitlines()[-1] == "refused"

@@ -1,6 +1,6 @@
-"""Every TimeX implementation against the float64 formula, and the formula against the four loops it abbreviates.
+"""Compares every TimeX implementation with the float64 formula, and the formula with the four loops that define the operator.
 
-A new file in kernels/timex/ is tested by being there. Needs nothing but torch, pytest and the back ends.
+Every file in kernels/timex/ is tested automatically. The tests require only torch, pytest and the back ends.
 """
 
 import math
@@ -32,7 +32,7 @@ def reference(w: Tensor, k: Tensor, eps: float = 0.0) -> dict[str, Tensor]:
 
 
 def four_loops(w: Tensor, k: Tensor, eps: float) -> Tensor:
-    """The seed's own text of the operator."""
+    """Computes the operator by its original definition."""
     B, C, T = k.shape
     out = torch.empty_like(k)
     for b in range(B):
@@ -55,13 +55,13 @@ def test_formula_is_one_line_of_pytorch() -> None:
     w, k = (tensor.requires_grad_() for tensor in cases.inputs(3, 4, 33, dtype=torch.float64))
     out = EPS + F.conv1d(F.pad(k, (k.shape[-1] - 1, 0)), w.unsqueeze(1), groups=k.shape[1])
     grad_w, grad_k = torch.autograd.grad(cases.loss(out), (w, k))
-    found = errors(cases.results(FORMULA, w, k, EPS), {"out": out, "grad_w": grad_w, "grad_k": grad_k})
-    assert not misses(found, cases.tolerance(torch.float64))
+    actual = errors(cases.results(FORMULA, w, k, EPS), {"out": out, "grad_w": grad_w, "grad_k": grad_k})
+    assert not misses(actual, cases.tolerance(torch.float64))
 
 
 @pytest.mark.thorough
 def test_a_long_row(timex: TimeX, device: str) -> None:
-    """Thousands of terms, added one after the other, round more than a few hundred do."""
+    """A sum of thousands of terms, added one after another, has larger rounding errors than one of a few hundred."""
     w, k = cases.inputs(1, 2, 4099, device=device)
     assert max(errors(cases.results(timex, w, k, EPS), reference(w, k, EPS)).values()) <= 2e-6
 
@@ -74,18 +74,18 @@ def test_eps_is_added_to_every_element(timex: TimeX, device: str) -> None:
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_what_is_not_finite_is_not_hidden(timex: TimeX, value: float, device: str) -> None:
-    """From its step on, and in no other row."""
+    """The output is not finite from that step on, and finite in all other rows."""
     w, k = cases.inputs(2, 3, 140, device=device)
     k[1, 2, 70] = value
-    found = timex(w, k).isfinite()
-    assert not found[1, 2, 70:].any()
-    assert found[0].all()
-    assert found[1, :2].all()
+    actual = timex(w, k).isfinite()
+    assert not actual[1, 2, 70:].any()
+    assert actual[0].all()
+    assert actual[1, :2].all()
 
 
 @pytest.mark.implementation("timex", "torch_compile")
 def test_one_compilation_serves_every_size(device: str) -> None:
-    """Also a size of 1, and sizes that are equal, for which torch.compile would make another."""
+    """By default torch.compile would compile again for a size of 1 and for sizes that are equal."""
     cases.results(TimeX("torch_compile"), *cases.inputs(3, 5, 11, device=device))
     before = counters["stats"]["unique_graphs"]
     for shape in ((1, 1, 1), (1, 4, 9), (5, 5, 5), (2, 1, 64)):
@@ -94,7 +94,7 @@ def test_one_compilation_serves_every_size(device: str) -> None:
 
 
 def test_conv1d_takes_torchs_settings_of_tf32_as_they_are() -> None:
-    """A process that has used the newer one may not ask for the older one any more."""
+    """A process that has used the newer setting may not read the older setting any more."""
     convolutions = torch.backends.cudnn.conv     # type: ignore[attr-defined]
     before = convolutions.fp32_precision
     try:

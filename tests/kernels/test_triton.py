@@ -1,7 +1,7 @@
-"""The Triton kernels without a GPU: executed by Triton's interpreter, and compiled to cubins for two generations of GPUs.
+"""Tests the Triton kernels without a GPU: Triton's interpreter executes them, and Triton compiles them to cubins.
 
-Each in a process of its own: the interpreter is chosen by an environment variable before the kernels are imported. What they
-do is in triton_interpreted.py and triton_cubins.py. Cubins of every set of constants, and for older GPUs, are in make soak.
+Both run in processes of their own, because an environment variable selects the interpreter before the kernels are imported. The
+processes run triton_interpreted.py and triton_cubins.py. make soak compiles every set of constants, also for older GPUs.
 """
 
 import importlib.util
@@ -23,15 +23,15 @@ pytestmark = [pytest.mark.programs, pytest.mark.skipif(importlib.util.find_spec(
 
 TESTS = Path(__file__).parent
 KERNELS = [(op, name) for op in operators() for name in names(op) if name.startswith("triton_")]
-SHARED = {80: 163 * 1024, 90: 227 * 1024}        # bytes that a block can have on an A100, an H100 ...
-SHARED_ANYWHERE = 99 * 1024                      # ... and on every GPU since
-REGISTERS = 65536                                # of a multiprocessor
-# The architecture; whether each kernel was compiled once; by kernel and constants, what the cubin needs
+SHARED = {80: 163 * 1024, 90: 227 * 1024}        # bytes per block on an A100 and an H100
+SHARED_ANYWHERE = 99 * 1024                      # bytes per block on every GPU since
+REGISTERS = 65536                                # per multiprocessor
+# The architecture; True if each kernel was compiled once; the resources of each cubin, by kernel and constants
 Cubins = tuple[int, bool, dict[str, dict[str, Any]]]
 
 
-def finished(command: list[Any], folder: Path, interpret: bool = False) -> subprocess.CompletedProcess[str]:
-    """With a cache that is thrown away."""
+def run_python(command: list[Any], folder: Path, interpret: bool = False) -> subprocess.CompletedProcess[str]:
+    """Runs Python with `command`, with Triton's cache in `folder`."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("TRITON_")}
     environment |= {"TRITON_CACHE_DIR": str(folder), "OMP_NUM_THREADS": "1"} | ({"TRITON_INTERPRET": "1"} if interpret else {})
     return subprocess.run([sys.executable, *map(str, command)], cwd=TESTS.parent.parent, env=environment, text=True,
@@ -42,51 +42,51 @@ def finished(command: list[Any], folder: Path, interpret: bool = False) -> subpr
                 ids=str)
 def cubins(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Cubins:
     arch, once = request.param
-    done = finished([TESTS / "triton_cubins.py", arch, *(["once"] if once else [])], tmp_path_factory.mktemp("cubins"))
+    done = run_python([TESTS / "triton_cubins.py", arch, *(["once"] if once else [])], tmp_path_factory.mktemp("cubins"))
     assert done.returncode == 0, done.stderr
     return arch, once, json.loads(done.stdout)
 
 
 @pytest.mark.parametrize("arch", [*(pytest.param(arch, marks=pytest.mark.soak) for arch in ARCHS if arch != 90), 90])
 def test_wkv7_takes_what_the_table_says(arch: int, tmp_path: Path) -> None:
-    """triton_v1, for every width of a head and dtype in make soak, for the commonest here."""
+    """Measures triton_v1 for the most common head size and dtype, and in make soak for all of them."""
     version, table = triton_resources.read_table()
     heads = triton_resources.HEADS if arch != 90 else ("64,bfloat16",)
     for kernel, taken in triton_resources.measure(arch, heads, tmp_path).items():
         assert kernel in table, f"{kernel} is not in the table: {triton_resources.WRITE}"
         if version == triton_resources.version():
-            more = [is_ > was for is_, was in zip(taken, table[kernel], strict=True)]
-            assert not any(more), f"{kernel}: {taken}, more than {table[kernel]}; if that is meant: {triton_resources.WRITE}"
+            exceeds = [now > before for now, before in zip(taken, table[kernel], strict=True)]
+            assert not any(exceeds), f"{kernel}: {taken}, more than {table[kernel]}; if that is meant: {triton_resources.WRITE}"
         assert taken.shared <= SHARED_ANYWHERE, kernel
         assert taken.spilled == 0 or "float32" in kernel.head, kernel
 
 
 @pytest.fixture(scope="module")
 def interpreted(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The output of pytest in one process, which interprets every kernel."""
+    """Returns the output of a pytest process that interprets every kernel."""
     test = f"{TESTS / 'triton_interpreted.py'}::test_every_kernel"
-    done = finished(["-m", "pytest", test, "--no-header", "--tb=short", "-rA"], tmp_path_factory.mktemp("interpreted"),
-                    interpret=True)
+    done = run_python(["-m", "pytest", test, "--no-header", "--tb=short", "-rA"], tmp_path_factory.mktemp("interpreted"),
+                      interpret=True)
     return done.stdout + done.stderr
 
 
 @pytest.mark.parametrize(("op", "name"), KERNELS, ids=["-".join(kernel) for kernel in KERNELS])
 def test_a_kernel_under_the_interpreter(op: str, name: str, interpreted: str) -> None:
-    """Results and gradients, named where they are wrong: a new file needs no GPU for it."""
+    """Results and gradients are correct; a new file is tested automatically and needs no GPU."""
     assert f"PASSED tests/kernels/triton_interpreted.py::test_every_kernel[{op}-{name}]\n" in interpreted, interpreted
 
 
 @pytest.mark.soak
 def test_under_the_interpreter(tmp_path: Path) -> None:
-    done = finished(["-m", "pytest", TESTS / "triton_interpreted.py", "--no-header"], tmp_path, interpret=True)
+    done = run_python(["-m", "pytest", TESTS / "triton_interpreted.py", "--no-header"], tmp_path, interpret=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert " passed" in done.stdout.splitlines()[-1], done.stdout
 
 
 def test_every_kernel_compiles(cubins: Cubins) -> None:
-    arch, once, found = cubins
-    kernels = [name.split()[0] for name in found]
-    widths = 3 if arch == 90 else 2              # and dtypes
+    arch, once, needs_by_kernel = cubins
+    kernels = [name.split()[0] for name in needs_by_kernel]
+    widths = 3 if arch == 90 else 2              # the widths and dtypes of `launches`
     constants = {"convolve": 6, "correlate": 2, "forward": widths, "backward": widths,
                  "softmax": 3, "gradient": 3, "softmax_in_blocks": 1, "gradient_in_blocks": 1,
                  "recurrence": 4, "rows": 2, "keys": 2, "prepare": 4, "scan": 6, "gradients": 2}
@@ -94,25 +94,25 @@ def test_every_kernel_compiles(cubins: Cubins) -> None:
 
 
 def test_registers_and_shared_memory_suffice(cubins: Cubins) -> None:
-    arch, _, found = cubins
-    for name, needs in found.items():
+    arch, _, needs_by_kernel = cubins
+    for name, needs in needs_by_kernel.items():
         if "P=tf32x3" not in name:                                   # triton_resources.txt states what that form spills
-            assert needs["spilled"] <= 16, f"{name}: {needs}"        # bytes a thread: two or three words are no matter
+            assert needs["spilled"] <= 16, f"{name}: {needs}"        # bytes per thread; a few words hardly cost time
         assert needs["shared"] <= min(SHARED_ANYWHERE, SHARED[arch]), f"{name}: {needs}"
         assert needs["registers"] * needs["warps"] * 32 <= REGISTERS, f"{name}: {needs}"
 
 
 def test_a_scan_has_blocks_enough_to_hide_its_loads(cubins: Cubins) -> None:
-    """At B = 32, C = 768 there are 768 blocks for an H200's 132 multiprocessors: 3 of each at once are two even rounds."""
-    *_, found = cubins
-    for name, needs in found.items():
+    """At B = 32, C = 768 an H200 runs 768 blocks on 132 multiprocessors: with 3 on each at once they take two even rounds."""
+    *_, needs_by_kernel = cubins
+    for name, needs in needs_by_kernel.items():
         if name.startswith(("forward", "backward")):
             assert 3 * needs["registers"] * needs["warps"] * 32 <= REGISTERS, f"{name}: {needs}"
 
 
 def test_the_sums_of_tensor_cores_are_short(cubins: Cubins) -> None:
-    """Three products in a row for float32's accuracy, the first onto zeros: no sum is carried through a loop, truncated."""
-    *_, found = cubins
-    for name, needs in found.items():
+    """Three products give the accuracy of float32. The first is added to zeros, so that no loop carries a truncated sum."""
+    *_, needs_by_kernel = cubins
+    for name, needs in needs_by_kernel.items():
         if name.startswith(("convolve", "correlate")):
             assert needs["dots"] == ["zeros", "product", "product"], f"{name}: {needs}"

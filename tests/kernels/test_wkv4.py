@@ -1,6 +1,7 @@
-"""Every WKV, the convolution form with every TimeX inside among them, against the float64 scan, and the scan against the sum.
+"""Compares every implementation of WKV-4 with the float64 scan, and the scan with the sum that defines the operator.
 
-A new file in kernels/wkv4/ or kernels/timex/ is tested by being there. Needs nothing but torch, pytest and the back ends.
+The implementations include the convolution form with every TimeX kernel. Every file in kernels/wkv4/ and kernels/timex/ is
+tested automatically. The tests require only torch, pytest and the back ends.
 """
 
 import itertools
@@ -30,7 +31,7 @@ def wkv(request: pytest.FixtureRequest) -> WKV4:
 
 @pytest.fixture(params=compiled_in_soak([implementation("wkv4", name) for name in names("wkv4") if name != "timex"]))
 def scan(request: pytest.FixtureRequest) -> WKV4:
-    """The implementations that claim to be exact for any k."""
+    """Returns an implementation that is correct for any k."""
     return WKV4(request.param)
 
 
@@ -44,7 +45,7 @@ def against_reference(wkv: WKV4, inputs: WKVInputs, of: str = "y and state") -> 
 
 
 def the_sum(time_decay: Tensor, time_first: Tensor, k: Tensor, v: Tensor, state: WKVState) -> tuple[Tensor, WKVState]:
-    """WKV without a recurrence: every weight of every step written out, (B,T,T,C), for autograd to differentiate."""
+    """Computes WKV without a recurrence from the weights (B,T,T,C) of all pairs of steps; autograd differentiates it."""
     _B, T, _C = k.shape
     w, steps = -torch.exp(time_decay), torch.arange(T, dtype=k.dtype)
     lag = steps[:, None] - steps                                                           # (T,T): t - u
@@ -52,8 +53,8 @@ def the_sum(time_decay: Tensor, time_first: Tensor, k: Tensor, v: Tensor, state:
     weight = torch.where(lag[..., None] >= 0, exponent.exp(), 0.0)
     before = torch.exp(state.p[:, None] + steps[:, None] * w)                              # (B,T,C)
     num, den = before * state.a[:, None] + (weight * v[:, None]).sum(2), before * state.b[:, None] + weight.sum(2)
-    kept, added = torch.exp(state.p + T * w), torch.exp(k + (T - 1 - steps)[:, None] * w)
-    a, b = kept * state.a + (added * v).sum(1), kept * state.b + added.sum(1)
+    decayed, added = torch.exp(state.p + T * w), torch.exp(k + (T - 1 - steps)[:, None] * w)
+    a, b = decayed * state.a + (added * v).sum(1), decayed * state.b + added.sum(1)
     return num / den, WKVState(a, b, torch.zeros_like(b))
 
 
@@ -61,13 +62,13 @@ def the_sum(time_decay: Tensor, time_first: Tensor, k: Tensor, v: Tensor, state:
 @pytest.mark.parametrize("of", ["y", "state"])
 def test_the_reference_is_the_sum(spread: float, of: str) -> None:
     inputs = cases.inputs(2, 12, 3, spread, dtype=torch.float64)
-    found = errors(cases.results(REFERENCE, inputs, of), cases.results(the_sum, inputs, of))
-    assert max(found.values()) <= 1e-12, found
+    actual = errors(cases.results(REFERENCE, inputs, of), cases.results(the_sum, inputs, of))
+    assert max(actual.values()) <= 1e-12, actual
 
 
 @pytest.mark.thorough
 def test_output_state_and_gradients_at_a_wide_spread(wkv: WKV4, device: str) -> None:
-    """From nothing and from a state. test_conformance.py has the usual spread."""
+    """Each shape is computed with and without a state. test_conformance.py tests the usual spread."""
     for shape in cases.SHAPES:
         inputs = cases.inputs(*shape, cases.SPREADS["+-23"], device=device)
         assert not against_reference(wkv, inputs), shape
@@ -95,18 +96,18 @@ def test_torch_scan_in_many_segments_is_the_same_operator(in_cache: int, device:
 @pytest.mark.parametrize("shape", [(3, 100, 4), (2, 33, 48), (5, 64, 32), (1, 1, 1)], ids=str)
 def test_taichi_scan_on_all_threads_gives_the_bits_of_one(shape: tuple[int, int, int], device: str,
                                                           monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small tensors are one thread's: it is done before others are awake."""
+    """By default one thread computes small tensors, because it finishes before other threads wake up."""
     scan, inputs = WKV4("taichi_scan"), cases.inputs(*shape, device=device)
-    of_one = cases.results(scan, inputs)
+    on_one_thread = cases.results(scan, inputs)
     monkeypatch.setattr(load("wkv4", "taichi_scan"), "SERIAL", 0)
-    of_all = cases.results(scan, inputs)
+    on_all_threads = cases.results(scan, inputs)
     assert not against_reference(scan, inputs)
-    assert all(torch.equal(of_one[name], of_all[name]) for name in of_one)
+    assert all(torch.equal(on_one_thread[name], on_all_threads[name]) for name in on_one_thread)
 
 
 @pytest.mark.thorough
 def test_range_of_the_convolution_form(wkv: WKV4, device: str) -> None:
-    """Exact as long as all k, and p, lie within 60 of each other, in whatever order the extremes come."""
+    """The form is exact if all k and p lie within 60 of each other, whatever the order of the extremes."""
     edge = 30.0
     time_decay, time_first, k, v, state = cases.inputs(4, 200, 8, device=device)
     distant = WKVState(state.a, state.b, edge * state.p.sign())
@@ -121,13 +122,16 @@ def test_range_of_the_convolution_form(wkv: WKV4, device: str) -> None:
 @pytest.mark.parametrize(("spread", "y", "gradient"), [("+-5", 1e-6, 3e-5), ("+-23", 1e-6, 3e-5), ("+-43", 1e-5, 3e-5),
                                                        ("+-230", 1e-4, 3e-4)])
 def test_the_scans_are_right_at_any_spread(scan: WKV4, spread: str, y: float, gradient: float, device: str) -> None:
-    """Exponents are integers; the reference's are not: float32 holds one near 230 to 1.5e-5, and each step rounds again."""
+    """The scans store exponents as integers.
+
+    The reference stores them in float32, which rounds a number near 230 by up to 1.5e-5 at each step, so its bounds are larger.
+    """
     inputs = cases.inputs(2, 1024, 16, (cases.SPREADS | cases.WIDE_SPREADS)[spread], device=device)
-    found = errors(cases.results(scan, inputs), reference(inputs))
-    allowed = {name: 1e-4 if name in ("a/b", "p + log b") else y if name == "y" else gradient for name in found}
+    actual = errors(cases.results(scan, inputs), reference(inputs))
+    allowed = {name: 1e-4 if name in ("a/b", "p + log b") else y if name == "y" else gradient for name in actual}
     if scan.name == "reference":
-        allowed = dict.fromkeys(found, 1e-3)
-    assert not misses(found, allowed)
+        allowed = dict.fromkeys(actual, 1e-3)
+    assert not misses(actual, allowed)
 
 
 @pytest.mark.parametrize("spread", cases.WIDE_SPREADS)
@@ -137,7 +141,7 @@ def test_finite_at_any_spread(wkv: WKV4, spread: str, device: str) -> None:
 
 
 def test_finite_at_extreme_parameters(wkv: WKV4, device: str) -> None:
-    """time_decay and time_first at -100, 0 and 100 in every combination, rows of narrow and of huge k."""
+    """time_decay and time_first are -100, 0 and 100 in every combination, with rows of narrow, huge and zero k."""
     corners = torch.tensor(list(itertools.product((-100.0, 0.0, 100.0), repeat=2)), device=device)
     _, _, k, v, state = cases.inputs(4, 70, len(corners), device=device)
     k = k * torch.tensor([1.0, 50.0, 1e7, 0.0], device=device)[:, None, None]
@@ -156,7 +160,7 @@ def test_y_lies_between_the_smallest_and_the_largest_v(wkv: WKV4, device: str) -
 
 @pytest.mark.parametrize("first", [0.0, -200.0])
 def test_the_first_step_is_its_own_v(wkv: WKV4, first: float, device: str) -> None:
-    """There is nothing else to average, however small its weight: neither the value nor the gradient is lost."""
+    """The first step averages only its own v, so value and gradient survive however small the weight is."""
     time_decay, time_first, k, v, _ = cases.inputs(3, 20, 4, device=device)
     k[:, 0] = first
     y, _ = wkv(time_decay, time_first, k, v.requires_grad_())
@@ -176,8 +180,8 @@ def check_whole_is_pieces(wkv: WKV4, inputs: WKVInputs, lengths: tuple[int, ...]
     chunks = in_pieces(lambda k, v, state: wkv(time_decay, time_first, k, v, state), k, v, state, lengths)
     steps = in_pieces(lambda k, v, state: step(time_decay, time_first, k, v, state), k, v, state, [1] * k.shape[1])
     for pieces in (chunks, steps):
-        found = errors(outputs(*pieces), outputs(*whole))
-        assert not misses(found, cases.tolerance())
+        actual = errors(outputs(*pieces), outputs(*whole))
+        assert not misses(actual, cases.tolerance())
 
 
 def in_pieces(operator, k: Tensor, v: Tensor, state: WKVState, lengths) -> tuple[Tensor, WKVState]:
@@ -227,7 +231,10 @@ def test_what_is_not_finite_shows_from_its_step_on(wkv: WKV4, where: str, value:
 
 
 def check_what_is_not_finite(wkv: WKV4, where: str, value: float, T: int, device: str) -> None:
-    """In its row, in the state after it, in the gradients; and nowhere else, neither at an earlier step nor in another row."""
+    """Checks that one number that is not finite shows in later outputs of its row, in the state and in the gradients.
+
+    Earlier steps and other rows must stay unchanged.
+    """
     time_decay, time_first, k, v, state = cases.inputs(2, T, 5, device=device)
     expected, after = wkv(time_decay, time_first, k, v, state)
     b, t, c = 1, 3 * T // 5, 2
@@ -245,13 +252,13 @@ def check_what_is_not_finite(wkv: WKV4, where: str, value: float, T: int, device
 
 
 def test_a_k_of_minus_infinity_weighs_nothing(wkv: WKV4, device: str) -> None:
-    """In blocks that hold nothing else, too."""
+    """The same holds in blocks where every k is minus infinity."""
     time_decay, time_first, k, v, state = cases.inputs(2, 200, 5, device=device)
     k[:, 50:140] = -math.inf
     inputs = time_decay.clamp(max=-5), time_first, k, v, state
     y, new = wkv(*inputs)
-    found = errors(outputs(y, new), reference_outputs(inputs))
-    assert not misses(found, cases.tolerance())
+    actual = errors(outputs(y, new), reference_outputs(inputs))
+    assert not misses(actual, cases.tolerance())
 
 
 def test_a_nan_in_a_parameter_or_the_state_is_not_hidden(wkv: WKV4, device: str) -> None:
@@ -269,7 +276,7 @@ def test_a_nan_in_a_parameter_or_the_state_is_not_hidden(wkv: WKV4, device: str)
 @pytest.mark.implementation("wkv4", "torch_compile_scan")
 @pytest.mark.soak
 def test_one_compilation_serves_every_size(device: str) -> None:
-    """Any B, C and T; the steps that are left over are not compiled."""
+    """One compilation serves any B, C and T; remaining steps run without compilation."""
     scan = WKV4("torch_compile_scan")
     cases.results(scan, cases.inputs(2, 19, 3, device=device))
     before = counters["stats"]["unique_graphs"]

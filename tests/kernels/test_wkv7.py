@@ -1,6 +1,6 @@
-"""What is particular to WKV-7, for each of its implementations: the ends of its range, pieces of a sequence, and what is NaN.
+"""Tests properties of WKV-7 alone, for each implementation: the ends of its range, pieces of a sequence, and NaN.
 
-What all operators share is in test_conformance.py.
+test_conformance.py tests what all operators have in common.
 """
 
 from typing import Any
@@ -22,7 +22,11 @@ def wkv7(request: pytest.FixtureRequest) -> WKV7:
 
 
 def wrong(wkv7: WKV7, inputs: cases.WKV7Inputs, slow_decay: bool = False) -> dict[str, str]:
-    """slow_decay: each step multiplies by a factor near 1, which CUDA's exp may round to the second nearest number."""
+    """Returns the errors above the tolerance.
+
+    With `slow_decay` each step multiplies by a factor near 1, which CUDA's exp may round to the second nearest number. CUDA is
+    therefore allowed twice the error.
+    """
     times = 2 if slow_decay and inputs[0].is_cuda else 1
     allowed = {name: times * error for name, error in cases.tolerance().items()}
     return misses(errors(cases.results(wkv7, inputs), reference(inputs)), allowed)
@@ -33,14 +37,14 @@ def reference(inputs: cases.WKV7Inputs) -> dict[str, Tensor]:
     return cases.results(WKV7("reference"), cases.double(inputs))
 
 
-def changed(inputs: cases.WKV7Inputs, **new: Tensor) -> cases.WKV7Inputs:
+def replace(inputs: cases.WKV7Inputs, **new: Tensor) -> cases.WKV7Inputs:
     return tuple(new.get(name, tensor) for name, tensor in zip(cases.NAMES, inputs, strict=True))
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("log_w", [cases.FASTEST, cases.SLOWEST, 0.0])
 def test_the_ends_of_the_range_of_decay(wkv7: WKV7, log_w: float, device: str) -> None:
-    """Over several chunks of every implementation."""
+    """The sequence has several chunks in every implementation."""
     assert not wrong(wkv7, cases.inputs(1, 150, 2, 64, log_w=log_w, device=device), slow_decay=log_w == cases.SLOWEST)
 
 
@@ -49,14 +53,14 @@ def test_k_of_0_and_a_direction_of_norm_0(wkv7: WKV7, device: str) -> None:
     inputs = cases.inputs(2, 70, 1, 64, device=device)
     zero = torch.zeros_like(inputs[0])
     for new in ({"k": zero}, {"a": zero, "b": zero}, {"r": zero}, {"v": zero}, {"state": torch.zeros_like(inputs[6])}):
-        assert not wrong(wkv7, changed(inputs, **new)), list(new)
+        assert not wrong(wkv7, replace(inputs, **new)), list(new)
 
 
 def test_the_same_direction_at_every_step(wkv7: WKV7, device: str) -> None:
-    """At the full rate and nearly without decay, as where a text repeats one token: sums of powers lose digits there."""
+    """A text that repeats one token has such inputs; at the full rate and nearly without decay, sums of powers lose digits."""
     inputs = cases.inputs(1, 150, 2, 64, log_w=cases.SLOWEST, device=device)
     same = inputs[4][:, :1].expand_as(inputs[4]).contiguous()
-    assert not wrong(wkv7, changed(inputs, a=same, b=-same), slow_decay=True)
+    assert not wrong(wkv7, replace(inputs, a=same, b=-same), slow_decay=True)
 
 
 def test_heads_of_another_width(wkv7: WKV7, device: str) -> None:
@@ -65,13 +69,13 @@ def test_heads_of_another_width(wkv7: WKV7, device: str) -> None:
 
 def test_no_state_is_the_empty_state(device: str) -> None:
     wkv7, sequences = WKV7("reference"), cases.inputs(2, 20, 2, 64, device=device)[:6]
-    found = wkv7(*sequences)
+    actual = wkv7(*sequences)
     expected = wkv7(*sequences, empty_state(2, 2, 64, device))
-    assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+    assert all(torch.equal(*pair) for pair in zip(actual, expected, strict=True))
 
 
 def test_pieces_of_a_sequence_give_what_the_whole_gives(wkv7: WKV7, device: str) -> None:
-    """With the gradient through the state between them."""
+    """The gradients flow through the states between the pieces."""
     inputs = [tensor.requires_grad_() for tensor in cases.inputs(2, 75, 2, 64, device=device)]
 
     def in_pieces(lengths: tuple[int, ...]) -> list[Tensor]:
@@ -95,39 +99,42 @@ def test_a_step_is_a_sequence_of_one(wkv7: WKV7, device: str) -> None:
 
 
 def test_state_gradient_alone(wkv7: WKV7, device: str) -> None:
-    """A loss that reads the outgoing state and no y."""
+    """The loss depends on the outgoing state but not on y."""
     def gradients(operator: WKV7, inputs: Any) -> tuple[Tensor, ...]:
         leaves = [tensor.detach().requires_grad_() for tensor in inputs]
         return torch.autograd.grad(operator(*leaves)[1].square().sum(), leaves, materialize_grads=True)
 
     inputs = cases.inputs(1, 66, 2, 64, device=device)
-    found, exact = gradients(wkv7, inputs), gradients(WKV7("reference"), cases.double(inputs))
-    assert all(err_ratio(*pair) < 1e-5 for pair in zip(found, exact, strict=True))
+    actual, exact = gradients(wkv7, inputs), gradients(WKV7("reference"), cases.double(inputs))
+    assert all(err_ratio(*pair) < 1e-5 for pair in zip(actual, exact, strict=True))
 
 
 def test_where_nothing_is_read_and_where_nothing_has_come(wkv7: WKV7, device: str) -> None:
-    """After the last step that the loss reads all gradients are 0; with a state and v of 0, so are those of r, log_w and a."""
-    come, read, inputs = 21, 45, cases.inputs(1, 70, 2, 64, device=device)
+    """After the last step that the loss reads, all gradients are 0.
+
+    As long as the state and all v so far are 0, the gradients of r, log_w and a are 0.
+    """
+    first_v, read, inputs = 21, 45, cases.inputs(1, 70, 2, 64, device=device)
     v, state = inputs[3].clone(), torch.zeros_like(inputs[6])
-    v[:, :come] = 0
-    v[:, come + 5:] *= 1e6
-    leaves = [tensor.detach().requires_grad_() for tensor in changed(inputs, v=v, state=state)]
+    v[:, :first_v] = 0
+    v[:, first_v + 5:] *= 1e6
+    leaves = [tensor.detach().requires_grad_() for tensor in replace(inputs, v=v, state=state)]
     y, _ = wkv7(*leaves)
     grads = dict(zip(cases.NAMES, torch.autograd.grad(y[:, :read].square().sum(), leaves), strict=True))
     for name in cases.NAMES[:6]:
         assert not grads[name][:, read:].any(), name
-    for name, last in (("r", come - 1), ("log_w", come), ("a", come)):
+    for name, last in (("r", first_v - 1), ("log_w", first_v), ("a", first_v)):
         assert not grads[name][:, :last + 1].any(), name
 
 
 def test_nan_stays_in_its_head_and_reaches_no_earlier_step(wkv7: WKV7, device: str) -> None:
-    """In each input; of r, in the step alone."""
+    """One number of each input is NaN in turn; in r it affects only its own step."""
     t, inputs = 20, cases.inputs(2, 40, 2, 64, device=device)
     expected, _ = wkv7(*inputs)
     for name in cases.NAMES[:6]:
         bad = inputs[cases.NAMES.index(name)].clone()
         bad[1, t, 0, 5] = float("nan")
-        y, _ = wkv7(*changed(inputs, **{name: bad}))
+        y, _ = wkv7(*replace(inputs, **{name: bad}))
         assert torch.equal(y[0], expected[0]), name
         assert torch.equal(y[1, :, 1], expected[1, :, 1]), name
         assert torch.equal(y[1, :t, 0], expected[1, :t, 0]), name

@@ -1,11 +1,11 @@
-"""The Triton kernels as they are launched, compiled to cubins without a GPU: `python triton_cubins.py 90` for sm_90.
+"""Compiles the Triton kernels to cubins without a GPU: `python triton_cubins.py 90` for sm_90.
 
-`python triton_cubins.py 90 once` compiles each kernel with one set of constants, in a third of the time;
-`python triton_cubins.py 90 64,bfloat16 128,float32` those of wkv7's triton_v1, by width of a head and dtype of the inputs.
+`python triton_cubins.py 90 once` compiles each kernel with one set of constants, in a third of the time.
+`python triton_cubins.py 90 64,bfloat16 128,float32` compiles triton_v1 of wkv7 for these head sizes and dtypes of the inputs.
 
-Each launch of the launchers in kernels/ is compiled instead, with its own constants and options. Prints JSON: by kernel and
-constants, what Triton and cuobjdump say of the cubin. For test_triton.py and triton_resources.py, in a process without
-TRITON_INTERPRET.
+The program calls the launchers in kernels/ and compiles each launch, with its constants and options, instead of executing it.
+It prints JSON: the resources of each cubin according to Triton and cuobjdump, by kernel and constants. test_triton.py and
+triton_resources.py run it in a process without TRITON_INTERPRET.
 """
 
 import json
@@ -28,41 +28,41 @@ sys.path.insert(0, str(Path(__file__).parent.parent.parent))
 from kernels.registry import load
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-BY_16 = [["tt.divisibility", 16]]
+DIVISIBLE_BY_16 = [["tt.divisibility", 16]]
 
 
 def main(arch: int, *what: str) -> None:
     if what == ("once",):
-        found = cubins(arch, launches(widths=(96, 1) if arch == 90 else (96,)), once=True)
+        facts_by_name = cubins(arch, launches(widths=(96, 1) if arch == 90 else (96,)), once=True)
     elif what:
-        found = cubins(arch, (launch for head in what for launch in wkv7_launches("triton_v1", *head.split(","))))
+        facts_by_name = cubins(arch, (launch for head in what for launch in wkv7_launches("triton_v1", *head.split(","))))
     else:
-        found = cubins(arch, launches(widths=(96, 1) if arch == 90 else (96,)))
-    print(json.dumps(found))
+        facts_by_name = cubins(arch, launches(widths=(96, 1) if arch == 90 else (96,)))
+    print(json.dumps(facts_by_name))
 
 
 def cubins(arch: int, launches: Iterable[Callable[[], Any]], once: bool = False) -> dict[str, dict[str, Any]]:
-    """By kernel and constants, the facts of each launch; once: of the first of each kernel."""
-    found: dict[str, dict[str, Any]] = {}
+    """Returns the facts of each launch by kernel and constants; with `once`, only of the first launch of each kernel."""
+    facts_by_name: dict[str, dict[str, Any]] = {}
     compiled: set[JITFunction] = set()
 
     def compile_instead(kernel: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
         constants = {param.name: arg for param, arg in zip(kernel.params, args, strict=True) if is_constant(param, arg)}
         narrow = ["bfloat16"] if any(isinstance(arg, Tensor) and arg.dtype == torch.bfloat16 for arg in args) else []
         name = " ".join([kernel.__name__.lstrip("_"), *(f"{key}={value}" for key, value in constants.items()), *narrow])
-        if name not in found and not (once and kernel in compiled):
+        if name not in facts_by_name and not (once and kernel in compiled):
             compiled.add(kernel)
             source = ASTSource(kernel, *signature(kernel, args, constants))
-            found[name] = facts(triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options))
+            facts_by_name[name] = facts(triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options))
 
     JITFunction.run = compile_instead
     for launch in launches:
         launch()
-    return found
+    return facts_by_name
 
 
 def launches(widths: tuple[int, ...]) -> Iterator[Any]:
-    """Every kernel with every set of constants that there is; of the WKV's, one per width: 96 is compiled in, 1 is not."""
+    """Yields launches of every kernel with every set of constants; WKV-4's compile in a width of 96, but not of 1."""
     timex, wkv, softmax = load("timex", "triton_v0"), load("wkv4", "triton_scan"), load("softmax", "triton_v0")
     for B, C in ((1, 1), (40, 32), (256, 32)):
         w, k = torch.empty(C, 64), torch.empty(B, C, 64)
@@ -83,7 +83,7 @@ def launches(widths: tuple[int, ...]) -> Iterator[Any]:
 
 
 def wkv7_launches(name: str, head: str, dtype: str) -> Iterator[Any]:
-    """Of forward without and with saved activations, if there are any, and of backward, for heads of that width."""
+    """Yields launches for one head size: forward without and with saved activations, if there are any, and backward."""
     wkv7, N = load("wkv7", name), int(head)
     x, log_w, state = torch.empty(2, 80, 3, N, dtype=getattr(torch, dtype)), torch.empty(2, 80, 3, N), torch.empty(2, 3, N, N)
     shapes = wkv7.activation_shapes(2, 80, 3, N) if hasattr(wkv7, "activation_shapes") else ()
@@ -95,14 +95,14 @@ def wkv7_launches(name: str, head: str, dtype: str) -> Iterator[Any]:
 
 
 def is_constant(param: Any, arg: Any) -> bool:
-    """Triton takes an integer that is 1 for a constant: not everything that one can do with a variable can be done with it."""
+    """Returns True if Triton compiles the argument as a constant, as it does with integers of 1."""
     return param.is_constexpr or (isinstance(arg, int) and arg == 1 and not param.do_not_specialize)
 
 
 def signature(kernel: JITFunction, args: tuple[Any, ...], constants: dict[str, Any]) -> tuple[Any, ...]:
-    """As Triton's own launch specialises it: types, constants, and what is a multiple of 16."""
+    """Returns the arguments of ASTSource as Triton's launch specialises them: types, constants, and multiples of 16."""
     types = {name: "constexpr" if name in constants else kind(arg) for name, arg in zip(kernel.arg_names, args, strict=True)}
-    even = {(i,): BY_16 for i, (name, arg) in enumerate(zip(kernel.arg_names, args, strict=True))
+    even = {(i,): DIVISIBLE_BY_16 for i, (name, arg) in enumerate(zip(kernel.arg_names, args, strict=True))
             if name not in constants and is_even(arg) and not kernel.params[i].do_not_specialize}
     return types, constants, even
 
@@ -127,11 +127,11 @@ def facts(compiled: Any) -> dict[str, Any]:
 
 
 def dots(ttgir: str) -> list[str]:
-    """What each product on tensor cores is added to: zeros, another product's result, or what a loop carries."""
+    """Returns what each tensor core product is added to: "zeros", another "product", or a variable of a "loop"."""
     results = dict.fromkeys(re.findall(r"(%\w+)(?::\d+)? = (?:ttng\.warp_group_dot|tt\.dot)", ttgir), "product")
-    onto = re.findall(r"= (?:ttng\.warp_group_dot|tt\.dot) %[\w#]+, %[\w#]+, (%\w+)", ttgir)
+    accumulators = re.findall(r"= (?:ttng\.warp_group_dot|tt\.dot) %[\w#]+, %[\w#]+, (%\w+)", ttgir)
     return [results.get(name, "zeros" if name.startswith("%cst") else "loop" if name.startswith("%arg") else "product")
-            for name in onto]
+            for name in accumulators]
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A model that its user has changed: decoding computes what the model computes, and never reads memory that is not its own."""
+"""Tests models that a user has changed: decoding computes what the model computes, and reads only its own memory."""
 
 import copy
 from collections.abc import Callable
@@ -31,7 +31,7 @@ def frozen(generation: str, **sizes: int) -> RWKV:
 
 
 def assert_decodes(model: RWKV) -> None:
-    """Three tokens, each from the state of the one before."""
+    """Compares decoding with the model for three tokens, each from the state after the one before."""
     tokens = torch.tensor([[5, 9], [70, 3], [2, 250]])
     decoder = decoder_of(model, model.empty_state(2))
     for t in range(1, 4):
@@ -45,12 +45,13 @@ def in_order(*places: int) -> Change:
     return change
 
 
-MOVED = {"swapped": (0, 2, 1), "first swapped": (1, 0, 2), "reversed": (2, 1, 0), "repeated": (0, 1, 1, 2),
-         "first repeated": (0, 0, 1, 2), "last dropped": (0, 1), "first dropped": (1, 2), "one left": (0,), "thrice": (1, 1, 1)}
+ORDERS = {"swapped": (0, 2, 1), "first swapped": (1, 0, 2), "reversed": (2, 1, 0), "repeated": (0, 1, 1, 2),
+          "first repeated": (0, 0, 1, 2), "last dropped": (0, 1), "first dropped": (1, 2), "one left": (0,),
+          "thrice": (1, 1, 1)}
 
 
 @each_generation
-@pytest.mark.parametrize("places", MOVED.values(), ids=MOVED)
+@pytest.mark.parametrize("places", ORDERS.values(), ids=ORDERS)
 @torch.no_grad()
 def test_moved_blocks(places: tuple[int, ...], generation: str) -> None:
     model = frozen(generation)
@@ -63,7 +64,7 @@ def test_moved_blocks(places: tuple[int, ...], generation: str) -> None:
 @each_generation
 @torch.no_grad()
 def test_a_block_repeated_elsewhere_is_another_model(generation: str) -> None:
-    """Both have the same modules and the same weights in the same order."""
+    """Both models have the same modules and weights, and differ only in which block is repeated."""
     model = frozen(generation)
     blocks = model.blocks
     for places in ((0, 1, 1, 2), (0, 1, 2, 2)):
@@ -186,15 +187,16 @@ def on_class(model: RWKV) -> None:
     model.blocks[1].ffn = copy.deepcopy(model.blocks[2].ffn)
 
 
-LATER = [epsilon("ln_out"), epsilon("blocks.0.ln0"), epsilon("blocks.1.ln1"), epsilon("blocks.2.ln2"), flag, bias, norm_bias,
-         in_place, data, hook, own_forward, on_class, in_order(2, 1, 0), other_embedding, subclass, another_operator]
+LATER_CHANGES = [epsilon("ln_out"), epsilon("blocks.0.ln0"), epsilon("blocks.1.ln1"), epsilon("blocks.2.ln2"), flag, bias,
+                 norm_bias, in_place, data, hook, own_forward, on_class, in_order(2, 1, 0), other_embedding, subclass,
+                 another_operator]
 
 
 @each_generation
-@pytest.mark.parametrize("change", LATER)
+@pytest.mark.parametrize("change", LATER_CHANGES)
 @torch.no_grad()
 def test_a_change_after_the_first_text_is_seen(change: Change, generation: str) -> None:
-    """By an engine that goes on, a new decoder, and a cache of what was read."""
+    """A running engine, a new decoder and a cache of prompts all compute with the changed model."""
     model, cache = frozen(generation), PrefixCache()
     options = {"max_new_tokens": 4, "temperature": 0}
     engine = Engine(model, BYTES, cache)
@@ -216,7 +218,7 @@ def test_a_change_after_the_first_text_is_seen(change: Change, generation: str) 
 
 @torch.no_grad()
 def test_the_epsilon_of_rwkv7s_group_norm_is_read_everywhere() -> None:
-    """By the formulas, the fused form and decoding."""
+    """The formulas, the fused form and decoding read the changed epsilon."""
     model, tokens = frozen("rwkv7"), torch.tensor([[1, 2, 3, 4]])
     before = model(tokens)[0]
     for block in model.blocks:
@@ -232,7 +234,7 @@ def test_the_epsilon_of_rwkv7s_group_norm_is_read_everywhere() -> None:
 @pytest.mark.parametrize("default", ["device", "dtype"])
 @torch.no_grad()
 def test_a_default_device_or_dtype_changes_no_bit(default: str, generation: str) -> None:
-    """What C reads lies on the CPU, in the dtype that C knows."""
+    """Tensors for C are made on the CPU and in C's dtypes, whatever the defaults are."""
     model = frozen(generation)
     options: dict[str, Any] = {"max_new_tokens": 8, "temperature": 0.7, "top_p": 0.9, "repetition_penalty": 1.1,
                                "presence_penalty": 0.2, "logprobs": 2}
@@ -242,11 +244,11 @@ def test_a_default_device_or_dtype_changes_no_bit(default: str, generation: str)
             torch.set_default_device("meta")
         else:
             torch.set_default_dtype(torch.float64)
-        found = generate_batch(model, BYTES, ["hello", "a"], **options)
+        actual = generate_batch(model, BYTES, ["hello", "a"], **options)
     finally:
         torch.set_default_device(None)
         torch.set_default_dtype(torch.float32)
-    assert [sample.tokens for sample in found] == [sample.tokens for sample in expected]
+    assert [sample.tokens for sample in actual] == [sample.tokens for sample in expected]
 
 
 @in_c

@@ -1,41 +1,42 @@
-"""An architecture consists of its folder, its file in checkpoint/ and its operator: no other code imports or names it."""
+"""Tests that only the folder, the checkpoint file and the operator of an architecture import or name the architecture."""
 
 import ast
 import re
 from pathlib import Path
 
 RWKV = Path(__file__).parent.parent.parent / "rwkv"
-OWN = r"(model|checkpoint)/rwkv\d+\b"
+OWN_CODE = r"(model|checkpoint)/rwkv\d+\b"
 NAME = re.compile(r"r?wkv\d+")
-MAY_NAME = {"config/train.py": {"rwkv4"},        # the default of model.generation
-            "training/plan/other_gpus.py": {"rwkv4", "rwkv7"}}          # measured training steps
+ALLOWED_NAMES = {"config/train.py": {"rwkv4"},        # is the default of model.generation
+                 "training/plan/other_gpus.py": {"rwkv4", "rwkv7"}}          # names measured training steps
 
 
-def others() -> dict[str, str]:
-    """The source of each file outside the generations."""
+def other_sources() -> dict[str, str]:
+    """Returns the sources of all files that belong to no generation, by path."""
     files = {path.relative_to(RWKV).as_posix(): path for path in RWKV.rglob("*.py")}
-    return {name: path.read_text(encoding="utf-8") for name, path in files.items() if not re.match(OWN, name)}
+    return {name: path.read_text(encoding="utf-8") for name, path in files.items() if not re.match(OWN_CODE, name)}
 
 
-def named(source: str) -> set[str]:
-    """The names of generations and their operators among the strings of a file."""
+def generation_names(source: str) -> set[str]:
+    """Returns the names of generations and their operators that occur as strings in a file."""
     return {node.value for node in ast.walk(ast.parse(source))
             if isinstance(node, ast.Constant) and isinstance(node.value, str) and NAME.fullmatch(node.value)}
 
 
-def imported(source: str) -> set[str]:
-    """The modules of generations that a file imports."""
+def generation_imports(source: str) -> set[str]:
+    """Returns the modules of generations that a file imports."""
     names = [f"{getattr(node, 'module', '')}.{alias.name}" for node in ast.walk(ast.parse(source))
              if isinstance(node, ast.Import | ast.ImportFrom) for alias in node.names]
     return {name for name in names if any(NAME.fullmatch(part) for part in name.split("."))}
 
 
 def test_no_other_code_imports_a_generation() -> None:
-    assert imported("from rwkv.model import base, rwkv7\nimport rwkv.model.rwkv4.mix") == {
+    assert generation_imports("from rwkv.model import base, rwkv7\nimport rwkv.model.rwkv4.mix") == {
         "rwkv.model.rwkv7", ".rwkv.model.rwkv4.mix"}
-    assert {name: found for name, source in others().items() if (found := imported(source))} == {}
+    assert {name: hits for name, source in other_sources().items() if (hits := generation_imports(source))} == {}
 
 
 def test_no_other_code_asks_for_a_generation_by_name() -> None:
-    assert named('x = config.generation == "rwkv7" or op in ("wkv4",)') == {"rwkv7", "wkv4"}
-    assert {name: found for name, source in others().items() if (found := named(source) - MAY_NAME.get(name, set()))} == {}
+    assert generation_names('x = config.generation == "rwkv7" or op in ("wkv4",)') == {"rwkv7", "wkv4"}
+    assert {name: hits for name, source in other_sources().items()
+            if (hits := generation_names(source) - ALLOWED_NAMES.get(name, set()))} == {}

@@ -1,7 +1,8 @@
-"""Limits the number of GPU launches per layer of a training step, each of which takes the host about 26 us.
+"""Limits the number of GPU launches per layer of a training step, because the host needs about 26 us for each launch.
 
-Counted on a CPU over the path that a GPU takes. Each Triton kernel and operator counts as one and computes nothing; views and
-empty tensors count as none. A change that launches more fails here, and one that launches fewer should lower the budget.
+The tests count on a CPU, but along the code path of a GPU. Each Triton kernel counts as one launch without being executed, and
+each PyTorch operation counts as one; views and empty tensors do not count. A change with more launches fails, and a change with
+fewer should lower the budget.
 """
 
 import importlib.util
@@ -23,7 +24,7 @@ from rwkv.training.trainer import prepare_blocks
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 HALF = torch.bfloat16
 ALLOCATIONS = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "_unsafe_view")
-# launches of a layer: forward, backward
+# launches per layer in the forward and the backward pass
 BUDGET = {("rwkv7", True): (27, 51), ("rwkv7", False): (27, 49), ("rwkv4", True): (23, 35), ("rwkv4", False): (23, 33)}
 
 
@@ -39,40 +40,40 @@ class Launches(TorchDispatchMode):
         views = any(result.alias_info is not None and not result.alias_info.is_write for result in func._schema.returns)
         if not views and name not in ALLOCATIONS:
             self.counts[name] += 1
-        if func is torch.ops.aten.mm.dtype:      # a CPU has no product with a wider result
+        if func is torch.ops.aten.mm.dtype:      # this operation does not exist on a CPU
             return (args[0] @ args[1]).to(args[2])
         return func(*args, **(kwargs or {}))
 
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
-    """A mode that also counts Triton's kernels, with the forms of a GPU on this CPU."""
+    """Returns a mode that counts launches, Triton's kernels included, and selects the forms of a GPU on this CPU."""
     from rwkv.model.fused import loss_triton
     from rwkv.model.fused import triton as fused_triton
     from rwkv.model.rwkv7 import fused_triton as rwkv7_triton
 
     mode = Launches()
 
-    def counted(kernel: Any, *_: Any, **__: Any) -> None:
+    def count(kernel: Any, *_: Any, **__: Any) -> None:
         mode.counts[kernel.__name__] += 1
 
     for module in (fused_triton, loss_triton, rwkv7_triton):
-        monkeypatch.setattr(module, "launch", counted)
+        monkeypatch.setattr(module, "launch", count)
     monkeypatch.setitem(fused_backend.SUFFIXES, "cpu", "triton")
     for module in (fused, loss):
         monkeypatch.setattr(module, "WIDE_PRODUCTS", ("cpu",))
     return mode
 
 
-def prepared(generation: str, n_layer: int, half: bool) -> Model:
+def prepared_model(generation: str, n_layer: int, half: bool) -> Model:
     model = small_model("c_v0", generation=generation, n_layer=n_layer)
     return prepare_blocks(model, TrainerConfig(precision="bf16-mixed" if half else "32-true"))
 
 
 def step(model: Model, launches: Launches, half: bool) -> tuple[Counter[str], Counter[str]]:
-    """The launches of the blocks in a forward and a backward pass, after a pass that has made the copies of the weights."""
+    """Returns the launches in a forward and in a backward pass, after a first step that rounds the weights."""
     x = tokens(model, 2, 8)
-    found = []
+    counts_of_passes = []
     for _ in range(2):
         model.zero_grad(set_to_none=True)
         with launches:
@@ -82,20 +83,20 @@ def step(model: Model, launches: Launches, half: bool) -> tuple[Counter[str], Co
             forward = launches.counts.copy()
             launches.counts.clear()
             hidden.backward(torch.zeros_like(hidden))
-            found = [forward, launches.counts.copy()]
-    return found[0], found[1]
+            counts_of_passes = [forward, launches.counts.copy()]
+    return counts_of_passes[0], counts_of_passes[1]
 
 
 @pytest.mark.parametrize(("generation", "half"), BUDGET)
 def test_the_launches_of_a_layer_are_within_their_budget(launches: Launches, generation: str, half: bool) -> None:
-    more, fewer = (step(prepared(generation, n_layer, half), launches, half) for n_layer in (4, 3))
+    more, fewer = (step(prepared_model(generation, n_layer, half), launches, half) for n_layer in (4, 3))
     layer = [counts - others for counts, others in zip(more, fewer, strict=True)]
-    found = tuple(counts.total() for counts in layer)
-    assert all(mine <= budget for mine, budget in zip(found, BUDGET[generation, half], strict=True)), layer
+    counts_of_passes = tuple(counts.total() for counts in layer)
+    assert all(mine <= budget for mine, budget in zip(counts_of_passes, BUDGET[generation, half], strict=True)), layer
 
 
 def test_a_step_converts_no_weight_but_those_that_the_optimiser_has_changed(launches: Launches) -> None:
-    model = prepared("rwkv7", 3, True)
+    model = prepared_model("rwkv7", 3, True)
     forward, _ = step(model, launches, True)
     assert forward["_foreach_copy_"] == 0
     with torch.no_grad():
@@ -124,7 +125,7 @@ def test_the_head_has_one_product_each_way_and_no_pass_over_the_logits_but_the_k
 
 
 def test_several_chunks_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU whose memory holds a part of the logits; the products are a CPU's."""
+    """Simulates a GPU whose memory holds only a part of the logits; the CPU computes the products."""
     for module in (fused, loss):
         monkeypatch.setattr(module, "WIDE_PRODUCTS", ("cpu",))
 

@@ -1,4 +1,4 @@
-"""Adapters and learnt states: gradients against finite differences in float64, merging, and frozen weights in other dtypes."""
+"""Tests adapters and learnt states: gradients by finite differences in float64, merging, and frozen weights in other dtypes."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,11 +14,11 @@ from rwkv.model.lora import LoraLinear, add_adapters, merge_adapter
 from rwkv.model.quantized import BFloat16Linear, Int4Linear, Int8Linear, to_bfloat16, to_int4, to_int8
 from rwkv.pretrained import RWKV
 
-ROUNDED: dict[str, Callable[..., RWKV]] = {
+ROUNDING: dict[str, Callable[..., RWKV]] = {
     "bfloat16": to_bfloat16, "int8": lambda model: to_int8(model, head=False), "int4": lambda model: to_int4(model, head=False)}
 
 
-def adapted(generation: str, modules: tuple[str, ...] = (), **options: float) -> RWKV:
+def adapted_model(generation: str, modules: tuple[str, ...] = (), **options: float) -> RWKV:
     model = small_model(generation=generation)
     add_adapters(model, modules, rank=2, alpha=6.0, **options)
     for name, parameter in model.named_parameters():
@@ -27,27 +27,27 @@ def adapted(generation: str, modules: tuple[str, ...] = (), **options: float) ->
     return model
 
 
-def with_state(**sizes: int) -> RWKV:
+def model_with_state(**sizes: int) -> RWKV:
     model = small_model(generation="rwkv7", **sizes).requires_grad_(False)
     shape = model.empty_state(1).wkv.shape
     model.set_time_states(list(0.3 * torch.randn(shape[0], *shape[2:], generator=torch.Generator().manual_seed(3))))
     return model
 
 
-def same_logits(model: RWKV, found: Tensor, expected: Tensor, in_float32: int = 0) -> None:
-    """In float64, but for the order of the sums: half a unit in the last place for each term on a token's way to its logits.
+def assert_same_logits(model: RWKV, actual: Tensor, expected: Tensor, in_float32: int = 0) -> None:
+    """Checks that float64 logits differ by no more than the rounding that another order of sums causes.
 
-    These are at most the T steps of the state and the inputs of every matrix. in_float32 is how often on that way something is
-    rounded to float32 besides: half a unit of that each time.
+    The bound is half a unit in the last place for each term between a token and its logits. The terms are at most the T steps
+    of the state and the inputs of all matrices. `in_float32` is the number of additional roundings to float32.
     """
-    assert found.dtype == torch.float64
+    assert actual.dtype == torch.float64
     terms = expected.shape[1] + sum(weight.shape[1] for weight in model.parameters() if weight.dim() == 2)
     units = terms * torch.finfo(torch.float64).eps + in_float32 * torch.finfo(torch.float32).eps
-    torch.testing.assert_close(found, expected, rtol=0, atol=units / 2 * expected.abs().max().item())
+    torch.testing.assert_close(actual, expected, rtol=0, atol=units / 2 * expected.abs().max().item())
 
 
 def check_gradients(model: RWKV, starts: Tensor | None = None) -> None:
-    """Of a sum of features, along a random direction in each trained tensor."""
+    """Compares the gradients of a sum of features with finite differences along a random direction in each tensor."""
     model.double()
     ids = tokens(model, T=9)
     unused = {"head.weight", *model.generation.UNUSED}
@@ -74,44 +74,44 @@ def check_gradients(model: RWKV, starts: Tensor | None = None) -> None:
 @each_generation
 @pytest.mark.parametrize("method", ["full", "lora"])
 def test_gradients_against_finite_differences(generation: str, method: str) -> None:
-    check_gradients(adapted(generation) if method == "lora" else small_model(generation=generation))
+    check_gradients(adapted_model(generation) if method == "lora" else small_model(generation=generation))
 
 
 @each_generation
 @pytest.mark.parametrize("method", ["full", "lora"])
 def test_gradients_of_rows_of_several_texts_are_those_of_the_texts_alone(generation: str, method: str) -> None:
-    """The first are computed from the products alone, the second by the form that keeps everything, or with other rows."""
-    model = adapted(generation) if method == "lora" else small_model(generation=generation)
+    """Packed rows and single texts are computed by different forms of the backward pass, or beside other rows."""
+    model = adapted_model(generation) if method == "lora" else small_model(generation=generation)
     model.double()
     ids, weights = tokens(model, B=1, T=9), torch.randn(9, model.config.n_embd, dtype=torch.float64)
     starts = torch.zeros(1, 9, dtype=torch.bool)
     starts[0, [0, 4]] = True
     trained = [parameter for name, parameter in model.named_parameters() if parameter.requires_grad and name != "head.weight"]
     together = (model.forward_features(ids, starts)[0] * weights).sum()
-    apart = sum((model.forward_features(ids[:, text])[0] * weights[text]).sum() for text in (slice(0, 4), slice(4, 9)))
-    for found, expected in zip(*(torch.autograd.grad(value, trained) for value in (together, apart)), strict=True):
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5 * max(1.0, expected.abs().max().item()))
+    separate = sum((model.forward_features(ids[:, text])[0] * weights[text]).sum() for text in (slice(0, 4), slice(4, 9)))
+    for actual, expected in zip(*(torch.autograd.grad(value, trained) for value in (together, separate)), strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5 * max(1.0, expected.abs().max().item()))
 
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_states_gradients_against_finite_differences(packed: bool) -> None:
     starts = torch.zeros(2, 9, dtype=torch.bool)
     starts[0, [0, 4]] = True
-    check_gradients(with_state(), starts if packed else None)
+    check_gradients(model_with_state(), starts if packed else None)
 
 
 @each_generation
 def test_merged_adapters_give_the_same_logits(generation: str) -> None:
-    model = adapted(generation, ("att.key", "ffn.value")).double().eval()
+    model = adapted_model(generation, ("att.key", "ffn.value")).double().eval()
     ids = tokens(model)
-    apart, _ = model(ids)
+    separate, _ = model(ids)
     for name, layer in list(model.named_modules()):
         if isinstance(layer, LoraLinear):
             weight = merge_adapter(layer.base.weight, layer.lora_A.weight, layer.lora_B.weight, layer.scale)
             layer.base.weight = torch.nn.Parameter(weight)
             model.set_submodule(name, layer.base)
-    same_logits(model, model(ids)[0], apart, in_float32=2 * model.config.n_layer)        # each merged matrix is
-    assert not torch.allclose(small_model(generation=generation).double()(ids)[0], apart, atol=1e-2)
+    assert_same_logits(model, model(ids)[0], separate, in_float32=2 * model.config.n_layer)        # merging rounds each matrix
+    assert not torch.allclose(small_model(generation=generation).double()(ids)[0], separate, atol=1e-2)
 
 
 @each_generation
@@ -122,7 +122,7 @@ def test_adapters_alone_are_trained_and_change_nothing_at_first(generation: str)
     add_adapters(model, (), rank=2, alpha=6.0)
     assert {name for name, layer in model.blocks.named_modules() if isinstance(layer, LoraLinear)} == layers
     assert all("lora" in name for name, parameter in model.named_parameters() if parameter.requires_grad)
-    same_logits(model.double(), model(tokens(model))[0], before)
+    assert_same_logits(model.double(), model(tokens(model))[0], before)
 
 
 def test_another_module_is_refused() -> None:
@@ -131,8 +131,8 @@ def test_another_module_is_refused() -> None:
 
 
 def test_a_learnt_state_is_read_before_the_first_token() -> None:
-    """In one pass, token by token, and packed, where each text begins with it."""
-    model = with_state().double()
+    """Logits are compared in one pass, token by token, and packed, where each text begins with the learnt state."""
+    model = model_with_state().double()
     ids = tokens(model, T=8)
     whole, _ = model(ids)
     assert not torch.allclose(whole, small_model(generation="rwkv7").double()(ids)[0], atol=1e-2)
@@ -141,29 +141,29 @@ def test_a_learnt_state_is_read_before_the_first_token() -> None:
         for t in range(8):
             logits, state = model(ids[:, t:t + 1], state)
             stepped.append(logits)
-    same_logits(model, torch.cat(stepped, 1), whole, in_float32=8)                       # the state is, at each step
+    assert_same_logits(model, torch.cat(stepped, 1), whole, in_float32=8)                       # each step rounds the state
     starts = torch.zeros(2, 8, dtype=torch.bool)
     starts[:, 5] = True
     packed = model.head(model.forward_features(ids, starts))
-    same_logits(model, packed, torch.cat((model(ids[:, :5])[0], model(ids[:, 5:])[0]), 1))
+    assert_same_logits(model, packed, torch.cat((model(ids[:, :5])[0], model(ids[:, 5:])[0]), 1))
 
 
 def test_a_learnt_state_is_no_part_of_the_fingerprint() -> None:
-    assert with_state().fingerprint() == small_model(generation="rwkv7").fingerprint()
+    assert model_with_state().fingerprint() == small_model(generation="rwkv7").fingerprint()
 
 
 @pytest.mark.parametrize("base", ["bfloat16", "int8", "int4"])
 @each_generation
 def test_gradients_reach_adapters_through_frozen_weights_in_other_dtypes(generation: str, base: str) -> None:
-    """Close to those with the same rounded weights in float32; products in int8, and in int4 on some CPUs, round inputs too."""
-    model = ROUNDED[base](small_model(generation=generation, n_embd=32).requires_grad_(False))
+    """Gradients are close to those of the same rounded weights in float32; integer products may also round inputs."""
+    model = ROUNDING[base](small_model(generation=generation, n_embd=32).requires_grad_(False))
     exact = small_model(generation=generation, n_embd=32).requires_grad_(False)
     exact.emb.weight.data = model.emb.weight.float()
     for name, layer in model.named_modules():
         if isinstance(layer, (BFloat16Linear, Int8Linear, Int4Linear)):
             exact.get_submodule(name).weight.data = torch.cat(list(layer.row_blocks(torch.float32)))
-    expected, found = gradients_of_adapters(exact), gradients_of_adapters(model)
-    assert ((found - expected).norm() / expected.norm()).item() < (1e-4 if base == "bfloat16" else 0.1)
+    expected, actual = gradients_of_adapters(exact), gradients_of_adapters(model)
+    assert ((actual - expected).norm() / expected.norm()).item() < (1e-4 if base == "bfloat16" else 0.1)
 
 
 def gradients_of_adapters(model: RWKV) -> Tensor:
@@ -180,20 +180,20 @@ def test_the_gradient_of_an_input_is_that_of_the_rounded_weight(layer: Callable[
     linear = layer(torch.randn(300, 70))
     x, grad = torch.randn(2, 40, 70, requires_grad=True), torch.randn(2, 40, 300)
     weight = torch.cat(list(linear.row_blocks(torch.float32)))
-    (found,) = torch.autograd.grad(linear(x), x, grad)
-    torch.testing.assert_close(found, grad @ weight, rtol=1e-5, atol=1e-4)
+    (actual,) = torch.autograd.grad(linear(x), x, grad)
+    torch.testing.assert_close(actual, grad @ weight, rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize("method", ["lora", "state"])
 def test_frozen_weights_take_less_memory_than_trained_ones(method: str) -> None:
-    """That a forward pass keeps: it grows with the text."""
+    """The test measures the activations that a forward pass saves, which grow with the text."""
     model = small_model(generation="rwkv7", n_embd=64, head_size=16)
-    read = tokens(model, T=100)
-    full = saved_activations(model, lambda: model.forward_features(read))
+    ids_read = tokens(model, T=100)
+    full_bytes = saved_activations(model, lambda: model.forward_features(ids_read))
     if method == "lora":
         add_adapters(model, (), rank=2, alpha=2.0)
     else:
         model.requires_grad_(False)
         model.set_time_states([layer.wkv[0].clone() for layer in model.empty_state(1).layers()])
-    less = saved_activations(model, lambda: model.forward_features(read))
-    assert less <= {"lora": 0.35, "state": 0.32}[method] * full
+    tuned_bytes = saved_activations(model, lambda: model.forward_features(ids_read))
+    assert tuned_bytes <= {"lora": 0.35, "state": 0.32}[method] * full_bytes

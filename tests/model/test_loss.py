@@ -1,4 +1,4 @@
-"""The fused loss is plain cross-entropy in value and gradient, and L2Wrap is part of the gradient like everything else."""
+"""Tests that the fused loss has the value and gradient of plain cross-entropy, and that L2Wrap is a part of its gradient."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ from rwkv.training.task import LanguageModel
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """512 rows of 11 logits in a chunk, so that a few more rows take several; and a short block of the two-stage argmax."""
+    """Limits a chunk to 512 rows of 11 logits, so that few more rows need several, and shortens the blocks of the argmax."""
     monkeypatch.setattr(loss, "CHUNK_LOGITS", 512 * 11)
     monkeypatch.setattr(loss, "ARGMAX_BLOCK", 16)
 
@@ -31,28 +31,30 @@ def problem(N: int, C: int = 6, V: int = 11, ignored: int = 0) -> tuple[Tensor, 
     return hidden, weight, targets
 
 
-def plain(hidden: Tensor, weight: Tensor, targets: Tensor, l2_wrap: float,
-          confidence_penalty: float = 0.0) -> tuple[Tensor, Tensor, Tensor]:
-    """Loss and gradients by autograd in float64; half of l2_wrap times the mean square of the largest logits has the
-    gradient that L2Wrap adds."""
+def exact_loss(hidden: Tensor, weight: Tensor, targets: Tensor, l2_wrap: float,
+               confidence_penalty: float = 0.0) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the loss and its gradients as computed by autograd in float64.
+
+    L2Wrap adds the gradient of l2_wrap / 2 times the mean square of the largest logits.
+    """
     hidden, weight = (tensor.double().requires_grad_() for tensor in (hidden, weight))
-    counted = targets != IGNORED
-    logits = (hidden @ weight.T)[counted]
-    value = torch.nn.functional.cross_entropy(logits, targets[counted])
+    is_target = targets != IGNORED
+    logits = (hidden @ weight.T)[is_target]
+    value = torch.nn.functional.cross_entropy(logits, targets[is_target])
     total = value + l2_wrap / 2 * logits.max(-1).values.square().mean()
     total -= confidence_penalty * torch.distributions.Categorical(logits=logits).entropy().mean()
     return value.detach(), *torch.autograd.grad(total, (hidden, weight))
 
 
-def fused(hidden: Tensor, weight: Tensor, targets: Tensor, l2_wrap: float, scale: float = 1.0,
-          confidence_penalty: float = 0.0) -> tuple[Tensor, ...]:
+def fused_loss(hidden: Tensor, weight: Tensor, targets: Tensor, l2_wrap: float, scale: float = 1.0,
+               confidence_penalty: float = 0.0) -> tuple[Tensor, ...]:
     hidden, weight = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
     value = head_loss(hidden, weight, targets, l2_wrap, confidence_penalty)
     (value * scale).backward()
     return value.detach(), hidden.grad, weight.grad
 
 
-def close(actual: tuple[Tensor, ...], expected: tuple[Tensor, ...], tolerance: float = 1e-6) -> None:
+def assert_close(actual: tuple[Tensor, ...], expected: tuple[Tensor, ...], tolerance: float = 1e-6) -> None:
     for one, other in zip(actual, expected, strict=True):
         assert (one - other).abs().max() <= tolerance * other.abs().max()
 
@@ -63,20 +65,21 @@ def close(actual: tuple[Tensor, ...], expected: tuple[Tensor, ...], tolerance: f
 def test_value_and_gradients_are_those_of_autograd_in_float64(N: int, ignored: int, l2_wrap: float,
                                                               confidence_penalty: float) -> None:
     inputs = problem(N, ignored=ignored)
-    close(fused(*inputs, l2_wrap, confidence_penalty=confidence_penalty), plain(*inputs, l2_wrap, confidence_penalty))
+    assert_close(fused_loss(*inputs, l2_wrap, confidence_penalty=confidence_penalty),
+                 exact_loss(*inputs, l2_wrap, confidence_penalty))
 
 
 @pytest.mark.parametrize("scale", [2.0 ** 16, 2.0 ** -10, -1.0])
 def test_loss_scaling_scales_every_gradient(scale: float) -> None:
     inputs = problem(20)
-    _, grad_hidden, grad_weight = fused(*inputs, 0.3)
-    _, scaled_hidden, scaled_weight = fused(*inputs, 0.3, scale)
+    _, grad_hidden, grad_weight = fused_loss(*inputs, 0.3)
+    _, scaled_hidden, scaled_weight = fused_loss(*inputs, 0.3, scale)
     assert torch.equal(scaled_hidden, scale * grad_hidden)
     assert torch.equal(scaled_weight, scale * grad_weight)
 
 
 def test_the_model_learns_with_the_gradient_of_plain_autograd() -> None:
-    """Through the whole model, the head's own gradient among them; the penalties are in the step and not in its loss."""
+    """All parameters of a model are compared, the head's included. The penalties change gradients but not the reported loss."""
     model = small_model("conv1d")
     x, y = tokens(model), tokens(model, seed=2)
     value = LanguageModel(model, OptimConfig(l2_wrap=0.3, confidence_penalty=0.3), 1, 1).training_step((x, y), 0)
@@ -93,13 +96,13 @@ def test_the_model_learns_with_the_gradient_of_plain_autograd() -> None:
 
 
 def test_nothing_to_predict_is_no_loss_and_no_gradient() -> None:
-    for result in fused(*problem(5, ignored=5), 0.3, confidence_penalty=0.2):
+    for result in fused_loss(*problem(5, ignored=5), 0.3, confidence_penalty=0.2):
         assert not result.any()
 
 
 def test_huge_logits_stay_finite() -> None:
     hidden, weight, targets = problem(9)
-    for result in fused(1e18 * hidden, 1e18 * weight, targets, 0.0):
+    for result in fused_loss(1e18 * hidden, 1e18 * weight, targets, 0.0):
         assert result.isfinite().all()
 
 
@@ -119,9 +122,9 @@ class MostRows(TorchDispatchMode):
 
 def test_the_logits_never_exist_at_once() -> None:
     inputs = problem(3000)
-    with MostRows(V=11) as seen:
-        fused(*inputs, 0.3)
-    assert 0 < seen.rows <= 512
+    with MostRows(V=11) as recorder:
+        fused_loss(*inputs, 0.3)
+    assert 0 < recorder.rows <= 512
 
 
 def test_a_second_derivative_is_refused() -> None:
@@ -139,17 +142,17 @@ def test_a_second_backward_pass_is_refused() -> None:
         loss.backward()
 
 
-@pytest.mark.parametrize("learns", [True, False])
-def test_a_frozen_head_in_another_dtype_is_the_same_head(learns: bool) -> None:
-    """It is converted a part at a time."""
+@pytest.mark.parametrize("needs_grad", [True, False])
+def test_a_frozen_head_in_another_dtype_is_the_same_head(needs_grad: bool) -> None:
+    """The head is converted a part at a time."""
     hidden, weight, targets = problem(20, V=loss.NARROW_ROWS + 5)
     narrow = weight.bfloat16()
-    value = head_loss(hidden.requires_grad_(learns), narrow, targets)
-    expected, of_hidden, _ = plain(hidden.detach(), narrow.float(), targets, 0.0)
+    value = head_loss(hidden.requires_grad_(needs_grad), narrow, targets)
+    expected, grad_hidden, _ = exact_loss(hidden.detach(), narrow.float(), targets, 0.0)
     torch.testing.assert_close(value.detach().double(), expected)
-    if learns:
+    if needs_grad:
         value.backward()
-        torch.testing.assert_close(hidden.grad, of_hidden.float())
+        torch.testing.assert_close(hidden.grad, grad_hidden.float())
 
 
 def test_without_gradient_there_is_only_the_value() -> None:
@@ -157,7 +160,7 @@ def test_without_gradient_there_is_only_the_value() -> None:
     with torch.no_grad():
         value = head_loss(*inputs, 0.3)
     assert not value.requires_grad
-    close((value,), plain(*inputs, 0.0)[:1])
+    assert_close((value,), exact_loss(*inputs, 0.0)[:1])
 
 
 @pytest.mark.thorough
@@ -170,10 +173,10 @@ def test_the_first_largest_of_each_row_is_found(rows: int, V: int, levels: int, 
 
 @pytest.mark.thorough
 def test_half_precision_loses_no_gradient_to_underflow() -> None:
-    """Each of 32768 rows has a share of 3e-5 in the mean: times most probabilities, that is 0 in float16."""
+    """Each of 32768 rows has a weight of 3e-5 in the mean, and most probabilities times this weight are 0 in float16."""
     hidden, weight, targets = problem(32768, V=300)
     with torch.autocast("cpu", torch.float16):
-        found = fused(hidden, weight, targets, 0.0, scale=2.0 ** 10)
-    _, *expected = plain(hidden, weight, targets, 0.0)
-    for gradient, exact in zip(found[1:], expected, strict=True):
+        actual = fused_loss(hidden, weight, targets, 0.0, scale=2.0 ** 10)
+    _, *expected = exact_loss(hidden, weight, targets, 0.0)
+    for gradient, exact in zip(actual[1:], expected, strict=True):
         assert (gradient / 2.0 ** 10 - exact).norm() <= 1e-3 * exact.norm()

@@ -1,6 +1,6 @@
-"""A model of every generation in all its forms, which agree, and in training, under every kernel.
+"""Tests models of every generation with every kernel: their forms agree, and so do their training steps.
 
-That RWKV-4 is the paper's: test_parity.py; RWKV-7: rwkv7/test_rwkv7.py.
+test_parity.py compares RWKV-4 with its paper's formulas, and rwkv7/test_rwkv7.py does so for RWKV-7.
 """
 
 import copy
@@ -18,7 +18,7 @@ from rwkv.pretrained import RWKV
 from rwkv.training.task import LanguageModel
 
 
-def close(actual: Tensor, expected: Tensor, atol: float) -> None:
+def assert_close(actual: Tensor, expected: Tensor, atol: float) -> None:
     torch.testing.assert_close(actual, expected, rtol=0, atol=atol, check_dtype=False)
 
 
@@ -26,20 +26,20 @@ def close(actual: Tensor, expected: Tensor, atol: float) -> None:
 @torch.no_grad()
 def test_parallel_chunked_and_recurrent_forms_agree(generation: str, kernel: str) -> None:
     model = small_model(kernel, generation=generation)
-    read = tokens(model)
-    logits, state = model(read)
+    ids = tokens(model)
+    logits, state = model(ids)
     for lengths in ([5, 1, 18], [1] * 24):
         state_so_far, parts = None, []
-        for chunk in read.split(lengths, dim=1):
+        for chunk in ids.split(lengths, dim=1):
             part, state_so_far = model(chunk, state_so_far)
             parts.append(part)
-        close(torch.cat(parts, dim=1), logits, 1e-5)
+        assert_close(torch.cat(parts, dim=1), logits, 1e-5)
         assert_same_state(state_so_far, state)
 
 
 @each_form
 def test_a_single_step_with_gradient_is_the_one_without(generation: str, kernel: str) -> None:
-    """Without a gradient it is WKV4.step, with one the kernel."""
+    """Without gradients the operator's step function computes a single step, and with gradients the kernel does."""
     model = small_model(kernel, generation=generation)
     _, state = model(tokens(model))
     last = tokens(model, T=1, seed=2)
@@ -47,7 +47,7 @@ def test_a_single_step_with_gradient_is_the_one_without(generation: str, kernel:
         expected = model(last, state)
     logits, after = model(last, state)
     assert logits.requires_grad
-    close(logits, expected[0], 1e-5)
+    assert_close(logits, expected[0], 1e-5)
     assert_same_state(after, expected[1])
 
 
@@ -79,7 +79,7 @@ def test_the_state_has_the_shape_and_dtype_that_are_promised(generation: str) ->
 
 @each_generation
 def test_the_parts_of_an_empty_state_share_no_memory(generation: str) -> None:
-    """One element that is changed changes no other."""
+    """A change of one element changes no other element."""
     model = small_model(generation=generation)
     for index in range(len(model.empty_state(2))):
         state = model.empty_state(2)
@@ -104,24 +104,24 @@ def test_a_state_of_another_shape_is_refused(T: int, generation: str, other: dic
 @torch.no_grad()
 def test_a_later_token_changes_nothing_earlier(generation: str, kernel: str) -> None:
     model = small_model(kernel, generation=generation)
-    read = tokens(model)
-    changed = read.clone()
-    changed[:, 12] = (read[:, 12] + 1) % model.vocab_size
-    one, other = model(read)[0], model(changed)[0]
-    close(one[:, :12], other[:, :12], 1e-5)      # not equal to the bit: the largest k of a block is its scale
+    ids = tokens(model)
+    changed = ids.clone()
+    changed[:, 12] = (ids[:, 12] + 1) % model.vocab_size
+    one, other = model(ids)[0], model(changed)[0]
+    assert_close(one[:, :12], other[:, :12], 1e-5)      # bits may differ, because the largest k of a block is its scale
     assert not torch.isclose(one[:, 12:], other[:, 12:]).all(-1).any()
 
 
 @each_form
 def test_packed_texts_do_not_see_each_other(generation: str, kernel: str) -> None:
-    """Of three texts in one row only the tokens of the one in the loss have a gradient, whatever their neighbours are."""
+    """If the loss depends on one of three texts in a row, only that text's tokens have a gradient."""
     model = small_model(kernel, generation=generation, vocab_size=60)
-    lengths = 8, 12, 4                                           # the first is computed beside the second, as 12 steps
+    lengths = 8, 12, 4                                           # the first is computed together with the second, as 12 steps
     owners = torch.arange(3).repeat_interleave(torch.tensor(lengths))
-    read = tokens(model, B=1) % 20 + 20 * owners                 # each text has tokens of its own
+    ids = tokens(model, B=1) % 20 + 20 * owners                 # each text has tokens of its own
     starts = (owners.diff(prepend=torch.tensor([-1])) != 0).unsqueeze(0)
     for text in range(3):
-        hidden = model.forward_features(read, starts)[:, owners == text]
+        hidden = model.forward_features(ids, starts)[:, owners == text]
         grad, = torch.autograd.grad(hidden.square().sum(), [model.emb.weight])
         assert grad[20 * text:20 * (text + 1)].any()
         grad[20 * text:20 * (text + 1)] = 0
@@ -134,15 +134,15 @@ def test_prefill_is_the_last_position_and_rows_do_not_see_each_other(generation:
     model = small_model(generation=generation)
     logits, state = model(tokens(model))
     last, after = model.prefill(tokens(model))
-    close(last, logits[:, -1], 1e-6)
+    assert_close(last, logits[:, -1], 1e-6)
     assert_same_state(after, state)
-    close(logits[1:], model(tokens(model)[1:])[0], 1e-6)
+    assert_close(logits[1:], model(tokens(model)[1:])[0], 1e-6)
 
 
 @pytest.mark.thorough
 @each_form
 def test_gradients_of_each_sample(generation: str, kernel: str) -> None:
-    """By torch.func, of the whole model: the ones that autograd has of one sample after the other."""
+    """torch.func gives each sample the gradients that autograd gives for the sample alone."""
     model = small_model(kernel, generation=generation)
     weights = {name: weight.detach() for name, weight in model.named_parameters()}
 
@@ -154,17 +154,17 @@ def test_gradients_of_each_sample(generation: str, kernel: str) -> None:
     each = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(weights, rows)
     loss(dict(model.named_parameters()), rows[1]).backward()
     for name, weight in model.named_parameters():
-        close(each[name][1], weight.grad, 2e-6)
+        assert_close(each[name][1], weight.grad, 2e-6)
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning", "ignore::torch.jit.TracerWarning")
 def test_a_trace_is_the_model() -> None:
-    """Every layer and operator is in it, and no long loop over what is traced."""
+    """A trace has every layer and operator, and gives the same logits for other tokens."""
     model = small_model("torch_scan")
-    read = tokens(model)
+    ids = tokens(model)
     with torch.no_grad():
-        traced = torch.jit.trace(model, (read,), check_trace=False)
-        close(traced(tokens(model, seed=2))[0], model(tokens(model, seed=2))[0], 1e-5)
+        traced = torch.jit.trace(model, (ids,), check_trace=False)
+        assert_close(traced(tokens(model, seed=2))[0], model(tokens(model, seed=2))[0], 1e-5)
 
 
 @pytest.mark.parametrize("shape", [(2, 0), (5,), (1, 2, 3)])
@@ -173,7 +173,7 @@ def test_tokens_of_another_shape_are_refused(shape: tuple[int, ...]) -> None:
         small_model()(torch.zeros(shape, dtype=torch.long))
 
 
-# RWKV-7 normalises each head, and with it the rounding of a head whose output is small: the wider a head, the more even.
+# RWKV-7 normalises each head, which magnifies the rounding of a head with small outputs. Wide heads have more even outputs.
 IN_BF16 = {"rwkv4": ({}, 0.1), "rwkv7": ({"n_embd": 32, "head_size": 32}, 0.25)}
 
 
@@ -218,14 +218,14 @@ def test_parameters_have_the_official_names_and_shapes() -> None:
 
 
 @pytest.fixture(scope="module")
-def fresh() -> RWKV:
+def new_model() -> RWKV:
     torch.manual_seed(0)
     return RWKV(ModelConfig(n_layer=3, n_embd=8, n_ffn=40), 50, select("wkv4", "reference")).init_weights()
 
 
 @pytest.mark.parametrize("layer", [0, 1, 2])
-def test_initial_decays_and_mixing_weights(fresh: RWKV, layer: int) -> None:
-    att, ffn = fresh.blocks[layer].att, fresh.blocks[layer].ffn
+def test_initial_decays_and_mixing_weights(new_model: RWKV, layer: int) -> None:
+    att, ffn = new_model.blocks[layer].att, new_model.blocks[layer].ffn
     rho, sigma = layer / 2, 1 - layer / 3
     for h, x in ((0, 0.0), (3, 3 / 8), (7, 7 / 8)):
         power = x ** sigma
@@ -237,18 +237,18 @@ def test_initial_decays_and_mixing_weights(fresh: RWKV, layer: int) -> None:
         assert ffn.time_mix_k[0, 0, h].item() == ffn.time_mix_r[0, 0, h].item() == pytest.approx(power)
 
 
-def test_initial_matrices(fresh: RWKV) -> None:
-    for block in fresh.blocks:
+def test_initial_matrices(new_model: RWKV) -> None:
+    for block in new_model.blocks:
         for zero in (block.att.key, block.att.receptance, block.att.output, block.ffn.value, block.ffn.receptance):
             assert not zero.weight.any()
         orthogonal(block.att.value.weight, 1.0)
         orthogonal(block.ffn.key.weight, math.sqrt(5))
-    orthogonal(fresh.head.weight, 0.5 * math.sqrt(50 / 8))
-    assert 0.9e-4 < fresh.emb.weight.abs().max() <= 1e-4
+    orthogonal(new_model.head.weight, 0.5 * math.sqrt(50 / 8))
+    assert 0.9e-4 < new_model.emb.weight.abs().max() <= 1e-4
 
 
 def orthogonal(weight: Tensor, gain: float) -> None:
-    close(weight.T @ weight, gain ** 2 * torch.eye(weight.shape[1]), 1e-5)
+    assert_close(weight.T @ weight, gain ** 2 * torch.eye(weight.shape[1]), 1e-5)
 
 
 def test_one_layer_of_one_channel_has_finite_weights() -> None:
@@ -259,16 +259,16 @@ def test_one_layer_of_one_channel_has_finite_weights() -> None:
 # Only the kernel changes
 
 
-def seeded(generation: str, kernel: str) -> RWKV:
+def seeded_model(generation: str, kernel: str) -> RWKV:
     torch.manual_seed(0)
     return RWKV(small_config(generation), 40, select(OPERATORS[generation], kernel)).init_weights()
 
 
 @cache
 def train(generation: str, kernel: str, steps: int = 20) -> list[float]:
-    """The losses of a run from the initial weights, with the optimiser and the schedule of a real one."""
+    """Returns the losses of a run from the initial weights, with the optimiser and schedule of training."""
     config = OptimConfig(warmup_steps=5, weight_decay=0.01)
-    task = LanguageModel(seeded(generation, kernel), config, steps, val_bytes_per_token=1.0)
+    task = LanguageModel(seeded_model(generation, kernel), config, steps, val_bytes_per_token=1.0)
     configured = task.configure_optimizers()
     optimizer, schedule = configured["optimizer"], configured["lr_scheduler"]["scheduler"]
     text = torch.randint(40, (steps, 4, 1), generator=torch.Generator().manual_seed(1)) + 3 * torch.arange(33)

@@ -1,9 +1,9 @@
-"""Every form of every generation beside its formulas in float64: values, the state, and gradients where the form trains.
+"""Compares every form of every generation with its formulas in float64: values, the state, and the gradients of training forms.
 
-The forms of training compute a whole model, with a state before the first token, or rows of several sequences; in float32, and
-under autocast, where an error may be a few times that of the formulas in the same precision. A step reads tokens one at a time,
-with weights in every form. The forms on a GPU run the same checks under Triton's interpreter: fused/fused_triton_interpreted.py
-and tests/generation/gpu_interpreted.py.
+The training forms compute a whole model with a state before the first token, or rows of several sequences, in float32 and under
+autocast. Under autocast an error may be a few times that of the formulas in the same precision. The decoding steps read one
+token at a time, with weights in every format. The GPU forms run the same checks under Triton's interpreter, in
+fused/fused_triton_interpreted.py and tests/generation/gpu_interpreted.py.
 """
 
 import pytest
@@ -46,19 +46,21 @@ def model_in(weights: str, generation: str, sizes: str) -> RWKV:
 @each_generation
 def test_a_step_in_c_computes_the_formulas(level: str, weights: str, sizes: str, generation: str,
                                            monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where inputs are rounded, a last bit may round one to its other neighbour, in a row here or there, which is off from then
-    on: to bfloat16 more often than to integers."""
-    off = check_step(model_in(weights, generation, sizes), CDecoder, monkeypatch)
-    assert (off.min() if weights == "bfloat16" else off.median()) <= 2e-5
-    assert off.max() <= (2e-5 if weights == "float32" else 0.1)
+    """Where inputs are rounded, a difference in the last bit may round an input of some row to its other neighbour.
+
+    Such a row differs from then on. This happens more often in bfloat16 than with integers.
+    """
+    error = check_step(model_in(weights, generation, sizes), CDecoder, monkeypatch)
+    assert (error.min() if weights == "bfloat16" else error.median()) <= 2e-5
+    assert error.max() <= (2e-5 if weights == "float32" else 0.1)
 
 
 @WEIGHTS
 @each_generation
 def test_a_step_in_pytorch_computes_the_formulas(weights: str, sizes: str, generation: str,
                                                  monkeypatch: pytest.MonkeyPatch) -> None:
-    """In bfloat16 every operation rounds: 2^-8 of logits of order 1, a few times."""
-    off = check_step(model_in(weights, generation, sizes), Decoder, monkeypatch)
+    """In bfloat16 every operation rounds, so the errors of logits of order 1 are a few times 2^-8."""
+    error = check_step(model_in(weights, generation, sizes), Decoder, monkeypatch)
     if weights != "bfloat16":
-        assert off.median() <= 2e-5
-    assert off.max() <= (2e-5 if weights == "float32" else 0.15)
+        assert error.median() <= 2e-5
+    assert error.max() <= (2e-5 if weights == "float32" else 0.15)

@@ -1,7 +1,7 @@
-"""A third generation is a folder in rwkv/model, its operator's folder in kernels/ and its file in rwkv/checkpoint.
+"""Tests that a third generation needs only a folder in rwkv/model, an operator in kernels/ and a file in rwkv/checkpoint.
 
-The toy in third_generation/ has formulas alone: no fused forms, no decoding step, no C. Beside the program's own files, none of
-which is changed, it trains, resumes, samples, is compared with its reference, saved, converted and loaded.
+The toy in third_generation/ has formulas only: no fused forms, no decoding step and no C. Without any change of the program's
+files it trains, resumes, samples, is compared with its reference, and is saved, converted and loaded.
 """
 
 import subprocess
@@ -56,7 +56,7 @@ assert not torch.equal(first.blocks[1].att.decay, whole.blocks[1].att.decay), "n
 
 @pytest.fixture(scope="module")
 def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with links to the program's files, and the toy's among them."""
+    """Returns a folder with links to the program's files and to those of the toy."""
     root = tmp_path_factory.mktemp("program")
     folders = [ROOT / name for name in ("kernels", "rwkv", "rwkv/model", "rwkv/checkpoint")]
     for folder in folders:
@@ -73,6 +73,7 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.programs
 def test_it_trains_resumes_samples_and_is_saved_and_loaded(program: Path) -> None:
+    """The toy generation runs through all programs, and the terminal names its kernel and its decoder."""
     done = subprocess.run([sys.executable, "-c", DRIVER], cwd=program, env=ENVIRONMENT, capture_output=True, text=True,
                           check=False)
     assert done.returncode == 0, done.stderr[-3000:]

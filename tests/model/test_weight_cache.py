@@ -1,4 +1,4 @@
-"""A weight's rounded copy is up to date, is made once per step, and is the only copy that a training step saves."""
+"""Tests that a weight's rounded copy is up to date, made once per step, and the only copy that a training step saves."""
 
 import copy
 import pickle
@@ -24,7 +24,7 @@ def weights(n: int = 3) -> list[nn.Parameter]:
     return [nn.Parameter(torch.randn(4, 5, generator=generator)) for _ in range(n)]
 
 
-def stepped_by(optimiser: type[torch.optim.Optimizer], **options: Any) -> Callable[[list[nn.Parameter]], None]:
+def optimizer_step(optimiser: type[torch.optim.Optimizer], **options: Any) -> Callable[[list[nn.Parameter]], None]:
     def change(parameters: list[nn.Parameter]) -> None:
         for parameter in parameters:
             parameter.grad = torch.ones_like(parameter)
@@ -33,23 +33,24 @@ def stepped_by(optimiser: type[torch.optim.Optimizer], **options: Any) -> Callab
     return change
 
 
-def loaded(parameters: list[nn.Parameter]) -> None:
+def load_state(parameters: list[nn.Parameter]) -> None:
     nn.ParameterList(parameters).load_state_dict({str(i): torch.full_like(p, i) for i, p in enumerate(parameters)})
 
 
-def replaced(parameters: list[nn.Parameter]) -> None:
+def replace_data(parameters: list[nn.Parameter]) -> None:
     for parameter in parameters:
         parameter.data = parameter.data + 1
 
 
-def written(parameters: list[nn.Parameter]) -> None:
+def write_in_place(parameters: list[nn.Parameter]) -> None:
     with torch.no_grad():
         for parameter in parameters:
             parameter[0, 0] += 1
 
 
-@pytest.mark.parametrize("change", [stepped_by(torch.optim.AdamW, fused=True), stepped_by(torch.optim.AdamW, foreach=True),
-                                    stepped_by(torch.optim.SGD), loaded, replaced, written],
+@pytest.mark.parametrize("change", [optimizer_step(torch.optim.AdamW, fused=True),
+                                    optimizer_step(torch.optim.AdamW, foreach=True),
+                                    optimizer_step(torch.optim.SGD), load_state, replace_data, write_in_place],
                          ids=["fused AdamW", "AdamW", "SGD", "load_state_dict", ".data =", "in place"])
 def test_a_copy_follows_every_change(change: Callable[[list[nn.Parameter]], None]) -> None:
     parameters = weights()
@@ -70,8 +71,8 @@ def test_all_copies_are_brought_up_to_date_by_one_operation(monkeypatch: pytest.
     calls, plain = [], torch._foreach_copy_
     monkeypatch.setattr(torch, "_foreach_copy_", lambda *lists: calls.append(len(lists[0])) or plain(*lists))
     for _ in range(3):
-        stepped_by(torch.optim.AdamW, fused=True)(parameters)
-        for _ in range(2):               # two batches of a step
+        optimizer_step(torch.optim.AdamW, fused=True)(parameters)
+        for _ in range(2):               # a step has two batches
             for parameter in parameters:
                 rounded(HALF, [parameter])
     assert calls == [3, 3, 3]
@@ -88,17 +89,17 @@ def test_a_copy_that_is_made_in_inference_mode_serves_training() -> None:
 def test_copies_of_a_weight_have_no_cache() -> None:
     (weight,) = weights(1)
     WeightCache([weight])
-    (kept,) = rounded(HALF, [weight])
+    (rounded_copy,) = rounded(HALF, [weight])
     for other in (copy.deepcopy(weight), pickle.loads(pickle.dumps(weight))):
         with torch.no_grad():
             other += 1
         assert torch.equal(rounded(HALF, [other])[0], other.to(HALF))
     assert len(pickle.dumps(weight)) < len(pickle.dumps(weight.data)) + 500, "the rounded copy is not pickled"
-    assert torch.equal(kept, weight.to(HALF))
+    assert torch.equal(rounded_copy, weight.to(HALF))
 
 
-def trained(generation: str, cached: bool) -> tuple[list[Tensor], list[Tensor]]:
-    """The losses of 3 steps in bf16 of two batches each, and the weights after them."""
+def train(generation: str, cached: bool) -> tuple[list[Tensor], list[Tensor]]:
+    """Returns the losses of 3 steps under bfloat16 autocast, with two batches each, and the weights after them."""
     precision = "bf16-mixed" if cached else "32-true"
     model = prepare_blocks(small_model("c_v0", generation=generation), TrainerConfig(precision=precision))
     task = LanguageModel(model, OptimConfig(), 10, 1.0)
@@ -117,14 +118,14 @@ def trained(generation: str, cached: bool) -> tuple[list[Tensor], list[Tensor]]:
 
 @each_generation
 def test_training_is_the_same_to_the_bit(generation: str) -> None:
-    for one, other in zip(trained(generation, True), trained(generation, False), strict=True):
+    for one, other in zip(train(generation, True), train(generation, False), strict=True):
         assert all(map(torch.equal, one, other))
 
 
 @each_generation
 @pytest.mark.parametrize("cached", [True, False])
 def test_no_second_copy_of_the_weights_lives_until_the_backward_pass(generation: str, cached: bool) -> None:
-    """What autograd saves in the shape of a weight and in half precision is the cache's own copy, or nothing."""
+    """Autograd saves no tensor in bfloat16 that has the shape of a weight, except the cache's own copies."""
     model = small_model("c_v0", generation=generation, n_embd=32)
     if cached:
         WeightCache(model.parameters())
@@ -139,7 +140,7 @@ def test_no_second_copy_of_the_weights_lives_until_the_backward_pass(generation:
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), torch.autocast("cpu", HALF):
         loss = head_loss(model.forward_features(x).flatten(0, 1), model.head.weight, x.flatten())
     rounded_weights = [tensor for tensor in saved if tensor.dtype == HALF and tuple(tensor.shape) in shapes]
-    own = {copied.data_ptr() for copied in rounded(HALF, model.parameters())} if cached else set()
-    assert all(tensor.data_ptr() in own for tensor in rounded_weights)
+    cached_pointers = {copied.data_ptr() for copied in rounded(HALF, model.parameters())} if cached else set()
+    assert all(tensor.data_ptr() in cached_pointers for tensor in rounded_weights)
     assert bool(rounded_weights) == cached
     loss.backward()

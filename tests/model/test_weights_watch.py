@@ -1,4 +1,4 @@
-"""Values cached from weights always match the model's current weights, however those were changed."""
+"""Tests that values cached from weights match the model's current weights, however the weights were changed."""
 
 import copy
 import pickle
@@ -29,7 +29,7 @@ Change = Callable[[RWKV, str, Tensor], None]
 
 
 def frozen(dtype: str = "float32", generation: str = "rwkv4") -> RWKV:
-    """Its matrices in float32 have exact copies in bfloat16."""
+    """Returns a frozen model whose float32 matrices have exact copies in bfloat16."""
     model = small_model("reference", vocab_size=256, generation=generation, n_embd=64, n_ffn=96, n_layer=2)
     return in_format(model.bfloat16().float(), dtype)
 
@@ -51,37 +51,37 @@ def through_data(model: RWKV, name: str, weight: Tensor) -> None:
     weight.data.copy_(1 - weight)
 
 
-def replaced(model: RWKV, name: str, weight: Tensor) -> None:
+def replace_parameter(model: RWKV, name: str, weight: Tensor) -> None:
     module, _, last = name.rpartition(".")
     setattr(model.get_submodule(module), last, nn.Parameter(1 - weight, requires_grad=False))
 
 
-def loaded(model: RWKV, name: str, weight: Tensor) -> None:
+def load_state(model: RWKV, name: str, weight: Tensor) -> None:
     model.load_state_dict({name: 1 - weight}, strict=False)
 
 
-def assigned(model: RWKV, name: str, weight: Tensor) -> None:
+def assign_state(model: RWKV, name: str, weight: Tensor) -> None:
     model.load_state_dict({name: 1 - weight}, strict=False, assign=True)
 
 
-def fused_step(model: RWKV, name: str, weight: Tensor) -> None:
+def run_fused_step(model: RWKV, name: str, weight: Tensor) -> None:
     model.requires_grad_(True)
     weight.grad = torch.ones_like(weight)
     torch.optim.AdamW([weight], lr=0.5, fused=True).step()
     model.requires_grad_(False)
 
 
-CHANGES = [in_place, under_inference_mode, new_data, through_data, replaced, loaded, assigned, fused_step]
+CHANGES = [in_place, under_inference_mode, new_data, through_data, replace_parameter, load_state, assign_state, run_fused_step]
 
 
 @pytest.mark.compiles
 @each_generation
 @pytest.mark.parametrize(("dtype", "allowed"), [
     ("float32", 1e-4), ("bfloat16", 0.1), ("int8", 0.1), ("int4", 0.1),
-    pytest.param("float64", 1e-4, marks=pytest.mark.thorough)])          # which PyTorch decodes, and not C
+    pytest.param("float64", 1e-4, marks=pytest.mark.thorough)])          # PyTorch decodes this dtype, because C cannot
 @torch.no_grad()
 def test_decoding_and_the_model_agree_after_any_change_of_any_weight(dtype: str, allowed: float, generation: str) -> None:
-    """In an engine that goes on, and in a new decoder. Each weight is changed in one of the ways, and then put back."""
+    """A running engine and a new decoder follow the change. Each weight is changed in one of several ways and then restored."""
     model = frozen(dtype, generation)
     engine = Engine(model, BYTES)
     rows = engine.add_all([Request("ab", 0, StoppingCriteria(1000), Sampling(banned=(BYTES.end_of_text,)))])
@@ -94,7 +94,7 @@ def test_decoding_and_the_model_agree_after_any_change_of_any_weight(dtype: str,
         expected = model.prefill(token, state)[0].float()
         for logits in (engine.context().logits, decoder_of(model, state).step(token[0])):
             assert (logits.float() - expected).abs().max() < allowed * max(1.0, float(expected.abs().max())), name
-        replaced(model, name, 1 - before)
+        replace_parameter(model, name, 1 - before)
 
 
 @torch.no_grad()
@@ -107,9 +107,9 @@ def test_what_was_read_with_other_weights_is_not_taken_from_a_cache() -> None:
     model.blocks[0].att.output.weight.mul_(-3)
     assert list(generate(model, BYTES, cache=cache, **options)) == list(generate(model, BYTES, **options))
     before = [*chat.messages]
-    again = Chat(model, BYTES, chat.template, Sampling(), 3, seed=chat.seed)
-    again.load(before)
-    assert list(chat.say("and?")) == list(again.say("and?"))
+    second_chat = Chat(model, BYTES, chat.template, Sampling(), 3, seed=chat.seed)
+    second_chat.load(before)
+    assert list(chat.say("and?")) == list(second_chat.say("and?"))
 
 
 @torch.no_grad()
@@ -150,6 +150,7 @@ def test_copies_are_exact_and_made_once() -> None:
 
 
 def test_a_copy_of_a_model_keeps_nothing_of_its_own() -> None:
+    """A copy of a model does not share the cached decoding step of the original."""
     model = frozen()
     step = step_of(model)
     assert step_of(copy.deepcopy(model)) is not step
@@ -157,15 +158,17 @@ def test_a_copy_of_a_model_keeps_nothing_of_its_own() -> None:
 
 
 def test_what_is_kept_keeps_no_weight_in_memory() -> None:
+    """The decoding step that is cached for a model does not keep replaced weights in memory."""
     model = frozen()
     step_of(model)
     for name in list(dict(model.named_parameters())):
         storage = StorageWeakRef(model.get_parameter(name).untyped_storage())
-        replaced(model, name, model.get_parameter(name))
+        replace_parameter(model, name, model.get_parameter(name))
         assert storage.expired(), name
 
 
 def test_there_are_none_where_a_number_would_change() -> None:
+    """exact_copies() returns None if a weight does not fit bfloat16."""
     model = frozen()
     model.head.weight[:] = 1 + 2**-20
     assert exact_copies(matrices(model)) is None
@@ -173,6 +176,7 @@ def test_there_are_none_where_a_number_would_change() -> None:
 
 
 def test_there_are_none_of_weights_whose_changes_are_not_counted() -> None:
+    """exact_copies() returns None for weights made in inference mode, because PyTorch does not count their changes."""
     model = frozen()
     with torch.inference_mode():
         model.head.weight = nn.Parameter(model.head.weight.clone(), requires_grad=False)
@@ -180,6 +184,7 @@ def test_there_are_none_of_weights_whose_changes_are_not_counted() -> None:
 
 
 def test_there_are_none_where_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """exact_copies() returns None if memory does not suffice."""
     model = frozen()
     monkeypatch.setattr(weights_watch, "available_memory", lambda: 1000)
     assert exact_copies(matrices(model)) is None

@@ -1,10 +1,10 @@
-"""make parity: our models under every kernel beside independent float64 ones in NumPy and beside what others run.
+"""make parity: compares our models under every kernel with independent float64 models in NumPy and with other programs.
 
-RWKV-4: PyPI's `rwkv` and transformers' RwkvForCausalLM; RWKV-7: PyPI's `rwkv`, and llama.cpp on our GGUF file. Random
-checkpoints of several shapes are written as files; each program reads them and computes the logits at all positions, the state
-(llama.cpp's is not compared) and a greedy continuation. The tables show the differences; exit status 1 if one exceeds its
-bound, or if a changed weight does not exceed it. The peers run in .venv-peers and .venv-llama, because their packages have the
-names of ours.
+The other programs, called peers, are PyPI's `rwkv` and transformers' RwkvForCausalLM for RWKV-4, and PyPI's `rwkv` and
+llama.cpp, on our GGUF file, for RWKV-7. Random checkpoints of several shapes are written as files. Each program reads them and
+computes the logits at all positions, the state (llama.cpp's is not compared) and a greedy continuation. The tables show the
+differences. The exit status is 1 if a difference exceeds its bound, or if a changed weight causes none above it. The peers run
+in .venv-peers and .venv-llama, because their packages have the same names as ours.
 """
 
 import argparse
@@ -24,11 +24,11 @@ from parity.report import Tables, as_json, passed, report
 
 from kernels.arguments import path_of
 
-AllOutputs = dict[tuple[str, str, str], Outputs]        # by case, program and file
-PEERS = {"rwkv": OFFICIAL, "transformers": OFFICIAL}     # and the file that each is compared on
+AllOutputs = dict[tuple[str, str, str], Outputs]        # the keys are case, program and file
+PEERS = {"rwkv": OFFICIAL, "transformers": OFFICIAL}     # the file that each program reads for the comparison
 PEERS_7 = {"rwkv7": OFFICIAL, "llama.cpp": GGUF}
 ALL = {**CASES, **CASES_7}
-CONTROL_CASE, FACTOR = "7: heads of 64", 1.01            # of the rows in which each kind of tensor is changed
+CONTROL_CASE, FACTOR = "7: heads of 64", 1.01            # for the rows in which a kind of tensor is changed
 
 
 def main(arguments: list[str]) -> int:
@@ -45,11 +45,11 @@ def main(arguments: list[str]) -> int:
 
 
 def compare(folder: Path) -> Tables:
-    """The rows by case and kernel, by file exchanged, and of checkpoints with one weight, or one kind of tensor, changed."""
+    """Returns the rows of all tables: by case and kernel, by exchanged file, and of checkpoints with changed weights."""
     write_checkpoints(folder)
     outputs: AllOutputs = {(name, "float64", OFFICIAL): float64(case) for name, case in ALL.items()}
     for peer in (*PEERS, *PEERS_7):
-        outputs |= {(name, peer, file): found for (name, file), found in run_peer(peer, folder).items()}
+        outputs |= {(name, peer, file): outputs_of_peer for (name, file), outputs_of_peer in run_peer(peer, folder).items()}
     outputs |= {(name, "ours", file): ours(case, folder / name / file, "reference")
                 for name, case in CASES.items() for file in (OFFICIAL, "theirs", "control.pth")}
     outputs |= {(name, "ours", file): ours(case, folder / name / file, "reference")
@@ -63,10 +63,10 @@ def compare(folder: Path) -> Tables:
 
 
 def peers_of(name: str) -> dict[str, str]:
-    """The programs that the case is compared with.
+    """Returns the programs that the case is compared with, and the file that each reads.
 
     llama.cpp multiplies 64 numbers of a head at a time where the CPU has AVX-512 (ggml_compute_forward_rwkv_wkv7_f32 in
-    ggml/src/ggml-cpu/ops.cpp), and so reads beyond a head of 32, which no released model has.
+    ggml/src/ggml-cpu/ops.cpp), so it reads beyond a head of 32, which no released model has.
     """
     case = ALL[name]
     if not isinstance(case, Case7):
@@ -75,12 +75,12 @@ def peers_of(name: str) -> dict[str, str]:
 
 
 def by_kernel(folder: Path, name: str, outputs: AllOutputs) -> Iterator[Row]:
-    """Ours under every kernel that runs on this CPU, then the peers' own difference from float64."""
+    """Yields a row for our model under every kernel that runs on this CPU, then the differences of the peers from float64."""
     operator = "wkv7" if isinstance(ALL[name], Case7) else "wkv4"
     for kernel in (kernel for kernel, reason in reasons(operator).items() if reason is None):
-        found = ours(ALL[name], folder / name / OFFICIAL, kernel)
-        row = against_all((name, kernel), found, name, outputs)
-        yield Row(row.labels, row.cells | forms_apart(found))
+        outputs_of_kernel = ours(ALL[name], folder / name / OFFICIAL, kernel)
+        row = against_all((name, kernel), outputs_of_kernel, name, outputs)
+        yield Row(row.labels, row.cells | forms_apart(outputs_of_kernel))
     for peer, file in peers_of(name).items():
         theirs, exact = outputs[name, peer, file], outputs[name, "float64", OFFICIAL]
         cells = {"float64": Cell(logits_apart(theirs, exact), TO_PEER)}
@@ -89,28 +89,30 @@ def by_kernel(folder: Path, name: str, outputs: AllOutputs) -> Iterator[Row]:
         yield Row((name, f"({peer})"), cells)
 
 
-def has_state(found: Outputs) -> bool:
-    return "whole: att_x" in found
+def has_state(outputs: Outputs) -> bool:
+    return "whole: att_x" in outputs
 
 
-def against_all(labels: tuple[str, ...], found: Outputs, name: str, outputs: AllOutputs) -> Row:
-    """The difference of the logits from each program, of the state from those that give it, and of the greedy continuation."""
+def against_all(labels: tuple[str, ...], actual: Outputs, name: str, outputs: AllOutputs) -> Row:
+    """Returns a row of the differences from all programs: of logits, of states where there are any, and of the continuation."""
     others = {program: outputs[name, program, file] for program, file in ({"float64": OFFICIAL} | peers_of(name)).items()}
-    logits = {program: Cell(logits_apart(found, other), TO_FLOAT64 if program == "float64" else TO_PEER)
+    logits = {program: Cell(logits_apart(actual, other), TO_FLOAT64 if program == "float64" else TO_PEER)
               for program, other in others.items()}
-    state = Cell(max(state_apart(found, other) for other in others.values() if has_state(other)), STATE)
-    return Row(labels, logits | {"state": state, "greedy": greedy_apart(found, *others.values())})
+    state = Cell(max(state_apart(actual, other) for other in others.values() if has_state(other)), STATE)
+    return Row(labels, logits | {"state": state, "greedy": greedy_apart(actual, *others.values())})
 
 
 def exchanged(file: str, reader: str, expected: str, cases: Iterable[str], outputs: AllOutputs) -> Row:
-    """The difference between `reader`'s outputs from a file that another program wrote and from the `expected` one."""
+    """Returns the differences between the outputs of `reader` from a file of another program and from the `expected` file."""
     rows = [Row((), files_apart(outputs[name, reader, file], outputs[name, reader, expected])) for name in cases]
     return worst((file, reader), rows)
 
 
 def each_kind_changed(folder: Path, outputs: AllOutputs) -> Iterator[Row]:
-    """A row for each kind of RWKV-7's tensors, changed in all layers: how far the logits are then from float64, under the
-    kernel that is nearest."""
+    """Yields a row for each kind of RWKV-7's tensors, which is changed in all layers.
+
+    The row has the difference of the logits from float64 under the kernel for which it is smallest.
+    """
     case = CASES_7[CONTROL_CASE]
     weights, kernels = random_weights(case), [kernel for kernel, reason in reasons("wkv7").items() if reason is None]
     for kind in kinds(case):

@@ -1,12 +1,17 @@
-"""RWKV-LM's own training code on a CPU, in a process of its own: python author.py JOB.json
+"""Runs RWKV-LM's own training code on a CPU, in a separate process: python author.py JOB.json
 
-The model, the groups of its parameters and its learning rates are those of the author's files, RWKV-v4neo/src and
-RWKV-v7/train_temp/src, as they stand. What they call that needs a GPU or other packages is plain PyTorch here, in the dtype of
-the weights: the compiled operators, DeepSpeed's FusedAdam, and the few names of pytorch_lightning.
+The model, the groups of its parameters and its learning rates are those of the author's unchanged files in RWKV-v4neo/src and
+RWKV-v7/train_temp/src. Calls that need a GPU or other packages are replaced by plain PyTorch in the dtype of the weights: the
+compiled operators, DeepSpeed's FusedAdam, and a few names of pytorch_lightning.
 
-A job: rwkv_lm, generation, dtype, args of the author's program, weights (.pth; null: the author's initial ones, which are
-written to `initial`), tokens (.npy, (steps,B,T+1)), result (.npz): the losses (steps,), the gradients of the first step, the
-learning rates (steps,) of each parameter, and the weights at the end.
+A job is a JSON object with these fields:
+
+    rwkv_lm, generation, dtype
+    args        options of the author's program
+    weights     a .pth, or null for the author's initial weights, which are then written to the file `initial`
+    tokens      a .npy of (steps,B,T+1)
+    result      the .npz for the losses (steps,), the gradients of the first step, the learning rates (steps,) of each
+                parameter, and the final weights
 
     B rows, T tokens, C channels in H heads of N
 """
@@ -28,38 +33,41 @@ from torch import Tensor
 from torch.nn import functional
 
 FOLDERS = {"rwkv4": "RWKV-v4neo", "rwkv7": "RWKV-v7/train_temp"}
-N = 64                                   # the author's file of RWKV-7 has no other
+N = 64                                   # the author's code for RWKV-7 supports no other size
 HEAD_EPS, L2_WRAP = 64e-5, 1e-4
 ENVIRONMENT = {"RWKV_JIT_ON": "0", "RWKV_MY_TESTING": "", "RWKV_FLOAT_MODE": "fp32", "RWKV_HEAD_SIZE": str(N),
                "RWKV_KERNEL": "", "RWKV_HEAD_L2WRAP_CE_CHUNK": "0", "RWKV_T_MAX": "1024"}
 
 
 def wkv4(B: int, T: int, C: int, w: Tensor, u: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """y (B,T,C): the mean of all v so far, weighted by e^k and the decay e^(-e^w) of each step, the current one by e^(u+k)."""
+    """Returns y (B,T,C), the mean of all v so far.
+
+    Earlier v are weighted by e^k and a decay of e^(-e^w) per step, and the current v by e^(u+k).
+    """
     above, below, largest = torch.zeros_like(k[:, 0]), torch.zeros_like(k[:, 0]), torch.full_like(k[:, 0], -1e38)
-    found = []
+    ys = []
     for k_t, v_t in zip(k.unbind(1), v.unbind(1), strict=True):
         top = torch.maximum(largest, u + k_t).detach()
         before, now = (largest - top).exp(), (u + k_t - top).exp()
-        found.append((before * above + now * v_t) / (before * below + now))
+        ys.append((before * above + now * v_t) / (before * below + now))
         faded = largest - w.exp()
         top = torch.maximum(faded, k_t).detach()
         before, now = (faded - top).exp(), (k_t - top).exp()
         above, below, largest = before * above + now * v_t, before * below + now, top
-    return torch.stack(found, 1)
+    return torch.stack(ys, 1)
 
 
 def wkv7(r: Tensor, w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """y (B,T,C) of S <- S diag(decay) + (S a) b^T + v k^T, y = S r, with the decay e^(-e^-0.5 sigmoid(w))."""
+    """Returns y = S r (B,T,C), where S <- S diag(decay) + (S a) b^T + v k^T and decay = e^(-e^-0.5 sigmoid(w))."""
     B, T, C = r.shape
     decay = torch.exp(-torch.sigmoid(w) * float(np.exp(-0.5)))
     r, decay, k, v, a, b = (x.reshape(B, T, C // N, N) for x in (r, decay, k, v, a, b))
-    state, found = r.new_zeros(B, C // N, N, N), []
+    state, ys = r.new_zeros(B, C // N, N, N), []
     for t in range(T):
-        seen = torch.einsum("bhij,bhj->bhi", state, a[:, t])
-        state = (state * decay[:, t, :, None] + seen[..., None] * b[:, t, :, None] + v[:, t, ..., None] * k[:, t, :, None])
-        found.append(torch.einsum("bhij,bhj->bhi", state, r[:, t]))
-    return torch.stack(found, 1).view(B, T, C)
+        product = torch.einsum("bhij,bhj->bhi", state, a[:, t])
+        state = (state * decay[:, t, :, None] + product[..., None] * b[:, t, :, None] + v[:, t, ..., None] * k[:, t, :, None])
+        ys.append(torch.einsum("bhij,bhj->bhi", state, r[:, t]))
+    return torch.stack(ys, 1).view(B, T, C)
 
 
 def mixes(x: Tensor, *mus: Tensor) -> tuple[Tensor, ...]:
@@ -84,12 +92,12 @@ def gated(y: Tensor, r: Tensor, k: Tensor, v: Tensor, r_k: Tensor, weight: Tenso
 
 
 def loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """The cross-entropy, whose gradient has L2Wrap's added: L2_WRAP times each row's largest logit."""
+    """Returns the cross-entropy; its gradient contains that of L2Wrap, which is L2_WRAP times the largest logit of each row."""
     wrap = L2_WRAP / 2 * logits.amax(-1).square().mean()
     return functional.cross_entropy(logits.flatten(0, -2), targets.flatten()) + wrap - wrap.detach()
 
 
-# By the beginning of the name in the author's model.py, whose ends are versions
+# The keys begin the names in the author's model.py, which end with versions
 PLAIN: dict[str, Any] = {
     "RUN_CUDA": wkv4, "RWKV7_CLAMPW_CUDA": wkv7, "tmix_mix6_": mixes, "tmix_kk_pre_": keys, "tmix_lnx_rkvres_xg_": gated,
     "tmix_a_gate_": lambda a0, a: torch.sigmoid(a0 + a), "_CmixLayer": SimpleNamespace(apply=channel_mixing),
@@ -98,14 +106,14 @@ PLAIN: dict[str, Any] = {
 
 def adam(groups: list[dict[str, Any]], lr: float, betas: tuple[float, float], eps: float, bias_correction: bool,
          adam_w_mode: bool, amsgrad: bool, weight_decay: float = 0.0) -> torch.optim.Optimizer:
-    """DeepSpeed's FusedAdam."""
+    """Replaces DeepSpeed's FusedAdam."""
     return (torch.optim.AdamW if adam_w_mode else torch.optim.Adam)(groups, lr, betas, eps, weight_decay)
 
 
 def model_module(folder: Path) -> ModuleType:
-    """src/model.py of the folder, with PLAIN for its operators."""
+    """Imports src/model.py of the folder, and replaces its operators by those of PLAIN."""
     os.environ.update(ENVIRONMENT)
-    sys.dont_write_bytecode = True       # into the user's folder
+    sys.dont_write_bytecode = True       # nothing is written into the user's folder
     lightning, utilities, strategies = (ModuleType(f"pytorch_lightning{part}") for part in ("", ".utilities", ".strategies"))
     lightning.LightningModule, lightning.Callback, lightning.__version__ = torch.nn.Module, object, "1.9.5"
     utilities.rank_zero_info, utilities.rank_zero_only = print, lambda function: function
@@ -118,14 +126,14 @@ def model_module(folder: Path) -> ModuleType:
         for beginning, plain in PLAIN.items():
             if name == beginning or (beginning.endswith(("_", "Layer")) and name.startswith(beginning)):
                 setattr(module, name, plain)
-    vars(module).setdefault("RWKV7_CLAMPW_CUDA", wkv7)   # which the file defines where it compiles it
+    vars(module).setdefault("RWKV7_CLAMPW_CUDA", wkv7)   # the file defines this name only if it compiles the operator
     module.FusedAdam = adam
     return module
 
 
 @contextlib.contextmanager
 def without_compilers() -> Iterator[None]:
-    """Nothing is compiled, and no derivative registered of what would have been."""
+    """Replaces the functions that compile operators and register their derivatives, within the block."""
     before = torch.utils.cpp_extension.load, torch.jit.script, torch.library.register_autograd
     nothing: Callable[..., None] = lambda *_, **__: None         # noqa: E731
     torch.utils.cpp_extension.load, torch.library.register_autograd = nothing, nothing
@@ -153,7 +161,7 @@ def work(job: dict[str, Any]) -> None:
     trainer.optimizers = [model.configure_optimizers()]
     schedule = importlib.import_module("src.trainer").train_callback(args)
     named = dict(model.named_parameters())
-    found: dict[str, Any] = {"losses": [], **{f"rate: {name}": [] for name in named}}
+    results: dict[str, Any] = {"losses": [], **{f"rate: {name}": [] for name in named}}
     for step, tokens in enumerate(torch.from_numpy(np.load(job["tokens"]))):
         trainer.global_step = step
         schedule.on_train_batch_start(trainer, model, None, step)
@@ -161,15 +169,15 @@ def work(job: dict[str, Any]) -> None:
         value = model.training_step((tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()), step)
         trainer.optimizers[0].zero_grad()
         value.backward()
-        found["losses"].append(value.item())
+        results["losses"].append(value.item())
         for name, parameter in named.items():
-            found[f"rate: {name}"].append(rates[id(parameter)])
+            results[f"rate: {name}"].append(rates[id(parameter)])
             if step == 0 and parameter.grad is not None:
-                found[f"gradient: {name}"] = parameter.grad.clone().numpy()
+                results[f"gradient: {name}"] = parameter.grad.clone().numpy()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         trainer.optimizers[0].step()
-    found |= {f"weight: {name}": parameter.detach().numpy() for name, parameter in named.items()}
-    np.savez(job["result"], **found)
+    results |= {f"weight: {name}": parameter.detach().numpy() for name, parameter in named.items()}
+    np.savez(job["result"], **results)
 
 
 if __name__ == "__main__":

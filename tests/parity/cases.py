@@ -1,4 +1,4 @@
-"""The random checkpoints of the parity comparison, in which every parameter matters.
+"""Random checkpoints for the parity comparison, in which every parameter affects the outputs.
 
     B rows, T tokens, V vocabulary, C n_embd, A n_att, F n_ffn, L layers, H heads of N
 """
@@ -12,13 +12,13 @@ from numpy import ndarray
 from rwkv.config import ModelConfig
 
 B = 2
-GREEDY = 64                              # tokens of the continuation, which must be the same for all
+GREEDY = 64                              # length of the continuation, which must be equal for all programs
 # Bounds on the largest |difference|.
 TO_FLOAT64, TO_PEER, STATE = 1e-5, 2e-5, 1e-4
 
 
 class Case(NamedTuple):
-    """An RWKV-4 model's sizes, the number of tokens it reads, and the chunks for reading them in chunks."""
+    """Sizes of an RWKV-4 model, the number of tokens that it reads, and the lengths of chunks for the chunked form."""
 
     L: int
     C: int
@@ -37,7 +37,7 @@ class Case(NamedTuple):
 
 
 class Case7(NamedTuple):
-    """The same of RWKV-7, whose low-rank matrices have the ranks w, a, v and g."""
+    """Sizes of an RWKV-7 model as in Case; `ranks` are those of the low-rank matrices w, a, v and g."""
 
     L: int
     H: int
@@ -78,7 +78,7 @@ CASES_7 = {
 
 
 def sizes(case: Case | Case7) -> dict[str, tuple[int, ...]]:
-    """Every parameter's official name and shape."""
+    """Returns the official names and shapes of all parameters."""
     return sizes_7(case) if isinstance(case, Case7) else sizes_4(case)
 
 
@@ -110,15 +110,15 @@ def sizes_7(case: Case7) -> dict[str, tuple[int, ...]]:
 
 
 def kinds(case: Case7) -> list[str]:
-    """The names of parameters without their block; layer 0's v0, v1 and v2 are of no use, and the others' are a kind."""
+    """Returns the names of parameters without the block; v0, v1 and v2 are a kind, although layer 0 does not use its own."""
     return list(dict.fromkeys(name.split(".", 2)[-1] if name.startswith("blocks.") else name for name in sizes(case)))
 
 
 def scaled(weights: dict[str, ndarray], kind: str, factor: float) -> dict[str, ndarray]:
-    """The weights with every second channel of all tensors of a kind times a factor.
+    """Multiplies every second channel of all tensors of a kind by a factor, and returns the weights.
 
-    Not every channel, because the model is the same for any factor on the whole embedding, which ln0 normalises, and on the
-    whole of k_k, which is normalised in each head.
+    A factor on all channels of the embedding would not change the model, because ln0 normalises them, and neither would a
+    factor on all channels of k_k, which are normalised in each head.
     """
     factors = np.where(np.arange(2) == 0, np.float32(factor), np.float32(1))
     return {name: weight * np.resize(factors, weight.shape[-1]) if kind in (name, name.split(".", 2)[-1]) else weight
@@ -126,13 +126,13 @@ def scaled(weights: dict[str, ndarray], kind: str, factor: float) -> dict[str, n
 
 
 def random_weights(case: Case | Case7, seed: int = 0) -> dict[str, ndarray]:
-    """float32 weights, none at a value where it has no effect, scaled for logits of a few units."""
+    """Returns float32 weights that all have an effect, scaled so that logits are of a few units."""
     rng = np.random.default_rng(seed)
-    drawn = draw_7 if isinstance(case, Case7) else draw
-    return {name: drawn(rng, name, size).astype(np.float32) for name, size in sizes(case).items()}
+    draw = draw_weight_7 if isinstance(case, Case7) else draw_weight
+    return {name: draw(rng, name, size).astype(np.float32) for name, size in sizes(case).items()}
 
 
-def draw(rng: np.random.Generator, name: str, size: tuple[int, ...]) -> ndarray:
+def draw_weight(rng: np.random.Generator, name: str, size: tuple[int, ...]) -> ndarray:
     if "time_mix" in name:
         return rng.uniform(0, 1, size)
     if "time_decay" in name:
@@ -147,7 +147,7 @@ def draw(rng: np.random.Generator, name: str, size: tuple[int, ...]) -> ndarray:
     return rng.normal(0, gain * size[1] ** -0.5, size)
 
 
-def draw_7(rng: np.random.Generator, name: str, size: tuple[int, ...]) -> ndarray:
+def draw_weight_7(rng: np.random.Generator, name: str, size: tuple[int, ...]) -> ndarray:
     kind = name.split(".")[-1]
     if kind.startswith("x_"):
         return rng.uniform(0, 1, size)
@@ -157,13 +157,13 @@ def draw_7(rng: np.random.Generator, name: str, size: tuple[int, ...]) -> ndarra
         return rng.normal(1, 0.3, size)
     if kind[-1] in "12":
         return rng.normal(0, size[0] ** -0.5, size)
-    return draw(rng, name, size)
+    return draw_weight(rng, name, size)
 
 
-# Means and standard deviations; w0 gives decays from one end of the range to the other
+# Means and standard deviations; w0 covers the whole range of decays
 VECTORS_7 = {"w0": (-2, 3), "a0": (0, 1), "v0": (0, 1), "k_k": (0.7, 0.3), "k_a": (1.1, 0.3), "r_k": (0, 0.3)}
 
 
 def random_tokens(case: Case | Case7, seed: int = 1) -> ndarray:
-    """(B,T)."""
+    """Returns token ids (B,T)."""
     return np.random.default_rng(seed).integers(case.V, size=(B, case.T))

@@ -1,8 +1,12 @@
-"""Checkpoints as files, and the outputs of each program that reads them.
+"""Writes checkpoints as files, and returns the outputs of each program that reads them.
 
-For each case one folder: official.pth, RWKV-LM's layout, written by torch.save alone; control.pth, the same with one weight
-slightly changed (RWKV-4); ours.pth, ours/ (RWKV-4), ours.gguf and q8_0.gguf (RWKV-7), written by save_pretrained; theirs/,
-written by transformers; theirs.gguf, quantised to Q8_0 by llama.cpp out of ours.gguf.
+Each case has a folder with these files:
+
+    official.pth                        RWKV-LM's layout, written by torch.save
+    control.pth                         the same with one weight slightly changed (RWKV-4)
+    ours.pth, ours/ (RWKV-4), ours.gguf and q8_0.gguf (RWKV-7)      written by save_pretrained
+    theirs/                             written by transformers
+    theirs.gguf                         quantised to Q8_0 by llama.cpp from ours.gguf
 """
 
 import json
@@ -23,11 +27,11 @@ ROOT = Path(__file__).parent.parent.parent
 PYTHON = ROOT / ".venv-peers" / "bin" / "python"
 PYTHON_LLAMA = ROOT / ".venv-llama" / "bin" / "python"
 OFFICIAL, GGUF, OUR_Q8_0, THEIR_Q8_0 = "official.pth", "ours.gguf", "q8_0.gguf", "theirs.gguf"
-EXCHANGED = {"ours.pth": "rwkv", "ours": "transformers", "theirs": "ours"}       # and its reader
+EXCHANGED = {"ours.pth": "rwkv", "ours": "transformers", "theirs": "ours"}       # file and reader
 READS = {"rwkv": [OFFICIAL, "ours.pth"], "transformers": [OFFICIAL, "ours"], "rwkv7": [OFFICIAL, "ours.pth"],
          "llama.cpp": [GGUF]}
 SAVES = {("transformers", OFFICIAL): "theirs", ("llama.cpp", GGUF): THEIR_Q8_0}
-# Read by the peers alone: no compilation, no network, no progress bars.
+# Variables of the peers: no compilation, no network, no progress bars.
 ENVIRONMENT = {"RWKV_JIT_ON": "0", "RWKV_CUDA_ON": "0", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
 CONTROL, OFF = "blocks.0.att.value.weight", 1e-3         # the weight changed in control.pth, and by how much
 
@@ -49,7 +53,7 @@ def write_checkpoints(folder: Path) -> None:
 
 
 def run_peer(peer: str, folder: Path) -> dict[tuple[str, str], Outputs]:
-    """The outputs of `peer`, by case and file. transformers also writes theirs/, llama.cpp theirs.gguf."""
+    """Runs a peer and returns its outputs by case and file. transformers also writes theirs/, and llama.cpp theirs.gguf."""
     cases = CASES_7 if peer in ("rwkv7", "llama.cpp") else CASES
     jobs = [job(peer, folder / name, case, file) for name, case in cases.items() for file in READS[peer]]
     (folder / "jobs.json").write_text(json.dumps(jobs), encoding="utf-8")
@@ -64,7 +68,7 @@ def job(peer: str, folder: Path, case: Case | Case7, file: str) -> dict[str, Any
 
 
 def versions(*packages: str) -> dict[str, str]:
-    """The versions of those that are in the peers' environment, and of llama-cpp-python in its own."""
+    """Returns the versions of the packages that the peers' environment has, and of llama-cpp-python in its own environment."""
     program = ("import importlib.metadata as m, json\nfound = {}\nfor name in %r:\n    try: found[name] = m.version(name)\n"
                "    except m.PackageNotFoundError: pass\nprint(json.dumps(found))")
     found: dict[str, str] = {}
@@ -75,7 +79,10 @@ def versions(*packages: str) -> dict[str, str]:
 
 
 def in_peers_environment(*arguments: str, cwd: Path | None = None, peer: str = "rwkv") -> str:
-    """Standard output. -I keeps our packages, which have the names of theirs, off their path."""
+    """Runs Python in the environment of `peer` and returns its standard output.
+
+    -I keeps our packages off the path, because they have the same names as the peers'.
+    """
     python = PYTHON_LLAMA if peer == "llama.cpp" else PYTHON
     if not python.exists():
         raise SystemExit(f"no {python}: `make peers` sets it up")

@@ -1,8 +1,8 @@
-"""Programs that make files or read them, each in the environment that has its packages: python -I file_peers.py JOBS.json
+"""Runs programs that write or read files, in the environment that has their packages: python -I file_peers.py JOBS.json
 
-A job names a program, what it does ("logits" or "save"), the model, and the file for the result; logits need the tokens (.npy,
-(T,)). A job that fails leaves its reason as text beside the result's name, and the others go on. This file imports nothing of
-ours: there, `rwkv` is another package.
+A job names a program, what the program does ("logits" or "save"), the model, and the file for the result; "logits" also needs
+the tokens (.npy, (T,)). If a job fails, the reason is written to the result's path with the suffix .failed, and the other jobs
+are run. This file imports none of our packages, because `rwkv` is another package in these environments.
 """
 
 import contextlib
@@ -15,16 +15,16 @@ from typing import Any
 import numpy as np
 from numpy import ndarray
 
-FAILED, DONE = ".failed", ".done"        # end the names of the files that say so
+FAILED, DONE = ".failed", ".done"        # suffixes of the files that record failures and finished jobs
 DEMO, DEMO_ENDS = "RWKV-v7/rwkv_v7a_demo.py", "# RWKV Tokenizer (slow version)"
-# In the author's demo: what is for a GPU, and what it is on a CPU in float32
+# Replacements in the author's demo, which is for a GPU, to run on a CPU in float32
 ON_A_CPU = (("torch.jit.ScriptModule", "nn.Module"), ("torch.jit.script_method", "(lambda f: f)"),
             ("torch.jit.script\n", "(lambda f: f)\n"), ("DTYPE = torch.half", "DTYPE = torch.float"),
             ("'cuda'", "'cpu'"), ('"cuda"', '"cpu"'), ("\nload(", "\n(lambda *a, **b: None)("))
 
 
 class Package7:
-    """PyPI's `rwkv` on an official .pth. Needs RWKV_V7_ON=1."""
+    """PyPI's `rwkv`, which reads an official .pth. Requires RWKV_V7_ON=1."""
 
     def logits(self, model: Path, tokens: ndarray, job: dict[str, Any]) -> ndarray:
         import torch
@@ -42,7 +42,7 @@ class Package7:
 
 
 class LlamaCpp:
-    """llama.cpp through llama-cpp-python, on a GGUF file; saves it in the type that the job names."""
+    """llama.cpp through llama-cpp-python. Reads a GGUF file, and saves it in the type that the job names."""
 
     def logits(self, model: Path, tokens: ndarray, job: dict[str, Any]) -> ndarray:
         from peers import LlamaCpp as Reader
@@ -56,7 +56,7 @@ class LlamaCpp:
 
 
 def logits_of(kind: Any, model: Path, tokens: ndarray) -> ndarray:
-    """By a class of transformers, or one like those."""
+    """Returns the logits of a model class of transformers, or of a class with the same interface."""
     import torch
 
     loaded = kind.from_pretrained(model, dtype=torch.float32).eval()
@@ -66,7 +66,7 @@ def logits_of(kind: Any, model: Path, tokens: ndarray) -> ndarray:
 
 
 class Rwkv7Hf:
-    """rwkv7-hf: its converter makes a directory of an official .pth; its model reads such directories, and fla's."""
+    """rwkv7-hf. Its converter makes a directory from an official .pth; its model reads such directories and fla's."""
 
     def logits(self, model: Path, tokens: ndarray, job: dict[str, Any]) -> ndarray:
         from rwkv7_hf.modeling_rwkv7 import RWKV7ForCausalLM
@@ -81,7 +81,7 @@ class Rwkv7Hf:
 
 
 class Fla:
-    """flash-linear-attention saves a directory that it has read. Its layers are Triton kernels, so it computes nothing here."""
+    """flash-linear-attention. Reads and saves a directory, but computes nothing, because its layers are Triton kernels."""
 
     def save(self, model: Path, to: str, job: dict[str, Any]) -> None:
         from fla.models.rwkv7 import RWKV7ForCausalLM
@@ -90,7 +90,7 @@ class Fla:
 
 
 class Transformers:
-    """transformers with its own models/rwkv7, which no release has: on an official directory."""
+    """transformers with its own models/rwkv7, which is in no release. Reads an official directory."""
 
     def logits(self, model: Path, tokens: ndarray, job: dict[str, Any]) -> ndarray:
         from transformers import Rwkv7ForCausalLM
@@ -99,7 +99,7 @@ class Transformers:
 
 
 class Peft:
-    """PEFT saves one of its adapters of each kind, and the weights with it merged, as merged-KIND.pth."""
+    """PEFT. Saves an adapter of each kind, and the weights with the adapter merged as merged-KIND.pth."""
 
     def save(self, model: Path, to: str, job: dict[str, Any]) -> None:
         import torch
@@ -125,7 +125,7 @@ class Peft:
 
 
 class Demo7a:
-    """The author's demo of RWKV-7a, token by token: its model as it stands in RWKV-LM, with a CPU in place of the GPU."""
+    """The author's demo of RWKV-7a. Its model in RWKV-LM reads token by token, on a CPU instead of a GPU."""
 
     def logits(self, model: Path, tokens: ndarray, job: dict[str, Any]) -> ndarray:
         import torch
@@ -141,11 +141,11 @@ class Demo7a:
         arguments.MODEL_NAME, arguments.vocab_size, arguments.n_embd = str(model.with_suffix("")), V, C
         arguments.n_layer = sum(name.endswith("ln1.weight") for name in weights)
         arguments.head_size = weights["blocks.0.att.r_k"].shape[1]
-        loaded, state, found = demo["RWKV_x070"](arguments), None, []
+        loaded, state, logits_of_tokens = demo["RWKV_x070"](arguments), None, []
         for token in tokens.tolist():
             logits, state = loaded.forward([token], state)
-            found.append(logits.numpy())
-        return np.stack(found)
+            logits_of_tokens.append(logits.numpy())
+        return np.stack(logits_of_tokens)
 
 
 PROGRAMS = {"rwkv": Package7, "llama.cpp": LlamaCpp, "rwkv7-hf": Rwkv7Hf, "fla": Fla, "transformers": Transformers,
@@ -166,7 +166,7 @@ def work(job: dict[str, Any]) -> None:
 
 if __name__ == "__main__":
     here = Path(__file__).parent
-    sys.path += [str(here), str(here.parent / "checkpoint")]     # for peers.py and peft_writer.py, which -I leaves out
+    sys.path += [str(here), str(here.parent / "checkpoint")]     # peers.py and peft_writer.py are not on the path with -I
     for each in json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")):
         with contextlib.redirect_stdout(sys.stderr):
             work(each)

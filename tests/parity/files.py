@@ -1,10 +1,10 @@
-"""make files: kinds of files that hold RWKV-7, each read, compared with other programs and float64, written and read back.
+"""make files: reads each kind of RWKV-7 file, compares it with other programs and float64, writes it and reads it back.
 
-Small models with random weights are written as each kind, by the program that the kind is named after where it is here: PyPI's
-rwkv7-hf, flash-linear-attention and peft (.venv-peers), llama.cpp's quantiser (.venv-llama). Where PyPI has none, its map of
-names is followed here. Logits are compared with float64 on weights that something other than rwkv/ has read, and with a program
-that runs such files. A program that is absent is named; a row of an earlier result that had it stays, with its date.
-Exit status 1 where a number is out of its bound.
+Small models with random weights are written as each kind, by the program that the kind is named after if that is installed:
+PyPI's rwkv7-hf, flash-linear-attention and peft (.venv-peers), or llama.cpp's quantiser (.venv-llama). For programs that are
+not on PyPI, this file follows their map of names. Logits are compared with float64, on weights that are read without rwkv/, and
+with a program that runs such files. A missing program is named; its rows of an earlier result are kept, with their date. The
+exit status is 1 if a number exceeds its bound.
 """
 
 import argparse
@@ -43,9 +43,9 @@ from rwkv.pretrained import RWKV
 
 Weights = dict[str, ndarray]
 
-TO_FLOAT64 = 3e-6                        # bound of |difference| / |logits|, in the Euclidean norm
-OF_PEER = 1.5                            # times a peer's own distance from float64 is added where ours is compared with it
-MOST_OF_PEER = {"llama.cpp": 0.2}        # of that distance: it rounds inputs where weights are in blocks; others 1e-4
+TO_FLOAT64 = 3e-6                        # bound of |difference| / |logits| in the Euclidean norm
+OF_PEER = 1.5                            # times the peer's distance from float64 is added to the bound for the peer
+MOST_OF_PEER = {"llama.cpp": 0.2}        # largest such distance, since it rounds inputs; 1e-4 for others
 T = 12
 PAGE = hardware.ROOT / "docs" / "files.md"
 SMALL = Case7(L=3, H=2, N=64, ranks=(32, 24, 16, 40), V=77, T=T, chunks=())
@@ -58,16 +58,23 @@ CASES = {
 }
 BLOCKS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K_M", "Q4_K_M", "Q5_K_M", "Q6_K", "IQ4_NL", "IQ4_XS")
 WRITTEN_BLOCKS = ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0")
-DEEP = 32                                # of RWKV-7a; its author's demo has no other
+DEEP = 32                                # DeepEmbed's width in RWKV-7a; the author's demo supports no other
 
 
 @dataclass
 class Kind:
-    """A kind of file: its path, the weights that it holds for float64, the program that made it, and one that runs it.
+    """A kind of file, with the program that made it and a program that runs it.
 
-    layout: of a Hugging Face directory. epsilon: of the norm of each head. tokens: the case whose tokens are read. base: the
-    weights that an adapter or a state at `path` is for. alpha: of an adapter that does not state it. peer_reads: the file that
-    the peer reads in place of `path`. Weights may have blocks.i.att.time_state, value by key, with which a text begins.
+    Attributes:
+        weights: returns the weights in the file for the comparison with float64. blocks.i.att.time_state (value by key), if
+            present, is the state with which a text begins.
+        peer: the program that runs such files.
+        layout: the layout of a Hugging Face directory.
+        epsilon: the epsilon of the norm of each head.
+        tokens: the case whose tokens are read.
+        base: the weights that an adapter or a state at `path` belongs to.
+        alpha: the alpha of an adapter whose file does not contain it.
+        peer_reads: the file that the peer reads instead of `path`.
     """
 
     name: str
@@ -91,7 +98,7 @@ class Kind:
         return with_adapter(read_checkpoint(self.base), path, self.alpha)
 
     def holds_state(self) -> bool:
-        """Whether it holds a tuned state alone."""
+        """Returns True if the file has only a tuned state."""
         return self.base is not None and self.path.is_file() and time_states.is_file(self.path)
 
 
@@ -100,7 +107,7 @@ class Kind:
 
 def official(folder: Path, name: str, case: str, changes: Weights | None = None, dtype: torch.dtype = torch.float32,
              without: tuple[str, ...] = ()) -> tuple[Path, Callable[[], Weights]]:
-    """An official .pth of this name, and what it holds, rounded to its dtype."""
+    """Writes an official .pth, and returns its path and a function that returns its weights, rounded to `dtype`."""
     weights = {**as_deep_as(CASES[case].L, random_weights(CASES[case])), **(changes or {})}
     tensors = {key: torch.from_numpy(value).to(dtype) for key, value in weights.items() if key not in without}
     torch.save(tensors, folder / name)
@@ -108,14 +115,14 @@ def official(folder: Path, name: str, case: str, changes: Weights | None = None,
 
 
 def as_deep_as(L: int, weights: Weights) -> Weights:
-    """The weights with what each block adds divided by sqrt(2 L): else each of many layers magnifies the rounding before it."""
+    """Divides the outputs of all blocks by sqrt(2 L), because otherwise many layers would magnify rounding errors."""
     added = ("att.output.weight", "ffn.value.weight")
     factor = np.float32((2 * L) ** -0.5)
     return {name: value * factor if name.endswith(added) else value for name, value in weights.items()}
 
 
 def official_kinds(folder: Path) -> Iterator[Kind]:
-    """BlinkDL's names and the dtype of his files; some of his files lack layer 0's v0, v1 and v2."""
+    """Yields files with the names and the dtype of BlinkDL's; some of his files lack layer 0's v0, v1 and v2."""
     unused = tuple(f"blocks.0.att.v{part}" for part in range(3))
     for kind, name, case, without in (
             ("World .pth", "RWKV-x070-World-0.4B-v2.9-20250107-ctx4096.pth", "small", ()),
@@ -152,7 +159,7 @@ def directory_kinds(folder: Path) -> Iterator[Kind]:
     yield Kind("rwkv7-hf's directory, in shards", folder / "sharded", weights, "rwkv7-hf", "rwkv7-hf", "fla")
     yield Kind("rwkv7-hf's directory, heads of 128", folder / "rwkv7-hf-128", wide_weights, "rwkv7-hf", "rwkv7-hf", "fla",
                epsilon=128e-5, tokens="128")
-    if (described := folder / "native" / "config.json").exists():        # the name is of versions that are not on PyPI
+    if (described := folder / "native" / "config.json").exists():        # versions that are not on PyPI have this name
         described.write_text(described.read_text().replace('"model_type": "rwkv7"', '"model_type": "rwkv7_native"'))
     yield Kind("the same as rwkv7_native", folder / "native", weights, "rwkv7-hf", "rwkv7-hf", "fla")
     yield Kind("fla's directory", folder / "fla", weights, "fla", "rwkv7-hf", "fla")
@@ -172,7 +179,7 @@ def rounded(weights: Weights, dtype: torch.dtype) -> Weights:
 
 
 def as_transformers_rwkv(folder: Path, weights: Weights) -> None:
-    """As rwkv-rs/transformers-rwkv's temp/rwkv_pth2st.py names the tensors: vectors are [C], low-rank matrices as they are."""
+    """Writes tensors as temp/rwkv_pth2st.py of rwkv-rs/transformers-rwkv: vectors are [C], low-rank matrices unchanged."""
     top = {"emb.weight": "model.embed_tokens.weight", "head.weight": "lm_head.weight", "ln_out": "model.norm",
            "blocks.0.ln0": "model.embedding_norm"}
     parts = {"ln1": "input_layernorm", "ln2": "post_attention_layernorm", "att.receptance": "linear_attn.r_proj",
@@ -199,7 +206,7 @@ def as_transformers_rwkv(folder: Path, weights: Weights) -> None:
 
 
 def as_web_rwkv(path: Path, weights: Weights) -> None:
-    """As web-rwkv's assets/scripts/convert_safetensors.py does it: float16, low-rank matrices and states transposed."""
+    """Writes tensors as assets/scripts/convert_safetensors.py of web-rwkv: float16, low-rank matrices and states transposed."""
     turned = re.compile(r".*\.att\.([wavg][12]|time_state)")
     tensors = {name: torch.from_numpy(value).half() for name, value in weights.items()}
     save_file({name: (tensor.mT if turned.fullmatch(name) else tensor).contiguous() for name, tensor in tensors.items()}, path,
@@ -207,7 +214,7 @@ def as_web_rwkv(path: Path, weights: Weights) -> None:
 
 
 def state_kinds(folder: Path) -> Iterator[Kind]:
-    """One tuned state in each form. Its numbers are those of float16, which web-rwkv's form has."""
+    """Yields one tuned state in each form, with numbers that fit float16, because web-rwkv's form is float16."""
     path, weights = official(folder, "for-states.pth", "small")
     random = np.random.default_rng(3)
     values = 0.3 * random.normal(size=(SMALL.L, SMALL.H, SMALL.N, SMALL.N)).astype(np.float32)
@@ -221,13 +228,13 @@ def state_kinds(folder: Path) -> Iterator[Kind]:
 
 
 def adapter_kinds(folder: Path) -> Iterator[Kind]:
-    """PEFT's, with the weights that PEFT merges; RWKV-PEFT's, by its formula in float64."""
+    """Yields PEFT's adapters, with the weights that PEFT merges, and RWKV-PEFT's, merged by the formula in float64."""
     path, weights = official(folder, "for-adapters.pth", "small")
     (folder / "peft").mkdir()
     run("rwkv", [save("peft", path, folder / "peft")])
     for kind in ("lora", "rslora", "dora", "pissa", "miss"):
         merged = folder / "peft" / f"merged-{kind}.pth"
-        yield Kind(f"PEFT's {kind}", folder / "peft" / kind, partial(of_torch, merged), "peft", "rwkv", base=path,
+        yield Kind(f"PEFT's {kind}", folder / "peft" / kind, partial(load_weights, merged), "peft", "rwkv", base=path,
                    peer_reads=merged)
     random, rank, alpha = np.random.default_rng(4), 4, 8.0
     changed, parts = weights(), {}
@@ -243,7 +250,7 @@ def adapter_kinds(folder: Path) -> Iterator[Kind]:
                peer_reads=folder / "merged.pth")
 
 
-def of_torch(path: Path) -> Weights:
+def load_weights(path: Path) -> Weights:
     return {name: tensor.float().numpy() for name, tensor in torch.load(path, weights_only=True).items()}
 
 
@@ -275,15 +282,15 @@ def save(program: str, model: Path, to: Path, **options: Any) -> dict[str, Any]:
 
 
 def run(environment: str, jobs: list[dict[str, Any]]) -> None:
-    """Runs the jobs in an environment, where it is here. A job that ends the program is failed, and the others go on."""
+    """Runs the jobs in an environment, if that exists. A job that ends the program counts as failed, and the rest are run."""
     python = PYTHON_LLAMA if environment == "llama.cpp" else PYTHON
     if not python.exists():
         return
     while jobs:
-        listed = Path(jobs[0]["result"]).parent / f"{environment} jobs.json"
-        listed.write_text(json.dumps(jobs), encoding="utf-8")
-        variables = {"RWKV_V7_ON": "1", "TRITON_INTERPRET": "1", "HF_MODULES_CACHE": str(listed.parent)}
-        done = subprocess.run([python, "-I", file_peers.__file__, listed], env=os.environ | ENVIRONMENT | variables,
+        jobs_file = Path(jobs[0]["result"]).parent / f"{environment} jobs.json"
+        jobs_file.write_text(json.dumps(jobs), encoding="utf-8")
+        variables = {"RWKV_V7_ON": "1", "TRITON_INTERPRET": "1", "HF_MODULES_CACHE": str(jobs_file.parent)}
+        done = subprocess.run([python, "-I", file_peers.__file__, jobs_file], env=os.environ | ENVIRONMENT | variables,
                               capture_output=True, text=True)
         if done.returncode == 0:
             return
@@ -294,7 +301,7 @@ def run(environment: str, jobs: list[dict[str, Any]]) -> None:
 
 
 def peers_logits(folder: Path, kinds: list[Kind], rwkv_lm: Path | None) -> None:
-    """NAME.npy of every kind that its peer could run."""
+    """Writes the peer's logits to NAME.npy for every kind that the peer can run."""
     jobs: dict[str, list[dict[str, Any]]] = {"rwkv": [], "llama.cpp": []}
     for kind in kinds:
         reads = kind.peer_reads or kind.path
@@ -303,29 +310,29 @@ def peers_logits(folder: Path, kinds: list[Kind], rwkv_lm: Path | None) -> None:
         job = {"program": kind.peer, "do": "logits", "model": str(reads), "tokens": str(folder / f"{kind.tokens}.npy"),
                "result": str(folder / f"{kind.name}.npy"), "rwkv_lm": str(rwkv_lm)}
         jobs["llama.cpp" if kind.peer == "llama.cpp" else "rwkv"].append(job)
-    for environment, of_it in jobs.items():
-        run(environment, of_it)
+    for environment, its_jobs in jobs.items():
+        run(environment, its_jobs)
 
 
 # The table
 
 
 def row(folder: Path, kind: Kind) -> dict[str, Any]:
-    """What was found of a kind: each number with its bound, or a reason."""
-    found: dict[str, Any] = {"file": kind.name, "made by": kind.made_by}
+    """Returns the results of a kind: each number with its bound, or a reason."""
+    result: dict[str, Any] = {"file": kind.name, "made by": kind.made_by}
     if not kind.path.exists():
-        return found | {"absent": failure(kind.path) or f"{kind.made_by} is not here"}
+        return result | {"absent": failure(kind.path) or f"{kind.made_by} is not here"}
     try:
         checkpoint = kind.read(kind.path)
     except UserError as error:
-        return found | {"read": f"refused: {error}"}
+        return result | {"read": f"refused: {error}"}
     tokens = np.load(folder / f"{kind.tokens}.npy")
     logits = ours(checkpoint, tokens)
     exact = exact_logits(kind, tokens)
-    found |= {"read": "yes", "float64": bounded(apart(logits, exact), TO_FLOAT64)}
-    found |= beside_peer(folder, kind, logits, exact)
-    found |= written_again(folder, kind, checkpoint, logits, tokens)
-    return found | (rounded_again(checkpoint) if blocks_of(kind) else {})
+    result |= {"read": "yes", "float64": bounded(apart(logits, exact), TO_FLOAT64)}
+    result |= beside_peer(folder, kind, logits, exact)
+    result |= written_again(folder, kind, checkpoint, logits, tokens)
+    return result | (rounded_again(checkpoint) if blocks_of(kind) else {})
 
 
 def blocks_of(kind: Kind) -> str | None:
@@ -339,13 +346,13 @@ def beside_peer(folder: Path, kind: Kind, logits: ndarray, exact: ndarray) -> di
     if not result.exists():
         return {"peer": f"{kind.peer} is absent", "reason": failure(result) or "not installed"}
     theirs = np.load(result)
-    of_peer = apart(theirs, exact)
-    bound = TO_FLOAT64 + OF_PEER * min(of_peer, MOST_OF_PEER.get(kind.peer, 1e-4))
-    return {"peer": kind.peer, "to the peer": bounded(apart(logits, theirs), bound), "the peer to float64": of_peer}
+    peer_error = apart(theirs, exact)
+    bound = TO_FLOAT64 + OF_PEER * min(peer_error, MOST_OF_PEER.get(kind.peer, 1e-4))
+    return {"peer": kind.peer, "to the peer": bounded(apart(logits, theirs), bound), "the peer to float64": peer_error}
 
 
 def written_again(folder: Path, kind: Kind, checkpoint: Checkpoint, logits: ndarray, tokens: ndarray) -> dict[str, Any]:
-    """Written in the same kind, read back, and computed with; blocks that cannot be written, as Q8_0."""
+    """Writes the file in the same kind, reads it and compares the logits; blocks that cannot be written become Q8_0."""
     target = folder / "again" / (kind.path.name if kind.base is None or kind.holds_state() else f"{kind.path.name}.pth")
     target.parent.mkdir(exist_ok=True)
     if kind.holds_state():
@@ -366,9 +373,9 @@ def written_again(folder: Path, kind: Kind, checkpoint: Checkpoint, logits: ndar
 
 
 def rounded_again(checkpoint: Checkpoint) -> dict[str, Any]:
-    """The relative error of the matrices in int8 and int4, beside the numbers of the file."""
+    """Returns the relative error of the matrices in int8 and int4, compared with the numbers in the file."""
     group = generation(checkpoint.config).group
-    found = {}
+    result = {}
     for form in ("int8", "int4"):
         error = total = 0.0
         for name in checkpoint.weights:
@@ -376,8 +383,8 @@ def rounded_again(checkpoint: Checkpoint) -> dict[str, Any]:
                 exact = checkpoint.weights[name].float()
                 error += float((pack(exact, form).dense() - exact).square().sum())
                 total += float(exact.square().sum())
-        found[form] = math.sqrt(error / total)
-    return found
+        result[form] = math.sqrt(error / total)
+    return result
 
 
 def ours(checkpoint: Checkpoint, tokens: ndarray) -> ndarray:
@@ -387,7 +394,7 @@ def ours(checkpoint: Checkpoint, tokens: ndarray) -> ndarray:
 
 
 def exact_logits(kind: Kind, tokens: ndarray) -> ndarray:
-    """In float64, from the state among the weights, if any."""
+    """Returns logits in float64, beginning with the state among the weights, if there is one."""
     weights = kind.weights()
     learnt = [weights.pop(name) for name in [*weights] if name.endswith(".time_state")]
     model = NumpyRWKV7(weights, kind.epsilon)
@@ -397,10 +404,10 @@ def exact_logits(kind: Kind, tokens: ndarray) -> ndarray:
     return logits
 
 
-def apart(found: ndarray, expected: ndarray) -> float:
-    if found.shape != expected.shape:
+def apart(actual: ndarray, expected: ndarray) -> float:
+    if actual.shape != expected.shape:
         return math.inf
-    return float(np.linalg.norm(found.astype(np.float64) - expected) / np.linalg.norm(expected))
+    return float(np.linalg.norm(actual.astype(np.float64) - expected) / np.linalg.norm(expected))
 
 
 def bounded(value: float, bound: float) -> dict[str, float]:
@@ -411,16 +418,16 @@ def failure(result: Path) -> str | None:
     file = Path(f"{result}{file_peers.FAILED}")
     if not file.exists():
         return None
-    return re.sub(r" \(/\S+\)", "", file.read_text(encoding="utf-8").splitlines()[0])          # where it is on this machine
+    return re.sub(r" \(/\S+\)", "", file.read_text(encoding="utf-8").splitlines()[0])          # removes paths of this machine
 
 
-def passed(found: dict[str, Any]) -> bool:
-    numbers = [value for value in found.values() if isinstance(value, dict)]
-    refused = any(str(found.get(name, "")).startswith("refused") for name in ("read", "written"))
+def passed(result: dict[str, Any]) -> bool:
+    numbers = [value for value in result.values() if isinstance(value, dict)]
+    refused = any(str(result.get(name, "")).startswith("refused") for name in ("read", "written"))
     return not refused and all(each["difference"] <= each["allowed"] for each in numbers)
 
 
-def shown(value: Any) -> str:
+def format_value(value: Any) -> str:
     if isinstance(value, dict):
         return "0" if value["difference"] == 0 else f"{value['difference']:.1e}" + (
             "" if value["difference"] <= value["allowed"] else f" > {value['allowed']:.1e} !")
@@ -431,30 +438,30 @@ def table(rows: list[dict[str, Any]]) -> list[list[str]]:
     heads = ["file", "made by", "read", "float64", "peer", "to the peer", "the peer to float64", "written", "read back", "int8",
              "int4"]
     lines = [heads]
-    for found in rows:
-        percent = {name: f"{found[name]:.1%}" for name in ("int8", "int4") if name in found}
-        absent = {"read": f"absent: {found['absent']}"} if "absent" in found else {}
-        lines.append([shown((found | percent | absent).get(name, "")) for name in heads])
+    for result in rows:
+        percent = {name: f"{result[name]:.1%}" for name in ("int8", "int4") if name in result}
+        absent = {"read": f"absent: {result['absent']}"} if "absent" in result else {}
+        lines.append([format_value((result | percent | absent).get(name, "")) for name in heads])
     return lines
 
 
 def with_earlier(rows: list[dict[str, Any]], earlier: dict[str, Any]) -> list[dict[str, Any]]:
-    """The rows, with those of earlier results where a program is missing here and was there."""
-    def complete(found: dict[str, Any]) -> bool:
-        return "absent" not in found and "reason" not in found
+    """Returns the rows, and replaces rows of missing programs by those of earlier results."""
+    def complete(result: dict[str, Any]) -> bool:
+        return "absent" not in result and "reason" not in result
 
-    before = {found["file"]: found for found in earlier.get("rows", []) if complete(found)}
+    before = {result["file"]: result for result in earlier.get("rows", []) if complete(result)}
     when = "commit {commit}, {date:.10}".format(**earlier["machine"]) if earlier else ""
-    present = {found["file"] for found in rows if complete(found)}
-    absent = [found for found in rows if found["file"] not in present | before.keys()]
-    kept = [{"measured at": when, **found} for name, found in before.items() if name not in present]
-    return [*(found for found in rows if complete(found)), *absent, *kept]
+    present = {result["file"] for result in rows if complete(result)}
+    absent = [result for result in rows if result["file"] not in present | before.keys()]
+    earlier_rows = [{"measured at": when, **result} for name, result in before.items() if name not in present]
+    return [*(result for result in rows if complete(result)), *absent, *earlier_rows]
 
 
 def section(rows: list[dict[str, Any]], peers: dict[str, str], machine: dict[str, Any]) -> str:
-    absent = [f"{found['file']}: {found['peer']} ({found['reason']})." for found in rows if "reason" in found]
-    for when in sorted({found["measured at"] for found in rows if "measured at" in found}):
-        absent.append(f"{'; '.join(found['file'] for found in rows if found.get('measured at') == when)}: measured at {when}.")
+    absent = [f"{result['file']}: {result['peer']} ({result['reason']})." for result in rows if "reason" in result]
+    for when in sorted({result["measured at"] for result in rows if "measured at" in result}):
+        absent.append(f"{'; '.join(each['file'] for each in rows if each.get('measured at') == when)}: measured at {when}.")
     return "\n\n".join((
         f"{machine['cpu']}; torch {machine['torch']}; commit {machine['commit']}, {machine['date'][:10]}. Peers: "
         + (", ".join(f"{name} {version}" for name, version in peers.items()) or "none") + ".",

@@ -1,4 +1,4 @@
-"""The outputs of our model and of the float64 one, in the form of the peers' outputs."""
+"""Computes the outputs of our model and of the float64 model, in the form of the peers' outputs."""
 
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from rwkv.pretrained import RWKV
 
 
 def ours(case: Case | Case7, path: Path, kernel: str, n_greedy: int = GREEDY) -> dict[str, ndarray]:
-    """The outputs from the checkpoint at `path` under `kernel`."""
+    """Returns the outputs of our model from the checkpoint at `path` under `kernel`."""
     model = RWKV.from_pretrained(path, kernel)
 
     def forward(tokens: ndarray, state: State | None) -> tuple[ndarray, State]:
@@ -25,24 +25,24 @@ def ours(case: Case | Case7, path: Path, kernel: str, n_greedy: int = GREEDY) ->
             logits, state = model(torch.tensor(tokens), state)
         return logits.numpy(), state
 
-    return outputs(forward, of_ours, random_tokens(case), list(case.chunks), n_greedy)
+    return outputs(forward, our_values, random_tokens(case), list(case.chunks), n_greedy)
 
 
-def of_ours(state: State) -> dict[str, ndarray]:
+def our_values(state: State) -> dict[str, ndarray]:
     return {name: part.numpy() for name, part in as_values(state).items()}
 
 
 def float64(case: Case | Case7) -> dict[str, ndarray]:
-    """NumPy's outputs in float64 for the same weights."""
+    """Returns the outputs of the NumPy model in float64 for the same weights."""
     if isinstance(case, Case7):
-        return outputs(NumpyRWKV7(random_weights(case)), of_numpy_7, random_tokens(case), list(case.chunks), GREEDY)
-    return outputs(NumpyRWKV4(random_weights(case)), of_numpy, random_tokens(case), list(case.chunks), GREEDY)
+        return outputs(NumpyRWKV7(random_weights(case)), numpy_values_7, random_tokens(case), list(case.chunks), GREEDY)
+    return outputs(NumpyRWKV4(random_weights(case)), numpy_values, random_tokens(case), list(case.chunks), GREEDY)
 
 
-def of_numpy_7(state: list[LayerState7]) -> dict[str, ndarray]:
+def numpy_values_7(state: list[LayerState7]) -> dict[str, ndarray]:
     return {name: np.stack([getattr(layer, name) for layer in state]) for name in LayerState7._fields}
 
 
-def of_numpy(state: list[LayerState]) -> dict[str, ndarray]:
+def numpy_values(state: list[LayerState]) -> dict[str, ndarray]:
     att_x, a, b, ffn_x = (np.stack(parts) for parts in zip(*state, strict=True))
     return state_values(att_x, a, b, np.zeros_like(b), ffn_x)

@@ -1,11 +1,11 @@
-"""The outputs that are compared, and the peers, which run in environments of their own: PyPI's `rwkv` (two programs, for its
-RWKV-7 is apart), transformers and llama.cpp.
+"""Computes the outputs that are compared, and runs the peers in environments of their own.
 
     python -I peers.py rwkv|transformers|rwkv7|llama.cpp JOBS.json
 
-A job names a model (an official .pth, for transformers also a directory, for llama.cpp a GGUF file), its tokens (.npy), the
-file for its outputs (.npz), and a directory or file to save itself to, for llama.cpp in Q8_0. This file imports nothing of
-ours: there, `rwkv` is another package.
+The peers are PyPI's `rwkv`, whose RWKV-7 is a separate program, transformers and llama.cpp. A job names a model (an official
+.pth, for transformers also a directory, for llama.cpp a GGUF file), its tokens (.npy), and the file for its outputs (.npz). It
+may name a directory or file to save the model to, which llama.cpp does in Q8_0. This file imports none of our packages, because
+`rwkv` is another package in these environments.
 """
 
 from __future__ import annotations
@@ -24,23 +24,26 @@ if TYPE_CHECKING:
 
 Forward = Callable[[ndarray, Any], tuple[ndarray, Any]]
 FORMS = ("whole", "chunked", "one by one")
-# transformers' names for the official ones.
-RENAMED = (("emb.", "rwkv.embeddings."), ("blocks.", "rwkv.blocks."), ("ln_out.", "rwkv.ln_out."), (".ln0.", ".pre_ln."),
-           (".att.", ".attention."), (".ffn.", ".feed_forward."), ("time_mix_k", "time_mix_key"),
-           ("time_mix_v", "time_mix_value"), ("time_mix_r", "time_mix_receptance"))
+# Official parts of names, and those of transformers.
+TRANSFORMERS_NAMES = (
+    ("emb.", "rwkv.embeddings."), ("blocks.", "rwkv.blocks."), ("ln_out.", "rwkv.ln_out."), (".ln0.", ".pre_ln."),
+    (".att.", ".attention."), (".ffn.", ".feed_forward."), ("time_mix_k", "time_mix_key"), ("time_mix_v", "time_mix_value"),
+    ("time_mix_r", "time_mix_receptance"))
 
 
 def outputs(forward: Forward, values: Callable[[Any], dict[str, ndarray]], tokens: ndarray, chunks: list[int],
             n_greedy: int) -> dict[str, ndarray]:
-    """The logits (B,T,V) and the state after reading `tokens` (B,T) in each form, and a greedy continuation (B,n_greedy).
+    """Returns the logits (B,T,V) and the state after reading `tokens` (B,T) in each form, and n_greedy more tokens.
 
-    forward(tokens (B,t), state or None) -> (logits (B,t,V), state); values(state) -> its parts in the form of `state_values`.
+    Args:
+        forward: takes tokens (B,t) and a state or None, and returns logits (B,t,V) and the new state.
+        values: returns the parts of a state by name, as state_values does.
     """
-    found = {}
+    results = {}
     for form, lengths in zip(FORMS, ([tokens.shape[1]], chunks, [1] * tokens.shape[1]), strict=True):
         logits, state = read(forward, tokens, lengths)
-        found |= {f"{form}: logits": logits} | {f"{form}: {name}": value for name, value in values(state).items()}
-    return found | {"greedy": greedy(forward, logits[:, -1], state, n_greedy)}
+        results |= {f"{form}: logits": logits} | {f"{form}: {name}": value for name, value in values(state).items()}
+    return results | {"greedy": greedy(forward, logits[:, -1], state, n_greedy)}
 
 
 def read(forward: Forward, tokens: ndarray, lengths: list[int]) -> tuple[ndarray, Any]:
@@ -52,27 +55,27 @@ def read(forward: Forward, tokens: ndarray, lengths: list[int]) -> tuple[ndarray
 
 
 def greedy(forward: Forward, logits: ndarray, state: Any, n: int) -> ndarray:
-    """n more tokens (B,n), the first chosen by `logits` (B,V)."""
-    chosen = [logits.argmax(-1)]
-    while len(chosen) < n:
-        logits, state = forward(chosen[-1][:, None], state)
-        chosen.append(logits[:, -1].argmax(-1))
-    return np.stack(chosen, axis=1)
+    """Returns the n next tokens (B,n); `logits` (B,V) select the first."""
+    next_tokens = [logits.argmax(-1)]
+    while len(next_tokens) < n:
+        logits, state = forward(next_tokens[-1][:, None], state)
+        next_tokens.append(logits[:, -1].argmax(-1))
+    return np.stack(next_tokens, axis=1)
 
 
 def state_values(att_x: ndarray, a: ndarray, b: ndarray, p: ndarray, ffn_x: ndarray) -> dict[str, ndarray]:
-    """The parts of a state to compare: many (a, b, p) are the same state, a/b and p + log b are unique."""
+    """Returns the parts of a state to compare: many (a, b, p) represent the same state, but a/b and p + log b are unique."""
     return {"att_x": att_x, "a/b": a / b, "p + log b": p + np.log(b), "ffn_x": ffn_x}
 
 
 class RwkvPackage:
-    """PyPI's `rwkv`: one row at a time; its state is a list of att_x, a, b, p, ffn_x for each layer, which it changes.
+    """PyPI's `rwkv`, which reads one row at a time and changes the state, a list of att_x, a, b, p, ffn_x for each layer.
 
-    With n_att != n_embd it reads token by token here: its code for several tokens stores n_att numbers in n_embd places.
+    If n_att != n_embd, tokens are read one by one, because the code for several tokens stores n_att numbers in n_embd places.
     """
 
     def __init__(self, path: Path) -> None:
-        from rwkv.model import RWKV  # the package's, not ours
+        from rwkv.model import RWKV  # this is the package's, not ours
 
         self.model = RWKV(model=str(path), strategy="cpu fp32", verbose=False)
 
@@ -90,7 +93,7 @@ class RwkvPackage:
 
 
 class RwkvPackage7:
-    """PyPI's `rwkv` with RWKV_V7_ON=1: one row at a time; its state is a list of att_x, S (H,N,N) and ffn_x for each layer."""
+    """PyPI's `rwkv` with RWKV_V7_ON=1, for one row; its state is a list of att_x, S (H,N,N) and ffn_x for each layer."""
 
     def __init__(self, path: Path) -> None:
         from rwkv.model import RWKV
@@ -111,7 +114,7 @@ class RwkvPackage7:
 
 
 class LlamaCpp:
-    """llama.cpp through llama-cpp-python: a context for each row, which is the state; what is in it is not compared."""
+    """llama.cpp through llama-cpp-python. The state of a row is a context, whose contents are not compared."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -141,8 +144,10 @@ class LlamaCpp:
 
 
 class Transformers:
-    """RwkvForCausalLM: its state is (B,width,L) of ffn_x, att_x, a, b, p, which it changes; one row at a time, because with
-    several it adds (B,C) to (B,1,C) for a single token."""
+    """RwkvForCausalLM of transformers, which changes its state, a list of ffn_x, att_x, a, b and p (B,width,L).
+
+    It reads one row at a time, because with several it adds (B,C) to (B,1,C) for a single token.
+    """
 
     def __init__(self, path: Path) -> None:
         import torch
@@ -161,7 +166,7 @@ class Transformers:
         return out.logits[0].numpy(), out.state
 
     def empty_state(self) -> list[torch.Tensor]:
-        """The one that it makes for itself takes n_att to be n_embd."""
+        """Makes an empty state, because transformers' own assumes that n_att is n_embd."""
         import torch
 
         config = self.model.config
@@ -185,18 +190,18 @@ def from_official(weights: dict[str, torch.Tensor]) -> Any:
     config = RwkvConfig(vocab_size=V, hidden_size=C, attention_hidden_size=A, intermediate_size=F, rescale_every=0,
                         num_hidden_layers=sum(name.endswith("ln1.weight") for name in weights))
     model = RwkvForCausalLM(config)
-    model.load_state_dict({renamed(name): tensor for name, tensor in weights.items()})
+    model.load_state_dict({transformers_name(name): tensor for name, tensor in weights.items()})
     return model
 
 
-def renamed(name: str) -> str:
-    for official, theirs in RENAMED:
+def transformers_name(name: str) -> str:
+    for official, theirs in TRANSFORMERS_NAMES:
         name = name.replace(official, theirs)
     return name
 
 
 def by_rows(peer: Any) -> tuple[Forward, Callable[[Any], dict[str, ndarray]]]:
-    """`outputs`' forward and values for a model that reads one row: the state of several is a list."""
+    """Returns `forward` and `values` for outputs(), for a model that reads one row: the state of several rows is a list."""
     def forward(tokens: ndarray, states: list[Any] | None) -> tuple[ndarray, list[Any]]:
         read = [peer.row(row, state) for row, state in zip(tokens, states or [None] * len(tokens), strict=True)]
         return np.stack([logits for logits, _ in read]), [state for _, state in read]

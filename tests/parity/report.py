@@ -1,4 +1,4 @@
-"""The tables that `make parity` prints, and the same as data."""
+"""Formats the tables that `make parity` prints, and returns them as data."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from parity.exchange import CONTROL, OFF
 
 from kernels.machine import hardware
 
-Tables = dict[str, list[Row]]            # by name: kernels, files, control
+Tables = dict[str, list[Row]]            # the keys are kernels, files and control
 HEADS = {"kernels": ("case", "kernel"), "files": ("file", "read by"), "control": ("case", "changed")}
 
 HEADING = """\
@@ -35,7 +35,7 @@ def as_json(tables: Tables, peers: dict[str, str]) -> dict[str, Any]:
 
 
 def report(tables: Tables, peers: dict[str, str]) -> str:
-    """The tables, each under a sentence that says what its numbers are."""
+    """Returns the tables as text, each below a sentence that explains the numbers."""
     rows = tables["kernels"]
     kernels = list(dict.fromkeys(row.labels[1] for row in rows))
     overall = [worst(("the worst", kernel), [row for row in rows if row.labels[1] == kernel]) for kernel in kernels]

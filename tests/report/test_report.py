@@ -1,4 +1,4 @@
-"""Reports of runs and sweeps: the measurements of a run, failed runs, damaged files, and the numbers on the page."""
+"""Tests reports of runs and sweeps: the measurements of a run, failed runs, damaged files, and the numbers on the page."""
 
 import csv
 import json
@@ -39,29 +39,32 @@ from rwkv.training.sweep import sweep
 from rwkv.training.sweep.launchers import End, Processes, Task
 
 ROOT = Path(__file__).parent.parent.parent
-BREAKS = '\n_backward, _calls = backward, []\n\n\ndef backward(*inputs):\n    _calls.append(1)\n' \
+FAILING_BACKWARD = '\n_backward, _calls = backward, []\n\n\ndef backward(*inputs):\n    _calls.append(1)\n' \
          '    if len(_calls) > 9:\n        raise RuntimeError("out of <luck> & such")\n    return _backward(*inputs)\n'
 RESULTS = ("y", *(f"grad {name}" for name in ("time_decay", "time_first", "k", "v")))
 
 
-# A sweep: conv1d trains, torch_scan breaks in its sixth backward pass or so, cuda_v3 has no device
+# In this sweep conv1d trains, torch_scan fails after some backward passes, and cuda_v3 has no device
 
 
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the programs, in which torch_scan breaks."""
+    """Returns a copy of the programs in which torch_scan fails after some backward passes."""
     tree = tmp_path_factory.mktemp("tree")
     for name in ("kernels", "rwkv", "configs", "train.py"):
         path = ROOT / name
         (shutil.copytree if path.is_dir() else shutil.copy)(path, tree / name)
     with (tree / "kernels" / "wkv4" / "torch_scan.py").open("a") as file:
-        file.write(BREAKS)
+        file.write(FAILING_BACKWARD)
     return tree
 
 
 @pytest.fixture(scope="module")
 def start(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., int]]:
-    """start("-m", ...) -> exit status: the sweep in this process, its runs in processes of `tree`."""
+    """Yields a function that runs a sweep in this process, with its runs in processes of `tree`.
+
+    The function takes command-line arguments ("-m", ...) and returns the exit status.
+    """
     folder = tmp_path_factory.mktemp("sweeps")
     (folder / "text.txt").write_text(TEXT, encoding="utf-8")
 
@@ -104,8 +107,8 @@ def test_what_fails_and_what_cannot_run_does_not_stop_the_others(swept: tuple[in
 @pytest.mark.programs
 def test_the_numbers_of_a_report_are_those_of_the_run(swept: tuple[int, Path]) -> None:
     folder = swept[1]
-    found = {(row["kernel"], row["statistic"]): row for row in table(folder)}
-    one, run = found["conv1d", "value"], folder / "kernel=conv1d"
+    by_kernel = {(row["kernel"], row["statistic"]): row for row in table(folder)}
+    one, run = by_kernel["conv1d", "value"], folder / "kernel=conv1d"
     measured = json.loads((run / "kernel.json").read_text())
     speeds = [float(row["tok_per_sec"]) for row in rows(run) if row["tok_per_sec"] and int(row["step"]) > measured["warm_up"]]
     assert measured["warm_up"] == 2
@@ -119,18 +122,18 @@ def test_the_numbers_of_a_report_are_those_of_the_run(swept: tuple[int, Path]) -
     for when in ("start", "end"):
         errors = [layer["errors"]["grad k"]["err_ratio"] for layer in measured["errors"][when]["layers"]]
         assert 0 < float(one[f"err_{when}_grad_k"]) == max(errors) < 1e-5
-    assert found["conv1d", "median"]["val_loss"] == one["val_loss"]
+    assert by_kernel["conv1d", "median"]["val_loss"] == one["val_loss"]
     ours, theirs = losses(folder / "kernel=torch_scan"), losses(run)
-    assert float(found["torch_scan", "value"]["difference"]) == max(abs(ours[step] - theirs[step]) for step in ours)
-    assert found["torch_scan", "median"]["runs"] == "0"
+    assert float(by_kernel["torch_scan", "value"]["difference"]) == max(abs(ours[step] - theirs[step]) for step in ours)
+    assert by_kernel["torch_scan", "median"]["runs"] == "0"
 
 
 @pytest.mark.programs
 def test_the_page_says_it_too(swept: tuple[int, Path]) -> None:
-    page = parsed(swept[1] / "report.html")
-    for said in ("torch_scan failed in 1 of 1 run: RuntimeError: out of <luck> & such", "cuda_v3 cannot run here",
-                 "compared with conv1d", "WKV forward", "shuffled with seed 0", "commit", "torch"):
-        assert said in page.text
+    page = parse_page(swept[1] / "report.html")
+    for expected_text in ("torch_scan failed in 1 of 1 run: RuntimeError: out of <luck> & such", "cuda_v3 cannot run here",
+                          "compared with conv1d", "WKV forward", "shuffled with seed 0", "commit", "torch"):
+        assert expected_text in page.text
     assert "The runs differ in more than" not in page.text
     assert page.figures >= 5
 
@@ -143,18 +146,18 @@ def test_a_sweep_goes_on_with_what_is_missing(swept: tuple[int, Path], start: Ca
     before = (folder / "kernel=conv1d" / "metrics.csv").stat().st_mtime
     assert start("-m", "resume=auto", "out_dir=a, b") == 0
     error = capsys.readouterr().err
-    said = {line[:11].strip(): line for line in error.splitlines()}
+    lines = {line[:11].strip(): line for line in error.splitlines()}
     assert "3 runs, 2 unfinished" in error
-    assert "checkpoint=a, b/kernel=" in said["best"].replace("'", "")
-    assert "runs/latest" in said["latest"]
-    assert said["latest"].endswith("kernel=torch_scan")
+    assert "checkpoint=a, b/kernel=" in lines["best"].replace("'", "")
+    assert "runs/latest" in lines["latest"]
+    assert lines["latest"].endswith("kernel=torch_scan")
     assert (folder / "kernel=conv1d" / "metrics.csv").stat().st_mtime == before
     assert losses(folder / "kernel=torch_scan") == pytest.approx(losses(folder / "kernel=conv1d"), abs=1e-4)
     assert {run.status for run in read(folder)} == {"finished", "unavailable"}
 
 
 @pytest.mark.programs
-@pytest.mark.parametrize(("arguments", "said"), [
+@pytest.mark.parametrize(("arguments", "expected_text"), [
     (("kernel=conv1d,torch_scan", "out_dir=a, b"), "-m resume=auto"),
     (("kernel=conv1d,torch_scan", "seed=7", "out_dir=a, b", "resume=auto"), "kernel=conv1d"),
     (("out_dir=none", "resume=auto"), "sweep.json"),
@@ -167,17 +170,17 @@ def test_a_sweep_goes_on_with_what_is_missing(swept: tuple[int, Path], start: Ca
     (("seed=0,1", "resume=auto", "out_dir=a, b/kernel=conv1d"), "exists already"),
 ])
 def test_mistakes_in_the_command_line_of_a_sweep(swept: tuple[int, Path], start: Callable[..., int], arguments: tuple[str, ...],
-                                                 said: str, capsys: pytest.CaptureFixture[str]) -> None:
+                                                 expected_text: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert start("-m", *arguments) == 2
     error = capsys.readouterr().err
     assert error.splitlines()[-1].startswith("error: ")
-    assert said in error
+    assert expected_text in error
     assert not Path("new").exists()
 
 
-@pytest.mark.soak                        # a quarter of a minute: four runs, one after the other
+@pytest.mark.soak                        # four runs one after another take a quarter of a minute
 def test_a_sweep_computes_the_operator_of_the_file_that_it_begins_with(start: Callable[..., int]) -> None:
-    """The file is RWKV-7, and the command line's sizes are those of RWKV-4. A begun run goes on without the file."""
+    """The file has RWKV-7, although the sizes on the command line are those of RWKV-4. A run is resumed without the file."""
     small_model("reference", 256, generation="rwkv7").save_pretrained("seven.safetensors", ByteTokenizer())
     options = (*SMALL, "logger=none", "model.ctx_len=16", "trainer.sample_tokens=0", "trainer.max_steps=2")
     assert start("-m", "init_from=seven.safetensors", "kernel=torch_chunk", "seed=0,1", *options, "out_dir=sevens") == 0
@@ -206,7 +209,7 @@ def test_the_experiment_says_what_to_sweep_over_and_the_command_line_has_the_las
 
 
 def test_ctrl_c_is_passed_on_and_waited_for(tmp_path: Path) -> None:
-    """The run's process has a session of its own, which the terminal's Ctrl-C does not reach."""
+    """A run's process has its own session, so the terminal's Ctrl-C does not reach the process."""
     program = ("import os, signal, sys, time\n"
                "def stop(*_): print('saved', file=sys.stderr); sys.exit(130)\n"
                "signal.signal(signal.SIGINT, stop)\n"
@@ -252,9 +255,9 @@ def test_a_run_of_a_sweep_writes_the_error_that_ends_it(program: str, reason: st
     child = tmp_path / "rwkv" / "training" / "sweep" / "child.py"
     child.parent.mkdir(parents=True)
     shutil.copy(sweep.CHILD, child)
-    found = tmp_path / "reason.txt"
-    subprocess.run([sys.executable, child, found], stderr=subprocess.DEVNULL, check=False)
-    assert (found.read_text() if found.exists() else None) == reason
+    reason_file = tmp_path / "reason.txt"
+    subprocess.run([sys.executable, child, reason_file], stderr=subprocess.DEVNULL, check=False)
+    assert (reason_file.read_text() if reason_file.exists() else None) == reason
 
 
 # The probe
@@ -282,7 +285,7 @@ def test_a_probe_does_not_change_training_by_a_bit(folder: Path, options: dict[s
     for name, probe in (("with", True), ("without", False)):
         fit.train(open_run(small(folder, name, probe=probe, sample_every=3, sample_tokens=2, **options)))
     assert_same_training(folder / "with", folder / "without", OF_PROBE)
-    page = parsed(folder / "without" / "report.html")
+    page = parse_page(folder / "without" / "report.html")
     assert "torch_scan, seed 0" in page.text
     assert "Samples" in page.text
     assert "compared with" not in page.text
@@ -296,7 +299,7 @@ def test_a_probe_does_not_change_training_by_a_bit(folder: Path, options: dict[s
 
 @pytest.mark.programs
 def test_a_wrong_gradient_is_exposed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """In the terminal before the run, by the probe and at the end, and in the report; without the probe too."""
+    """Warnings appear before the run, from the probe at its start and end, and in the report, there even without the probe."""
     def wrong(w: torch.Tensor, k: torch.Tensor, grad_out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         grad_w, grad_k = conv1d.backward(w, k, grad_out)
         return grad_w, grad_k.roll(1, -1)
@@ -312,14 +315,14 @@ def test_a_wrong_gradient_is_exposed(folder: Path, capsys: pytest.CaptureFixture
     assert f"{name} is wrong" in of_report
     *_, of_report = [line for line in capsys.readouterr().err.splitlines() if line.startswith("WARNING")]
     assert of_report == f"{before}."
-    assert before.partition(name)[2] in parsed(folder / "unprobed" / "report.html").text
+    assert before.partition(name)[2] in parse_page(folder / "unprobed" / "report.html").text
     for warning, where in ((before, "2 of 2 runs"), (at_start, "at step 2"), (at_end, "at step 6")):
         assert where in warning
         assert "gradient of k" in warning
         assert "time_decay" not in warning
     report.write(folder / "runs")
     assert {row["run"] for row in table(folder / "runs") if row["run"]} == {"conv1d", name}, "runs/latest is no run of its own"
-    page = parsed(folder / "runs" / "report.html")
+    page = parse_page(folder / "runs" / "report.html")
     assert f"{name} is wrong: the error of the gradient of k is " in page.text
     assert f"{name}: the loss deviates from that of conv1d by " in page.text
     assert "conv1d is wrong" not in page.text
@@ -329,7 +332,7 @@ def test_a_wrong_gradient_is_exposed(folder: Path, capsys: pytest.CaptureFixture
 
 
 def test_a_report_has_every_sample(tmp_path: Path) -> None:
-    """Characters that str.splitlines() takes for line ends, and a damaged line, hide nothing."""
+    """A damaged line, and characters that str.splitlines() treats as line ends, hide no sample."""
     make_run(tmp_path, "conv1d", 0, [3.0])
     run = tmp_path / "kernel=conv1d,seed=0"
     lines = [json.dumps({"step": step, "prompt": "", "text": f"a\u2028\x85{step}"}, ensure_ascii=False) for step in (1, 2, 3)]
@@ -348,7 +351,7 @@ MEASURED = {"finished": True, "warm_up": 2, "precision": "32-true", "machine": {
 
 @st.composite
 def damaged(draw: st.DrawFn, whole: Any) -> Any:
-    """With another value, or none, at some place."""
+    """Draws a copy of a JSON value in which one part has another value or is missing."""
     if isinstance(whole, (dict, list)) and whole and draw(st.integers(0, 5)):
         places = list(whole) if isinstance(whole, dict) else range(len(whole))
         place = draw(st.sampled_from(list(places)))
@@ -387,7 +390,7 @@ def test_a_report_lists_damaged_files(tmp_path: Path, name: str, content: bytes)
     assert read(tmp_path)[0].damaged == []
     (tmp_path / "kernel=conv1d,seed=0" / name).write_bytes(content)
     report_tool.main([str(tmp_path)])
-    assert f"kernel=conv1d,seed=0: {name}" in parsed(tmp_path / "report.html").text
+    assert f"kernel=conv1d,seed=0: {name}" in parse_page(tmp_path / "report.html").text
 
 
 def test_a_run_does_not_fail_when_its_report_cannot_be_made(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -399,7 +402,7 @@ def test_a_run_does_not_fail_when_its_report_cannot_be_made(folder: Path, capsys
 
 
 def make_run(folder: Path, kernel: str, seed: int, train_loss: list[float], speed: float = 100.0, **config: Any) -> None:
-    """What training leaves, made by hand."""
+    """Writes the files that training leaves."""
     run = folder / f"kernel={kernel},seed={seed}"
     run.mkdir(parents=True)
     settings = {"kernel": {"name": kernel}, "seed": seed, "out_dir": str(run), "optim": {"lr": 0.1}} | config
@@ -423,24 +426,24 @@ def test_medians_and_ranges_are_over_seeds_and_after_warm_up(tmp_path: Path) -> 
         make_run(tmp_path, "conv1d", seed, [3.0, 2.0, 1.0 + seed], 100)
         make_run(tmp_path, "taichi_v3", seed, [3.0, 2.0 + seed / 8, 1.0 + seed], 200 + 10 * seed * seed)
     report_tool.main([str(tmp_path)])
-    found = {(row["kernel"], row["statistic"]): row for row in table(tmp_path) if row["level"] == "kernel"}
+    numbers = {(row["kernel"], row["statistic"]): row for row in table(tmp_path) if row["level"] == "kernel"}
     assert list(table(tmp_path)[0]) == list(columns([])), "no errors were measured"
-    assert [float(found["taichi_v3", statistic]["tok_per_sec"]) for statistic in ("median", "min", "max")] == [213, 203, 243]
-    assert [float(found["taichi_v3", statistic]["difference"]) for statistic in ("median", "min", "max")] == [0.125, 0, 0.25]
-    assert [float(found["conv1d", statistic]["val_loss"]) for statistic in ("median", "min", "max")] == [1, 0.5, 1.5]
-    assert found["conv1d", "median"]["difference"] == ""
+    assert [float(numbers["taichi_v3", statistic]["tok_per_sec"]) for statistic in ("median", "min", "max")] == [213, 203, 243]
+    assert [float(numbers["taichi_v3", statistic]["difference"]) for statistic in ("median", "min", "max")] == [0.125, 0, 0.25]
+    assert [float(numbers["conv1d", statistic]["val_loss"]) for statistic in ("median", "min", "max")] == [1, 0.5, 1.5]
+    assert numbers["conv1d", "median"]["difference"] == ""
     runs = [row for row in table(tmp_path) if row["level"] == "run"]
     assert [row["difference_step"] for row in runs] == ["", "", "", "1.0", "2.0", "2.0"]
-    page = parsed(tmp_path / "report.html")
+    page = parse_page(tmp_path / "report.html")
     assert "2.07" in page.text, "taichi_v3's throughput beside conv1d's 103"
-    assert {"step", "WKV forward", "reason", "order"}.isdisjoint(page.headers), "which no run measured"
+    assert {"step", "WKV forward", "reason", "order"}.isdisjoint(page.headers), "no run measured these"
     assert {"kernel", "tokens/s", "difference", "status"} <= set(page.headers)
     report_tool.main([str(tmp_path), "--reference", "taichi_v3"])
-    assert "compared with taichi_v3" in parsed(tmp_path / "report.html").text
+    assert "compared with taichi_v3" in parse_page(tmp_path / "report.html").text
 
 
 def test_only_the_first_20_steps_are_early() -> None:
-    """In which rounding hardly separates kernels that compute the same."""
+    """Within these steps rounding hardly separates kernels that compute the same."""
     losses = {"conv1d": dict.fromkeys(range(1, 41), 2.0), "other": {step: 2.0 + step / 1024 for step in range(1, 41)}}
     comparison = compare([Run(kernel, kernel, 0, metrics={"train/loss": curve}) for kernel, curve in losses.items()])
     numbers, = comparison.kernels[1].numbers
@@ -448,14 +451,14 @@ def test_only_the_first_20_steps_are_early() -> None:
 
 
 def test_throughput_is_compared_with_the_reference_of_the_same_other_options(tmp_path: Path) -> None:
-    """Kernels and learning rates: two references of 100 and 200 tokens/s, the other kernel half and three times as fast."""
+    """For two learning rates the reference has 100 and 200 tokens/s, and the other kernel is 0.5 and 3 times as fast."""
     speeds = [("conv1d", 0.1, 100.0), ("conv1d", 0.2, 200.0), ("taichi_v3", 0.1, 50.0), ("taichi_v3", 0.2, 600.0)]
     runs = [Run(f"{kernel} {lr}", kernel, 0, config={"optim": {"lr": lr}},
                 metrics={"train/loss": {1: 2.0}, "tok_per_sec": {1: speed}}) for kernel, lr, speed in speeds]
     comparison = compare(runs)
     path = tmp_path / "page.html"
     path.write_text(report_page.render(tmp_path, comparison, []), encoding="utf-8")
-    assert "times conv1d" in parsed(path).text
+    assert "times conv1d" in parse_page(path).text
     for label, speed, ratio in (("conv1d, optim.lr=0.1", 100, "1.00"), ("conv1d, optim.lr=0.2", 200, "1.00"),
                                 ("taichi_v3, optim.lr=0.1", 50, "0.50"), ("taichi_v3, optim.lr=0.2", 600, "3.00")):
         row = next(row for row in path.read_text(encoding="utf-8").split("<tr>") if row.startswith(f"<td>{label}<"))
@@ -463,28 +466,28 @@ def test_throughput_is_compared_with_the_reference_of_the_same_other_options(tmp
 
 
 def test_mean_losses_stand_beside_a_published_run(tmp_path: Path) -> None:
-    """As far as the run has come; what is not such a list is none."""
+    """The comparison ends with the run's steps, and a value that is no list of losses is ignored."""
     published = {"published_losses": [3.25, 1.0, 0.5], "published_steps": 2}
     make_run(tmp_path, "conv1d", 0, [4.0, 3.0, 2.0, 1.0, 0.5], logger=published)
     make_run(tmp_path, "conv1d", 1, [4.0, 3.0], logger={"published_losses": "x", "published_steps": 2})
     report_tool.main([str(tmp_path)])
-    text = parsed(tmp_path / "report.html").text
+    text = parse_page(tmp_path / "report.html").text
     assert all(number in text for number in ("1 to 2", "3.2500", "3.5000", "+0.2500", "3 to 4", "1.0000", "1.5000", "+0.5000"))
     assert "5 to 6" not in text
 
 
-@pytest.mark.parametrize(("results", "said"), [(RESULTS, "The outputs and gradients of"), (("y",), "The outputs of")])
-def test_gradients_are_called_right_only_if_they_were_measured(results: tuple[str, ...], said: str) -> None:
-    """A tuned model of one layer may have none."""
+@pytest.mark.parametrize(("results", "expected_text"), [(RESULTS, "The outputs and gradients of"), (("y",), "The outputs of")])
+def test_gradients_are_called_right_only_if_they_were_measured(results: tuple[str, ...], expected_text: str) -> None:
+    """A tuned model of one layer may have no gradients."""
     layer = {"errors": {result: {"err_ratio": 0.1, "max": 0.2} for result in results}, "ranges": {}}
     measured = {"errors": {"end": {"allowed": {}, "layers": [layer]}}}
     runs = [Run(kernel, kernel, 0, metrics={"train/loss": {1: 2.0}}, measured=measured) for kernel in ("conv1d", "taichi_v3")]
-    assert said in findings(compare(runs))[-1].text
+    assert expected_text in findings(compare(runs))[-1].text
 
 
-def run_of(kernel: str, seed: int = 0, train_loss: Sequence[float] = (3.0, 2.0), speed: float = 100.0, commit: str = "c",
-           pairs: bool = False, **config: Any) -> Run:
-    """A run as read from its files. pairs: of preferences."""
+def loaded_run(kernel: str, seed: int = 0, train_loss: Sequence[float] = (3.0, 2.0), speed: float = 100.0, commit: str = "c",
+               pairs: bool = False, **config: Any) -> Run:
+    """Returns a run as if read from its files. With `pairs` it was trained on pairs of answers, one of them preferred."""
     steps = range(1, len(train_loss) + 1)
     metrics = {"train/loss": dict(zip(steps, train_loss, strict=True)), "val/loss": {len(train_loss): train_loss[-1] / 2},
                "tok_per_sec": {step: speed + step for step in steps}, **({"val/rewards_margin": {1: 0.5}} if pairs else {})}
@@ -492,56 +495,57 @@ def run_of(kernel: str, seed: int = 0, train_loss: Sequence[float] = (3.0, 2.0),
                measured={"machine": {"cpu": "x", "commit": commit}})
 
 
-@pytest.mark.parametrize(("others", "kinds", "said"), [
-    ([run_of("taichi_v3", optim={"lr": 0.2})], ["bad"], "optim.lr is 0.1 in kernel=conv1d,seed=0; 0.2 in "),
-    ([run_of("taichi_v3", resume="auto", logger={"run_name": "x"})], ["good"], ""),
-    ([run_of("taichi_v3", commit="d")], ["bad"], "commit is c in kernel=conv1d,seed=0; d in"),
-    ([run_of("taichi_v3"), run_of("other_seed", 1, [3.1, 2.1]), run_of("wrong", 0, [3.0, 2.5])], ["bad", "good"],
-     "the losses of taichi_v3 equal those of conv1d"),           # a run without a counterpart of the same seed has no part
-    ([run_of("taichi_v3", 0, [3.0, math.nan])], ["bad"], "the loss deviates from that of conv1d"),
+@pytest.mark.parametrize(("others", "kinds", "expected_text"), [
+    ([loaded_run("taichi_v3", optim={"lr": 0.2})], ["bad"], "optim.lr is 0.1 in kernel=conv1d,seed=0; 0.2 in "),
+    ([loaded_run("taichi_v3", resume="auto", logger={"run_name": "x"})], ["good"], ""),
+    ([loaded_run("taichi_v3", commit="d")], ["bad"], "commit is c in kernel=conv1d,seed=0; d in"),
+    ([loaded_run("taichi_v3"), loaded_run("other_seed", 1, [3.1, 2.1]), loaded_run("wrong", 0, [3.0, 2.5])], ["bad", "good"],
+     "the losses of taichi_v3 equal those of conv1d"),           # a run without a counterpart of the same seed is ignored
+    ([loaded_run("taichi_v3", 0, [3.0, math.nan])], ["bad"], "the loss deviates from that of conv1d"),
 ], ids=["options", "no options", "commit", "one is wrong", "not a number"])
-def test_findings(others: list[Run], kinds: list[str], said: str) -> None:
-    found = findings(compare([run_of("conv1d"), *others]))
-    assert [finding.kind for finding in found] == kinds
-    assert said in found[-1].text
+def test_findings(others: list[Run], kinds: list[str], expected_text: str) -> None:
+    actual = findings(compare([loaded_run("conv1d"), *others]))
+    assert [finding.kind for finding in actual] == kinds
+    assert expected_text in actual[-1].text
 
 
 def test_a_loss_that_is_not_a_number_is_the_largest_difference() -> None:
-    comparison = compare([run_of("conv1d", 0, [3.0, 2.0, 1.0]), run_of("taichi_v3", 0, [3.0, math.nan, 1.5])])
+    comparison = compare([loaded_run("conv1d", 0, [3.0, 2.0, 1.0]), loaded_run("taichi_v3", 0, [3.0, math.nan, 1.5])])
     row = next(row for row in numbers_rows(comparison) if row["kernel"] == "taichi_v3")
     assert (str(row["difference"]), row["difference_step"]) == ("nan", 2.0)
 
 
-def speeds(conv1d: Sequence[float], fast: Sequence[float]) -> list[Run]:
-    return [run_of(kernel, seed, [3.0, 2.0, 1.0], speed) for kernel, of_seeds in (("conv1d", conv1d), ("fast", fast))
+def runs_of_speeds(conv1d: Sequence[float], fast: Sequence[float]) -> list[Run]:
+    return [loaded_run(kernel, seed, [3.0, 2.0, 1.0], speed) for kernel, of_seeds in (("conv1d", conv1d), ("fast", fast))
             for seed, speed in enumerate(of_seeds)]
 
 
-def rates(pairs: bool) -> list[Run]:
-    return [run_of("conv1d", seed, [3.0, 2.0 + lr], pairs=pairs, optim={"lr": lr}) for seed, lr in enumerate((0.1, 0.2))]
+def runs_of_rates(pairs: bool) -> list[Run]:
+    return [loaded_run("conv1d", seed, [3.0, 2.0 + lr], pairs=pairs, optim={"lr": lr}) for seed, lr in enumerate((0.1, 0.2))]
 
 
-@pytest.mark.parametrize(("runs", "said", "unsaid"), [
-    (speeds((100, 101), (150, 152)), ("fast is the fastest: 153 tokens/s, 1.49 times", "faster than every run"),
+@pytest.mark.parametrize(("runs", "expected_text", "absent_text"), [
+    (runs_of_speeds((100, 101), (150, 152)), ("fast is the fastest: 153 tokens/s, 1.49 times", "faster than every run"),
      "may be equally fast"),
-    (speeds((100, 160), (150, 152)), ("fast is the fastest", "conv1d, which may be equally fast"), "faster than every run"),
-    (speeds((160, 161), (150, 152)), ("conv1d is the fastest", "the next, fast"), "times as many"),
-    (speeds((100,), (150,)), ("fast is the fastest", "has only one run"), "faster than every run"),
-    (rates(False), ("optim.lr=0.1 has the lowest validation loss: 1.0500 nats per token",), "objective"),
-    (rates(True), ("optim.lr=0.1 has the lowest validation loss: 1.0500 objective per pair",), "nats"),
+    (runs_of_speeds((100, 160), (150, 152)), ("fast is the fastest", "conv1d, which may be equally fast"),
+     "faster than every run"),
+    (runs_of_speeds((160, 161), (150, 152)), ("conv1d is the fastest", "the next, fast"), "times as many"),
+    (runs_of_speeds((100,), (150,)), ("fast is the fastest", "has only one run"), "faster than every run"),
+    (runs_of_rates(False), ("optim.lr=0.1 has the lowest validation loss: 1.0500 nats per token",), "objective"),
+    (runs_of_rates(True), ("optim.lr=0.1 has the lowest validation loss: 1.0500 objective per pair",), "nats"),
 ], ids=["faster", "overlapping", "slower", "one run", "another option", "pairs"])
-def test_the_first_lines_say_which_is_best_and_how_sure_that_is(runs: list[Run], said: tuple[str, ...], unsaid: str,
-                                                               tmp_path: Path) -> None:
+def test_the_first_lines_say_which_is_best_and_how_sure_that_is(runs: list[Run], expected_text: tuple[str, ...],
+                                                               absent_text: str, tmp_path: Path) -> None:
     page = tmp_path / "page.html"
     page.write_text(report_page.render(tmp_path, compare(runs), []), encoding="utf-8")
-    before_the_table = parsed(page).text.partition("Summary")[0]
-    assert all(words in before_the_table for words in said)
-    assert unsaid not in before_the_table
+    before_the_table = parse_page(page).text.partition("Summary")[0]
+    assert all(words in before_the_table for words in expected_text)
+    assert absent_text not in before_the_table
 
 
 @pytest.mark.parametrize(("share", "bits"), [(0.25, ""), (0.005, "1.5")])
 def test_a_tokenizer_that_loses_text_is_a_finding(tmp_path: Path, share: float, bits: str) -> None:
-    """val/bpb of an earlier step, logged before the run was resumed, is not that of the last validation."""
+    """A val/bpb that was logged at an earlier step, before the run was resumed, is not the value of the last validation."""
     for seed in range(2):
         make_run(tmp_path, "conv1d", seed, [3.0, 2.0])
         path = tmp_path / f"kernel=conv1d,seed={seed}" / "metrics.csv"
@@ -552,26 +556,26 @@ def test_a_tokenizer_that_loses_text_is_a_finding(tmp_path: Path, share: float, 
     report.write(tmp_path)
     run = table(tmp_path)[0]
     assert (run["val_bpb"], run["val_lost"]) == (bits, str(share))
-    said, = (finding.text for finding in findings(compare(read(tmp_path))) if "loses" in finding.text)
-    assert f"{100 * share:g} %" in said
-    assert ("not reported" in said) == (not bits)
-    assert f"{100 * share:g} %" in parsed(tmp_path / "report.html").text
+    finding_text, = (finding.text for finding in findings(compare(read(tmp_path))) if "loses" in finding.text)
+    assert f"{100 * share:g} %" in finding_text
+    assert ("not reported" in finding_text) == (not bits)
+    assert f"{100 * share:g} %" in parse_page(tmp_path / "report.html").text
 
 
 def test_what_cannot_be_reported_gets_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A folder without runs, an unknown reference, a damaged list of runs."""
-    def refused(*arguments: str) -> str:
+    """A folder without runs, an unknown reference and a damaged list of runs are errors."""
+    def error_of(*arguments: str) -> str:
         with pytest.raises(SystemExit) as stop:
             report_tool.main([str(tmp_path), *arguments])
         error = capsys.readouterr().err
         assert (stop.value.code, error.startswith("error: ")) == (2, True)
         return error
 
-    assert "no run in" in refused()
+    assert "no run in" in error_of()
     make_run(tmp_path, "conv1d", 0, [3.0])
-    assert "conv1d; got 'fft'" in refused("--reference", "fft")
+    assert "conv1d; got 'fft'" in error_of("--reference", "fft")
     (tmp_path / "sweep.json").write_text('{"runs": [{"name": 3}]}')
-    assert "sweep.json" in refused()
+    assert "sweep.json" in error_of()
 
 
 HOSTILE = '<script>alert("1")</script> & \' </svg> ]]>'
@@ -585,13 +589,13 @@ def test_names_that_users_choose_are_escaped(tmp_path: Path) -> None:
         comparison = compare(runs)
         path = tmp_path / "page.html"
         path.write_text(report_page.render(tmp_path, comparison, findings(comparison)), encoding="utf-8")
-        page = parsed(path)
+        page = parse_page(path)
         assert HOSTILE in page.text
         assert "script" not in page.tags
 
 
 class Page(HTMLParser):
-    """Checks that tags close in order, that nothing comes from outside, and that figures are XML; keeps the text."""
+    """Checks that tags are closed in order and that nothing is loaded or executed; collects text, headers and figures."""
 
     VOID = ("meta", "br", "wbr")
 
@@ -622,7 +626,7 @@ class Page(HTMLParser):
         self.text += data
 
 
-def parsed(path: Path) -> Page:
+def parse_page(path: Path) -> Page:
     content, page = path.read_text(encoding="utf-8"), Page()
     page.feed(content)
     page.close()

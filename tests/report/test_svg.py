@@ -1,4 +1,4 @@
-"""The figures of a report, and its numbers as people read them."""
+"""Tests the figures of a report and the formats of its numbers."""
 
 import math
 from collections.abc import Callable
@@ -41,7 +41,7 @@ def test_an_axis_has_enough_numbers_and_not_too_many(low: float, high: float, lo
 @pytest.mark.parametrize("value", [1.0, 1e-12, 123_456.0, 2.00005, -3.25e-7])
 @pytest.mark.parametrize("last", [1, 300, 2000, 99_999, 1_234_567])
 def test_no_text_is_cut_off(last: int, value: float) -> None:
-    """Also in the widest of the page's fonts, in which a digit is 7.64 wide."""
+    """All texts fit the figure in the widest of the page's fonts, in which a digit is 7.64 wide."""
     line = svg.Line("a", 0, [(0, value), (last / 2, value * 1.0001), (last, value * 1.0002)])
     rows = [("taichi_shared_v3_and_a_long_name", [("forward", 1.0), ("backward", 122_000.0)]), ("b", [("forward", 5.0)])]
     lines = svg.lines("a", "step", [line], names=["torch_script_scan, optim.lr=0.001"])
@@ -54,7 +54,7 @@ def test_no_text_is_cut_off(last: int, value: float) -> None:
 
 
 def test_a_figure_shows_step_and_values_under_the_pointer() -> None:
-    """The strips fill the plot side by side. Runs of a kernel share a row; one that ended early leaves it empty."""
+    """The strips fill the plot side by side. Runs of a kernel share a row, which is empty after the runs have ended."""
     full = [(step, step / 4) for step in range(1, 1001)]
     runs = [svg.Line("a", 0, full), svg.Line("b", 0, [(step, 2 * value) for step, value in full]),
             svg.Line("c", 1, full[:300])]
@@ -75,7 +75,7 @@ def test_a_figure_shows_step_and_values_under_the_pointer() -> None:
 
 
 def test_overlapping_lines_alternate() -> None:
-    """The third is a part of the first, which another figure's line crosses."""
+    """The third line covers a part of the others, and the fourth crosses them but does not overlap."""
     curve = [(step, 3.0 + math.exp(-step / 50)) for step in range(300)]
     rounded = [(step, value + 1e-7) for step, value in curve]
     drawn = [svg.Line("a", 0, curve), svg.Line("b", 1, rounded), svg.Line("c", 2, rounded[:100]),

@@ -1,4 +1,4 @@
-"""The part of a report on a tuned run, of files made by hand."""
+"""Tests the part of a report about a tuned run, with files that the tests write."""
 
 import json
 from pathlib import Path
@@ -19,13 +19,13 @@ TUNED: dict[str, Any] = {
     "samples": [{"prompt": "User: <a>", "reference": "b & c", "before": "d", "after": "e"}]}
 
 
-def of(**changed: Any) -> Run:
+def tuned_run(**changed: Any) -> Run:
     return Run("one", "conv1d", 0, tuned=TUNED | changed)
 
 
 @pytest.mark.parametrize("after", [1.00004, 0.99996, 1.0])
 def test_a_change_that_is_shown_as_zero_is_neither_gained_nor_lost(after: float) -> None:
-    table = changes([of(after={"step": 9, "val/loss": 1.5, "guard/loss": after})])[-1]
+    table = changes([tuned_run(after={"step": 9, "val/loss": 1.5, "guard/loss": after})])[-1]
     assert "+0.0000<small>the same" in table
     assert "class=bad" not in table
 
@@ -43,20 +43,21 @@ def test_what_is_gained_and_lost_stands_in_the_first_table(tmp_path: Path) -> No
     for part in ("rank 4", "alpha 8", "att.key, ffn.value", "1,234", "base.pth", "int8"):
         assert part in page[:page.index("<table")]
     assert page.index("b &amp; c") < page.index("Summary")
-    assert page.count("<polyline") == 1, "of the validation loss; a training loss and a norm of one step are no curves"
+    assert page.count("<polyline") == 1, "only the validation loss has more than one step"
 
 
-@pytest.mark.parametrize(("answer", "shown"), [(" \n ", "white space"), ("", "no text"), ("a b", "a b")])
-def test_an_answer_of_which_nothing_can_be_seen_is_no_empty_cell(answer: str, shown: str) -> None:
+@pytest.mark.parametrize(("answer", "cell_text"), [(" \n ", "white space"), ("", "no text"), ("a b", "a b")])
+def test_an_answer_of_which_nothing_can_be_seen_is_no_empty_cell(answer: str, cell_text: str) -> None:
     sample = {"prompt": "User: a", "reference": "b", "before": "c", "after": answer}
-    assert shown in "".join(answers([of(samples=[sample])]))
+    assert cell_text in "".join(answers([tuned_run(samples=[sample])]))
 
 
-@pytest.mark.parametrize(("method", "said"), [("full", "all weights of base.pth"), ("state", "state before the first token")])
-def test_other_ways_of_tuning(method: str, said: str) -> None:
-    found = what_was_tuned(of(tuned={"method": method, "base": "base.pth", "dtype": "float32", "trained": 5}))
-    assert said in found
-    assert "rank" not in found
+@pytest.mark.parametrize(("method", "expected_text"), [("full", "all weights of base.pth"),
+                                                       ("state", "state before the first token")])
+def test_other_ways_of_tuning(method: str, expected_text: str) -> None:
+    description = what_was_tuned(tuned_run(tuned={"method": method, "base": "base.pth", "dtype": "float32", "trained": 5}))
+    assert expected_text in description
+    assert "rank" not in description
 
 
 def test_nothing_is_said_of_what_was_tuned_where_that_is_damaged(tmp_path: Path) -> None:
@@ -68,20 +69,20 @@ def test_nothing_is_said_of_what_was_tuned_where_that_is_damaged(tmp_path: Path)
 
 
 def test_there_are_no_empty_columns() -> None:
-    unfinished = "".join(changes([of(after={})]))
+    unfinished = "".join(changes([tuned_run(after={})]))
     assert "after" not in unfinished
     assert "change" not in unfinished
-    no_bytes = of(before={"val/loss": 2.0}, after={"val/loss": 1.0})
+    no_bytes = tuned_run(before={"val/loss": 2.0}, after={"val/loss": 1.0})
     assert "bits per byte" not in "".join(changes([no_bytes]))
     assert "general text" not in "".join(changes([no_bytes]))
     assert not any("<td></td>" in part for part in changes([no_bytes]))
-    without_texts = of(samples=[{"prompt": "a", "reference": "b", "before": "c"}])
+    without_texts = tuned_run(samples=[{"prompt": "a", "reference": "b", "before": "c"}])
     assert "after</th>" not in "".join(answers([without_texts]))
-    assert answers([of(samples=[])]) == changes([of(before={})]) == []
+    assert answers([tuned_run(samples=[])]) == changes([tuned_run(before={})]) == []
 
 
 def test_runs_of_a_sweep_have_a_row_each() -> None:
-    rows = "".join(changes([of(), Run("two", "conv1d", 1, tuned=TUNED), Run("untuned", "conv1d", 2)]))
+    rows = "".join(changes([tuned_run(), Run("two", "conv1d", 1, tuned=TUNED), Run("untuned", "conv1d", 2)]))
     assert rows.count('<td class="text">two</td>') == 2
     assert "untuned" not in rows
 

@@ -1,4 +1,7 @@
-"""A model's step in one call of C, for any rows and prompts, format and level; values: test_model_conformance.py."""
+"""Tests a model's step in one call of C, for any rows, prompts, formats and levels.
+
+test_model_conformance.py compares the values with the formulas.
+"""
 
 import copy
 from collections import namedtuple
@@ -25,12 +28,12 @@ SIZES = {"whole blocks": {"n_embd": 64, "n_ffn": 96}, "pieces of blocks": {"n_em
 USUAL_BLOCKS = ("q8_0", "q4_k")
 
 
-def usual(format: str) -> Any:
-    """The pytest mark for tests of a weight format."""
+def mark_of(format: str) -> Any:
+    """Returns the pytest mark for tests of a weight format: `thorough` for unusual blocks."""
     return pytest.mark.thorough if format in BLOCKS and format not in USUAL_BLOCKS else ()
 
 
-FORMATS_HERE = [pytest.param(format, marks=usual(format)) for format in FORMATS]
+FORMATS_HERE = [pytest.param(format, marks=mark_of(format)) for format in FORMATS]
 
 
 def model_in(format: str, generation: str, sizes: str = "whole blocks", **others: int) -> RWKV:
@@ -40,22 +43,22 @@ def model_in(format: str, generation: str, sizes: str = "whole blocks", **others
 
 @in_c
 @each_generation
-@pytest.mark.parametrize("format", [pytest.param(format, marks=usual(format)) for format in BLOCKS])
+@pytest.mark.parametrize("format", [pytest.param(format, marks=mark_of(format)) for format in BLOCKS])
 @torch.no_grad()
 def test_steps_with_blocks_are_the_models_in_float64(level: str, format: str, generation: str) -> None:
-    """With k-quants, a last bit may round an input to its other neighbour, in some rows, which are off from then on."""
+    """With k-quants, a difference in the last bit may round an input of a row differently, and the row differs from then on."""
     model = model_in(format, generation)
     several = tokens(model, B=3, T=6)
     decoder, reference = CDecoder(model, model.empty_state(3)), Decoder(exact(model), model.empty_state(3))
-    off = torch.stack([(decoder.step(several[:, t]) - reference.step(several[:, t])).abs().amax(-1) for t in range(6)])
+    errors = torch.stack([(decoder.step(several[:, t]) - reference.step(several[:, t])).abs().amax(-1) for t in range(6)])
     rounds_inputs = issubclass(FORMATS[format], KQuant)
-    assert (off.amin(1) if rounds_inputs else off).max() <= 2e-5
-    assert off.max() <= (0.1 if rounds_inputs else 2e-5)
+    assert (errors.amin(1) if rounds_inputs else errors).max() <= 2e-5
+    assert errors.max() <= (0.1 if rounds_inputs else 2e-5)
     assert_same_state(decoder.state(), reference.state(), 0.1 if rounds_inputs else 1e-4)
 
 
 def longer(struct: Any) -> Any:
-    """A named tuple with an additional field."""
+    """Returns the named tuple with an additional field."""
     kind = namedtuple(type(struct).__name__, [*struct._fields, "extra"])  # type: ignore[misc]
     return kind(*struct, 0)
 
@@ -75,8 +78,8 @@ def test_a_field_in_python_alone_is_refused(struct: str, generation: str, monkey
     model = model_in("float32", generation)
     step_of(model)
     step_c = optional_module(model.config, "step_c")
-    made = step_c.c_model
-    monkeypatch.setattr(step_c, "c_model", lambda model, builder: LONGER[struct](made(model, builder)))
+    c_model = step_c.c_model
+    monkeypatch.setattr(step_c, "c_model", lambda model, builder: LONGER[struct](c_model(model, builder)))
     with pytest.raises(AssertionError, match=f"{generation}_{struct} must have the same fields"):
         CStep(model)
 
@@ -85,7 +88,7 @@ def test_a_field_in_python_alone_is_refused(struct: str, generation: str, monkey
 @pytest.mark.parametrize(("head_size", "rank"), [(16, 6), (24, 6), (48, 6), (8, 100)])
 @torch.no_grad()
 def test_heads_and_ranks_of_other_sizes(head_size: int, rank: int) -> None:
-    """One rank is larger than the width."""
+    """The last case has a rank that is larger than the width."""
     model = small_model("reference", generation="rwkv7", n_embd=48, head_size=head_size, gate_low_rank_dim=rank).eval()
     several = tokens(model, B=3, T=4)
     decoder, plain = CDecoder(model, model.empty_state(3)), Decoder(model, model.empty_state(3))
@@ -118,12 +121,12 @@ def test_a_matrix_that_is_read_where_it_lies_gives_the_bits_of_its_copy_by_input
 @pytest.mark.parametrize("format", FORMATS_HERE)
 @torch.no_grad()
 def test_no_number_becomes_finite_that_was_not(level: str, format: str, generation: str) -> None:
-    """Or a model that overflows would write random text instead of an error. The rows beside it stay as they are."""
+    """Otherwise a model that overflows would write random text instead of failing. Other rows are not affected."""
     model = model_in(format, generation)
     decoder = CDecoder(model, model.empty_state(3))
     if format in BLOCKS:
-        at = BLOCKS[format].halves[0]
-        model.emb.weight[2, at:at + 2] = torch.tensor([float("nan")], dtype=torch.float16).view(torch.uint8)
+        offset = BLOCKS[format].halves[0]
+        model.emb.weight[2, offset:offset + 2] = torch.tensor([float("nan")], dtype=torch.float16).view(torch.uint8)
     else:
         model.emb.weight[2, 5] = float("nan")
     logits = decoder.step(torch.tensor([1, 2, 3]))
@@ -160,7 +163,7 @@ def test_a_row_is_the_same_to_the_bit_alone_and_beside_others(level: str, format
 @pytest.mark.parametrize("format", FORMATS_HERE)
 @torch.no_grad()
 def test_a_text_read_in_one_call_has_the_bits_of_its_steps(level: str, format: str, generation: str) -> None:
-    """Each of several texts, from a state that is not empty, and with other places in memory between theirs."""
+    """Several texts continue from a state that is not empty, and their states are not adjacent in memory."""
     model = model_in(format, generation)
     several = tokens(model, B=4, T=12)
     decoders = [CDecoder(model, model.empty_state(4)) for _ in range(2)]
@@ -169,8 +172,8 @@ def test_a_text_read_in_one_call_has_the_bits_of_its_steps(level: str, format: s
         decoder.keep([3, 0, 2])
     for t in range(1, 12):
         expected = decoders[0].step(several[[3, 0, 2], t])
-    found = decoders[1].read(several[[3, 0, 2], 1:])
-    assert torch.equal(found, expected)
+    actual = decoders[1].read(several[[3, 0, 2], 1:])
+    assert torch.equal(actual, expected)
     assert all(map(torch.equal, decoders[1].state(), decoders[0].state()))
 
 
@@ -179,8 +182,10 @@ def test_a_text_read_in_one_call_has_the_bits_of_its_steps(level: str, format: s
 @pytest.mark.parametrize("format", FORMATS)
 @torch.inference_mode()
 def test_tokens_read_ahead_have_the_bits_of_steps(level: str, format: str, generation: str) -> None:
-    """The logits and the state after each token, for rows that read ahead and rows that read one token. Each row then continues
-    from another of its states, and free memory holds other numbers."""
+    """The logits and the state after each token are compared, for rows that read ahead and rows that read one token.
+
+    Each row then continues from another of its states, while free memory holds NaN.
+    """
     model = model_in(format, generation)
     several = tokens(model, B=3, T=20)
     rows, lengths = [2, 0, 1], (7, 1, 4)
@@ -190,16 +195,17 @@ def test_tokens_read_ahead_have_the_bits_of_steps(level: str, format: str, gener
     decoder.keep(rows)
     for row, single in zip(rows, alone, strict=True):
         single.step(several[row:row + 1, 0])
-    at = [1, 1, 1]
+    positions = [1, 1, 1]
     for accepted in ((1, 1, 4), (7, 1, 2), (3, 1, 1)):
         before = decoder.state()
-        found = decoder.read_ahead([several[row, i:i + n].tolist() for row, i, n in zip(rows, at, lengths, strict=True)])
+        actual = decoder.read_ahead([several[row, i:i + n].tolist()
+                                     for row, i, n in zip(rows, positions, lengths, strict=True)])
         assert all(map(torch.equal, decoder.state(), before))
-        for index, (row, n, single, logits) in enumerate(zip(rows, accepted, alone, found.split(lengths), strict=True)):
+        for index, (row, n, single, logits) in enumerate(zip(rows, accepted, alone, actual.split(lengths), strict=True)):
             for t in range(n):
-                assert torch.equal(single.step(several[row:row + 1, at[index] + t])[0], logits[t])
+                assert torch.equal(single.step(several[row:row + 1, positions[index] + t])[0], logits[t])
             decoder.advance(index, n)
-            at[index] += n
+            positions[index] += n
         decoder.drop_ahead()
         for index, single in enumerate(alone):
             assert all(map(torch.equal, decoder.state([index]), single.state()))
@@ -230,7 +236,7 @@ def test_rows_join_and_leave_while_others_have_read_ahead(generation: str) -> No
 @each_generation
 @torch.no_grad()
 def test_matrices_in_bfloat16_change_no_bit(level: str, generation: str) -> None:
-    """A model in float32 with the numbers of a file in bfloat16: all that is computed is the same to the bit."""
+    """If the numbers of a float32 model fit bfloat16, decoding with bfloat16 matrices has the same bits."""
     model = model_in("bfloat16", generation).float()
     trained = copy.deepcopy(model).requires_grad_(True)
     whole, by_copies = CDecoder(trained, model.empty_state(5)), CDecoder(model, model.empty_state(5))
@@ -245,7 +251,7 @@ def test_matrices_in_bfloat16_change_no_bit(level: str, generation: str) -> None
 @each_generation
 @torch.inference_mode()
 def test_rows_join_and_leave(generation: str) -> None:
-    """Also with other numbers in memory than zeros: the texts go on as if nothing had happened."""
+    """Rows that stay are not affected, even if free memory holds NaN."""
     model = model_in("float32", generation)
     several = tokens(model, B=5, T=8)
     decoder = CDecoder(model, model.empty_state(0))
@@ -283,10 +289,10 @@ def test_nothing_is_written_beyond_the_ends(level: str, format: str, vocab_size:
     assert (logits[1] != 7).all()
 
 
-@pytest.mark.parametrize(("changed", "said"), [
+@pytest.mark.parametrize(("make_model", "expected_word"), [
     (lambda: small_model("reference", generation="rwkv7", n_embd=48, head_size=12), "12"),
     (lambda: small_model("reference", n_att=20), "20"),
     (lambda: small_model("reference").double(), "float64"),
     (lambda: small_model("reference").to("meta"), "meta")], ids=["head", "width", "dtype", "device"])
-def test_what_has_no_step_in_c_says_why(changed: Any, said: str) -> None:
-    assert said in str(why_not(changed()))
+def test_what_has_no_step_in_c_says_why(make_model: Any, expected_word: str) -> None:
+    assert expected_word in str(why_not(make_model()))

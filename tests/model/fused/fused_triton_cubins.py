@@ -1,6 +1,6 @@
-"""The kernels of the fused forms as training launches them, compiled without a GPU: `python fused_triton_cubins.py 90`.
+"""Compiles the kernels of the fused forms as training launches them, without a GPU: `python fused_triton_cubins.py 90`.
 
-Prints JSON as tests/kernels/triton_cubins.py does, whose machinery this uses.
+The program uses tests/kernels/triton_cubins.py, and prints JSON in the same format.
 """
 
 import json
@@ -21,7 +21,7 @@ from rwkv.model.rwkv7 import fused_triton as rwkv7_triton
 
 
 def launches(N: int) -> Iterator[Any]:
-    """RWKV-7's and RWKV-4's mixes, and the gates with and without v_first, in float32 and under autocast; and one row alone."""
+    """Yields launches of all kernels in float32 and under autocast, and for a single row; gates with and without v_first."""
     for dtype, B, T in ((torch.float32, 2, 24), (torch.bfloat16, 2, 24), (torch.bfloat16, 1, 1)):
         H = 2
         C = H * N
@@ -50,8 +50,8 @@ def launches(N: int) -> Iterator[Any]:
 
 
 if __name__ == "__main__":
-    found: dict[str, Any] = {}
+    cubins_by_name: dict[str, Any] = {}
     once = "once" in sys.argv
     for size in (64,) if once else (64, 128, 256):
-        found |= cubins(int(sys.argv[1]), launches(size), once)
-    print(json.dumps(found))
+        cubins_by_name |= cubins(int(sys.argv[1]), launches(size), once)
+    print(json.dumps(cubins_by_name))

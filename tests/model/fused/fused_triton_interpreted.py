@@ -1,6 +1,6 @@
-"""The Triton forms on a CPU, under Triton's interpreter: test_fused_triton.py runs this file with TRITON_INTERPRET=1.
+"""Tests the Triton forms on a CPU under Triton's interpreter: test_fused_triton.py runs this file with TRITON_INTERPRET=1.
 
-Each function, and whole models of every generation, beside the formulas in float64: values and gradients.
+Values and gradients of each function, and of models of every generation, are compared with the formulas in float64.
 """
 
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ patch_language_once()
 
 @pytest.fixture(autouse=True)
 def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small blocks: there are to be several of them, whole and not."""
+    """Makes blocks so small that there are several, full and partial."""
     monkeypatch.setitem(fused_backend.SUFFIXES, "cpu", "triton")
     for name, size in (("ROWS", 8), ("ROWS_BACK", 4), ("BLOCK", 16), ("ELEMENTS", 64)):
         monkeypatch.setattr(fused_triton, name, size)
@@ -38,12 +38,12 @@ def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_each_function_computes_the_formulas(dtype: torch.dtype, shape: tuple[int, int, int, int]) -> None:
     torch.manual_seed(0)
     for name, (function, inputs) in test_fused_c.cases(dtype, *shape).items():
-        test_fused_c.check(dtype, function(*inputs), test_fused_c.of_float64(function, inputs), name)
+        test_fused_c.check(dtype, function(*inputs), test_fused_c.in_float64(function, inputs), name)
 
 
-def worst(found: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
-    assert found.keys() == expected.keys()
-    return {name: float((found[name] - expected[name]).norm() / expected[name].norm().clamp(min=1e-12)) for name in expected}
+def relative_errors(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
+    assert actual.keys() == expected.keys()
+    return {name: float((actual[name] - expected[name]).norm() / expected[name].norm().clamp(min=1e-12)) for name in expected}
 
 
 @pytest.mark.parametrize("half", [False, True], ids=["float32", "autocast"])
@@ -56,7 +56,7 @@ def test_whole_models_compute_the_formulas(generation: str, case: str, half: boo
 
 @each_generation
 def test_packed_texts_are_each_text_alone(generation: str) -> None:
-    """Of whole models: hidden states, and the sum of the gradients."""
+    """The hidden states of whole models and the sums of the gradients are compared."""
     model = small_model("c_v0", generation=generation, n_layer=2)
     ids = tokens(model, 1, 12)
     lengths = [5, 1, 6]
@@ -66,14 +66,14 @@ def test_packed_texts_are_each_text_alone(generation: str) -> None:
     def results(texts: Sequence[tuple[Tensor, Tensor | None, Tensor]]) -> dict[str, Tensor]:
         model.zero_grad()
         hidden = [model.forward_features(text, begins) for text, begins, _ in texts]
-        sum((each * of_text).sum() for each, (*_, of_text) in zip(hidden, texts, strict=True)).backward()    # type: ignore
-        found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-        return {"hidden": torch.cat(hidden, 1).detach()} | found
+        sum((each * part).sum() for each, (*_, part) in zip(hidden, texts, strict=True)).backward()          # type: ignore
+        grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        return {"hidden": torch.cat(hidden, 1).detach()} | grads
 
     packed = results([(ids, starts, weights)])
     texts = zip(ids.split(lengths, 1), weights.split(lengths, 1), strict=True)
-    alone = results([(text, None, of_text) for text, of_text in texts])
-    errors = worst(packed, alone)
+    separate = results([(text, None, part) for text, part in texts])
+    errors = relative_errors(packed, separate)
     assert max(errors.values()) < 2e-5, errors
 
 
@@ -86,7 +86,7 @@ def test_no_rows_launch_nothing() -> None:
 
 
 def test_rows_with_gaps_are_read_as_they_are() -> None:
-    """x[:, -1] and halves of a wider tensor have gaps between their rows, which kernels that count places would misread."""
+    """Tensors such as x[:, -1] have gaps between their rows, which a kernel must not read as rows."""
     torch.manual_seed(0)
     for name, (function, inputs) in test_fused_c.cases(torch.float32, 2, 5, 3, 8).items():
         spread = [torch.stack((tensor, torch.full_like(tensor, torch.nan)), -1)[..., 0] for tensor in inputs]
@@ -102,7 +102,7 @@ def test_heads_that_are_no_power_of_two_are_left_to_the_formulas() -> None:
     assert fused_backend.backend_for(k.double(), N=4) is None
 
 
-# The loss: as on a GPU, but for products with a wider result, which a CPU has not
+# The loss is computed as on a GPU, except that a CPU has no products with a wider result
 
 
 @pytest.mark.parametrize("penalty", [0.0, 0.2])
@@ -113,9 +113,9 @@ def test_the_loss_and_its_gradients(N: int, ignored: int, V: int, l2_wrap: float
     hidden, weight = torch.randn(N, 6, generator=generator), torch.randn(V, 6, generator=generator)
     targets = torch.randint(V, (N,), generator=generator)
     targets[:ignored] = IGNORED
-    found = test_loss.fused(hidden, weight, targets, l2_wrap, confidence_penalty=penalty)
-    expected = test_loss.plain(hidden, weight, targets, l2_wrap, penalty)
-    for one, other in zip(found, expected, strict=True):
+    actual = test_loss.fused_loss(hidden, weight, targets, l2_wrap, confidence_penalty=penalty)
+    expected = test_loss.exact_loss(hidden, weight, targets, l2_wrap, penalty)
+    for one, other in zip(actual, expected, strict=True):
         assert float((one - other).abs().max()) <= 2e-6 * float(other.abs().max().clamp(min=1))
     with torch.no_grad():
         assert float((head_loss(hidden, weight, targets) - expected[0]).abs()) < 2e-6
@@ -129,7 +129,7 @@ def test_the_loss_in_bfloat16_is_the_float32_loss_of_its_rounded_logits() -> Non
     loss.backward()
     nll = loss_triton.replace_by_gradient(logits, targets, 0.0, 0.0, IGNORED)
     torch.testing.assert_close(nll, loss.detach(), rtol=1e-6, atol=0)
-    torch.testing.assert_close(logits.float(), expected.grad, rtol=2 ** -7, atol=1e-6)       # truncated
+    torch.testing.assert_close(logits.float(), expected.grad, rtol=2 ** -7, atol=1e-6)       # the interpreter truncates
 
 
 def test_extreme_logits_stay_exact_and_nan_shows() -> None:

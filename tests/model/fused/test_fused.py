@@ -1,4 +1,4 @@
-"""The fused parts of a block are what its modules compute by their formulas, in value and in every gradient."""
+"""Tests that the fused parts of a block equal the formulas of its modules, in value and in every gradient."""
 
 from collections.abc import Callable
 from typing import Any
@@ -91,18 +91,18 @@ def plain_with_heads(*inputs: Any) -> Tensors:
 
 
 def inputs_of(function: Callable[..., Tensors]) -> Function:
-    """Of layer 1: x, last_x, v_first and all parameters."""
+    """Wraps a function for layer 1, which takes x, last_x, v_first and all parameters as separate tensors."""
     return lambda x, last_x, v_first, *others: function(x, last_x, v_first, Parameters(*others))
 
 
 def inputs_of_layer_0(function: Callable[..., Tensors]) -> Function:
-    """The same without v_first and the parameters of its gate."""
-    def found(x: Tensor, last_x: Tensor, *others: Tensor) -> Tensors:
-        given = iter(others)
-        return function(x, last_x, None, Parameters(*(None if name in ("v0", "v1", "v2") else next(given)       # type: ignore
+    """Wraps a function for layer 0, which takes neither v_first nor the parameters of its gate."""
+    def with_parameters(x: Tensor, last_x: Tensor, *others: Tensor) -> Tensors:
+        rest = iter(others)
+        return function(x, last_x, None, Parameters(*(None if name in ("v0", "v1", "v2") else next(rest)       # type: ignore
                                                       for name in Parameters._fields)))
 
-    return found
+    return with_parameters
 
 
 def fused_inputs(x: Tensor, last_x: Tensor, v_first: Tensor | None, parameters: Parameters) -> Tensors:
@@ -159,10 +159,10 @@ each_case = pytest.mark.parametrize("case", (RWKV4 | RWKV7).values(), ids=RWKV4 
 
 @each_case
 def test_values_and_gradients(case: Case) -> None:
-    found, plain, shapes = case
-    torch.testing.assert_close(found(*random(shapes)), plain(*random(shapes)), rtol=1e-12, atol=1e-12)
+    fused_function, plain, shapes = case
+    torch.testing.assert_close(fused_function(*random(shapes)), plain(*random(shapes)), rtol=1e-12, atol=1e-12)
     grads = []
-    for function in (found, plain):
+    for function in (fused_function, plain):
         inputs = random(shapes)
         outputs = several(function(*inputs))
         total = sum((output * torch.arange(1, output.numel() + 1).view_as(output).sin()).sum() for output in outputs)
@@ -173,18 +173,18 @@ def test_values_and_gradients(case: Case) -> None:
 
 @each_case
 def test_a_second_derivative_is_refused(case: Case) -> None:
-    found, _, shapes = case
+    fused_function, _, shapes = case
     inputs = random(shapes)
     with pytest.raises(ValueError, match="create_graph"):
-        torch.autograd.grad(sum(output.sum() for output in several(found(*inputs))), inputs, create_graph=True)
+        torch.autograd.grad(sum(output.sum() for output in several(fused_function(*inputs))), inputs, create_graph=True)
 
 
 @each_case
 def test_inputs_and_incoming_gradients_are_left_alone(case: Case) -> None:
-    found, _, shapes = case
+    fused_function, _, shapes = case
     inputs = random(shapes, torch.float32)
     before = [tensor.detach().clone() for tensor in inputs]
-    outputs = several(found(*inputs))
+    outputs = several(fused_function(*inputs))
     grads = [torch.ones_like(output) for output in outputs]
     for _ in range(2):
         first = torch.autograd.grad(outputs, inputs, grads, retain_graph=True)
@@ -196,10 +196,10 @@ def test_inputs_and_incoming_gradients_are_left_alone(case: Case) -> None:
 
 @each_case
 def test_expanded_gradients(case: Case) -> None:
-    """The gradients of a sum are one number, expanded: C reads rows."""
-    found, _, shapes = case
+    """The gradient of a sum is one expanded number, but C reads contiguous rows."""
+    fused_function, _, shapes = case
     inputs = random(shapes, torch.float32)
-    outputs = several(found(*inputs))
+    outputs = several(fused_function(*inputs))
     ones = [torch.ones_like(output) for output in outputs]
     expanded = [torch.ones((), dtype=output.dtype).expand_as(output) for output in outputs]
     exact, again = (torch.autograd.grad(outputs, inputs, grads, retain_graph=True) for grads in (ones, expanded))
@@ -211,19 +211,19 @@ def test_an_output_without_gradient_counts_as_zero() -> None:
     inputs, plain_inputs = (random(shapes, torch.float32) for _ in range(2))
     products(*inputs)[1].sum().backward()
     plain_products(*plain_inputs)[1].sum().backward()
-    for number in (0, 1, 3, 5):
-        torch.testing.assert_close(inputs[number].grad, plain_inputs[number].grad)
-    assert not any(inputs[number].grad.any() for number in (2, 4))
+    for index in (0, 1, 3, 5):
+        torch.testing.assert_close(inputs[index].grad, plain_inputs[index].grad)
+    assert not any(inputs[index].grad.any() for index in (2, 4))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("case", [case for case in RWKV4 if case != "gate"])
 def test_under_autocast_everything_is_in_its_dtype(case: str, dtype: torch.dtype) -> None:
-    """But the gradients, which are in that of the inputs."""
-    found, plain, shapes = RWKV4[case]
+    """Outputs have the dtype of autocast, and gradients have that of the inputs."""
+    fused_function, plain, shapes = RWKV4[case]
     inputs, plain_inputs = (random(shapes, torch.float32) for _ in range(2))
     with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
-        outputs = several(found(*inputs))
+        outputs = several(fused_function(*inputs))
     expected, eps = several(plain(*plain_inputs)), torch.finfo(dtype).eps
     for output, exact in zip(outputs, expected, strict=True):
         assert output.dtype == dtype
@@ -237,21 +237,21 @@ def test_under_autocast_everything_is_in_its_dtype(case: str, dtype: torch.dtype
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 def test_a_model_in_another_dtype_computes_in_it(dtype: torch.dtype) -> None:
-    """Its state is float32 all the same."""
-    off = 3e-2 if dtype == torch.bfloat16 else 1e-6
+    """The state of such a model is still float32."""
+    tolerance = 3e-2 if dtype == torch.bfloat16 else 1e-6
     x, last_x, *others = random(RWKV4["three products"][2], dtype)
-    for found, exact in zip(products(x, last_x.float(), *others), plain_products(x, last_x, *others), strict=True):
-        torch.testing.assert_close(found, exact, rtol=off, atol=off)
+    for actual, exact in zip(products(x, last_x.float(), *others), plain_products(x, last_x, *others), strict=True):
+        torch.testing.assert_close(actual, exact, rtol=tolerance, atol=tolerance)
 
 
 def parts() -> list[tuple[nn.Module, Callable[..., Tensor], tuple[nn.Linear, ...]]]:
-    """Both halves of a block with weights that are not zero, each as a function of x and last_x, and its layers."""
+    """Returns both halves of a block with random weights, each with a function of x and last_x, and with its linear layers."""
     torch.manual_seed(1)
     time, channel = TimeMix(C, A, WKV4("reference")), ChannelMix(C, A)
     for parameter in (*time.parameters(), *channel.parameters()):
         nn.init.normal_(parameter, std=0.7)
-    of_time = time.key, time.value, time.receptance, time.output
-    return [(time, lambda x, last_x: time(x, last_x, WKVState.empty(B, A))[0], of_time),
+    time_layers = time.key, time.value, time.receptance, time.output
+    return [(time, lambda x, last_x: time(x, last_x, WKVState.empty(B, A))[0], time_layers),
             (channel, lambda x, last_x: channel(x, last_x)[0], (channel.key, channel.receptance, channel.value))]
 
 
@@ -261,21 +261,21 @@ def gradients(module: nn.Module, run: Callable[..., Tensor]) -> list[Tensor]:
     return [output.detach(), *torch.autograd.grad(output.square().sum(), [*inputs, *module.parameters()])]
 
 
-@pytest.mark.parametrize("number", [0, 1], ids=("time mixing", "channel mixing"))
-def test_a_layer_with_a_hook_is_called(number: int) -> None:
-    """With the same results as without the hook."""
-    module, run, layers = parts()[number]
-    expected, seen = gradients(module, run), []
+@pytest.mark.parametrize("index", [0, 1], ids=("time mixing", "channel mixing"))
+def test_a_layer_with_a_hook_is_called(index: int) -> None:
+    """The results are the same as without the hook."""
+    module, run, layers = parts()[index]
+    expected, called_layers = gradients(module, run), []
     for layer in layers:
-        handle = layer.register_forward_hook(lambda layer, inputs, output: seen.append(layer))
-        for found, exact in zip(gradients(module, run), expected, strict=True):
-            torch.testing.assert_close(found, exact)
+        handle = layer.register_forward_hook(lambda layer, inputs, output: called_layers.append(layer))
+        for actual, exact in zip(gradients(module, run), expected, strict=True):
+            torch.testing.assert_close(actual, exact)
         handle.remove()
-    assert seen == list(layers)
+    assert called_layers == list(layers)
 
 
 def test_layers_of_another_kind_are_called() -> None:
-    """As adapters and quantised weights are."""
+    """Adapters and quantised weights are such layers."""
     plain = nn.Linear(C, C, bias=False)
     assert fused.can_fuse(plain, plain)
     other = type("Adapter", (nn.Linear,), {})(C, C, bias=False)
@@ -295,23 +295,23 @@ def test_frozen_weights_are_left_to_autograd() -> None:
 
 def test_a_global_hook_sees_all_layers() -> None:
     for module, run, layers in parts():
-        seen: list[nn.Module] = []
-        handle = torch.nn.modules.module.register_module_forward_hook(lambda layer, *_, seen=seen: seen.append(layer))
+        called_layers: list[nn.Module] = []
+        handle = torch.nn.modules.module.register_module_forward_hook(lambda layer, *_, seen=called_layers: seen.append(layer))
         run(*random(MIX, torch.float32))
         handle.remove()
-        assert {*layers} <= {*seen}, type(module)
+        assert {*layers} <= {*called_layers}, type(module)
 
 
 @pytest.mark.compiles
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")     # torch.compile does
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")     # torch.compile does so
 def test_a_compiler_sees_the_formulas(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.compiler.reset()
     module, run, _ = parts()[1]
     expected = gradients(module, run)
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
     monkeypatch.setattr(rwkv4_fused, "channel_mixing", None)
-    for found, exact in zip(gradients(module, lambda *inputs: compiled(*inputs)[0]), expected, strict=True):
-        assert (found - exact).norm() <= 1e-5 * exact.norm()
+    for actual, exact in zip(gradients(module, lambda *inputs: compiled(*inputs)[0]), expected, strict=True):
+        assert (actual - exact).norm() <= 1e-5 * exact.norm()
 
 
 def test_the_formula_of_the_token_shift() -> None:
@@ -326,7 +326,7 @@ def test_the_formula_of_the_token_shift() -> None:
 
 
 def test_a_direction_of_norm_0_has_finite_gradients() -> None:
-    """k = 0: kk is 0, and its gradient is divided by the least norm, as in torch.nn.functional.normalize."""
+    """If k is 0, then kk is 0, and its gradient is divided by the least norm, as in torch.nn.functional.normalize."""
     inputs = random(RWKV7["gates"][2])
     with torch.no_grad():
         inputs[0][0, 0] = 0
@@ -340,20 +340,20 @@ def test_a_direction_of_norm_0_has_finite_gradients() -> None:
 def test_a_direction_in_half_precision_has_norm_1_or_0(dtype: torch.dtype) -> None:
     k = torch.tensor([0.0, 1e-6, 1.0], dtype=dtype).view(1, 3, 1).expand(1, 3, C).contiguous()
     of_tokens, of_gates, vectors = torch.zeros(1, 3, C, dtype=dtype), torch.zeros(1, 3, D, dtype=dtype), torch.ones(1, 1, C)
-    found = rwkv7_fused.gates(k, of_tokens, None, (of_gates,) * 3, N, (vectors,) * 4, (torch.zeros(D, C),) * 3)
-    norms = found.a.float().unflatten(-1, (H, N)).norm(dim=-1)[0]
+    actual = rwkv7_fused.gates(k, of_tokens, None, (of_gates,) * 3, N, (vectors,) * 4, (torch.zeros(D, C),) * 3)
+    norms = actual.a.float().unflatten(-1, (H, N)).norm(dim=-1)[0]
     torch.testing.assert_close(norms, torch.tensor([[0.0], [1.0], [1.0]]).expand(3, H), rtol=0, atol=0.01)
 
 
 def test_autocast_computes_in_its_dtype_and_log_w_in_float32() -> None:
     inputs = random(RWKV7["inputs"][2], torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
-        inputs[2] = inputs[2].bfloat16()                 # v_first, which is v of layer 0
-        found, plain = RWKV7["inputs"][0](*inputs), RWKV7["inputs"][1](*inputs)
-        assert [tensor.dtype for tensor in found] == [torch.bfloat16, torch.float32, *[torch.bfloat16] * 8]
-        for mine, theirs in zip(found, plain, strict=True):
+        inputs[2] = inputs[2].bfloat16()                 # v_first is v of layer 0, which is bfloat16 under autocast
+        actual, plain = RWKV7["inputs"][0](*inputs), RWKV7["inputs"][1](*inputs)
+        assert [tensor.dtype for tensor in actual] == [torch.bfloat16, torch.float32, *[torch.bfloat16] * 8]
+        for mine, theirs in zip(actual, plain, strict=True):
             torch.testing.assert_close(mine.float(), theirs.float(), rtol=0.05, atol=0.1)
         half = [tensor.bfloat16() if i < 7 else tensor for i, tensor in enumerate(random(RWKV7["gates"][2], torch.float32))]
-        made = rwkv7_fused.gates(*half[:3], half[3:7], N, half[7:12], half[12:])
-    assert made.log_w.dtype == torch.float32
-    assert made.k.dtype == made.v.dtype == made.a.dtype == made.b.dtype == made.g.dtype == torch.bfloat16
+        outputs = rwkv7_fused.gates(*half[:3], half[3:7], N, half[7:12], half[12:])
+    assert outputs.log_w.dtype == torch.float32
+    assert outputs.k.dtype == outputs.v.dtype == outputs.a.dtype == outputs.b.dtype == outputs.g.dtype == torch.bfloat16

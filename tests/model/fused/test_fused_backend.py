@@ -1,4 +1,4 @@
-"""One function selects the fused implementation for tensors on any device; without one the formulas run and a line says why."""
+"""Tests which fused implementation each device gets; without one the formulas run, and a line states the reason."""
 
 from collections.abc import Iterator
 
@@ -13,7 +13,7 @@ from rwkv.model.fused import c as fused_c
 
 
 @pytest.fixture
-def asked_anew() -> Iterator[None]:
+def uncached_reasons() -> Iterator[None]:
     fused_backend.why_not.cache_clear()
     yield
     fused_backend.why_not.cache_clear()
@@ -36,13 +36,14 @@ def test_another_device_has_the_formulas() -> None:
 
 
 @pytest.mark.parametrize("reason", [None, "Triton is not installed (pip install -e '.[triton]')"])
-def test_a_gpu_has_triton_where_that_can_run(reason: str | None, asked_anew: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_has_triton_where_that_can_run(reason: str | None, uncached_reasons: None,
+                                             monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton, "why_not", lambda: reason)
     assert fused_backend.describe("cuda") == ("in Triton" if reason is None else f"in PyTorch's operations: {reason}")
     assert fused_backend.why_not("cuda") == reason
 
 
-def test_without_the_library_a_cpu_has_the_formulas(asked_anew: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_library_a_cpu_has_the_formulas(uncached_reasons: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "why_not", lambda: "there is no library for this machine")
     x = torch.tensor([[[-1.0, 2.0]]])
     assert fused_backend.backend_for(x) is None

@@ -1,4 +1,7 @@
-"""The C forms beside the PyTorch forms in float64: every level of instructions, any shape, the same bits for any threads."""
+"""Compares the C forms with the PyTorch forms in float64, at every level of instructions and for any shape.
+
+The number of threads must not change a bit.
+"""
 
 import itertools
 from collections.abc import Callable
@@ -26,7 +29,7 @@ def tensors(dtype: torch.dtype, *shapes: tuple[int, ...]) -> list[Tensor]:
 
 
 def mixing(n: int, to_previous: bool = False) -> Function:
-    """The mixes, and all gradients."""
+    """Returns a function that computes n mixes and all gradients."""
     def mixed(x: Tensor, last_x: Tensor, *others: Tensor) -> tuple[Tensor | None, ...]:
         saved, mixes = fused.mix(others[-1].dtype, x, last_x, others[:n], to_previous)
         return *mixes, *fused.mix_backward(saved, tuple(grad.clone() for grad in others[n:]), to_previous)
@@ -35,21 +38,25 @@ def mixing(n: int, to_previous: bool = False) -> Function:
 
 
 def gating(N: int, n: int, n_more: int) -> Function:
-    """The gates of n low-rank products, and all gradients. v_first is given with three; n_more: of k and v, 0 or 2."""
+    """Returns a function that computes the gates of n low-rank products and all gradients.
+
+    With n = 3 the gates use v_first. `n_more` is the number of additional gradients of k and v, 0 or 2.
+    """
     def gated(k: Tensor, v: Tensor, v_first: Tensor, *others: Tensor) -> tuple[Tensor | None, ...]:
         z, vectors, grads, more = others[:n], others[n:2 * n + 2], others[2 * n + 2:2 * n + 7], others[2 * n + 7:]
         first, more = v_first if n == 3 else None, more[:n_more] or (None, None)
-        *found, inverse = rwkv7_fused._gates(k, v, first, z, N, vectors)
-        of_inputs, of_z, of_vectors = rwkv7_fused._gates_backward(k, v, first, z, N, vectors, inverse, grads, more)
-        return *found, *of_inputs, *of_z, *of_vectors
+        *gates, inverse = rwkv7_fused._gates(k, v, first, z, N, vectors)
+        grads_of_inputs, grads_of_z, grads_of_vectors = rwkv7_fused._gates_backward(
+            k, v, first, z, N, vectors, inverse, grads, more)
+        return *gates, *grads_of_inputs, *grads_of_z, *grads_of_vectors
 
     return gated
 
 
 def reading(y: Tensor, r: Tensor, k: Tensor, v: Tensor, g: Tensor, *others: Tensor) -> tuple[Tensor | None, ...]:
     *vectors, grad = others
-    of_inputs, of_vectors = rwkv7_fused._gated_backward(y, r, k, v, g, tuple(vectors), grad)
-    return rwkv7_fused._gated(y, r, k, v, g, tuple(vectors)), *of_inputs, *of_vectors
+    grads_of_inputs, grads_of_vectors = rwkv7_fused._gated_backward(y, r, k, v, g, tuple(vectors), grad)
+    return rwkv7_fused._gated(y, r, k, v, g, tuple(vectors)), *grads_of_inputs, *grads_of_vectors
 
 
 def squaring(x: Tensor, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -57,29 +64,29 @@ def squaring(x: Tensor, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 
 def cases(dtype: torch.dtype, B: int, T: int, H: int, N: int) -> dict[str, tuple[Function, list[Tensor]]]:
-    """Functions with inputs of that shape; vectors, and the gradient of log_w, are in float32."""
+    """Returns functions with inputs of the shape, by name; vectors and the gradient of log_w are in float32."""
     wide, C = torch.float32, H * N
     x, row, vector = (B, T, C), (B, C), (1, 1, C)
-    found: dict[str, tuple[Function, list[Tensor]]] = {
-        f"{n} mixes of {of}": (mixing(n, of == "before"), [*tensors(dtype, x, row), *tensors(wide, *[vector] * n),
-                                                           *tensors(dtype, *[x] * n)])
-        for n, of in ((1, "before"), (2, "x"), (3, "x"), (6, "before"))}
+    by_name: dict[str, tuple[Function, list[Tensor]]] = {
+        f"{n} mixes of {source}": (mixing(n, source == "before"), [*tensors(dtype, x, row), *tensors(wide, *[vector] * n),
+                                                                   *tensors(dtype, *[x] * n)])
+        for n, source in ((1, "before"), (2, "x"), (3, "x"), (6, "before"))}
     for n, n_more in itertools.product((2, 3), (0, 2)):
-        found[f"{n} gates, {n_more} more gradients"] = gating(N, n, n_more), [
+        by_name[f"{n} gates, {n_more} more gradients"] = gating(N, n, n_more), [
             *tensors(dtype, *[x] * (3 + n)), *tensors(wide, *[vector] * (n + 2), x), *tensors(dtype, *[x] * 6)]
-    found["output"] = reading, [*tensors(dtype, (B, T, H, N), x, x, x, x), *tensors(wide, (H, N), (C,), (C,)),
-                                *tensors(dtype, x)]
-    found["squared ReLU"] = squaring, tensors(dtype, x, x)
-    return found
+    by_name["output"] = reading, [*tensors(dtype, (B, T, H, N), x, x, x, x), *tensors(wide, (H, N), (C,), (C,)),
+                                  *tensors(dtype, x)]
+    by_name["squared ReLU"] = squaring, tensors(dtype, x, x)
+    return by_name
 
 
-def of_float64(function: Function, inputs: list[Tensor]) -> tuple[Tensor | None, ...]:
+def in_float64(function: Function, inputs: list[Tensor]) -> tuple[Tensor | None, ...]:
     return function(*(tensor.double() for tensor in inputs))
 
 
-def check(dtype: torch.dtype, found: tuple[Tensor | None, ...], expected: tuple[Tensor | None, ...], name: str) -> None:
-    assert len(found) == len(expected)
-    for i, (one, other) in enumerate(zip(found, expected, strict=True)):
+def check(dtype: torch.dtype, actual: tuple[Tensor | None, ...], expected: tuple[Tensor | None, ...], name: str) -> None:
+    assert len(actual) == len(expected)
+    for i, (one, other) in enumerate(zip(actual, expected, strict=True)):
         assert (one is None) == (other is None)
         if one is not None and other is not None:
             scale = max(1.0, float(other.abs().max()))
@@ -91,7 +98,7 @@ def check(dtype: torch.dtype, found: tuple[Tensor | None, ...], expected: tuple[
 def test_every_level_computes_the_formulas(level: str, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     for name, (function, inputs) in cases(dtype, 2, 40, 2, 64).items():
-        check(dtype, function(*inputs), of_float64(function, inputs), name)
+        check(dtype, function(*inputs), in_float64(function, inputs), name)
 
 
 @pytest.mark.thorough
@@ -101,7 +108,7 @@ def test_every_level_computes_the_formulas(level: str, dtype: torch.dtype) -> No
 def test_any_shape(dtype: torch.dtype, B: int, T: int, H: int, N: int) -> None:
     torch.manual_seed(N)
     for name, (function, inputs) in cases(dtype, B, T, H, N + 1).items():
-        check(dtype, function(*inputs), of_float64(function, inputs), name)
+        check(dtype, function(*inputs), in_float64(function, inputs), name)
 
 
 def test_autocast_mixes_float32_into_bfloat16() -> None:
@@ -110,7 +117,7 @@ def test_autocast_mixes_float32_into_bfloat16() -> None:
     saved, (mixed,) = fused.mix(torch.bfloat16, x, last_x, (mu,))
     grad_x, grad_last_x, grad_mu = fused.mix_backward(saved, (grad,))
     assert (mixed.dtype, grad_x is not None and grad_x.dtype) == (torch.bfloat16, torch.float32)
-    expected = of_float64(mixing(1), [x, last_x, mu, grad])
+    expected = in_float64(mixing(1), [x, last_x, mu, grad])
     check(torch.bfloat16, (mixed, grad_x, grad_last_x, grad_mu), expected, "autocast")
 
 

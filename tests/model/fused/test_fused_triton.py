@@ -1,6 +1,7 @@
-"""The Triton forms without a GPU: executed by Triton's interpreter, and compiled to cubins, each in a process of its own.
+"""Tests the Triton forms without a GPU: Triton's interpreter executes them, and Triton compiles them to cubins.
 
-What they do is in fused_triton_interpreted.py and fused_triton_cubins.py. Cubins of all head sizes and other GPUs are in soak.
+Processes of their own run fused_triton_interpreted.py and fused_triton_cubins.py. make soak compiles for all head sizes and
+other GPUs.
 """
 
 import importlib.util
@@ -16,11 +17,11 @@ import pytest
 pytestmark = [pytest.mark.programs, pytest.mark.skipif(importlib.util.find_spec("triton") is None,
                                                        reason="Triton is not installed (pip install -e '.[triton]')")]
 TESTS = Path(__file__).parent
-REGISTERS = 65536                        # of a multiprocessor
+REGISTERS = 65536                        # per multiprocessor
 
 
-def finished(folder: Path, *command: Any, **variables: str) -> str:
-    """The output of a Python process with these variables and a cache that is thrown away."""
+def run_python(folder: Path, *command: Any, **variables: str) -> str:
+    """Runs Python with these environment variables and Triton's cache in `folder`, and returns its standard output."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("TRITON_")}
     environment |= {"TRITON_CACHE_DIR": str(folder), "OMP_NUM_THREADS": "1", **variables}
     done = subprocess.run([sys.executable, *map(str, command)], cwd=TESTS.parents[2], env=environment, text=True,
@@ -30,17 +31,17 @@ def finished(folder: Path, *command: Any, **variables: str) -> str:
 
 
 def test_under_the_interpreter(tmp_path: Path) -> None:
-    """Values and gradients of each function and of whole models of both generations."""
-    output = finished(tmp_path, "-m", "pytest", TESTS / "fused_triton_interpreted.py", "--no-header", TRITON_INTERPRET="1")
+    """Values and gradients of each function and of whole models of both generations are correct."""
+    output = run_python(tmp_path, "-m", "pytest", TESTS / "fused_triton_interpreted.py", "--no-header", TRITON_INTERPRET="1")
     assert " passed" in output.splitlines()[-1] or "100%" in output, output
 
 
 @pytest.mark.parametrize(("arch", "once"), [(90, True), *(pytest.param(arch, False, marks=pytest.mark.soak)
                                                           for arch in (80, 90, 100, 120))], ids=str)
 def test_every_kernel_fits_its_registers(arch: int, once: bool, tmp_path: Path) -> None:
-    cubins = json.loads(finished(tmp_path, TESTS / "fused_triton_cubins.py", arch, *(["once"] if once else [])))
+    cubins = json.loads(run_python(tmp_path, TESTS / "fused_triton_cubins.py", arch, *(["once"] if once else [])))
     assert {name.split()[0] for name in cubins} == {"mix", "mix_backward", "squared_relu", "gates", "gates_backward", "gated",
                                                     "gated_backward", "cross_entropy"}
     for name, needs in cubins.items():
-        assert needs["spilled"] <= 16, f"{name}: {needs}"            # bytes a thread: two or three words are no matter
+        assert needs["spilled"] <= 16, f"{name}: {needs}"            # bytes per thread; a few words hardly cost time
         assert needs["registers"] * needs["warps"] * 32 <= REGISTERS, f"{name}: {needs}"

@@ -1,4 +1,4 @@
-"""csrc/rwkv7.h has the constants and the order of mixes of architecture.py: a step or a gradient in C would differ silently."""
+"""Tests that csrc/rwkv7.h has the constants and the order of mixes of architecture.py; otherwise C would be silently wrong."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""RWKV-7a: DeepEmbed in the model, in files, in training and in generation; tests/numpy_rwkv7.py has its formula."""
+"""Tests RWKV-7a's DeepEmbed in the model, in files, in training and in generation; tests/numpy_rwkv7.py has the formula."""
 
 from pathlib import Path
 
@@ -23,7 +23,7 @@ from rwkv.tokenizer.tokenizers import ByteTokenizer
 TENSORS = [f"blocks.{layer}.ffn.{name}" for layer in range(3) for name in DEEP_EMBED]
 
 
-def deep(vocab_size: int = 256, **sizes: int) -> RWKV:
+def deep_embed_model(vocab_size: int = 256, **sizes: int) -> RWKV:
     return small_model("reference", vocab_size, generation="rwkv7",
                        **{"n_embd": 64, "head_size": 32, "deep_embed_dim": 4, **sizes})
 
@@ -34,32 +34,33 @@ def in_float64(model: RWKV, ids: torch.Tensor) -> np.ndarray:
 
 @pytest.fixture(scope="module")
 def model() -> RWKV:
-    return deep().requires_grad_(False)
+    return deep_embed_model().requires_grad_(False)
 
 
 @pytest.fixture
-def saved(model: RWKV, tmp_path: Path) -> Path:
+def model_file(model: RWKV, tmp_path: Path) -> Path:
     torch.save(model.state_dict(), tmp_path / "rwkv7a.pth")
     return tmp_path / "rwkv7a.pth"
 
 
 @torch.no_grad()
-def test_logits_are_those_of_the_formula_merged_or_not(model: RWKV, saved: Path) -> None:
+def test_logits_are_those_of_the_formula_merged_or_not(model: RWKV, model_file: Path) -> None:
     ids = tokens(model, T=40)
     expected = in_float64(model, ids)
     without = {name: weight for name, weight in model.state_dict().items() if name not in TENSORS}
     assert np.abs(NumpyRWKV7({name: weight.numpy() for name, weight in without.items()})(ids.numpy())[0] - expected).max() > 0.1
-    for found in (model, RWKV.from_pretrained(saved, "reference")):
-        first, state = found(ids[:, :23])
-        rest, after = found(ids[:, 23:], state)
+    for loaded in (model, RWKV.from_pretrained(model_file, "reference")):
+        first, state = loaded(ids[:, :23])
+        rest, after = loaded(ids[:, 23:], state)
         np.testing.assert_allclose(torch.cat([first, rest], 1).numpy(), expected, rtol=0, atol=4e-5)
-        assert_same_state(after, found(ids)[1])
-        *_, (hidden, _) = found.hidden_in_parts(ids, None, 3)        # as prompts are read
-        np.testing.assert_allclose(found.head(hidden).numpy(), expected, rtol=0, atol=4e-5)
+        assert_same_state(after, loaded(ids)[1])
+        *_, (hidden, _) = loaded.hidden_in_parts(ids, None, 3)        # prompts are read in parts
+        np.testing.assert_allclose(loaded.head(hidden).numpy(), expected, rtol=0, atol=4e-5)
 
 
-def test_merging_drops_what_it_has_added_and_the_model_is_the_same_model(model: RWKV, saved: Path) -> None:
-    merged = RWKV.from_pretrained(saved, "reference")
+def test_merging_drops_what_it_has_added_and_the_model_is_the_same_model(model: RWKV, model_file: Path) -> None:
+    """Merging drops only s_emb_x and keeps the fingerprint; n_parameters() counts the tensors of the unmerged model."""
+    merged = RWKV.from_pretrained(model_file, "reference")
     assert set(model.state_dict()) - set(merged.state_dict()) == {name for name in TENSORS if "s_emb_x" in name}
     assert merged.fingerprint() == model.fingerprint()
     assert merged.merge().fingerprint() == model.fingerprint()
@@ -68,32 +69,32 @@ def test_merging_drops_what_it_has_added_and_the_model_is_the_same_model(model: 
 
 @pytest.mark.parametrize(("dtype", "allowed"), [("bfloat16", 0.05), ("int8", 0.05), ("int4", 0.3)])
 @torch.no_grad()
-def test_other_dtypes_are_near(model: RWKV, saved: Path, dtype: str, allowed: float) -> None:
-    """DeepEmbed's numbers of either sign go into the feed-forward half's second product, which is unsigned elsewhere."""
+def test_other_dtypes_are_near(model: RWKV, model_file: Path, dtype: str, allowed: float) -> None:
+    """With DeepEmbed the second product of the feed-forward half has inputs of either sign, and without it none is negative."""
     ids = tokens(model, T=16)
     expected = in_float64(model, ids)
-    found = RWKV.from_pretrained(saved, "reference", dtype=dtype)(ids)[0].float().numpy()
-    assert np.sqrt(((found - expected) ** 2).mean()) < allowed * expected.std()
+    logits = RWKV.from_pretrained(model_file, "reference", dtype=dtype)(ids)[0].float().numpy()
+    assert np.sqrt(((logits - expected) ** 2).mean()) < allowed * expected.std()
 
 
 # Files
 
 
 @pytest.mark.parametrize("name", ["again.pth", "again.safetensors", "again.ckpt"])
-def test_files_are_written_as_they_were_read(model: RWKV, saved: Path, tmp_path: Path, name: str) -> None:
-    write_checkpoint(read_checkpoint(saved), tmp_path / name)
-    found = read_checkpoint(tmp_path / name)
-    assert found.config == read_checkpoint(saved).config
-    assert all(torch.equal(found.weights[name], weight) for name, weight in model.state_dict().items())
+def test_files_are_written_as_they_were_read(model: RWKV, model_file: Path, tmp_path: Path, name: str) -> None:
+    write_checkpoint(read_checkpoint(model_file), tmp_path / name)
+    loaded = read_checkpoint(tmp_path / name)
+    assert loaded.config == read_checkpoint(model_file).config
+    assert all(torch.equal(loaded.weights[name], weight) for name, weight in model.state_dict().items())
 
 
 @torch.no_grad()
-def test_a_merged_model_is_written_with_nothing_left_to_merge(model: RWKV, saved: Path, tmp_path: Path) -> None:
-    """The author's code reads s_emb_x; programs that write merged files leave it out."""
-    RWKV.from_pretrained(saved, "reference").save_pretrained(tmp_path / "merged.pth")
-    found = torch.load(tmp_path / "merged.pth")
-    assert all(not found[name].any() for name in TENSORS if "s_emb_x" in name)
-    torch.save({name: weight for name, weight in found.items() if "s_emb_x" not in name}, tmp_path / "without.pth")
+def test_a_merged_model_is_written_with_nothing_left_to_merge(model: RWKV, model_file: Path, tmp_path: Path) -> None:
+    """The author's code requires s_emb_x, but programs that write merged files leave it out."""
+    RWKV.from_pretrained(model_file, "reference").save_pretrained(tmp_path / "merged.pth")
+    loaded = torch.load(tmp_path / "merged.pth")
+    assert all(not loaded[name].any() for name in TENSORS if "s_emb_x" in name)
+    torch.save({name: weight for name, weight in loaded.items() if "s_emb_x" not in name}, tmp_path / "without.pth")
     ids = tokens(model)
     for name in ("merged.pth", "without.pth"):
         logits = RWKV.from_pretrained(tmp_path / name, "reference")(ids)[0]
@@ -101,29 +102,29 @@ def test_a_merged_model_is_written_with_nothing_left_to_merge(model: RWKV, saved
 
 
 @torch.no_grad()
-def test_int4_files_keep_the_tables_in_bfloat16(model: RWKV, saved: Path, tmp_path: Path) -> None:
-    write_checkpoint(read_checkpoint(saved), tmp_path / "model.safetensors", dtype="int4")
+def test_int4_files_keep_the_tables_in_bfloat16(model: RWKV, model_file: Path, tmp_path: Path) -> None:
+    write_checkpoint(read_checkpoint(model_file), tmp_path / "model.safetensors", dtype="int4")
     assert read_checkpoint(tmp_path / "model.safetensors").weights.stored[TENSORS[0]].dtype == torch.bfloat16
     ids = tokens(model)
     packed, rounded = (RWKV.from_pretrained(path, "reference", dtype="int4")(ids)[0] for path in (
-        tmp_path / "model.safetensors", saved))
+        tmp_path / "model.safetensors", model_file))
     torch.testing.assert_close(packed, rounded, rtol=0, atol=0.1)
 
 
 @pytest.mark.parametrize(("name", "form"), [("model.gguf", None), ("model.bin", None), ("model", "fla"), ("model", "official")])
-def test_formats_without_a_place_for_it_are_refused(saved: Path, tmp_path: Path, name: str, form: str | None) -> None:
+def test_formats_without_a_place_for_it_are_refused(model_file: Path, tmp_path: Path, name: str, form: str | None) -> None:
     with pytest.raises(UserError):
-        write_checkpoint(read_checkpoint(saved), tmp_path / name, layout=form)
+        write_checkpoint(read_checkpoint(model_file), tmp_path / name, layout=form)
     assert not (tmp_path / name).exists()
 
 
-@pytest.mark.parametrize("changed", [
+@pytest.mark.parametrize("changes", [
     {"blocks.1.ffn.s_emb.weight": torch.zeros(256, 9)}, {"blocks.0.ffn.s1": torch.zeros(64, 3)},
     {"blocks.2.ffn.s_emb_x.weight": torch.zeros(64, 16)}, {"blocks.1.ffn.s0": torch.zeros(64)},
     {"blocks.1.ffn.s2": None}, {"blocks.0.ffn.s1": None}, {"blocks.1.ffn.s_emb.weight": None},
-], ids=lambda changed: "-".join(changed))
-def test_a_damaged_file_names_the_tensor(model: RWKV, tmp_path: Path, changed: dict[str, torch.Tensor | None]) -> None:
-    weights = {name: weight for name, weight in {**model.state_dict(), **changed}.items() if weight is not None}
+], ids=lambda changes: "-".join(changes))
+def test_a_damaged_file_names_the_tensor(model: RWKV, tmp_path: Path, changes: dict[str, torch.Tensor | None]) -> None:
+    weights = {name: weight for name, weight in {**model.state_dict(), **changes}.items() if weight is not None}
     save_file(weights, tmp_path / "odd.safetensors")
     with pytest.raises(CheckpointError) as error:
         read_checkpoint(tmp_path / "odd.safetensors")
@@ -134,7 +135,8 @@ def test_a_damaged_file_names_the_tensor(model: RWKV, tmp_path: Path, changed: d
 
 
 def test_it_begins_as_the_model_without_it_and_learns() -> None:
-    model = deep(vocab_size=20).init_weights()
+    """A new model has the logits of the model without DeepEmbed, and all tensors of DeepEmbed get gradients in training."""
+    model = deep_embed_model(vocab_size=20).init_weights()
     without = {name: weight for name, weight in model.state_dict().items() if name not in TENSORS}
     plain = small_model("reference", 20, generation="rwkv7", n_embd=64, head_size=32)
     plain.load_state_dict(without)
@@ -164,18 +166,19 @@ def test_packed_texts_are_read_as_each_alone(model: RWKV) -> None:
 
 
 def test_its_tables_get_no_adapter(model: RWKV) -> None:
+    """LoRA adapts the linear layers, but not the tables of DeepEmbed."""
     layers = "att.receptance", "att.key", "att.value", "att.output", "ffn.key", "ffn.value"
     assert linear_layer_names(model.config) == list(layers)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "int8"])
-def test_texts_are_those_of_whole_passes(saved: Path, dtype: str) -> None:
-    found, tokenizer = RWKV.from_pretrained(saved, "reference", dtype=dtype), ByteTokenizer()
-    assert isinstance(decoder_of(found, found.empty_state(1)), Decoder)
-    samples = generate_batch(found, tokenizer, ["One", "Another one"], 12, temperature=0)
+def test_texts_are_those_of_whole_passes(model_file: Path, dtype: str) -> None:
+    loaded, tokenizer = RWKV.from_pretrained(model_file, "reference", dtype=dtype), ByteTokenizer()
+    assert isinstance(decoder_of(loaded, loaded.empty_state(1)), Decoder)
+    samples = generate_batch(loaded, tokenizer, ["One", "Another one"], 12, temperature=0)
     for prompt, sample in zip(("One", "Another one"), samples, strict=True):
         ids = tokenizer.encode(prompt)
         for token in sample.tokens:
             with torch.no_grad():
-                assert found.prefill(torch.tensor([ids]))[0][0].argmax() == token
+                assert loaded.prefill(torch.tensor([ids]))[0][0].argmax() == token
             ids.append(token)

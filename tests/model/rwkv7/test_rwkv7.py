@@ -1,8 +1,9 @@
-"""RWKV-7 is what its paper's formulas say, begins as RWKV-LM begins, and is trained in RWKV-LM's parameter groups.
+"""Tests that RWKV-7 follows its paper's formulas, and has RWKV-LM's initial weights and parameter groups.
 
-Both are stated here a second time, independently: the model in tests/numpy_rwkv7.py, the initialisation and the groups below.
-Its gradients are those of finite differences, in test_lora.py. Sources:
-arXiv 2503.14456; RWKV-LM, RWKV-v7/train_temp/src/model.py.
+Independent implementations serve as references: tests/numpy_rwkv7.py of the model, and this file of the initialisation and the
+groups. test_lora.py compares the gradients with finite differences.
+
+Sources: arXiv 2503.14456; RWKV-LM, RWKV-v7/train_temp/src/model.py.
 """
 
 import math
@@ -36,14 +37,14 @@ def oracle(model: RWKV) -> NumpyRWKV7:
     return NumpyRWKV7({name: weight.detach().numpy() for name, weight in model.state_dict().items()})
 
 
-def close(actual: Tensor, expected: object, atol: float = 1e-5) -> None:
+def assert_close(actual: Tensor, expected: object, atol: float = 1e-5) -> None:
     torch.testing.assert_close(actual, torch.as_tensor(expected), rtol=0, atol=atol, check_dtype=False)
 
 
-def same_state(state: State, expected: list[LayerState]) -> None:
+def assert_same_state(state: State, expected: list[LayerState]) -> None:
     for layer, theirs in zip(state.layers(), expected, strict=True):
         for mine, part in zip(layer, theirs, strict=True):
-            close(mine, part)
+            assert_close(mine, part)
 
 
 # The formulas
@@ -53,20 +54,20 @@ def same_state(state: State, expected: list[LayerState]) -> None:
 @torch.no_grad()
 def test_logits_and_state_are_those_of_the_formulas(kernel: str) -> None:
     model = small(kernel)
-    read = tokens(model, T=40)
-    expected, after = oracle(model)(read.numpy())
-    logits, state = model(read)
+    ids = tokens(model, T=40)
+    expected, after = oracle(model)(ids.numpy())
+    logits, state = model(ids)
     assert logits.std() > 0.3, "logits of zero would be equal too"
-    close(logits, expected)
-    same_state(state, after)
-    first, state = model(read[:, :23])
-    rest, state = model(read[:, 23:], state)
-    close(torch.cat([first, rest], 1), expected)
-    same_state(state, after)
+    assert_close(logits, expected)
+    assert_same_state(state, after)
+    first, state = model(ids[:, :23])
+    rest, state = model(ids[:, 23:], state)
+    assert_close(torch.cat([first, rest], 1), expected)
+    assert_same_state(state, after)
 
 
 def test_layers_that_must_be_called_compute_the_same() -> None:
-    """The plain form, which adapters, hooks and torch.compile see; and its gradients are those of the fused one."""
+    """Adapters, hooks and torch.compile see the plain form, whose gradients equal those of the fused form."""
     model = small()
     names, weights = zip(*model.named_parameters(), strict=True)
 
@@ -80,8 +81,8 @@ def test_layers_that_must_be_called_compute_the_same() -> None:
         if isinstance(layer, nn.Linear):
             layer.register_forward_hook(lambda *_: None)
     logits, state = model(tokens(model))
-    close(logits, expected)
-    same_state(state, after)
+    assert_close(logits, expected)
+    assert_same_state(state, after)
     for name, gradient in gradients(logits).items():
         assert (fused_gradients[name] - gradient).norm() <= 1e-5 * gradient.norm(), name
         assert gradient.norm() > 0, name
@@ -89,14 +90,14 @@ def test_layers_that_must_be_called_compute_the_same() -> None:
 
 @torch.no_grad()
 def test_every_tensor_counts_but_layer_0_s_value_residual() -> None:
-    """A tensor whose change changes nothing would be read by neither of two models that agree."""
+    """Two models may agree although neither reads a tensor, so each tensor must change the logits."""
     model = small()
-    read = tokens(model, T=6)
-    expected = model(read)[0]
+    ids = tokens(model, T=6)
+    expected = model(ids)[0]
     for name, weight in model.state_dict().items():
         before = weight.clone()
         weight.add_(0.05 * torch.randn_like(weight))
-        changed = float((model(read)[0] - expected).abs().max())
+        changed = float((model(ids)[0] - expected).abs().max())
         weight.copy_(before)
         assert (changed == 0) if name in UNUSED else (changed > 1e-4), name
 
@@ -105,8 +106,8 @@ def test_every_tensor_counts_but_layer_0_s_value_residual() -> None:
 def test_tokens_that_are_all_the_same_and_a_key_of_zero_stay_finite() -> None:
     model = small()
     model.blocks[1].att.key.weight.zero_()
-    read = torch.zeros(1, 30, dtype=torch.long)
-    close(model(read)[0], oracle(model)(read.numpy())[0], atol=1e-4)     # the weights' own rounding moves these by 2.5e-5
+    ids = torch.zeros(1, 30, dtype=torch.long)
+    assert_close(model(ids)[0], oracle(model)(ids.numpy())[0], atol=1e-4)     # rounding the weights causes 2.5e-5
 
 
 # Tensors and sizes
@@ -132,9 +133,9 @@ def test_parameters_have_the_official_names_and_shapes() -> None:
 
 @pytest.mark.parametrize(("n_embd", "ranks"), [(64, (32, 32, 32, 32)), (768, (64, 64, 32, 128)), (4096, (160, 160, 96, 320))])
 def test_ranks_that_are_not_given_are_the_trainers(n_embd: int, ranks: tuple[int, ...]) -> None:
-    found = with_default_widths(ModelConfig(generation="rwkv7", n_embd=n_embd))
-    assert (found.decay_low_rank_dim, found.a_low_rank_dim, found.v_low_rank_dim, found.gate_low_rank_dim) == ranks
-    assert found.n_ffn == 4 * n_embd
+    actual = with_default_widths(ModelConfig(generation="rwkv7", n_embd=n_embd))
+    assert (actual.decay_low_rank_dim, actual.a_low_rank_dim, actual.v_low_rank_dim, actual.gate_low_rank_dim) == ranks
+    assert actual.n_ffn == 4 * n_embd
 
 
 def test_a_width_that_is_no_whole_number_of_heads_is_one_sentence() -> None:
@@ -149,7 +150,7 @@ def test_an_option_of_another_generation_is_one_sentence(generation: str, name: 
 
 
 def test_a_model_of_the_same_weights_without_the_unused_tensors_is_the_same_model() -> None:
-    """Formats that leave them out give the model the fingerprint that saved states name."""
+    """Saved states contain the fingerprint, which must not depend on tensors that some formats leave out."""
     model = small()
     before = model.fingerprint()
     for name in UNUSED:
@@ -163,7 +164,7 @@ def test_a_model_of_the_same_weights_without_the_unused_tensors_is_the_same_mode
 @pytest.mark.parametrize(("dtype", "allowed"), [("float32", 0.02), ("int8", 0.3)])
 @torch.no_grad()
 def test_weights_in_bfloat16_are_computed_in_other_dtypes(tmp_path: Path, dtype: str, allowed: float) -> None:
-    """In int8 the low-rank matrices, which are no linear layers, become float32 like the vectors."""
+    """With int8 the low-rank matrices, which are no linear layers, become float32 like the vectors."""
     model = small(n_embd=64)
     model.save_pretrained(tmp_path / "model.safetensors", dtype="bfloat16")
     loaded = RWKV.from_pretrained(tmp_path / "model.safetensors", "reference", dtype=dtype)
@@ -173,19 +174,19 @@ def test_weights_in_bfloat16_are_computed_in_other_dtypes(tmp_path: Path, dtype:
 
 @torch.no_grad()
 def test_a_model_in_bfloat16_computes_its_decay_in_float32() -> None:
-    """A decay near 1 rounded to bfloat16 is 1."""
+    """bfloat16 would round a decay near 1 to 1."""
     model = small(n_embd=64)
     stored = checkpoint_of(model.state_dict()).stored_in("bfloat16")
     assert {name for name, tensor in stored.items() if tensor.get().dtype == torch.float32} == {
         f"blocks.{layer}.att.w0" for layer in range(3)}
-    seen: list[Tensor] = []
+    log_ws: list[Tensor] = []
     operator = model.blocks[0].att.wkv
     model = model.bfloat16()
     model.blocks[0].att.w0.data = model.blocks[0].att.w0.data.float()
-    model.blocks[0].att.wkv = lambda r, log_w, *others: (seen.append(log_w), operator(r, log_w, *others))[1]
+    model.blocks[0].att.wkv = lambda r, log_w, *others: (log_ws.append(log_w), operator(r, log_w, *others))[1]
     model(tokens(model))
-    assert seen[0].dtype == torch.float32
-    assert (seen[0] != seen[0].bfloat16()).float().mean() > 0.9
+    assert log_ws[0].dtype == torch.float32
+    assert (log_ws[0] != log_ws[0].bfloat16()).float().mean() > 0.9
 
 
 # Initialisation and groups, as in RWKV-LM
@@ -196,39 +197,39 @@ V, L, C, N = 61, CONFIG.n_layer, CONFIG.n_embd, CONFIG.head_size
 
 
 @pytest.fixture(scope="module")
-def fresh() -> RWKV:
+def new_model() -> RWKV:
     torch.manual_seed(0)
     return RWKV(CONFIG, V, select("wkv7", "reference")).init_weights()
 
 
 def official_vectors(layer: int) -> dict[str, list[float]]:
-    """What RWKV-LM gives the vectors of a layer, by RWKV-LM's own loops over channels n."""
+    """Returns the initial vectors of a layer, computed by the loops over channels n of RWKV-LM."""
     rho, sigma = layer / (L - 1), 1 - layer / L
     names = ["att.w0", "att.a0", "att.v0", "att.k_k", "att.k_a", "ffn.x_k", *(f"att.x_{letter}" for letter in LETTERS)]
-    found: dict[str, list[float]] = {name: [] for name in names}
+    vectors: dict[str, list[float]] = {name: [] for name in names}
     for n in range(C):
         line, z = n / (C - 1) - 0.5, (n % N - (N - 1) / 2) / ((N - 1) / 2)
         z *= abs(z)
-        found["att.w0"].append(-6 + 6 * (n / (C - 1)) ** (1 + rho ** 0.3) + 0.5 + 2.5 * z)
-        found["att.a0"].append(-0.19 + 0.3 * z + 0.4 * line)
-        found["att.v0"].append(0.73 - 0.4 * line)
-        found["att.k_k"].append(0.71 - 0.1 * line)
-        found["att.k_a"].append(1.02)
-        found["ffn.x_k"].append(1 - (n / C) ** sigma ** 4)
+        vectors["att.w0"].append(-6 + 6 * (n / (C - 1)) ** (1 + rho ** 0.3) + 0.5 + 2.5 * z)
+        vectors["att.a0"].append(-0.19 + 0.3 * z + 0.4 * line)
+        vectors["att.v0"].append(0.73 - 0.4 * line)
+        vectors["att.k_k"].append(0.71 - 0.1 * line)
+        vectors["att.k_a"].append(1.02)
+        vectors["ffn.x_k"].append(1 - (n / C) ** sigma ** 4)
         for letter, power in zip(LETTERS, (0.2, 0.9, 0.7, 0.7, 0.9, 0.2), strict=True):
-            found[f"att.x_{letter}"].append(1 - (n / C) ** (power * sigma))
-    return found | {"att.ln_x.weight": [((layer + 1) / L) ** 0.7] * C, "att.ln_x.bias": [0.0] * C, "att.r_k": [-0.04] * C}
+            vectors[f"att.x_{letter}"].append(1 - (n / C) ** (power * sigma))
+    return vectors | {"att.ln_x.weight": [((layer + 1) / L) ** 0.7] * C, "att.ln_x.bias": [0.0] * C, "att.r_k": [-0.04] * C}
 
 
 @pytest.mark.parametrize("layer", range(L))
-def test_initial_vectors(fresh: RWKV, layer: int) -> None:
-    weights = fresh.state_dict()
+def test_initial_vectors(new_model: RWKV, layer: int) -> None:
+    weights = new_model.state_dict()
     for name, expected in official_vectors(layer).items():
-        close(weights[f"blocks.{layer}.{name}"].flatten(), torch.tensor(expected), 1e-6)
+        assert_close(weights[f"blocks.{layer}.{name}"].flatten(), torch.tensor(expected), 1e-6)
 
 
-def test_initial_matrices(fresh: RWKV) -> None:
-    weights = fresh.state_dict()
+def test_initial_matrices(new_model: RWKV) -> None:
+    weights = new_model.state_dict()
     gains = {"att.receptance.weight": 1.0, "att.value.weight": 1.0, "att.key.weight": 0.1, "ffn.key.weight": 1.0}
     for layer in range(L):
         for name in ("att.output.weight", "ffn.value.weight", *(f"att.{letter}1" for letter in "wavg")):
@@ -250,9 +251,9 @@ def test_a_head_of_fewer_tokens_than_channels_and_ranks_above_the_width() -> Non
 
 
 def orthogonal(weight: Tensor, gain: float) -> None:
-    """Columns, or of a wide matrix rows, are orthogonal and of length `gain`."""
+    """Checks that the columns, or the rows of a wide matrix, are orthogonal and have length `gain`."""
     square = weight.T @ weight if weight.shape[0] >= weight.shape[1] else weight @ weight.T
-    close(square, gain ** 2 * torch.eye(len(square)))
+    assert_close(square, gain ** 2 * torch.eye(len(square)))
 
 
 @pytest.mark.parametrize(("n_layer", "n_embd"), [(1, 8), (1, 1), (2, 3)])
@@ -263,28 +264,28 @@ def test_one_layer_or_one_channel_has_finite_weights(n_layer: int, n_embd: int) 
 
 
 def official_group(name: str) -> tuple[float, bool]:
-    """The factor on a parameter's learning rate, and whether weight decay acts on it, as RWKV-LM decides it by the name."""
+    """Returns the factor of a parameter's learning rate, and True if weight decay applies, by RWKV-LM's rules for names."""
     if "att.w0" in name:
         return 2.0, False
     matrix = ".weight" in name and not any(part in name for part in ("ln0", "ln1", "ln2", "ln_x", "ln_out"))
     return 1.0, matrix
 
 
-def test_the_optimiser_has_the_three_official_groups(fresh: RWKV) -> None:
-    groups = parameter_groups(fresh, OptimConfig(lr=6e-4, min_lr=6e-5, weight_decay=1e-3))
-    names = {parameter: name for name, parameter in fresh.named_parameters()}
-    found = {names[parameter]: (group["lr"], group["weight_decay"]) for group in groups for parameter in group["params"]}
+def test_the_optimiser_has_the_three_official_groups(new_model: RWKV) -> None:
+    groups = parameter_groups(new_model, OptimConfig(lr=6e-4, min_lr=6e-5, weight_decay=1e-3))
+    names = {parameter: name for name, parameter in new_model.named_parameters()}
+    actual = {names[parameter]: (group["lr"], group["weight_decay"]) for group in groups for parameter in group["params"]}
     assert len(groups) == 3
-    assert found.keys() == set(names.values())
-    for name, (lr, decay) in found.items():
+    assert actual.keys() == set(names.values())
+    for name, (lr, decay) in actual.items():
         factor, decays = official_group(name)
         assert (lr, decay) == (pytest.approx(factor * 6e-4), 1e-3 if decays else 0.0), name
-    assert {name for name, (_, decay) in found.items() if decay} >= {"emb.weight", "head.weight"}
+    assert {name for name, (_, decay) in actual.items() if decay} >= {"emb.weight", "head.weight"}
 
 
-def test_muon_takes_the_matrices_that_a_plain_matrix_product_uses(fresh: RWKV) -> None:
-    groups = parameter_groups(fresh, OptimConfig(name="muon"))
-    names = {parameter: name for name, parameter in fresh.named_parameters()}
+def test_muon_takes_the_matrices_that_a_plain_matrix_product_uses(new_model: RWKV) -> None:
+    groups = parameter_groups(new_model, OptimConfig(name="muon"))
+    names = {parameter: name for name, parameter in new_model.named_parameters()}
     theirs = {names[parameter].split(".", 2)[2] for group in groups if group.get("orthogonal") for parameter in group["params"]}
     assert theirs == {"att.key.weight", "att.value.weight", "att.output.weight", "ffn.key.weight", "ffn.value.weight"} | (
-        {"att.receptance.weight"} if fresh.generation.group("blocks.0.att.receptance.weight") == "matrix" else set())
+        {"att.receptance.weight"} if new_model.generation.group("blocks.0.att.receptance.weight") == "matrix" else set())

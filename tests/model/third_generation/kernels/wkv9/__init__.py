@@ -1,4 +1,4 @@
-"""y_t = e^(-e^decay) y_{t-1} + k_t for each channel. decay (C,), k and y (B,T,C); the state is the last y, (B,C)."""
+"""Computes y_t = e^(-e^decay) y_{t-1} + k_t from decay (C,) and k (B,T,C). The state is the last y (B,C)."""
 
 from torch import Tensor
 

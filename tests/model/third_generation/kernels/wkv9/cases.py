@@ -1,4 +1,4 @@
-"""The case that kernel_check compares with the reference before a run."""
+"""Makes the case that kernel_check compares with the reference before a run."""
 
 import torch
 from torch import Tensor

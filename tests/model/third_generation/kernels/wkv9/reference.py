@@ -1,4 +1,4 @@
-"""The formula, a step at a time."""
+"""Computes the formula step by step."""
 
 import torch
 from torch import Tensor

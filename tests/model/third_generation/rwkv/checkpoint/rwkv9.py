@@ -1,4 +1,4 @@
-"""The toy generation in files."""
+"""Describes the files of the toy generation."""
 
 from rwkv.model import rwkv9
 

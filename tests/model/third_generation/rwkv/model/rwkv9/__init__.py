@@ -1,4 +1,4 @@
-"""A toy generation with formulas alone. Each layer is x + O (sigmoid(R n) wkv9(K n)) with n = LayerNorm(x)."""
+"""A toy generation that has only formulas. Each layer is x + O (sigmoid(R n) wkv9(K n)) with n = LayerNorm(x)."""
 
 from typing import NamedTuple
 
