@@ -106,10 +106,7 @@ def assert_weights(actual: Any, expected: Weights, atol: float = 1e-6) -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Returns a folder with base.pth, wide.pth and a directory of each layout.
-
-    Heads of wide.pth are 64 wide, as `WIDE` requires. Heads of base.pth are not, so that receptances differ between layouts.
-    """
+    """Returns a folder with base.pth, wide.pth and a directory of each layout. wide.pth is the base of the layout `WIDE`."""
     root = tmp_path_factory.mktemp("adapters")
     small_model(generation="rwkv7", **SIZES["rwkv7"]).save_pretrained(root / "base.pth")
     small_model(generation="rwkv7", **{**SIZES["rwkv7"], "head_size": 64}).save_pretrained(root / "wide.pth")
