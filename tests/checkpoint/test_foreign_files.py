@@ -145,16 +145,16 @@ def as_peft(model: RWKV) -> Weights:
     return {f"base_model.model.model.layers.0.attn.k_proj.lora_{part}.weight": torch.zeros(2, 64) for part in "AB"}
 
 
-def as_unmerged_lora(model: RWKV) -> Weights:
+def unmerged(model: RWKV) -> Weights:
     return model.state_dict() | as_lora(model)
 
 
-def as_saved_state(model: RWKV) -> Weights:
+def saved_state(model: RWKV) -> Weights:
     return {"logits": torch.zeros(1, 40)} | model.empty_state(1).named()
 
 
 @pytest.mark.parametrize(("content", "words"), [(as_state, "adapters="), (as_lora, "adapters="), (as_peft, "adapters="),
-                                                (as_unmerged_lora, "LoRA"), (as_saved_state, "state=")])
+                                                (unmerged, "LoRA"), (saved_state, "state=")])
 def test_a_state_or_an_adapter_says_which_option_takes_it(model: RWKV, tmp_path: Path, content: Callable[[RWKV], Weights],
                                                           words: str) -> None:
     torch.save(content(model), tmp_path / "file.pth")

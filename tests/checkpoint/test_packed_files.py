@@ -94,7 +94,7 @@ def test_low_rank_matrices_stay_in_bfloat16_with_the_same_results(tmp_path: Path
 
 @each_dtype
 @each_generation
-def test_other_dtypes_have_the_round_weights(tmp_path: Path, generation: str, dtype: str) -> None:
+def test_other_dtypes_have_the_rounded_weights(tmp_path: Path, generation: str, dtype: str) -> None:
     model, path = write_packed(tmp_path, generation, dtype)
     assert torch.equal(RWKV.from_pretrained(path, "reference").state_dict()[KEY], round_weight(model.state_dict()[KEY], dtype))
 

@@ -104,14 +104,14 @@ def test_a_rank_that_is_no_size_is_refused(tmp_path: Path, rank: Any) -> None:
     refuses(tmp_path / "model", "v_low_rank_dim")
 
 
-@pytest.mark.parametrize(("changes", "part"), [
+@pytest.mark.parametrize(("changed", "part"), [
     ({"blocks.1.att.r_k": torch.zeros(128)}, "blocks.1.att.r_k"), ({"blocks.0.att.r_k": torch.zeros(4, 3)}, "head_size"),
     ({"blocks.0.att.w1": torch.zeros(3, 128)}, "blocks.0.att.w1"),
     ({"blocks.2.att.w2": torch.zeros(4, 128)}, "blocks.2.att.w2"),
     ({"blocks.0.att.a0": torch.zeros(())}, "blocks.0.att.a0"), ({"blocks.0.att.v1": torch.zeros(128, 9)}, "blocks.0.att.v"),
     ({"blocks.0.att.x_rwkvag": torch.zeros(5, 1, 128)}, "x_rwkvag"), ({"blocks.0.att.x_g": torch.zeros(6, 128)}, "x_g")])
-def test_wrong_shapes_are_named(model: RWKV, tmp_path: Path, changes: dict[str, Tensor], part: str) -> None:
-    torch.save({**model.state_dict(), **changes}, tmp_path / "odd.pth")
+def test_wrong_shapes_are_named(model: RWKV, tmp_path: Path, changed: dict[str, Tensor], part: str) -> None:
+    torch.save({**model.state_dict(), **changed}, tmp_path / "odd.pth")
     refuses(tmp_path / "odd.pth", part)
 
 

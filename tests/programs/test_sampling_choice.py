@@ -82,19 +82,19 @@ def test_the_file_counts_before_the_kind_and_the_user_before_the_file(tmp_path: 
     assert choose_sampling(folder, True, user_options={"sampling": "chat"}).sampling == CHAT, "sampling= must avoid the error"
 
 
-@pytest.mark.parametrize("entry", ['"top_k": Infinity', '"top_k": NaN', '"top_k": 40.7', f'"temperature": {"9" * 400}',
+@pytest.mark.parametrize("stated", ['"top_k": Infinity', '"top_k": NaN', '"top_k": 40.7', f'"temperature": {"9" * 400}',
                                    '"temperature": NaN', '"min_p": -1', '"repetition_penalty": Infinity'])
-def test_a_file_with_a_number_that_is_no_option_is_one_sentence(tmp_path: Path, entry: str) -> None:
-    (tmp_path / "generation_config.json").write_text(f'{{"do_sample": true, {entry}}}')
+def test_a_file_with_a_number_that_is_no_option_is_one_sentence(tmp_path: Path, stated: str) -> None:
+    (tmp_path / "generation_config.json").write_text(f'{{"do_sample": true, {stated}}}')
     with pytest.raises(UserError) as error:
         choose_sampling(tmp_path, False)
     assert "generation_config.json" in str(error.value)
-    assert entry.split('"')[1] in str(error.value)
+    assert stated.split('"')[1] in str(error.value)
 
 
-@pytest.mark.parametrize(("entry", "top_k"), [("20.0", 20), ("-1", 0), ("0", 0), ("9" * 400, int("9" * 400))])
-def test_a_file_s_top_k(tmp_path: Path, entry: str, top_k: int) -> None:
-    (tmp_path / "generation_config.json").write_text(f'{{"do_sample": true, "top_k": {entry}}}')
+@pytest.mark.parametrize(("stated", "top_k"), [("20.0", 20), ("-1", 0), ("0", 0), ("9" * 400, int("9" * 400))])
+def test_a_file_s_top_k(tmp_path: Path, stated: str, top_k: int) -> None:
+    (tmp_path / "generation_config.json").write_text(f'{{"do_sample": true, "top_k": {stated}}}')
     assert choose_sampling(tmp_path, False).sampling == Sampling(1.0, top_k, 1.0)
 
 

@@ -165,17 +165,17 @@ def test_the_estimate_leaves_nothing_behind() -> None:
 # Validation of a part, and validation that takes long
 
 
-@pytest.mark.parametrize(("val_tokens", "time_share", "expected"), [
+@pytest.mark.parametrize(("val_tokens", "time_share", "said"), [
     (None, 0.3, []),
     (None, 0.5, ["30 times", "all 120 tokens", "50 %"]),
     (30, 0.2, ["30 times", "the first 30 of 120 tokens"]),
     (999, 0.5, ["30 times", "all 120 tokens", "50 %"]),
 ])
 def test_validation_of_a_part_or_of_more_than_a_third_of_the_time_is_a_line(val_tokens: int | None, time_share: float,
-                                                                            expected: list[str]) -> None:
+                                                                            said: list[str]) -> None:
     lines = list(this_machine._validation(val_tokens, 120, 30, time_share))
-    assert len(lines) == bool(expected)
-    assert not [part for part in expected if part not in lines[0][1]]
+    assert len(lines) == bool(said)
+    assert not [part for part in said if part not in lines[0][1]]
 
 
 @pytest.mark.programs
