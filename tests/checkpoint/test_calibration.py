@@ -184,17 +184,17 @@ def test_int4_and_auto_are_its_blocks_and_a_line_says_so(tmp_path: Path, text: P
     _, path = write_model(tmp_path)
     target = write_calibrated(path, text)
     for dtype in ("int4", "auto", "blocks", None):
-        opened = open_checkpoint(SavedModelConfig(checkpoint=str(target), device="cpu", dtype=dtype))
-        assert opened.dtype == "blocks"
-        lines = [line for label, line in opened.lines() if label == "dtype"]
+        checkpoint = open_checkpoint(SavedModelConfig(checkpoint=str(target), device="cpu", dtype=dtype))
+        assert checkpoint.dtype == "blocks"
+        lines = [line for label, line in checkpoint.lines() if label == "dtype"]
         assert lines == [] if dtype == "blocks" else "Q4_0, Q5_0" in lines[0]
-        assert not [line for label, line in opened.lines() if label == "weights"]
+        assert not [line for label, line in checkpoint.lines() if label == "weights"]
     assert resolve_dtype("int4", "cpu", read_checkpoint(path)) == ("int4", None)
     assert resolve_dtype("int4", "cuda", read_checkpoint(target)) == ("int4", None)
     monkeypatch.setattr("rwkv.pretrained.why_not", lambda operator, name: "no C kernels for plan9 on vax")
     assert resolve_dtype("int4", "cpu", read_checkpoint(target)) == ("int4", None)
-    opened = open_checkpoint(SavedModelConfig(checkpoint=str(target), device="cpu", dtype="int4"))
-    assert any("requantises" in line for label, line in opened.lines() if label == "weights")
+    checkpoint = open_checkpoint(SavedModelConfig(checkpoint=str(target), device="cpu", dtype="int4"))
+    assert any("requantises" in line for label, line in checkpoint.lines() if label == "weights")
 
 
 def write(text: str | bytes) -> Callable[[Path], object]:

@@ -136,7 +136,7 @@ def test_peft_over_each_layout_of_names(folder: Path, tmp_path: Path, layout: st
     (tmp_path / "merged" / "config.json").write_bytes((folder / layout / "config.json").read_bytes())
     save_file(raw, tmp_path / "merged" / "model.safetensors")
     expected = weights_of(tmp_path / "merged")
-    atol = 1e-4 if kind == "pissa" else 1e-6             # close singular values, which PEFT computes in float32
+    atol = 1e-4 if kind == "pissa" else 1e-6             # PEFT computes close singular values in float32
     assert_weights(read_checkpoint(adapter).weights, expected, atol)     # its config names the base
     actual = with_adapter(read_checkpoint(base_of(folder, layout)), adapter).weights
     assert_weights({name: actual[name] for name in actual if name not in UNUSED},
@@ -295,7 +295,7 @@ def test_peft_s_own_adapters_are_merged_as_peft_does(folder: Path, tmp_path: Pat
 @pytest.mark.programs
 def test_programs_and_the_server_take_adapters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
                                                capsys: pytest.CaptureFixture[str]) -> None:
-    """Programs report the merged adapter. The digest of an adapter in adapters= depends on alpha where alpha is an option."""
+    """Programs report the merged adapter. lora_alpha changes the digest of RWKV-PEFT's adapter, but not that of PEFT's."""
     monkeypatch.chdir(tmp_path)
     model = small_model(generation="rwkv7", vocab_size=256)
     model.save_pretrained("base.safetensors", ByteTokenizer())

@@ -108,8 +108,9 @@ def test_a_loaded_model_computes_the_same(models: dict[str, RWKV], tmp_path: Pat
 def test_tokenizer_and_configuration_travel(tmp_path: Path, tokenizer: Any, name: str) -> None:
     model = small_model("reference", tokenizer.vocab_size)
     model.save_pretrained(tmp_path / name, tokenizer)
-    read = read_checkpoint(tmp_path / name)
-    assert (read.config, read.tokenizer, read.tokenizer_hash) == (model.config, tokenizer.to_dict(), tokenizer.hash)
+    checkpoint = read_checkpoint(tmp_path / name)
+    actual = checkpoint.config, checkpoint.tokenizer, checkpoint.tokenizer_hash
+    assert actual == (model.config, tokenizer.to_dict(), tokenizer.hash)
 
 
 @pytest.mark.parametrize(("names", "end"), [(["<|endoftext|>"], 0), (["<pad>", "<|endoftext|>"], 1), (["</s>"], 0)], ids=str)
@@ -156,8 +157,8 @@ def test_a_directory_says_what_ends_a_text(tmp_path: Path, declared: dict[str, A
         convert.convert(folder, tmp_path / name)
         again = tokenizer_of(read_checkpoint(tmp_path / name))
         assert (again.ends, again.hash) == (ends, tokenizer.hash)
-    written = json.loads((tmp_path / "again" / "config.json").read_text())
-    assert written["eos_token_id"] == (list(ends) if len(ends) > 1 else ends[0])
+    new_config = json.loads((tmp_path / "again" / "config.json").read_text())
+    assert new_config["eos_token_id"] == (list(ends) if len(ends) > 1 else ends[0])
     assert tokenizer_of(read_checkpoint(folder), str(folder / "tokenizer.json")).ends == ends
     assert tokenizer_of(read_checkpoint(folder), end_of_text="<s>").ends == (1,)
 
@@ -210,8 +211,8 @@ def test_a_prefix_is_taken_off(model: RWKV, tmp_path: Path, prefix: str) -> None
 def test_a_foreign_lightning_checkpoint_is_read(model: RWKV, tmp_path: Path) -> None:
     content = {"state_dict": {f"model.{name}": tensor for name, tensor in model.state_dict().items()}, "global_step": 7}
     torch.save(content, tmp_path / "model.ckpt")
-    read = read_checkpoint(tmp_path / "model.ckpt")
-    assert (read.step, read.tokenizer, read.vocab_size) == (7, None, 50)
+    checkpoint = read_checkpoint(tmp_path / "model.ckpt")
+    assert (checkpoint.step, checkpoint.tokenizer, checkpoint.vocab_size) == (7, None, 50)
 
 
 def test_a_flipped_bit_is_found_by_the_checksum(model: RWKV, tmp_path: Path) -> None:
@@ -242,12 +243,12 @@ def test_a_compressed_zip_is_refused(model: RWKV, tmp_path: Path) -> None:
 
 def test_safetensors_own_library_agrees(model: RWKV, tmp_path: Path) -> None:
     model.save_pretrained(tmp_path / "ours.safetensors", dtype="float16")
-    read = read_checkpoint(tmp_path / "ours.safetensors").weights
+    weights = read_checkpoint(tmp_path / "ours.safetensors").weights
     theirs = load_file(tmp_path / "ours.safetensors")
-    assert theirs.keys() == set(read)
-    assert all(torch.equal(tensor, read[name]) for name, tensor in theirs.items())
+    assert theirs.keys() == set(weights)
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in theirs.items())
     save_file(theirs, tmp_path / "theirs.safetensors")
-    assert same_tensors(read_checkpoint(tmp_path / "theirs.safetensors").weights, read)
+    assert same_tensors(read_checkpoint(tmp_path / "theirs.safetensors").weights, weights)
 
 
 def test_a_directory_has_the_names_and_the_configuration_of_transformers(model: RWKV, tmp_path: Path) -> None:

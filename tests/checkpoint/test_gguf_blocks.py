@@ -48,7 +48,7 @@ def expected_logits(path: Path, ids: torch.Tensor) -> np.ndarray:
                                                    for name in BLOCKS if name != "q8_0")])
 @torch.no_grad()
 def test_logits_are_those_of_the_dequantised_weights(plain: Path, tmp_path: Path, kind: str | tuple[str, ...]) -> None:
-    """Reads a prompt at once, in chunks and token by token, in C and PyTorch. k-quants alone round inputs: a larger error."""
+    """A prompt read at once, in chunks or token by token has the logits of float64. k-quants alone round inputs."""
     path = rewritten(plain, tmp_path / "model.gguf", kind)
     model = RWKV.from_pretrained(path, "reference", dtype="blocks")
     ids = tokens(model, B=2, T=20)
@@ -106,18 +106,18 @@ def test_a_model_in_blocks_is_the_model_of_its_file(mixed: Path) -> None:
     """Fingerprints are equal, because states and caches are looked up by fingerprint."""
     models = [RWKV.from_pretrained(mixed, "reference", dtype=dtype) for dtype in ("blocks", "float32")]
     assert models[0].fingerprint() == models[1].fingerprint()
-    copied = RWKV.from_pretrained(mixed, "reference", dtype="blocks", mmap=False)
-    ids = tokens(copied)
+    unmapped = RWKV.from_pretrained(mixed, "reference", dtype="blocks", mmap=False)
+    ids = tokens(unmapped)
     with torch.no_grad():
-        assert torch.equal(copied(ids)[0], models[0](ids)[0])
+        assert torch.equal(unmapped(ids)[0], models[0](ids)[0])
     with pytest.raises(UserError, match="cannot be saved"):
         models[0].save_pretrained(mixed.with_name("again.gguf"))
 
 
 def test_auto_is_blocks_where_the_file_has_them(plain: Path, mixed: Path, tmp_path: Path) -> None:
     def dtype_and_lines(path: Path, dtype: str | None = None) -> tuple[str, list[str]]:
-        opened = open_checkpoint(SavedModelConfig(checkpoint=str(path), tokenizer="byte", device="cpu", dtype=dtype))
-        return opened.dtype, [text for label, text in opened.lines() if label == "dtype"]
+        checkpoint = open_checkpoint(SavedModelConfig(checkpoint=str(path), tokenizer="byte", device="cpu", dtype=dtype))
+        return checkpoint.dtype, [text for label, text in checkpoint.lines() if label == "dtype"]
 
     path = tmp_path / "byte.gguf"
     small_model("reference", 257, generation="rwkv7", n_embd=WIDTH, n_layer=1, head_size=64).save_pretrained(path)
@@ -218,9 +218,9 @@ def test_quantised_files_are_read_without_the_package(mixed: Path, monkeypatch: 
 
     theirs = official_weights(mixed)
     monkeypatch.setitem(sys.modules, "gguf", None)
-    read = read_checkpoint(mixed).weights
+    ours = read_checkpoint(mixed).weights
     for name, weight in theirs.items():
         if name in UNUSED:
             continue
-        assert np.array_equal(read[name].numpy().reshape(weight.shape), weight), name
-    assert {tensor.blocks for tensor in read.stored.values()} - {None} == {name for name in KINDS.__members__ if name in MIXED}
+        assert np.array_equal(ours[name].numpy().reshape(weight.shape), weight), name
+    assert {tensor.blocks for tensor in ours.stored.values()} - {None} == {name for name in KINDS.__members__ if name in MIXED}

@@ -28,7 +28,7 @@ def model_of(head_size: int = 64, **sizes: int) -> RWKV:
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Heads of 128 check that the group norm's epsilon is 64e-5 for any head size, as in llama.cpp and the official code."""
+    """Returns a model with heads of 128, whose group norm has the epsilon 64e-5, as in llama.cpp and the official code."""
     path = tmp_path_factory.mktemp("gguf") / "model.gguf"
     model_of(128).save_pretrained(path)
     return path
@@ -46,9 +46,9 @@ def actual_and_expected_logits(path: Path, ours: RWKV) -> tuple[np.ndarray, np.n
     pytest.param(kind, marks=[] if kind in ("Q4_K", "Q6_K", "IQ4_XS") else pytest.mark.thorough) for kind in HALVES])
 def test_every_quantisation_is_read_as_by_an_independent_reader(plain: Path, tmp_path: Path, kind: str) -> None:
     path = rewritten(plain, tmp_path / "model.gguf", kind)
-    read, theirs = read_checkpoint(path).weights, official_weights(path)
-    assert set(read) == set(theirs)
-    for name, weight in read.items():
+    ours, theirs = read_checkpoint(path).weights, official_weights(path)
+    assert set(ours) == set(theirs)
+    for name, weight in ours.items():
         if name not in UNUSED:
             assert np.array_equal(weight.numpy().reshape(theirs[name].shape), theirs[name]), name
     actual, expected = actual_and_expected_logits(path, RWKV.from_pretrained(path, "reference"))

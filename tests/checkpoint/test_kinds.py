@@ -276,12 +276,12 @@ def test_convert(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
         return
     convert.main(arguments)
     expected: Weights = torch.load(folder / "expected" / name, weights_only=True)
-    written: Weights = torch.load(target, weights_only=True)
-    compared = [key for key in written if key in expected and not key.startswith("blocks.0.att.v")]
+    actual: Weights = torch.load(target, weights_only=True)
+    compared = [key for key in actual if key in expected and not key.startswith("blocks.0.att.v")]
     assert len(compared) > 2 or state
     assert any("time_state" in key for key in compared) == (name == "state")
     for key in compared:
-        torch.testing.assert_close(written[key].float().squeeze(), expected[key].squeeze(), rtol=0, atol=2e-4)
+        torch.testing.assert_close(actual[key].float().squeeze(), expected[key].squeeze(), rtol=0, atol=2e-4)
 
 
 @each_kind

@@ -1,4 +1,4 @@
-"""Tests that weights which do not fit into memory are refused before loading, with an error that names a dtype that fits."""
+"""Tests that weights which do not fit into memory are refused before loading. The error names a fitting dtype, if any."""
 
 from pathlib import Path
 

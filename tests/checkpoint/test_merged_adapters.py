@@ -44,9 +44,9 @@ def expected(base: Path, trained: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def assert_contains(path: Path, weights: dict[str, Tensor]) -> None:
     """Checks that the file contains these matrices to the precision of float32."""
-    read = read_checkpoint(path).weights
+    actual = read_checkpoint(path).weights
     for name in (*NAMES, "blocks.1.att.value.weight", "head.weight"):
-        torch.testing.assert_close(read[name].double(), weights[name], rtol=1e-6, atol=1e-7, msg=name)
+        torch.testing.assert_close(actual[name].double(), weights[name], rtol=1e-6, atol=1e-7, msg=name)
 
 
 @pytest.fixture(scope="module")
@@ -110,9 +110,9 @@ def test_a_conversion_that_rounds_says_what_is_left(folder: Path, tmp_path: Path
     base, trained = folder / "bfloat16.safetensors", adapters(folder / "bfloat16.safetensors", 1e-4)
     sums, weights = expected(base, trained), read_checkpoint(base).weights
     convert.convert(base, tmp_path / f"base{target.suffix}", dtype)
-    read, rounded = read_checkpoint(target).weights, read_checkpoint(tmp_path / f"base{target.suffix}").weights
+    merged, rounded = read_checkpoint(target).weights, read_checkpoint(tmp_path / f"base{target.suffix}").weights
     change = torch.cat([(sums[name] - weights[name].double()).flatten() for name in NAMES])
-    surviving = torch.cat([(read[name].double() - rounded[name].double()).flatten() for name in NAMES])
+    surviving = torch.cat([(merged[name].double() - rounded[name].double()).flatten() for name in NAMES])
     expected_fraction = max(0.0, 1 - ((surviving - change).norm() / change.norm()).item())
     assert f": {expected_fraction:.0%} of" in line
     assert expected_fraction < most

@@ -115,11 +115,11 @@ def test_wider_heads_travel_in_every_format(tmp_path: Path, head_size: int, form
     model = model_of(head_size, vocab_size=40)
     model.save_pretrained(tmp_path / NAMES[format])
     ids = tokens(model, B=1, T=16)
-    read = RWKV.from_pretrained(tmp_path / NAMES[format], "reference")
-    assert read.config.head_size == head_size
-    assert_near(logits(read, ids), logits(model, ids), 1e-6 if format != "huggingface" else 2e-5)
-    read.save_pretrained(tmp_path / "again.pth", dtype="float32")
-    assert_near(logits(RWKV.from_pretrained(tmp_path / "again.pth", "reference"), ids), logits(read, ids), 1e-6)
+    loaded = RWKV.from_pretrained(tmp_path / NAMES[format], "reference")
+    assert loaded.config.head_size == head_size
+    assert_near(logits(loaded, ids), logits(model, ids), 1e-6 if format != "huggingface" else 2e-5)
+    loaded.save_pretrained(tmp_path / "again.pth", dtype="float32")
+    assert_near(logits(RWKV.from_pretrained(tmp_path / "again.pth", "reference"), ids), logits(loaded, ids), 1e-6)
 
 
 def write_transformers_rwkv(folder: Path, model: RWKV, **config: Any) -> dict[str, Tensor]:
@@ -152,11 +152,11 @@ def test_transformers_rwkvs_layout_is_read_and_written(tmp_path: Path) -> None:
     model = model_of()
     expected = write_transformers_rwkv(tmp_path / "theirs", model)
     ids = tokens(model, B=1, T=16)
-    read = read_checkpoint(tmp_path / "theirs")
-    assert read.notes == []
-    assert read.config.ctx_len == 8192
+    checkpoint = read_checkpoint(tmp_path / "theirs")
+    assert checkpoint.notes == []
+    assert checkpoint.config.ctx_len == 8192
     assert_near(logits(RWKV.from_pretrained(tmp_path / "theirs", "reference"), ids), logits(model, ids), 1e-6)
-    write_checkpoint(read, tmp_path / "ours", layout="transformers-rwkv")
+    write_checkpoint(checkpoint, tmp_path / "ours", layout="transformers-rwkv")
     tensors = hugging_face_tensors(tmp_path / "ours")
     assert tensors.keys() == expected.keys()
     assert all(torch.equal(tensors[name].flatten(), tensor.flatten()) for name, tensor in expected.items())
@@ -267,8 +267,8 @@ def test_a_tokenizer_json_of_the_world_vocabulary_is_world(tmp_path: Path) -> No
     write_official(tmp_path / "model", model_of())
     (tmp_path / "model" / "tokenizer.json").write_text(world_json_with())
     (tmp_path / "model" / "generation_config.json").write_text('{"eos_token_id": 5}')
-    read = Tokenizer.from_dict(read_checkpoint(tmp_path / "model").tokenizer or {})
-    assert (read.kind, read.hash, read.ends) == ("world", WORLD.hash, (0,))
+    tokenizer = Tokenizer.from_dict(read_checkpoint(tmp_path / "model").tokenizer or {})
+    assert (tokenizer.kind, tokenizer.hash, tokenizer.ends) == ("world", WORLD.hash, (0,))
     assert Tokenizer.named(str(tmp_path / "model" / "tokenizer.json")).hash == WORLD.hash
     write_checkpoint(read_checkpoint(tmp_path / "model"), tmp_path / "model.gguf")
     assert read_checkpoint(tmp_path / "model.gguf").tokenizer == WORLD.to_dict()

@@ -83,9 +83,9 @@ def flip_byte(content: bytes, index: int) -> bytes:
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_changed_file_has_another_entry(model_file: Path, change: str) -> None:
     before = packed_cache.entry_of(model_file, "int4")
-    moved = model_file.with_name("moved.pth")
-    shutil.copy2(model_file, moved)
-    assert packed_cache.entry_of(moved, "int4") == before != packed_cache.entry_of(model_file, "int8")
+    copy = model_file.with_name("moved.pth")
+    shutil.copy2(model_file, copy)
+    assert packed_cache.entry_of(copy, "int4") == before != packed_cache.entry_of(model_file, "int8")
     CHANGES[change](model_file)
     assert packed_cache.entry_of(model_file, "int4") != before
 

@@ -68,18 +68,18 @@ def test_vectors_come_in_two_shapes_and_layer_0_with_or_without_its_unused_tenso
     for name in UNUSED:
         del weights[name]
     torch.save(weights, tmp_path / "other.pth")
-    read = RWKV.from_pretrained(tmp_path / "other.pth", "reference")
-    assert not any(read.state_dict()[name].any() for name in UNUSED)
-    assert [read.state_dict()[name].shape for name in UNUSED] == [model.state_dict()[name].shape for name in UNUSED]
+    loaded = RWKV.from_pretrained(tmp_path / "other.pth", "reference")
+    assert not any(loaded.state_dict()[name].any() for name in UNUSED)
+    assert [loaded.state_dict()[name].shape for name in UNUSED] == [model.state_dict()[name].shape for name in UNUSED]
     with torch.no_grad():
-        assert torch.equal(read(tokens(model))[0], model(tokens(model))[0])
+        assert torch.equal(loaded(tokens(model))[0], model(tokens(model))[0])
 
 
 def test_each_format_has_the_unused_tensors_that_its_readers_want(model: RWKV, tmp_path: Path) -> None:
     for format, name in NAMES.items():
         model.save_pretrained(tmp_path / name)
-        read = read_checkpoint(tmp_path / name).weights
-        assert all(torch.equal(read[name], model.state_dict()[name]) == (format in OFFICIAL) for name in UNUSED)
+        weights = read_checkpoint(tmp_path / name).weights
+        assert all(torch.equal(weights[name], model.state_dict()[name]) == (format in OFFICIAL) for name in UNUSED)
     hugging_face = hugging_face_tensors(tmp_path / NAMES["huggingface"])
     assert not any("layers.0.attn.v_lora" in name for name in hugging_face)
     assert b"blocks.0.att.v0" not in (tmp_path / NAMES["ggmf"]).read_bytes()
@@ -141,8 +141,8 @@ def test_flas_file_without_its_directory_is_read(model: RWKV, tmp_path: Path) ->
     model.save_pretrained(tmp_path / "model")
     save_file({f"module.{name}": tensor for name, tensor in hugging_face_tensors(tmp_path / "model").items()},
               tmp_path / "alone.safetensors")
-    read = read_checkpoint(tmp_path / "alone.safetensors").weights
-    assert all(torch.equal(read[name], weight) for name, weight in model.state_dict().items() if name not in UNUSED)
+    weights = read_checkpoint(tmp_path / "alone.safetensors").weights
+    assert all(torch.equal(weights[name], weight) for name, weight in model.state_dict().items() if name not in UNUSED)
 
 
 def test_the_world_vocabulary_lies_in_a_directory(tmp_path: Path) -> None:
@@ -168,14 +168,14 @@ def test_web_rwkvs_file_is_written(model: RWKV, tmp_path: Path) -> None:
     """The file is in float16, as web-rwkv's converter writes it. Reading it and writing it again changes no bit."""
     model.save_pretrained(tmp_path / "model.st")
     low_rank = tuple(f".att.{name}{part}" for name in "wavg" for part in "12")
-    written = load_file(tmp_path / "model.st")
+    tensors = load_file(tmp_path / "model.st")
     weights = model.state_dict()
-    assert written.keys() == weights.keys()
+    assert tensors.keys() == weights.keys()
     for name, weight in weights.items():
-        assert torch.equal(written[name], (weight.T if name.endswith(low_rank) else weight).half()), name
-    read = read_checkpoint(tmp_path / "model.st")
-    assert all(torch.equal(read.weights[name], weight.half()) for name, weight in weights.items())
-    write_checkpoint(read, tmp_path / "again.st", "float16")
+        assert torch.equal(tensors[name], (weight.T if name.endswith(low_rank) else weight).half()), name
+    checkpoint = read_checkpoint(tmp_path / "model.st")
+    assert all(torch.equal(checkpoint.weights[name], weight.half()) for name, weight in weights.items())
+    write_checkpoint(checkpoint, tmp_path / "again.st", "float16")
     assert (tmp_path / "again.st").read_bytes() == (tmp_path / "model.st").read_bytes()
     for dtype in ("float32", "bfloat16"):
         with pytest.raises(UserError, match="float16"):
@@ -302,13 +302,13 @@ def test_the_types_in_gguf_are_those_of_llama_cpps_quantizer(wide: RWKV, tmp_pat
 
 def test_q8_0_is_read_as_the_package_reads_it_and_written_again_to_the_bit(wide: RWKV, tmp_path: Path) -> None:
     wide.save_pretrained(tmp_path / "model.gguf", dtype="q8_0")
-    read = read_checkpoint(tmp_path / "model.gguf")
+    checkpoint = read_checkpoint(tmp_path / "model.gguf")
     tensors = gguf_tensors(tmp_path / "model.gguf")["blk.1.channel_mix_key.weight"]
-    assert np.array_equal(read.weights["blocks.1.ffn.key.weight"], gguf.dequantize(tensors.data, tensors.tensor_type))
-    for name, weight in read.weights.items():
+    assert np.array_equal(checkpoint.weights["blocks.1.ffn.key.weight"], gguf.dequantize(tensors.data, tensors.tensor_type))
+    for name, weight in checkpoint.weights.items():
         if name not in UNUSED:
             assert (weight - wide.state_dict()[name]).abs().max() <= wide.state_dict()[name].abs().max() / 127 * 0.51
-    write_checkpoint(read, tmp_path / "again.gguf", "q8_0")
+    write_checkpoint(checkpoint, tmp_path / "again.gguf", "q8_0")
     assert (tmp_path / "again.gguf").read_bytes() == (tmp_path / "model.gguf").read_bytes()
 
 
@@ -316,11 +316,11 @@ def test_q8_0_is_read_as_the_package_reads_it_and_written_again_to_the_bit(wide:
 @pytest.mark.parametrize("spare", [0, 7])
 def test_a_tokenizer_travels_in_gguf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokenizer: Tokenizer,
                                      spare: int) -> None:
-    """The tokenizer is also read without the keys that llama.cpp's converter does not write."""
+    """The tokenizer is also checkpoint without the keys that llama.cpp's converter does not write."""
     model = small_model("reference", tokenizer.vocab_size + spare, generation="rwkv7", n_layer=1)
     model.save_pretrained(tmp_path / "model.gguf", tokenizer)
-    read = read_checkpoint(tmp_path / "model.gguf")
-    assert (read.config, Tokenizer.from_dict(read.tokenizer).hash) == (model.config, tokenizer.hash)
+    checkpoint = read_checkpoint(tmp_path / "model.gguf")
+    assert (checkpoint.config, Tokenizer.from_dict(checkpoint.tokenizer).hash) == (model.config, tokenizer.hash)
     content = (tmp_path / "model.gguf").read_bytes()
     for key in (b"tokenizer.huggingface.json", b"timemix"):
         content = content.replace(key, key[::-1])

@@ -141,9 +141,9 @@ def test_a_damaged_state_is_one_sentence(folder: Path, tmp_path: Path, name: str
 
 def test_convert_turns_a_state_for_web_rwkv_and_back(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     convert.main([str(folder / "state.pth"), str(tmp_path / "out.st")])
-    written, expected = load_file(tmp_path / "out.st"), load_file(folder / "state.st")
-    assert written.keys() == expected.keys()
-    assert all(torch.equal(written[name], expected[name]) for name in written)
+    actual, expected = load_file(tmp_path / "out.st"), load_file(folder / "state.st")
+    assert actual.keys() == expected.keys()
+    assert all(torch.equal(actual[name], expected[name]) for name in actual)
     assert "key by value" in capsys.readouterr().err
     convert.main([str(folder / "turned.safetensors"), str(tmp_path / "back.pth"), "--state-layout", "transposed"])
     back, before = (torch.load(path, weights_only=True) for path in (tmp_path / "back.pth", folder / "state.pth"))

@@ -1,4 +1,4 @@
-"""Tests where each program takes the sampling options from that the user did not set."""
+"""Tests the source of sampling options that the user did not set, in each program."""
 
 import io
 import json
@@ -28,7 +28,7 @@ THINKING_JINJA = ("{% for m in messages %}{{ m.content }}\n{% endfor %}{% if add
 
 def choose_sampling(path: str | Path, think: Think, run: Any = None, template: str | None = None,
                     user_options: Any = None) -> ChosenSampling:
-    """Returns the sampling of answers. `user_options` are the user's, which chat.py composes with its own preset."""
+    """Returns the sampling for answers. `user_options` are set in addition to the preset of chat.py."""
     config = ChatConfig(**{"temperature": 1.0, "top_p": 0.3, **(user_options or {})})
     template_object = chat_template(choose_template(template, str(path), run).template)
     return SamplingChoice(config, [*(user_options or {})], Path(path), run, template_object).for_answers(think)

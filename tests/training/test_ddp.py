@@ -54,7 +54,7 @@ def test_two_processes_have_the_losses_of_one(folder: Path, one: Done, two: Done
 
 
 def test_each_process_draws_random_numbers_of_its_own(folder: Path, two: Done) -> None:
-    """Each process needs other dropout masks for its rows."""
+    """Each process must draw its own masks for dropout."""
     checkpoint = torch.load(folder / "two/checkpoints/last.ckpt", weights_only=True)
     first, second = checkpoint["callbacks"]["RandomState"]["ranks"]
     assert not torch.equal(first["torch"], second["torch"])

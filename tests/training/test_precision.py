@@ -1,4 +1,4 @@
-"""Tests which precision a run and a generating program choose on a GPU, which torch.cuda only pretends, and on a CPU."""
+"""Tests which precision training and generation choose on a CPU, and on a GPU that a fake torch.cuda reports."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -41,22 +41,22 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
 
-@pytest.mark.parametrize(("major", "wanted", "expected"), [
+@pytest.mark.parametrize(("major", "option", "expected"), [
     (9, None, "bf16-mixed"), (9, "auto", "bf16-mixed"), (9, "32-true", "32-true"), (9, "tf32", "tf32"),
     (9, "fp16-mixed", "fp16-mixed"), (8, None, "bf16-mixed"), (7, None, "32-true"), (7, "auto", "32-true"),
     (7, "fp16-mixed", "fp16-mixed"), (7, "bf16-mixed", "bf16-mixed")])
 @pytest.mark.parametrize("accelerator", ["auto", "gpu"])
-def test_on_a_gpu(gpu: FakeGpu, major: int, wanted: str | None, expected: str, accelerator: str) -> None:
+def test_on_a_gpu(gpu: FakeGpu, major: int, option: str | None, expected: str, accelerator: str) -> None:
     gpu(major)
-    assert resolve_precision(wanted, accelerator) == expected
+    assert resolve_precision(option, accelerator) == expected
 
 
-@pytest.mark.parametrize(("wanted", "expected"), [(None, "32-true"), ("32-true", "32-true"), ("bf16-mixed", "bf16-mixed")])
+@pytest.mark.parametrize(("option", "expected"), [(None, "32-true"), ("32-true", "32-true"), ("bf16-mixed", "bf16-mixed")])
 @pytest.mark.parametrize("fast", [False, True])
-def test_on_a_cpu_the_default_is_float32(no_gpu: None, wanted: str | None, expected: str, fast: bool,
+def test_on_a_cpu_the_default_is_float32(no_gpu: None, option: str | None, expected: str, fast: bool,
                                          monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "bfloat16_is_faster", lambda device: fast)
-    assert resolve_precision(wanted, "auto") == expected
+    assert resolve_precision(option, "auto") == expected
 
 
 def test_a_run_on_the_cpu_of_a_machine_with_a_gpu_is_in_float32(gpu: FakeGpu) -> None:
@@ -74,12 +74,12 @@ def test_tf32_without_tf32_is_one_sentence(gpu: FakeGpu) -> None:
 
 
 def test_tf32_is_float32_with_shorter_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    wanted: list[str] = []
-    monkeypatch.setattr(torch, "set_float32_matmul_precision", wanted.append)
+    calls: list[str] = []
+    monkeypatch.setattr(torch, "set_float32_matmul_precision", calls.append)
     for precision in ("tf32", "32-true", "bf16-mixed"):
         set_product_precision(precision, GPU)
         set_product_precision(precision, CPU)
-    assert wanted == ["high", "highest", "highest"]
+    assert calls == ["high", "highest", "highest"]
     assert dtype_for("tf32") == torch.float32
     assert precision_for(TrainerConfig(precision="tf32"), GPU) == {"precision": "32-true"}
 
@@ -107,8 +107,8 @@ def test_a_resumed_run_keeps_its_precision(gpu: FakeGpu, tmp_path: Path, before:
     gpu()
     plain = as_plain(TrainConfig(trainer=TrainerConfig(precision=before)))
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(plain), encoding="utf-8")
-    wanted = TrainConfig(resume="auto", out_dir=str(tmp_path), trainer=TrainerConfig())
-    assert open_run(wanted, given, []).config.trainer.precision == before
+    request = TrainConfig(resume="auto", out_dir=str(tmp_path), trainer=TrainerConfig())
+    assert open_run(request, given, []).config.trainer.precision == before
 
 
 # The loss's chunk

@@ -207,7 +207,7 @@ class SaveThirdStep(lightning.Callback):
 @pytest.mark.parametrize(("generation", "precision"), [
     ("rwkv4", "32-true"), ("rwkv4", "bf16-mixed"), ("rwkv4", "fp16-mixed"), ("rwkv7", "bf16-mixed"),
     ("rwkv7", "fp16-mixed")])
-@pytest.mark.filterwarnings("ignore")    # Lightning advises on so small a run
+@pytest.mark.filterwarnings("ignore")    # Lightning warns about so small a run
 def test_a_run_goes_on_to_the_bit(tmp_path: Path, generation: str, precision: str, short: Any) -> None:
     """Weights and states are equal, and so is the scale of fp16, which grows every two steps."""
     batches = list(batches_of(short, StepLayout(2), 6))

@@ -114,14 +114,14 @@ def test_a_run_that_saved_nothing_begins_again_beside_what_it_had_written(folder
     shutil.rmtree(run / "checkpoints")
     (run / "kernel.json").write_text(json.dumps({"finished": False}))
     (run / "hpc_ckpt_1.ckpt").write_bytes(b"not even a checkpoint")
-    written = {name: (run / name).read_bytes() for name in ("metrics.csv", "samples.jsonl", "config.yaml", "report.html")}
+    contents = {name: (run / name).read_bytes() for name in ("metrics.csv", "samples.jsonl", "config.yaml", "report.html")}
     planned = done_here(folder, "train", "resume=auto", f"out_dir={run}", "plan=true")
     assert "restarts at step 0" in planned.error
     assert not (run / "unsaved-1").exists()
     result = done_here(folder, "train", "resume=auto", f"out_dir={run}")
     assert result.status == 0, result.error
     assert f"{run / 'unsaved-1'}" in result.error
-    assert {name: (run / "unsaved-1" / name).read_bytes() for name in written} == written
+    assert {name: (run / "unsaved-1" / name).read_bytes() for name in contents} == contents
     assert_same_training(run, whole)
 
 

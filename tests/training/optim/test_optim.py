@@ -74,8 +74,8 @@ def test_adam_is_adamw_without_weight_decay_and_another_with_it() -> None:
 
 
 def test_the_optimiser_is_the_configured_one_and_follows_the_schedule() -> None:
-    setup = LanguageModel(small_model(), CONFIG, max_steps=100, val_bytes_per_token=1.0).configure_optimizers()
-    optimizer, scheduler = setup["optimizer"], setup["lr_scheduler"]
+    optimisation = LanguageModel(small_model(), CONFIG, max_steps=100, val_bytes_per_token=1.0).configure_optimizers()
+    optimizer, scheduler = optimisation["optimizer"], optimisation["lr_scheduler"]
     assert isinstance(optimizer, torch.optim.AdamW)
     assert scheduler["interval"] == "step"
     for group in optimizer.param_groups:

@@ -42,9 +42,9 @@ def batch_of(step: int, K: int) -> tuple[torch.Tensor, torch.Tensor] | Segments:
 
 
 def train(task: LanguageModel, options: dict[str, Any]) -> list[torch.Tensor]:
-    """Returns the weights, the optimiser's state and the rates after `STEPS` steps, which are called as in Lightning."""
-    setup = task.configure_optimizers()
-    optimizer, schedule = setup["optimizer"], setup["lr_scheduler"]["scheduler"]
+    """Returns the weights, the optimiser's state and the rates after `STEPS` calls of step(closure), as in Lightning."""
+    optimisation = task.configure_optimizers()
+    optimizer, schedule = optimisation["optimizer"], optimisation["lr_scheduler"]["scheduler"]
     half = options.get("precision") == "bf16-mixed"
     for step in range(STEPS):
         def closure(step: int = step) -> float:

@@ -261,9 +261,9 @@ def test_the_losses_of_a_run_on_a_bfloat16_file_are_those_of_what_is_read(folder
     add_adapters(apart, (), 2, 32.0)
     apart.load_state_dict({name.removeprefix("model."): tensor for name, tensor in weights.items()}, strict=False)
     ids = tokens(apart, T=40)
-    trained, before, read = (model(ids)[0] for model in (apart.eval(), RWKV.from_pretrained("half.safetensors"),
-                                                         RWKV.from_pretrained(out)))
-    assert (read - trained).norm() < 0.01 * (before - trained).norm()
+    trained, before, merged = (model(ids)[0] for model in (apart.eval(), RWKV.from_pretrained("half.safetensors"),
+                                                           RWKV.from_pretrained(out)))
+    assert (merged - trained).norm() < 0.01 * (before - trained).norm()
     reported = {}
     for dtype in ("float32", "bfloat16"):
         status, _, error = run("generate", "checkpoint=out", "prompt=a", "max_new_tokens=1", f"dtype={dtype}")
