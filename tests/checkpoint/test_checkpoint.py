@@ -104,7 +104,7 @@ def test_bfloat16_keeps_the_decays_in_float32(model: RWKV, saved_file: Path) -> 
     assert (loaded(tokens(model))[0] - model(tokens(model))[0]).abs().max() < 0.3
 
 
-# Where a checkpoint is
+# The location of a checkpoint
 
 
 def test_a_run_directory_means_its_last_checkpoint(model: RWKV, tmp_path: Path) -> None:
@@ -146,7 +146,7 @@ def test_a_latest_run_that_is_gone_is_named_where_there_is_no_other(tmp_path: Pa
         locate(tmp_path / "latest")
 
 
-# What is no checkpoint
+# Files that are no checkpoints
 
 
 class Harmful:

@@ -71,7 +71,7 @@ def measure(folder: Path, source: Path, dtype: str, *targets: str) -> dict[str, 
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Returns a float16 file of a model of 60 MiB in float32, no tensor of which exceeds a tenth of that."""
+    """Returns a float16 file of a model, which has 60 MiB in float32. No tensor exceeds a tenth of the model."""
     path = tmp_path_factory.mktemp("lean") / "model.pth"
     write_checkpoint(checkpoint_of(weights(8, 384, 2000)), path, "float16")
     return path

@@ -51,7 +51,7 @@ def test_the_template_and_the_base_of_a_run_tell_the_kind_too() -> None:
 
 
 def test_a_template_in_jinja_of_a_g1_model(tmp_path: Path) -> None:
-    """The template's prompts decide the preset: without thoughts, they begin with an empty thought."""
+    """The template's prompts decide the preset. Without thoughts, a prompt ends with an empty thought here."""
     folder = tmp_path / OFFICIAL
     folder.mkdir()
     (folder / "chat_template.jinja").write_text(THINKING_JINJA)

@@ -13,7 +13,7 @@ RECIPE = ("model=rwkv7_tiny", "optim=adamw", "optim.lr=6e-4", "trainer.max_steps
           "trainer.val_every=50", "trainer.sample_tokens=0", "logger=csv", f"data.cache_dir={ROOT / '.cache'}")
 @pytest.mark.parametrize(("eps", "allowed"), [("1e-8", 1e-4), ("1e-18", None)])
 def test_fifty_steps_under_every_kernel(tmp_path: Path, eps: str, allowed: float | None) -> None:
-    """With the official eps of 1e-18, rounding decides updates of almost no gradient, so the difference is only printed."""
+    """With the official eps, 1e-18, rounding decides updates of gradients near 0. The difference is then only printed."""
     arguments = (*RECIPE, f"optim.eps={eps}", f"kernel={','.join(KERNELS)}", "out_dir=sweep")
     result = finish(start(tmp_path, "train", "-m", *arguments), timeout_s=1800)
     assert result.status == 0, result.error

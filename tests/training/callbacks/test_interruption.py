@@ -1,5 +1,5 @@
-"""Tests that a run which a batch system or a closing terminal stops continues to the bit, and that no variable of a batch
-system changes a run."""
+"""Tests that a stopped run continues to the bit, whoever stops it: a batch system or a closing terminal. No variable of a
+batch system may change a run."""
 
 import json
 import os

@@ -32,7 +32,7 @@ def differences(run: Path, other: Path) -> set[str]:
 
 @pytest.mark.programs
 def test_samples_and_norms_change_nothing_in_training(run: Run, tmp_path: Path) -> None:
-    """Weights, optimiser, random state and position in the data are bit-identical; standard output has the last sample."""
+    """Weights, optimiser, random state and data position are bit-identical. Standard output has the last sample."""
     (tmp_path / "text.txt").write_text(TEXT, encoding="utf-8")
     without = run("train", *BRIEF, "trainer.sample_every=0", "out_dir=without")
     sampled = run("train", *BRIEF, "trainer.sample_every=2", "trainer.grad_norms=true", "out_dir=with")

@@ -118,7 +118,7 @@ def test_processes_share_a_batch_and_fsdp_the_weights() -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc's heap")
 def test_a_heap_that_is_returned_after_each_block_has_a_quarter_of_holes() -> None:
-    """The peaks that this factor comes from are measured in soak."""
+    """The soak tests measure the peaks that this factor comes from."""
     packed = replace(configured(2, 64, 8, 128, accelerator="cpu"), data=DataConfig(name="chat", batch_size=8))
     with_holes, without = (memory.estimate(replace(packed, trainer=replace(packed.trainer, malloc=malloc)), 256)
                            for malloc in ("tuned", "default"))

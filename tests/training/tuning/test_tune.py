@@ -184,7 +184,7 @@ def test_a_state_is_trained_on_from_another(folder: Path, run: Run) -> None:
     (("tune=lora", "tune.base=int8", "trainer.tbptt=2"), ("data.batch_size=1", "trainer.accumulate=2"))])
 def test_two_processes_tune_as_one(folder: Path, options: tuple[str, ...], alone: tuple[str, ...]) -> None:
     """In int8 the one process reads rows one at a time, as each of the two does. Float32 products of several rows have other
-    last bits, which may round an input to another int8 value, 1/63 of the row's largest away.
+    last bits, which may round an input to another value, 1/63 of the row's largest away.
     """
     arguments = (*OPTIONS, *options, "init_from=base7.safetensors", "trainer.max_steps=6", "trainer.val_every=3")
     for name, more in (("one", alone), ("two", ("trainer=ddp", "trainer.devices=2", "trainer.accelerator=cpu"))):
